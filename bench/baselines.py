@@ -17,8 +17,7 @@ from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.marconi import FlopDensity, MarconiEviction
-from kvstore.server.eviction.policy import EvictionPolicy, Rows
-from kvstore.server.eviction.registry import make_policy
+from kvstore.server.eviction.policy import EvictionPolicy, Rows, make_policy
 
 _TICK_BITS = 48
 _MOST_USES = (1 << (64 - _TICK_BITS)) - 1

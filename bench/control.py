@@ -119,7 +119,7 @@ def cuda_free_tiers(folder: Path) -> Iterator[list[Tier]]:
         port = stack.enter_context(redis_server(folder))
         tiers: list[Tier] = [
             CpuTier(4 * MIB, 4 * MIB),
-            DiskTier(folder / "disk", 4 * MIB),
+            DiskTier((folder / "disk", 4 * MIB)),
             RedisTier(f"redis://127.0.0.1:{port}/0", 4 * MIB),
             GpuTier(4 * MIB, HostDevice()),
         ]

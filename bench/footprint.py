@@ -47,7 +47,7 @@ def bench_metadata(folder: Path, report: Report) -> None:
     size = raw_frame_bytes(layout)
     tiers = [
         CpuTier(count * (size + 4096), 64 * MIB),
-        DiskTier(folder / "meta", count * (size + 8192)),
+        DiskTier((folder / "meta", count * (size + 8192))),
     ]
     leases = Leases(1, lambda: 1)
     catalog = Catalog({t.name: LruEviction() for t in tiers}, leases, 1, time.monotonic)

@@ -68,7 +68,7 @@ def compare_disk(run: Run, peer: LMCache) -> None:
     theirs = Side("fs_native in process")
     bare = Side("preadv with as many threads, nothing verified")
     with run.scratch("disk") as folder:
-        tier = DiskTier(folder / "disk", OBJECTS * (OBJECT_BYTES + MIB))
+        tier = DiskTier((folder / "disk", OBJECTS * (OBJECT_BYTES + MIB)))
         side = TierSide(tier, make_frames(OBJECTS, 1), STORE_THREADS)
         try:
             side.warm_up()

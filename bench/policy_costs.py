@@ -16,8 +16,7 @@ from kvstore.cli.simulate.state_replay import make_states
 from kvstore.cli.trace_blocks import BlockTrace
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
-from kvstore.server.eviction.policy import EvictionPolicy, Rows
-from kvstore.server.eviction.registry import make_policy
+from kvstore.server.eviction.policy import EvictionPolicy, Rows, make_policy
 from kvstore.server.eviction.states.cache import StateCache
 from kvstore.server.eviction.states.tree import HYBRID_7B
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from bench.tier_replay import LoadModel, TierCounts, TierReplay, TierTerms
 from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.lru import LruEviction
-from kvstore.server.eviction.reuse_estimate import ReuseForecast
+from kvstore.server.eviction.reuse_statistics import ReuseForecast
 from kvstore.server.tiering.admission import ADMISSIONS
 
 SIZES = ((0.01, 0.10), (0.05, 0.25))

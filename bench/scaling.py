@@ -133,7 +133,7 @@ def weigh_disk_tier(folder: Path, report: Report) -> None:
     from kvstore.tiers.disk import DiskTier
 
     stream = prompts()
-    with closing(DiskTier(folder, 2 * DISK_CHUNKS * FRAME_BYTES)) as tier:
+    with closing(DiskTier((folder, 2 * DISK_CHUNKS * FRAME_BYTES))) as tier:
         tracemalloc.start()
         before, _ = tracemalloc.get_traced_memory()
         for _ in range(DISK_CHUNKS // 512):

@@ -17,7 +17,7 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import InsertInfo
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
-from kvstore.server.eviction.reuse_estimate import ReuseForecast
+from kvstore.server.eviction.reuse_statistics import ReuseForecast
 from kvstore.server.tiering.admission import CopyRequest, TierAdmission, Trigger
 
 FULL = InsertInfo()

@@ -16,7 +16,7 @@ from bench.workload import TINY, make_chunks
 from kvstore.cli.server_child import ServerChild
 from kvstore.client import Client, ClientOptions
 from kvstore.proto.types import ROOT, ChunkInfo, ChunkKey, Component, DType, KVLayout, LayerKind
-from kvstore.tiers.disk import DiskOptions, DiskTier
+from kvstore.tiers.disk import DiskTier, file_bytes_for
 
 ROOT_FOLDER = Path(__file__).resolve().parents[1]
 MINUTES = 10.0
@@ -89,7 +89,7 @@ def _restart(report: Report, folder: Path) -> None:
 
 def _fill(path: Path, size_bytes: int, chunks: int) -> None:
     """Seal chunks without bytes: a start reads none."""
-    tier = DiskTier(path, size_bytes, options=DiskOptions(largest_frame_bytes=64 << 20))
+    tier = DiskTier((path, size_bytes), file_bytes=file_bytes_for(size_bytes, 64 << 20))
     layout = KVLayout((Component(LayerKind.attention, DType.bfloat16, 1, 1, 8, 256),))
     for number in range(chunks):
         key = ChunkKey(os.urandom(32))

@@ -113,7 +113,7 @@ def check_revocations(config: Settings) -> Iterator[Finding]:
         return
     try:
         data, authorities = config.tls_crl.read_bytes(), config.tls_client_ca.read_bytes()
-        found = parse_revocations(data, authorities, wall_clock=time.time)
+        found = parse_revocations(data, authorities)
     except (OSError, KVStoreError) as error:
         fix = "get the list anew: no server starts with this one, and one that runs keeps the last"
         yield Finding("revocations", "fail", str(error), fix)

@@ -17,6 +17,7 @@ from kvstore.client.keeping import Keeping, check_wait
 from kvstore.client.lease import ChunkLease
 from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.client.outgoing import OutgoingShard
+from kvstore.client.page_names import page_digests
 from kvstore.client.reader import given
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.resolving import Resolving
@@ -29,7 +30,7 @@ from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, TierUnavailableError
 from kvstore.proto.frame import FrameTemplate
-from kvstore.proto.keys import chain_digests, chunk_key, page_digests
+from kvstore.proto.keys import chain_digests, chunk_key
 from kvstore.proto.messages import engine_to_message, fidelity_number
 from kvstore.proto.plans import NO_HINTS, EngineTerms, Hints, PrefillModel
 from kvstore.proto.types import (

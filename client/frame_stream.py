@@ -186,13 +186,12 @@ class FrameStream:
         except KVStoreError:
             return False
 
-    def fill(self, out: Bytes, deadline: float) -> None:
-        """Fill *out* with the next bytes of a part. Raises as ``receive``."""
-        self._try(deadline, lambda: self._wire.fill(out))
+    def fill(self, out: Bytes, deadline: float, digest: xxh3_64 | None = None) -> None:
+        """Fill *out* with the next bytes of a part, and add them to *digest*.
 
-    def fill_summed(self, out: Bytes, digest: xxh3_64, deadline: float) -> None:
-        """Do the same, and add the bytes to *digest*."""
-        self._try(deadline, lambda: self._wire.fill_summed(out, digest))
+        Raises as ``receive``.
+        """
+        self._try(deadline, lambda: self._wire.fill(out, digest))
 
     def give_up(self) -> None:
         """Have whoever waits on this stream wait no more. For any thread."""
@@ -249,7 +248,7 @@ class _Coming:
 
     def summed(self, out: Bytes, digest: xxh3_64) -> None:
         """The same, and add them to *digest*."""
-        self._stream.fill_summed(out, digest, self._deadline)
+        self._stream.fill(out, self._deadline, digest)
         self.left -= len(out)
 
     def skip(self, size_bytes: int) -> None:

@@ -10,17 +10,23 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing, suppress
 from typing import Any, NamedTuple, TypeVar
 
+from google.protobuf.message import DecodeError, Message
+
 from kvstore.client.connection import SLACK_S, Connection
 from kvstore.client.session import SessionTerms
 from kvstore.proto import unix_socket
-from kvstore.proto.errors import DeadlineError, InvalidRequestError, TierUnavailableError
+from kvstore.proto.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    KVStoreError,
+    TierUnavailableError,
+)
 from kvstore.proto.unix_socket import (
     MAX_ANSWER_BYTES,
     MAX_PACKET_BYTES,
+    REPLIES,
     Answer,
     pack_call,
-    parse_answer,
-    reply_of,
     unpack_answer,
 )
 
@@ -30,6 +36,7 @@ MAX_CONNECTIONS = 12
 _JOIN_WITHIN_S = 2.0
 _JOIN_AGAIN_S = 5.0
 
+M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
 
@@ -80,7 +87,7 @@ class LocalLink:
             asked = self._ask(method, request, until, queue)
         except _Broken:
             return self._connection.send(method, request, self._left_ms(until))
-        kind: Any = reply_of(method)
+        kind: Any = REPLIES.get(method)
 
         def wait() -> Any:
             try:
@@ -139,7 +146,7 @@ class LocalLink:
         self, method: str, request: Any, until: float, queue: CallQueue | None = None
     ) -> _Asked:
         """Send a call. Raises _Broken when it did not reach the server."""
-        if reply_of(method) is None:
+        if method not in REPLIES:
             raise _Broken
         packet = pack_call(method, request)
         if len(packet) > MAX_PACKET_BYTES:
@@ -176,7 +183,7 @@ class LocalLink:
 
     def _replies(self, method: str, request: Any, until: float) -> Generator[Any, None, None]:
         asked = self._ask(method, request, until)
-        kind: Any = reply_of(method)
+        kind: Any = REPLIES.get(method)
         is_over = False
         try:
             while True:
@@ -360,3 +367,11 @@ def _wake(links: Iterable[socket.socket]) -> None:
     for link in links:
         with suppress(OSError):
             link.shutdown(socket.SHUT_RDWR)
+
+
+def parse_answer(kind: type[M], body: bytes) -> M:
+    """Return the message of *kind* that *body* is. Raises KVStoreError."""
+    try:
+        return kind.FromString(body)
+    except DecodeError:
+        raise KVStoreError(f"the server's answer is no {kind.DESCRIPTOR.name}") from None

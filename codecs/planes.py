@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvstore.codecs.base import Part
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.native import address, addresses, loops, out_address
+from kvstore.proto.native import address, addresses, loops
 from kvstore.proto.types import Component, DType
 
 Words: TypeAlias = NDArray[Any]
@@ -68,12 +68,19 @@ def native_splitter(kind: str, path: str | None = None) -> Splitter:
 
 def _split(loop: Callable[..., int], words: Words, planes: Planes) -> None:
     _check(words, planes)
-    loop(address(words), *map(out_address, planes), words.size)
+    loop(address(words), *map(_out_address, planes), words.size)
 
 
 def _join(loop: Callable[..., int], words: Words, planes: Planes) -> None:
     _check(words, planes)
-    loop(out_address(words), *addresses(*planes), words.size)
+    loop(_out_address(words), *addresses(*planes), words.size)
+
+
+def _out_address(data: NDArray[Any]) -> int:
+    """Return where *data* lies, to be written there. Raises ValueError where it is read-only."""
+    if not data.flags.writeable:
+        raise ValueError("assignment destination is read-only")
+    return address(data)
 
 
 def _check(words: Words, planes: Planes) -> None:

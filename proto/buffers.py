@@ -183,9 +183,7 @@ def read_by_loop(
 ) -> list[int] | None:
     """Do what ``read_summed`` does, by the compiled loop.
 
-    Threads that read and sum step by step in Python wait for each other's interpreter lock.
-
-    None when a read failed or was short; what the pieces hold is then anything. Raises
+    Threads that read and sum step by step in Python wait for each other's interpreter lock. Raises
     ValueError for a piece that it cannot fill, and for a group of none.
     """
     rows = _rows(_placed(groups))

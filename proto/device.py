@@ -160,21 +160,13 @@ class Device(ABC):
 
         None, after a warning, where the device cannot: copies are then staged.
         """
-        end = self._register(memory, read_only=read_only)
-        if end is None:
-            return None
         start = memory.ctypes.data
         self._registered[start] = start + len(memory)
 
         def unregister() -> None:
             self._registered.pop(start, None)
-            end()
 
         return unregister
-
-    def _register(self, memory: Bytes, *, read_only: bool) -> Callable[[], None] | None:
-        """Have the driver know *memory*; return how to end that."""
-        return lambda: None
 
     def is_registered(self, memory: Bytes) -> bool:
         """Whether all of *memory* lies in one registered piece."""
@@ -225,9 +217,7 @@ class HostDevice(Device):
     def stream(self) -> Stream:
         return HostStream()
 
-    @override
-    def current_stream(self) -> Stream:
-        return HostStream()
+    current_stream = stream
 
     @override
     def export(self, arena: torch.Tensor) -> int:
@@ -383,7 +373,7 @@ class CudaDevice(Device):
             return _CudaEvent(torch.cuda.Event.from_ipc_handle(self._device, handle))
 
     @override
-    def _register(self, memory: Bytes, *, read_only: bool) -> Callable[[], None] | None:
+    def register(self, memory: Bytes, *, read_only: bool = False) -> Callable[[], None] | None:
         # Not by way of torch: that leaves a refusal behind as the last error of its runtime, and
         # the next kernel of anybody on the thread seems to fail.
         flags = HOST_REGISTER_READ_ONLY if read_only else HOST_REGISTER_PORTABLE
@@ -394,8 +384,10 @@ class CudaDevice(Device):
         except TierUnavailableError as error:
             logger.warning("cudaHostRegister refused; copies are slower", error=str(error))
             return None
+        self._registered[start] = start + len(memory)
 
         def unregister(kept: Bytes = memory) -> None:
+            self._registered.pop(start, None)
             with suppress(TierUnavailableError), self._runtime() as runtime:
                 runtime.hostUnregister(kept.ctypes.data)
 
@@ -446,8 +438,7 @@ class _CudaEvent:
 
     def query(self) -> bool:
         with _device_errors():
-            is_done: bool = self.event.query()
-            return is_done
+            return bool(self.event.query())
 
     def synchronize(self) -> None:
         with _device_errors():
@@ -455,8 +446,7 @@ class _CudaEvent:
 
     def handle(self) -> bytes:
         with _device_errors():
-            handle: bytes = self.event.ipc_handle()
-            return handle
+            return bytes(self.event.ipc_handle())
 
 
 @contextmanager
@@ -474,14 +464,11 @@ def import_cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise TierUnavailableError(
-            "gpu",
-            f"needs cupy ({error}): install kvstore-server[gpu] or kvstore-server[gpu-cuda12]",
-        ) from None
+        fix = "install kvstore-server[gpu] or kvstore-server[gpu-cuda12]"
+        raise TierUnavailableError("gpu", f"needs cupy ({error}): {fix}") from None
     except OSError as error:  # it makes the folder of what it compiled as soon as it is loaded
-        raise TierUnavailableError(
-            "gpu", f"cupy cannot be loaded ({error}): set CUPY_CACHE_DIR to a folder to write to"
-        ) from None
+        reason = f"cupy cannot be loaded ({error}): set CUPY_CACHE_DIR to a folder to write to"
+        raise TierUnavailableError("gpu", reason) from None
     return cupy
 
 

@@ -43,6 +43,7 @@ _NOTHING = (0, 0, 0, 0)
 assert COMPONENT.size == 48
 
 
+@lru_cache(maxsize=256)
 def pack_components(layout: KVLayout, shard: Shard | None = None) -> bytes:
     """Return the component table of *layout*, or of the *shard* that a frame covers of it."""
     whole = layout if shard is None else shard.whole
@@ -179,10 +180,7 @@ def _aligned(size: int) -> int:
 
 
 def header_bytes(layout: KVLayout, levels: int = 0, shard: Shard | None = None) -> int:
-    """Size of the header of a frame of *layout* with *levels* refinements behind its base.
-
-    *shard* is which one of a chunk *layout* is, if it is not all of it.
-    """
+    """Size of the header of a frame of *layout*, or of that *shard*, with *levels* refinements."""
     components = layout.components if shard is None else shard.whole.components
     table = COMPONENT.size * len(components) + 32 * layout.segment_count * (1 + levels)
     return _aligned(FIXED_BYTES + table)
@@ -355,11 +353,9 @@ def parse_header(
 ) -> FrameHeader:
     """Parse and check the header at the start of *frame*; segments are not read.
 
-    A frame of a shard of its chunk is refused, unless the caller *takes_shards*.
-
-    Every length and offset is checked against the header's own sizes before it is used, and
-    ``frame_bytes`` against MAX_FRAME_BYTES; compare it with ``len(frame)`` before reading
-    segments (``check_frame`` does). Raises InvalidFrameError.
+    Every length and offset is checked before it is used. Compare ``frame_bytes`` with
+    ``len(frame)`` before reading segments, as ``check_frame`` does. Raises InvalidFrameError, also
+    for a shard of a chunk, unless the caller *takes_shards*.
     """
     if len(frame) < FIXED_BYTES:
         raise InvalidFrameError("frame", len(frame), f"a frame has at least {FIXED_BYTES} bytes")
@@ -478,9 +474,8 @@ def copy_frame(out: Bytes, data: Bytes, key: ChunkKey) -> FrameHeader:
     *out* then holds rubbish.
     """
     if len(out) < FIXED_BYTES or len(out) != len(data):
-        raise InvalidFrameError(
-            "frame", len(data), f"give at least {FIXED_BYTES}, and as much room"
-        )
+        fix = f"give at least {FIXED_BYTES}, and as much room"
+        raise InvalidFrameError("frame", len(data), fix)
     copy_bytes(out[:FIXED_BYTES], data[:FIXED_BYTES])
     end = min(max(stated_header_bytes(out), FIXED_BYTES), len(out))
     copy_bytes(out[FIXED_BYTES:end], data[FIXED_BYTES:end])
@@ -518,8 +513,7 @@ def check_identity(
 
 def check_segment(header: FrameHeader, index: int, found: int) -> None:
     """Compare a segment's computed checksum with the header's. Raises ChunkCorruptError."""
-    if found != int(header.segments[index]["checksum"]):
-        row = header.segments[index]
-        raise ChunkCorruptError(
-            header.key, f"component {row['component']} layer {row['layer']} fails its checksum"
-        )
+    row = header.segments[index]
+    if found != int(row["checksum"]):
+        where = f"component {row['component']} layer {row['layer']}"
+        raise ChunkCorruptError(header.key, f"{where} fails its checksum")

@@ -96,7 +96,12 @@ class FrameVerifier:
             self.header_bytes = max(self.header_bytes, min(stated, len(self._frame)))
             if arrived < self.header_bytes:
                 return
-            self._open()
+            header = parse_header(self._frame[: self.header_bytes])
+            check_identity(header, len(self._frame), self._key)
+            rows = header.segments.tolist()
+            self._bounds = [(start, start + size, wanted) for *_, start, size, wanted in rows]
+            self._done = header.header_bytes
+            self._header = header
         while self._header is not None and self._segment < len(self._bounds):
             start, stop, wanted = self._bounds[self._segment]
             begin, end = max(start, self._done), min(stop, arrived)
@@ -110,11 +115,3 @@ class FrameVerifier:
             self._segment += 1
             self._digest = xxh3_64()
         self._done = arrived
-
-    def _open(self) -> None:
-        header = parse_header(self._frame[: self.header_bytes])
-        check_identity(header, len(self._frame), self._key)
-        rows = header.segments.tolist()
-        self._bounds = [(start, start + size, wanted) for *_, start, size, wanted in rows]
-        self._done = header.header_bytes
-        self._header = header

@@ -87,9 +87,6 @@ class FramedSocket:
     def set_timeout(self, seconds: float, until: float = math.inf) -> None:
         """Wait so long at most for bytes to move, from now on, and for nothing past *until*."""
         self._until = until
-        self._wait_at_most(seconds)
-
-    def _wait_at_most(self, seconds: float) -> None:
         if seconds == self._patience_s:
             return
         self._patience_s = seconds
@@ -149,29 +146,25 @@ class FramedSocket:
         self.fill(memoryview(header))
         return bulk.parse(bytes(header), payload_bytes), payload_bytes
 
-    def fill(self, out: Bytes | memoryview) -> None:
-        """Fill *out* with the next bytes."""
-        left = out.data if isinstance(out, np.ndarray) else out
-        while len(left):
-            left = left[self._guarded(self._link.recv_into, left, 0, self._flags) :]
-
-    def fill_summed(self, out: Bytes, digest: xxh3_64) -> None:
+    def fill(self, out: Bytes | memoryview, digest: xxh3_64 | None = None) -> None:
         """Fill *out* with the next bytes, and add them to *digest* while they are in cache.
 
-        Steps are small: the sender goes on while one is summed, and a core's own cache holds it.
+        Steps are small then: the sender goes on while one is summed, and a core's own cache holds
+        it.
         """
-        left = out.data
+        left = out.data if isinstance(out, np.ndarray) else out
         while len(left):
-            step = left[:STEP_BYTES]
+            step = left if digest is None else left[:STEP_BYTES]
             got = self._guarded(self._link.recv_into, step, 0, self._flags)
-            digest.update(step[:got])
+            if digest is not None:
+                digest.update(step[:got])
             left = left[got:]
 
     def _guarded(self, call: Callable[..., int], *terms: object) -> int:
         """Return how many bytes *call* moved."""
         left_s = self._until - self.clock()
         if left_s < self._patience_s - _GRAIN_S:
-            self._wait_at_most(max(_LEAST_S, left_s))
+            self.set_timeout(max(_LEAST_S, left_s), self._until)
         try:
             moved = call(*terms)
         except (BlockingIOError, TimeoutError):

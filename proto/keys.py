@@ -6,7 +6,6 @@ uint32. Nothing here depends on the process: no builtin ``hash()``, no environme
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Sequence
 from numbers import Integral
@@ -157,35 +156,11 @@ def chain_digests(
     *extra* (cache salt, multimodal hashes) enters the first chunk and so the whole chain.
     """
     digests: list[ChainDigest] = []
-    parent = ROOT
-    for piece in _pieces(tokens, chunk_tokens):
+    parent, data = ROOT, memoryview(tokens_le32(tokens))
+    for start, stop in chunk_spans(len(data) // 4, chunk_tokens):
+        piece = data[4 * start : 4 * stop]
         parent = chain_digest(parent, piece, () if digests else extra)
         digests.append(parent)
-    return digests
-
-
-def _pieces(tokens: Sequence[int], chunk_tokens: int) -> list[memoryview]:
-    """Return the token bytes of each chunk."""
-    data = memoryview(tokens_le32(tokens))
-    return [data[4 * at : 4 * stop] for at, stop in chunk_spans(len(data) // 4, chunk_tokens)]
-
-
-def page_hash(before: bytes, token_bytes: bytes | memoryview) -> bytes:
-    """Return SGLang's hash of a page of tokens, 32 bytes, of which the first 16 name a chunk.
-
-    *before*: that of the page before, nothing for the first of a prompt.
-    """
-    return hashlib.sha256(before + bytes(token_bytes)).digest()
-
-
-def page_digests(
-    tokens: Sequence[int], chunk_tokens: int = DEFAULT_CHUNK_TOKENS
-) -> list[ChainDigest]:
-    """Return what ``chain_digests`` does, as SGLang names pages of so many tokens."""
-    digests, page = [], b""
-    for piece in _pieces(tokens, chunk_tokens):
-        page = page_hash(page, piece)
-        digests.append(ChainDigest(page[:DIGEST_BYTES]))
     return digests
 
 

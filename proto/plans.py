@@ -141,9 +141,8 @@ class Hints:
 
     def __post_init__(self) -> None:
         if self.reuse not in Reuse.__members__.values():
-            raise InvalidRequestError(
-                "hints.reuse", self.reuse, "use 0 (unknown), 1 (discard) or 2 (keep)"
-            )
+            fix = "use 0 (unknown), 1 (discard) or 2 (keep)"
+            raise InvalidRequestError("hints.reuse", self.reuse, fix)
         object.__setattr__(self, "reuse", Reuse(self.reuse))
         for name, limit in _LIMITS.items():
             value = getattr(self, name)

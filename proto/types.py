@@ -120,9 +120,8 @@ class LayerGroup:
     def __post_init__(self) -> None:
         check_count("layer_ids", len(self.layer_ids), MAX_LAYERS)
         if not self.layer_ids or list(self.layer_ids) != sorted(set(self.layer_ids)):
-            raise RepresentationError(
-                "layer_ids", self.layer_ids, "name each layer of the group once, ascending"
-            )
+            fix = "name each layer of the group once, ascending"
+            raise RepresentationError("layer_ids", self.layer_ids, fix)
         if not 0 <= self.layer_ids[0] <= self.layer_ids[-1] < MAX_LAYERS:
             fix = f"number layers from 0 to {MAX_LAYERS - 1}"
             raise RepresentationError("layer_ids", self.layer_ids, fix)
@@ -131,9 +130,8 @@ class LayerGroup:
             if not 1 <= getattr(self, name) < 1 << 24:
                 raise RepresentationError(name, getattr(self, name), "give a positive count")
         if (self.kind is LayerKind.window) != (self.window_tokens > 0):
-            raise RepresentationError(
-                "window_tokens", self.window_tokens, "positive for window layers, else 0"
-            )
+            fix = "positive for window layers, else 0"
+            raise RepresentationError("window_tokens", self.window_tokens, fix)
 
     @property
     def parts(self) -> int:
@@ -307,9 +305,8 @@ class KVLayout:
         LayoutMismatchError.
         """
         if not MIN_CHUNK_TOKENS <= tokens <= MAX_CHUNK_TOKENS:
-            raise LayoutMismatchError(
-                "tokens", tokens, f"a chunk has {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS} tokens"
-            )
+            fix = f"a chunk has {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS} tokens"
+            raise LayoutMismatchError("tokens", tokens, fix)
         left_out = {LayerKind.window: not window, LayerKind.state: not state}
         groups = (one for one in representation.layer_groups if not left_out.get(one.kind))
         components = tuple(_component(group, tokens) for group in groups)
@@ -371,9 +368,8 @@ class ChunkInfo:
         if len(self.key) != KEY_BYTES:
             raise LayoutMismatchError("key", self.key.hex(), f"a key has {KEY_BYTES} bytes")
         if len(self.parent) != DIGEST_BYTES:
-            raise LayoutMismatchError(
-                "parent", self.parent.hex(), f"a digest has {DIGEST_BYTES} bytes"
-            )
+            fix = f"a digest has {DIGEST_BYTES} bytes"
+            raise LayoutMismatchError("parent", self.parent.hex(), fix)
 
     @property
     def parent_key(self) -> ChunkKey | None:
@@ -472,9 +468,8 @@ class Shard:
 
     def __post_init__(self) -> None:
         if len(self.extents) != len(self.whole.components):
-            raise LayoutMismatchError(
-                "rectangle", len(self.extents), f"give {len(self.whole.components)}, or None"
-            )
+            fix = f"give {len(self.whole.components)}, or None"
+            raise LayoutMismatchError("rectangle", len(self.extents), fix)
         for at, extent in self.numbered:
             first, stop, head, head_stop = extent
             layers, heads = self.whole.components[at].layers, self.whole.components[at].kv_heads
@@ -512,7 +507,7 @@ def layer_order(representation: Representation) -> tuple[tuple[int, int], ...]:
 
 
 POLICIES = ("lru", "marconi", "hit_density", "discard_hint", "learned")
-"""The names of the eviction policies; server/eviction/registry.py says where each is."""
+"""The names of the eviction policies; server/eviction/policy.py says where each is."""
 
 REPLACED_POLICIES = {
     "adaptive": "hit_density",

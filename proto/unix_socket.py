@@ -1,17 +1,15 @@
-"""What server and client exchange over the Unix socket: memory, calls, and where frames lie.
+"""What server and client exchange over the Unix socket, as docs/format.md specifies it.
 
 *Memory*: one SOCK_SEQPACKET message each way, 32 bytes, little-endian, descriptors beside them as
 SCM_RIGHTS. Memory travels as memfds with seals: the receiver maps nothing that its sender could
 still truncate.
 
-*Calls* are the service's own messages without gRPC around them: a packet of a ``Request`` whose op
-is ``call`` and whose arg is the method's number, then the request message. It is answered by
-packets of a reply, then a message each: ``more`` while others follow, ``ok`` last (a streaming
-method's last is empty), or ``failed`` with the error's class name, a zero byte and its text; of a
-message too long for a packet, ``part`` but for the last. A round trip costs a tenth of gRPC's.
+*Calls* are the service's own messages at a tenth of gRPC's cost: a packet of a ``Request`` whose
+arg is the method's number, then the request message. It is answered by packets of a reply, then a
+message each: ``more`` while others follow, ``ok`` last (a streaming method's last is empty), or
+``failed``; of a message too long for a packet, ``part`` but for the last.
 
-*Places* are frames that a reader on the server's host can reach without a stream, as rows of 32
-bytes: a prompt of a hundred chunks is one field. docs/format.md specifies all three.
+*Places* are frames that a reader on the server's host can reach without a stream, 32 bytes each.
 """
 
 from __future__ import annotations
@@ -49,7 +47,6 @@ _PURPOSE = b"kvstore socket"
 _CREDENTIALS = struct.Struct("3i")
 
 Packet: TypeAlias = bytes
-T = TypeVar("T", bound=Message)
 K = TypeVar("K")
 
 SEAL_SEAL, SEAL_SHRINK, SEAL_GROW, SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
@@ -247,13 +244,9 @@ _NAMES = "Lookup Get Release Reserve Commit Abort Plan Resolve ReportReuse PutDe
 METHODS = dict(enumerate(map(_method, _NAMES.split()), 1))
 """What may be called so: what every put and get needs. Numbers are never used again."""
 
+REPLIES = {method.name: method.reply for method in METHODS.values()}
+"""By the names of methods."""
 _NUMBERS = {method.name: number for number, method in METHODS.items()}
-
-
-def reply_of(name: str) -> type[Message] | None:
-    """Return the reply message of the method called *name*; None when it has no number."""
-    number = _NUMBERS.get(name)
-    return None if number is None else METHODS[number].reply
 
 
 def pack_call(method: str, request: Message) -> Packet:
@@ -312,14 +305,6 @@ def unpack_answer(packet: Packet) -> Answer:
     if reply not in (Reply.ok, Reply.more, Reply.part):
         return Answer(reply, b"", KVStoreError(f"the server refused the call: {reply.name}"))
     return Answer(reply, body)
-
-
-def parse_answer(kind: type[T], body: bytes) -> T:
-    """Return the message of *kind* that *body* is. Raises KVStoreError."""
-    try:
-        return kind.FromString(body)
-    except DecodeError:
-        raise KVStoreError(f"the server's answer is no {kind.DESCRIPTOR.name}") from None
 
 
 _ROW = struct.Struct("<IBB2xQQQ")

@@ -20,7 +20,7 @@ from kvstore.server.node import Node
 from kvstore.server.security.rate_limits import LogLimit
 from kvstore.server.settings.process_limits import check_memory, raise_limit
 from kvstore.server.settings.settings import Settings, load_config
-from kvstore.server.settings.values import join_endpoint
+from kvstore.server.settings.values import join_endpoint, parse_endpoint
 from kvstore.server.telemetry.tracing import add_request_id
 
 GRACE_S = 20.0
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signals, out = _listen_for_signals(), _Output(sys.stdout)
     node.start()
     gc.freeze()  # what is there now stays: to look through it stops all calls for 0.1 s or more
-    where = join_endpoint(config.listen_address[0], node.port)
+    where = join_endpoint(parse_endpoint(config.listen)[0], node.port)
     tiers = ",".join(config.tiers)
     recovered = f"recovered_chunks={node.recovered_chunks}"
     out.write(f"kvstore-server listening on {where} tiers={tiers} {recovered}\n")

@@ -29,8 +29,7 @@ from kvstore.server.api.unix_calls import UnixCalls
 from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, UnixServer
 from kvstore.server.api.validation import Checks
 from kvstore.server.blending.content_index import ContentReader
-from kvstore.server.index.known_models import KnownModels
-from kvstore.server.security.authorization import Trust
+from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.settings.process_limits import (
     BULK_SHARE,
@@ -113,8 +112,7 @@ class Node:
         config, clock = self._config, self._clock
         if config.assets is not None:
             ASSETS.load_folder(config.assets)
-        models = KnownModels()
-        store = build_store(config, clock, self.counters, self._opened, models, _new_id)
+        store = build_store(config, clock, self.counters, self._opened, _new_id)
         self.store, slots = store, store.tiers.slots
         self._saved_state = None
         if "disk" in slots:
@@ -127,11 +125,11 @@ class Node:
         self._content_reader = ContentReader(store.catalog, contents, kept, limit, clock)
         salts, ttl_ms = tenant_salts(config), config.limits.session_ttl_ms
         self.sessions = SessionTable(config.max_sessions, ttl_ms, salts, clock, os.urandom)
-        self.sessions.on_open += [models.note, store.begin_session]
+        self.sessions.on_open.append(store.begin_session)
         self.sessions.on_close.append(store.end_session)
-        self.trust = self._open(Trust(config, self.sessions, clock))
-        self.trust.authorizer.counters = self.counters
-        store.catalog.leases.tenant_of = self.trust.authorizer.lease_terms
+        self.trust = self._open(Authorizer(config, self.sessions, clock))
+        self.trust.counters = self.counters
+        store.catalog.leases.tenant_of = self.trust.lease_terms
         self._tracing = open_tracing(config.tracing_endpoint, config.tracing_share)
         if self._tracing is not None:
             self._open(self._tracing)
@@ -166,7 +164,7 @@ class Node:
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(service, self._grpc)
         if self.unix_server is not None:
             learn = store.catalog.drain_some
-            calls = UnixCalls(service, trust.authorizer, learn, self._tracing)
+            calls = UnixCalls(service, trust, learn, self._tracing)
             self.unix_server.answer = calls.answer
         self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
@@ -208,7 +206,7 @@ class Node:
             return None
         most = share_of(SOCKET_SHARE, self._taken, (CONNECTIONS_PER_SESSION + 2) * max_sessions)
         files = {Op.slab: self._slab_file, Op.extent: self._extent_file}
-        sessions, authorizer = self.sessions, self.trust.authorizer
+        sessions, authorizer = self.sessions, self.trust
         try:
             return self._open(UnixServer(path, sessions, files, authorizer, config.workers, most))
         except InvalidRequestError as error:
@@ -246,7 +244,7 @@ class Node:
         from kvstore.server.bulk.service import BulkService
         from kvstore.server.bulk.tcp_server import MAX_STREAMS, BulkServer
 
-        authorizer = self.trust.authorizer
+        authorizer = self.trust
         service = BulkService(self.store, self.sessions, checks, authorizer, config.limits)
         service.tracing = self._tracing
         most = share_of(BULK_SHARE, self._taken, MAX_STREAMS)

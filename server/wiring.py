@@ -15,7 +15,7 @@ import structlog
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.types import Fidelity
 from kvstore.server.cluster.refill import attach_refills
-from kvstore.server.eviction.policy import EvictionPolicy
+from kvstore.server.eviction.policy import EvictionPolicy, make_policy
 from kvstore.server.eviction.quotas import (
     NO_QUOTA,
     MissRatioCurve,
@@ -23,8 +23,7 @@ from kvstore.server.eviction.quotas import (
     PartitionTable,
     Quota,
 )
-from kvstore.server.eviction.registry import make_policy
-from kvstore.server.eviction.reuse_estimate import ReuseForecast
+from kvstore.server.eviction.reuse_statistics import ReuseForecast
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.index.holds import Leases
@@ -32,7 +31,7 @@ from kvstore.server.index.known_models import KnownModels
 from kvstore.server.security.key_files import WatchedFile, parse_encryption_keys
 from kvstore.server.settings.rules import GpuConfig, auto_fidelity, is_auto
 from kvstore.server.settings.settings import Settings
-from kvstore.server.settings.values import format_size
+from kvstore.server.settings.values import DIRECTORY, format_size
 from kvstore.server.store.store import Store
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.admission import ADMISSIONS
@@ -73,14 +72,12 @@ def open_tiers(config: Settings, counters: Counters, clock: Clock, opened: ExitS
         register = gpu.device.register
     add(CpuTier(config.cpu_size, config.cpu_slab_bytes, register))
     if "disk" in config.tiers:
-        from kvstore.tiers.disk import DiskOptions, DiskTier
-        from kvstore.tiers.disk_files import DiskConfig
+        from kvstore.tiers.disk import DiskTier, file_bytes_for
 
-        first, *others = (DiskConfig(one.path, one.capacity_bytes) for one in config.disk)
-        options = DiskOptions(
-            tuple(others), is_direct=config.disk_direct, largest_frame_bytes=config.max_frame_bytes
-        )
-        add(hidden(DiskTier(first.path, first.capacity_bytes, options=options)))
+        folders = [(one.path, one.capacity_bytes) for one in config.disk]
+        file_bytes = file_bytes_for(sum(size for _, size in folders), config.max_frame_bytes)
+        disk = DiskTier(*folders, file_bytes=file_bytes, is_direct=config.disk_direct)
+        add(hidden(disk))
     if config.peers:
         add(_open_peer_tier(config, counters, clock))
     if "redis" in config.tiers:
@@ -116,9 +113,10 @@ def _open_peer_tier(config: Settings, counters: Counters, clock: Clock) -> PeerT
     from kvstore.server.cluster.peer_tier import PeerTier
     from kvstore.server.cluster.peers import Peers
 
-    for address in config.peer_addresses:
+    addresses = [name for name in config.peers or () if name != DIRECTORY]
+    for address in addresses:
         key_metadata(config, address)
-    peers = Peers(config.peer_addresses, config.limits, partial(dial_peer, config), counters, clock)
+    peers = Peers(addresses, config.limits, partial(dial_peer, config), counters, clock)
     return PeerTier(peers, counters, clock)
 
 
@@ -204,7 +202,6 @@ def build_store(
     clock: Clock,
     counters: Counters,
     opened: ExitStack,
-    models: KnownModels,
     new_id: Callable[[], int],
 ) -> Store:
     """Open the configured tiers, which *opened* closes, and put a store over them. *new_id* returns
@@ -213,6 +210,7 @@ def build_store(
     tiers = open_tiers(config, counters, clock, opened)
     capacities = {tier.name: tier.capacity_bytes for tier in tiers}
     metadata, policies = make_policies(config, capacities, time.perf_counter)
+    models = KnownModels()
     slots = [_slot(config, tier, policies[tier.name], clock, models) for tier in tiers]
     queues = {"store-cpu": 1, QUEUE: 1} if "gpu" in config.tiers else {QUEUE: 1}
     for tier in tiers:

@@ -34,13 +34,8 @@ def open_disk(
     path: Path, capacity_bytes: int = 4 << 20, index_bytes: int = INDEX_BYTES
 ) -> DiskTier:
     """Open a tier whose clock stands still: nothing is committed unless someone asks."""
-    return DiskTier(
-        path,
-        capacity_bytes,
-        file_bytes=EXTENT_BYTES,
-        index_bytes=index_bytes,
-        clock=lambda: 0.0,
-    )
+    folder = (path, capacity_bytes)
+    return DiskTier(folder, file_bytes=EXTENT_BYTES, index_bytes=index_bytes, clock=lambda: 0.0)
 
 
 def note(owed: dict[str, int], line: str) -> int:
@@ -124,9 +119,8 @@ class Sealer:
 
 def main() -> None:
     """Own the folder, say so, and work until killed."""
-    tier = DiskTier(
-        Path(sys.argv[1]), SEALER_BYTES, file_bytes=EXTENT_BYTES, index_bytes=INDEX_BYTES
-    )
+    folder = (Path(sys.argv[1]), SEALER_BYTES)
+    tier = DiskTier(folder, file_bytes=EXTENT_BYTES, index_bytes=INDEX_BYTES)
     tell("ready")
     if first := int(sys.argv[2]):
         work = Sealer(tier)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,11 +15,21 @@ from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.types import ChunkKey, PutOutcome
+from kvstore.server.blending.content_index import ContentIndex
+from kvstore.server.index.access_log import CatalogState
+from kvstore.server.index.hints import ChunkMetadata
+from kvstore.server.index.holds import Holds, Leases
 
 HEAD, OTHER_HEAD = tokens(1, 16), tokens(2, 32)
 DOCUMENT, OTHER = tokens(11, 40), tokens(12, 32)
 QUESTION = tokens(3, 10)
 TRIAL = ResolveTerms(is_trial=True)
+
+
+def make_content_index(limit: int) -> ContentIndex:
+    """Return an index of a catalog without tiers."""
+    holds = Holds(Leases(1, int), 0)
+    return ContentIndex(CatalogState({}, holds, time.monotonic, ChunkMetadata()), limit)
 
 
 def prompt_of(

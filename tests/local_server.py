@@ -116,7 +116,7 @@ class LocalServer:
             tuple((slot.name, slot.tier.stats()) for slot in store.tiers.slots.values()),
             len(store.catalog.leases),
             store.catalog.leases.pins.total(),
-            store.catalog.in_flight.count(),
+            store.catalog.in_flight.writers.total(),
             len(store.writes),
         )
 

@@ -25,15 +25,12 @@ from kvstore.proto.unix_socket import (
 )
 from kvstore.server.api.unix_server import UnixServer
 from kvstore.server.security.authorization import Authorizer
-from kvstore.server.security.rate_limits import TenantLimits
 from kvstore.server.security.sessions import SessionTable
+from kvstore.server.settings.settings import Settings
 
 STAGING_BYTES = 1 << 16
 OPEN = Authorizer(
-    SessionTable(1, 1000, lambda _: b"", lambda: 0.0, os.urandom),
-    TenantLimits({}, lambda: 0.0),
-    None,
-    clock=lambda: 0.0,
+    Settings(), SessionTable(1, 1000, lambda _: b"", lambda: 0.0, os.urandom), lambda: 0.0
 )
 """Lets in whose session it is, at any rate, and writes nothing down."""
 

@@ -24,7 +24,7 @@ from kvstore.server.settings.settings import Settings, load_config
 from kvstore.server.settings.values import Limits, parse_size
 from kvstore.server.telemetry.metrics import COUNTERS
 from kvstore.tiers.disk import DEFAULT_FILE_BYTES
-from kvstore.tiers.disk_files import DirectoryId, DiskConfig, DiskDirectory
+from kvstore.tiers.disk_files import DirectoryId, DiskDirectory
 from kvstore.tiers.disk_index import IndexRow, pack_owner, pack_row
 from kvstore.tiers.redis_chunks import KeyNames, Manifest
 
@@ -335,7 +335,7 @@ def test_the_vectors_of_the_places_of_frames_are_what_the_code_writes(tmp_path: 
     names = KeyNames("kvs:1:")
     assert names.manifest(info.key).decode() == v["manifest_name"]
     assert names.parts(manifest)[0].decode() == v["part_name"]
-    DiskDirectory(DiskConfig(tmp_path, 1 << 20), DEFAULT_FILE_BYTES, 0, ExitStack()).close()
+    DiskDirectory(tmp_path, 1 << 20, DEFAULT_FILE_BYTES, 0, ExitStack()).close()
     assert (tmp_path / "FORMAT").read_text() == v["format_line"] + "\n"
 
 

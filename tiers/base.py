@@ -27,6 +27,16 @@ class Reservation:
     reserved_bytes: int
     place: object
 
+    def check(self, frame: Bytes) -> None:
+        """Raise InvalidRequestError for a frame that is not of the size that was reserved."""
+        if len(frame) != self.info.size_bytes:
+            fix = f"write the whole frame of {self.info.size_bytes} bytes"
+            raise InvalidRequestError("frame", len(frame), fix)
+
+    def spent(self) -> InvalidRequestError:
+        """Return the error for one that was sealed or aborted, or is another tier's."""
+        return InvalidRequestError("reservation", self.info.key.hex(), "it is spent: reserve anew")
+
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
@@ -60,7 +70,12 @@ class Tier(ABC):
     """Whether ``prefetch`` does anything."""
     shares_files: bool = True
     """Whether frames may lie in files as they are, for ``file_place`` to say where."""
+    granule_bytes: ClassVar[int] = 1
+    """A frame takes whole ones, ``overhead_bytes`` included."""
+    overhead_bytes: ClassVar[int] = 0
     capacity_bytes: int
+    max_frame_bytes: int
+    """The largest frame that fits an empty tier."""
     dropped_rows: int = 0
     """What the tier had noted of its chunks and could not use when it started."""
 
@@ -69,13 +84,9 @@ class Tier(ABC):
         """Why nothing can be put here now; empty while it can."""
         return ""
 
-    @abstractmethod
     def allocated_bytes(self, size_bytes: int) -> int:
         """Bytes a frame of *size_bytes* takes here, slack included."""
-
-    @abstractmethod
-    def max_frame_bytes(self) -> int:
-        """The largest frame that fits an empty tier."""
+        return -(-(size_bytes + self.overhead_bytes) // self.granule_bytes) * self.granule_bytes
 
     @abstractmethod
     def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
@@ -202,16 +213,3 @@ def check_range(frame_bytes: int, offset: int, size_bytes: int) -> None:
         raise InvalidRequestError(
             "offset", (offset, size_bytes), f"stay within the frame's {frame_bytes} bytes"
         )
-
-
-def check_size(reservation: Reservation, frame: Bytes) -> None:
-    """Raise InvalidRequestError for a frame that is not of the size that was reserved."""
-    if len(frame) != reservation.info.size_bytes:
-        fix = f"write the whole frame of {reservation.info.size_bytes} bytes"
-        raise InvalidRequestError("frame", len(frame), fix)
-
-
-def spent(reservation: Reservation) -> InvalidRequestError:
-    """Return the error for a reservation that was sealed or aborted, or is another tier's."""
-    key = reservation.info.key.hex()
-    return InvalidRequestError("reservation", key, "it is spent: reserve anew")

@@ -26,15 +26,7 @@ from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.proto.unix_socket import Place, Reach
 from kvstore.tiers.allocator import FreeList
-from kvstore.tiers.base import (
-    DEFAULT_TENANT,
-    Reservation,
-    Tier,
-    TierStats,
-    check_range,
-    check_size,
-    spent,
-)
+from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats, check_range
 from kvstore.tiers.locations import LocationTable
 
 PAGE_BYTES = 4096
@@ -102,6 +94,7 @@ class CpuTier(Tier):
     """
 
     name = "cpu"
+    granule_bytes, overhead_bytes = GRANULE_BYTES, BLOCK_HEADER_BYTES
 
     def __init__(
         self,
@@ -118,6 +111,7 @@ class CpuTier(Tier):
                 "capacity_bytes", capacity_bytes, f"give room for one slab, {slab_bytes} bytes"
             )
         self.slab_bytes = slab_bytes
+        self.max_frame_bytes = slab_bytes - BLOCK_HEADER_BYTES
         self._tell = tell
         self._max_slabs = capacity_bytes // slab_bytes
         self.capacity_bytes = self._max_slabs * slab_bytes
@@ -128,14 +122,6 @@ class CpuTier(Tier):
         """Places by themselves: no other reservation ever has their generation."""
         self._generations = count(_FIRST_GENERATION, 2)
         self._closed = False
-
-    @override
-    def allocated_bytes(self, size_bytes: int) -> int:
-        return -(-(size_bytes + BLOCK_HEADER_BYTES) // GRANULE_BYTES) * GRANULE_BYTES
-
-    @override
-    def max_frame_bytes(self) -> int:
-        return self.slab_bytes - BLOCK_HEADER_BYTES
 
     @override
     def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
@@ -191,7 +177,7 @@ class CpuTier(Tier):
 
     @override
     def write(self, reservation: Reservation, frame: Bytes) -> None:
-        check_size(reservation, frame)
+        reservation.check(frame)
         copy_bytes(self.view(reservation), frame)
 
     def view(self, reservation: Reservation) -> Bytes:
@@ -199,7 +185,7 @@ class CpuTier(Tier):
         with self._lock:
             place = self._reserved.get(reservation.place)
             if place is None:
-                raise spent(reservation)
+                raise reservation.spent()
             return self._frame(place)
 
     @override
@@ -207,7 +193,7 @@ class CpuTier(Tier):
         with self._lock:
             place = self._reserved.pop(reservation.place, None)
             if place is None:
-                raise spent(reservation)
+                raise reservation.spent()
             if self._sealed.find(reservation.info.key):
                 self._free(place)
                 return False

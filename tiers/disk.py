@@ -6,7 +6,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition
 from typing import ClassVar
@@ -19,16 +18,8 @@ from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.proto.unix_socket import Place, Reach, unpack_places
 from kvstore.tiers.allocator import Span, adjacent_run
-from kvstore.tiers.base import (
-    DEFAULT_TENANT,
-    Reservation,
-    Tier,
-    TierStats,
-    check_range,
-    check_size,
-    spent,
-)
-from kvstore.tiers.disk_files import DataFile, DataFiles, DiskConfig
+from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats, check_range
+from kvstore.tiers.disk_files import DataFile, DataFiles
 from kvstore.tiers.disk_index import (
     DEFAULT_INDEX_BYTES,
     DiskIndex,
@@ -52,18 +43,7 @@ RUN_BYTES = 2 << 20
 """What is read and summed at once: who abandons a load waits for no more."""
 
 
-@dataclass(frozen=True, slots=True)
-class DiskOptions:
-    """*others* are further folders. *is_direct* reads and writes past the page cache.
-    *largest_frame_bytes* is what a data file of a new tier can hold at least.
-    """
-
-    others: tuple[DiskConfig, ...] = ()
-    is_direct: bool = False
-    largest_frame_bytes: int = 256 << 20
-
-
-def file_bytes_for(capacity_bytes: int, largest_frame_bytes: int) -> int:
+def file_bytes_for(capacity_bytes: int, largest_frame_bytes: int = 256 << 20) -> int:
     """Return the size of the data files of a new tier: a power of two and its 32nd.
 
     Few enough to open, enough of them for several tenants, and the odd 32nd because a frame is
@@ -92,33 +72,32 @@ class DiskTier(Tier):
     name: ClassVar[str] = TIER
     survives_restart: ClassVar[bool] = True
     reads_ahead: ClassVar[bool] = True
+    granule_bytes = BLOCK_BYTES
 
     def __init__(
         self,
-        path: Path,
-        capacity_bytes: int,
-        *,
+        *folders: tuple[Path, int],
         file_bytes: int | None = None,
         index_bytes: int = DEFAULT_INDEX_BYTES,
-        options: DiskOptions = DiskOptions(),
+        is_direct: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Own the folder *path*, which takes *index_bytes* more, and recover what it holds.
+        """Own *folders*, given with their capacities, and recover what they hold. The first takes
+        *index_bytes* more.
 
-        *file_bytes*, the size of the data files, bounds a frame and counts only for a new
-        folder. Raises TierUnavailableError, naming the fix, when a folder is another process's,
-        of another format or tier, not writable or too small; what was made is then removed.
+        *file_bytes*, the size of the data files, bounds a frame and counts only for a new folder.
+        *is_direct* reads and writes past the page cache. Raises TierUnavailableError, naming the
+        fix, when a folder is another process's, of another format or tier, not writable or too
+        small; what was made is then removed.
         """
-        self._index = DiskIndex(path / "index", index_bytes)
-        configs = [DiskConfig(path, capacity_bytes), *options.others]
+        self._path = folders[0][0]
+        self._index = DiskIndex(self._path / "index", index_bytes)
         if file_bytes is None:
-            total = sum(config.capacity_bytes for config in configs)
-            file_bytes = file_bytes_for(total, options.largest_frame_bytes)
-        io = DirectIO() if options.is_direct else FileIO()
-        self._path = path
+            file_bytes = file_bytes_for(sum(size for _, size in folders))
+        io = DirectIO() if is_direct else FileIO()
         with ExitStack() as undo:
             missing_bytes = self._index.missing_bytes
-            self._files = DataFiles(configs, file_bytes, missing_bytes, io, clock, undo)
+            self._files = DataFiles(folders, file_bytes, missing_bytes, io, clock, undo)
             rows = self._index.open(
                 lambda row: self._files.reserve_at(row.file, row.offset, row.info.size_bytes), undo
             )
@@ -134,7 +113,7 @@ class DiskTier(Tier):
         for row in rows:
             self._chunks.seal(row.info, _place(row))
         self._sequence = itertools.count(rows[-1].sequence + 1 if rows else 0)
-        self._largest_bytes = max(file.size_bytes for file in self._files.by_number.values())
+        self.max_frame_bytes = max(file.size_bytes for file in self._files.by_number.values())
         self.dropped_rows = self._index.dropped
         self._commit = GroupCommit(self._files, self._index, clock, self._forget)
         with self._lock:
@@ -145,14 +124,6 @@ class DiskTier(Tier):
     @override
     def write_error(self) -> str:
         return self._commit.write_failure
-
-    @override
-    def allocated_bytes(self, size_bytes: int) -> int:
-        return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
-
-    @override
-    def max_frame_bytes(self) -> int:
-        return self._largest_bytes
 
     @override
     def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
@@ -187,7 +158,7 @@ class DiskTier(Tier):
 
     @override
     def write(self, reservation: Reservation, frame: Bytes) -> None:
-        check_size(reservation, frame)
+        reservation.check(frame)
         with self._calling():
             with self._lock:
                 pending = self._held(reservation)
@@ -380,7 +351,7 @@ class DiskTier(Tier):
     def _held(self, reservation: Reservation) -> PendingRow:
         pending = reservation.place
         if not isinstance(pending, PendingRow) or pending not in self._reserved:
-            raise spent(reservation)
+            raise reservation.spent()
         return pending
 
     def _release(self, reservation: Reservation) -> PendingRow:

@@ -44,13 +44,6 @@ _GONE = "it is gone: look the chunk up anew"
 logger = structlog.get_logger(__name__)
 
 
-class DiskConfig(NamedTuple):
-    """A folder of the tier, and how much of it the tier takes."""
-
-    path: Path
-    capacity_bytes: int
-
-
 class DirectoryId(NamedTuple):
     """Which folder this is: number ``position``, from 0, of ``folders`` of the set ``set_id``."""
 
@@ -120,7 +113,7 @@ class DiskDirectory:
     """
 
     def __init__(
-        self, config: DiskConfig, file_bytes: int, spare_bytes: int, undo: ExitStack
+        self, path: Path, capacity_bytes: int, file_bytes: int, spare_bytes: int, undo: ExitStack
     ) -> None:
         """Own the folder and plan its capacity there, floored to whole blocks.
 
@@ -128,11 +121,11 @@ class DiskDirectory:
         smaller one deletes those with the highest numbers. *undo* takes back what is created, but
         for the lock file: one that was opened before it was unlinked would lock nothing.
         """
-        if config.capacity_bytes < BLOCK_BYTES:
+        if capacity_bytes < BLOCK_BYTES:
             fix = f"give at least {BLOCK_BYTES}"
-            raise InvalidRequestError("capacity_bytes", config.capacity_bytes, fix)
-        self.path = config.path
-        self.capacity_bytes = config.capacity_bytes // BLOCK_BYTES * BLOCK_BYTES
+            raise InvalidRequestError("capacity_bytes", capacity_bytes, fix)
+        self.path = path
+        self.capacity_bytes = capacity_bytes // BLOCK_BYTES * BLOCK_BYTES
         self.file_bytes = file_bytes // BLOCK_BYTES * BLOCK_BYTES
         self.files: dict[int, DataFile] = {}
         self.wanted: list[int] = []
@@ -260,14 +253,14 @@ class DataFiles:
 
     def __init__(
         self,
-        configs: Sequence[DiskConfig],
+        folders: Sequence[tuple[Path, int]],
         file_bytes: int,
         index_bytes: int,
         io: FileIO,
         clock: Callable[[], float],
         undo: ExitStack,
     ) -> None:
-        """Own every folder and check that they are those of one tier, in their order.
+        """Own every folder, up to its capacity; check that they are those of one tier, in order.
 
         *file_bytes* counts only for a new folder. *index_bytes* must be free in the first one
         besides. Raises TierUnavailableError; *undo* then takes back what was created.
@@ -281,10 +274,11 @@ class DataFiles:
         self.io = io
         self._clock = clock
         undo.callback(io.close)
-        for config in configs:
+        for path, capacity_bytes in folders:
             if self.directories:
                 file_bytes, index_bytes = self.directories[0].file_bytes, 0
-            self.directories.append(DiskDirectory(config, file_bytes, index_bytes, undo))
+            made = DiskDirectory(path, capacity_bytes, file_bytes, index_bytes, undo)
+            self.directories.append(made)
         _check_ids([directory.path for directory in self.directories])
         self.capacity_bytes = sum(one.capacity_bytes for one in self.directories)
         for directory in self.directories:
@@ -377,7 +371,10 @@ class DataFiles:
         """
         usable = [one for one in self.directories if self._is_usable(one)]
         for directory in sorted(usable, key=lambda one: one.used_bytes / one.capacity_bytes):
-            file = _find_room(directory, tenant, size_bytes)
+            files = directory.files.values()
+            fits = [file for file in files if file.free.largest_free_bytes >= size_bytes]
+            theirs = (file for file in fits if file.owner == tenant)
+            file = next(theirs, None) or next((file for file in fits if file.owner is None), None)
             if file is not None:
                 is_new, file.owner = file.owner is None, tenant
                 offset = file.free.allocate(size_bytes)
@@ -498,18 +495,6 @@ class DataFiles:
         for directory in self.directories:
             directory.close()
         self.io.close()
-
-
-def _find_room(directory: DiskDirectory, tenant: str, size_bytes: int) -> DataFile | None:
-    """Return a file of the tenant's with room for a frame, else a blank one."""
-    blank = None
-    for file in directory.files.values():
-        if file.free.largest_free_bytes >= size_bytes:
-            if file.owner == tenant:
-                return file
-            if file.owner is None and blank is None:
-                blank = file
-    return blank
 
 
 def _check_ids(paths: Sequence[Path]) -> None:

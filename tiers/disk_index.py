@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shutil
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from threading import Condition, Thread
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 import lmdb
 import structlog
@@ -42,8 +42,6 @@ SPARE_SHARE = 4
 """One page in so many is kept from rows: a full index must still be able to delete."""
 _STEP = 8
 """Changes in one transaction of an index that is nearly full: each needs few free pages."""
-
-T = TypeVar("T")
 
 _VERSION = 1
 _PLACE = struct.Struct("<B3xIQQ")
@@ -185,14 +183,14 @@ class DiskIndex:
         rest. Raises TierUnavailableError; nobody knows then what took place.
         """
         if not self._has_room(len(rows)) or not self._write(deletes, rows):
-            for some in _steps(list(deletes)):
-                if not self._write(some, []):
+            deletes = list(deletes)
+            for start in range(0, len(deletes), _STEP):
+                if not self._write(deletes[start : start + _STEP], []):
                     raise TierUnavailableError(TIER, f"{self._path} has no page left to delete")
-            done = 0
-            for step in _steps(rows):
+            for start in range(0, len(rows), _STEP):
+                step = rows[start : start + _STEP]
                 if not self._has_room(len(step)) or not self._write([], step):
-                    return done
-                done += len(step)
+                    return start
         return len(rows)
 
     def _has_room(self, count: int) -> bool:
@@ -302,10 +300,6 @@ def _write_fresh(path: Path, map_bytes: int, rows: list[PackedRow]) -> None:
     path.mkdir(mode=0o700)
     with _open_environment(path, map_bytes) as env, env.begin(write=True) as transaction:
         transaction.cursor().putmulti(rows, append=True)
-
-
-def _steps(changes: Sequence[T]) -> Iterator[Sequence[T]]:
-    return (changes[start : start + _STEP] for start in range(0, len(changes), _STEP))
 
 
 def _open_environment(path: Path, index_bytes: int) -> lmdb.Environment:

@@ -29,15 +29,7 @@ from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import ChunkCorruptError, TierUnavailableError
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.tiers.base import (
-    DEFAULT_TENANT,
-    Reservation,
-    Tier,
-    TierStats,
-    check_range,
-    check_size,
-    spent,
-)
+from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats, check_range
 
 CELL_BYTES = 1 << 18
 """What a core caches: a cell is decrypted where it was just read, in the time of a copy."""
@@ -172,6 +164,13 @@ READ_CELLS = 4
 """Read at once: a megabyte, which a core's cache still holds when it is decrypted."""
 
 
+_INNER = (
+    "name", "survives_restart", "shared", "reads_ahead", "capacity_bytes", "dropped_rows",
+    "prefetch", "chunks_sharing_block", "tenant_of", "flush",
+)  # fmt: skip
+"""What the inner tier promises is promised as it is."""
+
+
 class EncryptedTier(Tier):
     """*inner*, encrypted with *keys*. Sizes are those of frames; slack covers what is added.
 
@@ -182,15 +181,9 @@ class EncryptedTier(Tier):
     def __init__(self, inner: Tier, keys: KeyRing) -> None:
         self.inner = inner
         self._keys = keys
-        # What the Tier promises as attributes is the inner tier's.
-        self.name = inner.name  # type: ignore[misc]
-        self.survives_restart = inner.survives_restart  # type: ignore[misc]
-        self.shared = inner.shared  # type: ignore[misc]
-        self.reads_ahead = inner.reads_ahead  # type: ignore[misc]
         self.shares_files = False
-        self.capacity_bytes = inner.capacity_bytes
-        self.dropped_rows = inner.dropped_rows
-        for name in ("prefetch", "chunks_sharing_block", "tenant_of", "flush"):
+        self.max_frame_bytes = largest_frame_bytes(inner.max_frame_bytes)
+        for name in _INNER:
             setattr(self, name, getattr(inner, name))
 
     @property
@@ -202,10 +195,6 @@ class EncryptedTier(Tier):
     def allocated_bytes(self, size_bytes: int) -> int:
         return self.inner.allocated_bytes(encrypted_bytes(size_bytes))
 
-    @override
-    def max_frame_bytes(self) -> int:
-        return largest_frame_bytes(self.inner.max_frame_bytes())
-
     # --- writing
 
     @override
@@ -216,7 +205,7 @@ class EncryptedTier(Tier):
 
     @override
     def write(self, reservation: Reservation, frame: Bytes) -> None:
-        check_size(reservation, frame)
+        reservation.check(frame)
         try:
             cipher = self._keys.new(reservation.info.key, len(frame), reservation.tenant)
         except UnknownKeyError as error:
@@ -325,5 +314,5 @@ def _plain(info: ChunkInfo) -> ChunkInfo | None:
 
 def _inner(reservation: Reservation) -> Reservation:
     if not isinstance(reservation.place, Reservation):
-        raise spent(reservation)
+        raise reservation.spent()
     return reservation.place

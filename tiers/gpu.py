@@ -20,15 +20,7 @@ from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.proto.unix_socket import ARENA_SLAB, Place, Reach, pack_places
 from kvstore.tiers.allocator import FreeList
-from kvstore.tiers.base import (
-    DEFAULT_TENANT,
-    Reservation,
-    Tier,
-    TierStats,
-    check_range,
-    check_size,
-    spent,
-)
+from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats, check_range
 
 PIECES_PER_TRANSFER = 2
 
@@ -129,6 +121,7 @@ class GpuTier(Tier):
     """
 
     name = "gpu"
+    granule_bytes, overhead_bytes = GRANULE_BYTES, BLOCK_HEADER_BYTES
 
     def __init__(
         self, capacity_bytes: int, device: Device, staging_piece_bytes: int = STAGING_PIECE_BYTES
@@ -136,6 +129,7 @@ class GpuTier(Tier):
         if capacity_bytes < GRANULE_BYTES + BLOCK_HEADER_BYTES:
             raise InvalidRequestError("capacity_bytes", capacity_bytes, "give room for one frame")
         self.capacity_bytes = capacity_bytes // GRANULE_BYTES * GRANULE_BYTES
+        self.max_frame_bytes = self.capacity_bytes - BLOCK_HEADER_BYTES
         self.device = device
         self.memory = device.allocate(self.capacity_bytes)
         """The whole arena (uint8): for work on frames whose places and leases the caller has."""
@@ -152,14 +146,6 @@ class GpuTier(Tier):
         self._reserved: dict[object, Place] = {}
         """Places by themselves: no other reservation ever has their generation."""
         self._closed = False
-
-    @override
-    def allocated_bytes(self, size_bytes: int) -> int:
-        return -(-(size_bytes + BLOCK_HEADER_BYTES) // GRANULE_BYTES) * GRANULE_BYTES
-
-    @override
-    def max_frame_bytes(self) -> int:
-        return self.capacity_bytes - BLOCK_HEADER_BYTES
 
     # --- in
 
@@ -180,7 +166,7 @@ class GpuTier(Tier):
 
     @override
     def write(self, reservation: Reservation, frame: Bytes) -> None:
-        check_size(reservation, frame)
+        reservation.check(frame)
         out = self._slice(self._open(reservation), 0, len(frame))
         if not self.device.is_registered(frame):
             self._staging.upload(self._up, out, frame)
@@ -227,7 +213,7 @@ class GpuTier(Tier):
         with self._lock:
             place = self._reserved.get(reservation.place)
         if place is None:
-            raise spent(reservation)
+            raise reservation.spent()
         return place
 
     def _slice(self, place: Place, offset: int, size_bytes: int) -> torch.Tensor:

@@ -25,17 +25,9 @@ from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavail
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.tiers.base import (
-    DEFAULT_TENANT,
-    Reservation,
-    Tier,
-    TierStats,
-    check_range,
-    check_size,
-    spent,
-)
+from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats, check_range
 from kvstore.tiers.redis_chunks import MAX_PARTS, WRITE_ID_BYTES, KeyNames, Manifest, RedisChunks
-from kvstore.tiers.redis_client import DEFAULT_CONNECTIONS, MAX_LISTING_BYTES, NodeDown, RedisClient
+from kvstore.tiers.redis_client import DEFAULT_CONNECTIONS, MAX_LISTING_BYTES, RedisClient
 from kvstore.tiers.redis_connection import Reply
 from kvstore.tiers.redis_servers import SLOTS, Server
 from kvstore.tiers.redis_url import DEFAULT_PREFIX
@@ -44,60 +36,210 @@ logger = structlog.get_logger(__name__)
 
 CHUNK_OVERHEAD_BYTES = 512
 """Accounted for each chunk's manifest and the names of its parts."""
-Known = Mapping[ChunkKey, Manifest | None]
-
 MAX_PEER_MANIFESTS = 4096
 """Manifests of chunks not counted here, kept to save a round trip."""
 
 
-class CapacityTracker:
-    """Bytes reserved and sealed, against a capacity. Thread-safe. A chunk is counted from its
-    sealing, or a listing, until it is noticed to be gone.
+class RedisTier(Tier):
+    """Frames in a Redis that other nodes put into as well.
+
+    ``capacity_bytes`` bounds what this process reserved and sealed plus what a listing
+    showed, at construction and by ``scan``; what others put later is found but not counted.
+    Redis may be down at construction: the first ``reserve`` that reaches it lists what is there.
+    Durable means acknowledged by the server. A seal whose answer is lost raises, and what it left
+    is removed before the next seal or ends by its lifetime; until then the chunk may show, whole.
+
+    *ttl_s* is a chunk's life from its sealing. *timeout_ms* bounds each connect, send and
+    receive. *part_bytes* is a little below a power of two, as Redis' allocator rounds what is
+    above it up by a quarter.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
-        self._capacity_bytes = capacity_bytes
+    name = "redis"
+    survives_restart: ClassVar[bool] = True
+    shared: ClassVar[bool] = True
+    overhead_bytes = CHUNK_OVERHEAD_BYTES
+    write_error = ""
+
+    def __init__(  # noqa: PLR0913 - the operator's settings
+        self,
+        url: str,
+        capacity_bytes: int,
+        *,
+        timeout_ms: int = 500,
+        connections: int = DEFAULT_CONNECTIONS,
+        part_bytes: int = (2 << 20) - 64,
+        ttl_s: int = 86_400,
+        prefix: str = DEFAULT_PREFIX,
+    ) -> None:
+        if capacity_bytes <= CHUNK_OVERHEAD_BYTES:
+            raise InvalidRequestError("capacity_bytes", capacity_bytes, "give room for a chunk")
+        self.capacity_bytes = capacity_bytes
+        room_bytes = capacity_bytes - CHUNK_OVERHEAD_BYTES
+        self.max_frame_bytes = min(room_bytes, MAX_FRAME_BYTES, part_bytes * MAX_PARTS)
+        self._part_bytes = part_bytes
+        self._client = RedisClient(self.name, url, timeout_ms, connections)
+        self._stored = RedisChunks(self._client, KeyNames(prefix), ttl_s)
+        # Guards the fields below; held for dictionary operations only.
         self._lock = threading.Lock()
-        self._chunks: dict[ChunkKey, Manifest] = {}
-        self._peers: OrderedDict[ChunkKey, Manifest] = OrderedDict()
         self._used_bytes = 0
-        self._reservations = 0
+        self._chunks: dict[ChunkKey, Manifest] = {}
+        """Those counted: from their sealing, or a listing, until they are noticed to be gone."""
+        self._peers: OrderedDict[ChunkKey, Manifest] = OrderedDict()
+        self._reserved: dict[object, Bytes | None] = {}
+        """Frames by place; None until written, which the writer's are until sealed or aborted."""
+        self._listed = False
+        try:
+            self._list()
+        except TierUnavailableError as error:
+            self.write_error = f"has not answered since the start: {error}"
 
-    def stats(self) -> TierStats:
-        """Count everything."""
+    @override
+    def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
+        if not self._listed:
+            self._list()
+        need_bytes = self.allocated_bytes(info.size_bytes)
+        place = object()
         with self._lock:
-            return TierStats(
-                self._capacity_bytes, self._used_bytes, len(self._chunks), self._reservations
-            )
-
-    def reserve(self, need_bytes: int) -> bool:
-        """Take *need_bytes*, or return False."""
-        with self._lock:
-            if self._used_bytes + need_bytes > self._capacity_bytes:
-                return False
+            free_bytes = self.capacity_bytes - self._used_bytes
+            if need_bytes > free_bytes or info.size_bytes > self.max_frame_bytes:
+                raise TierFullError(self.name, need_bytes, max(0, free_bytes))
             self._used_bytes += need_bytes
-            self._reservations += 1
-            return True
+            self._reserved[place] = None
+        return Reservation(info, tenant, need_bytes, place)
 
-    def end(self, reserved_bytes: int, sealed: Manifest | None) -> None:
-        """End a reservation, counting the chunk that came of it."""
+    @override
+    def write(self, reservation: Reservation, frame: Bytes) -> None:
+        reservation.check(frame)
+        if reservation.place not in self._reserved:
+            raise reservation.spent()
+        self._reserved[reservation.place] = frame
+
+    @override
+    def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
+        """Send the frame, then make it visible unless another version of its key is. Raises
+        TierFullError, freeing the room, when the server itself takes no more.
+        """
+        if reservation.place not in self._reserved:
+            raise reservation.spent()
+        frame = self._reserved[reservation.place]
+        if frame is None:
+            raise InvalidRequestError("reservation", reservation.info.key.hex(), "write it first")
         with self._lock:
-            self._reservations -= 1
-            self._used_bytes -= reserved_bytes
-            if sealed is not None:
-                self._count(sealed)
+            del self._reserved[reservation.place]
+        write_id, now_us = os.urandom(WRITE_ID_BYTES), time.time_ns() // 1000
+        manifest = Manifest.of(reservation.info, self._part_bytes, write_id, now_us)
+        sealed = False
+        try:
+            sealed = self._stored.write(manifest, frame)
+        except OutOfMemoryError:
+            raise TierFullError(self.name, reservation.reserved_bytes, 0) from None
+        finally:
+            with self._lock:
+                self._used_bytes -= reservation.reserved_bytes
+                if sealed:
+                    self._count(manifest)
+        return sealed
 
-    def known(self, key: ChunkKey) -> Manifest | None:
-        """Return the manifest last seen under *key*."""
+    @override
+    def abort(self, reservation: Reservation) -> None:
         with self._lock:
-            return self._chunks.get(key) or self._peers.get(key)
+            if reservation.place in self._reserved:
+                del self._reserved[reservation.place]
+                self._used_bytes -= reservation.reserved_bytes
 
-    def counted(self, keys: Sequence[ChunkKey] | None = None) -> Known:
-        """Return the manifests counted for *keys*, or for all there are, before they are read."""
+    @override
+    def read(
+        self, key: ChunkKey, out: Bytes, offset: int = 0, verifier: FrameVerifier | None = None
+    ) -> bool:
+        """Fill *out* in one round trip when the chunk is known here; False when it is absent.
+
+        One with a missing or short part is removed, and absent; so is one on a part of a Cluster
+        that is down, as long as that lasts. *out* then holds rubbish. Never takes more memory than
+        *out* does, whatever stands in Redis.
+        """
+        arrived = bool if verifier is None else verifier.update
+        try:
+            with self._lock:
+                known = self._chunks.get(key) or self._peers.get(key)
+            in_it = known is not None and 0 <= offset <= known.info.size_bytes - len(out)
+            if known and in_it and self._stored.read(known, out, offset, arrived):
+                return True
+            (current,) = self._stat([key])
+            if current is None:
+                return False
+            check_range(current.info.size_bytes, offset, len(out))
+            has_checked = verifier is not None and verifier.has_begun
+            if self._stored.read(current, out, offset, bool if has_checked else arrived):
+                # What was checked of one read says nothing of another: a miss, for once.
+                return not has_checked
+            with contextlib.suppress(TierUnavailableError):
+                self._stored.delete(key, current.raw)
+            self._note({key: current}, {key: None})
+        except TierUnavailableError as error:
+            if not error.is_partial:
+                raise
+        return False
+
+    @override
+    def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
+        return [row.info if row else None for row in self._stat(keys)]
+
+    @override
+    def delete(self, key: ChunkKey) -> bool:
+        counted = self._chunks.get(key)
+        removed = self._stored.delete(key)
+        for gone in (counted, removed):
+            self._note({key: gone}, {key: None})
+        return removed is not None
+
+    @override
+    def scan(self) -> Iterator[ChunkInfo]:
+        """List all nodes' chunks, least recently sealed first, and count them from now on."""
+        rows = sorted(self._list().values(), key=lambda row: (row.sealed_us, row.info.key))
+        return iter([row.info for row in rows])
+
+    @override
+    def stats(self) -> TierStats:
         with self._lock:
-            return {key: self._chunks.get(key) for key in (self._chunks if keys is None else keys)}
+            used_bytes, chunks = self._used_bytes, len(self._chunks)
+            return TierStats(self.capacity_bytes, used_bytes, chunks, len(self._reserved))
 
-    def note(self, before: Known, found: Known, *, is_listing: bool = False) -> None:
+    @override
+    def close(self) -> None:
+        self._client.close()
+
+    def _stat(self, keys: Sequence[ChunkKey]) -> list[Manifest | None]:
+        with self._lock:
+            before = {key: self._chunks.get(key) for key in keys}
+        rows = zip(keys, self._stored.stat(keys), strict=True)
+        # What cannot be requested stays counted.
+        found = {key: row for key, row in rows if not isinstance(row, TierUnavailableError)}
+        if found:
+            self.write_error = ""
+        self._note(before, found)
+        return [found.get(key) for key in keys]
+
+    def _list(self) -> Mapping[ChunkKey, Manifest]:
+        with self._lock:
+            before = dict(self._chunks)
+        found, whole = self._stored.scan()
+        self.write_error = ""
+        gone = [key for key in before if key not in found] if whole else []
+        self._note(before, {**found, **dict.fromkeys(gone)}, is_listing=True)
+        if not self._listed:
+            self._listed = True
+            with contextlib.suppress(TierUnavailableError):
+                for finding in check_health(self._client):
+                    logger.warning(finding.saw, fix=finding.fix)
+        return found
+
+    def _note(
+        self,
+        before: Mapping[ChunkKey, Manifest | None],
+        found: Mapping[ChunkKey, Manifest | None],
+        *,
+        is_listing: bool = False,
+    ) -> None:
         """Take in a read: what its keys were counted as *before* it, and what it *found*. What
         this process sealed meanwhile stays counted; what a listing found is counted from now on.
         """
@@ -120,203 +262,12 @@ class CapacityTracker:
         self._discount(key)
         self._peers.pop(key, None)
         self._chunks[key] = manifest
-        self._used_bytes += manifest.info.size_bytes + CHUNK_OVERHEAD_BYTES
+        self._used_bytes += self.allocated_bytes(manifest.info.size_bytes)
 
     def _discount(self, key: ChunkKey) -> None:
         gone = self._chunks.pop(key, None)
         if gone is not None:
-            self._used_bytes -= gone.info.size_bytes + CHUNK_OVERHEAD_BYTES
-
-
-class RedisTier(Tier):
-    """Frames in a Redis that other nodes put into as well.
-
-    ``capacity_bytes`` bounds what this process reserved and sealed plus what a listing
-    showed, at construction and by ``scan``; what others put later is found but not counted.
-    Redis may be down at construction: the first ``reserve`` that reaches it lists what is there.
-    Durable means acknowledged by the server. A seal whose answer is lost raises, and what it left
-    is removed before the next seal or ends by its lifetime; until then the chunk may show, whole.
-
-    *ttl_s* is a chunk's life from its sealing. *timeout_ms* bounds each connect, send and
-    receive. *part_bytes* is a little below a power of two, as Redis' allocator rounds what is
-    above it up by a quarter.
-    """
-
-    name = "redis"
-    survives_restart: ClassVar[bool] = True
-    shared: ClassVar[bool] = True
-
-    def __init__(  # noqa: PLR0913 - the operator's settings
-        self,
-        url: str,
-        capacity_bytes: int,
-        *,
-        timeout_ms: int = 500,
-        connections: int = DEFAULT_CONNECTIONS,
-        part_bytes: int = (2 << 20) - 64,
-        ttl_s: int = 86_400,
-        prefix: str = DEFAULT_PREFIX,
-    ) -> None:
-        if capacity_bytes <= CHUNK_OVERHEAD_BYTES:
-            raise InvalidRequestError("capacity_bytes", capacity_bytes, "give room for a chunk")
-        self.capacity_bytes = capacity_bytes
-        self._part_bytes = part_bytes
-        self._client = RedisClient(self.name, url, timeout_ms, connections)
-        self._stored = RedisChunks(self._client, KeyNames(prefix), ttl_s)
-        self._capacity = CapacityTracker(capacity_bytes)
-        self._reserved: dict[object, Bytes | None] = {}
-        """Frames by place; None until written, which the writer's are until sealed or aborted."""
-        self._listed = False
-        self._never_answered = ""
-        try:
-            self._list()
-        except TierUnavailableError as error:
-            self._never_answered = f"has not answered since the start: {error}"
-
-    @property
-    @override
-    def write_error(self) -> str:
-        return self._never_answered
-
-    @override
-    def allocated_bytes(self, size_bytes: int) -> int:
-        return size_bytes + CHUNK_OVERHEAD_BYTES
-
-    @override
-    def max_frame_bytes(self) -> int:
-        room_bytes = self.capacity_bytes - CHUNK_OVERHEAD_BYTES
-        return min(room_bytes, MAX_FRAME_BYTES, self._part_bytes * MAX_PARTS)
-
-    @override
-    def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
-        if not self._listed:
-            self._list()
-        need_bytes = self.allocated_bytes(info.size_bytes)
-        fits = info.size_bytes <= self.max_frame_bytes()
-        if not fits or not self._capacity.reserve(need_bytes):
-            used_bytes = self._capacity.stats().used_bytes
-            raise TierFullError(self.name, need_bytes, max(0, self.capacity_bytes - used_bytes))
-        place = object()
-        self._reserved[place] = None
-        return Reservation(info, tenant, need_bytes, place)
-
-    @override
-    def write(self, reservation: Reservation, frame: Bytes) -> None:
-        check_size(reservation, frame)
-        if reservation.place not in self._reserved:
-            raise spent(reservation)
-        self._reserved[reservation.place] = frame
-
-    @override
-    def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
-        """Send the frame, then make it visible unless another version of its key is. Raises
-        TierFullError, freeing the room, when the server itself takes no more.
-        """
-        if reservation.place not in self._reserved:
-            raise spent(reservation)
-        frame = self._reserved[reservation.place]
-        if frame is None:
-            raise InvalidRequestError("reservation", reservation.info.key.hex(), "write it first")
-        del self._reserved[reservation.place]
-        write_id, now_us = os.urandom(WRITE_ID_BYTES), time.time_ns() // 1000
-        manifest = Manifest.of(reservation.info, self._part_bytes, write_id, now_us)
-        sealed = False
-        try:
-            sealed = self._stored.write(manifest, frame)
-        except OutOfMemoryError:
-            raise TierFullError(self.name, reservation.reserved_bytes, 0) from None
-        finally:
-            self._capacity.end(reservation.reserved_bytes, manifest if sealed else None)
-        return sealed
-
-    @override
-    def abort(self, reservation: Reservation) -> None:
-        if reservation.place in self._reserved:
-            del self._reserved[reservation.place]
-            self._capacity.end(reservation.reserved_bytes, None)
-
-    @override
-    def read(
-        self, key: ChunkKey, out: Bytes, offset: int = 0, verifier: FrameVerifier | None = None
-    ) -> bool:
-        """Fill *out* in one round trip when the chunk is known here; False when it is absent.
-
-        One with a missing or short part is removed, and absent; so is one on a part of a Cluster
-        that is down, as long as that lasts. *out* then holds rubbish. Never takes more memory than
-        *out* does, whatever stands in Redis.
-        """
-        arrived = bool if verifier is None else verifier.update
-        try:
-            known = self._capacity.known(key)
-            in_it = known is not None and 0 <= offset <= known.info.size_bytes - len(out)
-            if known and in_it and self._stored.read(known, out, offset, arrived):
-                return True
-            (current,) = self._stat([key])
-            if current is None:
-                return False
-            check_range(current.info.size_bytes, offset, len(out))
-            has_checked = verifier is not None and verifier.has_begun
-            if self._stored.read(current, out, offset, bool if has_checked else arrived):
-                # What was checked of one read says nothing of another: a miss, for once.
-                return not has_checked
-            with contextlib.suppress(TierUnavailableError):
-                self._stored.delete(key, current.raw)
-            self._capacity.note({key: current}, {key: None})
-        except TierUnavailableError as error:
-            if not error.is_partial:
-                raise
-        return False
-
-    @override
-    def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
-        return [row.info if row else None for row in self._stat(keys)]
-
-    @override
-    def delete(self, key: ChunkKey) -> bool:
-        before = self._capacity.counted([key])
-        removed = self._stored.delete(key)
-        for gone in (before[key], removed):
-            self._capacity.note({key: gone}, {key: None})
-        return removed is not None
-
-    @override
-    def scan(self) -> Iterator[ChunkInfo]:
-        """List all nodes' chunks, least recently sealed first, and count them from now on."""
-        rows = sorted(self._list().values(), key=lambda row: (row.sealed_us, row.info.key))
-        return iter([row.info for row in rows])
-
-    @override
-    def stats(self) -> TierStats:
-        return self._capacity.stats()
-
-    @override
-    def close(self) -> None:
-        self._client.close()
-
-    def _stat(self, keys: Sequence[ChunkKey]) -> list[Manifest | None]:
-        before = self._capacity.counted(keys)
-        rows = self._stored.stat(keys)
-        # What cannot be asked about stays counted.
-        found = {
-            key: row for key, row in zip(keys, rows, strict=True) if not isinstance(row, NodeDown)
-        }
-        if found:
-            self._never_answered = ""
-        self._capacity.note(before, found)
-        return [found.get(key) for key in keys]
-
-    def _list(self) -> Mapping[ChunkKey, Manifest]:
-        before = self._capacity.counted()
-        found, whole = self._stored.scan()
-        self._never_answered = ""
-        gone = [key for key in before if key not in found] if whole else []
-        self._capacity.note(before, {**found, **dict.fromkeys(gone)}, is_listing=True)
-        if not self._listed:
-            self._listed = True
-            with contextlib.suppress(TierUnavailableError):
-                for finding in check_health(self._client):
-                    logger.warning(finding.saw, fix=finding.fix)
-        return found
+            self._used_bytes -= self.allocated_bytes(gone.info.size_bytes)
 
 
 FULL_SHARE = 0.95
@@ -340,7 +291,7 @@ def check_health(client: RedisClient) -> Iterator[HealthFinding]:
     replies = client.ask([(master, (b"SCAN", 0, b"COUNT", 1)) for master in masters])
     answering = []
     for master, reply in zip(masters, replies, strict=True):
-        if isinstance(reply, NodeDown):
+        if isinstance(reply, TierUnavailableError):
             fix = "bring it back, or let a replica of it take over"
             yield HealthFinding(f"{master} does not answer; its slots miss", fix, is_loss=True)
         else:

@@ -19,7 +19,7 @@ from kvstore.proto.errors import InvalidFrameError, TierUnavailableError
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.messages import pack_info, unpack_info
 from kvstore.proto.types import KEY_BYTES, ChunkInfo, ChunkKey
-from kvstore.tiers.redis_client import MAX_LISTING_BYTES, Call, NodeDown, RedisClient
+from kvstore.tiers.redis_client import MAX_LISTING_BYTES, Call, RedisClient
 from kvstore.tiers.redis_connection import Command, Step, Transfer, encode, slice_steps
 from kvstore.tiers.redis_servers import Server
 
@@ -153,9 +153,9 @@ class RedisChunks:
         self._ttl_s = ttl_s
         self._remains: deque[Manifest] = deque(maxlen=MAX_REMAINS)
 
-    def stat(self, keys: Sequence[ChunkKey]) -> list[Manifest | NodeDown | None]:
+    def stat(self, keys: Sequence[ChunkKey]) -> list[Manifest | TierUnavailableError | None]:
         """Read the manifests of *keys*, one round trip for MAX_LOOK_KEYS; remove damaged ones."""
-        found: list[Manifest | NodeDown | None] = []
+        found: list[Manifest | TierUnavailableError | None] = []
         damaged: list[Call] = []
         for start in range(0, len(keys), MAX_LOOK_KEYS):
             window = keys[start : start + MAX_LOOK_KEYS]
@@ -163,7 +163,7 @@ class RedisChunks:
             for key, row in zip(window, rows, strict=True):
                 raw = row if isinstance(row, bytes) else b""  # another type of value is damage
                 try:
-                    is_settled = isinstance(row, NodeDown) or row == b""
+                    is_settled = isinstance(row, TierUnavailableError) or row == b""
                     found.append((row or None) if is_settled else parse_manifest(raw, key))
                 except InvalidFrameError:
                     found.append(None)
@@ -197,23 +197,23 @@ class RedisChunks:
         What is left when this raises goes before the next publishing. Raises redis'
         OutOfMemoryError when the server takes no more.
         """
-        published = False
         try:
             self._sweep()
             (found,) = self.stat([manifest.info.key])
-            if isinstance(found, NodeDown):
-                raise found.error
-            if found is None:
-                published = self._send(manifest, frame)
-                if not published:
-                    self._discard(manifest)
+            if isinstance(found, TierUnavailableError):
+                raise found
+            if found is not None:
+                return False
+            if self._send(manifest, frame):
+                return True
+            self._discard(manifest)
         except OutOfMemoryError:
             self._discard(manifest)
             raise
         except TierUnavailableError:
             self._remains.append(manifest)
             raise
-        return published
+        return False
 
     def delete(self, key: ChunkKey, raw: bytes = b"") -> Manifest | None:
         """Remove the chunk of *key*, if given only the version whose manifest is *raw*. Return it,
@@ -256,7 +256,7 @@ class RedisChunks:
             for key, row in zip(keys, self.stat(keys), strict=True):
                 if isinstance(row, Manifest):
                     found[key] = row
-                whole &= not isinstance(row, NodeDown)
+                whole &= not isinstance(row, TierUnavailableError)
             if cursor == b"0":
                 return whole
         return False
@@ -303,5 +303,5 @@ class RedisChunks:
             self._remains.extend(swept)
             raise
         for old, pair in zip(swept, zip(replies[::2], replies[1::2], strict=True), strict=True):
-            if any(isinstance(reply, NodeDown) for reply in pair):
+            if any(isinstance(reply, TierUnavailableError) for reply in pair):
                 self._remains.append(old)

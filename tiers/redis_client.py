@@ -5,7 +5,6 @@ from __future__ import annotations
 import ssl
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from redis import exceptions as errors
@@ -64,13 +63,6 @@ Call = tuple[bytes | Server, Command]
 """The server, or the name that decides which it is, and the command."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeDown:
-    """In place of a reply: this key's part of the Cluster gives none, though others do."""
-
-    error: TierUnavailableError
-
-
 class _Failure(NamedTuple):
     error: Exception
     is_undone: bool
@@ -114,8 +106,8 @@ class RedisClient:
         calls = [(name, command) for command in commands]
         replies = self.ask(calls, reply_bytes=reply_bytes)
         for reply in replies:
-            if isinstance(reply, NodeDown):
-                raise reply.error
+            if isinstance(reply, TierUnavailableError):
+                raise reply
         return replies
 
     def ask(
@@ -127,7 +119,7 @@ class RedisClient:
     ) -> list[Any]:
         """Send *calls*, in one round trip to all servers at once, and return their replies.
 
-        Like ``run``, but what only a part of the Cluster does not answer is NodeDown. With
+        Like ``run``, but the reply of a part of the Cluster that is down is the error. With
         *within_s* it ends after so many seconds. *reply_bytes* limits the mean reply.
         """
         views = (len(word) for _, words in calls for word in words if type(word) is memoryview)
@@ -142,7 +134,7 @@ class RedisClient:
             self._ask_once(again, replies, deadline, reply_bytes)
         for at in failed:
             if isinstance(replies[at], _Failure):
-                replies[at] = NodeDown(self._partial_failure(replies[at].error))
+                replies[at] = self._partial_failure(replies[at].error)
         return replies
 
     def _ask_once(
@@ -177,7 +169,7 @@ class RedisClient:
         if batch.error is not None:
             self._topology.note_failure(batch.server, batch.error)
             for at in numbers:
-                replies[at] = _Failure(batch.error, batch.is_unsent)
+                replies[at] = _Failure(batch.error, is_undone=batch.connection is None)
         for at, reply in zip(numbers, batch.replies, strict=False):
             replies[at] = reply
             if isinstance(reply, WrongTypeError):

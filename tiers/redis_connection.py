@@ -309,7 +309,6 @@ class Transfer:
 
     def run(self, connection: RedisConnection, window: int) -> None:
         """Receive all, *window* slices on their way, after a first step without payload."""
-        self.filled_bytes = 0
         requests = (step.request for step in self.steps)
         connection.send(list(islice(requests, window + 1)))
         for step in self.steps:

@@ -135,33 +135,33 @@ class Server:
 
 
 class Batch:
-    """Commands to one server, over one connection. ``error`` is why it failed, if it did."""
+    """Commands to one server, over one connection. ``error`` is why it failed, if it
+    did; without a ``connection`` nothing was sent.
+    """
 
     def __init__(self, server: Server, commands: Sequence[Command]) -> None:
         self.server = server
         self.commands = commands
         self.replies: list[Reply] = []
         self.error: Exception | None = None
-        self.is_unsent = True
-        self._connection: RedisConnection | None = None
+        self.connection: RedisConnection | None = None
         self._sent_at = 0.0
 
     def send(self, deadline: float) -> None:
         """Take a connection and send all."""
         try:
-            self._connection = self.server.acquire(deadline)
-            self.is_unsent = False
+            self.connection = self.server.acquire(deadline)
             self._sent_at = self.server.clock()
-            self._connection.send(pack(*self.commands))
+            self.connection.send(pack(*self.commands))
         except (OSError, errors.RedisError) as error:
             self.error = error
 
     def receive(self, reply_bytes: int) -> None:
         """Receive the replies, each *reply_bytes* at most in the mean."""
-        if self.error is None and self._connection is not None:
+        if self.error is None and self.connection is not None:
             count = len(self.commands)
             try:
-                self.replies = self._connection.read_replies(count, reply_bytes * count)
+                self.replies = self.connection.read_replies(count, reply_bytes * count)
                 seconds = self.server.clock() - self._sent_at
                 self.server.nearest_s = min(self.server.nearest_s, seconds)
             except (OSError, errors.RedisError) as error:
@@ -169,8 +169,8 @@ class Batch:
 
     def close(self) -> None:
         """Give the connection back, clean when every reply was received. Called once."""
-        if self._connection is not None:
-            self.server.release(self._connection, is_clean=bool(self.replies))
+        if self.connection is not None:
+            self.server.release(self.connection, is_clean=bool(self.replies))
 
 
 class Topology:

@@ -19,8 +19,7 @@ from kvstore.cli.trace_files import SegmentLine, TraceLines, read_trace
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import POLICIES, policy_instead_of
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
-from kvstore.server.eviction.policy import EvictionPolicy
-from kvstore.server.eviction.registry import make_policy
+from kvstore.server.eviction.policy import EvictionPolicy, make_policy
 from kvstore.server.settings.values import parse_size
 
 if TYPE_CHECKING:  # its file imports this one

@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 
 from kvstore.client.engines.vllm_orders import NamedChunk
 from kvstore.client.engines.weights import files_digest
+from kvstore.client.page_names import page_hash
 from kvstore.proto.errors import RepresentationError
-from kvstore.proto.keys import chain_digest, content_digest, page_hash, tokens_le32
+from kvstore.proto.keys import chain_digest, content_digest, tokens_le32
 from kvstore.proto.types import DIGEST_BYTES, ROOT, ChainDigest
 
 MAX_ADAPTERS = 4096

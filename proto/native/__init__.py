@@ -105,13 +105,6 @@ def address(data: NDArray[Any]) -> int:
     return int(data.ctypes.data)
 
 
-def out_address(data: NDArray[Any]) -> int:
-    """Return where *data* lies, to be written there. Raises ValueError where it is read-only."""
-    if not data.flags.writeable:
-        raise ValueError("assignment destination is read-only")
-    return address(data)
-
-
 def addresses(*data: NDArray[Any]) -> list[int]:
     """Return where each of *data* lies."""
     return [address(each) for each in data]

@@ -151,7 +151,7 @@ class AdminCalls:
     def Quota(self, request: pb.QuotaRequest, caller: Principal) -> pb.QuotaResponse:
         """Return what a tenant takes and may take; of other tenants to admins alone."""
         tenant = request.tenant or caller.tenant
-        if tenant != caller.tenant and not caller.is_admin():
+        if tenant != caller.tenant and "admin" not in caller.roles:
             raise PermissionDeniedError(f"tenant={tenant[:160]!r}: not {caller.name}'s")
         tenants = [tenant]
         if tenant == EVERY_TENANT:
@@ -205,10 +205,10 @@ class AdminCalls:
         for slot in self._store.tiers.slots.values():
             state = "degraded" if (why := slot.reason) else "serving"
             tier = reply.tiers.add(name=slot.name, codec=slot.encoder.name, state=state)
-            if caller.is_admin():
+            if "admin" in caller.roles:
                 tier.MergeFrom(as_message(pb.TierStatus, slot.tier.stats(), reason=why))
                 catalog.eviction.policy_report(slot.name).fill(tier)
-        if not caller.is_admin():
+        if "admin" not in caller.roles:
             return reply
         reply.ghosts = catalog.evicted_count()
         reply.gates.extend(as_message(pb.Gate, gate) for gate in self._store.blends.gates.views())
@@ -261,9 +261,8 @@ class AdminCalls:
             keys = keys_of_digests(request.digests, space, limit)
             found = self._explainer.explain(space, keys, fidelity_of(request.min_fidelity))
             reply.hit_chunks = found.hit_chunks
-            reply.left_out += _fill(
-                reply.chunks, map(_reason, found.reasons), messages.MESSAGE_BYTES
-            )
+            reasons, room_bytes = map(_reason, found.reasons), messages.MESSAGE_BYTES
+            reply.left_out += _fill(reply.chunks, reasons, room_bytes)
             reply.left_out += _fill(reply.near, map(_similar, found.similar), LIST_BYTES)
         if request.recent:
             misses = self._explainer.misses(request.recent)

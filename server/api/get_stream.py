@@ -98,7 +98,6 @@ class GetStream:
                 store.release(session, self.lease_id)
 
     def _ranges(self, keys: Sequence[ChunkKey], terms: ReadTerms) -> Iterator[LayerPart | Places]:
-        """Yield the places of frames in reach, and ranges of others; one read for neighbours."""
         reads = self.store.reads
         for index, group in groupby(self.request.ranges, key=attrgetter("index")):
             if index >= len(keys):
@@ -107,11 +106,10 @@ class GetStream:
             if found is not None:
                 yield self._places(index, pack_places([found[1]]), [found[0]])
             else:
-                spans = [(one.start, one.stop) for one in group]
+                spans = [(one.start, one.stop) for one in group]  # one read for neighbours
                 yield from reads.ranges(index, keys[index], spans, terms)
 
     def _frames(self, keys: Sequence[ChunkKey], terms: ReadTerms) -> Iterator[LayerPart | Places]:
-        """Yield the chunks in order; places that need no load come together."""
         reads, remote = self.store.reads, self.store.tiers.remote
         first, lenders = 0, set[int]()
         if terms.reach:

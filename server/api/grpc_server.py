@@ -22,7 +22,7 @@ from kvstore.server.api.service import Backend, DataCalls
 from kvstore.server.security.certificates import server_credentials
 from kvstore.server.settings.process_limits import GRPC_SHARE, share_of
 from kvstore.server.settings.settings import Settings
-from kvstore.server.settings.values import join_endpoint, unresolved
+from kvstore.server.settings.values import join_endpoint, parse_endpoint, unresolved
 from kvstore.server.store.explain import Explainer
 from kvstore.server.telemetry.request_trace import RequestLog
 
@@ -82,9 +82,7 @@ def servicer_of(backend: Backend) -> kvstore_pb2_grpc.KVStoreServicer:
 
 
 def _answer(backend: Backend, method: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-    """Return *method* as gRPC calls it: it takes the session of a request, the caller, or gRPC's
-    context.
-    """
+    """Return *method* as gRPC calls it; its second parameter's name says what it takes."""
     sessions = backend.sessions
     features = FEATURE_SHARED_MEMORY if backend.unix_server is not None else 0
     features |= FEATURE_DURABLE_PUT if backend.store.durable else 0
@@ -135,7 +133,7 @@ def bind(config: Settings, shedder: LoadShedder, taken: int) -> tuple[grpc.Serve
             ("grpc.keepalive_permit_without_calls", 1),
         ],
     )
-    return server, _open(server, config.listen_address, "listen", tls)
+    return server, _open(server, parse_endpoint(config.listen), "listen", tls)
 
 
 def most_connections(max_sessions: int, taken: int) -> int:

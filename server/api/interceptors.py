@@ -12,7 +12,7 @@ import structlog
 
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.messages import ERROR_NAME
-from kvstore.server.security.authorization import OPEN, SERVICES, Authorizer, Trust
+from kvstore.server.security.authorization import OPEN, SERVICES, Authorizer
 from kvstore.server.security.sessions import ANYBODY, Principal, Session
 from kvstore.server.telemetry.tracing import CURRENT, NUMBERS, RequestId
 
@@ -59,7 +59,7 @@ class CallWrapper:
     through that it knows and admits, health always, and records what became of them.
     """
 
-    trust: Trust | None = None
+    trust: Authorizer | None = None
     tracing: Tracing | None = None
 
     def around(self, handler: Handler, method: str) -> Callable[..., Iterator[Any]]:
@@ -75,21 +75,22 @@ class CallWrapper:
             # Not reset: gRPC runs each call in a context of its own.
             CURRENT.set(RequestId(next(NUMBERS), context.invocation_metadata))
             call, outcome = AuthenticatedContext(context), "cancelled"
-            started = 0.0 if trust is None else trust.authorizer.clock()
+            started = 0.0 if trust is None else trust.clock()
             with nullcontext() if span_of is None else span_of(request, context):
                 try:
                     if trust is not None:
                         who = trust.authenticator
-                        call.principal = ANYBODY
-                        if not who.is_open:
+                        if who.is_open:
+                            call.principal = ANYBODY
+                        else:
                             metadata = context.invocation_metadata() or ()
                             call.principal = who.principal_of(metadata, context.auth_context())
                         if handler.request_streaming:
-                            trust.authorizer.admit(call.principal, method)
+                            trust.admit(call.principal, method)
                             call.frames = 0
-                            request = _each_admitted(trust.authorizer, call, method, request)
+                            request = _each_admitted(trust, call, method, request)
                         else:
-                            call.session = trust.authorizer.admit(call.principal, method, request)
+                            call.session = trust.admit(call.principal, method, request)
                     if handler.response_streaming:
                         yield from behavior(request, call)
                     else:
@@ -101,10 +102,10 @@ class CallWrapper:
                     _abort(context, error, method)
                 finally:
                     if trust is not None:
-                        took_s = trust.authorizer.clock() - started
-                        trust.authorizer.counters.note_call(method, took_s)
+                        took_s = trust.clock() - started
+                        trust.counters.note_call(method, took_s)
                     if trust is not None and trust.audit is not None:
-                        note, peer = trust.authorizer.note, context.peer
+                        note, peer = trust.note, context.peer
                         about = request if call.frames is None else call.frames
                         note(call.principal, method, outcome, call.session, about, peer)
 
@@ -114,12 +115,9 @@ class CallWrapper:
 def _each_admitted(
     authorizer: Authorizer, call: AuthenticatedContext, method: str, requests: Iterator[Any]
 ) -> Iterator[Any]:
-    """Yield the messages of a stream; one that names another session is checked anew.
-
-    The stream is one request, of the tenant that its first message is about.
-    """
     principal, last, frames = call.principal, None, 0
     assert principal is not None
+    # One request, of the tenant that the first message is about; another session is checked anew.
     for request in requests:
         session_id = getattr(request, "session_id", 0)
         if session_id != last:

@@ -38,7 +38,7 @@ from kvstore.server.api.interceptors import principal_of
 from kvstore.server.api.put_stream import PutStream
 from kvstore.server.api.unix_server import UnixServer
 from kvstore.server.api.validation import Checks, outcomes, require
-from kvstore.server.security.authorization import Trust, access_to
+from kvstore.server.security.authorization import Authorizer, access_to
 from kvstore.server.security.sessions import Principal, Session, SessionTable
 from kvstore.server.settings.rules import Pool
 from kvstore.server.store.explain import Explainer
@@ -95,7 +95,7 @@ class Backend:
     sessions: SessionTable
     checks: Checks
     identity: Identity
-    trust: Trust | None = None
+    trust: Authorizer | None = None
     unix_server: UnixServer | None = None
     device_puts: DevicePuts | None = None
     scrub: Scrub | None = None
@@ -337,7 +337,6 @@ class DataCalls:
         return pb.PutResponse(**outcomes(results))
 
     def _raw_header(self, session: Session, data: bytes) -> FrameHeader:
-        """Return the header of a raw frame that *session* may put. Raises what it is not."""
         header = parse_header(as_bytes(data))
         size_bytes = header.header_bytes
         require(len(data) == size_bytes, "headers", len(data), f"this one has {size_bytes}")
@@ -475,13 +474,9 @@ class DataCalls:
                 raise UnauthenticatedError("credentials: not valid any more; call with others")
             page, now = reader.poll(), self._clock()
             if page is not None:
-                events = [
-                    messages.as_message(
-                        pb.ChunkEvent, one, parent=b"" if one.parent == ROOT else one.parent
-                    )
-                    for one in page.events
-                ]
-                yield messages.as_message(pb.EventsResponse, page, events=events)
+                yield messages.as_message(  # a root's parent is empty there
+                    pb.EventsResponse, page, parent=lambda one: one.parent.replace(ROOT, b"")
+                )
                 sent_at = now
             elif now - sent_at >= BEAT_S:
                 yield pb.EventsResponse(cursor=reader.cursor)

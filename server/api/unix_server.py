@@ -304,10 +304,7 @@ class UnixServer:
                         peer.connection.shutdown(socket.SHUT_RD)
 
     def _serve(self, descriptor: int) -> None:
-        """Answer what came from a peer.
-
-        Calls that were sent ahead are taken one behind the other, and wake no thread each.
-        """
+        """Answer what came from a peer; calls that were sent ahead wake no thread each."""
         peer = self._peers.get(descriptor)
         if peer is None:
             return

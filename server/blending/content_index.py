@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from kvstore.proto.errors import InvalidFrameError, KVStoreError
-from kvstore.proto.frame import FIXED_BYTES, header_bytes, parse_header, stated_header_bytes
+from kvstore.proto.frame import header_bytes, parse_header, stated_header_bytes
 from kvstore.proto.plans import NO_PRIORITY
 from kvstore.proto.types import (
     DIGEST_BYTES,
@@ -50,11 +51,11 @@ MAX_STATISTICS = 1 << 16
 MAX_LEARNED = 4096
 """Variants whose statistics are kept over a restart, those reported on last."""
 
-CONTENT_LIMIT = 1 << 16
-"""Contents that blending finds chunks by; each takes about half a KiB a variant."""
-
 MAX_UNREAD = 4096
 """Chunks whose frames are to be looked at; of more, the oldest are found by key only."""
+
+CHUNKS_AT_ONCE = 8
+"""Looked up under one holding of the catalog's lock."""
 
 STEP_S = 0.05
 """How long a step reads headers at most, so that its caller can do other things, too."""
@@ -114,18 +115,46 @@ class Learned(NamedTuple):
     context: Annotated[tuple[Context, ...], Field(max_length=MAX_CONTEXT)] = ()
 
 
+class PromptChunk(NamedTuple):
+    """A chunk of a prompt. *key* is empty where what is before it is not known."""
+
+    key: ChunkKey
+    content: bytes
+    tokens: int
+
+
+class Candidate(NamedTuple):
+    """A chunk that can be read: *source* is the place of its tier in the request."""
+
+    facts: VariantInfo
+    source: int
+    size_bytes: int
+    fidelity: Fidelity
+
+
+class Matches(NamedTuple):
+    """What there is of one chunk: itself, or others with its content, and its priorities."""
+
+    is_exact: bool
+    candidates: list[Candidate]
+    priority: bytes
+
+
 class ContentIndex:
-    """Variants by namespace and content digest. Not thread-safe: the catalog's lock guards it.
+    """Variants by namespace and content digest. A listener of the catalog, of which *state* is.
+
+    Thread-safe but for ``note`` to ``removed``, which are called under the catalog's lock.
 
     A variant is a chunk with a copy whose frame names its content. Of more than MAX_VARIANTS of
     one content that goes which has saved least, uses times the share that was not to be recomputed
     (Cache-Craft, section 5), but never the one that depends least on what was before it. One that
     began its prompt is that only where there is no other: its first token is an attention sink.
-    Contents beyond *limit* are not taken in; 0: none are. What goes from here stays on its tiers,
-    where it is a prefix.
+    Contents beyond *limit*, of half a KiB a variant, are not taken in; 0: none are. What goes from
+    here stays on its tiers, where it is a prefix.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, state: CatalogState, limit: int) -> None:
+        self._state = state
         self._limit = limit
         self.left_out = 0
         """Chunks that came when *limit* was reached."""
@@ -136,6 +165,9 @@ class ContentIndex:
         """By namespace and content, the latest first."""
         self._learned: OrderedDict[ChunkKey, Learned] = OrderedDict()
         """Of variants, and of chunks that were variants before the last start and may be again."""
+        self._priorities = TokenPriorities()
+        self.unread: deque[ChunkKey] = deque(maxlen=MAX_UNREAD)
+        """Chunks that others put and that came into memory: their frames say what they hold."""
 
     def note(self, chunk: Named) -> ChunkKey | None:
         """A chunk came; return the variant that gave way to it, if one did."""
@@ -210,15 +242,6 @@ class ContentIndex:
             found.append(Context(UNKNOWN_CONTENT, left, float(left)))
         return found[::-1]
 
-    def used(self, key: ChunkKey, overlap: float) -> None:
-        """A variant was given out where this share of its context was there, too."""
-        if key in self._variants:
-            known = self._known(key)
-            mean = known.overlap + _EWMA_WEIGHT * (overlap - known.overlap)
-            self._learned[key] = known._replace(uses=known.uses + 1.0, overlap=mean)
-            if len(self._learned) > MAX_STATISTICS:
-                self._learned.popitem(last=False)
-
     def report(self, key: ChunkKey, measured: Measured) -> bytes | None:
         """An engine used a variant, and measured it. Return its content; None when it is gone."""
         if key not in self._variants:
@@ -236,71 +259,12 @@ class ContentIndex:
         remember(self._learned, key, known, MAX_STATISTICS)
         return content
 
-    def learned(self) -> list[Learned]:
-        """Return what reports taught, the latest last."""
-        reported = (one for one in reversed(self._learned.values()) if one.reports)
-        return list(islice(reported, MAX_LEARNED))[::-1]
-
-    def recall(self, rows: Sequence[Learned]) -> None:
-        """Take in what an earlier run learned of variants that are here, or may come."""
-        for one in rows[-MAX_LEARNED:]:
-            remember(self._learned, one.key, one, MAX_STATISTICS)
-
-    @property
-    def content_count(self) -> int:
-        """Contents of which there is a variant."""
-        return len(self._contents)
-
-    def __len__(self) -> int:
-        return len(self._variants)
-
-    def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._variants
-
-
-class PromptChunk(NamedTuple):
-    """A chunk of a prompt. *key* is empty where what is before it is not known."""
-
-    key: ChunkKey
-    content: bytes
-    tokens: int
-
-
-class Candidate(NamedTuple):
-    """A chunk that can be read: *source* is the place of its tier in the request."""
-
-    facts: VariantInfo
-    source: int
-    size_bytes: int
-    fidelity: Fidelity
-
-
-class Matches(NamedTuple):
-    """What there is of one chunk: itself, or others with its content, and its priorities."""
-
-    is_exact: bool
-    candidates: list[Candidate]
-    priority: bytes
-
-
-class Contents:
-    """A listener of the catalog. Shares the lock of *state*. Thread-safe but for what the catalog
-    calls, which has the lock. *limit* contents are kept.
-    """
-
-    def __init__(self, state: CatalogState, limit: int = CONTENT_LIMIT) -> None:
-        self._state = state
-        self.content_index = ContentIndex(limit)
-        self._priorities = TokenPriorities()
-        self.unread: deque[ChunkKey] = deque(maxlen=MAX_UNREAD)
-        """Chunks that others put and that came into memory: their frames say what they hold."""
-
     def stored(self, tier: str, infos: Sequence[ChunkInfo], put_info: PutInfo | None) -> None:
         """Know a chunk by its content, or note that its frame in memory is to be read."""
         if put_info is None:
             if tier == _MEMORY:
-                self.unread += [info.key for info in infos if info.key not in self.content_index]
-        elif put_info.content != UNKNOWN_CONTENT:
+                self.unread += [info.key for info in infos if info.key not in self._variants]
+        else:
             (info,) = infos
             tokens = info.layout.tokens
             self._take_in(Named(info.key, info.parent, put_info.content, tokens, put_info.position))
@@ -308,11 +272,11 @@ class Contents:
     def removed(self, tier: str, key: ChunkKey, *, is_last: bool) -> None:
         """Forget a chunk that is nowhere any more."""
         if is_last:
-            self.content_index.forget(key)
+            self.forget(key)
 
     def _take_in(self, chunk: Named) -> None:
         # A variant that gives way goes before others that are next, unless an engine ranked it.
-        key = self.content_index.note(chunk)
+        key = self.note(chunk)
         row = self._state.index.row(key) if key is not None else 0
         if row and self._state.metadata.hints.priority(row) == NO_PRIORITY:
             self._state.metadata.hints.set_priority(row, GAVE_WAY_PRIORITY)
@@ -330,7 +294,7 @@ class Contents:
 
         None: a tier that is not read. Without *approximate* only the chunks themselves are sought.
         """
-        index, contents, hints = self._state.index, self.content_index, self._state.metadata.hints
+        index, hints = self._state.index, self._state.metadata.hints
 
         def candidate(key: ChunkKey, facts: VariantInfo | None = None) -> Candidate | None:
             """Return the chunk on the first of *tiers* that has it; None where none does."""
@@ -342,24 +306,25 @@ class Contents:
             if source is None:
                 return None
             info = index.info(str(tiers[source]), row)
-            facts = facts or contents.facts(key)
+            facts = facts or self.facts(key)
             if facts is None:  # its frame is not read yet
                 facts = VariantInfo(key, info.parent, index.tokens(row), 0, 0.0, -1.0, 0, ())
             return Candidate(facts, source, info.size_bytes, info.fidelity)
 
         found = []
-        with self._state.lock:
-            now_s = self._state.clock()
-            for chunk in chunks:
-                exact = candidate(chunk.key)
-                if exact is not None and exact.facts.tokens == chunk.tokens:
-                    found.append(Matches(True, [exact], b""))
-                    continue
-                variants = contents.variants(space, chunk.content) if approximate else []
-                placed = (candidate(v.key, v) for v in variants if v.tokens == chunk.tokens)
-                others = [one for one in placed if one is not None]
-                priority = self._priorities.levels(space + chunk.content) if others else b""
-                found.append(Matches(False, others, priority))
+        for start in range(0, len(chunks), CHUNKS_AT_ONCE):
+            with self._state.lock:
+                now_s = self._state.clock()
+                for chunk in chunks[start : start + CHUNKS_AT_ONCE]:
+                    exact = candidate(chunk.key)
+                    if exact is not None and exact.facts.tokens == chunk.tokens:
+                        found.append(Matches(True, [exact], b""))
+                        continue
+                    variants = self.variants(space, chunk.content) if approximate else []
+                    placed = (candidate(v.key, v) for v in variants if v.tokens == chunk.tokens)
+                    others = [one for one in placed if one is not None]
+                    priority = self._priorities.levels(space + chunk.content) if others else b""
+                    found.append(Matches(False, others, priority))
         return found
 
     def lease_any(self, keys: Iterable[ChunkKey], terms: LeaseTerms) -> Lease | None:
@@ -373,7 +338,12 @@ class Contents:
         """Variants were given out, each where this share of its context was there, too."""
         with self._state.lock:
             for key, overlap in chosen:
-                self.content_index.used(key, overlap)
+                if key in self._variants:
+                    known = self._known(key)
+                    mean = known.overlap + _EWMA_WEIGHT * (overlap - known.overlap)
+                    self._learned[key] = known._replace(uses=known.uses + 1.0, overlap=mean)
+                    if len(self._learned) > MAX_STATISTICS:
+                        self._learned.popitem(last=False)
             keys = [key for key, _ in chosen]
             rows = [row for key in keys if (row := self._state.index.row(key))]
             # For the policies, not the history, which counts prompts.
@@ -384,26 +354,27 @@ class Contents:
     def variant_tokens(self, keys: Sequence[ChunkKey]) -> list[int]:
         """Return the tokens of each of *keys*; 0 for what is no variant here."""
         with self._state.lock:
-            found = [self.content_index.facts(key) for key in keys]
-        return [0 if one is None else one.tokens for one in found]
+            return [self._variants[key][2] if key in self._variants else 0 for key in keys]
 
     def reported(self, reports: Sequence[tuple[ChunkKey, Measured, Scores | None]]) -> None:
         """Take in reports of variants that are here: scores are (tokens), -1 if not measured."""
         with self._state.lock:
             for key, measured, scores in reports:
-                content = self.content_index.report(key, measured)
+                content = self.report(key, measured)
                 if content is not None and scores is not None:
                     self._priorities.note(key[:DIGEST_BYTES] + content, scores)
 
     def learned(self) -> list[Learned]:
-        """Return what engines reported of variants, of those reported on last."""
+        """Return what reports taught, the latest last."""
         with self._state.lock:
-            return self.content_index.learned()
+            reported = (one for one in reversed(self._learned.values()) if one.reports)
+            return list(islice(reported, MAX_LEARNED))[::-1]
 
     def recall(self, rows: Sequence[Learned]) -> None:
-        """Take in what an earlier run learned of variants."""
+        """Take in what an earlier run learned of variants that are here, or may come."""
         with self._state.lock:
-            self.content_index.recall(rows)
+            for one in rows[-MAX_LEARNED:]:
+                remember(self._learned, one.key, one, MAX_STATISTICS)
 
     def name(self, chunk: Named) -> None:
         """A frame was read that names its chunk; one that is gone is passed over."""
@@ -414,20 +385,21 @@ class Contents:
     def unnamed(self, tier: str, limit: int) -> list[ChunkKey]:
         """Return chunks on *tier* whose content is not known, at most *limit*."""
         with self._state.lock:
-            contents, index = self.content_index, self._state.index
+            index = self._state.index
             return [
                 key
                 for row in index.known_rows()
-                if tier in index.holders(row) and (key := index.key(row)) not in contents
+                if tier in index.holders(row) and (key := index.key(row)) not in self._variants
             ][-limit:]
 
     def counts(self) -> tuple[int, int, int, int]:
         """Return how many contents and variants there are, contents left out, priorities' bytes."""
         with self._state.lock:
-            contents, size = self.content_index, self._priorities.size_bytes
-            return contents.content_count, len(contents), contents.left_out, size
+            contents, size = len(self._contents), self._priorities.size_bytes
+            return contents, len(self._variants), self.left_out, size
 
 
+@dataclass(eq=False)
 class ContentReader:
     """Reads headers of chunks whose content is not known: those that other nodes put and that came
     into memory, then at most *limit* that the last of *slots* kept over a restart, latest first.
@@ -435,54 +407,46 @@ class ContentReader:
     Each is read from the first of *slots* that has it. For one thread; *clock* returns seconds.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        contents: Contents,
-        slots: Sequence[TierSlot],
-        limit: int,
-        clock: Callable[[], float],
-    ) -> None:
-        self._catalog = catalog
-        self._contents = contents
-        self._slots = slots
-        self._clock = clock
-        self._left = contents.unnamed(slots[-1].name, limit) if limit else []
+    catalog: Catalog
+    contents: ContentIndex
+    slots: Sequence[TierSlot]
+    limit: int
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        limit = self.limit
+        self._left = self.contents.unnamed(self.slots[-1].name, limit) if limit else []
 
     def step(self) -> bool:
         """Read some headers; False once there are none left."""
-        until = self._clock() + STEP_S
-        while self._clock() < until:
-            waiting = self._contents.unread or self._left
+        until = self.clock() + STEP_S
+        while self.clock() < until:
+            waiting = self.contents.unread or self._left
             if not waiting:
                 return False
             self._read(waiting.pop())  # of a deque, which may grow meanwhile, but not shrink
         return True
 
     def _read(self, key: ChunkKey) -> None:
-        copies = self._catalog.hold(key)
+        copies = self.catalog.hold(key)
         try:
-            slot = next((one for one in self._slots if one.name in copies), None)
-            named = self._named(slot, copies[slot.name]) if slot is not None else None
-        except KVStoreError:  # it is found by key all the same, and its reader learns what is wrong
-            return
+            slot = next((one for one in self.slots if one.name in copies), None)
+            if slot is not None and (named := self._named(slot, copies[slot.name])) is not None:
+                self.contents.name(named)
+        except KVStoreError:
+            pass  # it is found by key all the same, and its reader learns what is wrong
         finally:
-            self._catalog.let_go(key)
-        if named is not None:
-            self._contents.name(named)
+            self.catalog.let_go(key)
 
     def _named(self, slot: TierSlot, info: ChunkInfo) -> Named | None:
         head = np.empty(min(header_bytes(info.layout), info.size_bytes), np.uint8)
         if not slot.guarded(lambda: slot.tier.read(info.key, head)):
             return None
-        longer = stated_header_bytes(head) if len(head) >= FIXED_BYTES else 0
-        if len(head) < longer <= info.size_bytes:
+        if len(head) < (longer := stated_header_bytes(head)) <= info.size_bytes:
             head = np.empty(longer, np.uint8)
             if not slot.guarded(lambda: slot.tier.read(info.key, head)):
                 return None
-        header = parse_header(head)
-        if header.key != info.key:
-            raise InvalidFrameError("key", header.key.hex(), "the frame is another chunk's")
-        return Named(
-            header.key, header.parent, header.content, header.layout.tokens, header.position
-        )
+        found = parse_header(head)
+        if found.key != info.key:
+            raise InvalidFrameError("key", found.key.hex(), "the frame is another chunk's")
+        return Named(found.key, found.parent, found.content, found.layout.tokens, found.position)

@@ -57,9 +57,8 @@ class GateState(GateView):
 
 
 class Permit(NamedTuple):
-    """The answer to one request: the gate, whether it may pass, and whether it is compared."""
+    """The answer to one request: whether it may pass, and whether it is compared."""
 
-    gate: GateState
     may_pass: bool
     is_shadow: bool
 
@@ -83,9 +82,7 @@ class Gates:
         """Their model, and how many, trials left out, were let through, or not as it was closed."""
         self.changes = 0
         """How often a gate opened, closed or changed its ratio."""
-        self.closed = 0
-        """How often one that was open closed."""
-        # Guards the four above; held for dictionary operations only.
+        # Guards the three above; held for dictionary operations only.
         self._lock = threading.Lock()
 
     def _state(self, name: GateName) -> GateState:
@@ -101,7 +98,7 @@ class Gates:
         with self._lock:
             gate = self._state(name)
             if trial:
-                return Permit(gate, may_pass=True, is_shadow=True)
+                return Permit(may_pass=True, is_shadow=True)
             is_open, is_shadow = gate.is_open, False
             if is_open:
                 eager = EAGER_REQUESTS / (EAGER_REQUESTS + gate.asked)
@@ -111,29 +108,29 @@ class Gates:
             counted = (model, through + is_open, out + (not is_open))
             remember(self._requests, name, counted, MAX_GATES)
         self._counters.add("blend_let_through" if is_open else "blend_kept_out")
-        return Permit(gate, is_open, is_shadow)
+        return Permit(is_open, is_shadow)
 
     def record(
         self, name: GateName, shadow: Shadow | None, speedup: float = UNKNOWN, model: str = ""
     ) -> GateState:
         """Take in what one request turned out to be; return the gate as it is then."""
         with self._lock:
-            changes, closed = self.changes, self.closed
             gate = self._state(name)
-            is_counted = False
+            was_open, is_counted = gate.is_open, False
             if shadow is not None and shadow.ratio >= gate.ratio - 1e-3:
-                is_counted = gate.is_open or shadow.tokens >= LEAST_TRIAL_TOKENS
+                is_counted = was_open or shadow.tokens >= LEAST_TRIAL_TOKENS
             if speedup >= 0:
                 before = gate.speedup if gate.speedup >= 0 else speedup
                 gate = replace(gate, speedup=before + _EWMA_WEIGHT * (speedup - before))
             if shadow is not None and is_counted:
-                gate = self._watched(gate, shadow) if gate.is_open else self._tried(gate, shadow)
+                gate = self._watched(gate, shadow) if was_open else self._tried(gate, shadow)
             if is_counted or name in self._gates:
                 self._keep(name, replace(gate, model=model or gate.model))
-            changes, closed = self.changes - changes, self.closed - closed
+            has_changed = is_counted and not gate.shadows  # at another ratio, or open or closed
+            self.changes += has_changed
         self._counters.add("blend_shadows", shadow is not None)
-        self._counters.add("blend_gate_changes", changes)
-        self._counters.add("blend_gates_closed", closed)
+        self._counters.add("blend_gate_changes", has_changed)
+        self._counters.add("blend_gates_closed", was_open and not gate.is_open)
         return gate
 
     def _watched(self, gate: GateState, shadow: Shadow) -> GateState:
@@ -169,18 +166,15 @@ class Gates:
             return gate
         if not self._is_good(gate.agreement, gate.divergence):
             return self._raised(gate)
-        self.changes += 1
         return replace(gate, is_open=True, shadows=0, asked=0, is_calibrated=True, why="calibrated")
 
     def _raised(self, gate: GateState) -> GateState:
         """Recompute more, or close when that were too much."""
         at = f"{gate.ratio:.3g}: agreement {gate.agreement:.3f}, divergence {gate.divergence:.3g}"
         ratio = gate.ratio * RAISE
-        self.changes += 1
         gate = replace(gate, shadows=0, asked=0)
         if 0 < ratio <= MAX_RATIO:
             return replace(gate, ratio=ratio, why=f"raised from {at}")
-        self.closed += gate.is_open
         ratio, why = min(gate.ratio, self.terms.ratio), f"closed at {at}"
         return replace(gate, is_open=False, is_calibrated=False, ratio=ratio, why=why)
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import NamedTuple
 
 from kvstore.proto.blend import (
@@ -29,9 +30,8 @@ from kvstore.proto.types import (
     layer_order,
 )
 from kvstore.server.blending.content_index import (
-    CONTENT_LIMIT,
     Candidate,
-    Contents,
+    ContentIndex,
     Matches,
     Measured,
     PromptChunk,
@@ -45,9 +45,6 @@ from kvstore.server.tiering.tier_slot import TierSlot
 
 MAX_NAMED = 4096
 """Chunks that one answer names and leases; of more, each chunk has fewer variants."""
-
-CHUNKS_AT_ONCE = 8
-"""Looked up under one holding of the catalog's lock."""
 
 _PREFIX_ONLY = (LayerKind.state, LayerKind.window)
 """Kinds of layers whose chunks do not hold the KV of all their tokens."""
@@ -203,10 +200,10 @@ class Blending:
         count_ready: Callable[[Session, Sequence[ChunkKey], float, Fidelity], int],
         lease_ttl_ms: int,
         gates: Gates,
-        contents: int = CONTENT_LIMIT,
+        contents: int,
     ) -> None:
         self.gates = gates
-        self.contents = Contents(moves.catalog.state, contents)
+        self.contents = ContentIndex(moves.catalog.state, contents)
         moves.catalog.listeners.append(self.contents)
         self._catalog = moves.catalog
         self._counters = moves.counters
@@ -228,19 +225,18 @@ class Blending:
         name, model = (session.namespace, question.tag), session.representation.model_id
         is_open, is_shadow, gate = False, False, self.gates.view(name)
         if any(one.approximate for one in question.segments):
-            permit = self.gates.admit(name, trial=question.is_trial, model=model)
-            is_open, is_shadow = permit.may_pass, permit.is_shadow
+            is_open, is_shadow = self.gates.admit(name, trial=question.is_trial, model=model)
         prefix = self._exact_prefix(session, question)
         contents = [chunk.content for one in question.segments for chunk in one.chunks]
         limit = min(question.max_variants, max(1, MAX_NAMED // max(1, len(contents))))
         places = {content: place for place, content in reversed(list(enumerate(contents)))}
         choice = VariantChoice(self._sources, places, gate.ratio, limit, question.prefill)
-        segments = [
-            choice.segment(
-                one, self._found(session, question, one, approximate=one.approximate and is_open)
-            )
-            for one in question.segments
-        ]
+        tiers = [None if slot.breaker.is_open else slot.name for slot in self._sources]
+        space, least, segments = session.namespace, question.least, list[ResolvedSegment]()
+        for one in question.segments:
+            is_any = one.approximate and is_open
+            found = self.contents.matches(space, one.chunks, least, tiers, approximate=is_any)
+            segments.append(choice.segment(one, found))
         resolution = Resolution(
             tuple(segments), prefix, gate,
             tuple(layer for layer, _ in layer_order(session.representation)),
@@ -252,28 +248,14 @@ class Blending:
         """Return how many chunks from the prompt's first on are here, or with other nodes."""
         keys, at = [], 0
         for segment in question.segments:
-            if segment.start != at:
+            if segment.start != at:  # behind a gap, or a chunk without a key
                 break
-            for chunk in segment.chunks:
-                if not chunk.key:
-                    break
+            for chunk in takewhile(lambda one: one.key, segment.chunks):
                 keys.append(chunk.key)
                 at += chunk.tokens
-            if at != segment.stop:
-                break
         if not keys:
             return 0
         return self._count_ready(session, keys, question.deadline, question.least)
-
-    def _found(
-        self, session: Session, question: Question, asked: PromptSegment, *, approximate: bool
-    ) -> list[Matches]:
-        tiers = [None if slot.breaker.is_open else slot.name for slot in self._sources]
-        found, space, least = list[Matches](), session.namespace, question.least
-        for start in range(0, len(asked.chunks), CHUNKS_AT_ONCE):
-            some = asked.chunks[start : start + CHUNKS_AT_ONCE]
-            found += self.contents.matches(space, some, least, tiers, approximate=approximate)
-        return found
 
     def _leased(self, session: Session, resolution: Resolution) -> Resolution:
         """Lease what is named, and leave out what has gone meanwhile."""

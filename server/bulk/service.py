@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 GUEST_GET_S = 60.0
 """What a guest's get takes at most."""
 REFUSED_S = 2.0
-"""For a client whose put was refused in its midst to read why; what it sends meanwhile is
-dropped."""
+"""For a client whose put was refused to read why; what it sends meanwhile is dropped."""
 REFUSED_BYTES = 64 << 20
 REASONS_CHARS = 3 << 18
 """Of all frames of a put, so that one message has them."""
@@ -61,9 +60,7 @@ class Caller:
     session: Session
     origin: str
     guest: pb.StreamAttach | None = None
-    """What a client of the session's server was let in by; None: it is that server, or a client
-    of this one.
-    """
+    """What lets a client of a peer in; None: it is the peer itself, or a client of this server."""
     is_served: bool = False
     sending: Sending | None = None
     """A get whose reader takes nothing: it waits without a thread, under its lease."""

@@ -212,16 +212,16 @@ class BulkServer:
             waiting.register(self._listener, selectors.EVENT_READ)
         now = self._clock()
         for key in list(waiting.get_map().values()):
-            if key.data is not None and self._is_over(key.data, now):
+            stream: Caller | None = key.data
+            if stream is None:
+                continue
+            is_stalled = stream.sending is not None and now >= stream.until
+            if is_stalled or self.service.is_over(stream):
                 waiting.unregister(key.fileobj)
-                if key.data.sending is None:
-                    self._drop(key.data)
+                if stream.sending is None:
+                    self._drop(stream)
                 else:  # which may wait for a tier
-                    self._ending.submit(self._end, key.data)
-
-    def _is_over(self, stream: Caller, now: float) -> bool:
-        is_stalled = stream.sending is not None and now >= stream.until
-        return is_stalled or self.service.is_over(stream)
+                    self._ending.submit(self._end, stream)
 
     # --- threads that answer
 

@@ -61,8 +61,8 @@ def send_parts(
                 try:
                     if wire.has_more():
                         wire.set_timeout(bulk.SILENCE_S, deadline)
-                        said, _ = wire.receive()
-                        return frames if said.cancel and said.request == request else None
+                        word, _ = wire.receive()
+                        return frames if word.cancel and word.request == request else None
                     left = message_of(message, [part.data[start:stop]])
                     while left:
                         try:

@@ -24,10 +24,10 @@ from kvstore.proto.messages import as_message
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.cluster.membership import Membership, MembershipState, NodeAddress, is_full
 from kvstore.server.settings.settings import Settings
-from kvstore.server.settings.values import Limits
+from kvstore.server.settings.values import Limits, parse_endpoint
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
-from kvstore.tiers.redis_client import Call, NodeDown, RedisClient
+from kvstore.tiers.redis_client import Call, RedisClient
 
 MAX_READ_KEYS = 512
 """Keys of one round trip."""
@@ -47,7 +47,6 @@ MAX_STALE_ENTRIES = 4096
 MAX_MEMBER_BYTES = 64
 """Ours have 20; of what else lies there only so much is kept."""
 BEATS_PER_TTL = 4
-_MEMORY = "cpu"
 FLUSH_S = 0.05
 """Updates wait so long for others to go with."""
 
@@ -179,19 +178,19 @@ class Directory:
 
     def stored(self, tier: str, infos: Sequence[ChunkInfo], put_info: object = None) -> None:
         """Copies became visible on *tier*; those in memory are announced."""
-        if tier == _MEMORY:
+        if tier == "cpu":
             self.announce([info.key for info in infos])
 
     def removed(self, tier: str, key: ChunkKey, *, is_last: bool) -> None:
         """A copy is gone from *tier*."""
-        if tier == _MEMORY:
+        if tier == "cpu":
             self.withdraw((key,))
 
     def announce(self, keys: Sequence[ChunkKey]) -> None:
         """This node holds *keys* in memory from now on. Never blocks."""
         with self._lock:
             dropped = sum(not self._hold(key) for key in keys)
-        self._count_dropped(dropped)
+        self._counters.add("directory_dropped_words", dropped)
         self._wake.set()
 
     def withdraw(self, keys: Sequence[ChunkKey]) -> None:
@@ -202,7 +201,7 @@ class Directory:
         with self._lock:
             known = [key for key in keys if self._held.pop(key, None) is not None]
             dropped = sum(not self._queue(key) for key in known)
-        self._count_dropped(dropped)
+        self._counters.add("directory_dropped_words", dropped)
         self._wake.set()
 
     def _hold(self, key: ChunkKey) -> bool:
@@ -223,7 +222,7 @@ class Directory:
         """Have *keys*, whose updates did not arrive, wait again, in half of the room."""
         with self._lock:
             dropped = sum(not self._queue(key, MAX_PENDING // 2) for key in keys)
-        self._count_dropped(dropped)
+        self._counters.add("directory_dropped_words", dropped)
 
     def _take(self) -> list[tuple[ChunkKey, bool]]:
         """Take the keys that wait longest, and whether this node holds each now."""
@@ -242,10 +241,6 @@ class Directory:
                 if announced_at >= due:
                     break
                 self._hold(key)
-
-    def _count_dropped(self, count: int) -> None:
-        if count:
-            self._counters.add("directory_dropped_words", count)
 
     # --- life
 
@@ -303,18 +298,15 @@ class Directory:
         self._undelivered = []
         if self._membership.state is not before:
             self._log_state(self._membership.state, self._membership.rival)
-        names = [(self._name(key), member) for key, member in self._take_dead()]
-        self._link.ask([(name, (b"SREM", name, member)) for name, member in names])
-        self._flush()
-
-    def _take_dead(self) -> list[tuple[ChunkKey, bytes]]:
-        """Take entries of nodes that were unknown for so long that none has just come."""
+        # Of nodes that were unknown for so long that none has just come.
         due, unknown = self._clock() - self._ttl_s, self._unknown.copy()
         back = [one for one in unknown if one[1] in self._nodes]
         dead = [one for one, since in unknown.items() if since <= due and one[1] not in self._nodes]
         for one in (*back, *dead[:BATCH_UPDATES]):
             self._unknown.pop(one, None)
-        return dead[:BATCH_UPDATES]
+        names = [(self._name(key), member) for key, member in dead[:BATCH_UPDATES]]
+        self._link.ask([(name, (b"SREM", name, member)) for name, member in names])
+        self._flush()
 
     def _log_state(self, state: MembershipState, rival: NodeAddress | None) -> None:
         if state is MembershipState.known:
@@ -331,8 +323,7 @@ class Directory:
         """Send what waits; what does not arrive waits on. Raises TierUnavailableError."""
         while self._membership.state is MembershipState.known and not self._stopping.is_set():
             self._repeat()
-            updates = self._take()
-            if not updates:
+            if not (updates := self._take()):
                 return
             self._send(updates)
 
@@ -346,9 +337,9 @@ class Directory:
         try:
             replies = self._link.ask(calls)
             pairs = zip(lost, replies[::2], strict=True)
-            lost = [key for key, reply in pairs if isinstance(reply, NodeDown)]
+            lost = [key for key, reply in pairs if isinstance(reply, KVStoreError)]
         except OutOfMemoryError:
-            self._count_dropped(len(lost))
+            self._counters.add("directory_dropped_words", len(lost))
             lost = []
             raise is_full(self._link) from None
         finally:
@@ -384,7 +375,7 @@ def open_directory(
 ) -> Directory:
     """Return the directory, not yet started. *bulk_address* is empty without a bulk channel."""
     assert config.redis_url is not None
-    host = config.advertise or config.listen_address[0]
+    host = config.advertise or parse_endpoint(config.listen)[0]
     host = f"[{host}]" if ":" in host else host
     bulk = f"tcp://{host}:{urlsplit(bulk_address).port}" if bulk_address.startswith("tcp:") else ""
     me = NodeAddress(config.node_id_for(grpc_port), incarnation, bulk, f"{host}:{grpc_port}")

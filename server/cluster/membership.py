@@ -16,7 +16,7 @@ from itertools import islice
 from redis.exceptions import OutOfMemoryError
 
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
-from kvstore.tiers.redis_client import Call, NodeDown, RedisClient
+from kvstore.tiers.redis_client import Call, RedisClient
 
 MAX_NODES = 1024
 MAX_ADDRESS_CHARS = 128
@@ -140,34 +140,31 @@ class Membership:
             replies = self._link.ask(calls, reply_bytes=MAX_ANSWER_BYTES)
         except OutOfMemoryError:
             raise is_full(self._link) from None
-        answers = [reply for reply in replies if not isinstance(reply, NodeDown)]
+        answers = [reply for reply in replies if not isinstance(reply, TierUnavailableError)]
         if not answers:
-            raise next(reply.error for reply in replies if isinstance(reply, NodeDown))
+            raise next(reply for reply in replies if isinstance(reply, TierUnavailableError))
         states: list[bytes] = []
         rivals: list[NodeAddress | None] = []
         living: dict[NodeAddress | None, None] = {}
         for answer in answers:
             match answer:
-                case [bytes(state), bytes(mine), [*cells]] if all(
+                case [bytes(found), bytes(mine), [*cells]] if all(
                     isinstance(cell, bytes) for cell in cells
                 ):
                     pairs = islice(zip(cells[::2], cells[1::2], strict=False), MAX_NODES)
                     living |= dict.fromkeys(NodeAddress.parse(*pair) for pair in pairs)
-                    states.append(state)
-                    if state == b"taken":
+                    states.append(found)
+                    if found == b"taken":
                         rivals.append(NodeAddress.parse(self._row[0], mine))
                 case _:
                     fix = "a stranger's answer; see what lies at its hashes"
                     raise TierUnavailableError("redis", f"{self._link.url}: {fix}")
         self.living = [one for one in living if one and one.incarnation != self._incarnation]
-        return self._settle(states, next(filter(None, rivals), None))
-
-    def _settle(self, states: list[bytes], rival: NodeAddress | None) -> bool:
-        """Decide by most of the answers: a hash that lost its rows lets anybody in."""
+        # Most of the answers decide: a hash that lost its rows lets anybody in.
         was_known = self.state is MembershipState.known
         for state in (MembershipState.taken, MembershipState.full):
             if 2 * states.count(state.name.encode()) > len(states) - (not was_known):
-                self.state, self.rival = state, rival
+                self.state, self.rival = state, next(filter(None, rivals), None)
                 if len(set(states)) > 1:
                     self.leave()
                 return False

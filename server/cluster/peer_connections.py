@@ -39,9 +39,7 @@ Dial = Callable[[str, str, float], pb.OpenPeerResponse]
 
 
 def dial_peer(config: Settings, address: str, node_id: str, within_s: float) -> pb.OpenPeerResponse:
-    """Open a session at the peer at *address*, host:port. Raises TierUnavailableError,
-    InvalidRequestError for credentials that cannot be used.
-    """
+    """Open a session at *address*, host:port. Raises TierUnavailableError, InvalidRequestError."""
     metadata = key_metadata(config, address)
     with _channel(config, address) as channel:
         try:
@@ -178,7 +176,15 @@ class StreamLink:
         if self.coming == info.key and sizes == {self._wanted[self._at + 1].size_bytes}:
             self._at += 1
         else:
-            self._request([info, *following], offset, end, silence_s)
+            wanted = [info, *following]
+            most_s = len(wanted) * MOST_SILENCES * silence_s
+            ranges = [pb.FrameRange(index=at, stop=one.size_bytes) for at, one in enumerate(wanted)]
+            ranges[0] = pb.FrameRange(start=offset, stop=end)
+            deadline_ms = min(max(1, int(1000 * most_s)), MAX_GET_MS)
+            names = self._naming([one.key for one in wanted])
+            get = pb.GetRequest(deadline_ms=deadline_ms, ranges=ranges, **names)
+            self._begin(pb.StreamMessage(get=get), silence_s)
+            self._wanted, self._at = wanted, 0
         wire = self._wire
         assert wire is not None
         wire.set_timeout(silence_s, self._clock() + MOST_SILENCES * silence_s)
@@ -206,19 +212,6 @@ class StreamLink:
         """The next frame of a request that goes on; None: none does."""
         is_more = self._is_pending and self._at + 1 < len(self._wanted)
         return self._wanted[self._at + 1].key if is_more else None
-
-    def _request(self, wanted: list[ChunkInfo], start: int, stop: int, silence_s: float) -> None:
-        """Request bytes of the first of *wanted*, and all of the others."""
-        most_s = len(wanted) * MOST_SILENCES * silence_s
-        ranges = [pb.FrameRange(index=at, stop=one.size_bytes) for at, one in enumerate(wanted)]
-        ranges[0] = pb.FrameRange(start=start, stop=stop)
-        get = pb.GetRequest(
-            deadline_ms=min(max(1, int(1000 * most_s)), MAX_GET_MS),
-            ranges=ranges,
-            **self._naming([one.key for one in wanted]),
-        )
-        self._begin(pb.StreamMessage(get=get), silence_s)
-        self._wanted, self._at = wanted, 0
 
     def _naming(self, keys: Sequence[ChunkKey]) -> dict[str, Any]:
         return {
@@ -282,8 +275,7 @@ class StreamLink:
 
     def hang_up(self) -> None:
         """Wake who waits in a read of it, from another thread; ``close`` is still due."""
-        wire = self._wire
-        if wire is not None:
+        if (wire := self._wire) is not None:
             wire.hang_up()
 
     def close(self) -> None:

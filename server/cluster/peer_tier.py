@@ -58,6 +58,7 @@ class PeerTier(Tier):
     read_only: ClassVar[bool] = True
     reads_parts: ClassVar[bool] = False
     capacity_bytes = 0
+    max_frame_bytes = MAX_FRAME_BYTES
 
     def __init__(self, peers: Peers, counters: Counters, clock: Callable[[], float]) -> None:
         self.peers = peers
@@ -96,10 +97,8 @@ class PeerTier(Tier):
             is_usual = self._were_up <= up and not everything
             self._were_up = up
             index = list(islice(self._index.items(), STALE_PER_TICK if is_usual else None))
-        for key, known in index:
-            if known.since < oldest or up.isdisjoint(known.chunk.peers):
-                gone.append(key)
-        return list(dict.fromkeys(gone))
+        late = (k for k, one in index if one.since < oldest or up.isdisjoint(one.chunk.peers))
+        return list(dict.fromkeys([*gone, *late]))
 
     def check_again(self) -> None:
         """Query peers for some of what is known of them; for the thread of the upkeep."""
@@ -207,14 +206,6 @@ class PeerTier(Tier):
     def delete(self, key: ChunkKey) -> bool:
         with self._lock:
             return self._index.pop(key, None) is not None
-
-    @override
-    def allocated_bytes(self, size_bytes: int) -> int:
-        return size_bytes
-
-    @override
-    def max_frame_bytes(self) -> int:
-        return MAX_FRAME_BYTES
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise TierFullError(self.name, 0, 0)

@@ -55,9 +55,7 @@ _JOIN_S = 3.0
 _PATIENT = 0.25
 """Of a timeout: a request that had less time than this counts nothing against a peer."""
 _EWMA_WEIGHT = 0.2
-_SESSION_ENDED = (
-    LeaseExpiredError, UnauthenticatedError, PermissionDeniedError, ShuttingDownError,
-)  # fmt: skip
+_SESSION_ENDED = (LeaseExpiredError, UnauthenticatedError, PermissionDeniedError, ShuttingDownError)
 _NO_KEY = ChunkKey(bytes(32))
 """A query for it tells whether a peer answers: nobody has it."""
 

@@ -62,20 +62,16 @@ class ChunkClasses:
         self.coarse[:_COARSER_CLASSES] = np.arange(_COARSER_CLASSES)
         self._numbers = np.full(OWNS * _CONTEXTS, _UNKNOWN, np.uint16)
         self._ends = [_SHORT_TOKENS / chunk_tokens, _LONG_TOKENS / chunk_tokens]
-        self._groups: dict[int, int] = {}
+        self.groups: dict[int, int] = {}
+        """Numbers of the groups that have one of their own, in their order."""
 
     def group(self, group: int) -> int:
         """Return the number of a group: 0 for 0, then one each, then one for all others."""
         if not group:
             return 0
-        if group not in self._groups and len(self._groups) < MAX_GROUPS:
-            self._groups[group] = 1 + len(self._groups)
-        return self._groups.get(group, MAX_GROUPS + 1)
-
-    @property
-    def groups(self) -> tuple[int, ...]:
-        """The groups that have numbers of their own, in their order."""
-        return tuple(self._groups)
+        if group not in self.groups and len(self.groups) < MAX_GROUPS:
+            self.groups[group] = 1 + len(self.groups)
+        return self.groups.get(group, MAX_GROUPS + 1)
 
     def context(self, turn: int, chunks: int) -> int:
         """Return what chunks have in common that were asked for in one prompt."""
@@ -101,9 +97,7 @@ class ChunkClasses:
         return numbers
 
     def codes(self) -> NDArray[np.intp]:
-        """Return by number what ``number`` takes for it, and its own number and COARSER for one of
-        the coarser classes.
-        """
+        """Return by number what ``number`` takes for it; of the coarser, that with COARSER."""
         found = np.zeros(self.count, np.intp)
         codes = np.flatnonzero(self._numbers != _UNKNOWN)
         found[self._numbers[codes]] = codes
@@ -111,10 +105,7 @@ class ChunkClasses:
         return found
 
     def number(self, code: int) -> int:
-        """Return the number of what ``codes`` has, perhaps of another run.
-
-        Raises InvalidRequestError.
-        """
+        """Return the number of what ``codes`` has. Raises InvalidRequestError."""
         if code & COARSER:
             return code & ~COARSER
         if not 0 <= code < len(self._numbers):
@@ -368,10 +359,6 @@ class AccessHistory:
 
     # --- questions
 
-    def knows(self, row: int) -> bool:
-        """Whether anything is remembered of the row."""
-        return self.hits_of(row) > 0
-
     def hits_of(self, row: int) -> int:
         """Return how often a row was asked for; 0 for unknown ones."""
         return self.hits.item(row) if row < len(self.hits) else 0
@@ -459,7 +446,7 @@ class SavedHistory:
         classes = np.zeros(count, CLASS)
         classes["code"] = history.kinds.codes()
         classes["asked"], classes["forgotten"] = history.table.ended(count)
-        return cls(names, history.kinds.groups, classes, chunks)
+        return cls(names, tuple(history.kinds.groups), classes, chunks)
 
     def fill(self, history: AccessHistory, rows: Rows, now_s: float) -> None:
         """Let an empty *history* know it, chunks under *rows*. Raises InvalidRequestError."""

@@ -6,7 +6,6 @@ import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from heapq import heapify, heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +15,7 @@ from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import MAX_CLASSES, AccessHistory, RefreshReport
 from kvstore.server.eviction.lru import LeafCursor, LruEviction
 from kvstore.server.eviction.policy import Rows
-from kvstore.server.eviction.queues import ClassQueues
-from kvstore.server.eviction.reuse_statistics import EDGES_S
+from kvstore.server.eviction.reuse_statistics import EDGES_S, bins_of
 
 BUDGET = 0.005
 """Hits that may be lost to LRU, as a share of what is asked for. What a change back to LRU finds
@@ -33,9 +31,6 @@ WINDOW_CHUNKS = 1 << 18
 CAP_S = 500e-6
 """How long one decision may take, before those after it are made in LRU order."""
 
-Rank = tuple[float, int, int, float]
-"""What an end of a queue promises, when it was used, which end it is (twice the class, and one
-more for the last), and when its next bin of age begins: a little early, as sums are rounded."""
 
 _EDGES_S: list[float] = EDGES_S.tolist()
 
@@ -81,98 +76,63 @@ class LruSafeguard:
         self.is_active = not self._is_warm or self._behind > BUDGET * self._asked
 
 
-class ClassRanking:
-    """The first and last of each queue, those that promise the least first.
-
-    A promise is the table's value of the class at the age, times the worth of the row. It stays
-    until another row comes to that end, the row's age comes to the next bin, or the table is
-    refreshed; so a decision ranks those few ends again, and after a refresh all. 200 bytes an
-    end. Not thread-safe.
-    """
-
-    def __init__(
-        self, history: AccessHistory, queues: ClassQueues, used: array[int], worth: array[float]
-    ) -> None:
-        self.history = history
-        self.queues = queues
-        self.used = used
-        self._worth = worth
-        self.current: dict[int, Rank] = {}
-        """By end."""
-        self._version = -1
-
-    def bring_up(self, time_s: float) -> None:
-        """Rank what has changed until now. *time_s* is on the AccessHistory's clock."""
-        table, changed, current = self.history.table, self.queues.changed, self.current
-        if self._version != table.version:
-            self._version = table.version
-            current.clear()
-            changed.update(range(2 * self.history.kinds.count))
-        for end in [rank[2] for rank in current.values() if rank[3] <= time_s]:
-            del current[end]
-            changed.add(end)
-        newest, head = self.queues.newest, self.queues.head
-        for end in changed:
-            row = newest[end >> 1] if end & 1 else head(end >> 1)
-            before = current.get(end)
-            if not row:
-                current.pop(end, None)
-            elif before is None or before[1] != self.used[row]:
-                current[end] = self.rank(row, end, time_s)
-        changed.clear()
-
-    def rank(self, row: int, end: int, time_s: float) -> Rank:
-        """Return what a chunk at an end promises at a time of the AccessHistory's clock."""
-        history = self.history
-        last_s = history.last_s.item(row)
-        age = bisect_left(_EDGES_S, time_s - last_s)
-        value = history.table.values.item(history.classes.item(row), age) * self._worth[row]
-        until_s = last_s + _EDGES_S[age] if age < len(_EDGES_S) else math.inf
-        return value, self.used[row], end, until_s - 1e-12 * abs(until_s)
-
-
 class VictimCursor:
-    """What to evict, one after the other, as far as it is read. Changes nothing.
+    """What *policy* evicts, one after the other, as far as it is read. Changes nothing.
 
-    What lies behind a queue's end that was taken is ranked with the next call, as most often it is
-    the taken one's parent that goes next.
+    Of the first and last of each queue the one that promises the least goes, of equals the one
+    used longest ago. A promise is the table's value of the class at the age, times the worth of
+    the row. An end is twice the class, and one more for the last. What lies behind one that was
+    taken is ranked with the next call, as most often it is the taken one's parent that goes next.
     """
 
-    def __init__(self, ranks: ClassRanking, time_s: float, *, is_lru: bool) -> None:
-        self._ranks, self._time_s = ranks, time_s
+    def __init__(self, policy: HitDensityEviction, time_s: float, *, is_lru: bool) -> None:
+        """*time_s* is on the AccessHistory's clock."""
+        self._policy, self._time_s, self.is_lru = policy, time_s, is_lru
         self._cursors: dict[int, LeafCursor] = {}
         """By end."""
         self._taken: set[int] = set()
         self._due: set[int] = set()
         """Ends that may be another row."""
-        self.is_lru = False
+        history, rows = policy._history, policy._queues.ends(policy._history.kinds.count)
+        ages = bins_of(time_s - history.last_s[rows])
+        values = history.table.values[history.classes[rows], ages]
+        values *= np.frombuffer(policy._worth, np.float32)[rows]
+        self._ranks = np.empty(len(rows), np.complex128)
+        """By end: what it promises, inf for nothing left, and when it was used: numpy compares
+        complex numbers by one after the other."""
+        self._ranks.real = np.where(rows > 0, values, np.inf)
+        self._ranks.imag = np.frombuffer(policy._used, np.uint64)[rows]
         if is_lru:
             self.fall_back()
-        else:
-            ranks.bring_up(time_s)
-            self._current = ranks.current.copy()
-            self._heap = list(self._current.values())
-            heapify(self._heap)
+
+    def _rank(self, end: int) -> None:
+        policy, history, row = self._policy, self._policy._history, self._first(end)
+        value = 0.0
+        if not row or (self.is_lru and end & 1):
+            value = math.inf
+        elif not self.is_lru:
+            age = bisect_left(_EDGES_S, self._time_s - history.last_s.item(row))
+            value = history.table.values.item(history.classes.item(row), age) * policy._worth[row]
+        self._ranks[end] = complex(value, policy._used[row])
 
     def take(self) -> int:
         """Return what to evict next, which is not named again; NO_ROW where nothing is left."""
-        for end in self._due:
-            self._rank(end)
-        while self._heap:
-            rank = heappop(self._heap)
-            _, when, end, _ = rank
-            if self._current.get(end) is not rank:
-                continue
+        while True:
+            for end in self._due:
+                self._rank(end)
+            end = int(self._ranks.argmin())
+            rank = self._ranks.item(end)
+            if rank.real == math.inf:
+                return NO_ROW
+            self._due = {end}
             row = self._first(end)
-            if self._ranks.used[row] == when:  # else it was taken from the other end
+            if self._policy._used[row] == rank.imag:  # else it was taken from the other end
                 self._taken.add(row)
-                self._due = {end}
                 return row
-        return NO_ROW
 
     def expose(self, row: int) -> None:
         """Let a parent be a candidate, whose children were all named."""
-        kind = self._ranks.history.classes.item(row)
+        kind = self._policy._kind(row)
         for end in (2 * kind, 2 * kind + 1):
             self._cursor(end).add(row)
             self._due.add(end)
@@ -180,14 +140,15 @@ class VictimCursor:
     def fall_back(self) -> None:
         """Name the rest by their last use only."""
         self.is_lru = True
-        self._current, self._heap = {}, []
-        opened = {end >> 1 for end in self._cursors}
-        self._due = {2 * kind for kind in opened.union(self._ranks.queues.kinds())}
+        values = self._ranks.real
+        values[values < np.inf] = 0.0
+        values[1::2] = np.inf
+        self._due = {end & ~1 for end in self._cursors}
 
     def _cursor(self, end: int) -> LeafCursor:
         cursor = self._cursors.get(end)
         if cursor is None:
-            queues, used = self._ranks.queues, self._ranks.used
+            queues, used = self._policy._queues, self._policy._used
             if end & 1:
                 walk = queues.walk_back(end >> 1, with_late=False)
                 cursor = LeafCursor(walk, lambda row: -used[row])
@@ -203,27 +164,14 @@ class VictimCursor:
             cursor.take()
         return row
 
-    def _rank(self, end: int) -> None:
-        row = NO_ROW if self.is_lru and end & 1 else self._first(end)
-        when, before = self._ranks.used[row], self._current.get(end)
-        if before is not None and before[1] == when:
-            return
-        rank: Rank = (0.0, when, end, math.inf)
-        if row and not self.is_lru:
-            rank = self._ranks.rank(row, end, self._time_s)
-        self._current[end] = rank
-        if row:
-            heappush(self._heap, rank)
-
 
 class HitDensityEviction(LruEviction):
     """Evict the leaf whose hits per second of residency, by class and age, are fewest a byte.
 
     The table of the AccessHistory has what a chunk of a class promises at an age; here that is
     times its worth by byte: tokens. Leaves of a class are queued by their last use, and both ends
-    of each queue are candidates: O(classes) for the first victim, O(log) of them for each that
-    follows. Where two promise the same, the one used longest ago goes, so what knows nothing yet
-    is leaf-LRU.
+    of each queue are candidates: a victim costs numpy a look at them all. Where two promise the
+    same, the one used longest ago goes, so what knows nothing yet is leaf-LRU.
 
     Ours, after LHD (Beckmann et al., NSDI 2018), with the tree, the queues and what is
     remembered of evicted chunks added. A decision that takes longer than 500 us on *clock* (none
@@ -236,7 +184,6 @@ class HitDensityEviction(LruEviction):
         self._clock = clock
         self._worth: array[float] = self._columns.add("f")
         """By byte, up to a factor that is the same for all."""
-        self._ranks = ClassRanking(history, self._queues, self._used, self._worth)
         self.fallbacks = 0
         self._guard = LruSafeguard()
         self._is_full = False
@@ -273,19 +220,15 @@ class HitDensityEviction(LruEviction):
         self._guard.judge(report, mine)
         if self._is_full:
             count = len(self) / self._guard.share
-            self._guard.lru_age_s = self._history.table.recency_s(report.time_s, count)
+            self._guard.lru_age_s = self._history.table.waiting.age_s(report.time_s, count)
 
     # --- questions
 
     @override
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
         self._is_full = True
-        choice = VictimCursor(
-            self._ranks, self._history.time_s(now_s), is_lru=self._guard.is_active
-        )
-        return self._named(choice, keep)
-
-    def _named(self, choice: VictimCursor, keep: Callable[[int], bool]) -> Iterator[int]:
+        is_lru = self._guard.is_active
+        choice = VictimCursor(self, self._history.time_s(now_s), is_lru=is_lru)
         clock = self._clock
         started_s = clock() if clock else 0.0
         orphaned: dict[int, int] = {}

@@ -163,18 +163,15 @@ class LearnedEviction(LruEviction):
         oldest = LeafCursor(filterfalse(keep, self._queues.walk()), self._used.__getitem__)
         orphaned: dict[int, int] = {}
         pool: list[int] = []
-        is_scored = True
+        most = CANDIDATES
         while True:
-            while len(pool) < (CANDIDATES if is_scored else 1):
-                row = oldest.take()
-                if not row:
-                    break
+            while len(pool) < most and (row := oldest.take()):
                 pool.append(row)
             if not pool:
                 return
-            chosen = self._decide(pool, now_s) if is_scored else pool
+            chosen = self._decide(pool, now_s) if most > 1 else pool
             if chosen is None:
-                is_scored = False
+                most = 1
                 for row in pool:
                     oldest.add(row)
                 pool = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from itertools import chain
 
@@ -13,7 +14,6 @@ from typing_extensions import override
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.policy import Columns, EvictionPolicy, Rows
-from kvstore.server.eviction.queues import ClassQueues
 
 FEW = 24
 """Rows from which on numpy is faster than Python."""
@@ -32,34 +32,151 @@ def closes_circle(row: int, parent: int, parents: array[int], children: array[in
 class LeafCursor:
     """Leaves, which come by *rank*, least first, and the parents that they expose in between."""
 
-    __slots__ = ("_exposed", "_leaves", "_next", "_next_rank", "_rank")
+    __slots__ = ("_heap", "_leaf", "_leaves", "_rank")
 
     def __init__(self, leaves: Iterator[int], rank: Callable[[int], float]) -> None:
         self._leaves, self._rank = leaves, rank
-        self._exposed: list[tuple[float, int]] = []
-        self._next = next(leaves, NO_ROW)
-        self._next_rank = rank(self._next)
+        self._heap: list[tuple[float, int]] = []
+        """The exposed, and the next of *leaves*."""
+        self._leaf = NO_ROW
+        self.take()
 
     def add(self, row: int) -> None:
         """Put in a row that is not among the leaves."""
-        heapq.heappush(self._exposed, (self._rank(row), row))
+        heapq.heappush(self._heap, (self._rank(row), row))
 
     @property
     def first(self) -> int:
         """What ``take`` returns next."""
-        if self._exposed and (not self._next or self._exposed[0][0] < self._next_rank):
-            return self._exposed[0][1]
-        return self._next
+        return self._heap[0][1] if self._heap else NO_ROW
 
     def take(self) -> int:
         """Take out the first row and return it; NO_ROW when there is none."""
-        row = self.first
-        if row != self._next:
-            heapq.heappop(self._exposed)
-        elif row:
-            self._next = after = next(self._leaves, NO_ROW)
-            self._next_rank = self._rank(after)
+        row = heapq.heappop(self._heap)[1] if self._heap else NO_ROW
+        if row == self._leaf:
+            self._leaf = next(self._leaves, NO_ROW)
+            if self._leaf:
+                self.add(self._leaf)
         return row
+
+
+_STEPS = 8
+"""How far to look for the place of a row from each end of a queue."""
+
+
+class ClassQueues:
+    """Rows in queues by class, those with the smallest of ``order[row]`` first.
+
+    A row that was used goes to the end of its queue: O(1), as each queue is a list that is
+    linked both ways. One that comes in between (a parent exposed by an eviction keeps its own
+    last use) belongs somewhere inside: when that is not near one of the ends, a sorted list of
+    such *late* ones keeps it. ``order[row]`` may not change while the row is queued, and no two
+    queued rows have the same. 10 bytes a row, in columns, 8 a class and some 120 a late row.
+    """
+
+    def __init__(self, order: array[int], columns: Columns, limit: int = 1) -> None:
+        """Queues for the classes below *limit*."""
+        self._order = order
+        self._newer: array[int] = columns.add("I")
+        """The row behind each; NO_ROW behind the last, and a late one itself."""
+        self._older: array[int] = columns.add("I")
+        """The row before each; NO_ROW before the first."""
+        self._classes: array[int] = columns.add("H")
+        self._oldest = array("I", bytes(4 * limit))
+        self._newest = array("I", bytes(4 * limit))
+        """The last row of each queue but for late ones; NO_ROW where there is none."""
+        self._late: dict[int, list[tuple[int, int]]] = {}
+        """By class: order and row."""
+
+    def append(self, row: int, kind: int) -> None:
+        """Put a row that is in no queue at the end of one: none in it has a greater order."""
+        self._link(row, kind, self._newest[kind], NO_ROW)
+
+    def place(self, row: int, kind: int) -> None:
+        """Put a row that is in no queue where it belongs in one."""
+        order = self._order
+        rank = order[row]
+        behind, before = self._oldest[kind], self._newest[kind]
+        if not before or rank > order[before]:
+            self.append(row, kind)
+            return
+        for _ in range(_STEPS):
+            if rank < order[behind]:
+                self._link(row, kind, self._older[behind], behind)
+                return
+            behind = self._newer[behind]
+            before = self._older[before]
+            if rank > order[before]:
+                self._link(row, kind, before, self._newer[before])
+                return
+        self._classes[row] = kind
+        self._newer[row] = row
+        insort(self._late.setdefault(kind, []), (rank, row))
+
+    def _link(self, row: int, kind: int, older: int, newer: int) -> None:
+        self._classes[row] = kind
+        self._older[row], self._newer[row] = older, newer
+        if older:
+            self._newer[older] = row
+        else:
+            self._oldest[kind] = row
+        if newer:
+            self._older[newer] = row
+        else:
+            self._newest[kind] = row
+
+    def remove(self, row: int) -> None:
+        """Take out a queued row."""
+        kind, older, newer = self._classes[row], self._older[row], self._newer[row]
+        if newer == row:
+            late = self._late[kind]
+            del late[bisect_left(late, (self._order[row], row))]
+            if not late:
+                del self._late[kind]
+            return
+        if older:
+            self._newer[older] = newer
+        else:
+            self._oldest[kind] = newer
+        if newer:
+            self._older[newer] = older
+        else:
+            self._newest[kind] = older
+
+    def ends(self, kinds: int) -> Rows:
+        """Return the first and last row, late ones aside, of each queue below *kinds*, in turn."""
+        rows = np.empty((kinds, 2), np.intp)
+        rows[:, 0] = np.frombuffer(self._oldest, np.uint32)[:kinds]
+        rows[:, 1] = np.frombuffer(self._newest, np.uint32)[:kinds]
+        for kind, ((rank, row), *_) in self._late.items():
+            if not rows[kind, 0] or rank < self._order[rows[kind, 0]]:
+                rows[kind, 0] = row
+        return rows.ravel()
+
+    def kinds(self) -> list[int]:
+        """Return the classes with rows."""
+        return [kind for kind, row in enumerate(self._oldest) if row or kind in self._late]
+
+    def walk(self, kind: int = 0) -> Iterator[int]:
+        """Yield the rows of a queue in order. Nothing may change before this is dropped."""
+        linked, late = _follow(self._oldest[kind], self._newer), self._late.get(kind)
+        if not late:
+            return linked
+        return heapq.merge(linked, (row for _, row in late), key=self._order.__getitem__)
+
+    def walk_back(self, kind: int, *, with_late: bool = True) -> Iterator[int]:
+        """Yield them the other way; without *with_late* those that are not late."""
+        linked, late = _follow(self._newest[kind], self._older), self._late.get(kind)
+        if not (late and with_late):
+            return linked
+        rows = (row for _, row in reversed(late))
+        return heapq.merge(linked, rows, key=lambda row: -self._order[row])
+
+
+def _follow(row: int, links: array[int]) -> Iterator[int]:
+    while row:
+        yield row
+        row = links[row]
 
 
 class LruEviction(EvictionPolicy):

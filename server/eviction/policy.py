@@ -1,16 +1,22 @@
-"""The eviction interface: what happened on one tier goes in, what to evict comes out."""
+"""The eviction interface: what happened on one tier goes in, what to evict comes out; by name."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import spare_rows
+from kvstore.proto.types import policy_instead_of
+
+if TYPE_CHECKING:  # it imports this module
+    from kvstore.server.eviction.access_history import AccessHistory
 
 Rows = NDArray[np.intp]
 """Numbers that a RadixIndex gives its chunks. Shape: (chunks,)."""
@@ -81,3 +87,29 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def __len__(self) -> int:
         """Chunks known."""
+
+
+_PLACES = {  # of each of proto's POLICIES
+    "lru": "lru:LruEviction",
+    "marconi": "marconi:MarconiEviction",
+    "hit_density": "hit_density:HitDensityEviction",
+    "discard_hint": "lru:DiscardHintEviction",
+    "learned": "learned:LearnedEviction",
+}
+
+
+def make_policy(
+    name: str, history: AccessHistory, clock: Callable[[], float] | None = None
+) -> EvictionPolicy:
+    """Return a new policy, which ranks by *history*; each is loaded when first used.
+
+    Decisions that take long by *clock*, in seconds, end in the order of LRU; without one none
+    does, and they are the same in every run. Raises InvalidRequestError.
+    """
+    if name not in _PLACES:
+        raise InvalidRequestError("policy", name, policy_instead_of(name))
+    module, noun = _PLACES[name].split(":")
+    kind = getattr(import_module(f"kvstore.server.eviction.{module}"), noun)
+    timed = {"clock": clock} if name in ("hit_density", "learned") else {}
+    policy: EvictionPolicy = kind() if name == "lru" else kind(history, **timed)
+    return policy

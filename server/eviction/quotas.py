@@ -182,25 +182,17 @@ class PartitionedEviction(EvictionPolicy):
 
     @override
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
-        floors = [0] * len(self.parts)
-        return self._named(range(len(self.parts)), floors, keep, now_s)
+        return self._named(dict.fromkeys(range(len(self.parts)), 0), keep, now_s)
 
-    def victims_for(self, number: int, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
-        """``victims`` to make room for partition *number*: no other falls below its guarantee."""
-        floors = [quota.guaranteed_bytes for quota in self.quotas]
-        floors[number] = 0
-        return self._named(range(len(self.parts)), floors, keep, now_s)
-
-    def victims_of(self, number: int, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
-        """``victims`` out of partition *number* alone."""
-        return self._named([number], [0] * len(self.parts), keep, now_s)
+    def victims_for(
+        self, number: int, keep: Callable[[int], bool], now_s: float, *, is_own: bool = False
+    ) -> Iterator[int]:
+        """``victims`` for *number*: its own if *is_own*, else of no other below its guarantee."""
+        floors = {n: quota.guaranteed_bytes for n, quota in enumerate(self.quotas)}
+        return self._named({number: 0} if is_own else {**floors, number: 0}, keep, now_s)
 
     def _named(
-        self,
-        numbers: Sequence[int],
-        floors: Sequence[int],
-        keep: Callable[[int], bool],
-        now_s: float,
+        self, floors: Mapping[int, int], keep: Callable[[int], bool], now_s: float
     ) -> Iterator[int]:
         named: set[int] = set()
         named_children: Counter[int] = Counter()
@@ -214,7 +206,7 @@ class PartitionedEviction(EvictionPolicy):
         is_news = True
         while is_news:
             is_news = False
-            open_parts = {n: self.parts[n].victims(stays, now_s) for n in numbers}
+            open_parts = {n: self.parts[n].victims(stays, now_s) for n in floors}
             while open_parts:
                 number = max(open_parts, key=lambda n: (used[n] - shares[n], -n))
                 row = next(open_parts[number], NO_ROW)
@@ -278,7 +270,8 @@ class MissRatioCurve:
             raise InvalidRequestError("capacity_bytes", capacity_bytes, "give the tier's size")
         self._capacity_bytes = capacity_bytes
         self._limit_nodes = limit_nodes
-        self._halvings = 0
+        self.rate = 1.0
+        """The share of chunks that is in the sample: 1, or a half, a quarter and so on."""
         self._used: dict[int, int] = {}
         """The last use of each sampled chunk, the oldest first."""
         self._tick = 0
@@ -288,24 +281,19 @@ class MissRatioCurve:
         self._seen = 0
         self._hits = np.zeros(len(SCALES))
 
-    @property
-    def rate(self) -> float:
-        """The share of chunks that is in the sample: 1, or a half, a quarter and so on."""
-        return 1.0 / (1 << self._halvings)
-
     def requested(self, ids: Ids, chunk_bytes: int) -> None:
         """A lookup asked for a chain: (chunks,) of ``identities``, each of about *chunk_bytes*."""
         chunks = self._capacity_bytes / max(1, chunk_bytes)
         while SCALES[-1] * chunks * self.rate > self._limit_nodes:
             # Half of the sample, the part with the larger identities, is left out; what was counted
             # at a higher rate counts for as much as it would have at this one.
-            self._halvings += 1
-            limit = _ALL >> self._halvings
+            self.rate /= 2
+            limit = _ALL * self.rate
             self._used = {one: tick for one, tick in self._used.items() if one < limit}
             self._weigh(0.5)
         self._expected += len(ids) * self.rate
-        if self._halvings:
-            ids = ids[ids < np.uint64(_ALL >> self._halvings)]
+        if self.rate < 1:
+            ids = ids[ids < np.uint64(int(_ALL * self.rate))]
         if not len(ids):
             return
         self._use(list(dict.fromkeys(ids.tolist())), chunks * self.rate)

@@ -11,13 +11,12 @@ from typing import Protocol
 import numpy as np
 
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
+from kvstore.server.eviction.access_history import InsertInfo
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
-from kvstore.server.eviction.quotas import MissRatioCurve, identities
-from kvstore.server.eviction.reuse_estimate import ReuseForecast
+from kvstore.server.eviction.quotas import identities
 from kvstore.server.index.chunk_index import ChunkIndex
 from kvstore.server.index.hints import ChunkMetadata, PutInfo
-from kvstore.server.index.holds import Holds, Leases
+from kvstore.server.index.holds import Holds
 
 MAX_EVENTS = 32
 """Events that wait, and chunks that are joined to one; one more, and the first is applied."""
@@ -93,18 +92,10 @@ class AccessLog:
     events: the history first, then the policies. Not thread-safe: the catalog's lock guards it.
     """
 
-    def __init__(
-        self,
-        history: AccessHistory,
-        policies: Sequence[EvictionPolicy],
-        what_ifs: Sequence[MissRatioCurve | None] = (),
-        forecast: ReuseForecast | None = None,
-    ) -> None:
-        """*what_ifs* get lookups too, one for each policy, or none; *forecast* all events."""
-        self._history = history
-        self._policies = policies
-        self._what_ifs = what_ifs or [None] * len(policies)
-        self._forecast = forecast
+    def __init__(self, metadata: ChunkMetadata, policies: Mapping[str, EvictionPolicy]) -> None:
+        self._history, self._forecast = metadata.history, metadata.forecast
+        self._policies = list(policies.values())
+        self._what_ifs = [metadata.what_ifs.get(tier) for tier in policies]
         self._chunk_bytes = [0.0] * len(policies)
         """About what a chunk takes lately, by policy."""
         self._events: deque[Lookup | Stored] = deque()
@@ -187,6 +178,7 @@ class CatalogListener(Protocol):
         """A copy is gone from *tier*; *is_last*: no tier has one."""
 
 
+@dataclass(eq=False)
 class CatalogState:
     """The index, what is known of its chunks, the policies, and who holds what.
 
@@ -194,27 +186,17 @@ class CatalogState:
     past it: a row may be another chunk's as soon as it is let go.
     """
 
-    def __init__(
-        self,
-        policies: Mapping[str, EvictionPolicy],
-        leases: Leases,
-        pin_limit_bytes: int,
-        clock: Callable[[], float],
-        metadata: ChunkMetadata,
-    ) -> None:
-        self.policies = policies
-        self.clock = clock
-        self.metadata = metadata
-        self.access_log = AccessLog(
-            metadata.history,
-            list(policies.values()),
-            [metadata.what_ifs.get(tier) for tier in policies],
-            metadata.forecast,
-        )
+    policies: Mapping[str, EvictionPolicy]
+    holds: Holds
+    clock: Callable[[], float]
+    metadata: ChunkMetadata
+
+    def __post_init__(self) -> None:
+        known, tiers = self.metadata, list(self.policies)
+        self.access_log = AccessLog(known, self.policies)
         self.index = ChunkIndex(
-            list(policies), metadata.evicted_limit, self._forget_evicted, metadata.hints.columns
+            tiers, known.evicted_limit, self._forget_evicted, known.hints.columns
         )
-        self.holds = Holds(leases, pin_limit_bytes)
         self.lock = threading.Lock()
         self.news = threading.Event()
         """Set when the access_log has something to apply."""

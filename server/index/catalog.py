@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.proto.errors import QuotaExceededError
+from kvstore.proto.key_table import NO_ROW
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, KVLayout, Namespace
 from kvstore.server.eviction.access_history import MAX_CHUNKS, SavedHistory
@@ -18,7 +20,7 @@ from kvstore.server.index.access_log import CatalogListener, CatalogState, Looku
 from kvstore.server.index.chunk_index import ResumeRequirements
 from kvstore.server.index.eviction_state import EXPIRED_AT_ONCE, EvictionState
 from kvstore.server.index.hints import NEVER, ChunkMetadata, PutInfo
-from kvstore.server.index.holds import Lease, Leases, LeaseTerms
+from kvstore.server.index.holds import Holds, Lease, Leases, LeaseTerms
 from kvstore.server.index.in_flight import InFlightPuts
 from kvstore.server.index.queries import CatalogQueries
 from kvstore.server.telemetry.events import Outcomes
@@ -74,9 +76,10 @@ class Catalog:
         metadata: ChunkMetadata | None = None,
     ) -> None:
         metadata = metadata or ChunkMetadata()
-        self.state = state = CatalogState(policies, leases, pin_limit_bytes, clock, metadata)
+        self._holds = Holds(leases, pin_limit_bytes)
+        self.state = state = CatalogState(policies, self._holds, clock, metadata)
         self._lock, self._clock = state.lock, clock
-        self._index, self._holds, self.leases = state.index, state.holds, leases
+        self._index, self.leases = state.index, leases
         self._metadata, self._access_log = metadata, state.access_log
         self.in_flight, self.eviction = InFlightPuts(state), EvictionState(state)
         self.queries = CatalogQueries(state, self.in_flight)
@@ -91,13 +94,13 @@ class Catalog:
     def needs_ends(self, space: Namespace, needs: ResumeRequirements) -> None:
         """Prefixes of *space* are of a model that goes on only where it has what it *needs*."""
         with self._lock:
-            self._index.ends.need(space, needs)
+            self._index.need(space, needs)
 
     def is_less_complete(self, key: ChunkKey, layout: KVLayout, *, absent: bool = False) -> bool:
         """Whether the chunk is here with less of its end than *layout*; *absent* if it is not."""
         with self._lock:
             row = self._index.row(key)
-            return self._index.ends.is_less_complete(row, layout) if row else absent
+            return self._index.is_less_complete(row, layout) if row else absent
 
     def note_sealed(self, tier: str, info: ChunkInfo, put_info: PutInfo | None = None) -> None:
         """A copy became visible on *tier*; *put_info* says where it came from, if it was put."""
@@ -124,7 +127,7 @@ class Catalog:
             for info in infos:
                 if put_info is not None:  # who put it has used it
                     uses.used([info.key])
-                self._holds.keep(info.key, info.size_bytes)
+                self._holds.unkept += not uses.keep(info.key, info.size_bytes)
         number, parent = index.tiers.index(tier), index.parents[rows[0]]
         self._access_log.note(
             Stored(number, rows, parent, infos[0].size_bytes, facts, flops, self._clock())
@@ -264,8 +267,8 @@ class Catalog:
             if self.in_flight.writers or self.in_flight.announced:
                 pending = self._count_pending(keys, len(rows), now_s)
             if len(known) > len(rows):
-                evicted = index.evicted.count(known[len(rows) :])
-            has_ends = bool(keys) and keys[0][:DIGEST_BYTES] in index.ends.needs
+                evicted = int(np.frombuffer(index.evicted.here, np.uint8)[known[len(rows) :]].sum())
+            has_ends = bool(keys) and keys[0][:DIGEST_BYTES] in index.needs
             sources, sizes = self._choose(rows, min_fidelity, tiers)
             if lease is not None and len(sources):
                 lease_id = self._holds.lease(keys[: len(sources)], lease, now_s).lease_id
@@ -273,13 +276,11 @@ class Catalog:
         shared = len(known) if has_ends else 0
         return PrefixMatch(len(rows), pending, sources, sizes, lease_id, evicted, shared)
 
-    def held(
-        self, tiers: Sequence[str], keys: Sequence[ChunkKey], least: Fidelity
-    ) -> list[NDArray[np.bool_]]:
-        """Return, for each of *tiers*, which of the known prefix of *keys* it has at *least*."""
+    def held(self, tier: str, keys: Sequence[ChunkKey], least: Fidelity) -> NDArray[np.bool_]:
+        """Return which of the known prefix of *keys* *tier* has at *least*."""
         with self._lock:
             rows = self._index.readable(self._index.prefix(keys), least)
-            return [self._index.sizes(tier, rows, least)[0] for tier in tiers]
+            return self._index.sizes(tier, rows, least)[0]
 
     def read_plan(self, keys: Sequence[ChunkKey], least: Fidelity) -> list[list[str]]:
         """Return, for each of leased *keys*, the tiers with such a copy of it now."""
@@ -289,16 +290,14 @@ class Catalog:
 
     def _count_pending(self, keys: Sequence[ChunkKey], known: int, now_s: float) -> int:
         """Return how many chunks after the known ones are being written, or are beside one."""
-        at, is_any = known, False
-        while at < len(keys):
-            if self.in_flight.is_coming(keys[at]):
-                is_any = True
-            else:
-                row = self._index.row(keys[at])
-                if not row or self._metadata.hints.is_expired(row, now_s):
-                    break
-            at += 1
-        return at - known if is_any else 0
+        is_coming, is_expired = self.in_flight.is_coming, self._metadata.hints.is_expired
+
+        def follows(key: ChunkKey) -> bool:
+            row = self._index.row(key)
+            return is_coming(key) or (row != NO_ROW and not is_expired(row, now_s))
+
+        beside = list(takewhile(follows, islice(keys, known, None)))
+        return len(beside) if any(map(is_coming, beside)) else 0
 
     def _choose(
         self, rows: Rows, least: Fidelity, tiers: Sequence[str | None]
@@ -315,8 +314,7 @@ class Catalog:
                 np.copyto(sizes, there, where=held)
                 open_rows ^= held
         end = int(open_rows.argmax()) if open_rows.any() else len(rows)
-        if self._index.ends.needs:
-            end = len(self._index.usable(rows[:end]))
+        end = len(self._index.usable(rows[:end]))
         return sources[:end], sizes[:end]
 
     def grant(self, keys: Sequence[ChunkKey], terms: LeaseTerms) -> tuple[Lease, int]:
@@ -375,7 +373,7 @@ class Catalog:
             pins, handed_over = self._holds.pins, self._holds.handed_over
             for table, ms in ((pins, hints.pin_ms), (handed_over, hints.handover_ms)):
                 for key, row in ((index.key(row), row) for row in rows if ms):
-                    until = max(now + ms / 1000, table.until(key))
+                    until = max(now + ms / 1000, table.pinned.get(key, (0.0, 0))[0])
                     ignored += not table.pin(key, index.any_size_bytes(row), until)
             return ignored
 
@@ -410,10 +408,11 @@ class Catalog:
         """Keep chunks, as they come, for a batch for *ttl_s* at most; return how many are here."""
         with self._lock:
             self._holds.uses.announce(session_id, uses, self._clock() + ttl_s)
+            planned, index = self._holds.uses, self._index
             for key in uses:
-                if row := self._index.row(key):
-                    self._holds.keep(key, self._index.any_size_bytes(row))
-            return len(uses.keys() & self._holds.uses.kept.keys())
+                if row := index.row(key):
+                    self._holds.unkept += not planned.keep(key, index.any_size_bytes(row))
+            return len(uses.keys() & planned.kept.keys())
 
     def take_unkept(self) -> int:
         """Return how many announced chunks came since the last time that found no room."""
@@ -463,7 +462,7 @@ class Catalog:
         with self._lock:
             self._access_log.apply_all()
             now = self._clock()
-            rows = np.fromiter(filter(known.history.knows, self._index.known_rows()), np.intp)
+            rows = np.fromiter(filter(known.history.hits_of, self._index.known_rows()), np.intp)
             rows = rows[-MAX_CHUNKS:]
             saved = SavedHistory.of(list(known.groups), known.history, rows, now)
             saved.chunks["key"] = self._index.keys(rows)
@@ -493,15 +492,12 @@ def _chains(infos: Sequence[ChunkInfo]) -> Iterator[list[ChunkInfo]]:
     chain: list[ChunkInfo] = []
     seen: set[ChunkKey] = set()
     for info in infos:
-        if chain and not (_continues(chain[-1], info) and info.key not in seen):
+        last = chain[-1] if chain else info
+        is_alike = (info.size_bytes, info.layout) == (last.size_bytes, last.layout)
+        if chain and not (is_alike and info.parent_key == last.key and info.key not in seen):
             yield chain
             chain, seen = [], set()
         chain.append(info)
         seen.add(info.key)
     if chain:
         yield chain
-
-
-def _continues(last: ChunkInfo, info: ChunkInfo) -> bool:
-    is_next = info.parent_key == last.key and info.size_bytes == last.size_bytes
-    return is_next and (info.layout is last.layout or info.layout == last.layout)

@@ -57,48 +57,9 @@ class ResumeRequirements(NamedTuple):
         windows = [c.tokens for c in layout.components if c.kind is LayerKind.window]
         return cls(layout.has(LayerKind.state), max(windows, default=0))
 
-    @property
     def flags(self) -> int:
-        """The same as bits of one byte."""
+        """Return the same as bits of one byte."""
         return _HAS_STATE * self.state | _HAS_WINDOW * (self.window_tokens > 0)
-
-
-class StateCheckpoints:
-    """By row of the ChunkIndex, what chunks have of their end. Not thread-safe, as the index.
-
-    A recurrent state is of use to a prompt that goes on exactly where it was taken (Marconi,
-    MLSys 2025, section 3), a window to one that goes on at most so many tokens behind it.
-    """
-
-    def __init__(self) -> None:
-        self.flags = array("B")
-        """``ResumeRequirements.flags`` of each chunk with a copy; the index lengthens it."""
-        self.needs: OrderedDict[bytes, ResumeRequirements] = OrderedDict()
-        """By namespace, for models that need anything."""
-
-    def need(self, space: Namespace, needs: ResumeRequirements) -> None:
-        """Take note of what the model of *space* needs where a prefix ends."""
-        known = self.needs.get(space, needs)
-        tokens = max(known.window_tokens, needs.window_tokens)
-        self.needs[space] = ResumeRequirements(known.state or needs.state, tokens)
-        if len(self.needs) > MAX_CHECKPOINT_SPACES:
-            self.needs.popitem(last=False)
-
-    def is_less_complete(self, row: int, layout: KVLayout) -> bool:
-        """Whether the chunk has less of its end than *layout*."""
-        return bool(ResumeRequirements.of_layout(layout).flags & ~self.flags[row])
-
-    def usable(self, needs: ResumeRequirements, rows: Rows, tokens: Callable[[int], int]) -> int:
-        """Return how many of *rows* a model of such *needs* could continue."""
-        flags = np.frombuffer(self.flags, np.uint8)[rows]
-        fit = np.ones(len(rows), np.bool_)
-        if needs.state:
-            fit &= (flags & _HAS_STATE) != 0
-        if needs.window_tokens:
-            has = (flags & _HAS_WINDOW) != 0
-            fit &= has if has.all() else _reach(has, rows, tokens, needs.window_tokens)
-        ends = np.flatnonzero(fit)
-        return int(ends[-1]) + 1 if len(ends) else 0
 
 
 def _reach(
@@ -142,10 +103,6 @@ class EvictedEntries:
         self.here[row] = 0
         self._count -= 1
 
-    def count(self, rows: Rows) -> int:
-        """Return how many of *rows* are here."""
-        return int(np.frombuffer(self.here, np.uint8)[rows].sum())
-
     def __iter__(self) -> Iterator[int]:
         row = self._newer[NO_ROW]
         while row:
@@ -185,7 +142,7 @@ _COMMON, _WHOLE = 1, 2
 def _kept_layout(layout: KVLayout) -> tuple[KVLayout, ResumeRequirements, int]:
     """Return the first of the equal layouts, its ``of_layout`` and the flags of that."""
     needs = ResumeRequirements.of_layout(layout)
-    return layout, needs, needs.flags
+    return layout, needs, needs.flags()
 
 
 class ChunkIndex:
@@ -198,9 +155,9 @@ class ChunkIndex:
     they can be other chunks'. Columns, as garbage collection would go through millions of
     objects. *columns* of others are kept as long as its own.
 
-    In a namespace of a model with state or window layers (``ends``) a prefix can be continued
-    only where the state was kept (Marconi, MLSys 2025, section 3: exact match of recurrent
-    states) and the last chunks have the tokens that windows see.
+    In a namespace of a model with state or window layers (``needs``) a prefix can be continued
+    only exactly where a state was kept (Marconi, MLSys 2025, section 3), and at most so many
+    tokens behind a window.
     """
 
     def __init__(
@@ -237,12 +194,15 @@ class ChunkIndex:
         """How often the chunk was found; a lookup that names it twice finds it once."""
         self.layouts: list[KVLayout | None] = []
         """Of chunks with a copy."""
-        self.ends = StateCheckpoints()
+        self._ends = array("B")
+        """``ResumeRequirements.flags`` of each chunk with a copy."""
+        self.needs: OrderedDict[bytes, ResumeRequirements] = OrderedDict()
+        """By namespace, for models that need anything of the end of a prefix."""
         self.evicted = EvictedEntries()
         self._copies = {tier: CopyColumns(array("Q"), array("H"), array("B")) for tier in tiers}
         self._columns: list[array[Any]] = [
             *(self._holders, self.parents, self._uses, self._wholes, self._marks, self._flops),
-            *(self.hits, self.ends.flags, *self.evicted.columns),
+            *(self.hits, self._ends, *self.evicted.columns),
             *chain(*self._copies.values(), columns),
         ]
         self._count = 0
@@ -254,11 +214,7 @@ class ChunkIndex:
 
     def add(self, tier: str, infos: Sequence[ChunkInfo]) -> list[int]:
         """Note copies on *tier* of one chunk, or of a new chain of one layout; return the rows."""
-        rows: list[int] = []
-        for info in infos:  # written out: a put waits for it
-            rows.append(self._table.add(info.key))
-            if rows[-1] == len(self._holders):
-                self._extend()
+        rows = [self._row_for(info.key) for info in infos]
         if not self._holders[rows[0]]:
             self._describe(rows, infos)
         bit = 1 << self.tiers.index(tier)
@@ -273,7 +229,7 @@ class ChunkIndex:
         """Keep what is the same in all copies."""
         layout, needs, flags = _kept_layout(infos[0].layout)
         if flags:
-            self.ends.need(Namespace(infos[0].key[:DIGEST_BYTES]), needs)
+            self.need(Namespace(infos[0].key[:DIGEST_BYTES]), needs)
         parent = infos[0].parent_key
         above = NO_ROW if parent is None else self._row_for(parent)
         self._count += len(rows)
@@ -296,8 +252,16 @@ class ChunkIndex:
                     above = self.parents[above]
             self._flops[row] = info.prefill_flops
             self.layouts[row] = layout
-            self.ends.flags[row] = flags
+            self._ends[row] = flags
             above = row
+
+    def need(self, space: Namespace, needs: ResumeRequirements) -> None:
+        """Take note of what the model of *space* needs where a prefix ends."""
+        known = self.needs.get(space, needs)
+        tokens = max(known.window_tokens, needs.window_tokens)
+        self.needs[space] = ResumeRequirements(known.state or needs.state, tokens)
+        if len(self.needs) > MAX_CHECKPOINT_SPACES:
+            self.needs.popitem(last=False)
 
     def _row_for(self, key: ChunkKey) -> int:
         row = self._table.add(key)
@@ -319,7 +283,7 @@ class ChunkIndex:
         self._holders[row] ^= 1 << self.tiers.index(tier)
         if not self._holders[row]:
             self._count -= 1
-            self.hits[row] = self.ends.flags[row] = 0
+            self.hits[row] = self._ends[row] = 0
             self.layouts[row] = None
             above, self.parents[row] = self.parents[row], NO_ROW
             if self._marks[row] & _WHOLE:
@@ -430,10 +394,8 @@ class ChunkIndex:
     def known_prefix(self, keys: Sequence[ChunkKey]) -> Rows:
         """Return the rows of the longest run of *keys* that have a copy or are ghosts."""
         rows = self.prefix(keys)
-        known = (
-            np.frombuffer(self._holders, np.uint8)[rows]
-            | np.frombuffer(self.evicted.here, np.uint8)[rows]
-        )
+        here = np.frombuffer(self._holders, np.uint8)[rows]
+        known = here | np.frombuffer(self.evicted.here, np.uint8)[rows]
         return rows if known.all() else rows[: int(known.argmin())]
 
     def readable(self, rows: Rows, least: Fidelity = Fidelity.exact) -> Rows:
@@ -442,14 +404,27 @@ class ChunkIndex:
         for copies in self._copies.values():
             fit |= np.frombuffer(copies.fidelities, np.uint8)[rows] > least
         rows = rows if fit.all() else rows[: int(fit.argmin())]
-        return self.usable(rows) if self.ends.needs else rows
+        return self.usable(rows)
 
     def usable(self, rows: Rows) -> Rows:
         """Return the prefix of *rows*, of one chain, after which a model could go on."""
-        if not len(rows):
+        is_any = self.needs and len(rows)
+        needs = self.needs.get(self.key(int(rows[0]))[:DIGEST_BYTES]) if is_any else None
+        if needs is None:
             return rows
-        needs = self.ends.needs.get(self.key(int(rows[0]))[:DIGEST_BYTES])
-        return rows if needs is None else rows[: self.ends.usable(needs, rows, self.tokens)]
+        flags = np.frombuffer(self._ends, np.uint8)[rows]
+        fit = np.ones(len(rows), np.bool_)
+        if needs.state:
+            fit &= (flags & _HAS_STATE) != 0
+        if needs.window_tokens:
+            has = (flags & _HAS_WINDOW) != 0
+            fit &= has if has.all() else _reach(has, rows, self.tokens, needs.window_tokens)
+        ends = np.flatnonzero(fit)
+        return rows[: int(ends[-1]) + 1 if len(ends) else 0]
+
+    def is_less_complete(self, row: int, layout: KVLayout) -> bool:
+        """Whether the chunk has less of its end than *layout*."""
+        return bool(ResumeRequirements.of_layout(layout).flags() & ~self._ends[row])
 
     def sizes(
         self, tier: str, rows: Rows, least: Fidelity

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain, islice
+from itertools import islice
 from typing import NamedTuple
 
 from kvstore.proto.types import ChunkKey
@@ -103,13 +103,12 @@ class EvictionState:
         def stays(row: int) -> bool:
             return self.stays(index.key(row))
 
-        rows = self._ordered(tier, wanted, stays)
+        if not wanted.is_own:
+            late = self._state.metadata.hints.expired(self._state.clock(), EXPIRED_AT_ONCE)
+            yield from (row for row in late if tier in index.holders(row) and not stays(row))
         if tier == index.tiers[-1] != index.tiers[0]:
-            rows = chain(self._sparing(tier, wanted, stays), rows)
-        if wanted.is_own:
-            return rows
-        late = self._state.metadata.hints.expired(self._state.clock(), EXPIRED_AT_ONCE)
-        return chain((row for row in late if tier in index.holders(row) and not stays(row)), rows)
+            yield from self._sparing(tier, wanted, stays)
+        yield from self._ordered(tier, wanted, stays)
 
     def _sparing(self, tier: str, wanted: Wanted, stays: Callable[[int], bool]) -> Iterator[int]:
         """Yield those candidates without which no chunk of a faster tier would be orphaned."""
@@ -129,10 +128,8 @@ class EvictionState:
         policy, now = self._state.policies[tier], self._state.clock()
         if not isinstance(policy, PartitionedEviction):
             rows = policy.victims(stays, now)
-        elif wanted.is_own:
-            rows = policy.victims_of(wanted.partition, stays, now)
         else:
-            rows = policy.victims_for(wanted.partition, stays, now)
+            rows = policy.victims_for(wanted.partition, stays, now, is_own=wanted.is_own)
         parent = self._index.parents.__getitem__
         return self._state.metadata.hints.in_order(rows, parent, len(policy))
 

@@ -18,7 +18,7 @@ from kvstore.proto.types import DIGEST_BYTES, ChunkInfo
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.quotas import MissRatioCurve, PartitionTable
-from kvstore.server.eviction.reuse_estimate import ReuseForecast
+from kvstore.server.eviction.reuse_statistics import ReuseForecast
 from kvstore.tiers.base import DEFAULT_TENANT
 
 LOOK_AHEAD = 32
@@ -75,13 +75,12 @@ class RowHints:
             ahead += islice(victims, 1)
 
     def _lowest(self, ahead: list[int], parent: Callable[[int], int]) -> int:
-        waiting: set[int] = set()
-        best, least = 0, NO_PRIORITY + NO_PRIORITY + 1
+        waiting, free = set[int](), list[int]()
         for at, row in enumerate(ahead):
-            if row not in waiting and self.priority(row) < least:
-                best, least = at, self.priority(row)
+            if row not in waiting:
+                free.append(at)
             waiting.add(parent(row))
-        return best
+        return min(free, key=lambda at: self.priority(ahead[at]))
 
     # --- lifetimes
 
@@ -92,8 +91,7 @@ class RowHints:
         if expires_s != NEVER:
             heapq.heappush(self._times, (expires_s, row))
             if len(self._times) > 2 * self.expiring + _STALE_TIMES:
-                self._times = [time for time in self._times if self._is_true(time)]
-                self._times = sorted(set(self._times))  # sorted is a heap
+                self._times = sorted(set(filter(self._is_true, self._times)))  # which is a heap
 
     def _is_true(self, time: tuple[float, int]) -> bool:
         return self.expiries[time[1]] == time[0]
@@ -115,16 +113,14 @@ class RowHints:
 
         They are named again and again until they are forgotten or live on.
         """
-        found: dict[int, None] = {}
-        popped = []
+        found: dict[tuple[float, int], int] = {}
         while self._times and self._times[0][0] <= now_s and len(found) < limit:
             time = heapq.heappop(self._times)
-            if self._is_true(time) and time[1] not in found:
-                found[time[1]] = None
-                popped.append(time)
-        for time in popped:
+            if self._is_true(time):
+                found[time] = time[1]
+        for time in found:
             heapq.heappush(self._times, time)
-        return list(found)
+        return list(found.values())
 
     # --- over a restart
 
@@ -132,8 +128,7 @@ class RowHints:
         """Write what is known of *rows* into *chunks*, of ``access_history.CHUNK``."""
         chunks["priority"] = np.frombuffer(self.priorities, np.uint8)[rows]
         expiries = np.frombuffer(self.expiries)[rows]
-        left_s = np.where(expiries == NEVER, 0.0, np.maximum(expiries - now_s, _LEAST_S))
-        chunks["left_s"] = left_s
+        chunks["left_s"] = np.where(expiries == NEVER, 0.0, np.maximum(expiries - now_s, _LEAST_S))
 
     def restore(self, rows: Rows, chunks: NDArray[np.void], now_s: float) -> None:
         """Take what an earlier run wrote."""
@@ -151,7 +146,6 @@ class RowHints:
 
 MAX_GROUPS = 15
 """Those that came first; statistics of all others are kept together, as group 0."""
-
 
 EVICTED_LIMIT = 1 << 18
 """Chunks without a copy that are remembered at least, if there were so many."""
@@ -212,13 +206,13 @@ class ChunkMetadata:
             self._full_tokens.popitem(last=False)
         tenant, hints = put_info.tenant, put_info.hints
         partition = self.partitions.number(tenant, hints.category)
-        flops = []
-        for row, info in zip(rows, chain, strict=True):
+        for row in rows:
             self.hints.partitions[row] = partition
-            flops.append(info.prefill_flops if 0.0 <= info.prefill_flops < math.inf else 0.0)
+        flops = [one.prefill_flops for one in chain]
+        flops = [count if 0.0 <= count < math.inf else 0.0 for count in flops]
         facts = InsertInfo(
             tokens_full=tokens >= full,
-            group=self.groups.get((tenant, hints.category)) or self.group(tenant, hints.category),
+            group=self.group(tenant, hints.category),
             reuse=hints.reuse,
             prompt_chunks=-(-hints.prompt_tokens // full),
         )

@@ -86,8 +86,8 @@ class Leases:
         if lease is None:
             return False
         del self._leases[lease_id]
-        _count_down(self._by_session, session_id)
-        _count_down(self.by_tenant, lease.tenant)
+        count_down(self._by_session, session_id)
+        count_down(self.by_tenant, lease.tenant)
         pins = self.pins
         for key in lease.keys:
             if left := pins.pop(key) - 1:
@@ -108,13 +108,14 @@ class Leases:
 
     def unpin(self, key: ChunkKey) -> None:
         """Undo one ``pin``."""
-        _count_down(self.pins, key)
+        count_down(self.pins, key)
 
     def __len__(self) -> int:
         return len(self._leases)
 
 
-def _count_down(counter: Counter[Any], key: object) -> None:
+def count_down(counter: Counter[Any], key: object) -> None:
+    """Take one from a count, which goes when it is zero."""
     if left := counter.pop(key) - 1:
         counter[key] = left
 
@@ -131,7 +132,7 @@ class _Batch:
 
     session_id: int
     until: float
-    left: dict[ChunkKey, int]
+    left: Counter[ChunkKey]
 
 
 class PlannedUses:
@@ -152,7 +153,7 @@ class PlannedUses:
     def announce(self, session_id: int, uses: Mapping[ChunkKey, int], until: float) -> None:
         """A batch will use chunks so often."""
         room = MAX_ANNOUNCED - sum(len(batch.left) for batch in self.batches)
-        left = dict(islice(uses.items(), room))
+        left = Counter(dict(islice(uses.items(), room)))
         if left and len(self.batches) < MAX_BATCHES:
             self.batches.append(_Batch(session_id, until, left))
 
@@ -175,9 +176,8 @@ class PlannedUses:
         for key in keys:
             batch = next((batch for batch in batches if key in batch.left), None)
             if batch is not None:
-                batch.left[key] -= 1
-                if not batch.left[key]:
-                    del batch.left[key]
+                count_down(batch.left, key)
+                if key not in batch.left:
                     self._review([key])
         self.drop(lambda batch: not batch.left)
 
@@ -218,10 +218,6 @@ class Pins:
         self._used_bytes += size_bytes - before
         self.pinned[key] = (until, size_bytes)
         return True
-
-    def until(self, key: ChunkKey) -> float:
-        """Return until when a chunk is pinned; 0 for one that is not."""
-        return self.pinned.get(key, (0.0, 0))[0]
 
     def unpin(self, key: ChunkKey) -> bool:
         """End a pin; return whether there was one."""
@@ -265,10 +261,6 @@ class Holds:
             for key in keys:
                 self.handed_over.unpin(key)
         return self.leases.grant(terms.session_id, keys, now + terms.ttl_s)
-
-    def keep(self, key: ChunkKey, size_bytes: int) -> None:
-        """Keep a chunk that is here for the uses that were announced, if there is room."""
-        self.unkept += not self.uses.keep(key, size_bytes)
 
     def expire(self, now: float) -> int:
         """End what is over by *now*; return how many leases."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
 from kvstore.server.index.access_log import CatalogState
 from kvstore.server.index.hints import NEVER
+from kvstore.server.index.holds import count_down
 
 MAX_ANNOUNCEMENTS = 1024
 MAX_ANNOUNCED_CHUNKS = 1 << 16
@@ -28,7 +30,7 @@ class InFlightPuts:
     def __init__(self, state: CatalogState) -> None:
         self._state = state
         self._index = state.index
-        self.writers: dict[ChunkKey, int] = {}
+        self.writers: Counter[ChunkKey] = Counter()
         """How many put each chunk now. Under the lock."""
         self.announced: dict[ChunkKey, Announcement] = {}
         """Chunks that a session is about to put. Under the lock."""
@@ -42,37 +44,28 @@ class InFlightPuts:
         index, hints = self._index, self._state.metadata.hints
         with self._state.lock:
             row = index.row(key)
-            if row and layout is not None and index.ends.is_less_complete(row, layout):
+            if row and layout is not None and index.is_less_complete(row, layout):
                 return False
             if row and index.holders(row, Fidelity.exact):
                 if hints.is_expired(row, self._state.clock()):
                     hints.set_expiry(row, NEVER)
                 self._forget(key)
                 return False
-            self.writers[key] = self.writers.get(key, 0) + 1
+            self.writers[key] += 1
             return True
 
     def end(self, key: ChunkKey) -> None:
         """Undo one ``begin``: the chunk is here, or will not come."""
         with self._state.lock:
-            left = self.writers.pop(key) - 1
-            if left:
-                self.writers[key] = left
+            count_down(self.writers, key)
             self._forget(key)
             self._arrived.notify_all()
 
     def _forget(self, key: ChunkKey) -> None:
-        announcement = self.announced.pop(key, None)
-        if announcement is not None:
-            keys = self._chunks[announcement]
-            keys.discard(key)
-            if not keys:
+        if (announcement := self.announced.pop(key, None)) is not None:
+            self._chunks[announcement].discard(key)
+            if not self._chunks[announcement]:
                 del self._chunks[announcement]
-
-    def count(self) -> int:
-        """Writers at work."""
-        with self._state.lock:
-            return sum(self.writers.values())
 
     # --- announcements
 

@@ -21,7 +21,6 @@ MAX_IMPORTANCE_BYTES = 16 << 20
 OVERHEAD_BYTES = 256
 """What a chunk takes beside its bytes, so that very short ones are bounded, too."""
 
-
 MAX_KNOWN_MODELS = 256
 """Beyond them the one seen longest ago is forgotten: its chunks are encoded without terms."""
 
@@ -40,10 +39,6 @@ class KnownModels:
         self._weights: OrderedDict[ChunkKey, bytes] = OrderedDict()
         self.weights_bytes = 0
         self._lock = threading.Lock()  # guards the three above
-
-    def note(self, session: Session) -> None:
-        """Remember the model of a session that was opened."""
-        self.learn(session.representation_digest, session.representation)
 
     def learn(self, digest: bytes, representation: Representation) -> None:
         """Remember *representation*, whose digest is *digest*."""
@@ -149,11 +144,8 @@ class ModelRegistry:
 
     def others(self, asked: ModelNamespace) -> list[ModelNamespace]:
         """Return the other spaces of the tenant of *asked*, the latest first."""
-        return [
-            space
-            for space in self.all()
-            if space.tenant == asked.tenant and space.namespace != asked.namespace
-        ]
+        space, tenant = asked.namespace, asked.tenant
+        return [one for one in self.all() if one.tenant == tenant and one.namespace != space]
 
 
 def nearest(
@@ -168,8 +160,7 @@ def nearest(
 def differences(stored: Representation, asked: Representation) -> list[FieldDifference]:
     """Return the fields in which two differ, as ``layer_groups[0].dtype``, in their order."""
     ones, others = dict(_leaves("", stored)), dict(_leaves("", asked))
-    names = dict.fromkeys([*ones, *others])
-    pairs = [(name, ones.get(name, ABSENT), others.get(name, ABSENT)) for name in names]
+    pairs = [(name, ones.get(name, ABSENT), others.get(name, ABSENT)) for name in ones | others]
     return [FieldDifference(*pair) for pair in pairs if pair[1] != pair[2]]
 
 

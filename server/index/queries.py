@@ -86,7 +86,7 @@ class CatalogQueries:
             self._state.access_log.apply_all()
             now_s, known, holds = self._state.clock(), self._state.metadata, self._state.holds
             history, expiry_s, idle_s = known.history, known.hints.expiries[row], -1.0
-            if history.knows(row):
+            if history.hits_of(row):
                 idle_s = max(0.0, history.time_s(now_s) - history.last_s.item(row))
             pinned = holds.pins.pinned
             return ChunkDetails(

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Full, Queue
 from threading import Lock, Thread
@@ -98,14 +98,9 @@ class AuditLog:
     def _write(self, at_s: float, event: Event, lost: int) -> None:
         if self._file.tell() >= self._file_bytes:
             self._turn_over()
-        fields: dict[str, object] = {"at": round(at_s, 3), "n": self._count}
-        for name in Event.__slots__:
-            value = getattr(event, name)
-            if value:
-                fields[name] = value[:256] if isinstance(value, str) else value
-        if lost:
-            fields["lost"] = lost
-        line, digest = chained(self.last, fields)
+        found = asdict(event) | {"lost": lost}
+        known = {n: v[:256] if isinstance(v, str) else v for n, v in found.items() if v}
+        line, digest = chained(self.last, {"at": round(at_s, 3), "n": self._count} | known)
         self._file.write(line)
         self.last, self._count = digest, self._count + 1  # once it is in the file's buffer
         if self._events.empty():

@@ -6,6 +6,7 @@ Of JSON Web Tokens (RFC 7519) the algorithm, audience and issuer are the operato
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -81,7 +82,16 @@ class JwtVerifier:
                 raise UnauthenticatedError("the token has expired; get another") from None
             except (jwt.PyJWTError, ValueError, TypeError, OverflowError):
                 raise UnauthenticatedError(_REFUSED) from None
-            return _principal(claims, proof)
+            roles, tenant = claims.get("roles"), claims.get("tenant")
+            roles = roles.split() if isinstance(roles, str) else roles
+            if not isinstance(roles, list) or not isinstance(tenant, str):
+                raise UnauthenticatedError("the token does not say tenant and roles")
+            try:
+                name = f"jwt:{check_text('sub', claims['sub'], MAX_SUBJECT_CHARS)}"
+                until = float(claims["exp"]) + LEEWAY_S
+                return Principal(name, tenant, frozenset(map(str, roles)), until, proof)
+            except (InvalidRequestError, OverflowError) as error:
+                raise UnauthenticatedError(f"the token's claims cannot be: {error}") from None
         raise UnauthenticatedError(_REFUSED)
 
 
@@ -102,20 +112,6 @@ def _prepared(key: bytes, algorithm: str) -> Any:
     return prepared
 
 
-def _principal(claims: dict[str, Any], proof: bytes) -> Principal:
-    roles = claims.get("roles")
-    roles = roles.split() if isinstance(roles, str) else roles
-    tenant = claims.get("tenant")
-    if not isinstance(roles, list) or not isinstance(tenant, str):
-        raise UnauthenticatedError("the token does not say tenant and roles")
-    try:
-        subject = check_text("sub", claims["sub"], MAX_SUBJECT_CHARS)
-        until = float(claims["exp"]) + LEEWAY_S
-        return Principal(f"jwt:{subject}", tenant, frozenset(map(str, roles)), until, proof)
-    except (InvalidRequestError, OverflowError) as error:
-        raise UnauthenticatedError(f"the token's claims cannot be: {error}") from None
-
-
 class Authenticator:
     """From proofs to the Principal of a call. Thread-safe. *wall_clock* gives seconds since 1970.
 
@@ -127,10 +123,10 @@ class Authenticator:
         self,
         keys: WatchedFile[ApiKeys] | None,
         verifier: WatchedFile[JwtVerifier] | None,
+        revocations: WatchedFile[Revocations] | None = None,
+        wall_clock: Callable[[], float] = time.time,
         *,
         takes_certificates: bool,
-        wall_clock: Callable[[], float],
-        revocations: WatchedFile[Revocations] | None = None,
     ) -> None:
         self._keys = keys
         self._verifier = verifier
@@ -151,10 +147,14 @@ class Authenticator:
         if len(values) > 1:
             raise UnauthenticatedError("bring one token")
         if values:
-            return self._live(self._of_token(str(values[0])))
-        if pem is None or not self._takes_certificates:
+            found = self._of_token(str(values[0]))
+        elif pem is None or not self._takes_certificates:
             raise UnauthenticatedError("bring a token: an API key or a JWT")
-        return self._live(principal_of_certificate(pem))
+        else:
+            found = principal_of_certificate(pem)
+        if found.expires_at <= self._wall_clock():
+            raise UnauthenticatedError("what you bring has expired; get another")
+        return found
 
     def _of_token(self, value: str) -> Principal:
         if not value.startswith(SCHEME):
@@ -172,18 +172,13 @@ class Authenticator:
             raise UnauthenticatedError("the token is good for over a year; get a shorter one")
         return known
 
-    def _live(self, principal: Principal) -> Principal:
-        if principal.expires_at <= self._wall_clock():
-            raise UnauthenticatedError("what you bring has expired; get another")
-        return principal
-
     def refresh(self) -> bool:
         """Read keys again that were replaced. Return whether any were."""
         files = (self._keys, self._revocations, self._verifier)
         return sum(file.refresh() for file in files if file is not None) > 0  # each of them
 
     def holds(self, principal: Principal) -> bool:
-        """Whether *principal* is still good: nothing revoked or expired."""
+        """Whether *principal* is still good: neither revoked nor expired."""
         if principal.expires_at <= self._wall_clock():
             return False
         kind = principal.name.partition(":")[0]

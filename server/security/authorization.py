@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from kvstore.proto.errors import PermissionDeniedError
 from kvstore.proto.types import DIGEST_BYTES
 from kvstore.server.security.audit_log import AuditLog, Event
 from kvstore.server.security.authenticator import Authenticator, JwtVerifier
-from kvstore.server.security.certificates import Revocations, parse_revocations
+from kvstore.server.security.certificates import parse_revocations
 from kvstore.server.security.key_files import ApiKeys, WatchedFile, parse_keys
 from kvstore.server.security.rate_limits import Limits, RateLimit, TenantLimits
 from kvstore.server.security.sessions import Principal, Session, SessionTable
@@ -94,21 +94,32 @@ _QUIET = frozenset({"Heartbeat", "Status", "Quota"})
 
 
 class Authorizer:
-    """Checks roles, rates and whose session it is, and records calls. Thread-safe."""
+    """Checks roles, rates and whose session it is, and records calls. Thread-safe.
+
+    Raises InvalidRequestError for files of *config* that cannot be used.
+    """
 
     def __init__(
-        self,
-        sessions: SessionTable,
-        limits: TenantLimits,
-        audit: AuditLog | None,
-        *,
-        notes_reads: bool = False,
-        clock: Callable[[], float],
+        self, config: Settings, sessions: SessionTable, clock: Callable[[], float]
     ) -> None:
+        keys = verifier = revocations = None
+        if config.auth_keys is not None:
+            keys = WatchedFile((config.auth_keys,), parse_keys, lambda: ApiKeys(()))
+        if config.jwt_key is not None:
+            terms = config.jwt_algorithm, config.jwt_audience or "", config.jwt_issuer or ""
+            none, path = JwtVerifier(None, *terms), config.jwt_key
+            verifier = WatchedFile((path,), lambda key: JwtVerifier(key, *terms), lambda: none)
+        if config.tls_crl is not None and config.tls_client_ca is not None:
+            revocations = WatchedFile((config.tls_crl, config.tls_client_ca), parse_revocations)
+        takes = config.tls_client_ca is not None
+        self.authenticator = Authenticator(keys, verifier, revocations, takes_certificates=takes)
+        rules, log, log_bytes = config.tenant_limits, config.audit_log, config.limits.audit_bytes
+        limits = {r.tenant: Limits(r.chunks, r.requests_per_s, r.leases) for r in rules}
+        self.limits = TenantLimits(limits, clock)
+        self.pools = config.shared_pools
+        self.audit = AuditLog(log, log_bytes, time.time) if log is not None else None
         self._sessions = sessions
-        self._limits = limits
-        self._audit = audit
-        self._notes_reads = notes_reads
+        self._notes_reads = config.audit_reads
         self._refusals = RateLimit(REFUSALS_PER_S, clock)
         self.clock = clock
         self.counters = Counters()
@@ -128,7 +139,7 @@ class Authorizer:
             return None
         session_id = getattr(request, "session_id", 0)
         if not session_id or name == "CloseSession":  # which looks itself: gone is fine
-            self._limits.take_request(principal.tenant)
+            self.limits.take_request(principal.tenant)
             return None
         session = self._sessions.get(session_id, principal)
         self.admit_on(session, method)
@@ -139,14 +150,14 @@ class Authorizer:
         role = role_for(method)
         if role != ANY and role not in session.roles:
             raise PermissionDeniedError(f"{method.rpartition('/')[2]}: this session may not {role}")
-        if is_counted and self._limits.by_tenant:
-            self._limits.take_request(session.owner.tenant)
+        if is_counted and self.limits.by_tenant:
+            self.limits.take_request(session.owner.tenant)
 
     def lease_terms(self, session_id: int) -> tuple[str, int]:
         """Return a session's tenant and how many leases that may have; 0: no limit."""
         session = self._sessions.by_id.get(session_id)
         tenant = session.owner.tenant if session else ""
-        return tenant, self._limits.of(tenant).leases if session else 0
+        return tenant, self.limits.of(tenant).leases if session else 0
 
     def note(
         self,
@@ -158,12 +169,12 @@ class Authorizer:
         peer: Callable[[], str] = str,
     ) -> None:
         """Record a call; None: a stranger's. *request* may be the number of its chunks."""
-        if self._audit is None:
+        if self.audit is None:
             return
         name = method.rpartition("/")[2]
         if principal is None:
             if self._refusals.take() is not None:
-                self._audit.note(Event("", "", name, outcome, peer=peer()))
+                self.audit.note(Event("", "", name, outcome, peer=peer()))
             return
         is_quiet = name in _QUIET or (not self._notes_reads and METHODS.get(name) == "read")
         if outcome == "OK" and is_quiet:
@@ -174,55 +185,7 @@ class Authorizer:
         digests = getattr(request, "digests", b"")
         listed = len(digests) // DIGEST_BYTES if isinstance(digests, bytes) else 0
         chunks = request if isinstance(request, int) else listed
-        self._audit.note(Event(principal.name, tenant, name, outcome, prefix, chunks, peer()))
-
-    def note_on(
-        self, session: Session | None, method: str, outcome: str, chunks: int, peer: str
-    ) -> None:
-        """Record a call of *chunks* over a transport that knows callers by their sessions alone."""
-        owner = session.owner if session else None
-        self.note(owner, method, outcome, session, chunks, lambda: peer)
-
-
-class Trust:
-    """What decides about callers. Raises InvalidRequestError for files that cannot be used."""
-
-    def __init__(
-        self, config: Settings, sessions: SessionTable, clock: Callable[[], float]
-    ) -> None:
-        keys = verifier = revocations = None
-        if config.auth_keys is not None:
-            keys = WatchedFile((config.auth_keys,), parse_keys, lambda: ApiKeys(()))
-        if config.jwt_key is not None:
-            verify = partial(
-                JwtVerifier,
-                algorithm=config.jwt_algorithm,
-                audience=config.jwt_audience or "",
-                issuer=config.jwt_issuer or "",
-            )
-            verifier = WatchedFile((config.jwt_key,), verify, partial(verify, None))
-        if config.tls_crl is not None and config.tls_client_ca is not None:
-            parse: Callable[..., Revocations] = partial(parse_revocations, wall_clock=time.time)
-            revocations = WatchedFile((config.tls_crl, config.tls_client_ca), parse)
-        self.authenticator = Authenticator(
-            keys,
-            verifier,
-            takes_certificates=config.tls_client_ca is not None,
-            wall_clock=time.time,
-            revocations=revocations,
-        )
-        limits = {
-            rule.tenant: Limits(rule.chunks, rule.requests_per_s, rule.leases)
-            for rule in config.tenant_limits
-        }
-        self.limits = TenantLimits(limits, clock)
-        self.pools = config.shared_pools
-        path, file_bytes = config.audit_log, config.limits.audit_bytes
-        self.audit = AuditLog(path, file_bytes, time.time) if path is not None else None
-        self.authorizer = Authorizer(
-            sessions, self.limits, self.audit, notes_reads=config.audit_reads, clock=clock
-        )
-        self._sessions = sessions
+        self.audit.note(Event(principal.name, tenant, name, outcome, prefix, chunks, peer()))
 
     def tick(self) -> int:
         """Read replaced files; end the sessions of callers that are none now. Return how many."""
@@ -235,3 +198,10 @@ class Trust:
         """Write what waits. Idempotent."""
         if self.audit is not None:
             self.audit.close()
+
+    def note_on(
+        self, session: Session | None, method: str, outcome: str, chunks: int, peer: str
+    ) -> None:
+        """Record a call of *chunks* over a transport that knows callers by their sessions alone."""
+        owner = session.owner if session else None
+        self.note(owner, method, outcome, session, chunks, lambda: peer)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,12 +30,11 @@ _END = b"-----END X509 CRL-----"
 
 @dataclass(frozen=True, slots=True)
 class Revocations:
-    """``proofs`` of the certificates that are revoked. ``until_s`` is when the first of the lists
-    is due to be replaced, in seconds since 1970.
-    """
+    """Certificates that are revoked, by ``proof_of_certificate``."""
 
     proofs: frozenset[bytes]
     until_s: float
+    """When the first of the lists is due to be replaced, in seconds since 1970."""
 
 
 @lru_cache(REMEMBERED)
@@ -50,9 +50,7 @@ def _proof(issuer: bytes, serial: int) -> bytes:
     return hashlib.sha256(b"%x:" % serial + issuer).digest()[:16]
 
 
-def parse_revocations(
-    data: bytes, authorities: bytes, *, wall_clock: Callable[[], float]
-) -> Revocations:
+def parse_revocations(data: bytes, authorities: bytes) -> Revocations:
     """Return what the lists of *data* revoke, all in PEM.
 
     Raises InvalidRequestError for lists that none of *authorities* signed, that are out of date, of
@@ -69,14 +67,12 @@ def parse_revocations(
     if not 0 < len(lists) <= MAX_LISTS or pieces[-1].strip():
         raise _refused(len(lists), f"give 1 to {MAX_LISTS} lists in PEM and nothing else")
     for one in lists:
-        _check(one, signers, wall_clock())
+        _check(one, signers)
     revoked = (_proof(one.issuer.public_bytes(), row.serial_number) for one in lists for row in one)
     return Revocations(frozenset(revoked), min(_until_s(one) for one in lists))
 
 
-def _check(
-    one: x509.CertificateRevocationList, signers: Sequence[x509.Certificate], now: float
-) -> None:
+def _check(one: x509.CertificateRevocationList, signers: Sequence[x509.Certificate]) -> None:
     issuer = one.issuer.rfc4514_string()
     keys = [signer.public_key() for signer in signers if signer.subject == one.issuer]
     if not any(one.is_signature_valid(key) for key in keys):  # type: ignore[arg-type] # no DH signs
@@ -84,7 +80,7 @@ def _check(
     critical = [extension.oid.dotted_string for extension in one.extensions if extension.critical]
     if critical:
         raise _refused(issuer, f"has extensions that must be understood: {', '.join(critical)}")
-    if _until_s(one) <= now:
+    if _until_s(one) <= time.time():
         raise _refused(issuer, "is out of date; get the next one from the authority")
 
 

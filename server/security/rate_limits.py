@@ -52,9 +52,8 @@ class LogLimit:
     """A processor for structlog: LINES_PER_S of each event, of refusals by class of error."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._limits = defaultdict[tuple[str, str], RateLimit](
-            lambda: RateLimit(LINES_PER_S, clock)
-        )
+        self._limits: Mapping[tuple[str, str], RateLimit]
+        self._limits = defaultdict(lambda: RateLimit(LINES_PER_S, clock))
 
     def __call__(
         self, logger: object, name: str, fields: MutableMapping[str, Any]
@@ -100,8 +99,7 @@ class TenantLimits:
 
     def of(self, tenant: str) -> Limits:
         """Return the limits of *tenant*."""
-        found = self.by_tenant.get(tenant)
-        return self.by_tenant.get(EVERY_OTHER, NO_LIMITS) if found is None else found
+        return self.by_tenant.get(tenant) or self.by_tenant.get(EVERY_OTHER, NO_LIMITS)
 
     def set(self, tenant: str, limits: Limits) -> None:
         """Hold *tenant* to *limits* from now on."""

@@ -55,10 +55,6 @@ class Principal:
             fix = "name some of read, write, admin, peer"
             raise InvalidRequestError("roles", sorted(self.roles), fix)
 
-    def is_admin(self) -> bool:
-        """Whether it may see and change what is no tenant's."""
-        return "admin" in self.roles
-
 
 def check_tenant(tenant: str) -> str:
     """Return *tenant*. Raises InvalidRequestError when it cannot be one's name."""
@@ -77,13 +73,14 @@ MAX_PEER_SESSIONS = 256
 SPARED_SHARE = 8
 """One of so many sessions is not for a process, or a known tenant, that has as many already."""
 
-_NO_MODEL = Representation(
-    "none", "none", "none", "none",
-    (LayerGroup(LayerKind.attention, DType.uint8, (0,), 1, 1),),
-    RopeParameters(theta=1.0, rotary_dim=0), "none",
-)  # fmt: skip
-_NO_SPACE = Namespace(bytes(DIGEST_BYTES))
-"""What a session of a peer has in the place of a model and its namespace."""
+_GROUP = LayerGroup(LayerKind.attention, DType.uint8, (0,), 1, 1)
+_ROPE = RopeParameters(theta=1.0, rotary_dim=0)
+_NO_MODEL = (
+    Representation("none", "none", "none", "none", (_GROUP,), _ROPE, "none"),
+    Namespace(bytes(DIGEST_BYTES)),
+    b"",
+)
+"""What a session of a peer has in the place of a model, its namespace and its digest."""
 
 
 @dataclass(slots=True, eq=False)
@@ -167,16 +164,9 @@ class SessionTable:
         process: int = 0,
     ) -> Session:
         """Open a session. Raises QuotaExceededError or ShuttingDownError."""
-        session = self._admit(
-            tenant=tenant,
-            client=client,
-            representation=representation,
-            namespace=namespace(self._tenant_salt(tenant), representation),
-            representation_digest=representation_digest(representation),
-            owner=owner,
-            roles=roles,
-            process=process,
-        )
+        space = namespace(self._tenant_salt(tenant), representation)
+        model = representation, space, representation_digest(representation)
+        session = self._admit(tenant, client, model, owner=owner, roles=roles, process=process)
         for callback in self.on_open:
             callback(session)
         return session
@@ -190,21 +180,15 @@ class SessionTable:
                 self.close(one.session_id)
         if len(others) >= MAX_PEER_SESSIONS:
             raise QuotaExceededError("peer_sessions", MAX_PEER_SESSIONS, "this server")
-        return self._admit(
-            tenant=owner.tenant,
-            client=node_id,
-            representation=_NO_MODEL,
-            namespace=_NO_SPACE,
-            representation_digest=b"",
-            owner=owner,
-            roles=frozenset({"peer"}),
-            is_peer=True,
-        )
+        roles = frozenset({"peer"})
+        return self._admit(owner.tenant, node_id, _NO_MODEL, owner=owner, roles=roles, is_peer=True)
 
-    def _admit(self, **terms: Any) -> Session:
+    def _admit(
+        self, tenant: str, client: str, model: tuple[Representation, Namespace, bytes], **terms: Any
+    ) -> Session:
         session_id = int.from_bytes(self._random_bytes(8), "little") or 1
         token, now = self._random_bytes(TOKEN_BYTES), self._clock()
-        session = Session(session_id, attach_token=token, heard_at=now, opened_at=now, **terms)
+        session = Session(session_id, tenant, client, *model, token, now, opened_at=now, **terms)
         with self._lock:
             if self.is_draining:
                 raise ShuttingDownError("the server drains; no new sessions")
@@ -217,7 +201,6 @@ class SessionTable:
         return session
 
     def _check_share(self, session: Session, spared: int) -> None:
-        """Raise QuotaExceededError where tenant or process have *spared* sessions already."""
         tenant, process, others = session.owner.tenant, session.process, self.by_id.values()
         if session.owner != ANYBODY and sum(x.owner.tenant == tenant for x in others) >= spared:
             raise QuotaExceededError("max_sessions", self.limit, f"tenant {tenant!r}")
@@ -244,11 +227,9 @@ class SessionTable:
     def close_unless(self, holds: Callable[[Principal], bool]) -> int:
         """End the sessions whose owner does not hold any more. Return how many."""
         with self._lock:
-            owners = {session.owner for session in self.by_id.values()}
-        gone = {owner for owner in owners if not holds(owner)}
-        with self._lock:
-            lost = [s.session_id for s in self.by_id.values() if s.owner in gone]
-        return sum(map(self.close, lost))
+            sessions = list(self.by_id.values())
+        gone = {owner for owner in {one.owner for one in sessions} if not holds(owner)}
+        return sum(self.close(one.session_id) for one in sessions if one.owner in gone)
 
     def challenge(self, session_id: int, nonce: bytes) -> Challenge:
         """Begin a handshake on a session with the client's *nonce*. Raises UnauthenticatedError."""
@@ -268,11 +249,10 @@ class SessionTable:
             callback(session)
         return True
 
-    def close_owned(self, session_id: int, owner: Principal) -> bool:
+    def close_owned(self, session_id: int, owner: Principal) -> None:
         """``close``, unless the session is somebody else's."""
         with suppress(LeaseExpiredError):
-            return self.close(self.get(session_id, owner).session_id)
-        return False
+            self.close(self.get(session_id, owner).session_id)
 
     def expire(self) -> int:
         """End the sessions that were silent for longer than the time to live. Return how many."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, get_args
@@ -20,7 +20,6 @@ from pydantic_core import ErrorDetails
 
 from kvstore import __version__
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.settings.checks import CONFLICT
 from kvstore.server.settings.values import Limits, format_size, text_by_tier
 
 SHORT_NAMES = {"cpu": "cpu_size", "redis": "redis_url", "socket": "socket_path"}
@@ -40,6 +39,9 @@ REPLACED = {
     "zmq_keys": "give events_keys for published events; the bulk channel keeps no key",
 } | {name: f"give --limits {name}=VALUE" for name in Limits.model_fields}
 """Settings that are gone, and what to give instead."""
+
+CONFLICT = "conflict"
+"""The type of an error that names, as ``problems``, settings and what to give instead."""
 
 Given: TypeAlias = tuple[str, object]
 """Where a setting came from, and what it was given."""
@@ -77,10 +79,15 @@ def user_folder(variable: str, otherwise: str) -> Path:
 def load(model: type[ModelT], argv: Sequence[str]) -> tuple[ModelT, dict[str, str]]:
     """Return the settings that are given somewhere, and where each of them came from.
 
-    Raises InvalidRequestError for flags that do not exist, for a file that is no YAML, and for
-    values, with a line for each that is wrong.
+    Raises InvalidRequestError for flags, files and values, with a line for each that is wrong.
     """
-    flags, environment = _flags(model.model_fields, argv), _by_full_name(_environment())
+    flags = _flags(model.model_fields, argv)
+    upper = ((variable.upper(), variable, value) for variable, value in os.environ.items())
+    environment = _by_full_name(
+        (name.removeprefix(_PREFIX).lower(), variable, value)
+        for name, variable, value in upper
+        if name.startswith(_PREFIX) and not _FROM_KUBERNETES.fullmatch(name)
+    )
     path = str(flags.pop("config", environment.pop("config", ("", "")))[1])
     content = read_settings(Path(path)) if path else {}
     file = _by_full_name((name, name, value) for name, value in content.items())
@@ -102,19 +109,8 @@ def load(model: type[ModelT], argv: Sequence[str]) -> tuple[ModelT, dict[str, st
         raise _refusal(error, given, model.model_fields) from None
 
 
-def _environment() -> Iterator[tuple[str, str, object]]:
-    """Yield settings that variables give, in capitals or not: name, variable, value."""
-    for variable, value in os.environ.items():
-        in_capitals = variable.upper()
-        if in_capitals.startswith(_PREFIX) and not _FROM_KUBERNETES.fullmatch(in_capitals):
-            yield in_capitals.removeprefix(_PREFIX).lower(), variable, value
-
-
 def _by_full_name(given: Iterable[tuple[str, str, object]]) -> dict[str, Given]:
-    """Return settings, given as name, spelling and value, by their full names.
-
-    Raises InvalidRequestError for one given twice.
-    """
+    """Return names, spellings and values by full name. Raises InvalidRequestError for one twice."""
     found: dict[str, Given] = {}
     for name, spelling, value in given:
         full = SHORT_NAMES.get(name, name)
@@ -126,11 +122,7 @@ def _by_full_name(given: Iterable[tuple[str, str, object]]) -> dict[str, Given]:
 
 
 def _flags(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> dict[str, Given]:
-    """Return the settings named in *argv* as they were written, and ``config`` for the file.
-
-    Raises InvalidRequestError on a flag that does not exist. ``--help`` and ``--version``
-    print and raise SystemExit.
-    """
+    """Return the settings in *argv* as written. Raises InvalidRequestError, SystemExit."""
     parser = _parser(fields)
     try:
         known, rest = parser.parse_known_args(list(argv))
@@ -148,7 +140,6 @@ def _flags(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> dict[str, Gi
 
 
 def _fix(word: str, parser: argparse.ArgumentParser) -> str:
-    """Return what to give in place of a *word* that is no flag."""
     named = word.partition("=")[0].lstrip("-")
     successor = REPLACED.get(named.replace("-", "_"))
     if successor is not None:
@@ -271,15 +262,13 @@ def read_settings(path: Path) -> dict[str, object]:
 
 
 def show(config: BaseModel, origins: Mapping[str, str] | None = None) -> str:
-    """Return *config* as YAML that ``--config`` reads, the Redis URL masked.
-
-    With *origins* each line says where its value came from.
-    """
+    """Return *config*, and where values are from, as YAML that ``--config`` reads; URL masked."""
     lines = []
     for name, field in type(config).model_fields.items():
-        value = getattr(config, name)
-        is_secret = name == "redis_url" and value is not None
-        shown = _masked(value) if is_secret else as_written(value, field)
+        shown = as_written(getattr(config, name), field)
+        if name == "redis_url" and shown is not None:
+            place, mark, _ = str(shown).partition("?")
+            shown = re.sub("(?<=://).*@", "***@", place) + (mark and "?***")
         line = yaml.safe_dump({name: shown}, width=1 << 20).rstrip()
         lines.append(line if origins is None else f"{line}  # {origins.get(name, 'default')}")
     return "\n".join(lines) + "\n"
@@ -294,11 +283,6 @@ def as_written(value: object, field: FieldInfo) -> object:
     if isinstance(value, int) and "SIZE" in field.metadata:
         return format_size(value)
     return str(value) if isinstance(value, BaseModel | Path) else value
-
-
-def _masked(url: str) -> str:
-    without_options = url.partition("?")[0]
-    return re.sub("(?<=://).*@", "***@", without_options) + ("?***" if "?" in url else "")
 
 
 # --- the schema of the YAML file

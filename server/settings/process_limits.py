@@ -35,10 +35,7 @@ logger = structlog.get_logger(__name__)
 
 
 def cgroup_limit_bytes(root: Path = Path("/")) -> int | None:
-    """Return the lowest limit of this process's cgroup and of those above; None without one.
-
-    It may stand in files of cgroups v2 and v1 (cgroups(7)).
-    """
+    """Return the lowest limit of this cgroup and those above, v2 or v1 (cgroups(7)), if any."""
     mount, limits = root / "sys/fs/cgroup", []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

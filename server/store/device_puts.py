@@ -190,7 +190,7 @@ class DevicePuts:
         if self._store.states is not None and info.layout.has(LayerKind.state):
             reason = "whether its state is kept is judged in CPU memory"
             return reservations.refuse(info.key, reason)
-        most_bytes = slot.tier.max_frame_bytes()
+        most_bytes = slot.tier.max_frame_bytes
         if info.size_bytes > most_bytes:
             return reservations.refuse(info.key, f"tier {slot.name!r} takes {most_bytes} at most")
         return reservations.reserve(session, info, deadline, hints, device=slot)

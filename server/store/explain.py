@@ -158,7 +158,7 @@ class Explainer:
             others = nearest(asked, self.spaces.others(asked))[:_SEARCHED]
         reasons = [self.reason(self.facts(key, least), others) for key in keys]
         first = next((at for at, one in enumerate(reasons) if one.state != "ready"), len(keys))
-        hits = min(first, len(self._catalog.held([next(iter(self._slots))], keys, least)[0]))
+        hits = min(first, len(self._catalog.held(next(iter(self._slots)), keys, least)))
         for at in range(hits, first):
             text = "here, but no prefix that ends here or further has all that the model needs"
             if self._states is not None and self._states.has_turned_away(keys[at]):

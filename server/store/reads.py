@@ -195,11 +195,11 @@ class Reads:
         if tiers.gpu is not None:
             if Reach.device not in reach or tiers.gpu_tier is None:
                 return np.empty(0, PLACE_ROW)
-            (held,) = self._catalog.held([tiers.gpu.name], keys, least)
+            held = self._catalog.held(tiers.gpu.name, keys, least)
             count = len(held) if held.all() else int(held.argmin())
             rows = np.frombuffer(tiers.gpu_tier.place_rows(keys[:count]), PLACE_ROW)
         else:
-            (in_cpu,) = self._catalog.held([tiers.cpu.name], keys, least)
+            in_cpu = self._catalog.held(tiers.cpu.name, keys, least)
             rows = np.frombuffer(tiers.cpu_tier.place_rows(keys[: len(in_cpu)]), PLACE_ROW).copy()
             rows["reach"][~in_cpu] = Reach.none
             elsewhere = np.flatnonzero(rows["reach"] == Reach.none).tolist()

@@ -266,6 +266,7 @@ class Store:
 
     def begin_session(self, session: Session) -> None:
         """Take note of the model of a session that was opened."""
+        self.models.learn(session.representation_digest, session.representation)
         needs = ResumeRequirements.of_groups(session.representation.layer_groups)
         if any(needs):
             self.catalog.needs_ends(session.namespace, needs)

@@ -29,7 +29,6 @@ IDLE_S = 30.0
 """A recording that nobody read from for so long is over."""
 
 NAME_BYTES = 8
-_KEY_BYTES = 32
 
 
 class LoggedLookup(NamedTuple):
@@ -57,7 +56,7 @@ class _Recording:
     began_s: float
     read_s: float
     number: int = field(default_factory=lambda: secrets.randbits(64) | 1)
-    key: bytes = field(default_factory=lambda: secrets.token_bytes(_KEY_BYTES))
+    key: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     lookups: deque[LoggedLookup] = field(default_factory=deque)
     names_bytes: int = 0
     last: int = 0

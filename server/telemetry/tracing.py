@@ -172,8 +172,6 @@ class Tracing:
 
 
 class _ToLog(logging.Handler):
-    """Writes OpenTelemetry's log lines to the server's log."""
-
     @override
     def emit(self, record: logging.LogRecord) -> None:
         logger.log(record.levelno, "tracing", reason=record.getMessage())

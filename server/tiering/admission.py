@@ -65,9 +65,7 @@ class CopyRequest:
 
     @property
     def value(self) -> float:
-        """The chance of a hit, times the part of computing that it spares: all of it where that
-        is not known.
-        """
+        """The chance of a hit, times the part of computing that it spares; all, if not known."""
         saved = max(0.0, 1.0 - self.load_s / self.compute_s) if self.compute_s else 1.0
         return self.chance * saved
 

@@ -50,7 +50,7 @@ def auto_codec(moves: Moves, slot: TierSlot, least: Fidelity, probe: ChunkKey) -
     """
     sample, clock = make_sample(), moves.clock
     layout, link = sample.template.layout, slot.bytes_per_s
-    size_bytes = min(raw_frame_bytes(layout), slot.tier.max_frame_bytes())
+    size_bytes = min(raw_frame_bytes(layout), slot.tier.max_frame_bytes)
     info = ChunkInfo(probe, sample.template.parent, layout, 0, size_bytes)
     try:
         link = _link_bytes_per_s(moves, slot, info) or link

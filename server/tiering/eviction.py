@@ -53,7 +53,7 @@ class Eviction:
         """
         tier = slot.tier
         size = request.info.size_bytes
-        if size > (most := tier.max_frame_bytes()):
+        if size > (most := tier.max_frame_bytes):
             fix = f"tier {tier.name!r} takes {most} at most"
             raise InvalidRequestError("frame_bytes", size, fix)
         key = request.info.key
@@ -112,9 +112,7 @@ class Eviction:
         return self._catalog.eviction.partition(key, request.tenant, request.category)
 
     def count_awaited(self, partition: int, size_bytes: int, chunks: int) -> None:
-        """Count room in CPU memory as the partition's until it is filled or given back; less than
-        none: count it no longer.
-        """
+        """Count room in CPU memory as the partition's until it is filled: then less than none."""
         with self._lock:
             before_bytes, before = self._awaited.pop(partition, (0, 0))
             if chunks + before:
@@ -201,9 +199,7 @@ class Eviction:
         return None
 
     def fidelity_on(self, target: TierSlot, key: ChunkKey, tenant: str) -> Fidelity:
-        """Return what becomes at least of an exact *key* of *tenant* on *target*: what several
-        prompts have stays exact, as it steers all their answers.
-        """
+        """Return what *target* keeps of an exact *key*: what prompts share stays exact."""
         kept = target.encoder.of_tenant(tenant).fidelity
         return Fidelity.exact if self._catalog.is_common(key) else kept
 
@@ -235,9 +231,7 @@ class Eviction:
                 self._counters.add("lossy_victims")
 
     def replace(self, info: ChunkInfo) -> bool:
-        """Cast out the copies of a chunk that has more of its end in *info*; False when somebody
-        reads one.
-        """
+        """Cast out copies of a chunk that has more in *info*; False when somebody reads one."""
         for name in self._catalog.holders(info.key):
             if not self._catalog.cast_out(name, info.key, even_if_held=False):
                 return not self._catalog.is_less_complete(info.key, info.layout)
@@ -254,9 +248,7 @@ class Eviction:
             self.delete_from(slot, key)
 
     def delete_from(self, slot: TierSlot, key: ChunkKey, *, urgent: bool = False) -> Ticket | None:
-        """Free a copy that was cast out: in lower slots by their store queue, whose ticket this
-        returns.
-        """
+        """Free a copy that was cast out; in lower slots by their store queue, with a ticket."""
         if slot is self._tiers.cpu:
             self.discard(slot, key)
             return None

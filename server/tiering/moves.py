@@ -29,7 +29,7 @@ from kvstore.proto.errors import (
     UnknownCodecError,
 )
 from kvstore.proto.frame import raw_frame_bytes
-from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.telemetry.events import Fate
 from kvstore.server.telemetry.metrics import Counters
@@ -82,9 +82,7 @@ class Moves:
     def copy_to(
         self, key: ChunkKey, target: TierSlot, tenant: str | None = None, *, urgent: bool = False
     ) -> Ticket | None:
-        """Queue a copy of *key* to *target*, for *tenant* or whose it is; None when its queue is
-        full. What goes to CPU memory comes from GPU memory.
-        """
+        """Queue a copy, to CPU from GPU memory; None when the queue is full."""
         work = partial(self.copy_now, key, target, tenant)
         return self.work_queue.submit(f"store-{target.name}", key, work, urgent=urgent)
 
@@ -146,9 +144,7 @@ class Moves:
                 self._duplicates.append(duplicate)
 
     def _copy(self, key: ChunkKey, target: TierSlot, tenant: str | None = None) -> bool:
-        """Copy *key* to *target*, for *tenant* or whose it is; return whether it is there now, as
-        good as *target* can keep it.
-        """
+        """Return whether *key* is on *target* now, as good as that can keep it."""
         self._make_way(target, key)
         copies = self.catalog.hold(key)
         try:
@@ -162,7 +158,8 @@ class Moves:
             frame = target.encoder.encode(frame, tenant, least)
             header = verify(frame, key)
             info = header.info()
-            if target.encoder.is_other(header, tenant):
+            codec = target.encoder.of_tenant(tenant)
+            if codec.fidelity is not Fidelity.exact and header.codec_id != codec.codec_id:
                 self.counters.add("lossless_instead")
             self.eviction.purge(target)
             request = SpaceRequest(info, tenant, self.clock() + self._move_timeout_s)

@@ -103,12 +103,8 @@ class Placement:
         return affords
 
     def by_load(self, slots: Sequence[TierSlot], size_bytes: int) -> Sequence[TierSlot]:
-        """Return *slots* in the order in which a copy of so many bytes is worth less.
-
-        Where all weigh copies by value that is the order of measured loads; else as given.
-        """
-        weigh = all(self._rules[slot.name].least_value is not None for slot in slots)
-        if len(slots) < 2 or not weigh:
+        """Return *slots* by measured loads of so many bytes if all weigh copies; else as given."""
+        if any(self._rules[slot.name].least_value is None for slot in slots):
             return slots
         return sorted(slots, key=lambda slot: slot.load_s(size_bytes))
 

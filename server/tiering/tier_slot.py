@@ -87,11 +87,6 @@ class TierCodec:
         codec = self.of_tenant(tenant)
         return isinstance(codec, KvqCodec) and codec.options.importance
 
-    def is_other(self, header: FrameHeader, tenant: str) -> bool:
-        """Whether a frame for *tenant* was kept without loss, as its codec could not take it."""
-        codec = self.of_tenant(tenant)
-        return codec.fidelity is not Fidelity.exact and header.codec_id != codec.codec_id
-
     def encode(self, frame: Bytes, tenant: str, least: Fidelity = Fidelity.none) -> Bytes:
         """Return *frame* as this tier keeps it: the same bytes when it already is.
 

@@ -194,9 +194,7 @@ class WorkQueue:
         return None
 
     def _next_run(self, queue: str) -> list[Ticket]:
-        """Wait for a ticket; return it and this worker's share of those of its batch_key that wait
-        in a row. Empty once closed.
-        """
+        """Return the next ticket and this worker's share of its batch; nothing once closed."""
         with self._lock:
             while (first := self._next(queue)) is None:
                 if self._closed:

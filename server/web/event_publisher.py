@@ -125,6 +125,10 @@ _JOIN_WITHIN_S = 2.0
 
 Message = tuple[bytes, bytes, bytes]
 """Topic, number, batch."""
+_LAST: Message = (b"", END, b"")
+_CUT_SHORT: Message = (b"", CUT, b"")
+
+logger = structlog.get_logger(__name__)
 
 
 class EventPublisher:
@@ -235,11 +239,8 @@ class EventPublisher:
                 start += 1
 
     def _anew(self, number: int, last: int) -> Iterator[Message]:
-        """Yield what is here, under numbers from *number* to *last* that are not kept any more.
-
-        What is here now, and then what is kept of the past in its order, come to what is here: the
-        latest word on a chunk is the last.
-        """
+        """Yield what is here, under numbers from *number* to *last* that are not kept any more."""
+        # What is kept of the past follows in its order: the latest word on a chunk is the last.
         reader = EventReader(self._log)
         while (page := reader.poll()) is not None:
             blocks = block_events(page)
@@ -277,18 +278,9 @@ class EventPublisher:
         assert self._sockets.replay is not None
         try:
             self._sockets.replay.send_multipart((*reader, *message), zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return False
-        except zmq.ZMQError:
-            return None
+        except zmq.ZMQError as error:
+            return False if isinstance(error, zmq.Again) else None
         return True
-
-
-_LAST: Message = (b"", END, b"")
-_CUT_SHORT: Message = (b"", CUT, b"")
-
-
-logger = structlog.get_logger(__name__)
 
 
 def open_publisher(

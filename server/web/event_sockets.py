@@ -24,7 +24,6 @@ from kvstore.server.settings.values import parse_endpoint
 Socket: TypeAlias = "zmq.Socket[bytes]"
 
 SECRET_NAME = "server.secret"  # noqa: S105 - a file's name
-_KEY_CHARS = 40
 
 
 def load_key(folder: Path) -> bytes:
@@ -50,7 +49,7 @@ def load_key(folder: Path) -> bytes:
     try:
         zmq.curve_public(secret)
     except (ValueError, zmq.ZMQError):
-        fix = f"holds no key of {_KEY_CHARS} characters; delete it to have another made"
+        fix = "holds no key of 40 characters; delete it to have another made"
         raise InvalidRequestError("events_keys", str(path), fix) from None
     return secret
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, permutations
 from typing import TYPE_CHECKING, cast
 
@@ -93,15 +94,13 @@ def _policy(tier: str, report: PolicyReport) -> Iterator[Gauge]:
         yield ("partition_quota_bytes", "its quota, 0 for none", labels, one.quota.limit_bytes)
 
 
+@dataclass(frozen=True)
 class MetricsText(Collector):
-    """Collects *counters* and what *gauges* yields; *tiers* are the names of the server's."""
+    """Collects ``counters`` and what ``gauges`` yields; ``tiers`` are the names of the server's."""
 
-    def __init__(
-        self, counters: Counters, gauges: Callable[[], Iterable[Gauge]], tiers: Sequence[str]
-    ) -> None:
-        self._counters = counters
-        self._gauges = gauges
-        self._tiers = tiers
+    counters: Counters
+    gauges: Callable[[], Iterable[Gauge]]
+    tiers: Sequence[str]
 
     def text(self) -> bytes:
         """Return the page."""
@@ -111,19 +110,19 @@ class MetricsText(Collector):
         """Yield every family; called by the library."""
         yield from _families(CounterMetricFamily, self._counts())
         yield self._times()
-        yield from _families(GaugeMetricFamily, self._gauges())
+        yield from _families(GaugeMetricFamily, self.gauges())
 
     def _counts(self) -> Iterator[Gauge]:
-        for name, value in self._counters.snapshot().items():
+        for name, value in self.counters.snapshot().items():
             yield (name, COUNTERS[name], "", value)
-        finds, tiers = self._counters.finds(), self._tiers
+        finds, tiers = self.counters.finds(), self.tiers
         for tier, found in (dict.fromkeys(tiers, 0) | finds.tiers).items():
             yield ("tier_found_chunks", "chunks that lookups found there first", tier, found)
         for tenant, wanted in (finds.asked or {OTHERS: 0}).items():
             labels, ready = {"tenant": tenant}, finds.ready.get(tenant, 0)
             yield ("tenant_lookup_chunks", "chunks asked for by a tenant", labels, wanted)
             yield ("tenant_ready_chunks", "those of them found ready", labels, ready)
-        moved = dict.fromkeys(permutations(tiers, 2), (0, 0)) | self._counters.moves()
+        moved = dict.fromkeys(permutations(tiers, 2), (0, 0)) | self.counters.moves()
         for (source, target), (chunks, size_bytes) in moved.items():
             labels = {"source": source, "target": target}
             yield ("flow_chunks", "chunks copied", labels, chunks)
@@ -133,7 +132,7 @@ class MetricsText(Collector):
         text = "time of calls in the server, of those over gRPC and the socket"
         family = HistogramMetricFamily("kvstore_call_seconds", text, labels=["method"])
         bounds = [*map(str, BOUNDS_S), "+Inf"]
-        for method, times in self._counters.times().items():
+        for method, times in self.counters.times().items():
             buckets = list(zip(bounds, accumulate(times.counts), strict=True))
             family.add_metric([method], buckets, times.total_s)
         return family

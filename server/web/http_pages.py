@@ -16,7 +16,7 @@ from kvstore.proto.errors import KVStoreError, PermissionDeniedError, Unauthenti
 from kvstore.server.api.service import Backend
 from kvstore.server.security.authenticator import CERTIFICATE as X509
 from kvstore.server.security.authenticator import SCHEME
-from kvstore.server.security.authorization import Trust
+from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.sessions import Principal
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import is_loopback, parse_endpoint
@@ -48,7 +48,7 @@ class Pages:
     """The application of the HTTP port. For its own thread alone."""
 
     def __init__(
-        self, config: Settings, trust: Trust, metrics: MetricsText, dashboard: Dashboard
+        self, config: Settings, trust: Authorizer, metrics: MetricsText, dashboard: Dashboard
     ) -> None:
         # This machine sees all of it. Other hosts see the dashboard where nobody on the way can
         # read or change it, or that was accepted; and the metrics with a proof, or where open.
@@ -64,7 +64,6 @@ class Pages:
         self.app = Starlette(routes=[Route(f"/{name}", self._answer) for name in names])
 
     def _refusal(self, request: Request, *, is_page: bool) -> Response | None:
-        """Return the answer to who may not see it; None to who may."""
         # By the kernel's word: the connection does not leave this machine.
         ends = request.client, request.scope.get("server")
         is_local = all(end is not None and is_loopback(end[0]) for end in ends)
@@ -83,7 +82,6 @@ class Pages:
         return None
 
     def _check(self, request: Request, *, is_noted: bool = True) -> None:
-        """See that an admin calls. Raises UnauthenticatedError, PermissionDeniedError."""
         given = request.headers.get("authorization", "")
         pem: bytes = request.scope.get("state", {}).get(CERTIFICATE, b"")
         principal: Principal | None = None
@@ -91,14 +89,14 @@ class Pages:
             proof = [("authorization", _bearer(given))] if given else []
             certificate = {X509: [pem]} if pem else {}
             principal = self._trust.authenticator.principal_of(proof, certificate)
-            if not principal.is_admin():
+            if "admin" not in principal.roles:
                 raise PermissionDeniedError(f"{principal.name} has not the role 'admin'")
         except KVStoreError as error:
             if is_noted and (given or pem):  # else a browser wants to know what it should bring
                 host, port = request.client or ("", 0)
                 peer = f"http:{host}:{port}"
                 outcome = type(error).__name__
-                self._trust.authorizer.note(principal, METHOD, outcome, peer=lambda: peer)
+                self._trust.note(principal, METHOD, outcome, peer=lambda: peer)
             raise
 
     async def _answer(self, request: Request) -> Response:
@@ -148,7 +146,7 @@ def _bearer(given: str) -> str:
     return SCHEME + text.partition(":")[2]
 
 
-def open_http(config: Settings, backend: Backend, trust: Trust) -> HttpServer:
+def open_http(config: Settings, backend: Backend, trust: Authorizer) -> HttpServer:
     """Serve the metrics and the dashboard at ``--http``. Raises InvalidRequestError."""
     store = backend.store
     metrics = MetricsText(

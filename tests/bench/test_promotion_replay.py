@@ -11,7 +11,7 @@ from typing_extensions import override
 from kvstore.proto.types import KEY_BYTES, ChunkKey
 from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.lru import LruEviction
-from kvstore.server.eviction.reuse_estimate import ReuseForecast
+from kvstore.server.eviction.reuse_statistics import ReuseForecast
 from kvstore.server.tiering.admission import (
     BY_VALUE,
     EvictionValue,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.lru import LruEviction
-from kvstore.server.eviction.reuse_estimate import ReuseForecast
+from kvstore.server.eviction.reuse_statistics import ReuseForecast
 from kvstore.server.tiering.admission import (
     ADMISSIONS,
     BY_VALUE,

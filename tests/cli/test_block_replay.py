@@ -10,7 +10,7 @@ import pytest
 from kvstore.cli.simulate.block_replay import BlockReplay
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.eviction.access_history import NO_INFO, AccessHistory, InsertInfo
-from kvstore.server.eviction.registry import make_policy
+from kvstore.server.eviction.policy import make_policy
 
 Trace = list[tuple[list[int], float]]
 

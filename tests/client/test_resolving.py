@@ -229,9 +229,9 @@ def test_a_variant_that_gave_way_goes_early(server: LocalServer) -> None:
     client = server.connect()
     heads = [tokens(300 + number, 16) for number in range(MAX_VARIANTS + 1)]
     keys = [keys_of(client, put_prompt(client, *prompt_of(head, DOCUMENT))[1])[0] for head in heads]
-    catalog, contents = server.node.store.catalog, server.node.store.blends.contents.content_index
+    catalog, contents = server.node.store.catalog, server.node.store.blends.contents
     with catalog.state.lock:
-        known = [key in contents for key in keys]
+        known = [contents.facts(key) is not None for key in keys]
         ranks = [
             catalog.state.metadata.hints.priority(catalog.state.index.row(key)) for key in keys
         ]

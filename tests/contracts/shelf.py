@@ -109,7 +109,7 @@ class Schedule:
         self.draw = draw
         self.sealed: dict[ChunkKey, tuple[ChunkInfo, Bytes]] = {}
         self.open: list[tuple[Reservation, Bytes]] = []
-        self.most_bytes = min(tier.max_frame_bytes(), tier.capacity_bytes // 12)
+        self.most_bytes = min(tier.max_frame_bytes, tier.capacity_bytes // 12)
 
     def step(self) -> None:
         steps = [self.reserve, self.reserve, self.seal, self.seal, self.abort, self.delete]
@@ -173,4 +173,4 @@ class Schedule:
         for key in list(self.sealed):
             assert self.tier.delete(key)
         assert_counts(self.tier, [], [])
-        self.tier.abort(self.tier.reserve(make_info(1, self.tier.max_frame_bytes())))
+        self.tier.abort(self.tier.reserve(make_info(1, self.tier.max_frame_bytes)))

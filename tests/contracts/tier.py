@@ -214,7 +214,7 @@ class TierContract(TierReads, ABC):
         assert_counts(tier, [], [])
 
     def test_full_tier_refuses_and_keeps_what_it_has(self, tier: Tier) -> None:
-        size = min(tier.max_frame_bytes(), self.capacity_bytes // 24)
+        size = min(tier.max_frame_bytes, self.capacity_bytes // 24)
         sealed, error = fill_up(tier, [make_info(seed, size) for seed in range(25)])
         assert error.tier == tier.name
         assert error.need_bytes >= size
@@ -225,7 +225,7 @@ class TierContract(TierReads, ABC):
         assert put(tier, make_info(99, size), payload(99, size))
 
     def test_largest_frame_fits_an_empty_tier_and_one_byte_more_does_not(self, tier: Tier) -> None:
-        largest = tier.max_frame_bytes()
+        largest = tier.max_frame_bytes
         assert largest >= self.capacity_bytes // 16
         info, data = make_info(1, largest), payload(1, largest)
         with pytest.raises(TierFullError):
@@ -245,7 +245,7 @@ class TierContract(TierReads, ABC):
         random.Random(5).shuffle(infos)
         for info in infos:
             assert tier.delete(info.key)
-        largest = tier.max_frame_bytes()
+        largest = tier.max_frame_bytes
         assert put(tier, make_info(99, largest), payload(99, largest))
         assert_holds(tier, make_info(99, largest), payload(99, largest))
 
@@ -306,7 +306,7 @@ class TierContract(TierReads, ABC):
         with closing(self.reopen(lasting, tmp_path)) as again:
             assert_absent(again, info)
             assert_counts(again, [], [])
-            largest = again.max_frame_bytes()
+            largest = again.max_frame_bytes
             assert put(again, make_info(2, largest), payload(2, largest))
 
     def test_restarted_tier_never_writes_over_what_it_found(
@@ -361,7 +361,7 @@ class TierContract(TierReads, ABC):
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(work, range(_THREADS)))
         assert_counts(tier, [], [])
-        assert put(tier, make_info(1, tier.max_frame_bytes()), payload(1, tier.max_frame_bytes()))
+        assert put(tier, make_info(1, tier.max_frame_bytes), payload(1, tier.max_frame_bytes))
 
     @pytest.mark.usefixtures("hasty_threads")
     def test_of_sixteen_writers_of_one_key_one_whole_version_stays(self, tier: Tier) -> None:
@@ -382,7 +382,7 @@ class TierContract(TierReads, ABC):
 
     @pytest.mark.usefixtures("hasty_threads")
     def test_threads_racing_for_the_last_room_never_overfill(self, tier: Tier) -> None:
-        size = min(tier.max_frame_bytes(), self.capacity_bytes // 24)
+        size = min(tier.max_frame_bytes, self.capacity_bytes // 24)
         barrier = Barrier(_THREADS, timeout=60)
 
         def work(thread: int) -> list[Reservation]:

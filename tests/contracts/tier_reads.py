@@ -30,7 +30,7 @@ class TierReads:
     def test_steps_tell_how_much_has_come_and_end_with_all_of_it(
         self, tier: Tier, size: int
     ) -> None:
-        if size > tier.max_frame_bytes():
+        if size > tier.max_frame_bytes:
             pytest.skip("larger than its frames")
         info, data = make_info(1, size), payload(1, size)
         put(tier, info, data)
@@ -53,7 +53,7 @@ class TierReads:
         assert steps == []
 
     def test_who_follows_a_read_can_end_it_and_the_medium_is_not_to_blame(self, tier: Tier) -> None:
-        info = make_info(1, min(1_200_003, tier.max_frame_bytes()))
+        info = make_info(1, min(1_200_003, tier.max_frame_bytes))
         put(tier, info, bytes_of(info))
         out = np.zeros(info.size_bytes, np.uint8)
 
@@ -70,7 +70,7 @@ class TierReads:
         self, tier: Tier, flipped: int | None
     ) -> None:
         info, frame = make_frame(1, 256, representation=make_representation(3, 2, 128))
-        if info.size_bytes > tier.max_frame_bytes():
+        if info.size_bytes > tier.max_frame_bytes:
             pytest.skip("larger than its frames")
         stored = frame.copy()
         if flipped is not None:
@@ -137,7 +137,7 @@ class TierReads:
         os.close(descriptor)
 
     def test_what_is_in_the_way_makes_room_when_it_goes(self, tier: Tier) -> None:
-        size = min(tier.max_frame_bytes(), tier.capacity_bytes // 24)
+        size = min(tier.max_frame_bytes, tier.capacity_bytes // 24)
         infos = [make_info(seed, size) for seed in range(8)]
         for info in infos:
             put(tier, info, bytes_of(info))

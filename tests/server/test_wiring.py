@@ -14,11 +14,9 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import POLICIES, PutOutcome
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.marconi import MarconiEviction
-from kvstore.server.eviction.policy import EvictionPolicy
+from kvstore.server.eviction.policy import EvictionPolicy, make_policy
 from kvstore.server.eviction.quotas import PartitionedEviction
-from kvstore.server.eviction.registry import make_policy
 from kvstore.server.index.hints import ChunkMetadata
-from kvstore.server.index.known_models import KnownModels
 from kvstore.server.settings.settings import load_config
 from kvstore.server.settings.values import GIB, MIB
 from kvstore.server.telemetry.metrics import Counters
@@ -38,7 +36,7 @@ def test_no_put_is_called_durable_while_a_lossy_codec_may_be_chosen(
     disk = ["--tiers", "cpu,disk", "--disk", f"{tmp_path}:16MiB", "--codec", f"disk={codec}"]
     config = load_config(["--cpu-size", "16MiB", "--limits", "cpu_slab_bytes=1MiB", *disk])
     with ExitStack() as opened:
-        store = build_store(config, FakeClock(), Counters(), opened, KnownModels(), lambda: 1)
+        store = build_store(config, FakeClock(), Counters(), opened, lambda: 1)
         assert (store.durable is not None) == is_durable
 
 
@@ -124,7 +122,7 @@ def test_where_all_is_leased_puts_are_refused_and_nothing_leaks(policy: str) -> 
         match = core.store.lookup(session, keys_of(versions), core.later(), lease=True)
         assert match.ready == 12
         assert outcomes(core, 1) == {PutOutcome.refused}
-        assert (len(core.store.writes), core.catalog.in_flight.count()) == (0, 0)
+        assert (len(core.store.writes), core.catalog.in_flight.writers.total()) == (0, 0)
         assert core.cpu.stats().reservations == 0
         core.store.release(session, match.lease_id)
         assert outcomes(core, 1) == {PutOutcome.stored}
@@ -138,4 +136,4 @@ def test_a_chunk_larger_than_its_tier_is_refused_by_name(policy: str) -> None:
         with pytest.raises(InvalidRequestError, match=r"frame_bytes=\d+: tier 'cpu' takes"):
             core.put(session, [large])
         assert (core.cpu.stats().chunks, core.cpu.stats().reservations) == (4, 0)
-        assert core.catalog.in_flight.count() == 0
+        assert core.catalog.in_flight.writers.total() == 0

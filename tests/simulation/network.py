@@ -313,7 +313,7 @@ class NetworkSchedule:
             world.settle()
         assert len(world.sessions) == 0
         assert world.catalog.leases.pins.total() == len(world.catalog.leases) == 0
-        assert world.catalog.in_flight.count() == len(world.store.writes) == 0
+        assert world.catalog.in_flight.writers.total() == len(world.store.writes) == 0
         assert world.cpu.stats().reservations == 0
         client = Client()
         self.open(client, arrives=1.0)

@@ -85,7 +85,7 @@ class Oracle:
         leased = sum(len(held.keys) for held in self.leases.values())
         assert world.catalog.leases.pins.total() == leased, "pins do not add up to the live leases"
         assert len(world.catalog.leases) == len(self.leases)
-        assert world.catalog.in_flight.count() == len(self.puts) == len(world.store.writes)
+        assert world.catalog.in_flight.writers.total() == len(self.puts) == len(world.store.writes)
         stats = world.cpu.stats()
         assert stats.used_bytes <= stats.capacity_bytes
         assert stats.reservations == len(self.puts)

@@ -201,7 +201,7 @@ class Schedule:
         world.store.tick()
         world.settle()
         self.oracle.check(thoroughly=True)
-        assert world.catalog.leases.pins.total() == world.catalog.in_flight.count() == 0
+        assert world.catalog.leases.pins.total() == world.catalog.in_flight.writers.total() == 0
         assert world.work_queue.is_idle()
         self._read_everything()
         self._clear_everything()

@@ -16,14 +16,7 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.tiers.base import (
-    DEFAULT_TENANT,
-    Reservation,
-    Tier,
-    TierStats,
-    check_size,
-    spent,
-)
+from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
 
 GRANULE_BYTES = 64
 
@@ -88,8 +81,10 @@ class Medium:
 class DictTier(Tier):
     """Frames in a dictionary. Sizes are rounded up; room never scatters."""
 
+    granule_bytes = GRANULE_BYTES
+
     def __init__(self, capacity_bytes: int, faults: Faults, medium: Medium | None = None) -> None:
-        self.capacity_bytes = capacity_bytes
+        self.capacity_bytes = self.max_frame_bytes = capacity_bytes
         self.faults = faults
         self.medium = medium or Medium()
         self._open: dict[object, Bytes] = {}
@@ -102,14 +97,6 @@ class DictTier(Tier):
     def _try(self, verb: str) -> None:
         if self.faults.strikes():
             raise TierUnavailableError(self.name, f"{verb} fails on purpose")
-
-    @override
-    def allocated_bytes(self, size_bytes: int) -> int:
-        return -(-size_bytes // GRANULE_BYTES) * GRANULE_BYTES
-
-    @override
-    def max_frame_bytes(self) -> int:
-        return self.capacity_bytes
 
     @override
     def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
@@ -129,8 +116,8 @@ class DictTier(Tier):
         self._try("write")
         room = self._open.get(reservation.place)
         if room is None:
-            raise spent(reservation)
-        check_size(reservation, frame)
+            raise reservation.spent()
+        reservation.check(frame)
         room[:] = frame
 
     def _close_reservation(self, reservation: Reservation) -> Bytes:

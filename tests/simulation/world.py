@@ -17,8 +17,7 @@ from typing_extensions import override
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.plans import NO_HINTS, Hints, Reuse
 from kvstore.server.cluster.refill import attach_refills
-from kvstore.server.eviction.policy import EvictionPolicy
-from kvstore.server.eviction.registry import make_policy
+from kvstore.server.eviction.policy import EvictionPolicy, make_policy
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.index.holds import Leases

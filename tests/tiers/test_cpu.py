@@ -95,8 +95,8 @@ def test_capacity_is_whole_slabs_and_slabs_appear_when_needed() -> None:
     tier = CpuTier(3 * SLAB_BYTES - 1, SLAB_BYTES)
     assert tier.capacity_bytes == 2 * SLAB_BYTES
     assert open_files() == before
-    first = _put(tier, make_info(1, tier.max_frame_bytes()))
-    second = _put(tier, make_info(2, tier.max_frame_bytes()))
+    first = _put(tier, make_info(1, tier.max_frame_bytes))
+    second = _put(tier, make_info(2, tier.max_frame_bytes))
     assert first.number != second.number
     assert tier.stats().used_bytes == tier.capacity_bytes
     with pytest.raises(TierFullError):
@@ -168,7 +168,7 @@ def test_reservation_of_another_tier_is_not_taken_for_ones_own(tier: CpuTier) ->
 def test_out_of_files_is_a_tier_that_cannot_be_used_and_stays_as_it_was(
     tier: CpuTier, spare_files: int
 ) -> None:
-    info = make_info(1, tier.max_frame_bytes())
+    info = make_info(1, tier.max_frame_bytes)
     _put(tier, info)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest_free = os.dup(0)

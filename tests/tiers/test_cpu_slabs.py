@@ -230,7 +230,7 @@ def test_tenant_cannot_use_the_holes_in_another_tenants_slabs() -> None:
 
 def test_slab_that_changes_hands_is_a_new_file_and_the_old_one_shows_nothing_of_it() -> None:
     tier = CpuTier(SLAB_BYTES, SLAB_BYTES)
-    mine, theirs = make_info(1, 30_000), make_info(2, tier.max_frame_bytes() - 4096)
+    mine, theirs = make_info(1, 30_000), make_info(2, tier.max_frame_bytes - 4096)
     old = _put(tier, mine, "a")
     spy = Client(tier, old, "a")
     assert spy.read(old) == bytes(bytes_of(mine))
@@ -263,7 +263,7 @@ def test_many_hand_overs_keep_the_number_of_files_flat() -> None:
     tier = CpuTier(2 * SLAB_BYTES, SLAB_BYTES)
     held: list[int] = []
     for seed in range(40):
-        info = make_info(seed, tier.max_frame_bytes())
+        info = make_info(seed, tier.max_frame_bytes)
         _put(tier, info, f"tenant {seed % 5}")
         tier.delete(info.key)
         held.append(open_files())

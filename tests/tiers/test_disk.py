@@ -48,9 +48,8 @@ def flip(path: Path, needle: bytes, at: int) -> int:
 
 class TestDiskTier(TierContract):
     def make_tier(self, capacity_bytes: int, tmp_path: Path) -> Tier:
-        return DiskTier(
-            tmp_path / "disk", capacity_bytes, file_bytes=EXTENT_BYTES, index_bytes=INDEX_BYTES
-        )
+        folder = (tmp_path / "disk", capacity_bytes)
+        return DiskTier(folder, file_bytes=EXTENT_BYTES, index_bytes=INDEX_BYTES)
 
     def reopen(self, tier: Tier, tmp_path: Path) -> Tier:
         tier.close()
@@ -98,7 +97,7 @@ def test_capacity_beyond_the_disk_is_refused_and_leaves_no_file(tmp_path: Path) 
 
 def test_a_size_that_holds_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="capacity_bytes=4095"):
-        DiskTier(tmp_path, 4095)
+        DiskTier((tmp_path, 4095))
     assert os.listdir(tmp_path) == []
 
 
@@ -122,7 +121,7 @@ def test_start_that_fails_halfway_takes_back_its_files_and_keeps_the_chunks(tmp_
 def test_capacity_is_allocated_at_start_and_floored_to_granules(tmp_path: Path) -> None:
     tier = open_disk(tmp_path, (5 << 19) + 4095)
     assert tier.capacity_bytes == 5 << 19
-    assert tier.max_frame_bytes() == EXTENT_BYTES
+    assert tier.max_frame_bytes == EXTENT_BYTES
     files = sorted((tmp_path / "extents").iterdir())
     assert [file.name for file in files] == ["0000.kv", "0001.kv", "0002.kv"]
     assert [file.stat().st_size for file in files] == [1 << 20, 1 << 20, 1 << 19]
@@ -170,8 +169,8 @@ def test_shrunk_tier_drops_the_chunks_beyond_and_their_files(tmp_path: Path) -> 
 
 def test_folder_keeps_the_extent_size_it_was_made_with(tmp_path: Path) -> None:
     open_disk(tmp_path).close()
-    tier = DiskTier(tmp_path, 4 << 20, file_bytes=2 << 20, index_bytes=INDEX_BYTES)
-    assert tier.max_frame_bytes() == EXTENT_BYTES
+    tier = DiskTier((tmp_path, 4 << 20), file_bytes=2 << 20, index_bytes=INDEX_BYTES)
+    assert tier.max_frame_bytes == EXTENT_BYTES
     tier.close()
 
 

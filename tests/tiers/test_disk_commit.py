@@ -105,7 +105,7 @@ def test_seal_is_visible_at_once_and_survives_a_crash_after_flush(tmp_path: Path
 
 def test_seal_nobody_waits_for_is_committed_when_old_enough(tmp_path: Path) -> None:
     now_s = [100.0]
-    tier = DiskTier(tmp_path, 1 << 20, index_bytes=1 << 20, clock=lambda: now_s[0])
+    tier = DiskTier((tmp_path, 1 << 20), index_bytes=1 << 20, clock=lambda: now_s[0])
     put_some(tier, 1)
     assert tier._commit.commits == 0
     now_s[0] += COMMIT_AGE_S
@@ -143,7 +143,7 @@ def test_chunk_deleted_before_its_commit_never_reaches_the_index(tmp_path: Path)
 
 def test_region_used_again_has_one_row_whatever_was_deleted(tmp_path: Path) -> None:
     tier = open_disk(tmp_path / "disk", 1 << 20)
-    size = tier.max_frame_bytes()
+    size = tier.max_frame_bytes
     for seed in range(5):
         info = make_info(seed, size)
         assert put(tier, info, bytes_of(info), durable=True)
@@ -221,7 +221,7 @@ def test_row_of_a_commit_in_doubt_is_deleted_before_its_region_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = open_disk(tmp_path / "disk", 1 << 20)
-    lost, heir = (make_info(seed, tier.max_frame_bytes()) for seed in (1, 2))
+    lost, heir = (make_info(seed, tier.max_frame_bytes) for seed in (1, 2))
     commit = DiskIndex.commit
 
     def unsure(index: DiskIndex, deletes: Iterable[bytes], rows: Sequence[PackedRow]) -> int:

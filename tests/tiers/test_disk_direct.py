@@ -22,7 +22,7 @@ from kvstore.proto.frame import header_bytes
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.tiers import disk_io
 from kvstore.tiers.base import Tier
-from kvstore.tiers.disk import DiskOptions, DiskTier
+from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk_io import (
     BLOCK_BYTES,
     BOUNCE_BUFFERS,
@@ -36,11 +36,10 @@ FILE_BYTES = 3 * BOUNCE_BYTES
 
 def open_direct(path: Path, capacity_bytes: int = 4 << 20) -> DiskTier:
     return DiskTier(
-        path,
-        capacity_bytes,
+        (path, capacity_bytes),
         file_bytes=EXTENT_BYTES,
         index_bytes=INDEX_BYTES,
-        options=DiskOptions(is_direct=True),
+        is_direct=True,
         clock=lambda: 0.0,
     )
 

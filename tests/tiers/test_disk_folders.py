@@ -18,8 +18,8 @@ from disk_process import EXTENT_BYTES, INDEX_BYTES
 from kvstore.proto.errors import TierFullError, TierUnavailableError
 from kvstore.proto.types import ChunkInfo
 from kvstore.tiers.base import Tier
-from kvstore.tiers.disk import DiskOptions, DiskTier
-from kvstore.tiers.disk_files import FOLDER_RETRY_S, DiskConfig
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk_files import FOLDER_RETRY_S
 from kvstore.tiers.disk_io import write_durably
 
 
@@ -33,13 +33,9 @@ class Clock:
 
 def open_over(paths: Sequence[Path], mib: Sequence[int], clock: Clock | None = None) -> DiskTier:
     """Open a tier over *paths* of so many MiB each; nothing is committed unless someone asks."""
-    shares = [DiskConfig(path, size << 20) for path, size in zip(paths, mib, strict=True)]
+    shares = [(path, size << 20) for path, size in zip(paths, mib, strict=True)]
     return DiskTier(
-        *shares[0],
-        file_bytes=EXTENT_BYTES,
-        index_bytes=INDEX_BYTES,
-        options=DiskOptions(tuple(shares[1:])),
-        clock=clock or Clock(),
+        *shares, file_bytes=EXTENT_BYTES, index_bytes=INDEX_BYTES, clock=clock or Clock()
     )
 
 
@@ -61,14 +57,9 @@ def folder_of(tier: DiskTier, info: ChunkInfo, paths: Sequence[Path]) -> int:
 
 class TestSeveralFolders(TierContract):
     def make_tier(self, capacity_bytes: int, tmp_path: Path) -> Tier:
-        share = DiskConfig(tmp_path / "b", capacity_bytes // 2)
-        return DiskTier(
-            tmp_path / "a",
-            capacity_bytes - capacity_bytes // 2,
-            file_bytes=EXTENT_BYTES,
-            index_bytes=INDEX_BYTES,
-            options=DiskOptions((share,)),
-        )
+        half = capacity_bytes // 2
+        shares = [(tmp_path / "a", capacity_bytes - half), (tmp_path / "b", half)]
+        return DiskTier(*shares, file_bytes=EXTENT_BYTES, index_bytes=INDEX_BYTES)
 
     def reopen(self, tier: Tier, tmp_path: Path) -> Tier:
         tier.close()

@@ -39,7 +39,7 @@ SIZE = 3 * CELL_BYTES
 
 
 def disk(path: Path, capacity_bytes: int = 4 << 20) -> DiskTier:
-    return DiskTier(path, capacity_bytes, file_bytes=EXTENT_BYTES, index_bytes=INDEX_BYTES)
+    return DiskTier((path, capacity_bytes), file_bytes=EXTENT_BYTES, index_bytes=INDEX_BYTES)
 
 
 class TestEncryptedDiskTier(TierContract):

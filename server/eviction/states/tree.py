@@ -69,45 +69,40 @@ HYBRID_7B = HybridModel("hybrid-7b", 24, 4, 28, 4096, 128)
 """NVIDIA's attention-Mamba2 hybrid of 7 B, as in Marconi's evaluation."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """A position in some sequence: the end of an edge of tokens, with a state or without."""
 
-    __slots__ = (
-        *("parent", "edge", "depth", "children", "below", "branches", "tick", "queued", "hits"),
-        *("next_turn", "last_s", "kind", "used", "marginal", "alone"),
-    )
-
-    def __init__(self, parent: Node | None, edge: bytes, depth: int) -> None:
-        self.parent = parent
-        """None for the root, and for what is no longer known."""
-        self.edge = edge
-        """The tokens from the parent to here, int32 each."""
-        self.depth = depth
-        """Tokens from the start of the sequence."""
-        self.children: tuple[Node, ...] = ()
-        """In the order of their edges, no two of which begin with the same token."""
-        self.below = 0
-        """Resident states here and further down: KV of the edge is kept for them."""
-        self.branches = 0
-        """Children with any."""
-        self.tick = 0
-        """The request that ran through last."""
-        self.queued = 0
-        """What Ghosts queued it by; 0 where it is not queued."""
-        self.hits = 0
-        """How often a request started from it, or would have with its state."""
-        self.next_turn = 0
-        """The turn of what goes on from here: one more than of what ended here, else 0."""
-        self.last_s: float | None = None
-        """When a request last used the position, or stored it; None where no state ever was."""
-        self.kind = 0
-        """Its class, as HitDensityRank knows it."""
-        self.used = 0
-        """The request that used its state last; 0 without one."""
-        self.marginal = 0
-        """Of a state: tokens from the nearest resident one above to this one."""
-        self.alone = 0
-        """Of a state: tokens of edges that have KV for it alone."""
+    parent: Node | None
+    """None for the root, and for what is no longer known."""
+    edge: bytes
+    """The tokens from the parent to here, int32 each."""
+    depth: int
+    """Tokens from the start of the sequence."""
+    children: tuple[Node, ...] = ()
+    """In the order of their edges, no two of which begin with the same token."""
+    below: int = 0
+    """Resident states here and further down: KV of the edge is kept for them."""
+    branches: int = 0
+    """Children with any."""
+    tick: int = 0
+    """The request that ran through last."""
+    queued: int = 0
+    """What Ghosts queued it by; 0 where it is not queued."""
+    hits: int = 0
+    """How often a request started from it, or would have with its state."""
+    next_turn: int = 0
+    """The turn of what goes on from here: one more than of what ended here, else 0."""
+    last_s: float | None = None
+    """When a request last used the position, or stored it; None where no state ever was."""
+    kind: int = 0
+    """Its class, as HitDensityRank knows it."""
+    used: int = 0
+    """The request that used its state last; 0 without one."""
+    marginal: int = 0
+    """Of a state: tokens from the nearest resident one above to this one."""
+    alone: int = 0
+    """Of a state: tokens of edges that have KV for it alone."""
 
     @property
     def held(self) -> bool:

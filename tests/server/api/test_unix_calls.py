@@ -21,6 +21,7 @@ from prompts import LARGE, SMALL, store
 from socket_peer import OPEN, Claim, Peer, attached, joined, staging, ticking
 
 from kvstore.client import ClientOptions
+from kvstore.client.local_link import parse_answer
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, UnauthenticatedError
 from kvstore.proto.types import ChunkKey
@@ -34,15 +35,14 @@ from kvstore.proto.unix_socket import (
     Request,
     pack_answer,
     pack_call,
-    parse_answer,
     unpack_answer,
 )
 from kvstore.server.api import unix_calls, unix_server
 from kvstore.server.api.unix_calls import UnixCalls, can_send
 from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, UnixServer
 from kvstore.server.security.authorization import Authorizer
-from kvstore.server.security.rate_limits import TenantLimits
 from kvstore.server.security.sessions import Session, SessionTable
+from kvstore.server.settings.settings import Settings
 
 ServerMaker = Callable[..., LocalServer]
 Terms = pb.OpenSessionResponse
@@ -463,8 +463,7 @@ def calls_of(
     service: Any, after_lookup: Callable[[], None] = lambda: None
 ) -> tuple[UnixCalls, Session]:
     table = SessionTable(1, 1000, lambda _: b"", lambda: 0.0, os.urandom)
-    limits = TenantLimits({}, lambda: 0.0)
-    authorizer = Authorizer(table, limits, None, clock=lambda: 0.0)
+    authorizer = Authorizer(Settings(), table, lambda: 0.0)
     return UnixCalls(service, authorizer, after_lookup), session_of(table)
 
 

@@ -32,8 +32,8 @@ from kvstore.proto.unix_socket import Op, Reply, Request
 from kvstore.server.api import unix_server
 from kvstore.server.api.unix_server import SlabFile, UnixServer
 from kvstore.server.security.authorization import Authorizer
-from kvstore.server.security.rate_limits import TenantLimits
 from kvstore.server.security.sessions import SessionTable
+from kvstore.server.settings.settings import Settings
 
 ServerMaker = Callable[..., LocalServer]
 
@@ -397,7 +397,7 @@ def open_plane_of(
     clock: Clock,
     descriptors: int = 64,
 ) -> UnixServer:
-    authorizer = Authorizer(table, TenantLimits({}, clock), None, clock=clock)
+    authorizer = Authorizer(Settings(), table, clock)
     return UnixServer(path, table, {Op.slab: slab_file}, authorizer, 4, descriptors)
 
 

@@ -24,7 +24,7 @@ from kvstore.server.cluster.directory import (
 from kvstore.server.cluster.membership import Membership, MembershipState, NodeAddress
 from kvstore.server.settings.values import Limits
 from kvstore.server.telemetry.metrics import Counters
-from kvstore.tiers.redis_client import NodeDown, RedisClient
+from kvstore.tiers.redis_client import RedisClient
 
 TTL_MS = 500
 LONG_MS = 4000
@@ -32,7 +32,7 @@ PREFIX = "kvs:1:"
 PATIENT_S = 10.0
 
 DirectoryMaker = Callable[..., Directory]
-LOST = NodeDown(TierUnavailableError("redis", "a master is down"))
+LOST = TierUnavailableError("redis", "a master is down")
 
 
 class Votes:
@@ -40,13 +40,15 @@ class Votes:
 
     url = "redis://votes"
 
-    def __init__(self, *words: bytes | NodeDown) -> None:
+    def __init__(self, *words: bytes | TierUnavailableError) -> None:
         self.words = words
         self.asked = 0
 
     def ask(self, calls: Sequence[object], reply_bytes: int = 0) -> list[object]:
         self.asked += 1
-        return [one if isinstance(one, NodeDown) else [one, b"", []] for one in self.words]
+        return [
+            one if isinstance(one, TierUnavailableError) else [one, b"", []] for one in self.words
+        ]
 
 
 def key(number: int) -> ChunkKey:
@@ -159,7 +161,7 @@ def test_many_keys_are_asked_for_in_one_round_trip_for_512(make_directory: Direc
     ],
 )
 def test_a_node_stands_as_most_of_the_answers_say_and_half_turn_away_a_new_one_alone(
-    before: MembershipState, words: tuple[bytes | NodeDown, ...], after: MembershipState
+    before: MembershipState, words: tuple[bytes | TierUnavailableError, ...], after: MembershipState
 ) -> None:
     """A hash that lost its rows lets anybody in, and half of two is not most."""
     votes = Votes(b"old", b"old", b"old")

@@ -31,7 +31,7 @@ def prompt(
     history: AccessHistory, *numbers: int, at_s: float = 0.0, facts: InsertInfo = NO_INFO
 ) -> None:
     """Look a prompt up and store what is not known of it, as a store does."""
-    known = [row for row in numbers if history.knows(row)]
+    known = [row for row in numbers if history.hits_of(row)]
     history.requested(rows(*known), len(numbers), at_s)
     fresh = [row for row in numbers if row not in known]
     history.seen_chain(rows(*fresh), known[-1] if known else NO_ROW, facts, at_s)
@@ -168,7 +168,7 @@ def test_what_was_forgotten_is_met_as_new() -> None:
     prompt(history, 1, 2, at_s=10.0)
     history.forget_all(np.array([2]))
     history.forget_all(np.array([2]))
-    assert not history.knows(2)
+    assert not history.hits_of(2)
     assert (history.flops_of(2), history.reuse_of(2), history.hits_of(2)) == (0.0, 0, 0)
     prompt(history, 2, at_s=11.0)
     assert history.hits_of(2) == 1

@@ -9,8 +9,7 @@ from typing_extensions import override
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import POLICIES
 from kvstore.server.eviction.access_history import AccessHistory
-from kvstore.server.eviction.policy import EvictionPolicy
-from kvstore.server.eviction.registry import make_policy
+from kvstore.server.eviction.policy import EvictionPolicy, make_policy
 
 
 class NamedPolicyContract(PolicyContract):

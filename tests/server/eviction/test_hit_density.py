@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import tracemalloc
-from array import array
 from collections.abc import Callable
 from itertools import islice
 
@@ -15,7 +14,6 @@ from numpy.typing import NDArray
 
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import (
-    MAX_CLASSES,
     NO_INFO,
     AccessHistory,
     InsertInfo,
@@ -25,14 +23,10 @@ from kvstore.server.eviction.hit_density import (
     BUDGET,
     CAP_S,
     WARM_REQUESTS,
-    ClassRanking,
     HitDensityEviction,
     LruSafeguard,
-    Rank,
 )
 from kvstore.server.eviction.lru import LruEviction
-from kvstore.server.eviction.policy import Columns
-from kvstore.server.eviction.queues import ClassQueues
 from kvstore.server.eviction.reuse_statistics import AGE_BINS
 
 
@@ -305,65 +299,3 @@ def test_the_first_victims_cost_no_look_at_the_others() -> None:
 
     assert len(list(islice(tier.policy.victims(keep, 5_000.0), 3))) == 3
     assert looks == 3
-
-
-_ROWS, _KINDS = 60, 5
-
-
-class Ends:
-    """Rows in queues, used at random times, and their ranks."""
-
-    def __init__(self, seed: int) -> None:
-        self.draw = random.Random(seed)
-        self.history = AccessHistory()
-        self.history.reach(_ROWS)
-        self.history.table.values[:] = np.random.default_rng(seed).random((1024, AGE_BINS))
-        self.used = array("Q", bytes(8 * (_ROWS + 1)))
-        self.worth = array("f", [0.0, *(1.0 + row % 3 for row in range(1, _ROWS + 1))])
-        columns = Columns()
-        columns.reach(_ROWS)
-        self.queues = ClassQueues(self.used, columns, MAX_CLASSES)
-        self.queued: dict[int, int] = {}
-        self.now_s = 0.0
-        self.tick = 0
-        self.ranks = self.fresh()
-
-    def fresh(self) -> ClassRanking:
-        return ClassRanking(self.history, self.queues, self.used, self.worth)
-
-    def step(self) -> None:
-        """Something happens to one row, or time goes on."""
-        self.now_s += self.draw.choice((0.0, 0.0, 0.3, 7.0))
-        row = self.draw.randrange(1, _ROWS + 1)
-        if row in self.queued:
-            self.queues.remove(row)
-        if row in self.queued and self.draw.random() < 0.5:
-            del self.queued[row]
-            return
-        kind = self.queued[row] = self.draw.randrange(_KINDS)
-        if self.used[row] and self.draw.random() < 0.3:
-            self.queues.place(row, kind)  # as one that was exposed, by its own last use
-            return
-        self.tick += 1
-        self.used[row] = self.tick
-        self.history.last_s[row] = self.now_s
-        self.queues.append(row, kind)
-
-    def all(self, ranks: ClassRanking) -> list[Rank]:
-        """Return what counts once *ranks* are brought up."""
-        ranks.bring_up(self.now_s)
-        return sorted(ranks.current.values())
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_ranks_kept_up_to_date_are_those_of_ranking_all(seed: int) -> None:
-    ends = Ends(seed)
-    for at in range(400):
-        ends.step()
-        if at == 200:
-            ends.history.table.values *= 0.5
-            ends.history.table.version += 1
-        if at % 3 == 0:
-            found = ends.all(ends.ranks)
-            ends.queues.changed.clear()
-            assert found == ends.all(ends.fresh())

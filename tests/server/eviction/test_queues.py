@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvstore.server.eviction.lru import ClassQueues
 from kvstore.server.eviction.policy import Columns
-from kvstore.server.eviction.queues import ClassQueues
 
 _KINDS, _ROWS = 3, 40
 
@@ -63,8 +63,9 @@ class QueuesMachine(RuleBasedStateMachine):
                 (r for r, k in self.model.items() if k == kind), key=self.order.__getitem__
             )
             assert list(self.queues.walk(kind)) == rows
-            assert self.queues.head(kind) == (rows[0] if rows else 0)
             back = _backwards(self.queues, kind)
+            ends = self.queues.ends(_KINDS)[2 * kind : 2 * kind + 2]
+            assert ends.tolist() == [(rows or [0])[0], (back or [0])[0]]
             assert back == [row for row in reversed(rows) if row in back]
             assert list(self.queues.walk_back(kind)) == rows[::-1]
             assert set(back) <= set(rows)
@@ -88,6 +89,6 @@ def test_a_row_far_from_both_ends_waits_aside_and_comes_in_its_turn() -> None:
     assert 101 not in _backwards(queues, 0)
     for row in range(1, 51):
         queues.remove(row)
-    assert queues.head(0) == 101
+    assert queues.ends(1).tolist() == [101, 100]
     queues.remove(101)
     assert list(queues.walk()) == list(range(51, 101))

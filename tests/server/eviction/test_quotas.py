@@ -95,7 +95,7 @@ def test_a_partition_over_its_quota_owes_what_is_over_it() -> None:
     fill(policy, p1=8)
     assert (policy.owed_bytes(1, 20), policy.owed_bytes(1, 25)) == (0, 5)
     assert policy.owed_bytes(0, ALL) == 0
-    assert list(policy.victims_of(1, keep_none, 0.0)) == [101 + at for at in range(8)]
+    assert list(policy.victims_for(1, keep_none, 0.0, is_own=True)) == [101 + at for at in range(8)]
 
 
 def test_nobody_is_pushed_below_its_guarantee_but_by_itself() -> None:
@@ -166,7 +166,7 @@ def test_whatever_is_put_quotas_hold_to_a_chunk_and_guarantees_hold_against_othe
     for partition, size in puts:
         before = [used(number) for number in range(3)]
         while policy.owed_bytes(partition, size):
-            evict(next(policy.victims_of(partition, keep_none, 0.0)))
+            evict(next(policy.victims_for(partition, keep_none, 0.0, is_own=True)))
         while sum(sizes.values()) + size > capacity:
             victim = next(policy.victims_for(partition, keep_none, 0.0), NO_ROW)
             if not victim:

@@ -8,7 +8,7 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import POLICIES, REPLACED_POLICIES
 from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.hit_density import HitDensityEviction
-from kvstore.server.eviction.registry import make_policy
+from kvstore.server.eviction.policy import make_policy
 
 
 @pytest.mark.parametrize("name", POLICIES)

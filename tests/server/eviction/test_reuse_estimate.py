@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
-from kvstore.server.eviction.reuse_estimate import ReuseForecast, reuse_chance
-from kvstore.server.eviction.reuse_statistics import AGE_BINS, bins_of
+from kvstore.server.eviction.reuse_statistics import AGE_BINS, ReuseForecast, bins_of, reuse_chance
 
 
 def hits(**ages_s: float) -> NDArray[np.float64]:

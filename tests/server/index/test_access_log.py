@@ -12,10 +12,10 @@ from typing_extensions import override
 
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
-from kvstore.server.eviction.policy import EvictionPolicy, Rows
+from kvstore.server.eviction.policy import EvictionPolicy, Rows, make_policy
 from kvstore.server.eviction.quotas import LEAST_SAMPLED, MissRatioCurve
-from kvstore.server.eviction.registry import make_policy
 from kvstore.server.index.access_log import MAX_EVENTS, MAX_ROWS, AccessLog, Lookup, Stored
+from kvstore.server.index.hints import ChunkMetadata
 
 FULL = InsertInfo()
 
@@ -61,7 +61,7 @@ def requested(numbers: list[int], now_s: float = 1.0) -> Lookup:
 
 def heard(*events: Lookup | Stored) -> list[object]:
     policy = Listening()
-    access_log = AccessLog(AccessHistory(), [policy])
+    access_log = AccessLog(ChunkMetadata(), {"cpu": policy})
     for event in events:
         access_log.note(event)
     assert policy.heard == []
@@ -100,7 +100,7 @@ def test_what_does_not_continue_a_chain_is_told_alone(other: Stored) -> None:
 
 def test_the_end_of_a_prompt_is_the_last_of_its_run() -> None:
     history = AccessHistory()
-    access_log = AccessLog(history, [Listening()])
+    access_log = AccessLog(ChunkMetadata(history), {"cpu": Listening()})
     end = Stored(0, [2], 1, 100, InsertInfo(tokens_full=False), [7.0], 1.0)
     for event in (stored(1, NO_ROW), end, stored(3, 2)):
         access_log.note(event)
@@ -115,7 +115,7 @@ def test_a_row_that_names_itself_as_its_parent_is_told_alone() -> None:
 
 def test_more_events_than_may_wait_are_worked_off_one_by_one() -> None:
     policy = Listening()
-    access_log = AccessLog(AccessHistory(), [policy])
+    access_log = AccessLog(ChunkMetadata(), {"cpu": policy})
     for number in range(MAX_EVENTS + 10):
         access_log.note(stored(10 * number + 1, NO_ROW))
     assert (len(access_log), len(policy.heard)) == (MAX_EVENTS, 10)
@@ -123,7 +123,7 @@ def test_more_events_than_may_wait_are_worked_off_one_by_one() -> None:
 
 def test_few_rows_wait_as_each_takes_time_to_apply() -> None:
     policy, many = Listening(), list(range(1, MAX_ROWS // 4 + 1))
-    access_log = AccessLog(AccessHistory(), [policy])
+    access_log = AccessLog(ChunkMetadata(), {"cpu": policy})
     for _ in range(14):
         access_log.note(requested(many))
     assert (len(access_log), len(policy.heard)) == (4, 10)
@@ -147,7 +147,7 @@ def test_a_chain_is_told_as_its_chunks_are(is_full: bool) -> None:
         ],
     ):
         history, policy = AccessHistory(), Listening()
-        access_log = AccessLog(history, [policy])
+        access_log = AccessLog(ChunkMetadata(history), {"cpu": policy})
         for event in events:
             access_log.note(event)
         access_log.apply_all()
@@ -159,7 +159,7 @@ def test_a_chain_is_told_as_its_chunks_are(is_full: bool) -> None:
 def test_a_lookup_asked_again_touches_and_is_not_counted() -> None:
     history, policy = AccessHistory(), Listening()
     history.seen_chain(np.array([1]), NO_ROW, FULL, 0.0)
-    access_log = AccessLog(history, [policy])
+    access_log = AccessLog(ChunkMetadata(history), {"cpu": policy})
     access_log.note(Lookup(np.array([1]), [key(0)], 1.0, is_again=True))
     access_log.apply_all()
     assert (history.hits_of(1), policy.heard) == (1, [([1], 1.0)])
@@ -167,7 +167,7 @@ def test_a_lookup_asked_again_touches_and_is_not_counted() -> None:
 
 def test_lookups_are_told_to_what_wonders_about_sizes() -> None:
     what_if = MissRatioCurve(1_000)
-    access_log = AccessLog(AccessHistory(), [Listening()], [what_if])
+    access_log = AccessLog(ChunkMetadata(what_ifs={"cpu": what_if}), {"cpu": Listening()})
     access_log.note(stored(1, NO_ROW))
     for number in range(3 * LEAST_SAMPLED):
         access_log.note(requested([number % 5]))
@@ -184,7 +184,7 @@ def test_who_settles_late_decides_as_who_settles_at_once(name: str, seed: int) -
         draw = random.Random(seed)
         history = AccessHistory()
         policy = make_policy(name, history)
-        access_log = AccessLog(history, [policy])
+        access_log = AccessLog(ChunkMetadata(history), {"cpu": policy})
         here: set[int] = set()
         for second in range(150):
             first = 1 + 10 * draw.randrange(8)

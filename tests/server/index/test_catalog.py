@@ -101,12 +101,12 @@ def test_a_match_makes_its_chain_the_last_to_go(catalog: Catalog) -> None:
 
 def test_a_chunk_that_exists_needs_no_put_and_writers_are_counted(catalog: Catalog) -> None:
     assert not catalog.in_flight.begin(key(0))
-    assert catalog.in_flight.count() == 0
+    assert catalog.in_flight.writers.total() == 0
     assert [catalog.in_flight.begin(key(3)) for _ in range(2)] == [True, True]
     catalog.in_flight.end(key(3))
-    assert catalog.in_flight.count() == 1
+    assert catalog.in_flight.writers.total() == 1
     catalog.in_flight.end(key(3))
-    assert catalog.in_flight.count() == 0
+    assert catalog.in_flight.writers.total() == 0
 
 
 def test_a_lease_covers_the_prefix_that_exists_and_ends_by_the_clock(

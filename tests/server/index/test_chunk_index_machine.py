@@ -48,7 +48,7 @@ class RadixMachine(RuleBasedStateMachine):
         super().__init__()
         self.forgotten: list[int] = []
         self.index = ChunkIndex(TIERS, GHOSTS, self.forget)
-        self.index.ends.need(HYBRID, ResumeRequirements(state=True))
+        self.index.need(HYBRID, ResumeRequirements(state=True))
         self.copies: dict[ChunkKey, dict[str, bool]] = {}
         """By chunk, the tiers with a copy, and whether its layout has a state."""
         self.ghosts: list[ChunkKey] = []
@@ -182,7 +182,7 @@ def test_the_oldest_ghosts_are_forgotten_together_and_told_of_before_their_rows_
 
 def test_a_model_with_state_goes_on_only_from_where_its_state_was_kept() -> None:
     index = ChunkIndex(TIERS)
-    index.ends.need(PLAIN, ResumeRequirements(state=True))
+    index.need(PLAIN, ResumeRequirements(state=True))
     for number in range(6):
         kept = layout(has_state=number in (1, 3))
         index.add("cpu", [replace(info(number, number - 1 if number else None), layout=kept)])
@@ -210,8 +210,8 @@ def test_a_chunk_with_a_state_shows_what_its_namespace_needs(kind: Component) ->
 def test_namespaces_of_such_models_are_remembered_within_a_limit() -> None:
     index = ChunkIndex(TIERS)
     for number in range(MAX_CHECKPOINT_SPACES + 5):
-        index.ends.need(Namespace(number.to_bytes(16, "little")), ResumeRequirements(state=True))
-    assert len(index.ends.needs) == MAX_CHECKPOINT_SPACES
+        index.need(Namespace(number.to_bytes(16, "little")), ResumeRequirements(state=True))
+    assert len(index.needs) == MAX_CHECKPOINT_SPACES
 
 
 def test_a_lossy_copy_may_be_a_checkpoint_of_its_fidelity() -> None:

@@ -24,9 +24,8 @@ from kvstore.proto.errors import LeaseExpiredError
 from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.plans import Hints, Reuse
 from kvstore.proto.types import KVLayout, PutOutcome
-from kvstore.server.eviction.policy import EvictionPolicy
+from kvstore.server.eviction.policy import EvictionPolicy, make_policy
 from kvstore.server.eviction.quotas import PartitionedEviction, PartitionTable, Quota
-from kvstore.server.eviction.registry import make_policy
 from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reads import ReadTerms

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from contracts.chunks import make_representation
 from contracts.ends import HYBRID, STATES, WIDE
+from contracts.policy import info, key
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.proto.key_table import NO_ROW
 from kvstore.proto.types import KVLayout
-from kvstore.server.index.chunk_index import ResumeRequirements, StateCheckpoints
+from kvstore.server.index.chunk_index import ChunkIndex, ResumeRequirements
 
 WHOLE = replace(make_representation(), layer_groups=(*HYBRID.layer_groups,))
 
@@ -36,14 +37,11 @@ def test_a_models_layers_say_what_the_end_of_a_prefix_needs(model, needs) -> Non
 def test_a_prefix_ends_at_the_deepest_state_whose_windows_reach(
     drawn: list[tuple[bool, bool, int]], state: bool, window: int
 ) -> None:
-    ends, needs = StateCheckpoints(), ResumeRequirements(state, window)
-    ends.flags.frombytes(bytes(len(drawn) + 1))
-    sizes = {}
-    for row, (has_window, has_state, tokens) in enumerate(drawn, 1):
+    index = ChunkIndex(["cpu"])
+    for number, (has_window, has_state, tokens) in enumerate(drawn):
         layout = KVLayout.of(WHOLE, tokens, window=has_window, state=has_state)
-        ends.flags[row] = ResumeRequirements.of_layout(layout).flags
-        sizes[row] = tokens
-    rows = np.arange(1, len(drawn) + 1)
+        index.add("cpu", [replace(info(number), layout=layout)])
+    index.needs[key(0)[:16]] = ResumeRequirements(state, window)
 
     def can_end(count: int) -> bool:
         seen, at = 0, count
@@ -55,14 +53,15 @@ def test_a_prefix_ends_at_the_deepest_state_whose_windows_reach(
         return not state or drawn[count - 1][1]
 
     deepest = max((n for n in range(1, len(drawn) + 1) if can_end(n)), default=0)
-    assert ends.usable(needs, rows, sizes.__getitem__) == deepest
+    rows = index.prefix([key(number) for number in range(len(drawn))])
+    assert len(index.usable(rows)) == deepest
 
 
 def test_a_chunk_lacks_what_another_put_of_it_has() -> None:
-    ends = StateCheckpoints()
-    ends.flags.append(ResumeRequirements.of_layout(KVLayout.of(HYBRID, 16, state=False)).flags)
-    assert ends.is_less_complete(0, KVLayout.of(HYBRID, 16))
-    assert not ends.is_less_complete(0, KVLayout.of(HYBRID, 16, state=False))
-    assert not ends.is_less_complete(0, KVLayout.of(HYBRID, 16, window=False, state=False))
-    ends.flags[0] = 0
-    assert ends.is_less_complete(0, KVLayout.of(HYBRID, 16, state=False))
+    index = ChunkIndex(["cpu"])
+    less, none = (KVLayout.of(HYBRID, 16, window=window, state=False) for window in (True, False))
+    with_window, bare = index.add("cpu", [replace(info(0), layout=less)])[0], NO_ROW
+    assert index.is_less_complete(with_window, KVLayout.of(HYBRID, 16))
+    assert not index.is_less_complete(with_window, less)
+    assert not index.is_less_complete(with_window, none)
+    assert index.is_less_complete(bare, less)

@@ -12,8 +12,8 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import PermissionDeniedError
 from kvstore.proto.unix_socket import METHODS as LOCAL_METHODS
 from kvstore.server.security.authorization import ANY, METHODS, Authorizer, role_for
-from kvstore.server.security.rate_limits import TenantLimits
 from kvstore.server.security.sessions import Principal, SessionTable
+from kvstore.server.settings.settings import Settings
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVStore"]
 SEES = {"Lookup", "Plan", "Get", "Release", "LendPeer", "Resolve", "Stat", "List", "Explain"}
@@ -42,7 +42,7 @@ def test_every_rpc_has_a_row_and_every_row_an_rpc() -> None:
 
 
 TABLE = SessionTable(1000, 1000, lambda _: b"", lambda: 0.0, os.urandom)
-AUTHORIZER = Authorizer(TABLE, TenantLimits({}, lambda: 0.0), None, clock=lambda: 0.0)
+AUTHORIZER = Authorizer(Settings(), TABLE, lambda: 0.0)
 
 
 def caller(*roles: str) -> Principal:

@@ -29,7 +29,7 @@ TERMS: dict[str, Any] = {"algorithm": "EdDSA", "audience": "kvstore"}
 
 
 def parsed(data: bytes, ca: Authority) -> Revocations:
-    return parse_revocations(data, ca.path.read_bytes(), wall_clock=time.time)
+    return parse_revocations(data, ca.path.read_bytes())
 
 
 def test_a_list_takes_back_its_own_authority_s_certificates_and_no_other_s(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_a_list_takes_back_its_own_authority_s_certificates_and_no_other_s(tmp_p
     assert proof_of_certificate(bad.read_bytes()) not in same_number.proofs
     both = ca.revoke(bad).read_bytes() + other.revoke(good).read_bytes()
     signers = ca.path.read_bytes() + other.path.read_bytes()
-    assert len(parse_revocations(both, signers, wall_clock=time.time).proofs) == 2
+    assert len(parse_revocations(both, signers).proofs) == 2
 
 
 def test_a_list_that_proves_nothing_is_refused(tmp_path: Path) -> None:
@@ -73,13 +73,8 @@ def test_whoever_shows_a_revoked_certificate_is_refused_with_a_token_or_without(
     ca = Authority(tmp_path)
     cert, _ = ca.issue("engine", tenant="acme")
     files = (ca.revoke(), ca.path)
-    asked = Authenticator(
-        None,
-        None,
-        takes_certificates=True,
-        wall_clock=time.time,
-        revocations=WatchedFile(files, partial(parse_revocations, wall_clock=time.time)),
-    )
+    revocations = WatchedFile(files, parse_revocations)
+    asked = Authenticator(None, None, revocations, takes_certificates=True)
     proofs = {"x509_pem_cert": [cert.read_bytes()]}
     known = asked.principal_of([], proofs)
     assert asked.holds(known)
@@ -106,12 +101,8 @@ def test_a_signing_key_that_is_taken_out_ends_what_it_signed_and_the_next_one_go
     ]
     path = tmp_path / "jwt.pem"
     path.write_bytes(b"\n".join(pems))
-    asked = Authenticator(
-        None,
-        WatchedFile((path,), partial(JwtVerifier, **TERMS)),
-        takes_certificates=False,
-        wall_clock=time.time,
-    )
+    verifier = WatchedFile((path,), partial(JwtVerifier, **TERMS))
+    asked = Authenticator(None, verifier, takes_certificates=False)
     claims = {"sub": "e", "tenant": "acme", "roles": ["read"], "aud": "kvstore"} | {
         "exp": int(time.time()) + 60
     }

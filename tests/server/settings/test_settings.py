@@ -54,7 +54,7 @@ def refused(*argv: str) -> str:
 def test_nothing_given_is_a_loopback_server_with_cpu_and_disk(tmp_path: Path) -> None:
     config = load_config([])
     assert config.tiers == ("cpu", "disk")
-    assert config.listen_address == ("127.0.0.1", 7420)
+    assert config.listen == "127.0.0.1:7420"
     assert config.http == "off"
     folder = DiskFolder(capacity_bytes=4 * GIB, path=tmp_path / "cache" / "kvstore" / "disk")
     assert config.disk == (folder,)
@@ -635,7 +635,7 @@ def test_a_runtime_folder_too_deep_for_a_socket_is_refused(monkeypatch: pytest.M
 
 def test_insecure_lets_the_server_listen_to_other_hosts() -> None:
     config = load_config(["--listen", "0.0.0.0:0", "--http", "[::]:9000", "--insecure"])
-    assert config.listen_address == ("0.0.0.0", 0)
+    assert config.listen == "0.0.0.0:0"
     assert config.http == "[::]:9000"
 
 

@@ -136,7 +136,7 @@ def test_a_lossy_copy_that_is_being_read_does_not_go(core: Core, session: Sessio
     lease_id, _ = core.store.open_get(session, [version.info.key], 0)
     (result,) = core.put(session, [version])
     assert result.outcome is PutOutcome.refused
-    assert core.catalog.in_flight.count() == 0
+    assert core.catalog.in_flight.writers.total() == 0
     core.store.release(session, lease_id)
     assert core.put(session, [version])[0].outcome is PutOutcome.stored
 
@@ -309,7 +309,7 @@ class Schedule:
                     core.settle()
                 self.check_catalog()
             core.settle()
-            assert core.catalog.leases.pins.total() == core.catalog.in_flight.count() == 0
+            assert core.catalog.leases.pins.total() == core.catalog.in_flight.writers.total() == 0
             done.update({k: v for k, v in core.counters.snapshot().items() if v})
             assert not core.counters["corrupt_chunks"]
         return done

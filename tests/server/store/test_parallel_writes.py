@@ -114,7 +114,9 @@ class Writers:
 
     def assert_nothing_left(self) -> None:
         assert len(self.writes) == self.writes.parallel.used_bytes == 0
-        assert self.core.catalog.in_flight.count() == self.core.cpu.stats().reservations == 0
+        assert (
+            self.core.catalog.in_flight.writers.total() == self.core.cpu.stats().reservations == 0
+        )
 
 
 @pytest.fixture

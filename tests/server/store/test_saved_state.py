@@ -31,7 +31,7 @@ from kvstore.proto.plans import Hints
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Fidelity, Namespace
 from kvstore.server.blending.gates import TRIALS, Shadow
 from kvstore.server.eviction.access_history import SavedHistory
-from kvstore.server.eviction.registry import make_policy
+from kvstore.server.eviction.policy import make_policy
 from kvstore.server.index import catalog as catalog_module
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.hints import ChunkMetadata, PutInfo

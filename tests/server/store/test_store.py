@@ -124,7 +124,7 @@ def test_a_burst_of_puts_into_a_small_memory_and_a_disk_loses_none(disk: DiskTie
         for versions in prompts:
             assert core.get(session, keys_of(versions)) == frames_of(versions)
         assert core.counters["dropped_victims"] == 0
-        assert core.catalog.leases.pins.total() == core.catalog.in_flight.count() == 0
+        assert core.catalog.leases.pins.total() == core.catalog.in_flight.writers.total() == 0
         assert core.cpu.stats().reservations == 0
 
 

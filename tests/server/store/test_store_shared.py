@@ -198,13 +198,13 @@ def test_a_shared_tier_that_was_emptied_is_filled_again_though_nobody_puts() -> 
 
 def test_a_shared_tier_that_is_full_is_left_alone_between_attempts_to_fill_it_again() -> None:
     with emptied(8) as (core, redis, versions):
-        redis.capacity_bytes = 0
+        redis.capacity_bytes = redis.max_frame_bytes = 0
         ticks(core, CHECK_S + 2 * TICK_S)
         failed = core.counters["failed_copies"]
         assert failed == 1
         ticks(core, CHECK_S - 3 * TICK_S)
         assert core.counters["failed_copies"] == failed
-        redis.capacity_bytes = TIER_BYTES
+        redis.capacity_bytes = redis.max_frame_bytes = TIER_BYTES
         ticks(core, CHECK_S)
         assert None not in redis.find(keys_of(versions))
 

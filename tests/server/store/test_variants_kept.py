@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from documents import DOCUMENT, HEAD, OTHER_HEAD, TRIAL, prompt_of, put_prompt
+from documents import DOCUMENT, HEAD, OTHER_HEAD, TRIAL, make_content_index, prompt_of, put_prompt
 from golden.history_samples import VARIANTS
 from local_server import LocalServer, eventually
 
@@ -15,7 +15,6 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.types import DIGEST_BYTES, ROOT, ChunkKey
 from kvstore.server.blending.content_index import (
     MAX_LEARNED,
-    ContentIndex,
     Measured,
     Named,
 )
@@ -30,7 +29,7 @@ def named(number: int) -> Named:
 
 
 def test_what_is_learned_is_bounded_and_of_the_latest() -> None:
-    index = ContentIndex(MAX_LEARNED + 10)
+    index = make_content_index(MAX_LEARNED + 10)
     for number in range(1, MAX_LEARNED + 4):
         index.note(named(number))
         index.report(named(number).key, Measured(1.0, (), 0.0))
@@ -42,7 +41,7 @@ def test_what_is_learned_is_bounded_and_of_the_latest() -> None:
 
 
 def test_what_was_learned_waits_for_its_chunk_and_is_kept_meanwhile() -> None:
-    index = ContentIndex(10)
+    index = make_content_index(10)
     known = VARIANTS[0]._replace(key=named(1).key)
     index.recall([known])
     assert index.learned() == [known]

@@ -55,7 +55,7 @@ def finish(core: Core, ticket: PutTicket, frame: Bytes) -> PutOutcome:
 
 def assert_nothing_left(core: Core) -> None:
     """No writer, no reservation, no chunk: as if nothing had been put."""
-    assert len(core.store.writes) == core.catalog.in_flight.count() == len(core.catalog) == 0
+    assert len(core.store.writes) == len(core.catalog.in_flight.writers) == len(core.catalog) == 0
     assert core.cpu.stats().used_bytes == core.cpu.stats().reservations == 0
 
 
@@ -87,7 +87,7 @@ def test_of_two_writers_the_first_to_commit_wins_whole(core: Core, session: Sess
     assert core.store.writes.abort(session, tickets[2].ticket_id)
     assert core.get(session, [chunk.key]) == [early.frame.tobytes()]
     assert (core.cpu.stats().chunks, core.cpu.stats().reservations) == (1, 0)
-    assert core.catalog.in_flight.count() == 0
+    assert core.catalog.in_flight.writers.total() == 0
 
 
 def flipped(frame: Bytes, at: int) -> Bytes:
@@ -183,7 +183,7 @@ def test_a_bad_frame_of_a_batch_leaves_those_before_it(core: Core, session: Sess
         core.store.writes.commit(claimed[1], frame=frames[1])
     core.store.writes.discard(claimed[2])
     assert [core.tiers_of(version) for version in versions] == [["cpu"], [], []]
-    assert core.catalog.in_flight.count() == core.cpu.stats().reservations == 0
+    assert core.catalog.in_flight.writers.total() == core.cpu.stats().reservations == 0
 
 
 @pytest.mark.parametrize("size_bytes", [0, 10, 191, 192, 1000])
@@ -210,7 +210,7 @@ def test_a_frame_that_no_empty_tier_holds_is_refused_as_invalid(
     core: Core, session: Session
 ) -> None:
     info, _ = make_frame(1, 250, representation=REPRESENTATION)
-    assert info.size_bytes > core.cpu.max_frame_bytes()
+    assert info.size_bytes > core.cpu.max_frame_bytes
     with pytest.raises(InvalidRequestError, match="frame_bytes"):
         core.store.writes.begin_all(session, [info], core.later())[0]
     assert_nothing_left(core)
@@ -265,7 +265,7 @@ def test_a_put_while_everything_is_leased_is_refused_and_not_hung(
     assert result.outcome is REFUSED
     assert "tier 'cpu' needs" in result.reason
     assert core.cpu.stats() == before
-    assert core.catalog.in_flight.count() == 0
+    assert core.catalog.in_flight.writers.total() == 0
     assert core.counters["put_refused_chunks"] == 1
 
 
@@ -303,4 +303,4 @@ def test_a_put_begun_for_a_session_that_has_ended_leaves_no_room_taken(
     with pytest.raises(LeaseExpiredError, match="open a session"):
         core.store.writes.begin_all(session, [version.info], core.later())[0]
     assert core.cpu.stats().used_bytes == 0
-    assert core.catalog.in_flight.count() == 0
+    assert core.catalog.in_flight.writers.total() == 0

@@ -106,7 +106,7 @@ def test_a_frame_larger_than_the_tier_is_refused_before_anything_is_evicted(core
     session = core.open_session()
     (version,) = prompt(1)
     core.put(session, [version])
-    info = replace(version.info, size_bytes=core.cpu.max_frame_bytes() + 1)
+    info = replace(version.info, size_bytes=core.cpu.max_frame_bytes + 1)
     request = SpaceRequest(info, DEFAULT_TENANT, core.later())
     with pytest.raises(InvalidRequestError):
         core.moves.eviction.reserve(core.moves.tiers.cpu, request)

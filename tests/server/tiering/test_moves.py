@@ -351,7 +351,7 @@ def test_a_frame_too_large_for_cpu_memory_is_still_delivered(disk: SimDisk) -> N
     (version,) = prompt(1, tokens=400)
     write_on(disk, version.packed_info, version.packed)
     with closing(Core([disk])) as core:
-        assert version.packed_info.size_bytes < core.cpu.max_frame_bytes() < len(version.frame)
+        assert version.packed_info.size_bytes < core.cpu.max_frame_bytes < len(version.frame)
         assert core.store.recover() == 1
         (frame,) = core.get(core.open_session(), keys_of([version]))
         assert parse_header(np.frombuffer(frame, np.uint8)).key == version.info.key

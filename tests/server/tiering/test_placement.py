@@ -16,7 +16,7 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.plans import EngineTerms, PrefillModel
 from kvstore.server.eviction.access_history import AccessHistory
-from kvstore.server.eviction.reuse_estimate import ReuseForecast
+from kvstore.server.eviction.reuse_statistics import ReuseForecast
 from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reads import ReadTerms

@@ -10,7 +10,7 @@ from simulation.core import Core, keys_of, prompt
 from simulation.tiers import SimDisk, SimRedis, no_faults
 
 from kvstore.server.eviction.access_history import AccessHistory
-from kvstore.server.eviction.reuse_estimate import ReuseForecast
+from kvstore.server.eviction.reuse_statistics import ReuseForecast
 from kvstore.server.index.hints import ChunkMetadata
 
 

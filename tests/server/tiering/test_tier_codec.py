@@ -101,7 +101,6 @@ def test_only_floats_that_are_no_states_may_lose_anything(
             codec_by_name(LOSSLESS).codec_id,
             Fidelity.exact,
         )
-        assert encoder.is_other(header, "red")
 
 
 def test_states_do_not_keep_the_keys_beside_them_from_loss() -> None:

@@ -15,7 +15,7 @@ from kvstore.client import ClientOptions
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import PutOutcome
 from kvstore.server.eviction.access_history import AccessHistory
-from kvstore.server.eviction.reuse_estimate import ReuseForecast
+from kvstore.server.eviction.reuse_statistics import ReuseForecast
 from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.settings.settings import load_config
 

@@ -449,7 +449,7 @@ Answer = tuple[int, str]
 
 def asked_by(client: str, flags: str, path: str, host: str = "10.0.0.9") -> Answer:
     """Return what a caller from the address *client*, without a proof, is answered."""
-    authenticator = Authenticator(None, None, takes_certificates=True, wall_clock=time.time)
+    authenticator = Authenticator(None, None, takes_certificates=True)
     names = ("insecure", "http_tls", "authenticates_callers", "open_pages")
     config: Any = SimpleNamespace(**{name: name in flags for name in names})
     trust: Any = SimpleNamespace(authenticator=authenticator)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -17,7 +19,13 @@ from local_server import LocalServer, eventually
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.web import event_sockets
-from kvstore.server.web.event_sockets import SECRET_NAME, ConnectionCap, bind_to, load_key
+from kvstore.server.web.event_sockets import (
+    SECRET_NAME,
+    ConnectionCap,
+    EventSockets,
+    bind_to,
+    load_key,
+)
 
 MOST = 6
 
@@ -162,3 +170,17 @@ def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(InvalidRequestError, match=r"events_keys=.*name a folder"):
         load_key(tmp_path / "file" / "keys")
+
+
+def test_who_asks_to_be_let_in_over_and_over_leaves_events_their_turn() -> None:
+    sockets: Any = EventSockets("off", "off")
+    ask = (b"1.0", b"1", b"events", b"", b"", b"CURVE", bytes(32))
+    answers: list[tuple[bytes, ...]] = []
+    sockets.readers = SimpleNamespace(refresh=lambda: None, value=frozenset())
+    sockets._admission = SimpleNamespace(
+        recv_multipart=lambda _: ask, send_multipart=answers.append
+    )
+    sockets.admit()
+    assert 0 < len(answers) <= event_sockets.MAX_CONNECTIONS
+    assert {answer[2] for answer in answers} == {b"400"}
+    sockets.close()
