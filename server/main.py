@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TextIO, cast
 
 import structlog
+from structlog.typing import Processor
 
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.node import Node
@@ -112,11 +113,9 @@ def keep_freed_memory() -> None:
 
 
 def _set_up_logs(config: Settings) -> None:
-    renderer = (
-        structlog.processors.JSONRenderer()
-        if config.log_format == "json"
-        else structlog.dev.ConsoleRenderer(colors=False)
-    )
+    renderer: Processor = structlog.dev.ConsoleRenderer(colors=False)
+    if config.log_format == "json":
+        renderer = structlog.processors.JSONRenderer()
     structlog.configure(
         processors=[
             LogLimit(time.monotonic),

@@ -204,9 +204,8 @@ def build_store(
     opened: ExitStack,
     new_id: Callable[[], int],
 ) -> Store:
-    """Open the configured tiers and put a store over them; *opened* closes them.
-
-    *new_id* returns unpredictable numbers below 2^64.
+    """Open the configured tiers, which *opened* closes, and put a store over them. *new_id* returns
+    unpredictable numbers below 2^64.
     """
     tiers = open_tiers(config, counters, clock, opened)
     capacities = {tier.name: tier.capacity_bytes for tier in tiers}
@@ -258,7 +257,5 @@ def _slot(
 
 
 def batch_parallelism() -> dict[str, int]:
-    """Return how many threads share what one server sends in a row, by queue: one a core, as of
-    more all would be late.
-    """
+    """Return how many threads load from one server, by queue: of more than cores all are late."""
     return {"load-peer": len(os.sched_getaffinity(0))}

@@ -97,9 +97,8 @@ class Report(NamedTuple):
 
 
 class Explainer:
-    """Explains the chunks of *store*. Thread-safe; *clock* is that of the catalog's outcomes.
-
-    Keeps misses and what engines count, bounded and in memory only.
+    """Explains the chunks of *store*; keeps misses and what engines count, bounded and in memory
+    only. Thread-safe; *clock* is that of the catalog's outcomes.
     """
 
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:

@@ -141,9 +141,7 @@ class StreamingLoad:
 
 @dataclass(slots=True)
 class _Source:
-    """One chunk of the get. *ticket* brings its header in reach, and ``load`` reads on; of one that
-    is in CPU memory neither.
-    """
+    """One chunk of the get: *ticket* brings its header from a lower tier, ``load`` reads on."""
 
     index: int
     tier: str

@@ -51,10 +51,7 @@ Claim: TypeAlias = "list[NDArray[np.bool_]]"
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """What is put of a chunk: a frame of ``size_bytes`` of a shard.
-
-    A streamed one waits in memory of the server until it is whole.
-    """
+    """A frame of ``size_bytes`` of a shard; a streamed one waits in memory until it is whole."""
 
     shard: Shard
     size_bytes: int
@@ -118,10 +115,7 @@ class PartialChunk:
         self.sessions.add(ticket.session.session_id)
 
     def agree(self, header: FrameHeader, hints: Hints) -> None:
-        """Take what a first part states, compare with it what another does.
-
-        Raises InvalidRequestError naming what contradicts what came before.
-        """
+        """Take what a first part states. Raises InvalidRequestError for another that differs."""
         if self._first is None:
             self._first = header
         _same("content", header.content.hex(), self._first.content.hex())
@@ -213,10 +207,8 @@ class ParallelWrites:
         self._lock = threading.Lock()
 
     def begin(self, ticket: PartTicket, deadline: float) -> PartTicket | PutResult:
-        """Have room for the chunk of *ticket*, or say why there is nothing to write.
-
-        Raises InvalidRequestError for a part of another chunk than other writers state,
-        QuotaExceededError.
+        """Have room for the chunk of *ticket*, or say why there is nothing to write. Raises
+        QuotaExceededError, InvalidRequestError for another chunk than other writers state.
         """
         stream_bytes = ticket.part.size_bytes if ticket.part.is_streamed else 0
         with self._lock:

@@ -136,7 +136,6 @@ class Reads:
         self.moves = moves
         self._tiers = tiers = moves.tiers
         self._catalog = moves.catalog
-        self._work_queue = moves.work_queue
         self._counters = moves.counters
         self._bypass_limit_bytes = bypass_bytes
         self._prefetch = prefetch
@@ -148,10 +147,7 @@ class Reads:
         self._ahead = [slot for slot in tiers.slots.values() if slot.tier.reads_ahead]
 
     def get(self, keys: Sequence[ChunkKey], terms: ReadTerms) -> Iterator[LayerPart]:
-        """Yield leased chunks in order, up to the first that is lost or late.
-
-        The caller holds the lease until it is done with what it got.
-        """
+        """Yield chunks, under the caller's lease, in order up to the first that is lost or late."""
         cpu = self._tiers.cpu.name
         loads = Loads(self.moves, terms)
         delivered = size_bytes = 0
@@ -251,7 +247,7 @@ class Reads:
             ahead = [key for key, names in held if slot.name in names and cpu not in names]
             if ahead and not slot.breaker.is_open:
                 work = partial(slot.tier.prefetch, ahead)
-                self._work_queue.submit(f"load-{slot.name}", b"ahead" + ahead[0], work)
+                self.moves.work_queue.submit(f"load-{slot.name}", b"ahead" + ahead[0], work)
 
     def in_reach(self, key: ChunkKey, terms: ReadTerms) -> bool:
         """Whether *key* can be delivered without a load."""

@@ -71,7 +71,6 @@ class Reservations:
         self._catalog = moves.catalog
         self.counters = moves.counters
         self.clock = moves.clock
-        self._lower = moves.tiers.lower
         self.on_existing: list[Callable[[ChunkKey], None]] = []
         """Called with each chunk that was put and is here."""
         self._cpu, self._cpu_tier = moves.tiers.cpu, moves.tiers.cpu_tier
@@ -205,7 +204,7 @@ class Reservations:
         self.counters.add("put_bytes", ticket.info.size_bytes)
         if slot.has_quotas:
             moves.eviction.settle_quota(slot, key)
-        for lower in self._lower:
+        for lower in moves.tiers.lower:
             if moves.placement.admits(lower, key, Trigger.stored) and (
                 lower.breaker.is_open or moves.copy_to(key, lower) is None
             ):

@@ -255,10 +255,7 @@ class SavedState:
         self._gate_changes = self._gates.changes
 
     def load(self) -> None:
-        """Take in what an earlier run knew, before anything else happens.
-
-        What is damaged or of another version is as good as not there, and counted.
-        """
+        """Take in, before all else, what an earlier run knew; what cannot be used is counted."""
         store, gates = self._store, self._gates
         learned: dict[str, Callable[[Sections, float], object]] = {
             "history": lambda found, age_s: store.catalog.restore(unpack_history(found, age_s)),

@@ -84,9 +84,8 @@ class Scrub:
             self._thread = thread
 
     def begin(self, tiers: Sequence[str], bytes_per_s: int) -> bool:
-        """Request a pass over *tiers*, none for the usual ones; False while one runs.
-
-        Raises InvalidRequestError for a tier that this server has not.
+        """Request a pass over *tiers*, none for the usual ones; False while one runs. Raises
+        InvalidRequestError for a tier that this server has not.
         """
         for name in tiers:
             if name not in self._slots:
@@ -142,10 +141,7 @@ class Scrub:
             self._catalog.let_go(key)
 
     def drop_damaged(self, keys: Sequence[ChunkKey], representation: bytes = b"") -> int:
-        """Check the copies of chunks that a reader found damaged; return how many were.
-
-        What a reader saw may be its network's doing: a copy that is sound stays.
-        """
+        """Check what a reader, or its network, found damaged; return how many copies were."""
         copies = [(key, self._slots[n]) for key in keys for n in self._catalog.holders(key)]
         verdicts = [self.check(key, slot, representation)[0] for key, slot in copies]
         return verdicts.count(Verdict.damaged)

@@ -51,7 +51,6 @@ class Writes:
         self._limit = limit_per_session
         self._new_id = new_id
         self._clock = reservations.clock
-        self._counters = reservations.counters
         self._tickets: dict[int, dict[int, AnyTicket]] = {}
         # Guards the table; held for dictionary operations only.
         self._lock = threading.Lock()
@@ -87,10 +86,7 @@ class Writes:
         hints: Hints = NO_HINTS,
         parts: Sequence[ChunkPart | None] | None = None,
     ) -> list[AnyTicket | PutResult]:
-        """Begin a batch, to be claimed within RESERVED_S.
-
-        All of its room is given back when one of it is invalid.
-        """
+        """Begin a batch, to be claimed within RESERVED_S, or nothing of it if one is invalid."""
         until = self._clock() + RESERVED_S
         begun: list[AnyTicket | PutResult] = []
         continued = {info.parent_key for info in infos}
@@ -188,7 +184,7 @@ class Writes:
     def expire(self) -> None:
         """Give back room that nobody came to write to in time."""
         count = self._abort_until(self._clock()) + self.parallel.expire()
-        self._counters.add("dropped_unfinished_chunks", count)
+        self._reservations.counters.add("dropped_unfinished_chunks", count)
 
     def _abort_until(self, until: float) -> int:
         with self._lock:
