@@ -14,8 +14,7 @@ from typing import Any
 from local_server import eventually
 from redis_process import RedisProcess, TlsFiles
 
-from kvstore.tiers.redis_connection import ConnectionOptions, pack
-from kvstore.tiers.redis_servers import Server
+from kvstore.tiers.redis_connection import ConnectionOptions, Server, pack
 from kvstore.tiers.redis_url import tls_context
 
 _BUS_OFFSET = 10_000

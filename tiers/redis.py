@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import structlog
 from redis.exceptions import OutOfMemoryError
@@ -27,10 +27,11 @@ from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats, check_range
 from kvstore.tiers.redis_chunks import MAX_PARTS, WRITE_ID_BYTES, KeyNames, Manifest, RedisChunks
-from kvstore.tiers.redis_client import DEFAULT_CONNECTIONS, MAX_LISTING_BYTES, RedisClient
-from kvstore.tiers.redis_connection import Reply
-from kvstore.tiers.redis_servers import SLOTS, Server
+from kvstore.tiers.redis_client import DEFAULT_CONNECTIONS, MAX_LISTING_BYTES, SLOTS, RedisClient
+from kvstore.tiers.redis_connection import Server
 from kvstore.tiers.redis_url import DEFAULT_PREFIX
+
+Rows: TypeAlias = Mapping[ChunkKey, Manifest | None]
 
 logger = structlog.get_logger(__name__)
 
@@ -137,7 +138,7 @@ class RedisTier(Tier):
             with self._lock:
                 self._used_bytes -= reservation.reserved_bytes
                 if sealed:
-                    self._count(manifest)
+                    self._count(manifest.info.key, manifest)
         return sealed
 
     @override
@@ -233,13 +234,7 @@ class RedisTier(Tier):
                     logger.warning(finding.saw, fix=finding.fix)
         return found
 
-    def _note(
-        self,
-        before: Mapping[ChunkKey, Manifest | None],
-        found: Mapping[ChunkKey, Manifest | None],
-        *,
-        is_listing: bool = False,
-    ) -> None:
+    def _note(self, before: Rows, found: Rows, *, is_listing: bool = False) -> None:
         """Take in a read: what its keys were counted as *before* it, and what it *found*. What
         this process sealed meanwhile stays counted; what a listing found is counted from now on.
         """
@@ -247,35 +242,32 @@ class RedisTier(Tier):
             for key, new in found.items():
                 old = before.get(key)
                 if old is not None and old != new and self._chunks.get(key) == old:
-                    self._discount(key)
+                    self._count(key, None)
                 self._peers.pop(key, None)
                 if new is not None and key not in self._chunks:
                     if is_listing:
-                        self._count(new)
+                        self._count(key, new)
                     else:
                         self._peers[key] = new
                 if len(self._peers) > MAX_PEER_MANIFESTS:
                     self._peers.popitem(last=False)
 
-    def _count(self, manifest: Manifest) -> None:
-        key = manifest.info.key
-        self._discount(key)
-        self._peers.pop(key, None)
-        self._chunks[key] = manifest
-        self._used_bytes += self.allocated_bytes(manifest.info.size_bytes)
-
-    def _discount(self, key: ChunkKey) -> None:
-        gone = self._chunks.pop(key, None)
-        if gone is not None:
-            self._used_bytes -= self.allocated_bytes(gone.info.size_bytes)
+    def _count(self, key: ChunkKey, new: Manifest | None) -> None:
+        old = self._chunks.pop(key, None)
+        if old is not None:
+            self._used_bytes -= self.allocated_bytes(old.info.size_bytes)
+        if new is not None:
+            self._peers.pop(key, None)
+            self._chunks[key] = new
+            self._used_bytes += self.allocated_bytes(new.info.size_bytes)
 
 
 FULL_SHARE = 0.95
 """Redis frees nothing of itself under noeviction: writes begin to fail."""
+_MEMORY = re.compile(rb"^(used_memory|maxmemory):([0-9]{1,18})\r?$", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class HealthFinding:
+class HealthFinding(NamedTuple):
     """One thing that is wrong. ``is_loss``: chunks miss or cannot be put already."""
 
     saw: str
@@ -289,57 +281,32 @@ def check_health(client: RedisClient) -> Iterator[HealthFinding]:
     """
     masters = client.masters()
     replies = client.ask([(master, (b"SCAN", 0, b"COUNT", 1)) for master in masters])
-    answering = []
+    refusing = False
     for master, reply in zip(masters, replies, strict=True):
         if isinstance(reply, TierUnavailableError):
             fix = "bring it back, or let a replica of it take over"
             yield HealthFinding(f"{master} does not answer; its slots miss", fix, is_loss=True)
-        else:
-            answering.append(master)
-    if client.is_cluster and answering:
-        yield from _coverage(client, answering)
-    for master in answering:
-        yield from _memory(client, master)
-
-
-def _coverage(client: RedisClient, masters: list[Server]) -> Iterator[HealthFinding]:
-    rows = _ask(client, masters[0], b"CLUSTER", b"SLOTS")
-    if isinstance(rows, list):
-        served = 0
-        for row in rows:
-            match row:
-                case [int(first), int(last), *_]:
-                    served += last - first + 1
-        if served < SLOTS:
-            reason = f"{SLOTS - served} of {SLOTS} slots have no master"
-            fix = "give them one: redis-cli --cluster fix HOST:PORT"
-            yield HealthFinding(reason, fix, is_loss=True)
-    question = (b"CONFIG", b"GET", b"cluster-require-full-coverage")
-    if any(_ask(client, master, *question) == [question[2], b"yes"] for master in masters):
+            continue
+        text = _ask(client, master, b"INFO", b"memory")
+        sizes = dict(_MEMORY.findall(text if isinstance(text, bytes) else b""))
+        used, most = (int(sizes.get(name, 0)) for name in (b"used_memory", b"maxmemory"))
+        if most and used >= FULL_SHARE * most and b"maxmemory_policy:noeviction" in text:
+            saw = f"{master} is full, {used} of {most} bytes, and evicts nothing (noeviction)"
+            fix = "raise its maxmemory, lower --redis-size, or set maxmemory-policy allkeys-lru"
+            yield HealthFinding(saw, fix, is_loss=True)
+        question = (b"CONFIG", b"GET", b"cluster-require-full-coverage")
+        refusing |= client.is_cluster and _ask(client, master, *question) == [question[2], b"yes"]
+    if lost := client.unserved_slots():
+        saw = f"{lost} of {SLOTS} slots have no master"
+        yield HealthFinding(saw, "give them one: redis-cli --cluster fix HOST:PORT", is_loss=True)
+    if refusing:
         saw = "the Redis Cluster refuses every key while one master is down"
         fix = "set cluster-require-full-coverage to no on all its nodes"
         yield HealthFinding(saw, fix, is_loss=False)
 
 
-def _memory(client: RedisClient, master: Server) -> Iterator[HealthFinding]:
-    text = _ask(client, master, b"INFO", b"memory")
-    lines = text.decode(errors="replace").splitlines() if isinstance(text, bytes) else []
-    found = dict(line.partition(":")[::2] for line in lines)
-    used, most = (_number(found.get(name, "")) for name in ("used_memory", "maxmemory"))
-    if most and used >= FULL_SHARE * most and found.get("maxmemory_policy") == "noeviction":
-        saw = f"{master} is full, {used} of {most} bytes, and evicts nothing (noeviction)"
-        fix = "raise its maxmemory, lower --redis-size, or set maxmemory-policy allkeys-lru"
-        yield HealthFinding(saw, fix, is_loss=True)
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isdecimal() and len(text) < 20 else 0
-
-
-def _ask(client: RedisClient, master: Server, *command: bytes) -> Reply:
+def _ask(client: RedisClient, master: Server, *command: bytes) -> Any:
     """Return the answer, None when it may not be asked for."""
-    try:
-        (answer,) = client.run(master, [command], MAX_LISTING_BYTES)
-    except TierUnavailableError:
-        return None
-    return answer  # type: ignore[no-any-return]
+    with contextlib.suppress(TierUnavailableError):
+        return client.run(master, [command], MAX_LISTING_BYTES)[0]
+    return None

@@ -7,6 +7,7 @@ Every version ends in that checksum, so that a row from the future can be told f
 from __future__ import annotations
 
 import contextlib
+import re
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +21,7 @@ from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.messages import pack_info, unpack_info
 from kvstore.proto.types import KEY_BYTES, ChunkInfo, ChunkKey
 from kvstore.tiers.redis_client import MAX_LISTING_BYTES, Call, RedisClient
-from kvstore.tiers.redis_connection import Command, Step, Transfer, encode, slice_steps
-from kvstore.tiers.redis_servers import Server
+from kvstore.tiers.redis_connection import SLICE_BYTES, Command, Server, Step, encode
 
 VERSION = 1
 WRITE_ID_BYTES = 8
@@ -80,11 +80,11 @@ class Manifest:
         return -(-self.info.size_bytes // self.part_bytes)
 
     def cut(self, offset: int, size_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (part, start, stop) for each part that holds some of the bytes asked for."""
+        """Yield (part, start, stop) for each slice of a part that holds some of those bytes."""
         end = offset + size_bytes
         while offset < end:
             part, start = divmod(offset, self.part_bytes)
-            stop = min(self.part_bytes, start + end - offset)
+            stop = min(self.part_bytes, start + min(SLICE_BYTES, end - offset))
             yield part, start, stop
             offset += stop - start
 
@@ -122,6 +122,9 @@ class KeyNames:
         self._prefix = prefix.encode()
         self.pattern = self._prefix + b"{*}:m"
         """What SCAN matches manifests with."""
+        self._name = re.compile(
+            rb"%b\{([0-9a-f]{%d})\}:m" % (re.escape(self._prefix), 2 * KEY_BYTES)
+        )
 
     def manifest(self, key: ChunkKey) -> bytes:
         """Return the name of the manifest of *key*."""
@@ -135,13 +138,8 @@ class KeyNames:
 
     def key_of(self, name: object) -> ChunkKey | None:
         """Return the key whose manifest is called *name*, None when it is no such name."""
-        if not isinstance(name, bytes):
-            return None
-        try:
-            key = ChunkKey(bytes.fromhex(name[len(self._prefix) + 1 : -3].decode()))
-        except ValueError:
-            return None
-        return key if len(key) == KEY_BYTES and name == self.manifest(key) else None
+        match = self._name.fullmatch(name) if isinstance(name, bytes) else None
+        return ChunkKey(bytes.fromhex(match[1].decode())) if match else None
 
 
 class RedisChunks:
@@ -159,12 +157,17 @@ class RedisChunks:
         damaged: list[Call] = []
         for start in range(0, len(keys), MAX_LOOK_KEYS):
             window = keys[start : start + MAX_LOOK_KEYS]
-            rows = self._client.ask([self._get_manifest(key) for key in window])
+            # not GET: what a stranger stored under this name may have 512 MB
+            names = [self._names.manifest(key) for key in window]
+            calls = [(name, (b"GETRANGE", name, 0, MAX_MANIFEST_BYTES)) for name in names]
+            rows = self._client.ask(calls)
             for key, row in zip(window, rows, strict=True):
+                if isinstance(row, TierUnavailableError) or row == b"":
+                    found.append(row or None)
+                    continue
                 raw = row if isinstance(row, bytes) else b""  # another type of value is damage
                 try:
-                    is_settled = isinstance(row, TierUnavailableError) or row == b""
-                    found.append((row or None) if is_settled else parse_manifest(raw, key))
+                    found.append(parse_manifest(raw, key))
                 except InvalidFrameError:
                     found.append(None)
                     damaged.append(self._delete_manifest(key, raw))
@@ -177,26 +180,30 @@ class RedisChunks:
         self, manifest: Manifest, out: Bytes, offset: int, arrived: Callable[[int], object] = bool
     ) -> bool:
         """Compare *manifest*, then fill *out* from its parts. False when one is not there whole. A
-        read from the chunk's start gives it its whole life again. *arrived* is Transfer's.
+        read from the chunk's start gives it its whole life again. *arrived*: RedisClient.transfer.
         """
-        name, raw = self._names.manifest(manifest.info.key), manifest.raw
-        _, peek = self._get_manifest(manifest.info.key)
-        steps = [Step(encode(*peek), b"$%d\r\n%b\r\n" % (len(raw), raw))]
+        name = self._names.manifest(manifest.info.key)
+        peek = (b"GETRANGE", name, 0, MAX_MANIFEST_BYTES)
+        expected = b"$%d\r\n%b\r\n" % (len(manifest.raw), manifest.raw)
+        steps: list[Step] = [(encode(*peek), expected, 0)]
         parts = self._names.parts(manifest)
         for part, start, stop in manifest.cut(offset, len(out)):
-            steps += slice_steps(parts[part], start, stop)
+            request = encode(b"GETRANGE", parts[part], start, stop - 1)
+            steps.append((request, b"$%d\r\n" % (stop - start), stop - start))
         if offset == 0:
             # the manifest last: as ever, it promises that its parts are there
             lives = [*((part, self._ttl_s + PART_SLACK_S) for part in parts), (name, self._ttl_s)]
             expire = b"".join(encode(b"EXPIRE", *life) for life in lives)
-            steps.append(Step(expire, b":1\r\n" * len(lives)))
-        return self._client.transfer(name, Transfer(steps, out.data, arrived))
+            steps.append((expire, b":1\r\n" * len(lives), 0))
+        return self._client.transfer(name, steps, out.data, arrived)
 
     def write(self, manifest: Manifest, frame: Bytes) -> bool:
         """Send the parts, then the manifest unless its key has one. Return whether it had none.
         What is left when this raises goes before the next publishing. Raises redis'
         OutOfMemoryError when the server takes no more.
         """
+        name, view, size = self._names.manifest(manifest.info.key), frame.data, manifest.part_bytes
+        life_s = self._ttl_s + PART_SLACK_S
         try:
             self._sweep()
             (found,) = self.stat([manifest.info.key])
@@ -204,7 +211,14 @@ class RedisChunks:
                 raise found
             if found is not None:
                 return False
-            if self._send(manifest, frame):
+            parts: list[Command] = [
+                (b"SET", part, view[at * size : (at + 1) * size], b"EX", life_s)
+                for at, part in enumerate(self._names.parts(manifest))
+            ]
+            self._client.run(name, parts)
+            # in a round trip of its own: a pipeline runs on after a part that was refused
+            seal = (b"SET", name, manifest.raw, b"EX", self._ttl_s, b"NX")
+            if self._client.run(name, [seal]) != [None]:
                 return True
             self._discard(manifest)
         except OutOfMemoryError:
@@ -261,26 +275,9 @@ class RedisChunks:
                 return whole
         return False
 
-    def _get_manifest(self, key: ChunkKey) -> Call:
-        # not GET: what a stranger stored under this name may have 512 MB
-        name = self._names.manifest(key)
-        return name, (b"GETRANGE", name, 0, MAX_MANIFEST_BYTES)
-
     def _delete_manifest(self, key: ChunkKey, raw: bytes) -> Call:
         name = self._names.manifest(key)
         return name, (b"EVAL", _DELETE, 1, name, MAX_MANIFEST_BYTES, raw)
-
-    def _send(self, manifest: Manifest, frame: Bytes) -> bool:
-        view, size, life_s = frame.data, manifest.part_bytes, self._ttl_s + PART_SLACK_S
-        name = self._names.manifest(manifest.info.key)
-        parts: list[Command] = [
-            (b"SET", part, view[at * size : (at + 1) * size], b"EX", life_s)
-            for at, part in enumerate(self._names.parts(manifest))
-        ]
-        self._client.run(name, parts)
-        # in a round trip of its own: a pipeline runs on after a part that was refused
-        (first,) = self._client.run(name, [(b"SET", name, manifest.raw, b"EX", self._ttl_s, b"NX")])
-        return first is not None
 
     def _discard(self, manifest: Manifest) -> None:
         """Remove what a lost or refused write left, now or before the next publishing."""
@@ -302,6 +299,5 @@ class RedisChunks:
         except TierUnavailableError:
             self._remains.extend(swept)
             raise
-        for old, pair in zip(swept, zip(replies[::2], replies[1::2], strict=True), strict=True):
-            if any(isinstance(reply, TierUnavailableError) for reply in pair):
-                self._remains.append(old)
+        failed = {at // 2 for at, r in enumerate(replies) if isinstance(r, TierUnavailableError)}
+        self._remains.extend(swept[at] for at in failed)

@@ -1,25 +1,38 @@
-"""The way to Redis: every call ends in bounded time, and no error names a password."""
+"""The way to Redis: every call ends in bounded time, and no error names a password.
+
+redis-py's pool, Sentinel and RedisCluster know no deadline of a call, and RedisCluster holds a lock
+while it requests who holds what. So that is done here, over redis-py's connections.
+"""
 
 from __future__ import annotations
 
+import math
 import ssl
+import threading
 import time
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, Final
 
+import structlog
 from redis import exceptions as errors
+from redis.crc import key_slot
 
 from kvstore.proto.errors import KVStoreError, TierUnavailableError
 from kvstore.tiers.redis_connection import (
+    Clock,
     Command,
     ConnectionOptions,
     LoadingError,
+    RedisConnection,
+    Reply,
+    Server,
     SlotLostError,
-    Transfer,
+    Step,
     WrongTypeError,
+    pack,
 )
-from kvstore.tiers.redis_servers import Batch, Clock, Server, Topology
-from kvstore.tiers.redis_url import parse_redis_url, tls_context
+from kvstore.tiers.redis_url import HostPort, RedisUrl, parse_redis_url, tls_context
 
 DEFAULT_CONNECTIONS = 16
 SLOWEST_BYTES_PER_S = 16 << 20
@@ -28,6 +41,15 @@ MAX_REPLY_BYTES = 16 << 10
 """Limit of the mean reply to a command whose reply is parsed."""
 MAX_LISTING_BYTES = 4 << 20
 """Limit of one page of a listing."""
+MAX_TOPOLOGY_BYTES = 1 << 20
+REST_S = 0.5
+"""A server of a Cluster that failed is left alone for this long."""
+MIN_RENEW_S = 0.1
+"""Least time between two questions who serves what."""
+MIN_ASK_SHARE = 0.1
+"""Share of the time of a call below which no further server is asked who serves what: it would
+count as failed without a chance. The next call asks it first."""
+SLOTS = 16384
 
 TIER_RIGHTS = ("getrange", "set", "unlink", "expire", "scan", "eval")
 """Commands that the tier needs; a Cluster's user needs cluster|slots as well."""
@@ -39,8 +61,9 @@ _ELSEWHERE = (
     errors.ClusterDownError, SlotLostError,
 )  # fmt: skip
 """A server that answers with one of these, AskError's child MovedError too, did nothing."""
-_UNREACHED = (OSError, errors.ConnectionError, errors.TimeoutError, SlotLostError)
-"""Why a server could not be asked."""
+_LOCAL = (OSError, errors.ConnectionError, errors.TimeoutError, errors.InvalidResponse, *_ELSEWHERE)
+"""Errors of one server, which others of the Cluster may not have."""
+_FAILED = (OSError, errors.RedisError)
 _ALLOW = (
     f"allow its user in its ACL {' '.join(f'+{word}' for word in TIER_RIGHTS)}, for the node"
     f" directory {' '.join(f'+{word}' for word in DIRECTORY_RIGHTS)}, in a Cluster"
@@ -63,9 +86,165 @@ Call = tuple[bytes | Server, Command]
 """The server, or the name that decides which it is, and the command."""
 
 
-class _Failure(NamedTuple):
-    error: Exception
-    is_undone: bool
+logger = structlog.get_logger(__name__)
+
+
+class Topology:
+    """Which server holds a key: the only one, the master that Sentinels name, or a Cluster's.
+
+    redis.io, "Sentinel clients" and "Cluster specification". Any Sentinel or node says who holds
+    what, and again after a failure. A Cluster's master that failed is left alone for REST_S.
+    Thread-safe; raises redis-py's errors and OSError.
+    """
+
+    def __init__(self, url: RedisUrl, options: ConnectionOptions, clock: Clock) -> None:
+        self.moves: Final = url.mode != "single"
+        """Whether another server may come to hold a key."""
+        self.is_cluster: Final = url.mode == "cluster"
+        self._url, self._options, self._clock = url, options, clock
+        own = options._replace(login=url.sentinel_login, database=0, limit=1)
+        self._sentinels = [Server(at, own, clock) for at in url.hosts if url.mode == "sentinel"]
+        # Guards the fields below; never held over a request.
+        self._lock = threading.Lock()
+        self.is_closed = False
+        self._nodes: dict[HostPort, Server] = {}
+        self.holders: list[Server | None] = [] if self.moves else [self._node(url.hosts[0])]
+        self._is_stale = self.moves
+        self._renewed_at = -MIN_RENEW_S
+        self._reason = "no server has answered yet"
+        self._cause: Exception | None = None
+
+    def has_others(self) -> bool:
+        """Whether a master of a Cluster is not known to be down."""
+        masters = set(self.holders) if self.is_cluster else ()
+        return any(server is not None and not server.is_resting for server in masters)
+
+    def server_of(self, name: bytes | Server, deadline: float) -> Server:
+        """Return the server of the key called *name*."""
+        if isinstance(name, Server):
+            return name
+        self.renew_if_stale(deadline)
+        server = self.holders[key_slot(name) if self.is_cluster else 0]
+        if server is None:
+            raise SlotLostError("no node holds the slot")
+        if self.is_cluster and server.is_resting:
+            raise errors.ConnectionError(f"{server}: failed a moment ago and is left alone")
+        return server
+
+    def note_failure(self, server: Server, error: Exception) -> None:
+        """Follow a slot that moved, and ask who holds what before the next use."""
+        if self.is_cluster and not isinstance(error, errors.ResponseError):
+            server.rests_until = self._clock() + REST_S
+        with self._lock:
+            self._is_stale = self.moves
+            if isinstance(error, errors.MovedError) and 0 <= error.slot_id < len(self.holders):
+                host = error.host or server.address[0]
+                if self.is_cluster and not self.is_closed and 0 < error.port < 1 << 16:
+                    self.holders[error.slot_id] = self._node((host, error.port))
+
+    def renew_if_stale(self, deadline: float) -> None:
+        """Ask who holds what, if that may have changed. Raises when nobody has answered yet."""
+        if not self._is_stale:
+            return
+        with self._lock:
+            is_due = self._is_stale and self._clock() - self._renewed_at >= MIN_RENEW_S
+            if is_due:
+                self._renewed_at = math.inf  # the others go on with what is known
+        if is_due:
+            try:
+                self._renew(deadline)
+            finally:
+                self._renewed_at = self._clock()
+        if not self.holders:
+            raise errors.ConnectionError(self._reason) from self._cause
+
+    def _renew(self, deadline: float) -> None:
+        with self._lock:
+            known = [self._node(at) for at in (*self._nodes, *self._url.hosts) if self.is_cluster]
+        # those that failed are asked last
+        asked = sorted(dict.fromkeys(self._sentinels or known), key=lambda one: one.rests_until)
+        reasons = []
+        least_s = (deadline - self._clock()) * MIN_ASK_SHARE
+        for at, server in enumerate(asked, 1):
+            left_s = deadline - self._clock()
+            if left_s <= max(0.0, least_s):
+                reasons.append("no time was left to ask the others")
+                break
+            try:  # a silent one leaves half of the time to the others
+                self._settle(self._ask(server, deadline - (left_s / 2 if at < len(asked) else 0)))
+                return
+            except _FAILED as error:
+                reasons.append(f"{server}: {error}")
+                self._cause = error
+                server.rests_until = self._clock() + REST_S
+        what = "no node of the Cluster answers" if self.is_cluster else "no Sentinel names a master"
+        self._reason = f"{what}: {'; '.join(reasons)}"
+
+    def _ask(self, server: Server, deadline: float) -> list[tuple[int, int, HostPort]]:
+        """Return (first slot, slot after the last, master) as *server* knows them."""
+        service = self._url.service
+        question = (b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", service.encode())
+        with server.connection(deadline) as connection:
+            connection.send(pack((b"CLUSTER", b"SLOTS") if self.is_cluster else question))
+            (reply,) = connection.read_replies(1, MAX_TOPOLOGY_BYTES)
+        if isinstance(reply, Exception):
+            raise reply
+        if self.is_cluster:
+            return _slot_ranges(reply, server.address[0])
+        match reply:
+            case [bytes(host), bytes(port)] if port.isdigit() and 0 < int(port) < 1 << 16:
+                return [(0, 1, (host.decode(errors="replace"), int(port)))]
+            case _:
+                raise errors.ConnectionError(f"knows no service {service!r}")
+
+    def _settle(self, ranges: Sequence[tuple[int, int, HostPort]]) -> None:
+        with self._lock:
+            old = self.holders
+            holders: list[Server | None] = [None] * (SLOTS if self.is_cluster else 1)
+            for start, stop, address in ranges:
+                holders[start:stop] = [self._node(address)] * (stop - start)
+            self.holders = holders
+            used = {server.address for server in holders if server is not None}
+            used |= set(self._url.hosts) if self.is_cluster else set()
+            gone = [self._nodes.pop(address) for address in set(self._nodes) - used]
+            # Until each master answers again somebody may be on the way to take its place.
+            self._is_stale = any(server.is_resting for server in self._nodes.values())
+        if self._sentinels and old and old != holders:
+            logger.info("redis has a new master", old=str(old[0]), new=str(holders[0]))
+        for server in gone:
+            server.close()
+
+    def _node(self, address: HostPort) -> Server:
+        if self.is_closed:
+            raise errors.ConnectionError("closed")
+        if address not in self._nodes:
+            self._nodes[address] = Server(address, self._options, self._clock)
+        return self._nodes[address]
+
+    def close(self) -> None:
+        """Disconnect. Idempotent."""
+        with self._lock:
+            self.is_closed = True
+            servers = [*self._sentinels, *self._nodes.values()]
+        for server in servers:
+            server.close()
+
+
+def _slot_ranges(reply: Reply, asked_host: str) -> list[tuple[int, int, HostPort]]:
+    found = []
+    for row in reply if isinstance(reply, list) else []:
+        match row:
+            case [int(first), int(last), [host, int(port), *_], *_] if (
+                0 <= first <= last < SLOTS and 0 < port < 1 << 16
+            ):
+                # a node that does not know its own name means the one it was asked by
+                name = host.decode(errors="replace") if isinstance(host, bytes) else ""
+                found.append((first, last + 1, (name or asked_host, port)))
+            case _:
+                raise errors.ConnectionError("CLUSTER SLOTS was answered with something else")
+    if not found:
+        raise errors.ConnectionError("the node belongs to no Cluster, or knows no slots yet")
+    return found
 
 
 class RedisClient:
@@ -89,11 +268,8 @@ class RedisClient:
         self._timeout_s = timeout_ms / 1000
         self._clock = clock
         tls = None if parsed.tls is None else tls_context(parsed.tls)
-        options = ConnectionOptions(
-            self._timeout_s, connections, parsed.login, parsed.database, tls
-        )
-        self._topology = Topology(parsed, options, clock)
-        self._is_closed = False
+        how = ConnectionOptions(self._timeout_s, connections, parsed.login, parsed.database, tls)
+        self._topology = Topology(parsed, how, clock)
 
     def run(
         self, name: bytes | Server, commands: Sequence[Command], reply_bytes: int = MAX_REPLY_BYTES
@@ -103,19 +279,14 @@ class RedisClient:
         The reply for a key of the wrong type is None, as if it were absent. Raises redis-py's
         OutOfMemoryError when the server takes no more, else TierUnavailableError.
         """
-        calls = [(name, command) for command in commands]
-        replies = self.ask(calls, reply_bytes=reply_bytes)
+        replies = self.ask([(name, command) for command in commands], reply_bytes=reply_bytes)
         for reply in replies:
             if isinstance(reply, TierUnavailableError):
                 raise reply
         return replies
 
     def ask(
-        self,
-        calls: Sequence[Call],
-        *,
-        within_s: float | None = None,
-        reply_bytes: int = MAX_REPLY_BYTES,
+        self, calls: Sequence[Call], within_s: float = math.inf, reply_bytes: int = MAX_REPLY_BYTES
     ) -> list[Any]:
         """Send *calls*, in one round trip to all servers at once, and return their replies.
 
@@ -123,126 +294,131 @@ class RedisClient:
         *within_s* it ends after so many seconds. *reply_bytes* limits the mean reply.
         """
         views = (len(word) for _, words in calls for word in words if type(word) is memoryview)
-        deadline = self._deadline(sum(views))
-        if within_s is not None:
-            deadline = min(deadline, self._clock() + within_s)
-        replies: list[Any] = [None] * len(calls)
-        self._ask_once(dict(enumerate(calls)), replies, deadline, reply_bytes)
-        failed = {at: reply for at, reply in enumerate(replies) if isinstance(reply, _Failure)}
-        again = {at: calls[at] for at, failure in failed.items() if failure.is_undone}
-        if again and self._may_try_again(deadline):
-            self._ask_once(again, replies, deadline, reply_bytes)
-        for at in failed:
-            if isinstance(replies[at], _Failure):
-                replies[at] = self._partial_failure(replies[at].error)
-        return replies
-
-    def _ask_once(
-        self, calls: dict[int, Call], replies: list[Any], deadline: float, reply_bytes: int
-    ) -> None:
-        """Fill in *replies* by number; failures that others may not have among them. Raises what
-        nothing cures.
-        """
-        groups: dict[Server, list[int]] = {}
-        for at, (name, _) in calls.items():
-            try:
-                if isinstance(name, Server):
-                    groups.setdefault(name, []).append(at)
-                else:
-                    groups.setdefault(self._topology.server_of(name, deadline), []).append(at)
-            except _UNREACHED as error:
-                replies[at] = _Failure(error, is_undone=True)
-        batches = [Batch(server, [calls[at][1] for at in some]) for server, some in groups.items()]
-        try:
-            # in one order for all callers, lest two wait for what the other holds
-            for batch in sorted(batches, key=lambda batch: batch.server.address):
-                batch.send(deadline)
-            for batch in batches:
-                batch.receive(reply_bytes)
-        finally:
-            for batch in batches:
-                batch.close()
-        for batch, some in zip(batches, groups.values(), strict=True):
-            self._take_in(batch, some, replies)
-
-    def _take_in(self, batch: Batch, numbers: Sequence[int], replies: list[Any]) -> None:
-        if batch.error is not None:
-            self._topology.note_failure(batch.server, batch.error)
-            for at in numbers:
-                replies[at] = _Failure(batch.error, is_undone=batch.connection is None)
-        for at, reply in zip(numbers, batch.replies, strict=False):
-            replies[at] = reply
+        deadline = min(self._deadline(sum(views)), self._clock() + within_s)
+        replies, undone = self._ask_once(dict(enumerate(calls)), deadline, reply_bytes)
+        if undone and self._topology.moves and self._clock() < deadline:
+            replies |= self._ask_once(undone, deadline, reply_bytes)[0]
+        for at, reply in replies.items():
             if isinstance(reply, WrongTypeError):
                 replies[at] = None
-            elif isinstance(reply, _ELSEWHERE):
-                replies[at] = _Failure(reply, is_undone=True)
-                self._topology.note_failure(batch.server, reply)
             elif isinstance(reply, errors.OutOfMemoryError):
                 raise reply
-            elif isinstance(reply, errors.RedisError):
-                raise self._unavailable(reply)
+            elif isinstance(reply, Exception):
+                replies[at] = failure = self._unavailable(reply)
+                if not failure.is_partial:
+                    raise failure
+        return [replies[at] for at in range(len(calls))]
 
-    def transfer(self, name: bytes, transfer: Transfer) -> bool:
-        """Carry out *transfer* of the key called *name*. Return False when a reply is another than
-        expected. Raises TierUnavailableError.
+    def _ask_once(
+        self, calls: dict[int, Call], deadline: float, reply_bytes: int
+    ) -> tuple[dict[int, Any], dict[int, Call]]:
+        """Return the replies by number, errors among them, and what no server began to do."""
+        replies: dict[int, Any] = {}
+        undone: dict[int, Call] = {}
+        groups: dict[Server, list[int]] = {}
+        for at, call in calls.items():
+            try:
+                groups.setdefault(self._topology.server_of(call[0], deadline), []).append(at)
+            except _FAILED as error:
+                replies[at], undone[at] = error, call
+        commands = {server: [calls[at][1] for at in some] for server, some in groups.items()}
+        for server, (was_sent, found) in _exchange(commands, deadline, reply_bytes).items():
+            for at, reply in zip(groups[server], found, strict=True):
+                replies[at] = reply
+                if isinstance(reply, Exception) and isinstance(reply, _LOCAL):  # mostly neither
+                    self._topology.note_failure(server, reply)
+                    if not was_sent or isinstance(reply, _ELSEWHERE):
+                        undone[at] = calls[at]
+        return replies, undone
+
+    def transfer(
+        self, name: bytes, steps: Sequence[Step], out: memoryview, arrived: Callable[[int], object]
+    ) -> bool:
+        """Do *steps* about the key called *name*, whose payload fills *out*; call *arrived*, after
+        each slice, with how much has come. Return False when a reply is not the one expected.
         """
-        deadline = self._deadline(len(transfer.out))
-        is_first = True
+        deadline = self._deadline(len(out))
+        came_bytes, may_repeat = 0, self._topology.moves
         while True:
             server: Server | None = None
             try:
                 server = self._topology.server_of(name, deadline)
                 with server.connection(deadline) as connection:
-                    transfer.run(connection, server.window)
+                    for came_bytes in connection.transfer(steps, out, server.window):
+                        arrived(came_bytes)
                 return True
             except KVStoreError:  # of the caller that checks what arrives
                 raise
             except (errors.InvalidResponse, WrongTypeError):
                 return False
-            except (OSError, errors.RedisError) as error:
-                is_curable = isinstance(error, (*_UNREACHED, *_ELSEWHERE))
+            except _FAILED as error:
+                is_curable = isinstance(error, _LOCAL)
                 if server is not None and is_curable:
                     self._topology.note_failure(server, error)
                 # What was reported to have come is not requested again.
-                may_repeat = is_first and is_curable and not transfer.filled_bytes
-                if not may_repeat or not self._may_try_again(deadline):
-                    raise self._partial_failure(error) from None
-                is_first = False
+                may_repeat = may_repeat and is_curable and not came_bytes
+                if not may_repeat or self._clock() >= deadline:
+                    raise self._unavailable(error) from None
+                may_repeat = False
+
+    def unserved_slots(self) -> int:
+        """Return how many slots of a Cluster had no master when it was last asked."""
+        return self._topology.holders.count(None)
 
     def masters(self) -> list[Server]:
         """Return the servers that hold keys. Raises TierUnavailableError."""
         try:
-            return self._topology.masters(self._deadline(0))
-        except (errors.RedisError, OSError) as error:
+            self._topology.renew_if_stale(self._deadline(0))
+        except _FAILED as error:
             raise self._unavailable(error) from None
+        return list(dict.fromkeys(one for one in self._topology.holders if one is not None))
 
     def close(self) -> None:
         """Disconnect. Idempotent."""
-        self._is_closed = True
         self._topology.close()
 
     def _deadline(self, payload_bytes: int) -> float:
-        if self._is_closed:
+        if self._topology.is_closed:
             raise TierUnavailableError(self._tier, f"{self.url}: closed; open it again")
         return self._clock() + self._timeout_s + payload_bytes / SLOWEST_BYTES_PER_S
 
-    def _may_try_again(self, deadline: float) -> bool:
-        return self._topology.moves and self._clock() < deadline
-
-    def _partial_failure(self, error: Exception) -> TierUnavailableError:
-        """Return the error when other parts of the Cluster go on; else raise it."""
-        if isinstance(error, errors.ClusterDownError) or not self._topology.has_others():
-            raise self._unavailable(error) from None
-        return self._unavailable(error, is_partial=True)
-
-    def _unavailable(self, error: Exception, *, is_partial: bool = False) -> TierUnavailableError:
+    def _unavailable(self, error: Exception) -> TierUnavailableError:
+        """Return *error* as it may be shown; partial when other parts of the Cluster go on."""
         reason = str(error)
         for secret in self._secrets:  # a proxy may quote the AUTH it does not understand
             reason = reason.replace(secret, "***")
         whys = (error, error.__cause__)
         fix = next((fix for kind, fix in _FIXES if any(isinstance(w, kind) for w in whys)), _FIX)
+        is_local = isinstance(error, _LOCAL) and not isinstance(error, errors.ClusterDownError)
         return TierUnavailableError(
             self._tier,
             f"{self.url}: {type(error).__name__}: {reason}; {fix}",
-            is_partial=is_partial,
+            is_partial=is_local and self._topology.has_others(),
         )
+
+
+def _exchange(
+    commands: dict[Server, list[Command]], deadline: float, reply_bytes: int
+) -> dict[Server, tuple[bool, list[Reply | Exception]]]:
+    """Send *commands*, then receive the replies, each *reply_bytes* at most in the mean. Return
+    whether something was sent, and the replies, which are all an error where that came instead.
+    """
+    came: dict[Server, tuple[bool, list[Any]]] = {}
+    sent: dict[Server, RedisConnection] = {}
+    with ExitStack() as stack:
+        # in one order for all callers, lest two wait for what the other holds
+        for server in sorted(commands, key=lambda one: one.address):
+            connection = None
+            try:
+                connection = stack.enter_context(server.connection(deadline))
+                connection.send(pack(*commands[server]))
+                sent[server] = connection
+            except _FAILED as error:
+                came[server] = connection is not None, [error] * len(commands[server])
+        for server, connection in sent.items():
+            count = len(commands[server])
+            try:
+                came[server] = True, connection.read_replies(count, reply_bytes * count)
+            except _FAILED as error:
+                came[server] = True, [error] * count
+    return came

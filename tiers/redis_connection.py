@@ -1,4 +1,4 @@
-"""One connection to a Redis server: redis-py's, with a deadline, limited replies, payload in place.
+"""A Redis server and its connections: redis-py's, with deadlines, limits and payload in place.
 
 redis-py bounds each read, not a reply, and hiredis allocates the list that a server announces: 13
 bytes of a hostile one hold all threads for seconds. So it is redis-py's Python parser that reads,
@@ -12,8 +12,9 @@ import socket
 import ssl
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
 from itertools import islice
+from queue import Empty, LifoQueue
 from typing import Any, NamedTuple, TypeAlias
 
 from hiredis import pack_command
@@ -26,6 +27,9 @@ from kvstore.tiers.redis_url import HostPort, Login
 
 Command: TypeAlias = Sequence[bytes | int | memoryview]
 Reply: TypeAlias = "bytes | int | errors.RedisError | list[Reply] | None"
+Step: TypeAlias = tuple[bytes, bytes, int]
+"""A packed command, the reply expected, and the size of the payload and CRLF after it, if any."""
+Clock: TypeAlias = Callable[[], float]
 
 MAX_HANDSHAKE_BYTES = 16 << 10
 SLICE_BYTES = 1 << 18
@@ -34,14 +38,17 @@ WINDOW = 2
 """Slices requested and not yet here, on one connection. Redis copies all that is requested before
 it sends, and the kernel what the reader has not taken: two slices stay in the processor's caches
 from one end to the other (measured: 4.3 GB/s on one connection, 1.9 with four)."""
+FAR_WINDOW = 16
+"""Slices on their way from a server that is far: those are in nobody's cache."""
+FAR_S = 0.001
+"""A server that answers faster is on this host, or in the same rack."""
 GRACE_S = 0.1
 """What came in time is still read for so long: another server of the call may have used it up."""
 
 _JOINED_BYTES = _RECEIVE_BYTES = 64 << 10
 _MAX_ERROR_BYTES = 512
 _END = b"\r\n"
-_NOT_YET = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-_TLS_EVENTS: dict[type[OSError], int] = {
+_EVENTS: dict[type, int] = {
     ssl.SSLWantReadError: select.POLLIN,
     ssl.SSLWantWriteError: select.POLLOUT,
 }
@@ -76,14 +83,12 @@ class ReplyParser(_RESP2Parser):
             return SlotLostError(response)
         if "The user executing the script can't" in response:
             return errors.NoPermissionError(response)
-        error: Exception = super().parse_error(response)  # type: ignore[no-untyped-call]
-        return error
+        return super().parse_error(response)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def encode(*words: bytes | int | memoryview) -> bytes:
     """Return one command as it is sent."""
-    packed: bytes = pack_command(words)  # type: ignore[arg-type]
-    return packed
+    return pack_command(words)  # type: ignore[arg-type, no-any-return]
 
 
 def pack(*commands: Command) -> list[bytes | memoryview]:
@@ -102,28 +107,12 @@ def pack(*commands: Command) -> list[bytes | memoryview]:
     return [*packed, b"".join(text)]
 
 
-class Step(NamedTuple):
-    """A packed command, and its reply: *expected*, and then, if any, payload and a CRLF."""
-
-    request: bytes
-    expected: bytes
-    payload_bytes: int = 0
-
-
-def slice_steps(name: bytes, start: int, stop: int) -> Iterator[Step]:
-    """Yield what brings the bytes from *start* to *stop* of the value called *name*, by slices."""
-    for first in range(start, stop, SLICE_BYTES):
-        size = min(SLICE_BYTES, stop - first)
-        yield Step(encode(b"GETRANGE", name, first, first + size - 1), b"$%d\r\n" % size, size)
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionOptions:
+class ConnectionOptions(NamedTuple):
     """How each connection is opened. ``limit`` bounds those to one server."""
 
     timeout_s: float
     limit: int
-    login: Login = field(default_factory=Login)
+    login: Login = Login()
     database: int = 0
     tls: ssl.SSLContext | None = None
 
@@ -133,7 +122,7 @@ class DeadlineSocket:
     came before the deadline can be received for GRACE_S after it.
     """
 
-    def __init__(self, sock: socket.socket, silence_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, sock: socket.socket, silence_s: float, clock: Clock) -> None:
         self.deadline = 0.0
         self.limit_bytes = 0
         """What ``recv`` returns yet; with more, the reply is larger than any right one."""
@@ -149,9 +138,9 @@ class DeadlineSocket:
         while (left_s := self.deadline - self._clock()) >= -GRACE_S:
             try:
                 return call(argument)
-            except _NOT_YET as error:
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
                 wait = select.poll()
-                wait.register(self._sock, _TLS_EVENTS.get(type(error), event))
+                wait.register(self._sock, _EVENTS.get(type(error), event))
                 if not wait.poll(1e3 * min(self._silence_s, max(0.0, left_s))):
                     break
         raise errors.TimeoutError("no answer in time")
@@ -163,11 +152,13 @@ class DeadlineSocket:
             left = left[self._use(select.POLLOUT, self._sock.send, left) :]
 
     def recv(self, size: int) -> bytes:
-        """Receive *size* bytes at most, for redis-py's parser, which raises when there are none."""
+        """Receive *size* bytes at most."""
         data: bytes = self._use(select.POLLIN, self._sock.recv, size)
         self.limit_bytes -= len(data)
         if self.limit_bytes < 0:
             raise errors.InvalidResponse("the reply is larger than any right one")
+        if not data:
+            raise errors.ConnectionError("the server hung up")
         return data
 
     def recv_into(self, rooms: Sequence[memoryview]) -> int:
@@ -187,10 +178,10 @@ class RedisConnection(Connection):
     """
 
     link: DeadlineSocket
+    is_quiet = False
+    """Whether it is open, and all replies were received."""
 
-    def __init__(
-        self, address: HostPort, options: ConnectionOptions, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, address: HostPort, options: ConnectionOptions, clock: Clock) -> None:
         self._options, self._clock, self._deadline = options, clock, 0.0
         super().__init__(  # type: ignore[no-untyped-call]
             *address,
@@ -209,11 +200,9 @@ class RedisConnection(Connection):
         try:
             self._sock = self._connect()  # type: ignore[assignment]
             self.on_connect()  # type: ignore[no-untyped-call]
-        except BaseException as error:
-            self.disconnect()  # type: ignore[no-untyped-call]
-            if isinstance(error, socket.timeout):
-                raise errors.TimeoutError("no connection in time") from None
-            raise
+        except TimeoutError:
+            raise errors.TimeoutError("no connection in time") from None
+        self.is_quiet = True
 
     @property  # type: ignore[misc] # it cannot be set
     @override
@@ -235,12 +224,14 @@ class RedisConnection(Connection):
     def read_response(self, *_: Any, **__: Any) -> Any:
         """Return one reply of the handshake, for redis-py. Raises what is an error."""
         (reply,) = self.read_replies(1, MAX_HANDSHAKE_BYTES)
+        self.is_quiet = False  # before ``open`` has succeeded
         if isinstance(reply, errors.RedisError):
             raise reply
         return reply
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
         """Send all *parts*, those that are small together."""
+        self.is_quiet = False
         if sum(map(len, parts)) <= _JOINED_BYTES:
             parts = [b"".join(parts)]
         for part in parts:
@@ -256,7 +247,23 @@ class RedisConnection(Connection):
             raise errors.InvalidResponse("not the protocol of Redis") from None
         if self._parser._buffer.unread_bytes():
             raise errors.InvalidResponse("more replies than commands")
+        self.is_quiet = True
         return replies
+
+    def transfer(self, steps: Sequence[Step], out: memoryview, window: int) -> Iterator[int]:
+        """Do *steps* in order, whose payload fills *out*; yield how far, after each slice. *window*
+        slices are on their way, after a first step without payload.
+        """
+        requests = (request for request, _, _ in steps)
+        self.send(list(islice(requests, window + 1)))
+        end = 0
+        for _, expected, payload_bytes in steps:
+            start, end = end, end + payload_bytes
+            self.receive(expected, out[start:end])
+            if payload_bytes:
+                self.send(list(islice(requests, 1)))  # before what is done with it takes time
+                yield end
+        self.is_quiet = True
 
     def receive(self, expected: bytes, room: memoryview) -> None:
         """Receive a reply that is *expected*; where *room* is not empty, payload and a CRLF too."""
@@ -285,10 +292,7 @@ class RedisConnection(Connection):
             return errors.InvalidResponse("another reply")
         self.link.limit_bytes = _MAX_ERROR_BYTES
         while _END not in line and len(line) < _MAX_ERROR_BYTES:
-            more = self.link.recv(_MAX_ERROR_BYTES - len(line))
-            if not more:
-                raise errors.ConnectionError("the server hung up")
-            line += more
+            line += self.link.recv(_MAX_ERROR_BYTES - len(line))
         text = line[1:].partition(_END)[0].decode(errors="replace")
         try:
             return ReplyParser.parse_error(text)
@@ -296,25 +300,78 @@ class RedisConnection(Connection):
             return errors.ResponseError(text)
 
 
-@dataclass(slots=True)
-class Transfer:
-    """The value of one key received in place: *steps* in order, whose payload fills *out*.
-    *arrived* is called, after each slice, with how much has come.
+class Server:
+    """One Redis server and its connections, of which ``limit`` are open at most. Thread-safe. Each
+    has one user at a time; one that failed is not used again.
     """
 
-    steps: Sequence[Step]
-    out: memoryview
-    arrived: Callable[[int], object] = bool
-    filled_bytes: int = 0
+    def __init__(self, address: HostPort, options: ConnectionOptions, clock: Clock) -> None:
+        self.address = address
+        self._options = options
+        self._clock = clock
+        self._free: LifoQueue[RedisConnection | None] = LifoQueue()
+        """The connections in no use; None for each that may be opened."""
+        for _ in range(options.limit):
+            self._free.put(None)
+        self.rests_until = 0.0
+        self._nearest_s = float("inf")
+        """Time of the fastest answer, which says how far the server is: others had to wait."""
+        self._is_closed = False
 
-    def run(self, connection: RedisConnection, window: int) -> None:
-        """Receive all, *window* slices on their way, after a first step without payload."""
-        requests = (step.request for step in self.steps)
-        connection.send(list(islice(requests, window + 1)))
-        for step in self.steps:
-            end = self.filled_bytes + step.payload_bytes
-            connection.receive(step.expected, self.out[self.filled_bytes : end])
-            if step.payload_bytes:
-                self.filled_bytes = end
-                connection.send(list(islice(requests, 1)))  # before what is called takes time
-                self.arrived(end)
+    def __str__(self) -> str:
+        return "{}:{}".format(*self.address)
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether the server is being left alone."""
+        return self._clock() < self.rests_until
+
+    @property
+    def window(self) -> int:
+        """Slices to have on their way on a connection. TLS leaves nothing in the caches anyway."""
+        is_far = self._options.tls is not None or self._nearest_s > FAR_S
+        return FAR_WINDOW if is_far else WINDOW
+
+    @contextmanager
+    def connection(self, deadline: float) -> Iterator[RedisConnection]:
+        """Give a connection that is open and quiet, waiting for one up to *deadline*. It is hung up
+        afterwards unless it is quiet again.
+        """
+        try:
+            connection = self._free.get(timeout=max(0.0, deadline - self._clock()))
+        except Empty:
+            raise errors.TimeoutError("all connections are in use") from None
+        try:
+            if connection is not None:
+                poll = select.poll()
+                poll.register(connection.link, select.POLLIN | select.POLLRDHUP)
+                if poll.poll(0):  # it hung up, or says more
+                    connection.disconnect()  # type: ignore[no-untyped-call]
+                    connection = None
+            if self._is_closed:
+                raise errors.ConnectionError("closed")
+            if connection is None:
+                connection = RedisConnection(self.address, self._options, self._clock)
+                connection.open(deadline)
+            connection.link.deadline = deadline
+            began = self._clock()
+            yield connection
+            if connection.is_quiet:
+                self._nearest_s = min(self._nearest_s, self._clock() - began)
+        finally:
+            if connection is not None and not connection.is_quiet:
+                connection.disconnect()  # type: ignore[no-untyped-call]
+                connection = None
+            self._free.put(connection)
+            if self._is_closed:
+                self.close()
+
+    def close(self) -> None:
+        """Hang up; what is in use follows as it comes back. Idempotent."""
+        self._is_closed = True
+        with suppress(Empty):
+            while True:
+                connection = self._free.get_nowait()
+                if connection is not None:
+                    connection.disconnect()  # type: ignore[no-untyped-call]
+        self._free.put(None)  # for who waits, to learn of it

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import ssl
-from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Literal, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvstore.proto.errors import InvalidRequestError
@@ -24,12 +23,10 @@ _MODES: dict[str, tuple[Mode, int]] = {
     "cluster": ("cluster", 6379),
 }
 """By the end of the scheme: what the hosts are, and the port of each that states none."""
-_TLS_OPTIONS = frozenset(
-    {
-        "ssl_cert_reqs", "ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile",
-        "ssl_check_hostname",
-    }
-)  # fmt: skip
+_TLS_OPTIONS = {
+    "ssl_cert_reqs", "ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile",
+    "ssl_check_hostname",
+}  # fmt: skip
 _OPTIONS = _TLS_OPTIONS | {"db", "sentinel_username", "sentinel_password"}
 _FIX = (
     "give redis://user:password@host:port/db, redis+sentinel://host:port,host:port/service?db=0"
@@ -39,16 +36,14 @@ _FIX = (
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9_.-]+))(?::([0-9]{1,5}))?")
 
 
-@dataclass(frozen=True, slots=True)
-class Login:
+class Login(NamedTuple):
     """What is sent to a server that asks who we are; empty where it does not."""
 
     username: str = ""
     password: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class RedisUrl:
+class RedisUrl(NamedTuple):
     """A checked address: ``hosts`` are the server, the Sentinels or some nodes of the Cluster.
     ``tls`` is None for plain text, else its options. ``shown`` names no user and no password.
     """
@@ -67,32 +62,35 @@ def parse_redis_url(url: str) -> RedisUrl:
     """Parse *url*. Raises InvalidRequestError, which never quotes it: a badly escaped password may
     be anywhere in it.
     """
+    refusal = InvalidRequestError("redis url", "(not shown)", _FIX)
     try:
         parts = urlsplit(url)
         pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
     except ValueError:
-        _refuse()
+        raise refusal from None
     protocol, _, suffix = parts.scheme.partition("+")
-    options = dict(pairs)
-    if protocol not in ("redis", "rediss") or suffix not in _MODES or "#" in url:
-        _refuse()
-    if len(options) != len(pairs) or not _OPTIONS.issuperset(options):
-        _refuse()
-    mode, port = _MODES[suffix]
+    mode, port = _MODES.get(suffix, ("single", 0))
     user_info, _, host_list = parts.netloc.rpartition("@")
-    hosts = tuple(_host(text, port) for text in host_list.split(","))
     username, _, password = user_info.partition(":")
+    matches = [_HOST.fullmatch(text) for text in host_list.split(",")]
+    hosts = tuple((match[1] or match[2], int(match[3] or port)) for match in matches if match)
+    options = dict(pairs)
     path = parts.path.removeprefix("/")
     service = path if mode == "sentinel" else ""
     database = options.get("db", "") or ("" if service else path)
     tls = {name: value for name, value in options.items() if name in _TLS_OPTIONS}
-    if (
-        len(hosts) > (1 if mode == "single" else MAX_HOSTS)
-        or not re.fullmatch(r"[A-Za-z0-9_.-]{1,128}" if mode == "sentinel" else "", service)
-        or not re.fullmatch(r"0*" if mode == "cluster" else r"[0-9]{0,9}", database)
-        or (tls and protocol == "redis")
-    ):
-        _refuse()
+    is_right = (
+        protocol in ("redis", "rediss"),
+        suffix in _MODES and "#" not in url,
+        len(options) == len(pairs) and _OPTIONS.issuperset(options),
+        len(hosts) == len(matches) and all(0 < number < 1 << 16 for _, number in hosts),
+        len(hosts) <= (1 if mode == "single" else MAX_HOSTS),
+        re.fullmatch(r"[A-Za-z0-9_.-]{1,128}" if mode == "sentinel" else "", service),
+        re.fullmatch(r"0*" if mode == "cluster" else r"[0-9]{0,9}", database),
+        not tls or protocol == "rediss",
+    )
+    if not all(is_right):
+        raise refusal
     shown = ",".join(f"[{host}]:{at}" if ":" in host else f"{host}:{at}" for host, at in hosts)
     place = f"/{service}?db={int(database or 0)}" if service else parts.path
     return RedisUrl(
@@ -105,18 +103,6 @@ def parse_redis_url(url: str) -> RedisUrl:
         tuple(tls.items()) if protocol == "rediss" else None,
         f"{parts.scheme}://{shown}{place}",
     )
-
-
-def _host(text: str, default_port: int) -> HostPort:
-    match = _HOST.fullmatch(text)
-    port = int(match[3] or default_port) if match else 0
-    if match is None or not 0 < port < 1 << 16:
-        _refuse()
-    return match[1] or match[2], port
-
-
-def _refuse() -> NoReturn:
-    raise InvalidRequestError("redis url", "(not shown)", _FIX)
 
 
 def tls_context(options: tuple[tuple[str, str], ...]) -> ssl.SSLContext:

@@ -30,17 +30,19 @@ from redis_relay import replying
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.tiers.redis_connection import (
+    FAR_S,
+    FAR_WINDOW,
     WINDOW,
     ConnectionOptions,
     DeadlineSocket,
     LoadingError,
     RedisConnection,
     Reply,
+    Server,
     SlotLostError,
     WrongTypeError,
     pack,
 )
-from kvstore.tiers.redis_servers import FAR_S, FAR_WINDOW, Batch, Server
 from kvstore.tiers.redis_url import MAX_HOSTS, Login, parse_redis_url, tls_context
 
 _REPLIES = st.recursive(
@@ -263,10 +265,9 @@ def test_a_server_that_is_far_has_more_on_its_way_and_one_that_proves_near_has_n
     with closing(Server(("127.0.0.1", redis.port), ConnectionOptions(1.0, 4), clock)) as server:
 
         def ping() -> None:
-            batch = Batch(server, [(b"PING",)])
-            batch.send(1.0)
-            batch.receive(99)
-            batch.close()
+            with server.connection(1.0) as connection:
+                connection.send(pack((b"PING",)))
+                assert connection.read_replies(1, 99) == [b"PONG"]
 
         ping()
         assert server.window == FAR_WINDOW
@@ -372,10 +373,10 @@ def test_a_server_that_resets_the_handshake_leaves_no_socket_open(
     monkeypatch.setattr(RedisConnection, "_connect", noted)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         options = ConnectionOptions(1.0, 1, Login("", "secret"))
-        connection = RedisConnection(listener.getsockname(), options, time.monotonic)
-        server = threading.Thread(target=reset)
-        server.start()
-        with pytest.raises(ConnectionResetError):
-            connection.open(time.monotonic() + 1.0)
-        server.join()
+        server = Server(listener.getsockname(), options, time.monotonic)
+        thread = threading.Thread(target=reset)
+        thread.start()
+        with pytest.raises(ConnectionResetError), server.connection(time.monotonic() + 1.0):
+            pass
+        thread.join()
     assert [link.fileno() for link in opened] == [-1]
