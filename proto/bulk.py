@@ -15,9 +15,10 @@ from google.protobuf.message import DecodeError
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, KVStoreError, revive
+from kvstore.proto.frame import pack_components
 from kvstore.proto.keys import keys_of_digests
 from kvstore.proto.messages import MESSAGE_BYTES, pack_info, unpack_info
-from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Namespace
+from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, KVLayout, Namespace
 
 MAGIC = b"KVS\x03"
 """Its last byte is the version."""
@@ -101,8 +102,12 @@ def found_rows(infos: Iterable[ChunkInfo | None]) -> pb.FindResponse:
     """
     found = pb.FindResponse()
     size = _ROW_SLACK_BYTES
+    layout: KVLayout | None = None
+    components = b""
     for info in infos:
-        row = b"" if info is None else pack_info(info)
+        if info is not None and info.layout is not layout:  # hashing it costs as much as a row
+            layout, components = info.layout, pack_components(info.layout)
+        row = b"" if info is None else pack_info(info, components)
         size += len(row) + _ROW_SLACK_BYTES
         if size > MAX_HEADER_BYTES:
             break

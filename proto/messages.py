@@ -159,13 +159,16 @@ def _known(error: type[InvalidRequestError | RepresentationError], field: str) -
         raise error(field, str(reason), "use a kind and dtype we know") from None
 
 
-def pack_info(info: ChunkInfo) -> bytes:
-    """Return *info* as an index row: what tiers keep beside a frame (docs/format.md)."""
+def pack_info(info: ChunkInfo, components: bytes | None = None) -> bytes:
+    """Return *info* as an index row: what tiers keep beside a frame (docs/format.md).
+
+    *components* is its layout's table, where the caller has it.
+    """
     fixed = _INFO.pack(
         _INFO_VERSION, info.fidelity, info.codec_id, info.size_bytes, info.prefill_flops,
         info.key, info.parent,
     )  # fmt: skip
-    return fixed + pack_components(info.layout)
+    return fixed + (components or pack_components(info.layout))
 
 
 def unpack_info(row: bytes) -> ChunkInfo:

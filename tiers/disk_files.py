@@ -371,11 +371,13 @@ class DataFiles:
         """
         usable = [one for one in self.directories if self._is_usable(one)]
         for directory in sorted(usable, key=lambda one: one.used_bytes / one.capacity_bytes):
-            files = directory.files.values()
-            fits = [file for file in files if file.free.largest_free_bytes >= size_bytes]
-            theirs = (file for file in fits if file.owner == tenant)
-            file = next(theirs, None) or next((file for file in fits if file.owner is None), None)
-            if file is not None:
+            fits = (
+                file
+                for owner in (tenant, None)
+                for file in directory.files.values()
+                if file.owner == owner and file.free.largest_free_bytes >= size_bytes
+            )
+            if (file := next(fits, None)) is not None:
                 is_new, file.owner = file.owner is None, tenant
                 offset = file.free.allocate(size_bytes)
                 assert offset is not None

@@ -213,7 +213,7 @@ class RedisTier(Tier):
         with self._lock:
             before = {key: self._chunks.get(key) for key in keys}
         rows = zip(keys, self._stored.stat(keys), strict=True)
-        # What cannot be requested stays counted.
+        # What gave no answer stays counted.
         found = {key: row for key, row in rows if not isinstance(row, TierUnavailableError)}
         if found:
             self.write_error = ""

@@ -20,6 +20,7 @@ from kvstore.server.api.interceptors import principal_of
 from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, DataCalls
 from kvstore.server.security.certificates import server_credentials
+from kvstore.server.security.sessions import SessionTable
 from kvstore.server.settings.process_limits import GRPC_SHARE, share_of
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import join_endpoint, parse_endpoint, unresolved
@@ -74,19 +75,26 @@ def servicer_of(backend: Backend) -> kvstore_pb2_grpc.KVStoreServicer:
     requests = RequestLog(clock)
     data, admin = DataCalls(backend, explainer, requests), AdminCalls(backend, explainer, requests)
     servicer = kvstore_pb2_grpc.KVStoreServicer()
+    stamp = kvstore_pb2.Server(boot_id=backend.identity.boot_id)
+
+    def state_features() -> None:
+        features = FEATURE_SHARED_MEMORY if backend.unix_server is not None else 0
+        stamp.features = features | (FEATURE_DURABLE_PUT if store.durable else 0)
+
+    state_features()
+    store.on_tick.append(state_features)  # a codec that is chosen later may lose nothing
     for part in (data, admin):
         for method in SERVICE.methods:
             if hasattr(part, method.name):
-                setattr(servicer, method.name, _answer(backend, getattr(part, method.name)))
+                answer = _answer(backend.sessions, stamp, getattr(part, method.name))
+                setattr(servicer, method.name, answer)
     return servicer
 
 
-def _answer(backend: Backend, method: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+def _answer(
+    sessions: SessionTable, stamp: kvstore_pb2.Server, method: Callable[..., Any]
+) -> Callable[[Any, Any], Any]:
     """Return *method* as gRPC calls it; its second parameter's name says what it takes."""
-    sessions = backend.sessions
-    features = FEATURE_SHARED_MEMORY if backend.unix_server is not None else 0
-    features |= FEATURE_DURABLE_PUT if backend.store.durable else 0
-    stamp = kvstore_pb2.Server(boot_id=backend.identity.boot_id, features=features)
     takes: Callable[[Any, Any], Any] = {
         "session": lambda request, _: sessions.get(request.session_id),
         "caller": lambda _, context: principal_of(context),

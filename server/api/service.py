@@ -1,6 +1,6 @@
 """The RPCs of data: sessions, lookups, gets and puts, blending, other servers' memory, events.
 
-Messages are checked here and passed on. No decision is made here.
+Messages are checked here and passed on.
 """
 
 from __future__ import annotations

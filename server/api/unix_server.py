@@ -137,9 +137,9 @@ class UnixServer:
     *authorizer* records what was given and refused. Up to *threads* wait for messages side by side:
     the one that gets a message answers it, so that no call is handed to another thread. The end of
     the connection that brought a session's memory closes the session; connections that joined it
-    are for calls only, answered in order. As many peers as *sessions* may have can be there without
-    a session; connections and staging memory have *max_descriptors* in all. ``tick`` is called a
-    few times a second. Raises InvalidRequestError when another server listens on *path*.
+    are for calls only, answered in order. Of peers without a session there are at most
+    ``sessions.limit``; connections and staging memory have *max_descriptors* in all. ``tick`` is
+    called a few times a second. Raises InvalidRequestError when another server listens on *path*.
     """
 
     def __init__(

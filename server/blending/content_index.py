@@ -264,7 +264,7 @@ class ContentIndex:
         if put_info is None:
             if tier == _MEMORY:
                 self.unread += [info.key for info in infos if info.key not in self._variants]
-        else:
+        elif put_info.content != UNKNOWN_CONTENT:
             (info,) = infos
             tokens = info.layout.tokens
             self._take_in(Named(info.key, info.parent, put_info.content, tokens, put_info.position))

@@ -190,7 +190,7 @@ class Directory:
         """This node holds *keys* in memory from now on. Never blocks."""
         with self._lock:
             dropped = sum(not self._hold(key) for key in keys)
-        self._counters.add("directory_dropped_words", dropped)
+        self._count_dropped(dropped)
         self._wake.set()
 
     def withdraw(self, keys: Sequence[ChunkKey]) -> None:
@@ -201,8 +201,12 @@ class Directory:
         with self._lock:
             known = [key for key in keys if self._held.pop(key, None) is not None]
             dropped = sum(not self._queue(key) for key in known)
-        self._counters.add("directory_dropped_words", dropped)
+        self._count_dropped(dropped)
         self._wake.set()
+
+    def _count_dropped(self, count: int) -> None:
+        if count:  # the catalog's lock may be held
+            self._counters.add("directory_dropped_words", count)
 
     def _hold(self, key: ChunkKey) -> bool:
         has_room = key in self._held or len(self._held) < self._limit
@@ -222,7 +226,7 @@ class Directory:
         """Have *keys*, whose updates did not arrive, wait again, in half of the room."""
         with self._lock:
             dropped = sum(not self._queue(key, MAX_PENDING // 2) for key in keys)
-        self._counters.add("directory_dropped_words", dropped)
+        self._count_dropped(dropped)
 
     def _take(self) -> list[tuple[ChunkKey, bool]]:
         """Take the keys that wait longest, and whether this node holds each now."""

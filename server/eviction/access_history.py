@@ -97,7 +97,7 @@ class ChunkClasses:
         return numbers
 
     def codes(self) -> NDArray[np.intp]:
-        """Return by number what ``number`` takes for it; of the coarser, that with COARSER."""
+        """Return by number what ``number`` takes for it; coarser classes have COARSER in it."""
         found = np.zeros(self.count, np.intp)
         codes = np.flatnonzero(self._numbers != _UNKNOWN)
         found[self._numbers[codes]] = codes

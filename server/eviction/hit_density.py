@@ -94,9 +94,11 @@ class VictimCursor:
         self._due: set[int] = set()
         """Ends that may be another row."""
         history, rows = policy._history, policy._queues.ends(policy._history.kinds.count)
-        ages = bins_of(time_s - history.last_s[rows])
-        values = history.table.values[history.classes[rows], ages]
-        values *= np.frombuffer(policy._worth, np.float32)[rows]
+        values = np.zeros(len(rows))
+        if not is_lru:
+            ages = bins_of(time_s - history.last_s[rows])
+            values = history.table.values[history.classes[rows], ages]
+            values *= np.frombuffer(policy._worth, np.float32)[rows]
         self._ranks = np.empty(len(rows), np.complex128)
         """By end: what it promises, inf for nothing left, and when it was used: numpy compares
         complex numbers by one after the other."""

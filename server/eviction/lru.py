@@ -144,11 +144,12 @@ class ClassQueues:
             self._newest[kind] = older
 
     def ends(self, kinds: int) -> Rows:
-        """Return the first and last row, late ones aside, of each queue below *kinds*, in turn."""
+        """Return in turn the first row of each queue below *kinds*, and the last not late."""
         rows = np.empty((kinds, 2), np.intp)
         rows[:, 0] = np.frombuffer(self._oldest, np.uint32)[:kinds]
         rows[:, 1] = np.frombuffer(self._newest, np.uint32)[:kinds]
-        for kind, ((rank, row), *_) in self._late.items():
+        for kind, late in self._late.items():
+            rank, row = late[0]
             if not rows[kind, 0] or rank < self._order[rows[kind, 0]]:
                 rows[kind, 0] = row
         return rows.ravel()

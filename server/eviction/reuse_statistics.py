@@ -218,8 +218,6 @@ class DensityTable:
         """Chunks forgotten while they waited, by the age they had."""
         self.waiting = AgeSlots()
         self._turn = 0
-        self.version = 0
-        """How often ``values`` changed."""
         self._came: list[Noted] = []
         self._asked_for: list[Noted] = []
         self._lost: list[Noted] = []
@@ -308,7 +306,6 @@ class DensityTable:
             part = slice(start, start + _STEP_CLASSES)
             values[part] = gittins(hazards[part], WIDTHS_S)
         self.values[first:last] = values
-        self.version += 1
 
     def counts(self, now_s: float, classes: int) -> tuple[Floats, Floats]:
         """Return those asked for and those not, at the last ``settle``: both (classes, bins)."""

@@ -214,7 +214,11 @@ class ChunkIndex:
 
     def add(self, tier: str, infos: Sequence[ChunkInfo]) -> list[int]:
         """Note copies on *tier* of one chunk, or of a new chain of one layout; return the rows."""
-        rows = [self._row_for(info.key) for info in infos]
+        rows: list[int] = []
+        for info in infos:  # written out: a put waits for it
+            rows.append(self._table.add(info.key))
+            if rows[-1] == len(self._holders):
+                self._extend()
         if not self._holders[rows[0]]:
             self._describe(rows, infos)
         bit = 1 << self.tiers.index(tier)
@@ -404,7 +408,7 @@ class ChunkIndex:
         for copies in self._copies.values():
             fit |= np.frombuffer(copies.fidelities, np.uint8)[rows] > least
         rows = rows if fit.all() else rows[: int(fit.argmin())]
-        return self.usable(rows)
+        return self.usable(rows) if self.needs else rows
 
     def usable(self, rows: Rows) -> Rows:
         """Return the prefix of *rows*, of one chain, after which a model could go on."""

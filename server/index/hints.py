@@ -206,13 +206,13 @@ class ChunkMetadata:
             self._full_tokens.popitem(last=False)
         tenant, hints = put_info.tenant, put_info.hints
         partition = self.partitions.number(tenant, hints.category)
-        for row in rows:
+        flops = []
+        for row, info in zip(rows, chain, strict=True):
             self.hints.partitions[row] = partition
-        flops = [one.prefill_flops for one in chain]
-        flops = [count if 0.0 <= count < math.inf else 0.0 for count in flops]
+            flops.append(info.prefill_flops if 0.0 <= info.prefill_flops < math.inf else 0.0)
         facts = InsertInfo(
             tokens_full=tokens >= full,
-            group=self.group(tenant, hints.category),
+            group=self.groups.get((tenant, hints.category)) or self.group(tenant, hints.category),
             reuse=hints.reuse,
             prompt_chunks=-(-hints.prompt_tokens // full),
         )

@@ -86,8 +86,8 @@ class Leases:
         if lease is None:
             return False
         del self._leases[lease_id]
-        count_down(self._by_session, session_id)
-        count_down(self.by_tenant, lease.tenant)
+        _count_down(self._by_session, session_id)
+        _count_down(self.by_tenant, lease.tenant)
         pins = self.pins
         for key in lease.keys:
             if left := pins.pop(key) - 1:
@@ -108,14 +108,13 @@ class Leases:
 
     def unpin(self, key: ChunkKey) -> None:
         """Undo one ``pin``."""
-        count_down(self.pins, key)
+        _count_down(self.pins, key)
 
     def __len__(self) -> int:
         return len(self._leases)
 
 
-def count_down(counter: Counter[Any], key: object) -> None:
-    """Take one from a count, which goes when it is zero."""
+def _count_down(counter: Counter[Any], key: object) -> None:
     if left := counter.pop(key) - 1:
         counter[key] = left
 
@@ -176,7 +175,7 @@ class PlannedUses:
         for key in keys:
             batch = next((batch for batch in batches if key in batch.left), None)
             if batch is not None:
-                count_down(batch.left, key)
+                _count_down(batch.left, key)
                 if key not in batch.left:
                     self._review([key])
         self.drop(lambda batch: not batch.left)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
 from kvstore.server.index.access_log import CatalogState
 from kvstore.server.index.hints import NEVER
-from kvstore.server.index.holds import count_down
 
 MAX_ANNOUNCEMENTS = 1024
 MAX_ANNOUNCED_CHUNKS = 1 << 16
@@ -57,7 +56,9 @@ class InFlightPuts:
     def end(self, key: ChunkKey) -> None:
         """Undo one ``begin``: the chunk is here, or will not come."""
         with self._state.lock:
-            count_down(self.writers, key)
+            left = self.writers.pop(key) - 1
+            if left:
+                self.writers[key] = left
             self._forget(key)
             self._arrived.notify_all()
 

@@ -227,9 +227,11 @@ class SessionTable:
     def close_unless(self, holds: Callable[[Principal], bool]) -> int:
         """End the sessions whose owner does not hold any more. Return how many."""
         with self._lock:
-            sessions = list(self.by_id.values())
-        gone = {owner for owner in {one.owner for one in sessions} if not holds(owner)}
-        return sum(self.close(one.session_id) for one in sessions if one.owner in gone)
+            owners = {one.owner for one in self.by_id.values()}
+        gone = {owner for owner in owners if not holds(owner)}
+        with self._lock:
+            lost = [one.session_id for one in self.by_id.values() if one.owner in gone]
+        return sum(map(self.close, lost))
 
     def challenge(self, session_id: int, nonce: bytes) -> Challenge:
         """Begin a handshake on a session with the client's *nonce*. Raises UnauthenticatedError."""

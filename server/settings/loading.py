@@ -110,7 +110,7 @@ def load(model: type[ModelT], argv: Sequence[str]) -> tuple[ModelT, dict[str, st
 
 
 def _by_full_name(given: Iterable[tuple[str, str, object]]) -> dict[str, Given]:
-    """Return names, spellings and values by full name. Raises InvalidRequestError for one twice."""
+    """Return names, spellings and values by full name. Raises InvalidRequestError for doubles."""
     found: dict[str, Given] = {}
     for name, spelling, value in given:
         full = SHORT_NAMES.get(name, name)

@@ -203,7 +203,10 @@ class Lookup:
         return found
 
     def _query_peers(self, keys: Sequence[ChunkKey], deadline: float) -> bool | None:
-        """Return whether peers have any; None when they are late. A queue takes 0.1 ms more."""
+        """Return whether peers have any; None when they are late.
+
+        In this thread while few do: a queue takes 0.1 ms more.
+        """
         slot, now, news = self._peers, self._moves.clock(), False
         if slot is None:
             return False

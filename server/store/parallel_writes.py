@@ -252,6 +252,7 @@ class ParallelWrites:
             self._reservations.discard(reserved)
         elif self._reservations.has(info.key):  # others were, and have made it whole since
             self._drop(lambda one: one is chunk)
+            return PutResult(PutOutcome.exists)
         with self._lock:
             if (known := self._chunks.get(info.key)) is not None:
                 known.join(ticket)

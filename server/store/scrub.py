@@ -141,7 +141,10 @@ class Scrub:
             self._catalog.let_go(key)
 
     def drop_damaged(self, keys: Sequence[ChunkKey], representation: bytes = b"") -> int:
-        """Check what a reader, or its network, found damaged; return how many copies were."""
+        """Check what a reader, or its network, found damaged; return how many copies were.
+
+        A sound copy stays.
+        """
         copies = [(key, self._slots[n]) for key in keys for n in self._catalog.holders(key)]
         verdicts = [self.check(key, slot, representation)[0] for key, slot in copies]
         return verdicts.count(Verdict.damaged)

@@ -112,7 +112,7 @@ class Eviction:
         return self._catalog.eviction.partition(key, request.tenant, request.category)
 
     def count_awaited(self, partition: int, size_bytes: int, chunks: int) -> None:
-        """Count room in CPU memory as the partition's until it is filled: then less than none."""
+        """Count room in CPU memory as the partition's; negative amounts once it is filled."""
         with self._lock:
             before_bytes, before = self._awaited.pop(partition, (0, 0))
             if chunks + before:
@@ -231,7 +231,7 @@ class Eviction:
                 self._counters.add("lossy_victims")
 
     def replace(self, info: ChunkInfo) -> bool:
-        """Cast out copies of a chunk that has more in *info*; False when somebody reads one."""
+        """Cast out copies that have less of a chunk's end than *info*; False when one is read."""
         for name in self._catalog.holders(info.key):
             if not self._catalog.cast_out(name, info.key, even_if_held=False):
                 return not self._catalog.is_less_complete(info.key, info.layout)

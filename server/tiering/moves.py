@@ -82,7 +82,10 @@ class Moves:
     def copy_to(
         self, key: ChunkKey, target: TierSlot, tenant: str | None = None, *, urgent: bool = False
     ) -> Ticket | None:
-        """Queue a copy, to CPU from GPU memory; None when the queue is full."""
+        """Queue a copy of *key* for *tenant*, by default its owner; None when the queue is full.
+
+        What goes to CPU memory comes from GPU memory.
+        """
         work = partial(self.copy_now, key, target, tenant)
         return self.work_queue.submit(f"store-{target.name}", key, work, urgent=urgent)
 
@@ -144,7 +147,7 @@ class Moves:
                 self._duplicates.append(duplicate)
 
     def _copy(self, key: ChunkKey, target: TierSlot, tenant: str | None = None) -> bool:
-        """Return whether *key* is on *target* now, as good as that can keep it."""
+        """Copy *key*; return whether it is on *target* now, as good as that can keep it."""
         self._make_way(target, key)
         copies = self.catalog.hold(key)
         try:

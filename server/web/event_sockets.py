@@ -117,12 +117,18 @@ class ConnectionCap:
         scheme, _, place = _bound(self._socket).partition("://")
         family = sockets.AF_UNIX if scheme == "ipc" else sockets.AF_INET6
         expected = place if scheme == "ipc" else (int(place.rpartition(":")[2]),)
-        kind = sockets.SOCK_STREAM
-        with suppress(OSError), sockets.fromfd(descriptor, family, kind) as link:  # gone by itself
-            own = link.getsockname()  # a path, or host, port and more
-            # The number may be another file's by now: only what came to this address is ended.
-            if expected in (own, own[1:2]):
-                link.shutdown(sockets.SHUT_RDWR)
+        with suppress(OSError):  # gone by itself
+            own_descriptor = os.dup(descriptor)
+            try:
+                link = sockets.socket(family, sockets.SOCK_STREAM, fileno=own_descriptor)
+            except OSError:  # no socket; ``fromfd`` would not close it then
+                os.close(own_descriptor)
+                return
+            with link:
+                own = link.getsockname()  # a path, or host, port and more
+                # The number may be another file's by now: only what came to this address is ended.
+                if expected in (own, own[1:2]):
+                    link.shutdown(sockets.SHUT_RDWR)
 
 
 def _bound(socket: Socket) -> str:

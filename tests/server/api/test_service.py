@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from bare_wire import Wire, wire_to
-from local_server import DEADLINE_MS, LocalServer, open_session
+from local_server import DEADLINE_MS, LocalServer, eventually, open_session
 from prompts import SMALL, frame_of, other_revision
 
 from kvstore.client.options import MAX_DEADLINE_MS as CLIENT_MAX_DEADLINE_MS
@@ -19,6 +19,7 @@ from kvstore.proto.errors import (
     ShuttingDownError,
     TierUnavailableError,
 )
+from kvstore.proto.messages import FEATURE_DURABLE_PUT
 from kvstore.server.api.validation import MAX_DEADLINE_MS
 
 ServerMaker = Callable[..., LocalServer]
@@ -267,6 +268,20 @@ def test_every_reply_carries_the_boot_id_and_the_features(
         ("Unpin", pb.UnpinRequest()),
     ):
         assert wire.call(method, request).server.boot_id == boot_id
+
+
+def test_durable_puts_are_offered_while_the_codec_of_the_disk_loses_nothing(
+    server: LocalServer, wire: Wire
+) -> None:
+    def offered() -> bool:
+        return bool(wire.call("Status", pb.StatusRequest()).server.features & FEATURE_DURABLE_PUT)
+
+    (disk,) = server.node.store.tiers.lower
+    assert offered()
+    disk.encoder.use("kvq:2", " (auto)")
+    assert eventually(lambda: not offered())
+    disk.encoder.use("raw", " (auto)")
+    assert eventually(offered)
 
 
 def test_server_without_disk_and_socket_offers_neither_feature(make_server: ServerMaker) -> None:

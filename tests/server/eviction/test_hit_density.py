@@ -57,7 +57,6 @@ class Tier:
         """Let the class of a chunk promise these, the last for all older ages."""
         values = [*by_bin, *[by_bin[-1]] * (AGE_BINS - len(by_bin))]
         self.history.table.values[self.history.classes[chunk]] = values
-        self.history.table.version += 1
 
     def victims(self, at_s: float) -> list[int]:
         return list(self.policy.victims(keep_none, at_s))
@@ -143,7 +142,6 @@ def test_a_choice_of_one_and_again_is_that_of_many() -> None:
             tier.ask(float(number // 4), *(row(draw.randrange(number + 1)) for _ in range(2)))
         values = np.random.default_rng(1).random((tier.history.kinds.count, AGE_BINS))
         tier.history.table.values[: len(values)] = values
-        tier.history.table.version += 1
     singles = []
     while len(one.policy):
         victim = next(one.policy.victims(keep_none, 99.0))

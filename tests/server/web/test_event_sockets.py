@@ -103,11 +103,13 @@ def test_a_number_that_is_another_file_by_now_is_left_alone(router: Router, tmp_
     far = socket.create_connection(listener.getsockname())
     near, _ = listener.accept()
     with left, right, listener, far, near, (tmp_path / "file").open("wb") as file:
+        files = len(os.listdir("/proc/self/fd"))
         for one in (left, near, file):
             router.cap._hang_up(one.fileno())
         spare = os.dup(file.fileno())
         os.close(spare)
         router.cap._hang_up(spare)
+        assert len(os.listdir("/proc/self/fd")) == files
         left.sendall(b"a")
         near.sendall(b"b")
         assert (right.recv(1), far.recv(1)) == (b"a", b"b")
