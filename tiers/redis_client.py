@@ -297,16 +297,18 @@ class RedisClient:
         deadline = min(self._deadline(sum(views)), self._clock() + within_s)
         replies, undone = self._ask_once(dict(enumerate(calls)), deadline, reply_bytes)
         if undone and self._topology.moves and self._clock() < deadline:
-            replies |= self._ask_once(undone, deadline, reply_bytes)[0]
+            again, undone = self._ask_once(undone, deadline, reply_bytes)
+            replies |= again
         for at, reply in replies.items():
             if isinstance(reply, WrongTypeError):
                 replies[at] = None
             elif isinstance(reply, errors.OutOfMemoryError):
                 raise reply
             elif isinstance(reply, Exception):
-                replies[at] = failure = self._unavailable(reply)
-                if not failure.is_partial:
-                    raise failure
+                is_local = at in undone or isinstance(reply, _LOCAL)
+                if not (is_local and self._is_partial(reply)):
+                    raise self._unavailable(reply)
+                replies[at] = self._unavailable(reply, is_partial=True)
         return [replies[at] for at in range(len(calls))]
 
     def _ask_once(
@@ -325,7 +327,7 @@ class RedisClient:
         for server, (was_sent, found) in _exchange(commands, deadline, reply_bytes).items():
             for at, reply in zip(groups[server], found, strict=True):
                 replies[at] = reply
-                if isinstance(reply, Exception) and isinstance(reply, _LOCAL):  # mostly neither
+                if isinstance(reply, Exception) and (not was_sent or isinstance(reply, _LOCAL)):
                     self._topology.note_failure(server, reply)
                     if not was_sent or isinstance(reply, _ELSEWHERE):
                         undone[at] = calls[at]
@@ -358,7 +360,7 @@ class RedisClient:
                 # What was reported to have come is not requested again.
                 may_repeat = may_repeat and is_curable and not came_bytes
                 if not may_repeat or self._clock() >= deadline:
-                    raise self._unavailable(error) from None
+                    raise self._unavailable(error, is_partial=self._is_partial(error)) from None
                 may_repeat = False
 
     def unserved_slots(self) -> int:
@@ -382,19 +384,19 @@ class RedisClient:
             raise TierUnavailableError(self._tier, f"{self.url}: closed; open it again")
         return self._clock() + self._timeout_s + payload_bytes / SLOWEST_BYTES_PER_S
 
-    def _unavailable(self, error: Exception) -> TierUnavailableError:
-        """Return *error* as it may be shown; partial when other parts of the Cluster go on."""
+    def _is_partial(self, error: Exception) -> bool:
+        """Whether other parts of the Cluster go on."""
+        return not isinstance(error, errors.ClusterDownError) and self._topology.has_others()
+
+    def _unavailable(self, error: Exception, *, is_partial: bool = False) -> TierUnavailableError:
+        """Return *error* as it may be shown."""
         reason = str(error)
         for secret in self._secrets:  # a proxy may quote the AUTH it does not understand
             reason = reason.replace(secret, "***")
         whys = (error, error.__cause__)
         fix = next((fix for kind, fix in _FIXES if any(isinstance(w, kind) for w in whys)), _FIX)
-        is_local = isinstance(error, _LOCAL) and not isinstance(error, errors.ClusterDownError)
-        return TierUnavailableError(
-            self._tier,
-            f"{self.url}: {type(error).__name__}: {reason}; {fix}",
-            is_partial=is_local and self._topology.has_others(),
-        )
+        text = f"{self.url}: {type(error).__name__}: {reason}; {fix}"
+        return TierUnavailableError(self._tier, text, is_partial=is_partial)
 
 
 def _exchange(

@@ -7,6 +7,7 @@ from a socket whose every use ends by the call's deadline and that yields a limi
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import ssl
@@ -180,6 +181,9 @@ class RedisConnection(Connection):
     link: DeadlineSocket
     is_quiet = False
     """Whether it is open, and all replies were received."""
+    answer_s = math.inf
+    """How long the last replies took that were parsed."""
+    _sent_at = -math.inf
 
     def __init__(self, address: HostPort, options: ConnectionOptions, clock: Clock) -> None:
         self._options, self._clock, self._deadline = options, clock, 0.0
@@ -231,7 +235,7 @@ class RedisConnection(Connection):
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
         """Send all *parts*, those that are small together."""
-        self.is_quiet = False
+        self.is_quiet, self._sent_at = False, self._clock()
         if sum(map(len, parts)) <= _JOINED_BYTES:
             parts = [b"".join(parts)]
         for part in parts:
@@ -247,7 +251,7 @@ class RedisConnection(Connection):
             raise errors.InvalidResponse("not the protocol of Redis") from None
         if self._parser._buffer.unread_bytes():
             raise errors.InvalidResponse("more replies than commands")
-        self.is_quiet = True
+        self.is_quiet, self.answer_s = True, self._clock() - self._sent_at
         return replies
 
     def transfer(self, steps: Sequence[Step], out: memoryview, window: int) -> Iterator[int]:
@@ -354,10 +358,8 @@ class Server:
                 connection = RedisConnection(self.address, self._options, self._clock)
                 connection.open(deadline)
             connection.link.deadline = deadline
-            began = self._clock()
             yield connection
-            if connection.is_quiet:
-                self._nearest_s = min(self._nearest_s, self._clock() - began)
+            self._nearest_s = min(self._nearest_s, connection.answer_s)
         finally:
             if connection is not None and not connection.is_quiet:
                 connection.disconnect()  # type: ignore[no-untyped-call]

@@ -179,7 +179,7 @@ class BlockReplay:
             freed_bytes += sizes[row]
             if freed_bytes >= need_bytes:
                 break
-        for row in victims:
+        for row in reversed(victims):  # a block before what it continues: no such leaf is queued
             sizes[row] = 0
             self._policy.remove(row)
         self.used_bytes -= freed_bytes

@@ -169,6 +169,28 @@ def test_lost_master_makes_its_slots_miss_and_no_others(
     assert eventually(cluster.is_formed)
 
 
+def test_master_that_refuses_makes_its_slots_miss_and_no_others(
+    cluster: RedisCluster, open_redis_tier: RedisTierMaker
+) -> None:
+    infos = on_each_node(cluster, 1)
+    fill_all(open_redis_tier(cluster.url), flat(infos))
+    for node in cluster.nodes:
+        node.command("ACL", "SETUSER", "guest", "on", ">pw", "~*", "+@all")
+    guest = cluster.url.replace("://", "://guest:pw@")
+    tier, refusing = open_redis_tier(guest), cluster.nodes[0]
+    expected = [None if info in infos[refusing.port] else info for info in flat(infos)]
+    refusing.client.config_set("min-replicas-to-write", 1)  # a read prolongs the chunk's life
+    assert [get(tier, info) is not None for info in flat(infos)] == [bool(i) for i in expected]
+    refusing.client.config_set("min-replicas-to-write", 0)
+    refusing.client.config_set("maxclients", 1)  # it has one, which sets this
+    fresh = open_redis_tier(guest)
+    assert fresh.find([info.key for info in flat(infos)]) == expected
+    refusing.client.config_set("maxclients", 10_000)
+    assert eventually(lambda: fresh.find([info.key for info in flat(infos)]) == flat(infos))
+    for node in cluster.nodes:
+        node.command("ACL", "DELUSER", "guest")
+
+
 def test_cluster_that_is_down_as_a_whole_is_unavailable(
     own_cluster: RedisCluster, open_redis_tier: RedisTierMaker
 ) -> None:

@@ -45,6 +45,7 @@ def test_reply_that_is_wrong_is_a_miss_or_an_error_and_harms_nobody_else(
     beside.close()
 
 
+@pytest.mark.timeout(30)  # without the deadline a reply drips for hours
 @pytest.mark.parametrize("spoilt", ["drips", "drips inside", "stays silent"])
 def test_reply_that_comes_too_slowly_is_given_up_at_the_deadline(
     redis: RedisProcess, no_leaks: None, spoilt: str
