@@ -216,6 +216,7 @@ def older_build(folder: Path) -> Path:
         pytest.skip("no history to build an older version from: this is no full clone")
     with tarfile.open(fileobj=BytesIO(done.stdout)) as archive:
         archive.extractall(folder, filter="data")
+    subprocess.run([sys.executable, folder / "proto/native/build.py"], cwd=folder, check=True)
     return folder
 
 
