@@ -54,7 +54,8 @@ class Tier(ABC):
     A chunk is reserved, written, then sealed or aborted; only sealed chunks are visible.
     Every method blocks and may be called from any thread; one reservation belongs to one
     thread at a time. The caller does not delete a chunk while it reads it. Media errors come
-    as TierUnavailableError. A new tier is done when it passes ``tests/contracts/tier.py``.
+    as TierUnavailableError. A tier sets ``name``, ``capacity_bytes`` and ``max_frame_bytes``. A new
+    one is done when it passes ``tests/contracts/tier.py``.
     """
 
     name: ClassVar[str]
