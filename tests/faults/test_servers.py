@@ -159,6 +159,8 @@ def test_a_clock_that_jumps_an_hour_ends_no_lease_early_and_no_lifetime_late(
     process.start()
     with Client(process.address, SMALL, OPTIONS) as client:
         assert verified(client, keys) == CHUNKS
+    assert process.terminate() == 0
+    assert "died" not in process.errors
 
 
 def test_frames_of_a_version_to_come_are_a_clean_miss_and_their_names_can_be_put(
