@@ -20,7 +20,7 @@ from kvstore.client.blend.segments import SegmentRange
 from kvstore.client.blend.store_prefill import store_prefill
 from kvstore.client.blend.store_source import StoreSource
 from kvstore.client.resolving import ResolveTerms
-from kvstore.proto.types import DType, LayerGroup, LayerKind, Representation
+from kvstore.proto.types import DType, LayerGroup, LayerKind, Model
 
 if TYPE_CHECKING:
     from bench.blend_speed import Stage
@@ -70,15 +70,13 @@ def asking(stage: Stage) -> Iterator[Asking]:
         yield Asking(client, stage.tokens, tuple(ranges))
 
 
-def representation(adapter: EngineAdapter) -> Representation:
+def representation(adapter: EngineAdapter) -> Model:
     """Return the identity of the random model behind *adapter*."""
     group = LayerGroup(
         LayerKind.attention, DType.float32, tuple(range(adapter.n_layers)),
         adapter.kv_heads, adapter.head_dim,
     )  # fmt: skip
-    return Representation(
-        "bench/blend", "r1", "none", "none", (group,), adapter.origin.rope, "none"
-    )
+    return Model("bench/blend", "r1", "none", "none", (group,), adapter.origin.rope, "none")
 
 
 def _ranges(segments: Sequence[Segment]) -> list[SegmentRange]:

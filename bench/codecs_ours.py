@@ -38,7 +38,7 @@ from kvstore.proto.types import (
     KVLayout,
     LayerGroup,
     LayerKind,
-    Representation,
+    Model,
     RopeParameters,
 )
 
@@ -54,7 +54,7 @@ class Chunks:
     """
 
     bits: Bits
-    model: Representation
+    model: Model
     importance: NDArray[np.float32] | None = None
 
     @classmethod
@@ -66,9 +66,7 @@ class Chunks:
         _, layers, _, _, kv_heads, head_dim = bits.shape
         ids = tuple(range(layers))
         group = LayerGroup(LayerKind.attention, DType.bfloat16, ids, kv_heads, head_dim)
-        return cls(
-            bits, Representation(name, f"{digest(bits):x}", "none", "none", (group,), rope, "none")
-        )
+        return cls(bits, Model(name, f"{digest(bits):x}", "none", "none", (group,), rope, "none"))
 
 
 @dataclass(slots=True)

@@ -64,10 +64,10 @@ def synced(work: Callable[[], object]) -> Callable[[], None]:
 
 def model_of(layers: int) -> Any:
     """Return the representation of a model of so many of these layers."""
-    from kvstore.proto.types import DType, LayerGroup, LayerKind, Representation, RopeParameters
+    from kvstore.proto.types import DType, LayerGroup, LayerKind, Model, RopeParameters
 
     group = LayerGroup(LayerKind.attention, DType.bfloat16, tuple(range(layers)), HEADS, HEAD_DIM)
-    return Representation(
+    return Model(
         "bench/gpu", "r1", "none", "none", (group,), RopeParameters(500000.0, HEAD_DIM), "none"
     )
 

@@ -38,8 +38,8 @@ from kvstore.proto.types import (
     KVLayout,
     LayerGroup,
     LayerKind,
+    Model,
     PutOutcome,
-    Representation,
     RopeParameters,
 )
 from kvstore.tiers.base import Tier
@@ -49,9 +49,9 @@ FLOOD_CHUNKS = 120
 """Of 2 MiB: as many as push everything else out of 256 MiB."""
 
 
-def model_of(layers: int) -> Representation:
+def model_of(layers: int) -> Model:
     """Return a model of whose layers each takes 1 MiB in a chunk of 256 tokens."""
-    return Representation(
+    return Model(
         f"bench/{layers}", "r1", "none", "none",
         (LayerGroup(LayerKind.attention, DType.bfloat16, tuple(range(layers)), 8, 128),),
         RopeParameters(500000.0, 128), "none",

@@ -14,7 +14,7 @@ from cryptography.x509.oid import NameOID
 
 from kvstore.client import Access, Client, ClientOptions
 from kvstore.client.options import TransportName
-from kvstore.proto.types import Representation
+from kvstore.proto.types import Model
 from kvstore.server.security.key_files import make_key, write_keys
 
 
@@ -55,7 +55,7 @@ class Tenants:
         self,
         tenant: str,
         address: str,
-        model: Representation,
+        model: Model,
         transport: TransportName = "auto",
         ca: Path | None = None,
     ) -> Client:

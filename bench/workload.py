@@ -22,26 +22,26 @@ from kvstore.proto.types import (
     KVLayout,
     LayerGroup,
     LayerKind,
-    Representation,
+    Model,
     RopeParameters,
 )
 
 MIB = 1 << 20
 
 # Chunks of 8 MiB: eight layers of an 8B-class model (8 KV heads of 128, bf16) x 256 tokens.
-MODEL = Representation(
+MODEL = Model(
     "bench/8b", "r1", "none", "none",
     (LayerGroup(LayerKind.attention, DType.bfloat16, tuple(range(8)), 8, 128),),
     RopeParameters(500000.0, 128), "none",
 )  # fmt: skip
 # Chunks of 8 KiB, where bytes are no part of the question.
-TINY = Representation(
+TINY = Model(
     "bench/tiny", "r1", "none", "none",
     (LayerGroup(LayerKind.attention, DType.bfloat16, (0,), 1, 8),),
     RopeParameters(500000.0, 8), "none",
 )  # fmt: skip
 # Chunks of 1 MiB: one layer of the same.
-SMALL = Representation(
+SMALL = Model(
     "bench/1mib", "r1", "none", "none",
     (LayerGroup(LayerKind.attention, DType.bfloat16, (0,), 8, 128),),
     RopeParameters(500000.0, 128), "none",
@@ -152,6 +152,6 @@ def _wait_for(port: int) -> None:
     raise RuntimeError("Redis did not start")
 
 
-def connect(address: str, model: Representation, *, read_peers: bool = True) -> Client:
+def connect(address: str, model: Model, *, read_peers: bool = True) -> Client:
     """Return a client of *model* with a deadline that no benchmark runs into."""
     return Client(address, model, ClientOptions(deadline_ms=20_000, read_peers=read_peers))

@@ -11,7 +11,7 @@ import typer
 from kvstore.cli.exits import EXIT_NOT_HELD, EXIT_USAGE, fail
 from kvstore.cli.manual import Manual
 from kvstore.cli.server_address import DEFAULT_ADDRESS, Address, AddressArgument, one_of
-from kvstore.proto.errors import InvalidRequestError, RepresentationError
+from kvstore.proto.errors import InvalidRequestError, ModelError
 
 if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.proto.blend import GateView
@@ -85,7 +85,7 @@ def blend_calibrate(  # noqa: PLR0913 - each is an option
         terms = TrialTerms(tag, documents, document_tokens, question_tokens, selector, seed)
         files = TrialFiles(text, questions, prefix)
         gate = run_trials(address, model, files, terms, _say)
-    except (InvalidRequestError, RepresentationError) as error:
+    except (InvalidRequestError, ModelError) as error:
         fail(error, EXIT_USAGE)
     print_gate(gate)
     if not gate.is_open:

@@ -87,7 +87,7 @@ def run_trials(
 ) -> GateView:
     """Return the gate once it is open, or closed for good; *follow* is told of it in between.
 
-    Raises InvalidRequestError for a model or file that will not do, RepresentationError for a
+    Raises InvalidRequestError for a model or file that will not do, ModelError for a
     model that cannot be blended, KVStoreErrors of the server.
     """
     model, tokenizer = load_model(model_folder)

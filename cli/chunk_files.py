@@ -2,7 +2,7 @@
 
 ``.safetensors``: tensors ``layer.N.key`` and ``layer.N.value`` (one of ``latent`` or ``state``
 where a layer keeps one), each (kv_heads, tokens, head_dim), N counting the layers of all
-components. The metadata has the digests, the Representation and a BLAKE3 of all that and the
+components. The metadata has the digests, the Model and a BLAKE3 of all that and the
 tensors, so that what is read is what was written. ``.frame``: the bytes of docs/format.md as a
 tier has them; it names its model by a digest alone. Nothing in either is run, and every size is
 checked against the file's before it is used.

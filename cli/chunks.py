@@ -12,7 +12,7 @@ import typer
 
 from kvstore.cli.exits import EXIT_NOT_HELD, EXIT_USAGE, fail
 from kvstore.cli.server_address import DEFAULT_ADDRESS, Address
-from kvstore.proto.errors import InvalidRequestError, RepresentationError
+from kvstore.proto.errors import InvalidRequestError, ModelError
 
 if TYPE_CHECKING:  # help is to load none of the product
     from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ Key = Annotated[str, typer.Argument(metavar="KEY", help="Key or digest, or its f
 Space = Annotated[
     str, typer.Option("--namespace", metavar="HEX", help="Of which model; its first digits.")
 ]
-Model = Annotated[
+ModelOption = Annotated[
     Path | None,
     typer.Option("--model-representation", metavar="FILE", help="JSON that stands for one."),
 ]
@@ -40,7 +40,7 @@ def _usage() -> Iterator[None]:
     """End the process with the status of wrong usage where that is what is wrong."""
     try:
         yield
-    except (InvalidRequestError, RepresentationError, OSError) as error:
+    except (InvalidRequestError, ModelError, OSError) as error:
         fail(error, EXIT_USAGE)
 
 
@@ -56,7 +56,7 @@ def ls(  # noqa: PLR0913 - each is an option
     ] = "",
     address: Address = DEFAULT_ADDRESS,
     space: Space = "",
-    model: Model = None,
+    model: ModelOption = None,
     tenant: Tenant = "",
     limit: Annotated[int, typer.Option(metavar="N", help="Chunks of a page.")] = 100,
     after: Annotated[str, typer.Option(metavar="HEX", help="Last digest of the page before.")] = "",
@@ -89,7 +89,7 @@ def stat(
     key: Key,
     address: Address = DEFAULT_ADDRESS,
     space: Space = "",
-    model: Model = None,
+    model: ModelOption = None,
     tenant: Tenant = "",
     as_json: AsJson = False,
 ) -> None:
@@ -145,7 +145,7 @@ def get(
 def put(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="As get wrote them.")],
     address: Address = DEFAULT_ADDRESS,
-    model: Model = None,
+    model: ModelOption = None,
     tenant: Tenant = "",
     durable: Annotated[
         bool, typer.Option("--durable", help="Return once they would survive a power cut.")
@@ -243,7 +243,7 @@ def _keep(
 def clear(  # noqa: PLR0913 - each is an option
     address: Address = DEFAULT_ADDRESS,
     space: Space = "",
-    model: Model = None,
+    model: ModelOption = None,
     tenant: Annotated[
         str, typer.Option(metavar="NAME", help="All of it; of others than yours for admins.")
     ] = "",

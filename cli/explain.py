@@ -51,7 +51,7 @@ class Question:
         if self.tokens is not None and self.keys:
             raise InvalidRequestError("keys", len(self.keys), "give tokens or keys, not both")
         if self.representation is not None and self.space is not None:
-            fix = "give a namespace or a Representation, not both"
+            fix = "give a namespace or a Model, not both"
             raise InvalidRequestError("namespace", self.space, fix)
         if self.names_chunks == (self.recent > 0 or self.spaces):
             fix = "give --tokens or --keys; or else --recent or --spaces"
@@ -112,7 +112,7 @@ def _explained(connection: Connection, request: pb.ExplainRequest) -> pb.Explain
 def _request(
     address: str, question: Question
 ) -> tuple[pb.ExplainRequest, pb.Representation | None]:
-    """Return the request, and the Representation to open a session with, if any is named."""
+    """Return the request, and the Model to open a session with, if any is named."""
     request = pb.ExplainRequest(recent=question.recent, spaces=question.spaces)
     if not question.names_chunks:
         return request, None

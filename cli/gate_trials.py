@@ -44,7 +44,7 @@ def run_gate_trials(
     it in between.
 
     Raises InvalidRequestError for a codec whose copies need no gate, a model or file that will not
-    do, or prompts of which the server has no such copies; RepresentationError for a model whose KV
+    do, or prompts of which the server has no such copies; ModelError for a model whose KV
     cannot be stored, KVStoreErrors of the server.
     """
     known = boundless_codecs()

@@ -11,7 +11,7 @@ from kvstore.proto.types import (
     KVLayout,
     LayerGroup,
     LayerKind,
-    Representation,
+    Model,
     RopeParameters,
 )
 
@@ -20,11 +20,11 @@ _TOKEN_BYTES = 2 * 2 * _HEAD_DIM  # keys and values in bfloat16 of one layer and
 MIN_CHUNK_BYTES = MIN_CHUNK_TOKENS * _TOKEN_BYTES
 
 
-def model_of(chunk_bytes: int, name: str = "trace-replay") -> Representation:
+def model_of(chunk_bytes: int, name: str = "trace-replay") -> Model:
     """Return a made-up model whose chunks of 16 tokens have about *chunk_bytes*."""
     heads = max(1, round(chunk_bytes / MIN_CHUNK_BYTES))
     group = LayerGroup(LayerKind.attention, DType.bfloat16, (0,), heads, _HEAD_DIM)
-    return Representation(
+    return Model(
         model_id=f"kvstore/{name}",
         model_revision="1",
         adapter_digest="none",
@@ -35,7 +35,7 @@ def model_of(chunk_bytes: int, name: str = "trace-replay") -> Representation:
     )
 
 
-def noise(model: Representation, seed: int = 0) -> ChunkTensors:
+def noise(model: Model, seed: int = 0) -> ChunkTensors:
     """Return the tensors of a chunk: bytes that do not compress, the same for the same *seed*."""
     tensors = empty_tensors(KVLayout.of(model, MIN_CHUNK_TOKENS))
     draw = np.random.default_rng(seed)

@@ -149,14 +149,14 @@ def explain(  # noqa: PLR0913 - each is an option
 ) -> None:
     """Say why a prompt's chunks are hits or misses, or what missed lately and why."""
     from kvstore.cli.explain import Question, ask_explain, explain_as_json, print_explain
-    from kvstore.proto.errors import RepresentationError
+    from kvstore.proto.errors import ModelError
 
     try:
         question = Question(
             representation, namespace, tokens, keys or (), chunk_tokens, extra or (), recent, spaces
         )
         reply = ask_explain(address, question)
-    except (InvalidRequestError, RepresentationError, OSError) as error:
+    except (InvalidRequestError, ModelError, OSError) as error:
         fail(error, EXIT_USAGE)
     if as_json:
         print(explain_as_json(address, reply))
@@ -231,7 +231,7 @@ def calibrate(  # noqa: PLR0913 - each is an option
         Path | None, typer.Option(metavar="FILE", help="Text for the model to read.")
     ] = None,
     representation: Annotated[
-        str | None, typer.Option(metavar="HEX", help="Representation digest, for dumps.")
+        str | None, typer.Option(metavar="HEX", help="Model digest, for dumps.")
     ] = None,
     tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of the text to use.")] = 8192,
     codec: Annotated[str, typer.Option(help="gate: whose copies are compared.")] = "",
@@ -252,7 +252,7 @@ def calibrate(  # noqa: PLR0913 - each is an option
     """
     from kvstore.cli.calibrate import Calibration
     from kvstore.cli.calibrate import calibrate as make
-    from kvstore.proto.errors import RepresentationError
+    from kvstore.proto.errors import ModelError
 
     try:
         if kind == "gate":
@@ -261,7 +261,7 @@ def calibrate(  # noqa: PLR0913 - each is an option
         if out is None:
             raise InvalidRequestError("out", None, "give --out DIR, to write the asset into")
         path, asset = make(Calibration(kind, sources, out, text, representation, tokens))
-    except (InvalidRequestError, RepresentationError) as error:
+    except (InvalidRequestError, ModelError) as error:
         fail(error, EXIT_USAGE)
     print(f"{path}: {path.stat().st_size} bytes, digest {asset.digest.hex()}")
 

@@ -35,7 +35,7 @@ def run_model(folder: Path, text: str, tokens: int, chunk_tokens: int) -> Sample
     """Return the KV that the model in *folder* computes of the first *tokens* of *text*.
 
     The model runs as its configuration says, in prompts of CONTEXT_TOKENS at most. Raises
-    InvalidRequestError for a folder or a text that will not do, RepresentationError for a
+    InvalidRequestError for a folder or a text that will not do, ModelError for a
     model whose KV cannot be stored.
     """
     model, tokenizer = load_model(folder)

@@ -40,7 +40,7 @@ def put_files(
 
 
 def _kind_of(where: Where, chunk: ChunkFile, path: Path) -> pb.Representation:
-    """Return the Representation of *chunk*: its file's, or one known there with its digest."""
+    """Return the Model of *chunk*: its file's, or one known there with its digest."""
     if chunk.representation is not None:
         return chunk.representation
     for kind in representations(where):

@@ -44,7 +44,7 @@ class Where:
 
     def __post_init__(self) -> None:
         if self.space and self.representation is not None:
-            fix = "give a namespace or a Representation, not both"
+            fix = "give a namespace or a Model, not both"
             raise InvalidRequestError("namespace", self.space, fix)
         if self.space:
             hex_prefix("namespace", self.space)
@@ -105,9 +105,9 @@ def ask_spaces(address: str, tenant: str = "") -> list[pb.KnownSpace]:
 
 
 def read_representation(path: Path) -> pb.Representation:
-    """Return the Representation in a JSON file, as ``kvstore explain --spaces --json`` prints it.
+    """Return the Model in a JSON file, as ``kvstore explain --spaces --json`` prints it.
 
-    Raises InvalidRequestError, RepresentationError.
+    Raises InvalidRequestError, ModelError.
     """
     message = pb.Representation()
     try:

@@ -40,7 +40,7 @@ from kvstore.proto.blend import GateView
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.plans import NO_HINTS, Hints, PlannedBatch, PrefillModel
-from kvstore.proto.types import ChunkKey, Fidelity, KVLayout, Match, Representation, Stated
+from kvstore.proto.types import ChunkKey, Fidelity, KVLayout, Match, Model, Stated
 
 MAX_WAITING = 2
 """Lookups of one client that wait on the server, a thread each; the rest look again and again."""
@@ -140,7 +140,7 @@ class AsyncClient:
     def __init__(
         self,
         address: str,
-        representation: Representation,
+        representation: Model,
         options: ClientOptions | None = None,
     ) -> None:
         self.sync = Client(address, representation, options)

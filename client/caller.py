@@ -51,8 +51,8 @@ from kvstore.proto.types import (
     ChainDigest,
     ChunkKey,
     Fidelity,
+    Model,
     Namespace,
-    Representation,
     Stated,
 )
 
@@ -77,7 +77,7 @@ class Caller:
     def __init__(
         self,
         address: str,
-        representation: Representation,
+        representation: Model,
         options: ClientOptions | None = None,
     ) -> None:
         self.representation = representation
@@ -105,7 +105,7 @@ class Caller:
         self._state = self._state.left()
         self._end = self._ends()
 
-    def __reduce__(self) -> tuple[type[Self], tuple[str, Representation, ClientOptions]]:
+    def __reduce__(self) -> tuple[type[Self], tuple[str, Model, ClientOptions]]:
         """Have another process make a client of the same server."""
         return type(self), (self.address, self.representation, self.options)
 

@@ -23,7 +23,7 @@ from kvstore.proto.types import (
     Component,
     DType,
     KVLayout,
-    Representation,
+    Model,
 )
 
 
@@ -52,14 +52,14 @@ class Chunk:
     def __post_init__(self) -> None:
         check_naming(self)
 
-    def arrays(self, representation: Representation) -> tuple[KVLayout, AnyTensors]:
+    def arrays(self, representation: Model) -> tuple[KVLayout, AnyTensors]:
         """Return the chunk's layout and its tensors as arrays.
 
         Raises LayoutMismatchError when they are not what *representation* states.
         """
         layout = self.layout or self._whole(representation)
         if not layout.is_of(representation):
-            fix = "make it with KVLayout.of this client's Representation"
+            fix = "make it with KVLayout.of this client's Model"
             raise LayoutMismatchError("layout", layout, fix)
         arrays = to_arrays(self.tensors)
         self._check_dtypes(layout)
@@ -85,7 +85,7 @@ class Chunk:
         ranks = 255 - order * 254 // max(1, tokens - 1)
         return np.where(given > 0, ranks, 0).astype(np.uint8).tobytes()
 
-    def _whole(self, representation: Representation) -> KVLayout:
+    def _whole(self, representation: Model) -> KVLayout:
         """Return the layout of a chunk that has everything, by its attention's tokens."""
         kinds = [group.kind for group in representation.layer_groups]
         plain = [index for index, kind in enumerate(kinds) if kind not in END_KINDS]

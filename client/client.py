@@ -46,7 +46,7 @@ from kvstore.proto.types import (
 
 
 class Client(Keeping, EngineCalls, Resolving, Following):
-    """Put, look up and get chunks of one Representation. Thread-safe.
+    """Put, look up and get chunks of one Model. Thread-safe.
 
     Connects at the first call, and again after the server restarted. Every method raises
     KVStoreErrors only and returns within ``options.deadline_ms`` plus 50 ms a round trip.
@@ -83,8 +83,8 @@ class Client(Keeping, EngineCalls, Resolving, Following):
         *hints* are of all of them; who has nothing to say leaves them out. With a *rectangle* the
         tensors are those of one rank: the outcome is ``pending`` until other ranks have put the
         rest of a chunk, and ``stored`` for the one that makes it whole.
-        Raises LayoutMismatchError or RepresentationError before anything is sent when a
-        chunk is not of this client's Representation.
+        Raises LayoutMismatchError or ModelError before anything is sent when a
+        chunk is not of this client's Model.
         """
         if not chunks:
             return []

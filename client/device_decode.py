@@ -56,7 +56,7 @@ class DeviceDecoder:
         it was read: it raises LeaseExpiredError for memory that was reused.
 
         Raises that before all that *data* would be blamed for: ChunkCorruptError,
-        InvalidFrameError, RepresentationError, UnknownCodecError. LayoutMismatchError and
+        InvalidFrameError, ModelError, UnknownCodecError. LayoutMismatchError and
         InvalidRequestError for pages that are not the chunk's.
         """
         header = frame.header

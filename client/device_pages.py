@@ -9,7 +9,7 @@ import torch
 from kvstore.client.pages import PageAxes
 from kvstore.codecs.paged import Paged, Pages
 from kvstore.proto.errors import LayoutMismatchError
-from kvstore.proto.types import LayerGroup, Representation
+from kvstore.proto.types import LayerGroup, Model
 
 _CANONICAL = ("block", "head", "token", "dim")
 
@@ -18,13 +18,13 @@ class DevicePages:
     """Page tensors of every layer on one device, checked at birth.
 
     *tensors*: one tensor with a ``layer`` axis, or one a layer in the order of the
-    Representation's groups; *axes* as in ``PageAxes``, with a ``part`` axis where a layer keeps
-    K and V. Raises LayoutMismatchError for anything that is not the Representation's KV.
+    Model's groups; *axes* as in ``PageAxes``, with a ``part`` axis where a layer keeps
+    K and V. Raises LayoutMismatchError for anything that is not the Model's KV.
     """
 
     def __init__(
         self,
-        representation: Representation,
+        representation: Model,
         tensors: torch.Tensor | Sequence[torch.Tensor],
         axes: PageAxes,
     ) -> None:

@@ -131,7 +131,7 @@ class DevicePutting(Caller):
         """
         for chunk in chunks:
             if not chunk.layout.is_of(self.representation):
-                fix = "make it with KVLayout.of this client's Representation"
+                fix = "make it with KVLayout.of this client's Model"
                 raise LayoutMismatchError("layout", chunk.layout, fix)
 
         def work(transport: Transport) -> list[Put]:

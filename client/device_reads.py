@@ -37,7 +37,7 @@ from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
     LeaseExpiredError,
-    RepresentationError,
+    ModelError,
     TierUnavailableError,
     UnknownCodecError,
 )
@@ -62,7 +62,7 @@ MAX_SLABS = 64
 """Registered for one session. A server has fewer at once; those it gave up stay until the end."""
 _ALIGN_BYTES = 256
 _WORD_BYTES = 8
-_BROKEN = (ChunkCorruptError, InvalidFrameError, RepresentationError)
+_BROKEN = (ChunkCorruptError, InvalidFrameError, ModelError)
 """What says that a chunk is wrong, and is to be dropped."""
 
 

@@ -16,7 +16,7 @@ from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
 from kvstore.proto.types import (
     Component,
     KVLayout,
-    Representation,
+    Model,
     layer_order,
 )
 
@@ -29,9 +29,7 @@ class LayeredPut:
     one thread.
     """
 
-    def __init__(
-        self, representation: Representation, layouts: Sequence[KVLayout], sink: LayerSink
-    ) -> None:
+    def __init__(self, representation: Model, layouts: Sequence[KVLayout], sink: LayerSink) -> None:
         self.results: list[Put] = []
         self._sink = sink
         self._segments = dict(layer_order(representation))

@@ -48,7 +48,7 @@ from kvstore.proto.errors import (
     InvalidFrameError,
     KVStoreError,
     LeaseExpiredError,
-    RepresentationError,
+    ModelError,
     UnknownCodecError,
 )
 from kvstore.proto.frame import header_bytes
@@ -66,7 +66,7 @@ RELEASE_MS = 1000
 LEAST_WAIT_S = 0.001
 _Decoding: TypeAlias = "Future[tuple[int, Stated]]"
 _NOTHING = (RECOMPUTE, Stated(Fidelity.none))
-_DAMAGED = (ChunkCorruptError, InvalidFrameError, RepresentationError)
+_DAMAGED = (ChunkCorruptError, InvalidFrameError, ModelError)
 
 
 @dataclass(frozen=True, slots=True)

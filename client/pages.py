@@ -25,7 +25,7 @@ from kvstore.proto.types import (
     KVLayout,
     LayerGroup,
     LayerKind,
-    Representation,
+    Model,
 )
 
 Axis: TypeAlias = Literal["layer", "block", "part", "token", "head", "dim"]
@@ -73,14 +73,12 @@ class PageAxes:
 class PagedKV:
     """Page tensors of every layer, numpy or torch on the CPU, checked at birth.
 
-    ``tensors``: see PageTensors; layers in the order of the Representation's groups. A token of
+    ``tensors``: see PageTensors; layers in the order of the Model's groups. A token of
     a request is in slot ``t % block_tokens`` of block ``block_ids[t // block_tokens]``, in every
-    layer. Raises LayoutMismatchError for anything that is not the Representation's KV.
+    layer. Raises LayoutMismatchError for anything that is not the Model's KV.
     """
 
-    def __init__(
-        self, representation: Representation, tensors: PageTensors, axes: PageAxes
-    ) -> None:
+    def __init__(self, representation: Model, tensors: PageTensors, axes: PageAxes) -> None:
         self.representation = representation
         for group in representation.layer_groups:
             if group.kind is LayerKind.state:

@@ -24,7 +24,7 @@ from kvstore.proto.errors import (
     ChunkCorruptError,
     InvalidFrameError,
     KVStoreError,
-    RepresentationError,
+    ModelError,
     TierUnavailableError,
     UnknownCodecError,
 )
@@ -175,7 +175,7 @@ def _broken(
     keys: Sequence[ChunkKey], found: Sequence[ChunkTensors], error: KVStoreError
 ) -> ChunkKey | None:
     """Return the key that *error* proves wrong, if it does. Raises what the caller has to know."""
-    if isinstance(error, ChunkCorruptError | InvalidFrameError | RepresentationError):
+    if isinstance(error, ChunkCorruptError | InvalidFrameError | ModelError):
         # What is returned was verified; this was not, so the prefix ends before it.
         return keys[len(found)]
     if isinstance(error, UnknownCodecError):
@@ -189,7 +189,7 @@ def decode(session: Session, key: ChunkKey, arrived: Arrived, room: Room) -> Chu
     """Verify the frame that arrived for *key* and decode it into *room*.
 
     Raises ChunkCorruptError, InvalidFrameError, UnknownCodecError, LeaseExpiredError, and
-    RepresentationError for a frame that names the tables of another model.
+    ModelError for a frame that names the tables of another model.
     """
     frame = arrived.frame
     if isinstance(frame, DirectFrame):
@@ -238,5 +238,5 @@ def check_header(session: Session, key: ChunkKey, data: Sliced, frame_bytes: int
     if header.key != key or header.frame_bytes != frame_bytes:
         raise ChunkCorruptError(key, f"its place holds chunk {header.key.hex()}")
     if header.representation != session.representation_digest:
-        raise ChunkCorruptError(key, "it was stored for another Representation")
+        raise ChunkCorruptError(key, "it was stored for another Model")
     return header

@@ -17,7 +17,7 @@ from kvstore.proto.types import (
     KVLayout,
     LayerGroup,
     LayerKind,
-    Representation,
+    Model,
     Shard,
 )
 
@@ -47,7 +47,7 @@ class Rectangle:
 
     @classmethod
     def of_rank(
-        cls, representation: Representation, rank: int, ranks: int, layers: Span | None = None
+        cls, representation: Model, rank: int, ranks: int, layers: Span | None = None
     ) -> Rectangle:
         """Return what tensor-parallel *rank* of *ranks* has, of the pipeline stage of *layers*.
 
@@ -59,7 +59,7 @@ class Rectangle:
             layers, tuple(_share(g.kv_heads, rank, ranks) for g in representation.layer_groups)
         )
 
-    def shard(self, representation: Representation, layout: KVLayout) -> Shard:
+    def shard(self, representation: Model, layout: KVLayout) -> Shard:
         """Return which shard it is of a chunk of *layout*.
 
         Raises LayoutMismatchError when it reaches outside the model, or has nothing of it.
@@ -76,7 +76,7 @@ class Rectangle:
             tuple(self._extent(number, group, component) for (number, group), component in pairs),
         )
 
-    def whole(self, representation: Representation, chunk: Chunk) -> KVLayout:
+    def whole(self, representation: Model, chunk: Chunk) -> KVLayout:
         """Return the layout of the chunk that the rank's *chunk* is part of.
 
         Its own, where it states one; else by the tokens of the first layers that have all of a
@@ -94,7 +94,7 @@ class Rectangle:
         fix = "say which: without attention the tensors do not tell"
         raise LayoutMismatchError("layout", None, fix)
 
-    def arrays(self, representation: Representation, chunk: Chunk) -> tuple[Shard, AnyTensors]:
+    def arrays(self, representation: Model, chunk: Chunk) -> tuple[Shard, AnyTensors]:
         """Return what of its chunk the rank's *chunk* is, and its tensors as arrays.
 
         Raises LayoutMismatchError when they are not what rectangle and *representation* state.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore.client.rectangle import Rectangle
-from kvstore.proto.types import END_KINDS, KVLayout, Representation, Shard
+from kvstore.proto.types import END_KINDS, KVLayout, Model, Shard
 
 
 class RectangleRoom:
@@ -16,7 +16,7 @@ class RectangleRoom:
         self,
         room: Callable[[int, KVLayout], Any],
         rectangle: Rectangle,
-        representation: Representation,
+        representation: Model,
     ) -> None:
         self._room = room
         self._rectangle = rectangle

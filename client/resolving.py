@@ -34,7 +34,7 @@ from kvstore.proto.blend import (
     Variant,
     check_tag,
 )
-from kvstore.proto.errors import InvalidRequestError, RepresentationError
+from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.messages import engine_to_message, fidelity_number
 from kvstore.proto.plans import EngineTerms, PrefillModel
@@ -177,7 +177,7 @@ class Resolving(Caller):
         are approximate, chunks with the same tokens from other prompts are named, if the gate of
         this model and tag is open. One round trip for MAX_ASKED_CHUNKS chunks; what is named is
         kept from eviction until the answer is released. Only digests are sent. Raises
-        RepresentationError when the server turns keys by other rope parameters.
+        ModelError when the server turns keys by other rope parameters.
         """
         terms = terms or ResolveTerms()
         named = self.name_segments(tokens, ranges, terms.names)
@@ -211,7 +211,7 @@ class Resolving(Caller):
         found = resolved.found
         if found.rope != self.representation.rope:
             resolved.release()
-            raise RepresentationError("rope", found.rope, f"ours is {self.representation.rope}")
+            raise ModelError("rope", found.rope, f"ours is {self.representation.rope}")
         return resolved
 
     def report_reuse(self, report: pb.ReportReuseRequest) -> GateView:

@@ -1,4 +1,4 @@
-"""The client's Session: opened with a Representation, kept alive, opened again after a restart."""
+"""The client's Session: opened with a Model, kept alive, opened again after a restart."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.keys import representation_digest
 from kvstore.proto.messages import as_message
-from kvstore.proto.types import Namespace, Representation
+from kvstore.proto.types import Model, Namespace
 
 _BEATS_PER_LIFETIME = 3
 FIRST_PACE_S = 0.05
@@ -60,7 +60,7 @@ class Session:
     def __init__(
         self,
         connection: Connection,
-        representation: Representation,
+        representation: Model,
         options: ClientOptions,
         counts: Callable[[], Mapping[str, int]] = _nothing,
     ) -> None:

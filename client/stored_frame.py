@@ -67,7 +67,7 @@ class StoredFrame:
     def decode(self, reached: int, out: AnyTensors) -> int:
         """Verify and decode what is here into *out*; return the frame's own number of the level.
 
-        Raises ChunkCorruptError, InvalidFrameError, UnknownCodecError, RepresentationError.
+        Raises ChunkCorruptError, InvalidFrameError, UnknownCodecError, ModelError.
         """
         assert self.header is not None
         prefix = self.data[: self.chunk.end_bytes[reached]]

@@ -62,7 +62,7 @@ def layer_arrays(parts: Sequence[TensorLike | BlockPart]) -> list[AnyPart]:
 
 
 def dtype_of(tensor: TensorLike) -> DType:
-    """Return the element type that *tensor* states. Raises RepresentationError."""
+    """Return the element type that *tensor* states. Raises ModelError."""
     return DType.parse(str(tensor.dtype))
 
 

@@ -37,5 +37,5 @@ def checked(frame: bytes, key: ChunkKey, representation: bytes) -> FrameHeader:
     """
     header = check_frame(np.frombuffer(frame, np.uint8), key)
     if header.representation != representation:
-        raise ChunkCorruptError(key, "it was stored for another Representation")
+        raise ChunkCorruptError(key, "it was stored for another Model")
     return header

@@ -90,7 +90,7 @@ class AssetCodec(LossyCodec):
 
     @override
     def check_asset(self, header: FrameHeader) -> None:
-        """Raise UnknownCodecError for an asset that is not here, RepresentationError for another
+        """Raise UnknownCodecError for an asset that is not here, ModelError for another
         model's.
         """
         self._shelf.named(self.kind, header.asset, header.representation)

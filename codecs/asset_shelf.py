@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 from kvstore.codecs.assets import SUFFIX, Asset, AssetKind, read_asset
-from kvstore.proto.errors import InvalidRequestError, RepresentationError, UnknownCodecError
+from kvstore.proto.errors import InvalidRequestError, ModelError, UnknownCodecError
 
 MAX_ASSETS = 256
 
@@ -79,13 +79,13 @@ class AssetShelf:
     def named(self, kind: AssetKind, digest: bytes, representation: bytes) -> Asset:
         """Return the asset that a frame names.
 
-        Raises UnknownCodecError when it is not here or of another kind, RepresentationError
+        Raises UnknownCodecError when it is not here or of another kind, ModelError
         when it belongs to another model than the frame.
         """
         found = self.any_named(kind, digest)
         if found.representation != representation:
             fix = f"the frame's model is {representation.hex()}"
-            raise RepresentationError("asset.representation", found.representation.hex(), fix)
+            raise ModelError("asset.representation", found.representation.hex(), fix)
         return found
 
 

@@ -1,6 +1,6 @@
 """Model assets: tables that a codec needs for one model, in files of their own.
 
-An asset is made offline by ``kvstore calibrate``, belongs to one Representation and is named
+An asset is made offline by ``kvstore calibrate``, belongs to one Model and is named
 by the digest of its bytes, which the frames that need it carry. The file's layout stands in
 docs/format.md; nothing of it is believed before its checksum, and it holds arrays only.
 """

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.types import Component, Fidelity, KVLayout, Representation, RopeParameters
+from kvstore.proto.types import Component, Fidelity, KVLayout, Model, RopeParameters
 
 Importance: TypeAlias = NDArray[np.float32]
 """A weight for each token of the chunk, not negative; larger tokens are kept more exactly."""
@@ -33,7 +33,7 @@ class EncodeTerms:
     @classmethod
     def of(
         cls,
-        representation: Representation,
+        representation: Model,
         importance: Importance | None = None,
         layout: KVLayout | None = None,
     ) -> EncodeTerms:

@@ -37,14 +37,14 @@ class InvalidFrameError(_FieldError):
     status = "INVALID_ARGUMENT"
 
 
-class RepresentationError(_FieldError):
+class ModelError(_FieldError):
     """The identity of the KV is incomplete or not the session's."""
 
     status = "FAILED_PRECONDITION"
 
 
 class LayoutMismatchError(_FieldError):
-    """The tensors do not have the shape or dtype that the Representation states."""
+    """The tensors do not have the shape or dtype that the Model states."""
 
     status = "FAILED_PRECONDITION"
 
@@ -154,7 +154,7 @@ def check_text(
     field: str,
     text: str,
     most: int,
-    error: type[InvalidRequestError | RepresentationError] = InvalidRequestError,
+    error: type[InvalidRequestError | ModelError] = InvalidRequestError,
     *,
     least: int = 0,
 ) -> str:

@@ -25,8 +25,8 @@ from kvstore.proto.types import (
     ROOT,
     ChainDigest,
     ChunkKey,
+    Model,
     Namespace,
-    Representation,
 )
 
 _SALT_CONTEXT = "kvstore v1 namespace salt"
@@ -49,7 +49,7 @@ def _text(value: str) -> bytes:
     return _field(value.encode())
 
 
-def encode_representation(representation: Representation) -> bytes:
+def encode_representation(representation: Model) -> bytes:
     """Return the canonical bytes of *representation*, the same on every machine."""
     it, rope = representation, representation.rope
     texts = (it.model_id, it.model_revision, it.adapter_digest, it.quantization)
@@ -66,13 +66,13 @@ def encode_representation(representation: Representation) -> bytes:
     return b"".join(out)
 
 
-def representation_digest(representation: Representation) -> bytes:
-    """Return the 16-byte digest of a Representation without any tenant in it."""
+def representation_digest(representation: Model) -> bytes:
+    """Return the 16-byte digest of a Model without any tenant in it."""
     return blake3(encode_representation(representation)).digest(length=DIGEST_BYTES)
 
 
-def namespace(tenant_salt: bytes, representation: Representation) -> Namespace:
-    """Return blake3 of the Representation, keyed by the tenant's salt.
+def namespace(tenant_salt: bytes, representation: Model) -> Namespace:
+    """Return blake3 of the Model, keyed by the tenant's salt.
 
     Without the salt nobody can tell which tenant or model a key belongs to, nor name
     another tenant's chunks.

@@ -19,7 +19,7 @@ from kvstore.proto.errors import (
     InvalidFrameError,
     InvalidRequestError,
     KVStoreError,
-    RepresentationError,
+    ModelError,
 )
 from kvstore.proto.frame import pack_components, unpack_table
 from kvstore.proto.plans import (
@@ -38,7 +38,7 @@ from kvstore.proto.types import (
     Extent,
     Fidelity,
     KVLayout,
-    Representation,
+    Model,
     Shard,
     check_count,
 )
@@ -150,7 +150,7 @@ def _row(message: Message) -> tuple[Any, ...]:
 
 
 @contextmanager
-def _known(error: type[InvalidRequestError | RepresentationError], field: str) -> Iterator[None]:
+def _known(error: type[InvalidRequestError | ModelError], field: str) -> Iterator[None]:
     try:
         yield
     except KVStoreError:
@@ -199,17 +199,17 @@ def fidelity_of(number: int) -> Fidelity:
     return _FIDELITIES[number]
 
 
-def representation_from_message(message: pb.Representation) -> Representation:
-    """Return the checked Representation. Raises RepresentationError naming the field."""
+def representation_from_message(message: pb.Representation) -> Model:
+    """Return the checked Model. Raises ModelError naming the field."""
     if not message.HasField("rope"):
-        raise RepresentationError("rope", None, "give the rope parameters, or scaling='none'")
+        raise ModelError("rope", None, "give the rope parameters, or scaling='none'")
     # Here too, before a value is made of each of them.
     check_count("rope.factors", len(message.rope.factors), MAX_ROPE_FACTORS)
     check_count("layer_groups", len(message.layer_groups), MAX_LAYER_GROUPS)
     for group in message.layer_groups:
         check_count("layer_ids", len(group.layer_ids), MAX_LAYERS)
-    with _known(RepresentationError, "layer_groups"):
-        return as_value(Representation, message)
+    with _known(ModelError, "layer_groups"):
+        return as_value(Model, message)
 
 
 def hints_to_message(hints: Hints | None) -> pb.Hints | None:

@@ -10,11 +10,11 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple, NewType
 
-from kvstore.proto.errors import LayoutMismatchError, RepresentationError, check_text
+from kvstore.proto.errors import LayoutMismatchError, ModelError, check_text
 from kvstore.proto.plans import LoadPlan
 
 Namespace = NewType("Namespace", bytes)
-"""16 bytes: keyed hash of (tenant salt, Representation). See ``keys.namespace``."""
+"""16 bytes: keyed hash of (tenant salt, Model). See ``keys.namespace``."""
 
 ChainDigest = NewType("ChainDigest", bytes)
 """16 bytes: names a chunk by its tokens and everything before them. See ``keys.chain_digests``."""
@@ -33,7 +33,7 @@ MIN_CHUNK_TOKENS = 16
 MAX_CHUNK_TOKENS = 8192
 
 MAX_IDENTITY_CHARS = 256
-"""Of each text in a Representation."""
+"""Of each text in a Model."""
 MAX_LAYERS = 512
 MAX_LAYER_GROUPS = 32
 MAX_ROPE_FACTORS = 32
@@ -67,7 +67,7 @@ class DType(IntEnum):
             return cls[name.removeprefix("torch.")]
         except KeyError:
             known = ", ".join(member.name for member in cls)
-            raise RepresentationError("dtype", name, f"use one of {known}") from None
+            raise ModelError("dtype", name, f"use one of {known}") from None
 
 
 class LayerKind(IntEnum):
@@ -121,17 +121,17 @@ class LayerGroup:
         check_count("layer_ids", len(self.layer_ids), MAX_LAYERS)
         if not self.layer_ids or list(self.layer_ids) != sorted(set(self.layer_ids)):
             fix = "name each layer of the group once, ascending"
-            raise RepresentationError("layer_ids", self.layer_ids, fix)
+            raise ModelError("layer_ids", self.layer_ids, fix)
         if not 0 <= self.layer_ids[0] <= self.layer_ids[-1] < MAX_LAYERS:
             fix = f"number layers from 0 to {MAX_LAYERS - 1}"
-            raise RepresentationError("layer_ids", self.layer_ids, fix)
+            raise ModelError("layer_ids", self.layer_ids, fix)
         object.__setattr__(self, "layer_ids", tuple(_LAYER_IDS[one] for one in self.layer_ids))
         for name in ("kv_heads", "head_dim"):
             if not 1 <= getattr(self, name) < 1 << 24:
-                raise RepresentationError(name, getattr(self, name), "give a positive count")
+                raise ModelError(name, getattr(self, name), "give a positive count")
         if (self.kind is LayerKind.window) != (self.window_tokens > 0):
             fix = "positive for window layers, else 0"
-            raise RepresentationError("window_tokens", self.window_tokens, fix)
+            raise ModelError("window_tokens", self.window_tokens, fix)
 
     @property
     def parts(self) -> int:
@@ -155,19 +155,19 @@ class RopeParameters:
 
     def __post_init__(self) -> None:
         if not self.scaling:
-            raise RepresentationError("rope.scaling", self.scaling, "name the rule, or 'none'")
-        check_text("rope.scaling", self.scaling, MAX_FACTOR_CHARS, RepresentationError)
+            raise ModelError("rope.scaling", self.scaling, "name the rule, or 'none'")
+        check_text("rope.scaling", self.scaling, MAX_FACTOR_CHARS, ModelError)
         check_count("rope.factors", len(self.factors), MAX_ROPE_FACTORS)
         for name, _ in self.factors:
-            check_text("rope.factors", name, MAX_FACTOR_CHARS, RepresentationError)
+            check_text("rope.factors", name, MAX_FACTOR_CHARS, ModelError)
             if not name.isascii():
-                raise RepresentationError("rope.factors", name, "name them in ASCII")
+                raise ModelError("rope.factors", name, "name them in ASCII")
         if list(self.factors) != sorted(self.factors):
-            raise RepresentationError("rope.factors", self.factors, "sort them by name")
+            raise ModelError("rope.factors", self.factors, "sort them by name")
 
 
 @dataclass(frozen=True, slots=True)
-class Representation:
+class Model:
     """Everything that makes two KV tensors interchangeable. An incomplete one is refused.
 
     ``model_revision`` is a commit or a digest of the weights, never a branch.
@@ -188,25 +188,25 @@ class Representation:
         for name, fix in _IDENTITY_FIXES.items():
             value = getattr(self, name)
             if not isinstance(value, str) or not value.strip():
-                raise RepresentationError(name, value, fix)
-            check_text(name, value, MAX_IDENTITY_CHARS, RepresentationError)
+                raise ModelError(name, value, fix)
+            check_text(name, value, MAX_IDENTITY_CHARS, ModelError)
         if _WORD_ENDS.sub("", self.model_revision.lower()).rpartition("/")[2] in _NO_REVISIONS:
             fix = f"{_IDENTITY_FIXES['model_revision']}: this is what others are called, too"
-            raise RepresentationError("model_revision", self.model_revision, fix)
+            raise ModelError("model_revision", self.model_revision, fix)
         if self.layout_version < 1:
-            raise RepresentationError("layout_version", self.layout_version, "use 1")
+            raise ModelError("layout_version", self.layout_version, "use 1")
         check_count("layer_groups", len(self.layer_groups), MAX_LAYER_GROUPS)
         if not self.layer_groups:
-            raise RepresentationError("layer_groups", (), "describe every layer that keeps KV")
+            raise ModelError("layer_groups", (), "describe every layer that keeps KV")
         ids = [layer for group in self.layer_groups for layer in group.layer_ids]
         if len(ids) != len(set(ids)):
-            raise RepresentationError("layer_groups", ids, "put each layer into one group")
+            raise ModelError("layer_groups", ids, "put each layer into one group")
 
 
 def check_count(field: str, count: int, most: int) -> None:
-    """Raise RepresentationError when an identity has more than *most* of something."""
+    """Raise ModelError when an identity has more than *most* of something."""
     if count > most:
-        raise RepresentationError(field, count, f"at most {most}")
+        raise ModelError(field, count, f"at most {most}")
 
 
 _IDENTITY_FIXES = {
@@ -286,7 +286,7 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The components of one chunk, in the order of the Representation's layer groups."""
+    """The components of one chunk, in the order of the Model's layer groups."""
 
     components: tuple[Component, ...]
 
@@ -296,7 +296,7 @@ class KVLayout:
 
     @classmethod
     def of(
-        cls, representation: Representation, tokens: int, *, window: bool = True, state: bool = True
+        cls, representation: Model, tokens: int, *, window: bool = True, state: bool = True
     ) -> KVLayout:
         """Return the layout of a chunk of *tokens* tokens, with or without what is of its end.
 
@@ -315,7 +315,7 @@ class KVLayout:
             raise LayoutMismatchError("window, state", (window, state), fix)
         return cls(components)
 
-    def is_of(self, representation: Representation) -> bool:
+    def is_of(self, representation: Model) -> bool:
         """Whether it is the layout of a chunk of *representation*."""
         window, state = self.has(LayerKind.window), self.has(LayerKind.state)
         try:
@@ -497,7 +497,7 @@ class Shard:
 
 
 @lru_cache(maxsize=64)
-def layer_order(representation: Representation) -> tuple[tuple[int, int], ...]:
+def layer_order(representation: Model) -> tuple[tuple[int, int], ...]:
     """Return the layers by the model's numbers, each with the number of its segment in a frame.
 
     Segments lie group by group, and groups may alternate.

@@ -9,7 +9,7 @@ from kvstore.client.device_pages import DevicePages
 from kvstore.client.pages import PageAxes
 from kvstore.client.tensors import to_torch
 from kvstore.codecs.base import ChunkTensors
-from kvstore.proto.types import ChunkKey, Representation
+from kvstore.proto.types import ChunkKey, Model
 
 CHUNK_TOKENS, BLOCK_TOKENS = 16, 8
 NHD = PageAxes.parse("layer part block token head dim")
@@ -18,7 +18,7 @@ NHD = PageAxes.parse("layer part block token head dim")
 class Engine:
     """Pages of an engine with *blocks* blocks, full of sevens."""
 
-    def __init__(self, representation: Representation, blocks: int) -> None:
+    def __init__(self, representation: Model, blocks: int) -> None:
         (group,) = representation.layer_groups
         dtype = getattr(torch, group.dtype.name)
         layers = len(group.layer_ids)
@@ -33,7 +33,7 @@ class Engine:
         ordered = self.tensor[layer, part, self.block_ids]
         return ordered.flatten(0, 1).transpose(0, 1)
 
-    def has(self, key: ChunkKey, index: int, representation: Representation, size: int) -> bool:
+    def has(self, key: ChunkKey, index: int, representation: Model, size: int) -> bool:
         """Whether the chunk's tokens are where chunk *index* of the request belongs."""
         return self.holds(tensors_of(key, representation, size), index)
 

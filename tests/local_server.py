@@ -19,7 +19,7 @@ from kvstore.codecs.speed import make_sample, measure
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.messages import as_message
-from kvstore.proto.types import ChunkKey, Representation
+from kvstore.proto.types import ChunkKey, Model
 from kvstore.server.node import Node
 from kvstore.server.settings.rules import is_auto
 from kvstore.server.settings.settings import load_config
@@ -87,7 +87,7 @@ class LocalServer:
     def connect(
         self,
         transport: TransportName = "auto",
-        representation: Representation = SMALL,
+        representation: Model = SMALL,
         options: ClientOptions | None = None,
     ) -> Client:
         """Return a client of chunks of 16 tokens, or with *options*, closed in the end."""
@@ -164,9 +164,7 @@ class LocalServer:
         self.stop()
 
 
-def open_session(
-    connection: Connection, representation: Representation = SMALL
-) -> pb.OpenSessionResponse:
+def open_session(connection: Connection, representation: Model = SMALL) -> pb.OpenSessionResponse:
     """Open a session that nobody keeps alive."""
     request = pb.OpenSessionRequest(representation=as_message(pb.Representation, representation))
     return connection.call("OpenSession", request, DEADLINE_MS, pb.OpenSessionResponse)

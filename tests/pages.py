@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvstore.client.pages import PageAxes, PagedKV
-from kvstore.proto.types import Representation
+from kvstore.proto.types import Model
 
 AXES = [
     "block part token head dim",
@@ -27,14 +27,14 @@ AXES = [
 class EnginePages(PagedKV):
     """A PagedKV that remembers what it was made of."""
 
-    def __init__(self, model: Representation, tensors: Any, axes: PageAxes) -> None:
+    def __init__(self, model: Model, tensors: Any, axes: PageAxes) -> None:
         super().__init__(model, tensors, axes)
         self.given = tensors
         self.axes = axes
 
 
 def engine_pages(
-    model: Representation, axes: str, blocks: int, block_tokens: int, draw: np.random.Generator
+    model: Model, axes: str, blocks: int, block_tokens: int, draw: np.random.Generator
 ) -> EnginePages:
     """Pages of a model of one group of bfloat16 attention layers, as torch tensors."""
     (group,) = model.layer_groups

@@ -16,7 +16,7 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameTemplate, raw_frame_bytes
 from kvstore.proto.keys import representation_digest
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.types import DIGEST_BYTES, ChunkKey, KVLayout, PutOutcome, Representation
+from kvstore.proto.types import DIGEST_BYTES, ChunkKey, KVLayout, Model, PutOutcome
 
 SMALL = make_representation()
 """A frame of 16 tokens of it has 2.3 KB."""
@@ -40,7 +40,7 @@ def keys_of(client: Client, seed: int, chunks: int) -> list[ChunkKey]:
 
 
 def tensors_of(
-    key: ChunkKey, representation: Representation, chunk_tokens: int, version: int = 0
+    key: ChunkKey, representation: Model, chunk_tokens: int, version: int = 0
 ) -> ChunkTensors:
     """Return the tensors of the chunk called *key*; another *version* has other bytes."""
     out = empty_tensors(KVLayout.of(representation, chunk_tokens))
@@ -52,9 +52,7 @@ def tensors_of(
     return out
 
 
-def steady_tensors(
-    key: ChunkKey, representation: Representation, chunk_tokens: int
-) -> ChunkTensors:
+def steady_tensors(key: ChunkKey, representation: Model, chunk_tokens: int) -> ChunkTensors:
     """Return bfloat16 tensors like those of a model: each channel about a mean of its own."""
     out = empty_tensors(KVLayout.of(representation, chunk_tokens))
     draw = np.random.default_rng(int.from_bytes(key[-8:], "little"))
@@ -93,7 +91,7 @@ def is_right(client: Client, key: ChunkKey, found: ChunkTensors, version: int = 
 
 
 def frame_of(
-    key: ChunkKey, representation: Representation, chunk_tokens: int = 16, version: int = 0
+    key: ChunkKey, representation: Model, chunk_tokens: int = 16, version: int = 0
 ) -> Bytes:
     """Return the raw frame of a chunk at the start of a chain, as a client would send it."""
     template = FrameTemplate(
@@ -108,7 +106,7 @@ def frame_of(
     return frame
 
 
-def other_revision(representation: Representation) -> Representation:
+def other_revision(representation: Model) -> Model:
     """Return the same model with other weights."""
     return replace(representation, model_revision="f" * 40)
 

@@ -19,7 +19,7 @@ from kvstore.proto.types import (
     KVLayout,
     LayerGroup,
     LayerKind,
-    Representation,
+    Model,
     Shard,
 )
 
@@ -60,7 +60,7 @@ def part_of(chunk: Chunk, shard: Shard) -> Chunk:
     return replace(chunk, tensors=slices(chunk.tensors, shard))  # type: ignore[arg-type]
 
 
-def shard_frame(template: FrameTemplate, representation: Representation, shard: Shard) -> Bytes:
+def shard_frame(template: FrameTemplate, representation: Model, shard: Shard) -> Bytes:
     """Return the frame of *shard* of the chunk that ``tensors_of`` makes."""
     tensors = tensors_of(template.key, representation, shard.whole.tokens)
     frame = np.zeros(shard_frame_bytes(shard), np.uint8)

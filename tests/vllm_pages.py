@@ -12,7 +12,7 @@ import torch
 from kvstore.client.engines.vllm_layout import BlockWriter, Packing, rows
 from kvstore.client.engines.vllm_shape import EngineShape, KeptGroup, KeptLayer
 from kvstore.client.rectangle import Rectangle
-from kvstore.proto.types import DType, LayerKind, Representation, RopeParameters
+from kvstore.proto.types import DType, LayerKind, Model, RopeParameters
 
 BLOCK_TOKENS = 32
 CHUNK_TOKENS = 64
@@ -42,10 +42,10 @@ SLIDING = EngineShape((_group(LayerKind.window, 97, n0=0, n1=0),), BLOCK_TOKENS)
 """Windows of a chunk and a half."""
 
 
-def representation(revision: str = "r1", shape: EngineShape = SHAPE) -> Representation:
+def representation(revision: str = "r1", shape: EngineShape = SHAPE) -> Model:
     groups = tuple(group.layer_group for group in shape.groups)
     rope = RopeParameters(10000.0, HEAD_DIM)
-    return Representation("tiny", revision, "none", "none", groups, rope, "t")
+    return Model("tiny", revision, "none", "none", groups, rope, "t")
 
 
 def writer(packing: Packing) -> Callable[[str], BlockWriter]:

@@ -35,7 +35,7 @@ from kvstore.client.engines.vllm_settings import BOTH, Role
 from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.client.engines.vllm_worker import VllmWorker
 from kvstore.client.rectangle import Rectangle
-from kvstore.proto.types import LayerKind, Representation
+from kvstore.proto.types import LayerKind, Model
 
 Blocks: TypeAlias = "Sequence[int] | Tables"
 """Of one table, or tables."""
@@ -56,7 +56,7 @@ class Engine:
     def __init__(
         self,
         address: str,
-        identity: Representation | None = None,
+        identity: Model | None = None,
         packing: Packing = PACKINGS[0],
         queue_bytes: int = QUEUE_BYTES,
         opts: ClientOptions | None = None,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvstore.codecs.rope import KNOWN_RULES, inverse_frequencies, key_gain
-from kvstore.proto.errors import RepresentationError
+from kvstore.proto.errors import ModelError
 from kvstore.proto.types import RopeParameters
 
 
@@ -25,7 +25,7 @@ class RopeSpec:
     """How one layer's keys are rotated; channels behind the rotated ones stay as they are.
 
     *frequencies*: float32 numbers, one for each pair of channels (i, i + pairs), in radians a
-    token. *gain*: what rotated keys are longer by. Raises RepresentationError.
+    token. *gain*: what rotated keys are longer by. Raises ModelError.
     """
 
     frequencies: tuple[float, ...]
@@ -33,15 +33,15 @@ class RopeSpec:
 
     def __post_init__(self) -> None:
         if not self.frequencies or not all(map(math.isfinite, self.frequencies)):
-            raise RepresentationError("frequencies", self.frequencies[:4], "give finite numbers")
+            raise ModelError("frequencies", self.frequencies[:4], "give finite numbers")
         if not (math.isfinite(self.gain) and self.gain > 0):
-            raise RepresentationError("gain", self.gain, "give a positive number")
+            raise ModelError("gain", self.gain, "give a positive number")
 
     @classmethod
     def of(cls, rope: RopeParameters, head_dim: int) -> RopeSpec | None:
         """Return the rotation that *rope* names; None for models without one.
 
-        Raises RepresentationError, with its name, for a rule that is not known: keys of
+        Raises ModelError, with its name, for a rule that is not known: keys of
         ``dynamic`` and ``longrope`` depend on the length of the prompt they were computed in.
         """
         if rope.scaling == "none":
@@ -49,7 +49,7 @@ class RopeSpec:
         found = inverse_frequencies(rope, head_dim)
         if found is None:
             known = ", ".join(KNOWN_RULES)
-            raise RepresentationError(
+            raise ModelError(
                 "rope", (rope.scaling, rope.factors), f"keys can be moved under {known}"
             )
         return cls(tuple(found.tolist()), key_gain(rope))
@@ -80,7 +80,7 @@ def rerotate(
     """
     new = new or old
     if new.width != old.width or new.width > keys.shape[-1]:
-        raise RepresentationError(
+        raise ModelError(
             "rope", (old.width, new.width, keys.shape[-1]), "the same channels must be rotated"
         )
     angles, gain = new.angles(new_positions), new.gain

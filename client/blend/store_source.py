@@ -13,9 +13,9 @@ from kvstore.client.blend.plan import BlendPlan, Origin, Segment
 from kvstore.client.blend.source import LayerKV
 from kvstore.client.layers import Layer
 from kvstore.client.resolving import FoundChunk, Resolved
-from kvstore.proto.errors import RepresentationError
+from kvstore.proto.errors import ModelError
 from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.types import LayerKind, Representation
+from kvstore.proto.types import LayerKind, Model
 
 _HIGHEST_PRIORITY = 255
 
@@ -43,12 +43,10 @@ class StoreSource:
     wanted. Layer i + 1 is on its way while layer i is used. Leave the ``with`` to end the
     loads; *resolved* is its owner's to release.
 
-    Raises RepresentationError for models with anything but one attention layer a number.
+    Raises ModelError for models with anything but one attention layer a number.
     """
 
-    def __init__(
-        self, resolved: Resolved, tokens: Sequence[int], representation: Representation
-    ) -> None:
+    def __init__(self, resolved: Resolved, tokens: Sequence[int], representation: Model) -> None:
         self._resolved = resolved
         self._layer_ids = _attention_layers(representation)
         group = representation.layer_groups[0]
@@ -206,11 +204,11 @@ class StoreSource:
         self.close()
 
 
-def _attention_layers(representation: Representation) -> list[int]:
+def _attention_layers(representation: Model) -> list[int]:
     groups = representation.layer_groups
     if len(groups) != 1 or groups[0].kind is not LayerKind.attention:
         kinds = [group.kind.name for group in groups]
-        raise RepresentationError("layer_groups", kinds, "one group of attention layers is blended")
+        raise ModelError("layer_groups", kinds, "one group of attention layers is blended")
     return list(groups[0].layer_ids)
 
 

@@ -24,8 +24,8 @@ from kvstore.client.engines.weights import (
     weights_name,
     weights_sample,
 )
-from kvstore.proto.errors import RepresentationError
-from kvstore.proto.types import LayerGroup, LayerKind, Representation, RopeParameters
+from kvstore.proto.errors import ModelError
+from kvstore.proto.types import LayerGroup, LayerKind, Model, RopeParameters
 
 SHARED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Architectures of which engines keep the same K and V: heads, order of elements and rotation."""
@@ -83,7 +83,7 @@ def weights_of(model: str, stated: str = "", commit: str = "") -> Weights:
     """Return which weights *model* has, a folder or a hub's name; the rest is of ``weights_name``.
 
     Copies of a folder under other names have one name, made of what is in it, and the same commit
-    has one name by the hub's name and in its cache. Raises RepresentationError.
+    has one name by the hub's name and in its cache. Raises ModelError.
     """
     revision = weights_name(model, stated, commit)
     files, in_cache = weights_files(model), _IN_CACHE.search(model.rstrip("/"))
@@ -163,7 +163,7 @@ def identity_of(
     rope: RopeParameters,
     config: Any,
     departures: Departures,
-) -> Representation:
+) -> Model:
     """Return what makes the KV of *weights* interchangeable with other KV.
 
     *config*: the transformers config that the engine runs with; None where it is not known.
@@ -184,7 +184,7 @@ def identity_of(
     if departures.stated or not is_shared:
         words = json.dumps([departures.engine, running, departures.stated], sort_keys=True)
         revision += f"+settings={blake3(words.encode()).hexdigest()}"
-    return Representation(
+    return Model(
         model_id=weights.model_id,
         model_revision=revision,
         adapter_digest=departures.adapter_digest,
@@ -208,5 +208,5 @@ def own_rope(weights: Weights) -> RopeParameters:
         return NO_ROPE
     try:
         return rope_parameters(weights.config)
-    except RepresentationError:
+    except ModelError:
         return NO_ROPE

@@ -1,4 +1,4 @@
-"""What a model's settings say of its rotary embedding, as the Representation has it.
+"""What a model's settings say of its rotary embedding, as the Model has it.
 
 Works on a transformers config by its fields, without importing transformers.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvstore.proto.errors import RepresentationError
+from kvstore.proto.errors import ModelError
 from kvstore.proto.types import RopeParameters
 
 # Their rotation depends on the length of the whole prompt, so a prefix has no keys of its own.
@@ -15,7 +15,7 @@ _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def rope_parameters(config: Any) -> RopeParameters:
-    """Return the rotation that *config* states. Raises RepresentationError for what it refuses.
+    """Return the rotation that *config* states. Raises ModelError for what it refuses.
 
     Where layers rotate differently it is one that no codec undoes, and still tells models apart.
     """
@@ -37,14 +37,12 @@ def _rotation(config: Any, stated: dict[str, Any]) -> RopeParameters:
     scaling = str(stated.pop("rope_type", "default"))
     theta = float(stated.pop("rope_theta", 0.0))
     if scaling in _LENGTH_DEPENDENT_ROPE:
-        raise RepresentationError(
-            "rope_type", scaling, "its keys depend on the length of the whole prompt"
-        )
+        raise ModelError("rope_type", scaling, "its keys depend on the length of the whole prompt")
     factors = {name: value for name, value in stated.items() if value is not None}
     factors.pop("type", None)
     for name, value in factors.items():
         if not isinstance(value, int | float):
-            raise RepresentationError(f"rope.{name}", value, "only numbers are understood")
+            raise ModelError(f"rope.{name}", value, "only numbers are understood")
     rotary_dim = int(head_dim(config) * factors.pop("partial_rotary_factor", 1.0))
     numbers = sorted((name, float(value)) for name, value in factors.items())
     return RopeParameters(theta, rotary_dim, scaling, tuple(numbers))

@@ -31,7 +31,7 @@ from kvstore.client.engines.sglang_pages import PageSettings, PageStore, RankTer
 from kvstore.client.engines.sglang_pools import SecondStore, ends
 from kvstore.client.engines.sglang_terms import UNSTATED, EngineTerms, WeightsEpoch, terms_of
 from kvstore.client.engines.weights import EPOCH_BYTES
-from kvstore.proto.errors import RepresentationError
+from kvstore.proto.errors import ModelError
 
 TERMS_IN = ("sglang.srt.runtime_context", "get_server_args")
 """Where an engine of 0.5.23 keeps what it was started with."""
@@ -81,7 +81,7 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
 
     With ``interface_v1`` pages go straight between the host pool and the store. A store that
     fails is a miss, or a page that was not kept. Raises InvalidRequestError for settings and
-    RepresentationError for pools that it does not understand, when SGLang attaches it.
+    ModelError for pools that it does not understand, when SGLang attaches it.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
         self._store: PageStore | None = None
         self._seconds: dict[str, SecondStore] = {}
         if config.dcp_size > 1:
-            raise RepresentationError("dcp_size", config.dcp_size, "use 1: pages would be shards")
+            raise ModelError("dcp_size", config.dcp_size, "use 1: pages would be shards")
 
     @property
     def pages(self) -> PageStore:

@@ -20,7 +20,7 @@ from kvstore.client.engines.sglang_terms import UNSTATED, EngineTerms
 from kvstore.client.options import ClientOptions
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.tensors import LayerTensors, dtype_of
-from kvstore.proto.errors import InvalidRequestError, RepresentationError
+from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import (
     DIGEST_BYTES,
     MIN_CHUNK_TOKENS,
@@ -30,8 +30,8 @@ from kvstore.proto.types import (
     Fidelity,
     LayerGroup,
     LayerKind,
+    Model,
     PutOutcome,
-    Representation,
 )
 
 if TYPE_CHECKING:
@@ -87,14 +87,14 @@ class RankTerms:
     def all_heads(self, heads: int, model_heads: int) -> int:
         """Return the heads of the model, of which this rank has *heads*; *model_heads* if known.
 
-        Where it is not, 0, ranks are taken to have heads of their own. Raises RepresentationError
+        Where it is not, 0, ranks are taken to have heads of their own. Raises ModelError
         when ranks of such a model do not have so many.
         """
         total = model_heads or heads * self.tp_size
         is_even = not (total % self.tp_size and self.tp_size % total)
         if not is_even or heads != max(1, total // self.tp_size):
             fix = f"{self.tp_size} ranks have {heads} of them each"
-            raise RepresentationError("kv_heads", total, fix)
+            raise ModelError("kv_heads", total, fix)
         return total
 
     def rectangle(self, heads: int, model_heads: int = 0) -> Rectangle | None:
@@ -174,15 +174,15 @@ class PageSettings:
         return cls(**{"address": "127.0.0.1:7420", **given, **own})
 
 
-def representation_of(pool: HostPool, rank: RankTerms, settings: PageSettings) -> Representation:
-    """Return what makes the pages of *pool* interchangeable. Raises RepresentationError."""
+def representation_of(pool: HostPool, rank: RankTerms, settings: PageSettings) -> Model:
+    """Return what makes the pages of *pool* interchangeable. Raises ModelError."""
     if getattr(pool, "kv_buffer", None) is None:
-        raise RepresentationError("host pool", type(pool).__name__, "it has no KV of its own")
+        raise ModelError("host pool", type(pool).__name__, "it has no KV of its own")
     if pool.layout not in LAYOUTS or (rank.is_mla and pool.layout == "page_head"):
-        raise RepresentationError("layout", pool.layout, f"use one of {', '.join(LAYOUTS)}")
+        raise ModelError("layout", pool.layout, f"use one of {', '.join(LAYOUTS)}")
     if pool.page_size < MIN_CHUNK_TOKENS:
         fix = f"start SGLang with --page-size {MIN_CHUNK_TOKENS} or more"
-        raise RepresentationError("page_size", pool.page_size, fix)
+        raise ModelError("page_size", pool.page_size, fix)
     _check_whole(pool, rank.is_mla)
     buffer = pool.kv_buffer
     quantization = rank.engine.quantization_of(dtype_of(buffer))
@@ -199,7 +199,7 @@ def representation_of(pool: HostPool, rank: RankTerms, settings: PageSettings) -
 
 def pages_identity(
     rank: RankTerms, settings: PageSettings, group: LayerGroup, which: str, quantization: str
-) -> Representation:
+) -> Model:
     """Return the identity of pages of *group*; *which*: of all that the model's may be."""
     name = rank.model_name.rstrip("/").rsplit("/", 1)[-1]
     weights = settings.weights or Weights(name, settings.model_revision)
@@ -212,19 +212,19 @@ def pages_identity(
 
 
 def _check_whole(pool: HostPool, is_mla: bool) -> None:
-    """Raise RepresentationError where a page is more than its place in the buffer: some pools
+    """Raise ModelError where a page is more than its place in the buffer: some pools
     keep the scales of their elements beside it.
     """
     try:
         page_bytes = pool.get_dummy_flat_data_page().nbytes
     except (NotImplementedError, AttributeError) as error:
         fix = f"only pools whose pages can be had as flat tensors: {error}"
-        raise RepresentationError("host pool", type(pool).__name__, fix) from None
+        raise ModelError("host pool", type(pool).__name__, fix) from None
     views = page_views(pool, pool.kv_buffer, 0, is_mla)
     taken = sum(part.nbytes for layers in views for parts in layers for part in parts)
     if taken != page_bytes:
         fix = f"a page is {page_bytes} bytes, and {taken} lie in its buffer"
-        raise RepresentationError("host pool", type(pool).__name__, fix)
+        raise ModelError("host pool", type(pool).__name__, fix)
 
 
 def _heads(pool: HostPool) -> int:
@@ -267,7 +267,7 @@ class PageStore(Connector):
     """Stores and loads pages by SGLang's hashes. Thread-safe; never raises once it was made."""
 
     def __init__(self, pool: HostPool, rank: RankTerms, settings: PageSettings) -> None:
-        """Raises RepresentationError for pools that are not understood."""
+        """Raises ModelError for pools that are not understood."""
         self._pool = pool
         self._is_mla = rank.is_mla
         identity = representation_of(pool, rank, settings)

@@ -15,7 +15,7 @@ from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.sglang_pages import PageSettings, RankTerms, digest_of, pages_identity
 from kvstore.client.tensors import LayerTensors
-from kvstore.proto.errors import RepresentationError
+from kvstore.proto.errors import ModelError
 from kvstore.proto.types import (
     MIN_CHUNK_TOKENS,
     ROOT,
@@ -23,8 +23,8 @@ from kvstore.proto.types import (
     DType,
     LayerGroup,
     LayerKind,
+    Model,
     PutOutcome,
-    Representation,
 )
 
 if TYPE_CHECKING:
@@ -61,18 +61,18 @@ class SecondPool(Protocol):
 
 def second_representation(
     pool: SecondPool, name: str, rank: RankTerms, settings: PageSettings
-) -> Representation:
-    """Return what makes pages of a second pool interchangeable. Raises RepresentationError."""
+) -> Model:
+    """Return what makes pages of a second pool interchangeable. Raises ModelError."""
     if name in OF_OTHER_WEIGHTS:
-        raise RepresentationError("host pool", name, "the weights of draft models have no name")
+        raise ModelError("host pool", name, "the weights of draft models have no name")
     try:
         page = pool.get_dummy_flat_data_page()
     except (NotImplementedError, AttributeError) as error:
         fix = f"only pools whose pages can be had as flat tensors: {error}"
-        raise RepresentationError("host pool", name, fix) from None
+        raise ModelError("host pool", name, fix) from None
     if page.nbytes % ROWS or not page.nbytes:
         fix = f"pages of {page.nbytes} bytes: a multiple of {ROWS} is stored"
-        raise RepresentationError("host pool", name, fix)
+        raise ModelError("host pool", name, fix)
     kind = type(pool).__name__
     form = f"{name}:{kind}:{pool.layout}:{pool.page_size}:{page.dtype}"
     shared = rank.is_mla and name != STATES
@@ -91,7 +91,7 @@ class SecondStore(Connector):
     def __init__(
         self, pool: SecondPool, name: str, rank: RankTerms, settings: PageSettings
     ) -> None:
-        """Raises RepresentationError for pools that are not understood."""
+        """Raises ModelError for pools that are not understood."""
         self._pool = pool
         self.is_own = not rank.is_mla or name == STATES
         identity = second_representation(pool, name, rank, settings)

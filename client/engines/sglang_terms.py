@@ -17,7 +17,7 @@ from blake3 import blake3
 from kvstore.client.engines.identity import Departures, in_words, stated
 from kvstore.client.engines.vllm_names import adapter_files
 from kvstore.client.engines.weights import files_digest, is_exact
-from kvstore.proto.errors import RepresentationError
+from kvstore.proto.errors import ModelError
 from kvstore.proto.types import DType
 
 _TERMS = (
@@ -54,7 +54,7 @@ class EngineTerms:
     def departures(self, adapter_digest: str, stored: DType, quantization: str) -> Departures:
         """Return what the engine does otherwise; *stored*: as what elements it keeps KV.
 
-        Raises RepresentationError for adapters that have no name.
+        Raises ModelError for adapters that have no name.
         """
         found = {"arguments": "unknown"} if self.stated is None else dict(self.stated)
         if found.get("dtype") == stored.name:
@@ -64,24 +64,24 @@ class EngineTerms:
     def adapters(self, stated: str) -> str:
         """Return a name of the adapters, *stated* by the user or found.
 
-        Raises RepresentationError where files may change under a path that nobody can look at.
+        Raises ModelError where files may change under a path that nobody can look at.
         """
         if stated != NO_ADAPTER:
             return stated
         if self.nameless_adapter:
             fix = "its files are not in a folder here: give adapter_digest in the extra config"
-            raise RepresentationError("lora_paths", self.nameless_adapter, fix)
+            raise ModelError("lora_paths", self.nameless_adapter, fix)
         return self.adapters_digest
 
     def quantization_of(self, stored: DType) -> str:
         """Return what elements that are *stored* so are. SGLang keeps every kind of fp8 as bytes,
-        which do not tell. Raises RepresentationError where nobody says.
+        which do not tell. Raises ModelError where nobody says.
         """
         if stored is not DType.uint8:
             return "none"
         if not self.kv_cache_dtype:
             fix = "nobody says of what type its bytes are: this engine's arguments are not known"
-            raise RepresentationError("dtype", stored.name, fix)
+            raise ModelError("dtype", stored.name, fix)
         return f"bytes-of:{self.kv_cache_dtype}"
 
 
@@ -92,10 +92,10 @@ UNSTATED = EngineTerms()
 def terms_of(arguments: Any, *, is_hip: bool = False) -> EngineTerms:
     """Return the terms in *arguments*, a ServerArgs. *is_hip*: AMD's fp8 has another zero.
 
-    Raises RepresentationError for weights that have no name.
+    Raises ModelError for weights that have no name.
     """
     if getattr(arguments, "load_format", None) == "dummy":
-        raise RepresentationError("load_format", "dummy", "random weights have no name")
+        raise ModelError("load_format", "dummy", "random weights have no name")
     found = stated({name: getattr(arguments, name, None) for name in _TERMS})
     if is_hip:
         found["hip"] = "True"

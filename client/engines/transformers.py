@@ -76,7 +76,7 @@ from kvstore.client.reader import Room
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.proto.blend import GateView
 from kvstore.proto.device import Device
-from kvstore.proto.errors import InvalidRequestError, RepresentationError
+from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import ChunkKey, Fidelity, KVLayout, Stated
 
 __all__ = ["Generation", "TransformersConnector", "representation_of"]
@@ -137,7 +137,7 @@ class _Loaded:
 class TransformersConnector(Connector):
     """Loads and saves prefixes of one model. Thread-safe as far as the model is.
 
-    *client* must have been made with ``representation_of`` this model: RepresentationError, as
+    *client* must have been made with ``representation_of`` this model: ModelError, as
     for a model that does not go on from a prefix as it would have gone on by itself. Weights that
     change afterwards are noticed before each prompt: nothing older is loaded any more.
 
@@ -166,9 +166,7 @@ class TransformersConnector(Connector):
         self._least(accuracy)
         stated = (client.representation.layer_groups, client.representation.rope)
         if stated != (self._shape.groups, rope_parameters(model.config)):
-            raise RepresentationError(
-                "client", stated, "make it with representation_of(model, tokenizer)"
-            )
+            raise ModelError("client", stated, "make it with representation_of(model, tokenizer)")
         if self._shape.is_probed:
             continues(model, self._shape, client.representation)
         self._model = model
@@ -362,13 +360,13 @@ class TransformersConnector(Connector):
         chunk's end, if the cache ends there. Nothing is stored of a cache that may be of weights
         which changed since: once they changed, only of those that ``load`` and ``generate``
         returned since then; nor anything from where a lossy copy was read into it. Raises
-        RepresentationError for a cache of another kind.
+        ModelError for a cache of another kind.
         """
         tokens = prompt_of(input_ids, self._model.device)[: cache.get_seq_length()]
         if not tokens:
             return 0
         if CacheShape.of_cache(cache).groups != self._shape.groups:
-            raise RepresentationError("cache", type(cache).__name__, "give one of this model")
+            raise ModelError("cache", type(cache).__name__, "give one of this model")
         layers: Sequence[Any] = cache.layers
         rows = {int(layers[s.layer].keys.shape[0]) for s in self._shape.tokens}
         if rows != {1}:

@@ -30,7 +30,7 @@ from kvstore.client.blend.source import LayerKV
 from kvstore.client.engines.rope_settings import rope_parameters
 from kvstore.client.engines.transformers_identity import WeightsWatch, carries_adapter
 from kvstore.client.engines.weights import EPOCH_BYTES
-from kvstore.proto.errors import RepresentationError
+from kvstore.proto.errors import ModelError
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Architectures whose layers are these: norm, projections, rotation, attention, MLP."""
@@ -40,7 +40,7 @@ _TABLE_TOLERANCE = 1e-5
 
 
 class TransformersAdapter:
-    """An EngineAdapter for *model*. Raises RepresentationError for what it cannot blend.
+    """An EngineAdapter for *model*. Raises ModelError for what it cannot blend.
 
     Sliding windows are kept to. *adapter_digest*: of the adapter that the model carries. Weights
     that change in place are noticed, and are another origin.
@@ -185,14 +185,14 @@ def _check(model: PreTrainedModel, adapter_digest: str) -> None:
     if kind not in MODEL_TYPES or not hasattr(model, "lm_head"):
         known = ", ".join(MODEL_TYPES)
         name = type(model).__name__
-        raise RepresentationError("model", name, f"give a causal language model of {known}")
+        raise ModelError("model", name, f"give a causal language model of {known}")
     if carries_adapter(model) and adapter_digest == "none":
-        raise RepresentationError(
+        raise ModelError(
             "adapter_digest", adapter_digest, "this model carries an adapter: give its digest"
         )
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1 or "meta" in devices:
-        raise RepresentationError("device", sorted(devices), "load the model onto one device")
+        raise ModelError("device", sorted(devices), "load the model onto one device")
 
 
 def _rotation(model: Any, origin: Origin, head_dim: int) -> RopeSpec:
@@ -201,7 +201,7 @@ def _rotation(model: Any, origin: Origin, head_dim: int) -> RopeSpec:
     table = model.model.rotary_emb
     own = RopeSpec(tuple(table.inv_freq.float().tolist()), float(table.attention_scaling))
     if named is None or not _alike(own, named):
-        raise RepresentationError(
+        raise ModelError(
             "rope",
             origin.rope,
             "the model's tables are others: load it with dtype=, do not cast it",

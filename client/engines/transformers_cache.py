@@ -30,7 +30,7 @@ from transformers.cache_utils import (
 )
 
 from kvstore.codecs.terms import Importance
-from kvstore.proto.errors import InvalidRequestError, RepresentationError
+from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import END_KINDS, DType, LayerGroup, LayerKind
 
 PROBE_TOKENS = 24
@@ -115,33 +115,33 @@ class CacheShape:
     def of(cls, model: PreTrainedModel) -> CacheShape:
         """Return what a short forward of *model* leaves in its cache.
 
-        Raises RepresentationError that names what cannot be stored, and why.
+        Raises ModelError that names what cannot be stored, and why.
         """
         cache = DynamicCache(config=model.config)
         try:
             forward(model, probe_ids(model), cache)
         except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
             fix = f"it does not run with a DynamicCache: {error}"
-            raise RepresentationError("model", type(model).__name__, fix) from None
+            raise ModelError("model", type(model).__name__, fix) from None
         return cls.of_cache(cache)
 
     @classmethod
     def of_cache(cls, cache: Cache) -> CacheShape:
-        """Return what *cache*, that a forward has filled, keeps. Raises RepresentationError."""
+        """Return what *cache*, that a forward has filled, keeps. Raises ModelError."""
         if type(cache) is not DynamicCache:
-            raise RepresentationError("cache", type(cache).__name__, "use a DynamicCache")
+            raise ModelError("cache", type(cache).__name__, "use a DynamicCache")
         tokens, states = [], []
         for index, layer in enumerate(cache.layers):
             if type(layer) not in (*_FULL, *_SLIDING, *_LINEAR, *_EMPTY):
                 fix = "layers that this version knows keep every token, a window or a state"
-                raise RepresentationError(f"layers[{index}]", type(layer).__name__, fix)
+                raise ModelError(f"layers[{index}]", type(layer).__name__, fix)
             if type(layer) in (*_FULL, *_SLIDING):
                 tokens.append(_token_shape(index, layer))
             if type(layer) in _LINEAR:
                 states.append(_state_shape(index, layer))
         if not tokens:
             fix = "a cache of states alone does not tell how many tokens it has seen"
-            raise RepresentationError("cache", "states only", fix)
+            raise ModelError("cache", "states only", fix)
         return cls(len(cache.layers), tuple(tokens), tuple(states))
 
     @property
@@ -193,13 +193,13 @@ def _token_shape(index: int, layer: Any) -> TokenShape:
     if keys is None or values is None or keys.ndim != 4 or keys.shape[:3] != values.shape[:3]:
         shapes = [None if part is None else tuple(part.shape) for part in (keys, values)]
         fix = "after a forward it needs keys and values of (batch, kv_heads, tokens, head_dim)"
-        raise RepresentationError(f"layers[{index}]", shapes, fix)
+        raise ModelError(f"layers[{index}]", shapes, fix)
     is_sliding = type(layer) in _SLIDING
     window = layer.sliding_window if is_sliding else 0
     dims = (int(keys.shape[3]), int(values.shape[3]))
     if is_sliding and (window < 2 or dims[0] != dims[1]):
         fix = "a window of 2 tokens or more, with keys as wide as values"
-        raise RepresentationError(f"layers[{index}]", (window, dims), fix)
+        raise ModelError(f"layers[{index}]", (window, dims), fix)
     return TokenShape(index, int(keys.shape[1]), dims, keys.dtype, window)
 
 
@@ -212,7 +212,7 @@ def _state_shape(index: int, layer: Any) -> StateShape:
     ]
     if not pieces:
         fix = "after a forward it is empty: the model keeps its state elsewhere"
-        raise RepresentationError(f"layers[{index}]", type(layer).__name__, fix)
+        raise ModelError(f"layers[{index}]", type(layer).__name__, fix)
     return StateShape(index, tuple(pieces))
 
 

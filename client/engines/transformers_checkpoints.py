@@ -19,8 +19,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StoppingCriteria
 from kvstore.client.engines.prefix import Span
 from kvstore.client.engines.transformers_cache import CacheShape, forward, probe_ids
 from kvstore.client.engines.transformers_ends import EndSource, PrefixRoom, Snapshot, length
-from kvstore.proto.errors import RepresentationError
-from kvstore.proto.types import MIN_CHUNK_TOKENS, Representation
+from kvstore.proto.errors import ModelError
+from kvstore.proto.types import MIN_CHUNK_TOKENS, Model
 
 MAX_SNAPSHOTS = 4096
 """Of models that keep windows alone, which need one every so many tokens."""
@@ -72,8 +72,8 @@ def prefill(
     return snapshots
 
 
-def continues(model: PreTrainedModel, shape: CacheShape, representation: Representation) -> None:
-    """Raise RepresentationError unless *model* goes on from a prefix that was stored and loaded
+def continues(model: PreTrainedModel, shape: CacheShape, representation: Model) -> None:
+    """Raise ModelError unless *model* goes on from a prefix that was stored and loaded
     as it would have gone on by itself.
 
     What it computes has to be the same but for rounding, and far less the same with a state left
@@ -93,12 +93,10 @@ def continues(model: PreTrainedModel, shape: CacheShape, representation: Represe
         bound = min(bound, max(_error(model, cache, whole) / 8, 4 * rounding * scale))
     if not error <= bound:
         fix = f"behind a stored prefix it is {error:.2g} off, more than the {bound:.2g} allowed"
-        raise RepresentationError("model", type(model).__name__, fix)
+        raise ModelError("model", type(model).__name__, fix)
 
 
-def _restored(
-    model: PreTrainedModel, shape: CacheShape, representation: Representation
-) -> DynamicCache:
+def _restored(model: PreTrainedModel, shape: CacheShape, representation: Model) -> DynamicCache:
     """Return a cache of the first tokens of the probe, through a chunk and back."""
     span = (0, MIN_CHUNK_TOKENS)
     cache, again = (DynamicCache(config=model.config) for _ in range(2))

@@ -19,7 +19,7 @@ from kvstore.client.engines.transformers_cache import (
     importance_of,
 )
 from kvstore.client.tensors import LayerTensors, TensorLike
-from kvstore.proto.types import KVLayout, LayerKind, Representation
+from kvstore.proto.types import KVLayout, LayerKind, Model
 
 PACK_BYTES = 64 << 20
 """Device memory that copies of a cache's end are packed into, or one larger tensor's."""
@@ -110,7 +110,7 @@ class EndSource:
 
     def __init__(
         self,
-        representation: Representation,
+        representation: Model,
         shape: CacheShape,
         cache: Cache,
         snapshots: Sequence[Snapshot] = (),

@@ -32,8 +32,8 @@ from kvstore.client.engines.identity import (
 from kvstore.client.engines.rope_settings import head_dim, rope_parameters
 from kvstore.client.engines.transformers_cache import CacheShape, TokenShape
 from kvstore.client.engines.weights import is_exact
-from kvstore.proto.errors import RepresentationError
-from kvstore.proto.types import Representation
+from kvstore.proto.errors import ModelError
+from kvstore.proto.types import Model
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Architectures whose caches the connector is tested with."""
@@ -53,7 +53,7 @@ def representation_of(
     tokenizer: PreTrainedTokenizerBase,
     model_revision: str | None = None,
     adapter_digest: str = "none",
-) -> Representation:
+) -> Model:
     """Return what makes KV of *model* interchangeable with other KV.
 
     Weights that are those of the files they were loaded from have the files' name (``weights_of``,
@@ -62,14 +62,14 @@ def representation_of(
     by a sample of them as they are now, which tells a merged adapter or another quantisation;
     without either by a digest of all of them. The settings that it runs with are part of it. A
     model that carries an adapter needs *adapter_digest*, a digest of the active one's weights.
-    Raises RepresentationError for models whose KV cannot be stored.
+    Raises ModelError for models whose KV cannot be stored.
     """
     for name, given, has in (("model", model, "config"), ("tokenizer", tokenizer, "get_vocab")):
         if not hasattr(given, has):
             fix = f"give the {name} that transformers loaded: KV of other tokens is another's"
-            raise RepresentationError(name, given, fix)
+            raise ModelError(name, given, fix)
     if carries_adapter(model) and adapter_digest == "none":
-        raise RepresentationError(
+        raise ModelError(
             "adapter_digest", adapter_digest, "this model carries an adapter: give its digest"
         )
     config = model.config
@@ -111,7 +111,7 @@ def carries_adapter(model: PreTrainedModel) -> bool:
 
 
 def cache_shape(model: PreTrainedModel) -> CacheShape:
-    """Return what *model* keeps of a prompt. Raises RepresentationError naming what it refuses.
+    """Return what *model* keeps of a prompt. Raises ModelError naming what it refuses.
 
     Of architectures that are tested with it is known; others run over a few tokens to show it.
     """
@@ -119,10 +119,10 @@ def cache_shape(model: PreTrainedModel) -> CacheShape:
     for name in ("is_encoder_decoder", "add_cross_attention", "cross_attention_layers"):
         if getattr(config, name, None):
             fix = "cross-attention layers keep another input's KV, not the prompt's"
-            raise RepresentationError(name, getattr(config, name), fix)
+            raise ModelError(name, getattr(config, name), fix)
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1 or "meta" in devices:
-        raise RepresentationError("device", sorted(devices), "load the model onto one device")
+        raise ModelError("device", sorted(devices), "load the model onto one device")
     rope_parameters(config)
     layers = DynamicCache(config=config).layers
     if config.model_type not in MODEL_TYPES or any(type(x) is not DynamicLayer for x in layers):
@@ -136,14 +136,14 @@ def cache_shape(model: PreTrainedModel) -> CacheShape:
 
 
 def full_layers(cache: Cache) -> list[DynamicLayer]:
-    """Return the layers of a DynamicCache of full attention. Raises RepresentationError."""
+    """Return the layers of a DynamicCache of full attention. Raises ModelError."""
     if type(cache) is not DynamicCache:
-        raise RepresentationError("cache", type(cache).__name__, "use a DynamicCache")
+        raise ModelError("cache", type(cache).__name__, "use a DynamicCache")
     layers: list[DynamicLayer] = []
     for index, layer in enumerate(cache.layers):
         # Subclasses keep less than every token, or keep it otherwise.
         if type(layer) is not DynamicLayer:
-            raise RepresentationError(
+            raise ModelError(
                 f"layers[{index}]", type(layer).__name__, "only full-attention layers are stored"
             )
         layers.append(layer)
@@ -156,7 +156,7 @@ def _weights(model: PreTrainedModel, stated: str) -> Weights:
     commit = str(getattr(model.config, "_commit_hash", None) or "")
     try:
         weights = weights_of(name, stated, commit)
-    except RepresentationError:  # they have no name, so what they are has to say
+    except ModelError:  # they have no name, so what they are has to say
         weights = None
     named = stated if is_exact(stated) else commit
     # A commit names what else is in the files; a digest of them does once nothing differs. What

@@ -66,7 +66,7 @@ from kvstore.client.engines.vllm_versions import (
 )
 from kvstore.client.engines.vllm_worker import VllmWorker
 from kvstore.client.rectangle import Rectangle
-from kvstore.proto.errors import KVStoreError, LayoutMismatchError, RepresentationError
+from kvstore.proto.errors import KVStoreError, LayoutMismatchError, ModelError
 from kvstore.proto.types import END_KINDS
 
 __all__ = ["KVStoreConnector"]
@@ -378,7 +378,7 @@ def _scheduler(
 ) -> VllmScheduler:
     transfer = config.kv_transfer_config
     if transfer.kv_load_failure_policy != "recompute":
-        raise RepresentationError(
+        raise ModelError(
             "kv_load_failure_policy", transfer.kv_load_failure_policy,
             'set it to "recompute": else vLLM ends a request whose load failed',
         )  # fmt: skip

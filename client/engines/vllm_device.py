@@ -50,8 +50,8 @@ from kvstore.proto.types import (
     ROOT,
     ChunkKey,
     KVLayout,
+    Model,
     PutOutcome,
-    Representation,
 )
 
 LOAD_SLOTS = 4
@@ -528,7 +528,7 @@ def _runs(layouts: Sequence[KVLayout]) -> Iterator[tuple[int, int]]:
 
 
 def _rank_layout(
-    representation: Representation, rectangle: Rectangle | None, tokens: int, *, has_windows: bool
+    representation: Model, rectangle: Rectangle | None, tokens: int, *, has_windows: bool
 ) -> KVLayout:
     layout = KVLayout.of(representation, tokens, window=has_windows)
     return layout if rectangle is None else rectangle.shard(representation, layout).layout

@@ -22,8 +22,8 @@ from kvstore.client.engines.identity import (
 from kvstore.client.engines.rope_settings import rope_parameters
 from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.client.engines.weights import TOKENIZERS, files_digest, is_exact
-from kvstore.proto.errors import RepresentationError
-from kvstore.proto.types import Representation
+from kvstore.proto.errors import ModelError
+from kvstore.proto.types import Model
 
 _TERMS = {
     "model_config": (
@@ -41,12 +41,12 @@ _TERMS = {
 """Settings of VllmConfig that KV depends on; a hash of an image does not say how it is prepared."""
 
 
-def representation_of(config: Any, shape: EngineShape, model_revision: str = "") -> Representation:
+def representation_of(config: Any, shape: EngineShape, model_revision: str = "") -> Model:
     """Return what makes the KV of the model interchangeable with other KV: the same for all ranks.
 
     Without a *model_revision* that is a commit or a digest it is the commit the model was
     downloaded at, or a digest of the weights in its folder, which reads all of them once. Raises
-    RepresentationError for what has no name.
+    ModelError for what has no name.
     """
     model = config.model_config
     groups = tuple(group.layer_group for group in shape.groups)
@@ -68,7 +68,7 @@ def _weights(config: Any, revision: str = "") -> Weights:
         # What is in the folder is not what runs: somebody else brings the weights.
         if not is_exact(revision):
             fix = "give model_revision in kv_connector_extra_config: a commit or a digest"
-            raise RepresentationError("load_format", "dummy", fix)
+            raise ModelError("load_format", "dummy", fix)
         return Weights(short_name(model.model), revision)
     commit = getattr(model.hf_config, "_commit_hash", None)
     return weights_of(model.model, revision, str(commit or ""))

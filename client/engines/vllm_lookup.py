@@ -13,7 +13,7 @@ from typing import Any
 from kvstore.client.engines.vllm_names import ChunkChain, Identity
 from kvstore.client.engines.vllm_orders import MISFITS, LoadOrder
 from kvstore.client.prefill import Deadline
-from kvstore.proto.errors import KVStoreError, RepresentationError
+from kvstore.proto.errors import KVStoreError, ModelError
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChainDigest
 
@@ -223,7 +223,7 @@ class LookupDesk:
         try:
             chain = ChunkChain(ticket.identify(), self._chunk_tokens)
             chain.extend(ticket.tokens, len(ticket.tokens) // self._chunk_tokens)
-        except RepresentationError as error:
+        except ModelError as error:
             ticket.refusal = error.field
             return []
         except OSError:  # the files of an adapter

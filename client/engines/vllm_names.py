@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from kvstore.client.engines.vllm_orders import NamedChunk
 from kvstore.client.engines.weights import files_digest
 from kvstore.client.page_names import page_hash
-from kvstore.proto.errors import RepresentationError
+from kvstore.proto.errors import ModelError
 from kvstore.proto.keys import chain_digest, content_digest, tokens_le32
 from kvstore.proto.types import DIGEST_BYTES, ROOT, ChainDigest
 
@@ -62,14 +62,14 @@ class RequestNames:
         self._adapters: dict[tuple[int, str], tuple[_Marks, bytes]] = {}
 
     def identity(self, request: Any, epoch: bytes) -> Identity:
-        """Return the identity of vLLM's *request*. Raises RepresentationError if it has none.
+        """Return the identity of vLLM's *request*. Raises ModelError if it has none.
 
         *epoch* separates what was computed before the engine's caches were reset.
         """
         if getattr(request, "prompt_embeds", None) is not None:
-            raise RepresentationError("prompt_embeds", "given", "such prompts are not stored")
+            raise ModelError("prompt_embeds", "given", "such prompts are not stored")
         if getattr(request, "resumable", False):
-            raise RepresentationError("resumable", True, "a stream takes tokens back")
+            raise ModelError("resumable", True, "a stream takes tokens back")
         first = [b"epoch:" + epoch] if epoch else []
         salt = getattr(request, "cache_salt", None)
         if salt:
@@ -84,34 +84,34 @@ class RequestNames:
     def _adapter(self, lora: Any) -> bytes:
         """Return the digest of an adapter, which the engine may have loaded long ago."""
         if lora.load_inplace:
-            raise RepresentationError("load_inplace", True, "use another lora_int_id")
+            raise ModelError("load_inplace", True, "use another lora_int_id")
         files = adapter_files(lora.lora_path)
         marks = tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
         named = (lora.lora_int_id, lora.lora_path)
         if named not in self._adapters:
             if len(self._adapters) >= MAX_ADAPTERS:
-                raise RepresentationError("lora_int_id", lora.lora_int_id, "too many adapters")
+                raise ModelError("lora_int_id", lora.lora_int_id, "too many adapters")
             self._adapters[named] = (marks, files_digest(files))
         first_marks, digest = self._adapters[named]
         if marks != first_marks:
             # Nobody can tell whether the engine has the old weights or the new ones.
-            raise RepresentationError("lora_path", lora.lora_path, "its files have changed")
+            raise ModelError("lora_path", lora.lora_path, "its files have changed")
         return digest
 
 
 def _feature(feature: Any) -> Feature:
     if not feature.identifier:
-        raise RepresentationError("mm_features", feature.identifier, "an input without a hash")
+        raise ModelError("mm_features", feature.identifier, "an input without a hash")
     place = feature.mm_position
     return Feature(feature.identifier.encode(), place.offset, place.offset + place.length)
 
 
 def adapter_files(folder: str) -> list[Path]:
-    """Return the files of a LoRA adapter. Raises RepresentationError if there are none."""
+    """Return the files of a LoRA adapter. Raises ModelError if there are none."""
     path = Path(folder)
     files = sorted({file for pattern in _ADAPTER_FILES for file in path.glob(pattern)})
     if not files:
-        raise RepresentationError("lora_path", folder, "give a folder with the adapter's weights")
+        raise ModelError("lora_path", folder, "give a folder with the adapter's weights")
     return files
 
 

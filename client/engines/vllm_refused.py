@@ -22,7 +22,7 @@ from kvstore.proto.types import (
     DType,
     LayerGroup,
     LayerKind,
-    Representation,
+    Model,
     RopeParameters,
 )
 
@@ -40,7 +40,7 @@ def client_of_refused(model: str, settings: VllmSettings, name: str) -> Client:
     """
     group = LayerGroup(LayerKind.attention, DType.uint8, (0,), 1, 1)
     rope = RopeParameters(theta=1.0, rotary_dim=0)
-    identity = Representation(model, "refused", "none", "none", (group,), rope, "none")
+    identity = Model(model, "refused", "none", "none", (group,), rope, "none")
     options = settings.options(DEFAULT_CHUNK_TOKENS, name)
     return Client(settings.address, identity, replace(options, transport="grpc", staging_bytes=1))
 

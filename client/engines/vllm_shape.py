@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvstore.proto.errors import RepresentationError
+from kvstore.proto.errors import ModelError
 from kvstore.proto.types import END_KINDS, DType, LayerGroup, LayerKind
 
 _PLAIN_CACHE = ("auto", "float16", "bfloat16", "float32")
@@ -61,7 +61,7 @@ class KeptGroup:
 
     @property
     def layer_group(self) -> LayerGroup:
-        """The same of the whole model, as part of a Representation."""
+        """The same of the whole model, as part of a Model."""
         numbers = tuple(range(self.model_layers)) or tuple(layer.number for layer in self.layers)
         heads = self.model_kv_heads or self.kv_heads
         return LayerGroup(self.kind, self.dtype, numbers, heads, self.head_dim, self.window_tokens)
@@ -71,7 +71,7 @@ class KeptGroup:
 class EngineShape:
     """What one rank of an engine keeps. Every block has ``block_tokens`` tokens.
 
-    ``groups``: in the order of the Representation's. ``ranks``: those of tensor parallelism,
+    ``groups``: in the order of the Model's. ``ranks``: those of tensor parallelism,
     ``stages``: of pipeline parallelism.
     """
 
@@ -80,7 +80,7 @@ class EngineShape:
     ranks: int = 1
     stages: int = 1
     quantization: str = "none"
-    """Of the KV, as in the Representation."""
+    """Of the KV, as in the Model."""
     continues: bool = True
     """Whether a prefill can go on from a prefix; else all but a prompt's last token has to be."""
 
@@ -112,24 +112,24 @@ class EngineShape:
 def shape_of(config: Any, cache: Any) -> EngineShape:
     """Return the shape of what the engine of *config* keeps in *cache*.
 
-    *config*: vLLM's VllmConfig, *cache* its KVCacheConfig. Raises RepresentationError naming
+    *config*: vLLM's VllmConfig, *cache* its KVCacheConfig. Raises ModelError naming
     what cannot be stored.
     """
     model, parallel = config.model_config, config.parallel_config
     if model.is_encoder_decoder:
-        raise RepresentationError("is_encoder_decoder", True, "cross-attention is not stored")
+        raise ModelError("is_encoder_decoder", True, "cross-attention is not stored")
     stated = config.cache_config.cache_dtype
     if stated not in _PLAIN_CACHE and stated not in _FP8_CACHE:
         fix = f"{', '.join((*_PLAIN_CACHE, *_FP8_CACHE))} are stored"
-        raise RepresentationError("kv_cache_dtype", stated, fix)
+        raise ModelError("kv_cache_dtype", stated, fix)
     for name in _UNSHARDED:
         if getattr(parallel, name, 1) != 1:
-            raise RepresentationError(name, getattr(parallel, name), "only 1 is stored")
+            raise ModelError(name, getattr(parallel, name), "only 1 is stored")
     names = [name for group in cache.kv_cache_groups for name in group.layer_names]
     layers = model.get_total_num_hidden_layers()
     stages = parallel.pipeline_parallel_size
     if len(names) != layers and stages == 1:
-        raise RepresentationError(
+        raise ModelError(
             "layers", len(names), f"the model has {layers}; draft and shared layers are not stored"
         )
     fp8 = _FP8_CACHE.get(stated)
@@ -139,7 +139,7 @@ def shape_of(config: Any, cache: Any) -> EngineShape:
     if stages > 1:
         groups = (_of_all_stages(groups, layers, stages),)
     elif groups[0].layers[0].number:
-        raise RepresentationError("layers", names[:4], "one number a layer, from 0 on")
+        raise ModelError("layers", names[:4], "one number a layer, from 0 on")
     ranks = parallel.tensor_parallel_size
     if ranks > 1:
         total = int(model.get_total_num_kv_heads())
@@ -160,7 +160,7 @@ def _of_all_stages(groups: Sequence[KeptGroup], layers: int, stages: int) -> Kep
     is_alike = len(groups) == 1 and group.kind not in END_KINDS
     if not is_alike or group.layers[-1].number >= layers:
         fix = "stages of models whose layers are all alike are stored, without draft layers"
-        raise RepresentationError("pipeline_parallel_size", stages, fix)
+        raise ModelError("pipeline_parallel_size", stages, fix)
     return replace(group, model_layers=layers)
 
 
@@ -171,14 +171,14 @@ def _of_all_ranks(group: KeptGroup, total: int, ranks: int) -> KeptGroup:
     is_even = not (total % ranks and ranks % total)
     if not is_even or group.kv_heads != max(1, total // ranks):
         fix = f"a rank of {ranks} has {max(1, total // ranks)} of the model's {total}"
-        raise RepresentationError("num_kv_heads", group.kv_heads, fix)
+        raise ModelError("num_kv_heads", group.kv_heads, fix)
     return replace(group, model_kv_heads=total)
 
 
 def _block_tokens(cache: Any) -> int:
     sizes = sorted({group.kv_cache_spec.block_size for group in cache.kv_cache_groups})
     if len(sizes) != 1:
-        raise RepresentationError("block_size", sizes, "blocks of all layers need as many tokens")
+        raise ModelError("block_size", sizes, "blocks of all layers need as many tokens")
     return int(sizes[0])
 
 
@@ -192,7 +192,7 @@ def _kept(cache: Any, table: int, fp8: DType | None) -> list[KeptGroup]:
     kind = _kind(spec)
     numbered = [(numbers_in(name), name) for name in group.layer_names]
     if any(len(numbers) != 1 for numbers, _ in numbered):
-        raise RepresentationError("layers", group.layer_names[:4], "one number in a layer's name")
+        raise ModelError("layers", group.layer_names[:4], "one number in a layer's name")
     dtype = DType.parse(str(spec.dtype))
     if fp8 is not None and dtype.item_bytes == 1:
         dtype = fp8
@@ -207,13 +207,13 @@ def _kept(cache: Any, table: int, fp8: DType | None) -> list[KeptGroup]:
 
 
 def _kind(spec: Any) -> LayerKind:
-    """Return the kind of what *spec* describes. Raises RepresentationError for what has none."""
+    """Return the kind of what *spec* describes. Raises ModelError for what has none."""
     name = type(spec).__name__
     if name not in _KINDS:
         fix = f"{', '.join(_KINDS)} are stored"
-        raise RepresentationError("kv_cache_spec", name, fix)
+        raise ModelError("kv_cache_spec", name, fix)
     if getattr(spec, "non_causal", False):
-        raise RepresentationError("non_causal", True, "its KV depends on what comes later")
+        raise ModelError("non_causal", True, "its KV depends on what comes later")
     kind = _KINDS[name]
     value_dims = (None, 0) if kind is LayerKind.mla else (None, spec.head_size)
     packed = (
@@ -225,7 +225,7 @@ def _kind(spec: Any) -> LayerKind:
         or getattr(spec, "cache_dtype_str", None) not in (None, *_PLAIN_CACHE)
     )
     if packed:
-        raise RepresentationError("kv_cache_spec", "packed", "only plain K and V are stored")
+        raise ModelError("kv_cache_spec", "packed", "only plain K and V are stored")
     return kind
 
 
@@ -242,7 +242,7 @@ def _merged(kept: Sequence[KeptGroup]) -> tuple[KeptGroup, ...]:
     first = layers[0].number
     if [layer.number for layer in layers] != list(range(first, first + len(layers))):
         names = [layer.name for layer in layers][:4]
-        raise RepresentationError("layers", names, "one number a layer, and none left out")
+        raise ModelError("layers", names, "one number a layer, and none left out")
     alike: dict[KeptGroup, list[KeptLayer]] = {}
     for one in sorted(kept, key=lambda one: one.layers[0].number):
         alike.setdefault(replace(one, layers=()), []).extend(one.layers)

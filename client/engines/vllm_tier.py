@@ -38,7 +38,7 @@ from kvstore.client.engines.vllm_versions import STORAGE_MEDIUM, TELLS_KEYS_THAT
 from kvstore.client.engines.vllm_worker import SHUTDOWN_S, WorkThread
 from kvstore.client.engines.weights import EPOCH_BYTES, weights_name
 from kvstore.client.tensors import LayerTensors
-from kvstore.proto.errors import InvalidRequestError, RepresentationError
+from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.types import (
     DIGEST_BYTES,
@@ -48,7 +48,7 @@ from kvstore.proto.types import (
     Fidelity,
     LayerGroup,
     LayerKind,
-    Representation,
+    Model,
     RopeParameters,
 )
 
@@ -255,15 +255,15 @@ if "KVStoreTier" not in SecondaryTierFactory._registry:
     SecondaryTierFactory.register_tier("KVStoreTier", __name__, "KVStoreTier")
 
 
-def tier_representation(config: Any, chunk_bytes: int, model_revision: str) -> Representation:
+def tier_representation(config: Any, chunk_bytes: int, model_revision: str) -> Model:
     """Return the identity of chunks of *chunk_bytes* under vLLM's OffloadingConfig *config*.
 
-    Raises RepresentationError without *model_revision*, and for bytes that fill no rows.
+    Raises ModelError without *model_revision*, and for bytes that fill no rows.
     """
     if not model_revision:
-        raise RepresentationError("model_revision", "", "a tier has to be told: give it")
+        raise ModelError("model_revision", "", "a tier has to be told: give it")
     if chunk_bytes % ROW_TOKENS:
-        raise RepresentationError("chunk_bytes", chunk_bytes, f"a multiple of {ROW_TOKENS}")
+        raise ModelError("chunk_bytes", chunk_bytes, f"a multiple of {ROW_TOKENS}")
     parallel = config.parallel
     layout = {
         "dtype": config.model.dtype,
@@ -279,7 +279,7 @@ def tier_representation(config: Any, chunk_bytes: int, model_revision: str) -> R
         "ranks": (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size),
     }
     group = LayerGroup(LayerKind.mla, DType.uint8, (0,), 1, chunk_bytes // ROW_TOKENS)
-    return Representation(
+    return Model(
         model_id=config.model.name,
         model_revision=weights_name(config.model.name, model_revision),
         adapter_digest="none",

@@ -17,7 +17,7 @@ from vllm.v1.kv_offload import base as offload
 from vllm.v1.kv_offload.tiering.base import JobResult
 
 from kvstore.client.engines.vllm_shape import EngineShape
-from kvstore.proto.errors import RepresentationError
+from kvstore.proto.errors import ModelError
 
 OLDEST, NEWEST = (0, 26), (0, 33)
 """Releases that the connector is written for. vLLM's interface of connectors changes with them."""
@@ -66,11 +66,11 @@ def untested() -> str:
 
 
 def check_loads_can_fail(shape: EngineShape) -> None:
-    """Raise RepresentationError where vLLM would take a load that failed for a whole one.
+    """Raise ModelError where vLLM would take a load that failed for a whole one.
 
     Of several block tables, or of windows, it has to compute all: blocks are not enough.
     """
     if (shape.has_ends or shape.tables > 1) and TransferResults is None:
         what = "sliding windows" if shape.has_ends else f"{shape.tables} KV cache groups"
         fix = f"vLLM {vllm.__version__} cannot be told that a load of it failed; 0.30 can"
-        raise RepresentationError("kv_cache_groups", what, fix)
+        raise ModelError("kv_cache_groups", what, fix)

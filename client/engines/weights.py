@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from blake3 import blake3
 
-from kvstore.proto.errors import RepresentationError
+from kvstore.proto.errors import ModelError
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 """Files that hold weights."""
@@ -52,7 +52,7 @@ def weights_name(model: str, stated: str = "", commit: str = "") -> str:
     its files; one that is not is resolved: to the commit in the path of a Hugging Face cache, to
     a digest of all files of another folder, to the *commit* that a hub's model was downloaded at.
     Files are those of ``weights_files``.
-    Raises RepresentationError for weights that none of this names.
+    Raises ModelError for weights that none of this names.
     """
     files = weights_files(model)
     if is_exact(stated):
@@ -69,7 +69,7 @@ def weights_name(model: str, stated: str = "", commit: str = "") -> str:
             f"give a commit or a digest of the weights: {model!r} is no folder of weights here, "
             "and a branch, a tag or nothing does not say which they are"
         )
-        raise RepresentationError("model_revision", stated, fix)
+        raise ModelError("model_revision", stated, fix)
     return f"{stated}+{found}" if stated else found
 
 

@@ -28,7 +28,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.keys import chain_digests
 from kvstore.proto.messages import representation_from_message
-from kvstore.proto.types import DIGEST_BYTES, Fidelity, Representation
+from kvstore.proto.types import DIGEST_BYTES, Fidelity, Model
 
 MAX_CHUNKS = 1 << 20
 """Chunks that are known; the ones that were heard of longest ago go first."""
@@ -97,7 +97,7 @@ class Router:
     """Follows the nodes, chooses among them and passes requests on."""
 
     def __init__(
-        self, nodes: Sequence[Node], representation: Representation, options: ClientOptions
+        self, nodes: Sequence[Node], representation: Model, options: ClientOptions
     ) -> None:
         self.nodes = list(nodes)
         self.places = Places()

@@ -23,7 +23,7 @@ from kvstore.proto.blend import (
     check_number,
     check_tag,
 )
-from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, RepresentationError
+from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, ModelError
 from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.keys import keys_of_digests, split_digests
 from kvstore.proto.types import (
@@ -106,7 +106,7 @@ class Checks:
     ) -> tuple[ChunkInfo, ChunkPart | None]:
         """Return *info* if *session* may put that chunk; of a *shard* that of its chunk, and it.
 
-        *streamed_bytes* is what the stream says that the frame has. Raises RepresentationError for
+        *streamed_bytes* is what the stream says that the frame has. Raises ModelError for
         a key of another namespace, LayoutMismatchError for tensors of another model,
         InvalidRequestError for a size that cannot be, UnknownCodecError.
         """
@@ -120,10 +120,10 @@ class Checks:
             part = ChunkPart(shard, size_bytes, is_streamed=streamed_bytes is not None)
             info = ChunkInfo(info.key, info.parent, shard.whole, 0, raw_frame_bytes(shard.whole))
         if info.key[:DIGEST_BYTES] != session.namespace:
-            raise RepresentationError(
+            raise ModelError(
                 "key", info.key.hex(),
                 f"not in this session's namespace {session.namespace.hex()}; open a session "
-                "with the Representation of these tensors",
+                "with the Model of these tensors",
             )  # fmt: skip
         if not info.layout.is_of(session.representation):
             expected = KVLayout.of(session.representation, info.layout.tokens)

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvstore.codecs.terms import EncodeTerms, Importance
 from kvstore.proto.frame import FrameHeader
-from kvstore.proto.types import ChunkKey, Namespace, Representation
+from kvstore.proto.types import ChunkKey, Model, Namespace
 from kvstore.server.security.sessions import Session
 
 MAX_IMPORTANCE_BYTES = 16 << 20
@@ -35,12 +35,12 @@ class KnownModels:
 
     def __init__(self, limit_bytes: int = MAX_IMPORTANCE_BYTES) -> None:
         self._limit_bytes = limit_bytes
-        self._models: OrderedDict[bytes, Representation] = OrderedDict()
+        self._models: OrderedDict[bytes, Model] = OrderedDict()
         self._weights: OrderedDict[ChunkKey, bytes] = OrderedDict()
         self.weights_bytes = 0
         self._lock = threading.Lock()  # guards the three above
 
-    def learn(self, digest: bytes, representation: Representation) -> None:
+    def learn(self, digest: bytes, representation: Model) -> None:
         """Remember *representation*, whose digest is *digest*."""
         with self._lock:
             self._models[digest] = representation
@@ -94,7 +94,7 @@ class ModelNamespace:
     namespace: Namespace
     tenant: str
     client: str
-    representation: Representation
+    representation: Model
 
 
 class FieldDifference(NamedTuple):
@@ -157,7 +157,7 @@ def nearest(
     return sorted(compared, key=lambda pair: len(pair[1]))
 
 
-def differences(stored: Representation, asked: Representation) -> list[FieldDifference]:
+def differences(stored: Model, asked: Model) -> list[FieldDifference]:
     """Return the fields in which two differ, as ``layer_groups[0].dtype``, in their order."""
     ones, others = dict(_leaves("", stored)), dict(_leaves("", asked))
     pairs = [(name, ones.get(name, ABSENT), others.get(name, ABSENT)) for name in ones | others]

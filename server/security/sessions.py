@@ -22,8 +22,8 @@ from kvstore.proto.types import (
     DType,
     LayerGroup,
     LayerKind,
+    Model,
     Namespace,
-    Representation,
     RopeParameters,
 )
 from kvstore.proto.unix_socket import NONCE_BYTES, Op, proof
@@ -76,7 +76,7 @@ SPARED_SHARE = 8
 _GROUP = LayerGroup(LayerKind.attention, DType.uint8, (0,), 1, 1)
 _ROPE = RopeParameters(theta=1.0, rotary_dim=0)
 _NO_MODEL = (
-    Representation("none", "none", "none", "none", (_GROUP,), _ROPE, "none"),
+    Model("none", "none", "none", "none", (_GROUP,), _ROPE, "none"),
     Namespace(bytes(DIGEST_BYTES)),
     b"",
 )
@@ -93,7 +93,7 @@ class Session:
     session_id: int
     tenant: str
     client: str
-    representation: Representation
+    representation: Model
     namespace: Namespace
     representation_digest: bytes
     attach_token: bytes
@@ -156,7 +156,7 @@ class SessionTable:
 
     def open(
         self,
-        representation: Representation,
+        representation: Model,
         client: str,
         tenant: str = DEFAULT_TENANT,
         owner: Principal = ANYBODY,
@@ -184,7 +184,7 @@ class SessionTable:
         return self._admit(owner.tenant, node_id, _NO_MODEL, owner=owner, roles=roles, is_peer=True)
 
     def _admit(
-        self, tenant: str, client: str, model: tuple[Representation, Namespace, bytes], **terms: Any
+        self, tenant: str, client: str, model: tuple[Model, Namespace, bytes], **terms: Any
     ) -> Session:
         session_id = int.from_bytes(self._random_bytes(8), "little") or 1
         token, now = self._random_bytes(TOKEN_BYTES), self._clock()

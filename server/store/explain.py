@@ -62,7 +62,7 @@ class Reason(NamedTuple):
 
 
 class SimilarModel(NamedTuple):
-    """Another Representation with chunks: in what it differs, and whether it has these tokens."""
+    """Another Model with chunks: in what it differs, and whether it has these tokens."""
 
     chunks: int
     space: ModelNamespace

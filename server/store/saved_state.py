@@ -42,7 +42,7 @@ RETRY_GATES_S = 10.0
 """Gates are saved as soon as one changed, as one that closed must not be open after a crash; and
 that long after a save that failed."""
 MAX_MODEL_BYTES = 1 << 14
-"""Of one Representation; one that takes more is not kept."""
+"""Of one Model; one that takes more is not kept."""
 MAX_NAME_CHARS = 256
 """Of a model in a gate's row, and of a session's client; what is longer is cut."""
 

@@ -24,7 +24,7 @@ from kvstore.proto.errors import (
     InvalidFrameError,
     InvalidRequestError,
     KVStoreError,
-    RepresentationError,
+    ModelError,
     TierUnavailableError,
     UnknownCodecError,
 )
@@ -304,7 +304,7 @@ class Moves:
         except UnknownCodecError as error:
             self._turn_away(source, stored)
             raise ChunkCorruptError(stored.key, str(error)) from None
-        except (ChunkCorruptError, InvalidFrameError, RepresentationError) as error:
+        except (ChunkCorruptError, InvalidFrameError, ModelError) as error:
             # Its checksums are right, and yet its codec cannot read it: it never will.
             self.eviction.drop_corrupt(source, stored.key)
             raise ChunkCorruptError(stored.key, str(error)) from None

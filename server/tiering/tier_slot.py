@@ -23,7 +23,7 @@ from kvstore.proto.errors import (
     InvalidFrameError,
     InvalidRequestError,
     LayoutMismatchError,
-    RepresentationError,
+    ModelError,
     TierUnavailableError,
     UnknownCodecError,
 )
@@ -47,7 +47,7 @@ TermsOf = Callable[[FrameHeader], EncodeTerms | None]
 LOSSLESS = "zplane"
 """What takes the place of a lossy codec where that cannot be used."""
 
-_CANNOT = (LayoutMismatchError, UnknownCodecError, RepresentationError, InvalidRequestError)
+_CANNOT = (LayoutMismatchError, UnknownCodecError, ModelError, InvalidRequestError)
 
 
 class TierCodec:

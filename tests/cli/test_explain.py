@@ -23,7 +23,7 @@ from kvstore.client.resolving import ResolveTerms
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.messages import as_message
-from kvstore.proto.types import DIGEST_BYTES, DType, Representation
+from kvstore.proto.types import DIGEST_BYTES, DType, Model
 from kvstore.server.blending.gates import TRIALS
 
 Explain = Callable[..., tuple[int, str, str]]
@@ -51,7 +51,7 @@ def prompt(tmp_path: Path) -> Path:
     return path
 
 
-def written(folder: Path, kind: Representation) -> Path:
+def written(folder: Path, kind: Model) -> Path:
     path = folder / "representation.json"
     path.write_text(json_format.MessageToJson(as_message(pb.Representation, kind)))
     return path

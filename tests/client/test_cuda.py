@@ -45,7 +45,7 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.types import ChainDigest, ChunkKey, DType, Representation
+from kvstore.proto.types import ChainDigest, ChunkKey, DType, Model
 from kvstore.tiers.gpu import GpuTier
 
 OPTIONS = ClientOptions(chunk_tokens=CHUNK_TOKENS, deadline_ms=DEADLINE_MS)
@@ -69,7 +69,7 @@ Connect = Callable[..., CudaClient]
 def connect(gpu_server: LocalServer) -> Iterator[Connect]:
     made: list[CudaClient] = []
 
-    def connect(representation: Representation = SMALL) -> CudaClient:
+    def connect(representation: Model = SMALL) -> CudaClient:
         made.append(CudaClient(gpu_server.address, representation, OPTIONS))
         return made[-1]
 

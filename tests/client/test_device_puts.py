@@ -36,8 +36,8 @@ from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
     LayoutMismatchError,
+    ModelError,
     QuotaExceededError,
-    RepresentationError,
     TierUnavailableError,
 )
 from kvstore.proto.frame import FrameHeader, header_bytes, pack_header
@@ -457,7 +457,7 @@ def test_headers_that_are_not_of_this_sessions_raw_chunks_are_refused(
     (header,) = headers_of(client, ring, chunks)
     foreign = ChunkKey(bytes(16) + header.key[16:])
     with server.unchanged():
-        with pytest.raises(RepresentationError, match="not in this session's namespace"):
+        with pytest.raises(ModelError, match="not in this session's namespace"):
             call(client, [_changed(header, key=foreign)], [0])
         with pytest.raises(InvalidRequestError, match="the frame is of another model's KV"):
             call(client, [_changed(header, representation=bytes(16))], [0])

@@ -24,7 +24,7 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.keys import representation_digest
 from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.types import ChunkKey, KVLayout, PutOutcome, Representation
+from kvstore.proto.types import ChunkKey, KVLayout, Model, PutOutcome
 
 ServerMaker = Callable[..., LocalServer]
 BULK = ("--bulk", "127.0.0.1:0")
@@ -55,7 +55,7 @@ def _resolved(client: Client) -> Resolved:
     return client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT, OTHER), TRIAL)
 
 
-def _rooms(chunks: Sequence[FoundChunk], model: Representation) -> list[ChunkTensors]:
+def _rooms(chunks: Sequence[FoundChunk], model: Model) -> list[ChunkTensors]:
     rooms: list[ChunkTensors] = [
         empty_tensors(KVLayout.of(model, one.asked.tokens)) for one in chunks
     ]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvstore.client.tensors import dtype_of, to_array, to_arrays, to_torch
-from kvstore.proto.errors import LayoutMismatchError, RepresentationError
+from kvstore.proto.errors import LayoutMismatchError, ModelError
 from kvstore.proto.types import DType
 
 SHAPE = (2, 6, 8)
@@ -78,5 +78,5 @@ def test_tensor_that_is_not_on_the_cpu_is_refused() -> None:
 
 
 def test_element_type_that_frames_do_not_have_is_refused() -> None:
-    with pytest.raises(RepresentationError, match=r"dtype='torch\.float64': use one of bfloat16"):
+    with pytest.raises(ModelError, match=r"dtype='torch\.float64': use one of bfloat16"):
         dtype_of(torch.zeros(1, dtype=torch.float64))

@@ -23,7 +23,7 @@ from kvstore.codecs.assets import (
     read_asset,
 )
 from kvstore.proto.buffers import checksum
-from kvstore.proto.errors import InvalidRequestError, RepresentationError, UnknownCodecError
+from kvstore.proto.errors import InvalidRequestError, ModelError, UnknownCodecError
 
 MODEL, OTHER = bytes(range(16)), bytes(range(16, 32))
 TABLES: dict[str, np.ndarray[Any, Any]] = {
@@ -198,7 +198,7 @@ def test_an_asset_that_is_missing_foreign_or_of_another_kind_is_refused_by_name(
         shelf.named(AssetKind.cachegen, OTHER, MODEL)
     with pytest.raises(UnknownCodecError, match="kvt with asset"):
         shelf.named(AssetKind.kvt, asset().digest, MODEL)
-    with pytest.raises(RepresentationError, match=r"asset\.representation"):
+    with pytest.raises(ModelError, match=r"asset\.representation"):
         shelf.named(AssetKind.cachegen, asset().digest, OTHER)
 
 

@@ -41,7 +41,7 @@ from kvstore.proto.errors import (
     InvalidFrameError,
     InvalidRequestError,
     LayoutMismatchError,
-    RepresentationError,
+    ModelError,
     UnknownCodecError,
 )
 from kvstore.proto.frame import FrameHeader, check_frame, parse_header
@@ -266,7 +266,7 @@ def test_frames_whose_asset_is_missing_or_anothers_are_refused_and_nothing_is_wr
     other = template(layout, representation=bytes(16))
     header = CachegenCodec(1, foreign).encode(other, chunk((GQA,)), room)
     forged = replace(parse_header(room[: header.frame_bytes]), representation=MODEL)
-    with pytest.raises(RepresentationError, match=r"asset\.representation"):
+    with pytest.raises(ModelError, match=r"asset\.representation"):
         CachegenCodec(1, foreign).decode_into(forged, room[: header.frame_bytes], out)
     assert all(map(np.array_equal, out[0][0], chunk((GQA,), 3)[0][0]))
 

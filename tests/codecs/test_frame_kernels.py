@@ -44,7 +44,7 @@ from kvstore.proto.types import (
     KVLayout,
     LayerGroup,
     LayerKind,
-    Representation,
+    Model,
     Shard,
 )
 
@@ -356,7 +356,7 @@ def test_components_of_a_frame_go_each_into_pages_of_their_own(compiled: Launche
     assert [*map(bytes_of, ours.pages)] == [*map(bytes_of, theirs.pages)]
 
 
-def engine_of_tables(device: torch.device) -> tuple[Representation, Callable[[], Paged]]:
+def engine_of_tables(device: torch.device) -> tuple[Model, Callable[[], Paged]]:
     """Return a model of attention and a window that reaches half a chunk back, and how to make
     pages for it: three block tables, some blocks of which are skipped."""
     of_model = make_representation(3, 2, 64)

@@ -21,7 +21,7 @@ from kvstore.proto.buffers import Bytes, as_bytes, checksum
 from kvstore.proto.errors import (
     ChunkCorruptError,
     InvalidFrameError,
-    RepresentationError,
+    ModelError,
     UnknownCodecError,
 )
 from kvstore.proto.frame import (
@@ -34,7 +34,7 @@ from kvstore.proto.frame import (
 )
 
 FRAMES = sorted(path.name for path in FOLDER.glob("*.frame"))
-REFUSALS = (InvalidFrameError, ChunkCorruptError, UnknownCodecError, RepresentationError)
+REFUSALS = (InvalidFrameError, ChunkCorruptError, UnknownCodecError, ModelError)
 _MOST_BYTES = 16 << 20
 HOSTILE_BYTES = (0, 1, 0x7F, 0x80, 0xFE, 0xFF)
 

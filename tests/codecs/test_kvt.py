@@ -43,7 +43,7 @@ from kvstore.proto.errors import (
     InvalidFrameError,
     InvalidRequestError,
     LayoutMismatchError,
-    RepresentationError,
+    ModelError,
     UnknownCodecError,
 )
 from kvstore.proto.frame import FrameHeader, parse_header
@@ -219,7 +219,7 @@ def test_without_the_models_asset_nothing_is_encoded_or_decoded() -> None:
     foreign.encode(template(layout, representation=bytes(16)), chunk(KV), room)
     forged = parse_header(room)
     fields = {one.name: getattr(forged, one.name) for one in dataclasses.fields(forged)}
-    with pytest.raises(RepresentationError, match=r"asset\.representation"):
+    with pytest.raises(ModelError, match=r"asset\.representation"):
         foreign.decode_into(FrameHeader(**fields | {"representation": MODEL}), room, out)
     assert all(map(np.array_equal, out[0][0], chunk(KV, seed=1)[0][0]))
 

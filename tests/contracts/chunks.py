@@ -20,8 +20,8 @@ from kvstore.proto.types import (
     KVLayout,
     LayerGroup,
     LayerKind,
+    Model,
     Namespace,
-    Representation,
     RopeParameters,
 )
 
@@ -38,14 +38,14 @@ ENDS = (
 
 def make_representation(
     layers: int = 2, kv_heads: int = 2, head_dim: int = 8, dtype: DType = DType.bfloat16
-) -> Representation:
+) -> Model:
     """Return the identity of a small model of attention layers.
 
     A frame of 16 tokens has 2.3 KB; ``make_representation(1, 1, 4)`` makes it 0.6 KB, and
     256 tokens of ``make_representation(4, 2, 16)`` 130 KB.
     """
     group = LayerGroup(LayerKind.attention, dtype, tuple(range(layers)), kv_heads, head_dim)
-    return Representation(
+    return Model(
         model_id="tests/small",
         model_revision="0" * 40,
         adapter_digest="none",
@@ -56,7 +56,7 @@ def make_representation(
     )
 
 
-def make_namespace(representation: Representation | None = None) -> Namespace:
+def make_namespace(representation: Model | None = None) -> Namespace:
     """Return the namespace that ``make_frame`` puts its keys into."""
     return namespace(SALT, representation or make_representation())
 
@@ -88,7 +88,7 @@ def make_frame(
     seed: int,
     tokens: int = MIN_CHUNK_TOKENS,
     parent: ChainDigest = ROOT,
-    representation: Representation | None = None,
+    representation: Model | None = None,
     position: int = 0,
 ) -> tuple[ChunkInfo, Bytes]:
     """Return a frame of random tensors under the raw codec, as ``check_frame`` accepts it."""

@@ -3,7 +3,7 @@
 class TestTransformersConnector(ConnectorContract):
     vocabulary = 4096
 
-    def representation(self) -> Representation:
+    def representation(self) -> Model:
         return representation_of(self.model, self.tokenizer)
 
     def make_connector(self, client: Client) -> Connector:
@@ -30,7 +30,7 @@ from server_process import ServerProcess
 from kvstore.client import Client, ClientOptions
 from kvstore.client.engines.base import Connector
 from kvstore.client.options import TransportName
-from kvstore.proto.types import MIN_CHUNK_TOKENS, Representation
+from kvstore.proto.types import MIN_CHUNK_TOKENS, Model
 
 ProcessMaker = Callable[..., ServerProcess]
 
@@ -44,7 +44,7 @@ class ConnectorContract(ABC):
     chunk_tokens: ClassVar[int] = 64
 
     @abstractmethod
-    def representation(self) -> Representation:
+    def representation(self) -> Model:
         """Return the identity of the KV of the engine's model."""
 
     @abstractmethod

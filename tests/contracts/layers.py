@@ -35,8 +35,8 @@ from kvstore.proto.types import (
     DType,
     LayerGroup,
     LayerKind,
+    Model,
     PutOutcome,
-    Representation,
 )
 
 BLOCKS = 24
@@ -163,7 +163,7 @@ class LayersContract:
 
     @pytest.mark.parametrize("representation", [SMALL, TWO_GROUPS], ids=["one kind", "two kinds"])
     def test_layers_come_in_the_model_s_order(
-        self, connect: Connect, representation: Representation
+        self, connect: Connect, representation: Model
     ) -> None:
         client = connect(representation)
         keys = store(client, 1, 5)
@@ -242,7 +242,7 @@ class LayersContract:
 
     @pytest.mark.parametrize("representation", [SMALL, TWO_GROUPS], ids=["one kind", "two kinds"])
     def test_a_put_layer_by_layer_is_seen_when_all_of_it_is_there(
-        self, connect: Connect, representation: Representation
+        self, connect: Connect, representation: Model
     ) -> None:
         client = connect(representation)
         keys = keys_of(client, 1, 4)

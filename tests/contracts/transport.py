@@ -48,8 +48,8 @@ from kvstore.proto.types import (
     ChunkKey,
     DType,
     KVLayout,
+    Model,
     PutOutcome,
-    Representation,
 )
 
 
@@ -62,9 +62,7 @@ class TransportContract(LayersContract, EndsContract, RectanglesContract):
     def connect(self, server: LocalServer) -> Callable[..., Client]:
         """Connect to the server over this transport."""
 
-        def connect(
-            representation: Representation = SMALL, options: ClientOptions | None = None
-        ) -> Client:
+        def connect(representation: Model = SMALL, options: ClientOptions | None = None) -> Client:
             client = server.connect(self.name(), representation, options)
             assert client.transport_name == self.name()
             return client

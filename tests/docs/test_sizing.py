@@ -13,7 +13,7 @@ from kvstore.proto.types import (
     KVLayout,
     LayerGroup,
     LayerKind,
-    Representation,
+    Model,
     RopeParameters,
 )
 
@@ -33,7 +33,7 @@ def chunk_bytes(shape: str, element: str, tokens: int) -> int:
     kind = LayerKind.mla if found[4] else LayerKind.attention
     group = LayerGroup(kind, DType[element], tuple(range(layers)), heads, size)
     rope = RopeParameters(10_000.0, 64)
-    model = Representation("m", "r", "none", "none", (group,), rope, "none")
+    model = Model("m", "r", "none", "none", (group,), rope, "none")
     return KVLayout.of(model, tokens).raw_bytes
 
 

@@ -24,7 +24,7 @@ from kvstore.proto.types import (
     KVLayout,
     LayerGroup,
     LayerKind,
-    Representation,
+    Model,
     RopeParameters,
     Shard,
 )
@@ -37,7 +37,7 @@ TOKENS = range(1000, 1040)
 CHUNK_TOKENS = 16
 EXTRA = (b"image:7", b"")
 
-REPRESENTATION = Representation(
+REPRESENTATION = Model(
     model_id="example/llama",
     model_revision="8f2c1d",
     adapter_digest="none",

@@ -15,7 +15,7 @@ from kvstore.proto.types import (
     KVLayout,
     LayerGroup,
     LayerKind,
-    Representation,
+    Model,
     RopeParameters,
 )
 
@@ -56,7 +56,7 @@ def layer_groups(draw: st.DrawFn) -> tuple[LayerGroup, ...]:
 
 
 representations = st.builds(
-    Representation,
+    Model,
     model_id=names,
     model_revision=names.map(lambda name: f"{name}7"),  # no branch's name, which is refused
     adapter_digest=names,

@@ -20,7 +20,7 @@ from prompts import SMALL, tokens
 from kvstore.client import Client, ClientOptions
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc
-from kvstore.proto.errors import RepresentationError
+from kvstore.proto.errors import ModelError
 from kvstore.proto.messages import FEATURE_SHARED_MEMORY
 from kvstore.proto.types import DType, RopeParameters
 
@@ -59,7 +59,7 @@ def test_vllm_44250_kv_of_another_identity_is_a_miss(server: LocalServer) -> Non
 @pytest.mark.parametrize("field", ["model_id", "model_revision", "adapter_digest"])
 def test_lmcache_4086_an_identity_that_leaves_something_out_is_refused(field: str) -> None:
     """LMCache#4086, dynamo#14416: what was not given was taken for equal. Here it is refused."""
-    with pytest.raises(RepresentationError, match=field):
+    with pytest.raises(ModelError, match=field):
         replace(SMALL, **{field: ""})  # type: ignore[arg-type]
 
 

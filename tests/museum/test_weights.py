@@ -31,7 +31,7 @@ from kvstore.client.engines.transformers import TransformersConnector, represent
 from kvstore.client.engines.transformers_blend import TransformersAdapter
 from kvstore.client.engines.vllm_shape import shape_of
 from kvstore.client.resolving import ResolveTerms
-from kvstore.proto.errors import InvalidRequestError, RepresentationError
+from kvstore.proto.errors import InvalidRequestError, ModelError
 
 HASHES = [hashlib.sha256(bytes([number])).hexdigest() for number in range(3)]
 PAGE, LAYERS, HEADS, DIM = 16, 2, 2, 8
@@ -98,7 +98,7 @@ def test_sglang_24758_checkpoints_of_one_name_never_read_each_others_pages(
 @pytest.mark.parametrize("revision", UNSAID)
 def test_sglang_24758_a_hubs_model_without_a_commit_is_refused(revision: str) -> None:
     """The same of a name that is no folder: what ``main`` is of differs by the day."""
-    with pytest.raises(RepresentationError, match=r"model_revision.*commit or a digest"):
+    with pytest.raises(ModelError, match=r"model_revision.*commit or a digest"):
         PageSettings.parse({"model_revision": revision}, "org/model")
     assert PageSettings.parse({"model_revision": COMMIT}, "org/model").model_revision == COMMIT
 
@@ -118,8 +118,8 @@ def test_sglang_24758_the_same_of_vllm(experiments: tuple[str, str, str], revisi
 
 @pytest.mark.parametrize("revision", NO_REVISIONS)
 def test_sglang_33268_what_is_no_revision_is_refused_of_any_client(revision: str) -> None:
-    """The same typed into a Representation: the branch of an example, or its placeholder."""
-    with pytest.raises(RepresentationError, match="model_revision"):
+    """The same typed into a Model: the branch of an example, or its placeholder."""
+    with pytest.raises(ModelError, match="model_revision"):
         replace(SMALL, model_revision=revision)
 
 

@@ -10,7 +10,7 @@ EXAMPLES: list[KVStoreError] = [
     KVStoreError("plain"),
     errors.InvalidRequestError("limit", 7, "at most 5"),
     errors.InvalidFrameError("magic", b"\0", "expected KVFR"),
-    errors.RepresentationError("model_id", "", "name the model"),
+    errors.ModelError("model_id", "", "name the model"),
     errors.LayoutMismatchError("shape", (1, 2), "give (2, 1)"),
     errors.UnknownCodecError("gzip", "raw, zplane"),
     errors.LeaseExpiredError("lease 5"),

@@ -16,7 +16,7 @@ from golden.strategies import representations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.proto.errors import InvalidRequestError, RepresentationError
+from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.keys import (
     chain_digest,
     chain_digests,
@@ -34,8 +34,8 @@ from kvstore.proto.types import (
     DType,
     LayerGroup,
     LayerKind,
+    Model,
     Namespace,
-    Representation,
     RopeParameters,
 )
 
@@ -51,7 +51,7 @@ def field(data: bytes) -> bytes:
     return u32(len(data)) + data
 
 
-def by_the_page(r: Representation) -> bytes:
+def by_the_page(r: Model) -> bytes:
     """The canonical bytes, written again from the prose of docs/format.md."""
     out = b"kvstore.v1.representation" + u32(r.layout_version)
     for text in (
@@ -112,9 +112,7 @@ def test_names_have_not_changed_since_the_first_release() -> None:
 
 
 @given(representations, st.binary(max_size=40))
-def test_names_are_what_the_prose_of_the_page_says(
-    representation: Representation, salt: bytes
-) -> None:
+def test_names_are_what_the_prose_of_the_page_says(representation: Model, salt: bytes) -> None:
     body = by_the_page(representation)
     assert encode_representation(representation) == body
     assert representation_digest(representation) == blake3(body).digest()[:16]
@@ -143,7 +141,7 @@ def test_digests_are_what_the_prose_of_the_page_says(
     )
 
 
-OTHERS: dict[str, Representation] = {
+OTHERS: dict[str, Model] = {
     "model_id": replace(REPRESENTATION, model_id="example/llama2"),
     "model_revision": replace(REPRESENTATION, model_revision="8f2c1e"),
     "adapter_digest": replace(REPRESENTATION, adapter_digest="sha256:01"),
@@ -170,7 +168,7 @@ OTHER_GROUPS: dict[str, LayerGroup] = {
     "head_dim": replace(GROUP, head_dim=16),
     "window_tokens": replace(GROUP, kind=LayerKind.window, window_tokens=1024),
 }
-DIFFERENT: dict[str, Representation] = {
+DIFFERENT: dict[str, Model] = {
     **OTHERS,
     **{f"rope.{n}": replace(REPRESENTATION, rope=rope) for n, rope in OTHER_ROPES.items()},
     **{
@@ -189,7 +187,7 @@ DIFFERENT: dict[str, Representation] = {
 
 
 @pytest.mark.parametrize("other", DIFFERENT.values(), ids=list(DIFFERENT))
-def test_a_representation_that_differs_has_another_name(other: Representation) -> None:
+def test_a_representation_that_differs_has_another_name(other: Model) -> None:
     assert representation_digest(other) != representation_digest(REPRESENTATION)
     assert namespace(SALT, other) != namespace(SALT, REPRESENTATION)
 
@@ -200,7 +198,7 @@ def test_all_different_representations_have_different_names() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "table"),
-    [(Representation, OTHERS), (RopeParameters, OTHER_ROPES), (LayerGroup, OTHER_GROUPS)],
+    [(Model, OTHERS), (RopeParameters, OTHER_ROPES), (LayerGroup, OTHER_GROUPS)],
 )
 def test_the_table_above_forgets_no_field(kind: Any, table: dict[str, object]) -> None:
     assert set(table) == set(kind.__dataclass_fields__)
@@ -333,11 +331,11 @@ def test_chunk_sizes_that_are_no_whole_numbers_are_refused(size: Any) -> None:
 def test_identity_with_half_a_surrogate_pair_is_refused_by_its_field() -> None:
     model = REPRESENTATION
     for field in ("model_id", "model_revision", "adapter_digest", "tokenizer_digest"):
-        with pytest.raises(RepresentationError, match=f"{field}="):
+        with pytest.raises(ModelError, match=f"{field}="):
             replace(model, **{field: "a\ud800"})  # type: ignore[arg-type]
-    with pytest.raises(RepresentationError, match="scaling="):
+    with pytest.raises(ModelError, match="scaling="):
         replace(model.rope, scaling="\ud800")
-    with pytest.raises(RepresentationError, match="factors="):
+    with pytest.raises(ModelError, match="factors="):
         replace(model.rope, factors=(("\ud800", 1.0),))
 
 

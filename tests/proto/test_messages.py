@@ -19,7 +19,7 @@ from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
     LayoutMismatchError,
-    RepresentationError,
+    ModelError,
 )
 from kvstore.proto.frame import MAX_COMPONENTS, check_frame
 from kvstore.proto.keys import cut_keys, keys_of_digests, split_digests
@@ -37,8 +37,8 @@ from kvstore.proto.types import (
     ChunkKey,
     DType,
     KVLayout,
+    Model,
     Namespace,
-    Representation,
 )
 
 ROW = bytes.fromhex(vectors()["raw_index_row"])
@@ -46,7 +46,7 @@ LAYOUT = template().layout
 
 
 @given(representations)
-def test_a_representation_arrives_as_it_was_sent(representation: Representation) -> None:
+def test_a_representation_arrives_as_it_was_sent(representation: Model) -> None:
     sent = as_message(pb.Representation, representation).SerializeToString()
     assert representation_from_message(pb.Representation.FromString(sent)) == representation
 
@@ -203,7 +203,7 @@ def test_an_answer_to_a_lookup_that_contradicts_itself_is_an_error(wrong: dict[s
 def test_a_representation_without_rope_is_refused() -> None:
     message = as_message(pb.Representation, REPRESENTATION)
     message.ClearField("rope")
-    with pytest.raises(RepresentationError, match="rope=None: give the rope parameters"):
+    with pytest.raises(ModelError, match="rope=None: give the rope parameters"):
         representation_from_message(message)
 
 
@@ -222,13 +222,13 @@ def test_a_representation_without_rope_is_refused() -> None:
 def test_a_representation_with_a_field_left_out_is_refused(field: str, named: str) -> None:
     message = as_message(pb.Representation, REPRESENTATION)
     message.ClearField(field)
-    with pytest.raises(RepresentationError) as caught:
+    with pytest.raises(ModelError) as caught:
         representation_from_message(message)
     assert caught.value.field == named
 
 
 def test_an_empty_message_is_refused() -> None:
-    with pytest.raises(RepresentationError):
+    with pytest.raises(ModelError):
         representation_from_message(pb.Representation())
 
 
@@ -237,7 +237,7 @@ def test_an_empty_message_is_refused() -> None:
 def test_unknown_kinds_and_dtypes_are_refused(field: str, value: int) -> None:
     message = as_message(pb.Representation, REPRESENTATION)
     setattr(message.layer_groups[0], field, value)
-    with pytest.raises(RepresentationError, match=f"{value} is not a valid"):
+    with pytest.raises(ModelError, match=f"{value} is not a valid"):
         representation_from_message(message)
     layout = layout_to_message(LAYOUT)
     setattr(layout.components[0], field, value)

@@ -9,7 +9,7 @@ from golden.samples import REPRESENTATION, template
 from golden.strategies import layouts
 from hypothesis import given
 
-from kvstore.proto.errors import LayoutMismatchError, RepresentationError
+from kvstore.proto.errors import LayoutMismatchError, ModelError
 from kvstore.proto.types import (
     ROOT,
     ChainDigest,
@@ -92,7 +92,7 @@ INCOMPLETE: dict[str, tuple[Callable[[], object], str, str, str]] = {
 def test_incomplete_identity_is_refused_with_field_value_and_fix(
     make: Callable[[], object], field: str, value: str, fix: str
 ) -> None:
-    with pytest.raises(RepresentationError) as caught:
+    with pytest.raises(ModelError) as caught:
         make()
     assert caught.value.field == field
     assert str(caught.value).startswith(f"{field}={value}: ")

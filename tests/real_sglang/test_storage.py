@@ -17,7 +17,7 @@ from real_sglang.stand_ins import import_sglang
 
 from kvstore.client.engines import sglang_terms
 from kvstore.client.page_names import page_digests
-from kvstore.proto.errors import RepresentationError
+from kvstore.proto.errors import ModelError
 from kvstore.proto.types import DIGEST_BYTES, DType
 
 import_sglang()
@@ -242,7 +242,7 @@ def test_what_the_engine_was_started_with_is_in_the_names_of_its_pages(
     server: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang keeps fp8 as bytes; of what kind, and how keys are rotated, its arguments say."""
-    with pytest.raises(RepresentationError, match="uint8"):
+    with pytest.raises(ModelError, match="uint8"):
         make_backend(server, make_pool("page_first", torch.uint8))
     started = []
     for changes in (
@@ -368,7 +368,7 @@ def test_pages_without_room_of_their_own_are_no_hits(backend: Any, windows: Any)
 def test_pools_of_draft_models_are_refused_when_they_are_attached(
     backend: Any, pool: Any, name: str
 ) -> None:
-    with pytest.raises(RepresentationError, match=f"host pool='{name}'"):
+    with pytest.raises(ModelError, match=f"host pool='{name}'"):
         backend.register_mem_host_pool_v2(pool, PoolName(name))
 
 
@@ -376,5 +376,5 @@ def test_pools_without_flat_pages_are_refused_when_they_are_attached(backend: An
     class Bare:
         layout, page_size = "layer_first", PAGE
 
-    with pytest.raises(RepresentationError, match="flat tensors"):
+    with pytest.raises(ModelError, match="flat tensors"):
         backend.register_mem_host_pool_v2(Bare(), PoolName.SWA)

@@ -44,7 +44,7 @@ CHUNKS = 2
 
 
 @dataclass(frozen=True)
-class Model:
+class CacheModel:
     """What vLLM is told of a model's layers, and how."""
 
     specs: tuple[Any, ...]
@@ -79,19 +79,19 @@ WINDOW = SlidingWindowSpec(
     block_size=16, num_kv_heads=4, head_size=32, dtype=torch.bfloat16, sliding_window=32
 )
 WHOLE = {
-    "bf16": Model((dense(),) * 3),
-    "fp8": Model((dense(dtype=torch.uint8),) * 3, cache_dtype="fp8"),
-    "mla": Model((latent(),) * 2, chunk_blocks=2),
-    "hybrid": Model((dense(), WINDOW, WINDOW) * 2),
+    "bf16": CacheModel((dense(),) * 3),
+    "fp8": CacheModel((dense(dtype=torch.uint8),) * 3, cache_dtype="fp8"),
+    "mla": CacheModel((latent(),) * 2, chunk_blocks=2),
+    "hybrid": CacheModel((dense(), WINDOW, WINDOW) * 2),
 }
 SPLIT = {
-    "bf16": Model((dense(64),) * 3, chunk_blocks=2, kernel_tokens=16),
-    "fp8": Model((dense(64, torch.uint8),) * 3, 2, kernel_tokens=16, cache_dtype="fp8"),
-    "mla": Model((latent(256),) * 2, chunk_blocks=1, kernel_tokens=64),
+    "bf16": CacheModel((dense(64),) * 3, chunk_blocks=2, kernel_tokens=16),
+    "fp8": CacheModel((dense(64, torch.uint8),) * 3, 2, kernel_tokens=16, cache_dtype="fp8"),
+    "mla": CacheModel((latent(256),) * 2, chunk_blocks=1, kernel_tokens=64),
 }
 SPLITTING = (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
 """The layouts whose blocks vLLM cuts into those of the kernels, whatever a model is like."""
-PADDED = Model((dense(page_bytes=20480),) * 3)
+PADDED = CacheModel((dense(page_bytes=20480),) * 3)
 PADDING = (*SPLITTING, KVCacheLayout.BLHNC, KVCacheLayout.BLNHC)
 CASES = [
     *((name, layout, WHOLE[name]) for layout in KVCacheLayout for name in WHOLE),
@@ -107,7 +107,7 @@ ALL_CASES = pytest.mark.parametrize(
 # --- vLLM's side
 
 
-def told(model: Model, layout: KVCacheLayout) -> Any:
+def told(model: CacheModel, layout: KVCacheLayout) -> Any:
     """Return what vLLM's cache code and the connector read of a VllmConfig."""
     config = engine_config(
         "", cache_dtype=model.cache_dtype, get_total_num_hidden_layers=lambda: len(model.specs)
@@ -121,7 +121,7 @@ def told(model: Model, layout: KVCacheLayout) -> Any:
     return config
 
 
-def planned(model: Model, layout: KVCacheLayout) -> tuple[EngineShape, Any]:
+def planned(model: CacheModel, layout: KVCacheLayout) -> tuple[EngineShape, Any]:
     """Return our shape of *model*, and the KVCacheConfig that vLLM makes for it."""
     config = told(model, layout)
     groups = get_kv_cache_groups(config, dict(zip(model.names, model.specs, strict=True)))
@@ -129,7 +129,7 @@ def planned(model: Model, layout: KVCacheLayout) -> tuple[EngineShape, Any]:
     return shape_of(config, cache), cache
 
 
-def allocated(model: Model, layout: KVCacheLayout, cache: Any) -> dict[str, torch.Tensor]:
+def allocated(model: CacheModel, layout: KVCacheLayout, cache: Any) -> dict[str, torch.Tensor]:
     """Return vLLM's pages of every layer, full of noise."""
     sizes = None
     if model.kernel_tokens is not None:
@@ -175,7 +175,7 @@ def writing_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_custom_ops, "concat_and_cache_mla", cache_latents)
 
 
-def attention(model: Model) -> Any:
+def attention(model: CacheModel) -> Any:
     """Return an attention layer as far as the connector knows one, with vLLM's own writer."""
     spec = model.specs[0]
     backend = SimpleNamespace(
@@ -192,7 +192,9 @@ def attention(model: Model) -> Any:
     )  # fmt: skip
 
 
-def write(model: Model, parts: Sequence[torch.Tensor], pages: torch.Tensor, slots: Any) -> None:
+def write(
+    model: CacheModel, parts: Sequence[torch.Tensor], pages: torch.Tensor, slots: Any
+) -> None:
     """Have vLLM write the rows of *parts*, each (tokens, heads, head_dim), as they are."""
     layer = attention(model)
     if len(parts) == 2:
@@ -205,7 +207,7 @@ def write(model: Model, parts: Sequence[torch.Tensor], pages: torch.Tensor, slot
 
 
 def device_pages(
-    shape: EngineShape, model: Model, registered: dict[str, torch.Tensor]
+    shape: EngineShape, model: CacheModel, registered: dict[str, torch.Tensor]
 ) -> EngineDevicePages:
     """Return the connector's view of *registered*, which it finds out by having vLLM write."""
     layer = attention(model)
@@ -214,7 +216,7 @@ def device_pages(
     )
 
 
-def make_tables(shape: EngineShape, model: Model) -> list[Tables]:
+def make_tables(shape: EngineShape, model: CacheModel) -> list[Tables]:
     """Return the block tables of each chunk: no block is in two, and a window has its end only."""
     ids = iter(np.random.default_rng(2).permutation(np.arange(1, BLOCKS)).tolist())
     ends = {
@@ -231,7 +233,7 @@ def make_tables(shape: EngineShape, model: Model) -> list[Tables]:
     ]
 
 
-def make_frames(shape: EngineShape, model: Model) -> tuple[torch.Tensor, list[FrameAt]]:
+def make_frames(shape: EngineShape, model: CacheModel) -> tuple[torch.Tensor, list[FrameAt]]:
     """Return memory with the raw frame of each chunk in it."""
     tokens = model.chunk_blocks * shape.block_tokens
     of_model = representation(shape=shape)
@@ -309,7 +311,7 @@ def kernels(request: pytest.FixtureRequest) -> FrameKernels:
 @ALL_CASES
 @pytest.mark.parametrize("kept_blocks", [0, 1], ids=["all", "all_but_kept"])
 def test_frames_lie_in_pages_where_vllm_writes_them_and_come_back_and_nothing_else_changes(
-    kernels: FrameKernels, layout: KVCacheLayout, model: Model, kept_blocks: int
+    kernels: FrameKernels, layout: KVCacheLayout, model: CacheModel, kept_blocks: int
 ) -> None:
     shape, cache = planned(model, layout)
     registered, right = (allocated(model, layout, cache) for _ in range(2))

@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvstore.client.engines.vllm_tier import KVStoreTier
 from kvstore.client.engines.vllm_versions import TELLS_KEYS_THAT_CAME
-from kvstore.proto.errors import InvalidRequestError, RepresentationError
+from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import Fidelity
 
 TransferJob: Any = getattr(base, "TransferJob", None) or base.JobMetadata
@@ -213,7 +213,7 @@ def test_engines_of_other_layouts_or_weights_do_not_share(start: Start) -> None:
 
 def test_a_tier_that_is_not_told_the_weights_is_refused(start: Start) -> None:
     for revision in ("", "main", "COMMIT", "r1"):
-        with pytest.raises(RepresentationError, match="model_revision"):
+        with pytest.raises(ModelError, match="model_revision"):
             start(model_revision=revision)
 
 

@@ -14,7 +14,7 @@ from kvstore.client.blend.segments import NamedChunk, SegmentRange, name_segment
 from kvstore.client.blend.store_prefill import store_prefill
 from kvstore.client.engines.transformers_blend import TransformersAdapter
 from kvstore.client.resolving import ResolveTerms
-from kvstore.proto.types import DType, LayerGroup, LayerKind, Representation
+from kvstore.proto.types import DType, LayerGroup, LayerKind, Model
 
 HEAD = 16
 RANGES = [SegmentRange(16, 64), SegmentRange(64, 104)]
@@ -108,7 +108,7 @@ def test_weights_that_are_no_numbers_are_told_to_nobody(adapter: TransformersAda
 @pytest.fixture
 def client(server: LocalServer, adapter: TransformersAdapter) -> Client:
     group = LayerGroup(LayerKind.attention, DType.float32, tuple(range(LAYERS)), 2, 16)
-    representation = Representation(
+    representation = Model(
         "tiny", "a" * 40, "none", "none", (group,), adapter.origin.rope, "tokens"
     )
     options = ClientOptions(chunk_tokens=16, deadline_ms=30_000)

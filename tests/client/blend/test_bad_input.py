@@ -30,7 +30,7 @@ from kvstore.client.options import TransportName
 from kvstore.client.outgoing import Outgoing
 from kvstore.client.resolving import Resolved, ResolveTerms
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.errors import InvalidRequestError, RepresentationError
+from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.frame import FLAG_RESTORED, FrameTemplate
 from kvstore.proto.keys import representation_digest
 from kvstore.proto.types import (
@@ -39,8 +39,8 @@ from kvstore.proto.types import (
     KVLayout,
     LayerGroup,
     LayerKind,
+    Model,
     PutOutcome,
-    Representation,
     RopeParameters,
 )
 
@@ -66,9 +66,9 @@ def blender() -> Blender:
 
 
 @pytest.fixture(scope="module")
-def representation(blender: Blender) -> Representation:
+def representation(blender: Blender) -> Model:
     rope = blender._adapter.origin.rope
-    return Representation("tiny", "a" * 40, "none", "none", (GROUP,), rope, "tokens")
+    return Model("tiny", "a" * 40, "none", "none", (GROUP,), rope, "tokens")
 
 
 @pytest.fixture
@@ -77,14 +77,14 @@ def server(make_server: Callable[..., LocalServer]) -> LocalServer:
 
 
 def connected(
-    server: LocalServer, representation: Representation, transport: TransportName = "auto"
+    server: LocalServer, representation: Model, transport: TransportName = "auto"
 ) -> Client:
     options = ClientOptions(transport, chunk_tokens=16, deadline_ms=DEADLINE_MS)
     return server.connect(transport, representation, options)
 
 
 @pytest.fixture
-def client(server: LocalServer, blender: Blender, representation: Representation) -> Client:
+def client(server: LocalServer, blender: Blender, representation: Model) -> Client:
     """Of a server that has the document behind another head."""
     client = connected(server, representation)
     puts = store_prefill(client, blender.prefill(STORED[0]), *STORED)
@@ -117,7 +117,7 @@ def assert_computed(blender: Blender, resolved: Resolved, client: Client) -> str
 def test_chunks_of_another_rotation_adapter_or_model_are_found_by_nobody(
     server: LocalServer,
     client: Client,
-    representation: Representation,
+    representation: Model,
     change: dict[str, Any],
 ) -> None:
     with client.resolve(*ASKED, TRIAL) as resolved:
@@ -138,11 +138,11 @@ def test_chunks_of_another_rotation_adapter_or_model_are_found_by_nobody(
 def test_an_engine_that_is_not_what_its_client_says_computes_instead(
     server: LocalServer,
     blender: Blender,
-    representation: Representation,
+    representation: Model,
     change: dict[str, Any],
     reason: str,
 ) -> None:
-    """The client's Representation is of another rotation or adapter than the engine's own."""
+    """The client's Model is of another rotation or adapter than the engine's own."""
     client = connected(server, replace(representation, **change))
     store_prefill(client, blender.prefill(STORED[0]), *STORED)
     with (
@@ -161,7 +161,7 @@ def test_a_server_that_turns_keys_otherwise_is_refused_by_name(
 ) -> None:
     own = client.representation
     monkeypatch.setattr(client, "representation", replace(own, rope=RopeParameters(9e9, 16)))
-    with pytest.raises(RepresentationError, match="rope="):
+    with pytest.raises(ModelError, match="rope="):
         client.resolve(*ASKED, TRIAL)
 
 
@@ -185,7 +185,7 @@ def test_frames_with_other_tokens_a_shorter_chunk_or_another_place_are_not_used(
     server: LocalServer,
     client: Client,
     blender: Blender,
-    representation: Representation,
+    representation: Model,
     transport: TransportName,
     field: str,
 ) -> None:
@@ -262,7 +262,7 @@ class _Marked(Outgoing):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_kv_that_is_marked_as_blended_is_refused_by_every_way_in(
-    server: LocalServer, representation: Representation, transport: TransportName
+    server: LocalServer, representation: Model, transport: TransportName
 ) -> None:
     client = connected(server, representation, transport)
     one = name_segments(STORED[0], STORED[1], 16)[0].chunks[0]
@@ -288,7 +288,7 @@ def test_a_connector_stores_nothing_of_what_was_generated_from_a_blend(
     server: LocalServer,
     client: Client,
     blender: Blender,
-    representation: Representation,
+    representation: Model,
     transport: TransportName,
 ) -> None:
     model = blender._adapter._model  # type: ignore[attr-defined]
@@ -307,6 +307,6 @@ def test_a_connector_stores_nothing_of_what_was_generated_from_a_blend(
     )  # fmt: skip
     before = {entry.digest for entry in own.list()}
     connector = TransformersConnector(own, model)
-    with pytest.raises(RepresentationError, match="BlendedCache"):
+    with pytest.raises(ModelError, match="BlendedCache"):
         connector.save(output, cache)
     assert {entry.digest for entry in own.list()} == before

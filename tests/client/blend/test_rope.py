@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvstore.client.blend.rope import RopeSpec, rerotate
 from kvstore.client.engines.rope_settings import rope_parameters
-from kvstore.proto.errors import RepresentationError
+from kvstore.proto.errors import ModelError
 from kvstore.proto.types import RopeParameters
 
 HEAD_DIM = 64
@@ -146,7 +146,7 @@ def test_the_rules_are_those_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("scaling", ["dynamic", "longrope", "of my own"])
 def test_a_rule_that_is_not_known_is_refused_by_name(scaling: str) -> None:
-    with pytest.raises(RepresentationError, match=scaling):
+    with pytest.raises(ModelError, match=scaling):
         RopeSpec.of(named(scaling, factor=2.0), HEAD_DIM)
 
 
@@ -155,11 +155,11 @@ def test_models_without_a_rotation_have_none() -> None:
 
 
 def test_tables_of_other_widths_are_refused() -> None:
-    with pytest.raises(RepresentationError, match="same channels"):
+    with pytest.raises(ModelError, match="same channels"):
         rerotate(some_keys(), None, torch.arange(32), spec("default"), spec("partial"))
 
 
 @pytest.mark.parametrize(("numbers", "gain"), [((), 1.0), ((math.nan,), 1.0), ((1.0,), 0.0)])
 def test_a_table_is_checked_at_birth(numbers: tuple[float, ...], gain: float) -> None:
-    with pytest.raises(RepresentationError):
+    with pytest.raises(ModelError):
         RopeSpec(numbers, gain)

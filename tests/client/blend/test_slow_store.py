@@ -29,7 +29,7 @@ from kvstore.client.engines.transformers_blend import TransformersAdapter
 from kvstore.client.options import TransportName
 from kvstore.client.resolving import ResolveTerms
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.types import DType, LayerGroup, LayerKind, Representation
+from kvstore.proto.types import DType, LayerGroup, LayerKind, Model
 from kvstore.server.blending.gates import TRIALS
 
 TRANSPORTS: tuple[TransportName, ...] = ("shm", "grpc", "tcp")
@@ -55,7 +55,7 @@ def blender() -> Blender:
 def connected(address: str, transport: TransportName) -> Client:
     adapter = TransformersAdapter(make_model("llama", torch.float32))
     group = LayerGroup(LayerKind.attention, DType.float32, tuple(range(LAYERS)), 2, 16)
-    representation = Representation(
+    representation = Model(
         "tiny", "a" * 40, "none", "none", (group,), adapter.origin.rope, "tokens"
     )
     options = ClientOptions(transport, chunk_tokens=16, deadline_ms=20_000)

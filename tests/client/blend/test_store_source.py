@@ -26,8 +26,8 @@ from kvstore.client.link_meter import LinkMeter
 from kvstore.client.options import TransportName
 from kvstore.client.resolving import Resolved, ResolveTerms
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import InvalidRequestError, RepresentationError
-from kvstore.proto.types import DType, LayerGroup, LayerKind, PutOutcome, Representation
+from kvstore.proto.errors import InvalidRequestError, ModelError
+from kvstore.proto.types import DType, LayerGroup, LayerKind, Model, PutOutcome
 from kvstore.server.blending.gates import TRIALS
 
 TRIAL = ResolveTerms(is_trial=True)
@@ -58,7 +58,7 @@ def blender() -> Blender:
 def _connected(server: LocalServer, transport: TransportName = "auto") -> Client:
     adapter = TransformersAdapter(make_model("llama", torch.float32))
     group = LayerGroup(LayerKind.attention, DType.float32, tuple(range(LAYERS)), 2, 16)
-    representation = Representation(
+    representation = Model(
         "tiny", "a" * 40, "none", "none", (group,), adapter.origin.rope, "tokens"
     )
     options = ClientOptions(transport, chunk_tokens=16, deadline_ms=30_000)
@@ -244,7 +244,7 @@ def test_blended_kv_is_never_stored(client: Client, blender: Blender) -> None:
 def test_models_with_other_layers_are_refused(client: Client, blender: Blender) -> None:
     resolved, prompt = _resolve(client, 20, FIRST)
     latent = replace(client.representation.layer_groups[0], kind=LayerKind.mla)
-    with resolved, pytest.raises(RepresentationError, match="layer_groups"):
+    with resolved, pytest.raises(ModelError, match="layer_groups"):
         StoreSource(resolved, prompt, replace(client.representation, layer_groups=(latent,)))
 
 

@@ -18,7 +18,7 @@ from kvstore.client.blend.selectors import SELECTORS
 from kvstore.client.engines import transformers_blend
 from kvstore.client.engines.transformers_blend import BlendedCache, TransformersAdapter
 from kvstore.client.engines.transformers_cache import CacheShape, as_argument
-from kvstore.proto.errors import RepresentationError
+from kvstore.proto.errors import ModelError
 
 
 @pytest.fixture(scope="module")
@@ -52,27 +52,27 @@ def test_generating_from_stored_rows_alone_is_something_else(world: World) -> No
 def test_a_blended_cache_is_never_stored_as_an_original(world: World) -> None:
     result = world.blender.blend(world.plan(0.2), world.source)
     assert result.is_blended
-    with pytest.raises(RepresentationError, match="BlendedCache"):
+    with pytest.raises(ModelError, match="BlendedCache"):
         CacheShape.of_cache(BlendedCache.of(world.model, result))
 
 
 def test_a_model_of_another_kind_is_refused_by_name() -> None:
     other = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=16))
-    with pytest.raises(RepresentationError, match="GPT2LMHeadModel"):
+    with pytest.raises(ModelError, match="GPT2LMHeadModel"):
         TransformersAdapter(other)
 
 
 def test_a_model_with_an_adapter_needs_its_digest() -> None:
     model: Any = make_model()
     model.peft_config = {"default": object()}
-    with pytest.raises(RepresentationError, match="give its digest"):
+    with pytest.raises(ModelError, match="give its digest"):
         TransformersAdapter(model)
     assert TransformersAdapter(model, "blake3:of it").origin.adapter_digest == "blake3:of it"
 
 
 def test_a_model_whose_tables_were_rounded_by_a_cast_is_refused() -> None:
     model: Any = make_model(dtype=torch.float32)
-    with pytest.raises(RepresentationError, match="do not cast it"):
+    with pytest.raises(ModelError, match="do not cast it"):
         TransformersAdapter(model.to(torch.bfloat16))
 
 

@@ -13,7 +13,7 @@ from torch_engine import OPTIONS
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
-from kvstore.proto.types import Representation
+from kvstore.proto.types import Model
 
 TINYLM = Path(__file__).resolve().parents[3] / "data" / "tinylm"
 
@@ -47,12 +47,12 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture
-def identity(tinylm: PreTrainedModel, tokenizer: Any) -> Representation:
+def identity(tinylm: PreTrainedModel, tokenizer: Any) -> Model:
     return representation_of(tinylm, tokenizer)
 
 
 @pytest.fixture
-def connect(server: LocalServer, tinylm: PreTrainedModel, identity: Representation) -> Connect:
+def connect(server: LocalServer, tinylm: PreTrainedModel, identity: Model) -> Connect:
     """Make connectors with a client each."""
 
     def make() -> TransformersConnector:

@@ -16,13 +16,13 @@ from kvstore.cli.explain import Question, ask_explain, print_explain
 from kvstore.client import ClientOptions
 from kvstore.client.prefill import PrefillModel
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.types import DType, Representation, RopeParameters
+from kvstore.proto.types import DType, Model, RopeParameters
 
 PROMPT = tokens(1, 64)
 (GROUP,) = SMALL.layer_groups
 
 
-def with_group(**changes: object) -> Representation:
+def with_group(**changes: object) -> Model:
     return replace(SMALL, layer_groups=(replace(GROUP, **changes),))  # type: ignore[arg-type]
 
 

@@ -28,12 +28,12 @@ from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.keys import chain_digests, chunk_spans
-from kvstore.proto.types import DIGEST_BYTES, ChainDigest, Fidelity, KVLayout, Representation
+from kvstore.proto.types import DIGEST_BYTES, ChainDigest, Fidelity, KVLayout, Model
 
 CHUNK_TOKENS = 16
 
 
-def tensors_for(prompt: Sequence[int], span: Span, kind: Representation = SMALL) -> ChunkTensors:
+def tensors_for(prompt: Sequence[int], span: Span, kind: Model = SMALL) -> ChunkTensors:
     """Tensors in which every element is the id of its token."""
     start, stop = span
     out = empty_tensors(KVLayout.of(kind, stop - start))

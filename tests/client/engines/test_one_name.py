@@ -45,7 +45,7 @@ from kvstore.client.engines.transformers import TransformersConnector, represent
 from kvstore.client.engines.vllm_layout import PACKINGS
 from kvstore.client.engines.vllm_names import RequestNames
 from kvstore.client.engines.vllm_shape import shape_of
-from kvstore.proto.types import DType, LayerGroup, LayerKind, Representation
+from kvstore.proto.types import DType, LayerGroup, LayerKind, Model
 
 LAYERS = 3
 SIZES: dict[str, Any] = {
@@ -56,7 +56,7 @@ SIZES: dict[str, Any] = {
 TINYLM = Path(__file__).resolve().parents[3] / "data" / "tinylm"
 PROMPT = [token % 512 for token in prompt_tokens(1, 200)]
 
-Named = Callable[[Path], Representation]
+Named = Callable[[Path], Model]
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def loaded(folder: Path, **settings: Any) -> PreTrainedModel:
     return model
 
 
-def by_transformers(folder: Path, **settings: Any) -> Representation:
+def by_transformers(folder: Path, **settings: Any) -> Model:
     from transformers import AutoTokenizer
 
     revision = settings.pop("model_revision", "")
@@ -87,7 +87,7 @@ def by_transformers(folder: Path, **settings: Any) -> Representation:
 
 def by_vllm(
     folder: Path, *, model_revision: str = "", own: dict[str, Any] | None = None, **settings: Any
-) -> Representation:
+) -> Model:
     """*own* are settings of the engine alone, others those of the model."""
     config = engine_config(folder, **(own or {}))
     model = config.model_config
@@ -106,7 +106,7 @@ def host_pool() -> Any:
     )  # fmt: skip
 
 
-def by_sglang(folder: Path, *, model_revision: str = "", **settings: Any) -> Representation:
+def by_sglang(folder: Path, *, model_revision: str = "", **settings: Any) -> Model:
     rank, asked = started(folder, model_revision, **settings)
     return sglang_pages.representation_of(host_pool(), rank, asked)
 

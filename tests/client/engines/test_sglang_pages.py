@@ -17,7 +17,7 @@ from kvstore.client.engines.sglang_pages import (
     representation_of,
 )
 from kvstore.client.engines.sglang_terms import EngineTerms
-from kvstore.proto.errors import InvalidRequestError, RepresentationError
+from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import LayerKind
 
 ServerMaker = Callable[..., LocalServer]
@@ -257,7 +257,7 @@ def test_another_dtype_is_another_representation() -> None:
 def test_pools_that_are_not_understood_are_refused_by_name(
     pool: Pool, rank: RankTerms, words: str
 ) -> None:
-    with pytest.raises(RepresentationError) as caught:
+    with pytest.raises(ModelError) as caught:
         representation_of(pool, rank, PageSettings("127.0.0.1:1", "c" * 40))
     assert words in str(caught.value)
 
@@ -265,7 +265,7 @@ def test_pools_that_are_not_understood_are_refused_by_name(
 def test_pools_that_keep_scales_beside_their_pages_are_refused() -> None:
     """As those of MXFP8: pages would come back with whatever scales lie there by then."""
     pool = replace(Pool.make("page_first", False), beside_bytes=64)
-    with pytest.raises(RepresentationError, match="lie in its buffer"):
+    with pytest.raises(ModelError, match="lie in its buffer"):
         representation_of(pool, RANK, PageSettings("127.0.0.1:1", "c" * 40))
 
 
@@ -273,7 +273,7 @@ def test_bytes_are_named_by_the_type_that_the_engine_was_started_with() -> None:
     """SGLang keeps both kinds of fp8 as bytes: an engine of one would read the other's."""
     settings = PageSettings("127.0.0.1:1", "c" * 40)
     pool = Pool.make("page_first", False, torch.uint8)
-    with pytest.raises(RepresentationError, match="dtype='uint8': nobody says"):
+    with pytest.raises(ModelError, match="dtype='uint8': nobody says"):
         representation_of(pool, RANK, settings)
     one, other = (
         representation_of(pool, replace(RANK, engine=EngineTerms(kv_cache_dtype=name)), settings)
@@ -288,7 +288,7 @@ def test_settings_are_read_and_refused_by_name() -> None:
     extra = {"address": "h:1", "model_revision": "8f2c1d4", "interface_v1": 1, "prefetch_x": 9}
     found = PageSettings.parse(extra, "tiny")
     assert (found.address, found.model_revision, found.deadline_ms) == ("h:1", "8f2c1d4", 2000)
-    with pytest.raises(RepresentationError, match=r"model_revision='':.* 'tiny' is no folder"):
+    with pytest.raises(ModelError, match=r"model_revision='':.* 'tiny' is no folder"):
         PageSettings.parse({}, "tiny")
     with pytest.raises(InvalidRequestError, match="reset_on_flush='no': give true or false"):
         PageSettings.parse({"reset_on_flush": "no"}, path)
@@ -368,7 +368,7 @@ def test_ranks_that_have_copies_of_heads_share_pages_with_an_engine_of_one(
 @pytest.mark.parametrize("kv_heads", [3, 4])
 def test_a_number_of_heads_that_ranks_do_not_have_is_refused(kv_heads: int) -> None:
     settings = PageSettings("127.0.0.1:1", "c" * 40, kv_heads=kv_heads)
-    with pytest.raises(RepresentationError, match="kv_heads"):
+    with pytest.raises(ModelError, match="kv_heads"):
         representation_of(Pool.make("page_first", False), replace(RANK, tp_size=4), settings)
 
 

@@ -15,7 +15,7 @@ from local_server import DEADLINE_MS, LocalServer
 
 from kvstore.client.engines.sglang_pages import PageSettings, RankTerms
 from kvstore.client.engines.sglang_pools import BATCH, SecondStore, ends, second_representation
-from kvstore.proto.errors import RepresentationError
+from kvstore.proto.errors import ModelError
 
 SETTINGS = PageSettings("127.0.0.1:7420", "r1")
 PAGE_BYTES = 96
@@ -67,7 +67,7 @@ def test_what_ranks_of_a_latent_share_they_share_but_for_states() -> None:
 
 @pytest.mark.parametrize("bytes_", [0, 100])
 def test_pages_that_fill_no_rows_are_refused(bytes_: int) -> None:
-    with pytest.raises(RepresentationError, match="host pool='swa'"):
+    with pytest.raises(ModelError, match="host pool='swa'"):
         identity(pool=States(bytes_))
 
 

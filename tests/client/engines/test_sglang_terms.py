@@ -11,7 +11,7 @@ import torch
 
 from kvstore.client.engines.sglang_pages import PageSettings, RankTerms, representation_of
 from kvstore.client.engines.sglang_terms import UNSTATED, EngineTerms, terms_of
-from kvstore.proto.errors import RepresentationError
+from kvstore.proto.errors import ModelError
 
 
 def terms(**stated: Any) -> EngineTerms:
@@ -65,7 +65,7 @@ def test_the_weights_are_those_of_the_path_and_commit_that_the_engine_was_starte
     started = terms(model_path="org/model", revision=commit)
     assert PageSettings.parse({}, "served-name", started).model_revision == commit
     branch = terms(model_path="org/model", revision="main")
-    with pytest.raises(RepresentationError, match="'org/model' is no folder"):
+    with pytest.raises(ModelError, match="'org/model' is no folder"):
         PageSettings.parse({}, "served-name", branch)
 
 
@@ -102,13 +102,13 @@ def test_an_adapter_whose_files_changed_under_its_path_is_another(adapter: Path)
 
 def test_an_adapter_that_is_not_here_has_to_be_named() -> None:
     found = terms(lora_paths=["org/adapter"])
-    with pytest.raises(RepresentationError, match=r"lora_paths='org/adapter'.*adapter_digest"):
+    with pytest.raises(ModelError, match=r"lora_paths='org/adapter'.*adapter_digest"):
         found.adapters("none")
     assert found.adapters("sha256:5f") == "sha256:5f"
 
 
 def test_random_weights_are_refused() -> None:
-    with pytest.raises(RepresentationError, match="load_format"):
+    with pytest.raises(ModelError, match="load_format"):
         terms(load_format="dummy")
 
 

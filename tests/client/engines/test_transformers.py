@@ -37,7 +37,7 @@ from kvstore.client import Client
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.prefix import Prefix, Room
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
-from kvstore.proto.types import Representation
+from kvstore.proto.types import Model
 
 Connect = Callable[[], TransformersConnector]
 
@@ -60,7 +60,7 @@ class TestTransformersConnector(ConnectorContract):
         self.identity = representation_of(tinylm, tokenizer)
 
     @override
-    def representation(self) -> Representation:
+    def representation(self) -> Model:
         return self.identity
 
     @override

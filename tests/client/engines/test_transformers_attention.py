@@ -19,7 +19,7 @@ from kvstore.client import Chunk
 from kvstore.client.engines import transformers_attention
 from kvstore.client.engines.transformers import TransformersConnector
 from kvstore.client.engines.transformers_attention import QUERIES, mean_attention
-from kvstore.proto.types import Fidelity, Representation
+from kvstore.proto.types import Fidelity, Model
 
 PROMPT = random_ids(150)
 """Two chunks of 64 tokens and some."""
@@ -30,7 +30,7 @@ Put = list[Chunk]
 
 @pytest.fixture
 def connect(
-    make_server: Server, tinylm: PreTrainedModel, identity: Representation
+    make_server: Server, tinylm: PreTrainedModel, identity: Model
 ) -> Callable[..., TransformersConnector]:
     """Make a connector to a server whose disk has a codec."""
 
@@ -100,7 +100,7 @@ def test_the_tokens_behind_a_hit_are_weighed_as_those_of_a_whole_prompt(
 
 
 def test_what_gets_attention_is_kept_more_exactly_on_the_disk(
-    make_server: Server, identity: Representation, tinylm: PreTrainedModel
+    make_server: Server, identity: Model, tinylm: PreTrainedModel
 ) -> None:
     server = make_server("--codec", "disk=kvq:2,importance")
     connector = TransformersConnector(server.connect("auto", identity, OPTIONS), tinylm)

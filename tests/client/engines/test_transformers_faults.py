@@ -28,8 +28,8 @@ from kvstore.client.engines.transformers import TransformersConnector, represent
 from kvstore.client.engines.transformers_cache import as_argument
 from kvstore.client.engines.transformers_ends import PrefixRoom
 from kvstore.client.tensors import LayerTensors
-from kvstore.proto.errors import InvalidRequestError, RepresentationError
-from kvstore.proto.types import Representation
+from kvstore.proto.errors import InvalidRequestError, ModelError
+from kvstore.proto.types import Model
 
 Connect = Callable[[], TransformersConnector]
 
@@ -57,7 +57,7 @@ def test_a_server_killed_between_lookup_and_get_is_a_counted_miss(
     server_process: Callable[..., ServerProcess],
     tmp_path: Path,
     tinylm: PreTrainedModel,
-    identity: Representation,
+    identity: Model,
 ) -> None:
     process = server_process("--cpu", "16MiB", "--disk", f"16MiB:{tmp_path / 'disk'}")
     process.start()
@@ -77,7 +77,7 @@ def test_a_server_killed_between_lookup_and_get_is_a_counted_miss(
 
 @pytest.fixture
 def stored_on_disk(
-    make_server: Callable[..., LocalServer], tinylm: PreTrainedModel, identity: Representation
+    make_server: Callable[..., LocalServer], tinylm: PreTrainedModel, identity: Model
 ) -> torch.Tensor:
     """A prompt of three chunks, on the disk of a server that was stopped."""
     input_ids = random_ids(193)
@@ -95,7 +95,7 @@ def test_one_bit_that_flipped_on_disk_ends_the_hit_before_its_chunk(
     stored_on_disk: torch.Tensor,
     tmp_path: Path,
     tinylm: PreTrainedModel,
-    identity: Representation,
+    identity: Model,
     token: int,
     hit_tokens: int,
 ) -> None:
@@ -129,7 +129,7 @@ def flip_bit(folder: Path, found: bytes) -> int:
 # --- what is not interchangeable is not hit
 
 
-def hit_by(server: LocalServer, model: PreTrainedModel, identity: Representation) -> int:
+def hit_by(server: LocalServer, model: PreTrainedModel, identity: Model) -> int:
     """Store a prompt as the identity at hand, return how much of it *identity* hits."""
     connector = TransformersConnector(server.connect("auto", identity, OPTIONS), model)
     return connector.load(random_ids(150))[1]
@@ -270,7 +270,7 @@ def test_a_static_cache_is_refused(connect: Connect, tinylm: PreTrainedModel) ->
     prompt = random_ids(40)
     with torch.inference_mode():
         tinylm(prompt, **as_argument(cache))
-    with pytest.raises(RepresentationError, match="StaticCache"):
+    with pytest.raises(ModelError, match="StaticCache"):
         connect().save(prompt, cache)
 
 
@@ -279,5 +279,5 @@ def test_a_client_of_another_model_is_refused(
 ) -> None:
     other = load_tinylm(torch.bfloat16)
     client = server.connect("auto", representation_of(other, tokenizer), OPTIONS)
-    with pytest.raises(RepresentationError, match="representation_of"):
+    with pytest.raises(ModelError, match="representation_of"):
         TransformersConnector(client, tinylm)

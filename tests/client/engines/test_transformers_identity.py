@@ -21,7 +21,7 @@ from kvstore.client.engines.identity import OWN_TOKENIZER
 from kvstore.client.engines.rope_settings import rope_parameters
 from kvstore.client.engines.transformers import representation_of
 from kvstore.client.engines.transformers_identity import weights_digest
-from kvstore.proto.errors import RepresentationError
+from kvstore.proto.errors import ModelError
 from kvstore.proto.types import DType, LayerGroup, LayerKind, RopeParameters
 
 SMALL: dict[str, Any] = {
@@ -157,7 +157,7 @@ def test_a_commit_with_another_setting_is_another_revision(
 @pytest.mark.parametrize("wrong", ["model", "tokenizer"])
 def test_what_is_no_model_and_no_tokenizer_is_refused_by_name(wrong: str, tokenizer: Any) -> None:
     given = {"model": llama(), "tokenizer": tokenizer, wrong: None}
-    with pytest.raises(RepresentationError, match=f"{wrong}=None: give the {wrong} that"):
+    with pytest.raises(ModelError, match=f"{wrong}=None: give the {wrong} that"):
         representation_of(**given)
 
 
@@ -218,7 +218,7 @@ def test_a_token_that_means_something_else_is_another_tokenizer(tokenizer: Any) 
 def test_a_model_with_an_adapter_needs_the_adapters_digest(tokenizer: Any, mark: str) -> None:
     model = llama()
     setattr(model, mark, {"default": "lora"})
-    with pytest.raises(RepresentationError, match="adapter"):
+    with pytest.raises(ModelError, match="adapter"):
         representation_of(model, tokenizer)
     identity = representation_of(model, tokenizer, adapter_digest="5ad1")
     assert identity.adapter_digest == "5ad1"
@@ -266,12 +266,12 @@ def test_the_rotation_is_read_from_the_configuration(
 def test_a_rotation_that_depends_on_the_prompts_length_is_refused(
     tokenizer: Any, stated: dict[str, Any]
 ) -> None:
-    with pytest.raises(RepresentationError, match=stated["rope_type"]):
+    with pytest.raises(ModelError, match=stated["rope_type"]):
         representation_of(llama(rope_parameters=stated), tokenizer)
 
 
 def test_a_model_without_weights_in_memory_is_refused(tokenizer: Any) -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SMALL))
-    with pytest.raises(RepresentationError, match="one device"):
+    with pytest.raises(ModelError, match="one device"):
         representation_of(model, tokenizer)

@@ -19,8 +19,8 @@ from kvstore.client import Client, ClientOptions
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.client.engines.transformers_cache import as_argument
-from kvstore.proto.errors import InvalidRequestError, RepresentationError
-from kvstore.proto.types import LayerGroup, LayerKind, Representation
+from kvstore.proto.errors import InvalidRequestError, ModelError
+from kvstore.proto.types import LayerGroup, LayerKind, Model
 
 VOCABULARY = 256
 OPTIONS = ClientOptions(chunk_tokens=16, deadline_ms=DEADLINE_MS, retry_after_ms=1)
@@ -220,14 +220,14 @@ def test_models_whose_prefixes_cannot_be_continued_are_refused_by_name(
     kind, settings, words = REFUSED[reason]
     torch.manual_seed(5)
     model = random_model(getattr(transformers, kind)(**(BASE | settings)))
-    with pytest.raises(RepresentationError, match=words):
+    with pytest.raises(ModelError, match=words):
         representation_of(model, tokenizer)
 
 
 def test_a_model_with_cross_attention_is_refused_by_name(tokenizer: Any) -> None:
     model = make_model("gemma2, every other layer")
     model.config.add_cross_attention = True
-    with pytest.raises(RepresentationError, match=r"add_cross_attention.*cross-attention"):
+    with pytest.raises(ModelError, match=r"add_cross_attention.*cross-attention"):
         representation_of(model, tokenizer)
 
 
@@ -250,7 +250,7 @@ def test_a_model_that_goes_on_otherwise_than_it_began_is_refused(
         return slow(*given, **named)
 
     mixer.forward = mistaken
-    with pytest.raises(RepresentationError, match="behind a stored prefix"):
+    with pytest.raises(ModelError, match="behind a stored prefix"):
         TransformersConnector(client, model)
 
 
@@ -264,7 +264,7 @@ def test_a_model_that_looks_at_its_state_for_one_token_only_is_refused(
     }  # fmt: skip
     model = random_model(transformers.JambaConfig(**(BASE | jamba)))
     client = server.connect("auto", representation_of(model, tokenizer), OPTIONS)
-    with pytest.raises(RepresentationError, match="behind a stored prefix"):
+    with pytest.raises(ModelError, match="behind a stored prefix"):
         TransformersConnector(client, model)
 
 
@@ -289,7 +289,7 @@ class TestHybridConnector(ConnectorContract):
         self.identity = representation_of(self.model, tokenizer)
 
     @override
-    def representation(self) -> Representation:
+    def representation(self) -> Model:
         return self.identity
 
     @override

@@ -26,7 +26,7 @@ from kvstore.client.engines.transformers import TransformersConnector
 from kvstore.client.link_meter import LinkEstimate, LinkMeter
 from kvstore.client.prefill import PrefillModel
 from kvstore.proto.frame import raw_frame_bytes
-from kvstore.proto.types import KVLayout, Representation
+from kvstore.proto.types import KVLayout, Model
 
 CHUNKS, TOKENS, SUFFIX = 6, 64, 64
 LAYERS = 6
@@ -75,7 +75,7 @@ def watched(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
 
 @pytest.fixture
 def learned(
-    tinylm: PreTrainedModel, identity: Representation, monkeypatch: pytest.MonkeyPatch
+    tinylm: PreTrainedModel, identity: Model, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Any]]:
     """Make connectors behind a link that know what it and the model take.
 

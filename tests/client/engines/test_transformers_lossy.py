@@ -22,7 +22,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import ACCURACY_TAG, accuracy_tag
 from kvstore.proto.device import HostDevice
 from kvstore.proto.errors import DeadlineError, InvalidRequestError
-from kvstore.proto.types import ChunkKey, Fidelity, Representation
+from kvstore.proto.types import ChunkKey, Fidelity, Model
 from kvstore.server.blending import gates
 
 PROMPT = random_ids(300)
@@ -40,7 +40,7 @@ def server(make_server: Callable[..., LocalServer]) -> Iterator[LocalServer]:
 
 
 @pytest.fixture
-def connect(server: LocalServer, tinylm: PreTrainedModel, identity: Representation) -> Connect:
+def connect(server: LocalServer, tinylm: PreTrainedModel, identity: Model) -> Connect:
     """Make connectors with a client each."""
 
     def make(accuracy: str = "bounded", **settings: Any) -> TransformersConnector:
@@ -281,7 +281,7 @@ def far_server(
 
 @pytest.mark.usefixtures("boundless")
 def test_a_chunk_whose_near_copy_a_gate_keeps_out_is_read_from_a_farther_tier(
-    far_server: LocalServer, tinylm: PreTrainedModel, identity: Representation
+    far_server: LocalServer, tinylm: PreTrainedModel, identity: Model
 ) -> None:
     def connect(**settings: Any) -> TransformersConnector:
         client = far_server.connect("auto", identity, OPTIONS)

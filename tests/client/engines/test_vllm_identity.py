@@ -24,9 +24,9 @@ from kvstore.client.engines.vllm_identity import representation_of
 from kvstore.client.engines.vllm_names import ChunkChain, Identity, RequestNames
 from kvstore.client.engines.vllm_settings import VllmSettings
 from kvstore.client.engines.vllm_shape import shape_of
-from kvstore.proto.errors import InvalidRequestError, RepresentationError
+from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.keys import chain_digests
-from kvstore.proto.types import DType, LayerKind, Representation
+from kvstore.proto.types import DType, LayerKind, Model
 
 SIZE = 64
 TOKENS = list(range(300))
@@ -40,7 +40,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def identity(config: Any, revision: str = "") -> Representation:
+def identity(config: Any, revision: str = "") -> Model:
     shape = shape_of(config, cache_config(FullAttentionSpec()))
     return representation_of(config, shape, revision)
 
@@ -121,11 +121,11 @@ def test_the_stages_of_a_pipeline_share_the_identity_of_the_model(model: Path) -
 def test_heads_that_are_no_share_and_stages_of_unlike_layers_are_refused(model: Path) -> None:
     for ranks, heads in ((2, 2), (3, 1), (4, 2)):
         config = engine_config(model, tensor_parallel_size=ranks)
-        with pytest.raises(RepresentationError, match="num_kv_heads"):
+        with pytest.raises(ModelError, match="num_kv_heads"):
             shape_of(config, cache_config(FullAttentionSpec(num_kv_heads=heads)))
     config = engine_config(model, pipeline_parallel_size=2)
     for specs in ((FullAttentionSpec(), FullAttentionSpec(head_size=16)), (SlidingWindowSpec(),)):
-        with pytest.raises(RepresentationError, match="pipeline_parallel_size"):
+        with pytest.raises(ModelError, match="pipeline_parallel_size"):
             shape_of(config, cache_config(*specs))
 
 
@@ -133,9 +133,9 @@ def test_a_model_of_a_hub_is_named_by_its_commit_and_one_of_no_commit_is_refused
     assert identity(engine_config("org/model", hf__commit_hash="abc")).model_revision.startswith(
         "abc+settings="
     )
-    with pytest.raises(RepresentationError, match="model_revision"):
+    with pytest.raises(ModelError, match="model_revision"):
         identity(engine_config("org/model"))
-    with pytest.raises(RepresentationError, match="model_revision='v7': give a commit"):
+    with pytest.raises(ModelError, match="model_revision='v7': give a commit"):
         identity(engine_config("org/model"), revision="v7")
     for config, stated, starts in (
         (engine_config("org/model"), "8f2c1d4", "8f2c1d4+settings="),
@@ -145,14 +145,14 @@ def test_a_model_of_a_hub_is_named_by_its_commit_and_one_of_no_commit_is_refused
 
 
 def test_random_weights_and_folders_without_weights_are_refused(model: Path) -> None:
-    with pytest.raises(RepresentationError, match="dummy"):
+    with pytest.raises(ModelError, match="dummy"):
         identity(engine_config(model, load_format="dummy"))
-    with pytest.raises(RepresentationError, match="dummy"):
+    with pytest.raises(ModelError, match="dummy"):
         identity(engine_config(model, load_format="dummy"), revision="main")
     brought = identity(engine_config(model, load_format="dummy"), revision="8f2c1d4")
     assert brought.model_revision.startswith("8f2c1d4+settings="), "not what the folder holds"
     (model / "model.safetensors").unlink()
-    with pytest.raises(RepresentationError, match="model_revision"):
+    with pytest.raises(ModelError, match="model_revision"):
         identity(engine_config(model))
 
 
@@ -172,7 +172,7 @@ def test_random_weights_and_folders_without_weights_are_refused(model: Path) -> 
 def test_engines_whose_kv_cannot_be_stored_are_refused_by_name(
     model: Path, changes: dict[str, Any], field: str
 ) -> None:
-    with pytest.raises(RepresentationError) as caught:
+    with pytest.raises(ModelError) as caught:
         identity(engine_config(model, **changes))
     assert caught.value.field == field
 
@@ -191,7 +191,7 @@ def test_engines_whose_kv_cannot_be_stored_are_refused_by_name(
     ],
 )
 def test_caches_of_another_kind_are_refused_by_name(model: Path, cache: Any, field: str) -> None:
-    with pytest.raises(RepresentationError) as caught:
+    with pytest.raises(ModelError) as caught:
         shape_of(engine_config(model), cache)
     assert caught.value.field == field
 
@@ -255,7 +255,7 @@ def test_layers_that_do_not_say_their_number_are_refused(model: Path) -> None:
     for wrong in ("layers", "layers.0.1", "draft.layers.1.attn", "layers.7.attn"):
         cache = cache_config(FullAttentionSpec())
         cache.kv_cache_groups[0].layer_names[0] = wrong
-        with pytest.raises(RepresentationError) as caught:
+        with pytest.raises(ModelError) as caught:
             shape_of(engine_config(model), cache)
         assert caught.value.field == "layers"
 
@@ -317,7 +317,7 @@ def test_what_has_no_name_is_refused(tmp_path: Path) -> None:
         "load_inplace": FakeRequest("d", TOKENS, lora_request=FakeLora("x", load_inplace=True)),
     }
     for field, request in refused.items():
-        with pytest.raises(RepresentationError) as caught:
+        with pytest.raises(ModelError) as caught:
             names.identity(request, b"")
         assert caught.value.field == field
 
@@ -330,7 +330,7 @@ def test_an_adapter_whose_files_change_under_the_engine_is_refused_from_then_on(
     request = FakeRequest("a", TOKENS, lora_request=FakeLora(str(tmp_path)))
     assert names.identity(request, b"") == names.identity(request, b"")
     file.write_text("newer")
-    with pytest.raises(RepresentationError, match="changed"):
+    with pytest.raises(ModelError, match="changed"):
         names.identity(request, b"")
 
 

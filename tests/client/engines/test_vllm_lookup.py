@@ -10,7 +10,7 @@ from local_server import eventually
 
 from kvstore.client.engines.vllm_lookup import MAX_WAITING_LOOKUPS, LookupDesk, Ticket
 from kvstore.client.engines.vllm_names import Identity
-from kvstore.proto.errors import RepresentationError
+from kvstore.proto.errors import ModelError
 
 TOKENS = list(range(200))
 RETRY_S = 10.0
@@ -73,7 +73,7 @@ def raises(error: Exception) -> Callable[[], Identity]:
 
 
 def test_what_has_no_name_is_a_miss_with_a_reason(desk: LookupDesk, store: Store) -> None:
-    ticket = desk.ask(TOKENS, raises(RepresentationError("load_inplace", True, "no")))
+    ticket = desk.ask(TOKENS, raises(ModelError("load_inplace", True, "no")))
     assert (answered(ticket), ticket.refusal, ticket.chain) == (0, "load_inplace", None)
     ticket = desk.ask(TOKENS, raises(FileNotFoundError("gone")))
     assert (answered(ticket), ticket.refusal) == (0, "lora_path")

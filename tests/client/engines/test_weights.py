@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.client.engines.weights import SAMPLE_STRIDE, is_exact, weights_name
-from kvstore.proto.errors import RepresentationError
+from kvstore.proto.errors import ModelError
 
 COMMIT = "8f2c1d4e" * 5
 
@@ -76,5 +76,5 @@ def test_the_path_of_a_hugging_face_cache_has_the_commit() -> None:
 
 def test_a_folder_without_weights_and_a_name_without_a_commit_are_refused(tmp_path: Path) -> None:
     for model in (str(tmp_path), "org/model"):
-        with pytest.raises(RepresentationError, match="is no folder of weights here"):
+        with pytest.raises(ModelError, match="is no folder of weights here"):
             weights_name(model, "main")

@@ -22,8 +22,8 @@ from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
     LayoutMismatchError,
+    ModelError,
     QuotaExceededError,
-    RepresentationError,
     UnknownCodecError,
 )
 from kvstore.proto.frame import FLAG_RESTORED, parse_header
@@ -88,13 +88,13 @@ def test_session_of_an_incomplete_identity_is_refused_by_the_name_of_the_field(
     request = pb.OpenSessionRequest(representation=as_message(pb.Representation, SMALL))
     change(request.representation)
     connection = server.dial()
-    with server.unchanged(), pytest.raises(RepresentationError, match=message):
+    with server.unchanged(), pytest.raises(ModelError, match=message):
         connection.call("OpenSession", request, DEADLINE_MS, object)
     assert len(server.node.sessions) == 0
 
 
 def test_session_of_no_identity_at_all_is_refused(server: LocalServer) -> None:
-    with pytest.raises(RepresentationError):
+    with pytest.raises(ModelError):
         server.dial().call("OpenSession", pb.OpenSessionRequest(), DEADLINE_MS, object)
 
 
@@ -155,7 +155,7 @@ BAD_FRAMES: dict[str, tuple[Callable[[Bytes], Bytes], type[KVStoreError], str]] 
         lambda frame: reheaded(frame, codec_id=99), UnknownCodecError, "codec=99: .* known: 0, 2",
     ),
     "key of another namespace": (
-        _in_another_namespace, RepresentationError,
+        _in_another_namespace, ModelError,
         "key='0000.*: not in this session's namespace .*; open a session with",
     ),
     "layout of another model": (

@@ -8,7 +8,7 @@ import pytest
 from prompts import SMALL
 
 from kvstore.proto.keys import namespace, representation_digest
-from kvstore.proto.types import DType, LayerGroup, LayerKind, Representation, RopeParameters
+from kvstore.proto.types import DType, LayerGroup, LayerKind, Model, RopeParameters
 from kvstore.server.index import known_models
 from kvstore.server.index.known_models import ModelNamespace, ModelRegistry, differences, nearest
 from kvstore.server.security.sessions import Session
@@ -16,13 +16,13 @@ from kvstore.server.security.sessions import Session
 (GROUP,) = SMALL.layer_groups
 
 
-def session(kind: Representation = SMALL, tenant: str = "default", number: int = 1) -> Session:
+def session(kind: Model = SMALL, tenant: str = "default", number: int = 1) -> Session:
     space = namespace(tenant.encode(), kind)
     digest = representation_digest(kind)
     return Session(number, tenant, f"engine {number}", kind, space, digest, b"", 0.0)
 
 
-def revision(number: int) -> Representation:
+def revision(number: int) -> Model:
     return replace(SMALL, model_revision=f"{number:040x}")
 
 
@@ -53,7 +53,7 @@ def of(spaces: ModelRegistry, one: Session) -> ModelNamespace:
     ids=["adapter", "dtype", "layers", "rope", "same"],
 )
 def test_what_differs_is_named_with_both_values(
-    other: Representation, found: list[tuple[str, str, str]]
+    other: Model, found: list[tuple[str, str, str]]
 ) -> None:
     assert differences(SMALL, other) == found
 

@@ -15,7 +15,7 @@ from prompts import SMALL
 from kvstore.cli.spaces import ask_spaces
 from kvstore.client.connection import Connection
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import InvalidRequestError, RepresentationError
+from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.messages import as_message
 from kvstore.proto.types import (
     MAX_FACTOR_CHARS,
@@ -130,7 +130,7 @@ def test_an_identity_of_no_shape_opens_no_session(
     kind = as_message(pb.Representation, SMALL)
     spoil(kind)
     request = pb.OpenSessionRequest(representation=kind)
-    with pytest.raises(RepresentationError, match=field) as refused:
+    with pytest.raises(ModelError, match=field) as refused:
         server.dial().call("OpenSession", request, DEADLINE_MS, pb.OpenSessionResponse)
     assert str(refused.value).isprintable()
     assert len(str(refused.value)) < 400
