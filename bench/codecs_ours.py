@@ -32,9 +32,9 @@ from kvstore.proto.types import (
     DIGEST_BYTES,
     KEY_BYTES,
     ROOT,
+    Accuracy,
     ChunkKey,
     DType,
-    Fidelity,
     KVLayout,
     LayerGroup,
     LayerKind,
@@ -119,7 +119,7 @@ class Coder:
                 self.decode(header, level)
                 levels[level][0].append(header.level_end(level))
                 levels[level][1][number] = self._decoded()
-            if header.fidelity is Fidelity.exact and not np.array_equal(self._decoded(), window):
+            if header.accuracy is Accuracy.exact and not np.array_equal(self._decoded(), window):
                 raise ValueError(f"{self.setting}: wrong bytes")
         return [
             Coded(

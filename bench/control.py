@@ -15,12 +15,12 @@ from pathlib import Path
 from bench.workload import MIB, TINY, redis_server
 from kvstore.proto.types import (
     ROOT,
+    Accuracy,
     ChainDigest,
     ChunkInfo,
     ChunkKey,
     Component,
     DType,
-    Fidelity,
     KVLayout,
     LayerKind,
     Match,
@@ -72,7 +72,7 @@ class Control:
         """Look *keys* up with a lease."""
         deadline = time.monotonic() + 1
         return self._lookup.lookup(
-            self._session, keys, deadline, lease=True, min_fidelity=Fidelity.exact
+            self._session, keys, deadline, lease=True, min_accuracy=Accuracy.exact
         )
 
     def release(self, match: Match) -> None:

@@ -29,7 +29,7 @@ from kvstore.client.client_state import FIRST_GUESS_BYTES_PER_S
 from kvstore.client.levels import LevelledChunk, PlanTerms, later_s
 from kvstore.client.link_meter import LinkMeter
 from kvstore.client.prefill import PrefillModel
-from kvstore.proto.types import Fidelity
+from kvstore.proto.types import Accuracy
 
 CHUNK_TOKENS = 256
 VALUES_A_TOKEN = 32 * 2 * 8 * 128
@@ -66,7 +66,7 @@ class Levels:
         return LevelledChunk(
             tokens, 2 * tokens * VALUES_A_TOKEN,
             tuple(int(tokens * VALUES_A_TOKEN * bits / 8) for bits in self.bits),
-            (Fidelity.bounded,) * len(self.bits),
+            (Accuracy.bounded,) * len(self.bits),
             tuple(9.0 ** (top - level) for level in range(top + 1)),
         )  # fmt: skip
 
@@ -74,7 +74,7 @@ class Levels:
         """Return a chunk that is stored without loss."""
         size_bytes = int(tokens * VALUES_A_TOKEN * self.exact_bits / 8)
         raw_bytes = 2 * tokens * VALUES_A_TOKEN
-        return LevelledChunk(tokens, raw_bytes, (size_bytes,), (Fidelity.exact,), (0.0,))
+        return LevelledChunk(tokens, raw_bytes, (size_bytes,), (Accuracy.exact,), (0.0,))
 
 
 def measured(windows: int = 4) -> Levels:
@@ -105,7 +105,7 @@ def requests(levels: Levels, seed: int, count: int, *, exact: bool) -> list[Requ
         tokens = int(low * (high / low) ** draw.random())
         deadline_s, tail = draw.choice(DEADLINES_S), 1 + tokens % CHUNK_TOKENS
         one = (levels.exact_chunk if exact else levels.chunk)(CHUNK_TOKENS)
-        least = Fidelity.exact if exact else Fidelity.bounded
+        least = Accuracy.exact if exact else Accuracy.bounded
         terms = PlanTerms(
             deadline_s, ENGINE, DECODE_BYTES_PER_S, least, never_later=True, tail_tokens=tail
         )

@@ -30,7 +30,7 @@ from kvstore.proto.messages import (
     layout_to_message,
     representation_from_message,
 )
-from kvstore.proto.types import DType, Fidelity, KVLayout, LayerKind
+from kvstore.proto.types import Accuracy, DType, KVLayout, LayerKind
 
 MAX_HEADER_BYTES = 16 << 20
 SAFETENSORS, FRAME = ".safetensors", ".frame"
@@ -63,7 +63,7 @@ class ChunkFile:
     prefill_flops: float
     layout: KVLayout
     tensors: ChunkTensors
-    fidelity: Fidelity
+    accuracy: Accuracy
     representation: pb.Representation | None = None
     model_digest: bytes = b""
 
@@ -99,7 +99,7 @@ def write_chunk(
         "content": header.content.hex(),
         "position": str(header.position),
         "prefill_flops": repr(header.prefill_flops),
-        "fidelity": header.fidelity.name,
+        "fidelity": header.accuracy.name,
         "representation": json.dumps(names, sort_keys=True),
         "layout": json.dumps(layout, sort_keys=True),
     }
@@ -181,7 +181,7 @@ def _read_frame(data: bytes) -> ChunkFile:
     codec_by_id(header.codec_id).decode_into(header, frame, tensors)
     return ChunkFile(
         header.key[16:], header.parent, header.content, header.position, header.prefill_flops,
-        header.layout, tensors, header.fidelity, None, header.representation,
+        header.layout, tensors, header.accuracy, None, header.representation,
     )  # fmt: skip
 
 
@@ -215,5 +215,5 @@ def _read_tensors(data: bytes) -> ChunkFile:
     return ChunkFile(
         bytes.fromhex(said["digest"]), bytes.fromhex(said["parent"]),
         bytes.fromhex(said["content"]), int(said["position"]), float(said["prefill_flops"]),
-        layout, tensors, Fidelity[said["fidelity"]], representation,
+        layout, tensors, Accuracy[said["fidelity"]], representation,
     )  # fmt: skip

@@ -139,7 +139,7 @@ def get(
     if done is None:
         fail(f"{key}: no such chunk here, or only with a loss (--lossy)", EXIT_NOT_HELD)
     header, size_bytes = done
-    print(f"{out}: {header.layout.tokens} tokens, {header.fidelity.name}, {size_bytes} bytes")
+    print(f"{out}: {header.layout.tokens} tokens, {header.accuracy.name}, {size_bytes} bytes")
 
 
 def put(

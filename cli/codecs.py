@@ -44,7 +44,7 @@ def speeds_as_json(speeds: Sequence[CodecSpeed], missing: Mapping[str, str]) -> 
         {
             "codec": one.name,
             "backend": one.backend,
-            "fidelity": one.fidelity.name,
+            "accuracy": one.accuracy.name,
             "ratio": round(one.ratio, 4),
             "encode_bytes_per_s": round(one.encode_bytes_per_s),
             "decode_bytes_per_s": round(one.decode_bytes_per_s),
@@ -60,7 +60,7 @@ def print_speeds(speeds: Sequence[CodecSpeed], missing: Mapping[str, str]) -> No
     """Print the figures as a table."""
     console = open_console()
     table = Grid(
-        "codec", "backend", "fidelity", "ratio", "enc GB/s", "dec GB/s", "even GB/s", "full GB/s"
+        "codec", "backend", "accuracy", "ratio", "enc GB/s", "dec GB/s", "even GB/s", "full GB/s"
     )
     for one in speeds:
         figures = (
@@ -68,7 +68,7 @@ def print_speeds(speeds: Sequence[CodecSpeed], missing: Mapping[str, str]) -> No
             one.full_gain_bytes_per_s,
         )  # fmt: skip
         table.add_row(
-            one.name, one.backend, one.fidelity.name, f"{one.ratio:.2f}",
+            one.name, one.backend, one.accuracy.name, f"{one.ratio:.2f}",
             *(f"{figure / _GB:.2f}" for figure in figures),
         )  # fmt: skip
     console.print(table)

@@ -227,7 +227,7 @@ def _counts(engine: pb.EngineReport) -> list[tuple[str, int]]:
 
 
 def _copy(copy: pb.Copy) -> dict[str, object]:
-    fields = ("tier", "codec", "size_bytes", "fidelity")
+    fields = ("tier", "codec", "size_bytes", "accuracy")
     return {name: getattr(copy, name) for name in fields}
 
 

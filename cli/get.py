@@ -9,7 +9,7 @@ from kvstore.cli.spaces import Where, find, hex_prefix, places
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.messages import as_message
-from kvstore.proto.types import Fidelity
+from kvstore.proto.types import Accuracy
 
 
 def get_chunk(where: Where, name: str, out: Path, *, lossy: bool) -> tuple[FrameHeader, int] | None:
@@ -25,7 +25,9 @@ def get_chunk(where: Where, name: str, out: Path, *, lossy: bool) -> tuple[Frame
         if found is None:
             return None
         place, key = found
-        frame = place.client.frame(key, min_fidelity=Fidelity.none if lossy else Fidelity.exact)
+        frame = place.client.frame(
+            key, min_accuracy=Accuracy.approximate if lossy else Accuracy.exact
+        )
         if frame is None:
             return None
         header, data = frame

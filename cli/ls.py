@@ -107,14 +107,14 @@ def _copy_as_dict(copy: pb.Copy) -> dict[str, object]:
         "tier": copy.tier,
         "codec": copy.codec,
         "size_bytes": copy.size_bytes,
-        "fidelity": FIDELITIES.get(copy.fidelity, "unknown"),
+        "accuracy": ACCURACIES.get(copy.accuracy, "unknown"),
     }
     if copy.policy:
         found |= {"policy": copy.policy, "before": copy.before, "at_least": copy.at_least}
     return found
 
 
-FIDELITIES = {0: "none", 1: "bounded", 2: "exact"}
+ACCURACIES = {0: "approximate", 1: "bounded", 2: "exact"}
 
 
 def print_chunks(pages: Sequence[Page]) -> None:

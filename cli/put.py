@@ -13,7 +13,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.keys import chunk_key, representation_digest
 from kvstore.proto.messages import representation_from_message
-from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity
+from kvstore.proto.types import Accuracy, ChainDigest, ChunkKey
 
 
 def put_files(
@@ -26,7 +26,7 @@ def put_files(
     """
     for path in paths:
         chunk = read_chunk(path)
-        if chunk.fidelity is not Fidelity.exact:
+        if chunk.accuracy is not Accuracy.exact:
             fix = "was restored from a lossy copy, and would pass for what was computed"
             raise InvalidRequestError("file", str(path), fix)
         with client_of(where, _kind_of(where, chunk, path)) as client:

@@ -16,7 +16,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.messages import as_message
-from kvstore.proto.types import ChunkKey, DType, Fidelity, LayerKind
+from kvstore.proto.types import Accuracy, ChunkKey, DType, LayerKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def stat_chunk(where: Where, name: str) -> ChunkFacts | None:
             return None
         header, damage = None, ""
         try:
-            frame = place.client.frame(key, min_fidelity=Fidelity.none)
+            frame = place.client.frame(key, min_accuracy=Accuracy.approximate)
             header = frame[0] if frame is not None else None
         except (ChunkCorruptError, InvalidFrameError) as error:
             damage = str(error)
@@ -107,10 +107,10 @@ def print_stat(facts: ChunkFacts) -> None:
         rows.insert(5, ("position", f"token {facts.header.position} of its prompt"))
     for name, value in rows:
         console.print(f"{name + ':':<23}{value}")
-    copies = Grid("tier", "codec", "fidelity", "size", "evicted after", "policy")
+    copies = Grid("tier", "codec", "accuracy", "size", "evicted after", "policy")
     for one in chunk.copies:
         copies.add_row(
-            one.tier, one.codec, Fidelity(one.fidelity).name, readable_size(one.size_bytes),
+            one.tier, one.codec, Accuracy(one.accuracy).name, readable_size(one.size_bytes),
             f"{'at least ' if one.at_least else ''}{one.before} others", one.policy,
         )  # fmt: skip
     console.print(copies)

@@ -40,7 +40,7 @@ from kvstore.proto.blend import GateView
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.plans import NO_HINTS, Hints, PlannedBatch, PrefillModel
-from kvstore.proto.types import ChunkKey, Fidelity, KVLayout, Match, Model, Stated
+from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, Match, Model, Stated
 
 MAX_WAITING = 2
 """Lookups of one client that wait on the server, a thread each; the rest look again and again."""
@@ -172,7 +172,7 @@ class AsyncClient:
         self,
         keys: Sequence[ChunkKey],
         *,
-        min_fidelity: Fidelity = Fidelity.exact,
+        min_accuracy: Accuracy = Accuracy.exact,
         prefill: PrefillModel | None = None,
         prompt_tokens: int = 0,
         wait_ms: int = 0,
@@ -181,7 +181,7 @@ class AsyncClient:
         look = partial(
             self.sync.lookup,
             keys,
-            min_fidelity=min_fidelity,
+            min_accuracy=min_accuracy,
             prefill=prefill,
             prompt_tokens=prompt_tokens,
         )
@@ -232,7 +232,7 @@ class AsyncClient:
         keys: Sequence[ChunkKey],
         out: Sequence[LayerTensors] | None = None,
         *,
-        min_fidelity: Fidelity = Fidelity.exact,
+        min_accuracy: Accuracy = Accuracy.exact,
         stated: list[Stated] | None = None,
         rectangle: Rectangle | None = None,
     ) -> list[ChunkTensors]:
@@ -241,7 +241,7 @@ class AsyncClient:
         return await self.get_into(
             keys,
             given(out),
-            min_fidelity=min_fidelity,
+            min_accuracy=min_accuracy,
             stated=stated,
             rectangle=rectangle,
         )
@@ -251,7 +251,7 @@ class AsyncClient:
         keys: Sequence[ChunkKey],
         room: Room,
         *,
-        min_fidelity: Fidelity = Fidelity.exact,
+        min_accuracy: Accuracy = Accuracy.exact,
         stated: list[Stated] | None = None,
         rectangle: Rectangle | None = None,
     ) -> list[ChunkTensors]:
@@ -265,7 +265,7 @@ class AsyncClient:
 
         get = partial(
             self.sync.get_into,
-            min_fidelity=min_fidelity,
+            min_accuracy=min_accuracy,
             stated=stated,
             rectangle=rectangle,
         )
@@ -277,11 +277,11 @@ class AsyncClient:
         paged: PagedKV,
         block_ids: Sequence[int],
         *,
-        min_fidelity: Fidelity = Fidelity.exact,
+        min_accuracy: Accuracy = Accuracy.exact,
     ) -> int:
         """Read the longest prefix of *keys* straight into an engine's pages."""
         room = paged.room_of(block_ids, len(keys), self.sync.options.chunk_tokens)
-        return len(await self.get_into(keys, room, min_fidelity=min_fidelity))
+        return len(await self.get_into(keys, room, min_accuracy=min_accuracy))
 
     async def put_pages(
         self,
@@ -302,10 +302,10 @@ class AsyncClient:
         keys: Sequence[ChunkKey],
         out: Sequence[LayerTensors] | None = None,
         *,
-        min_fidelity: Fidelity = Fidelity.exact,
+        min_accuracy: Accuracy = Accuracy.exact,
     ) -> AsyncGenerator[Layer, None]:
         """Yield each layer as soon as it is there. Use with ``contextlib.aclosing``."""
-        layers = self.sync.get_layers(keys, out, min_fidelity=min_fidelity)
+        layers = self.sync.get_layers(keys, out, min_accuracy=min_accuracy)
         try:
             while (layer := await settled(partial(next, layers, None))) is not None:
                 yield layer
@@ -340,11 +340,11 @@ class AsyncClient:
 
     @asynccontextmanager
     async def lease(
-        self, keys: Sequence[ChunkKey], *, min_fidelity: Fidelity = Fidelity.exact
+        self, keys: Sequence[ChunkKey], *, min_accuracy: Accuracy = Accuracy.exact
     ) -> AsyncIterator[ChunkLease]:
         """Keep what is ready of *keys* from eviction inside ``async with``."""
         lease = await settled(
-            partial(self.sync.lease, keys, min_fidelity=min_fidelity), undo=ChunkLease.release
+            partial(self.sync.lease, keys, min_accuracy=min_accuracy), undo=ChunkLease.release
         )
         try:
             yield lease
@@ -404,10 +404,10 @@ class AsyncClient:
         return await asyncio.to_thread(self.sync.list, limit, after=after, prefix=prefix)
 
     async def frame(
-        self, key: ChunkKey, *, min_fidelity: Fidelity = Fidelity.exact
+        self, key: ChunkKey, *, min_accuracy: Accuracy = Accuracy.exact
     ) -> tuple[FrameHeader, bytes] | None:
         """Return a chunk's frame as it lies on a tier, all of it verified."""
-        return await asyncio.to_thread(self.sync.frame, key, min_fidelity=min_fidelity)
+        return await asyncio.to_thread(self.sync.frame, key, min_accuracy=min_accuracy)
 
     async def events(self, since: Place | None = None) -> AsyncGenerator[EventPage, None]:
         """Yield what the node gains and loses, read by a thread. Use with ``aclosing``."""

@@ -32,7 +32,7 @@ from kvstore.proto.errors import (
 from kvstore.proto.messages import hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.types import ChainDigest, Fidelity, Shard
+from kvstore.proto.types import Accuracy, ChainDigest, Shard
 
 _REQUEST_SLACK_BYTES = 32
 """What a message adds to a get."""
@@ -68,7 +68,7 @@ class BulkTransport(Transport):
         digests: Sequence[ChainDigest],
         lease_id: int,
         deadline_ms: int,
-        least: Fidelity = Fidelity.exact,
+        least: Accuracy = Accuracy.exact,
     ) -> Iterator[Iterator[Arrived]]:
         with self.get_layers_of(None, digests, lease_id, deadline_ms, least) as arriving:
             yield arriving
@@ -81,7 +81,7 @@ class BulkTransport(Transport):
         digests: Sequence[ChainDigest],
         lease_id: int,
         deadline_ms: int,
-        least: Fidelity = Fidelity.exact,
+        least: Accuracy = Accuracy.exact,
         direct: Direct | None = None,
     ) -> Iterator[Iterator[Arrived]]:
         deadline = _end_of(deadline_ms)
@@ -111,7 +111,7 @@ class BulkTransport(Transport):
         digests: Sequence[ChainDigest],
         lease_id: int,
         deadline_ms: int,
-        least: Fidelity = Fidelity.exact,
+        least: Accuracy = Accuracy.exact,
         skipped: SkippedRows | None = None,
     ) -> Iterator[LayerFeed]:
         deadline = _end_of(deadline_ms)
@@ -139,7 +139,7 @@ class BulkTransport(Transport):
         ranges: Sequence[pb.FrameRange],
         lease_id: int,
         deadline_ms: int,
-        least: Fidelity = Fidelity.exact,
+        least: Accuracy = Accuracy.exact,
     ) -> Iterator[Iterator[FramePiece]]:
         deadline = _end_of(deadline_ms)
         request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM, least)

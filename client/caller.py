@@ -48,9 +48,9 @@ from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import (
     DIGEST_BYTES,
     KEY_BYTES,
+    Accuracy,
     ChainDigest,
     ChunkKey,
-    Fidelity,
     Model,
     Namespace,
     Stated,
@@ -65,7 +65,7 @@ class Asked(NamedTuple):
     digests: Sequence[ChainDigest]
     lease_id: int
     deadline_ms: int
-    least: Fidelity
+    least: Accuracy
 
 
 class Caller:
@@ -283,7 +283,7 @@ class Caller:
         self,
         keys: Sequence[ChunkKey],
         room: Room,
-        least: Fidelity = Fidelity.exact,
+        least: Accuracy = Accuracy.exact,
         stated: list[Stated] | None = None,
     ) -> list[ChunkTensors]:
         """Read under a lease of the call's own. *stated* gets what each copy states."""
@@ -306,7 +306,7 @@ class Caller:
         keys: Sequence[ChunkKey],
         room: Room,
         leases: Sequence[int],
-        least: Fidelity = Fidelity.exact,
+        least: Accuracy = Accuracy.exact,
         stated: list[Stated] | None = None,
     ) -> list[ChunkTensors]:
         """Read a batch at a time, each under its own of *leases*; without them each takes one.

@@ -31,14 +31,14 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, TierUnavailableError
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.keys import chain_digests, chunk_key
-from kvstore.proto.messages import engine_to_message, fidelity_number
+from kvstore.proto.messages import accuracy_number, engine_to_message
 from kvstore.proto.plans import NO_HINTS, EngineTerms, Hints, PrefillModel
 from kvstore.proto.types import (
     DIGEST_BYTES,
     ROOT,
+    Accuracy,
     ChainDigest,
     ChunkKey,
-    Fidelity,
     Match,
     Shard,
     Stated,
@@ -152,7 +152,7 @@ class Client(Keeping, EngineCalls, Resolving, Following):
         keys: Sequence[ChunkKey],
         *,
         lease: bool = False,
-        min_fidelity: Fidelity = Fidelity.exact,
+        min_accuracy: Accuracy = Accuracy.exact,
         prefill: PrefillModel | None = None,
         prompt_tokens: int = 0,
         wait_ms: int = 0,
@@ -172,12 +172,12 @@ class Client(Keeping, EngineCalls, Resolving, Following):
         With *wait_ms* the answer waits, for so long at most, until the chunks are here that
         others are putting or have announced.
         """
-        least = fidelity_number(min_fidelity)
+        least = accuracy_number(min_accuracy)
         tokens = prompt_tokens or len(keys) * self.options.chunk_tokens
         engine = EngineTerms(prefill, tokens) if prefill is not None else None
         request = pb.LookupRequest(
             lease=lease,
-            min_fidelity=least,
+            min_accuracy=least,
             prefill=engine_to_message(engine),
             wait_ms=check_wait(wait_ms),
         )
@@ -233,7 +233,7 @@ class Client(Keeping, EngineCalls, Resolving, Following):
         keys: Sequence[ChunkKey],
         out: Sequence[LayerTensors] | None = None,
         *,
-        min_fidelity: Fidelity = Fidelity.exact,
+        min_accuracy: Accuracy = Accuracy.exact,
         stated: list[Stated] | None = None,
         rectangle: Rectangle | None = None,
     ) -> list[ChunkTensors]:
@@ -241,30 +241,30 @@ class Client(Keeping, EngineCalls, Resolving, Following):
 
         Tensors come as arrays of unsigned integers of the dtype's size, to be viewed as it, or
         are written into *out*, one entry a key, numpy or torch. What lies in *out* past the
-        returned length is not to be used. Below an exact *min_fidelity* any of them may be
+        returned length is not to be used. Below an exact *min_accuracy* any of them may be
         restored from a lossy copy: neither they nor what is computed from them is to be put.
         *stated*, a list, is filled with what the copy of each chunk that is returned states.
         With a *rectangle* tensors, and *out*, are what one rank has of each chunk.
         """
         check_out(keys, out)
-        return self._read_prefix(keys, self._room(given(out), rectangle), min_fidelity, stated)
+        return self._read_prefix(keys, self._room(given(out), rectangle), min_accuracy, stated)
 
     def lease(
-        self, keys: Sequence[ChunkKey], *, min_fidelity: Fidelity = Fidelity.exact
+        self, keys: Sequence[ChunkKey], *, min_accuracy: Accuracy = Accuracy.exact
     ) -> ChunkLease:
         """Look up *keys* and keep what is ready from eviction: ``with client.lease(keys) as l``.
 
-        Views and gets of the lease are of *min_fidelity* or better, too.
+        Views and gets of the lease are of *min_accuracy* or better, too.
         """
-        least = fidelity_number(min_fidelity)
-        request = pb.LookupRequest(lease=True, places=True, min_fidelity=least)
+        least = accuracy_number(min_accuracy)
+        request = pb.LookupRequest(lease=True, places=True, min_accuracy=least)
         match, places, transport = self._look(keys, request)
         view = _view(transport, places, keys[: match.ready])
-        return ChunkLease(keys, match, partial(self._get, min_fidelity), self._release, view)
+        return ChunkLease(keys, match, partial(self._get, min_accuracy), self._release, view)
 
     def _get(
         self,
-        least: Fidelity,
+        least: Accuracy,
         keys: Sequence[ChunkKey],
         out: Sequence[LayerTensors] | None,
         leases: Sequence[int],

@@ -49,7 +49,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.frame import header_bytes, raw_frame_bytes
-from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity, KVLayout
+from kvstore.proto.types import Accuracy, ChainDigest, ChunkKey, KVLayout
 from kvstore.proto.unix_socket import Place, Reach, unpack_places
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ class CudaTransport(ShmTransport):
         digests: Sequence[ChainDigest],
         deadline_ms: int,
         reader: DeviceReader,
-        least: Fidelity = Fidelity.exact,
+        least: Accuracy = Accuracy.exact,
     ) -> Iterator[Iterator[InArena | InMemory | Arrived]]:
         """Enter to iterate frames as ``get`` does, those in memory where they lie."""
         is_shared = self.shares(reader.ring.device)
@@ -216,7 +216,7 @@ class CudaClient(DevicePutting, Client):
         paged: DevicePages,
         block_ids: Sequence[int],
         *,
-        min_fidelity: Fidelity = Fidelity.exact,
+        min_accuracy: Accuracy = Accuracy.exact,
     ) -> int:
         """Read the longest prefix of *keys* that is there in time straight into pages on the
         device, behind torch's current stream.
@@ -224,7 +224,7 @@ class CudaClient(DevicePutting, Client):
         *keys* are those of a request from its first token on, *block_ids* its blocks. Return
         how many chunks were read and verified: all work on them is done then. Slots of the
         chunks past them may have been written to and are not to be used. Below an exact
-        *min_fidelity* any of them may be restored from a lossy copy, as in ``get``. Raises
+        *min_accuracy* any of them may be restored from a lossy copy, as in ``get``. Raises
         TierUnavailableError where the server is not on this host.
         """
         if self._pages_reader is None:
@@ -234,7 +234,7 @@ class CudaClient(DevicePutting, Client):
         after = self._pages_reader.device.current_stream().record()
         place = paged.of(block_ids)
         return self.read_on_device(
-            keys, place, self._pages_reader, after, min_fidelity=min_fidelity
+            keys, place, self._pages_reader, after, min_accuracy=min_accuracy
         )
 
     def read_on_device(
@@ -245,7 +245,7 @@ class CudaClient(DevicePutting, Client):
         after: Event | None = None,
         arrived: Callable[[], None] = lambda: None,
         *,
-        min_fidelity: Fidelity = Fidelity.exact,
+        min_accuracy: Accuracy = Accuracy.exact,
     ) -> int:
         """Do what ``get_device_pages`` does with a *reader* of the caller's, and its *paged*.
 
@@ -256,7 +256,7 @@ class CudaClient(DevicePutting, Client):
             if not isinstance(transport, CudaTransport):
                 raise TierUnavailableError("cuda", "the server is not on this host")
             with reader.lock:
-                reading = Reading(transport, reader, keys, paged, after, min_fidelity)
+                reading = Reading(transport, reader, keys, paged, after, min_accuracy)
                 return self._read_with(transport, reading, arrived)
 
         try:

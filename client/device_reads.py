@@ -41,8 +41,8 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnknownCodecError,
 )
-from kvstore.proto.frame import FIDELITY_OFFSET, KEY_OFFSET, FrameHeader, like_header
-from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
+from kvstore.proto.frame import ACCURACY_OFFSET, KEY_OFFSET, FrameHeader, like_header
+from kvstore.proto.types import Accuracy, ChunkKey, KVLayout
 from kvstore.proto.unix_socket import Place
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ class Reading:
         keys: Sequence[ChunkKey],
         paged: Paged,
         after: Event | None = None,
-        least: Fidelity = Fidelity.exact,
+        least: Accuracy = Accuracy.exact,
     ) -> None:
         self._transport = transport
         self.reader = reader
@@ -358,7 +358,7 @@ class Reading:
 
         One header is parsed, those like it are compared with it.
         """
-        is_true = run.heads[:, FIDELITY_OFFSET] >= self.least
+        is_true = run.heads[:, ACCURACY_OFFSET] >= self.least
         count = len(is_true) if is_true.all() else int(is_true.argmin())
         number = 0
         while number < count:

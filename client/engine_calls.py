@@ -27,7 +27,7 @@ from kvstore.codecs.base import ChunkTensors
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, LeaseExpiredError
 from kvstore.proto.frame import FrameTemplate, raw_frame_bytes
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.types import END_KINDS, ChunkKey, Fidelity, KVLayout, Stated
+from kvstore.proto.types import END_KINDS, Accuracy, ChunkKey, KVLayout, Stated
 
 LAYERED_PUT_MS = 60_000
 """What a forward pass over a long prompt may take."""
@@ -52,7 +52,7 @@ class EngineCalls(Caller, ABC):
         keys: Sequence[ChunkKey],
         room: Room,
         *,
-        min_fidelity: Fidelity = Fidelity.exact,
+        min_accuracy: Accuracy = Accuracy.exact,
         stated: list[Stated] | None = None,
         rectangle: Rectangle | None = None,
     ) -> list[ChunkTensors]:
@@ -63,7 +63,7 @@ class EngineCalls(Caller, ABC):
         called by several threads, in any order. With a *rectangle* the layouts are those of what
         one rank has.
         """
-        return self._read_prefix(keys, self._room(room, rectangle), min_fidelity, stated)
+        return self._read_prefix(keys, self._room(room, rectangle), min_accuracy, stated)
 
     def _room(self, room: Room, rectangle: Rectangle | None) -> Room:
         if rectangle is None:
@@ -76,7 +76,7 @@ class EngineCalls(Caller, ABC):
         paged: PagedKV,
         block_ids: Sequence[int],
         *,
-        min_fidelity: Fidelity = Fidelity.exact,
+        min_accuracy: Accuracy = Accuracy.exact,
     ) -> int:
         """Read the longest prefix of *keys* that is there in time straight into an engine's pages.
 
@@ -85,7 +85,7 @@ class EngineCalls(Caller, ABC):
         written to and are not to be used; no other slot is touched.
         """
         room = paged.room_of(block_ids, len(keys), self.options.chunk_tokens)
-        return len(self._read_prefix(keys, room, min_fidelity))
+        return len(self._read_prefix(keys, room, min_accuracy))
 
     def put_pages(
         self,
@@ -109,7 +109,7 @@ class EngineCalls(Caller, ABC):
         keys: Sequence[ChunkKey],
         out: Sequence[LayerTensors] | None = None,
         *,
-        min_fidelity: Fidelity = Fidelity.exact,
+        min_accuracy: Accuracy = Accuracy.exact,
     ) -> Generator[Layer, None, None]:
         """Read like ``get``, and yield each layer of the model as soon as it is there, verified.
 
@@ -122,14 +122,14 @@ class EngineCalls(Caller, ABC):
         check_out(keys, out)
         self._check_every_layer()
         transport = self._connected()
-        layers = self._layers(transport, keys, given(out), min_fidelity)
+        layers = self._layers(transport, keys, given(out), min_accuracy)
         try:
             first = next(layers, None)
         except LeaseExpiredError:
             if not self._is_known(transport):
                 self._disconnect(transport, tell_server=False)
             # Or a chunk was dropped between its place and our look: ask what is left.
-            layers = self._layers(self._connected(), keys, given(out), min_fidelity)
+            layers = self._layers(self._connected(), keys, given(out), min_accuracy)
             first = next(layers, None)
         with closing(layers):
             if first is not None:
@@ -144,7 +144,7 @@ class EngineCalls(Caller, ABC):
                 raise LayoutMismatchError("kind", group.kind.name, fix)
 
     def _layers(
-        self, transport: Transport, keys: Sequence[ChunkKey], room: Room, least: Fidelity
+        self, transport: Transport, keys: Sequence[ChunkKey], room: Room, least: Accuracy
     ) -> Generator[Layer, None, None]:
         asked = Asked(self._cut_digests(keys), 0, self.options.deadline_ms, least)
         with ExitStack() as stack:

@@ -18,7 +18,7 @@ from kvstore.client.connection import Connection
 from kvstore.client.forks import FORKS, EndedByForkError
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, LeaseExpiredError
-from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES, ChunkKey, Fidelity
+from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES, Accuracy, ChunkKey
 
 CALL_MS = 600_000
 """The server ends each call before that, and the stream makes the next."""
@@ -40,7 +40,7 @@ class ChunkEvent(NamedTuple):
     parent: ChunkKey | None
     tokens: int
     tier: str
-    fidelity: Fidelity
+    accuracy: Accuracy
 
     @property
     def is_stored(self) -> bool:
@@ -195,13 +195,13 @@ def page_from_message(message: pb.EventsResponse) -> EventPage:
 def _event(event: pb.ChunkEvent) -> ChunkEvent:
     if len(event.key) != KEY_BYTES or len(event.parent) not in (0, DIGEST_BYTES):
         raise InvalidRequestError("key", event.key.hex(), "the server's events make no sense")
-    space, fidelity = event.key[:DIGEST_BYTES], event.fidelity
+    space, accuracy = event.key[:DIGEST_BYTES], event.accuracy
     return ChunkEvent(
         ChunkKey(event.key),
         ChunkKey(space + event.parent) if event.parent else None,
         event.tokens,
         event.tier,
-        Fidelity(fidelity) if fidelity <= Fidelity.exact else Fidelity.none,
+        Accuracy(accuracy) if accuracy <= Accuracy.exact else Accuracy.approximate,
     )
 
 

@@ -18,9 +18,9 @@ from kvstore.proto.errors import (
     check_text,
 )
 from kvstore.proto.frame import FrameHeader
-from kvstore.proto.messages import fidelity_number
+from kvstore.proto.messages import accuracy_number
 from kvstore.proto.plans import MAX_HANDOVER_MS, PlannedBatch
-from kvstore.proto.types import ChunkKey, Fidelity
+from kvstore.proto.types import Accuracy, ChunkKey
 
 
 class Keeping(Caller):
@@ -128,7 +128,7 @@ class Keeping(Caller):
         return self._with_session(work)
 
     def frame(
-        self, key: ChunkKey, *, min_fidelity: Fidelity = Fidelity.exact
+        self, key: ChunkKey, *, min_accuracy: Accuracy = Accuracy.exact
     ) -> tuple[FrameHeader, bytes] | None:
         """Return a chunk's frame as it lies on a tier, all of it verified; None without one.
 
@@ -142,7 +142,7 @@ class Keeping(Caller):
                 session_id=session.terms.session_id,
                 digests=self._digest(key),
                 deadline_ms=self.options.deadline_ms,
-                min_fidelity=fidelity_number(min_fidelity),
+                min_accuracy=accuracy_number(min_accuracy),
             )
             data = join_parts(self._connection.stream("Get", request, self.options.deadline_ms))
             if data is None:

@@ -52,8 +52,8 @@ from kvstore.proto.errors import (
     UnknownCodecError,
 )
 from kvstore.proto.frame import header_bytes
-from kvstore.proto.messages import fidelity_number
-from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey, Fidelity, KVLayout, Stated
+from kvstore.proto.messages import accuracy_number
+from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChainDigest, ChunkKey, KVLayout, Stated
 
 SLOW_BATCH_S = 4 * BATCH_S
 """One that takes so long says something of the link, however small it is."""
@@ -65,7 +65,7 @@ LEAST_MEASURED_BYTES = 64 << 10
 RELEASE_MS = 1000
 LEAST_WAIT_S = 0.001
 _Decoding: TypeAlias = "Future[tuple[int, Stated]]"
-_NOTHING = (RECOMPUTE, Stated(Fidelity.none))
+_NOTHING = (RECOMPUTE, Stated(Accuracy.approximate))
 _DAMAGED = (ChunkCorruptError, InvalidFrameError, ModelError)
 
 
@@ -250,7 +250,7 @@ class LevelledGet:
                     digests=b"".join(some),
                     lease=True,
                     ranges=True,
-                    min_fidelity=fidelity_number(terms.least),
+                    min_accuracy=accuracy_number(terms.least),
                     deadline_ms=left_ms(),
                 )
                 reply = self._transport.calls.call(
@@ -335,7 +335,7 @@ class LevelledGet:
         self._batch_bytes *= BATCH_GROWTH
         return batch_of(now, chunks, self._progress(len(chunks)), arrived, budget_bytes)
 
-    def _fetch(self, batch: Sequence[Fetch], left_s: float, least: Fidelity) -> bool:
+    def _fetch(self, batch: Sequence[Fetch], left_s: float, least: Accuracy) -> bool:
         """Ask for *batch*; return whether anything came."""
         started_s = self._clock()
         end_s = started_s + left_s
@@ -364,7 +364,7 @@ class LevelledGet:
         return size_bytes > 0 and not is_over
 
     def _pieces(
-        self, batch: Sequence[Fetch], left_s: float, least: Fidelity
+        self, batch: Sequence[Fetch], left_s: float, least: Accuracy
     ) -> Generator[FramePiece, None, None]:
         """Yield the pieces of *batch* in its order, by requests for chunks under one lease each."""
         left_ms = countdown(max(1, int(1000 * left_s)))

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from kvstore.client.link_meter import LinkEstimate
 from kvstore.client.prefill import PrefillModel
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.types import Fidelity
+from kvstore.proto.types import Accuracy
 
 RECOMPUTE = -1
 """A chunk that the engine computes: exact, and free of the link."""
@@ -64,13 +64,13 @@ class LevelledChunk:
     tokens: int
     raw_bytes: int
     end_bytes: tuple[int, ...] = ()
-    fidelity: tuple[Fidelity, ...] = ()
+    accuracy: tuple[Accuracy, ...] = ()
     distortion: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.raw_bytes < 1:
             raise InvalidRequestError("tokens", (self.tokens, self.raw_bytes), "positive numbers")
-        if not len(self.end_bytes) == len(self.fidelity) == len(self.distortion):
+        if not len(self.end_bytes) == len(self.accuracy) == len(self.distortion):
             raise InvalidRequestError("levels", len(self.end_bytes), "as many of each")
         sizes = (0, *self.end_bytes)
         if any(later <= one for one, later in pairwise(sizes)):
@@ -81,9 +81,9 @@ class LevelledChunk:
                 "distortion", self.distortion, "must not grow, nor sink below 0"
             )
 
-    def floor(self, least: Fidelity) -> int | None:
+    def floor(self, least: Accuracy) -> int | None:
         """Return the lowest level of at least *least*; None when there is none."""
-        return next((k for k, found in enumerate(self.fidelity) if found >= least), None)
+        return next((k for k, found in enumerate(self.accuracy) if found >= least), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class PlanTerms:
     deadline_s: float
     prefill: PrefillModel = LOADS_ONLY
     decode_bytes_per_s: float = 0.0
-    least: Fidelity = Fidelity.exact
+    least: Accuracy = Accuracy.exact
     spares_engine: bool = True
     never_later: bool = False
     loads_first: bool = False
@@ -309,7 +309,7 @@ def plan(
     """Return the plan of least distortion that is in time; the soonest if none is.
 
     With ``spares_engine`` the least work for the engine comes before distortion. A chunk is
-    never planned below the minimum fidelity: without such a level it is computed. What has come
+    never planned below the minimum accuracy: without such a level it is computed. What has come
     stays. Some 20 ms for 128 chunks. Raises InvalidRequestError when *progress* is of others.
     """
     return _Planner(chunks, progress, terms).best(link)

@@ -36,10 +36,10 @@ from kvstore.proto.blend import (
 )
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.frame import FrameHeader
-from kvstore.proto.messages import engine_to_message, fidelity_number
+from kvstore.proto.messages import accuracy_number, engine_to_message
 from kvstore.proto.plans import EngineTerms, PrefillModel
 from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.types import ChunkKey, Fidelity
+from kvstore.proto.types import Accuracy, ChunkKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class ResolveTerms:
 
     tag: str = ""
     is_trial: bool = False
-    min_fidelity: Fidelity = Fidelity.exact
+    min_accuracy: Accuracy = Accuracy.exact
     max_variants: int = 0
     prefill: PrefillModel | None = None
     extra: tuple[bytes, ...] = ()
@@ -186,7 +186,7 @@ class Resolving(Caller):
             tag=terms.tag,
             trial=terms.is_trial,
             deadline_ms=self.options.deadline_ms,
-            min_fidelity=fidelity_number(terms.min_fidelity),
+            min_accuracy=accuracy_number(terms.min_accuracy),
             max_variants=terms.max_variants,
             prefill=engine_to_message(engine),
         )
@@ -238,7 +238,7 @@ class Resolving(Caller):
     ) -> Generator[Layer, None, None]:
         digests = [one.best.digest for one in chunks]
         keys = [ChunkKey(self.namespace + digest) for digest in digests]
-        found, least = resolved.found, resolved.terms.min_fidelity
+        found, least = resolved.found, resolved.terms.min_accuracy
         lease_id = 0 if found.more_leases else found.lease_id  # one cannot name several
         transport = self._connected()
         asked = Asked(digests, lease_id, self.options.deadline_ms, least)

@@ -47,7 +47,7 @@ from kvstore.proto.errors import (
 from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey, Fidelity, KVLayout, Shard
+from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChainDigest, ChunkKey, KVLayout, Shard
 from kvstore.proto.unix_socket import Place, Reach, unpack_places
 
 _SOCKET_TIMEOUT_S = 2.0
@@ -157,7 +157,7 @@ class ShmTransport(Transport):
         digests: Sequence[ChainDigest],
         lease_id: int,
         deadline_ms: int,
-        least: Fidelity = Fidelity.exact,
+        least: Accuracy = Accuracy.exact,
     ) -> Iterator[Iterator[Arrived]]:
         with self.get_layers_of(None, digests, lease_id, deadline_ms, least) as arriving:
             yield arriving
@@ -170,7 +170,7 @@ class ShmTransport(Transport):
         digests: Sequence[ChainDigest],
         lease_id: int,
         deadline_ms: int,
-        least: Fidelity = Fidelity.exact,
+        least: Accuracy = Accuracy.exact,
         direct: Direct | None = None,
     ) -> Iterator[Iterator[Arrived]]:
         request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_SHARED_MEMORY, least)
@@ -268,7 +268,7 @@ class ShmTransport(Transport):
         ranges: Sequence[pb.FrameRange],
         lease_id: int,
         deadline_ms: int,
-        least: Fidelity = Fidelity.exact,
+        least: Accuracy = Accuracy.exact,
     ) -> Iterator[Iterator[FramePiece]]:
         request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_SHARED_MEMORY, least)
         request.ranges.extend(ranges)

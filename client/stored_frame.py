@@ -10,7 +10,7 @@ from kvstore.codecs.lossy import LossyCodec
 from kvstore.proto.buffers import Bytes, copy_bytes
 from kvstore.proto.errors import ChunkCorruptError
 from kvstore.proto.frame import FrameHeader, check_frame, parse_header
-from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
+from kvstore.proto.types import Accuracy, ChunkKey, KVLayout
 
 MAX_LEVELS = 4
 """Of frames whose headers are asked for in one go; frames of more levels are computed."""
@@ -38,7 +38,7 @@ class StoredFrame:
         if header.levels > MAX_LEVELS:
             return
         top = header.levels
-        is_exact = header.fidelity is Fidelity.exact
+        is_exact = header.accuracy is Accuracy.exact
         levels = [top] if is_exact else list(range(top + 1))
         ends = [header.level_end(level) for level in levels]
         self.header, self._levels = header, tuple(levels)
@@ -46,7 +46,7 @@ class StoredFrame:
             header.layout.tokens,
             header.layout.raw_bytes,
             tuple(ends),
-            (header.fidelity,) * len(levels),
+            (header.accuracy,) * len(levels),
             tuple(0.0 if is_exact else _PER_LEVEL ** (top - level) for level in levels),
         )
         self.data = np.empty(ends[-1], np.uint8)

@@ -30,7 +30,7 @@ from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.messages import MESSAGE_BYTES, hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.types import ChainDigest, Fidelity, Shard
+from kvstore.proto.types import Accuracy, ChainDigest, Shard
 
 
 def _stays() -> None:
@@ -83,7 +83,7 @@ class StreamTransport(Transport):
         digests: Sequence[ChainDigest],
         lease_id: int,
         deadline_ms: int,
-        least: Fidelity = Fidelity.exact,
+        least: Accuracy = Accuracy.exact,
     ) -> Iterator[Iterator[Arrived]]:
         request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM, least)
         with closing(self.session.connection.stream("Get", request, deadline_ms)) as replies:
@@ -96,7 +96,7 @@ class StreamTransport(Transport):
         digests: Sequence[ChainDigest],
         lease_id: int,
         deadline_ms: int,
-        least: Fidelity = Fidelity.exact,
+        least: Accuracy = Accuracy.exact,
         skipped: SkippedRows | None = None,
     ) -> Iterator[LayerFeed]:
         request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM, least)
@@ -121,7 +121,7 @@ class StreamTransport(Transport):
         digests: Sequence[ChainDigest],
         lease_id: int,
         deadline_ms: int,
-        least: Fidelity = Fidelity.exact,
+        least: Accuracy = Accuracy.exact,
         direct: Direct | None = None,
     ) -> Iterator[Iterator[Arrived]]:
         with ExitStack() as stack:
@@ -134,7 +134,7 @@ class StreamTransport(Transport):
         digests: Sequence[ChainDigest],
         lease_id: int,
         deadline_ms: int,
-        least: Fidelity,
+        least: Accuracy,
     ) -> Iterator[Arrived]:
         """Yield frames of the layers of *shard*, and from one on that is not raw, whole ones."""
         started, until_s = 0, time.monotonic() + deadline_ms / 1000

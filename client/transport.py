@@ -25,10 +25,10 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError, KVStoreError
 from kvstore.proto.frame import FrameTemplate, stated_of
-from kvstore.proto.messages import fidelity_number, hints_to_message
+from kvstore.proto.messages import accuracy_number, hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity, PutOutcome, Shard, Stated
+from kvstore.proto.types import Accuracy, ChainDigest, ChunkKey, PutOutcome, Shard, Stated
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +99,11 @@ class Transport(ABC):
         digests: Sequence[ChainDigest],
         lease_id: int,
         deadline_ms: int,
-        least: Fidelity = Fidelity.exact,
+        least: Accuracy = Accuracy.exact,
     ) -> AbstractContextManager[Iterator[Arrived]]:
         """Enter to iterate frames in the order of *digests*, up to the first missing or late one.
 
-        A chunk of which there are only copies of lower fidelity than *least* is missing.
+        A chunk of which there are only copies of lower accuracy than *least* is missing.
         With a ``lease_id`` of 0 a lease is taken until the context is left: read before that,
         not only before the iteration ends.
         """
@@ -114,7 +114,7 @@ class Transport(ABC):
         digests: Sequence[ChainDigest],
         lease_id: int,
         deadline_ms: int,
-        least: Fidelity = Fidelity.exact,
+        least: Accuracy = Accuracy.exact,
         skipped: SkippedRows | None = None,
     ) -> Iterator[LayerFeed]:
         """Enter for a feed of the same frames layer by layer.
@@ -132,7 +132,7 @@ class Transport(ABC):
         digests: Sequence[ChainDigest],
         lease_id: int,
         deadline_ms: int,
-        least: Fidelity = Fidelity.exact,
+        least: Accuracy = Accuracy.exact,
         direct: Direct | None = None,
     ) -> AbstractContextManager[Iterator[Arrived]]:
         """Do the same as ``get`` for who reads a *shard* of each chunk; None: everything.
@@ -149,7 +149,7 @@ class Transport(ABC):
         ranges: Sequence[pb.FrameRange],
         lease_id: int,
         deadline_ms: int,
-        least: Fidelity = Fidelity.exact,
+        least: Accuracy = Accuracy.exact,
     ) -> Iterator[Iterator[FramePiece]]:
         """Enter to iterate *ranges* of frames as they lie on a tier, those of a chunk together.
 
@@ -174,7 +174,7 @@ class Transport(ABC):
         lease_id: int,
         deadline_ms: int,
         via: pb.Via,
-        least: Fidelity = Fidelity.exact,
+        least: Accuracy = Accuracy.exact,
     ) -> pb.GetRequest:
         """Return the request that both ways of getting begin with."""
         return pb.GetRequest(
@@ -183,7 +183,7 @@ class Transport(ABC):
             lease_id=lease_id,
             deadline_ms=deadline_ms,
             via=via,
-            min_fidelity=fidelity_number(least),
+            min_accuracy=accuracy_number(least),
         )
 
     def release(self, leases: Iterable[int], deadline_ms: int, hints: Hints = NO_HINTS) -> None:
@@ -233,7 +233,7 @@ def piece_of(reply: pb.GetResponse) -> FramePiece:
 
 
 def as_true(
-    arriving: Iterator[Arrived], least: Fidelity, stated: dict[int, Stated]
+    arriving: Iterator[Arrived], least: Accuracy, stated: dict[int, Stated]
 ) -> Iterator[Arrived]:
     """Yield frames up to the first whose header states less than *least*.
 
@@ -242,7 +242,7 @@ def as_true(
     """
     for arrived in arriving:
         found = stated_of(arrived.frame)
-        if found.fidelity < least:
+        if found.accuracy < least:
             return
         stated[arrived.index] = found
         yield arrived

@@ -27,7 +27,7 @@ from kvstore.proto.errors import (
     UnknownCodecError,
 )
 from kvstore.proto.frame import NO_ASSET, FrameHeader, FrameTemplate
-from kvstore.proto.types import Component, Fidelity, KVLayout, LayerKind
+from kvstore.proto.types import Accuracy, Component, KVLayout, LayerKind
 
 HEAD_BYTES = 24
 CODED = 1
@@ -154,13 +154,13 @@ class AssetCodec(LossyCodec):
         if found is not None and len(found[0]) < component.layer_bytes:
             data, error = found
             np.copyto(out[: len(data)], data)
-            bound = error if self.fidelity is Fidelity.bounded else 0.0
-            return EncodedLayer(len(data), self.fidelity, bound)
+            bound = error if self.accuracy is Accuracy.bounded else 0.0
+            return EncodedLayer(len(data), self.accuracy, bound)
         out[:HEAD_BYTES] = 0
         end = HEAD_BYTES + component.layer_bytes
         for view, part in zip(_elements(out[HEAD_BYTES:end], component), bits, strict=True):
             np.copyto(view, part)
-        return EncodedLayer(end, Fidelity.exact)
+        return EncodedLayer(end, Accuracy.exact)
 
     @override
     def decode_layer(

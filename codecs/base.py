@@ -29,7 +29,7 @@ from kvstore.proto.frame import (
     check_segment,
     header_bytes,
 )
-from kvstore.proto.types import END_KINDS, Component, Fidelity, KVLayout
+from kvstore.proto.types import END_KINDS, Accuracy, Component, KVLayout
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ class Codec(ABC):
     codec_id: ClassVar[int]
     """The number that frames carry. Never reused."""
     revision: ClassVar[int]
-    fidelity: ClassVar[Fidelity]
+    accuracy: ClassVar[Accuracy]
     takes_blocks: ClassVar[bool] = False
     """Whether its own methods take BlockParts; others are given arrays, and one layer's copy."""
     levels: int = 0
@@ -210,7 +210,7 @@ class Codec(ABC):
                     writer.commit(self.encode_segment(parts, component, room), 0)
                 else:
                     writer.commit(*self.encode_checked(parts, component, room))
-        return writer.finish(self.codec_id, self.revision, self.fidelity)
+        return writer.finish(self.codec_id, self.revision, self.accuracy)
 
     def decode_into(self, header: FrameHeader, frame: Bytes, out: AnyTensors) -> None:
         """Verify each segment of *frame* and decode it into *out*.
@@ -324,7 +324,7 @@ CODECS.register("kvqs", "kvstore.codecs.kvqs:KvqsCodec")
 
 def boundless_codecs() -> list[str]:
     """Return the names of the codecs whose copies state no bound."""
-    return [name for name in CODECS if CODECS.load(name).fidelity is Fidelity.none]
+    return [name for name in CODECS if CODECS.load(name).accuracy is Accuracy.approximate]
 
 
 def codec_by_name(name: str) -> Codec:

@@ -42,7 +42,7 @@ from kvstore.codecs.rans import LANES, decode_tiles, encode_tiles
 from kvstore.codecs.terms import LayerTerms
 from kvstore.proto.buffers import Bytes, as_bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
-from kvstore.proto.types import DIGEST_BYTES, Component, Fidelity
+from kvstore.proto.types import DIGEST_BYTES, Accuracy, Component
 
 _HEAD = struct.Struct(f"<BBHI{DIGEST_BYTES}s")
 
@@ -56,7 +56,7 @@ class CachegenCodec(AssetCodec):
     name = "cachegen"
     codec_id = 10
     revision = 1
-    fidelity = Fidelity.bounded
+    accuracy = Accuracy.bounded
     kind = AssetKind.cachegen
     default_quality = DEFAULT_QUALITY
 

@@ -31,13 +31,13 @@ from kvstore.codecs.grouped_loops import GROUP, Loops, native_loops
 from kvstore.codecs.part_codec import Box, PartCodec, Role, boxes
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError
-from kvstore.proto.types import Component, DType, Fidelity
+from kvstore.proto.types import Accuracy, Component, DType
 
 
 class GroupedCodec(PartCodec):
     """What the three have in common; a subclass says how many bits."""
 
-    fidelity = Fidelity.bounded
+    accuracy = Accuracy.bounded
     bits: ClassVar[int]
 
     def __init__(self, loops: Loops | None = None) -> None:

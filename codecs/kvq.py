@@ -48,7 +48,7 @@ from kvstore.codecs.terms import EncodedLayer, LayerTerms
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, UnknownCodecError
 from kvstore.proto.frame import FrameHeader
-from kvstore.proto.types import Component, DType, Fidelity
+from kvstore.proto.types import Accuracy, Component, DType
 
 RATIOS = (1.0, 0.5, 0.25, 0.125)
 """Step of each quality, in standard deviations of the tile: about 2, 3, 4 and 5 bits a number."""
@@ -89,7 +89,7 @@ class KvqCodec(LossyCodec):
     name = "kvq"
     codec_id = 9
     revision = 2
-    fidelity = Fidelity.bounded
+    accuracy = Accuracy.bounded
     asset = ASSET
 
     max_levels = LEVELS
@@ -158,10 +158,10 @@ class KvqCodec(LossyCodec):
         if encoding is None or body is None or body.stored_bytes >= component.layer_bytes:
             nothing = (np.empty(0, np.uint8),) * self.levels
             size = encode_exact(parts, component, out)
-            return EncodedLayer(size, Fidelity.exact, 0.0, nothing)
+            return EncodedLayer(size, Accuracy.exact, 0.0, nothing)
         size = body.pack(out)
         return EncodedLayer(
-            size, Fidelity.bounded, encoding.bounds[-1], tuple(encoding.refinements())
+            size, Accuracy.bounded, encoding.bounds[-1], tuple(encoding.refinements())
         )
 
     def _encoded(self, parts: Sequence[Part], layer: LayerTerms) -> Encoding | None:

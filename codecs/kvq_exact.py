@@ -11,7 +11,7 @@ from kvstore.codecs.base import Codec, Part, codec_by_id, codec_by_name
 from kvstore.codecs.kvq_body import AS_IT_IS, EXACT_HEAD
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError
-from kvstore.proto.types import Component, Fidelity
+from kvstore.proto.types import Accuracy, Component
 
 _WRITER = "zplane"
 
@@ -42,6 +42,6 @@ def decode_exact(data: Bytes, component: Component, out: Sequence[Part]) -> None
     if method != AS_IT_IS or zero or rest:
         raise InvalidFrameError("method", method, "this reader knows 0 and 1, then zeros")
     codec = codec_by_id(codec_id)
-    if codec.fidelity is not Fidelity.exact or not codec.reads(revision):
+    if codec.accuracy is not Accuracy.exact or not codec.reads(revision):
         raise InvalidFrameError("codec", (codec_id, revision), "name a lossless one")
     codec.decode_segment(data[EXACT_HEAD.size :], component, out)

@@ -48,7 +48,7 @@ from kvstore.codecs.rope import rotate
 from kvstore.codecs.terms import LayerTerms
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
-from kvstore.proto.types import DIGEST_BYTES, Component, DType, Fidelity
+from kvstore.proto.types import DIGEST_BYTES, Accuracy, Component, DType
 
 _HEAD = struct.Struct(f"<BBHI{DIGEST_BYTES}s")
 _COUNTS = struct.Struct("<IIfI")
@@ -65,7 +65,7 @@ class KvqsCodec(AssetCodec):
     name = "kvqs"
     codec_id = 13
     revision = 1
-    fidelity = Fidelity.bounded
+    accuracy = Accuracy.bounded
     kind = AssetKind.kvqs
     default_quality = 1
 

@@ -33,7 +33,7 @@ from kvstore.codecs.rope import rotate, rotation
 from kvstore.codecs.terms import LayerTerms
 from kvstore.proto.buffers import Bytes, as_bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
-from kvstore.proto.types import DIGEST_BYTES, Component, DType, Fidelity
+from kvstore.proto.types import DIGEST_BYTES, Accuracy, Component, DType
 
 SINK_TOKENS = 4
 """First tokens of a prompt: attention leans on them, and they are like no others."""
@@ -55,7 +55,7 @@ class KvtCodec(AssetCodec):
     name = "kvt"
     codec_id = 12
     revision = 1
-    fidelity = Fidelity.none
+    accuracy = Accuracy.approximate
     kind = AssetKind.kvt
     default_quality = 1
 

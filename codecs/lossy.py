@@ -29,13 +29,13 @@ from kvstore.proto.frame import (
     check_segment,
     header_bytes,
 )
-from kvstore.proto.types import Component, Fidelity, KVLayout
+from kvstore.proto.types import Accuracy, Component, KVLayout
 
 
 class LossyCodec(Codec):
     """Encode layers as exactly as each allows, and say in the frame how exact that was.
 
-    ``fidelity`` is the least that a frame may have: a layer that cannot be coded within the
+    ``accuracy`` is the least that a frame may have: a layer that cannot be coded within the
     promise is kept exactly. ``tests/contracts/lossy_codec.py`` has the suite.
     """
 
@@ -105,7 +105,7 @@ class LossyCodec(Codec):
         """Write the frame of *layers*, each needed until the next is asked for."""
         writer = FrameWriter(template, out, self.levels)
         later: list[list[Bytes]] = [[] for _ in range(self.levels)]
-        fidelity, error_bound = Fidelity.exact, 0.0
+        accuracy, error_bound = Accuracy.exact, 0.0
         every = (terms or EncodeTerms()).layers(template.layout, template.position)
         for layer, parts in zip(every, layers, strict=True):
             room = writer.reserve(self.max_segment_bytes(layer.component))
@@ -113,15 +113,15 @@ class LossyCodec(Codec):
             writer.commit(encoded.stored_bytes)
             for level, data in zip(later, encoded.refinements, strict=True):
                 level.append(data)
-            fidelity = min(fidelity, encoded.fidelity)
+            accuracy = min(accuracy, encoded.accuracy)
             error_bound = max(error_bound, encoded.error_bound)
         for level in later:
             for data in level:
                 copy_bytes(writer.reserve(len(data)), data)
                 writer.commit(len(data))
-        if fidelity is not Fidelity.bounded:
+        if accuracy is not Accuracy.bounded:
             error_bound = 0.0
-        return writer.finish(self.codec_id, self.revision, fidelity, error_bound, self.asset)
+        return writer.finish(self.codec_id, self.revision, accuracy, error_bound, self.asset)
 
     @override
     def decode_into(self, header: FrameHeader, frame: Bytes, out: AnyTensors) -> None:

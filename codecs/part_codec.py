@@ -19,7 +19,7 @@ from kvstore.codecs.lossy import LossyCodec
 from kvstore.codecs.terms import EncodedLayer, LayerTerms
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
-from kvstore.proto.types import Component, Fidelity, LayerKind
+from kvstore.proto.types import Accuracy, Component, LayerKind
 
 HEAD_BYTES = 8
 _AS_IT_IS, _CODED = 0, 1
@@ -72,7 +72,7 @@ class PartCodec(LossyCodec):
 
     def encode_layer(self, parts: Sequence[Part], layer: LayerTerms, out: Bytes) -> EncodedLayer:
         """Encode one layer into *out*; exact when no part of it could be coded."""
-        component, fidelity, error, end = layer.component, Fidelity.exact, 0.0, HEAD_BYTES
+        component, accuracy, error, end = layer.component, Accuracy.exact, 0.0, HEAD_BYTES
         out[:HEAD_BYTES] = 0
         for index, (part, role) in enumerate(zip(parts, self.roles(component), strict=True)):
             bits = part.view(f"<u{part.dtype.itemsize}")
@@ -83,8 +83,8 @@ class PartCodec(LossyCodec):
                 continue
             out[index] = _CODED
             end += self.coded_bytes(component, role)
-            fidelity, error = self.fidelity, max(error, found)
-        return EncodedLayer(end, fidelity, error)
+            accuracy, error = self.accuracy, max(error, found)
+        return EncodedLayer(end, accuracy, error)
 
     def _try(self, bits: Part, component: Component, role: Role, out: Bytes) -> float | None:
         if not _is_codable(component):

@@ -46,7 +46,7 @@ from kvstore.proto.frame import (
     pack_header,
     raw_frame_bytes,
 )
-from kvstore.proto.types import Component, Fidelity, KVLayout
+from kvstore.proto.types import Accuracy, Component, KVLayout
 
 
 class RawCodec(Codec):
@@ -55,7 +55,7 @@ class RawCodec(Codec):
     name = "raw"
     codec_id = 0
     revision = 1
-    fidelity = Fidelity.exact
+    accuracy = Accuracy.exact
     takes_blocks = True
 
     @override
@@ -370,7 +370,7 @@ def raw_header(template: FrameTemplate, checksums: Sequence[int] | None = None) 
     return FrameHeader(
         t.key, t.parent, t.representation, t.content, t.layout, t.position, t.prefill_flops,
         t.flags, codec_id=RawCodec.codec_id, codec_revision=RawCodec.revision,
-        fidelity=RawCodec.fidelity, frame_bytes=raw_frame_bytes(t.layout), segments=rows,
+        accuracy=RawCodec.accuracy, frame_bytes=raw_frame_bytes(t.layout), segments=rows,
     )  # fmt: skip
 
 

@@ -21,10 +21,10 @@ from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.types import (
     KEY_BYTES,
     ROOT,
+    Accuracy,
     ChunkKey,
     Component,
     DType,
-    Fidelity,
     KVLayout,
     LayerKind,
     RopeParameters,
@@ -41,7 +41,7 @@ class CodecSpeed:
 
     name: str
     backend: str
-    fidelity: Fidelity
+    accuracy: Accuracy
     ratio: float
     encode_bytes_per_s: float
     decode_bytes_per_s: float
@@ -173,7 +173,7 @@ def measure(
     return CodecSpeed(
         name,
         backend_of(codec),
-        header.fidelity,
+        header.accuracy,
         layout.raw_bytes / header.frame_bytes,
         layout.raw_bytes / max(encode_s, least_s),
         layout.raw_bytes / max(decode_s, least_s),

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.types import Component, Fidelity, KVLayout, Model, RopeParameters
+from kvstore.proto.types import Accuracy, Component, KVLayout, Model, RopeParameters
 
 Importance: TypeAlias = NDArray[np.float32]
 """A weight for each token of the chunk, not negative; larger tokens are kept more exactly."""
@@ -105,10 +105,10 @@ class EncodedLayer:
     """One layer's base took ``stored_bytes`` of the caller's room; refinements come along.
 
     ``error_bound`` is the largest absolute error of any element once everything is decoded,
-    0 unless ``fidelity`` is ``bounded``.
+    0 unless ``accuracy`` is ``bounded``.
     """
 
     stored_bytes: int
-    fidelity: Fidelity
+    accuracy: Accuracy
     error_bound: float = 0.0
     refinements: tuple[NDArray[np.uint8], ...] = ()

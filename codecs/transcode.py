@@ -22,7 +22,7 @@ from kvstore.proto.frame import (
     pack_header,
     parse_header,
 )
-from kvstore.proto.types import Component, Fidelity, KVLayout
+from kvstore.proto.types import Accuracy, Component, KVLayout
 
 
 def max_transcoded_bytes(layout: KVLayout, codec: Codec) -> int:
@@ -36,7 +36,7 @@ def transcode(
     """Write *frame* under *codec* to the start of *out* and return the new header.
 
     Every segment is verified on the way; key, identity, position, cost and flags stay as they
-    are, fidelity becomes the lower of the two and error bounds add up; what is decoded from a
+    are, accuracy becomes the lower of the two and error bounds add up; what is decoded from a
     lossy frame is marked as restored, with that frame's codec. The same codec makes a checked
     copy. At most one decoded layer, and the refinements that *codec* writes, are held beside
     *frame* and *out*, which must not overlap.
@@ -52,12 +52,12 @@ def transcode(
         writer = FrameWriter(template, out, header.levels)
         _copy(header, frame, codec, writer)
         return writer.finish(
-            codec.codec_id, header.codec_revision, header.fidelity, header.error_bound, header.asset
+            codec.codec_id, header.codec_revision, header.accuracy, header.error_bound, header.asset
         )
-    if header.fidelity is not Fidelity.exact:
+    if header.accuracy is not Accuracy.exact:
         was_restored = header.flags & FLAG_RESTORED
         origin = header.origin if was_restored else header.codec_id
-        if codec.fidelity < header.fidelity:
+        if codec.accuracy < header.accuracy:
             origin = codec.codec_id
         template = replace(template, flags=template.flags | FLAG_RESTORED, origin=origin)
     if isinstance(codec, LossyCodec):
@@ -68,18 +68,18 @@ def transcode(
         _decode(header, frame, source, writer)
     else:
         _recode(header, frame, source, codec, writer)
-    fidelity = min(header.fidelity, codec.fidelity)
-    return writer.finish(codec.codec_id, codec.revision, fidelity, header.error_bound)
+    accuracy = min(header.accuracy, codec.accuracy)
+    return writer.finish(codec.codec_id, codec.revision, accuracy, header.error_bound)
 
 
 def _lowered(encoded: FrameHeader, source: FrameHeader, out: Bytes) -> FrameHeader:
     """Return the header of *encoded* as what it is: no better than its *source*."""
-    if source.fidelity is Fidelity.exact:
+    if source.accuracy is Accuracy.exact:
         return encoded
-    fidelity = min(encoded.fidelity, source.fidelity)
-    is_bounded = fidelity is Fidelity.bounded
+    accuracy = min(encoded.accuracy, source.accuracy)
+    is_bounded = accuracy is Accuracy.bounded
     error_bound = source.error_bound + encoded.error_bound if is_bounded else 0.0
-    header = replace(encoded, fidelity=fidelity, error_bound=error_bound)
+    header = replace(encoded, accuracy=accuracy, error_bound=error_bound)
     out[: header.header_bytes] = as_bytes(pack_header(header))
     return header
 

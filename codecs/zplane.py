@@ -32,7 +32,7 @@ from kvstore.codecs.planes import (
 from kvstore.codecs.sieve import Sieve, native_sieve, pack_sieved, scratch_for, unpack_sieved
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError
-from kvstore.proto.types import Component, DType, Fidelity
+from kvstore.proto.types import Accuracy, Component, DType
 
 BLOCK_BYTES = 1 << 19
 """Decoded bytes of a block: block, planes and zstd's tables stay in the second-level cache."""
@@ -97,7 +97,7 @@ class ZplaneCodec(Codec):
     name = "zplane"
     codec_id = 2
     revision = 2
-    fidelity = Fidelity.exact
+    accuracy = Accuracy.exact
 
     def __init__(
         self,

@@ -9,8 +9,8 @@ from kvstore.proto.errors import InvalidRequestError, check_text
 from kvstore.proto.types import (
     DIGEST_BYTES,
     MAX_CHUNK_TOKENS,
+    Accuracy,
     ChainDigest,
-    Fidelity,
     RopeParameters,
 )
 
@@ -38,7 +38,7 @@ class Variant:
     tier: str
     load_ms: float
     size_bytes: int
-    fidelity: Fidelity
+    accuracy: Accuracy
     context_impact: float = UNKNOWN
     overlap: float = UNKNOWN
     fix_overhead: float = UNKNOWN

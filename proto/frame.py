@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from kvstore.proto.buffers import Bytes, Sliced, as_bytes, checksum, copy_bytes, copy_groups
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, LayoutMismatchError
 from kvstore.proto.types import (
+    Accuracy,
     ChainDigest,
     ChunkInfo,
     ChunkKey,
     Component,
     DType,
     Extent,
-    Fidelity,
     KVLayout,
     LayerKind,
     Shard,
@@ -169,7 +169,7 @@ _KNOWN_FLAGS = FLAG_RESTORED
 
 _FIXED = struct.Struct("<4sHHIHHHBBIQQII32s16s16s16sdd16sH22xQ")
 _CHECKSUM_OFFSET = FIXED_BYTES - 8
-_HEADER_BYTES_OFFSET, FIDELITY_OFFSET, KEY_OFFSET = 8, 18, 48
+_HEADER_BYTES_OFFSET, ACCURACY_OFFSET, KEY_OFFSET = 8, 18, 48
 _OWN = (slice(44, 48), slice(48, 96), slice(112, 128), slice(128, 136))
 """What is a frame's own: its first token, key and parent, content, and cost."""
 assert _FIXED.size == FIXED_BYTES
@@ -220,14 +220,14 @@ class FrameHeader(FrameTemplate):
     """Everything before the payload; the template, too, that encoding it anew starts from.
 
     ``segments`` is a read-only array of SEGMENT_DTYPE. ``error_bound`` is meaningful when
-    ``fidelity`` is ``bounded``. ``levels`` counts the refinements behind the base; ``asset`` names
+    ``accuracy`` is ``bounded``. ``levels`` counts the refinements behind the base; ``asset`` names
     the tables that the codec needs. With a ``shard``, ``layout`` is of what it covers, and
     segments bear the numbers of the whole.
     """
 
     codec_id: int
     codec_revision: int
-    fidelity: Fidelity
+    accuracy: Accuracy
     frame_bytes: int
     segments: NDArray[Any]
     error_bound: float = 0.0
@@ -243,7 +243,7 @@ class FrameHeader(FrameTemplate):
     @property
     def stated(self) -> Stated:
         """What the frame states of itself."""
-        return _stated(self.fidelity, self.codec_id, self.flags, self.origin)
+        return _stated(self.accuracy, self.codec_id, self.flags, self.origin)
 
     def level_end(self, level: int) -> int:
         """Return how many of the frame's first bytes make it readable at *level*."""
@@ -254,7 +254,7 @@ class FrameHeader(FrameTemplate):
         """Return what the store keeps of the frame in its index."""
         return ChunkInfo(
             self.key, self.parent, self.layout, self.codec_id, self.frame_bytes,
-            self.fidelity, self.prefill_flops,
+            self.accuracy, self.prefill_flops,
         )  # fmt: skip
 
     def segment(self, frame: Sliced, index: int) -> Bytes:
@@ -306,7 +306,7 @@ class FrameWriter:
         self,
         codec_id: int,
         revision: int,
-        fidelity: Fidelity,
+        accuracy: Accuracy,
         error_bound: float = 0.0,
         asset: bytes = NO_ASSET,
     ) -> FrameHeader:
@@ -320,7 +320,7 @@ class FrameWriter:
         header = FrameHeader(
             t.key, t.parent, t.representation, t.content, t.layout, t.position,
             t.prefill_flops, t.flags, t.origin, codec_id=codec_id, codec_revision=revision,
-            fidelity=fidelity, frame_bytes=self._end, segments=self._segments,
+            accuracy=accuracy, frame_bytes=self._end, segments=self._segments,
             error_bound=error_bound, levels=self._levels, asset=asset,
         )  # fmt: skip
         packed = pack_header(header)
@@ -334,7 +334,7 @@ def pack_header(header: FrameHeader) -> bytes:
     whole = layout if header.shard is None else header.shard.whole
     fixed = (
         MAGIC, VERSION, header.flags, size, len(whole.components), header.codec_id,
-        header.codec_revision, header.fidelity, header.levels, len(header.segments),
+        header.codec_revision, header.accuracy, header.levels, len(header.segments),
         header.frame_bytes, layout.raw_bytes, layout.tokens, header.position, header.key,
         header.parent, header.representation, header.content, header.prefill_flops,
         header.error_bound, header.asset, header.origin,
@@ -360,7 +360,7 @@ def parse_header(
     if len(frame) < FIXED_BYTES:
         raise InvalidFrameError("frame", len(frame), f"a frame has at least {FIXED_BYTES} bytes")
     fixed = _FIXED.unpack(frame[:FIXED_BYTES].tobytes())
-    magic, version, flags, size, component_count, codec_id, revision, fidelity, levels = fixed[:9]
+    magic, version, flags, size, component_count, codec_id, revision, accuracy, levels = fixed[:9]
     segment_count, frame_bytes, raw_bytes, tokens, position = fixed[9:14]
     if magic != MAGIC:
         raise InvalidFrameError("magic", magic, f"expected {MAGIC!r}")
@@ -374,8 +374,8 @@ def parse_header(
     head[_CHECKSUM_OFFSET:FIXED_BYTES] = bytes(8)
     if checksum(bytes(head)) != fixed[-1]:
         raise InvalidFrameError("header checksum", hex(fixed[-1]), "the header is damaged")
-    if flags & ~known_flags or fidelity not in Fidelity.__members__.values():
-        raise InvalidFrameError("flags", (flags, fidelity), "set by a newer version")
+    if flags & ~known_flags or accuracy not in Accuracy.__members__.values():
+        raise InvalidFrameError("flags", (flags, accuracy), "set by a newer version")
     if not (0 <= fixed[18] < math.inf and 0 <= fixed[19] < math.inf):
         raise InvalidFrameError("cost or bound", fixed[18:20], "must be finite, not negative")
     segments = np.frombuffer(bytes(head), SEGMENT_DTYPE, segment_count, table_end)
@@ -388,7 +388,7 @@ def parse_header(
     return FrameHeader(
         ChunkKey(fixed[14]), ChainDigest(fixed[15]), fixed[16], fixed[17], layout, position,
         fixed[18], flags, fixed[21], codec_id=codec_id, codec_revision=revision,
-        fidelity=Fidelity(fidelity), frame_bytes=frame_bytes, segments=segments,
+        accuracy=Accuracy(accuracy), frame_bytes=frame_bytes, segments=segments,
         error_bound=fixed[19], levels=levels, asset=fixed[20], shard=shard,
     )  # fmt: skip
 
@@ -423,13 +423,13 @@ def stated_of(start: Sliced) -> Stated:
     """Return what the frame states that begins with *start*. Nothing is checked."""
     head = start[:FIXED_BYTES].tobytes().ljust(FIXED_BYTES, b"\0")
     fixed = _FIXED.unpack(head)
-    return _stated(Fidelity(min(fixed[7], Fidelity.exact)), fixed[5], fixed[2], fixed[21])
+    return _stated(Accuracy(min(fixed[7], Accuracy.exact)), fixed[5], fixed[2], fixed[21])
 
 
-def _stated(fidelity: Fidelity, codec_id: int, flags: int, origin: int) -> Stated:
-    if fidelity is not Fidelity.none:
-        return Stated(fidelity)
-    return Stated(fidelity, origin if flags & FLAG_RESTORED else codec_id)
+def _stated(accuracy: Accuracy, codec_id: int, flags: int, origin: int) -> Stated:
+    if accuracy is not Accuracy.approximate:
+        return Stated(accuracy)
+    return Stated(accuracy, origin if flags & FLAG_RESTORED else codec_id)
 
 
 def stated_header_bytes(start: Bytes) -> int:

@@ -225,12 +225,12 @@ class CloseSessionResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("session_id", "digests", "lease", "deadline_ms", "min_fidelity", "places", "prefill", "wait_ms", "ranges")
+    __slots__ = ("session_id", "digests", "lease", "deadline_ms", "min_accuracy", "places", "prefill", "wait_ms", "ranges")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
-    MIN_FIDELITY_FIELD_NUMBER: _ClassVar[int]
+    MIN_ACCURACY_FIELD_NUMBER: _ClassVar[int]
     PLACES_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
@@ -239,12 +239,12 @@ class LookupRequest(_message.Message):
     digests: bytes
     lease: bool
     deadline_ms: int
-    min_fidelity: int
+    min_accuracy: int
     places: bool
     prefill: Prefill
     wait_ms: int
     ranges: bool
-    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease: bool = ..., deadline_ms: _Optional[int] = ..., min_fidelity: _Optional[int] = ..., places: bool = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., wait_ms: _Optional[int] = ..., ranges: bool = ...) -> None: ...
+    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease: bool = ..., deadline_ms: _Optional[int] = ..., min_accuracy: _Optional[int] = ..., places: bool = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., wait_ms: _Optional[int] = ..., ranges: bool = ...) -> None: ...
 
 class Prefill(_message.Message):
     __slots__ = ("start_s", "token_s", "pair_s", "tokens")
@@ -347,13 +347,13 @@ class PlanResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., order: _Optional[_Iterable[int]] = ..., uses: _Optional[bytes] = ..., kept: _Optional[int] = ..., peak_chunks: _Optional[int] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("session_id", "digests", "lease_id", "deadline_ms", "via", "min_fidelity", "layer_major", "ranges", "skip_rows", "peers", "key_namespace")
+    __slots__ = ("session_id", "digests", "lease_id", "deadline_ms", "via", "min_accuracy", "layer_major", "ranges", "skip_rows", "peers", "key_namespace")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     VIA_FIELD_NUMBER: _ClassVar[int]
-    MIN_FIDELITY_FIELD_NUMBER: _ClassVar[int]
+    MIN_ACCURACY_FIELD_NUMBER: _ClassVar[int]
     LAYER_MAJOR_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
     SKIP_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -364,13 +364,13 @@ class GetRequest(_message.Message):
     lease_id: int
     deadline_ms: int
     via: Via
-    min_fidelity: int
+    min_accuracy: int
     layer_major: bool
     ranges: _containers.RepeatedCompositeFieldContainer[FrameRange]
     skip_rows: bytes
     peers: _containers.RepeatedScalarFieldContainer[int]
     key_namespace: bytes
-    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., via: _Optional[_Union[Via, str]] = ..., min_fidelity: _Optional[int] = ..., layer_major: bool = ..., ranges: _Optional[_Iterable[_Union[FrameRange, _Mapping]]] = ..., skip_rows: _Optional[bytes] = ..., peers: _Optional[_Iterable[int]] = ..., key_namespace: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., via: _Optional[_Union[Via, str]] = ..., min_accuracy: _Optional[int] = ..., layer_major: bool = ..., ranges: _Optional[_Iterable[_Union[FrameRange, _Mapping]]] = ..., skip_rows: _Optional[bytes] = ..., peers: _Optional[_Iterable[int]] = ..., key_namespace: _Optional[bytes] = ...) -> None: ...
 
 class FrameRange(_message.Message):
     __slots__ = ("index", "start", "stop")
@@ -811,22 +811,22 @@ class StatRequest(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., ranks: bool = ...) -> None: ...
 
 class Copy(_message.Message):
-    __slots__ = ("tier", "codec", "size_bytes", "fidelity", "before", "at_least", "policy")
+    __slots__ = ("tier", "codec", "size_bytes", "accuracy", "before", "at_least", "policy")
     TIER_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    FIDELITY_FIELD_NUMBER: _ClassVar[int]
+    ACCURACY_FIELD_NUMBER: _ClassVar[int]
     BEFORE_FIELD_NUMBER: _ClassVar[int]
     AT_LEAST_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     tier: str
     codec: str
     size_bytes: int
-    fidelity: int
+    accuracy: int
     before: int
     at_least: bool
     policy: str
-    def __init__(self, tier: _Optional[str] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., fidelity: _Optional[int] = ..., before: _Optional[int] = ..., at_least: bool = ..., policy: _Optional[str] = ...) -> None: ...
+    def __init__(self, tier: _Optional[str] = ..., codec: _Optional[str] = ..., size_bytes: _Optional[int] = ..., accuracy: _Optional[int] = ..., before: _Optional[int] = ..., at_least: bool = ..., policy: _Optional[str] = ...) -> None: ...
 
 class ChunkStat(_message.Message):
     __slots__ = ("digest", "parent", "tokens", "raw_bytes", "copies", "leases", "pinned", "hits", "idle_s", "pinned_s", "expires_s", "priority", "context_tokens", "components")
@@ -1066,13 +1066,13 @@ class PromptSegment(_message.Message):
     def __init__(self, start: _Optional[int] = ..., stop: _Optional[int] = ..., chains: _Optional[bytes] = ..., contents: _Optional[bytes] = ..., tokens: _Optional[_Iterable[int]] = ..., approximate: bool = ...) -> None: ...
 
 class ResolveRequest(_message.Message):
-    __slots__ = ("session_id", "segments", "tag", "trial", "deadline_ms", "min_fidelity", "max_variants", "prefill")
+    __slots__ = ("session_id", "segments", "tag", "trial", "deadline_ms", "min_accuracy", "max_variants", "prefill")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     TAG_FIELD_NUMBER: _ClassVar[int]
     TRIAL_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
-    MIN_FIDELITY_FIELD_NUMBER: _ClassVar[int]
+    MIN_ACCURACY_FIELD_NUMBER: _ClassVar[int]
     MAX_VARIANTS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     session_id: int
@@ -1080,20 +1080,20 @@ class ResolveRequest(_message.Message):
     tag: str
     trial: bool
     deadline_ms: int
-    min_fidelity: int
+    min_accuracy: int
     max_variants: int
     prefill: Prefill
-    def __init__(self, session_id: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[PromptSegment, _Mapping]]] = ..., tag: _Optional[str] = ..., trial: bool = ..., deadline_ms: _Optional[int] = ..., min_fidelity: _Optional[int] = ..., max_variants: _Optional[int] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[PromptSegment, _Mapping]]] = ..., tag: _Optional[str] = ..., trial: bool = ..., deadline_ms: _Optional[int] = ..., min_accuracy: _Optional[int] = ..., max_variants: _Optional[int] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ...) -> None: ...
 
 class Variant(_message.Message):
-    __slots__ = ("digest", "parent", "position", "tier", "load_ms", "size_bytes", "fidelity", "context_impact", "overlap", "fix_overhead", "deviation", "reports")
+    __slots__ = ("digest", "parent", "position", "tier", "load_ms", "size_bytes", "accuracy", "context_impact", "overlap", "fix_overhead", "deviation", "reports")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     LOAD_MS_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    FIDELITY_FIELD_NUMBER: _ClassVar[int]
+    ACCURACY_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_IMPACT_FIELD_NUMBER: _ClassVar[int]
     OVERLAP_FIELD_NUMBER: _ClassVar[int]
     FIX_OVERHEAD_FIELD_NUMBER: _ClassVar[int]
@@ -1105,13 +1105,13 @@ class Variant(_message.Message):
     tier: int
     load_ms: float
     size_bytes: int
-    fidelity: int
+    accuracy: int
     context_impact: float
     overlap: float
     fix_overhead: float
     deviation: float
     reports: int
-    def __init__(self, digest: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., position: _Optional[int] = ..., tier: _Optional[int] = ..., load_ms: _Optional[float] = ..., size_bytes: _Optional[int] = ..., fidelity: _Optional[int] = ..., context_impact: _Optional[float] = ..., overlap: _Optional[float] = ..., fix_overhead: _Optional[float] = ..., deviation: _Optional[float] = ..., reports: _Optional[int] = ...) -> None: ...
+    def __init__(self, digest: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., position: _Optional[int] = ..., tier: _Optional[int] = ..., load_ms: _Optional[float] = ..., size_bytes: _Optional[int] = ..., accuracy: _Optional[int] = ..., context_impact: _Optional[float] = ..., overlap: _Optional[float] = ..., fix_overhead: _Optional[float] = ..., deviation: _Optional[float] = ..., reports: _Optional[int] = ...) -> None: ...
 
 class ResolvedChunk(_message.Message):
     __slots__ = ("exact", "variants", "priority")
@@ -1258,20 +1258,20 @@ class ReportReuseResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., gate: _Optional[_Union[Gate, _Mapping]] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
-    __slots__ = ("session_id", "key_namespace", "digests", "min_fidelity", "recent", "spaces")
+    __slots__ = ("session_id", "key_namespace", "digests", "min_accuracy", "recent", "spaces")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     KEY_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
-    MIN_FIDELITY_FIELD_NUMBER: _ClassVar[int]
+    MIN_ACCURACY_FIELD_NUMBER: _ClassVar[int]
     RECENT_FIELD_NUMBER: _ClassVar[int]
     SPACES_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     key_namespace: bytes
     digests: bytes
-    min_fidelity: int
+    min_accuracy: int
     recent: int
     spaces: bool
-    def __init__(self, session_id: _Optional[int] = ..., key_namespace: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., min_fidelity: _Optional[int] = ..., recent: _Optional[int] = ..., spaces: bool = ...) -> None: ...
+    def __init__(self, session_id: _Optional[int] = ..., key_namespace: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., min_accuracy: _Optional[int] = ..., recent: _Optional[int] = ..., spaces: bool = ...) -> None: ...
 
 class ChunkReason(_message.Message):
     __slots__ = ("digest", "state", "reason", "copies")
@@ -1497,18 +1497,18 @@ class EventsRequest(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., boot_id: _Optional[int] = ..., cursor: _Optional[int] = ...) -> None: ...
 
 class ChunkEvent(_message.Message):
-    __slots__ = ("key", "parent", "tokens", "tier", "fidelity")
+    __slots__ = ("key", "parent", "tokens", "tier", "accuracy")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
-    FIDELITY_FIELD_NUMBER: _ClassVar[int]
+    ACCURACY_FIELD_NUMBER: _ClassVar[int]
     key: bytes
     parent: bytes
     tokens: int
     tier: str
-    fidelity: int
-    def __init__(self, key: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., tokens: _Optional[int] = ..., tier: _Optional[str] = ..., fidelity: _Optional[int] = ...) -> None: ...
+    accuracy: int
+    def __init__(self, key: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., tokens: _Optional[int] = ..., tier: _Optional[str] = ..., accuracy: _Optional[int] = ...) -> None: ...
 
 class EventsResponse(_message.Message):
     __slots__ = ("server", "cursor", "cleared", "events")

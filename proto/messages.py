@@ -32,11 +32,11 @@ from kvstore.proto.types import (
     MAX_LAYER_GROUPS,
     MAX_LAYERS,
     MAX_ROPE_FACTORS,
+    Accuracy,
     ChainDigest,
     ChunkInfo,
     ChunkKey,
     Extent,
-    Fidelity,
     KVLayout,
     Model,
     Shard,
@@ -64,8 +64,8 @@ ERROR_NAME = "kvstore-error"
 
 _INFO = struct.Struct("<BBHQd32s16s")
 _INFO_VERSION = 1
-_FIDELITY_OF = {fidelity.value: fidelity for fidelity in Fidelity}
-_FIDELITIES = (Fidelity.exact, Fidelity.bounded, Fidelity.exact, Fidelity.none)
+_ACCURACY_OF = {accuracy.value: accuracy for accuracy in Accuracy}
+_ACCURACIES = (Accuracy.exact, Accuracy.bounded, Accuracy.exact, Accuracy.approximate)
 
 
 _NAMES = {
@@ -165,7 +165,7 @@ def pack_info(info: ChunkInfo, components: bytes | None = None) -> bytes:
     *components* is its layout's table, where the caller has it.
     """
     fixed = _INFO.pack(
-        _INFO_VERSION, info.fidelity, info.codec_id, info.size_bytes, info.prefill_flops,
+        _INFO_VERSION, info.accuracy, info.codec_id, info.size_bytes, info.prefill_flops,
         info.key, info.parent,
     )  # fmt: skip
     return fixed + (components or pack_components(info.layout))
@@ -175,10 +175,10 @@ def unpack_info(row: bytes) -> ChunkInfo:
     """Parse an index row. Raises InvalidFrameError, also for versions from the future."""
     if len(row) < _INFO.size:
         raise InvalidFrameError("row", len(row), f"an index row has at least {_INFO.size} bytes")
-    version, fidelity, codec_id, size_bytes, flops, key, parent = _INFO.unpack_from(row)
-    known = _FIDELITY_OF.get(fidelity)
+    version, accuracy, codec_id, size_bytes, flops, key, parent = _INFO.unpack_from(row)
+    known = _ACCURACY_OF.get(accuracy)
     if version != _INFO_VERSION or known is None:
-        raise InvalidFrameError("row", (version, fidelity), f"this reader knows {_INFO_VERSION}")
+        raise InvalidFrameError("row", (version, accuracy), f"this reader knows {_INFO_VERSION}")
     if not 0 <= flops < math.inf:
         raise InvalidFrameError("prefill_flops", flops, "must be finite, not negative")
     layout, shard = unpack_table(row[_INFO.size :])
@@ -187,16 +187,16 @@ def unpack_info(row: bytes) -> ChunkInfo:
     return ChunkInfo(ChunkKey(key), ChainDigest(parent), layout, codec_id, size_bytes, known, flops)
 
 
-def fidelity_number(least: Fidelity) -> int:
-    """Return how requests state a minimum fidelity; one that states none means exact."""
-    return _FIDELITIES.index(least)
+def accuracy_number(least: Accuracy) -> int:
+    """Return how requests state a minimum accuracy; one that states none means exact."""
+    return _ACCURACIES.index(least)
 
 
-def fidelity_of(number: int) -> Fidelity:
-    """Return the minimum fidelity that a request states. Raises InvalidRequestError."""
-    if not 0 <= number < len(_FIDELITIES):
-        raise InvalidRequestError("min_fidelity", number, "use 0 to 3")
-    return _FIDELITIES[number]
+def accuracy_of(number: int) -> Accuracy:
+    """Return the minimum accuracy that a request states. Raises InvalidRequestError."""
+    if not 0 <= number < len(_ACCURACIES):
+        raise InvalidRequestError("min_accuracy", number, "use 0 to 3")
+    return _ACCURACIES[number]
 
 
 def representation_from_message(message: pb.Representation) -> Model:

@@ -83,10 +83,10 @@ END_KINDS = (LayerKind.window, LayerKind.state)
 """Kinds whose memory of a prefix is of use at its end only; a chunk may be without them."""
 
 
-class Fidelity(IntEnum):
+class Accuracy(IntEnum):
     """How far a copy may be from what was put. Belongs to the copy, never to the key."""
 
-    none = 0
+    approximate = 0
     bounded = 1
     exact = 2
 
@@ -95,11 +95,11 @@ class Stated(NamedTuple):
     """A copy's own statement: how far it may be from what was put, and, without a bound, by which
     codec it is lossy; else 0."""
 
-    fidelity: Fidelity
+    accuracy: Accuracy
     codec_id: int = 0
 
 
-EXACT = Stated(Fidelity.exact)
+EXACT = Stated(Accuracy.exact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +361,7 @@ class ChunkInfo:
     layout: KVLayout
     codec_id: int
     size_bytes: int
-    fidelity: Fidelity = Fidelity.exact
+    accuracy: Accuracy = Accuracy.exact
     prefill_flops: float = 0.0
 
     def __post_init__(self) -> None:

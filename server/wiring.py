@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import structlog
 
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
-from kvstore.proto.types import Fidelity
+from kvstore.proto.types import Accuracy
 from kvstore.server.cluster.refill import attach_refills
 from kvstore.server.eviction.policy import EvictionPolicy, make_policy
 from kvstore.server.eviction.quotas import (
@@ -29,7 +29,7 @@ from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.index.holds import Leases
 from kvstore.server.index.known_models import KnownModels
 from kvstore.server.security.key_files import WatchedFile, parse_encryption_keys
-from kvstore.server.settings.rules import GpuConfig, auto_fidelity, is_auto
+from kvstore.server.settings.rules import GpuConfig, auto_accuracy, is_auto
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import DIRECTORY, format_size
 from kvstore.server.store.store import Store
@@ -248,7 +248,7 @@ def _slot(
     if is_auto(name):
         encoder.name = f"{name}, measuring"
         # It promises no durable puts before it has chosen, where it may choose a loss.
-        encoder.is_exact &= auto_fidelity(name) is Fidelity.exact
+        encoder.is_exact &= auto_accuracy(name) is Accuracy.exact
     rule = config.write.get(tier.name)
     return TierSlot(
         tier, encoder, policy, breaker, clock, ADMISSIONS[rule] if rule else None,

@@ -15,7 +15,7 @@ from kvstore.codecs.lossy import LossyCodec
 from kvstore.codecs.terms import EncodedLayer, LayerTerms
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, LayoutMismatchError
-from kvstore.proto.types import Component, Fidelity, RopeParameters
+from kvstore.proto.types import Accuracy, Component, RopeParameters
 
 ERROR_BOUND = 0.5
 
@@ -26,7 +26,7 @@ class CoarseCodec(LossyCodec):
     name = "coarse"
     codec_id = 901
     revision = 1
-    fidelity = Fidelity.bounded
+    accuracy = Accuracy.bounded
 
     @override
     def max_segment_bytes(self, component: Component) -> int:
@@ -40,8 +40,8 @@ class CoarseCodec(LossyCodec):
         bits = [np.ascontiguousarray(part).view(f"u{2 * size}").reshape(-1) for part in parts]
         high = (np.concatenate(bits) >> 8 * size).astype(f"u{size}").view(np.uint8)
         out[: len(high)] = high
-        bound = ERROR_BOUND if self.fidelity is Fidelity.bounded else 0.0
-        return EncodedLayer(len(high), self.fidelity, bound)
+        bound = ERROR_BOUND if self.accuracy is Accuracy.bounded else 0.0
+        return EncodedLayer(len(high), self.accuracy, bound)
 
     @override
     def decode_layer(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from local_server import LocalServer, eventually
 
-from kvstore.proto.types import ChunkKey, Fidelity
+from kvstore.proto.types import Accuracy, ChunkKey
 
 
 def exact_on_redis(url: str) -> Sequence[str]:
@@ -29,5 +29,5 @@ def leave_on_disk(
     for key in keys:
         assert catalog.cast_out("cpu", key)
         moves.eviction.delete_from(moves.tiers.cpu, key)
-        exact = [*catalog.holders(key, Fidelity.exact)]
+        exact = [*catalog.holders(key, Accuracy.exact)]
         assert exact == ([exact_on] if exact_on else []), "the codec kept it without loss"

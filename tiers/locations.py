@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.proto.key_table import KeyTable, spare_rows
-from kvstore.proto.types import ChainDigest, ChunkInfo, ChunkKey, Fidelity, KVLayout
+from kvstore.proto.types import Accuracy, ChainDigest, ChunkInfo, ChunkKey, KVLayout
 from kvstore.proto.unix_socket import Place
 
 _LAYOUTS_KEPT = 1024
@@ -51,7 +51,7 @@ class LocationTable(KeyTable):
         self._layouts[row] = self._known_layouts.setdefault(info.layout, info.layout)
         _ROW.pack_into(
             self._rows, row * _ROW.size, *place, next(self._order), info.prefill_flops, info.parent,
-            info.codec_id, info.fidelity,
+            info.codec_id, info.accuracy,
         )  # fmt: skip
         return row
 
@@ -70,11 +70,11 @@ class LocationTable(KeyTable):
         """Return what is known of the frame in a row, which must have a key."""
         layout = self._layouts[row]
         assert layout is not None, "a row with a key has a layout"
-        *_, size, _, _, flops, parent, codec, fidelity = _ROW.unpack_from(
+        *_, size, _, _, flops, parent, codec, accuracy = _ROW.unpack_from(
             self._rows, row * _ROW.size
         )
         return ChunkInfo(
-            self.key(row), ChainDigest(parent), layout, codec, size, Fidelity(fidelity), flops
+            self.key(row), ChainDigest(parent), layout, codec, size, Accuracy(accuracy), flops
         )
 
     def info_of(self, key: ChunkKey) -> ChunkInfo | None:

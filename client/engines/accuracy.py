@@ -7,17 +7,17 @@ from typing import NamedTuple
 
 from kvstore.codecs.base import codec_name
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.types import Fidelity, Stated
+from kvstore.proto.types import Accuracy, Stated
 
 _ACCURACIES = {
-    "exact": Fidelity.exact,
-    "bounded": Fidelity.bounded,
-    "approximate": Fidelity.none,
+    "exact": Accuracy.exact,
+    "bounded": Accuracy.bounded,
+    "approximate": Accuracy.approximate,
 }
 
 
-def least_of(accuracy: str) -> Fidelity:
-    """Return the least fidelity of what *accuracy* allows to be read.
+def least_of(accuracy: str) -> Accuracy:
+    """Return the least accuracy of what *accuracy* allows to be read.
 
     Raises InvalidRequestError for what is none.
     """
@@ -31,7 +31,7 @@ class Allowed(NamedTuple):
     bound, those that one of ``codecs`` made.
     """
 
-    least: Fidelity
+    least: Accuracy
     codecs: frozenset[str] = frozenset()
 
     def count(self, stated: Sequence[Stated]) -> int:
@@ -39,20 +39,22 @@ class Allowed(NamedTuple):
         others = (
             at
             for at, one in enumerate(stated)
-            if one.fidelity is Fidelity.none and codec_name(one.codec_id) not in self.codecs
+            if one.accuracy is Accuracy.approximate and codec_name(one.codec_id) not in self.codecs
         )
         return next(others, len(stated))
 
 
-ONLY_EXACT = Allowed(Fidelity.exact)
+ONLY_EXACT = Allowed(Accuracy.exact)
 
 
 def exact_count(stated: Sequence[Stated]) -> int:
     """Return how many of the first chunks are exact, whose copies state *stated*."""
-    lossy = (at for at, one in enumerate(stated) if one.fidelity is not Fidelity.exact)
+    lossy = (at for at, one in enumerate(stated) if one.accuracy is not Accuracy.exact)
     return next(lossy, len(stated))
 
 
 def codecs_of(stated: Sequence[Stated]) -> frozenset[str]:
     """Return the codecs of the copies without a bound."""
-    return frozenset(codec_name(one.codec_id) for one in stated if one.fidelity is Fidelity.none)
+    return frozenset(
+        codec_name(one.codec_id) for one in stated if one.accuracy is Accuracy.approximate
+    )

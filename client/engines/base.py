@@ -45,13 +45,13 @@ from kvstore.client.tensors import LayerTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import ACCURACY_TAG
 from kvstore.proto.keys import chunk_key, chunk_spans, content_digest, tokens_le32
-from kvstore.proto.messages import fidelity_number
+from kvstore.proto.messages import accuracy_number
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import (
     EXACT,
+    Accuracy,
     ChainDigest,
     ChunkKey,
-    Fidelity,
     Match,
     PutOutcome,
     Stated,
@@ -61,8 +61,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_Read: TypeAlias = Callable[[Sequence[ChunkKey], Sequence[Span], int, Fidelity], Sequence[Stated]]
-"""Reads the longest run of a load's chunks from number int on, of copies of that fidelity or
+_Read: TypeAlias = Callable[[Sequence[ChunkKey], Sequence[Span], int, Accuracy], Sequence[Stated]]
+"""Reads the longest run of a load's chunks from number int on, of copies of that accuracy or
 better; returns what the copy of each that was read states. Its room stays the same.
 """
 
@@ -99,7 +99,7 @@ class Connector:
         self.client = client
         self.rectangle = rectangle
         self.least = least_of(accuracy)
-        """The least fidelity of what is read."""
+        """The least accuracy of what is read."""
         self._prefill = prefill
         self.learned = PrefillMeter()
         self.durable = durable
@@ -145,11 +145,11 @@ class Connector:
         rooms: list[LayerTensors] = []
 
         def read(
-            keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Fidelity
+            keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Accuracy
         ) -> list[Stated]:
             stated: list[Stated] = []
             rooms[:] = rooms or room(spans)
-            self.client.get(keys[first:], rooms[first:], min_fidelity=least, stated=stated)
+            self.client.get(keys[first:], rooms[first:], min_accuracy=least, stated=stated)
             return stated
 
         return self._counted(tokens, read, extra, of)
@@ -178,7 +178,7 @@ class Connector:
         rooms: list[LayerTensors] = []
 
         def read(
-            keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Fidelity
+            keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Accuracy
         ) -> list[Stated]:
             rooms[:] = rooms or room(spans)
             terms = self.terms(within, len(tokens) - spans[-1][1], least)
@@ -196,7 +196,7 @@ class Connector:
         return self._counted(tokens, read, extra, of, within=within)
 
     def terms(
-        self, within: Deadline, tail_tokens: int, least: Fidelity = Fidelity.exact
+        self, within: Deadline, tail_tokens: int, least: Accuracy = Accuracy.exact
     ) -> PlanTerms:
         """Return what a request with a deadline asks of its loads."""
         left_s = max(within.left_s, LEAST_LEFT_S)
@@ -219,7 +219,7 @@ class Connector:
         """
 
         def read(
-            keys: Sequence[ChunkKey], spans: Sequence[Span], _first: int, _least: Fidelity
+            keys: Sequence[ChunkKey], spans: Sequence[Span], _first: int, _least: Accuracy
         ) -> list[Stated]:
             found = len(self.client.get_into(keys, rooms(spans)))
             return [EXACT] * found if found == len(keys) else []
@@ -294,7 +294,7 @@ class Connector:
         came = read(keys[:count], every[:count], 0, allowed.least)
         first = within.computed if within is not None else 0
         stated = self._usable(
-            came, allowed, lambda at: read(keys[:count], every[:count], at, Fidelity.bounded)
+            came, allowed, lambda at: read(keys[:count], every[:count], at, Accuracy.bounded)
         )
         found = len(stated)
         missing = count + first - max(found, len(came))
@@ -328,27 +328,27 @@ class Connector:
             self._counts["gated_chunks"] += max(0, len(came) - len(usable))
         return usable
 
-    def _match(self, keys: Sequence[ChunkKey], least: Fidelity, within: Deadline | None) -> Match:
+    def _match(self, keys: Sequence[ChunkKey], least: Accuracy, within: Deadline | None) -> Match:
         if within is None:
-            return self.client.lookup(keys, min_fidelity=least)
+            return self.client.lookup(keys, min_accuracy=least)
         deadline_ms = max(LEAST_LOOKUP_MS, int(1000 * within.left_s))
         request = pb.LookupRequest(
-            min_fidelity=fidelity_number(least),
+            min_accuracy=accuracy_number(least),
             deadline_ms=min(deadline_ms, self.client.options.deadline_ms),
         )
         return self.client._look(keys, request)[0]
 
-    def allowed(self, least: Fidelity) -> Allowed:
+    def allowed(self, least: Accuracy) -> Allowed:
         """Return which copies may be read of *least* or better. Never raises.
 
         Of those without a bound, those by codecs whose gates the server has open at this moment:
         comparisons with full prefills say that they do.
         """
-        if least is not Fidelity.none:
+        if least is not Accuracy.approximate:
             return Allowed(least)
         asked, shut = pb.ReportReuseRequest(tag=ACCURACY_TAG), tuple[str, ...]()
         codecs = self.ask(lambda: self.client.report_reuse(asked).codecs, shut)
-        return Allowed(least if codecs else Fidelity.bounded, frozenset(codecs))
+        return Allowed(least if codecs else Accuracy.bounded, frozenset(codecs))
 
     def worth_loading(self, match: Match, token_count: int) -> int:
         """Return how many chunks of *match* to load for a prompt of so many tokens."""
@@ -415,8 +415,8 @@ class Connector:
     def stored(self, digests: Sequence[ChainDigest]) -> set[bytes]:
         """Return those of *digests* that have an exact copy, whatever is before. Never raises."""
         found = self.ask(lambda: self.client.stat(self._keys(digests)), list[pb.ChunkStat]())
-        exact = Fidelity.exact
-        return {one.digest for one in found if any(c.fidelity == exact for c in one.copies)}
+        exact = Accuracy.exact
+        return {one.digest for one in found if any(c.accuracy == exact for c in one.copies)}
 
     def read(self, digests: Sequence[ChainDigest], out: Sequence[LayerTensors]) -> int:
         """Read the longest prefix of *digests* into *out*; return how many chunks. Never raises."""
@@ -446,7 +446,7 @@ class Connector:
             left = terms
             if terms is not None and within is not None:
                 left = replace(terms, deadline_s=max(within.left_s, LEAST_LEFT_S))
-            rest, bounded = digests[first:], Fidelity.bounded
+            rest, bounded = digests[first:], Accuracy.bounded
             return self._get_into(rest, lambda at, of: room(first + at, of), bounded, left)
 
         usable = self._usable(came, allowed, again)
@@ -461,7 +461,7 @@ class Connector:
         self,
         digests: Sequence[ChainDigest],
         room: ChunkRooms,
-        least: Fidelity,
+        least: Accuracy,
         terms: PlanTerms | None,
     ) -> list[Stated]:
         if terms is not None and self.rectangle is None:
@@ -471,7 +471,7 @@ class Connector:
             return list(levelled.stated[: next(iter(levelled.to_compute), len(digests))])
         stated: list[Stated] = []
         self.client.get_into(
-            self._keys(digests), room, min_fidelity=least, stated=stated, rectangle=self.rectangle
+            self._keys(digests), room, min_accuracy=least, stated=stated, rectangle=self.rectangle
         )
         return stated
 

@@ -25,9 +25,9 @@ from kvstore.proto.types import (
     DIGEST_BYTES,
     MIN_CHUNK_TOKENS,
     ROOT,
+    Accuracy,
     ChainDigest,
     ChunkKey,
-    Fidelity,
     LayerGroup,
     LayerKind,
     Model,
@@ -137,7 +137,7 @@ class PageSettings:
             raise InvalidRequestError("kv_heads", self.kv_heads, "give the model's number of them")
         if type(self.reset_on_flush) is not bool:
             raise InvalidRequestError("reset_on_flush", self.reset_on_flush, "give true or false")
-        if least_of(self.accuracy) is not Fidelity.exact:
+        if least_of(self.accuracy) is not Accuracy.exact:
             fix = (
                 "use exact: SGLang does not say behind which page one was computed, so what is "
                 "computed behind a lossy page would be stored as exact"

@@ -77,7 +77,7 @@ from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.proto.blend import GateView
 from kvstore.proto.device import Device
 from kvstore.proto.errors import InvalidRequestError, ModelError
-from kvstore.proto.types import ChunkKey, Fidelity, KVLayout, Stated
+from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, Stated
 
 __all__ = ["Generation", "TransformersConnector", "representation_of"]
 
@@ -238,10 +238,10 @@ class TransformersConnector(Connector):
                 self._made_of[cache] = weights
         return is_still
 
-    def _least(self, accuracy: str | None) -> Fidelity:
-        """Return the least fidelity of what a call reads; *accuracy* None: the connector's."""
+    def _least(self, accuracy: str | None) -> Accuracy:
+        """Return the least accuracy of what a call reads; *accuracy* None: the connector's."""
         least = self.least if accuracy is None else least_of(accuracy)
-        if self._shape.has_ends and least is not Fidelity.exact:
+        if self._shape.has_ends and least is not Accuracy.exact:
             fix = "use exact: of models that keep windows or states no lossy copy is read"
             raise InvalidRequestError("accuracy", accuracy, fix)
         return least
@@ -321,7 +321,7 @@ class TransformersConnector(Connector):
             return lambda index, layout: to_arrays(rooms[0].chunk(index, layout))
 
         def staged(
-            keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Fidelity
+            keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Accuracy
         ) -> Sequence[Stated]:
             assert self._staging is not None
             rooms[:] = rooms or [PrefixRoom(self._shape, spans, self._model.device)]

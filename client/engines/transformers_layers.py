@@ -24,7 +24,7 @@ from kvstore.client.layers import Layer
 from kvstore.client.link_meter import LinkMeter
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto.frame import raw_frame_bytes
-from kvstore.proto.types import EXACT, ChunkKey, Fidelity, KVLayout, Stated, layer_order
+from kvstore.proto.types import EXACT, Accuracy, ChunkKey, KVLayout, Stated, layer_order
 
 UNSEEN_BYTES_PER_S = 1e12
 """What is thought of a link before something came over it: that nothing is to be gained."""
@@ -141,18 +141,18 @@ class LayerLoad:
         rooms: list[LayerTensors] = []
 
         def read(
-            keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Fidelity
+            keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Accuracy
         ) -> Sequence[Stated]:
             self._spans = spans
             sizes = [raw_frame_bytes(self._layout(span)) for span in spans[first:]]
             rooms[:] = rooms or room(spans)
             self._size_bytes, self._began_s = sum(sizes), time.monotonic()
-            is_exact = least is Fidelity.exact
+            is_exact = least is Accuracy.exact
             if is_exact and self._pays() and self._link.layered.acquire(blocking=False):
                 return self._begin(keys, rooms)
             stated: list[Stated] = []
             client = self._connector.client
-            client.get(keys[first:], rooms[first:], min_fidelity=least, stated=stated)
+            client.get(keys[first:], rooms[first:], min_accuracy=least, stated=stated)
             self._link.meter.observe(sum(sizes[: len(stated)]), time.monotonic() - self._began_s)
             self._link.is_doubted &= not stated
             return stated

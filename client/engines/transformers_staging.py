@@ -19,7 +19,7 @@ from kvstore.client.engines.transformers_ends import Nested, PrefixRoom
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.codecs.base import AnyTensors
 from kvstore.proto.device import Device, HostDevice, open_device
-from kvstore.proto.types import ChunkKey, Fidelity, KVLayout, Stated
+from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, Stated
 
 RING_BYTES = 128 << 20
 """Host memory of a ring: as many chunks as fit, or one that is larger."""
@@ -73,7 +73,7 @@ class Staging:
         keys: Sequence[ChunkKey],
         room: PrefixRoom,
         first: int,
-        least: Fidelity,
+        least: Accuracy,
     ) -> list[Stated]:
         """Read the longest run of *keys* from number *first* on into *room*, which has all of
         them, on the device; return what each states.
@@ -95,7 +95,7 @@ class Staging:
         keys: Sequence[ChunkKey],
         room: PrefixRoom,
         first: int,
-        least: Fidelity,
+        least: Accuracy,
     ) -> list[Stated]:
         """Do that for *keys* that the ring has places for; the first is chunk *first* of *room*."""
         ring, _ = self._memory
@@ -106,7 +106,7 @@ class Staging:
             return to_arrays(self._placed(ring[index], wanted[index])[0])
 
         stated: list[Stated] = []
-        client.get_into(keys, place, min_fidelity=least, stated=stated)
+        client.get_into(keys, place, min_accuracy=least, stated=stated)
         for index in range(len(stated)):
             self._to_device(index, wanted[index])
         self._device.current_stream().record().synchronize()

@@ -132,7 +132,7 @@ class VllmScheduler:
         if not keys:
             return 0
         least = self._lookups.allowed(self._lookups.least).least
-        match = self._lookups.client.lookup(keys, min_fidelity=least, wait_ms=self._role.wait_ms)
+        match = self._lookups.client.lookup(keys, min_accuracy=least, wait_ms=self._role.wait_ms)
         worth = self._lookups.worth_loading(match, len(keys) * self._chunk_tokens)
         if worth == match.ready:
             return worth

@@ -43,9 +43,9 @@ from kvstore.proto.keys import chunk_key
 from kvstore.proto.types import (
     DIGEST_BYTES,
     MIN_CHUNK_TOKENS,
+    Accuracy,
     ChainDigest,
     DType,
-    Fidelity,
     LayerGroup,
     LayerKind,
     Model,
@@ -120,7 +120,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         super().__init__(offloading_spec, primary_kv_view, tier_type, *detector)
         settings.pop("module_path", None)  # below 0.28 it is handed on
         stated = VllmSettings.of(settings)
-        if least_of(stated.accuracy) is not Fidelity.exact:
+        if least_of(stated.accuracy) is not Accuracy.exact:
             fix = "use exact: a tier is not told behind which chunk another was computed"
             raise InvalidRequestError("accuracy", stated.accuracy, fix)
         self._rows = np.asarray(primary_kv_view).view(np.uint8)

@@ -28,7 +28,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.keys import chain_digests
 from kvstore.proto.messages import representation_from_message
-from kvstore.proto.types import DIGEST_BYTES, Fidelity, Model
+from kvstore.proto.types import DIGEST_BYTES, Accuracy, Model
 
 MAX_CHUNKS = 1 << 20
 """Chunks that are known; the ones that were heard of longest ago go first."""
@@ -65,7 +65,7 @@ class Places:
         for event in page.events:
             digest = event.key[DIGEST_BYTES:]
             copies = self._held.setdefault(digest, set())
-            if event.fidelity is Fidelity.exact:
+            if event.accuracy is Accuracy.exact:
                 copies.add((node, event.tier))
                 self._held.move_to_end(digest)
             else:  # it left, or is not what a lookup asks for

@@ -14,7 +14,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import messages
 from kvstore.proto.errors import InvalidRequestError, PermissionDeniedError
 from kvstore.proto.keys import keys_of_digests
-from kvstore.proto.messages import as_message, fidelity_of
+from kvstore.proto.messages import accuracy_of, as_message
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Namespace
 from kvstore.server.api.service import Backend
 from kvstore.server.api.validation import require
@@ -259,7 +259,7 @@ class AdminCalls:
         if request.digests:
             limit = max(self._checks.max_batch_chunks, messages.MAX_EXPLAINED)
             keys = keys_of_digests(request.digests, space, limit)
-            found = self._explainer.explain(space, keys, fidelity_of(request.min_fidelity))
+            found = self._explainer.explain(space, keys, accuracy_of(request.min_accuracy))
             reply.hit_chunks = found.hit_chunks
             reasons, room_bytes = map(_reason, found.reasons), messages.MESSAGE_BYTES
             reply.left_out += _fill(reply.chunks, reasons, room_bytes)

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import TypeAlias
 
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.messages import MESSAGE_BYTES, fidelity_of
+from kvstore.proto.messages import MESSAGE_BYTES, accuracy_of
 from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import ChunkKey
 from kvstore.proto.unix_socket import Reach, pack_places
@@ -70,7 +70,7 @@ class GetStream:
         """
         request, session, store, checks = self.request, self.session, self.store, self.checks
         keys = checks.keys(session, request.digests)
-        least = fidelity_of(request.min_fidelity)
+        least = accuracy_of(request.min_accuracy)
         if request.ranges:
             checks.ranges(request.ranges, len(keys))
         skipped, rows = None, request.skip_rows

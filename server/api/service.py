@@ -180,13 +180,13 @@ class DataCalls:
         deadline = self._checks.deadline(request.deadline_ms)
         if request.wait_ms:
             self._store.await_puts(keys, min(deadline, started + request.wait_ms / 1000))
-        least = messages.fidelity_of(request.min_fidelity)
+        least = messages.accuracy_of(request.min_accuracy)
         match = self._store.lookup(
             session,
             keys,
             deadline,
             lease=request.lease and (not request.ranges or "ranged"),
-            min_fidelity=least,
+            min_accuracy=least,
             engine=messages.engine_from_message(request),
         )
         self._requests.note(keys, match.ready, request.prefill.tokens)
@@ -235,7 +235,7 @@ class DataCalls:
         yield from get.messages()
 
     def _leased_places(self, keys: Sequence[ChunkKey], sources: bytes) -> bytes:
-        if any(sources):  # of copies in CPU memory, source 0; others may be of too low fidelity
+        if any(sources):  # of copies in CPU memory, source 0; others may be of too low accuracy
             keys = [key if not at else _NO_KEY for key, at in zip(keys, sources, strict=False)]
         return self._store.moves.tiers.cpu_tier.place_rows(keys[: len(sources)])
 

@@ -183,7 +183,7 @@ class Checks:
             check_tag(tag),
             request.trial,
             self.deadline(request.deadline_ms),
-            messages.fidelity_of(request.min_fidelity),
+            messages.accuracy_of(request.min_accuracy),
             variants or MAX_VARIANTS,
             engine.prefill if engine is not None else None,
         )

@@ -18,10 +18,10 @@ from kvstore.proto.types import (
     DIGEST_BYTES,
     KEY_BYTES,
     ROOT,
+    Accuracy,
     ChainDigest,
     ChunkInfo,
     ChunkKey,
-    Fidelity,
     Namespace,
 )
 from kvstore.server.blending.scores import (
@@ -129,7 +129,7 @@ class Candidate(NamedTuple):
     facts: VariantInfo
     source: int
     size_bytes: int
-    fidelity: Fidelity
+    accuracy: Accuracy
 
 
 class Matches(NamedTuple):
@@ -285,7 +285,7 @@ class ContentIndex:
         self,
         space: Namespace,
         chunks: Sequence[PromptChunk],
-        least: Fidelity,
+        least: Accuracy,
         tiers: Sequence[str | None],
         *,
         approximate: bool,
@@ -309,7 +309,7 @@ class ContentIndex:
             facts = facts or self.facts(key)
             if facts is None:  # its frame is not read yet
                 facts = VariantInfo(key, info.parent, index.tokens(row), 0, 0.0, -1.0, 0, ())
-            return Candidate(facts, source, info.size_bytes, info.fidelity)
+            return Candidate(facts, source, info.size_bytes, info.accuracy)
 
         found = []
         for start in range(0, len(chunks), CHUNKS_AT_ONCE):

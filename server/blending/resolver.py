@@ -23,9 +23,9 @@ from kvstore.proto.plans import PrefillModel
 from kvstore.proto.types import (
     DIGEST_BYTES,
     ROOT,
+    Accuracy,
     ChainDigest,
     ChunkKey,
-    Fidelity,
     LayerKind,
     layer_order,
 )
@@ -138,7 +138,7 @@ class VariantChoice:
         load_ms = 1e3 * slot.load_s(one.size_bytes)
         variant = Variant(
             ChainDigest(facts.key[DIGEST_BYTES:]), facts.parent, position, slot.name,
-            load_ms, one.size_bytes, one.fidelity,
+            load_ms, one.size_bytes, one.accuracy,
             impact, overlap, overhead, facts.deviation, facts.reports,
         )  # fmt: skip
         return _Scored(variant, facts.is_measured)
@@ -170,7 +170,7 @@ class Question:
     tag: str
     is_trial: bool
     deadline: float
-    least: Fidelity
+    least: Accuracy
     max_variants: int
     prefill: PrefillModel | None
 
@@ -197,7 +197,7 @@ class Blending:
     def __init__(
         self,
         moves: Moves,
-        count_ready: Callable[[Session, Sequence[ChunkKey], float, Fidelity], int],
+        count_ready: Callable[[Session, Sequence[ChunkKey], float, Accuracy], int],
         lease_ttl_ms: int,
         gates: Gates,
         contents: int,

@@ -344,7 +344,7 @@ class Peers:
         for peer, infos in self.query(wanted, until).items():
             for info in infos:
                 first, peers = found.get(info.key, (info, ()))
-                if first.layout == info.layout and first.fidelity is info.fidelity:
+                if first.layout == info.layout and first.accuracy is info.accuracy:
                     found[info.key] = PeerChunk(first, (*peers, peer))
         self._counters.add("peer_found_chunks", len(found))
         return found

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvstore.proto.errors import QuotaExceededError
 from kvstore.proto.key_table import NO_ROW
 from kvstore.proto.plans import Hints
-from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, KVLayout, Namespace
+from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChunkInfo, ChunkKey, KVLayout, Namespace
 from kvstore.server.eviction.access_history import MAX_CHUNKS, SavedHistory
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
 from kvstore.server.index.access_log import CatalogListener, CatalogState, Lookup, Stored
@@ -182,7 +182,7 @@ class Catalog:
         with self._lock:
             return self._index.copies(self._index.row(key))
 
-    def holders(self, key: ChunkKey, least: Fidelity = Fidelity.none) -> list[str]:
+    def holders(self, key: ChunkKey, least: Accuracy = Accuracy.approximate) -> list[str]:
         """Return the tiers with such a copy of the chunk, in less time than ``copies``."""
         with self._lock:
             return self._index.holders(self._index.find(key), least)
@@ -243,13 +243,13 @@ class Catalog:
     def match(
         self,
         keys: Sequence[ChunkKey],
-        min_fidelity: Fidelity,
+        min_accuracy: Accuracy,
         tiers: Sequence[str | None],
         lease: LeaseTerms | None = None,
         *,
         again: bool = False,
     ) -> PrefixMatch:
-        """Find the longest prefix with copies of *min_fidelity* on *tiers*, the best named first.
+        """Find the longest prefix with copies of *min_accuracy* on *tiers*, the best named first.
 
         None stands for a tier that is not to be read. Touches all chunks that any tier has,
         unless it is the same lookup *again*. With *lease* what was found is leased. Raises
@@ -259,7 +259,7 @@ class Catalog:
         with self._lock:
             now_s = self._clock()
             known = index.known_prefix(keys)
-            rows = index.readable(hints.unexpired(known, now_s), min_fidelity)
+            rows = index.readable(hints.unexpired(known, now_s), min_accuracy)
             if not again:
                 np.frombuffer(index.hits, np.uint32)[rows] += 1
             self._access_log.note(Lookup(known, keys, now_s, again))
@@ -269,20 +269,20 @@ class Catalog:
             if len(known) > len(rows):
                 evicted = int(np.frombuffer(index.evicted.here, np.uint8)[known[len(rows) :]].sum())
             has_ends = bool(keys) and keys[0][:DIGEST_BYTES] in index.needs
-            sources, sizes = self._choose(rows, min_fidelity, tiers)
+            sources, sizes = self._choose(rows, min_accuracy, tiers)
             if lease is not None and len(sources):
                 lease_id = self._holds.lease(keys[: len(sources)], lease, now_s).lease_id
         self.state.news.set()
         shared = len(known) if has_ends else 0
         return PrefixMatch(len(rows), pending, sources, sizes, lease_id, evicted, shared)
 
-    def held(self, tier: str, keys: Sequence[ChunkKey], least: Fidelity) -> NDArray[np.bool_]:
+    def held(self, tier: str, keys: Sequence[ChunkKey], least: Accuracy) -> NDArray[np.bool_]:
         """Return which of the known prefix of *keys* *tier* has at *least*."""
         with self._lock:
             rows = self._index.readable(self._index.prefix(keys), least)
             return self._index.sizes(tier, rows, least)[0]
 
-    def read_plan(self, keys: Sequence[ChunkKey], least: Fidelity) -> list[list[str]]:
+    def read_plan(self, keys: Sequence[ChunkKey], least: Accuracy) -> list[list[str]]:
         """Return, for each of leased *keys*, the tiers with such a copy of it now."""
         index = self._index
         with self._lock:
@@ -300,7 +300,7 @@ class Catalog:
         return len(beside) if any(is_coming(keys[at]) for at in beside) else 0
 
     def _choose(
-        self, rows: Rows, least: Fidelity, tiers: Sequence[str | None]
+        self, rows: Rows, least: Accuracy, tiers: Sequence[str | None]
     ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """Return the first of *tiers* that has each chunk, and its bytes, up to one without."""
         sources = np.zeros(len(rows), np.uint8)
@@ -322,7 +322,7 @@ class Catalog:
         with self._lock:
             now_s = self._clock()
             rows = self._metadata.hints.unexpired(self._index.prefix(keys), now_s)
-            known = len(self._index.readable(rows, Fidelity.none))
+            known = len(self._index.readable(rows, Accuracy.approximate))
             return self._holds.lease(keys[:known], terms, now_s), known
 
     def release(self, lease_id: int, session_id: int) -> bool:

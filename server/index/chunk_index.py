@@ -21,10 +21,10 @@ from kvstore.proto.key_table import NO_ROW, KeyTable, spare_rows
 from kvstore.proto.types import (
     DIGEST_BYTES,
     ROOT,
+    Accuracy,
     ChainDigest,
     ChunkInfo,
     ChunkKey,
-    Fidelity,
     KVLayout,
     LayerGroup,
     LayerKind,
@@ -114,11 +114,11 @@ class EvictedEntries:
 
 
 class CopyColumns(NamedTuple):
-    """The copies on one tier; ``fidelities`` are one more than the copy's, 0 for no copy."""
+    """The copies on one tier; ``accuracies`` are one more than the copy's, 0 for no copy."""
 
     sizes: array[int]
     codecs: array[int]
-    fidelities: array[int]
+    accuracies: array[int]
 
 
 MAX_TIERS = 8
@@ -222,10 +222,10 @@ class ChunkIndex:
         if not self._holders[rows[0]]:
             self._describe(rows, infos)
         bit = 1 << self.tiers.index(tier)
-        sizes, codecs, fidelities = self._copies[tier]
+        sizes, codecs, accuracies = self._copies[tier]
         for row, info in zip(rows, infos, strict=True):
             sizes[row], codecs[row] = info.size_bytes, info.codec_id
-            fidelities[row] = info.fidelity + 1
+            accuracies[row] = info.accuracy + 1
             self._holders[row] |= bit
         return rows
 
@@ -281,9 +281,9 @@ class ChunkIndex:
 
     def discard(self, tier: str, row: int) -> bool:
         """Forget the copy on *tier*. Return whether there was one; a row may go with its last."""
-        if not self._copies[tier].fidelities[row]:
+        if not self._copies[tier].accuracies[row]:
             return False
-        self._copies[tier].fidelities[row] = 0
+        self._copies[tier].accuracies[row] = 0
         self._holders[row] ^= 1 << self.tiers.index(tier)
         if not self._holders[row]:
             self._count -= 1
@@ -375,9 +375,9 @@ class ChunkIndex:
         """Return the size of the frame on the first tier that has it, which there must be."""
         return self.size_bytes(self.holders(row)[0], row)
 
-    def holders(self, row: int, least: Fidelity = Fidelity.none) -> list[str]:
+    def holders(self, row: int, least: Accuracy = Accuracy.approximate) -> list[str]:
         """Return the tiers that hold the row's chunk, at *least* so true, in the index's order."""
-        return [tier for tier, one in self._copies.items() if one.fidelities[row] > least]
+        return [tier for tier, one in self._copies.items() if one.accuracies[row] > least]
 
     def info(self, tier: str, row: int) -> ChunkInfo:
         """Return the description of the copy on *tier*, which there must be."""
@@ -388,7 +388,7 @@ class ChunkIndex:
         assert layout is not None, "a chunk with a copy has a layout"
         return ChunkInfo(
             self.key(row), parent, layout, copies.codecs[row], copies.sizes[row],
-            Fidelity(copies.fidelities[row] - 1), self._flops[row],
+            Accuracy(copies.accuracies[row] - 1), self._flops[row],
         )  # fmt: skip
 
     def copies(self, row: int) -> dict[str, ChunkInfo]:
@@ -402,11 +402,11 @@ class ChunkIndex:
         known = here | np.frombuffer(self.evicted.here, np.uint8)[rows]
         return rows if known.all() else rows[: int(known.argmin())]
 
-    def readable(self, rows: Rows, least: Fidelity = Fidelity.exact) -> Rows:
+    def readable(self, rows: Rows, least: Accuracy = Accuracy.exact) -> Rows:
         """Return the prefix of *rows* with copies of *least*, after which a model can go on."""
         fit = np.zeros(len(rows), np.bool_)
         for copies in self._copies.values():
-            fit |= np.frombuffer(copies.fidelities, np.uint8)[rows] > least
+            fit |= np.frombuffer(copies.accuracies, np.uint8)[rows] > least
         rows = rows if fit.all() else rows[: int(fit.argmin())]
         return self.usable(rows) if self.needs else rows
 
@@ -431,11 +431,11 @@ class ChunkIndex:
         return bool(ResumeRequirements.of_layout(layout).flags() & ~self._ends[row])
 
     def sizes(
-        self, tier: str, rows: Rows, least: Fidelity
+        self, tier: str, rows: Rows, least: Accuracy
     ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
         """Return which chunks *tier* has a copy of at *least*, and how large each is."""
         copies = self._copies[tier]
-        held = np.frombuffer(copies.fidelities, np.uint8)[rows] > least
+        held = np.frombuffer(copies.accuracies, np.uint8)[rows] > least
         return held, np.frombuffer(copies.sizes, np.int64)[rows]
 
     def keys_starting(self, start: bytes) -> NDArray[np.void]:

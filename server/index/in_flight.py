@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
+from kvstore.proto.types import Accuracy, ChunkKey, KVLayout
 from kvstore.server.index.access_log import CatalogState
 from kvstore.server.index.hints import NEVER
 
@@ -45,7 +45,7 @@ class InFlightPuts:
             row = index.row(key)
             if row and layout is not None and index.is_less_complete(row, layout):
                 return False
-            if row and index.holders(row, Fidelity.exact):
+            if row and index.holders(row, Accuracy.exact):
                 if hints.is_expired(row, self._state.clock()):
                     hints.set_expiry(row, NEVER)
                 self._forget(key)

@@ -13,7 +13,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Namespace
+from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChunkInfo, ChunkKey, Namespace
 from kvstore.server.index.access_log import CatalogState
 from kvstore.server.index.in_flight import InFlightPuts
 from kvstore.server.telemetry.events import Event
@@ -191,7 +191,7 @@ class CatalogQueries:
             all_hits = self._state.metadata.history.hits
             rows = rows[rows < len(all_hits)]
             hits = np.frombuffer(all_hits, np.uint8)[rows]  # a copy: what is viewed cannot grow
-            held, _ = self._index.sizes(tier, rows, Fidelity.none)
+            held, _ = self._index.sizes(tier, rows, Accuracy.approximate)
             again = ~held & (hits > 1)
             return [keys[at] for at in np.flatnonzero(again).tolist()]
 
@@ -204,7 +204,7 @@ class CatalogQueries:
                 if space is None or index.key(at)[:DIGEST_BYTES] == space:
                     for tier, info in index.copies(at).items():
                         tokens = info.layout.tokens
-                        found.append(Event(info.key, tier, tokens, info.parent, info.fidelity))
+                        found.append(Event(info.key, tier, tokens, info.parent, info.accuracy))
             return found, after
 
     def only_on(self, *tiers: str) -> list[ChunkKey]:

@@ -20,7 +20,7 @@ from kvstore.codecs.base import CODECS, codec_by_name
 from kvstore.codecs.base import REPLACED as REPLACED_CODECS
 from kvstore.proto.errors import UnknownCodecError
 from kvstore.proto.plans import MAX_CATEGORY_CHARS
-from kvstore.proto.types import POLICIES, Fidelity, policy_instead_of
+from kvstore.proto.types import POLICIES, Accuracy, policy_instead_of
 from kvstore.server.settings.loading import user_folder
 from kvstore.server.settings.values import (
     BUCKETS,
@@ -184,21 +184,21 @@ def is_auto(name: str) -> bool:
     return name.partition(":")[0] == AUTO
 
 
-def auto_fidelity(name: str) -> Fidelity:
-    """Return the least that ``auto`` or ``auto:FIDELITY`` may choose. Raises ValueError."""
+def auto_accuracy(name: str) -> Accuracy:
+    """Return the least that ``auto`` or ``auto:ACCURACY`` may choose. Raises ValueError."""
     _, colon, least = name.partition(":")
     if not colon:
-        return Fidelity.exact
-    if least not in Fidelity.__members__:
-        raise ValueError(f"give {AUTO}, or {AUTO}:bounded or {AUTO}:none to allow a loss")
-    return Fidelity[least]
+        return Accuracy.exact
+    if least not in Accuracy.__members__:
+        raise ValueError(f"give {AUTO}, or {AUTO}:bounded or {AUTO}:approximate to allow a loss")
+    return Accuracy[least]
 
 
 def checked_codec(name: object) -> str:
     """Return *name* if it is a codec, with or without its terms. Raises ValueError."""
     name = str(name)
     if is_auto(name):
-        auto_fidelity(name)
+        auto_accuracy(name)
         return name
     plain, colon, terms = name.partition(":")
     if plain in REPLACED_CODECS:

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from kvstore.proto.errors import printable
 from kvstore.proto.messages import REFUSED
-from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Match, Namespace
+from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChunkInfo, ChunkKey, Match, Namespace
 from kvstore.server.index.known_models import FieldDifference, ModelNamespace, nearest
 from kvstore.server.index.queries import ChunkStatus
 from kvstore.server.security.sessions import Session
@@ -45,7 +45,7 @@ class ChunkFacts(NamedTuple):
     """What was known of one chunk at ``at_s``. ``down``: tiers with it, left alone, and why."""
 
     key: ChunkKey
-    least: Fidelity
+    least: Accuracy
     at_s: float
     seen: ChunkStatus
     outcome: Outcome | None
@@ -140,7 +140,7 @@ class Explainer:
             return list(reversed(self._reports.values()))
 
     def record_lookup(
-        self, session: Session, keys: Sequence[ChunkKey], match: Match, least: Fidelity
+        self, session: Session, keys: Sequence[ChunkKey], match: Match, least: Accuracy
     ) -> None:
         """Record a lookup that found less than it asked for; its reason is made when it is read."""
         if match.ready < len(keys):
@@ -150,7 +150,7 @@ class Explainer:
                 self._misses.append(miss)
 
     def explain(
-        self, space: Namespace, keys: Sequence[ChunkKey], least: Fidelity = Fidelity.exact
+        self, space: Namespace, keys: Sequence[ChunkKey], least: Accuracy = Accuracy.exact
     ) -> Explanation:
         """Say of each of a prompt's chunks, all of *space*, why it is a hit or none."""
         asked, others = self.spaces.of(space), list[Differing]()
@@ -186,7 +186,7 @@ class Explainer:
             return found
         return found._replace(text=f"{found.text}; stored since")
 
-    def facts(self, key: ChunkKey, least: Fidelity = Fidelity.exact) -> ChunkFacts:
+    def facts(self, key: ChunkKey, least: Accuracy = Accuracy.exact) -> ChunkFacts:
         """Return what is known of a chunk now, in some microseconds."""
         seen = self._catalog.queries.status(key)
         outcome = None if seen.copies else self._catalog.outcomes.of(key)
@@ -203,7 +203,7 @@ class Explainer:
         copies = tuple((name, seen.copies[name]) for name in self._slots if name in seen.copies)
         if seen.is_expired:
             return Reason(key, "expired", "its time to live is up; put it again", copies)
-        fit = [name for name, info in copies if info.fidelity >= facts.least]
+        fit = [name for name, info in copies if info.accuracy >= facts.least]
         up = [name for name in fit if name not in facts.down]
         if up:
             return Reason(key, "ready", f"on {up[0]}", copies)
@@ -211,8 +211,8 @@ class Explainer:
             text = f"on {fit[0]}, which is left alone: {facts.down[fit[0]]}"
             return Reason(key, "tier_down", text, copies)
         if copies:
-            best, least = max(info.fidelity for _, info in copies).name, facts.least.name
-            text = f"only copies of fidelity {best} are left, and {least} was asked for"
+            best, least = max(info.accuracy for _, info in copies).name, facts.least.name
+            text = f"only copies of accuracy {best} are left, and {least} was asked for"
             return Reason(key, "lossy", text, copies)
         if seen.is_pending:
             return Reason(key, "pending", "it is being put")

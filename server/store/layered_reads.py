@@ -101,8 +101,8 @@ class StreamingLoad:
             header = parse_header(self.frame[:size])
         except InvalidFrameError as error:
             raise ChunkCorruptError(stored.key, str(error)) from None
-        if (header.key, header.layout, header.codec_id, header.frame_bytes, header.fidelity) != (
-            stored.key, stored.layout, stored.codec_id, stored.size_bytes, stored.fidelity,
+        if (header.key, header.layout, header.codec_id, header.frame_bytes, header.accuracy) != (
+            stored.key, stored.layout, stored.codec_id, stored.size_bytes, stored.accuracy,
         ) or header.levels:  # fmt: skip
             raise ChunkCorruptError(stored.key, f"its place holds chunk {header.key.hex()}")
         self.header = header
@@ -210,7 +210,7 @@ class LayerwiseRead:
         """Start what brings the header of *key* in reach; None when nothing can."""
         moves = self._moves
         copies = moves.catalog.copies(key)
-        fit = [name for name, copy in copies.items() if copy.fidelity >= self._least]
+        fit = [name for name, copy in copies.items() if copy.accuracy >= self._least]
         slot = next(iter(moves.nearest(key, fit)), None)
         if slot is None:
             return None
@@ -238,7 +238,7 @@ class LayerwiseRead:
                 return False
             source.header, source.frame = parse_header(frame), frame
         header = source.header  # of one too lossy, or without what is of its end, nothing is read
-        return header.fidelity >= self._least and header.layout.segment_count == len(self._order)
+        return header.accuracy >= self._least and header.layout.segment_count == len(self._order)
 
     # --- segments
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.plans import EngineTerms, LoadPlan
-from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Match
+from kvstore.proto.types import Accuracy, ChunkInfo, ChunkKey, Match
 from kvstore.server.index.catalog import PrefixMatch
 from kvstore.server.index.holds import LeaseTerms
 from kvstore.server.security.sessions import Session
@@ -85,7 +85,7 @@ class Lookup:
         deadline: float,
         *,
         lease: bool | Literal["ranged"],
-        min_fidelity: Fidelity = Fidelity.exact,
+        min_accuracy: Accuracy = Accuracy.exact,
         engine: EngineTerms | None = None,
     ) -> Match:
         """Find the longest prefix of *keys* that can be read. With *lease* it is leased, with
@@ -93,11 +93,11 @@ class Lookup:
         """
         terms = LeaseTerms(session.session_id, self._lease_ttl_ms / 1000) if lease else None
         if self._shared or self._peers is not None:
-            found = self._match(keys, min_fidelity)
-            found = self._with_shared(keys, min_fidelity, found, deadline)
+            found = self._match(keys, min_accuracy)
+            found = self._with_shared(keys, min_accuracy, found, deadline)
             lease_id, ready = self._grant(keys[: len(found.sources)], terms)
         else:
-            found = self._match(keys, min_fidelity, terms)
+            found = self._match(keys, min_accuracy, terms)
             lease_id, ready = found.lease_id, len(found.sources)
         self._counters.add("lookups")
         self._counters.add("lookup_chunks", len(keys))
@@ -139,10 +139,10 @@ class Lookup:
         )
 
     def ready(
-        self, session: Session, keys: Sequence[ChunkKey], deadline: float, least: Fidelity
+        self, session: Session, keys: Sequence[ChunkKey], deadline: float, least: Accuracy
     ) -> int:
         """Return how many chunks from the first on can be read; nothing is leased."""
-        return self.lookup(session, keys, deadline, lease=False, min_fidelity=least).ready
+        return self.lookup(session, keys, deadline, lease=False, min_accuracy=least).ready
 
     def _plan(
         self, keys: Sequence[ChunkKey], load_s: Seconds, decode_s: Seconds, engine: EngineTerms
@@ -158,13 +158,13 @@ class Lookup:
     def _match(
         self,
         keys: Sequence[ChunkKey],
-        min_fidelity: Fidelity,
+        min_accuracy: Accuracy,
         lease: LeaseTerms | None = None,
         *,
         again: bool = False,
     ) -> PrefixMatch:
         in_use = [None if slot.breaker.is_open else slot.name for slot in self._sources]
-        return self._catalog.match(keys, min_fidelity, in_use, lease, again=again)
+        return self._catalog.match(keys, min_accuracy, in_use, lease, again=again)
 
     def _grant(self, keys: Sequence[ChunkKey], terms: LeaseTerms | None) -> tuple[int, int]:
         if terms is None or not keys:
@@ -175,7 +175,7 @@ class Lookup:
         return lease.lease_id if known else 0, known
 
     def _with_shared(
-        self, keys: Sequence[ChunkKey], min_fidelity: Fidelity, found: PrefixMatch, deadline: float
+        self, keys: Sequence[ChunkKey], min_accuracy: Accuracy, found: PrefixMatch, deadline: float
     ) -> PrefixMatch:
         """Query shared tiers how the chain goes on: a few chunks, then all if they are there.
 
@@ -192,7 +192,7 @@ class Lookup:
             peer_keys = keys[found.known :] if count == PROBE_CHUNKS else ()
             news, all_answered = self.query_shared(keys[found.known : end], deadline, peer_keys)
             if news:
-                found = self._match(keys, min_fidelity, again=True)
+                found = self._match(keys, min_accuracy, again=True)
             if found.first_missing < end:
                 if all_answered:
                     until = self._moves.clock() + NEGATIVE_TTL_S

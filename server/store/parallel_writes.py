@@ -32,7 +32,7 @@ from kvstore.proto.frame import (
     stated_header_bytes,
 )
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, PutOutcome, Shard
+from kvstore.proto.types import Accuracy, ChunkInfo, ChunkKey, PutOutcome, Shard
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reservations import PutResult, PutTicket, Reservations
 
@@ -369,6 +369,6 @@ def _read_header(ticket: PartTicket, frame: Bytes) -> FrameHeader:
         raise InvalidRequestError(
             "representation", header.representation.hex(), "the frame is of another model's KV"
         )
-    if header.codec_id or header.fidelity is not Fidelity.exact or header.flags & FLAG_RESTORED:
+    if header.codec_id or header.accuracy is not Accuracy.exact or header.flags & FLAG_RESTORED:
         raise InvalidRequestError("codec", header.codec_id, "rectangles are put raw")
     return header

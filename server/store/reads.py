@@ -25,7 +25,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnknownCodecError,
 )
-from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
+from kvstore.proto.types import Accuracy, ChunkInfo, ChunkKey
 from kvstore.proto.unix_socket import PLACE_ROW, Place, Reach
 from kvstore.server.security.sessions import Session
 from kvstore.server.tiering.admission import PromoteOnSecondHit, remember
@@ -76,7 +76,7 @@ class ReadTerms:
 
     session: Session
     deadline: float
-    least: Fidelity = Fidelity.exact
+    least: Accuracy = Accuracy.exact
     reach: Collection[Reach] = NO_REACH
     peers: Collection[int] = ()
 
@@ -241,7 +241,7 @@ class Reads:
     def _read_ahead(self, keys: Sequence[ChunkKey]) -> None:
         """Let media that can use that know what of the chain is read next; wait for nothing."""
         cpu = self._tiers.cpu.name
-        plan = self._catalog.read_plan(keys, Fidelity.none)
+        plan = self._catalog.read_plan(keys, Accuracy.approximate)
         for slot in self._ahead:
             held = zip(keys, plan, strict=True)
             ahead = [key for key, names in held if slot.name in names and cpu not in names]
@@ -356,7 +356,7 @@ class Reads:
                 return self._found(index, key, loads.terms) if is_here else None
             try:
                 loads.wait(ticket)
-                # A copy of too low fidelity has the chunk's place in CPU memory.
+                # A copy of too low accuracy has the chunk's place in CPU memory.
                 if cpu in holders_of(key) and cpu not in holders_of(key, loads.terms.least):
                     with self._lock:
                         remember(self._due, key, (loads.terms.session.tenant, name), MAX_DUE)
@@ -469,7 +469,7 @@ class Reads:
         fit = [
             (name, info)
             for name, info in self._catalog.copies(key).items()
-            if info.fidelity >= terms.least and not self._tiers.slots[name].breaker.is_open
+            if info.accuracy >= terms.least and not self._tiers.slots[name].breaker.is_open
         ]
         return min(fit, key=_levels_then_size, default=("", None))
 

@@ -12,7 +12,7 @@ from kvstore.proto.buffers import Bytes, copy_bytes
 from kvstore.proto.errors import KVStoreError, TierFullError
 from kvstore.proto.frame import FrameHeader, FrameWriter
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, KVLayout, LayerKind, PutOutcome
+from kvstore.proto.types import Accuracy, ChunkInfo, ChunkKey, KVLayout, LayerKind, PutOutcome
 from kvstore.server.index.hints import PutInfo
 from kvstore.server.security.sessions import Session
 from kvstore.server.telemetry.events import Fate
@@ -160,7 +160,7 @@ class Reservations:
 
     def has(self, key: ChunkKey) -> bool:
         """Whether an exact copy of the chunk is there."""
-        return bool(self._catalog.holders(key, Fidelity.exact))
+        return bool(self._catalog.holders(key, Accuracy.exact))
 
     def refuse(self, key: ChunkKey, reason: str) -> PutResult:
         """Count and record that a chunk is not taken; return the answer."""
@@ -273,6 +273,6 @@ def trimmed(header: FrameHeader, frame: Bytes, layout: KVLayout) -> tuple[FrameH
             copy_bytes(writer.reserve(len(data)), data)
             writer.commit(len(data), int(row["checksum"]))
     fresh = writer.finish(
-        header.codec_id, header.codec_revision, header.fidelity, header.error_bound, header.asset
+        header.codec_id, header.codec_revision, header.accuracy, header.error_bound, header.asset
     )
     return fresh, out[: fresh.frame_bytes]

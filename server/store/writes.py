@@ -19,7 +19,7 @@ from kvstore.proto.errors import (
 from kvstore.proto.frame import FLAG_RESTORED, FrameHeader, check_frame, copy_frame
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.types import ChunkInfo, Fidelity
+from kvstore.proto.types import Accuracy, ChunkInfo
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.parallel_writes import ChunkPart, ParallelWrites, PartTicket
 from kvstore.server.store.reservations import PutResult, PutTicket, Reservations
@@ -223,7 +223,7 @@ def check_put(header: FrameHeader, info: ChunkInfo, session: Session) -> None:
         raise InvalidRequestError(
             "frame", header.key.hex(), "its layout or parent is not what was reserved"
         )
-    if header.flags & FLAG_RESTORED or header.fidelity is not Fidelity.exact:
+    if header.flags & FLAG_RESTORED or header.accuracy is not Accuracy.exact:
         raise InvalidRequestError(
-            "fidelity", header.fidelity.name, "restored or lossy KV is never stored as an original"
+            "accuracy", header.accuracy.name, "restored or lossy KV is never stored as an original"
         )

@@ -19,17 +19,17 @@ from typing import NamedTuple
 from kvstore.proto.types import (
     DIGEST_BYTES,
     ROOT,
+    Accuracy,
     ChainDigest,
     ChunkInfo,
     ChunkKey,
-    Fidelity,
     Namespace,
 )
 
 _ROW = Struct("<32s16sqqIBB")
-"""Key, parent, number, own number, tokens, number of the tier, fidelity."""
+"""Key, parent, number, own number, tokens, number of the tier, accuracy."""
 
-_FIDELITIES = {fidelity.value: fidelity for fidelity in Fidelity}
+_ACCURACIES = {accuracy.value: accuracy for accuracy in Accuracy}
 
 
 class Event(NamedTuple):
@@ -43,7 +43,7 @@ class Event(NamedTuple):
     tier: str
     tokens: int = 0
     parent: ChainDigest = ROOT
-    fidelity: Fidelity = Fidelity.none
+    accuracy: Accuracy = Accuracy.approximate
     number: int = 0
     own: int = 0
 
@@ -111,14 +111,14 @@ class EventLog:
     def stored(self, tier: str, infos: Sequence[ChunkInfo], put_info: object = None) -> None:
         """Copies became visible on *tier*."""
         for info in infos:
-            self._note(tier, info.key, info.layout.tokens, info.parent, info.fidelity)
+            self._note(tier, info.key, info.layout.tokens, info.parent, info.accuracy)
 
     def removed(self, tier: str, key: ChunkKey, *, is_last: bool) -> None:
         """A copy is gone from *tier*."""
-        self._note(tier, key, 0, ROOT, Fidelity.none)
+        self._note(tier, key, 0, ROOT, Accuracy.approximate)
 
     def _note(
-        self, tier: str, key: ChunkKey, tokens: int, parent: ChainDigest, fidelity: Fidelity
+        self, tier: str, key: ChunkKey, tokens: int, parent: ChainDigest, accuracy: Accuracy
     ) -> None:
         where = self.tiers.get(tier)
         if where is None:
@@ -130,16 +130,16 @@ class EventLog:
             self._counts.popitem(last=False)
             self._least = number
         at = number % self._size * _ROW.size
-        _ROW.pack_into(self._rows, at, key, parent, number, own, tokens, where, fidelity)
+        _ROW.pack_into(self._rows, at, key, parent, number, own, tokens, where, accuracy)
         self.last = number
 
     def get(self, number: int) -> Event | None:
         """Return the event of *number*; None when another is in its place, or none was there."""
         row = _ROW.unpack_from(self._rows, number % self._size * _ROW.size)
-        key, parent, found, own, tokens, tier, fidelity = row
+        key, parent, found, own, tokens, tier, accuracy = row
         if found != number or not found:  # a row that was never written has number 0
             return None
-        return Event(key, self._names[tier], tokens, parent, _FIDELITIES[fidelity], number, own)
+        return Event(key, self._names[tier], tokens, parent, _ACCURACIES[accuracy], number, own)
 
     def count(self, space: Namespace | None) -> int:
         """Return the own number of the latest event of *space*; of all without one."""

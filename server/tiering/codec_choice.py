@@ -13,15 +13,15 @@ from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.speed import CodecSpeed, Sample, make_sample, measure
 from kvstore.proto.errors import KVStoreError, TierFullError, TierUnavailableError
 from kvstore.proto.frame import raw_frame_bytes
-from kvstore.proto.types import KEY_BYTES, ChunkInfo, ChunkKey, Fidelity
-from kvstore.server.settings.rules import auto_fidelity, is_auto
+from kvstore.proto.types import KEY_BYTES, Accuracy, ChunkInfo, ChunkKey
+from kvstore.server.settings.rules import auto_accuracy, is_auto
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_slot import LOSSLESS, TierCodec, TierSlot
 from kvstore.tiers.base import DEFAULT_TENANT
 
 
 def choose_codec(
-    candidates: Iterable[CodecSpeed], link_bytes_per_s: float, least: Fidelity
+    candidates: Iterable[CodecSpeed], link_bytes_per_s: float, least: Accuracy
 ) -> CodecSpeed | None:
     """Return the codec that loads fastest over the link; None where raw frames do.
 
@@ -29,7 +29,7 @@ def choose_codec(
     that is fastest when decoding runs beside the next load, and of equals the smaller.
     """
     link = link_bytes_per_s
-    fit = [c for c in candidates if c.fidelity >= least and link < c.break_even_bytes_per_s]
+    fit = [c for c in candidates if c.accuracy >= least and link < c.break_even_bytes_per_s]
     return max(fit, key=lambda c: (c.load_bytes_per_s(link_bytes_per_s), c.ratio), default=None)
 
 
@@ -43,7 +43,7 @@ QUEUE = "codec"
 logger = structlog.get_logger(__name__)
 
 
-def auto_codec(moves: Moves, slot: TierSlot, least: Fidelity, probe: ChunkKey) -> bool:
+def auto_codec(moves: Moves, slot: TierSlot, least: Accuracy, probe: ChunkKey) -> bool:
     """Measure, choose a codec for *slot* that loses no more than *least*, and use it.
 
     *probe* names a chunk that nobody else can name. Raises nothing: what fails leaves what was.
@@ -83,10 +83,10 @@ def _link_bytes_per_s(moves: Moves, slot: TierSlot, info: ChunkInfo) -> float:
     return fastest
 
 
-def candidates(least: Fidelity) -> list[str]:
+def candidates(least: Accuracy) -> list[str]:
     """Return the names of AUTO_CODECS that this process has and that lose no more than *least*."""
     here = [name for name in AUTO_CODECS if name in CODECS]
-    return [name for name in here if CODECS.load(name).fidelity >= least]
+    return [name for name in here if CODECS.load(name).accuracy >= least]
 
 
 def measure_codecs(
@@ -123,6 +123,6 @@ def begin_choices(
         work: Callable[[], bool] = partial(_warm_up, slot.encoder, moves.clock)
         if is_auto(name):
             probe = ChunkKey(random_bytes(KEY_BYTES))  # of a namespace that no session has
-            work = partial(auto_codec, moves, slot, auto_fidelity(name), probe)
+            work = partial(auto_codec, moves, slot, auto_accuracy(name), probe)
         if name != "raw":
             moves.work_queue.submit(QUEUE, slot.name.encode(), work)

@@ -17,7 +17,7 @@ from kvstore.proto.errors import (
     TierFullError,
     TierUnavailableError,
 )
-from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
+from kvstore.proto.types import Accuracy, ChunkInfo, ChunkKey
 from kvstore.server.index.eviction_state import EVERYBODY, Wanted
 from kvstore.server.telemetry.events import Fate
 from kvstore.server.tiering.admission import Trigger
@@ -180,10 +180,10 @@ class Eviction:
         lower = self._tiers.below(slot)
         tenant = slot.tier.tenant_of(key)
         targets = [t for t in lower if t is self._tiers.cpu or not t.breaker.is_open]
-        least = Fidelity.none
-        if slot.name in self._catalog.holders(key, Fidelity.exact):
-            exact = [t for t in targets if self.fidelity_on(t, key, tenant) is Fidelity.exact]
-            targets, least = exact or targets, Fidelity.exact if exact else least
+        least = Accuracy.approximate
+        if slot.name in self._catalog.holders(key, Accuracy.exact):
+            exact = [t for t in targets if self.accuracy_on(t, key, tenant) is Accuracy.exact]
+            targets, least = exact or targets, Accuracy.exact if exact else least
         held = self._catalog.holders(key, least)
         if targets:
             self._placement.evicting(slot, key, targets[0])
@@ -198,10 +198,10 @@ class Eviction:
         self._counters.add("unworthy_copies")
         return None
 
-    def fidelity_on(self, target: TierSlot, key: ChunkKey, tenant: str) -> Fidelity:
+    def accuracy_on(self, target: TierSlot, key: ChunkKey, tenant: str) -> Accuracy:
         """Return what *target* keeps of an exact *key*: what prompts share stays exact."""
-        kept = target.encoder.of_tenant(tenant).fidelity
-        return Fidelity.exact if self._catalog.is_common(key) else kept
+        kept = target.encoder.of_tenant(tenant).accuracy
+        return Accuracy.exact if self._catalog.is_common(key) else kept
 
     def _drop_victim(
         self, slot: TierSlot, key: ChunkKey, ticket: Ticket | None, deadline: float
@@ -215,7 +215,9 @@ class Eviction:
                     raise
                 # Counted where it failed; the victim has to go all the same.
                 why = str(error)
-        holders, exact = (self._catalog.holders(key, f) for f in (Fidelity.none, Fidelity.exact))
+        holders, exact = (
+            self._catalog.holders(key, f) for f in (Accuracy.approximate, Accuracy.exact)
+        )
         if slot.name not in holders:
             return
         if slot not in (self._tiers.cpu, self._tiers.gpu):

@@ -29,7 +29,7 @@ from kvstore.proto.errors import (
     UnknownCodecError,
 )
 from kvstore.proto.frame import raw_frame_bytes
-from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
+from kvstore.proto.types import Accuracy, ChunkInfo, ChunkKey
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.telemetry.events import Fate
 from kvstore.server.telemetry.metrics import Counters
@@ -157,12 +157,12 @@ class Moves:
             frame = self._best_frame(key, copies)
             if frame is None:
                 return False
-            least = self.eviction.fidelity_on(target, key, tenant)
+            least = self.eviction.accuracy_on(target, key, tenant)
             frame = target.encoder.encode(frame, tenant, least)
             header = verify(frame, key)
             info = header.info()
             codec = target.encoder.of_tenant(tenant)
-            if codec.fidelity is not Fidelity.exact and header.codec_id != codec.codec_id:
+            if codec.accuracy is not Accuracy.exact and header.codec_id != codec.codec_id:
                 self.counters.add("lossless_instead")
             self.eviction.purge(target)
             request = SpaceRequest(info, tenant, self.clock() + self._move_timeout_s)
@@ -188,9 +188,9 @@ class Moves:
 
     def _can_better(self, target: TierSlot, key: ChunkKey, copies: Mapping[str, ChunkInfo]) -> bool:
         """Whether a copy elsewhere would be better on *target* than the one that is there."""
-        there = copies[target.name].fidelity
-        best = max(info.fidelity for info in copies.values())
-        kept = self.eviction.fidelity_on(target, key, self._owner(key, copies))
+        there = copies[target.name].accuracy
+        best = max(info.accuracy for info in copies.values())
+        kept = self.eviction.accuracy_on(target, key, self._owner(key, copies))
         return best > there and min(best, kept) > there
 
     def _make_way(self, target: TierSlot, key: ChunkKey) -> None:
@@ -238,7 +238,7 @@ class Moves:
     def _best(self, copies: Mapping[str, ChunkInfo]) -> list[TierSlot]:
         """Return the slots of *copies*, the best copy first and of equal ones the nearest."""
         holders = [slot for slot in self.tiers.sources if slot.name in copies]
-        return sorted(holders, key=lambda slot: -copies[slot.name].fidelity)
+        return sorted(holders, key=lambda slot: -copies[slot.name].accuracy)
 
     def _best_frame(self, key: ChunkKey, copies: dict[str, ChunkInfo]) -> Bytes | None:
         """Return the verified frame of the best and nearest copy that proves right."""

@@ -29,7 +29,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame import FrameHeader, check_frame, header_bytes, parse_header
 from kvstore.proto.frame_verifier import FrameVerifier
-from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, KVLayout, LayerKind
+from kvstore.proto.types import Accuracy, ChunkInfo, ChunkKey, KVLayout, LayerKind
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.eviction.quotas import PartitionedEviction
 from kvstore.server.tiering.admission import TierAdmission
@@ -73,7 +73,7 @@ class TierCodec:
         self._default, self.name = codec_by_name(name), name + note
         self.codec_id = self._default.codec_id
         codecs = [self._default, *self._by_tenant.values()]
-        self.is_exact = all(codec.fidelity is Fidelity.exact for codec in codecs)
+        self.is_exact = all(codec.accuracy is Accuracy.exact for codec in codecs)
         """Whether everybody's chunks come back bit for bit."""
         self.needs_assets = any(isinstance(codec, AssetCodec) for codec in codecs)
         """Whether some of the frames can only be read by who has an asset of their model."""
@@ -87,7 +87,7 @@ class TierCodec:
         codec = self.of_tenant(tenant)
         return isinstance(codec, KvqCodec) and codec.options.importance
 
-    def encode(self, frame: Bytes, tenant: str, least: Fidelity = Fidelity.none) -> Bytes:
+    def encode(self, frame: Bytes, tenant: str, least: Accuracy = Accuracy.approximate) -> Bytes:
         """Return *frame* as this tier keeps it: the same bytes when it already is.
 
         What the codec cannot take stays without loss, and so does all where *least* is exact.
@@ -96,12 +96,12 @@ class TierCodec:
         header = parse_header(frame)
         codec = self.of_tenant(tenant)
         is_coded = header.codec_id != RawCodec.codec_id
-        if header.fidelity is not Fidelity.exact and is_coded and not isinstance(codec, RawCodec):
+        if header.accuracy is not Accuracy.exact and is_coded and not isinstance(codec, RawCodec):
             return frame  # coded with loss, once: as small as it gets
-        if codec.fidelity is Fidelity.exact:
+        if codec.accuracy is Accuracy.exact:
             return _transcoded(frame, header, codec, None)
-        may_be_lossy = least is not Fidelity.exact and may_lose(header.layout)
-        if header.fidelity is Fidelity.exact and may_be_lossy:
+        may_be_lossy = least is not Accuracy.exact and may_lose(header.layout)
+        if header.accuracy is Accuracy.exact and may_be_lossy:
             try:
                 return _transcoded(frame, header, codec, self._terms_of(header))
             except _CANNOT:
@@ -199,8 +199,8 @@ class TierSlot:
             header = verifier.finish()
         except InvalidFrameError as error:
             raise ChunkCorruptError(info.key, str(error)) from None
-        if header.fidelity < info.fidelity:
-            why = f"is {header.fidelity.name}, not {info.fidelity.name}"
+        if header.accuracy < info.accuracy:
+            why = f"is {header.accuracy.name}, not {info.accuracy.name}"
             raise ChunkCorruptError(info.key, why)
         self.note_load(len(out), self.clock() - started)
         return header

@@ -26,7 +26,7 @@ import msgspec
 import structlog
 import zmq
 
-from kvstore.proto.types import ROOT, Fidelity
+from kvstore.proto.types import ROOT, Accuracy
 from kvstore.server.security.key_files import WatchedFile
 from kvstore.server.settings.settings import Settings
 from kvstore.server.telemetry.events import POLL_S, EventLog, EventReader, Page
@@ -87,7 +87,7 @@ def block_events(page: Page) -> list[BlockEvent]:
     for event in page.events:
         medium, tokens = MEDIA[event.tier], event.tokens
         last = blocks[-1] if blocks else None
-        if tokens and event.fidelity is Fidelity.exact:
+        if tokens and event.accuracy is Accuracy.exact:
             parent = None if event.parent == ROOT else event.space + event.parent
             link = (medium, tokens, parent)
             if (

@@ -23,7 +23,7 @@ from kvstore.client.client_state import FIRST_GUESS_BYTES_PER_S
 from kvstore.client.levels import RECOMPUTE, PlanTerms, later_s
 from kvstore.client.link_meter import LinkMeter
 from kvstore.client.prefill import PrefillModel
-from kvstore.proto.types import Fidelity
+from kvstore.proto.types import Accuracy
 
 LEVELS = Levels((2.1, 3.6, 5.2), (0.01, 0.001, 0.0001), 10.7)
 TOP = 2
@@ -47,7 +47,7 @@ def asked(seed: int, *, loads_first: bool, exact: bool) -> list[Request]:
         chunk = LEVELS.exact_chunk(tokens) if exact else LEVELS.chunk(tokens)
         terms = PlanTerms(
             10 ** draw.uniform(-1, 1), engine, 10 ** draw.uniform(9.5, 11),
-            Fidelity.exact if exact else Fidelity.bounded, never_later=True,
+            Accuracy.exact if exact else Accuracy.bounded, never_later=True,
             loads_first=loads_first, tail_tokens=draw.randint(1, 256),
         )  # fmt: skip
         found.append(Request(number + draw.random(), (chunk,) * draw.randint(1, 24), terms))

@@ -23,7 +23,7 @@ from kvstore.codecs.cachegen import CachegenCodec
 from kvstore.codecs.rope import inverse_frequencies
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.keys import representation_digest
-from kvstore.proto.types import Component, DType, Fidelity, KVLayout, LayerKind
+from kvstore.proto.types import Accuracy, Component, DType, KVLayout, LayerKind
 
 TINYLM = Path(__file__).resolve().parents[2] / "data" / "tinylm"
 NAMES = {LayerKind.attention: ("key", "value"), LayerKind.mla: ("latent",)}
@@ -83,7 +83,7 @@ def test_an_asset_from_dumps_codes_the_models_chunks(
     codec, layout = CachegenCodec(1, shelf), KVLayout((component,))
     room = np.empty(codec.max_frame_bytes(layout), np.uint8)
     header = codec.encode(template(layout), [smooth(component, 99)], room)
-    assert header.fidelity is Fidelity.bounded
+    assert header.accuracy is Accuracy.bounded
     assert header.frame_bytes < component.layers * component.layer_bytes
 
 

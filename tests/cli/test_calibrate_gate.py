@@ -17,7 +17,7 @@ from kvstore.cli.model_samples import load_model
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import accuracy_tag
-from kvstore.proto.types import Fidelity
+from kvstore.proto.types import Accuracy
 from kvstore.server.blending import gates
 
 TINYLM = Path(__file__).parents[2] / "data" / "tinylm"
@@ -34,7 +34,7 @@ def few_trials(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
     monkeypatch.setattr(gates, "TRIALS", 4)
-    monkeypatch.setattr(RoughCodec, "fidelity", Fidelity.none)
+    monkeypatch.setattr(RoughCodec, "accuracy", Accuracy.approximate)
     with coarse_codec():
         yield
 

@@ -15,7 +15,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import check_frame
 from kvstore.proto.messages import as_message
-from kvstore.proto.types import ChunkKey, Fidelity
+from kvstore.proto.types import Accuracy, ChunkKey
 
 KEY = ChunkKey(bytes(range(32)))
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "chunk.safetensors"
@@ -35,8 +35,8 @@ def test_what_is_written_is_what_was_and_is_read_as_it_was(tmp_path: Path) -> No
     assert write(tmp_path / f"c{SAFETENSORS}") == GOLDEN.read_bytes()
     chunk = read_chunk(GOLDEN)
     assert (chunk.digest, chunk.parent, chunk.position) == (KEY[16:], bytes(16), 0)
-    assert (chunk.fidelity, chunk.representation) == (
-        Fidelity.exact, as_message(pb.Representation, SMALL),
+    assert (chunk.accuracy, chunk.representation) == (
+        Accuracy.exact, as_message(pb.Representation, SMALL),
     )  # fmt: skip
     assert equal(chunk.tensors, tensors_of(KEY, SMALL, 16))
 

@@ -27,7 +27,7 @@ def test_the_figures_of_a_codec_are_printed_as_json(capsys: pytest.CaptureFixtur
     report = json.loads(out)
     assert [row["codec"] for row in report["codecs"]] == ["raw", "zplane"]
     raw, packed = report["codecs"]
-    assert (raw["fidelity"], raw["break_even_bytes_per_s"]) == ("exact", 0)
+    assert (raw["accuracy"], raw["break_even_bytes_per_s"]) == ("exact", 0)
     assert packed["ratio"] > 1.2
     expected = packed["decode_bytes_per_s"] * (1 - 1 / packed["ratio"])
     assert packed["break_even_bytes_per_s"] == pytest.approx(expected, rel=1e-3)

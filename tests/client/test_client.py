@@ -31,7 +31,7 @@ from kvstore.proto.errors import (
     QuotaExceededError,
     TierUnavailableError,
 )
-from kvstore.proto.types import ChunkKey, Fidelity
+from kvstore.proto.types import Accuracy, ChunkKey
 
 ServerMaker = Callable[..., LocalServer]
 
@@ -145,10 +145,10 @@ def test_chunk_that_is_being_put_is_pending(server: LocalServer, client: Client)
     assert (match.ready, match.pending, match.missing) == (1, 1, 1)
 
 
-def test_minimum_fidelity_below_exact_finds_exact_copies(client: Client) -> None:
+def test_minimum_accuracy_below_exact_finds_exact_copies(client: Client) -> None:
     keys = store(client, 1, 2)
-    for fidelity in Fidelity:
-        assert client.lookup(keys, min_fidelity=fidelity).ready == 2
+    for accuracy in Accuracy:
+        assert client.lookup(keys, min_accuracy=accuracy).ready == 2
 
 
 def test_pins_have_a_limit_that_is_named(server: LocalServer) -> None:

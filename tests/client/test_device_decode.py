@@ -36,7 +36,7 @@ from kvstore.proto.errors import (
     UnknownCodecError,
 )
 from kvstore.proto.frame import FrameHeader, raw_frame_bytes
-from kvstore.proto.types import ChunkKey, Fidelity, KVLayout, PutOutcome
+from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, PutOutcome
 
 MODEL = make_representation(layers=2, kv_heads=2, head_dim=64)
 """Its layers are large enough for kvq to make them smaller."""
@@ -139,13 +139,15 @@ def assert_as_read_on_the_host(
 ) -> None:
     """What is in the pages is what a client without a device reads."""
     with Client(server.address, MODEL, OPTIONS) as client:
-        found = client.get(keys, min_fidelity=Fidelity.none)
+        found = client.get(keys, min_accuracy=Accuracy.approximate)
     assert len(found) == len(keys)
     assert [engine.holds(each, at) for at, each in enumerate(found)] == [True] * len(keys)
 
 
 def read(client: CudaClient, keys: Sequence[ChunkKey], engine: Engine) -> int:
-    return client.get_device_pages(keys, engine.pages, engine.block_ids, min_fidelity=Fidelity.none)
+    return client.get_device_pages(
+        keys, engine.pages, engine.block_ids, min_accuracy=Accuracy.approximate
+    )
 
 
 def test_kvq_frames_are_decoded_on_the_device_for_who_accepts_them(
@@ -189,7 +191,7 @@ def test_what_has_no_kernels_is_decoded_on_the_host(
     server.settled()
 
 
-def test_exact_codecs_are_read_without_a_word_of_fidelity(start: Start, connect: Connect) -> None:
+def test_exact_codecs_are_read_without_a_word_of_accuracy(start: Start, connect: Connect) -> None:
     server = start("zplane")
     client = connect(server)
     keys = store(server, client)
@@ -318,7 +320,7 @@ def test_a_frame_that_states_less_than_was_asked_for_is_missing(
     monkeypatch.setattr(
         transport,
         "get_request",
-        lambda digests, lease, ms, via, _: ask(digests, lease, ms, via, Fidelity.none),
+        lambda digests, lease, ms, via, _: ask(digests, lease, ms, via, Accuracy.approximate),
     )
     engine = Engine(MODEL, blocks_for(2))
     assert client.get_device_pages(keys, engine.pages, engine.block_ids) == 0

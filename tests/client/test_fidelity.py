@@ -15,9 +15,9 @@ from kvstore.client import Client
 from kvstore.client.options import TransportName
 from kvstore.client.transport import Arrived, as_true
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.frame import FIDELITY_OFFSET
-from kvstore.proto.messages import fidelity_number, fidelity_of
-from kvstore.proto.types import EXACT, ChunkKey, Fidelity, PutOutcome, Stated
+from kvstore.proto.frame import ACCURACY_OFFSET
+from kvstore.proto.messages import accuracy_number, accuracy_of
+from kvstore.proto.types import EXACT, Accuracy, ChunkKey, PutOutcome, Stated
 
 ServerMaker = Callable[..., LocalServer]
 CHUNKS = 3
@@ -55,10 +55,10 @@ def test_a_client_that_asks_is_told_how_true_each_chunk_is(
     keys = store(client, 2, CHUNKS)
     leave_on_disk(server, keys[1:2])
     for _ in range(2):
-        stated = [Stated(Fidelity.none)] * 5
-        found = client.get(keys, min_fidelity=Fidelity.bounded, stated=stated)
+        stated = [Stated(Accuracy.approximate)] * 5
+        found = client.get(keys, min_accuracy=Accuracy.bounded, stated=stated)
         assert len(found) == CHUNKS
-        assert stated == [EXACT, Stated(Fidelity.bounded), EXACT]
+        assert stated == [EXACT, Stated(Accuracy.bounded), EXACT]
     assert len(client.get(keys, stated=stated)) == 1
     assert stated == [EXACT]
 
@@ -72,19 +72,19 @@ def test_a_client_that_says_nothing_is_given_nothing_lossy(
         assert list(client.get_layers(lossy)) == []
         with client.lease(lossy) as lease:
             assert lease.match.ready == 0
-        assert len(client.get(lossy, min_fidelity=Fidelity.bounded)) == CHUNKS
+        assert len(client.get(lossy, min_accuracy=Accuracy.bounded)) == CHUNKS
 
 
 def test_a_client_that_allows_a_loss_is_given_the_high_half_of_each_element(
     client: Client, lossy: list[ChunkKey]
 ) -> None:
-    assert client.lookup(lossy, min_fidelity=Fidelity.none).ready == CHUNKS
-    found = client.get(lossy, min_fidelity=Fidelity.bounded)
+    assert client.lookup(lossy, min_accuracy=Accuracy.approximate).ready == CHUNKS
+    found = client.get(lossy, min_accuracy=Accuracy.bounded)
     for chunk, tensors in zip(chunks_of(client, lossy), found, strict=True):
         originals = parts_of(chunk.tensors)  # type: ignore[arg-type]
         for part, original in zip(parts_of(tensors), originals, strict=True):
             assert (part == original & 0xFF00).all()
-    layers = list(client.get_layers(lossy, min_fidelity=Fidelity.bounded))
+    layers = list(client.get_layers(lossy, min_accuracy=Accuracy.bounded))
     assert layers
     assert len(layers[-1].tensors) == CHUNKS
 
@@ -100,7 +100,7 @@ def test_pinned_chunks_stay_exact_while_others_are_left_as_lossy_copies(
     others = [store(client, seed, 16) for seed in range(2, 10)]
     assert eventually(lambda: server.counter("lossy_victims") > 0)
     stated: list[Stated] = []
-    client.get(system, min_fidelity=Fidelity.none, stated=stated)
+    client.get(system, min_accuracy=Accuracy.approximate, stated=stated)
     assert stated == [EXACT] * CHUNKS
     assert any(client.lookup(keys).ready < len(keys) for keys in others)
 
@@ -117,7 +117,7 @@ def test_what_several_prompts_begin_with_stays_exact_once_it_left_memory(
     for keys in (alone, *prompts):
         client.put(chunks_of(client, keys))
         server.settled()
-    assert catalog.holders(prompts[0][0], Fidelity.exact) == ["cpu"], "nobody shared it then"
+    assert catalog.holders(prompts[0][0], Accuracy.exact) == ["cpu"], "nobody shared it then"
     every = {*alone, *prompts[0], *prompts[1]}
     for seed in range(2, 30):
         store(client, seed, 16)
@@ -125,21 +125,21 @@ def test_what_several_prompts_begin_with_stays_exact_once_it_left_memory(
             break
     server.settled()
     for keys, exact in ((prompts[0], CHUNKS), (prompts[1], CHUNKS), (alone, 0)):
-        truth = [catalog.holders(key, Fidelity.exact) for key in keys]
+        truth = [catalog.holders(key, Accuracy.exact) for key in keys]
         assert truth == [["disk"]] * exact + [[]] * (5 - exact)
         stated: list[Stated] = []
-        client.get(keys, min_fidelity=Fidelity.none, stated=stated)
-        assert stated == [EXACT] * exact + [Stated(Fidelity.bounded)] * (5 - exact)
+        client.get(keys, min_accuracy=Accuracy.approximate, stated=stated)
+        assert stated == [EXACT] * exact + [Stated(Accuracy.bounded)] * (5 - exact)
 
 
 def test_a_lease_shows_lossy_frames_only_to_who_asked_for_them(
     server: LocalServer, client: Client, lossy: list[ChunkKey]
 ) -> None:
     for _ in range(2):
-        client.get(lossy, min_fidelity=Fidelity.bounded)
+        client.get(lossy, min_accuracy=Accuracy.bounded)
     holders = server.node.store.catalog.holders
     assert eventually(lambda: all("cpu" in holders(key) for key in lossy)), "not promoted"
-    with client.lease(lossy, min_fidelity=Fidelity.bounded) as lease:
+    with client.lease(lossy, min_accuracy=Accuracy.bounded) as lease:
         assert lease.match.ready == len(lease.get()) == CHUNKS
         assert (lease.view(0) is not None) == (client.transport_name == "shm")
 
@@ -147,40 +147,40 @@ def test_a_lease_shows_lossy_frames_only_to_who_asked_for_them(
 def test_an_original_put_again_is_stored_and_read_exactly(
     client: Client, lossy: list[ChunkKey]
 ) -> None:
-    client.get(lossy, min_fidelity=Fidelity.bounded)
+    client.get(lossy, min_accuracy=Accuracy.bounded)
     outcomes = [put.outcome for put in client.put(chunks_of(client, lossy))]
     assert outcomes == [PutOutcome.stored] * CHUNKS
     assert len(client.get(lossy)) == CHUNKS
 
 
 @pytest.mark.parametrize(
-    ("least", "count"), [(Fidelity.exact, 1), (Fidelity.bounded, 2), (Fidelity.none, 3)]
+    ("least", "count"), [(Accuracy.exact, 1), (Accuracy.bounded, 2), (Accuracy.approximate, 3)]
 )
 def test_a_client_ends_the_prefix_at_a_frame_that_says_less_than_was_asked(
-    least: Fidelity, count: int
+    least: Accuracy, count: int
 ) -> None:
-    def arrived(index: int, fidelity: Fidelity) -> Arrived:
+    def arrived(index: int, accuracy: Accuracy) -> Arrived:
         frame = np.zeros(192, np.uint8)
-        frame[FIDELITY_OFFSET] = fidelity
+        frame[ACCURACY_OFFSET] = accuracy
         return Arrived(index, "cpu", frame, lambda: None)
 
-    frames = [arrived(at, f) for at, f in enumerate(sorted(Fidelity, reverse=True))]
+    frames = [arrived(at, f) for at, f in enumerate(sorted(Accuracy, reverse=True))]
     assert [one.index for one in as_true(iter(frames), least, {})] == list(range(count))
 
 
-@pytest.mark.parametrize("least", list(Fidelity))
-def test_a_minimum_fidelity_travels_as_a_number_of_two_bits(least: Fidelity) -> None:
-    number = fidelity_number(least)
+@pytest.mark.parametrize("least", list(Accuracy))
+def test_a_minimum_accuracy_travels_as_a_number_of_two_bits(least: Accuracy) -> None:
+    number = accuracy_number(least)
     assert 0 <= number <= 3
-    assert fidelity_of(number) is least
+    assert accuracy_of(number) is least
 
 
 @pytest.mark.parametrize("number", [-1, 4, 255])
-def test_other_numbers_are_no_fidelity(number: int) -> None:
-    with pytest.raises(InvalidRequestError, match=f"min_fidelity={number}: use 0 to 3"):
-        fidelity_of(number)
+def test_other_numbers_are_no_accuracy(number: int) -> None:
+    with pytest.raises(InvalidRequestError, match=f"min_accuracy={number}: use 0 to 3"):
+        accuracy_of(number)
 
 
 def test_who_states_nothing_asks_for_exact() -> None:
-    assert fidelity_of(0) is Fidelity.exact
-    assert fidelity_of(2) is Fidelity.exact, "as earlier clients stated it"
+    assert accuracy_of(0) is Accuracy.exact
+    assert accuracy_of(2) is Accuracy.exact, "as earlier clients stated it"

@@ -25,7 +25,7 @@ from kvstore.client.transport import FramePiece
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
-from kvstore.proto.types import EXACT, ChunkKey, Fidelity, KVLayout, PutOutcome, Stated
+from kvstore.proto.types import EXACT, Accuracy, ChunkKey, KVLayout, PutOutcome, Stated
 
 ServerMaker = Callable[..., LocalServer]
 CHUNKS, MANY = 4, 16
@@ -38,7 +38,7 @@ TOP = 2
 """The finest level of kvq:layered."""
 SLOW_ENGINE = PrefillModel(0.0, 10.0)
 TERMS = PlanTerms(
-    deadline_s=20.0, prefill=SLOW_ENGINE, decode_bytes_per_s=1e9, least=Fidelity.bounded
+    deadline_s=20.0, prefill=SLOW_ENGINE, decode_bytes_per_s=1e9, least=Accuracy.bounded
 )
 
 
@@ -121,9 +121,9 @@ def test_with_time_enough_every_chunk_comes_at_its_finest_level(
     out = rooms(CHUNKS)
     found = client.get_levelled(keys, TERMS, out)
     assert found.levels == (TOP,) * CHUNKS
-    assert found.stated == (Stated(Fidelity.bounded),) * CHUNKS
+    assert found.stated == (Stated(Accuracy.bounded),) * CHUNKS
     assert found.to_compute == ()
-    whole = client.get(keys, min_fidelity=Fidelity.bounded)
+    whole = client.get(keys, min_accuracy=Accuracy.bounded)
     assert all(map(equal, out, whole))
 
 
@@ -219,7 +219,7 @@ def test_exact_chunks_in_memory_come_whole(client: Client, server: LocalServer) 
     chunks = [Chunk(k, numbers_of(k), p) for k, p in zip(keys, parents(keys), strict=True)]
     client.put(chunks)
     out = rooms(2)
-    found = client.get_levelled(keys, replace(TERMS, least=Fidelity.exact), out)
+    found = client.get_levelled(keys, replace(TERMS, least=Accuracy.exact), out)
     assert found.levels == (0, 0)
     assert found.stated == (EXACT,) * 2
     assert all(equal(one, numbers_of(key)) for one, key in zip(out, keys, strict=True))
@@ -271,7 +271,7 @@ def test_bytes_that_were_changed_on_the_way_are_not_used(
     found = client.get_levelled(keys, TERMS, rooms(CHUNKS))
     assert found.levels == (TOP, RECOMPUTE, TOP, TOP)
     monkeypatch.undo()
-    ready = client.lookup(keys, min_fidelity=Fidelity.bounded).ready
+    ready = client.lookup(keys, min_accuracy=Accuracy.bounded).ready
     assert ready == CHUNKS, "the server finds its own copies right"
 
 
@@ -298,7 +298,7 @@ def test_only_the_bytes_that_are_asked_for_are_read_and_sent(
     spans = [(0, 0, 192), (1, 64, 640), (1, 640, 1000), (3, 1 << 30, 1 << 31)]
     asked = [pb.FrameRange(index=i, start=a, stop=b) for i, a, b in spans]
     before = server.counter("get_bytes")
-    with transport.get_ranges(digests, asked, 0, DEADLINE_MS, Fidelity.bounded) as pieces:
+    with transport.get_ranges(digests, asked, 0, DEADLINE_MS, Accuracy.bounded) as pieces:
         found = [(p.index, p.tier, p.offset, np.array(p.data), p.frame_bytes) for p in pieces]
     disk = server.node.store.tiers.slots["disk"].tier
     came = [(index, offset, offset + len(data)) for index, _, offset, data, _ in found]
@@ -323,7 +323,7 @@ class Prefix(NamedTuple):
 
 
 def prefix_within(
-    client: Client, keys: Sequence[ChunkKey], seconds: float, least: Fidelity = Fidelity.bounded
+    client: Client, keys: Sequence[ChunkKey], seconds: float, least: Accuracy = Accuracy.bounded
 ) -> Prefix:
     rooms: dict[int, ChunkTensors] = {}
 
@@ -342,11 +342,11 @@ def test_a_levelled_get_for_who_computes_nothing_brings_all_that_there_is_time_f
     longer = keys_of(client, 1, CHUNKS + 2)
     found = prefix_within(client, longer, DEADLINE_MS / 1000)
     assert found.levels == (TOP,) * CHUNKS
-    assert found.stated == (Stated(Fidelity.bounded),) * CHUNKS
-    whole = client.get(keys, min_fidelity=Fidelity.bounded)
+    assert found.stated == (Stated(Accuracy.bounded),) * CHUNKS
+    whole = client.get(keys, min_accuracy=Accuracy.bounded)
     assert all(map(equal, found.tensors, whole))
     assert prefix_within(client, [], 0.01).levels == ()
-    assert prefix_within(client, keys, DEADLINE_MS / 1000, Fidelity.exact).tensors == []
+    assert prefix_within(client, keys, DEADLINE_MS / 1000, Accuracy.exact).tensors == []
     assert server.settled().leases == 0
 
 
@@ -382,7 +382,7 @@ def test_over_a_slow_link_a_coarser_prefix_is_in_time_where_the_whole_one_is_not
                 found = prefix_within(client, keys, slo_s)
                 took_s = time.monotonic() - started_s
                 passed_bytes = link.passed_bytes - before
-                assert set(found.stated) <= {Stated(Fidelity.bounded)}
+                assert set(found.stated) <= {Stated(Accuracy.bounded)}
                 for at, key in enumerate(keys[: len(found.tensors)]):
                     best = largest_error(fine.tensors[at], numbers_of(key))
                     error = largest_error(found.tensors[at], numbers_of(key))

@@ -25,9 +25,9 @@ from kvstore.client.levels import (
 from kvstore.client.link_meter import LinkEstimate
 from kvstore.client.prefill import PrefillModel
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.types import Fidelity
+from kvstore.proto.types import Accuracy
 
-BOUNDED = Fidelity.bounded
+BOUNDED = Accuracy.bounded
 SLOW_ENGINE = PrefillModel(0.005, 1e-2)
 
 
@@ -157,12 +157,12 @@ def test_what_an_engine_computes_beside_the_loads_lowers_the_loss() -> None:
 def levelled(draw: st.DrawFn) -> LevelledChunk:
     steps = draw(st.lists(st.integers(1, 10**8), max_size=4))
     ends = tuple(sum(steps[: at + 1]) for at in range(len(steps)))
-    fidelity = sorted(
-        draw(st.lists(st.sampled_from(Fidelity), min_size=len(ends), max_size=len(ends)))
+    accuracy = sorted(
+        draw(st.lists(st.sampled_from(Accuracy), min_size=len(ends), max_size=len(ends)))
     )
     loss = draw(st.lists(st.floats(0, 1), min_size=len(ends), max_size=len(ends)))
     return LevelledChunk(
-        draw(st.integers(1, 4096)), draw(st.integers(1, 10**9)), ends, tuple(fidelity),
+        draw(st.integers(1, 4096)), draw(st.integers(1, 10**9)), ends, tuple(accuracy),
         tuple(sorted(loss, reverse=True)),
     )  # fmt: skip
 
@@ -175,7 +175,7 @@ def requests(draw: st.DrawFn) -> tuple[list[LevelledChunk], Progress, PlanTerms,
         draw(st.floats(0, 1)), draw(st.floats(0, 1e-2)), draw(st.floats(0, 1e-6))
     )
     deadline_s, decode = draw(st.floats(1e-3, 100)), draw(st.floats(1e6, 1e12))
-    least, spares = draw(st.sampled_from(Fidelity)), draw(st.booleans())
+    least, spares = draw(st.sampled_from(Accuracy)), draw(st.booleans())
     p20 = draw(st.floats(1e5, 1e10))
     return (
         chunks,
@@ -189,13 +189,13 @@ Request = tuple[list[LevelledChunk], Progress, PlanTerms, LinkEstimate]
 
 
 @given(requests())
-def test_no_plan_is_below_the_minimum_fidelity_nor_leaves_a_gap(request: Request) -> None:
+def test_no_plan_is_below_the_minimum_accuracy_nor_leaves_a_gap(request: Request) -> None:
     chunks, progress, wanted, _ = request
     found = plan(*request)
     for chunk, action, has in zip(chunks, found.actions, progress.levels, strict=True):
         assert action in (RECOMPUTE, *range(len(chunk.end_bytes))), "every chunk comes to something"
         if action >= 0:
-            assert chunk.fidelity[action] >= wanted.least
+            assert chunk.accuracy[action] >= wanted.least
             assert action >= has
         if has == RECOMPUTE:
             assert action == RECOMPUTE
@@ -237,7 +237,7 @@ def test_a_plan_in_time_is_in_time_by_the_cautious_estimate_or_the_mean(request:
 @given(requests(), st.floats(0, 100))
 def test_time_that_passed_never_refines_more(request: Request, later_s: float) -> None:
     chunks, progress, wanted, link = request
-    wanted = replace(wanted, least=Fidelity.none)
+    wanted = replace(wanted, least=Accuracy.approximate)
     chunks = [chunk for chunk in chunks if chunk.end_bytes] or [make_chunk()]
     bases = Progress((0,) * len(chunks), progress.elapsed_s, progress.engine_until_s)
     now = plan(chunks, bases, wanted, link)
@@ -271,7 +271,7 @@ def test_a_slow_link_has_the_first_chunks_computed_while_the_last_ones_load() ->
 def test_a_chunk_that_is_not_stored_well_enough_is_computed() -> None:
     chunks = [make_chunk(), LevelledChunk(16, 100), make_chunk()]
     assert plan(chunks, Progress.start(3), terms(10), at(1e6)).actions == (2, RECOMPUTE, 2)
-    exact = replace(terms(10), least=Fidelity.exact)
+    exact = replace(terms(10), least=Accuracy.exact)
     assert set(plan(chunks, Progress.start(3), exact, at(1e6)).actions) == {RECOMPUTE}
 
 

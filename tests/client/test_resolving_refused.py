@@ -161,7 +161,7 @@ BAD_QUESTIONS: dict[str, tuple[str, Wrong]] = {
     "a codec's lossy copies": ("tag", lambda r: setattr(r, "tag", "accuracy:approximate:kvt")),
     "a long tag": ("tag", lambda r: setattr(r, "tag", "x" * 65)),
     "a far deadline": ("deadline_ms", lambda r: setattr(r, "deadline_ms", 1 << 31)),
-    "an unknown fidelity": ("min_fidelity", lambda r: setattr(r, "min_fidelity", 9)),
+    "an unknown accuracy": ("min_accuracy", lambda r: setattr(r, "min_accuracy", 9)),
     "an engine that goes back": (
         "token_s", lambda r: r.prefill.CopyFrom(pb.Prefill(token_s=-1.0)),
     ),
@@ -211,7 +211,7 @@ def test_answers_that_do_not_fit_the_question_are_no_answers(client: Client) -> 
         lambda r: setattr(r.segments[1].chunks[0], "priority", b"\0"),
         lambda r: setattr(r.segments[1].chunks[0].variants[0], "tier", 9),
         lambda r: setattr(r.segments[1].chunks[0].variants[0], "digest", b""),
-        lambda r: setattr(r.segments[1].chunks[0].variants[0], "fidelity", 7),
+        lambda r: setattr(r.segments[1].chunks[0].variants[0], "accuracy", 7),
         lambda r: setattr(r.segments[1], "ratio", float("nan")),
         lambda r: r.ClearField("rope"),
     ]

@@ -29,7 +29,7 @@ from kvstore.codecs.terms import EncodeTerms
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, UnknownCodecError
 from kvstore.proto.frame import FrameHeader, FrameTemplate, FrameWriter, check_frame
-from kvstore.proto.types import DType, Fidelity, KVLayout, LayerKind
+from kvstore.proto.types import Accuracy, DType, KVLayout, LayerKind
 
 EDITIONS = count(100)
 MODEL = template(SMALL).representation
@@ -125,7 +125,7 @@ class AssetCodecContract(LossyCodecContract):
             writer.reserve(len(body))[:] = np.frombuffer(body, np.uint8)
             writer.commit(len(body))
         codec_id, revision = self.codec.codec_id, self.codec.revision
-        header = writer.finish(codec_id, revision, Fidelity.none, asset=digest)
+        header = writer.finish(codec_id, revision, Accuracy.approximate, asset=digest)
         with pytest.raises(InvalidFrameError):
             decoded(out[: header.frame_bytes])
 

@@ -45,7 +45,7 @@ from kvstore.proto.errors import (
     UnknownCodecError,
 )
 from kvstore.proto.frame import FrameHeader, check_frame, parse_header
-from kvstore.proto.types import Component, DType, Fidelity, LayerKind
+from kvstore.proto.types import Accuracy, Component, DType, LayerKind
 
 
 def largest(
@@ -70,7 +70,7 @@ def test_the_bound_in_the_frame_holds_and_is_met(quality: int) -> None:
     codec = CachegenCodec(quality, shelf_of(*ALL))
     header, frame = framed(codec, *ALL)
     check_frame(frame)
-    assert (header.fidelity, header.asset) == (Fidelity.bounded, calibrated(*ALL).digest)
+    assert (header.accuracy, header.asset) == (Accuracy.bounded, calibrated(*ALL).digest)
     error = largest(codec, header, frame, *ALL)
     assert error <= header.error_bound <= error * (1 + 2**-20)
 
@@ -176,7 +176,7 @@ def test_demotion_and_promotion_go_by_the_shelf_of_the_process() -> None:
     assert np.array_equal(there, room[: transcode(there.copy(), codec, room).frame_bytes])
     back = np.empty_like(raw)
     promoted = transcode(there, RawCodec(), back)
-    assert (promoted.fidelity, promoted.error_bound) == (Fidelity.bounded, header.error_bound)
+    assert (promoted.accuracy, promoted.error_bound) == (Accuracy.bounded, header.error_bound)
 
 
 # --- what cannot be coded
@@ -187,7 +187,7 @@ def test_nan_infinity_and_what_float16_cannot_scale_are_kept_exactly(bad: int) -
     parts = chunk((GQA,))[0][0]
     parts[1][0, 0, 5] = bad
     data, encoded = encode(bound(1, GQA), parts, GQA)
-    assert (encoded.fidelity, encoded.error_bound) == (Fidelity.exact, 0)
+    assert (encoded.accuracy, encoded.error_bound) == (Accuracy.exact, 0)
     assert all(map(np.array_equal, decode(bound(1, GQA), data, GQA), parts))
 
 
@@ -195,7 +195,7 @@ def test_a_few_outliers_are_escaped_and_many_keep_the_layer_as_it_is() -> None:
     codec, few = bound(1, GQA), chunk((GQA,))[0][0]
     few[0][1, 3, 7] ^= 0x0380  # an exponent larger by seven
     data, encoded = encode(codec, few, GQA)
-    assert encoded.fidelity is Fidelity.bounded
+    assert encoded.accuracy is Accuracy.bounded
     assert struct.unpack("<I", data[4:8].tobytes())[0] >= 1
     values = to_float32(few[0], GQA.dtype)
     found = to_float32(decode(codec, data, GQA)[0], GQA.dtype)
@@ -204,7 +204,7 @@ def test_a_few_outliers_are_escaped_and_many_keep_the_layer_as_it_is() -> None:
         part + np.where(np.arange(64) % 4 == 0, np.uint16(0x0400), np.uint16(0)) for part in few
     ]
     data, encoded = encode(codec, many, GQA)
-    assert (encoded.fidelity, data[0]) == (Fidelity.exact, 0)
+    assert (encoded.accuracy, data[0]) == (Accuracy.exact, 0)
     assert all(map(np.array_equal, decode(codec, data, GQA), many))
 
 
@@ -213,7 +213,7 @@ def test_types_that_are_no_floats_are_kept_exactly(dtype: DType) -> None:
     for layout in layouts(dtype).values():
         for component, layers in zip(layout.components, filled(layout), strict=True):
             data, encoded = encode(bound(), layers[0], component)
-            assert encoded.fidelity is Fidelity.exact
+            assert encoded.accuracy is Accuracy.exact
             assert all(map(np.array_equal, decode(bound(), data, component), layers[0]))
 
 
@@ -221,7 +221,7 @@ def test_states_are_kept_as_they_are() -> None:
     state = Component(LayerKind.state, DType.float32, 1, 1, 700, 1)
     parts = chunk((state,))[0][0]
     data, layer = encode(bound(), parts, state)
-    assert (layer.fidelity, len(data)) == (Fidelity.exact, 24 + state.layer_bytes)
+    assert (layer.accuracy, len(data)) == (Accuracy.exact, 24 + state.layer_bytes)
     out = [np.zeros(state.shape, "<u4")]
     bound().decode_layer([data], state, out, None)
     assert np.array_equal(out[0], parts[0])

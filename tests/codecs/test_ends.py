@@ -18,7 +18,7 @@ from kvstore.codecs.cachegen_profile import CachegenProfile
 from kvstore.codecs.kvq import KvqCodec
 from kvstore.codecs.terms import EncodeTerms
 from kvstore.proto.errors import LayoutMismatchError
-from kvstore.proto.types import Component, DType, Fidelity, KVLayout, LayerKind, RopeParameters
+from kvstore.proto.types import Accuracy, Component, DType, KVLayout, LayerKind, RopeParameters
 
 WINDOW = Component(LayerKind.window, DType.bfloat16, 1, 2, 64, 64, 96)
 STATE = Component(LayerKind.state, DType.float32, 1, 1, 700, 1, 96)
@@ -69,7 +69,7 @@ def test_tables_of_a_model_count_neither_states_nor_chunks_without_windows() -> 
     codec = CachegenCodec(None, ASSETS, parse_asset(data))
     both = KVLayout((STATE, *codable.components))
     header, frame = encoded(codec, both, [[numbers(KVLayout((STATE,)))[0][0]], samples[0][0]])
-    assert header.fidelity is Fidelity.bounded
+    assert header.accuracy is Accuracy.bounded
     assert len(header.segment(frame, 0)) == 24 + STATE.layer_bytes
     with pytest.raises(LayoutMismatchError, match=r"layers=1.*tables for 2"):
         encoded(codec, KVLayout((WINDOW,)), numbers(KVLayout((WINDOW,))))

@@ -13,7 +13,7 @@ from kvstore.codecs.floats import to_float32
 from kvstore.codecs.lossy import LossyCodec
 from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.frame import check_frame
-from kvstore.proto.types import DType, Fidelity
+from kvstore.proto.types import Accuracy, DType
 
 DECODED = {
     "gq8-r1.frame": "2e648273fa63d973",
@@ -50,7 +50,7 @@ def test_golden_frames_decode_to_the_same_bits_as_ever(name: str, codec: LossyCo
         float(np.abs(to_float32(a, DType.bfloat16) - to_float32(b, DType.bfloat16)).max())
         for a, b in zip(out[0][0], tensors()[0][0], strict=True)
     )
-    if header.fidelity is Fidelity.bounded:
+    if header.accuracy is Accuracy.bounded:
         # kvqs adds what rounding the largest number to its type could have made.
         slack = 2 if name.startswith("kvqs") else 1 + 2**-20
         assert error <= header.error_bound <= error * slack

@@ -17,7 +17,7 @@ from kvstore.codecs.part_codec import HEAD_BYTES
 from kvstore.codecs.terms import EncodedLayer, LayerTerms
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
-from kvstore.proto.types import Component, DType, Fidelity, KVLayout, LayerKind
+from kvstore.proto.types import Accuracy, Component, DType, KVLayout, LayerKind
 
 CODECS: list[GroupedCodec] = [Gq8Codec(), Gq4Codec(), Gq2Codec()]
 _every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
@@ -123,7 +123,7 @@ def test_each_number_is_within_half_its_scale_and_stored_as_the_format_page_says
     component = Component(LayerKind.attention, dtype, 1, 2, 70, 66)
     parts = realistic(component)
     data, encoded = encode(codec, parts, component)
-    assert encoded.fidelity is Fidelity.bounded
+    assert encoded.accuracy is Accuracy.bounded
     back = decode(codec, data, component)
     for fields, part, found in zip(fields_of(codec, data, component), parts, back, strict=True):
         values, numbers = to_float32(part, dtype), to_float32(found, dtype)
@@ -177,10 +177,10 @@ def test_a_part_with_nan_or_infinity_is_kept_exactly_and_the_other_is_coded(
         assert data[:2].tolist() == [1, 0]
         assert np.array_equal(back[1], parts[1])
         assert not np.array_equal(back[0], parts[0])
-        assert encoded.fidelity is Fidelity.bounded
+        assert encoded.accuracy is Accuracy.bounded
         parts[0][0, 0, 0] = bad
         data, encoded = encode(codec, parts, GQA)
-        assert (encoded.fidelity, encoded.error_bound) == (Fidelity.exact, 0)
+        assert (encoded.accuracy, encoded.error_bound) == (Accuracy.exact, 0)
         assert all(map(np.array_equal, decode(codec, data, GQA), parts))
 
 
@@ -223,7 +223,7 @@ def test_types_that_are_no_floats_are_kept_exactly(codec: GroupedCodec, dtype: D
     for layout in layouts(dtype).values():
         for component, layers in zip(layout.components, filled(layout), strict=True):
             data, encoded = encode(codec, layers[0], component)
-            assert encoded.fidelity is Fidelity.exact
+            assert encoded.accuracy is Accuracy.exact
             assert all(map(np.array_equal, decode(codec, data, component), layers[0]))
             coded = data.copy()
             coded[0] = 1
@@ -236,7 +236,7 @@ def test_states_are_kept_as_they_are(codec: GroupedCodec) -> None:
     state = Component(LayerKind.state, DType.float32, 1, 4, 1, 160)
     parts = [np.random.default_rng(1).standard_normal(state.shape, np.float32).view("<u4")]
     data, layer = encode(codec, parts, state)
-    assert (layer.fidelity, len(data)) == (Fidelity.exact, 8 + state.layer_bytes)
+    assert (layer.accuracy, len(data)) == (Accuracy.exact, 8 + state.layer_bytes)
     assert np.array_equal(decode(codec, data, state)[0], parts[0])
     data[0] = 1
     with pytest.raises(InvalidFrameError, match="methods"):
@@ -325,5 +325,5 @@ def test_what_was_decoded_is_encoded_within_the_same_promise(
     parts = filled(layout, fill)[0][0]
     data, first = encode(codec, parts, GQA)
     again, second = encode(codec, decode(codec, data, GQA), GQA)
-    assert second.fidelity == first.fidelity
+    assert second.accuracy == first.accuracy
     assert len(again) == len(data)

@@ -30,7 +30,7 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, UnknownCodecError
 from kvstore.proto.frame import parse_header
 from kvstore.proto.native import paths
-from kvstore.proto.types import Component, DType, Fidelity, KVLayout, LayerKind, RopeParameters
+from kvstore.proto.types import Accuracy, Component, DType, KVLayout, LayerKind, RopeParameters
 
 ROPE = RopeParameters(10000.0, 32)
 TERMS = EncodeTerms(rope=ROPE)
@@ -137,7 +137,7 @@ def test_higher_qualities_are_larger_and_nearer(dtype: DType) -> None:
     assert sizes == sorted(sizes)
     assert errors == sorted(errors, reverse=True)
     assert bounds == sorted(bounds, reverse=True)
-    assert all(promise_held(frame, tensors) is Fidelity.bounded for frame in frames)
+    assert all(promise_held(frame, tensors) is Accuracy.bounded for frame in frames)
 
 
 def test_the_bound_is_half_a_step_and_the_rounding() -> None:
@@ -172,7 +172,7 @@ def test_turning_keys_back_makes_them_smaller_at_the_same_step(dtype: DType) -> 
     layout = attention(dtype)
     tensors = rotated_keys(layout)
     plain, turned = (encoded(KvqCodec(), tensors, layout, terms) for terms in (None, TERMS))
-    assert promise_held(turned, tensors) is Fidelity.bounded
+    assert promise_held(turned, tensors) is Accuracy.bounded
     keys, *found = (
         [[[parts[0]] for parts in x[0]]] for x in (tensors, *map(decoded, (plain, turned)))
     )
@@ -218,7 +218,7 @@ def test_latents_are_never_turned() -> None:
 def test_recurrent_states_are_kept_exactly() -> None:
     layout = KVLayout((Component(LayerKind.state, DType.bfloat16, 2, 4, 64, 32),))
     tensors = numbers(layout)
-    assert promise_held(encoded(KvqCodec(), tensors, layout), tensors) is Fidelity.exact
+    assert promise_held(encoded(KvqCodec(), tensors, layout), tensors) is Accuracy.exact
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_what_cannot_keep_the_promise_is_kept_exactly(largest: float) -> None:
     for part in tensors[0][0]:
         part[:, :, 3] = bits_of(np.full((2, 96), largest), DType.bfloat16)
     frame = encoded(KvqCodec(), tensors, layout)
-    assert promise_held(frame, tensors) is Fidelity.bounded
+    assert promise_held(frame, tensors) is Accuracy.bounded
     found = decoded(frame)
     assert same([[found[0][0]]], [[tensors[0][0]]])
     assert not same([[found[0][1]]], [[tensors[0][1]]])
@@ -243,7 +243,7 @@ def test_quotients_beyond_the_models_are_escaped_and_come_back() -> None:
         part[0, 17, 5] = bits_of(np.array(90.0), DType.float32)
         part[1, 255, 63] = bits_of(np.array(-90.0), DType.float32)
     frame = encoded(KvqCodec(3), tensors, layout)
-    assert promise_held(frame, tensors) is Fidelity.bounded
+    assert promise_held(frame, tensors) is Accuracy.bounded
     key = to_float32(decoded(frame)[0][0][0], DType.float32)
     assert abs(key[0, 17, 5] - 90) < 0.2
     assert abs(key[1, 255, 63] + 90) < 0.2

@@ -14,7 +14,7 @@ from kvstore.codecs.kvq_levels import NUMPY_FINE
 from kvstore.codecs.kvq_tiles import NUMPY as NUMPY_TILES
 from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.frame import check_frame, parse_header
-from kvstore.proto.types import Fidelity
+from kvstore.proto.types import Accuracy
 
 SUMS = {
     "kvq-r2": (0x9C9585595F7F62E2, 0x54155F61B5124DA0),
@@ -42,8 +42,8 @@ def test_golden_frames_hold_what_was_put_into_them(name: str) -> None:
     assert checksum(frame) == SUMS[name][0]
     header = check_frame(frame, template(name).key)
     assert template_of(header) == template(name)
-    assert header.fidelity is Fidelity.bounded
-    assert promise_held(frame, tensors()) is Fidelity.bounded
+    assert header.accuracy is Accuracy.bounded
+    assert promise_held(frame, tensors()) is Accuracy.bounded
 
 
 @_not_turned

@@ -288,7 +288,7 @@ def frame_of(body: bytes, layout: KVLayout) -> Bytes:
     writer = FrameWriter(template(layout), out)
     writer.reserve(len(body))[:] = np.frombuffer(body, np.uint8)
     writer.commit(len(body))
-    header = writer.finish(codec.codec_id, codec.revision, codec.fidelity, 1.0, codec.asset)
+    header = writer.finish(codec.codec_id, codec.revision, codec.accuracy, 1.0, codec.asset)
     return out[: header.frame_bytes]
 
 

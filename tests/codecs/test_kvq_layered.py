@@ -25,7 +25,7 @@ from kvstore.codecs.terms import EncodeTerms
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
 from kvstore.proto.frame import check_frame, parse_header
-from kvstore.proto.types import Component, DType, Fidelity, KVLayout, LayerKind, RopeParameters
+from kvstore.proto.types import Accuracy, Component, DType, KVLayout, LayerKind, RopeParameters
 
 TERMS = EncodeTerms(rope=RopeParameters(10000.0, 32))
 LAYERED = KvqCodec(None)
@@ -68,7 +68,7 @@ def test_each_level_is_within_its_own_bound(
     bounds = [LAYERED.bound_at(header, frame, level) for level in range(LEVELS + 1)]
     for level, bound in enumerate(bounds):
         assert largest_error(layout, tensors, at_level(frame, level)) <= bound
-    if header.fidelity is Fidelity.bounded:
+    if header.accuracy is Accuracy.bounded:
         assert bounds == sorted(bounds, reverse=True)
         assert bounds[-1] == pytest.approx(header.error_bound, rel=1e-6)
 

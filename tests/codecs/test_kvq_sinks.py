@@ -43,7 +43,7 @@ from kvstore.codecs.transcode import transcode
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, UnknownCodecError
 from kvstore.proto.frame import FrameWriter, parse_header
-from kvstore.proto.types import Component, DType, Fidelity, KVLayout, LayerKind, RopeParameters
+from kvstore.proto.types import Accuracy, Component, DType, KVLayout, LayerKind, RopeParameters
 
 ROPE = EncodeTerms(rope=RopeParameters(10000.0, 32))
 LAYOUT = KVLayout((Component(LayerKind.attention, DType.float32, 1, 2, 64, 300),))
@@ -207,9 +207,9 @@ def test_a_chunk_of_nothing_but_exact_tokens_is_kept_exactly() -> None:
     tensors = numbers(layout)
     for sinks, position in ((4, 0), (3, 0), (4, 2)):
         frame = encoded(codec(f"kvq:0,sinks={sinks}"), tensors, layout, ROPE, position)
-        is_exact = promise_held(frame, tensors) is Fidelity.exact
+        is_exact = promise_held(frame, tensors) is Accuracy.exact
         assert is_exact or sinks - position < layout.tokens
-    assert promise_held(encoded(codec("kvq:0,sinks=4"), tensors, layout), tensors) is Fidelity.exact
+    assert promise_held(encoded(codec("kvq:0,sinks=4"), tensors, layout), tensors) is Accuracy.exact
 
 
 @_every_float
@@ -341,7 +341,7 @@ def test_frames_of_the_codec_mixed_and_of_revision_1_are_of_no_codec_here() -> N
         body = header.segment(frame, index)
         writer.reserve(len(body))[:] = body
         writer.commit(len(body))
-    old = writer.finish(header.codec_id, 1, header.fidelity, asset=header.asset)
+    old = writer.finish(header.codec_id, 1, header.accuracy, asset=header.asset)
     out = filled(SMALL, all_zero)
     with pytest.raises(UnknownCodecError, match="revision 1"):
         KvqCodec().decode_into(old, frame, out)
@@ -360,7 +360,7 @@ def token_errors(left: Part, right: Part) -> np.ndarray:
 def test_important_tokens_come_back_more_exactly() -> None:
     tensors = numbers(LAYOUT)
     frame = encoded(codec("kvq:2,importance"), tensors, LAYOUT, TERMS)
-    assert promise_held(frame, tensors) is Fidelity.bounded
+    assert promise_held(frame, tensors) is Accuracy.bounded
     plain = encoded(KvqCodec(), tensors, LAYOUT)
     bound = parse_header(plain).error_bound
     classes = classes_of(WEIGHTS[1:])
@@ -405,7 +405,7 @@ def test_weighed_keys_come_back_at_the_position_asked_for() -> None:
     terms = EncodeTerms(rope=RopeParameters(10000.0, 64), importance=WEIGHTS)
     tensors = numbers(LAYOUT)
     frame = encoded(codec("kvq:3,importance"), tensors, LAYOUT, terms, 512)
-    assert promise_held(frame, tensors) is Fidelity.bounded
+    assert promise_held(frame, tensors) is Accuracy.bounded
     assert largest_error(LAYOUT, read(frame, 512), decoded(frame)) == 0
     bound = parse_header(frame).error_bound
     assert largest_error(LAYOUT, read(frame, 513), decoded(frame)) > bound

@@ -31,7 +31,7 @@ from kvstore.proto.errors import (
     UnknownCodecError,
 )
 from kvstore.proto.frame import FrameHeader, parse_header
-from kvstore.proto.types import Component, DType, Fidelity, KVLayout, LayerKind
+from kvstore.proto.types import Accuracy, Component, DType, KVLayout, LayerKind
 
 
 def largest_error(found: list[Part], wanted: list[Part], dtype: DType) -> float:
@@ -45,7 +45,7 @@ def test_finer_qualities_have_smaller_errors_and_their_bounds_hold(component: Co
     for quality in range(4):
         codec = KvqsCodec(quality, shelf_of(component))
         header, frame = framed(codec, component)
-        assert header.fidelity is Fidelity.bounded
+        assert header.accuracy is Accuracy.bounded
         assert header.asset == calibrated(component).digest
         out = empty_tensors(header.layout)
         codec.decode_into(header, frame, out)
@@ -93,14 +93,14 @@ def test_nan_infinity_and_the_largest_numbers_are_kept_exactly(bad: int) -> None
     parts = chunk(KV)[0][0]
     parts[1][0, 9, 5] = bad
     data, encoded = encode(bound(1, KV), parts, KV)
-    assert (encoded.fidelity, data[0]) == (Fidelity.exact, 0)
+    assert (encoded.accuracy, data[0]) == (Accuracy.exact, 0)
     assert all(map(np.array_equal, decode(bound(1, KV), data, KV), parts))
 
 
 def test_numbers_of_another_size_than_the_models_shift_the_models() -> None:
     parts = [part + np.uint16(0x0080) for part in chunk(KV)[0][0]]  # twice as large
     data, encoded = encode(bound(2, KV), parts, KV)
-    assert encoded.fidelity is Fidelity.bounded
+    assert encoded.accuracy is Accuracy.bounded
     assert largest_error(decode(bound(2, KV), data, KV), parts, KV.dtype) <= encoded.error_bound
 
 

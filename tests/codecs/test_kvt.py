@@ -47,7 +47,7 @@ from kvstore.proto.errors import (
     UnknownCodecError,
 )
 from kvstore.proto.frame import FrameHeader, parse_header
-from kvstore.proto.types import Component, DType, Fidelity, KVLayout, LayerKind, RopeParameters
+from kvstore.proto.types import Accuracy, Component, DType, KVLayout, LayerKind, RopeParameters
 
 # --- frames
 
@@ -57,7 +57,7 @@ def test_finer_qualities_have_smaller_errors_and_larger_frames() -> None:
     for quality in range(4):
         codec = KvtCodec(quality, shelf_of(KV, LATENT))
         header, frame = framed(codec, KV, LATENT)
-        assert (header.fidelity, header.error_bound) == (Fidelity.none, 0)
+        assert (header.accuracy, header.error_bound) == (Accuracy.approximate, 0)
         assert header.asset == calibrated(KV, LATENT).digest
         out = empty_tensors(header.layout)
         codec.decode_into(header, frame, out)
@@ -98,7 +98,7 @@ def test_the_first_tokens_of_a_prompt_and_only_those_come_back_exactly(position:
     for part in parts:
         part[:, :SINK_TOKENS] ^= 0x0080  # twice or half as large
     data, encoded = encode(codec, parts, KV, position)
-    assert encoded.fidelity is Fidelity.none
+    assert encoded.accuracy is Accuracy.approximate
     back = decode(codec, data, KV)
     same = [
         np.array_equal(a[:, :SINK_TOKENS], b[:, :SINK_TOKENS])
@@ -150,7 +150,7 @@ def test_demotion_and_promotion_go_by_the_shelf_of_the_process() -> None:
         room[: header.frame_bytes], framed(KvtCodec(2, shelf_of(KV, LATENT)), KV, LATENT)[1]
     )
     back = np.empty_like(raw)
-    assert transcode(room[: header.frame_bytes], RawCodec(), back).fidelity is Fidelity.none
+    assert transcode(room[: header.frame_bytes], RawCodec(), back).accuracy is Accuracy.approximate
 
 
 # --- what cannot be coded
@@ -161,14 +161,14 @@ def test_nan_infinity_and_the_largest_numbers_are_kept_exactly(bad: int) -> None
     parts = chunk(KV)[0][0]
     parts[1][0, 9, 5] = bad
     data, encoded = encode(bound(1, KV), parts, KV)
-    assert (encoded.fidelity, data[0]) == (Fidelity.exact, 0)
+    assert (encoded.accuracy, data[0]) == (Accuracy.exact, 0)
     assert all(map(np.array_equal, decode(bound(1, KV), data, KV), parts))
 
 
 def test_what_lies_far_outside_of_the_calibration_is_kept_exactly() -> None:
     parts = [part + np.uint16(0x0500) for part in chunk(KV)[0][0]]
     data, encoded = encode(bound(1, KV), parts, KV)
-    assert encoded.fidelity is Fidelity.exact
+    assert encoded.accuracy is Accuracy.exact
     assert all(map(np.array_equal, decode(bound(1, KV), data, KV), parts))
 
 
@@ -176,7 +176,7 @@ def test_a_few_outliers_are_escaped() -> None:
     parts = chunk(KV)[0][0]
     parts[1][:, 9] += np.uint16(0x0280)
     data, encoded = encode(bound(3, KV), parts, KV)
-    assert encoded.fidelity is Fidelity.none
+    assert encoded.accuracy is Accuracy.approximate
     plain, _ = encode(bound(3, KV), chunk(KV)[0][0], KV)
     assert len(data) > len(plain)
     # What is left is the part of the outlier that lies outside of the components.
@@ -188,7 +188,7 @@ def test_types_that_are_no_floats_are_kept_exactly(dtype: DType) -> None:
     for layout in layouts(dtype).values():
         for component, layers in zip(layout.components, filled(layout), strict=True):
             data, encoded = encode(bound(), layers[0], component)
-            assert encoded.fidelity is Fidelity.exact
+            assert encoded.accuracy is Accuracy.exact
             assert all(map(np.array_equal, decode(bound(), data, component), layers[0]))
 
 
@@ -197,7 +197,7 @@ def test_states_are_kept_as_they_are() -> None:
     parts = [np.arange(700, dtype="<u4").reshape(state.shape)]
     room = np.zeros(bound().max_segment_bytes(state), np.uint8)
     layer = bound().encode_layer(parts, LayerTerms(state), room)
-    assert (layer.fidelity, layer.stored_bytes) == (Fidelity.exact, 24 + state.layer_bytes)
+    assert (layer.accuracy, layer.stored_bytes) == (Accuracy.exact, 24 + state.layer_bytes)
     out = [np.zeros(state.shape, "<u4")]
     bound().decode_layer([room[: layer.stored_bytes]], state, out, None)
     assert np.array_equal(out[0], parts[0])

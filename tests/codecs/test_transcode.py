@@ -34,7 +34,7 @@ from kvstore.codecs.zplane import ZplaneCodec
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, UnknownCodecError
 from kvstore.proto.frame import FLAG_RESTORED, FrameWriter, check_frame, parse_header
-from kvstore.proto.types import Component, DType, Fidelity, KVLayout, LayerKind, Stated
+from kvstore.proto.types import Accuracy, Component, DType, KVLayout, LayerKind, Stated
 
 LOSSLESS = [name for name in CODECS if not issubclass(CODECS.load(name), LossyCodec)]
 """The others give other bytes: contracts/lossy_codec.py moves them."""
@@ -52,7 +52,7 @@ class Backwards(Codec):
     name = "backwards"
     codec_id = 900
     revision = 1
-    fidelity = Fidelity.bounded
+    accuracy = Accuracy.bounded
 
     def max_segment_bytes(self, component: Component) -> int:
         return component.layer_bytes
@@ -69,7 +69,7 @@ class Boundless(Backwards):
 
     name = "boundless"
     codec_id = 901
-    fidelity = Fidelity.none
+    accuracy = Accuracy.approximate
 
 
 def moved(frame: Bytes, codec: Codec) -> Bytes:
@@ -79,9 +79,9 @@ def moved(frame: Bytes, codec: Codec) -> Bytes:
 
 
 def resigned(
-    frame: Bytes, fidelity: Fidelity = Fidelity.exact, error_bound: float = 0.0, revision: int = 1
+    frame: Bytes, accuracy: Accuracy = Accuracy.exact, error_bound: float = 0.0, revision: int = 1
 ) -> Bytes:
-    """Return *frame* with another fidelity or revision in its header."""
+    """Return *frame* with another accuracy or revision in its header."""
     header = check_frame(frame)
     out = np.zeros(len(frame), np.uint8)
     writer = FrameWriter(header, out)
@@ -89,7 +89,7 @@ def resigned(
         body = header.segment(frame, index)
         writer.reserve(len(body))[:] = body
         writer.commit(len(body))
-    writer.finish(header.codec_id, revision, fidelity, error_bound)
+    writer.finish(header.codec_id, revision, accuracy, error_bound)
     return out
 
 
@@ -119,11 +119,11 @@ def test_header_fields_travel_along(source: str, target: str) -> None:
 
 @pytest.mark.parametrize("target", LOSSLESS)
 @pytest.mark.parametrize("source", LOSSLESS)
-@pytest.mark.parametrize("fidelity", [Fidelity.none, Fidelity.bounded])
-def test_what_was_lossy_stays_lossy(source: str, target: str, fidelity: Fidelity) -> None:
-    frame = resigned(encoded(codec_by_name(source), filled(SMALL), SMALL), fidelity, 0.125)
+@pytest.mark.parametrize("accuracy", [Accuracy.approximate, Accuracy.bounded])
+def test_what_was_lossy_stays_lossy(source: str, target: str, accuracy: Accuracy) -> None:
+    frame = resigned(encoded(codec_by_name(source), filled(SMALL), SMALL), accuracy, 0.125)
     header = check_frame(moved(frame, codec_by_name(target)))
-    assert (header.fidelity, header.error_bound) == (fidelity, 0.125)
+    assert (header.accuracy, header.error_bound) == (accuracy, 0.125)
 
 
 def test_what_was_lossy_is_marked_as_restored_whatever_codec_it_goes_through() -> None:
@@ -137,12 +137,12 @@ def test_what_was_lossy_is_marked_as_restored_whatever_codec_it_goes_through() -
 
 
 @pytest.mark.parametrize("source", LOSSLESS)
-def test_a_third_codec_lowers_fidelity_to_its_own(source: str) -> None:
+def test_a_third_codec_lowers_accuracy_to_its_own(source: str) -> None:
     tensors = filled(SMALL)
     frame = encoded(codec_by_name(source), tensors, SMALL)
     there = moved(frame, Backwards())
     header = check_frame(there)
-    assert header.fidelity is Fidelity.bounded
+    assert header.accuracy is Accuracy.bounded
     back = filled(SMALL, seed=1)
     Backwards().decode_into(header, there, back)
     assert same(back, tensors)
@@ -230,7 +230,7 @@ def error_after(chain: Sequence[str], tensors: Tensors) -> tuple[float, float]:
     for name in chain:
         frame = moved(frame, codec_by_name(name))
     header = check_frame(frame)
-    assert header.fidelity is Fidelity.bounded
+    assert header.accuracy is Accuracy.bounded
     return largest_error(LOSSY, tensors, decoded(frame)), header.error_bound
 
 
@@ -257,4 +257,4 @@ def test_a_frame_without_a_bound_names_the_codec_that_has_none() -> None:
     bounded = moved(encoded(RawCodec(), numbers(LOSSY), LOSSY), codec_by_name("gq4"))
     for frame in (bounded, moved(bounded, RawCodec())):
         found = parse_header(moved(frame, Boundless()))
-        assert found.stated == Stated(Fidelity.none, Boundless.codec_id)
+        assert found.stated == Stated(Accuracy.approximate, Boundless.codec_id)

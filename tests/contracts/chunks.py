@@ -13,10 +13,10 @@ from kvstore.proto.keys import chain_digest, chunk_key, content_digest, namespac
 from kvstore.proto.types import (
     MIN_CHUNK_TOKENS,
     ROOT,
+    Accuracy,
     ChainDigest,
     ChunkInfo,
     DType,
-    Fidelity,
     KVLayout,
     LayerGroup,
     LayerKind,
@@ -79,7 +79,7 @@ def make_info(seed: int, size_bytes: int, parent: ChainDigest = ROOT) -> ChunkIn
         layout=KVLayout.of(representation, MIN_CHUNK_TOKENS + seed % 7),
         codec_id=seed % 2,
         size_bytes=size_bytes,
-        fidelity=tuple(Fidelity)[seed % 3],
+        accuracy=tuple(Accuracy)[seed % 3],
         prefill_flops=draw.random() * 1e15,
     )
 
@@ -113,5 +113,5 @@ def make_frame(
             room = writer.reserve(component.layer_bytes)
             room[:] = draw.integers(0, 256, len(room), dtype=np.uint8)
             writer.commit(len(room))
-    header = writer.finish(codec_id=0, revision=1, fidelity=Fidelity.exact)
+    header = writer.finish(codec_id=0, revision=1, accuracy=Accuracy.exact)
     return header.info(), frame

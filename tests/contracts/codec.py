@@ -173,7 +173,7 @@ def frame_of_bodies(codec: Codec, layout: KVLayout, bodies: list[bytes]) -> Byte
     for body in bodies:
         writer.reserve(len(body))[:] = np.frombuffer(body, np.uint8)
         writer.commit(len(body))
-    header = writer.finish(codec.codec_id, codec.revision, codec.fidelity)
+    header = writer.finish(codec.codec_id, codec.revision, codec.accuracy)
     return out[: header.frame_bytes]
 
 
@@ -249,7 +249,7 @@ class CodecContract:
         header = check_frame(out[: given_back.frame_bytes], ChunkKey(bytes(range(32))))
         assert template_of(header) == template(layout)
         self.codec.check_header(header)
-        assert header.fidelity is self.codec.fidelity
+        assert header.accuracy is self.codec.accuracy
         assert np.array_equal(header.segments, given_back.segments)
 
     @_every_fill
@@ -338,7 +338,7 @@ class CodecContract:
             writer.commit(int(size))
         own = (self.codec.codec_id, self.codec.revision)
         for codec_id, revision in [(own[0] ^ 1, own[1]), (own[0], own[1] + 1)]:
-            other = writer.finish(codec_id, revision, self.codec.fidelity)
+            other = writer.finish(codec_id, revision, self.codec.accuracy)
             with pytest.raises(UnknownCodecError, match=f"'{codec_id} revision {revision}'"):
                 self.codec.decode_into(other, np.zeros(1 << 16, np.uint8), out)
         assert same(out, filled(SMALL, all_zero))

@@ -50,7 +50,7 @@ from kvstore.proto.errors import (
     UnknownCodecError,
 )
 from kvstore.proto.frame import FrameWriter, check_frame, parse_header
-from kvstore.proto.types import ChunkKey, Component, DType, Fidelity, KVLayout, LayerKind
+from kvstore.proto.types import Accuracy, ChunkKey, Component, DType, KVLayout, LayerKind
 
 Numbers = Callable[[tuple[int, ...], np.random.Generator], Part]
 
@@ -130,17 +130,17 @@ def largest_error(layout: KVLayout, left: Tensors, right: Tensors) -> float:
     return worst
 
 
-def promise_held(frame: Bytes, tensors: Tensors) -> Fidelity:
-    """Check what the frame says of itself against *tensors*; return its fidelity."""
+def promise_held(frame: Bytes, tensors: Tensors) -> Accuracy:
+    """Check what the frame says of itself against *tensors*; return its accuracy."""
     header = check_frame(frame)
     found = decoded(frame)
-    if header.fidelity is Fidelity.exact:
+    if header.accuracy is Accuracy.exact:
         assert same(found, tensors)
         assert header.error_bound == 0
     error = largest_error(header.layout, tensors, found)
-    if header.fidelity is Fidelity.bounded:
+    if header.accuracy is Accuracy.bounded:
         assert error <= header.error_bound
-    return header.fidelity
+    return header.accuracy
 
 
 _every_float = pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.name)
@@ -174,16 +174,16 @@ class LossyCodecContract:
     ) -> None:
         layout = layouts(dtype)[name]
         tensors = numbers(layout, fill)
-        assert promise_held(encoded(self.codec, tensors, layout), tensors) >= self.codec.fidelity
+        assert promise_held(encoded(self.codec, tensors, layout), tensors) >= self.codec.accuracy
 
     @pytest.mark.parametrize("fill", FILLS, ids=lambda fill: fill.__name__)
     @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.name)
     def test_bits_of_any_kind_are_coded_or_kept(self, dtype: DType, fill: Fill) -> None:
         layout = layouts(dtype)["several"]
         tensors = filled(layout, fill)
-        fidelity = promise_held(encoded(self.codec, tensors, layout), tensors)
+        accuracy = promise_held(encoded(self.codec, tensors, layout), tensors)
         if dtype not in FLOAT_TYPES:
-            assert fidelity is Fidelity.exact
+            assert accuracy is Accuracy.exact
 
     @_every_float
     def test_a_layer_with_nan_or_infinity_comes_back_bit_by_bit(self, dtype: DType) -> None:
@@ -193,7 +193,7 @@ class LossyCodecContract:
             part[...] = special_values(part.shape, part.dtype.itemsize, np.random.default_rng(1))
         found = decoded(encoded(self.codec, tensors, layout))
         assert same([[found[0][1]]], [[tensors[0][1]]])
-        assert promise_held(encoded(self.codec, tensors, layout), tensors) is self.codec.fidelity
+        assert promise_held(encoded(self.codec, tensors, layout), tensors) is self.codec.accuracy
 
     @_every_name
     @_every_float
@@ -215,7 +215,7 @@ class LossyCodecContract:
         header = check_frame(out[: given_back.frame_bytes], ChunkKey(bytes(range(32))))
         assert template_of(header) == template(layout)
         self.codec.check_header(header)
-        assert header.fidelity >= self.codec.fidelity
+        assert header.accuracy >= self.codec.accuracy
         assert (header.levels, header.asset) == (self.codec.levels, self.codec.asset)
         assert np.array_equal(header.segments, given_back.segments)
 
@@ -291,7 +291,7 @@ class LossyCodecContract:
             for size in header.segments["stored_bytes"]:
                 writer.reserve(int(size))
                 writer.commit(int(size))
-            wrong = writer.finish(*other[:2], header.fidelity, asset=other[2])
+            wrong = writer.finish(*other[:2], header.accuracy, asset=other[2])
             with pytest.raises(UnknownCodecError):
                 self.codec.decode_into(wrong, frame, out)
         assert same(out, filled(SMALL, all_zero))
@@ -302,7 +302,7 @@ class LossyCodecContract:
         self, data: st.DataObject, mask: int
     ) -> None:
         frame = encoded(self.codec, numbers(SMALL), SMALL)
-        assert parse_header(frame).fidelity is self.codec.fidelity
+        assert parse_header(frame).accuracy is self.codec.accuracy
         right = decoded(frame)
         frame[data.draw(st.integers(0, len(frame) - 1))] ^= mask
         try:
@@ -376,7 +376,7 @@ class LossyCodecContract:
             writer.reserve(len(body))[:] = np.frombuffer(body, np.uint8)
             writer.commit(len(body))
         header = writer.finish(
-            self.codec.codec_id, self.codec.revision, Fidelity.none, asset=self.codec.asset
+            self.codec.codec_id, self.codec.revision, Accuracy.approximate, asset=self.codec.asset
         )
         with pytest.raises(InvalidFrameError):
             decoded(out[: header.frame_bytes])
@@ -399,7 +399,7 @@ class LossyCodecContract:
             barrier.wait()
             frames = [encoded(self.codec, tensors, layout) for _ in range(4)]
             alike = all(np.array_equal(frames[0], frame) for frame in frames)
-            return alike and promise_held(frames[0], tensors) >= self.codec.fidelity
+            return alike and promise_held(frames[0], tensors) >= self.codec.accuracy
 
         with ThreadPoolExecutor(8) as pool:
             assert all(pool.map(work, range(8)))
@@ -411,16 +411,16 @@ class LossyCodecContract:
         out = np.empty(self.codec.max_frame_bytes(SMALL), np.uint8)
         there = out[: transcode(raw, self.codec, out).frame_bytes]
         assert np.array_equal(there, encoded(self.codec, tensors, SMALL))
-        fidelity = promise_held(there, tensors)
+        accuracy = promise_held(there, tensors)
         again = np.empty_like(out)
         assert np.array_equal(again[: transcode(there, self.codec, again).frame_bytes], there)
         back = np.empty_like(raw)
         header = transcode(there, RawCodec(), back)
-        assert header.fidelity is fidelity
+        assert header.accuracy is accuracy
         assert header.error_bound == parse_header(there).error_bound
         assert same(decoded(back), decoded(there))
         promise_held(back, tensors)
         twice = np.empty_like(out)
         header = transcode(back, self.codec, twice)
-        assert header.fidelity is fidelity
+        assert header.accuracy is accuracy
         promise_held(twice[: header.frame_bytes], tensors)

@@ -18,7 +18,7 @@ from prompts import SMALL, store, tokens
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.events import ChunkEvent, EventPage
-from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Fidelity
+from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChunkKey
 
 PROGRAM = Path(__file__).resolve().parents[2] / "examples" / "prefix_router" / "router.py"
 OPTIONS = ClientOptions("grpc", chunk_tokens=16, deadline_ms=DEADLINE_MS, retry_after_ms=1)
@@ -241,14 +241,14 @@ def page(*events: ChunkEvent, cleared: bool = False) -> EventPage:
 def test_what_is_known_is_bounded_and_counts_copies_by_tier(program: Any) -> None:
     node, places = program.Node("s", "e"), program.Places(limit=2)
     keys = [ChunkKey(bytes(16) + bytes([number]) * 16) for number in range(3)]
-    stored = [ChunkEvent(key, None, 16, "cpu", Fidelity.exact) for key in keys]
+    stored = [ChunkEvent(key, None, 16, "cpu", Accuracy.exact) for key in keys]
     places.take(node, page(stored[0], stored[0]._replace(tier="disk")))
-    gone = stored[0]._replace(tokens=0, fidelity=Fidelity.none)
+    gone = stored[0]._replace(tokens=0, accuracy=Accuracy.approximate)
     places.take(node, page(gone))
     assert places.prefix([keys[0][16:]], node) == 1
     places.take(node, page(gone._replace(tier="disk")))
     assert len(places) == 0
-    places.take(node, page(stored[0]._replace(fidelity=Fidelity.bounded)))
+    places.take(node, page(stored[0]._replace(accuracy=Accuracy.bounded)))
     assert len(places) == 0
     places.take(node, page(*stored))
     assert len(places) == 2

@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from kvstore.proto.types import (
     MAX_LAYERS,
+    Accuracy,
     ChainDigest,
     ChunkInfo,
     ChunkKey,
     Component,
     DType,
-    Fidelity,
     KVLayout,
     LayerGroup,
     LayerKind,
@@ -85,6 +85,6 @@ chunk_infos = st.builds(
     layout=layouts,
     codec_id=st.integers(0, 65535),
     size_bytes=st.integers(0, (1 << 64) - 1),
-    fidelity=st.sampled_from(Fidelity),
+    accuracy=st.sampled_from(Accuracy),
     prefill_flops=costs,
 )

@@ -12,7 +12,7 @@ from plain_engine import PlainEngine
 from prompts import chunks_of, store, tokens
 
 from kvstore.client.options import TransportName
-from kvstore.proto.types import ChunkKey, Fidelity
+from kvstore.proto.types import Accuracy, ChunkKey
 
 CHUNKS = 4
 PROMPT = tokens(1, 16 * CHUNKS)
@@ -68,9 +68,9 @@ def test_lmcache_717_an_approximation_is_never_taken_for_the_original(
         leave_on_disk(server, keys)
         engine = PlainEngine(client)
         assert engine.load(PROMPT).stored_tokens == 0
-        assert len(client.get(keys, min_fidelity=Fidelity.bounded)) == CHUNKS
-        copies = [copy.fidelity for stat in client.stat(keys) for copy in stat.copies]
-        assert set(copies) == {Fidelity.bounded}
+        assert len(client.get(keys, min_accuracy=Accuracy.bounded)) == CHUNKS
+        copies = [copy.accuracy for stat in client.stat(keys) for copy in stat.copies]
+        assert set(copies) == {Accuracy.bounded}
         assert engine.store(PROMPT) == CHUNKS
         assert engine.load(PROMPT).stored_tokens == CHUNKS * 16
         server.close()

@@ -40,11 +40,11 @@ from kvstore.proto.frame import (
     unpack_table,
 )
 from kvstore.proto.types import (
+    Accuracy,
     ChainDigest,
     ChunkKey,
     Component,
     DType,
-    Fidelity,
     KVLayout,
     LayerKind,
 )
@@ -55,7 +55,7 @@ HEADER_BYTES = header_bytes(SMALL)
 FIELD_AT = {
     "version": (4, "<H"), "flags": (6, "<H"), "header_bytes": (8, "<I"),
     "component_count": (12, "<H"), "codec_id": (14, "<H"), "codec_revision": (16, "<H"),
-    "fidelity": (18, "<B"), "segment_count": (20, "<I"), "frame_bytes": (24, "<Q"),
+    "accuracy": (18, "<B"), "segment_count": (20, "<I"), "frame_bytes": (24, "<Q"),
     "raw_bytes": (32, "<Q"), "tokens": (40, "<I"), "position": (44, "<I"), "key": (48, "32s"),
     "parent": (80, "16s"), "representation": (96, "16s"), "content": (112, "16s"),
     "prefill_flops": (128, "<d"), "error_bound": (136, "<d"),
@@ -70,7 +70,7 @@ def test_header_fields_lie_where_the_format_page_says() -> None:
     assert frame[:4].tobytes() == b"KVFR"
     assert found == {
         "version": 1, "flags": header.flags, "header_bytes": header.header_bytes,
-        "component_count": 1, "codec_id": 2, "codec_revision": 2, "fidelity": 2,
+        "component_count": 1, "codec_id": 2, "codec_revision": 2, "accuracy": 2,
         "segment_count": 2, "frame_bytes": len(frame), "raw_bytes": layout.raw_bytes,
         "tokens": layout.tokens, "position": 512, "key": header.key, "parent": header.parent,
         "representation": header.representation, "content": header.content,
@@ -101,9 +101,9 @@ def written_frames(draw: st.DrawFn) -> tuple[FrameTemplate, list[bytes], tuple[i
         writer.reserve(200)[: len(body)] = np.frombuffer(body, np.uint8)
         writer.commit(len(body))
     ids = (draw(st.integers(0, 65535)), draw(st.integers(0, 65535)))
-    fidelity, bound = draw(st.sampled_from(Fidelity)), draw(costs)
-    header = writer.finish(*ids, fidelity, bound)
-    return template, bodies, (*ids, fidelity), out[: header.frame_bytes]
+    accuracy, bound = draw(st.sampled_from(Accuracy)), draw(costs)
+    header = writer.finish(*ids, accuracy, bound)
+    return template, bodies, (*ids, accuracy), out[: header.frame_bytes]
 
 
 @given(written_frames())
@@ -113,14 +113,14 @@ def test_what_was_written_is_read_back(
     template, bodies, ids, frame = case
     header = check_frame(frame, template.key)
     assert template_of(header) == template
-    assert (header.codec_id, header.codec_revision, header.fidelity) == ids
+    assert (header.codec_id, header.codec_revision, header.accuracy) == ids
     assert [header.segment(frame, i).tobytes() for i in range(len(bodies))] == bodies
     assert pack_header(header) == frame[: header.header_bytes].tobytes()
     info = header.info()
     assert (info.key, info.parent, info.layout, info.codec_id, info.size_bytes) == (
         template.key, template.parent, template.layout, ids[0], len(frame),
     )  # fmt: skip
-    assert (info.fidelity, info.prefill_flops) == (header.fidelity, template.prefill_flops)
+    assert (info.accuracy, info.prefill_flops) == (header.accuracy, template.prefill_flops)
     covered = np.zeros(len(frame), bool)
     covered[: header.header_bytes] = True
     for row in header.segments:
@@ -229,7 +229,7 @@ def test_a_frame_above_the_limit_is_not_finished() -> None:
         writer.reserve(size)
         writer.commit(size, segment_checksum=0)
     with pytest.raises(InvalidFrameError, match=r"^frame_bytes="):
-        writer.finish(0, 1, Fidelity.exact)
+        writer.finish(0, 1, Accuracy.exact)
 
 
 def test_the_largest_tables_are_written_and_read() -> None:
@@ -243,7 +243,7 @@ def test_a_frame_with_too_few_segments_is_not_finished() -> None:
     writer.reserve(10)
     writer.commit(10)
     with pytest.raises(InvalidFrameError, match="segments=1: commit all 2"):
-        writer.finish(0, 1, Fidelity.exact)
+        writer.finish(0, 1, Accuracy.exact)
 
 
 def test_room_that_ends_too_early_is_refused_with_the_size_it_should_have() -> None:
@@ -306,7 +306,7 @@ def test_headers_like_another_differ_in_what_is_a_frames_own() -> None:
     "change",
     [
         {"representation": b"r" * 16}, {"codec_id": 3}, {"codec_revision": 9},
-        {"fidelity": Fidelity.bounded}, {"flags": 0}, {"error_bound": 0.5}, {"asset": b"a" * 16},
+        {"accuracy": Accuracy.bounded}, {"flags": 0}, {"error_bound": 0.5}, {"asset": b"a" * 16},
         {"frame_bytes": 1 << 20}, {"prefill_flops": -1.0}, {"prefill_flops": math.inf},
         {"prefill_flops": math.nan},
     ],

@@ -21,7 +21,7 @@ from kvstore.proto.frame import (
     parse_header,
 )
 from kvstore.proto.frame_verifier import FrameVerifier
-from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
+from kvstore.proto.types import Accuracy, ChunkKey, KVLayout
 
 ASSET = bytes(range(30, 46))
 LEVEL_AT, SECTION_AT, ASSET_AT = 19, 2, 144
@@ -34,7 +34,7 @@ def layered(layout: KVLayout, levels: int, sizes: list[int], codec_id: int = 900
     for index, size in enumerate(sizes):
         writer.reserve(200)[:size] = index % 251
         writer.commit(size)
-    header = writer.finish(codec_id, 1, Fidelity.bounded, 0.5, ASSET)
+    header = writer.finish(codec_id, 1, Accuracy.bounded, 0.5, ASSET)
     return out[: header.frame_bytes]
 
 

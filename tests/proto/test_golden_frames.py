@@ -12,7 +12,7 @@ from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.transcode import transcode
 from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.frame import check_frame, parse_header, raw_frame_bytes
-from kvstore.proto.types import Fidelity
+from kvstore.proto.types import Accuracy
 
 GOLDEN = ["raw-r1.frame", "zplane-r1.frame", "zplane-r2.frame"]
 
@@ -27,7 +27,7 @@ def test_golden_frames_hold_what_was_put_into_them(name: str) -> None:
     header = check_frame(frame, template().key)
     assert template_of(header) == template()
     assert (header.position, header.prefill_flops, header.flags) == (16, 1.5e9, 0)
-    assert (header.fidelity, header.error_bound) == (Fidelity.exact, 0)
+    assert (header.accuracy, header.error_bound) == (Accuracy.exact, 0)
     assert header.frame_bytes == len(frame)
     out = empty_tensors(header.layout)
     codec = codec_by_id(header.codec_id)

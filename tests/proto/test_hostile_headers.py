@@ -86,7 +86,7 @@ HOSTILE_HEADERS: dict[str, tuple[dict[int, bytes], str]] = {
     "no components": ({12: u16(0)}, "counts"),
     "65 components": ({12: u16(MAX_COMPONENTS + 1)}, "counts"),
     "65535 components": ({12: u16(65535)}, "counts"),
-    "fidelity 3": ({18: b"\x03"}, "flags"),
+    "accuracy 3": ({18: b"\x03"}, "flags"),
     "no segments": ({20: u32(0)}, "counts"),
     "one segment": ({20: u32(1)}, "layout"),
     "4097 segments": ({20: u32(4097)}, "counts"),

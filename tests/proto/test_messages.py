@@ -111,7 +111,7 @@ def test_the_golden_frame_has_the_row_of_the_format_page() -> None:
         (ROW[:68] + b"\x09" + ROW[69:], "component"),
     ],
     ids=["empty", "cut", "no components", "cut component", "one byte behind", "65 components",
-         "version 0", "version 2", "fidelity 3", "cost NaN", "cost infinite", "cost negative",
+         "version 0", "version 2", "accuracy 3", "cost NaN", "cost infinite", "cost negative",
          "unknown kind"],
 )  # fmt: skip
 def test_bad_rows_are_refused(row: bytes, field: str) -> None:

@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from kvstore.client.engines.vllm_tier import KVStoreTier
 from kvstore.client.engines.vllm_versions import TELLS_KEYS_THAT_CAME
 from kvstore.proto.errors import InvalidRequestError, ModelError
-from kvstore.proto.types import Fidelity
+from kvstore.proto.types import Accuracy
 
 TransferJob: Any = getattr(base, "TransferJob", None) or base.JobMetadata
 CHUNKS, CHUNK_BYTES = 8, 4096
@@ -141,7 +141,7 @@ def test_a_chunk_with_lossy_copies_only_is_missing_and_so_it_is_stored(
     def lossy(*asked: Any, **more: Any) -> Any:
         found = stat(*asked, **more)
         for copy in [copy for one in found for copy in one.copies]:
-            copy.fidelity = Fidelity.bounded
+            copy.accuracy = Accuracy.bounded
         return found
 
     monkeypatch.setattr(client, "stat", lossy)

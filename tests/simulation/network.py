@@ -24,9 +24,9 @@ from kvstore.proto.messages import as_message
 from kvstore.proto.types import (
     DIGEST_BYTES,
     ROOT,
+    Accuracy,
     ChainDigest,
     ChunkKey,
-    Fidelity,
     KVLayout,
     Namespace,
 )
@@ -223,7 +223,7 @@ class NetworkSchedule:
 
     def _check_frame(self, key: ChunkKey, frame: Bytes) -> None:
         header = check_frame(frame, key)
-        assert header.fidelity is Fidelity.exact
+        assert header.accuracy is Accuracy.exact
         mine = self._frames[key].whole
         if header.codec_id:  # read past a full memory, as it lay on its tier
             raw = np.zeros(len(mine), np.uint8)

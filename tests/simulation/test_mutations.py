@@ -49,7 +49,7 @@ def reads_are_not_verified(patch: pytest.MonkeyPatch) -> None:
 def _any_header(info: ChunkInfo) -> FrameHeader:
     return FrameHeader(
         info.key, info.parent, b"", b"", info.layout, codec_id=0, codec_revision=1,
-        fidelity=info.fidelity, frame_bytes=info.size_bytes, segments=np.zeros(0),
+        accuracy=info.accuracy, frame_bytes=info.size_bytes, segments=np.zeros(0),
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from kvstore.proto.keys import (
     representation_digest,
     tokens_le32,
 )
-from kvstore.proto.types import ROOT, ChainDigest, ChunkInfo, ChunkKey, Fidelity, KVLayout
+from kvstore.proto.types import ROOT, Accuracy, ChainDigest, ChunkInfo, ChunkKey, KVLayout
 
 TENANTS = ("red", "blue")
 VERSIONS = 3
@@ -84,7 +84,7 @@ def write_frame(template: FrameTemplate, seed: int) -> Bytes:
             # Few values, so that zplane has something to do.
             writer.reserve(component.layer_bytes)[:] = draw.integers(0, 5, component.layer_bytes)
             writer.commit(component.layer_bytes)
-    writer.finish(codec_id=0, revision=1, fidelity=Fidelity.exact)
+    writer.finish(codec_id=0, revision=1, accuracy=Accuracy.exact)
     return frame
 
 

@@ -28,7 +28,7 @@ from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.keys import chain_digests, chunk_spans
-from kvstore.proto.types import DIGEST_BYTES, ChainDigest, Fidelity, KVLayout, Model
+from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChainDigest, KVLayout, Model
 
 CHUNK_TOKENS = 16
 
@@ -129,7 +129,7 @@ def test_only_what_has_an_exact_copy_counts_as_stored(
         assert connector.stored(digests[::-1]) == {digests[0], digests[3]}
 
 
-@pytest.mark.parametrize("accuracy", ["lossy", "Exact", "", None, 1, ["exact"], Fidelity.bounded])
+@pytest.mark.parametrize("accuracy", ["lossy", "Exact", "", None, 1, ["exact"], Accuracy.bounded])
 def test_an_accuracy_that_is_none_is_refused_by_name(server: LocalServer, accuracy: Any) -> None:
     with pytest.raises(InvalidRequestError, match="accuracy"):
         Connector(server.connect(), accuracy=accuracy)

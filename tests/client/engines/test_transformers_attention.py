@@ -19,7 +19,7 @@ from kvstore.client import Chunk
 from kvstore.client.engines import transformers_attention
 from kvstore.client.engines.transformers import TransformersConnector
 from kvstore.client.engines.transformers_attention import QUERIES, mean_attention
-from kvstore.proto.types import Fidelity, Model
+from kvstore.proto.types import Accuracy, Model
 
 PROMPT = random_ids(150)
 """Two chunks of 64 tokens and some."""
@@ -124,7 +124,7 @@ def disk_errors(
     keys = connector.client.keys(PROMPT[0, :128].tolist(), extra)
     exact = connector.client.get(keys)
     leave_on_disk(server, keys)
-    coded = connector.client.get(keys, min_fidelity=Fidelity.bounded)
+    coded = connector.client.get(keys, min_accuracy=Accuracy.bounded)
     return np.concatenate([token_errors(*pair) for pair in zip(coded, exact, strict=True)])
 
 

@@ -22,7 +22,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import ACCURACY_TAG, accuracy_tag
 from kvstore.proto.device import HostDevice
 from kvstore.proto.errors import DeadlineError, InvalidRequestError
-from kvstore.proto.types import ChunkKey, Fidelity, Model
+from kvstore.proto.types import Accuracy, ChunkKey, Model
 from kvstore.server.blending import gates
 
 PROMPT = random_ids(300)
@@ -194,7 +194,7 @@ def test_what_an_exact_call_computes_is_stored_in_the_lossy_copys_place(
 @pytest.fixture
 def boundless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the disk's codec state no bound, and a gate open after four comparisons."""
-    monkeypatch.setattr(CoarseCodec, "fidelity", Fidelity.none)
+    monkeypatch.setattr(CoarseCodec, "accuracy", Accuracy.approximate)
     monkeypatch.setattr(gates, "TRIALS", 4)
 
 
@@ -232,7 +232,7 @@ def test_a_gate_closes_by_itself_when_answers_are_too_far_from_those_of_a_full_p
     monkeypatch.setattr(engine, "comparison", far)
     hits = [reader.generate(PROMPT, greedy(), accuracy="approximate").hit_tokens for _ in range(3)]
     assert hits[:2] == [192, 64], "it closed with the first, and what followed was exact"
-    assert connect("approximate").allowed(Fidelity.none).least is Fidelity.bounded
+    assert connect("approximate").allowed(Accuracy.approximate).least is Accuracy.bounded
     assert reader.stats().load_errors == {}
 
 

@@ -25,7 +25,7 @@ from kvstore.client.rectangle import Rectangle
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import accuracy_tag
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.types import ChunkKey, Fidelity
+from kvstore.proto.types import Accuracy, ChunkKey
 from kvstore.server.blending import gates
 
 Start = Callable[..., Engine]
@@ -235,7 +235,7 @@ def told(
 
 @pytest.fixture
 def boundless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CoarseCodec, "fidelity", Fidelity.none)
+    monkeypatch.setattr(CoarseCodec, "accuracy", Accuracy.approximate)
 
 
 Told = Callable[[float], None]

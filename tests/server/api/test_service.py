@@ -126,7 +126,7 @@ def test_stream_of_more_frames_than_a_batch_ends_at_the_limit(make_server: Serve
     [
         ("Pin", pb.PinRequest(digests=DIGESTS, ttl_ms=0), "ttl_ms=0: use 1 to 86400000"),
         ("Pin", pb.PinRequest(digests=DIGESTS, ttl_ms=86_400_001), "ttl_ms=86400001: use 1 to"),
-        ("Lookup", pb.LookupRequest(min_fidelity=4), "min_fidelity=4: use 0 to 3"),
+        ("Lookup", pb.LookupRequest(min_accuracy=4), "min_accuracy=4: use 0 to 3"),
         ("Commit", pb.CommitRequest(reservation_ids=[1]), "offsets=0: give one for each"),
     ],
 )

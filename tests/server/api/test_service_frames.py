@@ -28,7 +28,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame import FLAG_RESTORED, parse_header
 from kvstore.proto.messages import as_message
-from kvstore.proto.types import ChunkKey, Fidelity, PutOutcome
+from kvstore.proto.types import Accuracy, ChunkKey, PutOutcome
 
 ServerMaker = Callable[..., LocalServer]
 
@@ -167,11 +167,11 @@ BAD_FRAMES: dict[str, tuple[Callable[[Bytes], Bytes], type[KVStoreError], str]] 
     ),
     "restored from a lossy copy": (
         lambda frame: reheaded(frame, flags=FLAG_RESTORED), InvalidRequestError,
-        "fidelity='exact': restored or lossy KV is never stored as an original",
+        "accuracy='exact': restored or lossy KV is never stored as an original",
     ),
     "lossy": (
-        lambda frame: reheaded(frame, fidelity=Fidelity.bounded), InvalidRequestError,
-        "fidelity='bounded': restored or lossy KV is never stored as an original",
+        lambda frame: reheaded(frame, accuracy=Accuracy.bounded), InvalidRequestError,
+        "accuracy='bounded': restored or lossy KV is never stored as an original",
     ),
     "cost that is no number": (
         lambda frame: reheaded(frame, prefill_flops=float("nan")), InvalidFrameError,

@@ -83,7 +83,7 @@ def test_frames_come_in_order_and_end_with_their_number(
     [
         ({"deadline_ms": 1 << 31}, bytes(16), "InvalidRequestError: deadline_ms"),
         ({"lease_id": 5}, bytes(16), "LeaseExpiredError"),
-        ({"min_fidelity": 4}, bytes(16), "InvalidRequestError: min_fidelity=4: use 0 to 3"),
+        ({"min_accuracy": 4}, bytes(16), "InvalidRequestError: min_accuracy=4: use 0 to 3"),
         ({"skip_rows": bytes(12)}, bytes(16), "InvalidRequestError: skip_rows"),
         ({}, bytes(15), "InvalidRequestError: digests=15"),
         ({}, bytes(16 * 4097), "InvalidRequestError: digests=4097: at most 4096"),

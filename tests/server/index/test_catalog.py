@@ -12,7 +12,7 @@ from simulation.clock import FakeClock
 from typing_extensions import override
 
 from kvstore.proto.errors import LeaseExpiredError, QuotaExceededError
-from kvstore.proto.types import Fidelity, Namespace
+from kvstore.proto.types import Accuracy, Namespace
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.index.catalog import Catalog
@@ -49,38 +49,38 @@ TIERS = ("cpu", "disk")
 
 def test_a_match_is_the_longest_prefix_and_what_is_being_put_behind_it(catalog: Catalog) -> None:
     assert catalog.in_flight.begin(key(3))
-    found = catalog.match(CHAIN, Fidelity.exact, TIERS)
+    found = catalog.match(CHAIN, Accuracy.exact, TIERS)
     assert (found.known, found.pending) == (3, 1)
     assert found.sources.tolist() == [0, 0, 0]
     assert found.sizes.tolist() == [100, 100, 100]
     catalog.in_flight.end(key(3))
-    assert catalog.match(CHAIN, Fidelity.exact, TIERS).pending == 0
+    assert catalog.match(CHAIN, Accuracy.exact, TIERS).pending == 0
 
 
 def test_a_match_leases_what_it_found_and_nothing_when_it_found_nothing(catalog: Catalog) -> None:
-    found = catalog.match(CHAIN, Fidelity.exact, TIERS, LeaseTerms(SESSION, 2.0))
+    found = catalog.match(CHAIN, Accuracy.exact, TIERS, LeaseTerms(SESSION, 2.0))
     assert catalog.leases.get(found.lease_id, SESSION, 0.0).keys == CHAIN[:3]
-    unknown = catalog.match([key(99)], Fidelity.exact, TIERS, LeaseTerms(SESSION, 2.0))
+    unknown = catalog.match([key(99)], Accuracy.exact, TIERS, LeaseTerms(SESSION, 2.0))
     assert (unknown.lease_id, len(catalog.leases)) == (0, 1)
 
 
 def test_each_chunk_of_a_match_comes_from_the_first_tier_that_may_be_read(
     catalog: Catalog,
 ) -> None:
-    slow_first = catalog.match(CHAIN, Fidelity.exact, ("disk", "cpu"))
+    slow_first = catalog.match(CHAIN, Accuracy.exact, ("disk", "cpu"))
     assert (slow_first.sources.tolist(), slow_first.sizes.tolist()) == ([0, 0, 1], [60, 60, 100])
-    barred = catalog.match(CHAIN, Fidelity.exact, (None, "disk"))
+    barred = catalog.match(CHAIN, Accuracy.exact, (None, "disk"))
     assert (barred.known, barred.sources.tolist(), barred.sizes.tolist()) == (3, [1, 1], [60, 60])
-    none = catalog.match(CHAIN, Fidelity.exact, (None, None))
+    none = catalog.match(CHAIN, Accuracy.exact, (None, None))
     assert (none.known, none.sources.tolist()) == (3, [])
 
 
-def test_a_copy_of_too_low_fidelity_is_not_what_a_match_reads(catalog: Catalog) -> None:
+def test_a_copy_of_too_low_accuracy_is_not_what_a_match_reads(catalog: Catalog) -> None:
     catalog.forget("disk", key(1))
-    catalog.note_sealed("disk", replace(info(1, 0, 60), fidelity=Fidelity.bounded))
+    catalog.note_sealed("disk", replace(info(1, 0, 60), accuracy=Accuracy.bounded))
     by_disk = ("disk", "cpu")
-    assert catalog.match(CHAIN, Fidelity.exact, by_disk).sources.tolist() == [0, 1, 1]
-    assert catalog.match(CHAIN, Fidelity.bounded, by_disk).sources.tolist() == [0, 0, 1]
+    assert catalog.match(CHAIN, Accuracy.exact, by_disk).sources.tolist() == [0, 1, 1]
+    assert catalog.match(CHAIN, Accuracy.bounded, by_disk).sources.tolist() == [0, 0, 1]
 
 
 def test_pending_counts_go_on_through_chunks_that_exist_behind_one_that_does_not(
@@ -88,14 +88,14 @@ def test_pending_counts_go_on_through_chunks_that_exist_behind_one_that_does_not
 ) -> None:
     catalog.note_sealed("cpu", info(4, 3))
     catalog.in_flight.begin(key(3))
-    assert catalog.match(CHAIN, Fidelity.exact, TIERS).pending == 2
+    assert catalog.match(CHAIN, Accuracy.exact, TIERS).pending == 2
 
 
 def test_a_match_makes_its_chain_the_last_to_go(catalog: Catalog) -> None:
     catalog.note_sealed("cpu", info(9))
     assert catalog.eviction.claim_victims("cpu", 1, ALL) == [key(2)]
     catalog.eviction.unclaim([key(2)])
-    catalog.match(CHAIN, Fidelity.exact, TIERS)
+    catalog.match(CHAIN, Accuracy.exact, TIERS)
     assert catalog.eviction.claim_victims("cpu", 1, ALL) == [key(9)]
 
 
@@ -251,7 +251,7 @@ def test_pins_have_a_limit_that_pinning_again_does_not_use_up(clock: FakeClock) 
 
 def test_holdings_are_those_of_one_namespace(catalog: Catalog) -> None:
     lease, _ = catalog.grant([key(0)], LeaseTerms(SESSION, 10.0))
-    catalog.match([key(0)], Fidelity.exact, TIERS)
+    catalog.match([key(0)], Accuracy.exact, TIERS)
     holdings = catalog.queries.page(Namespace(bytes(16)))
     assert [holding.key for holding in holdings] == CHAIN[:3]
     assert (holdings[0].leases, holdings[0].hits) == (1, 1)
@@ -281,7 +281,7 @@ def test_who_catches_up_tells_the_policies_and_the_history() -> None:
     catalog = make_catalog(FakeClock())
     for number in range(3):
         catalog.note_sealed("cpu", info(number, number - 1 if number else None))
-    catalog.match(CHAIN, Fidelity.exact, TIERS)
+    catalog.match(CHAIN, Accuracy.exact, TIERS)
     history = catalog.state.metadata.history
     row = catalog.state.index.row(key(0))
     assert history.hits_of(row) == 0
@@ -297,10 +297,10 @@ def test_who_has_answered_one_of_many_lookups_tells_of_an_earlier_one() -> None:
     catalog.drain(0.0)
     history, row = catalog.state.metadata.history, catalog.state.index.row(key(0))
     before = history.hits_of(row)
-    catalog.match(CHAIN, Fidelity.exact, TIERS)
+    catalog.match(CHAIN, Accuracy.exact, TIERS)
     catalog.drain_some()
     assert history.hits_of(row) == before  # left to who waits for a pause
-    catalog.match(CHAIN, Fidelity.exact, TIERS)
+    catalog.match(CHAIN, Accuracy.exact, TIERS)
     catalog.drain_some()
     assert history.hits_of(row) == before + 1
 
@@ -311,7 +311,7 @@ def test_catching_up_ends_though_requests_never_pause() -> None:
 
     def ask() -> None:
         while not is_over.is_set():
-            catalog.match(CHAIN, Fidelity.exact, TIERS)
+            catalog.match(CHAIN, Accuracy.exact, TIERS)
             busy.set()
 
     asker = threading.Thread(target=ask)
@@ -324,16 +324,16 @@ def test_catching_up_ends_though_requests_never_pause() -> None:
 
 def test_evicted_chunks_are_counted_by_lookups(catalog: Catalog) -> None:
     catalog.forget("cpu", key(2))
-    found = catalog.match(CHAIN, Fidelity.exact, TIERS)
+    found = catalog.match(CHAIN, Accuracy.exact, TIERS)
     assert (found.known, found.evicted) == (2, 1)
     assert catalog.evicted_count() == 1
     catalog.note_sealed("cpu", info(2, 1))
-    assert catalog.match(CHAIN, Fidelity.exact, TIERS).evicted == 0
+    assert catalog.match(CHAIN, Accuracy.exact, TIERS).evicted == 0
 
 
 def test_the_same_lookup_asked_again_is_counted_once(catalog: Catalog) -> None:
-    catalog.match(CHAIN, Fidelity.exact, TIERS)
-    catalog.match(CHAIN, Fidelity.exact, TIERS, again=True)
+    catalog.match(CHAIN, Accuracy.exact, TIERS)
+    catalog.match(CHAIN, Accuracy.exact, TIERS, again=True)
     holding = catalog.queries.details(key(0))
     assert holding is not None
     assert holding.hits == 1
@@ -342,6 +342,6 @@ def test_the_same_lookup_asked_again_is_counted_once(catalog: Catalog) -> None:
 def test_a_chunk_that_may_not_be_read_and_nobody_writes_is_missing_and_not_pending(
     catalog: Catalog,
 ) -> None:
-    catalog.note_sealed("cpu", replace(info(3, 2), fidelity=Fidelity.bounded))
-    found = catalog.match(CHAIN, Fidelity.exact, TIERS)
+    catalog.note_sealed("cpu", replace(info(3, 2), accuracy=Accuracy.bounded))
+    found = catalog.match(CHAIN, Accuracy.exact, TIERS)
     assert (found.known, found.pending, found.first_missing) == (3, 0, 3)

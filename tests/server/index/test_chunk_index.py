@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
-from kvstore.proto.types import ROOT, ChunkInfo, ChunkKey, Fidelity, KVLayout, Namespace
+from kvstore.proto.types import ROOT, Accuracy, ChunkInfo, ChunkKey, KVLayout, Namespace
 from kvstore.server.index.chunk_index import MAX_TIERS, ChunkIndex
 
 TIERS = ("cpu", "disk", "redis")
@@ -32,7 +32,7 @@ def keys_of(index: ChunkIndex, space: Namespace) -> list[ChunkKey]:
     return [ChunkKey(key) for key in index.keys_starting(space).tolist()]
 
 
-def keys_at(index: ChunkIndex, asked: list[int], least: Fidelity = Fidelity.exact) -> list[object]:
+def keys_at(index: ChunkIndex, asked: list[int], least: Accuracy = Accuracy.exact) -> list[object]:
     rows = index.readable(index.prefix([key(number) for number in asked]), least)
     return [index.key(row) for row in rows.tolist()]
 
@@ -88,11 +88,15 @@ def test_a_chunk_goes_with_its_last_copy(index: ChunkIndex) -> None:
 
 def test_a_copy_is_described_as_it_was_told(index: ChunkIndex) -> None:
     told = replace(
-        make_info(7, 123), parent=digest(3), codec_id=9, fidelity=Fidelity.none, prefill_flops=2.5
+        make_info(7, 123),
+        parent=digest(3),
+        codec_id=9,
+        accuracy=Accuracy.approximate,
+        prefill_flops=2.5,
     )
     row = add(index, "redis", told)
     assert index.info("redis", row) == told
-    first = replace(told, key=key(1), parent=ROOT, fidelity=Fidelity.exact)
+    first = replace(told, key=key(1), parent=ROOT, accuracy=Accuracy.exact)
     assert index.info("cpu", add(index, "cpu", first)) == first
 
 
@@ -147,17 +151,17 @@ def test_a_chunk_that_names_itself_as_its_parent_goes_whole(index: ChunkIndex) -
 
 def test_a_copy_that_is_not_near_enough_to_the_original_does_not_count(index: ChunkIndex) -> None:
     add(index, "cpu", info(0))
-    add(index, "disk", replace(info(1), fidelity=Fidelity.bounded))
+    add(index, "disk", replace(info(1), accuracy=Accuracy.bounded))
     assert len(keys_at(index, [0, 1])) == 1
-    assert len(keys_at(index, [0, 1], Fidelity.bounded)) == 2
+    assert len(keys_at(index, [0, 1], Accuracy.bounded)) == 2
     add(index, "cpu", info(1))
     assert len(keys_at(index, [0, 1])) == 2
     held, sizes = index.sizes(
-        "disk", index.readable(index.prefix([key(0), key(1)])), Fidelity.bounded
+        "disk", index.readable(index.prefix([key(0), key(1)])), Accuracy.bounded
     )
     assert held.tolist() == [False, True]
     assert sizes.tolist()[1] == info(1).size_bytes
-    held, _ = index.sizes("disk", index.readable(index.prefix([key(0), key(1)])), Fidelity.exact)
+    held, _ = index.sizes("disk", index.readable(index.prefix([key(0), key(1)])), Accuracy.exact)
     assert not held.any()
 
 

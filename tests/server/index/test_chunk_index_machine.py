@@ -12,10 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from kvstore.proto.key_table import NO_ROW
 from kvstore.proto.types import (
+    Accuracy,
     ChunkKey,
     Component,
     DType,
-    Fidelity,
     KVLayout,
     LayerKind,
     Namespace,
@@ -214,9 +214,9 @@ def test_namespaces_of_such_models_are_remembered_within_a_limit() -> None:
     assert len(index.needs) == MAX_CHECKPOINT_SPACES
 
 
-def test_a_lossy_copy_may_be_a_checkpoint_of_its_fidelity() -> None:
+def test_a_lossy_copy_may_be_a_checkpoint_of_its_accuracy() -> None:
     index = ChunkIndex(TIERS)
-    chunk = replace(info(0), layout=layout(has_state=True), fidelity=Fidelity.bounded)
+    chunk = replace(info(0), layout=layout(has_state=True), accuracy=Accuracy.bounded)
     index.add("disk", [chunk])
     assert len(index.readable(index.prefix([key(0)]))) == 0
-    assert len(index.readable(index.prefix([key(0)]), Fidelity.bounded)) == 1
+    assert len(index.readable(index.prefix([key(0)]), Accuracy.bounded)) == 1

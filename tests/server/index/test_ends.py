@@ -13,7 +13,7 @@ from prompts import equal, keys_of, outcomes
 
 from kvstore.client import Chunk, Client
 from kvstore.codecs.base import ChunkTensors, Part
-from kvstore.proto.types import Fidelity, PutOutcome
+from kvstore.proto.types import Accuracy, PutOutcome
 
 stored = PutOutcome.stored
 
@@ -62,14 +62,14 @@ def test_a_tier_with_loss_keeps_states_as_they_are(make_server: Callable[..., Lo
     catalog = node.store.catalog
     assert eventually(lambda: all(len(catalog.holders(key)) == 2 for key in keys))
     copies = node.store.catalog.copies(keys[1])
-    assert copies["disk"].fidelity is not Fidelity.exact
+    assert copies["disk"].accuracy is not Accuracy.exact
     assert copies["disk"].layout == copies["cpu"].layout
     for key in keys:
         assert node.store.catalog.cast_out("cpu", key)
         node.store.moves.eviction.delete_from(node.store.tiers.cpu, key)
     assert client.lookup(keys).ready == 0
-    assert client.lookup(keys, min_fidelity=Fidelity.none).ready == 2
-    found = client.get(keys, min_fidelity=Fidelity.none)
+    assert client.lookup(keys, min_accuracy=Accuracy.approximate).ready == 2
+    found = client.get(keys, min_accuracy=Accuracy.approximate)
     for mine, theirs in zip(found[1][2], chunks[1].tensors[2], strict=True):
         assert np.array_equal(mine[0], cast("Part", theirs[0]))
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation.clock import FakeClock
 
-from kvstore.proto.types import ChunkInfo, Fidelity, KVLayout
+from kvstore.proto.types import Accuracy, ChunkInfo, KVLayout
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.index.catalog import AT_ONCE, Catalog
@@ -75,7 +75,7 @@ def test_a_chain_longer_than_is_noted_at_once_is_noted_whole() -> None:
     length = 3 * AT_ONCE + 1
     assert catalog.note_found("peer", chain(0, length)) == []
     keys = [key(number) for number in range(length)]
-    assert len(catalog.match(keys, Fidelity.exact, ("cpu", "peer")).sources) == length
+    assert len(catalog.match(keys, Accuracy.exact, ("cpu", "peer")).sources) == length
     assert catalog.eviction.count_on("peer") == length
 
 

@@ -15,7 +15,7 @@ from kvstore.client.options import TransportName
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.types import ChunkKey, Fidelity, KVLayout, PutOutcome
+from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, PutOutcome
 from kvstore.server.index.known_models import OVERHEAD_BYTES, KnownModels
 from kvstore.tiers.base import DEFAULT_TENANT
 
@@ -74,8 +74,8 @@ def test_tokens_that_were_said_to_matter_are_kept_more_exactly(
     assert {put.outcome for put in puts} == {PutOutcome.stored}
     left_on_disk(server, [told, silent])
     one, other = (
-        client.get([told], min_fidelity=Fidelity.bounded),
-        client.get([silent], min_fidelity=Fidelity.bounded),
+        client.get([told], min_accuracy=Accuracy.bounded),
+        client.get([silent], min_accuracy=Accuracy.bounded),
     )
     weighed, plain = errors(one[0], tensors), errors(other[0], tensors)
     assert (weighed[list(IMPORTANT)] < 0.5 * plain[list(IMPORTANT)]).all()

@@ -14,11 +14,11 @@ from pydantic import ValidationError
 
 from kvstore import __version__
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.types import Fidelity
+from kvstore.proto.types import Accuracy
 from kvstore.server.eviction.quotas import MAX_PARTITIONS
 from kvstore.server.settings import settings as config_module
 from kvstore.server.settings.loading import load, show
-from kvstore.server.settings.rules import MAX_QUOTAS, DiskFolder, auto_fidelity, is_auto
+from kvstore.server.settings.rules import MAX_QUOTAS, DiskFolder, auto_accuracy, is_auto
 from kvstore.server.settings.settings import (
     Settings,
     load_config,
@@ -294,7 +294,7 @@ BAD_VALUES = [
     (["--codec", "disk=zplane:"], ["codec='disk=zplane:'", "zplane does not know ''; use zplane"]),
     (["--codec", "disk=mixed:1"], ["codec='disk=mixed:1'", "mixed is gone; use kvq:N,importance"]),
     (["--codec", "disk=kvq:1,sinks=5"], ["'1,sinks=5'", ",sinks=0 to ,sinks=4"]),
-    (["--codec", "redis=auto:most"], ["codec='redis=auto:most'", "auto:bounded", "auto:none"]),
+    (["--codec", "redis=auto:most"], ["codec='redis=auto:most'", "auto:bounded", "auto:approximate"]),
     (["--tenant-codecs", "acme"], ["tenant_codecs='acme'", "acme/redis=kvq:2"]),
     (["--tenant-codecs", "acme/disk"], ["tenant_codecs='acme/disk'", "TENANT/TIER=CODEC"]),
     (["--tenant-codecs", "acme/cpu=zplane"], ["tenant_codecs", "disk, redis", "raw frames"]),
@@ -817,16 +817,16 @@ def test_as_many_tenants_and_categories_have_quotas_as_policies_have_columns_for
 @pytest.mark.parametrize(
     ("name", "least"),
     [
-        ("auto", Fidelity.exact),
-        ("auto:exact", Fidelity.exact),
-        ("auto:bounded", Fidelity.bounded),
-        ("auto:none", Fidelity.none),
+        ("auto", Accuracy.exact),
+        ("auto:exact", Accuracy.exact),
+        ("auto:bounded", Accuracy.bounded),
+        ("auto:approximate", Accuracy.approximate),
     ],
 )
-def test_auto_says_how_much_may_be_lost(name: str, least: Fidelity) -> None:
+def test_auto_says_how_much_may_be_lost(name: str, least: Accuracy) -> None:
     assert load_config(["--codec", f"disk={name}"]).codec["disk"] == name
     assert is_auto(name)
-    assert auto_fidelity(name) is least
+    assert auto_accuracy(name) is least
 
 
 # --- limits, and values by tier

@@ -17,7 +17,7 @@ from simulation.universe import Version
 from kvstore.proto.buffers import Bytes, as_bytes
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import FLAG_RESTORED, FrameHeader, check_frame, parse_header
-from kvstore.proto.types import ChunkKey, Fidelity, PutOutcome
+from kvstore.proto.types import Accuracy, ChunkKey, PutOutcome
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.layered_reads import LayerwiseRead
 from kvstore.server.store.reads import ReadTerms
@@ -64,14 +64,14 @@ def lower_to_disk(core: Core, session: Session, count: int = 1) -> list[Version]
     return versions
 
 
-def ready(core: Core, session: Session, versions: list[Version], least: Fidelity) -> int:
+def ready(core: Core, session: Session, versions: list[Version], least: Accuracy) -> int:
     match = core.store.lookup(
-        session, keys_of(versions), core.later(), lease=False, min_fidelity=least
+        session, keys_of(versions), core.later(), lease=False, min_accuracy=least
     )
     return match.ready
 
 
-def read(core: Core, session: Session, versions: list[Version], least: Fidelity) -> list[Bytes]:
+def read(core: Core, session: Session, versions: list[Version], least: Accuracy) -> list[Bytes]:
     """Return the frames that a get delivers."""
     lease_id, known = core.store.open_get(session, keys_of(versions), 0)
     results = core.store.reads.get(
@@ -82,27 +82,27 @@ def read(core: Core, session: Session, versions: list[Version], least: Fidelity)
     return frames
 
 
-def fidelity_on(core: Core, tier: str, key: ChunkKey) -> Fidelity:
-    return core.catalog.copies(key)[tier].fidelity
+def accuracy_on(core: Core, tier: str, key: ChunkKey) -> Accuracy:
+    return core.catalog.copies(key)[tier].accuracy
 
 
 def test_an_exact_lookup_and_get_do_not_see_lossy_copies(core: Core, session: Session) -> None:
     versions = lower_to_disk(core, session, 3)
-    assert ready(core, session, versions, Fidelity.exact) == 0
-    assert read(core, session, versions, Fidelity.exact) == []
-    assert ready(core, session, versions, Fidelity.bounded) == 3
-    assert len(read(core, session, versions, Fidelity.bounded)) == 3
-    assert ready(core, session, versions, Fidelity.exact) == 0, "nor after the promotion"
-    assert read(core, session, versions, Fidelity.exact) == []
+    assert ready(core, session, versions, Accuracy.exact) == 0
+    assert read(core, session, versions, Accuracy.exact) == []
+    assert ready(core, session, versions, Accuracy.bounded) == 3
+    assert len(read(core, session, versions, Accuracy.bounded)) == 3
+    assert ready(core, session, versions, Accuracy.exact) == 0, "nor after the promotion"
+    assert read(core, session, versions, Accuracy.exact) == []
 
 
 def test_what_is_promoted_from_a_lossy_copy_says_so(core: Core, session: Session) -> None:
     (version,) = lower_to_disk(core, session)
-    (frame,) = read(core, session, [version], Fidelity.bounded)
+    (frame,) = read(core, session, [version], Accuracy.bounded)
     header = check_frame(frame, version.info.key)
-    assert (header.codec_id, header.fidelity) == (0, Fidelity.bounded)
+    assert (header.codec_id, header.accuracy) == (0, Accuracy.bounded)
     assert (header.flags, header.error_bound) == (FLAG_RESTORED, ERROR_BOUND)
-    assert fidelity_on(core, "cpu", version.info.key) is Fidelity.bounded
+    assert accuracy_on(core, "cpu", version.info.key) is Accuracy.bounded
     half = version.frame[header.header_bytes :].view("<u2")
     end = len(half) * 2 + header.header_bytes
     assert (frame[header.header_bytes : end].view("<u2") == half & 0xFF00).all()
@@ -110,7 +110,7 @@ def test_what_is_promoted_from_a_lossy_copy_says_so(core: Core, session: Session
 
 def test_restored_kv_is_never_taken_for_an_original(core: Core, session: Session) -> None:
     (version,) = lower_to_disk(core, session)
-    (frame,) = read(core, session, [version], Fidelity.bounded)
+    (frame,) = read(core, session, [version], Accuracy.bounded)
     core.store.delete([version.info.key], core.later())
     info = parse_header(frame).info()
     ticket = core.store.writes.begin_all(session, [info], core.later())[0]
@@ -123,7 +123,7 @@ def test_restored_kv_is_never_taken_for_an_original(core: Core, session: Session
 
 def test_an_original_can_be_put_where_only_a_lossy_copy_is(core: Core, session: Session) -> None:
     (version,) = lower_to_disk(core, session)
-    read(core, session, [version], Fidelity.bounded)
+    read(core, session, [version], Accuracy.bounded)
     assert core.put(session, [version]) == [PutResult(PutOutcome.stored)]
     assert core.get(session, [version.info.key]) == frames_of([version])
     assert core.counters["replaced_copies"] == 1
@@ -132,7 +132,7 @@ def test_an_original_can_be_put_where_only_a_lossy_copy_is(core: Core, session: 
 
 def test_a_lossy_copy_that_is_being_read_does_not_go(core: Core, session: Session) -> None:
     (version,) = lower_to_disk(core, session)
-    read(core, session, [version], Fidelity.bounded)
+    read(core, session, [version], Accuracy.bounded)
     lease_id, _ = core.store.open_get(session, [version.info.key], 0)
     (result,) = core.put(session, [version])
     assert result.outcome is PutOutcome.refused
@@ -145,16 +145,16 @@ def test_an_exact_reader_passes_a_lossy_copy_in_memory_by() -> None:
     with closing(make_core("coarse", "zplane")) as core:
         session = core.open_session()
         versions = lower_twice(core, session, 2)
-        read(core, session, versions, Fidelity.bounded)
-        assert fidelity_on(core, "cpu", versions[0].info.key) is Fidelity.bounded
-        assert ready(core, session, versions, Fidelity.exact) == 2
-        frames = read(core, session, versions, Fidelity.exact)
+        read(core, session, versions, Accuracy.bounded)
+        assert accuracy_on(core, "cpu", versions[0].info.key) is Accuracy.bounded
+        assert ready(core, session, versions, Accuracy.exact) == 2
+        frames = read(core, session, versions, Accuracy.exact)
         headers = [check_frame(f, v.info.key) for f, v in zip(frames, versions, strict=True)]
-        assert [header.fidelity for header in headers] == [Fidelity.exact] * 2
+        assert [header.accuracy for header in headers] == [Accuracy.exact] * 2
         assert core.counters["read_throughs"] == 2
         core.store.tick()
         core.settle()
-        assert fidelity_on(core, "cpu", versions[0].info.key) is Fidelity.exact, "it gave way"
+        assert accuracy_on(core, "cpu", versions[0].info.key) is Accuracy.exact, "it gave way"
         assert core.get(session, keys_of(versions)) == frames_of(versions)
 
 
@@ -168,11 +168,11 @@ def lower_twice(core: Core, session: Session, count: int) -> list[Version]:
     return versions
 
 
-def test_layers_of_too_low_fidelity_end_the_prefix_and_others_come(core: Core) -> None:
+def test_layers_of_too_low_accuracy_end_the_prefix_and_others_come(core: Core) -> None:
     session = core.open_session()
     versions = lower_to_disk(core, session, 2)
 
-    def parts(least: Fidelity) -> list[int]:
+    def parts(least: Accuracy) -> list[int]:
         lease_id, known = core.store.open_get(session, keys_of(versions), 0)
         keys = keys_of(versions)[:known]
         get = LayerwiseRead(core.moves, keys, ReadTerms(session, core.later(), least))
@@ -180,9 +180,9 @@ def test_layers_of_too_low_fidelity_end_the_prefix_and_others_come(core: Core) -
         core.store.release(session, lease_id)
         return found
 
-    assert parts(Fidelity.exact) == []
-    assert parts(Fidelity.bounded) == [0, 1]
-    assert parts(Fidelity.exact) == [], "nor when they are in CPU memory"
+    assert parts(Accuracy.exact) == []
+    assert parts(Accuracy.bounded) == [0, 1]
+    assert parts(Accuracy.exact) == [], "nor when they are in CPU memory"
 
 
 def test_a_victim_goes_where_it_stays_exact_whatever_lossy_copy_is_nearer() -> None:
@@ -196,7 +196,7 @@ def test_a_victim_goes_where_it_stays_exact_whatever_lossy_copy_is_nearer() -> N
         lowered = [v for v in versions if "cpu" not in core.tiers_of(v)]
         assert lowered
         for version in lowered:
-            assert fidelity_on(core, "redis", version.info.key) is Fidelity.exact
+            assert accuracy_on(core, "redis", version.info.key) is Accuracy.exact
         assert core.counters["lossy_victims"] == 0
 
 
@@ -214,13 +214,13 @@ def test_a_better_copy_takes_the_place_of_a_lossy_one_below() -> None:
         core.put(session, [version])
         core.copy_down(version, "redis")
         forget(core, version)
-        read(core, session, [version], Fidelity.bounded)
+        read(core, session, [version], Accuracy.bounded)
         assert core.copy_down(version) is True
-        assert fidelity_on(core, "disk", version.info.key) is Fidelity.bounded
+        assert accuracy_on(core, "disk", version.info.key) is Accuracy.bounded
         assert parse_header(disk_frame(core, version)).flags == FLAG_RESTORED
         assert core.put(session, [version], durable=True) == [PutResult(PutOutcome.stored)]
-        assert fidelity_on(core, "disk", version.info.key) is Fidelity.exact
-        assert fidelity_on(core, "redis", version.info.key) is Fidelity.bounded
+        assert accuracy_on(core, "disk", version.info.key) is Accuracy.exact
+        assert accuracy_on(core, "redis", version.info.key) is Accuracy.bounded
 
 
 def disk_frame(core: Core, version: Version) -> Bytes:
@@ -242,25 +242,25 @@ def test_a_lossy_frame_is_not_encoded_with_loss_again() -> None:
     with closing(make_core("coarse", "coarse")) as core:
         session = core.open_session()
         (version,) = lower_to_disk(core, session)
-        read(core, session, [version], Fidelity.bounded)
+        read(core, session, [version], Accuracy.bounded)
         assert core.copy_down(version, "redis") is True
         stored = core.catalog.copies(version.info.key)
         assert stored["redis"].codec_id not in (0, CoarseCodec.codec_id)
-        assert stored["redis"].fidelity is Fidelity.bounded
+        assert stored["redis"].accuracy is Accuracy.bounded
         assert core.counters["lossless_instead"] == 1
 
 
-def test_a_frame_that_lies_about_its_fidelity_in_the_index_is_damage(
+def test_a_frame_that_lies_about_its_accuracy_in_the_index_is_damage(
     core: Core, session: Session
 ) -> None:
     (version,) = lower_to_disk(core, session)
     info = core.catalog.copies(version.info.key)["disk"]
     exact = FrameHeader.info(parse_header(version.frame))
     core.catalog.note_sealed("disk", type(info)(
-        info.key, info.parent, info.layout, info.codec_id, info.size_bytes, exact.fidelity,
+        info.key, info.parent, info.layout, info.codec_id, info.size_bytes, exact.accuracy,
         info.prefill_flops,
     ))  # fmt: skip
-    assert read(core, session, [version], Fidelity.exact) == []
+    assert read(core, session, [version], Accuracy.exact) == []
     assert core.counters["corrupt_chunks"] == 1
     assert core.tiers_of(version) == []
 
@@ -272,8 +272,8 @@ def test_through_a_write_each_tier_gets_what_its_codec_makes_of_an_original() ->
         core.put(session, [version])
         core.settle()
         copies = core.catalog.copies(version.info.key)
-        assert {tier: copy.fidelity for tier, copy in copies.items()} == {
-            "cpu": Fidelity.exact, "disk": Fidelity.exact, "redis": Fidelity.bounded,
+        assert {tier: copy.accuracy for tier, copy in copies.items()} == {
+            "cpu": Accuracy.exact, "disk": Accuracy.exact, "redis": Accuracy.bounded,
         }  # fmt: skip
 
 
@@ -316,16 +316,16 @@ class Schedule:
 
     def put(self) -> None:
         version = self.draw.choice(self.versions)
-        had_exact = bool(self.core.catalog.holders(version.info.key, Fidelity.exact))
+        had_exact = bool(self.core.catalog.holders(version.info.key, Accuracy.exact))
         (result,) = self.core.put(self.session, [version])
         assert (result.outcome is PutOutcome.exists) == had_exact, "lossy copies are no reason"
 
     def copy(self) -> None:
         version, tier = self.draw.choice(self.versions), self.draw.choice(["disk", "redis"])
-        best = self.core.catalog.holders(version.info.key, Fidelity.exact)
+        best = self.core.catalog.holders(version.info.key, Accuracy.exact)
         if self.core.copy_down(version, tier) and best:
-            wanted = self.core.slot(tier).encoder.of_tenant("red").fidelity
-            assert fidelity_on(self.core, tier, version.info.key) >= wanted
+            wanted = self.core.slot(tier).encoder.of_tenant("red").accuracy
+            assert accuracy_on(self.core, tier, version.info.key) >= wanted
 
     def drop(self) -> None:
         """Lose what is in memory, but for what a lower tier has."""
@@ -343,15 +343,15 @@ class Schedule:
     def read(self) -> None:
         start = self.draw.randrange(len(self.versions))
         versions = self.versions[start:]
-        least = self.draw.choice([Fidelity.exact, Fidelity.bounded, Fidelity.bounded])
+        least = self.draw.choice([Accuracy.exact, Accuracy.bounded, Accuracy.bounded])
         expected = ready(self.core, self.session, versions, least)
         frames = read(self.core, self.session, versions, least)
         assert len(frames) == expected
         for version, frame in zip(versions, frames, strict=False):
             header = check_frame(frame, version.info.key)
-            assert header.fidelity >= least
+            assert header.accuracy >= least
             raw = TierCodec("raw").encode(frame, "red").tobytes()
-            exact = header.fidelity is Fidelity.exact
+            exact = header.accuracy is Accuracy.exact
             assert raw == (version.frame.tobytes() if exact else self.coarse[version.info.key])
 
     def tick(self) -> None:
@@ -372,7 +372,7 @@ class Schedule:
             frame = self.core.cpu.peek(version.info.key)
             if info is not None:
                 assert frame is not None
-                assert parse_header(frame).fidelity is info.fidelity
+                assert parse_header(frame).accuracy is info.accuracy
 
 
 def coarse_of(frame: Bytes) -> Bytes:

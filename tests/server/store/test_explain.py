@@ -36,13 +36,13 @@ from kvstore.proto.errors import (
     PermissionDeniedError,
     TierUnavailableError,
 )
-from kvstore.proto.messages import REFUSED, fidelity_number
+from kvstore.proto.messages import REFUSED, accuracy_number
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import (
     DIGEST_BYTES,
+    Accuracy,
     ChunkKey,
     DType,
-    Fidelity,
     Match,
     Namespace,
     PutOutcome,
@@ -64,12 +64,12 @@ BIG = ClientOptions("auto", chunk_tokens=64, deadline_ms=DEADLINE_MS)
 
 
 def explained(
-    server: LocalServer, keys: list[ChunkKey], least: Fidelity = Fidelity.exact
+    server: LocalServer, keys: list[ChunkKey], least: Accuracy = Accuracy.exact
 ) -> pb.ExplainResponse:
     request = pb.ExplainRequest(
         key_namespace=keys[0][:DIGEST_BYTES],
         digests=b"".join(key[DIGEST_BYTES:] for key in keys),
-        min_fidelity=fidelity_number(least),
+        min_accuracy=accuracy_number(least),
     )
     return server.dial().call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
 
@@ -231,7 +231,7 @@ def test_a_lossy_copy_is_told_to_who_asks_for_exact(make_server: ServerMaker) ->
         (one,) = explained(server, keys).chunks
         assert one.state == "lossy"
         assert "bounded" in one.reason
-        assert states(explained(server, keys, Fidelity.bounded)) == ["ready"]
+        assert states(explained(server, keys, Accuracy.bounded)) == ["ready"]
         server.close()
 
 
@@ -294,7 +294,7 @@ def test_a_question_that_makes_no_sense_is_refused(server: LocalServer) -> None:
         (pb.ExplainRequest(digests=bytes(16), key_namespace=bytes(7)), InvalidRequestError),
         (pb.ExplainRequest(digests=bytes(15), key_namespace=space), InvalidRequestError),
         (
-            pb.ExplainRequest(digests=bytes(16), min_fidelity=9, key_namespace=space),
+            pb.ExplainRequest(digests=bytes(16), min_accuracy=9, key_namespace=space),
             InvalidRequestError,
         ),
         (pb.ExplainRequest(digests=bytes(16 * 5000), key_namespace=space), InvalidRequestError),
@@ -408,7 +408,7 @@ def test_the_log_of_misses_and_reports_is_bounded() -> None:
     log, miss = Explainer(core.store, core.moves.clock), Match(0, 0, 1, (), b"", b"")
     for number in range(MAX_MISSES + 20):
         one = session_of(number)
-        log.record_lookup(one, [ChunkKey(bytes(32))], miss, Fidelity.exact)
+        log.record_lookup(one, [ChunkKey(bytes(32))], miss, Accuracy.exact)
         log.report(one, {"miss_absent": number})
     misses, reports = log.misses(5000), log.reports()
     assert (len(misses), len(reports)) == (MAX_MISSES, MAX_REPORTS)

@@ -28,7 +28,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import checksum
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.plans import Hints
-from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Fidelity, Namespace
+from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChunkKey, Namespace
 from kvstore.server.blending.gates import TRIALS, Shadow
 from kvstore.server.eviction.access_history import SavedHistory
 from kvstore.server.eviction.policy import make_policy
@@ -72,7 +72,7 @@ def taught(clock: FakeClock, catalog: Catalog | None = None) -> Catalog:
         catalog.note_sealed("cpu", flops, origin)
     for at in range(3):
         clock.advance(10 + at)
-        catalog.match(CHAIN[: 8 - at], Fidelity.exact, ["cpu"])
+        catalog.match(CHAIN[: 8 - at], Accuracy.exact, ["cpu"])
     for number in range(7, 3, -1):
         catalog.forget("cpu", key(number))
     clock.advance(5)
@@ -261,7 +261,7 @@ def test_a_chunk_that_comes_back_is_known_for_what_it_was() -> None:
     new = make_catalog(FakeClock(1.0))
     new.restore(taught(FakeClock()).save())
     new.note_sealed("cpu", info(0))
-    assert new.match(CHAIN, Fidelity.exact, ["cpu"]).evicted == 7
+    assert new.match(CHAIN, Accuracy.exact, ["cpu"]).evicted == 7
     new.drain(0)
     history, row = new.state.metadata.history, new.state.index.row(key(0))
     assert history.hits_of(row) == 5

@@ -25,7 +25,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame import FrameWriter, header_bytes, parse_header
 from kvstore.proto.keys import tokens_le32
-from kvstore.proto.types import ROOT, Fidelity, KVLayout, PutOutcome
+from kvstore.proto.types import ROOT, Accuracy, KVLayout, PutOutcome
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reservations import PutTicket
 
@@ -109,14 +109,14 @@ def other_parent(version: Version) -> Bytes:
 
 
 def lossy(version: Version) -> Bytes:
-    return _finished(version, codec_id=0, fidelity=Fidelity.bounded)
+    return _finished(version, codec_id=0, accuracy=Accuracy.bounded)
 
 
 def of_no_known_codec(version: Version) -> Bytes:
-    return _finished(version, codec_id=77, fidelity=Fidelity.exact)
+    return _finished(version, codec_id=77, accuracy=Accuracy.exact)
 
 
-def _finished(version: Version, codec_id: int, fidelity: Fidelity) -> Bytes:
+def _finished(version: Version, codec_id: int, accuracy: Accuracy) -> Bytes:
     frame = np.zeros_like(version.frame)
     header = parse_header(version.frame)
     template = make_template("red", ROOT, tokens_le32([1000] * TOKENS))
@@ -125,7 +125,7 @@ def _finished(version: Version, codec_id: int, fidelity: Fidelity) -> Bytes:
     for component in template.layout.components:
         writer.reserve(component.layer_bytes)[:] = 1
         writer.commit(component.layer_bytes)
-    writer.finish(codec_id, 1, fidelity)
+    writer.finish(codec_id, 1, accuracy)
     return frame
 
 

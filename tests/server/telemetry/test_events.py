@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation.clock import FakeClock
 
-from kvstore.proto.types import DIGEST_BYTES, ROOT, ChunkInfo, ChunkKey, Fidelity, Namespace
+from kvstore.proto.types import DIGEST_BYTES, ROOT, Accuracy, ChunkInfo, ChunkKey, Namespace
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.index.catalog import Catalog
@@ -210,7 +210,7 @@ def note(log: EventLog, seed: int) -> Event:
         log.removed("disk", info.key, is_last=True)
         return Event(info.key, "disk", number=number, own=own)
     log.stored("cpu", [info])
-    return Event(info.key, "cpu", info.layout.tokens, info.parent, info.fidelity, number, own)
+    return Event(info.key, "cpu", info.layout.tokens, info.parent, info.accuracy, number, own)
 
 
 def test_an_event_is_kept_whole_until_as_many_came_as_there_is_room_for() -> None:
@@ -223,7 +223,7 @@ def test_an_event_is_kept_whole_until_as_many_came_as_there_is_room_for() -> Non
         assert [log.get(one.number) for one in kept] == kept
         assert [log.get(one.number) for one in noted[:-SIZE]] == [None] * len(noted[:-SIZE])
     left = next(one for one in reversed(noted) if not one.tokens)
-    assert (left.parent, left.fidelity) == (ROOT, Fidelity.none)
+    assert (left.parent, left.accuracy) == (ROOT, Accuracy.approximate)
 
 
 def test_a_log_takes_its_memory_at_the_start_and_no_more_when_it_fills() -> None:

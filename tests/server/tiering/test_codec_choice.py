@@ -14,7 +14,7 @@ from simulation.tiers import SimDisk, no_faults
 
 from kvstore.codecs.speed import CodecSpeed, make_sample, measure
 from kvstore.proto.errors import UnknownCodecError
-from kvstore.proto.types import KEY_BYTES, ChunkKey, Fidelity
+from kvstore.proto.types import KEY_BYTES, Accuracy, ChunkKey
 from kvstore.server.tiering import codec_choice
 from kvstore.server.tiering.codec_choice import (
     CALIBRATION_S,
@@ -29,7 +29,7 @@ DISK_BYTES = 8 << 20
 
 
 def choose_for(core: Core) -> bool:
-    return auto_codec(core.moves, core.slot("disk"), Fidelity.exact, PROBE)
+    return auto_codec(core.moves, core.slot("disk"), Accuracy.exact, PROBE)
 
 
 def say(patch: pytest.MonkeyPatch, *speeds: CodecSpeed) -> None:
@@ -40,7 +40,7 @@ def say(patch: pytest.MonkeyPatch, *speeds: CodecSpeed) -> None:
 def test_on_a_link_as_fast_as_memory_no_codec_is_looked_at(
     copied: float, looked_at: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raw = CodecSpeed("raw", "numpy", Fidelity.exact, 1.0, 1e9, copied)
+    raw = CodecSpeed("raw", "numpy", Accuracy.exact, 1.0, 1e9, copied)
     monkeypatch.setattr(codec_choice, "measure", lambda *_: raw)
     asked: list[list[str]] = []
 
@@ -56,7 +56,7 @@ def test_on_a_link_as_fast_as_memory_no_codec_is_looked_at(
 
 
 def zplane(ratio: float, decode_bytes_per_s: float) -> CodecSpeed:
-    return CodecSpeed("zplane", "numpy", Fidelity.exact, ratio, 1e9, decode_bytes_per_s)
+    return CodecSpeed("zplane", "numpy", Accuracy.exact, ratio, 1e9, decode_bytes_per_s)
 
 
 def test_the_choice_is_used_shown_and_leaves_nothing_on_the_medium(
@@ -119,7 +119,7 @@ def test_what_is_measured_is_what_the_codec_does() -> None:
 
     raw = measure("raw", codec_by_name("raw"), sample, time.perf_counter, 0.0)
     packed = measure("zplane", codec_by_name("zplane"), sample, time.perf_counter, 0.0)
-    assert (raw.fidelity, packed.fidelity) == (Fidelity.exact, Fidelity.exact)
+    assert (raw.accuracy, packed.accuracy) == (Accuracy.exact, Accuracy.exact)
     assert 0.99 < raw.ratio < 1 < packed.ratio < 2
 
 
@@ -132,7 +132,7 @@ def test_a_codec_that_cannot_be_used_is_left_out(monkeypatch: pytest.MonkeyPatch
 
 
 def test_only_codecs_within_the_allowed_loss_are_candidates() -> None:
-    exact, every = candidates(Fidelity.exact), candidates(Fidelity.none)
+    exact, every = candidates(Accuracy.exact), candidates(Accuracy.approximate)
     assert "zplane" in exact
     assert set(exact) <= set(every)
     assert "raw" not in every, "it is what remains"

@@ -10,24 +10,24 @@ from hypothesis import strategies as st
 
 from kvstore.codecs.speed import CodecSpeed
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.types import Fidelity
+from kvstore.proto.types import Accuracy
 from kvstore.server.tiering.codec_choice import choose_codec
 
 
 def speed(
-    name: str, ratio: float, decode_gb: float, fidelity: Fidelity = Fidelity.exact
+    name: str, ratio: float, decode_gb: float, accuracy: Accuracy = Accuracy.exact
 ) -> CodecSpeed:
-    return CodecSpeed(name, "numpy", fidelity, ratio, 1e9, decode_gb * 1e9)
+    return CodecSpeed(name, "numpy", accuracy, ratio, 1e9, decode_gb * 1e9)
 
 
 ZPLANE = speed("zplane", 1.47, 3.4)
 QUICK = speed("quick", 1.33, 6.0)
-KVQ = speed("kvq", 5.2, 1.4, Fidelity.bounded)
-GQ2 = speed("gq2", 5.3, 3.0, Fidelity.none)
+KVQ = speed("kvq", 5.2, 1.4, Accuracy.bounded)
+GQ2 = speed("gq2", 5.3, 3.0, Accuracy.approximate)
 EVERY = (ZPLANE, QUICK, KVQ, GQ2)
 
 
-def chosen(link_gb: float, least: Fidelity = Fidelity.exact) -> str:
+def chosen(link_gb: float, least: Accuracy = Accuracy.exact) -> str:
     found = choose_codec(EVERY, link_gb * 1e9, least)
     return "raw" if found is None else found.name
 
@@ -40,9 +40,9 @@ def test_a_slow_link_gets_the_ratio_and_a_fast_one_raw_frames(link_gb: float, na
 
 
 def test_a_loss_is_only_chosen_where_it_is_allowed() -> None:
-    assert chosen(0.1, Fidelity.exact) == "zplane"
-    assert chosen(0.1, Fidelity.bounded) == "kvq"
-    assert chosen(0.1, Fidelity.none) == "gq2"
+    assert chosen(0.1, Accuracy.exact) == "zplane"
+    assert chosen(0.1, Accuracy.bounded) == "kvq"
+    assert chosen(0.1, Accuracy.approximate) == "gq2"
 
 
 def test_the_figures_are_those_of_the_break_even_table() -> None:
@@ -68,7 +68,7 @@ def test_the_choice_is_never_slower_than_raw_frames_even_for_one_chunk(
     link: float, figures: list[tuple[float, float]]
 ) -> None:
     candidates = [speed(str(at), *one) for at, one in enumerate(figures)]
-    found = choose_codec(candidates, link, Fidelity.exact)
+    found = choose_codec(candidates, link, Accuracy.exact)
     if found is None:
         assert all(one.break_even_bytes_per_s <= link for one in candidates)
         return

@@ -21,7 +21,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame import FrameWriter, check_frame, parse_header
 from kvstore.proto.keys import tokens_le32
-from kvstore.proto.types import ROOT, ChunkInfo, Fidelity
+from kvstore.proto.types import ROOT, Accuracy, ChunkInfo
 
 DISK_BYTES = 1 << 20
 
@@ -274,7 +274,7 @@ def test_right_checksums_over_what_its_codec_cannot_read_are_damage_all_the_same
     writer = FrameWriter(template, frame)
     writer.reserve(50)[:] = 0xAA
     writer.commit(50)
-    info = writer.finish(codec_by_name("zplane").codec_id, 1, Fidelity.exact).info()
+    info = writer.finish(codec_by_name("zplane").codec_id, 1, Accuracy.exact).info()
     frame = frame[: info.size_bytes]
     assert check_frame(frame, info.key).info() == info
     core.catalog.forget("disk", info.key)
@@ -296,7 +296,7 @@ def test_a_shared_copy_that_only_others_can_read_is_left_to_them(redis: SimRedis
         writer.reserve(50)[:] = 0xAA
         writer.commit(50)
         codec = codec_by_name("cachegen")
-        info = writer.finish(codec.codec_id, 1, Fidelity.exact, asset=b"not known here..").info()
+        info = writer.finish(codec.codec_id, 1, Accuracy.exact, asset=b"not known here..").info()
         write_on(redis, info, frame[: info.size_bytes])
         core.catalog.note_sealed("redis", info)
         with pytest.raises(ChunkCorruptError):
@@ -316,7 +316,7 @@ def test_a_stored_frame_of_a_removed_codec_is_a_miss_that_says_so(
     writer = FrameWriter(make_template("red", ROOT, tokens_le32([1000] * TOKENS)), frame)
     writer.reserve(50)[:] = 0xAA
     writer.commit(50)
-    info = writer.finish(codec_id, 1, Fidelity.exact).info()
+    info = writer.finish(codec_id, 1, Accuracy.exact).info()
     write_on(disk, info, frame[: info.size_bytes])
     core.catalog.note_sealed("disk", info)
     with pytest.raises(ChunkCorruptError):

@@ -23,9 +23,9 @@ from kvstore.proto.frame import (
     stated_of,
 )
 from kvstore.proto.types import (
+    Accuracy,
     Component,
     DType,
-    Fidelity,
     KVLayout,
     LayerKind,
     RopeParameters,
@@ -55,14 +55,14 @@ def frame_of(*components: Component) -> Bytes:
         for _ in range(component.layers):
             writer.reserve(component.layer_bytes)[:] = 7
             writer.commit(component.layer_bytes)
-    writer.finish(0, 1, Fidelity.exact)
+    writer.finish(0, 1, Accuracy.exact)
     return frame
 
 
 def test_a_tenant_may_have_a_codec_of_its_own() -> None:
     encoder = TierCodec("raw", {"blue": "coarse"})
     _, frame = make_frame(1)
-    assert stored(encoder, frame, "red").fidelity is Fidelity.exact
+    assert stored(encoder, frame, "red").accuracy is Accuracy.exact
     assert stored(encoder, frame, "blue").codec_id == CoarseCodec.codec_id
     assert encoder.encode(frame, "red") is frame
     assert not encoder.is_exact
@@ -97,9 +97,9 @@ def test_only_floats_that_are_no_states_may_lose_anything(
     if not may:
         encoder = TierCodec("coarse")
         header = stored(encoder, frame_of(component))
-        assert (header.codec_id, header.fidelity) == (
+        assert (header.codec_id, header.accuracy) == (
             codec_by_name(LOSSLESS).codec_id,
-            Fidelity.exact,
+            Accuracy.exact,
         )
 
 
@@ -121,7 +121,7 @@ def test_terms_come_from_the_model_that_a_session_was_opened_for() -> None:
     encoder = TierCodec("coarse", {}, terms_of)
     representation = make_representation()
     _, frame = make_frame(1, representation=representation)
-    assert stored(encoder, frame).fidelity is Fidelity.bounded
+    assert stored(encoder, frame).accuracy is Accuracy.bounded
     models.learn(check_frame(frame).representation, representation)
     stored(encoder, frame)
     assert told[0] is None
@@ -144,7 +144,7 @@ def test_a_model_that_the_codec_refuses_is_kept_without_loss() -> None:
     _, frame = make_frame(1, representation=representation)
     models.learn(check_frame(frame).representation, representation)
     header = stored(TierCodec("coarse", {}, models.terms_of), frame)
-    assert (header.codec_id, header.fidelity) == (codec_by_name(LOSSLESS).codec_id, Fidelity.exact)
+    assert (header.codec_id, header.accuracy) == (codec_by_name(LOSSLESS).codec_id, Accuracy.exact)
 
 
 def test_the_model_seen_longest_ago_is_forgotten_first() -> None:
@@ -168,23 +168,25 @@ def test_a_frame_coded_with_loss_is_kept_as_it_is(codec: str) -> None:
     coarse = TierCodec("coarse").encode(frame, "red")
     assert TierCodec(codec).encode(coarse, "red") is coarse
     raw = stored(TierCodec("raw"), coarse)
-    assert (raw.codec_id, raw.fidelity, raw.flags) == (0, Fidelity.bounded, FLAG_RESTORED)
+    assert (raw.codec_id, raw.accuracy, raw.flags) == (0, Accuracy.bounded, FLAG_RESTORED)
 
 
 def test_what_was_restored_says_by_which_codec_it_is_lossy_however_it_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(CoarseCodec, "fidelity", Fidelity.none)
+    monkeypatch.setattr(CoarseCodec, "accuracy", Accuracy.approximate)
     _, frame = make_frame(1)
     for codec in ("coarse", "raw", "zplane", "raw", "zplane"):
         frame = TierCodec(codec).encode(frame, "red")
-        assert check_frame(frame).stated == Stated(Fidelity.none, CoarseCodec.codec_id), codec
+        assert check_frame(frame).stated == Stated(Accuracy.approximate, CoarseCodec.codec_id), (
+            codec
+        )
         assert stated_of(frame) == check_frame(frame).stated
 
 
 def test_what_takes_the_place_of_a_lossy_codec_is_exact() -> None:
-    assert codec_by_name(LOSSLESS).fidelity is Fidelity.exact
-    assert codec_by_name("coarse").fidelity is Fidelity.bounded
+    assert codec_by_name(LOSSLESS).accuracy is Accuracy.exact
+    assert codec_by_name("coarse").accuracy is Accuracy.bounded
 
 
 # --- the codecs that there are
@@ -200,12 +202,12 @@ def tensor_frame(seed: int, dtype: DType = DType.bfloat16, *, nan: bool = False)
     writer = FrameWriter(header, frame)
     writer.reserve(component.layer_bytes).view("<u2")[:] = numbers.view(np.uint32) >> 16
     writer.commit(component.layer_bytes)
-    writer.finish(0, 1, Fidelity.exact)
+    writer.finish(0, 1, Accuracy.exact)
     return frame
 
 
 LOSSY = [
-    name for name in CODECS if name != "coarse" and CODECS.load(name).fidelity is not Fidelity.exact
+    name for name in CODECS if name != "coarse" and CODECS.load(name).accuracy is not Accuracy.exact
 ]
 
 
@@ -222,14 +224,14 @@ def test_a_lossy_codec_keeps_its_promise_on_the_way_down_and_up(name: str) -> No
     header = check_frame(down)
     up = TierCodec("raw").encode(down, "red")
     restored = check_frame(up)
-    if header.fidelity is Fidelity.exact:  # no asset of this model
+    if header.accuracy is Accuracy.exact:  # no asset of this model
         assert header.codec_id == codec_by_name(LOSSLESS).codec_id
         assert (up == frame).all()
         return
-    assert (restored.fidelity, restored.flags) == (header.fidelity, FLAG_RESTORED)
+    assert (restored.accuracy, restored.flags) == (header.accuracy, FLAG_RESTORED)
     error = float(np.abs(floats_of(up) - floats_of(frame)).max())
     assert error < 2
-    if header.fidelity is Fidelity.bounded:
+    if header.accuracy is Accuracy.bounded:
         assert 0 < error <= header.error_bound == restored.error_bound
 
 

@@ -21,7 +21,7 @@ from prompts import store, tokens
 
 from kvstore.client import Access, ClientOptions
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.types import DIGEST_BYTES, ROOT, ChainDigest, ChunkKey, Fidelity
+from kvstore.proto.types import DIGEST_BYTES, ROOT, Accuracy, ChainDigest, ChunkKey
 from kvstore.server.node import tenant_salts
 from kvstore.server.settings.settings import load_config
 from kvstore.server.telemetry.events import PAGE_EVENTS, Event, Page
@@ -47,9 +47,9 @@ def key(number: int) -> ChunkKey:
     return ChunkKey(SPACE + bytes([number]) * DIGEST_BYTES)
 
 
-def stored(number: int, tier: str = "cpu", fidelity: Fidelity = Fidelity.exact) -> Event:
+def stored(number: int, tier: str = "cpu", accuracy: Accuracy = Accuracy.exact) -> Event:
     parent = ChainDigest(key(number - 1)[DIGEST_BYTES:]) if number > 1 else ROOT
-    return Event(key(number), tier, 256, parent, fidelity)
+    return Event(key(number), tier, 256, parent, accuracy)
 
 
 # --- words
@@ -70,7 +70,7 @@ def test_chunks_of_a_chain_come_in_one_word_and_others_in_their_own() -> None:
 
 
 def test_a_lossy_copy_counts_as_gone_for_who_asks_for_exact() -> None:
-    assert block_events(Page([stored(1, "disk", Fidelity.bounded)], 0)) == [
+    assert block_events(Page([stored(1, "disk", Accuracy.bounded)], 0)) == [
         BlockRemoved([key(1)], "STORAGE", "LOCAL", "kvstore")
     ]
 
