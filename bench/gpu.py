@@ -141,8 +141,9 @@ class Engine:
     def load(self, keys: Sequence[Any]) -> int:
         """Load *keys* into the pages, as a request's load does; return how many were read."""
         from kvstore.client.engines.vllm_copies import LoadWork
+        from kvstore.proto.types import DIGEST_BYTES, ChainDigest
 
-        digests = [self.client._digest(key) for key in keys]
+        digests = [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
         work = LoadWork(digests, self.tables, 0, self.side.mark(), lambda: None, lambda: False)
         read: int = self.side.read(work)
         return read
@@ -195,7 +196,7 @@ def chunks_of(client: Any, count: int) -> tuple[list[Any], list[Any]]:
     import numpy as np
 
     from kvstore.client import Chunk
-    from kvstore.client.client import parents
+    from kvstore.client.chunk import parents
 
     keys = client.keys(list(range(TOKENS * count)))
     layers = len(client.representation.layer_groups[0].layer_ids)

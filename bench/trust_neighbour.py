@@ -57,7 +57,7 @@ def _work(client: Client) -> float:
         if client.get(keys):
             hits += 1
         else:
-            client.put(chunks)
+            client.put_chunks(chunks)
     return hits / ASKED
 
 
@@ -65,5 +65,5 @@ def _make_noise(client: Client, stop: threading.Event, puts: list[int]) -> None:
     seed = 1000
     while not stop.is_set():
         seed += 1
-        client.put(make_chunks(client, 1, seed)[1])
+        client.put_chunks(make_chunks(client, 1, seed)[1])
         puts[0] += 1

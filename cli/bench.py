@@ -13,8 +13,8 @@ import numpy as np
 from kvstore.cli.access import given_access
 from kvstore.cli.made_up_chunks import MIN_CHUNK_BYTES, model_of, noise
 from kvstore.cli.status import readable_size
-from kvstore.client.chunk import Chunk
-from kvstore.client.client import Client, parents
+from kvstore.client.chunk import Chunk, parents
+from kvstore.client.client import Client
 from kvstore.client.options import ClientOptions, TransportName
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto.errors import InvalidRequestError
@@ -100,7 +100,7 @@ def bench(terms: BenchTerms, seed: int, clock: Callable[[], float] = time.perf_c
 
 
 def _run(client: Client, terms: BenchTerms, seed: int, clock: Callable[[], float]) -> Benched:
-    model = client.representation
+    model = client.model
     layout = KVLayout.of(model, MIN_CHUNK_TOKENS)
     patterns = [noise(model, number) for number in range(min(_PATTERNS, terms.chunks))]
     names = np.random.default_rng(seed).integers(0, 1 << 31, terms.chunks * MIN_CHUNK_TOKENS)
@@ -112,15 +112,15 @@ def _run(client: Client, terms: BenchTerms, seed: int, clock: Callable[[], float
     room = [empty_tensors(layout) for _ in keys]
     try:
         began = clock()
-        outcomes = [put.outcome for put in client.put(chunks)]
+        outcomes = [put.outcome for put in client.put_chunks(chunks)]
         put = clock()
-        ready = client.lookup(keys).ready
+        ready = client.lookup(keys=keys).ready
         found = clock()
-        got = len(client.get(keys[:ready], room[:ready])) if ready else 0
+        got = len(client.get_chunks(keys[:ready], room[:ready])) if ready else 0
         read = clock()
         right = sum(_same(room[at], patterns[at % len(patterns)]) for at in range(got))
     finally:
-        client.delete(keys)
+        client.delete(keys=keys)
     stored = outcomes.count(PutOutcome.stored)
     return Benched(
         terms.chunks, layout.raw_bytes, stored, right,

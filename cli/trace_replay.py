@@ -13,8 +13,8 @@ from kvstore.cli.access import given_access
 from kvstore.cli.made_up_chunks import MIN_CHUNK_BYTES, model_of, noise
 from kvstore.cli.trace_blocks import BlockTrace, make_blocks
 from kvstore.cli.trace_files import read_trace
-from kvstore.client.chunk import Chunk
-from kvstore.client.client import Client, parents
+from kvstore.client.chunk import Chunk, parents
+from kvstore.client.client import Client
 from kvstore.client.options import ClientOptions
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import (
@@ -96,7 +96,7 @@ class _Player:
         self._client = client
         self._trace = trace
         self._terms = terms
-        self._tensors = noise(client.representation)
+        self._tensors = noise(client.model)
         self._hits = self._stored = self._refused = self._blocks = 0
 
     def play(self) -> Replayed:
@@ -120,7 +120,7 @@ class _Player:
         keys = self._keys(chain.tolist())
         known = int(self._trace.known[at])
         self._blocks += known
-        with self._client.lease(keys) as lease:
+        with self._client.lease(keys=keys) as lease:
             there = lease.match.ready
             self._hits += min(there, known)
             for start in range(there, len(keys), _BATCH_CHUNKS):
@@ -139,6 +139,6 @@ class _Player:
             Chunk(keys[at], self._tensors, above[at], position=MIN_CHUNK_TOKENS * at)
             for at in range(start, stop)
         ]
-        outcomes = [put.outcome for put in self._client.put(chunks)]
+        outcomes = [put.outcome for put in self._client.put_chunks(chunks)]
         self._stored += outcomes.count(PutOutcome.stored)
         self._refused += outcomes.count(PutOutcome.refused)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import AbstractContextManager, aclosing, suppress
 from contextvars import copy_context
-from functools import partial, wraps
+from functools import partial, update_wrapper
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
@@ -92,10 +92,10 @@ def awaited(
 ) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
     """Return *call* of the blocking client, awaited."""
 
-    @wraps(call)
     async def run(self: AsyncClient, *args: P.args, **kwargs: P.kwargs) -> T:
         return await settled(partial(call, self.sync, *args, **kwargs))
 
+    update_wrapper(run, call)
     return run
 
 
@@ -104,7 +104,6 @@ def iterated(
 ) -> Callable[Concatenate[AsyncClient, P], AsyncGenerator[T, None]]:
     """Return *call*, each of whose items is awaited. Use with ``contextlib.aclosing``."""
 
-    @wraps(call)
     async def run(self: AsyncClient, *args: P.args, **kwargs: P.kwargs) -> AsyncGenerator[T, None]:
         items = call(self.sync, *args, **kwargs)
         try:
@@ -113,6 +112,7 @@ def iterated(
         finally:
             await settled(items.close, always=True)
 
+    update_wrapper(run, call)
     return run
 
 
@@ -144,10 +144,10 @@ def entered(
 ) -> Callable[Concatenate[AsyncClient, P], Entered[C]]:
     """Return *call*, for ``async with``."""
 
-    @wraps(call)
     def run(self: AsyncClient, *args: P.args, **kwargs: P.kwargs) -> Entered[C]:
         return Entered(partial(call, self.sync, *args, **kwargs))
 
+    update_wrapper(run, call)
     return run
 
 

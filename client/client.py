@@ -226,7 +226,7 @@ class Client:
         """
         prompt = self._prompt(tokens, keys, start)
         fresh = empty_kv(self.model, prompt.stop) if out is None else None
-        room = self._target(prompt, out if fresh is None else fresh)
+        room = self._target(prompt, fresh if out is None else out)
         prefix = self._prefix(prompt.keys, room, accuracy, timeout)
         chunks = len(prefix.tensors)
         reached = prompt.reached(chunks)
@@ -498,7 +498,7 @@ class Client:
         replies = self._link.ask("Unpin", pb.UnpinRequest(), names, pb.UnpinResponse)
         return sum(reply.unpinned for reply in replies)
 
-    def announce_puts(self, keys: Sequence[ChunkKey], within: float) -> int:
+    def announce_puts(self, keys: Sequence[ChunkKey], *, within: float) -> int:
         """Announce that this client will put *keys* within so many seconds, ten minutes at most.
 
         Until then lookups of others count them as pending, and may wait for them. 0 takes the
@@ -509,7 +509,7 @@ class Client:
         replies = self._link.ask("AnnouncePuts", request, keys, pb.AnnouncePutsResponse)
         return sum(reply.pending for reply in replies)
 
-    def plan(self, chains: Sequence[Sequence[ChunkKey]], ttl: float = 0.0) -> PlannedBatch:
+    def plan(self, chains: Sequence[Sequence[ChunkKey]], *, ttl: float = 0.0) -> PlannedBatch:
         """Announce a batch of prompts, each by the keys of its chunks.
 
         One round trip, or several for more chunks than the server takes in a request.
@@ -611,7 +611,7 @@ class Client:
         count = None if tokens is None else len(tokens)
         return Prompt(count, names, start, self.options.chunk_tokens)
 
-    def _target(self, prompt: Prompt, out: KV) -> Room:
+    def _target(self, prompt: Prompt, out: Any) -> Room:
         held = kv_of("out", out, self.model, prompt.least_tokens, is_target=True)
         return chunk_reads.stoppable(prompt.target(held))
 

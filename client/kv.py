@@ -8,15 +8,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvstore.client.chunk import stated_dtype
+from kvstore.client.chunk import parents, stated_dtype
 from kvstore.client.paged_cache import Blocks, kept_from
 from kvstore.client.tensors import TensorLike, to_array
 from kvstore.codecs.base import Part
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
 from kvstore.proto.keys import chunk_spans
 from kvstore.proto.types import (
-    DIGEST_BYTES,
-    ROOT,
     ChainDigest,
     ChunkKey,
     DType,
@@ -172,12 +170,12 @@ class Prompt:
             raise InvalidRequestError("start", start, f"give 0 to {count}, the prompt's tokens")
         whole = chunk_spans(count, chunk_tokens)
         first = min(int(start) // chunk_tokens, len(whole))
-        self.start = int(start)
-        self.spans = whole[first:]
+        self.start: int = int(start)
+        self.spans: Sequence[tuple[int, int]] = whole[first:]
         """Of the chunks that are left, the first token and the one after the last."""
-        self.keys = keys[first:]
-        self.parents = parents(keys)[first:]
-        self.stop = whole[-1][1] if whole else 0
+        self.keys: Sequence[ChunkKey] = keys[first:]
+        self.parents: Sequence[ChainDigest] = parents(keys)[first:]
+        self.stop: int = whole[-1][1] if whole else 0
         self._ends: dict[int, int] = {}
 
     def target(self, held: WholeKV | Blocks) -> Callable[[int, KVLayout], Any]:
@@ -201,8 +199,3 @@ class Prompt:
     def least_tokens(self) -> int:
         """The room that KV of this prompt needs."""
         return self.stop if self._exact or not self.stop else self.stop - self._size + 1
-
-
-def parents(keys: Sequence[ChunkKey]) -> Sequence[ChainDigest]:
-    """Return the parent digest of each key of a chain."""
-    return [ROOT, *(ChainDigest(key[DIGEST_BYTES:]) for key in keys[:-1])][: len(keys)]

@@ -66,12 +66,13 @@ class LayeredPut:
             raise InvalidRequestError("layer_id", layer_id, fix)
         segment = self._segments[layer_id]
         components = self._components[segment]
+        chunks: Sequence[Any] = tensors
         if self.spans is not None:
-            tensors = self._cut(tensors, components[0].parts)
-        if len(tensors) != len(components):
-            raise LayoutMismatchError("tensors", len(tensors), f"give {len(components)} chunks")
+            chunks = self._cut(tensors, components[0].parts)
+        if len(chunks) != len(components):
+            raise LayoutMismatchError("tensors", len(chunks), f"give {len(components)} chunks")
         layers = []
-        for component, parts in zip(components, tensors, strict=True):
+        for component, parts in zip(components, chunks, strict=True):
             check_dtypes(component, parts)
             arrays = layer_arrays(parts)
             check_parts(component, arrays)

@@ -89,6 +89,8 @@ class PagedCache:
             raise LayoutMismatchError(
                 "pages", sorted(shapes), "all layers need as many blocks, of as many tokens"
             )
+        self.blocks: int
+        self.block_tokens: int
         self.blocks, self.block_tokens = shapes.pop()
 
     def __getitem__(self, block_ids: Sequence[int]) -> Blocks:

@@ -19,8 +19,9 @@ from kvstore.client.blend.plan import BlendPlan
 from kvstore.client.blend.report import BlendResult
 from kvstore.client.blend.segments import SegmentRange
 from kvstore.client.blend.store_source import StoreSource
+from kvstore.client.client import Client
 from kvstore.client.link_meter import LinkMeter
-from kvstore.client.resolving import Resolved, ResolveTerms, Resolving
+from kvstore.client.resolving import Resolved, ResolveTerms
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView
 from kvstore.proto.errors import KVStoreError
@@ -66,7 +67,7 @@ class GatedBlender:
 
     def __init__(
         self,
-        client: Resolving,
+        client: Client,
         blender: Blender,
         terms: ResolveTerms | None = None,
         selector: str = "hybrid",
@@ -106,7 +107,7 @@ class GatedBlender:
     def _blended(self, tokens: Sequence[int], ranges: Sequence[SegmentRange]) -> GatedResult:
         terms = replace(self._terms, weights=self._blender.weights)
         with self._client.resolve(tokens, ranges, terms) as resolved:
-            with StoreSource(resolved, tokens, self._client.representation) as source:
+            with StoreSource(resolved, tokens, self._client.model) as source:
                 plan = replace(source.plan, selector=self._selector)
                 decision = self._decided(plan, source, resolved)
                 if decision is not None:

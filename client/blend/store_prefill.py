@@ -52,7 +52,7 @@ def store_prefill(
         for segment in client.name_segments(tokens, ranges, names)
         for one in segment.chunks
     ]  # fmt: skip
-    puts = client.put(chunks)
+    puts = client.put_chunks(chunks)
     if attention:
         _tell(client, attention)
     return puts

@@ -269,7 +269,7 @@ class PageStore(Connector):
 
     def count(self, hashes: Sequence[str]) -> int:
         """Return how many of the first of *hashes* are stored."""
-        return self.ask(lambda: self.client.lookup(self._named(hashes)).ready, 0)
+        return self.ask(lambda: self.client.lookup(keys=self._named(hashes)).ready, 0)
 
     def load(self, hashes: Sequence[str], places: Sequence[LayerTensors]) -> int:
         """Read the longest stored prefix of *hashes* into *places*; return how many pages.
@@ -279,7 +279,7 @@ class PageStore(Connector):
 
         def get() -> int:
             keys = self._named(hashes)
-            return len(self.client.get(keys, places, rectangle=self.rectangle))
+            return len(self.client.get_chunks(keys, places, rectangle=self.rectangle))
 
         read = self.ask(get, 0)
         tokens = self._pool.page_size
@@ -304,7 +304,7 @@ class PageStore(Connector):
             for at, (key, place) in enumerate(zip(keys, places, strict=True), start=len(before)):
                 chunks.append(Chunk(key, place, above, position=at * self._pool.page_size))
                 above = ChainDigest(key[DIGEST_BYTES:])
-            return [put.outcome for put in self.client.put(chunks, rectangle=self.rectangle)]
+            return [put.outcome for put in self.client.put_chunks(chunks, rectangle=self.rectangle)]
 
         refused = [PutOutcome.refused] * len(hashes)
         outcomes = self._guarded(work, refused, self._store_errors)

@@ -147,7 +147,7 @@ def test_each_way_of_missing_has_a_count_that_a_heartbeat_tells(
     way(engine, server)
     expected = {} if way is nothing else {way.__name__: 1}
     assert engine.connector.stats().misses == expected
-    engine.client._connected().session.heartbeat()
+    engine.client._link.connected().session.heartbeat()
     request = pb.ExplainRequest(recent=10)
     reply = server.dial().call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
     told = {name: count for one in reply.engines for name, count in one.counts.items()}

@@ -201,7 +201,7 @@ def test_an_error_of_the_model_is_the_callers_and_no_deadline_is_refused_by_name
 
 def damaging(monkeypatch: pytest.MonkeyPatch, connector: TransformersConnector, chunk: int) -> None:
     """Have a byte of the stored *chunk* arrive wrong."""
-    kind: Any = type(connector.client._connected())
+    kind: Any = type(connector.client._link.connected())
     read = kind.get_ranges
 
     @contextmanager
