@@ -30,10 +30,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from typing_extensions import override
 
 from kvstore.client.client import Client
-from kvstore.client.engines.accuracy import Allowed, least_of
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.prefix import AboutOf, Prefix, Source, Span
-from kvstore.client.engines.rope_settings import rope_parameters
+from kvstore.client.engines.identity import EPOCH_BYTES, is_exact, rope_parameters
+from kvstore.client.engines.prefix import AboutOf, Allowed, Prefix, Source, Span, least_of
 from kvstore.client.engines.transformers.attention import noting_attention
 from kvstore.client.engines.transformers.batch import (
     Row,
@@ -70,7 +69,6 @@ from kvstore.client.engines.transformers.identity import (
 )
 from kvstore.client.engines.transformers.layers import LayerLoad, Link, is_compiled
 from kvstore.client.engines.transformers.staging import Staging, device_of
-from kvstore.client.engines.weights import EPOCH_BYTES, is_exact
 from kvstore.client.prefill import Deadline
 from kvstore.client.reader import Room
 from kvstore.client.tensors import LayerTensors, to_arrays

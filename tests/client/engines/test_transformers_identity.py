@@ -17,8 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from kvstore.client.engines.identity import OWN_TOKENIZER
-from kvstore.client.engines.rope_settings import rope_parameters
+from kvstore.client.engines.identity import OWN_TOKENIZER, rope_parameters
 from kvstore.client.engines.transformers import representation_of
 from kvstore.client.engines.transformers.identity import weights_digest
 from kvstore.proto.errors import ModelError
