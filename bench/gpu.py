@@ -185,7 +185,7 @@ def put(engine: Engine, count: int) -> list[Any]:
     """Put *count* chunks of noise, a few at a time, and load them; return their keys."""
     keys, chunks = chunks_of(engine.client, count)
     for at in range(0, count, 8):
-        engine.client.put(chunks[at : at + 8])
+        engine.client.put_chunks(chunks[at : at + 8])
     assert engine.load(keys) == count
     check_pages(engine, chunks)
     return keys
@@ -199,7 +199,7 @@ def chunks_of(client: Any, count: int) -> tuple[list[Any], list[Any]]:
     from kvstore.client.chunk import parents
 
     keys = client.keys(list(range(TOKENS * count)))
-    layers = len(client.representation.layer_groups[0].layer_ids)
+    layers = len(client.model.layer_groups[0].layer_ids)
     shape = (layers, 2, HEADS, TOKENS, HEAD_DIM)
     noise = np.random.default_rng(7).integers(0, 1 << 16, shape, np.uint16)
     chunks = []

@@ -142,7 +142,7 @@ def two_nodes(folder: Path, *flags: str) -> Iterator[tuple[str, str]]:
 
 def _reached(reader: Client, keys: Sequence[bytes]) -> None:
     until = time.monotonic() + _REACHED_WITHIN_S
-    while reader.lookup(keys).ready < len(keys):  # type: ignore[arg-type]
+    while reader.lookup(keys=keys).ready < len(keys):  # type: ignore[arg-type]
         if time.monotonic() > until:
             raise RuntimeError("the second server does not reach the first")
         time.sleep(0.05)

@@ -54,7 +54,7 @@ def _work(client: Client) -> float:
     hits = 0
     for number in np.random.default_rng(3).integers(0, PROMPTS, ASKED).tolist():
         keys, chunks = made[number]
-        if client.get(keys):
+        if client.get_chunks(keys):
             hits += 1
         else:
             client.put_chunks(chunks)

@@ -92,7 +92,7 @@ def awaited(
 ) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
     """Return *call* of the blocking client, awaited."""
 
-    async def run(self: AsyncClient, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await settled(partial(call, self.sync, *args, **kwargs))
 
     update_wrapper(run, call)
@@ -104,7 +104,9 @@ def iterated(
 ) -> Callable[Concatenate[AsyncClient, P], AsyncGenerator[T, None]]:
     """Return *call*, each of whose items is awaited. Use with ``contextlib.aclosing``."""
 
-    async def run(self: AsyncClient, *args: P.args, **kwargs: P.kwargs) -> AsyncGenerator[T, None]:
+    async def run(
+        self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs
+    ) -> AsyncGenerator[T, None]:
         items = call(self.sync, *args, **kwargs)
         try:
             while (item := await settled(partial(next, items, None))) is not None:
@@ -144,7 +146,7 @@ def entered(
 ) -> Callable[Concatenate[AsyncClient, P], Entered[C]]:
     """Return *call*, for ``async with``."""
 
-    def run(self: AsyncClient, *args: P.args, **kwargs: P.kwargs) -> Entered[C]:
+    def run(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> Entered[C]:
         return Entered(partial(call, self.sync, *args, **kwargs))
 
     update_wrapper(run, call)

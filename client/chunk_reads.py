@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from contextvars import ContextVar
 from functools import partial
@@ -18,7 +18,7 @@ from kvstore.client.reader import Room, direct
 from kvstore.client.rectangle_room import RectangleRoom
 from kvstore.client.retry import countdown
 from kvstore.client.server_link import LeftMs, ServerLink, digest_of, packed
-from kvstore.client.transport import Arrived, Transport
+from kvstore.client.transport import Arrival, ReadPlan, Transport, layer_feed
 from kvstore.client.whole_frame import checked, join_parts
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
@@ -83,10 +83,9 @@ def _read(link: ServerLink, request: ChunkRequest, transport: Transport, left_ms
         landing = partial(direct, session, some, part)
         wanted = digests[first : first + limit]
         try:
-            with transport.get_layers_of(
-                shard, wanted, lease_id, left_ms(), accuracy, landing
-            ) as arriving:
-                frames = _accurate(arriving, accuracy, copies)
+            plan = ReadPlan(wanted, lease_id, left_ms(), accuracy, shard=shard, direct=landing)
+            with transport.read(plan) as arriving:
+                frames = at_least(arriving, accuracy, copies)
                 tensors, broken = link.reader.read(session, some, frames, part)
         except (DeadlineError, TierUnavailableError):
             if not found.tensors:
@@ -101,16 +100,16 @@ def _read(link: ServerLink, request: ChunkRequest, transport: Transport, left_ms
     return found
 
 
-def _accurate(
-    arriving: Iterator[Arrived], accuracy: Accuracy, copies: list[Copy]
-) -> Iterator[Arrived]:
+def at_least(
+    arriving: Iterable[Arrival], accuracy: Accuracy, copies: list[Copy]
+) -> Iterator[Arrival]:
     """Yield frames up to the first whose header states less than *accuracy*.
 
     The server skips such copies; one that comes all the same is missing. Each is noted in
     *copies*: true of those that prove right, as headers have a checksum.
     """
     for arrived in arriving:
-        stated = stated_of(arrived.frame)
+        stated = stated_of(arrived.data)
         if stated.accuracy < accuracy:
             return
         copies.append(Copy(stated, arrived.tier))
@@ -171,7 +170,10 @@ def read_layers(
     skipped = request.skipped if len(keys) <= limit else None
     with ExitStack() as stack:
         feeds = (
-            transport.get_layers(some, request.lease_id, left_ms(), request.accuracy, skipped)
+            layer_feed(
+                transport,
+                ReadPlan(some, request.lease_id, left_ms(), request.accuracy, skipped=skipped),
+            )
             for _, some in batches(digests, limit)
         )
         feed = JoinedFeed(stack, islice(feeds, MAX_OPEN_BATCHES), limit)

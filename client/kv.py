@@ -174,7 +174,7 @@ class Prompt:
         self.spans: Sequence[tuple[int, int]] = whole[first:]
         """Of the chunks that are left, the first token and the one after the last."""
         self.keys: Sequence[ChunkKey] = keys[first:]
-        self.parents: Sequence[ChainDigest] = parents(keys)[first:]
+        self._every, self._first = keys, first
         self.stop: int = whole[-1][1] if whole else 0
         self._ends: dict[int, int] = {}
 
@@ -194,6 +194,11 @@ class Prompt:
     def reached(self, chunks: int) -> int:
         """Return how many tokens there are once the first *chunks* of those left were read."""
         return max(self.start, self._ends[chunks - 1] if chunks else 0)
+
+    @property
+    def parents(self) -> Sequence[ChainDigest]:
+        """The digest before each of ``keys``."""
+        return parents(self._every)[self._first :]
 
     @property
     def least_tokens(self) -> int:

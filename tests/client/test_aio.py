@@ -71,7 +71,7 @@ def test_a_copy_for_another_process_is_a_client_of_its_own(server: LocalServer) 
             await client.put_chunks(chunks_of(client.sync, keys))
             kind, words = client.__reduce__()
         async with kind(*words) as other:  # as multiprocessing does
-            assert (await other.lookup(keys)).ready == 4
+            assert (await other.lookup(keys=keys)).ready == 4
 
     asyncio.run(work())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from kvstore.client.levels import PlanTerms
 from kvstore.client.options import TransportName
 from kvstore.client.prefill import PrefillModel
 from kvstore.client.rectangle import Rectangle
-from kvstore.client.transport import Put
+from kvstore.client.transport import Arrivals, Put, ReadPlan
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.errors import DeadlineError, InvalidRequestError, LeaseExpiredError
 from kvstore.proto.plans import EngineTerms
@@ -125,15 +126,15 @@ def test_a_batch_that_is_late_ends_what_was_read_before_it(
 ) -> None:
     keys = store(client, 1, CHUNKS)
     transport = client._link.connected()
-    plain, asked = transport.get_layers_of, []
+    plain, asked = transport.read, list[ReadPlan]()
 
-    def late(*words: object) -> object:
-        asked.append(words)
+    def late(plan: ReadPlan) -> AbstractContextManager[Arrivals]:
+        asked.append(plan)
         if len(asked) == 3:
             raise DeadlineError("late")
-        return plain(*words)  # type: ignore[arg-type]
+        return plain(plan)
 
-    monkeypatch.setattr(transport, "get_layers_of", late)
+    monkeypatch.setattr(transport, "read", late)
     found = client.get_chunks(keys)
     assert len(found) == 2 * LIMIT
     assert all(is_right(client, *pair) for pair in zip(keys, found, strict=False))
@@ -142,10 +143,10 @@ def test_a_batch_that_is_late_ends_what_was_read_before_it(
 @pytest.mark.parametrize(
     ("call", "count"),
     [
-        (lambda client, keys: client.pin(keys, 60_000), CHUNKS),
-        (lambda client, keys: client.delete(keys), CHUNKS),
-        (lambda client, keys: len(client.stat(keys)), CHUNKS),
-        (lambda client, keys: client.announce_puts(keys_of(client, 2, 9), within=60.0), 9),
+        (lambda client, keys: client.pin(keys=keys, ttl=60.0), CHUNKS),
+        (lambda client, keys: client.delete(keys=keys), CHUNKS),
+        (lambda client, keys: len(client.stat(keys=keys)), CHUNKS),
+        (lambda client, keys: client.announce_puts(keys_of(client, 2, 9), 60_000), 9),
     ],
     ids=["pin", "delete", "stat", "promise"],
 )

@@ -65,14 +65,14 @@ def test_keys_share_exactly_the_prefix_that_prompts_share(client: Client) -> Non
 @pytest.mark.parametrize(
     "call",
     [
-        lambda client, keys: client.get(keys),
-        lambda client, keys: client.lookup(keys),
-        lambda client, keys: client.lease(keys),
-        lambda client, keys: client.pin(keys, 1000),
-        lambda client, keys: client.unpin(keys),
-        lambda client, keys: client.delete(keys),
-        lambda client, keys: client.stat(keys),
-        lambda client, keys: client.put(chunks_of(client, keys)),
+        lambda client, keys: client.get(keys=keys),
+        lambda client, keys: client.lookup(keys=keys),
+        lambda client, keys: client.lease(keys=keys),
+        lambda client, keys: client.pin(keys=keys, ttl=1.0),
+        lambda client, keys: client.unpin(keys=keys),
+        lambda client, keys: client.delete(keys=keys),
+        lambda client, keys: client.stat(keys=keys),
+        lambda client, keys: client.put_chunks(chunks_of(client, keys)),
     ],
     ids=["get", "lookup", "lease", "pin", "unpin", "delete", "stat", "put"],
 )
@@ -94,7 +94,7 @@ def test_key_of_another_namespace_is_refused_and_changes_nothing(
 def test_keys_that_are_no_bytes_are_refused(client: Client, keys: Any) -> None:
     for call in (client.get, client.lookup, client.lease, client.delete, client.stat):
         with pytest.raises(InvalidRequestError, match=r"key=.*: give a list of bytes"):
-            call(keys)
+            call(keys=keys)
     with pytest.raises(InvalidRequestError, match="key="):
         client.plan([keys])
     with pytest.raises(InvalidRequestError, match="tier="):
@@ -339,7 +339,7 @@ def test_server_that_is_not_there_is_an_error_of_the_store_and_then_fails_at_onc
         with pytest.raises((DeadlineError, TierUnavailableError)) as first:
             client.keys([])
         assert "tried again in" not in str(first.value)
-        for call in (client.status, client.list, lambda: client.get([]), client.drain):
+        for call in (client.status, client.list, lambda: client.get_chunks([]), client.drain):
             with pytest.raises(TierUnavailableError, match=r"did not answer; tried again in"):
                 call()
 

@@ -265,4 +265,4 @@ def test_a_reader_without_writing_gets_copies_of_what_is_on_disk(world: World) -
     reader = world.client(world.reader, "shm")
     got = reader.get_chunks(keys)
     assert len(got) == CHUNKS
-    assert reader._connected().slabs._files == {}  # type: ignore[attr-defined]
+    assert reader._link.connected().slabs._files == {}  # type: ignore[attr-defined]

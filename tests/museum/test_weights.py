@@ -25,10 +25,10 @@ from kvstore.client.blend.segments import SegmentRange
 from kvstore.client.blend.store_prefill import store_prefill
 from kvstore.client.blend.store_source import StoreSource
 from kvstore.client.engines import vllm_identity
-from kvstore.client.engines.sglang_pages import PageSettings, PageStore, RankTerms
-from kvstore.client.engines.sglang_terms import WeightsEpoch
+from kvstore.client.engines.sglang.pages import PageSettings, PageStore, RankTerms
+from kvstore.client.engines.sglang.terms import WeightsEpoch
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
-from kvstore.client.engines.transformers_blend import TransformersAdapter
+from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.engines.vllm_shape import shape_of
 from kvstore.client.resolving import ResolveTerms
 from kvstore.proto.errors import InvalidRequestError, ModelError
@@ -471,7 +471,7 @@ def test_lmdeploy_4917_nothing_older_is_blended_once_weights_changed(server: Loc
     resolved = client.resolve(second, ranges, ResolveTerms(is_trial=True))
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight.mul_(1.5)
-    with resolved, StoreSource(resolved, second, client.representation) as source:
+    with resolved, StoreSource(resolved, second, client.model) as source:
         old = blender.blend(source.plan, source)
     assert not old.is_blended
     assert set(old.report.refused.values()) == {"other weights"}

@@ -122,7 +122,7 @@ def lost(engine: PlainEngine, server: LocalServer) -> None:
 
     def lookup_and_lose(keys: list[object], **terms: Any) -> object:
         match = lookup(keys, **terms)  # type: ignore[arg-type]
-        assert engine.client.delete(keys[2:]) == 2  # type: ignore[arg-type]
+        assert engine.client.delete(keys=keys[2:]) == 2  # type: ignore[arg-type]
         return match
 
     engine.client.lookup = lookup_and_lose  # type: ignore[method-assign, assignment]

@@ -15,7 +15,7 @@ from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector, client_options
 from kvstore.client.engines.identity import NO_ROPE, Weights, identity_of, own_rope, weights_of
 from kvstore.client.engines.prefix import least_of
-from kvstore.client.engines.sglang_terms import UNSTATED, EngineTerms
+from kvstore.client.engines.sglang.terms import UNSTATED, EngineTerms
 from kvstore.client.options import ClientOptions
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.tensors import LayerTensors, dtype_of

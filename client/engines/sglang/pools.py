@@ -14,7 +14,7 @@ from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.identity import BYTE_ROWS, byte_group, byte_tensors
-from kvstore.client.engines.sglang_pages import PageSettings, RankTerms, digest_of, pages_identity
+from kvstore.client.engines.sglang.pages import PageSettings, RankTerms, digest_of, pages_identity
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto.errors import ModelError
 from kvstore.proto.types import (

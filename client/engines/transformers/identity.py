@@ -32,7 +32,7 @@ from kvstore.client.engines.identity import (
     short_name,
     weights_of,
 )
-from kvstore.client.engines.transformers_cache import CacheShape, TokenShape
+from kvstore.client.engines.transformers.cache import CacheShape, TokenShape
 from kvstore.proto.errors import ModelError
 from kvstore.proto.types import Model
 
