@@ -146,9 +146,9 @@ def test_a_batch_that_is_late_ends_what_was_read_before_it(
         (lambda client, keys: client.pin(keys=keys, ttl=60.0), CHUNKS),
         (lambda client, keys: client.delete(keys=keys), CHUNKS),
         (lambda client, keys: len(client.stat(keys=keys)), CHUNKS),
-        (lambda client, keys: client.announce_puts(keys_of(client, 2, 9), 60_000), 9),
+        (lambda client, keys: client.announce_puts(keys_of(client, 2, 9), within=60.0), 9),
     ],
-    ids=["pin", "delete", "stat", "promise"],
+    ids=["pin", "delete", "stat", "announce_puts"],
 )
 def test_what_is_counted_is_counted_over_all_batches(
     client: Client, call: Callable[[Client, list[ChunkKey]], int], count: int

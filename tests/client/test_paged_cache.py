@@ -69,9 +69,9 @@ def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         ([numbers(4, 2, 8, 3, 8)] * 3, "block kv token head dim", "they need 2 heads of 8"),
         ([numbers(4, 2, 8, 2, 9)] * 3, "block kv token head dim", "they need 2 heads of 8"),
         ([numbers(0, 2, 8, 2, 8)] * 3, "block kv token head dim", "they need 2 heads of 8"),
-        ([numbers(4, 3, 8, 2, 8)] * 3, "block kv token head dim", "part=3: give 2 parts"),
-        ([numbers(4, 8, 2, 8)] * 3, "block token head dim", "part=1: give 2 parts"),
-        ([(numbers(4, 2, 8, 2, 8),) * 2] * 3, "block kv token head dim", "leave part out where"),
+        ([numbers(4, 3, 8, 2, 8)] * 3, "block kv token head dim", "kv=3: give 2 parts"),
+        ([numbers(4, 8, 2, 8)] * 3, "block token head dim", "kv=1: give 2 parts"),
+        ([(numbers(4, 2, 8, 2, 8),) * 2] * 3, "block kv token head dim", "leave kv out where"),
         (
             [numbers(4, 2, 8, 2, 8)] * 2 + [numbers(5, 2, 8, 2, 8)],
             "block kv token head dim", "all layers need as many blocks",
