@@ -10,13 +10,11 @@ from typing import NamedTuple, cast
 from typing_extensions import override
 
 from kvstore.client.connection import SLACK_S
-from kvstore.client.direct_frame import DirectFrame
 from kvstore.client.frame_memory import FrameMemory, keep_freed_memory
-from kvstore.client.frame_parts import FrameAssembler, here
 from kvstore.client.frame_stream import Entrance, FrameStream
 from kvstore.client.frame_streams import FrameStreams
-from kvstore.client.layer_feed import LayerFeed
-from kvstore.client.part_feed import PartFeed
+from kvstore.client.frames import DirectFrame, FrameAssembler, here
+from kvstore.client.layer_stream import LayerStream
 from kvstore.client.session import Session
 from kvstore.client.stream import StreamTransport
 from kvstore.client.stream_upload import StreamUpload
@@ -113,7 +111,7 @@ class BulkTransport(Transport):
         deadline_ms: int,
         least: Accuracy = Accuracy.exact,
         skipped: SkippedRows | None = None,
-    ) -> Iterator[LayerFeed]:
+    ) -> Iterator[Iterator[Arrived]]:
         deadline = _end_of(deadline_ms)
         request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM, least)
         request.layer_major = True
@@ -122,14 +120,14 @@ class BulkTransport(Transport):
         stream = self._begin_get(request, deadline)
         if stream is None:
             left_ms = _left_ms(deadline)
-            with self._fallback.get_layers(digests, lease_id, left_ms, least, skipped) as feed:
-                yield feed
+            with self._fallback.get_layers(digests, lease_id, left_ms, least, skipped) as arriving:
+                yield arriving
             return
         with self._ending_get(stream, deadline):
             # A piece has what the feed looks at in a reply.
             pieces = cast("Iterator[pb.GetResponse]", self._pieces(stream, deadline))
             limit_bytes = self.session.terms.max_frame_bytes
-            yield PartFeed(pieces, limit_bytes, is_cut=skipped is not None)
+            yield LayerStream(pieces, limit_bytes, is_cut=skipped is not None).arriving()
 
     @override
     @contextmanager
@@ -175,10 +173,10 @@ class BulkTransport(Transport):
     ) -> Iterator[Arrived]:
         with self._noted():
             for part, payload in stream.parts(deadline):
-                landed = reading.take(part, payload)
-                if landed is not None:
-                    frame = cast("Bytes | DirectFrame", landed.frame)  # of our own room
-                    yield Arrived(landed.chunk, landed.tier, frame, _stays)
+                frame = reading.take(part.index, part.frame_bytes, part.offset, payload)
+                if frame is not None:
+                    frame = cast("Bytes | DirectFrame", frame)  # of our own room
+                    yield Arrived(part.index, part.tier, frame)
             reading.end(stream.frames)
 
     def _pieces(self, stream: FrameStream, deadline: float) -> Iterator[_PieceReply]:
@@ -300,7 +298,3 @@ class _PieceReply(NamedTuple):
     index: int  # type: ignore[assignment]
     tier: str
     part: _PieceData
-
-
-def _stays() -> None:
-    """The frame is ours until the get is left."""

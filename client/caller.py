@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from types import TracebackType
@@ -12,7 +13,6 @@ from weakref import finalize, ref
 
 from kvstore.client.batches import (
     MAX_OPEN_BATCHES,
-    JoinedFeed,
     batches,
     behind,
     digest_batches,
@@ -20,18 +20,17 @@ from kvstore.client.batches import (
 from kvstore.client.bulk_transport import BulkTransport
 from kvstore.client.client_state import ClientState
 from kvstore.client.connection import Connection
+from kvstore.client.decode import Reader, Room, direct
 from kvstore.client.forks import FORKS
-from kvstore.client.layer_feed import LayerFeed
 from kvstore.client.levelled_get import Meters
 from kvstore.client.liveness import stays_silent
 from kvstore.client.options import ClientOptions
-from kvstore.client.reader import Reader, Room, direct
 from kvstore.client.rectangle_room import RectangleRoom
 from kvstore.client.retry import countdown
 from kvstore.client.session import FIRST_PACE_S, Session
 from kvstore.client.shm import ShmTransport, can_share_memory
 from kvstore.client.stream import StreamTransport
-from kvstore.client.transport import Transport, as_true
+from kvstore.client.transport import Arrived, Transport, as_true
 from kvstore.codecs.asset_shelf import ASSETS
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
@@ -354,25 +353,28 @@ class Caller:
             self._quarantine(transport, broken)
         return found, [stated[at] for at in range(len(found))]
 
-    def _layer_feed(
+    def _layers_arriving(
         self,
         stack: ExitStack,
         transport: Transport,
         asked: Asked,
         skipped: SkippedRows | None = None,
-    ) -> LayerFeed:
-        """Return the frames of *asked* layer by layer: of MAX_OPEN_BATCHES batches, as each is a
+    ) -> Iterator[Arrived]:
+        """Yield the frames of *asked* layer by layer: of MAX_OPEN_BATCHES batches, as each is a
         stream, which *stack* ends. Rows that are *skipped* come where there are several.
         """
         digests, lease_id, deadline_ms, least = asked
         limit, left_ms = transport.session.terms.max_batch_chunks, countdown(deadline_ms)
         if len(digests) > limit:
             skipped = None  # they are named by the places of all chunks
-        feeds = (
-            transport.get_layers(some, lease_id, left_ms(), least, skipped)
-            for _, some in batches(digests, limit)
-        )
-        return JoinedFeed(stack, islice(feeds, MAX_OPEN_BATCHES), limit)
+        for first, some in islice(batches(digests, limit), MAX_OPEN_BATCHES):
+            count = 0
+            get = transport.get_layers(some, lease_id, left_ms(), least, skipped)
+            for arrived in stack.enter_context(get):
+                count += 1
+                yield replace(arrived, index=first + arrived.index)
+            if count < limit:
+                return
 
     def _quarantine(self, transport: Transport, key: ChunkKey) -> None:
         request = pb.DeleteRequest(

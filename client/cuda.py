@@ -35,10 +35,11 @@ from kvstore.client.device_reads import (
     frame_count,
 )
 from kvstore.client.forks import keep
+from kvstore.client.frames import FrameAssembler
 from kvstore.client.retry import countdown
 from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport
-from kvstore.client.transport import Arrived, Assembly, Transport
+from kvstore.client.transport import Arrived, Transport
 from kvstore.codecs.paged import Paged
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
@@ -146,7 +147,7 @@ class CudaTransport(ShmTransport):
     def _arriving_near(
         self, replies: Iterator[pb.GetResponse], leases: set[int], reader: DeviceReader
     ) -> Iterator[InArena | InMemory | Arrived]:
-        assembly = Assembly(self.session.terms.max_frame_bytes)
+        assembler = FrameAssembler(self.session.terms.max_frame_bytes, has_gaps=True)
         registration = self.registration_for(reader.device)
         for reply in replies:
             leases.add(reply.lease_id)
@@ -163,9 +164,9 @@ class CudaTransport(ShmTransport):
                 else:
                     for at, place in enumerate(some, first):
                         yield self._arrived(at, names[place.tier], place)
-            whole = assembly.add(reply.part) if reply.HasField("part") else None
+            whole = assembler.take_message(reply) if reply.HasField("part") else None
             if whole is not None:
-                yield Arrived(reply.index, reply.tier, whole, lambda: None)
+                yield Arrived(reply.index, reply.tier, whole)
 
     def _in_memory(
         self, index: int, places: Sequence[Place], registration: Registration

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.client.direct_frame import DirectFrame
-from kvstore.client.frame_parts import FrameAssembler
 from kvstore.client.frame_stream import Entrance, FrameStream
 from kvstore.client.frame_streams import DIAL_S, FrameStreams
+from kvstore.client.frames import DirectFrame, FrameAssembler
 from kvstore.client.session import Session
 from kvstore.client.transport import Arrived, Direct
 from kvstore.proto import kvstore_pb2 as pb
@@ -178,10 +177,9 @@ class PeerReads:
         stream.send(pb.StreamMessage(request=stream.next_request(), get=get), deadline)
         reading = FrameAssembler(self._session.terms.max_frame_bytes, room)
         for part, payload in stream.parts(deadline):
-            landed = reading.take(part, payload)
-            if landed is not None:
-                frame: Bytes | DirectFrame = landed.frame  # type: ignore[assignment]
-                yield Arrived(lent.first + landed.chunk, TIER, frame, _stays)
+            frame = reading.take(part.index, part.frame_bytes, part.offset, payload)
+            if frame is not None:
+                yield Arrived(lent.first + part.index, TIER, frame)  # type: ignore[arg-type]
         reading.end(stream.frames)
 
     def leave(self) -> None:
@@ -200,7 +198,3 @@ class PeerReads:
             self._lenders.clear()
         for lender in lenders:
             lender.streams.close()
-
-
-def _stays() -> None:
-    """The frame is ours."""

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 from typing_extensions import override
 
-from kvstore.client.file_frame import FileFrame
+from kvstore.client.frames import FileFrame, FrameAssembler
 from kvstore.client.layer_sink import PutTerms
 from kvstore.client.leased_views import LeasedViews
 from kvstore.client.liveness import hangs, peer_pid
@@ -28,7 +28,6 @@ from kvstore.client.slabs import Slabs
 from kvstore.client.staging import PARTS, StagingMemory
 from kvstore.client.transport import (
     Arrived,
-    Assembly,
     Direct,
     FramePiece,
     Outgoing,
@@ -234,7 +233,7 @@ class ShmTransport(Transport):
 
         Raises _LeftError where what *read* should have brought did not come.
         """
-        assembly = Assembly(self.session.terms.max_frame_bytes)
+        assembler = FrameAssembler(self.session.terms.max_frame_bytes, has_gaps=True)
         for reply in replies:
             leases.add(reply.lease_id)
             names = reply.places.tier_names
@@ -247,15 +246,15 @@ class ShmTransport(Transport):
                         yield self._arrived(index, names[place.tier], place)
                 elif read is not None:
                     yield from _whole_run(read, number, [index for index, _ in run])
-            whole = assembly.add(reply.part) if reply.HasField("part") else None
+            whole = assembler.take_message(reply) if reply.HasField("part") else None
             if whole is not None:
-                yield Arrived(reply.index, reply.tier, whole, _stays)
+                yield Arrived(reply.index, reply.tier, whole)
 
     def _arrived(self, index: int, tier: str, place: Place) -> Arrived:
         if place.reach == Reach.file:
             file = self.slabs.file(place.number)
             # What a file holds is proven by its key and checksums: it is copied as it is read.
-            return Arrived(index, tier, FileFrame(file, place.offset, place.size_bytes), _stays)
+            return Arrived(index, tier, FileFrame(file, place.offset, place.size_bytes))
         slab = self.slabs.reach(place)
         frame = slab.data[place.offset : place.offset + place.size_bytes]
         return Arrived(index, tier, frame, partial(slab.confirm, place.offset, place.generation))
@@ -330,7 +329,3 @@ def _whole_run(read: ReadLent, number: int, indexes: Sequence[int]) -> Iterator[
         following = arrived.index + 1
     if following <= indexes[-1]:
         raise _LeftError(following)
-
-
-def _stays() -> None:
-    """The frame is ours: nobody reuses its memory."""

@@ -11,14 +11,12 @@ from functools import partial
 import numpy as np
 from typing_extensions import override
 
-from kvstore.client.layer_feed import LayerFeed
+from kvstore.client.frames import FrameAssembler, shard_frames, shard_ranges
 from kvstore.client.layer_sink import LayerSink, PutTerms
-from kvstore.client.part_feed import PartFeed
-from kvstore.client.ranged_get import RangedGet
+from kvstore.client.layer_stream import LayerStream
 from kvstore.client.stream_sink import StreamSink
 from kvstore.client.transport import (
     Arrived,
-    Assembly,
     Direct,
     Outgoing,
     Put,
@@ -31,10 +29,6 @@ from kvstore.proto.messages import MESSAGE_BYTES, hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import Accuracy, ChainDigest, Shard
-
-
-def _stays() -> None:
-    """The frame is ours: nobody reuses its memory."""
 
 
 class StreamTransport(Transport):
@@ -98,7 +92,7 @@ class StreamTransport(Transport):
         deadline_ms: int,
         least: Accuracy = Accuracy.exact,
         skipped: SkippedRows | None = None,
-    ) -> Iterator[LayerFeed]:
+    ) -> Iterator[Iterator[Arrived]]:
         request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM, least)
         request.layer_major = True
         if skipped is not None:
@@ -109,7 +103,7 @@ class StreamTransport(Transport):
         end = partial(connection.end_stream, call)
         try:
             replies = iter(partial(connection.next_of, call), None)
-            yield PartFeed(replies, limit_bytes, is_cut=is_cut, end=end)
+            yield LayerStream(replies, limit_bytes, is_cut=is_cut, end=end).arriving()
         finally:
             end()
 
@@ -137,33 +131,30 @@ class StreamTransport(Transport):
         least: Accuracy,
     ) -> Iterator[Arrived]:
         """Yield frames of the layers of *shard*, and from one on that is not raw, whole ones."""
-        started, until_s = 0, time.monotonic() + deadline_ms / 1000
+        first: int | None = 0
+        until_s = time.monotonic() + deadline_ms / 1000
         request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM, least)
-        ranged = None if shard is None else RangedGet(shard, len(digests))
-        if ranged is not None and len(ranged.ranges) <= self.session.terms.max_batch_chunks:
-            request.ranges.extend(ranged.ranges)
+        ranges = [] if shard is None else shard_ranges(shard, len(digests))
+        if shard is not None and len(ranges) <= self.session.terms.max_batch_chunks:
+            request.ranges.extend(ranges)
             with closing(self.session.connection.stream("Get", request, deadline_ms)) as replies:
-                for tier, frame in ranged.frames(replies):
-                    yield Arrived(started, tier, frame, _stays)
-                    started += 1
-            if ranged.is_over:
-                return
-        if started < len(digests):
+                first = yield from shard_frames(shard, replies)
+        if first is not None and first < len(digests):
             left_ms = max(1, round(1000 * (until_s - time.monotonic())))
-            rest = self.get(digests[started:], lease_id, left_ms, least)
+            rest = self.get(digests[first:], lease_id, left_ms, least)
             for arrived in stack.enter_context(rest):
-                yield replace(arrived, index=arrived.index + started)
+                yield replace(arrived, index=arrived.index + first)
 
     @override
     def begin_put(self, templates: Sequence[FrameTemplate], terms: PutTerms) -> LayerSink:
         return StreamSink(self.session, templates, terms)
 
     def _assembled(self, replies: Iterator[pb.GetResponse]) -> Iterator[Arrived]:
-        assembly = Assembly(self.session.terms.max_frame_bytes)
+        assembler = FrameAssembler(self.session.terms.max_frame_bytes)
         for reply in replies:
-            frame = assembly.add(reply.part)
+            frame = assembler.take_message(reply)
             if frame is not None:
-                yield Arrived(reply.index, reply.tier, frame, _stays)
+                yield Arrived(reply.index, reply.tier, frame)
 
     @override
     def close(self) -> None:

@@ -8,22 +8,18 @@ from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, TypeAlias
 
-import numpy as np
-
 from kvstore.client.connection import Connection
-from kvstore.client.direct_frame import DirectFrame
-from kvstore.client.file_frame import FileFrame
-from kvstore.client.layer_feed import LayerFeed, WholeFrames
+from kvstore.client.frames import Arrived as Arrived
+from kvstore.client.frames import DirectFrame
 from kvstore.client.layer_sink import BufferedSink, LayerSink, PutTerms
 from kvstore.client.liveness import is_silent
 from kvstore.client.local_link import LocalLink
 from kvstore.client.outgoing import Outgoing as Outgoing
-from kvstore.client.ranged_get import SparseFrame
 from kvstore.client.session import Session
 from kvstore.client.view import View
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
-from kvstore.proto.errors import InvalidFrameError, KVStoreError
+from kvstore.proto.buffers import Bytes, as_bytes
+from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import FrameTemplate, stated_of
 from kvstore.proto.messages import accuracy_number, hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
@@ -37,20 +33,6 @@ class Put:
 
     outcome: PutOutcome
     reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A frame in reach until the get it belongs to is left. Its bytes are not verified yet.
-
-    Call ``confirm`` after reading: it raises LeaseExpiredError if the memory was reused
-    meanwhile.
-    """
-
-    index: int
-    tier: str
-    frame: Bytes | FileFrame | SparseFrame | DirectFrame
-    confirm: Callable[[], None]
 
 
 Direct: TypeAlias = Callable[[int, int, Bytes], DirectFrame | None]
@@ -108,7 +90,6 @@ class Transport(ABC):
         not only before the iteration ends.
         """
 
-    @contextmanager
     def get_layers(
         self,
         digests: Sequence[ChainDigest],
@@ -116,15 +97,14 @@ class Transport(ABC):
         deadline_ms: int,
         least: Accuracy = Accuracy.exact,
         skipped: SkippedRows | None = None,
-    ) -> Iterator[LayerFeed]:
-        """Enter for a feed of the same frames layer by layer.
+    ) -> AbstractContextManager[Iterator[Arrived]]:
+        """Enter for the same frames, to be read layer by layer.
 
         Whole frames, unless a transport does better: where frames are in reach at once, that is
         as good. One that streams asks with ``layer_major``, leaves the rows that are *skipped*
-        with the server, and returns a ``PartFeed``.
+        with the server, and yields each ``LayeredFrame`` once its header is here.
         """
-        with self.get(digests, lease_id, deadline_ms, least) as arriving:
-            yield WholeFrames(arriving)
+        return self.get(digests, lease_id, deadline_ms, least)
 
     def get_layers_of(
         self,
@@ -251,26 +231,3 @@ def as_true(
 def read_outcomes(outcomes: bytes, reasons: Sequence[str]) -> list[Put]:
     """Return the outcomes of a reply."""
     return [Put(PutOutcome(o), r) for o, r in zip(outcomes, reasons, strict=True)]
-
-
-class Assembly:
-    """Puts a streamed frame together from its parts, in memory of its own."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._frame: Bytes = np.empty(0, np.uint8)
-        self._received_bytes = 0
-
-    def add(self, part: pb.FramePart) -> Bytes | None:
-        """Take the next part; return the frame once it is whole. Raises InvalidFrameError."""
-        if not part.offset:
-            if not 0 < part.frame_bytes <= self._limit_bytes:
-                raise InvalidFrameError("frame_bytes", part.frame_bytes, "over the session's limit")
-            self._frame = np.empty(part.frame_bytes, np.uint8)
-            self._received_bytes = 0
-        stop = part.offset + len(part.data)
-        if part.offset != self._received_bytes or stop > len(self._frame) or not part.data:
-            raise InvalidFrameError("offset", part.offset, "parts must follow each other")
-        copy_bytes(self._frame[part.offset : stop], as_bytes(part.data))
-        self._received_bytes = stop
-        return self._frame if stop == len(self._frame) else None

@@ -16,6 +16,7 @@ from typing import TypeAlias, TypeVar
 
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client, parents
+from kvstore.client.decode import Room as ChunkRooms
 from kvstore.client.engines.accuracy import ONLY_EXACT, Allowed, codecs_of, exact_count, least_of
 from kvstore.client.engines.prefix import (
     About,
@@ -39,7 +40,6 @@ from kvstore.client.prefill import (
     PrefillModel,
     chunks_worth_loading,
 )
-from kvstore.client.reader import Room as ChunkRooms
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto import kvstore_pb2 as pb

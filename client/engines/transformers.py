@@ -30,6 +30,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from typing_extensions import override
 
 from kvstore.client.client import Client
+from kvstore.client.decode import Room
 from kvstore.client.engines.accuracy import Allowed, least_of
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.prefix import AboutOf, Prefix, Source, Span
@@ -72,7 +73,6 @@ from kvstore.client.engines.transformers_layers import LayerLoad, Link, is_compi
 from kvstore.client.engines.transformers_staging import Staging, device_of
 from kvstore.client.engines.weights import EPOCH_BYTES, is_exact
 from kvstore.client.prefill import Deadline
-from kvstore.client.reader import Room
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.proto.blend import GateView
 from kvstore.proto.device import Device

@@ -48,8 +48,8 @@ class TestBulkTransport(BulkChannelContract):
         (stream,) = bare._streams._idle
         ranges = [pb.FrameRange(index=chunk, stop=100) for chunk in range(8)]
         for is_read in (True, False, True):
-            with bare.get_layers(keys, 0, DEADLINE_MS) as feed:
-                assert not is_read or len(feed.headers()) == 8
+            with bare.get_layers(keys, 0, DEADLINE_MS) as arriving:
+                assert not is_read or len(list(arriving)) == 8
             assert bare._streams._idle == [stream]
             with bare.get_ranges(keys, ranges, 0, DEADLINE_MS) as pieces:
                 assert not is_read or [len(one.data) for one in pieces] == [100] * 8

@@ -24,9 +24,9 @@ from stream_messages import Sent
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.bulk_transport import BulkTransport
-from kvstore.client.frame_parts import FrameAssembler
 from kvstore.client.frame_stream import Entrance, FrameStream
 from kvstore.client.frame_streams import FrameStreams
+from kvstore.client.frames import FrameAssembler
 from kvstore.client.session import Session, SessionTerms
 from kvstore.client.stream import StreamTransport
 from kvstore.client.stream_upload import StreamUpload
@@ -396,18 +396,14 @@ def part(offset: int, size_bytes: int, **other: int) -> Sent:
 def read(stream: FrameStream, within_s: float) -> int:
     """Ask for a frame; return how many came whole."""
     deadline = time.monotonic() + within_s
-    reading = FrameAssembler(1 << 20, Rooms())
+    reading = FrameAssembler(1 << 20)
     stream.send(messages.get(stream.next_request(), 7, bytes(16)), deadline)
-    frames = sum(reading.take(*one) is not None for one in stream.parts(deadline))
+    frames = sum(
+        reading.take(part.index, part.frame_bytes, part.offset, data) is not None
+        for part, data in stream.parts(deadline)
+    )
     reading.end(stream.frames)
     return frames
-
-
-class Rooms:
-    """Memory for frames."""
-
-    def __call__(self, chunk: int, size_bytes: int, start: object) -> np.ndarray:
-        return np.zeros(size_bytes, np.uint8)
 
 
 def answered(words: Words, within_s: float = SOON_S, *, hangs_up: bool = False) -> int:

@@ -13,7 +13,7 @@ from prompts import MEDIUM, tensors_of
 from typing_extensions import override
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.layers import Layer
+from kvstore.client.decode import Layer
 from kvstore.client.options import TransportName
 from kvstore.client.outgoing import Outgoing
 from kvstore.client.resolving import FoundChunk, Resolved
@@ -194,6 +194,6 @@ def test_rows_that_cannot_be_are_refused_by_name(server: LocalServer, client: Cl
             beyond = SkippedRows.of({4: [1]})
             with (
                 pytest.raises(InvalidRequestError, match="skip_rows="),
-                transport.get_layers(digests, 0, DEADLINE_MS, skipped=beyond) as feed,
+                transport.get_layers(digests, 0, DEADLINE_MS, skipped=beyond) as arriving,
             ):
-                feed.headers()
+                list(arriving)

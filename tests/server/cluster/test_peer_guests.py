@@ -17,8 +17,8 @@ from prompts import MEDIUM, assert_reads, keys_of, store
 from stream_messages import attach, get
 
 from kvstore.client import Client, ClientOptions, peer_reads
-from kvstore.client.frame_parts import FrameAssembler
 from kvstore.client.frame_stream import Entrance, FrameStream
+from kvstore.client.frames import FrameAssembler
 from kvstore.client.options import TransportName
 from kvstore.client.peer_reads import AGAIN_S, SILENCE_S, PeerReads
 from kvstore.client.shm import ShmTransport
@@ -369,7 +369,7 @@ def frames_of(
 ) -> list[bytes]:
     """Return what is sent of *keys*. Raises the server's errors."""
     deadline = time.monotonic() + SOON_S
-    reading = FrameAssembler(1 << 30, lambda _, size, __: np.empty(size, np.uint8))
+    reading = FrameAssembler(1 << 30)
     ask = get(stream.next_request(), lent.attach.session_id, b"".join(key[16:] for key in keys))
     ask.get.key_namespace = keys[0][:16]
     ask.get.deadline_ms = 20_000
@@ -377,10 +377,10 @@ def frames_of(
     stream.send(ask, deadline)
     frames = []
     for part, payload in stream.parts(deadline):
-        landed = reading.take(part, payload)
-        if landed is not None:
-            assert isinstance(landed.frame, np.ndarray)
-            frames.append(landed.frame.tobytes())
+        frame = reading.take(part.index, part.frame_bytes, part.offset, payload)
+        if frame is not None:
+            assert isinstance(frame, np.ndarray)
+            frames.append(frame.tobytes())
     return frames
 
 
