@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,11 +16,12 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from kvstore.client.forks import FORKS
-from kvstore.client.frames import Arrived, DirectFrame, FileFrame
+from kvstore.client.frames import DirectFrame, FileFrame
 from kvstore.client.layer_stream import LayeredFrame, LayerStream, Range
 from kvstore.client.rectangle_room import RectangleRoom
 from kvstore.client.session import Session
 from kvstore.client.tensors import LayerTensors, to_arrays
+from kvstore.client.transport import Arrival
 from kvstore.codecs.base import (
     AnyPart,
     AnyTensors,
@@ -80,7 +81,7 @@ class Numbered(Protocol):
 N = TypeVar("N", bound=Numbered)
 
 
-def contiguous(arriving: Iterator[N], chunks: Callable[[N], int] = lambda one: 1) -> Iterator[N]:
+def contiguous(arriving: Iterable[N], chunks: Callable[[N], int] = lambda one: 1) -> Iterator[N]:
     """Yield what follows without a gap and arrives in time; raise only if nothing does.
 
     ``chunks(one)`` is of how many chunks one is.
@@ -120,10 +121,10 @@ class _PrefixRead:
     all before one that failed are tried.
     """
 
-    def __init__(self, decode: Callable[[Arrived], ChunkTensors], ahead: int) -> None:
+    def __init__(self, decode: Callable[[Arrival], ChunkTensors], ahead: int) -> None:
         self._decode = decode
         self._ahead = ahead
-        self._waiting: SimpleQueue[Arrived | None] = SimpleQueue()
+        self._waiting: SimpleQueue[Arrival | None] = SimpleQueue()
         self.found: dict[int, ChunkTensors] = {}
         self.errors: dict[int, KVStoreError] = {}
         self._failed = math.inf
@@ -134,7 +135,7 @@ class _PrefixRead:
         while (arrived := self._waiting.get()) is not None:
             self._try(arrived)
 
-    def feed(self, arriving: Iterator[Arrived]) -> None:
+    def feed(self, arriving: Iterator[Arrival]) -> None:
         """Have all that arrives decoded, until one fails."""
         for arrived in arriving:
             if arrived.index > self._failed:
@@ -158,7 +159,7 @@ class _PrefixRead:
         for helper in running:
             helper.result()
 
-    def _try(self, arrived: Arrived) -> None:
+    def _try(self, arrived: Arrival) -> None:
         if arrived.index > self._failed:
             return
         try:
@@ -181,7 +182,7 @@ class Reader:
         self,
         session: Session,
         keys: Sequence[ChunkKey],
-        arriving: Iterator[Arrived],
+        arriving: Iterator[Arrival],
         room: Room = fresh,
     ) -> tuple[list[ChunkTensors], ChunkKey | None]:
         """Return the tensors of the longest prefix that proves right, and the key that did not.
@@ -230,12 +231,12 @@ class Reader:
         self._pool.shutdown()
 
 
-def decode(session: Session, key: ChunkKey, arrived: Arrived, room: Room) -> ChunkTensors:
+def decode(session: Session, key: ChunkKey, arrived: Arrival, room: Room) -> ChunkTensors:
     """Verify the frame that arrived for *key* and decode it into *room*.
 
     Raises what is in ``WRONG``, UnknownCodecError, LeaseExpiredError.
     """
-    frame = arrived.frame
+    frame = arrived.data
     if isinstance(frame, DirectFrame):
         frame.check()
         return frame.tensors
@@ -293,7 +294,7 @@ class Layer:
 class _Chunk:
     """A chunk whose header is right, and the places of its layers in the order of segments."""
 
-    arrived: Arrived
+    arrived: Arrival
     header: FrameHeader
     codec: Codec
     layers: Sequence[Sequence[AnyPart]]
@@ -311,7 +312,7 @@ class _Chunk:
         if self.layered is not None:
             return self.layered.take(start)
         try:
-            return self.arrived.frame[start:stop]
+            return self.arrived.data[start:stop]
         except TierUnavailableError:  # a file that cannot be read
             return None
 
@@ -357,7 +358,7 @@ class LayerReader:
         self._count = 0
         self._lock = threading.Lock()  # held to change the count and ``broken``
 
-    def layers(self, arriving: Iterator[Arrived]) -> Generator[Layer, None, None]:
+    def layers(self, arriving: Iterator[Arrival]) -> Generator[Layer, None, None]:
         """Yield each layer once it is verified, while the threads go on with those behind it.
 
         Raises as ``Client.get_layers``.
@@ -405,11 +406,11 @@ class LayerReader:
             if not piece.cancel():
                 piece.exception()
 
-    def _open(self, arrived: Arrived) -> bool:
+    def _open(self, arrived: Arrival) -> bool:
         """Take a frame whose header is right; return whether it is."""
         key = self._keys[arrived.index]
         try:
-            header = check_header(self._session, key, arrived.frame, len(arrived.frame))
+            header = check_header(self._session, key, arrived.data, arrived.frame_bytes)
             if self._accepts is not None and not self._accepts(arrived.index, header):
                 return False
             codec = codec_by_id(header.codec_id)
@@ -425,7 +426,7 @@ class LayerReader:
         check_tensors(header.layout, tensors)
         layers = [parts for component in tensors for parts in component]
         kept = kept_rows(header, self._skipped, arrived.index)
-        layered = arrived.frame if isinstance(arrived.frame, LayeredFrame) else None
+        layered = arrived.data if isinstance(arrived.data, LayeredFrame) else None
         is_cut = layered is not None and layered.stream.is_cut
         extents = _extents(header, kept if is_cut else None)
         self._chunks.append(_Chunk(arrived, header, codec, layers, extents, kept, layered))

@@ -7,9 +7,9 @@ verified here but by ``FileFrame.decode_into`` and ``DirectFrame``.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 from xxhash import xxh3_64
@@ -17,7 +17,7 @@ from xxhash import xxh3_64
 from kvstore.codecs.base import AnyPart, AnyTensors, ChunkTensors, check_room, each_wanted
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes, copy_summed, read_summed
+from kvstore.proto.buffers import Bytes, copy_bytes, copy_summed, read_summed
 from kvstore.proto.errors import (
     ChunkCorruptError,
     InvalidFrameError,
@@ -36,31 +36,13 @@ from kvstore.proto.frame import (
 from kvstore.proto.types import Shard
 
 if TYPE_CHECKING:
-    from kvstore.client.layer_stream import LayeredFrame
+    from kvstore.client.transport import Arrival
 
 HEAD_BYTES = 1 << 12
 """Read once and kept: the header of most frames lies within, and is looked at in pieces."""
 STEP_BYTES = 1 << 19
 """What is read before it is summed: larger steps have left the cache by then."""
 _RAW = RawCodec()
-
-
-def _stays() -> None:
-    """The frame is ours: nobody reuses its memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A frame in reach until the get it belongs to is left. Its bytes are not verified yet.
-
-    Call ``confirm`` after reading: it raises LeaseExpiredError if the memory was reused
-    meanwhile.
-    """
-
-    index: int
-    tier: str
-    frame: Bytes | FileFrame | SparseFrame | DirectFrame | LayeredFrame
-    confirm: Callable[[], None] = _stays
 
 
 # --- in a file
@@ -337,81 +319,69 @@ class Sink(Protocol):
         """Take the part at *offset*, whose memory is another's afterwards."""
 
 
-FramePlace = Callable[[int, int, Bytes], Bytes | Sink | None]
+Room = Callable[[int, int, Bytes], Bytes | Sink | None]
 """A frame's number in the request, its size and first part to where it goes; None: nowhere."""
 
 
-def _own_memory(_: int, size_bytes: int, __: Bytes) -> Bytes:
-    return np.empty(size_bytes, np.uint8)
+class ReceivedFrame(NamedTuple):
+    """A frame that is whole, where it was sent. Nothing of what is in memory is verified."""
+
+    chunk: int
+    tier: str
+    frame: Bytes | Sink
 
 
 class FrameAssembler:
-    """Whole frames out of parts that come one after the other, none over *limit_bytes*.
+    """Whole frames out of what the server sends, none over *limit_bytes*. Used by one thread."""
 
-    With *has_gaps* some frames of the request come another way. Used by one thread.
-    """
-
-    def __init__(
-        self, limit_bytes: int, place: FramePlace = _own_memory, *, has_gaps: bool = False
-    ) -> None:
+    def __init__(self, limit_bytes: int, room: Room) -> None:
         self._limit_bytes = limit_bytes
-        self._place = place
-        self._has_gaps = has_gaps
-        self._chunk = 0
+        self._room = room
+        self.next_index = 0
+        """Of the frame whose parts come next; who reads those before it elsewhere sets it."""
         self._received_bytes = 0
         self._frame_bytes = 0
         self._frame: Bytes | Sink | None = None
 
-    def take(self, index: int, frame_bytes: int, offset: int, data: Payload) -> Bytes | Sink | None:
-        """Take the next part, of frame *index*; return where the frame is that it made whole.
+    def take(self, part: Arrival | pb.StreamPart, data: Payload) -> ReceivedFrame | None:
+        """Take the next part; return the frame that it made whole.
 
-        *frame_bytes* may be left out (0) after the first part. Raises InvalidFrameError when
-        parts do not follow each other.
+        Raises InvalidFrameError when parts do not follow each other.
         """
-        if offset and frame_bytes not in (0, self._frame_bytes):
-            raise InvalidFrameError("frame_bytes", frame_bytes, "must not change")
-        if not offset and not 0 < frame_bytes <= self._limit_bytes:
-            raise InvalidFrameError("frame_bytes", frame_bytes, "over the session's limit")
-        if self._has_gaps and not self._received_bytes and not offset:
-            self._chunk = index
-        stop, size_bytes = offset + len(data), frame_bytes or self._frame_bytes
-        follows = (index, offset) == (self._chunk, self._received_bytes)
-        if not follows or not len(data) or stop > size_bytes:
-            raise InvalidFrameError("offset", offset, "parts must follow each other")
-        if not offset:
+        if not part.offset:
+            if not 0 < part.frame_bytes <= self._limit_bytes:
+                raise InvalidFrameError("frame_bytes", part.frame_bytes, "over the limit")
+        elif part.frame_bytes != self._frame_bytes:
+            raise InvalidFrameError("frame_bytes", part.frame_bytes, "must not change")
+        stop = part.offset + len(data)
+        follows = (part.index, part.offset) == (self.next_index, self._received_bytes)
+        if not follows or not len(data) or stop > part.frame_bytes:
+            raise InvalidFrameError("offset", part.offset, "parts must follow each other")
+        if not part.offset:
+            self._frame_bytes = part.frame_bytes
             data = here(data)
-            self._frame_bytes, self._frame = size_bytes, self._place(index, size_bytes, data)
-        self._pass_on(offset, data)
-        self._received_bytes = stop % size_bytes
-        if self._received_bytes:
-            return None
-        self._chunk += 1
-        frame, self._frame = self._frame, None
-        return frame
-
-    def take_message(self, reply: pb.GetResponse) -> Bytes | None:
-        """Do the same for a part that came in a message; return the frame in our own memory."""
-        part = reply.part
-        frame = self.take(reply.index, part.frame_bytes, part.offset, as_bytes(part.data))
-        assert frame is None or isinstance(frame, np.ndarray)
-        return frame
-
-    def _pass_on(self, offset: int, data: Payload) -> None:
+            self._frame = self._room(part.index, part.frame_bytes, data)
         coming = BufferReader(data) if isinstance(data, np.ndarray) else data
         if isinstance(self._frame, np.ndarray):
-            coming.into(self._frame[offset : offset + len(data)])
+            coming.into(self._frame[part.offset : stop])
         elif self._frame is not None:
-            self._frame.take(offset, data)
+            self._frame.take(part.offset, data)
         else:
             coming.skip(len(data))
+        self._received_bytes = stop % part.frame_bytes
+        if self._received_bytes:
+            return None
+        self.next_index += 1
+        frame, self._frame = self._frame, None
+        return None if frame is None else ReceivedFrame(part.index, part.tier, frame)
 
     def end(self, frames: int) -> None:
         """Take how many the server counted. Raises InvalidFrameError unless so many came.
 
         A frame that was begun and did not become whole was late, or dropped.
         """
-        if frames != self._chunk:
-            raise InvalidFrameError("frames", frames, f"{self._chunk} came")
+        if frames != self.next_index:
+            raise InvalidFrameError("frames", frames, f"{self.next_index} came")
 
 
 # --- the layers of a shard alone
@@ -480,28 +450,25 @@ def shard_ranges(shard: Shard, chunks: int) -> list[pb.FrameRange]:
     ]
 
 
-def shard_frames(
-    shard: Shard, replies: Iterator[pb.GetResponse]
-) -> Generator[Arrived, None, int | None]:
-    """Yield the frames that *replies* to ``shard_ranges`` bring.
+def shard_frames(shard: Shard, parts: Iterable[Arrival]) -> Generator[Arrival, None, int | None]:
+    """Yield the frames whose *parts* come in answer to ``shard_ranges``.
 
     Return the first chunk that is not raw, or of another length, and so has to be read whole;
     None where the next one did not come.
     """
     spans, usual_bytes = layer_spans(shard), raw_frame_bytes(shard.whole)
     count, frame = 0, SparseFrame(spans, usual_bytes)
-    for reply in replies:
-        part = reply.part
-        if reply.index != count:
+    for part in parts:
+        if part.index != count:
             return None  # this one did not come, or not all of it
         if part.frame_bytes != usual_bytes:
             return count
-        frame.add(part.offset, as_bytes(part.data))
+        frame.add(part.offset, cast("Bytes", part.data))
         if frame.missing_bytes > 0:
             continue
         if not _is_raw(frame, shard):
             return count
-        yield Arrived(count, reply.tier, frame)
+        yield replace(part, data=frame, offset=0)
         count, frame = count + 1, SparseFrame(spans, usual_bytes)
     return None
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
-from kvstore.client.frames import Arrived
-from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
+from kvstore.proto.buffers import Bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError, KVStoreError
+
+if TYPE_CHECKING:
+    from kvstore.client.transport import Arrival
 
 
 class LayeredFrame:
@@ -55,7 +57,7 @@ class LayerStream:
 
     def __init__(
         self,
-        replies: Iterator[pb.GetResponse],
+        replies: Iterator[Arrival],
         limit_bytes: int,
         *,
         is_cut: bool = False,
@@ -66,7 +68,7 @@ class LayerStream:
         """Nothing more is wanted."""
         self._replies = replies
         self._limit_bytes = limit_bytes
-        self._held: pb.GetResponse | None = None
+        self._held: Arrival | None = None
         self._plan: Sequence[Range] = ()
         self._numbers: dict[tuple[int, int], int] = {}
         self._next = 0
@@ -82,18 +84,18 @@ class LayerStream:
         # Guards all fields above; its condition: they changed.
         self._changed = threading.Condition()
 
-    def arriving(self) -> Iterator[Arrived]:
+    def arriving(self) -> Iterator[Arrival]:
         """Wait for the headers of all frames that are there: those of the longest prefix."""
-        found: list[Arrived] = []
+        found: list[Arrival] = []
         for reply in self._replies:
-            part = reply.part
-            if part.offset or reply.index != len(found):
+            data, size_bytes = cast("Bytes", reply.data), reply.frame_bytes
+            if reply.offset or reply.index != len(found):
                 self._held = reply
                 break
-            if not 0 < len(part.data) <= part.frame_bytes <= self._limit_bytes:
-                raise InvalidFrameError("frame_bytes", part.frame_bytes, "over the session's limit")
-            frame = LayeredFrame(self, reply.index, as_bytes(part.data), part.frame_bytes)
-            found.append(Arrived(reply.index, reply.tier, frame))
+            if not 0 < len(data) <= size_bytes <= self._limit_bytes:
+                raise InvalidFrameError("frame_bytes", size_bytes, "over the session's limit")
+            frame = LayeredFrame(self, reply.index, data, size_bytes)
+            found.append(replace(reply, data=frame))
         yield from found
 
     def expect(self, plan: Sequence[Range]) -> None:
@@ -133,7 +135,7 @@ class LayerStream:
             self._error = error  # for whoever waits next: nothing follows it
             raise
 
-    def _reply(self) -> pb.GetResponse | None:
+    def _reply(self) -> Arrival | None:
         """Wait for the next reply, without the lock."""
         if self._held is not None:
             held, self._held = self._held, None
@@ -147,8 +149,8 @@ class LayerStream:
             self._is_drawing = False
             self._changed.notify_all()
 
-    def _add(self, reply: pb.GetResponse) -> None:
-        data, offset = as_bytes(reply.part.data), reply.part.offset
+    def _add(self, reply: Arrival) -> None:
+        data, offset = cast("Bytes", reply.data), reply.offset
         if self._partial is None:
             if reply.index >= self._wanted_frames:
                 return

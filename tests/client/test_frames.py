@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,16 +20,17 @@ from shards import WIDE, shard_of, slices
 from kvstore.client import ClientOptions, Rectangle
 from kvstore.client.decode import Room, decode, direct, fresh
 from kvstore.client.frames import (
-    Arrived,
     DirectFrame,
     FileFrame,
     FrameAssembler,
     OpenFile,
+    ReceivedFrame,
     SparseFrame,
     layer_spans,
     shard_frames,
 )
 from kvstore.client.session import Session
+from kvstore.client.transport import Arrival
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.shards import cut
@@ -123,7 +123,7 @@ def test_a_raw_frame_is_taken_and_comes_out_of_decode(session: Session) -> None:
     assert ours is not None
     assert len(ours) == len(frame)
     feed(ours, frame, [700, 1100])
-    found = decode(session, KEY, Arrived(0, "cpu", ours), fresh)
+    found = decode(session, KEY, Arrival(0, "cpu", len(ours), ours), fresh)
     assert equal(found, tensors_of(KEY, SMALL, 16))
 
 
@@ -241,96 +241,87 @@ def test_tensors_of_another_layout_are_refused(file: OpenFile, frame: Bytes) -> 
 # --- in parts
 
 LIMIT_BYTES = 100
-Part = tuple[int, int, int, bytes]
-"""Frame, its size, offset, data."""
 
 
-def take(assembler: FrameAssembler, part: Part) -> bytes | None:
-    index, frame_bytes, offset, data = part
-    frame = assembler.take(index, frame_bytes, offset, as_bytes(data))
-    assert frame is None or isinstance(frame, np.ndarray)
-    return None if frame is None else frame.tobytes()
+def whole(chunk: int, size_bytes: int, start: Bytes) -> Bytes:
+    return np.empty(size_bytes, np.uint8)
+
+
+def reading() -> FrameAssembler:
+    return FrameAssembler(LIMIT_BYTES, whole)
+
+
+def bytes_of(landed: ReceivedFrame) -> bytes:
+    assert isinstance(landed.frame, np.ndarray)
+    return landed.frame.tobytes()
+
+
+def part(chunk: int, frame_bytes: int, offset: int) -> pb.StreamPart:
+    return pb.StreamPart(index=chunk, frame_bytes=frame_bytes, offset=offset, tier="disk")
 
 
 @given(
     frames=st.lists(st.binary(min_size=1, max_size=50), min_size=1, max_size=5),
     cut_bytes=st.integers(1, 20),
     passed_by=st.sets(st.integers(0, 4)),
-    is_size_repeated=st.booleans(),
 )
 def test_frames_are_what_their_parts_add_up_to(
-    frames: list[bytes], cut_bytes: int, passed_by: set[int], is_size_repeated: bool
+    frames: list[bytes], cut_bytes: int, passed_by: set[int]
 ) -> None:
-    assembler = FrameAssembler(
+    one = FrameAssembler(
         LIMIT_BYTES,
-        lambda chunk, size, _: None if chunk in passed_by else np.empty(size, np.uint8),
+        lambda chunk, size, start: None if chunk in passed_by else whole(chunk, size, start),
     )
-    found: dict[int, bytes] = {}
+    landed: list[ReceivedFrame] = []
     for number, frame in enumerate(frames):
         for start in range(0, len(frame), cut_bytes):
-            data = frame[start : start + cut_bytes]
-            size = 0 if start and not is_size_repeated else len(frame)
-            whole = take(assembler, (number, size, start, data))
-            if whole is not None:
+            data = as_bytes(frame[start : start + cut_bytes])
+            received = one.take(part(number, len(frame), start), data)
+            if received is not None:
                 assert start + cut_bytes >= len(frame)
-                found[number] = whole
-    assembler.end(len(frames))
-    wanted = {n: frame for n, frame in enumerate(frames) if n not in passed_by}
-    assert found == wanted
+                landed.append(received)
+    one.end(len(frames))
+    assert [(one.chunk, one.tier, bytes_of(one)) for one in landed] == [
+        (number, "disk", frame) for number, frame in enumerate(frames) if number not in passed_by
+    ]
 
 
-def test_frames_that_come_another_way_are_no_gap_where_that_is_allowed() -> None:
-    assembler = FrameAssembler(LIMIT_BYTES, has_gaps=True)
-    first, second = np.frombuffer(b"ab", np.uint8), np.frombuffer(b"cd", np.uint8)
-    frames = [assembler.take(index, 2, 0, data) for index, data in ((3, first), (7, second))]
-    assert [bytes(frame) for frame in frames if isinstance(frame, np.ndarray)] == [b"ab", b"cd"]
-    assert not np.shares_memory(*frames)  # type: ignore[arg-type]
-    assembler.take(8, 2, 0, first[:1])
-    with pytest.raises(InvalidFrameError, match="offset=1: parts must"):
-        assembler.take(9, 2, 1, first[1:])
-    with pytest.raises(InvalidFrameError, match="offset=0: parts must"):
-        assembler.take(9, 2, 0, first)
-
-
-LIES: dict[str, tuple[list[Part], str]] = {
-    "no size": ([(0, 0, 0, b"x")], "frame_bytes=0: over the session's limit"),
-    "over the limit": ([(0, 101, 0, b"x")], "frame_bytes=101: over"),
-    "2^63 bytes": ([(0, 1 << 63, 0, b"x")], "frame_bytes=9223372036854775808: over"),
-    "a start in the middle": ([(0, 10, 5, b"x")], "frame_bytes=10: must not change"),
-    "a start in the middle without a size": ([(0, 0, 5, b"x")], "offset=5: parts must follow"),
+LIES: dict[str, tuple[list[tuple[pb.StreamPart, bytes]], str]] = {
+    "no size": ([(part(0, 0, 0), b"x")], "frame_bytes=0: over"),
+    "over the limit": ([(part(0, 101, 0), b"x")], "frame_bytes=101: over"),
+    "2^63 bytes": ([(part(0, 1 << 63, 0), b"x")], "frame_bytes=9223372036854775808: over"),
+    "a start in the middle": ([(part(0, 10, 5), b"x")], "frame_bytes=10: must not change"),
     "an offset of 2^63": (
-        [(0, 10, 0, b"ab"), (0, 10, 1 << 63, b"x")],
-        "offset=9223372036854775808",
+        [(part(0, 10, 0), b"ab"), (part(0, 10, 1 << 63), b"x")], "offset=9223372036854775808",
     ),
-    "a gap": ([(0, 10, 0, b"ab"), (0, 10, 3, b"x")], "offset=3: parts must follow"),
-    "an overlap": ([(0, 10, 0, b"ab"), (0, 10, 1, b"x")], "offset=1: parts"),
-    "another size": ([(0, 10, 0, b"ab"), (0, 11, 2, b"x")], "frame_bytes=11: must"),
-    "too much": ([(0, 3, 0, b"ab"), (0, 3, 2, b"xy")], "offset=2: parts must"),
-    "nothing": ([(0, 3, 0, b"ab"), (0, 3, 2, b"")], "offset=2: parts must"),
-    "a part after the last": ([(0, 2, 0, b"ab"), (0, 2, 2, b"x")], "offset=2: parts must"),
-    "the second frame first": ([(1, 3, 0, b"ab")], "offset=0: parts must"),
-    "a frame twice": ([(0, 1, 0, b"a"), (0, 1, 0, b"a")], "offset=0: parts must"),
-    "another frame inside one": ([(0, 2, 0, b"a"), (1, 2, 0, b"a")], "offset=0"),
-}
+    "a gap": ([(part(0, 10, 0), b"ab"), (part(0, 10, 3), b"x")], "offset=3: parts must follow"),
+    "an overlap": ([(part(0, 10, 0), b"ab"), (part(0, 10, 1), b"x")], "offset=1: parts"),
+    "another size": ([(part(0, 10, 0), b"ab"), (part(0, 11, 2), b"x")], "frame_bytes=11: must"),
+    "too much": ([(part(0, 3, 0), b"ab"), (part(0, 3, 2), b"xy")], "offset=2: parts must"),
+    "nothing": ([(part(0, 3, 0), b"ab"), (part(0, 3, 2), b"")], "offset=2: parts must"),
+    "the second frame first": ([(part(1, 3, 0), b"ab")], "offset=0: parts must"),
+    "a frame twice": ([(part(0, 1, 0), b"a"), (part(0, 1, 0), b"a")], "offset=0: parts must"),
+    "another frame inside one": ([(part(0, 2, 0), b"a"), (part(1, 2, 0), b"a")], "offset=0"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", LIES)
 def test_parts_that_lie_are_refused(what: str) -> None:
-    parts, match = LIES[what]
-    assembler = FrameAssembler(LIMIT_BYTES)
-    for part in parts[:-1]:
-        take(assembler, part)
-    with pytest.raises(InvalidFrameError, match=match):
-        take(assembler, parts[-1])
+    messages, match = LIES[what]
+    one = reading()
+    for sent, data in messages[:-1]:
+        one.take(sent, as_bytes(data))
+    with pytest.raises(InvalidFrameError, match=match.replace("^", r"\^")):
+        one.take(messages[-1][0], as_bytes(messages[-1][1]))
 
 
 def test_a_frame_that_was_begun_when_the_time_was_up_is_no_frame_and_no_error() -> None:
-    assembler = FrameAssembler(LIMIT_BYTES)
-    assert take(assembler, (0, 1, 0, b"a")) is not None
-    assert take(assembler, (1, 2, 0, b"a")) is None
-    assembler.end(1)
+    one = reading()
+    assert one.take(part(0, 1, 0), as_bytes(b"a")) is not None
+    assert one.take(part(1, 2, 0), as_bytes(b"a")) is None
+    one.end(1)
     with pytest.raises(InvalidFrameError, match="frames=2: 1 came"):
-        assembler.end(2)
+        one.end(2)
 
 
 # --- a shard's layers alone
@@ -341,13 +332,12 @@ SHARD_KEYS = [ChunkKey(bytes([number]) * 32) for number in range(3)]
 SHARD_FRAMES = [frame_of(key, WIDE) for key in SHARD_KEYS]
 
 
-def reply(index: int, offset: int, data: bytes, frame_bytes: int | None = None) -> pb.GetResponse:
+def reply(index: int, offset: int, data: bytes, frame_bytes: int | None = None) -> Arrival:
     size = len(SHARD_FRAMES[0]) if frame_bytes is None else frame_bytes
-    part = pb.FramePart(frame_bytes=size, offset=offset, data=data)
-    return pb.GetResponse(index=index, tier="cpu", part=part)
+    return Arrival(index, "cpu", size, as_bytes(data), offset=offset)
 
 
-def replies(index: int, cut_bytes: int = 500) -> list[pb.GetResponse]:
+def replies(index: int, cut_bytes: int = 500) -> list[Arrival]:
     """Return what a server sends of one chunk."""
     return [
         reply(index, at, SHARD_FRAMES[index][at : min(at + cut_bytes, span.stop)].tobytes())
@@ -356,9 +346,9 @@ def replies(index: int, cut_bytes: int = 500) -> list[pb.GetResponse]:
     ]
 
 
-def came(sent: list[pb.GetResponse]) -> tuple[list[Arrived], int | None]:
+def came(sent: list[Arrival]) -> tuple[list[Arrival], int | None]:
     """Return what comes, and the first chunk that has to be read whole, if it is there."""
-    frames, found = shard_frames(STAGE, iter(sent)), list[Arrived]()
+    frames, found = shard_frames(STAGE, iter(sent)), list[Arrival]()
     while True:
         try:
             found.append(next(frames))
@@ -371,15 +361,15 @@ def test_header_and_layers_are_put_where_they_belong() -> None:
     assert (len(found), rest) == (3, None)
     for key, one in zip(SHARD_KEYS, found, strict=True):
         out = empty_tensors(STAGE.layout)
-        cut(parse_header(one.frame), one.frame, STAGE, out)
+        cut(parse_header(one.data), one.data, STAGE, out)
         assert equal(out, slices(tensors_of(key, WIDE, 16), STAGE))
-        assert (one.tier, len(one.frame)) == ("cpu", raw_frame_bytes(LAYOUT))
+        assert (one.tier, len(one.data)) == ("cpu", raw_frame_bytes(LAYOUT))
 
 
 def test_what_was_not_asked_for_cannot_be_read() -> None:
     ((one,), _) = came(replies(0))
     with pytest.raises(InvalidFrameError, match="not requested"):
-        one.frame[len(one.frame) - 10 : len(one.frame)]
+        one.data[len(one.data) - 10 : len(one.data)]
     with pytest.raises(InvalidFrameError):
         SparseFrame(layer_spans(STAGE), 100).add(400, np.zeros(10, np.uint8))
 
@@ -396,7 +386,7 @@ def test_what_was_not_asked_for_cannot_be_read() -> None:
     ids=["missing", "short", "first_short", "other_size", "nothing"],
 )
 def test_the_prefix_ends_at_the_first_chunk_that_is_not_whole(
-    sent: list[pb.GetResponse], count: int, rest: int | None
+    sent: list[Arrival], count: int, rest: int | None
 ) -> None:
     found, first = came(sent)
     assert (len(found), first) == (count, rest)
@@ -404,7 +394,7 @@ def test_the_prefix_ends_at_the_first_chunk_that_is_not_whole(
 
 def test_a_header_of_another_kind_has_its_chunk_read_whole() -> None:
     spoilt = replies(0)
-    spoilt[0].part.data = bytes(len(spoilt[0].part.data))
+    spoilt[0] = replace(spoilt[0], data=np.zeros(len(spoilt[0].data), np.uint8))
     assert came(spoilt) == ([], 0)
 
 
@@ -427,15 +417,14 @@ def test_a_stage_is_sent_its_own_layers_where_chunks_lie_raw(tmp_path: Path, cod
         assert outcomes(writer, chunks) == [PutOutcome.stored] * 3
         server.settled()
         connection = reader._connected().session.connection
-        stream, sent = connection.stream, list[int]()
+        next_of, sent = connection.next_of, list[int]()
 
-        def counted(method: str, request: pb.GetRequest, deadline_ms: int) -> Iterator[object]:
-            with closing(stream(method, request, deadline_ms)) as answers:
-                for one in answers:
-                    sent.append(len(one.part.data))
-                    yield one
+        def counted(call: object) -> pb.GetResponse | None:
+            reply: pb.GetResponse | None = next_of(call)
+            sent.append(0 if reply is None else len(reply.part.data))
+            return reply
 
-        connection.stream = counted  # type: ignore[assignment,method-assign]
+        connection.next_of = counted  # type: ignore[method-assign]
         found = reader.get(keys, rectangle=Rectangle((1, 2)))
         assert len(found) == 3
         assert all(equal(one, slices(smooth(), STAGE)) for one in found)

@@ -1,4 +1,4 @@
-"""The grpc transport: the contract, and how frames are put together from parts."""
+"""The grpc transport: the contract, and frames of several messages."""
 
 from __future__ import annotations
 

@@ -369,7 +369,7 @@ def frames_of(
 ) -> list[bytes]:
     """Return what is sent of *keys*. Raises the server's errors."""
     deadline = time.monotonic() + SOON_S
-    reading = FrameAssembler(1 << 30)
+    reading = FrameAssembler(1 << 30, lambda _, size, __: np.empty(size, np.uint8))
     ask = get(stream.next_request(), lent.attach.session_id, b"".join(key[16:] for key in keys))
     ask.get.key_namespace = keys[0][:16]
     ask.get.deadline_ms = 20_000
@@ -377,10 +377,10 @@ def frames_of(
     stream.send(ask, deadline)
     frames = []
     for part, payload in stream.parts(deadline):
-        frame = reading.take(part.index, part.frame_bytes, part.offset, payload)
-        if frame is not None:
-            assert isinstance(frame, np.ndarray)
-            frames.append(frame.tobytes())
+        landed = reading.take(part, payload)
+        if landed is not None:
+            assert isinstance(landed.frame, np.ndarray)
+            frames.append(landed.frame.tobytes())
     return frames
 
 

@@ -18,9 +18,8 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from kvstore.client.decode import Layer
-from kvstore.client.engines.accuracy import Allowed
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.prefix import Asked, Prefix, Room, Span
+from kvstore.client.engines.prefix import Allowed, Asked, Prefix, Room, Span
 from kvstore.client.link_meter import LinkMeter
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto.frame import raw_frame_bytes
