@@ -326,10 +326,11 @@ def aux_model(pool: HostPool, name: str, rank: RankInfo, settings: PageSettings)
 
 def _flat_page(pool: HostPool, name: str) -> torch.Tensor:
     try:
-        return pool.get_dummy_flat_data_page()
+        page: torch.Tensor = pool.get_dummy_flat_data_page()
     except (NotImplementedError, AttributeError) as error:
         fix = f"only pools whose pages can be had as flat tensors: {error}"
         raise ModelError("host pool", name, fix) from None
+    return page
 
 
 class WeightsEpoch:

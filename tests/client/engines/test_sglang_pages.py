@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -105,7 +106,7 @@ def test_an_accuracy_other_than_exact_is_refused_by_name(accuracy: object) -> No
     assert PageSettings.parse({**extra, "accuracy": "exact"}, "tiny").accuracy == "exact"
 
 
-def settings_for(address: str = "127.0.0.1:1", name: str = "tiny", **more: object) -> PageSettings:
+def settings_for(address: str = "127.0.0.1:1", name: str = "tiny", **more: Any) -> PageSettings:
     engine = ServerArgsDigest(kv_cache_dtype=str(more.pop("kv_cache_dtype", "")))
     return PageSettings.parse(
         {"address": address, "model_revision": "c" * 40, "deadline_ms": 20_000, **more},
@@ -118,7 +119,7 @@ def settings_for(address: str = "127.0.0.1:1", name: str = "tiny", **more: objec
 def connect(server: LocalServer) -> Iterator[Callable[..., PageStore]]:
     made: list[PageStore] = []
 
-    def make(pool: Pool, rank: RankInfo = RANK, **changes: object) -> PageStore:
+    def make(pool: Pool, rank: RankInfo = RANK, **changes: Any) -> PageStore:
         made.append(PageStore(pool, rank, settings_for(server.address, **changes)))
         return made[-1]
 
@@ -347,7 +348,7 @@ def test_ranks_share_pages_with_an_engine_of_one(
     assert torch.equal(room.rows(is_mla=False)[:, :, 3 * SIZE : 4 * SIZE], wanted)
     for number, half in enumerate(halves):
         assert half.load(HASHES[:1], pages(half, 2)) == 1  # type: ignore[arg-type]
-        found = half._pool.rows(is_mla=False)  # type: ignore[attr-defined]
+        found = half._pool.rows(is_mla=False)
         assert torch.equal(found[:, :, 2 * SIZE : 3 * SIZE], wanted[:, :, :, [number]])
 
 
@@ -367,7 +368,7 @@ def test_ranks_that_have_copies_of_heads_share_pages_with_an_engine_of_one(
     wanted = numbers(is_mla=False)[:, :, :SIZE]
     for number, rank in enumerate(ranks):
         assert rank.load(HASHES[:1], pages(rank, 2)) == 1  # type: ignore[arg-type]
-        found = rank._pool.rows(is_mla=False)  # type: ignore[attr-defined]
+        found = rank._pool.rows(is_mla=False)
         assert torch.equal(found[:, :, 2 * SIZE : 3 * SIZE], wanted[:, :, :, [number // 2]])
 
 
