@@ -27,9 +27,8 @@ from kvstore.client.blend.report import BlendResult
 from kvstore.client.blend.rope import RopeSpec
 from kvstore.client.blend.runs import positions_of, reads
 from kvstore.client.blend.source import LayerKV
-from kvstore.client.engines.rope_settings import rope_parameters
-from kvstore.client.engines.transformers_identity import WeightsWatch, carries_adapter
-from kvstore.client.engines.weights import EPOCH_BYTES
+from kvstore.client.engines.identity import EPOCH_BYTES, rope_parameters
+from kvstore.client.engines.transformers.identity import WeightsWatch, carries_adapter
 from kvstore.proto.errors import ModelError
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
