@@ -93,7 +93,8 @@ class _Kinds(msgspec.Struct):
 
 
 _kinds = msgspec.json.Decoder(_Kinds)
-_decoders = {kind: msgspec.json.Decoder(kind) for kind in (BlockLine, SegmentLine)}
+_block_line = msgspec.json.Decoder(BlockLine)
+_segment_line = msgspec.json.Decoder(SegmentLine)
 
 
 def read_trace(path: Path) -> TraceLines:
@@ -131,8 +132,7 @@ def _read_line(raw: bytes, kind: type | None) -> BlockLine | SegmentLine:
     found = BlockLine if kinds.hash_ids else SegmentLine
     if kind not in (None, found):
         raise ValueError("the lines before are of the other kind: keep to one kind a file")
-    line: BlockLine | SegmentLine = _decoders[found].decode(raw)
-    return line
+    return _block_line.decode(raw) if found is BlockLine else _segment_line.decode(raw)
 
 
 class TokenStreams:
@@ -223,7 +223,7 @@ def make_blocks(lines: TraceLines, block_tokens: int = DEFAULT_BLOCK_TOKENS) -> 
     row_of: dict[tuple[int, int | bytes], int] = {}
     rows, starts, known = array("q"), array("q", [0]), array("q")
     parents, tokens = array("q", [NO_ROW]), array("q", [0])
-    for line, blocks in _cut(lines, size):
+    for named, blocks in _cut(lines, size):
         row = NO_ROW
         for identity, block in blocks:
             parent, row = row, row_of.setdefault((row, identity), len(parents))
@@ -231,38 +231,44 @@ def make_blocks(lines: TraceLines, block_tokens: int = DEFAULT_BLOCK_TOKENS) -> 
                 parents.append(parent)
                 tokens.append(block)
             rows.append(row)
-        # A lookup cannot know the answer, so the block in which the prompt ends and the answer
-        # begins is not among those it names.
-        is_whole = isinstance(line, BlockLine) or not line.output_tokens
-        known.append(len(blocks) if is_whole else line.input_tokens // size)
+        known.append(named)
         starts.append(len(rows))
         if len(rows) > MAX_BLOCKS:
             fix = f"cut the trace to {MAX_BLOCKS} accesses"
             raise InvalidRequestError("trace blocks", len(rows), fix)
     return BlockTrace(
-        np.array([line.time_s for line in lines], np.float64),
-        np.array([line.input_tokens for line in lines], np.int64),
-        *(np.array(column, np.int64) for column in (starts, rows, known, parents, tokens)),
-        size,
+        times_s=np.array([line.time_s for line in lines], np.float64),
+        input_tokens=np.array([line.input_tokens for line in lines], np.int64),
+        starts=np.array(starts, np.int64),
+        rows=np.array(rows, np.intp),
+        known=np.array(known, np.int64),
+        parents=np.array(parents, np.intp),
+        tokens=np.array(tokens, np.int64),
+        block_tokens=size,
     )
 
 
-def _cut(
-    lines: TraceLines, size: int
-) -> Iterator[tuple[BlockLine, list[_Block]] | tuple[SegmentLine, list[_Block]]]:
-    """Yield each line's blocks; a prompt of tokens with its answer, as an engine stores them."""
+def _cut(lines: TraceLines, size: int) -> Iterator[tuple[int, list[_Block]]]:
+    """Yield each line's blocks and how many of the first a lookup can name.
+
+    Of a prompt of tokens with its answer, as an engine stores them, that is without the block in
+    which the prompt ends and the answer begins.
+    """
     streams = TokenStreams()
+    blocks: list[_Block]
     for line in lines:
         if isinstance(line, SegmentLine):
             whole = streams.join((*line.inputs, line.output))
             parts = [whole[at : at + size] for at in range(0, len(whole), size)]
-            yield line, [(blake3(p.tobytes()).digest(_BLOCK_DIGEST_BYTES), len(p)) for p in parts]
+            blocks = [(blake3(p.tobytes()).digest(_BLOCK_DIGEST_BYTES), len(p)) for p in parts]
+            yield (line.input_tokens // size if line.output_tokens else len(blocks)), blocks
         else:
             if line.block_tokens != size:
                 fix = f"keep to one block_tokens a file, such as the first line's {size}"
                 raise InvalidRequestError("block_tokens", line.block_tokens, fix)
-            left = line.input_tokens
-            yield (
-                line,
-                [(b, max(1, min(size, left - size * at))) for at, b in enumerate(line.block_ids)],
-            )
+            ends = range(line.input_tokens, line.input_tokens - size * len(line.block_ids), -size)
+            blocks = [
+                (block, max(1, min(size, left)))
+                for block, left in zip(line.block_ids, ends, strict=True)
+            ]
+            yield len(blocks), blocks
