@@ -6,19 +6,20 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
-from kvstore.client.batches import MAX_OPEN_BATCHES, JoinedFeed, batches
-from kvstore.client.layers import Layer, LayerReader
+from kvstore.client.batches import MAX_OPEN_BATCHES, batches
+from kvstore.client.decode import Layer, LayerReader, Room, direct
 from kvstore.client.levelled_get import Levelled, LevelledGet, beside
 from kvstore.client.levels import PlanTerms
-from kvstore.client.reader import Room, direct
 from kvstore.client.rectangle_room import RectangleRoom
 from kvstore.client.retry import countdown
 from kvstore.client.server_link import LeftMs, ServerLink, digest_of, packed
-from kvstore.client.transport import Arrival, ReadPlan, Transport, layer_feed
+from kvstore.client.transport import Arrival, ReadPlan, Transport
+from kvstore.client.transport import read_layers as transport_layers
 from kvstore.client.whole_frame import checked, join_parts
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
@@ -163,26 +164,37 @@ def read_layers(
     link: ServerLink, transport: Transport, request: LayerRequest
 ) -> Generator[Layer, None, None]:
     """Yield the layers of *request*, each once it is verified."""
-    session, left_ms = transport.session, countdown(request.deadline_ms)
-    keys, limit = request.keys, session.terms.max_batch_chunks
-    digests = split_digests(packed(keys, session.terms.namespace), len(keys))
-    # Rows are named by the places of all chunks, so batches of several take them all.
-    skipped = request.skipped if len(keys) <= limit else None
     with ExitStack() as stack:
-        feeds = (
-            layer_feed(
-                transport,
-                ReadPlan(some, request.lease_id, left_ms(), request.accuracy, skipped=skipped),
-            )
-            for _, some in batches(digests, limit)
-        )
-        feed = JoinedFeed(stack, islice(feeds, MAX_OPEN_BATCHES), limit)
-        reading = LayerReader(link.reader, session, keys, feed, request.room)
-        reading.accepts, reading.skipped = request.accepts, request.skipped
-        with closing(reading.layers()) as layers:
+        arriving = _layers_arriving(stack, transport, request)
+        reading = LayerReader(
+            link.reader, transport.session, request.keys, request.room, request.accepts,
+            request.skipped,
+        )  # fmt: skip
+        with closing(reading.layers(arriving)) as layers:
             yield from layers
     if reading.broken is not None:
         link.quarantine(transport, reading.broken)
+
+
+def _layers_arriving(
+    stack: ExitStack, transport: Transport, request: LayerRequest
+) -> Iterator[Arrival]:
+    """Yield frames to be read layer by layer: of MAX_OPEN_BATCHES batches, as each is a stream,
+    which *stack* ends.
+    """
+    terms, left_ms = transport.session.terms, countdown(request.deadline_ms)
+    limit, keys = terms.max_batch_chunks, request.keys
+    digests = split_digests(packed(keys, terms.namespace), len(keys))
+    # Rows are named by the places of all chunks, so batches of several take them all.
+    skipped = request.skipped if len(keys) <= limit else None
+    for first, some in islice(batches(digests, limit), MAX_OPEN_BATCHES):
+        plan = ReadPlan(some, request.lease_id, left_ms(), request.accuracy, skipped=skipped)
+        count = 0
+        for arrived in stack.enter_context(transport_layers(transport, plan)):
+            count += 1
+            yield replace(arrived, index=first + arrived.index) if first else arrived
+        if count < limit:
+            return
 
 
 def read_layers_retried(link: ServerLink, request: LayerRequest) -> Generator[Layer, None, None]:

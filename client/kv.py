@@ -174,7 +174,8 @@ class Prompt:
         self.spans: Sequence[tuple[int, int]] = whole[first:]
         """Of the chunks that are left, the first token and the one after the last."""
         self.keys: Sequence[ChunkKey] = keys[first:]
-        self._every, self._first = keys, first
+        self._every: Sequence[ChunkKey] = keys
+        self._first: int = first
         self.stop: int = whole[-1][1] if whole else 0
         self._ends: dict[int, int] = {}
 

@@ -16,9 +16,8 @@ from kvstore.client.blend.segments import (
     segments_to_messages,
 )
 from kvstore.client.chunk_reads import LayerRequest, read_layers
+from kvstore.client.decode import Layer, given
 from kvstore.client.forks import FORKS
-from kvstore.client.layers import Layer
-from kvstore.client.reader import given
 from kvstore.client.server_link import LeftMs, ServerLink
 from kvstore.client.tensors import LayerTensors
 from kvstore.client.transport import Transport
