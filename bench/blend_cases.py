@@ -22,11 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from bench.blend_designed import BEGIN, Riddle, make_designed
-from kvstore.client.blend.blender import Blender
-from kvstore.client.blend.feedback import deviations, ranks
+from kvstore.client.blend.engine import Blender, BlendResult, MemorySource
+from kvstore.client.blend.gate import deviations, ranks
+from kvstore.client.blend.layer_pass import LayerKV
 from kvstore.client.blend.plan import BlendPlan, Segment
-from kvstore.client.blend.report import BlendResult
-from kvstore.client.blend.source import LayerKV, MemorySource
 from kvstore.client.engines.transformers_blend import BlendedCache, TransformersAdapter
 from kvstore.client.engines.transformers_cache import as_argument
 

@@ -17,12 +17,10 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvstore.client.blend.blender import Blender
-from kvstore.client.blend.controller import Controller, Decision
-from kvstore.client.blend.cost import Speed
+from kvstore.client.blend.cost import Controller, Decision, Speed
+from kvstore.client.blend.engine import Blender, BlendResult, MemorySource
+from kvstore.client.blend.layer_pass import LayerKV
 from kvstore.client.blend.plan import BlendPlan, Segment
-from kvstore.client.blend.report import BlendResult
-from kvstore.client.blend.source import LayerKV, MemorySource
 from kvstore.client.engines.transformers_blend import TransformersAdapter
 from kvstore.client.link_meter import LinkMeter
 

@@ -35,7 +35,7 @@ sys.path[:0] = ["src", "tests"]
 from server_process import ServerProcess  # noqa: E402
 
 from kvstore.client import Client, ClientOptions  # noqa: E402
-from kvstore.client.blend.feedback import Shadow, compare  # noqa: E402
+from kvstore.client.blend.gate import Shadow, compare  # noqa: E402
 from kvstore.client.engines.transformers import (  # noqa: E402
     TransformersConnector,
     representation_of,

@@ -14,11 +14,11 @@ from kvstore.cli.access import given_access
 from kvstore.cli.calibrate import read_text
 from kvstore.cli.model_samples import load_model
 from kvstore.client import Client, ClientOptions
-from kvstore.client.blend.blender import Blender
+from kvstore.client.blend.engine import Blender
 from kvstore.client.blend.gate import SHADOW_TOKENS, GatedBlender
 from kvstore.client.blend.segments import SegmentRange
 from kvstore.client.blend.selectors import selector_of
-from kvstore.client.blend.store_prefill import store_prefill
+from kvstore.client.blend.store import store_prefill
 from kvstore.client.engines.transformers_blend import TransformersAdapter
 from kvstore.client.engines.transformers_identity import representation_of
 from kvstore.client.resolving import ResolveTerms

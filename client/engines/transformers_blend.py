@@ -21,12 +21,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, PreTrainedModel
 
-from kvstore.client.blend.adapter import Run
+from kvstore.client.blend.engine import BlendResult
+from kvstore.client.blend.layer_pass import LayerKV, Run, positions_of, reads
 from kvstore.client.blend.plan import Origin
-from kvstore.client.blend.report import BlendResult
 from kvstore.client.blend.rope import RopeSpec
-from kvstore.client.blend.runs import positions_of, reads
-from kvstore.client.blend.source import LayerKV
 from kvstore.client.engines.rope_settings import rope_parameters
 from kvstore.client.engines.transformers_identity import WeightsWatch, carries_adapter
 from kvstore.client.engines.weights import EPOCH_BYTES

@@ -19,11 +19,10 @@ from torch_engine import OPTIONS, logits, plain_tokens, prefill, random_ids, sto
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from vllm_stand_ins import FullAttentionSpec, cache_config, engine_config
 
-from kvstore.client.blend.blender import Blender
+from kvstore.client.blend.engine import Blender
 from kvstore.client.blend.gate import GatedBlender
 from kvstore.client.blend.segments import SegmentRange
-from kvstore.client.blend.store_prefill import store_prefill
-from kvstore.client.blend.store_source import StoreSource
+from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.engines import vllm_identity
 from kvstore.client.engines.sglang_pages import PageSettings, PageStore, RankTerms
 from kvstore.client.engines.sglang_terms import WeightsEpoch

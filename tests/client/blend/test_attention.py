@@ -8,10 +8,9 @@ from blend_world import LAYERS, VOCABULARY, make_model
 from local_server import LocalServer
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.blend.attention import MAX_CONTEXT, ChunkAttention, measured_prefill
-from kvstore.client.blend.blender import Blender
+from kvstore.client.blend.engine import Blender
 from kvstore.client.blend.segments import NamedChunk, SegmentRange, name_segments
-from kvstore.client.blend.store_prefill import store_prefill
+from kvstore.client.blend.store import MAX_CONTEXT, ChunkAttention, measured_prefill, store_prefill
 from kvstore.client.engines.transformers_blend import TransformersAdapter
 from kvstore.client.resolving import ResolveTerms
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Model

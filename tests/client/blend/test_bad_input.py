@@ -18,11 +18,10 @@ from typing_extensions import override
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.blend import gate as gate_module
-from kvstore.client.blend.blender import Blender
+from kvstore.client.blend.engine import Blender
 from kvstore.client.blend.gate import GatedBlender
 from kvstore.client.blend.segments import SegmentRange, name_segments
-from kvstore.client.blend.store_prefill import store_prefill
-from kvstore.client.blend.store_source import StoreSource
+from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.engines.transformers import TransformersConnector
 from kvstore.client.engines.transformers_blend import BlendedCache, TransformersAdapter
 from kvstore.client.engines.transformers_cache import as_argument

@@ -11,13 +11,11 @@ import pytest
 import torch
 from blend_world import MODELS, SUFFIX, VOCABULARY, World, distance, make_world
 
-from kvstore.client.blend.blender import Blender
-from kvstore.client.blend.layer_loop import place
+from kvstore.client.blend.engine import Blender, MemorySource
+from kvstore.client.blend.layer_pass import LayerKV, place, positions_of, reads, runs_of
 from kvstore.client.blend.plan import UNROTATED, BlendPlan, Origin
 from kvstore.client.blend.rope import RopeSpec, rerotate
-from kvstore.client.blend.runs import positions_of, reads, runs_of
 from kvstore.client.blend.selectors import SELECTORS
-from kvstore.client.blend.source import LayerKV, MemorySource
 from kvstore.client.engines.transformers_blend import TransformersAdapter
 from kvstore.client.engines.transformers_cache import as_argument
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError

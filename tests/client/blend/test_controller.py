@@ -10,8 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.client.blend.controller import LEAST_MARGIN, Controller, Storage, choose
-from kvstore.client.blend.cost import CostEstimate, CostMeter, Speed, Work
+from kvstore.client.blend.cost import (
+    LEAST_MARGIN,
+    Controller,
+    CostEstimate,
+    CostMeter,
+    Speed,
+    Storage,
+    Work,
+    choose,
+)
 from kvstore.client.blend.plan import BlendPlan, Segment
 from kvstore.client.blend.selectors import SELECTORS
 from kvstore.client.link_meter import LinkMeter

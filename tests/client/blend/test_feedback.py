@@ -10,9 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvstore.client.blend.feedback import Shadow, compare, deviations, ranks, worse
-from kvstore.client.blend.loader import LayerLoader
-from kvstore.client.blend.source import MemorySource
+from kvstore.client.blend.engine import LayerLoader, MemorySource
+from kvstore.client.blend.gate import Shadow, compare, deviations, ranks, worse
 from kvstore.proto.errors import DeadlineError, InvalidRequestError
 from kvstore.server.settings.values import GateTerms
 

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.client.blend.plan import BlendPlan, Segment
-from kvstore.client.blend.selector import pick, pick_share
-from kvstore.client.blend.selectors import SELECTORS, selector_of
+from kvstore.client.blend.selectors import SELECTORS, pick, pick_share, selector_of
 from kvstore.proto.errors import InvalidRequestError
 
 ROWS = list(range(4, 24))

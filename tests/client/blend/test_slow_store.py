@@ -17,14 +17,12 @@ from local_server import LocalServer
 from server_process import ServerProcess
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.blend.blender import Blender
+from kvstore.client.blend.cost import FIRST_S, MOST, SLACK, TIMES, Patience
+from kvstore.client.blend.engine import Blender, BlendResult, MemorySource
 from kvstore.client.blend.gate import GatedBlender
-from kvstore.client.blend.patience import FIRST_S, MOST, SLACK, TIMES, Patience
-from kvstore.client.blend.report import BlendResult
+from kvstore.client.blend.layer_pass import LayerKV
 from kvstore.client.blend.segments import SegmentRange
-from kvstore.client.blend.source import LayerKV, MemorySource
-from kvstore.client.blend.store_prefill import store_prefill
-from kvstore.client.blend.store_source import StoreSource
+from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.engines.transformers_blend import TransformersAdapter
 from kvstore.client.options import TransportName
 from kvstore.client.resolving import ResolveTerms

@@ -11,16 +11,12 @@ from blend_world import LAYERS, VOCABULARY, make_model
 from local_server import LocalServer
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.blend.blender import Blender
-from kvstore.client.blend.controller import Action, Controller, Decision
-from kvstore.client.blend.cost import Speed
-from kvstore.client.blend.feedback import compare
-from kvstore.client.blend.gate import SHADOW_TOKENS, GatedBlender
+from kvstore.client.blend.cost import Action, Controller, Decision, Speed
+from kvstore.client.blend.engine import Blender, MemorySource
+from kvstore.client.blend.gate import SHADOW_TOKENS, GatedBlender, compare
 from kvstore.client.blend.plan import BlendPlan
 from kvstore.client.blend.segments import SegmentRange
-from kvstore.client.blend.source import MemorySource
-from kvstore.client.blend.store_prefill import store_prefill
-from kvstore.client.blend.store_source import StoreSource
+from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.engines.transformers_blend import TransformersAdapter
 from kvstore.client.link_meter import LinkMeter
 from kvstore.client.options import TransportName
@@ -341,7 +337,7 @@ def unwatched(
     monkeypatch.setattr(
         client, "resolve", lambda *given: _without_shadow(resolve(*given)), raising=True
     )
-    monkeypatch.setattr("kvstore.client.blend.patience.FIRST_S", 60.0)
+    monkeypatch.setattr("kvstore.client.blend.cost.FIRST_S", 60.0)
     return client, *_prompt(20, SECOND, FIRST)
 
 

@@ -4,17 +4,101 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from kvstore.client.blend.adapter import EngineAdapter, Run
-from kvstore.client.blend.plan import UNROTATED, BlendPlan, Segment
-from kvstore.client.blend.rope import rerotate
-from kvstore.client.blend.runs import runs_of
-from kvstore.client.blend.selector import Selector
-from kvstore.client.blend.source import LayerKV
+from kvstore.client.blend.plan import UNROTATED, BlendPlan, Origin, Segment
+from kvstore.client.blend.rope import RopeSpec, rerotate
+from kvstore.client.blend.selectors import Selector
 from kvstore.proto.errors import LayoutMismatchError
+
+# What an engine must be able to do for its prompts to be blended: one layer, some rows.
+
+LayerKV: TypeAlias = tuple[Tensor, Tensor]
+"""K and V of one layer: (kv_heads, tokens, head_dim) each, in the engine's dtype."""
+Run = tuple[int, int]
+"""Rows at positions [a, b): as one sequence of a varlen kernel, b - a queries of b keys."""
+
+
+class EngineAdapter(Protocol):
+    """One model of one engine. Hidden states are (rows, hidden), heads come first elsewhere."""
+
+    n_layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    rope: Sequence[RopeSpec | None]
+    """A layer each; None for layers whose keys are not rotated."""
+    window: Sequence[int | None]
+    """A layer each: how many tokens, itself included, a token reads; None for all."""
+
+    @property
+    def origin(self) -> Origin:
+        """What KV that is computed now is computed with."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the hidden states of *tokens*, (rows,): (rows, hidden)."""
+
+    def qkv(self, layer: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return Q (heads, rows, head_dim), rotated to *positions*, and K and V alike."""
+
+    def attend(self, layer: int, query: Tensor, runs: Sequence[Run], kv: LayerKV) -> Tensor:
+        """Return what the rows of *runs* read of *kv*: (rows, heads * head_dim).
+
+        A row at position p reads keys at positions up to p, and those after p - window.
+        """
+
+    def mass(self, layer: int, query: Tensor, positions: Tensor, kv: LayerKV) -> Tensor:
+        """Return how much attention each key gets of the rows at *positions*: (tokens,).
+
+        The mean over the rows of the sum over the heads; float32 or wider.
+        """
+
+    def post(self, layer: int, hidden: Tensor, attention: Tensor) -> Tensor:
+        """Return the layer's output for these rows: projection, residuals, MLP."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of rows: (rows, vocabulary)."""
+
+
+# Rows at absolute positions as runs without a gap.
+#
+# Varlen attention kernels align a causal mask to the bottom right: with m scattered rows of n
+# keys as one sequence, row i reads keys up to n - m + i, which lie in its future. A run [a, b) as
+# a sequence of its own, with b - a queries and b keys, is exact.
+
+
+def runs_of(positions: Tensor) -> list[Run]:
+    """Return the runs of *positions*, which rise: (rows,)."""
+    if not positions.numel():
+        return []
+    cuts = (torch.nonzero(positions[1:] != positions[:-1] + 1).flatten() + 1).tolist()
+    starts, ends = [0, *cuts], [*cuts, positions.numel()]
+    values = positions.tolist()
+    return [(values[a], values[b - 1] + 1) for a, b in zip(starts, ends, strict=True)]
+
+
+def positions_of(runs: Sequence[Run], device: torch.device | None = None) -> Tensor:
+    """Return the positions of *runs*: (rows,)."""
+    return torch.cat([torch.arange(a, b, device=device) for a, b in runs])
+
+
+def reads(positions: Tensor, first_key: int, last_key: int, window: int | None) -> Tensor:
+    """Return which keys of [first_key, last_key) each row reads: bool (rows, keys).
+
+    Those up to its own position, and after its position less *window*.
+    """
+    keys = torch.arange(first_key, last_key, device=positions.device)
+    mask = keys <= positions[:, None]
+    if window is not None:
+        mask &= keys > positions[:, None] - window
+    return mask
+
+
+# One pass over an engine's layers, in which some rows are computed and the rest is stored.
 
 Stored = Callable[[int], LayerKV]
 """K and V of the whole prompt at a layer, with what is stored in its place."""

@@ -8,22 +8,177 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as WaitedTooLong
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvstore.client.blend.adapter import EngineAdapter
-from kvstore.client.blend.layer_loop import Pass, Stored, approx_mask, place, rows_of_kind
-from kvstore.client.blend.loader import LayerLoader
+from kvstore.client.blend.layer_pass import (
+    EngineAdapter,
+    LayerKV,
+    Pass,
+    Stored,
+    approx_mask,
+    place,
+    rows_of_kind,
+)
 from kvstore.client.blend.plan import BlendPlan, Origin, Segment
-from kvstore.client.blend.report import BlendReport, BlendResult
-from kvstore.client.blend.selector import Selector, head_rows, sink_rows, wants_any
-from kvstore.client.blend.selectors import selector_of
-from kvstore.client.blend.source import LayerKV, LayerSource
-from kvstore.proto.errors import InvalidRequestError, KVStoreError
+from kvstore.client.blend.selectors import Selector, head_rows, selector_of, sink_rows, wants_any
+from kvstore.proto.errors import DeadlineError, InvalidRequestError, KVStoreError
+
+
+class LayerSource(Protocol):
+    """Gives what is stored of a plan's segments.
+
+    One thread asks for layers, in rising order; ``narrow`` may come before or meanwhile from
+    another.
+    """
+
+    def layer(self, i: int) -> Mapping[int, LayerKV]:
+        """Return layer *i* of every ``exact`` and ``approx`` segment, by the segment's index.
+
+        Blocks until it is here, at most to a deadline of its own. May raise any KVStoreError:
+        the prompt is then computed. A segment left out is a layer that is not there.
+        """
+
+    def narrow(self, rows: Sequence[int], from_layer: int) -> None:
+        """Take note that *rows* (positions) are computed from layer *from_layer* on.
+
+        They need not be brought any more; what stands in their place is never read.
+        """
+
+
+class MemorySource:
+    """KV that is at hand. *stored*: layers of K and V, by the segment's index."""
+
+    def __init__(self, stored: Mapping[int, Sequence[LayerKV]]) -> None:
+        self._stored = stored
+
+    def layer(self, i: int) -> Mapping[int, LayerKV]:
+        """Return layer *i* of every segment."""
+        return {index: layers[i] for index, layers in self._stored.items()}
+
+    def narrow(self, rows: Sequence[int], from_layer: int) -> None:
+        """Nothing to leave out: it is here."""
+
+
+class LayerLoader:
+    """Asks *source* for layers in order, in a thread of its own, one layer ahead.
+
+    *wait_s*: how long ``take`` waits for one layer, *patience_s*: for all of them. ``load_s`` and
+    ``wait_s`` are what the source took and what of it was waited for. A with statement ends the
+    thread; a call of the source that is under way then is left to its own deadline.
+    """
+
+    def __init__(
+        self,
+        source: LayerSource,
+        layers: Sequence[int],
+        wait_s: float,
+        patience_s: float = math.inf,
+    ) -> None:
+        self._source = source
+        self._layers = list(layers)
+        self._limit_s = wait_s
+        self._patience_s = patience_s
+        self._thread = ThreadPoolExecutor(1, "kvstore-blend")
+        self._next: Future[Mapping[int, LayerKV]] | None = None
+        self.load_s = 0.0
+        self.wait_s = 0.0
+
+    def __enter__(self) -> LayerLoader:
+        self._ask()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._thread.shutdown(wait=kind is None, cancel_futures=True)
+
+    def take(self) -> Mapping[int, LayerKV]:
+        """Return the next layer and ask for the one behind it.
+
+        Raises DeadlineError, and what the source raises.
+        """
+        pending = self._next
+        if pending is None:
+            raise DeadlineError("no layer is left to take")
+        started = time.perf_counter()
+        limit_s = max(0.0, min(self._limit_s, self._patience_s - self.wait_s))
+        try:
+            found = pending.result(limit_s)
+        except WaitedTooLong as error:
+            if pending.done():  # the source's own deadline
+                raise
+            self.wait_s += time.perf_counter() - started
+            raise DeadlineError(f"a layer did not come within {limit_s:.3g} s") from error
+        self.wait_s += time.perf_counter() - started
+        self._ask()
+        return found
+
+    def narrow(self, rows: Sequence[int], from_layer: int) -> None:
+        """Tell the source which rows it need not bring any more."""
+        self._source.narrow(rows, from_layer)
+
+    def _ask(self) -> None:
+        layer = self._layers.pop(0) if self._layers else None
+        self._next = None if layer is None else self._thread.submit(self._load, layer)
+
+    def _load(self, layer: int) -> Mapping[int, LayerKV]:
+        started = time.perf_counter()
+        found = self._source.layer(layer)
+        self.load_s += time.perf_counter() - started
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class BlendReport:
+    """What the engine can tell the store of one blend.
+
+    ``selected``: positions of the ``approx`` rows that were computed through all layers.
+    ``deviation``: squared distance of fresh values from stored, (tokens,), by check layer.
+    ``rows``: how many rows each layer computed. ``refused``: why a segment was computed
+    instead, by its index. ``attention``: what each token got of the prompt's own rows,
+    (tokens,), if it was asked for. ``failure``: why the whole prompt was; empty if it was not.
+    ``load_s``: what the source took; ``wait_s``: what of it computing waited for.
+    """
+
+    selected: Tensor
+    rows: tuple[int, ...]
+    deviation: Mapping[int, Tensor]
+    refused: Mapping[int, str]
+    attention: Tensor | None = None
+    failure: str = ""
+    load_s: float = 0.0
+    wait_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BlendResult:
+    """Logits of the last segment, (tokens, vocabulary), and K and V of each layer.
+
+    K and V: (kv_heads, tokens, head_dim) of the whole prompt. With ``is_blended`` some of it
+    was computed in another context: it may serve this request, and is never to be stored under
+    the prompt's own keys nor kept as a prefix. ``weights`` names those that all of it is of, as an
+    ``Origin`` does; None: they changed meanwhile, and it is not to be stored either.
+    """
+
+    logits: Tensor
+    kv: tuple[LayerKV, ...]
+    is_blended: bool
+    report: BlendReport
+    weights: bytes | None
+
 
 LAYER_WAIT_S = 10.0
 PROBE_ROWS = 64
