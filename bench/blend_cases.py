@@ -23,7 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from bench.blend_designed import BEGIN, Riddle, make_designed
 from kvstore.client.blend.engine import Blender, BlendResult, MemorySource
-from kvstore.client.blend.gate import deviations, ranks
+from kvstore.client.blend.gate import deviations
 from kvstore.client.blend.layer_pass import LayerKV
 from kvstore.client.blend.plan import BlendPlan, Segment
 from kvstore.client.engines.transformers_blend import BlendedCache, TransformersAdapter
@@ -225,3 +225,9 @@ def text_cases(engine: Engine, tokenizer: Any, use: str, rng: random.Random) -> 
 
 def _ids(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+
+def ranks(values: Tensor) -> Tensor:
+    """Return the place of each of *values*, (tokens,), from 0 for the least to under 1."""
+    places = torch.argsort(torch.argsort(values, stable=True), stable=True)
+    return places.float() / max(1, len(values))

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as WaitedTooLong
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Protocol
 
@@ -22,21 +22,33 @@ from torch.nn.functional import pad
 from kvstore.client.blend.layer_pass import (
     EngineAdapter,
     LayerKV,
-    Pass,
-    Stored,
-    approx_mask,
-    place,
-    rows_of_kind,
+    LayerPass,
+    StoredKV,
+    place_segments,
 )
 from kvstore.client.blend.plan import BlendPlan, Origin, Segment
-from kvstore.client.blend.selectors import Selector, head_rows, selector_of, sink_rows, wants_any
+from kvstore.client.blend.selectors import (
+    SELECTORS,
+    check_layers,
+    check_selector,
+    chooses_any,
+    reads_attention,
+    rows_of,
+    sink_rows,
+)
 from kvstore.proto.errors import DeadlineError, InvalidRequestError, KVStoreError
+
+LAYER_WAIT_S = 10.0
+PROBE_ROWS = 64
+"""How many of the prompt's last rows are measured for what they attend to."""
+MAX_SINKS = 4
+"""First tokens of a prompt that are computed; models have one sink, a few have up to four."""
 
 
 class LayerSource(Protocol):
     """Gives what is stored of a plan's segments.
 
-    One thread asks for layers, in rising order; ``narrow`` may come before or meanwhile from
+    One thread reads layers, in rising order; ``narrow`` may come before or meanwhile from
     another.
     """
 
@@ -69,7 +81,7 @@ class MemorySource:
 
 
 class LayerLoader:
-    """Asks *source* for layers in order, in a thread of its own, one layer ahead.
+    """Reads *layers* of *source* in order, in a thread of its own, one layer ahead.
 
     *wait_s*: how long ``take`` waits for one layer, *patience_s*: for all of them. ``load_s`` and
     ``wait_s`` are what the source took and what of it was waited for. A with statement ends the
@@ -84,7 +96,7 @@ class LayerLoader:
         patience_s: float = math.inf,
     ) -> None:
         self._source = source
-        self._layers = list(layers)
+        self._layers = iter(layers)
         self._limit_s = wait_s
         self._patience_s = patience_s
         self._thread = ThreadPoolExecutor(1, "kvstore-blend")
@@ -93,7 +105,7 @@ class LayerLoader:
         self.wait_s = 0.0
 
     def __enter__(self) -> LayerLoader:
-        self._ask()
+        self._begin_next()
         return self
 
     def __exit__(
@@ -105,7 +117,7 @@ class LayerLoader:
         self._thread.shutdown(wait=kind is None, cancel_futures=True)
 
     def take(self) -> Mapping[int, LayerKV]:
-        """Return the next layer and ask for the one behind it.
+        """Return the next layer and begin the one behind it.
 
         Raises DeadlineError, and what the source raises.
         """
@@ -119,18 +131,14 @@ class LayerLoader:
         except WaitedTooLong as error:
             if pending.done():  # the source's own deadline
                 raise
-            self.wait_s += time.perf_counter() - started
             raise DeadlineError(f"a layer did not come within {limit_s:.3g} s") from error
-        self.wait_s += time.perf_counter() - started
-        self._ask()
+        finally:
+            self.wait_s += time.perf_counter() - started
+        self._begin_next()
         return found
 
-    def narrow(self, rows: Sequence[int], from_layer: int) -> None:
-        """Tell the source which rows it need not bring any more."""
-        self._source.narrow(rows, from_layer)
-
-    def _ask(self) -> None:
-        layer = self._layers.pop(0) if self._layers else None
+    def _begin_next(self) -> None:
+        layer = next(self._layers, None)
         self._next = None if layer is None else self._thread.submit(self._load, layer)
 
     def _load(self, layer: int) -> Mapping[int, LayerKV]:
@@ -142,24 +150,24 @@ class LayerLoader:
 
 @dataclass(frozen=True, slots=True)
 class BlendReport:
-    """What the engine can tell the store of one blend.
+    """What was done for one prompt.
 
     ``selected``: positions of the ``approx`` rows that were computed through all layers.
-    ``deviation``: squared distance of fresh values from stored, (tokens,), by check layer.
-    ``rows``: how many rows each layer computed. ``refused``: why a segment was computed
-    instead, by its index. ``attention``: what each token got of the prompt's own rows,
-    (tokens,), if it was asked for. ``failure``: why the whole prompt was; empty if it was not.
-    ``load_s``: what the source took; ``wait_s``: what of it computing waited for.
+    ``rows``: how many rows each layer computed. ``deviation``: squared distance of fresh values
+    from stored, (tokens,), by check layer. ``attention``: what each token got of the prompt's own
+    rows, (tokens,), if it was measured. ``load_s``: what the source took; ``wait_s``: what of it
+    computing waited for. ``refused``: why a segment was computed instead, by its index.
+    ``failure``: why the whole prompt was; empty if it was not.
     """
 
     selected: Tensor
     rows: tuple[int, ...]
-    deviation: Mapping[int, Tensor]
-    refused: Mapping[int, str]
+    deviation: Mapping[int, Tensor] = field(default_factory=dict)
     attention: Tensor | None = None
-    failure: str = ""
     load_s: float = 0.0
     wait_s: float = 0.0
+    refused: Mapping[int, str] = field(default_factory=dict)
+    failure: str = ""
     total_s: float = 0.0
 
 
@@ -177,14 +185,7 @@ class BlendResult:
     kv: tuple[LayerKV, ...]
     is_blended: bool
     report: BlendReport
-    weights: bytes | None
-
-
-LAYER_WAIT_S = 10.0
-PROBE_ROWS = 64
-"""How many of the prompt's last rows are asked what they attend to."""
-MAX_SINKS = 4
-"""First tokens of a prompt that are computed; models have one sink, a few have up to four."""
+    weights: bytes | None = None
 
 
 class Blender:
@@ -240,8 +241,8 @@ class Blender:
         if not 0 <= logits_from < len(tokens):
             fix = f"a position of the prompt, 0 to {len(tokens) - 1}"
             raise InvalidRequestError("logits_from", logits_from, fix)
-        order = _Order(self._adapter, self._adapter.origin, plan, {}, time.perf_counter())
-        return self._computed(order, logits_from, "")
+        own, started = self._adapter.origin, time.perf_counter()
+        return self._finished(self._computed(plan, logits_from), own, started)
 
     @torch.inference_mode()
     def decode(
@@ -251,7 +252,7 @@ class Blender:
 
         One after the other. With the logits that they were chosen by: (count, vocabulary).
         """
-        kv, logits = _with_room(result, count), [result.logits[-1:]]
+        kv, logits = _padded(result, count), [result.logits[-1:]]
         found = [int(logits[0].argmax())]
         while len(found) < count:
             logits.append(self._behind((*tokens, *found), kv, len(tokens) + len(found) - 1))
@@ -264,14 +265,14 @@ class Blender:
 
         Teacher-forced, behind the KV of *result*; the first are *result*'s last.
         """
-        kv = _with_room(result, len(follows))
+        kv = _padded(result, len(follows))
         found = self._behind((*tokens, *follows), kv, len(tokens))
         return torch.cat([result.logits[-1:], found[:-1]])
 
     def _behind(self, tokens: Sequence[int], kv: Sequence[LayerKV], first: int) -> Tensor:
         """Compute *tokens* from *first* on behind *kv*, and into it; return their logits."""
         count = len(tokens)
-        work = Pass(_whole(tokens), torch.arange(first, count), first)
+        work = LayerPass(_whole(tokens), torch.arange(first, count), first)
         return work.run(
             self._adapter, lambda layer: (kv[layer][0][:, :count], kv[layer][1][:, :count])
         )
@@ -289,115 +290,91 @@ class Blender:
         computed, and the whole prompt is when the source fails: the report says why. Raises
         InvalidRequestError for a selector that is not known.
         """
-        selector = selector_of(plan.selector)
-        started = time.perf_counter()
-        own = self._adapter.origin
+        check_selector(plan.selector)
+        own, started, failure = self._adapter.origin, time.perf_counter(), ""
         refused = _refused(plan, own)
-        plan = plan.as_miss(_computed_anyway(plan)).as_miss(frozenset(refused))
-        order = _Order(self._adapter, own, plan, refused, started, patience_s)
+        plan = plan.as_miss(_computed_anyway(plan) | frozenset(refused))
         try:
-            return self._blended(order, source, selector)
+            result = self._blended(plan, source, patience_s)
         except KVStoreError as error:
             failure = f"{type(error).__name__}: {error}"
-        return self._computed(order, plan.segments[-1].start, failure)
+            result = self._computed(plan, plan.segments[-1].start)
+        report = replace(result.report, refused=refused, failure=failure)
+        return self._finished(replace(result, report=report), own, started)
 
-    def _computed(self, order: _Order, logits_from: int, failure: str) -> BlendResult:
+    def _finished(self, result: BlendResult, own: Origin, started: float) -> BlendResult:
+        """Return *result*, begun when the engine was *own*, with its time and its weights."""
+        report = replace(result.report, total_s=time.perf_counter() - started)
+        weights = own.weights if self._adapter.origin == own else None
+        return replace(result, report=report, weights=weights)
+
+    def _computed(self, plan: BlendPlan, logits_from: int) -> BlendResult:
         """Compute the whole prompt."""
-        plan = order.plan
-        work = Pass(plan, torch.arange(len(plan.tokens)), logits_from, is_engines_own=True)
+        work = LayerPass(plan, torch.arange(len(plan.tokens)), logits_from)
         logits = work.run(self._adapter, _nothing_stored)
-        return order.result(work, logits, failure=failure)
+        report = BlendReport(work.selected[:0], tuple(work.row_counts))
+        return BlendResult(logits, tuple(work.kv), is_blended=False, report=report)
 
-    def _blended(self, order: _Order, source: LayerSource, selector: Selector) -> BlendResult:
-        plan = order.plan
+    def _blended(self, plan: BlendPlan, source: LayerSource, patience_s: float) -> BlendResult:
+        last = plan.segments[-1].start
         if plan.count("miss") == len(plan.tokens):
-            return self._computed(order, plan.segments[-1].start, "")
-        chooses, sinks = wants_any(plan), sink_rows(plan, self._sinks)
-        checks = selector.check_layers(plan) if chooses else ()
-        checks = tuple(layer for layer in checks if layer < self._adapter.n_layers)
-        asks = chooses and selector.needs_attention and not checks
-        rows = None if asks else _rows(plan, selector, None, checks, sinks)
-        if rows is not None and not checks:  # before anything is asked for
+            return self._computed(plan, last)
+        adapter, sinks, attention = self._adapter, sink_rows(plan, self._sinks), None
+        chooses = chooses_any(plan)
+        checks = check_layers(plan, adapter.n_layers) if chooses else ()
+        is_probed = chooses and reads_attention(plan)
+        rows = rows_of(plan, "approx", "miss")
+        if not checks and not is_probed:  # rows are known before anything is loaded
+            rows = _rows(plan, sinks, None)
             source.narrow(rows.tolist(), 0)
-        asked, wait_s = self._asked(plan, checks), self._layer_wait_s
-        with LayerLoader(source, asked, wait_s, order.patience_s) as loader:
-            stored, attention = self._loaded(plan, loader, checks), None
-            if rows is None:
-                attention, stored = self._probed(plan, stored, sinks)
-                rows = _rows(plan, selector, attention, checks, sinks)
-                loader.narrow(rows.tolist(), 0)
-            work = Pass(plan, rows, plan.segments[-1].start, checks, selector, sinks=sinks)
-            work.narrow = lambda kept, layer: loader.narrow(kept.tolist(), layer)
-            logits = work.run(self._adapter, stored)
-        return order.result(work, logits, attention, loader)
+        # Up to a check layer all approximate rows are computed.
+        first = 0 if plan.count("exact") else min(checks, default=0)
+        layers, exact = range(first, adapter.n_layers), plan.without("approx")
+        with LayerLoader(source, layers, self._layer_wait_s, patience_s) as loader:
 
-    def _asked(self, plan: BlendPlan, checks: tuple[int, ...]) -> range:
-        """Return the layers to ask for: up to a check layer all ``approx`` rows are computed."""
-        first = min(checks, default=0) if plan.count("exact") == 0 else 0
-        return range(first, self._adapter.n_layers)
+            def stored_kv(layer: int) -> LayerKV:
+                loaded = loader.take() if layer >= first else {}
+                used = exact if layer < min(checks, default=0) else plan
+                return place_segments(adapter, used, layer, loaded)
 
-    def _loaded(self, plan: BlendPlan, loader: LayerLoader, checks: tuple[int, ...]) -> Stored:
-        asked = self._asked(plan, checks)
-        first_check = min(checks, default=0)
-        exact = plan.without("approx")
+            kv_of: StoredKV = stored_kv
+            if is_probed:
+                probing = self._probed(plan, stored_kv, sinks)
+                attention, kv_of = probing.attention, probing.kv.__getitem__
+                rows = _rows(plan, sinks, attention)
+                source.narrow(rows.tolist(), 0)
+            work = LayerPass(plan, rows, last, checks, sinks, source.narrow)
+            logits = work.run(adapter, kv_of)
+        is_approx = torch.isin(work.selected, rows_of(plan, "approx").to(work.selected.device))
+        is_blended = plan.count("approx") > 0
+        report = BlendReport(
+            work.selected[is_approx],
+            tuple(work.row_counts),
+            work.deviation,
+            attention,
+            loader.load_s,
+            loader.wait_s,
+        )
+        return BlendResult(logits, tuple(work.kv), is_blended, report)
 
-        def stored(layer: int) -> LayerKV:
-            loaded = loader.take() if layer in asked else {}
-            used = exact if layer < first_check else plan
-            return place(self._adapter, used, layer, loaded)
-
-        return stored
-
-    def _probed(
-        self, plan: BlendPlan, stored: Stored, sinks: Tensor
-    ) -> tuple[Tensor | None, Stored]:
-        """Return the attention of the prompt's own rows, and the layers that were loaded."""
-        rows = torch.cat([rows_of_kind(plan, "miss"), sinks]).sort().values
+    def _probed(self, plan: BlendPlan, stored_kv: StoredKV, sinks: Tensor) -> LayerPass:
+        """Compute the prompt's own rows over what is stored, and sum the last ones' attention."""
+        rows = torch.cat([rows_of(plan, "miss"), sinks]).sort().values
         end = len(plan.tokens)
         first = max(plan.segments[-1].start, end - PROBE_ROWS)
         probe = torch.arange(first, end, device=self._adapter.device)
-        work = Pass(plan, rows, end, probe=probe)
-        work.run(self._adapter, stored)
-        return work.attention, work.kv.__getitem__
+        work = LayerPass(plan, rows, end, probe=probe)
+        work.run(self._adapter, stored_kv)
+        return work
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """One call of ``blend``: what the engine was at its start, what is left of its plan, and since
-    when.
-    """
-
-    adapter: EngineAdapter
-    own: Origin
-    plan: BlendPlan
-    refused: dict[int, str]
-    started: float
-    patience_s: float = math.inf
-
-    def result(
-        self,
-        work: Pass,
-        logits: Tensor,
-        attention: Tensor | None = None,
-        loader: LayerLoader | None = None,
-        *,
-        failure: str = "",
-    ) -> BlendResult:
-        is_approx = approx_mask(self.plan, work.selected.device)
-        is_blended = bool(is_approx.any()) and not failure and loader is not None
-        report = BlendReport(
-            work.selected[is_approx[work.selected]] if is_blended else work.selected[:0],
-            tuple(work.row_counts),
-            work.deviation,
-            self.refused,
-            attention,
-            failure,
-            loader.load_s if loader else 0.0,
-            loader.wait_s if loader else 0.0,
-            time.perf_counter() - self.started,
-        )
-        weights = self.own.weights if self.adapter.origin == self.own else None
-        return BlendResult(logits, tuple(work.kv), is_blended, report, weights)
+def _rows(plan: BlendPlan, sinks: Tensor, attention: Tensor | None) -> Tensor:
+    """Return the rows that are computed in all layers: (rows,)."""
+    rows = [rows_of(plan, "miss"), sinks]
+    if chooses_any(plan):
+        rows.append(SELECTORS[plan.selector](plan, attention).cpu())
+    found: Tensor = torch.cat(rows).unique()
+    return found
 
 
 def _refused(plan: BlendPlan, own: Origin) -> dict[int, str]:
@@ -414,37 +391,6 @@ def _refused(plan: BlendPlan, own: Origin) -> dict[int, str]:
     return found
 
 
-def _rows(
-    plan: BlendPlan,
-    selector: Selector,
-    attention: Tensor | None,
-    checks: tuple[int, ...],
-    sinks: Tensor,
-) -> Tensor:
-    """Return the rows of the first layer: (rows,)."""
-    if checks:
-        return rows_of_kind(plan, "approx", "miss")
-    rows = [rows_of_kind(plan, "miss"), sinks]
-    if wants_any(plan):
-        rows += [head_rows(plan), selector.static(plan, attention).cpu()]
-    found: Tensor = torch.cat(rows).unique()
-    return found
-
-
-def _whole(tokens: Sequence[int]) -> BlendPlan:
-    """Return the plan that computes all of *tokens*."""
-    return BlendPlan(tuple(tokens), (Segment(0, len(tokens), "miss"),))
-
-
-def _with_room(result: BlendResult, count: int) -> list[LayerKV]:
-    """Return copies of the KV of *result* with room for *count* more tokens."""
-    return [(pad(k, (0, 0, 0, count)), pad(v, (0, 0, 0, count))) for k, v in result.kv]
-
-
-def _nothing_stored(layer: int) -> LayerKV:
-    raise LookupError(f"layer {layer}: nothing is stored of a prompt that is computed whole")
-
-
 def _computed_anyway(plan: BlendPlan) -> frozenset[int]:
     """Return the segments that are not to be loaded, by their indices.
 
@@ -453,11 +399,22 @@ def _computed_anyway(plan: BlendPlan) -> frozenset[int]:
     prefix rows are summed in another order: 2e-5 of a logit in float32, and as far as that is
     the engine's own prefix cache from its full prefill.
     """
-    shares = {
-        index: plan.ratio if segment.ratio is None else segment.ratio
-        for index, segment in plan.of_kind("approx")
-    }
+    shares = plan.shares()
     whole = {index for index, share in shares.items() if share >= 1}
     if whole and len(whole) == len(shares):
         whole.update(index for index, _ in plan.of_kind("exact"))
     return frozenset(whole)
+
+
+def _whole(tokens: Sequence[int]) -> BlendPlan:
+    """Return the plan that computes all of *tokens*."""
+    return BlendPlan(tuple(tokens), (Segment(0, len(tokens), "miss"),))
+
+
+def _padded(result: BlendResult, count: int) -> list[LayerKV]:
+    """Return copies of the KV of *result* with space for *count* more tokens."""
+    return [(pad(k, (0, 0, 0, count)), pad(v, (0, 0, 0, count))) for k, v in result.kv]
+
+
+def _nothing_stored(layer: int) -> LayerKV:
+    raise LookupError(f"layer {layer}: nothing is stored of a prompt that is computed whole")

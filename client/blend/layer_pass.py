@@ -1,4 +1,10 @@
-"""One pass over an engine's layers, in which some rows are computed and the rest is stored."""
+"""One pass over an engine's layers, in which some rows are computed and the rest is stored.
+
+Rows are attended in runs without a gap. Varlen attention kernels align a causal mask to the
+bottom right: with m scattered rows of n keys as one sequence, row i reads keys up to n - m + i,
+which lie in its future. A run [a, b) as a sequence of its own, with b - a queries and b keys, is
+exact.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +15,17 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from kvstore.client.blend.plan import UNROTATED, BlendPlan, Origin, Segment
+from kvstore.client.blend.plan import UNROTATED, BlendPlan, Origin
 from kvstore.client.blend.rope import RopeSpec, rerotate
-from kvstore.client.blend.selectors import Selector
+from kvstore.client.blend.selectors import most_deviating, rows_of
 from kvstore.proto.errors import LayoutMismatchError
-
-# What an engine must be able to do for its prompts to be blended: one layer, some rows.
 
 LayerKV: TypeAlias = tuple[Tensor, Tensor]
 """K and V of one layer: (kv_heads, tokens, head_dim) each, in the engine's dtype."""
-Run = tuple[int, int]
-"""Rows at positions [a, b): as one sequence of a varlen kernel, b - a queries of b keys."""
+RowRun: TypeAlias = tuple[int, int]
+"""Rows at positions [a, b)."""
+StoredKV: TypeAlias = Callable[[int], LayerKV]
+"""K and V of the whole prompt at a layer, with what is stored in its place."""
 
 
 class EngineAdapter(Protocol):
@@ -45,13 +51,13 @@ class EngineAdapter(Protocol):
     def qkv(self, layer: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return Q (heads, rows, head_dim), rotated to *positions*, and K and V alike."""
 
-    def attend(self, layer: int, query: Tensor, runs: Sequence[Run], kv: LayerKV) -> Tensor:
+    def attend(self, layer: int, query: Tensor, runs: Sequence[RowRun], kv: LayerKV) -> Tensor:
         """Return what the rows of *runs* read of *kv*: (rows, heads * head_dim).
 
         A row at position p reads keys at positions up to p, and those after p - window.
         """
 
-    def mass(self, layer: int, query: Tensor, positions: Tensor, kv: LayerKV) -> Tensor:
+    def attention_mass(self, layer: int, query: Tensor, positions: Tensor, kv: LayerKV) -> Tensor:
         """Return how much attention each key gets of the rows at *positions*: (tokens,).
 
         The mean over the rows of the sum over the heads; float32 or wider.
@@ -64,14 +70,7 @@ class EngineAdapter(Protocol):
         """Return the logits of rows: (rows, vocabulary)."""
 
 
-# Rows at absolute positions as runs without a gap.
-#
-# Varlen attention kernels align a causal mask to the bottom right: with m scattered rows of n
-# keys as one sequence, row i reads keys up to n - m + i, which lie in its future. A run [a, b) as
-# a sequence of its own, with b - a queries and b keys, is exact.
-
-
-def runs_of(positions: Tensor) -> list[Run]:
+def runs_of(positions: Tensor) -> list[RowRun]:
     """Return the runs of *positions*, which rise: (rows,)."""
     if not positions.numel():
         return []
@@ -81,7 +80,7 @@ def runs_of(positions: Tensor) -> list[Run]:
     return [(values[a], values[b - 1] + 1) for a, b in zip(starts, ends, strict=True)]
 
 
-def positions_of(runs: Sequence[Run], device: torch.device | None = None) -> Tensor:
+def positions_of(runs: Sequence[RowRun], device: torch.device | None = None) -> Tensor:
     """Return the positions of *runs*: (rows,)."""
     return torch.cat([torch.arange(a, b, device=device) for a, b in runs])
 
@@ -98,80 +97,81 @@ def reads(positions: Tensor, first_key: int, last_key: int, window: int | None) 
     return mask
 
 
-# One pass over an engine's layers, in which some rows are computed and the rest is stored.
-
-Stored = Callable[[int], LayerKV]
-"""K and V of the whole prompt at a layer, with what is stored in its place."""
-
-
 @dataclass(slots=True)
-class Pass:
+class LayerPass:
     """What a pass is to do, and what it found.
 
-    *rows*: positions that are computed, rising. *checks*: layers at which *selector* says
-    which of them stay; *sinks* all do. *probe*: rows whose attention is summed. *logits_from*:
-    the first position whose logits are wanted. *is_engines_own*: no stale row is read, and the
-    result is to be the engine's own to the bit: the last layer is then computed for all rows, as
-    engines do, and not only for those whose logits are wanted (other shapes, other sums).
+    *rows*: positions that are computed, rising. *logits_from*: the first position whose logits
+    are wanted. *checks*: layers at which the rows that deviate most stay; *sinks* all do, and
+    *narrow* gets the rows and the layer from which on. *probe*: rows whose attention is summed.
     """
 
     plan: BlendPlan
     rows: Tensor
     logits_from: int
     checks: tuple[int, ...] = ()
-    selector: Selector | None = None
+    sinks: Tensor | None = None
+    narrow: Callable[[list[int], int], None] | None = None
     probe: Tensor | None = None
-    is_engines_own: bool = False
-    narrow: Callable[[Tensor, int], None] | None = None
-    sinks: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     kv: list[LayerKV] = field(default_factory=list)
     row_counts: list[int] = field(default_factory=list)
     deviation: dict[int, Tensor] = field(default_factory=dict)
+    """Squared distance of fresh values from stored, (tokens,), by check layer."""
     attention: Tensor | None = None
-    selected: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    selected: Tensor = field(init=False)
     """The rows of the last layer."""
-    runs: list[Run] = field(default_factory=list)
+    _runs: list[RowRun] = field(init=False)
 
-    def run(self, adapter: EngineAdapter, stored: Stored) -> Tensor:
+    def run(self, adapter: EngineAdapter, stored_kv: StoredKV) -> Tensor:
         """Compute all layers; return the logits of the rows from ``logits_from`` on.
 
-        *stored* is not asked when every row is computed and none is compared.
+        *stored_kv* is not called when every row is computed and none is compared: the result is
+        then the engine's own to the bit, as the last layer, too, is computed for all rows.
         """
         tokens = torch.tensor(self.plan.tokens, device=adapter.device)
         self._set_rows(self.rows.to(adapter.device))
         hidden = adapter.embed(tokens[self.rows])
         for layer in range(adapter.n_layers):
-            hidden = self._layer(adapter, layer, hidden, stored)
+            hidden = self._layer(adapter, layer, hidden, stored_kv)
         if self.rows.numel():
             hidden = hidden[self.rows >= self.logits_from]
         return adapter.logits(hidden)
 
-    def _layer(self, adapter: EngineAdapter, layer: int, hidden: Tensor, stored: Stored) -> Tensor:
+    def _layer(
+        self, adapter: EngineAdapter, layer: int, hidden: Tensor, stored_kv: StoredKV
+    ) -> Tensor:
         is_whole = not self.checks and self.rows.numel() == len(self.plan.tokens)
-        placed = None if is_whole else stored(layer)  # waits; the next layer is asked for
-        query, *fresh = adapter.qkv(layer, hidden, self.rows)
-        if placed is not None and layer in self.checks:
-            self._compare(layer, fresh[1], placed[1])
-        kv = _written(placed, self.rows, fresh)
-        self.kv.append(kv)
+        placed = None if is_whole else stored_kv(layer)  # waits; the next layer is requested
+        query, keys, values = adapter.qkv(layer, hidden, self.rows)
+        if placed is None:
+            self.kv.append((keys.contiguous(), values.contiguous()))
+        else:
+            if layer in self.checks:
+                self._compare(layer, values, placed[1])
+            placed[0][:, self.rows], placed[1][:, self.rows] = keys, values
+            self.kv.append(placed)
         if layer in self.checks:
-            query, hidden = self._keep(layer, query, hidden)
+            is_kept = self._keep(layer)
+            query, hidden = query[:, is_kept], hidden[is_kept]
         self.row_counts.append(self.rows.numel())
-        self._probe(adapter, layer, query, kv)
+        if self.probe is not None:
+            is_read = torch.isin(self.rows, self.probe)
+            rows, kv = self.rows[is_read], self.kv[-1]
+            mass = adapter.attention_mass(layer, query[:, is_read], rows, kv)
+            self.attention = mass if self.attention is None else self.attention + mass
         if layer == adapter.n_layers - 1:
             self.selected = self.rows
-        if layer == adapter.n_layers - 1 and not self.is_engines_own:
-            # its KV is written; only these rows are read again
-            is_wanted = self.rows >= self.logits_from
-            query, hidden = query[:, is_wanted], hidden[is_wanted]
-            self._set_rows(self.rows[is_wanted])
-        if not self.runs:
+            if not is_whole:  # its KV is written; only these rows are read again
+                is_wanted = self.rows >= self.logits_from
+                query, hidden = query[:, is_wanted], hidden[is_wanted]
+                self._set_rows(self.rows[is_wanted])
+        if not self._runs:
             return hidden
-        read = adapter.attend(layer, query, self.runs, kv)
+        read = adapter.attend(layer, query, self._runs, self.kv[-1])
         return adapter.post(layer, hidden, read)
 
     def _set_rows(self, rows: Tensor) -> None:
-        self.rows, self.runs = rows, runs_of(rows)
+        self.rows, self._runs = rows, runs_of(rows)
 
     def _compare(self, layer: int, fresh: Tensor, stored: Tensor) -> None:
         found = torch.zeros(len(self.plan.tokens), device=fresh.device)
@@ -179,53 +179,20 @@ class Pass:
         found[self.rows] = differences.square().sum((0, 2))
         self.deviation[layer] = found
 
-    def _keep(self, layer: int, query: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        if self.selector is None:
-            return query, hidden
-        is_open = approx_mask(self.plan, self.rows.device)
-        is_open[self.sinks] = False
-        is_approx = is_open[self.rows]
-        chosen = self.selector.at_layer(
-            self.plan, layer, self.deviation[layer], self.rows[is_approx]
-        )
-        is_kept = ~is_approx | torch.isin(self.rows, chosen)
+    def _keep(self, layer: int) -> Tensor:
+        """Narrow the rows at a check layer; return which were kept: bool (rows,)."""
+        is_open = torch.isin(self.rows, rows_of(self.plan, "approx").to(self.rows.device))
+        if self.sinks is not None:
+            is_open &= ~torch.isin(self.rows, self.sinks.to(self.rows.device))
+        chosen = most_deviating(self.plan, layer, self.deviation[layer], self.rows[is_open])
+        is_kept = ~is_open | torch.isin(self.rows, chosen)
         self._set_rows(self.rows[is_kept])
         if self.narrow is not None:
-            self.narrow(self.rows, layer + 1)
-        return query[:, is_kept], hidden[is_kept]
-
-    def _probe(self, adapter: EngineAdapter, layer: int, query: Tensor, kv: LayerKV) -> None:
-        if self.probe is None:
-            return
-        is_asked = torch.isin(self.rows, self.probe)
-        mass = adapter.mass(layer, query[:, is_asked], self.rows[is_asked], kv)
-        self.attention = mass if self.attention is None else self.attention + mass
+            self.narrow(self.rows.tolist(), layer + 1)
+        return is_kept
 
 
-def _written(placed: LayerKV | None, rows: Tensor, fresh: Sequence[Tensor]) -> LayerKV:
-    """Return *fresh* K and V in *rows* of what is *placed*; None: they are all rows."""
-    keys, values = fresh
-    if placed is None:
-        return keys.contiguous(), values.contiguous()
-    placed[0][:, rows], placed[1][:, rows] = keys, values
-    return placed
-
-
-def approx_mask(plan: BlendPlan, device: torch.device) -> Tensor:
-    """Return which tokens are ``approx``: bool (tokens,)."""
-    mask = torch.zeros(len(plan.tokens), dtype=torch.bool, device=device)
-    for _, segment in plan.of_kind("approx"):
-        mask[segment.start : segment.end] = True
-    return mask
-
-
-def rows_of_kind(plan: BlendPlan, *kinds: str) -> Tensor:
-    """Return the positions of the tokens of *kinds*: (rows,)."""
-    spans = [(s.start, s.end) for s in plan.segments if s.kind in kinds]
-    return torch.cat([torch.arange(*span) for span in [(0, 0), *spans]])
-
-
-def place(
+def place_segments(
     adapter: EngineAdapter, plan: BlendPlan, layer: int, loaded: Mapping[int, LayerKV]
 ) -> LayerKV:
     """Return K and V of the prompt at *layer* with what was *loaded* in its place, keys turned.
@@ -236,37 +203,25 @@ def place(
     shape = (adapter.kv_heads, len(plan.tokens), adapter.head_dim)
     keys = torch.zeros(shape, dtype=adapter.dtype, device=adapter.device)
     values = torch.zeros_like(keys)
+    rope = adapter.rope[layer]
     for index, segment in enumerate(plan.segments):
         if segment.kind == "miss":
             continue
-        k, v = _checked(adapter, index, segment, loaded)
-        span = slice(segment.start, segment.end)
-        keys[:, span] = _moved(adapter, layer, segment, k.to(adapter.device))
-        values[:, span] = v.to(adapter.device)
-    return keys, values
-
-
-def _checked(
-    adapter: EngineAdapter, index: int, segment: Segment, loaded: Mapping[int, LayerKV]
-) -> LayerKV:
-    if index not in loaded:
-        raise LayoutMismatchError("segment", index, "the source did not bring it")
-    wanted = (adapter.kv_heads, len(segment), adapter.head_dim)
-    for part in loaded[index]:
-        if tuple(part.shape) != wanted or part.dtype != adapter.dtype:
-            found = (tuple(part.shape), str(part.dtype))
-            raise LayoutMismatchError(
-                f"segment {index}", found, f"the engine keeps {wanted} of {adapter.dtype}"
+        if index not in loaded:
+            raise LayoutMismatchError("segment", index, "the source did not bring it")
+        wanted = (adapter.kv_heads, len(segment), adapter.head_dim)
+        for part in loaded[index]:
+            if tuple(part.shape) != wanted or part.dtype != adapter.dtype:
+                found = (tuple(part.shape), str(part.dtype))
+                fix = f"the engine keeps {wanted} of {adapter.dtype}"
+                raise LayoutMismatchError(f"segment {index}", found, fix)
+        k, v = (part.to(adapter.device) for part in loaded[index])
+        if rope is not None and segment.src_pos != segment.start:
+            new = torch.arange(segment.start, segment.end, device=k.device)
+            is_rotated = segment.src_pos != UNROTATED
+            k = rerotate(
+                k, new - segment.start + segment.src_pos if is_rotated else None, new, rope
             )
-    return loaded[index]
-
-
-def _moved(adapter: EngineAdapter, layer: int, segment: Segment, keys: Tensor) -> Tensor:
-    rope = adapter.rope[layer]
-    if rope is None or segment.src_pos == segment.start:
-        return keys
-    new = torch.arange(segment.start, segment.end, device=keys.device)
-    old = None
-    if segment.src_pos != UNROTATED:
-        old = new - segment.start + segment.src_pos
-    return rerotate(keys, old, new, rope)
+        span = slice(segment.start, segment.end)
+        keys[:, span], values[:, span] = k, v
+    return keys, values

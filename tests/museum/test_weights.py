@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from vllm_stand_ins import FullAttentionSpec, cache_config, engine_config
 
 from kvstore.client.blend.engine import Blender
-from kvstore.client.blend.gate import GatedBlender
+from kvstore.client.blend.gate import GuardedBlender
 from kvstore.client.blend.segments import SegmentRange
 from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.engines import vllm_identity
@@ -465,7 +465,7 @@ def test_lmdeploy_4917_nothing_older_is_blended_once_weights_changed(server: Loc
     client, blender, (first, ranges) = blended(server, model, 5)
     _, _, (second, _) = blended(server, model, 6)
     store_prefill(client, blender.prefill(first), first, ranges)
-    gated = GatedBlender(client, blender, ResolveTerms(is_trial=True), selector="first_k")
+    gated = GuardedBlender(client, blender, ResolveTerms(is_trial=True), selector="first_k")
     assert gated.run(second, ranges).shadow is not None
     resolved = client.resolve(second, ranges, ResolveTerms(is_trial=True))
     with torch.no_grad():

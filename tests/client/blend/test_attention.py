@@ -94,7 +94,7 @@ def test_a_content_that_stands_twice_is_told_once(adapter: TransformersAdapter) 
 
 def test_weights_that_are_no_numbers_are_told_to_nobody(adapter: TransformersAdapter) -> None:
     class Broken(TransformersAdapter):
-        def mass(self, *args: object) -> torch.Tensor:
+        def attention_mass(self, *args: object) -> torch.Tensor:
             return torch.full((len(PROMPT),), torch.nan)
 
     broken = Broken(make_model("llama", torch.float32))
