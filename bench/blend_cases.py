@@ -26,8 +26,8 @@ from kvstore.client.blend.engine import Blender, BlendResult, MemorySource
 from kvstore.client.blend.gate import deviations
 from kvstore.client.blend.layer_pass import LayerKV
 from kvstore.client.blend.plan import BlendPlan, Segment
-from kvstore.client.engines.transformers_blend import BlendedCache, TransformersAdapter
-from kvstore.client.engines.transformers_cache import as_argument
+from kvstore.client.engines.transformers.blend_adapter import BlendedCache, TransformersAdapter
+from kvstore.client.engines.transformers.cache import as_argument
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 FOLDER = DATA / "tinylm"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from types import TracebackType
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 from weakref import finalize, ref
 
 from kvstore.client.batches import (
@@ -31,7 +32,7 @@ from kvstore.client.retry import countdown
 from kvstore.client.session import FIRST_PACE_S, Session
 from kvstore.client.shm import ShmTransport, can_share_memory
 from kvstore.client.stream import StreamTransport
-from kvstore.client.transport import Transport, as_true
+from kvstore.client.transport import ReadPlan, Transport, at_least, layer_feed
 from kvstore.codecs.asset_shelf import ASSETS
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
@@ -44,7 +45,6 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.keys import cut_keys, split_digests
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import (
     DIGEST_BYTES,
     KEY_BYTES,
@@ -57,15 +57,6 @@ from kvstore.proto.types import (
 )
 
 T = TypeVar("T")
-
-
-class Asked(NamedTuple):
-    """What a transport is asked for."""
-
-    digests: Sequence[ChainDigest]
-    lease_id: int
-    deadline_ms: int
-    least: Accuracy
 
 
 class Caller:
@@ -321,9 +312,9 @@ class Caller:
         for number, (first, some) in enumerate(batches(keys, limit)):
             lease_id = leases[number] if leases else 0
             try:
-                asked = Asked(digests[first : first + limit], lease_id, left_ms(), least)
+                plan = ReadPlan(digests[first : first + limit], lease_id, left_ms(), least)
                 some_found, some_stated = self._read_batch(
-                    transport, some, behind(room, first), asked
+                    transport, some, behind(room, first), plan
                 )
             except (DeadlineError, TierUnavailableError):
                 if not found:
@@ -340,15 +331,15 @@ class Caller:
         transport: Transport,
         keys: Sequence[ChunkKey],
         room: Room,
-        asked: Asked,
+        plan: ReadPlan,
     ) -> tuple[list[ChunkTensors], list[Stated]]:
         shard = None
         stated: dict[int, Stated] = {}
         if isinstance(room, RectangleRoom):
             shard = room.usual_shard(self.options.chunk_tokens)
         landing = partial(direct, transport.session, keys, room)
-        with transport.get_layers_of(shard, *asked, landing) as arriving:
-            frames = as_true(arriving, asked.least, stated)
+        with transport.read(replace(plan, shard=shard, direct=landing)) as arriving:
+            frames = at_least(arriving, plan.minimum, stated)
             found, broken = self._reader.read(transport.session, keys, frames, room)
         if broken is not None:
             self._quarantine(transport, broken)
@@ -358,19 +349,17 @@ class Caller:
         self,
         stack: ExitStack,
         transport: Transport,
-        asked: Asked,
-        skipped: SkippedRows | None = None,
+        plan: ReadPlan,
     ) -> LayerFeed:
-        """Return the frames of *asked* layer by layer: of MAX_OPEN_BATCHES batches, as each is a
-        stream, which *stack* ends. Rows that are *skipped* come where there are several.
+        """Return the frames of *plan* layer by layer: of MAX_OPEN_BATCHES batches, as each is a
+        stream, which *stack* ends. Rows to skip come where there are several.
         """
-        digests, lease_id, deadline_ms, least = asked
-        limit, left_ms = transport.session.terms.max_batch_chunks, countdown(deadline_ms)
-        if len(digests) > limit:
-            skipped = None  # they are named by the places of all chunks
+        limit, left_ms = transport.session.terms.max_batch_chunks, countdown(plan.deadline_ms)
+        if len(plan.digests) > limit:
+            plan = replace(plan, skipped=None)  # they are named by the places of all chunks
         feeds = (
-            transport.get_layers(some, lease_id, left_ms(), least, skipped)
-            for _, some in batches(digests, limit)
+            layer_feed(transport, replace(plan, digests=some, deadline_ms=left_ms()))
+            for _, some in batches(plan.digests, limit)
         )
         return JoinedFeed(stack, islice(feeds, MAX_OPEN_BATCHES), limit)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvstore.client.device_decode import Begun, DeviceDecoder
 from kvstore.client.layer_feed import in_time
 from kvstore.client.reader import check_header
-from kvstore.client.transport import Arrived
+from kvstore.client.transport import Arrival
 from kvstore.codecs.frame_kernels import open_kernels
 from kvstore.codecs.paged import (
     RAW,
@@ -76,7 +76,7 @@ class InArena:
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """The same in CPU memory of the server. ``confirms``: as ``Arrived.confirm``, one a frame."""
+    """The same in CPU memory of the server. ``confirms``: as ``Arrival.confirm``, one a frame."""
 
     index: int
     frames: Sequence[Bytes]
@@ -241,7 +241,7 @@ class Reading:
         if after is not None:
             reader.work.wait(after)
 
-    def run(self, arriving: Iterator[InArena | InMemory | Arrived]) -> None:
+    def run(self, arriving: Iterator[InArena | InMemory | Arrival]) -> None:
         """Read until the end of the prefix; ``done`` and ``broken`` then say how it went.
 
         Raises LeaseExpiredError where memory of the device was reused meanwhile: that says nothing
@@ -280,13 +280,13 @@ class Reading:
 
     # --- what arrived
 
-    def _run_of(self, arrived: InArena | InMemory | Arrived) -> _Run:
+    def _run_of(self, arrived: InArena | InMemory | Arrival) -> _Run:
         if isinstance(arrived, InArena):
             return self._run_in_arena(arrived)
         if isinstance(arrived, InMemory):
             frames, confirms = arrived.frames, arrived.confirms
         else:
-            frames, confirms = [arrived.frame[:]], [arrived.confirm]
+            frames, confirms = [arrived.data[:]], [arrived.confirm]
         heads = np.zeros((len(frames), self._transport.head_bytes), np.uint8)
         for head, frame in zip(heads, frames, strict=True):
             start = frame[: len(head)]
@@ -531,9 +531,9 @@ class Reading:
             raise
 
 
-def frame_count(arrived: InArena | InMemory | Arrived) -> int:
+def frame_count(arrived: InArena | InMemory | Arrival) -> int:
     """Return of how many chunks *arrived* is."""
-    if isinstance(arrived, Arrived):
+    if isinstance(arrived, Arrival):
         return 1
     return len(arrived.places if isinstance(arrived, InArena) else arrived.frames)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
 
 from kvstore.client.batches import MAX_OPEN_BATCHES, JoinedSink, batches
-from kvstore.client.caller import Asked, Caller
+from kvstore.client.caller import Caller
 from kvstore.client.chunk import Chunk, PlannedChunk
 from kvstore.client.layer_sink import PutTerms
 from kvstore.client.layered_put import LayeredPut
@@ -22,7 +22,7 @@ from kvstore.client.rectangle_room import RectangleRoom
 from kvstore.client.retry import countdown
 from kvstore.client.session import Session
 from kvstore.client.tensors import LayerTensors
-from kvstore.client.transport import Put, Transport
+from kvstore.client.transport import Put, ReadPlan, Transport
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, LeaseExpiredError
 from kvstore.proto.frame import FrameTemplate, raw_frame_bytes
@@ -146,9 +146,9 @@ class EngineCalls(Caller, ABC):
     def _layers(
         self, transport: Transport, keys: Sequence[ChunkKey], room: Room, least: Accuracy
     ) -> Generator[Layer, None, None]:
-        asked = Asked(self._cut_digests(keys), 0, self.options.deadline_ms, least)
+        plan = ReadPlan(self._cut_digests(keys), 0, self.options.deadline_ms, least)
         with ExitStack() as stack:
-            feed = self._layer_feed(stack, transport, asked)
+            feed = self._layer_feed(stack, transport, plan)
             reading = LayerReader(self._reader, transport.session, keys, feed, room)
             with closing(reading.layers()) as layers:
                 yield from layers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from xxhash import xxh3_64
@@ -11,6 +11,9 @@ from xxhash import xxh3_64
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, copy_bytes, copy_summed
 from kvstore.proto.errors import InvalidFrameError
+
+if TYPE_CHECKING:
+    from kvstore.client.transport import Arrival
 
 
 class PayloadReader(Protocol):
@@ -82,12 +85,13 @@ class FrameAssembler:
     def __init__(self, limit_bytes: int, room: Room) -> None:
         self._limit_bytes = limit_bytes
         self._room = room
-        self._chunk = 0
+        self.next_index = 0
+        """Of the frame whose parts come next; who reads those before it elsewhere sets it."""
         self._received_bytes = 0
         self._frame_bytes = 0
         self._frame: Bytes | Sink | None = None
 
-    def take(self, part: pb.StreamPart, data: Payload) -> ReceivedFrame | None:
+    def take(self, part: Arrival | pb.StreamPart, data: Payload) -> ReceivedFrame | None:
         """Take the next part; return the frame that it made whole.
 
         Raises InvalidFrameError when parts do not follow each other.
@@ -98,7 +102,7 @@ class FrameAssembler:
         elif part.frame_bytes != self._frame_bytes:
             raise InvalidFrameError("frame_bytes", part.frame_bytes, "must not change")
         stop = part.offset + len(data)
-        follows = (part.index, part.offset) == (self._chunk, self._received_bytes)
+        follows = (part.index, part.offset) == (self.next_index, self._received_bytes)
         if not follows or not len(data) or stop > part.frame_bytes:
             raise InvalidFrameError("offset", part.offset, "parts must follow each other")
         if not part.offset:
@@ -115,7 +119,7 @@ class FrameAssembler:
         self._received_bytes = stop % part.frame_bytes
         if self._received_bytes:
             return None
-        self._chunk += 1
+        self.next_index += 1
         frame, self._frame = self._frame, None
         return None if frame is None else ReceivedFrame(part.index, part.tier, frame)
 
@@ -124,8 +128,8 @@ class FrameAssembler:
 
         A frame that was begun and did not become whole was late, or dropped.
         """
-        if frames != self._chunk:
-            raise InvalidFrameError("frames", frames, f"{self._chunk} came")
+        if frames != self.next_index:
+            raise InvalidFrameError("frames", frames, f"{self.next_index} came")
 
 
 def here(payload: Payload) -> Bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
@@ -13,14 +13,14 @@ from kvstore.proto.buffers import Bytes, Sliced
 from kvstore.proto.errors import DeadlineError, TierUnavailableError
 
 if TYPE_CHECKING:
-    from kvstore.client.transport import Arrived
+    from kvstore.client.transport import Arrival
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
     """A frame whose header has arrived; ``header`` has it at its start, not verified yet.
 
-    ``confirm`` is to be called after each reading of its bytes, as ``Arrived.confirm``.
+    ``confirm`` is to be called after each reading of its bytes, as ``Arrival.confirm``.
     """
 
     index: int
@@ -72,16 +72,16 @@ class LayerFeed(ABC):
 class WholeFrames(LayerFeed):
     """Frames that only come whole: what a transport offers that does no better."""
 
-    def __init__(self, arriving: Iterator[Arrived]) -> None:
+    def __init__(self, arriving: Iterator[Arrival]) -> None:
         self._arriving = arriving
-        self._frames: list[Arrived] = []
+        self._frames: list[Arrival] = []
         self._plan: Sequence[Range] = ()
 
     @override
     def headers(self) -> list[Opened]:
         self._frames = list(in_time(self._arriving))
         return [
-            Opened(one.index, one.tier, one.frame, len(one.frame), one.confirm)
+            Opened(one.index, one.tier, one.data, one.frame_bytes, one.confirm)
             for one in self._frames
         ]
 
@@ -93,7 +93,7 @@ class WholeFrames(LayerFeed):
     def take(self, number: int) -> Bytes | None:
         chunk, start, stop = self._plan[number]
         try:
-            return self._frames[chunk].frame[start:stop]
+            return self._frames[chunk].data[start:stop]
         except TierUnavailableError:  # a file that cannot be read
             return None
 
@@ -113,7 +113,7 @@ class Numbered(Protocol):
 N = TypeVar("N", bound=Numbered)
 
 
-def in_time(arriving: Iterator[N], frames: Callable[[N], int] = lambda one: 1) -> Iterator[N]:
+def in_time(arriving: Iterable[N], frames: Callable[[N], int] = lambda one: 1) -> Iterator[N]:
     """Yield what follows without a gap and arrives in time; raise only if nothing does.
 
     *frames* says how many chunks one is of.

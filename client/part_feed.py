@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from typing_extensions import override
 
 from kvstore.client.layer_feed import LayerFeed, Opened, Range
-from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
+from kvstore.proto.buffers import Bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError, KVStoreError
 
-
-def _stays() -> None:
-    """The bytes are ours: nobody reuses their memory."""
+if TYPE_CHECKING:
+    from kvstore.client.transport import Arrival
 
 
 class PartFeed(LayerFeed):
@@ -29,7 +28,7 @@ class PartFeed(LayerFeed):
 
     def __init__(
         self,
-        replies: Iterator[pb.GetResponse],
+        replies: Iterator[Arrival],
         limit_bytes: int,
         *,
         is_cut: bool = False,
@@ -39,7 +38,7 @@ class PartFeed(LayerFeed):
         self._end = end
         self._replies = replies
         self._limit_bytes = limit_bytes
-        self._held: pb.GetResponse | None = None
+        self._held: Arrival | None = None
         self._plan: Sequence[Range] = ()
         self._numbers: dict[tuple[int, int], int] = {}
         self._next = 0
@@ -59,15 +58,14 @@ class PartFeed(LayerFeed):
     def headers(self) -> list[Opened]:
         opened: list[Opened] = []
         for reply in self._replies:
-            part = reply.part
-            if part.offset or reply.index != len(opened):
+            data = cast("Bytes", reply.data)
+            if reply.offset or reply.index != len(opened):
                 self._held = reply
                 break
-            if not 0 < len(part.data) <= part.frame_bytes <= self._limit_bytes:
-                raise InvalidFrameError("frame_bytes", part.frame_bytes, "over the session's limit")
-            opened.append(
-                Opened(reply.index, reply.tier, as_bytes(part.data), part.frame_bytes, _stays)
-            )
+            size_bytes = reply.frame_bytes
+            if not 0 < len(data) <= size_bytes <= self._limit_bytes:
+                raise InvalidFrameError("frame_bytes", size_bytes, "over the session's limit")
+            opened.append(Opened(reply.index, reply.tier, data, size_bytes, reply.confirm))
         return opened
 
     @override
@@ -107,7 +105,7 @@ class PartFeed(LayerFeed):
             self._error = error  # for whoever waits next: nothing follows it
             raise
 
-    def _reply(self) -> pb.GetResponse | None:
+    def _reply(self) -> Arrival | None:
         """Wait for the next reply, without the lock."""
         if self._held is not None:
             held, self._held = self._held, None
@@ -121,20 +119,20 @@ class PartFeed(LayerFeed):
             self._is_drawing = False
             self._changed.notify_all()
 
-    def _add(self, reply: pb.GetResponse) -> None:
-        data = as_bytes(reply.part.data)
+    def _add(self, reply: Arrival) -> None:
+        data = cast("Bytes", reply.data)
         if self._partial is None:
             if reply.index >= self._wanted_frames:
                 return
-            number = self._numbers.get((reply.index, reply.part.offset), -1)
+            number = self._numbers.get((reply.index, reply.offset), -1)
             if number < self._next:
-                raise InvalidFrameError("offset", reply.part.offset, "layers must come in order")
+                raise InvalidFrameError("offset", reply.offset, "layers must come in order")
             self._next, self._received_bytes = number, 0
         wanted = self._plan[self._next]
         at, size = self._received_bytes, wanted.stop - wanted.start
-        follows = (reply.index, reply.part.offset) == (wanted.chunk, wanted.start + at)
+        follows = (reply.index, reply.offset) == (wanted.chunk, wanted.start + at)
         if not follows or not 0 < len(data) <= size - at:
-            raise InvalidFrameError("offset", reply.part.offset, "parts must follow each other")
+            raise InvalidFrameError("offset", reply.offset, "parts must follow each other")
         if not at and len(data) == size:  # the message's own bytes, not copied
             self._finish(data)
             return

@@ -6,16 +6,20 @@ header and layers are asked for at once. Whatever else comes is read whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
+from kvstore.proto.buffers import Bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import ALIGN_BYTES, header_bytes, parse_header, raw_frame_bytes
 from kvstore.proto.types import Shard
+
+if TYPE_CHECKING:
+    from kvstore.client.transport import Arrival
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,24 +95,23 @@ class RangedGet:
             for span in self._spans
         ]
 
-    def frames(self, replies: Iterator[pb.GetResponse]) -> Iterator[tuple[str, SparseFrame]]:
+    def frames(self, parts: Iterable[Arrival]) -> Iterator[tuple[str, SparseFrame]]:
         """Yield the tier and the frame of each chunk, up to one that has to be read whole."""
         wanted_bytes = sum(span.stop - span.start for span in self._spans)
         usual_bytes = raw_frame_bytes(self._shard.whole)
         frame = SparseFrame(self._spans, usual_bytes)
-        for reply in replies:
-            part = reply.part
-            if reply.index != self.read:
+        for part in parts:
+            if part.index != self.read:
                 break  # this one did not come, or not all of it
             if part.frame_bytes != usual_bytes:
                 return
-            frame.add(part.offset, as_bytes(part.data))
+            frame.add(part.offset, cast("Bytes", part.data))
             if frame.arrived_bytes < wanted_bytes:
                 continue
             if not self._is_usual(frame):
                 return
             self.read += 1
-            yield reply.tier, frame
+            yield part.tier, frame
             frame = SparseFrame(self._spans, usual_bytes)
         self.is_over = True
 

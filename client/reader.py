@@ -15,7 +15,7 @@ from kvstore.client.layer_feed import in_time
 from kvstore.client.rectangle_room import RectangleRoom
 from kvstore.client.session import Session
 from kvstore.client.tensors import LayerTensors, to_arrays
-from kvstore.client.transport import Arrived
+from kvstore.client.transport import Arrival
 from kvstore.codecs.base import AnyTensors, ChunkTensors, codec_by_id, empty_tensors
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.shards import cut
@@ -61,10 +61,10 @@ class _Reading:
     all before one that failed are tried.
     """
 
-    def __init__(self, decode: Callable[[Arrived], ChunkTensors], ahead: int) -> None:
+    def __init__(self, decode: Callable[[Arrival], ChunkTensors], ahead: int) -> None:
         self._decode = decode
         self._ahead = ahead
-        self._waiting: SimpleQueue[Arrived | None] = SimpleQueue()
+        self._waiting: SimpleQueue[Arrival | None] = SimpleQueue()
         self._found: dict[int, ChunkTensors] = {}
         self._errors: dict[int, KVStoreError] = {}
         self._failed = math.inf
@@ -75,7 +75,7 @@ class _Reading:
         while (arrived := self._waiting.get()) is not None:
             self._try(arrived)
 
-    def feed(self, arriving: Iterator[Arrived]) -> None:
+    def feed(self, arriving: Iterator[Arrival]) -> None:
         """Have all that arrives decoded, until one fails."""
         for arrived in arriving:
             if arrived.index > self._failed:
@@ -104,7 +104,7 @@ class _Reading:
         first = min(self._errors, default=len(self._found))
         return [self._found[index] for index in range(first)], self._errors.get(first)
 
-    def _try(self, arrived: Arrived) -> None:
+    def _try(self, arrived: Arrival) -> None:
         if arrived.index > self._failed:
             return
         try:
@@ -127,7 +127,7 @@ class Reader:
         self,
         session: Session,
         keys: Sequence[ChunkKey],
-        arriving: Iterator[Arrived],
+        arriving: Iterator[Arrival],
         room: Room = fresh,
     ) -> tuple[list[ChunkTensors], ChunkKey | None]:
         """Return the tensors of the longest prefix that proves right, and the key that did not.
@@ -136,7 +136,7 @@ class Reader:
         reader, LayoutMismatchError when the room does not have the chunk's layout.
         """
 
-        def one(arrived: Arrived) -> ChunkTensors:
+        def one(arrived: Arrival) -> ChunkTensors:
             return decode(session, keys[arrived.index], arrived, room)
 
         reading = _Reading(one, 2 * self.threads)
@@ -185,13 +185,13 @@ def _broken(
     raise error
 
 
-def decode(session: Session, key: ChunkKey, arrived: Arrived, room: Room) -> ChunkTensors:
+def decode(session: Session, key: ChunkKey, arrived: Arrival, room: Room) -> ChunkTensors:
     """Verify the frame that arrived for *key* and decode it into *room*.
 
     Raises ChunkCorruptError, InvalidFrameError, UnknownCodecError, LeaseExpiredError, and
     ModelError for a frame that names the tables of another model.
     """
-    frame = arrived.frame
+    frame = arrived.data
     if isinstance(frame, DirectFrame):
         frame.check()
         return frame.tensors

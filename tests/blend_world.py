@@ -23,7 +23,7 @@ from transformers import (
 from kvstore.client.blend.engine import Blender, MemorySource
 from kvstore.client.blend.layer_pass import LayerKV
 from kvstore.client.blend.plan import BlendPlan, Segment
-from kvstore.client.engines.transformers_blend import TransformersAdapter
+from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 
 VOCABULARY = 512
 LAYERS = 5

@@ -12,14 +12,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, takewhile
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
+from kvstore.client.access import access_from
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client, parents
-from kvstore.client.engines.accuracy import ONLY_EXACT, Allowed, codecs_of, exact_count, least_of
 from kvstore.client.engines.prefix import (
+    ONLY_EXACT,
     About,
     AboutOf,
+    Allowed,
     Asked,
     ConnectorStats,
     Prefix,
@@ -27,9 +29,13 @@ from kvstore.client.engines.prefix import (
     RoomsOf,
     Source,
     Span,
+    codecs_of,
+    exact_count,
+    least_of,
 )
 from kvstore.client.forks import FORKS
 from kvstore.client.levels import PlanTerms
+from kvstore.client.options import ClientOptions
 from kvstore.client.prefill import (
     DOUBT,
     LEAST_LEFT_S,
@@ -556,3 +562,15 @@ class Connector:
                 gated_chunks=counts["gated_chunks"],
                 misses=dict(self._misses),
             )
+
+
+def client_options(settings: Any, chunk_tokens: int, **more: Any) -> ClientOptions:
+    """Return options by an engine's *settings*, which have them in fields of these names."""
+    of = settings
+    return ClientOptions(
+        of.transport,
+        chunk_tokens=chunk_tokens,
+        access=access_from(of.token_file, of.tls_ca, of.tls_cert, of.tls_key),
+        tenant=of.tenant,
+        **{"deadline_ms": of.deadline_ms, **more},
+    )

@@ -1,31 +1,33 @@
 """The one identity that engines give the KV of a model, so that those of the same weights share.
 
 An engine says which weights it runs, the settings it runs them with, and what it does otherwise
-than those say. Where nothing is done otherwise, nothing of the engine is in the identity.
+than those say. Where nothing is done otherwise, nothing of the engine is in the identity. Works on
+a transformers config by its fields, without importing transformers.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from blake3 import blake3
 
-from kvstore.client.engines.rope_settings import rope_parameters
-from kvstore.client.engines.weights import (
-    files_digest,
-    is_exact,
-    weights_files,
-    weights_name,
-    weights_sample,
-)
+from kvstore.client.tensors import LayerTensors
 from kvstore.proto.errors import ModelError
-from kvstore.proto.types import LayerGroup, LayerKind, Model, RopeParameters
+from kvstore.proto.types import (
+    MIN_CHUNK_TOKENS,
+    DType,
+    LayerGroup,
+    LayerKind,
+    Model,
+    RopeParameters,
+)
 
 SHARED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Architectures of which engines keep the same K and V: heads, order of elements and rotation."""
@@ -210,3 +212,189 @@ def own_rope(weights: Weights) -> RopeParameters:
         return rope_parameters(weights.config)
     except ModelError:
         return NO_ROPE
+
+
+# --- weights and their files
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+"""Files that hold weights."""
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tekken.json")
+"""Files that say what token ids stand for."""
+
+SAMPLE_STRIDE = 1 << 20
+"""A sample has the first so many bytes of a file, and SAMPLED of each so many that follow."""
+
+SAMPLED = 64
+
+EPOCH_BYTES = 16
+"""Random bytes that name weights of which nobody says what they are."""
+
+_ADAPTER_FILES = ("*.safetensors", "*.bin", "*.pt", "adapter_config.json")
+
+_HEXADECIMAL = re.compile(r"(?<![0-9a-z])[0-9a-f]{7,}(?![0-9a-z])")
+_COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(/|$)")
+_FULL_DIGITS = 32
+
+_Marks: TypeAlias = tuple[tuple[Path, int, int], ...]
+
+
+def is_exact(revision: str) -> bool:
+    """Return whether *revision* has a commit or a digest in it: seven hexadecimal digits or more.
+
+    Branches and tags move, and dates and numbers of steps are given to more than one model.
+    """
+    found = _HEXADECIMAL.findall(revision.lower())
+    return any(
+        len(word) >= _FULL_DIGITS or not (word.isdecimal() or word.isalpha()) for word in found
+    )
+
+
+def weights_name(model: str, stated: str = "", commit: str = "") -> str:
+    """Return a name of the weights of *model*, a folder or a name, that changes when they do.
+
+    *stated*: the revision that a user gave. An exact one is taken, of a folder with a sample of
+    its files; one that is not is resolved: to the commit in the path of a Hugging Face cache, to
+    a digest of all files of another folder, to the *commit* that a hub's model was downloaded at.
+    Files are those of ``weights_files``.
+    Raises ModelError for weights that none of this names.
+    """
+    files = weights_files(model)
+    if is_exact(stated):
+        return f"{stated}+sample={weights_sample(files).hex()}" if files else stated
+    in_path = _COMMIT.search(model)
+    if in_path:
+        found = in_path[1]
+    elif files:
+        found = f"weights={_whole(_marks(files)).hex()}"
+    elif commit:
+        found = commit
+    else:
+        fix = (
+            f"give a commit or a digest of the weights: {model!r} is no folder of weights here, "
+            "and a branch, a tag or nothing does not say which they are"
+        )
+        raise ModelError("model_revision", stated, fix)
+    return f"{stated}+{found}" if stated else found
+
+
+def weights_files(model: str) -> list[Path]:
+    """Return the files of weights in a folder, and of their settings and tokenizer; else none."""
+    folder = Path(model)
+    if not model or not folder.is_dir():
+        return []
+    files = {file for pattern in WEIGHTS for file in folder.glob(pattern)}
+    beside = [folder / name for name in ("config.json", *TOKENIZERS)] if files else []
+    return sorted(files.union(file for file in beside if file.is_file()))
+
+
+def weights_sample(files: Sequence[Path]) -> bytes:
+    """Return a digest of the names and sizes of *files*, and of some of what each holds."""
+    return _sample(_marks(files))
+
+
+def _marks(files: Sequence[Path]) -> _Marks:
+    return tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+
+
+@lru_cache(maxsize=8)
+def _whole(marks: _Marks) -> bytes:
+    return files_digest([file for file, *_ in marks])
+
+
+@lru_cache(maxsize=8)
+def _sample(marks: _Marks) -> bytes:
+    digest = blake3()
+    for file, size, _ in marks:
+        digest.update(f"{file.name}\0{size}\0".encode())
+        with file.open("rb", buffering=0) as opened:
+            digest.update(opened.read(SAMPLE_STRIDE))
+            for at in range(SAMPLE_STRIDE, size, SAMPLE_STRIDE):
+                digest.update(os.pread(opened.fileno(), SAMPLED, at))
+    return digest.digest()
+
+
+def files_digest(files: Sequence[Path]) -> bytes:
+    """Return a digest of the names and the bytes of *files*, 32 bytes."""
+    digest = blake3(max_threads=blake3.AUTO)
+    for file in files:
+        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        digest.update_mmap(file)
+    return digest.digest()
+
+
+def adapter_files(folder: str) -> list[Path]:
+    """Return the files of a LoRA adapter. Raises ModelError if there are none."""
+    path = Path(folder)
+    files = sorted({file for pattern in _ADAPTER_FILES for file in path.glob(pattern)})
+    if not files:
+        raise ModelError("lora_path", folder, "give a folder with the adapter's weights")
+    return files
+
+
+# --- pages of bytes, whose tokens are an engine's to know
+
+BYTE_ROWS = MIN_CHUNK_TOKENS
+"""Such a page is stored as so many rows of one layer."""
+
+
+def byte_group(page_bytes: int, field: str, name: str = "") -> LayerGroup:
+    """Return the layers of pages of so many bytes.
+
+    Raises ModelError, of what *field* calls *name*, where they fill no rows.
+    """
+    if page_bytes % BYTE_ROWS or not page_bytes:
+        fix = f"pages of {page_bytes} bytes: a multiple of {BYTE_ROWS} is stored"
+        raise ModelError(field, name or page_bytes, fix)
+    return LayerGroup(LayerKind.mla, DType.uint8, (0,), 1, page_bytes // BYTE_ROWS)
+
+
+def byte_tensors(page: Any) -> LayerTensors:
+    """Return *page*, an array or a tensor of bytes, as the tensors of a chunk."""
+    return [[[page.reshape(1, BYTE_ROWS, -1)]]]
+
+
+# --- rotations
+
+# Their rotation depends on the length of the whole prompt, so a prefix has no keys of its own.
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+def rope_parameters(config: Any) -> RopeParameters:
+    """Return the rotation that *config* states. Raises ModelError for what it refuses.
+
+    Where layers rotate differently it is one that no codec undoes, and still tells models apart.
+    """
+    stated = dict(getattr(config, "rope_parameters", None) or {})
+    if not stated:
+        return RopeParameters(0.0, 0, "none")
+    if "rope_type" in stated:
+        return _rotation(config, stated)
+    factors: dict[str, float] = {}
+    for kind, each in stated.items():
+        if isinstance(each, dict):
+            rope = _rotation(config, dict(each))
+            named = {"theta": rope.theta, f"is_{rope.scaling}": 1.0, **dict(rope.factors)}
+            factors.update({f"{kind}.{name}": value for name, value in named.items()})
+    return RopeParameters(0.0, 0, "by_layer_type", tuple(sorted(factors.items())))
+
+
+def _rotation(config: Any, stated: dict[str, Any]) -> RopeParameters:
+    scaling = str(stated.pop("rope_type", "default"))
+    theta = float(stated.pop("rope_theta", 0.0))
+    if scaling in _LENGTH_DEPENDENT_ROPE:
+        raise ModelError("rope_type", scaling, "its keys depend on the length of the whole prompt")
+    factors = {name: value for name, value in stated.items() if value is not None}
+    factors.pop("type", None)
+    for name, value in factors.items():
+        if not isinstance(value, int | float):
+            raise ModelError(f"rope.{name}", value, "only numbers are understood")
+    rotary_dim = int(head_dim(config) * factors.pop("partial_rotary_factor", 1.0))
+    numbers = sorted((name, float(value)) for name, value in factors.items())
+    return RopeParameters(theta, rotary_dim, scaling, tuple(numbers))
+
+
+def head_dim(config: Any) -> int:
+    """Return the elements of an attention head."""
+    stated = getattr(config, "head_dim", None)
+    return int(stated or config.hidden_size // config.num_attention_heads)

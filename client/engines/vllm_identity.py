@@ -10,18 +10,20 @@ from typing import Any
 
 from kvstore.client.engines.identity import (
     OWN_TOKENIZER,
+    TOKENIZERS,
     Departures,
     Weights,
     computed_in,
+    files_digest,
     identity_of,
     in_words,
+    is_exact,
+    rope_parameters,
     short_name,
     stated,
     weights_of,
 )
-from kvstore.client.engines.rope_settings import rope_parameters
 from kvstore.client.engines.vllm_shape import EngineShape
-from kvstore.client.engines.weights import TOKENIZERS, files_digest, is_exact
 from kvstore.proto.errors import ModelError
 from kvstore.proto.types import Model
 

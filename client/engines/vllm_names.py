@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
+from kvstore.client.engines.identity import adapter_files, files_digest
 from kvstore.client.engines.vllm_orders import NamedChunk
-from kvstore.client.engines.weights import files_digest
 from kvstore.client.page_names import page_hash
 from kvstore.proto.errors import ModelError
 from kvstore.proto.keys import chain_digest, content_digest, tokens_le32
@@ -18,7 +17,6 @@ MAX_ADAPTERS = 4096
 """LoRA adapters of one engine whose requests are stored."""
 
 _Marks: TypeAlias = tuple[tuple[str, int, int], ...]
-_ADAPTER_FILES = ("*.safetensors", "*.bin", "*.pt", "adapter_config.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +102,6 @@ def _feature(feature: Any) -> Feature:
         raise ModelError("mm_features", feature.identifier, "an input without a hash")
     place = feature.mm_position
     return Feature(feature.identifier.encode(), place.offset, place.offset + place.length)
-
-
-def adapter_files(folder: str) -> list[Path]:
-    """Return the files of a LoRA adapter. Raises ModelError if there are none."""
-    path = Path(folder)
-    files = sorted({file for pattern in _ADAPTER_FILES for file in path.glob(pattern)})
-    if not files:
-        raise ModelError("lora_path", folder, "give a folder with the adapter's weights")
-    return files
 
 
 class ChunkChain:

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from kvstore.client.engines.base import Connector
+from kvstore.client.engines.identity import EPOCH_BYTES
 from kvstore.client.engines.vllm_cost import deadline_ms_of, hints_of
 from kvstore.client.engines.vllm_events import KVEvents
 from kvstore.client.engines.vllm_lookup import (
@@ -40,7 +41,6 @@ from kvstore.client.engines.vllm_orders import (
 )
 from kvstore.client.engines.vllm_settings import BOTH, Role
 from kvstore.client.engines.vllm_shape import EngineShape
-from kvstore.client.engines.weights import EPOCH_BYTES
 from kvstore.client.prefill import LEAST_TOKENS, Deadline
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.keys import chunk_key

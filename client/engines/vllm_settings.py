@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvstore.client.access import access_from
-from kvstore.client.engines.accuracy import least_of
+from kvstore.client.engines.base import client_options
+from kvstore.client.engines.prefix import least_of
 from kvstore.client.engines.vllm_blending import refuse_blending
 from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.client.options import MAX_DEADLINE_MS, ClientOptions, TransportName
@@ -138,13 +138,11 @@ class VllmSettings:
 
     def options(self, chunk_tokens: int, name: str, *, is_lookup: bool = False) -> ClientOptions:
         """Return the options of a client that looks up, or of one that loads and stores."""
-        return ClientOptions(
-            transport=self.transport,
-            chunk_tokens=chunk_tokens,
+        return client_options(
+            self,
+            chunk_tokens,
             deadline_ms=self.lookup_deadline_ms if is_lookup else self.deadline_ms,
             retry_after_ms=self.retry_after_ms,
             name=name,
-            access=access_from(self.token_file, self.tls_ca, self.tls_cert, self.tls_key),
-            tenant=self.tenant,
             sglang_names=self.sglang_names,
         )

@@ -31,31 +31,30 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec as StoreTierin
 
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client
-from kvstore.client.engines.accuracy import least_of
 from kvstore.client.engines.base import Connector
+from kvstore.client.engines.identity import (
+    BYTE_ROWS,
+    EPOCH_BYTES,
+    byte_group,
+    byte_tensors,
+    weights_name,
+)
+from kvstore.client.engines.prefix import least_of
 from kvstore.client.engines.vllm_settings import VllmSettings
 from kvstore.client.engines.vllm_versions import STORAGE_MEDIUM, TELLS_KEYS_THAT_CAME, job_rows
 from kvstore.client.engines.vllm_worker import SHUTDOWN_S, WorkThread
-from kvstore.client.engines.weights import EPOCH_BYTES, weights_name
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.types import (
     DIGEST_BYTES,
-    MIN_CHUNK_TOKENS,
     Accuracy,
     ChainDigest,
-    DType,
-    LayerGroup,
-    LayerKind,
     Model,
     RopeParameters,
 )
 
 __all__ = ["KVStoreTier", "StoreTieringSpec"]
-
-ROW_TOKENS = MIN_CHUNK_TOKENS
-"""A chunk of bytes is stored as so many rows of one layer: its tokens are vLLM's to know."""
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
@@ -129,7 +128,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         )
         loading, looking = (
             Connector(
-                Client(stated.address, identity, stated.options(ROW_TOKENS, "vllm-tier", **kind)),
+                Client(stated.address, identity, stated.options(BYTE_ROWS, "vllm-tier", **kind)),
                 durable=stated.durable,
             )
             for kind in ({}, {"is_lookup": True})
@@ -192,7 +191,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._end(job, keys[: self._connector.read(digests, room)])
 
     def _tensors(self, row: int) -> LayerTensors:
-        return [[[self._rows[int(row)].reshape(1, ROW_TOKENS, -1)]]]
+        return byte_tensors(self._rows[int(row)])
 
     def _end(self, job: Any, done: Collection[bytes], *, counted: bool = True) -> None:
         is_whole = len(done) == len(job.keys)
@@ -262,8 +261,6 @@ def tier_representation(config: Any, chunk_bytes: int, model_revision: str) -> M
     """
     if not model_revision:
         raise ModelError("model_revision", "", "a tier has to be told: give it")
-    if chunk_bytes % ROW_TOKENS:
-        raise ModelError("chunk_bytes", chunk_bytes, f"a multiple of {ROW_TOKENS}")
     parallel = config.parallel
     layout = {
         "dtype": config.model.dtype,
@@ -278,13 +275,12 @@ def tier_representation(config: Any, chunk_bytes: int, model_revision: str) -> M
         "blocks": config.cache.blocks_per_chunk,
         "ranks": (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size),
     }
-    group = LayerGroup(LayerKind.mla, DType.uint8, (0,), 1, chunk_bytes // ROW_TOKENS)
     return Model(
         model_id=config.model.name,
         model_revision=weights_name(config.model.name, model_revision),
         adapter_digest="none",
         quantization=f"vllm-chunks:{blake3(repr(layout).encode()).hexdigest()}",
-        layer_groups=(group,),
+        layer_groups=(byte_group(chunk_bytes, "chunk_bytes"),),
         rope=RopeParameters(0.0, 0, "none"),
         tokenizer_digest="vllm-block-hashes",
     )

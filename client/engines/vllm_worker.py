@@ -20,8 +20,8 @@ from typing import TypeAlias
 import torch
 
 from kvstore.client.chunk import Chunk
-from kvstore.client.engines.accuracy import exact_count
 from kvstore.client.engines.base import Connector
+from kvstore.client.engines.prefix import exact_count
 from kvstore.client.engines.vllm_copies import (
     BATCH_BYTES,
     MOST_COPIES,

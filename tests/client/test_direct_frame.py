@@ -17,7 +17,7 @@ from kvstore.client import ClientOptions
 from kvstore.client.direct_frame import DirectFrame
 from kvstore.client.reader import Room, decode, direct, fresh
 from kvstore.client.session import Session
-from kvstore.client.transport import Arrived
+from kvstore.client.transport import Arrival
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto.buffers import Bytes
@@ -103,7 +103,7 @@ def test_a_raw_frame_is_taken_and_comes_out_of_decode(session: Session) -> None:
     assert ours is not None
     assert len(ours) == len(frame)
     feed(ours, frame, [700, 1100])
-    found = decode(session, KEY, Arrived(0, "cpu", ours, lambda: None), fresh)
+    found = decode(session, KEY, Arrival(0, "cpu", len(ours), ours), fresh)
     assert equal(found, tensors_of(KEY, SMALL, 16))
 
 

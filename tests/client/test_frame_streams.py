@@ -187,7 +187,7 @@ def forbid_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("it went through gRPC")
 
-    for name in ("get", "put", "get_layers", "get_ranges"):
+    for name in ("read", "put"):
         monkeypatch.setattr(StreamTransport, name, forbidden)
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from kvstore.client.layer_feed import Range
 from kvstore.client.part_feed import PartFeed
-from kvstore.proto import kvstore_pb2 as pb
+from kvstore.client.transport import Arrival
+from kvstore.proto.buffers import as_bytes
 from kvstore.proto.errors import DeadlineError, InvalidFrameError, KVStoreError
 
 HEAD = b"header"
@@ -18,15 +19,14 @@ FRAMES = [HEAD + b"aabbb", HEAD + b"ccddd"]
 PLAN = [Range(0, 6, 8), Range(1, 6, 8), Range(0, 8, 11), Range(1, 8, 11)]
 
 
-def reply(index: int, offset: int, data: bytes, frame_bytes: int = 11) -> pb.GetResponse:
-    part = pb.FramePart(frame_bytes=frame_bytes, offset=offset, data=data)
-    return pb.GetResponse(index=index, tier="cpu", part=part)
+def reply(index: int, offset: int, data: bytes, frame_bytes: int = 11) -> Arrival:
+    return Arrival(index, "cpu", frame_bytes, as_bytes(data), offset=offset)
 
 
 HEADERS = [reply(0, 0, HEAD), reply(1, 0, HEAD)]
 
 
-def segments(*plan: Range, cut: int = 100) -> list[pb.GetResponse]:
+def segments(*plan: Range, cut: int = 100) -> list[Arrival]:
     return [
         reply(one.chunk, at, FRAMES[one.chunk][at : min(at + cut, one.stop)])
         for one in plan
@@ -34,8 +34,8 @@ def segments(*plan: Range, cut: int = 100) -> list[pb.GetResponse]:
     ]
 
 
-def feed_of(replies: Sequence[pb.GetResponse], error: KVStoreError | None = None) -> PartFeed:
-    def drawn() -> Iterator[pb.GetResponse]:
+def feed_of(replies: Sequence[Arrival], error: KVStoreError | None = None) -> PartFeed:
+    def drawn() -> Iterator[Arrival]:
         yield from replies
         if error is not None:
             raise error
@@ -54,7 +54,7 @@ def taken(feed: PartFeed, number: int) -> bytes | None:
 def test_a_range_that_has_come_is_taken_while_another_thread_waits_for_the_next() -> None:
     goes_on, waits = threading.Event(), threading.Event()
 
-    def drawn() -> Iterator[pb.GetResponse]:
+    def drawn() -> Iterator[Arrival]:
         yield from [*HEADERS, *segments(*PLAN[:2])]
         waits.set()
         goes_on.wait()
@@ -115,7 +115,7 @@ def test_an_error_reaches_whoever_waits() -> None:
             feed.take(number)
 
 
-LIES: dict[str, list[pb.GetResponse]] = {
+LIES: dict[str, list[Arrival]] = {
     "a place that is no segment's": [reply(0, 7, b"x")],
     "a segment twice": segments(PLAN[0], PLAN[0]),
     "an earlier layer after a later one": segments(PLAN[2], PLAN[1]),
@@ -138,6 +138,6 @@ def test_parts_that_lie_are_refused(what: str) -> None:
     "header",
     [reply(0, 0, HEAD, 101), reply(0, 0, HEAD, 1 << 63), reply(0, 0, HEAD, 5), reply(0, 0, b"")],
 )
-def test_headers_of_frames_that_cannot_be_are_refused(header: pb.GetResponse) -> None:
+def test_headers_of_frames_that_cannot_be_are_refused(header: Arrival) -> None:
     with pytest.raises(InvalidFrameError, match="frame_bytes="):
         PartFeed(iter([header]), limit_bytes=100).headers()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +13,11 @@ from shards import WIDE, shard_of, slices
 
 from kvstore.client import Rectangle
 from kvstore.client.ranged_get import RangedGet, SparseFrame, layer_spans
+from kvstore.client.transport import Arrival
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.codecs.shards import cut
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.buffers import as_bytes
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import parse_header, raw_frame_bytes
 from kvstore.proto.types import ChunkKey, KVLayout, PutOutcome
@@ -28,13 +28,12 @@ KEYS = [ChunkKey(bytes([number]) * 32) for number in range(3)]
 FRAMES = [frame_of(key, WIDE) for key in KEYS]
 
 
-def reply(index: int, offset: int, data: bytes, frame_bytes: int | None = None) -> pb.GetResponse:
+def reply(index: int, offset: int, data: bytes, frame_bytes: int | None = None) -> Arrival:
     size = len(FRAMES[0]) if frame_bytes is None else frame_bytes
-    part = pb.FramePart(frame_bytes=size, offset=offset, data=data)
-    return pb.GetResponse(index=index, tier="cpu", part=part)
+    return Arrival(index, "cpu", size, as_bytes(data), offset=offset)
 
 
-def replies(index: int, cut_bytes: int = 500) -> list[pb.GetResponse]:
+def replies(index: int, cut_bytes: int = 500) -> list[Arrival]:
     """Return what a server sends of one chunk."""
     return [
         reply(index, at, FRAMES[index][at : min(at + cut_bytes, span.stop)].tobytes())
@@ -76,7 +75,7 @@ def test_what_was_not_asked_for_cannot_be_read() -> None:
     ids=["missing", "short", "first_short", "other_size", "nothing"],
 )
 def test_the_prefix_ends_at_the_first_chunk_that_is_not_whole(
-    sent: list[pb.GetResponse], read: int, is_over: bool
+    sent: list[Arrival], read: int, is_over: bool
 ) -> None:
     ranged = RangedGet(STAGE, 3)
     assert len(list(ranged.frames(iter(sent)))) == ranged.read == read
@@ -85,7 +84,7 @@ def test_the_prefix_ends_at_the_first_chunk_that_is_not_whole(
 
 def test_a_header_of_another_kind_has_its_chunk_read_whole() -> None:
     spoilt = replies(0)
-    spoilt[0].part.data = bytes(len(spoilt[0].part.data))
+    spoilt[0] = replace(spoilt[0], data=np.zeros(len(spoilt[0].data), np.uint8))
     ranged = RangedGet(STAGE, 1)
     assert list(ranged.frames(iter(spoilt))) == []
     assert not ranged.is_over
@@ -110,15 +109,14 @@ def test_a_stage_is_sent_its_own_layers_where_chunks_lie_raw(tmp_path: Path, cod
         assert outcomes(writer, chunks) == [PutOutcome.stored] * 3
         server.settled()
         connection = reader._connected().session.connection
-        stream, sent = connection.stream, list[int]()
+        next_of, sent = connection.next_of, list[int]()
 
-        def counted(method: str, request: pb.GetRequest, deadline_ms: int) -> Iterator[object]:
-            with closing(stream(method, request, deadline_ms)) as answers:
-                for one in answers:
-                    sent.append(len(one.part.data))
-                    yield one
+        def counted(call: object) -> pb.GetResponse | None:
+            reply: pb.GetResponse | None = next_of(call)
+            sent.append(0 if reply is None else len(reply.part.data))
+            return reply
 
-        connection.stream = counted  # type: ignore[assignment,method-assign]
+        connection.next_of = counted  # type: ignore[method-assign]
         found = reader.get(keys, rectangle=Rectangle((1, 2)))
         assert len(found) == 3
         assert all(equal(one, slices(smooth(), STAGE)) for one in found)

@@ -17,7 +17,7 @@ from prompts import equal as equal_tensors
 from kvstore.client import ClientOptions
 from kvstore.client.reader import Reader, given
 from kvstore.client.session import Session
-from kvstore.client.transport import Arrived
+from kvstore.client.transport import Arrival
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
@@ -54,9 +54,9 @@ def was_reused() -> None:
     raise LeaseExpiredError("the chunk was replaced while it was read")
 
 
-def arrived(index: int, frame: Bytes | None = None, confirm: Callable[[], None] = stays) -> Arrived:
+def arrived(index: int, frame: Bytes | None = None, confirm: Callable[[], None] = stays) -> Arrival:
     frame = frame_of(KEYS[index], SMALL) if frame is None else frame
-    return Arrived(index, "cpu", frame, confirm)
+    return Arrival(index, "cpu", len(frame), frame, confirm)
 
 
 def flipped(index: int) -> Bytes:
@@ -76,7 +76,7 @@ def assert_right(found: list[object], count: int) -> None:
 def test_what_came_in_time_is_kept_and_nothing_at_all_is_an_error(
     reader: Reader, session: Session, error: KVStoreError
 ) -> None:
-    def arriving(count: int) -> Iterator[Arrived]:
+    def arriving(count: int) -> Iterator[Arrival]:
         yield from map(arrived, range(count))
         raise error
 

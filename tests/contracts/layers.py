@@ -20,7 +20,7 @@ from prompts import MEDIUM, SMALL, assert_reads, chunks_of, is_right, keys_of, s
 
 from kvstore.client import Client, ClientOptions, PlannedChunk
 from kvstore.client.layers import Layer
-from kvstore.client.transport import Transport
+from kvstore.client.transport import ReadPlan, Transport, layer_feed
 from kvstore.codecs.base import Part
 from kvstore.codecs.block_part import BlockPart
 from kvstore.proto.errors import (
@@ -361,7 +361,7 @@ class LayersContract:
     def test_a_feed_gives_headers_then_layers(self, bare: Transport, client: Client) -> None:
         keys = store(client, 1, 2)
         digests = [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
-        with bare.get_layers(digests, 0, DEADLINE_MS) as feed:
+        with layer_feed(bare, ReadPlan(digests, 0, DEADLINE_MS)) as feed:
             opened = feed.headers()
             assert [(one.index, one.tier, one.frame_bytes) for one in opened] == [
                 (0, "cpu", 2368), (1, "cpu", 2368)

@@ -15,7 +15,7 @@ import torch
 from local_server import LocalServer
 from real_sglang.stand_ins import import_sglang
 
-from kvstore.client.engines import sglang_terms
+from kvstore.client.engines.sglang import terms as sglang_terms
 from kvstore.client.page_names import page_digests
 from kvstore.proto.errors import ModelError
 from kvstore.proto.types import DIGEST_BYTES, DType
@@ -39,7 +39,7 @@ with warnings.catch_warnings():
     from sglang.srt.mem_cache.utils import get_hash_str
     from sglang.srt.server_args import ServerArgs
 
-from kvstore.client.engines import sglang as kvstore_sglang  # noqa: E402 - once SGLang is there
+from kvstore.client.engines.sglang import backend as kvstore_sglang  # noqa: E402 - once SGLang is there
 
 LAYERS, HEADS, DIM, PAGE, TOKENS = 4, 2, 64, 16, 128
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")

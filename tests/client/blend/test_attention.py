@@ -11,7 +11,7 @@ from kvstore.client import Client, ClientOptions
 from kvstore.client.blend.engine import Blender
 from kvstore.client.blend.segments import NamedChunk, SegmentRange, name_segments
 from kvstore.client.blend.store import MAX_CONTEXT, ChunkAttention, measured_prefill, store_prefill
-from kvstore.client.engines.transformers_blend import TransformersAdapter
+from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.resolving import ResolveTerms
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Model
 

@@ -16,8 +16,8 @@ from kvstore.client.blend.layer_pass import LayerKV, place_segments, positions_o
 from kvstore.client.blend.plan import UNROTATED, BlendPlan, Origin
 from kvstore.client.blend.rope import RopeSpec, rerotate
 from kvstore.client.blend.selectors import SELECTORS
-from kvstore.client.engines.transformers_blend import TransformersAdapter
-from kvstore.client.engines.transformers_cache import as_argument
+from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
+from kvstore.client.engines.transformers.cache import as_argument
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.types import RopeParameters
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvstore.client.blend.rope import RopeSpec, rerotate
-from kvstore.client.engines.rope_settings import rope_parameters
+from kvstore.client.engines.identity import rope_parameters
 from kvstore.proto.errors import ModelError
 from kvstore.proto.types import RopeParameters
 

@@ -30,7 +30,7 @@ from kvstore.client.blend.gate import GuardedBlender
 from kvstore.client.blend.layer_pass import LayerKV
 from kvstore.client.blend.segments import SegmentRange
 from kvstore.client.blend.store import StoreSource, store_prefill
-from kvstore.client.engines.transformers_blend import TransformersAdapter
+from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.link_meter import LinkMeter
 from kvstore.client.options import TransportName
 from kvstore.client.resolving import ResolveTerms

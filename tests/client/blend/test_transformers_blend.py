@@ -15,9 +15,9 @@ from kvstore.client.blend import engine as blend_engine
 from kvstore.client.blend import layer_pass, rope, selectors
 from kvstore.client.blend.engine import Blender
 from kvstore.client.blend.selectors import SELECTORS
-from kvstore.client.engines import transformers_blend
-from kvstore.client.engines.transformers_blend import BlendedCache, TransformersAdapter
-from kvstore.client.engines.transformers_cache import CacheShape, as_argument
+from kvstore.client.engines.transformers import blend_adapter as transformers_blend
+from kvstore.client.engines.transformers.blend_adapter import BlendedCache, TransformersAdapter
+from kvstore.client.engines.transformers.cache import CacheShape, as_argument
 from kvstore.proto.errors import ModelError
 
 

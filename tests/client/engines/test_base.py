@@ -20,9 +20,8 @@ from lossy_copies import leave_on_disk
 from prompts import MEDIUM, SMALL, tokens
 
 from kvstore.client import Chunk, ClientOptions
-from kvstore.client.engines.accuracy import ONLY_EXACT
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.prefix import Prefix, Span
+from kvstore.client.engines.prefix import ONLY_EXACT, Prefix, Span
 from kvstore.client.prefill import PrefillModel
 from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import ChunkTensors, empty_tensors

@@ -36,11 +36,11 @@ from vllm_stand_ins import (
 )
 from vllm_steps import Engine
 
-from kvstore.client.engines import sglang_pages, vllm_identity
-from kvstore.client.engines.identity import Departures, identity_of, weights_of
-from kvstore.client.engines.rope_settings import rope_parameters
-from kvstore.client.engines.sglang_pages import PageSettings, PageStore, RankTerms
-from kvstore.client.engines.sglang_terms import terms_of
+from kvstore.client.engines import vllm_identity
+from kvstore.client.engines.identity import Departures, identity_of, rope_parameters, weights_of
+from kvstore.client.engines.sglang import pages as sglang_pages
+from kvstore.client.engines.sglang.pages import PageSettings, PageStore, RankTerms
+from kvstore.client.engines.sglang.terms import terms_of
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.client.engines.vllm_layout import PACKINGS
 from kvstore.client.engines.vllm_names import RequestNames

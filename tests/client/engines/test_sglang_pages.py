@@ -10,13 +10,13 @@ import pytest
 import torch
 from local_server import LocalServer
 
-from kvstore.client.engines.sglang_pages import (
+from kvstore.client.engines.sglang.pages import (
     PageSettings,
     PageStore,
     RankTerms,
     representation_of,
 )
-from kvstore.client.engines.sglang_terms import EngineTerms
+from kvstore.client.engines.sglang.terms import EngineTerms
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import LayerKind
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_server import DEADLINE_MS, LocalServer
 
-from kvstore.client.engines.sglang_pages import PageSettings, RankTerms
-from kvstore.client.engines.sglang_pools import BATCH, SecondStore, ends, second_representation
+from kvstore.client.engines.sglang.pages import PageSettings, RankTerms
+from kvstore.client.engines.sglang.pools import BATCH, SecondStore, ends, second_representation
 from kvstore.proto.errors import ModelError
 
 SETTINGS = PageSettings("127.0.0.1:7420", "r1")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore.client.engines.sglang_pages import PageSettings, RankTerms, representation_of
-from kvstore.client.engines.sglang_terms import UNSTATED, EngineTerms, terms_of
+from kvstore.client.engines.sglang.pages import PageSettings, RankTerms, representation_of
+from kvstore.client.engines.sglang.terms import UNSTATED, EngineTerms, terms_of
 from kvstore.proto.errors import ModelError
 
 

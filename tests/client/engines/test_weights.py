@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.client.engines.weights import SAMPLE_STRIDE, is_exact, weights_name
+from kvstore.client.engines.identity import SAMPLE_STRIDE, is_exact, weights_name
 from kvstore.proto.errors import ModelError
 
 COMMIT = "8f2c1d4e" * 5

@@ -14,9 +14,14 @@ from typing import Any
 
 from blake3 import blake3
 
-from kvstore.client.engines.identity import Departures, in_words, stated
-from kvstore.client.engines.vllm_names import adapter_files
-from kvstore.client.engines.weights import files_digest, is_exact
+from kvstore.client.engines.identity import (
+    Departures,
+    adapter_files,
+    files_digest,
+    in_words,
+    is_exact,
+    stated,
+)
 from kvstore.proto.errors import ModelError
 from kvstore.proto.types import DType
 

@@ -24,8 +24,8 @@ from transformers import (
     StoppingCriteria,
 )
 
-from kvstore.client.engines.transformers_cache import CacheShape, note_importance
-from kvstore.client.engines.transformers_checkpoints import FirstToken
+from kvstore.client.engines.transformers.cache import CacheShape, note_importance
+from kvstore.client.engines.transformers.checkpoints import FirstToken
 from kvstore.codecs.terms import Importance
 
 QUERIES = 16

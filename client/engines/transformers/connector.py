@@ -30,12 +30,11 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from typing_extensions import override
 
 from kvstore.client.client import Client
-from kvstore.client.engines.accuracy import Allowed, least_of
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.prefix import AboutOf, Prefix, Source, Span
-from kvstore.client.engines.rope_settings import rope_parameters
-from kvstore.client.engines.transformers_attention import noting_attention
-from kvstore.client.engines.transformers_batch import (
+from kvstore.client.engines.identity import EPOCH_BYTES, is_exact, rope_parameters
+from kvstore.client.engines.prefix import AboutOf, Allowed, Prefix, Source, Span, least_of
+from kvstore.client.engines.transformers.attention import noting_attention
+from kvstore.client.engines.transformers.batch import (
     Row,
     checked_deadline,
     ends_of,
@@ -46,14 +45,14 @@ from kvstore.client.engines.transformers_batch import (
     prompts_of,
     settings_of,
 )
-from kvstore.client.engines.transformers_cache import (
+from kvstore.client.engines.transformers.cache import (
     CacheShape,
     as_argument,
     exact_tokens_of,
     new_cache,
     note_lossy,
 )
-from kvstore.client.engines.transformers_checkpoints import (
+from kvstore.client.engines.transformers.checkpoints import (
     Beside,
     FirstToken,
     Watch,
@@ -61,16 +60,15 @@ from kvstore.client.engines.transformers_checkpoints import (
     pauses,
     prefill,
 )
-from kvstore.client.engines.transformers_ends import EndSource, PrefixRoom, Snapshot, length
-from kvstore.client.engines.transformers_gate import Comparisons, comparison
-from kvstore.client.engines.transformers_identity import (
+from kvstore.client.engines.transformers.ends import EndSource, PrefixRoom, Snapshot, length
+from kvstore.client.engines.transformers.gate import Comparisons, comparison
+from kvstore.client.engines.transformers.identity import (
     WeightsWatch,
     cache_shape,
     representation_of,
 )
-from kvstore.client.engines.transformers_layers import LayerLoad, Link, is_compiled
-from kvstore.client.engines.transformers_staging import Staging, device_of
-from kvstore.client.engines.weights import EPOCH_BYTES, is_exact
+from kvstore.client.engines.transformers.layers import LayerLoad, Link, is_compiled
+from kvstore.client.engines.transformers.staging import Staging, device_of
 from kvstore.client.prefill import Deadline
 from kvstore.client.reader import Room
 from kvstore.client.tensors import LayerTensors, to_arrays

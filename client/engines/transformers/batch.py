@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from kvstore.client.engines.transformers_cache import CacheShape, StatePiece, TokenShape
+from kvstore.client.engines.transformers.cache import CacheShape, StatePiece, TokenShape
 from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.proto.errors import InvalidRequestError
 

@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvstore.client.client import Client
-from kvstore.client.engines.transformers_cache import CacheShape
-from kvstore.client.engines.transformers_ends import Nested, PrefixRoom
+from kvstore.client.engines.transformers.cache import CacheShape
+from kvstore.client.engines.transformers.ends import Nested, PrefixRoom
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.codecs.base import AnyTensors
 from kvstore.proto.device import Device, HostDevice, open_device

@@ -13,25 +13,19 @@ from typing import TYPE_CHECKING, Protocol
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.sglang_pages import PageSettings, RankTerms, digest_of, pages_identity
+from kvstore.client.engines.identity import BYTE_ROWS, byte_group, byte_tensors
+from kvstore.client.engines.sglang.pages import PageSettings, RankTerms, digest_of, pages_identity
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto.errors import ModelError
 from kvstore.proto.types import (
-    MIN_CHUNK_TOKENS,
     ROOT,
     ChunkKey,
-    DType,
-    LayerGroup,
-    LayerKind,
     Model,
     PutOutcome,
 )
 
 if TYPE_CHECKING:
     import torch
-
-ROWS = MIN_CHUNK_TOKENS
-"""A page is stored as so many rows of bytes."""
 
 BATCH = 16
 """Pages that are copied at a time, between the pool and the store."""
@@ -70,15 +64,12 @@ def second_representation(
     except (NotImplementedError, AttributeError) as error:
         fix = f"only pools whose pages can be had as flat tensors: {error}"
         raise ModelError("host pool", name, fix) from None
-    if page.nbytes % ROWS or not page.nbytes:
-        fix = f"pages of {page.nbytes} bytes: a multiple of {ROWS} is stored"
-        raise ModelError("host pool", name, fix)
     kind = type(pool).__name__
     form = f"{name}:{kind}:{pool.layout}:{pool.page_size}:{page.dtype}"
     shared = rank.is_mla and name != STATES
     whose = "" if shared or rank.tp_size == 1 else f":tp{rank.tp_rank}of{rank.tp_size}"
     extent = f":{rank.extent}" if rank.extent else ""
-    group = LayerGroup(LayerKind.mla, DType.uint8, (0,), 1, page.nbytes // ROWS)
+    group = byte_group(page.nbytes, "host pool", name)
     return pages_identity(rank, settings, group, f"#{form}{whose}{extent}", "none")
 
 
@@ -95,7 +86,7 @@ class SecondStore(Connector):
         self._pool = pool
         self.is_own = not rank.is_mla or name == STATES
         identity = second_representation(pool, name, rank, settings)
-        super().__init__(Client(settings.address, identity, settings.options(ROWS)))
+        super().__init__(Client(settings.address, identity, settings.options(BYTE_ROWS)))
 
     def present(self, hashes: Sequence[str]) -> list[bool]:
         """Return which of *hashes* are stored, whatever is before them."""
@@ -144,7 +135,7 @@ def _rows(page: torch.Tensor) -> LayerTensors:
     """Return the bytes of a flat page as tensors of a chunk."""
     import torch
 
-    return [[[page.view(torch.uint8).view(1, ROWS, -1)]]]
+    return byte_tensors(page.view(torch.uint8))
 
 
 def ends(present: Sequence[bool], trailing: int) -> list[int]:

@@ -13,7 +13,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvstore.client.blend.gate import compare
 from kvstore.client.engines.prefix import Prefix
-from kvstore.client.engines.transformers_cache import as_argument
+from kvstore.client.engines.transformers.cache import as_argument
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import accuracy_tag
 

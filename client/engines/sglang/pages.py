@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvstore.client.access import access_from
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client
-from kvstore.client.engines.accuracy import least_of
-from kvstore.client.engines.base import Connector
+from kvstore.client.engines.base import Connector, client_options
 from kvstore.client.engines.identity import NO_ROPE, Weights, identity_of, own_rope, weights_of
-from kvstore.client.engines.sglang_terms import UNSTATED, EngineTerms
+from kvstore.client.engines.prefix import least_of
+from kvstore.client.engines.sglang.terms import UNSTATED, EngineTerms
 from kvstore.client.options import ClientOptions
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.tensors import LayerTensors, dtype_of
@@ -146,13 +145,7 @@ class PageSettings:
 
     def options(self, page_tokens: int) -> ClientOptions:
         """Return the options of a client whose chunks have so many tokens."""
-        return ClientOptions(
-            self.transport,
-            chunk_tokens=page_tokens,
-            deadline_ms=self.deadline_ms,
-            access=access_from(self.token_file, self.tls_ca, self.tls_cert, self.tls_key),
-            tenant=self.tenant,
-        )
+        return client_options(self, page_tokens)
 
     @classmethod
     def parse(

@@ -26,11 +26,11 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from typing_extensions import override
 
+from kvstore.client.engines.identity import EPOCH_BYTES
 from kvstore.client.engines.prefix import ConnectorStats
-from kvstore.client.engines.sglang_pages import PageSettings, PageStore, RankTerms
-from kvstore.client.engines.sglang_pools import SecondStore, ends
-from kvstore.client.engines.sglang_terms import UNSTATED, EngineTerms, WeightsEpoch, terms_of
-from kvstore.client.engines.weights import EPOCH_BYTES
+from kvstore.client.engines.sglang.pages import PageSettings, PageStore, RankTerms
+from kvstore.client.engines.sglang.pools import SecondStore, ends
+from kvstore.client.engines.sglang.terms import UNSTATED, EngineTerms, WeightsEpoch, terms_of
 from kvstore.proto.errors import ModelError
 
 TERMS_IN = ("sglang.srt.runtime_context", "get_server_args")

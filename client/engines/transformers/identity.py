@@ -25,13 +25,14 @@ from kvstore.client.engines.identity import (
     Departures,
     Weights,
     computed_in,
+    head_dim,
     identity_of,
+    is_exact,
+    rope_parameters,
     short_name,
     weights_of,
 )
-from kvstore.client.engines.rope_settings import head_dim, rope_parameters
-from kvstore.client.engines.transformers_cache import CacheShape, TokenShape
-from kvstore.client.engines.weights import is_exact
+from kvstore.client.engines.transformers.cache import CacheShape, TokenShape
 from kvstore.proto.errors import ModelError
 from kvstore.proto.types import Model
 

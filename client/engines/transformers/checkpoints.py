@@ -17,8 +17,8 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, StoppingCriteria
 
 from kvstore.client.engines.prefix import Span
-from kvstore.client.engines.transformers_cache import CacheShape, forward, probe_ids
-from kvstore.client.engines.transformers_ends import EndSource, PrefixRoom, Snapshot, length
+from kvstore.client.engines.transformers.cache import CacheShape, forward, probe_ids
+from kvstore.client.engines.transformers.ends import EndSource, PrefixRoom, Snapshot, length
 from kvstore.proto.errors import ModelError
 from kvstore.proto.types import MIN_CHUNK_TOKENS, Model
 

@@ -11,8 +11,8 @@ import torch
 from transformers import Cache, DynamicCache
 
 from kvstore.client.engines.prefix import About, Span
-from kvstore.client.engines.transformers_batch import Row
-from kvstore.client.engines.transformers_cache import (
+from kvstore.client.engines.transformers.batch import Row
+from kvstore.client.engines.transformers.cache import (
     CacheShape,
     StateShape,
     TokenShape,
