@@ -35,7 +35,7 @@ from kvstore.client.device_reads import (
     frame_count,
 )
 from kvstore.client.forks import keep
-from kvstore.client.frame_parts import FrameAssembler
+from kvstore.client.frames import FrameAssembler
 from kvstore.client.retry import countdown
 from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport

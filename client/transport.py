@@ -11,16 +11,12 @@ from typing import ClassVar, TypeAlias, cast
 import numpy as np
 
 from kvstore.client.connection import Connection
-from kvstore.client.direct_frame import DirectFrame
-from kvstore.client.file_frame import FileFrame
-from kvstore.client.frame_parts import FrameAssembler, Payload
-from kvstore.client.layer_feed import LayerFeed, WholeFrames
+from kvstore.client.frames import DirectFrame, FileFrame, FrameAssembler, Payload, SparseFrame
 from kvstore.client.layer_sink import BufferedSink, LayerSink, PutTerms
+from kvstore.client.layer_stream import LayeredFrame, LayerStream
 from kvstore.client.liveness import is_silent
 from kvstore.client.local_link import LocalLink
 from kvstore.client.outgoing import Outgoing as Outgoing
-from kvstore.client.part_feed import PartFeed
-from kvstore.client.ranged_get import SparseFrame
 from kvstore.client.session import Session
 from kvstore.client.view import View
 from kvstore.proto import kvstore_pb2 as pb
@@ -56,7 +52,7 @@ class Arrival:
     index: int
     tier: str
     frame_bytes: int
-    data: Bytes | FileFrame | SparseFrame | DirectFrame
+    data: Bytes | FileFrame | SparseFrame | DirectFrame | LayeredFrame
     confirm: Callable[[], None] = stays
     offset: int = 0
 
@@ -232,14 +228,17 @@ def at_least(
 
 
 @contextmanager
-def layer_feed(transport: Transport, plan: ReadPlan) -> Iterator[LayerFeed]:
-    """Enter for what *plan* brings, layer by layer."""
+def read_layers(transport: Transport, plan: ReadPlan) -> Iterator[Iterator[Arrival]]:
+    """Enter for the frames of *plan*, to be read layer by layer: whole ones that are in reach, or
+    each as a LayeredFrame once its header is here.
+    """
     with transport.read(replace(plan, layer_major=True)) as arriving:
         if arriving.is_layered:
             limit_bytes, is_cut = transport.session.terms.max_frame_bytes, plan.skipped is not None
-            yield PartFeed(iter(arriving), limit_bytes, is_cut=is_cut, end=arriving.end)
+            stream = LayerStream(iter(arriving), limit_bytes, is_cut=is_cut, end=arriving.end)
+            yield stream.arriving()
         else:
-            yield WholeFrames(iter(arriving))
+            yield iter(arriving)
 
 
 def read_outcomes(outcomes: bytes, reasons: Sequence[str]) -> list[Put]:

@@ -19,7 +19,7 @@ from kvstore.client.blend.plan import BlendPlan, Origin, Segment
 from kvstore.client.blend.segments import NamedChunk, SegmentRange
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client
-from kvstore.client.layers import Layer
+from kvstore.client.decode import Layer
 from kvstore.client.resolving import FoundChunk, Resolved, ResolveTerms
 from kvstore.client.transport import Put
 from kvstore.proto import kvstore_pb2 as pb

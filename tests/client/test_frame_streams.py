@@ -24,9 +24,9 @@ from stream_messages import Sent
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.bulk_transport import BulkTransport
-from kvstore.client.frame_parts import FrameAssembler
 from kvstore.client.frame_stream import Entrance, FrameStream
 from kvstore.client.frame_streams import FrameStreams
+from kvstore.client.frames import FrameAssembler
 from kvstore.client.session import Session, SessionTerms
 from kvstore.client.stream import StreamTransport
 from kvstore.client.stream_upload import StreamUpload
