@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
-from typing import NamedTuple, NewType
+from typing import Any, NamedTuple, NewType
 
 from kvstore.proto.errors import LayoutMismatchError, ModelError, check_text
 from kvstore.proto.plans import LoadPlan
@@ -198,6 +198,17 @@ class Model:
         )
         rope = RopeParameters(0.0, 0, "none")
         return cls(name, revision, "none", "none", (group,), rope, "of the weights")
+
+    @classmethod
+    def from_hf(cls, config: Any, *, revision: str, dtype: str = "") -> Model:
+        """Return the model of a Hugging Face *config*, as ``AutoConfig.from_pretrained`` has it.
+
+        *revision* names the weights, as in ``uniform``. *dtype* is that of the KV, that of the
+        weights unless given. Raises ModelError for a config that does not tell what is kept.
+        """
+        from kvstore.proto.hf_config import model_of
+
+        return model_of(config, revision, dtype)
 
     def __post_init__(self) -> None:
         for name, fix in _IDENTITY_FIXES.items():

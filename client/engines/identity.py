@@ -20,6 +20,7 @@ from blake3 import blake3
 
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto.errors import ModelError
+from kvstore.proto.hf_config import OWN_TOKENIZER, rope_parameters
 from kvstore.proto.types import (
     MIN_CHUNK_TOKENS,
     DType,
@@ -31,9 +32,6 @@ from kvstore.proto.types import (
 
 SHARED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Architectures of which engines keep the same K and V: heads, order of elements and rotation."""
-
-OWN_TOKENIZER = "of the weights"
-"""That of the folder or commit of the weights, which their name covers."""
 
 SHARED_ROPES = ("default", "linear", "llama3")
 """Rotations that engines compute alike: SGLang leaves out yarn's ``attention_factor``."""
@@ -352,49 +350,3 @@ def byte_group(page_bytes: int, field: str, name: str = "") -> LayerGroup:
 def byte_tensors(page: Any) -> LayerTensors:
     """Return *page*, an array or a tensor of bytes, as the tensors of a chunk."""
     return [[[page.reshape(1, BYTE_ROWS, -1)]]]
-
-
-# --- rotations
-
-# Their rotation depends on the length of the whole prompt, so a prefix has no keys of its own.
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-
-
-def rope_parameters(config: Any) -> RopeParameters:
-    """Return the rotation that *config* states. Raises ModelError for what it refuses.
-
-    Where layers rotate differently it is one that no codec undoes, and still tells models apart.
-    """
-    stated = dict(getattr(config, "rope_parameters", None) or {})
-    if not stated:
-        return RopeParameters(0.0, 0, "none")
-    if "rope_type" in stated:
-        return _rotation(config, stated)
-    factors: dict[str, float] = {}
-    for kind, each in stated.items():
-        if isinstance(each, dict):
-            rope = _rotation(config, dict(each))
-            named = {"theta": rope.theta, f"is_{rope.scaling}": 1.0, **dict(rope.factors)}
-            factors.update({f"{kind}.{name}": value for name, value in named.items()})
-    return RopeParameters(0.0, 0, "by_layer_type", tuple(sorted(factors.items())))
-
-
-def _rotation(config: Any, stated: dict[str, Any]) -> RopeParameters:
-    scaling = str(stated.pop("rope_type", "default"))
-    theta = float(stated.pop("rope_theta", 0.0))
-    if scaling in _LENGTH_DEPENDENT_ROPE:
-        raise ModelError("rope_type", scaling, "its keys depend on the length of the whole prompt")
-    factors = {name: value for name, value in stated.items() if value is not None}
-    factors.pop("type", None)
-    for name, value in factors.items():
-        if not isinstance(value, int | float):
-            raise ModelError(f"rope.{name}", value, "only numbers are understood")
-    rotary_dim = int(head_dim(config) * factors.pop("partial_rotary_factor", 1.0))
-    numbers = sorted((name, float(value)) for name, value in factors.items())
-    return RopeParameters(theta, rotary_dim, scaling, tuple(numbers))
-
-
-def head_dim(config: Any) -> int:
-    """Return the elements of an attention head."""
-    stated = getattr(config, "head_dim", None)
-    return int(stated or config.hidden_size // config.num_attention_heads)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.client.engines.identity import (
-    OWN_TOKENIZER,
     TOKENIZERS,
     Departures,
     Weights,
@@ -18,13 +17,13 @@ from kvstore.client.engines.identity import (
     identity_of,
     in_words,
     is_exact,
-    rope_parameters,
     short_name,
     stated,
     weights_of,
 )
 from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.proto.errors import ModelError
+from kvstore.proto.hf_config import OWN_TOKENIZER, rope_parameters
 from kvstore.proto.types import Model
 
 _TERMS = {

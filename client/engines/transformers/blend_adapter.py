@@ -25,9 +25,10 @@ from kvstore.client.blend.engine import BlendResult
 from kvstore.client.blend.layer_pass import LayerKV, RowRun, positions_of, reads
 from kvstore.client.blend.plan import Origin
 from kvstore.client.blend.rope import RopeSpec
-from kvstore.client.engines.identity import EPOCH_BYTES, rope_parameters
+from kvstore.client.engines.identity import EPOCH_BYTES
 from kvstore.client.engines.transformers.identity import WeightsWatch, carries_adapter
 from kvstore.proto.errors import ModelError
+from kvstore.proto.hf_config import rope_parameters
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Architectures whose layers are these: norm, projections, rotation, attention, MLP."""

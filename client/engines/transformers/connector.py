@@ -32,7 +32,7 @@ from typing_extensions import override
 from kvstore.client.client import Client
 from kvstore.client.decode import Room
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.identity import EPOCH_BYTES, is_exact, rope_parameters
+from kvstore.client.engines.identity import EPOCH_BYTES, is_exact
 from kvstore.client.engines.prefix import AboutOf, Allowed, Prefix, Source, Span, least_of
 from kvstore.client.engines.transformers.attention import noting_attention
 from kvstore.client.engines.transformers.batch import (
@@ -75,6 +75,7 @@ from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.proto.blend import GateView
 from kvstore.proto.device import Device
 from kvstore.proto.errors import InvalidRequestError, ModelError
+from kvstore.proto.hf_config import rope_parameters
 from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, Stated
 
 __all__ = ["Generation", "TransformersConnector", "representation_of"]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvstore.client.blend.rope import RopeSpec, rerotate
-from kvstore.client.engines.identity import rope_parameters
 from kvstore.proto.errors import ModelError
+from kvstore.proto.hf_config import rope_parameters
 from kvstore.proto.types import RopeParameters
 
 HEAD_DIM = 64

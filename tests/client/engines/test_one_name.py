@@ -37,13 +37,14 @@ from vllm_stand_ins import (
 from vllm_steps import Engine
 
 from kvstore.client.engines import vllm_identity
-from kvstore.client.engines.identity import Departures, identity_of, rope_parameters, weights_of
+from kvstore.client.engines.identity import Departures, identity_of, weights_of
 from kvstore.client.engines.sglang import pages as sglang_pages
 from kvstore.client.engines.sglang.pages import PageSettings, PageStore, RankInfo, ServerArgsDigest
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.client.engines.vllm_layout import PACKINGS
 from kvstore.client.engines.vllm_names import RequestNames
 from kvstore.client.engines.vllm_shape import shape_of
+from kvstore.proto.hf_config import rope_parameters
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Model
 
 LAYERS = 3

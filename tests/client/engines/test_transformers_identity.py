@@ -17,10 +17,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from kvstore.client.engines.identity import OWN_TOKENIZER, rope_parameters
 from kvstore.client.engines.transformers import representation_of
 from kvstore.client.engines.transformers.identity import weights_digest
 from kvstore.proto.errors import ModelError
+from kvstore.proto.hf_config import OWN_TOKENIZER, rope_parameters
 from kvstore.proto.types import DType, LayerGroup, LayerKind, RopeParameters
 
 SMALL: dict[str, Any] = {

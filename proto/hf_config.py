@@ -1,0 +1,119 @@
+"""What a Hugging Face config says of a model's KV: its layers and its rotary embedding.
+
+Works on a config by its fields, without importing transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvstore.proto.errors import ModelError
+from kvstore.proto.types import DType, LayerGroup, LayerKind, Model, RopeParameters
+
+OWN_TOKENIZER = "of the weights"
+"""The tokenizer in the folder or commit of the weights, which their name covers."""
+
+_KINDS = {
+    "full_attention": LayerKind.attention,
+    "attention": LayerKind.attention,
+    "sliding_attention": LayerKind.window,
+}
+_UNKNOWN = (
+    "is_encoder_decoder", "cross_attention_layers", "attention_chunk_size", "layers_block_type",
+    "num_kv_shared_layers", "kv_lora_rank",
+)  # fmt: skip
+"""Settings of models whose caches these fields do not describe."""
+
+# Their rotation depends on the length of the whole prompt, so a prefix has no keys of its own.
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+def rope_parameters(config: Any) -> RopeParameters:
+    """Return the rotation that *config* states. Raises ModelError for what it refuses.
+
+    Where layers rotate differently it is one that no codec undoes, and still tells models apart.
+    """
+    stated = dict(getattr(config, "rope_parameters", None) or {})
+    if not stated:
+        return RopeParameters(0.0, 0, "none")
+    if "rope_type" in stated:
+        return _rotation(config, stated)
+    factors: dict[str, float] = {}
+    for kind, each in stated.items():
+        if isinstance(each, dict):
+            rope = _rotation(config, dict(each))
+            named = {"theta": rope.theta, f"is_{rope.scaling}": 1.0, **dict(rope.factors)}
+            factors.update({f"{kind}.{name}": value for name, value in named.items()})
+    return RopeParameters(0.0, 0, "by_layer_type", tuple(sorted(factors.items())))
+
+
+def _rotation(config: Any, stated: dict[str, Any]) -> RopeParameters:
+    scaling = str(stated.pop("rope_type", "default"))
+    theta = float(stated.pop("rope_theta", 0.0))
+    if scaling in _LENGTH_DEPENDENT_ROPE:
+        raise ModelError("rope_type", scaling, "its keys depend on the length of the whole prompt")
+    factors = {name: value for name, value in stated.items() if value is not None}
+    factors.pop("type", None)
+    for name, value in factors.items():
+        if not isinstance(value, int | float):
+            raise ModelError(f"rope.{name}", value, "only numbers are understood")
+    rotary_dim = int(head_dim(config) * factors.pop("partial_rotary_factor", 1.0))
+    numbers = sorted((name, float(value)) for name, value in factors.items())
+    return RopeParameters(theta, rotary_dim, scaling, tuple(numbers))
+
+
+def head_dim(config: Any) -> int:
+    """Return the elements of an attention head."""
+    stated = getattr(config, "head_dim", None)
+    return int(stated or config.hidden_size // config.num_attention_heads)
+
+
+def model_of(config: Any, revision: str, dtype: str = "") -> Model:
+    """Return the Model of *config*, whose layers keep K and V of all tokens or of a window.
+
+    *revision* names the weights, and with them the tokenizer. *dtype* is that of the KV, that of
+    the weights unless given. Raises ModelError for what the config leaves out or does not tell.
+    """
+    get_text = getattr(config, "get_text_config", None)
+    name = str(getattr(config, "name_or_path", "") or getattr(config, "model_type", ""))
+    text = get_text() if callable(get_text) else config
+    for field in _UNKNOWN:
+        if getattr(text, field, None):
+            fix = "this model's cache is of another kind: state its layer groups by Model(...)"
+            raise ModelError(field, getattr(text, field), fix)
+    dtype = dtype or str(getattr(text, "dtype", None) or getattr(text, "torch_dtype", None) or "")
+    groups = _groups(text, DType.parse(dtype))
+    return Model(name, revision, "none", "none", groups, rope_parameters(text), OWN_TOKENIZER)
+
+
+def _groups(config: Any, dtype: DType) -> tuple[LayerGroup, ...]:
+    try:
+        layers = int(config.num_hidden_layers)
+        heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+        dim = head_dim(config)
+    except (AttributeError, TypeError, ZeroDivisionError) as error:
+        raise ModelError("config", type(config).__name__, f"states no layers: {error}") from None
+    window = _window(config)
+    types: Sequence[str] = (
+        getattr(config, "layer_types", None)
+        or ["sliding_attention" if window else "full_attention"] * layers
+    )
+    unknown = sorted(set(types) - _KINDS.keys())
+    if unknown or len(types) != layers:
+        fix = "state the layer groups of this model by Model(...)"
+        raise ModelError("layer_types", unknown or len(types), fix)
+    ids: dict[LayerKind, list[int]] = {}
+    for layer, kind in enumerate(types):
+        ids.setdefault(_KINDS[kind], []).append(layer)
+    return tuple(
+        LayerGroup(kind, dtype, tuple(some), heads, dim, window * (kind is LayerKind.window))
+        for kind, some in sorted(ids.items())
+    )
+
+
+def _window(config: Any) -> int:
+    """Return the tokens that windows see; 0 where there are none."""
+    if getattr(config, "use_sliding_window", True) is False:
+        return 0
+    return int(getattr(config, "sliding_window", None) or 0)
