@@ -1,28 +1,37 @@
-"""The demo: the store's main job on this machine, with real processes, checked and timed."""
+"""`kvstore demo`: the store's main job on this machine, with real processes, checked and timed."""
 
 from __future__ import annotations
 
 import json
+import select
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 
-from kvstore.cli.server_child import ServerChild
 from kvstore.cli.tables import Grid, open_console
 from kvstore.proto.errors import KVStoreError
 
+MODEL = Path(__file__).with_name("tinylm")
 ENGINE_S = 300.0
-NEW_TOKENS_ROOM = 64
+MAX_NEW_TOKENS = 64
+DISK_SIZE = "512MiB"
+START_S = 60.0
+_GREETING = "kvstore-server listening on "
 _NEEDS = ("torch", "transformers")
 _WEIGHTS = ("*.safetensors", "*.bin")
+_MODULE = (sys.executable, "-P", "-m")  # -P: nothing is imported from where the user stands
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class DemoError(KVStoreError):
@@ -31,6 +40,66 @@ class DemoError(KVStoreError):
     def __init__(self, reason: str, exit_status: int) -> None:
         super().__init__(reason)
         self.exit_status = exit_status
+
+
+class ServerChild:
+    """One kvstore-server process on a free port of the loopback; *folder* keeps its disk tier.
+
+    What *flags* do not say is the server's default. May be started again after its end; the
+    disk is then the same and the port another.
+    """
+
+    def __init__(self, folder: Path, flags: Sequence[str] = ()) -> None:
+        self.log_file = folder / "server.log"
+        self._command = [
+            *_MODULE, "kvstore.server",
+            "--listen", "127.0.0.1:0",
+            "--disk", f"{DISK_SIZE}:{folder / 'disk'}",
+            "--socket-path", str(folder / "{port}.sock"),
+            *flags,
+        ]  # fmt: skip
+        self._process: subprocess.Popen[str] | None = None
+        self.address = ""
+        self.greeting = ""
+
+    def start(self) -> None:
+        """Start it and wait until it listens. Raises KVStoreError with its own last words."""
+        with self.log_file.open("a") as log:
+            self._process = process = subprocess.Popen(  # noqa: S603 - our own interpreter
+                self._command, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        line = ""
+        try:
+            assert process.stdout is not None
+            if select.select([process.stdout], [], [], START_S)[0]:
+                line = process.stdout.readline().strip()
+        finally:
+            if not line.startswith(_GREETING):
+                self.kill()
+        if not line.startswith(_GREETING):
+            words = self.log_file.read_text().splitlines()[-1:] or ["it printed nothing"]
+            raise KVStoreError(f"kvstore-server did not start: {words[0]}")
+        self.greeting = line
+        self.address = line.removeprefix(_GREETING).split()[0]
+
+    def kill(self) -> None:
+        """End it as kill -9 does. Nothing that only its memory holds is saved."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def __enter__(self) -> ServerChild:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +131,7 @@ class Outcome:
     def of(cls, reports: Mapping[str, Mapping[str, Any]], duration_s: float) -> Outcome:
         """Judge the reports of the three engine processes."""
         first, second, restarted = (reports[name] for name in ("first", "second", "restarted"))
-        runs = [first["tokens"], second["tokens"], restarted["tokens"]]
-        identical = all(tokens == first["plain_tokens"] for tokens in runs)
+        identical = all(one["tokens"] == first["plain_tokens"] for one in reports.values())
         disk_hit_tokens = restarted["hit_tokens_by_tier"].get("disk", 0)
         ratio = second["ttft_with_ms"] / second["ttft_without_ms"]
         checks = {
@@ -79,36 +147,35 @@ class Outcome:
             for name, report in reports.items()
             if report["errors"]
         ]
+        same = (
+            "hit_tokens", "hit_tokens_by_tier", "ttft_without_ms", "ttft_with_ms", "load_ms",
+            "samples_without_ms", "samples_with_ms",
+        )  # fmt: skip
         return cls(
             tokens_identical=identical,
-            hit_tokens=second["hit_tokens"],
             disk_hit_tokens_after_kill=disk_hit_tokens,
             ttft_ratio=ratio,
             problems=problems,
             prompt_tokens=first["prompt_tokens"],
             new_tokens=len(first["tokens"]),
-            hit_tokens_by_tier=second["hit_tokens_by_tier"],
             hit_tokens_by_tier_after_kill=restarted["hit_tokens_by_tier"],
-            ttft_without_ms=second["ttft_without_ms"],
-            ttft_with_ms=second["ttft_with_ms"],
-            load_ms=second["load_ms"],
             ttft_from_disk_ms=restarted["ttft_with_ms"],
-            samples_without_ms=second["samples_without_ms"],
-            samples_with_ms=second["samples_with_ms"],
             duration_s=duration_s,
+            **{name: second[name] for name in same},
         )
 
 
 def run_demo(model: Path | None, prompt_tokens: int, json_file: Path | None) -> bool:
     """Run it, print what happened and write it to *json_file*; return whether all held.
 
-    Raises DemoError, or the server's own KVStoreError when that does not start.
+    Raises DemoError, or the server's own KVStoreError when that does not start; a signal ends
+    it in SystemExit. Its processes and its folder are gone in any case.
     """
     started = time.monotonic()
-    folder = check_model(model, prompt_tokens)
+    folder = check_model(model or MODEL, prompt_tokens)
     console = open_console()
     console.print(f"model: {folder}")
-    with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as scratch:
+    with _signals_exit(), tempfile.TemporaryDirectory(prefix="kvstore-demo-") as scratch:
         reports = _play(console, Path(scratch), [str(folder), str(prompt_tokens)])
     outcome = Outcome.of(reports, time.monotonic() - started)
     _show(console, outcome)
@@ -118,62 +185,75 @@ def run_demo(model: Path | None, prompt_tokens: int, json_file: Path | None) -> 
     return not outcome.problems
 
 
-def check_model(model: Path | None, prompt_tokens: int) -> Path:
-    """Return the folder of the model to use. Raises DemoError saying what to give instead."""
+def check_model(folder: Path, prompt_tokens: int) -> Path:
+    """Return *folder* if it has a model to use. Raises DemoError saying what to give instead."""
     usage = 2
     missing = [name for name in _NEEDS if find_spec(name) is None]
     if missing:
         fix = "pip install 'kvstore-server[transformers]'"
         raise DemoError(f"{' and '.join(missing)} not installed: {fix}", usage)
-    folder = model or Path(__file__).resolve().parents[1] / "data" / "tinylm"
-    config = _config(folder)
-    absent = [
-        what
-        for what, held in {
-            "config.json": config is not None,
-            "weights (*.safetensors or *.bin)": any(map(any, map(folder.glob, _WEIGHTS))),
-            "tokenizer (tokenizer*)": any(folder.glob("tokenizer*")),
-        }.items()
-        if not held
-    ]
-    if config is None or absent:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        config = None
+    parts = {
+        "config.json": isinstance(config, dict),
+        "weights (*.safetensors or *.bin)": any(map(any, map(folder.glob, _WEIGHTS))),
+        "tokenizer (tokenizer*)": any(folder.glob("tokenizer*")),
+    }
+    absent = [what for what, is_there in parts.items() if not is_there]
+    if absent:
         raise DemoError(
             f"--model {folder}: no {', no '.join(absent)} there: give a folder that transformers"
-            " loads, such as data/tinylm of a checkout, or build/real-model after make real-model",
+            " loads, such as build/real-model of a checkout after make real-model, or none",
             usage,
         )
-    longest = config.get("max_position_embeddings", prompt_tokens) - NEW_TOKENS_ROOM
+    longest = config.get("max_position_embeddings", sys.maxsize) - MAX_NEW_TOKENS
     if prompt_tokens > longest:
         raise DemoError(f"--tokens {prompt_tokens}: the model takes {longest} at most", usage)
     return folder
 
 
-def _config(folder: Path) -> dict[str, Any] | None:
+@contextmanager
+def _signals_exit() -> Iterator[None]:
+    """Have the first signal that ends this process raise SystemExit, and further ones wait."""
+
+    def leave(number: int, _: object) -> None:
+        for one in _SIGNALS:
+            signal.signal(one, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = {one: signal.signal(one, leave) for one in _SIGNALS}
     try:
-        found = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def _play(console: Console, scratch: Path, arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
     reports = {}
     with ServerChild(scratch) as server:
+
+        def run_engine(role: str) -> None:
+            command = [*_MODULE, "kvstore.cli.demo.engine", role, server.address, *arguments]
+            # torch leaves files in the folder for temporary ones
+            reports[role] = _engine(console, role, ["env", f"TMPDIR={scratch}", *command])
+
         console.print(f"1. {server.greeting}")
         console.print("2. one engine process computes the prompt and stores it ...")
-        reports["first"] = _engine(console, "first", server.address, arguments)
+        run_engine("first")
         console.print("3. another loads it, and times its first token both ways ...")
-        reports["second"] = _engine(console, "second", server.address, arguments)
+        run_engine("second")
         server.kill()
         server.start()
         console.print(f"4. kill -9, started again: {server.greeting}")
         console.print("5. a third engine process loads what the disk kept ...")
-        reports["restarted"] = _engine(console, "restarted", server.address, arguments)
+        run_engine("restarted")
     return reports
 
 
-def _engine(console: Console, role: str, address: str, arguments: Sequence[str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "kvstore.cli.demo_engine", role, address, *arguments]
+def _engine(console: Console, role: str, command: Sequence[str]) -> dict[str, Any]:
     with console.status(f"engine process: {role}"):
         try:
             done = subprocess.run(  # noqa: S603 - our own interpreter and module
@@ -182,7 +262,7 @@ def _engine(console: Console, role: str, address: str, arguments: Sequence[str])
         except subprocess.TimeoutExpired:
             raise DemoError(f"the {role} engine process took over {ENGINE_S:.0f} s", 1) from None
     if done.returncode:
-        last_words = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        last_words = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         raise DemoError(f"the {role} engine process failed: {last_words}", 1)
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return report
@@ -190,18 +270,11 @@ def _engine(console: Console, role: str, address: str, arguments: Sequence[str])
 
 def _show(console: Console, outcome: Outcome) -> None:
     table = Grid("", "without the store", "with it", "from disk after kill -9")
-    table.add_row(
-        "time to first token (ms)",
-        f"{outcome.ttft_without_ms:.1f}",
-        f"{outcome.ttft_with_ms:.1f}",
-        f"{outcome.ttft_from_disk_ms:.1f}",
-    )
-    table.add_row(
-        f"tokens not computed, of {outcome.prompt_tokens}",
-        "0",
-        _tiers(outcome.hit_tokens_by_tier),
-        _tiers(outcome.hit_tokens_by_tier_after_kill),
-    )
+    times = (outcome.ttft_without_ms, outcome.ttft_with_ms, outcome.ttft_from_disk_ms)
+    table.add_row("time to first token (ms)", *(f"{ms:.1f}" for ms in times))
+    tiers = (outcome.hit_tokens_by_tier, outcome.hit_tokens_by_tier_after_kill)
+    hits = [", ".join(f"{n} from {tier}" for tier, n in one.items()) or "0" for one in tiers]
+    table.add_row(f"tokens not computed, of {outcome.prompt_tokens}", "0", *hits)
     same = "the same" if outcome.tokens_identical else "DIFFERENT"
     table.add_row(f"{outcome.new_tokens} generated tokens", "the reference", same, same)
     console.print(table)
@@ -212,7 +285,3 @@ def _show(console: Console, outcome: Outcome) -> None:
     )
     for problem in outcome.problems:
         console.print(f"NOT AS IT SHOULD BE: {problem}")
-
-
-def _tiers(tokens: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} from {tier}" for tier, count in tokens.items()) or "0"
