@@ -173,7 +173,8 @@ def _read_frame(data: bytes) -> ChunkFile:
 
 
 def _read_tensors(data: bytes) -> ChunkFile:
-    found = dict(deserialize(data))  # which checks the header's length, too
+    # It checks the header's length, too.
+    found = dict(deserialize(data))  # type: ignore[no-untyped-call]
     facts = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
     if facts["format"] != FORMAT:
         raise ValueError(f"its format is {facts['format']!r}, and {FORMAT} is known")

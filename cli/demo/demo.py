@@ -11,10 +11,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -93,76 +91,51 @@ class ServerChild:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What the demo saw; ``problems`` is empty when everything held.
+def judge(reports: Mapping[str, Mapping[str, Any]], duration_s: float) -> dict[str, Any]:
+    """Return the figures of the three engine processes; ``problems`` is empty if everything held.
 
     Times to the first token are medians in milliseconds, the client's connecting included;
     ``ttft_ratio`` is with over without the store.
     """
-
-    tokens_identical: bool
-    hit_tokens: int
-    disk_hit_tokens_after_kill: int
-    ttft_ratio: float
-    problems: Sequence[str]
-    prompt_tokens: int
-    new_tokens: int
-    hit_tokens_by_tier: Mapping[str, int]
-    hit_tokens_by_tier_after_kill: Mapping[str, int]
-    ttft_without_ms: float
-    ttft_with_ms: float
-    load_ms: float
-    ttft_from_disk_ms: float
-    samples_without_ms: Sequence[float]
-    samples_with_ms: Sequence[float]
-    duration_s: float
-
-    @classmethod
-    def of(cls, reports: Mapping[str, Mapping[str, Any]], duration_s: float) -> Outcome:
-        """Judge the reports of the three engine processes."""
-        first, second, restarted = (reports[name] for name in ("first", "second", "restarted"))
-        identical = all(one["tokens"] == first["plain_tokens"] for one in reports.values())
-        disk_hit_tokens = restarted["hit_tokens_by_tier"].get("disk", 0)
-        ratio = second["ttft_with_ms"] / second["ttft_without_ms"]
-        checks = {
-            "the first process found its prompt in an empty store": not first["hit_tokens"],
-            "the tokens differ with and without the store": identical,
-            "the second process loaded nothing": second["hit_tokens"] > 0,
-            "nothing came from disk after the kill": disk_hit_tokens > 0,
-            "loading was not faster than computing": ratio < 1,
-        }
-        problems = [sentence for sentence, held in checks.items() if not held]
-        problems += [
-            f"errors in the {name} process: {report['errors']}"
-            for name, report in reports.items()
-            if report["errors"]
-        ]
-        same = (
-            "hit_tokens", "hit_tokens_by_tier", "ttft_without_ms", "ttft_with_ms", "load_ms",
-            "samples_without_ms", "samples_with_ms",
-        )  # fmt: skip
-        return cls(
-            tokens_identical=identical,
-            disk_hit_tokens_after_kill=disk_hit_tokens,
-            ttft_ratio=ratio,
-            problems=problems,
-            prompt_tokens=first["prompt_tokens"],
-            new_tokens=len(first["tokens"]),
-            hit_tokens_by_tier_after_kill=restarted["hit_tokens_by_tier"],
-            ttft_from_disk_ms=restarted["ttft_with_ms"],
-            duration_s=duration_s,
-            **{name: second[name] for name in same},
-        )
+    first, second, restarted = (reports[name] for name in ("first", "second", "restarted"))
+    identical = all(one["tokens"] == first["plain_tokens"] for one in reports.values())
+    disk_hit_tokens = restarted["hit_tokens_by_tier"].get("disk", 0)
+    ratio = second["ttft_with_ms"] / second["ttft_without_ms"]
+    checks = {
+        "the first process found its prompt in an empty store": not first["hit_tokens"],
+        "the tokens differ with and without the store": identical,
+        "the second process loaded nothing": second["hit_tokens"] > 0,
+        "nothing came from disk after the kill": disk_hit_tokens > 0,
+        "loading was not faster than computing": ratio < 1,
+    }
+    problems = [sentence for sentence, held in checks.items() if not held]
+    problems += [
+        f"errors in the {name} process: {report['errors']}"
+        for name, report in reports.items()
+        if report["errors"]
+    ]
+    return {
+        "tokens_identical": identical,
+        "hit_tokens": second["hit_tokens"],
+        "disk_hit_tokens_after_kill": disk_hit_tokens,
+        "ttft_ratio": ratio,
+        "problems": problems,
+        "prompt_tokens": first["prompt_tokens"],
+        "new_tokens": len(first["tokens"]),
+        "hit_tokens_by_tier": second["hit_tokens_by_tier"],
+        "hit_tokens_by_tier_after_kill": restarted["hit_tokens_by_tier"],
+        "ttft_without_ms": second["ttft_without_ms"],
+        "ttft_with_ms": second["ttft_with_ms"],
+        "load_ms": second["load_ms"],
+        "ttft_from_disk_ms": restarted["ttft_with_ms"],
+        "samples_without_ms": second["samples_without_ms"],
+        "samples_with_ms": second["samples_with_ms"],
+        "duration_s": duration_s,
+    }
 
 
 def run_demo(model: Path | None, prompt_tokens: int, json_file: Path | None) -> bool:
@@ -177,12 +150,12 @@ def run_demo(model: Path | None, prompt_tokens: int, json_file: Path | None) -> 
     console.print(f"model: {folder}")
     with _signals_exit(), tempfile.TemporaryDirectory(prefix="kvstore-demo-") as scratch:
         reports = _play(console, Path(scratch), [str(folder), str(prompt_tokens)])
-    outcome = Outcome.of(reports, time.monotonic() - started)
-    _show(console, outcome)
+    figures = judge(reports, time.monotonic() - started)
+    _show(console, figures)
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(asdict(outcome), indent=2) + "\n")
-    return not outcome.problems
+        json_file.write_text(json.dumps(figures, indent=2) + "\n")
+    return not figures["problems"]
 
 
 def check_model(folder: Path, prompt_tokens: int) -> Path:
@@ -268,20 +241,20 @@ def _engine(console: Console, role: str, command: Sequence[str]) -> dict[str, An
     return report
 
 
-def _show(console: Console, outcome: Outcome) -> None:
+def _show(console: Console, figures: Mapping[str, Any]) -> None:
     table = Grid("", "without the store", "with it", "from disk after kill -9")
-    times = (outcome.ttft_without_ms, outcome.ttft_with_ms, outcome.ttft_from_disk_ms)
+    times = [figures[f"ttft_{way}_ms"] for way in ("without", "with", "from_disk")]
     table.add_row("time to first token (ms)", *(f"{ms:.1f}" for ms in times))
-    tiers = (outcome.hit_tokens_by_tier, outcome.hit_tokens_by_tier_after_kill)
+    tiers = [figures[f"hit_tokens_by_tier{when}"] for when in ("", "_after_kill")]
     hits = [", ".join(f"{n} from {tier}" for tier, n in one.items()) or "0" for one in tiers]
-    table.add_row(f"tokens not computed, of {outcome.prompt_tokens}", "0", *hits)
-    same = "the same" if outcome.tokens_identical else "DIFFERENT"
-    table.add_row(f"{outcome.new_tokens} generated tokens", "the reference", same, same)
+    table.add_row(f"tokens not computed, of {figures['prompt_tokens']}", "0", *hits)
+    same = "the same" if figures["tokens_identical"] else "DIFFERENT"
+    table.add_row(f"{figures['new_tokens']} generated tokens", "the reference", same, same)
     console.print(table)
     console.print(
-        f"with the store the first token takes {outcome.ttft_ratio:.2f} of the time"
-        f" (load {outcome.load_ms:.1f} ms; {len(outcome.samples_with_ms)} times each, medians);"
-        f" the demo took {outcome.duration_s:.0f} s"
+        f"with the store the first token takes {figures['ttft_ratio']:.2f} of the time (load"
+        f" {figures['load_ms']:.1f} ms; {len(figures['samples_with_ms'])} times each, medians);"
+        f" the demo took {figures['duration_s']:.0f} s"
     )
-    for problem in outcome.problems:
+    for problem in figures["problems"]:
         console.print(f"NOT AS IT SHOULD BE: {problem}")

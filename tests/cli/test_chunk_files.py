@@ -42,7 +42,8 @@ def metadata(data: bytes) -> dict[str, str]:
 def test_what_is_written_is_what_was_and_is_read_as_it_was(tmp_path: Path) -> None:
     data, golden = write(tmp_path / f"c{SAFETENSORS}"), GOLDEN.read_bytes()
     assert metadata(data) == metadata(golden)  # the BLAKE3 of all is in it
-    assert dict(deserialize(data)) == dict(deserialize(golden))
+    found, expected = map(deserialize, (data, golden))
+    assert dict(found) == dict(expected)
     chunk = read_chunk(GOLDEN)
     assert (chunk.digest, chunk.parent, chunk.position) == (KEY[16:], bytes(16), 0)
     assert (chunk.accuracy, chunk.representation) == (

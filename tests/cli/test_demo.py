@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from test_house import build, copy_of_the_tree
 
-from kvstore.cli.demo.demo import MODEL, DemoError, Outcome, ServerChild, check_model, run_demo
+from kvstore.cli.demo.demo import MODEL, DemoError, ServerChild, check_model, judge, run_demo
 from kvstore.cli.main import main
 from kvstore.proto.errors import KVStoreError
 
@@ -35,8 +35,8 @@ def report(tiers: Mapping[str, int]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def outcome(**changes: dict[str, Any]) -> Outcome:
-    """The demo's outcome when the processes named in *changes* saw something else."""
+def judged(**changes: dict[str, Any]) -> dict[str, Any]:
+    """The demo's figures when the processes named in *changes* saw something else."""
     reports = {
         "first": report({}),
         "second": report({"cpu": 99}),
@@ -44,14 +44,15 @@ def outcome(**changes: dict[str, Any]) -> Outcome:
     }
     for name, change in changes.items():
         reports[name] |= change
-    return Outcome.of(reports, duration_s=1.0)
+    return judge(reports, duration_s=1.0)
 
 
 def test_an_outcome_in_which_all_held_has_no_problems() -> None:
-    good = outcome()
-    assert list(good.problems) == []
-    assert good.tokens_identical
-    assert (good.hit_tokens, good.disk_hit_tokens_after_kill, good.ttft_ratio) == (99, 99, 0.25)
+    good = judged()
+    assert good["problems"] == []
+    assert good["tokens_identical"]
+    assert (good["hit_tokens"], good["disk_hit_tokens_after_kill"]) == (99, 99)
+    assert good["ttft_ratio"] == 0.25
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_an_outcome_in_which_all_held_has_no_problems() -> None:
     ],
 )
 def test_whatever_did_not_hold_is_a_problem(changes: dict[str, Any], word: str) -> None:
-    problems = outcome(**changes).problems
+    problems = judged(**changes)["problems"]
     assert len(problems) == 1
     assert word in problems[0]
 
