@@ -20,12 +20,11 @@ from kvstore.client.batches import (
 from kvstore.client.bulk_transport import BulkTransport
 from kvstore.client.client_state import ClientState
 from kvstore.client.connection import Connection
+from kvstore.client.deadline import Meters
 from kvstore.client.decode import Reader, Room, direct
 from kvstore.client.forks import FORKS
-from kvstore.client.levelled_get import Meters
 from kvstore.client.liveness import stays_silent
 from kvstore.client.options import ClientOptions
-from kvstore.client.rectangle_room import RectangleRoom
 from kvstore.client.retry import countdown
 from kvstore.client.session import FIRST_PACE_S, Session
 from kvstore.client.shm import ShmTransport, can_share_memory
@@ -331,12 +330,9 @@ class Caller:
         room: Room,
         plan: ReadPlan,
     ) -> tuple[list[ChunkTensors], list[Stated]]:
-        shard = None
         stated: dict[int, Stated] = {}
-        if isinstance(room, RectangleRoom):
-            shard = room.usual_shard(self.options.chunk_tokens)
         landing = partial(direct, transport.session, keys, room)
-        with transport.read(replace(plan, shard=shard, direct=landing)) as arriving:
+        with transport.read(replace(plan, direct=landing)) as arriving:
             frames = at_least(arriving, plan.minimum, stated)
             found, broken = self._reader.read(transport.session, keys, frames, room)
         if broken is not None:

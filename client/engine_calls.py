@@ -9,10 +9,10 @@ from contextlib import ExitStack, closing
 from kvstore.client.batches import MAX_OPEN_BATCHES, JoinedSink, batches
 from kvstore.client.caller import Caller
 from kvstore.client.chunk import Chunk, PlannedChunk
+from kvstore.client.deadline import Levelled, LevelledGet, beside
 from kvstore.client.decode import Layer, LayerReader, Room, given
 from kvstore.client.layer_sink import PutTerms
 from kvstore.client.layered_put import LayeredPut
-from kvstore.client.levelled_get import Levelled, LevelledGet, beside
 from kvstore.client.levels import PlanTerms
 from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.client.pages import PagedKV
@@ -189,14 +189,11 @@ class EngineCalls(Caller, ABC):
         if not keys:
             return Levelled((), ())
         self._digests(keys)
-        layout = KVLayout.of(self.representation, self.options.chunk_tokens)
 
         def work(transport: Transport) -> Levelled:
-            get = LevelledGet(transport, self._reader, keys, layout, self._meters)
+            get = LevelledGet(transport, self._reader, self._meters, keys, terms, room)
             try:
-                if compute is None:
-                    return get.run(terms, room)
-                return beside(get, terms, room, compute)
+                return get.run() if compute is None else beside(get, compute)
             finally:
                 for key in get.damaged:
                     self._quarantine(transport, key)

@@ -15,7 +15,7 @@ from kvstore.client.blend.cost import CostEstimate, CostMeter, Speed, Work
 from kvstore.client.blend.plan import BlendPlan
 from kvstore.client.blend.report import BlendResult
 from kvstore.client.blend.selectors import selector_of
-from kvstore.client.link_meter import LinkMeter
+from kvstore.client.levels import LinkMeter
 from kvstore.proto.errors import InvalidRequestError
 
 FREE_SHARE = 0.02

@@ -14,7 +14,7 @@ from kvstore.client.blend.controller import LEAST_MARGIN, Controller, Storage, c
 from kvstore.client.blend.cost import CostEstimate, CostMeter, Speed, Work
 from kvstore.client.blend.plan import BlendPlan, Segment
 from kvstore.client.blend.selectors import SELECTORS
-from kvstore.client.link_meter import LinkMeter
+from kvstore.client.levels import LinkMeter
 from kvstore.proto.errors import InvalidRequestError
 
 LAYERS = 32

@@ -22,7 +22,7 @@ from kvstore.client.blend.source import MemorySource
 from kvstore.client.blend.store_prefill import store_prefill
 from kvstore.client.blend.store_source import StoreSource
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
-from kvstore.client.link_meter import LinkMeter
+from kvstore.client.levels import LinkMeter
 from kvstore.client.options import TransportName
 from kvstore.client.resolving import Resolved, ResolveTerms
 from kvstore.proto import kvstore_pb2 as pb
