@@ -14,6 +14,7 @@ from kvstore.client.batch_plans import plan_batch
 from kvstore.client.blend.segments import NamedSegment, SegmentRange, name_segments
 from kvstore.client.chunk import Chunk, PlannedChunk
 from kvstore.client.chunk_puts import put_by_layers, put_whole
+from kvstore.client.deadline import Levelled
 from kvstore.client.decode import Layer, Room, given
 from kvstore.client.events import EventStream, Place
 from kvstore.client.forks import FORKS
@@ -21,7 +22,6 @@ from kvstore.client.kv import KV, Prompt, empty_kv, first_tokens, kv_of
 from kvstore.client.layer_sink import PutTerms
 from kvstore.client.layered_put import LayeredPut
 from kvstore.client.lease import Lease
-from kvstore.client.levelled_get import Levelled
 from kvstore.client.levels import PlanTerms
 from kvstore.client.lookups import look_up, prefix_plan, viewer
 from kvstore.client.options import MAX_DEADLINE_MS, MAX_NAME_CHARS, ClientOptions
@@ -307,9 +307,11 @@ class Client:
         ready = names[: found.match.ready]
         leases, deadline_ms = found.match.leases, self.options.deadline_ms
 
-        def read(out: Sequence[LayerTensors] | None) -> list[ChunkTensors]:
-            room = _room(ready, out)
-            request = chunk_reads.ChunkRequest(ready, room, accuracy, deadline_ms, leases)
+        def read(
+            some: Sequence[ChunkKey], out: Sequence[LayerTensors] | None
+        ) -> list[ChunkTensors]:
+            room = _room(some, out)
+            request = chunk_reads.ChunkRequest(some, room, accuracy, deadline_ms, leases)
             return chunk_reads.read_prefix(self._link, request).tensors
 
         return Lease(ready, found.match, read, self._link.release, viewer(found, ready))
@@ -426,8 +428,8 @@ class Client:
         Over gRPC a layer goes out when it is given, with other transports the frames wait in
         memory of this process until they are whole.
         """
-        within_ms = milliseconds("timeout", timeout, MAX_DEADLINE_MS / 1000)
-        return put_by_layers(self._link, chunks, PutTerms(durable, max(1, within_ms), hints))
+        terms = PutTerms(durable, self._deadline_ms(timeout), hints)
+        return put_by_layers(self._link, chunks, terms)
 
     def get_levelled(
         self,
@@ -603,7 +605,10 @@ class Client:
     def _deadline_ms(self, timeout: float | None) -> int:
         if timeout is None:
             return self.options.deadline_ms
-        return max(1, milliseconds("timeout", timeout, MAX_DEADLINE_MS / 1000))
+        found = milliseconds("timeout", timeout, MAX_DEADLINE_MS / 1000)
+        if found < 1:
+            raise InvalidRequestError("timeout", timeout, "give 0.001 seconds or more")
+        return found
 
     def _prompt(self, tokens: Tokens, keys: Keys, start: int) -> Prompt:
         names = self._named(tokens, keys)

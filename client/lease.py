@@ -21,7 +21,7 @@ class Lease:
         self,
         keys: Sequence[ChunkKey],
         match: Match,
-        read: Callable[[Sequence[LayerTensors] | None], list[ChunkTensors]],
+        read: Callable[[Sequence[ChunkKey], Sequence[LayerTensors] | None], list[ChunkTensors]],
         release: Callable[[Sequence[int], Hints], None],
         view: View,
     ) -> None:
@@ -53,7 +53,7 @@ class Lease:
         FORKS.check(self._process, "the lease")
         if not self.keys:
             return []
-        return self._read(out)
+        return self._read(self.keys, out)
 
     def release(self, hints: Hints = NO_HINTS) -> None:
         """End the lease, and say what is known of its chunks by now. Idempotent.
