@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -18,6 +19,9 @@ FIRST_LOGIN_UID = 1000
 """Users below are the system's: only root makes them. Those above log in, and may listen on any
 port that a server left (login.defs(5), UID_MIN)."""
 _LISTENS = "0A"
+_TARGET = re.compile(r"(?:[\w.-]+|\[[0-9A-Fa-f:.%\w]+\]):(\d{1,5})")
+_SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:")
+"""Of gRPC's targets, besides HOST:PORT."""
 _HEADER = "authorization"
 _NO_PROXY = ("grpc.enable_http_proxy", 0)
 """gRPC would take one out of the environment, for the loopback and a cluster's addresses too."""
@@ -75,6 +79,15 @@ def access_from(token_file: str, tls_ca: str, tls_cert: str, tls_key: str) -> Ac
         Path(text) if text else None for text in (tls_ca, tls_cert, tls_key, token_file)
     )
     return Access(ca=ca, cert=cert, key=key, token_file=token)
+
+
+def check_address(address: str) -> None:
+    """Raise InvalidRequestError for what is no HOST:PORT, [IPV6]:PORT or target of gRPC's."""
+    if isinstance(address, str):
+        found = _TARGET.fullmatch(address)
+        if address.startswith(_SCHEMES) or (found and 0 < int(found[1]) < 1 << 16):
+            return
+    raise InvalidRequestError("address", address, "give HOST:PORT, or [IPV6]:PORT")
 
 
 class Bearer:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self, TypeAlias
 from weakref import finalize, ref
 
 from kvstore.client import chunk_reads, resolving
+from kvstore.client.access import check_address
 from kvstore.client.batch_plans import plan_batch
 from kvstore.client.blend.segments import NamedSegment, SegmentRange, name_segments
 from kvstore.client.chunk import Chunk, PlannedChunk
@@ -95,6 +96,7 @@ class Client:
     """How it reads a server on this host."""
 
     def __init__(self, address: str, model: Model, options: ClientOptions | None = None) -> None:
+        check_address(address)
         self.model = model
         self.options = options or ClientOptions()
         if self.options.assets is not None:
@@ -180,9 +182,7 @@ class Client:
     def end_if_hung(self) -> bool:
         """Whether the server hangs; if so, calls that wait for it fail now, as if it were late.
 
-        A server on this host that neither answers nor runs does, one that takes its time does
-        not; of others one that does not even refuse a call. Takes some 20 ms; a quarter of a second
-        while there is no session, as nothing is known of its answers.
+        A busy server does not. Takes some 20 ms, a quarter of a second while there is no session.
         """
         return self._link.end_if_hung()
 
@@ -266,14 +266,11 @@ class Client:
         wait: float = 0.0,
         timeout: float | None = None,
     ) -> Match:
-        """Find the longest prefix that can be read now, in one round trip.
+        """Find the longest prefix that can be read now: one round trip a batch of the server's size.
 
-        One for each batch of a prompt that is longer than the server takes in a request, up to
-        the first that is not ready whole. With *engine* the match has a ``plan``: which chunks to
-        load and which to recompute, never slower than to recompute all. An engine with a deadline
-        uses ``get_levelled`` instead, which also weighs at which level to load each chunk. The
-        answer waits *wait* seconds at most until chunks are here that others are putting or have
-        announced.
+        With *engine* the match has a ``plan``: which chunks to load and which to recompute, never
+        slower than to recompute all. The answer waits *wait* seconds at most until chunks are here
+        that others are putting or have announced.
         """
         names = self._named(tokens, keys)
         if engine is not None and not engine.prompt_tokens:
@@ -330,9 +327,8 @@ class Client:
 
         A chunk that is late or proves wrong ends the prefix: the layers after it have fewer
         chunks, and when none is left no more layers come. So what was read is what the last of
-        all layers has. The timeout is that of the whole get. Run the iterator to its end or
-        close it: it keeps the chunks from eviction. No more than MAX_OPEN_BATCHES batches of chunks
-        come, as each is a stream that stays open until the last layer.
+        all layers has. Run the iterator to its end or close it: it keeps the chunks from eviction.
+        No more than MAX_OPEN_BATCHES batches of chunks come, each a stream.
         """
         prompt = self._prompt(tokens, keys, start)
         room = given(None) if out is None else self._target(prompt, out)
@@ -374,11 +370,10 @@ class Client:
 
         Tensors come as arrays of unsigned integers of the dtype's size, to be viewed as it, or
         are written into *out*: one entry a key, numpy or torch, or ``out(i, layout)``, which
-        returns tensors of that layout. That is called by several threads, in any order; a window or
-        state that is not wanted has no layers there, and is neither read from shared memory or a
-        file nor verified. What lies in *out* past the returned length is not to be used. *stated*,
-        a list, is filled with what the copy of each chunk that is returned states. With a
-        *rectangle* tensors, layouts and *out* are what one rank has of each chunk.
+        returns tensors of that layout. Several threads call it, in any order; a window or state
+        that is not wanted has no layers there, and is neither read nor verified. *stated*, a list,
+        is filled with what the copy of each chunk states. With a *rectangle* tensors, layouts and
+        *out* are what one rank has of each chunk.
         """
         room = chunk_reads.stoppable(_room(keys, out))
         if rectangle is not None:
@@ -440,15 +435,11 @@ class Client:
     ) -> Levelled:
         """Read the chunks of a prompt at the levels that the deadline in *terms* leaves time for.
 
-        The controller of ``client/levels.py`` decides, with the bandwidth that this client has
-        seen, which chunks the engine computes, and how much of the others is loaded. *compute*
-        does that, in this thread and beside the loads: it is given some chunks after another, from
-        the first on, while others come from the last one back. Without it the caller computes
-        ``Levelled.to_compute`` afterwards. Chunks are written to *out*: one entry a key, or what
-        returns it. Only layered codecs have levels; others come whole.
-
-        Returns in time whatever happens to the store, once there was a session. Raises
-        InvalidRequestError for keys of another namespace, and what *compute* raises.
+        ``client/levels.py`` decides by the measured bandwidth which chunks the engine computes,
+        and how much of the others is loaded, into *out* as in ``get_chunks``. *compute* is given
+        chunks in this thread, from the first on, while others come from the last one back; without
+        it the caller computes ``Levelled.to_compute`` afterwards. Returns in time whatever happens
+        to the store, once there was a session. Raises what *compute* raises, too.
         """
         return chunk_reads.read_levelled(self._link, keys, terms, _room(keys, out), compute)
 
@@ -470,9 +461,8 @@ class Client:
 
         Chunks that are here as this very prompt has them are exact; for others of *ranges* that
         are approximate, chunks with the same tokens from other prompts are named, if the gate of
-        this model and tag is open. One round trip for MAX_ASKED_CHUNKS chunks; what is named is
-        kept from eviction until the answer is released. Only digests are sent. Raises
-        ModelError when the server turns keys by other rope parameters.
+        this model and tag is open. They are kept from eviction until the answer is released.
+        Raises ModelError when the server turns keys by other rope parameters.
         """
         terms = terms or resolving.ResolveTerms()
         named = self.name_segments(tokens, ranges, terms.names)
@@ -513,11 +503,9 @@ class Client:
     def plan(self, chains: Sequence[Sequence[ChunkKey]], *, ttl: float = 0.0) -> PlannedBatch:
         """Announce a batch of prompts, each by the keys of its chunks.
 
-        One round trip, or several for more chunks than the server takes in a request.
         The answer says in which order to ask for them, and how often each chunk comes. With
-        *ttl*, in seconds, the server keeps their chunks until each was asked for as often as
-        announced (by a lookup with lease, or by being put), the session ends or the time is up,
-        within its limit of pins.
+        *ttl*, in seconds, the server keeps their chunks until each was leased or put as often as
+        announced, the session ends or the time is up, within its limit of pins.
         """
         return plan_batch(self._link, chains, milliseconds("ttl", ttl, MAX_TTL_S))
 

@@ -169,7 +169,7 @@ class Prompt:
         if not isinstance(start, Integral) or not 0 <= start <= count:
             raise InvalidRequestError("start", start, f"give 0 to {count}, the prompt's tokens")
         whole = chunk_spans(count, chunk_tokens)
-        first = min(int(start) // chunk_tokens, len(whole))
+        first = sum(stop <= start for _, stop in whole)
         self.start: int = int(start)
         self.spans: Sequence[tuple[int, int]] = whole[first:]
         """Of the chunks that are left, the first token and the one after the last."""

@@ -188,7 +188,12 @@ def unpack_info(row: bytes) -> ChunkInfo:
 
 
 def accuracy_number(least: Accuracy) -> int:
-    """Return how requests state a minimum accuracy; one that states none means exact."""
+    """Return how requests state a minimum accuracy; one that states none means exact.
+
+    Raises InvalidRequestError for what is no Accuracy.
+    """
+    if least not in _ACCURACIES:
+        raise InvalidRequestError("accuracy", least, "give an Accuracy")
     return _ACCURACIES.index(least)
 
 

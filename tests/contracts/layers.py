@@ -331,7 +331,7 @@ class LayersContract:
         keys = keys_of(client, 1, 2)
         with pytest.raises(InvalidRequestError, match="chunks=0: give 1 to"):
             client.put_chunk_layers([])
-        with pytest.raises(InvalidRequestError, match="timeout=0.0: give 0.001"):
+        with pytest.raises(InvalidRequestError, match="timeout=0"):
             client.put_chunk_layers(planned(client, keys), timeout=0.0)
         with pytest.raises(LayoutMismatchError, match="tokens=9000"):
             client.put_chunk_layers([PlannedChunk(keys[0], 9000)])

@@ -1,0 +1,285 @@
+"""Prompts by their tokens: KV in each form goes out and comes back, and bad input is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from local_server import DEADLINE_MS, LocalServer
+from prompts import tokens
+
+import kvstore
+from kvstore.client import Client, ClientOptions, PagedCache
+from kvstore.client.options import TransportName
+from kvstore.proto.errors import InvalidRequestError, KVStoreError, LayoutMismatchError, ModelError
+from kvstore.proto.types import Accuracy, DType, LayerGroup, LayerKind, Model
+
+OPTIONS = ClientOptions(chunk_tokens=32, deadline_ms=DEADLINE_MS)
+HALF = Model.uniform("half", "8f2c1d4", layers=2, kv_heads=2, head_dim=8, dtype="float16")
+HYBRID = replace(
+    HALF,
+    layer_groups=(
+        LayerGroup(LayerKind.attention, DType.float16, (0, 2), 2, 8),
+        LayerGroup(LayerKind.window, DType.float16, (1,), 1, 4, window_tokens=9),
+    ),
+)
+COUNT = 3 * 32 + 20
+
+
+def random(*shape: int) -> np.ndarray[Any, np.dtype[np.float16]]:
+    return np.random.default_rng(1).random(shape).astype(np.float16)
+
+
+@pytest.fixture(params=["shm", "grpc"])
+def client(server: LocalServer, request: pytest.FixtureRequest) -> Client:
+    transport: TransportName = request.param
+    return server.connect(transport, HALF, replace(OPTIONS, transport=transport))
+
+
+def test_one_tensor_goes_out_and_comes_back(client: Client) -> None:
+    prompt, kv = tokens(1, COUNT), random(2, 2, 2, COUNT, 8)
+    assert client.get(prompt).tokens == 0
+    assert [put.outcome.name for put in client.put(prompt, kv)] == ["stored"] * 4
+    hit = client.get(prompt)
+    assert (hit.tokens, hit.chunks, hit.tiers) == (COUNT, 4, ("cpu",) * 4)
+    assert hit.kv.dtype == np.float16
+    assert np.array_equal(hit.kv, kv)
+    out = np.zeros((2, 2, 2, 140, 8), np.float16)
+    longer = [*prompt[:64], *tokens(2, 40)]
+    assert client.get(longer, out=out).tokens == 64
+    assert np.array_equal(out[..., :64, :], kv[..., :64, :])
+    assert client.get(keys=client.keys(prompt), out=out).tokens == COUNT
+    assert client.lookup(prompt).ready == len(client.stat(prompt)) == 4
+    assert client.pin(prompt, ttl=1.5) == client.unpin(prompt) == client.delete(prompt) == 4
+
+
+def test_what_the_caller_has_is_neither_read_nor_put(client: Client) -> None:
+    prompt, kv = tokens(1, COUNT), random(2, 2, 2, COUNT, 8)
+    assert len(client.put(prompt, kv, start=70)) == 2
+    out = np.zeros_like(kv)
+    hit = client.get(prompt, out=out, start=64)
+    assert (hit.tokens, hit.chunks) == (COUNT, 2)
+    assert not out[..., :64, :].any()
+    assert np.array_equal(out[..., 64:, :], kv[..., 64:, :])
+    assert client.get(prompt, start=20).tokens == 20
+    assert client.get(prompt, start=COUNT).tokens == COUNT
+    assert client.put(prompt, kv, start=COUNT) == []
+
+
+def test_layers_come_and_go_by_tokens(client: Client) -> None:
+    prompt, kv = tokens(1, COUNT), random(2, 2, 2, COUNT, 8)
+    with client.put_layers(prompt) as put:
+        for layer in (1, 0):
+            put.layer(layer, kv[layer])
+    assert [one.outcome.name for one in put.results] == ["stored"] * 4
+    out = np.zeros_like(kv)
+    found = [(layer.layer_id, len(layer.tensors)) for layer in client.get_layers(prompt, out=out)]
+    assert found == [(0, 4), (1, 4)]
+    assert np.array_equal(out, kv)
+    with pytest.raises(LayoutMismatchError, match="tensors="), client.put_layers(prompt) as put:
+        put.layer(0, kv[0, :, :, :32])
+    with pytest.raises(InvalidRequestError, match="chunks=0"):
+        client.put_layers(prompt[:3])
+
+
+def test_bfloat16_is_torchs_and_layers_may_be_named(server: LocalServer) -> None:
+    model = Model.uniform("bf", "8f2c1d4", layers=2, kv_heads=2, head_dim=8, dtype="bfloat16")
+    client, prompt = server.connect("auto", model, OPTIONS), tokens(1, 32)
+    layers = {at: tuple(torch.randn(2, 32, 8).bfloat16() for _ in "KV") for at in range(2)}
+    client.put(prompt, layers)
+    kv = client.get(prompt).kv
+    assert kv.dtype is torch.bfloat16
+    for at, parts in layers.items():
+        assert torch.equal(kv[at], torch.stack(parts))
+
+
+def test_a_hybrid_model_has_a_tensor_for_each_group(server: LocalServer) -> None:
+    client, prompt = server.connect("auto", HYBRID, OPTIONS), tokens(1, 40)
+    kv = [random(2, 2, 2, 40, 8), random(1, 2, 1, 40, 4)]
+    client.put(prompt, kv)
+    hit = client.get(prompt)
+    assert hit.tokens == 32  # a rest of eight tokens is left out
+    assert np.array_equal(hit.kv[0], kv[0][..., :32, :])
+    assert np.array_equal(hit.kv[1][..., 24:32, :], kv[1][..., 24:32, :])
+    with pytest.raises(LayoutMismatchError, match="kv="):
+        client.put(prompt, kv[0])
+
+
+BAD_TOKENS: list[Any] = [[1.5] * 20, [-1] * 20, [1 << 32] * 20, [[1], [2, 3]], "abc", [None] * 20]
+
+
+@pytest.mark.parametrize("prompt", BAD_TOKENS, ids=repr)
+def test_tokens_that_are_none_are_refused(client: Client, prompt: Any) -> None:
+    for call in (client.get, client.lookup, client.lease, client.delete, client.stat):
+        with pytest.raises(InvalidRequestError, match="tokens="):
+            call(prompt)
+    with pytest.raises(InvalidRequestError, match="tokens="):
+        client.put(prompt, random(2, 2, 2, 20, 8))
+
+
+def test_no_tokens_are_a_miss_and_neither_tokens_nor_keys_an_error(client: Client) -> None:
+    assert client.get([]).tokens == client.get([], start=0).chunks == 0
+    assert client.put([], random(2, 2, 2, 1, 8)) == []
+    assert client.put(tokens(1, 15), random(2, 2, 2, 15, 8)) == []
+    for call in (client.get, client.lookup, client.lease):
+        with pytest.raises(InvalidRequestError, match="keys="):
+            call()
+        with pytest.raises(InvalidRequestError, match="keys="):
+            call([1], keys=[])
+
+
+BAD_KV: list[tuple[Any, str]] = [
+    (np.zeros((2, 2, 2, 31, 8), np.float16), "room for 32"),
+    (np.zeros((3, 2, 2, 32, 8), np.float16), r"give \(2, 2, 2, tokens, 8\)"),
+    (np.zeros((2, 2, 3, 32, 8), np.float16), r"give \(2, tokens, 8\)"),
+    (np.zeros((2, 2, 32, 8), np.float16), r"give \(2, 2, 2, tokens, 8\)"),
+    (np.zeros((2, 2, 2, 32, 8), np.float32), "give float16"),
+    (np.zeros((2, 2, 2, 32, 8), np.complex64), "give float16"),
+    (torch.zeros(2, 2, 2, 32, 8, dtype=torch.float16, device="meta"), "device"),
+    ({0: ()}, r"give the layers \[0, 1\]"),
+    ({0: (), 1: ()}, "give 2 parts"),
+    ("abc", "give a tensor"),
+    (7, "give a tensor"),
+    ([[1, 2]], "give"),
+]
+
+
+@pytest.mark.parametrize(("kv", "message"), BAD_KV, ids=[message for _, message in BAD_KV])
+def test_kv_of_another_shape_type_or_place_is_refused(
+    client: Client, server: LocalServer, kv: Any, message: str
+) -> None:
+    prompt = tokens(1, 32)
+    client.put(prompt, random(2, 2, 2, 32, 8))
+    with server.unchanged():
+        with pytest.raises(LayoutMismatchError, match=f"out=.*{message}"):
+            client.get(prompt, out=kv)
+        with pytest.raises(LayoutMismatchError, match=f"out=.*{message}"):
+            next(client.get_layers(prompt, out=kv))
+        with pytest.raises(LayoutMismatchError, match=f"kv=.*{message}"):
+            client.put(prompt, kv)
+
+
+def test_what_cannot_be_written_to_is_no_target(client: Client) -> None:
+    prompt, out = tokens(1, 32), random(2, 2, 2, 32, 8)
+    client.put(prompt, out)
+    out.flags.writeable = False
+    with pytest.raises(InvalidRequestError, match="out='read-only'"):
+        client.get(prompt, out=out)
+    pages = [np.broadcast_to(np.float16(0), (4, 2, 16, 2, 8)) for _ in range(2)]
+    cache = PagedCache(HALF, pages, "block kv token head dim")
+    with pytest.raises(InvalidRequestError, match="out='read-only'"):
+        client.get(prompt, out=cache[[0, 1]])
+    with pytest.raises(InvalidRequestError, match="block_ids"):
+        cache[[0, 4]]
+    with pytest.raises(InvalidRequestError, match="name each block once"):
+        cache[[1, 1]]
+    other = PagedCache(replace(HALF, model_id="other"), pages, "block kv token head dim")
+    with pytest.raises(LayoutMismatchError, match="kv='other'"):
+        client.put(prompt, other[[0, 1]])
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ({"start": 33}, "start=33"),
+        ({"start": -1}, "start=-1"),
+        ({"start": 1.5}, "start=1.5"),
+        ({"timeout": 0}, "timeout=0"),
+        ({"timeout": -1.0}, "timeout=-1"),
+        ({"timeout": float("nan")}, "timeout=nan"),
+        ({"timeout": 1e9}, "timeout="),
+        ({"timeout": "1"}, "timeout='1'"),
+        ({"accuracy": 7}, "accuracy=7"),
+    ],
+)
+def test_words_of_a_get_that_cannot_be_are_refused(
+    client: Client, words: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=name):
+        client.get(tokens(1, 32), **words)
+
+
+def test_a_ttl_that_cannot_be_is_refused(client: Client) -> None:
+    for ttl in (-1.0, float("inf"), "1"):
+        with pytest.raises(InvalidRequestError, match="ttl="):
+            client.put(tokens(1, 32), random(2, 2, 2, 32, 8), ttl=ttl)  # type: ignore[arg-type]
+
+
+def test_a_closed_client_says_so(server: LocalServer) -> None:
+    client = server.connect("auto", HALF, OPTIONS)
+    client.close()
+    with pytest.raises(KVStoreError, match="the client is closed"):
+        client.get(tokens(1, 32))
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "localhost", "http://127.0.0.1:7420", "127.0.0.1:99999", ":7420", ""]
+)
+def test_an_address_that_cannot_be_is_refused(address: str) -> None:
+    with pytest.raises(InvalidRequestError, match="address="):
+        Client(address, HALF)
+
+
+def test_addresses_of_both_kinds_and_names_are_taken() -> None:
+    for address in ("[::1]:7420", "localhost:7420", "dns:///store.example:7420", "unix:/run/x"):
+        Client(address, HALF).close()
+
+
+def test_kvstore_exports_its_names_when_they_are_used() -> None:
+    code = (
+        "import sys, kvstore\n"
+        "loaded = [name for name in sys.modules if name.startswith('kvstore.')]\n"
+        "assert not {'torch', 'grpc', 'numpy'} & set(sys.modules), loaded\n"
+        "for name in kvstore.__all__: getattr(kvstore, name)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = kvstore.Nothing
+
+
+class Config:
+    model_type, name_or_path, dtype = "llama", "example/llama", "bfloat16"
+    num_hidden_layers, num_attention_heads, num_key_value_heads, hidden_size = 4, 8, 2, 64
+
+
+def test_a_model_is_read_out_of_a_config() -> None:
+    model = Model.from_hf(Config(), revision="8f2c1d4")
+    assert model.layer_groups == (
+        LayerGroup(LayerKind.attention, DType.bfloat16, (0, 1, 2, 3), 2, 8),
+    )
+    config: Any = Config()
+    config.layer_types, config.sliding_window = ["full_attention", "sliding_attention"] * 2, 32
+    groups = Model.from_hf(config, revision="8f2c1d4", dtype="float16").layer_groups
+    assert [(group.kind, group.layer_ids, group.window_tokens) for group in groups] == [
+        (LayerKind.attention, (0, 2), 0), (LayerKind.window, (1, 3), 32),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kv_lora_rank", 512),
+        ("layer_types", ["linear_attention"] * 4),
+        ("layer_types", ["full_attention"]),
+        ("dtype", "int3"),
+        ("num_hidden_layers", None),
+        ("is_encoder_decoder", True),
+    ],
+)
+def test_a_config_that_does_not_tell_is_refused(field: str, value: Any) -> None:
+    config = Config()
+    setattr(config, field, value)
+    with pytest.raises(ModelError):
+        Model.from_hf(config, revision="8f2c1d4")
+
+
+def test_an_accuracy_below_exact_takes_lossy_copies(client: Client) -> None:
+    prompt = tokens(1, 32)
+    client.put(prompt, random(2, 2, 2, 32, 8))
+    assert client.get(prompt, accuracy=Accuracy.approximate).tokens == 32
