@@ -15,8 +15,8 @@ from typing import Any
 
 from rich.console import Console
 
+from kvstore.cli.output import Grid, open_console
 from kvstore.cli.server_child import ServerChild
-from kvstore.cli.tables import Grid, open_console
 from kvstore.proto.errors import KVStoreError
 
 ENGINE_S = 300.0
