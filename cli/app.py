@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperGroup
 from typing_extensions import override
 
-from kvstore import __version__
+from kvstore.proto import __version__
 from kvstore.proto.errors import (
     DeadlineError,
     InvalidRequestError,

@@ -129,7 +129,7 @@ def ls(  # noqa: PLR0913 - each is an option
         data = [
             {
                 "namespace": page.client.namespace.hex(),
-                "model": page.client.representation.model_id,
+                "model": page.client.model.model_id,
                 "chunks": list(map(_chunk_as_dict, page.chunks)),
                 "after": page.chunks[-1].digest.hex() if page.is_more else None,
             }
@@ -165,7 +165,7 @@ def _page_text(pages: Sequence[Page]) -> Iterator[str | Grid]:
         if not page.chunks:
             continue
         namespace = page.client.namespace.hex()
-        yield f"namespace {namespace}: {page.client.representation.model_id}"
+        yield f"namespace {namespace}: {page.client.model.model_id}"
         table = Grid("digest", "tiers", "size", "idle", "hits", "kept")
         for one in page.chunks:
             table.add_row(
@@ -230,12 +230,12 @@ def stat(
     check_digits("key", name)
     with Selection(address, namespace, model, tenant).clients() as clients:
         found = find(clients, name)
-        known = found[0].stat([found[1]], ranks=True) if found else []
+        known = found[0].stat(keys=[found[1]], ranks=True) if found else []
         if not found or not known:
             fail(f"{name}: no such chunk here", EXIT_NOT_HELD)
         client, key = found
         header, damage = _verified(client, key)
-        kind = as_message(pb.Representation, client.representation)
+        kind = as_message(pb.Representation, client.model)
     data = {"key": key.hex()} | _chunk_as_dict(known[0])
     data |= {"verified": header is not None, "damage": damage or None}
     if header is not None:
@@ -252,7 +252,7 @@ def _verified(client: Client, key: ChunkKey) -> tuple[FrameHeader | None, str]:
     from kvstore.proto.types import Accuracy
 
     try:
-        frame = client.frame(key, min_accuracy=Accuracy.approximate)
+        frame = client.frame(key, accuracy=Accuracy.approximate)
     except (ChunkCorruptError, InvalidFrameError) as error:
         return None, str(error)
     return (frame[0], "") if frame is not None else (None, "not read in time")
@@ -325,13 +325,13 @@ def get(
     with Selection(address, namespace, tenant=tenant).clients() as clients:
         found = find(clients, name)
         try:
-            frame = found and found[0].frame(found[1], min_accuracy=minimum)
+            frame = found and found[0].frame(found[1], accuracy=minimum)
         except (ChunkCorruptError, InvalidFrameError) as error:
             fail(error, EXIT_NOT_HELD)
         if not found or not frame:
             fail(f"{name}: no such chunk here, or only with a loss (--lossy)", EXIT_NOT_HELD)
         header, data = frame
-        kind = as_message(pb.Representation, found[0].representation)
+        kind = as_message(pb.Representation, found[0].model)
         size_bytes = write_chunk(out, header, data, kind)
     print(f"{out}: {header.layout.tokens} tokens, {header.accuracy.name}, {size_bytes} bytes")
 
@@ -383,7 +383,7 @@ def _put_file(selection: Selection, path: Path, durable: bool) -> tuple[ChunkKey
             key, chunk.tensors, parent, chunk.position, chunk.prefill_flops, chunk.content,
             chunk.layout,
         )  # fmt: skip
-        return key, client.put([named], durable=durable)[0]
+        return key, client.put_chunks([named], durable=durable)[0]
 
 
 def _model_of(selection: Selection, chunk: ChunkFile, path: Path) -> pb.Representation:
@@ -419,9 +419,13 @@ def pin(  # noqa: PLR0913 - each is an option
 
     Pins are within the server's limit of them, and end with the server.
     """
-    ttl_ms = parse_duration_ms(duration)
+    ttl_s = parse_duration_ms(duration) / 1000
     selection = Selection(address, namespace, tenant=tenant)
-    _keep(selection, keys or [], prefix, lambda client, some: client.pin(some, ttl_ms), as_json)
+
+    def work(client: Client, some: Sequence[ChunkKey]) -> int:
+        return client.pin(keys=some, ttl=ttl_s)
+
+    _keep(selection, keys or [], prefix, work, as_json)
 
 
 @command("unpin", exits="0 1 2 3", example="kvstore unpin --prefix 3fa9", section="Change")
@@ -435,7 +439,7 @@ def unpin(
 ) -> None:
     """End the pins of chunks; exits with 1 unless all had one."""
     selection = Selection(address, namespace, tenant=tenant)
-    _keep(selection, keys or [], prefix, lambda client, some: client.unpin(some), as_json)
+    _keep(selection, keys or [], prefix, lambda client, some: client.unpin(keys=some), as_json)
 
 
 def parse_duration_ms(text: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +25,8 @@ from kvstore.cli.output import Grid, as_dict, open_console, readable_size, reada
 from kvstore.proto.errors import InvalidRequestError, PermissionDeniedError, printable
 
 if TYPE_CHECKING:  # help is to load none of the product
+    from kvstore.client.connection import Connection
+    from kvstore.client.events import EventPage
     from kvstore.proto import kvstore_pb2 as pb
 
 HIDDEN = "sessions, leases, sizes and counters are hidden: they need the role admin"
@@ -314,16 +316,16 @@ def _events(address: str, namespace: str, follow: bool) -> Iterator[dict[str, An
     from contextlib import ExitStack
 
     from kvstore.cli.selection import Selection
-    from kvstore.client.events import EventStream
 
     with ExitStack() as stack:
         if namespace:
             selection = Selection(address, namespace)
-            stream = stack.enter_context(selection.client(selection.only_model())).events()
+            client = stack.enter_context(selection.client(selection.only_model()))
+            pages: Iterable[EventPage] = stack.enter_context(client.events())
         else:
-            stream = EventStream(stack.enter_context(connected(address)), lambda _: 0, None)
+            pages = _pages_of_all(stack.enter_context(connected(address)))
         is_past = True  # what is there already comes first
-        for page in stack.enter_context(stream):
+        for page in pages:
             if page.cleared and not is_past:
                 yield {"event": "cleared", "tier": "", "key": ""}
             if follow != is_past:
@@ -334,6 +336,19 @@ def _events(address: str, namespace: str, follow: bool) -> Iterator[dict[str, An
                 is_past = False
                 if not follow:
                     return
+
+
+def _pages_of_all(connection: Connection) -> Iterator[EventPage]:
+    """Yield pages of every namespace: without a session, for admins."""
+    from kvstore.client.events import CALL_MS, page_from_message
+    from kvstore.proto import kvstore_pb2 as pb
+
+    request = pb.EventsRequest()
+    while True:  # the server ends each call after a while
+        for message in connection.stream("Events", request, CALL_MS):
+            page = page_from_message(message)
+            request.boot_id, request.cursor = page.place or (0, 0)
+            yield page
 
 
 # --- scrub and drain

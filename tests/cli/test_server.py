@@ -27,8 +27,8 @@ from kvstore.tiers.disk import DiskTier
 def used(server: LocalServer) -> None:
     client = server.connect("grpc")
     keys = store(client, 1, 6)
-    client.lookup(keys)
-    client.lookup(keys)
+    client.lookup(keys=keys)
+    client.lookup(keys=keys)
 
 
 # --- status
@@ -153,7 +153,7 @@ def test_sessions_says_who_is_connected_for_which_model(
     options = ClientOptions("grpc", 16, DEADLINE_MS, name="engine-7")
     with Client(server.address, SMALL, options) as client:
         keys = store(client, 1, 2)
-        with client.lease(keys):
+        with client.lease(keys=keys):
             run = kvstore("sessions", server.address, "--json")
             (row,) = json.loads(run.out)["sessions"]
             text = kvstore("sessions", server.address).out
@@ -188,7 +188,7 @@ def test_events_are_what_is_there_now_or_what_comes_and_goes(
         for seed in count(2):  # the follower may begin at any of them
             if done.wait(0.05):
                 return
-            client.delete(store(client, seed, 1))
+            client.delete(keys=store(client, seed, 1))
 
     thread = threading.Thread(target=change)
     thread.start()
@@ -231,7 +231,7 @@ def test_hints_reach_the_server_by_every_way_to_connect(make_server: ServerMaker
         keys = store(client, seed, 3, hints=Hints(ttl_ms=60_000))
         known = server.node.store.catalog.state.metadata.hints
         assert known.expiring == before + 3, transport
-        with client.lease(keys) as lease:
+        with client.lease(keys=keys) as lease:
             lease.release(Hints(priority=7))
         row = server.node.store.catalog.state.index.row(keys[0])
         assert known.priority(row) == 7, transport
