@@ -94,9 +94,9 @@ class Engine:
         from kvstore.client import ClientOptions
         from kvstore.client.cuda import CudaClient
         from kvstore.client.engines.base import Connector
-        from kvstore.client.engines.vllm_device import DeviceSide, EngineDevicePages
-        from kvstore.client.engines.vllm_layout import side_by_side
-        from kvstore.client.engines.vllm_shape import EngineShape, KeptGroup, KeptLayer
+        from kvstore.client.engines.vllm.blocks import side_by_side
+        from kvstore.client.engines.vllm.device import DeviceSide, EngineDevicePages
+        from kvstore.client.engines.vllm.identity import EngineShape, KeptGroup, KeptLayer
 
         (group,) = model.layer_groups
         blocks = chunks * TOKENS // BLOCK_TOKENS + 1
@@ -140,7 +140,7 @@ class Engine:
 
     def load(self, keys: Sequence[Any]) -> int:
         """Load *keys* into the pages, as a request's load does; return how many were read."""
-        from kvstore.client.engines.vllm_copies import LoadWork
+        from kvstore.client.engines.vllm.staging import LoadWork
 
         digests = [self.client._digest(key) for key in keys]
         work = LoadWork(digests, self.tables, 0, self.side.mark(), lambda: None, lambda: False)

@@ -25,10 +25,10 @@ from vllm_steps import options
 
 from kvstore.client import Client
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm_device import DeviceSide
-from kvstore.client.engines.vllm_scheduler import VllmScheduler
-from kvstore.client.engines.vllm_shape import EngineShape, KeptGroup, KeptLayer
-from kvstore.client.engines.vllm_worker import VllmWorker
+from kvstore.client.engines.vllm.device import DeviceSide
+from kvstore.client.engines.vllm.identity import EngineShape, KeptGroup, KeptLayer
+from kvstore.client.engines.vllm.scheduler import VllmScheduler
+from kvstore.client.engines.vllm.worker import VllmWorker
 from kvstore.proto.device import Event
 from kvstore.proto.types import DType, LayerKind
 

@@ -9,8 +9,8 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from kvstore.client.engines.vllm_layout import BlockWriter, Packing, rows
-from kvstore.client.engines.vllm_shape import EngineShape, KeptGroup, KeptLayer
+from kvstore.client.engines.vllm.blocks import BlockWriter, Packing, rows
+from kvstore.client.engines.vllm.identity import EngineShape, KeptGroup, KeptLayer
 from kvstore.client.rectangle import Rectangle
 from kvstore.proto.types import DType, LayerKind, Model, RopeParameters
 

@@ -27,13 +27,13 @@ from vllm_stand_ins import FakeRequest, step
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm_layout import PACKINGS, Packing
-from kvstore.client.engines.vllm_orders import StepOrders, WorkerNews
-from kvstore.client.engines.vllm_refused import RefusedWorker
-from kvstore.client.engines.vllm_scheduler import VllmScheduler
-from kvstore.client.engines.vllm_settings import BOTH, Role
-from kvstore.client.engines.vllm_shape import EngineShape
-from kvstore.client.engines.vllm_worker import VllmWorker
+from kvstore.client.engines.vllm.blocks import PACKINGS, Packing
+from kvstore.client.engines.vllm.identity import EngineShape
+from kvstore.client.engines.vllm.messages import StepOrders, WorkerNews
+from kvstore.client.engines.vllm.refusal import RefusedWorker
+from kvstore.client.engines.vllm.scheduler import VllmScheduler
+from kvstore.client.engines.vllm.settings import BOTH, Role
+from kvstore.client.engines.vllm.worker import VllmWorker
 from kvstore.client.rectangle import Rectangle
 from kvstore.proto.types import LayerKind, Model
 

@@ -24,12 +24,12 @@ from kvstore.client.blend.gate import GatedBlender
 from kvstore.client.blend.segments import SegmentRange
 from kvstore.client.blend.store_prefill import store_prefill
 from kvstore.client.blend.store_source import StoreSource
-from kvstore.client.engines import vllm_identity
 from kvstore.client.engines.sglang_pages import PageSettings, PageStore, RankTerms
 from kvstore.client.engines.sglang_terms import WeightsEpoch
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.client.engines.transformers_blend import TransformersAdapter
-from kvstore.client.engines.vllm_shape import shape_of
+from kvstore.client.engines.vllm import identity as vllm_identity
+from kvstore.client.engines.vllm.identity import shape_of
 from kvstore.client.resolving import ResolveTerms
 from kvstore.proto.errors import InvalidRequestError, ModelError
 

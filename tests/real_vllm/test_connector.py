@@ -16,12 +16,13 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm_stand_ins import FullAttentionSpec, SlidingWindowSpec, cache_config, engine_config
 
-from kvstore.client.engines import vllm_identity, vllm_versions
 from kvstore.client.engines.vllm import KVStoreConnector
-from kvstore.client.engines.vllm_orders import LoadOrder, StepOrders
-from kvstore.client.engines.vllm_refused import RefusedWorker
-from kvstore.client.engines.vllm_shape import shape_of
-from kvstore.client.engines.vllm_versions import TransferResults
+from kvstore.client.engines.vllm import connector as vllm_versions
+from kvstore.client.engines.vllm import identity as vllm_identity
+from kvstore.client.engines.vllm.connector import TransferResults
+from kvstore.client.engines.vllm.identity import shape_of
+from kvstore.client.engines.vllm.messages import LoadOrder, StepOrders
+from kvstore.client.engines.vllm.refusal import RefusedWorker
 from kvstore.proto.errors import ModelError
 
 BELOW_030 = TransferResults is None

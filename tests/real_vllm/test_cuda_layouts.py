@@ -28,10 +28,10 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from vllm_pages import Tables, representation
 from vllm_stand_ins import engine_config
 
-from kvstore.client.engines.vllm import block_writer
-from kvstore.client.engines.vllm_device import EngineDevicePages
-from kvstore.client.engines.vllm_layout import NULL_BLOCK
-from kvstore.client.engines.vllm_shape import EngineShape, shape_of
+from kvstore.client.engines.vllm.blocks import NULL_BLOCK
+from kvstore.client.engines.vllm.connector import block_writer
+from kvstore.client.engines.vllm.device import EngineDevicePages
+from kvstore.client.engines.vllm.identity import EngineShape, shape_of
 from kvstore.codecs.frame_kernels import LaunchedKernels
 from kvstore.codecs.paged import FrameAt, FrameKernels, HostKernels, Paged
 from kvstore.proto.frame import parse_header

@@ -36,14 +36,15 @@ from vllm_stand_ins import (
 )
 from vllm_steps import Engine
 
-from kvstore.client.engines import sglang_pages, vllm_identity
+from kvstore.client.engines import sglang_pages
 from kvstore.client.engines.identity import Departures, identity_of, rope_parameters, weights_of
 from kvstore.client.engines.sglang_pages import PageSettings, PageStore, RankTerms
 from kvstore.client.engines.sglang_terms import terms_of
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
-from kvstore.client.engines.vllm_layout import PACKINGS
-from kvstore.client.engines.vllm_names import RequestNames
-from kvstore.client.engines.vllm_shape import shape_of
+from kvstore.client.engines.vllm import identity as vllm_identity
+from kvstore.client.engines.vllm.blocks import PACKINGS
+from kvstore.client.engines.vllm.identity import shape_of
+from kvstore.client.engines.vllm.lookup import RequestNames
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Model
 
 LAYERS = 3

@@ -7,9 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstore.client.engines.vllm_blending import MISSING_HOOKS, VLLM_VERSION
-from kvstore.client.engines.vllm_cost import hints_of
-from kvstore.client.engines.vllm_settings import VllmSettings
+from kvstore.client.engines.vllm.settings import MISSING_HOOKS, VLLM_VERSION, VllmSettings, hints_of
 from kvstore.proto.errors import InvalidRequestError
 
 PAGE = Path(__file__).parents[3] / "docs" / "blend.md"

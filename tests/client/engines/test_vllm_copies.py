@@ -15,9 +15,9 @@ from vllm_pages import BLOCK_TOKENS
 from vllm_stand_ins import FakeRequest, step
 from vllm_steps import Engine
 
-from kvstore.client.engines import vllm_copies
-from kvstore.client.engines.vllm_orders import LoadOrder, taken_blocks
-from kvstore.client.engines.vllm_page_copy import PageCopy
+from kvstore.client.engines.vllm import staging as vllm_copies
+from kvstore.client.engines.vllm.messages import LoadOrder, taken_blocks
+from kvstore.client.engines.vllm.staging import PageCopy
 
 Start = Callable[..., Engine]
 

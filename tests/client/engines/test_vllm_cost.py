@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from vllm_stand_ins import FakeRequest
 
-from kvstore.client.engines.vllm_cost import PrefillCost, hints_of
+from kvstore.client.engines.vllm.settings import PrefillCost, hints_of
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.plans import NO_HINTS, Hints, Reuse
 

@@ -16,9 +16,8 @@ from vllm_pages import HYBRID, SHAPE
 from vllm_stand_ins import FakeRequest
 from vllm_steps import Engine, options
 
-from kvstore.client.engines.vllm_cost import deadline_ms_of, hints_of
-from kvstore.client.engines.vllm_settings import Role, VllmSettings
-from kvstore.client.engines.vllm_shape import EngineShape
+from kvstore.client.engines.vllm.identity import EngineShape
+from kvstore.client.engines.vllm.settings import Role, VllmSettings, deadline_ms_of, hints_of
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.plans import Hints
 

@@ -29,10 +29,12 @@ from vllm_steps import Engine
 
 from kvstore.client import Client
 from kvstore.client.cuda import CudaClient
-from kvstore.client.engines import vllm_copies, vllm_device, vllm_worker
-from kvstore.client.engines.vllm_device import DeviceSide
-from kvstore.client.engines.vllm_layout import one_after_the_other, side_by_side
-from kvstore.client.engines.vllm_shape import EngineShape
+from kvstore.client.engines.vllm import device as vllm_device
+from kvstore.client.engines.vllm import staging as vllm_copies
+from kvstore.client.engines.vllm import worker as vllm_worker
+from kvstore.client.engines.vllm.blocks import one_after_the_other, side_by_side
+from kvstore.client.engines.vllm.device import DeviceSide
+from kvstore.client.engines.vllm.identity import EngineShape
 from kvstore.client.rectangle import Rectangle
 from kvstore.codecs.paged import HostKernels
 from kvstore.proto.errors import TierUnavailableError

@@ -26,17 +26,18 @@ from vllm_steps import QUEUE_BYTES, Engine, options
 from kvstore.cli.main import main
 from kvstore.client import Client, device_reads
 from kvstore.client.cuda import CudaClient, CudaTransport
-from kvstore.client.engines import vllm_refused, vllm_watch
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm_layout import side_by_side
-from kvstore.client.engines.vllm_orders import LoadOrder, StepOrders
-from kvstore.client.engines.vllm_refused import (
+from kvstore.client.engines.vllm import refusal as vllm_refused
+from kvstore.client.engines.vllm import worker as vllm_watch
+from kvstore.client.engines.vllm.blocks import side_by_side
+from kvstore.client.engines.vllm.messages import LoadOrder, StepOrders
+from kvstore.client.engines.vllm.refusal import (
     RefusedScheduler,
     RefusedWorker,
     client_of_refused,
 )
-from kvstore.client.engines.vllm_settings import VllmSettings
-from kvstore.client.engines.vllm_worker import VllmWorker
+from kvstore.client.engines.vllm.settings import VllmSettings
+from kvstore.client.engines.vllm.worker import VllmWorker
 from kvstore.codecs.frame_kernels import cuda_launcher
 from kvstore.proto.device import import_cupy
 from kvstore.proto.errors import TierUnavailableError

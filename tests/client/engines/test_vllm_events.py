@@ -15,12 +15,12 @@ from vllm_pages import BLOCK_TOKENS, CHUNK_TOKENS, SHAPE, representation
 from vllm_stand_ins import FakeLora, FakeRequest, step
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.engines import vllm_events
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm_events import EventMaker, KVEvents
-from kvstore.client.engines.vllm_names import ChunkChain, Identity
-from kvstore.client.engines.vllm_orders import NamedChunk, WorkerNews
-from kvstore.client.engines.vllm_scheduler import VllmScheduler
+from kvstore.client.engines.vllm import events as vllm_events
+from kvstore.client.engines.vllm.events import EventMaker, KVEvents
+from kvstore.client.engines.vllm.lookup import ChunkChain, Identity
+from kvstore.client.engines.vllm.messages import NamedChunk, WorkerNews
+from kvstore.client.engines.vllm.scheduler import VllmScheduler
 from kvstore.proto.types import ChainDigest
 
 PROMPT = prompt_tokens(1, 3 * CHUNK_TOKENS)

@@ -15,9 +15,9 @@ from vllm_stand_ins import FakeRequest
 from vllm_steps import Engine
 
 from kvstore.client.chunk import Chunk
-from kvstore.client.engines.vllm_cost import PrefillCost
-from kvstore.client.engines.vllm_refused import RefusedWorker
-from kvstore.client.engines.vllm_shape import EngineShape
+from kvstore.client.engines.vllm.identity import EngineShape
+from kvstore.client.engines.vllm.refusal import RefusedWorker
+from kvstore.client.engines.vllm.settings import PrefillCost
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import KVLayout
 

@@ -25,11 +25,13 @@ from vllm_pages import (
 from vllm_stand_ins import FakeRequest, step
 from vllm_steps import QUEUE_BYTES, Engine, options
 
-from kvstore.client.engines import vllm_copies, vllm_scheduler, vllm_worker
-from kvstore.client.engines.vllm_layout import PACKINGS
-from kvstore.client.engines.vllm_orders import StepOrders
-from kvstore.client.engines.vllm_refused import RefusedScheduler, RefusedWorker
-from kvstore.client.engines.vllm_settings import Role
+from kvstore.client.engines.vllm import scheduler as vllm_scheduler
+from kvstore.client.engines.vllm import staging as vllm_copies
+from kvstore.client.engines.vllm import worker as vllm_worker
+from kvstore.client.engines.vllm.blocks import PACKINGS
+from kvstore.client.engines.vllm.messages import StepOrders
+from kvstore.client.engines.vllm.refusal import RefusedScheduler, RefusedWorker
+from kvstore.client.engines.vllm.settings import Role
 from kvstore.client.rectangle import Rectangle
 
 Start = Callable[..., Engine]

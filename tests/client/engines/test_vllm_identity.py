@@ -20,10 +20,9 @@ from vllm_stand_ins import (
     feature,
 )
 
-from kvstore.client.engines.vllm_identity import representation_of
-from kvstore.client.engines.vllm_names import ChunkChain, Identity, RequestNames
-from kvstore.client.engines.vllm_settings import VllmSettings
-from kvstore.client.engines.vllm_shape import shape_of
+from kvstore.client.engines.vllm.identity import representation_of, shape_of
+from kvstore.client.engines.vllm.lookup import ChunkChain, Identity, RequestNames
+from kvstore.client.engines.vllm.settings import VllmSettings
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.keys import chain_digests
 from kvstore.proto.types import DType, LayerKind, Model

@@ -19,7 +19,7 @@ from vllm_pages import (
     writer,
 )
 
-from kvstore.client.engines.vllm_layout import (
+from kvstore.client.engines.vllm.blocks import (
     PACKINGS,
     EnginePages,
     Packing,

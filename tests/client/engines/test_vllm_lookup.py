@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from local_server import eventually
 
-from kvstore.client.engines.vllm_lookup import MAX_WAITING_LOOKUPS, LookupDesk, Ticket
-from kvstore.client.engines.vllm_names import Identity
+from kvstore.client.engines.vllm.lookup import MAX_WAITING_LOOKUPS, Identity, LookupDesk, Ticket
 from kvstore.proto.errors import ModelError
 
 TOKENS = list(range(200))

@@ -16,11 +16,11 @@ from vllm_pages import BLOCK_TOKENS, HYBRID, SHAPE, SLIDING, representation
 from vllm_stand_ins import FakeRequest
 from vllm_steps import Engine
 
-from kvstore.client.engines import vllm_lossy
-from kvstore.client.engines.vllm_layout import side_by_side
-from kvstore.client.engines.vllm_orders import WorkerNews
-from kvstore.client.engines.vllm_settings import Role, VllmSettings
-from kvstore.client.engines.vllm_shape import EngineShape
+from kvstore.client.engines.vllm import scheduler as vllm_lossy
+from kvstore.client.engines.vllm.blocks import side_by_side
+from kvstore.client.engines.vllm.identity import EngineShape
+from kvstore.client.engines.vllm.messages import WorkerNews
+from kvstore.client.engines.vllm.settings import Role, VllmSettings
 from kvstore.client.rectangle import Rectangle
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import accuracy_tag

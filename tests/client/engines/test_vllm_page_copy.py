@@ -23,10 +23,10 @@ from vllm_pages import (
     writer,
 )
 
-from kvstore.client.engines import vllm_page_copy
-from kvstore.client.engines.vllm_layout import PACKINGS, EnginePages, Packing
-from kvstore.client.engines.vllm_page_copy import CopyFile, PageCopy
-from kvstore.client.engines.vllm_shape import EngineShape
+from kvstore.client.engines.vllm import staging as vllm_page_copy
+from kvstore.client.engines.vllm.blocks import PACKINGS, EnginePages, Packing
+from kvstore.client.engines.vllm.identity import EngineShape
+from kvstore.client.engines.vllm.staging import CopyFile, PageCopy
 from kvstore.client.tensors import to_arrays
 from kvstore.codecs.block_part import BlockPart, to_dense
 from kvstore.codecs.block_stack import BlockStack

@@ -11,9 +11,9 @@ from vllm_pages import HYBRID, SHAPE
 from vllm_stand_ins import FakeRequest
 from vllm_steps import Engine
 
-from kvstore.client.engines.vllm_lookup import Fewer, found_of
-from kvstore.client.engines.vllm_settings import VllmSettings
-from kvstore.client.engines.vllm_shape import EngineShape
+from kvstore.client.engines.vllm.identity import EngineShape
+from kvstore.client.engines.vllm.lookup import Fewer, found_of
+from kvstore.client.engines.vllm.settings import VllmSettings
 from kvstore.client.prefill import PrefillModel
 from kvstore.proto.errors import InvalidRequestError
 

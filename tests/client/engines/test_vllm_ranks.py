@@ -11,7 +11,7 @@ from vllm_pages import SHAPE, representation
 from vllm_stand_ins import FakeRequest, step
 from vllm_steps import Engine
 
-from kvstore.client.engines.vllm_orders import WorkerNews
+from kvstore.client.engines.vllm.messages import WorkerNews
 from kvstore.client.rectangle import Rectangle
 
 Start = Callable[[str], Engine]

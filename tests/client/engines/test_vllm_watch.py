@@ -26,12 +26,11 @@ from vllm_steps import QUEUE_BYTES, Engine, options
 
 from kvstore.client import liveness
 from kvstore.client.client import Client
-from kvstore.client.engines import vllm_watch
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm_layout import PACKINGS
-from kvstore.client.engines.vllm_orders import LoadOrder, StepOrders
-from kvstore.client.engines.vllm_watch import LoadWatch
-from kvstore.client.engines.vllm_worker import VllmWorker
+from kvstore.client.engines.vllm import worker as vllm_watch
+from kvstore.client.engines.vllm.blocks import PACKINGS
+from kvstore.client.engines.vllm.messages import LoadOrder, StepOrders
+from kvstore.client.engines.vllm.worker import LoadWatch, VllmWorker
 from kvstore.client.liveness import hangs, is_runnable, is_silent, peer_pid
 from kvstore.client.options import ClientOptions
 from kvstore.proto.types import ChainDigest

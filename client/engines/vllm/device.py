@@ -28,10 +28,10 @@ from kvstore.client.cuda import CudaClient
 from kvstore.client.device_puts import DeviceRing
 from kvstore.client.device_reads import DeviceReader
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm_copies import BATCH_BYTES, Copy, LoadWork, Side
-from kvstore.client.engines.vllm_layout import NULL_BLOCK, BlockWriter, packings_of
-from kvstore.client.engines.vllm_orders import BlockTables
-from kvstore.client.engines.vllm_shape import EngineShape
+from kvstore.client.engines.vllm.blocks import NULL_BLOCK, BlockWriter, packings_of
+from kvstore.client.engines.vllm.identity import EngineShape
+from kvstore.client.engines.vllm.messages import BlockTables
+from kvstore.client.engines.vllm.staging import BATCH_BYTES, Copy, LoadWork, Side
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.tensors import LayerTensors
 from kvstore.client.transport import Put

@@ -11,14 +11,16 @@ as if there were no store, and says why.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import vllm
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_tensor_model_parallel_rank, kv_events
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -31,40 +33,32 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 from vllm.logger import init_logger
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
     maybe_convert_block_hash,
     resolve_block_hashes,
     resolve_kv_cache_block_sizes,
 )
+from vllm.v1.core.sched import output
 from vllm.v1.kv_cache_interface import KVCacheConfig, get_kv_cache_spec_kind
+from vllm.v1.kv_offload import base as offload
+from vllm.v1.kv_offload.tiering.base import JobResult
 
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm_cost import PrefillCost
-from kvstore.client.engines.vllm_events import EventMaker, KVEvents
-from kvstore.client.engines.vllm_identity import representation_of
-from kvstore.client.engines.vllm_layout import BlockWriter, with_heads
-from kvstore.client.engines.vllm_orders import MISFITS, FollowedTables, StepOrders, WorkerNews
-from kvstore.client.engines.vllm_refused import (
+from kvstore.client.engines.vllm.blocks import BlockWriter, with_heads
+from kvstore.client.engines.vllm.events import EventMaker, KVEvents
+from kvstore.client.engines.vllm.identity import EngineShape, representation_of, shape_of
+from kvstore.client.engines.vllm.messages import MISFITS, FollowedTables, StepOrders, WorkerNews
+from kvstore.client.engines.vllm.refusal import (
     RefusedScheduler,
     RefusedWorker,
     client_of_refused,
 )
-from kvstore.client.engines.vllm_scheduler import VllmScheduler
-from kvstore.client.engines.vllm_settings import Role, VllmSettings
-from kvstore.client.engines.vllm_shape import EngineShape, shape_of
-from kvstore.client.engines.vllm_stats import StoreMetrics, StoreStats
-from kvstore.client.engines.vllm_versions import (
-    HAS_BLOCK_TABLES,
-    TransferResults,
-    block_removed,
-    block_stored,
-    check_loads_can_fail,
-    event_keys,
-    untested,
-)
-from kvstore.client.engines.vllm_worker import VllmWorker
+from kvstore.client.engines.vllm.scheduler import VllmScheduler
+from kvstore.client.engines.vllm.settings import PrefillCost, Role, VllmSettings
+from kvstore.client.engines.vllm.worker import VllmWorker
 from kvstore.client.rectangle import Rectangle
 from kvstore.proto.errors import KVStoreError, LayoutMismatchError, ModelError
 from kvstore.proto.types import END_KINDS
@@ -444,3 +438,106 @@ def _client_class(config: VllmConfig, rank: int | None) -> type[Client]:
     from kvstore.client.cuda import CudaClient
 
     return CudaClient
+
+
+class StoreStats(KVConnectorStats):  # type: ignore[misc]
+    """Counts by name, summed over ranks and time."""
+
+    def reset(self) -> None:
+        """Begin again from nothing."""
+        self.data: dict[str, int] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add the counts of *other*."""
+        for name, count in other.data.items():
+            self.data[name] = self.data.get(name, 0) + count
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return the counts for vLLM's log."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not self.data
+
+
+class StoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """One counter, ``vllm:kvstore_events_total``, whose label ``event`` is the name of a count."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._events = self._counter_cls(
+            name="vllm:kvstore_events",
+            documentation="What the connector of kvstore counted.",
+            labelnames=[*labelnames, "event"],
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add the counts of one engine."""
+        values = self.per_engine_labelvalues[engine_idx]
+        for name, count in transfer_stats_data.items():
+            self._events.labels(*values, name).inc(count)
+
+
+OLDEST, NEWEST = (0, 26), (0, 33)
+"""Releases that the connector is written for. vLLM's interface of connectors changes with them."""
+
+
+TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
+"""What says which loads failed as a whole. None, below 0.30: vLLM asks for failed blocks only."""
+
+HAS_BLOCK_TABLES = hasattr(getattr(output, "KVConnectorBlockState", None), "get_block_ids")
+"""Whether a step comes with the block tables of all its requests: from 0.30 on."""
+
+event_keys: Callable[[list[Any]], Any] = getattr(
+    kv_cache_utils, "to_event_extra_keys", lambda keys: keys
+)
+"""How events write what else names blocks; below 0.31 as it is."""
+
+STORAGE_MEDIUM: Any = getattr(getattr(offload, "Medium", None), "STORAGE", None)
+"""What a tier below vLLM's offloading says that it is; 0.26 does not ask."""
+
+TELLS_KEYS_THAT_CAME = "successful_keys" in JobResult.__dataclass_fields__
+"""Whether a tier can say that part of a promotion came; below 0.28 all of it fails."""
+
+
+def job_rows(job: Any) -> Any:
+    """Return the places in vLLM's CPU memory of a tier's *job*; below 0.30 they were blocks."""
+    return job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
+
+
+def _known(event: Any) -> Callable[..., Any]:
+    """Return what makes an *event*, without the fields that this release does not have."""
+    names = event.__struct_fields__
+    return lambda **said: event(**{name: value for name, value in said.items() if name in names})
+
+
+block_stored, block_removed = _known(kv_events.BlockStored), _known(kv_events.BlockRemoved)
+
+
+def untested() -> str:
+    """Return what there is to say of a release that the connector is not written for, or ""."""
+    found = vllm.__version__
+    numbers = [int(part) for part in found.split(".")[:2] if part.isdecimal()]
+    if OLDEST <= tuple(numbers) <= NEWEST:
+        return ""
+    first, last = (".".join(map(str, one)) for one in (OLDEST, NEWEST))
+    return f"kvstore is written for vLLM {first} to {last}, not {found}"
+
+
+def check_loads_can_fail(shape: EngineShape) -> None:
+    """Raise ModelError where vLLM would take a load that failed for a whole one.
+
+    Of several block tables, or of windows, it has to compute all: blocks are not enough.
+    """
+    if (shape.has_ends or shape.tables > 1) and TransferResults is None:
+        what = "sliding windows" if shape.has_ends else f"{shape.tables} KV cache groups"
+        fix = f"vLLM {vllm.__version__} cannot be told that a load of it failed; 0.30 can"
+        raise ModelError("kv_cache_groups", what, fix)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from kvstore.client.engines.vllm_orders import NamedChunk
+from kvstore.client.engines.vllm.messages import NamedChunk
 from kvstore.proto.types import ChainDigest
 
 MEDIUM = "STORAGE"

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from kvstore.client.client import Client
-from kvstore.client.engines.vllm_layout import BlockWriter
-from kvstore.client.engines.vllm_orders import BlockTables, LoadOrder, StepOrders, WorkerNews
-from kvstore.client.engines.vllm_settings import VllmSettings
+from kvstore.client.engines.vllm.blocks import BlockWriter
+from kvstore.client.engines.vllm.messages import BlockTables, LoadOrder, StepOrders, WorkerNews
+from kvstore.client.engines.vllm.settings import VllmSettings
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.messages import REFUSED
 from kvstore.proto.types import (
