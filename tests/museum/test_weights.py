@@ -110,7 +110,7 @@ def test_sglang_24758_the_same_of_vllm(experiments: tuple[str, str, str], revisi
     def identity(folder: str) -> Any:
         config = engine_config(folder)
         shape = shape_of(config, cache_config(FullAttentionSpec()))
-        return vllm_identity.representation_of(config, shape, revision)
+        return vllm_identity.model_of(config, shape, revision)
 
     one, other, copy = map(identity, experiments)
     assert one == copy != other

@@ -16,13 +16,15 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm_stand_ins import FullAttentionSpec, SlidingWindowSpec, cache_config, engine_config
 
+from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm import KVStoreConnector
 from kvstore.client.engines.vllm import connector as vllm_versions
 from kvstore.client.engines.vllm import identity as vllm_identity
-from kvstore.client.engines.vllm.connector import TransferResults
+from kvstore.client.engines.vllm.connector import NOWHERE, TransferResults
 from kvstore.client.engines.vllm.identity import shape_of
-from kvstore.client.engines.vllm.messages import LoadOrder, StepOrders
-from kvstore.client.engines.vllm.refusal import RefusedWorker
+from kvstore.client.engines.vllm.messages import LoadSpec, StepPlan
+from kvstore.client.engines.vllm.settings import VllmSettings
+from kvstore.client.engines.vllm.worker import VllmWorker
 from kvstore.proto.errors import ModelError
 
 BELOW_030 = TransferResults is None
@@ -31,6 +33,15 @@ BELOW_030 = TransferResults is None
 def connector() -> KVStoreConnector:
     """Return one whose construction is over, without an engine around it."""
     return KVStoreConnector.__new__(KVStoreConnector)
+
+
+def refused_worker() -> VllmWorker:
+    """Return one that is refused, whose server nobody answers for."""
+    config = SimpleNamespace()
+    client = vllm_versions.client_of_refused(config, VllmSettings.of({"address": NOWHERE}), "rank")
+    worker = VllmWorker(Connector(client), vllm_versions.NO_SHAPE, 1)
+    worker.refuse("no reason")
+    return worker
 
 
 def test_nobody_waits_for_what_a_cache_stores() -> None:
@@ -45,9 +56,10 @@ def test_it_takes_several_groups_of_layers_and_their_configuration() -> None:
 @pytest.mark.skipif(BELOW_030, reason="it asks for failed blocks only")
 def test_loads_that_failed_as_a_whole_are_over_and_failed_in_the_same_step() -> None:
     made = connector()
-    made._worker = RefusedWorker("no reason")
-    made._get_connector_metadata = SimpleNamespace  # no orders
-    made._worker.load(StepOrders((LoadOrder("a", (), ((1,), (2,)), all_or_nothing=True),)))
+    made._worker = refused_worker()
+    made._get_connector_metadata = SimpleNamespace  # no plan
+    made._worker.load(StepPlan((LoadSpec("a", (), ((1,), (2,)), all_or_nothing=True),)))
+    assert made._worker.settled(20.0)
     results = made.get_transfer_results(set())
     assert results.finished_recving == results.failed_recving == {"a"}
     assert made.get_block_ids_with_load_errors() == set()
@@ -70,7 +82,7 @@ def test_an_engine_that_nobody_understands_starts_and_every_request_is_a_counted
     output = SchedulerOutput.make_empty()
     output.kv_connector_block_state = SimpleNamespace(get_block_ids=lambda _: ([],))
     meta = made.build_connector_meta(output)
-    assert meta.orders == StepOrders()
+    assert meta.plan.loads == meta.plan.stores == ()
     assert made.request_finished(request, []) == (False, None)
     assert made.reset_cache() is True
     assert list(made.take_events()) == []
@@ -82,7 +94,7 @@ def test_an_engine_that_nobody_understands_starts_and_every_request_is_a_counted
         assert stats is None
         said = made.build_connector_worker_meta()
         assert said is not None
-        assert "model_config" in said.news.refusal
+        assert "model_config" in said.report.refusal
     made.shutdown()
 
 
@@ -91,7 +103,7 @@ def test_pages_given_up_for_a_sleep_are_registered_again_once() -> None:
     made, pages = connector(), {"layer": torch.zeros(1)}
     made._registered, made._dropped = {}, {}
 
-    class Worker(RefusedWorker):
+    class Worker:
         def register(self, registered: Any, writer: Any) -> str:
             asked.extend(registered)
             return ""
@@ -99,7 +111,7 @@ def test_pages_given_up_for_a_sleep_are_registered_again_once() -> None:
         def drop_pages(self) -> bool:
             return bool(asked)
 
-    made._worker = Worker("")
+    made._worker = Worker()
     made.unregister_kv_caches()
     made.restore_kv_caches()
     assert asked == [], "there were none"

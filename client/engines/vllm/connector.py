@@ -12,8 +12,7 @@ as if there were no store, and says why.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,50 +39,72 @@ from vllm.v1.core.kv_cache_utils import (
     resolve_block_hashes,
     resolve_kv_cache_block_sizes,
 )
-from vllm.v1.core.sched import output
+from vllm.v1.core.sched import output as sched_output
 from vllm.v1.kv_cache_interface import KVCacheConfig, get_kv_cache_spec_kind
-from vllm.v1.kv_offload import base as offload
-from vllm.v1.kv_offload.tiering.base import JobResult
 
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm.blocks import BlockWriter, with_heads
 from kvstore.client.engines.vllm.events import EventMaker, KVEvents
-from kvstore.client.engines.vllm.identity import EngineShape, representation_of, shape_of
-from kvstore.client.engines.vllm.messages import MISFITS, FollowedTables, StepOrders, WorkerNews
-from kvstore.client.engines.vllm.refusal import (
-    RefusedScheduler,
-    RefusedWorker,
-    client_of_refused,
+from kvstore.client.engines.vllm.identity import KVCacheShape, model_of, shape_of
+from kvstore.client.engines.vllm.messages import (
+    INCOMPATIBLE,
+    FollowedTables,
+    StepPlan,
+    WorkerReport,
 )
 from kvstore.client.engines.vllm.scheduler import VllmScheduler
-from kvstore.client.engines.vllm.settings import PrefillCost, Role, VllmSettings
+from kvstore.client.engines.vllm.settings import FlopsModel, Role, VllmSettings
 from kvstore.client.engines.vllm.worker import VllmWorker
+from kvstore.client.options import ClientOptions
 from kvstore.client.rectangle import Rectangle
 from kvstore.proto.errors import KVStoreError, LayoutMismatchError, ModelError
-from kvstore.proto.types import END_KINDS
+from kvstore.proto.types import (
+    DEFAULT_CHUNK_TOKENS,
+    END_KINDS,
+    DType,
+    LayerGroup,
+    LayerKind,
+    Model,
+    RopeParameters,
+)
 
 __all__ = ["KVStoreConnector"]
 
 logger = init_logger(f"vllm.{__name__}")
 
+OLDEST, NEWEST = (0, 26), (0, 33)
+"""Releases that the connector is written for. vLLM's interface of connectors changes with them;
+what came or changed between the two is found by looking, not by the number."""
+
+TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
+"""What says which loads failed as a whole. None, below 0.30: vLLM takes failed blocks only."""
+
+HAS_BLOCK_TABLES = hasattr(getattr(sched_output, "KVConnectorBlockState", None), "get_block_ids")
+"""Whether a step comes with the block tables of all its requests: from 0.30 on."""
+
+event_keys: Callable[[list[Any]], Any] = getattr(
+    kv_cache_utils, "to_event_extra_keys", lambda keys: keys
+)
+"""How events write what else names blocks; below 0.31 as it is."""
+
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """The orders of a step, on their way to the workers."""
+    """The plan of a step, on its way to the workers."""
 
-    orders: StepOrders = field(default_factory=StepOrders)
+    plan: StepPlan = field(default_factory=StepPlan)
 
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What workers have to say, on its way to the scheduler."""
+    """What workers report, on its way to the scheduler."""
 
-    news: WorkerNews
+    report: WorkerReport
 
     def aggregate(self, other: WorkerMetadata) -> WorkerMetadata:
-        """Return what both say."""
-        return WorkerMetadata(self.news.joined(other.news))
+        """Return what both report."""
+        return WorkerMetadata(self.report.joined(other.report))
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -95,14 +116,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         settings = VllmSettings.of(transfer.kv_connector_extra_config)
-        self._scheduler: VllmScheduler | RefusedScheduler | None = None
-        self._worker: VllmWorker | RefusedWorker | None = None
+        self._scheduler: VllmScheduler | None = None
+        self._worker: VllmWorker | None = None
         self._layers = vllm_config.compilation_config.static_forward_context
         self._tables = FollowedTables()
         self._registered: dict[str, torch.Tensor] = {}
         self._dropped: dict[str, torch.Tensor] = {}
-        if said := untested():
-            logger.warning(said)
+        if warning := untested():
+            logger.warning(warning)
         is_scheduler = role == KVConnectorRole.SCHEDULER
         try:
             shape = shape_of(vllm_config, kv_cache_config)
@@ -111,18 +132,20 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._scheduler = _scheduler(vllm_config, settings, shape, kv_cache_config)
             else:
                 self._worker = _worker(vllm_config, settings, shape)
-        except (*MISFITS, KVStoreError, OSError) as error:
+        except (*INCOMPATIBLE, KVStoreError, OSError) as error:
             text = f"{type(error).__name__}: {error}"
             logger.error("running without the store: %s", text)
-            refused: RefusedScheduler | RefusedWorker
-            if is_scheduler:
-                refused = self._scheduler = RefusedScheduler(reason_of(error))
-            else:
-                refused = self._worker = RefusedWorker(str(error))
             name = "vllm-lookup" if is_scheduler else "vllm-rank"
-            with suppress(*MISFITS, KVStoreError, OSError):
-                model = str(vllm_config.model_config.model)
-                refused.report(client_of_refused(model, settings, name), text)
+            connector = Connector(client_of_refused(vllm_config, settings, name))
+            if is_scheduler:
+                role_of_none = Role(loads=False, stores=False)
+                self._scheduler = VllmScheduler(
+                    connector, NO_SHAPE, role=role_of_none, refusal=reason_of(error)
+                )
+                self._scheduler.report_refusal(text)
+            else:
+                self._worker = VllmWorker(connector, NO_SHAPE, settings.queue_bytes)
+                self._worker.refuse(text)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -134,7 +157,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         """Begin to look the request up."""
         if self._scheduler is not None:
-            self._scheduler.arrived(request)
+            self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -148,10 +171,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Take note of the blocks to load into."""
         if self._scheduler is not None and num_external_tokens:
-            self._scheduler.allocated(request, num_external_tokens, blocks.get_block_ids())
+            self._scheduler.on_alloc(request, num_external_tokens, blocks.get_block_ids())
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Return the orders of a step."""
+        """Return the plan of a step."""
         if self._scheduler is None:
             return StepMetadata()
         if HAS_BLOCK_TABLES:
@@ -159,13 +182,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         else:
             self._tables.follow(scheduler_output)
             tables_of = self._tables.of
-        return StepMetadata(self._scheduler.orders(scheduler_output, tables_of))
+        return StepMetadata(self._scheduler.build_plan(scheduler_output, tables_of))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in what workers have to say."""
-        said = connector_output.kv_connector_worker_meta
-        if self._scheduler is not None and isinstance(said, WorkerMetadata):
-            self._scheduler.learn(said.news)
+        sent = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and isinstance(sent, WorkerMetadata):
+            self._scheduler.on_report(sent.report)
 
     def has_pending_push_work(self) -> bool:
         """Whether to step on without a request: chunks wait in their pages for a free slot."""
@@ -233,7 +256,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Copy what is still to be stored of blocks that the step is about to write to."""
         if self._worker is not None:
             known = isinstance(kv_connector_metadata, StepMetadata)
-            self._worker.begin(kv_connector_metadata.orders if known else StepOrders())
+            self._worker.save_before_overwrite(kv_connector_metadata.plan if known else StepPlan())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the loads of the step."""
@@ -271,12 +294,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return what the scheduler has to learn."""
-        news = self._worker.news() if self._worker is not None else None
-        return WorkerMetadata(news) if news is not None else None
+        report = self._worker.report() if self._worker is not None else None
+        return WorkerMetadata(report) if report is not None else None
 
-    def _orders(self) -> StepOrders:
+    def _orders(self) -> StepPlan:
         metadata = self._get_connector_metadata()
-        return metadata.orders if isinstance(metadata, StepMetadata) else StepOrders()
+        return metadata.plan if isinstance(metadata, StepMetadata) else StepPlan()
 
     # --- both
 
@@ -335,13 +358,13 @@ def block_writer(name: str, layer: Any, dtype: torch.dtype) -> BlockWriter:
     return write
 
 
-def tells_events(config: VllmConfig) -> bool:
+def publishes_events(config: VllmConfig) -> bool:
     """Whether the engine of *config* publishes KV events."""
     events = config.kv_events_config
     return events is not None and events.enable_kv_cache_events
 
 
-def event_maker(config: VllmConfig, cache: KVCacheConfig, shape: EngineShape) -> EventMaker:
+def event_maker(config: VllmConfig, cache: KVCacheConfig, shape: KVCacheShape) -> EventMaker:
     """Return how vLLM tells of blocks, for the KV cache groups that keep all of a prompt."""
     block_tokens = shape.block_tokens
     _, hash_tokens = resolve_kv_cache_block_sizes(cache, config)
@@ -368,7 +391,7 @@ def reason_of(error: Exception) -> str:
 
 
 def _scheduler(
-    config: VllmConfig, settings: VllmSettings, shape: EngineShape, cache: KVCacheConfig
+    config: VllmConfig, settings: VllmSettings, shape: KVCacheShape, cache: KVCacheConfig
 ) -> VllmScheduler:
     transfer = config.kv_transfer_config
     if transfer.kv_load_failure_policy != "recompute":
@@ -378,7 +401,7 @@ def _scheduler(
         )  # fmt: skip
     chunk_tokens = settings.chunk_tokens_for(shape.block_tokens)
     events = None
-    if tells_events(config):
+    if publishes_events(config):
         maker = event_maker(config, cache, shape)
         events = KVEvents(maker, chunk_tokens, shape.ranks * shape.stages)
     scheduler = VllmScheduler(
@@ -397,20 +420,20 @@ def _scheduler(
     return scheduler
 
 
-def _worker(config: VllmConfig, settings: VllmSettings, shape: EngineShape) -> VllmWorker:
+def _worker(config: VllmConfig, settings: VllmSettings, shape: KVCacheShape) -> VllmWorker:
     connector = _connector(config, settings, shape, get_tensor_model_parallel_rank())
     worker = VllmWorker(connector, shape, settings.queue_bytes)
-    worker.cost = PrefillCost.of(config.model_config.hf_text_config)
-    worker.tells_stores = tells_events(config)
+    worker.cost = FlopsModel.of(config.model_config.hf_text_config)
+    worker.reports_stores = publishes_events(config)
     return worker
 
 
 def _connector(
-    config: VllmConfig, settings: VllmSettings, shape: EngineShape, rank: int | None
+    config: VllmConfig, settings: VllmSettings, shape: KVCacheShape, rank: int | None
 ) -> Connector:
     """Return the connector of a worker, or without a *rank* that of the scheduler's lookups."""
     chunk_tokens = settings.chunk_tokens_for(shape.block_tokens)
-    identity = representation_of(config, shape, settings.model_revision)
+    identity = model_of(config, shape, settings.model_revision)
     name = "vllm-lookup" if rank is None else f"vllm-rank-{rank}"
     options = settings.options(chunk_tokens, name, is_lookup=rank is None)
     rectangle = None
@@ -486,37 +509,10 @@ class StoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             self._events.labels(*values, name).inc(count)
 
 
-OLDEST, NEWEST = (0, 26), (0, 33)
-"""Releases that the connector is written for. vLLM's interface of connectors changes with them."""
-
-
-TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
-"""What says which loads failed as a whole. None, below 0.30: vLLM asks for failed blocks only."""
-
-HAS_BLOCK_TABLES = hasattr(getattr(output, "KVConnectorBlockState", None), "get_block_ids")
-"""Whether a step comes with the block tables of all its requests: from 0.30 on."""
-
-event_keys: Callable[[list[Any]], Any] = getattr(
-    kv_cache_utils, "to_event_extra_keys", lambda keys: keys
-)
-"""How events write what else names blocks; below 0.31 as it is."""
-
-STORAGE_MEDIUM: Any = getattr(getattr(offload, "Medium", None), "STORAGE", None)
-"""What a tier below vLLM's offloading says that it is; 0.26 does not ask."""
-
-TELLS_KEYS_THAT_CAME = "successful_keys" in JobResult.__dataclass_fields__
-"""Whether a tier can say that part of a promotion came; below 0.28 all of it fails."""
-
-
-def job_rows(job: Any) -> Any:
-    """Return the places in vLLM's CPU memory of a tier's *job*; below 0.30 they were blocks."""
-    return job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
-
-
 def _known(event: Any) -> Callable[..., Any]:
     """Return what makes an *event*, without the fields that this release does not have."""
     names = event.__struct_fields__
-    return lambda **said: event(**{name: value for name, value in said.items() if name in names})
+    return lambda **given: event(**{name: given[name] for name in given if name in names})
 
 
 block_stored, block_removed = _known(kv_events.BlockStored), _known(kv_events.BlockRemoved)
@@ -532,7 +528,7 @@ def untested() -> str:
     return f"kvstore is written for vLLM {first} to {last}, not {found}"
 
 
-def check_loads_can_fail(shape: EngineShape) -> None:
+def check_loads_can_fail(shape: KVCacheShape) -> None:
     """Raise ModelError where vLLM would take a load that failed for a whole one.
 
     Of several block tables, or of windows, it has to compute all: blocks are not enough.
@@ -541,3 +537,25 @@ def check_loads_can_fail(shape: EngineShape) -> None:
         what = "sliding windows" if shape.has_ends else f"{shape.tables} KV cache groups"
         fix = f"vLLM {vllm.__version__} cannot be told that a load of it failed; 0.30 can"
         raise ModelError("kv_cache_groups", what, fix)
+
+
+NO_SHAPE = KVCacheShape((), DEFAULT_CHUNK_TOKENS)
+"""Of an engine that is not understood: nothing is loaded or stored."""
+
+
+def client_of_refused(config: Any, settings: VllmSettings, name: str) -> Client:
+    """Return a client of an engine whose KV has no name, to report that."""
+    model = str(getattr(getattr(config, "model_config", None), "model", "unknown"))
+    group = LayerGroup(LayerKind.attention, DType.uint8, (0,), 1, 1)
+    rope = RopeParameters(theta=1.0, rotary_dim=0)
+    identity = Model(model, "refused", "none", "none", (group,), rope, "none")
+    try:
+        options = settings.options(DEFAULT_CHUNK_TOKENS, name)
+        options = replace(options, transport="grpc", staging_bytes=1)
+        return Client(settings.address, identity, options)
+    except (*INCOMPATIBLE, KVStoreError, OSError):  # settings that no client can be made of
+        return Client(NOWHERE, identity, ClientOptions())
+
+
+NOWHERE = "127.0.0.1:1"
+"""An address at which nobody answers."""

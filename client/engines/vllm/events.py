@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from kvstore.client.engines.vllm.messages import NamedChunk
+from kvstore.client.engines.vllm.messages import ChunkName
 from kvstore.proto.types import ChainDigest
 
 MEDIUM = "STORAGE"
@@ -76,7 +76,7 @@ class KVEvents:
         self._told: OrderedDict[ChainDigest, list[Any]] = OrderedDict()
         self._events: list[Event] = []
 
-    def ordered(self, request: Any, chunks: Sequence[NamedChunk]) -> None:
+    def ordered(self, request: Any, chunks: Sequence[ChunkName]) -> None:
         """Take note of chunks of *request* that are about to be stored."""
         hashes = self._make.hashes(request)
         blocks = self._chunk_tokens // self._make.block_tokens
@@ -87,7 +87,7 @@ class KVEvents:
             if is_known and chunk.digest not in self._told:
                 self._note(request, chunk, hashes[max(first - 1, 0) : first + blocks])
 
-    def _note(self, request: Any, chunk: NamedChunk, hashes: Sequence[Any]) -> None:
+    def _note(self, request: Any, chunk: ChunkName, hashes: Sequence[Any]) -> None:
         if len(self._untold) >= MAX_UNTOLD_CHUNKS:
             self._untold.popitem(last=False)
         start, size = chunk.position, self._make.block_tokens

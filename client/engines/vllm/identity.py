@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ _TERMS = {
 """Settings of VllmConfig that KV depends on; a hash of an image does not say how it is prepared."""
 
 
-def representation_of(config: Any, shape: EngineShape, model_revision: str = "") -> Model:
+def model_of(config: Any, shape: KVCacheShape, model_revision: str = "") -> Model:
     """Return what makes the KV of the model interchangeable with other KV: the same for all ranks.
 
     Without a *model_revision* that is a commit or a digest it is the commit the model was
@@ -129,7 +130,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class KeptLayer:
+class LayerRef:
     """A layer that keeps KV: vLLM's name of it, its number in the model, and which of a
     request's block tables is its."""
 
@@ -138,8 +139,8 @@ class KeptLayer:
     table: int
 
 
-@dataclass(frozen=True, slots=True)
-class KeptGroup:
+@dataclass(frozen=True)
+class LayerGroupShape:
     """Layers that keep KV of one kind and shape; ``kv_heads`` are those of one rank.
 
     ``window_tokens`` are those of whole blocks, and one: a block that is only partly loaded
@@ -151,11 +152,16 @@ class KeptGroup:
     kv_heads: int
     head_dim: int
     window_tokens: int
-    layers: tuple[KeptLayer, ...]
+    layers: tuple[LayerRef, ...]
     model_kv_heads: int = 0
     """Those of all ranks; 0: the same."""
     model_layers: int = 0
     """Layers of all pipeline stages, which are all alike; 0: there is one stage."""
+
+    @cached_property
+    def tables(self) -> tuple[int, ...]:
+        """The block tables of its layers."""
+        return tuple({layer.table: None for layer in self.layers})
 
     @property
     def layer_group(self) -> LayerGroup:
@@ -166,14 +172,14 @@ class KeptGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineShape:
+class KVCacheShape:
     """What one rank of an engine keeps. Every block has ``block_tokens`` tokens.
 
     ``groups``: in the order of the Model's. ``ranks``: those of tensor parallelism,
     ``stages``: of pipeline parallelism.
     """
 
-    groups: tuple[KeptGroup, ...]
+    groups: tuple[LayerGroupShape, ...]
     block_tokens: int
     ranks: int = 1
     stages: int = 1
@@ -193,21 +199,21 @@ class EngineShape:
     @property
     def tables(self) -> int:
         """How many block tables a request has: vLLM's KV cache groups."""
-        return 1 + max(layer.table for group in self.groups for layer in group.layers)
+        return 1 + max((table for group in self.groups for table in group.tables), default=0)
 
     @property
     def has_ends(self) -> bool:
         """Whether layers keep something of a prefix's end only, so that half of one is none."""
         return any(group.kind in END_KINDS for group in self.groups)
 
-    def kept_blocks(self, group: KeptGroup, chunk_blocks: int) -> int:
+    def kept_blocks(self, group: LayerGroupShape, chunk_blocks: int) -> int:
         """Return how many of a chunk's *chunk_blocks* blocks, the last ones, *group* keeps."""
         if group.kind is not LayerKind.window:
             return chunk_blocks
         return min(chunk_blocks, (group.window_tokens - 1) // self.block_tokens)
 
 
-def shape_of(config: Any, cache: Any) -> EngineShape:
+def shape_of(config: Any, cache: Any) -> KVCacheShape:
     """Return the shape of what the engine of *config* keeps in *cache*.
 
     *config*: vLLM's VllmConfig, *cache* its KVCacheConfig. Raises ModelError naming
@@ -246,10 +252,10 @@ def shape_of(config: Any, cache: Any) -> EngineShape:
     is_latent = any(group.kind is LayerKind.mla for group in groups)
     continues = not is_latent or bool(config.scheduler_config.enable_chunked_prefill)
     quantization = "none" if fp8 is None else fp8.name
-    return EngineShape(groups, block_tokens, ranks, stages, quantization, continues)
+    return KVCacheShape(groups, block_tokens, ranks, stages, quantization, continues)
 
 
-def _of_all_stages(groups: Sequence[KeptGroup], layers: int, stages: int) -> KeptGroup:
+def _of_all_stages(groups: Sequence[LayerGroupShape], layers: int, stages: int) -> LayerGroupShape:
     """Return the one group of a stage, as one of the model's *layers*.
 
     Nobody tells a stage what the others keep, so all layers have to be alike.
@@ -262,7 +268,7 @@ def _of_all_stages(groups: Sequence[KeptGroup], layers: int, stages: int) -> Kep
     return replace(group, model_layers=layers)
 
 
-def _of_all_ranks(group: KeptGroup, total: int, ranks: int) -> KeptGroup:
+def _of_all_ranks(group: LayerGroupShape, total: int, ranks: int) -> LayerGroupShape:
     """Return *group* with the model's KV heads, of which the ranks have equal shares or copies."""
     if group.kind is LayerKind.mla:
         return group  # a latent is every rank's
@@ -280,7 +286,7 @@ def _block_tokens(cache: Any) -> int:
     return int(sizes[0])
 
 
-def _kept(cache: Any, table: int, fp8: DType | None) -> list[KeptGroup]:
+def _kept(cache: Any, table: int, fp8: DType | None) -> list[LayerGroupShape]:
     """Return what each layer of one of vLLM's groups keeps, a group for each.
 
     *fp8*: what pages of bytes have.
@@ -296,9 +302,9 @@ def _kept(cache: Any, table: int, fp8: DType | None) -> list[KeptGroup]:
         dtype = fp8
     window = _whole_blocks(spec) + 1 if kind is LayerKind.window else 0
     return [
-        KeptGroup(
+        LayerGroupShape(
             kind, dtype, spec.num_kv_heads, spec.head_size, window,
-            (KeptLayer(name, number, table),),
+            (LayerRef(name, number, table),),
         )
         for (number,), name in numbered
     ]  # fmt: skip
@@ -334,14 +340,14 @@ def _whole_blocks(spec: Any) -> int:
     return -(-window_tokens // block_tokens) * block_tokens
 
 
-def _merged(kept: Sequence[KeptGroup]) -> tuple[KeptGroup, ...]:
+def _merged(kept: Sequence[LayerGroupShape]) -> tuple[LayerGroupShape, ...]:
     """Return groups of all layers of a kind and shape, ordered by their first layers' numbers."""
     layers = sorted((layer for one in kept for layer in one.layers), key=lambda one: one.number)
     first = layers[0].number
     if [layer.number for layer in layers] != list(range(first, first + len(layers))):
         names = [layer.name for layer in layers][:4]
         raise ModelError("layers", names, "one number a layer, and none left out")
-    alike: dict[KeptGroup, list[KeptLayer]] = {}
+    alike: dict[LayerGroupShape, list[LayerRef]] = {}
     for one in sorted(kept, key=lambda one: one.layers[0].number):
         alike.setdefault(replace(one, layers=()), []).extend(one.layers)
     return tuple(replace(shape, layers=tuple(found)) for shape, found in alike.items())

@@ -1,22 +1,60 @@
-"""What a user may set of the vLLM connector: ``kv_connector_extra_config``, checked."""
+"""What a user may set of the vLLM connector, of an engine and of a request; checked.
+
+Works on vLLM's objects by their fields, without importing vLLM.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
+from kvstore.client.client import Client
 from kvstore.client.engines.base import client_options
 from kvstore.client.engines.prefix import least_of
-from kvstore.client.engines.vllm.identity import EngineShape
+from kvstore.client.engines.vllm.identity import KVCacheShape
 from kvstore.client.options import MAX_DEADLINE_MS, ClientOptions, TransportName
 from kvstore.client.prefill import PrefillModel
-from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.errors import InvalidRequestError, KVStoreError
+from kvstore.proto.messages import REFUSED
 from kvstore.proto.plans import MAX_HANDOVER_MS, NO_HINTS, Hints
 from kvstore.proto.types import DEFAULT_CHUNK_TOKENS
 
 MAX_TOKEN_US = 10_000_000
 """Ten seconds a token."""
+
+HINTS_NAME = "kvstore"
+"""Of the entry of a request's ``kv_transfer_params`` that has hints for this store."""
+
+DEADLINE_NAME = "first_token_ms"
+"""Of a request's deadline, in that entry."""
+
+REPORT_EVERY_S = 10.0
+"""How often a refusal's reason is sent: a server may have started later, or again."""
+
+MAX_REASON_CHARS = 1024
+"""What is sent of one; the server keeps less."""
+
+VLLM_VERSION = "0.32"
+"""That of which ``MISSING_HOOKS`` was read."""
+
+MISSING_HOOKS = (
+    "KV in the middle of a prompt",
+    "some tokens of a loaded span computed again",
+    "rows that differ from layer to layer",
+    "attention of scattered rows",
+    "blocks that are kept out of its prefix cache",
+)
+"""What blending needs of an engine, and vLLM has no hook for: docs/blend.md says more of each."""
+
+
+def refuse_blending(field: str, name: str) -> None:
+    """Raise InvalidRequestError for what *field* calls *name*, if that asks for blending."""
+    if name.startswith("blend"):
+        lacking = f"vLLM {VLLM_VERSION} has no hook for: {'; '.join(MISSING_HOOKS)}"
+        raise InvalidRequestError(field, name, f"{lacking}. Use transformers: docs/blend.md")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +82,17 @@ class VllmSettings:
     block; 0 takes the least multiple from 256 on. ``model_revision``: a commit or a digest of
     the weights, instead of reading all of them once at the start. ``deadline_ms`` bounds a load
     and a store, ``lookup_deadline_ms`` what a request waits to learn what is stored. After the
-    server did not answer nobody asks it for ``retry_after_ms``. ``queue_bytes``: KV of pages in
+    server did not answer nobody calls it for ``retry_after_ms``. ``queue_bytes``: KV of pages in
     CPU memory that waits to be stored; what comes beyond it is not stored. ``durable``: stores are
-    on disk when they are over. ``transport``: as in ClientOptions. ``handover_ms``: what is stored
-    is announced when its prompt arrives, and kept until another engine reads it, so long at most.
-    ``wait_ms``: what a request waits for what another engine has announced. ``first_token_ms``:
-    of requests that have none of their own, from their arrival to their first token: what loads
-    later is computed; 0: none. ``prefill_token_us``: about what the engine takes to compute a
-    token, by which that is told; 0: it is learned. ``accuracy``: which copies are loaded, as for
-    Connector; vLLM shows a connector no logits, so that others open gates and close them.
-    ``token_file`` has an API key or a JWT; ``tls_ca``, ``tls_cert`` and ``tls_key`` are PEM files,
-    as in Access; ``tenant``: as in ClientOptions, as ``sglang_names`` is. A token is no setting:
-    engines print those.
+    on disk when they are over. ``handover_ms``: what is stored is announced when its prompt
+    arrives, and kept until another engine reads it, so long at most. ``wait_ms``: what a request
+    waits for what another engine has announced. ``first_token_ms``: of requests that have none of
+    their own, from their arrival to their first token: what loads later is computed; 0: none.
+    ``prefill_token_us``: about what the engine takes to compute a token, by which that is decided;
+    0: it is learned. ``accuracy``: which copies are loaded, as for Connector; vLLM shows a
+    connector no logits, so that others open gates and close them. ``token_file``, ``tls_ca``,
+    ``tls_cert`` and ``tls_key``: as in Access; a token is no setting, as engines print those.
+    ``transport``, ``tenant`` and ``sglang_names``: as in ClientOptions.
     """
 
     address: str = "127.0.0.1:7420"
@@ -83,9 +120,8 @@ class VllmSettings:
         for field in fields(self):
             value, kind = getattr(self, field.name), type(field.default)
             if type(value) is not kind:
-                raise InvalidRequestError(
-                    field.name, value, f"give a value of type {kind.__name__}"
-                )
+                fix = f"give a value of type {kind.__name__}"
+                raise InvalidRequestError(field.name, value, fix)
         for name in ("deadline_ms", "lookup_deadline_ms", "retry_after_ms", "queue_bytes"):
             if getattr(self, name) < 1:
                 raise InvalidRequestError(name, getattr(self, name), "give a positive number")
@@ -116,12 +152,11 @@ class VllmSettings:
         """
         chosen = self.chunk_tokens or -(-DEFAULT_CHUNK_TOKENS // block_tokens) * block_tokens
         if chosen % block_tokens:
-            raise InvalidRequestError(
-                "chunk_tokens", chosen, f"give a multiple of the block size, {block_tokens}"
-            )
+            fix = f"give a multiple of the block size, {block_tokens}"
+            raise InvalidRequestError("chunk_tokens", chosen, fix)
         return chosen
 
-    def accuracy_for(self, shape: EngineShape, device_type: str) -> str:
+    def accuracy_for(self, shape: KVCacheShape, device_type: str) -> str:
         """Return which copies an engine loads whose pages are on devices of *device_type*.
 
         Exact ones only into pages on a device, and of models that keep windows or have several
@@ -147,40 +182,39 @@ class VllmSettings:
         )
 
 
-HINTS_NAME = "kvstore"
-"""Of the entry of a request's ``kv_transfer_params`` that has hints for this store."""
-
-DEADLINE_NAME = "first_token_ms"
-"""Of a request's deadline, in that entry."""
-
-
 @dataclass(frozen=True, slots=True)
-class PrefillCost:
-    """About what a prefill computes: so much a token, and so much more for each one before it."""
+class FlopsModel:
+    """About what a prefill computes: so much a token, and so much more for each one before it.
+
+    It goes with what is stored: the policy keeps what is dear to compute.
+    """
 
     token_flops: float = 0.0
     context_flops: float = 0.0
 
     @classmethod
-    def of(cls, config: Any) -> PrefillCost:
-        """Return the cost by a transformers *config* of a text model; 0 if it says too little.
+    def of(cls, config: Any) -> FlopsModel:
+        """Return that of a transformers *config* of a text model; 0 if it says too little.
 
         Two operations a weight (Kaplan et al., Scaling Laws for Neural Language Models, 2020,
         section 2.1), of a mixture of experts those that one token meets, without embeddings.
         """
-        hidden, layers, heads = (
-            _number(config, name)
-            for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
-        )
+
+        def number(name: str) -> float:
+            value = getattr(config, name, None)
+            return float(value) if isinstance(value, int | float) else 0.0
+
+        hidden, layers = number("hidden_size"), number("num_hidden_layers")
+        heads = number("num_attention_heads")
         if not hidden or not layers or not heads:
             return cls()
-        head_dim = _number(config, "head_dim") or hidden / heads
-        kv_heads = _number(config, "num_key_value_heads") or heads
+        head_dim = number("head_dim") or hidden / heads
+        kv_heads = number("num_key_value_heads") or heads
         attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-        experts = _number(config, "num_experts_per_tok")
-        inner = _number(config, "intermediate_size") or 4 * hidden
+        experts = number("num_experts_per_tok")
+        inner = number("intermediate_size") or 4 * hidden
         if experts:
-            inner = experts * (_number(config, "moe_intermediate_size") or inner)
+            inner = experts * (number("moe_intermediate_size") or inner)
         weights = attention + 3 * hidden * inner
         return cls(2 * layers * weights, 4 * layers * heads * head_dim)
 
@@ -190,13 +224,8 @@ class PrefillCost:
         return tokens * (self.token_flops + self.context_flops * before)
 
 
-def _number(config: Any, name: str) -> float:
-    value = getattr(config, name, None)
-    return float(value) if isinstance(value, int | float) else 0.0
-
-
 def hints_of(request: Any) -> Hints:
-    """Return what is said of the reuse of vLLM's *request*: its length, and what its user states.
+    """Return the hints of vLLM's *request*: its length, and what its user states of its reuse.
 
     Users state it as ``{"kvstore": {"reuse": 2, "category": "chat", ...}}`` in
     ``kv_transfer_params``. Raises InvalidRequestError for what is no hint.
@@ -205,14 +234,13 @@ def hints_of(request: Any) -> Hints:
     stated = _stated(request)
     if stated is None:
         return Hints(**length) if any(length.values()) else NO_HINTS
+    field = f"kv_transfer_params.{HINTS_NAME}"
     for name in map(str, stated) if isinstance(stated, Mapping) else ():
-        refuse_blending(f"kv_transfer_params.{HINTS_NAME}", name)
+        refuse_blending(field, name)
     known = [one.name for one in fields(Hints) if one.name != "prompt_tokens"]
     if not isinstance(stated, Mapping) or not stated.keys() <= {*known, DEADLINE_NAME}:
-        fix = f"give {[*known, DEADLINE_NAME]}"
-        raise InvalidRequestError(f"kv_transfer_params.{HINTS_NAME}", stated, fix)
-    hints = {name: value for name, value in stated.items() if name != DEADLINE_NAME}
-    return Hints(**length, **hints)
+        raise InvalidRequestError(field, stated, f"give {[*known, DEADLINE_NAME]}")
+    return Hints(**length, **{name: one for name, one in stated.items() if name != DEADLINE_NAME})
 
 
 def deadline_ms_of(request: Any, usual_ms: int) -> int:
@@ -233,46 +261,27 @@ def _stated(request: Any) -> Any:
     return params.get(HINTS_NAME) if isinstance(params, Mapping) else None
 
 
-@dataclass(frozen=True, slots=True)
-class MissingHook:
-    """What blending needs of an engine, and what vLLM has in its place."""
+class RefusalReporter:
+    """Sends a server the reason why an engine runs without it, in a thread: nobody waits for that.
 
-    need: str
-    in_vllm: str
+    *counts* returns what is sent beside it.
+    """
 
+    def __init__(
+        self, client: Client, reason: str, counts: Callable[[], Mapping[str, int]]
+    ) -> None:
+        self._client = client
+        name = f"{REFUSED}{' '.join(reason[:MAX_REASON_CHARS].split())}"
+        client.counts = lambda: {**counts(), name: 1}
+        self._is_over = threading.Event()
+        threading.Thread(target=self._run, name="kvstore-refused", daemon=True).start()
 
-VLLM_VERSION = "0.32"
-"""That of which this was read."""
+    def _run(self) -> None:
+        while not self._is_over.is_set():
+            with suppress(KVStoreError):
+                self._client.send_counts()
+            self._is_over.wait(REPORT_EVERY_S)
 
-MISSING_HOOKS = (
-    MissingHook(
-        "KV in the middle of a prompt",
-        "get_num_new_matched_tokens answers with tokens behind those already computed",
-    ),
-    MissingHook(
-        "some tokens of a loaded span computed again",
-        "a request's tokens are computed or not, by one number",
-    ),
-    MissingHook(
-        "rows that differ from layer to layer",
-        "a step's rows are fixed before its first layer, in metadata that layers share",
-    ),
-    MissingHook(
-        "attention of scattered rows",
-        "the kernels can, the scheduler never asks for it",
-    ),
-    MissingHook(
-        "blocks that are kept out of its prefix cache",
-        "full blocks are hashed and shared; only the request itself can carry a salt",
-    ),
-)
-"""docs/blend.md says more of each."""
-
-
-def refuse_blending(field: str, name: str) -> None:
-    """Raise InvalidRequestError for what *field* calls *name*, if that asks for blending."""
-    if not name.startswith("blend"):
-        return
-    lacking = "; ".join(f"{hook.need} ({hook.in_vllm})" for hook in MISSING_HOOKS)
-    fix = f"vLLM {VLLM_VERSION} cannot be blended in, it has no hook for: {lacking}"
-    raise InvalidRequestError(field, name, f"{fix}. Blend with transformers: docs/blend.md")
+    def close(self) -> None:
+        """Send no more."""
+        self._is_over.set()

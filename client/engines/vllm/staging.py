@@ -1,7 +1,13 @@
-"""Copies of what is to be stored, made beside the engine, before its blocks are another request's.
+"""What a worker stores is copied out of an engine's pages first, and what it loads goes into them:
+where the pages lie in CPU memory.
 
 vLLM gives a block that nobody needs any more to another request, but says so at the beginning of
 the step that writes to it. Until then what was computed lies where it was.
+
+Whoever copies shares the interpreter with the engine, and each time it has it for a moment the
+engine may wait for it: a tenth of a millisecond for a wake-up where a step's own operations take
+less. So the blocks of all layers are gathered into memory by one call, of the kernel's, and go from
+there into a frame by one more for each part. torch would start its threads, which are the engine's.
 """
 
 from __future__ import annotations
@@ -9,25 +15,17 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from typing_extensions import override
 
 from kvstore.client.chunk import Chunk
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm.blocks import (
-    NULL_BLOCK,
-    ChunkRoom,
-    EnginePages,
-    LayerPages,
-    Packing,
-)
-from kvstore.client.engines.vllm.messages import BlockTables, NamedChunk
+from kvstore.client.engines.vllm.blocks import BlockLayout, BlockTarget, EnginePages, LayerPages
+from kvstore.client.engines.vllm.messages import BlockTables
 from kvstore.client.levels import PlanTerms
 from kvstore.client.tensors import LayerTensors, to_array
 from kvstore.codecs.base import AnyTensors
@@ -41,47 +39,30 @@ from kvstore.proto.types import END_KINDS, ChainDigest, KVLayout, Stated
 BATCH_BYTES = 64 << 20
 """What several requests put together at most: a call for each would hold the engine up."""
 
-MOST_COPIES = 4096
-"""Chunks that wait to be stored, however small they are: each has a mapping of its own."""
+MOST_PIECES = 1024
+"""What the kernel takes in one call: IOV_MAX of Linux."""
+MOST_BYTES = 1 << 30
+"""Half of what it writes in one."""
 
 
-class Whole(Protocol):
-    """A chunk that was copied."""
-
-    @property
-    def tensors(self) -> LayerTensors:
-        """What is put."""
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether its windows are among them."""
+def batch_chunks(chunk_bytes: int) -> int:
+    """Return how many chunks of so many bytes are put together at most."""
+    return max(1, BATCH_BYTES // chunk_bytes)
 
 
-class Copy(Protocol):
-    """What is to be stored of one chunk. ``whole`` is the copy once it is made; None if the engine
-    had given up what it is of."""
+class Staged(NamedTuple):
+    """A chunk that was copied: what is put, and whether its windows are among that."""
 
-    @property
-    def whole(self) -> Whole | None:
-        """The copy."""
-
-    def begin(self) -> None:
-        """Have it copied, where that goes on beside its caller."""
-
-    def make(self) -> None:
-        """Copy it, unless that was done; return when nobody reads the blocks any more."""
-
-    def free(self) -> None:
-        """Give the memory of the copy back, which nobody reads any more."""
+    tensors: LayerTensors
+    has_windows: bool
 
 
-@dataclass(frozen=True, slots=True)
-class LoadWork:
+@dataclass(slots=True)
+class LoadJob:
     """One load: the chunks *digests*, each into the blocks that its ``chunks`` entry names.
 
     The first ``kept_blocks`` are not written to, and none before ``after``. ``arrived`` is to be
-    called when something came, ``is_over`` says that there is no more time. ``stated`` is to be
-    filled by a side that reads lossy ones, as ``Connector.read_into`` does. ``terms``: of a load
+    called when something came, ``is_over`` says that there is no more time. ``terms``: of a load
     with a deadline, for a side that can read in part.
     """
 
@@ -91,39 +72,63 @@ class LoadWork:
     after: Event | None
     arrived: Callable[[], None]
     is_over: Callable[[], bool]
-    stated: list[Stated] = field(default_factory=list)
     terms: PlanTerms | None = None
+    read: int = 0
+    """How many chunks were read so far: their blocks have them."""
+    stated: list[Stated] = field(default_factory=list)
+    """Of a side that reads lossy copies: as ``Connector.read_into`` fills it."""
 
 
-class Side(ABC):
-    """Where an engine's pages lie, as a worker loads into them and stores out of them."""
+class HostSide:
+    """Where an engine's pages lie, as a worker loads into them and stores out of them: in CPU
+    memory. Copied beside the engine, read straight into the blocks. ``DeviceSide`` is the other.
+    """
 
-    chunk_bytes: int
-    waits_in_pages: bool = False
-    """Whether what there is no room for waits in the engine's pages, and takes no memory."""
+    waits_in_pages = False
+    """Whether what cannot be copied yet waits in the engine's pages, and takes no memory."""
+    is_gpu_tier_far = False
+    """Whether the server has a gpu tier that this side does not reach."""
 
-    @property
-    def is_gpu_tier_far(self) -> bool:
-        """Whether the server has a gpu tier that this side does not reach."""
-        return False
+    def __init__(self, pages: EnginePages, connector: Connector, chunk_blocks: int) -> None:
+        """Raises TierUnavailableError where memory cannot be had as a file."""
+        self._pages = pages
+        self._connector = connector
+        self._chunk_blocks = chunk_blocks
+        self.chunk_bytes = pages.chunk_bytes(chunk_blocks)
+        self._file = StagingFile()
+        self._idle: list[BlockGather] = []
+        self._lock = threading.Lock()  # guards _idle, and the file's end while it grows
 
-    @abstractmethod
-    def copies(self, chunks: Sequence[BlockTables]) -> Sequence[Copy]:
-        """Begin to copy *chunks*, or the first of them that there is room for.
+    def copies(self, chunks: Sequence[BlockTables]) -> list[BlockCopy]:
+        """Begin to copy *chunks*, or the first of them that there is memory for.
 
         For the engine's thread, at the end of a step.
         """
+        return [BlockCopy(self, tables) for tables in chunks]
 
-    @abstractmethod
     def mark(self) -> Event | None:
         """Return an event behind the engine's work so far, if it does any beside the host."""
+        return None
 
-    @abstractmethod
-    def read(self, work: LoadWork) -> int:
-        """Return how many chunks of a load were read: its blocks have them now."""
+    def read(self, job: LoadJob) -> None:
+        """Read what can be read of a load."""
+        targets = [
+            BlockTarget(self._pages, tables, 0 if number else job.kept_blocks)
+            for number, tables in enumerate(job.chunks)
+        ]
+
+        def target(number: int, layout: KVLayout) -> AnyTensors:
+            job.arrived()
+            return targets[number].tensors(layout)
+
+        if targets:
+            read = self._connector.read_into(job.digests, target, job.stated, job.terms)
+            for one in targets[:read]:
+                one.finish()
+            job.read = read
 
     def put_near(
-        self, chunks: Callable[[], Sequence[Chunk]], copies: Sequence[Copy], hints: Hints
+        self, chunks: Callable[[], Sequence[Chunk]], copies: Sequence[object], hints: Hints
     ) -> set[int]:
         """Put copies that no host memory has to have; return the numbers of those that are there.
 
@@ -131,155 +136,61 @@ class Side(ABC):
         """
         return set()
 
-    @abstractmethod
-    def close(self) -> None:
-        """Let go of memory. Nothing is loaded or stored any more."""
-
-
-class HostSide(Side):
-    """Pages in CPU memory: copied beside the engine, read straight into the blocks."""
-
-    def __init__(self, pages: EnginePages, connector: Connector, chunk_blocks: int) -> None:
-        """Raises TierUnavailableError where memory cannot be had as a file."""
-        self._pages = pages
-        self._connector = connector
-        self.pool = CopyPool(pages, chunk_blocks)
-        self.chunk_bytes = self.pool.chunk_bytes
-
-    @override
-    def copies(self, chunks: Sequence[BlockTables]) -> list[ChunkCopy]:
-        return [ChunkCopy(self.pool, tables) for tables in chunks]
-
-    @override
-    def mark(self) -> None:
-        return None
-
-    @override
-    def read(self, work: LoadWork) -> int:
-        rooms = [
-            ChunkRoom(self._pages, tables, 0 if number else work.kept_blocks)
-            for number, tables in enumerate(work.chunks)
-        ]
-        if not rooms:
-            return 0
-
-        def room(number: int, layout: KVLayout) -> AnyTensors:
-            work.arrived()
-            return rooms[number].tensors(layout)
-
-        read = self._connector.read_into(work.digests, room, work.stated, work.terms)
-        for one in rooms[:read]:
-            one.settle()
-        return read
-
-    @override
-    def close(self) -> None:
-        self.pool.close()
-
-
-class CopyPool:
-    """Memory for copies of chunks of *chunk_blocks* blocks, used again and again. Thread-safe.
-
-    Raises TierUnavailableError where memory cannot be had as a file.
-    """
-
-    def __init__(self, pages: EnginePages, chunk_blocks: int) -> None:
-        self._pages = pages
-        self._chunk_blocks = chunk_blocks
-        self.chunk_bytes = pages.chunk_bytes(chunk_blocks)
-        self._file = CopyFile()
-        self._idle: list[PageCopy] = []
-        self._lock = threading.Lock()  # guards _idle, and the file's end while it grows
-
-    def take(self) -> PageCopy:
+    def take(self) -> BlockGather:
         """Return memory for one chunk. Raises OSError when there is no more."""
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-            return PageCopy(self._pages, self._chunk_blocks, self._file)
+            return BlockGather(self._pages, self._chunk_blocks, self._file)
 
-    def give(self, copied: PageCopy) -> None:
+    def give(self, memory: BlockGather) -> None:
         """Take memory back."""
         with self._lock:
-            self._idle.append(copied)
+            self._idle.append(memory)
 
     def close(self) -> None:
-        """Let go of the memory. Idempotent."""
+        """Let go of memory: nothing is loaded or stored any more. Idempotent."""
         with self._lock:
             self._idle.clear()
             self._file.close()
 
 
-class ChunkCopy:
+class BlockCopy:
     """One chunk that lies in the blocks *tables* name, to be copied by whoever comes first.
 
-    ``whole`` is the copy once it is made; None if the engine had given up what it is of.
+    ``result`` is the copy once it is made; None if the engine had given up what it is of.
     """
 
-    def __init__(self, pool: CopyPool, tables: Sequence[Sequence[int]]) -> None:
-        self._pool = pool
+    def __init__(self, side: HostSide, tables: BlockTables) -> None:
+        self._side = side
         self._tables = tables
-        self._blocks = {block for table in tables for block in table} - {NULL_BLOCK}
         self._claim = threading.Lock()  # taken for good by who makes the copy
         self._over = threading.Event()
-        self.whole: PageCopy | None = None
-
-    def lies_in(self, blocks: Collection[int] | None) -> bool:
-        """Whether any of *blocks* is its; None: those of every chunk."""
-        return blocks is None or not self._blocks.isdisjoint(blocks)
+        self._memory: BlockGather | None = None
+        self.result: Staged | None = None
 
     def begin(self) -> None:
-        """Do nothing: it is copied by who makes it."""
+        """Do nothing: whoever runs it copies."""
 
-    def make(self) -> None:
+    def run(self) -> None:
         """Copy it, unless that was done; return when nobody reads the blocks any more."""
         if not self._claim.acquire(blocking=False):
             self._over.wait()
             return
         try:
-            self.whole = self._copied(self._pool.take())
+            self._memory = self._side.take()
+            self.result = self._memory.take(self._tables)
         finally:
             self._over.set()
 
-    def _copied(self, room: PageCopy) -> PageCopy | None:
-        is_taken = False
-        try:
-            is_taken = room.take(self._tables)
-        finally:
-            if not is_taken:
-                self._pool.give(room)
-        return room if is_taken else None
-
     def free(self) -> None:
         """Give the memory of the copy back, which nobody reads any more."""
-        if self.whole is not None:
-            self._pool.give(self.whole)
-            self.whole = None
+        if self._memory is not None:
+            self._side.give(self._memory)
+        self._memory = self.result = None
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Chunks that are put together, with their copies and what is said of all of them."""
-
-    chunks: Sequence[NamedChunk]
-    copies: Sequence[Copy]
-    hints: Hints
-
-    def joined(self, other: Batch, chunk_bytes: int) -> Batch | None:
-        """Return both in one; None where that is too much, or other things are said of them."""
-        chunks = [*self.chunks, *other.chunks]
-        if other.hints != self.hints or len(chunks) * chunk_bytes > BATCH_BYTES:
-            return None
-        return Batch(chunks, [*self.copies, *other.copies], self.hints)
-
-
-MOST_PIECES = 1024
-"""What the kernel takes in one call: IOV_MAX of Linux."""
-MOST_BYTES = 1 << 30
-"""Half of what it writes in one."""
-
-
-class CopyFile:
+class StagingFile:
     """A file in memory that copies lie in, one behind the other."""
 
     def __init__(self) -> None:
@@ -307,43 +218,41 @@ class CopyFile:
             os.close(descriptor)
 
 
-class PageCopy:
-    """Room in *file* for one chunk of *chunk_blocks* blocks, used again and again.
+class BlockGather:
+    """Memory in *file* for one chunk of *chunk_blocks* blocks, used again and again.
 
-    ``tensors``: those of the chunk that was taken last, ``has_windows`` whether its windows are
-    among them. Raises OSError at birth when there is no more memory.
+    Raises OSError at birth when there is no more memory.
     """
 
-    def __init__(self, pages: EnginePages, chunk_blocks: int, file: CopyFile) -> None:
-        self._shape = pages.shape
-        every = zip(pages.shape.groups, pages.groups, pages.packings, strict=True)
+    def __init__(self, pages: EnginePages, chunk_blocks: int, file: StagingFile) -> None:
+        every = zip(pages.shape.groups, pages.groups, pages.layouts, strict=True)
         self._groups = [
-            _GroupCopy(layers, packing, pages.shape.kept_blocks(group, chunk_blocks), file)
-            for group, layers, packing in every
+            (
+                group.kind in END_KINDS,
+                _GroupGather(layers, layout, pages.shape.kept_blocks(group, chunk_blocks), file),
+            )
+            for group, layers, layout in every
         ]
-        self.tensors: LayerTensors = [group.stack for group in self._groups]
-        self.has_windows = True
 
-    def take(self, tables: Sequence[Sequence[int]]) -> bool:
-        """Copy the chunk whose blocks *tables* name; return whether there is any of it.
+    def take(self, tables: BlockTables) -> Staged | None:
+        """Copy the chunk whose blocks *tables* name; return what there is of it, if anything.
 
         Windows that the engine has given up already are left out. Raises OSError.
         """
         taken: list[BlockStack] = []
-        for group, copied in zip(self._shape.groups, self._groups, strict=True):
-            if copied.take(tables):
-                taken.append(copied.stack)
-            elif group.kind not in END_KINDS:
-                return False
-        self.tensors, self.has_windows = taken, len(taken) == len(self._groups)
-        return bool(taken)
+        for is_end, group in self._groups:
+            if group.take(tables):
+                taken.append(group.stack)
+            elif not is_end:
+                return None
+        return Staged(taken, len(taken) == len(self._groups)) if taken else None
 
 
-class _GroupCopy:
-    """Room for the last *kept* blocks of a chunk, of each of *layers*."""
+class _GroupGather:
+    """Memory for the last *kept* blocks of a chunk, of each of *layers*."""
 
     def __init__(
-        self, layers: Sequence[LayerPages], packing: Packing, kept: int, file: CopyFile
+        self, layers: Sequence[LayerPages], layout: BlockLayout, kept: int, file: StagingFile
     ) -> None:
         self._kept = kept
         self._tables = [layer.table for layer in layers]
@@ -355,7 +264,7 @@ class _GroupCopy:
         used = np.frombuffer(memory, np.uint8)[: len(layers) * kept * self._block_bytes]
         copied = torch.from_numpy(used).view(whole.dtype).view(-1, *whole.shape[1:])
         self._copies = to_array(copied).reshape(len(layers), kept, *whole.shape[1:])
-        parts = [to_array(part) for part in packing(copied)]
+        parts = [to_array(part) for part in layout(copied)]
         self.stack = BlockStack(
             [p.view(f"u{p.itemsize}").reshape(len(layers), kept, *p.shape[1:]) for p in parts]
         )
@@ -363,7 +272,7 @@ class _GroupCopy:
         if all(pages.flags.c_contiguous for pages in self._pages):
             self._flat = [pages.reshape(-1).view(np.uint8).data for pages in self._pages]
 
-    def take(self, tables: Sequence[Sequence[int]]) -> bool:
+    def take(self, tables: BlockTables) -> bool:
         """Copy; return whether the engine still has all of it."""
         named = {table: tables[table][-self._kept :] for table in set(self._tables)}
         if not all(all(blocks) for blocks in named.values()):

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 from blake3 import blake3
+from vllm.v1.kv_offload import base as offload
 from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
@@ -40,7 +41,6 @@ from kvstore.client.engines.identity import (
     weights_name,
 )
 from kvstore.client.engines.prefix import least_of
-from kvstore.client.engines.vllm.connector import STORAGE_MEDIUM, TELLS_KEYS_THAT_CAME, job_rows
 from kvstore.client.engines.vllm.settings import VllmSettings
 from kvstore.client.engines.vllm.worker import SHUTDOWN_S, WorkThread
 from kvstore.client.tensors import LayerTensors
@@ -55,6 +55,17 @@ from kvstore.proto.types import (
 )
 
 __all__ = ["KVStoreTier", "StoreTieringSpec"]
+
+STORAGE_MEDIUM: Any = getattr(getattr(offload, "Medium", None), "STORAGE", None)
+"""What a tier below vLLM's offloading says that it is; 0.26 has no such thing."""
+
+TELLS_KEYS_THAT_CAME = "successful_keys" in JobResult.__dataclass_fields__
+"""Whether a tier can say that part of a promotion came; below 0.28 all of it fails."""
+
+
+def job_rows(job: Any) -> Any:
+    """Return the places in vLLM's CPU memory of a tier's *job*; below 0.30 they were blocks."""
+    return job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
@@ -123,9 +134,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             fix = "use exact: a tier is not told behind which chunk another was computed"
             raise InvalidRequestError("accuracy", stated.accuracy, fix)
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
-        identity = tier_representation(
-            offloading_spec.config, self._rows.shape[1], stated.model_revision
-        )
+        identity = tier_model(offloading_spec.config, self._rows.shape[1], stated.model_revision)
         loading, looking = (
             Connector(
                 Client(stated.address, identity, stated.options(BYTE_ROWS, "vllm-tier", **kind)),
@@ -254,7 +263,7 @@ if "KVStoreTier" not in SecondaryTierFactory._registry:
     SecondaryTierFactory.register_tier("KVStoreTier", __name__, "KVStoreTier")
 
 
-def tier_representation(config: Any, chunk_bytes: int, model_revision: str) -> Model:
+def tier_model(config: Any, chunk_bytes: int, model_revision: str) -> Model:
     """Return the identity of chunks of *chunk_bytes* under vLLM's OffloadingConfig *config*.
 
     Raises ModelError without *model_revision*, and for bytes that fill no rows.
