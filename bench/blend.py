@@ -47,8 +47,8 @@ from bench.blend_speed import LINKS_MB_PER_S, Stage, StageShape, Timing
 from bench.blend_stories import make_story
 from bench.report import Report
 from kvstore.client.blend.rope import rerotate
-from kvstore.client.engines.transformers_blend import TransformersAdapter
-from kvstore.client.engines.transformers_cache import as_argument
+from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
+from kvstore.client.engines.transformers.cache import as_argument
 
 SEED = 3
 BEST, RIVAL, AT = "hybrid", "hkvd", 0.15

@@ -27,8 +27,8 @@ from kvstore.client.blend.feedback import deviations, ranks
 from kvstore.client.blend.plan import BlendPlan, Segment
 from kvstore.client.blend.report import BlendResult
 from kvstore.client.blend.source import LayerKV, MemorySource
-from kvstore.client.engines.transformers_blend import BlendedCache, TransformersAdapter
-from kvstore.client.engines.transformers_cache import as_argument
+from kvstore.client.engines.transformers.blend_adapter import BlendedCache, TransformersAdapter
+from kvstore.client.engines.transformers.cache import as_argument
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 FOLDER = DATA / "tinylm"

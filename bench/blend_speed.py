@@ -23,7 +23,7 @@ from kvstore.client.blend.cost import Speed
 from kvstore.client.blend.plan import BlendPlan, Segment
 from kvstore.client.blend.report import BlendResult
 from kvstore.client.blend.source import LayerKV, MemorySource
-from kvstore.client.engines.transformers_blend import TransformersAdapter
+from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.link_meter import LinkMeter
 
 LINKS_MB_PER_S = (10_000.0, 200.0, 50.0, 20.0, 5.0)

@@ -20,8 +20,8 @@ from transformers.utils.logging import disable_progress_bar
 from bench.codecs_curve import Quality
 from bench.codecs_kv import Bits, to_bits, to_floats
 from bench.codecs_texts import TINYLM, Context, Lengths, contexts, windows
-from kvstore.client.engines.transformers_attention import noting_attention
-from kvstore.client.engines.transformers_cache import CacheShape, as_argument, importance_of
+from kvstore.client.engines.transformers.attention import noting_attention
+from kvstore.client.engines.transformers.cache import CacheShape, as_argument, importance_of
 from kvstore.proto.types import RopeParameters
 
 

@@ -40,7 +40,7 @@ from kvstore.client.engines.transformers import (  # noqa: E402
     TransformersConnector,
     representation_of,
 )
-from kvstore.client.engines.transformers_cache import as_argument  # noqa: E402
+from kvstore.client.engines.transformers.cache import as_argument  # noqa: E402
 
 LOSSLESS = "zplane"
 CODECS = (LOSSLESS, "kvq:0", "kvq:2", "kvq:3")

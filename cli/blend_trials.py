@@ -19,8 +19,8 @@ from kvstore.client.blend.gate import SHADOW_TOKENS, GatedBlender
 from kvstore.client.blend.segments import SegmentRange
 from kvstore.client.blend.selectors import selector_of
 from kvstore.client.blend.store_prefill import store_prefill
-from kvstore.client.engines.transformers_blend import TransformersAdapter
-from kvstore.client.engines.transformers_identity import representation_of
+from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
+from kvstore.client.engines.transformers.identity import representation_of
 from kvstore.client.resolving import ResolveTerms
 from kvstore.proto.blend import GateView, check_tag
 from kvstore.proto.errors import InvalidRequestError, KVStoreError

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Gene
 from kvstore.cli.demo_prompt import prompt_tokens
 from kvstore.client.client import Client
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
-from kvstore.client.engines.transformers_cache import as_argument
+from kvstore.client.engines.transformers.cache import as_argument
 
 NEW_TOKENS = 32
 REPEATS = 5

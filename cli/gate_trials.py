@@ -12,7 +12,7 @@ from kvstore.cli.calibrate import read_text
 from kvstore.cli.model_samples import load_model
 from kvstore.client import Client, ClientOptions
 from kvstore.client.engines.transformers import TransformersConnector
-from kvstore.client.engines.transformers_identity import representation_of
+from kvstore.client.engines.transformers.identity import representation_of
 from kvstore.codecs.base import boundless_codecs
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView, accuracy_tag

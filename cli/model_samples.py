@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 from kvstore.cli.kv_dumps import Sample, Samples, cut
-from kvstore.client.engines.transformers_cache import as_argument
-from kvstore.client.engines.transformers_identity import full_layers, representation_of
+from kvstore.client.engines.transformers.cache import as_argument
+from kvstore.client.engines.transformers.identity import full_layers, representation_of
 from kvstore.client.tensors import to_array
 from kvstore.codecs.base import Part
 from kvstore.proto.errors import InvalidRequestError

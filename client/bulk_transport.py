@@ -5,22 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, cast
+from dataclasses import replace
+from functools import partial
 
 from typing_extensions import override
 
 from kvstore.client.connection import SLACK_S
-from kvstore.client.direct_frame import DirectFrame
 from kvstore.client.frame_memory import FrameMemory, keep_freed_memory
-from kvstore.client.frame_parts import FrameAssembler, here
 from kvstore.client.frame_stream import Entrance, FrameStream
 from kvstore.client.frame_streams import FrameStreams
-from kvstore.client.layer_feed import LayerFeed
-from kvstore.client.part_feed import PartFeed
+from kvstore.client.frames import FrameAssembler, Room, here
 from kvstore.client.session import Session
 from kvstore.client.stream import StreamTransport
 from kvstore.client.stream_upload import StreamUpload
-from kvstore.client.transport import Arrived, Direct, FramePiece, Outgoing, Put, Transport
+from kvstore.client.transport import (
+    Arrival,
+    Arrivals,
+    Outgoing,
+    Put,
+    ReadPlan,
+    Transport,
+    room_of,
+    whole_frame,
+)
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
@@ -31,8 +38,6 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.messages import hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.types import Accuracy, ChainDigest, Shard
 
 _REQUEST_SLACK_BYTES = 32
 """What a message adds to a get."""
@@ -63,97 +68,26 @@ class BulkTransport(Transport):
 
     @override
     @contextmanager
-    def get(
-        self,
-        digests: Sequence[ChainDigest],
-        lease_id: int,
-        deadline_ms: int,
-        least: Accuracy = Accuracy.exact,
-    ) -> Iterator[Iterator[Arrived]]:
-        with self.get_layers_of(None, digests, lease_id, deadline_ms, least) as arriving:
-            yield arriving
-
-    @override
-    @contextmanager
-    def get_layers_of(
-        self,
-        shard: Shard | None,
-        digests: Sequence[ChainDigest],
-        lease_id: int,
-        deadline_ms: int,
-        least: Accuracy = Accuracy.exact,
-        direct: Direct | None = None,
-    ) -> Iterator[Iterator[Arrived]]:
-        deadline = _end_of(deadline_ms)
-        request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM, least)
-        stream = self._begin_get(request, deadline)
+    def read(self, plan: ReadPlan) -> Iterator[Arrivals]:
+        deadline = _end_of(plan.deadline_ms)
+        stream = self._begin_get(self.request(plan, pb.VIA_STREAM), deadline)
         if stream is None:
-            with self._fallback.get(digests, lease_id, _left_ms(deadline), least) as arriving:
+            with self._fallback.read(replace(plan, deadline_ms=_left_ms(deadline))) as arriving:
                 yield arriving
             return
         frames: list[Bytes] = []
-
-        def room(chunk: int, size_bytes: int, start: Bytes) -> Bytes | DirectFrame:
-            taker = None if direct is None else direct(chunk, size_bytes, start)
-            return self._memory.take(size_bytes, frames) if taker is None else taker
-
-        reading = FrameAssembler(self.session.terms.max_frame_bytes, room)
+        is_clean = False
         try:
-            with self._ending_get(stream, deadline):
-                yield self._arriving(stream, reading, deadline)
+            if plan.layer_major or plan.ranges:
+                parts = self._parts(stream, deadline)
+                yield Arrivals(parts, is_layered=plan.layer_major)
+            else:
+                room = room_of(plan.direct, partial(self._memory.take, owner=frames))
+                yield Arrivals(self._frames(stream, room, deadline))
+            is_clean = stream.is_over or stream.leave(deadline)
         finally:
+            self._streams.give_back(stream, is_clean=is_clean)
             self._memory.give(frames)
-
-    @override
-    @contextmanager
-    def get_layers(
-        self,
-        digests: Sequence[ChainDigest],
-        lease_id: int,
-        deadline_ms: int,
-        least: Accuracy = Accuracy.exact,
-        skipped: SkippedRows | None = None,
-    ) -> Iterator[LayerFeed]:
-        deadline = _end_of(deadline_ms)
-        request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM, least)
-        request.layer_major = True
-        if skipped is not None:
-            request.skip_rows = skipped.pack()
-        stream = self._begin_get(request, deadline)
-        if stream is None:
-            left_ms = _left_ms(deadline)
-            with self._fallback.get_layers(digests, lease_id, left_ms, least, skipped) as feed:
-                yield feed
-            return
-        with self._ending_get(stream, deadline):
-            # A piece has what the feed looks at in a reply.
-            pieces = cast("Iterator[pb.GetResponse]", self._pieces(stream, deadline))
-            limit_bytes = self.session.terms.max_frame_bytes
-            yield PartFeed(pieces, limit_bytes, is_cut=skipped is not None)
-
-    @override
-    @contextmanager
-    def get_ranges(
-        self,
-        digests: Sequence[ChainDigest],
-        ranges: Sequence[pb.FrameRange],
-        lease_id: int,
-        deadline_ms: int,
-        least: Accuracy = Accuracy.exact,
-    ) -> Iterator[Iterator[FramePiece]]:
-        deadline = _end_of(deadline_ms)
-        request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM, least)
-        request.ranges.extend(ranges)
-        stream = self._begin_get(request, deadline)
-        if stream is None:
-            left_ms = _left_ms(deadline)
-            with self._fallback.get_ranges(digests, ranges, lease_id, left_ms, least) as pieces:
-                yield pieces
-            return
-        with self._ending_get(stream, deadline):
-            yield (
-                FramePiece(one.index, one.tier, *one.part) for one in self._pieces(stream, deadline)
-            )
 
     def _begin_get(self, request: pb.GetRequest, deadline: float) -> FrameStream | None:
         """Return the stream that begins to answer *request*; None where gRPC is to be used."""
@@ -170,32 +104,20 @@ class BulkTransport(Transport):
             return None
         return stream
 
-    def _arriving(
-        self, stream: FrameStream, reading: FrameAssembler, deadline: float
-    ) -> Iterator[Arrived]:
+    def _frames(self, stream: FrameStream, room: Room, deadline: float) -> Iterator[Arrival]:
+        assembler = FrameAssembler(self.session.terms.max_frame_bytes, room)
         with self._noted():
             for part, payload in stream.parts(deadline):
-                landed = reading.take(part, payload)
-                if landed is not None:
-                    frame = cast("Bytes | DirectFrame", landed.frame)  # of our own room
-                    yield Arrived(landed.chunk, landed.tier, frame, _stays)
-            reading.end(stream.frames)
+                frame = whole_frame(assembler, part, payload)
+                if frame is not None:
+                    yield frame
+            assembler.end(stream.frames)
 
-    def _pieces(self, stream: FrameStream, deadline: float) -> Iterator[_PieceReply]:
+    def _parts(self, stream: FrameStream, deadline: float) -> Iterator[Arrival]:
         with self._noted():
             for part, payload in stream.parts(deadline):
-                piece = _PieceData(part.frame_bytes, part.offset, here(payload))
-                yield _PieceReply(part.index, part.tier, piece)
-
-    @contextmanager
-    def _ending_get(self, stream: FrameStream, deadline: float) -> Iterator[None]:
-        """Give *stream* back at the end, fit for another get unless this one failed."""
-        is_clean = False
-        try:
-            yield
-            is_clean = stream.is_over or stream.leave(deadline)
-        finally:
-            self._streams.give_back(stream, is_clean=is_clean)
+                data = here(payload)
+                yield Arrival(part.index, part.tier, part.frame_bytes, data, offset=part.offset)
 
     # --- put
 
@@ -288,19 +210,3 @@ def _end_of(deadline_ms: int) -> float:
 def _left_ms(deadline: float) -> int:
     """Return what is left of a call for gRPC, which adds SLACK_S itself; at least 1."""
     return max(1, int(1000 * (deadline - SLACK_S - time.monotonic())))
-
-
-class _PieceData(NamedTuple):
-    frame_bytes: int
-    offset: int
-    data: Bytes
-
-
-class _PieceReply(NamedTuple):
-    index: int  # type: ignore[assignment]
-    tier: str
-    part: _PieceData
-
-
-def _stays() -> None:
-    """The frame is ours until the get is left."""

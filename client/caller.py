@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from types import TracebackType
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 from weakref import finalize, ref
 
 from kvstore.client.batches import (
     MAX_OPEN_BATCHES,
-    JoinedFeed,
     batches,
     behind,
     digest_batches,
@@ -20,18 +20,17 @@ from kvstore.client.batches import (
 from kvstore.client.bulk_transport import BulkTransport
 from kvstore.client.client_state import ClientState
 from kvstore.client.connection import Connection
+from kvstore.client.decode import Reader, Room, direct
 from kvstore.client.forks import FORKS
-from kvstore.client.layer_feed import LayerFeed
 from kvstore.client.levelled_get import Meters
 from kvstore.client.liveness import stays_silent
 from kvstore.client.options import ClientOptions
-from kvstore.client.reader import Reader, Room, direct
 from kvstore.client.rectangle_room import RectangleRoom
 from kvstore.client.retry import countdown
 from kvstore.client.session import FIRST_PACE_S, Session
 from kvstore.client.shm import ShmTransport, can_share_memory
 from kvstore.client.stream import StreamTransport
-from kvstore.client.transport import Transport, as_true
+from kvstore.client.transport import Arrival, ReadPlan, Transport, at_least, read_layers
 from kvstore.codecs.asset_shelf import ASSETS
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
@@ -44,7 +43,6 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.keys import cut_keys, split_digests
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import (
     DIGEST_BYTES,
     KEY_BYTES,
@@ -57,15 +55,6 @@ from kvstore.proto.types import (
 )
 
 T = TypeVar("T")
-
-
-class Asked(NamedTuple):
-    """What a transport is asked for."""
-
-    digests: Sequence[ChainDigest]
-    lease_id: int
-    deadline_ms: int
-    least: Accuracy
 
 
 class Caller:
@@ -321,9 +310,9 @@ class Caller:
         for number, (first, some) in enumerate(batches(keys, limit)):
             lease_id = leases[number] if leases else 0
             try:
-                asked = Asked(digests[first : first + limit], lease_id, left_ms(), least)
+                plan = ReadPlan(digests[first : first + limit], lease_id, left_ms(), least)
                 some_found, some_stated = self._read_batch(
-                    transport, some, behind(room, first), asked
+                    transport, some, behind(room, first), plan
                 )
             except (DeadlineError, TierUnavailableError):
                 if not found:
@@ -340,39 +329,36 @@ class Caller:
         transport: Transport,
         keys: Sequence[ChunkKey],
         room: Room,
-        asked: Asked,
+        plan: ReadPlan,
     ) -> tuple[list[ChunkTensors], list[Stated]]:
         shard = None
         stated: dict[int, Stated] = {}
         if isinstance(room, RectangleRoom):
             shard = room.usual_shard(self.options.chunk_tokens)
         landing = partial(direct, transport.session, keys, room)
-        with transport.get_layers_of(shard, *asked, landing) as arriving:
-            frames = as_true(arriving, asked.least, stated)
+        with transport.read(replace(plan, shard=shard, direct=landing)) as arriving:
+            frames = at_least(arriving, plan.minimum, stated)
             found, broken = self._reader.read(transport.session, keys, frames, room)
         if broken is not None:
             self._quarantine(transport, broken)
         return found, [stated[at] for at in range(len(found))]
 
-    def _layer_feed(
-        self,
-        stack: ExitStack,
-        transport: Transport,
-        asked: Asked,
-        skipped: SkippedRows | None = None,
-    ) -> LayerFeed:
-        """Return the frames of *asked* layer by layer: of MAX_OPEN_BATCHES batches, as each is a
-        stream, which *stack* ends. Rows that are *skipped* come where there are several.
+    def _layers_arriving(
+        self, stack: ExitStack, transport: Transport, plan: ReadPlan
+    ) -> Iterator[Arrival]:
+        """Yield the frames of *plan* to be read layer by layer: of MAX_OPEN_BATCHES batches, as
+        each is a stream, which *stack* ends. Rows to skip come where there are several.
         """
-        digests, lease_id, deadline_ms, least = asked
-        limit, left_ms = transport.session.terms.max_batch_chunks, countdown(deadline_ms)
-        if len(digests) > limit:
-            skipped = None  # they are named by the places of all chunks
-        feeds = (
-            transport.get_layers(some, lease_id, left_ms(), least, skipped)
-            for _, some in batches(digests, limit)
-        )
-        return JoinedFeed(stack, islice(feeds, MAX_OPEN_BATCHES), limit)
+        limit, left_ms = transport.session.terms.max_batch_chunks, countdown(plan.deadline_ms)
+        if len(plan.digests) > limit:
+            plan = replace(plan, skipped=None)  # they are named by the places of all chunks
+        for first, some in islice(batches(plan.digests, limit), MAX_OPEN_BATCHES):
+            count, part = 0, replace(plan, digests=some, deadline_ms=left_ms())
+            for arrived in stack.enter_context(read_layers(transport, part)):
+                count += 1
+                yield replace(arrived, index=first + arrived.index) if first else arrived
+            if count < limit:
+                return
 
     def _quarantine(self, transport: Transport, key: ChunkKey) -> None:
         request = pb.DeleteRequest(

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from threading import Lock
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import structlog
 import torch
@@ -35,10 +35,11 @@ from kvstore.client.device_reads import (
     frame_count,
 )
 from kvstore.client.forks import keep
+from kvstore.client.frames import FrameAssembler
 from kvstore.client.retry import countdown
 from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport
-from kvstore.client.transport import Arrived, Assembly, Transport
+from kvstore.client.transport import Arrival, ReadPlan, Transport, arrival_of, room_of, whole_frame
 from kvstore.codecs.paged import Paged
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
@@ -102,14 +103,14 @@ class CudaTransport(ShmTransport):
         deadline_ms: int,
         reader: DeviceReader,
         least: Accuracy = Accuracy.exact,
-    ) -> Iterator[Iterator[InArena | InMemory | Arrived]]:
+    ) -> Iterator[Iterator[InArena | InMemory | Arrival]]:
         """Enter to iterate frames as ``get`` does, those in memory where they lie."""
         is_shared = self.shares(reader.ring.device)
         via = pb.VIA_DEVICE if is_shared else pb.VIA_SHARED_MEMORY
-        request = self.get_request(digests, 0, deadline_ms, via, least)
-        with self._mapped(), self._leased_replies(request) as (replies, leases):
+        request = self.request(ReadPlan(digests, 0, deadline_ms, least), via)
+        with self._mapped(), ExitStack() as stack:
             try:
-                yield self._arriving_near(replies, leases, reader)
+                yield self._arriving_near(self.replies(stack, request), reader)
             finally:
                 # What is queued may read memory of the lease, and writes into the caller's.
                 reader.wait()
@@ -144,12 +145,11 @@ class CudaTransport(ShmTransport):
             return self._registration
 
     def _arriving_near(
-        self, replies: Iterator[pb.GetResponse], leases: set[int], reader: DeviceReader
-    ) -> Iterator[InArena | InMemory | Arrived]:
-        assembly = Assembly(self.session.terms.max_frame_bytes)
+        self, replies: Iterator[pb.GetResponse], reader: DeviceReader
+    ) -> Iterator[InArena | InMemory | Arrival]:
+        assembler = FrameAssembler(self.session.terms.max_frame_bytes, room_of())
         registration = self.registration_for(reader.device)
         for reply in replies:
-            leases.add(reply.lease_id)
             names = reply.places.tier_names
             places = unpack_places(reply.places.rows)
             index = reply.index
@@ -162,10 +162,14 @@ class CudaTransport(ShmTransport):
                     yield self._in_memory(first, some, registration)
                 else:
                     for at, place in enumerate(some, first):
-                        yield self._arrived(at, names[place.tier], place)
-            whole = assembly.add(reply.part) if reply.HasField("part") else None
-            if whole is not None:
-                yield Arrived(reply.index, reply.tier, whole, lambda: None)
+                        yield self._arrival(at, names[place.tier], place)
+            if reply.HasField("part"):
+                part = arrival_of(reply)
+                whole = whole_frame(assembler, part, cast("Bytes", part.data))
+                if whole is not None:
+                    yield whole
+            else:
+                assembler.next_index = index
 
     def _in_memory(
         self, index: int, places: Sequence[Place], registration: Registration
@@ -283,7 +287,7 @@ class CudaClient(DevicePutting, Client):
 
     def _arriving(
         self, stack: ExitStack, transport: CudaTransport, reading: Reading
-    ) -> Iterator[InArena | InMemory | Arrived]:
+    ) -> Iterator[InArena | InMemory | Arrival]:
         """Yield what arrives, a batch at a time; the leases of all of them end with *stack*."""
         digests = self._cut_digests(reading.keys)
         left_ms, count = countdown(self.options.deadline_ms), 0

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvstore.client.decode import WRONG, check_header, contiguous
 from kvstore.client.device_decode import Begun, DeviceDecoder
-from kvstore.client.layer_feed import in_time
-from kvstore.client.reader import check_header
-from kvstore.client.transport import Arrived
+from kvstore.client.transport import Arrival
 from kvstore.codecs.frame_kernels import open_kernels
 from kvstore.codecs.paged import (
     RAW,
@@ -32,12 +31,10 @@ from kvstore.codecs.paged import (
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.device import Device, Event
 from kvstore.proto.errors import (
-    ChunkCorruptError,
     InvalidFrameError,
     InvalidRequestError,
     KVStoreError,
     LeaseExpiredError,
-    ModelError,
     TierUnavailableError,
     UnknownCodecError,
 )
@@ -62,8 +59,6 @@ MAX_SLABS = 64
 """Registered for one session. A server has fewer at once; those it gave up stay until the end."""
 _ALIGN_BYTES = 256
 _WORD_BYTES = 8
-_BROKEN = (ChunkCorruptError, InvalidFrameError, ModelError)
-"""What says that a chunk is wrong, and is to be dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +71,7 @@ class InArena:
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """The same in CPU memory of the server. ``confirms``: as ``Arrived.confirm``, one a frame."""
+    """The same in CPU memory of the server. ``confirms``: as ``Arrival.confirm``, one a frame."""
 
     index: int
     frames: Sequence[Bytes]
@@ -241,19 +236,19 @@ class Reading:
         if after is not None:
             reader.work.wait(after)
 
-    def run(self, arriving: Iterator[InArena | InMemory | Arrived]) -> None:
+    def run(self, arriving: Iterator[InArena | InMemory | Arrival]) -> None:
         """Read until the end of the prefix; ``done`` and ``broken`` then say how it went.
 
         Raises LeaseExpiredError where memory of the device was reused meanwhile: that says nothing
         of the chunks.
         """
         try:
-            for arrived in in_time(arriving, frame_count):
+            for arrived in contiguous(arriving, frame_count):
                 if not self._take(self._run_of(arrived)):
                     break
             confirm = self._confirming()
             self._prove_all()
-        except _BROKEN:
+        except WRONG:
             self._end()
             confirm = self._confirming()
         except UnknownCodecError:
@@ -274,19 +269,19 @@ class Reading:
 
     def _end(self) -> None:
         """Prove what was queued before the chunk that is wrong."""
-        with suppress(*_BROKEN):
+        with suppress(*WRONG):
             self._prove_all()
         self.broken = self.keys[self.done]
 
     # --- what arrived
 
-    def _run_of(self, arrived: InArena | InMemory | Arrived) -> _Run:
+    def _run_of(self, arrived: InArena | InMemory | Arrival) -> _Run:
         if isinstance(arrived, InArena):
             return self._run_in_arena(arrived)
         if isinstance(arrived, InMemory):
             frames, confirms = arrived.frames, arrived.confirms
         else:
-            frames, confirms = [arrived.frame[:]], [arrived.confirm]
+            frames, confirms = [arrived.data[:]], [arrived.confirm]
         heads = np.zeros((len(frames), self._transport.head_bytes), np.uint8)
         for head, frame in zip(heads, frames, strict=True):
             start = frame[: len(head)]
@@ -407,7 +402,7 @@ class Reading:
                 RAW.check_header(header)
             if header.layout.tokens > self._chunk_tokens:
                 raise InvalidFrameError("tokens", header.layout.tokens, f"<= {self._chunk_tokens}")
-        except _BROKEN:
+        except WRONG:
             if not run.places:
                 run.confirms[number]()  # first of all: reused memory says nothing of the chunk
             raise
@@ -531,9 +526,9 @@ class Reading:
             raise
 
 
-def frame_count(arrived: InArena | InMemory | Arrived) -> int:
+def frame_count(arrived: InArena | InMemory | Arrival) -> int:
     """Return of how many chunks *arrived* is."""
-    if isinstance(arrived, Arrived):
+    if isinstance(arrived, Arrival):
         return 1
     return len(arrived.places if isinstance(arrived, InArena) else arrived.frames)
 

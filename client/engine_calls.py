@@ -7,22 +7,21 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
 
 from kvstore.client.batches import MAX_OPEN_BATCHES, JoinedSink, batches
-from kvstore.client.caller import Asked, Caller
+from kvstore.client.caller import Caller
 from kvstore.client.chunk import Chunk, PlannedChunk
+from kvstore.client.decode import Layer, LayerReader, Room, given
 from kvstore.client.layer_sink import PutTerms
 from kvstore.client.layered_put import LayeredPut
-from kvstore.client.layers import Layer, LayerReader
 from kvstore.client.levelled_get import Levelled, LevelledGet, beside
 from kvstore.client.levels import PlanTerms
 from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.client.pages import PagedKV
-from kvstore.client.reader import Room, given
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.rectangle_room import RectangleRoom
 from kvstore.client.retry import countdown
 from kvstore.client.session import Session
 from kvstore.client.tensors import LayerTensors
-from kvstore.client.transport import Put, Transport
+from kvstore.client.transport import Put, ReadPlan, Transport
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, LeaseExpiredError
 from kvstore.proto.frame import FrameTemplate, raw_frame_bytes
@@ -146,11 +145,11 @@ class EngineCalls(Caller, ABC):
     def _layers(
         self, transport: Transport, keys: Sequence[ChunkKey], room: Room, least: Accuracy
     ) -> Generator[Layer, None, None]:
-        asked = Asked(self._cut_digests(keys), 0, self.options.deadline_ms, least)
+        plan = ReadPlan(self._cut_digests(keys), 0, self.options.deadline_ms, least)
         with ExitStack() as stack:
-            feed = self._layer_feed(stack, transport, asked)
-            reading = LayerReader(self._reader, transport.session, keys, feed, room)
-            with closing(reading.layers()) as layers:
+            arriving = self._layers_arriving(stack, transport, plan)
+            reading = LayerReader(self._reader, transport.session, keys, room)
+            with closing(reading.layers(arriving)) as layers:
                 yield from layers
         if reading.broken is not None:
             self._quarantine(transport, reading.broken)

@@ -14,10 +14,11 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
 from queue import Empty, SimpleQueue
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from kvstore.client.batches import batches
 from kvstore.client.connection import SLACK_S
+from kvstore.client.decode import WRONG, Reader, Room
 from kvstore.client.levels import (
     BATCH_GROWTH,
     BATCH_S,
@@ -37,18 +38,17 @@ from kvstore.client.levels import (
     wait_until_s,
 )
 from kvstore.client.link_meter import LinkMeter
-from kvstore.client.reader import Reader, Room
 from kvstore.client.retry import countdown
 from kvstore.client.stored_frame import MAX_LEVELS, StoredFrame
-from kvstore.client.transport import FramePiece, Transport
+from kvstore.client.transport import Arrival, ReadPlan, Transport
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     ChunkCorruptError,
     DeadlineError,
     InvalidFrameError,
     KVStoreError,
     LeaseExpiredError,
-    ModelError,
     UnknownCodecError,
 )
 from kvstore.proto.frame import header_bytes
@@ -66,7 +66,6 @@ RELEASE_MS = 1000
 LEAST_WAIT_S = 0.001
 _Decoding: TypeAlias = "Future[tuple[int, Stated]]"
 _NOTHING = (RECOMPUTE, Stated(Accuracy.approximate))
-_DAMAGED = (ChunkCorruptError, InvalidFrameError, ModelError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +364,7 @@ class LevelledGet:
 
     def _pieces(
         self, batch: Sequence[Fetch], left_s: float, least: Accuracy
-    ) -> Generator[FramePiece, None, None]:
+    ) -> Generator[Arrival, None, None]:
         """Yield the pieces of *batch* in its order, by requests for chunks under one lease each."""
         left_ms = countdown(max(1, int(1000 * left_s)))
         ranges = _in_pieces(batch)
@@ -376,26 +375,25 @@ class LevelledGet:
             for one in wanted:
                 one.index -= first
             for _, some in batches(wanted, self._limit):
-                with self._transport.get_ranges(
-                    digests, some, self._leases[lease], left_ms(), least
-                ) as pieces:
+                plan = ReadPlan(digests, self._leases[lease], left_ms(), least, ranges=some)
+                with self._transport.read(plan) as pieces:
                     for piece in pieces:
-                        yield piece._replace(index=first + piece.index)
+                        yield replace(piece, index=first + piece.index)
 
-    def _add(self, piece: FramePiece) -> int:
+    def _add(self, piece: Arrival) -> int:
         if piece.index >= len(self._frames):
             return 0
-        frame = self._frames[piece.index]
+        frame, data = self._frames[piece.index], cast("Bytes", piece.data)
         if frame.header is not None:
-            frame.add(piece.offset, piece.data)
-            return len(piece.data)
+            frame.add(piece.offset, data)
+            return len(data)
         try:
-            frame.open(piece.data, self._transport.session.representation_digest)
+            frame.open(data, self._transport.session.representation_digest)
         except InvalidFrameError:
             pass  # a header longer than was asked for, or damage: computed, either way
         except ChunkCorruptError:
             self.damaged.append(frame.key)
-        return len(piece.data)
+        return len(data)
 
     def _decode_planned(self, room: Room, terms: PlanTerms) -> None:
         """Have what is as the plan wants it decoded beside the next batch."""
@@ -441,7 +439,7 @@ class LevelledGet:
             return before
         try:
             level = frame.decode(reached, room(at, frame.header.layout))
-        except _DAMAGED:
+        except WRONG:
             self.damaged.append(frame.key)
         except UnknownCodecError:
             pass  # right for all we know, to a newer client

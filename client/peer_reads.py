@@ -11,17 +11,14 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-import numpy as np
-
-from kvstore.client.direct_frame import DirectFrame
-from kvstore.client.frame_parts import FrameAssembler
 from kvstore.client.frame_stream import Entrance, FrameStream
 from kvstore.client.frame_streams import DIAL_S, FrameStreams
+from kvstore.client.frames import DirectFrame, FrameAssembler
 from kvstore.client.session import Session
-from kvstore.client.transport import Arrived, Direct
+from kvstore.client.transport import Arrival, Direct, room_of, whole_frame
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import KVStoreError, TierUnavailableError
@@ -140,34 +137,35 @@ class PeerReads:
         if lender is not None:
             lender.streams.close()
 
-    def read(self, lent: LentRun, direct: Direct, deadline: float) -> Iterator[Arrived]:
-        """Yield the frames of *lent* in order, up to the first that does not come. Raises nothing.
-
-        *direct* as ``Transport.get_layers_of`` has it; *deadline* in monotonic seconds.
+    def read(
+        self, lent: LentRun, direct: Direct, deadline: float
+    ) -> Generator[Arrival, None, int | None]:
+        """Yield the frames of *lent* in order; return the first chunk that did not come, if one
+        did not. Raises nothing. *direct* as in a ReadPlan; *deadline* in monotonic seconds.
         """
+        following = lent.first
         with self._lock:
             lender = self._lenders.get(lent.number)
         stream = None if lender is None else lender.streams.take()
         if lender is None or stream is None:
-            return
+            return following
         is_clean = False
         try:
-            yield from self._frames(stream, lender.session_id, lent, direct, deadline)
+            for frame in self._frames(stream, lender.session_id, lent, direct, deadline):
+                yield frame
+                following = frame.index + 1
             is_clean = True
         except TierUnavailableError:
-            return  # it has too many at once, or has just started anew
+            pass  # it has too many at once, or has just started anew
         except KVStoreError:
             self._leave_alone(lent.number)
         finally:
             lender.streams.give_back(stream, is_clean=is_clean)
+        return following if following < lent.first + len(lent.keys) else None
 
     def _frames(
         self, stream: FrameStream, session_id: int, lent: LentRun, direct: Direct, deadline: float
-    ) -> Iterator[Arrived]:
-        def room(chunk: int, size_bytes: int, start: Bytes) -> Bytes | DirectFrame:
-            taker = direct(lent.first + chunk, size_bytes, start)
-            return np.empty(size_bytes, np.uint8) if taker is None else taker
-
+    ) -> Iterator[Arrival]:
         left_ms = max(1, int(1000 * (deadline - time.monotonic())))
         get = pb.GetRequest(
             session_id=session_id,
@@ -176,13 +174,17 @@ class PeerReads:
             deadline_ms=left_ms,
         )
         stream.send(pb.StreamMessage(request=stream.next_request(), get=get), deadline)
-        reading = FrameAssembler(self._session.terms.max_frame_bytes, room)
+
+        def landing(index: int, frame_bytes: int, start: Bytes) -> DirectFrame | None:
+            return direct(lent.first + index, frame_bytes, start)
+
+        limit_bytes = self._session.terms.max_frame_bytes
+        assembler = FrameAssembler(limit_bytes, room_of(landing))
         for part, payload in stream.parts(deadline):
-            landed = reading.take(part, payload)
-            if landed is not None:
-                frame: Bytes | DirectFrame = landed.frame  # type: ignore[assignment]
-                yield Arrived(lent.first + landed.chunk, TIER, frame, _stays)
-        reading.end(stream.frames)
+            frame = whole_frame(assembler, part, payload)
+            if frame is not None:
+                yield replace(frame, index=lent.first + frame.index, tier=TIER)
+        assembler.end(stream.frames)
 
     def leave(self) -> None:
         """In a child: do without the parent's connections."""
@@ -200,7 +202,3 @@ class PeerReads:
             self._lenders.clear()
         for lender in lenders:
             lender.streams.close()
-
-
-def _stays() -> None:
-    """The frame is ours."""

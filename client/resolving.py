@@ -17,13 +17,12 @@ from kvstore.client.blend.segments import (
     resolution_from_message,
     segments_to_messages,
 )
-from kvstore.client.caller import Asked, Caller
+from kvstore.client.caller import Caller
+from kvstore.client.decode import Layer, LayerReader, given
 from kvstore.client.forks import FORKS
-from kvstore.client.layers import Layer, LayerReader
-from kvstore.client.reader import given
 from kvstore.client.retry import countdown
 from kvstore.client.tensors import LayerTensors
-from kvstore.client.transport import Transport
+from kvstore.client.transport import ReadPlan, Transport
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import messages
 from kvstore.proto.blend import (
@@ -241,12 +240,14 @@ class Resolving(Caller):
         found, least = resolved.found, resolved.terms.min_accuracy
         lease_id = 0 if found.more_leases else found.lease_id  # one cannot name several
         transport = self._connected()
-        asked = Asked(digests, lease_id, self.options.deadline_ms, least)
+        plan = ReadPlan(digests, lease_id, self.options.deadline_ms, least, skipped=skipped)
         with ExitStack() as stack:
-            feed = self._layer_feed(stack, transport, asked, skipped)
-            reading = LayerReader(self._reader, transport.session, keys, feed, given(out))
-            reading.accepts, reading.skipped = partial(_is_promised, chunks), skipped
-            with closing(reading.layers()) as layers:
+            arriving = self._layers_arriving(stack, transport, plan)
+            accepts = partial(_is_promised, chunks)
+            reading = LayerReader(
+                self._reader, transport.session, keys, given(out), accepts, skipped
+            )
+            with closing(reading.layers(arriving)) as layers:
                 yield from layers
         if reading.broken is not None:
             self._quarantine(transport, reading.broken)

@@ -6,17 +6,17 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import TypeAlias
+from typing import cast
 
 import numpy as np
 from typing_extensions import override
 
-from kvstore.client.file_frame import FileFrame
+from kvstore.client.frames import FileFrame, FrameAssembler
 from kvstore.client.layer_sink import PutTerms
 from kvstore.client.leased_views import LeasedViews
 from kvstore.client.liveness import hangs, peer_pid
@@ -27,18 +27,21 @@ from kvstore.client.session import Session
 from kvstore.client.slabs import Slabs
 from kvstore.client.staging import PARTS, StagingMemory
 from kvstore.client.transport import (
-    Arrived,
-    Assembly,
-    Direct,
-    FramePiece,
+    Arrival,
+    Arrivals,
     Outgoing,
     Put,
+    ReadPlan,
     Transport,
-    piece_of,
+    arrival_of,
+    room_of,
+    stays,
+    whole_frame,
 )
 from kvstore.client.view import View, geometry_of
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
+from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     InvalidRequestError,
     LeaseExpiredError,
@@ -47,21 +50,10 @@ from kvstore.proto.errors import (
 from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChainDigest, ChunkKey, KVLayout, Shard
+from kvstore.proto.types import ChainDigest, ChunkKey, KVLayout
 from kvstore.proto.unix_socket import Place, Reach, unpack_places
 
 _SOCKET_TIMEOUT_S = 2.0
-
-ReadLent: TypeAlias = Callable[[int, int, int], Iterator[Arrived]]
-"""Returns the frames that server *number* sends of so many chunks from the *first*."""
-
-
-class _LeftError(Exception):
-    """Another server did not send chunk *index* of a get, or any behind it."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        self.index = index
 
 
 def can_share_memory(session: Session) -> bool:
@@ -152,149 +144,108 @@ class ShmTransport(Transport):
 
     @override
     @contextmanager
-    def get(
-        self,
-        digests: Sequence[ChainDigest],
-        lease_id: int,
-        deadline_ms: int,
-        least: Accuracy = Accuracy.exact,
-    ) -> Iterator[Iterator[Arrived]]:
-        with self.get_layers_of(None, digests, lease_id, deadline_ms, least) as arriving:
-            yield arriving
-
-    @override
-    @contextmanager
-    def get_layers_of(
-        self,
-        shard: Shard | None,
-        digests: Sequence[ChainDigest],
-        lease_id: int,
-        deadline_ms: int,
-        least: Accuracy = Accuracy.exact,
-        direct: Direct | None = None,
-    ) -> Iterator[Iterator[Arrived]]:
-        request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_SHARED_MEMORY, least)
-        read: ReadLent | None = None
-        if direct is not None and shard is None and self.session.options.read_peers:
-            until = time.monotonic() + deadline_ms / 1000
-            space = self.session.terms.namespace
-            request.peers.extend(self._peers.numbers())
-
-            def read(number: int, first: int, count: int) -> Iterator[Arrived]:
-                keys = [chunk_key(space, digest) for digest in digests[first : first + count]]
-                return self._peers.read(LentRun(number, first, keys), direct, until)
-
+    def read(self, plan: ReadPlan) -> Iterator[Arrivals]:
+        request = self.request(plan, pb.VIA_SHARED_MEMORY)
         with ExitStack() as stack:
-            yield self._with_lent(stack, request, read)
+            if plan.ranges:
+                yield Arrivals(self._ranges(self.replies(stack, request), plan.ranges))
+            else:
+                yield Arrivals(self._frames(stack, request, plan))
 
-    def _with_lent(
-        self, stack: ExitStack, request: pb.GetRequest, read: ReadLent | None
-    ) -> Iterator[Arrived]:
-        """Yield what *request* brings. What another server did not send comes by way of ours.
-
-        *stack* ends the calls.
-        """
-        until = time.monotonic() + request.deadline_ms / 1000
-        first = 0
-        while True:
-            replies, leases = stack.enter_context(self._leased_replies(request))
-            try:
-                for arrived in self._arriving(replies, leases, read):
-                    yield replace(arrived, index=first + arrived.index) if first else arrived
-                return
-            except _LeftError as left:
-                first = left.index
-                request.digests = request.digests[first * DIGEST_BYTES :]
-                request.deadline_ms = max(1, int(1000 * (until - time.monotonic())))
-                del request.peers[:]
-
-    @contextmanager
-    def _leased_replies(
-        self, request: pb.GetRequest
-    ) -> Iterator[tuple[Iterator[pb.GetResponse], set[int]]]:
-        """Enter for the replies of a get, and for a set of the leases they come under: those but
-        its own are released in the end.
-        """
-        lease_id, deadline_ms = request.lease_id, request.deadline_ms
+    def replies(self, stack: ExitStack, request: pb.GetRequest) -> Iterator[pb.GetResponse]:
+        """Yield the replies of a get. With *stack* it ends, and so does a lease of its own."""
         leases: set[int] = set()
-        try:
-            with closing(self.calls.stream("Get", request, deadline_ms)) as replies:
-                yield replies, leases
-        finally:
-            if own_leases := leases - {0, lease_id}:
-                self.release(own_leases, deadline_ms)
+        stack.callback(self._release_own, leases, request)
+        calls = stack.enter_context(closing(self.calls.stream("Get", request, request.deadline_ms)))
+        for reply in calls:
+            leases.add(reply.lease_id)
+            yield reply
 
-    def _arriving(
-        self,
-        replies: Iterator[pb.GetResponse],
-        leases: set[int],
-        read: ReadLent | None = None,
-    ) -> Iterator[Arrived]:
-        """Yield what *replies* put in reach; *leases* learns under which leases.
+    def _release_own(self, leases: set[int], request: pb.GetRequest) -> None:
+        if own := leases - {0, request.lease_id}:
+            self.release(own, request.deadline_ms)
 
-        Raises _LeftError where what *read* should have brought did not come.
+    def _frames(
+        self, stack: ExitStack, request: pb.GetRequest, plan: ReadPlan
+    ) -> Iterator[Arrival]:
+        """Yield what *request* brings. What another server did not send comes by way of ours."""
+        until = time.monotonic() + plan.deadline_ms / 1000
+        if plan.shard is not None or not self.session.options.read_peers:
+            plan = replace(plan, direct=None)
+        if plan.direct is not None:
+            request.peers.extend(self._peers.numbers())
+        first: int | None = 0
+        while first is not None:
+            request.digests = b"".join(plan.digests[first:])
+            request.deadline_ms = max(1, int(1000 * (until - time.monotonic())))
+            first = yield from self._answer(self.replies(stack, request), first, plan, until)
+            del request.peers[:]
+
+    def _answer(
+        self, replies: Iterator[pb.GetResponse], first: int, plan: ReadPlan, until: float
+    ) -> Generator[Arrival, None, int | None]:
+        """Yield what *replies* of a get of the chunks from the *first* on put in reach.
+
+        Return the first chunk that another server should have sent and did not, if one did not.
         """
-        assembly = Assembly(self.session.terms.max_frame_bytes)
+        assembler = FrameAssembler(self.session.terms.max_frame_bytes, room_of())
         for reply in replies:
-            leases.add(reply.lease_id)
             names = reply.places.tier_names
-            if read is not None:
+            if plan.direct is not None:
                 self._peers.note(reply.places.peers)
-            places = list(enumerate(unpack_places(reply.places.rows), reply.index))
+            places = unpack_places(reply.places.rows)
+            index = first + reply.index
             for number, run in groupby(places, key=_lender):
+                start, index = index, index + len(some := list(run))
                 if number is None:
-                    for index, place in run:
-                        yield self._arrived(index, names[place.tier], place)
-                elif read is not None:
-                    yield from _whole_run(read, number, [index for index, _ in run])
-            whole = assembly.add(reply.part) if reply.HasField("part") else None
-            if whole is not None:
-                yield Arrived(reply.index, reply.tier, whole, _stays)
-
-    def _arrived(self, index: int, tier: str, place: Place) -> Arrived:
-        if place.reach == Reach.file:
-            file = self.slabs.file(place.number)
-            # What a file holds is proven by its key and checksums: it is copied as it is read.
-            return Arrived(index, tier, FileFrame(file, place.offset, place.size_bytes), _stays)
-        slab = self.slabs.reach(place)
-        frame = slab.data[place.offset : place.offset + place.size_bytes]
-        return Arrived(index, tier, frame, partial(slab.confirm, place.offset, place.generation))
-
-    @override
-    @contextmanager
-    def get_ranges(
-        self,
-        digests: Sequence[ChainDigest],
-        ranges: Sequence[pb.FrameRange],
-        lease_id: int,
-        deadline_ms: int,
-        least: Accuracy = Accuracy.exact,
-    ) -> Iterator[Iterator[FramePiece]]:
-        request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_SHARED_MEMORY, least)
-        request.ranges.extend(ranges)
-        with self._leased_replies(request) as (replies, leases):
-            yield self._pieces(replies, ranges, leases)
-
-    def _pieces(
-        self, replies: Iterator[pb.GetResponse], ranges: Sequence[pb.FrameRange], leases: set[int]
-    ) -> Iterator[FramePiece]:
-        """Yield *ranges*: out of memory and files that the server names, or as it sends them."""
-        told: set[int] = set()
-        for reply in replies:
-            leases.add(reply.lease_id)
+                    for at, place in enumerate(some, start):
+                        yield self._arrival(at, names[place.tier], place)
+                elif plan.direct is not None:
+                    lent = LentRun(number, start, self._keys(plan.digests[start:index]))
+                    left = yield from self._peers.read(lent, plan.direct, until)
+                    if left is not None:
+                        return left
             if reply.HasField("part"):
-                yield piece_of(reply)
+                part = arrival_of(reply)
+                whole = whole_frame(assembler, part, cast("Bytes", part.data))
+                if whole is not None:
+                    yield replace(whole, index=first + whole.index)
+            else:
+                assembler.next_index = index - first
+        return None
+
+    def _arrival(self, index: int, tier: str, place: Place) -> Arrival:
+        size_bytes = place.size_bytes
+        if place.reach == Reach.file:
+            # What a file holds is proven by its key and checksums: it is copied as it is read.
+            file = FileFrame(self.slabs.file(place.number), place.offset, size_bytes)
+            return Arrival(index, tier, size_bytes, file)
+        slab = self.slabs.reach(place)
+        frame = slab.data[place.offset : place.offset + size_bytes]
+        confirm = partial(slab.confirm, place.offset, place.generation)
+        return Arrival(index, tier, size_bytes, frame, confirm)
+
+    def _keys(self, digests: Sequence[ChainDigest]) -> list[ChunkKey]:
+        return [chunk_key(self.session.terms.namespace, digest) for digest in digests]
+
+    def _ranges(
+        self, replies: Iterator[pb.GetResponse], ranges: Sequence[pb.FrameRange]
+    ) -> Iterator[Arrival]:
+        """Yield *ranges*: out of memory and files that the server names, or as it sends them."""
+        done: set[int] = set()
+        for reply in replies:
+            if reply.HasField("part"):
+                yield arrival_of(reply)
             for place in unpack_places(reply.places.rows):
-                if reply.index in told:
+                if reply.index in done:
                     continue
-                told.add(reply.index)
-                tier = reply.places.tier_names[place.tier]
-                frame = self._arrived(reply.index, tier, place)
+                done.add(reply.index)
+                whole = self._arrival(reply.index, reply.places.tier_names[place.tier], place)
                 for one in ranges:
                     if one.index == reply.index and one.start < place.size_bytes:
-                        data = np.array(frame.frame[one.start : one.stop])
-                        frame.confirm()  # before anybody takes it for the chunk's
-                        yield FramePiece(one.index, tier, place.size_bytes, one.start, data)
+                        data = np.array(whole.data[one.start : one.stop])
+                        whole.confirm()  # before anybody takes it for the chunk's
+                        yield replace(whole, data=data, confirm=stays, offset=one.start)
 
     @override
     def viewer(self, rows: bytes, keys: Sequence[ChunkKey]) -> View:
@@ -319,18 +270,5 @@ class ShmTransport(Transport):
         self._peers.close()
 
 
-def _lender(place: tuple[int, Place]) -> int | None:
-    return place[1].number if place[1].reach == Reach.peer else None
-
-
-def _whole_run(read: ReadLent, number: int, indexes: Sequence[int]) -> Iterator[Arrived]:
-    following = indexes[0]
-    for arrived in read(number, following, len(indexes)):
-        yield arrived
-        following = arrived.index + 1
-    if following <= indexes[-1]:
-        raise _LeftError(following)
-
-
-def _stays() -> None:
-    """The frame is ours: nobody reuses its memory."""
+def _lender(place: Place) -> int | None:
+    return place.number if place.reach == Reach.peer else None

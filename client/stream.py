@@ -4,37 +4,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import numpy as np
 from typing_extensions import override
 
-from kvstore.client.layer_feed import LayerFeed
+from kvstore.client.frames import FrameAssembler, shard_frames, shard_ranges
 from kvstore.client.layer_sink import LayerSink, PutTerms
-from kvstore.client.part_feed import PartFeed
-from kvstore.client.ranged_get import RangedGet
 from kvstore.client.stream_sink import StreamSink
 from kvstore.client.transport import (
-    Arrived,
-    Assembly,
+    Arrival,
+    Arrivals,
     Direct,
     Outgoing,
     Put,
+    ReadPlan,
     Transport,
+    arrival_of,
     read_outcomes,
+    room_of,
+    whole_frame,
 )
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.messages import MESSAGE_BYTES, hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.types import Accuracy, ChainDigest, Shard
-
-
-def _stays() -> None:
-    """The frame is ours: nobody reuses its memory."""
+from kvstore.proto.types import Shard
 
 
 class StreamTransport(Transport):
@@ -78,92 +77,49 @@ class StreamTransport(Transport):
 
     @override
     @contextmanager
-    def get(
-        self,
-        digests: Sequence[ChainDigest],
-        lease_id: int,
-        deadline_ms: int,
-        least: Accuracy = Accuracy.exact,
-    ) -> Iterator[Iterator[Arrived]]:
-        request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM, least)
-        with closing(self.session.connection.stream("Get", request, deadline_ms)) as replies:
-            yield self._assembled(replies)
-
-    @override
-    @contextmanager
-    def get_layers(
-        self,
-        digests: Sequence[ChainDigest],
-        lease_id: int,
-        deadline_ms: int,
-        least: Accuracy = Accuracy.exact,
-        skipped: SkippedRows | None = None,
-    ) -> Iterator[LayerFeed]:
-        request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM, least)
-        request.layer_major = True
-        if skipped is not None:
-            request.skip_rows = skipped.pack()
-        limit_bytes, is_cut = self.session.terms.max_frame_bytes, skipped is not None
-        connection = self.session.connection
-        call = connection.begin_stream("Get", request, deadline_ms)
-        end = partial(connection.end_stream, call)
-        try:
-            replies = iter(partial(connection.next_of, call), None)
-            yield PartFeed(replies, limit_bytes, is_cut=is_cut, end=end)
-        finally:
-            end()
-
-    @override
-    @contextmanager
-    def get_layers_of(
-        self,
-        shard: Shard | None,
-        digests: Sequence[ChainDigest],
-        lease_id: int,
-        deadline_ms: int,
-        least: Accuracy = Accuracy.exact,
-        direct: Direct | None = None,
-    ) -> Iterator[Iterator[Arrived]]:
+    def read(self, plan: ReadPlan) -> Iterator[Arrivals]:
         with ExitStack() as stack:
-            yield self._ranged(stack, shard, digests, lease_id, deadline_ms, least)
+            if plan.shard is None:
+                yield self._begin(stack, plan)
+            else:
+                yield Arrivals(self._of_shard(stack, plan.shard, replace(plan, shard=None)))
 
-    def _ranged(
-        self,
-        stack: ExitStack,
-        shard: Shard | None,
-        digests: Sequence[ChainDigest],
-        lease_id: int,
-        deadline_ms: int,
-        least: Accuracy,
-    ) -> Iterator[Arrived]:
+    def _begin(self, stack: ExitStack, plan: ReadPlan) -> Arrivals:
+        """Begin a stream for *plan*, which *stack* ends."""
+        connection = self.session.connection
+        call = connection.begin_stream("Get", self.request(plan, pb.VIA_STREAM), plan.deadline_ms)
+        end = partial(connection.end_stream, call)
+        stack.callback(end)
+        parts = map(arrival_of, iter(partial(connection.next_of, call), None))
+        if plan.layer_major or plan.ranges:
+            return Arrivals(parts, is_layered=plan.layer_major, end=end)
+        return Arrivals(self._whole(parts, plan.direct), end=end)
+
+    def _whole(self, parts: Iterator[Arrival], direct: Direct | None) -> Iterator[Arrival]:
+        assembler = FrameAssembler(self.session.terms.max_frame_bytes, room_of(direct))
+        for part in parts:
+            frame = whole_frame(assembler, part, cast("Bytes", part.data))
+            if frame is not None:
+                yield frame
+
+    def _of_shard(self, stack: ExitStack, shard: Shard, plan: ReadPlan) -> Iterator[Arrival]:
         """Yield frames of the layers of *shard*, and from one on that is not raw, whole ones."""
-        started, until_s = 0, time.monotonic() + deadline_ms / 1000
-        request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM, least)
-        ranged = None if shard is None else RangedGet(shard, len(digests))
-        if ranged is not None and len(ranged.ranges) <= self.session.terms.max_batch_chunks:
-            request.ranges.extend(ranged.ranges)
-            with closing(self.session.connection.stream("Get", request, deadline_ms)) as replies:
-                for tier, frame in ranged.frames(replies):
-                    yield Arrived(started, tier, frame, _stays)
-                    started += 1
-            if ranged.is_over:
-                return
-        if started < len(digests):
+        first: int | None = 0
+        until_s = time.monotonic() + plan.deadline_ms / 1000
+        ranges = shard_ranges(shard, len(plan.digests))
+        if len(ranges) <= self.session.terms.max_batch_chunks:
+            parts = self._begin(stack, replace(plan, ranges=ranges))
+            first = yield from shard_frames(shard, parts)
+            parts.end()
+        if first is not None and first < len(plan.digests):
             left_ms = max(1, round(1000 * (until_s - time.monotonic())))
-            rest = self.get(digests[started:], lease_id, left_ms, least)
-            for arrived in stack.enter_context(rest):
-                yield replace(arrived, index=arrived.index + started)
+            rest = replace(plan, digests=plan.digests[first:], deadline_ms=left_ms)
+            for arrived in self._begin(stack, rest):
+                yield replace(arrived, index=arrived.index + first)
 
     @override
     def begin_put(self, templates: Sequence[FrameTemplate], terms: PutTerms) -> LayerSink:
         return StreamSink(self.session, templates, terms)
-
-    def _assembled(self, replies: Iterator[pb.GetResponse]) -> Iterator[Arrived]:
-        assembly = Assembly(self.session.terms.max_frame_bytes)
-        for reply in replies:
-            frame = assembly.add(reply.part)
-            if frame is not None:
-                yield Arrived(reply.index, reply.tier, frame, _stays)
 
     @override
     def close(self) -> None:

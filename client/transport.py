@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, TypeAlias
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeAlias, cast
 
 import numpy as np
 
 from kvstore.client.connection import Connection
-from kvstore.client.direct_frame import DirectFrame
-from kvstore.client.file_frame import FileFrame
-from kvstore.client.layer_feed import LayerFeed, WholeFrames
+from kvstore.client.frames import DirectFrame, FileFrame, FrameAssembler, Payload, SparseFrame
 from kvstore.client.layer_sink import BufferedSink, LayerSink, PutTerms
+from kvstore.client.layer_stream import LayeredFrame, LayerStream
 from kvstore.client.liveness import is_silent
 from kvstore.client.local_link import LocalLink
 from kvstore.client.outgoing import Outgoing as Outgoing
-from kvstore.client.ranged_get import SparseFrame
 from kvstore.client.session import Session
 from kvstore.client.view import View
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
-from kvstore.proto.errors import InvalidFrameError, KVStoreError
+from kvstore.proto.buffers import Bytes, as_bytes
+from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import FrameTemplate, stated_of
 from kvstore.proto.messages import accuracy_number, hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
@@ -39,32 +37,79 @@ class Put:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A frame in reach until the get it belongs to is left. Its bytes are not verified yet.
+def stays() -> None:
+    """The bytes are ours: nobody reuses their memory."""
 
-    Call ``confirm`` after reading: it raises LeaseExpiredError if the memory was reused
-    meanwhile.
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Bytes of the frame of chunk ``index`` of a read, from ``offset`` on: all of it, or a part.
+
+    In reach until the read is left; not verified yet. Call ``confirm`` after reading them: it
+    raises LeaseExpiredError if the memory was reused meanwhile.
     """
 
     index: int
     tier: str
-    frame: Bytes | FileFrame | SparseFrame | DirectFrame
-    confirm: Callable[[], None]
+    frame_bytes: int
+    data: Bytes | FileFrame | SparseFrame | DirectFrame | LayeredFrame
+    confirm: Callable[[], None] = stays
+    offset: int = 0
 
 
 Direct: TypeAlias = Callable[[int, int, Bytes], DirectFrame | None]
 """A frame's number, size and first bytes to what takes its parts; None: it has to be whole."""
 
 
-class FramePiece(NamedTuple):
-    """Bytes of the frame of chunk ``index`` of a request, from ``offset``. Not verified."""
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """What to read of the chunks with *digests*, and by when: whole frames in their order, up to
+    the first missing or late one; or one of three other forms.
 
-    index: int  # type: ignore[assignment]
-    tier: str
-    frame_bytes: int
-    offset: int
-    data: Bytes
+    A chunk of which there are only copies of lower accuracy than ``minimum`` is missing. With a
+    ``lease_id`` of 0 a lease is taken until the read is left.
+    """
+
+    digests: Sequence[ChainDigest]
+    lease_id: int
+    deadline_ms: int
+    minimum: Accuracy = Accuracy.exact
+    layer_major: bool = False
+    """Layer by layer, without the rows that are ``skipped``, where frames come in parts."""
+    skipped: SkippedRows | None = None
+    ranges: Sequence[pb.FrameRange] = ()
+    """Only these bytes of frames as they lie on a tier, those of a chunk together. What is not
+    there, or not in time, does not come.
+    """
+    shard: Shard | None = None
+    """All that is read of each chunk; the rest of its frame need not come."""
+    direct: Direct | None = None
+    """What takes the parts of frames that come in parts."""
+
+
+class Arrivals:
+    """What a read brings. Iterated once. ``is_layered``: parts of frames, layer by layer, without
+    skipped rows. ``end`` has whoever waits for the next get an error; any thread may call it.
+    """
+
+    __slots__ = ("_arriving", "end", "is_layered")
+
+    def __init__(
+        self,
+        arriving: Iterator[Arrival],
+        *,
+        is_layered: bool = False,
+        end: Callable[[], None] = stays,
+    ) -> None:
+        self._arriving = arriving
+        self.is_layered = is_layered
+        self.end = end
+
+    def __iter__(self) -> Iterator[Arrival]:
+        return self._arriving
+
+    def __next__(self) -> Arrival:
+        return next(self._arriving)
 
 
 class Transport(ABC):
@@ -94,71 +139,8 @@ class Transport(ABC):
         """Put *chunks*, all within the session's batch and frame limits."""
 
     @abstractmethod
-    def get(
-        self,
-        digests: Sequence[ChainDigest],
-        lease_id: int,
-        deadline_ms: int,
-        least: Accuracy = Accuracy.exact,
-    ) -> AbstractContextManager[Iterator[Arrived]]:
-        """Enter to iterate frames in the order of *digests*, up to the first missing or late one.
-
-        A chunk of which there are only copies of lower accuracy than *least* is missing.
-        With a ``lease_id`` of 0 a lease is taken until the context is left: read before that,
-        not only before the iteration ends.
-        """
-
-    @contextmanager
-    def get_layers(
-        self,
-        digests: Sequence[ChainDigest],
-        lease_id: int,
-        deadline_ms: int,
-        least: Accuracy = Accuracy.exact,
-        skipped: SkippedRows | None = None,
-    ) -> Iterator[LayerFeed]:
-        """Enter for a feed of the same frames layer by layer.
-
-        Whole frames, unless a transport does better: where frames are in reach at once, that is
-        as good. One that streams asks with ``layer_major``, leaves the rows that are *skipped*
-        with the server, and returns a ``PartFeed``.
-        """
-        with self.get(digests, lease_id, deadline_ms, least) as arriving:
-            yield WholeFrames(arriving)
-
-    def get_layers_of(
-        self,
-        shard: Shard | None,
-        digests: Sequence[ChainDigest],
-        lease_id: int,
-        deadline_ms: int,
-        least: Accuracy = Accuracy.exact,
-        direct: Direct | None = None,
-    ) -> AbstractContextManager[Iterator[Arrived]]:
-        """Do the same as ``get`` for who reads a *shard* of each chunk; None: everything.
-
-        Whole frames, unless a transport does better: those in reach at once cost nothing more.
-        One whose frames come in parts gives them to what *direct* returns for the first.
-        """
-        return self.get(digests, lease_id, deadline_ms, least)
-
-    @contextmanager
-    def get_ranges(
-        self,
-        digests: Sequence[ChainDigest],
-        ranges: Sequence[pb.FrameRange],
-        lease_id: int,
-        deadline_ms: int,
-        least: Accuracy = Accuracy.exact,
-    ) -> Iterator[Iterator[FramePiece]]:
-        """Enter to iterate *ranges* of frames as they lie on a tier, those of a chunk together.
-
-        What is not there, or not in time, does not come. ``digests`` are under *lease_id*.
-        """
-        request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM, least)
-        request.ranges.extend(ranges)
-        with closing(self.session.connection.stream("Get", request, deadline_ms)) as replies:
-            yield map(piece_of, replies)
+    def read(self, plan: ReadPlan) -> AbstractContextManager[Arrivals]:
+        """Enter to iterate what *plan* brings: read it before this is left."""
 
     def begin_put(self, templates: Sequence[FrameTemplate], terms: PutTerms) -> LayerSink:
         """Begin a put whose layers come one by one, within the session's limits.
@@ -168,22 +150,18 @@ class Transport(ABC):
         """
         return BufferedSink(self, templates, terms)
 
-    def get_request(
-        self,
-        digests: Sequence[ChainDigest],
-        lease_id: int,
-        deadline_ms: int,
-        via: pb.Via,
-        least: Accuracy = Accuracy.exact,
-    ) -> pb.GetRequest:
-        """Return the request that both ways of getting begin with."""
+    def request(self, plan: ReadPlan, via: pb.Via) -> pb.GetRequest:
+        """Return the request for *plan*, whole frames for a shard."""
         return pb.GetRequest(
             session_id=self.session.terms.session_id,
-            digests=b"".join(digests),
-            lease_id=lease_id,
-            deadline_ms=deadline_ms,
+            digests=b"".join(plan.digests),
+            lease_id=plan.lease_id,
+            deadline_ms=plan.deadline_ms,
             via=via,
-            min_accuracy=accuracy_number(least),
+            min_accuracy=accuracy_number(plan.minimum),
+            layer_major=plan.layer_major and via == pb.VIA_STREAM,
+            skip_rows=None if plan.skipped is None or via != pb.VIA_STREAM else plan.skipped.pack(),
+            ranges=plan.ranges,
         )
 
     def release(self, leases: Iterable[int], deadline_ms: int, hints: Hints = NO_HINTS) -> None:
@@ -226,26 +204,41 @@ class Transport(ABC):
         self.is_spent = True
 
 
-def piece_of(reply: pb.GetResponse) -> FramePiece:
-    """Return the bytes that a reply brought."""
+def arrival_of(reply: pb.GetResponse) -> Arrival:
+    """Return the part of a frame that a reply brought."""
     part = reply.part
-    return FramePiece(reply.index, reply.tier, part.frame_bytes, part.offset, as_bytes(part.data))
+    data = as_bytes(part.data)
+    return Arrival(reply.index, reply.tier, part.frame_bytes, data, offset=part.offset)
 
 
-def as_true(
-    arriving: Iterator[Arrived], least: Accuracy, stated: dict[int, Stated]
-) -> Iterator[Arrived]:
-    """Yield frames up to the first whose header states less than *least*.
+def at_least(
+    arriving: Iterable[Arrival], minimum: Accuracy, stated: dict[int, Stated]
+) -> Iterator[Arrival]:
+    """Yield frames up to the first whose header states less than *minimum*.
 
     The server passes such copies over; one that comes all the same is missing. What each states
     goes into *stated*, by its index: true of those that prove right, as headers have a checksum.
     """
     for arrived in arriving:
-        found = stated_of(arrived.frame)
-        if found.accuracy < least:
+        found = stated_of(arrived.data)
+        if found.accuracy < minimum:
             return
         stated[arrived.index] = found
         yield arrived
+
+
+@contextmanager
+def read_layers(transport: Transport, plan: ReadPlan) -> Iterator[Iterator[Arrival]]:
+    """Enter for the frames of *plan*, to be read layer by layer: whole ones that are in reach, or
+    each as a LayeredFrame once its header is here.
+    """
+    with transport.read(replace(plan, layer_major=True)) as arriving:
+        if arriving.is_layered:
+            limit_bytes, is_cut = transport.session.terms.max_frame_bytes, plan.skipped is not None
+            stream = LayerStream(iter(arriving), limit_bytes, is_cut=is_cut, end=arriving.end)
+            yield stream.arriving()
+        else:
+            yield iter(arriving)
 
 
 def read_outcomes(outcomes: bytes, reasons: Sequence[str]) -> list[Put]:
@@ -253,24 +246,26 @@ def read_outcomes(outcomes: bytes, reasons: Sequence[str]) -> list[Put]:
     return [Put(PutOutcome(o), r) for o, r in zip(outcomes, reasons, strict=True)]
 
 
-class Assembly:
-    """Puts a streamed frame together from its parts, in memory of its own."""
+def whole_frame(
+    assembler: FrameAssembler, part: Arrival | pb.StreamPart, data: Payload
+) -> Arrival | None:
+    """Have *assembler*, whose room is ``room_of``, take a part; return the frame it made whole."""
+    received = assembler.take(part, data)
+    if received is None:
+        return None
+    frame = cast("Bytes | DirectFrame", received.frame)
+    return Arrival(received.chunk, received.tier, len(frame), frame)
 
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._frame: Bytes = np.empty(0, np.uint8)
-        self._received_bytes = 0
 
-    def add(self, part: pb.FramePart) -> Bytes | None:
-        """Take the next part; return the frame once it is whole. Raises InvalidFrameError."""
-        if not part.offset:
-            if not 0 < part.frame_bytes <= self._limit_bytes:
-                raise InvalidFrameError("frame_bytes", part.frame_bytes, "over the session's limit")
-            self._frame = np.empty(part.frame_bytes, np.uint8)
-            self._received_bytes = 0
-        stop = part.offset + len(part.data)
-        if part.offset != self._received_bytes or stop > len(self._frame) or not part.data:
-            raise InvalidFrameError("offset", part.offset, "parts must follow each other")
-        copy_bytes(self._frame[part.offset : stop], as_bytes(part.data))
-        self._received_bytes = stop
-        return self._frame if stop == len(self._frame) else None
+def room_of(
+    direct: Direct | None = None, allocate: Callable[[int], Bytes] | None = None
+) -> Callable[[int, int, Bytes], Bytes | DirectFrame]:
+    """Return where an assembler has frames go: to what *direct* returns, else to new memory."""
+
+    def room(index: int, frame_bytes: int, start: Bytes) -> Bytes | DirectFrame:
+        taken = None if direct is None else direct(index, frame_bytes, start)
+        if taken is not None:
+            return taken
+        return np.empty(frame_bytes, np.uint8) if allocate is None else allocate(frame_bytes)
+
+    return room

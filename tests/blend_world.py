@@ -23,7 +23,7 @@ from transformers import (
 from kvstore.client.blend.blender import Blender
 from kvstore.client.blend.plan import BlendPlan, Segment
 from kvstore.client.blend.source import LayerKV, MemorySource
-from kvstore.client.engines.transformers_blend import TransformersAdapter
+from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 
 VOCABULARY = 512
 LAYERS = 5

@@ -350,7 +350,7 @@ def make_engine(
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     from kvstore.client.engines.transformers import TransformersConnector
-    from kvstore.client.engines.transformers_identity import representation_of
+    from kvstore.client.engines.transformers.identity import representation_of
 
     short: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
     torch.set_num_threads(1)  # OpenMP's threads do not outlive a fork

@@ -11,7 +11,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from kvstore.client import ClientOptions
 from kvstore.client.engines.transformers import TransformersConnector
-from kvstore.client.engines.transformers_cache import as_argument
+from kvstore.client.engines.transformers.cache import as_argument
 
 OPTIONS = ClientOptions(chunk_tokens=64, deadline_ms=DEADLINE_MS, retry_after_ms=1)
 

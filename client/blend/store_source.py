@@ -11,7 +11,7 @@ import torch
 
 from kvstore.client.blend.plan import BlendPlan, Origin, Segment
 from kvstore.client.blend.source import LayerKV
-from kvstore.client.layers import Layer
+from kvstore.client.decode import Layer
 from kvstore.client.resolving import FoundChunk, Resolved
 from kvstore.proto.errors import ModelError
 from kvstore.proto.row_mask import SkippedRows

@@ -120,7 +120,7 @@ def test_a_model_is_calibrated_from_a_text(
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from kvstore.client.engines.transformers_identity import representation_of
+    from kvstore.client.engines.transformers.identity import representation_of
 
     rows = (TINYLM / "heldout.jsonl").read_text().splitlines()
     text = tmp_path / "text.txt"

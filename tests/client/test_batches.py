@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from kvstore.client.levels import PlanTerms
 from kvstore.client.options import TransportName
 from kvstore.client.prefill import PrefillModel
 from kvstore.client.rectangle import Rectangle
-from kvstore.client.transport import Put
+from kvstore.client.transport import Arrivals, Put, ReadPlan
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.errors import DeadlineError, InvalidRequestError, LeaseExpiredError
 from kvstore.proto.types import ChunkKey, KVLayout, PutOutcome
@@ -124,15 +125,15 @@ def test_a_batch_that_is_late_ends_what_was_read_before_it(
 ) -> None:
     keys = store(client, 1, CHUNKS)
     transport = client._connected()
-    plain, asked = transport.get_layers_of, []
+    plain, asked = transport.read, list[ReadPlan]()
 
-    def late(*words: object) -> object:
-        asked.append(words)
+    def late(plan: ReadPlan) -> AbstractContextManager[Arrivals]:
+        asked.append(plan)
         if len(asked) == 3:
             raise DeadlineError("late")
-        return plain(*words)  # type: ignore[arg-type]
+        return plain(plan)
 
-    monkeypatch.setattr(transport, "get_layers_of", late)
+    monkeypatch.setattr(transport, "read", late)
     found = client.get(keys)
     assert len(found) == 2 * LIMIT
     assert all(is_right(client, *pair) for pair in zip(keys, found, strict=False))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
@@ -21,9 +21,10 @@ from kvstore.client.frame_stream import Entrance
 from kvstore.client.frame_streams import MAX_STREAMS
 from kvstore.client.session import Session
 from kvstore.client.stream import StreamTransport
-from kvstore.client.transport import Arrived
+from kvstore.client.transport import Arrival, ReadPlan, read_layers
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, KVStoreError, TierUnavailableError
+from kvstore.proto.types import ChunkKey
 from kvstore.server.bulk.service import BulkService
 from kvstore.server.bulk.tcp_server import BulkServer
 
@@ -35,7 +36,7 @@ class TestBulkTransport(BulkChannelContract):
         keys = store(client, 1, 8)
         (stream,) = bare._streams._idle
         for read in (8, 3, 8, 0, 8):
-            with bare.get(digests(keys), 0, DEADLINE_MS) as arriving:
+            with bare.read(plan_of(keys)) as arriving:
                 found = [next(arriving).index for _ in range(read)]
             assert found == list(range(read))
             assert bare._streams._idle == [stream]
@@ -48,10 +49,10 @@ class TestBulkTransport(BulkChannelContract):
         (stream,) = bare._streams._idle
         ranges = [pb.FrameRange(index=chunk, stop=100) for chunk in range(8)]
         for is_read in (True, False, True):
-            with bare.get_layers(keys, 0, DEADLINE_MS) as feed:
-                assert not is_read or len(feed.headers()) == 8
+            with read_layers(bare, ReadPlan(keys, 0, DEADLINE_MS)) as arriving:
+                assert not is_read or len(list(arriving)) == 8
             assert bare._streams._idle == [stream]
-            with bare.get_ranges(keys, ranges, 0, DEADLINE_MS) as pieces:
+            with bare.read(ReadPlan(keys, 0, DEADLINE_MS, ranges=ranges)) as pieces:
                 assert not is_read or [len(one.data) for one in pieces] == [100] * 8
             assert bare._streams._idle == [stream]
         assert server.settled().leases == 0
@@ -61,10 +62,7 @@ class TestBulkTransport(BulkChannelContract):
     ) -> None:
         keys = store(client, 1, 2)
         with ExitStack() as stack:
-            gets = [
-                stack.enter_context(bare.get(digests(keys), 0, DEADLINE_MS))
-                for _ in range(MAX_STREAMS + 2)
-            ]
+            gets = [stack.enter_context(bare.read(plan_of(keys))) for _ in range(MAX_STREAMS + 2)]
             assert len(bare._streams._busy) == MAX_STREAMS
             assert bare.put([], durable=False, deadline_ms=DEADLINE_MS) == []
             for arriving in gets:
@@ -76,15 +74,16 @@ class TestBulkTransport(BulkChannelContract):
     ) -> None:
         keys = digests([*store(client, 1, 1), *keys_of(client, 2, 1)])
         ranges = [pb.FrameRange(start=at, stop=at + 1) for at in range(2000)]
-        monkeypatch.setattr(StreamTransport, "get_ranges", None)
-        with bare.get_ranges([keys[0], *keys[1:] * 4095], ranges, 0, DEADLINE_MS) as pieces:
+        monkeypatch.setattr(StreamTransport, "read", None)
+        plan = ReadPlan([keys[0], *keys[1:] * 4095], 0, DEADLINE_MS, ranges=ranges)
+        with bare.read(plan) as pieces:
             assert [one.offset for one in pieces] == list(range(2000))
 
     def test_a_get_that_runs_while_its_transport_closes_ends_cleanly(
         self, bare: BulkTransport, client: Client
     ) -> None:
         keys = store(client, 1, 2)
-        with bare.get(digests([*keys, *keys_of(client, 2, 1)]), 0, DEADLINE_MS) as arriving:
+        with bare.read(plan_of([*keys, *keys_of(client, 2, 1)])) as arriving:
             assert next(arriving).index == 0
             closer = threading.Thread(target=bare.close)
             closer.start()
@@ -100,7 +99,7 @@ class TestBulkTransport(BulkChannelContract):
         right: list[bool] = []
 
         def read() -> None:
-            with bare.get(digests(keys), 0, DEADLINE_MS) as arriving:
+            with bare.read(plan_of(keys)) as arriving:
                 right.append([one.index for one in arriving] == [0, 1])
 
         readers = [threading.Thread(target=read) for _ in range(20)]
@@ -111,7 +110,11 @@ class TestBulkTransport(BulkChannelContract):
         assert right == [True] * 20
 
 
-def ended(arriving: Iterator[Arrived]) -> Iterator[Arrived]:
+def plan_of(keys: Sequence[ChunkKey]) -> ReadPlan:
+    return ReadPlan(digests(keys), 0, DEADLINE_MS)
+
+
+def ended(arriving: Iterator[Arrival]) -> Iterator[Arrival]:
     """Yield what arrives, up to the error that a closed client may meet."""
     with suppress(KVStoreError):
         yield from arriving
@@ -196,24 +199,22 @@ def lost(make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     session.close()
 
 
-@pytest.mark.parametrize("name", ["get", "get_layers", "get_ranges", "put"])
+@pytest.mark.parametrize("name", ["read", "put"])
 def test_grpc_has_what_is_left_of_a_call_that_waited_for_a_stream(
     lost: BulkTransport, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     given: list[int] = []
 
-    def asked(*terms: Any, deadline_ms: int = 0, **_: object) -> None:
-        given.append(deadline_ms or terms[4 if name == "get_ranges" else 3])
+    def asked(_: object, what: Any, *, deadline_ms: int = 0, **__: object) -> None:
+        given.append(deadline_ms or what.deadline_ms)
         raise TierUnavailableError("server", "not asked")
 
     monkeypatch.setattr(StreamTransport, name, asked)
     with suppress(TierUnavailableError), ExitStack() as stack:
         if name == "put":
             lost.put([], durable=False, deadline_ms=600)
-        elif name == "get_ranges":
-            stack.enter_context(lost.get_ranges([], [], 0, 600))
         else:
-            stack.enter_context(getattr(lost, name)([], 0, 600))
+            stack.enter_context(lost.read(ReadPlan([], 0, 600)))
     assert 1 <= given[0] <= 300
 
 

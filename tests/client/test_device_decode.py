@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -316,11 +317,11 @@ def test_a_frame_that_states_less_than_was_asked_for_is_missing(
     keys = store(server, client, 2)
     transport = client._connected()
     assert isinstance(transport, CudaTransport)
-    ask = transport.get_request
+    request = transport.request
     monkeypatch.setattr(
         transport,
-        "get_request",
-        lambda digests, lease, ms, via, _: ask(digests, lease, ms, via, Accuracy.approximate),
+        "request",
+        lambda plan, via: request(replace(plan, minimum=Accuracy.approximate), via),
     )
     engine = Engine(MODEL, blocks_for(2))
     assert client.get_device_pages(keys, engine.pages, engine.block_ids) == 0

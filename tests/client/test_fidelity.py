@@ -13,7 +13,7 @@ from prompts import MEDIUM, chunks_of, parts_of, store, tokens
 
 from kvstore.client import Client
 from kvstore.client.options import TransportName
-from kvstore.client.transport import Arrived, as_true
+from kvstore.client.transport import Arrival, at_least
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import ACCURACY_OFFSET
 from kvstore.proto.messages import accuracy_number, accuracy_of
@@ -159,13 +159,13 @@ def test_an_original_put_again_is_stored_and_read_exactly(
 def test_a_client_ends_the_prefix_at_a_frame_that_says_less_than_was_asked(
     least: Accuracy, count: int
 ) -> None:
-    def arrived(index: int, accuracy: Accuracy) -> Arrived:
+    def arrived(index: int, accuracy: Accuracy) -> Arrival:
         frame = np.zeros(192, np.uint8)
         frame[ACCURACY_OFFSET] = accuracy
-        return Arrived(index, "cpu", frame, lambda: None)
+        return Arrival(index, "cpu", len(frame), frame)
 
     frames = [arrived(at, f) for at, f in enumerate(sorted(Accuracy, reverse=True))]
-    assert [one.index for one in as_true(iter(frames), least, {})] == list(range(count))
+    assert [one.index for one in at_least(iter(frames), least, {})] == list(range(count))
 
 
 @pytest.mark.parametrize("least", list(Accuracy))

@@ -24,9 +24,9 @@ from stream_messages import Sent
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.bulk_transport import BulkTransport
-from kvstore.client.frame_parts import FrameAssembler
 from kvstore.client.frame_stream import Entrance, FrameStream
 from kvstore.client.frame_streams import FrameStreams
+from kvstore.client.frames import FrameAssembler
 from kvstore.client.session import Session, SessionTerms
 from kvstore.client.stream import StreamTransport
 from kvstore.client.stream_upload import StreamUpload
@@ -187,7 +187,7 @@ def forbid_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("it went through gRPC")
 
-    for name in ("get", "put", "get_layers", "get_ranges"):
+    for name in ("read", "put"):
         monkeypatch.setattr(StreamTransport, name, forbidden)
 
 

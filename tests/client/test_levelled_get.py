@@ -21,7 +21,7 @@ from kvstore.client.levels import RECOMPUTE, PlanTerms
 from kvstore.client.options import TransportName
 from kvstore.client.prefill import PrefillModel
 from kvstore.client.session import SessionTerms
-from kvstore.client.transport import FramePiece
+from kvstore.client.transport import Arrival, Arrivals, ReadPlan
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
@@ -101,18 +101,18 @@ def set_link(client: Client, bytes_per_s: float) -> None:
 def change_pieces(
     client: Client,
     monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[Iterator[FramePiece]], Iterator[FramePiece]],
+    change: Callable[[Iterator[Arrival]], Iterator[Arrival]],
 ) -> None:
     """Have *change* between the transport and what reads pieces of frames from it."""
     transport = client._connected()
-    plain = transport.get_ranges
+    plain = transport.read
 
     @contextmanager
-    def changed(*asked: object) -> Iterator[Iterator[FramePiece]]:
-        with plain(*asked) as pieces:  # type: ignore[arg-type]
-            yield change(pieces)
+    def changed(plan: ReadPlan) -> Iterator[Arrivals]:
+        with plain(plan) as pieces:
+            yield Arrivals(change(iter(pieces)))
 
-    monkeypatch.setattr(transport, "get_ranges", changed)
+    monkeypatch.setattr(transport, "read", changed)
 
 
 def test_with_time_enough_every_chunk_comes_at_its_finest_level(
@@ -132,7 +132,7 @@ def test_a_slow_link_brings_bases_and_those_are_coarser(
 ) -> None:
     now_s = 0.0  # only the link takes time, whatever the machine does
 
-    def throttled(pieces: Iterator[FramePiece]) -> Iterator[FramePiece]:
+    def throttled(pieces: Iterator[Arrival]) -> Iterator[Arrival]:
         nonlocal now_s
         for piece in pieces:
             now_s += len(piece.data) / 250e3
@@ -174,7 +174,7 @@ def test_over_a_link_that_gives_nothing_the_engine_computes(
 def test_an_engine_computes_the_first_chunks_while_a_slow_link_brings_the_last_ones(
     client: Client, keys: list[ChunkKey], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def throttled(pieces: Iterator[FramePiece]) -> Iterator[FramePiece]:
+    def throttled(pieces: Iterator[Arrival]) -> Iterator[Arrival]:
         for piece in pieces:
             time.sleep(len(piece.data) / 100e3)
             yield piece
@@ -239,7 +239,7 @@ def test_a_store_that_fails_halfway_leaves_the_rest_to_the_engine(
 ) -> None:
     calls: list[int] = []
 
-    def failing(pieces: Iterator[FramePiece]) -> Iterator[FramePiece]:
+    def failing(pieces: Iterator[Arrival]) -> Iterator[Arrival]:
         calls.append(1)
         if len(calls) > 2:
             raise TierUnavailableError("server", "gone")
@@ -259,12 +259,12 @@ def test_a_store_that_fails_halfway_leaves_the_rest_to_the_engine(
 def test_bytes_that_were_changed_on_the_way_are_not_used(
     client: Client, keys: list[ChunkKey], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def changing(pieces: Iterator[FramePiece]) -> Iterator[FramePiece]:
+    def changing(pieces: Iterator[Arrival]) -> Iterator[Arrival]:
         for piece in pieces:
             if piece.index == 1 and piece.offset:
                 data = np.array(piece.data)
                 data[-1] ^= 1
-                piece = piece._replace(data=data)
+                piece = replace(piece, data=data)
             yield piece
 
     change_pieces(client, monkeypatch, changing)
@@ -298,7 +298,8 @@ def test_only_the_bytes_that_are_asked_for_are_read_and_sent(
     spans = [(0, 0, 192), (1, 64, 640), (1, 640, 1000), (3, 1 << 30, 1 << 31)]
     asked = [pb.FrameRange(index=i, start=a, stop=b) for i, a, b in spans]
     before = server.counter("get_bytes")
-    with transport.get_ranges(digests, asked, 0, DEADLINE_MS, Accuracy.bounded) as pieces:
+    plan = ReadPlan(digests, 0, DEADLINE_MS, Accuracy.bounded, ranges=asked)
+    with transport.read(plan) as pieces:
         found = [(p.index, p.tier, p.offset, np.array(p.data), p.frame_bytes) for p in pieces]
     disk = server.node.store.tiers.slots["disk"].tier
     came = [(index, offset, offset + len(data)) for index, _, offset, data, _ in found]

@@ -29,9 +29,10 @@ from socket_peer import Listener
 
 from kvstore.client import Client, ClientOptions, local_link
 from kvstore.client.connection import Connection
+from kvstore.client.frames import FrameAssembler
 from kvstore.client.local_link import MAX_CONNECTIONS, LocalLink
 from kvstore.client.session import Session
-from kvstore.client.transport import Assembly
+from kvstore.client.transport import arrival_of, room_of, whole_frame
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
 from kvstore.proto.errors import (
@@ -696,9 +697,10 @@ def test_chunk_larger_than_a_packet_comes_past_a_memory_full_of_leases(
     transport = client._connected()
     digests = b"".join(key[16:] for key in keys)
     request = pb.GetRequest(session_id=transport.session.terms.session_id, digests=digests)
-    assembly = Assembly(transport.session.terms.max_frame_bytes)
-    replies = transport.calls.stream("Get", request, DEADLINE_MS)
-    frames = [frame for reply in replies if (frame := assembly.add(reply.part)) is not None]
+    assembler = FrameAssembler(transport.session.terms.max_frame_bytes, room_of())
+    parts = map(arrival_of, transport.calls.stream("Get", request, DEADLINE_MS))
+    whole = [whole_frame(assembler, part, np.asarray(part.data)) for part in parts]
+    frames = [np.asarray(frame.data) for frame in whole if frame is not None]
     assert server.counter("read_throughs") == 2
     for key, frame in zip(keys, frames, strict=True):
         start = parse_header(frame).header_bytes

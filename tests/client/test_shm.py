@@ -16,10 +16,10 @@ from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import MEDIUM, SMALL, assert_reads, chunks_of, is_right, keys_of, outcomes, store
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.file_frame import FileFrame
+from kvstore.client.frames import FileFrame
 from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport
-from kvstore.client.transport import Transport
+from kvstore.client.transport import ReadPlan, Transport
 from kvstore.proto import frame, unix_socket
 from kvstore.proto.buffers import Pieces, copy_groups
 from kvstore.proto.errors import DeadlineError, LeaseExpiredError, TierUnavailableError
@@ -36,7 +36,7 @@ class TestShmTransport(TransportContract):
     ) -> None:
         keys = store(client, 1, 2)
         cpu = server.node.store.tiers.cpu_tier
-        with bare.get(digests(keys), 0, DEADLINE_MS) as arriving:
+        with bare.read(ReadPlan(digests(keys), 0, DEADLINE_MS)) as arriving:
             first, second = arriving
             first.confirm()
             assert cpu.delete(keys[0])
@@ -50,7 +50,7 @@ class TestShmTransport(TransportContract):
         keys = store(client, 1, 1)
         cpu = server.node.store.tiers.cpu_tier
         place = cpu.locate(keys[0])
-        with bare.get(digests(keys), 0, DEADLINE_MS) as arriving:
+        with bare.read(ReadPlan(digests(keys), 0, DEADLINE_MS)) as arriving:
             (held,) = arriving
             assert server.node.store.catalog.forget("cpu", keys[0])
             assert cpu.delete(keys[0])
@@ -65,8 +65,8 @@ class TestShmTransport(TransportContract):
 
     def test_reader_cannot_write_what_it_reads(self, bare: Transport, client: Client) -> None:
         keys = store(client, 1, 1)
-        with bare.get(digests(keys), 0, DEADLINE_MS) as arriving:
-            frame = next(arriving).frame
+        with bare.read(ReadPlan(digests(keys), 0, DEADLINE_MS)) as arriving:
+            frame = next(arriving).data
             assert isinstance(frame, np.ndarray)
             with pytest.raises(ValueError, match="read-only"):
                 frame[0] = 0
@@ -128,10 +128,10 @@ class TestShmTransport(TransportContract):
     ) -> None:
         keys = store(client, 1, 3)
         leave_on_disk(server, keys)
-        with bare.get(digests(keys), 0, DEADLINE_MS) as arriving:
+        with bare.read(ReadPlan(digests(keys), 0, DEADLINE_MS)) as arriving:
             found = list(arriving)
             assert [one.tier for one in found] == ["disk"] * 3
-            assert all(isinstance(one.frame, FileFrame) for one in found)
+            assert all(isinstance(one.data, FileFrame) for one in found)
         server.settled()
         assert server.counter("promoted_chunks") == 0
         assert_reads(client, keys)
@@ -342,7 +342,7 @@ def test_slab_that_never_comes_is_an_error_and_its_late_answer_is_not_taken_for_
         transport = ShmTransport(session)
         for _ in range(2):
             with (
-                transport.get(digests(keys), 0, DEADLINE_MS) as arriving,
+                transport.read(ReadPlan(digests(keys), 0, DEADLINE_MS)) as arriving,
                 pytest.raises(TierUnavailableError, match="the server hung up"),
             ):
                 next(arriving)

@@ -13,10 +13,11 @@ from prompts import MEDIUM, tensors_of
 from typing_extensions import override
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.layers import Layer
+from kvstore.client.decode import Layer
 from kvstore.client.options import TransportName
 from kvstore.client.outgoing import Outgoing
 from kvstore.client.resolving import FoundChunk, Resolved
+from kvstore.client.transport import ReadPlan, read_layers
 from kvstore.codecs.base import ChunkTensors, codec_by_name, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
@@ -182,11 +183,11 @@ def test_rows_that_cannot_be_are_refused_by_name(server: LocalServer, client: Cl
     transport = client._connected()
     with server.unchanged():
         for data in (b"x", SkippedRows.of({4: [1]}).pack(), bytes(12)):
-            request = transport.get_request(digests, 0, DEADLINE_MS, pb.VIA_STREAM)
+            request = transport.request(ReadPlan(digests, 0, DEADLINE_MS), pb.VIA_STREAM)
             request.layer_major, request.skip_rows = True, data
             with pytest.raises(InvalidRequestError, match="skip_rows="):
                 list(transport.session.connection.stream("Get", request, DEADLINE_MS))
-        request = transport.get_request(digests, 0, DEADLINE_MS, pb.VIA_STREAM)
+        request = transport.request(ReadPlan(digests, 0, DEADLINE_MS), pb.VIA_STREAM)
         request.skip_rows = SKIPPED.pack()
         with pytest.raises(InvalidRequestError, match="with layer_major only"):
             list(transport.session.connection.stream("Get", request, DEADLINE_MS))
@@ -194,6 +195,8 @@ def test_rows_that_cannot_be_are_refused_by_name(server: LocalServer, client: Cl
             beyond = SkippedRows.of({4: [1]})
             with (
                 pytest.raises(InvalidRequestError, match="skip_rows="),
-                transport.get_layers(digests, 0, DEADLINE_MS, skipped=beyond) as feed,
+                read_layers(
+                    transport, ReadPlan(digests, 0, DEADLINE_MS, skipped=beyond)
+                ) as arriving,
             ):
-                feed.headers()
+                list(arriving)

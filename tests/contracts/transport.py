@@ -39,7 +39,7 @@ from kvstore.client.client import parents
 from kvstore.client.options import TransportName
 from kvstore.client.session import Session
 from kvstore.client.tensors import to_torch
-from kvstore.client.transport import Transport
+from kvstore.client.transport import ReadPlan, Transport
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, LeaseExpiredError
 from kvstore.proto.types import (
@@ -306,7 +306,7 @@ class TransportContract(LayersContract, EndsContract, RectanglesContract):
         keys = store(client, 1, 50)
         digests = [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
         for _ in range(20):
-            with bare.get(digests, 0, DEADLINE_MS) as arriving:
+            with bare.read(ReadPlan(digests, 0, DEADLINE_MS)) as arriving:
                 for index in range(read):
                     assert next(arriving).index == index
         assert server.settled().leases == 0
@@ -402,6 +402,6 @@ class TransportContract(LayersContract, EndsContract, RectanglesContract):
     ) -> None:
         keys = store(client, 1, 2)
         digests = [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
-        with bare.get(digests, 0, DEADLINE_MS) as arriving:
+        with bare.read(ReadPlan(digests, 0, DEADLINE_MS)) as arriving:
             arrived = list(arriving)
         assert [(one.index, one.tier) for one in arrived] == [(0, "cpu"), (1, "cpu")]

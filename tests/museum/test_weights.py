@@ -24,10 +24,9 @@ from kvstore.client.blend.gate import GatedBlender
 from kvstore.client.blend.segments import SegmentRange
 from kvstore.client.blend.store_prefill import store_prefill
 from kvstore.client.blend.store_source import StoreSource
-from kvstore.client.engines.sglang_pages import PageSettings, PageStore, RankTerms
-from kvstore.client.engines.sglang_terms import WeightsEpoch
+from kvstore.client.engines.sglang.pages import PageSettings, PageStore, RankInfo, WeightsEpoch
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
-from kvstore.client.engines.transformers_blend import TransformersAdapter
+from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.engines.vllm import identity as vllm_identity
 from kvstore.client.engines.vllm.identity import shape_of
 from kvstore.client.resolving import ResolveTerms
@@ -73,7 +72,7 @@ def pages(server: LocalServer, request: pytest.FixtureRequest) -> Pages:
             kv_buffer=buffer.reshape(2, LAYERS, 3 * PAGE, HEADS, DIM),
             get_dummy_flat_data_page=lambda: torch.zeros(buffer.nbytes // 3, dtype=torch.uint8),
         )  # fmt: skip
-        store = PageStore(pool, RankTerms(folder, is_mla=False), PageSettings.parse(stated, folder))
+        store = PageStore(pool, RankInfo(is_mla=False), PageSettings.parse(stated, folder))
         request.addfinalizer(store.client.close)
         return store
 
@@ -100,7 +99,7 @@ def test_sglang_24758_a_hubs_model_without_a_commit_is_refused(revision: str) ->
     """The same of a name that is no folder: what ``main`` is of differs by the day."""
     with pytest.raises(ModelError, match=r"model_revision.*commit or a digest"):
         PageSettings.parse({"model_revision": revision}, "org/model")
-    assert PageSettings.parse({"model_revision": COMMIT}, "org/model").model_revision == COMMIT
+    assert PageSettings.parse({"model_revision": COMMIT}, "org/model").weights.revision == COMMIT
 
 
 @pytest.mark.parametrize("revision", [*UNSAID, COMMIT])

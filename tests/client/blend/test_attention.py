@@ -12,7 +12,7 @@ from kvstore.client.blend.attention import MAX_CONTEXT, ChunkAttention, measured
 from kvstore.client.blend.blender import Blender
 from kvstore.client.blend.segments import NamedChunk, SegmentRange, name_segments
 from kvstore.client.blend.store_prefill import store_prefill
-from kvstore.client.engines.transformers_blend import TransformersAdapter
+from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.resolving import ResolveTerms
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Model
 

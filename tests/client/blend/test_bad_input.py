@@ -24,8 +24,8 @@ from kvstore.client.blend.segments import SegmentRange, name_segments
 from kvstore.client.blend.store_prefill import store_prefill
 from kvstore.client.blend.store_source import StoreSource
 from kvstore.client.engines.transformers import TransformersConnector
-from kvstore.client.engines.transformers_blend import BlendedCache, TransformersAdapter
-from kvstore.client.engines.transformers_cache import as_argument
+from kvstore.client.engines.transformers.blend_adapter import BlendedCache, TransformersAdapter
+from kvstore.client.engines.transformers.cache import as_argument
 from kvstore.client.options import TransportName
 from kvstore.client.outgoing import Outgoing
 from kvstore.client.resolving import Resolved, ResolveTerms

@@ -18,8 +18,8 @@ from kvstore.client.blend.rope import RopeSpec, rerotate
 from kvstore.client.blend.runs import positions_of, reads, runs_of
 from kvstore.client.blend.selectors import SELECTORS
 from kvstore.client.blend.source import LayerKV, MemorySource
-from kvstore.client.engines.transformers_blend import TransformersAdapter
-from kvstore.client.engines.transformers_cache import as_argument
+from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
+from kvstore.client.engines.transformers.cache import as_argument
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.types import RopeParameters
 

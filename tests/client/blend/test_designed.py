@@ -12,7 +12,7 @@ from bench.blend_cases import Case, Engine, riddle_case
 from bench.blend_designed import answered, make_designed, make_riddle
 
 from kvstore.client.blend.blender import Blender
-from kvstore.client.engines.transformers_blend import TransformersAdapter
+from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 
 RIDDLES = 6
 RATIOS = (0.0, 0.15, 0.5, 1.0)

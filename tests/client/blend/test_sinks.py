@@ -16,7 +16,7 @@ from kvstore.client.blend.plan import UNROTATED, BlendPlan, Segment
 from kvstore.client.blend.report import BlendResult
 from kvstore.client.blend.selectors import SELECTORS
 from kvstore.client.blend.source import MemorySource
-from kvstore.client.engines.transformers_blend import TransformersAdapter
+from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.proto.errors import InvalidRequestError
 
 RATIOS = (0.05, 0.15, 0.3, 0.5)

@@ -21,7 +21,7 @@ from kvstore.client.blend.segments import SegmentRange
 from kvstore.client.blend.source import MemorySource
 from kvstore.client.blend.store_prefill import store_prefill
 from kvstore.client.blend.store_source import StoreSource
-from kvstore.client.engines.transformers_blend import TransformersAdapter
+from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.link_meter import LinkMeter
 from kvstore.client.options import TransportName
 from kvstore.client.resolving import Resolved, ResolveTerms

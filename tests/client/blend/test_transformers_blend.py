@@ -15,9 +15,9 @@ from kvstore.client.blend import blender as blender_module
 from kvstore.client.blend import layer_loop, rope, runs, selector
 from kvstore.client.blend.blender import Blender
 from kvstore.client.blend.selectors import SELECTORS
-from kvstore.client.engines import transformers_blend
-from kvstore.client.engines.transformers_blend import BlendedCache, TransformersAdapter
-from kvstore.client.engines.transformers_cache import CacheShape, as_argument
+from kvstore.client.engines.transformers import blend_adapter as transformers_blend
+from kvstore.client.engines.transformers.blend_adapter import BlendedCache, TransformersAdapter
+from kvstore.client.engines.transformers.cache import CacheShape, as_argument
 from kvstore.proto.errors import ModelError
 
 

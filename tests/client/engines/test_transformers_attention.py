@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from kvstore.client import Chunk
-from kvstore.client.engines import transformers_attention
 from kvstore.client.engines.transformers import TransformersConnector
-from kvstore.client.engines.transformers_attention import QUERIES, mean_attention
+from kvstore.client.engines.transformers import attention as transformers_attention
+from kvstore.client.engines.transformers.attention import QUERIES, mean_attention
 from kvstore.proto.types import Accuracy, Model
 
 PROMPT = random_ids(150)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +20,7 @@ from kvstore.client import Client, ClientOptions
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.client.prefill import PrefillMeter, PrefillModel
 from kvstore.client.stored_frame import StoredFrame
+from kvstore.client.transport import Arrivals, ReadPlan
 from kvstore.proto.errors import InvalidRequestError
 
 CHUNKS, TOKENS = 6, 64
@@ -202,21 +204,21 @@ def test_an_error_of_the_model_is_the_callers_and_no_deadline_is_refused_by_name
 def damaging(monkeypatch: pytest.MonkeyPatch, connector: TransformersConnector, chunk: int) -> None:
     """Have a byte of the stored *chunk* arrive wrong."""
     kind: Any = type(connector.client._connected())
-    read = kind.get_ranges
+    read = kind.read
 
     @contextmanager
-    def damaged(*args: Any, **kwargs: Any) -> Iterator[Iterator[Any]]:
-        with read(*args, **kwargs) as pieces:
-            yield map(flipped, pieces)
+    def damaged(transport: Any, plan: ReadPlan) -> Iterator[Arrivals]:
+        with read(transport, plan) as arriving:
+            yield Arrivals(map(flipped, arriving)) if plan.ranges else arriving
 
     def flipped(piece: Any) -> Any:
         if piece.index != chunk or not piece.offset or len(piece.data) < 100:
             return piece
         data = np.array(piece.data)
         data[-1] ^= 255
-        return piece._replace(data=data)
+        return replace(piece, data=data)
 
-    monkeypatch.setattr(kind, "get_ranges", damaged)
+    monkeypatch.setattr(kind, "read", damaged)
 
 
 @pytest.mark.parametrize("engine", [None, ENGINE])

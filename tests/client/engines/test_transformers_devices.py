@@ -15,10 +15,10 @@ from torch_engine import OPTIONS, greedy, left_padded, random_ids
 from transformers import AutoModelForCausalLM, Gemma2Config, Lfm2Config, PreTrainedModel
 from typing_extensions import override
 
-from kvstore.client.engines import transformers_staging
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
-from kvstore.client.engines.transformers_cache import CacheShape, TokenShape
-from kvstore.client.engines.transformers_staging import Staging, chunk_bytes
+from kvstore.client.engines.transformers import staging as transformers_staging
+from kvstore.client.engines.transformers.cache import CacheShape, TokenShape
+from kvstore.client.engines.transformers.staging import Staging, chunk_bytes
 from kvstore.proto.device import HostDevice, HostStream, Stream
 
 # The same test for every device: nothing of the path is of one alone.

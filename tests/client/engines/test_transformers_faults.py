@@ -25,8 +25,8 @@ from typing_extensions import override
 from kvstore.client import Client
 from kvstore.client.engines.prefix import Room, Span
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
-from kvstore.client.engines.transformers_cache import as_argument
-from kvstore.client.engines.transformers_ends import PrefixRoom
+from kvstore.client.engines.transformers.cache import as_argument
+from kvstore.client.engines.transformers.ends import PrefixRoom
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import Model

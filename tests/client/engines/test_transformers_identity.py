@@ -19,7 +19,7 @@ from transformers import (
 
 from kvstore.client.engines.identity import OWN_TOKENIZER, rope_parameters
 from kvstore.client.engines.transformers import representation_of
-from kvstore.client.engines.transformers_identity import weights_digest
+from kvstore.client.engines.transformers.identity import weights_digest
 from kvstore.proto.errors import ModelError
 from kvstore.proto.types import DType, LayerGroup, LayerKind, RopeParameters
 

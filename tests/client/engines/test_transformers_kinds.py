@@ -18,7 +18,7 @@ from typing_extensions import override
 from kvstore.client import Client, ClientOptions
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
-from kvstore.client.engines.transformers_cache import as_argument
+from kvstore.client.engines.transformers.cache import as_argument
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import LayerGroup, LayerKind, Model
 

@@ -15,9 +15,9 @@ from redis_process import RedisProcess
 from torch_engine import OPTIONS, greedy, kept, left_padded, plain_tokens, prefill, random_ids
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from kvstore.client.engines import transformers as engine
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
-from kvstore.client.engines.transformers_cache import as_argument
+from kvstore.client.engines.transformers import connector as engine
+from kvstore.client.engines.transformers.cache import as_argument
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import ACCURACY_TAG, accuracy_tag
 from kvstore.proto.device import HostDevice

@@ -231,8 +231,7 @@ def test_beside_64_readers_that_take_nothing_others_are_served_until_those_lose_
     own = ("--workers", "2", "--cpu", "64MiB", "--limits", "session_ttl_ms=600000")
     server = make_server("--bulk", "127.0.0.1:0", *own)
     terms, digests = wide_of(server)
-    monkeypatch.setattr(StreamTransport, "get_layers_of", None)
-    monkeypatch.setattr(StreamTransport, "get", None)
+    monkeypatch.setattr(StreamTransport, "read", None)
     monkeypatch.setattr(StreamTransport, "put", None)
     ours = [terms, *(open_session(server.dial(), MEDIUM) for _ in range(3))]
     other = server.connect("tcp")

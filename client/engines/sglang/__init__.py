@@ -1,0 +1,16 @@
+"""SGLang's HiCache on this store: ``KVStoreStorage``, loaded with SGLang when it is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvstore.client.engines.sglang.backend import KVStoreStorage as KVStoreStorage
+
+
+def __getattr__(name: str) -> Any:
+    if name != "KVStoreStorage":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvstore.client.engines.sglang import backend
+
+    return backend.KVStoreStorage

@@ -1,0 +1,249 @@
+"""Blending in transformers: the layers of Llama, Mistral, Qwen2 and Qwen3, some rows at a time.
+
+    blender = Blender(TransformersAdapter(model))
+    result = blender.blend(plan, source)
+    output = model.generate(input_ids, past_key_values=BlendedCache.of(model, result))
+
+One prompt at a time, on the CPU or one CUDA device. Written to be exact, not fast.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import DynamicCache, PreTrainedModel
+
+from kvstore.client.blend.adapter import Run
+from kvstore.client.blend.plan import Origin
+from kvstore.client.blend.report import BlendResult
+from kvstore.client.blend.rope import RopeSpec
+from kvstore.client.blend.runs import positions_of, reads
+from kvstore.client.blend.source import LayerKV
+from kvstore.client.engines.identity import EPOCH_BYTES, rope_parameters
+from kvstore.client.engines.transformers.identity import WeightsWatch, carries_adapter
+from kvstore.proto.errors import ModelError
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"""Architectures whose layers are these: norm, projections, rotation, attention, MLP."""
+BLOCK_ROWS = 128
+"""Rows whose mask is made at once: it has a byte for each of them and each key."""
+_TABLE_TOLERANCE = 1e-5
+
+
+class TransformersAdapter:
+    """An EngineAdapter for *model*. Raises ModelError for what it cannot blend.
+
+    Sliding windows are kept to. *adapter_digest*: of the adapter that the model carries. Weights
+    that change in place are noticed, and are another origin.
+    """
+
+    def __init__(self, model: PreTrainedModel, adapter_digest: str = "none") -> None:
+        _check(model, adapter_digest)
+        engine: Any = model
+        self._model = engine.eval()
+        config = model.config
+        self._layers: Any = self._model.model.layers[: config.num_hidden_layers]
+        attention = self._layers[0].self_attn
+        self.n_layers = len(self._layers)
+        self.head_dim = int(attention.head_dim)
+        self.kv_heads = int(config.num_key_value_heads)
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self._origin = Origin(rope_parameters(config), adapter_digest)
+        self._watch = WeightsWatch(model)
+        self._lock = threading.Lock()  # guards both
+        self.rope: Sequence[RopeSpec | None] = (
+            _rotation(self._model, self._origin, self.head_dim),
+        ) * self.n_layers
+        nothing = torch.empty(0, device=self.device)
+        self._turned = (nothing, nothing, nothing)
+        self.window: Sequence[int | None] = tuple(
+            _window(config, layer.self_attn) for layer in self._layers
+        )
+
+    @property
+    def origin(self) -> Origin:
+        """What KV is computed with now: another one whenever the weights are not those before."""
+        with self._lock:
+            if self._watch.has_changed():
+                name = b"weights:" + os.urandom(EPOCH_BYTES)
+                self._origin = replace(self._origin, weights=name)
+            return self._origin
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings of *tokens*, (rows,): (rows, hidden)."""
+        found: Tensor = self._model.model.embed_tokens(tokens)
+        return found
+
+    def qkv(self, layer: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return Q, K and V, (heads, rows, head_dim), Q and K rotated to *positions*."""
+        block = self._layers[layer]
+        attention, normed = block.self_attn, block.input_layernorm(hidden)
+        query, key, value = (
+            project(normed).unflatten(-1, (-1, self.head_dim))
+            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        if hasattr(attention, "q_norm"):
+            query, key = attention.q_norm(query), attention.k_norm(key)
+        cosine, sine = self._turns(normed, positions)
+        query, key, value = (part.transpose(0, 1) for part in (query, key, value))
+        return _rotated(query, cosine, sine), _rotated(key, cosine, sine), value
+
+    def _turns(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tables of *positions*; layers one after the other ask for the same ones."""
+        known, cosine, sine = self._turned
+        if known is not positions:
+            cosine, sine = (
+                t[0] for t in self._model.model.rotary_emb(hidden[None], positions[None])
+            )
+            self._turned = (positions, cosine, sine)
+        return cosine, sine
+
+    def attend(self, layer: int, query: Tensor, runs: Sequence[Run], kv: LayerKV) -> Tensor:
+        """Return what the rows of *runs* read, (rows, heads * head_dim).
+
+        A run from 0 is one causal call; other rows go in blocks, each with the mask of its
+        positions, over the keys that it reads.
+        """
+        window, found, first = self.window[layer], [], 0
+        for block in _blocks(runs):
+            positions = positions_of(block, query.device)
+            rows = query[:, first : first + positions.numel()]
+            first += positions.numel()
+            start, end = block[0][0], block[-1][1]
+            if start == 0 and len(block) == 1 and (window is None or end <= window):
+                found.append(self._read(layer, rows, kv, (0, end), None))
+                continue
+            low = 0 if window is None else max(0, start - window + 1)
+            mask = reads(positions, low, end, window)
+            found.append(self._read(layer, rows, kv, (low, end), mask))
+        return (found[0] if len(found) == 1 else torch.cat(found)).flatten(1)
+
+    def _read(
+        self, layer: int, query: Tensor, kv: LayerKV, span: tuple[int, int], mask: Tensor | None
+    ) -> Tensor:
+        """Return what *query*'s rows read: (rows, heads, head_dim), as kernels lay it out."""
+        keys, values = (part[None, :, slice(*span)] for part in kv)
+        return scaled_dot_product_attention(
+            query[None],
+            keys,
+            values,
+            mask,
+            is_causal=mask is None and query.shape[1] > 1,
+            scale=self._layers[layer].self_attn.scaling,
+            enable_gqa=query.shape[0] != self.kv_heads,
+        )[0].transpose(0, 1)
+
+    def mass(self, layer: int, query: Tensor, positions: Tensor, kv: LayerKV) -> Tensor:
+        """Return what each key gets of the rows at *positions*: (tokens,), float32 or wider."""
+        keys = kv[0].repeat_interleave(query.shape[0] // self.kv_heads, 0)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        scores = (query.to(wide) @ keys.to(wide).mT) * self._layers[layer].self_attn.scaling
+        mask = reads(positions, 0, keys.shape[1], self.window[layer])
+        found: Tensor = scores.masked_fill(~mask, -torch.inf).softmax(-1).sum(0).mean(0)
+        return found
+
+    def post(self, layer: int, hidden: Tensor, attention: Tensor) -> Tensor:
+        """Return the layer's output, (rows, hidden)."""
+        block = self._layers[layer]
+        hidden = hidden + block.self_attn.o_proj(attention)
+        found: Tensor = hidden + block.mlp(block.post_attention_layernorm(hidden))
+        return found
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits, (rows, vocabulary)."""
+        found: Tensor = self._model.lm_head(self._model.model.norm(hidden))
+        return found
+
+
+class BlendedCache(DynamicCache):
+    """A cache to generate from. The connector does not store it: it is no DynamicCache to it."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, result: BlendResult) -> BlendedCache:
+        """Return the KV of *result* as a cache of *model*, but for its last token.
+
+        Like this ``generate`` takes the whole prompt and computes the last token itself.
+        """
+        cache = cls(config=model.config)
+        for layer, (keys, values) in enumerate(result.kv):
+            cache.update(keys[None, :, :-1], values[None, :, :-1], layer)
+        return cache
+
+
+def _check(model: PreTrainedModel, adapter_digest: str) -> None:
+    kind = model.config.model_type
+    if kind not in MODEL_TYPES or not hasattr(model, "lm_head"):
+        known = ", ".join(MODEL_TYPES)
+        name = type(model).__name__
+        raise ModelError("model", name, f"give a causal language model of {known}")
+    if carries_adapter(model) and adapter_digest == "none":
+        raise ModelError(
+            "adapter_digest", adapter_digest, "this model carries an adapter: give its digest"
+        )
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) > 1 or "meta" in devices:
+        raise ModelError("device", sorted(devices), "load the model onto one device")
+
+
+def _rotation(model: Any, origin: Origin, head_dim: int) -> RopeSpec:
+    """Return the rotation of the model's own tables, once they are those its settings name."""
+    named = RopeSpec.of(origin.rope, head_dim)
+    table = model.model.rotary_emb
+    own = RopeSpec(tuple(table.inv_freq.float().tolist()), float(table.attention_scaling))
+    if named is None or not _alike(own, named):
+        raise ModelError(
+            "rope",
+            origin.rope,
+            "the model's tables are others: load it with dtype=, do not cast it",
+        )
+    return own
+
+
+def _alike(own: RopeSpec, named: RopeSpec) -> bool:
+    pairs = zip((*own.frequencies, own.gain), (*named.frequencies, named.gain), strict=False)
+    return own.width == named.width and all(
+        math.isclose(a, b, rel_tol=_TABLE_TOLERANCE) for a, b in pairs
+    )
+
+
+def _window(config: Any, attention: Any) -> int | None:
+    """Return how many tokens a layer reads. Mistral says it in its settings, for all layers."""
+    if config.model_type == "mistral":
+        return getattr(config, "sliding_window", None)
+    found: int | None = getattr(attention, "sliding_window", None)
+    return found
+
+
+def _rotated(rows: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Return *rows*, (heads, rows, head_dim), rotated as transformers does, to the bit."""
+    first, second = rows.chunk(2, -1)
+    return rows * cosine + torch.cat((-second, first), -1) * sine
+
+
+def _blocks(runs: Sequence[Run]) -> Iterator[list[Run]]:
+    """Yield a run from 0 as it is, the others joined or cut to at most BLOCK_ROWS rows."""
+    block: list[Run] = []
+    room = BLOCK_ROWS
+    for start, end in runs:
+        if start == 0:
+            yield [(start, end)]
+            continue
+        while start < end:
+            stop = min(end, start + room)
+            block.append((start, stop))
+            room -= stop - start
+            start = stop
+            if not room:
+                yield block
+                block, room = [], BLOCK_ROWS
+    if block:
+        yield block

@@ -1,0 +1,305 @@
+"""The identity of a transformers model's KV: what makes it interchangeable, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+from torch.utils.weak import WeakIdRef
+from transformers import (
+    AutoTokenizer,
+    Cache,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.cache_utils import DynamicLayer
+
+from kvstore.client.engines.identity import (
+    OWN_TOKENIZER,
+    Departures,
+    Weights,
+    computed_in,
+    head_dim,
+    identity_of,
+    is_exact,
+    rope_parameters,
+    short_name,
+    weights_of,
+)
+from kvstore.client.engines.transformers.cache import CacheShape, TokenShape
+from kvstore.proto.errors import ModelError
+from kvstore.proto.types import Model
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"""Architectures whose caches the connector is tested with."""
+
+KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+"""Implementations of attention that compute the same but for rounding."""
+
+SAMPLED = 64
+"""Elements of each tensor that stand for it where a commit names the rest."""
+
+WATCHED = 8
+"""Elements of each tensor that are looked at before each prompt."""
+
+
+def representation_of(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    model_revision: str | None = None,
+    adapter_digest: str = "none",
+) -> Model:
+    """Return what makes KV of *model* interchangeable with other KV.
+
+    Weights that are those of the files they were loaded from have the files' name (``weights_of``,
+    with *model_revision* as what is stated), which every engine gives them. Others are named by
+    *model_revision*, a commit or a digest, or else by the commit the model was downloaded at, and
+    by a sample of them as they are now, which tells a merged adapter or another quantisation;
+    without either by a digest of all of them. The settings that it runs with are part of it. A
+    model that carries an adapter needs *adapter_digest*, a digest of the active one's weights.
+    Raises ModelError for models whose KV cannot be stored.
+    """
+    for name, given, has in (("model", model, "config"), ("tokenizer", tokenizer, "get_vocab")):
+        if not hasattr(given, has):
+            fix = f"give the {name} that transformers loaded: KV of other tokens is another's"
+            raise ModelError(name, given, fix)
+    if carries_adapter(model) and adapter_digest == "none":
+        raise ModelError(
+            "adapter_digest", adapter_digest, "this model carries an adapter: give its digest"
+        )
+    config = model.config
+    shape, rope = cache_shape(model), rope_parameters(config)
+    weights = _weights(model, model_revision or "")
+    departures = Departures(
+        "transformers",
+        computed_in(model.dtype, shape.groups) | _own_code(model) | _rounded_rope(model),
+        adapter_digest=adapter_digest,
+        tokenizer=_tokenizer(tokenizer, weights),
+    )
+    return identity_of(weights, shape.groups, rope, config, departures)
+
+
+def _own_code(model: PreTrainedModel) -> dict[str, str]:
+    """Return what of *model* computes by other code than that of transformers."""
+    kind, attention = type(model), str(model.config._attn_implementation)
+    is_theirs = kind.__module__.startswith("transformers.models.")
+    found = {} if is_theirs else {"class": str(kind)}
+    return found if attention in KERNELS else {**found, "attention": attention}
+
+
+def _rounded_rope(model: PreTrainedModel) -> dict[str, str]:
+    """Return the rotation's frequencies where a cast of *model* has rounded them."""
+    table: Any = getattr(model.base_model, "rotary_emb", None)
+    if not isinstance(getattr(table, "inv_freq", None), torch.Tensor):
+        return {}
+    own, named = table.inv_freq.double().cpu(), type(table)(config=model.config).inv_freq.double()
+    if own.shape == named.shape and torch.allclose(own, named.cpu(), rtol=1e-5, atol=0.0):
+        return {}
+    return {"rope": str(own.tolist())}
+
+
+def carries_adapter(model: PreTrainedModel) -> bool:
+    """Return whether an adapter changes what *model* computes."""
+    return bool(
+        getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False)
+    )
+
+
+def cache_shape(model: PreTrainedModel) -> CacheShape:
+    """Return what *model* keeps of a prompt. Raises ModelError naming what it refuses.
+
+    Of architectures that are tested with it is known; others run over a few tokens to show it.
+    """
+    config = model.config
+    for name in ("is_encoder_decoder", "add_cross_attention", "cross_attention_layers"):
+        if getattr(config, name, None):
+            fix = "cross-attention layers keep another input's KV, not the prompt's"
+            raise ModelError(name, getattr(config, name), fix)
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) > 1 or "meta" in devices:
+        raise ModelError("device", sorted(devices), "load the model onto one device")
+    rope_parameters(config)
+    layers = DynamicCache(config=config).layers
+    if config.model_type not in MODEL_TYPES or any(type(x) is not DynamicLayer for x in layers):
+        return CacheShape.of(model)
+    dim = head_dim(config)
+    shapes = [
+        TokenShape(layer, config.num_key_value_heads, (dim, dim), model.dtype)
+        for layer in range(config.num_hidden_layers)
+    ]
+    return CacheShape(len(shapes), tuple(shapes), (), is_probed=False)
+
+
+def full_layers(cache: Cache) -> list[DynamicLayer]:
+    """Return the layers of a DynamicCache of full attention. Raises ModelError."""
+    if type(cache) is not DynamicCache:
+        raise ModelError("cache", type(cache).__name__, "use a DynamicCache")
+    layers: list[DynamicLayer] = []
+    for index, layer in enumerate(cache.layers):
+        # Subclasses keep less than every token, or keep it otherwise.
+        if type(layer) is not DynamicLayer:
+            raise ModelError(
+                f"layers[{index}]", type(layer).__name__, "only full-attention layers are stored"
+            )
+        layers.append(layer)
+    return layers
+
+
+def _weights(model: PreTrainedModel, stated: str) -> Weights:
+    """Return which weights *model* has, as they are now."""
+    name = model.config.name_or_path or ""
+    commit = str(getattr(model.config, "_commit_hash", None) or "")
+    try:
+        weights = weights_of(name, stated, commit)
+    except ModelError:  # they have no name, so what they are has to say
+        weights = None
+    named = stated if is_exact(stated) else commit
+    # A commit names what else is in the files; a digest of them does once nothing differs. What
+    # was written to since it was loaded may differ anywhere.
+    every = not named or _is_written_to(model)
+    if weights and weights.folder and _is_in(model, weights.folder, every=every):
+        return weights
+    found = weights_digest(model) if every else f"sample={weights_sample(model)}"
+    found = f"{named}+{found}" if named else found
+    revision = f"{stated}+{found}" if stated and stated != named else found
+    return Weights(short_name(name or model.config.model_type), revision)
+
+
+def _is_written_to(model: PreTrainedModel) -> bool:
+    return any(not one.is_inference() and one._version for one in model.state_dict().values())
+
+
+def _is_in(model: PreTrainedModel, folder: Path, *, every: bool) -> bool:
+    """Return whether the files in *folder* have each weight of *model* under its name, cast to
+    the type that it computes in. All elements are looked at, or without *every* some."""
+    state = model.state_dict()
+    found = set()
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, "pt") as opened:
+                for name in state.keys() & set(opened.keys()):
+                    stored, weight = opened.get_tensor(name), state[name].detach()
+                    if weight.dtype != model.dtype or stored.shape != weight.shape:
+                        return False
+                    if not every:
+                        stored, weight = _some(stored, SAMPLED), _some(weight, SAMPLED)
+                    if not torch.equal(stored.to(weight.device, weight.dtype), weight):
+                        return False
+                    found.add(_place(state[name]))
+    except (OSError, SafetensorError):
+        return False
+    # Tied weights are in the files once.
+    return all(_place(weight) in found and _address(weight) for weight in state.values())
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, torch.Size]:
+    return _address(tensor), tensor.shape
+
+
+def weights_sample(model: PreTrainedModel) -> str:
+    """Return a digest of some elements of each of the model's weights, as they are now."""
+    digest = blake3()
+    for name, tensor in sorted(model.state_dict().items()):
+        some = _some(tensor.detach(), SAMPLED).cpu().contiguous()
+        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(some.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+class WeightsWatch:
+    """Notices that the weights of a model are not those it saw last. Not thread-safe.
+
+    torch counts what is written to a tensor in place, but for writes through ``.data``: those are
+    seen by a few elements of each tensor of torch's own classes. Keeps no weights alive.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._seen = self._mark()
+
+    def has_changed(self) -> bool:
+        """Return whether they changed since the last call, or since it was made."""
+        before, self._seen = self._seen, self._mark()
+        return before != self._seen
+
+    def _mark(self) -> tuple[Any, ...]:
+        tensors = list(self._tensors())
+        # Memory that was freed is given out again, so an address alone is not enough.
+        objects = [WeakIdRef(tensor) for tensor in tensors]
+        places = [_address(tensor) for tensor in tensors]
+        versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+        alike: dict[torch.dtype, list[torch.Tensor]] = {}
+        with torch.no_grad():
+            for tensor in tensors:
+                if _is_plain(tensor):
+                    alike.setdefault(tensor.dtype, []).append(_looked_at(tensor))
+            elements = [torch.cat(some).view(torch.uint8).cpu().numpy() for some in alike.values()]
+        return (*objects, *places, *versions, *(some.tobytes() for some in elements))
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        yield from self._model.parameters()
+        for module in self._model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    yield buffer
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # it is made of others, as some quantisations' are
+        return 0
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the elements lie in memory as they are; those of a quantisation may not."""
+    is_own = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return is_own and tensor.numel() > 0 and tensor.is_contiguous()
+
+
+def _looked_at(tensor: torch.Tensor) -> torch.Tensor:
+    size = tensor.numel()
+    # One call of torch, not the four of _some: there are hundreds of tensors before each prompt.
+    step = max(1, size // WATCHED)
+    return tensor.as_strided((min(size, WATCHED),), (step,), tensor.storage_offset())
+
+
+def _some(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    flat = tensor.reshape(-1)
+    return flat[:: max(1, flat.numel() // count)][:count]
+
+
+def weights_digest(model: PreTrainedModel) -> str:
+    """Return a digest of the model's weights, as they are now."""
+    digest = blake3(max_threads=blake3.AUTO)
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy())
+    return f"blake3:{digest.hexdigest()}"
+
+
+def _tokenizer(tokenizer: PreTrainedTokenizerBase, weights: Weights) -> str:
+    """Return a name of what each token id stands for."""
+    vocabulary = tokenizer.get_vocab()
+    if weights.folder is not None and _vocabulary_in(weights.folder) == vocabulary:
+        return OWN_TOKENIZER
+    words = json.dumps(sorted(vocabulary.items(), key=lambda item: (item[1], item[0])))
+    return f"blake3:{blake3(words.encode()).hexdigest()}"
+
+
+def _vocabulary_in(folder: Path) -> dict[str, int] | None:
+    """Return the vocabulary of the tokenizer in *folder*; None where there is none."""
+    try:
+        own: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError):
+        return None
+    return own.get_vocab()
