@@ -75,26 +75,27 @@ def test_an_engine_that_nobody_understands_starts_and_every_request_is_a_counted
         kv_transfer_config=transfer, compilation_config=SimpleNamespace(static_forward_context={})
     )
     made = KVStoreConnector(config, role, None)
+    if role is KVConnectorRole.WORKER:
+        made.register_kv_caches({})
+        assert made.get_kv_connector_stats() is None
+        sent = made.build_connector_worker_meta()
+        assert sent is not None
+        assert "model_config" in sent.report.refusal
+        made.shutdown()
+        return
     request = SimpleNamespace(request_id="a", num_tokens=9)
-    made.register_kv_caches({})
     made.on_new_request(request)
     assert made.get_num_new_matched_tokens(request, 0) == (0, False)
     output = SchedulerOutput.make_empty()
     output.kv_connector_block_state = SimpleNamespace(get_block_ids=lambda _: ([],))
     meta = made.build_connector_meta(output)
-    assert meta.plan.loads == meta.plan.stores == ()
+    assert (meta.plan.loads, meta.plan.stores) == ((), ())
     assert made.request_finished(request, []) == (False, None)
     assert made.reset_cache() is True
     assert list(made.take_events()) == []
     stats = made.get_kv_connector_stats()
-    if role is KVConnectorRole.SCHEDULER:
-        assert stats is not None
-        assert stats.data == {"lookups": 1, "miss_AttributeError": 1, "prompt_tokens": 9}
-    else:
-        assert stats is None
-        said = made.build_connector_worker_meta()
-        assert said is not None
-        assert "model_config" in said.report.refusal
+    assert stats is not None
+    assert stats.data == {"lookups": 1, "miss_AttributeError": 1, "prompt_tokens": 9}
     made.shutdown()
 
 

@@ -108,7 +108,12 @@ class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """One side of the connector: the scheduler's, or that of one worker."""
+    """One side of the connector: the scheduler's, or that of one worker. vLLM calls each for what
+    is its own.
+    """
+
+    _scheduler: VllmScheduler
+    _worker: VllmWorker
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any
@@ -116,8 +121,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         settings = VllmSettings.of(transfer.kv_connector_extra_config)
-        self._scheduler: VllmScheduler | None = None
-        self._worker: VllmWorker | None = None
         self._layers = vllm_config.compilation_config.static_forward_context
         self._tables = FollowedTables()
         self._registered: dict[str, torch.Tensor] = {}
@@ -125,27 +128,22 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if warning := untested():
             logger.warning(warning)
         is_scheduler = role == KVConnectorRole.SCHEDULER
+        side: VllmScheduler | VllmWorker
         try:
             shape = shape_of(vllm_config, kv_cache_config)
             check_loads_can_fail(shape)
             if is_scheduler:
-                self._scheduler = _scheduler(vllm_config, settings, shape, kv_cache_config)
+                side = _scheduler(vllm_config, settings, shape, kv_cache_config)
             else:
-                self._worker = _worker(vllm_config, settings, shape)
+                side = _worker(vllm_config, settings, shape)
         except (*INCOMPATIBLE, KVStoreError, OSError) as error:
-            text = f"{type(error).__name__}: {error}"
-            logger.error("running without the store: %s", text)
-            name = "vllm-lookup" if is_scheduler else "vllm-rank"
-            connector = Connector(client_of_refused(vllm_config, settings, name))
-            if is_scheduler:
-                role_of_none = Role(loads=False, stores=False)
-                self._scheduler = VllmScheduler(
-                    connector, NO_SHAPE, role=role_of_none, refusal=reason_of(error)
-                )
-                self._scheduler.report_refusal(text)
-            else:
-                self._worker = VllmWorker(connector, NO_SHAPE, settings.queue_bytes)
-                self._worker.refuse(text)
+            logger.error("running without the store: %s: %s", type(error).__name__, error)
+            side = _refused(vllm_config, settings, error, is_scheduler=is_scheduler)
+        self._side = side
+        if isinstance(side, VllmScheduler):
+            self._scheduler = side
+        else:
+            self._worker = side
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -156,27 +154,22 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         """Begin to look the request up."""
-        if self._scheduler is not None:
-            self._scheduler.on_new_request(request)
+        self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded beside the engine's work; None: ask again."""
-        if self._scheduler is None:
-            return 0, False
+        """Return how many tokens can be loaded beside the engine's work; None: come back."""
         tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Take note of the blocks to load into."""
-        if self._scheduler is not None and num_external_tokens:
+        if num_external_tokens:
             self._scheduler.on_alloc(request, num_external_tokens, blocks.get_block_ids())
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return the plan of a step."""
-        if self._scheduler is None:
-            return StepMetadata()
         if HAS_BLOCK_TABLES:
             tables_of = scheduler_output.kv_connector_block_state.get_block_ids
         else:
@@ -185,21 +178,20 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return StepMetadata(self._scheduler.build_plan(scheduler_output, tables_of))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take in what workers have to say."""
+        """Take in what workers report."""
         sent = connector_output.kv_connector_worker_meta
-        if self._scheduler is not None and isinstance(sent, WorkerMetadata):
+        if isinstance(sent, WorkerMetadata):
             self._scheduler.on_report(sent.report)
 
     def has_pending_push_work(self) -> bool:
         """Whether to step on without a request: chunks wait in their pages for a free slot."""
-        return self._scheduler is not None and self._scheduler.has_stores_waiting
+        return self._scheduler.has_stores_waiting
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; its blocks are free at once: who gets them waits for their copy."""
-        if self._scheduler is not None:
-            self._scheduler.finished(request)
+        self._scheduler.finished(request)
         return False, None
 
     def request_finished_all_groups(
@@ -210,35 +202,31 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def reset_cache(self) -> bool | None:
         """Load nothing any more of what was stored before: weights may have changed."""
-        if self._scheduler is not None:
-            self._scheduler.reset()
+        self._scheduler.reset()
         return True
 
     def take_events(self) -> Iterable[Any]:
         """Return what the store was found to hold, and to hold no more, since the last call."""
-        events = self._scheduler.events if self._scheduler is not None else None
+        events = self._scheduler.events
         return events.take() if events is not None else ()
 
     # --- worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the engine's pages."""
-        if self._worker is None:
-            return
         self._registered = kv_caches
         pages = {name: with_heads(each) for name, each in kv_caches.items()}
-        refusal = self._worker.register(pages, self._writer)
-        if refusal:
+        if refusal := self._worker.register(pages, self._writer):
             logger.error("running without the store: %s", refusal)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Pages may be given up and come back; releases below 0.33 do not tell of it."""
+        """Pages may be given up and come back; releases below 0.33 do not call for it."""
         return True
 
     def unregister_kv_caches(self) -> None:
         """Let go of the pages before they are given up."""
-        if self._worker is not None and self._worker.drop_pages():
+        if self._worker.drop_pages():
             self._dropped, self._registered = self._registered, {}
 
     def restore_kv_caches(self) -> None:
@@ -254,14 +242,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Copy what is still to be stored of blocks that the step is about to write to."""
-        if self._worker is not None:
-            known = isinstance(kv_connector_metadata, StepMetadata)
-            self._worker.save_before_overwrite(kv_connector_metadata.plan if known else StepPlan())
+        self._worker.save_before_overwrite(_plan_in(kv_connector_metadata))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the loads of the step."""
-        if self._worker is not None:
-            self._worker.load(self._orders())
+        self._worker.load(_plan_in(self._get_connector_metadata()))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Return at once: a request that is computed has been loaded."""
@@ -273,40 +258,33 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         """Have what the step completed copied and sent while the engine goes on."""
-        if self._worker is not None:
-            self._worker.store(self._orders())
+        self._worker.store(_plan_in(self._get_connector_metadata()))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose loads are over, whether they succeeded or not."""
-        if self._worker is None:
-            return None, None
-        return None, self._worker.finished_loads(is_idle=self._orders().is_idle) or None
+        is_idle = _plan_in(self._get_connector_metadata()).is_idle
+        return None, self._worker.finished_loads(is_idle=is_idle) or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Return the same, and the loads that vLLM has to compute as a whole instead."""
         _, over = self.get_finished(finished_req_ids)
-        failed = self._worker.failed_loads() if self._worker is not None else set()
+        failed = self._worker.failed_loads()
         return TransferResults(finished_recving=over or set(), failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that vLLM has to compute after all."""
-        return self._worker.failed_blocks() if self._worker is not None else set()
+        return self._worker.failed_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return what the scheduler has to learn."""
-        report = self._worker.report() if self._worker is not None else None
+        report = self._worker.report()
         return WorkerMetadata(report) if report is not None else None
-
-    def _orders(self) -> StepPlan:
-        metadata = self._get_connector_metadata()
-        return metadata.plan if isinstance(metadata, StepMetadata) else StepPlan()
 
     # --- both
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return what this side counted since the last call."""
-        side = self._scheduler or self._worker
-        counts = side.counts() if side is not None else {}
+        counts = self._side.counts()
         return StoreStats(counts) if counts else None
 
     @classmethod
@@ -327,9 +305,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """End the threads and the clients, after a moment for stores under way."""
-        for side in (self._scheduler, self._worker):
-            if side is not None:
-                side.close()
+        self._side.close()
+
+
+def _plan_in(metadata: Any) -> StepPlan:
+    return metadata.plan if isinstance(metadata, StepMetadata) else StepPlan()
 
 
 def block_writer(name: str, layer: Any, dtype: torch.dtype) -> BlockWriter:
@@ -358,20 +338,12 @@ def block_writer(name: str, layer: Any, dtype: torch.dtype) -> BlockWriter:
     return write
 
 
-def publishes_events(config: VllmConfig) -> bool:
-    """Whether the engine of *config* publishes KV events."""
-    events = config.kv_events_config
-    return events is not None and events.enable_kv_cache_events
-
-
 def event_maker(config: VllmConfig, cache: KVCacheConfig, shape: KVCacheShape) -> EventMaker:
     """Return how vLLM tells of blocks, for the KV cache groups that keep all of a prompt."""
     block_tokens = shape.block_tokens
     _, hash_tokens = resolve_kv_cache_block_sizes(cache, config)
     kinds = [get_kv_cache_spec_kind(group.kv_cache_spec) for group in cache.kv_cache_groups]
-    ends = {
-        layer.table for group in shape.groups if group.kind in END_KINDS for layer in group.layers
-    }
+    ends = {table for group in shape.groups if group.kind in END_KINDS for table in group.tables}
 
     def hashes(request: Any) -> list[Any]:
         found = resolve_block_hashes(request.block_hashes, hash_tokens, block_tokens)
@@ -385,9 +357,13 @@ def event_maker(config: VllmConfig, cache: KVCacheConfig, shape: KVCacheShape) -
     return EventMaker(block_stored, block_removed, hashes, extra_keys, block_tokens, tuple(groups))
 
 
-def reason_of(error: Exception) -> str:
-    """Return what *error* is called where misses are counted: the field, if it names one."""
-    return str(getattr(error, "field", type(error).__name__))
+def publishes_events(config: VllmConfig) -> bool:
+    """Whether the engine of *config* publishes KV events."""
+    events = config.kv_events_config
+    return events is not None and events.enable_kv_cache_events
+
+
+# --- the halves
 
 
 def _scheduler(
@@ -395,28 +371,20 @@ def _scheduler(
 ) -> VllmScheduler:
     transfer = config.kv_transfer_config
     if transfer.kv_load_failure_policy != "recompute":
-        raise ModelError(
-            "kv_load_failure_policy", transfer.kv_load_failure_policy,
-            'set it to "recompute": else vLLM ends a request whose load failed',
-        )  # fmt: skip
-    chunk_tokens = settings.chunk_tokens_for(shape.block_tokens)
-    events = None
-    if publishes_events(config):
-        maker = event_maker(config, cache, shape)
-        events = KVEvents(maker, chunk_tokens, shape.ranks * shape.stages)
-    scheduler = VllmScheduler(
-        _connector(config, settings, shape, None),
-        shape,
-        role=Role(
-            transfer.is_kv_consumer,
-            transfer.is_kv_producer,
-            settings.handover_ms,
-            settings.wait_ms,
-            settings.first_token_ms,
-            getattr(config, "max_concurrent_batches", 1) - 1,
-        ),
+        fix = 'set it to "recompute": else vLLM ends a request whose load failed'
+        raise ModelError("kv_load_failure_policy", transfer.kv_load_failure_policy, fix)
+    role = Role(
+        transfer.is_kv_consumer,
+        transfer.is_kv_producer,
+        settings.handover_ms,
+        settings.wait_ms,
+        settings.first_token_ms,
+        getattr(config, "max_concurrent_batches", 1) - 1,
     )
-    scheduler.events = events
+    scheduler = VllmScheduler(_connector(config, settings, shape, None), shape, role=role)
+    if publishes_events(config):
+        maker, chunk_tokens = event_maker(config, cache, shape), scheduler.chunk_tokens
+        scheduler.events = KVEvents(maker, chunk_tokens, shape.ranks * shape.stages)
     return scheduler
 
 
@@ -439,28 +407,64 @@ def _connector(
     rectangle = None
     if rank is not None and shape.ranks * shape.stages > 1:
         rectangle = Rectangle.of_rank(identity, rank, shape.ranks, shape.own_layers)
-    client = _client_class(config, rank)(settings.address, identity, options)
-    prefill = settings.prefill if rank is None else None
+    client_class = Client
+    if rank is not None and config.device_config.device_type == "cuda":
+        from kvstore.client.cuda import CudaClient  # it may lack cupy
+
+        client_class = CudaClient
     accuracy = settings.accuracy_for(shape, config.device_config.device_type)
     if accuracy != settings.accuracy:
         fix = "is ignored: into these pages exact copies alone are loaded"
         logger.warning("accuracy=%s %s", settings.accuracy, fix)
     return Connector(
-        client,
+        client_class(settings.address, identity, options),
         durable=settings.durable,
-        prefill=prefill,
+        prefill=settings.prefill if rank is None else None,
         rectangle=rectangle,
         accuracy=accuracy,
     )
 
 
-def _client_class(config: VllmConfig, rank: int | None) -> type[Client]:
-    """Return what a rank whose pages are on a CUDA device reads with: cupy may be missing."""
-    if rank is None or config.device_config.device_type != "cuda":
-        return Client
-    from kvstore.client.cuda import CudaClient
+NO_SHAPE = KVCacheShape((), DEFAULT_CHUNK_TOKENS)
+"""Of an engine that is not understood: nothing is loaded or stored."""
 
-    return CudaClient
+NOWHERE = "127.0.0.1:1"
+"""An address at which nobody answers."""
+
+
+def _refused(
+    config: Any, settings: VllmSettings, error: Exception, *, is_scheduler: bool
+) -> VllmScheduler | VllmWorker:
+    """Return a half that runs without the store, for *error*, and reports it to the server."""
+    name = "vllm-lookup" if is_scheduler else "vllm-rank"
+    connector = Connector(client_of_refused(config, settings, name))
+    text = f"{type(error).__name__}: {error}"
+    if is_scheduler:
+        reason = str(getattr(error, "field", type(error).__name__))
+        role = Role(loads=False, stores=False)
+        scheduler = VllmScheduler(connector, NO_SHAPE, role=role, refusal=reason)
+        scheduler.report_refusal(text)
+        return scheduler
+    worker = VllmWorker(connector, NO_SHAPE, settings.queue_bytes)
+    worker.refuse(text)
+    return worker
+
+
+def client_of_refused(config: Any, settings: VllmSettings, name: str) -> Client:
+    """Return a client of an engine whose KV has no name."""
+    model = str(getattr(getattr(config, "model_config", None), "model", "unknown"))
+    group = LayerGroup(LayerKind.attention, DType.uint8, (0,), 1, 1)
+    rope = RopeParameters(theta=1.0, rotary_dim=0)
+    identity = Model(model, "refused", "none", "none", (group,), rope, "none")
+    try:
+        options = settings.options(DEFAULT_CHUNK_TOKENS, name)
+        options = replace(options, transport="grpc", staging_bytes=1)
+        return Client(settings.address, identity, options)
+    except (*INCOMPATIBLE, KVStoreError, OSError):  # settings that no client can be made of
+        return Client(NOWHERE, identity, ClientOptions())
+
+
+# --- what vLLM logs and exports
 
 
 class StoreStats(KVConnectorStats):  # type: ignore[misc]
@@ -537,25 +541,3 @@ def check_loads_can_fail(shape: KVCacheShape) -> None:
         what = "sliding windows" if shape.has_ends else f"{shape.tables} KV cache groups"
         fix = f"vLLM {vllm.__version__} cannot be told that a load of it failed; 0.30 can"
         raise ModelError("kv_cache_groups", what, fix)
-
-
-NO_SHAPE = KVCacheShape((), DEFAULT_CHUNK_TOKENS)
-"""Of an engine that is not understood: nothing is loaded or stored."""
-
-
-def client_of_refused(config: Any, settings: VllmSettings, name: str) -> Client:
-    """Return a client of an engine whose KV has no name, to report that."""
-    model = str(getattr(getattr(config, "model_config", None), "model", "unknown"))
-    group = LayerGroup(LayerKind.attention, DType.uint8, (0,), 1, 1)
-    rope = RopeParameters(theta=1.0, rotary_dim=0)
-    identity = Model(model, "refused", "none", "none", (group,), rope, "none")
-    try:
-        options = settings.options(DEFAULT_CHUNK_TOKENS, name)
-        options = replace(options, transport="grpc", staging_bytes=1)
-        return Client(settings.address, identity, options)
-    except (*INCOMPATIBLE, KVStoreError, OSError):  # settings that no client can be made of
-        return Client(NOWHERE, identity, ClientOptions())
-
-
-NOWHERE = "127.0.0.1:1"
-"""An address at which nobody answers."""

@@ -237,9 +237,10 @@ def shape_of(config: Any, cache: Any) -> KVCacheShape:
             "layers", len(names), f"the model has {layers}; draft and shared layers are not stored"
         )
     fp8 = _FP8_CACHE.get(stated)
-    tables = range(len(cache.kv_cache_groups))
-    groups = _merged([one for table in tables for one in _kept(cache, table, fp8)])
-    block_tokens = _block_tokens(cache)
+    groups = _groups(cache, fp8)
+    sizes = sorted({group.kv_cache_spec.block_size for group in cache.kv_cache_groups})
+    if len(sizes) != 1:
+        raise ModelError("block_size", sizes, "blocks of all layers need as many tokens")
     if stages > 1:
         groups = (_of_all_stages(groups, layers, stages),)
     elif groups[0].layers[0].number:
@@ -252,7 +253,7 @@ def shape_of(config: Any, cache: Any) -> KVCacheShape:
     is_latent = any(group.kind is LayerKind.mla for group in groups)
     continues = not is_latent or bool(config.scheduler_config.enable_chunked_prefill)
     quantization = "none" if fp8 is None else fp8.name
-    return KVCacheShape(groups, block_tokens, ranks, stages, quantization, continues)
+    return KVCacheShape(groups, int(sizes[0]), ranks, stages, quantization, continues)
 
 
 def _of_all_stages(groups: Sequence[LayerGroupShape], layers: int, stages: int) -> LayerGroupShape:
@@ -279,35 +280,33 @@ def _of_all_ranks(group: LayerGroupShape, total: int, ranks: int) -> LayerGroupS
     return replace(group, model_kv_heads=total)
 
 
-def _block_tokens(cache: Any) -> int:
-    sizes = sorted({group.kv_cache_spec.block_size for group in cache.kv_cache_groups})
-    if len(sizes) != 1:
-        raise ModelError("block_size", sizes, "blocks of all layers need as many tokens")
-    return int(sizes[0])
-
-
-def _kept(cache: Any, table: int, fp8: DType | None) -> list[LayerGroupShape]:
-    """Return what each layer of one of vLLM's groups keeps, a group for each.
+def _groups(cache: Any, fp8: DType | None) -> tuple[LayerGroupShape, ...]:
+    """Return groups of all layers of a kind and shape, ordered by their first layers' numbers.
 
     *fp8*: what pages of bytes have.
     """
-    group = cache.kv_cache_groups[table]
-    spec = group.kv_cache_spec
-    kind = _kind(spec)
-    numbered = [(numbers_in(name), name) for name in group.layer_names]
-    if any(len(numbers) != 1 for numbers, _ in numbered):
-        raise ModelError("layers", group.layer_names[:4], "one number in a layer's name")
-    dtype = DType.parse(str(spec.dtype))
-    if fp8 is not None and dtype.item_bytes == 1:
-        dtype = fp8
-    window = _whole_blocks(spec) + 1 if kind is LayerKind.window else 0
-    return [
-        LayerGroupShape(
-            kind, dtype, spec.num_kv_heads, spec.head_size, window,
-            (LayerRef(name, number, table),),
-        )
-        for (number,), name in numbered
-    ]  # fmt: skip
+    layers: list[tuple[LayerRef, LayerGroupShape]] = []
+    for table, group in enumerate(cache.kv_cache_groups):
+        spec = group.kv_cache_spec
+        kind, dtype = _kind(spec), DType.parse(str(spec.dtype))
+        if fp8 is not None and dtype.item_bytes == 1:
+            dtype = fp8
+        window = _whole_blocks(spec) + 1 if kind is LayerKind.window else 0
+        alike = LayerGroupShape(kind, dtype, spec.num_kv_heads, spec.head_size, window, ())
+        for name in group.layer_names:
+            numbers = numbers_in(name)
+            if len(numbers) != 1:
+                raise ModelError("layers", group.layer_names[:4], "one number in a layer's name")
+            layers.append((LayerRef(name, numbers[0], table), alike))
+    layers.sort(key=lambda one: one[0].number)
+    first = layers[0][0].number
+    if [layer.number for layer, _ in layers] != list(range(first, first + len(layers))):
+        names = [layer.name for layer, _ in layers][:4]
+        raise ModelError("layers", names, "one number a layer, and none left out")
+    found: dict[LayerGroupShape, list[LayerRef]] = {}
+    for layer, alike in layers:
+        found.setdefault(alike, []).append(layer)
+    return tuple(replace(alike, layers=tuple(refs)) for alike, refs in found.items())
 
 
 def _kind(spec: Any) -> LayerKind:
@@ -338,19 +337,6 @@ def _whole_blocks(spec: Any) -> int:
     among them: of a prompt that is stored to its end vLLM computes that token once more."""
     block_tokens, window_tokens = int(spec.block_size), int(spec.sliding_window)
     return -(-window_tokens // block_tokens) * block_tokens
-
-
-def _merged(kept: Sequence[LayerGroupShape]) -> tuple[LayerGroupShape, ...]:
-    """Return groups of all layers of a kind and shape, ordered by their first layers' numbers."""
-    layers = sorted((layer for one in kept for layer in one.layers), key=lambda one: one.number)
-    first = layers[0].number
-    if [layer.number for layer in layers] != list(range(first, first + len(layers))):
-        names = [layer.name for layer in layers][:4]
-        raise ModelError("layers", names, "one number a layer, and none left out")
-    alike: dict[LayerGroupShape, list[LayerRef]] = {}
-    for one in sorted(kept, key=lambda one: one.layers[0].number):
-        alike.setdefault(replace(one, layers=()), []).extend(one.layers)
-    return tuple(replace(shape, layers=tuple(found)) for shape, found in alike.items())
 
 
 def numbers_in(name: str) -> list[int]:

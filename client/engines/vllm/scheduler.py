@@ -7,7 +7,6 @@ vLLM's Request and SchedulerOutput by their fields, without importing vLLM.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections import Counter, OrderedDict, deque
@@ -121,7 +120,7 @@ class VllmScheduler:
         """With a *refusal* every request is a counted miss, for it, and nothing is looked up."""
         options = lookups.client.options
         self._lookups = lookups
-        self._chunk_tokens = options.chunk_tokens
+        self.chunk_tokens = options.chunk_tokens
         self._block_tokens = shape.block_tokens
         self._continues, self._has_ends = shape.continues, shape.has_ends
         self._all_or_nothing = shape.has_ends or shape.tables > 1
@@ -149,11 +148,11 @@ class VllmScheduler:
         """Where KV events go; None if there are none."""
         self._desk = LookupWorker(
             self._find,
-            self._chunk_tokens,
+            self.chunk_tokens,
             options.retry_after_ms / 1000,
             clock,
             0 if refusal else WAITERS if role.wait_ms else 1,
-            self._withdraw if role.handover_ms else None,
+            partial(self._announce, within_ms=0) if role.handover_ms else None,
         )
 
     def _find(self, digests: Sequence[ChainDigest]) -> LookupResult | None:
@@ -162,7 +161,7 @@ class VllmScheduler:
         nothing: LookupResult | None = None
         result = self._lookups.ask(partial(self._look, digests), nothing)
         if result is not None and self._role.handover_ms and result.found < len(digests):
-            self._lookups.ask(partial(self._announce, digests[result.found :]), None)
+            self._announce(digests[result.found :], self._role.handover_ms)
         return result
 
     def _look(self, digests: Sequence[ChainDigest]) -> LookupResult:
@@ -171,19 +170,17 @@ class VllmScheduler:
             return LookupResult()
         least = self._lookups.allowed(self._lookups.least).least
         match = self._lookups.client.lookup(keys, min_accuracy=least, wait_ms=self._role.wait_ms)
-        worth = self._lookups.worth_loading(match, len(keys) * self._chunk_tokens)
+        worth = self._lookups.worth_loading(match, len(keys) * self.chunk_tokens)
         # A prefix of windows can be gone on from at its end only.
         is_useless = self._has_ends and worth < match.ready
         return LookupResult(0 if is_useless else worth, match.ready)
 
-    def _announce(self, digests: Sequence[ChainDigest]) -> int | None:
-        return self._lookups.client.announce_puts(self._keys(digests), self._role.handover_ms)
-
-    def _withdraw(self, digests: Sequence[ChainDigest]) -> None:
-        self._lookups.ask(lambda: self._lookups.client.announce_puts(self._keys(digests), 0), None)
+    def _announce(self, digests: Sequence[ChainDigest], within_ms: int) -> None:
+        client = self._lookups.client
+        self._lookups.ask(lambda: client.announce_puts(self._keys(digests), within_ms), 0)
 
     def _keys(self, digests: Sequence[ChainDigest]) -> list[ChunkKey]:
-        """Name chunks; asking for the namespace opens a session, even for none."""
+        """Name chunks; the namespace opens a session, even for none."""
         space = self._lookups.client.namespace
         return [chunk_key(space, digest) for digest in digests]
 
@@ -205,8 +202,7 @@ class VllmScheduler:
                 request,
                 self._look_up(request),
                 request.num_preemptions,
-                self._hints(request),
-                self._deadline(request),
+                *self._hints_of(request),
             )
         elif tracked.preemptions != request.num_preemptions:
             # Its blocks are gone; what was stored of it meanwhile may be loaded.
@@ -214,22 +210,20 @@ class VllmScheduler:
             tracked.is_loaded = tracked.is_looked_at = False
         return tracked
 
-    def _hints(self, request: Any) -> Hints:
-        handover_ms = self._role.handover_ms
+    def _hints_of(self, request: Any) -> tuple[Hints, Deadline | None]:
+        """Return what is stated of a request; what a user stated wrongly may not end the engine."""
+        handover_ms, usual_ms = self._role.handover_ms, self._role.first_token_ms
         try:
             hints = hints_of(request)
-            return hints if hints.handover_ms else replace(hints, handover_ms=handover_ms)
-        except (*INCOMPATIBLE, KVStoreError):  # what a user stated may not end the engine
+            hints = hints if hints.handover_ms else replace(hints, handover_ms=handover_ms)
+        except (*INCOMPATIBLE, KVStoreError):
             self.counted["bad_hints"] += 1
-            return Hints(handover_ms=handover_ms)
-
-    def _deadline(self, request: Any) -> Deadline | None:
-        usual_ms = self._role.first_token_ms
+            hints = Hints(handover_ms=handover_ms)
         try:
             usual_ms = deadline_ms_of(request, usual_ms)
         except KVStoreError:
             self.counted["bad_hints"] += 1
-        return Deadline(usual_ms / 1000) if usual_ms else None
+        return hints, Deadline(usual_ms / 1000) if usual_ms else None
 
     def _look_up(self, request: Any) -> PendingLookup:
         identify = partial(self._hasher.identity, request, self._epoch)
@@ -245,7 +239,7 @@ class VllmScheduler:
             return 0
         tracked = self._track(request)
         tracked.computed_tokens = computed_tokens
-        whole_tokens = request.num_tokens // self._chunk_tokens * self._chunk_tokens
+        whole_tokens = request.num_tokens // self.chunk_tokens * self.chunk_tokens
         is_unwanted = getattr(request, "skip_reading_prefix_cache", False) or not self._role.loads
         if tracked.is_loaded or is_unwanted or whole_tokens <= computed_tokens:
             return 0
@@ -260,7 +254,7 @@ class VllmScheduler:
             if self._clock() - lookup.began_s < self._late_s:
                 return None
             return self._counted(tracked, 0, "late")
-        stop = result.ready * self._chunk_tokens
+        stop = result.ready * self.chunk_tokens
         if self._has_ends and stop >= request.num_tokens:
             # vLLM computes the last token again, but by then gave up what only its window sees.
             stop = request.num_tokens - 1
@@ -309,7 +303,7 @@ class VllmScheduler:
         tracked = self._track(request)
         start = tracked.computed_tokens
         stop = start + loaded_tokens
-        size, block = self._chunk_tokens, self._block_tokens
+        size, block = self.chunk_tokens, self._block_tokens
         first = start // size
         digests = tuple(tracked.lookup.digests[first : -(-stop // size)])
         blocks = slice(first * size // block, -(-stop // block))
@@ -395,32 +389,33 @@ class VllmScheduler:
         tracked = self._tracked.get(request_id)
         if tracked is None:
             return None
-        request, size = tracked.request, self._chunk_tokens
+        request, size = tracked.request, self.chunk_tokens
         if not tracked.is_looked_at:
             self._look_at(tracked)
         # Tokens that are only guessed are not among the request's own.
         whole = min(request.num_computed_tokens + tokens, request.num_tokens) // size
-        is_new = tracked.stored is None or whole > tracked.stored
-        if not is_new or not self._may_store(tracked):  # most steps complete no chunk
-            return None
+        if tracked.stored is not None and whole <= tracked.stored:
+            return None  # most steps complete no chunk
         chain = tracked.lookup.chain
-        assert chain is not None
+        if not self._role.stores or self._refusal or self._desk.is_down or chain is None:
+            return None
         if tracked.stored is None:
             # What the lookup did not find is stored, even if this engine had it cached.
             tracked.stored = tracked.lookup.found
         first, tracked.stored = tracked.stored, max(tracked.stored, whole)
         chain.extend(request.all_token_ids, whole)
         whole = self._exact_of(tracked, first, whole)
-        while first < whole and self._is_recent(chain.chunks[first].digest):
+        old_s = self._clock() - RECENT_S
+        while first < whole and self._recent.get(chain.chunks[first].digest, old_s) > old_s:
             first += 1
         if first >= whole:
             return None
-        self._remember([chunk.digest for chunk in chain.chunks[first:whole]])
+        chunks = tuple(chain.chunks[first:whole])
+        self._remember(chunk.digest for chunk in chunks)
         if self.events is not None:
-            self.events.ordered(request, chain.chunks[first:whole])
+            self.events.ordered(request, chunks)
         blocks = slice(first * size // self._block_tokens, whole * size // self._block_tokens)
         tables = tuple(tuple(table[blocks]) for table in tables_of(request_id))
-        chunks = tuple(chain.chunks[first:whole])
         return SaveSpec(request_id, chunks, tables, tracked.hints)
 
     def _look_at(self, tracked: RequestTracker) -> None:
@@ -440,16 +435,13 @@ class VllmScheduler:
 
         Nobody is to wait for the others.
         """
-        stop = max(first, min(whole, tracked.exact_tokens // self._chunk_tokens))
+        stop = max(first, min(whole, tracked.exact_tokens // self.chunk_tokens))
         if stop < whole:
             self.counted["lossy_unstored_chunks"] += whole - stop
             self._desk.take_back(tracked.lookup.digests[stop:whole])
         return stop
 
-    def _is_recent(self, digest: ChainDigest) -> bool:
-        return self._clock() - self._recent.get(digest, -math.inf) < RECENT_S
-
-    def _remember(self, digests: Sequence[ChainDigest]) -> None:
+    def _remember(self, digests: Iterable[ChainDigest]) -> None:
         for digest in digests:
             self._recent.pop(digest, None)
             self._recent[digest] = self._clock()
@@ -460,10 +452,6 @@ class VllmScheduler:
         """Have chunks that are not there stored by who computes them next."""
         for digest in digests:
             self._recent.pop(digest, None)
-
-    def _may_store(self, tracked: RequestTracker) -> bool:
-        is_possible = self._role.stores and not self._refusal and not self._desk.is_down
-        return is_possible and tracked.lookup.chain is not None
 
     # --- reports
 
@@ -478,7 +466,7 @@ class VllmScheduler:
         if self.events is not None:
             self.events.stored(report.stored)
         for request_id, chunks in report.lossy_loads.items():
-            self._learn_lossy(request_id, chunks)
+            self._note_lossy(request_id, chunks)
         for request_id, chunks in report.short_loads.items():
             tracked = self._tracked.get(request_id)
             if tracked is None:
@@ -494,12 +482,12 @@ class VllmScheduler:
                 if self.events is not None:
                     self.events.lost(lost)
 
-    def _learn_lossy(self, request_id: str, chunks: int) -> None:
+    def _note_lossy(self, request_id: str, chunks: int) -> None:
         """Take in that only the first *chunks* of a request's load were read exactly."""
         tracked = self._tracked.get(request_id)
         if tracked is None:
             return  # it was given up while it loaded, and vLLM keeps nothing of such a load
-        exact = (tracked.loaded_from + chunks) * self._chunk_tokens
+        exact = (tracked.loaded_from + chunks) * self.chunk_tokens
         tracked.exact_tokens = min(tracked.exact_tokens, exact)
         self._lossy.note(tracked.request, exact, tracked.loaded_stop)
         self.counted["lossy_hit_tokens"] += tracked.loaded_stop - exact

@@ -438,7 +438,7 @@ def test_an_engine_that_is_refused_counts_each_request_as_a_miss_for_its_reason(
         assert [refused.matched_tokens(request, 0) for _ in range(2)] == [0, 0]
         refused.finished(request)
     plan = refused.build_plan(step(a=200), lambda _: [[1]])
-    assert plan.loads == plan.stores == ()
+    assert (plan.loads, plan.stores) == ((), ())
     assert refused.counts() == {"lookups": 2, "miss_kv_cache_dtype": 2, "prompt_tokens": 400}
     assert refused.counts() == {}
     refused.close()
