@@ -152,7 +152,7 @@ class VllmScheduler:
             options.retry_after_ms / 1000,
             clock,
             0 if refusal else WAITERS if role.wait_ms else 1,
-            partial(self._announce, within_ms=0) if role.handover_ms else None,
+            partial(self._announce, within_s=0.0) if role.handover_ms else None,
         )
 
     def _find(self, digests: Sequence[ChainDigest]) -> LookupResult | None:
@@ -161,7 +161,7 @@ class VllmScheduler:
         nothing: LookupResult | None = None
         result = self._lookups.ask(partial(self._look, digests), nothing)
         if result is not None and self._role.handover_ms and result.found < len(digests):
-            self._announce(digests[result.found :], self._role.handover_ms)
+            self._announce(digests[result.found :], self._role.handover_ms / 1000)
         return result
 
     def _look(self, digests: Sequence[ChainDigest]) -> LookupResult:
@@ -169,15 +169,16 @@ class VllmScheduler:
         if not keys:
             return LookupResult()
         least = self._lookups.allowed(self._lookups.least).least
-        match = self._lookups.client.lookup(keys, min_accuracy=least, wait_ms=self._role.wait_ms)
+        wait_s = self._role.wait_ms / 1000
+        match = self._lookups.client.lookup(keys=keys, accuracy=least, wait=wait_s)
         worth = self._lookups.worth_loading(match, len(keys) * self.chunk_tokens)
         # A prefix of windows can be gone on from at its end only.
         is_useless = self._has_ends and worth < match.ready
         return LookupResult(0 if is_useless else worth, match.ready)
 
-    def _announce(self, digests: Sequence[ChainDigest], within_ms: int) -> None:
+    def _announce(self, digests: Sequence[ChainDigest], within_s: float) -> None:
         client = self._lookups.client
-        self._lookups.ask(lambda: client.announce_puts(self._keys(digests), within_ms), 0)
+        self._lookups.ask(lambda: client.announce_puts(self._keys(digests), within=within_s), 0)
 
     def _keys(self, digests: Sequence[ChainDigest]) -> list[ChunkKey]:
         """Name chunks; the namespace opens a session, even for none."""
