@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
-from kvstore.client.server_link import FIRST_GUESS_BYTES_PER_S
-
 from bench.report import Report
 from bench.slo_replay import (
     Outcome,
@@ -30,6 +28,7 @@ from bench.slo_replay import (
 from kvstore.client.levels import LevelledChunk, PlanTerms, later_s
 from kvstore.client.link_meter import LinkMeter
 from kvstore.client.prefill import PrefillModel
+from kvstore.client.server_link import FIRST_GUESS_BYTES_PER_S
 from kvstore.proto.types import Accuracy
 
 CHUNK_TOKENS = 256
