@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -89,7 +89,7 @@ class WorkerReport:
     """Those of ``short_loads`` of which a chunk has lossy copies only that may not be used."""
     stored: Counter[ChainDigest] = field(default_factory=Counter)
     """Chunks in the store now, and by how many ranks, where there are KV events."""
-    unstored: dict[ChainDigest, None] = field(default_factory=dict)
+    unstored: OrderedDict[ChainDigest, None] = field(default_factory=OrderedDict)
     """Chunks that were to be stored and will not come, the oldest first."""
     refusal: str = ""
     """Why this engine's pages cannot be stored, if they cannot."""

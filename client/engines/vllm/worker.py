@@ -461,7 +461,7 @@ class VllmWorker:
         unstored = self._report.unstored
         unstored.update(dict.fromkeys(chunk.digest for chunk in chunks))
         while len(unstored) > MOST_UNSTORED:
-            del unstored[next(iter(unstored))]
+            unstored.popitem(last=False)
 
     def _chunk(self, named: ChunkName, staged: Staged | None = None) -> Chunk:
         """Return a chunk to put; without its tensors where nothing is *staged*."""
