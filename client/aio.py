@@ -16,9 +16,9 @@ from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from kvstore.client.chunk_reads import STOPPED
-from kvstore.client.client import MAX_WAIT_S, Client, Keys, Tokens, milliseconds
+from kvstore.client.client import MAX_WAIT_S, Client, Keys, Tokens
 from kvstore.client.events import EventPage, Place, followed
-from kvstore.client.options import ClientOptions
+from kvstore.client.options import ClientOptions, milliseconds
 from kvstore.proto.plans import EngineTerms
 from kvstore.proto.types import Accuracy, Match, Model
 

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 from kvstore.client.batches import MAX_OPEN_BATCHES, batches
 from kvstore.client.deadline import Levelled, LevelledGet, beside
-from kvstore.client.decode import Layer, LayerReader, Room, direct
+from kvstore.client.decode import Layer, LayerReader, Room, direct, given
 from kvstore.client.levels import PlanTerms
 from kvstore.client.rectangle_room import RectangleRoom
 from kvstore.client.retry import countdown
 from kvstore.client.server_link import LeftMs, ServerLink, digest_of, packed
+from kvstore.client.tensors import LayerTensors
 from kvstore.client.transport import Arrival, ReadPlan, Transport
 from kvstore.client.transport import read_layers as transport_layers
 from kvstore.client.whole_frame import checked, join_parts
@@ -27,6 +28,7 @@ from kvstore.proto.errors import (
     ChunkCorruptError,
     DeadlineError,
     InvalidFrameError,
+    InvalidRequestError,
     KVStoreError,
     LayoutMismatchError,
     TierUnavailableError,
@@ -114,6 +116,15 @@ def at_least(
             return
         copies.append(Copy(stated, arrived.tier))
         yield arrived
+
+
+def room_in(keys: Sequence[ChunkKey], out: Sequence[LayerTensors] | Room | None) -> Room:
+    """Return where chunks of *keys* go. Raises InvalidRequestError for too few entries."""
+    if callable(out):
+        return out
+    if out is not None and len(out) < len(keys):
+        raise InvalidRequestError("out", len(out), f"give {len(keys)} entries")
+    return given(out)
 
 
 STOPPED: ContextVar[threading.Event | None] = ContextVar("STOPPED", default=None)
@@ -264,5 +275,16 @@ def read_frame(
         except (ChunkCorruptError, InvalidFrameError):
             link.quarantine(transport, key)
             raise
+
+    return link.run(work)
+
+
+def list_chunks(link: ServerLink, request: pb.ListRequest) -> Sequence[pb.ChunkStat]:
+    """See ``Client.list``."""
+
+    def work(transport: Transport, left_ms: LeftMs) -> Sequence[pb.ChunkStat]:
+        request.session_id = transport.session.terms.session_id
+        pages = link.connection.stream("List", request, left_ms())
+        return [chunk for page in pages for chunk in page.chunks]
 
     return link.run(work)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from numbers import Real
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar, Self, TypeAlias
 from weakref import finalize, ref
@@ -19,13 +19,18 @@ from kvstore.client.deadline import Levelled
 from kvstore.client.decode import Layer, Room, given
 from kvstore.client.events import EventStream, Place
 from kvstore.client.forks import FORKS
-from kvstore.client.kv import KV, Prompt, empty_kv, first_tokens, kv_of
+from kvstore.client.kv import KV, Hit, Prompt, empty_kv, first_tokens, kv_of
 from kvstore.client.layer_sink import PutTerms
 from kvstore.client.layered_put import LayeredPut
 from kvstore.client.lease import Lease
 from kvstore.client.levels import PlanTerms
 from kvstore.client.lookups import look_up, prefix_plan, viewer
-from kvstore.client.options import MAX_DEADLINE_MS, MAX_NAME_CHARS, ClientOptions
+from kvstore.client.options import (
+    MAX_DEADLINE_MS,
+    MAX_NAME_CHARS,
+    ClientOptions,
+    milliseconds,
+)
 from kvstore.client.page_names import page_digests
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.rectangle_room import RectangleRoom
@@ -70,19 +75,6 @@ Keys: TypeAlias = Sequence[ChunkKey] | None
 """In place of a prompt's tokens the names of its chunks: of a call one of the two is given."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """What a ``get`` found: the first ``tokens`` of the prompt, in ``chunks`` that were read.
-
-    ``tiers``: where each chunk came from. ``kv``: the tensors, where no ``out`` was given.
-    """
-
-    tokens: int
-    chunks: int
-    tiers: tuple[str, ...]
-    kv: Any = None
-
-
 class Client:
     """Put, look up and get the KV of one Model. Thread-safe.
 
@@ -104,12 +96,7 @@ class Client:
         self.address = address
         self.counts: Callable[[], Mapping[str, int]] = dict
         """Returns what the engine counted, for ``kvstore explain``; each heartbeat reports it."""
-        client = ref(self)  # the session's thread must not keep the client
-
-        def counts() -> Mapping[str, int]:
-            found = client()
-            return {} if found is None else found.counts()
-
+        counts = partial(_counts, ref(self))  # the session's thread must not keep the client
         self._link = ServerLink(address, model, self.options, counts, self.shared_memory)
         _ = self._link.connection  # which raises for an access that will not do
         self._end = self._ends()
@@ -266,7 +253,7 @@ class Client:
         wait: float = 0.0,
         timeout: float | None = None,
     ) -> Match:
-        """Find the longest prefix that can be read now: one round trip a batch of the server's size.
+        """Find the longest prefix that can be read now, in a round trip a batch.
 
         With *engine* the match has a ``plan``: which chunks to load and which to recompute, never
         slower than to recompute all. The answer waits *wait* seconds at most until chunks are here
@@ -307,7 +294,7 @@ class Client:
         def read(
             some: Sequence[ChunkKey], out: Sequence[LayerTensors] | None
         ) -> list[ChunkTensors]:
-            room = _room(some, out)
+            room = chunk_reads.room_in(some, out)
             request = chunk_reads.ChunkRequest(some, room, accuracy, deadline_ms, leases)
             return chunk_reads.read_prefix(self._link, request).tensors
 
@@ -375,7 +362,7 @@ class Client:
         is filled with what the copy of each chunk states. With a *rectangle* tensors, layouts and
         *out* are what one rank has of each chunk.
         """
-        room = chunk_reads.stoppable(_room(keys, out))
+        room = chunk_reads.stoppable(chunk_reads.room_in(keys, out))
         if rectangle is not None:
             room = RectangleRoom(room, rectangle, self.model)
         prefix = self._prefix(keys, room, accuracy, timeout)
@@ -408,7 +395,7 @@ class Client:
         accuracy: Accuracy = Accuracy.exact,
     ) -> Generator[Layer, None, None]:
         """Read like ``get_layers``, into *out* as ``get_chunks``."""
-        return self._layers(keys, _room(keys, out), accuracy, None)
+        return self._layers(keys, chunk_reads.room_in(keys, out), accuracy, None)
 
     def put_chunk_layers(
         self,
@@ -441,7 +428,9 @@ class Client:
         it the caller computes ``Levelled.to_compute`` afterwards. Returns in time whatever happens
         to the store, once there was a session. Raises what *compute* raises, too.
         """
-        return chunk_reads.read_levelled(self._link, keys, terms, _room(keys, out), compute)
+        return chunk_reads.read_levelled(
+            self._link, keys, terms, chunk_reads.room_in(keys, out), compute
+        )
 
     # --- segments that are no prefixes
 
@@ -552,14 +541,8 @@ class Client:
         """
         if not 0 <= limit < 1 << 32:
             raise InvalidRequestError("limit", limit, "give 0 to 2^32-1")
-
-        def work(transport: Transport, left_ms: LeftMs) -> Sequence[pb.ChunkStat]:
-            session_id = transport.session.terms.session_id
-            request = pb.ListRequest(session_id=session_id, limit=limit, after=after, prefix=prefix)
-            pages = self._link.connection.stream("List", request, left_ms())
-            return [chunk for page in pages for chunk in page.chunks]
-
-        return self._link.run(work)
+        request = pb.ListRequest(limit=limit, after=after, prefix=prefix)
+        return chunk_reads.list_chunks(self._link, request)
 
     def frame(
         self, key: ChunkKey, *, accuracy: Accuracy = Accuracy.exact
@@ -620,17 +603,6 @@ class Client:
         return chunk_reads.read_layers_retried(self._link, request)
 
 
-def milliseconds(name: str, seconds: float, most_s: float) -> int:
-    """Return *seconds*, the argument *name*, in milliseconds. Raises InvalidRequestError."""
-    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 <= seconds <= most_s:
-        raise InvalidRequestError(name, seconds, f"give 0 to {most_s:g} seconds")
-    return round(1000 * float(seconds))
-
-
-def _room(keys: Sequence[ChunkKey], out: Sequence[LayerTensors] | Room | None) -> Room:
-    """Return where chunks of *keys* go. Raises InvalidRequestError for too few entries."""
-    if callable(out):
-        return out
-    if out is not None and len(out) < len(keys):
-        raise InvalidRequestError("out", len(out), f"give {len(keys)} entries")
-    return given(out)
+def _counts(client: ref[Client]) -> Mapping[str, int]:
+    found = client()
+    return {} if found is None else found.counts()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypeAlias
 
@@ -205,3 +206,16 @@ class Prompt:
     def least_tokens(self) -> int:
         """The room that KV of this prompt needs."""
         return self.stop if self._exact or not self.stop else self.stop - self._size + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What a ``get`` found: the first ``tokens`` of the prompt, in ``chunks`` that were read.
+
+    ``tiers``: where each chunk came from. ``kv``: the tensors, where no ``out`` was given.
+    """
+
+    tokens: int
+    chunks: int
+    tiers: tuple[str, ...]
+    kv: Any = None

@@ -48,7 +48,7 @@ class LayeredPut:
     def layer(
         self,
         layer_id: int,
-        tensors: Sequence[Sequence[TensorLike | BlockPart]] | Sequence[TensorLike],
+        tensors: Sequence[Sequence[TensorLike | BlockPart]] | Sequence[TensorLike] | TensorLike,
     ) -> None:
         """Give the layer of the model's number *layer_id*: its parts, K and V, over all tokens of
         the prompt; of a put of chunks ``tensors[i]`` are the parts of chunk i.
@@ -66,7 +66,7 @@ class LayeredPut:
             raise InvalidRequestError("layer_id", layer_id, fix)
         segment = self._segments[layer_id]
         components = self._components[segment]
-        chunks: Sequence[Any] = tensors
+        chunks: Any = tensors
         if self.spans is not None:
             chunks = self._cut(tensors, components[0].parts)
         if len(chunks) != len(components):

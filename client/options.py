@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -66,3 +66,10 @@ class ClientOptions:
             check_text(name, getattr(self, name), MAX_NAME_CHARS)
         if self.deadline_ms > MAX_DEADLINE_MS:
             raise InvalidRequestError("deadline_ms", self.deadline_ms, f"at most {MAX_DEADLINE_MS}")
+
+
+def milliseconds(name: str, seconds: float, most_s: float) -> int:
+    """Return *seconds*, the argument *name*, in milliseconds. Raises InvalidRequestError."""
+    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 <= seconds <= most_s:
+        raise InvalidRequestError(name, seconds, f"give 0 to {most_s:g} seconds")
+    return round(1000 * float(seconds))
