@@ -1,4 +1,4 @@
-"""A prefix whose layers load while the model computes those before them.
+"""Loads that the model computes beside: chunk by chunk for a deadline, or layer by layer.
 
 A forward needs a layer's keys and values when it comes to that layer. Over a slow link the first
 one is there long before the last one: what is computed meanwhile costs no time.
@@ -14,11 +14,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.prefix import Allowed, Asked, Prefix, Room, Span
+from kvstore.client.engines.transformers.cache import forward
 from kvstore.client.layers import Layer
 from kvstore.client.link_meter import LinkMeter
 from kvstore.client.tensors import LayerTensors
@@ -34,6 +35,39 @@ WAITED_S = 0.001
 """A layer that took longer than this was waited for: by then the link had brought no more."""
 
 T = TypeVar("T")
+
+
+class Beside:
+    """Computes chunks of a prompt into *cache* while others load; what it raises is in ``error``.
+
+    The last token is left to generate from. *note* is told how many tokens took how many seconds.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: Cache,
+        tokens: Sequence[int],
+        chunk_tokens: int,
+        note: Callable[[int, float], None],
+    ) -> None:
+        self._model, self._cache, self._note = model, cache, note
+        self._ids = torch.tensor([tokens], device=model.device)
+        self._chunk_tokens = chunk_tokens
+        self.error: Exception | None = None
+
+    def __call__(self, chunks: range) -> None:
+        """Compute *chunks*, those behind what the cache has."""
+        start = chunks.start * self._chunk_tokens
+        some = self._ids[:, start : min(chunks.stop * self._chunk_tokens, self._ids.shape[1] - 1)]
+        began_s = time.perf_counter()
+        try:
+            last = forward(self._model, some, self._cache)
+            float(last[0, 0])  # the next is begun once this is done, on a device, too
+        except Exception as error:
+            self.error = error
+            raise
+        self._note(some.shape[1], time.perf_counter() - began_s)
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
@@ -55,17 +89,6 @@ class Link:
         """Held by the one load that is layer by layer: two would wait for each other's layers."""
         self.is_doubted = False
         """Whether a load layer by layer was lost, and none that is whole has been seen since."""
-
-
-def _holding(
-    lock: threading.Lock, layers: Generator[Layer, None, None]
-) -> Generator[Layer, None, None]:
-    """Yield *layers*; release *lock*, which is held, once they end or are closed."""
-    try:
-        with closing(layers):
-            yield from layers
-    finally:
-        lock.release()
 
 
 class _LayerLostError(Exception):
@@ -184,8 +207,15 @@ class LayerLoad:
 
     def _begin(self, keys: Sequence[ChunkKey], out: Sequence[LayerTensors]) -> Sequence[Stated]:
         """Return what the chunks state of which the first layer came."""
-        layers = self._connector.client.get_layers(keys, out)
-        self._layers = _holding(self._link.layered, layers)
+
+        def holding() -> Generator[Layer, None, None]:
+            try:
+                with closing(self._connector.client.get_layers(keys, out)) as layers:
+                    yield from layers
+            finally:
+                self._link.layered.release()
+
+        self._layers = holding()
         self._draw()
         return [EXACT] * min(self._counts.values(), default=0)
 
