@@ -13,6 +13,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -69,8 +70,8 @@ from kvstore.client.engines.transformers.requests import (
 )
 from kvstore.client.engines.transformers.staging import Staging, device_of
 from kvstore.client.prefill import Deadline
-from kvstore.client.reader import Room
 from kvstore.client.tensors import LayerTensors, to_arrays
+from kvstore.codecs.base import AnyTensors
 from kvstore.proto.blend import GateView
 from kvstore.proto.device import Device
 from kvstore.proto.errors import InvalidRequestError, ModelError
@@ -282,29 +283,29 @@ class TransformersConnector(Connector):
     ) -> Prefix:
         """Have the prefix of *tokens* in *cache*, or with *load* on its way there."""
         buffers: list[PrefixBuffers] = []
-        has_ends, device = self._shape.has_ends, self._model.device
+        staging, has_ends = self._staging, self._shape.has_ends
 
-        def by_layout(spans: Sequence[Span]) -> Room:
-            buffers.append(PrefixBuffers(self._shape, spans, device))
-            return lambda index, layout: to_arrays(buffers[0].chunk(index, layout))
-
-        def staged(
+        def read(
             keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Accuracy
         ) -> Sequence[Stated]:
-            assert self._staging is not None
-            buffers[:] = buffers or [PrefixBuffers(self._shape, spans, device)]
-            found = self._staging.read(self.client, keys, buffers[0], first, least)
-            return () if has_ends and len(found) < len(keys) else found
+            buffers[:] = buffers or [PrefixBuffers(self._shape, spans, self._model.device)]
+            stated: list[Stated] = []
 
-        if self._staging is not None:
-            with self._staging.lock:
-                prefix = self._counted(tokens, staged, call.extra, call.allowed, whole=has_ends)
-        elif has_ends:
-            prefix = self.load_ends(tokens, by_layout, call.extra)
+            def place(index: int, layout: KVLayout) -> AnyTensors:
+                return to_arrays(buffers[0].chunk(first + index, layout))
+
+            if staging is None:
+                self.client.get_into(keys[first:], place, min_accuracy=least, stated=stated)
+            else:
+                stated = staging.read(self.client, keys, buffers[0], first, least)
+            return () if has_ends and len(stated) < len(keys) else stated
+
+        can_wait = isinstance(cache, DynamicCache) and not is_compiled(self._model)
+        if load is not None and can_wait and not has_ends and staging is None:
+            prefix = load.load_chunks(tokens, self._room(buffers), call.extra, call.allowed)
         else:
-            can_wait = load is not None and isinstance(cache, DynamicCache)
-            by = load if load and can_wait and not is_compiled(self._model) else self
-            prefix = by.load_chunks(tokens, self._room(buffers), call.extra, call.allowed)
+            with nullcontext() if staging is None else staging.lock:
+                prefix = self._counted(tokens, read, call.extra, call.allowed, whole=has_ends)
         if prefix.hit_tokens and isinstance(cache, DynamicCache):
             buffers[0].move_into(cache, prefix.hit_tokens)
             if load is not None:
@@ -314,7 +315,7 @@ class TransformersConnector(Connector):
         return self._noted(cache, prefix)
 
     def _load_within(self, cache: DynamicCache, tokens: Sequence[int], call: _Call) -> Prefix:
-        """Have the prefix of *tokens* in *cache* soon: the model computes what loads too slowly."""
+        """Do the same for a deadline: the model computes what loads too slowly."""
         buffers: list[PrefixBuffers] = []
         chunk_tokens = self.client.options.chunk_tokens
         beside = Beside(self._model, cache, tokens, chunk_tokens, self.learned.observe)

@@ -129,12 +129,11 @@ class _ArrivingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 class LayerLoad:
     """The load of one prompt into a DynamicCache, and the forward behind it. For one thread.
 
-    Layer by layer, where that saves enough by what *link* and the connector's ``learned`` say: as
-    much as the transfer and the computing of what is left overlap, the shorter of both. Exact
-    copies alone; one such load at a time; not where the client's deadline may end it, nor over
-    shared memory, where all is in reach at once. Each layer is verified before the model sees it.
-    When one is late or proves wrong the forward is given up, and done again behind the chunks that
-    are right in all layers.
+    Layer by layer, where that saves enough by what *link* and the connector's ``learned`` say: the
+    shorter of transfer and computing. Exact copies alone; one such load at a time; not where the
+    client's deadline may end it, nor over shared memory, where all is in reach at once. Each layer
+    is verified before the model sees it. When one is late or proves wrong the forward is given up,
+    and done again behind the chunks that are right in all layers.
     """
 
     def __init__(self, connector: Connector, link: Link) -> None:
@@ -166,14 +165,14 @@ class LayerLoad:
             keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Accuracy
         ) -> Sequence[Stated]:
             self._spans = spans
-            sizes = [raw_frame_bytes(self._layout(span)) for span in spans[first:]]
-            rooms[:] = rooms or room(spans)
+            client, rooms[:] = self._connector.client, rooms or room(spans)
+            layouts = [KVLayout.of(client.representation, stop - at) for at, stop in spans[first:]]
+            sizes = [raw_frame_bytes(layout) for layout in layouts]
             self._size_bytes, self._began_s = sum(sizes), time.monotonic()
             is_exact = least is Accuracy.exact
             if is_exact and self._pays() and self._link.layered.acquire(blocking=False):
                 return self._begin(keys, rooms)
             stated: list[Stated] = []
-            client = self._connector.client
             client.get(keys[first:], rooms[first:], min_accuracy=least, stated=stated)
             self._link.meter.observe(sum(sizes[: len(stated)]), time.monotonic() - self._began_s)
             self._link.is_doubted &= not stated
@@ -186,9 +185,6 @@ class LayerLoad:
             self._layers.close()
             self._layers, self._link.is_doubted = None, True
         return self._count() if self._layers is None else self._prefix
-
-    def _layout(self, span: Span) -> KVLayout:
-        return KVLayout.of(self._connector.client.representation, span[1] - span[0])
 
     def _pays(self) -> bool:
         client, prefill = self._connector.client, self._connector.learned.model()
@@ -254,15 +250,12 @@ class LayerLoad:
         if self._counts.get(number, 0) < len(self._prefix.tiers):
             raise _LayerLostError(number)
         if all(self._counts.get(own, 0) >= len(self._prefix.tiers) for own in self._own):
-            self._complete()
-
-    def _complete(self) -> None:
-        """Hold nothing twice: what came in all layers is not cut any more."""
-        assert self._layers is not None
-        self._is_complete = True
-        self._connector.ask(self._layers.close, None)
-        for own in self._own.values():
-            own.keys = own.values = None
+            # Hold nothing twice: what came in all layers is not cut any more.
+            assert self._layers is not None
+            self._is_complete = True
+            self._connector.ask(self._layers.close, None)
+            for own in self._own.values():
+                own.keys = own.values = None
 
     def note(self, tokens: int, seconds: float) -> None:
         """Tell the connector that *tokens* took so many seconds, some of which were waited."""
@@ -281,7 +274,9 @@ class LayerLoad:
                 self._finish(cache)
             except _LayerLostError:
                 self._link.is_doubted = True
-                self._cut(cache, self._whole_chunks())
+                while self._connector.ask(self._draw, False):
+                    pass
+                self._cut(cache, min(self._counts.get(number, 0) for number in self._own))
             else:
                 return found, self._count()
         self._waited_s = 0.0
@@ -296,14 +291,8 @@ class LayerLoad:
             own.keys, own.values = grown.keys, grown.values
             cache.layers[number] = own
 
-    def _whole_chunks(self) -> int:
-        """Return how many chunks are right in all layers, once no more come."""
-        while self._connector.ask(self._draw, False):
-            pass
-        return min(self._counts.get(number, 0) for number in self._own)
-
     def _cut(self, cache: Cache, chunks: int) -> None:
-        """Have *cache* hold the first *chunks* alone."""
+        """Have *cache* hold the first *chunks* alone, which are right in all layers."""
         was, spans = self._prefix, self._spans[:chunks]
         left = Prefix.of(spans, was.tiers[:chunks], self._prompt_tokens, was.shared_tokens)
         for number, own in self._own.items():
