@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
+from kvstore.client.client_state import FIRST_GUESS_BYTES_PER_S
+
 from bench.report import Report
 from bench.slo_replay import (
     Outcome,
@@ -25,7 +27,6 @@ from bench.slo_replay import (
     load_all,
     recompute,
 )
-from kvstore.client.client_state import FIRST_GUESS_BYTES_PER_S
 from kvstore.client.levels import LevelledChunk, PlanTerms, later_s
 from kvstore.client.link_meter import LinkMeter
 from kvstore.client.prefill import PrefillModel

@@ -12,9 +12,9 @@ from typing_extensions import override
 
 from kvstore.client.connection import SLACK_S
 from kvstore.client.frame_memory import FrameMemory, keep_freed_memory
-from kvstore.client.frame_parts import FrameAssembler, Room, here
 from kvstore.client.frame_stream import Entrance, FrameStream
 from kvstore.client.frame_streams import FrameStreams
+from kvstore.client.frames import FrameAssembler, Room, here
 from kvstore.client.session import Session
 from kvstore.client.stream import StreamTransport
 from kvstore.client.stream_upload import StreamUpload

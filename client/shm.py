@@ -16,8 +16,7 @@ from typing import cast
 import numpy as np
 from typing_extensions import override
 
-from kvstore.client.file_frame import FileFrame
-from kvstore.client.frame_parts import FrameAssembler
+from kvstore.client.frames import FileFrame, FrameAssembler
 from kvstore.client.layer_sink import PutTerms
 from kvstore.client.leased_views import LeasedViews
 from kvstore.client.liveness import hangs, peer_pid

@@ -9,7 +9,7 @@ import threading
 
 import numpy as np
 
-from kvstore.client.file_frame import OpenFile
+from kvstore.client.frames import OpenFile
 from kvstore.proto import unix_socket
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (

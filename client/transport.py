@@ -11,26 +11,22 @@ from typing import ClassVar, TypeAlias, cast
 import numpy as np
 
 from kvstore.client.connection import Connection
-from kvstore.client.direct_frame import DirectFrame
-from kvstore.client.file_frame import FileFrame
-from kvstore.client.frame_parts import FrameAssembler, Payload
-from kvstore.client.layer_feed import LayerFeed, WholeFrames
+from kvstore.client.frames import DirectFrame, FileFrame, FrameAssembler, Payload, SparseFrame
 from kvstore.client.layer_sink import BufferedSink, LayerSink, PutTerms
+from kvstore.client.layer_stream import LayeredFrame, LayerStream
 from kvstore.client.liveness import is_silent
 from kvstore.client.local_link import LocalLink
 from kvstore.client.outgoing import Outgoing as Outgoing
-from kvstore.client.part_feed import PartFeed
-from kvstore.client.ranged_get import SparseFrame
 from kvstore.client.session import Session
 from kvstore.client.view import View
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes
 from kvstore.proto.errors import KVStoreError
-from kvstore.proto.frame import FrameTemplate, stated_of
+from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.messages import accuracy_number, hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.types import Accuracy, ChainDigest, ChunkKey, PutOutcome, Shard, Stated
+from kvstore.proto.types import Accuracy, ChainDigest, ChunkKey, PutOutcome, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +52,7 @@ class Arrival:
     index: int
     tier: str
     frame_bytes: int
-    data: Bytes | FileFrame | SparseFrame | DirectFrame
+    data: Bytes | FileFrame | SparseFrame | DirectFrame | LayeredFrame
     confirm: Callable[[], None] = stays
     offset: int = 0
 
@@ -215,31 +211,18 @@ def arrival_of(reply: pb.GetResponse) -> Arrival:
     return Arrival(reply.index, reply.tier, part.frame_bytes, data, offset=part.offset)
 
 
-def at_least(
-    arriving: Iterable[Arrival], minimum: Accuracy, stated: dict[int, Stated]
-) -> Iterator[Arrival]:
-    """Yield frames up to the first whose header states less than *minimum*.
-
-    The server passes such copies over; one that comes all the same is missing. What each states
-    goes into *stated*, by its index: true of those that prove right, as headers have a checksum.
-    """
-    for arrived in arriving:
-        found = stated_of(arrived.data)
-        if found.accuracy < minimum:
-            return
-        stated[arrived.index] = found
-        yield arrived
-
-
 @contextmanager
-def layer_feed(transport: Transport, plan: ReadPlan) -> Iterator[LayerFeed]:
-    """Enter for what *plan* brings, layer by layer."""
+def read_layers(transport: Transport, plan: ReadPlan) -> Iterator[Iterator[Arrival]]:
+    """Enter for the frames of *plan*, to be read layer by layer: whole ones that are in reach, or
+    each as a LayeredFrame once its header is here.
+    """
     with transport.read(replace(plan, layer_major=True)) as arriving:
         if arriving.is_layered:
             limit_bytes, is_cut = transport.session.terms.max_frame_bytes, plan.skipped is not None
-            yield PartFeed(iter(arriving), limit_bytes, is_cut=is_cut, end=arriving.end)
+            stream = LayerStream(iter(arriving), limit_bytes, is_cut=is_cut, end=arriving.end)
+            yield stream.arriving()
         else:
-            yield WholeFrames(iter(arriving))
+            yield iter(arriving)
 
 
 def read_outcomes(outcomes: bytes, reasons: Sequence[str]) -> list[Put]:

@@ -21,7 +21,7 @@ from kvstore.client.frame_stream import Entrance
 from kvstore.client.frame_streams import MAX_STREAMS
 from kvstore.client.session import Session
 from kvstore.client.stream import StreamTransport
-from kvstore.client.transport import Arrival, ReadPlan, layer_feed
+from kvstore.client.transport import Arrival, ReadPlan, read_layers
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, KVStoreError, TierUnavailableError
 from kvstore.proto.types import ChunkKey
@@ -49,8 +49,8 @@ class TestBulkTransport(BulkChannelContract):
         (stream,) = bare._streams._idle
         ranges = [pb.FrameRange(index=chunk, stop=100) for chunk in range(8)]
         for is_read in (True, False, True):
-            with layer_feed(bare, ReadPlan(keys, 0, DEADLINE_MS)) as feed:
-                assert not is_read or len(feed.headers()) == 8
+            with read_layers(bare, ReadPlan(keys, 0, DEADLINE_MS)) as arriving:
+                assert not is_read or len(list(arriving)) == 8
             assert bare._streams._idle == [stream]
             with bare.read(ReadPlan(keys, 0, DEADLINE_MS, ranges=ranges)) as pieces:
                 assert not is_read or [len(one.data) for one in pieces] == [100] * 8
@@ -242,7 +242,7 @@ def test_a_server_that_falls_silent_is_a_miss_by_the_deadline_and_found_again(
 
     def is_found() -> bool:
         with suppress(DeadlineError, TierUnavailableError):
-            return len(client.get(keys)) == 2
+            return len(client.get_chunks(keys)) == 2
         return False
 
     assert eventually(is_found)
@@ -254,7 +254,7 @@ def test_a_server_that_falls_silent_is_a_miss_by_the_deadline_and_found_again(
 
     monkeypatch.setattr(BulkService, "get", waits)
     with pytest.raises(DeadlineError):
-        client.get(keys)
+        client.get_chunks(keys)
     go_on.set()
     monkeypatch.undo()
     assert eventually(is_found)
@@ -270,7 +270,7 @@ def test_a_put_to_a_server_that_stores_nothing_in_time_is_an_error(
     chunks = chunks_of(client, keys_of(client, 1, 2))
     monkeypatch.setattr(BulkService, "put", lambda *_: threading.Event().wait(0.6))
     with pytest.raises(KVStoreError):
-        client.put(chunks)
+        client.put_chunks(chunks)
 
 
 def test_a_server_that_was_restarted_is_used_again(make_server: ServerMaker) -> None:

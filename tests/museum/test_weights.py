@@ -19,11 +19,10 @@ from torch_engine import OPTIONS, logits, plain_tokens, prefill, random_ids, sto
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from vllm_stand_ins import FullAttentionSpec, cache_config, engine_config
 
-from kvstore.client.blend.blender import Blender
-from kvstore.client.blend.gate import GatedBlender
+from kvstore.client.blend.engine import Blender
+from kvstore.client.blend.gate import GuardedBlender
 from kvstore.client.blend.segments import SegmentRange
-from kvstore.client.blend.store_prefill import store_prefill
-from kvstore.client.blend.store_source import StoreSource
+from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.engines import vllm_identity
 from kvstore.client.engines.sglang.pages import PageSettings, PageStore, RankInfo, WeightsEpoch
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
@@ -465,12 +464,12 @@ def test_lmdeploy_4917_nothing_older_is_blended_once_weights_changed(server: Loc
     client, blender, (first, ranges) = blended(server, model, 5)
     _, _, (second, _) = blended(server, model, 6)
     store_prefill(client, blender.prefill(first), first, ranges)
-    gated = GatedBlender(client, blender, ResolveTerms(is_trial=True), selector="first_k")
+    gated = GuardedBlender(client, blender, ResolveTerms(is_trial=True), selector="first_k")
     assert gated.run(second, ranges).shadow is not None
     resolved = client.resolve(second, ranges, ResolveTerms(is_trial=True))
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight.mul_(1.5)
-    with resolved, StoreSource(resolved, second, client.representation) as source:
+    with resolved, StoreSource(resolved, second, client.model) as source:
         old = blender.blend(source.plan, source)
     assert not old.is_blended
     assert set(old.report.refused.values()) == {"other weights"}

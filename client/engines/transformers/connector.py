@@ -150,11 +150,11 @@ class TransformersConnector(Connector):
         self._deadline_ms = checked_deadline(deadline_ms)
         self._shape = cache_shape(model)
         self._least(accuracy)
-        stated = (client.representation.layer_groups, client.representation.rope)
+        stated = (client.model.layer_groups, client.model.rope)
         if stated != (self._shape.groups, rope_parameters(model.config)):
             raise ModelError("client", stated, "make it with representation_of(model, tokenizer)")
         if self._shape.is_probed:
-            check_resumable(model, self._shape, client.representation)
+            check_resumable(model, self._shape, client.model)
         self._model = model
         self._watch = WeightsWatch(model)
         self._compared = itertools.count()
@@ -273,7 +273,7 @@ class TransformersConnector(Connector):
 
         def room(spans: Sequence[Span]) -> Sequence[LayerTensors]:
             buffers.append(PrefixBuffers(self._shape, spans, self._model.device))
-            layouts = [KVLayout.of(self.client.representation, stop - at) for at, stop in spans]
+            layouts = [KVLayout.of(self.client.model, stop - at) for at, stop in spans]
             return [buffers[0].chunk(index, layout) for index, layout in enumerate(layouts)]
 
         return room
@@ -295,7 +295,7 @@ class TransformersConnector(Connector):
                 return to_arrays(buffers[0].chunk(first + index, layout))
 
             if staging is None:
-                self.client.get_into(keys[first:], place, min_accuracy=least, stated=stated)
+                self.client.get_chunks(keys[first:], place, accuracy=least, stated=stated)
             else:
                 stated = staging.read(self.client, keys, buffers[0], first, least)
             return () if has_ends and len(stated) < len(keys) else stated
@@ -375,7 +375,7 @@ class TransformersConnector(Connector):
         checkpoints: Sequence[CacheCheckpoint] = (),
     ) -> int:
         """Store the prompt of *tokens*, the only one in *cache*, but for what is not exact."""
-        reader = CacheReader(self.client.representation, self._shape, cache, checkpoints)
+        reader = CacheReader(self.client.model, self._shape, cache, checkpoints)
         exact = notes_of(cache).exact_tokens
         if exact is not None and exact < len(tokens):
             self.note_unstored(len(tokens), max(exact, from_token))
@@ -541,7 +541,7 @@ class TransformersConnector(Connector):
                 if one.prefix.lossy_tokens:  # nothing behind it is stored
                     self.note_unstored(len(tokens), one.prefix.stored_tokens)
                 else:
-                    model = self.client.representation
+                    model = self.client.model
                     reader = CacheReader(model, self._shape, cache, row=(row, first))
                     for some, stored in self._stores(prompt, tokens, one.prefix):
                         self._store(some, reader, stored, call.extra)

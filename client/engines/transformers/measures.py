@@ -27,7 +27,7 @@ from transformers import (
     StoppingCriteria,
 )
 
-from kvstore.client.blend.feedback import compare
+from kvstore.client.blend.gate import compare
 from kvstore.client.engines.prefix import Prefix
 from kvstore.client.engines.transformers.cache import CacheShape, as_argument, notes_of
 from kvstore.codecs.terms import Importance

@@ -17,10 +17,10 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from kvstore.client.decode import Layer
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.prefix import Allowed, Asked, Prefix, Room, Span
 from kvstore.client.engines.transformers.cache import forward
-from kvstore.client.layers import Layer
 from kvstore.client.link_meter import LinkMeter
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto.frame import raw_frame_bytes
@@ -166,14 +166,14 @@ class LayerLoad:
         ) -> Sequence[Stated]:
             self._spans = spans
             client, rooms[:] = self._connector.client, rooms or room(spans)
-            layouts = [KVLayout.of(client.representation, stop - at) for at, stop in spans[first:]]
+            layouts = [KVLayout.of(client.model, stop - at) for at, stop in spans[first:]]
             sizes = [raw_frame_bytes(layout) for layout in layouts]
             self._size_bytes, self._began_s = sum(sizes), time.monotonic()
             is_exact = least is Accuracy.exact
             if is_exact and self._pays() and self._link.layered.acquire(blocking=False):
                 return self._begin(keys, rooms)
             stated: list[Stated] = []
-            client.get(keys[first:], rooms[first:], min_accuracy=least, stated=stated)
+            client.get_chunks(keys[first:], rooms[first:], accuracy=least, stated=stated)
             self._link.meter.observe(sum(sizes[: len(stated)]), time.monotonic() - self._began_s)
             self._link.is_doubted &= not stated
             return stated
@@ -188,7 +188,7 @@ class LayerLoad:
 
     def _pays(self) -> bool:
         client, prefill = self._connector.client, self._connector.learned.model()
-        transport = client._connected()
+        transport = client._link.connected()
         if transport.name == "shm" or prefill is None or self._link.is_doubted:
             return False
         held = min(self._spans[-1][1], self._prompt_tokens - 1)
@@ -206,7 +206,7 @@ class LayerLoad:
 
         def holding() -> Generator[Layer, None, None]:
             try:
-                with closing(self._connector.client.get_layers(keys, out)) as layers:
+                with closing(self._connector.client.get_chunk_layers(keys, out)) as layers:
                     yield from layers
             finally:
                 self._link.layered.release()
@@ -227,7 +227,7 @@ class LayerLoad:
         finally:
             now_s = time.monotonic()
             if now_s - asked_s > WAITED_S:
-                layers = len(layer_order(self._connector.client.representation))
+                layers = len(layer_order(self._connector.client.model))
                 came_bytes = self._size_bytes * len(self._counts) // layers
                 self._link.meter.observe(came_bytes, now_s - self._began_s)
 

@@ -91,7 +91,7 @@ class Staging:
                 return to_arrays(self._placed(ring[index], wanted[index])[0])
 
             stated: list[Stated] = []
-            client.get_into(some, place, min_accuracy=least, stated=stated)
+            client.get_chunks(some, place, accuracy=least, stated=stated)
             stream = self._device.current_stream()
             for index in range(len(stated)):
                 arrived, size = self._placed(room, wanted[index])

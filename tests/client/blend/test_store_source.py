@@ -11,16 +11,12 @@ from blend_world import LAYERS, VOCABULARY, make_model
 from local_server import LocalServer
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.blend.blender import Blender
-from kvstore.client.blend.controller import Action, Controller, Decision
-from kvstore.client.blend.cost import Speed
-from kvstore.client.blend.feedback import compare
-from kvstore.client.blend.gate import SHADOW_TOKENS, GatedBlender
+from kvstore.client.blend.cost import Action, BlendPlanner, Decision, Speed
+from kvstore.client.blend.engine import Blender, MemorySource
+from kvstore.client.blend.gate import SHADOW_TOKENS, GuardedBlender, compare
 from kvstore.client.blend.plan import BlendPlan
 from kvstore.client.blend.segments import SegmentRange
-from kvstore.client.blend.source import MemorySource
-from kvstore.client.blend.store_prefill import store_prefill
-from kvstore.client.blend.store_source import StoreSource
+from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.link_meter import LinkMeter
 from kvstore.client.options import TransportName
@@ -99,7 +95,7 @@ def test_a_document_is_one_segment_of_the_plan_where_it_stood_in_one_piece(
 ) -> None:
     _store(client, blender, 10, FIRST, SECOND)
     resolved, prompt = _resolve(client, 20, SECOND, FIRST)
-    with resolved, StoreSource(resolved, prompt, client.representation) as source:
+    with resolved, StoreSource(resolved, prompt, client.model) as source:
         found = [(one.start, one.end, one.kind, one.src_pos) for one in source.plan.segments]
         assert found == [
             (0, 20, "miss", -1),
@@ -116,7 +112,7 @@ def test_blending_out_of_the_store_is_blending_out_of_memory(
     _store(client, blender, 10, FIRST, SECOND)
     stored = blender.prefill(_prompt(10, FIRST, SECOND)[0]).kv
     resolved, prompt = _resolve(client, 20, SECOND, FIRST)
-    with resolved, StoreSource(resolved, prompt, client.representation) as source:
+    with resolved, StoreSource(resolved, prompt, client.model) as source:
         plan = replace(source.plan, selector="hkvd")
         spans = {1: (68, 108), 2: (20, 68)}
         memory = MemorySource(
@@ -142,7 +138,7 @@ def test_rows_that_are_chosen_beforehand_are_not_loaded(
         with client.resolve(prompt, ranges) as resolved:
             resolved = _without_shadow(resolved)
             before = server.counter("get_bytes")
-            with StoreSource(resolved, prompt, client.representation) as source:
+            with StoreSource(resolved, prompt, client.model) as source:
                 plan = replace(source.plan, selector=selector).with_ratio(0.5)
                 result = blender.blend(plan, source)
                 assert result.is_blended, result.report.failure
@@ -167,7 +163,7 @@ def test_all_rows_of_a_request_that_is_compared_are_loaded(
     """What was left out could not be measured, and those tokens would never be learned of."""
     _store(client, blender, 10, FIRST, SECOND)
     prompt, ranges = _prompt(20, SECOND, FIRST)
-    done = GatedBlender(client, blender, TRIAL, selector="first_k").run(prompt, ranges)
+    done = GuardedBlender(client, blender, TRIAL, selector="first_k").run(prompt, ranges)
     assert done.shadow is not None
     with client.resolve(prompt, ranges, TRIAL) as resolved:
         assert all(len(one.priority) == one.asked.tokens for one in resolved.chunks())
@@ -176,7 +172,7 @@ def test_all_rows_of_a_request_that_is_compared_are_loaded(
 def test_with_all_recomputed_it_is_the_full_prefill(client: Client, blender: Blender) -> None:
     _store(client, blender, 10, FIRST, SECOND)
     resolved, prompt = _resolve(client, 20, SECOND, FIRST)
-    with resolved, StoreSource(resolved, prompt, client.representation) as source:
+    with resolved, StoreSource(resolved, prompt, client.model) as source:
         found = blender.blend(source.plan.with_ratio(1.0), source).logits
     assert float((found - blender.prefill(prompt).logits[-SUFFIX:]).abs().max()) <= 1e-5
 
@@ -184,7 +180,7 @@ def test_with_all_recomputed_it_is_the_full_prefill(client: Client, blender: Ble
 def test_a_prompt_seen_before_is_exact_but_for_its_end(client: Client, blender: Blender) -> None:
     _store(client, blender, 10, FIRST)
     resolved, prompt = _resolve(client, 10, FIRST)
-    with resolved, StoreSource(resolved, prompt, client.representation) as source:
+    with resolved, StoreSource(resolved, prompt, client.model) as source:
         assert [one.kind for one in source.plan.segments] == ["exact", "miss"]
         found = blender.blend(source.plan, source)
     assert not found.is_blended
@@ -199,7 +195,7 @@ def test_the_last_chunk_of_a_prompt_is_computed_though_it_is_there(
     store_prefill(client, blender.prefill(prompt), prompt, [])
     with client.resolve(prompt, []) as resolved:
         assert resolved.found.exact_prefix == 3
-        source = StoreSource(resolved, prompt, client.representation)
+        source = StoreSource(resolved, prompt, client.model)
         assert [(one.start, one.kind) for one in source.plan.segments] == [
             (0, "exact"),
             (32, "miss"),
@@ -211,7 +207,7 @@ def test_chunks_that_went_mid_plan_cost_time_and_nothing_else(
 ) -> None:
     _store(client, blender, 10, FIRST)
     resolved, prompt = _resolve(client, 20, FIRST)
-    with StoreSource(resolved, prompt, client.representation) as source:
+    with StoreSource(resolved, prompt, client.model) as source:
         resolved.release()
         found = blender.blend(source.plan, source)
     assert "LeaseExpiredError" in found.report.failure
@@ -226,7 +222,7 @@ def test_a_server_that_is_gone_costs_time_and_nothing_else(
     _store(client, blender, 10, FIRST)
     server.stop()
     prompt, ranges = _prompt(20, FIRST)
-    found = GatedBlender(client, blender, TRIAL).run(prompt, ranges)
+    found = GuardedBlender(client, blender, TRIAL).run(prompt, ranges)
     assert found.failure
     wanted = blender.prefill(prompt, logits_from=len(prompt) - SUFFIX).logits
     assert torch.equal(found.result.logits, wanted)
@@ -235,7 +231,7 @@ def test_a_server_that_is_gone_costs_time_and_nothing_else(
 def test_blended_kv_is_never_stored(client: Client, blender: Blender) -> None:
     _store(client, blender, 10, FIRST)
     resolved, prompt = _resolve(client, 20, FIRST)
-    with resolved, StoreSource(resolved, prompt, client.representation) as source:
+    with resolved, StoreSource(resolved, prompt, client.model) as source:
         blended = blender.blend(source.plan, source)
     with pytest.raises(InvalidRequestError, match="blended"):
         store_prefill(client, blended, prompt, [])
@@ -243,9 +239,9 @@ def test_blended_kv_is_never_stored(client: Client, blender: Blender) -> None:
 
 def test_models_with_other_layers_are_refused(client: Client, blender: Blender) -> None:
     resolved, prompt = _resolve(client, 20, FIRST)
-    latent = replace(client.representation.layer_groups[0], kind=LayerKind.mla)
+    latent = replace(client.model.layer_groups[0], kind=LayerKind.mla)
     with resolved, pytest.raises(ModelError, match="layer_groups"):
-        StoreSource(resolved, prompt, replace(client.representation, layer_groups=(latent,)))
+        StoreSource(resolved, prompt, replace(client.model, layer_groups=(latent,)))
 
 
 def test_trials_answer_from_the_full_prefill_and_teach_the_store(
@@ -253,7 +249,7 @@ def test_trials_answer_from_the_full_prefill_and_teach_the_store(
 ) -> None:
     _store(client, blender, 10, FIRST, SECOND)
     prompt, ranges = _prompt(20, SECOND, FIRST)
-    done = GatedBlender(client, blender, TRIAL).run(prompt, ranges)
+    done = GuardedBlender(client, blender, TRIAL).run(prompt, ranges)
     assert done.failure == ""
     assert done.shadow is not None
     assert done.gate is not None
@@ -274,13 +270,13 @@ def test_what_is_told_is_the_worse_of_the_question_and_of_what_follows_it(
     _store(client, blender, 10, FIRST, SECOND)
     prompt, ranges = _prompt(20, SECOND, FIRST)
     resolved, _ = _resolve(client, 20, SECOND, FIRST)
-    with resolved, StoreSource(resolved, prompt, client.representation) as source:
+    with resolved, StoreSource(resolved, prompt, client.model) as source:
         blended = blender.blend(replace(source.plan, selector="first_k"), source)
     full = blender.prefill(prompt)
     follows, wanted = blender.decode(prompt, full, SHADOW_TOKENS)
     question = compare(full.logits[-SUFFIX:], blended.logits)
     answer = compare(wanted, blender.score(prompt, blended, follows))
-    done = GatedBlender(client, blender, TRIAL, selector="first_k").run(prompt, ranges)
+    done = GuardedBlender(client, blender, TRIAL, selector="first_k").run(prompt, ranges)
     assert done.shadow is not None
     assert done.shadow.tokens == SUFFIX + SHADOW_TOKENS
     assert question.divergence != pytest.approx(answer.divergence, rel=0.01)
@@ -296,7 +292,7 @@ def test_the_gate_closes_within_200_requests_on_a_model_that_blends_badly(
     """The model's weights are random: what it says depends on every token before it."""
     _store(client, blender, 10, FIRST, SECOND)
     _open_gate(client)
-    gated = GatedBlender(client, blender, ResolveTerms(), selector="first_k")
+    gated = GuardedBlender(client, blender, ResolveTerms(), selector="first_k")
     prompt, ranges = _prompt(20, SECOND, FIRST)
     requests, blended = 0, 0
     while requests < 200:
@@ -312,7 +308,7 @@ def test_the_gate_closes_within_200_requests_on_a_model_that_blends_badly(
     assert not after.result.is_blended
 
 
-class Deciding(Controller):
+class Deciding(BlendPlanner):
     """Knows what it is said to know, and decides as it is told to."""
 
     knows_full = True
@@ -322,7 +318,7 @@ class Deciding(Controller):
         super().__init__(LAYERS, Speed(0.0, 0.0, 1e-4, 1e-9), LinkMeter(1e9))
         self.action: Action = action
 
-    def decide(
+    def choose(
         self, plan: BlendPlan, token_bytes: float, *, can_skip_rows: bool = False
     ) -> Decision:
         assert token_bytes > 2 * LAYERS * 2 * 16 * 4  # heads, head_dim, bytes, and a frame's own
@@ -341,7 +337,7 @@ def unwatched(
     monkeypatch.setattr(
         client, "resolve", lambda *given: _without_shadow(resolve(*given)), raising=True
     )
-    monkeypatch.setattr("kvstore.client.blend.patience.FIRST_S", 60.0)
+    monkeypatch.setattr("kvstore.client.blend.cost.FIRST_WAIT_S", 60.0)
     return client, *_prompt(20, SECOND, FIRST)
 
 
@@ -350,7 +346,7 @@ def test_a_prompt_that_is_not_worth_blending_is_computed_and_nothing_loaded(
 ) -> None:
     client, prompt, ranges = unwatched
     before = server.counter("get_bytes")
-    done = GatedBlender(client, blender, controller=Deciding("full")).run(prompt, ranges)
+    done = GuardedBlender(client, blender, planner=Deciding("full")).run(prompt, ranges)
     assert done.decision is not None
     assert done.decision.action == "full"
     assert server.counter("get_bytes") == before
@@ -362,7 +358,7 @@ def test_a_prompt_that_is_worth_it_is_blended_at_the_ratio_that_was_decided(
     unwatched: tuple[Client, list[int], list[SegmentRange]], blender: Blender
 ) -> None:
     client, prompt, ranges = unwatched
-    done = GatedBlender(client, blender, controller=Deciding("blend")).run(prompt, ranges)
+    done = GuardedBlender(client, blender, planner=Deciding("blend")).run(prompt, ranges)
     assert done.failure == done.result.report.failure == ""
     assert done.result.is_blended
     assert done.plan is not None
@@ -377,8 +373,8 @@ def test_nothing_is_decided_by_speeds_that_nobody_measured(
 ) -> None:
     """A full prefill is measured first, then a blend; both are then weighed."""
     client, prompt, ranges = unwatched
-    controller = Deciding("full")
-    gated = GatedBlender(client, blender, controller=controller)
+    planner = Deciding("full")
+    gated = GuardedBlender(client, blender, planner=planner)
     monkeypatch.setattr(Deciding, "knows_full", False)
     first = gated.run(prompt, ranges)
     assert first.decision is not None
@@ -395,7 +391,7 @@ def test_what_is_to_be_compared_is_blended_whatever_it_costs(
     client: Client, blender: Blender
 ) -> None:
     _store(client, blender, 10, FIRST, SECOND)
-    gated = GatedBlender(client, blender, TRIAL, controller=Deciding("full"))
+    gated = GuardedBlender(client, blender, TRIAL, planner=Deciding("full"))
     done = gated.run(*_prompt(20, SECOND, FIRST))
     assert done.decision is None
     assert done.shadow is not None
