@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
-from kvstore.client.client_state import FIRST_GUESS_BYTES_PER_S
+from kvstore.client.server_link import FIRST_GUESS_BYTES_PER_S
 
 from bench.report import Report
 from bench.slo_replay import (

@@ -18,7 +18,7 @@ from bench.slo_replay import (
     load_all,
     recompute,
 )
-from kvstore.client.client_state import FIRST_GUESS_BYTES_PER_S
+from kvstore.client.server_link import FIRST_GUESS_BYTES_PER_S
 
 from kvstore.client.levels import RECOMPUTE, PlanTerms, later_s
 from kvstore.client.link_meter import LinkMeter

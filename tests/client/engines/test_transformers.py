@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -36,7 +36,6 @@ from typing_extensions import override
 
 from kvstore.client import Client
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.prefix import Prefix, Room
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.proto.types import Model
 
@@ -119,17 +118,18 @@ def test_loading_allocates_the_prefix_once_and_puts_it_into_the_cache_as_it_is(
     connect().save(input_ids[:, :192], prefill(tinylm, input_ids[:, :192]))
     connector = connect()
     rooms: list[int] = []
-    load_chunks = connector.load_chunks
+    get_chunks = connector.client.get_chunks
 
-    def spy(tokens: Sequence[int], room: Room, *rest: Any) -> Prefix:
-        def watched(spans: Any) -> Any:
-            out: Any = room(spans)
-            rooms.extend(part.data_ptr() for layer in out[0][0] for part in layer)
-            return out
+    def spy(keys: Any, out: Any, **more: Any) -> Any:
+        def watched(index: int, layout: Any) -> Any:
+            place = out(index, layout)
+            if not index:
+                rooms.extend(part.ctypes.data for parts in place[0] for part in parts)
+            return place
 
-        return load_chunks(tokens, watched, *rest)
+        return get_chunks(keys, watched, **more)
 
-    monkeypatch.setattr(connector, "load_chunks", spy)
+    monkeypatch.setattr(connector.client, "get_chunks", spy)
     cache, _ = connector.load(input_ids)
     assert [part.data_ptr() for part in kept(cache)] == rooms
 

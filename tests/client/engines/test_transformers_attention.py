@@ -46,13 +46,13 @@ def put(monkeypatch: pytest.MonkeyPatch) -> Callable[[TransformersConnector], Pu
 
     def watched(connector: TransformersConnector) -> Put:
         chunks: Put = []
-        own = connector.client.put
+        own = connector.client.put_chunks
 
         def noting(some: Any, **more: Any) -> Any:
             chunks.extend(some)
             return own(some, **more)
 
-        monkeypatch.setattr(connector.client, "put", noting)
+        monkeypatch.setattr(connector.client, "put_chunks", noting)
         return chunks
 
     return watched
