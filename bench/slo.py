@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
-from kvstore.client.server_link import FIRST_GUESS_BYTES_PER_S
-
 from bench.report import Report
 from bench.slo_replay import (
     Outcome,
@@ -27,9 +25,9 @@ from bench.slo_replay import (
     load_all,
     recompute,
 )
-from kvstore.client.levels import LevelledChunk, PlanTerms, later_s
-from kvstore.client.link_meter import LinkMeter
+from kvstore.client.levels import LevelledChunk, LinkMeter, PlanTerms
 from kvstore.client.prefill import PrefillModel
+from kvstore.client.server_link import FIRST_GUESS_BYTES_PER_S
 from kvstore.proto.types import Accuracy
 
 CHUNK_TOKENS = 256
@@ -62,7 +60,7 @@ class Levels:
     exact_bits: float
 
     def chunk(self, tokens: int) -> LevelledChunk:
-        """Return a chunk of them, as client/stored_frame.py has it."""
+        """Return a chunk of them, as client/deadline.py has it."""
         top = len(self.bits) - 1
         return LevelledChunk(
             tokens, 2 * tokens * VALUES_A_TOKEN,
@@ -152,7 +150,7 @@ def _kl(request: Request, found: Outcome, kl: Sequence[float]) -> float:
 
 def _is_worse(request: Request, found: Outcome) -> bool:
     chunks, terms = request.chunks, request.terms
-    return found.ttft_s > terms.compute_s(chunks) + later_s(chunks, terms) + COST_S
+    return found.ttft_s > terms.compute_s(chunks) + terms.later_s(chunks) + COST_S
 
 
 def _loading_first(replay: Replay) -> Replay:
