@@ -104,14 +104,14 @@ class Engine:
 def measure_link(report: Report, engine: Engine, client: Client, gbps: int) -> bool:
     """Ask over one link; return whether both ways had the same tokens."""
     is_same, asked = True, 0
-    get_layers = client.get_layers
+    get_layers = client.get_chunk_layers
 
     def counted(*args: Any, **more: Any) -> Any:
         nonlocal asked
         asked += 1
         return get_layers(*args, **more)
 
-    client.get_layers = counted  # type: ignore[method-assign]
+    client.get_chunk_layers = counted  # type: ignore[method-assign]
     layered = engine.connector(client)
     for _ in range(2):  # it learns what the link and the model take
         engine.ask(layered, engine.prompt(max(SUFFIX_TOKENS)))

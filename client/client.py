@@ -32,8 +32,7 @@ from kvstore.client.options import (
     milliseconds,
 )
 from kvstore.client.page_names import page_digests
-from kvstore.client.rectangle import Rectangle
-from kvstore.client.rectangle_room import RectangleRoom
+from kvstore.client.rectangle import Rectangle, RectangleRoom
 from kvstore.client.server_link import LeftMs, ServerLink
 from kvstore.client.shm import ShmTransport
 from kvstore.client.tensors import LayerTensors
