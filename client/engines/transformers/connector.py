@@ -32,25 +32,8 @@ from typing_extensions import override
 
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
-<<<<<<< HEAD
-from kvstore.client.engines.identity import EPOCH_BYTES, is_exact
-from kvstore.client.engines.prefix import AboutOf, Allowed, Prefix, Source, Span, least_of
-from kvstore.client.engines.transformers.attention import noting_attention
-from kvstore.client.engines.transformers.batch import (
-    Row,
-    checked_deadline,
-    ends_of,
-    inputs_of,
-    joined,
-    mask_of,
-    prompt_of,
-    prompts_of,
-    settings_of,
-)
-=======
 from kvstore.client.engines.identity import is_exact, rope_parameters
 from kvstore.client.engines.prefix import Allowed, Prefix, Span, least_of
->>>>>>> main
 from kvstore.client.engines.transformers.cache import (
     CacheCheckpoint,
     CacheReader,
@@ -92,7 +75,6 @@ from kvstore.codecs.base import AnyTensors
 from kvstore.proto.blend import GateView
 from kvstore.proto.device import Device
 from kvstore.proto.errors import InvalidRequestError, ModelError
-from kvstore.proto.hf_config import rope_parameters
 from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, Stated
 
 __all__ = ["Generation", "TransformersConnector", "representation_of"]
