@@ -15,11 +15,10 @@ from typing_extensions import override
 
 from kvstore.client.blend.segments import NamedSegment
 from kvstore.client.layer_feed import LayerFeed, Opened, Range
-from kvstore.client.layer_sink import ABANDON_S, LayerSink
 from kvstore.client.prefill import chunks_worth_loading
 from kvstore.client.reader import Room
 from kvstore.client.rectangle_room import RectangleRoom
-from kvstore.client.transport import Put
+from kvstore.client.transport import ABANDON_S, LayerSink, Put
 from kvstore.codecs.base import AnyPart
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import Resolution

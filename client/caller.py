@@ -20,16 +20,14 @@ from kvstore.client.batches import (
 )
 from kvstore.client.bulk_transport import BulkTransport
 from kvstore.client.client_state import ClientState
-from kvstore.client.connection import Connection
+from kvstore.client.connection import Connection, countdown
 from kvstore.client.forks import FORKS
 from kvstore.client.layer_feed import LayerFeed
 from kvstore.client.levelled_get import Meters
-from kvstore.client.liveness import stays_silent
 from kvstore.client.options import ClientOptions
 from kvstore.client.reader import Reader, Room, direct
 from kvstore.client.rectangle_room import RectangleRoom
-from kvstore.client.retry import countdown
-from kvstore.client.session import FIRST_PACE_S, Session
+from kvstore.client.session import Session, is_silent
 from kvstore.client.shm import ShmTransport, can_share_memory
 from kvstore.client.stream import StreamTransport
 from kvstore.client.transport import ReadPlan, Transport, at_least, layer_feed
@@ -170,7 +168,7 @@ class Caller:
     @property
     def is_shut(self) -> bool:
         """Whether calls fail at once for a while, as the server did not answer the last one."""
-        return self._connection.gate.is_shut
+        return self._connection.breaker.is_open
 
     def end_if_hung(self) -> bool:
         """Whether the server hangs; if so, calls that wait for it fail now, as if it were late.
@@ -182,7 +180,7 @@ class Caller:
         transport = self._transport
         if transport is not None:
             return transport.end_if_hung()
-        if self.is_shut or not stays_silent(self._connection, FIRST_PACE_S):
+        if self.is_shut or not is_silent(self._connection):
             return False
         self._connection.hang_up()
         return True
@@ -229,6 +227,9 @@ class Caller:
     # --- helpers
 
     def _call(self, method: str, request: Any, reply: type[T]) -> T:
+        transport = self._transport
+        if transport is not None:
+            transport.settle()
         return self._connection.call(method, request, self.options.deadline_ms, reply)
 
     def _ask(self, method: str, request: Any, keys: Sequence[ChunkKey], reply: type[T]) -> list[T]:
@@ -237,6 +238,7 @@ class Caller:
         def work(transport: Transport) -> list[T]:
             terms, left_ms = transport.session.terms, countdown(self.options.deadline_ms)
             request.session_id = terms.session_id
+            transport.settle()
             replies = []
             for some in digest_batches(self._digests(keys), terms.max_batch_chunks):
                 request.digests = some

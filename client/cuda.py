@@ -15,7 +15,7 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from threading import Lock
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import structlog
 import torch
@@ -24,6 +24,7 @@ from typing_extensions import override
 from kvstore.client.arena import Arena, open_arena
 from kvstore.client.batches import batches
 from kvstore.client.client import Client
+from kvstore.client.connection import countdown
 from kvstore.client.device_pages import DevicePages
 from kvstore.client.device_puts import DevicePutting
 from kvstore.client.device_reads import (
@@ -36,7 +37,6 @@ from kvstore.client.device_reads import (
 )
 from kvstore.client.forks import keep
 from kvstore.client.frame_parts import FrameAssembler
-from kvstore.client.retry import countdown
 from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport
 from kvstore.client.transport import Arrival, ReadPlan, Transport, arrival_of, room_of, whole_frame
@@ -164,8 +164,7 @@ class CudaTransport(ShmTransport):
                     for at, place in enumerate(some, first):
                         yield self._arrival(at, names[place.tier], place)
             if reply.HasField("part"):
-                part = arrival_of(reply)
-                whole = whole_frame(assembler, part, cast("Bytes", part.data))
+                whole = whole_frame(assembler, arrival_of(reply))
                 if whole is not None:
                     yield whole
             else:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from kvstore.client.batches import MAX_OPEN_BATCHES, JoinedSink, batches
 from kvstore.client.caller import Caller
 from kvstore.client.chunk import Chunk, PlannedChunk
-from kvstore.client.layer_sink import PutTerms
+from kvstore.client.connection import countdown
 from kvstore.client.layered_put import LayeredPut
 from kvstore.client.layers import Layer, LayerReader
 from kvstore.client.levelled_get import Levelled, LevelledGet, beside
@@ -19,10 +19,9 @@ from kvstore.client.pages import PagedKV
 from kvstore.client.reader import Room, given
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.rectangle_room import RectangleRoom
-from kvstore.client.retry import countdown
 from kvstore.client.session import Session
 from kvstore.client.tensors import LayerTensors
-from kvstore.client.transport import Put, ReadPlan, Transport
+from kvstore.client.transport import Put, PutTerms, ReadPlan, Transport
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, LeaseExpiredError
 from kvstore.proto.frame import FrameTemplate, raw_frame_bytes

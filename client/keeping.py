@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from kvstore.client.batches import batch_from_message, chain_batches, joined_plans
 from kvstore.client.caller import Caller
+from kvstore.client.connection import countdown
+from kvstore.client.frame_parts import FrameAssembler
 from kvstore.client.options import MAX_NAME_CHARS
-from kvstore.client.retry import countdown
-from kvstore.client.transport import Transport
-from kvstore.client.whole_frame import checked, join_parts
+from kvstore.client.transport import Transport, arrival_of, room_of, whole_frames
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
     ChunkCorruptError,
@@ -17,7 +19,7 @@ from kvstore.proto.errors import (
     InvalidRequestError,
     check_text,
 )
-from kvstore.proto.frame import FrameHeader
+from kvstore.proto.frame import MAX_FRAME_BYTES, FrameHeader, check_frame
 from kvstore.proto.messages import accuracy_number
 from kvstore.proto.plans import MAX_HANDOVER_MS, PlannedBatch
 from kvstore.proto.types import Accuracy, ChunkKey
@@ -144,11 +146,17 @@ class Keeping(Caller):
                 deadline_ms=self.options.deadline_ms,
                 min_accuracy=accuracy_number(min_accuracy),
             )
-            data = join_parts(self._connection.stream("Get", request, self.options.deadline_ms))
-            if data is None:
+            replies = self._connection.stream("Get", request, self.options.deadline_ms)
+            assembler = FrameAssembler(MAX_FRAME_BYTES, room_of())
+            found = list(whole_frames(map(arrival_of, replies), assembler))
+            if not found:
                 return None
+            data = np.asarray(found[0].data)
             try:
-                return checked(data, key, session.representation_digest), data
+                header = check_frame(data, key)
+                if header.representation != session.representation_digest:
+                    raise ChunkCorruptError(key, "it was stored for another Model")
+                return header, data.tobytes()
             except (ChunkCorruptError, InvalidFrameError):
                 self._quarantine(transport, key)
                 raise

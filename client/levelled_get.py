@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeAlias, cast
 
 from kvstore.client.batches import batches
-from kvstore.client.connection import SLACK_S
+from kvstore.client.connection import SLACK_S, countdown
 from kvstore.client.levels import (
     BATCH_GROWTH,
     BATCH_S,
@@ -38,7 +38,6 @@ from kvstore.client.levels import (
 )
 from kvstore.client.link_meter import LinkMeter
 from kvstore.client.reader import Reader, Room
-from kvstore.client.retry import countdown
 from kvstore.client.stored_frame import MAX_LEVELS, StoredFrame
 from kvstore.client.transport import Arrival, ReadPlan, Transport
 from kvstore.proto import kvstore_pb2 as pb
@@ -353,7 +352,7 @@ class LevelledGet:
         except DeadlineError:
             is_over = True
             # It answered the lookup: its link is slow, and the next call is not to pay for that.
-            self._transport.session.connection.gate.note(None)
+            self._transport.session.connection.breaker.note(None)
         except KVStoreError:
             is_over = True  # what came before it is used
         else:

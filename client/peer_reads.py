@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 
 from kvstore.client.direct_frame import DirectFrame
 from kvstore.client.frame_parts import FrameAssembler
-from kvstore.client.frame_stream import Entrance, FrameStream
-from kvstore.client.frame_streams import DIAL_S, FrameStreams
+from kvstore.client.frame_stream import DIAL_S, Entrance, FrameStream, FrameStreams
 from kvstore.client.session import Session
 from kvstore.client.transport import Arrival, Direct, room_of, whole_frame
 from kvstore.proto import kvstore_pb2 as pb
@@ -161,7 +160,7 @@ class PeerReads:
         except KVStoreError:
             self._leave_alone(lent.number)
         finally:
-            lender.streams.give_back(stream, is_clean=is_clean)
+            lender.streams.pool.give_back(stream, is_clean=is_clean)
         return following if following < lent.first + len(lent.keys) else None
 
     def _frames(
@@ -192,7 +191,7 @@ class PeerReads:
         self._lock = threading.Lock()  # another thread may have had it
         self._is_closed = True
         for lender in self._lenders.values():
-            lender.streams.leave()
+            lender.streams.pool.leave()
         self._lenders.clear()
 
     def close(self) -> None:

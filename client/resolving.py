@@ -18,10 +18,10 @@ from kvstore.client.blend.segments import (
     segments_to_messages,
 )
 from kvstore.client.caller import Caller
+from kvstore.client.connection import countdown
 from kvstore.client.forks import FORKS
 from kvstore.client.layers import Layer, LayerReader
 from kvstore.client.reader import given
-from kvstore.client.retry import countdown
 from kvstore.client.tensors import LayerTensors
 from kvstore.client.transport import ReadPlan, Transport
 from kvstore.proto import kvstore_pb2 as pb

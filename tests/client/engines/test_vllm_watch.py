@@ -32,8 +32,8 @@ from kvstore.client.engines.vllm_layout import PACKINGS
 from kvstore.client.engines.vllm_orders import LoadOrder, StepOrders
 from kvstore.client.engines.vllm_watch import LoadWatch
 from kvstore.client.engines.vllm_worker import VllmWorker
-from kvstore.client.liveness import hangs, is_runnable, is_silent, peer_pid
 from kvstore.client.options import ClientOptions
+from kvstore.client.session import hangs, is_runnable, is_silent, peer_pid
 from kvstore.proto.types import ChainDigest
 
 PROMPT, OTHER, THIRD = (prompt_tokens(number, 200) for number in (1, 2, 3))
@@ -288,7 +288,7 @@ def test_a_server_elsewhere_is_silent_only_beyond_what_its_heartbeats_take(
         return False
 
     session: Any = SimpleNamespace(pace_s=pace_s, connection=SimpleNamespace(answers=silent))
-    assert is_silent(session)
+    assert is_silent(session.connection, session.pace_s)
     assert waited == pytest.approx([patience_s, patience_s * 2 / 3])
 
 
@@ -296,7 +296,7 @@ def test_a_server_whose_second_answer_comes_is_not_silent() -> None:
     answers = iter([False, True])
     link = SimpleNamespace(answers=lambda _: next(answers))
     session: Any = SimpleNamespace(pace_s=0.0, connection=link)
-    assert not is_silent(session)
+    assert not is_silent(session.connection, session.pace_s)
 
 
 # --- the watch itself
