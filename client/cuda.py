@@ -147,7 +147,8 @@ class CudaTransport(ShmTransport):
     def _arriving_near(
         self, replies: Iterator[pb.GetResponse], reader: DeviceReader
     ) -> Iterator[InArena | InMemory | Arrival]:
-        assembler = FrameAssembler(self.session.terms.max_frame_bytes, room_of())
+        limit_bytes = self.session.terms.max_frame_bytes
+        assembler = FrameAssembler(limit_bytes, room_of())
         registration = self.registration_for(reader.device)
         for reply in replies:
             names = reply.places.tier_names

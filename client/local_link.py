@@ -109,8 +109,7 @@ class UnixRpc:
             is_clean = False
             try:
                 while link.unread:
-                    self._message(link, until)
-                    link.unread -= 1
+                    self._receive(link, until, is_posted=True)
                 is_clean = True
             except (_Fallback, KVStoreError):
                 pass  # it hung up, and what it had to do ends with the session
@@ -214,29 +213,28 @@ class UnixRpc:
             raise answer.error
         return parse_answer(kind, answer.body)
 
-    def _receive(self, link: _Link, until: float) -> Answer:
-        """Receive the next message that somebody waits for.
+    def _receive(self, link: _Link, until: float, *, is_posted: bool = False) -> Answer:
+        """Receive the next message that somebody waits for, joined if it was cut; the answer to
+        what was posted if *is_posted*.
 
         Whatever this raises, the connection is not to be used again: a late answer must not be
         taken for the next call's.
         """
-        while link.unread:
-            self._message(link, until)
-            link.unread -= 1
-        return self._message(link, until)
-
-    def _message(self, link: _Link, until: float) -> Answer:
-        """Receive one message, joined if it was cut."""
-        answer = self._packet(link, until)
-        if answer.reply is not Reply.part:
-            return answer
-        parts = [answer.body]
-        while answer.reply is Reply.part:
-            if len(parts) * MAX_PACKET_BYTES >= MAX_ANSWER_BYTES:
-                raise _Fallback
+        parts: list[bytes] = []
+        while True:
             answer = self._packet(link, until)
-            parts.append(answer.body)
-        return answer._replace(body=b"".join(parts))
+            if answer.reply is Reply.part or parts:
+                parts.append(answer.body)
+            if answer.reply is Reply.part:
+                if len(parts) * MAX_PACKET_BYTES >= MAX_ANSWER_BYTES:
+                    raise _Fallback
+            elif link.unread:
+                link.unread -= 1
+                parts.clear()
+                if is_posted:
+                    return answer
+            else:
+                return answer._replace(body=b"".join(parts)) if parts else answer
 
     def _packet(self, link: _Link, until: float) -> Answer:
         breaker = self._connection.breaker

@@ -65,6 +65,11 @@ class PeerReads:
         # Guards the four above.
         self._lock = threading.Lock()
 
+    @property
+    def are_there(self) -> bool:
+        """Whether there may be any to read from."""
+        return bool(self._lenders or self._session.peers) and self._session.options.read_peers
+
     def numbers(self) -> list[int]:
         """Return those to which there is a connection now."""
         self.note(self._session.peers)
@@ -75,6 +80,8 @@ class PeerReads:
 
     def note(self, numbers: Iterable[int]) -> None:
         """Our server says that these have chunks which we read: be let in, in the background."""
+        if not self._session.options.read_peers:
+            return
         for number in numbers:
             with self._lock:
                 now, known = self._clock(), self._lenders.get(number)

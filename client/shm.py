@@ -101,8 +101,7 @@ class ShmTransport(Transport):
         self.calls = self.rpc
         self.slabs = Slabs(self._socket)
         self._peers = PeerReads(session)
-        if session.options.read_peers:
-            self._peers.note(session.peers)
+        self._peers.note(session.peers)
         # One put at a time owns the staging memory, over its copies by design.
         self._put_lock = threading.Lock()
 
@@ -186,7 +185,7 @@ class ShmTransport(Transport):
     ) -> Iterator[Arrival]:
         """Yield what *request* brings. What another server did not send comes by way of ours."""
         until = time.monotonic() + plan.deadline_ms / 1000
-        if plan.shard is not None or not self.session.options.read_peers:
+        if plan.shard is not None or not self._peers.are_there:
             plan = replace(plan, direct=None)
         if plan.direct is not None:
             request.peers.extend(self._peers.numbers())
@@ -206,27 +205,25 @@ class ShmTransport(Transport):
         """
         assembler = FrameAssembler(self.session.terms.max_frame_bytes, room_of())
         for reply in replies:
-            names = reply.places.tier_names
-            if plan.direct is not None:
+            if reply.HasField("part"):
+                whole = whole_frame(assembler, arrival_of(reply))
+                if whole is not None:
+                    yield replace(whole, index=first + whole.index)
+                continue
+            names, index = reply.places.tier_names, first + reply.index
+            if reply.places.peers:
                 self._peers.note(reply.places.peers)
-            places = unpack_places(reply.places.rows)
-            index = first + reply.index
-            for number, run in groupby(places, key=_lender):
-                start, index = index, index + len(some := list(run))
+            for number, run in groupby(unpack_places(reply.places.rows), key=_lender):
+                start, index = index, index + len(places := list(run))
                 if number is None:
-                    for at, place in enumerate(some, start):
+                    for at, place in enumerate(places, start):
                         yield self._arrival(at, names[place.tier], place)
                 elif plan.direct is not None:
                     lent = LentRun(number, start, self._keys(plan.digests[start:index]))
                     left = yield from self._peers.read(lent, plan.direct, until)
                     if left is not None:
                         return left
-            if reply.HasField("part"):
-                whole = whole_frame(assembler, arrival_of(reply))
-                if whole is not None:
-                    yield replace(whole, index=first + whole.index)
-            else:
-                assembler.next_index = index - first
+            assembler.next_index = index - first
         return None
 
     def _arrival(self, index: int, tier: str, place: Place) -> Arrival:
@@ -291,21 +288,20 @@ def _lender(place: Place) -> int | None:
 class SlabMap:
     """One slab: its bytes, and the generations among them as words of eight bytes."""
 
-    __slots__ = ("_size_bytes", "bytes", "data", "words")
+    __slots__ = ("bytes", "data", "size_bytes", "words")
 
     def __init__(self, memory: mmap.mmap) -> None:
         self.data: Bytes = np.frombuffer(memory, np.uint8)
         self.bytes = memoryview(memory)
         """The same as ``data``, for who compares a few of them."""
         self.words = self.bytes[: len(memory) // 8 * 8].cast("Q")
-        self._size_bytes = len(memory)
+        self.size_bytes = len(memory)
 
     def check(self, place: Place) -> None:
         """Raise InvalidRequestError unless *place* lies within, LeaseExpiredError once reused."""
-        offset = place.offset
-        stop = offset + place.size_bytes
-        if offset < _GENERATION_BYTES or offset & 7 or stop > self._size_bytes:
-            raise InvalidRequestError("place", (offset, stop), f"slab has {self._size_bytes} bytes")
+        offset, stop = place.offset, place.offset + place.size_bytes
+        if offset < _GENERATION_BYTES or offset & 7 or stop > self.size_bytes:
+            raise InvalidRequestError("place", (offset, stop), f"slab has {self.size_bytes} bytes")
         self.confirm(offset, place.generation)
 
     def confirm(self, offset: int, generation: int) -> None:

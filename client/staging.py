@@ -5,9 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -96,27 +95,24 @@ def _aligned(size_bytes: int) -> int:
 class PutPipeline:
     """One put: while one group is encoded, those before it are being committed.
 
-    Room is reserved for several groups at once, and ahead, so that no copy waits for an answer.
+    Memory is reserved for several groups at once, and ahead, so that no copy waits for an answer.
     """
 
     def __init__(
-        self,
-        staging: StagingMemory,
-        session: Session,
-        rpc: UnixRpc,
-        terms: PutTerms,
+        self, staging: StagingMemory, session: Session, rpc: UnixRpc, terms: PutTerms
     ) -> None:
         self._staging = staging
-        self._calls = rpc
+        self._rpc = rpc
         # Durable ones wait for the disk: together, so that one flush is for all of them.
         self._commits: UnixRpc | CallQueue = rpc if terms.durable else CallQueue(rpc)
         self._session_id = session.terms.session_id
         self._terms = terms
         self._deadline_ms = terms.within_ms
         self._results: list[Put] = []
-        self._pending: deque[_Group] = deque()
+        self._pending: deque[tuple[list[Put], Callable[[], pb.CommitResponse] | None]] = deque()
+        """The outcomes of a group's reservations, and its commit that is on its way."""
         self._open_ids: set[int] = set()
-        self._asked: list[Callable[[], pb.ReserveResponse]] = []
+        self._reserving: list[Callable[[], pb.ReserveResponse]] = []
         self._next_part = 0
         self.may_be_read = False
         """A commit ended without its answer: the server may read the staging memory still."""
@@ -129,75 +125,77 @@ class PutPipeline:
         ]
         is_done = False
         try:
-            reserved = self._reserve(windows[0])
-            for number, window in enumerate(windows):
-                outcomes, ids = reserved()
-                if number + 1 < len(windows):
-                    reserved = self._reserve(windows[number + 1])
+            self._reserve(windows[0])
+            for number, window in enumerate(windows, 1):
+                outcomes, ids = self._reserved()
+                if number < len(windows):
+                    self._reserve(windows[number])
                 self._put_window(window, outcomes, ids)
             self._finish_all()
             is_done = True
         finally:
             if not is_done:  # whatever it was, an interrupt too
-                self._settle()
-                self._abort()
+                while self._pending:  # the server reads the staging memory until then
+                    with suppress(KVStoreError):
+                        self._finish()
+                while self._reserving:
+                    with suppress(KVStoreError):
+                        self._reserved()
+                self._abort(self._open_ids)
         return self._results
-
-    def _settle(self) -> None:
-        """Wait until the server reads the staging memory no more, as far as that can be known."""
-        while self._pending:
-            with suppress(KVStoreError):
-                self._finish()
 
     def _put_window(
         self, groups: Sequence[Sequence[Outgoing]], outcomes: list[Put], ids: list[int]
     ) -> None:
-        """Write and commit what room was reserved for; ask again for the rest, bit by bit."""
-        is_short = any(put.outcome is PutOutcome.refused for put in outcomes)
-        if is_short and (self._pending or len(groups) > 1):
-            # What we have under way may be what fills the tier: let it land, ask for less.
+        """Write and commit what was reserved; reserve the rest anew, bit by bit."""
+        if any(put.outcome is PutOutcome.refused for put in outcomes) and (
+            self._pending or len(groups) > 1
+        ):
+            # What is under way may be what fills the tier: let it land, reserve less.
             self._finish_all()
             self._abort(ids)
             for group in groups:
-                self._put_window([group], *self._reserve([group])())
+                self._reserve([group])
+                self._put_window([group], *self._reserved(-1))
             return
         start = 0
         for group in groups:
             stop = start + len(group)
-            self._stage(group, outcomes[start:stop], ids[start:stop])
+            self._commit(group, outcomes[start:stop], ids[start:stop])
             start = stop
 
-    def _stage(self, group: Sequence[Outgoing], outcomes: list[Put], ids: Sequence[int]) -> None:
+    def _reserve(self, groups: Sequence[Sequence[Outgoing]]) -> None:
+        chunks = [chunk for group in groups for chunk in group]
+        layouts = list(dict.fromkeys(chunk.extent for chunk in chunks))
+        request = pb.ReserveRequest(
+            session_id=self._session_id,
+            digests=b"".join([chunk.template.key[DIGEST_BYTES:] for chunk in chunks]),
+            parents=b"".join([chunk.template.parent for chunk in chunks]),
+            frame_bytes=[chunk.frame_bytes for chunk in chunks],
+            layout=[layouts.index(chunk.extent) for chunk in chunks],
+            layouts=list(map(layout_to_message, layouts)),
+            durable=self._terms.durable,
+            deadline_ms=self._deadline_ms,
+            hints=hints_to_message(self._terms.hints),
+        )
+        self._reserving.append(self._rpc.send("Reserve", request, self._deadline_ms))
+
+    def _reserved(self, place: int = 0) -> tuple[list[Put], list[int]]:
+        """Wait for the answer to a ``_reserve``, the first or the last one."""
+        reply = self._reserving.pop(place)()
+        self._open_ids.update(filter(None, reply.reservation_ids))
+        return read_outcomes(reply.outcomes, reply.reasons), list(reply.reservation_ids)
+
+    def _commit(self, group: Sequence[Outgoing], outcomes: list[Put], ids: Sequence[int]) -> None:
+        """Write what of *group* has a reservation, and send its commit."""
         if len(self._pending) == PARTS:
-            # Its part of the staging memory is the one written to next.
-            self._finish()
+            self._finish()  # its part of the staging memory is the one written to next
         offsets = self._staging.write(self._next_part, group, ids)
         self._next_part = (self._next_part + 1) % PARTS
-        self._pending.append(_Group(outcomes, self._commit(ids, offsets)))
-
-    def _reserve(
-        self, groups: Sequence[Sequence[Outgoing]]
-    ) -> Callable[[], tuple[list[Put], list[int]]]:
-        """Ask for room for *groups*; the returned function waits for the answer."""
-        chunks = [chunk for group in groups for chunk in group]
-        request = _reserve_request(self._session_id, chunks, self._terms)
-        wait = self._calls.send("Reserve", request, self._deadline_ms)
-        self._asked.append(wait)
-
-        def reserved() -> tuple[list[Put], list[int]]:
-            self._asked.remove(wait)
-            reply: pb.ReserveResponse = wait()
-            self._open_ids.update(i for i in reply.reservation_ids if i)
-            return read_outcomes(reply.outcomes, reply.reasons), list(reply.reservation_ids)
-
-        return reserved
-
-    def _commit(
-        self, ids: Sequence[int], offsets: Sequence[int]
-    ) -> Callable[[], pb.CommitResponse] | None:
-        wanted = [i for i in ids if i]
+        wanted = list(filter(None, ids))
         if not wanted:
-            return None
+            self._pending.append((outcomes, None))
+            return
         request = pb.CommitRequest(
             session_id=self._session_id,
             reservation_ids=wanted,
@@ -206,8 +204,8 @@ class PutPipeline:
             deadline_ms=self._deadline_ms,
         )
         wait = self._commits.send("Commit", request, self._deadline_ms)
+        self._pending.append((outcomes, wait))
         self._open_ids.difference_update(wanted)
-        return wait
 
     def _finish_all(self) -> None:
         while self._pending:
@@ -215,59 +213,26 @@ class PutPipeline:
 
     def _finish(self) -> None:
         """Wait for the commit that was sent first, and take its results."""
+        outcomes, wait = self._pending.popleft()
+        if wait is None:
+            self._results += outcomes
+            return
         try:
-            self._results += self._pending.popleft().finish()
+            reply = wait()
         except _UNANSWERED:
             self.may_be_read = True
             raise
+        committed = iter(read_outcomes(reply.outcomes, reply.reasons))
+        self._results += [
+            next(committed) if put.outcome is PutOutcome.stored else put for put in outcomes
+        ]
 
-    def _abort(self, reservation_ids: Sequence[int] | None = None) -> None:
-        """Give back those of the given reservations, or of all, that are not committed."""
-        if reservation_ids is None:
-            for wait in self._asked:
-                with suppress(KVStoreError):
-                    self._open_ids.update(i for i in wait().reservation_ids if i)
-        unused = self._open_ids.intersection(reservation_ids or self._open_ids)
+    def _abort(self, ids: Iterable[int]) -> None:
+        """Give back those reservations that are not committed."""
+        unused = self._open_ids.intersection(ids)
         if not unused:
             return
         self._open_ids -= unused
         request = pb.AbortRequest(session_id=self._session_id, reservation_ids=unused)
-        try:
-            self._calls.call("Abort", request, self._deadline_ms, pb.AbortResponse)
-        except KVStoreError:
-            return  # they end with the session
-
-
-@dataclass(slots=True)
-class _Group:
-    """Chunks of one part of the staging memory, and the commit that is on its way."""
-
-    outcomes: list[Put]
-    commit: Callable[[], pb.CommitResponse] | None
-
-    def finish(self) -> list[Put]:
-        """Wait for the commit; return what became of each chunk of the group."""
-        if self.commit is None:
-            return self.outcomes
-        reply = self.commit()
-        committed = iter(read_outcomes(reply.outcomes, reply.reasons))
-        return [
-            next(committed) if put.outcome is PutOutcome.stored else put for put in self.outcomes
-        ]
-
-
-def _reserve_request(
-    session_id: int, group: Sequence[Outgoing], terms: PutTerms
-) -> pb.ReserveRequest:
-    layouts = list(dict.fromkeys(chunk.extent for chunk in group))
-    return pb.ReserveRequest(
-        session_id=session_id,
-        digests=b"".join(chunk.template.key[DIGEST_BYTES:] for chunk in group),
-        parents=b"".join(chunk.template.parent for chunk in group),
-        frame_bytes=[chunk.frame_bytes for chunk in group],
-        layout=[layouts.index(chunk.extent) for chunk in group],
-        layouts=list(map(layout_to_message, layouts)),
-        durable=terms.durable,
-        deadline_ms=terms.within_ms,
-        hints=hints_to_message(terms.hints),
-    )
+        with suppress(KVStoreError):  # they end with the session
+            self._rpc.call("Abort", request, self._deadline_ms, pb.AbortResponse)
