@@ -22,11 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from bench.blend_designed import BEGIN, Riddle, make_designed
-from kvstore.client.blend.blender import Blender
-from kvstore.client.blend.feedback import deviations, ranks
+from kvstore.client.blend.engine import Blender, BlendResult, MemorySource
+from kvstore.client.blend.gate import deviations
+from kvstore.client.blend.layer_pass import LayerKV
 from kvstore.client.blend.plan import BlendPlan, Segment
-from kvstore.client.blend.report import BlendResult
-from kvstore.client.blend.source import LayerKV, MemorySource
 from kvstore.client.engines.transformers.blend_adapter import BlendedCache, TransformersAdapter
 from kvstore.client.engines.transformers.cache import as_argument
 
@@ -226,3 +225,9 @@ def text_cases(engine: Engine, tokenizer: Any, use: str, rng: random.Random) -> 
 
 def _ids(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+
+def ranks(values: Tensor) -> Tensor:
+    """Return the place of each of *values*, (tokens,), from 0 for the least to under 1."""
+    places = torch.argsort(torch.argsort(values, stable=True), stable=True)
+    return places.float() / max(1, len(values))

@@ -21,16 +21,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bench.blend_cases import FOLDER, Scores, trained_engine
+from bench.blend_cases import FOLDER, Scores, ranks, trained_engine
 from bench.blend_quality import NAIVE, Key, quotient
 from bench.report import Report
-from kvstore.client.blend.blender import Blender
-from kvstore.client.blend.feedback import Shadow, compare, deviations, ranks, worse
-from kvstore.client.blend.gate import SHADOW_TOKENS
+from kvstore.client.blend.engine import Blender, BlendResult, MemorySource
+from kvstore.client.blend.gate import SHADOW_TOKENS, ShadowEval, compare, deviations, worse
+from kvstore.client.blend.layer_pass import LayerKV
 from kvstore.client.blend.plan import BlendPlan, Segment
-from kvstore.client.blend.report import BlendResult
 from kvstore.client.blend.selectors import SELECTORS
-from kvstore.client.blend.source import LayerKV, MemorySource
 from kvstore.server.blending.gates import TRIALS, Gates
 from kvstore.server.blending.gates import Shadow as Told
 from kvstore.server.settings.values import GateTerms
@@ -99,9 +97,9 @@ class Judged:
     sees them; ``is_right``: all that follows is what it would say.
     """
 
-    question: Shadow
-    answer: Shadow
-    told: Shadow
+    question: ShadowEval
+    answer: ShadowEval
+    told: ShadowEval
     is_right: bool
 
     @property

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from bench.blend_cases import Case
 from bench.blend_designed import answered
-from kvstore.client.blend.feedback import compare
-from kvstore.client.blend.report import BlendResult
+from kvstore.client.blend.engine import BlendResult
+from kvstore.client.blend.gate import compare
 from kvstore.client.blend.selectors import SELECTORS
 
 RATIOS = (0.05, 0.10, 0.15, 0.30, 0.50, 1.0)

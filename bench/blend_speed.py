@@ -17,12 +17,10 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvstore.client.blend.blender import Blender
-from kvstore.client.blend.controller import Controller, Decision
-from kvstore.client.blend.cost import Speed
+from kvstore.client.blend.cost import BlendPlanner, Decision, Speed
+from kvstore.client.blend.engine import Blender, BlendResult, MemorySource
+from kvstore.client.blend.layer_pass import LayerKV
 from kvstore.client.blend.plan import BlendPlan, Segment
-from kvstore.client.blend.report import BlendResult
-from kvstore.client.blend.source import LayerKV, MemorySource
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.link_meter import LinkMeter
 
@@ -33,7 +31,7 @@ NARROW = 0.01
 """Half of an interval's width."""
 RESAMPLES = 1000
 LEARNED_FROM = (0.15, 0.4, 0.15, 0.7, 0.15)
-"""Ratios of the blends that a controller sees before it decides."""
+"""Ratios of the blends that a planner sees before it decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +211,7 @@ class Stage:
             return _seconds(lambda: self.model(ids, logits_to_keep=1))
 
     def learned(self, selector: str) -> list[Lesson]:
-        """Return what a controller sees of this engine before it decides."""
+        """Return what a planner sees of this engine before it decides."""
         plan, found = self.plan(0.15, selector), []
         for ratio in LEARNED_FROM:
             tried = plan.with_ratio(ratio)
@@ -222,34 +220,34 @@ class Stage:
         return found
 
     def time(self, selector: str, lessons: Sequence[Lesson], link_mb_per_s: float) -> Timing:
-        """Let a controller decide that knows the engine and the link, and time what it says.
+        """Let a planner decide that knows the engine and the link, and time what it says.
 
-        Blend and full prefill take turns, each first every other time. The controller learns
+        Blend and full prefill take turns, each first every other time. The planner learns
         from every turn, as an engine's does, after it has decided it.
         """
-        controller = Controller(
+        planner = BlendPlanner(
             self._shape.layers, Speed(0.0, 0.0, 1e-4, 1e-9), LinkMeter(link_mb_per_s * 1e6)
         )
         for lesson in lessons:
-            controller.observe_full(len(self.tokens), lesson.full_s)
-            controller.observe_blend(lesson.plan, lesson.result, 0)
+            planner.observe_full(len(self.tokens), lesson.full_s)
+            planner.observe_blend(lesson.plan, lesson.result, 0)
         timing = Timing(selector, link_mb_per_s, ())
         while len(timing.turns) < self._shape.rounds or not (
             timing.is_settled or len(timing.turns) >= self._shape.most_rounds
         ):
             is_first = len(timing.turns) % 2 == 0
-            turn = self._turn(controller, selector, link_mb_per_s, is_first)
+            turn = self._turn(planner, selector, link_mb_per_s, is_first)
             timing = replace(timing, turns=(*timing.turns, turn))
         return timing
 
     def _turn(
-        self, controller: Controller, selector: str, link_mb_per_s: float, full_first: bool
+        self, planner: BlendPlanner, selector: str, link_mb_per_s: float, full_first: bool
     ) -> Turn:
         full_s = self.full_s() if full_first else 0.0
         started = time.perf_counter()
         self.ask()
         plan = self.plan(0.15, selector)
-        decision = controller.decide(
+        decision = planner.choose(
             plan, self._shape.token_bytes, can_skip_rows=selector == "stored_priority"
         )
         chosen = decision.applied(plan)
@@ -258,9 +256,9 @@ class Stage:
         blended_s, result = self._timed(chosen, source)
         measured_s = asked_s + blended_s
         full_s = full_s or self.full_s()
-        controller.observe_full(len(self.tokens), full_s)
+        planner.observe_full(len(self.tokens), full_s)
         if decision.action != "full":
-            controller.observe_blend(chosen, result, source.loaded_bytes)
+            planner.observe_blend(chosen, result, source.loaded_bytes)
         return Turn(decision, measured_s, full_s, asked_s)
 
     def blend_to_full(self, ratio: float, selector: str) -> float:

@@ -11,8 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from kvstore.cli.trace_files import Segment, SegmentLine, read_trace
-from kvstore.cli.trace_tokens import TokenStreams
+from kvstore.cli.trace_format import Segment, SegmentLine, TokenStreams, read_trace
 
 TRACES = Path(__file__).resolve().parents[1] / "data" / "traces"
 CHATS = "dev_chat_sharegptlike_sps2_n100"

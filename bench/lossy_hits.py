@@ -35,7 +35,7 @@ sys.path[:0] = ["src", "tests"]
 from server_process import ServerProcess  # noqa: E402
 
 from kvstore.client import Client, ClientOptions  # noqa: E402
-from kvstore.client.blend.feedback import Shadow, compare  # noqa: E402
+from kvstore.client.blend.gate import ShadowEval, compare  # noqa: E402
 from kvstore.client.engines.transformers import (  # noqa: E402
     TransformersConnector,
     representation_of,
@@ -199,7 +199,7 @@ class Bench:
             raise ValueError(f"{hit} tokens were loaded, not all: {connector.stats()}")
         return seconds
 
-    def _judge(self, connector: TransformersConnector, ids: torch.Tensor) -> Shadow:
+    def _judge(self, connector: TransformersConnector, ids: torch.Tensor) -> ShadowEval:
         """Compare what the last tokens make of a loaded prefix with a full prefill."""
         cache, hit = connector.load(ids[:, :-JUDGED])
         wanted = self._logits(ids, DynamicCache(config=self.model.config))

@@ -1,13 +1,16 @@
 """How far a request travels through the code: ``python -m bench.paths [--json]``.
 
 Counts the server's files and functions that one Put and one Get of a chunk pass on their request
-thread over gRPC, the product's hand-written lines and modules, modules of the server that import
-each other in a circle, and the threads of an idle server.
+thread over gRPC, those of the client over shared memory on the caller's thread, hand-written lines
+and modules, modules of the server that import each other in a circle, and the threads of an idle
+server; and takes the time of ``import kvstore`` and ``kvstore --help``.
 """
 
 from __future__ import annotations
 
 import ast
+import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -24,17 +27,19 @@ from kvstore.client import Client, ClientOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("server", "tiers", "proto")
+CLIENT_ROOMS = ("client", "cli")
 STUBS = "kvstore_pb2"
 """How the names of files begin that a compiler wrote."""
+BARS_MS = {"import_ms": "150", "import_client_ms": "", "help_ms": "200"}
 QUIET_S = 3.0
 """After its start a server compiles and reads on for a moment."""
 
 
 class Tracer:
-    """Records which functions of *folder* are called, by thread, while ``recording``."""
+    """Records which functions of *folders* are called, by thread, while ``recording``."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = f"{folder}/"
+    def __init__(self, *folders: str) -> None:
+        self._folders = tuple(f"{ROOT / folder}/" for folder in folders)
         self.recording = False
         self.called: dict[str, set[CodeType]] = {}
 
@@ -42,7 +47,7 @@ class Tracer:
         """Take note of a call, for ``threading.setprofile``."""
         if self.recording and event == "call":
             code = frame.f_code
-            if str(Path(code.co_filename).resolve()).startswith(self._folder):
+            if str(Path(code.co_filename).resolve()).startswith(self._folders):
                 self.called.setdefault(threading.current_thread().name, set()).add(code)
 
     @contextmanager
@@ -68,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report("paths")
     measure_requests(report)
     measure_product(report)
-    measure_threads(report)
+    measure_server(report)
+    measure_starts(report)
     report.print(only_json=only_json)
     return 0
 
@@ -78,7 +84,7 @@ def measure_requests(report: Report) -> None:
     from kvstore.server.node import Node
     from kvstore.server.settings.settings import load_config
 
-    tracer = Tracer(ROOT / "server")
+    tracer = Tracer("server")
     threading.setprofile(tracer)
     with tempfile.TemporaryDirectory() as folder:
         flags = ("--tiers", "cpu,disk", "--cpu", "64MiB", "--disk", f"64MiB:{folder}/disk")
@@ -113,6 +119,11 @@ def measure_product(report: Report) -> None:
     modules = [path for path in files if path.name != "__init__.py"]
     report.add("product_lines", lines, "hand-written, of server, tiers and proto", "33,000")
     report.add("modules", len(modules), "of them", "150")
+    files = [path for room in CLIENT_ROOMS for path in (ROOT / room).rglob("*.py")]
+    lines = sum(len(path.read_text().splitlines()) for path in files)
+    modules = [path for path in files if path.name != "__init__.py"]
+    report.add("client_lines", lines, "hand-written, of client and cli", "18,000")
+    report.add("client_modules", len(modules), "of them", "70")
     report.add(
         "upward_imports", len(upward_imports()), "between the server's folders, by their order", "0"
     )
@@ -184,15 +195,54 @@ def _reach(start: str, imports: Mapping[str, set[str]]) -> set[str]:
     return found
 
 
-def measure_threads(report: Report) -> None:
-    """Threads of a server process that nobody talks to."""
+def measure_server(report: Report) -> None:
+    """Threads of a server process that nobody calls; then what a client passes that calls it."""
     with tempfile.TemporaryDirectory() as folder:
         disk = Path(folder) / "disk"
         flags = ("--tiers", "cpu,disk", "--cpu", "64MiB", "--disk", f"64MiB:{disk}")
-        with serving(*flags, disk=disk) as (_, pid):
+        with serving(*flags, disk=disk) as (address, pid):
             time.sleep(QUIET_S)
             count = len(list(Path(f"/proc/{pid}/task").iterdir()))
-    report.add("idle_threads", count, "of a server with memory and disk", "20")
+            report.add("idle_threads", count, "of a server with memory and disk", "20")
+            measure_client(address, report)
+
+
+def measure_client(address: str, report: Report) -> None:
+    """Three chunks put and read over shared memory, traced on the thread that calls."""
+    tracer, thread = Tracer("client", "codecs", "proto"), threading.current_thread().name
+    with Client(address, SMALL, ClientOptions("shm")) as client:
+        sys.setprofile(tracer)
+        try:
+            for seed in range(3):  # what is done once is done before the last
+                keys, chunks = make_chunks(client, 3, seed)
+                with tracer.record():
+                    client.put(chunks)
+                put = tracer.of(thread)
+                with tracer.record():
+                    assert len(client.get(keys)) == 3
+                get = tracer.of(thread)
+        finally:
+            sys.setprofile(None)
+    for name, (files, functions), most in (("get", get, "45"), ("put", put, "60")):
+        report.add(f"client_{name}_files", files, "over shared memory, on its thread", "14")
+        report.add(f"client_{name}_functions", functions, "the same", most)
+
+
+def measure_starts(report: Report) -> None:
+    """Milliseconds of a whole process that imports the client, or prints the commands."""
+    client = "import kvstore.client, sys; assert 'torch' not in sys.modules"
+    runs = {
+        "import_ms": ("-c", "import kvstore"),
+        "import_client_ms": ("-c", client),
+        "help_ms": ("-m", "kvstore.cli", "--help"),
+    }
+    for name, words in runs.items():
+        taken_ms = []
+        for _ in range(7):
+            started = time.perf_counter()
+            subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
+            taken_ms.append(1000 * (time.perf_counter() - started))
+        report.add(name, statistics.median(taken_ms), "of a new process", BARS_MS[name])
 
 
 if __name__ == "__main__":

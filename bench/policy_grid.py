@@ -9,9 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from bench.baselines import BASELINES, make_any
-from kvstore.cli.simulate.simulator import Outcome, Terms, replay_blocks
-from kvstore.cli.trace_blocks import BlockTrace, make_blocks
-from kvstore.cli.trace_files import read_trace
+from kvstore.cli.simulate.blocks import Outcome, Terms, replay_blocks
+from kvstore.cli.trace_format import BlockTrace, make_blocks, read_trace
 from kvstore.server.eviction.access_history import AccessHistory
 
 TRACES = Path(__file__).resolve().parents[1] / "data" / "traces"

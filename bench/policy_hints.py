@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from bench.policy_grid import CONVERSATION, TRACES
 from bench.report import Report
-from kvstore.cli.simulate.block_replay import BlockReplay
-from kvstore.cli.trace_files import BlockLine, read_trace
+from kvstore.cli.simulate.blocks import BlockReplay
+from kvstore.cli.trace_format import BlockLine, read_trace
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.hit_density import HitDensityEviction
 

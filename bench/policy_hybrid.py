@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.report import Report
-from kvstore.cli.simulate.state_replay import DEFAULT_HYBRID_POLICY, StateReplay, TokenRequest
-from kvstore.cli.trace_files import SegmentLine, read_trace
-from kvstore.cli.trace_tokens import TokenStreams
+from kvstore.cli.simulate.blocks import HYBRID, Terms
+from kvstore.cli.simulate.states import DEFAULT_HYBRID_POLICY, play, replay_states, state_requests
+from kvstore.cli.trace_format import SegmentLine, read_trace
 from kvstore.server.eviction.states.cache import GhostLimits, StateCache
 from kvstore.server.eviction.states.ranks import STATE_CLASSES, HitDensityRank
 from kvstore.server.eviction.states.tree import HYBRID_7B, CheckpointTree
@@ -54,22 +54,18 @@ class HybridRow:
         return self.ours - self.bar
 
 
-def read_tokens(path: Path) -> list[TokenRequest]:
-    """Return the requests of a trace of token segments."""
-    streams = TokenStreams()
-    return [
-        TokenRequest(line.time_s, streams.join(line.inputs), streams.join((line.output,)))
-        for line in read_trace(path)
-        if isinstance(line, SegmentLine)
-    ]
+def read_segments(trace: str) -> list[SegmentLine]:
+    """Return the lines of a trace of token segments."""
+    lines = read_trace(TRACES / f"{trace}.jsonl")
+    return [line for line in lines if isinstance(line, SegmentLine)]
 
 
 def hybrid_rows(policy: str = DEFAULT_HYBRID_POLICY) -> Iterator[HybridRow]:
     """Yield every point of the table."""
     for trace, bars in BARS.items():
-        requests = read_tokens(TRACES / f"{trace}.jsonl")
+        lines = read_segments(trace)
         for capacity_gb, bar in bars.items():
-            found = StateReplay(HYBRID_7B, policy, capacity_gb * 10**9).run(requests)
+            found = replay_states(lines, Terms(policy, f"{capacity_gb}GB", HYBRID))
             yield HybridRow(trace, capacity_gb, bar, 100.0 * found.token_hit_rate)
 
 
@@ -91,13 +87,13 @@ def learn_prior() -> NDArray[np.float64]:
     """Return the counts that ``read_prior`` reads, as whole numbers: (2, 21, 40)."""
     counts = np.zeros((2, STATE_CLASSES, 40))
     for trace, bars in BARS.items():
-        requests = read_tokens(TRACES / f"{trace}.jsonl")
+        lines = read_segments(trace)
         for capacity_gb in bars:
-            counts += _counts(requests, capacity_gb * 10**9) / len(bars)
+            counts += _counts(lines, capacity_gb * 10**9) / len(bars)
     return np.round(counts * PRIOR_WEIGHT)
 
 
-def _counts(requests: list[TokenRequest], capacity_bytes: int) -> NDArray[np.float64]:
+def _counts(lines: list[SegmentLine], capacity_bytes: int) -> NDArray[np.float64]:
     ranks: list[HitDensityRank] = []
 
     def cold(tree: CheckpointTree) -> HitDensityRank:
@@ -106,9 +102,8 @@ def _counts(requests: list[TokenRequest], capacity_bytes: int) -> NDArray[np.flo
 
     limits = GhostLimits.of(HYBRID_7B, capacity_bytes)
     cache = StateCache(HYBRID_7B, capacity_bytes, limits, cold)
-    for one in requests:
-        cache.request(one.tokens, len(one.input_tokens), one.ts_s)
-    table, end_s = ranks[0].table, requests[-1].ts_s
+    play(state_requests(lines), cache)
+    table, end_s = ranks[0].table, lines[-1].time_s
     table.settle(end_s)
     return np.stack(table.counts(end_s, STATE_CLASSES))
 

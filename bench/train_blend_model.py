@@ -37,7 +37,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench.blend_cases import Engine, bare_case
 from bench.blend_designed import VOCABULARY, answered
 from bench.blend_stories import Story, StoryShape, make_story
-from kvstore.client.blend.blender import Blender
+from kvstore.client.blend.engine import Blender
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 
 HIDDEN, HEAD_DIM, LAYERS, INNER = 128, 32, 4, 128

@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from kvstore.cli.simulate.block_replay import BlockReplay
-from kvstore.cli.trace_blocks import BlockTrace, make_blocks
-from kvstore.cli.trace_files import read_trace
+from kvstore.cli.simulate.blocks import BlockReplay
+from kvstore.cli.trace_format import BlockTrace, make_blocks, read_trace
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.learned import (
     FEATURES,
@@ -89,7 +88,7 @@ def record(trace: BlockTrace, share: float) -> Samples:
     history = AccessHistory(trace.block_tokens)
     policy = _Recorder(history)
     capacity_bytes = max(1, int(trace.blocks * share)) * BLOCK_BYTES
-    replay = BlockReplay(policy, history, capacity_bytes, least_rows=trace.blocks + 1)
+    replay = BlockReplay(policy, history, capacity_bytes, min_rows=trace.blocks + 1)
     longest = int(np.diff(trace.starts).max())
     flops = flops_of_blocks(longest, trace.block_tokens)
     is_full = trace.tokens == trace.block_tokens

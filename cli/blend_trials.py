@@ -14,11 +14,11 @@ from kvstore.cli.access import given_access
 from kvstore.cli.calibrate import read_text
 from kvstore.cli.model_samples import load_model
 from kvstore.client import Client, ClientOptions
-from kvstore.client.blend.blender import Blender
-from kvstore.client.blend.gate import SHADOW_TOKENS, GatedBlender
+from kvstore.client.blend.engine import Blender
+from kvstore.client.blend.gate import SHADOW_TOKENS, GuardedBlender
 from kvstore.client.blend.segments import SegmentRange
-from kvstore.client.blend.selectors import selector_of
-from kvstore.client.blend.store_prefill import store_prefill
+from kvstore.client.blend.selectors import check_selector
+from kvstore.client.blend.store import store_prefill
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.engines.transformers.identity import representation_of
 from kvstore.client.resolving import ResolveTerms
@@ -51,7 +51,7 @@ class TrialTerms:
 
     def __post_init__(self) -> None:
         check_tag(self.tag)
-        selector_of(self.selector)
+        check_selector(self.selector)
 
 
 class TrialFiles(NamedTuple):
@@ -206,7 +206,7 @@ class _Trials:
 
     def run(self, prompts: _Prompts) -> GateView:
         trial = ResolveTerms(tag=self.terms.tag, is_trial=True)
-        gated = GatedBlender(self.client, self.blender, trial, self.terms.selector)
+        gated = GuardedBlender(self.client, self.blender, trial, self.terms.selector)
         idle = 0
         for stored, asked in prompts.pairs(np.random.default_rng(self.terms.seed)):
             keys = self._stored(stored)

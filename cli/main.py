@@ -5,7 +5,6 @@ cli/exits.py has the exit codes, cli/manual.py the end of each command's help.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -202,7 +201,7 @@ def codecs(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure what each codec does on this machine, and up to which link it pays."""
-    from kvstore.cli.codecs import every_name, measure_all, print_speeds, speeds_as_json
+    from kvstore.cli.bench import every_name, measure_all, print_speeds, speeds_as_json
     from kvstore.proto.errors import UnknownCodecError
 
     try:
@@ -288,18 +287,20 @@ def simulate(  # noqa: PLR0913 - each is an option
     ] = "start",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw hits by capacity: .svg or .png.")
+        Path | None, typer.Option(metavar="FILE", help="Draw hits by capacity: .svg.")
     ] = None,
 ) -> None:
     """Replay a trace on policies and capacities, and print what each would have hit."""
     from kvstore.cli.progress import followed
+    from kvstore.cli.simulate.blocks import Terms
     from kvstore.cli.simulate.report import (
+        Simulator,
         check_plot,
+        names_of,
         outcomes_as_json,
         plot_outcomes,
         print_outcomes,
     )
-    from kvstore.cli.simulate.simulator import Simulator, Terms, names_of
 
     try:
         if count_from not in ("start", "half"):
@@ -320,9 +321,7 @@ def simulate(  # noqa: PLR0913 - each is an option
     else:
         print_outcomes(outcomes)
     if plot is not None:
-        drawn = plot_outcomes(plot, trace.name, outcomes)
-        if drawn != plot:
-            print(f"kvstore: no matplotlib for {plot.name}: drew {drawn}", file=sys.stderr)
+        plot_outcomes(plot, trace.name, outcomes)
 
 
 @app.command()
@@ -334,8 +333,6 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Put made-up chunks, get them back, compare, delete; exits with 1 unless all are right."""
-    import os
-
     from kvstore.cli.bench import BenchTerms
     from kvstore.cli.bench import bench as run
 
@@ -343,7 +340,7 @@ def bench(
         terms = BenchTerms(address, chunks, chunk_bytes, transport)  # type: ignore[arg-type]
     except InvalidRequestError as error:
         fail(error, EXIT_USAGE)
-    done = run(terms, int.from_bytes(os.urandom(8), "little"))
+    done = run(terms)
     print(done.as_json() if as_json else done.as_text())
     if not done.held:
         raise typer.Exit(EXIT_NOT_HELD)

@@ -18,17 +18,16 @@ from typing import Any, TypeVar
 from kvstore.client.blend.segments import NamedSegment, SegmentRange
 from kvstore.client.chunk import Chunk, PlannedChunk
 from kvstore.client.client import Client
+from kvstore.client.decode import Layer, Room, given
 from kvstore.client.engine_calls import LAYERED_PUT_MS, check_out
 from kvstore.client.events import EventPage, Place, followed
 from kvstore.client.keeping import check_wait
 from kvstore.client.layered_put import LayeredPut
-from kvstore.client.layers import Layer
 from kvstore.client.lease import ChunkLease
 from kvstore.client.levelled_get import Levelled
 from kvstore.client.levels import PlanTerms
 from kvstore.client.options import ClientOptions
 from kvstore.client.pages import PagedKV
-from kvstore.client.reader import Room, given
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.resolving import Resolved, ResolveTerms
 from kvstore.client.tensors import LayerTensors, TensorLike

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, takewhile
 from typing import TypeVar
@@ -14,16 +13,14 @@ import numpy as np
 from typing_extensions import override
 
 from kvstore.client.blend.segments import NamedSegment
-from kvstore.client.layer_feed import LayerFeed, Opened, Range
+from kvstore.client.decode import Room
 from kvstore.client.prefill import chunks_worth_loading
-from kvstore.client.reader import Room
 from kvstore.client.rectangle_room import RectangleRoom
 from kvstore.client.transport import ABANDON_S, LayerSink, Put
 from kvstore.codecs.base import AnyPart
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import Resolution
-from kvstore.proto.buffers import Bytes
-from kvstore.proto.errors import DeadlineError, KVStoreError, TierUnavailableError
+from kvstore.proto.errors import KVStoreError
 from kvstore.proto.messages import as_value, chains_of
 from kvstore.proto.plans import LoadPlan, PlannedBatch, PlanRange, PrefillModel
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Match
@@ -214,74 +211,6 @@ def joined_resolutions(found: Sequence[Resolution]) -> Resolution:
         lease_ttl_ms=min((one.lease_ttl_ms for one in found if one.lease_id), default=0),
         more_leases=tuple(more),
     )
-
-
-class JoinedFeed(LayerFeed):
-    """The feeds of several batches of *limit* chunks as one; those that follow a gap stay shut.
-
-    Each of *feeds* is entered when it is needed, and left with *stack*.
-    """
-
-    def __init__(
-        self, stack: ExitStack, feeds: Iterable[AbstractContextManager[LayerFeed]], limit: int
-    ) -> None:
-        self._stack = stack
-        self._feeds = feeds
-        self._limit = limit
-        self._open: list[LayerFeed] = []
-        self._numbers: list[tuple[LayerFeed, int]] = []
-        """By the number of a range, whose it is and its number there. Empty for a single feed,
-        which has the same numbers.
-        """
-
-    @override
-    def headers(self) -> list[Opened]:
-        found: list[Opened] = []
-        try:
-            for feed in self._feeds:
-                self._open.append(self._stack.enter_context(feed))
-                self.is_cut = self._open[0].is_cut
-                some = self._open[-1].headers()
-                first = len(found)
-                found += [replace(one, index=first + one.index) for one in some] if first else some
-                if len(some) < self._limit:
-                    break
-        except (DeadlineError, TierUnavailableError):
-            if not found:
-                raise
-        return found
-
-    @override
-    def expect(self, plan: Sequence[Range]) -> None:
-        if len(self._open) == 1:
-            self._open[0].expect(plan)
-            return
-        parts: list[list[Range]] = [[] for _ in self._open]
-        for wanted in plan:
-            number, chunk = divmod(wanted.chunk, self._limit)
-            self._numbers.append((self._open[number], len(parts[number])))
-            parts[number].append(wanted._replace(chunk=chunk))
-        for feed, part in zip(self._open, parts, strict=True):
-            feed.expect(part)
-
-    @override
-    def take(self, number: int) -> Bytes | None:
-        if len(self._open) == 1:
-            return self._open[0].take(number)
-        feed, place = self._numbers[number]
-        return feed.take(place)
-
-    @override
-    def drop(self, chunk: int) -> None:
-        for number, feed in enumerate(self._open):
-            first = number * self._limit
-            if chunk < first + self._limit:
-                feed.drop(max(0, chunk - first))
-
-    @override
-    def end(self) -> None:
-        for feed in self._open:
-            feed.end()
 
 
 class JoinedSink(LayerSink):

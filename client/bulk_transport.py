@@ -13,8 +13,8 @@ import numpy as np
 from typing_extensions import override
 
 from kvstore.client.connection import SLACK_S
-from kvstore.client.frame_parts import FrameAssembler, Room, here
 from kvstore.client.frame_stream import Entrance, FrameStream, FrameStreams
+from kvstore.client.frames import FrameAssembler, Room, here
 from kvstore.client.session import Session
 from kvstore.client.stream import StreamTransport
 from kvstore.client.transport import (

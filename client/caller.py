@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,6 @@ from weakref import finalize, ref
 
 from kvstore.client.batches import (
     MAX_OPEN_BATCHES,
-    JoinedFeed,
     batches,
     behind,
     digest_batches,
@@ -21,16 +20,15 @@ from kvstore.client.batches import (
 from kvstore.client.bulk_transport import BulkTransport
 from kvstore.client.client_state import ClientState
 from kvstore.client.connection import Connection, countdown
+from kvstore.client.decode import Reader, Room, direct
 from kvstore.client.forks import FORKS
-from kvstore.client.layer_feed import LayerFeed
 from kvstore.client.levelled_get import Meters
 from kvstore.client.options import ClientOptions
-from kvstore.client.reader import Reader, Room, direct
 from kvstore.client.rectangle_room import RectangleRoom
 from kvstore.client.session import Session, is_silent
 from kvstore.client.shm import ShmTransport, can_share_memory
 from kvstore.client.stream import StreamTransport
-from kvstore.client.transport import ReadPlan, Transport, at_least, layer_feed
+from kvstore.client.transport import Arrival, ReadPlan, Transport, at_least, read_layers
 from kvstore.codecs.asset_shelf import ASSETS
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
@@ -347,23 +345,22 @@ class Caller:
             self._quarantine(transport, broken)
         return found, [stated[at] for at in range(len(found))]
 
-    def _layer_feed(
-        self,
-        stack: ExitStack,
-        transport: Transport,
-        plan: ReadPlan,
-    ) -> LayerFeed:
-        """Return the frames of *plan* layer by layer: of MAX_OPEN_BATCHES batches, as each is a
-        stream, which *stack* ends. Rows to skip come where there are several.
+    def _layers_arriving(
+        self, stack: ExitStack, transport: Transport, plan: ReadPlan
+    ) -> Iterator[Arrival]:
+        """Yield the frames of *plan* to be read layer by layer: of MAX_OPEN_BATCHES batches, as
+        each is a stream, which *stack* ends. Rows to skip come where there are several.
         """
         limit, left_ms = transport.session.terms.max_batch_chunks, countdown(plan.deadline_ms)
         if len(plan.digests) > limit:
             plan = replace(plan, skipped=None)  # they are named by the places of all chunks
-        feeds = (
-            layer_feed(transport, replace(plan, digests=some, deadline_ms=left_ms()))
-            for _, some in batches(plan.digests, limit)
-        )
-        return JoinedFeed(stack, islice(feeds, MAX_OPEN_BATCHES), limit)
+        for first, some in islice(batches(plan.digests, limit), MAX_OPEN_BATCHES):
+            count, part = 0, replace(plan, digests=some, deadline_ms=left_ms())
+            for arrived in stack.enter_context(read_layers(transport, part)):
+                count += 1
+                yield replace(arrived, index=first + arrived.index) if first else arrived
+            if count < limit:
+                return
 
     def _quarantine(self, transport: Transport, key: ChunkKey) -> None:
         request = pb.DeleteRequest(

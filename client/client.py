@@ -12,13 +12,13 @@ from typing_extensions import override
 from kvstore.client.batches import batches, digest_batches, joined, match_from_message, prefix_plan
 from kvstore.client.chunk import Chunk
 from kvstore.client.connection import countdown
+from kvstore.client.decode import given
 from kvstore.client.engine_calls import EngineCalls, check_frame_bytes, check_out
 from kvstore.client.events import Following
 from kvstore.client.keeping import Keeping, check_wait
 from kvstore.client.lease import ChunkLease
 from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.client.page_names import page_digests
-from kvstore.client.reader import given
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.resolving import Resolving
 from kvstore.client.session import Session

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 
 from kvstore.client.connection import Connection
+from kvstore.client.decode import Reader
 from kvstore.client.forks import keep
 from kvstore.client.levelled_get import Meters
 from kvstore.client.link_meter import LinkMeter
-from kvstore.client.reader import Reader
 from kvstore.client.transport import Transport
 from kvstore.proto.errors import KVStoreError
 

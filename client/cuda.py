@@ -36,7 +36,7 @@ from kvstore.client.device_reads import (
     frame_count,
 )
 from kvstore.client.forks import keep
-from kvstore.client.frame_parts import FrameAssembler
+from kvstore.client.frames import FrameAssembler
 from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport
 from kvstore.client.transport import Arrival, ReadPlan, Transport, arrival_of, room_of, whole_frame

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvstore.client.decode import WRONG, check_header, contiguous
 from kvstore.client.device_decode import Begun, DeviceDecoder
-from kvstore.client.layer_feed import in_time
-from kvstore.client.reader import check_header
 from kvstore.client.transport import Arrival
 from kvstore.codecs.frame_kernels import open_kernels
 from kvstore.codecs.paged import (
@@ -32,12 +31,10 @@ from kvstore.codecs.paged import (
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.device import Device, Event
 from kvstore.proto.errors import (
-    ChunkCorruptError,
     InvalidFrameError,
     InvalidRequestError,
     KVStoreError,
     LeaseExpiredError,
-    ModelError,
     TierUnavailableError,
     UnknownCodecError,
 )
@@ -62,8 +59,6 @@ MAX_SLABS = 64
 """Registered for one session. A server has fewer at once; those it gave up stay until the end."""
 _ALIGN_BYTES = 256
 _WORD_BYTES = 8
-_BROKEN = (ChunkCorruptError, InvalidFrameError, ModelError)
-"""What says that a chunk is wrong, and is to be dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,12 +243,12 @@ class Reading:
         of the chunks.
         """
         try:
-            for arrived in in_time(arriving, frame_count):
+            for arrived in contiguous(arriving, frame_count):
                 if not self._take(self._run_of(arrived)):
                     break
             confirm = self._confirming()
             self._prove_all()
-        except _BROKEN:
+        except WRONG:
             self._end()
             confirm = self._confirming()
         except UnknownCodecError:
@@ -274,7 +269,7 @@ class Reading:
 
     def _end(self) -> None:
         """Prove what was queued before the chunk that is wrong."""
-        with suppress(*_BROKEN):
+        with suppress(*WRONG):
             self._prove_all()
         self.broken = self.keys[self.done]
 
@@ -407,7 +402,7 @@ class Reading:
                 RAW.check_header(header)
             if header.layout.tokens > self._chunk_tokens:
                 raise InvalidFrameError("tokens", header.layout.tokens, f"<= {self._chunk_tokens}")
-        except _BROKEN:
+        except WRONG:
             if not run.places:
                 run.confirms[number]()  # first of all: reused memory says nothing of the chunk
             raise

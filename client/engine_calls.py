@@ -10,13 +10,12 @@ from kvstore.client.batches import MAX_OPEN_BATCHES, JoinedSink, batches
 from kvstore.client.caller import Caller
 from kvstore.client.chunk import Chunk, PlannedChunk
 from kvstore.client.connection import countdown
+from kvstore.client.decode import Layer, LayerReader, Room, given
 from kvstore.client.layered_put import LayeredPut
-from kvstore.client.layers import Layer, LayerReader
 from kvstore.client.levelled_get import Levelled, LevelledGet, beside
 from kvstore.client.levels import PlanTerms
 from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.client.pages import PagedKV
-from kvstore.client.reader import Room, given
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.rectangle_room import RectangleRoom
 from kvstore.client.session import Session
@@ -147,9 +146,9 @@ class EngineCalls(Caller, ABC):
     ) -> Generator[Layer, None, None]:
         plan = ReadPlan(self._cut_digests(keys), 0, self.options.deadline_ms, least)
         with ExitStack() as stack:
-            feed = self._layer_feed(stack, transport, plan)
-            reading = LayerReader(self._reader, transport.session, keys, feed, room)
-            with closing(reading.layers()) as layers:
+            arriving = self._layers_arriving(stack, transport, plan)
+            reading = LayerReader(self._reader, transport.session, keys, room)
+            with closing(reading.layers(arriving)) as layers:
                 yield from layers
         if reading.broken is not None:
             self._quarantine(transport, reading.broken)

@@ -14,7 +14,7 @@ import numpy as np
 from xxhash import xxh3_64
 
 from kvstore.client.connection import SLACK_S, Pool
-from kvstore.client.frame_parts import Payload
+from kvstore.client.frames import Payload
 from kvstore.client.session import SessionTerms
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb

@@ -9,7 +9,7 @@ import numpy as np
 from kvstore.client.batches import batch_from_message, chain_batches, joined_plans
 from kvstore.client.caller import Caller
 from kvstore.client.connection import countdown
-from kvstore.client.frame_parts import FrameAssembler
+from kvstore.client.frames import FrameAssembler
 from kvstore.client.options import MAX_NAME_CHARS
 from kvstore.client.transport import Transport, arrival_of, room_of, whole_frames
 from kvstore.proto import kvstore_pb2 as pb

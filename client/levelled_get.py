@@ -18,6 +18,7 @@ from typing import TypeAlias, cast
 
 from kvstore.client.batches import batches
 from kvstore.client.connection import SLACK_S, countdown
+from kvstore.client.decode import WRONG, Reader, Room
 from kvstore.client.levels import (
     BATCH_GROWTH,
     BATCH_S,
@@ -37,7 +38,6 @@ from kvstore.client.levels import (
     wait_until_s,
 )
 from kvstore.client.link_meter import LinkMeter
-from kvstore.client.reader import Reader, Room
 from kvstore.client.stored_frame import MAX_LEVELS, StoredFrame
 from kvstore.client.transport import Arrival, ReadPlan, Transport
 from kvstore.proto import kvstore_pb2 as pb
@@ -48,7 +48,6 @@ from kvstore.proto.errors import (
     InvalidFrameError,
     KVStoreError,
     LeaseExpiredError,
-    ModelError,
     UnknownCodecError,
 )
 from kvstore.proto.frame import header_bytes
@@ -66,7 +65,6 @@ RELEASE_MS = 1000
 LEAST_WAIT_S = 0.001
 _Decoding: TypeAlias = "Future[tuple[int, Stated]]"
 _NOTHING = (RECOMPUTE, Stated(Accuracy.approximate))
-_DAMAGED = (ChunkCorruptError, InvalidFrameError, ModelError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,7 +438,7 @@ class LevelledGet:
             return before
         try:
             level = frame.decode(reached, room(at, frame.header.layout))
-        except _DAMAGED:
+        except WRONG:
             self.damaged.append(frame.key)
         except UnknownCodecError:
             pass  # right for all we know, to a newer client

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.chunk import Chunk, stated_dtype
-from kvstore.client.reader import Room
+from kvstore.client.decode import Room
 from kvstore.client.tensors import LayerTensors, TensorLike, to_array
 from kvstore.codecs.base import Part
 from kvstore.codecs.block_part import BlockPart, BlockSpan, check_block_ids

@@ -14,9 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kvstore.client.direct_frame import DirectFrame
-from kvstore.client.frame_parts import FrameAssembler
 from kvstore.client.frame_stream import DIAL_S, Entrance, FrameStream, FrameStreams
+from kvstore.client.frames import DirectFrame, FrameAssembler
 from kvstore.client.session import Session
 from kvstore.client.transport import Arrival, Direct, room_of, whole_frame
 from kvstore.proto import kvstore_pb2 as pb

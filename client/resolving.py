@@ -19,9 +19,8 @@ from kvstore.client.blend.segments import (
 )
 from kvstore.client.caller import Caller
 from kvstore.client.connection import countdown
+from kvstore.client.decode import Layer, LayerReader, given
 from kvstore.client.forks import FORKS
-from kvstore.client.layers import Layer, LayerReader
-from kvstore.client.reader import given
 from kvstore.client.tensors import LayerTensors
 from kvstore.client.transport import ReadPlan, Transport
 from kvstore.proto import kvstore_pb2 as pb
@@ -243,10 +242,12 @@ class Resolving(Caller):
         transport = self._connected()
         plan = ReadPlan(digests, lease_id, self.options.deadline_ms, least, skipped=skipped)
         with ExitStack() as stack:
-            feed = self._layer_feed(stack, transport, plan)
-            reading = LayerReader(self._reader, transport.session, keys, feed, given(out))
-            reading.accepts, reading.skipped = partial(_is_promised, chunks), skipped
-            with closing(reading.layers()) as layers:
+            arriving = self._layers_arriving(stack, transport, plan)
+            accepts = partial(_is_promised, chunks)
+            reading = LayerReader(
+                self._reader, transport.session, keys, given(out), accepts, skipped
+            )
+            with closing(reading.layers(arriving)) as layers:
                 yield from layers
         if reading.broken is not None:
             self._quarantine(transport, reading.broken)

@@ -16,8 +16,7 @@ from itertools import groupby
 import numpy as np
 from typing_extensions import override
 
-from kvstore.client.file_frame import FileFrame, OpenFile
-from kvstore.client.frame_parts import FrameAssembler
+from kvstore.client.frames import FileFrame, FrameAssembler, OpenFile
 from kvstore.client.local_link import UnixRpc, enter
 from kvstore.client.peer_reads import LentRun, PeerReads
 from kvstore.client.session import Session, hangs, peer_pid

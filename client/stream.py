@@ -14,8 +14,7 @@ import numpy as np
 from typing_extensions import override
 
 from kvstore.client.forks import EndedByForkError
-from kvstore.client.frame_parts import FrameAssembler
-from kvstore.client.ranged_get import RangedGet
+from kvstore.client.frames import FrameAssembler, shard_frames, shard_ranges
 from kvstore.client.session import Session
 from kvstore.client.transport import (
     ABANDON_S,
@@ -108,21 +107,18 @@ class StreamTransport(Transport):
 
     def _of_shard(self, stack: ExitStack, shard: Shard, plan: ReadPlan) -> Iterator[Arrival]:
         """Yield frames of the layers of *shard*, and from one on that is not raw, whole ones."""
-        started, until_s = 0, time.monotonic() + plan.deadline_ms / 1000
-        ranged = RangedGet(shard, len(plan.digests))
-        if len(ranged.ranges) <= self.session.terms.max_batch_chunks:
-            parts = self._begin(stack, replace(plan, ranges=ranged.ranges))
-            for tier, frame in ranged.frames(parts):
-                yield Arrival(started, tier, len(frame), frame)
-                started += 1
+        first: int | None = 0
+        until_s = time.monotonic() + plan.deadline_ms / 1000
+        ranges = shard_ranges(shard, len(plan.digests))
+        if len(ranges) <= self.session.terms.max_batch_chunks:
+            parts = self._begin(stack, replace(plan, ranges=ranges))
+            first = yield from shard_frames(shard, parts)
             parts.end()
-            if ranged.is_over:
-                return
-        if started < len(plan.digests):
+        if first is not None and first < len(plan.digests):
             left_ms = max(1, round(1000 * (until_s - time.monotonic())))
-            rest = replace(plan, digests=plan.digests[started:], deadline_ms=left_ms)
+            rest = replace(plan, digests=plan.digests[first:], deadline_ms=left_ms)
             for arrived in self._begin(stack, rest):
-                yield replace(arrived, index=arrived.index + started)
+                yield replace(arrived, index=arrived.index + first)
 
     @override
     def begin_put(self, templates: Sequence[FrameTemplate], terms: PutTerms) -> LayerSink:

@@ -13,13 +13,9 @@ import numpy as np
 from typing_extensions import override
 
 from kvstore.client.connection import Connection, countdown
-from kvstore.client.direct_frame import DirectFrame
-from kvstore.client.file_frame import FileFrame
-from kvstore.client.frame_parts import FrameAssembler, Payload
-from kvstore.client.layer_feed import LayerFeed, WholeFrames
+from kvstore.client.frames import DirectFrame, FileFrame, FrameAssembler, Payload, SparseFrame
+from kvstore.client.layer_stream import LayeredFrame, LayerStream
 from kvstore.client.local_link import UnixRpc
-from kvstore.client.part_feed import PartFeed
-from kvstore.client.ranged_get import SparseFrame
 from kvstore.client.session import Session, is_silent
 from kvstore.client.view import View
 from kvstore.codecs.base import AnyPart, AnyTensors
@@ -77,7 +73,7 @@ class Arrival:
     index: int
     tier: str
     frame_bytes: int
-    data: Bytes | FileFrame | SparseFrame | DirectFrame
+    data: Bytes | FileFrame | SparseFrame | DirectFrame | LayeredFrame
     confirm: Callable[[], None] = stays
     offset: int = 0
 
@@ -334,14 +330,17 @@ def at_least(
 
 
 @contextmanager
-def layer_feed(transport: Transport, plan: ReadPlan) -> Iterator[LayerFeed]:
-    """Enter for what *plan* brings, layer by layer."""
+def read_layers(transport: Transport, plan: ReadPlan) -> Iterator[Iterator[Arrival]]:
+    """Enter for the frames of *plan*, to be read layer by layer: whole ones that are in reach, or
+    each as a LayeredFrame once its header is here.
+    """
     with transport.read(replace(plan, layer_major=True)) as arriving:
         if arriving.is_layered:
             limit_bytes, is_cut = transport.session.terms.max_frame_bytes, plan.skipped is not None
-            yield PartFeed(iter(arriving), limit_bytes, is_cut=is_cut, end=arriving.end)
+            stream = LayerStream(iter(arriving), limit_bytes, is_cut=is_cut, end=arriving.end)
+            yield stream.arriving()
         else:
-            yield WholeFrames(iter(arriving))
+            yield iter(arriving)
 
 
 def read_outcomes(outcomes: bytes, reasons: Sequence[str]) -> list[Put]:

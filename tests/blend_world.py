@@ -20,9 +20,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from kvstore.client.blend.blender import Blender
+from kvstore.client.blend.engine import Blender, MemorySource
+from kvstore.client.blend.layer_pass import LayerKV
 from kvstore.client.blend.plan import BlendPlan, Segment
-from kvstore.client.blend.source import LayerKV, MemorySource
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 
 VOCABULARY = 512

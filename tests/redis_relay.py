@@ -131,7 +131,7 @@ class _Pieces:
             room[: len(part)] = part
         return (len(piece),)
 
-    def setblocking(self, flag: bool) -> None:
+    def settimeout(self, timeout_s: float) -> None:
         pass
 
 

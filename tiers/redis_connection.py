@@ -49,10 +49,6 @@ GRACE_S = 0.1
 _JOINED_BYTES = _RECEIVE_BYTES = 64 << 10
 _MAX_ERROR_BYTES = 512
 _END = b"\r\n"
-_EVENTS: dict[type, int] = {
-    ssl.SSLWantReadError: select.POLLIN,
-    ssl.SSLWantWriteError: select.POLLOUT,
-}
 
 
 class WrongTypeError(errors.ResponseError):
@@ -127,34 +123,36 @@ class DeadlineSocket:
         self.deadline = 0.0
         self.limit_bytes = 0
         """What ``recv`` returns yet; with more, the reply is larger than any right one."""
-        sock.setblocking(False)
         self._sock = sock
+        self._wait_s = -1.0
         self._silence_s = silence_s
         self._clock = clock
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sock, name)
 
-    def _use(self, event: int, call: Callable[[Any], Any], argument: object) -> Any:
-        while (left_s := self.deadline - self._clock()) >= -GRACE_S:
-            try:
-                return call(argument)
-            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
-                wait = select.poll()
-                wait.register(self._sock, _EVENTS.get(type(error), event))
-                if not wait.poll(1e3 * min(self._silence_s, max(0.0, left_s))):
-                    break
-        raise errors.TimeoutError("no answer in time")
+    def _use(self, call: Callable[[Any], Any], argument: object) -> Any:
+        left_s = self.deadline - self._clock()
+        if left_s < -GRACE_S:
+            raise errors.TimeoutError("no answer in time")
+        wait_s = min(self._silence_s, max(0.0, left_s))
+        if wait_s != self._wait_s:
+            self._wait_s = wait_s
+            self._sock.settimeout(wait_s)
+        try:
+            return call(argument)
+        except (TimeoutError, BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise errors.TimeoutError("no answer in time") from None
 
     def sendall(self, data: bytes | memoryview) -> None:
         """Send all of *data*."""
         left = memoryview(data)
         while left:
-            left = left[self._use(select.POLLOUT, self._sock.send, left) :]
+            left = left[self._use(self._sock.send, left) :]
 
     def recv(self, size: int) -> bytes:
         """Receive *size* bytes at most."""
-        data: bytes = self._use(select.POLLIN, self._sock.recv, size)
+        data: bytes = self._use(self._sock.recv, size)
         self.limit_bytes -= len(data)
         if self.limit_bytes < 0:
             raise errors.InvalidResponse("the reply is larger than any right one")
@@ -165,9 +163,9 @@ class DeadlineSocket:
     def recv_into(self, rooms: Sequence[memoryview]) -> int:
         """Fill *rooms*, as far as something came; return how far."""
         if isinstance(self._sock, ssl.SSLSocket):
-            count: int = self._use(select.POLLIN, self._sock.recv_into, rooms[0])
+            count: int = self._use(self._sock.recv_into, rooms[0])
         else:
-            count = self._use(select.POLLIN, self._sock.recvmsg_into, rooms)[0]
+            count = self._use(self._sock.recvmsg_into, rooms)[0]
         if not count:
             raise errors.ConnectionError("the server hung up")
         return count

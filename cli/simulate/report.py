@@ -1,19 +1,67 @@
-"""What simulations print: a table, JSON, a plot."""
+"""Simulations: traces replayed on policies and capacities; a table, JSON and a plot of them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 
 from kvstore.cli.plot import line_chart
-from kvstore.cli.simulate.simulator import Outcome
+from kvstore.cli.simulate.blocks import HYBRID, Outcome, Terms, replay_blocks
+from kvstore.cli.simulate.states import HYBRID_POLICIES, footprint_bytes, replay_states
 from kvstore.cli.tables import Grid, open_console
+from kvstore.cli.trace_format import BlockTrace, SegmentLine, TraceLines, make_blocks, read_trace
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.types import POLICIES, policy_instead_of
 
 _GIB = float(1 << 30)
-PLOT_SUFFIXES = (".svg", ".png")
+
+
+def names_of(policies: str, model: str) -> list[str]:
+    """Return the policies in a list with commas; all there are for ``all``.
+
+    Raises InvalidRequestError for one that the model's simulator does not have.
+    """
+    known = HYBRID_POLICIES if model == HYBRID else POLICIES
+    names = list(known) if policies == "all" else policies.split(",")
+    for name in names:
+        if name not in known:
+            raise InvalidRequestError("policy", name, policy_instead_of(name, (*known, "or all")))
+    return names
+
+
+class Simulator:
+    """A trace that was read once, and replayed as often as there are policies and capacities."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the trace. Raises InvalidRequestError and OSError, as ``read_trace``."""
+        self._name = path.name
+        self._lines: TraceLines = read_trace(path)
+        self._blocks: dict[int, BlockTrace] = {}
+
+    def run(self, terms: Terms) -> Outcome:
+        """Replay the trace. Raises InvalidRequestError when it cannot be, saying why."""
+        if terms.model == HYBRID:
+            footprint = self._states_bytes if "%" in terms.capacity else 0
+            return replay_states(self._segments, terms, footprint)
+        trace = self._blocks.get(terms.block_tokens)
+        if trace is None:
+            trace = self._blocks[terms.block_tokens] = make_blocks(self._lines, terms.block_tokens)
+        return replay_blocks(trace, terms)
+
+    @cached_property
+    def _segments(self) -> list[SegmentLine]:
+        lines = [line for line in self._lines if isinstance(line, SegmentLine)]
+        if not lines:
+            fix = "a state is of one token's position, and blocks do not say which: use attention"
+            raise InvalidRequestError(f"model for {self._name}", HYBRID, fix)
+        return lines
+
+    @cached_property
+    def _states_bytes(self) -> int:
+        return footprint_bytes(self._segments)
 
 
 def outcomes_as_json(outcomes: Sequence[Outcome]) -> str:
@@ -45,42 +93,17 @@ def print_outcomes(outcomes: Sequence[Outcome]) -> None:
 
 def check_plot(path: Path) -> None:
     """Raise InvalidRequestError unless *path* can be plotted to."""
-    if path.suffix.lower() not in PLOT_SUFFIXES:
-        raise InvalidRequestError("plot", path.name, f"end it in {' or '.join(PLOT_SUFFIXES)}")
+    if path.suffix.lower() != ".svg":
+        raise InvalidRequestError("plot", path.name, "end it in .svg")
     if not path.parent.is_dir():
         raise InvalidRequestError("plot", str(path), "name a file in a folder that exists")
 
 
-def plot_outcomes(path: Path, title: str, outcomes: Sequence[Outcome]) -> Path:
-    """Draw the tokens hit against the capacity, a line a policy; return the file.
-
-    An SVG, drawn without a library. A PNG needs matplotlib: where that is missing, an SVG of the
-    same name is drawn.
-    """
+def plot_outcomes(path: Path, title: str, outcomes: Sequence[Outcome]) -> None:
+    """Draw the tokens hit against the capacity, a line a policy."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for one in outcomes:
         point = (max(one.capacity_bytes, 1) / _GIB, 100 * one.token_hit_rate)
         lines.setdefault(one.policy, []).append(point)
-    if path.suffix.lower() == ".png" and _draw_png(path, title, lines):
-        return path
-    path = path.with_suffix(".svg")
     ticks = sorted({round(x, 2) for line in lines.values() for x, _ in line} - {0.0})
     line_chart(path, title, ("GiB (log)", "% of the prompts' tokens hit"), lines, ticks)
-    return path
-
-
-def _draw_png(path: Path, title: str, lines: dict[str, list[tuple[float, float]]]) -> bool:
-    """Draw with matplotlib; False where that is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(7.2, 3.8))
-    axes = figure.add_subplot(title=title, xlabel="GiB", ylabel="% of the prompts' tokens hit")
-    for name, line in lines.items():
-        axes.plot(*zip(*sorted(line), strict=True), marker="o", label=name)
-    axes.set_xscale("log")
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    figure.savefig(path)
-    return True

@@ -1,4 +1,4 @@
-"""Blending under the store's gate: what it lets through, what is compared, and what it is told."""
+"""Blending under the store's quality gate: what it lets through, what is compared and reported."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore.client.blend.blender import Blender
-from kvstore.client.blend.controller import Controller, Decision
-from kvstore.client.blend.cost import Speed
-from kvstore.client.blend.feedback import Shadow, compare, deviations, worse
-from kvstore.client.blend.patience import Patience
+from kvstore.client.blend.cost import BlendPlanner, Decision, Speed
+from kvstore.client.blend.engine import Blender, BlendResult
+from kvstore.client.blend.layer_pass import LayerKV
 from kvstore.client.blend.plan import BlendPlan
-from kvstore.client.blend.report import BlendResult
 from kvstore.client.blend.segments import SegmentRange
-from kvstore.client.blend.store_source import StoreSource
+from kvstore.client.blend.store import StoreSource
 from kvstore.client.link_meter import LinkMeter
 from kvstore.client.resolving import Resolved, ResolveTerms, Resolving
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView
-from kvstore.proto.errors import KVStoreError
+from kvstore.proto.errors import InvalidRequestError, KVStoreError
 
 SHADOW_TOKENS = 16
 """Decoded from a full prefill and scored behind the blend: what answers are made of. The question
 is closer to its full prefill than they are, as it is computed, and they read all of the blend."""
+CLEAR_MARGIN = 0.1
+"""Of probability, between a full prefill's two likeliest tokens. Closer ones change places between
+two dtypes of one model, too: which one is first then says nothing of a blend."""
+WORST = 1e3
+"""Nats, where logits are no numbers or rule out what the full prefill may choose: a mean that a
+report can hold."""
 
 _LARGEST_HALF = 65504.0
 _BYTE = 255
-
 _LATE = ("DeadlineError", "TierUnavailableError")
 _PRIOR = Speed(0.0, 0.0, 1e-4, 1e-9)
 _PRIOR_BYTES_PER_S = 1e9
@@ -39,28 +41,92 @@ _PRIOR_BYTES_PER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class GatedResult:
+class ShadowEval:
+    """Mean KL(full || blended) a token, in nats, and the share with the same likeliest token.
+
+    ``agreement`` is that of the ``clear_tokens`` at which the full prefill's two likeliest are
+    CLEAR_MARGIN apart; ``agreement_of_all`` that of all ``tokens``, and where none is clear both.
+    """
+
+    divergence: float
+    agreement: float
+    tokens: int
+    agreement_of_all: float
+    clear_tokens: int
+
+
+def compare(full: Tensor, blended: Tensor) -> ShadowEval:
+    """Return how far *blended* logits are from *full* ones: (tokens, vocabulary) each.
+
+    Summed in float64. Raises InvalidRequestError for shapes that differ and for no tokens.
+    """
+    if full.shape != blended.shape or full.ndim != 2 or not len(full):
+        found = (tuple(full.shape), tuple(blended.shape))
+        raise InvalidRequestError("logits", found, "give the same rows of both, at least one")
+    wanted, got = (part.double().log_softmax(-1) for part in (full, blended))
+    share = wanted.exp()
+    # Tokens that a model masks have a share of 0 and a logarithm of minus infinity in both.
+    parts = torch.where(share == 0, 0.0, share * (wanted - got))
+    divergence = parts.sum(-1).nan_to_num(WORST).clamp(max=WORST).mean()
+    agrees = (full.argmax(-1) == blended.argmax(-1)) & ~blended.isnan().any(-1)
+    likeliest = wanted.topk(2).values.exp() if full.shape[1] > 1 else wanted.exp()
+    is_clear = likeliest[:, 0] - likeliest[:, -1] >= CLEAR_MARGIN
+    clear = int(is_clear.sum())
+    return ShadowEval(
+        max(0.0, float(divergence)),
+        float(agrees[is_clear if clear else slice(None)].double().mean()),
+        len(full),
+        float(agrees.double().mean()),
+        clear,
+    )
+
+
+def worse(first: ShadowEval, second: ShadowEval) -> ShadowEval:
+    """Return two comparisons of one blend as one: the larger divergence, and both's tokens."""
+    clear, tokens = first.clear_tokens + second.clear_tokens, first.tokens + second.tokens
+    agreed = sum(one.agreement * one.clear_tokens for one in (first, second))
+    of_all = sum(one.agreement_of_all * one.tokens for one in (first, second))
+    divergence = max(first.divergence, second.divergence)
+    agreement = agreed / clear if clear else of_all / tokens
+    return ShadowEval(divergence, agreement, tokens, of_all / tokens, clear)
+
+
+def deviations(full: Sequence[LayerKV], stored: Sequence[LayerKV]) -> Tensor:
+    """Return how far each token's stored values are from *full* ones: (tokens,), float32.
+
+    Layers of (kv_heads, tokens, head_dim) each; squared distances, summed over the layers,
+    each in units of its mean squared value.
+    """
+    found = torch.zeros(full[0][1].shape[1], device=full[0][1].device)
+    for (_, wanted), (_, got) in zip(full, stored, strict=True):
+        squares = wanted.float().square().sum((0, 2)).mean()
+        distance = (wanted.float() - got.float()).square().sum((0, 2))
+        found += distance / squares.clamp_min(torch.finfo(torch.float32).tiny)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class GuardedResult:
     """What to answer from, and what came of the question.
 
     ``result`` is the full prefill's where there was one; its logits are those of the plan's last
     segment, or of what is behind the last range where the store failed. ``gate`` is None when
     the store did not answer; ``failure`` says why, or why a report was refused. ``decision`` is
-    what the controller made of it; None where nothing was there, or the request is to be
-    compared.
+    the planner's; None where nothing was there, or the request is to be compared.
     """
 
     result: BlendResult
     plan: BlendPlan | None = None
-    shadow: Shadow | None = None
+    shadow: ShadowEval | None = None
     gate: GateView | None = None
     failure: str = ""
     decision: Decision | None = None
 
 
-class GatedBlender:
+class GuardedBlender:
     """Blends what the gate lets through, compares what it wants compared, and reports.
 
-    *terms* say the tag, and whether these are trials. *controller* decides whether blending is
+    *terms* hold the tag, and whether these are trials. *planner* decides whether blending is
     worth it, and learns from every prompt; None: one of its own. As thread-safe as *blender* is.
     """
 
@@ -70,17 +136,16 @@ class GatedBlender:
         blender: Blender,
         terms: ResolveTerms | None = None,
         selector: str = "hybrid",
-        controller: Controller | None = None,
+        planner: BlendPlanner | None = None,
     ) -> None:
-        own = Controller(blender.n_layers, _PRIOR, LinkMeter(_PRIOR_BYTES_PER_S))
-        self._controller = controller or own
+        own = BlendPlanner(blender.n_layers, _PRIOR, LinkMeter(_PRIOR_BYTES_PER_S))
+        self._planner = planner or own
         self._client = client
         self._blender = blender
         self._terms = terms or ResolveTerms()
         self._selector = selector
-        self._patience = Patience()
 
-    def run(self, tokens: Sequence[int], ranges: Sequence[SegmentRange]) -> GatedResult:
+    def run(self, tokens: Sequence[int], ranges: Sequence[SegmentRange]) -> GuardedResult:
         """Return the prompt's logits and KV. Never raises for the store: it is computed then.
 
         Raises InvalidRequestError for ranges that are not of this prompt.
@@ -89,21 +154,16 @@ class GatedBlender:
         try:
             return self._blended(tokens, ranges)
         except KVStoreError as error:
-            failure = f"{type(error).__name__}: {error}"
             first = ranges[-1].stop if ranges else 0
             done = self._prefill(tokens, min(first, len(tokens) - 1))
-            return GatedResult(done, failure=failure)
+            return GuardedResult(done, failure=f"{type(error).__name__}: {error}")
 
     def _prefill(self, tokens: Sequence[int], logits_from: int) -> BlendResult:
         done = self._blender.prefill(tokens, logits_from=logits_from)
-        self._note_full(len(tokens), done)
+        self._planner.observe_full(len(tokens), done.report.total_s)
         return done
 
-    def _note_full(self, tokens: int, done: BlendResult) -> None:
-        self._patience.note_full(tokens, done.report.total_s)
-        self._controller.observe_full(tokens, done.report.total_s)
-
-    def _blended(self, tokens: Sequence[int], ranges: Sequence[SegmentRange]) -> GatedResult:
+    def _blended(self, tokens: Sequence[int], ranges: Sequence[SegmentRange]) -> GuardedResult:
         terms = replace(self._terms, weights=self._blender.weights)
         with self._client.resolve(tokens, ranges, terms) as resolved:
             with StoreSource(resolved, tokens, self._client.representation) as source:
@@ -114,27 +174,32 @@ class GatedBlender:
                 if plan.count("miss") == len(tokens):  # nothing there, or not worth it
                     resolved.release()
                 result = self._tried(plan, source, resolved)
-                answer = GatedResult(result, plan, gate=resolved.found.gate, decision=decision)
+                answer = GuardedResult(result, plan, gate=resolved.found.gate, decision=decision)
                 if not result.is_blended:
                     return answer
                 full, shadow = None, None
                 if resolved.found.is_shadow:
                     full = self._prefill(tokens, plan.segments[-1].start)
                     shadow = self._compared(tokens, full, result)  # None: no memory for it
-                now = {result.weights, (full or result).weights, self._blender.weights}
+                answer = replace(answer, result=full or result)
+                now = {result.weights, answer.result.weights, self._blender.weights}
                 if now != {terms.weights}:  # of mixed weights: says nothing
-                    return replace(answer, result=full or result)
-                reporter = _Reporter(plan, source, result, full)
-                report = reporter.message(self._terms.tag, shadow)
-            answer = replace(answer, result=full or result, shadow=shadow)
+                    return answer
+                report = _report(plan, source, result, full)
+            report.tag = self._terms.tag
+            if shadow is not None:
+                found = pb.ShadowResult(
+                    divergence=shadow.divergence, agreement=shadow.agreement, tokens=shadow.tokens
+                )
+                report.shadow.CopyFrom(found)
             try:
-                return replace(answer, gate=self._client.report_reuse(report))
+                return replace(answer, shadow=shadow, gate=self._client.report_reuse(report))
             except KVStoreError as error:
-                return replace(answer, failure=f"{type(error).__name__}: {error}")
+                return replace(answer, shadow=shadow, failure=f"{type(error).__name__}: {error}")
 
     def _compared(
         self, tokens: Sequence[int], full: BlendResult, result: BlendResult
-    ) -> Shadow | None:
+    ) -> ShadowEval | None:
         """Compare the question's rows, and what follows it as the full prefill has it.
 
         None where there is no memory for copies of the KV: the request has its answer.
@@ -154,114 +219,77 @@ class GatedBlender:
         """
         if resolved.found.is_shadow or plan.count("miss") == len(plan.tokens):
             return None
-        if not self._controller.knows_full:
+        if not self._planner.knows_full:
             return Decision("full", 1.0, 0.0, 0.0)
-        if not self._controller.knows_blend:
+        if not self._planner.knows_blend:
             return None
-        return self._controller.decide(plan, source.token_bytes, can_skip_rows=source.can_skip_rows)
+        return self._planner.choose(plan, source.token_bytes, can_skip_rows=source.can_skip_rows)
 
     def _tried(self, plan: BlendPlan, source: StoreSource, resolved: Resolved) -> BlendResult:
         """Carry *plan* out, and learn from it."""
         # What is answered from a full prefill is to be compared, whatever it takes.
-        within_s = self._patience.within_s(len(plan.tokens), source.loaded_bytes)
+        within_s = self._planner.wait_s(len(plan.tokens), source.loaded_bytes)
         patience_s = math.inf if resolved.found.is_shadow else within_s
         result = self._blender.blend(plan, source, patience_s=patience_s)
         if result.report.failure.startswith(_LATE):
-            self._patience.note_late(source.loaded_bytes, within_s)
-            self._controller.observe_late(source.loaded_bytes, within_s)
+            self._planner.observe_load(source.loaded_bytes, within_s)
             resolved.abandon()
         elif result.is_blended:
-            self._patience.note_load(source.loaded_bytes, result.report.load_s)
-            self._controller.observe_blend(plan, result, source.loaded_bytes)
+            self._planner.observe_blend(plan, result, source.loaded_bytes)
         elif plan.count("miss") == len(plan.tokens):
-            self._note_full(len(plan.tokens), result)
+            self._planner.observe_full(len(plan.tokens), result.report.total_s)
         return result
 
 
-@dataclass(frozen=True, slots=True)
-class _Reporter:
-    """One blend as the store is told of it."""
+def _report(
+    plan: BlendPlan, source: StoreSource, result: BlendResult, full: BlendResult | None
+) -> pb.ReportReuseRequest:
+    """Return one blend as the store is told of it. With a *full* prefill deviations are those of
+    all layers.
 
-    plan: BlendPlan
-    source: StoreSource
-    result: BlendResult
-    full: BlendResult | None
-
-    def message(self, tag: str, shadow: Shadow | None) -> pb.ReportReuseRequest:
-        """Return the report. With a full prefill deviations are those of all layers."""
-        done = self.result.report
-        message = pb.ReportReuseRequest(
-            tag=tag,
-            ratio=self._ratio(),
-            load_ms=1e3 * done.load_s,
-            compute_ms=1e3 * done.total_s,
-            full_ms=1e3 * self.full.report.total_s if self.full is not None else 0.0,
+    Its ratio is the share of the approximate tokens that was wanted, the smallest of all segments:
+    it is what the gate is about; the tokens that were computed are rounded up.
+    """
+    done = result.report
+    report = pb.ReportReuseRequest(
+        ratio=min(plan.shares().values(), default=plan.ratio),
+        load_ms=1e3 * done.load_s,
+        compute_ms=1e3 * done.total_s,
+        full_ms=1e3 * full.report.total_s if full is not None else 0.0,
+    )
+    layer, found = 0, None
+    if full is not None:
+        found = np.full(len(plan.tokens), -1.0, np.float32)  # -1: was not measured
+        for index, segment in plan.of_kind("approx"):
+            span = slice(segment.start, segment.end)
+            wanted = [(k[:, span].cpu(), v[:, span].cpu()) for k, v in full.kv]
+            found[span] = deviations(wanted, source.stored(index)).numpy()
+        found[sorted(source.left_out)] = -1.0
+    elif done.deviation:
+        layer = min(done.deviation)  # where all approximate rows were still computed
+        found = done.deviation[layer].float().cpu().numpy()
+    if found is not None and np.isfinite(found).all():
+        halves = found.clip(max=_LARGEST_HALF).astype("<f2")
+    else:
+        halves = np.empty(0, "<f2")
+    levels = _levels(done.attention)
+    is_selected = np.zeros(len(plan.tokens), bool)
+    is_selected[done.selected.cpu().numpy()] = True
+    for chunk in source.approximate_chunks():
+        span = slice(chunk.asked.start, chunk.asked.stop)
+        report.chunks.add(
+            digest=chunk.best.digest,
+            layer=layer,
+            deviations=halves[span].tobytes(),
+            selected=np.packbits(is_selected[span], bitorder="little").tobytes(),
+            query_attention=levels[span],
         )
-        if shadow is not None:
-            message.shadow.CopyFrom(
-                pb.ShadowResult(
-                    divergence=shadow.divergence, agreement=shadow.agreement, tokens=shadow.tokens
-                )
-            )
-        layer, found = self._deviations()
-        selected = set(done.selected.tolist())
-        attention = _levels(done.attention)
-        for chunk in self.source.approximate_chunks():
-            start, stop = chunk.asked.start, chunk.asked.stop
-            bits = [place in selected for place in range(start, stop)]
-            message.chunks.add(
-                digest=chunk.best.digest,
-                layer=layer,
-                deviations=b"" if found is None else found[start:stop].tobytes(),
-                selected=np.packbits(bits, bitorder="little").tobytes(),
-                query_attention=b"" if attention is None else attention[start:stop].tobytes(),
-            )
-        return message
-
-    def _ratio(self) -> float:
-        """Return the share of the approximate tokens that was wanted, the least of all segments.
-
-        It is what the gate is about; the tokens that were computed are rounded up.
-        """
-        shares = [
-            self.plan.ratio if segment.ratio is None else segment.ratio
-            for _, segment in self.plan.of_kind("approx")
-        ]
-        return min(shares, default=self.plan.ratio)
-
-    def _deviations(self) -> tuple[int, np.ndarray[tuple[int], np.dtype[np.float16]] | None]:
-        """Return where deviations were measured and those of all tokens, -1 for the unmeasured."""
-        found: np.ndarray[tuple[int], np.dtype[np.float32]]
-        if self.full is not None:
-            found = np.full(len(self.plan.tokens), -1.0, np.float32)
-            for place, segment in self.plan.of_kind("approx"):
-                span = slice(segment.start, segment.end)
-                wanted = [(k[:, span].cpu(), v[:, span].cpu()) for k, v in self.full.kv]
-                found[span] = deviations(wanted, self.source.stored(place)).numpy()
-            found[sorted(self.source.left_out)] = -1.0
-            return 0, _halves(found)
-        checked = self.result.report.deviation
-        if not checked:
-            return 0, None
-        layer = min(checked)  # where all approximate rows were still computed
-        return layer, _halves(checked[layer].float().cpu().numpy())
+    return report
 
 
-def _halves(
-    values: np.ndarray[tuple[int], np.dtype[np.float32]],
-) -> np.ndarray[tuple[int], np.dtype[np.float16]] | None:
-    """Return *values* in sixteen bits; None when any is no number."""
-    if not np.isfinite(values).all():
-        return None
-    return values.clip(max=_LARGEST_HALF).astype("<f2")
-
-
-def _levels(
-    attention: Tensor | None,
-) -> np.ndarray[tuple[int], np.dtype[np.uint8]] | None:
-    """Return attention as bytes, the highest 255."""
+def _levels(attention: Tensor | None) -> bytes:
+    """Return attention as bytes, the highest 255; none where nothing was attended to."""
     if attention is None or not float(attention.max()) > 0:
-        return None
+        return b""
     scaled = attention.float().cpu() * (_BYTE / float(attention.max()))
-    levels: np.ndarray[tuple[int], np.dtype[np.uint8]] = scaled.round().numpy().astype(np.uint8)
-    return levels
+    return scaled.round().to(torch.uint8).numpy().tobytes()

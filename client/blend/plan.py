@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal, TypeAlias
 
 from kvstore.proto.errors import InvalidRequestError
@@ -36,11 +37,11 @@ class Segment:
     """Tokens [start, end) of a prompt and where their KV comes from.
 
     ``exact``: computed behind the very same tokens; ``approx``: the same tokens in another
-    context; ``miss``: to be computed. ``chunk_id`` is the content digest of the tokens,
-    ``variant`` names the copy, ``src_pos`` is the position of its first token when it was
-    computed. ``ratio`` replaces the plan's for this segment. ``scores``: how much each token
-    gains by being computed anew, as learned from feedback. ``origin`` None: the engine's own.
-    Raises InvalidRequestError.
+    context; ``miss``: to be computed. ``chunk_id`` is the content digest of the tokens and of
+    ``extra``, such as ids of images; ``variant`` names the copy, ``src_pos`` is the position of
+    its first token when it was computed. ``ratio`` replaces the plan's for this segment.
+    ``scores``: how much each token gains by being computed anew, as learned from feedback.
+    ``origin`` None: the engine's own. Raises InvalidRequestError.
     """
 
     start: int
@@ -53,7 +54,6 @@ class Segment:
     scores: tuple[float, ...] | None = None
     origin: Origin | None = None
     extra: tuple[bytes, ...] = ()
-    """Further ids that its content digest covers, such as those of images."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.end:
@@ -63,7 +63,7 @@ class Segment:
         if self.src_pos < UNROTATED:
             raise InvalidRequestError("segment.src_pos", self.src_pos, "use 0 or more, -1 for none")
         if self.ratio is not None:
-            _share("segment.ratio", self.ratio)
+            _check_share("segment.ratio", self.ratio)
         if self.scores is not None and len(self.scores) != len(self):
             raise InvalidRequestError(
                 "segment.scores", len(self.scores), f"give one for each of {len(self)} tokens"
@@ -83,10 +83,6 @@ class BlendPlan:
     compares fresh KV with stored; *ratios* one for each of them, not rising, to filter by steps
     (CacheBlend, arXiv 2405.16444, section 4.3); empty: *ratio* at each. Raises
     InvalidRequestError.
-
-    For experiments with plans made by hand, as neither gained anything where it was measured:
-    with *head_tokens* the first so many tokens of each ``approx`` segment are chosen before all
-    others, with *granularity* whole blocks of so many tokens are chosen.
     """
 
     tokens: tuple[int, ...]
@@ -95,67 +91,44 @@ class BlendPlan:
     selector: str = "hybrid"
     check_layers: tuple[int, ...] = (1,)
     ratios: tuple[float, ...] = ()
-    head_tokens: int = 0
-    granularity: int = 1
 
     def __post_init__(self) -> None:
         self._check_tiles()
-        self._check_numbers()
-        self._check_digests()
+        layers, ratios = self.check_layers, self.ratios
+        is_rising = all(a < b for a, b in pairwise((0, *layers)))
+        if len(layers) > MAX_CHECK_LAYERS or not is_rising:
+            raise InvalidRequestError(
+                "check_layers", layers, "rising, from 1: layer 0 cannot deviate"
+            )
+        for name, shares in (("ratio", (self.ratio,)), ("ratios", ratios)):
+            for share in shares:
+                _check_share(name, share)
+        if ratios and len(ratios) != len(layers):
+            raise InvalidRequestError("ratios", ratios, "give one for each check layer")
+        if any(a < b for a, b in pairwise(ratios)):
+            raise InvalidRequestError("ratios", ratios, "a later layer chooses among fewer")
 
     def _check_tiles(self) -> None:
         if not 0 < len(self.tokens) <= MAX_PROMPT_TOKENS:
             raise InvalidRequestError("tokens", len(self.tokens), f"1 to {MAX_PROMPT_TOKENS}")
         if not 0 < len(self.segments) <= MAX_SEGMENTS:
             raise InvalidRequestError("segments", len(self.segments), f"1 to {MAX_SEGMENTS}")
-        place = 0
+        end = 0
         for segment in self.segments:
-            if segment.start != place:
-                raise InvalidRequestError(
-                    "segment.start", segment.start, f"segments tile the prompt: start at {place}"
-                )
-            place = segment.end
-        if place != len(self.tokens):
-            raise InvalidRequestError(
-                "segments", place, f"they end at the prompt's end, {len(self.tokens)}"
-            )
-        if self.segments[-1].kind != "miss":
-            raise InvalidRequestError(
-                "segments", self.segments[-1].kind, "the last is a miss: its logits are wanted"
-            )
-
-    def _check_numbers(self) -> None:
-        _share("ratio", self.ratio)
-        rising = (a >= b for a, b in zip(self.check_layers, self.check_layers[1:], strict=False))
-        if (
-            len(self.check_layers) > MAX_CHECK_LAYERS
-            or any(rising)
-            or min((1, *self.check_layers)) < 1
-        ):
-            raise InvalidRequestError(
-                "check_layers", self.check_layers, "rising, from 1: layer 0 cannot deviate"
-            )
-        if self.ratios and len(self.ratios) != len(self.check_layers):
-            raise InvalidRequestError("ratios", self.ratios, "give one for each check layer")
-        for share in self.ratios:
-            _share("ratios", share)
-        if any(a < b for a, b in zip(self.ratios, self.ratios[1:], strict=False)):
-            raise InvalidRequestError("ratios", self.ratios, "a later layer chooses among fewer")
-        if self.head_tokens < 0 or self.granularity < 1:
-            found = (self.head_tokens, self.granularity)
-            raise InvalidRequestError("head_tokens, granularity", found, "at least 0 and 1")
-
-    def _check_digests(self) -> None:
-        for segment in self.segments:
-            if not segment.chunk_id:
-                continue
-            tokens = tokens_le32(self.tokens[segment.start : segment.end])
-            if content_digest(tokens, segment.extra) != segment.chunk_id:
-                raise InvalidRequestError(
-                    "segment.chunk_id",
-                    segment.chunk_id.hex(),
-                    f"tokens {segment.start} to {segment.end} are others: look the chunk up again",
-                )
+            if segment.start != end:
+                fix = f"segments tile the prompt: start at {end}"
+                raise InvalidRequestError("segment.start", segment.start, fix)
+            end = segment.end
+            tokens = tokens_le32(self.tokens[segment.start : end]) if segment.chunk_id else b""
+            if segment.chunk_id and content_digest(tokens, segment.extra) != segment.chunk_id:
+                fix = f"tokens {segment.start} to {end} are others: look the chunk up again"
+                raise InvalidRequestError("segment.chunk_id", segment.chunk_id.hex(), fix)
+        if end != len(self.tokens):
+            fix = f"they end at the prompt's end, {len(self.tokens)}"
+            raise InvalidRequestError("segments", end, fix)
+        if segment.kind != "miss":
+            fix = "the last is a miss: its logits are wanted"
+            raise InvalidRequestError("segments", segment.kind, fix)
 
     def count(self, kind: Kind) -> int:
         """Return how many tokens are of *kind*."""
@@ -167,6 +140,13 @@ class BlendPlan:
             if segment.kind == kind:
                 yield index, segment
 
+    def shares(self) -> dict[int, float]:
+        """Return the share of each ``approx`` segment that is computed, by its index."""
+        return {
+            index: self.ratio if segment.ratio is None else segment.ratio
+            for index, segment in self.of_kind("approx")
+        }
+
     def as_miss(self, indices: frozenset[int]) -> BlendPlan:
         """Return the plan that computes the segments at *indices* instead."""
         if not indices:
@@ -176,6 +156,10 @@ class BlendPlan:
             for index, segment in enumerate(self.segments)
         )
         return replace(self, segments=segments)
+
+    def without(self, *kinds: Kind) -> BlendPlan:
+        """Return the plan that computes the segments of *kinds* instead."""
+        return self.as_miss(frozenset(index for kind in kinds for index, _ in self.of_kind(kind)))
 
     def with_ratio(self, ratio: float) -> BlendPlan:
         """Return the plan with *ratio* at every check layer, and in segments that had less."""
@@ -187,19 +171,14 @@ class BlendPlan:
         )
         return replace(self, segments=segments, ratio=ratio, ratios=())
 
-    def without(self, *kinds: Kind) -> BlendPlan:
-        """Return the plan that computes the segments of *kinds* instead."""
-        found = (index for kind in kinds for index, _ in self.of_kind(kind))
-        return self.as_miss(frozenset(found))
-
     def chosen_tokens(self, ratio: float) -> float:
-        """Return how many ``approx`` tokens *ratio* computes, segments' own ratios kept to."""
+        """Return how many ``approx`` tokens *ratio* computes; a segment's own ratio is kept."""
         return sum(
             len(s) * (ratio if s.ratio is None else max(s.ratio, ratio))
             for _, s in self.of_kind("approx")
         )
 
 
-def _share(field_name: str, value: float) -> None:
+def _check_share(field_name: str, value: float) -> None:
     if not 0 <= value <= 1:
         raise InvalidRequestError(field_name, value, "a share is from 0 to 1")

@@ -1,24 +1,192 @@
-"""The selectors by name."""
+"""Which rows are computed anew: the selectors by name, and how rows are picked.
+
+A selector chooses rows of ``approx`` segments, as positions in the prompt that rise. *attention*:
+what each token gets of the prompt's own rows, (tokens,); None where it was not measured.
+"""
 
 from __future__ import annotations
 
-from kvstore.client.blend.first_k import FirstK
-from kvstore.client.blend.hkvd import Hkvd
-from kvstore.client.blend.hybrid import Hybrid
-from kvstore.client.blend.query_attention import QueryAttention
-from kvstore.client.blend.selector import Selector
-from kvstore.client.blend.stored_priority import StoredPriority
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvstore.client.blend.plan import UNROTATED, BlendPlan
 from kvstore.proto.errors import InvalidRequestError
 
-SELECTORS: dict[str, Selector] = {
-    selector.name: selector
-    for selector in (Hkvd(), FirstK(), StoredPriority(), QueryAttention(), Hybrid())
+_FLOOR = 0.05
+"""What a row without any deviation so far still counts in ``hybrid``: scores age."""
+_CHOSEN = 2.0
+"""More than any score: of rows that the first half of ``hybrid`` has."""
+
+
+def first_k(plan: BlendPlan, attention: Tensor | None) -> Tensor:
+    """Return the first ``ratio`` of each segment (LegoLink: EPIC, arXiv 2410.15332, section 4).
+
+    A chunk prefilled alone has an attention sink of its own at its beginning, which it loses
+    behind other tokens. LegoLink computes a fixed k of at most 32; here k follows the ratio.
+    """
+    del attention
+    shares = plan.shares()
+    return _ranges(
+        (one.start, one.start + math.ceil(shares[index] * len(one) - 1e-9))
+        for index, one in plan.of_kind("approx")
+    )
+
+
+def stored_priority(plan: BlendPlan, attention: Tensor | None) -> Tensor:
+    """Return the rows with the highest stored scores; the first ones while there are none.
+
+    Scores come from feedback (deviations and attention of requests that were computed in full),
+    so no layer is computed to find the rows, and what is computed anew need not be transferred.
+    """
+    scores = _stored_scores(plan)
+    if scores is None:
+        return first_k(plan, attention)
+    return pick_share(plan, scores, rows_of(plan, "approx"), plan.ratio)
+
+
+def query_attention(plan: BlendPlan, attention: Tensor | None) -> Tensor:
+    """Return the rows that the prompt's own tokens look at (ProphetKV's idea, arXiv 2602.02579).
+
+    A first pass computes the gaps and the suffix alone, over all stored rows as they are, and
+    sums what its last tokens attend to. It needs all layers before the second pass.
+    """
+    if attention is None:
+        return first_k(plan, attention)
+    return pick_share(plan, attention, rows_of(plan, "approx"), plan.ratio)
+
+
+def hybrid(plan: BlendPlan, attention: Tensor | None) -> Tensor:
+    """Return half of the rows by attention times the stored scores, half by the scores alone.
+
+    Attention says what this prompt needs, but only of what its own tokens read: answers read on,
+    and near rows get more of it than far ones whose context has changed more. The scores say which
+    rows are wrong without their old context, whatever is asked. Each alone misses rows the other
+    finds.
+    """
+    scores = _stored_scores(plan)
+    if attention is None or scores is None:
+        return query_attention(plan, attention)
+    scores, rows = scores.to(attention.device), rows_of(plan, "approx")
+    segments = tuple(
+        one if one.ratio is None else replace(one, ratio=one.ratio / 2) for one in plan.segments
+    )
+    half = replace(plan, segments=segments, ratio=plan.ratio / 2)
+    best = pick_share(half, attention * (_FLOOR + scores), rows, half.ratio)
+    chosen = torch.zeros_like(scores)
+    chosen[best] = _CHOSEN
+    return pick_share(plan, scores + chosen, rows, plan.ratio)
+
+
+SELECTORS: dict[str, Callable[[BlendPlan, Tensor | None], Tensor]] = {
+    "hkvd": first_k,  # without a check layer; else most_deviating
+    "first_k": first_k,
+    "stored_priority": stored_priority,
+    "query_attention": query_attention,
+    "hybrid": hybrid,
 }
 
 
-def selector_of(name: str) -> Selector:
-    """Return the selector called *name*. Raises InvalidRequestError."""
-    found = SELECTORS.get(name)
-    if found is None:
+def check_selector(name: str) -> None:
+    """Raise InvalidRequestError unless there is a selector called *name*."""
+    if name not in SELECTORS:
         raise InvalidRequestError("selector", name, f"use one of {', '.join(SELECTORS)}")
-    return found
+
+
+def reads_attention(plan: BlendPlan) -> bool:
+    """Return whether the plan's selector uses the attention of the prompt's own rows."""
+    return plan.selector in ("query_attention", "hybrid")
+
+
+def check_layers(plan: BlendPlan, n_layers: int) -> tuple[int, ...]:
+    """Return the layers at which rows are chosen by ``most_deviating``; none: they are static."""
+    layers = plan.check_layers if plan.selector == "hkvd" else ()
+    return tuple(layer for layer in layers if layer < n_layers)
+
+
+def most_deviating(plan: BlendPlan, layer: int, deviation: Tensor, rows: Tensor) -> Tensor:
+    """Return which of *rows* stay from check layer *layer* on: CacheBlend's selector.
+
+    (arXiv 2405.16444, section 4.3.) Up to the first check layer, 1 in its released code, all rows
+    are computed; there those with the largest *deviation* stay: (tokens,), the squared difference
+    between fresh and stored values. With several check layers and falling ratios each filters the
+    rows that the one before left ("gradual filtering"), which the released code does not do.
+    Departure: gaps and suffix do not compete.
+    """
+    ratio = plan.ratios[plan.check_layers.index(layer)] if plan.ratios else plan.ratio
+    return pick_share(plan, deviation, rows, ratio)
+
+
+def chooses_any(plan: BlendPlan) -> bool:
+    """Return whether a selector is to choose any ``approx`` row."""
+    return any(share > 0 for share in plan.shares().values())
+
+
+def sink_rows(plan: BlendPlan, count: int) -> Tensor:
+    """Return the ``approx`` rows that are computed whatever a selector chooses: (rows,).
+
+    The first *count* of the prompt. Where a selector is to choose any, also those that were the
+    first *count* of their own prompt: they carry its sink, which is none here.
+    """
+    found, is_moved = [], chooses_any(plan)
+    for _, segment in plan.of_kind("approx"):
+        head = count - segment.start
+        if is_moved and segment.src_pos != UNROTATED:
+            head = max(head, count - segment.src_pos)
+        found.append((segment.start, min(segment.end, segment.start + max(0, head))))
+    return _ranges(found)
+
+
+def pick_share(plan: BlendPlan, score: Tensor, rows: Tensor, ratio: float) -> Tensor:
+    """Return the *ratio* of the ``approx`` tokens that is best of *rows* by *score*, (tokens,).
+
+    Segments with a ratio of their own keep to it; the others share theirs. Ties go to the
+    lower position. On the device of *score*.
+    """
+    is_open = torch.zeros(len(plan.tokens), dtype=torch.bool, device=score.device)
+    is_open[rows.to(score.device)] = True
+    found = [rows[:0].to(score.device)]
+    for spans, count in _budgets(plan, ratio):
+        places = _ranges(spans).to(score.device)
+        places = places[is_open[places]]
+        best = torch.argsort(score[places], descending=True, stable=True)[:count]
+        found.append(places[best])
+    return torch.cat(found).sort().values
+
+
+def rows_of(plan: BlendPlan, *kinds: str) -> Tensor:
+    """Return the positions of the tokens of *kinds*, rising: (rows,), int64."""
+    return _ranges((s.start, s.end) for s in plan.segments if s.kind in kinds)
+
+
+def _budgets(plan: BlendPlan, ratio: float) -> Iterator[tuple[Sequence[tuple[int, int]], int]]:
+    """Yield spans that share a budget, and the budget in tokens."""
+    shared = []
+    for _, segment in plan.of_kind("approx"):
+        if segment.ratio is None:
+            shared.append((segment.start, segment.end))
+        else:
+            yield [(segment.start, segment.end)], math.ceil(segment.ratio * len(segment))
+    yield shared, math.ceil(ratio * sum(end - start for start, end in shared) - 1e-9)
+
+
+def _stored_scores(plan: BlendPlan) -> Tensor | None:
+    """Return the scores that came with the plan, (tokens,), each segment's from 0 to 1.
+
+    None when a segment has none; equal scores say nothing and count as 1.
+    """
+    scores = torch.zeros(len(plan.tokens))
+    for _, segment in plan.of_kind("approx"):
+        if segment.scores is None:
+            return None
+        stored = torch.tensor(segment.scores)
+        low, high = float(stored.min()), float(stored.max())
+        scores[segment.start : segment.end] = (stored - low) / (high - low) if high > low else 1.0
+    return scores
+
+
+def _ranges(spans: Iterable[tuple[int, int]]) -> Tensor:
+    return torch.cat([torch.arange(0), *(torch.arange(*span) for span in spans)])

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 from kvstore.client.access import access_from
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client, parents
+from kvstore.client.decode import Room as ChunkRooms
 from kvstore.client.engines.prefix import (
     ONLY_EXACT,
     About,
@@ -45,7 +46,6 @@ from kvstore.client.prefill import (
     PrefillModel,
     chunks_worth_loading,
 )
-from kvstore.client.reader import Room as ChunkRooms
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto import kvstore_pb2 as pb

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+from kvstore.client.decode import Room as ChunkRooms
 from kvstore.client.prefill import Deadline
-from kvstore.client.reader import Room as ChunkRooms
 from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import codec_name
 from kvstore.codecs.terms import Importance

@@ -15,7 +15,7 @@ from bench.blend_quality import difference, quotient
 from bench.blend_speed import SlowSource, StageShape, Timing, Turn
 from bench.report import Report
 
-from kvstore.client.blend.controller import Decision
+from kvstore.client.blend.cost import Decision
 from kvstore.client.blend.plan import BlendPlan, Segment
 
 KEYS = [

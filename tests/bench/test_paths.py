@@ -43,8 +43,11 @@ def test_a_run_prints_every_key() -> None:
     values = json.loads(done.stdout)["values"]
     assert set(values) == {
         "put_files", "put_functions", "get_files", "get_functions", "product_lines", "modules",
-        "upward_imports", "circles", "idle_threads",
+        "upward_imports", "circles", "idle_threads", "client_lines", "client_modules",
+        "client_get_files", "client_get_functions", "client_put_files", "client_put_functions",
+        "import_ms", "import_client_ms", "help_ms",
     }  # fmt: skip
     assert 10 < values["get_files"] < values["put_files"] < values["put_functions"]
+    assert 5 < values["client_get_files"] < values["client_get_functions"]
     assert values["upward_imports"] == 0
     assert values["idle_threads"] <= 20

@@ -18,7 +18,7 @@ from bench.policy_costs import (
 from bench.policy_grid import POLICIES, Cell, all_cells, fill, read_blocks, worst_gap
 from bench.report import Report
 
-from kvstore.cli.simulate.simulator import Outcome
+from kvstore.cli.simulate.blocks import Outcome
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.lru import LruEviction
 

@@ -11,10 +11,11 @@ from bench.policy_hybrid import (
     hybrid_keys,
     hybrid_rows,
     learn_prior,
-    read_tokens,
+    read_segments,
 )
 from bench.report import Report
 
+from kvstore.cli.simulate.states import state_requests
 from kvstore.server.eviction.states.ranks import read_prior
 
 
@@ -40,12 +41,12 @@ def test_the_prior_that_is_shipped_is_the_one_that_is_learnt() -> None:
 
 
 def test_traces_are_read_as_the_tokens_their_lines_count() -> None:
-    requests = read_tokens(TRACES / "dev_ragshared_qps2_n900.jsonl")
+    requests = list(state_requests(read_segments("dev_ragshared_qps2_n900")))
 
     assert len(requests) == 1160
     first = requests[0]
-    assert (first.ts_s, len(first.input_tokens), len(first.output_tokens)) == (0.312, 3360, 86)
-    assert min(one.input_tokens.min() for one in requests) == 3
+    assert (first.time_s, first.prompt_tokens, len(first.tokens)) == (0.312, 3360, 3360 + 86)
+    assert min(one.tokens.min() for one in requests) == 3
 
 
 def test_the_report_has_the_keys_and_every_point(monkeypatch: pytest.MonkeyPatch) -> None:

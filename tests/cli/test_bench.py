@@ -1,4 +1,4 @@
-"""kvstore bench and kvstore drain, against a server."""
+"""kvstore bench and kvstore drain against a server, and kvstore codecs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import pytest
 from local_server import LocalServer
 from prompts import chunks_of, keys_of
 
+from kvstore.cli import bench
+from kvstore.cli.bench import every_name, measure_all
 from kvstore.cli.exits import EXIT_NOT_HELD, EXIT_STORE, EXIT_USAGE
 from kvstore.cli.main import main
 from kvstore.client.client import Client
-from kvstore.proto.errors import ShuttingDownError
+from kvstore.codecs.base import CODECS
+from kvstore.proto.errors import ShuttingDownError, UnknownCodecError
 
 
 def run(*argv: str) -> int:
@@ -84,3 +87,59 @@ def test_a_drain_of_nobody_and_in_no_time(capsys: pytest.CaptureFixture[str]) ->
     assert run("drain", "--within", "0") == EXIT_USAGE
     assert "within" in capsys.readouterr().err
     assert run("drain", "--address", "127.0.0.1:1", "--within", "1") == EXIT_STORE
+
+
+# --- codecs
+
+
+def run_codecs(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    status = run("codecs", *argv)
+    shown = capsys.readouterr()
+    return status, shown.out, shown.err
+
+
+def test_the_figures_of_a_codec_are_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run_codecs(capsys, "raw", "zplane", "--json")
+    assert status == 0
+    report = json.loads(out)
+    assert [row["codec"] for row in report["codecs"]] == ["raw", "zplane"]
+    raw, packed = report["codecs"]
+    assert (raw["accuracy"], raw["break_even_bytes_per_s"]) == ("exact", 0)
+    assert packed["ratio"] > 1.2
+    expected = packed["decode_bytes_per_s"] * (1 - 1 / packed["ratio"])
+    assert packed["break_even_bytes_per_s"] == pytest.approx(expected, rel=1e-3)
+    assert report["not_measured"] == {}
+
+
+def test_the_table_names_each_codec_and_says_what_it_was_measured_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "CODEC_BUDGET_S", 0.0)
+    status, out, _ = run_codecs(capsys, "zplane", "raw")
+    assert status == 0
+    for word in ("zplane", "raw", "exact", "numpy", "even", "synthetic"):
+        assert word in out
+
+
+def test_a_codec_that_does_not_exist_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run_codecs(capsys, "zplane:9", "raw")
+    assert (status, out) == (EXIT_USAGE, "")
+    assert "zplane:9" in err
+
+
+def test_a_codec_that_cannot_be_measured_is_named_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(name: str, *_: object) -> object:
+        raise UnknownCodecError(name, "no tables for it")
+
+    monkeypatch.setattr(bench, "measure", fail)
+    speeds, missing = measure_all(["zplane"])
+    assert speeds == []
+    assert "no tables" in missing["zplane"]
+    assert "no tables" in bench.speeds_as_json(speeds, missing)
+
+
+def test_every_codec_is_measured_unless_some_are_named() -> None:
+    assert sorted(every_name()) == list(CODECS)
+    assert every_name()[0] == "raw"

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from kvstore.cli.simulate.block_replay import BlockReplay
+from kvstore.cli.simulate.blocks import BlockReplay
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.eviction.access_history import NO_INFO, AccessHistory, InsertInfo
 from kvstore.server.eviction.policy import make_policy
@@ -15,9 +15,9 @@ from kvstore.server.eviction.policy import make_policy
 Trace = list[tuple[list[int], float]]
 
 
-def make(name: str, capacity_bytes: int, least_rows: int = 1 << 18) -> BlockReplay:
+def make(name: str, capacity_bytes: int, min_rows: int = 1 << 18) -> BlockReplay:
     history = AccessHistory(512)
-    return BlockReplay(make_policy(name, history), history, capacity_bytes, least_rows=least_rows)
+    return BlockReplay(make_policy(name, history), history, capacity_bytes, min_rows=min_rows)
 
 
 def tree_trace(seed: int, requests: int = 400) -> Trace:
@@ -42,7 +42,7 @@ def test_a_hit_is_the_longest_prefix_that_is_here() -> None:
     assert replay.request([1, 2, 4], 10, 1.0) == 2
     assert replay.request([5, 2, 3], 10, 2.0) == 0
     assert replay.request([1, 2, 3, 9], 10, 3.0) == 3
-    assert (replay.requests, replay.blocks, replay.hit_blocks) == (4, 13, 5)
+    assert (replay.blocks, replay.hit_blocks) == (13, 5)
 
 
 def test_a_prompt_does_not_evict_its_own_blocks() -> None:
@@ -96,7 +96,7 @@ def test_the_same_trace_hits_the_same_and_bytes_add_up_after_every_request(name:
             size_bytes = draw.choice((10, 25, 60))
             facts = InsertInfo(tokens_full=draw.random() < 0.5, reuse=draw.randrange(3))
             hit = replay.request(blocks, size_bytes, now_s, facts)
-            assert replay.held_bytes == replay.used_bytes <= 1_000
+            assert sum(replay._sizes) == replay.used_bytes <= 1_000
             out.append((hit, replay.used_bytes, replay.evictions))
         return out
 
@@ -105,7 +105,7 @@ def test_the_same_trace_hits_the_same_and_bytes_add_up_after_every_request(name:
 
 @pytest.mark.parametrize("name", ["lru", "hit_density"])
 def test_what_is_remembered_is_bounded_and_the_oldest_goes_first(name: str) -> None:
-    replay = make(name, 200, least_rows=100)
+    replay = make(name, 200, min_rows=100)
     for step in range(500):
         replay.request([1, 10 * step + 2, 10 * step + 3], 10, float(step))
         assert len(replay) <= 110
@@ -114,7 +114,7 @@ def test_what_is_remembered_is_bounded_and_the_oldest_goes_first(name: str) -> N
 
 
 def test_a_tier_that_holds_many_remembers_twice_as_many() -> None:
-    replay = make("lru", 4_000, least_rows=100)
+    replay = make("lru", 4_000, min_rows=100)
     for step in range(300):
         replay.request([3 * step, 3 * step + 1, 3 * step + 2], 10, float(step))
     assert 400 < len(replay) <= 803
@@ -122,17 +122,17 @@ def test_a_tier_that_holds_many_remembers_twice_as_many() -> None:
 
 def test_forgetting_does_not_change_what_lru_hits() -> None:
     trace = tree_trace(3, 2_000)
-    assert hits(make("lru", 500, least_rows=60), trace) == hits(make("lru", 500), trace)
+    assert hits(make("lru", 500, min_rows=60), trace) == hits(make("lru", 500), trace)
 
 
 @pytest.mark.parametrize("name", ["lru", "hit_density"])
 def test_blocks_that_come_twice_or_under_other_parents_lose_no_bytes(name: str) -> None:
-    draw, replay = random.Random(4), make(name, 300, least_rows=40)
+    draw, replay = random.Random(4), make(name, 300, min_rows=40)
     for step in range(600):
         blocks = [draw.randrange(60) for _ in range(draw.randrange(12))]
         hit = replay.request(blocks, 10, float(step))
         assert 0 <= hit <= len(blocks)
-        assert replay.held_bytes == replay.used_bytes <= 300
+        assert sum(replay._sizes) == replay.used_bytes <= 300
 
 
 def test_hints_and_times_of_any_kind_leave_the_accounting_whole() -> None:
@@ -140,7 +140,7 @@ def test_hints_and_times_of_any_kind_leave_the_accounting_whole() -> None:
     times = [0.0, 1e12, -1e12, 5.0, 5.0]
     for blocks, _ in tree_trace(6):
         replay.request(blocks, 10, draw.choice(times), InsertInfo(reuse=draw.randrange(3)))
-        assert replay.held_bytes == replay.used_bytes <= 200
+        assert sum(replay._sizes) == replay.used_bytes <= 200
 
 
 def test_learning_beats_lru_where_some_prompts_come_back_and_most_never_do() -> None:

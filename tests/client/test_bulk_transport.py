@@ -20,7 +20,7 @@ from kvstore.client.bulk_transport import BulkTransport
 from kvstore.client.frame_stream import MAX_STREAMS, Entrance
 from kvstore.client.session import Session
 from kvstore.client.stream import StreamTransport
-from kvstore.client.transport import Arrival, ReadPlan, layer_feed
+from kvstore.client.transport import Arrival, ReadPlan, read_layers
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, KVStoreError, TierUnavailableError
 from kvstore.proto.types import ChunkKey
@@ -48,8 +48,8 @@ class TestBulkTransport(BulkChannelContract):
         (stream,) = bare._streams.pool.idle
         ranges = [pb.FrameRange(index=chunk, stop=100) for chunk in range(8)]
         for is_read in (True, False, True):
-            with layer_feed(bare, ReadPlan(keys, 0, DEADLINE_MS)) as feed:
-                assert not is_read or len(feed.headers()) == 8
+            with read_layers(bare, ReadPlan(keys, 0, DEADLINE_MS)) as arriving:
+                assert not is_read or len(list(arriving)) == 8
             assert bare._streams.pool.idle == [stream]
             with bare.read(ReadPlan(keys, 0, DEADLINE_MS, ranges=ranges)) as pieces:
                 assert not is_read or [len(one.data) for one in pieces] == [100] * 8

@@ -18,11 +18,12 @@ from gpu_twin import use_device
 from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import keys_of, steady_tensors
 
-from kvstore.client import Chunk, Client, ClientOptions, file_frame
+from kvstore.client import Chunk, Client, ClientOptions
 from kvstore.client.client import parents
 from kvstore.client.cuda import CudaClient, CudaTransport
 from kvstore.client.device_decode import DeviceDecoder
 from kvstore.client.device_reads import BATCHES_AHEAD, DeviceReader
+from kvstore.client.frames import FileFrame
 from kvstore.codecs.base import CODECS, codec_by_name
 from kvstore.codecs.device_layers import Wait
 from kvstore.codecs.kvq_kernels import SOURCES, KvqKernels
@@ -290,15 +291,15 @@ def test_a_file_that_cannot_be_read_ends_the_prefix_and_is_an_error_at_its_start
     server = start("zplane")
     client = connect(server)
     keys = store(server, client, 3)
-    read_file, left = file_frame.FileFrame._bytes, [readable]
+    read_file, left = FileFrame._bytes, [readable]
 
-    def fail(self: file_frame.FileFrame, first: int, last: int) -> Bytes:
+    def fail(self: FileFrame, first: int, last: int) -> Bytes:
         left[0] -= 1
         if left[0] < 0:
             raise TierUnavailableError("disk", "its file cannot be read")
         return read_file(self, first, last)
 
-    monkeypatch.setattr(file_frame.FileFrame, "_bytes", fail)
+    monkeypatch.setattr(FileFrame, "_bytes", fail)
     engine = Engine(MODEL, blocks_for(3))
     if readable:
         assert read(client, keys, engine) == readable

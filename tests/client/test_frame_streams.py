@@ -24,8 +24,8 @@ from stream_messages import Sent
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.bulk_transport import BulkTransport, StreamUpload
-from kvstore.client.frame_parts import FrameAssembler
 from kvstore.client.frame_stream import Entrance, FrameStream, FrameStreams
+from kvstore.client.frames import FrameAssembler
 from kvstore.client.session import Session, SessionTerms
 from kvstore.client.stream import StreamTransport
 from kvstore.proto import bulk

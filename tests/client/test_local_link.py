@@ -29,7 +29,7 @@ from socket_peer import Listener
 
 from kvstore.client import Client, ClientOptions, local_link
 from kvstore.client.connection import Connection
-from kvstore.client.frame_parts import FrameAssembler
+from kvstore.client.frames import FrameAssembler
 from kvstore.client.local_link import MAX_CONNECTIONS, CallQueue, UnixRpc
 from kvstore.client.session import Session
 from kvstore.client.transport import arrival_of, room_of, whole_frames

@@ -16,7 +16,7 @@ from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import MEDIUM, SMALL, assert_reads, chunks_of, is_right, keys_of, outcomes, store
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.file_frame import FileFrame
+from kvstore.client.frames import FileFrame
 from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport
 from kvstore.client.transport import ReadPlan, Transport

@@ -13,10 +13,10 @@ from prompts import MEDIUM, tensors_of
 from typing_extensions import override
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.layers import Layer
+from kvstore.client.decode import Layer
 from kvstore.client.options import TransportName
 from kvstore.client.resolving import FoundChunk, Resolved
-from kvstore.client.transport import Outgoing, ReadPlan, layer_feed
+from kvstore.client.transport import Outgoing, ReadPlan, read_layers
 from kvstore.codecs.base import ChunkTensors, codec_by_name, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
@@ -194,6 +194,8 @@ def test_rows_that_cannot_be_are_refused_by_name(server: LocalServer, client: Cl
             beyond = SkippedRows.of({4: [1]})
             with (
                 pytest.raises(InvalidRequestError, match="skip_rows="),
-                layer_feed(transport, ReadPlan(digests, 0, DEADLINE_MS, skipped=beyond)) as feed,
+                read_layers(
+                    transport, ReadPlan(digests, 0, DEADLINE_MS, skipped=beyond)
+                ) as arriving,
             ):
-                feed.headers()
+                list(arriving)

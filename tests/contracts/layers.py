@@ -19,8 +19,8 @@ from pages import AXES, engine_pages, rows_of
 from prompts import MEDIUM, SMALL, assert_reads, chunks_of, is_right, keys_of, store, tokens
 
 from kvstore.client import Client, ClientOptions, PlannedChunk
-from kvstore.client.layers import Layer
-from kvstore.client.transport import ReadPlan, Transport, layer_feed
+from kvstore.client.decode import Layer
+from kvstore.client.transport import ReadPlan, Transport, read_layers
 from kvstore.codecs.base import Part
 from kvstore.codecs.block_part import BlockPart
 from kvstore.proto.errors import (
@@ -358,12 +358,11 @@ class LayersContract:
             go_on()
         put.abandon()
 
-    def test_a_feed_gives_headers_then_layers(self, bare: Transport, client: Client) -> None:
+    def test_a_layered_read_begins_with_headers(self, bare: Transport, client: Client) -> None:
         keys = store(client, 1, 2)
         digests = [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
-        with layer_feed(bare, ReadPlan(digests, 0, DEADLINE_MS)) as feed:
-            opened = feed.headers()
-            assert [(one.index, one.tier, one.frame_bytes) for one in opened] == [
+        with read_layers(bare, ReadPlan(digests, 0, DEADLINE_MS)) as arriving:
+            assert [(one.index, one.tier, one.frame_bytes) for one in arriving] == [
                 (0, "cpu", 2368), (1, "cpu", 2368)
             ]  # fmt: skip
 

@@ -7,7 +7,8 @@ import re
 import pytest
 from docs.blocks import ROOT
 
-from kvstore.cli.simulate.simulator import Simulator, Terms
+from kvstore.cli.simulate.blocks import Terms
+from kvstore.cli.simulate.report import Simulator
 from kvstore.proto.types import (
     DType,
     KVLayout,

@@ -11,12 +11,11 @@ import pytest
 from server_process import ServerProcess
 
 from kvstore.cli.main import main
-from kvstore.cli.simulate.simulator import Simulator, Terms
+from kvstore.cli.simulate.blocks import Terms
+from kvstore.cli.simulate.report import Simulator
 from kvstore.cli.status import ask_status
-from kvstore.cli.trace_blocks import make_blocks
-from kvstore.cli.trace_files import read_trace
-from kvstore.cli.trace_record import Recording, record
-from kvstore.cli.trace_replay import ReplayTerms, replay_trace
+from kvstore.cli.trace import ReplayTerms, record, replay_trace
+from kvstore.cli.trace_format import make_blocks, read_trace
 
 CHUNK_BYTES = 60 << 10
 REQUESTS = 260
@@ -107,7 +106,7 @@ def test_what_is_recorded_from_a_server_is_the_trace_that_was_played(
         assert not ended.value.code
         now_s[0] = 2.0
 
-    made = record(Recording(process.address, 1.0, 512), copy, lambda: now_s[0], play)
+    made = record(process.address, copy, 1.0, 512, lambda: now_s[0], play)
     played = json.loads(capsys.readouterr().out)
     assert (made.lookups, made.lost) == (played["requests"], 0) == (REQUESTS, 0)
     mine, theirs = make_blocks(read_trace(path)), make_blocks(read_trace(copy))

@@ -19,14 +19,12 @@ from torch_engine import OPTIONS, logits, plain_tokens, prefill, random_ids, sto
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from vllm_stand_ins import FullAttentionSpec, cache_config, engine_config
 
-from kvstore.client.blend.blender import Blender
-from kvstore.client.blend.gate import GatedBlender
+from kvstore.client.blend.engine import Blender
+from kvstore.client.blend.gate import GuardedBlender
 from kvstore.client.blend.segments import SegmentRange
-from kvstore.client.blend.store_prefill import store_prefill
-from kvstore.client.blend.store_source import StoreSource
+from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.engines import vllm_identity
-from kvstore.client.engines.sglang.pages import PageSettings, PageStore, RankTerms
-from kvstore.client.engines.sglang.terms import WeightsEpoch
+from kvstore.client.engines.sglang.pages import PageSettings, PageStore, RankInfo, WeightsEpoch
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.engines.vllm_shape import shape_of
@@ -73,7 +71,7 @@ def pages(server: LocalServer, request: pytest.FixtureRequest) -> Pages:
             kv_buffer=buffer.reshape(2, LAYERS, 3 * PAGE, HEADS, DIM),
             get_dummy_flat_data_page=lambda: torch.zeros(buffer.nbytes // 3, dtype=torch.uint8),
         )  # fmt: skip
-        store = PageStore(pool, RankTerms(folder, is_mla=False), PageSettings.parse(stated, folder))
+        store = PageStore(pool, RankInfo(is_mla=False), PageSettings.parse(stated, folder))
         request.addfinalizer(store.client.close)
         return store
 
@@ -100,7 +98,7 @@ def test_sglang_24758_a_hubs_model_without_a_commit_is_refused(revision: str) ->
     """The same of a name that is no folder: what ``main`` is of differs by the day."""
     with pytest.raises(ModelError, match=r"model_revision.*commit or a digest"):
         PageSettings.parse({"model_revision": revision}, "org/model")
-    assert PageSettings.parse({"model_revision": COMMIT}, "org/model").model_revision == COMMIT
+    assert PageSettings.parse({"model_revision": COMMIT}, "org/model").weights.revision == COMMIT
 
 
 @pytest.mark.parametrize("revision", [*UNSAID, COMMIT])
@@ -466,7 +464,7 @@ def test_lmdeploy_4917_nothing_older_is_blended_once_weights_changed(server: Loc
     client, blender, (first, ranges) = blended(server, model, 5)
     _, _, (second, _) = blended(server, model, 6)
     store_prefill(client, blender.prefill(first), first, ranges)
-    gated = GatedBlender(client, blender, ResolveTerms(is_trial=True), selector="first_k")
+    gated = GuardedBlender(client, blender, ResolveTerms(is_trial=True), selector="first_k")
     assert gated.run(second, ranges).shadow is not None
     resolved = client.resolve(second, ranges, ResolveTerms(is_trial=True))
     with torch.no_grad():

@@ -15,10 +15,10 @@ import torch
 from local_server import LocalServer
 from real_sglang.stand_ins import import_sglang
 
-from kvstore.client.engines.sglang import terms as sglang_terms
+from kvstore.client.engines.sglang.pages import SERVER_ARGS, ServerArgsDigest
 from kvstore.client.page_names import page_digests
 from kvstore.proto.errors import ModelError
-from kvstore.proto.types import DIGEST_BYTES, DType
+from kvstore.proto.types import DIGEST_BYTES
 
 import_sglang()
 with warnings.catch_warnings():
@@ -263,14 +263,13 @@ def test_what_the_engine_was_started_with_is_in_the_names_of_its_pages(
 
 def test_sglang_has_every_argument_that_is_looked_at() -> None:
     """One that was renamed would be left out of names in silence."""
-    assert [name for name in sglang_terms._TERMS if not hasattr(ServerArgs, name)] == []
+    assert [name for name in SERVER_ARGS if not hasattr(ServerArgs, name)] == []
 
 
 def test_an_engine_whose_arguments_nobody_gave_departs_in_nothing() -> None:
     """So that it shares with other engines of the same weights."""
     arguments = {one.name: one.default for one in msgspec.structs.fields(ServerArgs)}
-    terms = sglang_terms.terms_of(SimpleNamespace(**arguments))
-    assert terms.departures("none", DType.bfloat16, "none").stated == {}
+    assert ServerArgsDigest.of(SimpleNamespace(**arguments)).settings == {}
 
 
 # --- pools beside that of KV

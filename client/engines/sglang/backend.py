@@ -12,13 +12,13 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
-    HiCacheStorageExtraInfo,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
@@ -28,16 +28,21 @@ from typing_extensions import override
 
 from kvstore.client.engines.identity import EPOCH_BYTES
 from kvstore.client.engines.prefix import ConnectorStats
-from kvstore.client.engines.sglang.pages import PageSettings, PageStore, RankTerms
-from kvstore.client.engines.sglang.pools import SecondStore, ends
-from kvstore.client.engines.sglang.terms import UNSTATED, EngineTerms, WeightsEpoch, terms_of
+from kvstore.client.engines.sglang.pages import (
+    UNKNOWN,
+    AuxPoolStore,
+    PageSettings,
+    PageStore,
+    RankInfo,
+    ServerArgsDigest,
+    WeightsEpoch,
+    prefix_ends,
+)
+from kvstore.client.tensors import LayerTensors
 from kvstore.proto.errors import ModelError
 
-TERMS_IN = ("sglang.srt.runtime_context", "get_server_args")
-"""Where an engine of 0.5.23 keeps what it was started with."""
-
-VERSION_IN = ("sglang.srt.runtime_context", "get_serving")
-"""Where it keeps ``weight_version``, which updates of its weights may give."""
+CONTEXT = "sglang.srt.runtime_context"
+"""Where an engine of 0.5.23 keeps what it was started with, and its ``weight_version``."""
 
 NO_ENGINE = (ImportError, AttributeError, ValueError, RuntimeError, LookupError)
 """What is raised where a process has no engine, and by an engine of another release."""
@@ -46,33 +51,28 @@ _flushes = itertools.count(1)
 """Of this process, over all backends that were attached: ranks count alike."""
 
 
-def engine_terms() -> EngineTerms:
-    """Return what this process's engine was started with; UNSTATED where there is none."""
-    module, name = TERMS_IN
+def of_engine(getter: str, field: str = "") -> Any:
+    """Return what *getter* of this process's engine returns, or a field of it; None without one."""
     try:
-        arguments = getattr(importlib.import_module(module), name)()
+        found = getattr(importlib.import_module(CONTEXT), getter)()
+        return attrgetter(field)(found) if field else found
     except NO_ENGINE:
-        return UNSTATED
-    return terms_of(arguments, is_hip=torch.version.hip is not None)
-
-
-def weight_version() -> str:
-    """Return what this process's engine calls its weights; "" where it does not."""
-    module, name = VERSION_IN
-    try:
-        return str(getattr(importlib.import_module(module), name)().weight_version)
-    except NO_ENGINE:
-        return ""
+        return None
 
 
 def agreed_bytes() -> bytes:
-    """Return random bytes that all ranks have which flush together: the first to ask draws them."""
+    """Return random bytes that all ranks have which flush together: the first to call draws them.
+
+    Ranks that cannot agree share nothing, which is safe.
+    """
     number, drawn = next(_flushes), os.urandom(EPOCH_BYTES).hex()
+    group = of_engine("get_parallel", "attn_dp_rank")
+    if group is None:
+        return drawn.encode()
     try:
-        group = importlib.import_module(VERSION_IN[0]).get_parallel().attn_dp_rank
         store = torch.distributed.distributed_c10d._get_default_store()
         return bytes(store.compare_set(f"kvstore-weights-{group}-{number}", "", drawn))
-    except NO_ENGINE:  # ranks that cannot agree share nothing, which is safe
+    except NO_ENGINE:
         return drawn.encode()
 
 
@@ -86,19 +86,23 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
         config = storage_config
-        name = config.model_name or ""
-        terms = engine_terms()
-        self._settings = PageSettings.parse(config.extra_config or {}, name, terms)
-        self._rank = RankTerms(
-            name, config.is_mla_model, config.tp_rank, config.tp_size, config.pp_rank,
-            config.pp_size, config.attn_cp_rank, config.attn_cp_size, terms,
+        arguments = of_engine("get_server_args")
+        is_hip = torch.version.hip is not None
+        engine = UNKNOWN if arguments is None else ServerArgsDigest.of(arguments, is_hip=is_hip)
+        extra = config.extra_config or {}
+        self._settings = PageSettings.parse(extra, config.model_name or "", engine)
+        self._rank = RankInfo(
+            config.is_mla_model, config.tp_rank, config.tp_size, config.pp_rank, config.pp_size,
+            config.attn_cp_rank, config.attn_cp_size,
         )  # fmt: skip
         self._epoch = WeightsEpoch(
-            weight_version, agreed_bytes, resets_on_flush=self._settings.reset_on_flush
+            lambda: str(of_engine("get_serving", "weight_version") or ""),
+            agreed_bytes,
+            resets_on_flush=self._settings.reset_on_flush,
         )
         self._is_writer = bool(config.is_storage_writer)
         self._store: PageStore | None = None
-        self._seconds: dict[str, SecondStore] = {}
+        self._aux: dict[str, AuxPoolStore] = {}
         if config.dcp_size > 1:
             raise ModelError("dcp_size", config.dcp_size, "use 1: pages would be shards")
 
@@ -125,101 +129,27 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = PoolName(host_pool_name).value
         if name != PoolName.KV.value:
-            self._seconds[name] = SecondStore(host_pool, name, self._rank, self._settings)
+            self._aux[name] = AuxPoolStore(host_pool, name, self._rank, self._settings)
 
-    # --- pages straight from and to the pool
+    # --- the pool of KV: pages in place, or as flat tensors
 
     @override
     def batch_get_v1(
-        self,
-        keys: list[str],
-        host_indices: torch.Tensor,
-        extra_info: HiCacheStorageExtraInfo | None = None,
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
-        names = self._epoch.named(keys)
-        read = self.pages.load(names, self._places(host_indices)) if names else 0
+        read = self._load(keys, self._places(host_indices))
         return [at < read for at in range(len(keys))]
 
     @override
     def batch_set_v1(
-        self,
-        keys: list[str],
-        host_indices: torch.Tensor,
-        extra_info: HiCacheStorageExtraInfo | None = None,
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
-        if not self._is_writer:
-            return [True] * len(keys)
         before = extra_info.prefix_keys if extra_info is not None else None
-        above, names = self._epoch.named(before or ()), self._epoch.named(keys)
-        if not names:
-            return [False] * len(keys)
-        return self.pages.store(names, self._places(host_indices), above)
+        return self._save(keys, lambda: self._places(host_indices), before or ())
 
-    def _places(self, host_indices: torch.Tensor) -> list[Any]:
+    def _places(self, host_indices: torch.Tensor) -> list[LayerTensors]:
         size = self.mem_pool_host.page_size
         return [self.pages.page(first // size) for first in host_indices[::size].tolist()]
-
-    # --- pools beside that of KV: recurrent states, windows, indices
-
-    @override
-    def batch_exists_v2(
-        self,
-        keys: list[str],
-        pool_transfers: list[PoolTransfer] | None = None,
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> PoolTransferResult:
-        keys = self._epoch.named(keys)
-        pages = self.pages.count(keys) if keys else 0
-        usable, hits = set(range(1, pages + 1)), {PoolName.KV: pages} if pages else {}
-        for transfer in pool_transfers or ():
-            if transfer.hit_policy not in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES):
-                continue  # such a pool gates nothing, and of one that is not named nothing is read
-            found = self._ends(keys[:pages], transfer)
-            hits.update({transfer.name: found[-1]} if found else {})
-            usable &= set(found)
-        return PoolTransferResult(max(usable, default=0), hits, sorted(usable))
-
-    def _ends(self, keys: list[str], transfer: PoolTransfer) -> list[int]:
-        """Return with how many of *keys* a pool has what a prefix needs of it."""
-        second = self._second(transfer)
-        if second is None or not keys:
-            return []
-        is_trailing = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
-        trailing = max(1, len(transfer.keys or ())) if is_trailing else 0
-        return ends(second.present(keys), trailing)
-
-    def _second(self, transfer: PoolTransfer) -> SecondStore | None:
-        return self._seconds.get(PoolName(transfer.name).value)
-
-    @override
-    def batch_get_v2(
-        self,
-        transfers: list[PoolTransfer],
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> dict[str, list[bool]]:
-        return {one.name: self._moved(one, is_get=True) for one in transfers}
-
-    @override
-    def batch_set_v2(
-        self,
-        transfers: list[PoolTransfer],
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> dict[str, list[bool]]:
-        return {one.name: self._moved(one, is_get=False) for one in transfers}
-
-    def _moved(self, transfer: PoolTransfer, *, is_get: bool) -> list[bool]:
-        keys, indices, second = transfer.keys or [], transfer.host_indices, self._second(transfer)
-        size = getattr(self.registered_pools.get(transfer.name), "page_size", 1) if second else 1
-        if second is None or indices is None or len(indices) != len(keys) * size:
-            return [False] * len(keys)
-        slots, names = indices[::size].tolist(), self._epoch.named(keys)
-        if not is_get and not (self._is_writer or second.is_own):
-            return [True] * len(keys)
-        if not names:
-            return [False] * len(keys)
-        return second.load(names, slots) if is_get else second.store(names, slots)
-
-    # --- pages as flat tensors
 
     @override
     def get(
@@ -234,13 +164,16 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
         pages: Sequence[torch.Tensor] = target_locations or [
             self.mem_pool_host.get_dummy_flat_data_page() for _ in keys
         ]
-        names = self._epoch.named(keys)
-        read = self.pages.load(names, [self.pages.flat(page) for page in pages]) if names else 0
+        read = self._load(keys, [self.pages.flat(page) for page in pages])
         return [page if at < read else None for at, page in enumerate(pages)]
 
     @override
     def set(
-        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+        self,
+        key: str,
+        value: Any = None,
+        target_location: Any = None,
+        target_sizes: Any = None,
     ) -> bool:
         return self.batch_set([key], [value if value is not None else target_location])
 
@@ -252,30 +185,85 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        if not self._is_writer:
-            return True
-        pages = [self.pages.flat(page.contiguous()) for page in values or target_locations]
-        names = self._epoch.named(keys)
-        return bool(names) and all(self.pages.store(names, pages, ()))
+        pages = values or target_locations
+        return all(
+            self._save(keys, lambda: [self.pages.flat(page.contiguous()) for page in pages], ())
+        )
 
-    # --- questions
+    def _load(self, keys: list[str], places: Sequence[LayerTensors]) -> int:
+        names = self._epoch.named(keys)
+        return self.pages.load(names, places) if names else 0
+
+    def _save(
+        self, keys: list[str], places: Callable[[], Sequence[LayerTensors]], before: Sequence[str]
+    ) -> list[bool]:
+        if not self._is_writer:
+            return [True] * len(keys)
+        above, names = self._epoch.named(before), self._epoch.named(keys)
+        return self.pages.store(names, places(), above) if names else [False] * len(keys)
 
     @override
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
     @override
-    def batch_exists(
-        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> int:
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         names = self._epoch.named(keys)
         return self.pages.count(names) if names else 0
+
+    # --- pools beside that of KV: recurrent states, windows, indices
+
+    @override
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: Any = None,
+    ) -> PoolTransferResult:
+        names = self._epoch.named(keys)
+        pages = self.pages.count(names) if names else 0
+        usable, hits = set(range(1, pages + 1)), {PoolName.KV: pages} if pages else {}
+        for transfer in pool_transfers or ():
+            if transfer.hit_policy not in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES):
+                continue  # such a pool gates nothing, and of one that is not named nothing is read
+            is_trailing = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
+            trailing = max(1, len(transfer.keys or ())) if is_trailing else 0
+            aux = self._aux.get(PoolName(transfer.name).value)
+            found = prefix_ends(aux.present(names[:pages]), trailing) if aux and pages else []
+            hits.update({transfer.name: found[-1]} if found else {})
+            usable &= set(found)
+        return PoolTransferResult(max(usable, default=0), hits, sorted(usable))
+
+    @override
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: Any = None
+    ) -> dict[str, list[bool]]:
+        return {one.name: self._transfer(one, is_get=True) for one in transfers}
+
+    @override
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: Any = None
+    ) -> dict[str, list[bool]]:
+        return {one.name: self._transfer(one, is_get=False) for one in transfers}
+
+    def _transfer(self, transfer: PoolTransfer, *, is_get: bool) -> list[bool]:
+        keys, indices = transfer.keys or [], transfer.host_indices
+        aux = self._aux.get(PoolName(transfer.name).value)
+        size = getattr(self.registered_pools.get(transfer.name), "page_size", 1) if aux else 1
+        if aux is None or indices is None or len(indices) != len(keys) * size:
+            return [False] * len(keys)
+        if not is_get and not (self._is_writer or aux.is_own):
+            return [True] * len(keys)
+        slots, names = indices[::size].tolist(), self._epoch.named(keys)
+        if not names:
+            return [False] * len(keys)
+        return aux.load(names, slots) if is_get else aux.store(names, slots)
 
     @override
     def clear(self) -> None:
         self.pages.clear()
-        for second in self._seconds.values():
-            second.clear()
+        for aux in self._aux.values():
+            aux.clear()
 
     def stats(self) -> ConnectorStats:
         """Return what this backend did since its birth."""
@@ -284,6 +272,6 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
     def close(self) -> None:
         """End the session with the server. Idempotent."""
         vars(getattr(self, "mem_pool_host", self)).pop("clear", None)
-        for store in (self._store, *self._seconds.values()):
+        for store in (self._store, *self._aux.values()):
             if store is not None:
                 store.client.close()

@@ -2,21 +2,44 @@
 
 A page is a chunk: its tensors are views of the pool's memory, so that nothing is copied but
 between the pool and the store, and instances whose pools are laid out otherwise share chunks.
+Pools beside that of KV (recurrent states, windows, indices) are stored as bytes, page by page.
+
+SGLang's page hashes cover tokens, cache salts and the ids of adapters; what else KV depends on is
+in the model identity that pages are stored under.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from blake3 import blake3
 
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector, client_options
-from kvstore.client.engines.identity import NO_ROPE, Weights, identity_of, own_rope, weights_of
+from kvstore.client.engines.identity import (
+    BYTE_ROWS,
+    NO_ROPE,
+    Departures,
+    Weights,
+    adapter_files,
+    byte_group,
+    byte_tensors,
+    files_digest,
+    identity_of,
+    in_words,
+    is_exact,
+    own_rope,
+    stated,
+    weights_of,
+)
 from kvstore.client.engines.prefix import least_of
-from kvstore.client.engines.sglang.terms import UNSTATED, EngineTerms
-from kvstore.client.options import ClientOptions
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.tensors import LayerTensors, dtype_of
 from kvstore.proto.errors import InvalidRequestError, ModelError
@@ -26,7 +49,7 @@ from kvstore.proto.types import (
     ROOT,
     Accuracy,
     ChainDigest,
-    ChunkKey,
+    DType,
     LayerGroup,
     LayerKind,
     Model,
@@ -36,38 +59,118 @@ from kvstore.proto.types import (
 if TYPE_CHECKING:
     import torch
 
-LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
-_OWN_SETTINGS = frozenset(
-    {
-        *("address", "model_revision", "transport", "deadline_ms", "adapter_digest"),
-        *("token_file", "tls_ca", "tls_cert", "tls_key", "tenant", "kv_heads", "reset_on_flush"),
-        "accuracy",
-    }
+LAYOUTS = {
+    "layer_first": "plthd",
+    "page_first": "ptlhd",
+    "page_first_direct": "pnlthd",
+    "page_head": "pnhtld",
+}
+"""Axes of a pool's buffer: K and V (p), pages (n), layers, tokens, heads, elements of a head (d).
+Without n tokens of all pages follow each other. Latents have no p."""
+
+SERVER_ARGS = (
+    *("dtype", "quantization", "quantization_param_path", "kv_cache_dtype", "revision"),
+    *("json_model_override_args", "model_impl", "modelopt_quant", "model_loader_extra_config"),
+    *("language_model_only", "mm_process_config", "quantize_and_serve", "rl_quant_profile"),
+    *("mamba_ssm_dtype", "enable_int8_mamba_checkpoint", "enable_mamba_cache_stochastic_rounding"),
+    *("qsa_indexer_dtype", "enable_deepseek_v4_fp4_indexer", "uno_lora_path"),
+    *("speculative_draft_model_path", "speculative_draft_model_revision"),
+    *("speculative_draft_model_quantization", "load_format", "custom_weight_loader"),
+    *("modelopt_checkpoint_restore_path", "enable_quant_communications"),
 )
+"""What KV depends on. Draft models are among it as their layers may lie in the same pages."""
+
+BATCH = 16
+"""Pages of bytes that are copied at a time, between the pool and the store."""
+
+STATES = "mamba"
+"""The pool of recurrent states: every rank has its own, also of models whose KV all ranks share."""
+
+OF_OTHER_WEIGHTS = ("draft", "draft_swa")
+"""Pools of another model, whose weights nobody names."""
+
+NO_ADAPTER = "none"
 _SGLANG_SETTINGS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
 
 
-class HostPool(Protocol):
-    """What this file needs of SGLang's ``HostKVCache``; ``kv_buffer`` is laid out by ``layout``."""
+HostPool: TypeAlias = Any
+"""SGLang's ``HostKVCache``: ``layout``, ``page_size``, ``start_layer``, ``layer_num`` and
+``kv_buffer``, and pages as flat tensors. Pools beside that of KV need no buffer."""
 
-    layout: str
-    page_size: int
-    start_layer: int
-    layer_num: int
-    kv_buffer: torch.Tensor
 
-    def get_dummy_flat_data_page(self) -> torch.Tensor:
-        """Return room for all there is of a page."""
+# --- whose pages they are
 
 
 @dataclass(frozen=True, slots=True)
-class RankTerms:
-    """Whose pages these are. A tensor-parallel rank has some of the heads of a model's pages.
+class ServerArgsDigest:
+    """What an engine was started with, as far as its KV depends on it.
 
-    ``engine``: what the engine was started with, as far as its KV depends on it.
+    ``settings``: those that somebody gave; None of an engine whose arguments are not known.
+    ``adapters``: folders of LoRA adapters, of whose ids SGLang makes those of names and paths.
+    ``model_path``: where the weights come from, which may be served under another name;
+    ``commit``: which of a hub's, if it was given.
     """
 
-    model_name: str
+    settings: dict[str, str] | None = None
+    kv_cache_dtype: str = ""
+    adapters: tuple[str, ...] = ()
+    model_path: str = ""
+    commit: str = ""
+
+    @classmethod
+    def of(cls, arguments: Any, *, is_hip: bool = False) -> ServerArgsDigest:
+        """Read *arguments*, a ServerArgs, by its fields. *is_hip*: AMD's fp8 has another zero.
+
+        Raises ModelError for weights that have no name.
+        """
+        if getattr(arguments, "load_format", None) == "dummy":
+            raise ModelError("load_format", "dummy", "random weights have no name")
+        settings = stated({name: getattr(arguments, name, None) for name in SERVER_ARGS})
+        if is_hip:
+            settings["hip"] = "True"
+        return cls(
+            commit=settings.pop("revision") if is_exact(settings.get("revision", "")) else "",
+            settings=settings,
+            kv_cache_dtype=in_words(getattr(arguments, "kv_cache_dtype", None)),
+            adapters=tuple(sorted(set(_adapter_paths(getattr(arguments, "lora_paths", None))))),
+            model_path=str(getattr(arguments, "model_path", None) or ""),
+        )
+
+    def adapter_digest(self, given: str) -> str:
+        """Return a name of the adapters: *given* by the user, or a digest of their files.
+
+        Raises ModelError where files may change under a path that nobody can look at.
+        """
+        if given != NO_ADAPTER or not self.adapters:
+            return given
+        digest = blake3()
+        for path in self.adapters:
+            if not Path(path).is_dir():
+                fix = "its files are not in a folder here: give adapter_digest in the extra config"
+                raise ModelError("lora_paths", path, fix)
+            digest.update(files_digest(adapter_files(path)))
+        return digest.hexdigest()
+
+
+UNKNOWN = ServerArgsDigest()
+"""Of pools without an engine around them."""
+
+
+def _adapter_paths(given: Any) -> Iterator[str]:
+    """Yield the paths in all the forms that ``--lora-paths`` has."""
+    for one in given.values() if isinstance(given, Mapping) else given or ():
+        if isinstance(one, Mapping):
+            yield str(one["lora_path"])
+        elif isinstance(one, str):
+            yield one.partition("=")[2] or one
+        else:
+            yield str(one.lora_path)
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """Whose pages these are. A tensor-parallel rank has some of the heads of a model's pages."""
+
     is_mla: bool
     tp_rank: int = 0
     tp_size: int = 1
@@ -75,7 +178,6 @@ class RankTerms:
     pp_size: int = 1
     cp_rank: int = 0
     cp_size: int = 1
-    engine: EngineTerms = UNSTATED
 
     @property
     def extent(self) -> str:
@@ -96,11 +198,10 @@ class RankTerms:
             raise ModelError("kv_heads", total, fix)
         return total
 
-    def rectangle(self, heads: int, model_heads: int = 0) -> Rectangle | None:
-        """Return which heads this rank has, *heads* of them, of all ranks'; None: all.
+    def rectangle(self, heads: int, model_heads: int) -> Rectangle | None:
+        """Return which of the model's heads this rank has; None: all, as every rank of a latent.
 
-        Every rank has all of a latent. Of a model with fewer heads than ranks several have each,
-        if *model_heads* says so.
+        Of a model with fewer heads than ranks several have each, if *model_heads* says so.
         """
         if self.is_mla or self.tp_size == 1:
             return None
@@ -110,13 +211,14 @@ class RankTerms:
 
 @dataclass(frozen=True, slots=True)
 class PageSettings:
-    """What the backend's extra configuration says. Raises InvalidRequestError by name."""
+    """What the backend's extra configuration says, and what engine it is of."""
 
-    address: str
-    model_revision: str
+    weights: Weights
+    engine: ServerArgsDigest = UNKNOWN
+    address: str = "127.0.0.1:7420"
     transport: Any = "auto"
     deadline_ms: int = 2000
-    adapter_digest: str = "none"
+    adapter_digest: str = NO_ADAPTER
     token_file: str = ""
     tls_ca: str = ""
     tls_cert: str = ""
@@ -126,48 +228,60 @@ class PageSettings:
     """Of the model, where more ranks than that share them; 0: each rank has its own."""
     reset_on_flush: bool = True
     """Whether what was stored before SGLang flushed its cache is never loaded again."""
-    weights: Weights | None = None
-    """What ``model_revision`` is of; None where that is all that is known."""
     accuracy: str = "exact"
-    """Nothing else is: see ``__post_init__``."""
+    """Nothing else is: see ``parse``."""
 
-    def __post_init__(self) -> None:
-        if type(self.kv_heads) is not int or self.kv_heads < 0:
-            raise InvalidRequestError("kv_heads", self.kv_heads, "give the model's number of them")
-        if type(self.reset_on_flush) is not bool:
-            raise InvalidRequestError("reset_on_flush", self.reset_on_flush, "give true or false")
-        if least_of(self.accuracy) is not Accuracy.exact:
+    @classmethod
+    def parse(
+        cls, extra: Mapping[str, Any], model_name: str, engine: ServerArgsDigest = UNKNOWN
+    ) -> PageSettings:
+        """Read *extra*. A ``model_revision`` that is no commit and no digest is resolved, where the
+        weights of *engine* or of the folder *model_name* can be looked at.
+
+        Raises InvalidRequestError for other settings, ModelError for weights without a name.
+        """
+        known = {"model_revision", *(field.name for field in fields(cls)[2:])}
+        for name in sorted(extra.keys() - known - _SGLANG_SETTINGS):
+            if not name.startswith(("prefetch_", "hicache_")):
+                raise InvalidRequestError(name, extra[name], f"use {sorted(known)}")
+        given = {name: extra[name] for name in known & extra.keys()}
+        revision = str(given.pop("model_revision", None) or "")
+        weights = weights_of(engine.model_path or model_name, revision, engine.commit)
+        found = cls(weights, engine, **given)
+        if type(found.kv_heads) is not int or found.kv_heads < 0:
+            raise InvalidRequestError("kv_heads", found.kv_heads, "give the model's number of them")
+        if type(found.reset_on_flush) is not bool:
+            raise InvalidRequestError("reset_on_flush", found.reset_on_flush, "give true or false")
+        if least_of(found.accuracy) is not Accuracy.exact:
             fix = (
                 "use exact: SGLang does not say behind which page one was computed, so what is "
                 "computed behind a lossy page would be stored as exact"
             )
-            raise InvalidRequestError("accuracy", self.accuracy, fix)
+            raise InvalidRequestError("accuracy", found.accuracy, fix)
+        return replace(found, adapter_digest=engine.adapter_digest(found.adapter_digest))
 
-    def options(self, page_tokens: int) -> ClientOptions:
-        """Return the options of a client whose chunks have so many tokens."""
-        return client_options(self, page_tokens)
+    def connect(self, identity: Model, page_tokens: int) -> Client:
+        """Return a client of pages of so many tokens."""
+        return Client(self.address, identity, client_options(self, page_tokens))
 
-    @classmethod
-    def parse(
-        cls, extra: Mapping[str, Any], model_name: str, engine: EngineTerms = UNSTATED
-    ) -> PageSettings:
-        """Read *extra*. A revision that is no commit and no digest is resolved, where the weights
-        of *engine* or of the folder *model_name* can be looked at, or else refused.
-        """
-        unknown = sorted(
-            name for name in extra if name not in _OWN_SETTINGS | _SGLANG_SETTINGS
-            and not name.startswith(("prefetch_", "hicache_"))
-        )  # fmt: skip
-        if unknown:
-            raise InvalidRequestError(unknown[0], extra[unknown[0]], f"use {sorted(_OWN_SETTINGS)}")
-        stated = str(extra.get("model_revision") or "")
-        weights = weights_of(engine.model_path or model_name, stated, engine.commit)
-        given = {name: extra[name] for name in _OWN_SETTINGS - {"model_revision"} if name in extra}
-        own = {"model_revision": weights.revision, "weights": weights}
-        return cls(**{"address": "127.0.0.1:7420", **given, **own})
+    def identity(self, group: LayerGroup, part: str, quantization: str = "none") -> Model:
+        """Return the identity of pages of *group*; *part*: which of the model's."""
+        settings = self.engine.settings
+        departs = {"arguments": "unknown"} if settings is None else dict(settings)
+        if departs.get("dtype") == group.dtype.name:
+            del departs["dtype"]  # the layers say so, too
+        # SGLang does not tell a backend what it read the settings as.
+        config = None if departs else self.weights.config
+        return identity_of(
+            replace(self.weights, model_id=f"{self.weights.model_id}{part}"),
+            (group,),
+            NO_ROPE if config is None else own_rope(self.weights),
+            config,
+            Departures("sglang", departs, self.adapter_digest, quantization),
+        )
 
 
-def representation_of(pool: HostPool, rank: RankTerms, settings: PageSettings) -> Model:
+def kv_model(pool: HostPool, rank: RankInfo, settings: PageSettings) -> Model:
     """Return what makes the pages of *pool* interchangeable. Raises ModelError."""
     if getattr(pool, "kv_buffer", None) is None:
         raise ModelError("host pool", type(pool).__name__, "it has no KV of its own")
@@ -176,100 +290,150 @@ def representation_of(pool: HostPool, rank: RankTerms, settings: PageSettings) -
     if pool.page_size < MIN_CHUNK_TOKENS:
         fix = f"start SGLang with --page-size {MIN_CHUNK_TOKENS} or more"
         raise ModelError("page_size", pool.page_size, fix)
-    _check_whole(pool, rank.is_mla)
-    buffer = pool.kv_buffer
-    quantization = rank.engine.quantization_of(dtype_of(buffer))
+    views = page_views(pool, rank.is_mla, 0)
+    in_buffer = sum(part.nbytes for layers in views for parts in layers for part in parts)
+    page_bytes = _flat_page(pool, type(pool).__name__).nbytes
+    if in_buffer != page_bytes:  # as of pools that keep the scales of their elements beside it
+        fix = f"a page is {page_bytes} bytes, and {in_buffer} lie in its buffer"
+        raise ModelError("host pool", type(pool).__name__, fix)
+    dtype, quantization = dtype_of(pool.kv_buffer), "none"
+    if dtype is DType.uint8:  # SGLang keeps every kind of fp8 as bytes
+        if not settings.engine.kv_cache_dtype:
+            fix = "nobody says of what type its bytes are: this engine's arguments are not known"
+            raise ModelError("dtype", dtype.name, fix)
+        quantization = f"bytes-of:{settings.engine.kv_cache_dtype}"
     group = LayerGroup(
         LayerKind.mla if rank.is_mla else LayerKind.attention,
-        dtype_of(buffer),
+        dtype,
         tuple(range(pool.start_layer, pool.start_layer + pool.layer_num)),
         1 if rank.is_mla else rank.all_heads(_heads(pool), settings.kv_heads),
-        int(buffer.shape[-1]),
+        int(pool.kv_buffer.shape[-1]),
     )
-    extent = f"#{rank.extent}" if rank.extent else ""
-    return pages_identity(rank, settings, group, extent, quantization)
+    return settings.identity(group, f"#{rank.extent}" if rank.extent else "", quantization)
 
 
-def pages_identity(
-    rank: RankTerms, settings: PageSettings, group: LayerGroup, which: str, quantization: str
-) -> Model:
-    """Return the identity of pages of *group*; *which*: of all that the model's may be."""
-    name = rank.model_name.rstrip("/").rsplit("/", 1)[-1]
-    weights = settings.weights or Weights(name, settings.model_revision)
-    departures = rank.engine.departures(settings.adapter_digest, group.dtype, quantization)
-    # SGLang does not tell a backend what it read the settings as.
-    config = None if departures.stated else weights.config
-    rope = NO_ROPE if config is None else own_rope(weights)
-    named = replace(weights, model_id=f"{weights.model_id}{which}")
-    return identity_of(named, (group,), rope, config, departures)
+def aux_model(pool: HostPool, name: str, rank: RankInfo, settings: PageSettings) -> Model:
+    """Return what makes pages of the pool *name* interchangeable. Raises ModelError."""
+    if name in OF_OTHER_WEIGHTS:
+        raise ModelError("host pool", name, "the weights of draft models have no name")
+    page = _flat_page(pool, name)
+    parts = [name, type(pool).__name__, pool.layout, str(pool.page_size), str(page.dtype)]
+    if rank.tp_size > 1 and (not rank.is_mla or name == STATES):
+        parts.append(f"tp{rank.tp_rank}of{rank.tp_size}")
+    parts += [rank.extent] if rank.extent else []
+    return settings.identity(byte_group(page.nbytes, "host pool", name), f"#{':'.join(parts)}")
 
 
-def _check_whole(pool: HostPool, is_mla: bool) -> None:
-    """Raise ModelError where a page is more than its place in the buffer: some pools
-    keep the scales of their elements beside it.
-    """
+def _flat_page(pool: HostPool, name: str) -> torch.Tensor:
     try:
-        page_bytes = pool.get_dummy_flat_data_page().nbytes
+        page: torch.Tensor = pool.get_dummy_flat_data_page()
     except (NotImplementedError, AttributeError) as error:
         fix = f"only pools whose pages can be had as flat tensors: {error}"
-        raise ModelError("host pool", type(pool).__name__, fix) from None
-    views = page_views(pool, pool.kv_buffer, 0, is_mla)
-    taken = sum(part.nbytes for layers in views for parts in layers for part in parts)
-    if taken != page_bytes:
-        fix = f"a page is {page_bytes} bytes, and {taken} lie in its buffer"
-        raise ModelError("host pool", type(pool).__name__, fix)
+        raise ModelError("host pool", name, fix) from None
+    return page
+
+
+class WeightsEpoch:
+    """Which weights an engine's pages are of, where they change while it runs.
+
+    Any thread may call for names; SGLang flushes from one, with those that store stopped.
+    """
+
+    def __init__(
+        self,
+        version: Callable[[], str],
+        agree: Callable[[], bytes],
+        *,
+        resets_on_flush: bool = True,
+    ) -> None:
+        """*version*: what SGLang calls the weights by now. *agree* returns bytes that were never
+        returned before, and are the same on each rank. *resets_on_flush*: a flush alone, too, may
+        come with other weights, which SGLang does not report.
+        """
+        self._version = version
+        self._agree = agree
+        self._resets_on_flush = resets_on_flush
+        self._known = version()
+        self._epoch = b""
+
+    def named(self, hashes: Sequence[str]) -> list[str]:
+        """Return what the store calls pages; nothing while some of the pool's are of other weights
+        than those that run.
+        """
+        if self._version() != self._known:
+            return []
+        epoch = self._epoch
+        if not epoch:
+            return list(hashes)
+        return [blake3(epoch + one.encode()).hexdigest() for one in hashes]
+
+    def flushed(self) -> None:
+        """Note that the engine has no page left: what was stored before is not loaded again.
+
+        A version that is a commit or a digest is a name that engines share.
+        """
+        agreed, version = self._agree(), self._version()
+        if version != self._known and is_exact(version):
+            self._epoch = b"version:" + version.encode()
+        elif version != self._known or self._resets_on_flush:
+            self._epoch = agreed
+        self._known = version
+
+
+# --- where they lie
 
 
 def _heads(pool: HostPool) -> int:
-    return int(pool.kv_buffer.shape[2 if pool.layout == "page_head" else -2])
+    """Return the heads of this rank, of a pool that is not of latents."""
+    return int(pool.kv_buffer.shape[LAYOUTS[pool.layout].index("h")])
 
 
-def page_views(pool: HostPool, buffer: torch.Tensor, page: int, is_mla: bool) -> LayerTensors:
-    """Return views of the tensors of page number *page* in *buffer*, laid out as the pool is.
+def page_views(
+    pool: HostPool, is_mla: bool, number: int, flat: torch.Tensor | None = None
+) -> LayerTensors:
+    """Return views of page *number* of the pool, each (kv_heads, page_size, head_dim).
 
-    Each (kv_heads, page_size, head_dim); *buffer* may also be one page by itself.
+    With *flat* of the one page that it holds, in the pool's order.
     """
-    size, start = pool.page_size, page * pool.page_size
-    whole = buffer.unsqueeze(0) if is_mla else buffer
-    parts = []
-    for part in whole:
-        if pool.layout == "layer_first":
-            layers = part[:, start : start + size].permute(0, 2, 1, 3)
-        elif pool.layout == "page_first":
-            layers = part[start : start + size].permute(1, 2, 0, 3)
-        elif pool.layout == "page_first_direct":
-            layers = part[page].permute(0, 2, 1, 3)
-        else:  # page_head
-            layers = part[page].permute(2, 0, 1, 3)
-        parts.append(layers)
-    return [[[part[layer] for part in parts] for layer in range(pool.layer_num)]]
+    axes, buffer = LAYOUTS[pool.layout], pool.kv_buffer
+    axis = axes.index("n" if "n" in axes else "t")
+    length = 1 if "n" in axes else pool.page_size
+    if flat is not None:
+        shape = list(buffer.shape)
+        shape[axis - is_mla] = length
+        buffer = flat.view(shape)
+    page = (buffer[None] if is_mla else buffer).narrow(axis, number * length, length)
+    if "n" in axes:
+        page, axes = page.squeeze(axis), axes.replace("n", "")
+    by_layer = page.permute([axes.index(name) for name in "lphtd"])
+    return [[list(parts) for parts in by_layer]]
 
 
-def flat_views(pool: HostPool, flat: torch.Tensor, is_mla: bool) -> LayerTensors:
-    """Return views of the tensors of the one page that *flat* holds, in the pool's order."""
-    shape = list(pool.kv_buffer.shape)
-    if pool.layout in ("layer_first", "page_first"):
-        at = (0 if is_mla else 1) + (pool.layout == "layer_first")
-        shape[at] = pool.page_size
-    else:
-        shape[0 if is_mla else 1] = 1
-    return page_views(pool, flat.view(shape), 0, is_mla)
+def digests_of(hashes: Sequence[str]) -> list[ChainDigest]:
+    """Return the first half of each hash: SHA-256 over a page's tokens and all before them."""
+    for one in hashes:
+        if not re.fullmatch("[0-9a-fA-F]{32,}", one):
+            raise InvalidRequestError("key", one, "give SGLang's page hashes, in hexadecimal")
+    return [ChainDigest(bytes.fromhex(one[: 2 * DIGEST_BYTES])) for one in hashes]
+
+
+# --- stores
 
 
 class PageStore(Connector):
     """Stores and loads pages by SGLang's hashes. Thread-safe; never raises once it was made."""
 
-    def __init__(self, pool: HostPool, rank: RankTerms, settings: PageSettings) -> None:
+    def __init__(self, pool: HostPool, rank: RankInfo, settings: PageSettings) -> None:
         """Raises ModelError for pools that are not understood."""
         self._pool = pool
         self._is_mla = rank.is_mla
-        identity = representation_of(pool, rank, settings)
-        client = Client(settings.address, identity, settings.options(pool.page_size))
-        super().__init__(client, rectangle=rank.rectangle(_heads(pool), settings.kv_heads))
+        client = settings.connect(kv_model(pool, rank, settings), pool.page_size)
+        heads = 0 if rank.is_mla else _heads(pool)
+        super().__init__(client, rectangle=rank.rectangle(heads, settings.kv_heads))
 
     def count(self, hashes: Sequence[str]) -> int:
         """Return how many of the first of *hashes* are stored."""
-        return self.ask(lambda: self.client.lookup(self._named(hashes)).ready, 0)
+        return self.ask(lambda: self.client.lookup(self._keys(digests_of(hashes))).ready, 0)
 
     def load(self, hashes: Sequence[str], places: Sequence[LayerTensors]) -> int:
         """Read the longest stored prefix of *hashes* into *places*; return how many pages.
@@ -278,7 +442,7 @@ class PageStore(Connector):
         """
 
         def get() -> int:
-            keys = self._named(hashes)
+            keys = self._keys(digests_of(hashes))
             return len(self.client.get(keys, places, rectangle=self.rectangle))
 
         read = self.ask(get, 0)
@@ -297,21 +461,18 @@ class PageStore(Connector):
         It shows a page once every rank has stored its heads of it.
         """
 
-        def work() -> list[PutOutcome]:
-            keys = self._named(hashes)
-            above = digest_of(before[-1]) if before else ROOT
-            chunks = []
-            for at, (key, place) in enumerate(zip(keys, places, strict=True), start=len(before)):
-                chunks.append(Chunk(key, place, above, position=at * self._pool.page_size))
-                above = ChainDigest(key[DIGEST_BYTES:])
-            return [put.outcome for put in self.client.put(chunks, rectangle=self.rectangle)]
+        def chunks() -> list[Chunk]:
+            digests = digests_of(hashes)
+            above = [*(digests_of(before[-1:]) or [ROOT]), *digests]
+            pages = zip(self._keys(digests), places, above, strict=False)
+            size = self._pool.page_size
+            return [
+                Chunk(key, place, parent, position=at * size)
+                for at, (key, place, parent) in enumerate(pages, start=len(before))
+            ]
 
-        refused = [PutOutcome.refused] * len(hashes)
-        outcomes = self._guarded(work, refused, self._store_errors)
-        with self._lock:
-            for outcome in outcomes:
-                self._counts[outcome.name] += 1
-        return [outcome is not PutOutcome.refused for outcome in outcomes]
+        taken = [one is not PutOutcome.refused for one in self.write_each(chunks)]
+        return taken or [False] * len(hashes)
 
     def clear(self) -> None:
         """Forget every page of this model."""
@@ -319,22 +480,76 @@ class PageStore(Connector):
 
     def page(self, number: int) -> LayerTensors:
         """Return views of page *number* of the pool."""
-        return page_views(self._pool, self._pool.kv_buffer, number, self._is_mla)
+        return page_views(self._pool, self._is_mla, number)
 
     def flat(self, page: torch.Tensor) -> LayerTensors:
         """Return views of a flat page tensor."""
-        return flat_views(self._pool, page, self._is_mla)
-
-    def _named(self, hashes: Sequence[str]) -> list[ChunkKey]:
-        return self._keys([digest_of(one) for one in hashes])
+        return page_views(self._pool, self._is_mla, 0, page)
 
 
-def digest_of(page_hash: str) -> ChainDigest:
-    """Return the first half of SGLang's SHA-256 over the page's tokens and all before them."""
-    try:
-        digest = bytes.fromhex(page_hash)[:DIGEST_BYTES]
-    except ValueError:
-        digest = b""
-    if len(digest) < DIGEST_BYTES:
-        raise InvalidRequestError("key", page_hash, "give SGLang's page hashes, in hexadecimal")
-    return ChainDigest(digest)
+class AuxPoolStore(Connector):
+    """Stores and loads pages of one pool beside that of KV, by the hashes of the KV they belong to.
+
+    Thread-safe; never raises once it was made. ``is_own``: every rank stores its own pages.
+    """
+
+    def __init__(self, pool: HostPool, name: str, rank: RankInfo, settings: PageSettings) -> None:
+        """Raises ModelError for pools that are not understood."""
+        self._pool = pool
+        self.is_own = not rank.is_mla or name == STATES
+        super().__init__(settings.connect(aux_model(pool, name, rank, settings), BYTE_ROWS))
+
+    def present(self, hashes: Sequence[str]) -> list[bool]:
+        """Return which of *hashes* are stored, whatever is before them."""
+        digests = digests_of(hashes)
+        found = self.stored(digests)
+        return [bytes(one) in found for one in digests]
+
+    def load(self, hashes: Sequence[str], slots: Sequence[int]) -> list[bool]:
+        """Fill the pages that begin at *slots*; return which were, all before one that was not."""
+        read = 0
+        for start in range(0, len(hashes), BATCH):
+            some = hashes[start : start + BATCH]
+            pages = [self._pool.get_dummy_flat_data_page() for _ in some]
+            found = self.read(digests_of(some), [_rows(page) for page in pages])
+            for slot, page in zip(slots[start : start + found], pages, strict=False):
+                self._pool.set_from_flat_data_page(slot, page)
+            read += found
+            if found < len(some):
+                break
+        return [at < read for at in range(len(hashes))]
+
+    def store(self, hashes: Sequence[str], slots: Sequence[int]) -> list[bool]:
+        """Store the pages that begin at *slots*; return which the store has taken."""
+        taken: list[bool] = []
+        for start in range(0, len(hashes), BATCH):
+            some = hashes[start : start + BATCH]
+            outcomes = self.write_each(partial(self._pages, some, slots[start : start + BATCH]))
+            taken += [one is not PutOutcome.refused for one in outcomes] or [False] * len(some)
+        return taken
+
+    def _pages(self, hashes: Sequence[str], slots: Sequence[int]) -> list[Chunk]:
+        keys = self._keys(digests_of(hashes))
+        pages = [self._pool.get_data_page(slot).contiguous() for slot in slots]
+        return [Chunk(key, _rows(page), ROOT) for key, page in zip(keys, pages, strict=True)]
+
+    def clear(self) -> None:
+        """Forget every page of this pool."""
+        self._guarded(self.client.clear, 0, self._store_errors)
+
+
+def _rows(page: torch.Tensor) -> LayerTensors:
+    import torch
+
+    return byte_tensors(page.view(torch.uint8))
+
+
+def prefix_ends(present: Sequence[bool], trailing: int) -> list[int]:
+    """Return the numbers of pages that a prefix may have, of *present* ones the last *trailing*.
+
+    With *trailing* 0 all of them have to be.
+    """
+    runs = list(accumulate(present, lambda run, is_there: run + 1 if is_there else 0, initial=0))
+    return [
+        count for count, run in enumerate(runs) if count and run >= min(trailing or count, count)
+    ]

@@ -21,12 +21,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, PreTrainedModel
 
-from kvstore.client.blend.adapter import Run
+from kvstore.client.blend.engine import BlendResult
+from kvstore.client.blend.layer_pass import LayerKV, RowRun, positions_of, reads
 from kvstore.client.blend.plan import Origin
-from kvstore.client.blend.report import BlendResult
 from kvstore.client.blend.rope import RopeSpec
-from kvstore.client.blend.runs import positions_of, reads
-from kvstore.client.blend.source import LayerKV
 from kvstore.client.engines.identity import EPOCH_BYTES, rope_parameters
 from kvstore.client.engines.transformers.identity import WeightsWatch, carries_adapter
 from kvstore.proto.errors import ModelError
@@ -107,7 +105,7 @@ class TransformersAdapter:
             self._turned = (positions, cosine, sine)
         return cosine, sine
 
-    def attend(self, layer: int, query: Tensor, runs: Sequence[Run], kv: LayerKV) -> Tensor:
+    def attend(self, layer: int, query: Tensor, runs: Sequence[RowRun], kv: LayerKV) -> Tensor:
         """Return what the rows of *runs* read, (rows, heads * head_dim).
 
         A run from 0 is one causal call; other rows go in blocks, each with the mask of its
@@ -142,7 +140,7 @@ class TransformersAdapter:
             enable_gqa=query.shape[0] != self.kv_heads,
         )[0].transpose(0, 1)
 
-    def mass(self, layer: int, query: Tensor, positions: Tensor, kv: LayerKV) -> Tensor:
+    def attention_mass(self, layer: int, query: Tensor, positions: Tensor, kv: LayerKV) -> Tensor:
         """Return what each key gets of the rows at *positions*: (tokens,), float32 or wider."""
         keys = kv[0].repeat_interleave(query.shape[0] // self.kv_heads, 0)
         wide = torch.promote_types(query.dtype, torch.float32)
@@ -229,9 +227,9 @@ def _rotated(rows: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return rows * cosine + torch.cat((-second, first), -1) * sine
 
 
-def _blocks(runs: Sequence[Run]) -> Iterator[list[Run]]:
+def _blocks(runs: Sequence[RowRun]) -> Iterator[list[RowRun]]:
     """Yield a run from 0 as it is, the others joined or cut to at most BLOCK_ROWS rows."""
-    block: list[Run] = []
+    block: list[RowRun] = []
     room = BLOCK_ROWS
     for start, end in runs:
         if start == 0:

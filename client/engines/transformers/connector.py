@@ -30,6 +30,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from typing_extensions import override
 
 from kvstore.client.client import Client
+from kvstore.client.decode import Room
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.identity import EPOCH_BYTES, is_exact, rope_parameters
 from kvstore.client.engines.prefix import AboutOf, Allowed, Prefix, Source, Span, least_of
@@ -70,7 +71,6 @@ from kvstore.client.engines.transformers.identity import (
 from kvstore.client.engines.transformers.layers import LayerLoad, Link, is_compiled
 from kvstore.client.engines.transformers.staging import Staging, device_of
 from kvstore.client.prefill import Deadline
-from kvstore.client.reader import Room
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.proto.blend import GateView
 from kvstore.proto.device import Device

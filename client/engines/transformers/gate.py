@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from kvstore.client.blend.feedback import compare
+from kvstore.client.blend.gate import compare
 from kvstore.client.engines.prefix import Prefix
 from kvstore.client.engines.transformers.cache import as_argument
 from kvstore.proto import kvstore_pb2 as pb

@@ -8,10 +8,9 @@ from blend_world import LAYERS, VOCABULARY, make_model
 from local_server import LocalServer
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.blend.attention import MAX_CONTEXT, ChunkAttention, measured_prefill
-from kvstore.client.blend.blender import Blender
+from kvstore.client.blend.engine import Blender
 from kvstore.client.blend.segments import NamedChunk, SegmentRange, name_segments
-from kvstore.client.blend.store_prefill import store_prefill
+from kvstore.client.blend.store import MAX_CONTEXT, ChunkAttention, measured_prefill, store_prefill
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.resolving import ResolveTerms
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Model
@@ -95,7 +94,7 @@ def test_a_content_that_stands_twice_is_told_once(adapter: TransformersAdapter) 
 
 def test_weights_that_are_no_numbers_are_told_to_nobody(adapter: TransformersAdapter) -> None:
     class Broken(TransformersAdapter):
-        def mass(self, *args: object) -> torch.Tensor:
+        def attention_mass(self, *args: object) -> torch.Tensor:
             return torch.full((len(PROMPT),), torch.nan)
 
     broken = Broken(make_model("llama", torch.float32))

@@ -18,11 +18,10 @@ from typing_extensions import override
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.blend import gate as gate_module
-from kvstore.client.blend.blender import Blender
-from kvstore.client.blend.gate import GatedBlender
+from kvstore.client.blend.engine import Blender
+from kvstore.client.blend.gate import GuardedBlender
 from kvstore.client.blend.segments import SegmentRange, name_segments
-from kvstore.client.blend.store_prefill import store_prefill
-from kvstore.client.blend.store_source import StoreSource
+from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.engines.transformers import TransformersConnector
 from kvstore.client.engines.transformers.blend_adapter import BlendedCache, TransformersAdapter
 from kvstore.client.engines.transformers.cache import as_argument
@@ -233,7 +232,7 @@ def test_an_engine_that_reports_nonsense_is_refused_and_answers_all_the_same(
 ) -> None:
     nonsense = SimpleNamespace(divergence=-1.0, agreement=7.0, tokens=9)
     monkeypatch.setattr(gate_module, "worse", lambda *_: nonsense)
-    done = GatedBlender(client, blender, TRIAL).run(*ASKED)
+    done = GuardedBlender(client, blender, TRIAL).run(*ASKED)
     assert "InvalidRequestError" in done.failure
     assert "shadow.divergence" in done.failure
     count = len(done.result.logits)

@@ -11,13 +11,11 @@ import pytest
 import torch
 from blend_world import MODELS, SUFFIX, VOCABULARY, World, distance, make_world
 
-from kvstore.client.blend.blender import Blender
-from kvstore.client.blend.layer_loop import place
+from kvstore.client.blend.engine import Blender, MemorySource
+from kvstore.client.blend.layer_pass import LayerKV, place_segments, positions_of, reads, runs_of
 from kvstore.client.blend.plan import UNROTATED, BlendPlan, Origin
 from kvstore.client.blend.rope import RopeSpec, rerotate
-from kvstore.client.blend.runs import positions_of, reads, runs_of
 from kvstore.client.blend.selectors import SELECTORS
-from kvstore.client.blend.source import LayerKV, MemorySource
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.engines.transformers.cache import as_argument
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
@@ -155,7 +153,9 @@ def test_hkvd_computes_all_rows_up_to_its_check_layer_and_chooses_by_true_deviat
     assert found.report.rows[0] == count + SUFFIX
     assert found.report.rows[1] == found.report.selected.numel() + SUFFIX
     full = world.blender.prefill(world.tokens)
-    stored = place(adapter_of(world), world.plan(), 1, {i: s[1] for i, s in world.stored.items()})
+    stored = place_segments(
+        adapter_of(world), world.plan(), 1, {i: s[1] for i, s in world.stored.items()}
+    )
     wanted = (full.kv[1][1] - stored[1]).square().sum((0, 2))
     rows = torch.tensor(world.approx())
     best = rows[torch.argsort(wanted[rows], descending=True)][: found.report.selected.numel()]
@@ -257,7 +257,7 @@ def test_attention_by_runs_is_attention_by_one_mask(name: str) -> None:
     mask = reads(rows, 0, 400, adapter.window[0])
     weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
     assert distance(found, (weights @ values).transpose(0, 1).flatten(1)) < 1e-12
-    assert distance(adapter.mass(0, query, rows, kv), weights.sum(0).mean(0)) < 1e-12
+    assert distance(adapter.attention_mass(0, query, rows, kv), weights.sum(0).mean(0)) < 1e-12
 
 
 def test_a_mask_aligned_to_the_bottom_right_reads_the_future() -> None:

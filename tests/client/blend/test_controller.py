@@ -1,4 +1,4 @@
-"""The controller: what it learns, what it chooses, and that it does not lose to a prefill."""
+"""The planner: what it learns, what it chooses, and that it does not lose to a prefill."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.client.blend.controller import LEAST_MARGIN, Controller, Storage, choose
-from kvstore.client.blend.cost import CostEstimate, CostMeter, Speed, Work
+from kvstore.client.blend.cost import (
+    MIN_MARGIN,
+    BlendPlanner,
+    CostEstimate,
+    CostMeter,
+    Costs,
+    Speed,
+    Work,
+)
 from kvstore.client.blend.plan import BlendPlan, Segment
 from kvstore.client.blend.selectors import SELECTORS
 from kvstore.client.link_meter import LinkMeter
@@ -33,8 +40,7 @@ def plan(ratio: float = 0.15, exact: int = 512, approx: int = 7000, **settings: 
 
 
 def decide(found: BlendPlan, bytes_per_s: float, **terms: Any) -> Any:
-    storage = Storage(TOKEN_BYTES, bytes_per_s, **terms)
-    return choose(found, LAYERS, storage, SURE, SURE)
+    return Costs(LAYERS, SURE, SURE, TOKEN_BYTES, bytes_per_s, **terms).choose(found)
 
 
 def test_from_fast_storage_the_least_ratio_is_computed() -> None:
@@ -74,32 +80,30 @@ def test_a_long_prefix_is_loaded_alone_when_the_rest_is_not_worth_it() -> None:
     exact=st.integers(0, 4000),
     approx=st.integers(0, 8000),
     ratio=st.floats(0.01, 1.0),
-    delay_s=st.floats(0, 2),
 )
 @settings(max_examples=25, deadline=None)
 def test_nothing_is_chosen_that_is_expected_to_lose(
-    name: str, bandwidth: float, exact: int, approx: int, ratio: float, delay_s: float
+    name: str, bandwidth: float, exact: int, approx: int, ratio: float
 ) -> None:
-    found = decide(plan(ratio, exact, approx, selector=name), bandwidth, delay_s=delay_s)
+    found = decide(plan(ratio, exact, approx, selector=name), bandwidth)
     assert found.ratio >= ratio
     if found.action == "full":
         assert found.expected_s == found.full_s
     else:
-        assert found.expected_s * (1 + LEAST_MARGIN) < found.full_s
+        assert found.expected_s * (1 + MIN_MARGIN) < found.full_s
 
 
 def test_what_is_not_known_well_has_to_gain_more() -> None:
     unsure = CostEstimate(SPEED, 4.0)
-    storage = Storage(TOKEN_BYTES, 1e10)
-    assert choose(plan(), LAYERS, storage, SURE, unsure).action == "full"
-    assert choose(plan(), LAYERS, storage, SURE, SURE).action == "blend"
+    assert Costs(LAYERS, SURE, unsure, TOKEN_BYTES, 1e10).choose(plan()).action == "full"
+    assert Costs(LAYERS, SURE, SURE, TOKEN_BYTES, 1e10).choose(plan()).action == "blend"
 
 
 def test_a_blend_that_is_believed_to_be_cheaper_than_its_rows_is_not_trusted() -> None:
     """Both speeds are learned apart: one that errs low is not a gain."""
     flattered = CostEstimate(Speed(0.0, 0.0, 1e-9, 1e-15), 0.0)
     high = plan(0.97, selector="first_k", exact=0)
-    assert choose(high, LAYERS, Storage(TOKEN_BYTES, 1e12), SURE, flattered).action == "full"
+    assert Costs(LAYERS, SURE, flattered, TOKEN_BYTES, 1e12).choose(high).action == "full"
 
 
 def test_a_plan_that_wants_all_rows_is_never_blended() -> None:
@@ -110,13 +114,10 @@ def test_a_plan_that_wants_all_rows_is_never_blended() -> None:
 
 def test_a_layer_is_asked_for_when_the_one_before_it_is_taken() -> None:
     """By hand: 2 layers, a load of 3 s each. Done at 3 s + a layer, then 6 s + a layer."""
-    found = choose(
-        plan(0.5, exact=0, approx=60, selector="first_k"),
-        2,
-        Storage(2.0, 2 * 60 / 6),
-        CostEstimate(Speed(0.0, 0.0, 1.0, 0.0), 0.0),
-        CostEstimate(Speed(0.0, 0.0, 1e-3, 0.0), 0.0),
-    )
+    full = CostEstimate(Speed(0.0, 0.0, 1.0, 0.0), 0.0)
+    blend = CostEstimate(Speed(0.0, 0.0, 1e-3, 0.0), 0.0)
+    costs = Costs(2, full, blend, token_bytes=2.0, bytes_per_s=2 * 60 / 6)
+    found = costs.choose(plan(0.5, exact=0, approx=60, selector="first_k"))
     rows = 0.5 * 60 + 64
     # Rows of a blend are never believed to be cheaper than those of a prefill: 1 s each.
     assert found.full_s == 124
@@ -149,7 +150,7 @@ def test_a_meter_learns_the_speed_of_an_engine_that_is_not_what_it_was_told() ->
     meter = CostMeter(SPEED)
     true = Speed(3e-3, 4e-7, 9e-5, 1e-9)
     observed(meter, true, 40, noise=0.05)
-    found = meter.estimate()
+    found = meter.estimate
     for tokens, rows in ((1000, 150), (8000, 1200), (8000, 8000)):
         work = Work.of([rows], tokens, tokens - rows)
         assert found.speed.seconds(work) == pytest.approx(true.seconds(work), rel=0.2)
@@ -161,7 +162,7 @@ def test_a_meter_follows_a_machine_that_became_slower() -> None:
     slower = Speed(*(3 * part for part in (1e-3, 1e-7, 2e-5, 5e-10)))
     observed(meter, SPEED, 64, noise=0.02)
     observed(meter, slower, 40, noise=0.02, seed=1)
-    found = meter.estimate()
+    found = meter.estimate
     work = Work.of([3000], 8000, 5000)
     assert found.speed.seconds(work) == pytest.approx(slower.seconds(work), rel=0.2)
     assert found.error_share < 0.2
@@ -171,14 +172,14 @@ def test_a_meter_says_how_badly_it_predicts() -> None:
     calm, wild = CostMeter(SPEED), CostMeter(SPEED)
     observed(calm, SPEED, 30, noise=0.01)
     observed(wild, SPEED, 30, noise=0.8)
-    assert calm.estimate().error_share < 0.05 < wild.estimate().error_share
+    assert calm.estimate.error_share < 0.05 < wild.estimate.error_share
 
 
 def test_one_sample_moves_an_estimate_and_makes_no_term_negative() -> None:
     meter = CostMeter(SPEED)
     work = Work.of([8000], 8000, 0)
     meter.observe(work, 5 * SPEED.seconds(work))
-    found = meter.estimate().speed
+    found = meter.estimate.speed
     assert found.seconds(work) == pytest.approx(5 * SPEED.seconds(work), rel=0.2)
 
 
@@ -186,36 +187,36 @@ def test_one_sample_moves_an_estimate_and_makes_no_term_negative() -> None:
 def test_nonsense_is_not_learned_from(seconds: float) -> None:
     meter = CostMeter(SPEED)
     meter.observe(Work.of([10], 10, 0), seconds)
-    assert meter.estimate().speed == SPEED
+    assert meter.estimate.speed == SPEED
 
 
-def test_a_controller_that_sees_storage_slow_down_stops_blending() -> None:
+def test_a_planner_that_sees_storage_slow_down_stops_blending() -> None:
     link = LinkMeter(1e12)
-    controller = Controller(LAYERS, SPEED, link)
+    planner = BlendPlanner(LAYERS, SPEED, link)
     for tokens in range(1000, 9000, 500):
-        controller.observe_full(tokens, SPEED.seconds(Work.of([tokens], tokens, 0)))
-    assert controller.decide(plan(), TOKEN_BYTES).action == "blend"
+        planner.observe_full(tokens, SPEED.seconds(Work.of([tokens], tokens, 0)))
+    assert planner.choose(plan(), TOKEN_BYTES).action == "blend"
     for _ in range(8):
         link.observe(1 << 30, 30.0)
-    assert controller.decide(plan(), TOKEN_BYTES).action == "full"
+    assert planner.choose(plan(), TOKEN_BYTES).action == "full"
 
 
 def test_loads_that_were_given_up_say_that_the_link_is_no_faster() -> None:
     link = LinkMeter(1e9)
-    controller = Controller(LAYERS, SPEED, link)
-    assert not controller.knows_full
-    assert not controller.knows_blend
-    controller.observe_late(1000, 0.5)
+    planner = BlendPlanner(LAYERS, SPEED, link)
+    assert not planner.knows_full
+    assert not planner.knows_blend
+    planner.observe_load(1000, 0.5)
     assert link.estimate().p20_bytes_per_s == 2000
-    controller.observe_full(100, 1.0)
-    assert controller.knows_full
-    assert not controller.knows_blend
+    planner.observe_full(100, 1.0)
+    assert planner.knows_full
+    assert not planner.knows_blend
 
 
-@pytest.mark.parametrize("terms", [(0.0, 1.0, 0.0), (1.0, 0.0, 0.0), (1.0, 1.0, -1.0)])
-def test_storage_is_checked_at_birth(terms: tuple[float, float, float]) -> None:
+@pytest.mark.parametrize("terms", [(0.0, 1.0), (1.0, 0.0)])
+def test_costs_of_storage_are_checked_at_birth(terms: tuple[float, float]) -> None:
     with pytest.raises(InvalidRequestError, match="storage"):
-        Storage(*terms)
+        Costs(LAYERS, SURE, SURE, *terms)
 
 
 @pytest.mark.parametrize(

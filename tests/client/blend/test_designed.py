@@ -11,7 +11,7 @@ import torch
 from bench.blend_cases import Case, Engine, riddle_case
 from bench.blend_designed import answered, make_designed, make_riddle
 
-from kvstore.client.blend.blender import Blender
+from kvstore.client.blend.engine import Blender
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 
 RIDDLES = 6

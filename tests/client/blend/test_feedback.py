@@ -10,9 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvstore.client.blend.feedback import Shadow, compare, deviations, ranks, worse
-from kvstore.client.blend.loader import LayerLoader
-from kvstore.client.blend.source import MemorySource
+from kvstore.client.blend.engine import LayerLoader, MemorySource
+from kvstore.client.blend.gate import ShadowEval, compare, deviations, worse
 from kvstore.proto.errors import DeadlineError, InvalidRequestError
 from kvstore.server.settings.values import GateTerms
 
@@ -58,7 +57,7 @@ def test_agreement_is_that_of_tokens_of_which_the_full_prefill_is_sure() -> None
 
 
 def test_of_two_comparisons_the_larger_divergence_counts_and_all_their_tokens() -> None:
-    question, answer = Shadow(0.01, 1.0, 30, 0.9, 20), Shadow(0.04, 0.5, 10, 0.6, 10)
+    question, answer = ShadowEval(0.01, 1.0, 30, 0.9, 20), ShadowEval(0.04, 0.5, 10, 0.6, 10)
     found = worse(question, answer)
     assert (found.divergence, found.tokens, found.clear_tokens) == (0.04, 40, 30)
     assert found.agreement == pytest.approx(25 / 30)
@@ -94,10 +93,6 @@ def test_deviations_add_up_over_layers_each_in_its_own_size() -> None:
     layers = [(small, small), (small, 10 * small)]
     stored = [(small, wrong), (small, 10 * wrong)]
     assert deviations(layers, stored).tolist() == [0.0, 2.0]
-
-
-def test_ranks_are_places() -> None:
-    assert ranks(torch.tensor([5.0, -1.0, 7.0, 6.0])).tolist() == [0.25, 0.0, 0.75, 0.5]
 
 
 def test_a_sources_own_deadline_is_told_as_it_said_it() -> None:

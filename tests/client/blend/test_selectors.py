@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.client.blend.plan import BlendPlan, Segment
-from kvstore.client.blend.selector import pick, pick_share
-from kvstore.client.blend.selectors import SELECTORS, selector_of
+from kvstore.client.blend.selectors import SELECTORS, check_selector, most_deviating, pick_share
 from kvstore.proto.errors import InvalidRequestError
 
 ROWS = list(range(4, 24))
@@ -36,40 +36,37 @@ def numbers(**at: float) -> torch.Tensor:
 
 
 def test_hkvd_keeps_the_rows_that_deviate_most() -> None:
-    found = SELECTORS["hkvd"].at_layer(
-        plan(), 1, numbers(p5=1, p9=4, p15=3, p20=2, p23=9), torch.tensor(ROWS)
-    )
+    found = most_deviating(plan(), 1, numbers(p5=1, p9=4, p15=3, p20=2, p23=9), torch.tensor(ROWS))
     assert found.tolist() == [9, 15, 20, 23]
 
 
 def test_hkvd_filters_by_steps_when_it_has_several_check_layers() -> None:
     steps = plan(check_layers=(1, 2), ratios=(0.4, 0.1))
     deviation = torch.arange(26.0)
-    first = SELECTORS["hkvd"].at_layer(steps, 1, deviation, torch.tensor(ROWS))
+    first = most_deviating(steps, 1, deviation, torch.tensor(ROWS))
     assert first.tolist() == list(range(16, 24))
-    second = SELECTORS["hkvd"].at_layer(steps, 2, -deviation, first)
+    second = most_deviating(steps, 2, -deviation, first)
     assert second.tolist() == [16, 17]
 
 
 def test_first_k_takes_the_beginning_of_each_segment() -> None:
-    assert SELECTORS["first_k"].static(plan(), None).tolist() == [4, 5, 14, 15]
-    assert SELECTORS["first_k"].static(plan(head_tokens=3), None).tolist() == [4, 5, 6, 14, 15, 16]
+    assert SELECTORS["first_k"](plan(), None).tolist() == [4, 5, 14, 15]
 
 
 def test_stored_priority_takes_the_highest_scores() -> None:
     rising = tuple(float(i) for i in range(10))
     found = plan(first_scores=rising, second_scores=rising[::-1])
-    assert SELECTORS["stored_priority"].static(found, None).tolist() == [12, 13, 14, 15]
+    assert SELECTORS["stored_priority"](found, None).tolist() == [12, 13, 14, 15]
 
 
 def test_stored_priority_takes_first_rows_while_a_segment_has_no_scores() -> None:
     found = plan(first_scores=tuple(float(i) for i in range(10)))
-    assert SELECTORS["stored_priority"].static(found, None).tolist() == [4, 5, 14, 15]
+    assert SELECTORS["stored_priority"](found, None).tolist() == [4, 5, 14, 15]
 
 
 def test_query_attention_takes_what_is_looked_at() -> None:
     attention = numbers(p2=99, p7=2, p11=5, p19=4, p22=1, p25=99)
-    found = SELECTORS["query_attention"].static(plan(), attention)
+    found = SELECTORS["query_attention"](plan(), attention)
     assert found.tolist() == [7, 11, 19, 22]
 
 
@@ -77,9 +74,9 @@ def test_hybrid_weighs_attention_by_the_scores() -> None:
     scores = tuple(1.0 if i == 3 else 0.0 for i in range(10))
     found = plan(0.1, first_scores=scores, second_scores=scores)
     attention = numbers(p7=2, p11=5, p17=3, p22=4)
-    assert SELECTORS["query_attention"].static(found, attention).tolist() == [11, 22]
-    assert SELECTORS["hybrid"].static(found, attention).tolist() == [7, 17]
-    assert SELECTORS["hybrid"].static(plan(0.1), attention).tolist() == [11, 22]
+    assert SELECTORS["query_attention"](found, attention).tolist() == [11, 22]
+    assert SELECTORS["hybrid"](found, attention).tolist() == [7, 17]
+    assert SELECTORS["hybrid"](plan(0.1), attention).tolist() == [11, 22]
 
 
 def test_hybrid_takes_rows_of_high_scores_that_the_question_hardly_looks_at() -> None:
@@ -88,7 +85,7 @@ def test_hybrid_takes_rows_of_high_scores_that_the_question_hardly_looks_at() ->
     near = tuple(0.9 if i in (5, 6, 7) else 1.0 if i == 0 else 0.0 for i in range(10))
     found = plan(0.15, first_scores=far, second_scores=near)
     attention = numbers(p6=0.1, p14=0.2, p19=5, p20=4, p21=3)
-    assert SELECTORS["hybrid"].static(found, attention).tolist() == [6, 19, 20]
+    assert SELECTORS["hybrid"](found, attention).tolist() == [6, 19, 20]
 
 
 def test_hybrid_keeps_to_the_ratio_of_a_segment() -> None:
@@ -101,13 +98,7 @@ def test_hybrid_keeps_to_the_ratio_of_a_segment() -> None:
     own = BlendPlan(tuple(range(21)), segments, ratio=0.2)
     attention = torch.zeros(21)
     attention[[1, 2, 11, 12]] = torch.tensor([4.0, 3.0, 2.0, 1.0])
-    assert SELECTORS["hybrid"].static(own, attention).tolist() == [1, 2, 8, 9, 11, 19]
-
-
-def test_heads_come_first_and_are_charged_to_the_ratio() -> None:
-    score = numbers(p9=4, p15=3, p20=2)
-    found = pick_share(plan(head_tokens=1), score, torch.tensor(ROWS), 0.2)
-    assert found.tolist() == [4, 9, 14, 15]
+    assert SELECTORS["hybrid"](own, attention).tolist() == [1, 2, 8, 9, 11, 19]
 
 
 def test_a_segment_with_a_ratio_of_its_own_keeps_to_it() -> None:
@@ -121,26 +112,20 @@ def test_a_segment_with_a_ratio_of_its_own_keeps_to_it() -> None:
     assert found.tolist() == [5, 6, 7, 8, 9, 19]
 
 
-@given(
-    scores=st.lists(st.integers(0, 5), min_size=1, max_size=40),
-    count=st.integers(0, 45),
-    granularity=st.integers(1, 6),
-)
+@given(scores=st.lists(st.integers(0, 5), min_size=1, max_size=40), ratio=st.floats(0, 1))
 @settings(max_examples=50, deadline=None)
-def test_picked_rows_rise_and_none_left_is_better(
-    scores: list[int], count: int, granularity: int
-) -> None:
-    score, rows = torch.tensor(scores, dtype=torch.float32), torch.arange(len(scores))
-    found = pick(score, rows, count, granularity).tolist()
+def test_picked_rows_rise_and_none_left_is_better(scores: list[int], ratio: float) -> None:
+    size = len(scores)
+    segments = (Segment(0, size, "approx"), Segment(size, size + 1, "miss"))
+    own = BlendPlan(tuple(range(size + 1)), segments, ratio=ratio)
+    found = pick_share(own, torch.tensor([*scores, 9.0]), torch.arange(size), ratio).tolist()
     assert found == sorted(set(found))
-    assert min(count, len(scores)) <= len(found) < count + granularity or not count
-    left = set(range(len(scores))) - set(found)
-    if granularity == 1 and found and left:
+    assert len(found) == math.ceil(ratio * size - 1e-9)
+    left = set(range(size)) - set(found)
+    if found and left:
         assert max(scores[i] for i in left) <= min(scores[i] for i in found)
-    blocks = {row // granularity for row in found}
-    assert not any(row // granularity in blocks for row in left)
 
 
 def test_a_selector_that_is_not_known_is_refused_by_name() -> None:
     with pytest.raises(InvalidRequestError, match=r"oracle.*hkvd.*hybrid"):
-        selector_of("oracle")
+        check_selector("oracle")

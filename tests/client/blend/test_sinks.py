@@ -10,12 +10,10 @@ import pytest
 import torch
 from bench.blend_designed import Riddle, RiddleShape, make_riddle, make_with_sink
 
-from kvstore.client.blend.blender import MAX_SINKS, Blender
-from kvstore.client.blend.feedback import compare
+from kvstore.client.blend.engine import MAX_SINKS, Blender, BlendResult, MemorySource
+from kvstore.client.blend.gate import compare
 from kvstore.client.blend.plan import UNROTATED, BlendPlan, Segment
-from kvstore.client.blend.report import BlendResult
 from kvstore.client.blend.selectors import SELECTORS
-from kvstore.client.blend.source import MemorySource
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.proto.errors import InvalidRequestError
 

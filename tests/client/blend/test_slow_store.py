@@ -17,15 +17,21 @@ from local_server import LocalServer
 from server_process import ServerProcess
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.blend.blender import Blender
-from kvstore.client.blend.gate import GatedBlender
-from kvstore.client.blend.patience import FIRST_S, MOST, SLACK, TIMES, Patience
-from kvstore.client.blend.report import BlendResult
+from kvstore.client.blend.cost import (
+    FIRST_WAIT_S,
+    LOAD_FACTOR,
+    MAX_WAIT_SHARE,
+    SLACK_SHARE,
+    BlendPlanner,
+    Speed,
+)
+from kvstore.client.blend.engine import Blender, BlendResult, MemorySource
+from kvstore.client.blend.gate import GuardedBlender
+from kvstore.client.blend.layer_pass import LayerKV
 from kvstore.client.blend.segments import SegmentRange
-from kvstore.client.blend.source import LayerKV, MemorySource
-from kvstore.client.blend.store_prefill import store_prefill
-from kvstore.client.blend.store_source import StoreSource
+from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
+from kvstore.client.link_meter import LinkMeter
 from kvstore.client.options import TransportName
 from kvstore.client.resolving import ResolveTerms
 from kvstore.proto import kvstore_pb2 as pb
@@ -181,46 +187,46 @@ def test_patience_is_what_loads_took_with_slack_and_no_more_than_half_a_full_pre
         draws = iter([0.0, 1.0, 1.0])  # the first is compared
         gates = server.node.store.blends.gates
         monkeypatch.setattr(gates, "_draw", lambda: next(draws))
-        gated = GatedBlender(client, blender)
+        gated = GuardedBlender(client, blender)
         compared = gated.run(*ASKED)
         gated.run(*ASKED)
-        assert GatedBlender(client, blender, ResolveTerms()).run(*ASKED).shadow is None
+        assert GuardedBlender(client, blender, ResolveTerms()).run(*ASKED).shadow is None
     assert compared.shadow is not None
     full_s = compared.result.report.total_s
-    first = min(MOST * full_s, TIMES * loads[0] + SLACK * full_s)
-    assert seen == [math.inf, pytest.approx(first), FIRST_S]
+    first = min(MAX_WAIT_SHARE * full_s, LOAD_FACTOR * loads[0] + SLACK_SHARE * full_s)
+    assert seen == [math.inf, pytest.approx(first), FIRST_WAIT_S]
 
 
-def learned(*loads: float, full_s: float = 1.0) -> Patience:
-    patience = Patience()
-    patience.note_full(100, full_s)
+def learned(*loads: float, full_s: float = 1.0) -> BlendPlanner:
+    planner = BlendPlanner(LAYERS, Speed(0.0, 0.0, 1e-4, 1e-9), LinkMeter(1e9))
+    planner.observe_full(100, full_s)
     for seconds in loads:
-        patience.note_load(1000, seconds)
-    return patience
+        planner.observe_load(1000, seconds)
+    return planner
 
 
 def test_a_store_that_was_quick_is_not_waited_for_long() -> None:
-    assert learned().within_s(100, 1000) == pytest.approx(0.5)
-    assert learned(0.02, 0.02).within_s(100, 1000) == pytest.approx(0.14)
-    assert learned(0.02).within_s(200, 500) == pytest.approx(0.22), "a longer prompt, less to load"
+    assert learned().wait_s(100, 1000) == pytest.approx(0.5)
+    assert learned(0.02, 0.02).wait_s(100, 1000) == pytest.approx(0.14)
+    assert learned(0.02).wait_s(200, 500) == pytest.approx(0.22), "a longer prompt, less to load"
 
 
 def test_nothing_is_waited_for_longer_than_half_a_full_prefill_takes() -> None:
-    assert learned(7.0).within_s(100, 1000) == pytest.approx(0.5)
+    assert learned(7.0).wait_s(100, 1000) == pytest.approx(0.5)
 
 
 def test_a_store_that_became_slow_is_given_time_until_it_is_found_to_be_so() -> None:
-    patience, waited = learned(0.02), []
+    planner, waited = learned(0.02), []
     for _ in range(4):
-        waited.append(patience.within_s(100, 1000))
-        patience.note_late(1000, waited[-1])
+        waited.append(planner.wait_s(100, 1000))
+        planner.observe_load(1000, waited[-1])
     assert waited == [pytest.approx(one) for one in (0.14, 0.38, 0.5, 0.5)]
     for _ in range(12):
-        patience.note_load(1000, 0.02)
-    assert patience.within_s(100, 1000) < 0.2, "and quick again"
+        planner.observe_load(1000, 0.02)
+    assert planner.wait_s(100, 1000) < 0.2, "and quick again"
 
 
 def test_a_plan_without_loads_teaches_nothing() -> None:
-    patience = learned(0.02)
-    patience.note_load(0, 5.0)
-    assert patience.within_s(100, 1000) == pytest.approx(0.14)
+    planner = learned(0.02)
+    planner.observe_load(0, 5.0)
+    assert planner.wait_s(100, 1000) == pytest.approx(0.14)

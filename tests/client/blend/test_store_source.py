@@ -11,16 +11,12 @@ from blend_world import LAYERS, VOCABULARY, make_model
 from local_server import LocalServer
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.blend.blender import Blender
-from kvstore.client.blend.controller import Action, Controller, Decision
-from kvstore.client.blend.cost import Speed
-from kvstore.client.blend.feedback import compare
-from kvstore.client.blend.gate import SHADOW_TOKENS, GatedBlender
+from kvstore.client.blend.cost import Action, BlendPlanner, Decision, Speed
+from kvstore.client.blend.engine import Blender, MemorySource
+from kvstore.client.blend.gate import SHADOW_TOKENS, GuardedBlender, compare
 from kvstore.client.blend.plan import BlendPlan
 from kvstore.client.blend.segments import SegmentRange
-from kvstore.client.blend.source import MemorySource
-from kvstore.client.blend.store_prefill import store_prefill
-from kvstore.client.blend.store_source import StoreSource
+from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.link_meter import LinkMeter
 from kvstore.client.options import TransportName
@@ -167,7 +163,7 @@ def test_all_rows_of_a_request_that_is_compared_are_loaded(
     """What was left out could not be measured, and those tokens would never be learned of."""
     _store(client, blender, 10, FIRST, SECOND)
     prompt, ranges = _prompt(20, SECOND, FIRST)
-    done = GatedBlender(client, blender, TRIAL, selector="first_k").run(prompt, ranges)
+    done = GuardedBlender(client, blender, TRIAL, selector="first_k").run(prompt, ranges)
     assert done.shadow is not None
     with client.resolve(prompt, ranges, TRIAL) as resolved:
         assert all(len(one.priority) == one.asked.tokens for one in resolved.chunks())
@@ -226,7 +222,7 @@ def test_a_server_that_is_gone_costs_time_and_nothing_else(
     _store(client, blender, 10, FIRST)
     server.stop()
     prompt, ranges = _prompt(20, FIRST)
-    found = GatedBlender(client, blender, TRIAL).run(prompt, ranges)
+    found = GuardedBlender(client, blender, TRIAL).run(prompt, ranges)
     assert found.failure
     wanted = blender.prefill(prompt, logits_from=len(prompt) - SUFFIX).logits
     assert torch.equal(found.result.logits, wanted)
@@ -253,7 +249,7 @@ def test_trials_answer_from_the_full_prefill_and_teach_the_store(
 ) -> None:
     _store(client, blender, 10, FIRST, SECOND)
     prompt, ranges = _prompt(20, SECOND, FIRST)
-    done = GatedBlender(client, blender, TRIAL).run(prompt, ranges)
+    done = GuardedBlender(client, blender, TRIAL).run(prompt, ranges)
     assert done.failure == ""
     assert done.shadow is not None
     assert done.gate is not None
@@ -280,7 +276,7 @@ def test_what_is_told_is_the_worse_of_the_question_and_of_what_follows_it(
     follows, wanted = blender.decode(prompt, full, SHADOW_TOKENS)
     question = compare(full.logits[-SUFFIX:], blended.logits)
     answer = compare(wanted, blender.score(prompt, blended, follows))
-    done = GatedBlender(client, blender, TRIAL, selector="first_k").run(prompt, ranges)
+    done = GuardedBlender(client, blender, TRIAL, selector="first_k").run(prompt, ranges)
     assert done.shadow is not None
     assert done.shadow.tokens == SUFFIX + SHADOW_TOKENS
     assert question.divergence != pytest.approx(answer.divergence, rel=0.01)
@@ -296,7 +292,7 @@ def test_the_gate_closes_within_200_requests_on_a_model_that_blends_badly(
     """The model's weights are random: what it says depends on every token before it."""
     _store(client, blender, 10, FIRST, SECOND)
     _open_gate(client)
-    gated = GatedBlender(client, blender, ResolveTerms(), selector="first_k")
+    gated = GuardedBlender(client, blender, ResolveTerms(), selector="first_k")
     prompt, ranges = _prompt(20, SECOND, FIRST)
     requests, blended = 0, 0
     while requests < 200:
@@ -312,7 +308,7 @@ def test_the_gate_closes_within_200_requests_on_a_model_that_blends_badly(
     assert not after.result.is_blended
 
 
-class Deciding(Controller):
+class Deciding(BlendPlanner):
     """Knows what it is said to know, and decides as it is told to."""
 
     knows_full = True
@@ -322,7 +318,7 @@ class Deciding(Controller):
         super().__init__(LAYERS, Speed(0.0, 0.0, 1e-4, 1e-9), LinkMeter(1e9))
         self.action: Action = action
 
-    def decide(
+    def choose(
         self, plan: BlendPlan, token_bytes: float, *, can_skip_rows: bool = False
     ) -> Decision:
         assert token_bytes > 2 * LAYERS * 2 * 16 * 4  # heads, head_dim, bytes, and a frame's own
@@ -341,7 +337,7 @@ def unwatched(
     monkeypatch.setattr(
         client, "resolve", lambda *given: _without_shadow(resolve(*given)), raising=True
     )
-    monkeypatch.setattr("kvstore.client.blend.patience.FIRST_S", 60.0)
+    monkeypatch.setattr("kvstore.client.blend.cost.FIRST_WAIT_S", 60.0)
     return client, *_prompt(20, SECOND, FIRST)
 
 
@@ -350,7 +346,7 @@ def test_a_prompt_that_is_not_worth_blending_is_computed_and_nothing_loaded(
 ) -> None:
     client, prompt, ranges = unwatched
     before = server.counter("get_bytes")
-    done = GatedBlender(client, blender, controller=Deciding("full")).run(prompt, ranges)
+    done = GuardedBlender(client, blender, planner=Deciding("full")).run(prompt, ranges)
     assert done.decision is not None
     assert done.decision.action == "full"
     assert server.counter("get_bytes") == before
@@ -362,7 +358,7 @@ def test_a_prompt_that_is_worth_it_is_blended_at_the_ratio_that_was_decided(
     unwatched: tuple[Client, list[int], list[SegmentRange]], blender: Blender
 ) -> None:
     client, prompt, ranges = unwatched
-    done = GatedBlender(client, blender, controller=Deciding("blend")).run(prompt, ranges)
+    done = GuardedBlender(client, blender, planner=Deciding("blend")).run(prompt, ranges)
     assert done.failure == done.result.report.failure == ""
     assert done.result.is_blended
     assert done.plan is not None
@@ -377,8 +373,8 @@ def test_nothing_is_decided_by_speeds_that_nobody_measured(
 ) -> None:
     """A full prefill is measured first, then a blend; both are then weighed."""
     client, prompt, ranges = unwatched
-    controller = Deciding("full")
-    gated = GatedBlender(client, blender, controller=controller)
+    planner = Deciding("full")
+    gated = GuardedBlender(client, blender, planner=planner)
     monkeypatch.setattr(Deciding, "knows_full", False)
     first = gated.run(prompt, ranges)
     assert first.decision is not None
@@ -395,7 +391,7 @@ def test_what_is_to_be_compared_is_blended_whatever_it_costs(
     client: Client, blender: Blender
 ) -> None:
     _store(client, blender, 10, FIRST, SECOND)
-    gated = GatedBlender(client, blender, TRIAL, controller=Deciding("full"))
+    gated = GuardedBlender(client, blender, TRIAL, planner=Deciding("full"))
     done = gated.run(*_prompt(20, SECOND, FIRST))
     assert done.decision is None
     assert done.shadow is not None

@@ -39,8 +39,7 @@ from vllm_steps import Engine
 from kvstore.client.engines import vllm_identity
 from kvstore.client.engines.identity import Departures, identity_of, rope_parameters, weights_of
 from kvstore.client.engines.sglang import pages as sglang_pages
-from kvstore.client.engines.sglang.pages import PageSettings, PageStore, RankTerms
-from kvstore.client.engines.sglang.terms import terms_of
+from kvstore.client.engines.sglang.pages import PageSettings, PageStore, RankInfo, ServerArgsDigest
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.client.engines.vllm_layout import PACKINGS
 from kvstore.client.engines.vllm_names import RequestNames
@@ -108,17 +107,17 @@ def host_pool() -> Any:
 
 def by_sglang(folder: Path, *, model_revision: str = "", **settings: Any) -> Model:
     rank, asked = started(folder, model_revision, **settings)
-    return sglang_pages.representation_of(host_pool(), rank, asked)
+    return sglang_pages.kv_model(host_pool(), rank, asked)
 
 
 def started(
     folder: Path, model_revision: str = "", address: str = "127.0.0.1:1", **settings: Any
-) -> tuple[RankTerms, PageSettings]:
+) -> tuple[RankInfo, PageSettings]:
     """Return what an SGLang was started with that serves *folder* under another name."""
     stated = {"json_model_override_args": str(settings) if settings else "{}"}
-    terms = terms_of(SimpleNamespace(model_path=str(folder), dtype="auto", **stated))
+    terms = ServerArgsDigest.of(SimpleNamespace(model_path=str(folder), dtype="auto", **stated))
     extra = {"model_revision": model_revision, "address": address, "deadline_ms": DEADLINE_MS}
-    return RankTerms("x", False, engine=terms), PageSettings.parse(extra, "served-name", terms)
+    return RankInfo(False), PageSettings.parse(extra, "served-name", terms)
 
 
 ENGINES = (by_transformers, by_vllm, by_sglang)

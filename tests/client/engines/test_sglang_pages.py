@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from local_server import LocalServer
 from kvstore.client.engines.sglang.pages import (
     PageSettings,
     PageStore,
-    RankTerms,
-    representation_of,
+    RankInfo,
+    ServerArgsDigest,
+    digests_of,
+    kv_model,
 )
-from kvstore.client.engines.sglang.terms import EngineTerms
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import LayerKind
 
@@ -35,7 +37,7 @@ MLA_SHAPES = {
     "page_first_direct": (PAGES, LAYERS, SIZE, 1, DIM),
 }
 CASES = [(False, layout) for layout in MHA_SHAPES] + [(True, layout) for layout in MLA_SHAPES]
-RANK = RankTerms("models/tiny", is_mla=False)
+RANK = RankInfo(is_mla=False)
 HASHES = [hashlib.sha256(bytes([number])).hexdigest() for number in range(PAGES)]
 
 
@@ -104,16 +106,21 @@ def test_an_accuracy_other_than_exact_is_refused_by_name(accuracy: object) -> No
     assert PageSettings.parse({**extra, "accuracy": "exact"}, "tiny").accuracy == "exact"
 
 
-def settings_for(server: LocalServer, **changes: object) -> PageSettings:
-    return replace(PageSettings(server.address, "c" * 40, deadline_ms=20_000), **changes)  # type: ignore[arg-type]
+def settings_for(address: str = "127.0.0.1:1", name: str = "tiny", **more: Any) -> PageSettings:
+    engine = ServerArgsDigest(kv_cache_dtype=str(more.pop("kv_cache_dtype", "")))
+    return PageSettings.parse(
+        {"address": address, "model_revision": "c" * 40, "deadline_ms": 20_000, **more},
+        name,
+        engine,
+    )
 
 
 @pytest.fixture
 def connect(server: LocalServer) -> Iterator[Callable[..., PageStore]]:
     made: list[PageStore] = []
 
-    def make(pool: Pool, rank: RankTerms = RANK, **changes: object) -> PageStore:
-        made.append(PageStore(pool, rank, settings_for(server, **changes)))
+    def make(pool: Pool, rank: RankInfo = RANK, **changes: Any) -> PageStore:
+        made.append(PageStore(pool, rank, settings_for(server.address, **changes)))
         return made[-1]
 
     yield make
@@ -185,7 +192,7 @@ def test_pages_are_stored_as_what_follows_the_pages_before_them(
     store = connect(pool)
     store.store(HASHES[:2], pages(store, 0, 1), ())  # type: ignore[arg-type]
     store.store(HASHES[2:4], pages(store, 2, 3), HASHES[:2])  # type: ignore[arg-type]
-    stats = store.client.stat(store._named(HASHES[:4]))
+    stats = store.client.stat(store._keys(digests_of(HASHES[:4])))
     parents = [one.parent.hex() for one in stats]
     assert parents == [bytes(16).hex(), *(name[:32] for name in HASHES[:3])]
 
@@ -195,12 +202,11 @@ def test_pages_are_stored_as_what_follows_the_pages_before_them(
     [
         replace(RANK, pp_rank=1, pp_size=2),
         replace(RANK, cp_rank=1, cp_size=2),
-        replace(RANK, model_name="models/other"),
     ],
     ids=str,
 )
-def test_stages_and_models_never_read_each_others_pages(
-    connect: Callable[..., PageStore], changed: RankTerms
+def test_stages_never_read_each_others_pages(
+    connect: Callable[..., PageStore], changed: RankInfo
 ) -> None:
     pool = Pool.make("page_first", is_mla=False)
     fill(pool, is_mla=False)
@@ -223,7 +229,9 @@ def test_ranks_of_a_latent_model_share_their_pages(connect: Callable[..., PageSt
 
 
 @pytest.mark.parametrize(
-    "change", [{"model_revision": "d" * 40}, {"adapter_digest": "lora"}], ids=str
+    "change",
+    [{"model_revision": "d" * 40}, {"adapter_digest": "lora"}, {"name": "other"}],
+    ids=str,
 )
 def test_other_weights_have_other_pages(
     connect: Callable[..., PageStore], change: dict[str, str]
@@ -235,9 +243,9 @@ def test_other_weights_have_other_pages(
 
 
 def test_another_dtype_is_another_representation() -> None:
-    settings = PageSettings("127.0.0.1:1", "c" * 40)
+    settings = settings_for()
     half, full = (
-        representation_of(Pool.make("page_head", False, dtype), RANK, settings)
+        kv_model(Pool.make("page_head", False, dtype), RANK, settings)
         for dtype in (torch.bfloat16, torch.float32)
     )
     assert half.layer_groups[0].dtype.name == "bfloat16"
@@ -255,10 +263,10 @@ def test_another_dtype_is_another_representation() -> None:
     ],
 )
 def test_pools_that_are_not_understood_are_refused_by_name(
-    pool: Pool, rank: RankTerms, words: str
+    pool: Pool, rank: RankInfo, words: str
 ) -> None:
     with pytest.raises(ModelError) as caught:
-        representation_of(pool, rank, PageSettings("127.0.0.1:1", "c" * 40))
+        kv_model(pool, rank, settings_for())
     assert words in str(caught.value)
 
 
@@ -266,28 +274,27 @@ def test_pools_that_keep_scales_beside_their_pages_are_refused() -> None:
     """As those of MXFP8: pages would come back with whatever scales lie there by then."""
     pool = replace(Pool.make("page_first", False), beside_bytes=64)
     with pytest.raises(ModelError, match="lie in its buffer"):
-        representation_of(pool, RANK, PageSettings("127.0.0.1:1", "c" * 40))
+        kv_model(pool, RANK, settings_for())
 
 
 def test_bytes_are_named_by_the_type_that_the_engine_was_started_with() -> None:
     """SGLang keeps both kinds of fp8 as bytes: an engine of one would read the other's."""
-    settings = PageSettings("127.0.0.1:1", "c" * 40)
+    settings = settings_for()
     pool = Pool.make("page_first", False, torch.uint8)
     with pytest.raises(ModelError, match="dtype='uint8': nobody says"):
-        representation_of(pool, RANK, settings)
+        kv_model(pool, RANK, settings)
     one, other = (
-        representation_of(pool, replace(RANK, engine=EngineTerms(kv_cache_dtype=name)), settings)
-        for name in ("fp8_e4m3", "fp8_e5m2")
+        kv_model(pool, RANK, settings_for(kv_cache_dtype=name)) for name in ("fp8_e4m3", "fp8_e5m2")
     )
     assert (one.quantization, other.quantization) == ("bytes-of:fp8_e4m3", "bytes-of:fp8_e5m2")
 
 
 def test_settings_are_read_and_refused_by_name() -> None:
     path = f"/models/hub/models--tiny/snapshots/{'a' * 40}"
-    assert PageSettings.parse({}, path).model_revision == "a" * 40
+    assert PageSettings.parse({}, path).weights.revision == "a" * 40
     extra = {"address": "h:1", "model_revision": "8f2c1d4", "interface_v1": 1, "prefetch_x": 9}
     found = PageSettings.parse(extra, "tiny")
-    assert (found.address, found.model_revision, found.deadline_ms) == ("h:1", "8f2c1d4", 2000)
+    assert (found.address, found.weights.revision, found.deadline_ms) == ("h:1", "8f2c1d4", 2000)
     with pytest.raises(ModelError, match=r"model_revision='':.* 'tiny' is no folder"):
         PageSettings.parse({}, "tiny")
     with pytest.raises(InvalidRequestError, match="reset_on_flush='no': give true or false"):
@@ -306,7 +313,7 @@ def test_a_name_that_is_no_hash_is_a_counted_miss(connect: Callable[..., PageSto
 
 def test_without_a_server_pages_are_missed_and_not_kept_and_nothing_raises() -> None:
     pool = Pool.make("page_first", is_mla=False)
-    store = PageStore(pool, RANK, PageSettings("127.0.0.1:1", "c" * 40, deadline_ms=500))
+    store = PageStore(pool, RANK, settings_for(deadline_ms=500))
     try:
         assert store.count(HASHES) == 0
         assert store.load(HASHES[:1], pages(store, 0)) == 0  # type: ignore[arg-type]
@@ -341,7 +348,7 @@ def test_ranks_share_pages_with_an_engine_of_one(
     assert torch.equal(room.rows(is_mla=False)[:, :, 3 * SIZE : 4 * SIZE], wanted)
     for number, half in enumerate(halves):
         assert half.load(HASHES[:1], pages(half, 2)) == 1  # type: ignore[arg-type]
-        found = half._pool.rows(is_mla=False)  # type: ignore[attr-defined]
+        found = half._pool.rows(is_mla=False)
         assert torch.equal(found[:, :, 2 * SIZE : 3 * SIZE], wanted[:, :, :, [number]])
 
 
@@ -361,15 +368,15 @@ def test_ranks_that_have_copies_of_heads_share_pages_with_an_engine_of_one(
     wanted = numbers(is_mla=False)[:, :, :SIZE]
     for number, rank in enumerate(ranks):
         assert rank.load(HASHES[:1], pages(rank, 2)) == 1  # type: ignore[arg-type]
-        found = rank._pool.rows(is_mla=False)  # type: ignore[attr-defined]
+        found = rank._pool.rows(is_mla=False)
         assert torch.equal(found[:, :, 2 * SIZE : 3 * SIZE], wanted[:, :, :, [number // 2]])
 
 
 @pytest.mark.parametrize("kv_heads", [3, 4])
 def test_a_number_of_heads_that_ranks_do_not_have_is_refused(kv_heads: int) -> None:
-    settings = PageSettings("127.0.0.1:1", "c" * 40, kv_heads=kv_heads)
+    settings = settings_for(kv_heads=kv_heads)
     with pytest.raises(ModelError, match="kv_heads"):
-        representation_of(Pool.make("page_first", False), replace(RANK, tp_size=4), settings)
+        kv_model(Pool.make("page_first", False), replace(RANK, tp_size=4), settings)
 
 
 @pytest.mark.parametrize("kv_heads", [-1, "8", True])

@@ -17,8 +17,8 @@ from prompts import MEDIUM, assert_reads, keys_of, store
 from stream_messages import attach, get
 
 from kvstore.client import Client, ClientOptions, peer_reads
-from kvstore.client.frame_parts import FrameAssembler
 from kvstore.client.frame_stream import Entrance, FrameStream
+from kvstore.client.frames import FrameAssembler
 from kvstore.client.options import TransportName
 from kvstore.client.peer_reads import AGAIN_S, SILENCE_S, PeerReads
 from kvstore.client.shm import ShmTransport

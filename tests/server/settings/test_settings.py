@@ -294,7 +294,10 @@ BAD_VALUES = [
     (["--codec", "disk=zplane:"], ["codec='disk=zplane:'", "zplane does not know ''; use zplane"]),
     (["--codec", "disk=mixed:1"], ["codec='disk=mixed:1'", "mixed is gone; use kvq:N,importance"]),
     (["--codec", "disk=kvq:1,sinks=5"], ["'1,sinks=5'", ",sinks=0 to ,sinks=4"]),
-    (["--codec", "redis=auto:most"], ["codec='redis=auto:most'", "auto:bounded", "auto:approximate"]),
+    (
+        ["--codec", "redis=auto:most"],
+        ["codec='redis=auto:most'", "auto:bounded", "auto:approximate"],
+    ),
     (["--tenant-codecs", "acme"], ["tenant_codecs='acme'", "acme/redis=kvq:2"]),
     (["--tenant-codecs", "acme/disk"], ["tenant_codecs='acme/disk'", "TENANT/TIER=CODEC"]),
     (["--tenant-codecs", "acme/cpu=zplane"], ["tenant_codecs", "disk, redis", "raw frames"]),

@@ -1,4 +1,4 @@
-"""Readers of traces: what they read, and what they say of lines that are wrong."""
+"""Traces: what is read, what is wrong with a line, and which blocks are the same."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.cli import trace_files
-from kvstore.cli.trace_files import BlockLine, SegmentLine, read_trace
-from kvstore.cli.trace_tokens import TokenStreams
+from kvstore.cli import trace_format
+from kvstore.cli.trace_format import BlockLine, SegmentLine, TokenStreams, make_blocks, read_trace
 from kvstore.proto.errors import InvalidRequestError
 
 TRACES = Path(__file__).resolve().parents[2] / "data" / "traces"
@@ -39,7 +38,7 @@ def complaint(path: Path, *lines: object) -> str:
 
 
 def test_a_line_of_mooncakes_is_a_chain_of_blocks(tmp_path: Path) -> None:
-    assert read_trace(write(tmp_path, BLOCKS)) == [BlockLine(1.5, 1030, 7, (0, 4, 9), 512)]
+    assert read_trace(write(tmp_path, BLOCKS)) == [BlockLine(1500, 1030, 7, (0, 4, 9), 512)]
 
 
 def test_a_line_may_say_how_many_tokens_its_blocks_have(tmp_path: Path) -> None:
@@ -50,7 +49,7 @@ def test_a_line_may_say_how_many_tokens_its_blocks_have(tmp_path: Path) -> None:
 
 def test_a_line_of_ours_is_a_prompt_of_segments(tmp_path: Path) -> None:
     assert read_trace(write(tmp_path, SEGMENTS)) == [
-        SegmentLine(2.5, 3, 1, ((1, 6), (1001, 9)), (1002, 4))
+        SegmentLine(2.5, 3, 1, ((1, 6), (1001, 9)), (1002, 4), 15, 4)
     ]
 
 
@@ -64,14 +63,14 @@ def test_a_field_that_is_missing_is_named_with_its_line(tmp_path: Path, field: s
     good = BLOCKS if field in BLOCKS else SEGMENTS
     bad = {name: value for name, value in good.items() if name != field}
     text = complaint(tmp_path, good, bad)
-    assert text.startswith(f"trace.jsonl:2 {field}=")
-    assert "add" in text
+    assert text.startswith("trace.jsonl:2 ")
+    assert f"missing required field `{field}`" in text
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("timestamp", -1), ("timestamp", "0"), ("timestamp", float("nan")), ("timestamp", True),
+        ("timestamp", -1), ("timestamp", "0"), ("timestamp", True),
         ("input_length", -5), ("input_length", 1.5), ("input_length", 1 << 40),
         ("output_length", None), ("hash_ids", 7), ("hash_ids", [0, -1]), ("hash_ids", [0, 1.0]),
         ("hash_ids", [0, 1, 2, 3]), ("hash_ids", [1 << 63]), ("hash_ids", [[0]]),
@@ -87,11 +86,12 @@ def test_a_value_that_is_wrong_is_named_with_its_line(
 ) -> None:
     good = BLOCKS if field in {*BLOCKS, "block_tokens"} else SEGMENTS
     text = complaint(tmp_path, good, good, {**good, field: value})
-    assert text.startswith(f"trace.jsonl:3 {field}")
-    assert ": " in text
+    where, _, reason = text.partition("': ")
+    assert where.startswith("trace.jsonl:3 line=")
+    assert field in reason
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "7", '"x"', "\x00", "[" * 100_000])
+@pytest.mark.parametrize("line", ["{", '{"ts": NaN}', "[]", "7", '"x"', "\x00", "[" * 100_000])
 def test_what_is_no_object_is_refused_with_its_line(tmp_path: Path, line: str) -> None:
     assert complaint(tmp_path, BLOCKS, line).startswith("trace.jsonl:2 line=")
 
@@ -104,9 +104,9 @@ def test_kinds_do_not_mix_and_unknown_ones_are_named(tmp_path: Path) -> None:
 def test_files_lines_and_counts_have_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trace_files, "MAX_REQUESTS", 2)
+    monkeypatch.setattr(trace_format, "MAX_REQUESTS", 2)
     assert "cut the trace" in complaint(tmp_path, BLOCKS, BLOCKS, BLOCKS)
-    monkeypatch.setattr(trace_files, "MAX_LINE_BYTES", 60)
+    monkeypatch.setattr(trace_format, "MAX_LINE_BYTES", 60)
     assert "keep lines under 60 bytes" in complaint(tmp_path, " " * 70)
 
 
@@ -171,9 +171,71 @@ def test_tokens_are_those_of_the_formula() -> None:
 def test_a_stream_is_the_same_however_much_of_it_is_asked_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvstore.cli.trace_tokens._KEPT_TOKENS", 8)
+    monkeypatch.setattr("kvstore.cli.trace_format._KEPT_TOKENS", 8)
     streams = TokenStreams()
     short = streams.join([(5, 4)]).tolist()
     assert streams.join([(5, 40)]).tolist()[:4] == short
     assert streams.join([(6, 4), (5, 4)]).tolist()[4:] == short
     assert streams.join([]).tolist() == []
+
+
+# --- blocks
+
+
+def line(*ids: int, tokens: int | None = None, size: int = 512) -> BlockLine:
+    return BlockLine(0.0, size * len(ids) if tokens is None else tokens, 5, ids, size)
+
+
+def test_blocks_have_rows_in_the_order_of_their_first_appearance() -> None:
+    trace = make_blocks([line(7, 3), line(7, 9), line(7, 3, 2)])
+    assert [trace.chain(i).tolist() for i in range(3)] == [[1, 2], [1, 3], [1, 2, 4]]
+    assert trace.parents.tolist() == [0, 0, 1, 1, 2]
+    assert (trace.requests, trace.blocks) == (3, 4)
+
+
+def test_the_same_number_after_another_prefix_is_another_block() -> None:
+    trace = make_blocks([line(1, 5), line(2, 5), line(5)])
+    assert trace.blocks == 5
+    assert trace.parents.tolist() == [0, 0, 1, 0, 3, 0]
+
+
+def test_blocks_take_room_alike_and_the_tail_knows_its_tokens() -> None:
+    trace = make_blocks([line(1, 2, tokens=700)])
+    assert trace.tokens.tolist() == [0, 512, 188]
+    assert trace.known.tolist() == [2]
+
+
+def test_a_trace_keeps_to_one_size_of_blocks() -> None:
+    with pytest.raises(InvalidRequestError, match="block_tokens=256"):
+        make_blocks([line(1), line(1, size=256)])
+
+
+def turn(inputs: list[tuple[int, int]], output: tuple[int, int]) -> SegmentLine:
+    tokens = sum(count for _, count in inputs)
+    return SegmentLine(0.0, 0, 0, tuple(inputs), output, tokens, output[1])
+
+
+def test_prompts_that_share_segments_share_their_full_blocks() -> None:
+    first = turn([(1, 8), (2, 4)], (3, 4))
+    second = turn([(1, 8), (2, 4), (3, 4), (4, 1)], (5, 2))
+    trace = make_blocks([first, second, turn([(1, 8), (9, 8)], (3, 0))], 8)
+    assert [trace.chain(i).tolist() for i in range(3)] == [[1, 2], [1, 2, 3], [1, 4]]
+    assert trace.tokens.tolist() == [0, 8, 8, 3, 8]
+
+
+def test_a_lookup_knows_the_blocks_of_the_prompt_and_not_the_one_in_which_it_ends() -> None:
+    lines = [turn([(1, 12)], (2, 9)), turn([(1, 12)], (2, 0)), turn([(1, 16)], (2, 1))]
+    assert make_blocks(lines, 8).known.tolist() == [1, 2, 2]
+
+
+def test_a_prompt_of_nothing_has_no_blocks() -> None:
+    trace = make_blocks([turn([], (1, 0)), turn([(1, 3)], (1, 0))], 8)
+    assert [len(trace.chain(i)) for i in range(2)] == [0, 1]
+
+
+def test_blocks_have_a_limit_and_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidRequestError, match="block_tokens=0"):
+        make_blocks([turn([(1, 3)], (1, 0))], 0)
+    monkeypatch.setattr(trace_format, "MAX_BLOCKS", 3)
+    with pytest.raises(InvalidRequestError, match="cut the trace to 3"):
+        make_blocks([line(1, 2), line(3, 4)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import combinations
 from typing import Any
@@ -13,11 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_server import DEADLINE_MS, LocalServer
 
-from kvstore.client.engines.sglang.pages import PageSettings, RankTerms
-from kvstore.client.engines.sglang.pools import BATCH, SecondStore, ends, second_representation
+from kvstore.client.engines.sglang.pages import (
+    BATCH,
+    AuxPoolStore,
+    PageSettings,
+    RankInfo,
+    aux_model,
+    prefix_ends,
+)
 from kvstore.proto.errors import ModelError
 
-SETTINGS = PageSettings("127.0.0.1:7420", "r1")
+EXTRA = {"model_revision": "c" * 40, "deadline_ms": DEADLINE_MS}
+SETTINGS = PageSettings.parse(EXTRA, "org/tiny")
 PAGE_BYTES = 96
 
 
@@ -40,12 +47,12 @@ class States:
         self.pages[index] = data_page.clone()
 
 
-def terms(**changes: Any) -> RankTerms:
-    return RankTerms("org/tiny", **{"is_mla": False, **changes})
+def terms(**changes: Any) -> RankInfo:
+    return RankInfo(**{"is_mla": False, **changes})
 
 
 def identity(name: str = "swa", pool: Any = None, **changes: Any) -> Any:
-    return second_representation(pool or States(), name, terms(**changes), SETTINGS)
+    return aux_model(pool or States(), name, terms(**changes), SETTINGS)
 
 
 def test_pages_are_named_by_pool_form_and_rank() -> None:
@@ -74,9 +81,9 @@ def test_pages_that_fill_no_rows_are_refused(bytes_: int) -> None:
 def test_more_pages_than_are_copied_at_a_time_come_back_up_to_one_that_is_missing(
     server: LocalServer,
 ) -> None:
-    settings = PageSettings(server.address, "r1", deadline_ms=DEADLINE_MS)
+    settings = replace(SETTINGS, address=server.address)
     pool = States()
-    store = SecondStore(pool, "mamba", terms(), settings)
+    store = AuxPoolStore(pool, "mamba", terms(), settings)
     count = 2 * BATCH + 5
     hashes = [sha256(bytes([number])).hexdigest() for number in range(count)]
     seed = torch.Generator().manual_seed(5)
@@ -99,7 +106,7 @@ def test_more_pages_than_are_copied_at_a_time_come_back_up_to_one_that_is_missin
 
 def test_a_store_that_fails_holds_no_pages_and_takes_none() -> None:
     pool = States(pages={0: torch.zeros(PAGE_BYTES, dtype=torch.uint8)})
-    store = SecondStore(pool, "mamba", terms(), PageSettings("127.0.0.1:1", "r1"))
+    store = AuxPoolStore(pool, "mamba", terms(), replace(SETTINGS, address="127.0.0.1:1"))
     assert store.store(["1" * 64], [0]) == [False]
     assert store.present(["1" * 64]) == [False]
     assert store.load(["1" * 64], [0]) == [False]
@@ -114,4 +121,4 @@ def test_a_prefix_may_end_where_its_last_pages_are(present: list[bool], trailing
         for count in range(1, len(present) + 1)
         if all(present[max(0, count - trailing) if trailing else 0 : count])
     ]
-    assert ends(present, trailing) == expected
+    assert prefix_ends(present, trailing) == expected

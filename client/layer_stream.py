@@ -1,15 +1,14 @@
-"""The PartFeed: layers out of a stream of frame parts, kept no longer than until taken."""
+"""Frames that come layer by layer: the reader's side of a ``layer_major`` get."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
-from typing_extensions import override
 
-from kvstore.client.layer_feed import LayerFeed, Opened, Range
 from kvstore.proto.buffers import Bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError, KVStoreError
 
@@ -17,13 +16,43 @@ if TYPE_CHECKING:
     from kvstore.client.transport import Arrival
 
 
-class PartFeed(LayerFeed):
-    """Takes the replies of a ``layer_major`` get: headers of all frames, then ranges in order.
+class LayeredFrame:
+    """A frame whose ``header`` is here, not verified yet; its segments come with its *stream*."""
 
-    A range that is passed over will not come. Whoever waits for a range reads on for all:
-    *replies* are drawn by one thread at a time, and what is here waits for nobody. No header over
-    *limit_bytes* is believed. *end* ends the replies: who waits for one gets an error.
-    Raises InvalidFrameError when the parts are not as they should be.
+    def __init__(self, stream: LayerStream, number: int, header: Bytes, frame_bytes: int) -> None:
+        self.stream = stream
+        self.number = number
+        self._header = header
+        self._frame_bytes = frame_bytes
+
+    def __len__(self) -> int:
+        return self._frame_bytes
+
+    def __getitem__(self, piece: slice) -> Bytes:
+        return self._header[piece]
+
+    def take(self, start: int) -> Bytes | None:
+        """Wait for the segment at *start*; None when it will not come."""
+        return self.stream.take(self.number, start)
+
+
+class Range(NamedTuple):
+    """Bytes *start* to *stop* of the frame of chunk number *chunk*: one segment."""
+
+    chunk: int
+    start: int
+    stop: int
+
+
+class LayerStream:
+    """The replies to a ``layer_major`` get: headers of all frames, then segments layer by layer.
+
+    Thread-safe but for ``arriving`` and ``expect``, called first. A range that is passed over
+    will not come. Whoever waits for a range reads on for all: *replies* are drawn by one thread
+    at a time, and what is here waits for nobody; it is kept until it is taken. No header over
+    *limit_bytes* is accepted. *end* ends the replies: who waits for one gets an error. With
+    *is_cut* raw segments come without the rows that the request left out. Raises
+    InvalidFrameError when the parts are not as they should be.
     """
 
     def __init__(
@@ -35,7 +64,8 @@ class PartFeed(LayerFeed):
         end: Callable[[], None] = lambda: None,
     ) -> None:
         self.is_cut = is_cut
-        self._end = end
+        self.end = end
+        """Nothing more is wanted."""
         self._replies = replies
         self._limit_bytes = limit_bytes
         self._held: Arrival | None = None
@@ -54,28 +84,32 @@ class PartFeed(LayerFeed):
         # Guards all fields above; its condition: they changed.
         self._changed = threading.Condition()
 
-    @override
-    def headers(self) -> list[Opened]:
-        opened: list[Opened] = []
+    def arriving(self) -> Iterator[Arrival]:
+        """Wait for the headers of all frames that are there: those of the longest prefix."""
+        found: list[Arrival] = []
         for reply in self._replies:
-            data = cast("Bytes", reply.data)
-            if reply.offset or reply.index != len(opened):
+            data, size_bytes = cast("Bytes", reply.data), reply.frame_bytes
+            if reply.offset or reply.index != len(found):
                 self._held = reply
                 break
-            size_bytes = reply.frame_bytes
             if not 0 < len(data) <= size_bytes <= self._limit_bytes:
                 raise InvalidFrameError("frame_bytes", size_bytes, "over the session's limit")
-            opened.append(Opened(reply.index, reply.tier, data, size_bytes, reply.confirm))
-        return opened
+            frame = LayeredFrame(self, reply.index, data, size_bytes)
+            found.append(replace(reply, data=frame))
+        yield from found
 
-    @override
     def expect(self, plan: Sequence[Range]) -> None:
+        """Set which ranges will be taken, in the order of their arrival: layer by layer."""
         self._plan = plan
         self._wanted_frames = max((one.chunk + 1 for one in plan), default=0)
         self._numbers = {(one.chunk, one.start): number for number, one in enumerate(plan)}
 
-    @override
-    def take(self, number: int) -> Bytes | None:
+    def take(self, chunk: int, start: int) -> Bytes | None:
+        """Wait for a range of the plan; None when it will not come. Each is taken once.
+
+        Raises DeadlineError, TierUnavailableError.
+        """
+        number = self._numbers[chunk, start]
         with self._changed:
             while self._next <= number:
                 if self._error is not None:
@@ -86,13 +120,9 @@ class PartFeed(LayerFeed):
                     self._draw()
             return self._whole.pop(number, None)
 
-    @override
     def drop(self, chunk: int) -> None:
+        """Pass by what comes of frames from that of *chunk* on."""
         self._wanted_frames = min(self._wanted_frames, chunk)
-
-    @override
-    def end(self) -> None:
-        self._end()
 
     def _draw(self) -> None:
         try:
@@ -120,19 +150,19 @@ class PartFeed(LayerFeed):
             self._changed.notify_all()
 
     def _add(self, reply: Arrival) -> None:
-        data = cast("Bytes", reply.data)
+        data, offset = cast("Bytes", reply.data), reply.offset
         if self._partial is None:
             if reply.index >= self._wanted_frames:
                 return
-            number = self._numbers.get((reply.index, reply.offset), -1)
+            number = self._numbers.get((reply.index, offset), -1)
             if number < self._next:
-                raise InvalidFrameError("offset", reply.offset, "layers must come in order")
+                raise InvalidFrameError("offset", offset, "layers must come in order")
             self._next, self._received_bytes = number, 0
         wanted = self._plan[self._next]
         at, size = self._received_bytes, wanted.stop - wanted.start
-        follows = (reply.index, reply.offset) == (wanted.chunk, wanted.start + at)
+        follows = (reply.index, offset) == (wanted.chunk, wanted.start + at)
         if not follows or not 0 < len(data) <= size - at:
-            raise InvalidFrameError("offset", reply.offset, "parts must follow each other")
+            raise InvalidFrameError("offset", offset, "parts must follow each other")
         if not at and len(data) == size:  # the message's own bytes, not copied
             self._finish(data)
             return

@@ -1,4 +1,4 @@
-"""A PartFeed and servers that lie to it."""
+"""A LayerStream and servers that lie to it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvstore.client.layer_feed import Range
-from kvstore.client.part_feed import PartFeed
+from kvstore.client.layer_stream import LayerStream, Range
 from kvstore.client.transport import Arrival
 from kvstore.proto.buffers import as_bytes
 from kvstore.proto.errors import DeadlineError, InvalidFrameError, KVStoreError
@@ -34,20 +33,21 @@ def segments(*plan: Range, cut: int = 100) -> list[Arrival]:
     ]
 
 
-def feed_of(replies: Sequence[Arrival], error: KVStoreError | None = None) -> PartFeed:
+def stream_of(replies: Sequence[Arrival], error: KVStoreError | None = None) -> LayerStream:
     def drawn() -> Iterator[Arrival]:
         yield from replies
         if error is not None:
             raise error
 
-    feed = PartFeed(drawn(), limit_bytes=100)
-    feed.headers()
-    feed.expect(PLAN)
-    return feed
+    stream = LayerStream(drawn(), limit_bytes=100)
+    assert len(list(stream.arriving())) == 2
+    stream.expect(PLAN)
+    return stream
 
 
-def taken(feed: PartFeed, number: int) -> bytes | None:
-    data = feed.take(number)
+def taken(stream: LayerStream, number: int) -> bytes | None:
+    wanted = PLAN[number]
+    data = stream.take(wanted.chunk, wanted.start)
     return None if data is None else data.tobytes()
 
 
@@ -60,13 +60,13 @@ def test_a_range_that_has_come_is_taken_while_another_thread_waits_for_the_next(
         goes_on.wait()
         yield from segments(*PLAN[2:])
 
-    feed = PartFeed(drawn(), limit_bytes=11)
-    feed.headers()
-    feed.expect(PLAN)
+    stream = LayerStream(drawn(), limit_bytes=11)
+    assert len(list(stream.arriving())) == 2
+    stream.expect(PLAN)
     with ThreadPoolExecutor(2) as threads:
-        last = threads.submit(taken, feed, 3)
+        last = threads.submit(taken, stream, 3)
         waits.wait()
-        first = threads.submit(taken, feed, 0)
+        first = threads.submit(taken, stream, 0)
         try:
             assert first.result(timeout=10) == b"aa"
         finally:
@@ -76,43 +76,43 @@ def test_a_range_that_has_come_is_taken_while_another_thread_waits_for_the_next(
 
 @pytest.mark.parametrize("cut", [1, 2, 100])
 def test_ranges_are_what_their_parts_add_up_to_whoever_asks_first(cut: int) -> None:
-    feed = PartFeed(iter([*HEADERS, *segments(*PLAN, cut=cut)]), limit_bytes=11)
-    opened = feed.headers()
+    stream = LayerStream(iter([*HEADERS, *segments(*PLAN, cut=cut)]), limit_bytes=11)
+    opened = list(stream.arriving())
     assert [(one.index, one.tier, one.frame_bytes) for one in opened] == [
         (0, "cpu", 11), (1, "cpu", 11)
     ]  # fmt: skip
-    assert bytes(opened[0].header[:]) == HEAD
-    feed.expect(PLAN)
-    assert [taken(feed, number) for number in (2, 0, 3, 1)] == [b"bbb", b"aa", b"ddd", b"cc"]
+    assert bytes(opened[0].data[:]) == HEAD
+    stream.expect(PLAN)
+    assert [taken(stream, number) for number in (2, 0, 3, 1)] == [b"bbb", b"aa", b"ddd", b"cc"]
 
 
 def test_many_threads_get_each_range_once() -> None:
-    feed = feed_of([*HEADERS, *segments(*PLAN, cut=1)])
+    stream = stream_of([*HEADERS, *segments(*PLAN, cut=1)])
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda number: taken(feed, number), range(4)))
+        found = list(pool.map(lambda number: taken(stream, number), range(4)))
     assert found == [b"aa", b"cc", b"bbb", b"ddd"]
 
 
 def test_what_is_passed_over_does_not_come() -> None:
-    feed = feed_of([*HEADERS, *segments(PLAN[0], PLAN[2])])
-    assert [taken(feed, number) for number in range(4)] == [b"aa", None, b"bbb", None]
-    assert taken(feed_of(HEADERS), 3) is None
-    assert PartFeed(iter([]), 100).headers() == []
+    stream = stream_of([*HEADERS, *segments(PLAN[0], PLAN[2])])
+    assert [taken(stream, number) for number in range(4)] == [b"aa", None, b"bbb", None]
+    assert taken(stream_of(HEADERS), 3) is None
+    assert list(LayerStream(iter([]), 100).arriving()) == []
 
 
 def test_what_nobody_wants_any_more_is_passed_by() -> None:
-    feed = feed_of([*HEADERS, *segments(*PLAN)])
-    feed.drop(1)
-    assert [taken(feed, number) for number in (0, 1, 2)] == [b"aa", None, b"bbb"]
-    assert feed._whole == {}
+    stream = stream_of([*HEADERS, *segments(*PLAN)])
+    stream.drop(1)
+    assert [taken(stream, number) for number in (0, 1, 2)] == [b"aa", None, b"bbb"]
+    assert stream._whole == {}
 
 
 def test_an_error_reaches_whoever_waits() -> None:
-    feed = feed_of([*HEADERS, *segments(PLAN[0])], DeadlineError("late"))
-    assert taken(feed, 0) == b"aa"
+    stream = stream_of([*HEADERS, *segments(PLAN[0])], DeadlineError("late"))
+    assert taken(stream, 0) == b"aa"
     for number in (1, 2, 3):
         with pytest.raises(DeadlineError, match="late"):
-            feed.take(number)
+            taken(stream, number)
 
 
 LIES: dict[str, list[Arrival]] = {
@@ -129,9 +129,9 @@ LIES: dict[str, list[Arrival]] = {
 
 @pytest.mark.parametrize("what", LIES)
 def test_parts_that_lie_are_refused(what: str) -> None:
-    feed = feed_of([*HEADERS, *LIES[what]])
+    stream = stream_of([*HEADERS, *LIES[what]])
     with pytest.raises(InvalidFrameError, match="offset="):
-        feed.take(3)
+        taken(stream, 3)
 
 
 @pytest.mark.parametrize(
@@ -140,4 +140,4 @@ def test_parts_that_lie_are_refused(what: str) -> None:
 )
 def test_headers_of_frames_that_cannot_be_are_refused(header: Arrival) -> None:
     with pytest.raises(InvalidFrameError, match="frame_bytes="):
-        PartFeed(iter([header]), limit_bytes=100).headers()
+        list(LayerStream(iter([header]), limit_bytes=100).arriving())

@@ -9,14 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore.client.engines.sglang.pages import PageSettings, RankTerms, representation_of
-from kvstore.client.engines.sglang.terms import UNSTATED, EngineTerms, terms_of
+from kvstore.client.engines.sglang.pages import (
+    UNKNOWN,
+    PageSettings,
+    RankInfo,
+    ServerArgsDigest,
+    kv_model,
+)
 from kvstore.proto.errors import ModelError
 
 
-def terms(**stated: Any) -> EngineTerms:
+def terms(**stated: Any) -> ServerArgsDigest:
     common = {"load_format": "auto", "dtype": "auto", "kv_cache_dtype": "auto"}
-    return terms_of(SimpleNamespace(**{**common, "json_model_override_args": "{}", **stated}))
+    return ServerArgsDigest.of(
+        SimpleNamespace(**{**common, "json_model_override_args": "{}", **stated})
+    )
 
 
 def named(**stated: Any) -> str:
@@ -26,8 +33,8 @@ def named(**stated: Any) -> str:
         kv_buffer=torch.zeros(2, 16, 1, 2, 8),
         get_dummy_flat_data_page=lambda: torch.zeros(2, 16, 1, 2, 8),
     )  # fmt: skip
-    rank = RankTerms("tiny", is_mla=False, engine=terms(**stated))
-    return representation_of(pool, rank, PageSettings("127.0.0.1:1", "abc")).model_revision
+    settings = PageSettings.parse({"model_revision": "c" * 40}, "tiny", terms(**stated))
+    return kv_model(pool, RankInfo(is_mla=False), settings).model_revision
 
 
 @pytest.fixture
@@ -63,14 +70,16 @@ def test_the_weights_are_those_of_the_path_and_commit_that_the_engine_was_starte
     """The name that it serves them under may be any."""
     commit = "8f2c1d4e" * 5
     started = terms(model_path="org/model", revision=commit)
-    assert PageSettings.parse({}, "served-name", started).model_revision == commit
+    assert PageSettings.parse({}, "served-name", started).weights.revision == commit
     branch = terms(model_path="org/model", revision="main")
     with pytest.raises(ModelError, match="'org/model' is no folder"):
         PageSettings.parse({}, "served-name", branch)
 
 
 def test_amds_fp8_is_another() -> None:
-    assert terms_of(SimpleNamespace(), is_hip=True) != terms_of(SimpleNamespace())
+    assert ServerArgsDigest.of(SimpleNamespace(), is_hip=True) != ServerArgsDigest.of(
+        SimpleNamespace()
+    )
 
 
 def test_a_file_is_what_it_holds(tmp_path: Path) -> None:
@@ -93,18 +102,18 @@ def forms(path: Path) -> list[Any]:
 
 def test_an_adapter_whose_files_changed_under_its_path_is_another(adapter: Path) -> None:
     """SGLang's ids of adapters that are given at the start are made of names and paths alone."""
-    before = {terms(lora_paths=stated).adapters("none") for stated in forms(adapter)}
+    before = {terms(lora_paths=stated).adapter_digest("none") for stated in forms(adapter)}
     (adapter / "adapter_model.safetensors").write_bytes(b"two")
-    after = {terms(lora_paths=stated).adapters("none") for stated in forms(adapter)}
+    after = {terms(lora_paths=stated).adapter_digest("none") for stated in forms(adapter)}
     assert len(before) == len(after) == 1
-    assert len(before | after | {terms().adapters("none")}) == 3
+    assert len(before | after | {terms().adapter_digest("none")}) == 3
 
 
 def test_an_adapter_that_is_not_here_has_to_be_named() -> None:
     found = terms(lora_paths=["org/adapter"])
     with pytest.raises(ModelError, match=r"lora_paths='org/adapter'.*adapter_digest"):
-        found.adapters("none")
-    assert found.adapters("sha256:5f") == "sha256:5f"
+        found.adapter_digest("none")
+    assert found.adapter_digest("sha256:5f") == "sha256:5f"
 
 
 def test_random_weights_are_refused() -> None:
@@ -113,4 +122,4 @@ def test_random_weights_are_refused() -> None:
 
 
 def test_without_an_engine_the_users_words_stand_alone() -> None:
-    assert UNSTATED.adapters("none") == "none"
+    assert UNKNOWN.adapter_digest("none") == "none"

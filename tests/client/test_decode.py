@@ -15,7 +15,7 @@ from prompts import SMALL, frame_of, tensors_of
 from prompts import equal as equal_tensors
 
 from kvstore.client import ClientOptions
-from kvstore.client.reader import Reader, given
+from kvstore.client.decode import Reader, given
 from kvstore.client.session import Session
 from kvstore.client.transport import Arrival
 from kvstore.codecs.base import empty_tensors

@@ -1,0 +1,274 @@
+"""Reads traces: Mooncake's JSONL of blocks and our own of token segments, told apart by content.
+
+A trace is then a list of its lines, or chains of blocks in columns: what a store of chunks sees.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.key_table import NO_ROW
+
+MAX_LINE_BYTES = 8 << 20
+MAX_REQUESTS = 4 << 20
+MAX_REQUEST_TOKENS = 16 << 20
+MAX_BLOCKS = 64 << 20
+"""Accesses to blocks in one trace; their rows are kept in memory, 8 bytes each."""
+
+DEFAULT_BLOCK_TOKENS = 256
+_BLOCK_DIGEST_BYTES = 16
+_FIRST_TOKEN, _TOKEN_IDS = 3, 31_997
+_KEPT_TOKENS = 16 << 20
+
+Rows = NDArray[np.intp]
+Tokens = NDArray[np.int32]
+_Id = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+_Count = Annotated[int, Meta(ge=0, lt=MAX_REQUEST_TOKENS)]
+_Time = Annotated[float, Meta(ge=0, lt=1e15)]
+_Stream = Annotated[int, Meta(ge=0, lt=1 << 32)]
+"""Below 2^32, as a token is made from ``stream * 2**32 + place``."""
+
+Segment = tuple[_Stream, _Count]
+"""A stream's number and how many of its tokens."""
+
+
+class BlockLine(msgspec.Struct, frozen=True):
+    """A request of Mooncake's traces. *block_ids* name the blocks of its prompt, in order."""
+
+    timestamp_ms: _Time = msgspec.field(name="timestamp")
+    input_tokens: _Count = msgspec.field(name="input_length")
+    output_tokens: _Count = msgspec.field(name="output_length")
+    block_ids: tuple[_Id, ...] = msgspec.field(name="hash_ids")
+    block_tokens: Annotated[int, Meta(gt=0, lt=1 << 20)] = 512
+
+    def __post_init__(self) -> None:
+        tokens = self.input_tokens + self.output_tokens
+        if len(self.block_ids) > -(-tokens // self.block_tokens):
+            raise ValueError(f"more hash_ids than one for each {self.block_tokens} tokens")
+
+    @property
+    def time_s(self) -> float:
+        """Seconds from the trace's start."""
+        return self.timestamp_ms / 1e3
+
+
+class SegmentLine(msgspec.Struct, frozen=True):
+    """A request of a trace of tokens: its prompt and its answer as segments of streams."""
+
+    time_s: _Time = msgspec.field(name="ts")
+    session_id: _Id
+    turn: _Id = msgspec.field(name="turn_id")
+    inputs: tuple[Segment, ...] = msgspec.field(name="input_segs")
+    output: Segment = msgspec.field(name="output_seg")
+    input_tokens: _Count = msgspec.field(name="num_input_tokens")
+    output_tokens: _Count = msgspec.field(name="num_output_tokens")
+
+    def __post_init__(self) -> None:
+        for name, segments in (("input", self.inputs), ("output", (self.output,))):
+            tokens = sum(tokens for _, tokens in segments)
+            if tokens != getattr(self, f"{name}_tokens"):
+                raise ValueError(f"num_{name}_tokens is not the {tokens} of {name}_segs")
+
+
+TraceLines = list[BlockLine] | list[SegmentLine]
+
+
+class _Kinds(msgspec.Struct):
+    """Which kind a line is of: the one field that no line of the other kind has."""
+
+    hash_ids: msgspec.Raw = msgspec.Raw()
+    input_segs: msgspec.Raw = msgspec.Raw()
+
+
+_kinds = msgspec.json.Decoder(_Kinds)
+_block_line = msgspec.json.Decoder(BlockLine)
+_segment_line = msgspec.json.Decoder(SegmentLine)
+
+
+def read_trace(path: Path) -> TraceLines:
+    """Read all requests of a trace, in the file's order.
+
+    Raises InvalidRequestError that names the file, the line and what is wrong with it; OSError
+    when the file cannot be read.
+    """
+    lines: list[Any] = []
+    with path.open("rb") as file:
+        for number in count(1):
+            raw = file.readline(MAX_LINE_BYTES + 1)
+            if not raw:
+                break
+            try:
+                if len(raw) > MAX_LINE_BYTES:
+                    raise ValueError(f"keep lines under {MAX_LINE_BYTES} bytes")
+                if raw.isspace():
+                    continue
+                lines.append(_read_line(raw, type(lines[0]) if lines else None))
+                if len(lines) > MAX_REQUESTS:
+                    raise ValueError(f"cut the trace to {MAX_REQUESTS} lines")
+            except (msgspec.DecodeError, ValueError, RecursionError) as error:
+                where = f"{path.name}:{number} line"
+                raise InvalidRequestError(where, raw[:60].strip(), str(error)) from None
+    if not lines:
+        raise InvalidRequestError("trace", path.name, "give a file with a request in it")
+    return lines
+
+
+def _read_line(raw: bytes, kind: type | None) -> BlockLine | SegmentLine:
+    kinds = _kinds.decode(raw)
+    if not kinds.hash_ids and not kinds.input_segs:
+        raise ValueError("give hash_ids (Mooncake's traces) or input_segs (kvstore's own)")
+    found = BlockLine if kinds.hash_ids else SegmentLine
+    if kind not in (None, found):
+        raise ValueError("the lines before are of the other kind: keep to one kind a file")
+    return _block_line.decode(raw) if found is BlockLine else _segment_line.decode(raw)
+
+
+class TokenStreams:
+    """Makes the tokens of segments: token j of stream s is 3 + splitmix64(s * 2**32 + j) % 31997.
+
+    splitmix64 is Steele, Lea and Flood's (OOPSLA 2014), with the state as its argument. Streams
+    that were made are kept, up to 16 Mi tokens of them.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, Tokens] = {}
+        self._kept = 0
+
+    def join(self, segments: Sequence[Segment]) -> Tokens:
+        """Return the tokens of segments, one after the other: (tokens,)."""
+        parts = [self._stream(number, tokens)[:tokens] for number, tokens in segments]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+    def _stream(self, number: int, tokens: int) -> Tokens:
+        stream = self._made.get(number, np.zeros(0, np.int32))
+        if len(stream) < tokens:
+            self._kept += tokens - len(stream)
+            if self._kept > _KEPT_TOKENS:
+                self._made.clear()
+                self._kept = tokens
+            stream = self._made[number] = _tokens(number, tokens)
+        return stream
+
+
+def _tokens(number: int, tokens: int) -> Tokens:
+    mixed = np.uint64(number << 32) + np.arange(tokens, dtype=np.uint64)
+    mixed += np.uint64(0x9E3779B97F4A7C15)  # arrays of numpy wrap around, as splitmix64 does
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return (_FIRST_TOKEN + mixed % np.uint64(_TOKEN_IDS)).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTrace:
+    """Requests as chains of blocks, in the order in which they came.
+
+    A block has a row of 1 or more, in the order of first appearance, and its identity is its
+    chain: the same tokens after another prefix are another block. Request i came at
+    ``times_s[i]``, with the blocks ``rows[starts[i]:starts[i + 1]]`` of which the first
+    ``known[i]`` are within the prompt, so that a lookup can name them. By row: the ``parents``,
+    and the ``tokens`` in a block; one that is not full takes as much space as others, as the
+    pages of engines do.
+    """
+
+    times_s: NDArray[np.float64]
+    input_tokens: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    rows: Rows
+    known: NDArray[np.int64]
+    parents: Rows
+    tokens: NDArray[np.int64]
+    block_tokens: int
+
+    @property
+    def requests(self) -> int:
+        """How many requests there are."""
+        return len(self.times_s)
+
+    @property
+    def blocks(self) -> int:
+        """How many different blocks there are."""
+        return len(self.parents) - 1
+
+    def chain(self, request: int) -> Rows:
+        """Return the rows of a request's blocks, the head of the prompt first."""
+        return self.rows[self.starts[request] : self.starts[request + 1]]
+
+
+_Block = tuple[int | bytes, int]
+"""What tells a block from others after the same prefix, and its tokens."""
+
+
+def make_blocks(lines: TraceLines, block_tokens: int = DEFAULT_BLOCK_TOKENS) -> BlockTrace:
+    """Return a trace as chains of blocks: of its own size where it has one, else *block_tokens*.
+
+    Raises InvalidRequestError when there are too many, or the lines disagree about their size.
+    """
+    first = lines[0]
+    size = first.block_tokens if isinstance(first, BlockLine) else block_tokens
+    if size < 1:
+        raise InvalidRequestError("block_tokens", size, "give 1 or more, such as 256")
+    row_of: dict[tuple[int, int | bytes], int] = {}
+    rows, starts, known = array("q"), array("q", [0]), array("q")
+    parents, tokens = array("q", [NO_ROW]), array("q", [0])
+    for named, blocks in _cut(lines, size):
+        row = NO_ROW
+        for identity, block in blocks:
+            parent, row = row, row_of.setdefault((row, identity), len(parents))
+            if row == len(parents):
+                parents.append(parent)
+                tokens.append(block)
+            rows.append(row)
+        known.append(named)
+        starts.append(len(rows))
+        if len(rows) > MAX_BLOCKS:
+            fix = f"cut the trace to {MAX_BLOCKS} accesses"
+            raise InvalidRequestError("trace blocks", len(rows), fix)
+    return BlockTrace(
+        times_s=np.array([line.time_s for line in lines], np.float64),
+        input_tokens=np.array([line.input_tokens for line in lines], np.int64),
+        starts=np.array(starts, np.int64),
+        rows=np.array(rows, np.intp),
+        known=np.array(known, np.int64),
+        parents=np.array(parents, np.intp),
+        tokens=np.array(tokens, np.int64),
+        block_tokens=size,
+    )
+
+
+def _cut(lines: TraceLines, size: int) -> Iterator[tuple[int, list[_Block]]]:
+    """Yield each line's blocks and how many of the first a lookup can name.
+
+    Of a prompt of tokens with its answer, as an engine stores them, that is without the block in
+    which the prompt ends and the answer begins.
+    """
+    streams = TokenStreams()
+    blocks: list[_Block]
+    for line in lines:
+        if isinstance(line, SegmentLine):
+            whole = streams.join((*line.inputs, line.output))
+            parts = [whole[at : at + size] for at in range(0, len(whole), size)]
+            blocks = [(blake3(p.tobytes()).digest(_BLOCK_DIGEST_BYTES), len(p)) for p in parts]
+            yield (line.input_tokens // size if line.output_tokens else len(blocks)), blocks
+        else:
+            if line.block_tokens != size:
+                fix = f"keep to one block_tokens a file, such as the first line's {size}"
+                raise InvalidRequestError("block_tokens", line.block_tokens, fix)
+            ends = range(line.input_tokens, line.input_tokens - size * len(line.block_ids), -size)
+            blocks = [
+                (block, max(1, min(size, left)))
+                for block, left in zip(line.block_ids, ends, strict=True)
+            ]
+            yield len(blocks), blocks

@@ -1,0 +1,227 @@
+"""One pass over an engine's layers, in which some rows are computed and the rest is stored.
+
+Rows are attended in runs without a gap. Varlen attention kernels align a causal mask to the
+bottom right: with m scattered rows of n keys as one sequence, row i reads keys up to n - m + i,
+which lie in its future. A run [a, b) as a sequence of its own, with b - a queries and b keys, is
+exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kvstore.client.blend.plan import UNROTATED, BlendPlan, Origin
+from kvstore.client.blend.rope import RopeSpec, rerotate
+from kvstore.client.blend.selectors import most_deviating, rows_of
+from kvstore.proto.errors import LayoutMismatchError
+
+LayerKV: TypeAlias = tuple[Tensor, Tensor]
+"""K and V of one layer: (kv_heads, tokens, head_dim) each, in the engine's dtype."""
+RowRun: TypeAlias = tuple[int, int]
+"""Rows at positions [a, b)."""
+StoredKV: TypeAlias = Callable[[int], LayerKV]
+"""K and V of the whole prompt at a layer, with what is stored in its place."""
+
+
+class EngineAdapter(Protocol):
+    """One model of one engine. Hidden states are (rows, hidden), heads come first elsewhere."""
+
+    n_layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    rope: Sequence[RopeSpec | None]
+    """A layer each; None for layers whose keys are not rotated."""
+    window: Sequence[int | None]
+    """A layer each: how many tokens, itself included, a token reads; None for all."""
+
+    @property
+    def origin(self) -> Origin:
+        """What KV that is computed now is computed with."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the hidden states of *tokens*, (rows,): (rows, hidden)."""
+
+    def qkv(self, layer: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return Q (heads, rows, head_dim), rotated to *positions*, and K and V alike."""
+
+    def attend(self, layer: int, query: Tensor, runs: Sequence[RowRun], kv: LayerKV) -> Tensor:
+        """Return what the rows of *runs* read of *kv*: (rows, heads * head_dim).
+
+        A row at position p reads keys at positions up to p, and those after p - window.
+        """
+
+    def attention_mass(self, layer: int, query: Tensor, positions: Tensor, kv: LayerKV) -> Tensor:
+        """Return how much attention each key gets of the rows at *positions*: (tokens,).
+
+        The mean over the rows of the sum over the heads; float32 or wider.
+        """
+
+    def post(self, layer: int, hidden: Tensor, attention: Tensor) -> Tensor:
+        """Return the layer's output for these rows: projection, residuals, MLP."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of rows: (rows, vocabulary)."""
+
+
+def runs_of(positions: Tensor) -> list[RowRun]:
+    """Return the runs of *positions*, which rise: (rows,)."""
+    if not positions.numel():
+        return []
+    cuts = (torch.nonzero(positions[1:] != positions[:-1] + 1).flatten() + 1).tolist()
+    starts, ends = [0, *cuts], [*cuts, positions.numel()]
+    values = positions.tolist()
+    return [(values[a], values[b - 1] + 1) for a, b in zip(starts, ends, strict=True)]
+
+
+def positions_of(runs: Sequence[RowRun], device: torch.device | None = None) -> Tensor:
+    """Return the positions of *runs*: (rows,)."""
+    return torch.cat([torch.arange(a, b, device=device) for a, b in runs])
+
+
+def reads(positions: Tensor, first_key: int, last_key: int, window: int | None) -> Tensor:
+    """Return which keys of [first_key, last_key) each row reads: bool (rows, keys).
+
+    Those up to its own position, and after its position less *window*.
+    """
+    keys = torch.arange(first_key, last_key, device=positions.device)
+    mask = keys <= positions[:, None]
+    if window is not None:
+        mask &= keys > positions[:, None] - window
+    return mask
+
+
+@dataclass(slots=True)
+class LayerPass:
+    """What a pass is to do, and what it found.
+
+    *rows*: positions that are computed, rising. *logits_from*: the first position whose logits
+    are wanted. *checks*: layers at which the rows that deviate most stay; *sinks* all do, and
+    *narrow* gets the rows and the layer from which on. *probe*: rows whose attention is summed.
+    """
+
+    plan: BlendPlan
+    rows: Tensor
+    logits_from: int
+    checks: tuple[int, ...] = ()
+    sinks: Tensor | None = None
+    narrow: Callable[[list[int], int], None] | None = None
+    probe: Tensor | None = None
+    kv: list[LayerKV] = field(default_factory=list)
+    row_counts: list[int] = field(default_factory=list)
+    deviation: dict[int, Tensor] = field(default_factory=dict)
+    """Squared distance of fresh values from stored, (tokens,), by check layer."""
+    attention: Tensor | None = None
+    selected: Tensor = field(init=False)
+    """The rows of the last layer."""
+    _runs: list[RowRun] = field(init=False)
+
+    def run(self, adapter: EngineAdapter, stored_kv: StoredKV) -> Tensor:
+        """Compute all layers; return the logits of the rows from ``logits_from`` on.
+
+        *stored_kv* is not called when every row is computed and none is compared: the result is
+        then the engine's own to the bit, as the last layer, too, is computed for all rows.
+        """
+        tokens = torch.tensor(self.plan.tokens, device=adapter.device)
+        self._set_rows(self.rows.to(adapter.device))
+        hidden = adapter.embed(tokens[self.rows])
+        for layer in range(adapter.n_layers):
+            hidden = self._layer(adapter, layer, hidden, stored_kv)
+        if self.rows.numel():
+            hidden = hidden[self.rows >= self.logits_from]
+        return adapter.logits(hidden)
+
+    def _layer(
+        self, adapter: EngineAdapter, layer: int, hidden: Tensor, stored_kv: StoredKV
+    ) -> Tensor:
+        is_whole = not self.checks and self.rows.numel() == len(self.plan.tokens)
+        placed = None if is_whole else stored_kv(layer)  # waits; the next layer is requested
+        query, keys, values = adapter.qkv(layer, hidden, self.rows)
+        if placed is None:
+            self.kv.append((keys.contiguous(), values.contiguous()))
+        else:
+            if layer in self.checks:
+                self._compare(layer, values, placed[1])
+            placed[0][:, self.rows], placed[1][:, self.rows] = keys, values
+            self.kv.append(placed)
+        if layer in self.checks:
+            is_kept = self._keep(layer)
+            query, hidden = query[:, is_kept], hidden[is_kept]
+        self.row_counts.append(self.rows.numel())
+        if self.probe is not None:
+            is_read = torch.isin(self.rows, self.probe)
+            rows, kv = self.rows[is_read], self.kv[-1]
+            mass = adapter.attention_mass(layer, query[:, is_read], rows, kv)
+            self.attention = mass if self.attention is None else self.attention + mass
+        if layer == adapter.n_layers - 1:
+            self.selected = self.rows
+            if not is_whole:  # its KV is written; only these rows are read again
+                is_wanted = self.rows >= self.logits_from
+                query, hidden = query[:, is_wanted], hidden[is_wanted]
+                self._set_rows(self.rows[is_wanted])
+        if not self._runs:
+            return hidden
+        read = adapter.attend(layer, query, self._runs, self.kv[-1])
+        return adapter.post(layer, hidden, read)
+
+    def _set_rows(self, rows: Tensor) -> None:
+        self.rows, self._runs = rows, runs_of(rows)
+
+    def _compare(self, layer: int, fresh: Tensor, stored: Tensor) -> None:
+        found = torch.zeros(len(self.plan.tokens), device=fresh.device)
+        differences = fresh.float() - stored[:, self.rows].float()
+        found[self.rows] = differences.square().sum((0, 2))
+        self.deviation[layer] = found
+
+    def _keep(self, layer: int) -> Tensor:
+        """Narrow the rows at a check layer; return which were kept: bool (rows,)."""
+        is_open = torch.isin(self.rows, rows_of(self.plan, "approx").to(self.rows.device))
+        if self.sinks is not None:
+            is_open &= ~torch.isin(self.rows, self.sinks.to(self.rows.device))
+        chosen = most_deviating(self.plan, layer, self.deviation[layer], self.rows[is_open])
+        is_kept = ~is_open | torch.isin(self.rows, chosen)
+        self._set_rows(self.rows[is_kept])
+        if self.narrow is not None:
+            self.narrow(self.rows.tolist(), layer + 1)
+        return is_kept
+
+
+def place_segments(
+    adapter: EngineAdapter, plan: BlendPlan, layer: int, loaded: Mapping[int, LayerKV]
+) -> LayerKV:
+    """Return K and V of the prompt at *layer* with what was *loaded* in its place, keys turned.
+
+    0 where nothing is stored. Raises LayoutMismatchError for what is missing or has another
+    shape or dtype.
+    """
+    shape = (adapter.kv_heads, len(plan.tokens), adapter.head_dim)
+    keys = torch.zeros(shape, dtype=adapter.dtype, device=adapter.device)
+    values = torch.zeros_like(keys)
+    rope = adapter.rope[layer]
+    for index, segment in enumerate(plan.segments):
+        if segment.kind == "miss":
+            continue
+        if index not in loaded:
+            raise LayoutMismatchError("segment", index, "the source did not bring it")
+        wanted = (adapter.kv_heads, len(segment), adapter.head_dim)
+        for part in loaded[index]:
+            if tuple(part.shape) != wanted or part.dtype != adapter.dtype:
+                found = (tuple(part.shape), str(part.dtype))
+                fix = f"the engine keeps {wanted} of {adapter.dtype}"
+                raise LayoutMismatchError(f"segment {index}", found, fix)
+        k, v = (part.to(adapter.device) for part in loaded[index])
+        if rope is not None and segment.src_pos != segment.start:
+            new = torch.arange(segment.start, segment.end, device=k.device)
+            is_rotated = segment.src_pos != UNROTATED
+            k = rerotate(
+                k, new - segment.start + segment.src_pos if is_rotated else None, new, rope
+            )
+        span = slice(segment.start, segment.end)
+        keys[:, span], values[:, span] = k, v
+    return keys, values

@@ -1,0 +1,376 @@
+"""KV between a blend and the store: a plan and its layers out of what a resolve found, and in."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvstore.client.blend.engine import Blender, BlendResult
+from kvstore.client.blend.layer_pass import EngineAdapter, LayerKV, RowRun, positions_of
+from kvstore.client.blend.plan import BlendPlan, Origin, Segment
+from kvstore.client.blend.segments import NamedChunk, SegmentRange
+from kvstore.client.chunk import Chunk
+from kvstore.client.client import Client
+from kvstore.client.decode import Layer
+from kvstore.client.resolving import FoundChunk, Resolved, ResolveTerms
+from kvstore.client.transport import Put
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import ContextMass
+from kvstore.proto.errors import InvalidRequestError, KVStoreError, ModelError
+from kvstore.proto.keys import chunk_key
+from kvstore.proto.row_mask import SkippedRows
+from kvstore.proto.types import LayerKind, Model
+
+SAMPLED_ROWS = 8
+"""Of a chunk, spread over it: how many are measured for what they attend to."""
+SAMPLED_LAYERS = 8
+"""Of a model, spread over it; fewer of a model with fewer."""
+MAX_CONTEXT = 16
+"""Chunks before one that are reported, the nearest; no server takes more."""
+_HIGHEST_PRIORITY = 255
+
+
+class StoreSource:
+    """A LayerSource over the answer to a Resolve, and the ``plan`` that it is the source of.
+
+    *tokens* are the prompt's. Consecutive chunks that stood behind one another in their own
+    prompt, too, are one segment. The prompt's last chunk is always computed, as its logits are
+    wanted. Layer i + 1 is on its way while layer i is used. Leave the ``with`` to end the
+    loads; *resolved* is its owner's to release.
+
+    Raises ModelError for models with anything but one attention layer a number.
+    """
+
+    left_out: frozenset[int]
+    """Positions that are not loaded: what ``stored`` has there is nothing."""
+
+    def __init__(self, resolved: Resolved, tokens: Sequence[int], model: Model) -> None:
+        kinds = [group.kind for group in model.layer_groups]
+        if kinds != [LayerKind.attention]:
+            names = [kind.name for kind in kinds]
+            raise ModelError("layer_groups", names, "one group of attention layers is blended")
+        (group,) = model.layer_groups
+        self._resolved = resolved
+        self._layer_ids = list(group.layer_ids)
+        self._dtype: torch.dtype = getattr(torch, group.dtype.name)
+        self._heads, self._head_dim = group.kv_heads, group.head_dim
+        origin = Origin(resolved.found.rope, model.adapter_digest, resolved.terms.weights)
+        self.plan, self._chunks = _planned(tokens, resolved, origin)
+        self.left_out = frozenset()
+        self._tensors: dict[int, list[LayerKV]] = {}
+        self._layers: Generator[Layer, None, None] | None = None
+        self._at = -1
+        self._is_closed = False
+        # Held while a layer is waited for: a generator is run by one thread at a time.
+        self._lock = threading.Lock()
+
+    @property
+    def loaded_bytes(self) -> int:
+        """What the segments of the plan take in the store, but for rows that were left out."""
+        found = 0
+        for chunk in self._all_chunks():
+            tokens = chunk.asked.tokens
+            found += chunk.best.size_bytes * (tokens - len(self._unwanted(chunk))) // tokens
+        return found
+
+    @property
+    def token_bytes(self) -> float:
+        """What a token of the plan's segments takes in the store, all layers; 0 without one."""
+        tokens = sum(chunk.asked.tokens for chunk in self._all_chunks())
+        size = sum(chunk.best.size_bytes for chunk in self._all_chunks())
+        return size / tokens if tokens else 0.0
+
+    @property
+    def can_skip_rows(self) -> bool:
+        """Whether rows that ``narrow`` names are left out: of raw frames, and if none is compared.
+
+        Frames of a codec are smaller than their KV, and come whole.
+        """
+        raw = 2 * len(self._layer_ids) * self._heads * self._head_dim * self._dtype.itemsize
+        return not self._resolved.found.is_shadow and self.token_bytes >= raw
+
+    def approximate_chunks(self) -> Iterator[FoundChunk]:
+        """Yield the chunks in the plan that come from other prompts."""
+        return (chunk for chunk in self._all_chunks() if not chunk.is_exact)
+
+    def stored(self, index: int) -> Sequence[LayerKV]:
+        """Return all layers of a segment of the plan as they were stored; to be read to the end."""
+        return self._tensors[index]
+
+    def layer(self, i: int) -> Mapping[int, LayerKV]:
+        """Return layer *i* of every segment that has all its chunks: on the CPU.
+
+        Waits for it, at most to the deadline of the client's calls. Layers are read in rising
+        order. Raises KVStoreErrors.
+        """
+        try:
+            with self._lock:
+                return self._next(i)
+        finally:
+            if self._is_closed:  # meanwhile: whoever closed it did not wait for us
+                self.close()
+
+    def _next(self, i: int) -> dict[int, LayerKV]:
+        if self._is_closed or not self._chunks:
+            return {}
+        if self._layers is None:
+            self._layers = self._begun()
+        count = 0
+        for layer in self._layers:
+            self._at, count = layer.layer_id, len(layer.tensors)
+            if self._at >= self._layer_ids[i]:
+                break
+        found: dict[int, LayerKV] = {}
+        for index, chunks in self._chunks.items():
+            count -= len(chunks)
+            if count < 0 or self._at != self._layer_ids[i]:
+                break
+            found[index] = self._tensors[index][i]
+        return found
+
+    def _begun(self) -> Generator[Layer, None, None]:
+        out = []
+        for index, run in self._chunks.items():
+            start = self.plan.segments[index].start
+            shape = (self._heads, len(self.plan.segments[index]), self._head_dim)
+            layers = [
+                (torch.empty(shape, dtype=self._dtype), torch.empty(shape, dtype=self._dtype))
+                for _ in self._layer_ids
+            ]
+            self._tensors[index] = layers
+            for chunk in run:
+                span = slice(chunk.asked.start - start, chunk.asked.stop - start)
+                out.append([[(k[:, span], v[:, span]) for k, v in layers]])
+        chunks = list(self._all_chunks())
+        skipped = SkippedRows.of({at: self._unwanted(one) for at, one in enumerate(chunks)})
+        return self._resolved.layers(chunks, out, skipped if len(skipped) else None)
+
+    def _all_chunks(self) -> Iterator[FoundChunk]:
+        return (chunk for chunks in self._chunks.values() for chunk in chunks)
+
+    def _unwanted(self, chunk: FoundChunk) -> list[int]:
+        """Return the rows of a chunk, from its first on, that are left out."""
+        if chunk.is_exact or not self.left_out:
+            return []
+        start, stop = chunk.asked.start, chunk.asked.stop
+        return [at - start for at in range(start, stop) if at in self.left_out]
+
+    def narrow(self, rows: Sequence[int], from_layer: int) -> None:
+        """Leave *rows* out, if they are computed in all layers and no layer was begun yet.
+
+        Not of a request that is compared with a full prefill: there all rows are measured.
+        """
+        if from_layer == 0 and self._layers is None and not self._resolved.found.is_shadow:
+            self.left_out = frozenset(rows)
+
+    def close(self) -> None:
+        """End the loads. Idempotent; a layer that is being waited for is left to its thread,
+        which ends them then.
+        """
+        self._is_closed = True
+        if self._lock.acquire(blocking=False):
+            try:
+                layers, self._layers = self._layers, None
+                if layers is not None:
+                    layers.close()
+            finally:
+                self._lock.release()
+
+    def __enter__(self) -> StoreSource:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _planned(
+    tokens: Sequence[int], resolved: Resolved, origin: Origin
+) -> tuple[BlendPlan, dict[int, list[FoundChunk]]]:
+    """Return the plan, and the chunks of its stored segments by their indices."""
+    runs: list[list[FoundChunk]] = []
+    for one in resolved.chunks():
+        if one.asked.stop >= len(tokens):
+            continue
+        if runs and _continues(runs[-1][-1], one):
+            runs[-1].append(one)
+        else:
+            runs.append([one])
+    segments: list[Segment] = []
+    chunks, at, ratio = {}, 0, resolved.found.gate.ratio
+    for run in runs:
+        first, stop = run[0], run[-1].asked.stop
+        if first.asked.start > at:
+            segments.append(Segment(at, first.asked.start, "miss"))
+        chunks[len(segments)] = run
+        priority = b"".join(chunk.priority for chunk in run)
+        segments.append(
+            Segment(
+                first.asked.start,
+                stop,
+                "exact" if first.is_exact else "approx",
+                # The digest of one chunk is checked against the tokens; a run's frames are, each.
+                chunk_id=first.asked.content if len(run) == 1 else b"",
+                variant=first.best.digest,
+                src_pos=first.best.position,
+                ratio=first.ratio if first.ratio > ratio else None,
+                scores=tuple(level / _HIGHEST_PRIORITY for level in priority) or None,
+                origin=origin,
+                extra=resolved.terms.names,
+            )
+        )
+        at = stop
+    segments.append(Segment(at, len(tokens), "miss"))
+    return BlendPlan(tuple(tokens), tuple(segments), ratio=ratio), chunks
+
+
+def _continues(last: FoundChunk, one: FoundChunk) -> bool:
+    """Whether *one* follows *last* here and followed it where both were computed."""
+    return (
+        last.asked.stop == one.asked.start
+        and last.best.digest == one.best.parent
+        and (last.is_exact, last.ratio) == (one.is_exact, one.ratio)
+        and last.best.position + last.asked.tokens == one.best.position
+        and bool(last.priority) == bool(one.priority)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkAttention:
+    """Attention of one chunk's tokens: weights summed over them, mean over heads and layers.
+
+    ``context``: what went to the chunks before it, the nearest last. What went to tokens of no
+    chunk, or farther away, is in none; with ``intra_mass`` the sum is the chunk's tokens at most.
+    """
+
+    chunk: NamedChunk
+    context: tuple[ContextMass, ...]
+    intra_mass: float
+
+
+def store_prefill(
+    client: Client,
+    result: BlendResult,
+    tokens: Sequence[int],
+    ranges: Sequence[SegmentRange],
+    extra: Sequence[bytes] = (),
+    attention: Sequence[ChunkAttention] = (),
+) -> list[Put]:
+    """Put a full prefill's KV, cut so that its documents, *ranges*, are found in other prompts.
+
+    Return what became of each chunk. *attention*: what they attended to, of ``measured_prefill``,
+    reported to the store once they are there; how little they depend on it is what they are
+    chosen and kept by.
+
+    Raises InvalidRequestError for KV that was blended: what was computed behind another prompt
+    is never stored under this one's names. Of KV whose weights changed meanwhile nothing is
+    stored. Raises KVStoreErrors.
+    """
+    if result.is_blended:
+        fix = "it was blended, and serves its own request only; store a full prefill's"
+        raise InvalidRequestError("result", "blended KV", fix)
+    if result.weights is None:
+        return []
+    names = ResolveTerms(extra=tuple(extra), weights=result.weights).names
+    chunks = []
+    for segment in client.name_segments(tokens, ranges, names):
+        for one in segment.chunks:
+            span = slice(one.start, one.stop)
+            kv = [(k[:, span].cpu(), v[:, span].cpu()) for k, v in result.kv]
+            key = chunk_key(client.namespace, one.digest)
+            chunks.append(Chunk(key, [kv], one.parent, position=one.start, content=one.content))
+    puts = client.put(chunks)
+    if attention:
+        report = pb.ReportReuseRequest()
+        for found in attention:
+            row = report.chunks.add(digest=found.chunk.digest, intra_mass=found.intra_mass)
+            for mass in found.context:
+                row.context.add(content=mass.content, tokens=mass.tokens, mass=mass.mass)
+        with suppress(KVStoreError):  # they are stored all the same; it ranks them without
+            client.report_reuse(report)
+    return puts
+
+
+def measured_prefill(
+    adapter: EngineAdapter,
+    tokens: Sequence[int],
+    chunks: Sequence[NamedChunk],
+    rows: int = SAMPLED_ROWS,
+) -> tuple[BlendResult, list[ChunkAttention]]:
+    """Compute all of *tokens*; return it, and what each of its *chunks* attended to.
+
+    Cache-Craft's context impact (Agarwal et al., SIGMOD 2025, arXiv 2502.15734, equations 3 and
+    4): attention between a chunk and those before it, and within it. Measured of at most *rows*
+    of each chunk and a few layers, which is a small part of the prefill. Chunks whose weights are
+    no numbers are left out.
+    """
+    meter = _AttentionMeter(adapter, len(tokens), chunks, rows)
+    result = Blender(meter).prefill(tokens)
+    return result, list(meter.found())
+
+
+class _AttentionMeter:
+    """An EngineAdapter that does what *adapter* does, and measures rows of *chunks*."""
+
+    def __init__(
+        self, adapter: EngineAdapter, count: int, chunks: Sequence[NamedChunk], rows: int
+    ) -> None:
+        self._adapter = adapter
+        self._chunks = chunks
+        self._rows = [_spread(one.start, one.stop, rows) for one in chunks]
+        self._layers = set(_spread(0, adapter.n_layers, SAMPLED_LAYERS).tolist())
+        self._sums = torch.zeros((len(chunks), count), dtype=torch.float64)
+        """(chunks, tokens): mean weight of a row, summed over heads and layers."""
+        self._heads = 0
+        """Of all layers that were measured."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._adapter, name)
+
+    def attend(self, layer: int, query: Tensor, runs: Sequence[RowRun], kv: LayerKV) -> Tensor:
+        """Do what the engine does, and measure it."""
+        if layer in self._layers:
+            positions = positions_of(runs, query.device)
+            for number, rows in enumerate(self._rows):
+                at = torch.isin(positions, rows.to(positions.device))
+                mass = self._adapter.attention_mass(layer, query[:, at], positions[at], kv)
+                self._sums[number] += mass.double().cpu()
+            self._heads += query.shape[0]
+        return self._adapter.attend(layer, query, runs, kv)
+
+    def found(self) -> Iterator[ChunkAttention]:
+        """Yield what was measured of each chunk; each content once, where it stands last."""
+        if not self._heads:
+            return
+        for one, sums in zip(self._chunks, self._sums, strict=True):
+            share = one.tokens * sums / self._heads
+            before = [other for other in self._chunks if other.stop <= one.start][-MAX_CONTEXT:]
+            masses = [float(share[c.start : c.stop].sum()) for c in (*before, one)]
+            if not all(map(math.isfinite, masses)):
+                continue
+            context: dict[bytes, ContextMass] = {}
+            for other, mass in zip(before, masses, strict=False):
+                known = context.pop(other.content, None)
+                mass += known.mass if known else 0.0
+                context[other.content] = ContextMass(other.content, other.tokens, mass)
+            yield ChunkAttention(one, tuple(context.values()), masses[-1])
+
+
+def _spread(start: int, stop: int, count: int) -> Tensor:
+    """Return at most *count* numbers from *start* to below *stop*, spread over them."""
+    if stop - start <= count:
+        return torch.arange(start, stop)
+    steps = (torch.arange(count) + 0.5) * ((stop - start) / count)
+    return start + steps.long()

@@ -1,0 +1,474 @@
+"""Frames that arrived, verified and decoded into tensors by several threads: whole, or by layer.
+
+The first chunk that is late, missing or wrong ends the prefix; one that is proved wrong is
+reported, for the server to drop it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from kvstore.client.forks import FORKS
+from kvstore.client.frames import DirectFrame, FileFrame
+from kvstore.client.layer_stream import LayeredFrame, LayerStream, Range
+from kvstore.client.rectangle_room import RectangleRoom
+from kvstore.client.session import Session
+from kvstore.client.tensors import LayerTensors, to_arrays
+from kvstore.client.transport import Arrival
+from kvstore.codecs.base import (
+    AnyPart,
+    AnyTensors,
+    ChunkTensors,
+    Codec,
+    Part,
+    check_tensors,
+    codec_by_id,
+    empty_tensors,
+)
+from kvstore.codecs.raw import RawCodec
+from kvstore.codecs.row_cut import copy_kept, cut_bytes, kept_rows, place_cut
+from kvstore.codecs.shards import cut
+from kvstore.proto.buffers import Bytes, Sliced
+from kvstore.proto.errors import (
+    ChunkCorruptError,
+    DeadlineError,
+    InvalidFrameError,
+    KVStoreError,
+    ModelError,
+    TierUnavailableError,
+    UnknownCodecError,
+)
+from kvstore.proto.frame import FrameHeader, parse_header
+from kvstore.proto.row_mask import Rows, SkippedRows
+from kvstore.proto.types import ChunkKey, KVLayout, layer_order
+
+WRONG = (ChunkCorruptError, InvalidFrameError, ModelError)
+"""What proves that a chunk is wrong, for the server to drop it."""
+
+Room: TypeAlias = Callable[[int, KVLayout], Any]
+"""Returns where the tensors of chunk number so and so go, as AnyTensors of that layout."""
+
+T = TypeVar("T")
+
+
+def fresh(_: int, layout: KVLayout) -> ChunkTensors:
+    """Room in arrays of their own."""
+    return empty_tensors(layout)
+
+
+def given(out: Sequence[LayerTensors] | None) -> Room:
+    """Room in what the caller brought, if it brought any."""
+    if out is None:
+        return fresh
+    return lambda index, _: to_arrays(out[index])
+
+
+class Numbered(Protocol):
+    """What arrives for chunk number ``index`` of a get."""
+
+    @property
+    def index(self) -> int:
+        """The number."""
+
+
+N = TypeVar("N", bound=Numbered)
+
+
+def contiguous(arriving: Iterable[N], chunks: Callable[[N], int] = lambda one: 1) -> Iterator[N]:
+    """Yield what follows without a gap and arrives in time; raise only if nothing does.
+
+    ``chunks(one)`` is of how many chunks one is.
+    """
+    count = 0
+    try:
+        for arrived in arriving:
+            if arrived.index != count:
+                return
+            count += chunks(arrived)
+            yield arrived
+    except (DeadlineError, TierUnavailableError):
+        if not count:
+            raise
+
+
+def check_header(session: Session, key: ChunkKey, data: Sliced, frame_bytes: int) -> FrameHeader:
+    """Return the header at the start of *data* if it is of *key*'s frame of that size.
+
+    Raises ChunkCorruptError, InvalidFrameError.
+    """
+    header = parse_header(data)
+    if header.key != key or header.frame_bytes != frame_bytes:
+        raise ChunkCorruptError(key, f"its place holds chunk {header.key.hex()}")
+    if header.representation != session.representation_digest:
+        raise ChunkCorruptError(key, "it was stored for another Model")
+    return header
+
+
+# --- whole chunks
+
+
+class _PrefixRead:
+    """The frames of one read, decoded by whoever is free: its caller and some helpers.
+
+    The caller feeds and, rather than wait, decodes too. Frames are taken in their order, so that
+    all before one that failed are tried.
+    """
+
+    def __init__(self, decode: Callable[[Arrival], ChunkTensors], ahead: int) -> None:
+        self._decode = decode
+        self._ahead = ahead
+        self._waiting: SimpleQueue[Arrival | None] = SimpleQueue()
+        self.found: dict[int, ChunkTensors] = {}
+        self.errors: dict[int, KVStoreError] = {}
+        self._failed = math.inf
+        """The place of a frame that failed: nobody looks at those behind it."""
+
+    def help(self) -> None:
+        """Decode what waits until there will be no more."""
+        while (arrived := self._waiting.get()) is not None:
+            self._try(arrived)
+
+    def feed(self, arriving: Iterator[Arrival]) -> None:
+        """Have all that arrives decoded, until one fails."""
+        for arrived in arriving:
+            if arrived.index > self._failed:
+                return
+            if self._waiting.qsize() < self._ahead:
+                self._waiting.put(arrived)
+            else:
+                self._try(arrived)
+
+    def finish(self, helpers: Sequence[Future[None]]) -> None:
+        """Decode what is left and wait for *helpers*: they write to the caller's memory."""
+        try:
+            with suppress(Empty):
+                while (arrived := self._waiting.get_nowait()) is not None:
+                    self._try(arrived)
+        finally:  # a room may raise anything: no thread waits for more after that
+            for _ in helpers:
+                self._waiting.put(None)
+            running = [helper for helper in helpers if not helper.cancel()]
+            wait(running)
+        for helper in running:
+            helper.result()
+
+    def _try(self, arrived: Arrival) -> None:
+        if arrived.index > self._failed:
+            return
+        try:
+            self.found[arrived.index] = self._decode(arrived)
+        except KVStoreError as error:
+            self.errors[arrived.index] = error
+            self._failed = min(self._failed, arrived.index)
+
+
+class Reader:
+    """Decodes with *threads* threads, the caller's among them: memory answers faster than one
+    core copies. Thread-safe.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-copy")
+
+    def read(
+        self,
+        session: Session,
+        keys: Sequence[ChunkKey],
+        arriving: Iterator[Arrival],
+        room: Room = fresh,
+    ) -> tuple[list[ChunkTensors], ChunkKey | None]:
+        """Return the tensors of the longest prefix that proves right, and the key that did not.
+
+        They are what *room* gave. Raises LeaseExpiredError when memory was reused under the
+        reader, LayoutMismatchError when the room does not have the chunk's layout.
+        """
+        reading = _PrefixRead(
+            lambda arrived: decode(session, keys[arrived.index], arrived, room), 2 * self.threads
+        )
+        helpers: list[Future[None]] = []
+        error: KVStoreError | None = None
+        try:
+            while len(helpers) < min(self.threads, len(keys)) - 1:
+                helpers.append(self.submit(reading.help))
+            reading.feed(contiguous(arriving))
+        except KVStoreError as stopped:
+            error = stopped
+        finally:
+            reading.finish(helpers)
+        count = min(reading.errors, default=len(reading.found))
+        found = [reading.found[index] for index in range(count)]
+        error = reading.errors.get(count, error)
+        if isinstance(error, WRONG):
+            return found, keys[count]
+        # Of another codec: right for all we know, to a newer client. A file that cannot be read.
+        ends = isinstance(error, UnknownCodecError | TierUnavailableError)
+        if error is None or (ends and (found or isinstance(error, UnknownCodecError))):
+            return found, None
+        raise error
+
+    def submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Have one of the threads do *work*. Raises KVStoreError after ``close``."""
+        try:
+            return self._pool.submit(work, *arguments)
+        except RuntimeError as error:  # the pool's answer after ``close``
+            raise KVStoreError(f"the client is closed: {error}") from None
+
+    def leave(self) -> None:
+        """In a child, where its threads do not run: take no more work."""
+        self._pool = ThreadPoolExecutor(1)
+        self._pool.shutdown()
+
+    def close(self) -> None:
+        """Stop the threads. Idempotent."""
+        self._pool.shutdown()
+
+
+def decode(session: Session, key: ChunkKey, arrived: Arrival, room: Room) -> ChunkTensors:
+    """Verify the frame that arrived for *key* and decode it into *room*.
+
+    Raises what is in ``WRONG``, UnknownCodecError, LeaseExpiredError.
+    """
+    frame = arrived.data
+    if isinstance(frame, DirectFrame):
+        frame.check()
+        return frame.tensors
+    try:
+        header = check_header(session, key, frame, len(frame))
+        tensors: ChunkTensors = room(arrived.index, header.layout)
+        if isinstance(room, RectangleRoom):
+            cut(header, frame, room.shard(header.layout), tensors)
+        elif isinstance(frame, FileFrame) and header.codec_id == RawCodec.codec_id:
+            frame.decode_into(header, tensors)
+        else:
+            codec_by_id(header.codec_id).decode_into(header, frame[:], tensors)
+        return tensors
+    finally:
+        # First of all errors: memory that was reused says nothing of the chunk.
+        arrived.confirm()
+
+
+def direct(
+    session: Session, keys: Sequence[ChunkKey], room: Room, index: int, size: int, start: Bytes
+) -> DirectFrame | None:
+    """Return what takes the parts of a frame of *size* bytes, which begins with *start*.
+
+    None for one that has to be whole first: to be decoded, cut, or found wrong by ``decode``.
+    """
+    if isinstance(room, RectangleRoom) or index >= len(keys):
+        return None
+    try:
+        header = check_header(session, keys[index], start, size)
+        if header.codec_id != RawCodec.codec_id:
+            return None
+        head = start[: header.header_bytes].copy()  # a part is longer
+        return DirectFrame(header, head, room(index, header.layout))
+    except KVStoreError:
+        return None
+
+
+# --- layer by layer
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer of the chunks that are right so far, verified.
+
+    ``layer_id`` is the model's own number of it. ``tensors[i]`` are the parts (K and V) of
+    chunk i, each (kv_heads, tokens, head_dim): unsigned integers of the dtype's size, or what
+    was given as ``out``.
+    """
+
+    layer_id: int
+    tensors: Sequence[Sequence[Part]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A chunk whose header is right, and the places of its layers in the order of segments."""
+
+    arrived: Arrival
+    header: FrameHeader
+    codec: Codec
+    layers: Sequence[Sequence[AnyPart]]
+    extents: Sequence[tuple[int, int]]
+    """Where each segment begins and ends in the frame, as it comes."""
+    kept: Rows | None
+    """The rows that are wanted; None: all."""
+
+    layered: LayeredFrame | None
+    """The frame, where its segments come one by one."""
+
+    def take(self, segment: int) -> Bytes | None:
+        """Wait for a segment; None when it will not come."""
+        start, stop = self.extents[segment]
+        if self.layered is not None:
+            return self.layered.take(start)
+        try:
+            return self.arrived.data[start:stop]
+        except TierUnavailableError:  # a file that cannot be read
+            return None
+
+    def decode(self, segment: int, data: Bytes) -> None:
+        """Verify a segment and decode it to its place. Raises what is in ``WRONG``."""
+        out, kept = self.layers[segment], self.kept
+        if kept is None:
+            self.codec.decode_checked(self.header, segment, data, out)
+        elif self.layered is not None and self.layered.stream.is_cut:
+            place_cut(self.header, segment, data, kept, out)  # type: ignore[arg-type]
+        else:
+            copy_kept(self.header, segment, data, kept, out)  # type: ignore[arg-type]
+
+
+class LayerReader:
+    """One get layer by layer: a layer is used while those behind it are still on their way.
+
+    Used once; ``layers`` by one thread. After it, ``broken`` is the key of the chunk that proved
+    wrong, if one did. *accepts*: whether the frame of a chunk, by its place, is the one that is
+    wanted; None: all are. *skipped* rows, by a chunk's place, are not wanted: those of raw frames
+    stay as they are.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        session: Session,
+        keys: Sequence[ChunkKey],
+        room: Room,
+        accepts: Callable[[int, FrameHeader], bool] | None = None,
+        skipped: SkippedRows | None = None,
+    ) -> None:
+        self.broken: ChunkKey | None = None
+        self._reader = reader
+        self._session = session
+        self._keys = keys
+        self._room = room
+        self._accepts = accepts
+        self._skipped = skipped
+        self._order = layer_order(session.representation)
+        self._chunks: list[_Chunk] = []
+        # Chunks from here on are lost. It only ever sinks; who reads it late does too much.
+        self._count = 0
+        self._lock = threading.Lock()  # held to change the count and ``broken``
+
+    def layers(self, arriving: Iterator[Arrival]) -> Generator[Layer, None, None]:
+        """Yield each layer once it is verified, while the threads go on with those behind it.
+
+        Raises as ``Client.get_layers``.
+        """
+        process = FORKS.process
+        for arrived in contiguous(arriving):
+            if not self._open(arrived):
+                break
+        self._count = len(self._chunks)
+        streams = self._streams()
+        started: list[list[Future[None]]] = []
+        try:
+            started.extend(self._start(segment) for _, segment in self._order)  # as far as it goes
+            for (layer_id, segment), pieces in zip(self._order, started, strict=True):
+                for piece in pieces:
+                    piece.result()
+                if not self._count:
+                    return
+                yield Layer(layer_id, [c.layers[segment] for c in self._chunks[: self._count]])  # type: ignore[misc]
+                FORKS.check(process, "the get")
+        finally:
+            if process is FORKS.process:  # in a child the threads are not there
+                self._settle(streams, started)
+
+    def _streams(self) -> list[LayerStream]:
+        """Return what brings segments one by one, once it has the order in which they come."""
+        ranges: dict[LayerStream, list[Range]] = {}
+        for _, segment in self._order:
+            for chunk in self._chunks:
+                if (frame := chunk.layered) is not None:
+                    wanted = Range(frame.number, *chunk.extents[segment])
+                    ranges.setdefault(frame.stream, []).append(wanted)
+        for stream, plan in ranges.items():
+            stream.expect(plan)
+        return list(ranges)
+
+    def _settle(
+        self, streams: Sequence[LayerStream], started: Sequence[Sequence[Future[None]]]
+    ) -> None:
+        """Wait for what still reads shared memory and writes the caller's."""
+        self._count = 0
+        for stream in streams:
+            stream.end()
+        for piece in (piece for pieces in started for piece in pieces):
+            if not piece.cancel():
+                piece.exception()
+
+    def _open(self, arrived: Arrival) -> bool:
+        """Take a frame whose header is right; return whether it is."""
+        key = self._keys[arrived.index]
+        try:
+            header = check_header(self._session, key, arrived.data, arrived.frame_bytes)
+            if self._accepts is not None and not self._accepts(arrived.index, header):
+                return False
+            codec = codec_by_id(header.codec_id)
+            codec.check_header(header)
+        except WRONG:
+            self.broken = key
+            return False
+        except (UnknownCodecError, TierUnavailableError):
+            return False  # right for all we know, to a newer client or from a better disk
+        finally:
+            arrived.confirm()
+        tensors: AnyTensors = self._room(arrived.index, header.layout)
+        check_tensors(header.layout, tensors)
+        layers = [parts for component in tensors for parts in component]
+        kept = kept_rows(header, self._skipped, arrived.index)
+        layered = arrived.data if isinstance(arrived.data, LayeredFrame) else None
+        is_cut = layered is not None and layered.stream.is_cut
+        extents = _extents(header, kept if is_cut else None)
+        self._chunks.append(_Chunk(arrived, header, codec, layers, extents, kept, layered))
+        return True
+
+    def _start(self, segment: int) -> list[Future[None]]:
+        """Have the threads decode one layer, a run of chunks each."""
+        run = -(-len(self._chunks) // self._reader.threads) or 1
+        return [
+            self._reader.submit(self._decode, segment, first, first + run)
+            for first in range(0, len(self._chunks), run)
+        ]
+
+    def _decode(self, segment: int, first: int, stop: int) -> None:
+        for number in range(first, min(stop, self._count)):
+            if number >= self._count:
+                return
+            chunk = self._chunks[number]
+            data = chunk.take(segment)
+            if data is None:
+                self._lose(number, None)
+                return
+            try:
+                chunk.decode(segment, data)
+            except WRONG:
+                self._lose(number, self._keys[chunk.arrived.index])
+            finally:
+                # First of all errors: memory that was reused says nothing of the chunk.
+                chunk.arrived.confirm()
+
+    def _lose(self, number: int, broken: ChunkKey | None) -> None:
+        """End the prefix before chunk *number*."""
+        with self._lock:
+            if number < self._count:
+                self._count, self.broken = number, broken
+        for chunk in self._chunks[number:]:
+            if chunk.layered is not None:
+                chunk.layered.stream.drop(chunk.layered.number)
+
+
+def _extents(header: FrameHeader, cut_to: Rows | None) -> list[tuple[int, int]]:
+    starts, sizes = header.segments["offset"].tolist(), header.segments["stored_bytes"].tolist()
+    if cut_to is not None:
+        sizes = [cut_bytes(header, index, cut_to) for index in range(len(starts))]
+    return [(start, start + size) for start, size in zip(starts, sizes, strict=True)]

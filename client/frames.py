@@ -1,0 +1,481 @@
+"""Frames on their way to a reader: in memory, in a file, in parts, straight into tensors.
+
+What a transport gives is sliced like the array of a frame's bytes, wherever these are. Nothing is
+verified here but by ``FileFrame.decode_into`` and ``DirectFrame``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, cast
+
+import numpy as np
+from xxhash import xxh3_64
+
+from kvstore.codecs.base import AnyPart, AnyTensors, ChunkTensors, check_room, each_wanted
+from kvstore.codecs.raw import RawCodec
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.buffers import Bytes, copy_bytes, copy_summed, read_summed
+from kvstore.proto.errors import (
+    ChunkCorruptError,
+    InvalidFrameError,
+    InvalidRequestError,
+    LayoutMismatchError,
+    TierUnavailableError,
+)
+from kvstore.proto.frame import (
+    ALIGN_BYTES,
+    FrameHeader,
+    check_segment,
+    header_bytes,
+    parse_header,
+    raw_frame_bytes,
+)
+from kvstore.proto.types import Shard
+
+if TYPE_CHECKING:
+    from kvstore.client.transport import Arrival
+
+HEAD_BYTES = 1 << 12
+"""Read once and kept: the header of most frames lies within, and is looked at in pieces."""
+STEP_BYTES = 1 << 19
+"""What is read before it is summed: larger steps have left the cache by then."""
+_RAW = RawCodec()
+
+
+# --- in a file
+
+
+class OpenFile:
+    """A descriptor that closes with the last frame that reads from it."""
+
+    __slots__ = ("descriptor", "size_bytes")
+
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        """Own *descriptor*."""
+        self.descriptor = descriptor
+        self.size_bytes = size_bytes
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+class FileFrame:
+    """``size_bytes`` from *offset* of an open file of the disk tier.
+
+    Every slice past the head is read anew, never mapped: a disk that fails under a map kills the
+    process that looks at it. Raises TierUnavailableError when the file cannot be read.
+    """
+
+    __slots__ = ("_file", "_head", "_offset", "_size_bytes")
+
+    def __init__(self, file: OpenFile, offset: int, size_bytes: int) -> None:
+        """Raise InvalidRequestError when the file is shorter."""
+        if offset + size_bytes > file.size_bytes:
+            raise InvalidRequestError(
+                "place", (offset, offset + size_bytes), f"the file has {file.size_bytes} bytes"
+            )
+        self._file = file
+        self._offset = offset
+        self._size_bytes = size_bytes
+        self._head: Bytes | None = None
+
+    def __len__(self) -> int:
+        return self._size_bytes
+
+    def __getitem__(self, piece: slice) -> Bytes:
+        start, stop, _ = piece.indices(self._size_bytes)
+        if stop > HEAD_BYTES:
+            return self._bytes(start, stop)
+        if self._head is None:
+            self._head = self._bytes(0, min(HEAD_BYTES, self._size_bytes))
+        return self._head[start:stop]
+
+    def _bytes(self, start: int, stop: int) -> Bytes:
+        out = np.empty(max(0, stop - start), np.uint8)
+        self._read(start, out)
+        return out
+
+    def decode_into(self, header: FrameHeader, out: AnyTensors) -> None:
+        """Read a raw frame's layers into *out*, each checked while it is in cache.
+
+        Raises as ``RawCodec.decode_into``. Parts that are not contiguous go through a layer of
+        our own.
+        """
+        layers = _raw_layers(header, out)
+        groups = [(self._offset + one.start, one.flat) for one in layers if one.flat is not None]
+        is_plain = len(groups) == len(layers)
+        sums = read_summed(self._file.descriptor, groups) if is_plain else None
+        for number, one in enumerate(layers):
+            if one.flat is None:
+                data = self[one.start : one.start + one.size_bytes]
+                _RAW.decode_checked(header, one.segment, data, one.parts)
+            else:
+                found = self._read_summed(one.start, one.flat) if sums is None else sums[number]
+                check_segment(header, one.segment, found)
+
+    def _read_summed(self, start: int, out: Sequence[Bytes]) -> int:
+        """Fill *out* from *start*, each step summed while it is in cache; return the checksum."""
+        digest = xxh3_64()
+        for part in out:
+            for at in range(0, len(part), STEP_BYTES):
+                step = part[at : at + STEP_BYTES]
+                self._read(start + at, step)
+                digest.update(step)  # type: ignore[arg-type]
+            start += len(part)
+        return digest.intdigest()
+
+    def _read(self, start: int, out: Bytes) -> None:
+        at, done = self._offset + start, 0
+        try:
+            while done < len(out):
+                more = os.preadv(self._file.descriptor, [out[done:].data], at + done)
+                if not more:
+                    raise TierUnavailableError("disk", f"its file ends at byte {at + done}")
+                done += more
+        except OSError as error:
+            raise TierUnavailableError("disk", f"its file cannot be read: {error}") from None
+
+
+class _RawLayer(NamedTuple):
+    """A layer of a raw frame that is wanted: its segment, place, and the parts it goes to."""
+
+    segment: int
+    start: int
+    size_bytes: int
+    parts: Sequence[AnyPart]
+    flat: list[Bytes] | None
+    """The parts' own bytes; None unless all are contiguous arrays."""
+
+
+def _raw_layers(header: FrameHeader, out: AnyTensors) -> list[_RawLayer]:
+    """Raises LayoutMismatchError for *out* of another layout, UnknownCodecError if not raw."""
+    _RAW.check_header(header)
+    check_room(header.layout, out)
+    starts = header.segments["offset"].tolist()
+    sizes = header.segments["stored_bytes"].tolist()
+    return [
+        _RawLayer(index, starts[index], sizes[index], parts, _flat(parts))
+        for index, _, parts in each_wanted(header.layout, out)
+    ]
+
+
+def _flat(parts: Sequence[AnyPart]) -> list[Bytes] | None:
+    arrays = [part for part in parts if isinstance(part, np.ndarray) and part.flags.c_contiguous]
+    if len(arrays) < len(parts):
+        return None
+    return [array.reshape(-1).view(np.uint8) for array in arrays]
+
+
+# --- in parts
+
+
+class PayloadReader(Protocol):
+    """A part's payload that is still to come. All of it has to be had, in its order."""
+
+    def __len__(self) -> int:
+        """How many bytes it has in all."""
+
+    def into(self, out: Bytes, /) -> None:
+        """Fill *out* with the next of them."""
+
+    def summed(self, out: Bytes, digest: xxh3_64, /) -> None:
+        """Fill *out* with the next of them, and add what is there then to *digest*."""
+
+    def skip(self, size_bytes: int, /) -> None:
+        """Skip the next *size_bytes*."""
+
+
+class BufferReader:
+    """*data* that has come, as a PayloadReader."""
+
+    def __init__(self, data: Bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def into(self, out: Bytes, /) -> None:
+        """Copy the next bytes to *out*."""
+        copy_bytes(out, self._data[self._at : self._at + len(out)])
+        self._at += len(out)
+
+    def summed(self, out: Bytes, digest: xxh3_64, /) -> None:
+        """Copy the next bytes to *out*, and add what is there then to *digest*."""
+        copy_summed(out, self._data[self._at : self._at + len(out)], digest)
+        self._at += len(out)
+
+    def skip(self, size_bytes: int, /) -> None:
+        """Skip the next bytes."""
+        self._at += size_bytes
+
+
+Payload: TypeAlias = "Bytes | PayloadReader"
+
+
+def here(payload: Payload) -> Bytes:
+    """Return a payload in memory of its own, or where it has come already."""
+    if isinstance(payload, np.ndarray):
+        return payload
+    data = np.empty(len(payload), np.uint8)
+    payload.into(data)
+    return data
+
+
+class DirectFrame:
+    """A raw frame whose parts go into its reader's tensors as they come.
+
+    Each is copied once, and summed while it is in cache: what comes last is ready with its last
+    byte. Used by one thread. Can be sliced within its header only.
+    """
+
+    __slots__ = ("_digest", "_failure", "_head", "_header", "_next", "_runs", "tensors")
+
+    def __init__(self, header: FrameHeader, head: Bytes, tensors: ChunkTensors) -> None:
+        """Take parts of the frame of *header*, whose bytes are *head*, into *tensors*.
+
+        Raises LayoutMismatchError unless these are whole contiguous arrays of its layout,
+        UnknownCodecError for a frame that is not raw.
+        """
+        self.tensors = tensors
+        self._header = header
+        self._head = head
+        self._runs = _runs(header, tensors)
+        self._next = 0
+        self._digest = xxh3_64()
+        self._failure: ChunkCorruptError | None = None
+
+    def __len__(self) -> int:
+        return self._header.frame_bytes
+
+    def __getitem__(self, piece: slice) -> Bytes:
+        return self._head[piece]
+
+    def take(self, offset: int, data: Payload) -> None:
+        """Take the part at *offset*; each follows the one before. Errors are left to ``check``."""
+        coming = BufferReader(data) if isinstance(data, np.ndarray) else data
+        at, end = offset, offset + len(data)
+        while self._next < len(self._runs) and self._failure is None:
+            run = self._runs[self._next]
+            first, last = max(run.start, at), min(run.stop, end)
+            if first < last:
+                coming.skip(first - at)
+                # What is summed is what lies in the tensors, while it is in cache.
+                coming.summed(run.out[first - run.start : last - run.start], self._digest)
+                at = last
+            if end < run.stop:
+                break
+            self._next += 1
+            if run.ends:
+                self._end_segment(run.segment)
+        coming.skip(end - at)
+
+    def _end_segment(self, segment: int) -> None:
+        try:
+            check_segment(self._header, segment, self._digest.intdigest())
+        except ChunkCorruptError as error:
+            self._failure = error
+        self._digest = xxh3_64()
+
+    def check(self) -> None:
+        """Raise ChunkCorruptError unless all that was wanted came, and is right."""
+        if self._failure is not None:
+            raise self._failure
+        if self._next < len(self._runs):
+            raise ChunkCorruptError(self._header.key, "its last parts did not come")
+
+
+class _Run(NamedTuple):
+    """Bytes *start* to *stop* of the frame go to *out*; *ends*: its *segment* is whole then."""
+
+    start: int
+    stop: int
+    out: Bytes
+    segment: int
+    ends: bool
+
+
+def _runs(header: FrameHeader, tensors: AnyTensors) -> list[_Run]:
+    runs = []
+    for layer in _raw_layers(header, tensors):
+        if layer.flat is None:
+            raise LayoutMismatchError("strides", "parts", "not one piece of memory each")
+        if layer.size_bytes != sum(map(len, layer.flat)):
+            raise LayoutMismatchError("stored_bytes", layer.size_bytes, "not a raw layer's")
+        at = layer.start
+        for number, out in enumerate(layer.flat, 1):
+            runs.append(_Run(at, at + len(out), out, layer.segment, number == len(layer.flat)))
+            at += len(out)
+    return runs
+
+
+class Sink(Protocol):
+    """Takes a frame's parts one after the other, instead of memory for all of it."""
+
+    def take(self, offset: int, data: Payload, /) -> None:
+        """Take the part at *offset*, whose memory is another's afterwards."""
+
+
+Room = Callable[[int, int, Bytes], Bytes | Sink | None]
+"""A frame's number in the request, its size and first part to where it goes; None: nowhere."""
+
+
+class ReceivedFrame(NamedTuple):
+    """A frame that is whole, where it was sent. Nothing of what is in memory is verified."""
+
+    chunk: int
+    tier: str
+    frame: Bytes | Sink
+
+
+class FrameAssembler:
+    """Whole frames out of what the server sends, none over *limit_bytes*. Used by one thread."""
+
+    def __init__(self, limit_bytes: int, room: Room) -> None:
+        self._limit_bytes = limit_bytes
+        self._room = room
+        self.next_index = 0
+        """Of the frame whose parts come next; who reads those before it elsewhere sets it."""
+        self._received_bytes = 0
+        self._frame_bytes = 0
+        self._frame: Bytes | Sink | None = None
+
+    def take(self, part: Arrival | pb.StreamPart, data: Payload) -> ReceivedFrame | None:
+        """Take the next part; return the frame that it made whole.
+
+        Raises InvalidFrameError when parts do not follow each other.
+        """
+        if not part.offset:
+            if not 0 < part.frame_bytes <= self._limit_bytes:
+                raise InvalidFrameError("frame_bytes", part.frame_bytes, "over the limit")
+        elif part.frame_bytes != self._frame_bytes:
+            raise InvalidFrameError("frame_bytes", part.frame_bytes, "must not change")
+        stop = part.offset + len(data)
+        follows = (part.index, part.offset) == (self.next_index, self._received_bytes)
+        if not follows or not len(data) or stop > part.frame_bytes:
+            raise InvalidFrameError("offset", part.offset, "parts must follow each other")
+        if not part.offset:
+            self._frame_bytes = part.frame_bytes
+            data = here(data)
+            self._frame = self._room(part.index, part.frame_bytes, data)
+        coming = BufferReader(data) if isinstance(data, np.ndarray) else data
+        if isinstance(self._frame, np.ndarray):
+            coming.into(self._frame[part.offset : stop])
+        elif self._frame is not None:
+            self._frame.take(part.offset, data)
+        else:
+            coming.skip(len(data))
+        self._received_bytes = stop % part.frame_bytes
+        if self._received_bytes:
+            return None
+        self.next_index += 1
+        frame, self._frame = self._frame, None
+        return None if frame is None else ReceivedFrame(part.index, part.tier, frame)
+
+    def end(self, frames: int) -> None:
+        """Take how many the server counted. Raises InvalidFrameError unless so many came.
+
+        A frame that was begun and did not become whole was late, or dropped.
+        """
+        if frames != self.next_index:
+            raise InvalidFrameError("frames", frames, f"{self.next_index} came")
+
+
+# --- the layers of a shard alone
+
+
+class Span(NamedTuple):
+    """Bytes *start* to *stop* of a frame, the last not included."""
+
+    start: int
+    stop: int
+
+
+class SparseFrame:
+    """Some spans of a frame of ``len(frame)`` bytes; a slice has to lie within one of them.
+
+    Raises InvalidFrameError for any other.
+    """
+
+    def __init__(self, spans: Sequence[Span], frame_bytes: int) -> None:
+        self._spans = spans
+        self._data = [np.empty(span.stop - span.start, np.uint8) for span in spans]
+        self._frame_bytes = frame_bytes
+        self.missing_bytes = sum(map(len, self._data))
+
+    def __len__(self) -> int:
+        return self._frame_bytes
+
+    def __getitem__(self, piece: slice) -> Bytes:
+        start, stop, _ = piece.indices(self._frame_bytes)
+        for span, data in zip(self._spans, self._data, strict=True):
+            if span.start <= start and stop <= span.stop:
+                return data[start - span.start : stop - span.start]
+        raise InvalidFrameError("frame", (start, stop), "these bytes were not requested")
+
+    def add(self, offset: int, data: Bytes) -> None:
+        """Take the next piece; pieces come in order. Raises InvalidFrameError."""
+        out = self[offset : offset + len(data)]
+        if len(out) != len(data):
+            raise InvalidFrameError("offset", offset, "beyond the frame's end")
+        copy_bytes(out, data)
+        self.missing_bytes -= len(data)
+
+
+def layer_spans(shard: Shard) -> list[Span]:
+    """Return where a raw frame of ``shard.whole`` has its header, and the layers of *shard*."""
+    at = header_bytes(shard.whole)
+    spans = [Span(0, at)]
+    for component, extent in zip(shard.whole.components, shard.extents, strict=True):
+        step = -(-component.layer_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        if extent is not None:
+            last = at + (extent.layer_stop - 1) * step + component.layer_bytes
+            spans.append(Span(at + extent.first_layer * step, last))
+        at += component.layers * step
+    return spans
+
+
+def shard_ranges(shard: Shard, chunks: int) -> list[pb.FrameRange]:
+    """Return the request for header and layers of *shard* of so many chunks, at once.
+
+    Where chunks lie raw and of the usual length, the layout alone says where the layers are.
+    """
+    return [
+        pb.FrameRange(index=index, start=span.start, stop=span.stop)
+        for index in range(chunks)
+        for span in layer_spans(shard)
+    ]
+
+
+def shard_frames(shard: Shard, parts: Iterable[Arrival]) -> Generator[Arrival, None, int | None]:
+    """Yield the frames whose *parts* come in answer to ``shard_ranges``.
+
+    Return the first chunk that is not raw, or of another length, and so has to be read whole;
+    None where the next one did not come.
+    """
+    spans, usual_bytes = layer_spans(shard), raw_frame_bytes(shard.whole)
+    count, frame = 0, SparseFrame(spans, usual_bytes)
+    for part in parts:
+        if part.index != count:
+            return None  # this one did not come, or not all of it
+        if part.frame_bytes != usual_bytes:
+            return count
+        frame.add(part.offset, cast("Bytes", part.data))
+        if frame.missing_bytes > 0:
+            continue
+        if not _is_raw(frame, shard):
+            return count
+        yield replace(part, data=frame, offset=0)
+        count, frame = count + 1, SparseFrame(spans, usual_bytes)
+    return None
+
+
+def _is_raw(frame: SparseFrame, shard: Shard) -> bool:
+    try:
+        header = parse_header(frame)
+    except InvalidFrameError:
+        return False  # of levels, or damaged: it shows when it is read whole
+    return not header.codec_id and header.layout == shard.whole

@@ -1,0 +1,436 @@
+"""Frames on their way: straight into tensors, in a file, in parts, a shard's layers alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bare_wire import reheaded
+from contracts.chunks import make_frame, make_representation
+from hypothesis import given
+from hypothesis import strategies as st
+from local_server import LocalServer
+from prompts import SMALL, chunks_of, equal, frame_of, keys_of, outcomes, tensors_of
+from shards import WIDE, shard_of, slices
+
+from kvstore.client import ClientOptions, Rectangle
+from kvstore.client.decode import Room, decode, direct, fresh
+from kvstore.client.frames import (
+    DirectFrame,
+    FileFrame,
+    FrameAssembler,
+    OpenFile,
+    ReceivedFrame,
+    SparseFrame,
+    layer_spans,
+    shard_frames,
+)
+from kvstore.client.session import Session
+from kvstore.client.transport import Arrival
+from kvstore.codecs.base import ChunkTensors, empty_tensors
+from kvstore.codecs.raw import RawCodec
+from kvstore.codecs.shards import cut
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.buffers import Bytes, as_bytes
+from kvstore.proto.errors import (
+    ChunkCorruptError,
+    InvalidFrameError,
+    InvalidRequestError,
+    LayoutMismatchError,
+    TierUnavailableError,
+)
+from kvstore.proto.frame import parse_header, raw_frame_bytes
+from kvstore.proto.types import ChunkKey, KVLayout, PutOutcome
+
+# --- straight into tensors
+
+FRAME = make_frame(1)[1]
+HEADER = parse_header(FRAME)
+KEY = ChunkKey(bytes(32))
+
+
+def direct_frame() -> DirectFrame:
+    head = FRAME[: HEADER.header_bytes]
+    return DirectFrame(HEADER, head, empty_tensors(HEADER.layout))
+
+
+def feed(ours: DirectFrame, frame: Bytes, cuts: list[int]) -> None:
+    """Give *frame* in parts that end at *cuts*, each in memory that is overwritten after."""
+    ends = [*sorted(cut for cut in cuts if 0 < cut < len(frame)), len(frame)]
+    for start, end in zip([0, *ends], ends, strict=False):
+        part = frame[start:end].copy()
+        ours.take(start, part)
+        part[:] = 0xEE
+
+
+CUTS = st.lists(st.integers(1, len(FRAME) - 1), unique=True, max_size=12)
+
+
+@given(cuts=CUTS)
+def test_tensors_are_what_the_parts_add_up_to_wherever_they_are_cut(cuts: list[int]) -> None:
+    ours = direct_frame()
+    feed(ours, FRAME, cuts)
+    ours.check()
+    assert equal(ours.tensors, RawCodec().views(HEADER, FRAME))
+
+
+@given(cuts=CUTS, data=st.data())
+def test_a_flipped_bit_of_any_layer_is_found(cuts: list[int], data: st.DataObject) -> None:
+    row = data.draw(st.sampled_from(HEADER.segments.tolist()))
+    *_, start, size, _ = row
+    wrong = FRAME.copy()
+    wrong[data.draw(st.integers(start, start + size - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    ours = direct_frame()
+    feed(ours, wrong, cuts)
+    with pytest.raises(ChunkCorruptError, match="checksum"):
+        ours.check()
+
+
+def test_a_frame_whose_last_byte_did_not_come_is_not_right() -> None:
+    ours = direct_frame()
+    ours.take(0, FRAME[:-1])
+    with pytest.raises(ChunkCorruptError, match="did not come"):
+        ours.check()
+
+
+@pytest.fixture
+def session(server: LocalServer) -> Iterator[Session]:
+    session = Session(server.dial(), SMALL, ClientOptions())
+    yield session
+    session.close()
+
+
+def strided(_: int, layout: KVLayout) -> ChunkTensors:
+    """Room that is not in one piece."""
+    return [
+        [[np.empty((*part.shape, 2), part.dtype)[..., 0] for part in parts] for parts in layers]
+        for layers in empty_tensors(layout)
+    ]
+
+
+def other_shape(_: int, layout: KVLayout) -> ChunkTensors:
+    """Room for a chunk of another model."""
+    return [layers[:1] for layers in empty_tensors(layout)]
+
+
+def test_a_raw_frame_is_taken_and_comes_out_of_decode(session: Session) -> None:
+    frame = frame_of(KEY, SMALL)
+    ours = direct(session, [KEY], fresh, 0, len(frame), frame)
+    assert ours is not None
+    assert len(ours) == len(frame)
+    feed(ours, frame, [700, 1100])
+    found = decode(session, KEY, Arrival(0, "cpu", len(ours), ours), fresh)
+    assert equal(found, tensors_of(KEY, SMALL, 16))
+
+
+@pytest.mark.parametrize("room", [strided, other_shape])
+def test_other_room_has_the_frame_come_whole(session: Session, room: Room) -> None:
+    frame = frame_of(KEY, SMALL)
+    assert direct(session, [KEY], room, 0, len(frame), frame) is None
+
+
+@pytest.mark.parametrize("what", ["another key", "another codec", "another size", "half a header"])
+def test_what_is_not_plainly_right_has_to_come_whole_and_is_judged_then(
+    session: Session, what: str
+) -> None:
+    frame, size = frame_of(KEY, SMALL), len(frame_of(KEY, SMALL))
+    if what == "another key":
+        frame = frame_of(ChunkKey(bytes(31) + b"x"), SMALL)
+    elif what == "another codec":
+        frame = reheaded(frame, codec_id=1)
+    elif what == "another size":
+        size += 1
+    else:
+        frame = frame[:200]
+    assert direct(session, [KEY], fresh, 0, size, frame) is None
+
+
+def test_more_frames_than_were_asked_for_go_nowhere_of_the_readers(session: Session) -> None:
+    frame = frame_of(KEY, SMALL)
+    assert direct(session, [KEY], fresh, 1, len(frame), frame) is None
+
+
+# --- in a file
+
+OFFSET = 4096 + 64
+
+
+@pytest.fixture(params=["small", "large"])
+def frame(request: pytest.FixtureRequest) -> Bytes:
+    """A frame that is read step by step, or by the loop where it is large."""
+    if request.param == "small":
+        return make_frame(1)[1]
+    return make_frame(1, 256, representation=make_representation(3, 2, 128))[1]
+
+
+@pytest.fixture
+def file(tmp_path: Path, frame: Bytes) -> OpenFile:
+    path = tmp_path / "extent"
+    path.write_bytes(bytes(OFFSET) + frame.tobytes() + bytes(100))
+    return OpenFile(os.open(path, os.O_RDWR), path.stat().st_size)
+
+
+def test_a_file_is_sliced_like_the_bytes_it_stands_for(file: OpenFile, frame: Bytes) -> None:
+    ours = FileFrame(file, OFFSET, len(frame))
+    assert len(ours) == len(frame)
+    for piece in (slice(None), slice(0, 10), slice(5, 5), slice(100, None), slice(0, 1 << 40)):
+        assert np.array_equal(ours[piece], frame[piece])
+    assert parse_header(ours).key == parse_header(frame).key
+
+
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_layers_are_read_into_the_caller_s_tensors(
+    file: OpenFile, frame: Bytes, is_strided: bool
+) -> None:
+    ours = FileFrame(file, OFFSET, len(frame))
+    header = parse_header(ours)
+    out = (strided if is_strided else fresh)(0, header.layout)
+    ours.decode_into(header, out)
+    assert equal(out, RawCodec().views(header, frame))
+
+
+def test_a_flipped_byte_is_found(file: OpenFile, frame: Bytes) -> None:
+    header = parse_header(frame)
+    at = int(header.segments[1]["offset"]) + 3
+    os.pwrite(file.descriptor, bytes([frame[at] ^ 1]), OFFSET + at)
+    ours = FileFrame(file, OFFSET, len(frame))
+    with pytest.raises(ChunkCorruptError, match="layer 1 fails its checksum"):
+        ours.decode_into(header, empty_tensors(header.layout))
+
+
+def test_a_file_that_ends_early_is_an_error_of_the_store(file: OpenFile, frame: Bytes) -> None:
+    header = parse_header(frame)
+    os.ftruncate(file.descriptor, OFFSET + len(frame) - 10)
+    ours = FileFrame(file, OFFSET, len(frame))
+    with pytest.raises(TierUnavailableError, match="tier 'disk': its file ends at byte"):
+        ours.decode_into(header, empty_tensors(header.layout))
+
+
+def test_a_file_that_cannot_be_read_is_an_error_of_the_store(tmp_path: Path, frame: Bytes) -> None:
+    only_written = OpenFile(os.open(tmp_path / "extent", os.O_WRONLY | os.O_CREAT), len(frame))
+    with pytest.raises(TierUnavailableError, match=r"cannot be read: .*Bad file descriptor"):
+        FileFrame(only_written, 0, len(frame))[:10]
+
+
+def test_a_place_beyond_the_file_is_refused(file: OpenFile) -> None:
+    with pytest.raises(InvalidRequestError, match="the file has"):
+        FileFrame(file, OFFSET, file.size_bytes)
+
+
+def test_a_file_closes_with_the_last_frame_that_reads_from_it(file: OpenFile, frame: Bytes) -> None:
+    mine = OpenFile(os.dup(file.descriptor), file.size_bytes)
+    descriptor = mine.descriptor
+    ours = FileFrame(mine, OFFSET, len(frame))
+    del mine
+    assert np.array_equal(ours[:], frame)
+    del ours
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_tensors_of_another_layout_are_refused(file: OpenFile, frame: Bytes) -> None:
+    ours = FileFrame(file, OFFSET, len(frame))
+    with pytest.raises(LayoutMismatchError):
+        ours.decode_into(parse_header(ours), [])
+
+
+# --- in parts
+
+LIMIT_BYTES = 100
+
+
+def whole(chunk: int, size_bytes: int, start: Bytes) -> Bytes:
+    return np.empty(size_bytes, np.uint8)
+
+
+def reading() -> FrameAssembler:
+    return FrameAssembler(LIMIT_BYTES, whole)
+
+
+def bytes_of(landed: ReceivedFrame) -> bytes:
+    assert isinstance(landed.frame, np.ndarray)
+    return landed.frame.tobytes()
+
+
+def part(chunk: int, frame_bytes: int, offset: int) -> pb.StreamPart:
+    return pb.StreamPart(index=chunk, frame_bytes=frame_bytes, offset=offset, tier="disk")
+
+
+@given(
+    frames=st.lists(st.binary(min_size=1, max_size=50), min_size=1, max_size=5),
+    cut_bytes=st.integers(1, 20),
+    passed_by=st.sets(st.integers(0, 4)),
+)
+def test_frames_are_what_their_parts_add_up_to(
+    frames: list[bytes], cut_bytes: int, passed_by: set[int]
+) -> None:
+    one = FrameAssembler(
+        LIMIT_BYTES,
+        lambda chunk, size, start: None if chunk in passed_by else whole(chunk, size, start),
+    )
+    landed: list[ReceivedFrame] = []
+    for number, frame in enumerate(frames):
+        for start in range(0, len(frame), cut_bytes):
+            data = as_bytes(frame[start : start + cut_bytes])
+            received = one.take(part(number, len(frame), start), data)
+            if received is not None:
+                assert start + cut_bytes >= len(frame)
+                landed.append(received)
+    one.end(len(frames))
+    assert [(one.chunk, one.tier, bytes_of(one)) for one in landed] == [
+        (number, "disk", frame) for number, frame in enumerate(frames) if number not in passed_by
+    ]
+
+
+LIES: dict[str, tuple[list[tuple[pb.StreamPart, bytes]], str]] = {
+    "no size": ([(part(0, 0, 0), b"x")], "frame_bytes=0: over"),
+    "over the limit": ([(part(0, 101, 0), b"x")], "frame_bytes=101: over"),
+    "2^63 bytes": ([(part(0, 1 << 63, 0), b"x")], "frame_bytes=9223372036854775808: over"),
+    "a start in the middle": ([(part(0, 10, 5), b"x")], "frame_bytes=10: must not change"),
+    "an offset of 2^63": (
+        [(part(0, 10, 0), b"ab"), (part(0, 10, 1 << 63), b"x")], "offset=9223372036854775808",
+    ),
+    "a gap": ([(part(0, 10, 0), b"ab"), (part(0, 10, 3), b"x")], "offset=3: parts must follow"),
+    "an overlap": ([(part(0, 10, 0), b"ab"), (part(0, 10, 1), b"x")], "offset=1: parts"),
+    "another size": ([(part(0, 10, 0), b"ab"), (part(0, 11, 2), b"x")], "frame_bytes=11: must"),
+    "too much": ([(part(0, 3, 0), b"ab"), (part(0, 3, 2), b"xy")], "offset=2: parts must"),
+    "nothing": ([(part(0, 3, 0), b"ab"), (part(0, 3, 2), b"")], "offset=2: parts must"),
+    "the second frame first": ([(part(1, 3, 0), b"ab")], "offset=0: parts must"),
+    "a frame twice": ([(part(0, 1, 0), b"a"), (part(0, 1, 0), b"a")], "offset=0: parts must"),
+    "another frame inside one": ([(part(0, 2, 0), b"a"), (part(1, 2, 0), b"a")], "offset=0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_parts_that_lie_are_refused(what: str) -> None:
+    messages, match = LIES[what]
+    one = reading()
+    for sent, data in messages[:-1]:
+        one.take(sent, as_bytes(data))
+    with pytest.raises(InvalidFrameError, match=match.replace("^", r"\^")):
+        one.take(messages[-1][0], as_bytes(messages[-1][1]))
+
+
+def test_a_frame_that_was_begun_when_the_time_was_up_is_no_frame_and_no_error() -> None:
+    one = reading()
+    assert one.take(part(0, 1, 0), as_bytes(b"a")) is not None
+    assert one.take(part(1, 2, 0), as_bytes(b"a")) is None
+    one.end(1)
+    with pytest.raises(InvalidFrameError, match="frames=2: 1 came"):
+        one.end(2)
+
+
+# --- a shard's layers alone
+
+LAYOUT = KVLayout.of(WIDE, 16)
+STAGE = shard_of(LAYOUT, (1, 2))
+SHARD_KEYS = [ChunkKey(bytes([number]) * 32) for number in range(3)]
+SHARD_FRAMES = [frame_of(key, WIDE) for key in SHARD_KEYS]
+
+
+def reply(index: int, offset: int, data: bytes, frame_bytes: int | None = None) -> Arrival:
+    size = len(SHARD_FRAMES[0]) if frame_bytes is None else frame_bytes
+    return Arrival(index, "cpu", size, as_bytes(data), offset=offset)
+
+
+def replies(index: int, cut_bytes: int = 500) -> list[Arrival]:
+    """Return what a server sends of one chunk."""
+    return [
+        reply(index, at, SHARD_FRAMES[index][at : min(at + cut_bytes, span.stop)].tobytes())
+        for span in layer_spans(STAGE)
+        for at in range(span.start, span.stop, cut_bytes)
+    ]
+
+
+def came(sent: list[Arrival]) -> tuple[list[Arrival], int | None]:
+    """Return what comes, and the first chunk that has to be read whole, if it is there."""
+    frames, found = shard_frames(STAGE, iter(sent)), list[Arrival]()
+    while True:
+        try:
+            found.append(next(frames))
+        except StopIteration as end:
+            return found, end.value
+
+
+def test_header_and_layers_are_put_where_they_belong() -> None:
+    found, rest = came([one for index in range(3) for one in replies(index)])
+    assert (len(found), rest) == (3, None)
+    for key, one in zip(SHARD_KEYS, found, strict=True):
+        out = empty_tensors(STAGE.layout)
+        cut(parse_header(one.data), one.data, STAGE, out)
+        assert equal(out, slices(tensors_of(key, WIDE, 16), STAGE))
+        assert (one.tier, len(one.data)) == ("cpu", raw_frame_bytes(LAYOUT))
+
+
+def test_what_was_not_asked_for_cannot_be_read() -> None:
+    ((one,), _) = came(replies(0))
+    with pytest.raises(InvalidFrameError, match="not requested"):
+        one.data[len(one.data) - 10 : len(one.data)]
+    with pytest.raises(InvalidFrameError):
+        SparseFrame(layer_spans(STAGE), 100).add(400, np.zeros(10, np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("sent", "count", "rest"),
+    [
+        ([*replies(0), *replies(2)], 1, None),
+        ([*replies(0), *replies(1)[:-1]], 1, None),
+        ([*replies(0)[:-1], *replies(1)], 0, None),
+        ([*replies(0), reply(1, 0, b"x", 77)], 1, 1),
+        ([], 0, None),
+    ],
+    ids=["missing", "short", "first_short", "other_size", "nothing"],
+)
+def test_the_prefix_ends_at_the_first_chunk_that_is_not_whole(
+    sent: list[Arrival], count: int, rest: int | None
+) -> None:
+    found, first = came(sent)
+    assert (len(found), first) == (count, rest)
+
+
+def test_a_header_of_another_kind_has_its_chunk_read_whole() -> None:
+    spoilt = replies(0)
+    spoilt[0] = replace(spoilt[0], data=np.zeros(len(spoilt[0].data), np.uint8))
+    assert came(spoilt) == ([], 0)
+
+
+def smooth() -> ChunkTensors:
+    """Return tensors that zplane makes smaller, so that the server sends what lies on its disk."""
+    out = empty_tensors(LAYOUT)
+    for number, parts in enumerate(out[0]):
+        for part in parts:
+            part[...] = number
+    return out
+
+
+@pytest.mark.parametrize("codec", ["raw", "zplane"])
+def test_a_stage_is_sent_its_own_layers_where_chunks_lie_raw(tmp_path: Path, codec: str) -> None:
+    server = LocalServer(tmp_path, "--codec", f"disk={codec}")
+    try:
+        writer, reader = (server.connect("grpc", WIDE) for _ in range(2))
+        keys = keys_of(writer, 1, 3)
+        chunks = [replace(chunk, tensors=smooth()) for chunk in chunks_of(writer, keys)]
+        assert outcomes(writer, chunks) == [PutOutcome.stored] * 3
+        server.settled()
+        connection = reader._connected().session.connection
+        next_of, sent = connection.next_of, list[int]()
+
+        def counted(call: object) -> pb.GetResponse | None:
+            reply: pb.GetResponse | None = next_of(call)
+            sent.append(0 if reply is None else len(reply.part.data))
+            return reply
+
+        connection.next_of = counted  # type: ignore[method-assign]
+        found = reader.get(keys, rectangle=Rectangle((1, 2)))
+        assert len(found) == 3
+        assert all(equal(one, slices(smooth(), STAGE)) for one in found)
+        headers_and_layers = 3 * (384 + 2048)
+        assert (sum(sent) == headers_and_layers) == (codec == "raw")
+        reader.delete(keys[1:2])
+        assert len(reader.get(keys, rectangle=Rectangle((1, 2)))) == 1
+    finally:
+        server.close()
