@@ -24,7 +24,6 @@ from vllm_pages import SHAPE, empty_pages, representation, writer
 from vllm_stand_ins import FakeRequest, step
 from vllm_steps import QUEUE_BYTES, Engine, options
 
-from kvstore.client import liveness
 from kvstore.client.client import Client
 from kvstore.client.engines import vllm_watch
 from kvstore.client.engines.base import Connector
@@ -174,8 +173,8 @@ def test_a_load_that_takes_its_time_is_not_ended(
         return asked[-1]
 
     monkeypatch.setattr(Client, "end_if_hung", noted)
-    monkeypatch.setattr(liveness, "PROBE_S", 10.0)  # a busy machine answers late, and does
-    monkeypatch.setattr(liveness, "PULSE_S", 10.0)
+    monkeypatch.setattr("kvstore.client.session.PROBE_S", 10.0)  # a busy machine answers late, and does
+    monkeypatch.setattr("kvstore.client.session.PULSE_S", 10.0)
     read_into = engine.workers[0]._connector.read_into
 
     def slow(*given: Any) -> int:
