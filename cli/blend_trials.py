@@ -213,7 +213,7 @@ class _Trials:
             try:
                 done = gated.run(*asked)
             finally:
-                self.client.delete(keys)
+                self.client.delete(keys=keys)
             if done.shadow is None or done.gate is None:
                 idle += 1
                 if idle == MAX_IDLE:

@@ -29,7 +29,6 @@ from kvstore.proto.frame import (
     pack_header,
     raw_frame_bytes,
     stated_header_bytes,
-    stated_of,
 )
 from kvstore.proto.messages import accuracy_number, hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
@@ -41,7 +40,6 @@ from kvstore.proto.types import (
     KVLayout,
     PutOutcome,
     Shard,
-    Stated,
 )
 
 
@@ -311,22 +309,6 @@ def arrival_of(reply: pb.GetResponse) -> Arrival:
     part = reply.part
     data = as_bytes(part.data)
     return Arrival(reply.index, reply.tier, part.frame_bytes, data, offset=part.offset)
-
-
-def at_least(
-    arriving: Iterable[Arrival], minimum: Accuracy, stated: dict[int, Stated]
-) -> Iterator[Arrival]:
-    """Yield frames up to the first whose header states less than *minimum*.
-
-    The server passes such copies over; one that comes all the same is missing. What each states
-    goes into *stated*, by its index: true of those that prove right, as headers have a checksum.
-    """
-    for arrived in arriving:
-        found = stated_of(arrived.data)
-        if found.accuracy < minimum:
-            return
-        stated[arrived.index] = found
-        yield arrived
 
 
 @contextmanager

@@ -173,7 +173,9 @@ def test_a_load_that_takes_its_time_is_not_ended(
         return asked[-1]
 
     monkeypatch.setattr(Client, "end_if_hung", noted)
-    monkeypatch.setattr("kvstore.client.session.PROBE_S", 10.0)  # a busy machine answers late, and does
+    monkeypatch.setattr(
+        "kvstore.client.session.PROBE_S", 10.0
+    )  # a busy machine answers late, and does
     monkeypatch.setattr("kvstore.client.session.PULSE_S", 10.0)
     read_into = engine.workers[0]._connector.read_into
 
@@ -363,7 +365,7 @@ def test_loads_behind_one_that_came_short_wait_no_deadline_more(server: LocalSer
         request, let_go = FakeRequest(name, list(prompt)), threading.Event()
         assert engine.matched(request) == 192
         if name == "lost":
-            client.delete(client.keys(prompt)[1:3])
+            client.delete(keys=client.keys(prompt)[1:3])
         before = worker.counted["lost_chunks"]
         engine.scheduler.allocated(request, 192, [engine.blocks(200)])
         worker._loader.do(let_go.wait)
