@@ -184,7 +184,7 @@ class ShmTransport(Transport):
     ) -> Iterator[Arrival]:
         """Yield what *request* brings. What another server did not send comes by way of ours."""
         until = time.monotonic() + plan.deadline_ms / 1000
-        if plan.shard is not None or not self._peers.are_there:
+        if not self._peers.are_there:
             plan = replace(plan, direct=None)
         if plan.direct is not None:
             request.peers.extend(self._peers.numbers())

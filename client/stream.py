@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -14,11 +14,10 @@ import numpy as np
 from typing_extensions import override
 
 from kvstore.client.forks import EndedByForkError
-from kvstore.client.frames import FrameAssembler, shard_frames, shard_ranges
+from kvstore.client.frames import FrameAssembler
 from kvstore.client.session import Session
 from kvstore.client.transport import (
     ABANDON_S,
-    Arrival,
     Arrivals,
     LayerSink,
     Outgoing,
@@ -38,7 +37,6 @@ from kvstore.proto.errors import DeadlineError, KVStoreError, LeaseExpiredError
 from kvstore.proto.frame import FLAG_UNSUMMED, FrameTemplate, pack_header
 from kvstore.proto.messages import MESSAGE_BYTES, hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.types import Shard
 
 MAX_WAITING_MESSAGES = 8
 """Of 1 MiB, on their way to gRPC; the next layer waits."""
@@ -86,39 +84,19 @@ class StreamTransport(Transport):
     @override
     @contextmanager
     def read(self, plan: ReadPlan) -> Iterator[Arrivals]:
-        with ExitStack() as stack:
-            if plan.shard is None:
-                yield self._begin(stack, plan)
-            else:
-                yield Arrivals(self._of_shard(stack, plan.shard, replace(plan, shard=None)))
-
-    def _begin(self, stack: ExitStack, plan: ReadPlan) -> Arrivals:
-        """Begin a stream for *plan*, which *stack* ends."""
         connection = self.session.connection
         call = connection.begin_stream("Get", self.request(plan, pb.VIA_STREAM), plan.deadline_ms)
         end = partial(connection.end_stream, call)
-        stack.callback(end)
-        parts = map(arrival_of, iter(partial(connection.next_of, call), None))
-        if plan.layer_major or plan.ranges:
-            return Arrivals(parts, is_layered=plan.layer_major, end=end)
-        limit_bytes = self.session.terms.max_frame_bytes
-        assembler = FrameAssembler(limit_bytes, room_of(plan.direct))
-        return Arrivals(whole_frames(parts, assembler), end=end)
-
-    def _of_shard(self, stack: ExitStack, shard: Shard, plan: ReadPlan) -> Iterator[Arrival]:
-        """Yield frames of the layers of *shard*, and from one on that is not raw, whole ones."""
-        first: int | None = 0
-        until_s = time.monotonic() + plan.deadline_ms / 1000
-        ranges = shard_ranges(shard, len(plan.digests))
-        if len(ranges) <= self.session.terms.max_batch_chunks:
-            parts = self._begin(stack, replace(plan, ranges=ranges))
-            first = yield from shard_frames(shard, parts)
-            parts.end()
-        if first is not None and first < len(plan.digests):
-            left_ms = max(1, round(1000 * (until_s - time.monotonic())))
-            rest = replace(plan, digests=plan.digests[first:], deadline_ms=left_ms)
-            for arrived in self._begin(stack, rest):
-                yield replace(arrived, index=arrived.index + first)
+        try:
+            parts = map(arrival_of, iter(partial(connection.next_of, call), None))
+            if plan.layer_major or plan.ranges:
+                yield Arrivals(parts, is_layered=plan.layer_major, end=end)
+            else:
+                limit_bytes = self.session.terms.max_frame_bytes
+                assembler = FrameAssembler(limit_bytes, room_of(plan.direct))
+                yield Arrivals(whole_frames(parts, assembler), end=end)
+        finally:
+            end()
 
     @override
     def begin_put(self, templates: Sequence[FrameTemplate], terms: PutTerms) -> LayerSink:
