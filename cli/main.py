@@ -171,7 +171,8 @@ def demo(
     model: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Folder of a transformers model; default: the checkout's tinylm."
+            metavar="DIR",
+            help="Folder of a transformers model; default: a small one of our own.",
         ),
     ] = None,
     tokens: Annotated[
@@ -183,7 +184,7 @@ def demo(
     Starts a server of its own in a temporary folder. Exits with 1 unless the tokens are the
     same with and without the store and loading was faster than computing.
     """
-    from kvstore.cli.demo import DemoError, run_demo
+    from kvstore.cli.demo.demo import DemoError, run_demo
 
     try:
         held = run_demo(model, tokens, json_file)

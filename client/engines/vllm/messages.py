@@ -1,8 +1,8 @@
-"""What the scheduler's half of the vLLM connector tells the workers' half, and back."""
+"""What the scheduler's half of the vLLM connector and the workers' half send each other."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -11,7 +11,7 @@ from kvstore.client.levels import PlanTerms
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChainDigest
 
-MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+INCOMPATIBLE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What objects of another release, or of a user, raise that are not what they are taken for."""
 
 BlockTables: TypeAlias = Sequence[Sequence[int]]
@@ -19,7 +19,7 @@ BlockTables: TypeAlias = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOrder:
+class LoadSpec:
     """Read *digests*, consecutive chunks of a request, into its blocks.
 
     ``tables``: in each block table of the request, the blocks of all these chunks, in order; 0
@@ -41,7 +41,7 @@ class LoadOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedChunk:
+class ChunkName:
     """A chunk as its put names it; ``position`` is its first token's."""
 
     digest: ChainDigest
@@ -51,80 +51,77 @@ class NamedChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreOrder:
+class SaveSpec:
     """Store consecutive chunks of a request, which are whole once this step is over.
 
-    ``tables``: as those of a LoadOrder. ``hints``: of all of them.
+    ``tables``: as those of a LoadSpec. ``hints``: of all of them.
     """
 
     request_id: str
-    chunks: tuple[NamedChunk, ...]
+    chunks: tuple[ChunkName, ...]
     tables: tuple[tuple[int, ...], ...]
     hints: Hints = NO_HINTS
 
 
 @dataclass(frozen=True, slots=True)
-class StepOrders:
+class StepPlan:
     """What the workers have to do in one step. An idle step computes nothing.
 
     ``taken_blocks``: those that the engine gave out for this step. What lay in them is written
     over from its beginning on, by what it computes and by its loads. None: any may be.
     """
 
-    loads: tuple[LoadOrder, ...] = ()
-    stores: tuple[StoreOrder, ...] = ()
+    loads: tuple[LoadSpec, ...] = ()
+    stores: tuple[SaveSpec, ...] = ()
     is_idle: bool = False
     taken_blocks: frozenset[int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerNews:
-    """What the scheduler has to learn from workers.
-
-    ``short_loads``: requests of which not every chunk was read, and how many were. ``refusal``:
-    why this engine's pages cannot be stored, or nothing. ``is_down``: a load failed as the
-    server did not answer. ``unstored``: chunks that were to be stored and will not come.
-    ``stored``: chunks that are in the store now, and by how many ranks, where there are KV events.
-    ``is_waiting``: chunks wait in their pages for the next step, which may be an idle one.
-    ``lossy_loads``: requests of which a chunk came from a lossy copy, and the first such chunk's
-    number among those of the load. ``gated_loads``: those of ``short_loads`` of which a chunk has
-    lossy copies only that may not be used.
-    """
+@dataclass(slots=True)
+class WorkerReport:
+    """What the scheduler has to learn from workers."""
 
     short_loads: dict[str, int] = field(default_factory=dict)
-    refusal: str = ""
-    is_down: bool = False
-    unstored: tuple[ChainDigest, ...] = ()
-    stored: Mapping[ChainDigest, int] = field(default_factory=dict)
-    is_waiting: bool = False
+    """Requests of which not every chunk was read, and how many were."""
     lossy_loads: dict[str, int] = field(default_factory=dict)
-    gated_loads: frozenset[str] = frozenset()
+    """Those of which a chunk came from a lossy copy: the first such chunk's number in the load."""
+    gated_loads: set[str] = field(default_factory=set)
+    """Those of ``short_loads`` of which a chunk has lossy copies only that may not be used."""
+    stored: Counter[ChainDigest] = field(default_factory=Counter)
+    """Chunks in the store now, and by how many ranks, where there are KV events."""
+    unstored: OrderedDict[ChainDigest, None] = field(default_factory=OrderedDict)
+    """Chunks that were to be stored and will not come, the oldest first."""
+    refusal: str = ""
+    """Why this engine's pages cannot be stored, if they cannot."""
+    is_down: bool = False
+    """Whether a load failed as the server did not answer."""
+    is_waiting: bool = False
+    """Whether chunks wait in their pages for the next step, which may be an idle one."""
 
-    def joined(self, other: WorkerNews) -> WorkerNews:
-        """Return what two ranks say together: a chunk is read when every rank has read it, and
+    def joined(self, other: WorkerReport) -> WorkerReport:
+        """Return what two ranks report together: a chunk is read when every rank has read it, and
         lossy when any has read it so."""
-        loads = _least(self.short_loads, other.short_loads)
-        lossy = _least(self.lossy_loads, other.lossy_loads)
-        stored = Counter(self.stored) + Counter(other.stored)
-        refusal, is_down = self.refusal or other.refusal, self.is_down or other.is_down
-        unstored = tuple(dict.fromkeys(self.unstored + other.unstored))
-        is_waiting = self.is_waiting or other.is_waiting
-        gated = self.gated_loads | other.gated_loads
-        return WorkerNews(loads, refusal, is_down, unstored, stored, is_waiting, lossy, gated)
+        return WorkerReport(
+            _lower(self.short_loads, other.short_loads),
+            _lower(self.lossy_loads, other.lossy_loads),
+            self.gated_loads | other.gated_loads,
+            self.stored + other.stored,
+            self.unstored | other.unstored,
+            self.refusal or other.refusal,
+            self.is_down or other.is_down,
+            self.is_waiting or other.is_waiting,
+        )
 
 
-def _least(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+def _lower(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
     """Return the lower number of each request that either has one of."""
-    found = dict(one)
-    for request_id, chunks in other.items():
-        found[request_id] = min(chunks, found.get(request_id, chunks))
-    return found
+    return {**one, **{id_: min(count, one.get(id_, count)) for id_, count in other.items()}}
 
 
 class FollowedTables:
     """The block tables of running requests, of what each step gives out.
 
-    For releases of vLLM that do not tell them; where layers keep windows they are others.
+    For releases of vLLM whose steps have none; where layers keep windows they are others.
     """
 
     def __init__(self) -> None:
@@ -150,15 +147,15 @@ class FollowedTables:
 
 
 def taken_blocks(
-    output: Any, loads: Sequence[LoadOrder], block_tokens: int
+    output: Any, loads: Sequence[LoadSpec], block_tokens: int
 ) -> frozenset[int] | None:
     """Return the blocks that vLLM gave out for the step of its SchedulerOutput *output*.
 
-    None where it does not say: another release of vLLM. Blocks that a new request found in vLLM's
-    own cache keep what they have. Others that a request shares are among those returned, which
-    costs a copy that could have waited, and nothing else.
+    None where another release does not say. Blocks that a new request found in vLLM's own cache
+    keep what they have. Others that a request shares are among those returned, which costs a copy
+    that could have waited, and nothing else.
     """
-    tables: list[BlockTables] = []
+    tables: list[BlockTables] = [spec.tables for spec in loads]
     try:
         tables += [
             [table[one.num_computed_tokens // block_tokens :] for table in one.block_ids]
@@ -169,5 +166,4 @@ def taken_blocks(
         others += [one.dst_block_id for one in output.kv_cache_block_copies or ()]
     except AttributeError:
         return None
-    tables += [order.tables for order in loads]
     return frozenset(others).union(*(ids for request in tables for ids in request))

@@ -1,4 +1,4 @@
-"""The shape of what a vLLM engine keeps: its layers by kind, and how block tables name blocks.
+"""The identity of a vLLM engine's KV: what makes it interchangeable, and what is refused by name.
 
 Works on vLLM's VllmConfig and KVCacheConfig by their fields, without importing vLLM.
 """
@@ -8,10 +8,109 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from kvstore.client.engines.identity import (
+    OWN_TOKENIZER,
+    TOKENIZERS,
+    Departures,
+    Weights,
+    computed_in,
+    files_digest,
+    identity_of,
+    in_words,
+    is_exact,
+    rope_parameters,
+    short_name,
+    stated,
+    weights_of,
+)
 from kvstore.proto.errors import ModelError
-from kvstore.proto.types import END_KINDS, DType, LayerGroup, LayerKind
+from kvstore.proto.types import END_KINDS, DType, LayerGroup, LayerKind, Model
+
+_TERMS = {
+    "model_config": (
+        *("quantization", "quantization_config", "code_revision", "model_impl"),
+        *("model_class_overrides", "disable_sliding_window"),
+    ),
+    "load_config": ("load_format",),
+    "lora_config": ("lora_dtype", "enable_tower_connector_lora"),
+    "multimodal_config": (
+        *("language_model_only", "mm_processor_kwargs", "mm_device_do_normalize"),
+        *("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"),
+        *("video_pruning_rate", "video_pruning_method"),
+    ),
+}
+"""Settings of VllmConfig that KV depends on; a hash of an image does not say how it is prepared."""
+
+
+def model_of(config: Any, shape: KVCacheShape, model_revision: str = "") -> Model:
+    """Return what makes the KV of the model interchangeable with other KV: the same for all ranks.
+
+    Without a *model_revision* that is a commit or a digest it is the commit the model was
+    downloaded at, or a digest of the weights in its folder, which reads all of them once. Raises
+    ModelError for what has no name.
+    """
+    model = config.model_config
+    groups = tuple(group.layer_group for group in shape.groups)
+    departures = Departures(
+        "vllm",
+        _settings(config) | computed_in(model.dtype, groups),
+        quantization=shape.quantization,
+        tokenizer=_tokenizer(model),
+    )
+    rope = rope_parameters(model.hf_text_config)
+    weights = _weights(config, model_revision)
+    return identity_of(weights, groups, rope, model.hf_config, departures)
+
+
+def _weights(config: Any, revision: str = "") -> Weights:
+    """Return which weights the engine runs; *revision*: by the user."""
+    model = config.model_config
+    if config.load_config.load_format == "dummy":
+        # What is in the folder is not what runs: somebody else brings the weights.
+        if not is_exact(revision):
+            fix = "give model_revision in kv_connector_extra_config: a commit or a digest"
+            raise ModelError("load_format", "dummy", fix)
+        return Weights(short_name(model.model), revision)
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    return weights_of(model.model, revision, str(commit or ""))
+
+
+def _settings(config: Any) -> dict[str, str]:
+    """Return the settings that KV depends on, beside weights and shapes, and that somebody gave."""
+    model = config.model_config
+    parts = {
+        "model_config": model,
+        "load_config": config.load_config,
+        "lora_config": getattr(config, "lora_config", None),
+        "multimodal_config": getattr(model, "multimodal_config", None),
+    }
+    found = {
+        part: {f"{part}.{name}": getattr(parts[part], name, None) for name in names}
+        for part, names in _TERMS.items()
+        if parts[part] is not None
+    }
+    plain = stated(found.pop("model_config") | found.pop("load_config"))
+    # Of the others a setting that is off may be another than that of an engine without them.
+    return plain | {
+        name: in_words(value) for each in found.values() for name, value in each.items()
+    }
+
+
+def _tokenizer(model: Any) -> str:
+    revision = getattr(model, "tokenizer_revision", None)
+    is_weights = revision in (None, getattr(model, "revision", None))
+    if str(model.tokenizer) == str(model.model) and is_weights:
+        return OWN_TOKENIZER
+    folder = Path(str(model.tokenizer))
+    files = [folder / name for name in TOKENIZERS if (folder / name).is_file()]
+    if files:
+        return f"files:{files_digest(files).hex()}"
+    return f"{model.tokenizer}@{revision or 'unstated'}"
+
 
 _PLAIN_CACHE = ("auto", "float16", "bfloat16", "float32")
 _FP8_CACHE = {
@@ -31,7 +130,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class KeptLayer:
+class LayerRef:
     """A layer that keeps KV: vLLM's name of it, its number in the model, and which of a
     request's block tables is its."""
 
@@ -40,8 +139,8 @@ class KeptLayer:
     table: int
 
 
-@dataclass(frozen=True, slots=True)
-class KeptGroup:
+@dataclass(frozen=True)
+class LayerGroupShape:
     """Layers that keep KV of one kind and shape; ``kv_heads`` are those of one rank.
 
     ``window_tokens`` are those of whole blocks, and one: a block that is only partly loaded
@@ -53,11 +152,16 @@ class KeptGroup:
     kv_heads: int
     head_dim: int
     window_tokens: int
-    layers: tuple[KeptLayer, ...]
+    layers: tuple[LayerRef, ...]
     model_kv_heads: int = 0
     """Those of all ranks; 0: the same."""
     model_layers: int = 0
     """Layers of all pipeline stages, which are all alike; 0: there is one stage."""
+
+    @cached_property
+    def tables(self) -> tuple[int, ...]:
+        """The block tables of its layers."""
+        return tuple({layer.table: None for layer in self.layers})
 
     @property
     def layer_group(self) -> LayerGroup:
@@ -68,14 +172,14 @@ class KeptGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineShape:
+class KVCacheShape:
     """What one rank of an engine keeps. Every block has ``block_tokens`` tokens.
 
     ``groups``: in the order of the Model's. ``ranks``: those of tensor parallelism,
     ``stages``: of pipeline parallelism.
     """
 
-    groups: tuple[KeptGroup, ...]
+    groups: tuple[LayerGroupShape, ...]
     block_tokens: int
     ranks: int = 1
     stages: int = 1
@@ -95,21 +199,21 @@ class EngineShape:
     @property
     def tables(self) -> int:
         """How many block tables a request has: vLLM's KV cache groups."""
-        return 1 + max(layer.table for group in self.groups for layer in group.layers)
+        return 1 + max((table for group in self.groups for table in group.tables), default=0)
 
     @property
     def has_ends(self) -> bool:
         """Whether layers keep something of a prefix's end only, so that half of one is none."""
         return any(group.kind in END_KINDS for group in self.groups)
 
-    def kept_blocks(self, group: KeptGroup, chunk_blocks: int) -> int:
+    def kept_blocks(self, group: LayerGroupShape, chunk_blocks: int) -> int:
         """Return how many of a chunk's *chunk_blocks* blocks, the last ones, *group* keeps."""
         if group.kind is not LayerKind.window:
             return chunk_blocks
         return min(chunk_blocks, (group.window_tokens - 1) // self.block_tokens)
 
 
-def shape_of(config: Any, cache: Any) -> EngineShape:
+def shape_of(config: Any, cache: Any) -> KVCacheShape:
     """Return the shape of what the engine of *config* keeps in *cache*.
 
     *config*: vLLM's VllmConfig, *cache* its KVCacheConfig. Raises ModelError naming
@@ -133,9 +237,10 @@ def shape_of(config: Any, cache: Any) -> EngineShape:
             "layers", len(names), f"the model has {layers}; draft and shared layers are not stored"
         )
     fp8 = _FP8_CACHE.get(stated)
-    tables = range(len(cache.kv_cache_groups))
-    groups = _merged([one for table in tables for one in _kept(cache, table, fp8)])
-    block_tokens = _block_tokens(cache)
+    groups = _groups(cache, fp8)
+    sizes = sorted({group.kv_cache_spec.block_size for group in cache.kv_cache_groups})
+    if len(sizes) != 1:
+        raise ModelError("block_size", sizes, "blocks of all layers need as many tokens")
     if stages > 1:
         groups = (_of_all_stages(groups, layers, stages),)
     elif groups[0].layers[0].number:
@@ -148,10 +253,10 @@ def shape_of(config: Any, cache: Any) -> EngineShape:
     is_latent = any(group.kind is LayerKind.mla for group in groups)
     continues = not is_latent or bool(config.scheduler_config.enable_chunked_prefill)
     quantization = "none" if fp8 is None else fp8.name
-    return EngineShape(groups, block_tokens, ranks, stages, quantization, continues)
+    return KVCacheShape(groups, int(sizes[0]), ranks, stages, quantization, continues)
 
 
-def _of_all_stages(groups: Sequence[KeptGroup], layers: int, stages: int) -> KeptGroup:
+def _of_all_stages(groups: Sequence[LayerGroupShape], layers: int, stages: int) -> LayerGroupShape:
     """Return the one group of a stage, as one of the model's *layers*.
 
     Nobody tells a stage what the others keep, so all layers have to be alike.
@@ -164,7 +269,7 @@ def _of_all_stages(groups: Sequence[KeptGroup], layers: int, stages: int) -> Kep
     return replace(group, model_layers=layers)
 
 
-def _of_all_ranks(group: KeptGroup, total: int, ranks: int) -> KeptGroup:
+def _of_all_ranks(group: LayerGroupShape, total: int, ranks: int) -> LayerGroupShape:
     """Return *group* with the model's KV heads, of which the ranks have equal shares or copies."""
     if group.kind is LayerKind.mla:
         return group  # a latent is every rank's
@@ -175,35 +280,33 @@ def _of_all_ranks(group: KeptGroup, total: int, ranks: int) -> KeptGroup:
     return replace(group, model_kv_heads=total)
 
 
-def _block_tokens(cache: Any) -> int:
-    sizes = sorted({group.kv_cache_spec.block_size for group in cache.kv_cache_groups})
-    if len(sizes) != 1:
-        raise ModelError("block_size", sizes, "blocks of all layers need as many tokens")
-    return int(sizes[0])
-
-
-def _kept(cache: Any, table: int, fp8: DType | None) -> list[KeptGroup]:
-    """Return what each layer of one of vLLM's groups keeps, a group for each.
+def _groups(cache: Any, fp8: DType | None) -> tuple[LayerGroupShape, ...]:
+    """Return groups of all layers of a kind and shape, ordered by their first layers' numbers.
 
     *fp8*: what pages of bytes have.
     """
-    group = cache.kv_cache_groups[table]
-    spec = group.kv_cache_spec
-    kind = _kind(spec)
-    numbered = [(numbers_in(name), name) for name in group.layer_names]
-    if any(len(numbers) != 1 for numbers, _ in numbered):
-        raise ModelError("layers", group.layer_names[:4], "one number in a layer's name")
-    dtype = DType.parse(str(spec.dtype))
-    if fp8 is not None and dtype.item_bytes == 1:
-        dtype = fp8
-    window = _whole_blocks(spec) + 1 if kind is LayerKind.window else 0
-    return [
-        KeptGroup(
-            kind, dtype, spec.num_kv_heads, spec.head_size, window,
-            (KeptLayer(name, number, table),),
-        )
-        for (number,), name in numbered
-    ]  # fmt: skip
+    layers: list[tuple[LayerRef, LayerGroupShape]] = []
+    for table, group in enumerate(cache.kv_cache_groups):
+        spec = group.kv_cache_spec
+        kind, dtype = _kind(spec), DType.parse(str(spec.dtype))
+        if fp8 is not None and dtype.item_bytes == 1:
+            dtype = fp8
+        window = _whole_blocks(spec) + 1 if kind is LayerKind.window else 0
+        alike = LayerGroupShape(kind, dtype, spec.num_kv_heads, spec.head_size, window, ())
+        for name in group.layer_names:
+            numbers = numbers_in(name)
+            if len(numbers) != 1:
+                raise ModelError("layers", group.layer_names[:4], "one number in a layer's name")
+            layers.append((LayerRef(name, numbers[0], table), alike))
+    layers.sort(key=lambda one: one[0].number)
+    first = layers[0][0].number
+    if [layer.number for layer, _ in layers] != list(range(first, first + len(layers))):
+        names = [layer.name for layer, _ in layers][:4]
+        raise ModelError("layers", names, "one number a layer, and none left out")
+    found: dict[LayerGroupShape, list[LayerRef]] = {}
+    for layer, alike in layers:
+        found.setdefault(alike, []).append(layer)
+    return tuple(replace(alike, layers=tuple(refs)) for alike, refs in found.items())
 
 
 def _kind(spec: Any) -> LayerKind:
@@ -234,19 +337,6 @@ def _whole_blocks(spec: Any) -> int:
     among them: of a prompt that is stored to its end vLLM computes that token once more."""
     block_tokens, window_tokens = int(spec.block_size), int(spec.sliding_window)
     return -(-window_tokens // block_tokens) * block_tokens
-
-
-def _merged(kept: Sequence[KeptGroup]) -> tuple[KeptGroup, ...]:
-    """Return groups of all layers of a kind and shape, ordered by their first layers' numbers."""
-    layers = sorted((layer for one in kept for layer in one.layers), key=lambda one: one.number)
-    first = layers[0].number
-    if [layer.number for layer in layers] != list(range(first, first + len(layers))):
-        names = [layer.name for layer in layers][:4]
-        raise ModelError("layers", names, "one number a layer, and none left out")
-    alike: dict[KeptGroup, list[KeptLayer]] = {}
-    for one in sorted(kept, key=lambda one: one.layers[0].number):
-        alike.setdefault(replace(one, layers=()), []).extend(one.layers)
-    return tuple(replace(shape, layers=tuple(found)) for shape, found in alike.items())
 
 
 def numbers_in(name: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the store holds of an engine's prompts, told as vLLM tells of its own cache: KV events.
+"""What the store holds of an engine's prompts, published as vLLM does of its own cache: KV events.
 
 Routers learn from them which prefixes an engine has at hand (llm-d, NVIDIA Dynamo): a BlockStored
 for each chunk that this engine stored, with the hashes that vLLM itself names its blocks by, and a
@@ -13,12 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from kvstore.client.engines.vllm_orders import NamedChunk
+from kvstore.client.engines.vllm.messages import ChunkName
 from kvstore.proto.types import ChainDigest
 
 MEDIUM = "STORAGE"
-LOCALITY = "REMOTE"
-OWNER = "kvstore"
+_WHERE = {"medium": MEDIUM, "locality": "REMOTE", "ownership": "kvstore"}
 """What events say of where the blocks are: the store is a tier behind the engine's own."""
 
 MAX_UNTOLD_CHUNKS = 4096
@@ -33,22 +32,20 @@ MAX_EVENTS = 65_536
 Event: TypeAlias = Any
 """One of vLLM's."""
 
-ExtraKeys: TypeAlias = Callable[[Any, int, int], Any]
-"""Returns what else names the block of a request between two tokens, as events say it."""
-
 
 @dataclass(frozen=True, slots=True)
 class EventMaker:
-    """vLLM's way of telling: its classes of events, and how it writes hashes and extra keys.
+    """vLLM's classes of events, and how it writes hashes and extra keys.
 
-    ``hashes`` returns the hashes of a request's blocks of the engine's size. ``groups``: the
-    KV cache groups that keep every block of a chunk, each with its kind of cache.
+    ``hashes`` returns the hashes of a request's blocks of the engine's size, ``extra_keys`` what
+    else names its block between two tokens. ``groups``: the KV cache groups that keep every block
+    of a chunk, each with its kind of cache.
     """
 
     stored: Callable[..., Event]
     removed: Callable[..., Event]
     hashes: Callable[[Any], Sequence[Any]]
-    extra_keys: ExtraKeys
+    extra_keys: Callable[[Any, int, int], Any]
     block_tokens: int
     groups: tuple[tuple[int, str | None], ...]
 
@@ -76,7 +73,7 @@ class KVEvents:
         self._told: OrderedDict[ChainDigest, list[Any]] = OrderedDict()
         self._events: list[Event] = []
 
-    def ordered(self, request: Any, chunks: Sequence[NamedChunk]) -> None:
+    def ordered(self, request: Any, chunks: Sequence[ChunkName]) -> None:
         """Take note of chunks of *request* that are about to be stored."""
         hashes = self._make.hashes(request)
         blocks = self._chunk_tokens // self._make.block_tokens
@@ -87,7 +84,7 @@ class KVEvents:
             if is_known and chunk.digest not in self._told:
                 self._note(request, chunk, hashes[max(first - 1, 0) : first + blocks])
 
-    def _note(self, request: Any, chunk: NamedChunk, hashes: Sequence[Any]) -> None:
+    def _note(self, request: Any, chunk: ChunkName, hashes: Sequence[Any]) -> None:
         if len(self._untold) >= MAX_UNTOLD_CHUNKS:
             self._untold.popitem(last=False)
         start, size = chunk.position, self._make.block_tokens
@@ -95,17 +92,20 @@ class KVEvents:
         stop = start + self._chunk_tokens
         lora = getattr(request, "lora_request", None)
         extra = [self._make.extra_keys(request, at, at + size) for at in range(start, stop, size)]
-        common = {
-            "block_hashes": list(named), "parent_block_hash": parent,
-            "token_ids": list(request.all_token_ids[start:stop]), "block_size": size,
-            "lora_id": lora.lora_int_id if lora is not None else None,
-            "lora_name": lora.lora_name if lora is not None else None,
-            "medium": MEDIUM, "locality": LOCALITY, "ownership": OWNER,
-            "extra_keys": extra if any(extra) else None,
-            "session_id": getattr(request, "session_id", None),
-        }  # fmt: skip
         events = [
-            self._make.stored(**common, group_idx=group, kv_cache_spec_kind=kind)
+            self._make.stored(
+                block_hashes=list(named),
+                parent_block_hash=parent,
+                token_ids=list(request.all_token_ids[start:stop]),
+                block_size=size,
+                lora_id=lora.lora_int_id if lora is not None else None,
+                lora_name=lora.lora_name if lora is not None else None,
+                extra_keys=extra if any(extra) else None,
+                session_id=getattr(request, "session_id", None),
+                group_idx=group,
+                kv_cache_spec_kind=kind,
+                **_WHERE,
+            )
             for group, kind in self._make.groups
         ]
         self._untold[chunk.digest] = _Untold(events, list(named), self._ranks)
@@ -117,29 +117,23 @@ class KVEvents:
             if chunk is None:
                 continue
             chunk.ranks_left -= count
-            if chunk.ranks_left <= 0:
-                del self._untold[digest]
-                self._tell(digest, chunk)
-
-    def _tell(self, digest: ChainDigest, chunk: _Untold) -> None:
-        if len(self._events) + len(chunk.events) > MAX_EVENTS:
-            return
-        self._events += chunk.events
-        self._told[digest] = chunk.hashes
-        while len(self._told) > MAX_TOLD_CHUNKS:
-            self.lost([next(iter(self._told))])
+            if chunk.ranks_left > 0:
+                continue
+            del self._untold[digest]
+            if len(self._events) + len(chunk.events) <= MAX_EVENTS:
+                self._events += chunk.events
+                self._told[digest] = chunk.hashes
+                while len(self._told) > MAX_TOLD_CHUNKS:
+                    self.lost([next(iter(self._told))])
 
     def lost(self, digests: Sequence[ChainDigest]) -> None:
         """Tell that chunks are not in the store any more, of which it was told that they are."""
         for digest in digests:
-            hashes = self._told.pop(digest, None)
-            if hashes is None:
-                continue
-            where = {"medium": MEDIUM, "locality": LOCALITY, "ownership": OWNER}
-            self._events += [
-                self._make.removed(block_hashes=hashes, group_idx=group, **where)
-                for group, _ in self._make.groups
-            ]
+            if (hashes := self._told.pop(digest, None)) is not None:
+                self._events += [
+                    self._make.removed(block_hashes=hashes, group_idx=group, **_WHERE)
+                    for group, _ in self._make.groups
+                ]
 
     def reset(self) -> None:
         """Tell that this engine loads nothing of what it stored before."""

@@ -11,29 +11,31 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import structlog
 import torch
 from numpy.typing import NDArray
-from typing_extensions import override
 
 from kvstore.client.chunk import Chunk, DeviceChunk
 from kvstore.client.cuda import CudaClient
 from kvstore.client.device_puts import DeviceRing
 from kvstore.client.device_reads import DeviceReader
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm_copies import BATCH_BYTES, Copy, LoadWork, Side
-from kvstore.client.engines.vllm_layout import NULL_BLOCK, BlockWriter, packings_of
-from kvstore.client.engines.vllm_orders import BlockTables
-from kvstore.client.engines.vllm_shape import EngineShape
+from kvstore.client.engines.vllm.blocks import (
+    NULL_BLOCK,
+    BlockWriter,
+    block_layouts_of,
+    components_of,
+)
+from kvstore.client.engines.vllm.identity import KVCacheShape
+from kvstore.client.engines.vllm.messages import BlockTables
+from kvstore.client.engines.vllm.staging import LoadJob, Staged, batch_chunks
 from kvstore.client.rectangle import Rectangle
-from kvstore.client.tensors import LayerTensors
 from kvstore.client.transport import Put
 from kvstore.codecs.base import AnyTensors
 from kvstore.codecs.block_stack import BlockStack
@@ -45,14 +47,7 @@ from kvstore.proto.errors import KVStoreError, LayoutMismatchError, TierUnavaila
 from kvstore.proto.frame import FrameHeader, FrameTemplate, raw_frame_bytes
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.plans import Hints
-from kvstore.proto.types import (
-    END_KINDS,
-    ROOT,
-    ChunkKey,
-    KVLayout,
-    Model,
-    PutOutcome,
-)
+from kvstore.proto.types import END_KINDS, ROOT, ChunkKey, KVLayout, LayerKind, Model, PutOutcome
 
 LOAD_SLOTS = 4
 """Chunks of a load in host memory at once, where they have to pass it."""
@@ -72,11 +67,11 @@ class EngineDevicePages:
 
     def __init__(
         self,
-        shape: EngineShape,
+        shape: KVCacheShape,
         registered: Mapping[str, torch.Tensor],
         writer: Callable[[str], BlockWriter],
     ) -> None:
-        packings = packings_of(shape, registered, writer)
+        layouts = block_layouts_of(shape, registered, writer)
         self.shape = shape
         some = next(iter(registered.values()))
         if {pages.shape[2] for pages in registered.values()} != {some.shape[2]}:
@@ -85,7 +80,7 @@ class EngineDevicePages:
         self.device = some.device
         self._ratio = shape.block_tokens // int(some.shape[2])
         groups = []
-        for group, packing in zip(shape.groups, packings, strict=True):
+        for group, packing in zip(shape.groups, layouts, strict=True):
             dtype = getattr(torch, group.dtype.name)
             views = [
                 tuple(part.view(dtype) for part in packing(registered[layer.name]))
@@ -94,19 +89,18 @@ class EngineDevicePages:
             groups.append(Pages(tuple(views), tuple(layer.table for layer in group.layers)))
         self._groups = tuple(groups)
         self.has_windows_only = all(group.kind in END_KINDS for group in shape.groups)
-        self._of_layouts: dict[tuple[bool, ...], tuple[Pages, ...]] = {}
+        self._of_kinds: dict[tuple[LayerKind, ...], tuple[Pages, ...]] = {}
 
     def of(self, layout: KVLayout) -> tuple[Pages, ...]:
         """Return the pages of the components that *layout* has.
 
         Raises LayoutMismatchError when it has others. The same object for the same ones.
         """
-        kinds = [component.kind for component in layout.components]
-        there = tuple(group.kind in kinds for group in self.shape.groups)
-        if there not in self._of_layouts:
-            pairs = zip(self._groups, there, strict=True)
-            self._of_layouts[there] = tuple(pages for pages, is_there in pairs if is_there)
-        found = self._of_layouts[there]
+        kinds = tuple(component.kind for component in layout.components)
+        if kinds not in self._of_kinds:
+            pairs = zip(self.shape.groups, self._groups, strict=True)
+            self._of_kinds[kinds] = tuple(pages for group, pages in pairs if group.kind in kinds)
+        found = self._of_kinds[kinds]
         if len(found) != len(kinds):
             raise LayoutMismatchError("layout", [kind.name for kind in kinds], "as the engine's")
         return found
@@ -135,7 +129,7 @@ class EngineDevicePages:
         has_windows = True
         for group in self.shape.groups:
             kept = self.shape.kept_blocks(group, len(tables[0]))
-            for table in {layer.table for layer in group.layers}:
+            for table in group.tables:
                 if NULL_BLOCK not in tables[table][len(tables[table]) - kept :]:
                     continue
                 if group.kind not in END_KINDS:
@@ -143,68 +137,37 @@ class EngineDevicePages:
                 has_windows = False
         return has_windows or (None if self.has_windows_only else False)
 
-    def check_ends(self, layout: KVLayout, tables: BlockTables) -> list[bool]:
-        """Return which groups a load into *tables* wants of a chunk of *layout*.
-
-        Raises LayoutMismatchError where that is more than the chunk has.
-        """
-        tokens = len(tables[0]) * self.shape.block_tokens
-        if layout.tokens != tokens:
-            raise LayoutMismatchError("tokens", layout.tokens, f"give {tokens}")
-        components = {component.kind: component for component in layout.components}
-        wanted = []
-        for group in self.shape.groups:
-            component = components.get(group.kind)
-            kept = component.tokens // self.shape.block_tokens if component is not None else 0
-            used = [tables[layer.table] for layer in group.layers]
-            is_wanted = group.kind not in END_KINDS or any(any(ids) for ids in used)
-            if is_wanted and any(any(ids[: len(ids) - kept]) for ids in used):
-                fix = "the engine wants more of it than the chunk has"
-                raise LayoutMismatchError("layout", group.kind.name, fix)
-            wanted.append(is_wanted)
-        return wanted
-
 
 class _Slot:
-    """Room for one chunk in host memory that the device copies straight to and from."""
+    """Host memory for one chunk that the device copies straight to and from."""
 
     def __init__(self, memory: Bytes) -> None:
         self.tensor = tensor_over(memory)
         self._memory = memory
         self._stacks: dict[KVLayout, list[BlockStack]] = {}
 
-    def stacks(self, layout: KVLayout, headers: Mapping[KVLayout, FrameHeader]) -> list[BlockStack]:
-        """Return the tensors of a chunk of *layout*, as its raw frame has them."""
+    def stacks(self, header: FrameHeader) -> list[BlockStack]:
+        """Return the tensors of a chunk, as its raw frame of such a *header* has them."""
+        layout = header.layout
         if layout not in self._stacks:
-            self._stacks[layout] = self._made(layout, headers)
+            starts = iter(header.segments["offset"].tolist())
+            found = []
+            for component in layout.components:
+                first, *others = [next(starts) for _ in range(component.layers)]
+                layer_bytes = others[0] - first if others else component.layer_bytes
+                heads, tokens, width = component.shape
+                item_bytes = component.dtype.item_bytes
+                parts = np.lib.stride_tricks.as_strided(
+                    self._memory[first : first + component.layer_bytes].view(f"u{item_bytes}"),
+                    (component.layers, component.parts, 1, heads, tokens, width),
+                    (
+                        layer_bytes, component.part_bytes, 0,
+                        *(step * item_bytes for step in (tokens * width, width, 1)),
+                    ),
+                )  # fmt: skip
+                found.append(BlockStack([parts[:, part] for part in range(component.parts)]))
+            self._stacks[layout] = found
         return self._stacks[layout]
-
-    def _made(self, layout: KVLayout, headers: Mapping[KVLayout, FrameHeader]) -> list[BlockStack]:
-        starts = iter(headers[layout].segments["offset"].tolist())
-        found = []
-        for component in layout.components:
-            first, *others = [next(starts) for _ in range(component.layers)]
-            layer_bytes = others[0] - first if others else component.layer_bytes
-            data = self._memory[first : first + layer_bytes * component.layers]
-            heads, tokens, width = component.shape
-            room = np.lib.stride_tricks.as_strided(
-                data[: component.layer_bytes].view(f"u{component.dtype.item_bytes}"),
-                (component.layers, component.parts, 1, heads, tokens, width),
-                (
-                    layer_bytes, component.part_bytes, 0,
-                    *(s * component.dtype.item_bytes for s in (tokens * width, width, 1)),
-                ),
-            )  # fmt: skip
-            found.append(BlockStack([room[:, part] for part in range(component.parts)]))
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """A chunk that lies in host memory: what is put."""
-
-    tensors: LayerTensors
-    has_windows: bool
 
 
 class DeviceCopy:
@@ -215,7 +178,7 @@ class DeviceCopy:
         self.slot = slot
         self.has_windows = has_windows
         self.gathered: Event | None = None
-        self.whole: _Whole | None = None
+        self.result: Staged | None = None
         self._host: _Slot | None = None
         self._brought: Event | None = None
 
@@ -224,15 +187,15 @@ class DeviceCopy:
         if self.slot is not None and self._brought is None:
             self._host, self._brought = self._side.bring(self.slot, self.gathered)
 
-    def make(self) -> None:
+    def run(self) -> None:
         """Bring it to host memory; its slot of the ring is free after that."""
         self.begin()
         if self._brought is None or self._host is None:
             return
         self._brought.synchronize()
         self._free_slot()
-        layout = self._side.layout(has_windows=self.has_windows)
-        self.whole = _Whole(self._host.stacks(layout, self._side.headers), self.has_windows)
+        header = self._side.headers[self._side.layouts[self.has_windows]]
+        self.result = Staged(self._host.stacks(header), self.has_windows)
 
     def _free_slot(self) -> None:
         if self.slot is not None:
@@ -241,15 +204,16 @@ class DeviceCopy:
 
     def free(self) -> None:
         """Give its memory back, which nobody reads any more."""
-        if self._brought is not None and self.whole is None:
-            self._side.settle(self._brought)
+        if self._brought is not None and self.result is None:
+            with suppress(KVStoreError):  # if the device still works
+                self._brought.synchronize()
         self._free_slot()
         if self._host is not None:
             self._side.give_host(self._host)
-        self.whole = self._host = self._brought = None
+        self.result = self._host = self._brought = None
 
 
-class DeviceSide(Side):
+class DeviceSide:
     """Stores and loads of one rank whose pages lie on *device*.
 
     *ring_bytes* of its memory at most are for chunks that a step completed; less where there is
@@ -271,13 +235,13 @@ class DeviceSide(Side):
         tokens = client.options.chunk_tokens
         self._chunk_tokens = tokens
         rectangle = connector.rectangle
-        self._layouts = {
+        self.layouts = {
             has: _rank_layout(client.model, rectangle, tokens, has_windows=has)
             for has in ({True} if pages.has_windows_only else {True, not pages.shape.has_ends})
         }
-        pages.of(self._layouts[True])
-        self.headers = {layout: _blank_header(layout) for layout in self._layouts.values()}
-        self.chunk_bytes = -(-raw_frame_bytes(self._layouts[True]) // _ALIGN_BYTES) * _ALIGN_BYTES
+        pages.of(self.layouts[True])
+        self.headers = {layout: _blank_header(layout) for layout in self.layouts.values()}
+        self.chunk_bytes = -(-raw_frame_bytes(self.layouts[True]) // _ALIGN_BYTES) * _ALIGN_BYTES
         self.device = device or open_device(pages.device)
         whole = KVLayout.of(client.model, tokens)
         self._shard = None if rectangle is None else rectangle.shard(client.model, whole)
@@ -291,8 +255,7 @@ class DeviceSide(Side):
         self._lock = threading.Lock()  # guards the slots that are free, here and on the host
         self._down = self.device.stream()
         self._ends: list[Callable[[], None]] = []
-        stores = 1 + max(1, BATCH_BYTES // self.chunk_bytes)
-        self._host = self._host_slots(stores)
+        self._host = self._host_slots(1 + batch_chunks(self.chunk_bytes))
         self._load_host = self._host_slots(LOAD_SLOTS)
 
     def _allocated(self, ring_bytes: int) -> tuple[torch.Tensor, int]:
@@ -318,19 +281,14 @@ class DeviceSide(Side):
         size = self.chunk_bytes
         return [_Slot(memory[at * size : (at + 1) * size]) for at in range(count)]
 
-    def layout(self, *, has_windows: bool) -> KVLayout:
-        """Return the layout of what this rank has of a chunk."""
-        return self._layouts[has_windows]
-
     @property
-    @override
     def is_gpu_tier_far(self) -> bool:
+        """Whether the server has a gpu tier that this side does not reach."""
         client = self._connector.client
         return isinstance(client, CudaClient) and client.is_gpu_tier_far
 
     # --- stores
 
-    @override
     def copies(self, chunks: Sequence[BlockTables]) -> list[DeviceCopy]:
         """Gather as many of *chunks* as there are slots for; in the engine's thread."""
         found: list[DeviceCopy] = []
@@ -357,7 +315,7 @@ class DeviceSide(Side):
 
     def _gather(self, gathered: Sequence[tuple[DeviceCopy, int, BlockTables]]) -> None:
         """Queue one launch on the engine's stream for all chunks of a step."""
-        layout = self._layouts[True]
+        layout = self.layouts[True]
         header = self.headers[layout]
         # Null blocks are skipped: what a slot has in their place is not put.
         frames = [
@@ -387,14 +345,8 @@ class DeviceSide(Side):
             self.give_host(host)
             raise
 
-    def settle(self, brought: Event) -> None:
-        """Wait for a copy whose result nobody uses, if the device still works."""
-        with suppress(KVStoreError):
-            brought.synchronize()
-
-    @override
     def put_near(
-        self, chunks: Callable[[], Sequence[Chunk]], copies: Sequence[Copy], hints: Hints
+        self, chunks: Callable[[], Sequence[Chunk]], copies: Sequence[object], hints: Hints
     ) -> set[int]:
         """Have a server whose gpu tier is on this device copy them out of the ring itself."""
         client, connector = self._connector.client, self._connector
@@ -421,7 +373,7 @@ class DeviceSide(Side):
 
     def _placed(self, chunk: Chunk, slot: int) -> DeviceChunk:
         return DeviceChunk(
-            chunk.key, slot * self.chunk_bytes, self._layouts[True], chunk.parent, chunk.position,
+            chunk.key, slot * self.chunk_bytes, self.layouts[True], chunk.parent, chunk.position,
             chunk.prefill_flops, chunk.content,
         )  # fmt: skip
 
@@ -437,57 +389,52 @@ class DeviceSide(Side):
 
     # --- loads
 
-    @override
     def mark(self) -> Event | None:
+        """Return an event behind the engine's work so far."""
         return self.device.current_stream().record()
 
-    @override
-    def read(self, work: LoadWork) -> int:
+    def read(self, job: LoadJob) -> None:
         """Read straight into the pages what lies near, and the rest by way of host memory."""
-        done = 0
         client = self._connector.client
-        if self._is_straight and isinstance(client, CudaClient) and work.digests:
-            keys = [chunk_key(client.namespace, digest) for digest in work.digests]
-            paged = self._paged(self._layouts[True], work, 0, len(keys))
+        if self._is_straight and isinstance(client, CudaClient) and job.digests:
+            keys = [chunk_key(client.namespace, digest) for digest in job.digests]
+            paged = self._paged(self.layouts[True], job, 0, len(keys))
             paged = replace(paged, shard=self._shard)
             straight = partial(client.read_on_device, keys, paged, self.reader)
-            done = self._connector.ask(lambda: straight(work.after, work.arrived), 0)
-        while done < len(work.digests) and not work.is_over() and not client.is_shut:
-            some = min(LOAD_SLOTS, len(work.digests) - done)
-            read = self._through_host(work, done, some)
-            done += read
+            job.read = self._connector.ask(lambda: straight(job.after, job.arrived), 0)
+        while job.read < len(job.digests) and not job.is_over() and not client.is_shut:
+            some = min(LOAD_SLOTS, len(job.digests) - job.read)
+            read = self._through_host(job, job.read, some)
+            job.read += read
             if read < some:
                 break
-        return done
 
-    def _paged(self, layout: KVLayout, work: LoadWork, first: int, count: int) -> Paged:
+    def _paged(self, layout: KVLayout, job: LoadJob, first: int, count: int) -> Paged:
         """Return where *count* chunks of a load from number *first* on go."""
-        kept = 0 if first else work.kept_blocks
-        tables = self._pages.tables(work.chunks[first : first + count], kept)
+        kept = 0 if first else job.kept_blocks
+        tables = self._pages.tables(job.chunks[first : first + count], kept)
         return Paged(self._pages.of(layout), tables)
 
-    def _through_host(self, work: LoadWork, first: int, count: int) -> int:
+    def _through_host(self, job: LoadJob, first: int, count: int) -> int:
         """Read *count* chunks from number *first* on into host memory, and from there."""
         layouts: dict[int, KVLayout] = {}
 
-        def room(number: int, layout: KVLayout) -> AnyTensors:
-            work.arrived()
-            wanted = self._pages.check_ends(layout, work.chunks[first + number])
-            self.headers.setdefault(layout, _blank_header(layout))
+        def target(number: int, layout: KVLayout) -> AnyTensors:
+            job.arrived()
+            components = components_of(self._pages.shape, layout, job.chunks[first + number])
+            header = self.headers.setdefault(layout, _blank_header(layout))
             layouts[number] = layout
-            stacks = iter(self._load_host[number].stacks(layout, self.headers))
-            kinds = {component.kind for component in layout.components}
-            pairs = zip(self._pages.shape.groups, wanted, strict=True)
-            there = [(next(stacks), is_wanted) for group, is_wanted in pairs if group.kind in kinds]
-            return [list(stack) if is_wanted else [] for stack, is_wanted in there]
+            wanted = [is_wanted for component, is_wanted in components if component is not None]
+            pairs = zip(self._load_host[number].stacks(header), wanted, strict=True)
+            return [list(stack) if is_wanted else [] for stack, is_wanted in pairs]
 
-        read = self._connector.read_into(work.digests[first : first + count], room)
+        read = self._connector.read_into(job.digests[first : first + count], target)
         if read:
             with self.reader.lock:
-                self._up(work, first, [layouts[number] for number in range(read)])
+                self._up(job, first, [layouts[number] for number in range(read)])
         return read
 
-    def _up(self, work: LoadWork, first: int, layouts: Sequence[KVLayout]) -> None:
+    def _up(self, job: LoadJob, first: int, layouts: Sequence[KVLayout]) -> None:
         """Bring chunks from host memory into the pages, and wait for that."""
         reader, size = self.reader, self.reader.frame_bytes
         try:
@@ -495,21 +442,21 @@ class DeviceSide(Side):
                 slot = reader.ring[number * size : number * size + self.chunk_bytes]
                 reader.copies.copy(slot, self._load_host[number].tensor)
             reader.work.wait(reader.copies.record())
-            if work.after is not None:
-                reader.work.wait(work.after)
+            if job.after is not None:
+                reader.work.wait(job.after)
             for start, stop in _runs(layouts):
                 frames = [
                     FrameAt(at * size, self.headers[layouts[at]], (at - start) * self._chunk_tokens)
                     for at in range(start, stop)
                 ]
-                paged = self._paged(layouts[start], work, first + start, stop - start)
+                paged = self._paged(layouts[start], job, first + start, stop - start)
                 move = partial(reader.kernels.move, reader.ring, frames, paged, to_pages=True)
                 reader.work.launch(move)
         finally:
             reader.wait()  # after an error too: what was queued until then still writes
 
-    @override
     def close(self) -> None:
+        """Let go of memory: nothing is loaded or stored any more."""
         self._down.record().synchronize()
         client = self._connector.client
         if isinstance(client, CudaClient):
@@ -522,16 +469,15 @@ class DeviceSide(Side):
 
 def _runs(layouts: Sequence[KVLayout]) -> Iterator[tuple[int, int]]:
     """Yield the first and the stop of each run of chunks of one layout."""
-    starts = deque(at for at in range(len(layouts)) if not at or layouts[at] != layouts[at - 1])
-    while starts:
-        yield starts.popleft(), starts[0] if starts else len(layouts)
+    starts = [at for at in range(len(layouts)) if not at or layouts[at] != layouts[at - 1]]
+    yield from zip(starts, [*starts[1:], len(layouts)], strict=True)
 
 
 def _rank_layout(
-    representation: Model, rectangle: Rectangle | None, tokens: int, *, has_windows: bool
+    model: Model, rectangle: Rectangle | None, tokens: int, *, has_windows: bool
 ) -> KVLayout:
-    layout = KVLayout.of(representation, tokens, window=has_windows)
-    return layout if rectangle is None else rectangle.shard(representation, layout).layout
+    layout = KVLayout.of(model, tokens, window=has_windows)
+    return layout if rectangle is None else rectangle.shard(model, layout).layout
 
 
 def _blank_header(layout: KVLayout) -> FrameHeader:
