@@ -43,7 +43,7 @@ class Asking:
         """
         with (
             self.client.resolve(self.tokens, self.ranges, _TRIAL) as resolved,
-            StoreSource(resolved, self.tokens, self.client.representation) as source,
+            StoreSource(resolved, self.tokens, self.client.model) as source,
         ):
             if not source.plan.count("approx"):
                 raise RuntimeError("nothing was found of a prompt whose documents were stored")

@@ -72,11 +72,11 @@ def bulk_against_tcp(folder: Path, chunks: int, repeats: int) -> tuple[int, floa
         out = [empty_tensors(KVLayout.of(MODEL, 256)) for _ in sent]
 
         def put() -> None:
-            client.delete(keys)
-            assert all(put.outcome is PutOutcome.stored for put in client.put(sent))
+            client.delete(keys=keys)
+            assert all(put.outcome is PutOutcome.stored for put in client.put_chunks(sent))
 
         def get() -> None:
-            assert len(client.get(keys, out)) == len(keys)
+            assert len(client.get_chunks(keys, out)) == len(keys)
 
         with raw_stream(size) as receive:
             put_s, _ = paired(put, receive, max(1, repeats // 2))
@@ -90,7 +90,7 @@ def stalled_readers(clients: Sequence[Client], keys: Sequence[ChunkKey]) -> Iter
     """Have gets of *keys* whose readers take nothing, which last for six seconds at most."""
     with ExitStack() as stack:
         for number in range(STALLED_READERS):
-            session = clients[number % len(clients)]._connected().session
+            session = clients[number % len(clients)]._link.connected().session
             entrance = Entrance.of(session.terms, session.connection.address)
             stream = FrameStream(entrance, lambda: False, 5.0)
             stack.callback(stream.close)
@@ -118,15 +118,15 @@ def beside_stalled_readers(folder: Path, chunks: int, rounds: int) -> tuple[floa
         )
         keys, sent = make_chunks(client, chunks, 6)
         more, fresh = make_chunks(client, chunks // 2, 7)
-        client.put(sent)
+        client.put_chunks(sent)
         out = [empty_tensors(KVLayout.of(MODEL, 256)) for _ in sent]
 
         def get() -> None:
-            assert len(client.get(keys, out)) == len(keys)
+            assert len(client.get_chunks(keys, out)) == len(keys)
 
         def put() -> None:
-            client.delete(more)
-            assert all(put.outcome is PutOutcome.stored for put in client.put(fresh))
+            client.delete(keys=more)
+            assert all(put.outcome is PutOutcome.stored for put in client.put_chunks(fresh))
 
         free, beside = [], []
         for _ in range(rounds):

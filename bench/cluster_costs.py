@@ -80,11 +80,11 @@ def _lookup_s(folder: Path) -> float:
         connect(address, TINY) as client,
     ):
         keys, chunks = make_chunks(client, LOOKUP_CHUNKS, 1)
-        client.put(chunks)
+        client.put_chunks(chunks)
         process = psutil.Process(pid)
         before = sum(process.cpu_times()[:2])
         for _ in range(LOOKUPS):
-            with client.lease(keys) as lease:
+            with client.lease(keys=keys) as lease:
                 assert lease.match.ready == len(keys)
         return float(sum(process.cpu_times()[:2]) - before) / LOOKUPS
 

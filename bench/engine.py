@@ -17,7 +17,7 @@ import torch
 
 from bench.report import Report, best_s, paired, parse_flags
 from bench.workload import MODEL, chunk_bytes, connect, make_chunks, serving
-from kvstore.client import Chunk, Client, ClientOptions, PageAxes, PagedKV
+from kvstore.client import Chunk, Client, ClientOptions, PagedCache
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.types import ChunkKey, KVLayout
 
@@ -37,7 +37,7 @@ class Pages:
         shape = [sizes[name] for name in names]
         layers = len(MODEL.layer_groups[0].layer_ids)
         self.tensors = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(layers)]
-        self.kv = PagedKV(MODEL, self.tensors, PageAxes.parse(axes))
+        self.kv = PagedCache(MODEL, self.tensors, axes)
         self.ids = np.random.default_rng(1).permutation(2 * count)[:count].tolist()
         self.order = [["part", "head", "block", "token", "dim"].index(name) for name in names]
 
@@ -45,10 +45,10 @@ class Pages:
 def bench_pages(client: Client, report: Report) -> None:
     """Scatter and gather through shared memory against plain copies."""
     keys, chunks = make_chunks(client, CHUNKS, 1)
-    client.put(chunks)
+    client.put_chunks(chunks)
     ready = [_views(chunk) for chunk in chunks]
     size = chunk_bytes(chunks)
-    for name, axes in (("nhd", "block part token head dim"), ("hnd", "block part head token dim")):
+    for name, axes in (("nhd", "block kv token head dim"), ("hnd", "block kv head token dim")):
         pages = Pages(axes)
         get_s, plain_s = paired(
             partial(_get, client, keys, pages), partial(_index_copy, pages, ready), REPEATS
@@ -65,18 +65,18 @@ def bench_pages(client: Client, report: Report) -> None:
 
 
 def _get(client: Client, keys: Sequence[ChunkKey], pages: Pages) -> None:
-    assert client.get_pages(keys, pages.kv, pages.ids) == CHUNKS
+    assert client.get(keys=keys, out=pages.kv[pages.ids]).chunks == CHUNKS
 
 
 def _bench_put(client: Client, pages: Pages) -> tuple[float, float]:
     """Seconds of a put, and of what torch does of it: blocks to contiguous tensors."""
-    keys = client.keys(list(range(CHUNKS * TOKENS)))
-    put = partial(client.put_pages, keys, pages.kv, pages.ids, CHUNKS * TOKENS)
+    tokens = list(range(CHUNKS * TOKENS))
+    put = partial(client.put, tokens, pages.kv[pages.ids])
     put_s = back_s = float("inf")
     for _ in range(REPEATS):
         put_s = min(put_s, best_s(put, 1))
         back_s = min(back_s, best_s(partial(_index_select, pages), 1))
-        client.delete(keys)
+        client.delete(tokens)
     return put_s, back_s
 
 
@@ -114,12 +114,12 @@ def bench_layers(client: Client, keys: Sequence[ChunkKey], name: str, report: Re
     first_s = layered_s = whole_s = float("inf")
     for _ in range(REPEATS):
         started = time.perf_counter()
-        layers = iter(client.get_layers(keys, out))
+        layers = iter(client.get_chunk_layers(keys, out))
         assert len(next(layers).tensors) == len(keys)
         first_s = min(first_s, time.perf_counter() - started)
         assert [len(layer.tensors) for layer in layers] == [len(keys)] * 7
         layered_s = min(layered_s, time.perf_counter() - started)
-        whole_s = min(whole_s, best_s(lambda: client.get(keys, out), 1))
+        whole_s = min(whole_s, best_s(lambda: client.get_chunks(keys, out), 1))
     report.add(
         f"first_layer_{name}_vs_get", first_s / whole_s, f"{1e3 * first_s:.2f} ms",
         f"get {1e3 * whole_s:.2f} ms; 1 of 8 layers is 0.125",
@@ -142,14 +142,14 @@ def bench_disk(
     first_s = whole_s = float("inf")
     for number in range(3):
         flood(2 * number)
-        assert set(client.lookup(keys).tiers) == {"disk"}
+        assert set(client.lookup(keys=keys).tiers) == {"disk"}
         started = time.perf_counter()
-        layers = iter(client.get_layers(keys, out))
+        layers = iter(client.get_chunk_layers(keys, out))
         next(layers)
         first_s = min(first_s, time.perf_counter() - started)
         assert len(list(layers)) == 7
         flood(2 * number + 1)
-        whole_s = min(whole_s, best_s(lambda: client.get(keys, out), 1))
+        whole_s = min(whole_s, best_s(lambda: client.get_chunks(keys, out), 1))
     report.add(
         f"first_layer_{name}_vs_get", first_s / whole_s, f"{1e3 * first_s:.2f} ms",
         f"get {1e3 * whole_s:.2f} ms",
@@ -169,12 +169,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             with Client(address, MODEL, options) as alone:
                 bench_pages(alone, report)
             keys, chunks = make_chunks(client, CHUNKS, 2)
-            client.put(chunks, durable=True)
+            client.put_chunks(chunks, durable=True)
 
             def flood(number: int) -> None:
                 news, more = make_chunks(client, 40, 100 + number)
-                client.put(more)
-                client.delete(news)
+                client.put_chunks(more)
+                client.delete(keys=news)
 
             options = ClientOptions(transport="grpc", deadline_ms=20_000)
             with Client(address, MODEL, options) as far:

@@ -141,8 +141,9 @@ class Engine:
     def load(self, keys: Sequence[Any]) -> int:
         """Load *keys* into the pages, as a request's load does; return how many were read."""
         from kvstore.client.engines.vllm_copies import LoadWork
+        from kvstore.proto.types import DIGEST_BYTES, ChainDigest
 
-        digests = [self.client._digest(key) for key in keys]
+        digests = [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
         work = LoadWork(digests, self.tables, 0, self.side.mark(), lambda: None, lambda: False)
         read: int = self.side.read(work)
         return read
@@ -184,7 +185,7 @@ def put(engine: Engine, count: int) -> list[Any]:
     """Put *count* chunks of noise, a few at a time, and load them; return their keys."""
     keys, chunks = chunks_of(engine.client, count)
     for at in range(0, count, 8):
-        engine.client.put(chunks[at : at + 8])
+        engine.client.put_chunks(chunks[at : at + 8])
     assert engine.load(keys) == count
     check_pages(engine, chunks)
     return keys
@@ -195,10 +196,10 @@ def chunks_of(client: Any, count: int) -> tuple[list[Any], list[Any]]:
     import numpy as np
 
     from kvstore.client import Chunk
-    from kvstore.client.client import parents
+    from kvstore.client.chunk import parents
 
     keys = client.keys(list(range(TOKENS * count)))
-    layers = len(client.representation.layer_groups[0].layer_ids)
+    layers = len(client.model.layer_groups[0].layer_ids)
     shape = (layers, 2, HEADS, TOKENS, HEAD_DIM)
     noise = np.random.default_rng(7).integers(0, 1 << 16, shape, np.uint16)
     chunks = []

@@ -97,7 +97,7 @@ class Engine:
         found = connector.generate(prompt, max_new_tokens=1, do_sample=False, pad_token_id=0)
         assert found.hit_tokens == STORED_TOKENS, connector.stats()
         keys = connector.client.keys(prompt[0].tolist())
-        connector.client.delete(keys[STORED_TOKENS // CHUNK_TOKENS :])
+        connector.client.delete(keys=keys[STORED_TOKENS // CHUNK_TOKENS :])
         return self._came_s - began_s, int(found.output.sequences[0, -1])
 
 

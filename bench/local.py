@@ -35,7 +35,7 @@ from bench.workload import (
     serving,
 )
 from kvstore.client import Chunk, Client, ClientOptions
-from kvstore.client.client import parents
+from kvstore.client.chunk import parents
 from kvstore.client.connection import Connection
 from kvstore.client.session import Session
 from kvstore.client.tensors import LayerTensors
@@ -70,7 +70,7 @@ def bench_transport(address: str, report: Report) -> None:
         copy_all(chunks, out)
 
         def put() -> None:
-            assert all(put.outcome is PutOutcome.stored for put in client.put(chunks))
+            assert all(put.outcome is PutOutcome.stored for put in client.put_chunks(chunks))
 
         put_s = copy_s = bare_s = float("inf")
         with ring_put(parts_of(chunks)) as bare_put:
@@ -78,7 +78,7 @@ def bench_transport(address: str, report: Report) -> None:
                 put_s = min(put_s, best_s(put, 1))
                 copy_s = min(copy_s, best_s(lambda: copy_all(chunks, out), 1))
                 bare_s = min(bare_s, best_s(bare_put, 1))
-                client.delete(keys)
+                client.delete(keys=keys)
         copied = f"memcpy {size / copy_s / 1e9:.2f} GB/s"
         report.add(
             "shm_put_vs_memcpy", copy_s / put_s, f"put {size / put_s / 1e9:.2f} GB/s",
@@ -91,7 +91,7 @@ def bench_transport(address: str, report: Report) -> None:
         put()
 
         def get() -> None:
-            assert len(client.get(keys, out)) == len(keys)
+            assert len(client.get_chunks(keys, out)) == len(keys)
 
         get_s = copy_s = bare_s = float("inf")
         with summed_get(steps_of(out)) as bare_get:
@@ -110,7 +110,7 @@ def bench_transport(address: str, report: Report) -> None:
         )  # fmt: skip
         check(chunks, out)
     with Client(address, MODEL, ClientOptions(transport="grpc", deadline_ms=20_000)) as client:
-        get_s = best_s(lambda: client.get(keys, out), REPEATS)
+        get_s = best_s(lambda: client.get_chunks(keys, out), REPEATS)
         report.add("grpc_get_gbps", size / get_s / 1e9, f"{size / MIB:.0f} MiB", "bar 0.5")
         check(chunks, out)
 
@@ -123,7 +123,7 @@ def bench_tier(
     best = float("inf")
     for number in range(rounds):
         _leave_on(client, tier, keys, number)
-        best = min(best, best_s(lambda: client.get(keys, out), 1))
+        best = min(best, best_s(lambda: client.get_chunks(keys, out), 1))
         check(chunks, out)
     return best
 
@@ -132,10 +132,10 @@ def _leave_on(client: Client, tier: str, keys: Sequence[ChunkKey], number: int) 
     """Empty CPU memory of *keys*, again where an earlier read had them promoted meanwhile."""
     for _ in range(10):
         _flood(client, number)
-        if set(client.lookup(keys).tiers) == {tier}:
+        if set(client.lookup(keys=keys).tiers) == {tier}:
             return
         time.sleep(0.3)
-    raise AssertionError(client.lookup(keys).tiers)
+    raise AssertionError(client.lookup(keys=keys).tiers)
 
 
 def _flood(client: Client, number: int) -> None:
@@ -144,8 +144,8 @@ def _flood(client: Client, number: int) -> None:
     keys = client.keys(rng.integers(0, 1 << 31, 256 * FLOOD_CHUNKS).tolist())
     tensors = _flood_tensors(client)
     chunks = [Chunk(*chunk) for chunk in zip(keys, tensors, parents(keys), strict=True)]
-    assert all(put.outcome is PutOutcome.stored for put in client.put(chunks))
-    client.delete(keys)
+    assert all(put.outcome is PutOutcome.stored for put in client.put_chunks(chunks))
+    client.delete(keys=keys)
 
 
 @lru_cache(maxsize=1)
@@ -181,7 +181,7 @@ def bench_disk(folder: Path, report: Report) -> None:
     )  # fmt: skip
     with serving(*flags, disk=disk) as (address, _), connect(address, MODEL) as client:
         keys, chunks = make_chunks(client, CHUNKS, 2)
-        client.put(chunks, durable=True)
+        client.put_chunks(chunks, durable=True)
         size = chunk_bytes(chunks)
         out = np.empty(size, np.uint8)
         # The chunks are the first that were put there, one behind the other.
@@ -223,9 +223,9 @@ def bench_redis(folder: Path, report: Report) -> None:
         disk = folder / "none"
         with serving(*flags, disk=disk) as (address, _), connect(address, MODEL) as client:
             keys, chunks = make_chunks(client, CHUNKS, 3)
-            client.put(chunks)
+            client.put_chunks(chunks)
             raw = redis.Redis(port=port)
-            while any("redis" not in {c.tier for c in s.copies} for s in client.stat(keys)):
+            while any("redis" not in {c.tier for c in s.copies} for s in client.stat(keys=keys)):
                 time.sleep(0.05)
             names = [k for k in raw.scan_iter(count=1000) if not bytes(k).endswith(b":m")]
             size = chunk_bytes(chunks)
@@ -258,13 +258,13 @@ def bench_lookup(address: str, report: Report) -> None:
     """One lookup of 128k tokens, all of it stored, leased: time at the client and the server."""
     with connect(address, TINY) as client:
         keys, chunks = make_chunks(client, LOOKUP_TOKENS // 256, 4)
-        client.put(chunks)
+        client.put_chunks(chunks)
         times_s = []
         for _ in range(50):
             started_s = time.perf_counter()
-            match = client.lookup(keys, lease=True)
+            lease = client.lease(keys=keys)
             times_s.append(time.perf_counter() - started_s)
-            assert match.ready == len(keys)
+            assert lease.match.ready == len(keys)
         connection = Connection(address, 1000)
         session = Session(connection, TINY, client.options)
         request = pb.LookupRequest(
@@ -292,18 +292,18 @@ def bench_lease(address: str, report: Report) -> None:
     """Lease a prompt of 128 chunks in memory and look at the first element of each."""
     with connect(address, SMALL) as client:
         keys, chunks = make_chunks(client, LEASE_CHUNKS, 6)
-        client.put(chunks)
+        client.put_chunks(chunks)
         times_s, bare_s = [], []
         with looked_at(LEASE_CHUNKS, *LEASE_PACKETS_BYTES) as look:
             for _ in range(5 * REPEATS):
                 bare_s.append(best_s(look, 1))
                 started_s = time.perf_counter()
-                with client.lease(keys) as lease:
+                with client.lease(keys=keys) as lease:
                     views = [lease.view(index) for index in range(len(keys))]
                     first = [view.layer(0)[0, 0, 0, 0] for view in views if view is not None]
                     times_s.append(time.perf_counter() - started_s)
                 assert len(first) == len(keys)
-        client.delete(keys)
+        client.delete(keys=keys)
     report.add(
         "lease_128_us", float(np.median(times_s)) * 1e6,
         f"median, first element of each; best {1e6 * min(times_s):.0f}",
@@ -329,12 +329,12 @@ def bench_burst(folder: Path, report: Report) -> None:
 
         refused = 0
         for number, (key, parent) in enumerate(zip(keys, parents(keys), strict=True)):
-            (put,) = client.put([Chunk(key, tensors(number), parent)])
+            (put,) = client.put_chunks([Chunk(key, tensors(number), parent)])
             refused += put.outcome is not PutOutcome.stored
         lost = 0
         for start in range(0, BURST_CHUNKS, CHUNKS):
             group = keys[start : start + CHUNKS]
-            found = client.get(group)
+            found = client.get_chunks(group)
             right = sum(
                 all(np.array_equal(a, b) for a, b in zip(got[0][0], want[0][0], strict=True))
                 for got, want in zip(

@@ -97,10 +97,10 @@ def measure_requests(report: Report) -> None:
                 for seed in range(3):  # what is done once is done before the last
                     keys, chunks = make_chunks(client, 1, seed)
                     with tracer.record():
-                        client.put(chunks)
+                        client.put_chunks(chunks)
                     put = tracer.of("rpc-write")
                     with tracer.record():
-                        assert len(client.get(keys)) == 1
+                        assert len(client.get_chunks(keys)) == 1
                     get = tracer.of("rpc")
         finally:
             threading.setprofile(None)
@@ -216,10 +216,10 @@ def measure_client(address: str, report: Report) -> None:
             for seed in range(3):  # what is done once is done before the last
                 keys, chunks = make_chunks(client, 3, seed)
                 with tracer.record():
-                    client.put(chunks)
+                    client.put_chunks(chunks)
                 put = tracer.of(thread)
                 with tracer.record():
-                    assert len(client.get(keys)) == 3
+                    assert len(client.get_chunks(keys)) == 3
                 get = tracer.of(thread)
         finally:
             sys.setprofile(None)

@@ -142,7 +142,7 @@ def two_nodes(folder: Path, *flags: str) -> Iterator[tuple[str, str]]:
 
 def _reached(reader: Client, keys: Sequence[bytes]) -> None:
     until = time.monotonic() + _REACHED_WITHIN_S
-    while reader.lookup(keys).ready < len(keys):  # type: ignore[arg-type]
+    while reader.lookup(keys=keys).ready < len(keys):  # type: ignore[arg-type]
         if time.monotonic() > until:
             raise RuntimeError("the second server does not reach the first")
         time.sleep(0.05)
@@ -160,15 +160,15 @@ def hit_against_raw(folder: Path, chunks: int, repeats: int) -> HitTimes:
         connect(second, MODEL, read_peers=False) as stayer,
     ):
         keys, sent = make_chunks(writer, chunks, 6)
-        writer.put(sent)
+        writer.put_chunks(sent)
         size = chunk_bytes(sent)
         out = [empty_tensors(KVLayout.of(MODEL, 256)) for _ in sent]
         _reached(reader, keys)
 
         def hit(client: Client) -> float:
-            client.delete(keys)
+            client.delete(keys=keys)
             started = time.perf_counter()
-            with client.lease(keys) as lease:
+            with client.lease(keys=keys) as lease:
                 assert len(lease.get(out)) == len(keys)
             # One that has just come may be in its worker's hands still, and is not deleted then.
             is_hit = set(lease.match.tiers) == {"peer"}
@@ -215,7 +215,7 @@ def lookups(folder: Path, count: int, *flags: str) -> tuple[list[float], list[fl
     ):
         prompts = [make_chunks(writer, LOOKUP_CHUNKS, seed) for seed in range(count)]
         for _, chunks in prompts:
-            writer.put(chunks)
+            writer.put_chunks(chunks)
         _reached(reader, prompts[0][0])
         if flags:
             time.sleep(_TOLD_WITHIN_S)
@@ -224,7 +224,7 @@ def lookups(folder: Path, count: int, *flags: str) -> tuple[list[float], list[fl
             absent = reader.keys(rng.integers(0, 1 << 31, 256 * LOOKUP_CHUNKS).tolist())
             for asked, ready, seconds in ((keys, len(keys), found), (absent, 0, missed)):
                 started = time.perf_counter()
-                assert reader.lookup(asked).ready == ready
+                assert reader.lookup(keys=asked).ready == ready
                 seconds.append(time.perf_counter() - started)
     return found, missed
 

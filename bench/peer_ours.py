@@ -22,7 +22,7 @@ from bench.peer_run import Side
 from bench.report import best_s
 from bench.workload import SMALL, check, chunk_bytes, make_chunks, serving
 from kvstore.client import Chunk, Client, ClientOptions
-from kvstore.client.client import parents
+from kvstore.client.chunk import parents
 from kvstore.client.options import TransportName
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.codecs.raw import RawCodec
@@ -160,7 +160,7 @@ class RequestSide:
     def of(cls, client: Client, count: int) -> RequestSide:
         """Make requests of *count* chunks."""
         _, chunks = make_chunks(client, count, 1)
-        layout = KVLayout.of(client.representation, 256)
+        layout = KVLayout.of(client.model, 256)
         return cls(client, chunks, [empty_tensors(layout) for _ in chunks])
 
     @property
@@ -180,14 +180,14 @@ class RequestSide:
         for part in (part for c in self.out for layers in c for p in layers for part in p):
             part[...] = 0
         started = time.perf_counter()
-        puts = self.client.put(chunks)
+        puts = self.client.put_chunks(chunks)
         between = time.perf_counter()
-        found = self.client.get(keys, self.out)
+        found = self.client.get_chunks(keys, self.out)
         ended = time.perf_counter()
         assert all(put.outcome is PutOutcome.stored for put in puts)
         assert len(found) == len(keys)
         check(chunks, self.out)
-        self.client.delete(keys)
+        self.client.delete(keys=keys)
         return between - started, ended - between
 
     def run(self, side: Side, repeats: int) -> None:
@@ -220,16 +220,16 @@ def disk_loads_s(folder: Path, count: int, rounds: int) -> list[float]:
         Client(address, model_of(2), ClientOptions(deadline_ms=DEADLINE_MS)) as client,
     ):
         keys, chunks = make_chunks(client, count, 1)
-        client.put(chunks, durable=True)
-        out = [empty_tensors(KVLayout.of(client.representation, 256)) for _ in chunks]
+        client.put_chunks(chunks, durable=True)
+        out = [empty_tensors(KVLayout.of(client.model, 256)) for _ in chunks]
         seconds = []
         for number in range(rounds):
             others, fresh = make_chunks(client, FLOOD_CHUNKS, 1000 + number)
-            client.put(fresh)
-            client.delete(others)
-            tiers = client.lookup(keys).tiers
+            client.put_chunks(fresh)
+            client.delete(keys=others)
+            tiers = client.lookup(keys=keys).tiers
             assert tiers == ("disk",) * count, tiers
-            seconds.append(best_s(lambda: client.get(keys, out), 1))
+            seconds.append(best_s(lambda: client.get_chunks(keys, out), 1))
             check(chunks, out)
     return seconds
 
@@ -261,7 +261,7 @@ def write_for(address: str, first: int, per_s: float, seconds: float) -> int:
         started = time.monotonic()
         while time.monotonic() - started < seconds:
             (key,) = small_keys(client, first + sent)
-            client.put([Chunk(key, small_tensors(base, first + sent))])
+            client.put_chunks([Chunk(key, small_tensors(base, first + sent))])
             sent += 1
             time.sleep(max(0.0, started + sent / per_s - time.monotonic()))
     return sent
@@ -274,7 +274,7 @@ def read_for(client: Client, count: int, seconds: float) -> tuple[int, int]:
     started = time.monotonic()
     while reads < count or time.monotonic() - started < seconds:
         number = reads % count
-        found = client.get(small_keys(client, number))
+        found = client.get_chunks(small_keys(client, number))
         reads += 1
         right += len(found) == 1 and all(
             np.array_equal(a, b)

@@ -45,7 +45,7 @@ def measure_readable(run: Run, theirs: str) -> None:
             base = small_base()
             for number in range(READABLE_KEYS):
                 (key,) = small_keys(client, number)
-                client.put([Chunk(key, small_tensors(base, number))])
+                client.put_chunks([Chunk(key, small_tensors(base, number))])
             command = [sys.executable, "-m", "bench.peer_ours", address, *WRITES.split()]
             writer = subprocess.Popen(command, stdout=subprocess.PIPE)
             try:

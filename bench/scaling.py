@@ -177,7 +177,7 @@ def scale_clients(folder: Path, report: Report) -> Points:
             stack.enter_context(Client(address, TINY, options)) for _ in range(CLIENT_COUNTS[-1])
         ]
         keys, chunks = make_chunks(clients[0], 512, 1)
-        clients[0].put(chunks)
+        clients[0].put_chunks(chunks)
         pool = stack.enter_context(ThreadPoolExecutor(len(clients)))
         for client in clients:
             _look_up(client, keys, 1)
@@ -199,7 +199,7 @@ def scale_clients(folder: Path, report: Report) -> Points:
 
 def _look_up(client: Client, keys: Sequence[ChunkKey], times: int) -> None:
     for _ in range(times):
-        with client.lease(keys) as lease:
+        with client.lease(keys=keys) as lease:
             assert lease.match.ready == len(keys)
 
 

@@ -25,10 +25,10 @@ from bench.slo_replay import (
     load_all,
     recompute,
 )
-from kvstore.client.client_state import FIRST_GUESS_BYTES_PER_S
 from kvstore.client.levels import LevelledChunk, PlanTerms, later_s
 from kvstore.client.link_meter import LinkMeter
 from kvstore.client.prefill import PrefillModel
+from kvstore.client.server_link import FIRST_GUESS_BYTES_PER_S
 from kvstore.proto.types import Accuracy
 
 CHUNK_TOKENS = 256

@@ -62,7 +62,7 @@ class _DiskGets:
         self._keys = [key for keys, _ in made for key in keys]
         self._chunks = [chunk for _, chunks in made for chunk in chunks]
         for chunk in self._chunks:
-            self._client.put([chunk], durable=True)
+            self._client.put_chunks([chunk], durable=True)
         self.size = chunk_bytes(self._chunks)
         self._out = [empty_tensors(KVLayout.of(MODEL, 256)) for _ in self._keys]
         self.run()
@@ -72,7 +72,7 @@ class _DiskGets:
         """Get one half and then the other, which takes its place in memory; return the seconds."""
         started = perf_counter()
         for half in (slice(0, CHUNKS // 2), slice(CHUNKS // 2, CHUNKS)):
-            assert len(self._client.get(self._keys[half], self._out[half])) == CHUNKS // 2
+            assert len(self._client.get_chunks(self._keys[half], self._out[half])) == CHUNKS // 2
         return perf_counter() - started
 
     def __enter__(self) -> _DiskGets:

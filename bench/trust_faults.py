@@ -121,7 +121,7 @@ def _deaths(report: Report, folder: Path) -> None:
         child = stack.enter_context(ServerChild(place, ["--tiers", "cpu", "--cpu", "64MiB"]))
         client = stack.enter_context(Client(child.address, TINY, options))
         _, chunks = make_chunks(client, 8, seed=1)
-        client.put(chunks)
+        client.put_chunks(chunks)
         for _ in range(DEATHS):
             with _holder(child.address) as process:
                 process.kill()

@@ -127,7 +127,7 @@ def _stored(address: str) -> list[ChunkKey]:
     """Put the chunks that lookups are about, and return their keys."""
     with Client(address, TINY, ClientOptions("grpc", deadline_ms=20_000)) as client:
         keys, chunks = make_chunks(client, HEAVY_KEYS, seed=1)
-        client.put(chunks)
+        client.put_chunks(chunks)
     return keys
 
 
@@ -154,7 +154,7 @@ def _lookups(
 def _is_found(client: Client, keys: Sequence[ChunkKey]) -> bool:
     """Whether a lookup found all; a server that has too much to do may refuse it."""
     try:
-        return client.lookup(keys).ready == len(keys)
+        return client.lookup(keys=keys).ready == len(keys)
     except QuotaExceededError:
         return False
 

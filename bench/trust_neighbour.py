@@ -54,10 +54,10 @@ def _work(client: Client) -> float:
     hits = 0
     for number in np.random.default_rng(3).integers(0, PROMPTS, ASKED).tolist():
         keys, chunks = made[number]
-        if client.get(keys):
+        if client.get_chunks(keys):
             hits += 1
         else:
-            client.put(chunks)
+            client.put_chunks(chunks)
     return hits / ASKED
 
 
@@ -65,5 +65,5 @@ def _make_noise(client: Client, stop: threading.Event, puts: list[int]) -> None:
     seed = 1000
     while not stop.is_set():
         seed += 1
-        client.put(make_chunks(client, 1, seed)[1])
+        client.put_chunks(make_chunks(client, 1, seed)[1])
         puts[0] += 1

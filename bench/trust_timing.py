@@ -39,7 +39,7 @@ def measure(report: Report, folder: Path) -> None:
         victim = stack.enter_context(tenants.client("victim", address, TINY))
         curious = stack.enter_context(tenants.client("curious", address, TINY))
         for seed in range(STORED):
-            victim.put(make_chunks(victim, CHUNKS, seed)[1])
+            victim.put_chunks(make_chunks(victim, CHUNKS, seed)[1])
         for name, client in (("cross_tenant_auc", curious), ("same_tenant_auc", victim)):
             area, stored_us, other_us = _probe(client)
             told = f"median {stored_us:.0f} us stored, {other_us:.0f} us not; {PROBES} probes"
@@ -64,7 +64,7 @@ def _probe(client: Client) -> tuple[float, float, float]:
 
 def _lookup_us(client: Client, keys: Sequence[ChunkKey]) -> float:
     started = perf_counter_ns()
-    client.lookup(keys)
+    client.lookup(keys=keys)
     return (perf_counter_ns() - started) / 1000
 
 

@@ -36,7 +36,7 @@ def measure(report: Report, folder: Path) -> None:
         works = []
         for client in (plain, secure):
             keys, chunks = make_chunks(client, CHUNKS, seed=1)
-            client.put(chunks)
+            client.put_chunks(chunks)
             works.append((client, keys))
         ratio, plain_s, secure_s = in_turns(
             lambda: _look_up(*works[0]), lambda: _look_up(*works[1]), ROUNDS
@@ -49,7 +49,7 @@ def measure(report: Report, folder: Path) -> None:
 
 def _look_up(client: Client, keys: list[ChunkKey]) -> float:
     started = perf_counter()
-    ready = [client.lookup(keys).ready for _ in range(LOOKUPS)]
+    ready = [client.lookup(keys=keys).ready for _ in range(LOOKUPS)]
     taken_s = perf_counter() - started
     assert np.array_equal(ready, [CHUNKS] * LOOKUPS)
     return taken_s

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.client import Chunk, Client, ClientOptions
-from kvstore.client.client import parents
+from kvstore.client.chunk import parents
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.types import (
     ChunkKey,
@@ -73,7 +73,7 @@ def make_chunks(client: Client, count: int, seed: int) -> tuple[list[ChunkKey], 
     keys = client.keys(rng.integers(0, 1 << 31, 256 * count).tolist())
     chunks = []
     for key, parent in zip(keys, parents(keys), strict=True):
-        tensors = empty_tensors(KVLayout.of(client.representation, 256))
+        tensors = empty_tensors(KVLayout.of(client.model, 256))
         for part in (part for layers in tensors for parts in layers for part in parts):
             part[...] = rng.standard_normal(part.shape, np.float32).view(np.uint32) >> 16
         chunks.append(Chunk(key, tensors, parent))

@@ -18,8 +18,8 @@ from kvstore.cli.access import given_access
 from kvstore.cli.progress import followed
 from kvstore.cli.status import readable_size
 from kvstore.cli.tables import Grid, open_console
-from kvstore.client.chunk import Chunk
-from kvstore.client.client import Client, parents
+from kvstore.client.chunk import Chunk, parents
+from kvstore.client.client import Client
 from kvstore.client.options import ClientOptions, TransportName
 from kvstore.codecs.base import CODECS, ChunkTensors, Part, codec_by_name, empty_tensors
 from kvstore.codecs.speed import CodecSpeed, make_sample, measure
@@ -149,8 +149,8 @@ def bench(terms: BenchTerms) -> Benched:
     count, clock = terms.chunks, time.perf_counter
     client = made_up_client(terms.address, terms.chunk_bytes, "bench", DEADLINE_MS, terms.transport)
     with client:
-        layout = KVLayout.of(client.representation, MIN_CHUNK_TOKENS)
-        made = [noise(client.representation, seed) for seed in range(min(_PATTERNS, count))]
+        layout = KVLayout.of(client.model, MIN_CHUNK_TOKENS)
+        made = [noise(client.model, seed) for seed in range(min(_PATTERNS, count))]
         tensors = [made[at % len(made)] for at in range(count)]
         tokens = np.random.default_rng().integers(0, 1 << 31, count * MIN_CHUNK_TOKENS)
         keys = client.keys(tokens.tolist())
@@ -162,14 +162,14 @@ def bench(terms: BenchTerms) -> Benched:
         out = [empty_tensors(layout) for _ in keys]
         try:
             began = clock()
-            outcomes = [put.outcome for put in client.put(chunks)]
+            outcomes = [put.outcome for put in client.put_chunks(chunks)]
             put = clock()
-            ready = client.lookup(keys).ready
+            ready = client.lookup(keys=keys).ready
             found = clock()
-            got = len(client.get(keys[:ready], out[:ready])) if ready else 0
+            got = len(client.get_chunks(keys[:ready], out[:ready])) if ready else 0
             read = clock()
         finally:
-            client.delete(keys)
+            client.delete(keys=keys)
     right = sum(
         all(map(np.array_equal, _parts(mine), _parts(theirs)))
         for mine, theirs in zip(tensors, out[:got], strict=False)

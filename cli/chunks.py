@@ -207,7 +207,12 @@ def pin(  # noqa: PLR0913 - each is an option
     with _usage():
         ttl_ms = parse_duration_ms(lasting)
         where = _where(address, space, None, tenant)
-        _keep(where, (keys or [], prefix), lambda client, some: client.pin(some, ttl_ms), as_json)
+        _keep(
+            where,
+            (keys or [], prefix),
+            lambda client, some: client.pin(keys=some, ttl=ttl_ms / 1000),
+            as_json,
+        )
 
 
 def unpin(
@@ -221,7 +226,7 @@ def unpin(
     """End the pins of chunks; exits with 1 unless all had one."""
     with _usage():
         where = _where(address, space, None, tenant)
-        _keep(where, (keys or [], prefix), lambda client, some: client.unpin(some), as_json)
+        _keep(where, (keys or [], prefix), lambda client, some: client.unpin(keys=some), as_json)
 
 
 def _keep(

@@ -25,11 +25,9 @@ def get_chunk(where: Where, name: str, out: Path, *, lossy: bool) -> tuple[Frame
         if found is None:
             return None
         place, key = found
-        frame = place.client.frame(
-            key, min_accuracy=Accuracy.approximate if lossy else Accuracy.exact
-        )
+        frame = place.client.frame(key, accuracy=Accuracy.approximate if lossy else Accuracy.exact)
         if frame is None:
             return None
         header, data = frame
-        kind = as_message(pb.Representation, place.client.representation)
+        kind = as_message(pb.Representation, place.client.model)
         return header, write_chunk(out, header, data, kind)

@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-from kvstore import __version__
 from kvstore.cli import care, chunks
 from kvstore.cli.access import Ca, Cert, Key, Tls, TokenFile, remember
 from kvstore.cli.blend import blend_app, compare_copies
@@ -21,6 +20,7 @@ from kvstore.cli.manual import Manual
 from kvstore.cli.server_address import DEFAULT_ADDRESS, Address, AddressArgument, one_of
 from kvstore.cli.trace import trace_app
 from kvstore.cli.trust import audit_app, keys_app, quota_app, token_app
+from kvstore.proto import __version__
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 
 DEMO_TOKENS = 900

@@ -36,7 +36,7 @@ def put_files(
                 key, chunk.tensors, parent, chunk.position, chunk.prefill_flops, chunk.content,
                 chunk.layout,
             )  # fmt: skip
-            yield key, client.put([named], durable=durable)[0]
+            yield key, client.put_chunks([named], durable=durable)[0]
 
 
 def _kind_of(where: Where, chunk: ChunkFile, path: Path) -> pb.Representation:

@@ -46,16 +46,16 @@ def stat_chunk(where: Where, name: str) -> ChunkFacts | None:
         if found is None:
             return None
         place, key = found
-        known = place.client.stat([key], ranks=True)
+        known = place.client.stat(keys=[key], ranks=True)
         if not known:
             return None
         header, damage = None, ""
         try:
-            frame = place.client.frame(key, min_accuracy=Accuracy.approximate)
+            frame = place.client.frame(key, accuracy=Accuracy.approximate)
             header = frame[0] if frame is not None else None
         except (ChunkCorruptError, InvalidFrameError) as error:
             damage = str(error)
-        kind = as_message(pb.Representation, place.client.representation)
+        kind = as_message(pb.Representation, place.client.model)
         return ChunkFacts(key, known[0], kind, header, damage)
 
 

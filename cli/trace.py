@@ -234,7 +234,7 @@ def replay_trace(path: Path, terms: ReplayTerms) -> Replayed:
     trace = make_blocks(read_trace(path))
     done = Replayed(min(trace.requests, terms.limit_requests or trace.requests))
     with made_up_client(terms.address, terms.chunk_bytes, "trace-replay", DEADLINE_MS) as client:
-        tensors = noise(client.representation)
+        tensors = noise(client.model)
         started = time.monotonic()
         for at in range(done.requests):
             if terms.speed:
@@ -244,7 +244,7 @@ def replay_trace(path: Path, terms: ReplayTerms) -> Replayed:
                 known = int(trace.known[at])
                 done.blocks += known
                 keys = _keys(client, chain.tolist(), terms.run)
-                with client.lease(keys) as lease:
+                with client.lease(keys=keys) as lease:
                     done.hit_blocks += min(lease.match.ready, known)
                     _put_rest(client, keys, lease.match.ready, tensors, done)
         done.spent_s = round(time.monotonic() - started, 3)
@@ -259,8 +259,7 @@ def _keys(client: Client, rows: list[int], run: int) -> list[ChunkKey]:
 def _put_rest(
     client: Client, keys: list[ChunkKey], ready: int, tensors: ChunkTensors, done: Replayed
 ) -> None:
-    from kvstore.client.chunk import Chunk
-    from kvstore.client.client import parents
+    from kvstore.client.chunk import Chunk, parents
     from kvstore.proto.types import MIN_CHUNK_TOKENS, PutOutcome
 
     above = parents(keys)
@@ -269,6 +268,6 @@ def _put_rest(
             Chunk(keys[at], tensors, above[at], position=MIN_CHUNK_TOKENS * at)
             for at in range(start, min(start + _BATCH_CHUNKS, len(keys)))
         ]
-        outcomes = [put.outcome for put in client.put(chunks)]
+        outcomes = [put.outcome for put in client.put_chunks(chunks)]
         done.stored += outcomes.count(PutOutcome.stored)
         done.refused += outcomes.count(PutOutcome.refused)

@@ -190,7 +190,7 @@ class BlendTrials:
                 finally:
                     named = client.name_segments(*stored)
                     digests = [chunk.digest for segment in named for chunk in segment.chunks]
-                    client.delete([chunk_key(client.namespace, digest) for digest in digests])
+                    client.delete(keys=[chunk_key(client.namespace, digest) for digest in digests])
                 if done.shadow is None or done.gate is None:
                     idle += 1
                     if idle == MAX_IDLE:

@@ -5,7 +5,8 @@ from kvstore.client.aio import AsyncClient as AsyncClient
 from kvstore.client.chunk import Chunk as Chunk
 from kvstore.client.chunk import PlannedChunk as PlannedChunk
 from kvstore.client.client import Client as Client
+from kvstore.client.client import Hit as Hit
+from kvstore.client.lease import Lease as Lease
 from kvstore.client.options import ClientOptions as ClientOptions
-from kvstore.client.pages import PageAxes as PageAxes
-from kvstore.client.pages import PagedKV as PagedKV
+from kvstore.client.paged_cache import PagedCache as PagedCache
 from kvstore.client.rectangle import Rectangle as Rectangle

@@ -32,7 +32,7 @@ class Chunk:
     """Tensors under the key that names them.
 
     ``tensors``: components, then layers, then parts (K and V), each (kv_heads, tokens,
-    head_dim), numpy or torch on the CPU, any strides, or in blocks (``PagedKV.tensors``).
+    head_dim), numpy or torch on the CPU, any strides, or in blocks (``PagedCache``).
     ``parent`` is the chain digest of the chunk before this one. ``position`` is the index of
     the first token in its prompt. ``layout`` says what there is of the end of a chunk of a model
     with window or state layers (``KVLayout.of``); None says all of it, which is told by attention.
@@ -140,6 +140,11 @@ class DeviceChunk:
 
     def __post_init__(self) -> None:
         check_naming(self)
+
+
+def parents(keys: Sequence[ChunkKey]) -> Sequence[ChainDigest]:
+    """Return the parent digest of each key of a chain."""
+    return [ROOT, *(ChainDigest(key[DIGEST_BYTES:]) for key in keys[:-1])][: len(keys)]
 
 
 def check_naming(chunk: Chunk | PlannedChunk | DeviceChunk) -> None:

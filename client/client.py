@@ -2,75 +2,391 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from types import TracebackType
+from typing import Any, ClassVar, Self, TypeAlias
+from weakref import finalize, ref
 
-from typing_extensions import override
-
-from kvstore.client.batches import batches, digest_batches, joined, match_from_message, prefix_plan
-from kvstore.client.chunk import Chunk
-from kvstore.client.decode import given
-from kvstore.client.engine_calls import EngineCalls, check_frame_bytes, check_out
-from kvstore.client.events import Following
-from kvstore.client.keeping import Keeping, check_wait
-from kvstore.client.lease import ChunkLease
-from kvstore.client.options import MAX_DEADLINE_MS
-from kvstore.client.outgoing import OutgoingShard
+from kvstore.client import chunk_reads, resolving
+from kvstore.client.batch_plans import plan_batch
+from kvstore.client.blend.segments import NamedSegment, SegmentRange, name_segments
+from kvstore.client.chunk import Chunk, PlannedChunk
+from kvstore.client.chunk_puts import put_by_layers, put_whole
+from kvstore.client.decode import Layer, Room, given
+from kvstore.client.events import EventStream, Place
+from kvstore.client.forks import FORKS
+from kvstore.client.kv import KV, Prompt, empty_kv, first_tokens, kv_of
+from kvstore.client.layer_sink import PutTerms
+from kvstore.client.layered_put import LayeredPut
+from kvstore.client.lease import Lease
+from kvstore.client.levelled_get import Levelled
+from kvstore.client.levels import PlanTerms
+from kvstore.client.lookups import look_up, prefix_plan, viewer
+from kvstore.client.options import MAX_DEADLINE_MS, MAX_NAME_CHARS, ClientOptions
 from kvstore.client.page_names import page_digests
 from kvstore.client.rectangle import Rectangle
-from kvstore.client.resolving import Resolving
-from kvstore.client.retry import countdown
-from kvstore.client.session import Session
+from kvstore.client.rectangle_room import RectangleRoom
+from kvstore.client.server_link import LeftMs, ServerLink
+from kvstore.client.shm import ShmTransport
 from kvstore.client.tensors import LayerTensors
-from kvstore.client.transport import Outgoing, Put, Transport
-from kvstore.client.view import View
+from kvstore.client.transport import Put, Transport
+from kvstore.codecs.asset_shelf import ASSETS
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import DeadlineError, TierUnavailableError
-from kvstore.proto.frame import FrameTemplate
+from kvstore.proto.blend import GateView
+from kvstore.proto.errors import (
+    InvalidRequestError,
+    check_text,
+)
+from kvstore.proto.frame import FrameHeader
 from kvstore.proto.keys import chain_digests, chunk_key
 from kvstore.proto.messages import accuracy_number, engine_to_message
-from kvstore.proto.plans import NO_HINTS, EngineTerms, Hints, PrefillModel
+from kvstore.proto.plans import (
+    MAX_HANDOVER_MS,
+    NO_HINTS,
+    EngineTerms,
+    Hints,
+    PlannedBatch,
+)
 from kvstore.proto.types import (
-    DIGEST_BYTES,
-    ROOT,
     Accuracy,
-    ChainDigest,
     ChunkKey,
     Match,
-    Shard,
+    Model,
+    Namespace,
     Stated,
 )
 
+LAYERED_PUT_S = 60.0
+"""What a forward pass over a long prompt may take."""
+MAX_TTL_S = ((1 << 32) - 1) / 1000
+MAX_WAIT_S = MAX_HANDOVER_MS / 2000
 
-class Client(Keeping, EngineCalls, Resolving, Following):
-    """Put, look up and get chunks of one Model. Thread-safe.
+Tokens: TypeAlias = Sequence[int] | None
+Keys: TypeAlias = Sequence[ChunkKey] | None
+"""In place of a prompt's tokens the names of its chunks: of a call one of the two is given."""
 
-    Connects at the first call, and again after the server restarted. Every method raises
-    KVStoreErrors only and returns within ``options.deadline_ms`` plus 50 ms a round trip.
-    A miss is an answer: a Match of 0, a shorter list.
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What a ``get`` found: the first ``tokens`` of the prompt, in ``chunks`` that were read.
+
+    ``tiers``: where each chunk came from. ``kv``: the tensors, where no ``out`` was given.
     """
 
-    def keys(self, tokens: Sequence[int], extra: Sequence[bytes] = ()) -> list[ChunkKey]:
-        """Name the chunks of a prompt. *extra*: cache salt, multimodal hashes, in order."""
-        space = self.namespace
-        size = self.options.chunk_tokens
-        is_sglangs = self.options.sglang_names and not extra
-        digests = page_digests(tokens, size) if is_sglangs else chain_digests(tokens, size, extra)
-        return [chunk_key(space, digest) for digest in digests]
+    tokens: int
+    chunks: int
+    tiers: tuple[str, ...]
+    kv: Any = None
+
+
+class Client:
+    """Put, look up and get the KV of one Model. Thread-safe.
+
+    Calls take a prompt's *tokens*, or as *keys* the names of its chunks. It connects at the first
+    call, and again after the server restarted. Every method raises KVStoreErrors only and returns
+    within its timeout, ``options.deadline_ms`` unless given, plus 50 ms a round trip. A miss is an
+    answer: a Hit of 0 tokens, a Match of 0, a shorter list.
+    """
+
+    shared_memory: ClassVar[type[ShmTransport]] = ShmTransport
+    """How it reads a server on this host."""
+
+    def __init__(self, address: str, model: Model, options: ClientOptions | None = None) -> None:
+        self.model = model
+        self.options = options or ClientOptions()
+        if self.options.assets is not None:
+            ASSETS.load_folder(self.options.assets)
+        self.address = address
+        self.counts: Callable[[], Mapping[str, int]] = dict
+        """Returns what the engine counted, for ``kvstore explain``; each heartbeat reports it."""
+        client = ref(self)  # the session's thread must not keep the client
+
+        def counts() -> Mapping[str, int]:
+            found = client()
+            return {} if found is None else found.counts()
+
+        self._link = ServerLink(address, model, self.options, counts, self.shared_memory)
+        _ = self._link.connection  # which raises for an access that will not do
+        self._end = self._ends()
+        FORKS.watch(self._after_fork)
+
+    def _ends(self) -> finalize[[], Self]:
+        """Have a client that is dropped end what it has open; a process that ends need not."""
+        end = finalize(self, self._link.drop)
+        end.atexit = False
+        return end
+
+    def _after_fork(self) -> None:
+        """In a child: leave all to the parent, and connect anew at the next call."""
+        self._end.detach()
+        self._link = self._link.left()
+        self._end = self._ends()
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, Model, ClientOptions]]:
+        """Have another process make a client of the same server."""
+        return type(self), (self.address, self.model, self.options)
+
+    def close(self) -> None:
+        """End the session and close the connection. Idempotent."""
+        self._link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # --- the session
+
+    @property
+    def namespace(self) -> Namespace:
+        """The first half of every key of this client; opens a session if need be."""
+        return self._link.connected().session.terms.namespace
+
+    @property
+    def transport_name(self) -> str:
+        """How bytes travel: ``shm``, ``tcp`` or ``grpc``."""
+        return self._link.connected().name
+
+    @property
+    def boot_id(self) -> int:
+        """The server's start that the session belongs to."""
+        return self._link.connected().session.terms.boot_id
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a session, as far as is known here; asks nobody."""
+        return self._link.transport is not None
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether calls fail at once for a while, as the server did not answer the last one."""
+        return self._link.connection.gate.is_shut
 
     @property
     def weighs(self) -> bool:
-        """Whether the server that we have a session with has a use for ``Chunk.importance``."""
-        transport = self._transport
+        """Whether the server of the open session has a use for ``Chunk.importance``."""
+        transport = self._link.transport
         return transport is not None and transport.session.terms.weighs
 
-    # --- data
+    def end_if_hung(self) -> bool:
+        """Whether the server hangs; if so, calls that wait for it fail now, as if it were late.
 
-    @override
+        A server on this host that neither answers nor runs does, one that takes its time does
+        not; of others one that does not even refuse a call. Takes some 20 ms; a quarter of a second
+        while there is no session, as nothing is known of its answers.
+        """
+        return self._link.end_if_hung()
+
+    def send_counts(self) -> None:
+        """Report what ``counts`` returns, as heartbeats do; opens a session if need be."""
+        self._link.run(lambda transport, _: transport.session.heartbeat())
+
+    # --- prompts
+
+    def keys(self, tokens: Sequence[int], extra: Sequence[bytes] = ()) -> list[ChunkKey]:
+        """Name the chunks of a prompt. *extra*: cache salt, multimodal hashes, in order."""
+        size = self.options.chunk_tokens
+        is_sglangs = self.options.sglang_names and not extra
+        digests = page_digests(tokens, size) if is_sglangs else chain_digests(tokens, size, extra)
+        space = self.namespace
+        return [chunk_key(space, digest) for digest in digests]
+
+    def _named(self, tokens: Tokens, keys: Keys) -> Sequence[ChunkKey]:
+        if (tokens is None) == (keys is None):
+            raise InvalidRequestError("keys", keys, "give tokens or keys, one of them")
+        return self.keys(tokens) if tokens is not None else keys or ()
+
+    def get(
+        self,
+        tokens: Tokens = None,
+        *,
+        keys: Keys = None,
+        out: KV | None = None,
+        start: int = 0,
+        timeout: float | None = None,
+        accuracy: Accuracy = Accuracy.exact,
+    ) -> Hit:
+        """Read the longest prefix of a prompt that is there in time, verified.
+
+        It is written to *out* (see KV), which has room for all tokens; what lies there past
+        ``hit.tokens`` is not to be used. Without *out* new tensors are returned. The caller has
+        the first *start* tokens: chunks that end before are not read, and count as found.
+        Below an exact *accuracy* any chunk may be restored from a lossy copy: neither it nor what
+        is computed from it is to be put.
+        """
+        prompt = self._prompt(tokens, keys, start)
+        fresh = empty_kv(self.model, prompt.stop) if out is None else None
+        room = self._target(prompt, fresh if out is None else out)
+        prefix = self._prefix(prompt.keys, room, accuracy, timeout)
+        chunks = len(prefix.tensors)
+        reached = prompt.reached(chunks)
+        kv = None if fresh is None else first_tokens(fresh, reached)
+        return Hit(reached, chunks, tuple(copy.tier for copy in prefix.copies), kv)
+
     def put(
+        self,
+        tokens: Sequence[int],
+        kv: KV,
+        *,
+        start: int = 0,
+        ttl: float | None = None,
+        durable: bool = False,
+        hints: Hints = NO_HINTS,
+    ) -> list[Put]:
+        """Store the KV of a prompt; return what became of each of its chunks.
+
+        *kv* (see KV) is that of all tokens. Chunks that end within the first *start* tokens are
+        left out; so is a rest of less than 16 tokens. They are forgotten after *ttl* seconds.
+        With *durable* it returns once they would survive a power cut.
+        """
+        prompt = self._prompt(tokens, None, start)
+        held = kv_of("kv", kv, self.model, prompt.stop, is_target=False)
+        if ttl is not None:
+            hints = replace(hints, ttl_ms=milliseconds("ttl", ttl, MAX_TTL_S))
+        named = zip(prompt.keys, prompt.parents, prompt.spans, strict=True)
+        chunks = [Chunk(key, held.chunk(*span), parent, span[0]) for key, parent, span in named]
+        return self.put_chunks(chunks, durable=durable, hints=hints)
+
+    def lookup(
+        self,
+        tokens: Tokens = None,
+        *,
+        keys: Keys = None,
+        accuracy: Accuracy = Accuracy.exact,
+        engine: EngineTerms | None = None,
+        wait: float = 0.0,
+        timeout: float | None = None,
+    ) -> Match:
+        """Find the longest prefix that can be read now, in one round trip.
+
+        One for each batch of a prompt that is longer than the server takes in a request, up to
+        the first that is not ready whole. With *engine* the match has a ``plan``: which chunks to
+        load and which to recompute, never slower than to recompute all. An engine with a deadline
+        uses ``get_levelled`` instead, which also weighs at which level to load each chunk. The
+        answer waits *wait* seconds at most until chunks are here that others are putting or have
+        announced.
+        """
+        names = self._named(tokens, keys)
+        if engine is not None and not engine.prompt_tokens:
+            count = len(names) * self.options.chunk_tokens if tokens is None else len(tokens)
+            engine = replace(engine, prompt_tokens=count)
+        request = pb.LookupRequest(
+            min_accuracy=accuracy_number(accuracy),
+            prefill=engine_to_message(engine),
+            wait_ms=milliseconds("wait", wait, MAX_WAIT_S),
+        )
+        match = look_up(self._link, names, request, self._deadline_ms(timeout)).match
+        if engine is not None and match.plan is None and names:
+            plan = prefix_plan(match, self.options.chunk_tokens, len(names), engine)
+            match = replace(match, plan=plan)
+        return match
+
+    def lease(
+        self,
+        tokens: Tokens = None,
+        *,
+        keys: Keys = None,
+        accuracy: Accuracy = Accuracy.exact,
+    ) -> Lease:
+        """Look a prompt up and keep what is ready from eviction until the lease is released.
+
+        Views and gets of the lease are of *accuracy* or better, too.
+        """
+        names = self._named(tokens, keys)
+        request = pb.LookupRequest(lease=True, places=True, min_accuracy=accuracy_number(accuracy))
+        found = look_up(self._link, names, request, self.options.deadline_ms)
+        ready = names[: found.match.ready]
+        leases, deadline_ms = found.match.leases, self.options.deadline_ms
+
+        def read(out: Sequence[LayerTensors] | None) -> list[ChunkTensors]:
+            room = _room(ready, out)
+            request = chunk_reads.ChunkRequest(ready, room, accuracy, deadline_ms, leases)
+            return chunk_reads.read_prefix(self._link, request).tensors
+
+        return Lease(ready, found.match, read, self._link.release, viewer(found, ready))
+
+    def get_layers(
+        self,
+        tokens: Tokens = None,
+        *,
+        keys: Keys = None,
+        out: KV | None = None,
+        start: int = 0,
+        timeout: float | None = None,
+        accuracy: Accuracy = Accuracy.exact,
+    ) -> Generator[Layer, None, None]:
+        """Read like ``get``, and yield each layer of the model as soon as it is there, verified.
+
+        A chunk that is late or proves wrong ends the prefix: the layers after it have fewer
+        chunks, and when none is left no more layers come. So what was read is what the last of
+        all layers has. The timeout is that of the whole get. Run the iterator to its end or
+        close it: it keeps the chunks from eviction. No more than MAX_OPEN_BATCHES batches of chunks
+        come, as each is a stream that stays open until the last layer.
+        """
+        prompt = self._prompt(tokens, keys, start)
+        room = given(None) if out is None else self._target(prompt, out)
+        return self._layers(prompt.keys, room, accuracy, timeout)
+
+    def put_layers(
+        self,
+        tokens: Sequence[int],
+        *,
+        start: int = 0,
+        durable: bool = False,
+        timeout: float = LAYERED_PUT_S,
+        hints: Hints = NO_HINTS,
+    ) -> LayeredPut:
+        """Begin to store a prompt whose layers come as the engine finishes them; see LayeredPut.
+
+        Chunks are those of ``put``. All of it has to be over within *timeout* seconds.
+        """
+        prompt = self._prompt(tokens, None, start)
+        named = zip(prompt.keys, prompt.parents, prompt.spans, strict=True)
+        chunks = [PlannedChunk(key, stop - at, parent, at) for key, parent, (at, stop) in named]
+        put = self.put_chunk_layers(chunks, durable=durable, timeout=timeout, hints=hints)
+        put.spans = prompt.spans
+        return put
+
+    # --- chunks, for who names and cuts them
+
+    def get_chunks(
+        self,
+        keys: Sequence[ChunkKey],
+        out: Sequence[LayerTensors] | Room | None = None,
+        *,
+        accuracy: Accuracy = Accuracy.exact,
+        stated: list[Stated] | None = None,
+        rectangle: Rectangle | None = None,
+        timeout: float | None = None,
+    ) -> list[ChunkTensors]:
+        """Read the longest prefix of *keys* that is there in time, verified.
+
+        Tensors come as arrays of unsigned integers of the dtype's size, to be viewed as it, or
+        are written into *out*: one entry a key, numpy or torch, or ``out(i, layout)``, which
+        returns tensors of that layout. That is called by several threads, in any order; a window or
+        state that is not wanted has no layers there, and is neither read from shared memory or a
+        file nor verified. What lies in *out* past the returned length is not to be used. *stated*,
+        a list, is filled with what the copy of each chunk that is returned states. With a
+        *rectangle* tensors, layouts and *out* are what one rank has of each chunk.
+        """
+        room = chunk_reads.stoppable(_room(keys, out))
+        if rectangle is not None:
+            room = RectangleRoom(room, rectangle, self.model)
+        prefix = self._prefix(keys, room, accuracy, timeout)
+        if stated is not None:
+            stated[:] = [copy.stated for copy in prefix.copies]
+        return prefix.tensors
+
+    def put_chunks(
         self,
         chunks: Sequence[Chunk],
         *,
@@ -80,207 +396,248 @@ class Client(Keeping, EngineCalls, Resolving, Following):
     ) -> list[Put]:
         """Store chunks; with *durable* return once they would survive a power cut.
 
-        *hints* are of all of them; who has nothing to say leaves them out. With a *rectangle* the
-        tensors are those of one rank: the outcome is ``pending`` until other ranks have put the
-        rest of a chunk, and ``stored`` for the one that makes it whole.
+        With a *rectangle* the tensors are those of one rank: the outcome is ``pending`` until
+        other ranks have put the rest of a chunk, and ``stored`` for the one that makes it whole.
         Raises LayoutMismatchError or ModelError before anything is sent when a
         chunk is not of this client's Model.
         """
-        if not chunks:
-            return []
+        return put_whole(self._link, chunks, rectangle, hints, durable=durable)
 
-        def work(transport: Transport) -> list[Put]:
-            left_ms = countdown(self.options.deadline_ms)
-            outgoing = [self._outgoing(transport.session, chunk, rectangle) for chunk in chunks]
-            if any(chunk.importance is not None for chunk in chunks):
-                self._weigh(transport, chunks, outgoing, left_ms)
-            results: list[Put] = []
-            for _, batch in batches(outgoing, transport.session.terms.max_batch_chunks):
-                results += transport.put(
-                    batch,
-                    durable=durable,
-                    deadline_ms=left_ms(),
-                    hints=hints,
-                )
-            return results
-
-        return self._with_session(work)
-
-    def _weigh(
-        self,
-        transport: Transport,
-        chunks: Sequence[Chunk],
-        outgoing: Sequence[Outgoing],
-        left_ms: Callable[[], int],
-    ) -> None:
-        """Say which tokens matter, ahead of the chunks, where a codec has a use for it; a server
-        that does not hear it codes all alike.
-        """
-        pairs = zip(chunks, outgoing, strict=True)
-        weights = [(one.key, one.weights(out.template.layout.tokens)) for one, out in pairs]
-        told = [(key, each) for key, each in weights if each and transport.session.terms.weighs]
-        for _, batch in batches(told, transport.session.terms.max_batch_chunks) if told else ():
-            request = pb.WeighRequest(
-                session_id=transport.session.terms.session_id,
-                digests=self._digests([key for key, _ in batch]),
-                weights=[each for _, each in batch],
-            )
-            with suppress(TierUnavailableError, DeadlineError):
-                self._connection.call("Weigh", request, left_ms(), pb.WeighResponse)
-
-    def _outgoing(
-        self, session: Session, chunk: Chunk, rectangle: Rectangle | None = None
-    ) -> Outgoing:
-        self._digest(chunk.key)
-        shard: Shard | None = None
-        if rectangle is None:
-            layout, arrays = chunk.arrays(self.representation)
-        else:
-            shard, arrays = rectangle.arrays(self.representation, chunk)
-            layout = shard.whole
-        template = FrameTemplate(
-            chunk.key, chunk.parent, session.representation_digest, chunk.content, layout,
-            chunk.position, chunk.prefill_flops,
-        )  # fmt: skip
-        check_frame_bytes(session, layout)
-        if shard is not None:
-            return OutgoingShard(template, arrays, shard)
-        return Outgoing(template, arrays)
-
-    def lookup(
-        self,
-        keys: Sequence[ChunkKey],
-        *,
-        lease: bool = False,
-        min_accuracy: Accuracy = Accuracy.exact,
-        prefill: PrefillModel | None = None,
-        prompt_tokens: int = 0,
-        wait_ms: int = 0,
-    ) -> Match:
-        """Find the longest prefix of *keys* that can be read now.
-
-        One round trip; one for each batch of a prompt that is longer than the server takes in a
-        request, up to the first that is not ready whole.
-
-        With *prefill*, what the engine takes, the match has a ``plan``: which chunks to load and
-        which to recompute, never slower than to recompute all. *prompt_tokens* are those of the
-        whole prompt, behind its last chunk too. An engine with a deadline gives the same model
-        to ``get_levelled``, which also weighs at which level to load each chunk:
-
-            client.get_levelled(keys, PlanTerms(deadline_s, prefill, decode_bytes_per_s))
-
-        With *wait_ms* the answer waits, for so long at most, until the chunks are here that
-        others are putting or have announced.
-        """
-        least = accuracy_number(min_accuracy)
-        tokens = prompt_tokens or len(keys) * self.options.chunk_tokens
-        engine = EngineTerms(prefill, tokens) if prefill is not None else None
-        request = pb.LookupRequest(
-            lease=lease,
-            min_accuracy=least,
-            prefill=engine_to_message(engine),
-            wait_ms=check_wait(wait_ms),
-        )
-        match = self._look(keys, request)[0]
-        if prefill is not None and match.plan is None and keys:
-            plan = prefix_plan(match, self.options.chunk_tokens, len(keys), tokens, prefill)
-            match = replace(match, plan=plan)
-        return match
-
-    def _look(
-        self, keys: Sequence[ChunkKey], request: pb.LookupRequest
-    ) -> tuple[Match, Sequence[bytes], Transport]:
-        """Look up *keys*; return the match, the places that each batch brought, and by which
-        transport.
-        """
-
-        def work(transport: Transport) -> tuple[Match, Sequence[bytes], Transport]:
-            parts = digest_batches(self._digests(keys), transport.session.terms.max_batch_chunks)
-            matches: list[Match] = []
-            places: list[bytes] = []
-            try:
-                for reply, count in self._replies(transport, request, parts):
-                    matches.append(match_from_message(reply, count))
-                    places.append(reply.places)
-                    if matches[-1].ready < count:  # so nothing behind it is of use
-                        break
-            except BaseException:
-                self._release([lease for match in matches for lease in match.leases])
-                raise
-            return joined(matches, len(keys)), places, transport
-
-        return self._with_session(work)
-
-    def _replies(
-        self, transport: Transport, asked: pb.LookupRequest, parts: Sequence[bytes]
-    ) -> Iterator[tuple[pb.LookupResponse, int]]:
-        """Yield the answer about each of *parts* and how many chunks that is of."""
-        request = pb.LookupRequest()
-        request.CopyFrom(asked)
-        request.session_id = transport.session.terms.session_id
-        deadline_ms = asked.deadline_ms or self.options.deadline_ms
-        patience_ms = min(deadline_ms + asked.wait_ms, MAX_DEADLINE_MS)
-        left_ms = countdown(patience_ms)
-        for part in parts:
-            request.digests, request.deadline_ms = part, left_ms()
-            request.wait_ms = max(0, asked.wait_ms - (patience_ms - request.deadline_ms))
-            reply = transport.calls.call("Lookup", request, request.deadline_ms, pb.LookupResponse)
-            yield reply, len(part) // DIGEST_BYTES
-            request.ClearField("prefill")  # a plan of what is behind the first makes no sense
-
-    def get(
+    def get_chunk_layers(
         self,
         keys: Sequence[ChunkKey],
         out: Sequence[LayerTensors] | None = None,
         *,
-        min_accuracy: Accuracy = Accuracy.exact,
-        stated: list[Stated] | None = None,
-        rectangle: Rectangle | None = None,
-    ) -> list[ChunkTensors]:
-        """Read the longest prefix of *keys* that is there in time, verified.
+        accuracy: Accuracy = Accuracy.exact,
+    ) -> Generator[Layer, None, None]:
+        """Read like ``get_layers``, into *out* as ``get_chunks``."""
+        return self._layers(keys, _room(keys, out), accuracy, None)
 
-        Tensors come as arrays of unsigned integers of the dtype's size, to be viewed as it, or
-        are written into *out*, one entry a key, numpy or torch. What lies in *out* past the
-        returned length is not to be used. Below an exact *min_accuracy* any of them may be
-        restored from a lossy copy: neither they nor what is computed from them is to be put.
-        *stated*, a list, is filled with what the copy of each chunk that is returned states.
-        With a *rectangle* tensors, and *out*, are what one rank has of each chunk.
-        """
-        check_out(keys, out)
-        return self._read_prefix(keys, self._room(given(out), rectangle), min_accuracy, stated)
-
-    def lease(
-        self, keys: Sequence[ChunkKey], *, min_accuracy: Accuracy = Accuracy.exact
-    ) -> ChunkLease:
-        """Look up *keys* and keep what is ready from eviction: ``with client.lease(keys) as l``.
-
-        Views and gets of the lease are of *min_accuracy* or better, too.
-        """
-        least = accuracy_number(min_accuracy)
-        request = pb.LookupRequest(lease=True, places=True, min_accuracy=least)
-        match, places, transport = self._look(keys, request)
-        view = _view(transport, places, keys[: match.ready])
-        return ChunkLease(keys, match, partial(self._get, min_accuracy), self._release, view)
-
-    def _get(
+    def put_chunk_layers(
         self,
-        least: Accuracy,
+        chunks: Sequence[PlannedChunk],
+        *,
+        durable: bool = False,
+        timeout: float = LAYERED_PUT_S,
+        hints: Hints = NO_HINTS,
+    ) -> LayeredPut:
+        """Begin to store *chunks* layer by layer, as ``put_layers``.
+
+        Over gRPC a layer goes out when it is given, with other transports the frames wait in
+        memory of this process until they are whole.
+        """
+        within_ms = milliseconds("timeout", timeout, MAX_DEADLINE_MS / 1000)
+        return put_by_layers(self._link, chunks, PutTerms(durable, max(1, within_ms), hints))
+
+    def get_levelled(
+        self,
         keys: Sequence[ChunkKey],
-        out: Sequence[LayerTensors] | None,
-        leases: Sequence[int],
-    ) -> list[ChunkTensors]:
-        check_out(keys, out)
-        return self._read(keys, given(out), leases, least)
+        terms: PlanTerms,
+        out: Sequence[LayerTensors] | Room | None = None,
+        compute: Callable[[range], None] | None = None,
+    ) -> Levelled:
+        """Read the chunks of a prompt at the levels that the deadline in *terms* leaves time for.
+
+        The controller of ``client/levels.py`` decides, with the bandwidth that this client has
+        seen, which chunks the engine computes, and how much of the others is loaded. *compute*
+        does that, in this thread and beside the loads: it is given some chunks after another, from
+        the first on, while others come from the last one back. Without it the caller computes
+        ``Levelled.to_compute`` afterwards. Chunks are written to *out*: one entry a key, or what
+        returns it. Only layered codecs have levels; others come whole.
+
+        Returns in time whatever happens to the store, once there was a session. Raises
+        InvalidRequestError for keys of another namespace, and what *compute* raises.
+        """
+        return chunk_reads.read_levelled(self._link, keys, terms, _room(keys, out), compute)
+
+    # --- segments that are no prefixes
+
+    def name_segments(
+        self, tokens: Sequence[int], ranges: Sequence[SegmentRange], extra: Sequence[bytes] = ()
+    ) -> list[NamedSegment]:
+        """Cut and name a prompt as ``resolve`` does: what is to be found later is put like this."""
+        return name_segments(tokens, ranges, self.options.chunk_tokens, extra)
+
+    def resolve(
+        self,
+        tokens: Sequence[int],
+        ranges: Sequence[SegmentRange],
+        terms: resolving.ResolveTerms | None = None,
+    ) -> resolving.Resolved:
+        """Find what there is of a prompt whose documents, messages or tools' answers are *ranges*.
+
+        Chunks that are here as this very prompt has them are exact; for others of *ranges* that
+        are approximate, chunks with the same tokens from other prompts are named, if the gate of
+        this model and tag is open. One round trip for MAX_ASKED_CHUNKS chunks; what is named is
+        kept from eviction until the answer is released. Only digests are sent. Raises
+        ModelError when the server turns keys by other rope parameters.
+        """
+        terms = terms or resolving.ResolveTerms()
+        named = self.name_segments(tokens, ranges, terms.names)
+        return resolving.resolve(self._link, named, len(tokens), terms)
+
+    def report_reuse(self, report: pb.ReportReuseRequest) -> GateView:
+        """Report what one blended request was worth; see ``client/blend/gate.py``.
+
+        Return the gate as it is then. Raises InvalidRequestError that names what cannot be.
+        """
+        return resolving.report_reuse(self._link, report)
+
+    # --- keeping and forgetting
+
+    def pin(self, tokens: Tokens = None, *, keys: Keys = None, ttl: float) -> int:
+        """Keep chunks from eviction for *ttl* seconds; return how many are known."""
+        request = pb.PinRequest(ttl_ms=milliseconds("ttl", ttl, MAX_TTL_S))
+        replies = self._link.ask("Pin", request, self._named(tokens, keys), pb.PinResponse)
+        return sum(reply.pinned for reply in replies)
+
+    def unpin(self, tokens: Tokens = None, *, keys: Keys = None) -> int:
+        """End pins; return how many there were."""
+        names = self._named(tokens, keys)
+        replies = self._link.ask("Unpin", pb.UnpinRequest(), names, pb.UnpinResponse)
+        return sum(reply.unpinned for reply in replies)
+
+    def announce_puts(self, keys: Sequence[ChunkKey], *, within: float) -> int:
+        """Announce that this client will put *keys* within so many seconds, ten minutes at most.
+
+        Until then lookups of others count them as pending, and may wait for them. 0 takes the
+        announcement back; the end of the session does, too. Return how many are pending by it: not
+        those that are there, or that somebody else has announced.
+        """
+        request = pb.AnnouncePutsRequest(ttl_ms=milliseconds("within", within, MAX_TTL_S))
+        replies = self._link.ask("AnnouncePuts", request, keys, pb.AnnouncePutsResponse)
+        return sum(reply.pending for reply in replies)
+
+    def plan(self, chains: Sequence[Sequence[ChunkKey]], *, ttl: float = 0.0) -> PlannedBatch:
+        """Announce a batch of prompts, each by the keys of its chunks.
+
+        One round trip, or several for more chunks than the server takes in a request.
+        The answer says in which order to ask for them, and how often each chunk comes. With
+        *ttl*, in seconds, the server keeps their chunks until each was asked for as often as
+        announced (by a lookup with lease, or by being put), the session ends or the time is up,
+        within its limit of pins.
+        """
+        return plan_batch(self._link, chains, milliseconds("ttl", ttl, MAX_TTL_S))
+
+    def delete(self, tokens: Tokens = None, *, keys: Keys = None) -> int:
+        """Forget chunks on every tier; return how many. Chunks that are being read stay."""
+        names = self._named(tokens, keys)
+        replies = self._link.ask("Delete", pb.DeleteRequest(), names, pb.DeleteResponse)
+        return sum(reply.deleted for reply in replies)
+
+    def clear(self, tier: str = "", *, dry_run: bool = False) -> int:
+        """Forget every chunk of this client's namespace that nobody reads; return how many.
+
+        With *tier* only their copies there go, with *dry_run* none: the answer says what would.
+        """
+        check_text("tier", tier, MAX_NAME_CHARS)
+        request = pb.ClearRequest(tier=tier, dry_run=dry_run, deadline_ms=self.options.deadline_ms)
+
+        def work(transport: Transport, left_ms: LeftMs) -> int:
+            request.session_id = transport.session.terms.session_id
+            return self._link.call("Clear", request, pb.ClearResponse, left_ms()).deleted
+
+        return self._link.run(work)
+
+    # --- looking
+
+    def stat(
+        self, tokens: Tokens = None, *, keys: Keys = None, ranks: bool = False
+    ) -> list[pb.ChunkStat]:
+        """Return what the server knows of those chunks that exist.
+
+        With *ranks*, of 16 chunks at most, also how many others each tier would evict before.
+        """
+        request = pb.StatRequest(ranks=ranks)
+        replies = self._link.ask("Stat", request, self._named(tokens, keys), pb.StatResponse)
+        return [chunk for reply in replies for chunk in reply.chunks]
+
+    def list(
+        self, limit: int = 0, *, after: bytes = b"", prefix: bytes = b""
+    ) -> Sequence[pb.ChunkStat]:
+        """Return the chunks of this client's namespace, at most *limit* unless 0.
+
+        They come in the order of their digests: those behind the digest *after*, so that pages
+        follow each other, and those that begin with *prefix*.
+        """
+        if not 0 <= limit < 1 << 32:
+            raise InvalidRequestError("limit", limit, "give 0 to 2^32-1")
+
+        def work(transport: Transport, left_ms: LeftMs) -> Sequence[pb.ChunkStat]:
+            session_id = transport.session.terms.session_id
+            request = pb.ListRequest(session_id=session_id, limit=limit, after=after, prefix=prefix)
+            pages = self._link.connection.stream("List", request, left_ms())
+            return [chunk for page in pages for chunk in page.chunks]
+
+        return self._link.run(work)
+
+    def frame(
+        self, key: ChunkKey, *, accuracy: Accuracy = Accuracy.exact
+    ) -> tuple[FrameHeader, bytes] | None:
+        """Return a chunk's frame as it lies on a tier, all of it verified; None without one.
+
+        Raises ChunkCorruptError or InvalidFrameError for a frame that is damaged, which is
+        reported to the server.
+        """
+        return chunk_reads.read_frame(self._link, key, accuracy)
+
+    def events(self, since: Place | None = None) -> EventStream:
+        """Follow what the tiers of this node alone gain and lose of this client's namespace.
+
+        Without *since*, or when what followed it is not kept any more, a page is ``cleared`` and
+        what is there comes first. A server serves 4 streams of a tenant.
+        """
+        return EventStream(self._link, since)
+
+    def status(self) -> pb.StatusResponse:
+        """Return the server's state."""
+        return self._link.call("Status", pb.StatusRequest(), pb.StatusResponse)
+
+    def drain(self) -> bool:
+        """Have the server refuse new work and save what it holds; True if all was saved."""
+        request = pb.DrainRequest(deadline_ms=self.options.deadline_ms)
+        return self._link.call("Drain", request, pb.DrainResponse).clean
+
+    # --- helpers
+
+    def _deadline_ms(self, timeout: float | None) -> int:
+        if timeout is None:
+            return self.options.deadline_ms
+        return max(1, milliseconds("timeout", timeout, MAX_DEADLINE_MS / 1000))
+
+    def _prompt(self, tokens: Tokens, keys: Keys, start: int) -> Prompt:
+        names = self._named(tokens, keys)
+        count = None if tokens is None else len(tokens)
+        return Prompt(count, names, start, self.options.chunk_tokens)
+
+    def _target(self, prompt: Prompt, out: Any) -> Room:
+        held = kv_of("out", out, self.model, prompt.least_tokens, is_target=True)
+        return chunk_reads.stoppable(prompt.target(held))
+
+    def _prefix(
+        self, keys: Sequence[ChunkKey], room: Room, accuracy: Accuracy, timeout: float | None
+    ) -> chunk_reads.Prefix:
+        request = chunk_reads.ChunkRequest(keys, room, accuracy, self._deadline_ms(timeout))
+        return chunk_reads.read_prefix(self._link, request)
+
+    def _layers(
+        self, keys: Sequence[ChunkKey], room: Room, accuracy: Accuracy, timeout: float | None
+    ) -> Generator[Layer, None, None]:
+        request = chunk_reads.LayerRequest(keys, room, accuracy, self._deadline_ms(timeout))
+        return chunk_reads.read_layers_retried(self._link, request)
 
 
-def parents(keys: Sequence[ChunkKey]) -> Sequence[ChainDigest]:
-    """Return the parent digest of each key of a chain."""
-    return [ROOT, *(ChainDigest(key[DIGEST_BYTES:]) for key in keys[:-1])][: len(keys)]
+def milliseconds(name: str, seconds: float, most_s: float) -> int:
+    """Return *seconds*, the argument *name*, in milliseconds. Raises InvalidRequestError."""
+    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 <= seconds <= most_s:
+        raise InvalidRequestError(name, seconds, f"give 0 to {most_s:g} seconds")
+    return round(1000 * float(seconds))
 
 
-def _view(transport: Transport, places: Sequence[bytes], keys: Sequence[ChunkKey]) -> View:
-    """Return what shows the leased *keys*, whose *places* came by batches."""
-    limit = transport.session.terms.max_batch_chunks
-    pairs = zip(places, batches(keys, limit), strict=False)  # of the last none may be ready
-    views = [transport.viewer(rows, some) for rows, (_, some) in pairs]
-    return views[0] if len(views) == 1 else lambda index: views[index // limit](index % limit)
+def _room(keys: Sequence[ChunkKey], out: Sequence[LayerTensors] | Room | None) -> Room:
+    """Return where chunks of *keys* go. Raises InvalidRequestError for too few entries."""
+    if callable(out):
+        return out
+    if out is not None and len(out) < len(keys):
+        raise InvalidRequestError("out", len(out), f"give {len(keys)} entries")
+    return given(out)

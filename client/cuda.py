@@ -23,7 +23,6 @@ from typing_extensions import override
 
 from kvstore.client.arena import Arena, open_arena
 from kvstore.client.batches import batches
-from kvstore.client.client import Client
 from kvstore.client.device_pages import DevicePages
 from kvstore.client.device_puts import DevicePutting
 from kvstore.client.device_reads import (
@@ -36,7 +35,7 @@ from kvstore.client.device_reads import (
 )
 from kvstore.client.forks import keep
 from kvstore.client.frames import FrameAssembler
-from kvstore.client.retry import countdown
+from kvstore.client.server_link import LeftMs, packed
 from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport
 from kvstore.client.transport import Arrival, ReadPlan, Transport, arrival_of, room_of, whole_frame
@@ -50,6 +49,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.frame import header_bytes, raw_frame_bytes
+from kvstore.proto.keys import split_digests
 from kvstore.proto.types import Accuracy, ChainDigest, ChunkKey, KVLayout
 from kvstore.proto.unix_socket import Place, Reach, unpack_places
 
@@ -194,7 +194,7 @@ class CudaTransport(ShmTransport):
                 self._leave()
 
 
-class CudaClient(DevicePutting, Client):
+class CudaClient(DevicePutting):
     """A Client whose frames also go straight into pages on a device, ``get_device_pages``, and out
     of its memory, ``put_on_device``.
 
@@ -207,7 +207,7 @@ class CudaClient(DevicePutting, Client):
     @property
     def is_gpu_tier_far(self) -> bool:
         """Whether the server has a gpu tier that is out of reach, as far as is known."""
-        transport = self._transport
+        transport = self._link.transport
         return (
             isinstance(transport, CudaTransport)
             and transport.arena is None
@@ -220,7 +220,7 @@ class CudaClient(DevicePutting, Client):
         paged: DevicePages,
         block_ids: Sequence[int],
         *,
-        min_accuracy: Accuracy = Accuracy.exact,
+        accuracy: Accuracy = Accuracy.exact,
     ) -> int:
         """Read the longest prefix of *keys* that is there in time straight into pages on the
         device, behind torch's current stream.
@@ -228,18 +228,16 @@ class CudaClient(DevicePutting, Client):
         *keys* are those of a request from its first token on, *block_ids* its blocks. Return
         how many chunks were read and verified: all work on them is done then. Slots of the
         chunks past them may have been written to and are not to be used. Below an exact
-        *min_accuracy* any of them may be restored from a lossy copy, as in ``get``. Raises
+        *accuracy* any of them may be restored from a lossy copy, as in ``get``. Raises
         TierUnavailableError where the server is not on this host.
         """
         if self._pages_reader is None:
-            layout = KVLayout.of(self.representation, self.options.chunk_tokens)
+            layout = KVLayout.of(self.model, self.options.chunk_tokens)
             device = open_device(paged.pages[0].first.device)
             self._pages_reader = DeviceReader(device, raw_frame_bytes(layout))
         after = self._pages_reader.device.current_stream().record()
         place = paged.of(block_ids)
-        return self.read_on_device(
-            keys, place, self._pages_reader, after, min_accuracy=min_accuracy
-        )
+        return self.read_on_device(keys, place, self._pages_reader, after, accuracy=accuracy)
 
     def read_on_device(
         self,
@@ -249,49 +247,46 @@ class CudaClient(DevicePutting, Client):
         after: Event | None = None,
         arrived: Callable[[], None] = lambda: None,
         *,
-        min_accuracy: Accuracy = Accuracy.exact,
+        accuracy: Accuracy = Accuracy.exact,
     ) -> int:
         """Do what ``get_device_pages`` does with a *reader* of the caller's, and its *paged*.
 
         No page is written before *after*. *arrived* is called for each run of frames that came.
         """
 
-        def work(transport: Transport) -> int:
+        def work(transport: Transport, left_ms: LeftMs) -> int:
             if not isinstance(transport, CudaTransport):
                 raise TierUnavailableError("cuda", "the server is not on this host")
             with reader.lock:
-                reading = Reading(transport, reader, keys, paged, after, min_accuracy)
-                return self._read_with(transport, reading, arrived)
+                reading = Reading(transport, reader, keys, paged, after, accuracy)
+                return self._read_with(transport, left_ms, reading, arrived)
 
-        try:
-            return self._with_session(work)
-        except LeaseExpiredError:
-            # One was dropped between its place and our look: ask what is left.
-            return self._with_session(work)
+        return self._link.run(work)
 
     def _read_with(
         self,
         transport: CudaTransport,
+        left_ms: LeftMs,
         reading: Reading,
         arrived: Callable[[], None],
     ) -> int:
         try:
             with ExitStack() as stack:
-                reading.run(_noted(self._arriving(stack, transport, reading), arrived))
+                reading.run(_noted(self._arriving(stack, transport, left_ms, reading), arrived))
         except RuntimeError as error:  # what torch and cupy raise
             reason = str(error).partition("\n")[0]
             raise TierUnavailableError("cuda", f"{type(error).__name__}: {reason}") from error
         if reading.broken is not None:
-            self._quarantine(transport, reading.broken)
+            self._link.quarantine(transport, reading.broken)
         return reading.done
 
     def _arriving(
-        self, stack: ExitStack, transport: CudaTransport, reading: Reading
+        self, stack: ExitStack, transport: CudaTransport, left_ms: LeftMs, reading: Reading
     ) -> Iterator[InArena | InMemory | Arrival]:
         """Yield what arrives, a batch at a time; the leases of all of them end with *stack*."""
-        digests = self._cut_digests(reading.keys)
-        left_ms, count = countdown(self.options.deadline_ms), 0
-        for first, some in batches(digests, transport.session.terms.max_batch_chunks):
+        terms, count = transport.session.terms, 0
+        digests = split_digests(packed(reading.keys, terms.namespace), len(reading.keys))
+        for first, some in batches(digests, terms.max_batch_chunks):
             if count < first:
                 return
             arriving = transport.get_on_device(some, left_ms(), reading.reader, reading.least)

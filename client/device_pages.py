@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvstore.client.pages import PageAxes
+from kvstore.client.paged_cache import PageAxes
 from kvstore.codecs.paged import Paged, Pages
 from kvstore.proto.errors import LayoutMismatchError
 from kvstore.proto.types import LayerGroup, Model
@@ -18,7 +18,7 @@ class DevicePages:
     """Page tensors of every layer on one device, checked at birth.
 
     *tensors*: one tensor with a ``layer`` axis, or one a layer in the order of the
-    Model's groups; *axes* as in ``PageAxes``, with a ``part`` axis where a layer keeps
+    Model's groups; *axes* as in ``PageAxes``, with a ``kv`` axis where a layer keeps
     K and V. Raises LayoutMismatchError for anything that is not the Model's KV.
     """
 
@@ -43,7 +43,7 @@ class DevicePages:
         )
         for pages, group in zip(self.pages, representation.layer_groups, strict=True):
             if len(pages.views[0]) != group.parts:
-                raise LayoutMismatchError("part", len(pages.views[0]), f"give {group.parts}")
+                raise LayoutMismatchError("kv", len(pages.views[0]), f"give {group.parts}")
 
     def of(self, block_ids: Sequence[int]) -> Paged:
         """Return a request's place in the pages."""
@@ -55,10 +55,10 @@ def _parts(tensor: torch.Tensor, axes: PageAxes, group: LayerGroup) -> tuple[tor
         raise LayoutMismatchError(
             "axes", " ".join(axes.names), f"does not name the axes of {tuple(tensor.shape)}"
         )
-    if "part" not in axes.names:
+    if "kv" not in axes.names:
         return (_ordered(tensor, axes, group),)
-    parts = tensor.unbind(axes.names.index("part"))
-    return tuple(_ordered(part, axes.drop("part"), group) for part in parts)
+    parts = tensor.unbind(axes.names.index("kv"))
+    return tuple(_ordered(part, axes.drop("kv"), group) for part in parts)
 
 
 def _ordered(tensor: torch.Tensor, axes: PageAxes, group: LayerGroup) -> torch.Tensor:

@@ -12,8 +12,9 @@ from dataclasses import replace
 
 import torch
 
-from kvstore.client.caller import Caller
 from kvstore.client.chunk import DeviceChunk
+from kvstore.client.client import Client
+from kvstore.client.server_link import LeftMs
 from kvstore.client.shm import ShmTransport
 from kvstore.client.transport import Put, Transport, read_outcomes
 from kvstore.codecs.frame_kernels import open_kernels
@@ -108,12 +109,12 @@ def _summed(header: FrameHeader, sums: Sequence[int]) -> FrameHeader:
     return replace(header, segments=segments)
 
 
-class DevicePutting(Caller):
+class DevicePutting(Client):
     """The puts of a client out of device memory."""
 
     def end_session(self) -> None:
         """End the session, so that no server maps a ring any more; the next call opens another."""
-        self._state.end_session()
+        self._link.end_session()
 
     def put_on_device(
         self,
@@ -130,11 +131,11 @@ class DevicePutting(Caller):
         LayoutMismatchError before anything is sent.
         """
         for chunk in chunks:
-            if not chunk.layout.is_of(self.representation):
+            if not chunk.layout.is_of(self.model):
                 fix = "make it with KVLayout.of this client's Model"
                 raise LayoutMismatchError("layout", chunk.layout, fix)
 
-        def work(transport: Transport) -> list[Put]:
+        def work(transport: Transport, _: LeftMs) -> list[Put]:
             assert isinstance(transport, ShmTransport)
             reason = ring.register(transport)
             if reason:
@@ -146,7 +147,7 @@ class DevicePutting(Caller):
                 results += _put_batch(transport, ring, batch, written, hints)
             return results
 
-        return self._with_session(work) if chunks else []
+        return self._link.run(work) if chunks else []
 
 
 def _put_batch(

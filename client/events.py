@@ -1,21 +1,20 @@
-"""Following: which chunks a node's own tiers gain and lose. A part of Client.
+"""Store events: which chunks a node's own tiers gain and lose.
 
-Events are hints: a chunk may be gone when it is asked for, and come unannounced.
+They are hints: a chunk may be gone when it is asked for, and come unannounced.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from kvstore.client.caller import Caller
-from kvstore.client.connection import Connection
 from kvstore.client.forks import FORKS, EndedByForkError
+from kvstore.client.server_link import ServerLink
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, LeaseExpiredError
 from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES, Accuracy, ChunkKey
@@ -69,12 +68,9 @@ class EventStream:
     ``events(since)``, from the ``place`` of the last page that had one.
     """
 
-    def __init__(
-        self, connection: Connection, session_id: Callable[[bool], int], since: Place | None
-    ) -> None:
-        """*session_id* returns that of the session, of a new one when told that it was lost."""
-        self._connection = connection
-        self._session_id = session_id
+    def __init__(self, link: ServerLink, since: Place | None) -> None:
+        self._link = link
+        self._connection = link.connection
         self._since = since
         self._call: Any = None
         self._is_lost = False
@@ -122,7 +118,7 @@ class EventStream:
     def _begin(self) -> None:
         since = self._since or Place(0, 0)
         request = pb.EventsRequest(
-            session_id=self._session_id(self._is_lost),
+            session_id=self._session_id(),
             boot_id=since.boot_id,
             cursor=since.cursor,
         )
@@ -132,6 +128,11 @@ class EventStream:
             is_closed = self._closed
         if is_closed:
             self._connection.end_stream(call)
+
+    def _session_id(self) -> int:
+        if self._is_lost:
+            self._link.renew(self._link.connected())
+        return self._link.connected().session.terms.session_id
 
     def _end(self) -> None:
         with self._lock:
@@ -159,26 +160,6 @@ class EventStream:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-class Following(Caller):
-    """What a client hears of its namespace. Thread-safe."""
-
-    def events(self, since: Place | None = None) -> EventStream:
-        """Follow what the tiers of this node alone gain and lose of this client's namespace.
-
-        Without *since*, or when what followed it is not kept any more, a page is ``cleared`` and
-        what is there comes first. A server serves 4 streams of a tenant.
-        """
-
-        def session_id(is_lost: bool) -> int:
-            transport = self._connected()
-            if is_lost and not self._is_known(transport):
-                self._disconnect(transport, tell_server=False)
-                transport = self._connected()
-            return transport.session.terms.session_id
-
-        return EventStream(self._connection, session_id, since)
 
 
 def page_from_message(message: pb.EventsResponse) -> EventPage:

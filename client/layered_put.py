@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
 
 from kvstore.client.chunk import check_dtypes
 from kvstore.client.forks import FORKS
@@ -22,7 +23,7 @@ from kvstore.proto.types import (
 
 
 class LayeredPut:
-    """``with client.begin_put(chunks) as put``: give each layer once, in any order.
+    """``with client.put_layers(tokens) as put``: give each layer once, in any order.
 
     Leaving the block stores the chunks, and ``results`` says what became of each; none of them
     is visible before. Leaving it by an exception, or with layers missing, stores nothing. For
@@ -31,6 +32,8 @@ class LayeredPut:
 
     def __init__(self, representation: Model, layouts: Sequence[KVLayout], sink: LayerSink) -> None:
         self.results: list[Put] = []
+        self.spans: Sequence[tuple[int, int]] | None = None
+        """Where each chunk lies in the prompt that ``layer`` is given; None: it is given chunks."""
         self._sink = sink
         self._segments = dict(layer_order(representation))
         self._missing = list(self._segments)
@@ -42,8 +45,13 @@ class LayeredPut:
         self._is_over = False
         self._process = FORKS.process
 
-    def layer(self, layer_id: int, tensors: Sequence[Sequence[TensorLike | BlockPart]]) -> None:
-        """Give the layer of the model's number *layer_id*: ``tensors[i]`` its parts of chunk i.
+    def layer(
+        self,
+        layer_id: int,
+        tensors: Sequence[Sequence[TensorLike | BlockPart]] | Sequence[TensorLike],
+    ) -> None:
+        """Give the layer of the model's number *layer_id*: its parts, K and V, over all tokens of
+        the prompt; of a put of chunks ``tensors[i]`` are the parts of chunk i.
 
         Each part is (kv_heads, tokens, head_dim), numpy or torch on the CPU, any strides, or in
         blocks; all are the caller's again on return. Raises LayoutMismatchError or
@@ -58,16 +66,28 @@ class LayeredPut:
             raise InvalidRequestError("layer_id", layer_id, fix)
         segment = self._segments[layer_id]
         components = self._components[segment]
-        if len(tensors) != len(components):
-            raise LayoutMismatchError("tensors", len(tensors), f"give {len(components)} chunks")
+        chunks: Sequence[Any] = tensors
+        if self.spans is not None:
+            chunks = self._cut(tensors, components[0].parts)
+        if len(chunks) != len(components):
+            raise LayoutMismatchError("tensors", len(chunks), f"give {len(components)} chunks")
         layers = []
-        for component, parts in zip(components, tensors, strict=True):
+        for component, parts in zip(components, chunks, strict=True):
             check_dtypes(component, parts)
             arrays = layer_arrays(parts)
             check_parts(component, arrays)
             layers.append(arrays)
         self._sink.write(segment, layers)
         self._missing.remove(layer_id)
+
+    def _cut(self, parts: Any, count: int) -> list[list[Any]]:
+        spans = self.spans or ()
+        shapes = [tuple(getattr(part, "shape", ())) for part in parts]
+        stop = spans[-1][1]
+        if len(shapes) != count or any(len(one) != 3 or one[1] < stop for one in shapes):
+            fix = f"give {count} of (kv_heads, {stop} tokens or more, head_dim)"
+            raise LayoutMismatchError("tensors", shapes, fix)
+        return [[part[:, start:end] for part in parts] for start, end in spans]
 
     def commit(self) -> list[Put]:
         """Store the chunks. Raises InvalidRequestError, and stores nothing, when layers miss."""

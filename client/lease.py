@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TypeAlias
 
 from kvstore.client.forks import FORKS
 from kvstore.client.tensors import LayerTensors
@@ -14,24 +13,20 @@ from kvstore.proto.errors import LeaseExpiredError
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChunkKey, Match
 
-Read: TypeAlias = Callable[
-    [Sequence[ChunkKey], Sequence[LayerTensors] | None, Sequence[int]], list[ChunkTensors]
-]
 
-
-class ChunkLease:
+class Lease:
     """``match`` says what is ready; ``keys`` are those chunks. Leave the ``with`` to release."""
 
     def __init__(
         self,
         keys: Sequence[ChunkKey],
         match: Match,
-        read: Read,
+        read: Callable[[Sequence[LayerTensors] | None], list[ChunkTensors]],
         release: Callable[[Sequence[int], Hints], None],
         view: View,
     ) -> None:
         self.match = match
-        self.keys = list(keys[: match.ready])
+        self.keys = list(keys)
         self._read = read
         self._release = release
         self._view = view
@@ -51,14 +46,14 @@ class ChunkLease:
         return self._view(index)
 
     def get(self, out: Sequence[LayerTensors] | None = None) -> list[ChunkTensors]:
-        """Read the leased chunks, into *out* where given, as ``Client.get`` does.
+        """Read the leased chunks, into *out* where given, as ``Client.get_chunks`` does.
 
         Raises LeaseExpiredError after the release, past the lease's time or in a child.
         """
         FORKS.check(self._process, "the lease")
         if not self.keys:
             return []
-        return self._read(self.keys, out, self.match.leases)
+        return self._read(out)
 
     def release(self, hints: Hints = NO_HINTS) -> None:
         """End the lease, and say what is known of its chunks by now. Idempotent.
@@ -71,7 +66,7 @@ class ChunkLease:
                 return
             self._release(self.match.leases, hints)
 
-    def __enter__(self) -> ChunkLease:
+    def __enter__(self) -> Lease:
         return self
 
     def __exit__(

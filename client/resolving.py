@@ -1,28 +1,26 @@
-"""Resolving: a Client's calls for blending, and what it was told, under a lease."""
+"""Segments that are no prefixes: what there is of them, held by a lease while it is read."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from types import TracebackType
 
-from kvstore.client.batches import batches, joined_resolutions, segment_batches
+from kvstore.client.batches import batches
 from kvstore.client.blend.segments import (
     NamedChunk,
     NamedSegment,
-    SegmentRange,
-    name_segments,
     resolution_from_message,
     segments_to_messages,
 )
-from kvstore.client.caller import Caller
-from kvstore.client.decode import Layer, LayerReader, given
+from kvstore.client.chunk_reads import LayerRequest, read_layers
+from kvstore.client.decode import Layer, given
 from kvstore.client.forks import FORKS
-from kvstore.client.retry import countdown
+from kvstore.client.server_link import LeftMs, ServerLink
 from kvstore.client.tensors import LayerTensors
-from kvstore.client.transport import ReadPlan, Transport
+from kvstore.client.transport import Transport
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import messages
 from kvstore.proto.blend import (
@@ -35,10 +33,11 @@ from kvstore.proto.blend import (
 )
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.frame import FrameHeader
+from kvstore.proto.keys import chunk_key
 from kvstore.proto.messages import accuracy_number, engine_to_message
 from kvstore.proto.plans import EngineTerms, PrefillModel
 from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.types import Accuracy, ChunkKey
+from kvstore.proto.types import Accuracy
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +93,14 @@ class Resolved:
         self,
         asked: Sequence[NamedSegment],
         found: Resolution,
-        client: Resolving,
+        link: ServerLink,
         terms: ResolveTerms,
     ) -> None:
         self.asked = tuple(asked)
         self.found = found
         self.terms = terms
         self.prompt_tokens = asked[-1].stop if asked else 0
-        self._client = client
+        self._link = link
         self._leases = [one for one in (found.lease_id, *found.more_leases) if one]
         self._is_released = not self._leases
         self._process = FORKS.process
@@ -129,7 +128,19 @@ class Resolved:
         copies. Raises LeaseExpiredError after the release or past the lease's time.
         """
         FORKS.check(self._process, "the lease")
-        return self._client._resolved_layers(self, chunks, out, skipped)
+        transport, digests = self._link.connected(), [one.best.digest for one in chunks]
+        space = transport.session.terms.namespace
+        request = LayerRequest(
+            [chunk_key(space, digest) for digest in digests],
+            given(out),
+            self.terms.min_accuracy,
+            self._link.options.deadline_ms,
+            # One cannot name several.
+            0 if self.found.more_leases else self.found.lease_id,
+            partial(_is_promised, chunks),
+            skipped,
+        )
+        return read_layers(self._link, transport, request)
 
     def release(self) -> None:
         """End the lease. Idempotent; a child leaves it to the parent."""
@@ -137,7 +148,7 @@ class Resolved:
             self._is_released = True
             if self._process is not FORKS.process:
                 return
-            self._client._release(self._leases)
+            self._link.release(self._leases)
 
     def abandon(self) -> None:
         """Have the lease end by its time: of a server that does not answer nothing is asked."""
@@ -155,102 +166,91 @@ class Resolved:
         self.release()
 
 
-class Resolving(Caller):
-    """Segments that are no prefixes. Thread-safe."""
+def resolve(
+    link: ServerLink, named: Sequence[NamedSegment], prompt_tokens: int, terms: ResolveTerms
+) -> Resolved:
+    """Find what there is of the segments of a prompt; see ``Client.resolve``."""
+    engine = EngineTerms(terms.prefill, prompt_tokens) if terms.prefill is not None else None
+    request = pb.ResolveRequest(
+        tag=terms.tag,
+        trial=terms.is_trial,
+        deadline_ms=link.options.deadline_ms,
+        min_accuracy=accuracy_number(terms.min_accuracy),
+        max_variants=terms.max_variants,
+        prefill=engine_to_message(engine),
+    )
 
-    def name_segments(
-        self, tokens: Sequence[int], ranges: Sequence[SegmentRange], extra: Sequence[bytes] = ()
-    ) -> list[NamedSegment]:
-        """Cut and name a prompt as ``resolve`` does: what is to be found later is put like this."""
-        return name_segments(tokens, ranges, self.options.chunk_tokens, extra)
+    def work(transport: Transport, left_ms: LeftMs) -> Resolved:
+        request.session_id = transport.session.terms.session_id
+        found = list[Resolution]()
+        groups = segment_batches(named, _most(transport))
+        try:
+            for some in groups:
+                del request.segments[:]
+                request.segments.extend(segments_to_messages(some))
+                reply = transport.calls.call("Resolve", request, left_ms(), pb.ResolveResponse)
+                found.append(resolution_from_message(reply, some))
+        except BaseException:
+            link.release([one.lease_id for one in found if one.lease_id])
+            raise
+        asked = [segment for some in groups for segment in some]
+        return Resolved(asked, joined_resolutions(found), link, terms)
 
-    def resolve(
-        self,
-        tokens: Sequence[int],
-        ranges: Sequence[SegmentRange],
-        terms: ResolveTerms | None = None,
-    ) -> Resolved:
-        """Ask what there is of a prompt whose documents, messages or tools' answers are *ranges*.
+    resolved = link.run(work)
+    found = resolved.found
+    if found.rope != link.model.rope:
+        resolved.release()
+        raise ModelError("rope", found.rope, f"ours is {link.model.rope}")
+    return resolved
 
-        Chunks that are here as this very prompt has them are exact; for others of *ranges* that
-        are approximate, chunks with the same tokens from other prompts are named, if the gate of
-        this model and tag is open. One round trip for MAX_ASKED_CHUNKS chunks; what is named is
-        kept from eviction until the answer is released. Only digests are sent. Raises
-        ModelError when the server turns keys by other rope parameters.
-        """
-        terms = terms or ResolveTerms()
-        named = self.name_segments(tokens, ranges, terms.names)
-        engine = EngineTerms(terms.prefill, len(tokens)) if terms.prefill is not None else None
-        request = pb.ResolveRequest(
-            tag=terms.tag,
-            trial=terms.is_trial,
-            deadline_ms=self.options.deadline_ms,
-            min_accuracy=accuracy_number(terms.min_accuracy),
-            max_variants=terms.max_variants,
-            prefill=engine_to_message(engine),
-        )
 
-        def work(transport: Transport) -> Resolved:
-            request.session_id = transport.session.terms.session_id
-            left_ms, found = countdown(self.options.deadline_ms), list[Resolution]()
-            groups = segment_batches(named, _most(transport))
-            try:
-                for some in groups:
-                    del request.segments[:]
-                    request.segments.extend(segments_to_messages(some))
-                    reply = transport.calls.call("Resolve", request, left_ms(), pb.ResolveResponse)
-                    found.append(resolution_from_message(reply, some))
-            except BaseException:
-                self._release([one.lease_id for one in found if one.lease_id])
-                raise
-            asked = [segment for some in groups for segment in some]
-            return Resolved(asked, joined_resolutions(found), self, terms)
+def report_reuse(link: ServerLink, report: pb.ReportReuseRequest) -> GateView:
+    """See ``Client.report_reuse``."""
 
-        resolved = self._with_session(work)
-        found = resolved.found
-        if found.rope != self.representation.rope:
-            resolved.release()
-            raise ModelError("rope", found.rope, f"ours is {self.representation.rope}")
-        return resolved
+    def work(transport: Transport, left_ms: LeftMs) -> GateView:
+        for part in _parts(report, _most(transport)):
+            part.session_id = transport.session.terms.session_id
+            reply = transport.calls.call("ReportReuse", part, left_ms(), pb.ReportReuseResponse)
+        return messages.as_value(GateView, reply.gate)
 
-    def report_reuse(self, report: pb.ReportReuseRequest) -> GateView:
-        """Tell the server what one blended request was worth; see ``client/blend/gate.py``.
+    return link.run(work)
 
-        Return the gate as it is then. Raises InvalidRequestError that names what cannot be.
-        """
 
-        def work(transport: Transport) -> GateView:
-            left_ms = countdown(self.options.deadline_ms)
-            for part in _parts(report, _most(transport)):
-                part.session_id = transport.session.terms.session_id
-                reply = transport.calls.call("ReportReuse", part, left_ms(), pb.ReportReuseResponse)
-            return messages.as_value(GateView, reply.gate)
+def segment_batches(segments: Sequence[NamedSegment], limit: int) -> list[list[NamedSegment]]:
+    """Return groups of *limit* chunks at most, in order; segments that are longer are cut."""
+    groups: list[list[NamedSegment]] = [[]]
+    room = limit
+    for one in segments:
+        start = one.start
+        for first, some in batches(one.chunks, limit):
+            is_last = first + len(some) == len(one.chunks)
+            stop = one.stop if is_last else some[-1].stop
+            if len(some) > room:
+                groups.append([])
+                room = limit
+            groups[-1].append(replace(one, start=start, stop=stop, chunks=tuple(some)))
+            room -= len(some)
+            start = stop
+    return groups
 
-        return self._with_session(work)
 
-    def _resolved_layers(
-        self,
-        resolved: Resolved,
-        chunks: Sequence[FoundChunk],
-        out: Sequence[LayerTensors] | None,
-        skipped: SkippedRows | None = None,
-    ) -> Generator[Layer, None, None]:
-        digests = [one.best.digest for one in chunks]
-        keys = [ChunkKey(self.namespace + digest) for digest in digests]
-        found, least = resolved.found, resolved.terms.min_accuracy
-        lease_id = 0 if found.more_leases else found.lease_id  # one cannot name several
-        transport = self._connected()
-        plan = ReadPlan(digests, lease_id, self.options.deadline_ms, least, skipped=skipped)
-        with ExitStack() as stack:
-            arriving = self._layers_arriving(stack, transport, plan)
-            accepts = partial(_is_promised, chunks)
-            reading = LayerReader(
-                self._reader, transport.session, keys, given(out), accepts, skipped
-            )
-            with closing(reading.layers(arriving)) as layers:
-                yield from layers
-        if reading.broken is not None:
-            self._quarantine(transport, reading.broken)
+def joined_resolutions(found: Sequence[Resolution]) -> Resolution:
+    """Return the answer about a prompt that was asked for in several requests."""
+    segments = tuple(segment for one in found for segment in one.segments)
+    chunks = [chunk for segment in segments for chunk in segment.chunks]
+    prefix = found[0].exact_prefix
+    if prefix == sum(len(segment.chunks) for segment in found[0].segments):
+        prefix += len(list(takewhile(lambda chunk: chunk.is_exact, chunks[prefix:])))
+    lease_id, *more = [one.lease_id for one in found if one.lease_id] or [0]
+    return replace(
+        found[-1],
+        segments=segments,
+        exact_prefix=prefix,
+        is_shadow=any(one.is_shadow for one in found),
+        lease_id=lease_id,
+        lease_ttl_ms=min((one.lease_ttl_ms for one in found if one.lease_id), default=0),
+        more_leases=tuple(more),
+    )
 
 
 def _most(transport: Transport) -> int:

@@ -22,11 +22,11 @@ from kvstore.client.view import View
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes
 from kvstore.proto.errors import KVStoreError
-from kvstore.proto.frame import FrameTemplate, stated_of
+from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.messages import accuracy_number, hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.types import Accuracy, ChainDigest, ChunkKey, PutOutcome, Shard, Stated
+from kvstore.proto.types import Accuracy, ChainDigest, ChunkKey, PutOutcome, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,22 +209,6 @@ def arrival_of(reply: pb.GetResponse) -> Arrival:
     part = reply.part
     data = as_bytes(part.data)
     return Arrival(reply.index, reply.tier, part.frame_bytes, data, offset=part.offset)
-
-
-def at_least(
-    arriving: Iterable[Arrival], minimum: Accuracy, stated: dict[int, Stated]
-) -> Iterator[Arrival]:
-    """Yield frames up to the first whose header states less than *minimum*.
-
-    The server passes such copies over; one that comes all the same is missing. What each states
-    goes into *stated*, by its index: true of those that prove right, as headers have a checksum.
-    """
-    for arrived in arriving:
-        found = stated_of(arrived.data)
-        if found.accuracy < minimum:
-            return
-        stated[arrived.index] = found
-        yield arrived
 
 
 @contextmanager

@@ -184,6 +184,21 @@ class Model:
     tokenizer_digest: str
     layout_version: int = 1
 
+    @classmethod
+    def uniform(
+        cls, name: str, revision: str, *, layers: int, kv_heads: int, head_dim: int, dtype: str
+    ) -> Model:
+        """Return a model all of whose layers keep K and V of every token.
+
+        *revision* names the weights and, as it has to cover the rest, tokenizer and rotation.
+        *dtype* is what torch calls it. Raises ModelError.
+        """
+        group = LayerGroup(
+            LayerKind.attention, DType.parse(dtype), tuple(range(layers)), kv_heads, head_dim
+        )
+        rope = RopeParameters(0.0, 0, "none")
+        return cls(name, revision, "none", "none", (group,), rope, "of the weights")
+
     def __post_init__(self) -> None:
         for name, fix in _IDENTITY_FIXES.items():
             value = getattr(self, name)

@@ -16,9 +16,8 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-import kvstore
 from kvstore.codecs.asset_shelf import ASSETS
-from kvstore.proto import kvstore_pb2_grpc
+from kvstore.proto import __version__, kvstore_pb2_grpc
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.unix_socket import ARENA_SLAB, Op, host_id
 from kvstore.server.api.grpc_server import SERVICE, Health, bind, bind_health, servicer_of
@@ -145,7 +144,7 @@ class Node:
         self.device_puts = self._open_device_puts()
         bulk = self._open_bulk(checks)
         self._boot_id = boot_id = _new_id()
-        identity = Identity(boot_id, kvstore.__version__, host_id(), clock(), *bulk)
+        identity = Identity(boot_id, __version__, host_id(), clock(), *bulk)
         self.directory: Directory | None = None
         if config.directory:
             from kvstore.server.cluster.directory import open_directory

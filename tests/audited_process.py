@@ -32,12 +32,12 @@ def use(server: LocalServer, seed: int) -> None:
     for number, transport in enumerate(TRANSPORTS):
         client = server.connect(transport)  # type: ignore[arg-type]
         keys = keys_of(client, seed + number, 4)
-        client.put(chunks_of(client, keys), durable=True)
+        client.put_chunks(chunks_of(client, keys), durable=True)
         assert_reads(client, keys)
-        client.lease(keys).release()
-        client.stat(keys)
+        client.lease(keys=keys).release()
+        client.stat(keys=keys)
         client.status()
-        client.delete(keys)
+        client.delete(keys=keys)
         client.close()
 
 

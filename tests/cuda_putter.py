@@ -12,18 +12,17 @@ import torch
 from prompts import SMALL, frame_of, keys_of, tensors_of
 
 from kvstore.client import ClientOptions
-from kvstore.client.chunk import DeviceChunk
-from kvstore.client.client import parents
+from kvstore.client.chunk import DeviceChunk, parents
 from kvstore.client.cuda import CudaClient
 from kvstore.client.device_pages import DevicePages
 from kvstore.client.device_puts import DeviceRing
-from kvstore.client.pages import PageAxes
+from kvstore.client.paged_cache import PageAxes
 from kvstore.proto.device import open_device
 from kvstore.proto.frame import header_bytes
 from kvstore.proto.types import KVLayout
 
 CHUNK_TOKENS, BLOCK_TOKENS, COUNT, SLOT_BYTES = 16, 8, 5, 4096
-AXES = PageAxes.parse("layer part block token head dim")
+AXES = PageAxes.parse("layer kv block token head dim")
 
 
 def main(address: str) -> None:

@@ -6,13 +6,13 @@ import torch
 from prompts import tensors_of
 
 from kvstore.client.device_pages import DevicePages
-from kvstore.client.pages import PageAxes
+from kvstore.client.paged_cache import PageAxes
 from kvstore.client.tensors import to_torch
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto.types import ChunkKey, Model
 
 CHUNK_TOKENS, BLOCK_TOKENS = 16, 8
-NHD = PageAxes.parse("layer part block token head dim")
+NHD = PageAxes.parse("layer kv block token head dim")
 
 
 class Engine:

@@ -51,7 +51,7 @@ def put_prompt(
     chunks = [
         Chunk(
             key := chunk_key(client.namespace, one.digest),
-            tensors_of(key, client.representation, one.tokens),
+            tensors_of(key, client.model, one.tokens),
             one.parent,
             position=one.start,
             content=one.content,
@@ -59,7 +59,7 @@ def put_prompt(
         for segment in segments
         for one in segment.chunks
     ]
-    outcomes = {put.outcome for put in client.put(chunks)}
+    outcomes = {put.outcome for put in client.put_chunks(chunks)}
     assert outcomes <= {PutOutcome.stored, PutOutcome.exists}
     return segments
 

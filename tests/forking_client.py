@@ -26,7 +26,7 @@ import numpy as np
 from prompts import SMALL, tensors_of, tokens
 
 from kvstore.client import AsyncClient, Chunk, Client, ClientOptions, PlannedChunk
-from kvstore.client.client import parents
+from kvstore.client.chunk import parents
 from kvstore.client.connection import Connection
 from kvstore.client.forks import GRACE_S
 from kvstore.client.options import TransportName
@@ -108,20 +108,20 @@ class Both:
         found: list[str] = []
         for seed in seeds:
             keys, chunks = prompt(self.client, seed)
-            self.client.put(chunks)
-            ready = self.client.lookup(keys).ready
+            self.client.put_chunks(chunks)
+            ready = self.client.lookup(keys=keys).ready
             found += [f"{seed}: lookup found {ready}"] * (ready != CHUNKS)
-            found += faults(keys, self.client.get(keys), f"{seed}")
+            found += faults(keys, self.client.get_chunks(keys), f"{seed}")
         return found + asyncio.run(self._async_round_trip([seed + 500 for seed in seeds]))
 
     async def _async_round_trip(self, seeds: Sequence[int]) -> list[str]:
         found: list[str] = []
         for seed in seeds:
             keys, chunks = prompt(self.other.sync, seed)
-            await self.other.put(chunks)
-            ready = (await self.other.lookup(keys)).ready
+            await self.other.put_chunks(chunks)
+            ready = (await self.other.lookup(keys=keys)).ready
             found += [f"{seed}: async lookup found {ready}"] * (ready != CHUNKS)
-            found += faults(keys, await self.other.get(keys), f"{seed} async")
+            found += faults(keys, await self.other.get_chunks(keys), f"{seed} async")
         return found
 
 
@@ -135,14 +135,14 @@ def twice(address: str, transport: str) -> list[str]:
         for start in (10, 20, 30):
             for seed in [*range(start, start + 6), *range(start + 500, start + 506)]:
                 keys = named(fresh, seed)
-                found += faults(keys, fresh.get(keys), f"{seed} in the end")
+                found += faults(keys, fresh.get_chunks(keys), f"{seed} in the end")
     return found
 
 
 def generations(address: str, transport: str) -> list[str]:
     """A child of a child, and one that closes its client and ends like any program."""
     both, found = Both(address, transport), list[str]()
-    session_id = both.client._connected().session.terms.session_id
+    session_id = both.client._link.connected().session.terms.session_id
 
     def grandchild() -> list[str]:
         return both.round_trip(range(40, 42))
@@ -169,7 +169,7 @@ def generations(address: str, transport: str) -> list[str]:
     status = os.waitpid(ending, 0)[1]
     found += [f"a child that ended by itself: {status}"] * (status != 0)
     found += both.round_trip(range(80, 82))
-    now = both.client._connected().session
+    now = both.client._link.connected().session
     if now.terms.session_id != session_id or now.heartbeat():
         found.append("the parent's session was ended")
     return found
@@ -182,9 +182,9 @@ class Beside:
         self.both = both
         self.found: list[str] = []
         self.keys, chunks = prompt(both.client, 90)
-        both.client.put(chunks)
+        both.client.put_chunks(chunks)
         self.awaited, self.late = prompt(both.client, 91)
-        both.client.announce_puts(self.awaited, 60_000)
+        both.client.announce_puts(self.awaited, within=60.0)
         self.hears, self.has_heard, self.stop = (threading.Event() for _ in range(3))
         works = (self.read, self.read, self.wait, self.follow)
         self.threads = [threading.Thread(target=self.tried, args=(work,)) for work in works]
@@ -200,10 +200,10 @@ class Beside:
 
     def read(self) -> None:
         while not self.stop.is_set():
-            self.found += faults(self.keys, self.both.client.get(self.keys), "beside a fork")
+            self.found += faults(self.keys, self.both.client.get_chunks(self.keys), "beside a fork")
 
     def wait(self) -> None:
-        ready = self.both.other.sync.lookup(self.awaited, wait_ms=60_000).ready
+        ready = self.both.other.sync.lookup(keys=self.awaited, wait=60.0).ready
         self.found += [f"the lookup that waited found {ready}"] * (ready != CHUNKS)
 
     def follow(self) -> None:
@@ -216,7 +216,7 @@ class Beside:
 
     def end(self) -> list[str]:
         self.stop.set()
-        self.both.client.put(self.late)
+        self.both.client.put_chunks(self.late)
         for thread in self.threads:
             thread.join(STARTED_S)
         return self.found + ["events were not heard"] * (not self.has_heard.is_set())
@@ -238,13 +238,13 @@ def held(address: str, transport: str) -> list[str]:
     both, found = Both(address, transport), list[str]()
     client = both.client
     keys, chunks = prompt(client, 130)
-    client.put(chunks)
+    client.put_chunks(chunks)
     new_keys, new = prompt(client, 131)
     planned = [PlannedChunk(c.key, 16, c.parent) for c in new]
     layer = [[chunk.tensors[0][0]] for chunk in new]
-    lease, stream, put = client.lease(keys), client.events(), client.begin_put(planned)
+    lease, stream, put = client.lease(keys=keys), client.events(), client.put_chunk_layers(planned)
     next(stream)
-    layers = client.get_layers(keys)
+    layers = client.get_chunk_layers(keys)
     next(layers)
 
     def child() -> list[str]:
@@ -278,10 +278,10 @@ def held(address: str, transport: str) -> list[str]:
         for number in (layer_id for group in SMALL.layer_groups for layer_id in group.layer_ids):
             put.layer(number, [chunk.tensors[0][number] for chunk in new])
         put.commit()
-        found += faults(new_keys, client.get(new_keys), "the parent's put")
+        found += faults(new_keys, client.get_chunks(new_keys), "the parent's put")
     except LeaseExpiredError as error:
         # What goes out layer by layer through gRPC cannot go on: nothing of it is there.
-        found += ["the put was ended"] * (transport != "grpc" or bool(client.get(new_keys)))
+        found += ["the put was ended"] * (transport != "grpc" or bool(client.get_chunks(new_keys)))
         is_told = "forked: begin it again" in str(error) and time.monotonic() - began < 1
         found += [f"the put ended after {time.monotonic() - began} s: {error}"] * (not is_told)
     next(stream)
@@ -294,8 +294,8 @@ def held(address: str, transport: str) -> list[str]:
 def work_of_child(client: Client, seed: int, told: Any) -> None:
     """What a process does that multiprocessing started, however it did."""
     keys, chunks = prompt(client, seed)
-    client.put(chunks)
-    told.send(faults(keys, client.get(keys), f"{seed}"))
+    client.put_chunks(chunks)
+    told.send(faults(keys, client.get_chunks(keys), f"{seed}"))
 
 
 def methods(address: str, transport: str) -> list[str]:
@@ -324,7 +324,7 @@ class Prompts:
 
     def __getitem__(self, seed: int) -> list[str]:
         keys = named(self.client, 200 + seed)
-        return faults(keys, self.client.get(keys), f"item {seed}")
+        return faults(keys, self.client.get_chunks(keys), f"item {seed}")
 
 
 def loader(address: str, transport: str) -> list[str]:
@@ -333,7 +333,7 @@ def loader(address: str, transport: str) -> list[str]:
 
     both, found = Both(address, transport), list[str]()
     for seed in range(200, 224):
-        both.client.put(prompt(both.client, seed)[1])
+        both.client.put_chunks(prompt(both.client, seed)[1])
     data: Any = Prompts(both.client)
     batches: Any = DataLoader(data, batch_size=None, num_workers=2)
     for seed, item in enumerate(batches):
@@ -477,7 +477,7 @@ def followed(address: str, transport: str) -> list[str]:
             took_s.append(time.monotonic() - began)
             os.waitpid(child, 0)
             keys, chunks = prompt(client, seed)
-            client.put(chunks)
+            client.put_chunks(chunks)
             while not any(event.key == keys[0] for event in next(stream).events):
                 pass
     return [f"forks took {took_s} s"] * (min(took_s) >= GRACE_S)
@@ -488,7 +488,7 @@ def late(address: str, transport: str) -> list[str]:
     limits = ClientOptions(transport, chunk_tokens=16, deadline_ms=300)  # type: ignore[arg-type]
     client = Client(address, SMALL, limits)
     keys = named(client, 400)
-    client.lookup(keys)
+    client.lookup(keys=keys)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         other = Connection(f"127.0.0.1:{silent.getsockname()[1]}", 1)
         status = partial(other.call, "Status", pb.StatusRequest(), 2000, object)
@@ -498,14 +498,14 @@ def late(address: str, transport: str) -> list[str]:
             thread.start()
             time.sleep(0.2)
         began = time.monotonic()
-        suppressed(partial(client.lookup, keys))
+        suppressed(partial(client.lookup, keys=keys))
         took_s = time.monotonic() - began
         forks_still = forking.is_alive()
         for thread in (waiting, forking):
             thread.join()
     found = [] if forks_still else ["the fork was over too soon to say anything"]
     found += [f"a lookup of 300 ms took {took_s:.2f} s"] * (took_s > 0.8)
-    return found + [f"then {left} were found" for left in [client.lookup(keys).ready] if left]
+    return found + [f"then {left} were found" for left in [client.lookup(keys=keys).ready] if left]
 
 
 def suppressed(work: Callable[[], Any]) -> None:

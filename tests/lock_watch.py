@@ -66,13 +66,13 @@ def load(folder: Path) -> None:
         client = clients[number % len(clients)]
         for seed in range(1000 * number, 1000 * number + 20):
             keys = keys_of(client, seed, 8)
-            client.put(chunks_of(client, keys), durable=seed % 10 == 0)
-            client.get(keys_of(client, seed // 2, 8))
-            with client.lease(keys) as lease:
+            client.put_chunks(chunks_of(client, keys), durable=seed % 10 == 0)
+            client.get_chunks(keys_of(client, seed // 2, 8))
+            with client.lease(keys=keys) as lease:
                 lease.get()
             if seed % 4 == 0:
-                client.pin(keys[:1], 100)
-                client.delete(keys[1:3])
+                client.pin(keys=keys[:1], ttl=0.1)
+                client.delete(keys=keys[1:3])
                 client.status()
 
     with concurrent.futures.thread.ThreadPoolExecutor(6) as pool:

@@ -9,26 +9,26 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvstore.client.pages import PageAxes, PagedKV
+from kvstore.client.paged_cache import PageAxes, PagedCache
 from kvstore.proto.types import Model
 
 AXES = [
-    "block part token head dim",
-    "part block token head dim",
-    "part block head token dim",
-    "block part head token dim",
+    "block kv token head dim",
+    "kv block token head dim",
+    "kv block head token dim",
+    "block kv head token dim",
     "block token head dim",
-    "layer part block token head dim",
-    "block layer part token head dim",
+    "layer kv block token head dim",
+    "block layer kv token head dim",
 ]
-"""Orders that engines use; the one without a part has K and V in tensors of their own."""
+"""Orders that engines use; the one without kv has K and V in tensors of their own."""
 
 
-class EnginePages(PagedKV):
-    """A PagedKV that remembers what it was made of."""
+class EnginePages(PagedCache):
+    """A PagedCache that remembers what it was made of."""
 
     def __init__(self, model: Model, tensors: Any, axes: PageAxes) -> None:
-        super().__init__(model, tensors, axes)
+        super().__init__(model, tensors, " ".join(axes.names))
         self.given = tensors
         self.axes = axes
 
@@ -40,7 +40,7 @@ def engine_pages(
     (group,) = model.layer_groups
     names = PageAxes.parse(axes)
     sizes = {
-        "layer": len(group.layer_ids), "block": blocks, "part": 2, "token": block_tokens,
+        "layer": len(group.layer_ids), "block": blocks, "kv": 2, "token": block_tokens,
         "head": group.kv_heads, "dim": group.head_dim,
     }  # fmt: skip
 
@@ -51,7 +51,7 @@ def engine_pages(
 
     if "layer" in names.names:
         return EnginePages(model, tensor(), names)
-    if "part" in names.names:
+    if "kv" in names.names:
         return EnginePages(model, [tensor() for _ in group.layer_ids], names)
     return EnginePages(model, [(tensor(), tensor()) for _ in group.layer_ids], names)
 
@@ -61,12 +61,12 @@ def rows_of(pages: EnginePages, block_ids: Sequence[int]) -> NDArray[Any]:
     given, names = pages.given, pages.axes.names
     if "layer" in names:
         whole = given
-    elif "part" in names:
+    elif "kv" in names:
         whole, names = torch.stack(given), ("layer", *names)
     else:
         whole = torch.stack([torch.stack(pair) for pair in given])
-        names = ("layer", "part", *names)
-    order = [names.index(n) for n in ("layer", "part", "head", "block", "token", "dim")]
+        names = ("layer", "kv", *names)
+    order = [names.index(n) for n in ("layer", "kv", "head", "block", "token", "dim")]
     rows = whole.view(torch.int16).permute(order)[:, :, :, list(block_ids)].contiguous()
     array: NDArray[Any] = rows.reshape(*rows.shape[:3], -1, rows.shape[5]).numpy()
     return array

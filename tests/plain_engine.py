@@ -28,7 +28,7 @@ class PlainEngine:
 
         def source(span: Span) -> LayerTensors:
             key = self.client.keys(prompt[: span[1]])[-1]
-            return tensors_of(key, self.client.representation, span[1] - span[0])
+            return tensors_of(key, self.client.model, span[1] - span[0])
 
         return self.connector.store_chunks(prompt, source)
 
@@ -38,11 +38,11 @@ class PlainEngine:
         size = self.client.options.chunk_tokens
         for at in range(prefix.stored_tokens // size):
             key = self.client.keys(prompt[: size * (at + 1)])[-1]
-            right = tensors_of(key, self.client.representation, size)
+            right = tensors_of(key, self.client.model, size)
             assert equal(self._room[at], right), f"chunk {at} is not what was stored"
         return prefix
 
     def _make_room(self, spans: Sequence[Span]) -> Sequence[LayerTensors]:
-        kind = self.client.representation
+        kind = self.client.model
         self._room = [empty_tensors(KVLayout.of(kind, stop - start)) for start, stop in spans]
         return self._room

@@ -9,7 +9,7 @@ import numpy as np
 from contracts.chunks import make_representation
 
 from kvstore.client import Chunk, Client
-from kvstore.client.client import parents
+from kvstore.client.chunk import parents
 from kvstore.codecs.base import ChunkTensors, Part, empty_tensors
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto.buffers import Bytes
@@ -68,7 +68,7 @@ def chunks_of(client: Client, keys: Sequence[ChunkKey], version: int = 0) -> lis
     """Return a chain of chunks as ``tensors_of`` makes them."""
     size = client.options.chunk_tokens
     return [
-        Chunk(key, tensors_of(key, client.representation, size, version), parent, position=size * i)
+        Chunk(key, tensors_of(key, client.model, size, version), parent, position=size * i)
         for i, (key, parent) in enumerate(zip(keys, parents(keys), strict=True))
     ]
 
@@ -87,7 +87,7 @@ def equal(one: ChunkTensors, other: ChunkTensors) -> bool:
 def is_right(client: Client, key: ChunkKey, found: ChunkTensors, version: int = 0) -> bool:
     """Whether *found* is what ``tensors_of`` makes for *key*."""
     size = client.options.chunk_tokens
-    return equal(found, tensors_of(key, client.representation, size, version))
+    return equal(found, tensors_of(key, client.model, size, version))
 
 
 def frame_of(
@@ -113,7 +113,7 @@ def other_revision(representation: Model) -> Model:
 
 def outcomes(client: Client, chunks: list[Chunk], hints: Hints = NO_HINTS) -> list[PutOutcome]:
     """Put chunks and return what became of each."""
-    return [put.outcome for put in client.put(chunks, hints=hints)]
+    return [put.outcome for put in client.put_chunks(chunks, hints=hints)]
 
 
 def store(client: Client, seed: int, count: int, hints: Hints = NO_HINTS) -> list[ChunkKey]:
@@ -125,6 +125,6 @@ def store(client: Client, seed: int, count: int, hints: Hints = NO_HINTS) -> lis
 
 def assert_reads(client: Client, keys: list[ChunkKey]) -> None:
     """Fail unless every chunk comes back, right and in order."""
-    found = client.get(keys)
+    found = client.get_chunks(keys)
     assert len(found) == len(keys)
     assert all(is_right(client, key, one) for key, one in zip(keys, found, strict=True))

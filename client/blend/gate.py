@@ -16,8 +16,9 @@ from kvstore.client.blend.layer_pass import LayerKV
 from kvstore.client.blend.plan import BlendPlan
 from kvstore.client.blend.segments import SegmentRange
 from kvstore.client.blend.store import StoreSource
+from kvstore.client.client import Client
 from kvstore.client.link_meter import LinkMeter
-from kvstore.client.resolving import Resolved, ResolveTerms, Resolving
+from kvstore.client.resolving import Resolved, ResolveTerms
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
@@ -132,7 +133,7 @@ class GuardedBlender:
 
     def __init__(
         self,
-        client: Resolving,
+        client: Client,
         blender: Blender,
         terms: ResolveTerms | None = None,
         selector: str = "hybrid",
@@ -166,7 +167,7 @@ class GuardedBlender:
     def _blended(self, tokens: Sequence[int], ranges: Sequence[SegmentRange]) -> GuardedResult:
         terms = replace(self._terms, weights=self._blender.weights)
         with self._client.resolve(tokens, ranges, terms) as resolved:
-            with StoreSource(resolved, tokens, self._client.representation) as source:
+            with StoreSource(resolved, tokens, self._client.model) as source:
                 plan = replace(source.plan, selector=self._selector)
                 decision = self._decided(plan, source, resolved)
                 if decision is not None:

@@ -290,7 +290,7 @@ def store_prefill(
             kv = [(k[:, span].cpu(), v[:, span].cpu()) for k, v in result.kv]
             key = chunk_key(client.namespace, one.digest)
             chunks.append(Chunk(key, [kv], one.parent, position=one.start, content=one.content))
-    puts = client.put(chunks)
+    puts = client.put_chunks(chunks)
     if attention:
         report = pb.ReportReuseRequest()
         for found in attention:

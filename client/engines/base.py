@@ -15,8 +15,8 @@ from itertools import islice, takewhile
 from typing import Any, TypeAlias, TypeVar
 
 from kvstore.client.access import access_from
-from kvstore.client.chunk import Chunk
-from kvstore.client.client import Client, parents
+from kvstore.client.chunk import Chunk, parents
+from kvstore.client.client import Client
 from kvstore.client.decode import Room as ChunkRooms
 from kvstore.client.engines.prefix import (
     ONLY_EXACT,
@@ -51,7 +51,6 @@ from kvstore.client.tensors import LayerTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import ACCURACY_TAG
 from kvstore.proto.keys import chunk_key, chunk_spans, content_digest, tokens_le32
-from kvstore.proto.messages import accuracy_number
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import (
     EXACT,
@@ -155,7 +154,7 @@ class Connector:
         ) -> list[Stated]:
             stated: list[Stated] = []
             rooms[:] = rooms or room(spans)
-            self.client.get(keys[first:], rooms[first:], min_accuracy=least, stated=stated)
+            self.client.get_chunks(keys[first:], rooms[first:], accuracy=least, stated=stated)
             return stated
 
         return self._counted(tokens, read, extra, of)
@@ -227,7 +226,7 @@ class Connector:
         def read(
             keys: Sequence[ChunkKey], spans: Sequence[Span], _first: int, _least: Accuracy
         ) -> list[Stated]:
-            found = len(self.client.get_into(keys, rooms(spans)))
+            found = len(self.client.get_chunks(keys, rooms(spans)))
             return [EXACT] * found if found == len(keys) else []
 
         return self._counted(tokens, read, extra, whole=True)
@@ -335,14 +334,11 @@ class Connector:
         return usable
 
     def _match(self, keys: Sequence[ChunkKey], least: Accuracy, within: Deadline | None) -> Match:
-        if within is None:
-            return self.client.lookup(keys, min_accuracy=least)
-        deadline_ms = max(LEAST_LOOKUP_MS, int(1000 * within.left_s))
-        request = pb.LookupRequest(
-            min_accuracy=accuracy_number(least),
-            deadline_ms=min(deadline_ms, self.client.options.deadline_ms),
-        )
-        return self.client._look(keys, request)[0]
+        timeout = None
+        if within is not None:
+            most_s = self.client.options.deadline_ms / 1000
+            timeout = min(max(LEAST_LOOKUP_MS / 1000, within.left_s), most_s)
+        return self.client.lookup(keys=keys, accuracy=least, timeout=timeout)
 
     def allowed(self, least: Accuracy) -> Allowed:
         """Return which copies may be read of *least* or better. Never raises.
@@ -420,13 +416,13 @@ class Connector:
 
     def stored(self, digests: Sequence[ChainDigest]) -> set[bytes]:
         """Return those of *digests* that have an exact copy, whatever is before. Never raises."""
-        found = self.ask(lambda: self.client.stat(self._keys(digests)), list[pb.ChunkStat]())
+        found = self.ask(lambda: self.client.stat(keys=self._keys(digests)), list[pb.ChunkStat]())
         exact = Accuracy.exact
         return {one.digest for one in found if any(c.accuracy == exact for c in one.copies)}
 
     def read(self, digests: Sequence[ChainDigest], out: Sequence[LayerTensors]) -> int:
         """Read the longest prefix of *digests* into *out*; return how many chunks. Never raises."""
-        count = self.ask(lambda: len(self.client.get(self._keys(digests), out)), 0)
+        count = self.ask(lambda: len(self.client.get_chunks(self._keys(digests), out)), 0)
         with self._lock:
             self._counts["lost_chunks"] += len(digests) - count
         return count
@@ -476,8 +472,8 @@ class Connector:
             )
             return list(levelled.stated[: next(iter(levelled.to_compute), len(digests))])
         stated: list[Stated] = []
-        self.client.get_into(
-            self._keys(digests), room, min_accuracy=least, stated=stated, rectangle=self.rectangle
+        self.client.get_chunks(
+            self._keys(digests), room, accuracy=least, stated=stated, rectangle=self.rectangle
         )
         return stated
 
@@ -510,7 +506,9 @@ class Connector:
         return outcomes
 
     def _put(self, chunks: Sequence[Chunk], hints: Hints) -> list[PutOutcome]:
-        puts = self.client.put(chunks, durable=self.durable, hints=hints, rectangle=self.rectangle)
+        puts = self.client.put_chunks(
+            chunks, durable=self.durable, hints=hints, rectangle=self.rectangle
+        )
         return [put.outcome for put in puts]
 
     def _spans(self, token_count: int) -> list[Span]:

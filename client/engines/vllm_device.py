@@ -272,15 +272,15 @@ class DeviceSide(Side):
         self._chunk_tokens = tokens
         rectangle = connector.rectangle
         self._layouts = {
-            has: _rank_layout(client.representation, rectangle, tokens, has_windows=has)
+            has: _rank_layout(client.model, rectangle, tokens, has_windows=has)
             for has in ({True} if pages.has_windows_only else {True, not pages.shape.has_ends})
         }
         pages.of(self._layouts[True])
         self.headers = {layout: _blank_header(layout) for layout in self._layouts.values()}
         self.chunk_bytes = -(-raw_frame_bytes(self._layouts[True]) // _ALIGN_BYTES) * _ALIGN_BYTES
         self.device = device or open_device(pages.device)
-        whole = KVLayout.of(client.representation, tokens)
-        self._shard = None if rectangle is None else rectangle.shard(client.representation, whole)
+        whole = KVLayout.of(client.model, tokens)
+        self._shard = None if rectangle is None else rectangle.shard(client.model, whole)
         self._is_straight = isinstance(client, CudaClient) and not pages.shape.has_ends
         # A rank's too: what is read straight into the pages is verified as a whole.
         frame_bytes = raw_frame_bytes(whole) if self._is_straight else self.chunk_bytes

@@ -132,7 +132,9 @@ class VllmScheduler:
         if not keys:
             return 0
         least = self._lookups.allowed(self._lookups.least).least
-        match = self._lookups.client.lookup(keys, min_accuracy=least, wait_ms=self._role.wait_ms)
+        match = self._lookups.client.lookup(
+            keys=keys, accuracy=least, wait=self._role.wait_ms / 1000
+        )
         worth = self._lookups.worth_loading(match, len(keys) * self._chunk_tokens)
         if worth == match.ready:
             return worth
@@ -140,10 +142,14 @@ class VllmScheduler:
         return Fewer(0 if self._has_ends else worth, match.ready)
 
     def _announce(self, digests: Sequence[ChainDigest]) -> int | None:
-        return self._lookups.client.announce_puts(self._keys(digests), self._role.handover_ms)
+        return self._lookups.client.announce_puts(
+            self._keys(digests), within=self._role.handover_ms / 1000
+        )
 
     def _withdraw(self, digests: Sequence[ChainDigest]) -> None:
-        self._lookups.ask(lambda: self._lookups.client.announce_puts(self._keys(digests), 0), None)
+        self._lookups.ask(
+            lambda: self._lookups.client.announce_puts(self._keys(digests), within=0.0), None
+        )
 
     def _keys(self, digests: Sequence[ChainDigest]) -> list[ChunkKey]:
         """Name chunks; asking for the namespace opens a session, even for none."""

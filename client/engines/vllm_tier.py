@@ -88,7 +88,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
         client = self._connector.client
 
         def ready() -> int:
-            return client.lookup([chunk_key(client.namespace, one) for one in digests]).ready
+            return client.lookup(keys=[chunk_key(client.namespace, one) for one in digests]).ready
 
         count = self._connector.ask(ready, -1)
         if count < 0:

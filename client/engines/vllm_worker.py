@@ -487,7 +487,7 @@ class VllmWorker:
             position=named.position,
             prefill_flops=self.cost.of_chunk(named.position, tokens),
             content=named.content,
-            layout=KVLayout.of(client.representation, tokens, window=has_windows),
+            layout=KVLayout.of(client.model, tokens, window=has_windows),
         )
 
     def settled(self, within_s: float) -> bool:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from kvstore import __version__
+from kvstore.proto import __version__
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.settings.values import Limits, format_size, text_by_tier
 

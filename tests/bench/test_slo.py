@@ -19,10 +19,10 @@ from bench.slo_replay import (
     recompute,
 )
 
-from kvstore.client.client_state import FIRST_GUESS_BYTES_PER_S
 from kvstore.client.levels import RECOMPUTE, PlanTerms, later_s
 from kvstore.client.link_meter import LinkMeter
 from kvstore.client.prefill import PrefillModel
+from kvstore.client.server_link import FIRST_GUESS_BYTES_PER_S
 from kvstore.proto.types import Accuracy
 
 LEVELS = Levels((2.1, 3.6, 5.2), (0.01, 0.001, 0.0001), 10.7)

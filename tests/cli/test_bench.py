@@ -42,14 +42,14 @@ def test_all_that_was_put_comes_back_and_nothing_stays(
 def test_bytes_that_come_back_wrong_are_said(
     server: LocalServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = Client.get
+    honest = Client.get_chunks
 
     def wrong(self: Client, keys: list[bytes], out: list[list[list[list[np.ndarray]]]]) -> object:
         found = honest(self, keys, out)  # type: ignore[arg-type]
         out[2][0][0][1].view(np.uint16)[0, 0, 0] ^= 1
         return found
 
-    monkeypatch.setattr(Client, "get", wrong)
+    monkeypatch.setattr(Client, "get_chunks", wrong)
     assert run(*few(server)) == EXIT_NOT_HELD
     assert "6 stored, 5 right" in capsys.readouterr().out
 
@@ -75,12 +75,12 @@ def test_a_drained_server_has_saved_all_and_takes_nothing(
 ) -> None:
     client = server.connect()
     keys = keys_of(client, 1, 3)
-    client.put(chunks_of(client, keys))
+    client.put_chunks(chunks_of(client, keys))
     assert run("drain", "--address", server.address) == 0
     assert "is on disk" in capsys.readouterr().out
     with pytest.raises(ShuttingDownError):
-        client.put(chunks_of(client, keys_of(client, 2, 1)))
-    assert client.lookup(keys).ready == 3
+        client.put_chunks(chunks_of(client, keys_of(client, 2, 1)))
+    assert client.lookup(keys=keys).ready == 3
 
 
 def test_a_drain_of_nobody_and_in_no_time(capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,7 +78,7 @@ def test_ls_shows_each_chunk_once_in_pages_that_follow_each_other(
 ) -> None:
     client = server.connect("grpc")
     keys = store(client, 1, 7)
-    client.lookup(keys[:2])
+    client.lookup(keys=keys[:2])
     server.settled()
     chunks = listed(kvstore, "--address", server.address)
     assert [one["digest"] for one in chunks] == sorted(map(digest, keys))
@@ -219,16 +219,16 @@ def test_what_get_writes_put_stores_elsewhere_as_the_same_chunk(
         done = kvstore("get", digest(key), "--out", files[-1], "--address", server.address)
         assert done[0] == 0, done[2]
     client.clear()
-    assert client.lookup(keys).ready == 0
+    assert client.lookup(keys=keys).ready == 0
     status, out, err = kvstore("put", *files, "--json", "--address", server.address)
     assert status == 0, err
     assert [(row["key"], row["outcome"]) for row in json.loads(out)] == [
         (key.hex(), "stored") for key in keys
     ]
-    found = client.get(keys)
+    found = client.get_chunks(keys)
     assert len(found) == 2
     assert all(is_right(client, key, one) for key, one in zip(keys, found, strict=True))
-    assert client.stat(keys[1:])[0].parent == keys[0][DIGEST_BYTES:]
+    assert client.stat(keys=keys[1:])[0].parent == keys[0][DIGEST_BYTES:]
     assert "exists" in kvstore("put", files[0], "--address", server.address)[1]
 
 
@@ -243,7 +243,7 @@ def test_the_file_of_a_chunk_is_safetensors_as_others_read_it(
     path = tmp_path / "chunk.safetensors"
     assert kvstore("get", digest(keys[0]), "--out", path, "--address", server.address)[0] == 0
     tensors = load_file(path)
-    (found,) = client.get(keys)
+    (found,) = client.get_chunks(keys)
     for number, parts in enumerate(found[0]):
         for name, part in zip(("key", "value"), parts, strict=True):
             read = tensors[f"layer.{number}.{name}"]
@@ -267,7 +267,7 @@ def test_a_changed_file_is_refused_whatever_was_changed(
             assert (status, "is no chunk" in err) == (2, True), (suffix, at, err)
         path.write_bytes(whole[:-7])
         assert kvstore("put", path, "--address", server.address)[0] == 2
-        assert client.lookup(keys).ready == 0
+        assert client.lookup(keys=keys).ready == 0
         path.write_bytes(whole)
         assert kvstore("put", path, "--address", server.address)[0] == 0
 
@@ -409,7 +409,7 @@ def test_a_caller_sees_and_forgets_what_is_its_tenants_alone(
     assert {row["tenant"] for row in json.loads(out)["spaces"]} == {"acme", "zeta"}
     status, out, _ = as_holder(world.acme, "clear", "--tenant", "acme", "--yes", "--json")
     assert (status, json.loads(out)["deleted"]) == (0, 2)
-    assert theirs.lookup(others).ready == 3
+    assert theirs.lookup(keys=others).ready == 3
     admin = world.new_key("ops", "admin", "write")
     status, out, _ = as_holder(admin, "clear", "--tenant", "zeta", "--yes", "--json")
     assert (status, json.loads(out)["deleted"]) == (0, 3)

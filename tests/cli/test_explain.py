@@ -130,7 +130,7 @@ def test_recent_misses_are_printed_with_what_engines_counted(
     client = server.connect(options=ClientOptions("auto", 16, DEADLINE_MS, name="engine-7"))
     engine = PlainEngine(client)
     engine.load(tokens(3, 64))
-    client._connected().session.heartbeat()
+    client._link.connected().session.heartbeat()
     found = as_json(explain, "--recent", "5")
     (miss,) = found["recent"]
     assert (miss["client"], miss["chunks"], miss["state"]) == ("engine-7", 4, "unknown")
@@ -146,7 +146,7 @@ def test_what_clients_say_of_themselves_is_printed_as_it_is(
     server: LocalServer, explain: Explain
 ) -> None:
     client = server.connect(options=ClientOptions("auto", 16, DEADLINE_MS, name="[/bold]"))
-    client.lookup(keys_of(client, 1, 1))
+    client.lookup(keys=keys_of(client, 1, 1))
     client.counts = lambda: {"refused: [red]packs otherwise[/]": 1, "[/x]": 1}
     client.send_counts()
     (report,) = as_json(explain, "--recent", "5")["engines"]
@@ -291,7 +291,7 @@ def test_what_is_printed_into_a_pipe_has_whole_ids_one_row_a_line_and_no_lines_a
     client = server.connect(options=ClientOptions("auto", 16, DEADLINE_MS, name="engine-7"))
     keys = store(client, 1, 2)
     other = server.connect(representation=other_revision(SMALL))
-    other.lookup(keys_of(other, 1, 2))
+    other.lookup(keys=keys_of(other, 1, 2))
     named = [word for key in keys for word in ("--keys", key.hex())]
     shown = [explain(*argv)[1] for argv in (["--spaces"], ["--recent", "5"], named)]
     assert all(line.isascii() for line in shown)

@@ -92,7 +92,7 @@ def test_help_loads_none_of_the_rooms() -> None:
 
 def test_status_shows_tiers_and_counters_as_json(kvstore: Kvstore, server: LocalServer) -> None:
     client = server.connect()
-    client.put(chunks_of(client, keys_of(client, 1, 3)))
+    client.put_chunks(chunks_of(client, keys_of(client, 1, 3)))
     run = kvstore("status", server.address, "--json")
     assert run.status == 0
     status = json.loads(run.out)

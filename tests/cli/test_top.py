@@ -35,8 +35,8 @@ def kvstore(capsys: pytest.CaptureFixture[str]) -> Run:
 def used(server: LocalServer) -> None:
     client = server.connect("grpc")
     keys = store(client, 1, 6)
-    client.lookup(keys)
-    client.lookup(keys)
+    client.lookup(keys=keys)
+    client.lookup(keys=keys)
 
 
 def test_one_look_is_json_with_tiers_policies_and_ratios(
@@ -114,7 +114,7 @@ def test_hints_reach_the_server_by_every_way_to_connect(make_server: ServerMaker
         keys = store(client, seed, 3, hints=Hints(ttl_ms=60_000))
         known = server.node.store.catalog.state.metadata.hints
         assert known.expiring == before + 3, transport
-        with client.lease(keys) as lease:
+        with client.lease(keys=keys) as lease:
             lease.release(Hints(priority=7))
         row = server.node.store.catalog.state.index.row(keys[0])
         assert known.priority(row) == 7, transport

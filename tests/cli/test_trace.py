@@ -137,7 +137,7 @@ def test_a_recording_ends_with_the_names_there_may_be(
     prompts = iter([1, 2])
 
     def look_up(_: float) -> None:
-        client.lookup(keys_of(client, next(prompts), 2))
+        client.lookup(keys=keys_of(client, next(prompts), 2))
 
     made = trace.record(server.address, tmp_path / "t.jsonl", 60, 16, lambda: 0.0, look_up)
     assert (made.chunks, made.lookups) == (4, 2)

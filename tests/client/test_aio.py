@@ -26,22 +26,22 @@ def test_every_verb_works_awaited(server: LocalServer, transport: TransportName)
     async def work() -> None:
         async with AsyncClient(server.address, SMALL, options) as client:
             keys = await client.keys(tokens(1, 64))
-            puts = await client.put(chunks_of(client.sync, keys), durable=True)
+            puts = await client.put_chunks(chunks_of(client.sync, keys), durable=True)
             assert [put.outcome for put in puts] == [PutOutcome.stored] * 4
-            assert (await client.lookup(keys)).ready == 4
-            found = await client.get(keys)
+            assert (await client.lookup(keys=keys)).ready == 4
+            found = await client.get_chunks(keys)
             assert all(is_right(client.sync, *p) for p in zip(keys, found, strict=True))
             room = [empty_tensors(KVLayout.of(SMALL, 16)) for _ in keys]
-            assert len(await client.get(keys, room)) == 4
+            assert len(await client.get_chunks(keys, room)) == 4
             assert all(is_right(client.sync, *p) for p in zip(keys, room, strict=True))
-            async with client.lease(keys) as lease:
+            async with client.lease(keys=keys) as lease:
                 assert len(await asyncio.to_thread(lease.get)) == 4
             with pytest.raises(LeaseExpiredError):
                 await asyncio.to_thread(lease.get)
-            assert await client.pin(keys, 60_000) == 4
-            assert await client.unpin(keys) == 4
-            assert len(await client.stat(keys)) == len(await client.list()) == 4
-            assert await client.delete(keys[3:]) == 1
+            assert await client.pin(keys=keys, ttl=60.0) == 4
+            assert await client.unpin(keys=keys) == 4
+            assert len(await client.stat(keys=keys)) == len(await client.list()) == 4
+            assert await client.delete(keys=keys[3:]) == 1
             assert (await client.status()).state == "serving"
             assert await client.clear() == 3
             assert await client.drain()
@@ -56,8 +56,8 @@ def test_many_gets_run_at_once(server: LocalServer) -> None:
     async def work() -> None:
         async with AsyncClient(server.address, SMALL, options) as client:
             keys = await client.keys(tokens(1, 64))
-            await client.put(chunks_of(client.sync, keys))
-            for found in await asyncio.gather(*(client.get(keys) for _ in range(50))):
+            await client.put_chunks(chunks_of(client.sync, keys))
+            for found in await asyncio.gather(*(client.get_chunks(keys) for _ in range(50))):
                 assert all(is_right(client.sync, *p) for p in zip(keys, found, strict=True))
 
     asyncio.run(work())
@@ -68,10 +68,10 @@ def test_a_copy_for_another_process_is_a_client_of_its_own(server: LocalServer) 
         options = ClientOptions(chunk_tokens=16, deadline_ms=DEADLINE_MS)
         async with AsyncClient(server.address, SMALL, options) as client:
             keys = await client.keys(tokens(1, 64))
-            await client.put(chunks_of(client.sync, keys))
+            await client.put_chunks(chunks_of(client.sync, keys))
             kind, words = client.__reduce__()
         async with kind(*words) as other:  # as multiprocessing does
-            assert (await other.lookup(keys)).ready == 4
+            assert (await other.lookup(keys=keys)).ready == 4
 
     asyncio.run(work())
 
@@ -83,15 +83,16 @@ def test_pages_and_layers_are_awaited(server: LocalServer) -> None:
             keys = await client.keys(tokens(1, 32))
             right = chunks_of(client.sync, keys)
             planned = [PlannedChunk(chunk.key, 16, chunk.parent) for chunk in right]
-            async with await client.begin_put(planned) as put:
+            async with client.put_chunk_layers(planned) as put:
                 for layer in (0, 1):
-                    await put.layer(layer, [chunk.tensors[0][layer] for chunk in right])
+                    parts = [chunk.tensors[0][layer] for chunk in right]
+                    await asyncio.to_thread(put.layer, layer, parts)
             assert [one.outcome for one in put.results] == [PutOutcome.stored] * 2
-            pages = engine_pages(SMALL, "block part token head dim", 4, 8, np.random.default_rng(1))
-            assert await client.get_pages(keys, pages, range(4)) == 2
-            puts = await client.put_pages(keys, pages, range(4), 32)
+            pages = engine_pages(SMALL, "block kv token head dim", 4, 8, np.random.default_rng(1))
+            assert (await client.get(keys=keys, out=pages[range(4)])).tokens == 32
+            puts = await client.put(tokens(1, 32), pages[range(4)])
             assert [one.outcome for one in puts] == [PutOutcome.exists] * 2
-            async with aclosing(client.get_layers(keys)) as layers:
+            async with aclosing(client.get_layers(keys=keys)) as layers:
                 found = [(one.layer_id, len(one.tensors)) async for one in layers]
             assert found == [(0, 2), (1, 2)]
 
@@ -106,6 +107,4 @@ def test_asyncio_client_has_every_verb_of_the_blocking_one() -> None:
             if not name.startswith("_")
         }
 
-    blocking = verbs(Client)
-    blocking["lookup"].remove("lease")  # its lease is a context manager's
-    assert verbs(AsyncClient) == blocking
+    assert verbs(AsyncClient) == verbs(Client)

@@ -12,7 +12,7 @@ from conftest import ServerMaker
 from contracts.layers import assert_layer, layers_of, planned
 from local_server import LocalServer
 from pages import engine_pages, rows_of
-from prompts import SMALL, assert_reads, chunks_of, is_right, keys_of, store, tensors_of
+from prompts import SMALL, assert_reads, chunks_of, is_right, keys_of, store, tensors_of, tokens
 
 from kvstore.client import Client
 from kvstore.client.levels import PlanTerms
@@ -22,6 +22,7 @@ from kvstore.client.rectangle import Rectangle
 from kvstore.client.transport import Arrivals, Put, ReadPlan
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.errors import DeadlineError, InvalidRequestError, LeaseExpiredError
+from kvstore.proto.plans import EngineTerms
 from kvstore.proto.types import ChunkKey, KVLayout, PutOutcome
 
 LIMIT, CHUNKS = 4, 11
@@ -48,32 +49,32 @@ def any_client(server: LocalServer, request: pytest.FixtureRequest) -> Client:
 def test_a_prompt_of_several_batches_is_found_and_read_whole(any_client: Client) -> None:
     client = any_client
     keys = store(client, 1, CHUNKS)
-    match = client.lookup([*keys, *keys_of(client, 2, 2)])
+    match = client.lookup(keys=[*keys, *keys_of(client, 2, 2)])
     assert (match.ready, match.pending, match.missing) == (CHUNKS, 0, 2)
     assert match.tiers == ("cpu",) * CHUNKS
     assert len(match.load_us) == CHUNKS
     assert_reads(client, keys)
     room = [empty_tensors(KVLayout.of(SMALL, 16)) for _ in keys]
-    assert len(client.get(keys, room)) == CHUNKS
+    assert len(client.get_chunks(keys, room)) == CHUNKS
     assert all(is_right(client, *pair) for pair in zip(keys, room, strict=True))
 
 
 def test_a_lookup_ends_at_the_first_batch_with_a_miss(server: LocalServer, client: Client) -> None:
     keys = store(client, 1, CHUNKS)
-    assert client.delete(keys[5:6]) == 1
+    assert client.delete(keys=keys[5:6]) == 1
     before = server.counter("lookups")
-    match = client.lookup(keys)
+    match = client.lookup(keys=keys)
     assert (match.ready, match.missing) == (5, CHUNKS - 5)
     assert server.counter("lookups") == before + 2
-    assert len(client.get(keys)) == 5
+    assert len(client.get_chunks(keys)) == 5
 
 
 def test_a_read_ends_where_a_batch_begins_that_is_not_there(client: Client) -> None:
     keys = store(client, 1, CHUNKS)
-    assert client.delete(keys[2 * LIMIT :]) == 3
+    assert client.delete(keys=keys[2 * LIMIT :]) == 3
     assert_reads(client, keys[: 2 * LIMIT])
-    assert len(client.get(keys)) == client.lookup(keys).ready == 2 * LIMIT
-    found = {one.layer_id: len(one.tensors) for one in client.get_layers(keys)}
+    assert len(client.get_chunks(keys)) == client.lookup(keys=keys).ready == 2 * LIMIT
+    found = {one.layer_id: len(one.tensors) for one in client.get_chunk_layers(keys)}
     assert found == {0: 2 * LIMIT, 1: 2 * LIMIT}
 
 
@@ -82,10 +83,10 @@ def test_leases_of_all_batches_are_one_and_end_together(
 ) -> None:
     client = any_client
     keys = store(client, 1, CHUNKS)
-    with client.lease([*keys, *keys_of(client, 2, 1)]) as lease:
+    with client.lease(keys=[*keys, *keys_of(client, 2, 1)]) as lease:
         assert lease.keys == keys
         assert server.usage().leases == 3
-        assert client.delete(keys) == 0
+        assert client.delete(keys=keys) == 0
         found = lease.get()
         assert len(found) == CHUNKS
         assert all(is_right(client, *pair) for pair in zip(keys, found, strict=True))
@@ -105,7 +106,7 @@ def test_leases_of_a_lookup_that_fails_half_way_are_given_back(
     server: LocalServer, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = store(client, 1, CHUNKS)
-    calls = client._connected().calls
+    calls = client._link.connected().calls
     plain, asked = calls.call, []
 
     def late(method: str, *rest: object) -> object:
@@ -116,7 +117,7 @@ def test_leases_of_a_lookup_that_fails_half_way_are_given_back(
 
     monkeypatch.setattr(calls, "call", late)
     with pytest.raises(DeadlineError):
-        client.lease(keys)
+        client.lease(keys=keys)
     assert server.settled().leases == 0
 
 
@@ -124,7 +125,7 @@ def test_a_batch_that_is_late_ends_what_was_read_before_it(
     server: LocalServer, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = store(client, 1, CHUNKS)
-    transport = client._connected()
+    transport = client._link.connected()
     plain, asked = transport.read, list[ReadPlan]()
 
     def late(plan: ReadPlan) -> AbstractContextManager[Arrivals]:
@@ -134,7 +135,7 @@ def test_a_batch_that_is_late_ends_what_was_read_before_it(
         return plain(plan)
 
     monkeypatch.setattr(transport, "read", late)
-    found = client.get(keys)
+    found = client.get_chunks(keys)
     assert len(found) == 2 * LIMIT
     assert all(is_right(client, *pair) for pair in zip(keys, found, strict=False))
 
@@ -142,12 +143,12 @@ def test_a_batch_that_is_late_ends_what_was_read_before_it(
 @pytest.mark.parametrize(
     ("call", "count"),
     [
-        (lambda client, keys: client.pin(keys, 60_000), CHUNKS),
-        (lambda client, keys: client.delete(keys), CHUNKS),
-        (lambda client, keys: len(client.stat(keys)), CHUNKS),
-        (lambda client, keys: client.announce_puts(keys_of(client, 2, 9), 60_000), 9),
+        (lambda client, keys: client.pin(keys=keys, ttl=60.0), CHUNKS),
+        (lambda client, keys: client.delete(keys=keys), CHUNKS),
+        (lambda client, keys: len(client.stat(keys=keys)), CHUNKS),
+        (lambda client, keys: client.announce_puts(keys_of(client, 2, 9), within=60.0), 9),
     ],
-    ids=["pin", "delete", "stat", "promise"],
+    ids=["pin", "delete", "stat", "announce_puts"],
 )
 def test_what_is_counted_is_counted_over_all_batches(
     client: Client, call: Callable[[Client, list[ChunkKey]], int], count: int
@@ -157,8 +158,8 @@ def test_what_is_counted_is_counted_over_all_batches(
 
 def test_pins_of_several_batches_end(client: Client) -> None:
     keys = store(client, 1, CHUNKS)
-    client.pin(keys, 60_000)
-    assert client.unpin(keys) == CHUNKS
+    client.pin(keys=keys, ttl=60.0)
+    assert client.unpin(keys=keys) == CHUNKS
 
 
 def test_a_key_of_another_namespace_in_a_later_batch_changes_nothing(
@@ -169,7 +170,7 @@ def test_a_key_of_another_namespace_in_a_later_batch_changes_nothing(
     with server.unchanged():
         for call in (client.delete, client.get, client.lookup):
             with pytest.raises(InvalidRequestError, match="not in this client's namespace"):
-                call(wrong)
+                call(keys=wrong)
 
 
 def test_layers_go_and_come_of_all_batches_together(
@@ -177,12 +178,12 @@ def test_layers_go_and_come_of_all_batches_together(
 ) -> None:
     client = any_client
     keys = keys_of(client, 1, CHUNKS)
-    with client.begin_put(planned(client, keys)) as put:
+    with client.put_chunk_layers(planned(client, keys)) as put:
         for number, parts in layers_of(client, keys).items():
             put.layer(number, parts)
     assert [one.outcome for one in put.results] == [PutOutcome.stored] * CHUNKS
     found = []
-    for layer in client.get_layers(keys):
+    for layer in client.get_chunk_layers(keys):
         assert len(layer.tensors) == CHUNKS
         assert_layer(client, keys, layer)
         found.append(layer.layer_id)
@@ -194,7 +195,7 @@ def test_layers_go_and_come_of_all_batches_together(
 def test_all_batches_of_a_put_have_one_deadline(
     client: Client, monkeypatch: pytest.MonkeyPatch, is_layered: bool
 ) -> None:
-    transport, given_ms = client._connected(), list[int]()
+    transport, given_ms = client._link.connected(), list[int]()
 
     def slow(chunks: list[object], *, deadline_ms: int, **_: object) -> list[Put]:
         given_ms.append(deadline_ms)
@@ -204,13 +205,13 @@ def test_all_batches_of_a_put_have_one_deadline(
     monkeypatch.setattr(transport, "put", slow)
     keys = keys_of(client, 1, CHUNKS)
     if is_layered:
-        with client.begin_put(planned(client, keys), within_ms=5_000) as put:
+        with client.put_chunk_layers(planned(client, keys), timeout=5.0) as put:
             for number, parts in layers_of(client, keys).items():
                 put.layer(number, parts)
             time.sleep(0.05)
         assert given_ms[0] <= 4_950
     else:
-        client.put(chunks_of(client, keys))
+        client.put_chunks(chunks_of(client, keys))
     first, second, third = given_ms
     assert first - 50 >= second
     assert second - 50 >= third
@@ -219,7 +220,7 @@ def test_all_batches_of_a_put_have_one_deadline(
 def test_a_put_whose_time_is_up_sends_no_further_batch(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transport, given_ms = client._connected(), list[int]()
+    transport, given_ms = client._link.connected(), list[int]()
 
     def too_slow(chunks: list[object], *, deadline_ms: int, **_: object) -> list[Put]:
         given_ms.append(deadline_ms)
@@ -230,7 +231,7 @@ def test_a_put_whose_time_is_up_sends_no_further_batch(
     keys = keys_of(client, 1, CHUNKS)
 
     def put_all() -> None:
-        with client.begin_put(planned(client, keys), within_ms=300) as put:
+        with client.put_chunk_layers(planned(client, keys), timeout=0.3) as put:
             for number, parts in layers_of(client, keys).items():
                 put.layer(number, parts)
 
@@ -243,7 +244,7 @@ def test_batches_of_a_layered_put_that_is_abandoned_end_together(
     server: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = server.connect("grpc")
-    connection = client._connected().session.connection
+    connection = client._link.connected().session.connection
 
     def slow(method: str, requests: Iterator[object], *rest: object) -> None:
         for _ in requests:
@@ -252,7 +253,7 @@ def test_batches_of_a_layered_put_that_is_abandoned_end_together(
         raise DeadlineError("late")
 
     monkeypatch.setattr(connection, "upload", slow)
-    put = client.begin_put(planned(client, keys_of(client, 1, CHUNKS)))
+    put = client.put_chunk_layers(planned(client, keys_of(client, 1, CHUNKS)))
     began = time.monotonic()
     put.abandon()
     assert 0.5 <= time.monotonic() - began < 1.0
@@ -260,7 +261,7 @@ def test_batches_of_a_layered_put_that_is_abandoned_end_together(
 
 def test_a_layered_put_has_a_limit_that_is_named(server: LocalServer, client: Client) -> None:
     with pytest.raises(InvalidRequestError, match="chunks=33: give 1 to 32 in one put"):
-        client.begin_put(planned(client, keys_of(client, 2, 33)))
+        client.put_chunk_layers(planned(client, keys_of(client, 2, 33)))
     assert server.settled().open_puts == 0
 
 
@@ -272,7 +273,7 @@ def test_levels_are_read_of_all_batches(server: LocalServer, any_client: Client)
     assert client.get_levelled(keys, terms, out).to_compute == ()
     assert all(is_right(client, *pair) for pair in zip(keys, out, strict=True))
     assert server.settled().leases == 0  # which a thread of the client's ends
-    assert client.delete(keys[6:7]) == 1
+    assert client.delete(keys=keys[6:7]) == 1
     assert client.get_levelled(keys, PlanTerms(10.0), out).to_compute[0] == 6
     assert server.settled().leases == 0
 
@@ -280,7 +281,7 @@ def test_levels_are_read_of_all_batches(server: LocalServer, any_client: Client)
 def test_a_rank_reads_its_part_of_all_batches(any_client: Client) -> None:
     client = any_client
     keys = store(client, 1, CHUNKS)
-    found = client.get(keys, rectangle=Rectangle(layers=(1, 2)))
+    found = client.get_chunks(keys, rectangle=Rectangle(layers=(1, 2)))
     assert len(found) == CHUNKS
     for key, one in zip(keys, found, strict=True):
         whole = tensors_of(key, SMALL, 16)[0]
@@ -289,23 +290,23 @@ def test_a_rank_reads_its_part_of_all_batches(any_client: Client) -> None:
 
 def test_pages_are_read_of_all_batches(client: Client) -> None:
     draw = np.random.default_rng(1)
-    pages = engine_pages(SMALL, "block part token head dim", 64, 8, draw)
-    keys = keys_of(client, 1, CHUNKS)
-    assert len(client.put_pages(keys, pages, range(22), 16 * CHUNKS)) == CHUNKS
-    other = engine_pages(SMALL, "block part token head dim", 64, 8, draw)
-    assert client.get_pages(keys, other, range(30, 52)) == CHUNKS
+    pages = engine_pages(SMALL, "block kv token head dim", 64, 8, draw)
+    prompt = tokens(1, 16 * CHUNKS)
+    assert len(client.put(prompt, pages[range(22)])) == CHUNKS
+    other = engine_pages(SMALL, "block kv token head dim", 64, 8, draw)
+    assert client.get(prompt, out=other[range(30, 52)]).chunks == CHUNKS
     assert np.array_equal(rows_of(other, range(30, 52)), rows_of(pages, range(22)))
 
 
 def test_a_plan_of_several_batches_loads_what_is_sooner_loaded(client: Client) -> None:
     keys = store(client, 1, CHUNKS)
     asked = [*keys, *keys_of(client, 2, 2)]
-    slow = client.lookup(asked, prefill=PrefillModel(0.0, 1.0)).plan
+    slow = client.lookup(keys=asked, engine=EngineTerms(PrefillModel(0.0, 1.0))).plan
     assert slow is not None
     assert list(slow.loaded) == list(range(CHUNKS))
     assert slow.ranges[-1].stop == len(asked)
     assert slow.plan_ms < slow.recompute_ms == pytest.approx(16_000 * len(asked))
-    fast = client.lookup(asked, prefill=PrefillModel(0.0, 0.0)).plan
+    fast = client.lookup(keys=asked, engine=EngineTerms(PrefillModel(0.0, 0.0))).plan
     assert fast is not None
     assert (list(fast.loaded), fast.plan_ms) == ([], fast.recompute_ms)
 
@@ -314,7 +315,7 @@ def test_announced_prompts_of_several_batches_are_all_planned(client: Client) ->
     long, other = keys_of(client, 1, CHUNKS), keys_of(client, 2, 2)
     chains = [long, other, long[:2]]
     store(client, 2, 2)
-    planned_batch = client.plan(chains, 60_000)
+    planned_batch = client.plan(chains, ttl=60.0)
     assert sorted(planned_batch.order) == [0, 1, 2]
     places = {number: place for place, number in enumerate(planned_batch.order)}
     assert abs(places[0] - places[2]) == 1

@@ -242,7 +242,7 @@ def test_a_server_that_falls_silent_is_a_miss_by_the_deadline_and_found_again(
 
     def is_found() -> bool:
         with suppress(DeadlineError, TierUnavailableError):
-            return len(client.get(keys)) == 2
+            return len(client.get_chunks(keys)) == 2
         return False
 
     assert eventually(is_found)
@@ -254,7 +254,7 @@ def test_a_server_that_falls_silent_is_a_miss_by_the_deadline_and_found_again(
 
     monkeypatch.setattr(BulkService, "get", waits)
     with pytest.raises(DeadlineError):
-        client.get(keys)
+        client.get_chunks(keys)
     go_on.set()
     monkeypatch.undo()
     assert eventually(is_found)
@@ -270,7 +270,7 @@ def test_a_put_to_a_server_that_stores_nothing_in_time_is_an_error(
     chunks = chunks_of(client, keys_of(client, 1, 2))
     monkeypatch.setattr(BulkService, "put", lambda *_: threading.Event().wait(0.6))
     with pytest.raises(KVStoreError):
-        client.put(chunks)
+        client.put_chunks(chunks)
 
 
 def test_a_server_that_was_restarted_is_used_again(make_server: ServerMaker) -> None:

@@ -65,14 +65,14 @@ def test_keys_share_exactly_the_prefix_that_prompts_share(client: Client) -> Non
 @pytest.mark.parametrize(
     "call",
     [
-        lambda client, keys: client.get(keys),
-        lambda client, keys: client.lookup(keys),
-        lambda client, keys: client.lease(keys),
-        lambda client, keys: client.pin(keys, 1000),
-        lambda client, keys: client.unpin(keys),
-        lambda client, keys: client.delete(keys),
-        lambda client, keys: client.stat(keys),
-        lambda client, keys: client.put(chunks_of(client, keys)),
+        lambda client, keys: client.get(keys=keys),
+        lambda client, keys: client.lookup(keys=keys),
+        lambda client, keys: client.lease(keys=keys),
+        lambda client, keys: client.pin(keys=keys, ttl=1.0),
+        lambda client, keys: client.unpin(keys=keys),
+        lambda client, keys: client.delete(keys=keys),
+        lambda client, keys: client.stat(keys=keys),
+        lambda client, keys: client.put_chunks(chunks_of(client, keys)),
     ],
     ids=["get", "lookup", "lease", "pin", "unpin", "delete", "stat", "put"],
 )
@@ -94,7 +94,7 @@ def test_key_of_another_namespace_is_refused_and_changes_nothing(
 def test_keys_that_are_no_bytes_are_refused(client: Client, keys: Any) -> None:
     for call in (client.get, client.lookup, client.lease, client.delete, client.stat):
         with pytest.raises(InvalidRequestError, match=r"key=.*: give a list of bytes"):
-            call(keys)
+            call(keys=keys)
     with pytest.raises(InvalidRequestError, match="key="):
         client.plan([keys])
     with pytest.raises(InvalidRequestError, match="tier="):
@@ -106,19 +106,19 @@ def test_keys_that_are_no_bytes_are_refused(client: Client, keys: Any) -> None:
 
 def test_verbs_agree_on_what_is_there(client: Client) -> None:
     keys = store(client, 1, 4)
-    match = client.lookup([*keys, *keys_of(client, 2, 2)])
+    match = client.lookup(keys=[*keys, *keys_of(client, 2, 2)])
     assert (match.ready, match.pending, match.missing) == (4, 0, 2)
     assert (match.tiers, len(match.load_us), match.lease_id) == (("cpu",) * 4, 4, 0)
-    assert [chunk.digest for chunk in client.stat([*keys, *keys_of(client, 2, 1)])] == [
+    assert [chunk.digest for chunk in client.stat(keys=[*keys, *keys_of(client, 2, 1)])] == [
         key[16:] for key in keys
     ]
     assert {chunk.digest for chunk in client.list()} == {key[16:] for key in keys}
     assert len(client.list(3)) == 3
-    assert client.pin(keys[:2], 60_000) == 2
-    assert [chunk.pinned for chunk in client.stat(keys)] == [True, True, False, False]
-    assert client.delete(keys) == 2
-    assert client.unpin(keys) == 2
-    assert client.lookup(keys).ready == 2
+    assert client.pin(keys=keys[:2], ttl=60.0) == 2
+    assert [chunk.pinned for chunk in client.stat(keys=keys)] == [True, True, False, False]
+    assert client.delete(keys=keys) == 2
+    assert client.unpin(keys=keys) == 2
+    assert client.lookup(keys=keys).ready == 2
     assert client.clear() == 2
     assert client.list() == []
 
@@ -126,8 +126,8 @@ def test_verbs_agree_on_what_is_there(client: Client) -> None:
 def test_chunk_can_be_deleted_as_soon_as_its_get_is_over(client: Client) -> None:
     for seed in range(20):
         keys = store(client, seed, 2)
-        assert len(client.get(keys)) == 2
-        assert (client.delete(keys) if seed % 2 else client.clear()) == 2
+        assert len(client.get_chunks(keys)) == 2
+        assert (client.delete(keys=keys) if seed % 2 else client.clear()) == 2
 
 
 def test_listing_of_many_chunks_comes_whole(client: Client) -> None:
@@ -141,14 +141,14 @@ def test_chunk_that_is_being_put_is_pending(server: LocalServer, client: Client)
     request = wire.reserve(2304)
     wire.call("Reserve", request)
     pending = ChunkKey(client.namespace + request.digests)
-    match = client.lookup([*keys, pending, *keys_of(client, 2, 1)])
+    match = client.lookup(keys=[*keys, pending, *keys_of(client, 2, 1)])
     assert (match.ready, match.pending, match.missing) == (1, 1, 1)
 
 
 def test_minimum_accuracy_below_exact_finds_exact_copies(client: Client) -> None:
     keys = store(client, 1, 2)
     for accuracy in Accuracy:
-        assert client.lookup(keys, min_accuracy=accuracy).ready == 2
+        assert client.lookup(keys=keys, accuracy=accuracy).ready == 2
 
 
 def test_pins_have_a_limit_that_is_named(server: LocalServer) -> None:
@@ -157,13 +157,13 @@ def test_pins_have_a_limit_that_is_named(server: LocalServer) -> None:
     )
     keys = store(client, 1, 10)
     with pytest.raises(QuotaExceededError, match="pin_limit_bytes"):
-        client.pin(keys, 60_000)
+        client.pin(keys=keys, ttl=60.0)
 
 
 @pytest.mark.parametrize("value", [-1, 1 << 32])
 def test_number_that_no_message_could_carry_is_refused(client: Client, value: int) -> None:
-    with pytest.raises(InvalidRequestError, match=f"ttl_ms={value}"):
-        client.pin([], value)
+    with pytest.raises(InvalidRequestError, match=f"ttl={value / 1000}"):
+        client.pin(keys=[], ttl=value / 1000)
     with pytest.raises(InvalidRequestError, match=f"limit={value}"):
         client.list(value)
 
@@ -180,13 +180,13 @@ def test_chunk_over_the_server_s_limit_is_refused_before_it_is_sent(
 ) -> None:
     server = make_server("--max-frame-bytes", "64KiB")
     client = server.connect(transport, MEDIUM)
-    client.put(chunks_of(client, keys_of(client, 1, 1))[:0])
+    client.put_chunks(chunks_of(client, keys_of(client, 1, 1))[:0])
     long = server.connect(transport, MEDIUM, ClientOptions(transport, 64, DEADLINE_MS))
     with (
         server.unchanged(),
         pytest.raises(InvalidRequestError, match=r"takes 65536 at most; use shorter chunks"),
     ):
-        long.put(chunks_of(long, keys_of(long, 1, 1)))
+        long.put_chunks(chunks_of(long, keys_of(long, 1, 1)))
 
 
 def test_status_tells_what_the_server_is_and_holds(server: LocalServer, client: Client) -> None:
@@ -204,10 +204,15 @@ def test_drain_saves_what_only_memory_holds(make_server: ServerMaker) -> None:
     server = make_server("--write", "evict")
     client = server.connect()
     keys = store(client, 1, 4)
-    assert [[copy.tier for copy in chunk.copies] for chunk in client.stat(keys)] == [["cpu"]] * 4
+    assert [[copy.tier for copy in chunk.copies] for chunk in client.stat(keys=keys)] == [
+        ["cpu"]
+    ] * 4
     assert client.drain()
-    assert {copy.tier for chunk in client.stat(keys) for copy in chunk.copies} == {"cpu", "disk"}
-    assert len(client.get(keys)) == 4
+    assert {copy.tier for chunk in client.stat(keys=keys) for copy in chunk.copies} == {
+        "cpu",
+        "disk",
+    }
+    assert len(client.get_chunks(keys)) == 4
 
 
 # --- sessions that end, servers that restart
@@ -218,9 +223,9 @@ def test_client_opens_another_session_when_the_server_lost_it(
 ) -> None:
     keys = store(client, 1, 3)
     calls: list[Callable[[], int]] = [
-        lambda: len(client.get(keys)),
-        lambda: client.lookup(keys).ready,
-        lambda: len(client.put(chunks_of(client, keys))),
+        lambda: len(client.get_chunks(keys)),
+        lambda: client.lookup(keys=keys).ready,
+        lambda: len(client.put_chunks(chunks_of(client, keys))),
         lambda: len(client.list()),
     ]
     for call in calls:
@@ -245,14 +250,14 @@ def test_client_finds_a_restarted_server_and_what_its_disk_kept(
 
     def reads() -> bool:
         try:
-            return len(client.get(keys)) == 4
+            return len(client.get_chunks(keys)) == 4
         except KVStoreError:
             return False
 
     assert eventually(reads)
     assert client.boot_id != boot_id
     assert client.transport_name == transport
-    assert all(is_right(client, *pair) for pair in zip(keys, client.get(keys), strict=True))
+    assert all(is_right(client, *pair) for pair in zip(keys, client.get_chunks(keys), strict=True))
     assert eventually(lambda: second.counter("promoted_chunks") == 4)
     client.close()
 
@@ -264,7 +269,7 @@ def test_a_lease_ends_with_the_server_that_gave_it_and_holds_nothing_in_the_next
     options = ClientOptions(transport, 16, DEADLINE_MS, retry_after_ms=1)
     client = first.connect(options=options)
     keys = store(client, 1, 4)
-    lease = client.lease(keys)
+    lease = client.lease(keys=keys)
     assert lease.match.ready == 4
     first.stop()
     second = make_server("--listen", first.address)
@@ -274,7 +279,7 @@ def test_a_lease_ends_with_the_server_that_gave_it_and_holds_nothing_in_the_next
 
     def is_back() -> bool:
         try:
-            return client.lookup(keys).ready == 4
+            return client.lookup(keys=keys).ready == 4
         except KVStoreError:
             return False
 
@@ -282,7 +287,7 @@ def test_a_lease_ends_with_the_server_that_gave_it_and_holds_nothing_in_the_next
     with pytest.raises(KVStoreError):
         lease.get()
     assert second.settled().leases == 0
-    assert client.delete(keys) == 4
+    assert client.delete(keys=keys) == 4
     client.close()
 
 
@@ -334,7 +339,7 @@ def test_server_that_is_not_there_is_an_error_of_the_store_and_then_fails_at_onc
         with pytest.raises((DeadlineError, TierUnavailableError)) as first:
             client.keys([])
         assert "tried again in" not in str(first.value)
-        for call in (client.status, client.list, lambda: client.get([]), client.drain):
+        for call in (client.status, client.list, lambda: client.get_chunks([]), client.drain):
             with pytest.raises(TierUnavailableError, match=r"did not answer; tried again in"):
                 call()
 
@@ -345,17 +350,17 @@ def test_server_that_is_not_there_is_an_error_of_the_store_and_then_fails_at_onc
 def test_closed_client_says_so_whatever_is_asked(client: Client) -> None:
     keys = store(client, 1, 2)
     chunks = chunks_of(client, keys)
-    lease = client.lease(keys)
+    lease = client.lease(keys=keys)
     client.close()
     calls: list[Callable[[], object]] = [
         lambda: client.keys([]),
-        lambda: client.get(keys),
-        lambda: client.put(chunks),
-        lambda: client.lookup(keys),
-        lambda: client.lease(keys),
+        lambda: client.get_chunks(keys),
+        lambda: client.put_chunks(chunks),
+        lambda: client.lookup(keys=keys),
+        lambda: client.lease(keys=keys),
         lambda: lease.get(),
-        lambda: client.pin(keys, 1),
-        lambda: client.delete(keys),
+        lambda: client.pin(keys=keys, ttl=0.001),
+        lambda: client.delete(keys=keys),
         client.clear,
         client.list,
         client.status,
@@ -387,7 +392,7 @@ def test_closing_a_client_under_its_calls_raises_errors_of_the_store_only(
             count = 0
             while True:
                 try:
-                    client.get(keys)
+                    client.get_chunks(keys)
                 except KVStoreError:
                     return count
                 count += 1

@@ -53,7 +53,7 @@ def test_error_of_a_call_that_was_sent_comes_to_who_waits(server: LocalServer) -
 def test_call_that_nobody_waits_for_arrives_all_the_same(server: LocalServer) -> None:
     client = server.connect()
     keys: list[ChunkKey] = keys_of(client, 1, 1)
-    client.put(chunks_of(client, keys))
+    client.put_chunks(chunks_of(client, keys))
     wire = wire_to(server)
     wire.terms.key_namespace = client.namespace
     lookup = pb.LookupRequest(digests=keys[0][16:], lease=True)
@@ -69,7 +69,7 @@ def test_call_that_nobody_waits_for_arrives_all_the_same(server: LocalServer) ->
 
 def test_stream_that_is_closed_early_is_cancelled(server: LocalServer) -> None:
     client = server.connect("grpc")
-    client.put(chunks_of(client, keys_of(client, 1, 300)))
+    client.put_chunks(chunks_of(client, keys_of(client, 1, 300)))
     wire = wire_to(server)
     request = pb.ListRequest(session_id=wire.terms.session_id)
     pages = wire.connection.stream("List", request, DEADLINE_MS)

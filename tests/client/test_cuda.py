@@ -23,7 +23,7 @@ from prompts import SMALL, chunks_of, keys_of, tensors_of, tokens
 from slow_device import SlowDevice
 
 from kvstore.client import Chunk, ClientOptions, device_reads
-from kvstore.client.client import parents
+from kvstore.client.chunk import parents
 from kvstore.client.cuda import CudaClient, CudaTransport
 from kvstore.client.device_reads import (
     MAX_BATCH_FRAMES,
@@ -45,7 +45,7 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.types import ChainDigest, ChunkKey, DType, Model
+from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey, DType, Model
 from kvstore.tiers.gpu import GpuTier
 
 OPTIONS = ClientOptions(chunk_tokens=CHUNK_TOKENS, deadline_ms=DEADLINE_MS)
@@ -92,16 +92,16 @@ def reader() -> Iterator[DeviceReader]:
 
 def store(client: CudaClient, seed: int, count: int) -> list[ChunkKey]:
     keys = keys_of(client, seed, count)
-    client.put(chunks_of(client, keys))
+    client.put_chunks(chunks_of(client, keys))
     return keys
 
 
 def warm(server: LocalServer, client: CudaClient, keys: Sequence[ChunkKey]) -> None:
     """Read chunks often enough for a place in GPU memory, and wait until they have it."""
     for _ in range(2):
-        assert len(client.get(keys)) == len(keys)
+        assert len(client.get_chunks(keys)) == len(keys)
     server.settled()
-    assert {tier for s in client.stat(keys) for tier in [c.tier for c in s.copies]} >= {"gpu"}
+    assert {tier for s in client.stat(keys=keys) for tier in [c.tier for c in s.copies]} >= {"gpu"}
 
 
 def gpu_of(server: LocalServer) -> GpuTier:
@@ -146,9 +146,9 @@ def test_a_prefix_in_gpu_memory_is_told_in_one_message(
 ) -> None:
     keys = store(client, 1, 9)
     warm(gpu_server, client, keys[:7])
-    transport = client._connected()
+    transport = client._link.connected()
     assert isinstance(transport, CudaTransport)
-    digests = [client._digest(key) for key in keys]
+    digests = [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
     with transport.get_on_device(digests, DEADLINE_MS, reader) as arriving:
         first, *others = arriving
         assert isinstance(first, InArena)
@@ -190,7 +190,7 @@ def test_chunks_of_different_lengths_are_read_in_one_get(
             Chunk(key, tensors_of(key, SMALL, size), parent, position=32 * at)
             for at, (key, size, parent) in enumerate(zip(keys, sizes, parents(keys), strict=True))
         ]
-        client.put(chunks)
+        client.put_chunks(chunks)
         warm(gpu_server, client, keys)
         engine = Engine(SMALL, 12)
         assert client.get_device_pages(keys, engine.pages, engine.block_ids) == 3
@@ -223,7 +223,7 @@ def test_a_frame_damaged_on_the_device_is_not_counted_and_is_dropped(
     engine = Engine(SMALL, blocks_for(4))
     assert client.get_device_pages(keys, engine.pages, engine.block_ids) == damaged
     assert eventually(lambda: gpu.find([keys[damaged]]) == [None])
-    assert client.lookup(keys).ready == 4, "the copy in memory below is sound, and stays"
+    assert client.lookup(keys=keys).ready == 4, "the copy in memory below is sound, and stays"
     assert client.get_device_pages(keys, engine.pages, engine.block_ids) == 4
 
 
@@ -299,9 +299,9 @@ def test_the_generation_of_a_freed_place_is_seen(
 ) -> None:
     keys = store(client, 1, 1)
     warm(gpu_server, client, keys)
-    transport = client._connected()
+    transport = client._link.connected()
     assert isinstance(transport, CudaTransport)
-    digests = [client._digest(key) for key in keys]
+    digests = [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
     engine = Engine(SMALL, blocks_for(1))
     reading = Reading(transport, reader, keys, engine.pages.of(engine.block_ids))
     with transport.get_on_device(digests, DEADLINE_MS, reader) as arriving:
@@ -351,8 +351,8 @@ def test_a_device_that_fails_is_an_error_of_the_store_and_nothing_is_held(
 def test_the_rest_of_a_client_works_as_through_shared_memory(client: CudaClient) -> None:
     keys = store(client, 1, 3)
     assert client.transport_name == "cuda"
-    assert len(client.get(keys)) == 3
-    assert client.delete(keys) == 3
+    assert len(client.get_chunks(keys)) == 3
+    assert client.delete(keys=keys) == 3
 
 
 def a_reader_of_three(
@@ -362,7 +362,7 @@ def a_reader_of_three(
     keys = store(client, 1, 3)
     warm(server, client, keys)
     transport = CudaTransport(Session(server.dial(), SMALL, OPTIONS))
-    return transport, [client._digest(key) for key in keys]
+    return transport, [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
 
 
 def test_a_reader_that_dies_at_work_leaves_nothing_leased(
@@ -442,7 +442,7 @@ def assert_read_without_arena(client: CudaClient, why: str) -> None:
     engine = Engine(SMALL, blocks_for(3))
     assert client.get_device_pages(keys, engine.pages, engine.block_ids) == 3
     assert all(engine.has(key, i, SMALL, CHUNK_TOKENS) for i, key in enumerate(keys))
-    transport = client._connected()
+    transport = client._link.connected()
     assert isinstance(transport, CudaTransport)
     assert why in transport.without_arena
 

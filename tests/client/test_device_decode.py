@@ -19,7 +19,7 @@ from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import keys_of, steady_tensors
 
 from kvstore.client import Chunk, Client, ClientOptions
-from kvstore.client.client import parents
+from kvstore.client.chunk import parents
 from kvstore.client.cuda import CudaClient, CudaTransport
 from kvstore.client.device_decode import DeviceDecoder
 from kvstore.client.device_reads import BATCHES_AHEAD, DeviceReader
@@ -122,7 +122,7 @@ def store(server: LocalServer, client: Client, count: int = COUNT) -> list[Chunk
         Chunk(key, steady_tensors(key, MODEL, CHUNK_TOKENS), parent, position=CHUNK_TOKENS * at)
         for at, (key, parent) in enumerate(zip(keys, parents(keys), strict=True))
     ]
-    assert {put.outcome for put in client.put(chunks)} == {PutOutcome.stored}
+    assert {put.outcome for put in client.put_chunks(chunks)} == {PutOutcome.stored}
     catalog, moves = server.node.store.catalog, server.node.store.moves
     assert eventually(lambda: catalog.eviction.count_on("disk") == count)
     server.settled()
@@ -141,14 +141,14 @@ def assert_as_read_on_the_host(
 ) -> None:
     """What is in the pages is what a client without a device reads."""
     with Client(server.address, MODEL, OPTIONS) as client:
-        found = client.get(keys, min_accuracy=Accuracy.approximate)
+        found = client.get_chunks(keys, accuracy=Accuracy.approximate)
     assert len(found) == len(keys)
     assert [engine.holds(each, at) for at, each in enumerate(found)] == [True] * len(keys)
 
 
 def read(client: CudaClient, keys: Sequence[ChunkKey], engine: Engine) -> int:
     return client.get_device_pages(
-        keys, engine.pages, engine.block_ids, min_accuracy=Accuracy.approximate
+        keys, engine.pages, engine.block_ids, accuracy=Accuracy.approximate
     )
 
 
@@ -316,7 +316,7 @@ def test_a_frame_that_states_less_than_was_asked_for_is_missing(
     server = start("gq8")
     client = connect(server)
     keys = store(server, client, 2)
-    transport = client._connected()
+    transport = client._link.connected()
     assert isinstance(transport, CudaTransport)
     request = transport.request
     monkeypatch.setattr(

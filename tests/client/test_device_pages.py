@@ -7,18 +7,18 @@ import torch
 from prompts import SMALL
 
 from kvstore.client.device_pages import DevicePages
-from kvstore.client.pages import PageAxes
+from kvstore.client.paged_cache import PageAxes
 from kvstore.proto.errors import LayoutMismatchError
 
-NHD = PageAxes.parse("layer part block token head dim")
+NHD = PageAxes.parse("layer kv block token head dim")
 
 
 @pytest.mark.parametrize(
     "names",
     [
-        "layer part block token head dim",
-        "block layer part head token dim",
-        "part token dim layer block head",
+        "layer kv block token head dim",
+        "block layer kv head token dim",
+        "kv token dim layer block head",
     ],
 )
 def test_pages_are_found_whatever_the_order_of_their_axes(names: str) -> None:

@@ -21,12 +21,11 @@ from prompts import SMALL, chunks_of, frame_of, is_right, keys_of
 from slow_device import LateDevice
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.chunk import DeviceChunk
-from kvstore.client.client import parents
+from kvstore.client.chunk import DeviceChunk, parents
 from kvstore.client.cuda import CudaClient
 from kvstore.client.device_pages import DevicePages
 from kvstore.client.device_puts import DevicePutting, DeviceRing
-from kvstore.client.pages import PageAxes
+from kvstore.client.paged_cache import PageAxes
 from kvstore.client.shm import ShmTransport
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
@@ -123,7 +122,7 @@ def put(client: DevicePutting, ring: Slots, chunks: Sequence[DeviceChunk]) -> li
 
 
 def tiers_of(client: Client, keys: Sequence[ChunkKey]) -> list[set[str]]:
-    return [{copy.tier for copy in stat.copies} for stat in client.stat(keys)]
+    return [{copy.tier for copy in stat.copies} for stat in client.stat(keys=keys)]
 
 
 def puts_of(server: LocalServer) -> DevicePuts:
@@ -132,7 +131,7 @@ def puts_of(server: LocalServer) -> DevicePuts:
 
 
 def transport_of(client: Client) -> ShmTransport:
-    transport = client._connected()
+    transport = client._link.connected()
     assert isinstance(transport, ShmTransport)
     return transport
 
@@ -152,7 +151,9 @@ def test_what_was_put_on_the_device_is_read_from_there_with_the_right_bytes(
     axes = PageAxes.parse("layer part block token head dim")
     paged = DevicePages(SMALL, pages, axes)
     assert client.get_device_pages(keys, paged, list(range(10))) == 5
-    assert all(is_right(client, key, one) for key, one in zip(keys, client.get(keys), strict=True))
+    assert all(
+        is_right(client, key, one) for key, one in zip(keys, client.get_chunks(keys), strict=True)
+    )
     server.settled()
     assert tiers_of(client, keys) == [{"gpu", "cpu"}] * 5, "read through shared memory"
 
@@ -161,11 +162,11 @@ def test_a_chunk_that_is_there_already_exists_and_its_slot_is_free_again(
     client: CudaClient, ring: Slots
 ) -> None:
     keys = keys_of(client, 1, 2)
-    client.put(chunks_of(client, keys[:1]))
+    client.put_chunks(chunks_of(client, keys[:1]))
     assert put(client, ring, ring.write(keys)) == [EXISTS, STORED]
     others = keys_of(client, 2, 2)
     assert put(client, ring, ring.write(others)) == [STORED] * 2
-    assert is_right(client, others[0], client.get(others)[0])
+    assert is_right(client, others[0], client.get_chunks(others)[0])
     assert put(client, ring, []) == []
 
 
@@ -177,7 +178,7 @@ def test_what_leaves_gpu_memory_goes_down_to_cpu_memory(serve: Serve, ring: Slot
             assert put(client, ring, ring.write(keys, 0)[at : at + 1]) == [STORED]
         server.settled()
         assert set.union(*tiers_of(client, keys)) == {"gpu", "cpu"}
-        found = client.get(keys)
+        found = client.get_chunks(keys)
         assert [is_right(client, k, one) for k, one in zip(keys, found, strict=True)] == [True] * 8
 
 
@@ -248,7 +249,7 @@ def test_the_server_copies_nothing_before_the_event_is_over(
     (reply,) = found
     assert isinstance(reply, pb.PutResponse)
     assert list(reply.outcomes) == [STORED] * 2
-    assert is_right(client, keys[0], client.get(keys)[0])
+    assert is_right(client, keys[0], client.get_chunks(keys)[0])
 
 
 def test_an_event_that_is_late_ends_with_the_deadline_and_takes_no_room(
@@ -303,7 +304,7 @@ def test_a_frame_that_is_not_what_its_header_sums_up_is_refused_and_counted(
     assert "fails its checksum" in reply.reasons[1]
     assert server.counter("put_invalid_chunks") == 1
     assert server.settled().tiers[0][1].chunks == 2
-    assert client.lookup(keys).ready == 1
+    assert client.lookup(keys=keys).ready == 1
     assert put(client, ring, ring.write(keys)) == [EXISTS, STORED, EXISTS]
 
 
@@ -314,10 +315,10 @@ def test_a_full_gpu_tier_refuses_and_the_put_through_host_memory_is_taken(
     with CudaClient(server.address, SMALL, OPTIONS) as client:
         held, keys = keys_of(client, 1, 2), keys_of(client, 2, 2)
         assert put(client, ring, ring.write(held)) == [STORED] * 2
-        with client.lease(held):
+        with client.lease(keys=held):
             assert put(client, ring, ring.write(keys)) == [REFUSED] * 2
             assert server.usage().pending_puts == 0
-        assert [one.outcome for one in client.put(chunks_of(client, keys))] == [STORED] * 2
+        assert [one.outcome for one in client.put_chunks(chunks_of(client, keys))] == [STORED] * 2
 
 
 def test_a_frame_larger_than_the_gpu_tier_is_refused(serve: Serve, ring: Slots) -> None:

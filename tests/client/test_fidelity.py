@@ -12,8 +12,9 @@ from lossy_copies import leave_on_disk
 from prompts import MEDIUM, chunks_of, parts_of, store, tokens
 
 from kvstore.client import Client
+from kvstore.client.chunk_reads import at_least
 from kvstore.client.options import TransportName
-from kvstore.client.transport import Arrival, at_least
+from kvstore.client.transport import Arrival
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import ACCURACY_OFFSET
 from kvstore.proto.messages import accuracy_number, accuracy_of
@@ -56,10 +57,10 @@ def test_a_client_that_asks_is_told_how_true_each_chunk_is(
     leave_on_disk(server, keys[1:2])
     for _ in range(2):
         stated = [Stated(Accuracy.approximate)] * 5
-        found = client.get(keys, min_accuracy=Accuracy.bounded, stated=stated)
+        found = client.get_chunks(keys, accuracy=Accuracy.bounded, stated=stated)
         assert len(found) == CHUNKS
         assert stated == [EXACT, Stated(Accuracy.bounded), EXACT]
-    assert len(client.get(keys, stated=stated)) == 1
+    assert len(client.get_chunks(keys, stated=stated)) == 1
     assert stated == [EXACT]
 
 
@@ -67,24 +68,24 @@ def test_a_client_that_says_nothing_is_given_nothing_lossy(
     client: Client, lossy: list[ChunkKey]
 ) -> None:
     for _ in range(2):
-        assert client.lookup(lossy).ready == 0
-        assert client.get(lossy) == []
-        assert list(client.get_layers(lossy)) == []
-        with client.lease(lossy) as lease:
+        assert client.lookup(keys=lossy).ready == 0
+        assert client.get_chunks(lossy) == []
+        assert list(client.get_chunk_layers(lossy)) == []
+        with client.lease(keys=lossy) as lease:
             assert lease.match.ready == 0
-        assert len(client.get(lossy, min_accuracy=Accuracy.bounded)) == CHUNKS
+        assert len(client.get_chunks(lossy, accuracy=Accuracy.bounded)) == CHUNKS
 
 
 def test_a_client_that_allows_a_loss_is_given_the_high_half_of_each_element(
     client: Client, lossy: list[ChunkKey]
 ) -> None:
-    assert client.lookup(lossy, min_accuracy=Accuracy.approximate).ready == CHUNKS
-    found = client.get(lossy, min_accuracy=Accuracy.bounded)
+    assert client.lookup(keys=lossy, accuracy=Accuracy.approximate).ready == CHUNKS
+    found = client.get_chunks(lossy, accuracy=Accuracy.bounded)
     for chunk, tensors in zip(chunks_of(client, lossy), found, strict=True):
         originals = parts_of(chunk.tensors)  # type: ignore[arg-type]
         for part, original in zip(parts_of(tensors), originals, strict=True):
             assert (part == original & 0xFF00).all()
-    layers = list(client.get_layers(lossy, min_accuracy=Accuracy.bounded))
+    layers = list(client.get_chunk_layers(lossy, accuracy=Accuracy.bounded))
     assert layers
     assert len(layers[-1].tensors) == CHUNKS
 
@@ -96,13 +97,13 @@ def test_pinned_chunks_stay_exact_while_others_are_left_as_lossy_copies(
     server = make_server("--codec", "disk=coarse", "--cpu", "4MiB")
     client = server.connect("auto", MEDIUM)
     system = store(client, 1, CHUNKS)
-    assert client.pin(system, ttl_ms=600_000) == CHUNKS
+    assert client.pin(keys=system, ttl=600.0) == CHUNKS
     others = [store(client, seed, 16) for seed in range(2, 10)]
     assert eventually(lambda: server.counter("lossy_victims") > 0)
     stated: list[Stated] = []
-    client.get(system, min_accuracy=Accuracy.approximate, stated=stated)
+    client.get_chunks(system, accuracy=Accuracy.approximate, stated=stated)
     assert stated == [EXACT] * CHUNKS
-    assert any(client.lookup(keys).ready < len(keys) for keys in others)
+    assert any(client.lookup(keys=keys).ready < len(keys) for keys in others)
 
 
 def test_what_several_prompts_begin_with_stays_exact_once_it_left_memory(
@@ -115,7 +116,7 @@ def test_what_several_prompts_begin_with_stays_exact_once_it_left_memory(
     prompts = [client.keys([*system, *tokens(seed, 2 * size)]) for seed in (100, 101)]
     alone = client.keys(tokens(102, 5 * size))
     for keys in (alone, *prompts):
-        client.put(chunks_of(client, keys))
+        client.put_chunks(chunks_of(client, keys))
         server.settled()
     assert catalog.holders(prompts[0][0], Accuracy.exact) == ["cpu"], "nobody shared it then"
     every = {*alone, *prompts[0], *prompts[1]}
@@ -128,7 +129,7 @@ def test_what_several_prompts_begin_with_stays_exact_once_it_left_memory(
         truth = [catalog.holders(key, Accuracy.exact) for key in keys]
         assert truth == [["disk"]] * exact + [[]] * (5 - exact)
         stated: list[Stated] = []
-        client.get(keys, min_accuracy=Accuracy.approximate, stated=stated)
+        client.get_chunks(keys, accuracy=Accuracy.approximate, stated=stated)
         assert stated == [EXACT] * exact + [Stated(Accuracy.bounded)] * (5 - exact)
 
 
@@ -136,10 +137,10 @@ def test_a_lease_shows_lossy_frames_only_to_who_asked_for_them(
     server: LocalServer, client: Client, lossy: list[ChunkKey]
 ) -> None:
     for _ in range(2):
-        client.get(lossy, min_accuracy=Accuracy.bounded)
+        client.get_chunks(lossy, accuracy=Accuracy.bounded)
     holders = server.node.store.catalog.holders
     assert eventually(lambda: all("cpu" in holders(key) for key in lossy)), "not promoted"
-    with client.lease(lossy, min_accuracy=Accuracy.bounded) as lease:
+    with client.lease(keys=lossy, accuracy=Accuracy.bounded) as lease:
         assert lease.match.ready == len(lease.get()) == CHUNKS
         assert (lease.view(0) is not None) == (client.transport_name == "shm")
 
@@ -147,10 +148,10 @@ def test_a_lease_shows_lossy_frames_only_to_who_asked_for_them(
 def test_an_original_put_again_is_stored_and_read_exactly(
     client: Client, lossy: list[ChunkKey]
 ) -> None:
-    client.get(lossy, min_accuracy=Accuracy.bounded)
-    outcomes = [put.outcome for put in client.put(chunks_of(client, lossy))]
+    client.get_chunks(lossy, accuracy=Accuracy.bounded)
+    outcomes = [put.outcome for put in client.put_chunks(chunks_of(client, lossy))]
     assert outcomes == [PutOutcome.stored] * CHUNKS
-    assert len(client.get(lossy)) == CHUNKS
+    assert len(client.get_chunks(lossy)) == CHUNKS
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def test_a_client_ends_the_prefix_at_a_frame_that_says_less_than_was_asked(
         return Arrival(index, "cpu", len(frame), frame)
 
     frames = [arrived(at, f) for at, f in enumerate(sorted(Accuracy, reverse=True))]
-    assert [one.index for one in at_least(iter(frames), least, {})] == list(range(count))
+    assert [one.index for one in at_least(iter(frames), least, [])] == list(range(count))
 
 
 @pytest.mark.parametrize("least", list(Accuracy))

@@ -52,7 +52,7 @@ SOON_S = 20.0
 
 
 def transport_of(client: Client) -> BulkTransport:
-    transport = client._connected()
+    transport = client._link.connected()
     assert isinstance(transport, BulkTransport)
     return transport
 
@@ -72,7 +72,7 @@ def test_gets_come_over_the_stream_and_nothing_of_them_through_grpc(
     forbid_grpc(monkeypatch)
     assert_reads(client, keys)
     assert_reads(client, keys)
-    layers = list(client.get_layers(keys))
+    layers = list(client.get_chunk_layers(keys))
     assert [len(layer.tensors) for layer in layers] == [len(keys)] * len(layers)
     assert layers
     assert server.settled().leases == 0
@@ -87,7 +87,7 @@ def test_puts_go_over_the_stream_and_nothing_of_them_through_grpc(
     for client in clients:
         keys = keys_of(client, 3, 3)
         for outcome in (PutOutcome.stored, PutOutcome.exists):
-            puts = client.put(chunks_of(client, keys), durable=durable)
+            puts = client.put_chunks(chunks_of(client, keys), durable=durable)
             assert [put.outcome for put in puts] == [outcome] * 3
         assert_reads(client, keys)
     assert server.settled().open_puts == 0
@@ -130,7 +130,7 @@ def test_tensors_that_are_strided_go_over_the_stream_too(server: LocalServer) ->
     first = chunks[0].tensors[0][0][0]
     assert isinstance(first, np.ndarray)
     assert not first.flags.c_contiguous
-    assert [put.outcome for put in client.put(chunks)] == [PutOutcome.stored] * 2
+    assert [put.outcome for put in client.put_chunks(chunks)] == [PutOutcome.stored] * 2
     assert_reads(client, keys)
 
 
@@ -170,10 +170,10 @@ def test_a_frame_damaged_on_its_way_is_refused_and_the_next_put_goes_on(
 
     monkeypatch.setattr(FrameStream, "send", damaged)
     with pytest.raises(ChunkCorruptError):
-        client.put(chunks_of(client, keys))
+        client.put_chunks(chunks_of(client, keys))
     monkeypatch.undo()
     assert server.settled().tiers[0][1].chunks == 1
-    assert [put.outcome for put in client.put(chunks_of(client, keys))] == [
+    assert [put.outcome for put in client.put_chunks(chunks_of(client, keys))] == [
         PutOutcome.exists,
         PutOutcome.stored,
         PutOutcome.stored,
@@ -268,7 +268,7 @@ def test_a_session_that_ended_is_said_so_and_another_is_opened(make_server: Serv
 def test_what_is_missing_ends_the_prefix(server: LocalServer) -> None:
     client = server.connect("tcp")
     keys = store(client, 1, 2)
-    assert len(client.get([*keys, *keys_of(client, 2, 1)])) == 2
+    assert len(client.get_chunks([*keys, *keys_of(client, 2, 1)])) == 2
     assert len(_streams_idle(client)) == 1
 
 
@@ -319,7 +319,7 @@ def test_a_server_whose_threads_for_gets_are_all_held_up_answers_others_through_
 
     monkeypatch.setattr(BulkService, "get", held_up)
     with ThreadPoolExecutor(1) as pool:
-        held = pool.submit(slow.get, keys)
+        held = pool.submit(slow.get_chunks, keys)
         assert began.wait(SOON_S)
         assert_reads(other, keys)
         assert not held.done()
@@ -335,7 +335,7 @@ def test_a_server_whose_threads_for_gets_are_all_held_up_answers_others_through_
 def ended_get(client: Client, keys: list[ChunkKey]) -> None:
     """Get, whatever error the end of its server is."""
     with suppress(KVStoreError):
-        client.get(keys)
+        client.get_chunks(keys)
 
 
 # --- a server that answers otherwise

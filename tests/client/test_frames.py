@@ -416,7 +416,7 @@ def test_a_stage_is_sent_its_own_layers_where_chunks_lie_raw(tmp_path: Path, cod
         chunks = [replace(chunk, tensors=smooth()) for chunk in chunks_of(writer, keys)]
         assert outcomes(writer, chunks) == [PutOutcome.stored] * 3
         server.settled()
-        connection = reader._connected().session.connection
+        connection = reader._link.connected().session.connection
         next_of, sent = connection.next_of, list[int]()
 
         def counted(call: object) -> pb.GetResponse | None:
@@ -425,12 +425,12 @@ def test_a_stage_is_sent_its_own_layers_where_chunks_lie_raw(tmp_path: Path, cod
             return reply
 
         connection.next_of = counted  # type: ignore[method-assign]
-        found = reader.get(keys, rectangle=Rectangle((1, 2)))
+        found = reader.get_chunks(keys, rectangle=Rectangle((1, 2)))
         assert len(found) == 3
         assert all(equal(one, slices(smooth(), STAGE)) for one in found)
         headers_and_layers = 3 * (384 + 2048)
         assert (sum(sent) == headers_and_layers) == (codec == "raw")
-        reader.delete(keys[1:2])
-        assert len(reader.get(keys, rectangle=Rectangle((1, 2)))) == 1
+        reader.delete(keys=keys[1:2])
+        assert len(reader.get_chunks(keys, rectangle=Rectangle((1, 2)))) == 1
     finally:
         server.close()

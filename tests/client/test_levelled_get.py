@@ -15,7 +15,7 @@ from prompts import MEDIUM, equal, keys_of, parts_of, steady_tensors
 from slow_link import SlowLink
 
 from kvstore.client import Chunk, Client, ClientOptions
-from kvstore.client.client import parents
+from kvstore.client.chunk import parents
 from kvstore.client.frame_stream import Entrance
 from kvstore.client.levels import RECOMPUTE, PlanTerms
 from kvstore.client.options import TransportName
@@ -25,7 +25,16 @@ from kvstore.client.transport import Arrival, Arrivals, ReadPlan
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
-from kvstore.proto.types import EXACT, Accuracy, ChunkKey, KVLayout, PutOutcome, Stated
+from kvstore.proto.types import (
+    DIGEST_BYTES,
+    EXACT,
+    Accuracy,
+    ChainDigest,
+    ChunkKey,
+    KVLayout,
+    PutOutcome,
+    Stated,
+)
 
 ServerMaker = Callable[..., LocalServer]
 CHUNKS, MANY = 4, 16
@@ -73,7 +82,7 @@ def stored_layered(server: LocalServer, client: Client, count: int = CHUNKS) -> 
         Chunk(key, numbers_of(key), parent, position=TOKENS * at)
         for at, (key, parent) in enumerate(zip(keys, parents(keys), strict=True))
     ]
-    assert {put.outcome for put in client.put(chunks)} == {PutOutcome.stored}
+    assert {put.outcome for put in client.put_chunks(chunks)} == {PutOutcome.stored}
     catalog, moves = server.node.store.catalog, server.node.store.moves
     assert eventually(lambda: catalog.eviction.count_on("disk") == count)
     server.settled()
@@ -95,7 +104,7 @@ def rooms(count: int) -> list[ChunkTensors]:
 def set_link(client: Client, bytes_per_s: float) -> None:
     """Make the client think that its link gives so much."""
     for _ in range(40):
-        client._meters.link.observe(int(bytes_per_s), 1.0)
+        client._link.meters.link.observe(int(bytes_per_s), 1.0)
 
 
 def change_pieces(
@@ -104,7 +113,7 @@ def change_pieces(
     change: Callable[[Iterator[Arrival]], Iterator[Arrival]],
 ) -> None:
     """Have *change* between the transport and what reads pieces of frames from it."""
-    transport = client._connected()
+    transport = client._link.connected()
     plain = transport.read
 
     @contextmanager
@@ -123,7 +132,7 @@ def test_with_time_enough_every_chunk_comes_at_its_finest_level(
     assert found.levels == (TOP,) * CHUNKS
     assert found.stated == (Stated(Accuracy.bounded),) * CHUNKS
     assert found.to_compute == ()
-    whole = client.get(keys, min_accuracy=Accuracy.bounded)
+    whole = client.get_chunks(keys, accuracy=Accuracy.bounded)
     assert all(map(equal, out, whole))
 
 
@@ -139,7 +148,7 @@ def test_a_slow_link_brings_bases_and_those_are_coarser(
             yield piece
 
     change_pieces(client, monkeypatch, throttled)
-    monkeypatch.setattr(client._state, "meters", replace(client._meters, clock=lambda: now_s))
+    monkeypatch.setattr(client._link, "meters", replace(client._link.meters, clock=lambda: now_s))
     set_link(client, 250e3)
     out, fine = rooms(CHUNKS), rooms(CHUNKS)
     found = client.get_levelled(keys, replace(TERMS, deadline_s=1.0), out)
@@ -217,7 +226,7 @@ def test_what_the_engine_raises_ends_the_get(
 def test_exact_chunks_in_memory_come_whole(client: Client, server: LocalServer) -> None:
     keys = keys_of(client, 2, 2)
     chunks = [Chunk(k, numbers_of(k), p) for k, p in zip(keys, parents(keys), strict=True)]
-    client.put(chunks)
+    client.put_chunks(chunks)
     out = rooms(2)
     found = client.get_levelled(keys, replace(TERMS, least=Accuracy.exact), out)
     assert found.levels == (0, 0)
@@ -271,7 +280,7 @@ def test_bytes_that_were_changed_on_the_way_are_not_used(
     found = client.get_levelled(keys, TERMS, rooms(CHUNKS))
     assert found.levels == (TOP, RECOMPUTE, TOP, TOP)
     monkeypatch.undo()
-    ready = client.lookup(keys, min_accuracy=Accuracy.bounded).ready
+    ready = client.lookup(keys=keys, accuracy=Accuracy.bounded).ready
     assert ready == CHUNKS, "the server finds its own copies right"
 
 
@@ -279,10 +288,10 @@ def test_bytes_that_were_changed_on_the_way_are_not_used(
 def test_ranges_that_cannot_be_are_refused_by_name(
     client: Client, keys: list[ChunkKey], ranges: Sequence[tuple[int, int, int]]
 ) -> None:
-    session = client._connected().session
+    session = client._link.connected().session
     request = pb.GetRequest(
         session_id=session.terms.session_id,
-        digests=client._digests(keys),
+        digests=b"".join(key[DIGEST_BYTES:] for key in keys),
         ranges=[pb.FrameRange(index=i, start=a, stop=b) for i, a, b in ranges],
     )
     with pytest.raises(InvalidRequestError, match="ranges"):
@@ -293,8 +302,8 @@ def test_only_the_bytes_that_are_asked_for_are_read_and_sent(
     server: LocalServer, client: Client, keys: list[ChunkKey]
 ) -> None:
     """Whatever the transport: in place where the reader has the file, else over its channel."""
-    transport = client._connected()
-    digests = [client._digest(key) for key in keys]
+    transport = client._link.connected()
+    digests = [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
     spans = [(0, 0, 192), (1, 64, 640), (1, 640, 1000), (3, 1 << 30, 1 << 31)]
     asked = [pb.FrameRange(index=i, start=a, stop=b) for i, a, b in spans]
     before = server.counter("get_bytes")
@@ -344,7 +353,7 @@ def test_a_levelled_get_for_who_computes_nothing_brings_all_that_there_is_time_f
     found = prefix_within(client, longer, DEADLINE_MS / 1000)
     assert found.levels == (TOP,) * CHUNKS
     assert found.stated == (Stated(Accuracy.bounded),) * CHUNKS
-    whole = client.get(keys, min_accuracy=Accuracy.bounded)
+    whole = client.get_chunks(keys, accuracy=Accuracy.bounded)
     assert all(map(equal, found.tensors, whole))
     assert prefix_within(client, [], 0.01).levels == ()
     assert prefix_within(client, keys, DEADLINE_MS / 1000, Accuracy.exact).tensors == []

@@ -629,11 +629,11 @@ def test_threads_that_call_through_one_client_get_their_own_answers(server: Loca
         start.wait()
         for turn in range(40):
             known, unknown = (7 * seed + turn) % 40 + 1, (3 * seed + turn) % 40
-            match = client.lookup([*keys[:known], *other[:unknown]])
+            match = client.lookup(keys=[*keys[:known], *other[:unknown]])
             assert (match.ready, match.missing) == (known, unknown)
             if turn % 8 == 0:
                 first = (seed + turn) % 40
-                found = client.get(keys[first : first + 3])
+                found = client.get_chunks(keys[first : first + 3])
                 wanted = keys[first : first + 3]
                 assert [is_right(client, *pair) for pair in zip(wanted, found, strict=True)] == (
                     [True] * len(wanted)
@@ -660,7 +660,7 @@ def test_threads_whose_session_is_replaced_under_their_calls_notice_nothing(
 
     def work(seed: int) -> None:
         while not done.is_set():
-            assert client.lookup(keys[: seed + 1]).ready == seed + 1
+            assert client.lookup(keys=keys[: seed + 1]).ready == seed + 1
             calls[seed] += 1
 
     with ThreadPoolExecutor(8) as pool:
@@ -692,9 +692,9 @@ def test_chunk_larger_than_a_packet_comes_past_a_memory_full_of_leases(
         (key,) = keys_of(client, seed, 1)
         if outcomes(client, chunks_of(client, [key])) == [PutOutcome.refused]:
             break
-        leases.append(client.lease([key]))
+        leases.append(client.lease(keys=[key]))
     assert len(leases) > 4
-    transport = client._connected()
+    transport = client._link.connected()
     digests = b"".join(key[16:] for key in keys)
     request = pb.GetRequest(session_id=transport.session.terms.session_id, digests=digests)
     assembler = FrameAssembler(transport.session.terms.max_frame_bytes, room_of())
@@ -719,9 +719,9 @@ def test_calls_of_a_client_do_not_go_through_grpc(
         raise AssertionError
 
     for verb in ("call", "send", "stream"):
-        monkeypatch.setattr(client._connection, verb, refuse)
-    with client.lease(keys) as lease:
+        monkeypatch.setattr(client._link.connection, verb, refuse)
+    with client.lease(keys=keys) as lease:
         assert len(lease.get()) == 3
     store(client, 2, 3)
-    assert client.lookup(keys).ready == 3
+    assert client.lookup(keys=keys).ready == 3
     monkeypatch.undo()

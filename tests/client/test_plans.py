@@ -12,6 +12,7 @@ from kvstore.client import AsyncClient, Client, ClientOptions
 from kvstore.client.options import TransportName
 from kvstore.client.prefill import PrefillModel
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.plans import EngineTerms
 
 SLOW_ENGINE = PrefillModel(0.1, 0.01)
 FAST_ENGINE = PrefillModel(0.0, 1e-12)
@@ -24,9 +25,9 @@ def client(server: LocalServer, request: pytest.FixtureRequest) -> Client:
 
 def test_a_lookup_that_tells_the_engine_s_speed_has_a_plan(client: Client) -> None:
     keys = keys_of(client, 1, 6)
-    client.put(chunks_of(client, keys[:4]))
-    assert client.lookup(keys).plan is None
-    plan = client.lookup(keys, prefill=SLOW_ENGINE, prompt_tokens=100).plan
+    client.put_chunks(chunks_of(client, keys[:4]))
+    assert client.lookup(keys=keys).plan is None
+    plan = client.lookup(keys=keys, engine=EngineTerms(SLOW_ENGINE, 100)).plan
     assert plan is not None
     assert [(one.first, one.stop, one.load) for one in plan.ranges] == [(0, 4, True), (4, 6, False)]
     assert plan.loaded == [0, 1, 2, 3]
@@ -35,8 +36,8 @@ def test_a_lookup_that_tells_the_engine_s_speed_has_a_plan(client: Client) -> No
 
 def test_an_engine_faster_than_any_tier_is_told_to_compute(client: Client) -> None:
     keys = keys_of(client, 1, 4)
-    client.put(chunks_of(client, keys))
-    plan = client.lookup(keys, prefill=FAST_ENGINE).plan
+    client.put_chunks(chunks_of(client, keys))
+    plan = client.lookup(keys=keys, engine=EngineTerms(FAST_ENGINE)).plan
     assert plan is not None
     assert plan.loaded == []
     assert plan.plan_ms == plan.recompute_ms
@@ -44,14 +45,14 @@ def test_an_engine_faster_than_any_tier_is_told_to_compute(client: Client) -> No
 
 def test_a_prompt_s_length_that_cannot_be_is_refused(client: Client) -> None:
     with pytest.raises(InvalidRequestError, match="prompt_tokens"):
-        client.lookup(keys_of(client, 1, 1), prefill=FAST_ENGINE, prompt_tokens=-1)
+        client.lookup(keys=keys_of(client, 1, 1), engine=EngineTerms(FAST_ENGINE, -1))
 
 
 def test_a_batch_is_ordered_counted_and_kept(client: Client) -> None:
     one, two = client.keys(tokens(1, 64)), client.keys(tokens(2, 64))
     longer = client.keys([*tokens(1, 64), *range(16)])
-    client.put(chunks_of(client, one))
-    batch = client.plan([longer, two, one], 5000)
+    client.put_chunks(chunks_of(client, one))
+    batch = client.plan([longer, two, one], ttl=5.0)
     assert batch.order == (2, 0, 1)
     assert batch.uses == ((2, 2, 2, 2, 1), (1, 1, 1, 1), (2, 2, 2, 2))
     assert (batch.kept, batch.peak_chunks) == (4, 5)
@@ -62,9 +63,9 @@ def test_a_batch_is_ordered_counted_and_kept(client: Client) -> None:
 def test_keeping_for_too_long_is_refused_and_many_prompts_are_planned(client: Client) -> None:
     keys = keys_of(client, 1, 2)
     with pytest.raises(InvalidRequestError, match="ttl_ms"):
-        client.plan([keys], 3_600_001)
-    with pytest.raises(InvalidRequestError, match="ttl_ms"):
-        client.plan([keys], -1)
+        client.plan([keys], ttl=3600.001)
+    with pytest.raises(InvalidRequestError, match="ttl"):
+        client.plan([keys], ttl=-1.0)
     assert client.plan([keys] * 5000).uses == ((5000, 5000),) * 5000
 
 
@@ -75,10 +76,10 @@ def test_plans_are_the_same_awaited(server: LocalServer, transport: TransportNam
     async def work() -> None:
         async with AsyncClient(server.address, SMALL, options) as client:
             keys = await client.keys(tokens(1, 64))
-            await client.put(chunks_of(client.sync, keys))
-            match = await client.lookup(keys, prefill=SLOW_ENGINE, prompt_tokens=70)
+            await client.put_chunks(chunks_of(client.sync, keys))
+            match = await client.lookup(keys=keys, engine=EngineTerms(SLOW_ENGINE, 70))
             assert match.plan is not None
             assert match.plan.loaded == [0, 1, 2, 3]
-            assert (await client.plan([keys, keys], 1000)).kept == 4
+            assert (await client.plan([keys, keys], ttl=1.0)).kept == 4
 
     asyncio.run(work())

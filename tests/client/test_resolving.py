@@ -58,7 +58,7 @@ def test_documents_are_found_behind_another_head_and_come_byte_by_byte(client: C
         sizes = [one.asked.tokens for one in resolved.chunks()]
         assert sizes == [16, 16, 16, 24]  # the last 8 tokens joined the chunk before them
         for key, size, found in zip(wanted, sizes, read(resolved), strict=True):
-            assert equal(found, tensors_of(key, client.representation, size))
+            assert equal(found, tensors_of(key, client.model, size))
 
 
 def test_variants_say_where_they_stood_and_behind_what(client: Client) -> None:
@@ -71,7 +71,7 @@ def test_variants_say_where_they_stood_and_behind_what(client: Client) -> None:
             assert one.best.tier == "cpu"
             assert one.best.load_ms > 0
         assert resolved.found.layer_order == (0, 1)
-        assert resolved.found.rope == client.representation.rope
+        assert resolved.found.rope == client.model.rope
 
 
 def test_the_prompt_itself_is_exact_and_needs_no_gate(client: Client) -> None:
@@ -84,7 +84,7 @@ def test_the_prompt_itself_is_exact_and_needs_no_gate(client: Client) -> None:
         keys = [key for segment in segments for key in keys_of(client, segment)]
         for key, one, found in zip(keys, resolved.chunks(), read(resolved), strict=True):
             assert one.best.position == one.asked.start
-            assert equal(found, tensors_of(key, client.representation, one.asked.tokens))
+            assert equal(found, tensors_of(key, client.model, one.asked.tokens))
 
 
 def test_a_shared_head_is_exact_and_what_follows_a_variant(client: Client) -> None:
@@ -186,10 +186,10 @@ def test_what_is_named_stays_until_it_is_released(server: LocalServer, client: C
     segments = put_prompt(client, *prompt_of(HEAD, DOCUMENT))
     keys = keys_of(client, segments[1])
     with client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
-        assert client.delete(keys) == 0
+        assert client.delete(keys=keys) == 0
         assert len(read(resolved)) == 2
     server.settled()
-    assert client.delete(keys) == 2
+    assert client.delete(keys=keys) == 2
 
 
 def test_variants_that_went_after_the_release_end_the_layers(client: Client) -> None:
@@ -198,14 +198,14 @@ def test_variants_that_went_after_the_release_end_the_layers(client: Client) -> 
     chunks = list(resolved.chunks())
     resolved.release()
     resolved.release()
-    client.delete(keys_of(client, segments[1]))
+    client.delete(keys=keys_of(client, segments[1]))
     with pytest.raises(LeaseExpiredError):
         list(resolved.layers(chunks))
 
 
 def test_deleted_chunks_are_no_variants_any_more(client: Client) -> None:
     segments = put_prompt(client, *prompt_of(HEAD, DOCUMENT))
-    client.delete(keys_of(client, segments[1])[:1])
+    client.delete(keys=keys_of(client, segments[1])[:1])
     with client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
         assert kinds(resolved)[1] == ["none", "variant"]
 
@@ -264,8 +264,8 @@ def test_what_another_node_put_is_found_once_it_was_read_here(
     here.settled()  # now it is in Redis
     there = make_server(*flags, "--socket", str(tmp_path / "there.sock")).connect()
     keys = [key for segment in segments for key in keys_of(there, segment)]
-    assert there.lookup(keys).ready == 3
-    assert len(there.get(keys)) == 3
+    assert there.lookup(keys=keys).ready == 3
+    assert len(there.get_chunks(keys)) == 3
 
     def is_found() -> bool:
         with there.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:

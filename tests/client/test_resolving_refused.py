@@ -37,8 +37,8 @@ def client(server: LocalServer) -> Client:
 
 def ask(client: Client, request: pb.ResolveRequest) -> pb.ResolveResponse:
     """Ask what no client would."""
-    request.session_id = client._connected().session.terms.session_id
-    return client._call("Resolve", request, pb.ResolveResponse)
+    request.session_id = client._link.connected().session.terms.session_id
+    return client._link.call("Resolve", request, pb.ResolveResponse)
 
 
 # --- what is refused

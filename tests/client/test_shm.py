@@ -80,7 +80,7 @@ class TestShmTransport(TransportContract):
         client = server.connect("shm")
         keys = store(client, 1, 2)
         assert server.node.store.tiers.cpu_tier.delete(keys[0])
-        assert client.get(keys) == []
+        assert client.get_chunks(keys) == []
         assert server.settled().leases == 0
         assert server.counter("expired_leases") == 0
 
@@ -99,15 +99,15 @@ class TestShmTransport(TransportContract):
             seed = 2
             while not done.is_set():
                 seed += 1
-                writer.put(chunks_of(writer, keys_of(writer, seed, 6)))
+                writer.put_chunks(chunks_of(writer, keys_of(writer, seed, 6)))
 
         thread = threading.Thread(target=push)
         thread.start()
         whole = 0
         try:
             for _ in range(60):
-                reader.put(chunks)
-                found = reader.get(keys)
+                reader.put_chunks(chunks)
+                found = reader.get_chunks(keys)
                 assert all(is_right(reader, *pair) for pair in zip(keys, found, strict=False))
                 whole += len(found) == len(keys)
         finally:
@@ -136,7 +136,7 @@ class TestShmTransport(TransportContract):
         assert server.counter("promoted_chunks") == 0
         assert_reads(client, keys)
         assert eventually(lambda: server.counter("promoted_chunks") == 3)
-        assert client.lookup(keys).tiers == ("cpu",) * 3
+        assert client.lookup(keys=keys).tiers == ("cpu",) * 3
 
     def test_staging_memory_that_may_still_be_read_is_never_written_to_again(
         self, make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
@@ -160,7 +160,7 @@ class TestShmTransport(TransportContract):
         assert eventually(is_connected)
         monkeypatch.setattr(frame, "copy_groups", stall_once)
         with pytest.raises(DeadlineError):
-            client.put(chunks_of(client, [first]))
+            client.put_chunks(chunks_of(client, [first]))
         assert inside.is_set()
         boot = client.boot_id
 
@@ -175,15 +175,15 @@ class TestShmTransport(TransportContract):
         assert eventually(lambda: server.settled() is not None)
         patient = server.connect(options=self.options())
         for key in (first, second):
-            for found in patient.get([key]):
+            for found in patient.get_chunks([key]):
                 assert is_right(patient, key, found)
-        assert len(patient.get([second])) == 1
+        assert len(patient.get_chunks([second])) == 1
 
     def test_layers_come_out_of_files_one_by_one(self, client: Client, server: LocalServer) -> None:
         keys = store(client, 1, 2)
         leave_on_disk(server, keys)
         wanted = [chunk.tensors[0] for chunk in chunks_of(client, keys)]
-        for layer in client.get_layers(keys):
+        for layer in client.get_chunk_layers(keys):
             for got, want in zip(layer.tensors, wanted, strict=True):
                 for part, right in zip(got, want[layer.layer_id], strict=True):
                     assert np.array_equal(part, np.asarray(right).view(part.dtype))
@@ -208,7 +208,7 @@ class TestShmTransport(TransportContract):
             (last,) = file.read(1)
             file.seek(place.offset + place.size_bytes - 1)
             file.write(bytes([last ^ 1]))
-        assert len(client.get(keys)) == 1
+        assert len(client.get_chunks(keys)) == 1
         assert outcomes(client, chunks_of(client, keys)) == [
             PutOutcome.exists, PutOutcome.stored, PutOutcome.exists
         ]  # fmt: skip
@@ -334,7 +334,7 @@ def test_slab_that_never_comes_is_an_error_and_its_late_answer_is_not_taken_for_
 ) -> None:
     client = server.connect("grpc")
     keys = keys_of(client, 1, 1)
-    client.put(chunks_of(client, keys))
+    client.put_chunks(chunks_of(client, keys))
     token = session.terms.attach_token
     with answering(
         tmp_path / "other.sock", token, None, unix_socket.pack_reply(unix_socket.Reply.ok)

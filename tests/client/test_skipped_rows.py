@@ -71,7 +71,7 @@ def _read(
     resolved: Resolved, client: Client, skipped: SkippedRows | None
 ) -> tuple[list[FoundChunk], list[ChunkTensors], list[Layer]]:
     chunks = list(resolved.chunks())
-    rooms = _rooms(chunks, client.representation)
+    rooms = _rooms(chunks, client.model)
     return chunks, rooms, list(resolved.layers(chunks, rooms, skipped))
 
 
@@ -80,7 +80,7 @@ def _assert_right(
 ) -> None:
     """Fail unless *kept* rows are those that were put and the others as they were."""
     key = ChunkKey(client.namespace + chunk.best.digest)
-    wanted = tensors_of(key, client.representation, chunk.asked.tokens)
+    wanted = tensors_of(key, client.model, chunk.asked.tokens)
     others = [row for row in range(chunk.asked.tokens) if row not in kept]
     for layer, right in zip(room[0], wanted[0], strict=True):
         for part, values in zip(layer, right, strict=True):
@@ -149,7 +149,7 @@ def test_frames_that_cannot_be_cut_come_whole(client: Client, server: LocalServe
         for segment in writer.name_segments(prompt, ranges)
         for one in segment.chunks
     ]  # fmt: skip
-    puts = writer._connected().put(coded, durable=False, deadline_ms=DEADLINE_MS)
+    puts = writer._link.connected().put(coded, durable=False, deadline_ms=DEADLINE_MS)
     assert {put.outcome for put in puts} == {PutOutcome.stored}
     with client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
         skipped = SkippedRows.of({0: [1], 1: range(16)})
@@ -173,14 +173,14 @@ def test_a_damaged_chunk_ends_the_prefix_and_is_dropped(
         assert counts[-1] == 3
         _assert_right(client, chunks[2], rooms[2], list(range(16)))
     if client.transport_name == "shm":  # found by the reader, who holds it: the next one drops it
-        assert client.get([key]) == []
-    assert client.lookup([key]).ready == 0
+        assert client.get_chunks([key]) == []
+    assert client.lookup(keys=[key]).ready == 0
 
 
 def test_rows_that_cannot_be_are_refused_by_name(server: LocalServer, client: Client) -> None:
     with _resolved(client) as resolved:
         digests = [chunk.best.digest for chunk in resolved.chunks()]
-    transport = client._connected()
+    transport = client._link.connected()
     with server.unchanged():
         for data in (b"x", SkippedRows.of({4: [1]}).pack(), bytes(12)):
             request = transport.request(ReadPlan(digests, 0, DEADLINE_MS), pb.VIA_STREAM)

@@ -24,7 +24,7 @@ def client(server: LocalServer) -> Client:
 
 
 def views(client: Client, keys: list[ChunkKey]) -> list[ChunkView]:
-    lease = client.lease(keys)
+    lease = client.lease(keys=keys)
     found = [lease.view(index) for index in range(len(lease.keys))]
     assert all(view is not None for view in found)
     return [view for view in found if view is not None]
@@ -33,7 +33,7 @@ def views(client: Client, keys: list[ChunkKey]) -> list[ChunkView]:
 def test_views_show_what_was_put_without_a_copy(client: Client) -> None:
     keys = keys_of(client, 1, 3)
     chunks = chunks_of(client, keys)
-    client.put(chunks)
+    client.put_chunks(chunks)
     for view, chunk in zip(views(client, keys), chunks, strict=True):
         assert view.key == chunk.key
         for component, layers in enumerate(chunk.tensors):
@@ -74,7 +74,7 @@ def test_the_shorter_last_chunk_of_a_prompt_is_seen_too(server: LocalServer) -> 
         for part in (part for parts in tensors[-1][0] for part in parts):
             part[...] = np.arange(part.size).reshape(part.shape) + tokens
     chunks = [Chunk(keys[0], tensors[0], ROOT), Chunk(keys[1], tensors[1], keys[0][16:])]  # type: ignore[arg-type]
-    assert [put.outcome for put in client.put(chunks)] == [PutOutcome.stored] * 2
+    assert [put.outcome for put in client.put_chunks(chunks)] == [PutOutcome.stored] * 2
     whole, last = views(client, keys)
     assert (whole.layout.tokens, last.layout.tokens) == (32, 17)
     assert np.array_equal(last.layer(1)[1], tensors[1][0][1][1])
@@ -88,7 +88,7 @@ def test_a_chunk_that_is_not_in_memory_has_no_view_and_can_be_got(
     moves = server.node.store.moves
     assert server.node.store.catalog.cast_out("cpu", keys[0])
     moves.eviction.delete_from(moves.tiers.cpu, keys[0])
-    with client.lease(keys) as lease:
+    with client.lease(keys=keys) as lease:
         assert lease.match.tiers == ("disk", "cpu")
         assert lease.view(0) is None
         assert lease.view(1) is not None
@@ -97,13 +97,13 @@ def test_a_chunk_that_is_not_in_memory_has_no_view_and_can_be_got(
 
 def test_over_grpc_no_chunk_has_a_view(server: LocalServer) -> None:
     client = server.connect("grpc")
-    with client.lease(store(client, 1, 1)) as lease:
+    with client.lease(keys=store(client, 1, 1)) as lease:
         assert lease.view(0) is None
 
 
 def test_a_released_lease_gives_no_views(client: Client) -> None:
     keys = store(client, 1, 1)
-    lease = client.lease(keys)
+    lease = client.lease(keys=keys)
     lease.release()
     with pytest.raises(LeaseExpiredError, match="released; lease again"):
         lease.view(0)

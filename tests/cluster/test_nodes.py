@@ -74,7 +74,7 @@ def test_prefix_put_on_one_node_is_hit_on_another_and_its_holders_are_known(
     with fleet.client(1) as client:
         named = keys(fleet, seed)
         # a chunk that is just being copied is not deleted
-        assert eventually(lambda: client.delete(named) > 0 or not client.stat(named))
+        assert eventually(lambda: client.delete(keys=named) > 0 or not client.stat(keys=named))
     assert eventually(lambda: not any("node1" in one for one in holders(observer, named)))
 
 

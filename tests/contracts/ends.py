@@ -15,7 +15,7 @@ from local_server import eventually
 from prompts import equal, keys_of, outcomes
 
 from kvstore.client import Chunk, Client
-from kvstore.client.client import parents
+from kvstore.client.chunk import parents
 from kvstore.client.levels import PlanTerms
 from kvstore.codecs.base import AnyTensors, ChunkTensors, empty_tensors
 from kvstore.proto.errors import LayoutMismatchError
@@ -55,7 +55,7 @@ def tensors_for(key: ChunkKey, layout: KVLayout) -> ChunkTensors:
 
 def chunk_of(client: Client, keys: Sequence[ChunkKey], at: int, ends: str) -> Chunk:
     """Return chunk *at* of a chain, with its window for ``w`` and its state for ``s`` in *ends*."""
-    layout = KVLayout.of(client.representation, TOKENS, window="w" in ends, state="s" in ends)
+    layout = KVLayout.of(client.model, TOKENS, window="w" in ends, state="s" in ends)
     parent = parents(keys)[at]
     tensors = tensors_for(keys[at], layout)
     return Chunk(keys[at], tensors, parent, TOKENS * at, layout=layout)
@@ -73,7 +73,7 @@ class EndsContract:
         client = connect(HYBRID)
         keys = keys_of(client, 1, 3)
         assert put_ends(client, keys, ["", "w", "ws"]) == [stored] * 3
-        found = client.get(keys)
+        found = client.get_chunks(keys)
         for at, (one, has) in enumerate(zip(found, ["", "w", "ws"], strict=True)):
             assert equal(one, chunk_of(client, keys, at, has).tensors)  # type: ignore[arg-type]
 
@@ -83,12 +83,12 @@ class EndsContract:
         client = connect(STATES)
         keys = keys_of(client, 1, 6)
         put_ends(client, keys[:5], ["", "s", "", "s", ""])
-        match = client.lookup(keys)
+        match = client.lookup(keys=keys)
         assert (match.ready, match.shared, match.missing) == (4, 5, 2)
-        assert client.lookup(keys[:3]).ready == 2
-        assert client.lookup(keys[:1]).ready == 0
-        assert client.delete([keys[3]]) == 1
-        assert client.lookup(keys).ready == 2
+        assert client.lookup(keys=keys[:3]).ready == 2
+        assert client.lookup(keys=keys[:1]).ready == 0
+        assert client.delete(keys=[keys[3]]) == 1
+        assert client.lookup(keys=keys).ready == 2
 
     @pytest.mark.parametrize(
         ("ends", "ready"),
@@ -107,7 +107,7 @@ class EndsContract:
         client = connect(WIDE)
         keys = keys_of(client, 1, 5)
         put_ends(client, keys, ends)
-        assert client.lookup(keys).ready == ready
+        assert client.lookup(keys=keys).ready == ready
 
     def test_a_chunk_that_is_put_again_with_its_state_gains_it(
         self, connect: Callable[..., Client]
@@ -115,16 +115,16 @@ class EndsContract:
         client = connect(HYBRID)
         keys = keys_of(client, 1, 2)
         assert put_ends(client, keys, ["", ""]) == [stored, stored]
-        assert client.lookup(keys).ready == 0
+        assert client.lookup(keys=keys).ready == 0
 
         def is_gained() -> bool:  # refused while the first is being copied to a lower tier
             return put_ends(client, keys, ["", "ws"]) == [exists, stored]
 
         assert eventually(is_gained)
-        assert client.lookup(keys).ready == 2
-        assert equal(client.get(keys)[1], chunk_of(client, keys, 1, "ws").tensors)  # type: ignore[arg-type]
+        assert client.lookup(keys=keys).ready == 2
+        assert equal(client.get_chunks(keys)[1], chunk_of(client, keys, 1, "ws").tensors)  # type: ignore[arg-type]
         assert put_ends(client, keys, ["", ""]) == [exists, exists]
-        assert client.lookup(keys).ready == 2
+        assert client.lookup(keys=keys).ready == 2
 
     def test_while_a_chunk_is_read_it_gains_no_state(self, connect: Callable[..., Client]) -> None:
         client = connect(HYBRID)
@@ -132,11 +132,11 @@ class EndsContract:
         put_ends(client, keys, ["ws", "ws"])
         other = keys_of(client, 2, 2)
         put_ends(client, other, ["", "ws"])
-        with client.lease(other) as lease:
+        with client.lease(keys=other) as lease:
             assert lease.match.ready == 2
             assert put_ends(client, other, ["ws"]) == [refused]
         assert eventually(lambda: put_ends(client, other, ["ws"]) == [stored])
-        assert client.lookup(other[:1]).ready == 1
+        assert client.lookup(keys=other[:1]).ready == 1
 
     def test_windows_and_states_that_are_not_wanted_are_not_read(
         self, connect: Callable[..., Client]
@@ -153,12 +153,12 @@ class EndsContract:
             rooms[index] = tensors
             return tensors
 
-        assert len(client.get_into(keys, room)) == 2
+        assert len(client.get_chunks(keys, room)) == 2
         first, second = chunk_of(client, keys, 0, ""), chunk_of(client, keys, 1, "ws")
         assert equal(rooms[0], first.tensors)  # type: ignore[arg-type]
         assert equal(rooms[1], second.tensors)  # type: ignore[arg-type]
         with pytest.raises(LayoutMismatchError, match="layers=0: give 2"):
-            client.get_into(keys[:1], lambda _, layout: [[] for _ in layout.components])
+            client.get_chunks(keys[:1], lambda _, layout: [[] for _ in layout.components])
 
     def test_tensors_that_are_not_what_the_layout_says_are_refused(
         self, connect: Callable[..., Client]
@@ -167,17 +167,17 @@ class EndsContract:
         keys = keys_of(client, 1, 1)
         whole = chunk_of(client, keys, 0, "ws")
         with pytest.raises(LayoutMismatchError, match="components=3: give 1"):
-            client.put(
+            client.put_chunks(
                 [replace(whole, layout=KVLayout.of(HYBRID, TOKENS, window=False, state=False))]
             )
         with pytest.raises(LayoutMismatchError, match="layout"):
-            client.put([replace(whole, layout=KVLayout.of(WIDE, TOKENS))])
+            client.put_chunks([replace(whole, layout=KVLayout.of(WIDE, TOKENS))])
         assert outcomes(client, [replace(whole, layout=None)]) == [stored]
 
     def test_work_layer_by_layer_is_refused_by_name(self, connect: Callable[..., Client]) -> None:
         client = connect(HYBRID)
         keys = keys_of(client, 1, 1)
         with pytest.raises(LayoutMismatchError, match="kind='window'"):
-            next(client.get_layers(keys))
+            next(client.get_chunk_layers(keys))
         with pytest.raises(LayoutMismatchError, match="kind='window'"):
             client.get_levelled(keys, PlanTerms(1.0, PrefillModel(0.0, 1e-3), 1e9))

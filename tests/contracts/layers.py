@@ -63,7 +63,7 @@ def planned(client: Client, keys: Sequence[ChunkKey]) -> list[PlannedChunk]:
 
 def layers_of(client: Client, keys: Sequence[ChunkKey]) -> dict[int, list[Sequence[Part]]]:
     """What ``chunks_of`` puts, by the model's layer, then chunk."""
-    groups = client.representation.layer_groups
+    groups = client.model.layer_groups
     chunks = chunks_of(client, keys)
     return {
         layer: [cast("Sequence[Part]", chunk.tensors[number][at]) for chunk in chunks]
@@ -93,14 +93,13 @@ class LayersContract:
     ) -> None:
         client = connect(MEDIUM, self.options(chunk_tokens=64))
         prompt = tokens(1, 3 * 64 + 40)
-        keys = client.keys(prompt)
         draw = np.random.default_rng(1)
         source, room = (engine_pages(MEDIUM, axes, BLOCKS, 16, draw) for _ in range(2))
         ids, other_ids = (draw.permutation(BLOCKS)[:15].tolist() for _ in range(2))
-        puts = client.put_pages(keys, source, ids, len(prompt))
+        puts = client.put(prompt, source[ids])
         assert [put.outcome for put in puts] == [PutOutcome.stored] * 4
         before = rows_of(room, range(BLOCKS))
-        assert client.get_pages(keys, room, other_ids) == 4
+        assert client.get(prompt, out=room[other_ids]).tokens == len(prompt)
         assert np.array_equal(
             rows_of(room, other_ids)[..., : len(prompt), :],
             rows_of(source, ids)[..., : len(prompt), :],
@@ -113,25 +112,26 @@ class LayersContract:
     def test_blocks_need_not_divide_a_chunk(self, connect: Connect, block_tokens: int) -> None:
         client = connect(MEDIUM, self.options(chunk_tokens=64))
         prompt = tokens(1, 3 * 64 + 17)
-        keys = client.keys(prompt)
         draw = np.random.default_rng(1)
         count = -(-len(prompt) // block_tokens)
         pages = [
-            engine_pages(MEDIUM, "block part token head dim", count, block_tokens, draw)
+            engine_pages(MEDIUM, "block kv token head dim", count, block_tokens, draw)
             for _ in range(2)
         ]
         ids = draw.permutation(count).tolist()
-        client.put_pages(keys, pages[0], ids, len(prompt))
-        assert client.get_pages(keys, pages[1], ids) == 4
+        client.put(prompt, pages[0][ids])
+        assert client.get(prompt, out=pages[1][ids]).chunks == 4
         found, wanted = (rows_of(one, ids)[..., : len(prompt), :] for one in pages)
         assert np.array_equal(found, wanted)
 
     def test_pages_and_tensors_are_the_same_chunks(self, connect: Connect) -> None:
         client = connect(MEDIUM, self.options(chunk_tokens=64))
         keys = store(client, 1, 2)
-        room = engine_pages(MEDIUM, "part block token head dim", 8, 16, np.random.default_rng(1))
-        assert client.get_pages(keys, room, [6, 7, 0, 1, 5, 4, 3, 2]) == 2
-        for tensors, key in zip(room.room([6, 7, 0, 1, 5, 4, 3, 2], 128, 64), keys, strict=True):
+        room = engine_pages(MEDIUM, "kv block token head dim", 8, 16, np.random.default_rng(1))
+        blocks = room[[6, 7, 0, 1, 5, 4, 3, 2]]
+        assert client.get(keys=keys, out=blocks).chunks == 2
+        for start, key in zip((0, 64), keys, strict=True):
+            tensors = blocks.chunk(start, start + 64)
             dense = [[[_dense(part) for part in parts] for parts in one] for one in tensors]
             assert is_right(client, key, dense)
 
@@ -140,24 +140,22 @@ class LayersContract:
     ) -> None:
         keys = store(client, 1, 3)
         damage(server, keys[1])
-        room = engine_pages(
-            client.representation, "block part token head dim", 6, 8, np.random.default_rng(1)
-        )
-        assert client.get_pages(keys, room, range(6)) == 1
-        assert client.lookup(keys).ready == 1
+        room = engine_pages(client.model, "block kv token head dim", 6, 8, np.random.default_rng(1))
+        assert client.get(keys=keys, out=room[range(6)]).chunks == 1
+        assert client.lookup(keys=keys).ready == 1
 
     def test_pages_that_do_not_fit_are_refused_by_name(self, client: Client) -> None:
         keys = store(client, 1, 2)
         draw = np.random.default_rng(1)
-        pages = engine_pages(client.representation, "block part token head dim", 4, 8, draw)
+        pages = engine_pages(client.model, "block kv token head dim", 4, 8, draw)
         with pytest.raises(InvalidRequestError, match=r"block_ids=\(0, 4\): the pages have 4"):
-            client.get_pages(keys, pages, [0, 1, 2, 4])
+            client.get(keys=keys, out=pages[[0, 1, 2, 4]])
         with pytest.raises(InvalidRequestError, match="block_ids=4: name each block once"):
-            client.get_pages(keys, pages, [0, 1, 2, 0])
+            client.get(keys=keys, out=pages[[0, 1, 2, 0]])
         with pytest.raises(InvalidRequestError, match="tokens 16 to 32 do not fit that many"):
-            client.get_pages(keys, pages, [0, 1, 2])
-        with pytest.raises(InvalidRequestError, match="token_count=32: has 2 chunks, and you"):
-            client.put_pages(keys[:1], pages, [0, 1, 2, 3], 32)
+            client.get(keys=keys, out=pages[[0, 1, 2]])
+        with pytest.raises(LayoutMismatchError, match="kv=16: give room for 32 tokens"):
+            client.put(tokens(1, 32), pages[[0, 1]])
 
     # --- layers out
 
@@ -167,7 +165,7 @@ class LayersContract:
     ) -> None:
         client = connect(representation)
         keys = store(client, 1, 5)
-        layers = list(client.get_layers([*keys, *keys_of(client, 2, 1)]))
+        layers = list(client.get_chunk_layers([*keys, *keys_of(client, 2, 1)]))
         assert [layer.layer_id for layer in layers] == sorted(layers_of(client, keys))
         for layer in layers:
             assert len(layer.tensors) == 5
@@ -179,10 +177,9 @@ class LayersContract:
         model = make_representation(layers=3, kv_heads=8, head_dim=128)
         client = connect(model, self.options(chunk_tokens=300, staging_bytes=16 << 20))
         keys = store(client, 1, 2)
-        room = engine_pages(
-            model, "block part head token dim", 40, 16, np.random.default_rng(1)
-        ).room(range(40), 600, 300)
-        layers = list(client.get_layers(keys, room))
+        pages = engine_pages(model, "block kv head token dim", 40, 16, np.random.default_rng(1))
+        room = [pages[range(40)].chunk(at, at + 300) for at in (0, 300)]
+        layers = list(client.get_chunk_layers(keys, room))
         assert [len(layer.tensors) for layer in layers] == [2, 2, 2]
         for tensors, key in zip(room, keys, strict=True):
             dense = [[[_dense(part) for part in parts] for parts in one] for one in tensors]
@@ -191,27 +188,27 @@ class LayersContract:
     def test_layers_of_nothing_are_none(self, client: Client, server: LocalServer) -> None:
         with server.unchanged():
             assert list(client.get_layers([])) == []
-            assert list(client.get_layers(keys_of(client, 9, 3))) == []
+            assert list(client.get_chunk_layers(keys_of(client, 9, 3))) == []
 
     def test_layers_end_before_a_chunk_that_proves_wrong(
         self, client: Client, server: LocalServer
     ) -> None:
         keys = store(client, 1, 4)
         damage(server, keys[2])  # its last layer
-        layers = list(client.get_layers(keys))
+        layers = list(client.get_chunk_layers(keys))
         assert [layer.layer_id for layer in layers] == [0, 1]
         assert len(layers[0].tensors) >= len(layers[1].tensors) == 2
         for layer in layers:
             assert_layer(client, keys, layer)
-        assert client.lookup(keys).ready == 2
+        assert client.lookup(keys=keys).ready == 2
 
     def test_a_wrong_first_chunk_leaves_no_last_layer(
         self, client: Client, server: LocalServer
     ) -> None:
         keys = store(client, 1, 2)
         damage(server, keys[0])
-        assert len(list(client.get_layers(keys))) < 2
-        assert client.lookup(keys).ready == 0
+        assert len(list(client.get_chunk_layers(keys))) < 2
+        assert client.lookup(keys=keys).ready == 0
 
     @pytest.mark.parametrize("read", [0, 1, 3])
     def test_layers_that_are_given_up_leave_no_lease(
@@ -220,7 +217,7 @@ class LayersContract:
         client = connect(MEDIUM, self.options(chunk_tokens=64))
         keys = store(client, 1, 10)
         for _ in range(5):
-            with closing(client.get_layers(keys)) as layers:
+            with closing(client.get_chunk_layers(keys)) as layers:
                 for number in range(read):
                     assert next(layers).layer_id == number
         usage = server.settled()
@@ -230,9 +227,9 @@ class LayersContract:
     def test_layers_come_back_from_disk(self, server: LocalServer, connect: Connect) -> None:
         client = connect(MEDIUM, self.options(chunk_tokens=64))
         prompts = [store(client, seed, 8) for seed in range(12)]
-        assert client.lookup(prompts[0]).tiers == ("disk",) * 8
+        assert client.lookup(keys=prompts[0]).tiers == ("disk",) * 8
         for keys in prompts:
-            layers = list(client.get_layers(keys))
+            layers = list(client.get_chunk_layers(keys))
             assert [len(layer.tensors) for layer in layers] == [8] * 4
             for layer in layers:
                 assert_layer(client, keys, layer)
@@ -246,10 +243,10 @@ class LayersContract:
     ) -> None:
         client = connect(representation)
         keys = keys_of(client, 1, 4)
-        with client.begin_put(planned(client, keys)) as put:
+        with client.put_chunk_layers(planned(client, keys)) as put:
             for layer_id, tensors in reversed(layers_of(client, keys).items()):
                 put.layer(layer_id, tensors)
-                assert client.lookup(keys).ready == 0
+                assert client.lookup(keys=keys).ready == 0
         assert [one.outcome for one in put.results] == [PutOutcome.stored] * 4
         assert_reads(client, keys)
 
@@ -258,12 +255,12 @@ class LayersContract:
         client = connect(model, self.options(chunk_tokens=300, staging_bytes=16 << 20))
         keys = keys_of(client, 1, 2)
         draw = np.random.default_rng(1)
-        pages = engine_pages(model, "block part token head dim", 40, 16, draw)
-        room = pages.room(range(40), 600, 300)
-        with client.begin_put(planned(client, keys)) as put:
+        pages = engine_pages(model, "block kv token head dim", 40, 16, draw)
+        room = [pages[range(40)].chunk(at, at + 300) for at in (0, 300)]
+        with client.put_chunk_layers(planned(client, keys)) as put:
             for layer in range(3):
                 put.layer(layer, [chunk[0][layer] for chunk in room])
-        found = client.get(keys)
+        found = client.get_chunks(keys)
         for got, given in zip(found, room, strict=True):
             for layer in range(3):
                 wanted = [_dense(part) for part in given[0][layer]]
@@ -275,17 +272,17 @@ class LayersContract:
         keys = keys_of(client, 1, 3)
         right = layers_of(client, keys)
         with server.unchanged():
-            put = client.begin_put(planned(client, keys))
+            put = client.put_chunk_layers(planned(client, keys))
             put.layer(0, right[0])
             put.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
-            put = client.begin_put(planned(client, keys))
+            put = client.put_chunk_layers(planned(client, keys))
             put.layer(0, right[0])
             with pytest.raises(InvalidRequestError, match=r"layers=\[1\]: give them all"):
                 put.__exit__(None, None, None)
             with pytest.raises(InvalidRequestError, match="this put is over"):
                 put.layer(1, right[1])
             put.abandon()
-        assert client.lookup(keys).missing == 3
+        assert client.lookup(keys=keys).missing == 3
 
     def test_a_layer_that_does_not_belong_is_refused_and_the_put_goes_on(
         self, client: Client
@@ -300,7 +297,7 @@ class LayersContract:
             (1, [[part[:, 1:] for part in parts] for parts in right[1]], r"shape=\(2, 15, 8\)"),
             (1, [[torch.zeros(2, 16, 8).half()] * 2] * 2, "dtype='float16': give bfloat16"),
         ]
-        with client.begin_put(planned(client, keys)) as put:
+        with client.put_chunk_layers(planned(client, keys)) as put:
             put.layer(0, right[0])
             for layer_id, tensors, message in wrong:
                 with pytest.raises((InvalidRequestError, LayoutMismatchError), match=message):
@@ -314,7 +311,7 @@ class LayersContract:
         keys = store(client, 1, 2)
         both = [*keys, *keys_of(client, 2, 1)]
         right = layers_of(client, both)
-        with client.begin_put(planned(client, both)) as put:
+        with client.put_chunk_layers(planned(client, both)) as put:
             put.layer(0, right[0])
             put.layer(1, right[1])
         exists, stored = PutOutcome.exists, PutOutcome.stored
@@ -323,30 +320,30 @@ class LayersContract:
 
     def test_a_durable_layered_put_is_on_disk_when_it_is_answered(self, client: Client) -> None:
         keys = keys_of(client, 1, 2)
-        with client.begin_put(planned(client, keys), durable=True) as put:
+        with client.put_chunk_layers(planned(client, keys), durable=True) as put:
             for layer_id, tensors in layers_of(client, keys).items():
                 put.layer(layer_id, tensors)
         assert [one.outcome for one in put.results] == [PutOutcome.stored] * 2
-        held = client.stat(keys)
+        held = client.stat(keys=keys)
         assert ["disk" in [copy.tier for copy in chunk.copies] for chunk in held] == [True] * 2
 
     def test_what_cannot_be_put_layer_by_layer_is_refused_at_once(self, client: Client) -> None:
         keys = keys_of(client, 1, 2)
         with pytest.raises(InvalidRequestError, match="chunks=0: give 1 to"):
-            client.begin_put([])
+            client.put_chunk_layers([])
         with pytest.raises(InvalidRequestError, match="within_ms=0: use 1 to"):
-            client.begin_put(planned(client, keys), within_ms=0)
+            client.put_chunk_layers(planned(client, keys), timeout=0.0)
         with pytest.raises(LayoutMismatchError, match="tokens=9000"):
-            client.begin_put([PlannedChunk(keys[0], 9000)])
+            client.put_chunk_layers([PlannedChunk(keys[0], 9000)])
         with pytest.raises(InvalidRequestError, match="not in this client's namespace"):
-            client.begin_put([PlannedChunk(ChunkKey(bytes(32)), 16)])
+            client.put_chunk_layers([PlannedChunk(ChunkKey(bytes(32)), 16)])
 
     def test_a_server_that_stops_in_a_layered_put_is_an_error_and_leaves_no_thread(
         self, client: Client, server: LocalServer
     ) -> None:
         keys = keys_of(client, 1, 2)
         right = layers_of(client, keys)
-        put = client.begin_put(planned(client, keys))
+        put = client.put_chunk_layers(planned(client, keys))
         put.layer(0, right[0])
         server.stop()
 

@@ -23,9 +23,9 @@ LAYOUT = KVLayout.of(TWO_GROUPS, 16)
 
 def put(client: Client, chunks: list[Chunk], rectangle: Rectangle) -> set[PutOutcome]:
     """Put what *rectangle* has of whole *chunks*; return what became of them."""
-    layout = KVLayout.of(client.representation, 16)
-    shard = rectangle.shard(client.representation, layout)
-    puts = client.put([part_of(chunk, shard) for chunk in chunks], rectangle=rectangle)
+    layout = KVLayout.of(client.model, 16)
+    shard = rectangle.shard(client.model, layout)
+    puts = client.put_chunks([part_of(chunk, shard) for chunk in chunks], rectangle=rectangle)
     assert len(puts) == len(chunks)
     return {one.outcome for one in puts}
 
@@ -67,7 +67,7 @@ class RectanglesContract:
             for rectangle in readers:
                 shard = rectangle.shard(TWO_GROUPS, LAYOUT)
                 room = [empty_tensors(shard.layout) for _ in keys]
-                assert len(clients[1].get(keys, room, rectangle=rectangle)) == 2
+                assert len(clients[1].get_chunks(keys, room, rectangle=rectangle)) == 2
                 wanted = [slices(chunk.tensors, shard) for chunk in chunks]  # type: ignore[arg-type]
                 assert all(map(equal, room, wanted))
 
@@ -79,19 +79,19 @@ class RectanglesContract:
         chunks = chunks_of(client, keys)
         ranks = [Rectangle.of_rank(WIDE, rank, 2) for rank in range(2)]
         assert put(client, chunks, ranks[0]) == {PutOutcome.pending}
-        match = client.lookup(keys)
+        match = client.lookup(keys=keys)
         assert (match.ready, match.pending) == (0, 2)
-        assert client.get(keys) == []
+        assert client.get_chunks(keys) == []
         assert put(client, chunks, ranks[1]) == {PutOutcome.stored}
         assert put(client, chunks, ranks[0]) == {PutOutcome.exists}
-        assert client.lookup(keys).ready == 2
+        assert client.lookup(keys=keys).ready == 2
 
     def test_a_lease_shows_what_a_rank_has_where_it_lies(self, connect: Connect) -> None:
         client = connect(TWO_GROUPS)
         keys = keys_of(client, 1, 1)
         outcomes(client, chunks_of(client, keys))
         shard = Rectangle((1, 5), ((1, 3),)).shard(TWO_GROUPS, LAYOUT)
-        with client.lease(keys) as lease:
+        with client.lease(keys=keys) as lease:
             view = lease.view(0)
             if client.transport_name == "shm":
                 assert view is not None
@@ -106,8 +106,8 @@ class RectanglesContract:
         (chunk,) = chunks_of(client, keys_of(client, 1, 1))
         for rectangle in (Rectangle((0, 2)), Rectangle((5, 6)), Rectangle(kv_heads=((0, 5),))):
             with pytest.raises(LayoutMismatchError):
-                client.put([chunk], rectangle=rectangle)
-        assert client.lookup([chunk.key]).pending == 0
+                client.put_chunks([chunk], rectangle=rectangle)
+        assert client.lookup(keys=[chunk.key]).pending == 0
 
     def test_facts_that_contradict_another_ranks_are_refused_by_name(
         self, connect: Connect
@@ -131,14 +131,14 @@ class RectanglesContract:
         prefill, decode = connect(WIDE), connect(WIDE)
         keys = keys_of(prefill, 1, 2)
         chunks = chunks_of(prefill, keys)
-        assert prefill.announce_puts(keys, 60_000) == 2
-        assert decode.lookup(keys).pending == 2
+        assert prefill.announce_puts(keys, within=60.0) == 2
+        assert decode.lookup(keys=keys).pending == 2
         answers: list[int] = []
         asked = threading.Event()
 
         def ask() -> None:
             asked.set()
-            answers.append(decode.lookup(keys, wait_ms=20_000).ready)
+            answers.append(decode.lookup(keys=keys, wait=20.0).ready)
 
         thread = threading.Thread(target=ask)
         thread.start()
@@ -148,7 +148,7 @@ class RectanglesContract:
             rectangle = Rectangle.of_rank(WIDE, rank, 2)
             shard = rectangle.shard(WIDE, KVLayout.of(WIDE, 16))
             parts = [part_of(chunk, shard) for chunk in chunks]
-            prefill.put(parts, hints=hints, rectangle=rectangle)
+            prefill.put_chunks(parts, hints=hints, rectangle=rectangle)
         thread.join()
         assert answers == [2]
         assert_reads(decode, keys)
@@ -156,10 +156,10 @@ class RectanglesContract:
     def test_a_lookup_whose_writer_ends_is_answered_at_once(self, connect: Connect) -> None:
         prefill, decode = connect(), connect()
         keys: list[ChunkKey] = keys_of(prefill, 1, 2)
-        assert prefill.announce_puts(keys, 60_000) == 2
+        assert prefill.announce_puts(keys, within=60.0) == 2
         answers: list[int] = []
         thread = threading.Thread(
-            target=lambda: answers.append(decode.lookup(keys, wait_ms=20_000).pending)
+            target=lambda: answers.append(decode.lookup(keys=keys, wait=20.0).pending)
         )
         thread.start()
         prefill.close()

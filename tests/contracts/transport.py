@@ -35,7 +35,7 @@ from prompts import (
 )
 
 from kvstore.client import Chunk, Client, ClientOptions
-from kvstore.client.client import parents
+from kvstore.client.chunk import parents
 from kvstore.client.options import TransportName
 from kvstore.client.session import Session
 from kvstore.client.tensors import to_torch
@@ -103,7 +103,7 @@ class TransportContract(LayersContract, EndsContract, RectanglesContract):
         client = connect(make_representation(dtype=dtype))
         keys = store(client, 1, 3)
         assert_reads(client, keys)
-        assert client.get(keys[:1])[0][0][0][0].dtype.itemsize == dtype.item_bytes
+        assert client.get_chunks(keys[:1])[0][0][0][0].dtype.itemsize == dtype.item_bytes
 
     @pytest.mark.parametrize(
         "dtype", [DType.bfloat16, DType.float8_e4m3fn, DType.float16], ids=lambda d: d.name
@@ -113,7 +113,7 @@ class TransportContract(LayersContract, EndsContract, RectanglesContract):
     ) -> None:
         client = connect(make_representation(dtype=dtype))
         (key,) = keys_of(client, 1, 1)
-        right = tensors_of(key, client.representation, 16)
+        right = tensors_of(key, client.model, 16)
 
         def strided(part: torch.Tensor) -> torch.Tensor:
             # (kv_heads, tokens, head_dim) as every other row of an engine's (tokens, heads, dim).
@@ -126,11 +126,11 @@ class TransportContract(LayersContract, EndsContract, RectanglesContract):
         ]
         assert not given[0][0][0].is_contiguous()
         assert outcomes(client, [Chunk(key, given)]) == [PutOutcome.stored]
-        assert equal(client.get([key])[0], right)
+        assert equal(client.get_chunks([key])[0], right)
         room = [
             [[strided(torch.zeros_like(p)) for p in parts] for parts in layers] for layers in given
         ]
-        assert len(client.get([key], [room])) == 1
+        assert len(client.get_chunks([key], [room])) == 1
         for got, want in zip(parts_of(room), parts_of(given), strict=True):  # type: ignore[arg-type]
             assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))  # type: ignore[call-overload]
 
@@ -145,7 +145,7 @@ class TransportContract(LayersContract, EndsContract, RectanglesContract):
             for key, size, parent in zip(keys, sizes, parents(keys), strict=True)
         ]
         assert outcomes(client, chunks) == [PutOutcome.stored] * 2
-        found = client.get(keys)
+        found = client.get_chunks(keys)
         assert [one[0][0][0].shape[1] for one in found] == list(sizes)
         for key, size, one in zip(keys, sizes, found, strict=True):
             assert equal(one, tensors_of(key, SMALL, size))
@@ -166,7 +166,7 @@ class TransportContract(LayersContract, EndsContract, RectanglesContract):
     def test_caller_s_buffers_are_filled_and_returned(self, client: Client) -> None:
         keys = store(client, 1, 4)
         room = [empty_tensors(KVLayout.of(SMALL, 16)) for _ in keys]
-        found = client.get(keys, room)
+        found = client.get_chunks(keys, room)
         assert len(found) == 4
         for one, own in zip(found, room, strict=True):
             assert parts_of(one)[0] is parts_of(own)[0]
@@ -176,31 +176,31 @@ class TransportContract(LayersContract, EndsContract, RectanglesContract):
         keys = store(client, 1, 2)
         room = [empty_tensors(KVLayout.of(SMALL, 17)) for _ in keys]
         with pytest.raises(LayoutMismatchError, match=r"shape=\(2, 17, 8\): give \(2, 16, 8\)"):
-            client.get(keys, room)
+            client.get_chunks(keys, room)
         with pytest.raises(InvalidRequestError, match="out=1: give 2 entries"):
-            client.get(keys, room[:1])
+            client.get_chunks(keys, room[:1])
 
     # --- what is not there
 
     def test_get_ends_at_the_first_missing_chunk(self, client: Client) -> None:
         keys = store(client, 1, 5)
-        assert client.delete([keys[3]]) == 1
+        assert client.delete(keys=[keys[3]]) == 1
         assert_reads(client, keys[:3])
-        assert len(client.get(keys)) == 3
-        assert client.get([keys[3]]) == []
+        assert len(client.get_chunks(keys)) == 3
+        assert client.get_chunks([keys[3]]) == []
 
     def test_get_of_nothing_is_empty(self, client: Client, server: LocalServer) -> None:
         with server.unchanged():
-            assert client.get([]) == []
-            assert client.get(keys_of(client, 9, 3)) == []
+            assert client.get_chunks([]) == []
+            assert client.get_chunks(keys_of(client, 9, 3)) == []
 
     def test_damaged_chunk_is_a_miss_and_can_be_put_again(
         self, client: Client, server: LocalServer
     ) -> None:
         keys = store(client, 1, 3)
         damage(server, keys[1])
-        assert len(client.get(keys)) == 1
-        assert client.lookup(keys).ready == 1
+        assert len(client.get_chunks(keys)) == 1
+        assert client.lookup(keys=keys).ready == 1
         assert outcomes(client, chunks_of(client, keys)) == [
             PutOutcome.exists, PutOutcome.stored, PutOutcome.exists
         ]  # fmt: skip
@@ -212,8 +212,8 @@ class TransportContract(LayersContract, EndsContract, RectanglesContract):
         keys = store(client, 1, 3)
         server.settled()
         flip(server, keys[1])
-        assert len(client.get(keys)) == 1
-        assert client.lookup(keys).tiers == ("cpu", "disk", "cpu")
+        assert len(client.get_chunks(keys)) == 1
+        assert client.lookup(keys=keys).tiers == ("cpu", "disk", "cpu")
         assert_reads(client, keys)
 
     # --- putting twice
@@ -251,7 +251,7 @@ class TransportContract(LayersContract, EndsContract, RectanglesContract):
         with ThreadPoolExecutor(16) as pool:
             answers = list(pool.map(write, range(16)))
         assert sorted(answers) == [PutOutcome.stored] + [PutOutcome.exists] * (15)
-        (found,) = clients[0].get([key])
+        (found,) = clients[0].get_chunks([key])
         assert is_right(clients[0], key, found, answers.index(PutOutcome.stored))
         assert server.settled().tiers[0][1].chunks == 1
 
@@ -261,22 +261,22 @@ class TransportContract(LayersContract, EndsContract, RectanglesContract):
         self, client: Client, server: LocalServer
     ) -> None:
         keys = store(client, 1, 3)
-        with client.lease([*keys, *keys_of(client, 2, 1)]) as lease:
+        with client.lease(keys=[*keys, *keys_of(client, 2, 1)]) as lease:
             assert (lease.match.ready, lease.match.missing) == (3, 1)
             assert lease.keys == keys
-            assert client.delete(keys) == 0
+            assert client.delete(keys=keys) == 0
             found = lease.get()
             assert [is_right(client, *pair) for pair in zip(keys, found, strict=True)] == [True] * 3
             assert server.usage().leases >= 1
         assert server.settled().leases == 0
         with pytest.raises(LeaseExpiredError, match="call lookup again"):
             lease.get()
-        assert client.delete(keys) == 3
+        assert client.delete(keys=keys) == 3
 
     def test_lease_of_nothing_is_empty_and_needs_no_release(
         self, client: Client, server: LocalServer
     ) -> None:
-        with client.lease(keys_of(client, 1, 3)) as lease:
+        with client.lease(keys=keys_of(client, 1, 3)) as lease:
             assert lease.get() == []
             assert server.usage().leases == 0
 
@@ -286,7 +286,7 @@ class TransportContract(LayersContract, EndsContract, RectanglesContract):
         server = make_server("--lease-ttl-ms", "20")
         client = server.connect(self.name())
         keys = store(client, 1, 2)
-        with client.lease(keys) as lease:
+        with client.lease(keys=keys) as lease:
             assert lease.match.lease_ttl_ms == 20
             assert eventually(lambda: server.counter("expired_leases") == 1)
             with pytest.raises(LeaseExpiredError, match="expired"):
@@ -294,7 +294,7 @@ class TransportContract(LayersContract, EndsContract, RectanglesContract):
 
     def test_get_of_what_the_lease_does_not_hold_is_refused(self, client: Client) -> None:
         keys = store(client, 1, 3)
-        with client.lease(keys[:2]) as lease:
+        with client.lease(keys=keys[:2]) as lease:
             lease.keys.append(keys[2])
             with pytest.raises(InvalidRequestError, match="not under lease"):
                 lease.get()
@@ -314,7 +314,7 @@ class TransportContract(LayersContract, EndsContract, RectanglesContract):
     def test_many_gets_leave_no_lease(self, client: Client, server: LocalServer) -> None:
         keys = store(client, 1, 3)
         for _ in range(100):
-            assert len(client.get([*keys, *keys_of(client, 2, 1)])) == 3
+            assert len(client.get_chunks([*keys, *keys_of(client, 2, 1)])) == 3
         assert server.settled().leases == 0
         assert server.counter("expired_leases") == 0
 
@@ -330,11 +330,11 @@ class TransportContract(LayersContract, EndsContract, RectanglesContract):
         leases = []
         for seed in range(100):
             (key,) = keys_of(client, seed, 1)
-            (put,) = client.put(chunks_of(client, [key]))
+            (put,) = client.put_chunks(chunks_of(client, [key]))
             if put.outcome is PutOutcome.refused:
                 break
             kept.append(key)
-            leases.append(client.lease([key]))
+            leases.append(client.lease(keys=[key]))
         assert 8 <= len(kept) < 16
         assert "tier 'cpu' needs" in put.reason
         assert server.counter("put_refused_chunks") >= 1
@@ -357,10 +357,10 @@ class TransportContract(LayersContract, EndsContract, RectanglesContract):
     def test_durable_put_is_on_disk_when_it_is_answered(self, client: Client) -> None:
         keys = keys_of(client, 1, 4)
         chunks = chunks_of(client, keys)
-        client.put(chunks[:2])
-        answers = [put.outcome for put in client.put(chunks, durable=True)]
+        client.put_chunks(chunks[:2])
+        answers = [put.outcome for put in client.put_chunks(chunks, durable=True)]
         assert answers == [PutOutcome.exists] * 2 + [PutOutcome.stored] * 2
-        held = client.stat(keys)
+        held = client.stat(keys=keys)
         assert ["disk" in [copy.tier for copy in chunk.copies] for chunk in held] == [True] * 4
 
     def test_durable_put_without_a_disk_is_refused_and_says_what_to_do(
@@ -370,7 +370,7 @@ class TransportContract(LayersContract, EndsContract, RectanglesContract):
         client = server.connect(self.name())
         chunks = chunks_of(client, keys_of(client, 1, 2))
         with pytest.raises(InvalidRequestError, match="durable=True: start the server with a disk"):
-            client.put(chunks, durable=True)
+            client.put_chunks(chunks, durable=True)
         assert server.settled().open_puts == 0
 
     def test_threads_that_share_a_client_do_not_disturb_each_other(self, client: Client) -> None:
@@ -390,7 +390,7 @@ class TransportContract(LayersContract, EndsContract, RectanglesContract):
     ) -> None:
         client = connect()
         keys = store(client, 1, 3)
-        client.lease(keys)
+        client.lease(keys=keys)
         assert server.usage().leases == 1
         client.close()
         client.close()

@@ -37,8 +37,8 @@ def test_puts_and_gets_are_written_down_with_who_and_of_what(
 ) -> None:
     client = world.client(world.acme, transport)
     keys, chunks = chunks_for(client, 1, CHUNKS)
-    client.put(chunks)
-    assert len(client.get(keys)) == CHUNKS
+    client.put_chunks(chunks)
+    assert len(client.get_chunks(keys)) == CHUNKS
     who = f"key:{world.acme[4:16]}"
     same = {"who": who, "tenant": "acme", "outcome": "OK", "key_prefix": keys[0][:8].hex()}
     wrote = "Reserve" if transport == "shm" else "Put"
@@ -53,7 +53,7 @@ def test_a_refused_put_is_written_down(transport: TransportName, world: Audited)
     reader = world.client(world.reader, transport)
     _, chunks = chunks_for(reader, 1, CHUNKS)
     with pytest.raises(PermissionDeniedError):
-        reader.put(chunks)
+        reader.put_chunks(chunks)
     wrote = "Reserve" if transport == "shm" else "Put"
     who = f"key:{world.reader[4:16]}"
     assert eventually(lambda: world.came(rpc=wrote, who=who, outcome="PermissionDeniedError"))

@@ -31,10 +31,10 @@ def test_burst_of_two_thousand_chunks_of_a_megabyte_loses_none(
     with Client(process.address, LARGE, options) as client:
         prompts = [keys_of(client, seed, BATCH) for seed in range(CHUNKS // BATCH)]
         for keys in prompts:
-            puts = client.put(chunks_of(client, keys))
+            puts = client.put_chunks(chunks_of(client, keys))
             assert [put.outcome for put in puts] == [PutOutcome.stored] * BATCH, puts
         for keys in prompts:
-            found = client.get(keys)
+            found = client.get_chunks(keys)
             assert len(found) == BATCH
             assert all(is_right(client, *pair) for pair in zip(keys, found, strict=True))
         counters = client.status().counters

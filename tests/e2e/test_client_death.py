@@ -125,8 +125,8 @@ def test_client_killed_between_two_layers_leaves_nothing(
     after = server.settled()
     assert (after.tiers[0][1].chunks, after.tiers[0][1].reservations) == (4, 0)
     client = server.connect(transport)
-    assert client.lookup(keys_of(client, 2, 4)).missing == 4
-    assert client.delete(keys_of(client, 1, 4)) == 4
+    assert client.lookup(keys=keys_of(client, 2, 4)).missing == 4
+    assert client.delete(keys=keys_of(client, 1, 4)) == 4
 
 
 @pytest.mark.parametrize(
@@ -153,11 +153,11 @@ def test_client_killed_while_it_holds_leases_and_open_puts_leaves_nothing(
     assert cpu.used_bytes < held.tiers[0][1].used_bytes
     client = server.connect(transport)
     keys = keys_of(client, 1, 4)
-    found = client.get(keys)
+    found = client.get_chunks(keys)
     assert [is_right(client, *pair) for pair in zip(keys, found, strict=True)] == [True] * 4
-    assert client.delete(keys) == 4
+    assert client.delete(keys=keys) == 4
     assert server.settled().tiers[0][1].used_bytes == 0
-    assert [put.reason for put in client.put(chunks_of(client, keys))] == [""] * 4
+    assert [put.reason for put in client.put_chunks(chunks_of(client, keys))] == [""] * 4
 
 
 def test_many_clients_killed_in_a_row_leave_no_session_or_memory(

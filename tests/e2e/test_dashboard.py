@@ -30,10 +30,10 @@ def busy(server: LocalServer) -> None:
     client, other = server.connect("grpc"), server.connect("grpc", other_revision(SMALL))
     keys = store(client, 1, 6)
     for _ in range(3):
-        client.lookup(keys)
-        client.get(keys)
-    client.lookup(client.keys(list(range(900, 932))))
-    other.lookup(store(other, 2, 3))
+        client.lookup(keys=keys)
+        client.get_chunks(keys)
+    client.lookup(keys=client.keys(list(range(900, 932))))
+    other.lookup(keys=store(other, 2, 3))
     server.settled()
 
 
@@ -59,7 +59,7 @@ def test_the_page_shows_live_numbers_and_asks_only_its_own_server(
         "live, once a second"
     )
     client = server.connect("grpc")
-    client.lookup(store(client, 3, 4))
+    client.lookup(keys=store(client, 3, 4))
     browser.wait_for("document.getElementById('now-chunks-known').textContent === '13'")
     browser.wait_for("document.getElementById('hits').textContent.includes('27')")
     assert browser.complaints == []
@@ -99,7 +99,7 @@ def test_names_that_callers_chose_are_text_and_nothing_else(
     server = make_server("--http", "127.0.0.1:0")
     name = '"><img src=x onerror="document.title=1"><b>bold</b>'
     client = server.connect("grpc", replace(SMALL, model_id=name))
-    client.lookup(store(client, 1, 2))
+    client.lookup(keys=store(client, 1, 2))
     browser.complaints.clear()
     browser.show(f"http://127.0.0.1:{server.node.http_port}/")
     browser.wait_for("document.querySelectorAll('#prefixes tbody td').length > 1")

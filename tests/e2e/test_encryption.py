@@ -49,7 +49,7 @@ def assert_comes(client: Client, keys: list[ChunkKey]) -> None:
     found: list[ChunkTensors] = []
 
     def is_whole() -> bool:
-        found[:] = client.get(keys)
+        found[:] = client.get_chunks(keys)
         return len(found) == len(keys)
 
     assert eventually(is_whole)
@@ -67,7 +67,7 @@ def test_chunks_on_disk_are_read_and_files_show_nothing(
     keys = keys_of(client, 1, 32)  # 8 MiB: half of them only disk has in the end
     chunks = chunks_of(client, keys)
     for at in range(0, len(keys), 4):
-        puts = client.put(chunks[at : at + 4], durable=True)
+        puts = client.put_chunks(chunks[at : at + 4], durable=True)
         assert {put.outcome for put in puts} == {PutOutcome.stored}, puts
     assert_comes(client, keys)
     sample = parts_of(tensors_of(keys[0], MEDIUM, CHUNK_TOKENS))[0].tobytes()[:32]
@@ -84,19 +84,19 @@ def test_after_a_rotation_both_epochs_are_read_and_a_retired_one_is_missing(
     server = make_server("--encryption-keys", str(path), "--cpu", "4MiB")
     client = client_of(server, "grpc")
     first, second = keys_of(client, 1, 12), keys_of(client, 2, 12)
-    client.put(chunks_of(client, first), durable=True)
+    client.put_chunks(chunks_of(client, first), durable=True)
     write_keys(path, [*rows(path), next_key(rows(path), os.urandom, time.time())])
-    client.put(chunks_of(client, second), durable=True)
+    client.put_chunks(chunks_of(client, second), durable=True)
     assert_comes(client, first)
     assert_comes(client, second)
     write_keys(path, rows(path)[1:])
     server.stop()
     again = make_server("--encryption-keys", str(path), "--cpu", "4MiB")
     client = client_of(again, "grpc")
-    assert [client.get([key]) for key in first] == [[]] * len(first)
+    assert [client.get_chunks([key]) for key in first] == [[]] * len(first)
     assert_comes(client, second)
     assert again.counter("corrupt_chunks") == len(first)
-    client.put(chunks_of(client, first), durable=True)
+    client.put_chunks(chunks_of(client, first), durable=True)
     assert_comes(client, first)
 
 
@@ -114,9 +114,9 @@ def test_two_servers_share_an_encrypted_redis(tmp_path: Path, make_server: Serve
         keys = keys_of(writer, 1, 4)
         chunks = chunks_of(writer, keys)
         server = make_server(*flags)
-        writer.put(chunks)
+        writer.put_chunks(chunks)
         reader = client_of(server, "grpc")
-        assert eventually(lambda: reader.lookup(keys).ready == len(keys))
+        assert eventually(lambda: reader.lookup(keys=keys).ready == len(keys))
         assert_reads(reader, keys)
         sample = parts_of(tensors_of(keys[0], MEDIUM, CHUNK_TOKENS))[0].tobytes()[:32]
         values = [process.value(name) for name in process.names()]

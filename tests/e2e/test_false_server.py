@@ -75,7 +75,7 @@ def test_a_relay_in_the_socket_s_place_gets_neither_token_nor_memory_nor_chunks(
     with Client(process.address, SMALL, ClientOptions("auto", 16, DEADLINE_MS)) as client:
         assert_reads(client, store(client, 1, 4))
         assert client.transport_name != "shm"
-        token = client._connected().session.terms.attach_token
+        token = client._link.connected().session.terms.attach_token
     assert token not in false.heard
     assert (len(false.heard), false.files) == (0, 0)
 

@@ -39,7 +39,7 @@ class Oracle:
 
     def check(self, client: Client, keys: list[ChunkKey]) -> int:
         """Read a prompt; note every chunk that is wrong. Return how many were right."""
-        found = client.get(keys)
+        found = client.get_chunks(keys)
         for key, one in zip(keys, found, strict=False):
             self.reads += 1
             if not is_right(client, key, one):
@@ -54,7 +54,7 @@ def write(client: Client, oracle: Oracle, seeds: Iterator[int], stop: threading.
         try:
             keys = keys_of(client, seed, CHUNKS)
             oracle.stored.append(keys)
-            puts = client.put(chunks_of(client, keys), durable=bool(seed % 2))
+            puts = client.put_chunks(chunks_of(client, keys), durable=bool(seed % 2))
         except KVStoreError:
             oracle.errors += 1
             time.sleep(0.005)
@@ -154,18 +154,18 @@ def test_client_of_a_killed_server_gets_errors_of_the_store_and_finds_the_next_o
     process.start()
     with Client(process.address, SMALL, OPTIONS[transport]) as client:
         keys = keys_of(client, 1, CHUNKS)
-        client.put(chunks_of(client, keys), durable=True)
+        client.put_chunks(chunks_of(client, keys), durable=True)
         boot_id = client.boot_id
-        lease = client.lease(keys)
+        lease = client.lease(keys=keys)
         process.kill()
-        for call in (lambda: client.get(keys), lambda: client.lookup(keys), lease.get):
+        for call in (lambda: client.get_chunks(keys), lambda: client.lookup(keys=keys), lease.get):
             with pytest.raises(KVStoreError):
                 call()
         lease.release()
         process.start()
         assert process.recovered_chunks == CHUNKS
         assert eventually(lambda: is_reached(client))
-        found = client.get(keys)
+        found = client.get_chunks(keys)
         assert [is_right(client, *pair) for pair in zip(keys, found, strict=True)] == [
             True
         ] * CHUNKS

@@ -36,7 +36,7 @@ def put_until_refused(client: Client, seed: int, stored: list[ChunkKey]) -> str:
         seed += 1
         try:
             keys = keys_of(client, seed, 4)
-            for key, put in zip(keys, client.put(chunks_of(client, keys)), strict=True):
+            for key, put in zip(keys, client.put_chunks(chunks_of(client, keys)), strict=True):
                 if put.outcome is PutOutcome.stored:
                     stored.append(key)
         except KVStoreError as error:
@@ -74,7 +74,7 @@ def test_server_told_to_stop_under_load_saves_what_it_acknowledged_and_ends_with
     assert process.recovered_chunks >= len(everything)
     with Client(process.address, SMALL, OPTIONS) as client:
         for key in everything:
-            (found,) = client.get([key])
+            (found,) = client.get_chunks([key])
             assert is_right(client, key, found)
 
 
@@ -132,11 +132,11 @@ def test_drained_server_answers_reads_until_it_is_stopped(server_process: Proces
     process.start()
     with Client(process.address, SMALL, OPTIONS) as client:
         keys = keys_of(client, 1, 4)
-        client.put(chunks_of(client, keys))
+        client.put_chunks(chunks_of(client, keys))
         assert client.drain()
-        assert len(client.get(keys)) == 4
+        assert len(client.get_chunks(keys)) == 4
         with pytest.raises(KVStoreError, match="the server drains"):
-            client.put(chunks_of(client, keys_of(client, 2, 1)))
+            client.put_chunks(chunks_of(client, keys_of(client, 2, 1)))
         assert eventually(lambda: health(process, "readiness") == "NOT_SERVING")
         assert health(process, "liveness") == "SERVING"  # nobody restarts it for that
     assert process.terminate() == 0
@@ -151,8 +151,8 @@ def test_asyncio_client_works_with_a_server_of_another_process(
     async def work() -> int:
         async with AsyncClient(process.address, SMALL, OPTIONS) as client:
             keys = await client.keys(tokens(1, 64))
-            await client.put(chunks_of(client.sync, keys))
-            found = await client.get(keys)
+            await client.put_chunks(chunks_of(client.sync, keys))
+            found = await client.get_chunks(keys)
             return sum(is_right(client.sync, *p) for p in zip(keys, found, strict=True))
 
     assert asyncio.run(work()) == 4

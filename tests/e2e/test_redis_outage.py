@@ -41,15 +41,15 @@ def second_node(make_server: ServerMaker, url: str, folder: Path) -> LocalServer
 def round_trip(client: Client, seed: int) -> list[ChunkKey]:
     """Put a prompt and read it back; return its keys."""
     keys = keys_of(client, seed, 3)
-    puts = client.put(chunks_of(client, keys))
+    puts = client.put_chunks(chunks_of(client, keys))
     assert [put.outcome for put in puts] == [PutOutcome.stored] * 3
-    found = client.get(keys)
+    found = client.get_chunks(keys)
     assert [is_right(client, *pair) for pair in zip(keys, found, strict=True)] == [True] * 3
     return keys
 
 
 def tiers_of(client: Client, keys: list[ChunkKey]) -> list[set[str]]:
-    return [{copy.tier for copy in chunk.copies} for chunk in client.stat(keys)]
+    return [{copy.tier for copy in chunk.copies} for chunk in client.stat(keys=keys)]
 
 
 def state(client: Client) -> tuple[str, str]:
@@ -81,7 +81,7 @@ def test_server_starts_and_serves_without_its_redis_and_says_so(
     seeds = count(1)
     for _ in range(6):
         keys = round_trip(client, next(seeds))
-        assert client.lookup([*keys, *keys_of(client, next(seeds), 1)]).ready == 3
+        assert client.lookup(keys=[*keys, *keys_of(client, next(seeds), 1)]).ready == 3
     assert eventually(lambda: state(client)[0] == "degraded")
     assert own_redis.url.removesuffix("/0") in state(client)[1]
     assert eventually(lambda: tiers_of(client, keys) == [{"cpu", "disk"}] * 3)
@@ -134,10 +134,10 @@ def test_chunks_that_only_redis_had_are_misses_while_it_is_gone(
     second = second_node(make_server, own_redis.url, tmp_path)
     reader = second.connect()
     assert reader.namespace == writer.namespace
-    assert reader.lookup(keys).tiers == ("redis",) * 3
+    assert reader.lookup(keys=keys).tiers == ("redis",) * 3
     own_redis.stop()
-    assert reader.get(keys) == []
-    assert len(writer.get(keys)) == 3
+    assert reader.get_chunks(keys) == []
+    assert len(writer.get_chunks(keys)) == 3
 
 
 def test_second_node_finds_what_the_first_put_into_the_shared_redis(
@@ -151,8 +151,8 @@ def test_second_node_finds_what_the_first_put_into_the_shared_redis(
     second = second_node(make_server, own_redis.url, tmp_path)
     for transport in TRANSPORTS:
         reader = second.connect(transport)
-        assert reader.lookup(keys).ready == 3
-        found = reader.get(keys)
+        assert reader.lookup(keys=keys).ready == 3
+        found = reader.get_chunks(keys)
         assert [is_right(reader, *pair) for pair in zip(keys, found, strict=True)] == [True] * 3
 
 

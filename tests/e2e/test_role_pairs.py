@@ -55,7 +55,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Audited]:
     """A server with chunks of one tenant in memory and on disk, and a key for each role."""
     world = Audited(tmp_path_factory.mktemp("pairs"))
     writer = world.client(world.acme)
-    writer.put(chunks_for(writer, 1, CHUNKS)[1])
+    writer.put_chunks(chunks_for(writer, 1, CHUNKS)[1])
     world.server.settled()
     yield world
     world.close()
@@ -100,12 +100,12 @@ def test_grpc_refuses_each_role_what_is_another_s(
 
 Operation = Callable[[Client, list[ChunkKey], list[Chunk]], Any]
 OPERATIONS: dict[str, tuple[str, Operation]] = {
-    "lookup": ("read", lambda client, keys, chunks: client.lookup(keys).ready),
-    "get": ("read", lambda client, keys, chunks: client.get(keys)),
-    "lease": ("read", lambda client, keys, chunks: client.lease(keys)),
-    "put": ("write", lambda client, keys, chunks: client.put(chunks)),
-    "pin": ("write", lambda client, keys, chunks: client.pin(keys, 1000)),
-    "delete": ("write", lambda client, keys, chunks: client.delete(keys)),
+    "lookup": ("read", lambda client, keys, chunks: client.lookup(keys=keys).ready),
+    "get": ("read", lambda client, keys, chunks: client.get_chunks(keys)),
+    "lease": ("read", lambda client, keys, chunks: client.lease(keys=keys)),
+    "put": ("write", lambda client, keys, chunks: client.put_chunks(chunks)),
+    "pin": ("write", lambda client, keys, chunks: client.pin(keys=keys, ttl=1.0)),
+    "delete": ("write", lambda client, keys, chunks: client.delete(keys=keys)),
 }
 
 
@@ -122,7 +122,7 @@ def test_a_client_does_what_its_role_may_and_nothing_else(
         if name == "put":
             keys = keys_of(writer, hash((role, way)) % 10_000 + 10, 2)
             chunks = chunks_of(writer, keys)
-        writer.put(chunks_for(writer, 1, CHUNKS)[1])  # which a delete may have deleted
+        writer.put_chunks(chunks_for(writer, 1, CHUNKS)[1])  # which a delete may have deleted
         try:
             operation(client, keys, chunks)
         except (PermissionDeniedError, TierUnavailableError):  # not even let in at the socket
@@ -149,7 +149,7 @@ def slabs_with(world: World, seed: int) -> set[int]:
     """Have chunks stored, in memory and on disk; return the numbers of the slabs they are in."""
     writer = world.client(world.acme)
     keys, chunks = chunks_for(writer, seed, CHUNKS)
-    writer.put(chunks, durable=True)
+    writer.put_chunks(chunks, durable=True)
     connection = world.dial(Access(ca=world.ca.path, token=world.acme))
     digests = b"".join(key[-DIGEST_BYTES:] for key in keys)
     request = request_of("Lookup", open_session(connection).session_id, digests)
@@ -260,9 +260,9 @@ def test_memory_at_the_socket_does_not_count_as_requests_of_its_tenant(
 def test_a_reader_without_writing_gets_copies_of_what_is_on_disk(world: World) -> None:
     writer = world.client(world.acme)
     keys, chunks = chunks_for(writer, 2, CHUNKS)
-    writer.put(chunks, durable=True)
+    writer.put_chunks(chunks, durable=True)
     world.server.leave_memory(keys)
     reader = world.client(world.reader, "shm")
-    got = reader.get(keys)
+    got = reader.get_chunks(keys)
     assert len(got) == CHUNKS
-    assert reader._connected().slabs._files == {}  # type: ignore[attr-defined]
+    assert reader._link.connected().slabs._files == {}  # type: ignore[attr-defined]

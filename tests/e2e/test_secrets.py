@@ -73,9 +73,9 @@ def test_no_log_has_a_token_a_prompt_or_a_salt(
             with Client(server.address, SMALL, options) as client:
                 try:
                     keys = keys_of(client, 7, 3)
-                    attach_tokens.append(client._connected().session.terms.attach_token)
-                    client.put(chunks_of(client, keys))
-                    client.get(keys)
+                    attach_tokens.append(client._link.connected().session.terms.attach_token)
+                    client.put_chunks(chunks_of(client, keys))
+                    client.get_chunks(keys)
                     client.drain()
                 except (UnauthenticatedError, PermissionDeniedError) as error:
                     told.append(str(error))

@@ -84,7 +84,7 @@ def test_certificates_identify_and_may_be_replaced_under_load(tmp_path: Path) ->
         )
         client = clients.enter_context(Client(address, SMALL, options))
         keys, chunks = chunks_for(client, 4)
-        client.put(chunks)
+        client.put_chunks(chunks)
         stranger = Authority(tmp_path, "stranger")
         wrong = [
             Access(ca=ca.path),
@@ -101,7 +101,7 @@ def test_certificates_identify_and_may_be_replaced_under_load(tmp_path: Path) ->
         def load() -> None:
             while not stop.is_set():
                 try:
-                    assert len(client.get(keys)) == len(keys)
+                    assert len(client.get_chunks(keys)) == len(keys)
                 except (KVStoreError, AssertionError) as error:
                     failures.append(error)
 

@@ -68,7 +68,7 @@ def test_closing_another_tenants_session_does_nothing_and_says_nothing(world: Wo
 def test_another_tenants_chunks_are_as_if_they_were_not_there(world: World) -> None:
     mine = world.client(world.acme)
     keys, chunks = chunks_for(mine, 1)
-    assert [put.outcome for put in mine.put(chunks)] == [PutOutcome.stored] * len(keys)
+    assert [put.outcome for put in mine.put_chunks(chunks)] == [PutOutcome.stored] * len(keys)
     digests = b"".join(key[DIGEST_BYTES:] for key in keys)
     session_id = open_session(world.dial(Access(ca=world.ca.path, token=world.zeta))).session_id
 
@@ -86,8 +86,8 @@ def test_another_tenants_chunks_are_as_if_they_were_not_there(world: World) -> N
     assert {one.state for one in explained.chunks} == {"unknown"}
     assert list(explained.near) == []
     other = world.client(world.zeta)
-    assert other.lookup(keys_of(other, 1, 4)).ready == 0
-    assert mine.lookup(keys).ready == len(keys)
+    assert other.lookup(keys=keys_of(other, 1, 4)).ready == 0
+    assert mine.lookup(keys=keys).ready == len(keys)
 
 
 def test_whoever_names_another_tenant_is_refused(world: World) -> None:
@@ -103,17 +103,17 @@ def test_whoever_names_another_tenant_is_refused(world: World) -> None:
 def test_a_pool_is_read_by_its_readers_and_filled_by_its_writers(world: World) -> None:
     writer = world.client(world.acme, tenant="pool:curated")
     keys, chunks = chunks_for(writer, 2)
-    writer.put(chunks)
+    writer.put_chunks(chunks)
     reader = world.client(world.zeta, tenant="pool:curated")
     assert reader.namespace == writer.namespace != world.client(world.acme).namespace
-    assert len(reader.get(keys)) == len(keys)
+    assert len(reader.get_chunks(keys)) == len(keys)
     with pytest.raises(PermissionDeniedError, match="write"):
-        reader.put(chunks)
+        reader.put_chunks(chunks)
     with pytest.raises(PermissionDeniedError, match="write"):
-        reader.delete(keys)
+        reader.delete(keys=keys)
     stranger = world.client(world.new_key("stranger"), tenant="pool:library")
     with pytest.raises(PermissionDeniedError):
-        stranger.lookup(keys)
+        stranger.lookup(keys=keys)
 
 
 # --- roles, on every way in
@@ -123,12 +123,12 @@ def test_a_pool_is_read_by_its_readers_and_filled_by_its_writers(world: World) -
 def test_a_reader_reads_and_does_not_write(transport: TransportName, world: World) -> None:
     writer = world.client(world.acme, transport)
     keys, chunks = chunks_for(writer, 2)
-    writer.put(chunks)
+    writer.put_chunks(chunks)
     reader = world.client(world.reader, transport)
-    assert len(reader.get(keys)) == len(keys)
+    assert len(reader.get_chunks(keys)) == len(keys)
     _, others = chunks_for(reader, 8)
     with pytest.raises(PermissionDeniedError):
-        reader.put(others)
+        reader.put_chunks(others)
     with pytest.raises(PermissionDeniedError):
         reader.drain()
 
@@ -145,14 +145,14 @@ def test_status_tells_tenants_what_is_nobodys_alone(world: World) -> None:
 def test_a_revoked_key_ends_its_sessions_and_nobody_elses(world: World) -> None:
     key = world.new_key("acme")
     gone, stays = world.client(key, "shm"), world.client(world.acme, "shm")
-    assert gone.lookup(keys_of(gone, 5, 2)).ready >= 0
-    stays.lookup(keys_of(stays, 5, 2))
+    assert gone.lookup(keys=keys_of(gone, 5, 2)).ready >= 0
+    stays.lookup(keys=keys_of(stays, 5, 2))
     before = world.server.counter("revoked_sessions")
     world.ring.revoke(key)
     assert eventually(lambda: world.server.counter("revoked_sessions") == before + 1)
     with pytest.raises(UnauthenticatedError):
-        gone.lookup(keys_of(gone, 5, 2))
-    stays.lookup(keys_of(stays, 5, 2))
+        gone.lookup(keys=keys_of(gone, 5, 2))
+    stays.lookup(keys=keys_of(stays, 5, 2))
 
 
 def test_a_key_file_that_is_deleted_ends_every_session(tmp_path: Path) -> None:
@@ -160,12 +160,12 @@ def test_a_key_file_that_is_deleted_ends_every_session(tmp_path: Path) -> None:
     try:
         clients = [own.client(own.acme, "shm"), own.client(own.zeta)]
         for client in clients:
-            assert client.lookup(keys_of(client, 5, 2)).ready == 0
+            assert client.lookup(keys=keys_of(client, 5, 2)).ready == 0
         own.ring.path.unlink()
         assert eventually(lambda: len(own.server.node.sessions) == 0)
         for client in clients:
             with pytest.raises(UnauthenticatedError):
-                client.lookup(keys_of(client, 5, 2))
+                client.lookup(keys=keys_of(client, 5, 2))
     finally:
         own.close()
 
@@ -178,12 +178,12 @@ def test_a_tenants_leases_and_requests_have_limits_with_names(
 ) -> None:
     lender = world.client(world.new_key("lent"))
     keys, chunks = chunks_for(lender, 3, 2)
-    lender.put(chunks)
-    leases = [lender.lease(keys) for _ in range(2)]
+    lender.put_chunks(chunks)
+    leases = [lender.lease(keys=keys) for _ in range(2)]
     with pytest.raises(QuotaExceededError, match=r"tenant 'lent' reached leases=2"):
-        lender.lease(keys)
+        lender.lease(keys=keys)
     leases[0].release()
-    lender.lease(keys).release()
+    lender.lease(keys=keys).release()
     leases[1].release()
     hasty = world.client(world.new_key("hasty"))
     keys = keys_of(hasty, 5, 2)
@@ -191,7 +191,7 @@ def test_a_tenants_leases_and_requests_have_limits_with_names(
     now_s = limits._clock()
     monkeypatch.setattr(limits, "_clock", lambda: now_s)  # or else a slow machine is not hasty
     with pytest.raises(QuotaExceededError, match=r"tenant 'hasty' reached requests_per_s=5"):
-        list(map(hasty.lookup, [keys] * 6))
+        [hasty.lookup(keys=keys) for _ in range(6)]
 
 
 def test_a_put_is_one_request_of_the_tenant_whose_session_it_is_on(
@@ -203,9 +203,9 @@ def test_a_put_is_one_request_of_the_tenant_whose_session_it_is_on(
     putter = world.client(world.new_key("putter"))
     puts = [chunks_for(putter, seed, 2)[1] for seed in range(200, 210)]  # opens the session
     for chunks in puts[:9]:
-        assert [put.outcome for put in putter.put(chunks)] == [PutOutcome.stored] * 2
+        assert [put.outcome for put in putter.put_chunks(chunks)] == [PutOutcome.stored] * 2
     with pytest.raises(QuotaExceededError, match=r"tenant 'putter' reached requests_per_s=10"):
-        putter.put(puts[9])
+        putter.put_chunks(puts[9])
 
 
 def test_a_tenant_has_so_many_chunks_and_an_admin_changes_that(world: World) -> None:
@@ -213,7 +213,7 @@ def test_a_tenant_has_so_many_chunks_and_an_admin_changes_that(world: World) -> 
     small = world.client(key)
     for seed in range(4):
         _, chunks = chunks_for(small, 100 + seed, 2)
-        assert {put.outcome for put in small.put(chunks)} == {PutOutcome.stored}
+        assert {put.outcome for put in small.put_chunks(chunks)} == {PutOutcome.stored}
     (seen,) = world.call(key, "Quota", pb.QuotaRequest()).tenants
     used: dict[str, int] = {tier.tier: tier.used_chunks for tier in seen.tiers}
     assert (seen.tenant, seen.chunks) == ("small", 3)
@@ -230,7 +230,7 @@ def test_a_tenant_has_so_many_chunks_and_an_admin_changes_that(world: World) -> 
 
     def has_room() -> bool:
         for seed in range(4):
-            puts = small.put(chunks_for(small, 100 + seed, 2)[1])
+            puts = small.put_chunks(chunks_for(small, 100 + seed, 2)[1])
             assert PutOutcome.refused not in [put.outcome for put in puts], puts
         (seen,) = world.call(world.admin, "Quota", pb.QuotaRequest(tenant="small")).tenants
         used.update({tier.tier: tier.used_chunks for tier in seen.tiers})

@@ -200,7 +200,7 @@ def test_events_that_were_lost_are_made_up_for(
         async def work() -> None:
             async with routed(program, [server, server]) as (router, _):
                 keys = await asyncio.to_thread(store, a, 1, 8)
-                await asyncio.to_thread(a.delete, keys[6:])
+                await asyncio.to_thread(a.delete, keys=keys[6:])
                 digests = [key[DIGEST_BYTES:] for key in keys]
                 known = router.places.prefix
                 await eventually(lambda: [known(digests, n) for n in router.nodes] == [6, 6])

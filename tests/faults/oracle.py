@@ -45,7 +45,7 @@ class OracleFile:
 
 def verified(client: Client, keys: Sequence[ChunkKey]) -> int:
     """Read *keys* and return how many came; fail at the first byte that is not what was put."""
-    found = client.get(list(keys))
+    found = client.get_chunks(list(keys))
     for key, one in zip(keys, found, strict=False):
         assert is_right(client, key, one), f"{client.transport_name}: wrong bytes of {key.hex()}"
     return len(found)
@@ -53,5 +53,5 @@ def verified(client: Client, keys: Sequence[ChunkKey]) -> int:
 
 def fetched(client: Client, keys: Sequence[ChunkKey]) -> int:
     """Look *keys* up, as engines do, and read them; return how many came."""
-    client.lookup(list(keys))
+    client.lookup(keys=list(keys))
     return verified(client, keys)

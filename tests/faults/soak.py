@@ -214,9 +214,9 @@ class Soak:
                 keys = keys_of(client, seed, CHUNKS)
                 chunks = chunks_of(client, keys)
                 with suppress(KVStoreError):
-                    client.put(chunks)
-                    client.delete(keys)
-                    client.put(chunks)
+                    client.put_chunks(chunks)
+                    client.delete(keys=keys)
+                    client.put_chunks(chunks)
 
     def totals(self) -> Counter[str]:
         """Return what all clients counted."""

@@ -47,19 +47,19 @@ class Reader:
         try:
             keys, chunks = self._prompt(seed)
             if self._draw.random() < 0.2:
-                with self._client.lease(keys) as lease:
+                with self._client.lease(keys=keys) as lease:
                     self._verify(chunks, lease.get())
                     found = lease.match.ready
             else:
-                arrived = self._client.get(keys)
+                arrived = self._client.get_chunks(keys)
                 found = self._verify(chunks, arrived)
             self._note_time(started)
             if found < CHUNKS:
                 durable = self._draw.random() < 0.1
-                self._client.put(chunks[found:], durable=durable)
+                self._client.put_chunks(chunks[found:], durable=durable)
                 self.counts["puts"] += CHUNKS - found
             if self._draw.random() < 0.01:
-                self._client.delete(keys[-4:])
+                self._client.delete(keys=keys[-4:])
         except KVStoreError:
             self.counts["errors"] += 1
             time.sleep(0.01)

@@ -145,7 +145,7 @@ def test_a_flood_of_streams_is_refused_by_name_and_the_server_keeps_its_size(
     process.start()
     with Client(process.address, SMALL, ClientOptions("grpc", 16, DEADLINE_MS)) as client:
         keys = store(client, 1, CHUNKS)
-        terms = client._connected().session.terms
+        terms = client._link.connected().session.terms
         before = resident_bytes(process.pid)
         with grpc.insecure_channel(process.address) as channel:
             put: Any = channel.stream_unary("/kvstore.v1.KVStore/Put", None, None)
@@ -222,7 +222,7 @@ def test_of_many_writers_of_one_name_one_whole_version_stays(
             client = clients[version % len(clients)]
             chunks = chunks_of(client, keys, version)
             start.wait()
-            told.extend(put.outcome for put in client.put(chunks))
+            told.extend(put.outcome for put in client.put_chunks(chunks))
 
         threads = [threading.Thread(target=write, args=(v,)) for v in range(versions)]
         for thread in threads:
@@ -290,7 +290,7 @@ def test_of_writers_in_processes_of_their_own_one_whole_version_stays(
 
 def matching(client: Client, keys: list[ChunkKey], at: int, versions: int) -> int:
     """Return which version of a chunk is there; fail when it is a mix."""
-    found = client.get(keys)[at]
+    found = client.get_chunks(keys)[at]
     right = [v for v in range(versions) if is_right(client, keys[at], found, v)]
     assert len(right) == 1, "bytes of no version"
     return right[0]

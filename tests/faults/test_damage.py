@@ -101,10 +101,10 @@ def test_no_edit_of_a_disk_file_is_ever_a_hit_and_each_is_counted(
         done += len(spoilt)
         server.settled()
         for keys in prompts:
-            client.delete(keys)
+            client.delete(keys=keys)
         again = store(client, seeds[0], CHUNKS)
         assert verified(client, again) == CHUNKS
-        client.delete(again)
+        client.delete(keys=again)
 
 
 def redis_edits(redis: RedisProcess, draw: random.Random, count: int) -> None:
@@ -149,7 +149,7 @@ def test_no_edit_of_a_value_in_redis_is_ever_wrong_bytes(
         assert verified(client, store(client, seed, CHUNKS)) == CHUNKS
         own_redis.client.flushall()
         for keys in prompts:
-            client.delete(keys)
+            client.delete(keys=keys)
     assert read
     assert server.counter("corrupt_chunks") + server.counter("lost_chunks")
 

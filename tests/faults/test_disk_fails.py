@@ -41,7 +41,7 @@ def disk_state(client: Client) -> str:
 def durable(client: Client, seed: int) -> bool:
     """Put a prompt as durable; return whether all of it was. It is readable either way."""
     keys = keys_of(client, seed, CHUNKS)
-    puts = client.put(chunks_of(client, keys), durable=True)
+    puts = client.put_chunks(chunks_of(client, keys), durable=True)
     assert verified(client, keys) == CHUNKS
     return all(put.outcome is not PutOutcome.refused for put in puts)
 

@@ -95,7 +95,7 @@ def p99_s(client: Client, prompts: list[list[ChunkKey]], gets: int) -> float:
     for _ in range(gets):
         key = draw.choice(draw.choice(prompts))
         started = time.perf_counter()
-        client.get([key])
+        client.get_chunks([key])
         took_s.append(time.perf_counter() - started)
     return sorted(took_s)[99 * len(took_s) // 100]
 
@@ -115,7 +115,7 @@ def test_a_server_in_little_memory_serves_four_times_as_much_and_is_not_killed(
             some = chunks_of(client, prompts[0])
             for keys in prompts:
                 chunks = some if keys is prompts[0] else chunks_of(client, keys)
-                for put in client.put(chunks):
+                for put in client.put_chunks(chunks):
                     assert put.outcome is PutOutcome.stored
             there = sum(verified(client, keys) for keys in prompts[:: amount(8, 2)])
             assert there >= 16
@@ -143,15 +143,15 @@ def test_a_clock_that_jumps_an_hour_ends_no_lease_early_and_no_lifetime_late(
         keys = store(client, 1, CHUNKS)
         stored_at = time.monotonic()
         short = store(client, 2, CHUNKS, Hints(ttl_ms=3000))
-        with client.lease(keys) as lease:
+        with client.lease(keys=keys) as lease:
             for ahead_s in (HOUR_S, -HOUR_S, 0):
                 set_clock(tmp_path, ahead_s)
                 time.sleep(0.3)  # more than a tick
                 assert len(lease.get()) == CHUNKS
                 assert client.status().leases == 1
                 if time.monotonic() - stored_at < 1.5:
-                    assert client.lookup(short).ready == CHUNKS
-            assert eventually(lambda: client.lookup(short).ready == 0)
+                    assert client.lookup(keys=short).ready == CHUNKS
+            assert eventually(lambda: client.lookup(keys=short).ready == 0)
             assert time.monotonic() - stored_at > 2.9
         set_clock(tmp_path, -HOUR_S)
     assert process.terminate() == 0
@@ -171,7 +171,7 @@ def test_frames_of_a_version_to_come_are_a_clean_miss_and_their_names_can_be_put
     process.start()
     with Client(process.address, SMALL, OPTIONS) as client:
         keys = keys_of(client, 1, CHUNKS)
-        client.put(chunks_of(client, keys), durable=True)
+        client.put_chunks(chunks_of(client, keys), durable=True)
     process.kill()
     changed = 0
     for path in (disk / "extents").iterdir():
@@ -204,7 +204,7 @@ def test_a_folder_goes_to_an_older_build_and_back(
         with Client(process.address, SMALL, OPTIONS) as client:
             for seed in range(3):
                 assert verified(client, keys_of(client, seed, CHUNKS)) in (0, CHUNKS)
-                client.put(chunks_of(client, keys_of(client, seed, CHUNKS)), durable=True)
+                client.put_chunks(chunks_of(client, keys_of(client, seed, CHUNKS)), durable=True)
                 assert verified(client, keys_of(client, seed, CHUNKS)) == CHUNKS
         assert process.terminate() == 0
         process.kill()
@@ -241,7 +241,7 @@ def test_servers_restarted_in_turn_cost_their_clients_no_wrong_byte_and_end_with
             while not stop.is_set():
                 try:
                     keys = keys_of(client, reads[0] % 20, CHUNKS)
-                    client.put(chunks_of(client, keys))
+                    client.put_chunks(chunks_of(client, keys))
                     reads[0] += verified(client, keys)
                 except KVStoreError:
                     time.sleep(0.01)

@@ -62,7 +62,7 @@ def redis_state(client: Client) -> str:
 
 
 def is_on_redis(client: Client, keys: list[ChunkKey]) -> bool:
-    return all("redis" in {c.tier for c in chunk.copies} for chunk in client.stat(keys))
+    return all("redis" in {c.tier for c in chunk.copies} for chunk in client.stat(keys=keys))
 
 
 def kept_on_redis(client: Client) -> list[ChunkKey]:
@@ -88,14 +88,14 @@ def test_what_a_slow_redis_has_is_a_miss_by_the_deadline_and_a_hit_once_it_is_we
     kept = kept_on_redis(writer)
     server.leave_memory(kept)
     client = server.connect(options=DEADLINE)
-    assert in_time(lambda: client.lookup(keys_of(client, 999, 1)))
+    assert in_time(lambda: client.lookup(keys=keys_of(client, 999, 1)))
     redis_proxy.to_client = TROUBLES[kind]
     seeds = count(1000)
     for seed in (2, 3):
         assert in_time(lambda: verified(client, kept))
-        assert in_time(lambda: client.lookup(keys_of(client, next(seeds), CHUNKS)))
+        assert in_time(lambda: client.lookup(keys=keys_of(client, next(seeds), CHUNKS)))
         assert verified(writer, store(writer, seed, 1)) == 1
-    assert writer.lookup(keys_of(writer, 998, CHUNKS)).ready == 0
+    assert writer.lookup(keys=keys_of(writer, 998, CHUNKS)).ready == 0
     redis_proxy.heal()
     assert eventually(lambda: is_on_redis(writer, store(writer, next(seeds), 1)))
     assert eventually(lambda: verified(writer, kept) == CHUNKS)
@@ -112,7 +112,7 @@ def test_a_silent_redis_is_left_alone_and_used_again(
     seeds = count(100)
 
     def is_set_aside() -> bool:
-        assert client.lookup(keys_of(client, next(seeds), 1)).ready == 0
+        assert client.lookup(keys=keys_of(client, next(seeds), 1)).ready == 0
         return redis_state(client) == "degraded"
 
     assert eventually(is_set_aside)
@@ -136,8 +136,8 @@ def test_bytes_that_a_network_changes_on_their_way_from_redis_are_never_delivere
         redis_proxy.to_client = Trouble(flip_at=place) if turn % 3 else Trouble(cut_at=place)
         read += sum(verified(client, [key]) for key in kept)
         redis_proxy.to_client = Trouble()
-        if client.lookup(kept).ready < CHUNKS:
-            client.delete(kept)
+        if client.lookup(keys=kept).ready < CHUNKS:
+            client.delete(keys=kept)
             assert kept_on_redis(client) == kept
     assert read
     assert server.counter("corrupt_chunks") + server.counter("lost_chunks")
@@ -151,7 +151,7 @@ def test_a_slow_disk_costs_a_get_its_deadline_and_no_other_get_anything(
     server = make_server()
     writer, client = server.connect("grpc"), server.connect(options=DEADLINE)
     low, high = store(writer, 1, CHUNKS), store(writer, 2, CHUNKS)
-    assert in_time(lambda: client.lookup(high))
+    assert in_time(lambda: client.lookup(keys=high))
     server.settled()
     server.leave_memory(low)
     read = FileIO.read

@@ -71,12 +71,12 @@ def put_half(client: Client, direct: Client, seed: int) -> None:
     """Put through a network in trouble: whole chunks are visible then, or none."""
     try:
         keys = keys_of(client, seed, 2)
-        client.put(chunks_of(client, keys))
+        client.put_chunks(chunks_of(client, keys))
     except KVStoreError:
         keys = keys_of(direct, seed, 2)
     for key in keys:
         verified(direct, [key])
-    direct.delete(keys)
+    direct.delete(keys=keys)
 
 
 def node_of(make_server: ServerMaker, proxy: FaultProxy, folder: Path) -> LocalServer:
@@ -107,7 +107,7 @@ def test_nodes_without_each_other_serve_what_they_have_and_share_again_after(
     assert eventually(lambda: fetched(clients[2], together) == CHUNKS)
     assert fetched(clients[2], alone) == 0
     # Another version under the same names, on both sides: whichever is read is whole.
-    clients[1].delete(common)
+    clients[1].delete(keys=common)
     proxies[0].heal()
     seeds = count(100)
     assert eventually(lambda: fetched(clients[2], store(clients[0], next(seeds), 1)) == 1)

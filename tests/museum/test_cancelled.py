@@ -17,13 +17,13 @@ from prompts import SMALL, chunks_of, is_right, keys_of, parts_of, tokens
 from kvstore.client import AsyncClient, Chunk, ClientOptions, PlannedChunk
 from kvstore.client.levels import PlanTerms
 from kvstore.client.options import TransportName
-from kvstore.client.pages import PageAxes, PagedKV
+from kvstore.client.paged_cache import PagedCache
 from kvstore.client.prefill import PrefillModel
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto.types import ChunkKey, PutOutcome
 
 CHUNKS = 128
-WAYS = {"get": 250, "get_into": 250, "get_pages": 250, "get_layers": 220, "get_levelled": 30}
+WAYS = {"get_chunks": 250, "get_into": 250, "get": 250, "get_layers": 220, "get_levelled": 30}
 """How often each way of reading is cancelled: a thousand times in all."""
 TERMS = PlanTerms(20.0, PrefillModel(0.0, 10.0))
 MARK = 0xA5A5
@@ -46,7 +46,7 @@ def connect(server: LocalServer, transport: TransportName = "auto") -> AsyncClie
 
 async def stored(client: AsyncClient) -> list[ChunkKey]:
     keys = await client.keys(tokens(1, 16 * CHUNKS))
-    await client.put(chunks_of(client.sync, keys))
+    await client.put_chunks(chunks_of(client.sync, keys))
     return keys
 
 
@@ -81,21 +81,21 @@ class Memory:
     def __init__(self) -> None:
         self.bytes = np.empty((2, CHUNKS, 2, 16, 2, 8), np.uint16)
         """By layer, block, part, token, head and channel."""
-        self.pages = PagedKV(SMALL, self.bytes, PageAxes.parse("layer block part token head dim"))
-        self.room = self.pages.room(range(CHUNKS), 16 * CHUNKS, 16)
+        self.pages = PagedCache(SMALL, self.bytes, "layer block kv token head dim")
+        self.room = [self.pages[range(CHUNKS)].chunk(16 * at, 16 * at + 16) for at in range(CHUNKS)]
 
     def reads(self, client: AsyncClient, keys: Sequence[ChunkKey]) -> dict[str, Call]:
         """Return every way of reading *keys* into it."""
 
         async def layers() -> None:
-            async with aclosing(client.get_layers(keys, self.room)) as found:
+            async with aclosing(client.get_chunk_layers(keys, self.room)) as found:
                 async for _ in found:
                     pass
 
         return {
-            "get": lambda: client.get(keys, self.room),
-            "get_into": lambda: client.get_into(keys, lambda index, _: self.room[index]),
-            "get_pages": lambda: client.get_pages(keys, self.pages, range(CHUNKS)),
+            "get_chunks": lambda: client.get_chunks(keys, self.room),
+            "get_into": lambda: client.get_chunks(keys, lambda index, _: self.room[index]),
+            "get": lambda: client.get(keys=keys, out=self.pages[range(CHUNKS)]),
             "get_layers": layers,
             "get_levelled": lambda: client.get_levelled(keys, TERMS, self.room),
         }
@@ -126,7 +126,9 @@ def test_vllm_49889_a_cancelled_read_writes_no_byte_after_it_was_cancelled(
                 if number:
                     assert (memories[(number - 1) % 2].bytes == MARK).all(), number
             assert cancelled > WAYS[way] // 4
-            assert len(await client.get(keys, memories[0].room)) == CHUNKS  # all of it still works
+            assert (
+                len(await client.get_chunks(keys, memories[0].room)) == CHUNKS
+            )  # all of it still works
 
     asyncio.run(work())
     assert server.settled().leases == 0
@@ -140,14 +142,14 @@ def test_vllm_49889_a_cancelled_put_reads_its_tensors_no_more(server: LocalServe
     async def work() -> None:
         async with connect(server, "grpc") as client:
             await stored(client)
-            usual_s = await took_s(lambda: client.put(new_chunks(client, 99)))
+            usual_s = await took_s(lambda: client.put_chunks(new_chunks(client, 99)))
             for seed, delay_s in enumerate(np.linspace(0, usual_s, 20).tolist()):
                 chunks = new_chunks(client, seed)
                 keys = [chunk.key for chunk in chunks]
-                await cancel(lambda chunks=chunks: client.put(chunks), delay_s)  # type: ignore[misc]
+                await cancel(lambda chunks=chunks: client.put_chunks(chunks), delay_s)  # type: ignore[misc]
                 for chunk in chunks:
                     overwrite(chunk.tensors)
-                found = await client.get(keys)
+                found = await client.get_chunks(keys)
                 pairs = zip(keys, found, strict=False)
                 assert all(is_right(client.sync, *pair) for pair in pairs)
                 await client.clear()
@@ -169,11 +171,11 @@ def test_vllm_49889_what_a_cancelled_call_held_is_released(server: LocalServer) 
     """A lease, a layered put and a layered get that were cancelled hold nothing on the server."""
 
     async def leased(client: AsyncClient, keys: Sequence[ChunkKey]) -> None:
-        async with client.lease(keys):
+        async with client.lease(keys=keys):
             await asyncio.sleep(0.001)
 
     async def put(client: AsyncClient, chunks: Sequence[Any]) -> None:
-        async with await client.begin_put(chunks):
+        async with client.put_chunk_layers(chunks):
             await asyncio.sleep(60)
 
     async def work() -> None:
@@ -195,7 +197,7 @@ def test_a_read_that_was_cancelled_twice_has_ended_too(server: LocalServer) -> N
             keys = await stored(client)
             memory = Memory()
             for _ in range(20):
-                task = asyncio.ensure_future(client.get(keys, memory.room))
+                task = asyncio.ensure_future(client.get_chunks(keys, memory.room))
                 await asyncio.sleep(0.002)
                 task.cancel()
                 await asyncio.sleep(0)
@@ -221,15 +223,16 @@ def test_turbovec_342_puts_go_ahead_of_the_lookups_that_wait_for_them(
         async with connect(server) as client, connect(server) as writer:
             prompts = [keys_of(client.sync, seed, 2) for seed in range(WAITERS)]
             for keys in prompts:
-                assert await writer.announce_puts(keys, 60_000) == 2
+                assert await writer.announce_puts(keys, within=60.0) == 2
             lookups = [
-                asyncio.ensure_future(client.lookup(keys, wait_ms=WAIT_MS)) for keys in prompts
+                asyncio.ensure_future(client.lookup(keys=keys, wait=WAIT_MS / 1000))
+                for keys in prompts
             ]
             await asyncio.sleep(0.3)
             assert not any(lookup.done() for lookup in lookups)
             started = time.monotonic()
             for keys in prompts:
-                puts = await client.put(chunks_of(client.sync, keys))
+                puts = await client.put_chunks(chunks_of(client.sync, keys))
                 assert [put.outcome for put in puts] == [PutOutcome.stored] * 2
             assert time.monotonic() - started < WAIT_MS / 4000
             assert [match.ready for match in await asyncio.gather(*lookups)] == [2] * WAITERS
@@ -241,12 +244,12 @@ def test_a_lookup_waits_no_longer_than_it_was_told_to(server: LocalServer) -> No
     async def work() -> None:
         async with connect(server) as client:
             keys = keys_of(client.sync, 1, 2)
-            await client.announce_puts(keys, 60_000)
+            await client.announce_puts(keys, within=60.0)
             started = time.monotonic()
-            match = await client.lookup(keys, wait_ms=700)
+            match = await client.lookup(keys=keys, wait=0.7)
             assert (match.ready, match.pending) == (0, 2)
             assert 0.7 <= time.monotonic() - started < 3
-            await client.announce_puts(keys, 0)
-            assert (await client.lookup(keys, wait_ms=60_000)).missing == 2  # at once
+            await client.announce_puts(keys, within=0.0)
+            assert (await client.lookup(keys=keys, wait=60.0)).missing == 2  # at once
 
     asyncio.run(work())

@@ -28,13 +28,13 @@ def test_a_prompt_stored_among_others_is_looked_up_as_soon_as_one_stored_alone(
     client = server.connect(representation=kind, options=ClientOptions(chunk_tokens=16))
     prompts = [chunks_of(client, keys_of(client, seed, CHUNKS)) for seed in range(PROMPTS)]
     for some in zip(*prompts, strict=True):
-        client.put(some)
+        client.put_chunks(some)
     server.settled()
     times_s = []
     for prompt in prompts:
         keys = [chunk.key for chunk in prompt]
         started = time.process_time()
-        match = client.lookup(keys)
+        match = client.lookup(keys=keys)
         times_s.append(time.process_time() - started)
         assert match.ready == CHUNKS
     assert min(times_s) < 6e-3

@@ -10,7 +10,7 @@ from prompts import MEDIUM, SMALL, assert_reads, chunks_of, equal, keys_of
 
 from kvstore.cli.explain import Question, ask_explain
 from kvstore.client import Chunk, Client, ClientOptions
-from kvstore.client.client import parents
+from kvstore.client.chunk import parents
 from kvstore.client.rectangle import Rectangle
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto.types import (
@@ -52,7 +52,7 @@ def put(client: Client, keys: list[ChunkKey], layouts: list[KVLayout]) -> None:
         Chunk(key, kv(key, layout), parent, position=16 * at, layout=layout)
         for at, (key, parent, layout) in enumerate(zip(keys, parents(keys), layouts, strict=True))
     ]
-    assert [one.outcome for one in client.put(chunks)] == [PutOutcome.stored] * len(keys)
+    assert [one.outcome for one in client.put_chunks(chunks)] == [PutOutcome.stored] * len(keys)
 
 
 def states(server: LocalServer, keys: list[ChunkKey]) -> list[str]:
@@ -75,17 +75,17 @@ def test_lmcache_4247_a_prefix_of_a_hybrid_model_ends_where_its_state_was_kept(
     bare = KVLayout.of(HYBRID, 16, state=False)
     whole = KVLayout.of(HYBRID, 16)
     put(client, keys, [bare, whole, bare, bare])
-    assert client.lookup(keys).ready == 2
-    found = client.get(keys)
+    assert client.lookup(keys=keys).ready == 2
+    found = client.get_chunks(keys)
     assert [len(one) for one in found] == [1, 2]
     assert equal(found[0], kv(keys[0], bare))
     assert equal(found[1], kv(keys[1], whole))
     assert states(server, keys) == ["ready", "ready", "no_end", "no_end"]
-    assert client.lookup(keys[:1]).ready == client.lookup(keys[2:]).ready == 0
+    assert client.lookup(keys=keys[:1]).ready == client.lookup(keys=keys[2:]).ready == 0
     last = Chunk(keys[3], kv(keys[3], whole), parents(keys)[3], position=48, layout=whole)
     server.settled()  # while it is copied to the disk it is read as it is
-    assert client.put([last])[0].outcome is PutOutcome.stored
-    assert client.lookup(keys).ready == CHUNKS
+    assert client.put_chunks([last])[0].outcome is PutOutcome.stored
+    assert client.lookup(keys=keys).ready == CHUNKS
 
 
 def test_lmcache_4094_a_prefix_of_a_sliding_window_has_the_window_of_its_end(
@@ -98,8 +98,8 @@ def test_lmcache_4094_a_prefix_of_a_sliding_window_has_the_window_of_its_end(
     keys = keys_of(client, 1, CHUNKS)
     bare, whole = KVLayout.of(SLIDING, 16, window=False), KVLayout.of(SLIDING, 16)
     put(client, keys, [bare, bare, whole, bare])
-    assert client.lookup(keys).ready == 3
-    assert len(client.get(keys)) == 3
+    assert client.lookup(keys=keys).ready == 3
+    assert len(client.get_chunks(keys)) == 3
     assert states(server, keys) == ["ready", "ready", "ready", "no_end"]
 
 
@@ -129,17 +129,17 @@ def test_lmcache_2903_what_two_ranks_stored_one_reads_and_the_other_way_round(
     keys = keys_of(single, 1, 2)
     chunks = chunks_of(single, keys)
     for rank, client in enumerate(ranks):
-        assert single.lookup(keys).ready == 0
+        assert single.lookup(keys=keys).ready == 0
         rectangle = Rectangle.of_rank(MEDIUM, rank, 2)
-        client.put(sliced(chunks, rank, 2), rectangle=rectangle)
+        client.put_chunks(sliced(chunks, rank, 2), rectangle=rectangle)
     assert_reads(single, keys)
     for rank in range(4):
-        found = single.get(keys, rectangle=Rectangle.of_rank(MEDIUM, rank, 4))
+        found = single.get_chunks(keys, rectangle=Rectangle.of_rank(MEDIUM, rank, 4))
         wanted = sliced(chunks, rank, 4)
         assert all(equal(one, two.tensors) for one, two in zip(found, wanted, strict=True))  # type: ignore[arg-type]
     other = keys_of(single, 2, 2)
-    single.put(chunks_of(single, other))
+    single.put_chunks(chunks_of(single, other))
     for rank, client in enumerate(ranks):
-        found = client.get(other, rectangle=Rectangle.of_rank(MEDIUM, rank, 2))
+        found = client.get_chunks(other, rectangle=Rectangle.of_rank(MEDIUM, rank, 2))
         wanted = sliced(chunks_of(single, other), rank, 2)
         assert all(equal(one, two.tensors) for one, two in zip(found, wanted, strict=True))  # type: ignore[arg-type]

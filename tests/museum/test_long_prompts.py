@@ -164,7 +164,7 @@ def test_vllm_44780_a_prompt_longer_than_one_request_is_explained_to_its_end(
         assert (found["hit_chunks"], found["left_out"]) == (4_097, 0)
         states = [one["state"] for one in found["chunks"]]
         assert states == ["ready"] * 4_097 + ["unknown"] * 103
-        client.delete([client.keys(prompt)[1_500]])
+        client.delete(keys=[client.keys(prompt)[1_500]])
         found = explained()
     states = [one["state"] for one in found["chunks"]]
     assert found["hit_chunks"] == 1_500

@@ -86,7 +86,7 @@ def test_lmcache_4725_the_disk_stays_within_its_size_over_kills(
             (disk,) = [tier for tier in client.status().tiers if tier.name == "disk"]
             counts.append(disk.used_bytes)
             assert disk.used_bytes <= disk.capacity_bytes == 32 * MIB
-            client.put(chunks_of(client, keys), durable=True)
+            client.put_chunks(chunks_of(client, keys), durable=True)
         process.kill()
     assert process.recovered_chunks > 0
     assert max(looks) - min(looks) < 2 * MIB, looks
@@ -107,7 +107,7 @@ def test_lmcache_1034_a_prompt_that_was_found_and_never_loaded_is_let_go(
     server = make_server("--tiers", "cpu", "--cpu", "16MiB", "--lease-ttl-ms", str(lease_ttl_ms))
     client = server.connect("auto", MEDIUM, OPTIONS)
     keys = store(client, 1, CHUNKS)
-    kept, twice = client.lease(keys), client.lease(keys)
+    kept, twice = client.lease(keys=keys), client.lease(keys=keys)
     twice.release()
     twice.release()
     assert (server.usage().leases, len(kept.get())) == (1, CHUNKS)
@@ -174,7 +174,7 @@ def test_mooncake_1753_idle_clients_leave_descriptors_for_a_put(
         with Client(process.address, MEDIUM, OPTIONS) as client:
             assert client.transport_name != "shm"
             keys = keys_of(client, 1, CHUNKS)
-            puts = client.put(chunks_of(client, keys))
+            puts = client.put_chunks(chunks_of(client, keys))
             assert [put.outcome for put in puts] == [PutOutcome.stored] * CHUNKS
             assert_reads(client, keys)
         for peer in idle:

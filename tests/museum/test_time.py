@@ -15,6 +15,7 @@ from server_process import ServerProcess
 from kvstore.client import ClientOptions
 from kvstore.client.client import Client
 from kvstore.client.prefill import PrefillModel
+from kvstore.proto.plans import EngineTerms
 from kvstore.proto.types import PutOutcome
 
 CHUNKS = 8
@@ -36,7 +37,7 @@ def test_lmcache_1467_what_two_ranks_were_promised_both_read_under_pressure(
     server = make_server("--tiers", "cpu", "--cpu", "16MiB")
     ranks = [server.connect("auto", kind, OPTIONS) for kind in RANKS]
     prompts = [store(rank, 1, CHUNKS) for rank in ranks]
-    leases = [rank.lease(keys) for rank, keys in zip(ranks, prompts, strict=True)]
+    leases = [rank.lease(keys=keys) for rank, keys in zip(ranks, prompts, strict=True)]
     other = server.connect("auto", MEDIUM, OPTIONS)
     for seed in range(2, 22):
         assert PutOutcome.refused not in outcomes(
@@ -57,10 +58,10 @@ def test_lmcache_4133_a_load_without_a_lease_is_a_shorter_prefix_and_never_a_wro
     server = make_server("--tiers", "cpu", "--cpu", "16MiB")
     client = server.connect("auto", MEDIUM, OPTIONS)
     keys = store(client, 1, CHUNKS)
-    assert client.lookup(keys).ready == CHUNKS
+    assert client.lookup(keys=keys).ready == CHUNKS
     for seed in range(2, 22):
         store(client, seed, CHUNKS)
-    assert client.get(keys) == []
+    assert client.get_chunks(keys) == []
     assert PlainEngine(client).load(tokens(1, 64 * CHUNKS)).stored_tokens == 0
 
 
@@ -116,7 +117,7 @@ def test_lmcache_1938_what_is_sooner_computed_than_loaded_is_computed(
     assert PlainEngine(client, PrefillModel(0.0, 1.0)).load(prompt).stored_tokens == 64
     for token_s in (1e-9, 1e-5, 1e-4, 1e-3, 1.0):
         plan = client.lookup(
-            client.keys(prompt), prefill=PrefillModel(0.0, token_s), prompt_tokens=70
+            keys=client.keys(prompt), engine=EngineTerms(PrefillModel(0.0, token_s), 70)
         ).plan
         assert plan is not None
         assert plan.plan_ms <= plan.recompute_ms

@@ -469,7 +469,7 @@ def test_lmdeploy_4917_nothing_older_is_blended_once_weights_changed(server: Loc
     resolved = client.resolve(second, ranges, ResolveTerms(is_trial=True))
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight.mul_(1.5)
-    with resolved, StoreSource(resolved, second, client.representation) as source:
+    with resolved, StoreSource(resolved, second, client.model) as source:
         old = blender.blend(source.plan, source)
     assert not old.is_blended
     assert set(old.report.refused.values()) == {"other weights"}

@@ -32,7 +32,7 @@ def test_lmcache_3388_a_load_that_falls_short_is_never_told_as_a_hit(
     server = make_server()
     client = server.connect(transport)
     keys = client.keys(PROMPT)
-    client.put(chunks_of(client, keys), durable=True)
+    client.put_chunks(chunks_of(client, keys), durable=True)
     client.close()
     server.stop()
     flip_a_bit(server.config.disk[0].path, keys[2])
@@ -68,8 +68,8 @@ def test_lmcache_717_an_approximation_is_never_taken_for_the_original(
         leave_on_disk(server, keys)
         engine = PlainEngine(client)
         assert engine.load(PROMPT).stored_tokens == 0
-        assert len(client.get(keys, min_accuracy=Accuracy.bounded)) == CHUNKS
-        copies = [copy.accuracy for stat in client.stat(keys) for copy in stat.copies]
+        assert len(client.get_chunks(keys, accuracy=Accuracy.bounded)) == CHUNKS
+        copies = [copy.accuracy for stat in client.stat(keys=keys) for copy in stat.copies]
         assert set(copies) == {Accuracy.bounded}
         assert engine.store(PROMPT) == CHUNKS
         assert engine.load(PROMPT).stored_tokens == CHUNKS * 16

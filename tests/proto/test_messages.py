@@ -12,7 +12,7 @@ from golden.strategies import chunk_infos, layouts, representations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.client.batches import match_from_message
+from kvstore.client.lookups import match_from_message
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
     InvalidFrameError,

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.client.batches import batch_from_message, match_from_message
+from kvstore.client.batch_plans import batch_from_message
+from kvstore.client.lookups import match_from_message
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import messages
 from kvstore.proto.errors import InvalidRequestError, KVStoreError

@@ -227,8 +227,8 @@ def test_no_file_of_the_server_is_another_user_s_to_read(
     process.start()
     with Client(process.address, SMALL, ClientOptions(deadline_ms=20_000)) as client:
         keys = keys_of(client, 1, 2)
-        client.put(chunks_of(client, keys))
-        client.get(keys)
+        client.put_chunks(chunks_of(client, keys))
+        client.get_chunks(keys)
     assert f"chmod 700 {folder}" in process.errors
     assert process.terminate() == 0
     files = [*folder.rglob("*"), Path(audit)]
@@ -253,7 +253,7 @@ def test_log_says_of_a_redis_that_it_is_down_at_start_left_alone_and_back(
     def with_puts_until(count: int) -> list[str]:
         def is_there() -> bool:
             keys = keys_of(client, next(seeds), 2)
-            client.put(chunks_of(client, keys))
+            client.put_chunks(chunks_of(client, keys))
             return len(warnings()) >= count
 
         assert eventually(is_there)
@@ -282,7 +282,7 @@ def test_a_folder_of_the_user_s_that_others_can_write_to_costs_the_socket_and_no
     assert "no Unix socket: clients of this host use the network" in process.errors
     assert "others could swap the socket in" in process.errors
     with Client(process.address, SMALL, ClientOptions(deadline_ms=20_000)) as client:
-        (put,) = client.put(chunks_of(client, keys_of(client, 1, 1)))
+        (put,) = client.put_chunks(chunks_of(client, keys_of(client, 1, 1)))
         assert put.outcome is PutOutcome.stored
 
 

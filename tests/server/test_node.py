@@ -49,10 +49,9 @@ def assert_first_works_on(server: LocalServer) -> None:
     for transport in ("shm", "grpc"):
         client = server.connect(transport)
         keys = keys_of(client, 5, 2)
-        client.put(chunks_of(client, keys))
-        assert [is_right(client, *pair) for pair in zip(keys, client.get(keys), strict=True)] == [
-            True, True
-        ]  # fmt: skip
+        client.put_chunks(chunks_of(client, keys))
+        pairs = zip(keys, client.get_chunks(keys), strict=True)
+        assert [is_right(client, *pair) for pair in pairs] == [True, True]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -146,9 +145,9 @@ def test_metrics_page_counts_what_happens(make_server: ServerMaker) -> None:
     server = make_server("--http", "127.0.0.1:0")
     client = server.connect()
     keys = keys_of(client, 1, 3)
-    client.put(chunks_of(client, keys))
-    client.get(keys)
-    with client.lease(keys):
+    client.put_chunks(chunks_of(client, keys))
+    client.get_chunks(keys)
+    with client.lease(keys=keys):
         found = read_metrics(server)
     assert found["kvstore_put_stored_chunks_total"] == found["kvstore_get_chunks_total"] == 3.0
     assert found["kvstore_sessions"] == 1.0
@@ -258,11 +257,11 @@ def test_stopped_server_leaves_its_disk_to_the_next_one_with_all_it_held(
     first = make_server("--write", "evict")
     client = first.connect()
     keys = keys_of(client, 1, 5)
-    client.put(chunks_of(client, keys))
+    client.put_chunks(chunks_of(client, keys))
     assert first.stop()
     second = make_server()
     assert second.node.recovered_chunks == 5
-    found = second.connect().get(keys)
+    found = second.connect().get_chunks(keys)
     assert [is_right(client, *pair) for pair in zip(keys, found, strict=True)] == [True] * 5
 
 
@@ -271,7 +270,7 @@ def test_stopping_under_open_calls_ends_them_and_leaves_nothing_running(
 ) -> None:
     client = server.connect("grpc")
     keys = keys_of(client, 1, 20)
-    client.put(chunks_of(client, keys))
+    client.put_chunks(chunks_of(client, keys))
     replies = server.dial().stream(
         "List", pb.ListRequest(session_id=next(iter(server.node.sessions.by_id))), 20_000
     )

@@ -433,7 +433,7 @@ class PageStore(Connector):
 
     def count(self, hashes: Sequence[str]) -> int:
         """Return how many of the first of *hashes* are stored."""
-        return self.ask(lambda: self.client.lookup(self._keys(digests_of(hashes))).ready, 0)
+        return self.ask(lambda: self.client.lookup(keys=self._keys(digests_of(hashes))).ready, 0)
 
     def load(self, hashes: Sequence[str], places: Sequence[LayerTensors]) -> int:
         """Read the longest stored prefix of *hashes* into *places*; return how many pages.
@@ -443,7 +443,7 @@ class PageStore(Connector):
 
         def get() -> int:
             keys = self._keys(digests_of(hashes))
-            return len(self.client.get(keys, places, rectangle=self.rectangle))
+            return len(self.client.get_chunks(keys, places, rectangle=self.rectangle))
 
         read = self.ask(get, 0)
         tokens = self._pool.page_size

@@ -162,11 +162,11 @@ class TransformersConnector(Connector):
         self._deadline_ms = checked_deadline(deadline_ms)
         self._shape = cache_shape(model)
         self._least(accuracy)
-        stated = (client.representation.layer_groups, client.representation.rope)
+        stated = (client.model.layer_groups, client.model.rope)
         if stated != (self._shape.groups, rope_parameters(model.config)):
             raise ModelError("client", stated, "make it with representation_of(model, tokenizer)")
         if self._shape.is_probed:
-            continues(model, self._shape, client.representation)
+            continues(model, self._shape, client.model)
         self._model = model
         self._watch = WeightsWatch(model)
         self._comparisons = Comparisons()
@@ -286,7 +286,7 @@ class TransformersConnector(Connector):
 
         def room(spans: Sequence[Span]) -> Sequence[LayerTensors]:
             rooms.append(PrefixRoom(self._shape, spans, self._model.device))
-            layouts = [KVLayout.of(self.client.representation, stop - at) for at, stop in spans]
+            layouts = [KVLayout.of(self.client.model, stop - at) for at, stop in spans]
             return [rooms[0].chunk(index, layout) for index, layout in enumerate(layouts)]
 
         return room
@@ -401,7 +401,7 @@ class TransformersConnector(Connector):
         extra: Sequence[bytes],
         snapshots: Sequence[Snapshot] = (),
     ) -> int:
-        source = EndSource(self.client.representation, self._shape, cache, snapshots)
+        source = EndSource(self.client.model, self._shape, cache, snapshots)
         exact = exact_tokens_of(cache, len(tokens))
         if exact < len(tokens):
             self.note_unstored(len(tokens), max(exact, from_token))
@@ -584,7 +584,7 @@ class TransformersConnector(Connector):
             if row.is_lossy:
                 self.note_unstored(max(len(tokens), len(row.prompt)), row.stored_tokens)
                 continue
-            source = EndSource(self.client.representation, self._shape, cache, (), row)
+            source = EndSource(self.client.model, self._shape, cache, (), row)
             self.store_chunks(row.prompt, source.tensors, row.stored_tokens, extra)
             chunk_tokens = self.client.options.chunk_tokens
             stored = len(row.prompt) // chunk_tokens * chunk_tokens

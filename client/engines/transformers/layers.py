@@ -151,7 +151,7 @@ class LayerLoad:
                 return self._begin(keys, rooms)
             stated: list[Stated] = []
             client = self._connector.client
-            client.get(keys[first:], rooms[first:], min_accuracy=least, stated=stated)
+            client.get_chunks(keys[first:], rooms[first:], accuracy=least, stated=stated)
             self._link.meter.observe(sum(sizes[: len(stated)]), time.monotonic() - self._began_s)
             self._link.is_doubted &= not stated
             return stated
@@ -165,11 +165,11 @@ class LayerLoad:
         return self._count() if self._layers is None else self._prefix
 
     def _layout(self, span: Span) -> KVLayout:
-        return KVLayout.of(self._connector.client.representation, span[1] - span[0])
+        return KVLayout.of(self._connector.client.model, span[1] - span[0])
 
     def _pays(self) -> bool:
         client, prefill = self._connector.client, self._connector.learned.model()
-        transport = client._connected()
+        transport = client._link.connected()
         if transport.name == "shm" or prefill is None or self._link.is_doubted:
             return False
         held = min(self._spans[-1][1], self._prompt_tokens - 1)
@@ -184,7 +184,7 @@ class LayerLoad:
 
     def _begin(self, keys: Sequence[ChunkKey], out: Sequence[LayerTensors]) -> Sequence[Stated]:
         """Return what the chunks state of which the first layer came."""
-        layers = self._connector.client.get_layers(keys, out)
+        layers = self._connector.client.get_chunk_layers(keys, out)
         self._layers = _holding(self._link.layered, layers)
         self._draw()
         return [EXACT] * min(self._counts.values(), default=0)
@@ -201,7 +201,7 @@ class LayerLoad:
         finally:
             now_s = time.monotonic()
             if now_s - asked_s > WAITED_S:
-                layers = len(layer_order(self._connector.client.representation))
+                layers = len(layer_order(self._connector.client.model))
                 came_bytes = self._size_bytes * len(self._counts) // layers
                 self._link.meter.observe(came_bytes, now_s - self._began_s)
 

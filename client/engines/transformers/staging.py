@@ -106,7 +106,7 @@ class Staging:
             return to_arrays(self._placed(ring[index], wanted[index])[0])
 
         stated: list[Stated] = []
-        client.get_into(keys, place, min_accuracy=least, stated=stated)
+        client.get_chunks(keys, place, accuracy=least, stated=stated)
         for index in range(len(stated)):
             self._to_device(index, wanted[index])
         self._device.current_stream().record().synchronize()

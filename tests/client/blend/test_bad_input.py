@@ -93,7 +93,7 @@ def client(server: LocalServer, blender: Blender, representation: Model) -> Clie
 
 def assert_computed(blender: Blender, resolved: Resolved, client: Client) -> str:
     """Fail unless the answer is a full prefill's; return why it was computed."""
-    with StoreSource(resolved, ASKED[0], client.representation) as source:
+    with StoreSource(resolved, ASKED[0], client.model) as source:
         found = blender.blend(source.plan.with_ratio(0.2), source)
     assert not found.is_blended
     wanted = blender.prefill(ASKED[0]).logits[-SUFFIX:]
@@ -146,7 +146,7 @@ def test_an_engine_that_is_not_what_its_client_says_computes_instead(
     store_prefill(client, blender.prefill(STORED[0]), *STORED)
     with (
         client.resolve(*ASKED, TRIAL) as resolved,
-        StoreSource(resolved, ASKED[0], client.representation) as source,
+        StoreSource(resolved, ASKED[0], client.model) as source,
     ):
         found = blender.blend(source.plan, source)
     assert set(found.report.refused.values()) == {reason}
@@ -158,7 +158,7 @@ def test_an_engine_that_is_not_what_its_client_says_computes_instead(
 def test_a_server_that_turns_keys_otherwise_is_refused_by_name(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = client.representation
+    own = client.model
     monkeypatch.setattr(client, "representation", replace(own, rope=RopeParameters(9e9, 16)))
     with pytest.raises(ModelError, match="rope="):
         client.resolve(*ASKED, TRIAL)
@@ -175,7 +175,7 @@ def test_token_ids_that_do_not_match_the_digest_are_refused_by_name(client: Clie
         other = list(ASKED[0])
         other[40] = (other[40] + 1) % VOCABULARY
         with pytest.raises(InvalidRequestError, match=r"segment\.chunk_id"):
-            StoreSource(resolved, other, client.representation)
+            StoreSource(resolved, other, client.model)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -208,7 +208,7 @@ def test_variants_that_are_deleted_mid_plan_are_computed(
     resolved = client.resolve(*ASKED, TRIAL)
     resolved.release()
     for entry in client.list():
-        client.delete([ChunkKey(client.namespace + entry.digest)])
+        client.delete(keys=[ChunkKey(client.namespace + entry.digest)])
     assert "LeaseExpiredError" in assert_computed(blender, resolved, client)
 
 
@@ -270,7 +270,7 @@ def test_kv_that_is_marked_as_blended_is_refused_by_every_way_in(
     digest = representation_digest(representation)
     template = FrameTemplate(key, one.parent, digest, one.content, layout)
     parts = [[[np.zeros(c.shape, "u4")] * c.parts] * c.layers for c in layout.components]
-    put = client._connected().put
+    put = client._link.connected().put
     try:
         (result,) = put([_Marked(template, parts)], durable=False, deadline_ms=DEADLINE_MS)
         said = result.reason
@@ -278,7 +278,7 @@ def test_kv_that_is_marked_as_blended_is_refused_by_every_way_in(
     except InvalidRequestError as error:
         said = str(error)
     assert "never stored as an original" in said
-    assert client.lookup([key]).ready == 0
+    assert client.lookup(keys=[key]).ready == 0
     assert server.usage().tiers[0][1].chunks == 0
 
 

@@ -152,7 +152,7 @@ def test_a_server_that_stops_mid_plan_costs_no_more_than_the_patience(
         process.send_signal(signal.SIGSTOP)
         try:
             started = time.monotonic()
-            with StoreSource(resolved, ASKED[0], client.representation) as source:
+            with StoreSource(resolved, ASKED[0], client.model) as source:
                 found = blender.blend(source.plan, source, patience_s=PATIENT_S)
             took_s = time.monotonic() - started
         finally:

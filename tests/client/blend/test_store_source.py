@@ -95,7 +95,7 @@ def test_a_document_is_one_segment_of_the_plan_where_it_stood_in_one_piece(
 ) -> None:
     _store(client, blender, 10, FIRST, SECOND)
     resolved, prompt = _resolve(client, 20, SECOND, FIRST)
-    with resolved, StoreSource(resolved, prompt, client.representation) as source:
+    with resolved, StoreSource(resolved, prompt, client.model) as source:
         found = [(one.start, one.end, one.kind, one.src_pos) for one in source.plan.segments]
         assert found == [
             (0, 20, "miss", 0),
@@ -112,7 +112,7 @@ def test_blending_out_of_the_store_is_blending_out_of_memory(
     _store(client, blender, 10, FIRST, SECOND)
     stored = blender.prefill(_prompt(10, FIRST, SECOND)[0]).kv
     resolved, prompt = _resolve(client, 20, SECOND, FIRST)
-    with resolved, StoreSource(resolved, prompt, client.representation) as source:
+    with resolved, StoreSource(resolved, prompt, client.model) as source:
         plan = replace(source.plan, selector="hkvd")
         spans = {1: (68, 108), 2: (20, 68)}
         memory = MemorySource(
@@ -138,7 +138,7 @@ def test_rows_that_are_chosen_beforehand_are_not_loaded(
         with client.resolve(prompt, ranges) as resolved:
             resolved = _without_shadow(resolved)
             before = server.counter("get_bytes")
-            with StoreSource(resolved, prompt, client.representation) as source:
+            with StoreSource(resolved, prompt, client.model) as source:
                 plan = replace(source.plan, selector=selector).with_ratio(0.5)
                 result = blender.blend(plan, source)
                 assert result.is_blended, result.report.failure
@@ -172,7 +172,7 @@ def test_all_rows_of_a_request_that_is_compared_are_loaded(
 def test_with_all_recomputed_it_is_the_full_prefill(client: Client, blender: Blender) -> None:
     _store(client, blender, 10, FIRST, SECOND)
     resolved, prompt = _resolve(client, 20, SECOND, FIRST)
-    with resolved, StoreSource(resolved, prompt, client.representation) as source:
+    with resolved, StoreSource(resolved, prompt, client.model) as source:
         found = blender.blend(source.plan.with_ratio(1.0), source).logits
     assert float((found - blender.prefill(prompt).logits[-SUFFIX:]).abs().max()) <= 1e-5
 
@@ -180,7 +180,7 @@ def test_with_all_recomputed_it_is_the_full_prefill(client: Client, blender: Ble
 def test_a_prompt_seen_before_is_exact_but_for_its_end(client: Client, blender: Blender) -> None:
     _store(client, blender, 10, FIRST)
     resolved, prompt = _resolve(client, 10, FIRST)
-    with resolved, StoreSource(resolved, prompt, client.representation) as source:
+    with resolved, StoreSource(resolved, prompt, client.model) as source:
         assert [one.kind for one in source.plan.segments] == ["exact", "miss"]
         found = blender.blend(source.plan, source)
     assert not found.is_blended
@@ -195,7 +195,7 @@ def test_the_last_chunk_of_a_prompt_is_computed_though_it_is_there(
     store_prefill(client, blender.prefill(prompt), prompt, [])
     with client.resolve(prompt, []) as resolved:
         assert resolved.found.exact_prefix == 3
-        source = StoreSource(resolved, prompt, client.representation)
+        source = StoreSource(resolved, prompt, client.model)
         assert [(one.start, one.kind) for one in source.plan.segments] == [
             (0, "exact"),
             (32, "miss"),
@@ -207,7 +207,7 @@ def test_chunks_that_went_mid_plan_cost_time_and_nothing_else(
 ) -> None:
     _store(client, blender, 10, FIRST)
     resolved, prompt = _resolve(client, 20, FIRST)
-    with StoreSource(resolved, prompt, client.representation) as source:
+    with StoreSource(resolved, prompt, client.model) as source:
         resolved.release()
         found = blender.blend(source.plan, source)
     assert "LeaseExpiredError" in found.report.failure
@@ -231,7 +231,7 @@ def test_a_server_that_is_gone_costs_time_and_nothing_else(
 def test_blended_kv_is_never_stored(client: Client, blender: Blender) -> None:
     _store(client, blender, 10, FIRST)
     resolved, prompt = _resolve(client, 20, FIRST)
-    with resolved, StoreSource(resolved, prompt, client.representation) as source:
+    with resolved, StoreSource(resolved, prompt, client.model) as source:
         blended = blender.blend(source.plan, source)
     with pytest.raises(InvalidRequestError, match="blended"):
         store_prefill(client, blended, prompt, [])
@@ -239,9 +239,9 @@ def test_blended_kv_is_never_stored(client: Client, blender: Blender) -> None:
 
 def test_models_with_other_layers_are_refused(client: Client, blender: Blender) -> None:
     resolved, prompt = _resolve(client, 20, FIRST)
-    latent = replace(client.representation.layer_groups[0], kind=LayerKind.mla)
+    latent = replace(client.model.layer_groups[0], kind=LayerKind.mla)
     with resolved, pytest.raises(ModelError, match="layer_groups"):
-        StoreSource(resolved, prompt, replace(client.representation, layer_groups=(latent,)))
+        StoreSource(resolved, prompt, replace(client.model, layer_groups=(latent,)))
 
 
 def test_trials_answer_from_the_full_prefill_and_teach_the_store(
@@ -270,7 +270,7 @@ def test_what_is_told_is_the_worse_of_the_question_and_of_what_follows_it(
     _store(client, blender, 10, FIRST, SECOND)
     prompt, ranges = _prompt(20, SECOND, FIRST)
     resolved, _ = _resolve(client, 20, SECOND, FIRST)
-    with resolved, StoreSource(resolved, prompt, client.representation) as source:
+    with resolved, StoreSource(resolved, prompt, client.model) as source:
         blended = blender.blend(replace(source.plan, selector="first_k"), source)
     full = blender.prefill(prompt)
     follows, wanted = blender.decode(prompt, full, SHADOW_TOKENS)

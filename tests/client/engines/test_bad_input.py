@@ -122,7 +122,7 @@ def lost(engine: PlainEngine, server: LocalServer) -> None:
 
     def lookup_and_lose(keys: list[object], **terms: Any) -> object:
         match = lookup(keys, **terms)  # type: ignore[arg-type]
-        assert engine.client.delete(keys[2:]) == 2  # type: ignore[arg-type]
+        assert engine.client.delete(keys=keys[2:]) == 2  # type: ignore[arg-type]
         return match
 
     engine.client.lookup = lookup_and_lose  # type: ignore[method-assign, assignment]
@@ -147,7 +147,7 @@ def test_each_way_of_missing_has_a_count_that_a_heartbeat_tells(
     way(engine, server)
     expected = {} if way is nothing else {way.__name__: 1}
     assert engine.connector.stats().misses == expected
-    engine.client._connected().session.heartbeat()
+    engine.client._link.connected().session.heartbeat()
     request = pb.ExplainRequest(recent=10)
     reply = server.dial().call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
     told = {name: count for one in reply.engines for name, count in one.counts.items()}

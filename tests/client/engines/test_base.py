@@ -261,7 +261,7 @@ def test_chunks_that_go_between_lookup_and_get_are_lost_not_hit(connect: Connect
     engine.store(prompt)
 
     def forgetting(spans: Sequence[Span]) -> Sequence[LayerTensors]:
-        client.delete(client.keys(prompt)[1:])
+        client.delete(keys=client.keys(prompt)[1:])
         return engine.make_room(spans)
 
     prefix = engine.connector.load_chunks(prompt, forgetting)
@@ -279,7 +279,7 @@ def test_chunks_the_server_has_no_room_for_are_refused_not_errors(
     connector = Connector(server.connect(representation=MEDIUM, options=options))
     held, other = tokens(12, 10 * 64), tokens(13, 20 * 64)
     stored = connector.store_chunks(held, lambda span: tensors_for(held, span, MEDIUM))
-    with connector.client.lease(connector.client.keys(held)) as lease:
+    with connector.client.lease(keys=connector.client.keys(held)) as lease:
         assert lease.match.ready == stored
         connector.store_chunks(other, lambda span: tensors_for(other, span, MEDIUM))
     stats = connector.stats()

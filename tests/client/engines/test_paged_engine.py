@@ -218,7 +218,7 @@ def test_so_they_are_where_the_servers_gpu_tier_is_on_the_engines_device(
     more = {"zeroes_first": zeroes_first, "stores_last": zeroes_first}
     writer, reader = through_the_store(start, near.address, CudaClient, **more)
     check(writer, reader, right)
-    transport = reader.side._connector.client._connected()
+    transport = reader.side._connector.client._link.connected()
     assert isinstance(transport, CudaTransport)
     assert transport.arena is not None, transport.without_arena
     if isinstance(near, LocalServer):

@@ -192,7 +192,7 @@ def test_pages_are_stored_as_what_follows_the_pages_before_them(
     store = connect(pool)
     store.store(HASHES[:2], pages(store, 0, 1), ())  # type: ignore[arg-type]
     store.store(HASHES[2:4], pages(store, 2, 3), HASHES[:2])  # type: ignore[arg-type]
-    stats = store.client.stat(store._keys(digests_of(HASHES[:4])))
+    stats = store.client.stat(keys=store._keys(digests_of(HASHES[:4])))
     parents = [one.parent.hex() for one in stats]
     assert parents == [bytes(16).hex(), *(name[:32] for name in HASHES[:3])]
 

@@ -122,9 +122,9 @@ def disk_errors(
 ) -> np.ndarray:
     """Return the error of each token of the first two chunks that the disk's codec makes."""
     keys = connector.client.keys(PROMPT[0, :128].tolist(), extra)
-    exact = connector.client.get(keys)
+    exact = connector.client.get_chunks(keys)
     leave_on_disk(server, keys)
-    coded = connector.client.get(keys, min_accuracy=Accuracy.bounded)
+    coded = connector.client.get_chunks(keys, accuracy=Accuracy.bounded)
     return np.concatenate([token_errors(*pair) for pair in zip(coded, exact, strict=True)])
 
 

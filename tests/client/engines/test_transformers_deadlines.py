@@ -119,7 +119,7 @@ def test_over_a_link_that_gives_next_to_nothing_it_computes_and_is_as_fast_as_wi
     link.bytes_per_s = 20e3
     connector = connect(deadline_ms=300)
     connector._prefill = ENGINE
-    connector.client.lookup(connector.client.keys(prompt[0].tolist()))  # a session is there
+    connector.client.lookup(keys=connector.client.keys(prompt[0].tolist()))  # a session is there
     with slow(tinylm):
         rounds = [(alone(tinylm, prompt), answered(connector, prompt)[2]) for _ in range(TRIES)]
         tokens, hit, _ = answered(connector, prompt)
@@ -136,7 +136,7 @@ def test_the_model_computes_the_first_chunks_while_the_link_brings_the_last_ones
     chunk_bytes = TOKENS * 6 * 2 * 2 * 64 * 4
     connector = connect()
     connector._prefill = ENGINE
-    connector.client.lookup(connector.client.keys(prompt[0].tolist()))
+    connector.client.lookup(keys=connector.client.keys(prompt[0].tolist()))
 
     def is_shared() -> bool:
         link.bytes_per_s = 2 * chunk_bytes / CHUNK_S
@@ -203,7 +203,7 @@ def test_an_error_of_the_model_is_the_callers_and_no_deadline_is_refused_by_name
 
 def damaging(monkeypatch: pytest.MonkeyPatch, connector: TransformersConnector, chunk: int) -> None:
     """Have a byte of the stored *chunk* arrive wrong."""
-    kind: Any = type(connector.client._connected())
+    kind: Any = type(connector.client._link.connected())
     read = kind.read
 
     @contextmanager
@@ -253,7 +253,7 @@ def test_a_lookup_that_hangs_costs_a_request_its_deadline_and_no_more(
 ) -> None:
     connector = connect()
     connector._prefill = PrefillModel(0.0, 1e-5)
-    connector.client.lookup(connector.client.keys(prompt[0].tolist()))
+    connector.client.lookup(keys=connector.client.keys(prompt[0].tolist()))
     monkeypatch.setattr(connector, "store_chunks", lambda *_: 0)
     link.bytes_per_s = 30.0
     assert min(answered(connector, prompt, deadline_ms=100)[2] for _ in range(TRIES)) < 2
@@ -284,7 +284,7 @@ def test_the_prompts_of_a_batch_share_a_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     connector = connect()
-    connector.client.lookup(connector.client.keys(prompt[0].tolist()))
+    connector.client.lookup(keys=connector.client.keys(prompt[0].tolist()))
     monkeypatch.setattr(connector, "store_chunks", lambda *_: 0)
     link.bytes_per_s = 200.0
     started_s = time.monotonic()

@@ -323,7 +323,7 @@ def test_loads_layer_by_layer_tell_what_the_link_gives(
     # A layer comes some time after the one before was computed, so the model waits for it.
     with watched(tinylm, lambda layer: Timer(0.05, gate, (layer,)).start()):
         connector.generate(prompt, greedy(1))
-    whole_bytes = CHUNKS * raw_frame_bytes(KVLayout.of(connector.client.representation, TOKENS))
+    whole_bytes = CHUNKS * raw_frame_bytes(KVLayout.of(connector.client.model, TOKENS))
     assert layered == [CHUNKS]
     assert set(seen) <= {whole_bytes * layers // LAYERS for layers in range(1, LAYERS + 1)}
     assert whole_bytes in seen

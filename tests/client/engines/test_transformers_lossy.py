@@ -156,8 +156,8 @@ def test_nothing_computed_behind_a_lossy_copy_is_stored(
     reader, other = connect(), connect("exact")
     use(reader, other)
     client = other.client
-    assert client.stat(keys[3:]) == []
-    assert client.lookup(keys).ready == 1
+    assert client.stat(keys=keys[3:]) == []
+    assert client.lookup(keys=keys).ready == 1
     assert reader.stats().lossy_hit_tokens > 0
     unstored = [each.stats().lossy_unstored_chunks for each in (reader, other)]
     assert sum(unstored) >= 2
@@ -177,7 +177,7 @@ def test_a_model_on_a_device_stores_nothing_behind_a_lossy_copy(
     reader = connect(device=HostDevice())
     assert reader.generate(PROMPT, greedy(90)).hit_tokens == 192
     assert reader.stats().stored_chunks == 0
-    assert connect("exact").client.lookup(keys).ready == 1
+    assert connect("exact").client.lookup(keys=keys).ready == 1
 
 
 def test_what_an_exact_call_computes_is_stored_in_the_lossy_copys_place(
@@ -212,7 +212,7 @@ def test_copies_without_a_bound_are_read_once_comparisons_have_opened_the_models
     assert reader.load(PROMPT)[1] == 192
     assert connect("bounded").load(PROMPT)[1] == 64
     assert connect("exact").calibrate(OTHER, "coarse") is None
-    assert reader.client.lookup(keys).ready == 1, "a comparison stores nothing"
+    assert reader.client.lookup(keys=keys).ready == 1, "a comparison stores nothing"
 
 
 @pytest.mark.usefixtures("boundless", "keys")

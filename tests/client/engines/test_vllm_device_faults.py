@@ -369,7 +369,7 @@ def test_a_gpu_tier_on_another_device_serves_by_way_of_host_memory_and_is_counte
         request.addfinalizer(engine.close)
         assert engine.run(name, PROMPT) == hit
         (worker,) = engine.workers
-        transport = worker._connector.client._connected()
+        transport = worker._connector.client._link.connected()
         assert isinstance(transport, CudaTransport)
         assert "cuda:GPU-elsewhere is not among" in transport.without_arena
         assert worker.counted["lost_chunks"] == 0

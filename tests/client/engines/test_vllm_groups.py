@@ -68,7 +68,7 @@ def test_a_load_that_lost_a_chunk_is_computed_as_a_whole_and_stored_again(
     request = FakeRequest("b", PROMPT)
     assert engine.matched(request) == 192
     client = engine.workers[0]._connector.client
-    client.delete(client.keys(PROMPT)[2:3])
+    client.delete(keys=client.keys(PROMPT)[2:3])
     assert engine.load(request, tables(engine, 200, 192), 192) == set(), "blocks are not reported"
     assert engine.workers[0].failed_loads() == {"b"}
     assert engine.matched(request) == 0
@@ -130,8 +130,8 @@ def test_chunks_whose_windows_the_engine_gave_up_end_no_prefix(start: Start) -> 
     assert other.matched(FakeRequest("b", PROMPT)) == 192, "the last has its window"
     assert other.matched(FakeRequest("c", PROMPT[:150])) == 0, "the second has not"
     client = other.workers[0]._connector.client
-    bare = KVLayout.of(client.representation, CHUNK_TOKENS, window=False)
-    found = client.get_into(client.keys(PROMPT), lambda _, layout: _empty(layout))
+    bare = KVLayout.of(client.model, CHUNK_TOKENS, window=False)
+    found = client.get_chunks(client.keys(PROMPT), lambda _, layout: _empty(layout))
     assert [len(one) for one in found] == [len(bare.components), len(bare.components), 2]
 
 

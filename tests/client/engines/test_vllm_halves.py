@@ -91,7 +91,7 @@ def test_every_block_that_a_load_left_without_kv_is_reported_and_stored_again(
     request, blocks = FakeRequest("b", PROMPT), engine.blocks(200)
     assert engine.matched(request) == 192
     client = engine.workers[0]._connector.client
-    client.delete(client.keys(PROMPT)[1:2])
+    client.delete(keys=client.keys(PROMPT)[1:2])
     assert engine.load(request, blocks, 192) == set(blocks[2:6])
     request.num_computed_tokens = CHUNK_TOKENS
     assert engine.matched(request) == 0, "a load that failed is not tried again"
@@ -107,7 +107,7 @@ def test_a_load_beside_kept_blocks_that_fails_reports_none_of_them(start: Start)
     request, blocks = FakeRequest("b", PROMPT), engine.blocks(200)
     assert engine.matched(request, computed=32) == 160
     client = engine.workers[0]._connector.client
-    client.delete(client.keys(PROMPT))
+    client.delete(keys=client.keys(PROMPT))
     assert engine.load(request, blocks, 160) == set(blocks[1:6])
 
 

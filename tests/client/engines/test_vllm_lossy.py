@@ -203,7 +203,7 @@ def test_nobody_waits_for_promised_chunks_that_turn_out_to_be_behind_a_lossy_one
     engine = start(role=Role(handover_ms=600_000))
     assert begin(engine, "a") == (128, [])
     client = engine.workers[0]._connector.client
-    assert eventually(lambda: client.lookup(keys(engine)[2:]).pending == 0)
+    assert eventually(lambda: client.lookup(keys=keys(engine)[2:]).pending == 0)
 
 
 @pytest.mark.usefixtures("lossy")

@@ -70,7 +70,7 @@ def test_a_rank_that_could_not_read_a_chunk_fails_its_blocks_for_all(start: Star
     request, blocks = FakeRequest("b", PROMPT), engine.blocks(200)
     assert engine.matched(request) == 192
     client = engine.workers[1]._connector.client
-    client.delete(client.keys(PROMPT)[2:])
+    client.delete(keys=client.keys(PROMPT)[2:])
     assert engine.load(request, blocks, 192) == set(blocks[4:6])
 
 

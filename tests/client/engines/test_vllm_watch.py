@@ -364,7 +364,7 @@ def test_loads_behind_one_that_came_short_wait_no_deadline_more(server: LocalSer
         request, let_go = FakeRequest(name, list(prompt)), threading.Event()
         assert engine.matched(request) == 192
         if name == "lost":
-            client.delete(client.keys(prompt)[1:3])
+            client.delete(keys=client.keys(prompt)[1:3])
         before = worker.counted["lost_chunks"]
         engine.scheduler.allocated(request, 192, [engine.blocks(200)])
         worker._loader.do(let_go.wait)

@@ -172,4 +172,4 @@ def test_frame_larger_than_a_message_is_put_together_right(server: LocalServer) 
     frame = frame_of(wire.key(), MEDIUM, 512)
     assert len(frame) > 2 << 20
     assert wire.put_frame(frame).outcomes == STORED
-    assert len(client.get([wire.key()])) == 1
+    assert len(client.get_chunks([wire.key()])) == 1

@@ -137,7 +137,7 @@ def test_commit_of_a_reservation_that_is_not_there_leaves_nothing_of_the_others(
         with pytest.raises(LeaseExpiredError, match="reservation_id=12345: spent, aborted or not"):
             wire.call("Commit", request)
     keys = keys_of(client, 1, 2)
-    assert [put.outcome for put in client.put(chunks_of(client, keys))] == [0, 0]
+    assert [put.outcome for put in client.put_chunks(chunks_of(client, keys))] == [0, 0]
 
 
 def test_reservation_of_another_session_cannot_be_committed_or_aborted(

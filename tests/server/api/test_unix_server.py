@@ -329,12 +329,12 @@ def test_server_works_on_after_garbage_and_serves_its_clients(
 ) -> None:
     client = server.connect("shm")
     keys = keys_of(client, 1, 3)
-    client.put(chunks_of(client, keys))
+    client.put_chunks(chunks_of(client, keys))
     for _ in range(50):
         peer = connect()
         peer.ask(b"x" * 33)
         peer.close()
-    assert len(client.get(keys)) == 3
+    assert len(client.get_chunks(keys)) == 3
 
 
 def test_attached_peer_s_end_closes_its_session(
@@ -480,7 +480,7 @@ def test_a_connection_that_finds_no_room_is_in_the_log_with_what_to_raise(
 def test_calls_of_one_client_are_answered_side_by_side(server: LocalServer) -> None:
     client = server.connect("shm")
     keys = keys_of(client, 1, 2)
-    client.put(chunks_of(client, keys))
+    client.put_chunks(chunks_of(client, keys))
     plane = server.node.unix_server
     assert plane is not None
     answer, together = plane.answer, threading.Barrier(3)
@@ -492,7 +492,7 @@ def test_calls_of_one_client_are_answered_side_by_side(server: LocalServer) -> N
 
     plane.answer = wait_for_others
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda _: client.lookup(keys, lease=False).ready, range(3)))
+        found = list(pool.map(lambda _: client.lookup(keys=keys).ready, range(3)))
     plane.answer = answer
     assert found == [2, 2, 2]
     assert 3 < len(plane._threads) + 1 <= server.config.workers + 1

@@ -355,7 +355,7 @@ def test_beyond_the_loopback_bytes_are_encrypted(make_server: ServerMaker) -> No
     server = make_server("--bulk", "0.0.0.0:0")
     options = ClientOptions("tcp", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     client = server.connect("tcp", MEDIUM, options)
-    terms = client._connected().session.terms
+    terms = client._link.connected().session.terms
     assert terms.bulk_address.startswith("tcp://*:")
     assert terms.bulk_certificate
     assert_reads(client, store(client, 1, 3))

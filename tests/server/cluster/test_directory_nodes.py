@@ -56,7 +56,7 @@ def test_nodes_find_what_lies_in_each_others_memory_until_it_is_deleted(
     assert eventually(lambda: holders(second, keys) == [["a"]] * 3)
     assert holders(first, keys) == [[]] * 3
     # a chunk that is just being copied to Redis is not deleted
-    assert eventually(lambda: client.delete(keys[:1]) == 1 or not client.stat(keys[:1]))
+    assert eventually(lambda: client.delete(keys=keys[:1]) == 1 or not client.stat(keys=keys[:1]))
     assert eventually(lambda: holders(second, keys) == [[], ["a"], ["a"]])
     assert all(name.startswith(b"pair:") for name in own_redis.names())
 

@@ -581,7 +581,7 @@ def test_a_get_from_a_peer_asks_for_several_chunks_at_once(make_server: ServerMa
     (peer,) = cast("PeerTier", slot.tier).peers.known()
     assert eventually(lambda: peer.is_connected)
     client = second.connect("grpc", MEDIUM, options)
-    with client.lease(keys) as lease:
+    with client.lease(keys=keys) as lease:
         assert len(lease.get()) == 8
     assert first.counter("peer_served_chunks") == 8
     streams = [*peer._idle, *peer._in_use]
@@ -608,8 +608,8 @@ def test_wrong_bytes_over_a_stream_are_a_miss_and_count_against_who_sent_them(
     frame.flags.writeable = True
     frame[-1] ^= 1
     reader = second.connect("grpc", MEDIUM, options)
-    assert reader.lookup(keys).ready == 2
-    with reader.lease(keys) as lease:
+    assert reader.lookup(keys=keys).ready == 2
+    with reader.lease(keys=keys) as lease:
         assert len(lease.get()) == 1
     assert eventually(lambda: second.counter("peer_corrupt_chunks") >= 1)
     assert peer._faults >= 1

@@ -64,7 +64,7 @@ def peer_server_of(server: LocalServer) -> PeerServer:
 
 
 def reads_of(client: Client) -> PeerReads:
-    transport = client._connected()
+    transport = client._link.connected()
     assert isinstance(transport, ShmTransport)
     return transport._peers
 
@@ -80,7 +80,7 @@ class Pair:
 
     def find(self, keys: list[ChunkKey]) -> None:
         """Have the second know that the first has *keys*."""
-        match = self.reader.lookup(keys)
+        match = self.reader.lookup(keys=keys)
         assert (match.ready, set(match.tiers)) == (len(keys), {"peer"})
 
     def acquaint(self) -> None:
@@ -132,9 +132,9 @@ def test_what_a_peer_has_comes_straight_from_it_and_the_own_server_reads_nothing
 
 
 def test_under_a_lease_nothing_is_loaded_ahead_of_who_reads_it_there(pair: Pair) -> None:
-    pair.reader.get(keys_of(pair.reader, 98, 1))  # says from whom it reads
+    pair.reader.get_chunks(keys_of(pair.reader, 98, 1))  # says from whom it reads
     keys = store(pair.writer, 1, CHUNKS)
-    with pair.reader.lease(keys) as lease:
+    with pair.reader.lease(keys=keys) as lease:
         assert len(lease.get()) == CHUNKS
     assert (pair.lent(), pair.loaded()) == (CHUNKS, 0)
     assert pair.second.counter("prefetched_chunks") == 0
@@ -145,7 +145,7 @@ def test_what_is_read_a_second_time_is_kept_by_the_own_server(pair: Pair) -> Non
     pair.find(keys)
     for _ in range(2):
         assert_reads(pair.reader, keys)
-    assert eventually(lambda: set(pair.reader.lookup(keys).tiers) == {"cpu"})
+    assert eventually(lambda: set(pair.reader.lookup(keys=keys).tiers) == {"cpu"})
     assert_reads(pair.reader, keys)
     assert (pair.lent(), pair.loaded()) == (2 * CHUNKS, CHUNKS)
 
@@ -155,7 +155,7 @@ def test_what_was_deleted_in_between_has_not_been_read(pair: Pair) -> None:
     for _ in range(3):
         pair.find(keys)
         assert_reads(pair.reader, keys)
-        pair.reader.delete(keys)
+        pair.reader.delete(keys=keys)
         pair.second.node.store.tick()
     assert (pair.lent(), pair.loaded()) == (3 * CHUNKS, 0)
 
@@ -165,7 +165,7 @@ def test_a_chain_of_which_each_server_has_some_comes_from_both(pair: Pair) -> No
     stored = store(pair.reader, 1, 3)
     assert stored == keys[:3]
     store(pair.writer, 1, 6)
-    assert pair.reader.lookup(keys).ready == 6
+    assert pair.reader.lookup(keys=keys).ready == 6
     assert_reads(pair.reader, keys)
     assert (pair.lent(), pair.loaded()) == (3, 0)
 
@@ -173,9 +173,9 @@ def test_a_chain_of_which_each_server_has_some_comes_from_both(pair: Pair) -> No
 def test_whole_chunks_and_layers_are_the_same(pair: Pair) -> None:
     keys = store(pair.writer, 1, CHUNKS)
     pair.find(keys)
-    rooms = pair.reader.get(keys)
+    rooms = pair.reader.get_chunks(keys)
     assert len(rooms) == CHUNKS
-    layers = list(pair.reader.get_layers(keys))
+    layers = list(pair.reader.get_chunk_layers(keys))
     assert len(layers) == sum(len(group.layer_ids) for group in MEDIUM.layer_groups)
     assert all(len(layer.tensors) == CHUNKS for layer in layers)
 
@@ -183,8 +183,8 @@ def test_whole_chunks_and_layers_are_the_same(pair: Pair) -> None:
 def test_what_the_peer_has_lost_meanwhile_ends_the_prefix(pair: Pair) -> None:
     keys = store(pair.writer, 1, CHUNKS)
     pair.find(keys)
-    pair.writer.delete(keys[2:])
-    assert len(pair.reader.get(keys)) == 2
+    pair.writer.delete(keys=keys[2:])
+    assert len(pair.reader.get_chunks(keys)) == 2
     assert reads_of(pair.reader).numbers() == [1], "it did as it was asked"
 
 
@@ -199,7 +199,7 @@ def test_what_the_peer_has_lost_and_the_own_server_has_comes_from_there(
     keys = store(pair.writer, 1, CHUNKS)
     pair.find(keys)
     store(pair.reader, 1, CHUNKS)
-    pair.writer.delete(keys[2:])
+    pair.writer.delete(keys=keys[2:])
     assert_reads(pair.reader, keys)
 
 
@@ -210,15 +210,15 @@ def test_wrong_bytes_of_a_peer_are_a_miss_and_count_against_it(pair: Pair) -> No
     assert frame is not None
     frame.setflags(write=True)
     frame[-100] ^= 1
-    assert len(pair.reader.get(keys)) == 1
+    assert len(pair.reader.get_chunks(keys)) == 1
     (peer,) = tier_of(pair.second).peers.known()
     assert eventually(lambda: peer._faults == 1)
     del frame
     assert_reads(pair.reader, keys[:1])  # a second time: it is there when the peer is barred
-    assert eventually(lambda: set(pair.reader.lookup(keys[:1]).tiers) == {"cpu"})
+    assert eventually(lambda: set(pair.reader.lookup(keys=keys[:1]).tiers) == {"cpu"})
     for _ in range(2 * MAX_FAULTS):
-        pair.reader.lookup(keys)
-        assert len(pair.reader.get(keys)) == 1
+        pair.reader.lookup(keys=keys)
+        assert len(pair.reader.get_chunks(keys)) == 1
     assert peer.is_barred
 
 
@@ -278,7 +278,7 @@ def test_a_peer_that_is_gone_costs_no_more_than_its_chunks(pair: Pair) -> None:
     pair.find(keys)
     pair.writer.close()
     pair.first.close()
-    assert pair.reader.get(keys) == []
+    assert pair.reader.get_chunks(keys) == []
     assert_reads(pair.reader, own)
 
 
@@ -300,7 +300,7 @@ def test_a_closed_client_learns_of_no_more_peers(pair: Pair) -> None:
 
 
 def test_who_asks_for_a_server_that_is_not_known_or_is_down_hears_why(pair: Pair) -> None:
-    session = pair.reader._connected().session
+    session = pair.reader._link.connected().session
     ask = pb.LendPeerRequest(session_id=session.terms.session_id, number=7)
     with pytest.raises(InvalidRequestError, match="number"):
         session.connection.call("LendPeer", ask, DEADLINE_MS, pb.LendPeerResponse)
@@ -328,7 +328,7 @@ def test_a_server_that_is_learnt_of_by_a_get_is_read_from_at_the_next(
 
 
 def test_a_heartbeat_tells_of_servers_that_came_up_since(pair: Pair) -> None:
-    session = pair.reader._connected().session
+    session = pair.reader._link.connected().session
     session.peers = []
     session.heartbeat()
     assert session.peers == [1]
@@ -414,7 +414,7 @@ def test_who_forges_leave_or_stretches_it_is_not_let_in(pair: Pair) -> None:
     space = pair.reader.namespace
     lent = lent_to(pair, space)
     guest = lent.attach
-    own = pair.writer._connected().session.terms  # has a token only where it may attach
+    own = pair.writer._link.connected().session.terms  # has a token only where it may attach
     of_client = pb.StreamAttach(
         session_id=own.session_id,
         key_namespace=space,

@@ -36,7 +36,7 @@ def client_of(process: ServerProcess) -> Client:
 
 
 def is_found(reader: Client, keys: list[ChunkKey]) -> bool:
-    return reader.lookup(keys).ready == len(keys)
+    return reader.lookup(keys=keys).ready == len(keys)
 
 
 def test_a_peer_that_is_stopped_or_killed_is_a_miss_in_time_and_a_hit_when_it_is_back(
@@ -54,22 +54,22 @@ def test_a_peer_that_is_stopped_or_killed_is_a_miss_in_time_and_a_hit_when_it_is
         first.send_signal(signal.SIGSTOP)
         began = time.monotonic()
         for seed in range(20):
-            assert reader.lookup(keys_of(reader, 100 + seed, 1)).ready == 0
-        assert reader.lookup(ones).ready == 0
+            assert reader.lookup(keys=keys_of(reader, 100 + seed, 1)).ready == 0
+        assert reader.lookup(keys=ones).ready == 0
         # A few wait for the peer that does not answer, until it is left alone.
         assert time.monotonic() - began < 8 * TIMEOUT_MS / 1000 + 5
-        assert reader.lookup(others).ready == CHUNKS
+        assert reader.lookup(keys=others).ready == CHUNKS
         assert_reads(reader, others)
         first.send_signal(signal.SIGCONT)
         assert eventually(partial(is_found, reader, ones))
         assert_reads(reader, ones)
 
         lost = store(other, 5, CHUNKS)
-        assert reader.lookup(lost).ready == CHUNKS
+        assert reader.lookup(keys=lost).ready == CHUNKS
         other.close()  # gRPC would have the next client wait for this one's turn to try again
         second.kill()
-        assert reader.get(lost) == []
-        assert eventually(lambda: reader.lookup(lost).ready == 0)
+        assert reader.get_chunks(lost) == []
+        assert eventually(lambda: reader.lookup(keys=lost).ready == 0)
         second.start()
         with client_of(second) as again:
 

@@ -67,14 +67,14 @@ def is_up(server: LocalServer, count: int = 1) -> bool:
 
 def assert_hits(client: Client, keys: list[ChunkKey]) -> None:
     """Fail unless a lookup finds all of *keys*, and a get reads them right."""
-    assert client.lookup(keys).ready == len(keys)
+    assert client.lookup(keys=keys).ready == len(keys)
     assert_reads(client, keys)
 
 
 def asked(client: Client, key: ChunkKey) -> list[ChunkTensors]:
     """Look one chunk up and read it."""
-    client.lookup([key])
-    return client.get([key])
+    client.lookup(keys=[key])
+    return client.get_chunks([key])
 
 
 # --- two and three nodes
@@ -88,14 +88,14 @@ def test_what_is_put_on_one_node_is_hit_from_another_and_kept_there(
     assert eventually(lambda: is_up(second))
     keys = store(client_of(first), 1, CHUNKS)
     reader = client_of(second)
-    match = reader.lookup(keys)
+    match = reader.lookup(keys=keys)
     assert (match.ready, set(match.tiers)) == (CHUNKS, {"peer"})
     assert_reads(reader, keys)
     assert second.counter("peer_read_chunks") == CHUNKS
     assert first.counter("peer_served_chunks") == CHUNKS
     assert_reads(reader, keys)
     assert second.counter("peer_read_chunks") == CHUNKS
-    assert set(reader.lookup(keys).tiers) == {"cpu"}
+    assert set(reader.lookup(keys=keys).tiers) == {"cpu"}
     for server in (first, second):
         assert server.settled().held == 0
 
@@ -114,7 +114,7 @@ def test_what_was_read_once_goes_when_memory_is_full_and_what_is_read_again_stay
     assert second.settled().tiers[0][1].chunks == len(own)
     assert_hits(reader, once)
     second.node.store.tick()
-    assert set(reader.lookup(once).tiers) == {"cpu"}
+    assert set(reader.lookup(keys=once).tiers) == {"cpu"}
     assert second.counter("peer_passed_chunks") == 1
 
 
@@ -124,7 +124,7 @@ def test_what_only_a_peer_has_may_be_put_here_too(make_server: ServerMaker) -> N
     assert eventually(lambda: is_up(second))
     keys = store(client_of(first), 1, 2)
     writer = client_of(second)
-    assert writer.lookup(keys).ready == 2
+    assert writer.lookup(keys=keys).ready == 2
     assert outcomes(writer, chunks_of(writer, keys)) == [PutOutcome.stored] * 2
     assert_reads(writer, keys)
     assert second.counter("peer_read_chunks") == 0
@@ -149,9 +149,9 @@ def test_a_lookup_that_is_answered_here_asks_nobody(make_server: ServerMaker) ->
     assert eventually(lambda: is_up(second))
     writer = client_of(second)
     keys = store(writer, 1, CHUNKS)
-    assert writer.lookup(keys).ready == CHUNKS
+    assert writer.lookup(keys=keys).ready == CHUNKS
     assert second.counter("peer_finds") == 0
-    assert writer.lookup(keys_of(writer, 2, CHUNKS)).ready == 0
+    assert writer.lookup(keys=keys_of(writer, 2, CHUNKS)).ready == 0
     assert second.counter("peer_finds") == 1
 
 
@@ -166,7 +166,7 @@ def test_who_is_in_its_own_list_does_not_ask_itself(
     peer.forget()
     assert eventually(lambda: peer.is_self)
     asker = client_of(second)
-    assert asker.lookup(keys_of(asker, 1, 1)).ready == 0
+    assert asker.lookup(keys=keys_of(asker, 1, 1)).ready == 0
     assert second.counter("peer_finds") == 0
 
 
@@ -199,19 +199,19 @@ def test_whom_the_directory_names_is_reached_and_asked_once_a_lookup(
     directory = OneNode(address, keys[:30])
     peers.holders = directory.holders
     reader = client_of(second)
-    reader.lookup(keys)  # who is unknown is not waited for
+    reader.lookup(keys=keys)  # who is unknown is not waited for
     assert eventually(lambda: is_up(second))
     directory.asked.clear()
-    assert eventually(lambda: reader.lookup(keys).ready == 30)
+    assert eventually(lambda: reader.lookup(keys=keys).ready == 30)
     assert set(directory.asked) == {40}
     assert_reads(reader, keys[:30])
     directory.node = replace(address, incarnation=6)
-    reader.lookup(keys_of(reader, 9, 1) + keys)
+    reader.lookup(keys=keys_of(reader, 9, 1) + keys)
     peer = next(one for one in peers.known() if one.address == first.address)
     (stranger,) = keys_of(reader, 8, 1)
     peers._peer_of(directory.node)
     assert peer.incarnation == 6
-    assert reader.lookup([stranger]).ready == 0
+    assert reader.lookup(keys=[stranger]).ready == 0
 
 
 def test_nodes_that_share_a_redis_find_each_other_by_its_directory(
@@ -225,13 +225,13 @@ def test_nodes_that_share_a_redis_find_each_other_by_its_directory(
     first, second = node(make_server, *flags), node(make_server, *flags)
     writer, reader = client_of(first), client_of(second)
     keys = store(writer, 1, CHUNKS)
-    assert eventually(lambda: reader.lookup(keys).ready == CHUNKS)
+    assert eventually(lambda: reader.lookup(keys=keys).ready == CHUNKS)
     assert_reads(reader, keys)
     assert first.counter("peer_served_chunks") == CHUNKS
     # The one that has them now too is found for the other, once it has lost its own.
-    assert writer.delete(keys) == CHUNKS
-    assert eventually(lambda: writer.lookup(keys).ready == CHUNKS)
-    assert set(writer.lookup(keys).tiers) == {"peer"}
+    assert writer.delete(keys=keys) == CHUNKS
+    assert eventually(lambda: writer.lookup(keys=keys).ready == CHUNKS)
+    assert set(writer.lookup(keys=keys).tiers) == {"peer"}
 
 
 def test_peers_of_a_directory_that_is_off_stop_the_start(make_server: ServerMaker) -> None:
@@ -475,7 +475,7 @@ def test_lookups_with_a_silent_peer_cost_its_timeout_a_few_times_and_then_nothin
     peer.lie = lambda message: []
     started = time.monotonic()
     for seed in range(30):
-        assert reader.lookup(keys_of(reader, 100 + seed, 1)).ready == 0
+        assert reader.lookup(keys=keys_of(reader, 100 + seed, 1)).ready == 0
     assert time.monotonic() - started < 10 * 0.4 + 5
     assert not is_up(server)
     finds = server.counter("peer_finds")
@@ -578,9 +578,9 @@ def test_what_is_deleted_on_one_node_is_soon_no_hit_on_another(
     assert eventually(lambda: is_up(second))
     writer, reader = client_of(first), client_of(second)
     keys = store(writer, 1, CHUNKS)
-    assert reader.lookup(keys).ready == CHUNKS
-    assert eventually(lambda: writer.delete(keys[2:]) > 0 or not writer.stat(keys[2:]))
-    assert eventually(lambda: reader.lookup(keys).ready == 2)
+    assert reader.lookup(keys=keys).ready == CHUNKS
+    assert eventually(lambda: writer.delete(keys=keys[2:]) > 0 or not writer.stat(keys=keys[2:]))
+    assert eventually(lambda: reader.lookup(keys=keys).ready == 2)
     assert_reads(reader, keys[:2])
 
 

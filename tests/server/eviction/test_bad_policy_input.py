@@ -37,13 +37,13 @@ def test_an_engine_that_lies_of_all_it_puts_keeps_nobody_out(
 ) -> None:
     client = server.connect("auto", MEDIUM, MEDIUM_CHUNKS)
     for seed in range(1, 13):
-        puts = client.put(chunks_of(client, keys_of(client, seed, PROMPT)), hints=lie)
+        puts = client.put_chunks(chunks_of(client, keys_of(client, seed, PROMPT)), hints=lie)
         assert {one.outcome for one in puts} == {STORED}, f"put {seed}"
     if lie.pin_ms:
         assert server.counter("ignored_pins") > 0
     honest = keys_of(client, 100, PROMPT)
     assert outcomes(client, chunks_of(client, honest)) == [STORED] * PROMPT
-    assert client.lookup(honest).ready == PROMPT
+    assert client.lookup(keys=honest).ready == PROMPT
     usage = dict(server.settled().tiers)
     assert usage["cpu"].used_bytes <= usage["cpu"].capacity_bytes
     assert usage["cpu"].reservations == 0
@@ -58,7 +58,7 @@ def test_where_everything_is_leased_puts_are_refused_at_once_and_nothing_leaks(
     for keys in stored:
         if REFUSED in outcomes(client, chunks_of(client, keys)):
             break
-        leases.append(client.lease(keys))
+        leases.append(client.lease(keys=keys))
     else:
         pytest.fail("nothing was refused although all of memory is leased")
     refused = server.counter("put_refused_chunks")
@@ -75,14 +75,14 @@ def test_a_chain_with_a_missing_middle_is_hit_up_to_there_and_mended(server: Loc
     client = server.connect("auto", MEDIUM, MEDIUM_CHUNKS)
     keys = keys_of(client, 1, PROMPT)
     chunks = chunks_of(client, keys)
-    client.put(chunks[:2] + chunks[3:])
-    match = client.lookup(keys)
+    client.put_chunks(chunks[:2] + chunks[3:])
+    match = client.lookup(keys=keys)
     assert (match.ready, match.missing) == (2, PROMPT - 2)
-    assert len(client.get(keys)) == 2
+    assert len(client.get_chunks(keys)) == 2
     for seed in range(2, 8):
         store(client, seed, PROMPT)
-    client.put(chunks)
-    assert client.lookup(keys).ready == PROMPT
+    client.put_chunks(chunks)
+    assert client.lookup(keys=keys).ready == PROMPT
     server.settled()
 
 
@@ -90,7 +90,7 @@ def test_a_chunk_larger_than_memory_is_refused_by_name(make_server: ServerMaker)
     server = make_server(*SMALL_CPU)
     client = server.connect("auto", LARGE, LARGE_CHUNKS)
     with server.unchanged(), pytest.raises(InvalidRequestError, match="frame_bytes"):
-        client.put(chunks_of(client, keys_of(client, 1, 1)))
+        client.put_chunks(chunks_of(client, keys_of(client, 1, 1)))
 
 
 def test_a_chunk_larger_than_the_disk_stays_in_memory(
@@ -103,9 +103,9 @@ def test_a_chunk_larger_than_the_disk_stays_in_memory(
     keys = keys_of(client, 1, 2)
     assert outcomes(client, chunks_of(client, keys)) == [STORED] * 2
     server.settled()
-    assert client.lookup(keys).tiers == ("cpu", "cpu")
+    assert client.lookup(keys=keys).tiers == ("cpu", "cpu")
     assert dict(server.usage().tiers)["disk"].chunks == 0
-    durable = client.put(chunks_of(client, keys_of(client, 2, 1)), durable=True)
+    durable = client.put_chunks(chunks_of(client, keys_of(client, 2, 1)), durable=True)
     assert [one.outcome for one in durable] == [REFUSED]
 
 
@@ -119,7 +119,7 @@ def test_clocks_that_jump_leave_a_server_that_works(make_server: ServerMaker) ->
         server.node.store.tick()
         keys = keys_of(client, seed, PROMPT)
         assert set(outcomes(client, chunks_of(client, keys))) == {STORED}
-        assert client.lookup(keys).ready == PROMPT
-        assert len(client.get(keys)) == PROMPT
+        assert client.lookup(keys=keys).ready == PROMPT
+        assert len(client.get_chunks(keys)) == PROMPT
     assert server.settled().leases == 0
     assert server.node.store.moves.placement.budgets()["disk"][1] <= (1 << 30) / 24

@@ -23,7 +23,7 @@ def connect(server: LocalServer) -> Client:
 
 
 def put_durably(client: Client, keys: list, at: int, ends: str) -> PutOutcome:  # type: ignore[type-arg]
-    return client.put([chunk_of(client, keys, at, ends)], durable=True)[0].outcome
+    return client.put_chunks([chunk_of(client, keys, at, ends)], durable=True)[0].outcome
 
 
 def test_a_state_that_came_later_survives_a_restart(
@@ -32,14 +32,14 @@ def test_a_state_that_came_later_survives_a_restart(
     server = make_server()
     client = connect(server)
     keys = keys_of(client, 1, 3)
-    client.put([chunk_of(client, keys, at, "") for at in range(3)], durable=True)
-    assert client.lookup(keys).ready == 0
+    client.put_chunks([chunk_of(client, keys, at, "") for at in range(3)], durable=True)
+    assert client.lookup(keys=keys).ready == 0
     assert put_durably(client, keys, 1, "ws") is stored
     server.close()
     again = connect(make_server())
-    match = again.lookup(keys)
+    match = again.lookup(keys=keys)
     assert (match.ready, match.shared) == (2, 3)
-    found = again.get(keys)
+    found = again.get_chunks(keys)
     assert len(found) == 2, "behind the state nobody could go on"
     assert equal(found[1], chunk_of(again, keys, 1, "ws").tensors)  # type: ignore[arg-type]
 
@@ -67,9 +67,9 @@ def test_a_tier_with_loss_keeps_states_as_they_are(make_server: Callable[..., Lo
     for key in keys:
         assert node.store.catalog.cast_out("cpu", key)
         node.store.moves.eviction.delete_from(node.store.tiers.cpu, key)
-    assert client.lookup(keys).ready == 0
-    assert client.lookup(keys, min_accuracy=Accuracy.approximate).ready == 2
-    found = client.get(keys, min_accuracy=Accuracy.approximate)
+    assert client.lookup(keys=keys).ready == 0
+    assert client.lookup(keys=keys, accuracy=Accuracy.approximate).ready == 2
+    found = client.get_chunks(keys, accuracy=Accuracy.approximate)
     for mine, theirs in zip(found[1][2], chunks[1].tensors[2], strict=True):
         assert np.array_equal(mine[0], cast("Part", theirs[0]))
 
@@ -90,4 +90,4 @@ def test_a_copy_with_another_end_than_the_others_is_not_counted(
     catalog.note_sealed("disk", type(info)(info.key, info.parent, other, 0, 900))
     assert catalog.holders(keys[1]) == ["cpu"]
     assert keys[1] in catalog.orphans["disk"]
-    assert client.lookup(keys).ready == ready
+    assert client.lookup(keys=keys).ready == ready

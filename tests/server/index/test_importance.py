@@ -70,12 +70,12 @@ def test_tokens_that_were_said_to_matter_are_kept_more_exactly(
     told, silent = keys_of(client, 1, 1)[0], keys_of(client, 2, 1)[0]
     tensors = numbers()
     chunk = Chunk(told, tensors, position=TOKENS, importance=weights())
-    puts = client.put([chunk, replace(chunk, key=silent, importance=None)])
+    puts = client.put_chunks([chunk, replace(chunk, key=silent, importance=None)])
     assert {put.outcome for put in puts} == {PutOutcome.stored}
     left_on_disk(server, [told, silent])
     one, other = (
-        client.get([told], min_accuracy=Accuracy.bounded),
-        client.get([silent], min_accuracy=Accuracy.bounded),
+        client.get_chunks([told], accuracy=Accuracy.bounded),
+        client.get_chunks([silent], accuracy=Accuracy.bounded),
     )
     weighed, plain = errors(one[0], tensors), errors(other[0], tensors)
     assert (weighed[list(IMPORTANT)] < 0.5 * plain[list(IMPORTANT)]).all()
@@ -98,7 +98,7 @@ def test_what_matters_is_said_where_a_codec_asks_alone(
     options = ClientOptions("shm", chunk_tokens=TOKENS)
     client = server.connect(representation=MEDIUM, options=options)
     assert not client.weighs  # no session yet
-    client.put([Chunk(keys_of(client, 1, 1)[0], numbers(), importance=weights())])
+    client.put_chunks([Chunk(keys_of(client, 1, 1)[0], numbers(), importance=weights())])
     assert client.weighs is is_told
     assert bool(server.node.store.models.weights_bytes) is is_told
 
@@ -121,8 +121,8 @@ def test_importance_that_is_not_the_chunks_is_refused_before_anything_is_sent(
     client = server.connect(representation=MEDIUM, options=options)
     key = keys_of(client, 1, 1)[0]
     with pytest.raises(InvalidRequestError, match="importance"):
-        client.put([Chunk(key, numbers(), importance=wrong)])
-    assert client.lookup([key]).ready == 0
+        client.put_chunks([Chunk(key, numbers(), importance=wrong)])
+    assert client.lookup(keys=[key]).ready == 0
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_weights_that_cannot_be_are_refused_by_name(
     client: Client = make_server().connect("grpc")
     key = keys_of(client, 1, 1)[0]
     with pytest.raises(InvalidRequestError, match="weights"):
-        client._ask("Weigh", pb.WeighRequest(weights=weights), [key], pb.WeighResponse)
+        client._link.ask("Weigh", pb.WeighRequest(weights=weights), [key], pb.WeighResponse)
 
 
 def test_no_more_is_kept_than_the_limit_and_the_oldest_goes() -> None:

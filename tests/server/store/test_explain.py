@@ -103,7 +103,7 @@ def test_explaining_counts_as_no_use(server: LocalServer) -> None:
     keys = store(client, 1, 2)
     for _ in range(3):
         explained(server, keys)
-    assert [stat.hits for stat in client.stat(keys)] == [0, 0]
+    assert [stat.hits for stat in client.stat(keys=keys)] == [0, 0]
     assert server.counter("lookups") == 0
 
 
@@ -113,7 +113,7 @@ def test_a_chunk_that_nobody_stored_is_unknown_and_hides_those_behind_it(
     client = server.connect()
     keys = keys_of(client, 1, 4)
     chunks = chunks_of(client, keys)
-    client.put([chunks[0], chunks[1], chunks[3]])
+    client.put_chunks([chunks[0], chunks[1], chunks[3]])
     reply = explained(server, keys)
     assert states(reply) == ["ready", "ready", "unknown", "behind"]
     assert reply.hit_chunks == 2
@@ -130,7 +130,7 @@ def test_a_chunk_that_is_being_put_is_pending(server: LocalServer) -> None:
 def test_a_chunk_that_was_promised_is_pending_and_says_so(server: LocalServer) -> None:
     client = server.connect()
     keys = keys_of(client, 1, 2)
-    assert client.announce_puts(keys, 60_000) == 2
+    assert client.announce_puts(keys, within=60.0) == 2
     reply = explained(server, keys)
     assert states(reply) == ["pending"] * 2
     assert "announced" in reply.chunks[0].reason
@@ -169,7 +169,7 @@ def test_a_refused_chunk_says_why(make_server: ServerMaker) -> None:
     for seed in range(2, 60):
         keys = keys_of(holder, seed, 8)
         try:
-            puts = client.put(chunks_of(holder, keys))
+            puts = client.put_chunks(chunks_of(holder, keys))
         except (DeadlineError, TierUnavailableError):  # the machine is busy
             continue
         refused = [
@@ -177,7 +177,7 @@ def test_a_refused_chunk_says_why(make_server: ServerMaker) -> None:
         ]
         if refused:
             break
-        leases.append(holder.lease(keys))
+        leases.append(holder.lease(keys=keys))
     (one,) = explained(server, refused[-1:]).chunks
     assert one.state == "refused"
     assert "cpu" in one.reason
@@ -198,14 +198,14 @@ def test_a_damaged_copy_says_on_which_tier(make_server: ServerMaker) -> None:
     server = make_server()
     client = server.connect("grpc")
     keys = keys_of(client, 1, 2)
-    client.put(chunks_of(client, keys), durable=True)
+    client.put_chunks(chunks_of(client, keys), durable=True)
     client.close()
     server.stop()
     flip_a_bit(server.config.disk[0].path, keys[1])
     server = make_server()
     client = server.connect("grpc")
     assert states(explained(server, keys)) == ["ready", "ready"]
-    assert len(client.get(keys)) == 1
+    assert len(client.get_chunks(keys)) == 1
     reply = explained(server, keys)
     assert states(reply) == ["ready", "corrupt"]
     assert "disk" in reply.chunks[1].reason
@@ -214,7 +214,7 @@ def test_a_damaged_copy_says_on_which_tier(make_server: ServerMaker) -> None:
 def test_deleted_and_expired_chunks_say_so(server: LocalServer) -> None:
     client = server.connect()
     keys = store(client, 1, 1)
-    assert client.delete(keys) == 1
+    assert client.delete(keys=keys) == 1
     assert states(explained(server, keys)) == ["deleted"]
     short = store(client, 2, 1, Hints(ttl_ms=1))
     assert eventually(lambda: states(explained(server, short)) == ["expired"])
@@ -324,19 +324,19 @@ def recent(server: LocalServer, count: int = 10) -> pb.ExplainResponse:
 def test_the_latest_misses_come_first_with_their_reasons(server: LocalServer) -> None:
     client = server.connect(options=ClientOptions("auto", 16, DEADLINE_MS, name="engine-7"))
     keys = store(client, 1, 2)
-    assert client.lookup(keys).ready == 2
+    assert client.lookup(keys=keys).ready == 2
     assert recent(server).recent == []
     longer = keys_of(client, 1, 4)
     missing = keys_of(client, 2, 3)
-    client.lookup(missing)
-    client.lookup(longer)
-    client.delete(keys[:1])
-    client.lookup(keys)
+    client.lookup(keys=missing)
+    client.lookup(keys=longer)
+    client.delete(keys=keys[:1])
+    client.lookup(keys=keys)
     rows = [(m.client, m.chunks, m.ready, m.state) for m in recent(server).recent]
     assert rows == [
         ("engine-7", 2, 0, "deleted"), ("engine-7", 4, 2, "unknown"), ("engine-7", 3, 0, "unknown")
     ]  # fmt: skip
-    client.put(chunks_of(client, missing))
+    client.put_chunks(chunks_of(client, missing))
     first = recent(server).recent[-1]
     assert (first.state, first.reason) == (
         "unknown", "never stored here, or forgotten since; stored since"
@@ -351,12 +351,12 @@ def test_a_miss_keeps_the_reason_that_it_had_when_its_engine_stored_the_prompt(
     client = server.connect()
     keys = store(client, 1, 2)
     server.settled()
-    assert client.delete(keys) == 2
+    assert client.delete(keys=keys) == 2
     for _ in range(3):
-        assert client.lookup(keys).ready == 0
-        client.put(chunks_of(client, keys))
-        client.delete(keys)
-    client.put(chunks_of(client, keys))
+        assert client.lookup(keys=keys).ready == 0
+        client.put_chunks(chunks_of(client, keys))
+        client.delete(keys=keys)
+    client.put_chunks(chunks_of(client, keys))
     misses = recent(server).recent
     assert [miss.state for miss in misses] == ["deleted"] * 3
     for miss in misses:
@@ -369,7 +369,7 @@ def test_a_miss_of_an_evicted_chunk_names_the_tier_and_when(make_server: ServerM
     keys = store(client, 1, 2)
     for seed in range(2, 40):
         store(client, seed, 2)
-    assert client.lookup(keys).ready == 0
+    assert client.lookup(keys=keys).ready == 0
     store(client, 1, 2)
     (miss,) = recent(server).recent
     assert miss.state == "evicted"
@@ -387,7 +387,7 @@ def test_a_miss_while_a_tier_was_left_alone_says_so_once_it_is_back(
     breaker = server.node.store.tiers.slots["disk"].breaker
     for _ in range(3):
         breaker.fail("no answer")
-    assert client.lookup(keys).ready == 0
+    assert client.lookup(keys=keys).ready == 0
     breaker.succeed()
     (miss,) = recent(server).recent
     assert miss.state == "tier_down"
@@ -397,7 +397,7 @@ def test_a_miss_while_a_tier_was_left_alone_says_so_once_it_is_back(
 def test_a_miss_of_another_identity_says_in_which_field_it_differs(server: LocalServer) -> None:
     store(server.connect(), 1, 2)
     other = server.connect(representation=other_revision(SMALL))
-    other.lookup(keys_of(other, 1, 2))
+    other.lookup(keys=keys_of(other, 1, 2))
     (miss,) = recent(server).recent
     assert miss.state == "other_identity"
     assert "model_revision: " in miss.reason

@@ -27,11 +27,11 @@ def test_what_is_loaded_together_is_requested_once(
     )
     keys = store(client, 1, CHUNKS)
     assert eventually(
-        lambda: all("redis" in {c.tier for c in chunk.copies} for chunk in client.stat(keys))
+        lambda: all("redis" in {c.tier for c in chunk.copies} for chunk in client.stat(keys=keys))
     )
     server.leave_memory(keys)
     own_redis.client.config_resetstat()
-    found = client.get(keys)
+    found = client.get_chunks(keys)
     assert len(found) == CHUNKS
     assert all(is_right(client, key, each) for key, each in zip(keys, found, strict=True))
     # Nothing was asked for in vain: a lookup's manifests, each frame's, and each slice once.

@@ -491,7 +491,7 @@ def test_a_server_that_is_stopped_begins_with_what_it_knew(make_server: ServerMa
     first: LocalServer = make_server()
     client = first.connect("grpc")
     keys = store(client, 1, 4)
-    assert client.lookup(keys).ready == 4
+    assert client.lookup(keys=keys).ready == 4
     folder = first.config.disk[0].path
     first.stop()
     kept = unpack_history(unpack_sections((folder / FILE_NAME).read_bytes()))

@@ -57,8 +57,8 @@ def test_damage_is_found_quarantined_and_can_be_put_again(server: LocalServer) -
     assert scrub_of(server).run_pass(["disk"], 0).damaged_chunks == 1
     assert server.counter("corrupt_chunks") == 1
     server.settled()
-    assert [{c.tier for c in chunk.copies} for chunk in client.stat([keys[2]])] == [{"cpu"}]
-    assert client.delete(keys) == CHUNKS
+    assert [{c.tier for c in chunk.copies} for chunk in client.stat(keys=[keys[2]])] == [{"cpu"}]
+    assert client.delete(keys=keys) == CHUNKS
     assert_reads(client, store(client, 1, CHUNKS))
 
 
@@ -154,7 +154,7 @@ def test_a_long_clearing_goes_by_batches_and_spares_what_is_read(server: LocalSe
     keys = store(client, 1, BATCH_CHUNKS + 6)
     server.settled()
     core = server.node.store
-    with client.lease(keys[:4]):
+    with client.lease(keys=keys[:4]):
         dry = clear(core, keys, core.moves.clock() + 60, dry_run=True)
         done = clear(core, keys, core.moves.clock() + 60)
         assert (dry.deleted, dry.leased) == (done.deleted, done.leased) == (BATCH_CHUNKS + 2, 4)
@@ -184,9 +184,9 @@ def test_a_frame_comes_whole_and_verified_and_looks_are_no_uses(server: LocalSer
     assert (header.key, header.position, len(data)) == (keys[1], 16, header.frame_bytes)
     tensors = empty_tensors(header.layout)
     codec_by_id(header.codec_id).decode_into(header, np.frombuffer(data, np.uint8), tensors)
-    assert equal(tensors, client.get(keys)[1])
+    assert equal(tensors, client.get_chunks(keys)[1])
     assert client.frame(client.keys(list(range(5000, 5016)))[0]) is None
-    assert [one.hits for one in client.stat(keys, ranks=True)] == [0, 0, 0]
+    assert [one.hits for one in client.stat(keys=keys, ranks=True)] == [0, 0, 0]
     assert server.settled().leases == 0
 
 
@@ -206,7 +206,7 @@ def test_pages_are_in_the_order_of_digests_for_both_clients(server: LocalServer)
             assert found[0].key == keys[0]
             assert await client.clear("disk", dry_run=True) == 6
             with pytest.raises(InvalidRequestError, match="ranks"):
-                await client.stat(keys * MAX_RANKED, ranks=True)
+                await client.stat(keys=keys * MAX_RANKED, ranks=True)
 
     server.settled()
     asyncio.run(look())
@@ -216,9 +216,9 @@ def test_top_prefixes_are_the_ends_of_what_was_found_most(server: LocalServer) -
     client = server.connect("grpc")
     shared, rare = store(client, 1, 4), store(client, 2, 2)
     for _ in range(10):
-        client.lookup(shared[:3])
-    client.lookup(shared)
-    client.lookup(rare)
+        client.lookup(keys=shared[:3])
+    client.lookup(keys=shared)
+    client.lookup(keys=rare)
     found = server.node.store.catalog.queries.top_prefixes(5)
     assert (found[0].key, found[0].hits, found[0].context_tokens) == (shared[2], 11, 32)
     assert {(one.key, one.hits) for one in found[1:]} == {(shared[3], 1), (rare[1], 1)}

@@ -84,7 +84,7 @@ def test_a_client_hears_what_comes_and_goes_in_each_tier(server: LocalServer) ->
         heard.until(keys, "cpu", "disk")
         more = store(client, 2, 2)
         heard.until(keys + more, "cpu", "disk")
-        client.delete(keys)
+        client.delete(keys=keys)
         heard.until(more, "cpu", "disk")
         client.clear()
         heard.until([])
@@ -259,14 +259,14 @@ def test_tenants_hear_of_their_own_chunks_and_admins_of_all(
             heard.until(keys, "cpu")
     with writer.events() as pages, pytest.raises(PermissionDeniedError, match="Events"):
         next(pages)
-    session = zeta._connected().session.terms.session_id
+    session = zeta._link.connected().session.terms.session_id
     for caller, request, refusal in (
         (acme, pb.EventsRequest(session_id=session), LeaseExpiredError),
         (acme, pb.EventsRequest(), PermissionDeniedError),
     ):
         with pytest.raises(refusal):
-            next(caller._connection.stream("Events", request, DEADLINE_MS))
-    all_of_it = admin._connection.stream("Events", pb.EventsRequest(), DEADLINE_MS)
+            next(caller._link.connection.stream("Events", request, DEADLINE_MS))
+    all_of_it = admin._link.connection.stream("Events", pb.EventsRequest(), DEADLINE_MS)
     page = page_from_message(next(all_of_it))
     all_of_it.close()
     assert {event.key for event in page.events} == {*ours, *theirs}
@@ -292,7 +292,7 @@ def test_a_revoked_admin_hears_no_more_without_a_session_either(
     proof = ring.make("ops", "admin")
     server = make_server("--auth-keys", str(ring.path), "--tiers", "cpu")
     admin = server.connect(options=replace(OPTIONS, access=Access(token=proof)))
-    messages = admin._connection.stream("Events", pb.EventsRequest(), DEADLINE_MS)
+    messages = admin._link.connection.stream("Events", pb.EventsRequest(), DEADLINE_MS)
     assert next(messages).cleared
     ring.revoke(proof)
     with pytest.raises(UnauthenticatedError):

@@ -132,7 +132,7 @@ def test_calls_over_the_unix_socket_and_streams_have_spans_of_their_own(
     server.settled()
     assert {parent(span) for span in traces.named("disk write")} == {ids(put)}
     near = server.connect("shm")
-    assert near.lookup(keys).ready == 2
+    assert near.lookup(keys=keys).ready == 2
     looked_up = traces.one("unix/Lookup")
     assert parent(looked_up) is None
     assert dict(looked_up.attributes or {}) == {
@@ -152,12 +152,12 @@ def test_the_callers_trace_goes_on_in_the_server(
     client = server.connect("grpc")
     keys = keys_of(client, 1, 2)
     with provider.get_tracer("engine").start_as_current_span("prefill") as span:
-        client.lookup(keys)
+        client.lookup(keys=keys)
         context = span.get_span_context()
     looked_up = traces.one(f"{SERVICE}/Lookup")
     assert parent(looked_up) == (context.trace_id, context.span_id)
     traces.forget()
-    client.lookup(keys)
+    client.lookup(keys=keys)
     assert parent(traces.one(f"{SERVICE}/Lookup")) is None
 
 
@@ -224,7 +224,7 @@ def test_no_span_has_a_token_a_prompt_a_key_or_a_salt(
     client = server.connect(options=options)
     keys = store(client, 7, 3)
     assert_reads(client, keys)
-    client.delete(keys)
+    client.delete(keys=keys)
     with client.events() as pages:
         next(pages)
     traces.one(f"{SERVICE}/Events")

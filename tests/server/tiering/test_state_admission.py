@@ -82,7 +82,7 @@ def client(server: LocalServer, transport: TransportName) -> Client:
 
 def put(client: Client, keys: Sequence[ChunkKey], first: int = 0) -> list[tuple[PutOutcome, bool]]:
     """Put a chain with a state in every chunk; say what became of each, and if it lost its own."""
-    puts = client.put([chunk_of(client, keys, at, "ws") for at in range(first, len(keys))])
+    puts = client.put_chunks([chunk_of(client, keys, at, "ws") for at in range(first, len(keys))])
     return [(one.outcome, one.reason == WITHOUT_STATE) for one in puts]
 
 
@@ -95,8 +95,8 @@ def test_only_the_last_state_of_a_put_is_kept(server: LocalServer, client: Clien
     keys = keys_of(client, 1, 4)
     assert put(client, keys) == [(stored, True)] * 3 + [(stored, False)]
     assert states_of(server, keys) == [False, False, False, True]
-    assert client.lookup(keys).ready == 4
-    found = client.get(keys)
+    assert client.lookup(keys=keys).ready == 4
+    found = client.get_chunks(keys)
     for at, one in enumerate(found):
         expected = chunk_of(client, keys, at, "ws" if at == 3 else "w")
         assert equal(one, expected.tensors)  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ def test_only_the_last_state_of_a_put_is_kept(server: LocalServer, client: Clien
 def test_the_end_of_each_chain_of_one_put_is_an_end(server: LocalServer, client: Client) -> None:
     ones, others = keys_of(client, 1, 2), keys_of(client, 2, 2)
     chunks = [chunk_of(client, keys, at, "ws") for keys in (ones, others) for at in range(2)]
-    assert [one.outcome for one in client.put(chunks)] == [stored] * 4
+    assert [one.outcome for one in client.put_chunks(chunks)] == [stored] * 4
     assert states_of(server, [*ones, *others]) == [False, True, False, True]
 
 
@@ -122,7 +122,7 @@ def test_where_prompts_part_a_state_is_kept_the_second_time(
     put(client, keys)
     other = client.keys([*tokens(1, 4 * TOKENS)[: 2 * TOKENS], *tokens(9, 2 * TOKENS)])
     assert other[:2] == keys[:2]
-    match = client.lookup(other)
+    match = client.lookup(keys=other)
     assert (match.ready, match.shared) == (0, 2)
 
     def is_gained() -> bool:  # refused while the first is being copied to a lower tier
@@ -130,7 +130,7 @@ def test_where_prompts_part_a_state_is_kept_the_second_time(
 
     assert eventually(is_gained)
     assert states_of(server, other[1:]) == [True, False, True]
-    assert client.lookup(other[:3]).ready == 2
+    assert client.lookup(keys=other[:3]).ready == 2
 
 
 def test_a_state_that_comes_a_second_time_is_kept(server: LocalServer, client: Client) -> None:
@@ -165,7 +165,7 @@ def test_explain_says_that_the_state_was_not_kept(server: LocalServer, client: C
 def test_a_durable_put_has_what_was_kept_on_disk(server: LocalServer, client: Client) -> None:
     keys = keys_of(client, 6, 3)
     chunks = [chunk_of(client, keys, at, "ws") for at in range(3)]
-    puts = client.put(chunks, durable=True)
+    puts = client.put_chunks(chunks, durable=True)
     assert [one.outcome for one in puts] == [stored] * 3
     layouts = [server.node.store.catalog.copies(key)["disk"].layout for key in keys]
     assert [one.has(LayerKind.state) for one in layouts] == [False, False, True]
@@ -183,7 +183,7 @@ def test_what_is_aborted_is_put_anew_as_if_it_had_not_been(
     infos = [ChunkInfo(c.key, c.parent, layouts[0], 0, size) for c in chunks]
     begun = core.writes.begin_all(session, infos, core.moves.clock() + 5)
     assert all(core.writes.abort(session, one.ticket_id) for one in begun)  # type: ignore[union-attr]
-    assert [one.reason == WITHOUT_STATE for one in client.put(chunks)] == [True, True, False]
+    assert [one.reason == WITHOUT_STATE for one in client.put_chunks(chunks)] == [True, True, False]
 
 
 def test_by_default_every_state_is_kept(make_server: ServerMaker) -> None:

@@ -118,12 +118,12 @@ def test_a_server_keeps_to_its_budget_and_shows_it(make_server: ServerMaker) -> 
     options = ClientOptions("auto", chunk_tokens=64, deadline_ms=DEADLINE_MS)
     client = server.connect("auto", MEDIUM, options)
     chunks = chunks_of(client, keys_of(client, 1, 12))
-    assert {one.outcome for one in client.put(chunks)} == {PutOutcome.stored}
+    assert {one.outcome for one in client.put_chunks(chunks)} == {PutOutcome.stored}
     server.settled()
     stats = dict(server.usage().tiers)
     assert stats["disk"].chunks == 4, "of an hour's MiB, and no more than one frame beyond it"
     assert server.counter("over_budget_copies") == 8
-    durable = client.put(chunks_of(client, keys_of(client, 2, 3)), durable=True)
+    durable = client.put_chunks(chunks_of(client, keys_of(client, 2, 3)), durable=True)
     assert {one.outcome for one in durable} == {PutOutcome.stored}
     assert dict(server.settled().tiers)["disk"].chunks == 7
     (budget, left) = server.node.store.moves.placement.budgets()["disk"]

@@ -72,9 +72,9 @@ def served(make_server: ServerMaker) -> LocalServer:
 def test_the_page_has_what_the_server_did(served: LocalServer) -> None:
     client = served.connect("grpc")
     keys = store(client, 1, 6)
-    client.lookup(keys)
-    client.lookup([*keys, *client.keys(list(range(5000, 5064)))])
-    client.get(keys)
+    client.lookup(keys=keys)
+    client.lookup(keys=[*keys, *client.keys(list(range(5000, 5064)))])
+    client.get_chunks(keys)
     served.settled()
     assert ask(served, "/")[2]["Content-Type"] == "text/html; charset=utf-8"
     status, body, headers = ask(served, "/data")
@@ -82,7 +82,7 @@ def test_the_page_has_what_the_server_did(served: LocalServer) -> None:
     data = json.loads(body)
     assert ["cpu", "disk"] in [way[:2] for way in data["now"]["flows"]]
     last = [row[:2] for row in data["prefixes"]]
-    assert [keys[-1][16:].hex()[:12], client.representation.model_id] in last
+    assert [keys[-1][16:].hex()[:12], client.model.model_id] in last
     assert data["ratios"] == [0.75]
     assert {tier["policy"] for tier in data["tiers"]} == {"hit_density"}
     assert data["tenants"] == [["default", 12, 16]]
@@ -165,7 +165,7 @@ def test_events_bring_what_changed_and_readers_share_one_look(
         first = [reader.next() for reader in readers]
         assert first[0] == first[1] == first[2]
         client = served.connect("grpc")
-        client.lookup(store(client, 1, 5))
+        client.lookup(keys=store(client, 1, 5))
 
         def chunks() -> bool:
             parts = readers[0].next()

@@ -211,7 +211,7 @@ def test_a_subscriber_hears_what_comes_and_goes(
     client, subscriber = server.connect("grpc"), connected(context, server)
     keys = store(client, 1, 3)
     subscriber.hears(keys)
-    client.delete(keys[2:])
+    client.delete(keys=keys[2:])
     subscriber.until(lambda: keys[2] not in subscriber.known())
     assert subscriber.known() >= set(keys[:2])
     assert subscriber.heard[0][0] == AllBlocksCleared()
@@ -247,7 +247,7 @@ def test_who_asks_for_what_is_not_kept_any_more_begins_anew(
     for seed in range(5):
         keys += store(client, seed, 2)
         subscriber.hears(keys)
-    client.delete(keys[:2])
+    client.delete(keys=keys[:2])
     subscriber.until(lambda: not subscriber.known() & set(keys[:2]))
     again = subscriber.missed(1)
     assert again[0][1][0] == AllBlocksCleared()

@@ -1,5 +1,4 @@
-"""PagedKV: an engine's paged cache as the engine has it, chunks of which are read and written
-where they lie."""
+"""PagedCache: an engine's paged cache as the engine has it, read and written where it lies."""
 
 from __future__ import annotations
 
@@ -10,25 +9,14 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.client.chunk import Chunk, stated_dtype
-from kvstore.client.decode import Room
+from kvstore.client.chunk import stated_dtype
 from kvstore.client.tensors import LayerTensors, TensorLike, to_array
 from kvstore.codecs.base import Part
 from kvstore.codecs.block_part import BlockPart, BlockSpan, check_block_ids
-from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
-from kvstore.proto.keys import chunk_spans
-from kvstore.proto.types import (
-    DIGEST_BYTES,
-    ROOT,
-    ChainDigest,
-    ChunkKey,
-    KVLayout,
-    LayerGroup,
-    LayerKind,
-    Model,
-)
+from kvstore.proto.errors import LayoutMismatchError
+from kvstore.proto.types import KVLayout, LayerGroup, LayerKind, Model
 
-Axis: TypeAlias = Literal["layer", "block", "part", "token", "head", "dim"]
+Axis: TypeAlias = Literal["layer", "block", "kv", "token", "head", "dim"]
 
 _CANONICAL = ("block", "head", "token", "dim")
 
@@ -40,13 +28,13 @@ PageTensors: TypeAlias = "TensorLike | Sequence[TensorLike | Sequence[TensorLike
 class PageAxes:
     """The order of a page tensor's axes, by name.
 
-    ``block``: block ids. ``token``: slots of one block. ``part``: K and V. ``head``: KV heads.
+    ``block``: block ids. ``token``: slots of one block. ``kv``: K and V. ``head``: KV heads.
     ``dim``: elements of a head. ``layer``: for one tensor that has all layers. What has one
-    entry only may be left out, but for ``block`` and ``dim``; ``part`` also where K and V are
+    entry only may be left out, but for ``block`` and ``dim``; ``kv`` also where K and V are
     tensors of their own. Raises LayoutMismatchError at birth.
 
-    vLLM's (2, blocks, block_tokens, kv_heads, head_dim) is ``part block token head dim``,
-    its HND layout (blocks, 2, kv_heads, block_tokens, head_dim) ``block part head token dim``.
+    vLLM's (2, blocks, block_tokens, kv_heads, head_dim) is ``kv block token head dim``,
+    its HND layout (blocks, 2, kv_heads, block_tokens, head_dim) ``block kv head token dim``.
     """
 
     names: tuple[Axis, ...]
@@ -70,100 +58,84 @@ class PageAxes:
         return PageAxes(tuple(other for other in self.names if other != name))
 
 
-class PagedKV:
-    """Page tensors of every layer, numpy or torch on the CPU, checked at birth.
+class PagedCache:
+    """Page tensors of every layer, numpy or torch on the CPU, checked when it is made.
 
-    ``tensors``: see PageTensors; layers in the order of the Model's groups. A token of
-    a request is in slot ``t % block_tokens`` of block ``block_ids[t // block_tokens]``, in every
-    layer. Raises LayoutMismatchError for anything that is not the Model's KV.
+    ``pages``: see PageTensors; layers in the order of the Model's groups; ``axes``: see PageAxes.
+    ``cache[block_ids]`` is a request's KV: token t is in slot ``t % block_tokens`` of block
+    ``block_ids[t // block_tokens]``, in every layer. Raises LayoutMismatchError for anything that
+    is not the Model's KV.
     """
 
-    def __init__(self, representation: Model, tensors: PageTensors, axes: PageAxes) -> None:
-        self.representation = representation
-        for group in representation.layer_groups:
+    def __init__(self, model: Model, pages: PageTensors, axes: str) -> None:
+        self.model = model
+        for group in model.layer_groups:
             if group.kind is LayerKind.state:
                 fix = "pages hold tokens: move states through tensors of their own"
                 raise LayoutMismatchError("kind", group.kind.name, fix)
-        layers = _layers(tensors, axes)
-        count = sum(len(group.layer_ids) for group in representation.layer_groups)
+        order = PageAxes.parse(axes)
+        layers = _layers(pages, order)
+        count = sum(len(group.layer_ids) for group in model.layer_groups)
         if len(layers) != count:
             raise LayoutMismatchError("layers", len(layers), f"give pages of {count} layers")
-        rest = axes.drop("layer")
+        rest = order.drop("layer")
         entries = iter(layers)
-        self._groups: list[list[list[Part]]] = [
+        self.groups: list[list[list[Part]]] = [
             [_views(next(entries), rest, group) for _ in group.layer_ids]
-            for group in representation.layer_groups
+            for group in model.layer_groups
         ]
-        shapes = {(p.shape[0], p.shape[2]) for g in self._groups for parts in g for p in parts}
+        shapes = {(p.shape[0], p.shape[2]) for g in self.groups for parts in g for p in parts}
         if len(shapes) != 1:
             raise LayoutMismatchError(
                 "pages", sorted(shapes), "all layers need as many blocks, of as many tokens"
             )
+        self.blocks: int
+        self.block_tokens: int
         self.blocks, self.block_tokens = shapes.pop()
 
-    def tensors(self, block_ids: Sequence[int], start: int, stop: int) -> LayerTensors:
-        """Return tokens *start* to *stop* of the request in *block_ids*, as they lie.
-
-        They go wherever a chunk's tensors go: into a Chunk to be put, or as a get's ``out``.
-        Raises InvalidRequestError for blocks that are not there, named twice or too few.
+    def __getitem__(self, block_ids: Sequence[int]) -> Blocks:
+        """Return the KV of a request. Raises InvalidRequestError for blocks that are not there or
+        named twice.
         """
-        ids = check_block_ids(block_ids, self.blocks)
-        return self._tensors(ids, start, stop)
+        return Blocks(self, check_block_ids(block_ids, self.blocks))
 
-    def _tensors(self, ids: NDArray[np.intp], start: int, stop: int) -> LayerTensors:
-        whole = BlockSpan.of(ids, self.block_tokens, start, stop)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """The KV of one request, in blocks of a PagedCache; see there."""
+
+    cache: PagedCache
+    block_ids: NDArray[np.intp]
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the blocks have room for."""
+        return len(self.block_ids) * self.cache.block_tokens
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether all pages may be written to."""
+        return all(p.flags.writeable for g in self.cache.groups for parts in g for p in parts)
+
+    def chunk(self, start: int, stop: int, layout: KVLayout | None = None) -> LayerTensors:
+        """Return tokens *start* to *stop* as they lie, of the layers that *layout* has."""
+        whole = BlockSpan.of(self.block_ids, self.cache.block_tokens, start, stop)
         found = []
-        groups = self.representation.layer_groups
-        for group, layers in zip(groups, self._groups, strict=True):
-            span = whole
-            if group.kind is LayerKind.window:
-                first = max(start, stop - max(1, group.window_tokens - 1))
-                span = BlockSpan.of(ids, self.block_tokens, first, stop)
+        for group, layers in zip(self.cache.model.layer_groups, self.cache.groups, strict=True):
+            if layout is not None and not layout.has(group.kind):
+                continue
+            span, first = whole, kept_from(group, start, stop)
+            if first != start:
+                span = BlockSpan.of(self.block_ids, self.cache.block_tokens, first, stop)
             found.append([[BlockPart(pages, span) for pages in parts] for parts in layers])
         return found
 
-    def room(
-        self, block_ids: Sequence[int], token_count: int, chunk_tokens: int
-    ) -> list[LayerTensors]:
-        """Return where each chunk of a prompt of *token_count* tokens goes, as ``out`` of a get."""
-        ids = check_block_ids(block_ids, self.blocks)
-        return [
-            self._tensors(ids, start, stop)
-            for start, stop in chunk_spans(token_count, chunk_tokens)
-        ]
 
-    def room_of(self, block_ids: Sequence[int], chunks: int, chunk_tokens: int) -> Room:
-        """Return room for that many chunks, the last of which may be short."""
-        ids = check_block_ids(block_ids, self.blocks)
-
-        def room(index: int, layout: KVLayout) -> LayerTensors:
-            if index < chunks - 1 and layout.tokens != chunk_tokens:
-                raise LayoutMismatchError("tokens", layout.tokens, f"give {chunk_tokens}")
-            start = index * chunk_tokens
-            return self._tensors(ids, start, start + layout.tokens)
-
-        return room
-
-    def chunks(
-        self,
-        keys: Sequence[ChunkKey],
-        block_ids: Sequence[int],
-        token_count: int,
-        chunk_tokens: int,
-    ) -> list[Chunk]:
-        """Return the chunks of a prompt of *token_count* tokens, whose keys are *keys*."""
-        room = self.room(block_ids, token_count, chunk_tokens)
-        if len(room) != len(keys):
-            raise InvalidRequestError(
-                "token_count", token_count, f"has {len(room)} chunks, and you gave {len(keys)} keys"
-            )
-        before = [ROOT, *(ChainDigest(key[DIGEST_BYTES:]) for key in keys)]
-        return [
-            Chunk(key, tensors, parent, position=number * chunk_tokens)
-            for number, (key, tensors, parent) in enumerate(
-                zip(keys, room, before[: len(keys)], strict=True)
-            )
-        ]
+def kept_from(group: LayerGroup, start: int, stop: int) -> int:
+    """Return the first token of a chunk, *start* to *stop*, that layers of *group* keep."""
+    if group.kind is not LayerKind.window:
+        return start
+    return max(start, stop - max(1, group.window_tokens - 1))
 
 
 def _layers(tensors: PageTensors, axes: PageAxes) -> Sequence[TensorLike | Sequence[TensorLike]]:
@@ -190,20 +162,20 @@ def _views(
     """Return the pages of each part of one layer, (blocks, kv_heads, block_tokens, head_dim)."""
     if isinstance(entry, Sequence):
         pages = [_view(tensor, axes, group) for tensor in entry]
-    elif "part" in axes.names:
-        whole, at = _array(entry, axes, group), axes.names.index("part")
-        pages = [_ordered(part, axes.drop("part"), group) for part in np.moveaxis(whole, at, 0)]
+    elif "kv" in axes.names:
+        whole, at = _array(entry, axes, group), axes.names.index("kv")
+        pages = [_ordered(part, axes.drop("kv"), group) for part in np.moveaxis(whole, at, 0)]
     else:
         pages = [_view(entry, axes, group)]
     if len(pages) != group.parts:
-        raise LayoutMismatchError("part", len(pages), f"give {group.parts} parts of each layer")
+        raise LayoutMismatchError("kv", len(pages), f"give {group.parts} parts of each layer")
     return pages
 
 
 def _view(tensor: TensorLike, axes: PageAxes, group: LayerGroup) -> Part:
-    if "part" in axes.names:
+    if "kv" in axes.names:
         raise LayoutMismatchError(
-            "axes", " ".join(axes.names), "leave part out where K and V are tensors of their own"
+            "axes", " ".join(axes.names), "leave kv out where K and V are tensors of their own"
         )
     return _ordered(_array(tensor, axes, group), axes, group)
 

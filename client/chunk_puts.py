@@ -1,0 +1,110 @@
+"""Puts of a client: chunks whole, or layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from kvstore.client.batches import MAX_OPEN_BATCHES, JoinedSink, batches
+from kvstore.client.chunk import Chunk, PlannedChunk
+from kvstore.client.layer_sink import PutTerms
+from kvstore.client.layered_put import LayeredPut
+from kvstore.client.outgoing import OutgoingShard
+from kvstore.client.rectangle import Rectangle
+from kvstore.client.retry import countdown
+from kvstore.client.server_link import LeftMs, ServerLink, digest_of, packed
+from kvstore.client.session import Session
+from kvstore.client.transport import Outgoing, Put, Transport
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import DeadlineError, InvalidRequestError, TierUnavailableError
+from kvstore.proto.frame import FrameTemplate, raw_frame_bytes
+from kvstore.proto.plans import Hints
+from kvstore.proto.types import KVLayout
+
+
+def put_whole(
+    link: ServerLink,
+    chunks: Sequence[Chunk],
+    rectangle: Rectangle | None,
+    hints: Hints,
+    *,
+    durable: bool,
+) -> list[Put]:
+    """Store *chunks*, or of each what *rectangle* covers, a batch at a time."""
+
+    def work(transport: Transport, left_ms: LeftMs) -> list[Put]:
+        outgoing = [_outgoing(transport.session, chunk, rectangle) for chunk in chunks]
+        if any(chunk.importance is not None for chunk in chunks):
+            _weigh(link, transport, chunks, outgoing, left_ms)
+        results: list[Put] = []
+        for _, batch in batches(outgoing, transport.session.terms.max_batch_chunks):
+            results += transport.put(batch, durable=durable, deadline_ms=left_ms(), hints=hints)
+        return results
+
+    return link.run(work) if chunks else []
+
+
+def put_by_layers(link: ServerLink, chunks: Sequence[PlannedChunk], terms: PutTerms) -> LayeredPut:
+    """Begin a put of *chunks* whose layers come one by one."""
+    transport = link.connected()
+    limit = transport.session.terms.max_batch_chunks
+    most = MAX_OPEN_BATCHES * limit
+    if not 1 <= len(chunks) <= most:
+        raise InvalidRequestError("chunks", len(chunks), f"give 1 to {most} in one put")
+    templates = [
+        _template(transport.session, one, KVLayout.of(link.model, one.tokens)) for one in chunks
+    ]
+    sink, left_ms = JoinedSink(limit), countdown(terms.within_ms)
+    try:
+        for _, some in batches(templates, limit):
+            sink.add(transport.begin_put(some, PutTerms(terms.durable, left_ms(), terms.hints)))
+    except BaseException:
+        sink.abandon()
+        raise
+    return LayeredPut(link.model, [template.layout for template in templates], sink)
+
+
+def _outgoing(session: Session, chunk: Chunk, rectangle: Rectangle | None) -> Outgoing:
+    if rectangle is None:
+        layout, arrays = chunk.arrays(session.representation)
+        return Outgoing(_template(session, chunk, layout), arrays)
+    shard, arrays = rectangle.arrays(session.representation, chunk)
+    return OutgoingShard(_template(session, chunk, shard.whole), arrays, shard)
+
+
+def _template(session: Session, chunk: Chunk | PlannedChunk, layout: KVLayout) -> FrameTemplate:
+    """Raises InvalidRequestError for a key of others, or a chunk longer than the server takes."""
+    digest_of(chunk.key, session.terms.namespace)
+    frame_bytes, limit = raw_frame_bytes(layout), session.terms.max_frame_bytes
+    if frame_bytes > limit:
+        raise InvalidRequestError(
+            "frame_bytes", frame_bytes, f"the server takes {limit} at most; use shorter chunks"
+        )
+    return FrameTemplate(
+        chunk.key, chunk.parent, session.representation_digest, chunk.content, layout,
+        chunk.position, chunk.prefill_flops,
+    )  # fmt: skip
+
+
+def _weigh(
+    link: ServerLink,
+    transport: Transport,
+    chunks: Sequence[Chunk],
+    outgoing: Sequence[Outgoing],
+    left_ms: LeftMs,
+) -> None:
+    """Send which tokens matter, ahead of the chunks, where a codec has a use for it; a server
+    that does not get it codes all alike.
+    """
+    terms = transport.session.terms
+    pairs = zip(chunks, outgoing, strict=True)
+    weights = [(one.key, one.weights(out.template.layout.tokens)) for one, out in pairs]
+    useful = [(key, each) for key, each in weights if each and terms.weighs]
+    for _, batch in batches(useful, terms.max_batch_chunks) if useful else ():
+        request = pb.WeighRequest(
+            session_id=terms.session_id,
+            digests=packed([key for key, _ in batch], terms.namespace),
+            weights=[each for _, each in batch],
+        )
+        with suppress(TierUnavailableError, DeadlineError):
+            link.call("Weigh", request, pb.WeighResponse, left_ms())

@@ -1,0 +1,272 @@
+"""Reads of a client: prefixes whole or layer by layer, a batch of the server's size at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+from kvstore.client.batches import MAX_OPEN_BATCHES, batches
+from kvstore.client.decode import Layer, LayerReader, Room, direct
+from kvstore.client.levelled_get import Levelled, LevelledGet, beside
+from kvstore.client.levels import PlanTerms
+from kvstore.client.rectangle_room import RectangleRoom
+from kvstore.client.retry import countdown
+from kvstore.client.server_link import LeftMs, ServerLink, digest_of, packed
+from kvstore.client.transport import Arrival, ReadPlan, Transport
+from kvstore.client.transport import read_layers as transport_layers
+from kvstore.client.whole_frame import checked, join_parts
+from kvstore.codecs.base import ChunkTensors
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import (
+    ChunkCorruptError,
+    DeadlineError,
+    InvalidFrameError,
+    KVStoreError,
+    LayoutMismatchError,
+    TierUnavailableError,
+)
+from kvstore.proto.frame import FrameHeader, stated_of
+from kvstore.proto.keys import split_digests
+from kvstore.proto.messages import accuracy_number
+from kvstore.proto.row_mask import SkippedRows
+from kvstore.proto.types import END_KINDS, Accuracy, ChunkKey, KVLayout, Model, Stated
+
+
+class Copy(NamedTuple):
+    """Which copy of a chunk was read: what it states of itself, and the tier it came from."""
+
+    stated: Stated
+    tier: str
+
+
+class Prefix(NamedTuple):
+    """The chunks that were read, up to the first that is missing, late or wrong."""
+
+    tensors: list[ChunkTensors]
+    copies: list[Copy]
+
+
+class ChunkRequest(NamedTuple):
+    """What to read into *room*, each batch under its own of *leases*; without them the call takes
+    its own.
+    """
+
+    keys: Sequence[ChunkKey]
+    room: Room
+    accuracy: Accuracy
+    deadline_ms: int
+    leases: Sequence[int] = ()
+
+
+def read_prefix(link: ServerLink, request: ChunkRequest) -> Prefix:
+    """Read the longest prefix of what is requested, verified."""
+    if request.leases:  # which are lost with their session
+        return _read(link, request, link.connected(), countdown(request.deadline_ms))
+    return link.run(partial(_read, link, request), request.deadline_ms)
+
+
+def _read(link: ServerLink, request: ChunkRequest, transport: Transport, left_ms: LeftMs) -> Prefix:
+    session = transport.session
+    keys, room, accuracy, leases = request.keys, request.room, request.accuracy, request.leases
+    limit = session.terms.max_batch_chunks
+    digests = split_digests(packed(keys, session.terms.namespace), len(keys))
+    shard = room.usual_shard(link.options.chunk_tokens) if isinstance(room, RectangleRoom) else None
+    found = Prefix([], [])
+    for number, (first, some) in enumerate(batches(keys, limit)):
+        lease_id = leases[number] if leases else 0
+        part, copies = behind(room, first), list[Copy]()
+        landing = partial(direct, session, some, part)
+        wanted = digests[first : first + limit]
+        try:
+            plan = ReadPlan(wanted, lease_id, left_ms(), accuracy, shard=shard, direct=landing)
+            with transport.read(plan) as arriving:
+                frames = at_least(arriving, accuracy, copies)
+                tensors, broken = link.reader.read(session, some, frames, part)
+        except (DeadlineError, TierUnavailableError):
+            if not found.tensors:
+                raise
+            break
+        if broken is not None:
+            link.quarantine(transport, broken)
+        found.tensors.extend(tensors)
+        found.copies.extend(copies[: len(tensors)])
+        if len(tensors) < len(some):
+            break
+    return found
+
+
+def at_least(
+    arriving: Iterable[Arrival], accuracy: Accuracy, copies: list[Copy]
+) -> Iterator[Arrival]:
+    """Yield frames up to the first whose header states less than *accuracy*.
+
+    The server skips such copies; one that comes all the same is missing. Each is noted in
+    *copies*: true of those that prove right, as headers have a checksum.
+    """
+    for arrived in arriving:
+        stated = stated_of(arrived.data)
+        if stated.accuracy < accuracy:
+            return
+        copies.append(Copy(stated, arrived.tier))
+        yield arrived
+
+
+STOPPED: ContextVar[threading.Event | None] = ContextVar("STOPPED", default=None)
+"""Set while a call runs for asyncio: once the event is, nothing more is written for it."""
+
+
+def stoppable(room: Room) -> Room:
+    """Return *room*, which refuses every further chunk once the call was cancelled."""
+    stopped = STOPPED.get()
+    if stopped is None:
+        return room
+
+    def place(index: int, layout: KVLayout) -> Any:
+        if stopped.is_set():
+            raise KVStoreError("the call was cancelled")
+        return room(index, layout)
+
+    return place
+
+
+def behind(room: Room, first: int) -> Room:
+    """Return *room* for a batch whose first chunk is number *first*."""
+    if not first:
+        return room
+    if isinstance(room, RectangleRoom):
+        return room.behind(first)
+    return lambda index, layout: room(first + index, layout)
+
+
+class LayerRequest(NamedTuple):
+    """What to read layer by layer. *lease_id* 0: under a lease of the call's own.
+
+    *accepts* decides by a chunk's place and header whether its frame is the wanted one.
+    *skipped*: rows that need not come.
+    """
+
+    keys: Sequence[ChunkKey]
+    room: Room
+    accuracy: Accuracy
+    deadline_ms: int
+    lease_id: int = 0
+    accepts: Callable[[int, FrameHeader], bool] | None = None
+    skipped: SkippedRows | None = None
+
+
+def read_layers(
+    link: ServerLink, transport: Transport, request: LayerRequest
+) -> Generator[Layer, None, None]:
+    """Yield the layers of *request*, each once it is verified."""
+    with ExitStack() as stack:
+        arriving = _layers_arriving(stack, transport, request)
+        reading = LayerReader(
+            link.reader, transport.session, request.keys, request.room, request.accepts,
+            request.skipped,
+        )  # fmt: skip
+        with closing(reading.layers(arriving)) as layers:
+            yield from layers
+    if reading.broken is not None:
+        link.quarantine(transport, reading.broken)
+
+
+def _layers_arriving(
+    stack: ExitStack, transport: Transport, request: LayerRequest
+) -> Iterator[Arrival]:
+    """Yield frames to be read layer by layer: of MAX_OPEN_BATCHES batches, as each is a stream,
+    which *stack* ends.
+    """
+    terms, left_ms = transport.session.terms, countdown(request.deadline_ms)
+    limit, keys = terms.max_batch_chunks, request.keys
+    digests = split_digests(packed(keys, terms.namespace), len(keys))
+    # Rows are named by the places of all chunks, so batches of several take them all.
+    skipped = request.skipped if len(keys) <= limit else None
+    for first, some in islice(batches(digests, limit), MAX_OPEN_BATCHES):
+        plan = ReadPlan(some, request.lease_id, left_ms(), request.accuracy, skipped=skipped)
+        count = 0
+        for arrived in stack.enter_context(transport_layers(transport, plan)):
+            count += 1
+            yield replace(arrived, index=first + arrived.index) if first else arrived
+        if count < limit:
+            return
+
+
+def read_layers_retried(link: ServerLink, request: LayerRequest) -> Generator[Layer, None, None]:
+    """Do the same, once more where a lease was lost before the first layer was there."""
+    check_every_layer(link.model)
+
+    def begin(transport: Transport, _: LeftMs) -> tuple[Layer | None, Generator[Layer, None, None]]:
+        layers = read_layers(link, transport, request)
+        return next(layers, None), layers
+
+    first, layers = link.run(begin, request.deadline_ms)
+    with closing(layers):
+        if first is not None:
+            yield first
+            yield from layers
+
+
+def check_every_layer(model: Model) -> None:
+    """Raise LayoutMismatchError for models whose chunks differ in the layers they have."""
+    for group in model.layer_groups:
+        if group.kind in END_KINDS:
+            fix = "not every chunk has such layers: read these models' chunks whole, by get"
+            raise LayoutMismatchError("kind", group.kind.name, fix)
+
+
+def read_levelled(
+    link: ServerLink,
+    keys: Sequence[ChunkKey],
+    terms: PlanTerms,
+    room: Room,
+    compute: Callable[[range], None] | None,
+) -> Levelled:
+    """See ``Client.get_levelled``."""
+    check_every_layer(link.model)
+    if not keys:
+        return Levelled((), ())
+    layout = KVLayout.of(link.model, link.options.chunk_tokens)
+
+    def work(transport: Transport, _: LeftMs) -> Levelled:
+        packed(keys, transport.session.terms.namespace)  # which refuses those of others
+        get = LevelledGet(transport, link.reader, keys, layout, link.meters)
+        try:
+            if compute is None:
+                return get.run(terms, room)
+            return beside(get, terms, room, compute)
+        finally:
+            for key in get.damaged:
+                link.quarantine(transport, key)
+
+    return link.run(work)
+
+
+def read_frame(
+    link: ServerLink, key: ChunkKey, accuracy: Accuracy
+) -> tuple[FrameHeader, bytes] | None:
+    """See ``Client.frame``."""
+
+    def work(transport: Transport, left_ms: LeftMs) -> tuple[FrameHeader, bytes] | None:
+        session, deadline_ms = transport.session, left_ms()
+        request = pb.GetRequest(
+            session_id=session.terms.session_id,
+            digests=digest_of(key, session.terms.namespace),
+            deadline_ms=deadline_ms,
+            min_accuracy=accuracy_number(accuracy),
+        )
+        data = join_parts(link.connection.stream("Get", request, deadline_ms))
+        if data is None:
+            return None
+        try:
+            return checked(data, key, session.representation_digest), data
+        except (ChunkCorruptError, InvalidFrameError):
+            link.quarantine(transport, key)
+            raise
+
+    return link.run(work)

@@ -1,0 +1,207 @@
+"""KV of a whole prompt, as a caller holds it: where each chunk of it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kvstore.client.chunk import parents, stated_dtype
+from kvstore.client.paged_cache import Blocks, kept_from
+from kvstore.client.tensors import TensorLike, to_array
+from kvstore.codecs.base import Part
+from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
+from kvstore.proto.keys import chunk_spans
+from kvstore.proto.types import (
+    ChainDigest,
+    ChunkKey,
+    DType,
+    KVLayout,
+    LayerGroup,
+    LayerKind,
+    Model,
+)
+
+KV: TypeAlias = "TensorLike | Mapping[int, Sequence[TensorLike]] | Sequence[TensorLike] | Blocks"
+"""One tensor (layers, 2, kv_heads, tokens, head_dim); of hybrid models a list of such, one for
+each layer group; the parts of each layer by its number, (kv_heads, tokens, head_dim) each; or
+``cache[block_ids]`` of a PagedCache."""
+
+_NUMPY = {DType.float16: "f2", DType.float32: "f4", DType.uint8: "u1", DType.int8: "i1"}
+
+
+class WholeKV:
+    """Tensors over all tokens of a prompt; see KV. ``groups``: layers, then parts."""
+
+    def __init__(self, model: Model, groups: Sequence[Sequence[Sequence[Part]]]) -> None:
+        self._model = model
+        self._groups = groups
+        self.tokens = min(part.shape[1] for group in groups for parts in group for part in parts)
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether all of it may be written to."""
+        return all(p.flags.writeable for group in self._groups for parts in group for p in parts)
+
+    def chunk(self, start: int, stop: int, layout: KVLayout | None = None) -> Any:
+        """Return tokens *start* to *stop* as they lie, of the layers that *layout* has."""
+        found = []
+        for group, layers in zip(self._model.layer_groups, self._groups, strict=True):
+            if layout is None or layout.has(group.kind):
+                first = kept_from(group, start, stop)
+                found.append([[part[:, first:stop] for part in parts] for parts in layers])
+        return found
+
+
+def kv_of(name: str, kv: KV, model: Model, tokens: int, *, is_target: bool) -> WholeKV | Blocks:
+    """Return *kv*, the argument *name*, once it is checked: KV of *model*, of *tokens* at least.
+
+    Raises LayoutMismatchError, and InvalidRequestError for a target that cannot be written to.
+    """
+    found: WholeKV | Blocks
+    if isinstance(kv, Blocks):
+        if kv.cache.model != model:
+            raise LayoutMismatchError(name, kv.cache.model.model_id, "a cache of another Model")
+        found = kv
+    else:
+        found = WholeKV(model, _groups(name, kv, model))
+    if found.tokens < tokens:
+        raise LayoutMismatchError(name, found.tokens, f"give room for {tokens} tokens")
+    if is_target and not found.is_writable:
+        raise InvalidRequestError(name, "read-only", "give memory that can be written to")
+    return found
+
+
+def _groups(name: str, kv: Any, model: Model) -> list[list[list[Part]]]:
+    groups = model.layer_groups
+    for group in groups:
+        if group.kind is LayerKind.state:
+            fix = "states are of no token: use get_chunks and put_chunks"
+            raise LayoutMismatchError(name, group.kind.name, fix)
+    if isinstance(kv, Mapping):
+        wanted = {layer for group in groups for layer in group.layer_ids}
+        if set(kv) != wanted:
+            raise LayoutMismatchError(name, sorted(kv), f"give the layers {sorted(wanted)}")
+        return [[_parts(name, kv[layer], group) for layer in group.layer_ids] for group in groups]
+    if hasattr(kv, "shape"):
+        kv = [kv]
+    if not isinstance(kv, Sequence) or len(kv) != len(groups):
+        fix = f"give a tensor for each of {len(groups)} layer groups, a mapping of layers or blocks"
+        raise LayoutMismatchError(name, type(kv).__name__, fix)
+    return [_layers(name, one, group) for one, group in zip(kv, groups, strict=True)]
+
+
+def _layers(name: str, tensor: Any, group: LayerGroup) -> list[list[Part]]:
+    """Return the parts of each layer of one tensor, (layers, parts, kv_heads, tokens, head_dim)."""
+    layers, shape = len(group.layer_ids), tuple(getattr(tensor, "shape", ()))
+    if len(shape) != 5 or shape[:2] != (layers, group.parts):
+        fix = f"give ({layers}, {group.parts}, {group.kv_heads}, tokens, {group.head_dim})"
+        raise LayoutMismatchError(name, shape, fix)
+    return [_parts(name, list(layer), group) for layer in _array(name, tensor, group)]
+
+
+def _parts(name: str, parts: Any, group: LayerGroup) -> list[Part]:
+    if not isinstance(parts, Sequence) or len(parts) != group.parts:
+        raise LayoutMismatchError(name, type(parts).__name__, f"give {group.parts} parts a layer")
+    found = [_array(name, part, group) for part in parts]
+    for part in found:
+        if part.ndim != 3 or (part.shape[0], part.shape[2]) != (group.kv_heads, group.head_dim):
+            fix = f"give ({group.kv_heads}, tokens, {group.head_dim})"
+            raise LayoutMismatchError(name, part.shape, fix)
+    return found
+
+
+def _array(name: str, tensor: Any, group: LayerGroup) -> Part:
+    if not hasattr(tensor, "dtype"):
+        raise LayoutMismatchError(name, type(tensor).__name__, "give numpy or torch tensors")
+    stated = stated_dtype(tensor.dtype)
+    if stated is not None and stated is not group.dtype:
+        raise LayoutMismatchError(name, stated.name, f"give {group.dtype.name}")
+    try:
+        array = to_array(tensor)
+    except LayoutMismatchError as error:
+        raise LayoutMismatchError(name, str(error), "give a tensor on the CPU") from None
+    if array.dtype.itemsize != group.dtype.item_bytes or array.dtype.kind not in "uif":
+        raise LayoutMismatchError(name, str(array.dtype), f"give {group.dtype.name}")
+    return array
+
+
+def empty_kv(model: Model, tokens: int) -> Any:
+    """Return new tensors for *tokens* tokens: one, or of hybrid models one for each layer group.
+
+    They are numpy's, and torch's of the types that numpy lacks.
+    """
+    found = [_empty(group, tokens) for group in model.layer_groups]
+    return found[0] if len(found) == 1 else found
+
+
+def _empty(group: LayerGroup, tokens: int) -> Any:
+    shape = (len(group.layer_ids), group.parts, group.kv_heads, tokens, group.head_dim)
+    if group.dtype in _NUMPY:
+        return np.empty(shape, _NUMPY[group.dtype])
+    import torch
+
+    return torch.empty(shape, dtype=getattr(torch, group.dtype.name))
+
+
+def first_tokens(kv: Any, tokens: int) -> Any:
+    """Return the first *tokens* of what ``empty_kv`` returned."""
+    if isinstance(kv, list):
+        return [first_tokens(one, tokens) for one in kv]
+    return kv[:, :, :, :tokens]
+
+
+class Prompt:
+    """The chunks of one prompt, and where the KV of each goes.
+
+    *tokens*: how many it has; None for one that is known by its *keys* alone, whose last chunk may
+    be short. Chunks that end within the first *start* tokens are left out.
+    """
+
+    def __init__(
+        self, tokens: int | None, keys: Sequence[ChunkKey], start: int, chunk_tokens: int
+    ) -> None:
+        self._size = chunk_tokens
+        self._exact = tokens is not None
+        count = len(keys) * chunk_tokens if tokens is None else tokens
+        if not isinstance(start, Integral) or not 0 <= start <= count:
+            raise InvalidRequestError("start", start, f"give 0 to {count}, the prompt's tokens")
+        whole = chunk_spans(count, chunk_tokens)
+        first = min(int(start) // chunk_tokens, len(whole))
+        self.start: int = int(start)
+        self.spans: Sequence[tuple[int, int]] = whole[first:]
+        """Of the chunks that are left, the first token and the one after the last."""
+        self.keys: Sequence[ChunkKey] = keys[first:]
+        self._every: Sequence[ChunkKey] = keys
+        self._first: int = first
+        self.stop: int = whole[-1][1] if whole else 0
+        self._ends: dict[int, int] = {}
+
+    def target(self, held: WholeKV | Blocks) -> Callable[[int, KVLayout], Any]:
+        """Return where each chunk goes in *held*, which has room for all of it."""
+
+        def room(index: int, layout: KVLayout) -> Any:
+            start, stop = self.spans[index]
+            is_short = not self._exact and stop == self.stop and layout.tokens < stop - start
+            if layout.tokens != stop - start and not is_short:
+                raise InvalidRequestError("keys", layout.tokens, f"chunks have {self._size} tokens")
+            self._ends[index] = start + layout.tokens
+            return held.chunk(start, start + layout.tokens, layout)
+
+        return room
+
+    def reached(self, chunks: int) -> int:
+        """Return how many tokens there are once the first *chunks* of those left were read."""
+        return max(self.start, self._ends[chunks - 1] if chunks else 0)
+
+    @property
+    def parents(self) -> Sequence[ChainDigest]:
+        """The digest before each of ``keys``."""
+        return parents(self._every)[self._first :]
+
+    @property
+    def least_tokens(self) -> int:
+        """The room that KV of this prompt needs."""
+        return self.stop if self._exact or not self.stop else self.stop - self._size + 1

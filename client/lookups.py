@@ -1,0 +1,147 @@
+"""Lookups: which chunks of a prompt are there, and what of them is worth loading."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from kvstore.client.batches import batches, digest_batches
+from kvstore.client.options import MAX_DEADLINE_MS
+from kvstore.client.prefill import chunks_worth_loading
+from kvstore.client.server_link import LeftMs, ServerLink, packed
+from kvstore.client.transport import Transport
+from kvstore.client.view import View
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import KVStoreError
+from kvstore.proto.messages import as_value
+from kvstore.proto.plans import EngineTerms, LoadPlan, PlanRange
+from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Match
+
+
+class Found(NamedTuple):
+    """The answer, where each batch's chunks lie, if that was requested, and by which transport."""
+
+    match: Match
+    places: Sequence[bytes]
+    transport: Transport
+
+
+def look_up(
+    link: ServerLink, keys: Sequence[ChunkKey], wanted: pb.LookupRequest, deadline_ms: int
+) -> Found:
+    """Look *keys* up, a batch after another up to the first that is not ready whole.
+
+    *wanted* has everything but digests, session and deadline; what it waits comes on top.
+    """
+    total_ms = min(deadline_ms + wanted.wait_ms, MAX_DEADLINE_MS)
+
+    def work(transport: Transport, left_ms: LeftMs) -> Found:
+        terms = transport.session.terms
+        request = pb.LookupRequest()
+        request.CopyFrom(wanted)
+        request.session_id = terms.session_id
+        matches: list[Match] = []
+        places: list[bytes] = []
+        try:
+            for part in digest_batches(packed(keys, terms.namespace), terms.max_batch_chunks):
+                request.digests, request.deadline_ms = part, left_ms()
+                request.wait_ms = max(0, wanted.wait_ms - (total_ms - request.deadline_ms))
+                reply = transport.calls.call(
+                    "Lookup", request, request.deadline_ms, pb.LookupResponse
+                )
+                count = len(part) // DIGEST_BYTES
+                matches.append(match_from_message(reply, count))
+                places.append(reply.places)
+                if matches[-1].ready < count:  # so nothing behind it is of use
+                    break
+                request.ClearField("prefill")  # a plan of what is behind the first makes no sense
+        except BaseException:
+            link.release([lease for match in matches for lease in match.leases])
+            raise
+        return Found(joined(matches, len(keys)), places, transport)
+
+    return link.run(work, total_ms)
+
+
+def viewer(found: Found, keys: Sequence[ChunkKey]) -> View:
+    """Return what shows the leased *keys* in the server's memory; their places came by batches."""
+    limit = found.transport.session.terms.max_batch_chunks
+    pairs = zip(found.places, batches(keys, limit), strict=False)  # of the last none may be ready
+    views = [found.transport.viewer(rows, some) for rows, (_, some) in pairs]
+    return views[0] if len(views) == 1 else lambda index: views[index // limit](index % limit)
+
+
+def match_from_message(message: pb.LookupResponse, asked: int) -> Match:
+    """Return the answer to a lookup of *asked* chunks. Raises KVStoreError if it is none."""
+    names, sources = tuple(message.tier_names), message.tiers
+    ready = message.ready
+    fits = len(sources) == ready and len(message.load_us) == 4 * ready <= 4 * asked
+    if not fits or max(sources, default=-1) >= len(names):
+        raise KVStoreError(f"the server's answer to a lookup of {asked} chunks is damaged")
+    return Match(
+        ready=ready,
+        pending=message.pending,
+        missing=asked - ready - message.pending,
+        tier_names=names,
+        sources=sources,
+        loads=message.load_us,
+        lease_id=message.lease_id,
+        lease_ttl_ms=message.lease_ttl_ms,
+        plan=_plan_from_message(message, asked),
+        shared=min(message.shared, asked),
+    )
+
+
+def _plan_from_message(message: pb.LookupResponse, asked: int) -> LoadPlan | None:
+    """Return the plan over *asked* chunks; None without one. Raises KVStoreError."""
+    if not message.plan and not message.recompute_ms:
+        return None
+    ranges = tuple(as_value(PlanRange, one) for one in message.plan)
+    bounds = [0, *(one.stop for one in ranges)]
+    is_whole = bounds[-1] == asked and [one.first for one in ranges] == bounds[:-1]
+    if not is_whole or any(first >= stop for first, stop in pairwise(bounds)):
+        raise KVStoreError(f"the server's plan for {asked} chunks is damaged")
+    return LoadPlan(ranges, message.plan_ms, message.recompute_ms)
+
+
+def joined(matches: Sequence[Match], asked: int) -> Match:
+    """Return the answer about *asked* chunks, of which all but the last of *matches* are ready.
+
+    There is no plan where not all of them were asked for at once.
+    """
+    first, last = matches[0], matches[-1]
+    if first.ready + first.pending + first.missing == asked:
+        return first
+    ready = sum(match.ready for match in matches)
+    return replace(
+        first,
+        ready=ready,
+        pending=last.pending,
+        missing=asked - ready - last.pending,
+        sources=b"".join(match.sources for match in matches),
+        loads=b"".join(match.loads for match in matches),
+        more_leases=tuple(match.lease_id for match in matches[1:] if match.lease_id),
+        plan=None,
+        shared=sum(match.shared for match in matches),
+    )
+
+
+def prefix_plan(match: Match, chunk_tokens: int, chunks: int, engine: EngineTerms) -> LoadPlan:
+    """Plan a prompt of several batches: load from its start, compute the rest.
+
+    A server plans no more than one batch. Never slower than to compute all.
+    """
+    tokens, prefill = engine.prompt_tokens, engine.prefill
+    spans = [(at * chunk_tokens, min((at + 1) * chunk_tokens, tokens)) for at in range(match.ready)]
+    count = chunks_worth_loading(match.load_us, spans, tokens, prefill)
+    load_ms = sum(match.load_us[:count]) / 1000
+    start = spans[count - 1][1] if count else 0
+    rest_ms = 1000 * prefill.seconds(tokens - start, start)
+    ranges = (PlanRange(0, count, True, load_ms), PlanRange(count, chunks, False, rest_ms))
+    return LoadPlan(
+        tuple(one for one in ranges if one.first < one.stop),
+        load_ms + rest_ms,
+        1000 * prefill.seconds(tokens, 0),
+    )

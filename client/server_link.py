@@ -1,0 +1,256 @@
+"""The link to one server: a session, opened when it is needed and again when it is lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from kvstore.client.batches import digest_batches
+from kvstore.client.bulk_transport import BulkTransport
+from kvstore.client.connection import Connection
+from kvstore.client.decode import Reader
+from kvstore.client.forks import keep
+from kvstore.client.levelled_get import Meters
+from kvstore.client.link_meter import LinkMeter
+from kvstore.client.liveness import stays_silent
+from kvstore.client.options import ClientOptions
+from kvstore.client.retry import countdown
+from kvstore.client.session import FIRST_PACE_S, Session
+from kvstore.client.shm import ShmTransport, can_share_memory
+from kvstore.client.stream import StreamTransport
+from kvstore.client.transport import Transport
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    KVStoreError,
+    LeaseExpiredError,
+    TierUnavailableError,
+)
+from kvstore.proto.keys import cut_keys
+from kvstore.proto.plans import NO_HINTS, Hints
+from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES, ChainDigest, ChunkKey, Model, Namespace
+
+FIRST_GUESS_BYTES_PER_S = 1.25e9
+"""Assumed of the network until something was measured: ten gigabits a second. A client that
+assumed little would compute instead of loading, and never learn better."""
+FIRST_DECODE_BYTES_PER_S = 250e6
+"""Assumed of decoding until something was measured: half of what one core does."""
+
+T = TypeVar("T")
+LeftMs = Callable[[], int]
+"""Returns what is left of a call's deadline. Raises DeadlineError once nothing is."""
+
+
+class ServerLink:
+    """A connection, a session by one transport, and threads. Thread-safe.
+
+    It holds no reference to the client, which closes it when it is closed or dropped, and leaves
+    it to the parent in a child. *counts* returns what each heartbeat reports.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        model: Model,
+        options: ClientOptions,
+        counts: Callable[[], Mapping[str, int]],
+        shared_memory: type[ShmTransport] = ShmTransport,
+    ) -> None:
+        self.address = address
+        self.model = model
+        self.options = options
+        self._counts = counts
+        self._shared_memory = shared_memory
+        self.reader = Reader(options.copy_threads)
+        self.meters = Meters(
+            LinkMeter(FIRST_GUESS_BYTES_PER_S, time.monotonic), LinkMeter(FIRST_DECODE_BYTES_PER_S)
+        )
+        self.transport: Transport | None = None
+        self._connection: Connection | None = None
+        self._is_closed = False
+        # Guards the three above; held while a session opens, which happens once.
+        self._lock = threading.RLock()
+
+    # --- the session
+
+    @property
+    def connection(self) -> Connection:
+        """The channel to the server; made at the first use. Raises InvalidRequestError."""
+        connection = self._connection
+        if connection is not None:
+            return connection
+        with self._lock:
+            if self._connection is None:
+                retry_after_ms, access = self.options.retry_after_ms, self.options.access
+                self._connection = Connection(self.address, retry_after_ms, access=access)
+                if self._is_closed:
+                    self._connection.close()
+            return self._connection
+
+    def connected(self) -> Transport:
+        """Return the transport of the session, which is opened first if there is none.
+
+        Raises KVStoreErrors, as when it is closed.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise KVStoreError("the client is closed")
+            if self.transport is None:
+                self.transport = self._connect()
+            return self.transport
+
+    def _connect(self) -> Transport:
+        session = Session(self.connection, self.model, self.options, self._counts)
+        wanted = self.options.transport
+        if wanted == "shm" or (wanted == "auto" and can_share_memory(session)):
+            try:
+                return self._shared_memory(session)
+            except (TierUnavailableError, InvalidRequestError, OSError):
+                if wanted == "shm":
+                    session.close()
+                    raise
+        if wanted == "tcp" or (wanted == "auto" and session.terms.bulk_address):
+            try:
+                return BulkTransport(session)
+            except (TierUnavailableError, DeadlineError):
+                if wanted == "tcp":
+                    session.close()
+                    raise
+        return StreamTransport(session)
+
+    def run(self, work: Callable[[Transport, LeftMs], T], deadline_ms: int | None = None) -> T:
+        """Run *work*, and once more when a lease was lost: the session's, whose place another one
+        takes, or that of a chunk that was dropped between a lookup and the read.
+
+        It gets what is left of *deadline_ms*, that of the options if None.
+        """
+        left_ms = countdown(self.options.deadline_ms if deadline_ms is None else deadline_ms)
+        transport = self.connected()
+        try:
+            return work(transport, left_ms)
+        except LeaseExpiredError:
+            self.renew(transport)
+        return work(self.connected(), left_ms)
+
+    def renew(self, transport: Transport) -> None:
+        """Drop the session of *transport* if the server has lost it."""
+        if not transport.is_spent:
+            try:
+                transport.session.heartbeat()
+            except LeaseExpiredError:
+                pass
+            else:
+                return
+        self._disconnect(transport, tell_server=False)
+
+    def _disconnect(self, transport: Transport, *, tell_server: bool) -> None:
+        with self._lock:
+            if self.transport is not transport:
+                return
+            self.transport = None
+        transport.close()
+        transport.session.close(tell_server=tell_server)
+
+    def end_session(self) -> None:
+        """End the session, if there is one; the next call opens another."""
+        with self._lock:
+            transport = self.transport
+        if transport is not None:
+            self._disconnect(transport, tell_server=True)
+
+    def end_if_hung(self) -> bool:
+        """See ``Client.end_if_hung``."""
+        transport = self.transport
+        if transport is not None:
+            return transport.end_if_hung()
+        connection = self.connection
+        if connection.gate.is_shut or not stays_silent(connection, FIRST_PACE_S):
+            return False
+        connection.hang_up()
+        return True
+
+    def close(self) -> None:
+        """End the session and close the connection. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            connection = self._connection
+        self.end_session()
+        if connection is not None:
+            connection.close()
+        self.reader.close()
+
+    def drop(self) -> None:
+        """Have ``close`` done by a thread of ours: this may be called while garbage is collected,
+        when no lock may be taken and nothing waited for.
+        """
+        transport = self.transport
+        if transport is not None:
+            transport.session.say(self.close)
+
+    def left(self) -> ServerLink:
+        """Leave all this to the parent; return what a child begins with. Sends nothing."""
+        keep(self)
+        if self.transport is not None:
+            self.transport.leave()
+        self.reader.leave()
+        link = ServerLink(self.address, self.model, self.options, self._counts, self._shared_memory)
+        link._is_closed = self._is_closed
+        return link
+
+    # --- calls
+
+    def call(self, method: str, request: Any, reply: type[T], deadline_ms: int = 0) -> T:
+        """Call *method* outside any session, or with *request* naming it."""
+        return self.connection.call(method, request, deadline_ms or self.options.deadline_ms, reply)
+
+    def ask(self, method: str, request: Any, keys: Sequence[ChunkKey], reply: type[T]) -> list[T]:
+        """Call *method* about *keys*, a batch at a time; return the replies."""
+
+        def work(transport: Transport, left_ms: LeftMs) -> list[T]:
+            terms, replies = transport.session.terms, list[T]()
+            request.session_id = terms.session_id
+            for some in digest_batches(packed(keys, terms.namespace), terms.max_batch_chunks):
+                request.digests = some
+                replies.append(self.call(method, request, reply, left_ms()))
+            return replies
+
+        return self.run(work)
+
+    def release(self, leases: Sequence[int], hints: Hints = NO_HINTS) -> None:
+        """End *leases*. Those that cannot be ended now end with their session or their time."""
+        if leases:
+            with suppress(KVStoreError):
+                self.connected().release(leases, self.options.deadline_ms, hints)
+
+    def quarantine(self, transport: Transport, key: ChunkKey) -> None:
+        """Have the server check the chunk of *key*, which proved wrong here, and forget it."""
+        terms = transport.session.terms
+        request = pb.DeleteRequest(
+            session_id=terms.session_id, digests=digest_of(key, terms.namespace), if_damaged=True
+        )
+        with suppress(KVStoreError):
+            self.call("Delete", request, pb.DeleteResponse)
+
+
+def digest_of(key: ChunkKey, space: Namespace) -> ChainDigest:
+    """Return the second half of *key*. Raises InvalidRequestError unless it is of *space*."""
+    if not isinstance(key, bytes | bytearray | memoryview):
+        raise InvalidRequestError("key", key, "give a list of bytes: name chunks with keys()")
+    if len(key) != KEY_BYTES or key[:DIGEST_BYTES] != space:
+        raise InvalidRequestError(
+            "key", key.hex(),
+            f"not in this client's namespace {space.hex()}; name chunks with keys()",
+        )  # fmt: skip
+    return ChainDigest(key[DIGEST_BYTES:])
+
+
+def packed(keys: Sequence[ChunkKey], space: Namespace) -> bytes:
+    """Return the digests of *keys*, one after another. Raises InvalidRequestError."""
+    digests = cut_keys(keys, space)
+    if digests is None:  # the slow way finds the key that is wrong
+        return b"".join(digest_of(key, space) for key in keys)
+    return digests
