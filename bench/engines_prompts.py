@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from kvstore.cli.trace_format import Segment, SegmentLine, TokenStreams, read_trace
+from kvstore.cli.trace_format import Segment, SegmentLine, read_trace, tokens_of
 
 TRACES = Path(__file__).resolve().parents[1] / "data" / "traces"
 CHATS = "dev_chat_sharegptlike_sps2_n100"
@@ -25,7 +25,6 @@ VOCABULARY = 247
 Prompt: TypeAlias = list[int]
 T = TypeVar("T")
 
-_STREAMS = TokenStreams()
 _ROUND = 1 << 20
 """More than a trace has segments: each round gets streams of its own."""
 
@@ -58,7 +57,7 @@ def length(segments: Sequence[Segment]) -> int:
 def tokens(segments: Sequence[Segment], number: int) -> Prompt:
     """Return the tokens of *segments*; another *number* has others."""
     moved = [(number * _ROUND + stream, count) for stream, count in segments]
-    return [3 + int(one) % VOCABULARY for one in _STREAMS.join(moved)]
+    return [3 + int(one) % VOCABULARY for one in tokens_of(moved)]
 
 
 def turns(count: int) -> list[Turn]:

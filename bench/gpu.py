@@ -94,9 +94,9 @@ class Engine:
         from kvstore.client import ClientOptions
         from kvstore.client.cuda import CudaClient
         from kvstore.client.engines.base import Connector
-        from kvstore.client.engines.vllm_device import DeviceSide, EngineDevicePages
-        from kvstore.client.engines.vllm_layout import side_by_side
-        from kvstore.client.engines.vllm_shape import EngineShape, KeptGroup, KeptLayer
+        from kvstore.client.engines.vllm.blocks import side_by_side
+        from kvstore.client.engines.vllm.device import DeviceSide, EngineDevicePages
+        from kvstore.client.engines.vllm.identity import KVCacheShape, LayerGroupShape, LayerRef
 
         (group,) = model.layer_groups
         blocks = chunks * TOKENS // BLOCK_TOKENS + 1
@@ -106,20 +106,22 @@ class Engine:
             ).transpose(1, 2)
             for _ in group.layer_ids
         ]
-        layers = tuple(KeptLayer(f"layers.{at}.attn", at, 0) for at in group.layer_ids)
-        kept = KeptGroup(group.kind, group.dtype, HEADS, HEAD_DIM, 0, layers)
+        layers = tuple(LayerRef(f"layers.{at}.attn", at, 0) for at in group.layer_ids)
+        kept = LayerGroupShape(group.kind, group.dtype, HEADS, HEAD_DIM, 0, layers)
 
         def write(parts: Any, whole: Any, slots: Any) -> None:
             for part, view in zip(parts, side_by_side(whole), strict=True):
                 view[slots // BLOCK_TOKENS, :, slots % BLOCK_TOKENS] = part
 
         named = {layer.name: tensor for layer, tensor in zip(layers, pages, strict=True)}
-        engine_pages = EngineDevicePages(EngineShape((kept,), BLOCK_TOKENS), named, lambda _: write)
+        engine_pages = EngineDevicePages(
+            KVCacheShape((kept,), BLOCK_TOKENS), named, lambda _: write
+        )
         options = ClientOptions(chunk_tokens=TOKENS, deadline_ms=DEADLINE_MS)
         with CudaClient(address, model, options) as client:
             side = DeviceSide(engine_pages, Connector(client), 1 << 30)
-            order = np.random.default_rng(1).permutation(blocks - 1) + 1
-            tables = [[list(map(int, some))] for some in np.split(order, chunks)]
+            spec = np.random.default_rng(1).permutation(blocks - 1) + 1
+            tables = [[list(map(int, some))] for some in np.split(spec, chunks)]
             try:
                 yield cls(pages, tables, side, client)
             finally:
@@ -140,13 +142,13 @@ class Engine:
 
     def load(self, keys: Sequence[Any]) -> int:
         """Load *keys* into the pages, as a request's load does; return how many were read."""
-        from kvstore.client.engines.vllm_copies import LoadWork
+        from kvstore.client.engines.vllm.staging import LoadJob
         from kvstore.proto.types import DIGEST_BYTES, ChainDigest
 
         digests = [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
-        work = LoadWork(digests, self.tables, 0, self.side.mark(), lambda: None, lambda: False)
-        read: int = self.side.read(work)
-        return read
+        job = LoadJob(digests, self.tables, 0, self.side.mark(), lambda: None, lambda: False)
+        self.side.read(job)
+        return job.read
 
 
 def measure_all(report: Report, device: str, model: Any, chunks: int) -> None:

@@ -25,8 +25,7 @@ from bench.slo_replay import (
     load_all,
     recompute,
 )
-from kvstore.client.levels import LevelledChunk, PlanTerms, later_s
-from kvstore.client.link_meter import LinkMeter
+from kvstore.client.levels import LevelledChunk, LinkMeter, PlanTerms
 from kvstore.client.prefill import PrefillModel
 from kvstore.client.server_link import FIRST_GUESS_BYTES_PER_S
 from kvstore.proto.types import Accuracy
@@ -61,7 +60,7 @@ class Levels:
     exact_bits: float
 
     def chunk(self, tokens: int) -> LevelledChunk:
-        """Return a chunk of them, as client/stored_frame.py has it."""
+        """Return a chunk of them, as client/deadline.py has it."""
         top = len(self.bits) - 1
         return LevelledChunk(
             tokens, 2 * tokens * VALUES_A_TOKEN,
@@ -151,7 +150,7 @@ def _kl(request: Request, found: Outcome, kl: Sequence[float]) -> float:
 
 def _is_worse(request: Request, found: Outcome) -> bool:
     chunks, terms = request.chunks, request.terms
-    return found.ttft_s > terms.compute_s(chunks) + later_s(chunks, terms) + COST_S
+    return found.ttft_s > terms.compute_s(chunks) + terms.later_s(chunks) + COST_S
 
 
 def _loading_first(replay: Replay) -> Replay:

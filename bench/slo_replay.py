@@ -1,7 +1,7 @@
 """Requests for prompts whose KV is stored, over a link that changes, on a clock of its own.
 
-The controller is the client's own (client/levels.py, client/link_meter.py), asked as
-client/levelled_get.py asks it; link, decoder and engine are numbers.
+The controller is the client's own (client/levels.py), used as client/deadline.py does; link,
+decoder and engine are numbers.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kvstore.client.levels import (
     RECOMPUTE,
     Fetch,
     LevelledChunk,
+    LinkMeter,
     Plan,
     PlanTerms,
     Progress,
@@ -29,7 +30,6 @@ from kvstore.client.levels import (
     to_compute,
     wait_until_s,
 )
-from kvstore.client.link_meter import LinkMeter
 
 RTT_S = 0.001
 """Of every request on the link."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench.report import Report
 from bench.workload import TINY, make_chunks
-from kvstore.cli.server_child import ServerChild
+from kvstore.cli.demo.demo import ServerChild
 from kvstore.client import Client, ClientOptions
 from kvstore.proto.types import ROOT, ChunkInfo, ChunkKey, Component, DType, KVLayout, LayerKind
 from kvstore.tiers.disk import DiskTier, file_bytes_for

@@ -2,26 +2,27 @@
 
 ``.safetensors``: tensors ``layer.N.key`` and ``layer.N.value`` (one of ``latent`` or ``state``
 where a layer keeps one), each (kv_heads, tokens, head_dim), N counting the layers of all
-components. The metadata has the digests, the Model and a BLAKE3 of all that and the
-tensors, so that what is read is what was written. ``.frame``: the bytes of docs/format.md as a
-tier has them; it names its model by a digest alone. Nothing in either is run, and every size is
-checked against the file's before it is used.
+components. The metadata has the digests, the Model and a BLAKE3 of all that and the tensors in
+the order of the layout, so that what is read is what was written. ``.frame``: the bytes of
+docs/format.md as a tier has them; it names its model by a digest alone. Nothing in either is
+run, and every size is checked against the file's before it is used.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from blake3 import blake3
 from google.protobuf import json_format
+from google.protobuf.message import Message
+from safetensors import SafetensorError, TensorSpec, deserialize, serialize
 
-from kvstore.codecs.base import ChunkTensors, codec_by_id, empty_tensors
+from kvstore.codecs.base import ChunkTensors, Part, codec_by_id, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.frame import MAX_FRAME_BYTES, FrameHeader, check_frame
@@ -30,7 +31,7 @@ from kvstore.proto.messages import (
     layout_to_message,
     representation_from_message,
 )
-from kvstore.proto.types import Accuracy, DType, KVLayout, LayerKind
+from kvstore.proto.types import Accuracy, Component, DType, KVLayout, LayerKind
 
 MAX_HEADER_BYTES = 16 << 20
 SAFETENSORS, FRAME = ".safetensors", ".frame"
@@ -83,16 +84,21 @@ def write_chunk(
     Raises KVStoreErrors for a codec that cannot decode it, OSError.
     """
     check_suffix(path)
-    if path.suffix == FRAME:
-        return _replace(path, [frame])
+    data = frame if path.suffix == FRAME else _safetensors(header, frame, representation)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with draft.open("xb") as file:
+            file.write(data)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return len(data)
+
+
+def _safetensors(header: FrameHeader, frame: bytes, representation: pb.Representation) -> bytes:
     tensors = empty_tensors(header.layout)
     codec_by_id(header.codec_id).decode_into(header, np.frombuffer(frame, np.uint8), tensors)
-    rows, blobs = _rows(header.layout, tensors)
-    names = json_format.MessageToDict(representation, preserving_proto_field_name=True)
-    layout = json_format.MessageToDict(
-        layout_to_message(header.layout), preserving_proto_field_name=True
-    )
-    said = {
+    facts = {
         "format": FORMAT,
         "digest": header.key[16:].hex(),
         "parent": header.parent.hex(),
@@ -100,77 +106,58 @@ def write_chunk(
         "position": str(header.position),
         "prefill_flops": repr(header.prefill_flops),
         "fidelity": header.accuracy.name,
-        "representation": json.dumps(names, sort_keys=True),
-        "layout": json.dumps(layout, sort_keys=True),
+        "representation": _as_json(representation),
+        "layout": _as_json(layout_to_message(header.layout)),
     }
-    rows["__metadata__"] = said | {"blake3": _sum(said, blobs)}
-    head = json.dumps(rows).encode()
-    head += b" " * (-len(head) % 8)  # tensors begin at a multiple of 8, as safetensors has it
-    return _replace(path, [len(head).to_bytes(8, "little"), head, *blobs])
+    specs = {
+        name: TensorSpec(
+            dtype=component.dtype.name,
+            shape=component.shape,
+            data_ptr=part.ctypes.data,
+            data_len=part.nbytes,
+        )
+        for name, component, part in _named(header.layout, tensors)
+    }
+    return serialize(specs, facts | {"blake3": _sum(facts, header.layout, tensors)})
 
 
-def _rows(layout: KVLayout, tensors: ChunkTensors) -> tuple[dict[str, Any], list[bytes]]:
-    rows: dict[str, Any] = {}
-    blobs: list[bytes] = []
-    at = 0
-    for name, dtype, shape, part in _named(layout, tensors):
-        blob = np.ascontiguousarray(part).tobytes()
-        rows[name] = {
-            "dtype": _TYPES[dtype],
-            "shape": list(shape),
-            "data_offsets": [at, at + len(blob)],
-        }
-        blobs.append(blob)
-        at += len(blob)
-    return rows, blobs
+def _as_json(message: Message) -> str:
+    return json_format.MessageToJson(
+        message, preserving_proto_field_name=True, sort_keys=True, indent=None
+    )
 
 
-def _named(
-    layout: KVLayout, tensors: ChunkTensors
-) -> Iterator[tuple[str, DType, tuple[int, int, int], Any]]:
+def _named(layout: KVLayout, tensors: ChunkTensors) -> Iterator[tuple[str, Component, Part]]:
     number = 0
     for component, layers in zip(layout.components, tensors, strict=True):
         for parts in layers:
             for name, part in zip(_PARTS[component.kind], parts, strict=True):
-                yield f"layer.{number}.{name}", component.dtype, component.shape, part
+                yield f"layer.{number}.{name}", component, part
             number += 1
 
 
-def _sum(said: Mapping[str, str], blobs: Sequence[bytes]) -> str:
+def _sum(facts: Mapping[str, str], layout: KVLayout, tensors: ChunkTensors) -> str:
     """Return the BLAKE3 of what a file says of its chunk, and of the tensors."""
-    digest = blake3(json.dumps(dict(said), sort_keys=True).encode())
-    for blob in blobs:
-        digest.update(blob)
+    digest = blake3(json.dumps(dict(facts), sort_keys=True).encode())
+    for _, _, part in _named(layout, tensors):
+        digest.update(part.tobytes())
     return digest.hexdigest()
-
-
-def _replace(path: Path, parts: Sequence[bytes]) -> int:
-    other = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with other.open("xb") as file:
-            written = sum(file.write(part) for part in parts)
-        other.replace(path)
-    finally:
-        other.unlink(missing_ok=True)
-    return written
-
-
-# --- reading
 
 
 def read_chunk(path: Path) -> ChunkFile:
     """Return the chunk in a file. Raises InvalidRequestError that names it and what is wrong."""
     check_suffix(path)
     try:
-        if path.stat().st_size > MAX_FRAME_BYTES + MAX_HEADER_BYTES:
-            raise InvalidRequestError("file", str(path), f"has over {MAX_FRAME_BYTES} bytes")
+        size = path.stat().st_size
+        if size > MAX_FRAME_BYTES + MAX_HEADER_BYTES:
+            raise ValueError(f"it has over {MAX_FRAME_BYTES} bytes")
         data = path.read_bytes()
         return _read_frame(data) if path.suffix == FRAME else _read_tensors(data)
     except OSError as error:
         raise InvalidRequestError("file", str(path), f"{error.strerror}; name another") from None
-    except (KVStoreError, ValueError, KeyError, TypeError, RecursionError) as error:
-        if isinstance(error, InvalidRequestError) and error.args and "file=" in str(error):
-            raise
+    except (
+        KVStoreError, SafetensorError, ValueError, KeyError, TypeError, RecursionError
+    ) as error:  # fmt: skip
         raise InvalidRequestError("file", str(path), f"is no chunk: {error}") from None
 
 
@@ -186,34 +173,28 @@ def _read_frame(data: bytes) -> ChunkFile:
 
 
 def _read_tensors(data: bytes) -> ChunkFile:
-    size = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or not 2 <= size <= min(MAX_HEADER_BYTES, len(data) - 8):
-        raise ValueError("no safetensors file")
-    rows: Mapping[str, Any] = json.loads(data[8 : 8 + size])
-    body = data[8 + size :]
-    said = dict(rows["__metadata__"])
-    if said["format"] != FORMAT:
-        raise ValueError(f"its format is {said['format']!r}, and {FORMAT} is known")
-    if said.pop("blake3") != _sum(said, [body]):
-        raise ValueError("it is not what was written")
-    representation = pb.Representation()
-    json_format.Parse(said["representation"], representation)
-    representation_from_message(representation)
-    message = pb.Layout()
-    json_format.Parse(said["layout"], message)
-    layout, _ = layout_from_message(message)
-    if layout.raw_bytes != len(body):
-        raise ValueError(f"its layout has {layout.raw_bytes} bytes, and the file {len(body)}")
+    # It checks the header's length, too.
+    found = dict(deserialize(data))  # type: ignore[no-untyped-call]
+    facts = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    if facts["format"] != FORMAT:
+        raise ValueError(f"its format is {facts['format']!r}, and {FORMAT} is known")
+    layout, _ = layout_from_message(json_format.Parse(facts["layout"], pb.Layout()))
+    size = sum(len(tensor["data"]) for tensor in found.values())
+    if layout.raw_bytes != size:
+        raise ValueError(f"its layout has {layout.raw_bytes} bytes, and its tensors {size}")
     tensors = empty_tensors(layout)
-    for name, dtype, shape, part in _named(layout, tensors):
-        row = rows[name]
-        start, stop = row["data_offsets"]
-        is_right = row["dtype"] == _TYPES[dtype] and tuple(row["shape"]) == shape
-        if not is_right or not 0 <= start <= stop <= len(body) or stop - start != part.nbytes:
+    for name, component, part in _named(layout, tensors):
+        tensor = found[name]
+        form = (tensor["dtype"], tuple(tensor["shape"]))
+        if form != (_TYPES[component.dtype], component.shape):
             raise ValueError(f"{name} is not what the layout says")
-        part[...] = np.frombuffer(body[start:stop], part.dtype).reshape(shape)
+        part[...] = np.frombuffer(tensor["data"], part.dtype).reshape(part.shape)
+    if facts.pop("blake3") != _sum(facts, layout, tensors):
+        raise ValueError("it is not what was written")
+    representation = json_format.Parse(facts["representation"], pb.Representation())
+    representation_from_message(representation)
     return ChunkFile(
-        bytes.fromhex(said["digest"]), bytes.fromhex(said["parent"]),
-        bytes.fromhex(said["content"]), int(said["position"]), float(said["prefill_flops"]),
-        layout, tensors, Accuracy[said["fidelity"]], representation,
+        bytes.fromhex(facts["digest"]), bytes.fromhex(facts["parent"]),
+        bytes.fromhex(facts["content"]), int(facts["position"]), float(facts["prefill_flops"]),
+        layout, tensors, Accuracy[facts["fidelity"]], representation,
     )  # fmt: skip

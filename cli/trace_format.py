@@ -6,7 +6,7 @@ A trace is then a list of its lines, or chains of blocks in columns: what a stor
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -30,7 +30,6 @@ MAX_BLOCKS = 64 << 20
 DEFAULT_BLOCK_TOKENS = 256
 _BLOCK_DIGEST_BYTES = 16
 _FIRST_TOKEN, _TOKEN_IDS = 3, 31_997
-_KEPT_TOKENS = 16 << 20
 
 Rows = NDArray[np.intp]
 Tokens = NDArray[np.int32]
@@ -135,35 +134,17 @@ def _read_line(raw: bytes, kind: type | None) -> BlockLine | SegmentLine:
     return _block_line.decode(raw) if found is BlockLine else _segment_line.decode(raw)
 
 
-class TokenStreams:
-    """Makes the tokens of segments: token j of stream s is 3 + splitmix64(s * 2**32 + j) % 31997.
+def tokens_of(segments: Iterable[Segment]) -> Tokens:
+    """Return the tokens of segments, one after the other: int32 (tokens,).
 
-    splitmix64 is Steele, Lea and Flood's (OOPSLA 2014), with the state as its argument. Streams
-    that were made are kept, up to 16 Mi tokens of them.
+    Token j of stream s is 3 + splitmix64(s * 2**32 + j) % 31997. splitmix64 is Steele, Lea and
+    Flood's (OOPSLA 2014), with the state as its argument.
     """
-
-    def __init__(self) -> None:
-        self._made: dict[int, Tokens] = {}
-        self._kept = 0
-
-    def join(self, segments: Sequence[Segment]) -> Tokens:
-        """Return the tokens of segments, one after the other: (tokens,)."""
-        parts = [self._stream(number, tokens)[:tokens] for number, tokens in segments]
-        return np.concatenate(parts) if parts else np.zeros(0, np.int32)
-
-    def _stream(self, number: int, tokens: int) -> Tokens:
-        stream = self._made.get(number, np.zeros(0, np.int32))
-        if len(stream) < tokens:
-            self._kept += tokens - len(stream)
-            if self._kept > _KEPT_TOKENS:
-                self._made.clear()
-                self._kept = tokens
-            stream = self._made[number] = _tokens(number, tokens)
-        return stream
-
-
-def _tokens(number: int, tokens: int) -> Tokens:
-    mixed = np.uint64(number << 32) + np.arange(tokens, dtype=np.uint64)
+    parts = [np.zeros(0, np.uint64)]
+    parts += [
+        np.uint64(number << 32) + np.arange(tokens, dtype=np.uint64) for number, tokens in segments
+    ]
+    mixed = np.concatenate(parts)
     mixed += np.uint64(0x9E3779B97F4A7C15)  # arrays of numpy wrap around, as splitmix64 does
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -254,11 +235,10 @@ def _cut(lines: TraceLines, size: int) -> Iterator[tuple[int, list[_Block]]]:
     Of a prompt of tokens with its answer, as an engine stores them, that is without the block in
     which the prompt ends and the answer begins.
     """
-    streams = TokenStreams()
     blocks: list[_Block]
     for line in lines:
         if isinstance(line, SegmentLine):
-            whole = streams.join((*line.inputs, line.output))
+            whole = tokens_of((*line.inputs, line.output))
             parts = [whole[at : at + size] for at in range(0, len(whole), size)]
             blocks = [(blake3(p.tobytes()).digest(_BLOCK_DIGEST_BYTES), len(p)) for p in parts]
             yield (line.input_tokens // size if line.output_tokens else len(blocks)), blocks

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kvstore.cli.access import given_access
+from kvstore.cli.app import given_access
 from kvstore.cli.calibrate import load_model, read_text
 from kvstore.client import Client, ClientOptions
 from kvstore.client.blend.engine import Blender

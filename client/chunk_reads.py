@@ -12,8 +12,8 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from kvstore.client.batches import MAX_OPEN_BATCHES, batches
+from kvstore.client.deadline import Levelled, LevelledGet, beside
 from kvstore.client.decode import Layer, LayerReader, Room, direct
-from kvstore.client.levelled_get import Levelled, LevelledGet, beside
 from kvstore.client.levels import PlanTerms
 from kvstore.client.rectangle_room import RectangleRoom
 from kvstore.client.retry import countdown
@@ -76,7 +76,6 @@ def _read(link: ServerLink, request: ChunkRequest, transport: Transport, left_ms
     keys, room, accuracy, leases = request.keys, request.room, request.accuracy, request.leases
     limit = session.terms.max_batch_chunks
     digests = split_digests(packed(keys, session.terms.namespace), len(keys))
-    shard = room.usual_shard(link.options.chunk_tokens) if isinstance(room, RectangleRoom) else None
     found = Prefix([], [])
     for number, (first, some) in enumerate(batches(keys, limit)):
         lease_id = leases[number] if leases else 0
@@ -84,7 +83,7 @@ def _read(link: ServerLink, request: ChunkRequest, transport: Transport, left_ms
         landing = partial(direct, session, some, part)
         wanted = digests[first : first + limit]
         try:
-            plan = ReadPlan(wanted, lease_id, left_ms(), accuracy, shard=shard, direct=landing)
+            plan = ReadPlan(wanted, lease_id, left_ms(), accuracy, direct=landing)
             with transport.read(plan) as arriving:
                 frames = at_least(arriving, accuracy, copies)
                 tensors, broken = link.reader.read(session, some, frames, part)
@@ -231,15 +230,12 @@ def read_levelled(
     check_every_layer(link.model)
     if not keys:
         return Levelled((), ())
-    layout = KVLayout.of(link.model, link.options.chunk_tokens)
 
     def work(transport: Transport, _: LeftMs) -> Levelled:
         packed(keys, transport.session.terms.namespace)  # which refuses those of others
-        get = LevelledGet(transport, link.reader, keys, layout, link.meters)
+        get = LevelledGet(transport, link.reader, link.meters, keys, terms, room)
         try:
-            if compute is None:
-                return get.run(terms, room)
-            return beside(get, terms, room, compute)
+            return get.run() if compute is None else beside(get, compute)
         finally:
             for key in get.damaged:
                 link.quarantine(transport, key)

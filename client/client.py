@@ -14,6 +14,7 @@ from kvstore.client.batch_plans import plan_batch
 from kvstore.client.blend.segments import NamedSegment, SegmentRange, name_segments
 from kvstore.client.chunk import Chunk, PlannedChunk
 from kvstore.client.chunk_puts import put_by_layers, put_whole
+from kvstore.client.deadline import Levelled
 from kvstore.client.decode import Layer, Room, given
 from kvstore.client.events import EventStream, Place
 from kvstore.client.forks import FORKS
@@ -21,7 +22,6 @@ from kvstore.client.kv import KV, Prompt, empty_kv, first_tokens, kv_of
 from kvstore.client.layer_sink import PutTerms
 from kvstore.client.layered_put import LayeredPut
 from kvstore.client.lease import Lease
-from kvstore.client.levelled_get import Levelled
 from kvstore.client.levels import PlanTerms
 from kvstore.client.lookups import look_up, prefix_plan, viewer
 from kvstore.client.options import MAX_DEADLINE_MS, MAX_NAME_CHARS, ClientOptions

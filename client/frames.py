@@ -7,9 +7,8 @@ verified here but by ``FileFrame.decode_into`` and ``DirectFrame``.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from xxhash import xxh3_64
@@ -25,23 +24,13 @@ from kvstore.proto.errors import (
     LayoutMismatchError,
     TierUnavailableError,
 )
-from kvstore.proto.frame import (
-    ALIGN_BYTES,
-    FrameHeader,
-    check_segment,
-    header_bytes,
-    parse_header,
-    raw_frame_bytes,
-)
-from kvstore.proto.types import Shard
+from kvstore.proto.frame import FrameHeader, check_segment
 
 if TYPE_CHECKING:
     from kvstore.client.transport import Arrival
 
 HEAD_BYTES = 1 << 12
 """Read once and kept: the header of most frames lies within, and is looked at in pieces."""
-STEP_BYTES = 1 << 19
-"""What is read before it is summed: larger steps have left the cache by then."""
 _RAW = RawCodec()
 
 
@@ -101,31 +90,19 @@ class FileFrame:
     def decode_into(self, header: FrameHeader, out: AnyTensors) -> None:
         """Read a raw frame's layers into *out*, each checked while it is in cache.
 
-        Raises as ``RawCodec.decode_into``. Parts that are not contiguous go through a layer of
-        our own.
+        Where parts are not contiguous, or small, by way of a layer of our own. Raises as
+        ``RawCodec.decode_into``.
         """
         layers = _raw_layers(header, out)
         groups = [(self._offset + one.start, one.flat) for one in layers if one.flat is not None]
         is_plain = len(groups) == len(layers)
         sums = read_summed(self._file.descriptor, groups) if is_plain else None
         for number, one in enumerate(layers):
-            if one.flat is None:
+            if sums is not None:
+                check_segment(header, one.segment, sums[number])
+            else:
                 data = self[one.start : one.start + one.size_bytes]
                 _RAW.decode_checked(header, one.segment, data, one.parts)
-            else:
-                found = self._read_summed(one.start, one.flat) if sums is None else sums[number]
-                check_segment(header, one.segment, found)
-
-    def _read_summed(self, start: int, out: Sequence[Bytes]) -> int:
-        """Fill *out* from *start*, each step summed while it is in cache; return the checksum."""
-        digest = xxh3_64()
-        for part in out:
-            for at in range(0, len(part), STEP_BYTES):
-                step = part[at : at + STEP_BYTES]
-                self._read(start + at, step)
-                digest.update(step)  # type: ignore[arg-type]
-            start += len(part)
-        return digest.intdigest()
 
     def _read(self, start: int, out: Bytes) -> None:
         at, done = self._offset + start, 0
@@ -382,100 +359,3 @@ class FrameAssembler:
         """
         if frames != self.next_index:
             raise InvalidFrameError("frames", frames, f"{self.next_index} came")
-
-
-# --- the layers of a shard alone
-
-
-class Span(NamedTuple):
-    """Bytes *start* to *stop* of a frame, the last not included."""
-
-    start: int
-    stop: int
-
-
-class SparseFrame:
-    """Some spans of a frame of ``len(frame)`` bytes; a slice has to lie within one of them.
-
-    Raises InvalidFrameError for any other.
-    """
-
-    def __init__(self, spans: Sequence[Span], frame_bytes: int) -> None:
-        self._spans = spans
-        self._data = [np.empty(span.stop - span.start, np.uint8) for span in spans]
-        self._frame_bytes = frame_bytes
-        self.missing_bytes = sum(map(len, self._data))
-
-    def __len__(self) -> int:
-        return self._frame_bytes
-
-    def __getitem__(self, piece: slice) -> Bytes:
-        start, stop, _ = piece.indices(self._frame_bytes)
-        for span, data in zip(self._spans, self._data, strict=True):
-            if span.start <= start and stop <= span.stop:
-                return data[start - span.start : stop - span.start]
-        raise InvalidFrameError("frame", (start, stop), "these bytes were not requested")
-
-    def add(self, offset: int, data: Bytes) -> None:
-        """Take the next piece; pieces come in order. Raises InvalidFrameError."""
-        out = self[offset : offset + len(data)]
-        if len(out) != len(data):
-            raise InvalidFrameError("offset", offset, "beyond the frame's end")
-        copy_bytes(out, data)
-        self.missing_bytes -= len(data)
-
-
-def layer_spans(shard: Shard) -> list[Span]:
-    """Return where a raw frame of ``shard.whole`` has its header, and the layers of *shard*."""
-    at = header_bytes(shard.whole)
-    spans = [Span(0, at)]
-    for component, extent in zip(shard.whole.components, shard.extents, strict=True):
-        step = -(-component.layer_bytes // ALIGN_BYTES) * ALIGN_BYTES
-        if extent is not None:
-            last = at + (extent.layer_stop - 1) * step + component.layer_bytes
-            spans.append(Span(at + extent.first_layer * step, last))
-        at += component.layers * step
-    return spans
-
-
-def shard_ranges(shard: Shard, chunks: int) -> list[pb.FrameRange]:
-    """Return the request for header and layers of *shard* of so many chunks, at once.
-
-    Where chunks lie raw and of the usual length, the layout alone says where the layers are.
-    """
-    return [
-        pb.FrameRange(index=index, start=span.start, stop=span.stop)
-        for index in range(chunks)
-        for span in layer_spans(shard)
-    ]
-
-
-def shard_frames(shard: Shard, parts: Iterable[Arrival]) -> Generator[Arrival, None, int | None]:
-    """Yield the frames whose *parts* come in answer to ``shard_ranges``.
-
-    Return the first chunk that is not raw, or of another length, and so has to be read whole;
-    None where the next one did not come.
-    """
-    spans, usual_bytes = layer_spans(shard), raw_frame_bytes(shard.whole)
-    count, frame = 0, SparseFrame(spans, usual_bytes)
-    for part in parts:
-        if part.index != count:
-            return None  # this one did not come, or not all of it
-        if part.frame_bytes != usual_bytes:
-            return count
-        frame.add(part.offset, cast("Bytes", part.data))
-        if frame.missing_bytes > 0:
-            continue
-        if not _is_raw(frame, shard):
-            return count
-        yield replace(part, data=frame, offset=0)
-        count, frame = count + 1, SparseFrame(spans, usual_bytes)
-    return None
-
-
-def _is_raw(frame: SparseFrame, shard: Shard) -> bool:
-    try:
-        header = parse_header(frame)
-    except InvalidFrameError:
-        return False  # of levels, or damaged: it shows when it is read whole
-    return not header.codec_id and header.layout == shard.whole

@@ -6,22 +6,19 @@ nothing that came is wasted. Departures: the link is measured, never known; a ch
 by the engine's own cost model, while later ones load; the deadline belongs to the whole
 request, not in equal parts to its chunks.
 
-An engine that computes nothing before its prefix is there (``PlanTerms.loads_first``) reads
-some chunks and computes those behind them; ``wait_until_s`` then bounds what a link that proves
-slow may cost it.
-
-Pure: no clock, no I/O. Ask ``plan`` again whenever a chunk came.
+No clock, no I/O: ``plan`` again whenever a chunk came.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise, takewhile
 from typing import NamedTuple
 
-from kvstore.client.link_meter import LinkEstimate
 from kvstore.client.prefill import PrefillModel
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import Accuracy
@@ -37,7 +34,7 @@ FLIPS_TRIED = 8
 MAX_FLIPPED = 32
 """Of more chunks none is decided by itself: a plan is to take milliseconds."""
 BATCH_S = 0.05
-"""What is asked for at once, by the link's mean: no plan is older than that by much."""
+"""What is requested at once, by the link's mean: no plan is older than that by much."""
 FIRST_BATCH_BYTES = 4 << 20
 """The first batch of a get, as nobody knows what the link gives now."""
 QUIET_S = 2 * BATCH_S
@@ -50,6 +47,75 @@ CUT_SHORT_S = 0.03
 """A read that is cut short may end so much later: its next piece is on the way."""
 MAX_LATER_SHARE = 0.125
 """Of what computing everything takes: loads may end in vain so much later at most."""
+
+EWMA_WEIGHT = 0.3
+SAMPLES_KEPT = 32
+CAUTIOUS_SHARE = 0.2
+WEIGHED_S = 0.05
+"""A transfer that took longer than this counts for as many as it could have been."""
+DOUBLING_S = 5.0
+"""In what time a link of which nothing came is taken to give twice as much."""
+_LEAST_S = 1e-9
+
+
+# --- what the link gives
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEstimate:
+    """Bytes a second: to expect, and to count on. Raises InvalidRequestError unless positive."""
+
+    mean_bytes_per_s: float
+    p20_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        for field in ("mean_bytes_per_s", "p20_bytes_per_s"):
+            if not getattr(self, field) > 0:
+                raise InvalidRequestError(field, getattr(self, field), "give a positive number")
+
+
+class LinkMeter:
+    """Learns from transfers; *prior_bytes_per_s* stands until the first. Any thread may call.
+
+    With a *clock* what was seen ages: a link from which nothing comes, as it was slow, would stay
+    slow for ever. Its estimate doubles every DOUBLING_S, up to the prior, until the next transfer.
+    """
+
+    def __init__(self, prior_bytes_per_s: float, clock: Callable[[], float] | None = None) -> None:
+        self._prior = LinkEstimate(prior_bytes_per_s, prior_bytes_per_s).mean_bytes_per_s
+        self._mean = self._prior
+        self._clock = clock or (lambda: 0.0)
+        self._seen_s = 0.0
+        self._samples: deque[float] = deque(maxlen=SAMPLES_KEPT)
+        self._lock = threading.Lock()
+
+    def observe(self, size_bytes: int, seconds: float) -> None:
+        """Take note of one transfer; an empty one says nothing."""
+        if size_bytes <= 0:
+            return
+        found = size_bytes / max(seconds, _LEAST_S)
+        weight = 1.0 - (1.0 - EWMA_WEIGHT) ** max(1.0, seconds / WEIGHED_S)
+        with self._lock:
+            self._mean += (weight if self._samples else 1.0) * (found - self._mean)
+            self._samples.append(found)
+            self._seen_s = self._clock()
+
+    def estimate(self) -> LinkEstimate:
+        """Return the exponentially weighted mean, and the 20th percentile of the last samples.
+
+        The latter is never more than the mean: one slow transfer is caution enough.
+        """
+        with self._lock:
+            mean, samples = self._mean, list(self._samples)
+            age_s = self._clock() - self._seen_s
+        ordered = sorted(samples) or [mean]
+        cautious = min(mean, ordered[int(CAUTIOUS_SHARE * (len(ordered) - 1))])
+        most = max(1.0, self._prior / mean)
+        grown = min(most, 2.0 ** min(age_s / DOUBLING_S, 64.0)) if samples else 1.0
+        return LinkEstimate(grown * mean, grown * cautious)
+
+
+# --- what a request needs, and has
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +138,9 @@ class LevelledChunk:
             raise InvalidRequestError("tokens", (self.tokens, self.raw_bytes), "positive numbers")
         if not len(self.end_bytes) == len(self.accuracy) == len(self.distortion):
             raise InvalidRequestError("levels", len(self.end_bytes), "as many of each")
-        sizes = (0, *self.end_bytes)
-        if any(later <= one for one, later in pairwise(sizes)):
+        if any(later <= one for one, later in pairwise((0, *self.end_bytes))):
             raise InvalidRequestError("end_bytes", self.end_bytes, "must grow with each level")
-        losses = (*self.distortion, 0.0)
-        if any(not one >= later for one, later in pairwise(losses)):
+        if any(not one >= later for one, later in pairwise((*self.distortion, 0.0))):
             raise InvalidRequestError(
                 "distortion", self.distortion, "must not grow, nor sink below 0"
             )
@@ -85,10 +149,19 @@ class LevelledChunk:
         """Return the lowest level of at least *least*; None when there is none."""
         return next((k for k, found in enumerate(self.accuracy) if found >= least), None)
 
+    def start_byte(self, level: int) -> int:
+        """Return the first byte past *level*; 0 where nothing has come."""
+        return self.end_bytes[level] if level >= 0 else 0
+
+    def density(self, low: int, high: int) -> float:
+        """Return the distortion spared for each byte, from one level to a higher one."""
+        spared = self.distortion[low] - self.distortion[high]
+        return spared / (self.end_bytes[high] - self.end_bytes[low])
+
 
 @dataclass(frozen=True, slots=True)
 class PlanTerms:
-    """What a request asks for, and what its engine and decoder do.
+    """What a request needs, and what its engine and decoder do.
 
     ``deadline_s`` is from the request's start to all KV being there (the time to first token
     less what follows). ``decode_bytes_per_s`` 0 stands for what the client has measured; ``plan``
@@ -99,7 +172,8 @@ class PlanTerms:
     With ``never_later`` a plan is in time only if it ends no later than computing everything; the
     engine computes from the first chunk on, and chunks come from the last one back, so that
     wherever both meet there is a prompt. With ``loads_first``, too, the engine computes nothing
-    until the loads are over: chunks come from the first on, and it computes those behind them.
+    until the loads are over: chunks come from the first on, and it computes those behind them;
+    ``wait_until_s`` then bounds what a link that proves slow may cost it.
     """
 
     deadline_s: float
@@ -138,6 +212,16 @@ class PlanTerms:
         # In goes of half of what is left: see ``to_compute``.
         starts_s = self.prefill.start_s * max(0, len(missing).bit_length() - 1)
         return self.span_s(sum(missing), 0) + starts_s + tail_s
+
+    def later_s(self, chunks: Sequence[LevelledChunk]) -> float:
+        """Return how much later than without loads a prompt may be whose loads came to nothing.
+
+        What a chunk takes to compute, or a batch to load, but no more than MAX_LATER_SHARE of all,
+        and than the deadline: what is known of the engine may be wrong.
+        """
+        first_s = self.prefill.seconds(chunks[0].tokens, 0) if chunks else 0.0
+        later_s = min(MAX_LATER_SHARE * self.compute_s(chunks), max(BATCH_S, first_s))
+        return min(later_s, max(BATCH_S, self.deadline_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,23 +271,25 @@ class Plan:
     floors: tuple[int, ...]
     """The lowest level that each chunk may be used at; RECOMPUTE where there is none."""
 
-    def next_fetch(self, chunks: Sequence[LevelledChunk], progress: Progress) -> Fetch | None:
-        """Return what to ask the link for now, None when everything planned has come.
+    def next_fetch(self, chunks: Sequence[LevelledChunk], held: Sequence[int]) -> Fetch | None:
+        """Return what to request now, of chunks that are *held* at these levels; None when
+        everything planned has come.
 
         First what each chunk needs at least; then refinements, level by level, those
         first that spare the most distortion a byte. So a plan can be cut short at any time.
         """
-        held = progress.levels
         order = range(len(held))
         for index in reversed(order) if self.is_backwards else order:
-            action, has = self.actions[index], held[index]
-            if action >= 0 and has < self.floors[index]:
-                return _fetch(chunks, index, has, self.floors[index])
+            action, has, floor = self.actions[index], held[index], self.floors[index]
+            if action >= 0 and has < floor:
+                chunk = chunks[index]
+                return Fetch(index, floor, chunk.start_byte(has), chunk.end_bytes[floor])
         wanted = [i for i, action in enumerate(self.actions) if action > held[i] >= 0]
         if not wanted:
             return None
-        best = max(wanted, key=lambda i: (_density(chunks[i], held[i], self.actions[i]), -i))
-        return _fetch(chunks, best, held[best], held[best] + 1)
+        best = max(wanted, key=lambda i: (chunks[i].density(held[i], self.actions[i]), -i))
+        level, sizes = held[best] + 1, chunks[best].end_bytes
+        return Fetch(best, level, sizes[level - 1], sizes[level])
 
 
 def batch_of(
@@ -213,19 +299,18 @@ def batch_of(
     arrived_bytes: Sequence[int],
     budget_bytes: float,
 ) -> list[Fetch]:
-    """Return what to ask the link for next, as *found* has it, until *budget_bytes* are spent.
+    """Return what to request next, as *found* has it, until *budget_bytes* are spent.
 
-    The first ``arrived_bytes[i]`` bytes of a chunk are not asked for again.
+    The first ``arrived_bytes[i]`` bytes of a chunk are not requested again.
     """
     batch: list[Fetch] = []
-    while budget_bytes > 0 and (fetch := found.next_fetch(chunks, progress)) is not None:
+    held = list(progress.levels)
+    while budget_bytes > 0 and (fetch := found.next_fetch(chunks, held)) is not None:
         start = max(fetch.start, arrived_bytes[fetch.chunk])
         if start < fetch.stop:
             batch.append(fetch._replace(start=start))
             budget_bytes -= fetch.stop - start
-        levels = list(progress.levels)
-        levels[fetch.chunk] = fetch.level
-        progress = replace(progress, levels=tuple(levels))
+        held[fetch.chunk] = fetch.level
     return batch  # in the plan's order: what a slow link brings of it is of use
 
 
@@ -243,7 +328,7 @@ def wait_until_s(chunks: Sequence[LevelledChunk], progress: Progress, terms: Pla
     if not terms.never_later:
         return terms.deadline_s - decode_s
     whole_s = terms.compute_s(chunks)
-    end_s = whole_s + later_s(chunks, terms)
+    end_s = whole_s + terms.later_s(chunks)
     if MISSING not in progress.levels:  # refinements are worth no risk
         margin_s = min(BATCH_S, MAX_LATER_SHARE * terms.deadline_s)
         end_s = min(whole_s, terms.deadline_s - margin_s)
@@ -281,26 +366,7 @@ def to_compute(
     return count
 
 
-def later_s(chunks: Sequence[LevelledChunk], terms: PlanTerms) -> float:
-    """Return how much later than without loads a prompt may be whose loads came to nothing.
-
-    What a chunk takes to compute, or a batch to load, but no more than MAX_LATER_SHARE of all,
-    and than the deadline: what is known of the engine may be wrong.
-    """
-    first_s = terms.prefill.seconds(chunks[0].tokens, 0) if chunks else 0.0
-    later_s = min(MAX_LATER_SHARE * terms.compute_s(chunks), max(BATCH_S, first_s))
-    return min(later_s, max(BATCH_S, terms.deadline_s))
-
-
-def _fetch(chunks: Sequence[LevelledChunk], index: int, has: int, level: int) -> Fetch:
-    sizes = chunks[index].end_bytes
-    return Fetch(index, level, 0 if has < 0 else sizes[has], sizes[level])
-
-
-def _density(chunk: LevelledChunk, low: int, high: int) -> float:
-    """Distortion spared for each byte, from one level to a higher one."""
-    spared = chunk.distortion[low] - chunk.distortion[high]
-    return spared / (chunk.end_bytes[high] - chunk.end_bytes[low])
+# --- the plan
 
 
 def plan(
@@ -312,7 +378,18 @@ def plan(
     never planned below the minimum accuracy: without such a level it is computed. What has come
     stays. Some 20 ms for 128 chunks. Raises InvalidRequestError when *progress* is of others.
     """
-    return _Planner(chunks, progress, terms).best(link)
+    planner = _Planner(chunks, progress, terms)
+    cautious = planner.in_time(link.p20_bytes_per_s)
+    if cautious.is_in_time:
+        return cautious
+    soonest = planner.soonest(link.mean_bytes_per_s)
+    is_over = terms.deadline_s <= terms.later_s(chunks)
+    # ``is_in_time`` allows no delay beside what computing everything takes.
+    is_met = progress.elapsed_s + terms.compute_s(chunks) <= terms.deadline_s
+    if soonest.is_in_time or is_met or is_over or not terms.loads_first:
+        return soonest
+    # It is late unless the link has become faster: to see costs ``later_s`` at most.
+    return planner.refined(planner.computing(0), link.mean_bytes_per_s)
 
 
 class _Planner:
@@ -326,16 +403,14 @@ class _Planner:
             MISSING <= has < limit for has, limit in zip(progress.levels, limits, strict=True)
         ):
             raise InvalidRequestError("progress.levels", progress.levels, "a level of each chunk")
+        if not terms.decode_bytes_per_s:
+            raise InvalidRequestError("decode_bytes_per_s", 0, "give what decoding takes")
         self._chunks = chunks
         self._progress = progress
         self._terms = terms
-        if not terms.decode_bytes_per_s:
-            raise InvalidRequestError("decode_bytes_per_s", 0, "give what decoding takes")
         found = [chunk.floor(terms.least) for chunk in chunks]
         self._floors = tuple(RECOMPUTE if level is None else level for level in found)
-        starts = [0]
-        for chunk in chunks:
-            starts.append(starts[-1] + chunk.tokens)
+        starts = [0, *accumulate(chunk.tokens for chunk in chunks)]
         self._prefill_s = [
             terms.prefill.seconds(chunk.tokens, start)
             for chunk, start in zip(chunks, starts, strict=False)
@@ -344,87 +419,61 @@ class _Planner:
         self._deadline_s = terms.deadline_s
         if terms.never_later:
             self._deadline_s = min(terms.deadline_s, terms.compute_s(chunks))
-        self._loadable = next(
-            (at for at, floor in enumerate(self._floors) if floor == RECOMPUTE), len(chunks)
-        )
+        count = len(chunks)
+        step = max(1, count // PREFIXES_TRIED)
+        self._counts = sorted({*range(0, count, step), count})
+        """How many chunks may be computed: what is tried."""
 
-    def best(self, link: LinkEstimate) -> Plan:
-        cautious = self._best_for(link.p20_bytes_per_s)
-        if cautious.is_in_time:
-            return cautious
-        soonest = self._soonest(link.mean_bytes_per_s)
-        terms, elapsed_s = self._terms, self._progress.elapsed_s
-        is_over = terms.deadline_s <= later_s(self._chunks, terms)
-        # ``is_in_time`` allows no delay beside what computing everything takes.
-        is_met = elapsed_s + terms.compute_s(self._chunks) <= terms.deadline_s
-        if soonest.is_in_time or is_met or is_over or not terms.loads_first:
-            return soonest
-        # It is late unless the link has become faster: to see costs ``later_s`` at most.
-        return self._refined(self._computing(0), link.mean_bytes_per_s)
-
-    def _best_for(self, bytes_per_s: float) -> Plan:
-        plans = [
-            self._refined(self._computing(count), bytes_per_s)
-            for count in self._counts_in_time(bytes_per_s)
-        ]
+    def in_time(self, bytes_per_s: float) -> Plan:
+        """Return the best plan of those in time."""
+        tried = [self.computing(count) for count in self._counts]
+        found = [one for one in tried if self._ready_s(one, bytes_per_s) <= self._deadline_s]
+        plans = [self.refined(one, bytes_per_s) for one in found or tried[:1]]
         return min(plans, key=self._rank)
 
-    def _soonest(self, bytes_per_s: float) -> Plan:
+    def soonest(self, bytes_per_s: float) -> Plan:
         """Return what ends soonest, refined if it turns out to be in time after all."""
         actions = min(
-            map(self._computing, self._counts()),
-            key=lambda tried: (self.ready_s(tried, bytes_per_s), tried.count(RECOMPUTE)),
+            map(self.computing, self._counts),
+            key=lambda tried: (self._ready_s(tried, bytes_per_s), tried.count(RECOMPUTE)),
         )
         if not self._terms.never_later:
             actions = self._flipped(actions, bytes_per_s)
-        return self._refined(actions, bytes_per_s)
+        return self.refined(actions, bytes_per_s)
 
     def _flipped(self, actions: list[int], bytes_per_s: float) -> list[int]:
         """Load single chunks instead of computing them, or the reverse, while that is sooner."""
-        now_s = self.ready_s(actions, bytes_per_s)
+        now_s = self._ready_s(actions, bytes_per_s)
         for _ in range(FLIPS_TRIED if len(actions) <= MAX_FLIPPED else 0):
             trials = []
             for index, action in enumerate(actions):
                 other = self._floors[index] if action == RECOMPUTE else RECOMPUTE
                 if self._progress.levels[index] == MISSING:
                     tried = [*actions[:index], other, *actions[index + 1 :]]
-                    trials.append((self.ready_s(tried, bytes_per_s), tried))
+                    trials.append((self._ready_s(tried, bytes_per_s), tried))
             if not trials or min(trials)[0] >= now_s:
                 break
             now_s, actions = min(trials)
         return actions
 
-    def _counts_in_time(self, bytes_per_s: float) -> list[int]:
-        """Return how many chunks may be computed: what is tried."""
-        tried = self._counts()
-        limit_s = self._deadline_s
-        found = [n for n in tried if self.ready_s(self._computing(n), bytes_per_s) <= limit_s]
-        return found or [0]
-
-    def _counts(self) -> list[int]:
-        count = len(self._chunks)
-        step = max(1, count // PREFIXES_TRIED)
-        return sorted({*range(0, count, step), count})
-
-    def _computing(self, count: int) -> list[int]:
+    def computing(self, count: int) -> list[int]:
         """Return the actions that compute *count* chunks and load the others at their lowest.
 
         The first ones: they cost the engine least, and need nothing that is loaded. With
         ``loads_first`` the last ones, and all behind one that cannot be loaded.
         """
-        chunks = range(len(self._chunks))
-        if not self._terms.loads_first:
-            return [self._least(at, at < count) for at in chunks]
-        loaded = min(len(self._chunks) - count, self._loadable)
-        return [self._least(at, at >= loaded) for at in chunks]
+        size = len(self._chunks)
+        computed = range(count)
+        if self._terms.loads_first:
+            loadable = self._floors.index(RECOMPUTE) if RECOMPUTE in self._floors else size
+            computed = range(min(size - count, loadable), size)
+        actions = []
+        for index, (has, floor) in enumerate(zip(self._progress.levels, self._floors, strict=True)):
+            is_computed = RECOMPUTE in (has, floor) or (has == MISSING and index in computed)
+            actions.append(RECOMPUTE if is_computed else max(has, floor))
+        return actions
 
-    def _least(self, index: int, is_computed: bool) -> int:
-        has, floor = self._progress.levels[index], self._floors[index]
-        if has == RECOMPUTE or floor == RECOMPUTE:
-            return RECOMPUTE
-        return max(has, floor) if has >= 0 else RECOMPUTE if is_computed else floor
-
-    def ready_s(self, actions: Sequence[int], bytes_per_s: float) -> float:
+    def _ready_s(self, actions: Sequence[int], bytes_per_s: float) -> float:
         """Return when everything is there.
 
         The link brings chunks in order; each is decoded beside the next load; the engine
@@ -440,23 +489,15 @@ class _Planner:
                     engine_s = max(engine_s, there_s) + self._prefill_s[index]
                 there_s = max(there_s, engine_s)
             elif action > has:
-                before = chunk.end_bytes[has] if has >= 0 else 0
-                link_s += (chunk.end_bytes[action] - before) / bytes_per_s
+                link_s += (chunk.end_bytes[action] - chunk.start_byte(has)) / bytes_per_s
                 decoded_s = max(decoded_s, link_s) + chunk.raw_bytes / decode_bytes_per_s
                 there_s = max(there_s, decoded_s)
         return max(engine_s, there_s) + self._tail_s if self._tail_s else there_s
 
-    def _refined(self, actions: list[int], bytes_per_s: float) -> Plan:
+    def refined(self, actions: list[int], bytes_per_s: float) -> Plan:
         """Raise levels, the most distortion a byte first, as far as the deadline allows."""
-        jumps = sorted(
-            (
-                jump
-                for at, level in enumerate(actions)
-                if level >= 0
-                for jump in self._hull(at, level)
-            ),
-            key=lambda jump: (-jump[0], jump[1]),
-        )
+        jumps = [j for at, level in enumerate(actions) if level >= 0 for j in self._hull(at, level)]
+        jumps.sort(key=lambda jump: (-jump[0], jump[1]))
 
         def raised(count: int) -> list[int]:
             found = list(actions)
@@ -467,12 +508,12 @@ class _Planner:
         low, high = 0, len(jumps)
         while low < high:
             middle = (low + high + 1) // 2
-            in_time = self.ready_s(raised(middle), bytes_per_s) <= self._deadline_s
+            in_time = self._ready_s(raised(middle), bytes_per_s) <= self._deadline_s
             low, high = (middle, high) if in_time else (low, middle - 1)
         final = raised(low)
         for _, at, level in jumps[low + 1 : low + 1 + FLIPS_TRIED]:  # smaller ones may fit still
             tried = [*final[:at], level, *final[at + 1 :]]
-            if level > final[at] and self.ready_s(tried, bytes_per_s) <= self._deadline_s:
+            if level > final[at] and self._ready_s(tried, bytes_per_s) <= self._deadline_s:
                 final = tried
         return self._plan(final, bytes_per_s)
 
@@ -481,16 +522,14 @@ class _Planner:
         chunk, jumps = self._chunks[index], []
         while level < len(chunk.end_bytes) - 1:
             above = range(level + 1, len(chunk.end_bytes))
-            best = max(above, key=lambda high: (_density(chunk, level, high), high))
-            density = _density(chunk, level, best)
+            density, level = max((chunk.density(level, high), high) for high in above)
             if not density:
                 break
-            jumps.append((density * chunk.tokens, index, best))
-            level = best
+            jumps.append((density * chunk.tokens, index, level))
         return jumps
 
     def _plan(self, actions: Sequence[int], bytes_per_s: float) -> Plan:
-        ready_s = self.ready_s(actions, bytes_per_s)
+        ready_s = self._ready_s(actions, bytes_per_s)
         distortion = math.fsum(
             chunk.tokens * chunk.distortion[action]
             for chunk, action in zip(self._chunks, actions, strict=True)

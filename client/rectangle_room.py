@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore.client.rectangle import Rectangle
-from kvstore.proto.types import END_KINDS, KVLayout, Model, Shard
+from kvstore.proto.types import KVLayout, Model, Shard
 
 
 class RectangleRoom:
@@ -25,18 +25,6 @@ class RectangleRoom:
     def shard(self, layout: KVLayout) -> Shard:
         """Return what is read of a chunk of *layout*. Raises LayoutMismatchError."""
         return self._rectangle.shard(self._representation, layout)
-
-    def usual_shard(self, chunk_tokens: int) -> Shard | None:
-        """Return what is read of a chunk of *chunk_tokens*, if that leaves out some layers.
-
-        None also for models whose chunks do not all have the same layers.
-        """
-        groups = self._representation.layer_groups
-        if self._rectangle.layers is None or any(group.kind in END_KINDS for group in groups):
-            return None
-        shard = self.shard(KVLayout.of(self._representation, chunk_tokens))
-        is_all = shard.layout.segment_count == shard.whole.segment_count
-        return None if is_all else shard
 
     def behind(self, first: int) -> RectangleRoom:
         """Return the same for a get whose first chunk is number *first* here."""

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 from kvstore.client.batches import digest_batches
 from kvstore.client.bulk_transport import BulkTransport
 from kvstore.client.connection import Connection
+from kvstore.client.deadline import Meters
 from kvstore.client.decode import Reader
 from kvstore.client.forks import keep
-from kvstore.client.levelled_get import Meters
-from kvstore.client.link_meter import LinkMeter
+from kvstore.client.levels import LinkMeter
 from kvstore.client.liveness import stays_silent
 from kvstore.client.options import ClientOptions
 from kvstore.client.retry import countdown

@@ -170,7 +170,7 @@ class ShmTransport(Transport):
     ) -> Iterator[Arrival]:
         """Yield what *request* brings. What another server did not send comes by way of ours."""
         until = time.monotonic() + plan.deadline_ms / 1000
-        if plan.shard is not None or not self.session.options.read_peers:
+        if not self.session.options.read_peers:
             plan = replace(plan, direct=None)
         if plan.direct is not None:
             request.peers.extend(self._peers.numbers())

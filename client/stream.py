@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from functools import partial
 from typing import cast
 
 import numpy as np
 from typing_extensions import override
 
-from kvstore.client.frames import FrameAssembler, shard_frames, shard_ranges
+from kvstore.client.frames import FrameAssembler
 from kvstore.client.layer_sink import LayerSink, PutTerms
 from kvstore.client.stream_sink import StreamSink
 from kvstore.client.transport import (
@@ -33,7 +31,6 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.messages import MESSAGE_BYTES, hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.types import Shard
 
 
 class StreamTransport(Transport):
@@ -78,22 +75,17 @@ class StreamTransport(Transport):
     @override
     @contextmanager
     def read(self, plan: ReadPlan) -> Iterator[Arrivals]:
-        with ExitStack() as stack:
-            if plan.shard is None:
-                yield self._begin(stack, plan)
-            else:
-                yield Arrivals(self._of_shard(stack, plan.shard, replace(plan, shard=None)))
-
-    def _begin(self, stack: ExitStack, plan: ReadPlan) -> Arrivals:
-        """Begin a stream for *plan*, which *stack* ends."""
         connection = self.session.connection
         call = connection.begin_stream("Get", self.request(plan, pb.VIA_STREAM), plan.deadline_ms)
         end = partial(connection.end_stream, call)
-        stack.callback(end)
-        parts = map(arrival_of, iter(partial(connection.next_of, call), None))
-        if plan.layer_major or plan.ranges:
-            return Arrivals(parts, is_layered=plan.layer_major, end=end)
-        return Arrivals(self._whole(parts, plan.direct), end=end)
+        try:
+            parts = map(arrival_of, iter(partial(connection.next_of, call), None))
+            if plan.layer_major or plan.ranges:
+                yield Arrivals(parts, is_layered=plan.layer_major, end=end)
+            else:
+                yield Arrivals(self._whole(parts, plan.direct), end=end)
+        finally:
+            end()
 
     def _whole(self, parts: Iterator[Arrival], direct: Direct | None) -> Iterator[Arrival]:
         assembler = FrameAssembler(self.session.terms.max_frame_bytes, room_of(direct))
@@ -101,21 +93,6 @@ class StreamTransport(Transport):
             frame = whole_frame(assembler, part, cast("Bytes", part.data))
             if frame is not None:
                 yield frame
-
-    def _of_shard(self, stack: ExitStack, shard: Shard, plan: ReadPlan) -> Iterator[Arrival]:
-        """Yield frames of the layers of *shard*, and from one on that is not raw, whole ones."""
-        first: int | None = 0
-        until_s = time.monotonic() + plan.deadline_ms / 1000
-        ranges = shard_ranges(shard, len(plan.digests))
-        if len(ranges) <= self.session.terms.max_batch_chunks:
-            parts = self._begin(stack, replace(plan, ranges=ranges))
-            first = yield from shard_frames(shard, parts)
-            parts.end()
-        if first is not None and first < len(plan.digests):
-            left_ms = max(1, round(1000 * (until_s - time.monotonic())))
-            rest = replace(plan, digests=plan.digests[first:], deadline_ms=left_ms)
-            for arrived in self._begin(stack, rest):
-                yield replace(arrived, index=arrived.index + first)
 
     @override
     def begin_put(self, templates: Sequence[FrameTemplate], terms: PutTerms) -> LayerSink:

@@ -11,7 +11,7 @@ from typing import ClassVar, TypeAlias, cast
 import numpy as np
 
 from kvstore.client.connection import Connection
-from kvstore.client.frames import DirectFrame, FileFrame, FrameAssembler, Payload, SparseFrame
+from kvstore.client.frames import DirectFrame, FileFrame, FrameAssembler, Payload
 from kvstore.client.layer_sink import BufferedSink, LayerSink, PutTerms
 from kvstore.client.layer_stream import LayeredFrame, LayerStream
 from kvstore.client.liveness import is_silent
@@ -26,7 +26,7 @@ from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.messages import accuracy_number, hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.types import Accuracy, ChainDigest, ChunkKey, PutOutcome, Shard
+from kvstore.proto.types import Accuracy, ChainDigest, ChunkKey, PutOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Arrival:
     index: int
     tier: str
     frame_bytes: int
-    data: Bytes | FileFrame | SparseFrame | DirectFrame | LayeredFrame
+    data: Bytes | FileFrame | DirectFrame | LayeredFrame
     confirm: Callable[[], None] = stays
     offset: int = 0
 
@@ -64,7 +64,7 @@ Direct: TypeAlias = Callable[[int, int, Bytes], DirectFrame | None]
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
     """What to read of the chunks with *digests*, and by when: whole frames in their order, up to
-    the first missing or late one; or one of three other forms.
+    the first missing or late one; or one of two other forms.
 
     A chunk of which there are only copies of lower accuracy than ``minimum`` is missing. With a
     ``lease_id`` of 0 a lease is taken until the read is left.
@@ -81,8 +81,6 @@ class ReadPlan:
     """Only these bytes of frames as they lie on a tier, those of a chunk together. What is not
     there, or not in time, does not come.
     """
-    shard: Shard | None = None
-    """All that is read of each chunk; the rest of its frame need not come."""
     direct: Direct | None = None
     """What takes the parts of frames that come in parts."""
 
@@ -151,7 +149,7 @@ class Transport(ABC):
         return BufferedSink(self, templates, terms)
 
     def request(self, plan: ReadPlan, via: pb.Via) -> pb.GetRequest:
-        """Return the request for *plan*, whole frames for a shard."""
+        """Return the request for *plan*."""
         return pb.GetRequest(
             session_id=self.session.terms.session_id,
             digests=b"".join(plan.digests),

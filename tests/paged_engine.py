@@ -25,10 +25,10 @@ from vllm_steps import options
 
 from kvstore.client import Client
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm_device import DeviceSide
-from kvstore.client.engines.vllm_scheduler import VllmScheduler
-from kvstore.client.engines.vllm_shape import EngineShape, KeptGroup, KeptLayer
-from kvstore.client.engines.vllm_worker import VllmWorker
+from kvstore.client.engines.vllm.device import DeviceSide
+from kvstore.client.engines.vllm.identity import KVCacheShape, LayerGroupShape, LayerRef
+from kvstore.client.engines.vllm.scheduler import VllmScheduler
+from kvstore.client.engines.vllm.worker import VllmWorker
 from kvstore.proto.device import Event
 from kvstore.proto.types import DType, LayerKind
 
@@ -45,11 +45,11 @@ WIDTH = 2 * HEAD_DIM
 CPU = torch.device("cpu")
 _WAIT_S = 30.0
 
-SHAPE = EngineShape(
+SHAPE = KVCacheShape(
     (
-        KeptGroup(
+        LayerGroupShape(
             LayerKind.attention, DType.float32, KV_HEADS, HEAD_DIM, 0,
-            tuple(KeptLayer(f"model.layers.{at}.self_attn.attn", at, 0) for at in range(LAYERS)),
+            tuple(LayerRef(f"model.layers.{at}.self_attn.attn", at, 0) for at in range(LAYERS)),
         ),
     ),
     BLOCK_TOKENS,
@@ -260,7 +260,7 @@ class PagedEngine:
         stop = len(prompt) + new_tokens - 1
         self._waiting.append(_Sequence(request, len(prompt), stop, copies))
         if self.worker is not None:
-            self.scheduler.arrived(request)
+            self.scheduler.on_new_request(request)
 
     def generate(
         self, prompts: Mapping[str, Sequence[int]], new_tokens: int
@@ -332,7 +332,7 @@ class PagedEngine:
             sequence.is_loading = True
             # Of a prompt that is there as a whole the last token is computed again.
             request.num_computed_tokens = min(hit, sequence.prompt_tokens - 1)
-            self.scheduler.allocated(request, hit, [sequence.blocks])
+            self.scheduler.on_alloc(request, hit, [sequence.blocks])
 
     def _grow(self, sequence: _Sequence, tokens: int) -> None:
         """Give a request blocks for so many tokens, those that were freed last."""
@@ -364,23 +364,23 @@ class PagedEngine:
     def _queue(
         self, chosen: Sequence[_Sequence], counts: Mapping[str, int]
     ) -> list[tuple[_Sequence, list[torch.Tensor]]]:
-        """Call the hooks of a step in their order, with its work between them."""
+        """Call the hooks of a step in their spec, with its work between them."""
         taken, self._new = self._new, []
         copied, self._copied = self._copied, []
         prepare = partial(self._prepare, taken, copied)
         if self._zeroes_first:
             self.device.compute.launch(prepare)
-        orders = None
+        plan = None
         if self.worker is not None:
             tables = {one.name: [one.blocks] for one in self._running}
-            orders = self.scheduler.orders(step([taken], **counts), tables.__getitem__)
-            self.worker.begin(orders)
+            plan = self.scheduler.build_plan(step([taken], **counts), tables.__getitem__)
+            self.worker.save_before_overwrite(plan)
         if not self._zeroes_first:
             self.device.compute.launch(prepare)
         sampled = self._forward(chosen, counts)
-        if self.worker is not None and orders is not None:
-            self.worker.load(orders)
-            self.worker.store(orders)
+        if self.worker is not None and plan is not None:
+            self.worker.load(plan)
+            self.worker.store(plan)
         return sampled
 
     def _prepare(self, taken: Sequence[int], copied: Sequence[tuple[int, int]]) -> None:
@@ -466,9 +466,9 @@ class PagedEngine:
             gone = [at for at, block in enumerate(one.blocks) if block in failed]
             if gone:
                 self.hits[one.name] = one.request.num_computed_tokens = gone[0] * BLOCK_TOKENS
-        news = worker.news()
-        if news is not None:
-            self.scheduler.learn(news)
+        report = worker.report()
+        if report is not None:
+            self.scheduler.on_report(report)
 
 
 def _blocks(tokens: int) -> int:

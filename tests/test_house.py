@@ -286,6 +286,8 @@ def expected_files() -> set[str]:
     data = {"kvstore/py.typed", "kvstore/proto/kvstore.proto", "kvstore/proto/kvstore_pb2.pyi"}
     data.add("kvstore/codecs/frame_kernels.cu")
     data |= {f"kvstore/proto/native/{name}" for name in ("loops.h", "kvq.c", "paths.c")}
+    demo = ("prompt.txt", "tinylm/model.safetensors", "tinylm/tokenizer.json", "tinylm/NOTICE")
+    data |= {f"kvstore/cli/demo/{name}" for name in demo}
     return code | data | {"kvstore/__init__.py"}
 
 

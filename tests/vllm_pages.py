@@ -9,8 +9,8 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from kvstore.client.engines.vllm_layout import BlockWriter, Packing, rows
-from kvstore.client.engines.vllm_shape import EngineShape, KeptGroup, KeptLayer
+from kvstore.client.engines.vllm.blocks import BlockLayout, BlockWriter, rows
+from kvstore.client.engines.vllm.identity import KVCacheShape, LayerGroupShape, LayerRef
 from kvstore.client.rectangle import Rectangle
 from kvstore.proto.types import DType, LayerKind, Model, RopeParameters
 
@@ -22,33 +22,33 @@ HEADS, HEAD_DIM = 2, 8
 Tables: TypeAlias = Sequence[Sequence[int]]
 
 
-def _group(kind: LayerKind, window_tokens: int, **tables: int) -> KeptGroup:
+def _group(kind: LayerKind, window_tokens: int, **tables: int) -> LayerGroupShape:
     """Return layers by their number, ``n0=table``."""
     layers = tuple(
-        KeptLayer(f"model.layers.{name[1:]}.attn", int(name[1:]), table)
+        LayerRef(f"model.layers.{name[1:]}.attn", int(name[1:]), table)
         for name, table in tables.items()
     )
     heads = 1 if kind is LayerKind.mla else HEADS
-    return KeptGroup(kind, DType.float32, heads, HEAD_DIM, window_tokens, layers)
+    return LayerGroupShape(kind, DType.float32, heads, HEAD_DIM, window_tokens, layers)
 
 
-SHAPE = EngineShape((_group(LayerKind.attention, 0, n0=0, n1=0, n2=0),), BLOCK_TOKENS)
-LATENT = EngineShape((_group(LayerKind.mla, 0, n0=0, n1=0),), BLOCK_TOKENS)
-HYBRID = EngineShape(
+SHAPE = KVCacheShape((_group(LayerKind.attention, 0, n0=0, n1=0, n2=0),), BLOCK_TOKENS)
+LATENT = KVCacheShape((_group(LayerKind.mla, 0, n0=0, n1=0),), BLOCK_TOKENS)
+HYBRID = KVCacheShape(
     (_group(LayerKind.window, 33, n0=0, n2=1), _group(LayerKind.attention, 0, n1=2)), BLOCK_TOKENS
 )
 """Two tables of window layers that look one block back, and one of full attention."""
-SLIDING = EngineShape((_group(LayerKind.window, 97, n0=0, n1=0),), BLOCK_TOKENS)
+SLIDING = KVCacheShape((_group(LayerKind.window, 97, n0=0, n1=0),), BLOCK_TOKENS)
 """Windows of a chunk and a half."""
 
 
-def representation(revision: str = "r1", shape: EngineShape = SHAPE) -> Model:
+def representation(revision: str = "r1", shape: KVCacheShape = SHAPE) -> Model:
     groups = tuple(group.layer_group for group in shape.groups)
     rope = RopeParameters(10000.0, HEAD_DIM)
     return Model("tiny", revision, "none", "none", groups, rope, "t")
 
 
-def writer(packing: Packing) -> Callable[[str], BlockWriter]:
+def writer(packing: BlockLayout) -> Callable[[str], BlockWriter]:
     """Return how the layers of an engine write that packs as *packing* reads."""
 
     def write(parts: Sequence[torch.Tensor], pages: torch.Tensor, slots: torch.Tensor) -> None:
@@ -71,7 +71,7 @@ def scrambled(_: str) -> BlockWriter:
     return write
 
 
-def empty_pages(value: float = 0.0, shape: EngineShape = SHAPE) -> dict[str, torch.Tensor]:
+def empty_pages(value: float = 0.0, shape: KVCacheShape = SHAPE) -> dict[str, torch.Tensor]:
     """Return the pages of every layer, as vLLM registers them, in no order."""
     return {
         layer.name: torch.full(
@@ -89,7 +89,7 @@ def kv_of(token: int, position: int, layer: int) -> torch.Tensor:
 
 
 def _places(
-    pages: dict[str, torch.Tensor], packing: Packing, shape: EngineShape
+    pages: dict[str, torch.Tensor], packing: BlockLayout, shape: KVCacheShape
 ) -> list[tuple[int, int, tuple[torch.Tensor, ...]]]:
     """Return number, table and parts of each layer."""
     return [
@@ -107,11 +107,11 @@ def tables_of(blocks: Sequence[int] | Tables) -> Tables:
 
 def compute(
     pages: dict[str, torch.Tensor],
-    packing: Packing,
+    packing: BlockLayout,
     tokens: list[int],
     blocks: Sequence[int] | Tables,
     start: int = 0,
-    shape: EngineShape = SHAPE,
+    shape: KVCacheShape = SHAPE,
 ) -> None:
     """Fill the slots of *tokens* from *start* on, as a forward pass would."""
     for number, table, parts in _places(pages, packing, shape):
@@ -126,10 +126,10 @@ def compute(
 
 def holds(
     pages: dict[str, torch.Tensor],
-    packing: Packing,
+    packing: BlockLayout,
     tokens: list[int],
     blocks: Sequence[int] | Tables,
-    shape: EngineShape = SHAPE,
+    shape: KVCacheShape = SHAPE,
 ) -> bool:
     """Whether the slots of *tokens* have what ``compute`` puts there; null blocks have nothing."""
     right = empty_pages(shape=shape)
@@ -146,7 +146,7 @@ def holds(
     )  # fmt: skip
 
 
-def shape_of_rank(shape: EngineShape, rank: Rectangle | None) -> EngineShape:
+def shape_of_rank(shape: KVCacheShape, rank: Rectangle | None) -> KVCacheShape:
     """Return what a rank keeps of a model whose one group *shape* has."""
     if rank is None:
         return shape
@@ -164,7 +164,7 @@ def shape_of_rank(shape: EngineShape, rank: Rectangle | None) -> EngineShape:
 
 
 def pages_of_rank(
-    pages: dict[str, torch.Tensor], shape: EngineShape, rank: Rectangle | None
+    pages: dict[str, torch.Tensor], shape: KVCacheShape, rank: Rectangle | None
 ) -> dict[str, torch.Tensor]:
     """Return a rank's layers and heads of the *pages* of a whole model, in the same memory."""
     names = [layer.name for group in shape_of_rank(shape, rank).groups for layer in group.layers]

@@ -27,13 +27,12 @@ from vllm_stand_ins import FakeRequest, step
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm_layout import PACKINGS, Packing
-from kvstore.client.engines.vllm_orders import StepOrders, WorkerNews
-from kvstore.client.engines.vllm_refused import RefusedWorker
-from kvstore.client.engines.vllm_scheduler import VllmScheduler
-from kvstore.client.engines.vllm_settings import BOTH, Role
-from kvstore.client.engines.vllm_shape import EngineShape
-from kvstore.client.engines.vllm_worker import VllmWorker
+from kvstore.client.engines.vllm.blocks import BLOCK_LAYOUTS, BlockLayout
+from kvstore.client.engines.vllm.identity import KVCacheShape
+from kvstore.client.engines.vllm.messages import StepPlan, WorkerReport
+from kvstore.client.engines.vllm.scheduler import VllmScheduler
+from kvstore.client.engines.vllm.settings import BOTH, Role
+from kvstore.client.engines.vllm.worker import VllmWorker
 from kvstore.client.rectangle import Rectangle
 from kvstore.proto.types import LayerKind, Model
 
@@ -57,11 +56,11 @@ class Engine:
         self,
         address: str,
         identity: Model | None = None,
-        packing: Packing = PACKINGS[0],
+        packing: BlockLayout = BLOCK_LAYOUTS[0],
         queue_bytes: int = QUEUE_BYTES,
         opts: ClientOptions | None = None,
         role: Role = BOTH,
-        shape: EngineShape = SHAPE,
+        shape: KVCacheShape = SHAPE,
         ranks: Sequence[Rectangle | None] = (None,),
         device: SlowDevice | None = None,
         client: type[Client] = Client,
@@ -123,25 +122,25 @@ class Engine:
         assert eventually(is_known)
         return found[-1] or 0
 
-    def step(self, request: FakeRequest, blocks: Blocks, tokens: int) -> StepOrders:
+    def step(self, request: FakeRequest, blocks: Blocks, tokens: int) -> StepPlan:
         """Run one step that computes *tokens* of the request, in blocks it was just given."""
         tables, start = tables_of(blocks), request.num_computed_tokens
         stop = start + tokens
         new = slice(start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS))
-        orders = self.scheduler.orders(
+        plan = self.scheduler.build_plan(
             step([table[new] for table in tables], **{request.request_id: tokens}), lambda _: tables
         )
         if self._zeroes:
             self.wipe(tables, new)
         for worker in self.workers:
-            worker.begin(orders)
+            worker.save_before_overwrite(plan)
         for worker, pages in zip(self.workers, self.pages, strict=True):
-            worker.load(orders)
+            worker.load(plan)
             known = request.all_token_ids[:stop]
             self._do(partial(compute, pages, self.packing, known, blocks, start, self.shape))
-            worker.store(orders)
+            worker.store(plan)
         request.num_computed_tokens = stop
-        return orders
+        return plan
 
     def _do(self, work: Callable[[], object]) -> None:
         """Do what the engine does in pages: at once, or on the device, which is late."""
@@ -163,13 +162,13 @@ class Engine:
 
     def load(self, request: FakeRequest, blocks: Blocks, tokens: int) -> set[int]:
         """Load what ``matched`` promised; return the blocks that failed, as vLLM joins them."""
-        self.scheduler.allocated(request, tokens, tables_of(blocks))
-        orders = self.scheduler.orders(step(), lambda _: [])
+        self.scheduler.on_alloc(request, tokens, tables_of(blocks))
+        plan = self.scheduler.build_plan(step(), lambda _: [])
         failed: set[int] = set()
         for worker in self.workers:
-            worker.begin(orders)
-            worker.load(orders)
-            assert isinstance(worker, RefusedWorker) or worker.settled(20.0)
+            worker.save_before_overwrite(plan)
+            worker.load(plan)
+            assert worker.settled(20.0)
             assert worker.finished_loads(is_idle=True) == {request.request_id}
             failed |= worker.failed_blocks()
         self.tell()
@@ -177,27 +176,27 @@ class Engine:
 
     def tell(self) -> None:
         """Tell the scheduler what workers have to say, as vLLM joins it at the end of a step."""
-        said = [news for worker in self.workers if (news := worker.news()) is not None]
+        said = [report for worker in self.workers if (report := worker.report()) is not None]
         if said:
-            self.scheduler.learn(reduce(WorkerNews.joined, said))
+            self.scheduler.on_report(reduce(WorkerReport.joined, said))
 
     def idle(self) -> None:
         """Run a step that computes nothing: vLLM leaves its hook for stores out."""
-        orders = self.scheduler.orders(step(), lambda _: [])
+        plan = self.scheduler.build_plan(step(), lambda _: [])
         for worker in self.workers:
-            worker.begin(orders)
-            worker.load(orders)
+            worker.save_before_overwrite(plan)
+            worker.load(plan)
             assert worker.finished_loads(is_idle=True) == set()
         self.tell()
 
     def run(self, name: str, tokens: list[int]) -> int:
         """Take a prompt from its arrival to its end; return how many tokens were loaded."""
         request = FakeRequest(name, list(tokens))
-        self.scheduler.arrived(request)
+        self.scheduler.on_new_request(request)
         hit = self.matched(request)
         blocks = self.room_for(len(tokens), hit)
         tracked = self.scheduler._tracked[name]
-        assert eventually(lambda: tracked.ticket.ready is not None)
+        assert eventually(lambda: tracked.lookup.result is not None)
         if hit:
             assert self.load(request, blocks, hit) == set()
             assert self.workers[0].failed_loads() == set()

@@ -7,10 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
-
 from kvstore.cli.simulate.blocks import Outcome, Terms, parse_capacity
-from kvstore.cli.trace_format import SegmentLine, Tokens, TokenStreams
+from kvstore.cli.trace_format import SegmentLine, Tokens, tokens_of
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.eviction.states.cache import NO_GHOSTS, GhostLimits, MakeRank, StateCache
 from kvstore.server.eviction.states.ranks import HitDensityRank, LeafLruRank, LruRank, MarconiRank
@@ -117,9 +115,8 @@ def make_states(policy: str, model: HybridModel, capacity_bytes: int) -> States:
 
 def state_requests(lines: Iterable[SegmentLine]) -> Iterator[StateRequest]:
     """Yield the requests of a trace of token segments."""
-    streams = TokenStreams()
     for line in lines:
-        tokens = streams.join((*line.inputs, line.output)).astype(np.int32, copy=False)
+        tokens = tokens_of((*line.inputs, line.output))
         yield StateRequest(tokens, line.input_tokens, line.time_s)
 
 

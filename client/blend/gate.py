@@ -17,7 +17,7 @@ from kvstore.client.blend.plan import BlendPlan
 from kvstore.client.blend.segments import SegmentRange
 from kvstore.client.blend.store import StoreSource
 from kvstore.client.client import Client
-from kvstore.client.link_meter import LinkMeter
+from kvstore.client.levels import LinkMeter
 from kvstore.client.resolving import Resolved, ResolveTerms
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView

@@ -434,15 +434,16 @@ class Connector:
         stated: list[Stated] | None = None,
         terms: PlanTerms | None = None,
     ) -> int:
-        """Do the same with *room*, which says where a chunk of a layout goes.
+        """Do the same with *room*, which says where a chunk of a layout goes; raise what fails.
 
         *stated* is filled with what the copy of each chunk states, and behind those with what
-        chunks state that came and were not used, for a gate was shut; who does not ask reads exact
-        copies only. With *terms*, which have ``loads_first``, as far as their deadline allows.
+        chunks state that came and were not used, for a gate was shut; without it exact copies only
+        are read. With *terms*, which have ``loads_first``, as far as their deadline allows.
         """
         allowed = ONLY_EXACT if stated is None else self.allowed(self.least)
         within = None if terms is None else Deadline(terms.deadline_s)
-        came = self.ask(lambda: self._get_into(digests, room, allowed.least, terms), list[Stated]())
+        came: list[Stated] = []
+        usable: Sequence[Stated] = ()
 
         def again(first: int) -> list[Stated]:
             left = terms
@@ -451,10 +452,13 @@ class Connector:
             rest, bounded = digests[first:], Accuracy.bounded
             return self._get_into(rest, lambda at, of: room(first + at, of), bounded, left)
 
-        usable = self._usable(came, allowed, again)
-        with self._lock:
-            name = "lost_chunks" if terms is None else "slow_chunks"
-            self._counts[name] += len(digests) - max(len(came), len(usable))
+        try:
+            came = self._get_into(digests, room, allowed.least, terms)
+            usable = self._usable(came, allowed, again)
+        finally:
+            with self._lock:
+                name = "lost_chunks" if terms is None else "slow_chunks"
+                self._counts[name] += len(digests) - max(len(came), len(usable))
         if stated is not None:
             stated += [*usable, *came[len(usable) :]]
         return len(usable)

@@ -19,8 +19,7 @@ from bench.slo_replay import (
     recompute,
 )
 
-from kvstore.client.levels import RECOMPUTE, PlanTerms, later_s
-from kvstore.client.link_meter import LinkMeter
+from kvstore.client.levels import RECOMPUTE, LinkMeter, PlanTerms
 from kvstore.client.prefill import PrefillModel
 from kvstore.client.server_link import FIRST_GUESS_BYTES_PER_S
 from kvstore.proto.types import Accuracy
@@ -69,7 +68,7 @@ def test_no_request_is_later_than_without_a_store_by_more_than_a_decision_costs(
             # And what is decoded last, and a start for each go of the engine.
             chunk_s = request.chunks[0].raw_bytes / request.terms.decode_bytes_per_s
             more_s = 2 * chunk_s + 5 * request.terms.prefill.start_s
-            late_s = found.ttft_s - alone_s - later_s(request.chunks, request.terms)
+            late_s = found.ttft_s - alone_s - request.terms.later_s(request.chunks)
             assert late_s < COST_S + more_s, (seed, request.terms)
 
 

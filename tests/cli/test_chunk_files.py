@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prompts import SMALL, equal, frame_of, tensors_of
+from safetensors import deserialize
 
 from kvstore.cli.chunk_files import FRAME, SAFETENSORS, read_chunk, write_chunk
 from kvstore.proto import kvstore_pb2 as pb
@@ -31,8 +32,18 @@ def write(path: Path) -> bytes:
     return data
 
 
+def metadata(data: bytes) -> dict[str, str]:
+    names: dict[str, str] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])[
+        "__metadata__"
+    ]
+    return names
+
+
 def test_what_is_written_is_what_was_and_is_read_as_it_was(tmp_path: Path) -> None:
-    assert write(tmp_path / f"c{SAFETENSORS}") == GOLDEN.read_bytes()
+    data, golden = write(tmp_path / f"c{SAFETENSORS}"), GOLDEN.read_bytes()
+    assert metadata(data) == metadata(golden)  # the BLAKE3 of all is in it
+    found, expected = map(deserialize, (data, golden))
+    assert dict(found) == dict(expected)
     chunk = read_chunk(GOLDEN)
     assert (chunk.digest, chunk.parent, chunk.position) == (KEY[16:], bytes(16), 0)
     assert (chunk.accuracy, chunk.representation) == (

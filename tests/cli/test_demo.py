@@ -3,49 +3,56 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from test_house import build, copy_of_the_tree
 
-from kvstore.cli.demo import DemoError, Outcome, check_model, run_demo
-from kvstore.cli.demo_engine import EngineReport
+from kvstore.cli.demo.demo import MODEL, DemoError, ServerChild, check_model, judge, run_demo
 from kvstore.cli.main import main
-from kvstore.cli.server_child import ServerChild
 from kvstore.proto.errors import KVStoreError
 
-TINYLM = Path(__file__).resolve().parents[2] / "data" / "tinylm"
+SRC = Path(__file__).resolve().parents[2] / "src"
 
 
-def report(role: str, tiers: Mapping[str, int], **changes: Any) -> dict[str, Any]:
+def report(tiers: Mapping[str, int]) -> dict[str, Any]:
     """What an engine process prints when all is well."""
-    values: dict[str, Any] = {
-        "role": role, "prompt_tokens": 100, "tokens": [5, 6, 7], "plain_tokens": [5, 6, 7],
-        "hit_tokens": sum(tiers.values()), "hit_tokens_by_tier": tiers, "stored_chunks": 1,
-        "errors": {}, "ttft_without_ms": 40.0, "ttft_with_ms": 10.0,
+    return {
+        "prompt_tokens": 100, "tokens": [5, 6, 7], "plain_tokens": [5, 6, 7],
+        "hit_tokens": sum(tiers.values()), "hit_tokens_by_tier": tiers,
+        "errors": {}, "ttft_without_ms": 40.0, "ttft_with_ms": 10.0, "load_ms": 1.0,
+        "samples_without_ms": [40.0], "samples_with_ms": [10.0],
     }  # fmt: skip
-    return asdict(EngineReport(**(values | changes)))
 
 
-def outcome(**changes: dict[str, Any]) -> Outcome:
-    """The demo's outcome when the processes named in *changes* saw something else."""
+def judged(**changes: dict[str, Any]) -> dict[str, Any]:
+    """The demo's figures when the processes named in *changes* saw something else."""
     reports = {
-        "first": report("first", {}),
-        "second": report("second", {"cpu": 99}),
-        "restarted": report("restarted", {"disk": 99}),
+        "first": report({}),
+        "second": report({"cpu": 99}),
+        "restarted": report({"disk": 99}),
     }
     for name, change in changes.items():
         reports[name] |= change
-    return Outcome.of(reports, duration_s=1.0)
+    return judge(reports, duration_s=1.0)
 
 
 def test_an_outcome_in_which_all_held_has_no_problems() -> None:
-    good = outcome()
-    assert list(good.problems) == []
-    assert good.tokens_identical
-    assert (good.hit_tokens, good.disk_hit_tokens_after_kill, good.ttft_ratio) == (99, 99, 0.25)
+    good = judged()
+    assert good["problems"] == []
+    assert good["tokens_identical"]
+    assert (good["hit_tokens"], good["disk_hit_tokens_after_kill"]) == (99, 99)
+    assert good["ttft_ratio"] == 0.25
 
 
 @pytest.mark.parametrize(
@@ -62,7 +69,7 @@ def test_an_outcome_in_which_all_held_has_no_problems() -> None:
     ],
 )
 def test_whatever_did_not_hold_is_a_problem(changes: dict[str, Any], word: str) -> None:
-    problems = outcome(**changes).problems
+    problems = judged(**changes)["problems"]
     assert len(problems) == 1
     assert word in problems[0]
 
@@ -90,9 +97,9 @@ def test_a_folder_without_a_model_is_refused_with_what_it_lacks_and_what_to_give
 
 
 def test_a_prompt_longer_than_the_model_takes_is_refused() -> None:
-    assert check_model(None, 900) == TINYLM
+    assert check_model(MODEL, 900) == MODEL
     with pytest.raises(DemoError, match="960 at most"):
-        check_model(None, 1000)
+        check_model(MODEL, 1000)
 
 
 def test_an_engine_process_that_fails_is_reported_with_its_last_words(tmp_path: Path) -> None:
@@ -118,19 +125,77 @@ def test_a_server_child_keeps_its_disk_and_changes_its_port(tmp_path: Path) -> N
     assert "Traceback" not in child.log_file.read_text()
 
 
-@pytest.mark.slow
-def test_the_demo_holds_from_the_command_to_its_figures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A TMPDIR whose name is short: there are sockets in it."""
+    with TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def start(folder: Path, scratch: Path, packages: Path, *argv: str) -> subprocess.Popen[str]:
+    """Start the demo of *packages* in a session and a folder of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "kvstore.cli", "demo", *argv],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(packages), "TMPDIR": str(scratch)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def check_nothing_is_left(demo: subprocess.Popen[str], scratch: Path) -> None:
+    """All processes of the demo's session are gone, and its files."""
+    with pytest.raises(ProcessLookupError):
+        os.killpg(demo.pid, 0)
+    assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("step", ["model: ", "2. "])
+def test_a_demo_that_is_ended_leaves_nothing_behind(
+    tmp_path: Path, scratch: Path, number: signal.Signals, step: str
 ) -> None:
-    figures_file = tmp_path / "deep" / "demo.json"
-    with pytest.raises(SystemExit) as ended:
-        main(["demo", "--json", str(figures_file), "--tokens", "850"])
-    printed = capsys.readouterr().out
-    figures = json.loads(figures_file.read_text())
+    demo = start(tmp_path, scratch, SRC)
+    assert demo.stdout is not None
+    try:
+        assert any(line.startswith(step) for line in demo.stdout)
+        time.sleep(1)
+        if number == signal.SIGINT:
+            os.killpg(demo.pid, number)  # as a terminal does
+        else:
+            demo.send_signal(number)
+            demo.send_signal(number)
+        printed, _ = demo.communicate(timeout=30)
+    finally:
+        demo.kill()
+    assert demo.returncode == 128 + number
+    assert "Traceback" not in printed
+    check_nothing_is_left(demo, scratch)
+
+
+@pytest.mark.slow
+def test_the_demo_of_an_installed_package_holds_in_any_folder(
+    tmp_path: Path, scratch: Path
+) -> None:
+    tree = copy_of_the_tree(tmp_path / "tree")
+    assert build(tree, "wheel").returncode == 0
+    packages = tmp_path / "packages"
+    zipfile.ZipFile(next(tree.glob("dist/*.whl"))).extractall(packages)
+    shutil.rmtree(tree)
+    folder = tmp_path / "somewhere"
+    folder.mkdir()
+    (folder / "torch.py").write_text("raise ImportError('of the folder, not the library')")
+
+    demo = start(folder, scratch, packages, "--json", "deep/demo.json", "--tokens", "850")
+    printed, _ = demo.communicate(timeout=200)
+
+    figures = json.loads((folder / "deep" / "demo.json").read_text())
     # Which is faster is not judged here: the machine may be busy.
     problems = [problem for problem in figures["problems"] if "faster" not in problem]
     assert problems == []
-    assert ended.value.code == (1 if figures["problems"] else 0)
+    assert demo.returncode == (1 if figures["problems"] else 0)
     assert figures["tokens_identical"] is True
     assert (figures["prompt_tokens"], figures["new_tokens"]) == (850, 32)
     assert figures["hit_tokens"] == 849
@@ -138,4 +203,5 @@ def test_the_demo_holds_from_the_command_to_its_figures(
     assert figures["disk_hit_tokens_after_kill"] == 849
     assert figures["ttft_ratio"] == figures["ttft_with_ms"] / figures["ttft_without_ms"]
     assert "849 from disk" in printed
-    assert f"model: {TINYLM}" in printed.replace("\n", "")
+    assert f"model: {packages / 'kvstore/cli/demo/tinylm'}" in printed
+    check_nothing_is_left(demo, scratch)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.cli import trace_format
-from kvstore.cli.trace_format import BlockLine, SegmentLine, TokenStreams, make_blocks, read_trace
+from kvstore.cli.trace_format import BlockLine, SegmentLine, make_blocks, read_trace, tokens_of
 from kvstore.proto.errors import InvalidRequestError
 
 TRACES = Path(__file__).resolve().parents[2] / "data" / "traces"
@@ -163,20 +163,13 @@ def test_splitmix64_is_the_published_one() -> None:
 
 
 def test_tokens_are_those_of_the_formula() -> None:
-    joined = TokenStreams().join([(1001, 3), (0xFFFF_FFFF, 2)])
+    joined = tokens_of([(1001, 3), (0xFFFF_FFFF, 2)])
     places = [(1001, 0), (1001, 1), (1001, 2), (0xFFFF_FFFF, 0), (0xFFFF_FFFF, 1)]
     assert joined.tolist() == [3 + splitmix64((s << 32) + j) % 31997 for s, j in places]
 
 
-def test_a_stream_is_the_same_however_much_of_it_is_asked_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("kvstore.cli.trace_format._KEPT_TOKENS", 8)
-    streams = TokenStreams()
-    short = streams.join([(5, 4)]).tolist()
-    assert streams.join([(5, 40)]).tolist()[:4] == short
-    assert streams.join([(6, 4), (5, 4)]).tolist()[4:] == short
-    assert streams.join([]).tolist() == []
+def test_the_tokens_of_nothing_are_none() -> None:
+    assert tokens_of([]).tolist() == tokens_of([(5, 0)]).tolist() == []
 
 
 # --- blocks

@@ -1,10 +1,9 @@
-"""Frames on their way: straight into tensors, in a file, in parts, a shard's layers alone."""
+"""Frames on their way: straight into tensors, in a file, in parts."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +13,9 @@ from contracts.chunks import make_frame, make_representation
 from hypothesis import given
 from hypothesis import strategies as st
 from local_server import LocalServer
-from prompts import SMALL, chunks_of, equal, frame_of, keys_of, outcomes, tensors_of
-from shards import WIDE, shard_of, slices
+from prompts import SMALL, equal, frame_of, tensors_of
 
-from kvstore.client import ClientOptions, Rectangle
+from kvstore.client import ClientOptions
 from kvstore.client.decode import Room, decode, direct, fresh
 from kvstore.client.frames import (
     DirectFrame,
@@ -25,15 +23,11 @@ from kvstore.client.frames import (
     FrameAssembler,
     OpenFile,
     ReceivedFrame,
-    SparseFrame,
-    layer_spans,
-    shard_frames,
 )
 from kvstore.client.session import Session
 from kvstore.client.transport import Arrival
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.codecs.raw import RawCodec
-from kvstore.codecs.shards import cut
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes
 from kvstore.proto.errors import (
@@ -43,8 +37,8 @@ from kvstore.proto.errors import (
     LayoutMismatchError,
     TierUnavailableError,
 )
-from kvstore.proto.frame import parse_header, raw_frame_bytes
-from kvstore.proto.types import ChunkKey, KVLayout, PutOutcome
+from kvstore.proto.frame import parse_header
+from kvstore.proto.types import ChunkKey, KVLayout
 
 # --- straight into tensors
 
@@ -322,115 +316,3 @@ def test_a_frame_that_was_begun_when_the_time_was_up_is_no_frame_and_no_error() 
     one.end(1)
     with pytest.raises(InvalidFrameError, match="frames=2: 1 came"):
         one.end(2)
-
-
-# --- a shard's layers alone
-
-LAYOUT = KVLayout.of(WIDE, 16)
-STAGE = shard_of(LAYOUT, (1, 2))
-SHARD_KEYS = [ChunkKey(bytes([number]) * 32) for number in range(3)]
-SHARD_FRAMES = [frame_of(key, WIDE) for key in SHARD_KEYS]
-
-
-def reply(index: int, offset: int, data: bytes, frame_bytes: int | None = None) -> Arrival:
-    size = len(SHARD_FRAMES[0]) if frame_bytes is None else frame_bytes
-    return Arrival(index, "cpu", size, as_bytes(data), offset=offset)
-
-
-def replies(index: int, cut_bytes: int = 500) -> list[Arrival]:
-    """Return what a server sends of one chunk."""
-    return [
-        reply(index, at, SHARD_FRAMES[index][at : min(at + cut_bytes, span.stop)].tobytes())
-        for span in layer_spans(STAGE)
-        for at in range(span.start, span.stop, cut_bytes)
-    ]
-
-
-def came(sent: list[Arrival]) -> tuple[list[Arrival], int | None]:
-    """Return what comes, and the first chunk that has to be read whole, if it is there."""
-    frames, found = shard_frames(STAGE, iter(sent)), list[Arrival]()
-    while True:
-        try:
-            found.append(next(frames))
-        except StopIteration as end:
-            return found, end.value
-
-
-def test_header_and_layers_are_put_where_they_belong() -> None:
-    found, rest = came([one for index in range(3) for one in replies(index)])
-    assert (len(found), rest) == (3, None)
-    for key, one in zip(SHARD_KEYS, found, strict=True):
-        out = empty_tensors(STAGE.layout)
-        cut(parse_header(one.data), one.data, STAGE, out)
-        assert equal(out, slices(tensors_of(key, WIDE, 16), STAGE))
-        assert (one.tier, len(one.data)) == ("cpu", raw_frame_bytes(LAYOUT))
-
-
-def test_what_was_not_asked_for_cannot_be_read() -> None:
-    ((one,), _) = came(replies(0))
-    with pytest.raises(InvalidFrameError, match="not requested"):
-        one.data[len(one.data) - 10 : len(one.data)]
-    with pytest.raises(InvalidFrameError):
-        SparseFrame(layer_spans(STAGE), 100).add(400, np.zeros(10, np.uint8))
-
-
-@pytest.mark.parametrize(
-    ("sent", "count", "rest"),
-    [
-        ([*replies(0), *replies(2)], 1, None),
-        ([*replies(0), *replies(1)[:-1]], 1, None),
-        ([*replies(0)[:-1], *replies(1)], 0, None),
-        ([*replies(0), reply(1, 0, b"x", 77)], 1, 1),
-        ([], 0, None),
-    ],
-    ids=["missing", "short", "first_short", "other_size", "nothing"],
-)
-def test_the_prefix_ends_at_the_first_chunk_that_is_not_whole(
-    sent: list[Arrival], count: int, rest: int | None
-) -> None:
-    found, first = came(sent)
-    assert (len(found), first) == (count, rest)
-
-
-def test_a_header_of_another_kind_has_its_chunk_read_whole() -> None:
-    spoilt = replies(0)
-    spoilt[0] = replace(spoilt[0], data=np.zeros(len(spoilt[0].data), np.uint8))
-    assert came(spoilt) == ([], 0)
-
-
-def smooth() -> ChunkTensors:
-    """Return tensors that zplane makes smaller, so that the server sends what lies on its disk."""
-    out = empty_tensors(LAYOUT)
-    for number, parts in enumerate(out[0]):
-        for part in parts:
-            part[...] = number
-    return out
-
-
-@pytest.mark.parametrize("codec", ["raw", "zplane"])
-def test_a_stage_is_sent_its_own_layers_where_chunks_lie_raw(tmp_path: Path, codec: str) -> None:
-    server = LocalServer(tmp_path, "--codec", f"disk={codec}")
-    try:
-        writer, reader = (server.connect("grpc", WIDE) for _ in range(2))
-        keys = keys_of(writer, 1, 3)
-        chunks = [replace(chunk, tensors=smooth()) for chunk in chunks_of(writer, keys)]
-        assert outcomes(writer, chunks) == [PutOutcome.stored] * 3
-        server.settled()
-        connection = reader._link.connected().session.connection
-        next_of, sent = connection.next_of, list[int]()
-
-        def counted(call: object) -> pb.GetResponse | None:
-            reply: pb.GetResponse | None = next_of(call)
-            sent.append(0 if reply is None else len(reply.part.data))
-            return reply
-
-        connection.next_of = counted  # type: ignore[method-assign]
-        found = reader.get_chunks(keys, rectangle=Rectangle((1, 2)))
-        assert len(found) == 3
-        assert all(equal(one, slices(smooth(), STAGE)) for one in found)
-        headers_and_layers = 3 * (384 + 2048)
-        assert (sum(sent) == headers_and_layers) == (codec == "raw")
-        reader.delete(keys=keys[1:2])
-        assert len(reader.get_chunks(keys, rectangle=Rectangle((1, 2)))) == 1
-    finally:
-        server.close()

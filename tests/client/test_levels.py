@@ -17,12 +17,12 @@ from kvstore.client.levels import (
     RECOMPUTE,
     Fetch,
     LevelledChunk,
+    LinkEstimate,
     Plan,
     PlanTerms,
     Progress,
     plan,
 )
-from kvstore.client.link_meter import LinkEstimate
 from kvstore.client.prefill import PrefillModel
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import Accuracy
@@ -212,7 +212,7 @@ def test_following_a_plan_brings_what_is_needed_in_order_and_then_refines(
         for action, has in zip(found.actions, progress.levels, strict=True)
     ]
     fetched: list[Fetch] = []
-    while (fetch := found.next_fetch(chunks, Progress(tuple(levels)))) is not None:
+    while (fetch := found.next_fetch(chunks, levels)) is not None:
         has = levels[fetch.chunk]
         assert fetch.start == (chunks[fetch.chunk].end_bytes[has] if has >= 0 else 0)
         assert fetch.stop == chunks[fetch.chunk].end_bytes[fetch.level]
@@ -254,7 +254,7 @@ def test_deadline_pressure_stops_refining_and_nothing_else() -> None:
     assert max(some) > 0
     late = plan(chunks, replace(bases, elapsed_s=0.1799), terms(0.18), at(1e3))
     assert late.actions == (0, 0, 0, 0)
-    assert late.next_fetch(chunks, bases) is None
+    assert late.next_fetch(chunks, bases.levels) is None
 
 
 def test_a_slow_link_has_the_first_chunks_computed_while_the_last_ones_load() -> None:
@@ -279,7 +279,7 @@ def test_slack_goes_where_a_byte_spares_most_and_the_cautious_estimate_decides()
     chunks = [make_chunk((100, 200), (0.5, 0.4)), make_chunk((100, 200), (0.9, 0.1))]
     found = plan(chunks, Progress.start(2), terms(0.35), LinkEstimate(1e9, 1e3))
     assert found.actions == (0, 1)
-    assert found.next_fetch(chunks, Progress((0, 0))) == Fetch(1, 1, 100, 200)
+    assert found.next_fetch(chunks, (0, 0)) == Fetch(1, 1, 100, 200)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from kvstore.client.levels import (
     MISSING,
     RECOMPUTE,
     LevelledChunk,
+    LinkMeter,
     PlanTerms,
     Progress,
     plan,
 )
-from kvstore.client.link_meter import LinkMeter
 
 CONSTANT_RECOMPUTE_S = 0.2
 """What CacheGen's artifact takes any chunk to cost the engine."""
@@ -98,7 +98,7 @@ def ours(chunks: Sequence[LevelledChunk], terms: PlanTerms, trace: Trace) -> Out
             engine_s = max(engine_s, after_loads_s)
             engine_s += terms.prefill.seconds(chunks[index].tokens, starts[index])
         progress = Progress(tuple(levels), at_s, engine_s)
-        fetch = found.next_fetch(chunks, progress)
+        fetch = found.next_fetch(chunks, progress.levels)
         if fetch is None and MISSING not in levels:
             break
         assert fetch is not None, (found, levels)

@@ -23,11 +23,11 @@ from kvstore.client.blend.engine import Blender
 from kvstore.client.blend.gate import GuardedBlender
 from kvstore.client.blend.segments import SegmentRange
 from kvstore.client.blend.store import StoreSource, store_prefill
-from kvstore.client.engines import vllm_identity
 from kvstore.client.engines.sglang.pages import PageSettings, PageStore, RankInfo, WeightsEpoch
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
-from kvstore.client.engines.vllm_shape import shape_of
+from kvstore.client.engines.vllm import identity as vllm_identity
+from kvstore.client.engines.vllm.identity import shape_of
 from kvstore.client.resolving import ResolveTerms
 from kvstore.proto.errors import InvalidRequestError, ModelError
 
@@ -108,7 +108,7 @@ def test_sglang_24758_the_same_of_vllm(experiments: tuple[str, str, str], revisi
     def identity(folder: str) -> Any:
         config = engine_config(folder)
         shape = shape_of(config, cache_config(FullAttentionSpec()))
-        return vllm_identity.representation_of(config, shape, revision)
+        return vllm_identity.model_of(config, shape, revision)
 
     one, other, copy = map(identity, experiments)
     assert one == copy != other

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from bench.vllm_engine import EngineProcess
 
-from kvstore.client.engines.vllm_versions import TransferResults
+from kvstore.client.engines.vllm.connector import TransferResults
 
 CHUNK_TOKENS = 64
 """Of the connector in these tests: two blocks."""

@@ -16,12 +16,15 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm_stand_ins import FullAttentionSpec, SlidingWindowSpec, cache_config, engine_config
 
-from kvstore.client.engines import vllm_identity, vllm_versions
+from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm import KVStoreConnector
-from kvstore.client.engines.vllm_orders import LoadOrder, StepOrders
-from kvstore.client.engines.vllm_refused import RefusedWorker
-from kvstore.client.engines.vllm_shape import shape_of
-from kvstore.client.engines.vllm_versions import TransferResults
+from kvstore.client.engines.vllm import connector as vllm_versions
+from kvstore.client.engines.vllm import identity as vllm_identity
+from kvstore.client.engines.vllm.connector import NOWHERE, TransferResults
+from kvstore.client.engines.vllm.identity import shape_of
+from kvstore.client.engines.vllm.messages import LoadSpec, StepPlan
+from kvstore.client.engines.vllm.settings import VllmSettings
+from kvstore.client.engines.vllm.worker import VllmWorker
 from kvstore.proto.errors import ModelError
 
 BELOW_030 = TransferResults is None
@@ -30,6 +33,15 @@ BELOW_030 = TransferResults is None
 def connector() -> KVStoreConnector:
     """Return one whose construction is over, without an engine around it."""
     return KVStoreConnector.__new__(KVStoreConnector)
+
+
+def refused_worker() -> VllmWorker:
+    """Return one that is refused, whose server nobody answers for."""
+    config = SimpleNamespace()
+    client = vllm_versions.client_of_refused(config, VllmSettings.of({"address": NOWHERE}), "rank")
+    worker = VllmWorker(Connector(client), vllm_versions.NO_SHAPE, 1)
+    worker.refuse("no reason")
+    return worker
 
 
 def test_nobody_waits_for_what_a_cache_stores() -> None:
@@ -44,9 +56,10 @@ def test_it_takes_several_groups_of_layers_and_their_configuration() -> None:
 @pytest.mark.skipif(BELOW_030, reason="it asks for failed blocks only")
 def test_loads_that_failed_as_a_whole_are_over_and_failed_in_the_same_step() -> None:
     made = connector()
-    made._worker = RefusedWorker("no reason")
-    made._get_connector_metadata = SimpleNamespace  # no orders
-    made._worker.load(StepOrders((LoadOrder("a", (), ((1,), (2,)), all_or_nothing=True),)))
+    made._worker = refused_worker()
+    made._get_connector_metadata = SimpleNamespace  # no plan
+    made._worker.load(StepPlan((LoadSpec("a", (), ((1,), (2,)), all_or_nothing=True),)))
+    assert made._worker.settled(20.0)
     results = made.get_transfer_results(set())
     assert results.finished_recving == results.failed_recving == {"a"}
     assert made.get_block_ids_with_load_errors() == set()
@@ -62,26 +75,27 @@ def test_an_engine_that_nobody_understands_starts_and_every_request_is_a_counted
         kv_transfer_config=transfer, compilation_config=SimpleNamespace(static_forward_context={})
     )
     made = KVStoreConnector(config, role, None)
+    if role is KVConnectorRole.WORKER:
+        made.register_kv_caches({})
+        assert made.get_kv_connector_stats() is None
+        sent = made.build_connector_worker_meta()
+        assert sent is not None
+        assert "model_config" in sent.report.refusal
+        made.shutdown()
+        return
     request = SimpleNamespace(request_id="a", num_tokens=9)
-    made.register_kv_caches({})
     made.on_new_request(request)
     assert made.get_num_new_matched_tokens(request, 0) == (0, False)
     output = SchedulerOutput.make_empty()
     output.kv_connector_block_state = SimpleNamespace(get_block_ids=lambda _: ([],))
     meta = made.build_connector_meta(output)
-    assert meta.orders == StepOrders()
+    assert (meta.plan.loads, meta.plan.stores) == ((), ())
     assert made.request_finished(request, []) == (False, None)
     assert made.reset_cache() is True
     assert list(made.take_events()) == []
     stats = made.get_kv_connector_stats()
-    if role is KVConnectorRole.SCHEDULER:
-        assert stats is not None
-        assert stats.data == {"lookups": 1, "miss_AttributeError": 1, "prompt_tokens": 9}
-    else:
-        assert stats is None
-        said = made.build_connector_worker_meta()
-        assert said is not None
-        assert "model_config" in said.news.refusal
+    assert stats is not None
+    assert stats.data == {"lookups": 1, "miss_AttributeError": 1, "prompt_tokens": 9}
     made.shutdown()
 
 
@@ -90,7 +104,7 @@ def test_pages_given_up_for_a_sleep_are_registered_again_once() -> None:
     made, pages = connector(), {"layer": torch.zeros(1)}
     made._registered, made._dropped = {}, {}
 
-    class Worker(RefusedWorker):
+    class Worker:
         def register(self, registered: Any, writer: Any) -> str:
             asked.extend(registered)
             return ""
@@ -98,7 +112,7 @@ def test_pages_given_up_for_a_sleep_are_registered_again_once() -> None:
         def drop_pages(self) -> bool:
             return bool(asked)
 
-    made._worker = Worker("")
+    made._worker = Worker()
     made.unregister_kv_caches()
     made.restore_kv_caches()
     assert asked == [], "there were none"

@@ -28,10 +28,10 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from vllm_pages import Tables, representation
 from vllm_stand_ins import engine_config
 
-from kvstore.client.engines.vllm import block_writer
-from kvstore.client.engines.vllm_device import EngineDevicePages
-from kvstore.client.engines.vllm_layout import NULL_BLOCK
-from kvstore.client.engines.vllm_shape import EngineShape, shape_of
+from kvstore.client.engines.vllm.blocks import NULL_BLOCK
+from kvstore.client.engines.vllm.connector import block_writer
+from kvstore.client.engines.vllm.device import EngineDevicePages
+from kvstore.client.engines.vllm.identity import KVCacheShape, shape_of
 from kvstore.codecs.frame_kernels import LaunchedKernels
 from kvstore.codecs.paged import FrameAt, FrameKernels, HostKernels, Paged
 from kvstore.proto.frame import parse_header
@@ -121,7 +121,7 @@ def told(model: CacheModel, layout: KVCacheLayout) -> Any:
     return config
 
 
-def planned(model: CacheModel, layout: KVCacheLayout) -> tuple[EngineShape, Any]:
+def planned(model: CacheModel, layout: KVCacheLayout) -> tuple[KVCacheShape, Any]:
     """Return our shape of *model*, and the KVCacheConfig that vLLM makes for it."""
     config = told(model, layout)
     groups = get_kv_cache_groups(config, dict(zip(model.names, model.specs, strict=True)))
@@ -207,7 +207,7 @@ def write(
 
 
 def device_pages(
-    shape: EngineShape, model: CacheModel, registered: dict[str, torch.Tensor]
+    shape: KVCacheShape, model: CacheModel, registered: dict[str, torch.Tensor]
 ) -> EngineDevicePages:
     """Return the connector's view of *registered*, which it finds out by having vLLM write."""
     layer = attention(model)
@@ -216,7 +216,7 @@ def device_pages(
     )
 
 
-def make_tables(shape: EngineShape, model: CacheModel) -> list[Tables]:
+def make_tables(shape: KVCacheShape, model: CacheModel) -> list[Tables]:
     """Return the block tables of each chunk: no block is in two, and a window has its end only."""
     ids = iter(np.random.default_rng(2).permutation(np.arange(1, BLOCKS)).tolist())
     ends = {
@@ -233,7 +233,7 @@ def make_tables(shape: EngineShape, model: CacheModel) -> list[Tables]:
     ]
 
 
-def make_frames(shape: EngineShape, model: CacheModel) -> tuple[torch.Tensor, list[FrameAt]]:
+def make_frames(shape: KVCacheShape, model: CacheModel) -> tuple[torch.Tensor, list[FrameAt]]:
     """Return memory with the raw frame of each chunk in it."""
     tokens = model.chunk_blocks * shape.block_tokens
     of_model = representation(shape=shape)
@@ -248,7 +248,7 @@ def make_frames(shape: EngineShape, model: CacheModel) -> tuple[torch.Tensor, li
 
 
 def kept_slots(
-    shape: EngineShape, ids: Sequence[int], first_token: int, skipped_blocks: int
+    shape: KVCacheShape, ids: Sequence[int], first_token: int, skipped_blocks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which rows of a chunk's component, from *first_token* on, belong in which slots."""
     rows, slots = [], []
@@ -273,7 +273,7 @@ class Rows:
 
 
 def all_rows(
-    shape: EngineShape, memory: torch.Tensor, frames: Sequence[FrameAt], chunks: list[Tables],
+    shape: KVCacheShape, memory: torch.Tensor, frames: Sequence[FrameAt], chunks: list[Tables],
     kept_blocks: int,
 ) -> Iterator[Rows]:  # fmt: skip
     """Yield the rows of each layer in each frame; the first *kept_blocks* of all are left out."""

@@ -11,7 +11,7 @@ from real_vllm import models
 from real_vllm.prompts import EngineMaker, assert_same, prompt, skip_where_windows_are_refused
 from server_process import ServerProcess
 
-from kvstore.client.engines.vllm_versions import TransferResults
+from kvstore.client.engines.vllm.connector import TransferResults
 
 Same = Callable[..., list[int]]
 

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from kvstore.client.decode import Layer
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.prefix import Allowed, Asked, Prefix, Room, Span
-from kvstore.client.link_meter import LinkMeter
+from kvstore.client.levels import LinkMeter
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.types import EXACT, Accuracy, ChunkKey, KVLayout, Stated, layer_order

@@ -31,7 +31,7 @@ from kvstore.client.blend.layer_pass import LayerKV
 from kvstore.client.blend.segments import SegmentRange
 from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
-from kvstore.client.link_meter import LinkMeter
+from kvstore.client.levels import LinkMeter
 from kvstore.client.options import TransportName
 from kvstore.client.resolving import ResolveTerms
 from kvstore.proto import kvstore_pb2 as pb

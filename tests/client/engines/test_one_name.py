@@ -36,14 +36,14 @@ from vllm_stand_ins import (
 )
 from vllm_steps import Engine
 
-from kvstore.client.engines import vllm_identity
 from kvstore.client.engines.identity import Departures, identity_of, rope_parameters, weights_of
 from kvstore.client.engines.sglang import pages as sglang_pages
 from kvstore.client.engines.sglang.pages import PageSettings, PageStore, RankInfo, ServerArgsDigest
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
-from kvstore.client.engines.vllm_layout import PACKINGS
-from kvstore.client.engines.vllm_names import RequestNames
-from kvstore.client.engines.vllm_shape import shape_of
+from kvstore.client.engines.vllm import identity as vllm_identity
+from kvstore.client.engines.vllm.blocks import BLOCK_LAYOUTS
+from kvstore.client.engines.vllm.identity import shape_of
+from kvstore.client.engines.vllm.lookup import RequestHasher
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Model
 
 LAYERS = 3
@@ -93,7 +93,7 @@ def by_vllm(
     model.hf_config = model.hf_text_config = AutoConfig.from_pretrained(folder, **settings)
     model.model_impl, model.model_class_overrides = "auto", {}
     shape = shape_of(config, cache_config(FullAttentionSpec(), layers=LAYERS))
-    return vllm_identity.representation_of(config, shape, model_revision)
+    return vllm_identity.model_of(config, shape, model_revision)
 
 
 def host_pool() -> Any:
@@ -176,7 +176,7 @@ def test_a_setting_of_the_engine_that_no_model_states_is_its_own(
 
 
 def test_an_architecture_that_may_be_kept_otherwise_is_each_engines_own(folder: Path) -> None:
-    """As of Gemma, whose layers other engines may keep in another order."""
+    """As of Gemma, whose layers other engines may keep in another spec."""
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"model_type": "llama"', '"model_type": "gemma"'))
     assert by_vllm(folder) != by_sglang(folder)
@@ -235,7 +235,7 @@ def parts_of(engine: Engine, blocks: Sequence[int], tokens: int) -> list[torch.T
     return [
         torch.cat([part[block] for block in blocks], 1)[:, :tokens]
         for name in sorted(pages)
-        for part in PACKINGS[0](pages[name])
+        for part in BLOCK_LAYOUTS[0](pages[name])
     ]
 
 
@@ -244,7 +244,7 @@ def test_what_transformers_stored_vllm_loads(both: tuple[TransformersConnector, 
     cache = prefill(connector._model, ids_of(PROMPT))
     connector.save(ids_of(PROMPT), cache)
     request = FakeRequest("a", list(PROMPT))
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     assert engine.matched(request) == 3 * CHUNK_TOKENS
     blocks = engine.blocks(len(PROMPT))
     assert engine.load(request, blocks, 3 * CHUNK_TOKENS) == set()
@@ -270,7 +270,7 @@ def test_a_request_with_a_salt_is_not_what_transformers_stored(
     connector, engine = both
     connector.save(ids_of(PROMPT), prefill(connector._model, ids_of(PROMPT)))
     request = FakeRequest("a", list(PROMPT), cache_salt="alice")
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     assert engine.matched(request) == 0
 
 
@@ -313,7 +313,7 @@ def test_what_sglang_stored_transformers_and_vllm_load(
     cache, hit = connector.load(ids_of(PROMPT))
     assert hit == 3 * CHUNK_TOKENS
     request = FakeRequest("a", list(PROMPT))
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     assert engine.matched(request) == hit
     blocks = engine.blocks(len(PROMPT))
     assert engine.load(request, blocks, hit) == set()
@@ -331,7 +331,7 @@ def test_prompts_with_a_salt_keep_the_stores_own_names(
     by_sglangs, by_own = as_sglang[0].client, both[0].client
     assert by_sglangs.keys(PROMPT, [b"salt"]) == by_own.keys(PROMPT, [b"salt"])
     assert not set(by_sglangs.keys(PROMPT)) & set(by_own.keys(PROMPT))
-    names = RequestNames(sglang_names=True)
+    names = RequestHasher(sglang_names=True)
     assert names.identity(FakeRequest("a", PROMPT), b"").is_sglangs
     for request, epoch in (
         (FakeRequest("a", PROMPT, cache_salt="x"), b""),

@@ -17,9 +17,9 @@ from torch_engine import greedy, plain_tokens, random_ids
 from transformers import PreTrainedModel
 
 from kvstore.client import Client, ClientOptions
+from kvstore.client.deadline import StoredFrame
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.client.prefill import PrefillMeter, PrefillModel
-from kvstore.client.stored_frame import StoredFrame
 from kvstore.client.transport import Arrivals, ReadPlan
 from kvstore.proto.errors import InvalidRequestError
 

@@ -11,15 +11,18 @@ import pytest
 import torch
 from local_server import LocalServer
 from prompts import tokens as prompt_tokens
-from vllm_pages import BLOCK_TOKENS
+from vllm_pages import BLOCK_TOKENS, HEAD_DIM, HEADS
 from vllm_stand_ins import FakeRequest, step
 from vllm_steps import Engine
 
-from kvstore.client.engines import vllm_copies
-from kvstore.client.engines.vllm_orders import LoadOrder, taken_blocks
-from kvstore.client.engines.vllm_page_copy import PageCopy
+from kvstore.client.engines.vllm import staging as vllm_copies
+from kvstore.client.engines.vllm.messages import LoadSpec, taken_blocks
+from kvstore.client.engines.vllm.staging import BlockGather, Staged
 
 Start = Callable[..., Engine]
+
+CHUNK_BYTES = 3 * 64 * 2 * HEADS * HEAD_DIM * 4
+"""Of three layers of float32."""
 
 PROMPT, OTHER = prompt_tokens(1, 200), prompt_tokens(2, 200)
 
@@ -50,7 +53,7 @@ def held(engine: Engine) -> Iterator[None]:
 def computed(engine: Engine, name: str, tokens: list[int], blocks: list[int]) -> FakeRequest:
     """Have a prompt that is not stored computed in one step."""
     request = FakeRequest(name, list(tokens))
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     assert engine.matched(request) == 0
     engine.step(request, blocks, len(tokens))
     return request
@@ -75,9 +78,9 @@ def test_blocks_that_a_load_gets_are_copied_before_it_begins(start: Start) -> No
         computed(engine, "b", PROMPT, blocks)
         other = FakeRequest("c", list(OTHER))
         assert engine.matched(other) == 192
-        engine.scheduler.allocated(other, 192, [blocks])
-        orders = engine.scheduler.orders(step(), lambda _: [])
-        engine.workers[0].begin(orders)
+        engine.scheduler.on_alloc(other, 192, [blocks])
+        plan = engine.scheduler.build_plan(step(), lambda _: [])
+        engine.workers[0].save_before_overwrite(plan)
         for whole in engine.pages[0].values():
             whole[torch.tensor(blocks)] = 9.0  # as far as the load might have come
     assert engine.workers[0].settled(20.0)
@@ -90,12 +93,12 @@ def test_blocks_that_nobody_else_gets_are_not_copied_by_the_engine(start: Start)
     with held(engine):
         computed(engine, "a", PROMPT, engine.blocks(200))
         computed(engine, "b", OTHER, engine.blocks(200))
-        assert [one.whole for one in worker._storing] == [None] * 6
+        assert [one.copy.result for one in worker._storing] == [None] * 6
     assert worker.settled(20.0)
     assert worker.counted["stored_chunks"] == 6
 
 
-@pytest.mark.parametrize(("batch_bytes", "puts"), [(1 << 20, [6]), (1, [3, 3])])
+@pytest.mark.parametrize(("batch_bytes", "puts"), [(1 << 20, [6]), (3 * CHUNK_BYTES, [3, 3])])
 def test_what_requests_leave_together_is_put_together_up_to_a_limit(
     start: Start, monkeypatch: pytest.MonkeyPatch, batch_bytes: int, puts: list[int]
 ) -> None:
@@ -124,23 +127,23 @@ def test_an_engine_that_does_not_say_what_it_gives_out_has_everything_copied(sta
     del silent.scheduled_cached_reqs
     with held(engine):
         computed(engine, "a", PROMPT, engine.blocks(200))
-        worker.begin(engine.scheduler.orders(silent, lambda _: []))
-        assert None not in [one.whole for one in worker._storing]
+        worker.save_before_overwrite(engine.scheduler.build_plan(silent, lambda _: []))
+        assert None not in [one.copy.result for one in worker._storing]
     assert worker.settled(20.0)
 
 
 def test_a_step_waits_for_a_copy_that_is_under_way(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, take = start(), PageCopy.take
+    engine, take = start(), BlockGather.take
     began, go_on = threading.Event(), threading.Event()
 
-    def slow(copied: PageCopy, tables: list[list[int]]) -> bool:
+    def slow(copied: BlockGather, tables: list[list[int]]) -> Staged | None:
         began.set()
         go_on.wait(20.0)
         return take(copied, tables)
 
-    monkeypatch.setattr(PageCopy, "take", slow)
+    monkeypatch.setattr(BlockGather, "take", slow)
     blocks = engine.blocks(200)
     computed(engine, "a", PROMPT, blocks)
     assert began.wait(20.0)
@@ -158,13 +161,13 @@ def test_a_step_waits_for_a_copy_that_is_under_way(
 def test_a_copy_that_fails_is_not_stored_and_harms_no_step(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(copied: PageCopy, tables: list[list[int]]) -> bool:
+    def fails(copied: BlockGather, tables: list[list[int]]) -> Staged | None:
         raise MemoryError
 
     engine = start()
     blocks = engine.blocks(200)
     with monkeypatch.context() as patched:
-        patched.setattr(PageCopy, "take", fails)
+        patched.setattr(BlockGather, "take", fails)
         with held(engine):
             computed(engine, "a", PROMPT, blocks)
             computed(engine, "b", OTHER, blocks)
@@ -187,7 +190,9 @@ def test_however_blocks_go_round_what_is_stored_is_what_was_computed(
                 part = tokens if name == "first" else prompt_tokens(100 + number, 130)
                 computed(engine, f"{name}{number}", part, blocks)
             if choose.random() < 0.5:  # a step of a request that goes on beside it
-                engine.workers[0].begin(engine.scheduler.orders(step(x=1), lambda _: []))
+                engine.workers[0].save_before_overwrite(
+                    engine.scheduler.build_plan(step(x=1), lambda _: [])
+                )
     assert engine.workers[0].settled(20.0)
     reader = start()
     for number, tokens in enumerate(prompts):
@@ -206,6 +211,6 @@ def test_blocks_given_out_are_those_of_new_and_old_requests_zeroed_copied_and_lo
     ]
     output.new_block_ids_to_zero = [6]
     output.kv_cache_block_copies = [Named(src_block_id=7, dst_block_id=8)]
-    load = LoadOrder("a", (), ((9,), (10,)))
+    load = LoadSpec("a", (), ((9,), (10,)))
     found = taken_blocks(output, [load], BLOCK_TOKENS)
     assert found == frozenset([0, 1, 2, 3, 4, 5, 6, 8, 9, 10]), "without those found in its cache"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from vllm_stand_ins import FakeRequest
 
-from kvstore.client.engines.vllm_cost import PrefillCost, hints_of
+from kvstore.client.engines.vllm.settings import FlopsModel, hints_of
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.plans import NO_HINTS, Hints, Reuse
 
@@ -18,7 +18,7 @@ LLAMA = SimpleNamespace(
 
 
 def test_a_token_costs_two_operations_a_weight_and_more_the_more_is_before_it() -> None:
-    cost = PrefillCost.of(LLAMA)
+    cost = FlopsModel.of(LLAMA)
     weights = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16
     assert cost.token_flops == 2 * 2 * weights
     assert cost.context_flops == 4 * 2 * 4 * 2
@@ -28,11 +28,11 @@ def test_a_token_costs_two_operations_a_weight_and_more_the_more_is_before_it() 
 
 def test_of_experts_those_count_that_one_token_meets() -> None:
     many = SimpleNamespace(**vars(LLAMA), num_experts_per_tok=2, moe_intermediate_size=4)
-    assert PrefillCost.of(many).token_flops < PrefillCost.of(LLAMA).token_flops
+    assert FlopsModel.of(many).token_flops < FlopsModel.of(LLAMA).token_flops
 
 
 def test_settings_that_say_too_little_cost_nothing() -> None:
-    assert PrefillCost.of(SimpleNamespace(hidden_size=8)).of_chunk(10, 10) == 0.0
+    assert FlopsModel.of(SimpleNamespace(hidden_size=8)).of_chunk(10, 10) == 0.0
 
 
 def with_hints(stated: object) -> FakeRequest:

@@ -16,9 +16,8 @@ from vllm_pages import HYBRID, SHAPE
 from vllm_stand_ins import FakeRequest
 from vllm_steps import Engine, options
 
-from kvstore.client.engines.vllm_cost import deadline_ms_of, hints_of
-from kvstore.client.engines.vllm_settings import Role, VllmSettings
-from kvstore.client.engines.vllm_shape import EngineShape
+from kvstore.client.engines.vllm.identity import KVCacheShape
+from kvstore.client.engines.vllm.settings import Role, VllmSettings, deadline_ms_of, hints_of
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.plans import Hints
 
@@ -38,7 +37,7 @@ def link(server: LocalServer) -> Iterator[SlowLink]:
 def start(link: SlowLink, request: pytest.FixtureRequest) -> Callable[..., Engine]:
     """Start engines behind the link, closed in the end."""
 
-    def make(shape: EngineShape = SHAPE, **role: Any) -> Engine:
+    def make(shape: KVCacheShape = SHAPE, **role: Any) -> Engine:
         engine = Engine(link.address, shape=shape, role=Role(**role), opts=GRPC)
         request.addfinalizer(engine.close)
         return engine
@@ -56,11 +55,11 @@ def loaded(engine: Engine, request: FakeRequest) -> tuple[int, float]:
     """Have a request loaded; return how many chunks came and how long that took."""
     tokens = engine.matched(request)
     assert tokens > 0
-    engine.scheduler.allocated(request, tokens, [engine.blocks(len(PROMPT))])
-    order = engine.scheduler._tracked[request.request_id].load
-    assert order is not None
+    engine.scheduler.on_alloc(request, tokens, [engine.blocks(len(PROMPT))])
+    spec = engine.scheduler._tracked[request.request_id].load
+    assert spec is not None
     before, started_s = engine.workers[0].counted["loaded_chunks"], time.monotonic()
-    engine.workers[0].load(type("Orders", (), {"loads": (order,)})())
+    engine.workers[0].load(type("Orders", (), {"loads": (spec,)})())
     assert eventually(lambda: request.request_id in engine.workers[0].finished_loads(is_idle=False))
     return engine.workers[0].counted["loaded_chunks"] - before, time.monotonic() - started_s
 
@@ -80,10 +79,10 @@ def test_over_a_slow_link_a_load_with_a_deadline_ends_while_computing_is_still_i
     assert chunks < len(PROMPT) // 64
     assert took_s < 1.0
     assert engine.workers[0].counted["slow_chunks"] > 0
-    news = engine.workers[0].news()
-    assert news is not None
-    assert not news.is_down
-    engine.scheduler.learn(news)
+    report = engine.workers[0].report()
+    assert report is not None
+    assert not report.is_down
+    engine.scheduler.on_report(report)
     assert engine.scheduler._tracked["b"].stored is None, "it is there: nothing to store again"
 
 
@@ -145,7 +144,7 @@ def test_what_is_no_deadline_is_refused_by_name_and_the_usual_one_holds(
     with pytest.raises(InvalidRequestError, match="first_token_ms"):
         deadline_ms_of(with_deadline("a", stated), 0)
     engine = start(first_token_ms=700)
-    engine.scheduler.arrived(with_deadline("a", stated))
+    engine.scheduler.on_new_request(with_deadline("a", stated))
     within = engine.scheduler._tracked["a"].within
     assert within is not None
     assert within.deadline_s == 0.7

@@ -29,10 +29,11 @@ from vllm_steps import Engine
 
 from kvstore.client import Client
 from kvstore.client.cuda import CudaClient
-from kvstore.client.engines import vllm_copies, vllm_device, vllm_worker
-from kvstore.client.engines.vllm_device import DeviceSide
-from kvstore.client.engines.vllm_layout import one_after_the_other, side_by_side
-from kvstore.client.engines.vllm_shape import EngineShape
+from kvstore.client.engines.vllm import staging as vllm_copies
+from kvstore.client.engines.vllm import worker as vllm_worker
+from kvstore.client.engines.vllm.blocks import one_after_the_other, side_by_side
+from kvstore.client.engines.vllm.device import DeviceSide
+from kvstore.client.engines.vllm.identity import KVCacheShape
 from kvstore.client.rectangle import Rectangle
 from kvstore.codecs.paged import HostKernels
 from kvstore.proto.errors import TierUnavailableError
@@ -68,7 +69,7 @@ def test_what_one_engine_computed_another_loads(
 
 @pytest.mark.parametrize("shape", [LATENT, HYBRID, SLIDING], ids=["latent", "hybrid", "sliding"])
 def test_latents_and_windows_in_several_tables_are_stored_and_loaded(
-    start: Start, shape: EngineShape
+    start: Start, shape: KVCacheShape
 ) -> None:
     assert start(shape=shape).run("a", PROMPT) == 0
     assert start(shape=shape).run("b", PROMPT) > 0
@@ -145,13 +146,13 @@ def test_what_the_gpu_tier_has_no_room_for_goes_through_host_memory(
         assert engine.run(name, PROMPT) == hit
 
 
-# --- order
+# --- spec
 
 
 def computed(engine: Engine, name: str, prompt: list[int]) -> tuple[FakeRequest, list[int]]:
     """Compute a prompt in one step; return its request and blocks."""
     request = FakeRequest(name, list(prompt))
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     assert engine.matched(request) == 0
     blocks = engine.blocks(len(prompt))
     engine.step(request, blocks, len(prompt))
@@ -161,8 +162,7 @@ def computed(engine: Engine, name: str, prompt: list[int]) -> tuple[FakeRequest,
 def test_more_chunks_than_a_batch_are_stored_one_batch_after_another(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (vllm_copies, vllm_device, vllm_worker):
-        monkeypatch.setattr(module, "BATCH_BYTES", 1)
+    monkeypatch.setattr(vllm_copies, "BATCH_BYTES", 1)
     engine = start()
     request, _ = computed(engine, "a", PROMPT)
     assert engine.workers[0].settled(20.0)
@@ -240,7 +240,7 @@ def test_a_load_waits_for_the_engines_stream_on_the_device_alone(
     start().run("a", PROMPT)
     engine = start(device=watched, client=CudaClient)
     request = FakeRequest("b", list(PROMPT))
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     assert engine.matched(request) == 192
     blocks = engine.blocks(len(PROMPT))
     engine.wipe([blocks], value=5.0)  # zeroing, or a step that still writes to these blocks
@@ -280,7 +280,7 @@ def test_what_finds_no_slot_before_its_blocks_are_given_away_is_dropped_and_coun
     engine.scheduler.finished(request)
     assert worker.settled(20.0)
     other = FakeRequest("b", prompt_tokens(5, 10))
-    engine.scheduler.arrived(other)
+    engine.scheduler.on_new_request(other)
     assert engine.matched(other) == 0
     engine.step(other, blocks[-1:], 10)  # its block is of the last chunk
     assert worker.settled(20.0)
@@ -302,7 +302,7 @@ def test_a_prompt_that_is_computed_before_anything_was_sent_is_stored_whole(
     worker._storer.do(hold.wait)
     prompt = prompt_tokens(6, 8 * CHUNK_TOKENS)
     request, blocks = FakeRequest("a", list(prompt)), engine.blocks(len(prompt))
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     assert engine.matched(request) == 0
     for _ in range(steps):
         engine.step(request, blocks, len(prompt) // steps)
@@ -390,7 +390,7 @@ def test_a_device_that_fails_loses_hits_and_no_token(start: Start) -> None:
     device = SlowDevice()
     engine = start(device=device, client=CudaClient)
     request = FakeRequest("b", list(PROMPT))
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     assert engine.matched(request) == 192
     blocks = engine.blocks(len(PROMPT))
     device.fails = True
@@ -417,7 +417,7 @@ def test_a_damaged_frame_is_computed_again(
     tier._slabs[place.number].bytes[place.offset + place.size_bytes - 1] ^= 1
     other = start(client=client)
     request = FakeRequest("b", list(PROMPT))
-    other.scheduler.arrived(request)
+    other.scheduler.on_new_request(request)
     assert other.matched(request) == 192
     blocks = other.blocks(len(PROMPT))
     failed = other.load(request, blocks, 192)

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,13 @@ from vllm_steps import QUEUE_BYTES, Engine, options
 from kvstore.cli.main import main
 from kvstore.client import Client, device_reads
 from kvstore.client.cuda import CudaClient, CudaTransport
-from kvstore.client.engines import vllm_refused, vllm_watch
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm_layout import side_by_side
-from kvstore.client.engines.vllm_orders import LoadOrder, StepOrders
-from kvstore.client.engines.vllm_refused import (
-    RefusedScheduler,
-    RefusedWorker,
-    client_of_refused,
-)
-from kvstore.client.engines.vllm_settings import VllmSettings
-from kvstore.client.engines.vllm_worker import VllmWorker
+from kvstore.client.engines.vllm import settings as vllm_settings
+from kvstore.client.engines.vllm import worker as vllm_watch
+from kvstore.client.engines.vllm.blocks import side_by_side
+from kvstore.client.engines.vllm.messages import LoadSpec, StepPlan
+from kvstore.client.engines.vllm.scheduler import VllmScheduler
+from kvstore.client.engines.vllm.worker import VllmWorker
 from kvstore.codecs.frame_kernels import cuda_launcher
 from kvstore.proto.device import import_cupy
 from kvstore.proto.errors import TierUnavailableError
@@ -81,11 +78,11 @@ def interrupted(engine: PagedEngine, process: ServerProcess, then: Callable[[], 
     assert worker is not None
     load = worker.load
 
-    def stopped(orders: StepOrders) -> None:
-        if orders.loads:
+    def stopped(plan: StepPlan) -> None:
+        if plan.loads:
             process.send_signal(signal.SIGSTOP)
-        load(orders)
-        if orders.loads:
+        load(plan)
+        if plan.loads:
             assert eventually(lambda: worker._watch._is_loading)
             time.sleep(0.05)  # its question is on the way
             then()
@@ -175,20 +172,20 @@ def test_nothing_writes_to_the_blocks_of_an_aborted_load_once_it_was_told_to_be_
     engine = start()
     (worker,) = engine.workers
     asked = FakeRequest("b", list(PROMPT))
-    engine.scheduler.arrived(asked)
+    engine.scheduler.on_new_request(asked)
     assert engine.matched(asked) == 192
     blocks = engine.blocks(len(PROMPT))
     gate, read = threading.Event(), worker._side.read
 
-    def held(work: object) -> int:
+    def held(job: object) -> None:
         assert gate.wait(20.0)
-        return int(read(work))
+        read(job)
 
     worker._side.read = held
-    engine.scheduler.allocated(asked, 192, [blocks])
-    orders = engine.scheduler.orders(step(), lambda _: [])
-    worker.begin(orders)
-    worker.load(orders)
+    engine.scheduler.on_alloc(asked, 192, [blocks])
+    plan = engine.scheduler.build_plan(step(), lambda _: [])
+    worker.save_before_overwrite(plan)
+    worker.load(plan)
     engine.scheduler.finished(asked)  # it is aborted; its blocks are not free yet
     assert worker.finished_loads(is_idle=True) == set()
     gate.set()
@@ -222,18 +219,18 @@ def refusal(
         worker = VllmWorker(Connector(client), SHAPE, QUEUE_BYTES, device=device)
         request.addfinalizer(worker.close)
         reason = worker.register(pages, write)
-        order = LoadOrder("a", (ChainDigest(bytes(32)),), ((3, 4),))
-        orders = StepOrders((order,))
-        worker.begin(orders)
-        worker.load(orders)
-        worker.store(orders)
+        spec = LoadSpec("a", (ChainDigest(bytes(32)),), ((3, 4),))
+        plan = StepPlan((spec,))
+        worker.save_before_overwrite(plan)
+        worker.load(plan)
+        worker.store(plan)
         assert worker.settled(20.0)
         assert worker.finished_loads(is_idle=True) == {"a"}
         assert worker.failed_blocks() == {3, 4}
         assert worker.counted["lost_chunks"] == 1
-        news = worker.news()
-        assert news is not None
-        assert news.refusal == reason
+        report = worker.report()
+        assert report is not None
+        assert report.refusal == reason
         return reason
 
     return register
@@ -306,9 +303,9 @@ def test_an_engine_whose_pages_are_refused_computes_all_and_counts_why(
     engine = Engine(server.address, packing=side_by_side, device=NeedsCupy(), refusing=True)
     request.addfinalizer(engine.close)
     assert engine.run("a", PROMPT) == 0
-    engine.scheduler.learn(engine.workers[0].news())
+    engine.scheduler.on_report(engine.workers[0].report())
     asked = FakeRequest("b", list(PROMPT))
-    engine.scheduler.arrived(asked)
+    engine.scheduler.on_new_request(asked)
     assert engine.matched(asked) == 0
     assert engine.scheduler.counted["miss_pages"] == 1
 
@@ -331,16 +328,23 @@ def test_why_pages_were_refused_is_what_the_server_explains(
     assert said in explained(process.address, capsys), "and after it"
 
 
-@pytest.mark.parametrize("half", [RefusedScheduler, RefusedWorker])
+@pytest.mark.parametrize("half", [VllmScheduler, VllmWorker])
 def test_why_an_engine_has_no_store_is_explained_by_a_server_that_comes_later_too(
     process: ServerProcess, capsys: pytest.CaptureFixture[str], half: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(vllm_refused, "REPORT_EVERY_S", 0.1)
+    monkeypatch.setattr(vllm_settings, "REPORT_EVERY_S", 0.1)
     process.kill()
-    side = half("state_layers")
-    settings = VllmSettings.of({"address": process.address, "retry_after_ms": 1})
-    side.report(client_of_refused("a/model", settings, "vllm-half"), "no state\x1b[2J\nlayers")
+    opts = replace(options(), transport="grpc", name="vllm-half")
+    connector = Connector(Client(process.address, representation(), opts))
+    reason = "no state\x1b[2J\nlayers"
+    side: Any
+    if half is VllmScheduler:
+        side = VllmScheduler(connector, SHAPE, refusal="state_layers")
+        side.report_refusal(reason)
+    else:
+        side = VllmWorker(connector, SHAPE, QUEUE_BYTES)
+        side.refuse(reason)
     process.start()
     said = "vllm-half runs without the store: no state [2J layers"
     assert eventually(lambda: said in explained(process.address, capsys))

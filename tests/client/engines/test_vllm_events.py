@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,12 @@ from vllm_pages import BLOCK_TOKENS, CHUNK_TOKENS, SHAPE, representation
 from vllm_stand_ins import FakeLora, FakeRequest, step
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.engines import vllm_events
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm_events import EventMaker, KVEvents
-from kvstore.client.engines.vllm_names import ChunkChain, Identity
-from kvstore.client.engines.vllm_orders import NamedChunk, WorkerNews
-from kvstore.client.engines.vllm_scheduler import VllmScheduler
+from kvstore.client.engines.vllm import events as vllm_events
+from kvstore.client.engines.vllm.events import EventMaker, KVEvents
+from kvstore.client.engines.vllm.lookup import CacheIdentity, ChunkChain, LookupResult
+from kvstore.client.engines.vllm.messages import ChunkName, WorkerReport
+from kvstore.client.engines.vllm.scheduler import VllmScheduler
 from kvstore.proto.types import ChainDigest
 
 PROMPT = prompt_tokens(1, 3 * CHUNK_TOKENS)
@@ -49,14 +50,14 @@ def events(ranks: int = 1, **how: Any) -> KVEvents:
     return KVEvents(maker(**how), CHUNK_TOKENS, ranks)
 
 
-def chunks(count: int = 3) -> list[NamedChunk]:
-    chain = ChunkChain(Identity(), CHUNK_TOKENS)
+def chunks(count: int = 3) -> list[ChunkName]:
+    chain = ChunkChain(CacheIdentity(), CHUNK_TOKENS)
     chain.extend(PROMPT, count)
     return chain.chunks
 
 
-def by_one_rank(named: Sequence[NamedChunk]) -> dict[ChainDigest, int]:
-    return dict.fromkeys((chunk.digest for chunk in named), 1)
+def by_one_rank(named: Sequence[ChunkName]) -> Counter[ChainDigest]:
+    return Counter(chunk.digest for chunk in named)
 
 
 def test_a_chunk_is_told_of_once_it_is_stored_with_the_hashes_of_its_blocks() -> None:
@@ -95,14 +96,14 @@ def test_of_several_ranks_the_last_one_counts_whenever_it_comes() -> None:
     told.ordered(FakeRequest("a", PROMPT), chunks())
     told.stored(by_one_rank(chunks()))
     assert told.take() == []
-    both = WorkerNews(stored=by_one_rank(chunks(1))).joined(WorkerNews(stored={}))
+    both = WorkerReport(stored=by_one_rank(chunks(1))).joined(WorkerReport())
     told.stored(both.stored)
     assert [event.block_hashes[0] for event in told.take()] == ["h0"]
 
 
 def test_what_both_ranks_say_at_once_is_added_up() -> None:
-    said = WorkerNews(stored=by_one_rank(chunks(2)))
-    joined = said.joined(WorkerNews(stored=by_one_rank(chunks(1))))
+    said = WorkerReport(stored=by_one_rank(chunks(2)))
+    joined = said.joined(WorkerReport(stored=by_one_rank(chunks(1))))
     assert list(joined.stored.values()) == [2, 1]
 
 
@@ -176,7 +177,7 @@ def is_answered(scheduler: VllmScheduler, request: FakeRequest) -> bool:
 
 def finds(scheduler: VllmScheduler, chunks_ready: int) -> None:
     """Have the store answer, and with that many chunks."""
-    scheduler._desk._find = lambda _: chunks_ready
+    scheduler._desk._find = lambda _: LookupResult(chunks_ready, chunks_ready)
 
     def is_up() -> bool:
         scheduler.matched_tokens(FakeRequest("up", PROMPT), 0)
@@ -193,8 +194,8 @@ def test_the_scheduler_tells_what_was_stored_and_what_a_lookup_missed(
     request = FakeRequest("a", PROMPT)
     assert eventually(lambda: is_answered(scheduler, request))
     tables = [list(range(len(PROMPT) // BLOCK_TOKENS))]
-    (order,) = scheduler.orders(step(a=len(PROMPT)), lambda _: tables).stores
-    scheduler.learn(WorkerNews(stored=by_one_rank(order.chunks)))
+    (spec,) = scheduler.build_plan(step(a=len(PROMPT)), lambda _: tables).stores
+    scheduler.on_report(WorkerReport(stored=by_one_rank(spec.chunks)))
     assert scheduler.events is not None
     assert [event.kind for event in scheduler.events.take()] == ["stored"] * 3
     scheduler.finished(request)
@@ -215,8 +216,8 @@ def test_a_load_that_came_short_is_told_of(scheduler: VllmScheduler) -> None:
     scheduler.events.stored(by_one_rank(chunks()))
     scheduler.events.take()
     assert eventually(lambda: scheduler.matched_tokens(request, 0) == len(PROMPT))
-    scheduler.allocated(request, len(PROMPT), [list(range(len(PROMPT) // BLOCK_TOKENS))])
-    scheduler.learn(WorkerNews({"a": 2}))
+    scheduler.on_alloc(request, len(PROMPT), [list(range(len(PROMPT) // BLOCK_TOKENS))])
+    scheduler.on_report(WorkerReport({"a": 2}))
     assert [event.block_hashes[0] for event in scheduler.events.take()] == [f"h{2 * BLOCKS}"]
 
 
@@ -225,10 +226,10 @@ def test_no_request_waits_while_the_store_is_asked_whether_it_is_back(
 ) -> None:
     opened, asked = threading.Event(), threading.Event()
 
-    def hang(digests: Sequence[ChainDigest]) -> int | None:
+    def hang(digests: Sequence[ChainDigest]) -> None:
         asked.set()
         opened.wait(20)
-        return None
+        return
 
     scheduler._desk._find = hang
     first, second = FakeRequest("a", PROMPT), FakeRequest("b", PROMPT)

@@ -15,9 +15,8 @@ from vllm_stand_ins import FakeRequest
 from vllm_steps import Engine
 
 from kvstore.client.chunk import Chunk
-from kvstore.client.engines.vllm_cost import PrefillCost
-from kvstore.client.engines.vllm_refused import RefusedWorker
-from kvstore.client.engines.vllm_shape import EngineShape
+from kvstore.client.engines.vllm.identity import KVCacheShape
+from kvstore.client.engines.vllm.settings import FlopsModel
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import KVLayout
 
@@ -33,7 +32,7 @@ Start = Callable[..., Engine]
 def start(server: LocalServer, request: pytest.FixtureRequest) -> Start:
     """Start engines of a shape on the server, closed in the end."""
 
-    def make(shape: EngineShape) -> Engine:
+    def make(shape: KVCacheShape) -> Engine:
         engine = Engine(server.address, shape=shape)
         request.addfinalizer(engine.close)
         return engine
@@ -46,7 +45,7 @@ def tables(engine: Engine, tokens: int, computed: int = 0) -> Tables:
 
 
 @SHAPES
-def test_what_one_engine_computed_another_loads(start: Start, shape: EngineShape) -> None:
+def test_what_one_engine_computed_another_loads(start: Start, shape: KVCacheShape) -> None:
     assert start(shape).run("a", PROMPT) == 0
     assert start(shape).run("b", PROMPT) == 192
     assert start(shape).run("c", PROMPT[:150]) == 128
@@ -61,7 +60,7 @@ def test_null_blocks_are_never_written_to(start: Start) -> None:
 
 @pytest.mark.parametrize("shape", [HYBRID, SLIDING], ids=["hybrid", "window"])
 def test_a_load_that_lost_a_chunk_is_computed_as_a_whole_and_stored_again(
-    start: Start, shape: EngineShape
+    start: Start, shape: KVCacheShape
 ) -> None:
     start(shape).run("a", PROMPT)
     engine = start(shape)
@@ -72,8 +71,8 @@ def test_a_load_that_lost_a_chunk_is_computed_as_a_whole_and_stored_again(
     assert engine.load(request, tables(engine, 200, 192), 192) == set(), "blocks are not reported"
     assert engine.workers[0].failed_loads() == {"b"}
     assert engine.matched(request) == 0
-    orders = engine.step(request, tables(engine, 200), 200)
-    assert [chunk.position for order in orders.stores for chunk in order.chunks] == [128]
+    plan = engine.step(request, tables(engine, 200), 200)
+    assert [chunk.position for spec in plan.stores for chunk in spec.chunks] == [128]
     assert engine.workers[0].settled(20.0)
     assert start(shape).run("c", PROMPT) == 192
 
@@ -121,7 +120,7 @@ def test_a_window_that_is_wanted_longer_than_chunks_have_it_fails_the_load(start
 def test_chunks_whose_windows_the_engine_gave_up_end_no_prefix(start: Start) -> None:
     engine = start(HYBRID)
     request, room = FakeRequest("a", PROMPT), tables(engine, 200, 192)
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     assert engine.matched(request) == 0
     engine.step(request, room, 200)
     assert engine.workers[0].settled(20.0)
@@ -144,7 +143,7 @@ def _empty(layout: KVLayout) -> list[list[list[object]]]:
 def test_windows_that_chunks_lack_are_stored_when_they_are_computed_again(start: Start) -> None:
     engine = start(HYBRID)
     request = FakeRequest("a", PROMPT)
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     assert engine.matched(request) == 0
     engine.step(request, tables(engine, 200, 192), 200)
     assert engine.workers[0].settled(20.0)
@@ -155,7 +154,7 @@ def test_windows_that_chunks_lack_are_stored_when_they_are_computed_again(start:
 def test_of_layers_with_windows_only_chunks_that_are_gone_are_not_stored(start: Start) -> None:
     engine = start(SLIDING)
     request, (room,) = FakeRequest("a", PROMPT), tables(engine, 200)
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     assert engine.matched(request) == 0
     engine.step(request, [[0, 0, *room[2:]]], 200)
     assert engine.workers[0].settled(20.0)
@@ -167,7 +166,7 @@ def test_of_layers_with_windows_only_chunks_that_are_gone_are_not_stored(start: 
 def test_a_preempted_request_loads_the_windows_of_where_it_goes_on(start: Start) -> None:
     engine = start(HYBRID)
     request = FakeRequest("a", PROMPT)
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     assert engine.matched(request) == 0
     engine.step(request, tables(engine, 200), 150)
     assert engine.workers[0].settled(20.0)
@@ -189,7 +188,7 @@ def test_an_engine_that_prefills_from_nothing_only_loads_all_but_a_token(start: 
 
 def test_hints_and_costs_go_with_what_is_stored(start: Start) -> None:
     engine = start(HYBRID)
-    engine.workers[0].cost = PrefillCost(1e6, 1e3)
+    engine.workers[0].cost = FlopsModel(1e6, 1e3)
     puts: list[tuple[list[float], Hints]] = []
     client = engine.workers[0]._connector.client
     put = client.put
@@ -201,7 +200,7 @@ def test_hints_and_costs_go_with_what_is_stored(start: Start) -> None:
     client.put = noted
     request, room = FakeRequest("a", PROMPT), tables(engine, 200)
     request.kv_transfer_params = {"kvstore": {"category": "chat"}}  # type: ignore[attr-defined]
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     assert engine.matched(request) == 0
     engine.step(request, room, 200)
     assert engine.workers[0].settled(20.0)
@@ -216,9 +215,8 @@ def test_hints_and_costs_go_with_what_is_stored(start: Start) -> None:
 def test_a_rank_without_a_name_fails_loads_as_a_whole(start: Start) -> None:
     start(HYBRID).run("a", PROMPT)
     engine = start(HYBRID)
-    engine.workers[0].close()
-    refused = RefusedWorker("the weights are not here")
-    engine.workers = [refused]
+    (refused,) = engine.workers
+    refused.refuse("the weights are not here")
     request = FakeRequest("b", PROMPT)
     assert engine.matched(request) == 192
     assert engine.load(request, tables(engine, 200, 192), 192) == set()

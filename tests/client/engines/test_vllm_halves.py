@@ -16,20 +16,25 @@ from vllm_pages import (
     CHUNK_TOKENS,
     HEAD_DIM,
     HEADS,
+    SHAPE,
     compute,
     empty_pages,
     holds,
+    representation,
     scrambled,
     writer,
 )
 from vllm_stand_ins import FakeRequest, step
 from vllm_steps import QUEUE_BYTES, Engine, options
 
-from kvstore.client.engines import vllm_copies, vllm_scheduler, vllm_worker
-from kvstore.client.engines.vllm_layout import PACKINGS
-from kvstore.client.engines.vllm_orders import StepOrders
-from kvstore.client.engines.vllm_refused import RefusedScheduler, RefusedWorker
-from kvstore.client.engines.vllm_settings import Role
+from kvstore.client import Client
+from kvstore.client.engines.base import Connector
+from kvstore.client.engines.vllm import scheduler as vllm_scheduler
+from kvstore.client.engines.vllm import staging as vllm_copies
+from kvstore.client.engines.vllm import worker as vllm_worker
+from kvstore.client.engines.vllm.blocks import BLOCK_LAYOUTS
+from kvstore.client.engines.vllm.scheduler import VllmScheduler
+from kvstore.client.engines.vllm.settings import Role
 from kvstore.client.rectangle import Rectangle
 
 Start = Callable[..., Engine]
@@ -57,7 +62,7 @@ def test_what_one_engine_computed_another_loads(start: Start) -> None:
 
 def test_engines_that_pack_otherwise_share_too(start: Start) -> None:
     start().run("a", PROMPT)
-    assert start(packing=PACKINGS[1]).run("b", PROMPT) == 192
+    assert start(packing=BLOCK_LAYOUTS[1]).run("b", PROMPT) == 192
 
 
 def test_a_load_is_asynchronous_only_when_there_is_something_to_load(start: Start) -> None:
@@ -95,8 +100,8 @@ def test_every_block_that_a_load_left_without_kv_is_reported_and_stored_again(
     assert engine.load(request, blocks, 192) == set(blocks[2:6])
     request.num_computed_tokens = CHUNK_TOKENS
     assert engine.matched(request) == 0, "a load that failed is not tried again"
-    orders = engine.step(request, blocks, 200 - CHUNK_TOKENS)
-    assert [chunk.position for order in orders.stores for chunk in order.chunks] == [64, 128]
+    plan = engine.step(request, blocks, 200 - CHUNK_TOKENS)
+    assert [chunk.position for spec in plan.stores for chunk in spec.chunks] == [64, 128]
     assert engine.workers[0].settled(20.0)
     assert start().run("c", PROMPT) == 192
 
@@ -114,12 +119,12 @@ def test_a_load_beside_kept_blocks_that_fails_reports_none_of_them(start: Start)
 def test_chunks_are_stored_in_the_step_that_fills_them(start: Start) -> None:
     engine = start()
     request, blocks = FakeRequest("a", list(PROMPT[:130])), engine.blocks(200)
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     assert engine.matched(request) == 0
 
     def positions(tokens: int) -> list[int]:
-        orders = engine.step(request, blocks, tokens)
-        return [chunk.position for order in orders.stores for chunk in order.chunks]
+        plan = engine.step(request, blocks, tokens)
+        return [chunk.position for spec in plan.stores for chunk in spec.chunks]
 
     assert positions(40) == []
     assert positions(60) == [0]
@@ -136,17 +141,17 @@ def test_chunks_are_stored_in_the_step_that_fills_them(start: Start) -> None:
 def test_tokens_that_are_only_guessed_are_not_stored(start: Start) -> None:
     engine = start()
     request, blocks = FakeRequest("a", PROMPT[:126]), engine.blocks(200)
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     engine.matched(request)
     compute(engine.pages[0], engine.packing, PROMPT[:126], blocks)
-    orders = engine.scheduler.orders(step(a=130), lambda _: [blocks])
-    assert [chunk.position for order in orders.stores for chunk in order.chunks] == [0]
+    plan = engine.scheduler.build_plan(step(a=130), lambda _: [blocks])
+    assert [chunk.position for spec in plan.stores for chunk in spec.chunks] == [0]
 
 
 def test_a_preempted_request_loads_what_was_stored_of_it(start: Start) -> None:
     engine = start()
     request, blocks = FakeRequest("a", PROMPT), engine.blocks(200)
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     assert engine.matched(request) == 0
     engine.step(request, blocks, 150)
     assert engine.workers[0].settled(20.0)
@@ -156,20 +161,20 @@ def test_a_preempted_request_loads_what_was_stored_of_it(start: Start) -> None:
     assert engine.load(request, again, 128) == set()
     assert holds(engine.pages[0], engine.packing, PROMPT[:128], again)
     request.num_computed_tokens = 128
-    orders = engine.step(request, again, 72)
-    assert [chunk.position for order in orders.stores for chunk in order.chunks] == [128]
+    plan = engine.step(request, again, 72)
+    assert [chunk.position for spec in plan.stores for chunk in spec.chunks] == [128]
 
 
 def test_a_request_preempted_while_it_is_stored_leaves_what_it_had_computed(start: Start) -> None:
     engine = start()
     request, blocks = FakeRequest("a", PROMPT), engine.blocks(200)
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     assert engine.matched(request) == 0
     worker, hold = engine.workers[0], threading.Event()
     worker._storer.do(hold.wait)
     engine.step(request, blocks, 150)
     other = FakeRequest("b", prompt_tokens(5, 200))
-    engine.scheduler.arrived(other)
+    engine.scheduler.on_new_request(other)
     assert engine.matched(other) == 0
     engine.step(other, blocks, 200)  # the blocks of the preempted one
     request.num_computed_tokens, request.num_preemptions = 0, 1
@@ -185,11 +190,11 @@ def test_a_request_given_up_while_it_loads_is_reported_all_the_same(start: Start
     engine = start()
     request, blocks = FakeRequest("b", PROMPT), engine.blocks(200)
     assert engine.matched(request) == 192
-    engine.scheduler.allocated(request, 192, [blocks])
-    orders = engine.scheduler.orders(step(), lambda _: [])
+    engine.scheduler.on_alloc(request, 192, [blocks])
+    plan = engine.scheduler.build_plan(step(), lambda _: [])
     engine.scheduler.finished(request)
     worker = engine.workers[0]
-    worker.load(orders)
+    worker.load(plan)
     assert worker.settled(20.0)
     assert worker.finished_loads(is_idle=True) == {"b"}
 
@@ -237,19 +242,18 @@ def test_what_is_said_of_chunks_that_are_not_stored_is_bounded(
     monkeypatch.setattr(vllm_worker, "MOST_UNSTORED", 2)
     engine = start(queue_bytes=1)
     request = FakeRequest("a", prompt_tokens(3, 6 * CHUNK_TOKENS))
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     assert engine.matched(request) == 0
-    orders = engine.step(request, engine.blocks(request.num_tokens), request.num_tokens)
-    news = engine.workers[0].news()
-    assert news.unstored == tuple(chunk.digest for chunk in orders.stores[0].chunks[-2:])
-    assert news.joined(news).unstored == news.unstored
+    plan = engine.step(request, engine.blocks(request.num_tokens), request.num_tokens)
+    report = engine.workers[0].report()
+    assert [*report.unstored] == [chunk.digest for chunk in plan.stores[0].chunks[-2:]]
+    assert report.joined(report).unstored == report.unstored
 
 
 def test_the_batches_of_a_backlog_follow_each_other_without_a_pause(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (vllm_copies, vllm_worker):
-        monkeypatch.setattr(module, "BATCH_BYTES", 1)  # a chunk at a time
+    monkeypatch.setattr(vllm_copies, "BATCH_BYTES", 1)  # a chunk at a time
     pauses: list[float] = []
     monkeypatch.setattr(vllm_worker, "time", SimpleNamespace(sleep=pauses.append))
     engine, hold = start(), threading.Event()
@@ -257,14 +261,14 @@ def test_the_batches_of_a_backlog_follow_each_other_without_a_pause(
     worker._storer.do(hold.wait)
     for name in "ab":
         request = FakeRequest(name, prompt_tokens(ord(name), 200))
-        engine.scheduler.arrived(request)
+        engine.scheduler.on_new_request(request)
         assert engine.matched(request) == 0
         engine.step(request, engine.blocks(200), 200)
     hold.set()
     assert worker.settled(20.0)
     assert worker.counted["stored_chunks"] == 6
     assert len(pauses) == 1
-    assert eventually(lambda: worker._storer._work.empty() and not worker._is_behind)
+    assert eventually(lambda: worker._storer._work.empty())
     engine.run("c", PROMPT[:CHUNK_TOKENS])
     assert len(pauses) == 2, "a pause before what nothing was sent before"
 
@@ -287,7 +291,7 @@ def test_after_a_reset_nothing_older_is_loaded_nor_what_was_under_way_stored(sta
     engine = start()
     engine.run("a", PROMPT)
     request, blocks = FakeRequest("b", prompt_tokens(2, 200)), engine.blocks(200)
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     assert engine.matched(request) == 0
     engine.scheduler.reset()
     assert engine.step(request, blocks, 200).stores == ()
@@ -317,7 +321,7 @@ def test_pages_that_are_not_understood_fail_loads_at_once_and_end_them(
     assert engine.matched(request) == 192
     assert engine.load(request, blocks, 192) == set(blocks[:6])
     assert engine.matched(FakeRequest("c", PROMPT)) == 0
-    engine.scheduler.arrived(FakeRequest("d", PROMPT))
+    engine.scheduler.on_new_request(FakeRequest("d", PROMPT))
     assert engine.scheduler.counted["miss_pages"] == 1
 
 
@@ -343,7 +347,7 @@ def test_an_engine_without_its_pages_loads_and_stores_nothing_until_it_has_them_
 def test_pages_are_let_go_of_once_what_is_stored_of_them_is_copied(start: Start) -> None:
     engine = start()
     request, blocks = FakeRequest("a", PROMPT), engine.blocks(200)
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     assert engine.matched(request) == 0
     engine.step(request, blocks, 200)
     assert engine.workers[0].drop_pages()
@@ -399,10 +403,10 @@ def test_of_requests_that_share_a_prefix_and_come_together_one_stores_it(start: 
     stored = []
     for name in "ab":
         request, blocks = FakeRequest(name, PROMPT), engine.blocks(200)
-        engine.scheduler.arrived(request)
+        engine.scheduler.on_new_request(request)
         assert engine.matched(request) == 0
-        orders = engine.scheduler.orders(step(**{name: 200}), {name: [blocks]}.__getitem__)
-        stored += [chunk.position for order in orders.stores for chunk in order.chunks]
+        plan = engine.scheduler.build_plan(step(**{name: 200}), {name: [blocks]}.__getitem__)
+        stored += [chunk.position for spec in plan.stores for chunk in spec.chunks]
     assert stored == [0, 64, 128]
 
 
@@ -413,7 +417,7 @@ def test_what_a_user_states_wrongly_ends_no_engine(start: Start, params: object)
     """What comes with a request is taken in by the engine's own thread."""
     engine, request = start(), FakeRequest("a", PROMPT)
     request.kv_transfer_params = params  # type: ignore[attr-defined]
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     assert engine.matched(request) == 0
     assert engine.scheduler.counted["bad_hints"] == 1
 
@@ -421,27 +425,29 @@ def test_what_a_user_states_wrongly_ends_no_engine(start: Start, params: object)
 def test_parameters_that_are_none_of_ours_are_left_alone(start: Start) -> None:
     engine, request = start(), FakeRequest("a", PROMPT)
     request.kv_transfer_params = ["of", "others"]  # type: ignore[attr-defined]
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     assert engine.scheduler.counted["bad_hints"] == 0
 
 
 def test_an_engine_that_is_refused_counts_each_request_as_a_miss_for_its_reason() -> None:
-    refused = RefusedScheduler("kv_cache_dtype")
+    client = Client(f"127.0.0.1:{free_port()}", representation(), options())
+    refused = VllmScheduler(Connector(client), SHAPE, refusal="kv_cache_dtype")
     for name in "ab":
         request = FakeRequest(name, PROMPT)
-        refused.arrived(request)
+        refused.on_new_request(request)
         assert [refused.matched_tokens(request, 0) for _ in range(2)] == [0, 0]
         refused.finished(request)
-    assert refused.orders(step(a=200), lambda _: [[1]]) == StepOrders()
+    plan = refused.build_plan(step(a=200), lambda _: [[1]])
+    assert (plan.loads, plan.stores) == ((), ())
     assert refused.counts() == {"lookups": 2, "miss_kv_cache_dtype": 2, "prompt_tokens": 400}
     assert refused.counts() == {}
+    refused.close()
 
 
 def test_a_rank_without_a_name_fails_loads_at_once_and_says_so(start: Start) -> None:
     start().run("a", PROMPT)
     engine = start()
-    engine.workers[0].close()
-    engine.workers = [RefusedWorker("the weights are not here")]
+    engine.workers[0].refuse("the weights are not here")
     request, blocks = FakeRequest("b", PROMPT), engine.blocks(200)
     assert engine.matched(request, computed=32) == 160
     assert engine.load(request, blocks, 160) == set(blocks[1:6])
@@ -457,7 +463,7 @@ def test_requests_that_come_together_to_an_engine_at_rest_are_computed_together(
     engine = start()
     requests = [FakeRequest(f"r{number}", prompt_tokens(number, 200)) for number in range(8)]
     for request in requests:
-        engine.scheduler.arrived(request)
+        engine.scheduler.on_new_request(request)
     assert [engine.scheduler.matched_tokens(request, 0) for request in requests] == [0] * 8
 
 
@@ -467,7 +473,7 @@ def test_an_engine_that_computes_something_waits_for_no_answer(
     monkeypatch.setattr(vllm_scheduler, "TOGETHER_S", 60.0)
     engine, let_go = start(), threading.Event()
     running, new = FakeRequest("a", PROMPT), FakeRequest("b", prompt_tokens(2, 200))
-    engine.scheduler.arrived(running)
+    engine.scheduler.on_new_request(running)
     assert engine.scheduler.matched_tokens(running, 0) == 0
     engine.step(running, engine.blocks(200), 200)
     find = engine.scheduler._look
@@ -487,9 +493,9 @@ def test_an_engine_at_rest_waits_but_once_a_step(
     monkeypatch.setattr(engine.scheduler, "_look", lambda _: let_go.wait(20.0) and 0)
     wait = engine.scheduler._desk.wait
 
-    def noted(within_s: float, ticket: object = None) -> None:
+    def noted(within_s: float, lookup: object = None) -> None:
         waits.append(within_s)
-        wait(within_s, ticket)  # type: ignore[arg-type]
+        wait(within_s, lookup)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine.scheduler._desk, "wait", noted)
     requests = [FakeRequest(f"r{number}", prompt_tokens(number, 200)) for number in range(4)]

@@ -11,7 +11,7 @@ from prompts import tokens as prompt_tokens
 from vllm_stand_ins import FakeRequest, step
 from vllm_steps import Engine
 
-from kvstore.client.engines.vllm_settings import Role, VllmSettings
+from kvstore.client.engines.vllm.settings import Role, VllmSettings
 from kvstore.proto.errors import InvalidRequestError
 
 PREFILL = Role(loads=False, handover_ms=60_000)
@@ -36,7 +36,7 @@ def start(server: LocalServer, request: pytest.FixtureRequest) -> Start:
 def announced(start: Start, server: LocalServer) -> Engine:
     """Return a prefill engine at which PROMPT has arrived, and nothing been computed of it."""
     engine = start(PREFILL)
-    engine.scheduler.arrived(FakeRequest("first", list(PROMPT)))
+    engine.scheduler.on_new_request(FakeRequest("first", list(PROMPT)))
     assert eventually(lambda: server.counter("announced_puts") == 3)
     return engine
 
@@ -45,7 +45,7 @@ def waiting(start: Start, server: LocalServer) -> tuple[Engine, FakeRequest]:
     """Return a decode engine that waits for PROMPT."""
     engine = start(DECODE)
     request = FakeRequest("second", list(PROMPT))
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     assert eventually(lambda: server.counter("waited_lookups") == 1)
     assert engine.scheduler.matched_tokens(request, 0) is None
     return engine, request
@@ -97,7 +97,7 @@ def test_a_prompt_that_is_preempted_is_waited_for_again_once_it_goes_on(
     decode, request = waiting(start, server)
     output = step()
     output.preempted_req_ids = {"first"}
-    prefill.scheduler.orders(output, lambda _: [])
+    prefill.scheduler.build_plan(output, lambda _: [])
     assert decode.matched(request) == 0
     first = FakeRequest("first", list(PROMPT), num_preemptions=1)
     prefill.scheduler.matched_tokens(first, 0)
@@ -110,7 +110,7 @@ def test_a_prompt_given_up_before_it_was_looked_up_is_not_waited_for(
     prefill = start(PREFILL)
     desk, hold = prefill.scheduler._desk, threading.Event()
     find, desk._find = desk._find, lambda digests: find(digests) if hold.wait(20.0) else None
-    prefill.scheduler.arrived(FakeRequest("first", list(PROMPT)))
+    prefill.scheduler.on_new_request(FakeRequest("first", list(PROMPT)))
     assert eventually(lambda: desk._work.empty())
     prefill.scheduler.finished(FakeRequest("first", list(PROMPT)))
     hold.set()
@@ -124,7 +124,7 @@ def test_what_another_request_promised_too_is_waited_for_all_the_same(
 ) -> None:
     prefill = announced(start, server)
     longer = [*PROMPT[:192], *OTHER[:70]]
-    prefill.scheduler.arrived(FakeRequest("longer", longer))
+    prefill.scheduler.on_new_request(FakeRequest("longer", longer))
     assert eventually(lambda: server.counter("announced_puts") == 4)
     prefill.scheduler.finished(FakeRequest("first", list(PROMPT)))
     assert eventually(lambda: not prefill.scheduler._desk._waiting)
@@ -139,21 +139,21 @@ def test_chunks_there_is_no_room_for_are_not_waited_for(start: Start, server: Lo
     worker._queue_bytes = 1
     decode, request = waiting(start, server)
     prefill.run("first", PROMPT)
-    news = worker.news()
-    assert news is not None
-    assert len(news.unstored) == 2
-    prefill.scheduler.learn(news)
+    report = worker.report()
+    assert report is not None
+    assert len(report.unstored) == 2
+    prefill.scheduler.on_report(report)
     assert decode.matched(request) == 64
 
 
 def test_stores_of_a_prefill_engine_ask_to_be_kept_until_they_were_read(start: Start) -> None:
     engine = start(PREFILL)
     request = FakeRequest("first", list(PROMPT))
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     tracked = engine.scheduler._tracked["first"]
-    assert eventually(lambda: tracked.ticket.ready is not None)
-    orders = engine.step(request, engine.blocks(200), 200)
-    assert [order.hints.handover_ms for order in orders.stores] == [60_000]
+    assert eventually(lambda: tracked.lookup.result is not None)
+    plan = engine.step(request, engine.blocks(200), 200)
+    assert [spec.hints.handover_ms for spec in plan.stores] == [60_000]
 
 
 @pytest.mark.parametrize("name", ["handover_ms", "wait_ms"])

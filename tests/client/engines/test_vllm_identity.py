@@ -20,10 +20,9 @@ from vllm_stand_ins import (
     feature,
 )
 
-from kvstore.client.engines.vllm_identity import representation_of
-from kvstore.client.engines.vllm_names import ChunkChain, Identity, RequestNames
-from kvstore.client.engines.vllm_settings import VllmSettings
-from kvstore.client.engines.vllm_shape import shape_of
+from kvstore.client.engines.vllm.identity import model_of, shape_of
+from kvstore.client.engines.vllm.lookup import CacheIdentity, ChunkChain, RequestHasher
+from kvstore.client.engines.vllm.settings import VllmSettings
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.keys import chain_digests
 from kvstore.proto.types import DType, LayerKind, Model
@@ -42,10 +41,10 @@ def model(tmp_path: Path) -> Path:
 
 def identity(config: Any, revision: str = "") -> Model:
     shape = shape_of(config, cache_config(FullAttentionSpec()))
-    return representation_of(config, shape, revision)
+    return model_of(config, shape, revision)
 
 
-def digests(identity: Identity) -> list[bytes]:
+def digests(identity: CacheIdentity) -> list[bytes]:
     chain = ChunkChain(identity, SIZE)
     chain.extend(TOKENS, len(TOKENS) // SIZE)
     return list(chain.digests)
@@ -102,7 +101,7 @@ def test_the_ranks_of_any_engine_share_the_identity_of_the_model(
     assert alone.layer_groups[0].kv_heads == 2
     config = engine_config(model, tensor_parallel_size=ranks)
     shape = shape_of(config, cache_config(FullAttentionSpec(num_kv_heads=heads)))
-    assert representation_of(config, shape) == alone
+    assert model_of(config, shape) == alone
     assert (shape.groups[0].kv_heads, shape.ranks) == (heads, ranks)
 
 
@@ -114,7 +113,7 @@ def test_the_stages_of_a_pipeline_share_the_identity_of_the_model(model: Path) -
         (group,) = cache.kv_cache_groups
         group.layer_names = group.layer_names[slice(*layers)]
         shape = shape_of(config, cache)
-        assert representation_of(config, shape) == alone
+        assert model_of(config, shape) == alone
         assert shape.own_layers == layers
 
 
@@ -211,7 +210,7 @@ def test_layers_of_a_kind_are_one_group_whatever_tables_their_blocks_are_in(mode
     assert (shape.tables, shape.has_ends) == (3, True)
     assert (shape.kept_blocks(windows, 8), shape.kept_blocks(windows, 1)) == (2, 1)
     assert shape.kept_blocks(full, 8) == 8
-    representation = representation_of(config, shape)
+    representation = model_of(config, shape)
     assert [group.layer_ids for group in representation.layer_groups] == [(0, 1, 3, 4), (2, 5)]
 
 
@@ -228,7 +227,7 @@ def test_windows_are_of_whole_blocks(model: Path, window: int, tokens: int) -> N
 def test_latents_have_one_head_and_one_part(model: Path) -> None:
     spec = MLAAttentionSpec(num_kv_heads=1, head_size=576, head_size_v=0)
     shape = shape_of(engine_config(model), cache_config(spec))
-    (group,) = representation_of(engine_config(model), shape).layer_groups
+    (group,) = model_of(engine_config(model), shape).layer_groups
     assert (group.kind, group.kv_heads, group.head_dim) == (LayerKind.mla, 1, 576)
     assert group.parts == 1
     assert not shape.has_ends
@@ -243,7 +242,7 @@ def test_fp8_kv_is_of_its_own_identity_and_type(model: Path) -> None:
     made = {}
     for name in ("fp8", "fp8_e4m3", "fp8_e5m2"):
         config = engine_config(model, cache_dtype=name)
-        made[name] = representation_of(config, shape_of(config, cache))
+        made[name] = model_of(config, shape_of(config, cache))
     assert made["fp8"] == made["fp8_e4m3"]
     assert made["fp8"].quantization == "float8_e4m3fn"
     assert made["fp8"].layer_groups[0].dtype is DType.float8_e4m3fn
@@ -264,15 +263,15 @@ def test_layers_that_do_not_say_their_number_are_refused(model: Path) -> None:
 
 
 def test_plain_prompts_have_the_stores_own_names() -> None:
-    plain = RequestNames().identity(FakeRequest("a", TOKENS), b"")
+    plain = RequestHasher().identity(FakeRequest("a", TOKENS), b"")
     assert digests(plain) == chain_digests(TOKENS, SIZE)[:4]
 
 
 def test_names_extend_as_tokens_come() -> None:
-    chain = ChunkChain(Identity((b"salt:x",)), SIZE)
+    chain = ChunkChain(CacheIdentity((b"salt:x",)), SIZE)
     chain.extend(TOKENS[:130], 2)
     chain.extend(TOKENS, 4)
-    assert list(chain.digests) == digests(Identity((b"salt:x",)))
+    assert list(chain.digests) == digests(CacheIdentity((b"salt:x",)))
     assert [chunk.position for chunk in chain.chunks] == [0, 64, 128, 192]
     assert chain.chunks[2].parent == chain.chunks[1].digest
 
@@ -281,7 +280,7 @@ def test_salts_epochs_and_adapters_separate_whole_prompts(tmp_path: Path) -> Non
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_model.safetensors").write_text(name)
-    names = RequestNames()
+    names = RequestHasher()
     asked = [
         (FakeRequest("a", TOKENS), b""),
         (FakeRequest("b", TOKENS), b"epoch"),
@@ -295,7 +294,7 @@ def test_salts_epochs_and_adapters_separate_whole_prompts(tmp_path: Path) -> Non
 
 
 def test_an_image_separates_from_the_chunk_on_that_it_begins_in() -> None:
-    names = RequestNames()
+    names = RequestHasher()
     plain = digests(names.identity(FakeRequest("a", TOKENS), b""))
     cat, dog = (
         digests(names.identity(FakeRequest(name, TOKENS, mm_features=[feature(name, 70, 80)]), b""))
@@ -308,7 +307,7 @@ def test_an_image_separates_from_the_chunk_on_that_it_begins_in() -> None:
 
 
 def test_what_has_no_name_is_refused(tmp_path: Path) -> None:
-    names = RequestNames()
+    names = RequestHasher()
     refused = {
         "prompt_embeds": FakeRequest("a", TOKENS, prompt_embeds=SimpleNamespace()),
         "mm_features": FakeRequest("b", TOKENS, mm_features=[feature("", 0, 4)]),
@@ -325,7 +324,7 @@ def test_what_has_no_name_is_refused(tmp_path: Path) -> None:
 def test_an_adapter_whose_files_change_under_the_engine_is_refused_from_then_on(
     tmp_path: Path,
 ) -> None:
-    names, file = RequestNames(), tmp_path / "adapter_model.safetensors"
+    names, file = RequestHasher(), tmp_path / "adapter_model.safetensors"
     file.write_text("old")
     request = FakeRequest("a", TOKENS, lora_request=FakeLora(str(tmp_path)))
     assert names.identity(request, b"") == names.identity(request, b"")

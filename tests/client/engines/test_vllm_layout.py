@@ -19,11 +19,11 @@ from vllm_pages import (
     writer,
 )
 
-from kvstore.client.engines.vllm_layout import (
-    PACKINGS,
+from kvstore.client.engines.vllm.blocks import (
+    BLOCK_LAYOUTS,
+    BlockLayout,
     EnginePages,
-    Packing,
-    find_packing,
+    detect_block_layout,
     rows,
     with_heads,
 )
@@ -32,11 +32,13 @@ from kvstore.proto.errors import LayoutMismatchError
 TOKENS = list(range(64))
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("packing", BLOCK_LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_packing_is_found_by_what_the_engine_writes(packing: Packing, dtype: torch.dtype) -> None:
+def test_a_packing_is_found_by_what_the_engine_writes(
+    packing: BlockLayout, dtype: torch.dtype
+) -> None:
     pages = torch.full((4, 2, 32, 16), 3.0, dtype=dtype)
-    assert find_packing(pages, 2, writer(packing)("a layer")) is packing
+    assert detect_block_layout(pages, 2, writer(packing)("a layer")) is packing
     assert bool((pages == 3.0).all()), "the engine's own pages were written to"
 
 
@@ -46,14 +48,14 @@ def test_pages_of_bytes_have_the_elements_that_were_written_bit_for_bit(kept: to
 
     def write(parts: Sequence[torch.Tensor], pages: torch.Tensor, slots: torch.Tensor) -> None:
         assert {part.dtype for part in parts} == {kept}
-        writer(PACKINGS[0])("")([part.view(torch.uint8) for part in parts], pages, slots)
+        writer(BLOCK_LAYOUTS[0])("")([part.view(torch.uint8) for part in parts], pages, slots)
 
-    assert find_packing(pages, 2, write, kept) is PACKINGS[0]
+    assert detect_block_layout(pages, 2, write, kept) is BLOCK_LAYOUTS[0]
 
 
 def test_a_packing_that_nobody_knows_is_refused() -> None:
     with pytest.raises(LayoutMismatchError, match="packs otherwise"):
-        find_packing(empty_pages()["model.layers.0.attn"], 2, scrambled("a layer"))
+        detect_block_layout(empty_pages()["model.layers.0.attn"], 2, scrambled("a layer"))
 
 
 def test_a_backend_that_cannot_write_a_block_is_refused() -> None:
@@ -61,11 +63,11 @@ def test_a_backend_that_cannot_write_a_block_is_refused() -> None:
         raise NotImplementedError("no such kernel")
 
     with pytest.raises(LayoutMismatchError, match="no such kernel"):
-        find_packing(empty_pages()["model.layers.0.attn"], 2, write)
+        detect_block_layout(empty_pages()["model.layers.0.attn"], 2, write)
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_the_tensors_of_blocks_are_k_and_v_in_the_stores_order(packing: Packing) -> None:
+@pytest.mark.parametrize("packing", BLOCK_LAYOUTS)
+def test_the_tensors_of_blocks_are_k_and_v_in_the_stores_order(packing: BlockLayout) -> None:
     registered = empty_pages()
     compute(registered, packing, TOKENS, [5, 2])
     pages = EnginePages.of(SHAPE, registered, writer(packing))
@@ -106,4 +108,4 @@ def test_latents_of_an_older_engine_get_their_dimension_of_heads() -> None:
 def test_pages_of_another_shape_device_or_type_are_refused(pages: torch.Tensor) -> None:
     registered = {f"model.layers.{number}.attn": pages for number in range(3)}
     with pytest.raises(LayoutMismatchError):
-        EnginePages.of(SHAPE, registered, writer(PACKINGS[0]))
+        EnginePages.of(SHAPE, registered, writer(BLOCK_LAYOUTS[0]))

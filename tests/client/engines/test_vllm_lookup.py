@@ -8,9 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from local_server import eventually
 
-from kvstore.client.engines.vllm_lookup import MAX_WAITING_LOOKUPS, LookupDesk, Ticket
-from kvstore.client.engines.vllm_names import Identity
+from kvstore.client.engines.vllm.lookup import (
+    MAX_WAITING_LOOKUPS,
+    CacheIdentity,
+    LookupResult,
+    LookupWorker,
+    PendingLookup,
+)
 from kvstore.proto.errors import ModelError
+from kvstore.proto.types import ChainDigest
 
 TOKENS = list(range(200))
 RETRY_S = 10.0
@@ -26,10 +32,10 @@ class Store:
         self.opened.set()
         self.now_s = 100.0
 
-    def find(self, digests: Sequence[bytes]) -> int | None:
+    def find(self, digests: Sequence[ChainDigest]) -> LookupResult | None:
         self.opened.wait(20)
         self.asked += bool(digests)
-        return self.says
+        return None if self.says is None else LookupResult(self.says, self.says)
 
 
 @pytest.fixture
@@ -38,108 +44,109 @@ def store() -> Store:
 
 
 @pytest.fixture
-def desk(store: Store, no_leaks: None) -> Iterator[LookupDesk]:
-    made = LookupDesk(store.find, 64, RETRY_S, lambda: store.now_s)
+def desk(store: Store, no_leaks: None) -> Iterator[LookupWorker]:
+    made = LookupWorker(store.find, 64, RETRY_S, lambda: store.now_s)
     yield made
     store.opened.set()
     made.close()
 
 
-def answered(ticket: Ticket) -> int | None:
-    assert eventually(lambda: ticket.ready is not None)
-    return ticket.ready
+def answered(lookup: PendingLookup) -> int:
+    assert eventually(lambda: lookup.result is not None)
+    assert lookup.result is not None
+    return lookup.result.ready
 
 
-def test_a_ticket_is_answered_later_and_named_by_then(desk: LookupDesk, store: Store) -> None:
+def test_a_lookup_is_answered_later_and_named_by_then(desk: LookupWorker, store: Store) -> None:
     store.opened.clear()
-    ticket = desk.ask(TOKENS, Identity)
-    assert ticket.ready is None
+    lookup = desk.submit(TOKENS, CacheIdentity)
+    assert lookup.result is None
     store.opened.set()
-    assert answered(ticket) == 2
-    assert ticket.chain is not None
-    assert len(ticket.chain.digests) == 3
+    assert answered(lookup) == 2
+    assert lookup.chain is not None
+    assert len(lookup.chain.digests) == 3
 
 
-def test_a_prompt_below_one_chunk_is_not_asked_about(desk: LookupDesk, store: Store) -> None:
-    assert answered(desk.ask(TOKENS[:63], Identity)) == 0
+def test_a_prompt_below_one_chunk_is_not_asked_about(desk: LookupWorker, store: Store) -> None:
+    assert answered(desk.submit(TOKENS[:63], CacheIdentity)) == 0
     assert store.asked == 0
 
 
-def raises(error: Exception) -> Callable[[], Identity]:
-    def identify() -> Identity:
+def raises(error: Exception) -> Callable[[], CacheIdentity]:
+    def identify() -> CacheIdentity:
         raise error
 
     return identify
 
 
-def test_what_has_no_name_is_a_miss_with_a_reason(desk: LookupDesk, store: Store) -> None:
-    ticket = desk.ask(TOKENS, raises(ModelError("load_inplace", True, "no")))
-    assert (answered(ticket), ticket.refusal, ticket.chain) == (0, "load_inplace", None)
-    ticket = desk.ask(TOKENS, raises(FileNotFoundError("gone")))
-    assert (answered(ticket), ticket.refusal) == (0, "lora_path")
-    assert answered(desk.ask(TOKENS, Identity)) == 2
+def test_what_has_no_name_is_a_miss_with_a_reason(desk: LookupWorker, store: Store) -> None:
+    lookup = desk.submit(TOKENS, raises(ModelError("load_inplace", True, "no")))
+    assert (answered(lookup), lookup.refusal, lookup.chain) == (0, "load_inplace", None)
+    lookup = desk.submit(TOKENS, raises(FileNotFoundError("gone")))
+    assert (answered(lookup), lookup.refusal) == (0, "lora_path")
+    assert answered(desk.submit(TOKENS, CacheIdentity)) == 2
 
 
 @pytest.mark.parametrize(
     ("tokens", "identify"),
     [
-        (TOKENS, lambda: Identity((b"salt:" + "\ud800".encode(),))),
-        ([-1] * 64, Identity),
-        ([2**32] * 64, Identity),
+        (TOKENS, lambda: CacheIdentity((b"salt:" + "\ud800".encode(),))),
+        ([-1] * 64, CacheIdentity),
+        ([2**32] * 64, CacheIdentity),
     ],
     ids=["salt that is no text", "negative token", "token of 33 bits"],
 )
 def test_a_prompt_that_cannot_be_named_is_a_miss_and_the_next_is_answered(
-    desk: LookupDesk, tokens: list[int], identify: Callable[[], Identity]
+    desk: LookupWorker, tokens: list[int], identify: Callable[[], CacheIdentity]
 ) -> None:
     """One user's request would else end the thread that all others wait for."""
-    ticket = desk.ask(tokens, identify)
-    assert (answered(ticket), ticket.refusal, ticket.chain) == (0, "error", None)
-    assert answered(desk.ask(TOKENS, Identity)) == 2
+    lookup = desk.submit(tokens, identify)
+    assert (answered(lookup), lookup.refusal, lookup.chain) == (0, "error", None)
+    assert answered(desk.submit(TOKENS, CacheIdentity)) == 2
 
 
 def test_a_store_that_failed_is_asked_again_after_a_while_by_nobodys_wait(
-    desk: LookupDesk, store: Store
+    desk: LookupWorker, store: Store
 ) -> None:
     store.says = None
-    assert answered(desk.ask(TOKENS, Identity)) == 0
+    assert answered(desk.submit(TOKENS, CacheIdentity)) == 0
     assert desk.is_down
     for _ in range(5):
-        assert answered(desk.ask(TOKENS, Identity)) == 0
+        assert answered(desk.submit(TOKENS, CacheIdentity)) == 0
     assert store.asked == 1
     store.now_s += RETRY_S
     store.says = 3
     store.opened.clear()
-    probing = desk.ask(TOKENS, Identity)
+    probing = desk.submit(TOKENS, CacheIdentity)
     assert answered(probing) == 0, "answered although the store has not said anything"
     assert desk.is_down
     store.opened.set()
     assert eventually(lambda: not desk.is_down)
-    assert answered(desk.ask(TOKENS, Identity)) == 3
+    assert answered(desk.submit(TOKENS, CacheIdentity)) == 3
 
 
-def test_waiting_tickets_are_bounded(desk: LookupDesk, store: Store) -> None:
+def test_waiting_lookups_are_bounded(desk: LookupWorker, store: Store) -> None:
     store.opened.clear()
-    tickets = [desk.ask(TOKENS[:64], Identity) for _ in range(MAX_WAITING_LOOKUPS + 5)]
-    assert [ticket.ready for ticket in tickets[-5:]] == [0] * 5
-    assert tickets[-1].refusal == "queue"
-    assert tickets[0].ready is None
+    lookups = [desk.submit(TOKENS[:64], CacheIdentity) for _ in range(MAX_WAITING_LOOKUPS + 5)]
+    assert [answered(one) for one in lookups[-5:]] == [0] * 5
+    assert lookups[-1].refusal == "queue"
+    assert lookups[0].result is None
 
 
-def test_who_has_nothing_to_do_waits_for_an_answer_only_if_one_is_due(desk: LookupDesk) -> None:
+def test_who_has_nothing_to_do_waits_for_an_answer_only_if_one_is_due(desk: LookupWorker) -> None:
     desk.wait(60.0)
-    ticket = desk.ask(TOKENS, Identity)
-    assert answered(ticket) == 2
+    lookup = desk.submit(TOKENS, CacheIdentity)
+    assert answered(lookup) == 2
     desk.wait(60.0)
 
 
 def test_who_waits_for_one_answer_gets_on_with_it_and_else_only_waits_its_time(
-    desk: LookupDesk, store: Store
+    desk: LookupWorker, store: Store
 ) -> None:
-    ticket = desk.ask(TOKENS, Identity)
-    desk.wait(60.0, ticket)
-    assert ticket.ready == 2
+    lookup = desk.submit(TOKENS, CacheIdentity)
+    desk.wait(60.0, lookup)
+    assert lookup.found == 2
     store.opened.clear()
-    unanswered = desk.ask(TOKENS, Identity)
+    unanswered = desk.submit(TOKENS, CacheIdentity)
     desk.wait(0.001, unanswered)
-    assert unanswered.ready is None
+    assert unanswered.result is None

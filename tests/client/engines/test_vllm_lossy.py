@@ -16,11 +16,11 @@ from vllm_pages import BLOCK_TOKENS, HYBRID, SHAPE, SLIDING, representation
 from vllm_stand_ins import FakeRequest
 from vllm_steps import Engine
 
-from kvstore.client.engines import vllm_lossy
-from kvstore.client.engines.vllm_layout import side_by_side
-from kvstore.client.engines.vllm_orders import WorkerNews
-from kvstore.client.engines.vllm_settings import Role, VllmSettings
-from kvstore.client.engines.vllm_shape import EngineShape
+from kvstore.client.engines.vllm import scheduler as vllm_lossy
+from kvstore.client.engines.vllm.blocks import side_by_side
+from kvstore.client.engines.vllm.identity import KVCacheShape
+from kvstore.client.engines.vllm.messages import WorkerReport
+from kvstore.client.engines.vllm.settings import Role, VllmSettings
 from kvstore.client.rectangle import Rectangle
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import accuracy_tag
@@ -75,8 +75,8 @@ def request_of(name: str, tokens: Sequence[int]) -> FakeRequest:
 def matched(engine: Engine, request: FakeRequest, cached: int = 0) -> int:
     """Ask what can be loaded; return once the names of the prompt's chunks are there, too."""
     hit = engine.matched(request, cached)
-    ticket = engine.scheduler._tracked[request.request_id].ticket
-    assert eventually(lambda: ticket.ready is not None)
+    lookup = engine.scheduler._tracked[request.request_id].lookup
+    assert eventually(lambda: lookup.result is not None)
     return hit
 
 
@@ -88,7 +88,7 @@ def begin(
     stored then.
     """
     request = request_of(name, list(tokens))
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     hit = matched(engine, request, cached)
     engine._next_block = 1
     blocks = engine.blocks(len(tokens))
@@ -97,11 +97,11 @@ def begin(
         assert engine.load(request, blocks, hit) == set(lost)
         hit -= 64 * failed
     request.num_computed_tokens = cached + hit
-    orders = engine.step(request, blocks, len(tokens) - cached - hit)
+    plan = engine.step(request, blocks, len(tokens) - cached - hit)
     engine.drain()
     assert engine.workers[0].settled(20.0)
     engine.scheduler.finished(request)
-    return hit, [chunk.position for order in orders.stores for chunk in order.chunks]
+    return hit, [chunk.position for spec in plan.stores for chunk in spec.chunks]
 
 
 @pytest.mark.usefixtures("lossy")
@@ -172,7 +172,7 @@ def test_blocks_whose_hashes_are_not_known_count_as_lossy(start: Start, hashes: 
     engine = start()
     request = request_of("a", PROMPT)
     request.block_hashes = [bytes([number % 251]) for number in range(hashes)]
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     hit = engine.matched(request)
     assert engine.load(request, engine.blocks(330), hit) == set()
     assert begin(engine, "b", cached=64, tokens=prompt_tokens(5, 200))[1] == []
@@ -184,7 +184,7 @@ def test_a_request_that_was_preempted_is_not_stored_behind_blocks_it_finds_again
 ) -> None:
     engine = start()
     request, blocks = request_of("b", PROMPT), list(range(24, 35))
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     matched(engine, request)  # and vLLM had no room to load into
     engine.step(request, blocks, 10)
     begin(engine, "a")
@@ -211,7 +211,7 @@ def test_tokens_that_another_connector_loaded_are_looked_at_too(start: Start) ->
     engine = start()
     begin(engine, "a")
     request = request_of("b", PROMPT)
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     matched(engine, request)
     request.num_computed_tokens = 320  # by another connector than this
     assert engine.step(request, engine.blocks(330)[:11], 10).stores == ()
@@ -263,14 +263,14 @@ def test_a_gate_that_closes_between_lookup_and_load_leaves_its_chunks_to_be_comp
         told(1.0)
     engine = start("approximate")
     request, blocks = request_of("a", PROMPT), engine.blocks(330)
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     assert engine.matched(request) == 128
     for _ in range(8):
         told(0.0)
     assert engine.load(request, blocks, 128) == set(blocks[2:4])
     request.num_computed_tokens = 64
     stores = engine.step(request, blocks, 330 - 64).stores
-    assert [chunk.position for order in stores for chunk in order.chunks] == [64, 128, 192, 256]
+    assert [chunk.position for spec in stores for chunk in spec.chunks] == [64, 128, 192, 256]
     assert engine.matched(request_of("b", PROMPT)) == 64, "the next read does not use it"
 
 
@@ -321,7 +321,7 @@ def test_a_chunk_that_a_gate_keeps_out_is_computed_and_stored_whatever_the_deadl
 
 
 def test_ranks_of_which_one_read_lossy_have_read_lossy() -> None:
-    one, other = WorkerNews(lossy_loads={"a": 3}), WorkerNews(lossy_loads={"a": 1, "b": 2})
+    one, other = WorkerReport(lossy_loads={"a": 3}), WorkerReport(lossy_loads={"a": 1, "b": 2})
     assert one.joined(other).lossy_loads == other.joined(one).lossy_loads == {"a": 1, "b": 2}
 
 
@@ -336,7 +336,7 @@ def test_pages_on_a_device_are_filled_from_exact_copies_only(start: Start) -> No
     """Even where an engine's configuration does not say that they are on one."""
     engine = start(device=SlowDevice(), packing=side_by_side)
     request, blocks = request_of("a", PROMPT), engine.blocks(330)
-    engine.scheduler.arrived(request)
+    engine.scheduler.on_new_request(request)
     assert engine.matched(request) == 128
     assert engine.load(request, blocks, 128) == set(blocks[2:4])
 
@@ -349,7 +349,7 @@ def test_pages_on_a_device_are_filled_from_exact_copies_only(start: Start) -> No
     ],
 )  # fmt: skip
 def test_lossy_copies_are_loaded_into_plain_pages_in_cpu_memory_only(
-    shape: EngineShape, device: str, accuracy: str
+    shape: KVCacheShape, device: str, accuracy: str
 ) -> None:
     settings = VllmSettings.of({"accuracy": "bounded"})
     assert settings.accuracy_for(shape, device) == accuracy

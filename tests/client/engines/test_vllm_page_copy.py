@@ -23,10 +23,10 @@ from vllm_pages import (
     writer,
 )
 
-from kvstore.client.engines import vllm_page_copy
-from kvstore.client.engines.vllm_layout import PACKINGS, EnginePages, Packing
-from kvstore.client.engines.vllm_page_copy import CopyFile, PageCopy
-from kvstore.client.engines.vllm_shape import EngineShape
+from kvstore.client.engines.vllm import staging as vllm_page_copy
+from kvstore.client.engines.vllm.blocks import BLOCK_LAYOUTS, BlockLayout, EnginePages
+from kvstore.client.engines.vllm.identity import KVCacheShape
+from kvstore.client.engines.vllm.staging import BlockGather, Staged, StagingFile
 from kvstore.client.tensors import to_arrays
 from kvstore.codecs.block_part import BlockPart, to_dense
 from kvstore.codecs.block_stack import BlockStack
@@ -39,29 +39,29 @@ TOKENS = list(range(64))
 
 
 @pytest.fixture
-def file() -> Iterator[CopyFile]:
-    file = CopyFile()
+def file() -> Iterator[StagingFile]:
+    file = StagingFile()
     yield file
     file.close()
 
 
 @pytest.mark.parametrize("heads", [HEADS, HEADS + 1])
-def test_a_copy_keeps_what_the_blocks_had(file: CopyFile, heads: int) -> None:
+def test_a_copy_keeps_what_the_blocks_had(file: StagingFile, heads: int) -> None:
     """Of heads that lie among others too, which no single call can copy."""
     registered = {
         name: torch.zeros(48, heads, BLOCK_TOKENS, 2 * HEAD_DIM)[:, :HEADS]
         for name in empty_pages()
     }
-    compute(registered, PACKINGS[0], TOKENS, [5, 2])
-    pages = EnginePages.of(SHAPE, registered, writer(PACKINGS[0]))
-    copied = PageCopy(pages, 2, file)
-    assert copied.take([[5, 2]])
+    compute(registered, BLOCK_LAYOUTS[0], TOKENS, [5, 2])
+    pages = EnginePages.of(SHAPE, registered, writer(BLOCK_LAYOUTS[0]))
+    copied = BlockGather(pages, 2, file).take([[5, 2]])
+    assert copied is not None
     for whole in registered.values():
         whole.zero_()
     assert torch.equal(tensor_of(copied, 0, 1), torch.stack([kv(token, 1) for token in TOKENS], 1))
 
 
-def tensor_of(copied: PageCopy, component: int, layer: int) -> torch.Tensor:
+def tensor_of(copied: Staged, component: int, layer: int) -> torch.Tensor:
     """Return the first part of one layer, (kv_heads, tokens, head_dim)."""
     part = copied.tensors[component][layer][0]
     assert isinstance(part, BlockPart)
@@ -73,13 +73,15 @@ def kv(position: int, layer: int) -> torch.Tensor:
 
 
 def test_a_copy_has_the_last_blocks_of_a_window_each_from_the_table_of_its_layer(
-    file: CopyFile,
+    file: StagingFile,
 ) -> None:
     registered = empty_pages(shape=HYBRID)
     tables = [[0, 2], [0, 9], [5, 7]]
-    compute(registered, PACKINGS[0], TOKENS, tables, shape=HYBRID)
-    copied = PageCopy(EnginePages.of(HYBRID, registered, writer(PACKINGS[0])), 2, file)
-    assert copied.take(tables)
+    compute(registered, BLOCK_LAYOUTS[0], TOKENS, tables, shape=HYBRID)
+    copied = BlockGather(
+        EnginePages.of(HYBRID, registered, writer(BLOCK_LAYOUTS[0])), 2, file
+    ).take(tables)
+    assert copied is not None
     assert copied.has_windows
     for layer, number in ((0, 0), (1, 2)):
         expected = torch.stack([kv(token, number) for token in TOKENS[32:]], 1)
@@ -87,37 +89,43 @@ def test_a_copy_has_the_last_blocks_of_a_window_each_from_the_table_of_its_layer
     assert tensor_of(copied, 1, 0).shape == (HEADS, 64, HEAD_DIM)
 
 
-def test_a_window_that_the_engine_gave_up_is_left_out_of_a_copy(file: CopyFile) -> None:
+def test_a_window_that_the_engine_gave_up_is_left_out_of_a_copy(file: StagingFile) -> None:
     registered = empty_pages(shape=HYBRID)
-    copied = PageCopy(EnginePages.of(HYBRID, registered, writer(PACKINGS[0])), 2, file)
-    assert copied.take([[1, 2], [3, 0], [5, 7]])
+    gather = BlockGather(EnginePages.of(HYBRID, registered, writer(BLOCK_LAYOUTS[0])), 2, file)
+    copied = gather.take([[1, 2], [3, 0], [5, 7]])
+    assert copied is not None
     assert not copied.has_windows
     assert len(copied.tensors) == 1
-    assert copied.take([[1, 2], [3, 4], [5, 7]]), "the memory is used again"
+    copied = gather.take([[1, 2], [3, 4], [5, 7]])
+    assert copied is not None, "the memory is used again"
     assert copied.has_windows
 
 
-def test_of_layers_that_keep_windows_only_nothing_is_left_without_them(file: CopyFile) -> None:
-    pages = EnginePages.of(SLIDING, empty_pages(shape=SLIDING), writer(PACKINGS[0]))
-    assert not PageCopy(pages, 2, file).take([[0, 7]])
-    assert PageCopy(pages, 2, file).take([[3, 7]])
+def test_of_layers_that_keep_windows_only_nothing_is_left_without_them(file: StagingFile) -> None:
+    pages = EnginePages.of(SLIDING, empty_pages(shape=SLIDING), writer(BLOCK_LAYOUTS[0]))
+    assert not BlockGather(pages, 2, file).take([[0, 7]])
+    assert BlockGather(pages, 2, file).take([[3, 7]])
 
 
-def noise(shape: EngineShape) -> dict[str, torch.Tensor]:
+def noise(shape: KVCacheShape) -> dict[str, torch.Tensor]:
     torch.manual_seed(3)
     return {name: torch.randn_like(pages) for name, pages in empty_pages(shape=shape).items()}
 
 
 @pytest.mark.parametrize("flags", [0, FLAG_UNSUMMED])
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("packing", BLOCK_LAYOUTS)
 @pytest.mark.parametrize(("shape", "tables"), [
     (SHAPE, [[5, 2]]), (LATENT, [[4, 9]]), (HYBRID, [[1, 2], [3, 4], [5, 7]]), (SLIDING, [[6, 5]]),
 ], ids=["full", "latent", "hybrid", "sliding"])  # fmt: skip
 def test_a_frame_of_a_copy_is_that_of_its_tensors(
-    file: CopyFile, shape: EngineShape, tables: list[list[int]], packing: Packing, flags: int
+    file: StagingFile,
+    shape: KVCacheShape,
+    tables: list[list[int]],
+    packing: BlockLayout,
+    flags: int,
 ) -> None:
-    copied = PageCopy(EnginePages.of(shape, noise(shape), writer(packing)), 2, file)
-    assert copied.take(tables)
+    copied = BlockGather(EnginePages.of(shape, noise(shape), writer(packing)), 2, file).take(tables)
+    assert copied is not None
     layout = KVLayout.of(representation(shape=shape), 64)
     template = FrameTemplate(
         ChunkKey(bytes(32)), ROOT, bytes(16), bytes(16), layout, 0, 0.0, flags
@@ -131,21 +139,22 @@ def test_a_frame_of_a_copy_is_that_of_its_tensors(
 
 
 def test_more_blocks_than_the_kernel_takes_at_once_are_all_copied(
-    file: CopyFile, monkeypatch: pytest.MonkeyPatch
+    file: StagingFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_page_copy, "MOST_PIECES", 4)
     registered = noise(SHAPE)
-    copied = PageCopy(EnginePages.of(SHAPE, registered, writer(PACKINGS[1])), 2, file)
-    assert copied.take([[5, 2]])
+    pages = EnginePages.of(SHAPE, registered, writer(BLOCK_LAYOUTS[1]))
+    copied = BlockGather(pages, 2, file).take([[5, 2]])
+    assert copied is not None
     for layer, name in enumerate(sorted(registered)):
         expected = registered[name][[5, 2], :, :, :HEAD_DIM].permute(1, 0, 2, 3)
         assert torch.equal(tensor_of(copied, 0, layer), expected.reshape(HEADS, 64, HEAD_DIM))
 
 
 def test_a_copy_that_ends_early_is_an_error(
-    file: CopyFile, monkeypatch: pytest.MonkeyPatch
+    file: StagingFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copied = PageCopy(EnginePages.of(SHAPE, noise(SHAPE), writer(PACKINGS[0])), 2, file)
+    copied = BlockGather(EnginePages.of(SHAPE, noise(SHAPE), writer(BLOCK_LAYOUTS[0])), 2, file)
     write = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda at, pieces, start: write(at, pieces[:-1], start))
     with pytest.raises(OSError, match="were copied"):
@@ -158,7 +167,7 @@ def test_without_files_in_memory_there_are_no_copies(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(os, "memfd_create", fails)
     with pytest.raises(TierUnavailableError, match="no file in memory: not here"):
-        CopyFile()
+        StagingFile()
 
 
 def test_layers_of_unlike_parts_are_no_stack() -> None:

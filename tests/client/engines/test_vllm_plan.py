@@ -11,9 +11,8 @@ from vllm_pages import HYBRID, SHAPE
 from vllm_stand_ins import FakeRequest
 from vllm_steps import Engine
 
-from kvstore.client.engines.vllm_lookup import Fewer, found_of
-from kvstore.client.engines.vllm_settings import VllmSettings
-from kvstore.client.engines.vllm_shape import EngineShape
+from kvstore.client.engines.vllm.identity import KVCacheShape
+from kvstore.client.engines.vllm.settings import VllmSettings
 from kvstore.client.prefill import PrefillModel
 from kvstore.proto.errors import InvalidRequestError
 
@@ -25,7 +24,7 @@ PROMPT = prompt_tokens(1, 200)
 def start(server: LocalServer, request: pytest.FixtureRequest) -> Start:
     """Start engines that state their speed, closed in the end."""
 
-    def make(prefill: PrefillModel | None = None, shape: EngineShape = SHAPE) -> Engine:
+    def make(prefill: PrefillModel | None = None, shape: KVCacheShape = SHAPE) -> Engine:
         engine = Engine(server.address, shape=shape)
         engine.scheduler._lookups._prefill = prefill
         request.addfinalizer(engine.close)
@@ -50,16 +49,12 @@ def test_what_is_sooner_computed_is_a_counted_miss_and_not_stored_again(
 
 @pytest.mark.parametrize(("shape", "hit"), [(SHAPE, 64), (HYBRID, 0)], ids=["full", "windows"])
 def test_a_part_of_a_prefix_is_loaded_where_it_can_be_gone_on_from(
-    start: Start, shape: EngineShape, hit: int
+    start: Start, shape: KVCacheShape, hit: int
 ) -> None:
     start(shape=shape).run("a", PROMPT)
     engine = start(shape=shape)
     engine.scheduler._lookups.worth_loading = lambda match, token_count: 1  # type: ignore[method-assign]
     assert engine.matched(FakeRequest("b", PROMPT)) == hit
-
-
-def test_how_many_are_there_is_known_beside_how_many_are_worth_it() -> None:
-    assert (int(Fewer(1, 3)), found_of(Fewer(1, 3)), found_of(2), found_of(None)) == (1, 3, 2, 0)
 
 
 def test_the_speed_is_a_setting() -> None:

@@ -11,7 +11,7 @@ from vllm_pages import SHAPE, representation
 from vllm_stand_ins import FakeRequest, step
 from vllm_steps import Engine
 
-from kvstore.client.engines.vllm_orders import WorkerNews
+from kvstore.client.engines.vllm.messages import WorkerReport
 from kvstore.client.rectangle import Rectangle
 
 Start = Callable[[str], Engine]
@@ -81,9 +81,9 @@ def test_what_the_slowest_rank_did_not_read_is_stored_again_whoever_says_so_last
     engine = start("tp2")
     request, blocks = FakeRequest("b", PROMPT), engine.blocks(200)
     assert engine.matched(request) == 192
-    engine.scheduler.allocated(request, 192, [blocks])
+    engine.scheduler.on_alloc(request, 192, [blocks])
     for chunks in (1, 2):  # of three; the second rank says so a step later
-        engine.scheduler.learn(WorkerNews({"b": chunks}))
+        engine.scheduler.on_report(WorkerReport({"b": chunks}))
     request.num_computed_tokens = 64
-    orders = engine.scheduler.orders(step(b=136), lambda _: [blocks])
-    assert [chunk.position for one in orders.stores for chunk in one.chunks] == [64, 128]
+    plan = engine.scheduler.build_plan(step(b=136), lambda _: [blocks])
+    assert [chunk.position for one in plan.stores for chunk in one.chunks] == [64, 128]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from kvstore.client.engines.vllm_orders import FollowedTables
+from kvstore.client.engines.vllm.messages import FollowedTables
 
 
 def step(

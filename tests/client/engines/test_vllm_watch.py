@@ -26,12 +26,11 @@ from vllm_steps import QUEUE_BYTES, Engine, options
 
 from kvstore.client import liveness
 from kvstore.client.client import Client
-from kvstore.client.engines import vllm_watch
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm_layout import PACKINGS
-from kvstore.client.engines.vllm_orders import LoadOrder, StepOrders
-from kvstore.client.engines.vllm_watch import LoadWatch
-from kvstore.client.engines.vllm_worker import VllmWorker
+from kvstore.client.engines.vllm import worker as vllm_watch
+from kvstore.client.engines.vllm.blocks import BLOCK_LAYOUTS
+from kvstore.client.engines.vllm.messages import LoadSpec, StepPlan
+from kvstore.client.engines.vllm.worker import HangMonitor, VllmWorker
 from kvstore.client.liveness import hangs, is_runnable, is_silent, peer_pid
 from kvstore.client.options import ClientOptions
 from kvstore.proto.types import ChainDigest
@@ -114,14 +113,14 @@ def test_neither_a_start_nor_a_load_waits_for_a_server_that_hung_before(
     process.send_signal(signal.SIGSTOP)
     try:
         began = time.monotonic()
-        assert worker.register(empty_pages(), writer(PACKINGS[0])) == ""
-        worker.load(StepOrders((LoadOrder("a", (ChainDigest(bytes(16)),), ((3, 4),)),)))
+        assert worker.register(empty_pages(), writer(BLOCK_LAYOUTS[0])) == ""
+        worker.load(StepPlan((LoadSpec("a", (ChainDigest(bytes(16)),), ((3, 4),)),)))
         assert worker.settled(HANGS_S)
         assert time.monotonic() - began < HANGS_S
         assert worker.failed_blocks() == {3, 4}
-        news = worker.news()
-        assert news is not None
-        assert news.is_down
+        report = worker.report()
+        assert report is not None
+        assert report.is_down
     finally:
         process.send_signal(signal.SIGCONT)
     worker.close()
@@ -321,7 +320,7 @@ class Asked:
 def test_it_asks_again_until_the_load_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_watch, "AGAIN_S", 0.01)
     asked = Asked(False, False, True)
-    watch = LoadWatch(asked)
+    watch = HangMonitor(asked)
     with watch.over():
         assert asked.ended.wait(20.0)
     assert asked.count == 3
@@ -330,7 +329,7 @@ def test_it_asks_again_until_the_load_is_over(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_brings_something_all_the_time_is_not_asked_about() -> None:
     asked = Asked()
-    watch = LoadWatch(asked)
+    watch = HangMonitor(asked)
     looks = 0
 
     class Arriving(threading.Condition):
@@ -366,9 +365,9 @@ def test_loads_behind_one_that_came_short_wait_no_deadline_more(server: LocalSer
         if name == "lost":
             client.delete(keys=client.keys(prompt)[1:3])
         before = worker.counted["lost_chunks"]
-        engine.scheduler.allocated(request, 192, [engine.blocks(200)])
+        engine.scheduler.on_alloc(request, 192, [engine.blocks(200)])
         worker._loader.do(let_go.wait)
-        worker.load(engine.scheduler.orders(step(), lambda _: []))
+        worker.load(engine.scheduler.build_plan(step(), lambda _: []))
         waited_s[0] += late_s
         let_go.set()
         assert worker.settled(20.0)

@@ -1,0 +1,1 @@
+"""kvstore demo: real processes with a small model of our own."""

@@ -1,0 +1,260 @@
+"""`kvstore demo`: the store's main job on this machine, with real processes, checked and timed."""
+
+from __future__ import annotations
+
+import json
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from kvstore.cli.output import Grid, open_console
+from kvstore.proto.errors import KVStoreError
+
+MODEL = Path(__file__).with_name("tinylm")
+ENGINE_S = 300.0
+MAX_NEW_TOKENS = 64
+DISK_SIZE = "512MiB"
+START_S = 60.0
+_GREETING = "kvstore-server listening on "
+_NEEDS = ("torch", "transformers")
+_WEIGHTS = ("*.safetensors", "*.bin")
+_MODULE = (sys.executable, "-P", "-m")  # -P: nothing is imported from where the user stands
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class DemoError(KVStoreError):
+    """The demo cannot run, or a part of it broke."""
+
+    def __init__(self, reason: str, exit_status: int) -> None:
+        super().__init__(reason)
+        self.exit_status = exit_status
+
+
+class ServerChild:
+    """One kvstore-server process on a free port of the loopback; *folder* keeps its disk tier.
+
+    What *flags* do not say is the server's default. May be started again after its end; the
+    disk is then the same and the port another.
+    """
+
+    def __init__(self, folder: Path, flags: Sequence[str] = ()) -> None:
+        self.log_file = folder / "server.log"
+        self._command = [
+            *_MODULE, "kvstore.server",
+            "--listen", "127.0.0.1:0",
+            "--disk", f"{DISK_SIZE}:{folder / 'disk'}",
+            "--socket-path", str(folder / "{port}.sock"),
+            *flags,
+        ]  # fmt: skip
+        self._process: subprocess.Popen[str] | None = None
+        self.address = ""
+        self.greeting = ""
+
+    def start(self) -> None:
+        """Start it and wait until it listens. Raises KVStoreError with its own last words."""
+        with self.log_file.open("a") as log:
+            self._process = process = subprocess.Popen(  # noqa: S603 - our own interpreter
+                self._command, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        line = ""
+        try:
+            assert process.stdout is not None
+            if select.select([process.stdout], [], [], START_S)[0]:
+                line = process.stdout.readline().strip()
+        finally:
+            if not line.startswith(_GREETING):
+                self.kill()
+        if not line.startswith(_GREETING):
+            words = self.log_file.read_text().splitlines()[-1:] or ["it printed nothing"]
+            raise KVStoreError(f"kvstore-server did not start: {words[0]}")
+        self.greeting = line
+        self.address = line.removeprefix(_GREETING).split()[0]
+
+    def kill(self) -> None:
+        """End it as kill -9 does. Nothing that only its memory holds is saved."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def __enter__(self) -> ServerChild:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+def judge(reports: Mapping[str, Mapping[str, Any]], duration_s: float) -> dict[str, Any]:
+    """Return the figures of the three engine processes; ``problems`` is empty if everything held.
+
+    Times to the first token are medians in milliseconds, the client's connecting included;
+    ``ttft_ratio`` is with over without the store.
+    """
+    first, second, restarted = (reports[name] for name in ("first", "second", "restarted"))
+    identical = all(one["tokens"] == first["plain_tokens"] for one in reports.values())
+    disk_hit_tokens = restarted["hit_tokens_by_tier"].get("disk", 0)
+    ratio = second["ttft_with_ms"] / second["ttft_without_ms"]
+    checks = {
+        "the first process found its prompt in an empty store": not first["hit_tokens"],
+        "the tokens differ with and without the store": identical,
+        "the second process loaded nothing": second["hit_tokens"] > 0,
+        "nothing came from disk after the kill": disk_hit_tokens > 0,
+        "loading was not faster than computing": ratio < 1,
+    }
+    problems = [sentence for sentence, held in checks.items() if not held]
+    problems += [
+        f"errors in the {name} process: {report['errors']}"
+        for name, report in reports.items()
+        if report["errors"]
+    ]
+    return {
+        "tokens_identical": identical,
+        "hit_tokens": second["hit_tokens"],
+        "disk_hit_tokens_after_kill": disk_hit_tokens,
+        "ttft_ratio": ratio,
+        "problems": problems,
+        "prompt_tokens": first["prompt_tokens"],
+        "new_tokens": len(first["tokens"]),
+        "hit_tokens_by_tier": second["hit_tokens_by_tier"],
+        "hit_tokens_by_tier_after_kill": restarted["hit_tokens_by_tier"],
+        "ttft_without_ms": second["ttft_without_ms"],
+        "ttft_with_ms": second["ttft_with_ms"],
+        "load_ms": second["load_ms"],
+        "ttft_from_disk_ms": restarted["ttft_with_ms"],
+        "samples_without_ms": second["samples_without_ms"],
+        "samples_with_ms": second["samples_with_ms"],
+        "duration_s": duration_s,
+    }
+
+
+def run_demo(model: Path | None, prompt_tokens: int, json_file: Path | None) -> bool:
+    """Run it, print what happened and write it to *json_file*; return whether all held.
+
+    Raises DemoError, or the server's own KVStoreError when that does not start; a signal ends
+    it in SystemExit. Its processes and its folder are gone in any case.
+    """
+    started = time.monotonic()
+    folder = check_model(model or MODEL, prompt_tokens)
+    console = open_console()
+    console.print(f"model: {folder}")
+    with _signals_exit(), tempfile.TemporaryDirectory(prefix="kvstore-demo-") as scratch:
+        reports = _play(console, Path(scratch), [str(folder), str(prompt_tokens)])
+    figures = judge(reports, time.monotonic() - started)
+    _show(console, figures)
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(figures, indent=2) + "\n")
+    return not figures["problems"]
+
+
+def check_model(folder: Path, prompt_tokens: int) -> Path:
+    """Return *folder* if it has a model to use. Raises DemoError saying what to give instead."""
+    usage = 2
+    missing = [name for name in _NEEDS if find_spec(name) is None]
+    if missing:
+        fix = "pip install 'kvstore-server[transformers]'"
+        raise DemoError(f"{' and '.join(missing)} not installed: {fix}", usage)
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        config = None
+    parts = {
+        "config.json": isinstance(config, dict),
+        "weights (*.safetensors or *.bin)": any(map(any, map(folder.glob, _WEIGHTS))),
+        "tokenizer (tokenizer*)": any(folder.glob("tokenizer*")),
+    }
+    absent = [what for what, is_there in parts.items() if not is_there]
+    if absent:
+        raise DemoError(
+            f"--model {folder}: no {', no '.join(absent)} there: give a folder that transformers"
+            " loads, such as build/real-model of a checkout after make real-model, or none",
+            usage,
+        )
+    longest = config.get("max_position_embeddings", sys.maxsize) - MAX_NEW_TOKENS
+    if prompt_tokens > longest:
+        raise DemoError(f"--tokens {prompt_tokens}: the model takes {longest} at most", usage)
+    return folder
+
+
+@contextmanager
+def _signals_exit() -> Iterator[None]:
+    """Have the first signal that ends this process raise SystemExit, and further ones wait."""
+
+    def leave(number: int, _: object) -> None:
+        for one in _SIGNALS:
+            signal.signal(one, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = {one: signal.signal(one, leave) for one in _SIGNALS}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def _play(console: Console, scratch: Path, arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
+    reports = {}
+    with ServerChild(scratch) as server:
+
+        def run_engine(role: str) -> None:
+            command = [*_MODULE, "kvstore.cli.demo.engine", role, server.address, *arguments]
+            # torch leaves files in the folder for temporary ones
+            reports[role] = _engine(console, role, ["env", f"TMPDIR={scratch}", *command])
+
+        console.print(f"1. {server.greeting}")
+        console.print("2. one engine process computes the prompt and stores it ...")
+        run_engine("first")
+        console.print("3. another loads it, and times its first token both ways ...")
+        run_engine("second")
+        server.kill()
+        server.start()
+        console.print(f"4. kill -9, started again: {server.greeting}")
+        console.print("5. a third engine process loads what the disk kept ...")
+        run_engine("restarted")
+    return reports
+
+
+def _engine(console: Console, role: str, command: Sequence[str]) -> dict[str, Any]:
+    with console.status(f"engine process: {role}"):
+        try:
+            done = subprocess.run(  # noqa: S603 - our own interpreter and module
+                command, capture_output=True, text=True, timeout=ENGINE_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise DemoError(f"the {role} engine process took over {ENGINE_S:.0f} s", 1) from None
+    if done.returncode:
+        last_words = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        raise DemoError(f"the {role} engine process failed: {last_words}", 1)
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report
+
+
+def _show(console: Console, figures: Mapping[str, Any]) -> None:
+    table = Grid("", "without the store", "with it", "from disk after kill -9")
+    times = [figures[f"ttft_{way}_ms"] for way in ("without", "with", "from_disk")]
+    table.add_row("time to first token (ms)", *(f"{ms:.1f}" for ms in times))
+    tiers = [figures[f"hit_tokens_by_tier{when}"] for when in ("", "_after_kill")]
+    hits = [", ".join(f"{n} from {tier}" for tier, n in one.items()) or "0" for one in tiers]
+    table.add_row(f"tokens not computed, of {figures['prompt_tokens']}", "0", *hits)
+    same = "the same" if figures["tokens_identical"] else "DIFFERENT"
+    table.add_row(f"{figures['new_tokens']} generated tokens", "the reference", same, same)
+    console.print(table)
+    console.print(
+        f"with the store the first token takes {figures['ttft_ratio']:.2f} of the time (load"
+        f" {figures['load_ms']:.1f} ms; {len(figures['samples_with_ms'])} times each, medians);"
+        f" the demo took {figures['duration_s']:.0f} s"
+    )
+    for problem in figures["problems"]:
+        console.print(f"NOT AS IT SHOULD BE: {problem}")

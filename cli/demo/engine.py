@@ -1,0 +1,132 @@
+"""One engine process of the demo: ``python -m kvstore.cli.demo.engine ROLE ADDRESS MODEL N``.
+
+Computes in float32, so that the tokens can be compared to the last bit that matters, and
+prints what it saw as one line of JSON: times in milliseconds, medians where there are several.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
+
+from kvstore.client.client import Client
+from kvstore.client.engines.transformers import TransformersConnector, representation_of
+from kvstore.client.engines.transformers.cache import as_argument
+
+NEW_TOKENS = 32
+REPEATS = 5
+PROMPT = Path(__file__).with_name("prompt.txt")
+
+
+class DemoEngine:
+    """A model with its prompt; each use of the store opens a client of its own."""
+
+    def __init__(self, address: str, folder: str, prompt_tokens: int) -> None:
+        self._address = address
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._representation = representation_of(self._model, tokenizer)
+        once: list[int] = tokenizer(PROMPT.read_text())["input_ids"]
+        repeated = once * -(-prompt_tokens // len(once))
+        self._prompt = torch.tensor([repeated[:prompt_tokens]])
+        self._settings = GenerationConfig(  # type: ignore[no-untyped-call]
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+
+    def run(self, role: str) -> dict[str, Any]:
+        """Play *role*: ``first`` computes and stores the prompt; ``second`` loads it and times
+        both ways; ``restarted`` times one load of what the disk kept.
+        """
+        self._warm_up()
+        if role == "first":
+            plain = self._generate_plain()
+            return self._generate() | {"plain_tokens": plain}
+        if role == "restarted":
+            ttft_ms, load_ms, tiers = self._time_with()
+            times = {"ttft_with_ms": ttft_ms, "load_ms": load_ms}
+            hits = {"hit_tokens": sum(tiers.values()), "hit_tokens_by_tier": dict(tiers)}
+            return self._generate() | times | hits
+        report = self._generate()
+        # In turn, so that noise meets both.
+        pairs = [(self._time_without(), self._time_with()) for _ in range(REPEATS)]
+        without = [ms for ms, _ in pairs]
+        with_store = [sample[0] for _, sample in pairs]
+        return report | {
+            "ttft_without_ms": statistics.median(without),
+            "ttft_with_ms": statistics.median(with_store),
+            "load_ms": statistics.median(sample[1] for _, sample in pairs),
+            "samples_without_ms": without,
+            "samples_with_ms": with_store,
+        }
+
+    def _warm_up(self) -> None:
+        """Run the model's code over other tokens, whole and by one token."""
+        cache = DynamicCache(config=self._model.config)
+        other = self._prompt.flip(1)
+        self._first_token(other[:, :-1], cache)
+        self._first_token(other[:, -1:], cache)
+
+    def _first_token(self, input_ids: torch.Tensor, cache: DynamicCache) -> int:
+        with torch.inference_mode():
+            output = self._model(input_ids, **as_argument(cache), logits_to_keep=1)
+        return int(output.logits[0, -1].argmax())
+
+    def _time_without(self) -> float:
+        """Return the milliseconds from the prompt to its first token, all of it computed."""
+        start = time.perf_counter()
+        self._first_token(self._prompt, DynamicCache(config=self._model.config))
+        return 1e3 * (time.perf_counter() - start)
+
+    def _time_with(self) -> tuple[float, float, Mapping[str, int]]:
+        """Return the milliseconds to the first token with the prefix loaded, of which the load's,
+        from before the client connects, and the tokens hit by tier.
+        """
+        start = time.perf_counter()
+        with Client(self._address, self._representation) as client:
+            connector = TransformersConnector(client, self._model)
+            cache, hit_tokens = connector.load(self._prompt)
+            loaded = time.perf_counter()
+            self._first_token(self._prompt[:, hit_tokens:], cache)
+            end = time.perf_counter()
+            tiers = connector.stats().hit_tokens_by_tier
+        return 1e3 * (end - start), 1e3 * (loaded - start), tiers
+
+    def _generate_plain(self) -> list[int]:
+        """Return the tokens that the model generates by itself."""
+        mask = torch.ones_like(self._prompt)
+        output = self._model.generate(
+            self._prompt, generation_config=self._settings, attention_mask=mask
+        )
+        tokens: list[int] = output[0, self._prompt.shape[1] :].tolist()
+        return tokens
+
+    def _generate(self) -> dict[str, Any]:
+        """Generate through the store, leave there durably what it lacks, and report."""
+        with Client(self._address, self._representation) as client:
+            connector = TransformersConnector(client, self._model, durable=True)
+            generation = connector.generate(self._prompt, self._settings)
+            stats = connector.stats()
+        return {
+            "prompt_tokens": self._prompt.shape[1],
+            "tokens": generation.output.sequences[0, self._prompt.shape[1] :].tolist(),
+            "hit_tokens": stats.hit_tokens,
+            "hit_tokens_by_tier": dict(stats.hit_tokens_by_tier),
+            "errors": {**stats.load_errors, **stats.store_errors},
+        }
+
+
+if __name__ == "__main__":
+    role, address, folder, prompt_tokens = sys.argv[1:]
+    print(json.dumps(DemoEngine(address, folder, int(prompt_tokens)).run(role)))

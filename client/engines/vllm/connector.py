@@ -1,0 +1,543 @@
+"""The vLLM connector, loaded by vLLM itself: prefixes of a model's KV from and to a store.
+
+    --kv-transfer-config '{"kv_connector": "KVStoreConnector", "kv_role": "kv_both",
+      "kv_connector_module_path": "kvstore.client.engines.vllm",
+      "kv_load_failure_policy": "recompute"}'
+
+vLLM makes one object in its scheduler and one in each worker. Whatever goes wrong in the store
+is a miss there; an engine whose KV has no name, or lies in pages that are not understood, runs
+as if there were no store, and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import vllm
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank, kv_events
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.logger import init_logger
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    resolve_block_hashes,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.sched import output as sched_output
+from vllm.v1.kv_cache_interface import KVCacheConfig, get_kv_cache_spec_kind
+
+from kvstore.client.client import Client
+from kvstore.client.engines.base import Connector
+from kvstore.client.engines.vllm.blocks import BlockWriter, with_heads
+from kvstore.client.engines.vllm.events import EventMaker, KVEvents
+from kvstore.client.engines.vllm.identity import KVCacheShape, model_of, shape_of
+from kvstore.client.engines.vllm.messages import (
+    INCOMPATIBLE,
+    FollowedTables,
+    StepPlan,
+    WorkerReport,
+)
+from kvstore.client.engines.vllm.scheduler import VllmScheduler
+from kvstore.client.engines.vllm.settings import FlopsModel, Role, VllmSettings
+from kvstore.client.engines.vllm.worker import VllmWorker
+from kvstore.client.options import ClientOptions
+from kvstore.client.rectangle import Rectangle
+from kvstore.proto.errors import KVStoreError, LayoutMismatchError, ModelError
+from kvstore.proto.types import (
+    DEFAULT_CHUNK_TOKENS,
+    END_KINDS,
+    DType,
+    LayerGroup,
+    LayerKind,
+    Model,
+    RopeParameters,
+)
+
+__all__ = ["KVStoreConnector"]
+
+logger = init_logger(f"vllm.{__name__}")
+
+OLDEST, NEWEST = (0, 26), (0, 33)
+"""Releases that the connector is written for. vLLM's interface of connectors changes with them;
+what came or changed between the two is found by looking, not by the number."""
+
+TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
+"""What says which loads failed as a whole. None, below 0.30: vLLM takes failed blocks only."""
+
+HAS_BLOCK_TABLES = hasattr(getattr(sched_output, "KVConnectorBlockState", None), "get_block_ids")
+"""Whether a step comes with the block tables of all its requests: from 0.30 on."""
+
+event_keys: Callable[[list[Any]], Any] = getattr(
+    kv_cache_utils, "to_event_extra_keys", lambda keys: keys
+)
+"""How events write what else names blocks; below 0.31 as it is."""
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """The plan of a step, on its way to the workers."""
+
+    plan: StepPlan = field(default_factory=StepPlan)
+
+
+@dataclass
+class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What workers report, on its way to the scheduler."""
+
+    report: WorkerReport
+
+    def aggregate(self, other: WorkerMetadata) -> WorkerMetadata:
+        """Return what both report."""
+        return WorkerMetadata(self.report.joined(other.report))
+
+
+class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """One side of the connector: the scheduler's, or that of one worker. vLLM calls each for what
+    is its own.
+    """
+
+    _scheduler: VllmScheduler
+    _worker: VllmWorker
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        settings = VllmSettings.of(transfer.kv_connector_extra_config)
+        self._layers = vllm_config.compilation_config.static_forward_context
+        self._tables = FollowedTables()
+        self._registered: dict[str, torch.Tensor] = {}
+        self._dropped: dict[str, torch.Tensor] = {}
+        if warning := untested():
+            logger.warning(warning)
+        is_scheduler = role == KVConnectorRole.SCHEDULER
+        side: VllmScheduler | VllmWorker
+        try:
+            shape = shape_of(vllm_config, kv_cache_config)
+            check_loads_can_fail(shape)
+            if is_scheduler:
+                side = _scheduler(vllm_config, settings, shape, kv_cache_config)
+            else:
+                side = _worker(vllm_config, settings, shape)
+        except (*INCOMPATIBLE, KVStoreError, OSError) as error:
+            logger.error("running without the store: %s: %s", type(error).__name__, error)
+            side = _refused(vllm_config, settings, error, is_scheduler=is_scheduler)
+        self._side = side
+        if isinstance(side, VllmScheduler):
+            self._scheduler = side
+        else:
+            self._worker = side
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: nobody waits for what it stores."""
+        return False
+
+    # --- scheduler
+
+    def on_new_request(self, request: Any) -> None:
+        """Begin to look the request up."""
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens can be loaded beside the engine's work; None: come back."""
+        tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Take note of the blocks to load into."""
+        if num_external_tokens:
+            self._scheduler.on_alloc(request, num_external_tokens, blocks.get_block_ids())
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """Return the plan of a step."""
+        if HAS_BLOCK_TABLES:
+            tables_of = scheduler_output.kv_connector_block_state.get_block_ids
+        else:
+            self._tables.follow(scheduler_output)
+            tables_of = self._tables.of
+        return StepMetadata(self._scheduler.build_plan(scheduler_output, tables_of))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take in what workers report."""
+        sent = connector_output.kv_connector_worker_meta
+        if isinstance(sent, WorkerMetadata):
+            self._scheduler.on_report(sent.report)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether to step on without a request: chunks wait in their pages for a free slot."""
+        return self._scheduler.has_stores_waiting
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget the request; its blocks are free at once: who gets them waits for their copy."""
+        self._scheduler.finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Do the same for an engine with several kinds of layers."""
+        return self.request_finished(request, [])
+
+    def reset_cache(self) -> bool | None:
+        """Load nothing any more of what was stored before: weights may have changed."""
+        self._scheduler.reset()
+        return True
+
+    def take_events(self) -> Iterable[Any]:
+        """Return what the store was found to hold, and to hold no more, since the last call."""
+        events = self._scheduler.events
+        return events.take() if events is not None else ()
+
+    # --- worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the engine's pages."""
+        self._registered = kv_caches
+        pages = {name: with_heads(each) for name, each in kv_caches.items()}
+        if refusal := self._worker.register(pages, self._writer):
+            logger.error("running without the store: %s", refusal)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Pages may be given up and come back; releases below 0.33 do not call for it."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """Let go of the pages before they are given up."""
+        if self._worker.drop_pages():
+            self._dropped, self._registered = self._registered, {}
+
+    def restore_kv_caches(self) -> None:
+        """Take the pages again once they are back."""
+        if self._dropped:
+            dropped, self._dropped = self._dropped, {}
+            self.register_kv_caches(dropped)
+
+    def _writer(self, layer_name: str) -> BlockWriter:
+        """Return how the attention backend of a layer writes KV into pages."""
+        dtype = self._vllm_config.model_config.dtype
+        return block_writer(layer_name, self._layers.get(layer_name), dtype)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Copy what is still to be stored of blocks that the step is about to write to."""
+        self._worker.save_before_overwrite(_plan_in(kv_connector_metadata))
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin the loads of the step."""
+        self._worker.load(_plan_in(self._get_connector_metadata()))
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Return at once: a request that is computed has been loaded."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Do nothing: whole chunks are stored at the end of the step."""
+
+    def wait_for_save(self) -> None:
+        """Have what the step completed copied and sent while the engine goes on."""
+        self._worker.store(_plan_in(self._get_connector_metadata()))
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Return the requests whose loads are over, whether they succeeded or not."""
+        is_idle = _plan_in(self._get_connector_metadata()).is_idle
+        return None, self._worker.finished_loads(is_idle=is_idle) or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Return the same, and the loads that vLLM has to compute as a whole instead."""
+        _, over = self.get_finished(finished_req_ids)
+        failed = self._worker.failed_loads()
+        return TransferResults(finished_recving=over or set(), failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that vLLM has to compute after all."""
+        return self._worker.failed_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Return what the scheduler has to learn."""
+        report = self._worker.report()
+        return WorkerMetadata(report) if report is not None else None
+
+    # --- both
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Return what this side counted since the last call."""
+        counts = self._side.counts()
+        return StoreStats(counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """Return counts that came from another process."""
+        return StoreStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """Return what exports the counts with vLLM's own metrics."""
+        return StoreMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        """End the threads and the clients, after a moment for stores under way."""
+        self._side.close()
+
+
+def _plan_in(metadata: Any) -> StepPlan:
+    return metadata.plan if isinstance(metadata, StepMetadata) else StepPlan()
+
+
+def block_writer(name: str, layer: Any, dtype: torch.dtype) -> BlockWriter:
+    """Return how the attention backend of *layer*, of that *name*, writes KV into pages.
+
+    What it writes is of *dtype*; what it divides by a scale is multiplied by it before.
+    """
+
+    def write(parts: Sequence[torch.Tensor], pages: torch.Tensor, slots: torch.Tensor) -> None:
+        if not hasattr(getattr(layer, "impl", None), "do_kv_cache_update"):
+            raise LayoutMismatchError("layers", name, "its backend writes in no known way")
+        if len(parts) == 2:
+            if parts[0].element_size() == 1:
+                scales = (layer._k_scale_float, layer._v_scale_float)
+                parts = [
+                    (p.float() * scale).to(dtype) for p, scale in zip(parts, scales, strict=True)
+                ]
+            layer.impl.do_kv_cache_update(layer, *parts, pages, slots)
+            return
+        latents, rank = parts[0], layer.kv_lora_rank
+        layer.impl.do_kv_cache_update(
+            latents[:, 0, :rank], latents[..., rank:], pages.squeeze(1), slots,
+            layer.kv_cache_dtype, layer._k_scale,
+        )  # fmt: skip
+
+    return write
+
+
+def event_maker(config: VllmConfig, cache: KVCacheConfig, shape: KVCacheShape) -> EventMaker:
+    """Return how vLLM tells of blocks, for the KV cache groups that keep all of a prompt."""
+    block_tokens = shape.block_tokens
+    _, hash_tokens = resolve_kv_cache_block_sizes(cache, config)
+    kinds = [get_kv_cache_spec_kind(group.kv_cache_spec) for group in cache.kv_cache_groups]
+    ends = {table for group in shape.groups if group.kind in END_KINDS for table in group.tables}
+
+    def hashes(request: Any) -> list[Any]:
+        found = resolve_block_hashes(request.block_hashes, hash_tokens, block_tokens)
+        return [maybe_convert_block_hash(one) for one in found]
+
+    def extra_keys(request: Any, start: int, stop: int) -> Any:
+        keys, _ = generate_block_hash_extra_keys(request, start, stop, 0)
+        return (event_keys([keys]) or [None])[0]
+
+    groups = [(at, kind.value) for at, kind in enumerate(kinds) if at not in ends]
+    return EventMaker(block_stored, block_removed, hashes, extra_keys, block_tokens, tuple(groups))
+
+
+def publishes_events(config: VllmConfig) -> bool:
+    """Whether the engine of *config* publishes KV events."""
+    events = config.kv_events_config
+    return events is not None and events.enable_kv_cache_events
+
+
+# --- the halves
+
+
+def _scheduler(
+    config: VllmConfig, settings: VllmSettings, shape: KVCacheShape, cache: KVCacheConfig
+) -> VllmScheduler:
+    transfer = config.kv_transfer_config
+    if transfer.kv_load_failure_policy != "recompute":
+        fix = 'set it to "recompute": else vLLM ends a request whose load failed'
+        raise ModelError("kv_load_failure_policy", transfer.kv_load_failure_policy, fix)
+    role = Role(
+        transfer.is_kv_consumer,
+        transfer.is_kv_producer,
+        settings.handover_ms,
+        settings.wait_ms,
+        settings.first_token_ms,
+        getattr(config, "max_concurrent_batches", 1) - 1,
+    )
+    scheduler = VllmScheduler(_connector(config, settings, shape, None), shape, role=role)
+    if publishes_events(config):
+        maker, chunk_tokens = event_maker(config, cache, shape), scheduler.chunk_tokens
+        scheduler.events = KVEvents(maker, chunk_tokens, shape.ranks * shape.stages)
+    return scheduler
+
+
+def _worker(config: VllmConfig, settings: VllmSettings, shape: KVCacheShape) -> VllmWorker:
+    connector = _connector(config, settings, shape, get_tensor_model_parallel_rank())
+    worker = VllmWorker(connector, shape, settings.queue_bytes)
+    worker.cost = FlopsModel.of(config.model_config.hf_text_config)
+    worker.reports_stores = publishes_events(config)
+    return worker
+
+
+def _connector(
+    config: VllmConfig, settings: VllmSettings, shape: KVCacheShape, rank: int | None
+) -> Connector:
+    """Return the connector of a worker, or without a *rank* that of the scheduler's lookups."""
+    chunk_tokens = settings.chunk_tokens_for(shape.block_tokens)
+    identity = model_of(config, shape, settings.model_revision)
+    name = "vllm-lookup" if rank is None else f"vllm-rank-{rank}"
+    options = settings.options(chunk_tokens, name, is_lookup=rank is None)
+    rectangle = None
+    if rank is not None and shape.ranks * shape.stages > 1:
+        rectangle = Rectangle.of_rank(identity, rank, shape.ranks, shape.own_layers)
+    client_class = Client
+    if rank is not None and config.device_config.device_type == "cuda":
+        from kvstore.client.cuda import CudaClient  # it may lack cupy
+
+        client_class = CudaClient
+    accuracy = settings.accuracy_for(shape, config.device_config.device_type)
+    if accuracy != settings.accuracy:
+        fix = "is ignored: into these pages exact copies alone are loaded"
+        logger.warning("accuracy=%s %s", settings.accuracy, fix)
+    return Connector(
+        client_class(settings.address, identity, options),
+        durable=settings.durable,
+        prefill=settings.prefill if rank is None else None,
+        rectangle=rectangle,
+        accuracy=accuracy,
+    )
+
+
+NO_SHAPE = KVCacheShape((), DEFAULT_CHUNK_TOKENS)
+"""Of an engine that is not understood: nothing is loaded or stored."""
+
+NOWHERE = "127.0.0.1:1"
+"""An address at which nobody answers."""
+
+
+def _refused(
+    config: Any, settings: VllmSettings, error: Exception, *, is_scheduler: bool
+) -> VllmScheduler | VllmWorker:
+    """Return a half that runs without the store, for *error*, and reports it to the server."""
+    name = "vllm-lookup" if is_scheduler else "vllm-rank"
+    connector = Connector(client_of_refused(config, settings, name))
+    text = f"{type(error).__name__}: {error}"
+    if is_scheduler:
+        reason = str(getattr(error, "field", type(error).__name__))
+        role = Role(loads=False, stores=False)
+        scheduler = VllmScheduler(connector, NO_SHAPE, role=role, refusal=reason)
+        scheduler.report_refusal(text)
+        return scheduler
+    worker = VllmWorker(connector, NO_SHAPE, settings.queue_bytes)
+    worker.refuse(text)
+    return worker
+
+
+def client_of_refused(config: Any, settings: VllmSettings, name: str) -> Client:
+    """Return a client of an engine whose KV has no name."""
+    model = str(getattr(getattr(config, "model_config", None), "model", "unknown"))
+    group = LayerGroup(LayerKind.attention, DType.uint8, (0,), 1, 1)
+    rope = RopeParameters(theta=1.0, rotary_dim=0)
+    identity = Model(model, "refused", "none", "none", (group,), rope, "none")
+    try:
+        options = settings.options(DEFAULT_CHUNK_TOKENS, name)
+        options = replace(options, transport="grpc", staging_bytes=1)
+        return Client(settings.address, identity, options)
+    except (*INCOMPATIBLE, KVStoreError, OSError):  # settings that no client can be made of
+        return Client(NOWHERE, identity, ClientOptions())
+
+
+# --- what vLLM logs and exports
+
+
+class StoreStats(KVConnectorStats):  # type: ignore[misc]
+    """Counts by name, summed over ranks and time."""
+
+    def reset(self) -> None:
+        """Begin again from nothing."""
+        self.data: dict[str, int] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add the counts of *other*."""
+        for name, count in other.data.items():
+            self.data[name] = self.data.get(name, 0) + count
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return the counts for vLLM's log."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not self.data
+
+
+class StoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """One counter, ``vllm:kvstore_events_total``, whose label ``event`` is the name of a count."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._events = self._counter_cls(
+            name="vllm:kvstore_events",
+            documentation="What the connector of kvstore counted.",
+            labelnames=[*labelnames, "event"],
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add the counts of one engine."""
+        values = self.per_engine_labelvalues[engine_idx]
+        for name, count in transfer_stats_data.items():
+            self._events.labels(*values, name).inc(count)
+
+
+def _known(event: Any) -> Callable[..., Any]:
+    """Return what makes an *event*, without the fields that this release does not have."""
+    names = event.__struct_fields__
+    return lambda **given: event(**{name: given[name] for name in given if name in names})
+
+
+block_stored, block_removed = _known(kv_events.BlockStored), _known(kv_events.BlockRemoved)
+
+
+def untested() -> str:
+    """Return what there is to say of a release that the connector is not written for, or ""."""
+    found = vllm.__version__
+    numbers = [int(part) for part in found.split(".")[:2] if part.isdecimal()]
+    if OLDEST <= tuple(numbers) <= NEWEST:
+        return ""
+    first, last = (".".join(map(str, one)) for one in (OLDEST, NEWEST))
+    return f"kvstore is written for vLLM {first} to {last}, not {found}"
+
+
+def check_loads_can_fail(shape: KVCacheShape) -> None:
+    """Raise ModelError where vLLM would take a load that failed for a whole one.
+
+    Of several block tables, or of windows, it has to compute all: blocks are not enough.
+    """
+    if (shape.has_ends or shape.tables > 1) and TransferResults is None:
+        what = "sliding windows" if shape.has_ends else f"{shape.tables} KV cache groups"
+        fix = f"vLLM {vllm.__version__} cannot be told that a load of it failed; 0.30 can"
+        raise ModelError("kv_cache_groups", what, fix)

@@ -1,0 +1,487 @@
+"""The workers' half of the vLLM connector for pages on a device: stores and loads beside its work.
+
+What a step completed is gathered by one launch on the engine's own stream, behind the forward pass
+and before all that is queued later, into slots of a fixed ring: no page is read once the hook has
+returned. What is loaded goes up at once, and is written to the pages behind an event that the
+engine's stream has recorded: behind its zeroing, and behind steps that still write to the blocks.
+The host waits for the device in threads of its own, never in a hook.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import structlog
+import torch
+from numpy.typing import NDArray
+
+from kvstore.client.chunk import Chunk, DeviceChunk
+from kvstore.client.cuda import CudaClient
+from kvstore.client.device_puts import DeviceRing
+from kvstore.client.device_reads import DeviceReader
+from kvstore.client.engines.base import Connector
+from kvstore.client.engines.vllm.blocks import (
+    NULL_BLOCK,
+    BlockWriter,
+    block_layouts_of,
+    components_of,
+)
+from kvstore.client.engines.vllm.identity import KVCacheShape
+from kvstore.client.engines.vllm.messages import BlockTables
+from kvstore.client.engines.vllm.staging import LoadJob, Staged, batch_chunks
+from kvstore.client.rectangle import Rectangle
+from kvstore.client.transport import Put
+from kvstore.codecs.base import AnyTensors
+from kvstore.codecs.block_stack import BlockStack
+from kvstore.codecs.paged import SKIPPED_BLOCK, FrameAt, Paged, Pages
+from kvstore.codecs.raw import raw_header
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.device import Device, Event, open_device, tensor_over
+from kvstore.proto.errors import KVStoreError, LayoutMismatchError, TierUnavailableError
+from kvstore.proto.frame import FrameHeader, FrameTemplate, raw_frame_bytes
+from kvstore.proto.keys import chunk_key
+from kvstore.proto.plans import Hints
+from kvstore.proto.types import END_KINDS, ROOT, ChunkKey, KVLayout, LayerKind, Model, PutOutcome
+
+LOAD_SLOTS = 4
+"""Chunks of a load in host memory at once, where they have to pass it."""
+LEAST_SLOTS = 2
+"""Chunks of a step that there must be room for."""
+_ALIGN_BYTES = 256
+_THERE = (PutOutcome.stored, PutOutcome.exists)
+
+logger = structlog.get_logger(__name__)
+
+
+class EngineDevicePages:
+    """The pages of every layer on one device, and where a step's chunks are in them.
+
+    Raises LayoutMismatchError at birth for pages that are not understood.
+    """
+
+    def __init__(
+        self,
+        shape: KVCacheShape,
+        registered: Mapping[str, torch.Tensor],
+        writer: Callable[[str], BlockWriter],
+    ) -> None:
+        layouts = block_layouts_of(shape, registered, writer)
+        self.shape = shape
+        some = next(iter(registered.values()))
+        if {pages.shape[2] for pages in registered.values()} != {some.shape[2]}:
+            sizes = sorted({pages.shape[2] for pages in registered.values()})
+            raise LayoutMismatchError("block_tokens", sizes, "kernels' blocks of one size")
+        self.device = some.device
+        self._ratio = shape.block_tokens // int(some.shape[2])
+        groups = []
+        for group, packing in zip(shape.groups, layouts, strict=True):
+            dtype = getattr(torch, group.dtype.name)
+            views = [
+                tuple(part.view(dtype) for part in packing(registered[layer.name]))
+                for layer in group.layers
+            ]
+            groups.append(Pages(tuple(views), tuple(layer.table for layer in group.layers)))
+        self._groups = tuple(groups)
+        self.has_windows_only = all(group.kind in END_KINDS for group in shape.groups)
+        self._of_kinds: dict[tuple[LayerKind, ...], tuple[Pages, ...]] = {}
+
+    def of(self, layout: KVLayout) -> tuple[Pages, ...]:
+        """Return the pages of the components that *layout* has.
+
+        Raises LayoutMismatchError when it has others. The same object for the same ones.
+        """
+        kinds = tuple(component.kind for component in layout.components)
+        if kinds not in self._of_kinds:
+            pairs = zip(self.shape.groups, self._groups, strict=True)
+            self._of_kinds[kinds] = tuple(pages for group, pages in pairs if group.kind in kinds)
+        found = self._of_kinds[kinds]
+        if len(found) != len(kinds):
+            raise LayoutMismatchError("layout", [kind.name for kind in kinds], "as the engine's")
+        return found
+
+    def tables(
+        self, chunks: Sequence[BlockTables], kept_blocks: int = 0
+    ) -> list[NDArray[np.int64]]:
+        """Return block tables over all *chunks* in the kernels' blocks, one behind the other.
+
+        The first *kept_blocks* and null blocks are skipped.
+        """
+        found = []
+        for table in range(len(chunks[0])):
+            ids = np.array([block for chunk in chunks for block in chunk[table]], np.int64)
+            ids[:kept_blocks] = NULL_BLOCK
+            skipped = ids == NULL_BLOCK
+            if self._ratio > 1:
+                ids = (ids[:, None] * self._ratio + np.arange(self._ratio)).ravel()
+                skipped = np.repeat(skipped, self._ratio)
+            ids[skipped] = SKIPPED_BLOCK
+            found.append(ids)
+        return found
+
+    def has_windows(self, tables: BlockTables) -> bool | None:
+        """Return whether the engine still has the windows of a chunk; None: nothing of it."""
+        has_windows = True
+        for group in self.shape.groups:
+            kept = self.shape.kept_blocks(group, len(tables[0]))
+            for table in group.tables:
+                if NULL_BLOCK not in tables[table][len(tables[table]) - kept :]:
+                    continue
+                if group.kind not in END_KINDS:
+                    return None
+                has_windows = False
+        return has_windows or (None if self.has_windows_only else False)
+
+
+class _Slot:
+    """Host memory for one chunk that the device copies straight to and from."""
+
+    def __init__(self, memory: Bytes) -> None:
+        self.tensor = tensor_over(memory)
+        self._memory = memory
+        self._stacks: dict[KVLayout, list[BlockStack]] = {}
+
+    def stacks(self, header: FrameHeader) -> list[BlockStack]:
+        """Return the tensors of a chunk, as its raw frame of such a *header* has them."""
+        layout = header.layout
+        if layout not in self._stacks:
+            starts = iter(header.segments["offset"].tolist())
+            found = []
+            for component in layout.components:
+                first, *others = [next(starts) for _ in range(component.layers)]
+                layer_bytes = others[0] - first if others else component.layer_bytes
+                heads, tokens, width = component.shape
+                item_bytes = component.dtype.item_bytes
+                parts = np.lib.stride_tricks.as_strided(
+                    self._memory[first : first + component.layer_bytes].view(f"u{item_bytes}"),
+                    (component.layers, component.parts, 1, heads, tokens, width),
+                    (
+                        layer_bytes, component.part_bytes, 0,
+                        *(step * item_bytes for step in (tokens * width, width, 1)),
+                    ),
+                )  # fmt: skip
+                found.append(BlockStack([parts[:, part] for part in range(component.parts)]))
+            self._stacks[layout] = found
+        return self._stacks[layout]
+
+
+class DeviceCopy:
+    """One chunk in a slot of the ring, or of which the engine had given up what it is of."""
+
+    def __init__(self, side: DeviceSide, slot: int | None, *, has_windows: bool = True) -> None:
+        self._side = side
+        self.slot = slot
+        self.has_windows = has_windows
+        self.gathered: Event | None = None
+        self.result: Staged | None = None
+        self._host: _Slot | None = None
+        self._brought: Event | None = None
+
+    def begin(self) -> None:
+        """Queue its way to host memory."""
+        if self.slot is not None and self._brought is None:
+            self._host, self._brought = self._side.bring(self.slot, self.gathered)
+
+    def run(self) -> None:
+        """Bring it to host memory; its slot of the ring is free after that."""
+        self.begin()
+        if self._brought is None or self._host is None:
+            return
+        self._brought.synchronize()
+        self._free_slot()
+        header = self._side.headers[self._side.layouts[self.has_windows]]
+        self.result = Staged(self._host.stacks(header), self.has_windows)
+
+    def _free_slot(self) -> None:
+        if self.slot is not None:
+            self._side.give(self.slot)
+            self.slot = None
+
+    def free(self) -> None:
+        """Give its memory back, which nobody reads any more."""
+        if self._brought is not None and self.result is None:
+            with suppress(KVStoreError):  # if the device still works
+                self._brought.synchronize()
+        self._free_slot()
+        if self._host is not None:
+            self._side.give_host(self._host)
+        self.result = self._host = self._brought = None
+
+
+class DeviceSide:
+    """Stores and loads of one rank whose pages lie on *device*.
+
+    *ring_bytes* of its memory at most are for chunks that a step completed; less where there is
+    less, but for one chunk's. Raises TierUnavailableError with the fix when there is none.
+    """
+
+    waits_in_pages = True
+
+    def __init__(
+        self,
+        pages: EngineDevicePages,
+        connector: Connector,
+        ring_bytes: int,
+        device: Device | None = None,
+    ) -> None:
+        self._pages = pages
+        self._connector = connector
+        client = connector.client
+        tokens = client.options.chunk_tokens
+        self._chunk_tokens = tokens
+        rectangle = connector.rectangle
+        self.layouts = {
+            has: _rank_layout(client.model, rectangle, tokens, has_windows=has)
+            for has in ({True} if pages.has_windows_only else {True, not pages.shape.has_ends})
+        }
+        pages.of(self.layouts[True])
+        self.headers = {layout: _blank_header(layout) for layout in self.layouts.values()}
+        self.chunk_bytes = -(-raw_frame_bytes(self.layouts[True]) // _ALIGN_BYTES) * _ALIGN_BYTES
+        self.device = device or open_device(pages.device)
+        whole = KVLayout.of(client.model, tokens)
+        self._shard = None if rectangle is None else rectangle.shard(client.model, whole)
+        self._is_straight = isinstance(client, CudaClient) and not pages.shape.has_ends
+        # A rank's too: what is read straight into the pages is verified as a whole.
+        frame_bytes = raw_frame_bytes(whole) if self._is_straight else self.chunk_bytes
+        self.reader = DeviceReader(self.device, frame_bytes, LOAD_SLOTS)
+        self._ring, slots = self._allocated(ring_bytes)
+        self._puts = DeviceRing(self.device, self._ring)
+        self._slots = list(range(slots))
+        self._lock = threading.Lock()  # guards the slots that are free, here and on the host
+        self._down = self.device.stream()
+        self._ends: list[Callable[[], None]] = []
+        self._host = self._host_slots(1 + batch_chunks(self.chunk_bytes))
+        self._load_host = self._host_slots(LOAD_SLOTS)
+
+    def _allocated(self, ring_bytes: int) -> tuple[torch.Tensor, int]:
+        if self._pages.device.type == "cuda":
+            _, total_bytes = torch.cuda.mem_get_info(self._pages.device)
+            ring_bytes = min(ring_bytes, total_bytes // 64)
+        slots = max(LEAST_SLOTS, ring_bytes // self.chunk_bytes)
+        while True:
+            try:
+                return self.device.allocate(slots * self.chunk_bytes), slots
+            except TierUnavailableError:
+                if slots == LEAST_SLOTS:
+                    self.device.release(self.reader.ring)
+                    raise
+                slots = max(LEAST_SLOTS, slots // 2)
+                logger.warning("less device memory for stores", chunks=slots)
+
+    def _host_slots(self, count: int) -> list[_Slot]:
+        memory = np.frombuffer(mmap.mmap(-1, count * self.chunk_bytes), np.uint8)
+        end = self.device.register(memory)
+        if end is not None:  # else copies are only slower
+            self._ends.append(end)
+        size = self.chunk_bytes
+        return [_Slot(memory[at * size : (at + 1) * size]) for at in range(count)]
+
+    @property
+    def is_gpu_tier_far(self) -> bool:
+        """Whether the server has a gpu tier that this side does not reach."""
+        client = self._connector.client
+        return isinstance(client, CudaClient) and client.is_gpu_tier_far
+
+    # --- stores
+
+    def copies(self, chunks: Sequence[BlockTables]) -> list[DeviceCopy]:
+        """Gather as many of *chunks* as there are slots for; in the engine's thread."""
+        found: list[DeviceCopy] = []
+        gathered: list[tuple[DeviceCopy, int, BlockTables]] = []
+        for tables in chunks:
+            has_windows = self._pages.has_windows(tables)
+            if has_windows is None:
+                found.append(DeviceCopy(self, None))
+                continue
+            with self._lock:
+                slot = self._slots.pop() if self._slots else None
+            if slot is None:
+                break
+            found.append(DeviceCopy(self, slot, has_windows=has_windows))
+            gathered.append((found[-1], slot, tables))
+        try:
+            if gathered:
+                self._gather(gathered)
+        except BaseException:
+            for copy, _, _ in gathered:
+                copy.free()
+            raise
+        return found
+
+    def _gather(self, gathered: Sequence[tuple[DeviceCopy, int, BlockTables]]) -> None:
+        """Queue one launch on the engine's stream for all chunks of a step."""
+        layout = self.layouts[True]
+        header = self.headers[layout]
+        # Null blocks are skipped: what a slot has in their place is not put.
+        frames = [
+            FrameAt(slot * self.chunk_bytes, header, at * self._chunk_tokens)
+            for at, (_, slot, _) in enumerate(gathered)
+        ]
+        tables = self._pages.tables([one for _, _, one in gathered])
+        paged = Paged(self._pages.of(layout), tables)
+        stream = self.device.current_stream()
+        kernels = self.reader.kernels
+        stream.launch(partial(kernels.move, self._ring, frames, paged, to_pages=False))
+        event = stream.record()
+        for copy, _, _ in gathered:
+            copy.gathered = event
+
+    def bring(self, slot: int, gathered: Event | None) -> tuple[_Slot, Event]:
+        """Queue a copy of a slot of the ring to host memory; return the event of its end."""
+        assert gathered is not None
+        with self._lock:
+            host = self._host.pop()
+        try:
+            self._down.wait(gathered)
+            start = slot * self.chunk_bytes
+            self._down.copy(host.tensor, self._ring[start : start + self.chunk_bytes])
+            return host, self._down.record()
+        except BaseException:
+            self.give_host(host)
+            raise
+
+    def put_near(
+        self, chunks: Callable[[], Sequence[Chunk]], copies: Sequence[object], hints: Hints
+    ) -> set[int]:
+        """Have a server whose gpu tier is on this device copy them out of the ring itself."""
+        client, connector = self._connector.client, self._connector
+        if not isinstance(client, CudaClient) or connector.rectangle or connector.durable:
+            return set()
+        whole = [
+            (number, copy)
+            for number, copy in enumerate(copies)
+            if isinstance(copy, DeviceCopy) and copy.slot is not None and copy.has_windows
+        ]
+        written = whole[-1][1].gathered if whole else None
+        if written is None:
+            return set()
+
+        def put() -> list[Put]:
+            named = chunks()
+            placed = [self._placed(named[number], copy.slot or 0) for number, copy in whole]
+            return client.put_on_device(self._puts, placed, written, hints)
+
+        nothing: list[Put] = []
+        outcomes = self._connector.ask(put, nothing)
+        pairs = zip(whole, outcomes, strict=False)
+        return {number for (number, _), one in pairs if one.outcome in _THERE}
+
+    def _placed(self, chunk: Chunk, slot: int) -> DeviceChunk:
+        return DeviceChunk(
+            chunk.key, slot * self.chunk_bytes, self.layouts[True], chunk.parent, chunk.position,
+            chunk.prefill_flops, chunk.content,
+        )  # fmt: skip
+
+    def give(self, slot: int) -> None:
+        """Take a slot of the ring back."""
+        with self._lock:
+            self._slots.append(slot)
+
+    def give_host(self, slot: _Slot) -> None:
+        """Take host memory back."""
+        with self._lock:
+            self._host.append(slot)
+
+    # --- loads
+
+    def mark(self) -> Event | None:
+        """Return an event behind the engine's work so far."""
+        return self.device.current_stream().record()
+
+    def read(self, job: LoadJob) -> None:
+        """Read straight into the pages what lies near, and the rest by way of host memory."""
+        client = self._connector.client
+        if self._is_straight and isinstance(client, CudaClient) and job.digests:
+            keys = [chunk_key(client.namespace, digest) for digest in job.digests]
+            paged = self._paged(self.layouts[True], job, 0, len(keys))
+            paged = replace(paged, shard=self._shard)
+            straight = partial(client.read_on_device, keys, paged, self.reader)
+            job.read = self._connector.ask(lambda: straight(job.after, job.arrived), 0)
+        while job.read < len(job.digests) and not job.is_over() and not client.is_shut:
+            some = min(LOAD_SLOTS, len(job.digests) - job.read)
+            read = self._through_host(job, job.read, some)
+            job.read += read
+            if read < some:
+                break
+
+    def _paged(self, layout: KVLayout, job: LoadJob, first: int, count: int) -> Paged:
+        """Return where *count* chunks of a load from number *first* on go."""
+        kept = 0 if first else job.kept_blocks
+        tables = self._pages.tables(job.chunks[first : first + count], kept)
+        return Paged(self._pages.of(layout), tables)
+
+    def _through_host(self, job: LoadJob, first: int, count: int) -> int:
+        """Read *count* chunks from number *first* on into host memory, and from there."""
+        layouts: dict[int, KVLayout] = {}
+
+        def target(number: int, layout: KVLayout) -> AnyTensors:
+            job.arrived()
+            components = components_of(self._pages.shape, layout, job.chunks[first + number])
+            header = self.headers.setdefault(layout, _blank_header(layout))
+            layouts[number] = layout
+            wanted = [is_wanted for component, is_wanted in components if component is not None]
+            pairs = zip(self._load_host[number].stacks(header), wanted, strict=True)
+            return [list(stack) if is_wanted else [] for stack, is_wanted in pairs]
+
+        read = self._connector.read_into(job.digests[first : first + count], target)
+        if read:
+            with self.reader.lock:
+                self._up(job, first, [layouts[number] for number in range(read)])
+        return read
+
+    def _up(self, job: LoadJob, first: int, layouts: Sequence[KVLayout]) -> None:
+        """Bring chunks from host memory into the pages, and wait for that."""
+        reader, size = self.reader, self.reader.frame_bytes
+        try:
+            for number in range(len(layouts)):
+                slot = reader.ring[number * size : number * size + self.chunk_bytes]
+                reader.copies.copy(slot, self._load_host[number].tensor)
+            reader.work.wait(reader.copies.record())
+            if job.after is not None:
+                reader.work.wait(job.after)
+            for start, stop in _runs(layouts):
+                frames = [
+                    FrameAt(at * size, self.headers[layouts[at]], (at - start) * self._chunk_tokens)
+                    for at in range(start, stop)
+                ]
+                paged = self._paged(layouts[start], job, first + start, stop - start)
+                move = partial(reader.kernels.move, reader.ring, frames, paged, to_pages=True)
+                reader.work.launch(move)
+        finally:
+            reader.wait()  # after an error too: what was queued until then still writes
+
+    def close(self) -> None:
+        """Let go of memory: nothing is loaded or stored any more."""
+        self._down.record().synchronize()
+        client = self._connector.client
+        if isinstance(client, CudaClient):
+            client.end_session()  # a server may map the ring
+        self.reader.close()
+        self.device.release(self._ring)
+        while self._ends:
+            self._ends.pop()()
+
+
+def _runs(layouts: Sequence[KVLayout]) -> Iterator[tuple[int, int]]:
+    """Yield the first and the stop of each run of chunks of one layout."""
+    starts = [at for at in range(len(layouts)) if not at or layouts[at] != layouts[at - 1]]
+    yield from zip(starts, [*starts[1:], len(layouts)], strict=True)
+
+
+def _rank_layout(
+    model: Model, rectangle: Rectangle | None, tokens: int, *, has_windows: bool
+) -> KVLayout:
+    layout = KVLayout.of(model, tokens, window=has_windows)
+    return layout if rectangle is None else rectangle.shard(model, layout).layout
+
+
+def _blank_header(layout: KVLayout) -> FrameHeader:
+    """Return a header that says where the segments of a raw frame of *layout* lie."""
+    key = ChunkKey(bytes(32))
+    template = FrameTemplate(key, ROOT, bytes(16), bytes(32), layout)
+    return raw_header(template)

@@ -1,0 +1,322 @@
+"""What is stored of a prompt, found out in a thread while the engine goes on, and how its chunks
+are named: by its tokens, and everything else its KV depends on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from kvstore.client.engines.identity import adapter_files, files_digest
+from kvstore.client.engines.vllm.messages import INCOMPATIBLE, ChunkName
+from kvstore.client.page_names import page_hash
+from kvstore.proto.errors import KVStoreError, ModelError
+from kvstore.proto.keys import chain_digest, content_digest, tokens_le32
+from kvstore.proto.types import DIGEST_BYTES, ROOT, ChainDigest
+
+MAX_WAITING_LOOKUPS = 1024
+"""Prompts that wait to be looked up; a further one is a miss."""
+
+CLOSE_S = 2.0
+
+WAITERS = 8
+"""Prompts that are looked up at the same time where a lookup waits for other engines."""
+
+MAX_ADAPTERS = 4096
+"""LoRA adapters of one engine whose requests are stored."""
+
+
+class LookupResult(NamedTuple):
+    """How many of a prompt's first chunks to load, and how many are stored: computing the others
+    may be sooner."""
+
+    ready: int = 0
+    found: int = 0
+
+
+NOTHING = LookupResult()
+
+
+@dataclass(frozen=True, slots=True)
+class MMFeature:
+    """An image or the like in a prompt: its hash, and the tokens whose embeddings it is."""
+
+    name: bytes
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheIdentity:
+    """What names the KV of a request beside its tokens.
+
+    ``first`` enters the first chunk and with it the whole chain; a feature enters the chunks
+    that it reaches into, so that what is before it is shared. ``is_sglangs``: there is neither,
+    and chunks are named as SGLang names pages.
+    """
+
+    first: tuple[bytes, ...] = ()
+    features: tuple[MMFeature, ...] = ()
+    is_sglangs: bool = False
+
+    def within(self, start: int, stop: int) -> list[bytes]:
+        """Return what enters the chunk of tokens *start* to *stop*."""
+        reaching = [one for one in self.features if one.start < stop and one.stop > start]
+        named = [b"mm:%d:%d:" % (one.start, one.stop) + one.name for one in reaching]
+        return [*(self.first if start == 0 else ()), *named]
+
+
+class RequestHasher:
+    """Identities of the requests of one engine. For one thread, which may wait for files.
+
+    *sglang_names*: as in ClientOptions.
+    """
+
+    def __init__(self, *, sglang_names: bool = False) -> None:
+        self._sglang_names = sglang_names
+        # What each adapter was when it was first seen: its files' marks, and its digest.
+        self._adapters: dict[tuple[int, str], tuple[list[tuple[str, int, int]], bytes]] = {}
+
+    def identity(self, request: Any, epoch: bytes) -> CacheIdentity:
+        """Return the identity of vLLM's *request*. Raises ModelError if it has none.
+
+        *epoch* separates what was computed before the engine's caches were reset.
+        """
+        if getattr(request, "prompt_embeds", None) is not None:
+            raise ModelError("prompt_embeds", "given", "such prompts are not stored")
+        if getattr(request, "resumable", False):
+            raise ModelError("resumable", True, "a stream takes tokens back")
+        first = [b"epoch:" + epoch] if epoch else []
+        salt = getattr(request, "cache_salt", None)
+        if salt:
+            first.append(b"salt:" + salt.encode())
+        lora = getattr(request, "lora_request", None)
+        if lora is not None:
+            first.append(b"lora:" + self._adapter(lora))
+        features = tuple(map(_feature, getattr(request, "mm_features", None) or ()))
+        is_plain = not first and not features
+        return CacheIdentity(tuple(first), features, is_plain and self._sglang_names)
+
+    def _adapter(self, lora: Any) -> bytes:
+        """Return the digest of an adapter, which the engine may have loaded long ago."""
+        if lora.load_inplace:
+            raise ModelError("load_inplace", True, "use another lora_int_id")
+        files = adapter_files(lora.lora_path)
+        marks = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        named = (lora.lora_int_id, lora.lora_path)
+        if named not in self._adapters:
+            if len(self._adapters) >= MAX_ADAPTERS:
+                raise ModelError("lora_int_id", lora.lora_int_id, "too many adapters")
+            self._adapters[named] = (marks, files_digest(files))
+        first_marks, digest = self._adapters[named]
+        if marks != first_marks:
+            # Nobody can tell whether the engine has the old weights or the new ones.
+            raise ModelError("lora_path", lora.lora_path, "its files have changed")
+        return digest
+
+
+def _feature(feature: Any) -> MMFeature:
+    if not feature.identifier:
+        raise ModelError("mm_features", feature.identifier, "an input without a hash")
+    place = feature.mm_position
+    return MMFeature(feature.identifier.encode(), place.offset, place.offset + place.length)
+
+
+class ChunkChain:
+    """The names of a request's whole chunks, extended as its tokens grow. Not thread-safe."""
+
+    def __init__(self, identity: CacheIdentity, chunk_tokens: int) -> None:
+        self.chunks: list[ChunkName] = []
+        self._identity = identity
+        self._chunk_tokens = chunk_tokens
+        self._page = b""
+
+    def extend(self, tokens: Sequence[int], count: int) -> None:
+        """Name the first *count* chunks of *tokens*, which begin with those named before."""
+        size = self._chunk_tokens
+        for number in range(len(self.chunks), count):
+            start = number * size
+            data = tokens_le32(tokens[start : start + size])
+            extra = self._identity.within(start, start + size)
+            parent = self.chunks[-1].digest if self.chunks else ROOT
+            if self._identity.is_sglangs:
+                self._page = page_hash(self._page, data)
+                digest = ChainDigest(self._page[:DIGEST_BYTES])
+            else:
+                digest = chain_digest(parent, data, extra)
+            self.chunks.append(ChunkName(digest, parent, content_digest(data, extra), start))
+
+    @property
+    def digests(self) -> list[ChainDigest]:
+        """The digest of each chunk."""
+        return [chunk.digest for chunk in self.chunks]
+
+
+@dataclass(slots=True, eq=False)
+class PendingLookup:
+    """A prompt that is being looked up.
+
+    ``result`` is None until there is one. ``chain`` names its chunks once it is there; ``refusal``
+    says why they have no names. Written by the worker's thread, ``result`` last. ``is_over`` is
+    written by the engine's: nobody wants to know any more.
+    """
+
+    tokens: Sequence[int]
+    identify: Callable[[], CacheIdentity]
+    began_s: float
+    result: LookupResult | None = None
+    chain: ChunkChain | None = None
+    refusal: str = ""
+    is_over: bool = False
+
+    @property
+    def found(self) -> int:
+        """How many of its first chunks are stored, as far as is known."""
+        return (self.result or NOTHING).found
+
+    @property
+    def digests(self) -> list[ChainDigest]:
+        """The digests of its chunks, as far as they are named."""
+        return [] if self.chain is None else self.chain.digests
+
+    @classmethod
+    def spent(cls) -> PendingLookup:
+        """Return one of a prompt that has no names, and so is neither loaded nor stored."""
+        return cls((), CacheIdentity, 0.0, NOTHING)
+
+
+class LookupWorker:
+    """Does lookups, *threads* at a time; none are done by none. For the engine's thread.
+
+    *find* looks digests up, or returns None when the store failed; it may take its time. After a
+    failure the next lookups find nothing at once, and after *retry_s* one of them, already over,
+    is what the store is tried with again. The first is of no digests at all: it opens a session
+    before a request needs one. *withdraw* takes back what *find* announced of digests; of lookups
+    that are over nothing stays.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[Sequence[ChainDigest]], LookupResult | None],
+        chunk_tokens: int,
+        retry_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        threads: int = 1,
+        withdraw: Callable[[Sequence[ChainDigest]], object] | None = None,
+    ) -> None:
+        self._find = find
+        self._withdraw = withdraw
+        self._chunk_tokens = chunk_tokens
+        self._retry_s = retry_s
+        self._clock = clock
+        self._failed_s: float | None = None
+        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._waiting = 0
+        self._answers = threading.Condition()  # guards _waiting
+        self._threads = [
+            threading.Thread(target=self._run, args=(n == 0,), name="kvstore-lookup", daemon=True)
+            for n in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def is_down(self) -> bool:
+        """Whether the store failed when it was last tried."""
+        return self._failed_s is not None
+
+    def note_down(self) -> None:
+        """Take note that the store failed, as somebody else found out."""
+        self._failed_s = self._clock()
+
+    def submit(self, tokens: Sequence[int], identify: Callable[[], CacheIdentity]) -> PendingLookup:
+        """Have *tokens* looked up; *identify* says what else names them, and may wait for files."""
+        lookup = PendingLookup(tokens, identify, self._clock())
+        if not self._do(partial(self._answer, lookup)):
+            lookup.refusal, lookup.result = "queue", NOTHING
+        return lookup
+
+    def give_up(self, lookup: PendingLookup, digests: Sequence[ChainDigest]) -> None:
+        """Have what was announced of *digests* taken back, and *lookup* not done any more."""
+        lookup.is_over = True
+        self.take_back(digests)
+
+    def take_back(self, digests: Sequence[ChainDigest]) -> None:
+        """Have what was announced of *digests* taken back; where too much waits, time does it."""
+        if self._withdraw is not None and digests and not self.is_down:
+            self._do(partial(self._withdraw, digests))
+
+    def _do(self, work: Callable[[], object]) -> bool:
+        with self._answers:
+            is_full = self._waiting >= MAX_WAITING_LOOKUPS
+            self._waiting += not is_full
+        if not is_full:
+            self._work.put(work)
+        return not is_full
+
+    def wait(self, within_s: float, lookup: PendingLookup | None = None) -> None:
+        """Wait until *lookup* is over, or some one, if any waits. For who has nothing to do."""
+        with self._answers:
+            if lookup is not None:
+                self._answers.wait_for(lambda: lookup.result is not None, within_s)
+            elif self._waiting:
+                self._answers.wait(within_s)
+
+    def _run(self, is_first: bool) -> None:
+        if is_first:
+            self._look(())
+        while (work := self._work.get()) is not None:
+            work()
+            with self._answers:
+                self._waiting -= 1
+                self._answers.notify_all()
+
+    def _answer(self, lookup: PendingLookup) -> None:
+        # A store that failed is tried again, with whatever there is.
+        if (lookup.is_over and not self.is_down) or not self._name(lookup):
+            lookup.result = NOTHING
+            return
+        if self._failed_s is not None:
+            lookup.result = NOTHING
+            if self._clock() - self._failed_s < self._retry_s:
+                return
+        digests = lookup.digests
+        result = self._look(digests)
+        if lookup.result is None:
+            lookup.result = result or NOTHING
+        if lookup.is_over and self._withdraw is not None:
+            self._withdraw(digests)
+
+    def _look(self, digests: Sequence[ChainDigest]) -> LookupResult | None:
+        result = self._find(digests)
+        self._failed_s = self._clock() if result is None else None
+        return result
+
+    def _name(self, lookup: PendingLookup) -> bool:
+        """Name the chunks of a prompt; return whether there are any."""
+        try:
+            chain = ChunkChain(lookup.identify(), self._chunk_tokens)
+            chain.extend(lookup.tokens, len(lookup.tokens) // self._chunk_tokens)
+        except ModelError as error:
+            lookup.refusal = error.field
+        except OSError:  # the files of an adapter
+            lookup.refusal = "lora_path"
+        except (*INCOMPATIBLE, KVStoreError):  # what a user sent may not end the thread
+            lookup.refusal = "error"
+        else:
+            lookup.chain, lookup.tokens = chain, ()
+            return bool(chain.chunks)
+        return False
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        for _ in self._threads:
+            self._work.put(None)
+        until_s = time.monotonic() + CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, until_s - time.monotonic()))

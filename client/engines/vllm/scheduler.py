@@ -1,0 +1,561 @@
+"""The scheduler's half of the vLLM connector: what to load, what to store, and no request held up.
+
+What is stored of a prompt is looked up by a thread from the moment the request arrives; until it
+knows, vLLM is told to come back, and waits only if it computes nothing, and a moment. Works on
+vLLM's Request and SchedulerOutput by their fields, without importing vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from kvstore.client.engines.base import Connector
+from kvstore.client.engines.identity import EPOCH_BYTES
+from kvstore.client.engines.vllm.events import KVEvents
+from kvstore.client.engines.vllm.identity import KVCacheShape
+from kvstore.client.engines.vllm.lookup import (
+    WAITERS,
+    LookupResult,
+    LookupWorker,
+    PendingLookup,
+    RequestHasher,
+)
+from kvstore.client.engines.vllm.messages import (
+    INCOMPATIBLE,
+    BlockTables,
+    LoadSpec,
+    SaveSpec,
+    StepPlan,
+    WorkerReport,
+    taken_blocks,
+)
+from kvstore.client.engines.vllm.settings import (
+    BOTH,
+    RefusalReporter,
+    Role,
+    deadline_ms_of,
+    hints_of,
+)
+from kvstore.client.prefill import LEAST_TOKENS, Deadline
+from kvstore.proto.errors import KVStoreError
+from kvstore.proto.keys import chunk_key
+from kvstore.proto.plans import NO_HINTS, Hints
+from kvstore.proto.types import ChainDigest, ChunkKey
+
+IDLE_WAIT_S = 0.001
+"""What an idle step waits for the answer to a lookup."""
+
+TOGETHER_S = 0.01
+"""What a step of an engine that computes nothing waits for answers before it begins: requests that
+came together and are computed in two steps cost those that are done first a whole step more."""
+
+LATE_S = 0.005
+"""What an answer may take beyond the deadline of its lookup before it is taken for a miss."""
+
+MAX_LOOKUP_CHUNKS = 4096
+"""What is looked up of one prompt: as many as a server takes in one question."""
+
+RECENT_S = 10.0
+"""Requests that share a prefix and come together: one of them stores it."""
+
+MAX_RECENT_CHUNKS = 16384
+"""Chunks of which that is remembered."""
+
+MAX_LOSSY_BLOCKS = 131_072
+"""Blocks that are known by vLLM's hashes of them; once there were more, any may be lossy."""
+
+NO_LIMIT = 1 << 62
+"""More tokens than any request has."""
+
+
+@dataclass(slots=True)
+class RequestTracker:
+    """A request: its lookup, and how far it is stored. ``stored`` is in chunks."""
+
+    request: Any
+    lookup: PendingLookup
+    preemptions: int
+    hints: Hints = NO_HINTS
+    within: Deadline | None = None
+    """Its deadline."""
+    computed_tokens: int = 0
+    """What the engine had of it in its own cache when it last came for a load."""
+    is_counted: bool = False
+    is_loaded: bool = False
+    stored: int | None = None
+    loaded_from: int = 0
+    """The first chunk of its last load."""
+    loaded_stop: int = 0
+    """The token behind its last load."""
+    load: LoadSpec | None = None
+    """Goes with the next plan."""
+    exact_tokens: int = NO_LIMIT
+    """Its first tokens that no lossy copy is among, as far as is known."""
+    is_looked_at: bool = False
+    """Whether those that it found in the engine's own cache were looked at."""
+
+
+class VllmScheduler:
+    """Decides for one engine. For the scheduler's thread.
+
+    *lookups*: a connector of the whole model, to look up with: a chunk is a hit once every rank
+    has put its part of it.
+    """
+
+    def __init__(
+        self,
+        lookups: Connector,
+        shape: KVCacheShape,
+        *,
+        role: Role = BOTH,
+        clock: Callable[[], float] = time.monotonic,
+        refusal: str = "",
+    ) -> None:
+        """With a *refusal* every request is a counted miss, for it, and nothing is looked up."""
+        options = lookups.client.options
+        self._lookups = lookups
+        self.chunk_tokens = options.chunk_tokens
+        self._block_tokens = shape.block_tokens
+        self._continues, self._has_ends = shape.continues, shape.has_ends
+        self._all_or_nothing = shape.has_ends or shape.tables > 1
+        self._role = role
+        self._clock = clock
+        self._late_s = (options.deadline_ms + role.wait_ms) / 1000 + LATE_S
+        self._hasher = RequestHasher(sglang_names=options.sglang_names)
+        self._epoch = b""
+        self._tracked: dict[str, RequestTracker] = {}
+        self._computing: set[str] = set()
+        """Requests of the last step that are not finished."""
+        self._patience_s = TOGETHER_S
+        """What the next step may still wait, if there are none."""
+        self._lossy = LossyBlocks(shape.block_tokens)
+        self._recent: OrderedDict[ChainDigest, float] = OrderedDict()
+        self.counted: Counter[str] = Counter()
+        lookups.client.counts = lambda: {**lookups.counts(), **self.counted}
+        self._reported: Counter[str] = Counter()
+        self._refusal = refusal
+        self._reporter: RefusalReporter | None = None
+        self._is_waiting = False
+        self._steps: deque[tuple[int, float]] = deque(maxlen=1 + role.steps_ahead)
+        """Tokens of prompts that each of the last steps computes, and when it was scheduled."""
+        self.events: KVEvents | None = None
+        """Where KV events go; None if there are none."""
+        self._desk = LookupWorker(
+            self._find,
+            self.chunk_tokens,
+            options.retry_after_ms / 1000,
+            clock,
+            0 if refusal else WAITERS if role.wait_ms else 1,
+            partial(self._announce, within_s=0.0) if role.handover_ms else None,
+        )
+
+    def _find(self, digests: Sequence[ChainDigest]) -> LookupResult | None:
+        """Look digests up, and announce those that are not there. In a thread of the lookups."""
+        digests = digests[:MAX_LOOKUP_CHUNKS]
+        nothing: LookupResult | None = None
+        result = self._lookups.ask(partial(self._look, digests), nothing)
+        if result is not None and self._role.handover_ms and result.found < len(digests):
+            self._announce(digests[result.found :], self._role.handover_ms / 1000)
+        return result
+
+    def _look(self, digests: Sequence[ChainDigest]) -> LookupResult:
+        keys = self._keys(digests)
+        if not keys:
+            return LookupResult()
+        least = self._lookups.allowed(self._lookups.least).least
+        wait_s = self._role.wait_ms / 1000
+        match = self._lookups.client.lookup(keys=keys, accuracy=least, wait=wait_s)
+        worth = self._lookups.worth_loading(match, len(keys) * self.chunk_tokens)
+        # A prefix of windows can be gone on from at its end only.
+        is_useless = self._has_ends and worth < match.ready
+        return LookupResult(0 if is_useless else worth, match.ready)
+
+    def _announce(self, digests: Sequence[ChainDigest], within_s: float) -> None:
+        client = self._lookups.client
+        self._lookups.ask(lambda: client.announce_puts(self._keys(digests), within=within_s), 0)
+
+    def _keys(self, digests: Sequence[ChainDigest]) -> list[ChunkKey]:
+        """Name chunks; the namespace opens a session, even for none."""
+        space = self._lookups.client.namespace
+        return [chunk_key(space, digest) for digest in digests]
+
+    # --- a request's way
+
+    def on_new_request(self, request: Any) -> None:
+        """Begin to look up *request*."""
+        if not self._refusal:
+            self._track(request)
+            return
+        self.counted["lookups"] += 1
+        self.counted["prompt_tokens"] += request.num_tokens
+        self._miss(self._refusal)
+
+    def _track(self, request: Any) -> RequestTracker:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            tracked = self._tracked[request.request_id] = RequestTracker(
+                request,
+                self._look_up(request),
+                request.num_preemptions,
+                *self._hints_of(request),
+            )
+        elif tracked.preemptions != request.num_preemptions:
+            # Its blocks are gone; what was stored of it meanwhile may be loaded.
+            tracked.lookup, tracked.preemptions = self._look_up(request), request.num_preemptions
+            tracked.is_loaded = tracked.is_looked_at = False
+        return tracked
+
+    def _hints_of(self, request: Any) -> tuple[Hints, Deadline | None]:
+        """Return what is stated of a request; what a user stated wrongly may not end the engine."""
+        handover_ms, usual_ms = self._role.handover_ms, self._role.first_token_ms
+        try:
+            hints = hints_of(request)
+            hints = hints if hints.handover_ms else replace(hints, handover_ms=handover_ms)
+        except (*INCOMPATIBLE, KVStoreError):
+            self.counted["bad_hints"] += 1
+            hints = Hints(handover_ms=handover_ms)
+        try:
+            usual_ms = deadline_ms_of(request, usual_ms)
+        except KVStoreError:
+            self.counted["bad_hints"] += 1
+        return hints, Deadline(usual_ms / 1000) if usual_ms else None
+
+    def _look_up(self, request: Any) -> PendingLookup:
+        identify = partial(self._hasher.identity, request, self._epoch)
+        # A copy: the request's own list grows, and this one is read by another thread.
+        return self._desk.submit(list(request.all_token_ids), identify)
+
+    def matched_tokens(self, request: Any, computed_tokens: int) -> int | None:
+        """Return how many tokens past *computed_tokens* can be loaded; None: come back.
+
+        They are loaded beside the engine's work. All tokens of the prompt may be among them.
+        """
+        if self._refusal:
+            return 0
+        tracked = self._track(request)
+        tracked.computed_tokens = computed_tokens
+        whole_tokens = request.num_tokens // self.chunk_tokens * self.chunk_tokens
+        is_unwanted = getattr(request, "skip_reading_prefix_cache", False) or not self._role.loads
+        if tracked.is_loaded or is_unwanted or whole_tokens <= computed_tokens:
+            return 0
+        lookup = tracked.lookup
+        if lookup.result is None:
+            self._await(lookup)
+        result = lookup.result
+        if result is None:
+            if self._desk.is_down:
+                # The store may be tried again just now: no request waits for that.
+                return self._counted(tracked, 0, "down")
+            if self._clock() - lookup.began_s < self._late_s:
+                return None
+            return self._counted(tracked, 0, "late")
+        stop = result.ready * self.chunk_tokens
+        if self._has_ends and stop >= request.num_tokens:
+            # vLLM computes the last token again, but by then gave up what only its window sees.
+            stop = request.num_tokens - 1
+        hit_tokens = max(0, stop - computed_tokens)
+        absent = "slow" if result.ready < result.found else "absent"
+        reason = lookup.refusal or ("down" if self._desk.is_down else absent)
+        if hit_tokens and not self._continues and request.num_tokens - stop > 1:
+            hit_tokens, reason = 0, "prefill"
+        return self._counted(tracked, hit_tokens, reason)
+
+    def _await(self, lookup: PendingLookup) -> None:
+        """Wait for a lookup while there is nothing to compute, a moment for all of a step."""
+        if self._computing or self._patience_s <= 0.0 or self._desk.is_down:
+            return
+        began = self._clock()
+        self._desk.wait(min(self._patience_s, lookup.began_s + self._late_s - began), lookup)
+        is_over = lookup.result is not None
+        self._patience_s -= self._clock() - began if is_over else self._patience_s
+
+    def _miss(self, reason: str) -> None:
+        self.counted[f"miss_{reason}"] += 1
+
+    def _counted(self, tracked: RequestTracker, hit_tokens: int, reason: str) -> int:
+        """Count the result of a request once: it may come back when there is no room."""
+        if not tracked.is_counted:
+            tracked.is_counted = True
+            self._note_missing(tracked.lookup)
+            self.counted["lookups"] += 1
+            self.counted["hit_tokens"] += hit_tokens
+            self.counted["prompt_tokens"] += tracked.request.num_tokens
+            if not hit_tokens:
+                self._miss(reason)
+        return hit_tokens
+
+    def _note_missing(self, lookup: PendingLookup) -> None:
+        """Have events say what the store was found not to have any more."""
+        if self.events is None or lookup.refusal or self._desk.is_down:
+            return
+        if lookup.result is not None:
+            self.events.lost(lookup.digests[lookup.found : MAX_LOOKUP_CHUNKS])
+
+    def on_alloc(self, request: Any, loaded_tokens: int, tables: BlockTables) -> None:
+        """Have the next *loaded_tokens* of *request* loaded into the blocks in its *tables*."""
+        if not loaded_tokens:
+            return
+        tracked = self._track(request)
+        start = tracked.computed_tokens
+        stop = start + loaded_tokens
+        size, block = self.chunk_tokens, self._block_tokens
+        first = start // size
+        digests = tuple(tracked.lookup.digests[first : -(-stop // size)])
+        blocks = slice(first * size // block, -(-stop // block))
+        tracked.is_loaded, tracked.loaded_from, tracked.loaded_stop = True, first, stop
+        terms = None
+        if tracked.within is not None and not self._all_or_nothing:
+            terms = self._lookups.terms(tracked.within, request.num_tokens - stop)
+        tracked.load = LoadSpec(
+            request.request_id,
+            digests,
+            tuple(tuple(table[blocks]) for table in tables),
+            kept_blocks=(start - first * size) // block,
+            all_or_nothing=self._all_or_nothing,
+            terms=terms,
+        )
+
+    def finished(self, request: Any) -> None:
+        """Forget *request*, and let nobody wait for what will not be stored of it."""
+        self._computing.discard(request.request_id)
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is not None:
+            self._give_up(tracked)
+
+    def _give_up(self, tracked: RequestTracker) -> None:
+        """Take back what is announced of a request, but for what others have announced, too."""
+        left = tracked.lookup.digests[tracked.stored or 0 : MAX_LOOKUP_CHUNKS]
+        if left and self._role.handover_ms:
+            lookups = [one.lookup for one in self._tracked.values() if one is not tracked]
+            others = {digest for one in lookups if not one.is_over for digest in one.digests}
+            left = [digest for digest in left if digest not in others]
+        self._desk.give_up(tracked.lookup, left)
+
+    def reset(self) -> None:
+        """Never again load what was stored before, as the engine's weights may be others."""
+        self._epoch = os.urandom(EPOCH_BYTES)
+        for tracked in self._tracked.values():
+            self._give_up(tracked)
+            # What is under way is of both weights: it has no name.
+            tracked.lookup = PendingLookup.spent()
+        if self.events is not None:
+            self.events.reset()
+
+    # --- a step
+
+    def build_plan(self, output: Any, tables_of: Callable[[str], BlockTables]) -> StepPlan:
+        """Return what the workers have to do in the step of vLLM's SchedulerOutput *output*.
+
+        *tables_of* returns the block tables of a request.
+        """
+        for request_id in getattr(output, "preempted_req_ids", None) or ():
+            if request_id in self._tracked:  # announced again once it goes on
+                self._give_up(self._tracked[request_id])
+        self._learn_speed(output.num_scheduled_tokens)
+        self._computing, self._patience_s = set(output.num_scheduled_tokens), TOGETHER_S
+        is_idle = not output.total_num_scheduled_tokens
+        if is_idle:
+            self._desk.wait(IDLE_WAIT_S)
+        loads = [one.load for one in self._tracked.values() if one.load is not None]
+        for one in self._tracked.values():
+            one.load = None
+        stores = [
+            spec
+            for request_id, tokens in output.num_scheduled_tokens.items()
+            if (spec := self._save_spec(request_id, tokens, tables_of)) is not None
+        ]
+        taken: frozenset[int] | None = frozenset()
+        if self._role.stores:
+            taken = taken_blocks(output, loads, self._block_tokens)
+        return StepPlan(tuple(loads), tuple(stores), is_idle, taken)
+
+    def _learn_speed(self, tokens: Mapping[str, int]) -> None:
+        """Learn from the step before, which took until now, if most of it were prompts."""
+        now_s, steps = self._clock(), self._steps
+        if len(steps) == steps.maxlen and steps[0][0]:
+            # A step that was scheduled ahead ran once the next one had been scheduled.
+            self._lookups.learned.observe(steps[0][0], now_s - steps[-1][1])
+        prompts = sum(count for count in tokens.values() if count >= LEAST_TOKENS)
+        steps.append((prompts if 2 * prompts > sum(tokens.values()) else 0, now_s))
+
+    def _save_spec(
+        self, request_id: str, tokens: int, tables_of: Callable[[str], BlockTables]
+    ) -> SaveSpec | None:
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            return None
+        request, size = tracked.request, self.chunk_tokens
+        if not tracked.is_looked_at:
+            self._look_at(tracked)
+        # Tokens that are only guessed are not among the request's own.
+        whole = min(request.num_computed_tokens + tokens, request.num_tokens) // size
+        if tracked.stored is not None and whole <= tracked.stored:
+            return None  # most steps complete no chunk
+        chain = tracked.lookup.chain
+        if not self._role.stores or self._refusal or self._desk.is_down or chain is None:
+            return None
+        if tracked.stored is None:
+            # What the lookup did not find is stored, even if this engine had it cached.
+            tracked.stored = tracked.lookup.found
+        first, tracked.stored = tracked.stored, max(tracked.stored, whole)
+        chain.extend(request.all_token_ids, whole)
+        whole = self._exact_of(tracked, first, whole)
+        old_s = self._clock() - RECENT_S
+        while first < whole and self._recent.get(chain.chunks[first].digest, old_s) > old_s:
+            first += 1
+        if first >= whole:
+            return None
+        chunks = tuple(chain.chunks[first:whole])
+        self._remember(chunk.digest for chunk in chunks)
+        if self.events is not None:
+            self.events.ordered(request, chunks)
+        blocks = slice(first * size // self._block_tokens, whole * size // self._block_tokens)
+        tables = tuple(tuple(table[blocks]) for table in tables_of(request_id))
+        return SaveSpec(request_id, chunks, tables, tracked.hints)
+
+    def _look_at(self, tracked: RequestTracker) -> None:
+        """Take note of what a request neither computed nor had loaded here, before its first step.
+
+        What it had loaded ``on_report`` learns.
+        """
+        tracked.is_looked_at = True
+        request = tracked.request
+        held = tracked.computed_tokens if tracked.is_loaded else request.num_computed_tokens
+        exact = self._lossy.exact_tokens(request, held)
+        if exact < held:
+            tracked.exact_tokens = min(tracked.exact_tokens, exact)
+
+    def _exact_of(self, tracked: RequestTracker, first: int, whole: int) -> int:
+        """Return the stop of the chunks from *first* to *whole* that are not behind a lossy block.
+
+        Nobody is to wait for the others.
+        """
+        stop = max(first, min(whole, tracked.exact_tokens // self.chunk_tokens))
+        if stop < whole:
+            self.counted["lossy_unstored_chunks"] += whole - stop
+            self._desk.take_back(tracked.lookup.digests[stop:whole])
+        return stop
+
+    def _remember(self, digests: Iterable[ChainDigest]) -> None:
+        for digest in digests:
+            self._recent.pop(digest, None)
+            self._recent[digest] = self._clock()
+        while len(self._recent) > MAX_RECENT_CHUNKS:
+            self._recent.popitem(last=False)
+
+    def _forget(self, digests: Iterable[ChainDigest]) -> None:
+        """Have chunks that are not there stored by who computes them next."""
+        for digest in digests:
+            self._recent.pop(digest, None)
+
+    # --- reports
+
+    def on_report(self, report: WorkerReport) -> None:
+        """Take in what the workers report."""
+        self._refusal = self._refusal or ("pages" if report.refusal else "")
+        self._is_waiting = report.is_waiting
+        if report.is_down:
+            self._desk.note_down()
+        self._desk.take_back([*report.unstored])
+        self._forget(report.unstored)
+        if self.events is not None:
+            self.events.stored(report.stored)
+        for request_id, chunks in report.lossy_loads.items():
+            self._note_lossy(request_id, chunks)
+        for request_id, chunks in report.short_loads.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is None:
+                continue
+            # With a deadline it is there, and was slow, unless a gate is shut.
+            if tracked.within is None or request_id in report.gated_loads:
+                # What could not be read is computed now, and stored in its place.
+                read = tracked.loaded_from + chunks
+                # One rank may say so a step after another that read less.
+                tracked.stored = read if tracked.stored is None else min(tracked.stored, read)
+                lost = tracked.lookup.digests[tracked.stored :]
+                self._forget(lost)
+                if self.events is not None:
+                    self.events.lost(lost)
+
+    def _note_lossy(self, request_id: str, chunks: int) -> None:
+        """Take in that only the first *chunks* of a request's load were read exactly."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            return  # it was given up while it loaded, and vLLM keeps nothing of such a load
+        exact = (tracked.loaded_from + chunks) * self.chunk_tokens
+        tracked.exact_tokens = min(tracked.exact_tokens, exact)
+        self._lossy.note(tracked.request, exact, tracked.loaded_stop)
+        self.counted["lossy_hit_tokens"] += tracked.loaded_stop - exact
+
+    @property
+    def has_stores_waiting(self) -> bool:
+        """Whether an engine with no request is to step on, for chunks that wait in its pages."""
+        return self._is_waiting and not self._desk.is_down
+
+    def report_refusal(self, text: str) -> None:
+        """Have the server told *text*: why this engine runs without it."""
+        client = self._lookups.client
+        self._reporter = RefusalReporter(client, text, self.counted.copy)
+
+    def counts(self) -> dict[str, int]:
+        """Return what was counted since the last call; ``counted`` has all of it."""
+        new = self.counted - self._reported
+        self._reported = self.counted.copy()
+        return dict(new)
+
+    def close(self) -> None:
+        """End the lookups and the client."""
+        if self._reporter is not None:
+            self._reporter.close()
+        self._desk.close()
+        self._lookups.client.close()
+
+
+class LossyBlocks:
+    """The hashes of blocks that were loaded lossy. For the scheduler's thread.
+
+    None is forgotten: nobody tells when vLLM gives a block up. Once one could not be remembered,
+    as there are too many or it has no hash, ``is_over`` is true: from then on every block that a
+    request finds in vLLM's own cache counts as lossy.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._hashes: set[Any] = set()
+        self.is_over = False
+
+    def note(self, request: Any, start: int, stop: int) -> None:
+        """Take note that tokens *start* to *stop* of *request* were loaded lossy."""
+        first, last = start // self._block_tokens, -(-stop // self._block_tokens)
+        found = self._hashes_of(request)[first:last]
+        more = set(found) - self._hashes
+        is_too_many = len(self._hashes) + len(more) > MAX_LOSSY_BLOCKS
+        if is_too_many or len(found) < last - first:
+            self.is_over = True
+        else:
+            self._hashes |= more
+
+    def exact_tokens(self, request: Any, tokens: int) -> int:
+        """Return how many of the first *tokens* of *request* are exact, which it found in vLLM's
+        own cache.
+        """
+        if not (self._hashes or self.is_over):
+            return tokens
+        if self.is_over:
+            return 0
+        blocks = -(-tokens // self._block_tokens)
+        found = self._hashes_of(request)[:blocks]
+        lossy = (number for number, one in enumerate(found) if one in self._hashes)
+        return min(tokens, next(lossy, len(found)) * self._block_tokens)
+
+    def _hashes_of(self, request: Any) -> Sequence[Any]:
+        """Return the hashes of the whole blocks of *request*; nothing where they are of others."""
+        hashes: Sequence[Any] = getattr(request, "block_hashes", ())
+        is_of_blocks = len(hashes) <= request.num_tokens // self._block_tokens
+        return hashes if is_of_blocks else ()

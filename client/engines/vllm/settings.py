@@ -1,0 +1,287 @@
+"""What a user may set of the vLLM connector, of an engine and of a request; checked.
+
+Works on vLLM's objects by their fields, without importing vLLM.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvstore.client.client import Client
+from kvstore.client.engines.base import client_options
+from kvstore.client.engines.prefix import least_of
+from kvstore.client.engines.vllm.identity import KVCacheShape
+from kvstore.client.options import MAX_DEADLINE_MS, ClientOptions, TransportName
+from kvstore.client.prefill import PrefillModel
+from kvstore.proto.errors import InvalidRequestError, KVStoreError
+from kvstore.proto.messages import REFUSED
+from kvstore.proto.plans import MAX_HANDOVER_MS, NO_HINTS, Hints
+from kvstore.proto.types import DEFAULT_CHUNK_TOKENS
+
+MAX_TOKEN_US = 10_000_000
+"""Ten seconds a token."""
+
+HINTS_NAME = "kvstore"
+"""Of the entry of a request's ``kv_transfer_params`` that has hints for this store."""
+
+DEADLINE_NAME = "first_token_ms"
+"""Of a request's deadline, in that entry."""
+
+REPORT_EVERY_S = 10.0
+"""How often a refusal's reason is sent: a server may have started later, or again."""
+
+MAX_REASON_CHARS = 1024
+"""What is sent of one; the server keeps less."""
+
+VLLM_VERSION = "0.32"
+"""That of which ``MISSING_HOOKS`` was read."""
+
+MISSING_HOOKS = (
+    "KV in the middle of a prompt",
+    "some tokens of a loaded span computed again",
+    "rows that differ from layer to layer",
+    "attention of scattered rows",
+    "blocks that are kept out of its prefix cache",
+)
+"""What blending needs of an engine, and vLLM has no hook for: docs/blend.md says more of each."""
+
+
+def refuse_blending(field: str, name: str) -> None:
+    """Raise InvalidRequestError for what *field* calls *name*, if that asks for blending."""
+    if name.startswith("blend"):
+        lacking = f"vLLM {VLLM_VERSION} has no hook for: {'; '.join(MISSING_HOOKS)}"
+        raise InvalidRequestError(field, name, f"{lacking}. Use transformers: docs/blend.md")
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What an engine does with the store. Times are those of VllmSettings."""
+
+    loads: bool = True
+    stores: bool = True
+    handover_ms: int = 0
+    wait_ms: int = 0
+    first_token_ms: int = 0
+    steps_ahead: int = 0
+    """How many steps vLLM schedules before the result of the one that runs is there."""
+
+
+BOTH = Role()
+"""An engine that prefills and decodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSettings:
+    """``kv_connector_extra_config`` of one engine; every field may be left out.
+
+    ``address``: the server. ``chunk_tokens``: tokens of a chunk, a multiple of the engine's
+    block; 0 takes the least multiple from 256 on. ``model_revision``: a commit or a digest of
+    the weights, instead of reading all of them once at the start. ``deadline_ms`` bounds a load
+    and a store, ``lookup_deadline_ms`` what a request waits to learn what is stored. After the
+    server did not answer nobody calls it for ``retry_after_ms``. ``queue_bytes``: KV of pages in
+    CPU memory that waits to be stored; what comes beyond it is not stored. ``durable``: stores are
+    on disk when they are over. ``handover_ms``: what is stored is announced when its prompt
+    arrives, and kept until another engine reads it, so long at most. ``wait_ms``: what a request
+    waits for what another engine has announced. ``first_token_ms``: of requests that have none of
+    their own, from their arrival to their first token: what loads later is computed; 0: none.
+    ``prefill_token_us``: about what the engine takes to compute a token, by which that is decided;
+    0: it is learned. ``accuracy``: which copies are loaded, as for Connector; vLLM shows a
+    connector no logits, so that others open gates and close them. ``token_file``, ``tls_ca``,
+    ``tls_cert`` and ``tls_key``: as in Access; a token is no setting, as engines print those.
+    ``transport``, ``tenant`` and ``sglang_names``: as in ClientOptions.
+    """
+
+    address: str = "127.0.0.1:7420"
+    chunk_tokens: int = 0
+    model_revision: str = ""
+    deadline_ms: int = 2000
+    lookup_deadline_ms: int = 30
+    retry_after_ms: int = 1000
+    queue_bytes: int = 256 << 20
+    durable: bool = False
+    transport: TransportName = "auto"
+    handover_ms: int = 0
+    wait_ms: int = 0
+    first_token_ms: int = 0
+    prefill_token_us: int = 0
+    accuracy: str = "exact"
+    token_file: str = ""
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tenant: str = ""
+    sglang_names: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, kind = getattr(self, field.name), type(field.default)
+            if type(value) is not kind:
+                fix = f"give a value of type {kind.__name__}"
+                raise InvalidRequestError(field.name, value, fix)
+        for name in ("deadline_ms", "lookup_deadline_ms", "retry_after_ms", "queue_bytes"):
+            if getattr(self, name) < 1:
+                raise InvalidRequestError(name, getattr(self, name), "give a positive number")
+        bounds = {
+            "handover_ms": MAX_HANDOVER_MS, "wait_ms": MAX_HANDOVER_MS // 2,
+            "prefill_token_us": MAX_TOKEN_US, "first_token_ms": MAX_DEADLINE_MS,
+        }  # fmt: skip
+        for name, most in bounds.items():
+            if not 0 <= getattr(self, name) <= most:
+                raise InvalidRequestError(name, getattr(self, name), f"give 0 to {most}")
+        least_of(self.accuracy)
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any]) -> VllmSettings:
+        """Return the settings in *extra*. Raises InvalidRequestError for what is no setting."""
+        known = [field.name for field in fields(cls)]
+        for name in extra:
+            refuse_blending("kv_connector_extra_config", name)
+            if name not in known:
+                fix = f"kv_connector_extra_config has {', '.join(known)}"
+                raise InvalidRequestError("kv_connector_extra_config", name, fix)
+        return cls(**extra)
+
+    def chunk_tokens_for(self, block_tokens: int) -> int:
+        """Return the tokens of a chunk where a block has *block_tokens*.
+
+        Raises InvalidRequestError when that many do not fill whole blocks.
+        """
+        chosen = self.chunk_tokens or -(-DEFAULT_CHUNK_TOKENS // block_tokens) * block_tokens
+        if chosen % block_tokens:
+            fix = f"give a multiple of the block size, {block_tokens}"
+            raise InvalidRequestError("chunk_tokens", chosen, fix)
+        return chosen
+
+    def accuracy_for(self, shape: KVCacheShape, device_type: str) -> str:
+        """Return which copies an engine loads whose pages are on devices of *device_type*.
+
+        Exact ones only into pages on a device, and of models that keep windows or have several
+        block tables: which of vLLM's cached blocks are lossy is known of one table alone.
+        """
+        is_plain = shape.tables == 1 and not shape.has_ends
+        return self.accuracy if device_type == "cpu" and is_plain else "exact"
+
+    @property
+    def prefill(self) -> PrefillModel | None:
+        """What the engine takes to compute, if that is stated and not learned."""
+        return PrefillModel(0.0, self.prefill_token_us / 1e6) if self.prefill_token_us else None
+
+    def options(self, chunk_tokens: int, name: str, *, is_lookup: bool = False) -> ClientOptions:
+        """Return the options of a client that looks up, or of one that loads and stores."""
+        return client_options(
+            self,
+            chunk_tokens,
+            deadline_ms=self.lookup_deadline_ms if is_lookup else self.deadline_ms,
+            retry_after_ms=self.retry_after_ms,
+            name=name,
+            sglang_names=self.sglang_names,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FlopsModel:
+    """About what a prefill computes: so much a token, and so much more for each one before it.
+
+    It goes with what is stored: the policy keeps what is dear to compute.
+    """
+
+    token_flops: float = 0.0
+    context_flops: float = 0.0
+
+    @classmethod
+    def of(cls, config: Any) -> FlopsModel:
+        """Return that of a transformers *config* of a text model; 0 if it says too little.
+
+        Two operations a weight (Kaplan et al., Scaling Laws for Neural Language Models, 2020,
+        section 2.1), of a mixture of experts those that one token meets, without embeddings.
+        """
+
+        def number(name: str) -> float:
+            value = getattr(config, name, None)
+            return float(value) if isinstance(value, int | float) else 0.0
+
+        hidden, layers = number("hidden_size"), number("num_hidden_layers")
+        heads = number("num_attention_heads")
+        if not hidden or not layers or not heads:
+            return cls()
+        head_dim = number("head_dim") or hidden / heads
+        kv_heads = number("num_key_value_heads") or heads
+        attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+        experts = number("num_experts_per_tok")
+        inner = number("intermediate_size") or 4 * hidden
+        if experts:
+            inner = experts * (number("moe_intermediate_size") or inner)
+        weights = attention + 3 * hidden * inner
+        return cls(2 * layers * weights, 4 * layers * heads * head_dim)
+
+    def of_chunk(self, position: int, tokens: int) -> float:
+        """Return the floating-point operations of *tokens* tokens from *position* on."""
+        before = position + tokens / 2
+        return tokens * (self.token_flops + self.context_flops * before)
+
+
+def hints_of(request: Any) -> Hints:
+    """Return the hints of vLLM's *request*: its length, and what its user states of its reuse.
+
+    Users state it as ``{"kvstore": {"reuse": 2, "category": "chat", ...}}`` in
+    ``kv_transfer_params``. Raises InvalidRequestError for what is no hint.
+    """
+    length: dict[str, Any] = {"prompt_tokens": getattr(request, "num_prompt_tokens", 0)}
+    stated = _stated(request)
+    if stated is None:
+        return Hints(**length) if any(length.values()) else NO_HINTS
+    field = f"kv_transfer_params.{HINTS_NAME}"
+    for name in map(str, stated) if isinstance(stated, Mapping) else ():
+        refuse_blending(field, name)
+    known = [one.name for one in fields(Hints) if one.name != "prompt_tokens"]
+    if not isinstance(stated, Mapping) or not stated.keys() <= {*known, DEADLINE_NAME}:
+        raise InvalidRequestError(field, stated, f"give {[*known, DEADLINE_NAME]}")
+    return Hints(**length, **{name: one for name, one in stated.items() if name != DEADLINE_NAME})
+
+
+def deadline_ms_of(request: Any, usual_ms: int) -> int:
+    """Return when vLLM's *request* is to have its first token, from its arrival on; 0: no matter.
+
+    Users state it beside hints; *usual_ms* is of those that do not. Raises InvalidRequestError.
+    """
+    stated = _stated(request)
+    found = stated.get(DEADLINE_NAME, usual_ms) if isinstance(stated, Mapping) else usual_ms
+    if type(found) is not int or not 0 <= found <= MAX_DEADLINE_MS:
+        name = f"kv_transfer_params.{HINTS_NAME}.{DEADLINE_NAME}"
+        raise InvalidRequestError(name, found, f"give 0 to {MAX_DEADLINE_MS}")
+    return found
+
+
+def _stated(request: Any) -> Any:
+    params = getattr(request, "kv_transfer_params", None)
+    return params.get(HINTS_NAME) if isinstance(params, Mapping) else None
+
+
+class RefusalReporter:
+    """Sends a server the reason why an engine runs without it, in a thread: nobody waits for that.
+
+    *counts* returns what is sent beside it.
+    """
+
+    def __init__(
+        self, client: Client, reason: str, counts: Callable[[], Mapping[str, int]]
+    ) -> None:
+        self._client = client
+        name = f"{REFUSED}{' '.join(reason[:MAX_REASON_CHARS].split())}"
+        client.counts = lambda: {**counts(), name: 1}
+        self._is_over = threading.Event()
+        threading.Thread(target=self._run, name="kvstore-refused", daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._is_over.is_set():
+            with suppress(KVStoreError):
+                self._client.send_counts()
+            self._is_over.wait(REPORT_EVERY_S)
+
+    def close(self) -> None:
+        """Send no more."""
+        self._is_over.set()

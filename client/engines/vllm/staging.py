@@ -1,0 +1,299 @@
+"""What a worker stores is copied out of an engine's pages first, and what it loads goes into them:
+where the pages lie in CPU memory.
+
+vLLM gives a block that nobody needs any more to another request, but says so at the beginning of
+the step that writes to it. Until then what was computed lies where it was.
+
+Whoever copies shares the interpreter with the engine, and each time it has it for a moment the
+engine may wait for it: a tenth of a millisecond for a wake-up where a step's own operations take
+less. So the blocks of all layers are gathered into memory by one call, of the kernel's, and go from
+there into a frame by one more for each part. torch would start its threads, which are the engine's.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvstore.client.chunk import Chunk
+from kvstore.client.engines.base import Connector
+from kvstore.client.engines.vllm.blocks import BlockLayout, BlockTarget, EnginePages, LayerPages
+from kvstore.client.engines.vllm.messages import BlockTables
+from kvstore.client.levels import PlanTerms
+from kvstore.client.tensors import LayerTensors, to_array
+from kvstore.codecs.base import AnyTensors
+from kvstore.codecs.block_stack import BlockStack
+from kvstore.proto import unix_socket
+from kvstore.proto.device import Event
+from kvstore.proto.errors import TierUnavailableError
+from kvstore.proto.plans import Hints
+from kvstore.proto.types import END_KINDS, ChainDigest, KVLayout, Stated
+
+BATCH_BYTES = 64 << 20
+"""What several requests put together at most: a call for each would hold the engine up."""
+
+MOST_PIECES = 1024
+"""What the kernel takes in one call: IOV_MAX of Linux."""
+MOST_BYTES = 1 << 30
+"""Half of what it writes in one."""
+
+
+def batch_chunks(chunk_bytes: int) -> int:
+    """Return how many chunks of so many bytes are put together at most."""
+    return max(1, BATCH_BYTES // chunk_bytes)
+
+
+class Staged(NamedTuple):
+    """A chunk that was copied: what is put, and whether its windows are among that."""
+
+    tensors: LayerTensors
+    has_windows: bool
+
+
+@dataclass(slots=True)
+class LoadJob:
+    """One load: the chunks *digests*, each into the blocks that its ``chunks`` entry names.
+
+    The first ``kept_blocks`` are not written to, and none before ``after``. ``arrived`` is to be
+    called when something came, ``is_over`` says that there is no more time. ``terms``: of a load
+    with a deadline, for a side that can read in part.
+    """
+
+    digests: Sequence[ChainDigest]
+    chunks: Sequence[BlockTables]
+    kept_blocks: int
+    after: Event | None
+    arrived: Callable[[], None]
+    is_over: Callable[[], bool]
+    terms: PlanTerms | None = None
+    read: int = 0
+    """How many chunks were read so far: their blocks have them."""
+    stated: list[Stated] = field(default_factory=list)
+    """Of a side that reads lossy copies: as ``Connector.read_into`` fills it."""
+
+
+class HostSide:
+    """Where an engine's pages lie, as a worker loads into them and stores out of them: in CPU
+    memory. Copied beside the engine, read straight into the blocks. ``DeviceSide`` is the other.
+    """
+
+    waits_in_pages = False
+    """Whether what cannot be copied yet waits in the engine's pages, and takes no memory."""
+    is_gpu_tier_far = False
+    """Whether the server has a gpu tier that this side does not reach."""
+
+    def __init__(self, pages: EnginePages, connector: Connector, chunk_blocks: int) -> None:
+        """Raises TierUnavailableError where memory cannot be had as a file."""
+        self._pages = pages
+        self._connector = connector
+        self._chunk_blocks = chunk_blocks
+        self.chunk_bytes = pages.chunk_bytes(chunk_blocks)
+        self._file = StagingFile()
+        self._idle: list[BlockGather] = []
+        self._lock = threading.Lock()  # guards _idle, and the file's end while it grows
+
+    def copies(self, chunks: Sequence[BlockTables]) -> list[BlockCopy]:
+        """Begin to copy *chunks*, or the first of them that there is memory for.
+
+        For the engine's thread, at the end of a step.
+        """
+        return [BlockCopy(self, tables) for tables in chunks]
+
+    def mark(self) -> Event | None:
+        """Return an event behind the engine's work so far, if it does any beside the host."""
+        return None
+
+    def read(self, job: LoadJob) -> None:
+        """Read what can be read of a load."""
+        targets = [
+            BlockTarget(self._pages, tables, 0 if number else job.kept_blocks)
+            for number, tables in enumerate(job.chunks)
+        ]
+
+        def target(number: int, layout: KVLayout) -> AnyTensors:
+            job.arrived()
+            return targets[number].tensors(layout)
+
+        if targets:
+            read = self._connector.read_into(job.digests, target, job.stated, job.terms)
+            for one in targets[:read]:
+                one.finish()
+            job.read = read
+
+    def put_near(
+        self, chunks: Callable[[], Sequence[Chunk]], copies: Sequence[object], hints: Hints
+    ) -> set[int]:
+        """Put copies that no host memory has to have; return the numbers of those that are there.
+
+        *chunks* returns what they are, without tensors.
+        """
+        return set()
+
+    def take(self) -> BlockGather:
+        """Return memory for one chunk. Raises OSError when there is no more."""
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+            return BlockGather(self._pages, self._chunk_blocks, self._file)
+
+    def give(self, memory: BlockGather) -> None:
+        """Take memory back."""
+        with self._lock:
+            self._idle.append(memory)
+
+    def close(self) -> None:
+        """Let go of memory: nothing is loaded or stored any more. Idempotent."""
+        with self._lock:
+            self._idle.clear()
+            self._file.close()
+
+
+class BlockCopy:
+    """One chunk that lies in the blocks *tables* name, to be copied by whoever comes first.
+
+    ``result`` is the copy once it is made; None if the engine had given up what it is of.
+    """
+
+    def __init__(self, side: HostSide, tables: BlockTables) -> None:
+        self._side = side
+        self._tables = tables
+        self._claim = threading.Lock()  # taken for good by who makes the copy
+        self._over = threading.Event()
+        self._memory: BlockGather | None = None
+        self.result: Staged | None = None
+
+    def begin(self) -> None:
+        """Do nothing: whoever runs it copies."""
+
+    def run(self) -> None:
+        """Copy it, unless that was done; return when nobody reads the blocks any more."""
+        if not self._claim.acquire(blocking=False):
+            self._over.wait()
+            return
+        try:
+            self._memory = self._side.take()
+            self.result = self._memory.take(self._tables)
+        finally:
+            self._over.set()
+
+    def free(self) -> None:
+        """Give the memory of the copy back, which nobody reads any more."""
+        if self._memory is not None:
+            self._side.give(self._memory)
+        self._memory = self.result = None
+
+
+class StagingFile:
+    """A file in memory that copies lie in, one behind the other."""
+
+    def __init__(self) -> None:
+        """Raises TierUnavailableError where there are no such files."""
+        try:
+            self.descriptor = unix_socket.create_memfd("kvstore-copies", 0)
+        except OSError as error:
+            raise TierUnavailableError("copies", f"no file in memory: {error}") from None
+        self._end = 0
+
+    def add(self, size_bytes: int) -> tuple[int, mmap.mmap]:
+        """Make it longer; return where *size_bytes* more begin, and their memory. For one user at
+        a time. Raises OSError.
+        """
+        start, stop = self._end, self._end + -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        os.ftruncate(self.descriptor, stop)
+        memory = mmap.mmap(self.descriptor, stop - start, offset=start)
+        self._end = stop
+        return start, memory
+
+    def close(self) -> None:
+        """Take no more copies; what was copied stays as long as it is held. Idempotent."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class BlockGather:
+    """Memory in *file* for one chunk of *chunk_blocks* blocks, used again and again.
+
+    Raises OSError at birth when there is no more memory.
+    """
+
+    def __init__(self, pages: EnginePages, chunk_blocks: int, file: StagingFile) -> None:
+        every = zip(pages.shape.groups, pages.groups, pages.layouts, strict=True)
+        self._groups = [
+            (
+                group.kind in END_KINDS,
+                _GroupGather(layers, layout, pages.shape.kept_blocks(group, chunk_blocks), file),
+            )
+            for group, layers, layout in every
+        ]
+
+    def take(self, tables: BlockTables) -> Staged | None:
+        """Copy the chunk whose blocks *tables* name; return what there is of it, if anything.
+
+        Windows that the engine has given up already are left out. Raises OSError.
+        """
+        taken: list[BlockStack] = []
+        for is_end, group in self._groups:
+            if group.take(tables):
+                taken.append(group.stack)
+            elif not is_end:
+                return None
+        return Staged(taken, len(taken) == len(self._groups)) if taken else None
+
+
+class _GroupGather:
+    """Memory for the last *kept* blocks of a chunk, of each of *layers*."""
+
+    def __init__(
+        self, layers: Sequence[LayerPages], layout: BlockLayout, kept: int, file: StagingFile
+    ) -> None:
+        self._kept = kept
+        self._tables = [layer.table for layer in layers]
+        self._pages = [to_array(layer.whole) for layer in layers]
+        whole = layers[0].whole
+        self._block_bytes = whole[0].nbytes
+        self._file = file
+        self._start, memory = file.add(len(layers) * kept * self._block_bytes)
+        used = np.frombuffer(memory, np.uint8)[: len(layers) * kept * self._block_bytes]
+        copied = torch.from_numpy(used).view(whole.dtype).view(-1, *whole.shape[1:])
+        self._copies = to_array(copied).reshape(len(layers), kept, *whole.shape[1:])
+        parts = [to_array(part) for part in layout(copied)]
+        self.stack = BlockStack(
+            [p.view(f"u{p.itemsize}").reshape(len(layers), kept, *p.shape[1:]) for p in parts]
+        )
+        self._flat: list[memoryview] = []
+        if all(pages.flags.c_contiguous for pages in self._pages):
+            self._flat = [pages.reshape(-1).view(np.uint8).data for pages in self._pages]
+
+    def take(self, tables: BlockTables) -> bool:
+        """Copy; return whether the engine still has all of it."""
+        named = {table: tables[table][-self._kept :] for table in set(self._tables)}
+        if not all(all(blocks) for blocks in named.values()):
+            return False
+        if self._flat:
+            self._gather(named)
+        else:
+            for pages, copied, table in zip(self._pages, self._copies, self._tables, strict=True):
+                np.take(pages, named[table], 0, out=copied, mode="clip")
+        return True
+
+    def _gather(self, named: dict[int, Sequence[int]]) -> None:
+        size = self._block_bytes
+        pieces = [
+            pages[block * size : (block + 1) * size]
+            for pages, table in zip(self._flat, self._tables, strict=True)
+            for block in named[table]
+        ]
+        at_once = min(MOST_PIECES, max(1, MOST_BYTES // size))
+        for first in range(0, len(pieces), at_once):
+            some = pieces[first : first + at_once]
+            written = os.pwritev(self._file.descriptor, some, self._start + first * size)
+            if written != len(some) * size:
+                raise OSError(f"{written} bytes of {len(some) * size} were copied")

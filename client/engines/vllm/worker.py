@@ -1,0 +1,582 @@
+"""The workers' half of the vLLM connector: one object a rank, loads and stores beside the engine.
+
+Loads go into the engine's pages, by one thread. What is to be stored is copied and sent by
+another. Of pages in CPU memory, what a step is about to overwrite is copied before it; pages on a
+device are read on the engine's own stream before a step's hooks return.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvstore.client.chunk import Chunk
+from kvstore.client.engines.base import Connector
+from kvstore.client.engines.prefix import exact_count
+from kvstore.client.engines.vllm.blocks import NULL_BLOCK, BlockWriter, EnginePages
+from kvstore.client.engines.vllm.identity import KVCacheShape
+from kvstore.client.engines.vllm.messages import (
+    INCOMPATIBLE,
+    BlockTables,
+    ChunkName,
+    LoadSpec,
+    SaveSpec,
+    StepPlan,
+    WorkerReport,
+)
+from kvstore.client.engines.vllm.settings import FlopsModel, RefusalReporter
+from kvstore.client.engines.vllm.staging import BlockCopy, HostSide, LoadJob, Staged, batch_chunks
+from kvstore.client.prefill import LEAST_LEFT_S
+from kvstore.proto.device import Device, Event
+from kvstore.proto.errors import KVStoreError
+from kvstore.proto.keys import chunk_key
+from kvstore.proto.plans import Hints
+from kvstore.proto.types import KVLayout, PutOutcome
+
+if TYPE_CHECKING:
+    from kvstore.client.engines.vllm.device import DeviceCopy, DeviceSide
+
+IDLE_WAIT_S = 0.002
+"""What an idle step waits for a load: it has nothing to compute, and would ask again at once."""
+
+BREATH_S = 0.005
+"""What a store waits before it begins: the step that filled its chunks has a token to give out,
+and would share the interpreter with it. Not between the batches of a backlog."""
+
+SHUTDOWN_S = 5.0
+"""What the end of an engine waits for stores that are under way."""
+
+MOST_COPIES = 4096
+"""Chunks that wait to be stored, however small they are: each has a mapping of its own."""
+
+MOST_UNSTORED = 4096
+"""Chunks of one message that were not stored; of more, the first are left out."""
+
+DEVICE_RING_BYTES = 1 << 30
+"""Device memory for what steps completed and is on its way to the store: so much, or a 64th."""
+
+QUIET_S = 0.01
+"""A load that brought nothing for so long is looked after. With what that takes, 20 ms at most, and
+a step of the engine a server that hangs costs less than 50 ms."""
+
+AGAIN_S = 0.1
+"""How soon once more, where it was only slow."""
+
+
+class WorkThread:
+    """Does work in turn, in a thread that starts with the first of it. For one user."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Have *work* done after all that was given before; it must not raise."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._work.put(work)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+    def stop(self, within_s: float) -> bool:
+        """End the thread once it is through with its work; return whether it has, *within_s*."""
+        if self._thread is None:
+            return True
+        self._work.put(None)
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
+
+
+@dataclass(slots=True, eq=False)
+class _Save:
+    """A chunk that the engine has computed, and its copy once one was begun."""
+
+    chunk: ChunkName
+    tables: BlockTables
+    hints: Hints
+    copy: BlockCopy | DeviceCopy | None = None
+
+    def lies_in(self, blocks: frozenset[int] | None) -> bool:
+        """Whether any of *blocks* is its; None: those of every chunk."""
+        return blocks is None or any(
+            block in blocks for table in self.tables for block in table if block != NULL_BLOCK
+        )
+
+
+class VllmWorker:
+    """Loads and stores for one rank. For the engine's thread; its own threads stay inside.
+
+    Until ``register`` found out how pages are laid out, and after it could not, or after a
+    ``refuse``, every load is failed at once and nothing is stored.
+    """
+
+    def __init__(
+        self,
+        connector: Connector,
+        shape: KVCacheShape,
+        queue_bytes: int,
+        clock: Callable[[], float] = time.perf_counter,
+        device: Device | None = None,
+    ) -> None:
+        """*device*: where pages lie; None: where they say."""
+        self._connector = connector
+        self._clock = clock
+        self._was_short = False
+        """Whether the last load came short. For the thread that loads."""
+        self._shape = shape
+        self._chunk_blocks = connector.client.options.chunk_tokens // shape.block_tokens
+        self._queue_bytes = queue_bytes
+        self._device = device
+        self._side: HostSide | DeviceSide | None = None
+        self._loader, self._storer = WorkThread("kvstore-load"), WorkThread("kvstore-store")
+        self._opener, self._opened = WorkThread("kvstore-connect"), threading.Event()
+        self._opened.set()
+        self._watch = HangMonitor(lambda: connector.ask(connector.client.end_if_hung, False))
+        self._waiting: deque[_Save] = deque()
+        """Chunks that no copy was begun of yet. For the engine's thread."""
+        self._was_waiting = False
+        """Whether the last report said that chunks wait. For the engine's thread."""
+        self._unsent: deque[_Save] = deque()
+        """Copied, or about to be; bounded as ``_storing`` is."""
+        self.cost = FlopsModel()
+        self.reports_stores = False
+        """Whether the scheduler is to learn of every chunk that is stored."""
+        self._reporter: RefusalReporter | None = None
+        self.counted: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()
+        self._refusal = ""
+        self._loading = 0
+        self._storing: list[_Save] = []
+        self._done: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._failed_loads: set[str] = set()
+        self._report = WorkerReport()
+        # Guards the nine fields above; its waiters wait for a load to end.
+        self._changed = threading.Condition()
+
+    def register(
+        self, registered: Mapping[str, torch.Tensor], writer: Callable[[str], BlockWriter]
+    ) -> str:
+        """Take the engine's pages; return why they cannot be stored, or nothing.
+
+        A session is opened meanwhile: a load that has one notices when the server hangs.
+        """
+        if not self._refusal:
+            try:
+                self._side = self._side_of(registered, writer)
+            except (*INCOMPATIBLE, KVStoreError, OSError) as error:
+                self.refuse(f"{type(error).__name__}: {error}")
+        if not self._refusal:
+            self._begin_session()
+        return self._refusal
+
+    def _side_of(
+        self, registered: Mapping[str, torch.Tensor], writer: Callable[[str], BlockWriter]
+    ) -> HostSide | DeviceSide:
+        kinds = {pages.device.type for pages in registered.values()}
+        if self._device is None and kinds <= {"cpu"}:
+            pages = EnginePages.of(self._shape, registered, writer)
+            return HostSide(pages, self._connector, self._chunk_blocks)
+        from kvstore.client.engines.vllm.device import DeviceSide, EngineDevicePages
+
+        on_device = EngineDevicePages(self._shape, registered, writer)
+        return DeviceSide(on_device, self._connector, DEVICE_RING_BYTES, self._device)
+
+    def drop_pages(self) -> bool:
+        """Let go of the engine's pages once nobody uses them; return whether there were any.
+
+        Loads fail and nothing is stored until pages are registered again.
+        """
+        side, self._side = self._side, None
+        lost, self._waiting = self._waiting, deque()
+        self._give_up(lost, "gone_chunks")
+        if side is not None and self.settled(SHUTDOWN_S):
+            self._connector.ask(side.close, None)
+        return side is not None
+
+    def refuse(self, reason: str) -> None:
+        """Neither load nor store from now on; have the scheduler and the server told."""
+        with self._changed:
+            self._refusal = reason
+        if self._reporter is None:
+            connector = self._connector
+            self._reporter = RefusalReporter(connector.client, reason, connector.counts)
+
+    @property
+    def _usable(self) -> HostSide | DeviceSide | None:
+        return None if self._refusal else self._side
+
+    # --- sessions
+
+    def _begin_session(self) -> None:
+        with self._changed:
+            if self._opened.is_set():
+                self._opened.clear()
+                self._opener.do(self._open_session)
+
+    def _open_session(self) -> None:
+        self._connector.ask(self._connector.client.send_counts, None)
+        self._opened.set()
+
+    def _await_session(self) -> bool:
+        """Whether there is a session; one that is being opened is waited for, not a hang."""
+        client = self._connector.client
+        if client.is_connected:
+            return True
+        self._begin_session()
+        while not self._opened.wait(QUIET_S):
+            if client.is_shut or self._connector.ask(client.end_if_hung, True):
+                return False
+        return client.is_connected
+
+    # --- loads
+
+    def load(self, plan: StepPlan) -> None:
+        """Begin the loads of a step."""
+        if not plan.loads:
+            return
+        side = self._usable
+        after = self._connector.ask(side.mark, None) if side is not None else None
+        for spec in plan.loads:
+            with self._changed:
+                self._loading += 1
+            self._loader.do(partial(self._load, spec, self._clock(), after))
+
+    def _load(self, spec: LoadSpec, ordered_s: float, after: Event | None) -> None:
+        began, side, client = self._clock(), self._usable, self._connector.client
+        # Loads that fail one after another would have those behind them wait for each.
+        within_s = client.options.deadline_ms / 1000
+        is_late = self._was_short and began - ordered_s > within_s
+        terms = spec.terms
+        if terms is not None:  # loads before it took some of its time
+            left_s = max(terms.deadline_s - (began - ordered_s), LEAST_LEFT_S)
+            terms = replace(terms, deadline_s=left_s)
+        wanted = len(spec.digests)
+        job = LoadJob(
+            spec.digests,
+            self._cut(spec.tables, wanted),
+            spec.kept_blocks,
+            after,
+            self._watch.note_arrival,
+            lambda: self._clock() - began > within_s,
+            terms,
+        )
+        if side is not None and not is_late:
+            self._connector.ask(lambda: self._read(side, job), None)
+        read = job.read
+        exact = exact_count(job.stated[:read]) if job.stated else read
+        gated = max(0, len(job.stated) - read)
+        if side is not None and not is_late:
+            self._was_short = read + gated < wanted
+        with self._changed:
+            report, counted = self._report, self.counted
+            self._loading -= 1
+            self._done.add(spec.request_id)
+            if exact < read:
+                report.lossy_loads[spec.request_id] = exact
+            if read < wanted:
+                report.short_loads[spec.request_id] = read
+                report.gated_loads |= {spec.request_id} if gated else set()
+                report.is_down = report.is_down or client.is_shut
+            if not spec.all_or_nothing:
+                self._failed_blocks.update(spec.blocks_from(read * self._chunk_blocks))
+            elif not wanted or read < wanted:
+                self._failed_loads.add(spec.request_id)
+            counted["loaded_chunks"] += read
+            counted["lost_chunks" if terms is None else "slow_chunks"] += wanted - read - gated
+            counted["late_loads"] += is_late
+            counted["far_gpu_loads"] += side is not None and side.is_gpu_tier_far
+            counted["load_us"] += round(1e6 * (self._clock() - began))
+            self._changed.notify_all()
+
+    def _read(self, side: HostSide | DeviceSide, job: LoadJob) -> None:
+        if self._await_session():
+            with self._watch.over():
+                side.read(job)
+
+    def _cut(self, tables: BlockTables, chunks: int) -> list[BlockTables]:
+        """Return what *tables* have of each of so many chunks."""
+        size = self._chunk_blocks
+        return [[table[at * size : (at + 1) * size] for table in tables] for at in range(chunks)]
+
+    def finished_loads(self, *, is_idle: bool) -> set[str]:
+        """Return requests whose loads ended since the last call, well or not.
+
+        An *is_idle* step waits a moment for one. It has no hook for stores, and copies here what
+        waits in its pages: on the engine's stream, as they are.
+        """
+        side = self._usable
+        if is_idle and side is not None:
+            self._begin_copies(side)
+        with self._changed:
+            if is_idle and self._loading and not self._done:
+                self._changed.wait(IDLE_WAIT_S)
+            done, self._done = self._done, set()
+        return done
+
+    def failed_blocks(self) -> set[int]:
+        """Return the blocks that the loads ended since the last call left without KV."""
+        with self._changed:
+            failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def failed_loads(self) -> set[str]:
+        """Return the requests of which vLLM has to compute all, where blocks are not enough."""
+        with self._changed:
+            failed, self._failed_loads = self._failed_loads, set()
+        return failed
+
+    # --- stores
+
+    def save_before_overwrite(self, plan: StepPlan) -> None:
+        """Copy what is still to be stored of blocks that the step is about to write to."""
+        taken = plan.taken_blocks
+        if lost := [one for one in self._waiting if one.lies_in(taken)]:
+            gone = set(lost)
+            self._waiting = deque(one for one in self._waiting if one not in gone)
+            self._give_up(lost, "gone_chunks")
+        if not self._storing:
+            return
+        with self._changed:
+            storing = [*self._storing]
+        for one in storing:
+            if isinstance(one.copy, BlockCopy) and one.lies_in(taken):
+                self._connector.ask(one.copy.run, None)
+
+    def store(self, plan: StepPlan) -> None:
+        """Have what the step completed copied and sent, as far as there is room for it."""
+        side = self._usable
+        if side is None:
+            with self._changed:
+                for spec in plan.stores:
+                    self._note_unstored(spec.chunks)
+            return
+        for spec in plan.stores:
+            self._line_up(side, spec)
+        self._begin_copies(side)
+
+    def _line_up(self, side: HostSide | DeviceSide, spec: SaveSpec) -> None:
+        """Have chunks wait, the first ones: later ones are of no use without them."""
+        most = MOST_COPIES
+        if not side.waits_in_pages:
+            most = min(most, max(1, self._queue_bytes // side.chunk_bytes))
+        with self._changed:
+            free = max(0, most - len(self._storing) - len(self._waiting))
+            dropped = spec.chunks[free:]
+            self.counted["dropped_chunks"] += len(dropped)
+            self._note_unstored(dropped)
+        cut = self._cut(spec.tables, len(spec.chunks) - len(dropped))
+        self._waiting += [
+            _Save(chunk, tables, spec.hints)
+            for chunk, tables in zip(spec.chunks, cut, strict=False)
+        ]
+
+    def _begin_copies(self, side: HostSide | DeviceSide) -> None:
+        """Copy what waits, as much of it as there is room for. Within a hook alone."""
+        if not self._waiting:
+            return
+        chunks = [one.tables for one in self._waiting]
+        nothing: Sequence[BlockCopy | DeviceCopy] | None = None
+        copies = self._connector.ask(lambda: side.copies(chunks), nothing)
+        if copies is None:  # it will not be there for the next step either
+            lost, self._waiting = self._waiting, deque()
+            self._give_up(lost, "dropped_chunks")
+            return
+        begun = [self._waiting.popleft() for _ in copies]
+        for one, copy in zip(begun, copies, strict=True):
+            one.copy = copy
+        if begun:
+            with self._changed:
+                self._storing += begun
+                self._unsent += begun
+            self._storer.do(partial(self._send_unsent, side))
+
+    def _give_up(self, lost: Iterable[_Save], count: str) -> None:
+        """Count chunks that will not come."""
+        with self._changed:
+            chunks = [one.chunk for one in lost]
+            self.counted[count] += len(chunks)
+            self._note_unstored(chunks)
+
+    def _send_unsent(self, side: HostSide | DeviceSide) -> None:
+        """Send what was copied, in batches."""
+        if self._unsent:  # else it went with what was before it
+            time.sleep(BREATH_S)
+        while batch := self._next_batch(batch_chunks(side.chunk_bytes)):
+            self._send(side, batch)
+
+    def _next_batch(self, most: int) -> list[_Save]:
+        """Return what is put together: chunks with the same hints, so many at most."""
+        batch: list[_Save] = []
+        with self._changed:
+            while self._unsent and len(batch) < most:
+                if batch and self._unsent[0].hints != batch[0].hints:
+                    break
+                batch.append(self._unsent.popleft())
+        return batch
+
+    def _send(self, side: HostSide | DeviceSide, batch: Sequence[_Save]) -> None:
+        hints = batch[0].hints
+        copies = [one.copy for one in batch if one.copy is not None]
+        near = side.put_near(lambda: [self._chunk(one.chunk) for one in batch], copies, hints)
+        rest = [(batch[at].chunk, copy) for at, copy in enumerate(copies) if at not in near]
+        for _, copy in rest:
+            self._connector.ask(copy.begin, None)
+        for _, copy in rest:
+            self._connector.ask(copy.run, None)
+        sent = [(chunk, copy.result) for chunk, copy in rest if copy.result is not None]
+        outcomes = self._connector.write_each(
+            lambda: [self._chunk(chunk, result) for chunk, result in sent], hints
+        )
+        for copy in copies:
+            copy.free()
+        ended = zip(sent, outcomes, strict=False)
+        held = [chunk.digest for (chunk, _), one in ended if one is not PutOutcome.refused]
+        held += [batch[at].chunk.digest for at in near]
+        over = set(batch)
+        with self._changed:
+            self._note_unstored([one.chunk for one in batch if one.chunk.digest not in held])
+            for digest in held if self.reports_stores else ():
+                self._report.stored[digest] = 1
+            self._storing = [one for one in self._storing if one not in over]
+            self.counted["stored_chunks"] += outcomes.count(PutOutcome.stored) + len(near)
+            self.counted["gone_chunks"] += len(rest) - len(sent)
+            self._changed.notify_all()
+
+    def _note_unstored(self, chunks: Sequence[ChunkName]) -> None:
+        """Put chunks that will not come into the next report. Called with the lock."""
+        unstored = self._report.unstored
+        unstored.update(dict.fromkeys(chunk.digest for chunk in chunks))
+        while len(unstored) > MOST_UNSTORED:
+            unstored.popitem(last=False)
+
+    def _chunk(self, named: ChunkName, staged: Staged | None = None) -> Chunk:
+        """Return a chunk to put; without its tensors where nothing is *staged*."""
+        client = self._connector.client
+        tokens = client.options.chunk_tokens
+        has_windows = staged is None or staged.has_windows
+        return Chunk(
+            chunk_key(client.namespace, named.digest),
+            () if staged is None else staged.tensors,
+            named.parent,
+            position=named.position,
+            prefill_flops=self.cost.of_chunk(named.position, tokens),
+            content=named.content,
+            layout=KVLayout.of(client.model, tokens, window=has_windows),
+        )
+
+    def settled(self, within_s: float) -> bool:
+        """Wait until nothing is being loaded or stored; return whether that is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._loading and not self._storing, within_s)
+
+    # --- reports
+
+    def report(self) -> WorkerReport | None:
+        """Return what the scheduler has to learn, if anything happened since the last call."""
+        is_waiting = bool(self._waiting) and self._usable is not None
+        was_waiting, self._was_waiting = self._was_waiting, is_waiting
+        with self._changed:
+            report, self._report = self._report, WorkerReport()
+        report.refusal, report.is_waiting = self._refusal, is_waiting
+        return report if was_waiting or report != WorkerReport() else None
+
+    def counts(self) -> dict[str, int]:
+        """Return what was counted since the last call; ``counted`` has all of it."""
+        with self._changed:
+            new = self.counted - self._reported
+            self._reported = self.counted.copy()
+        return dict(new)
+
+    def close(self) -> None:
+        """End the threads, once they are through with what they have, and the client."""
+        self.settled(SHUTDOWN_S)
+        self._watch.close()
+        threads = (self._loader, self._storer, self._opener)
+        is_over = [thread.stop(SHUTDOWN_S) for thread in threads]
+        side, self._side = self._side, None
+        if all(is_over) and side is not None:
+            self._connector.ask(side.close, None)
+        if self._reporter is not None:
+            self._reporter.close()
+        self._connector.client.close()
+
+
+class HangMonitor:
+    """Ends the loads of one worker from a server that hangs, long before their deadline.
+
+    *end_if_hung* finds out whether the server hangs, ends the loads that wait for it if it does,
+    and returns that. Its thread starts with the first load. For one thread that loads.
+    """
+
+    def __init__(self, end_if_hung: Callable[[], bool]) -> None:
+        self._end_if_hung = end_if_hung
+        self._thread: threading.Thread | None = None
+        self._is_loading = self._is_closed = False
+        self._arrived = 0
+        self._changed = threading.Condition()  # guards the three above
+
+    @contextmanager
+    def over(self) -> Iterator[None]:
+        """Watch what is loaded meanwhile."""
+        self._set(is_loading=True)
+        try:
+            yield
+        finally:
+            self._set(is_loading=False)
+
+    def _set(self, *, is_loading: bool) -> None:
+        with self._changed:
+            self._is_loading = is_loading
+            self._changed.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvstore-watch", daemon=True)
+            self._thread.start()
+
+    def note_arrival(self) -> None:
+        """Something came of what is being loaded."""
+        self._arrived += 1
+
+    def _run(self) -> None:
+        while self._await_load():
+            patience_s = QUIET_S
+            while self._is_quiet(patience_s):
+                if self._end_if_hung():
+                    self._set(is_loading=False)
+                    break
+                patience_s = AGAIN_S
+
+    def _await_load(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_loading or self._is_closed)
+            return not self._is_closed
+
+    def _is_quiet(self, patience_s: float) -> bool:
+        """Whether the load still waits after a time in which nothing came."""
+        while True:
+            arrived = self._arrived
+            with self._changed:
+                self._changed.wait_for(lambda: not self._is_loading, patience_s)
+                if not self._is_loading or self._is_closed:
+                    return False
+            if self._arrived == arrived:
+                return True
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        with self._changed:
+            self._is_closed, self._is_loading = True, False
+            self._changed.notify_all()

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ServerMaker
+
+from kvstore.cli.main import main
+from kvstore.server.security.key_files import (
+    make_key,
+    parse_encryption_keys,
+    parse_keys,
+    write_keys,
+)
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: object, status: int = 0) -> str:
+    """Run the command; return what it printed, on either stream."""
+    with pytest.raises(SystemExit) as caught:
+        main([str(word) for word in argv])
+    assert caught.value.code == status
+    told = capsys.readouterr()
+    return told.out + told.err
+
+
+def test_a_token_is_printed_once_listed_without_its_secret_and_revoked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "api-keys"
+    token = run(capsys, "token", "make", file, "--tenant", "acme", "--roles", "read").strip()
+    assert file.stat().st_mode & 0o077 == 0
+    found = parse_keys(file.read_bytes()).principal_of(token)
+    assert found is not None
+    assert (found.tenant, found.roles) == ("acme", frozenset({"read"}))
+    listed = run(capsys, "token", "list", file, "--json")
+    (row,) = json.loads(listed)
+    assert (row["tenant"], row["roles"]) == ("acme", "read")
+    assert token[17:] not in listed
+    assert "acme" in run(capsys, "token", "list", file)
+    out = tmp_path / "engine.token"
+    assert run(capsys, "token", "make", file, "--tenant", "zeta", "--out", out) == ""
+    assert out.stat().st_mode & 0o077 == 0
+    zeta = parse_keys(file.read_bytes()).principal_of(out.read_text().strip())
+    assert zeta is not None
+    assert zeta.tenant == "zeta"
+    assert "exists" in run(capsys, "token", "make", file, "--tenant", "b", "--out", out, status=2)
+    assert len(parse_keys(file.read_bytes()).rows) == 2
+    assert "not in the file" in run(capsys, "token", "revoke", file, "", status=2)
+    run(capsys, "token", "revoke", file, row["id"][:4])
+    assert parse_keys(file.read_bytes()).principal_of(token) is None
+    assert "is not in the file" in run(capsys, "token", "revoke", file, row["id"], status=2)
+    assert "roles" in run(
+        capsys, "token", "make", file, "--tenant", "a", "--roles", "root", status=2
+    )
+
+
+def test_encryption_keys_are_made_listed_without_themselves_and_retired(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys"
+    assert "epoch 1" in run(capsys, "keys", "new", file)
+    assert "is in use" in run(capsys, "keys", "retire", file, 1, status=2)
+    run(capsys, "keys", "new", file)
+    keys = parse_encryption_keys(file.read_bytes())
+    listed = run(capsys, "keys", "list", file, "--json")
+    assert [row["epoch"] for row in json.loads(listed)] == ["1", "2"]
+    assert not any(row.key.hex() in listed for row in keys.values())
+    assert "--yes" in run(capsys, "keys", "retire", file, 1, status=2), "nobody is there to ask"
+    assert len(parse_encryption_keys(file.read_bytes())) == 2
+    run(capsys, "keys", "retire", file, 1, "--yes")
+    assert list(parse_encryption_keys(file.read_bytes())) == [2]
+    assert "not in the file" in run(capsys, "keys", "retire", file, 9, "--yes", status=2)
+    file.write_text("{}")
+    assert "line 1" in run(capsys, "keys", "list", file, status=2)
+
+
+def test_quotas_are_shown_and_changed_by_whoever_may_and_the_audit_log_holds(
+    tmp_path: Path, make_server: ServerMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = [
+        make_key(*who, os.urandom, time.time()) for who in (("acme", ["read"]), ("ops", ["admin"]))
+    ]
+    write_keys(tmp_path / "api-keys", [row for _, row in made])
+    engine, admin = (tmp_path / name for name in ("engine", "admin"))
+    for file, (text, _) in zip((engine, admin), made, strict=True):
+        file.write_text(text + "\n")
+    log = tmp_path / "audit"
+    server = make_server(
+        *("--auth-keys", str(tmp_path / "api-keys"), "--audit-log", str(log)),
+        *("--tenant-quotas", "acme=8MiB:1MiB"),
+    )
+    where = ("--address", server.address)
+    shown = json.loads(run(capsys, "--token-file", engine, "quota", "show", *where, "--json"))
+    (acme,) = shown["tenants"]
+    assert {tier["quota_bytes"] for tier in acme["tiers"]} == {8 << 20}
+    change = ("quota", "set", "acme", *where, "--size", "4MiB", "--rate", "100", "--leases", "7")
+    assert "has not the role" in run(capsys, "--token-file", engine, *change, status=3)
+    told = run(capsys, "--token-file", admin, *change)
+    assert "4.0 MiB" in told
+    run(capsys, "--token-file", admin, "quota", "set", "acme", *where, "--size", "lots", status=2)
+    assert "acme" in run(capsys, "--token-file", admin, "quota", "show", "--all", *where)
+    assert "token" in run(capsys, "quota", "show", *where, status=3)
+    run(capsys, "--token-file", admin, "status", *where)
+    shown = run(capsys, "--token-file", engine, "status", *where)
+    assert "need the role admin" in shown
+    assert "0 sessions" not in shown
+    assert "0 B" not in shown
+    told = json.loads(run(capsys, "--token-file", engine, "status", *where, "--json"))
+    assert (told["state"], told["sessions"], told["leases"]) == ("serving", None, None)
+    assert told["counters"] is None
+    assert {(one["state"], one["used_bytes"]) for one in told["tiers"]} == {("serving", None)}
+    for words in (("status", "--watch"), ("sessions",), ("blend", "status")):
+        assert "role admin" in run(capsys, "--token-file", engine, *words, *where, status=3)
+    server.stop()
+    held = run(capsys, "audit", "verify", log)
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(row.get("who", "")[:4], row["rpc"], row["outcome"]) for row in rows] == [
+        ("key:", "SetQuota", "PermissionDeniedError"),
+        ("key:", "SetQuota", "OK"),
+        ("", "Quota", "UnauthenticatedError"),
+    ]
+    run(capsys, "audit", "verify", log, "--last", held.split()[-1])
+    assert "cut off" in run(capsys, "audit", "verify", log, "--last", "0" * 64, status=1)
+    log.write_text(log.read_text().replace("SetQuota", "GetQuota"))
+    assert "was changed" in run(capsys, "audit", "verify", log, status=1)
+    assert "is not there" in run(capsys, "audit", "verify", tmp_path / "none", status=2)
