@@ -32,7 +32,7 @@ from kvstore.codecs.base import ChunkTensors, Part
 from kvstore.codecs.cachegen_profile import CachegenProfile
 from kvstore.codecs.kvqs_profile import KvqsProfile
 from kvstore.codecs.kvt_profile import KvtProfile
-from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.keys import representation_digest
 from kvstore.proto.types import (
     DIGEST_BYTES,
@@ -291,7 +291,9 @@ def run_model(folder: Path, text: str, tokens: int) -> Samples:
 
     model, tokenizer = load_model(folder)
     named = representation_of(model, tokenizer)
-    (group,) = named.layer_groups
+    group, *others = named.layer_groups
+    if others or group.kind is not LayerKind.attention:
+        raise ModelError("layers", group.kind.name, "only full-attention layers are stored")
     ids = tokenizer(text)["input_ids"][:tokens]
     if len(ids) < MIN_CHUNK_TOKENS:
         raise InvalidRequestError("text", len(ids), f"give at least {MIN_CHUNK_TOKENS} tokens")
@@ -314,16 +316,14 @@ def _computed(model: PreTrainedModel, prompt: Sequence[int]) -> Layers:
     from transformers import DynamicCache
 
     from kvstore.client.engines.transformers.cache import as_argument
-    from kvstore.client.engines.transformers.identity import full_layers
     from kvstore.client.tensors import to_array
 
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
         model(torch.tensor([prompt], device=model.device), **as_argument(cache), use_cache=True)
     found = []
-    for layer in full_layers(cache):
-        if layer.keys is None or layer.values is None:
-            raise InvalidRequestError("cache", None, "the model kept no KV")
+    layers: Sequence[Any] = cache.layers
+    for layer in layers:
         arrays = [to_array(part[0].cpu().contiguous()) for part in (layer.keys, layer.values)]
         found.append([array.view(f"<u{array.dtype.itemsize}") for array in arrays])
     return found

@@ -121,8 +121,8 @@ def lost(engine: PlainEngine, server: LocalServer) -> None:
     engine.store(PROMPT)
     lookup = engine.client.lookup
 
-    def lookup_and_lose(keys: list[object], **terms: Any) -> object:
-        match = lookup(keys, **terms)  # type: ignore[arg-type]
+    def lookup_and_lose(*, keys: list[object], **terms: Any) -> object:
+        match = lookup(keys=keys, **terms)  # type: ignore[arg-type]
         assert engine.client.delete(keys=keys[2:]) == 2  # type: ignore[arg-type]
         return match
 
