@@ -22,7 +22,7 @@ _MAX_LINES = 8
 group("blend", "Measure", "Reuse of chunks of other prompts: the gates, and their calibration.")
 
 
-@command("blend status", exits="0 2 3", example="kvstore blend status", where=True)
+@command("blend status", example="kvstore blend status", where=True)
 def blend_status(address: str, as_json: AsJson = False) -> None:
     """Show the gates of a server: one for each model and tag that was tried."""
     from kvstore.cli.blend_report import gates_as_json, print_gates
