@@ -19,7 +19,7 @@ from kvstore.client.deadline import Levelled, LevelledGet, beside
 from kvstore.client.decode import Layer, LayerReader, Room, direct
 from kvstore.client.frames import FrameAssembler
 from kvstore.client.levels import PlanTerms
-from kvstore.client.rectangle_room import RectangleRoom
+from kvstore.client.rectangle import RectangleRoom
 from kvstore.client.server_link import LeftMs, ServerLink, digest_of, packed
 from kvstore.client.transport import (
     Arrival,
