@@ -297,7 +297,7 @@ class TransformersConnector(Connector):
         chunk_tokens = self.client.options.chunk_tokens
         beside = Beside(self._model, cache, tokens, chunk_tokens, self.learned.observe)
         within = Deadline(terms.deadline_ms / 1000, beside, began_s=terms.began_s)
-        prefix = self.load_within(tokens, self._room(rooms), within, terms.extra, terms.allowed)
+        prefix = self.load_chunks(tokens, self._room(rooms), terms.extra, terms.allowed, within)
         if beside.error is not None:
             raise beside.error  # the model's own
         done = length(cache, self._shape)
