@@ -20,8 +20,8 @@ from transformers.utils.logging import disable_progress_bar
 from bench.codecs_curve import Quality
 from bench.codecs_kv import Bits, to_bits, to_floats
 from bench.codecs_texts import TINYLM, Context, Lengths, contexts, windows
-from kvstore.client.engines.transformers.attention import noting_attention
-from kvstore.client.engines.transformers.cache import CacheShape, as_argument, importance_of
+from kvstore.client.engines.transformers.cache import CacheShape, as_argument, notes_of
+from kvstore.client.engines.transformers.measures import noting_attention
 from kvstore.proto.types import RopeParameters
 
 
@@ -141,7 +141,7 @@ class PrefixModel:
             cache = DynamicCache(config=self._model.config)
             with noting_attention(self._model, cache, shape, count):
                 self._model.model(row[None], **as_argument(cache))
-            weights = importance_of(cache, 0, count)
+            weights = notes_of(cache).importance
             assert weights is not None
             found.append(weights)
         return np.stack(found)

@@ -32,14 +32,14 @@ class Pages:
 
     def __init__(self, axes: str) -> None:
         count = CHUNKS * TOKENS // BLOCK_TOKENS
-        sizes = {"block": 2 * count, "part": 2, "token": BLOCK_TOKENS, "head": 8, "dim": 128}
+        sizes = {"block": 2 * count, "kv": 2, "token": BLOCK_TOKENS, "head": 8, "dim": 128}
         names = axes.split()
         shape = [sizes[name] for name in names]
         layers = len(MODEL.layer_groups[0].layer_ids)
         self.tensors = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(layers)]
         self.kv = PagedCache(MODEL, self.tensors, axes)
         self.ids = np.random.default_rng(1).permutation(2 * count)[:count].tolist()
-        self.order = [["part", "head", "block", "token", "dim"].index(name) for name in names]
+        self.order = [["kv", "head", "block", "token", "dim"].index(name) for name in names]
 
 
 def bench_pages(client: Client, report: Report) -> None:

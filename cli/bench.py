@@ -14,10 +14,8 @@ from typing import get_args
 
 import numpy as np
 
-from kvstore.cli.access import given_access
-from kvstore.cli.progress import followed
-from kvstore.cli.status import readable_size
-from kvstore.cli.tables import Grid, open_console
+from kvstore.cli.app import given_access
+from kvstore.cli.output import Grid, followed, open_console, readable_size
 from kvstore.client.chunk import Chunk, parents
 from kvstore.client.client import Client
 from kvstore.client.options import ClientOptions, TransportName

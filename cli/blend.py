@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvstore.cli.exits import EXIT_NOT_HELD, EXIT_USAGE, fail
-from kvstore.cli.manual import Manual
-from kvstore.cli.server_address import DEFAULT_ADDRESS, Address, AddressArgument, one_of
-from kvstore.proto.errors import InvalidRequestError, ModelError
+from kvstore.cli.app import EXIT_NOT_HELD, AsJson, command, group
+from kvstore.proto.errors import InvalidRequestError
 
 if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.proto.blend import GateView
@@ -21,33 +19,29 @@ _SAY_EVERY = 8
 _MOST_LINES = 8
 """Of prompts that are named, so many are."""
 
-blend_app = typer.Typer(
-    cls=Manual,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Chunks of other prompts: whether a server gives them out, and why.",
-)
+group("blend", "Measure", "Reuse of chunks of other prompts: the gates, and their calibration.")
 
 
-@blend_app.command("status")
-def blend_status(
-    where: AddressArgument = None,
-    address: Address = DEFAULT_ADDRESS,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+@command("blend status", example="kvstore blend status", where=True)
+def blend_status(address: str, as_json: AsJson = False) -> None:
     """Show the gates of a server: one for each model and tag that was heard of."""
     from kvstore.cli.blend_report import gates_as_json, print_gates
-    from kvstore.cli.status import ask_figures
+    from kvstore.cli.server import fetch_figures
 
-    reply = ask_figures(one_of(where, address))
+    reply = fetch_figures(address)
     if as_json:
         print(gates_as_json(reply))
     else:
         print_gates(reply)
 
 
-@blend_app.command("calibrate")
+@command(
+    "blend calibrate",
+    exits="0 1 2 3",
+    example="kvstore blend calibrate ./my-model --text corpus.txt",
+)
 def blend_calibrate(  # noqa: PLR0913 - each is an option
+    address: str,
     model: Annotated[Path, typer.Argument(help="Folder of a transformers model.")],
     text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Text to cut documents from.")
@@ -63,7 +57,6 @@ def blend_calibrate(  # noqa: PLR0913 - each is an option
         Path | None,
         typer.Option(metavar="FILE", help="The system prompt, in front; else BOS or some text."),
     ] = None,
-    address: Address = DEFAULT_ADDRESS,
     tag: Annotated[str, typer.Option(help="What kind of prompts; gates are one for each.")] = "",
     documents: Annotated[int, typer.Option(min=2, metavar="N", help="In a prompt.")] = 4,
     document_tokens: Annotated[int, typer.Option(min=16, metavar="N", help="Of each.")] = 128,
@@ -78,15 +71,12 @@ def blend_calibrate(  # noqa: PLR0913 - each is an option
     from kvstore.cli.blend_report import print_gate
     from kvstore.cli.calibrate import check_extras
 
-    try:
-        check_extras(model)
-        from kvstore.cli.blend_trials import TrialFiles, TrialTerms, run_trials
+    check_extras(model)
+    from kvstore.cli.blend_trials import TrialFiles, TrialTerms, run_trials
 
-        terms = TrialTerms(tag, documents, document_tokens, question_tokens, selector, seed)
-        files = TrialFiles(text, questions, prefix)
-        gate = run_trials(address, model, files, terms, _say)
-    except (InvalidRequestError, ModelError) as error:
-        fail(error, EXIT_USAGE)
+    terms = TrialTerms(tag, documents, document_tokens, question_tokens, selector, seed)
+    files = TrialFiles(text, questions, prefix)
+    gate = run_trials(address, model, files, terms, _say)
     print_gate(gate)
     if not gate.is_open:
         raise typer.Exit(EXIT_NOT_HELD)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from kvstore.cli.tables import Grid, open_console
+from kvstore.cli.output import Grid, open_console
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView
 from kvstore.proto.errors import printable

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvstore.cli.access import given_access
+from kvstore.cli.app import given_access
 from kvstore.cli.calibrate import read_text
 from kvstore.cli.model_samples import load_model
 from kvstore.client import Client, ClientOptions

@@ -1,151 +1,343 @@
-"""`kvstore ls`, `stat`, `get`, `put`, `pin`, `unpin` and `clear`: what to type."""
+"""`kvstore ls`, `stat`, `get`, `put`, `pin`, `unpin` and `clear`: the chunks of a server."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from kvstore.cli.exits import EXIT_NOT_HELD, EXIT_USAGE, fail
-from kvstore.cli.server_address import DEFAULT_ADDRESS, Address
-from kvstore.proto.errors import InvalidRequestError, ModelError
+from kvstore.cli.app import (
+    EXIT_NOT_HELD,
+    AsJson,
+    TierName,
+    ask,
+    command,
+    confirm,
+    connected,
+    fail,
+)
+from kvstore.cli.output import (
+    Grid,
+    Report,
+    as_dict,
+    progress,
+    readable_size,
+    readable_time,
+    show,
+)
+from kvstore.cli.selection import (
+    DEADLINE_MS,
+    DIGEST_DIGITS,
+    EVERY_TENANT,
+    ModelFile,
+    Namespace,
+    Selection,
+    Tenant,
+    accuracy_name,
+    check_digits,
+    digests_from,
+    fetch_namespaces,
+    find,
+    list_chunks,
+    namespace_as_dict,
+    namespace_table,
+    open_session,
+)
+from kvstore.proto.errors import (
+    ChunkCorruptError,
+    InvalidFrameError,
+    InvalidRequestError,
+    printable,
+)
 
 if TYPE_CHECKING:  # help is to load none of the product
-    from collections.abc import Iterator, Sequence
-
-    from kvstore.cli.spaces import Where
+    from kvstore.cli.chunk_files import ChunkFile
     from kvstore.client.client import Client
+    from kvstore.client.transport import Put
+    from kvstore.proto import kvstore_pb2 as pb
+    from kvstore.proto.frame import FrameHeader
     from kvstore.proto.types import ChunkKey
 
+MAX_LISTED = 10_000
+"""Chunks of one page."""
+MAX_PREFIX_CHUNKS = 65_536
+"""Chunks of one prefix; of more nothing is pinned."""
+PIN_CHUNKS = 1024
+"""Of one call."""
+DAY_MS = 86_400_000
+_DURATION = re.compile(r"([0-9]{1,9})(ms|s|min|m|h|d)")
+_UNIT_MS = {"ms": 1, "s": 1000, "m": 60_000, "min": 60_000, "h": 3_600_000, "d": DAY_MS}
+
 Key = Annotated[str, typer.Argument(metavar="KEY", help="Key or digest, or its first digits.")]
-Space = Annotated[
-    str, typer.Option("--namespace", metavar="HEX", help="Of which model; its first digits.")
+Keys = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY]...", help="Keys, or their first digits.")
 ]
-ModelOption = Annotated[
-    Path | None,
-    typer.Option("--model-representation", metavar="FILE", help="JSON that stands for one."),
+Prefix = Annotated[
+    str, typer.Option(metavar="HEX", help="Instead of keys: all chunks whose digest begins so.")
 ]
-Tenant = Annotated[
-    str, typer.Option(metavar="NAME", help="pool:NAME for a pool; default: your own.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@contextmanager
-def _usage() -> Iterator[None]:
-    """End the process with the status of wrong usage where that is what is wrong."""
-    try:
-        yield
-    except (InvalidRequestError, ModelError, OSError) as error:
-        fail(error, EXIT_USAGE)
+# --- ls
 
 
-def _where(address: str, space: str = "", model: Path | None = None, tenant: str = "") -> Where:
-    from kvstore.cli.spaces import Where
+class Page(NamedTuple):
+    """Chunks of a client's namespace, and whether more follow."""
 
-    return Where(address, space, model, tenant)
+    client: Client
+    chunks: Sequence[pb.ChunkStat]
+    is_more: bool
 
 
+@command("ls", example="kvstore ls --limit 20", section="Look")
 def ls(  # noqa: PLR0913 - each is an option
+    address: str,
     prefix: Annotated[
-        str, typer.Argument(metavar="[PREFIX]", help="Digits that the digests begin with.")
+        str,
+        typer.Argument(metavar="[PREFIX]", help="Only chunks whose digest begins so (hex)."),
     ] = "",
-    address: Address = DEFAULT_ADDRESS,
-    space: Space = "",
-    model: ModelOption = None,
+    namespace: Namespace = "",
+    model: ModelFile = None,
     tenant: Tenant = "",
     limit: Annotated[int, typer.Option(metavar="N", help="Chunks of a page.")] = 100,
-    after: Annotated[str, typer.Option(metavar="HEX", help="Last digest of the page before.")] = "",
+    after: Annotated[
+        str, typer.Option(metavar="HEX", help="Continue behind this digest, of the page before.")
+    ] = "",
     spaces: Annotated[bool, typer.Option("--spaces", help="Only the namespaces.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List chunks: their tiers, sizes, time since the last use, hits and what keeps them.
+    """List chunks: their tiers, sizes, last use, hits and what keeps them.
 
     Chunks come by namespace, in the order of their digests, a page at a time. With --spaces an
     admin may give --tenant '*' to see every tenant's.
     """
-    from kvstore.cli import ls as looks
+    if spaces:
+        found = fetch_namespaces(address, tenant)
+        rows = [namespace_as_dict(one) for one in found]
+        show({"address": address, "spaces": rows}, [namespace_table(found)], as_json)
+        return
+    if not 1 <= limit <= MAX_LISTED:
+        raise InvalidRequestError("limit", limit, f"use 1 to {MAX_LISTED}")
+    begun = check_digits("prefix", prefix) if prefix else ""
+    last = check_digits("after", after) if after else ""
+    with Selection(address, namespace, model, tenant).clients() as clients:
+        pages = list(_pages(clients, begun, last, limit))
+        data = [
+            {
+                "namespace": page.client.namespace.hex(),
+                "model": page.client.model.model_id,
+                "chunks": list(map(_chunk_as_dict, page.chunks)),
+                "after": page.chunks[-1].digest.hex() if page.is_more else None,
+            }
+            for page in pages
+        ]
+        show({"address": address, "spaces": data}, _page_text(pages), as_json)
 
-    with _usage():
-        if spaces:
-            found = looks.list_spaces(address, tenant)
-            if as_json:
-                print(looks.spaces_as_json(address, found))
-            else:
-                looks.print_spaces(found)
+
+def _pages(clients: Sequence[Client], begun: str, last: str, limit: int) -> Iterator[Page]:
+    after = b""
+    if last:
+        if len(clients) != 1:
+            raise InvalidRequestError("after", last, "name the --namespace of the page")
+        if len(last) < DIGEST_DIGITS:
+            found = digests_from(clients[0], last, 2)
+            if len(found) != 1:
+                fix = "give the last digest of the page before, or digits that begin it alone"
+                raise InvalidRequestError("after", last, fix)
+            last = found[0].hex()
+        after = bytes.fromhex(last)  # its chunk may be gone by now
+    for client in clients:
+        found_here = list_chunks(client, begun, after, limit + 1)
+        yield Page(client, found_here[:limit], len(found_here) > limit)
+        limit -= min(limit, len(found_here))
+        if not limit:
             return
-        pages = looks.list_chunks(_where(address, space, model, tenant), prefix, after, limit)
-    if as_json:
-        print(looks.list_as_json(address, pages))
-    else:
-        looks.print_chunks(pages)
 
 
+def _page_text(pages: Sequence[Page]) -> Iterator[str | Grid]:
+    if not any(page.chunks for page in pages):
+        yield "no chunks"
+    for page in pages:
+        if not page.chunks:
+            continue
+        namespace = page.client.namespace.hex()
+        yield f"namespace {namespace}: {page.client.model.model_id}"
+        table = Grid("digest", "tiers", "size", "idle", "hits", "kept")
+        for one in page.chunks:
+            table.add_row(
+                one.digest.hex(),
+                ",".join(copy.tier for copy in one.copies),
+                readable_size(sum(copy.size_bytes for copy in one.copies)),
+                "-" if one.idle_s < 0 else readable_time(one.idle_s),
+                one.hits,
+                _kept(one),
+            )
+        yield table
+        if page.is_more:
+            yield f"more: --namespace {namespace} --after {page.chunks[-1].digest.hex()}"
+
+
+def _kept(chunk: pb.ChunkStat) -> str:
+    """Return what keeps a chunk from being evicted."""
+    why = [f"{chunk.leases} leases"] if chunk.leases else []
+    if chunk.pinned:
+        why.append(f"pinned {readable_time(chunk.pinned_s)}")
+    return ", ".join(why) or "-"
+
+
+def _chunk_as_dict(chunk: pb.ChunkStat) -> dict[str, Any]:
+    found = as_dict(chunk)
+    for copy in found["copies"]:
+        copy["accuracy"] = accuracy_name(copy["accuracy"])
+    found["components"] = list(map(_component, chunk.components))
+    return found | {
+        "idle_s": None if chunk.idle_s < 0 else chunk.idle_s,
+        "expires_s": chunk.expires_s or None,
+    }
+
+
+def _component(one: pb.Component) -> dict[str, Any]:
+    from kvstore.proto.types import DType, LayerKind
+
+    return as_dict(one) | {"kind": LayerKind(one.kind).name, "dtype": DType(one.dtype).name}
+
+
+# --- stat
+
+
+@command("stat", exits="0 1 2 3", example="kvstore stat 3fa95c --json", section="Look")
 def stat(
-    key: Key,
-    address: Address = DEFAULT_ADDRESS,
-    space: Space = "",
-    model: ModelOption = None,
+    address: str,
+    name: Key,
+    namespace: Namespace = "",
+    model: ModelFile = None,
     tenant: Tenant = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show all that is known of a chunk, and verify its frame; exits with 1 when it is not there.
+    """Show all that is known of a chunk, and verify its bytes.
 
-    Exits with 1 too when the frame is damaged; the server is told, and drops it.
+    Exits with 1 when it is not there, or is damaged; the server then drops it.
     """
-    from kvstore.cli.stat import print_stat, stat_as_json, stat_chunk
+    from google.protobuf import json_format
 
-    with _usage():
-        facts = stat_chunk(_where(address, space, model, tenant), key)
-    if facts is None:
-        fail(f"{key}: no such chunk here", EXIT_NOT_HELD)
-    if as_json:
-        print(stat_as_json(facts))
-    else:
-        print_stat(facts)
-    if not facts.verified:
+    from kvstore.proto import kvstore_pb2 as pb
+    from kvstore.proto.messages import as_message
+
+    check_digits("key", name)
+    with Selection(address, namespace, model, tenant).clients() as clients:
+        found = find(clients, name)
+        known = found[0].stat(keys=[found[1]], ranks=True) if found else []
+        if not found or not known:
+            fail(f"{name}: no such chunk here", EXIT_NOT_HELD)
+        client, key = found
+        header, damage = _verified(client, key)
+        kind = as_message(pb.Representation, client.model)
+    data = {"key": key.hex()} | _chunk_as_dict(known[0])
+    data |= {"verified": header is not None, "damage": damage or None}
+    if header is not None:
+        data |= {"position": header.position, "prefill_flops": header.prefill_flops}
+        data["content"] = header.content.hex()
+    data["representation"] = json_format.MessageToDict(kind, preserving_proto_field_name=True)
+    show(data, _stat_text(data, known[0]), as_json)
+    if header is None:
         raise typer.Exit(EXIT_NOT_HELD)
 
 
+def _verified(client: Client, key: ChunkKey) -> tuple[FrameHeader | None, str]:
+    """Return the header of a chunk's frame, all of it verified, or what is wrong with it."""
+    from kvstore.proto.types import Accuracy
+
+    try:
+        frame = client.frame(key, accuracy=Accuracy.approximate)
+    except (ChunkCorruptError, InvalidFrameError) as error:
+        return None, str(error)
+    return (frame[0], "") if frame is not None else (None, "not read in time")
+
+
+def _stat_text(data: dict[str, Any], chunk: pb.ChunkStat) -> Iterator[str | Grid]:
+    kind = data["representation"]
+    rows = {
+        "key": data["key"],
+        "parent": chunk.parent.hex() if any(chunk.parent) else "none: it begins a prompt",
+        "model": f"{kind.get('model_id', '')}, revision {kind.get('model_revision', '')}",
+        "adapter, quantization": f"{kind.get('adapter_digest')}, {kind.get('quantization')}",
+        "tokens": f"{chunk.tokens}, after {chunk.context_tokens} that are here",
+        "position": f"token {data.get('position', '?')} of its prompt",
+        "raw size": readable_size(chunk.raw_bytes),
+        "frame": data["damage"] or "verified",
+        "last use": "unknown" if chunk.idle_s < 0 else f"{readable_time(chunk.idle_s)} ago",
+        "hits": chunk.hits,
+        "kept by": _kept(chunk),
+        "time to live": readable_time(chunk.expires_s) if chunk.expires_s else "none",
+        "priority": chunk.priority,
+    }
+    yield from (f"{name + ':':<23}{value}" for name, value in rows.items())
+    copies = Grid("tier", "codec", "accuracy", "size", "evicted after", "policy")
+    for one in chunk.copies:
+        copies.add_row(
+            one.tier, one.codec, accuracy_name(one.accuracy), readable_size(one.size_bytes),
+            f"{'at least ' if one.at_least else ''}{one.before} others", one.policy,
+        )  # fmt: skip
+    yield copies
+    parts = Grid("layers", "kind", "dtype", "KV heads", "head dim", "tokens")
+    for part in data["components"]:
+        names = ("layers", "kind", "dtype", "kv_heads", "head_dim", "tokens")
+        parts.add_row(*(part[name] for name in names))
+    yield parts
+
+
+# --- get and put
+
+
+@command(
+    "get", exits="0 1 2 3", example="kvstore get 3fa95c --out chunk.safetensors", section="Look"
+)
 def get(
-    key: Key,
+    address: str,
+    name: Key,
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="FILE", help="NAME.safetensors or NAME.frame.")
     ],
-    address: Address = DEFAULT_ADDRESS,
-    where: Annotated[
-        str, typer.Option("--namespace", metavar="HEX", help="Of which model; its first digits.")
-    ] = "",
+    namespace: Namespace = "",
     tenant: Tenant = "",
-    lossy: Annotated[bool, typer.Option("--lossy", help="A copy with a loss will do.")] = False,
+    lossy: Annotated[bool, typer.Option("--lossy", help="Accept a lossy copy too.")] = False,
 ) -> None:
     """Write a chunk to a file, verified; exits with 1 when it is not there.
 
     A .safetensors file has its tensors and all that names them, a .frame file its frame as the
     tier has it. kvstore put reads both.
     """
-    from kvstore.cli.get import get_chunk
-    from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
+    from kvstore.cli.chunk_files import check_suffix, write_chunk
+    from kvstore.proto import kvstore_pb2 as pb
+    from kvstore.proto.messages import as_message
+    from kvstore.proto.types import Accuracy
 
-    try:
-        with _usage():
-            done = get_chunk(_where(address, where, None, tenant), key, out, lossy=lossy)
-    except (ChunkCorruptError, InvalidFrameError) as error:
-        fail(error, EXIT_NOT_HELD)
-    if done is None:
-        fail(f"{key}: no such chunk here, or only with a loss (--lossy)", EXIT_NOT_HELD)
-    header, size_bytes = done
+    check_suffix(out)
+    check_digits("key", name)
+    minimum = Accuracy.approximate if lossy else Accuracy.exact
+    with Selection(address, namespace, tenant=tenant).clients() as clients:
+        found = find(clients, name)
+        try:
+            frame = found and found[0].frame(found[1], accuracy=minimum)
+        except (ChunkCorruptError, InvalidFrameError) as error:
+            fail(error, EXIT_NOT_HELD)
+        if not found or not frame:
+            fail(f"{name}: no such chunk here, or only with a loss (--lossy)", EXIT_NOT_HELD)
+        header, data = frame
+        kind = as_message(pb.Representation, found[0].model)
+        size_bytes = write_chunk(out, header, data, kind)
     print(f"{out}: {header.layout.tokens} tokens, {header.accuracy.name}, {size_bytes} bytes")
 
 
+@command("put", exits="0 1 2 3", example="kvstore put chunk.safetensors", section="Change")
 def put(
+    address: str,
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="As get wrote them.")],
-    address: Address = DEFAULT_ADDRESS,
-    model: ModelOption = None,
+    model: ModelFile = None,
     tenant: Tenant = "",
     durable: Annotated[
         bool, typer.Option("--durable", help="Return once they would survive a power cut.")
@@ -156,44 +348,66 @@ def put(
 
     What was restored from a lossy copy is refused.
     """
-    import json
-
-    from kvstore.cli.progress import progress
-    from kvstore.cli.put import put_files
-    from kvstore.proto.errors import printable
-    from kvstore.proto.types import PutOutcome
-
     rows = []
-    with _usage(), progress("putting") as told:
-        where = _where(address, "", model, tenant)
-        for number, (key, done) in enumerate(put_files(where, files, durable=durable)):
-            told(number + 1, len(files))
-            outcome = done.outcome.name
-            rows.append((str(files[number]), key.hex(), outcome, done.reason))
+    selection = Selection(address, model=model, tenant=tenant)
+    with progress("putting") as report:
+        for number, path in enumerate(files):
+            key, done = _put_file(selection, path, durable)
+            report(number + 1, len(files))
+            row = {"file": str(path), "key": key.hex(), "outcome": done.outcome.name}
+            rows.append(row | {"reason": done.reason})
             if not as_json:
-                line = f"{files[number]}: {key.hex()} {outcome} {done.reason}"
-                print(printable(line).rstrip())
-    if as_json:
-        names = ("file", "key", "outcome", "reason")
-        print(json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=2))
-    good = {PutOutcome.stored.name, PutOutcome.exists.name}
-    if any(outcome not in good for _, _, outcome, _ in rows):
+                print(printable(f"{path}: {key.hex()} {done.outcome.name} {done.reason}").rstrip())
+    show(rows, [], as_json)
+    if any(row["outcome"] not in ("stored", "exists") for row in rows):
         raise typer.Exit(EXIT_NOT_HELD)
 
 
-Keys = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY]...", help="Keys or their first digits.")
-]
-Prefix = Annotated[str, typer.Option(metavar="HEX", help="All whose digests begin so.")]
+def _put_file(selection: Selection, path: Path, durable: bool) -> tuple[ChunkKey, Put]:
+    from kvstore.cli.chunk_files import read_chunk
+    from kvstore.client.chunk import Chunk
+    from kvstore.proto.keys import chunk_key
+    from kvstore.proto.types import Accuracy, ChainDigest
+
+    chunk = read_chunk(path)
+    if chunk.accuracy is not Accuracy.exact:
+        fix = "was restored from a lossy copy, and would pass for what was computed"
+        raise InvalidRequestError("file", str(path), fix)
+    with selection.client(_model_of(selection, chunk, path)) as client:
+        key = chunk_key(client.namespace, ChainDigest(chunk.digest))
+        parent = ChainDigest(chunk.parent)
+        named = Chunk(
+            key, chunk.tensors, parent, chunk.position, chunk.prefill_flops, chunk.content,
+            chunk.layout,
+        )  # fmt: skip
+        return key, client.put_chunks([named], durable=durable)[0]
 
 
+def _model_of(selection: Selection, chunk: ChunkFile, path: Path) -> pb.Representation:
+    """Return the model of *chunk*: its file's, or one known there with its digest."""
+    from kvstore.proto.keys import representation_digest
+    from kvstore.proto.messages import representation_from_message
+
+    if chunk.representation is not None:
+        return chunk.representation
+    for kind in selection.models():
+        if representation_digest(representation_from_message(kind)) == chunk.model_digest:
+            return kind
+    fix = "is of a model that is not known there; give --model-representation"
+    raise InvalidRequestError("file", str(path), fix)
+
+
+# --- pin and unpin
+
+
+@command("pin", exits="0 1 2 3", example="kvstore pin 3fa95c --for 2h", section="Change")
 def pin(  # noqa: PLR0913 - each is an option
+    address: str,
     keys: Keys = None,
-    address: Address = DEFAULT_ADDRESS,
     prefix: Prefix = "",
-    space: Space = "",
+    namespace: Namespace = "",
     tenant: Tenant = "",
-    lasting: Annotated[
+    duration: Annotated[
         str, typer.Option("--for", metavar="TIME", help="30s, 10min, 2h; at most 24h.")
     ] = "1h",
     as_json: AsJson = False,
@@ -202,87 +416,157 @@ def pin(  # noqa: PLR0913 - each is an option
 
     Pins are within the server's limit of them, and end with the server.
     """
-    from kvstore.cli.pins import parse_duration_ms
+    ttl_s = parse_duration_ms(duration) / 1000
+    selection = Selection(address, namespace, tenant=tenant)
 
-    with _usage():
-        ttl_ms = parse_duration_ms(lasting)
-        where = _where(address, space, None, tenant)
-        _keep(
-            where,
-            (keys or [], prefix),
-            lambda client, some: client.pin(keys=some, ttl=ttl_ms / 1000),
-            as_json,
-        )
+    def work(client: Client, some: Sequence[ChunkKey]) -> int:
+        return client.pin(keys=some, ttl=ttl_s)
+
+    _keep(selection, keys or [], prefix, work, as_json)
 
 
+@command("unpin", exits="0 1 2 3", example="kvstore unpin --prefix 3fa9", section="Change")
 def unpin(
+    address: str,
     keys: Keys = None,
-    address: Address = DEFAULT_ADDRESS,
     prefix: Prefix = "",
-    space: Space = "",
+    namespace: Namespace = "",
     tenant: Tenant = "",
     as_json: AsJson = False,
 ) -> None:
     """End the pins of chunks; exits with 1 unless all had one."""
-    with _usage():
-        where = _where(address, space, None, tenant)
-        _keep(where, (keys or [], prefix), lambda client, some: client.unpin(keys=some), as_json)
+    selection = Selection(address, namespace, tenant=tenant)
+    _keep(selection, keys or [], prefix, lambda client, some: client.unpin(keys=some), as_json)
+
+
+def parse_duration_ms(text: str) -> int:
+    """Return the milliseconds of a text such as ``90s`` or ``2h``. Raises InvalidRequestError."""
+    matched = _DURATION.fullmatch(text)
+    if matched is None:
+        raise InvalidRequestError("for", text, "write it as 30s, 10min, 2h or 1d")
+    found = int(matched[1]) * _UNIT_MS[matched[2]]
+    if not 0 < found <= DAY_MS:
+        raise InvalidRequestError("for", text, "at most 24h, and not nothing")
+    return found
 
 
 def _keep(
-    where: Where,
-    named: tuple[Sequence[str], str],
+    selection: Selection,
+    names: Sequence[str],
+    prefix: str,
     work: Callable[[Client, Sequence[ChunkKey]], int],
     as_json: bool,
 ) -> None:
-    import json
+    """Do *work* for the chunks called *names*, or those whose digests begin with *prefix*."""
+    from kvstore.proto.keys import chunk_key
 
-    from kvstore.cli.pins import keep
-
-    done, count = keep(where, *named, work)
-    print(json.dumps({"done": done, "named": count}) if as_json else f"{done} of {count} chunks")
+    if bool(names) == bool(prefix):
+        raise InvalidRequestError("keys", len(names), "give keys, or --prefix")
+    for name in names:
+        check_digits("key", name)
+    begun = check_digits("prefix", prefix) if prefix else ""
+    count = done = 0
+    with selection.clients() as clients:
+        found = filter(None, (find(clients, name) for name in names))
+        chosen = [(client, [key]) for client, key in found]
+        for client in clients if prefix else ():
+            digests = digests_from(client, begun, MAX_PREFIX_CHUNKS + 1)
+            if len(digests) > MAX_PREFIX_CHUNKS:
+                fix = f"stands for over {MAX_PREFIX_CHUNKS} chunks; give more digits"
+                raise InvalidRequestError("prefix", prefix, fix)
+            chosen.append((client, [chunk_key(client.namespace, one) for one in digests]))
+        for client, keys in chosen:
+            count += len(keys)
+            for start in range(0, len(keys), PIN_CHUNKS):
+                done += work(client, keys[start : start + PIN_CHUNKS])
+    count = max(count, len(names))
+    show({"done": done, "named": count}, [f"{done} of {count} chunks"], as_json)
     if done < count or not count:
         raise typer.Exit(EXIT_NOT_HELD)
 
 
+# --- clear
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What goes: of one namespace, one tenant or every one; ``tier`` narrows it to copies there."""
+
+    selection: Selection
+    tenant: str = ""
+    tier: str = ""
+    everything: bool = False
+
+    def __post_init__(self) -> None:
+        named = self.selection.is_narrow
+        if self.everything + bool(self.tenant) + named > 1:
+            fix = "give one of --namespace, --tenant and --all"
+            raise InvalidRequestError("scope", self.tenant or self.selection.namespace, fix)
+        if not (self.everything or self.tenant or named or self.tier):
+            fix = "choose what to clear: --namespace, --tenant, --tier or --all"
+            raise InvalidRequestError("scope", "", fix)
+
+    def __str__(self) -> str:
+        what = "every chunk of every tenant" if self.everything else "your tenant's chunks"
+        if self.tenant:
+            what = f"the chunks of tenant {self.tenant}"
+        elif self.selection.is_narrow:
+            what = f"the chunks of namespace {self.selection.namespace or self.selection.model}"
+        return f"{what} on {self.tier}" if self.tier else what
+
+
+@command("clear", exits="0 1 2 3", example="kvstore clear --tier disk --dry-run", section="Change")
 def clear(  # noqa: PLR0913 - each is an option
-    address: Address = DEFAULT_ADDRESS,
-    space: Space = "",
-    model: ModelOption = None,
+    address: str,
+    namespace: Namespace = "",
+    model: ModelFile = None,
     tenant: Annotated[
-        str, typer.Option(metavar="NAME", help="All of it; of others than yours for admins.")
+        str, typer.Option(metavar="NAME", help="All of a tenant; of others than yours for admins.")
     ] = "",
-    tier: Annotated[str, typer.Option(metavar="NAME", help="Only the copies there.")] = "",
-    everything: Annotated[bool, typer.Option("--all", help="Of every tenant; for admins.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    tier: Annotated[TierName | None, typer.Option(help="Only the copies on this tier.")] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Chunks of every tenant; for admins.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count what would go.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Forget the chunks of a namespace, a tenant, a tier or everything, but what is read or pinned.
+    """Delete the chunks of a namespace, a tenant, a tier or all, but those in use or pinned.
 
-    --tier alone takes your tenant's copies on it. Asks before it does anything, unless --yes.
+    --tier alone takes your tenant's copies on it. Asks before it deletes, unless --yes.
     """
-    from kvstore.cli.clear import Scope
-    from kvstore.cli.clear import clear as run
-    from kvstore.cli.progress import progress
-
-    with _usage():
-        scope = Scope(_where(address, space, model), tenant, tier, everything)
-        if not (yes or dry_run):
-            _confirm(f"{run(scope, dry_run=True).as_text(dry_run=True)}: {scope.said()}. Do it?")
-        with progress("clearing") as told:
-            done = run(scope, dry_run=dry_run, told=told)
-    print(done.as_json(dry_run=dry_run) if as_json else done.as_text(dry_run=dry_run))
+    scope = Scope(Selection(address, namespace, model), tenant, tier or "", everything)
+    if not (yes or dry_run):
+        confirm(f"{_cleared_text(run_clear(scope, dry_run=True))}: {scope}. Continue?")
+    with progress("clearing") as report:
+        data = run_clear(scope, dry_run=dry_run, report=report)
+    show(data, [_cleared_text(data)], as_json)
 
 
-def _confirm(question: str) -> None:
-    if not sys.stdin.isatty():
-        fail("clear asks before it forgets anything; give --yes where nobody answers", EXIT_USAGE)
-    if not typer.confirm(question, err=True):
-        raise typer.Exit(EXIT_NOT_HELD)
+def run_clear(
+    scope: Scope, *, dry_run: bool, report: Report = lambda done, total: None
+) -> dict[str, Any]:
+    """Clear *scope*; return what went, or would go, and how much is in use and stays."""
+    deleted = deleted_bytes = 0
+    fields: dict[str, Any] = {"tenant": EVERY_TENANT if scope.everything else scope.tenant}
+    fields |= {"tier": scope.tier, "dry_run": dry_run, "deadline_ms": DEADLINE_MS}
+    with ExitStack() as stack:
+        model = scope.selection.only_model() if scope.selection.is_narrow else None
+        connection = stack.enter_context(connected(scope.selection.address, DEADLINE_MS))
+        if model is not None:
+            fields["session_id"] = stack.enter_context(open_session(connection, model))
+        while True:
+            reply = ask(connection, "Clear", 2 * DEADLINE_MS, **fields)
+            deleted += reply.deleted
+            deleted_bytes += reply.deleted_bytes
+            report(deleted, deleted + reply.left)
+            if not reply.left or not reply.deleted or dry_run:
+                break
+    found = {"deleted": deleted, "deleted_bytes": deleted_bytes, "in_use": reply.leased}
+    return {"dry_run": dry_run} | found
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
-    for command in (ls, stat, get, put, pin, unpin, clear):
-        app.command()(command)
+def _cleared_text(data: dict[str, Any]) -> str:
+    verb = "would delete" if data["dry_run"] else "deleted"
+    skipped = f"; skipped {data['in_use']} (in use or pinned)" if data["in_use"] else ""
+    return f"{verb} {data['deleted']} chunks, {readable_size(data['deleted_bytes'])}{skipped}"

@@ -1,50 +1,39 @@
-"""`kvstore config`: what a server would make of its flags, the environment and the file."""
+"""`kvstore config`: what a server makes of its flags, the environment and the file."""
 
 from __future__ import annotations
 
 import typer
 
-from kvstore.cli.exits import EXIT_USAGE, fail
-from kvstore.cli.manual import Manual
-from kvstore.proto.errors import InvalidRequestError
+from kvstore.cli.app import command, group
 
-_AS_SERVER = {"allow_extra_args": True, "ignore_unknown_options": True}
-
-config_app = typer.Typer(
-    cls=Manual,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="What kvstore-server would make of these flags, the environment and the file.",
-)
+group("config", "Administer", "Check and print the settings of kvstore-server.")
 
 
-@config_app.command(context_settings=_AS_SERVER)
-def show(context: typer.Context) -> None:
+@command("config show", exits="0 2", example="kvstore config show --cpu 8GiB", as_server=True)
+def config_show(context: typer.Context) -> None:
     """Print each setting as YAML with where it came from. Takes kvstore-server's flags."""
     from kvstore.server.settings.loading import load, show
     from kvstore.server.settings.settings import Settings
 
-    try:
-        config, origins = load(Settings, context.args)
-    except InvalidRequestError as error:
-        fail(error, EXIT_USAGE)
-    print(show(config, origins), end="")
+    print(show(*load(Settings, context.args)), end="")
 
 
-@config_app.command(context_settings=_AS_SERVER)
-def validate(context: typer.Context) -> None:
+@command(
+    "config validate",
+    exits="0 2",
+    example="kvstore config validate --config kvstore.yaml",
+    as_server=True,
+)
+def config_validate(context: typer.Context) -> None:
     """Print ok, or exit with 2 and what is wrong. Takes kvstore-server's flags."""
     from kvstore.server.settings.settings import load_config
 
-    try:
-        load_config(context.args)
-    except InvalidRequestError as error:
-        fail(error, EXIT_USAGE)
+    load_config(context.args)
     print("ok")
 
 
-@config_app.command()
-def schema() -> None:
+@command("config schema", exits="0 2", example="kvstore config schema")
+def config_schema() -> None:
     """Print the JSON schema of the YAML file, for editors and for what generates such files."""
     import json
 

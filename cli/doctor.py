@@ -2,41 +2,77 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal
 
-from kvstore.cli.access import dial
-from kvstore.cli.doctor_checks import CHECKS
-from kvstore.cli.doctor_redis import check_directory
-from kvstore.cli.finding import Finding, State
-from kvstore.cli.status import DEADLINE_MS, ask_status
-from kvstore.cli.tables import Grid, open_console
-from kvstore.proto import kvstore_pb2 as pb
+import typer
+
+from kvstore.cli.app import EXIT_NOT_HELD, AsJson, call, command
+from kvstore.cli.output import Grid, show
+from kvstore.cli.server import directory_line, fetch_status
 from kvstore.proto.errors import KVStoreError
-from kvstore.server.settings.settings import Settings
+
+if TYPE_CHECKING:  # help is to load none of the product
+    from kvstore.proto import kvstore_pb2 as pb
 
 _IDENTITY = ("model_revision", "adapter_digest", "quantization", "tokenizer_digest")
 
+State = Literal["ok", "warn", "fail"]
 
-def examine(config: Settings, address: str) -> Iterator[Finding]:
-    """Check this machine for *config*, then the server at *address* if one answers."""
-    for check in CHECKS:
-        yield from check(config)
-    yield from check_server(address)
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check; ``fix`` is empty when it is ok."""
+
+    check: str
+    state: State
+    saw: str
+    fix: str = ""
+
+
+@command(
+    "doctor",
+    exits="0 1 2 3",
+    example="kvstore doctor --tiers cpu,disk",
+    section="Look",
+    as_server=True,
+)
+def doctor(address: str, context: typer.Context, as_json: AsJson = False) -> None:
+    """Check this machine, and the server if it runs; takes kvstore-server's flags too.
+
+    Exits with 1 when something fails.
+    """
+    from kvstore.cli.doctor_checks import CHECKS
+    from kvstore.server.settings.settings import load_config
+
+    config = load_config(context.args)
+    found = [one for check in CHECKS for one in check(config)]
+    found += check_server(address)
+    table = Grid("check", "state", "finding", "fix", wraps=2)
+    for one in found:
+        table.add_row(one.check, one.state, one.saw, one.fix)
+    failed = any(one.state == "fail" for one in found)
+    show({"checks": list(map(asdict, found)), "failed": failed}, [table], as_json)
+    if failed:
+        raise typer.Exit(EXIT_NOT_HELD)
+
+
+# --- the server
 
 
 def check_server(address: str) -> Iterator[Finding]:
     """Whether a server answers, how its tiers are, and whether engines name chunks alike."""
     try:
-        status = ask_status(address)
+        status = fetch_status(address)
     except KVStoreError as error:
         yield Finding("server", "warn", str(error), "start kvstore-server, or give --address")
         return
     yield Finding("server", "ok", f"{status.state}, version {status.version}")
     for tier in status.tiers:
         state: State = "warn" if tier.reason else "ok"
-        fix = "mend what the reason names; the tier comes back by itself" if tier.reason else ""
+        fix = "fix the cause above; the tier recovers by itself" if tier.reason else ""
         yield Finding(f"tier {tier.name}", state, tier.reason or tier.state, fix)
     damaged = status.counters.get("corrupt_chunks", 0)
     if damaged:
@@ -46,15 +82,11 @@ def check_server(address: str) -> Iterator[Finding]:
 
 
 def _namespaces(address: str) -> Iterator[Finding]:
-    connection = dial(address, DEADLINE_MS)
     try:
-        request = pb.ExplainRequest(spaces=True)
-        reply = connection.call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
+        reply = call(address, "Explain", spaces=True)
     except KVStoreError as error:
         yield Finding("engines", "ok", f"not shown here: {error}")
         return
-    finally:
-        connection.close()
     by_model: dict[str, list[pb.Representation]] = defaultdict(list)
     for space in reply.spaces:
         by_model[space.representation.model_id].append(space.representation)
@@ -70,22 +102,16 @@ def _namespaces(address: str) -> Iterator[Finding]:
             yield Finding(f"engines of {model}", "ok", "one identity")
 
 
-def findings_as_json(findings: Sequence[Finding]) -> str:
-    """Return *findings* as JSON."""
-    rows = [
-        {"check": one.check, "state": one.state, "saw": one.saw, "fix": one.fix} for one in findings
-    ]
-    return json.dumps({"checks": rows, "failed": has_failed(findings)}, indent=2)
-
-
-def has_failed(findings: Sequence[Finding]) -> bool:
-    """Whether a server would not start, or not do its work, as things are."""
-    return any(one.state == "fail" for one in findings)
-
-
-def print_findings(findings: Sequence[Finding]) -> None:
-    """Print *findings* as a table."""
-    table = Grid("check", "state", "saw", "what to do", wraps=2)
-    for one in findings:
-        table.add_row(one.check, one.state, one.saw, one.fix)
-    open_console().print(table)
+def check_directory(status: pb.StatusResponse) -> Iterator[Finding]:
+    """How the server stands among other nodes, if it is to be among them."""
+    if not status.HasField("directory"):
+        return
+    one = status.directory
+    fixes = {
+        "taken": "give each node a --node-id of its own",
+        "unknown": "mend what the reason names; it comes in by itself",
+        "full": "so many nodes need a Redis of another --redis-prefix",
+    }
+    fix = fixes.get(one.standing, fixes["unknown"] if one.failure else "")
+    saw = directory_line(one).removeprefix("directory: ")
+    yield Finding("directory", "warn" if fix else "ok", saw, fix)

@@ -1,32 +1,64 @@
-"""What `kvstore doctor` looks at: each check says ok, warn or fail, what it saw and what to do."""
+"""What `kvstore doctor` looks at on this machine and in Redis: each check yields findings."""
 
 from __future__ import annotations
 
 import os
 import resource
+import stat
 import time
-from collections.abc import Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from uuid import uuid4
 
-from kvstore.cli.doctor_certificates import check_certificates
-from kvstore.cli.doctor_clock import check_clock
-from kvstore.cli.doctor_files import check_files
-from kvstore.cli.doctor_redis import check_redis
-from kvstore.cli.finding import Check, Finding, State
+from cryptography import x509
+from redis.exceptions import OutOfMemoryError
+
+from kvstore.cli.doctor import Finding, State
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.security.certificates import parse_revocations
 from kvstore.server.settings.process_limits import PROCESS_BYTES, memory_limit_bytes
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import GIB, MIB, format_size
+from kvstore.tiers.redis import check_health
+from kvstore.tiers.redis_client import DIRECTORY_RIGHTS, TIER_RIGHTS, RedisClient
+from kvstore.tiers.redis_connection import Command
 
 MIN_FILES = 4096
 PROBE_BYTES = 32 * MIB
 MIN_DISK_BYTES_PER_S = 100e6
 LIST_ENDS_SOON = timedelta(days=1)
+EXPIRES_SOON = timedelta(days=14)
 SLOW_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "fuse", "overlay"}
 MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
+MAX_SKEW_S = 2.0
+"""Tokens and certificates are judged by each machine's own clock."""
+MAX_REDIS_MS = 5.0
+PINGS = 20
+
+OWN = {"tls_cert": "certificate", "redis_tls_cert": "certificate for Redis"}
+"""Settings of certificates that are shown to others, and what they are called."""
+AUTHORITIES = {
+    "tls_client_ca": "authority of clients",
+    "peer_ca": "authority of peers",
+    "redis_tls_ca": "authority of Redis",
+}
+"""Settings of those that others are verified with: one that is valid will do of several."""
+SECRET = (
+    "tls_key",
+    "redis_tls_key",
+    "redis_password_file",
+    "peer_key",
+    "encryption_keys",
+    "secret_file",
+)
+"""Settings whose files let whoever reads them pass for the server, or read what it keeps."""
+BELIEVED = ("auth_keys", "jwt_key", "tls_client_ca", "peer_ca", "redis_tls_ca", "events_readers")
+"""Settings whose files let whoever changes them in."""
+
+
+# --- the machine
 
 
 def check_limits(config: Settings) -> Iterator[Finding]:
@@ -142,7 +174,183 @@ def _size(size_bytes: int) -> str:
     return "unlimited" if size_bytes < 0 else f"{size_bytes / GIB:.1f} GiB"
 
 
-CHECKS: tuple[Check, ...] = (
+# --- certificates and secrets
+
+
+def check_certificates(config: Settings) -> Iterator[Finding]:
+    """How long each certificate that the settings name is valid."""
+    for setting, name in (OWN | AUTHORITIES).items():
+        path = getattr(config, setting)
+        if path is not None:
+            yield _finding(name, setting, path)
+
+
+def _finding(name: str, setting: str, path: Path) -> Finding:
+    try:
+        found = x509.load_pem_x509_certificates(path.read_bytes())
+    except (OSError, ValueError) as error:
+        fix = f"give --{setting.replace('_', '-')} a PEM file that can be read"
+        return Finding(name, "fail", f"{path}: {error}", fix)
+    best = found[0]
+    if setting in AUTHORITIES:
+        best = max(found, key=lambda one: one.not_valid_after_utc)
+    now = datetime.now(UTC)
+    if best.not_valid_before_utc > now:
+        begins = best.not_valid_before_utc.isoformat(" ", "minutes")
+        fix = "set the clock, or get it anew: nobody takes it before that"
+        return Finding(name, "fail", f"valid from {begins}", fix)
+    left = best.not_valid_after_utc - now
+    state: State = "fail" if left < timedelta() else "warn" if left < EXPIRES_SOON else "ok"
+    saw = f"expired {(-left).days} days ago" if state == "fail" else f"{left.days} days left"
+    again = "start the server anew" if "redis" in setting else "the server reads it again by itself"
+    return Finding(name, state, saw, "" if state == "ok" else f"replace the file; {again}")
+
+
+def check_files(config: Settings) -> Iterator[Finding]:
+    """Whether anybody on this machine may read a secret, or change whom the server believes."""
+    secret = {*SECRET, "jwt_key"} if config.jwt_algorithm == "HS256" else {*SECRET}
+    for setting in (*SECRET, *BELIEVED):
+        path: Path | None = getattr(config, setting)
+        mode = 0 if path is None else path.stat().st_mode
+        can = [
+            what
+            for what, bit in (("read", stat.S_IROTH), ("change", stat.S_IWOTH))
+            if mode & bit and (what == "change" or setting in secret)
+        ]
+        if can:
+            saw = f"anybody here may {' and '.join(can)} {path}"
+            yield Finding(setting.replace("_", " "), "warn", saw, f"chmod o-rwx {path}")
+
+
+# --- Redis
+
+
+def check_redis(config: Settings) -> Iterator[Finding]:
+    """Whether Redis answers, how fast, what the user may do, and how its servers are."""
+    if config.redis_url is None or not ("redis" in config.tiers or config.directory):
+        return
+    try:
+        url = config.redis_access(config.redis_url)
+        link = RedisClient("redis", url, config.redis_timeout_ms, 1)
+    except (KVStoreError, OSError, ValueError) as error:
+        yield Finding("redis", "fail", str(error), "correct --redis and what belongs to it")
+        return
+    with closing(link):
+        name = f"{config.redis_prefix}{{doctor}}".encode()
+        try:
+            yield _speed(link, name)
+        except KVStoreError as error:
+            yield Finding("redis", "fail", str(error), "start it, or correct --redis")
+            return
+        yield _rights(link, name, config)
+        yield from _servers(link)
+
+
+def _speed(link: RedisClient, name: bytes) -> Finding:
+    times = []
+    for _ in range(PINGS):
+        started = time.perf_counter()
+        link.run(name, [[b"GETRANGE", name, b"0", b"0"]])
+        times.append(1000 * (time.perf_counter() - started))
+    median_ms = sorted(times)[PINGS // 2]
+    slow = median_ms > MAX_REDIS_MS
+    fix = "move it nearer: each lookup that memory cannot answer waits for it" if slow else ""
+    return Finding("redis", "warn" if slow else "ok", f"{median_ms:.2f} ms an answer", fix)
+
+
+def _trials(name: bytes, *, directory: bool) -> dict[str, Command]:
+    """Return a harmless use of each command that is needed, on names that end in 10 s."""
+    other = name + b":set"
+    trials: dict[str, Command] = {
+        "set": (b"SET", name, b"x", b"PX", 10_000),
+        "expire": (b"EXPIRE", name, 10),
+        "scan": (b"SCAN", 0, b"COUNT", 1),
+        "eval": (b"EVAL", b"return 1", 1, name),
+        "unlink": (b"UNLINK", name),
+    }
+    if directory:
+        trials |= {
+            "sadd": (b"SADD", other, 1),
+            "srandmember": (b"SRANDMEMBER", other, 1),
+            "srem": (b"SREM", other, 1),
+            "hset": (b"HSET", name, b"f", b"v"),
+            "hget": (b"HGET", name, b"f"),
+            "hgetall": (b"HGETALL", name),
+            "hdel": (b"HDEL", name, b"f"),
+            "time": (b"TIME",),
+        }
+    return trials
+
+
+def _rights(link: RedisClient, name: bytes, config: Settings) -> Finding:
+    denied = {}
+    for word, command in _trials(name, directory=config.directory).items():
+        try:
+            link.run(name, [command])
+        except OutOfMemoryError:  # it may be used; that Redis is full is another finding
+            continue
+        except KVStoreError as error:
+            if "NoPermissionError" in str(error):
+                denied[word] = str(error).partition("; allow its user")[0]
+            elif word == "set":
+                return Finding("redis rights", "warn", f"cannot be tried: {error}", "mend that")
+    words = TIER_RIGHTS + (DIRECTORY_RIGHTS if config.directory else ())
+    rights = " ".join(f"+{word}" for word in words)
+    fix = f"ACL SETUSER its user ~{config.redis_prefix}* {rights}" if denied else ""
+    saw = f"denied: {', '.join(f'{word} ({why})' for word, why in denied.items())}"
+    return Finding(
+        "redis rights",
+        "fail" if denied else "ok",
+        saw if denied else "every command that is needed",
+        fix,
+    )
+
+
+def _servers(link: RedisClient) -> Iterator[Finding]:
+    try:
+        found = list(check_health(link))
+    except KVStoreError as error:
+        yield Finding("redis servers", "fail", str(error), "start them")
+        return
+    for one in found:
+        yield Finding("redis servers", "fail" if one.is_loss else "warn", one.saw, one.fix)
+    if not found:
+        yield Finding("redis servers", "ok", "all answer and have room, as far as may be seen")
+
+
+def check_clock(config: Settings, wall_clock: Callable[[], float] = time.time) -> Iterator[Finding]:
+    """How far this machine's clock is from that of the Redis that nodes share.
+
+    A Redis that does not answer, or whose user may not ask (+time), says nothing here.
+    """
+    if config.redis_url is None:
+        return
+    try:
+        url = config.redis_access(config.redis_url)
+        link = RedisClient("redis", url, config.redis_timeout_ms, 1)
+    except (KVStoreError, OSError, ValueError):
+        return  # the check of Redis names it
+    with closing(link):
+        try:
+            before_s = wall_clock()
+            reply = link.run(b"time", [[b"TIME"]])[0]
+            after_s = wall_clock()
+        except KVStoreError:
+            return
+    match reply:
+        case [bytes(seconds), bytes(micros)]:
+            theirs_s = int(seconds) + int(micros) / 1e6
+        case _:
+            return
+    skew_s = (before_s + after_s) / 2 - theirs_s
+    is_off = abs(skew_s) - (after_s - before_s) / 2 > MAX_SKEW_S
+    fix = "have both machines follow NTP: tokens and certificates end by a clock" if is_off else ""
+    where = "ahead of" if skew_s > 0 else "behind"
+    saw = f"{abs(skew_s):.1f} s {where} that of Redis"
+    yield Finding("clock", "warn" if is_off else "ok", saw, fix)
+
+
+CHECKS: tuple[Callable[[Settings], Iterator[Finding]], ...] = (
     check_limits,
     check_disk,
     check_redis,

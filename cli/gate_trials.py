@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvstore.cli.access import given_access
+from kvstore.cli.app import given_access
 from kvstore.cli.calibrate import read_text
 from kvstore.cli.model_samples import load_model
 from kvstore.client import Client, ClientOptions

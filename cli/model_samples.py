@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 from kvstore.cli.kv_dumps import Sample, Samples, cut
 from kvstore.client.engines.transformers.cache import as_argument
-from kvstore.client.engines.transformers.identity import full_layers, representation_of
+from kvstore.client.engines.transformers.identity import representation_of
 from kvstore.client.tensors import to_array
 from kvstore.codecs.base import Part
-from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.keys import representation_digest
-from kvstore.proto.types import MIN_CHUNK_TOKENS, Component
+from kvstore.proto.types import MIN_CHUNK_TOKENS, Component, LayerKind
 
 CONTEXT_TOKENS = 1024
 
@@ -40,7 +40,9 @@ def run_model(folder: Path, text: str, tokens: int, chunk_tokens: int) -> Sample
     """
     model, tokenizer = load_model(folder)
     representation = representation_of(model, tokenizer)
-    (group,) = representation.layer_groups
+    (group, *others) = representation.layer_groups
+    if others or group.kind is not LayerKind.attention:
+        raise ModelError("layers", group.kind.name, "only full-attention layers are stored")
     ids = tokenizer(text)["input_ids"][:tokens]
     if len(ids) < MIN_CHUNK_TOKENS:
         raise InvalidRequestError("text", len(ids), f"give at least {MIN_CHUNK_TOKENS} tokens")
@@ -65,11 +67,10 @@ def _layers(model: PreTrainedModel, prompt: Sequence[int]) -> list[list[Part]]:
     with torch.inference_mode():
         model(torch.tensor([prompt], device=model.device), **as_argument(cache), use_cache=True)
     found = []
-    for layer in full_layers(cache):
+    layers: Sequence[Any] = cache.layers
+    for layer in layers:
         parts = []
         for tensor in (layer.keys, layer.values):
-            if tensor is None:
-                raise InvalidRequestError("cache", None, "the model kept no KV")
             array = to_array(tensor[0].cpu().contiguous())
             parts.append(array.view(f"<u{array.dtype.itemsize}"))
         found.append(parts)

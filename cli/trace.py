@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from kvstore.cli.access import dial
-from kvstore.cli.exits import EXIT_USAGE, fail
-from kvstore.cli.manual import Manual
-from kvstore.cli.server_address import DEFAULT_ADDRESS, Address
+from kvstore.cli.app import AsJson, ask, command, connected, group, parse_size
 from kvstore.proto.errors import InvalidRequestError
 
 if TYPE_CHECKING:  # help is to load none of the product
@@ -34,19 +31,14 @@ DEADLINE_MS = 20_000
 _NAME_BYTES = 8
 _BATCH_CHUNKS = 64
 
-trace_app = typer.Typer(
-    cls=Manual,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="What a server is asked for: recorded without anything of anybody's, and replayed.",
-)
+group("trace", "Measure", "Record anonymised access traces of a server, and replay them.")
 
 
-@trace_app.command("record")
+@command("trace record", example="kvstore trace record trace.jsonl --seconds 60")
 def trace_record(
+    address: str,
     out: Annotated[Path, typer.Argument(help="File to write, which must not exist.")],
-    address: Address = DEFAULT_ADDRESS,
-    seconds: Annotated[float, typer.Option(metavar="S", help="How long.")] = 60.0,
+    seconds: Annotated[float, typer.Option(metavar="S", help="Seconds to record.")] = 60.0,
     block_tokens: Annotated[
         int, typer.Option(metavar="N", help="Tokens of a chunk of that server.")
     ] = 256,
@@ -55,30 +47,27 @@ def trace_record(
 
     Runs on the server's host. The file is one that simulate and replay read.
     """
-    try:
-        made = record(address, out, seconds, block_tokens)
-    except (InvalidRequestError, OSError) as error:
-        fail(error, EXIT_USAGE)
+    made = record(address, out, seconds, block_tokens)
     lost = f", {made.lost} lost: read too late" if made.lost else ""
     print(f"{out}: {made.lookups} lookups of {made.chunks} chunks{lost}")
 
 
-@trace_app.command("replay")
+@command("trace replay", example="kvstore trace replay trace.jsonl")
 def trace_replay(
+    address: str,
     trace: Annotated[Path, typer.Argument(help="JSONL, as simulate reads.")],
-    address: Address = DEFAULT_ADDRESS,
-    chunk_bytes: Annotated[int, typer.Option(metavar="N", help="Of each chunk.")] = 64 << 10,
-    requests: Annotated[int, typer.Option(metavar="N", help="How many; 0 is all.")] = 0,
+    chunk_bytes: Annotated[
+        int, typer.Option(parser=parse_size, metavar="SIZE", help="Size of each chunk.")
+    ] = 64 << 10,
+    requests: Annotated[int, typer.Option(metavar="N", help="Requests to play; 0: all.")] = 0,
     speed: Annotated[
-        float, typer.Option(metavar="X", help="Of the trace's time; 0: one after the other.")
+        float,
+        typer.Option(metavar="X", help="Multiple of the trace's pace; 0: one after the other."),
     ] = 0.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Play a trace against a server, with chunks of made-up bytes, and print what it had."""
-    try:
-        done = replay_trace(trace, ReplayTerms(address, chunk_bytes, requests, speed))
-    except (InvalidRequestError, OSError) as error:
-        fail(error, EXIT_USAGE)
+    done = replay_trace(trace, ReplayTerms(address, chunk_bytes, requests, speed))
     rate = done.hit_blocks / done.blocks if done.blocks else 0.0
     if as_json:
         print(json.dumps({**asdict(done), "block_hit_rate": rate}))
@@ -145,23 +134,14 @@ def record(
 
     Raises InvalidRequestError, KVStoreErrors of the server, and OSError for the file.
     """
-    from kvstore.cli.status import DEADLINE_MS as CALL_MS
-    from kvstore.proto import kvstore_pb2 as pb
-
     if not 0 < duration_s <= MAX_RECORDING_S:
         raise InvalidRequestError("seconds", duration_s, "more than 0, a week at most")
     if not 0 < block_tokens < 1 << 20:
         raise InvalidRequestError("block_tokens", block_tokens, "give 1 or more")
     if out.exists():
         raise FileExistsError(EEXIST, "it is there already: name another file", str(out))
-    connection = dial(address, CALL_MS)
-
-    def read(recording: int, after: int) -> pb.TraceResponse:
-        request = pb.TraceRequest(recording=recording, after=after)
-        return connection.call("Trace", request, CALL_MS, pb.TraceResponse)
-
-    try:
-        page = read(0, 0)
+    with connected(address) as connection:
+        page = ask(connection, "Trace")
         with out.open("x") as file:
             writer = TraceWriter(file, block_tokens)
             until = clock() + duration_s
@@ -171,14 +151,15 @@ def record(
                 is_last = left_s <= 0
                 if not is_last:
                     sleep(min(POLL_S, left_s))
-                while (page := read(page.recording, page.last)).records:
+                while True:
+                    place = {"recording": page.recording, "after": page.last}
+                    page = ask(connection, "Trace", **place)
                     writer.lost += page.lost
+                    if not page.records:
+                        break
                     for one in page.records:
                         writer.write(one)
-                writer.lost += page.lost
             return writer
-    finally:
-        connection.close()
 
 
 # --- replay

@@ -27,11 +27,9 @@ from kvstore.client.device_pages import DevicePages
 from kvstore.client.device_puts import DevicePutting
 from kvstore.client.device_reads import (
     DeviceReader,
-    InArena,
-    InMemory,
     Reading,
     Registration,
-    frame_count,
+    Run,
 )
 from kvstore.client.forks import keep
 from kvstore.client.frames import FrameAssembler
@@ -103,7 +101,7 @@ class CudaTransport(ShmTransport):
         deadline_ms: int,
         reader: DeviceReader,
         least: Accuracy = Accuracy.exact,
-    ) -> Iterator[Iterator[InArena | InMemory | Arrival]]:
+    ) -> Iterator[Iterator[Run]]:
         """Enter to iterate frames as ``get`` does, those in memory where they lie."""
         is_shared = self.shares(reader.ring.device)
         via = pb.VIA_DEVICE if is_shared else pb.VIA_SHARED_MEMORY
@@ -146,7 +144,7 @@ class CudaTransport(ShmTransport):
 
     def _arriving_near(
         self, replies: Iterator[pb.GetResponse], reader: DeviceReader
-    ) -> Iterator[InArena | InMemory | Arrival]:
+    ) -> Iterator[Run]:
         assembler = FrameAssembler(self.session.terms.max_frame_bytes, room_of())
         registration = self.registration_for(reader.device)
         for reply in replies:
@@ -157,23 +155,21 @@ class CudaTransport(ShmTransport):
                 some = list(run)
                 first, index = index, index + len(some)
                 if reach == Reach.device:
-                    yield InArena(first, some)
+                    yield Run(first, some)
                 elif reach == Reach.memory:
                     yield self._in_memory(first, some, registration)
                 else:
                     for at, place in enumerate(some, first):
-                        yield self._arrival(at, names[place.tier], place)
+                        yield _run_of(self._arrival(at, names[place.tier], place))
             if reply.HasField("part"):
                 part = arrival_of(reply)
                 whole = whole_frame(assembler, part, cast("Bytes", part.data))
                 if whole is not None:
-                    yield whole
+                    yield _run_of(whole)
             else:
                 assembler.next_index = index
 
-    def _in_memory(
-        self, index: int, places: Sequence[Place], registration: Registration
-    ) -> InMemory:
+    def _in_memory(self, index: int, places: Sequence[Place], registration: Registration) -> Run:
         frames: list[Bytes] = []
         confirms: list[Callable[[], None]] = []
         for place in places:
@@ -181,7 +177,7 @@ class CudaTransport(ShmTransport):
             registration.note(place.number, slab.data)
             frames.append(slab.data[place.offset : place.offset + place.size_bytes])
             confirms.append(partial(slab.confirm, place.offset, place.generation))
-        return InMemory(index, frames, confirms)
+        return Run(index, (), frames, confirms)
 
     @override
     def close(self) -> None:
@@ -282,7 +278,7 @@ class CudaClient(DevicePutting):
 
     def _arriving(
         self, stack: ExitStack, transport: CudaTransport, left_ms: LeftMs, reading: Reading
-    ) -> Iterator[InArena | InMemory | Arrival]:
+    ) -> Iterator[Run]:
         """Yield what arrives, a batch at a time; the leases of all of them end with *stack*."""
         terms, count = transport.session.terms, 0
         digests = split_digests(packed(reading.keys, terms.namespace), len(reading.keys))
@@ -291,7 +287,7 @@ class CudaClient(DevicePutting):
                 return
             arriving = transport.get_on_device(some, left_ms(), reading.reader, reading.least)
             for one in stack.enter_context(arriving):
-                count += frame_count(one)
+                count += len(one)
                 yield replace(one, index=first + one.index) if first else one
 
     @override
@@ -306,6 +302,10 @@ class CudaClient(DevicePutting):
         if self._pages_reader is not None:
             self._pages_reader.close()
             self._pages_reader = None
+
+
+def _run_of(arrived: Arrival) -> Run:
+    return Run(arrived.index, (), [arrived.data[:]], [arrived.confirm])
 
 
 def _noted(arriving: Iterator[T], arrived: Callable[[], None]) -> Iterator[T]:

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from kvstore.client.decode import WRONG, check_header, contiguous
 from kvstore.client.device_decode import Begun, DeviceDecoder
-from kvstore.client.transport import Arrival
 from kvstore.codecs.frame_kernels import open_kernels
 from kvstore.codecs.paged import (
     RAW,
@@ -61,21 +60,28 @@ _ALIGN_BYTES = 256
 _WORD_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class InArena:
-    """Frames of consecutive chunks from number ``index`` on, in the mapped memory of the device."""
+@dataclass(slots=True)
+class Run:
+    """Frames of consecutive chunks from number ``index`` on: in the memory of the device at
+    ``places``, or ``frames`` of host memory. ``confirms``: as ``Arrival.confirm``, one a frame.
+    """
 
     index: int
-    places: Sequence[Place]
+    places: Sequence[Place] = ()
+    frames: Sequence[Bytes] = ()
+    confirms: Sequence[Callable[[], None]] = ()
+    heads: NDArray[np.uint8] = field(default_factory=lambda: np.empty((0, 0), np.uint8))
+    """A row each, on the host: as many first bytes as the header of a whole chunk has."""
+    tables: DeviceTables | None = None
+    """Of ``places``."""
 
+    def __len__(self) -> int:
+        return len(self.places or self.frames)
 
-@dataclass(frozen=True, slots=True)
-class InMemory:
-    """The same in CPU memory of the server. ``confirms``: as ``Arrival.confirm``, one a frame."""
-
-    index: int
-    frames: Sequence[Bytes]
-    confirms: Sequence[Callable[[], None]]
+    @property
+    def sizes(self) -> list[int]:
+        """The frames' bytes."""
+        return [place.size_bytes for place in self.places] or [len(one) for one in self.frames]
 
 
 class DeviceReader:
@@ -147,7 +153,7 @@ class Registration:
                     return
                 end = self._device.register(memory[start : start + PIECE_BYTES], read_only=True)
                 if end is None:
-                    return  # it was said so; the next one would not do either
+                    return  # which was logged; the next one would fail too
                 self._ends.append(end)
 
     def cuts(self, data: Bytes) -> Iterator[slice]:
@@ -168,22 +174,6 @@ class Registration:
             self._thread.join()
         while self._ends:
             self._ends.pop()()
-
-
-@dataclass(slots=True)
-class _Run:
-    """Frames of consecutive chunks from number ``index`` on, where they lie, and their heads: a row
-    each, on the host, as many of its first bytes as the header of a whole chunk has.
-    """
-
-    index: int
-    heads: NDArray[np.uint8]
-    sizes: Sequence[int]
-    places: Sequence[Place] = ()
-    """In the memory of the device, with their ``tables``; else ``frames`` of host memory."""
-    tables: DeviceTables | None = None
-    frames: Sequence[Bytes] = ()
-    confirms: Sequence[Callable[[], None]] = ()
 
 
 @dataclass(slots=True)
@@ -227,7 +217,7 @@ class Reading:
         self._ring_tables: list[DeviceTables] = []
         """Of all frames that come by way of the ring: each has a slot by its number."""
         self._has_ring_tables = False
-        self._in_arena: list[_Run] = []
+        self._in_arena: list[Run] = []
         self._checked: set[tuple[KVLayout, int]] = set()
         """Frames that fit the pages. All of a get have places of their own in memory and pages."""
         self._queue: deque[_Batch] = deque()
@@ -236,30 +226,26 @@ class Reading:
         if after is not None:
             reader.work.wait(after)
 
-    def run(self, arriving: Iterator[InArena | InMemory | Arrival]) -> None:
+    def run(self, arriving: Iterator[Run]) -> None:
         """Read until the end of the prefix; ``done`` and ``broken`` then say how it went.
 
         Raises LeaseExpiredError where memory of the device was reused meanwhile: that says nothing
         of the chunks.
         """
         try:
-            for arrived in contiguous(arriving, frame_count):
-                if not self._take(self._run_of(arrived)):
+            for run in contiguous(arriving, len):
+                self._bring_heads(run)
+                if not self._take(run):
                     break
             confirm = self._confirming()
             self._prove_all()
-        except WRONG:
-            self._end()
-            confirm = self._confirming()
-        except UnknownCodecError:
-            self._end()
-            self.broken = None  # right for all we know, to a newer client
-            confirm = self._confirming()
-        except TierUnavailableError:  # a file that cannot be read
-            self._end()
-            self.broken = None
-            if not self.done:
-                raise
+        except (*WRONG, UnknownCodecError, TierUnavailableError) as error:
+            with suppress(*WRONG):  # what was queued before it
+                self._prove_all()
+            if isinstance(error, WRONG):
+                self.broken = self.keys[self.done]
+            elif isinstance(error, TierUnavailableError) and not self.done:
+                raise  # a file that cannot be read
             confirm = self._confirming()
         confirm()
 
@@ -267,38 +253,24 @@ class Reading:
         while self._queue:
             self._prove(self._queue.popleft())
 
-    def _end(self) -> None:
-        """Prove what was queued before the chunk that is wrong."""
-        with suppress(*WRONG):
-            self._prove_all()
-        self.broken = self.keys[self.done]
-
     # --- what arrived
 
-    def _run_of(self, arrived: InArena | InMemory | Arrival) -> _Run:
-        if isinstance(arrived, InArena):
-            return self._run_in_arena(arrived)
-        if isinstance(arrived, InMemory):
-            frames, confirms = arrived.frames, arrived.confirms
-        else:
-            frames, confirms = [arrived.data[:]], [arrived.confirm]
-        heads = np.zeros((len(frames), self._transport.head_bytes), np.uint8)
-        for head, frame in zip(heads, frames, strict=True):
-            start = frame[: len(head)]
-            head[: len(start)] = start
-        sizes = [len(frame) for frame in frames]
-        return _Run(arrived.index, heads, sizes, frames=frames, confirms=confirms)
-
-    def _run_in_arena(self, arrived: InArena) -> _Run:
-        """Bring the heads of frames in the arena to the host, in one go."""
-        places, memory = arrived.places, self._arena()
+    def _bring_heads(self, run: Run) -> None:
+        """Bring the heads of frames to the host; of those in the arena in one go."""
+        if not run.places:
+            run.heads = np.zeros((len(run), self._transport.head_bytes), np.uint8)
+            for head, frame in zip(run.heads, run.frames, strict=True):
+                data = frame[: len(head)]
+                head[: len(data)] = data
+            return
+        places, memory = run.places, self._arena()
         for place in places:
             start, stop = place.offset - _WORD_BYTES, place.offset + place.size_bytes
             if start < 0 or place.offset % 16 or stop > len(memory):
                 raise InvalidRequestError(
                     "place", (place.offset, place.size_bytes), f"arena has {len(memory)} bytes"
                 )
-        firsts = self._chunk_tokens * (arrived.index + np.arange(len(places)))
+        firsts = self._chunk_tokens * (run.index + np.arange(len(places)))
         starts = np.stack([np.array([place.offset for place in places]), firsts], 1)
         kernels, copies = self.reader.kernels, self.reader.copies
         words = 1 + -(-self._transport.head_bytes // _WORD_BYTES)
@@ -310,14 +282,11 @@ class Reading:
 
         copies.launch(launch)
         copies.record().synchronize()
-        ((tables, wait),) = found
+        ((run.tables, wait),) = found
         rows = wait()
         _check_generations(rows[:, 0], places)
-        heads = np.ascontiguousarray(rows[:, 1:]).view(np.uint8)
-        sizes = [place.size_bytes for place in places]
-        run = _Run(arrived.index, heads, sizes, places=places, tables=tables)
+        run.heads = np.ascontiguousarray(rows[:, 1:]).view(np.uint8)
         self._in_arena.append(run)
-        return run
 
     def _arena(self) -> torch.Tensor:
         assert self._transport.arena is not None
@@ -332,7 +301,7 @@ class Reading:
         kernels, work = self.reader.kernels, self.reader.work
         for run in self._in_arena:
 
-            def launch(run: _Run = run) -> None:
+            def launch(run: Run = run) -> None:
                 assert run.tables is not None
                 words = kernels.words(self._arena(), run.tables, _WORD_BYTES, 1)
                 waits.append((words, run.places))
@@ -348,7 +317,7 @@ class Reading:
 
         return confirm
 
-    def _take(self, run: _Run) -> bool:
+    def _take(self, run: Run) -> bool:
         """Queue what is to be read of *run*; whether that is all of it.
 
         One header is parsed, those like it are compared with it.
@@ -372,7 +341,7 @@ class Reading:
             number += len(stated)
         return count == len(is_true)
 
-    def _alike(self, run: _Run, first: int, count: int) -> list[list[int]]:
+    def _alike(self, run: Run, first: int, count: int) -> list[list[int]]:
         """Return the checksums that headers from number *first* on state, of a batch at most, up
         to the first that is not right, or not like the last that was parsed.
         """
@@ -392,7 +361,7 @@ class Reading:
         rows: list[list[int]] = stated[:alike].tolist()
         return rows
 
-    def _header(self, run: _Run, number: int) -> FrameHeader:
+    def _header(self, run: Run, number: int) -> FrameHeader:
         """Parse a header that is not like the last one."""
         data = run.heads[number] if run.places else run.frames[number]
         key, session = self.keys[run.index + number], self._transport.session
@@ -410,7 +379,7 @@ class Reading:
 
     # --- onto the device's queue
 
-    def _decode(self, run: _Run, number: int, header: FrameHeader) -> None:
+    def _decode(self, run: Run, number: int, header: FrameHeader) -> None:
         """Queue the decoding of a frame of another codec as a batch of its own."""
         if run.places:
             raise UnknownCodecError(header.codec_id, "raw, in a device's memory")
@@ -428,7 +397,7 @@ class Reading:
         stated = [begun.frame.header.segments["checksum"].tolist()]
         self._queue.append(_Batch([begun.frame], [begun.sums], stated, done, begun.confirm, [data]))
 
-    def _queued_in_arena(self, run: _Run, first: int, stated: list[list[int]]) -> None:
+    def _queued_in_arena(self, run: Run, first: int, stated: list[list[int]]) -> None:
         """Queue frames where they lie, from number *first* of *run* on."""
         tables = run.tables
         assert tables is not None
@@ -438,7 +407,7 @@ class Reading:
         sums = self._start(self._arena(), frames, lambda: cut)
         self._queue.append(_Batch(frames, sums, stated, self.reader.work.record()))
 
-    def _queued_in_ring(self, run: _Run, first: int, stated: list[list[int]]) -> None:
+    def _queued_in_ring(self, run: Run, first: int, stated: list[list[int]]) -> None:
         """Queue the copies of frames of host memory into the ring, and what is done there."""
         reader, start = self.reader, run.index + first
         held = run.frames[first : first + len(stated)]
@@ -524,13 +493,6 @@ class Reading:
         except KVStoreError:
             self._queue.clear()  # what is behind it counts no more
             raise
-
-
-def frame_count(arrived: InArena | InMemory | Arrival) -> int:
-    """Return of how many chunks *arrived* is."""
-    if isinstance(arrived, Arrival):
-        return 1
-    return len(arrived.places if isinstance(arrived, InArena) else arrived.frames)
 
 
 def _like(header: FrameHeader) -> tuple[KVLayout, int]:

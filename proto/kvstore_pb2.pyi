@@ -889,8 +889,10 @@ class ListResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[ChunkStat, _Mapping]]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("with_sessions",)
+    WITH_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    with_sessions: bool
+    def __init__(self, with_sessions: bool = ...) -> None: ...
 
 class TierStatus(_message.Message):
     __slots__ = ("name", "capacity_bytes", "used_bytes", "chunks", "codec", "state", "reason", "policy", "what_if", "partitions")
@@ -937,7 +939,7 @@ class PartitionStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., used_bytes: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., guaranteed_bytes: _Optional[int] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("server", "version", "state", "uptime_s", "tiers", "sessions", "leases", "counters", "socket_path", "ghosts", "gates", "directory")
+    __slots__ = ("server", "version", "state", "uptime_s", "tiers", "sessions", "leases", "counters", "socket_path", "ghosts", "gates", "directory", "session_list")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -957,6 +959,7 @@ class StatusResponse(_message.Message):
     GHOSTS_FIELD_NUMBER: _ClassVar[int]
     GATES_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    SESSION_LIST_FIELD_NUMBER: _ClassVar[int]
     server: Server
     version: str
     state: str
@@ -969,7 +972,30 @@ class StatusResponse(_message.Message):
     ghosts: int
     gates: _containers.RepeatedCompositeFieldContainer[Gate]
     directory: Directory
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., version: _Optional[str] = ..., state: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., socket_path: _Optional[str] = ..., ghosts: _Optional[int] = ..., gates: _Optional[_Iterable[_Union[Gate, _Mapping]]] = ..., directory: _Optional[_Union[Directory, _Mapping]] = ...) -> None: ...
+    session_list: _containers.RepeatedCompositeFieldContainer[SessionStatus]
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., version: _Optional[str] = ..., state: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., socket_path: _Optional[str] = ..., ghosts: _Optional[int] = ..., gates: _Optional[_Iterable[_Union[Gate, _Mapping]]] = ..., directory: _Optional[_Union[Directory, _Mapping]] = ..., session_list: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ...) -> None: ...
+
+class SessionStatus(_message.Message):
+    __slots__ = ("client", "tenant", "owner", "model_id", "key_namespace", "open_s", "idle_s", "leases", "is_peer")
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    KEY_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    OPEN_S_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    IS_PEER_FIELD_NUMBER: _ClassVar[int]
+    client: str
+    tenant: str
+    owner: str
+    model_id: str
+    key_namespace: bytes
+    open_s: float
+    idle_s: float
+    leases: int
+    is_peer: bool
+    def __init__(self, client: _Optional[str] = ..., tenant: _Optional[str] = ..., owner: _Optional[str] = ..., model_id: _Optional[str] = ..., key_namespace: _Optional[bytes] = ..., open_s: _Optional[float] = ..., idle_s: _Optional[float] = ..., leases: _Optional[int] = ..., is_peer: bool = ...) -> None: ...
 
 class Directory(_message.Message):
     __slots__ = ("node_id", "incarnation", "standing", "failure", "announced", "waiting", "nodes")

@@ -63,8 +63,8 @@ OTHER_FLAGS = {
     "--tenant": "kvstore token",
     "--roles": "kvstore token",
     "--rate": "kvstore quota",
-    "--token-file": "kvstore, before its command",
-    "--ca": "kvstore, before its command",
+    "--token-file": "kvstore",
+    "--ca": "kvstore",
     "--address": "kvstore trace, kvstore explain",
     "--chunk-tokens": "kvstore explain",
     "--extra": "kvstore explain",
@@ -85,7 +85,12 @@ OTHER_FLAGS = {
     "--chunk-bytes": "kvstore trace replay",
     "--curves": "bench.codecs",
     "--speeds": "bench.codecs",
-    "--every": "kvstore top",
+    "--every": "kvstore status",
+    "--watch": "kvstore status",
+    "--follow": "kvstore events",
+    "--tls": "kvstore",
+    "--cert": "kvstore",
+    "--key": "kvstore",
     "--from": "kvstore simulate",
     "--json": "kvstore status, kvstore demo and the benchmarks",
     "--kv-bytes-per-token": "kvstore simulate",
@@ -93,7 +98,6 @@ OTHER_FLAGS = {
     "--node": "examples/prefix_router",
     "--kv-events-config": "vLLM",
     "--kv-transfer-config": "vLLM",
-    "--once": "kvstore top",
     "--plot": "kvstore simulate, bench.codecs, bench.peers and bench.scaling",
     "--seconds": "kvstore trace record",
     "--venvs": "bench.codecs and bench.peers",
@@ -183,7 +187,7 @@ def test_the_examples_of_a_page_run_one_after_another(server: LocalServer, tmp_p
 
 def help_of_the_server(capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit):
-        load_config(["--help"])
+        load_config(["--help-all"])
     return capsys.readouterr().out
 
 

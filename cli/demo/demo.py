@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvstore.cli.tables import Grid, open_console
+from kvstore.cli.output import Grid, open_console
 from kvstore.proto.errors import KVStoreError
 
 MODEL = Path(__file__).with_name("tinylm")

@@ -8,10 +8,10 @@ from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 
+from kvstore.cli.output import Grid, open_console
 from kvstore.cli.plot import line_chart
 from kvstore.cli.simulate.blocks import HYBRID, Outcome, Terms, replay_blocks
 from kvstore.cli.simulate.states import HYBRID_POLICIES, footprint_bytes, replay_states
-from kvstore.cli.tables import Grid, open_console
 from kvstore.cli.trace_format import BlockTrace, SegmentLine, TraceLines, make_blocks, read_trace
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import POLICIES, policy_instead_of

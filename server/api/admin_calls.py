@@ -218,7 +218,23 @@ class AdminCalls:
         reply.socket_path = str(backend.unix_server.path) if backend.unix_server else ""
         if backend.directory is not None:
             reply.directory.CopyFrom(backend.directory.report())
+        if request.with_sessions:
+            known = map(self._session_status, list(self._sessions.by_id.values()))
+            _fill(reply.session_list, known, LIST_BYTES)
         return reply
+
+    def _session_status(self, session: Session) -> pb.SessionStatus:
+        now = self._clock()
+        return as_message(
+            pb.SessionStatus,
+            session,
+            owner=session.owner.name,
+            model_id="" if session.is_peer else session.representation.model_id,
+            key_namespace=session.namespace,
+            open_s=now - session.opened_at,
+            idle_s=now - session.heard_at,
+            leases=self._catalog.leases.count_of(session.session_id),
+        )
 
     def Scrub(self, request: pb.ScrubRequest, caller: Principal) -> pb.ScrubResponse:
         """Begin a pass if requested, and report how far the one that runs is."""

@@ -94,6 +94,10 @@ class Leases:
                 pins[key] = left
         return True
 
+    def count_of(self, session_id: int) -> int:
+        """Return how many leases a session has. Needs no lock."""
+        return self._by_session[session_id]
+
     def drop(self, is_over: Callable[[Lease], bool]) -> int:
         """Release the leases that are over. Return how many."""
         over = [lease for lease in self._leases.values() if is_over(lease)]

@@ -54,6 +54,8 @@ _SHORT = {name: f"--{short}" for short, name in SHORT_NAMES.items()}
 _PREFIX = "KVSTORE_"
 # Kubernetes puts these into every pod beside a service whose name starts with kvstore.
 _FROM_KUBERNETES = re.compile(r"KVSTORE(_.*)?_(SERVICE_(HOST|PORT.*)|PORT(_.*)?)")
+_FROM_COMMANDS = {"KVSTORE_ADDRESS", "KVSTORE_TOKEN_FILE", "KVSTORE_CA"}
+"""Read by the kvstore command alone."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _GROUPS = {
     "tiers": "the ten that matter first",
@@ -86,7 +88,9 @@ def load(model: type[ModelT], argv: Sequence[str]) -> tuple[ModelT, dict[str, st
     environment = _by_full_name(
         (name.removeprefix(_PREFIX).lower(), variable, value)
         for name, variable, value in upper
-        if name.startswith(_PREFIX) and not _FROM_KUBERNETES.fullmatch(name)
+        if name.startswith(_PREFIX)
+        and name not in _FROM_COMMANDS
+        and not _FROM_KUBERNETES.fullmatch(name)
     )
     path = str(flags.pop("config", environment.pop("config", ("", "")))[1])
     content = read_settings(Path(path)) if path else {}
@@ -123,7 +127,7 @@ def _by_full_name(given: Iterable[tuple[str, str, object]]) -> dict[str, Given]:
 
 def _flags(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> dict[str, Given]:
     """Return the settings in *argv* as written. Raises InvalidRequestError, SystemExit."""
-    parser = _parser(fields)
+    parser = _parser(fields, "--help-all" in argv)
     try:
         known, rest = parser.parse_known_args(list(argv))
     except argparse.ArgumentError as error:
@@ -155,17 +159,21 @@ def flag_of(name: str) -> str:
     return _SHORT.get(name, "--" + name.replace("_", "-"))
 
 
-def _parser(fields: Mapping[str, FieldInfo]) -> argparse.ArgumentParser:
+def _parser(fields: Mapping[str, FieldInfo], shows_all: bool) -> argparse.ArgumentParser:
+    """Return the parser of all flags; unless *shows_all* its help has the first group alone."""
+    limits = ", ".join(f"{name} ({text})" for name, text in Limits().texts().items())
+    rest = f"Limits are {limits}." if shows_all else "--help-all lists every setting."
     parser = argparse.ArgumentParser(
         "kvstore-server",
         description="Keep the KV cache of the engines on this node.",
         epilog="Each setting can also come from the environment (KVSTORE_CPU_SIZE=8GiB) or the"
         " YAML file (cpu_size: 8GiB). Flags win over the environment, which wins over the file."
-        f" Limits are {', '.join(f'{k} ({v})' for k, v in Limits().texts().items())}.",
+        f" {rest}",
         allow_abbrev=False,
         exit_on_error=False,
         argument_default=argparse.SUPPRESS,
     )
+    parser.add_argument("--help-all", action="help", help="show every setting and exit")
     parser.add_argument("--version", action="version", version=f"kvstore {__version__}")
     parser.add_argument(
         "--config", metavar="PATH", help="YAML file of settings (or KVSTORE_CONFIG)"
@@ -175,7 +183,8 @@ def _parser(fields: Mapping[str, FieldInfo]) -> argparse.ArgumentParser:
         if name in _GROUPS:
             group = parser.add_argument_group(_GROUPS[name])
         names = dict.fromkeys((flag_of(name), "--" + name.replace("_", "-")))
-        text = f"{field.description}{_default(field)}"
+        is_shown = shows_all or group.title == _GROUPS["tiers"]
+        text = f"{field.description}{_default(field)}" if is_shown else argparse.SUPPRESS
         if field.annotation is bool:
             group.add_argument(*names, dest=name, action="store_true", help=text)
         else:

@@ -10,8 +10,8 @@ from local_server import LocalServer
 from prompts import chunks_of, keys_of
 
 from kvstore.cli import bench
+from kvstore.cli.app import EXIT_NOT_HELD, EXIT_STORE, EXIT_USAGE
 from kvstore.cli.bench import every_name, measure_all
-from kvstore.cli.exits import EXIT_NOT_HELD, EXIT_STORE, EXIT_USAGE
 from kvstore.cli.main import main
 from kvstore.client.client import Client
 from kvstore.codecs.base import CODECS

@@ -151,7 +151,6 @@ def test_a_model_is_calibrated_from_a_text(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["nonsense", "x.npy"], "use one of cachegen, kvt, kvqs"),
         (["cachegen", "x.npy"], "need the model's representation digest"),
         (["cachegen", "x.npy", "--representation", "zz"], "representation='zz'"),
         (["cachegen", "x.npy", "--representation", "00" * 16], "dump='x.npy': cannot be read"),

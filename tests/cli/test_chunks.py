@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +13,16 @@ from coarse_codec import coarse_codec
 from conftest import ServerMaker
 from disk_damage import flip_a_bit
 from google.protobuf import json_format
+from kvstore_command import Kvstore
 from local_server import LocalServer
 from prompts import SMALL, is_right, other_revision, store
 from trust_world import World
 
-from kvstore.cli.main import main
-from kvstore.cli.pins import parse_duration_ms
+from kvstore.cli.chunks import parse_duration_ms
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.messages import as_message
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey
-
-Kvstore = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def kvstore(capsys: pytest.CaptureFixture[str]) -> Kvstore:
-    """Run the command in this process; return its status and what it printed."""
-
-    def run(*argv: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main([str(word) for word in argv])
-        told = capsys.readouterr()
-        code = ended.value.code
-        return (code if isinstance(code, int) else 0), told.out, told.err
-
-    return run
 
 
 def digest(key: ChunkKey) -> str:
@@ -362,7 +346,7 @@ def test_clear_asks_whoever_sits_there_and_takes_no_for_an_answer(
     assert len(listed(kvstore, "--address", server.address)) == 2
     assert kvstore(*argv)[0] == 0
     assert listed(kvstore, "--address", server.address) == []
-    assert asked[0].startswith("would forget 2 chunks, ")
+    assert asked[0].startswith("would delete 2 chunks, ")
 
 
 def _size(rows: list[dict[str, Any]]) -> int:

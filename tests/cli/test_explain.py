@@ -163,7 +163,7 @@ def test_what_spaces_prints_can_be_asked_with(
     client = server.connect()
     store(client, 1, 4)
     (space,) = as_json(explain, "--spaces")["spaces"]
-    assert (space["key_namespace"], space["chunks"]) == (client.namespace.hex(), 4)
+    assert (space["namespace"], space["chunks"]) == (client.namespace.hex(), 4)
     status, out, _ = explain("--spaces")
     assert status == 0
     assert SMALL.model_id in out

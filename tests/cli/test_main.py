@@ -10,34 +10,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from kvstore_command import Kvstore
 from local_server import LocalServer
-from prompts import chunks_of, keys_of
 from redis_process import free_port
 from server_process import ServerProcess
+from trust_world import World
 
 from kvstore import __version__
-from kvstore.cli.main import main
+from kvstore.cli.app import _ENTRIES, DEFAULT_ADDRESS, app, command
 from kvstore.server.settings.loading import show
-from kvstore.server.settings.settings import load_config
-
-
-class Run:
-    """What one command did."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], *argv: str) -> None:
-        with pytest.raises(SystemExit) as ended:
-            main(argv)
-        self.status = ended.value.code or 0
-        self.out, self.err = capsys.readouterr()
-
-
-Kvstore = Callable[..., Run]
-
-
-@pytest.fixture
-def kvstore(capsys: pytest.CaptureFixture[str]) -> Kvstore:
-    """Run the command in this process."""
-    return lambda *argv: Run(capsys, *argv)
+from kvstore.server.settings.settings import Settings, load_config
 
 
 def is_one_sentence(text: str) -> bool:
@@ -60,7 +42,13 @@ def test_help_names_the_commands_and_the_exit_codes(kvstore: Kvstore) -> None:
 
 
 @pytest.mark.parametrize(
-    "argv", [("nonsense",), ("status", "--nonsense"), ("demo", "--tokens", "x")]
+    "argv",
+    [
+        ("nonsense",),
+        ("status", "--nonsense"),
+        ("demo", "--tokens", "x"),
+        ("calibrate", "zstd", "x.npy"),
+    ],
 )
 def test_wrong_usage_exits_with_2(kvstore: Kvstore, argv: tuple[str, ...]) -> None:
     run = kvstore(*argv)
@@ -90,35 +78,70 @@ def test_help_loads_none_of_the_rooms() -> None:
 # --- status
 
 
-def test_status_shows_tiers_and_counters_as_json(kvstore: Kvstore, server: LocalServer) -> None:
-    client = server.connect()
-    client.put_chunks(chunks_of(client, keys_of(client, 1, 3)))
-    run = kvstore("status", server.address, "--json")
-    assert run.status == 0
-    status = json.loads(run.out)
-    assert (status["state"], status["version"], status["sessions"]) == ("serving", __version__, 1)
-    cpu, disk = status["tiers"]
-    assert (cpu["name"], cpu["chunks"], cpu["codec"]) == ("cpu", 3, "raw")
-    assert 0 < cpu["used_bytes"] < cpu["capacity_bytes"] <= 16 << 20
-    assert (disk["name"], disk["state"], disk["reason"]) == ("disk", "serving", "")
-    assert status["counters"]["put_stored_chunks"] == 3
-    assert status["counters"]["evicted_chunks"] == 0
-
-
-def test_status_shows_them_as_tables(kvstore: Kvstore, server: LocalServer) -> None:
-    run = kvstore("status", server.address)
-    assert run.status == 0
-    for word in (server.address, "serving", "cpu", "disk", "32.0 MiB", "lookups"):
-        assert word in run.out
-
-
-def test_the_address_comes_first_or_as_an_option(kvstore: Kvstore, server: LocalServer) -> None:
-    for argv in ((server.address,), ("--address", server.address)):
-        run = kvstore("status", *argv, "--json")
-        assert json.loads(run.out)["address"] == server.address
-    run = kvstore("status", "127.0.0.1:1", "--address", server.address)
+def test_the_address_comes_first_or_as_an_option_or_from_the_environment(
+    kvstore: Kvstore, server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = ("--address", server.address)
+    for argv in (("status", server.address), ("status", *at), (*at, "status")):
+        assert json.loads(kvstore(*argv, "--json").out)["address"] == server.address
+    run = kvstore("status", "127.0.0.1:1", *at)
     assert run.status == 2
     assert is_one_sentence(run.err)
+    monkeypatch.setenv("KVSTORE_ADDRESS", server.address)
+    assert json.loads(kvstore("status", "--json").out)["address"] == server.address
+    for argv in (("--address", "127.0.0.1:1", "status"), ("status", "127.0.0.1:1")):
+        assert kvstore(*argv).status == 3, "what is typed is over the environment"
+
+
+def test_tokens_and_authorities_are_given_before_or_after_the_command_or_by_the_environment(
+    kvstore: Kvstore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None
+) -> None:
+    world = World(tmp_path)
+    token = tmp_path / "token"
+    token.write_text(world.admin)
+    trust = ("--token-file", token, "--ca", world.ca.path)
+    at = ("--address", world.address)
+    try:
+        assert kvstore(*trust, "status", *at).status == 0
+        assert kvstore("status", *at, *trust).status == 0
+        run = kvstore("status", *at)
+        assert (run.status, "give --ca or --tls" in run.err) == (3, True)
+        assert kvstore("status", *at, *trust[2:]).status == 3, "without a token"
+        monkeypatch.setenv("KVSTORE_TOKEN_FILE", str(token))
+        monkeypatch.setenv("KVSTORE_CA", str(world.ca.path))
+        assert kvstore("status", *at).status == 0
+        run = kvstore("--token-file", tmp_path / "none", "status", *at)
+        assert (run.status, is_one_sentence(run.err)) == (2, True)
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "address"),
+    [
+        ("localhost", "localhost:7420"),
+        ("[::1]", "[::1]:7420"),
+        ("[::1]:1", "[::1]:1"),
+        ("unix:/run/kvstore.sock", "unix:/run/kvstore.sock"),
+    ],
+)
+def test_the_port_of_an_address_is_the_servers_default(given: str, address: str) -> None:
+    assert Settings().listen == DEFAULT_ADDRESS
+    seen = []
+    command("probe", exits="0", example="")(lambda address: seen.append(address))
+    try:
+        with pytest.raises(SystemExit):
+            app(["probe", "--address", given])
+    finally:
+        _ENTRIES.pop("probe")
+    assert seen == [address]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:abc", "h:0", "h:70000", ":1", "::1", "no such:1"])
+def test_what_is_no_address_exits_with_2(kvstore: Kvstore, address: str) -> None:
+    run = kvstore("status", address)
+    assert (run.status, is_one_sentence(run.err)) == (2, True)
+    assert f"address={address!r}" in run.err
 
 
 def test_status_of_a_server_that_is_not_there_exits_with_3(kvstore: Kvstore) -> None:
@@ -128,12 +151,6 @@ def test_status_of_a_server_that_is_not_there_exits_with_3(kvstore: Kvstore) -> 
     assert is_one_sentence(run.err)
     assert address in run.err
     assert "refused" in run.err
-
-
-def test_status_of_what_is_no_address_exits_with_3(kvstore: Kvstore) -> None:
-    run = kvstore("status", "no such host:x")
-    assert run.status == 3
-    assert is_one_sentence(run.err)
 
 
 def test_status_of_a_server_that_was_killed_exits_with_3(
@@ -158,6 +175,12 @@ def test_config_show_prints_yaml_with_origins(kvstore: Kvstore) -> None:
     assert (settings["cpu_size"], settings["listen"]) == ("8MiB", "127.0.0.1:7")
     assert "cpu_size: 8MiB  # --cpu" in run.out
     assert "codec: raw,redis=zplane  # default" in run.out
+
+
+def test_a_command_that_was_removed_names_its_successor(kvstore: Kvstore) -> None:
+    run = kvstore("top", "--once")
+    assert (run.status, is_one_sentence(run.err)) == (2, True)
+    assert "use kvstore status --watch" in run.err
 
 
 def test_what_config_show_prints_is_read_back_as_the_same_settings(

@@ -6,81 +6,58 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
-from typer.core import TyperGroup
+from kvstore_command import Kvstore
 
-from kvstore.cli.exits import CODES
-from kvstore.cli.main import app, main
-from kvstore.cli.manual import PAGES
+import kvstore.cli.main  # noqa: F401 - registers the commands
+from kvstore.cli.app import _ENTRIES, _GROUPS, CODES, SECTIONS
+from kvstore.cli.output import LOG_EVERY_S, followed, progress
 
 KVSTORE = Path(sys.executable).with_name("kvstore")
 PRINTS_DATA = {
-    "status", "top", "ls", "stat", "put", "pin", "unpin", "clear", "explain", "doctor", "scrub",
-    "bench", "codecs", "simulate", "blend status", "token list", "keys list", "quota show",
+    "status", "ping", "sessions", "events", "ls", "stat", "put", "pin", "unpin", "clear", "explain",
+    "doctor", "scrub", "bench", "codecs", "simulate", "blend status", "token list", "keys list",
+    "quota show",
 }  # fmt: skip
-ASKS_A_SERVER = {
-    "status", "top", "ls", "stat", "get", "put", "pin", "unpin", "clear", "explain", "doctor",
-    "scrub", "drain", "bench", "trace record", "trace replay", "blend status", "quota show",
-    "quota set",
-}  # fmt: skip
+CONNECTION = ("--address", "--token-file", "--tls", "--ca", "--cert", "--key")
 
 
-def commands() -> Iterator[tuple[str, Any]]:
-    """Yield every command by its words, groups left out."""
-    top: Any = typer.main.get_command(app)
-    context = top.make_context("kvstore", ["status"])
-    for name in top.list_commands(context):
-        command = top.get_command(context, name)
-        if isinstance(command, TyperGroup):
-            inner = command.make_context(name, ["x"], parent=context)
-            for word in command.list_commands(inner):
-                yield f"{name} {word}", command.get_command(inner, word)
-        else:
-            yield name, command
+def test_every_command_is_listed_in_its_section() -> None:
+    assert {one.section for path, one in _ENTRIES.items() if " " not in path} <= set(SECTIONS)
+    assert {section for section, _ in _GROUPS.values()} <= set(SECTIONS)
+    groups = {path.split()[0] for path in _ENTRIES if " " in path}
+    assert groups == set(_GROUPS)
 
 
-COMMANDS = dict(commands())
-
-
-def test_every_command_has_a_page_and_every_page_a_command() -> None:
-    assert set(PAGES) == set(COMMANDS)
-
-
-@pytest.mark.parametrize("name", sorted(COMMANDS))
+@pytest.mark.parametrize("name", sorted(_ENTRIES))
 def test_help_has_a_synopsis_what_it_does_its_codes_and_an_example(
-    name: str, capsys: pytest.CaptureFixture[str]
+    name: str, kvstore: Kvstore
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([*name.split(), "--help"])
-    out = capsys.readouterr().out
-    assert not ended.value.code
+    status, out, _ = kvstore(*name.split(), "--help")
+    entry = _ENTRIES[name]
+    assert status == 0
     assert out.startswith(f"Usage: kvstore {name} ")
-    for word in ("Options:", "Exit codes:", f"  0  {CODES[0]}", "Example:", PAGES[name][1]):
+    for word in ("Options:", "Exit codes:", f"  0  {CODES[0]}", "Example:", entry.example):
         assert word in out
     assert ("--json" in out) >= (name in PRINTS_DATA)
-    assert ("--address" in out) >= (name in ASKS_A_SERVER)
+    assert all((f"{flag} " in out) == entry.has_address for flag in CONNECTION)
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS))
+@pytest.mark.parametrize("name", sorted(_ENTRIES))
 def test_the_example_of_a_command_is_one_that_it_takes(name: str) -> None:
-    words = shlex.split(PAGES[name][1])
+    words = shlex.split(_ENTRIES[name].example)
     assert words[: 1 + len(name.split())] == ["kvstore", *name.split()]
-    command = COMMANDS[name]
+    command = _ENTRIES[name].build(name)
     context = command.make_context(name, words[1 + len(name.split()) :], resilient_parsing=False)
     context.close()
 
 
-def test_a_misspelt_command_is_told_what_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_command_is_told_what_was_meant(kvstore: Kvstore) -> None:
     for words, meant in ((["statsu"], "status"), (["trace", "recrod"], "record")):
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        assert ended.value.code == 2
-        assert f"Did you mean '{meant}'" in capsys.readouterr().err
+        status, _, err = kvstore(*words)
+        assert (status, f"Did you mean '{meant}'?" in err) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +68,12 @@ def test_a_misspelt_command_is_told_what_was_meant(capsys: pytest.CaptureFixture
         ("bash", "kvstore clear --dr", {"--dry-run"}),
         ("zsh", "kvstore unp", {"unpin"}),
         ("fish", "kvstore quo", {"quota"}),
+        ("bash", "kvstore bench --transport t", {"tcp"}),
+        ("bash", "kvstore clear --tier d", {"disk"}),
+        ("bash", "kvstore calibrate k", {"kvt", "kvqs"}),
+        ("bash", "kvstore scrub --tiers cpu,d", {"cpu,disk"}),
+        ("bash", "kvstore simulate --policy lru,hit_d", {"lru,hit_density"}),
+        ("zsh", "kvstore token make f --roles read,w", {"read,write"}),
     ],
 )
 def test_shells_complete_commands_and_options(shell: str, typed: str, expected: set[str]) -> None:
@@ -110,14 +93,14 @@ def test_shells_complete_commands_and_options(shell: str, typed: str, expected: 
         assert word in done.stdout
 
 
-def test_progress_is_shown_to_terminals_alone(
+def test_progress_is_a_bar_on_terminals_and_a_line_now_and_then_elsewhere(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvstore.cli.progress import followed, progress
-
-    with progress("working") as told:
-        told(1, 2)
-    assert capsys.readouterr().err == ""
+    now_s = iter([0.0, 5.0, LOG_EVERY_S, LOG_EVERY_S, LOG_EVERY_S + 1])
+    with progress("working", lambda: next(now_s)) as report:
+        for done in (1, 2, 3):
+            report(done, 4)
+    assert capsys.readouterr().err == "kvstore: working: 2 of 4\n"
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert list(followed([1, 2, 3], "working")) == [1, 2, 3]

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvstore.cli.exits import EXIT_USAGE
+from kvstore.cli.app import EXIT_USAGE
 from kvstore.cli.main import main
 from kvstore.cli.simulate.blocks import MODELS, Terms, parse_capacity
 from kvstore.proto.errors import InvalidRequestError
@@ -146,11 +146,11 @@ def test_a_hybrid_model_is_simulated_on_token_traces(capsys: pytest.CaptureFixtu
         (("--policy", "lru,"), "policy=''"),
         (("--capacity", "-1"), "capacity='-1'"),
         (("--capacity", "5 %%"), "5% of the trace"),
-        (("--model", "mamba"), "one of attention, hybrid-7b"),
+        (("--model", "mamba"), "'attention', 'hybrid-7b'"),
         (("--model", "hybrid-7b", "--policy", "lru"), "use attention"),
         (("--model", "hybrid-7b", "--policy", "learned"), "policy='learned': one of lru, sglang"),
         (("--model", "hybrid-7b", "--policy", "gdsf"), "policy='gdsf': hit_density, which"),
-        (("--from", "end"), "start or half"),
+        (("--from", "end"), "'start', 'half'"),
         (("--kv-bytes-per-token", "0"), "kv_bytes_per_token=0"),
         (("--block-tokens", "-3"), "block_tokens=-3"),
         (("--plot", "x.png"), "end it in .svg"),

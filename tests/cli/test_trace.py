@@ -11,7 +11,7 @@ from conftest import ServerMaker
 from prompts import keys_of
 
 from kvstore.cli import trace
-from kvstore.cli.exits import EXIT_STORE, EXIT_USAGE
+from kvstore.cli.app import EXIT_STORE, EXIT_USAGE
 from kvstore.cli.main import main
 from kvstore.cli.trace import ReplayTerms, TraceWriter, replay_trace
 from kvstore.cli.trace_format import BlockLine, read_trace

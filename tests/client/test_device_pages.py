@@ -22,7 +22,7 @@ NHD = PageAxes.parse("layer kv block token head dim")
     ],
 )
 def test_pages_are_found_whatever_the_order_of_their_axes(names: str) -> None:
-    sizes = {"layer": 2, "part": 2, "block": 3, "token": 8, "head": 2, "dim": 8}
+    sizes = {"layer": 2, "kv": 2, "block": 3, "token": 8, "head": 2, "dim": 8}
     order = names.split()
     tensor = torch.arange(2 * 2 * 3 * 8 * 2 * 8, dtype=torch.int16).view(torch.bfloat16)
     tensor = tensor.view([sizes[name] for name in order])
@@ -31,7 +31,7 @@ def test_pages_are_found_whatever_the_order_of_their_axes(names: str) -> None:
             DevicePages(SMALL, tensor, PageAxes.parse(names))
         return
     (pages,) = DevicePages(SMALL, tensor, PageAxes.parse(names)).pages
-    at = {"layer": 1, "part": 1, "block": 2, "head": 1, "token": 5}
+    at = {"layer": 1, "kv": 1, "block": 2, "head": 1, "token": 5}
     row = tensor[tuple(at.get(name, slice(None)) for name in order)]
     assert torch.equal(pages.views[1][1][2, 1, 5], row)
 

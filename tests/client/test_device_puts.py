@@ -148,7 +148,7 @@ def test_what_was_put_on_the_device_is_read_from_there_with_the_right_bytes(
     (group,) = SMALL.layer_groups
     shape = (len(group.layer_ids), 2, 10, BLOCK_TOKENS, group.kv_heads, group.head_dim)
     pages = torch.zeros(shape, dtype=torch.bfloat16)
-    axes = PageAxes.parse("layer part block token head dim")
+    axes = PageAxes.parse("layer kv block token head dim")
     paged = DevicePages(SMALL, pages, axes)
     assert client.get_device_pages(keys, paged, list(range(10))) == 5
     assert all(

@@ -14,7 +14,7 @@ from redis_deployments import RedisCluster
 from redis_process import TlsFiles
 from server_process import ServerProcess
 
-from kvstore.cli.status import ask_status
+from kvstore.cli.server import fetch_status
 from kvstore.client import Client, ClientOptions
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.types import ChunkKey
@@ -88,7 +88,7 @@ class Fleet:
 
     def status(self, number: int) -> pb.StatusResponse:
         """Return the status of node *number*."""
-        return ask_status(self.address(number))
+        return fetch_status(self.address(number))
 
     def seen(self, number: int) -> set[str]:
         """Return whom node *number* sees in the directory."""

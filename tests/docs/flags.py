@@ -13,7 +13,8 @@ import yaml
 from docs.blocks import ROOT
 from typer.core import TyperGroup
 
-from kvstore.cli.main import app
+import kvstore.cli.main  # noqa: F401 - registers the commands
+from kvstore.cli.app import app
 from kvstore.server.settings.loading import flag_of
 from kvstore.server.settings.settings import Settings
 
@@ -55,8 +56,9 @@ def verb_of(words: Words) -> tuple[Any, tuple[str, ...], set[str]]:
             rest = rest[2 if rest[0] in takes else 1 :]
         if not rest:
             break
-        found = command.commands.get(rest[0])
-        assert found is not None, f"kvstore has no {rest[0]}: {words}"
+        context = command.make_context("kvstore", [], resilient_parsing=True)
+        assert rest[0] in command.list_commands(context), f"kvstore has no {rest[0]}: {words}"
+        found = command.get_command(context, rest[0])
         path.append(rest.pop(0))
         command = found
     known |= {one for option in command.params for one in (*option.opts, *option.secondary_opts)}

@@ -11,9 +11,9 @@ import pytest
 from server_process import ServerProcess
 
 from kvstore.cli.main import main
+from kvstore.cli.server import fetch_status
 from kvstore.cli.simulate.blocks import Terms
 from kvstore.cli.simulate.report import Simulator
-from kvstore.cli.status import ask_status
 from kvstore.cli.trace import ReplayTerms, record, replay_trace
 from kvstore.cli.trace_format import make_blocks, read_trace
 
@@ -55,7 +55,7 @@ def fill(process: ServerProcess, folder: Path) -> int:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     done = replay_trace(path, ReplayTerms(process.address, CHUNK_BYTES, run=7))
     assert (done.stored, done.hit_blocks) == (200, 0)
-    (tier,) = ask_status(process.address).tiers
+    (tier,) = fetch_status(process.address).tiers
     return tier.chunks
 
 

@@ -8,12 +8,13 @@ import numpy as np
 from local_server import DEADLINE_MS, LocalServer
 from prompts import MEDIUM, SMALL, assert_reads, chunks_of, equal, keys_of
 
-from kvstore.cli.explain import Question, ask_explain
+from kvstore.cli.app import call
 from kvstore.client import Chunk, Client, ClientOptions
 from kvstore.client.chunk import parents
 from kvstore.client.rectangle import Rectangle
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto.types import (
+    DIGEST_BYTES,
     ChunkKey,
     DType,
     KVLayout,
@@ -56,8 +57,10 @@ def put(client: Client, keys: list[ChunkKey], layouts: list[KVLayout]) -> None:
 
 
 def states(server: LocalServer, keys: list[ChunkKey]) -> list[str]:
-    question = Question(keys=tuple(key.hex() for key in keys))
-    return [one.state for one in ask_explain(server.address, question).chunks]
+    digests = b"".join(key[DIGEST_BYTES:] for key in keys)
+    space = keys[0][:DIGEST_BYTES]
+    reply = call(server.address, "Explain", key_namespace=space, digests=digests)
+    return [one.state for one in reply.chunks]
 
 
 def test_lmcache_4247_a_prefix_of_a_hybrid_model_ends_where_its_state_was_kept(

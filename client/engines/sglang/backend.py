@@ -101,21 +101,16 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
             resets_on_flush=self._settings.reset_on_flush,
         )
         self._is_writer = bool(config.is_storage_writer)
-        self._store: PageStore | None = None
+        self.pages: PageStore
+        """Those of the pool that SGLang registers first."""
         self._aux: dict[str, AuxPoolStore] = {}
         if config.dcp_size > 1:
             raise ModelError("dcp_size", config.dcp_size, "use 1: pages would be shards")
 
-    @property
-    def pages(self) -> PageStore:
-        """The pages of the host pool that was registered."""
-        assert self._store is not None, "SGLang registers its pool first"
-        return self._store
-
     @override
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
-        self._store = PageStore(mem_pool_host, self._rank, self._settings)
+        self.pages = PageStore(mem_pool_host, self._rank, self._settings)
         if hasattr(mem_pool_host, "clear"):
             # SGLang reports no flush and no update to a backend; it clears the pool at each.
             mem_pool_host.clear = partial(self._cleared, mem_pool_host.clear)
@@ -272,6 +267,6 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
     def close(self) -> None:
         """End the session with the server. Idempotent."""
         vars(getattr(self, "mem_pool_host", self)).pop("clear", None)
-        for store in (self._store, *self._aux.values()):
-            if store is not None:
-                store.client.close()
+        stores = [self.pages] if hasattr(self, "pages") else []
+        for store in (*stores, *self._aux.values()):
+            store.client.close()

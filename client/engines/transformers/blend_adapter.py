@@ -10,8 +10,6 @@ One prompt at a time, on the CPU or one CUDA device. Written to be exact, not fa
 from __future__ import annotations
 
 import math
-import os
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,12 +23,15 @@ from kvstore.client.blend.engine import BlendResult
 from kvstore.client.blend.layer_pass import LayerKV, RowRun, positions_of, reads
 from kvstore.client.blend.plan import Origin
 from kvstore.client.blend.rope import RopeSpec
-from kvstore.client.engines.identity import EPOCH_BYTES, rope_parameters
-from kvstore.client.engines.transformers.identity import WeightsWatch, carries_adapter
+from kvstore.client.engines.identity import rope_parameters
+from kvstore.client.engines.transformers.identity import (
+    MODEL_TYPES,
+    WeightsWatch,
+    check_adapter,
+    check_device,
+)
 from kvstore.proto.errors import ModelError
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"""Architectures whose layers are these: norm, projections, rotation, attention, MLP."""
 BLOCK_ROWS = 128
 """Rows whose mask is made at once: it has a byte for each of them and each key."""
 _TABLE_TOLERANCE = 1e-5
@@ -57,7 +58,6 @@ class TransformersAdapter:
         self.device: torch.device = model.device
         self._origin = Origin(rope_parameters(config), adapter_digest)
         self._watch = WeightsWatch(model)
-        self._lock = threading.Lock()  # guards both
         self.rope: Sequence[RopeSpec | None] = (
             _rotation(self._model, self._origin, self.head_dim),
         ) * self.n_layers
@@ -70,11 +70,7 @@ class TransformersAdapter:
     @property
     def origin(self) -> Origin:
         """What KV is computed with now: another one whenever the weights are not those before."""
-        with self._lock:
-            if self._watch.has_changed():
-                name = b"weights:" + os.urandom(EPOCH_BYTES)
-                self._origin = replace(self._origin, weights=name)
-            return self._origin
+        return replace(self._origin, weights=self._watch.current().name)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the embeddings of *tokens*, (rows,): (rows, hidden)."""
@@ -183,13 +179,8 @@ def _check(model: PreTrainedModel, adapter_digest: str) -> None:
         known = ", ".join(MODEL_TYPES)
         name = type(model).__name__
         raise ModelError("model", name, f"give a causal language model of {known}")
-    if carries_adapter(model) and adapter_digest == "none":
-        raise ModelError(
-            "adapter_digest", adapter_digest, "this model carries an adapter: give its digest"
-        )
-    devices = {str(parameter.device) for parameter in model.parameters()}
-    if len(devices) > 1 or "meta" in devices:
-        raise ModelError("device", sorted(devices), "load the model onto one device")
+    check_adapter(model, adapter_digest)
+    check_device(model)
 
 
 def _rotation(model: Any, origin: Origin, head_dim: int) -> RopeSpec:

@@ -1,17 +1,21 @@
-"""What the layers of a transformers cache keep, found by looking into one after a short forward.
+"""A transformers cache as chunks of the store: what its layers keep, taken out and put back.
 
-A list of classes would be old with every release; what a layer keeps shows in its tensors.
+A list of classes would be old with every release, so what a layer keeps is found by looking into a
+cache after a short forward. Layers keep every token, a window, or a state, which is that of the
+last token alone: windows and states can be stored only while the cache ends where a chunk does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import transformers
+from torch.nn.functional import pad
 from transformers import (
     Cache,
     DynamicCache,
@@ -29,11 +33,16 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from kvstore.client.engines.prefix import About, Span
+from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.terms import Importance
 from kvstore.proto.errors import InvalidRequestError, ModelError
-from kvstore.proto.types import END_KINDS, DType, LayerGroup, LayerKind
+from kvstore.proto.types import END_KINDS, DType, KVLayout, LayerGroup, LayerKind, Model
 
 PROBE_TOKENS = 24
+
+PACK_BYTES = 64 << 20
+"""Device memory that copies of a cache's end are packed into, or one larger tensor's."""
 
 _FULL = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
 _SLIDING = (DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer)
@@ -45,14 +54,23 @@ _LINEAR = (
 _EMPTY = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 """Layers that keep nothing; transformers before 5.19 has none."""
 _STATE_DICTS = ("conv_states", "recurrent_states")
-_LOSSY_FROM = "kvstore_lossy_from"
-"""The first token of a cache that is not exact: an attribute, which copies of a cache keep."""
-_IMPORTANCE = "kvstore_importance"
-"""What is known of the importance of its tokens: likewise."""
+
+Parts: TypeAlias = Sequence[torch.Tensor]
+"""One layer's tensors: K and V of (kv_heads, tokens, head_dim), or both side by side."""
+
+Nested: TypeAlias = list[list[list[torch.Tensor]]]
+"""A chunk's tensors: components, then layers, then parts."""
 
 
-@dataclass(frozen=True, slots=True)
-class StatePiece:
+def flat(tensors: LayerTensors | Nested) -> Iterator[Any]:
+    """Yield a chunk's tensors, one after another."""
+    return (part for layers in tensors for parts in layers for part in parts)
+
+
+# --- what a model's layers keep
+
+
+class StatePiece(NamedTuple):
     """One tensor of a layer's state: which, and the shape and type it has for one prompt."""
 
     states: str
@@ -64,6 +82,43 @@ class StatePiece:
     def size_bytes(self) -> int:
         """Bytes of the tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def put(self, layer: Any, tensor: torch.Tensor) -> None:
+        """Have *layer* keep *tensor*, (prompts, *shape)."""
+        layer.lazy_initialization(**{self.states: tensor, "state_idx": self.number})
+        getattr(layer, self.states)[self.number].copy_(tensor)
+        layer.has_previous_state[self.number] = True
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """The state of one layer: its pieces, one after another, as bytes."""
+
+    layer: int
+    pieces: tuple[StatePiece, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(piece.size_bytes for piece in self.pieces)
+
+    @property
+    def group(self) -> tuple[LayerKind, DType, int, int, int]:
+        """What layers of one group have in common: kind, dtype, heads, width and window."""
+        return LayerKind.state, DType.uint8, 1, self.size_bytes, 0
+
+    def packed(self, layer: Any) -> torch.Tensor:
+        """Return a copy of what *layer* keeps of its only prompt, uint8 (bytes,)."""
+        pieces = [getattr(layer, piece.states)[piece.number][0] for piece in self.pieces]
+        flat = [piece.detach().contiguous().reshape(-1).view(torch.uint8) for piece in pieces]
+        return torch.cat(flat)
+
+    def unpack(self, layer: Any, data: torch.Tensor) -> None:
+        """Have *layer* keep what *data* holds."""
+        sizes = [piece.size_bytes for piece in self.pieces]
+        for piece, some in zip(self.pieces, data.split(sizes), strict=True):
+            # Cloned, as memory of another type has to begin at a multiple of its size.
+            piece.put(layer, some.clone().view(piece.dtype).view(1, *piece.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +142,41 @@ class TokenShape:
             return LayerKind.window
         return LayerKind.attention if self.dims[0] == self.dims[1] else LayerKind.mla
 
-
-@dataclass(frozen=True, slots=True)
-class StateShape:
-    """The state of one layer: its pieces, one after another, as bytes."""
-
-    layer: int
-    pieces: tuple[StatePiece, ...]
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Elements of a token in each part of a chunk."""
+        return (sum(self.dims),) if self.kind is LayerKind.mla else self.dims
 
     @property
-    def size_bytes(self) -> int:
-        """Bytes of all pieces."""
-        return sum(piece.size_bytes for piece in self.pieces)
+    def group(self) -> tuple[LayerKind, DType, int, int, int]:
+        """What layers of one group have in common: kind, dtype, heads, width and window."""
+        dtype = DType.parse(str(self.dtype))
+        return self.kind, dtype, self.kv_heads, self.widths[0], self.window
+
+    def start(self, span: Span) -> int:
+        """Return the first token of the chunk at *span* that is kept: of a window w, w - 1."""
+        return max(span[0], span[1] - (self.window - 1)) if self.window else span[0]
+
+    def held(self, tokens: int) -> int:
+        """Return how many of so many tokens are kept."""
+        return min(tokens, self.window - 1) if self.window else tokens
+
+    def cut(self, parts: Parts, first: int, span: Span) -> list[torch.Tensor]:
+        """Return what is kept of the chunk at *span*, of *parts* that begin with token *first*."""
+        tokens = slice(self.start(span) - first, span[1] - first)
+        return [part[..., tokens, :] for part in parts]
+
+    def put(self, layer: Any, parts: Parts, tokens: int) -> None:
+        """Have *layer* keep K and V, (prompts, kv_heads, held tokens, dim), of so many *tokens*."""
+        keys, values = parts
+        # update() would concatenate, which copies.
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+        if self.window:
+            layer.cumulative_length = tokens
+
+
+LayerShape: TypeAlias = TokenShape | StateShape
 
 
 @dataclass(frozen=True)
@@ -146,7 +224,7 @@ class CacheShape:
 
     @property
     def has_ends(self) -> bool:
-        """Whether a prefix cannot be cut or continued everywhere."""
+        """Whether some layers keep windows or states: a prefix cannot be cut everywhere then."""
         return any(group.kind in END_KINDS for group in self.groups)
 
     @property
@@ -155,37 +233,39 @@ class CacheShape:
         return any(group.kind not in END_KINDS for group in self.groups)
 
     @property
-    def shortest_window(self) -> int:
-        """Tokens that every layer with a window keeps; 0 without such layers."""
-        return min((shape.window - 1 for shape in self.tokens if shape.window), default=0)
+    def windows(self) -> frozenset[int]:
+        """Tokens that layers with windows keep."""
+        return frozenset(shape.window - 1 for shape in self.tokens if shape.window)
+
+    @cached_property
+    def _numbered(self) -> dict[int, LayerShape]:
+        """Layers by the store's numbers. One that keeps tokens and a state has a second number."""
+        found: dict[int, LayerShape] = {shape.layer: shape for shape in self.tokens}
+        both = set(found)
+        for state in self.states:
+            found[state.layer + self.layer_count * (state.layer in both)] = state
+        return found
 
     @cached_property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """The layers by what they keep. One that keeps tokens and a state has a second number."""
-        found: dict[tuple[Any, ...], list[int]] = {}
-        for shape in self.tokens:
-            width = sum(shape.dims) if shape.kind is LayerKind.mla else shape.dims[0]
-            dtype = DType.parse(str(shape.dtype))
-            key = (shape.kind, dtype, shape.kv_heads, width, shape.window)
-            found.setdefault(key, []).append(shape.layer)
-        both = {shape.layer for shape in self.tokens}
-        for state in self.states:
-            key = (LayerKind.state, DType.uint8, 1, state.size_bytes, 0)
-            number = state.layer + self.layer_count * (state.layer in both)
-            found.setdefault(key, []).append(number)
+        """The layers by what they keep."""
+        found: dict[tuple[LayerKind, DType, int, int, int], list[int]] = {}
+        for number, shape in self._numbered.items():
+            found.setdefault(shape.group, []).append(number)
         return tuple(
             LayerGroup(kind, dtype, tuple(sorted(ids)), heads, dim, window)
             for (kind, dtype, heads, dim, window), ids in found.items()
         )
 
-    def members(self) -> Iterator[tuple[LayerGroup, Sequence[TokenShape | StateShape]]]:
-        """Yield each group with its layers, in the order of its numbers."""
-        shapes: dict[int, TokenShape | StateShape] = {s.layer: s for s in self.tokens}
-        both = set(shapes)
-        for state in self.states:
-            shapes[state.layer + self.layer_count * (state.layer in both)] = state
-        for group in self.groups:
-            yield group, [shapes[number] for number in group.layer_ids]
+    def chunk(
+        self, layout: KVLayout, parts_of: Callable[[LayerShape], list[torch.Tensor]]
+    ) -> Nested:
+        """Return the tensors of a chunk of *layout*, of which *parts_of* returns a layer's."""
+        return [
+            [parts_of(self._numbered[number]) for number in group.layer_ids]
+            for group in self.groups
+            if layout.has(group.kind)
+        ]
 
 
 def _token_shape(index: int, layer: Any) -> TokenShape:
@@ -216,6 +296,9 @@ def _state_shape(index: int, layer: Any) -> StateShape:
     return StateShape(index, tuple(pieces))
 
 
+# --- caches of transformers
+
+
 def new_cache(
     config: PreTrainedConfig, settings: GenerationConfig, shape: CacheShape, prompt_tokens: int
 ) -> Cache:
@@ -233,26 +316,27 @@ def new_cache(
     return StaticCache(config=config, max_cache_len=prompt_tokens + max(1, more))
 
 
-def note_lossy(cache: Cache, first: int) -> None:
-    """Have *cache*, and its copies, say that nothing from token *first* on is exact."""
-    vars(cache)[_LOSSY_FROM] = first
+@dataclass
+class CacheNotes:
+    """What is known of a cache's contents. Copies of the cache have it, too."""
+
+    exact_tokens: int | None = None
+    """Nothing behind so many is exact; None: all is."""
+    importance: Importance | None = None
+    """Of its first tokens, as of a ``Chunk``."""
+    weights: Any = None
+    """Which the connector had when it was made; None: those of its birth."""
 
 
-def exact_tokens_of(cache: Cache, tokens: int) -> int:
-    """Return how many of the first *tokens* of *cache* are exact, as far as was noted."""
-    first: int = vars(cache).get(_LOSSY_FROM, tokens)
-    return min(tokens, first)
+def notes_of(cache: Cache) -> CacheNotes:
+    """Return the notes of *cache*, to read or to change."""
+    notes: CacheNotes = vars(cache).setdefault("kvstore_notes", CacheNotes())
+    return notes
 
 
-def note_importance(cache: Cache, weights: Importance) -> None:
-    """Have *cache* say which of its first tokens matter: *weights*, as of a ``Chunk``."""
-    vars(cache)[_IMPORTANCE] = weights
-
-
-def importance_of(cache: Cache, start: int, stop: int) -> Importance | None:
-    """Return what was noted of the tokens from *start* to *stop*; None if not of all of them."""
-    weights: Importance | None = vars(cache).get(_IMPORTANCE)
-    return None if weights is None or len(weights) < stop else weights[start:stop]
+def length(cache: Cache, shape: CacheShape) -> int:
+    """Return how many tokens *cache* has seen."""
+    return int(cache.get_seq_length(shape.tokens[0].layer))
 
 
 def probe_ids(model: PreTrainedModel) -> torch.Tensor:
@@ -277,3 +361,217 @@ def forward(model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache) -> to
     with torch.no_grad():
         found: torch.Tensor = inner(input_ids, **as_argument(cache), use_cache=True)[0]
     return found[:, -1]
+
+
+def join_rows(
+    caches: Sequence[Cache], shape: CacheShape, config: PreTrainedConfig, device: torch.device
+) -> DynamicCache:
+    """Return one cache of all prompts on *device*, the shorter ones padded on the left with zeros.
+
+    All of a prompt but its last token is in its cache, so the longest says how wide they are.
+    """
+    whole = DynamicCache(config=config)
+    width = max(length(cache, shape) for cache in caches)
+    for kept in shape.tokens:
+        parts = []
+        for name, dim in zip(("keys", "values"), kept.dims, strict=True):
+            # A prompt of one token has nothing in its cache.
+            empty = torch.empty((1, kept.kv_heads, 0, dim), dtype=kept.dtype, device=device)
+            rows = [getattr(cache.layers[kept.layer], name) for cache in caches]
+            rows = [empty if row is None or not row.numel() else row for row in rows]
+            held = kept.held(width)
+            parts.append(torch.cat([pad(row, (0, 0, held - row.shape[2], 0)) for row in rows]))
+        kept.put(whole.layers[kept.layer], parts, width)
+    for state in shape.states:
+        for piece in state.pieces:
+            rows = [getattr(c.layers[state.layer], piece.states).get(piece.number) for c in caches]
+            empty = torch.zeros((1, *piece.shape), dtype=piece.dtype, device=device)
+            joined = torch.cat([empty if row is None else row for row in rows])
+            piece.put(whole.layers[state.layer], joined)
+    return whole
+
+
+# --- out of a cache, and into one
+
+
+@dataclass(frozen=True)
+class CacheCheckpoint:
+    """What a cache keeps of its end after ``position`` tokens, by layer, on the CPU.
+
+    ``states`` are uint8 (bytes,). ``windows`` are K and V of the tokens before ``position``, as
+    many as the layer keeps, (kv_heads, tokens, head_dim).
+    """
+
+    position: int
+    windows: Mapping[TokenShape, Parts]
+    states: Mapping[StateShape, torch.Tensor]
+
+    @classmethod
+    def of(cls, cache: Cache, shape: CacheShape, tokens: int = 0) -> CacheCheckpoint:
+        """Return a copy of what *cache* has of its only prompt, of the last *tokens* if any."""
+        kept = [s for s in shape.tokens if s.window]
+        views, layers = [], list[Any](cache.layers)
+        for s in kept:
+            last = slice(-min(s.window - 1, tokens or s.window), None)
+            layer = layers[s.layer]
+            views += [part[0, :, last].detach() for part in (layer.keys, layer.values)]
+        packed = [s.packed(cache.layers[s.layer]) for s in shape.states]
+        if any(part.device.type != "cpu" for part in (*views, *packed)):
+            parts = _from_device([*views, *packed])
+        else:
+            parts = iter([*(part.clone() for part in views), *packed])
+        windows = {s: [next(parts), next(parts)] for s in kept}
+        return cls(length(cache, shape), windows, {s: next(parts) for s in shape.states})
+
+    def first(self, shape: TokenShape) -> int:
+        """Return the first token of the layer's window."""
+        return self.position - int(self.windows[shape][0].shape[1])
+
+    def has_windows(self, span: Span) -> bool:
+        """Whether it has what each window layer keeps of the chunk at *span*."""
+        is_before = span[1] <= self.position
+        return is_before and all(s.start(span) >= self.first(s) for s in self.windows)
+
+
+def _from_device(parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield copies of *parts* on the CPU, in order; each copy brings about PACK_BYTES of them."""
+    for _, alike in groupby(parts, lambda part: part.dtype):
+        some = list(alike)
+        count = max(1, PACK_BYTES // max(part.nbytes for part in some))
+        for start in range(0, len(some), count):
+            pack = some[start : start + count]
+            flat = torch.cat([part.reshape(-1) for part in pack]).cpu()
+            pieces = flat.split([part.numel() for part in pack])
+            yield from (p.view(part.shape) for p, part in zip(pieces, pack, strict=True))
+
+
+class CacheReader:
+    """The chunks of one prompt, out of a cache and the checkpoints taken while it grew."""
+
+    def __init__(
+        self,
+        model: Model,
+        shape: CacheShape,
+        cache: Cache,
+        checkpoints: Sequence[CacheCheckpoint] = (),
+        row: tuple[int, int] = (0, 0),
+    ) -> None:
+        """*row*: which prompt in *cache*, and the place of its first token."""
+        self._model = model
+        self._shape = shape
+        self._cache = cache
+        self._checkpoints = checkpoints
+        self._row, self._first = row
+
+    def _windows(self, span: Span) -> CacheCheckpoint | None:
+        return next((one for one in self._checkpoints if one.has_windows(span)), None)
+
+    def _states(self, span: Span) -> CacheCheckpoint | None:
+        return next((one for one in self._checkpoints if one.position == span[1]), None)
+
+    def layout(self, span: Span) -> KVLayout:
+        """Return what there is of the chunk at *span*."""
+        window, state = self._windows(span) is not None, self._states(span) is not None
+        return KVLayout.of(self._model, span[1] - span[0], window=window, state=state)
+
+    def about(self, span: Span) -> About:
+        """Return what there is to say of the chunk at *span*: importance, if of all its tokens."""
+        weights = notes_of(self._cache).importance
+        known = None if weights is None or len(weights) < span[1] else weights[slice(*span)]
+        return About(self.layout(span), known)
+
+    def has(self, span: Span, *, must_end: bool) -> bool:
+        """Whether the chunk at *span* is worth storing: some models keep nothing but windows.
+
+        With *must_end* only where a prefix can end: nobody goes on behind a short chunk.
+        """
+        if must_end and self._states(span) is None:
+            return False
+        return self._shape.keeps_all or self._windows(span) is not None
+
+    def tensors(self, span: Span) -> LayerTensors:
+        """Return the tensors of the chunk at *span*, without copying, where they are."""
+        windows, states = self._windows(span), self._states(span)
+
+        def parts_of(shape: LayerShape) -> list[torch.Tensor]:
+            if isinstance(shape, StateShape):
+                assert states is not None
+                return [states.states[shape].view(1, 1, -1)]
+            if shape.window:
+                assert windows is not None
+                return shape.cut(windows.windows[shape], windows.first(shape), span)
+            layer: Any = self._cache.layers[shape.layer]
+            whole = [part[self._row].detach() for part in (layer.keys, layer.values)]
+            parts = shape.cut(whole, -self._first, span)
+            return [torch.cat(parts, -1)] if shape.kind is LayerKind.mla else parts
+
+        return self._shape.chunk(self.layout(span), parts_of)
+
+
+class PrefixBuffers:
+    """Room on *device* for a prefix of the chunks at *spans*. With windows or states all have to
+    come."""
+
+    def __init__(self, shape: CacheShape, spans: Sequence[Span], device: torch.device) -> None:
+        self._shape = shape
+        self._spans = spans
+        self._tokens = spans[-1][1]
+        self._first = {s: self._first_token(s) for s in shape.tokens}
+        # Tensors of their own, so that each is freed once its layer has grown past it.
+        self._parts: dict[TokenShape, Parts] = {
+            s: [
+                torch.empty(
+                    (1, s.kv_heads, self._tokens - first, width), dtype=s.dtype, device=device
+                )
+                for width in s.widths
+            ]
+            for s, first in self._first.items()
+        }
+        self._states = {
+            s: torch.empty(s.size_bytes, dtype=torch.uint8, device=device) for s in shape.states
+        }
+
+    def _first_token(self, shape: TokenShape) -> int:
+        """Return the first token that there is room for: where a chunk that is wanted begins."""
+        return shape.start(next(span for span in self._spans if self._reaches(shape, span)))
+
+    def _reaches(self, shape: TokenShape, span: Span) -> bool:
+        """Whether the next token sees any of the chunk at *span*."""
+        return not shape.window or span[1] > self._tokens - (shape.window - 1)
+
+    def chunk(self, index: int, layout: KVLayout) -> Nested:
+        """Return where chunk *index* goes: views; no layers for what the next token cannot see."""
+        span = self._spans[index]
+
+        def parts_of(shape: LayerShape) -> list[torch.Tensor]:
+            if isinstance(shape, StateShape):
+                is_last = index == len(self._spans) - 1
+                return [self._states[shape].view(1, 1, -1)] if is_last else []
+            if not self._reaches(shape, span):
+                return []
+            parts = [part[0] for part in self._parts[shape]]
+            return shape.cut(parts, self._first[shape], span)
+
+        found = self._shape.chunk(layout, parts_of)
+        return [layers if all(layers) else [] for layers in found]
+
+    def move_into(self, cache: DynamicCache, tokens: int) -> None:
+        """Make the first *tokens* the contents of an empty *cache*, without a copy.
+
+        With windows or states those are all.
+        """
+        for shape in self._shape.tokens:
+            shape.put(cache.layers[shape.layer], self._keys_values(shape, tokens), self._tokens)
+        for state, data in self._states.items():
+            state.unpack(cache.layers[state.layer], data)
+
+    def copy_into(self, cache: Cache, tokens: int, first: int = 0) -> None:
+        """Copy the tokens from *first* on into *cache*, which has those before, up to *tokens*."""
+        for shape in self._shape.tokens:
+            keys, values = self._keys_values(shape, tokens)
+            cache.update(keys[:, :, first:], values[:, :, first:], shape.layer)
+
+    def _keys_values(self, shape: TokenShape, tokens: int) -> Parts:
+        kept = slice(-(shape.window - 1), None) if shape.window else slice(tokens)
+        parts = [part[:, :, kept] for part in self._parts[shape]]
+        return parts[0].split(shape.dims, -1) if shape.kind is LayerKind.mla else parts

@@ -8,14 +8,15 @@ Layers may keep every token, a window or a state; a batch has prompts padded on 
 
 from __future__ import annotations
 
-import os
+import copy
+import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import (
@@ -30,54 +31,58 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from typing_extensions import override
 
 from kvstore.client.client import Client
-from kvstore.client.decode import Room
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.identity import EPOCH_BYTES, is_exact, rope_parameters
-from kvstore.client.engines.prefix import AboutOf, Allowed, Prefix, Source, Span, least_of
-from kvstore.client.engines.transformers.attention import noting_attention
-from kvstore.client.engines.transformers.batch import (
-    Row,
-    checked_deadline,
-    ends_of,
-    inputs_of,
-    joined,
-    mask_of,
-    prompt_of,
-    prompts_of,
-    settings_of,
-)
+from kvstore.client.engines.identity import is_exact, rope_parameters
+from kvstore.client.engines.prefix import Allowed, Prefix, Span, least_of
 from kvstore.client.engines.transformers.cache import (
+    CacheCheckpoint,
+    CacheReader,
     CacheShape,
+    PrefixBuffers,
     as_argument,
-    exact_tokens_of,
+    join_rows,
+    length,
     new_cache,
-    note_lossy,
+    notes_of,
 )
 from kvstore.client.engines.transformers.checkpoints import (
-    Beside,
-    FirstToken,
-    Watch,
-    continues,
-    pauses,
+    CheckpointCriteria,
+    check_resumable,
+    checkpoint_positions,
     prefill,
 )
-from kvstore.client.engines.transformers.ends import EndSource, PrefixRoom, Snapshot, length
-from kvstore.client.engines.transformers.gate import Comparisons, comparison
 from kvstore.client.engines.transformers.identity import (
+    NO_CHANGE,
+    WeightsChange,
     WeightsWatch,
     cache_shape,
     representation_of,
 )
-from kvstore.client.engines.transformers.layers import LayerLoad, Link, is_compiled
+from kvstore.client.engines.transformers.measures import FirstToken, comparison, noting_attention
+from kvstore.client.engines.transformers.overlap import Beside, LayerLoad, Link, is_compiled
+from kvstore.client.engines.transformers.requests import (
+    checked_deadline,
+    inputs_of,
+    prompt_of,
+    prompts_of,
+    settings_of,
+    until_end,
+)
 from kvstore.client.engines.transformers.staging import Staging, device_of
 from kvstore.client.prefill import Deadline
 from kvstore.client.tensors import LayerTensors, to_arrays
+from kvstore.codecs.base import AnyTensors
 from kvstore.proto.blend import GateView
 from kvstore.proto.device import Device
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, Stated
 
 __all__ = ["Generation", "TransformersConnector", "representation_of"]
+
+ALWAYS_COMPARED = 8
+COMPARED_EVERY = 200
+"""Prompts behind copies without a bound that are compared with a full prefill: the first ones of a
+connector, then one in so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,43 +97,26 @@ class Generation:
     row_hits: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Weights:
-    """The weights of a moment: what names them beside the client's identity, and the changes."""
-
-    name: bytes = b""
-    changes: int = 0
-    """Since the connector's birth: a name may come again, and what was computed between not."""
-
-    def named(self, extra: Sequence[bytes]) -> Sequence[bytes]:
-        return [self.name, *extra] if self.name else extra
-
-
-_AT_BIRTH = _Weights()
-
-
-class _Terms(NamedTuple):
-    """What a call says of its prompts: what else names them, which copies are read, and when the
-    first token has to be there, of a call that began then; 0: no matter."""
+class _Call(NamedTuple):
+    """What all prompts of a call have in common."""
 
     extra: Sequence[bytes]
+    """What names them beside their tokens, the change of the weights among it."""
+    weights: WeightsChange
     allowed: Allowed
+    """The copies that are read."""
     deadline_ms: int = 0
+    """Of the first token, from ``began_s`` on; 0: none."""
     began_s: float = 0.0
 
-    def of(self, weights: _Weights) -> _Terms:
-        """Return the same for prompts of *weights*."""
-        return self._replace(extra=weights.named(self.extra))
 
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
+class _Loaded(NamedTuple):
     """A cache with a prefix, what is known of it, and what it had of its end on the way."""
 
     cache: Cache
     prefix: Prefix
-    snapshots: list[Snapshot]
-    to_compare: Cache | None = None
+    checkpoints: list[CacheCheckpoint]
+    to_compare: Cache | None
     """What was loaded, if that is to be compared with a full prefill."""
 
 
@@ -166,14 +154,10 @@ class TransformersConnector(Connector):
         if stated != (self._shape.groups, rope_parameters(model.config)):
             raise ModelError("client", stated, "make it with representation_of(model, tokenizer)")
         if self._shape.is_probed:
-            continues(model, self._shape, client.model)
+            check_resumable(model, self._shape, client.model)
         self._model = model
         self._watch = WeightsWatch(model)
-        self._comparisons = Comparisons()
-        self._now = _AT_BIRTH
-        self._made_of: WeakKeyDictionary[Cache, _Weights] = WeakKeyDictionary()
-        # Guards the three above: the watch, what it led to, and of which weights caches are.
-        self._weights = threading.Lock()
+        self._compared = itertools.count()
         device = device or device_of(model)
         self._link = Link()
         self._staging: Staging | None = None
@@ -194,9 +178,7 @@ class TransformersConnector(Connector):
     def _after_fork(self) -> None:
         """In a child: other threads may have had the locks."""
         super()._after_fork()
-        if self._weights.locked():
-            self._changed()  # a change may have been seen, and not have been named
-        self._weights = threading.Lock()
+        self._watch.after_fork()
         self._link = Link()
         if self._staging is not None:
             self._staging.lock = threading.RLock()
@@ -211,30 +193,7 @@ class TransformersConnector(Connector):
         if revision is not None and not is_exact(revision):
             fix = "give a commit or a digest of the weights, or nothing"
             raise InvalidRequestError("revision", revision, fix)
-        with self._weights:
-            self._watch.has_changed()
-            self._changed(revision)
-
-    def _changed(self, revision: str | None = None) -> None:
-        name = revision.encode() if revision else os.urandom(EPOCH_BYTES)
-        self._now = _Weights(b"weights:" + name, self._now.changes + 1)
-
-    def _follow(self, cache: Cache | None = None) -> _Weights:
-        """Look at the weights, and return which they are now; a new *cache* is to be of those."""
-        with self._weights:
-            if self._watch.has_changed():
-                self._changed()
-            if cache is not None:
-                self._made_of[cache] = self._now
-            return self._now
-
-    def _is_still(self, weights: _Weights, cache: Cache) -> bool:
-        """Return whether all of *cache*, computed from a look at *weights* on, is of those."""
-        is_still = self._follow() == weights
-        if is_still:
-            with self._weights:
-                self._made_of[cache] = weights
-        return is_still
+        self._watch.reset(revision)
 
     def _least(self, accuracy: str | None) -> Accuracy:
         """Return the least accuracy of what a call reads; *accuracy* None: the connector's."""
@@ -243,6 +202,17 @@ class TransformersConnector(Connector):
             fix = "use exact: of models that keep windows or states no lossy copy is read"
             raise InvalidRequestError("accuracy", accuracy, fix)
         return least
+
+    def _call(self, extra: Sequence[bytes], allowed: Allowed, *within: Any) -> _Call:
+        weights = self._watch.current()
+        return _Call(weights.named(extra), weights, allowed, *within)
+
+    def _is_still(self, weights: WeightsChange, cache: Cache) -> bool:
+        """Return whether all of *cache*, computed from a look at *weights* on, is of those."""
+        notes_of(cache).weights = weights
+        return self._watch.current() == weights
+
+    # --- load
 
     def load(
         self, input_ids: Any, extra: Sequence[bytes] = (), accuracy: str | None = None
@@ -253,11 +223,8 @@ class TransformersConnector(Connector):
         miss is an empty cache and 0. Pass the cache with all of *input_ids* to ``generate``, or
         with ``input_ids[:, hit_tokens:]`` to the model. *accuracy*: of this call alone.
         """
-        terms = _Terms(extra, self.allowed(self._least(accuracy)))
-        tokens = prompt_of(input_ids, self._model.device)
-        cache = DynamicCache(config=self._model.config)
-        weights = self._follow(cache)
-        prefix = self._load_into(cache, tokens, terms.of(weights))
+        allowed = self.allowed(self._least(accuracy))
+        _, cache, prefix = self._load_one(input_ids, extra, allowed)
         return cache, prefix.hit_tokens
 
     def calibrate(self, input_ids: Any, codec: str, extra: Sequence[bytes] = ()) -> GateView | None:
@@ -267,83 +234,107 @@ class TransformersConnector(Connector):
         the model and *codec* for ``accuracy="approximate"``. Nothing is stored. None where no copy
         of *codec* without a bound was read, or the store failed.
         """
-        terms = _Terms(extra, Allowed(self._least("approximate"), frozenset([codec])))
-        tokens = prompt_of(input_ids, self._model.device)
-        cache = DynamicCache(config=self._model.config)
-        prefix = self._load_into(cache, tokens, terms.of(self._follow(cache)))
+        allowed = Allowed(self._least("approximate"), frozenset([codec]))
+        tokens, cache, prefix = self._load_one(input_ids, extra, allowed)
         return self._compare(tokens, cache if prefix.codecs else None, prefix)
+
+    def _load_one(
+        self, input_ids: Any, extra: Sequence[bytes], allowed: Allowed
+    ) -> tuple[list[int], DynamicCache, Prefix]:
+        tokens = prompt_of(input_ids, self._model.device)
+        cache, call = DynamicCache(config=self._model.config), self._call(extra, allowed)
+        notes_of(cache).weights = call.weights
+        return tokens, cache, self._load_into(cache, tokens, call)
 
     def _compare(
         self, tokens: Sequence[int], cache: Cache | None, prefix: Prefix
     ) -> GateView | None:
         if cache is None:
             return None
-        told = partial(comparison, self._model, tokens, cache, prefix)
-        return self.ask(lambda: self.client.report_reuse(told()), None)
+        found = partial(comparison, self._model, tokens, cache, prefix)
+        return self.ask(lambda: self.client.report_reuse(found()), None)
 
-    def _room(self, rooms: list[PrefixRoom]) -> Callable[[Sequence[Span]], Sequence[LayerTensors]]:
-        """Return what makes room for chunks, and puts that into *rooms*."""
+    def _to_compare(self, prefix: Prefix, cache: Cache) -> Cache | None:
+        """Return a copy of *cache*, which holds *prefix* alone, to compare once there is time.
+
+        None for most prompts; where no copy without a bound is in it; and where several codecs made
+        such ones, as nobody could say whose fault it were.
+        """
+        if len(prefix.codecs) != 1:
+            return None
+        number = next(self._compared)
+        is_compared = number < ALWAYS_COMPARED or number % COMPARED_EVERY == 0
+        return copy.deepcopy(cache) if is_compared else None
+
+    def _room(
+        self, buffers: list[PrefixBuffers]
+    ) -> Callable[[Sequence[Span]], Sequence[LayerTensors]]:
+        """Return what makes room for chunks, and puts that into *buffers*."""
 
         def room(spans: Sequence[Span]) -> Sequence[LayerTensors]:
-            rooms.append(PrefixRoom(self._shape, spans, self._model.device))
+            buffers.append(PrefixBuffers(self._shape, spans, self._model.device))
             layouts = [KVLayout.of(self.client.model, stop - at) for at, stop in spans]
-            return [rooms[0].chunk(index, layout) for index, layout in enumerate(layouts)]
+            return [buffers[0].chunk(index, layout) for index, layout in enumerate(layouts)]
 
         return room
 
-    def _load_within(self, cache: DynamicCache, tokens: Sequence[int], terms: _Terms) -> Prefix:
-        """Have the prefix of *tokens* in *cache* soon: the model computes what loads too slowly."""
-        rooms: list[PrefixRoom] = []
+    def _load_into(
+        self, cache: Cache, tokens: Sequence[int], call: _Call, load: LayerLoad | None = None
+    ) -> Prefix:
+        """Have the prefix of *tokens* in *cache*, or with *load* on its way there."""
+        buffers: list[PrefixBuffers] = []
+        staging, has_ends = self._staging, self._shape.has_ends
+
+        def read(
+            keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Accuracy
+        ) -> Sequence[Stated]:
+            buffers[:] = buffers or [PrefixBuffers(self._shape, spans, self._model.device)]
+            stated: list[Stated] = []
+
+            def place(index: int, layout: KVLayout) -> AnyTensors:
+                return to_arrays(buffers[0].chunk(first + index, layout))
+
+            if staging is None:
+                self.client.get_chunks(keys[first:], place, accuracy=least, stated=stated)
+            else:
+                stated = staging.read(self.client, keys, buffers[0], first, least)
+            return () if has_ends and len(stated) < len(keys) else stated
+
+        can_wait = isinstance(cache, DynamicCache) and not is_compiled(self._model)
+        if load is not None and can_wait and not has_ends and staging is None:
+            prefix = load.load_chunks(tokens, self._room(buffers), call.extra, call.allowed)
+        else:
+            with nullcontext() if staging is None else staging.lock:
+                prefix = self._counted(tokens, read, call.extra, call.allowed, whole=has_ends)
+        if prefix.hit_tokens and isinstance(cache, DynamicCache):
+            buffers[0].move_into(cache, prefix.hit_tokens)
+            if load is not None:
+                load.attach(cache)
+        elif prefix.hit_tokens:
+            buffers[0].copy_into(cache, prefix.hit_tokens)
+        return self._noted(cache, prefix)
+
+    def _load_within(self, cache: DynamicCache, tokens: Sequence[int], call: _Call) -> Prefix:
+        """Do the same for a deadline: the model computes what loads too slowly."""
+        buffers: list[PrefixBuffers] = []
         chunk_tokens = self.client.options.chunk_tokens
         beside = Beside(self._model, cache, tokens, chunk_tokens, self.learned.observe)
-        within = Deadline(terms.deadline_ms / 1000, beside, began_s=terms.began_s)
-        prefix = self.load_chunks(tokens, self._room(rooms), terms.extra, terms.allowed, within)
+        within = Deadline(call.deadline_ms / 1000, beside, began_s=call.began_s)
+        room = self._room(buffers)
+        prefix = self.load_chunks(tokens, room, call.extra, call.allowed, within)
         if beside.error is not None:
             raise beside.error  # the model's own
         done = length(cache, self._shape)
         if prefix.hit_tokens:
-            rooms[0].copy_into(cache, done + prefix.hit_tokens, done)
+            buffers[0].copy_into(cache, done + prefix.hit_tokens, done)
+        return self._noted(cache, prefix)
+
+    def _noted(self, cache: Cache, prefix: Prefix) -> Prefix:
         if prefix.lossy_tokens:
-            note_lossy(cache, prefix.exact_tokens)
+            notes_of(cache).exact_tokens = prefix.exact_tokens
         return prefix
 
-    def _load_into(
-        self, cache: Cache, tokens: Sequence[int], terms: _Terms, load: LayerLoad | None = None
-    ) -> Prefix:
-        """Have the prefix of *tokens* in *cache*, or with *load* on its way there."""
-        rooms: list[PrefixRoom] = []
-        has_ends, (extra, allowed, *_) = self._shape.has_ends, terms
-
-        def by_layout(spans: Sequence[Span]) -> Room:
-            rooms.append(PrefixRoom(self._shape, spans, self._model.device))
-            return lambda index, layout: to_arrays(rooms[0].chunk(index, layout))
-
-        def staged(
-            keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Accuracy
-        ) -> Sequence[Stated]:
-            assert self._staging is not None
-            rooms[:] = rooms or [PrefixRoom(self._shape, spans, self._model.device)]
-            found = self._staging.read(self.client, keys, rooms[0], first, least)
-            return () if has_ends and len(found) < len(keys) else found
-
-        if self._staging is not None:
-            with self._staging.lock:
-                prefix = self._counted(tokens, staged, extra, allowed, whole=has_ends)
-        elif has_ends:
-            prefix = self.load_ends(tokens, by_layout, extra)
-        else:
-            can_wait = load is not None and isinstance(cache, DynamicCache)
-            by = load if load and can_wait and not is_compiled(self._model) else self
-            prefix = by.load_chunks(tokens, self._room(rooms), extra, allowed)
-        if prefix.hit_tokens and isinstance(cache, DynamicCache):
-            rooms[0].move_into(cache, prefix.hit_tokens)
-            if load is not None:
-                load.attach(cache)
-        elif prefix.hit_tokens:
-            rooms[0].copy_into(cache, prefix.hit_tokens)
-        if prefix.lossy_tokens:
-            note_lossy(cache, prefix.exact_tokens)
-        return prefix
+    # --- save
 
     def save(
         self,
@@ -369,29 +360,11 @@ class TransformersConnector(Connector):
         rows = {int(layers[s.layer].keys.shape[0]) for s in self._shape.tokens}
         if rows != {1}:
             raise InvalidRequestError("cache", rows, "give one of (1, kv_heads, tokens, head_dim)")
-        with self._weights:
-            weights = self._made_of.get(cache, _AT_BIRTH)
-        if self._follow() != weights:
+        weights = self._watch.current()
+        if (notes_of(cache).weights or NO_CHANGE) != weights:
             return 0
-        taken = [Snapshot.of(cache, self._shape)]
+        taken = [CacheCheckpoint.of(cache, self._shape)]
         return self._save(tokens, cache, from_token, weights.named(extra), taken)
-
-    @override
-    def store_chunks(
-        self,
-        tokens: Sequence[int],
-        source: Source,
-        from_token: int = 0,
-        extra: Sequence[bytes] = (),
-        about: AboutOf | None = None,
-    ) -> int:
-        if self._staging is None:
-            return super().store_chunks(tokens, source, from_token, extra, about)
-        to_host = self._staging.to_host
-        with self._staging.lock:
-            return super().store_chunks(
-                tokens, lambda span: to_host(source(span)), from_token, extra, about
-            )
 
     def _save(
         self,
@@ -399,19 +372,37 @@ class TransformersConnector(Connector):
         cache: Cache,
         from_token: int,
         extra: Sequence[bytes],
-        snapshots: Sequence[Snapshot] = (),
+        checkpoints: Sequence[CacheCheckpoint] = (),
     ) -> int:
-        source = EndSource(self.client.model, self._shape, cache, snapshots)
-        exact = exact_tokens_of(cache, len(tokens))
-        if exact < len(tokens):
+        """Store the prompt of *tokens*, the only one in *cache*, but for what is not exact."""
+        reader = CacheReader(self.client.model, self._shape, cache, checkpoints)
+        exact = notes_of(cache).exact_tokens
+        if exact is not None and exact < len(tokens):
             self.note_unstored(len(tokens), max(exact, from_token))
             tokens = tokens[:exact]
         for span in self._spans(len(tokens)) if self._shape.has_ends else ():
             is_short = span[1] - span[0] < self.client.options.chunk_tokens
-            if span[1] > from_token and not source.has(span, must_end=is_short):
+            if span[1] > from_token and not reader.has(span, must_end=is_short):
                 tokens = tokens[: span[0]]
                 break
-        return self.store_chunks(tokens, source.tensors, from_token, extra, source.about)
+        return self._store(tokens, reader, from_token, extra)
+
+    def _store(
+        self, tokens: Sequence[int], reader: CacheReader, from_token: int, extra: Sequence[bytes]
+    ) -> int:
+        staging, source = self._staging, reader.tensors
+        if staging is None:
+            return self.store_chunks(tokens, source, from_token, extra, reader.about)
+        with staging.lock:
+            return self.store_chunks(
+                tokens,
+                lambda span: staging.to_host(source(span)),
+                from_token,
+                extra,
+                reader.about,
+            )
+
+    # --- generate
 
     def generate(
         self,
@@ -439,28 +430,23 @@ class TransformersConnector(Connector):
             name = type(self._model).__name__
             raise InvalidRequestError("model", name, "give one that generates")
         within = self._deadline_ms if deadline_ms is None else checked_deadline(deadline_ms)
-        terms = _Terms(extra, self.allowed(self._least(accuracy)), within, began_s)
+        allowed = self.allowed(self._least(accuracy))
         stated = settings_of(self._model, config, settings)
         ids, mask = inputs_of(input_ids, attention_mask, self._model.device)
         prompts = prompts_of(ids, mask)
-        weights = self._follow()
-        if len(prompts) > 1:
-            return self._generate_batch(ids, prompts, stated, weights, terms)
-        return self._generate_one(ids[:, -len(prompts[0]) :], stated, weights, terms)
+        call = self._call(extra, allowed, within, began_s)
+        if len(prompts) == 1:
+            return self._generate_one(ids[:, -len(prompts[0]) :], stated, call)
+        return self._generate_batch(ids, mask, prompts, stated, call)
 
     def _generate_one(
-        self,
-        input_ids: torch.Tensor,
-        settings: GenerationConfig,
-        weights: _Weights,
-        terms: _Terms,
+        self, input_ids: torch.Tensor, settings: GenerationConfig, call: _Call
     ) -> Generation:
         tokens: list[int] = input_ids[0].tolist()
-        terms = terms.of(weights)
         cache = new_cache(self._model.config, settings, self._shape, len(tokens))
-        load, chunk_tokens = LayerLoad(self, self._link), self.client.options.chunk_tokens
-        loaded = self._prefilled(tokens, cache, terms, load)
-        watch = Watch(cache, self._shape, chunk_tokens)
+        load = LayerLoad(self, self._link)
+        loaded = self._prefilled(tokens, cache, call, load)
+        watch = CheckpointCriteria(cache, self._shape, self.client.options.chunk_tokens)
         weighed = len(tokens) if self.client.weighs else 0
 
         def run() -> GenerateDecoderOnlyOutput:
@@ -468,125 +454,111 @@ class TransformersConnector(Connector):
             watches: list[StoppingCriteria] = [FirstToken(partial(load.note, left))]
             watches += [watch] if self._shape.has_ends else []
             with noting_attention(self._model, cache, self._shape, weighed) as look:
-                return self._run(input_ids, settings, cache, [*watches, *look])
+                return self._run(input_ids, settings, cache, None, [*watches, *look])
 
         output, prefix = load.run(cache, loaded.prefix, run)
         found = Generation(output, prefix.hit_tokens, (prefix.hit_tokens,))
-        if not self._is_still(weights, cache):
+        if not self._is_still(call.weights, cache):
             return found
         self._compare(tokens, loaded.to_compare, prefix)
         sequence = output.sequences[0].tolist()[: length(cache, self._shape)]
-        taken = [*loaded.snapshots, *watch.snapshots]
-        self._save(sequence[: len(tokens)], cache, prefix.stored_tokens, terms.extra, taken)
-        if len(sequence) > len(tokens):
-            stored = len(tokens) // chunk_tokens * chunk_tokens
-            self._save(sequence, cache, stored, terms.extra, taken)
+        taken = [*loaded.checkpoints, *watch.checkpoints]
+        for some, stored in self._stores(tokens, sequence, prefix):
+            self._save(some, cache, stored, call.extra, taken)
         return found
 
+    def _stores(
+        self, prompt: Sequence[int], sequence: Sequence[int], prefix: Prefix
+    ) -> Iterator[tuple[Sequence[int], int]]:
+        """Yield the tokens to store, and how many of them are stored: those of *prompt*, the last
+        chunk of which is hit by the same prompt alone, and then all of *sequence*."""
+        yield sequence[: len(prompt)], prefix.stored_tokens
+        if len(sequence) > len(prompt):
+            chunk_tokens = self.client.options.chunk_tokens
+            yield sequence, len(prompt) // chunk_tokens * chunk_tokens
+
     def _prefilled(
-        self, tokens: Sequence[int], cache: Cache, terms: _Terms, load: LayerLoad | None = None
+        self, tokens: Sequence[int], cache: Cache, call: _Call, load: LayerLoad | None = None
     ) -> _Loaded:
         """Load a prompt's prefix into *cache*; of windows and states compute to the last pause."""
         is_whole = self._shape.has_ends or self._staging is not None
-        if terms.deadline_ms and isinstance(cache, DynamicCache) and not is_whole:
-            prefix = self._load_within(cache, tokens, terms)
+        if call.deadline_ms and isinstance(cache, DynamicCache) and not is_whole:
+            prefix = self._load_within(cache, tokens, call)
         else:
-            prefix = self._load_into(cache, tokens, terms, load)
-        to_compare, snapshots = self._comparisons.next(prefix, cache), list[Snapshot]()
+            prefix = self._load_into(cache, tokens, call, load)
+        to_compare, taken = self._to_compare(prefix, cache), list[CacheCheckpoint]()
         if self._shape.has_ends:
-            span = (prefix.hit_tokens, len(tokens))
-            places = pauses(
-                self._shape, span, prefix.shared_tokens, self.client.options.chunk_tokens
-            )
-            ids = torch.tensor([tokens], device=self._model.device)
-            snapshots = prefill(self._model, ids, cache, self._shape, places)
-        return _Loaded(cache, prefix, snapshots, to_compare)
+            chunk_tokens, span = self.client.options.chunk_tokens, (prefix.hit_tokens, len(tokens))
+            places = checkpoint_positions(self._shape, span, prefix.shared_tokens, chunk_tokens)
+            taken = prefill(self._model, tokens, cache, self._shape, places)
+        return _Loaded(cache, prefix, taken, to_compare)
 
     def _run(
         self,
         input_ids: torch.Tensor,
         settings: GenerationConfig,
         cache: Cache,
-        watches: Sequence[StoppingCriteria],
-        attention_mask: torch.Tensor | None = None,
+        mask: torch.Tensor | None,
+        watches: Sequence[StoppingCriteria] = (),
     ) -> GenerateDecoderOnlyOutput:
         model: Any = self._model
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         output: GenerateDecoderOnlyOutput = model.generate(
             input_ids,
             generation_config=settings,
-            attention_mask=mask,
+            attention_mask=torch.ones_like(input_ids) if mask is None else mask,
             **as_argument(cache),
-            stopping_criteria=watches,
+            stopping_criteria=[*watches],
         )
         return output
 
     def _generate_batch(
         self,
-        input_ids: torch.Tensor,
+        ids: torch.Tensor,
+        mask: torch.Tensor | None,
         prompts: Sequence[Sequence[int]],
         settings: GenerationConfig,
-        weights: _Weights,
-        terms: _Terms,
+        call: _Call,
     ) -> Generation:
         """Compute each prompt to its last token by itself, then generate from all together."""
         if settings.cache_implementation == "static":
             fix = "rows of different prefixes are joined in a dynamic cache"
             raise InvalidRequestError("cache_implementation", "static", fix)
         settings.cache_implementation = None
-        loaded = [self._computed(tokens, weights, terms) for tokens in prompts]
-        cache = joined(
-            [one.cache for one in loaded], self._shape, self._model.config, self._model.device
-        )
-        rows = [
-            Row(
-                number, int(input_ids.shape[1]), tokens, one.prefix.stored_tokens,
-                ends_of(settings), one.prefix.lossy_tokens > 0,
-            )
-            for number, (tokens, one) in enumerate(zip(prompts, loaded, strict=True))
-        ]  # fmt: skip
-        if any(row.is_lossy for row in rows):
-            note_lossy(cache, 0)
-        output = self._run(input_ids, settings, cache, [], mask_of(input_ids, rows))
-        if not self._shape.has_ends and self._is_still(weights, cache):
-            self._save_rows(output, cache, rows, terms.of(weights).extra)
-            for tokens, one in zip(prompts, loaded, strict=True):
-                self._compare(tokens, one.to_compare, one.prefix)
+        width = max(map(len, prompts))
+        loaded = [self._computed(tokens, call) for tokens in prompts]
+        caches = [one.cache for one in loaded]
+        cache = join_rows(caches, self._shape, self._model.config, self._model.device)
+        if any(one.prefix.lossy_tokens for one in loaded):
+            notes_of(cache).exact_tokens = 0
+        seen = None if mask is None else mask[:, -width:].ne(0).long()
+        output = self._run(ids[:, -width:], settings, cache, seen)
+        if not self._shape.has_ends and self._is_still(call.weights, cache):
+            held = length(cache, self._shape)
+            for row, (prompt, one) in enumerate(zip(prompts, loaded, strict=True)):
+                first = width - len(prompt)
+                generated = output.sequences[row, first:held].tolist()
+                tokens = until_end(generated, len(prompt), settings)
+                if one.prefix.lossy_tokens:  # nothing behind it is stored
+                    self.note_unstored(len(tokens), one.prefix.stored_tokens)
+                else:
+                    model = self.client.model
+                    reader = CacheReader(model, self._shape, cache, row=(row, first))
+                    for some, stored in self._stores(prompt, tokens, one.prefix):
+                        self._store(some, reader, stored, call.extra)
+                self._compare(prompt, one.to_compare, one.prefix)
         hits = tuple(one.prefix.hit_tokens for one in loaded)
         return Generation(output, sum(hits), hits)
 
-    def _computed(self, tokens: Sequence[int], weights: _Weights, terms: _Terms) -> _Loaded:
+    def _computed(self, tokens: Sequence[int], call: _Call) -> _Loaded:
         """Return the cache of a prompt but for its last token; what is new of it is stored."""
-        terms = terms.of(weights)
-        loaded = self._prefilled(tokens, DynamicCache(config=self._model.config), terms)
+        loaded = self._prefilled(tokens, DynamicCache(config=self._model.config), call)
         held, last = length(loaded.cache, self._shape), len(tokens) - 1
         if held < last:
-            ids, began_s = torch.tensor([tokens], device=self._model.device), time.monotonic()
-            prefill(self._model, ids, loaded.cache, self._shape, [last])
+            began_s = time.monotonic()
+            prefill(self._model, tokens, loaded.cache, self._shape, [last])
             if self._staging is None:  # a device computes on when the call is over
                 self.learned.observe(last - held, time.monotonic() - began_s)
-        if self._shape.has_ends and self._is_still(weights, loaded.cache):
+        if self._shape.has_ends and self._is_still(call.weights, loaded.cache):
             stored = loaded.prefix.stored_tokens
-            self._save(tokens[:last], loaded.cache, stored, terms.extra, loaded.snapshots)
+            self._save(tokens[:last], loaded.cache, stored, call.extra, loaded.checkpoints)
         return loaded
-
-    def _save_rows(
-        self,
-        output: GenerateDecoderOnlyOutput,
-        cache: Cache,
-        rows: Sequence[Row],
-        extra: Sequence[bytes],
-    ) -> None:
-        """Store each row's prompt and what was generated behind it, but for what ended it."""
-        held = length(cache, self._shape)
-        for row in rows:
-            tokens = row.until_end(output.sequences[row.number, row.first : held].tolist())
-            if row.is_lossy:
-                self.note_unstored(max(len(tokens), len(row.prompt)), row.stored_tokens)
-                continue
-            source = EndSource(self.client.model, self._shape, cache, (), row)
-            self.store_chunks(row.prompt, source.tensors, row.stored_tokens, extra)
-            chunk_tokens = self.client.options.chunk_tokens
-            stored = len(row.prompt) // chunk_tokens * chunk_tokens
-            if len(tokens) > len(row.prompt):
-                self.store_chunks(tokens, source.tensors, stored, extra)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from blake3 import blake3
@@ -13,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 from torch.utils.weak import WeakIdRef
 from transformers import (
     AutoTokenizer,
-    Cache,
     DynamicCache,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -21,6 +22,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from kvstore.client.engines.identity import (
+    EPOCH_BYTES,
     OWN_TOKENIZER,
     Departures,
     Weights,
@@ -69,10 +71,7 @@ def representation_of(
         if not hasattr(given, has):
             fix = f"give the {name} that transformers loaded: KV of other tokens is another's"
             raise ModelError(name, given, fix)
-    if carries_adapter(model) and adapter_digest == "none":
-        raise ModelError(
-            "adapter_digest", adapter_digest, "this model carries an adapter: give its digest"
-        )
+    check_adapter(model, adapter_digest)
     config = model.config
     shape, rope = cache_shape(model), rope_parameters(config)
     weights = _weights(model, model_revision or "")
@@ -104,11 +103,19 @@ def _rounded_rope(model: PreTrainedModel) -> dict[str, str]:
     return {"rope": str(own.tolist())}
 
 
-def carries_adapter(model: PreTrainedModel) -> bool:
-    """Return whether an adapter changes what *model* computes."""
-    return bool(
-        getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False)
-    )
+def check_adapter(model: PreTrainedModel, adapter_digest: str) -> None:
+    """Raise ModelError where an adapter changes what *model* computes, and nobody names it."""
+    carries = getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False)
+    if carries and adapter_digest == "none":
+        fix = "this model carries an adapter: give its digest"
+        raise ModelError("adapter_digest", adapter_digest, fix)
+
+
+def check_device(model: PreTrainedModel) -> None:
+    """Raise ModelError for a model that is not on one device."""
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) > 1 or "meta" in devices:
+        raise ModelError("device", sorted(devices), "load the model onto one device")
 
 
 def cache_shape(model: PreTrainedModel) -> CacheShape:
@@ -121,9 +128,7 @@ def cache_shape(model: PreTrainedModel) -> CacheShape:
         if getattr(config, name, None):
             fix = "cross-attention layers keep another input's KV, not the prompt's"
             raise ModelError(name, getattr(config, name), fix)
-    devices = {str(parameter.device) for parameter in model.parameters()}
-    if len(devices) > 1 or "meta" in devices:
-        raise ModelError("device", sorted(devices), "load the model onto one device")
+    check_device(model)
     rope_parameters(config)
     layers = DynamicCache(config=config).layers
     if config.model_type not in MODEL_TYPES or any(type(x) is not DynamicLayer for x in layers):
@@ -134,21 +139,6 @@ def cache_shape(model: PreTrainedModel) -> CacheShape:
         for layer in range(config.num_hidden_layers)
     ]
     return CacheShape(len(shapes), tuple(shapes), (), is_probed=False)
-
-
-def full_layers(cache: Cache) -> list[DynamicLayer]:
-    """Return the layers of a DynamicCache of full attention. Raises ModelError."""
-    if type(cache) is not DynamicCache:
-        raise ModelError("cache", type(cache).__name__, "use a DynamicCache")
-    layers: list[DynamicLayer] = []
-    for index, layer in enumerate(cache.layers):
-        # Subclasses keep less than every token, or keep it otherwise.
-        if type(layer) is not DynamicLayer:
-            raise ModelError(
-                f"layers[{index}]", type(layer).__name__, "only full-attention layers are stored"
-            )
-        layers.append(layer)
-    return layers
 
 
 def _weights(model: PreTrainedModel, stated: str) -> Weights:
@@ -165,7 +155,7 @@ def _weights(model: PreTrainedModel, stated: str) -> Weights:
     every = not named or _is_written_to(model)
     if weights and weights.folder and _is_in(model, weights.folder, every=every):
         return weights
-    found = weights_digest(model) if every else f"sample={weights_sample(model)}"
+    found = weights_digest(model, 0 if every else SAMPLED)
     found = f"{named}+{found}" if named else found
     revision = f"{stated}+{found}" if stated and stated != named else found
     return Weights(short_name(name or model.config.model_type), revision)
@@ -202,18 +192,36 @@ def _place(tensor: torch.Tensor) -> tuple[int, torch.Size]:
     return _address(tensor), tensor.shape
 
 
-def weights_sample(model: PreTrainedModel) -> str:
-    """Return a digest of some elements of each of the model's weights, as they are now."""
-    digest = blake3()
+def weights_digest(model: PreTrainedModel, sampled: int = 0) -> str:
+    """Return a digest of the model's weights, as they are now, or of so many elements of each."""
+    digest = blake3(max_threads=blake3.AUTO)
     for name, tensor in sorted(model.state_dict().items()):
-        some = _some(tensor.detach(), SAMPLED).cpu().contiguous()
         digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(some.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+        some = _some(tensor.detach(), sampled) if sampled else tensor.detach()
+        flat = some.cpu().contiguous().reshape(-1)
+        elements: Any = flat.view(torch.uint8).numpy()
+        digest.update(elements)
+    return f"{'sample=' if sampled else 'blake3:'}{digest.hexdigest()}"
+
+
+class WeightsChange(NamedTuple):
+    """Which weights a model has by now. A name may come again, and what was computed between not:
+    the number of ``changes`` tells."""
+
+    name: bytes = b""
+    """Beside that of the model's identity; empty before any change."""
+    changes: int = 0
+
+    def named(self, extra: Sequence[bytes]) -> Sequence[bytes]:
+        """Return what else names a prompt of these weights."""
+        return [self.name, *extra] if self.name else extra
+
+
+NO_CHANGE = WeightsChange()
 
 
 class WeightsWatch:
-    """Notices that the weights of a model are not those it saw last. Not thread-safe.
+    """Notices that the weights of a model are not those it saw last. Thread-safe.
 
     torch counts what is written to a tensor in place, but for writes through ``.data``: those are
     seen by a few elements of each tensor of torch's own classes. Keeps no weights alive.
@@ -221,12 +229,33 @@ class WeightsWatch:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
+        self._lock = threading.Lock()  # guards the two below
         self._seen = self._mark()
+        self._now = NO_CHANGE
 
-    def has_changed(self) -> bool:
-        """Return whether they changed since the last call, or since it was made."""
-        before, self._seen = self._seen, self._mark()
-        return before != self._seen
+    def current(self) -> WeightsChange:
+        """Look at the weights, and return which they are."""
+        with self._lock:
+            before, self._seen = self._seen, self._mark()
+            if before != self._seen:
+                self._change()
+            return self._now
+
+    def reset(self, revision: str | None = None) -> None:
+        """Take the weights of this moment for others than before, called *revision* if given."""
+        with self._lock:
+            self._seen = self._mark()
+            self._change(revision)
+
+    def after_fork(self) -> None:
+        """Go on in a child: another thread may have had the lock, and not named what it saw."""
+        if self._lock.locked():
+            self._change()
+        self._lock = threading.Lock()
+
+    def _change(self, revision: str | None = None) -> None:
+        name = revision.encode() if revision else os.urandom(EPOCH_BYTES)
+        self._now = WeightsChange(b"weights:" + name, self._now.changes + 1)
 
     def _mark(self) -> tuple[Any, ...]:
         tensors = list(self._tensors())
@@ -273,16 +302,6 @@ def _looked_at(tensor: torch.Tensor) -> torch.Tensor:
 def _some(tensor: torch.Tensor, count: int) -> torch.Tensor:
     flat = tensor.reshape(-1)
     return flat[:: max(1, flat.numel() // count)][:count]
-
-
-def weights_digest(model: PreTrainedModel) -> str:
-    """Return a digest of the model's weights, as they are now."""
-    digest = blake3(max_threads=blake3.AUTO)
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy())
-    return f"blake3:{digest.hexdigest()}"
 
 
 def _tokenizer(tokenizer: PreTrainedTokenizerBase, weights: Weights) -> str:

@@ -5,8 +5,8 @@ Chunks go through a ring of host memory and one piece of device memory, both all
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cached_property, partial
 from threading import RLock
 from typing import Any
 
@@ -14,8 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvstore.client.client import Client
-from kvstore.client.engines.transformers.cache import CacheShape
-from kvstore.client.engines.transformers.ends import Nested, PrefixRoom
+from kvstore.client.engines.transformers.cache import CacheShape, Nested, PrefixBuffers, flat
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.codecs.base import AnyTensors
 from kvstore.proto.device import Device, HostDevice, open_device
@@ -62,7 +61,7 @@ class Staging:
         gathered, size = self._placed(room, tensors)
         found, _ = self._placed(ring[self._last], tensors)
         stream = self._device.current_stream()
-        stream.launch(lambda: self._copy(gathered, tensors))
+        stream.launch(lambda: _copy(gathered, tensors))
         stream.copy(ring[self._last, :size], room[:size])
         stream.record().synchronize()
         return found
@@ -71,54 +70,38 @@ class Staging:
         self,
         client: Client,
         keys: Sequence[ChunkKey],
-        room: PrefixRoom,
+        buffers: PrefixBuffers,
         first: int,
         least: Accuracy,
     ) -> list[Stated]:
-        """Read the longest run of *keys* from number *first* on into *room*, which has all of
-        them, on the device; return what each states.
+        """Read the longest run of *keys* from number *first* on into *buffers*, which have all of
+        them, on the device; return what each states, none less so than *least*.
 
-        None is less so than *least*. They come a ring's worth at a time, each in one copy; the
-        last of them is awaited.
+        They come a ring's worth at a time, each in one copy; the last of them is awaited.
         """
+        ring, room = self._memory
         found: list[Stated] = []
         for start in range(first, len(keys), self.slots):
-            some = keys[start : start + self.slots]
-            found += self._read_some(client, some, room, start, least)
-            if first + len(found) < start + len(some):
+            some, wanted = keys[start : start + self.slots], dict[int, Nested]()
+
+            def place(
+                index: int, layout: KVLayout, start: int = start, wanted: dict[int, Nested] = wanted
+            ) -> AnyTensors:
+                wanted[index] = buffers.chunk(start + index, layout)
+                return to_arrays(self._placed(ring[index], wanted[index])[0])
+
+            stated: list[Stated] = []
+            client.get_chunks(some, place, accuracy=least, stated=stated)
+            stream = self._device.current_stream()
+            for index in range(len(stated)):
+                arrived, size = self._placed(room, wanted[index])
+                stream.copy(room[:size], ring[index, :size])
+                stream.launch(partial(_copy, wanted[index], arrived))
+            stream.record().synchronize()
+            found += stated
+            if len(stated) < len(some):
                 break
         return found
-
-    def _read_some(
-        self,
-        client: Client,
-        keys: Sequence[ChunkKey],
-        room: PrefixRoom,
-        first: int,
-        least: Accuracy,
-    ) -> list[Stated]:
-        """Do that for *keys* that the ring has places for; the first is chunk *first* of *room*."""
-        ring, _ = self._memory
-        wanted: dict[int, Nested] = {}
-
-        def place(index: int, layout: KVLayout) -> AnyTensors:
-            wanted[index] = room.chunk(first + index, layout)
-            return to_arrays(self._placed(ring[index], wanted[index])[0])
-
-        stated: list[Stated] = []
-        client.get_chunks(keys, place, accuracy=least, stated=stated)
-        for index in range(len(stated)):
-            self._to_device(index, wanted[index])
-        self._device.current_stream().record().synchronize()
-        return stated
-
-    def _to_device(self, slot: int, tensors: Nested) -> None:
-        """Queue copying what lies in a place of the ring to *tensors*."""
-        ring, room = self._memory
-        arrived, size = self._placed(room, tensors)
-        stream = self._device.current_stream()
-        stream.copy(room[:size], ring[slot, :size])
-        stream.launch(lambda: self._copy(tensors, arrived))
 
     def _placed(self, memory: torch.Tensor, tensors: LayerTensors) -> tuple[Nested, int]:
         """Return views of *memory*, uint8 (bytes,), like *tensors*, and the bytes they take."""
@@ -134,29 +117,25 @@ class Staging:
         nested = [[[place(part) for part in parts] for parts in layers] for layers in tensors]
         return nested, end
 
-    def _copy(self, out: LayerTensors, data: LayerTensors) -> None:
-        with torch.no_grad():
-            for to, part in zip(_flat(out), _flat(data), strict=True):
-                if to is not part:
-                    to.copy_(part)
+
+def _copy(out: LayerTensors, data: LayerTensors) -> None:
+    with torch.no_grad():
+        for to, part in zip(flat(out), flat(data), strict=True):
+            if to is not part:
+                to.copy_(part)
 
 
 def chunk_bytes(shape: CacheShape, tokens: int) -> int:
     """Return what a chunk of so many tokens takes at most, with its windows and states."""
-    end = sum(_aligned(state.size_bytes) for state in shape.states)
+    sizes = [state.size_bytes for state in shape.states]
     for layer in shape.tokens:
-        kept = min(tokens, layer.window - 1) if layer.window else tokens
-        row_bytes = kept * layer.kv_heads * layer.dtype.itemsize
-        end += sum(_aligned(row_bytes * dim) for dim in layer.dims)
-    return end
+        row_bytes = layer.held(tokens) * layer.kv_heads * layer.dtype.itemsize
+        sizes += [row_bytes * dim for dim in layer.dims]
+    return sum(map(_aligned, sizes))
 
 
 def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def _flat(tensors: LayerTensors) -> Iterator[Any]:
-    return (part for layers in tensors for parts in layers for part in parts)
 
 
 def device_of(model: PreTrainedModel) -> Device | None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from conftest import ServerMaker
+from kvstore_command import kvstore_command
 from local_server import DEADLINE_MS, LocalServer, eventually
 from plain_engine import PlainEngine
 from prompts import SMALL, tokens
 
-from kvstore.cli.explain import Question, ask_explain, print_explain
 from kvstore.client import ClientOptions
 from kvstore.client.prefill import PrefillModel
 from kvstore.proto import kvstore_pb2 as pb
@@ -53,10 +54,10 @@ def printed(
     server: LocalServer, engine: PlainEngine, capsys: pytest.CaptureFixture[str]
 ) -> tuple[str, list[str]]:
     """Return what ``kvstore explain`` prints of the engine's chunks, and the states it says."""
-    keys = tuple(key.hex() for key in engine.client.keys(PROMPT))
-    reply = ask_explain(server.address, Question(keys=keys))
-    print_explain(reply)
-    return capsys.readouterr().out, [one.state for one in reply.chunks]
+    keys = [word for key in engine.client.keys(PROMPT) for word in ("--keys", key.hex())]
+    words, kvstore = ("explain", "--address", server.address, *keys), kvstore_command(capsys)
+    chunks = json.loads(kvstore(*words, "--json").out)["chunks"]
+    return kvstore(*words).out, [one["state"] for one in chunks]
 
 
 def test_an_engine_of_another_identity_misses_and_the_field_is_printed(
@@ -120,8 +121,8 @@ def lost(engine: PlainEngine, server: LocalServer) -> None:
     engine.store(PROMPT)
     lookup = engine.client.lookup
 
-    def lookup_and_lose(keys: list[object], **terms: Any) -> object:
-        match = lookup(keys, **terms)  # type: ignore[arg-type]
+    def lookup_and_lose(*, keys: list[object], **terms: Any) -> object:
+        match = lookup(keys=keys, **terms)  # type: ignore[arg-type]
         assert engine.client.delete(keys=keys[2:]) == 2  # type: ignore[arg-type]
         return match
 

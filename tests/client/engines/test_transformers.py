@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -14,6 +14,7 @@ from torch_engine import (
     greedy,
     ids_of,
     kept,
+    left_padded,
     logits,
     plain_tokens,
     prefill,
@@ -35,7 +36,6 @@ from typing_extensions import override
 
 from kvstore.client import Client
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.prefix import Prefix, Room
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.proto.types import Model
 
@@ -118,17 +118,18 @@ def test_loading_allocates_the_prefix_once_and_puts_it_into_the_cache_as_it_is(
     connect().save(input_ids[:, :192], prefill(tinylm, input_ids[:, :192]))
     connector = connect()
     rooms: list[int] = []
-    load_chunks = connector.load_chunks
+    get_chunks = connector.client.get_chunks
 
-    def spy(tokens: Sequence[int], room: Room, *rest: Any) -> Prefix:
-        def watched(spans: Any) -> Any:
-            out: Any = room(spans)
-            rooms.extend(part.data_ptr() for layer in out[0][0] for part in layer)
-            return out
+    def spy(keys: Any, out: Any, **more: Any) -> Any:
+        def watched(index: int, layout: Any) -> Any:
+            place = out(index, layout)
+            if not index:
+                rooms.extend(part.ctypes.data for parts in place[0] for part in parts)
+            return place
 
-        return load_chunks(tokens, watched, *rest)
+        return get_chunks(keys, watched, **more)
 
-    monkeypatch.setattr(connector, "load_chunks", spy)
+    monkeypatch.setattr(connector.client, "get_chunks", spy)
     cache, _ = connector.load(input_ids)
     assert [part.data_ptr() for part in kept(cache)] == rooms
 
@@ -199,9 +200,7 @@ def test_prompts_of_a_batch_start_each_from_its_own_prefix(
     connect: Connect, tinylm: PreTrainedModel
 ) -> None:
     prompts = [random_ids(count, seed=count)[0] for count in (150, 40, 97)]
-    width = max(map(len, prompts))
-    batch = torch.stack([torch.nn.functional.pad(p, (width - len(p), 0), value=1) for p in prompts])
-    mask = torch.stack([(torch.arange(width) >= width - len(p)).long() for p in prompts])
+    batch, mask = left_padded(prompts)
     engine: Any = tinylm
     own = engine.generate(batch, generation_config=greedy(), attention_mask=mask)
     connect().generate(prompts[0][None], greedy())
@@ -209,6 +208,23 @@ def test_prompts_of_a_batch_start_each_from_its_own_prefix(
         found = connect().generate(batch, greedy(), attention_mask=mask)
         assert torch.equal(found.output.sequences, own)
         assert found.row_hits == hits
+
+
+def test_padding_that_every_row_has_changes_nothing(
+    connect: Connect, tinylm: PreTrainedModel
+) -> None:
+    """Caches are as wide as the longest prompt: what they held was taken for other tokens."""
+    prompts = [random_ids(count, seed=count)[0] for count in (90, 40)]
+    batch, mask = left_padded(prompts)
+    wide, seen = (torch.nn.functional.pad(one, (5, 0)) for one in (batch, mask))
+    engine: Any = tinylm
+    own = engine.generate(batch, generation_config=greedy(), attention_mask=mask)
+    found = connect().generate(wide, greedy(), attention_mask=seen)
+    assert torch.equal(found.output.sequences, own)
+    for prompt in prompts:
+        stored = connect().generate(prompt[None], greedy())
+        assert stored.output.sequences[0].tolist() == plain_tokens(tinylm, prompt[None])
+        assert stored.hit_tokens == len(prompt) - 1
 
 
 SMALL: dict[str, Any] = {

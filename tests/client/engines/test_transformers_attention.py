@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from kvstore.client import Chunk
-from kvstore.client.engines.transformers import TransformersConnector
-from kvstore.client.engines.transformers import attention as transformers_attention
-from kvstore.client.engines.transformers.attention import QUERIES, mean_attention
+from kvstore.client.engines.transformers import TransformersConnector, measures
+from kvstore.client.engines.transformers.measures import QUERIES, mean_attention
 from kvstore.proto.types import Accuracy, Model
 
 PROMPT = random_ids(150)
@@ -47,13 +46,13 @@ def put(monkeypatch: pytest.MonkeyPatch) -> Callable[[TransformersConnector], Pu
 
     def watched(connector: TransformersConnector) -> Put:
         chunks: Put = []
-        own = connector.client.put
+        own = connector.client.put_chunks
 
         def noting(some: Any, **more: Any) -> Any:
             chunks.extend(some)
             return own(some, **more)
 
-        monkeypatch.setattr(connector.client, "put", noting)
+        monkeypatch.setattr(connector.client, "put_chunks", noting)
         return chunks
 
     return watched
@@ -215,7 +214,7 @@ def test_attention_that_cannot_be_noted_fails_no_request(
         asked.append(0)
         return fault(len(asked))  # what differs in length cannot be stacked
 
-    monkeypatch.setattr(transformers_attention, "mean_attention", look)
+    monkeypatch.setattr(measures, "mean_attention", look)
     found = connector.generate(PROMPT, greedy(2))
     assert found.output.sequences[0].tolist() == plain_tokens(tinylm, PROMPT)[:152]
     assert {chunk.importance for chunk in chunks} == {None}

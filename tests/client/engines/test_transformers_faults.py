@@ -25,8 +25,7 @@ from typing_extensions import override
 from kvstore.client import Client
 from kvstore.client.engines.prefix import Room, Span
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
-from kvstore.client.engines.transformers.cache import as_argument
-from kvstore.client.engines.transformers.ends import PrefixRoom
+from kvstore.client.engines.transformers.cache import PrefixBuffers, as_argument
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import Model
@@ -43,7 +42,7 @@ class KilledMidway(TransformersConnector):
     process: ServerProcess
 
     @override
-    def _room(self, rooms: list[PrefixRoom]) -> Room:
+    def _room(self, rooms: list[PrefixBuffers]) -> Room:
         room = super()._room(rooms)
 
         def killing(spans: Sequence[Span]) -> Sequence[LayerTensors]:

@@ -112,13 +112,13 @@ def learned(
 def layered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Has the chunks of each load that is layer by layer."""
     found: list[int] = []
-    own = Client.get_layers
+    own = Client.get_chunk_layers
 
     def counted(self: Client, keys: Any, *args: Any, **more: Any) -> Any:
         found.append(len(keys))
         return own(self, keys, *args, **more)
 
-    monkeypatch.setattr(Client, "get_layers", counted)
+    monkeypatch.setattr(Client, "get_chunk_layers", counted)
     return found
 
 

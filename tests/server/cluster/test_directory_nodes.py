@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from local_server import LocalServer, eventually
 from prompts import store
 from redis_process import RedisProcess
 
-from kvstore.cli.status import ask_status, directory_line, status_as_json
+from kvstore.cli.server import Rates, directory_line, fetch_status, status_as_dict
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import ChunkKey
 from kvstore.server.cluster.directory import Directory, open_directory
@@ -63,22 +62,22 @@ def test_nodes_find_what_lies_in_each_others_memory_until_it_is_deleted(
 
 def test_status_and_metrics_show_the_nodes_that_are_seen(pair: list[LocalServer]) -> None:
     first, second = pair
-    reply = ask_status(f"127.0.0.1:{first.node.port}")
+    reply = fetch_status(f"127.0.0.1:{first.node.port}")
     (seen,) = reply.directory.nodes
     assert (seen.node_id, seen.grpc_address) == ("b", f"127.0.0.1:{second.node.port}")
     assert seen.incarnation == directory_of(second).me.incarnation
     line = directory_line(reply.directory)
     assert line == f"directory: a, 0 chunks named; sees b at 127.0.0.1:{second.node.port}"
-    shown = json.loads(status_as_json("x", reply))["directory"]
+    shown = status_as_dict("x", reply, Rates(0.0))["directory"]
     assert (shown["standing"], shown["nodes"][0]["node_id"]) == ("known", "b")
     levels = {row[0]: row[3] for row in gauges(first.node.store, 0, directory_of(first))}
     assert (levels["directory_up"], levels["directory_nodes"]) == (1, 1)
 
 
 def test_server_without_a_directory_shows_none(server: LocalServer) -> None:
-    reply = ask_status(f"127.0.0.1:{server.node.port}")
+    reply = fetch_status(f"127.0.0.1:{server.node.port}")
     assert not reply.HasField("directory")
-    assert json.loads(status_as_json("x", reply))["directory"] is None
+    assert status_as_dict("x", reply, Rates(0.0))["directory"] is None
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from conftest import ProcessMaker, ServerMaker
 from local_server import DEADLINE_MS, LocalServer
 from prompts import SMALL
 
-from kvstore.cli.spaces import ask_spaces
+from kvstore.cli.selection import fetch_namespaces
 from kvstore.client.connection import Connection
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, ModelError
@@ -207,7 +207,7 @@ def test_all_identities_are_listed_though_one_message_does_not_hold_them(
     reply = crowded.dial().call("Spaces", pb.SpacesRequest(), DEADLINE_MS, pb.SpacesResponse)
     assert 0 < len(reply.spaces) < MAX_SPACES
     assert len(reply.spaces) + reply.left == MAX_SPACES
-    assert len({one.key_namespace for one in ask_spaces(crowded.address)}) == MAX_SPACES
+    assert len({one.key_namespace for one in fetch_namespaces(crowded.address)}) == MAX_SPACES
 
 
 def test_an_explanation_that_no_message_holds_is_cut_and_says_by_how_much(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import ProcessMaker
 from pydantic import ValidationError
 
 from kvstore import __version__
@@ -225,6 +226,16 @@ def test_what_kubernetes_injects_for_a_service_called_kvstore_is_not_a_setting(
     ):
         monkeypatch.setenv(name, "tcp://10.0.0.1:7420")
     assert load_config([]) == expected
+
+
+def test_what_the_command_line_reads_from_the_environment_is_not_a_setting(
+    monkeypatch: pytest.MonkeyPatch, server_process: ProcessMaker
+) -> None:
+    expected = load_config([])
+    for name in ("KVSTORE_ADDRESS", "KVSTORE_TOKEN_FILE", "KVSTORE_CA"):
+        monkeypatch.setenv(name, "/nowhere")
+    assert load_config([]) == expected
+    server_process("--tiers", "cpu", "--cpu", "8MiB").start()
 
 
 # --- what is refused
@@ -688,7 +699,7 @@ def test_show_with_origins_says_where_each_value_came_from(
 
 def test_help_names_every_setting_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        load_config(["--help"])
+        load_config(["--help-all"])
     assert caught.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     for name, field in Settings.model_fields.items():
@@ -898,9 +909,10 @@ def test_the_ten_flags_that_matter_first_are_first_in_help(
 ) -> None:
     with pytest.raises(SystemExit):
         load_config(["--help"])
-    _, _, text = capsys.readouterr().out.partition("the ten that matter first:")
-    first = re.findall(r"^  (--[a-z-]+)", text.partition("\n\n")[0], re.M)
-    assert first == [
+    text = capsys.readouterr().out
+    assert "--help-all lists every setting" in " ".join(text.split())
+    _, _, text = text.partition("the ten that matter first:")
+    assert re.findall(r"^  (--[a-z-]+)", text, re.M) == [
         "--tiers", "--cpu", "--disk", "--redis", "--listen", "--bulk", "--http", "--tls-cert",
         "--tls-key", "--auth-keys",
     ]  # fmt: skip

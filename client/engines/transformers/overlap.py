@@ -1,4 +1,4 @@
-"""A prefix whose layers load while the model computes those before them.
+"""Loads that the model computes beside: chunk by chunk for a deadline, or layer by layer.
 
 A forward needs a layer's keys and values when it comes to that layer. Over a slow link the first
 one is there long before the last one: what is computed meanwhile costs no time.
@@ -14,12 +14,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvstore.client.decode import Layer
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.prefix import Allowed, Asked, Prefix, Room, Span
+from kvstore.client.engines.transformers.cache import forward
 from kvstore.client.levels import LinkMeter
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto.frame import raw_frame_bytes
@@ -34,6 +35,39 @@ WAITED_S = 0.001
 """A layer that took longer than this was waited for: by then the link had brought no more."""
 
 T = TypeVar("T")
+
+
+class Beside:
+    """Computes chunks of a prompt into *cache* while others load; what it raises is in ``error``.
+
+    The last token is left to generate from. *note* is told how many tokens took how many seconds.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: Cache,
+        tokens: Sequence[int],
+        chunk_tokens: int,
+        note: Callable[[int, float], None],
+    ) -> None:
+        self._model, self._cache, self._note = model, cache, note
+        self._ids = torch.tensor([tokens], device=model.device)
+        self._chunk_tokens = chunk_tokens
+        self.error: Exception | None = None
+
+    def __call__(self, chunks: range) -> None:
+        """Compute *chunks*, those behind what the cache has."""
+        start = chunks.start * self._chunk_tokens
+        some = self._ids[:, start : min(chunks.stop * self._chunk_tokens, self._ids.shape[1] - 1)]
+        began_s = time.perf_counter()
+        try:
+            last = forward(self._model, some, self._cache)
+            float(last[0, 0])  # the next is begun once this is done, on a device, too
+        except Exception as error:
+            self.error = error
+            raise
+        self._note(some.shape[1], time.perf_counter() - began_s)
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
@@ -55,17 +89,6 @@ class Link:
         """Held by the one load that is layer by layer: two would wait for each other's layers."""
         self.is_doubted = False
         """Whether a load layer by layer was lost, and none that is whole has been seen since."""
-
-
-def _holding(
-    lock: threading.Lock, layers: Generator[Layer, None, None]
-) -> Generator[Layer, None, None]:
-    """Yield *layers*; release *lock*, which is held, once they end or are closed."""
-    try:
-        with closing(layers):
-            yield from layers
-    finally:
-        lock.release()
 
 
 class _LayerLostError(Exception):
@@ -106,12 +129,11 @@ class _ArrivingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 class LayerLoad:
     """The load of one prompt into a DynamicCache, and the forward behind it. For one thread.
 
-    Layer by layer, where that saves enough by what *link* and the connector's ``learned`` say: as
-    much as the transfer and the computing of what is left overlap, the shorter of both. Exact
-    copies alone; one such load at a time; not where the client's deadline may end it, nor over
-    shared memory, where all is in reach at once. Each layer is verified before the model sees it.
-    When one is late or proves wrong the forward is given up, and done again behind the chunks that
-    are right in all layers.
+    Layer by layer, where that saves enough by what *link* and the connector's ``learned`` say: the
+    shorter of transfer and computing. Exact copies alone; one such load at a time; not where the
+    client's deadline may end it, nor over shared memory, where all is in reach at once. Each layer
+    is verified before the model sees it. When one is late or proves wrong the forward is given up,
+    and done again behind the chunks that are right in all layers.
     """
 
     def __init__(self, connector: Connector, link: Link) -> None:
@@ -143,14 +165,14 @@ class LayerLoad:
             keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Accuracy
         ) -> Sequence[Stated]:
             self._spans = spans
-            sizes = [raw_frame_bytes(self._layout(span)) for span in spans[first:]]
-            rooms[:] = rooms or room(spans)
+            client, rooms[:] = self._connector.client, rooms or room(spans)
+            layouts = [KVLayout.of(client.model, stop - at) for at, stop in spans[first:]]
+            sizes = [raw_frame_bytes(layout) for layout in layouts]
             self._size_bytes, self._began_s = sum(sizes), time.monotonic()
             is_exact = least is Accuracy.exact
             if is_exact and self._pays() and self._link.layered.acquire(blocking=False):
                 return self._begin(keys, rooms)
             stated: list[Stated] = []
-            client = self._connector.client
             client.get_chunks(keys[first:], rooms[first:], accuracy=least, stated=stated)
             self._link.meter.observe(sum(sizes[: len(stated)]), time.monotonic() - self._began_s)
             self._link.is_doubted &= not stated
@@ -163,9 +185,6 @@ class LayerLoad:
             self._layers.close()
             self._layers, self._link.is_doubted = None, True
         return self._count() if self._layers is None else self._prefix
-
-    def _layout(self, span: Span) -> KVLayout:
-        return KVLayout.of(self._connector.client.model, span[1] - span[0])
 
     def _pays(self) -> bool:
         client, prefill = self._connector.client, self._connector.learned.model()
@@ -184,8 +203,15 @@ class LayerLoad:
 
     def _begin(self, keys: Sequence[ChunkKey], out: Sequence[LayerTensors]) -> Sequence[Stated]:
         """Return what the chunks state of which the first layer came."""
-        layers = self._connector.client.get_chunk_layers(keys, out)
-        self._layers = _holding(self._link.layered, layers)
+
+        def holding() -> Generator[Layer, None, None]:
+            try:
+                with closing(self._connector.client.get_chunk_layers(keys, out)) as layers:
+                    yield from layers
+            finally:
+                self._link.layered.release()
+
+        self._layers = holding()
         self._draw()
         return [EXACT] * min(self._counts.values(), default=0)
 
@@ -224,15 +250,12 @@ class LayerLoad:
         if self._counts.get(number, 0) < len(self._prefix.tiers):
             raise _LayerLostError(number)
         if all(self._counts.get(own, 0) >= len(self._prefix.tiers) for own in self._own):
-            self._complete()
-
-    def _complete(self) -> None:
-        """Hold nothing twice: what came in all layers is not cut any more."""
-        assert self._layers is not None
-        self._is_complete = True
-        self._connector.ask(self._layers.close, None)
-        for own in self._own.values():
-            own.keys = own.values = None
+            # Hold nothing twice: what came in all layers is not cut any more.
+            assert self._layers is not None
+            self._is_complete = True
+            self._connector.ask(self._layers.close, None)
+            for own in self._own.values():
+                own.keys = own.values = None
 
     def note(self, tokens: int, seconds: float) -> None:
         """Tell the connector that *tokens* took so many seconds, some of which were waited."""
@@ -251,7 +274,9 @@ class LayerLoad:
                 self._finish(cache)
             except _LayerLostError:
                 self._link.is_doubted = True
-                self._cut(cache, self._whole_chunks())
+                while self._connector.ask(self._draw, False):
+                    pass
+                self._cut(cache, min(self._counts.get(number, 0) for number in self._own))
             else:
                 return found, self._count()
         self._waited_s = 0.0
@@ -266,14 +291,8 @@ class LayerLoad:
             own.keys, own.values = grown.keys, grown.values
             cache.layers[number] = own
 
-    def _whole_chunks(self) -> int:
-        """Return how many chunks are right in all layers, once no more come."""
-        while self._connector.ask(self._draw, False):
-            pass
-        return min(self._counts.get(number, 0) for number in self._own)
-
     def _cut(self, cache: Cache, chunks: int) -> None:
-        """Have *cache* hold the first *chunks* alone."""
+        """Have *cache* hold the first *chunks* alone, which are right in all layers."""
         was, spans = self._prefix, self._spans[:chunks]
         left = Prefix.of(spans, was.tiers[:chunks], self._prompt_tokens, was.shared_tokens)
         for number, own in self._own.items():

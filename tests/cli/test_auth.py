@@ -40,6 +40,14 @@ def test_a_token_is_printed_once_listed_without_its_secret_and_revoked(
     assert (row["tenant"], row["roles"]) == ("acme", "read")
     assert token[17:] not in listed
     assert "acme" in run(capsys, "token", "list", file)
+    out = tmp_path / "engine.token"
+    assert run(capsys, "token", "make", file, "--tenant", "zeta", "--out", out) == ""
+    assert out.stat().st_mode & 0o077 == 0
+    zeta = parse_keys(file.read_bytes()).principal_of(out.read_text().strip())
+    assert zeta is not None
+    assert zeta.tenant == "zeta"
+    assert "exists" in run(capsys, "token", "make", file, "--tenant", "b", "--out", out, status=2)
+    assert len(parse_keys(file.read_bytes()).rows) == 2
     assert "not in the file" in run(capsys, "token", "revoke", file, "", status=2)
     run(capsys, "token", "revoke", file, row["id"][:4])
     assert parse_keys(file.read_bytes()).principal_of(token) is None
@@ -54,15 +62,17 @@ def test_encryption_keys_are_made_listed_without_themselves_and_retired(
 ) -> None:
     file = tmp_path / "keys"
     assert "epoch 1" in run(capsys, "keys", "new", file)
-    assert "is written with" in run(capsys, "keys", "retire", file, 1, status=2)
+    assert "is in use" in run(capsys, "keys", "retire", file, 1, status=2)
     run(capsys, "keys", "new", file)
     keys = parse_encryption_keys(file.read_bytes())
     listed = run(capsys, "keys", "list", file, "--json")
     assert [row["epoch"] for row in json.loads(listed)] == ["1", "2"]
     assert not any(row.key.hex() in listed for row in keys.values())
-    run(capsys, "keys", "retire", file, 1)
+    assert "--yes" in run(capsys, "keys", "retire", file, 1, status=2), "nobody is there to ask"
+    assert len(parse_encryption_keys(file.read_bytes())) == 2
+    run(capsys, "keys", "retire", file, 1, "--yes")
     assert list(parse_encryption_keys(file.read_bytes())) == [2]
-    assert "not in the file" in run(capsys, "keys", "retire", file, 9, status=2)
+    assert "not in the file" in run(capsys, "keys", "retire", file, 9, "--yes", status=2)
     file.write_text("{}")
     assert "line 1" in run(capsys, "keys", "list", file, status=2)
 
@@ -85,13 +95,13 @@ def test_quotas_are_shown_and_changed_by_whoever_may_and_the_audit_log_holds(
     where = ("--address", server.address)
     shown = json.loads(run(capsys, "--token-file", engine, "quota", "show", *where, "--json"))
     (acme,) = shown["tenants"]
-    assert {tier["quotaBytes"] for tier in acme["tiers"]} == {str(8 << 20)}
+    assert {tier["quota_bytes"] for tier in acme["tiers"]} == {8 << 20}
     change = ("quota", "set", "acme", *where, "--size", "4MiB", "--rate", "100", "--leases", "7")
     assert "has not the role" in run(capsys, "--token-file", engine, *change, status=3)
     told = run(capsys, "--token-file", admin, *change)
     assert "4.0 MiB" in told
     run(capsys, "--token-file", admin, "quota", "set", "acme", *where, "--size", "lots", status=2)
-    assert "acme" in run(capsys, "--token-file", admin, "quota", "show", "*", *where)
+    assert "acme" in run(capsys, "--token-file", admin, "quota", "show", "--all", *where)
     assert "token" in run(capsys, "quota", "show", *where, status=3)
     run(capsys, "--token-file", admin, "status", *where)
     shown = run(capsys, "--token-file", engine, "status", *where)
@@ -102,7 +112,7 @@ def test_quotas_are_shown_and_changed_by_whoever_may_and_the_audit_log_holds(
     assert (told["state"], told["sessions"], told["leases"]) == ("serving", None, None)
     assert told["counters"] is None
     assert {(one["state"], one["used_bytes"]) for one in told["tiers"]} == {("serving", None)}
-    for words in (("top", "--once"), ("blend", "status")):
+    for words in (("status", "--watch"), ("sessions",), ("blend", "status")):
         assert "role admin" in run(capsys, "--token-file", engine, *words, *where, status=3)
     server.stop()
     held = run(capsys, "audit", "verify", log)

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from kvstore.cli.tables import Grid
+from kvstore.cli.output import Grid
 
 ID = "96732432a2736b7df7b1c4a0e5d9f218"
 REASON = "evicted from disk 40 s before: no tier below was to have a copy"

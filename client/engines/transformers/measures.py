@@ -1,14 +1,16 @@
-"""Which tokens of a prompt matter: those that its last tokens look at, in some of the layers.
+"""What is measured while a model answers: time, which tokens matter, what lossy copies change.
 
-Codecs that spend more bits on some tokens are told so (``Chunk.importance``). A token that gets
-much attention is worth more (MiKV, Yang et al., arXiv 2402.18096, section 3), and what the last
-tokens of a prompt look at is what is looked at behind them (SnapKV, Li et al., arXiv 2404.14469,
-section 3.2). It is the mean over the queries that see a token: a sum favours those that more see.
+Codecs that spend more bits on some tokens are given their importance (``Chunk.importance``). A
+token that gets much attention is worth more (MiKV, Yang et al., arXiv 2402.18096, section 3), and
+what the last tokens of a prompt look at is what is looked at behind them (SnapKV, Li et al.,
+arXiv 2404.14469, section 3.2). It is the mean over the queries that see a token: a sum favours
+those that more see.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -19,20 +21,26 @@ import torch
 from transformers import (
     AttentionInterface,
     Cache,
+    DynamicCache,
     PreTrainedModel,
     StaticCache,
     StoppingCriteria,
 )
 
-from kvstore.client.engines.transformers.cache import CacheShape, note_importance
-from kvstore.client.engines.transformers.checkpoints import FirstToken
+from kvstore.client.blend.gate import compare
+from kvstore.client.engines.prefix import Prefix
+from kvstore.client.engines.transformers.cache import CacheShape, as_argument, notes_of
 from kvstore.codecs.terms import Importance
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import accuracy_tag
 
 QUERIES = 16
 """The last tokens of a prompt whose attention counts."""
 LAYERS = 8
 """About as many layers are looked at, from the first one on. More are no better."""
 
+COMPARED_TOKENS = 64
+"""Of a prompt's end: what a comparison weighs most at."""
 
 Attend = Callable[..., Any]
 _WATCHED: dict[str, Attend] = {}
@@ -41,6 +49,25 @@ _FAULTS = (RuntimeError, MemoryError)
 """Of torch, which has no memory left for instance: nothing is noted then, and no request fails."""
 _HERE = threading.local()
 """Its ``look`` is that of this thread, if there is one."""
+
+
+class FirstToken(StoppingCriteria):
+    """Tells *note* when the first token came, in seconds from its birth on; stops nothing."""
+
+    def __init__(self, note: Callable[[float], None]) -> None:
+        self._note: Callable[[float], None] | None = note
+        self._began_s = time.perf_counter()
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        """Look at the clock, once what was queued on a device is done."""
+        note, self._note = self._note, None
+        if note is not None:
+            int(input_ids[0, -1])
+            note(time.perf_counter() - self._began_s)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+# --- importance
 
 
 @contextmanager
@@ -64,9 +91,7 @@ def noting_attention(
         stack.callback(setattr, _HERE, "look", None)
         _HERE.look = look
         yield [FirstToken(lambda _: stack.close())]
-    weights = look.weights()
-    if weights is not None:
-        note_importance(cache, weights)
+    notes_of(cache).importance = look.weights()
 
 
 def _is_watched(name: str) -> bool:
@@ -81,17 +106,14 @@ def _is_watched(name: str) -> bool:
 
 
 def _watched(own: Attend) -> Attend:
-    """Return *own*, which the look of the thread it runs in sees the arguments of."""
-
     @wraps(own)
     def attend(
         module: Any, query: torch.Tensor, key: torch.Tensor, *more: Any, **named: Any
     ) -> Any:
         # Compiled models have static caches, and cannot look at a thread.
-        if not torch.compiler.is_compiling():
-            look: _Look | None = getattr(_HERE, "look", None)
-            if look is not None:
-                look.note(query, key, named.get("scaling"))
+        look = None if torch.compiler.is_compiling() else getattr(_HERE, "look", None)
+        if look is not None:
+            look.note(query, key, named.get("scaling"))
         return own(module, query, key, *more, **named)
 
     return attend
@@ -104,20 +126,19 @@ class _Look:
         self._tokens = tokens
         self._step = step
         self._layers = 0
-        self._found: list[torch.Tensor] = []
-        self._is_given_up = False
+        self._found: list[torch.Tensor] | None = []
 
     def note(self, queries: torch.Tensor, keys: torch.Tensor, scale: float | None) -> None:
         """Take *queries*, (1, heads, some, dim), and *keys*, (1, kv_heads, tokens, dim)."""
         if keys.ndim != 4 or keys.shape[0] != 1 or keys.shape[2] != self._tokens:
             return
-        self._layers += 1
-        if (self._layers - 1) % self._step == 0 and not self._is_given_up:
+        is_looked_at, self._layers = self._layers % self._step == 0, self._layers + 1
+        if is_looked_at and self._found is not None:
             try:
                 with torch.no_grad():
                     self._found.append(mean_attention(queries[0, :, -QUERIES:], keys[0], scale))
             except _FAULTS:
-                self._found, self._is_given_up = [], True
+                self._found = None
 
     def weights(self) -> Importance | None:
         """Return the weights, f32 (tokens,), positive; None where there is none to be had."""
@@ -127,10 +148,9 @@ class _Look:
             weights: Importance = torch.stack(self._found).mean(0).cpu().numpy()
         except _FAULTS:
             return None
-        if not np.isfinite(weights).all():
-            return None
         # 0 would say that a token is of no importance; that it got little does not.
-        return np.maximum(weights, np.finfo(np.float32).tiny)
+        tiny = np.finfo(np.float32).tiny
+        return np.maximum(weights, tiny) if np.isfinite(weights).all() else None
 
 
 def mean_attention(
@@ -153,3 +173,40 @@ def mean_attention(
     given[-count:] /= torch.arange(count, 0, -1, device=keys.device)
     given[:-count] /= count
     return given
+
+
+# --- lossy copies, which open and close the gate of a model and a codec
+
+
+def comparison(
+    model: PreTrainedModel, tokens: Sequence[int], cache: Cache, prefix: Prefix
+) -> pb.ReportReuseRequest:
+    """Return the report on a prompt of which *cache* holds *prefix*, lossy by one codec.
+
+    The logits of the last tokens behind *cache*, which is used up, are compared with those of a
+    full prefill. So that there are enough, less of the cache is used, but half of what is lossy
+    stays.
+    """
+    exact, held = prefix.exact_tokens, int(cache.get_seq_length())
+    left = max(len(tokens) - COMPARED_TOKENS, exact + -(-(held - exact) // 2))
+    if isinstance(cache, DynamicCache) and left < held:
+        cache.crop(left - held)
+        held = left
+    rows = min(COMPARED_TOKENS, len(tokens) - held)
+    full = _logits(model, tokens, DynamicCache(config=model.config), rows)
+    found = compare(full, _logits(model, tokens[held:], cache, rows))
+    shadow = pb.ShadowResult(
+        divergence=found.divergence, agreement=found.agreement, tokens=found.tokens
+    )
+    (codec,) = prefix.codecs
+    return pb.ReportReuseRequest(tag=accuracy_tag(codec), shadow=shadow)
+
+
+def _logits(model: PreTrainedModel, tokens: Sequence[int], cache: Cache, rows: int) -> torch.Tensor:
+    """Return the logits of the last *rows* of *tokens*: (rows, vocabulary)."""
+    engine: Any = model
+    ids = torch.tensor([tokens], device=model.device)
+    with torch.inference_mode():
+        output = engine(ids, **as_argument(cache), use_cache=True, logits_to_keep=rows)
+    found: torch.Tensor = output.logits[0, -rows:]
+    return found

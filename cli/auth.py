@@ -1,0 +1,270 @@
+"""`kvstore token`, `keys`, `quota` and `audit`: who may call, what is encrypted, who takes what."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvstore.cli.app import (
+    EXIT_NOT_HELD,
+    TIER_NAMES,
+    AsJson,
+    call,
+    command,
+    completes,
+    confirm,
+    fail,
+    group,
+    parse_size,
+)
+from kvstore.cli.output import Grid, as_dict, readable_size, show
+from kvstore.cli.selection import EVERY_TENANT, MIN_DIGITS, only_one
+from kvstore.proto.errors import InvalidRequestError
+
+if TYPE_CHECKING:  # help is to load none of the product
+    from kvstore.server.security.key_files import ApiKey, EncryptionKey
+
+group("token", "Administer", "API keys in the file of --auth-keys; servers read it again.")
+group("keys", "Administer", "Encryption keys in the file of --encryption-keys.")
+group("quota", "Administer", "What tenants use, and their limits.")
+group("audit", "Administer", "The audit log.")
+
+KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="The file of keys.")]
+NewFile = Annotated[
+    Path, typer.Argument(metavar="FILE", help="The file of keys; made if it is not there.")
+]
+
+
+def _print_rows(rows: Sequence[dict[str, str]], headings: Sequence[str], as_json: bool) -> None:
+    table = Grid(*headings)
+    for row in rows:
+        table.add_row(*row.values())
+    show(rows, [table], as_json)
+
+
+def _day(made_s: int) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(made_s))
+
+
+# --- token
+
+
+@command(
+    "token make",
+    exits="0 2",
+    example="kvstore token make api-keys --tenant acme --roles read,write",
+)
+def token_make(
+    file: NewFile,
+    tenant: Annotated[str, typer.Option(help="Tenant that the key is for.")],
+    roles: Annotated[
+        str,
+        typer.Option(
+            help="Some of read, write, admin and peer, with commas.",
+            autocompletion=completes("read", "write", "admin", "peer"),
+        ),
+    ] = "read,write",
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the key there, for this user alone.")
+    ] = None,
+) -> None:
+    """Create an API key and print it.
+
+    Only its hash is stored, so it cannot be shown again.
+    """
+    from kvstore.server.security.key_files import make_key, write_keys
+
+    rows = _tokens(file)
+    text, row = make_key(tenant, [one for one in roles.split(",") if one], os.urandom, time.time())
+    if out is None:
+        write_keys(file, [*rows, row])
+        print(text)
+        return
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    with os.fdopen(os.open(out, flags, 0o600), "w") as target:
+        write_keys(file, [*rows, row])
+        target.write(f"{text}\n")
+
+
+@command("token list", exits="0 2", example="kvstore token list api-keys")
+def token_list(file: KeyFile, as_json: AsJson = False) -> None:
+    """Show the keys of a file: their ids, tenants and roles."""
+    names = ("id", "tenant", "roles", "made")
+    rows = [(r.id, r.tenant, ",".join(sorted(r.roles)), _day(r.made)) for r in _tokens(file)]
+    _print_rows([dict(zip(names, row, strict=True)) for row in rows], names, as_json)
+
+
+@command("token revoke", exits="0 2", example="kvstore token revoke api-keys 0123456789ab")
+def token_revoke(
+    file: KeyFile,
+    key_id: Annotated[str, typer.Argument(metavar="ID", help="Its id, or how it begins.")],
+) -> None:
+    """Remove a key from a file; its sessions end within a second."""
+    from kvstore.server.security.key_files import write_keys
+
+    rows = _tokens(file)
+    ids = [row.id for row in rows]
+    found = only_one("id", key_id, ids) if len(key_id) >= MIN_DIGITS else None
+    if found is None:
+        raise InvalidRequestError("id", key_id, "is not in the file; kvstore token list")
+    write_keys(file, [row for row in rows if row.id != found])
+    print(f"revoked {found}")
+
+
+def _tokens(file: Path) -> list[ApiKey]:
+    from kvstore.server.security.key_files import parse_keys, read_guarded
+
+    return list(parse_keys(read_guarded(file)).rows.values()) if file.exists() else []
+
+
+# --- keys
+
+
+@command("keys new", exits="0 2", example="kvstore keys new encryption-keys")
+def keys_new(file: NewFile) -> None:
+    """Create a key of the next epoch; new data is encrypted with it."""
+    from kvstore.server.security.key_files import next_key, write_keys
+
+    rows = _encryption_keys(file)
+    row = next_key(rows, os.urandom, time.time())
+    write_keys(file, [*rows, row])
+    print(f"created the key of epoch {row.epoch}; new data is encrypted with it")
+
+
+@command("keys list", exits="0 2", example="kvstore keys list encryption-keys")
+def keys_list(file: KeyFile, as_json: AsJson = False) -> None:
+    """Show the epochs of a file, and the fingerprints of their keys."""
+    import hashlib
+
+    names = ("epoch", "fingerprint", "made")
+    rows = [
+        (str(row.epoch), hashlib.sha256(row.key).hexdigest()[:16], _day(row.made))
+        for row in _encryption_keys(file)
+    ]
+    _print_rows([dict(zip(names, row, strict=True)) for row in rows], names, as_json)
+
+
+@command("keys retire", exits="0 1 2", example="kvstore keys retire encryption-keys 1 --yes")
+def keys_retire(
+    file: KeyFile,
+    epoch: Annotated[int, typer.Argument(metavar="EPOCH", help="As keys list shows it.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
+) -> None:
+    """Delete a key for good: what was encrypted with it is missing from then on."""
+    from kvstore.server.security.key_files import write_keys
+
+    rows = _encryption_keys(file)
+    left = [row for row in rows if row.epoch != epoch]
+    if len(left) == len(rows):
+        raise InvalidRequestError("epoch", epoch, "is not in the file; kvstore keys list")
+    if not left or epoch == max(row.epoch for row in rows):
+        raise InvalidRequestError("epoch", epoch, "is in use; kvstore keys new first")
+    if not yes:
+        confirm(f"What was encrypted with the key of epoch {epoch} cannot be read again. Continue?")
+    write_keys(file, left)
+    print(f"deleted the key of epoch {epoch}")
+
+
+def _encryption_keys(file: Path) -> list[EncryptionKey]:
+    from kvstore.server.security.key_files import parse_encryption_keys, read_guarded
+
+    return list(parse_encryption_keys(read_guarded(file)).values()) if file.exists() else []
+
+
+# --- quota
+
+
+@command("quota show", example="kvstore quota show --all --json")
+def quota_show(
+    address: str,
+    tenant: Annotated[str, typer.Argument(help="Default: your own.")] = "",
+    everything: Annotated[bool, typer.Option("--all", help="Every tenant; for admins.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a tenant uses of each tier, and its limits."""
+    _show_quotas(call(address, "Quota", tenant=EVERY_TENANT if everything else tenant), as_json)
+
+
+@command("quota set", example="kvstore quota set acme --rate 500")
+def quota_set(  # noqa: PLR0913 - each is an option
+    address: str,
+    tenant: Annotated[str, typer.Argument(help="Tenant whose limits change.")],
+    size: Annotated[
+        int | None, typer.Option(parser=parse_size, metavar="SIZE", help="Capacity of each tier.")
+    ] = None,
+    guaranteed: Annotated[
+        int | None,
+        typer.Option(parser=parse_size, metavar="SIZE", help="Guaranteed minimum of each tier."),
+    ] = None,
+    tier: Annotated[
+        str, typer.Option(help="Only this tier's.", autocompletion=completes(*TIER_NAMES))
+    ] = "",
+    chunks: Annotated[
+        int | None, typer.Option(min=0, help="Chunks on each tier; 0: no limit.")
+    ] = None,
+    rate: Annotated[int | None, typer.Option(min=0, help="Requests a second.")] = None,
+    leases: Annotated[int | None, typer.Option(min=0, help="Leases at once.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change a tenant's limits until the server restarts; needs the role admin."""
+    given = {
+        "quota_bytes": size,
+        "guaranteed_bytes": guaranteed,
+        "chunks": chunks,
+        "requests_per_s": rate,
+        "leases": leases,
+    }
+    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    _show_quotas(call(address, "SetQuota", tenant=tenant, tier=tier, **fields), as_json)
+
+
+def _show_quotas(reply: Any, as_json: bool) -> None:
+    limits = Grid("tenant", "leases", "of", "requests/s", "chunks a tier")
+    tiers = Grid("tenant", "tier", "used", "of", "guaranteed", "chunks")
+    for one in reply.tenants:
+        limits.add_row(
+            one.tenant, one.used_leases,
+            *(limit or "-" for limit in (one.leases, one.requests_per_s, one.chunks)),
+        )  # fmt: skip
+        for tier in one.tiers:
+            most = readable_size(tier.quota_bytes) if tier.quota_bytes else "-"
+            used, least = map(readable_size, (tier.used_bytes, tier.guaranteed_bytes))
+            tiers.add_row(one.tenant, tier.tier, used, most, least, tier.used_chunks)
+    show(as_dict(reply), [limits, *([tiers] if tiers else [])], as_json)
+
+
+# --- audit
+
+
+@command("audit verify", exits="0 1 2", example="kvstore audit verify audit.log")
+def audit_verify(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="As --audit-log names it.")],
+    last: Annotated[
+        str | None, typer.Option(metavar="HASH", help="A hash that was noted: must be in the log.")
+    ] = None,
+) -> None:
+    """Verify the chain of a log through all its files; exits with 1 where it is broken.
+
+    Prints how many records there are and the last one's hash. Noted elsewhere, it shows later
+    whether the end was cut off.
+    """
+    from kvstore.server.security.audit_log import audit_files, read_chain
+
+    files = audit_files(file)
+    if not files:
+        raise InvalidRequestError("file", str(file), "is not there")
+    count, digest, is_found = 0, "", last is None
+    try:
+        for _, digest in read_chain(files):
+            count += 1
+            is_found = is_found or digest == last
+    except InvalidRequestError as error:
+        fail(error, EXIT_NOT_HELD)
+    if not is_found:
+        fail(f"{last} is not in the log: its end was cut off", EXIT_NOT_HELD)
+    print(f"{count} records verified; the last hash is {digest}")

@@ -1,0 +1,214 @@
+"""What commands print: JSON, or text that no terminal obeys, in plain columns that are not cut.
+
+On a terminal the last columns may wrap; elsewhere each row is one line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from typing_extensions import override
+
+from kvstore.proto.errors import printable
+
+if TYPE_CHECKING:  # rich takes longer to import than most commands run
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.table import Table
+
+T = TypeVar("T")
+Report = Callable[[int, int], None]
+"""Called with how many are done, of how many."""
+
+LOG_EVERY_S = 10.0
+"""Between two lines of progress where there is no terminal."""
+_GAP = "  "
+_MIN_WRAPPED = 12
+"""Minimum width of a column that wraps, unless its longest word is longer."""
+_SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def open_console() -> Console:
+    """Return the console of standard output: what is printed is neither cut nor read as markup."""
+    from rich.console import Console
+    from rich.text import Text
+
+    class Plain(Console):
+        """Takes every text as it is: no control characters reach the terminal."""
+
+        @override
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(printable(text), **options)
+
+    return Plain(soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
+class Grid:
+    """Rows below headings. On a terminal that is too narrow the last *wraps* columns wrap.
+
+    Where that would break a word, each row becomes lines of ``heading: value``.
+    """
+
+    def __init__(self, *headings: str, wraps: int = 1) -> None:
+        self._rows: list[Sequence[str]] = [headings]
+        self._wraps = wraps
+
+    def add_row(self, *cells: object) -> None:
+        """Add a row with a cell for each heading."""
+        self._rows.append([printable(" ".join(str(cell).split("\n"))) for cell in cells])
+
+    def __bool__(self) -> bool:
+        """Whether there is a row."""
+        return len(self._rows) > 1
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Render for *console*: as lines as long as they are, where it is no terminal."""
+        from rich.text import Text
+
+        columns = list(zip(*self._rows, strict=True))
+        widths = [max(map(_width, column)) for column in columns]
+        gaps = len(_GAP) * (len(widths) - 1)
+        fixed = len(widths) - self._wraps
+        minimum = [
+            width if at < fixed else min(width, _wrapped_width(column))
+            for at, (width, column) in enumerate(zip(widths, columns, strict=True))
+        ]
+        if not console.is_terminal or sum(widths) + gaps <= options.max_width:
+            yield from map(Text, self._lines(widths))
+        elif sum(minimum) + gaps <= options.max_width:
+            spare = options.max_width - sum(minimum) - gaps
+            for at in range(fixed, len(widths)):
+                more = min(spare, widths[at] - minimum[at])
+                minimum[at], spare = minimum[at] + more, spare - more
+            yield self._wrapped(minimum)
+        else:
+            yield from map(Text, self._records())
+
+    def _lines(self, widths: Sequence[int]) -> Iterator[str]:
+        for row in self._rows:
+            cells = zip(row, widths, strict=True)
+            yield _GAP.join(cell + " " * (width - _width(cell)) for cell, width in cells).rstrip()
+
+    def _wrapped(self, widths: Sequence[int]) -> Table:
+        from rich.table import Column, Table
+        from rich.text import Text
+
+        headings, *rows = self._rows
+        columns = [
+            Column(name, width=width, overflow="fold")
+            for name, width in zip(headings, widths, strict=True)
+        ]
+        table = Table(*columns, box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0))
+        for row in rows:
+            table.add_row(*map(Text, row))
+        return table
+
+    def _records(self) -> Iterator[str]:
+        headings, *rows = self._rows
+        width = max(map(_width, headings))
+        for at, row in enumerate(rows):
+            if at:
+                yield ""
+            for name, cell in zip(headings, row, strict=True):
+                yield f"{name + ':':<{width + 1}} {cell}"
+
+
+def _width(text: str) -> int:
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
+def _wrapped_width(column: Sequence[str]) -> int:
+    return max(_MIN_WRAPPED, *(_width(word) for cell in column for word in cell.split()))
+
+
+def show(data: object, text: Iterable[str | Grid], as_json: bool) -> None:
+    """Print *data* as JSON, or else the lines and tables of *text*."""
+    if as_json:
+        print(json.dumps(data, indent=2))
+        return
+    console = open_console()
+    for part in text:
+        console.print(part)
+
+
+def as_dict(message: Any) -> dict[str, Any]:
+    """Return the fields of a protobuf *message* for JSON.
+
+    Bytes become hexadecimal digits, parts that are not set null; what each reply says of its
+    server is left out.
+    """
+    found: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.name == "server":
+            continue
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            found[field.name] = dict(sorted(value.items()))
+        elif field.is_repeated:
+            found[field.name] = list(map(_as_value, value))
+        elif field.message_type is not None and not message.HasField(field.name):
+            found[field.name] = None
+        else:
+            found[field.name] = _as_value(value)
+    return found
+
+
+def _as_value(value: Any) -> Any:
+    if hasattr(value, "DESCRIPTOR"):
+        return as_dict(value)
+    return value.hex() if isinstance(value, bytes) else value
+
+
+def readable_size(size_bytes: float) -> str:
+    """Return *size_bytes* to one decimal in the unit that suits it."""
+    value, unit = float(size_bytes), 0
+    while value >= 1024 and unit < len(_SIZES) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.1f} {_SIZES[unit]}" if unit else f"{size_bytes:.0f} B"
+
+
+def readable_time(seconds: float) -> str:
+    """Return *seconds* in the unit that suits them."""
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+# --- progress of long work, on standard error
+
+
+@contextmanager
+def progress(what: str, clock: Callable[[], float] = time.monotonic) -> Iterator[Report]:
+    """Yield what shows how far *what* is: a bar on a terminal, else a line now and then."""
+    if not sys.stderr.isatty():
+        last_s = clock()
+
+        def note(done: int, total: int) -> None:
+            nonlocal last_s
+            if clock() - last_s >= LOG_EVERY_S:
+                last_s = clock()
+                print(f"kvstore: {what}: {done} of {total}", file=sys.stderr, flush=True)
+
+        yield note
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def followed(items: Sequence[T], what: str) -> Iterator[T]:
+    """Yield *items*, and show how many of them are done."""
+    with progress(what) as report:
+        for number, item in enumerate(items):
+            report(number, len(items))
+            yield item

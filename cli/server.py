@@ -1,0 +1,413 @@
+"""`kvstore status`, `ping`, `sessions`, `events`, `scrub` and `drain`: a server as a whole."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvstore.cli.app import (
+    EXIT_NOT_HELD,
+    TIER_NAMES,
+    AsJson,
+    ask,
+    call,
+    command,
+    completes,
+    connected,
+    parse_size,
+)
+from kvstore.cli.output import Grid, as_dict, open_console, readable_size, readable_time, show
+from kvstore.proto.errors import InvalidRequestError, PermissionDeniedError, printable
+
+if TYPE_CHECKING:  # help is to load none of the product
+    from kvstore.client.connection import Connection
+    from kvstore.client.events import EventPage
+    from kvstore.proto import kvstore_pb2 as pb
+
+HIDDEN = "sessions, leases, sizes and counters are hidden: they need the role admin"
+FAULTS = (
+    "corrupt_chunks", "put_invalid_chunks", "lost_chunks", "failed_copies", "get_late_chunks",
+    "put_refused_chunks", "unanswered_lookups", "shed_calls", "expired_leases", "peer_failures",
+    "unreadable_chunks",
+)  # fmt: skip
+"""Counters that say that something is wrong, or full; those of the dashboard."""
+MAX_DRAIN_S = 3600.0
+SCRUB_POLL_S = 0.5
+
+
+# --- status
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What was counted between two looks at a server *seconds* apart, or since its start."""
+
+    seconds: float
+    counts: Mapping[str, int] = field(default_factory=dict)
+    is_recent: bool = False
+
+    @classmethod
+    def between(cls, before: pb.StatusResponse | None, now: pb.StatusResponse) -> Rates:
+        """Return the rates from *before*, another look at the same server or none, to *now*."""
+        if before is None or before.server.boot_id != now.server.boot_id:
+            return cls(now.uptime_s, dict(now.counters))
+        counts = {name: count - before.counters[name] for name, count in now.counters.items()}
+        return cls(now.uptime_s - before.uptime_s, counts, True)
+
+    def per_s(self, name: str) -> float:
+        """Return how often *name* was counted each second."""
+        return self.counts.get(name, 0) / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def hit_ratio(self) -> float | None:
+        """Chunks found ready of those that lookups named; None when none was."""
+        named = self.counts.get("lookup_chunks", 0)
+        return self.counts.get("lookup_ready_chunks", 0) / named if named > 0 else None
+
+    def as_dict(self) -> dict[str, float | None]:
+        """Return the ratio and the rates for JSON."""
+        names = ("lookups", "get_bytes", "put_bytes", "evicted_chunks")
+        return {"hit_ratio": self.hit_ratio} | {f"{name}_per_s": self.per_s(name) for name in names}
+
+
+def fetch_status(address: str) -> pb.StatusResponse:
+    """Return the state of the server at *address*. Raises KVStoreErrors within two seconds."""
+    reply: pb.StatusResponse = call(address, "Status")
+    return reply
+
+
+def is_hidden(reply: pb.StatusResponse) -> bool:
+    """Whether the reply has no figures, as the caller has not the role admin."""
+    return not reply.counters
+
+
+def fetch_figures(address: str) -> pb.StatusResponse:
+    """Do what ``fetch_status`` does. Raises PermissionDeniedError where the figures are hidden."""
+    reply = fetch_status(address)
+    if is_hidden(reply):
+        raise PermissionDeniedError(f"{address}: {HIDDEN}")
+    return reply
+
+
+@command("status", example="kvstore status --json", section="Look", where=True)
+def status(
+    address: str,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every counter, quota and curve, not one screen.")
+    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again and again.")] = False,
+    every_s: Annotated[
+        float, typer.Option("--every", min=0.1, metavar="S", help="Seconds between two looks.")
+    ] = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Show a server's hit ratio, faults and tiers on one screen."""
+    if watch:
+        watch_status(address, every_s, everything, as_json)
+        return
+    reply = fetch_status(address)
+    rates = Rates.between(None, reply)
+    show(
+        status_as_dict(address, reply, rates),
+        status_text(address, reply, rates, everything),
+        as_json,
+    )
+
+
+def watch_status(
+    address: str,
+    every_s: float,
+    everything: bool,
+    as_json: bool,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Show the status until it is interrupted: in place on a terminal, else one after another."""
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    console = open_console()
+    before: pb.StatusResponse | None = None
+    with Live(console=console, auto_refresh=False) as live:
+        try:
+            while True:
+                now = fetch_figures(address)
+                rates = Rates.between(before, now)
+                parts = status_text(address, now, rates, everything)
+                if as_json:
+                    print(json.dumps(status_as_dict(address, now, rates)), flush=True)
+                elif console.is_terminal:
+                    texts = (Text(printable(p)) if isinstance(p, str) else p for p in parts)
+                    live.update(Group(*texts), refresh=True)
+                else:
+                    console.print(*parts, "", sep="\n")
+                before = now
+                sleep(every_s)
+        except KeyboardInterrupt:
+            return
+
+
+def status_as_dict(address: str, reply: pb.StatusResponse, rates: Rates) -> dict[str, Any]:
+    """Return *reply* for JSON; what is hidden is null."""
+    found = {"address": address} | as_dict(reply) | rates.as_dict()
+    del found["session_list"]
+    for tier in found["tiers"]:
+        tier["what_if"] = {f"{one['scale']:g}": one["hit_ratio"] for one in tier["what_if"]}
+    if is_hidden(reply):
+        shown = {"address", "version", "state", "uptime_s", "tiers"}
+        found |= dict.fromkeys(found.keys() - shown)
+        for tier in found["tiers"]:
+            tier |= dict.fromkeys(("capacity_bytes", "used_bytes", "chunks"))
+    return found
+
+
+def status_text(
+    address: str, reply: pb.StatusResponse, rates: Rates, everything: bool
+) -> Iterator[str | Grid]:
+    """Yield one screen of *reply*, or all of it."""
+    hidden = is_hidden(reply)
+    held = "" if hidden else f", {reply.sessions} sessions, {reply.leases} leases"
+    age = readable_time(reply.uptime_s)
+    yield f"{address}: {reply.state}, version {reply.version}, up {age}{held}"
+    if not hidden:
+        moved = [f"{n} {readable_size(rates.per_s(f'{n}_bytes'))}/s" for n in ("get", "put")]
+        since = f"last {rates.seconds:.0f} s" if rates.is_recent else "since the start"
+        yield (
+            f"hit ratio {_percent(rates.hit_ratio)}, {rates.per_s('lookups'):.1f} lookups/s,"
+            f" {', '.join(moved)}, {rates.per_s('evicted_chunks'):.1f} evicted/s ({since})"
+        )
+        yield f"faults: {', '.join(_faults(reply)) or 'none'}"
+    yield _tiers(reply, hidden)
+    if reply.HasField("directory"):
+        yield directory_line(reply.directory)
+    if hidden:
+        yield HIDDEN
+    elif everything:
+        yield from _details(reply)
+
+
+def _faults(reply: pb.StatusResponse) -> Iterator[str]:
+    for tier in reply.tiers:
+        if tier.reason:
+            yield f"tier {tier.name} is {tier.state}"
+    for name in FAULTS:
+        if reply.counters[name]:
+            yield f"{name} {reply.counters[name]}"
+
+
+def _tiers(reply: pb.StatusResponse, hidden: bool) -> Grid:
+    table = Grid("tier", "used", "of", "chunks", "codec", "policy", "state")
+    for tier in reply.tiers:
+        state = f"{tier.state}: {tier.reason}" if tier.reason else tier.state
+        sizes = (readable_size(tier.used_bytes), readable_size(tier.capacity_bytes), tier.chunks)
+        figures = ("-",) * 3 if hidden else sizes
+        table.add_row(tier.name, *figures, tier.codec, tier.policy or "-", state)
+    return table
+
+
+def _details(reply: pb.StatusResponse) -> Iterator[str | Grid]:
+    scales = sorted({point.scale for tier in reply.tiers for point in tier.what_if})
+    curves = Grid("tier", *(f"hits at {scale:g}x" for scale in scales))
+    parts = Grid("tier", "partition", "used", "quota", "guaranteed")
+    for tier in reply.tiers:
+        ratios = {point.scale: point.hit_ratio for point in tier.what_if}
+        if ratios:
+            curves.add_row(tier.name, *(_percent(ratios.get(scale)) for scale in scales))
+        for one in tier.partitions:
+            limits = (
+                readable_size(n) if n else "-" for n in (one.quota_bytes, one.guaranteed_bytes)
+            )
+            parts.add_row(tier.name, one.name, readable_size(one.used_bytes), *limits)
+    counters = Grid("counter", "since the start")
+    for name, value in sorted(reply.counters.items()):
+        counters.add_row(name, value)
+    yield f"{reply.ghosts} evicted chunks are remembered"
+    yield from filter(None, (curves, parts, counters))
+
+
+def directory_line(directory: pb.Directory) -> str:
+    """Return how a server stands among other nodes, and whom it sees."""
+    nodes = ", ".join(f"{node.node_id} at {node.grpc_address}" for node in directory.nodes)
+    standing = {"taken": "another node has its id", "full": "the directory is full"}
+    why = directory.failure or standing.get(directory.standing, directory.standing)
+    is_up = directory.standing == "known" and not directory.failure
+    state = f"{directory.announced} chunks named" if is_up else f"out of it: {why}"
+    return f"directory: {directory.node_id}, {state}; sees {nodes or 'no other node'}"
+
+
+def _percent(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.1%}"
+
+
+@command("ping", exits="0 1 2 3", example="kvstore ping", section="Look", where=True)
+def ping(address: str, as_json: AsJson = False) -> None:
+    """Ask a server whether it serves; exits with 1 when it drains or a tier is degraded."""
+    with connected(address) as connection:
+        ask(connection, "Status")  # connects
+        began = time.perf_counter()
+        reply = ask(connection, "Status")
+        took_ms = 1e3 * (time.perf_counter() - began)
+    degraded = [tier.name for tier in reply.tiers if tier.state != "serving"]
+    data = {"address": address, "state": reply.state, "degraded": degraded, "ms": took_ms}
+    tiers = f", degraded: {', '.join(degraded)}" if degraded else ""
+    show(data, [f"{address}: {reply.state}{tiers}, {took_ms:.2f} ms"], as_json)
+    if degraded or reply.state != "serving":
+        raise typer.Exit(EXIT_NOT_HELD)
+
+
+@command("sessions", example="kvstore sessions", section="Look", where=True)
+def sessions(address: str, as_json: AsJson = False) -> None:
+    """List the sessions of a server: who is connected, for which model; for admins."""
+    reply = call(address, "Status", with_sessions=True)
+    if is_hidden(reply):
+        raise PermissionDeniedError(f"{address}: {HIDDEN}")
+    table = Grid("client", "tenant", "owner", "open", "idle", "leases", "namespace", "model")
+    for one in reply.session_list:
+        model = "another server" if one.is_peer else one.model_id
+        table.add_row(
+            one.client or "-", one.tenant, one.owner, readable_time(one.open_s),
+            readable_time(one.idle_s), one.leases, one.key_namespace.hex(), model,
+        )  # fmt: skip
+    rows = list(map(as_dict, reply.session_list))
+    for row in rows:
+        row |= {"namespace": row.pop("key_namespace"), "model": row.pop("model_id")}
+    show({"address": address, "sessions": rows}, [table if table else "no sessions"], as_json)
+
+
+# --- events
+
+
+@command("events", example="kvstore events --follow", section="Look")
+def events(
+    address: str,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Print what comes and goes from now on instead.")
+    ] = False,
+    namespace: Annotated[
+        str,
+        typer.Option(
+            metavar="HEX", help="Of this namespace only, or of how it begins; all: admins."
+        ),
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line.")] = False,
+) -> None:
+    """Print the copies that a server's tiers have, or follow those that come and go.
+
+    One line each: stored or removed, tier, key. Hints: a chunk may be gone when it is read.
+    """
+    with suppress(KeyboardInterrupt):
+        for event in _events(address, namespace, follow):
+            words = filter(None, event.values())
+            print(json.dumps(event) if as_json else " ".join(words), flush=True)
+
+
+def _events(address: str, namespace: str, follow: bool) -> Iterator[dict[str, Any]]:
+    from kvstore.cli.selection import Selection
+
+    with ExitStack() as stack:
+        if namespace:
+            selection = Selection(address, namespace)
+            client = stack.enter_context(selection.client(selection.only_model()))
+            pages: Iterable[EventPage] = stack.enter_context(client.events())
+        else:
+            pages = _pages_of_all(stack.enter_context(connected(address)))
+        is_past = True  # what is there already comes first
+        for page in pages:
+            if page.cleared and not is_past:
+                yield {"event": "cleared", "tier": "", "key": ""}
+            if follow != is_past:
+                for one in page.events:
+                    kind = "stored" if one.is_stored else "removed"
+                    yield {"event": kind, "tier": one.tier, "key": one.key.hex()}
+            if page.place is not None:
+                is_past = False
+                if not follow:
+                    return
+
+
+def _pages_of_all(connection: Connection) -> Iterator[EventPage]:
+    """Yield pages of every namespace: without a session, for admins."""
+    from kvstore.client.events import CALL_MS, page_from_message
+    from kvstore.proto import kvstore_pb2 as pb
+
+    request = pb.EventsRequest()
+    while True:  # the server ends each call after a while
+        for message in connection.stream("Events", request, CALL_MS):
+            page = page_from_message(message)
+            request.boot_id, request.cursor = page.place or (0, 0)
+            yield page
+
+
+# --- scrub and drain
+
+
+@command(
+    "scrub",
+    exits="0 1 2 3",
+    example="kvstore scrub --tiers disk --rate 100MiB",
+    section="Change",
+    where=True,
+)
+def scrub(
+    address: str,
+    tiers: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Tiers, separated by commas; default: the server's.",
+            autocompletion=completes(*TIER_NAMES),
+        ),
+    ] = "",
+    rate: Annotated[
+        int,
+        typer.Option(
+            parser=parse_size, metavar="SIZE", help="Bytes a second at most; 0: no limit."
+        ),
+    ] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Verify what a server's tiers hold, once; exits with 1 when it found damage."""
+    names = [name.strip() for name in tiers.split(",") if name.strip()]
+    with connected(address) as connection:
+        reply = ask(connection, "Scrub", begin=True, tiers=names, bytes_per_s=rate)
+        while reply.running:
+            if sys.stdout.isatty() and not as_json:
+                print(_scrub_line(reply), end="\r", flush=True)
+            time.sleep(SCRUB_POLL_S)
+            reply = ask(connection, "Scrub")
+    show(as_dict(reply), [_scrub_line(reply)], as_json)
+    if reply.damaged_chunks:
+        raise typer.Exit(EXIT_NOT_HELD)
+
+
+def _scrub_line(reply: pb.ScrubResponse) -> str:
+    return (
+        f"{reply.checked_chunks} of {reply.total_chunks} chunks, "
+        f"{reply.checked_bytes / 2**20:.1f} MiB: {reply.damaged_chunks} damaged, "
+        f"{reply.unread_chunks} not read"
+    )
+
+
+@command("drain", exits="0 1 2 3", example="kvstore drain --within 20", section="Change")
+def drain(
+    address: str,
+    deadline_s: Annotated[
+        float, typer.Option("--within", metavar="S", help="Seconds it may take.")
+    ] = 20.0,
+) -> None:
+    """Stop accepting new work and save what only memory has; exits with 1 if not all was saved."""
+    if not 0 < deadline_s <= MAX_DRAIN_S:
+        fix = f"give more than 0, {MAX_DRAIN_S:g} s at most"
+        raise InvalidRequestError("within", deadline_s, fix)
+    deadline_ms = max(1, round(deadline_s * 1000))
+    if not call(address, "Drain", deadline_ms, deadline_ms=deadline_ms).clean:
+        print("drained, but not all is saved: kvstore status says what the tiers hold")
+        raise typer.Exit(EXIT_NOT_HELD)
+    print("drained: everything that was in memory is on disk")

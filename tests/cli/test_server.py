@@ -1,0 +1,237 @@
+"""kvstore status, ping, sessions, events and scrub, against real servers."""
+
+from __future__ import annotations
+
+import json
+import threading
+from itertools import count, islice
+
+import pytest
+from conftest import ServerMaker
+from disk_damage import flip_a_bit
+from kvstore_command import Kvstore
+from local_server import DEADLINE_MS, LocalServer
+from prompts import SMALL, store
+
+from kvstore import __version__
+from kvstore.cli import server as commands
+from kvstore.cli.output import show
+from kvstore.cli.server import FAULTS, Rates, status_as_dict, status_text, watch_status
+from kvstore.client import Client, ClientOptions
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.plans import Hints
+from kvstore.server.telemetry.metrics import COUNTERS
+from kvstore.tiers.disk import DiskTier
+
+
+def used(server: LocalServer) -> None:
+    client = server.connect("grpc")
+    keys = store(client, 1, 6)
+    client.lookup(keys=keys)
+    client.lookup(keys=keys)
+
+
+# --- status
+
+
+def test_status_as_json_has_tiers_policies_ratios_and_counters(
+    kvstore: Kvstore, make_server: ServerMaker
+) -> None:
+    server = make_server("--policy", "hit_density,disk=lru", "--tenant-quotas", "default=8MiB:1MiB")
+    used(server)
+    run = kvstore("status", server.address, "--json")
+    assert run.status == 0
+    status = json.loads(run.out)
+    assert (status["state"], status["version"], status["sessions"]) == ("serving", __version__, 1)
+    assert (status["hit_ratio"], status["ghosts"]) == (1.0, 0)
+    assert status["counters"]["put_stored_chunks"] == 6
+    cpu, disk = status["tiers"]
+    assert (cpu["name"], cpu["chunks"], cpu["codec"], cpu["policy"]) == (
+        "cpu", 6, "raw", "hit_density",
+    )  # fmt: skip
+    assert 0 < cpu["used_bytes"] < cpu["capacity_bytes"] <= 16 << 20
+    assert (disk["state"], disk["reason"], disk["policy"]) == ("serving", "", "lru")
+    partition = {one["name"]: one for one in cpu["partitions"]}["tenant default"]
+    assert (partition["quota_bytes"], partition["guaranteed_bytes"]) == (8 << 20, 1 << 20)
+    assert partition["used_bytes"] > 0
+
+
+def test_status_is_one_screen_and_all_of_it_on_request(
+    kvstore: Kvstore, server: LocalServer
+) -> None:
+    used(server)
+    run = kvstore("status", server.address)
+    lines = run.out.splitlines()
+    assert (run.status, len(lines)) == (0, 6)
+    assert lines[0].startswith(f"{server.address}: serving, version {__version__}, up ")
+    assert lines[1].startswith("hit ratio 100.0%, ")
+    assert lines[2] == "faults: none"
+    assert lines[4].split()[0] == "cpu"
+    assert "hit_density" in lines[4]
+    everything = kvstore("status", server.address, "--all").out.splitlines()
+    assert everything[3:6] == lines[3:6]
+    assert set(COUNTERS) <= {line.split()[0] for line in everything}
+
+
+def look(boot_id: int, uptime_s: float, **counters: int) -> pb.StatusResponse:
+    return pb.StatusResponse(
+        server=pb.Server(boot_id=boot_id), uptime_s=uptime_s, counters=counters
+    )
+
+
+def test_rates_are_those_between_two_looks() -> None:
+    first = look(1, 100.0, lookups=10, lookup_chunks=100, lookup_ready_chunks=50)
+    then = look(1, 104.0, lookups=18, lookup_chunks=140, lookup_ready_chunks=80)
+    rates = Rates.between(first, then)
+    assert (rates.per_s("lookups"), rates.hit_ratio) == (2.0, 0.75)
+    assert Rates.between(None, first).per_s("lookups") == 0.1
+    assert Rates.between(then, look(2, 1.0, lookups=3)).per_s("lookups") == 3.0, "it restarted"
+    idle = Rates.between(then, then)
+    assert (idle.per_s("lookups"), idle.hit_ratio) == (0.0, None)
+
+
+def test_faults_curves_and_quotas_are_shown_where_there_are_any(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert set(FAULTS) <= set(COUNTERS)
+    tier = pb.TierStatus(name="cpu", state="degraded", reason="slow", policy="marconi")
+    tier.what_if.add(scale=2.0, hit_ratio=0.625)
+    tier.partitions.add(name="tenant acme", used_bytes=1 << 20)
+    counters = {"lookups": 1, "corrupt_chunks": 3}
+    reply = pb.StatusResponse(tiers=[tier], state="serving", counters=counters)
+    show({}, status_text("here:1", reply, Rates(0.0), everything=True), as_json=False)
+    out = capsys.readouterr().out
+    assert "faults: tier cpu is degraded, corrupt_chunks 3\n" in out
+    for word in ("marconi", "62.5%", "hits at 2x", "tenant acme", "degraded: slow"):
+        assert word in out
+    assert status_as_dict("here:1", reply, Rates(0.0))["tiers"][0]["what_if"] == {"2": 0.625}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_watching_ends_with_the_key_that_interrupts(
+    server: LocalServer, capsys: pytest.CaptureFixture[str], as_json: bool
+) -> None:
+    naps: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            raise KeyboardInterrupt
+
+    watch_status(server.address, 0.5, everything=False, as_json=as_json, sleep=sleep)
+    assert naps == [0.5] * 3
+    out = capsys.readouterr().out
+    if as_json:
+        assert [json.loads(line)["state"] for line in out.splitlines()] == ["serving"] * 3
+    else:
+        assert out.count("(since the start)") == 1
+        assert out.count("(last 0 s)") == 2, "one after another, as this is no terminal"
+
+
+# --- ping and sessions
+
+
+def test_ping_tells_a_server_that_serves_from_one_that_drains_or_is_not_there(
+    kvstore: Kvstore, server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = kvstore("ping", server.address)
+    assert (run.status, run.out.startswith(f"{server.address}: serving, ")) == (0, True)
+    monkeypatch.setattr(DiskTier, "write_error", "slow")
+    run = kvstore("ping", server.address, "--json")
+    assert (run.status, json.loads(run.out)["degraded"]) == (1, ["disk"])
+    monkeypatch.undo()
+    server.node.sessions.drain()
+    run = kvstore("ping", server.address)
+    assert (run.status, ": draining, " in run.out) == (1, True)
+    assert kvstore("ping", "127.0.0.1:1").status == 3
+
+
+def test_sessions_says_who_is_connected_for_which_model(
+    kvstore: Kvstore, server: LocalServer
+) -> None:
+    assert kvstore("sessions", server.address).out == "no sessions\n"
+    options = ClientOptions("grpc", 16, DEADLINE_MS, name="engine-7")
+    with Client(server.address, SMALL, options) as client:
+        keys = store(client, 1, 2)
+        with client.lease(keys=keys):
+            run = kvstore("sessions", server.address, "--json")
+            (row,) = json.loads(run.out)["sessions"]
+            text = kvstore("sessions", server.address).out
+        namespace = client.namespace.hex()
+    assert (row["client"], row["tenant"], row["owner"]) == ("engine-7", "default", "anybody")
+    assert (row["model"], row["namespace"]) == (SMALL.model_id, namespace)
+    assert (row["leases"], row["is_peer"]) == (1, False)
+    assert 0 <= row["idle_s"] <= row["open_s"] < 60
+    assert ("engine-7" in text, namespace in text) == (True, True)
+
+
+# --- events
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_events_are_what_is_there_now_or_what_comes_and_goes(
+    kvstore: Kvstore, server: LocalServer, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    client = server.connect("grpc")
+    old = {key.hex() for key in store(client, 1, 3)}
+    server.settled()
+    at = ("--address", server.address, *(("--namespace", client.namespace.hex()[:8]) * named))
+    run = kvstore("events", *at)
+    assert run.status == 0
+    assert {tuple(line.split()) for line in run.out.splitlines()} == {
+        ("stored", tier, key) for key in old for tier in ("cpu", "disk")
+    }
+    find, done = commands._events, threading.Event()
+    monkeypatch.setattr(commands, "_events", lambda *terms: islice(find(*terms), 4))
+
+    def change() -> None:
+        for seed in count(2):  # the follower may begin at any of them
+            if done.wait(0.05):
+                return
+            client.delete(keys=store(client, seed, 1))
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    run = kvstore("events", "--follow", "--json", *at)
+    done.set()
+    thread.join()
+    rows = [json.loads(line) for line in run.out.splitlines()]
+    assert {row["key"] for row in rows}.isdisjoint(old)
+    assert {row["event"] for row in rows} == {"stored", "removed"}
+
+
+# --- scrub
+
+
+def test_scrub_says_what_it_checked_and_fails_on_damage(
+    kvstore: Kvstore, server: LocalServer
+) -> None:
+    with Client(server.address, SMALL, server.connect().options) as client:
+        keys = store(client, 1, 4)
+    server.settled()
+    status, out, _ = kvstore("scrub", server.address, "--json")
+    assert (status, json.loads(out)["damaged_chunks"]) == (0, 0)
+    flip_a_bit(server.config.disk[0].path, keys[1])
+    status, out, _ = kvstore("scrub", server.address, "--tiers", "disk", "--json")
+    assert status == 1
+    assert (json.loads(out)["checked_chunks"], json.loads(out)["damaged_chunks"]) == (4, 1)
+    status, out, _ = kvstore("scrub", server.address)
+    assert (status, "3 of 3 chunks" in out) == (0, True)
+    assert kvstore("scrub", server.address, "--rate", "much")[0] == 2
+
+
+# --- hints
+
+
+def test_hints_reach_the_server_by_every_way_to_connect(make_server: ServerMaker) -> None:
+    server = make_server("--bulk", "127.0.0.1:0")
+    for seed, transport in enumerate(("shm", "grpc", "tcp")):
+        client = server.connect(transport)  # type: ignore[arg-type]
+        before = server.node.store.catalog.state.metadata.hints.expiring
+        keys = store(client, seed, 3, hints=Hints(ttl_ms=60_000))
+        known = server.node.store.catalog.state.metadata.hints
+        assert known.expiring == before + 3, transport
+        with client.lease(keys=keys) as lease:
+            lease.release(Hints(priority=7))
+        row = server.node.store.catalog.state.index.row(keys[0])
+        assert known.priority(row) == 7, transport
