@@ -61,6 +61,10 @@ def fail(reason: object, status: int) -> NoReturn:
 # --- the connection
 
 
+def _parameter(name: str, hint: Any, default: Any = None) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
 def _options(prefix: str = "") -> list[Parameter]:
     """Return the connection options; with *prefix* the environment has a say too."""
 
@@ -68,15 +72,13 @@ def _options(prefix: str = "") -> list[Parameter]:
         env = f"{prefix}{name.upper()}" if prefix and has_env else None
         flag = f"--{name.replace('_', '-')}"
         found = typer.Option(flag, metavar=metavar, help=text, envvar=env)
-        return Parameter(
-            name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, found]
-        )
+        return _parameter(name, Annotated[str | None, found])
 
     tls = typer.Option("--tls", help="Connect over TLS; verify the server with the system's CAs.")
     return [
         option("address", f"The server; {DEFAULT_ADDRESS} by default.", "HOST[:PORT]", True),
         option("token_file", "File with an API key or a JWT.", has_env=True),
-        Parameter("tls", Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, tls]),
+        _parameter("tls", Annotated[bool, tls], False),
         option("ca", "CA bundle (PEM) to verify the server with; connects over TLS.", has_env=True),
         option("cert", "Client certificate (PEM) for mutual TLS."),
         option("key", "Private key (PEM) of the client certificate."),
@@ -84,14 +86,8 @@ def _options(prefix: str = "") -> list[Parameter]:
 
 
 _OPTIONS = _options()
-_WHERE = Parameter(
-    "where",
-    Parameter.KEYWORD_ONLY,
-    default=None,
-    annotation=Annotated[
-        str | None, typer.Argument(metavar="[ADDRESS]", help="The same as --address.")
-    ],
-)
+_ARGUMENT = typer.Argument(metavar="[ADDRESS]", help="The same as --address.")
+_WHERE = _parameter("where", Annotated[str | None, _ARGUMENT])
 _given: ContextVar[Mapping[str, Any] | None] = ContextVar("given", default=None)
 """Connection options: those before the command, overridden by those behind it."""
 
@@ -262,8 +258,8 @@ REMOVED = {"top": "use kvstore status --watch"}
 def command(
     path: str,
     *,
-    exits: str,
     example: str,
+    exits: str = "0 2 3",
     section: str = "",
     where: bool = False,
     as_server: bool = False,
@@ -370,17 +366,10 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-_VERSION = Parameter(
-    "version",
-    Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
-    ],
+_VERSION = typer.Option(
+    "--version", callback=_print_version, is_eager=True, help="Print the version."
 )
+_ROOT = [_parameter("version", Annotated[bool, _VERSION], False), *_options("KVSTORE_")]
 
 
 def _root(**values: Any) -> None:
@@ -388,8 +377,6 @@ def _root(**values: Any) -> None:
     _remember(values)
 
 
-_root.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [_VERSION, *_options("KVSTORE_")]
-)
-_root.__annotations__ = {one.name: one.annotation for one in [_VERSION, *_options("KVSTORE_")]}
+_root.__signature__ = inspect.Signature(_ROOT)  # type: ignore[attr-defined]
+_root.__annotations__ = {one.name: one.annotation for one in _ROOT}
 app.callback()(_root)

@@ -179,7 +179,7 @@ def _encryption_keys(file: Path) -> list[EncryptionKey]:
 # --- quota
 
 
-@command("quota show", exits="0 2 3", example="kvstore quota show --all --json")
+@command("quota show", example="kvstore quota show --all --json")
 def quota_show(
     address: str,
     tenant: Annotated[str, typer.Argument(help="Default: your own.")] = "",
@@ -190,7 +190,7 @@ def quota_show(
     _show_quotas(call(address, "Quota", tenant=EVERY_TENANT if everything else tenant), as_json)
 
 
-@command("quota set", exits="0 2 3", example="kvstore quota set acme --rate 500")
+@command("quota set", example="kvstore quota set acme --rate 500")
 def quota_set(  # noqa: PLR0913 - each is an option
     address: str,
     tenant: Annotated[str, typer.Argument(help="Tenant whose limits change.")],

@@ -93,7 +93,7 @@ class Page(NamedTuple):
     is_more: bool
 
 
-@command("ls", exits="0 2 3", example="kvstore ls --limit 20", section="Look")
+@command("ls", example="kvstore ls --limit 20", section="Look")
 def ls(  # noqa: PLR0913 - each is an option
     address: str,
     prefix: Annotated[
@@ -294,10 +294,7 @@ def _stat_text(data: dict[str, Any], chunk: pb.ChunkStat) -> Iterator[str | Grid
 
 
 @command(
-    "get",
-    exits="0 1 2 3",
-    example="kvstore get 3fa95c --out chunk.safetensors",
-    section="Look",
+    "get", exits="0 1 2 3", example="kvstore get 3fa95c --out chunk.safetensors", section="Look"
 )
 def get(
     address: str,
@@ -518,9 +515,7 @@ class Scope:
         return f"{what} on {self.tier}" if self.tier else what
 
 
-@command(
-    "clear", exits="0 1 2 3", example="kvstore clear --tier disk --dry-run", section="Change"
-)  # fmt: skip
+@command("clear", exits="0 1 2 3", example="kvstore clear --tier disk --dry-run", section="Change")
 def clear(  # noqa: PLR0913 - each is an option
     address: str,
     namespace: Namespace = "",

@@ -9,9 +9,7 @@ from kvstore.cli.app import command, group
 group("config", "Administer", "Check and print the settings of kvstore-server.")
 
 
-@command(
-    "config show", exits="0 2", example="kvstore config show --cpu 8GiB", as_server=True
-)  # fmt: skip
+@command("config show", exits="0 2", example="kvstore config show --cpu 8GiB", as_server=True)
 def config_show(context: typer.Context) -> None:
     """Print each setting as YAML with where it came from. Takes kvstore-server's flags."""
     from kvstore.server.settings.loading import load, show

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # help is to load none of the product
 _BOTH = f"{DIGEST_DIGITS} of a digest, {KEY_DIGITS} of a key"
 
 
-@command("explain", exits="0 2 3", example="kvstore explain --recent 20", section="Look")
+@command("explain", example="kvstore explain --recent 20", section="Look")
 def explain(  # noqa: PLR0913 - each is an option
     address: str,
     model: ModelFile = None,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -94,9 +96,7 @@ def fetch_figures(address: str) -> pb.StatusResponse:
     return reply
 
 
-@command(
-    "status", exits="0 2 3", example="kvstore status --json", section="Look", where=True
-)  # fmt: skip
+@command("status", example="kvstore status --json", section="Look", where=True)
 def status(
     address: str,
     everything: Annotated[
@@ -129,8 +129,6 @@ def watch_status(
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Show the status until it is interrupted: in place on a terminal, else one after another."""
-    import json
-
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text
@@ -264,7 +262,7 @@ def ping(address: str, as_json: AsJson = False) -> None:
         raise typer.Exit(EXIT_NOT_HELD)
 
 
-@command("sessions", exits="0 2 3", example="kvstore sessions", section="Look", where=True)
+@command("sessions", example="kvstore sessions", section="Look", where=True)
 def sessions(address: str, as_json: AsJson = False) -> None:
     """List the sessions of a server: who is connected, for which model; for admins."""
     reply = call(address, "Status", with_sessions=True)
@@ -277,14 +275,16 @@ def sessions(address: str, as_json: AsJson = False) -> None:
             one.client or "-", one.tenant, one.owner, readable_time(one.open_s),
             readable_time(one.idle_s), one.leases, one.key_namespace.hex(), model,
         )  # fmt: skip
-    data = {"address": address, "sessions": [as_dict(one) for one in reply.session_list]}
-    show(data, [table if table else "no sessions"], as_json)
+    rows = list(map(as_dict, reply.session_list))
+    for row in rows:
+        row |= {"namespace": row.pop("key_namespace"), "model": row.pop("model_id")}
+    show({"address": address, "sessions": rows}, [table if table else "no sessions"], as_json)
 
 
 # --- events
 
 
-@command("events", exits="0 2 3", example="kvstore events --follow", section="Look")
+@command("events", example="kvstore events --follow", section="Look")
 def events(
     address: str,
     follow: Annotated[
@@ -302,19 +302,13 @@ def events(
 
     One line each: stored or removed, tier, key. Hints: a chunk may be gone when it is read.
     """
-    import json
-
-    for event in _events(address, namespace, follow):
-        if as_json:
-            print(json.dumps(event), flush=True)
-        else:
-            words = (event["event"], event["tier"], event["key"])
-            print(*filter(None, words), flush=True)
+    with suppress(KeyboardInterrupt):
+        for event in _events(address, namespace, follow):
+            words = filter(None, event.values())
+            print(json.dumps(event) if as_json else " ".join(words), flush=True)
 
 
 def _events(address: str, namespace: str, follow: bool) -> Iterator[dict[str, Any]]:
-    from contextlib import ExitStack
-
     from kvstore.cli.selection import Selection
 
     with ExitStack() as stack:

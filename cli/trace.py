@@ -34,7 +34,7 @@ _BATCH_CHUNKS = 64
 group("trace", "Measure", "Record anonymised access traces of a server, and replay them.")
 
 
-@command("trace record", exits="0 2 3", example="kvstore trace record trace.jsonl --seconds 60")
+@command("trace record", example="kvstore trace record trace.jsonl --seconds 60")
 def trace_record(
     address: str,
     out: Annotated[Path, typer.Argument(help="File to write, which must not exist.")],
@@ -52,7 +52,7 @@ def trace_record(
     print(f"{out}: {made.lookups} lookups of {made.chunks} chunks{lost}")
 
 
-@command("trace replay", exits="0 2 3", example="kvstore trace replay trace.jsonl")
+@command("trace replay", example="kvstore trace replay trace.jsonl")
 def trace_replay(
     address: str,
     trace: Annotated[Path, typer.Argument(help="JSONL, as simulate reads.")],

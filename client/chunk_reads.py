@@ -15,7 +15,7 @@ from kvstore.client.batches import MAX_OPEN_BATCHES, batches
 from kvstore.client.deadline import Levelled, LevelledGet, beside
 from kvstore.client.decode import Layer, LayerReader, Room, direct
 from kvstore.client.levels import PlanTerms
-from kvstore.client.rectangle_room import RectangleRoom
+from kvstore.client.rectangle import RectangleRoom
 from kvstore.client.retry import countdown
 from kvstore.client.server_link import LeftMs, ServerLink, digest_of, packed
 from kvstore.client.transport import Arrival, ReadPlan, Transport

@@ -26,8 +26,7 @@ from kvstore.client.levels import PlanTerms
 from kvstore.client.lookups import look_up, prefix_plan, viewer
 from kvstore.client.options import MAX_DEADLINE_MS, MAX_NAME_CHARS, ClientOptions
 from kvstore.client.page_names import page_digests
-from kvstore.client.rectangle import Rectangle
-from kvstore.client.rectangle_room import RectangleRoom
+from kvstore.client.rectangle import Rectangle, RectangleRoom
 from kvstore.client.server_link import LeftMs, ServerLink
 from kvstore.client.shm import ShmTransport
 from kvstore.client.tensors import LayerTensors

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from kvstore.client.forks import FORKS
 from kvstore.client.frames import DirectFrame, FileFrame
 from kvstore.client.layer_stream import LayeredFrame, LayerStream, Range
-from kvstore.client.rectangle_room import RectangleRoom
+from kvstore.client.rectangle import RectangleRoom
 from kvstore.client.session import Session
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.client.transport import Arrival

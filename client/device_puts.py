@@ -1,4 +1,4 @@
-"""Puts out of device memory: the server copies, and the client only says where frames lie.
+"""Puts out of device memory: the server copies, and the client only reports where frames lie.
 
 torch is imported here.
 """

@@ -153,7 +153,7 @@ class Registration:
                     return
                 end = self._device.register(memory[start : start + PIECE_BYTES], read_only=True)
                 if end is None:
-                    return  # it was said so; the next one would not do either
+                    return  # which was logged; the next one would fail too
                 self._ends.append(end)
 
     def cuts(self, data: Bytes) -> Iterator[slice]:

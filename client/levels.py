@@ -238,11 +238,6 @@ class Progress:
     undecoded_bytes: int = 0
     """Of chunks that came and are not decoded, as more of them is to come."""
 
-    @classmethod
-    def start(cls, count: int) -> Progress:
-        """Return the progress of a request of *count* chunks that has just come."""
-        return cls((MISSING,) * count)
-
 
 class Fetch(NamedTuple):
     """Bytes *start* to *stop* of a chunk, which bring it to *level*."""

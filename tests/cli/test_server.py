@@ -159,7 +159,7 @@ def test_sessions_says_who_is_connected_for_which_model(
             text = kvstore("sessions", server.address).out
         namespace = client.namespace.hex()
     assert (row["client"], row["tenant"], row["owner"]) == ("engine-7", "default", "anybody")
-    assert (row["model_id"], row["key_namespace"]) == (SMALL.model_id, namespace)
+    assert (row["model"], row["namespace"]) == (SMALL.model_id, namespace)
     assert (row["leases"], row["is_peer"]) == (1, False)
     assert 0 <= row["idle_s"] <= row["open_s"] < 60
     assert ("engine-7" in text, namespace in text) == (True, True)

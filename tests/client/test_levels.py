@@ -82,7 +82,7 @@ def test_plans_are_near_the_best_of_all_plans(equal: bool) -> None:
     for seed in range(600):
         chunks, wanted, speed = random_case(seed, equal=equal)
         optimum = best(chunks, wanted, speed)
-        found = plan(chunks, Progress.start(len(chunks)), wanted, at(speed))
+        found = plan(chunks, Progress((MISSING,) * len(chunks)), wanted, at(speed))
         assert found.ready_s >= optimum.soonest_s * (1 - 1e-9)
         if optimum.distortion is None:
             assert not found.is_in_time
@@ -260,24 +260,24 @@ def test_deadline_pressure_stops_refining_and_nothing_else() -> None:
 def test_a_slow_link_has_the_first_chunks_computed_while_the_last_ones_load() -> None:
     chunks = [make_chunk((1000,), (0.5,)) for _ in range(10)]
     engine = PrefillModel(0.0, 0.5 / 256)
-    found = plan(chunks, Progress.start(10), terms(2.6, engine), at(2e3))
+    found = plan(chunks, Progress((MISSING,) * 10), terms(2.6, engine), at(2e3))
     assert found.actions == (RECOMPUTE,) * 5 + (0,) * 5
     assert found.is_in_time
-    slowest = plan(chunks, Progress.start(10), terms(0.1, engine), at(2e3))
+    slowest = plan(chunks, Progress((MISSING,) * 10), terms(0.1, engine), at(2e3))
     assert not slowest.is_in_time
     assert slowest.ready_s == pytest.approx(2.5, abs=0.01), "all that is left is to be soon"
 
 
 def test_a_chunk_that_is_not_stored_well_enough_is_computed() -> None:
     chunks = [make_chunk(), LevelledChunk(16, 100), make_chunk()]
-    assert plan(chunks, Progress.start(3), terms(10), at(1e6)).actions == (2, RECOMPUTE, 2)
+    assert plan(chunks, Progress((MISSING,) * 3), terms(10), at(1e6)).actions == (2, RECOMPUTE, 2)
     exact = replace(terms(10), least=Accuracy.exact)
-    assert set(plan(chunks, Progress.start(3), exact, at(1e6)).actions) == {RECOMPUTE}
+    assert set(plan(chunks, Progress((MISSING,) * 3), exact, at(1e6)).actions) == {RECOMPUTE}
 
 
 def test_slack_goes_where_a_byte_spares_most_and_the_cautious_estimate_decides() -> None:
     chunks = [make_chunk((100, 200), (0.5, 0.4)), make_chunk((100, 200), (0.9, 0.1))]
-    found = plan(chunks, Progress.start(2), terms(0.35), LinkEstimate(1e9, 1e3))
+    found = plan(chunks, Progress((MISSING,) * 2), terms(0.35), LinkEstimate(1e9, 1e3))
     assert found.actions == (0, 1)
     assert found.next_fetch(chunks, (0, 0)) == Fetch(1, 1, 100, 200)
 
@@ -313,6 +313,6 @@ def test_progress_of_other_chunks_is_refused(levels: tuple[int, ...]) -> None:
 
 def test_a_plan_of_many_chunks_counts_every_one() -> None:
     chunks = [make_chunk() for _ in range(200)]
-    found: Plan = plan(chunks, Progress.start(200), terms(1e3), at(1e6))
+    found: Plan = plan(chunks, Progress((MISSING,) * 200), terms(1e3), at(1e6))
     assert found.actions == (2,) * 200
     assert found.distortion == pytest.approx(200 * 256 * 0.1)

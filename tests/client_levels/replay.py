@@ -84,7 +84,7 @@ def cachegen(chunks: Sequence[LevelledChunk], terms: PlanTerms, trace: Trace) ->
 def ours(chunks: Sequence[LevelledChunk], terms: PlanTerms, trace: Trace) -> Outcome:
     """Plans again after every piece that came, from what the link gave until then."""
     meter = LinkMeter(5.05e9 / 8)
-    levels = list(Progress.start(len(chunks)).levels)
+    levels = list(Progress((MISSING,) * len(chunks)).levels)
     at_s = engine_s = there_s = 0.0
     starts = [sum(c.tokens for c in chunks[:i]) for i in range(len(chunks))]
     while True:

@@ -322,7 +322,7 @@ class TransformersConnector(Connector):
         beside = Beside(self._model, cache, tokens, chunk_tokens, self.learned.observe)
         within = Deadline(call.deadline_ms / 1000, beside, began_s=call.began_s)
         room = self._room(buffers)
-        prefix = self.load_within(tokens, room, within, call.extra, call.allowed)
+        prefix = self.load_chunks(tokens, room, call.extra, call.allowed, within)
         if beside.error is not None:
             raise beside.error  # the model's own
         done = length(cache, self._shape)

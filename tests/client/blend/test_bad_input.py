@@ -159,7 +159,7 @@ def test_a_server_that_turns_keys_otherwise_is_refused_by_name(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = client.model
-    monkeypatch.setattr(client, "representation", replace(own, rope=RopeParameters(9e9, 16)))
+    monkeypatch.setattr(client._link, "model", replace(own, rope=RopeParameters(9e9, 16)))
     with pytest.raises(ModelError, match="rope="):
         client.resolve(*ASKED, TRIAL)
 
