@@ -191,13 +191,13 @@ def test_hints_and_costs_go_with_what_is_stored(start: Start) -> None:
     engine.workers[0].cost = FlopsModel(1e6, 1e3)
     puts: list[tuple[list[float], Hints]] = []
     client = engine.workers[0]._connector.client
-    put = client.put
+    put = client.put_chunks
 
     def noted(chunks: list[Chunk], **how: Any) -> object:
         puts.append(([chunk.prefill_flops for chunk in chunks], how["hints"]))
         return put(chunks, **how)
 
-    client.put = noted
+    client.put_chunks = noted
     request, room = FakeRequest("a", PROMPT), tables(engine, 200)
     request.kv_transfer_params = {"kvstore": {"category": "chat"}}  # type: ignore[attr-defined]
     engine.scheduler.on_new_request(request)
