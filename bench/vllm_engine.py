@@ -18,7 +18,7 @@ PYTHON = ROOT / "build" / f"vllm-{VERSION}" / "venv" / "bin" / "python"
 """The interpreter of the environment that ``make vllm-env`` makes."""
 
 _ENVIRONMENT = {
-    # What keeps vLLM quick and quiet on a small machine; see docs/engines.md.
+    # What keeps vLLM quick and quiet on a small machine; see docs/vllm.md.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",

@@ -14,9 +14,9 @@ from kvstore.proto.errors import InvalidRequestError
 if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.proto.blend import GateView
 
-_SAY_EVERY = 8
+_REPORT_EVERY = 8
 """Trials between two lines of progress."""
-_MOST_LINES = 8
+_MAX_LINES = 8
 """Of prompts that are named, so many are."""
 
 group("blend", "Measure", "Reuse of chunks of other prompts: the gates, and their calibration.")
@@ -24,7 +24,7 @@ group("blend", "Measure", "Reuse of chunks of other prompts: the gates, and thei
 
 @command("blend status", example="kvstore blend status", where=True)
 def blend_status(address: str, as_json: AsJson = False) -> None:
-    """Show the gates of a server: one for each model and tag that was heard of."""
+    """Show the gates of a server: one for each model and tag that was tried."""
     from kvstore.cli.blend_report import gates_as_json, print_gates
     from kvstore.cli.server import fetch_figures
 
@@ -72,11 +72,13 @@ def blend_calibrate(  # noqa: PLR0913 - each is an option
     from kvstore.cli.calibrate import check_extras
 
     check_extras(model)
-    from kvstore.cli.blend_trials import TrialFiles, TrialTerms, run_trials
+    from kvstore.cli.trials import BlendTrials
 
-    terms = TrialTerms(tag, documents, document_tokens, question_tokens, selector, seed)
-    files = TrialFiles(text, questions, prefix)
-    gate = run_trials(address, model, files, terms, _say)
+    trials = BlendTrials(
+        text, questions, prefix, tag,
+        documents, document_tokens, question_tokens, selector, seed,
+    )  # fmt: skip
+    gate = trials.run(address, model, _report)
     print_gate(gate)
     if not gate.is_open:
         raise typer.Exit(EXIT_NOT_HELD)
@@ -87,7 +89,7 @@ def compare_copies(
 ) -> None:
     """Compare what a model makes of *codec*'s copies of stored prompts with full prefills.
 
-    Ends the process with 1 when the gate is not open then. Raises what ``run_gate_trials`` does.
+    Ends the process with 1 when the gate is not open then. Raises what ``run_copy_trials`` does.
     """
     from kvstore.cli.blend_report import print_gate
     from kvstore.cli.calibrate import check_extras
@@ -97,21 +99,20 @@ def compare_copies(
     if prompts is None:
         raise InvalidRequestError("prompts", None, "give --prompts FILE")
     check_extras(models[0])
-    from kvstore.cli.gate_trials import GateTrials, run_gate_trials
+    from kvstore.cli.trials import run_copy_trials
 
-    trials = GateTrials(codec, prompts, chunk_tokens)
-    gate, short = run_gate_trials(address, models[0], trials, _say)
+    gate, short = run_copy_trials(address, models[0], codec, prompts, chunk_tokens, _report)
     print_gate(gate)
     if short:
-        lines = ", ".join(map(str, short[:_MOST_LINES])) + ", ..." * (len(short) > _MOST_LINES)
+        lines = ", ".join(short[:_MAX_LINES]) + ", ..." * (len(short) > _MAX_LINES)
         fix = "give prompts that are longer, or more of which is stored by this codec alone"
-        said = f"{len(short)} of the prompts did not count: too few tokens could be compared; {fix}"
-        typer.echo(f"{said} (lines {lines})", err=True)
+        text = f"{len(short)} of the prompts did not count: too few tokens could be compared; {fix}"
+        typer.echo(f"{text} (lines {lines})", err=True)
     if not gate.is_open:
         raise typer.Exit(EXIT_NOT_HELD)
 
 
-def _say(gate: GateView) -> None:
-    """Say how trials go, from time to time."""
-    if gate.shadows % _SAY_EVERY == 0:
+def _report(gate: GateView) -> None:
+    """Report how trials go, from time to time."""
+    if gate.shadows % _REPORT_EVERY == 0:
         typer.echo(f"ratio {gate.ratio:.3f}, {gate.why}", err=True)

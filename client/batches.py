@@ -8,8 +8,7 @@ from typing import TypeVar
 
 from typing_extensions import override
 
-from kvstore.client.layer_sink import ABANDON_S, LayerSink
-from kvstore.client.transport import Put
+from kvstore.client.transport import ABANDON_S, LayerSink, Put
 from kvstore.codecs.base import AnyPart
 from kvstore.proto.types import DIGEST_BYTES
 

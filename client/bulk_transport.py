@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 from typing_extensions import override
 
 from kvstore.client.connection import SLACK_S
-from kvstore.client.frame_memory import FrameMemory, keep_freed_memory
-from kvstore.client.frame_stream import Entrance, FrameStream
-from kvstore.client.frame_streams import FrameStreams
+from kvstore.client.frame_stream import Entrance, FrameStream, FrameStreams
 from kvstore.client.frames import FrameAssembler, Room, here
 from kvstore.client.session import Session
 from kvstore.client.stream import StreamTransport
-from kvstore.client.stream_upload import StreamUpload
 from kvstore.client.transport import (
     Arrival,
     Arrivals,
@@ -25,6 +24,7 @@ from kvstore.client.transport import (
     Put,
     ReadPlan,
     Transport,
+    read_outcomes,
     room_of,
     whole_frame,
 )
@@ -33,9 +33,11 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     DeadlineError,
+    InvalidFrameError,
     KVStoreError,
     TierUnavailableError,
 )
+from kvstore.proto.framing import MAX_PIECES
 from kvstore.proto.messages import hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
 
@@ -43,6 +45,14 @@ _REQUEST_SLACK_BYTES = 32
 """What a message adds to a get."""
 IDLE_FRAME_BYTES = 128 << 20
 """Memory kept for the frames of the next get: to fault fresh pages in costs as much as a copy."""
+
+
+SMALL_FRAME_BYTES = 1 << 17
+"""Goes in one part; of a larger one the header goes ahead, and the server takes the rest to where
+it stays.
+"""
+_LARGE_BLOCK_BYTES = (32 << 20) - (1 << 16)
+"""The largest that glibc draws its conclusion from, with room for its own header."""
 
 
 class BulkTransport(Transport):
@@ -86,7 +96,7 @@ class BulkTransport(Transport):
                 yield Arrivals(self._frames(stream, room, deadline))
             is_clean = stream.is_over or stream.leave(deadline)
         finally:
-            self._streams.give_back(stream, is_clean=is_clean)
+            self._streams.pool.give_back(stream, is_clean=is_clean)
             self._memory.give(frames)
 
     def _begin_get(self, request: pb.GetRequest, deadline: float) -> FrameStream | None:
@@ -147,7 +157,7 @@ class BulkTransport(Transport):
                 puts = upload.run(chunks)
             is_over = True
         finally:
-            self._streams.give_back(upload.stream, is_clean=is_over)
+            self._streams.pool.give_back(upload.stream, is_clean=is_over)
         return puts
 
     def _begin_put(self, request: pb.PutRequest, deadline: float) -> StreamUpload | None:
@@ -166,7 +176,7 @@ class BulkTransport(Transport):
     # --- streams
 
     def _take(self, deadline: float) -> FrameStream | None:
-        self.session.connection.gate.check()
+        self.session.connection.breaker.check()
         return self._streams.take(deadline - time.monotonic())
 
     @contextmanager
@@ -175,7 +185,7 @@ class BulkTransport(Transport):
             yield
         except (DeadlineError, TierUnavailableError) as error:
             if not kinds or isinstance(error, kinds):
-                self.session.connection.gate.note(error)
+                self.session.connection.breaker.note(error)
             raise
 
     @contextmanager
@@ -183,19 +193,19 @@ class BulkTransport(Transport):
         try:
             yield
         except KVStoreError:
-            self._streams.give_back(stream, is_clean=False)
+            self._streams.pool.give_back(stream, is_clean=False)
             raise
 
     @override
     def hang_up(self) -> None:
         super().hang_up()
-        self._streams.hang_up()
+        self._streams.pool.hang_up()
 
     @override
     def leave(self) -> None:
         super().leave()
         self._memory = FrameMemory(IDLE_FRAME_BYTES)  # another thread may have had its lock
-        self._streams.leave()
+        self._streams.pool.leave()
 
     @override
     def close(self) -> None:
@@ -210,3 +220,121 @@ def _end_of(deadline_ms: int) -> float:
 def _left_ms(deadline: float) -> int:
     """Return what is left of a call for gRPC, which adds SLACK_S itself; at least 1."""
     return max(1, int(1000 * (deadline - SLACK_S - time.monotonic())))
+
+
+class StreamUpload:
+    """Used once, by one thread. After an error the stream is of no use."""
+
+    def __init__(self, stream: FrameStream, deadline: float) -> None:
+        self.stream = stream
+        self._deadline = deadline
+        self._request = stream.next_request()
+        self._room = np.empty(0, np.uint8)
+
+    def begin(self, request: pb.PutRequest) -> None:
+        """Send *request*, and wait until frames may come. Raises the server's errors."""
+        self.stream.send(pb.StreamMessage(request=self._request, put=request), self._deadline)
+        answer = self._answer()
+        if not answer.ready:
+            raise InvalidFrameError("kind", answer.WhichOneof("body"), "not an answer to a put")
+
+    def run(self, chunks: Sequence[Outgoing]) -> list[Put]:
+        """Put *chunks*; return what became of each. Raises the server's errors."""
+        for index, chunk in enumerate(chunks):
+            self._send(index, chunk.frame_bytes, chunk.pieces(self._room_of))
+        finish = pb.StreamMessage(request=self._request, finish=len(chunks))
+        self.stream.send(finish, self._deadline)
+        answer = self._answer()
+        outcomes, reasons = answer.stored.outcomes, answer.stored.reasons
+        is_answer = len(outcomes) == len(reasons) == len(chunks) and answer.HasField("stored")
+        if not is_answer:
+            raise InvalidFrameError("answer", answer, f"{len(chunks)} were put")
+        return read_outcomes(outcomes, reasons)
+
+    def _room_of(self, size_bytes: int) -> Bytes:
+        """The socket has taken what was in it before."""
+        if len(self._room) < size_bytes:
+            self._room = np.empty(size_bytes, np.uint8)
+        return self._room[:size_bytes]
+
+    def _send(self, index: int, frame_bytes: int, pieces: Sequence[Bytes]) -> None:
+        head = pb.StreamPart(index=index, frame_bytes=frame_bytes)
+        message = pb.StreamMessage(request=self._request, part=head)
+        for part in _parts(frame_bytes, pieces):
+            if self.stream.has_more():
+                kind = self._answer().WhichOneof("body")
+                raise InvalidFrameError("kind", kind, "not an answer to a part")
+            self.stream.send(message, self._deadline, part)
+            message.part.offset += sum(map(len, part))
+
+    def _answer(self) -> pb.StreamMessage:
+        message, payload = self.stream.receive(self._deadline)
+        if message.request != self._request or payload is not None:
+            raise InvalidFrameError("request", message.request, f"{self._request} was asked")
+        if message.HasField("failed"):
+            raise bulk.error_of(message.failed)
+        return message
+
+
+def _parts(frame_bytes: int, pieces: Sequence[Bytes]) -> Iterator[list[Bytes]]:
+    """Cut a frame into what one message may have; its header is one by itself."""
+    part: list[Bytes] = []
+    room = bulk.MAX_PAYLOAD_BYTES
+    if frame_bytes > SMALL_FRAME_BYTES:
+        yield [pieces[0]]
+        pieces = pieces[1:]
+    for piece in pieces:
+        left = piece
+        while len(left):
+            if not room or len(part) == MAX_PIECES:
+                yield part
+                part, room = [], bulk.MAX_PAYLOAD_BYTES
+            part.append(left[:room])
+            room -= len(part[-1])
+            left = left[len(part[-1]) :]
+    if part:
+        yield part
+
+
+class FrameMemory:
+    """Memory of frames that were read, for those of the next get. Thread-safe.
+
+    At most *limit_bytes* of it lie idle.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._idle: dict[int, list[Bytes]] = {}
+        self._idle_bytes = 0
+        self._lock = threading.Lock()  # guards the two above
+
+    def take(self, size_bytes: int, owner: list[Bytes]) -> Bytes:
+        """Return memory of *size_bytes*, noted with its *owner*."""
+        with self._lock:
+            of_size = self._idle.get(size_bytes)
+            frame = of_size.pop() if of_size else None
+            if frame is not None:
+                self._idle_bytes -= size_bytes
+        if frame is None:
+            frame = np.empty(size_bytes, np.uint8)
+        owner.append(frame)
+        return frame
+
+    def give(self, frames: Sequence[Bytes]) -> None:
+        """Take back what its owner reads no more."""
+        with self._lock:
+            for frame in frames:
+                if self._idle_bytes + len(frame) > self._limit_bytes:
+                    self._idle.clear()
+                    self._idle_bytes = 0
+                self._idle.setdefault(len(frame), []).append(frame)
+                self._idle_bytes += len(frame)
+
+
+def keep_freed_memory() -> None:
+    """Have the allocator keep what messages of a megabyte free, rather than give it back each time.
+
+    glibc does so once the process has freed one block as large as this; its pages are never
+    touched. Each piece of a layered get has memory of its own.
+    """
+    np.empty(_LARGE_BLOCK_BYTES, np.uint8)

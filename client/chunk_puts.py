@@ -7,14 +7,12 @@ from contextlib import suppress
 
 from kvstore.client.batches import MAX_OPEN_BATCHES, JoinedSink, batches
 from kvstore.client.chunk import Chunk, PlannedChunk
-from kvstore.client.layer_sink import PutTerms
+from kvstore.client.connection import countdown
 from kvstore.client.layered_put import LayeredPut
-from kvstore.client.outgoing import OutgoingShard
 from kvstore.client.rectangle import Rectangle
-from kvstore.client.retry import countdown
 from kvstore.client.server_link import LeftMs, ServerLink, digest_of, packed
 from kvstore.client.session import Session
-from kvstore.client.transport import Outgoing, Put, Transport
+from kvstore.client.transport import Outgoing, OutgoingShard, Put, PutTerms, Transport
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, InvalidRequestError, TierUnavailableError
 from kvstore.proto.frame import FrameTemplate, raw_frame_bytes

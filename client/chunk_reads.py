@@ -11,17 +11,26 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvstore.client.batches import MAX_OPEN_BATCHES, batches
+from kvstore.client.connection import countdown
 from kvstore.client.deadline import Levelled, LevelledGet, beside
 from kvstore.client.decode import Layer, LayerReader, Room, direct, given
+from kvstore.client.frames import FrameAssembler
 from kvstore.client.levels import PlanTerms
 from kvstore.client.rectangle import RectangleRoom
-from kvstore.client.retry import countdown
 from kvstore.client.server_link import LeftMs, ServerLink, digest_of, packed
 from kvstore.client.tensors import LayerTensors
-from kvstore.client.transport import Arrival, ReadPlan, Transport
+from kvstore.client.transport import (
+    Arrival,
+    ReadPlan,
+    Transport,
+    arrival_of,
+    room_of,
+    whole_frames,
+)
 from kvstore.client.transport import read_layers as transport_layers
-from kvstore.client.whole_frame import checked, join_parts
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
@@ -33,7 +42,7 @@ from kvstore.proto.errors import (
     LayoutMismatchError,
     TierUnavailableError,
 )
-from kvstore.proto.frame import FrameHeader, stated_of
+from kvstore.proto.frame import MAX_FRAME_BYTES, FrameHeader, check_frame, stated_of
 from kvstore.proto.keys import split_digests
 from kvstore.proto.messages import accuracy_number
 from kvstore.proto.row_mask import SkippedRows
@@ -267,11 +276,16 @@ def read_frame(
             deadline_ms=deadline_ms,
             min_accuracy=accuracy_number(accuracy),
         )
-        data = join_parts(link.connection.stream("Get", request, deadline_ms))
-        if data is None:
+        parts = map(arrival_of, link.connection.stream("Get", request, deadline_ms))
+        found = list(whole_frames(parts, FrameAssembler(MAX_FRAME_BYTES, room_of())))
+        if not found:
             return None
+        data = np.asarray(found[0].data)
         try:
-            return checked(data, key, session.representation_digest), data
+            header = check_frame(data, key)
+            if header.representation != session.representation_digest:
+                raise ChunkCorruptError(key, "it was stored for another Model")
+            return header, data.tobytes()
         except (ChunkCorruptError, InvalidFrameError):
             link.quarantine(transport, key)
             raise

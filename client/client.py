@@ -20,7 +20,6 @@ from kvstore.client.decode import Layer, Room, given
 from kvstore.client.events import EventStream, Place
 from kvstore.client.forks import FORKS
 from kvstore.client.kv import KV, Hit, Prompt, empty_kv, first_tokens, kv_of
-from kvstore.client.layer_sink import PutTerms
 from kvstore.client.layered_put import LayeredPut
 from kvstore.client.lease import Lease
 from kvstore.client.levels import PlanTerms
@@ -36,7 +35,7 @@ from kvstore.client.rectangle import Rectangle, RectangleRoom
 from kvstore.client.server_link import LeftMs, ServerLink
 from kvstore.client.shm import ShmTransport
 from kvstore.client.tensors import LayerTensors
-from kvstore.client.transport import Put, Transport
+from kvstore.client.transport import Put, PutTerms, Transport
 from kvstore.codecs.asset_shelf import ASSETS
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
@@ -157,7 +156,7 @@ class Client:
     @property
     def is_shut(self) -> bool:
         """Whether calls fail at once for a while, as the server did not answer the last one."""
-        return self._link.connection.gate.is_shut
+        return self._link.connection.breaker.is_open
 
     @property
     def weighs(self) -> bool:

@@ -1,25 +1,32 @@
-"""A Connection: the gRPC channel to one server, with deadlines and the store's errors."""
+"""A Connection: the gRPC channel to one server, with deadlines, a circuit breaker and the store's
+errors. A Pool: connections of other kinds.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import grpc
 
 from kvstore.client.access import OPEN, Access, Bearer
 from kvstore.client.forks import FORKS, WAITED_FOR_MS, EndedByForkError
-from kvstore.client.retry import Gate, translate
-from kvstore.client.tracing import traced
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc
-from kvstore.proto.errors import DeadlineError, KVStoreError
-from kvstore.proto.messages import MESSAGE_BYTES
+from kvstore.proto.errors import (
+    DeadlineError,
+    KVStoreError,
+    QuotaExceededError,
+    TierUnavailableError,
+    revive,
+)
+from kvstore.proto.messages import ERROR_NAME, MESSAGE_BYTES
 
 SLACK_S = 0.05
 """What a call may take beyond the deadline that the server was given."""
@@ -33,7 +40,11 @@ _FORKED = "the call was ended, as the process was forked: make it again"
 _NO_METHOD = "/kvstore.v1.KVStore/NoMethod"
 """Refused by the thread that reads calls: no queue is before it, and it costs next to nothing."""
 
+_TRACE_API = "opentelemetry.trace"
+
+C = TypeVar("C")
 T = TypeVar("T")
+Metadata: TypeAlias = "tuple[tuple[str, str], ...] | None"
 
 
 class Connection:
@@ -72,7 +83,7 @@ class Connection:
             ],
         )
         self._stub = kvstore_pb2_grpc.KVStoreStub(self._channel)
-        self.gate = Gate(retry_after_ms, clock)
+        self.breaker = CircuitBreaker(retry_after_ms, clock)
         self._callers = ThreadPoolExecutor(_CALLERS, thread_name_prefix="kvstore-call")
         self._mending: Any = None
         self._streams: set[Any] = set()
@@ -136,7 +147,7 @@ class Connection:
         The call blocks in a thread of ours: gRPC's own futures hold up their caller for as long
         as the call takes (measured with grpcio 1.76: 4 ms of a 4 ms call).
         """
-        self.gate.check()
+        self.breaker.check()
         call = copy_context().run  # the caller's trace goes along
         try:
             sent = self._callers.submit(call, self.call, method, request, deadline_ms, object)
@@ -173,7 +184,7 @@ class Connection:
         A stream that is idle waits for what may never come: a fork ends it at once.
         """
         FORKS.check(self._process, "the connection")
-        self.gate.check()
+        self.breaker.check()
         left_s = self._left_s(deadline_ms)
         metadata = traced(self._bearer.metadata())
         verb = getattr(self._stub, method)
@@ -203,7 +214,7 @@ class Connection:
                 is_open = call in self._streams
             if is_open:
                 raise
-            raise translate(error) from None  # we ended it: the gate has nothing to learn
+            raise translate(error) from None  # we ended it: the breaker has nothing to learn
 
     def end_stream(self, call: Any) -> None:
         """Cancel a stream; any thread may. Whoever waits for its next reply gets an error."""
@@ -232,8 +243,8 @@ class Connection:
         return True
 
     def hang_up(self) -> None:
-        """Shut the gate and end the streams that wait, as if the server had been late."""
-        self.gate.note(DeadlineError("the server hangs"))
+        """Open the breaker and end the streams that wait, as if the server had been late."""
+        self.breaker.note(DeadlineError("the server hangs"))
         with self._lock:
             streams = list(self._streams)
         for call in streams:
@@ -241,17 +252,17 @@ class Connection:
 
     def _tried(self, work: Callable[[], Any], reply: type[T]) -> T:
         FORKS.check(self._process, "the connection")
-        self.gate.check()
+        self.breaker.check()
         try:
             result: T = work()
         except grpc.RpcError as error:
             translated = translate(error)
-            if self.gate.note(translated):
+            if self.breaker.note(translated):
                 self._mend()
             raise translated from None
         except ValueError as error:  # grpc's answer to a closed channel
             raise KVStoreError(f"the client is closed: {error}") from None
-        self.gate.note(None)
+        self.breaker.note(None)
         return result
 
     def _mend(self) -> None:
@@ -280,3 +291,165 @@ class Connection:
         """Finish calls that were sent, close the channel. Idempotent."""
         self._callers.shutdown()
         self._channel.close()
+
+
+class CircuitBreaker:
+    """Open for a while after the server did not answer, so that a dead one costs once.
+
+    Thread-safe. *clock* returns monotonic seconds.
+    """
+
+    def __init__(self, retry_after_ms: int, clock: Callable[[], float]) -> None:
+        self._retry_after_s = retry_after_ms / 1000
+        self._clock = clock
+        self._until = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls fail at once."""
+        return self._until > 0 and self._until > self._clock()
+
+    def check(self) -> None:
+        """Raise TierUnavailableError while the breaker is open."""
+        until = self._until
+        if until and (left_s := until - self._clock()) > 0:
+            raise TierUnavailableError("server", f"did not answer; tried again in {left_s:.1f} s")
+
+    def note(self, error: KVStoreError | None) -> bool:
+        """Note how a call went: None, or its error. Return whether that opened the breaker."""
+        is_silent = isinstance(error, DeadlineError) or (
+            isinstance(error, TierUnavailableError) and error.args[0].startswith("tier 'server'")
+        )
+        self._until = self._clock() + self._retry_after_s if is_silent else 0.0
+        return is_silent
+
+
+class Pool(Generic[C]):
+    """Connections of one session, for one call at a time each: *limit* at most. Thread-safe.
+
+    *close* ends a connection, *wake* has whoever waits on one wait no more.
+    """
+
+    def __init__(self, limit: int, close: Callable[[C], None], wake: Callable[[C], None]) -> None:
+        self._limit = limit
+        self._close = close
+        self._wake = wake
+        self.idle: list[C] = []
+        self.busy: set[C] = set()
+        self.is_closed = False
+        self._making = 0
+        self._lock = threading.Lock()  # guards the four above
+
+    def take(self) -> C | None:
+        """Return an idle connection for one call; None when there is none."""
+        with self._lock:
+            if not self.idle:
+                return None
+            connection = self.idle.pop()
+            self.busy.add(connection)
+            return connection
+
+    def take_all(self, wanted: Callable[[C], bool]) -> list[C]:
+        """Return all idle connections that are *wanted*, as ``take`` does."""
+        with self._lock:
+            taken = list(filter(wanted, self.idle))
+            self.idle = [one for one in self.idle if one not in taken]
+            self.busy.update(taken)
+        return taken
+
+    def may_make(self) -> bool:
+        """Whether one more may be made now. If so, it counts: say ``made``."""
+        with self._lock:
+            count = len(self.idle) + len(self.busy) + self._making
+            if self.is_closed or count >= self._limit:
+                return False
+            self._making += 1
+            return True
+
+    def made(self, connection: C | None) -> None:
+        """Take in a connection that is in use; None: none could be made."""
+        with self._lock:
+            self._making -= 1
+            if connection is not None:
+                self.busy.add(connection)
+
+    def give_back(self, connection: C, *, is_clean: bool) -> None:
+        """Take back a connection; one whose call did not come to its end is closed."""
+        with self._lock:
+            self.busy.discard(connection)
+            if is_clean and not self.is_closed:
+                self.idle.append(connection)
+                return
+        self._close(connection)
+
+    def hang_up(self) -> None:
+        """Have whoever waits on one of them wait no more."""
+        with self._lock:
+            for connection in self.busy:
+                self._wake(connection)
+
+    def leave(self) -> None:
+        """In a child: close its descriptors, and send nothing over the parent's connections."""
+        self._lock = threading.Lock()  # another thread may have had it
+        self.is_closed = True
+        for connection in (*self.idle, *self.busy):
+            self._close(connection)
+        self.idle = []
+
+    def close(self) -> None:
+        """Close the idle ones; calls at work end. Idempotent."""
+        with self._lock:
+            self.is_closed = True
+            idle, self.idle = self.idle, []
+        for connection in idle:
+            self._close(connection)
+        self.hang_up()
+
+
+def translate(error: grpc.RpcError) -> KVStoreError:
+    """Return the store's error that a failed call stands for."""
+    code, details = error.code(), error.details() or ""
+    metadata: Any = error.trailing_metadata() or ()
+    names = [value for name, value in metadata if name == ERROR_NAME]
+    if names:
+        return revive(str(names[0]), details)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineError(f"the server did not answer in time: {details}")
+    if code is grpc.StatusCode.CANCELLED:  # by ``Connection.hang_up``, or a server that stops
+        return DeadlineError(f"the call was ended: {details}")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return revive(QuotaExceededError.__name__, details)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return TierUnavailableError("server", details)
+    return KVStoreError(f"{code.name}: {details}")
+
+
+def countdown(deadline_ms: int) -> Callable[[], int]:
+    """Return what says how much of *deadline_ms* is left for the next of several calls.
+
+    Raises DeadlineError once nothing is.
+    """
+    until = time.monotonic() + deadline_ms / 1000
+
+    def left_ms() -> int:
+        left = round(1000 * (until - time.monotonic()))
+        if left < 1:
+            raise DeadlineError(f"deadline_ms={deadline_ms} passed before the next request")
+        return left
+
+    return left_ms
+
+
+def traced(metadata: Metadata) -> Metadata:
+    """Return *metadata* with the current span as W3C's ``traceparent``, if there is one.
+
+    OpenTelemetry is not loaded for it: where the program did not, there is none.
+    """
+    current = getattr(sys.modules.get(_TRACE_API), "get_current_span", None)
+    if current is None:  # or another thread is just loading it
+        return metadata
+    span = current().get_span_context()
+    if not span.is_valid:
+        return metadata
+    parent = f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
+    return (*(metadata or ()), ("traceparent", parent))

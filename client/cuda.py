@@ -15,7 +15,7 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from threading import Lock
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import structlog
 import torch
@@ -162,8 +162,7 @@ class CudaTransport(ShmTransport):
                     for at, place in enumerate(some, first):
                         yield _run_of(self._arrival(at, names[place.tier], place))
             if reply.HasField("part"):
-                part = arrival_of(reply)
-                whole = whole_frame(assembler, part, cast("Bytes", part.data))
+                whole = whole_frame(assembler, arrival_of(reply))
                 if whole is not None:
                     yield _run_of(whole)
             else:

@@ -19,7 +19,7 @@ from typing import TypeAlias, cast
 import numpy as np
 
 from kvstore.client.batches import batches
-from kvstore.client.connection import SLACK_S
+from kvstore.client.connection import SLACK_S, countdown
 from kvstore.client.decode import WRONG, Reader, Room
 from kvstore.client.levels import (
     BATCH_GROWTH,
@@ -40,7 +40,6 @@ from kvstore.client.levels import (
     to_compute,
     wait_until_s,
 )
-from kvstore.client.retry import countdown
 from kvstore.client.transport import Arrival, ReadPlan, Transport
 from kvstore.codecs.base import AnyTensors, codec_by_id
 from kvstore.codecs.lossy import LossyCodec
@@ -416,7 +415,7 @@ class LevelledGet:
             is_over = False
         except DeadlineError:
             # It answered the lookup: its link is slow, and the next call is not to pay for that.
-            self._transport.session.connection.gate.note(None)
+            self._transport.session.connection.breaker.note(None)
         except KVStoreError:
             pass  # what came before it is used
         if size_bytes >= LEAST_MEASURED_BYTES:

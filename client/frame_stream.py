@@ -1,17 +1,19 @@
-"""A FrameStream: one TCP connection of a session, over which frames come and go."""
+"""FrameStreams: the TCP connections of a session, over which frames come and go."""
 
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 from xxhash import xxh3_64
 
-from kvstore.client.connection import SLACK_S
+from kvstore.client.connection import SLACK_S, Pool
 from kvstore.client.frames import Payload
 from kvstore.client.session import SessionTerms
 from kvstore.proto import bulk
@@ -22,11 +24,21 @@ from kvstore.proto.errors import (
     InvalidFrameError,
     InvalidRequestError,
     KVStoreError,
+    QuotaExceededError,
     TierUnavailableError,
 )
 from kvstore.proto.framing import connect_wire
 
 T = TypeVar("T")
+
+MAX_STREAMS = 8
+"""Gets and puts at once; more go through gRPC. Below what a server allows one session."""
+DIAL_S = 2.0
+"""For a connection; a call that waits for one gives it half of its time at most."""
+AGAIN_S = 30.0
+"""A server that did not let us in is not dialled again for. One that did not do so within a call is
+dialled beside calls for as long."""
+_JOIN_S = 0.2
 
 LEAVE_S = 0.05
 """For the server to end a get that is wanted no more; past it the stream is closed."""
@@ -226,6 +238,93 @@ class FrameStream:
             if time.monotonic() >= deadline - SLACK_S:
                 raise DeadlineError("the server did not answer in time over TCP") from None
             raise error
+
+
+class FrameStreams:
+    """The streams of one session: connected when they are needed, kept for the next call.
+
+    Thread-safe. A call takes one that is idle or connects one, or does without where there are as
+    many as there may be, or the server does not let us in. *silence_s* as theirs.
+    """
+
+    def __init__(self, entrance: Entrance, silence_s: float = math.inf) -> None:
+        self._entrance = entrance
+        self._silence_s = silence_s
+        self.pool: Pool[FrameStream] = Pool(MAX_STREAMS, FrameStream.close, FrameStream.give_up)
+        self._dialling: threading.Thread | None = None
+        self._refused_until = -math.inf
+        self._beside_until = -math.inf
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a call would find one now; else, and if that may help, one is connected."""
+        if not self.pool.idle:
+            self._dial_if_due()
+        return bool(self.pool.idle)
+
+    def take(self, within_s: float = 0.0) -> FrameStream | None:
+        """Return a stream of our own for one call of *within_s* seconds; None when there is none.
+
+        Without time to connect one, or where that took too long of late, one is connected beside
+        the call, for the next.
+        """
+        while (stream := self.pool.take()) is not None:
+            if not stream.is_broken():
+                return stream
+            self.pool.give_back(stream, is_clean=False)
+        is_beside = self._dialling is not None or time.monotonic() < self._beside_until
+        if within_s <= 0 or is_beside:
+            self._dial_if_due()
+        elif self._may_connect():
+            try:
+                return self._connected(within_s / 2)
+            except (DeadlineError, TierUnavailableError, QuotaExceededError):
+                self._beside_until = time.monotonic() + AGAIN_S
+                self._refused_until = -math.inf  # it had the time of one call: that says little
+                self._dial_if_due()
+        return None
+
+    def connect(self, within_s: float) -> None:
+        """Connect a stream for the first call. Raises as ``FrameStream``."""
+        if self._may_connect():
+            self.pool.give_back(self._connected(within_s), is_clean=True)
+
+    def close(self) -> None:
+        """Hang up on all; calls at work end. Idempotent."""
+        self.pool.close()
+        dialling = self._dialling
+        if dialling is not None:
+            dialling.join(_JOIN_S)
+
+    def _may_connect(self) -> bool:
+        """Whether one more may be connected now; if so, it is counted."""
+        return time.monotonic() >= self._refused_until and self.pool.may_make()
+
+    def _connected(self, within_s: float) -> FrameStream:
+        """Return one more, in use. Raises as it does, for a while after which none is tried."""
+        stream: FrameStream | None = None
+        seconds = min(within_s, DIAL_S)
+        try:
+            stream = FrameStream(
+                self._entrance, lambda: self.pool.is_closed, seconds, self._silence_s
+            )
+        finally:
+            if stream is None:
+                self._refused_until = time.monotonic() + AGAIN_S
+            self.pool.made(stream)
+        return stream
+
+    def _dial_if_due(self) -> None:
+        if self._dialling is None and self._may_connect():
+            self._dialling = threading.Thread(
+                target=self._dial, name="kvstore-stream-dial", daemon=True
+            )
+            self._dialling.start()
+
+    def _dial(self) -> None:
+        with suppress(KVStoreError):
+            self.pool.give_back(self._connected(DIAL_S), is_clean=True)
+        self._dialling = None
 
 
 class _Coming:

@@ -14,8 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kvstore.client.frame_stream import Entrance, FrameStream
-from kvstore.client.frame_streams import DIAL_S, FrameStreams
+from kvstore.client.frame_stream import DIAL_S, Entrance, FrameStream, FrameStreams
 from kvstore.client.frames import DirectFrame, FrameAssembler
 from kvstore.client.session import Session
 from kvstore.client.transport import Arrival, Direct, room_of, whole_frame
@@ -65,6 +64,11 @@ class PeerReads:
         # Guards the four above.
         self._lock = threading.Lock()
 
+    @property
+    def are_there(self) -> bool:
+        """Whether there may be any to read from."""
+        return bool(self._lenders or self._session.peers) and self._session.options.read_peers
+
     def numbers(self) -> list[int]:
         """Return those to which there is a connection now."""
         self.note(self._session.peers)
@@ -75,6 +79,8 @@ class PeerReads:
 
     def note(self, numbers: Iterable[int]) -> None:
         """Our server says that these have chunks which we read: be let in, in the background."""
+        if not self._session.options.read_peers:
+            return
         for number in numbers:
             with self._lock:
                 now, known = self._clock(), self._lenders.get(number)
@@ -160,7 +166,7 @@ class PeerReads:
         except KVStoreError:
             self._leave_alone(lent.number)
         finally:
-            lender.streams.give_back(stream, is_clean=is_clean)
+            lender.streams.pool.give_back(stream, is_clean=is_clean)
         return following if following < lent.first + len(lent.keys) else None
 
     def _frames(
@@ -191,7 +197,7 @@ class PeerReads:
         self._lock = threading.Lock()  # another thread may have had it
         self._is_closed = True
         for lender in self._lenders.values():
-            lender.streams.leave()
+            lender.streams.pool.leave()
         self._lenders.clear()
 
     def close(self) -> None:

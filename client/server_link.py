@@ -10,15 +10,13 @@ from typing import Any, TypeVar
 
 from kvstore.client.batches import digest_batches
 from kvstore.client.bulk_transport import BulkTransport
-from kvstore.client.connection import Connection
+from kvstore.client.connection import Connection, countdown
 from kvstore.client.deadline import Meters
 from kvstore.client.decode import Reader
 from kvstore.client.forks import keep
 from kvstore.client.levels import LinkMeter
-from kvstore.client.liveness import stays_silent
 from kvstore.client.options import ClientOptions
-from kvstore.client.retry import countdown
-from kvstore.client.session import FIRST_PACE_S, Session
+from kvstore.client.session import Session, is_silent
 from kvstore.client.shm import ShmTransport, can_share_memory
 from kvstore.client.stream import StreamTransport
 from kvstore.client.transport import Transport
@@ -168,7 +166,7 @@ class ServerLink:
         if transport is not None:
             return transport.end_if_hung()
         connection = self.connection
-        if connection.gate.is_shut or not stays_silent(connection, FIRST_PACE_S):
+        if connection.breaker.is_open or not is_silent(connection):
             return False
         connection.hang_up()
         return True
@@ -205,6 +203,9 @@ class ServerLink:
 
     def call(self, method: str, request: Any, reply: type[T], deadline_ms: int = 0) -> T:
         """Call *method* outside any session, or with *request* naming it."""
+        transport = self.transport
+        if transport is not None:
+            transport.settle()
         return self.connection.call(method, request, deadline_ms or self.options.deadline_ms, reply)
 
     def ask(self, method: str, request: Any, keys: Sequence[ChunkKey], reply: type[T]) -> list[T]:

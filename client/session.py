@@ -1,16 +1,26 @@
-"""The client's Session: opened with a Model, kept alive, opened again after a restart."""
+"""The client's Session: opened with a Model, kept alive, opened again after a restart; and whether
+its server hangs.
+
+A deadline has to leave time for a slow disk and a busy machine, so a server that hangs would cost
+all of it. It is known much sooner: one on this host neither answers a hello nor has a thread that
+runs, as the kernel says; one elsewhere does not even refuse a call that it does not know.
+"""
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from kvstore.client.connection import Connection
 from kvstore.client.forks import FORKS
 from kvstore.client.options import ClientOptions
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto import unix_socket
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.keys import representation_digest
 from kvstore.proto.messages import as_message
@@ -22,6 +32,21 @@ FIRST_PACE_S = 0.05
 _FIRST_ANSWERS = 3
 _FADES = 0.5
 """What is left of the slowest answer, a beat later."""
+
+PROBE_S = 0.015
+"""What a server takes at most to answer a hello, if it runs at all."""
+GRACE_S = 0.005
+"""Once more, as it may have begun to run when it was looked at."""
+
+PULSE_S = 0.010
+"""What a server that may be elsewhere takes at most, or _PACES times what it took lately."""
+_PACES = 3
+_ONCE_MORE = 2 / 3
+"""Of that, when it is asked again: the first answer may have come while nobody here ran."""
+
+_PROC = Path("/proc")
+_RUNNING = ("R", "D")
+"""States of a thread that has, or waits for, a core or a disk (proc(5))."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +180,7 @@ class Session:
         """
         connection = self.connection
         began = connection.clock()
-        if connection.answers(self.options.deadline_ms / 1000) and not connection.gate.is_shut:
+        if connection.answers(self.options.deadline_ms / 1000) and not connection.breaker.is_open:
             self.pace_s = max(connection.clock() - began, kept * self.pace_s)
 
     def close(self, *, tell_server: bool = True) -> None:
@@ -174,3 +199,69 @@ class Session:
                 )
             except KVStoreError:
                 return
+
+
+def peer_pid(link: socket.socket) -> int:
+    """Return the process at the other end of a Unix socket; 0 if it cannot be looked at."""
+    try:
+        pid, _ = unix_socket.peer_ids(link)
+    except OSError:
+        return 0
+    return pid if pid > 0 and os.access(_PROC / str(pid) / "task", os.R_OK | os.X_OK) else 0
+
+
+def is_runnable(pid: int) -> bool:
+    """Whether any thread of a process has or waits for a core or a disk."""
+    try:
+        threads = list((_PROC / str(pid) / "task").iterdir())
+    except OSError:
+        return False
+    return any(_state(thread) in _RUNNING for thread in threads)
+
+
+def _state(thread: Path) -> str:
+    try:
+        # The name comes first, in parentheses, and may have spaces.
+        return (thread / "stat").read_text().rpartition(") ")[2][:1]
+    except OSError:  # it ended
+        return ""
+
+
+def hangs(terms: SessionTerms, pid: int) -> bool:
+    """Whether the server of *terms*, process *pid*, neither answers nor runs. Takes 20 ms at most.
+
+    That this process itself waits for a core only gives the server more time.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
+        link.settimeout(PROBE_S)
+        try:
+            link.connect(terms.socket_path)
+            link.send(unix_socket.Request(unix_socket.Op.hello, terms.session_id).pack())
+            link.recv(unix_socket.GREETING_BYTES)
+            return False
+        except TimeoutError:
+            pass
+        except BlockingIOError:
+            return not is_runnable(pid)  # so many wait to be let in that there is no room for more
+        except OSError:
+            return False  # it is gone, which its sockets say themselves
+        if is_runnable(pid):
+            return False
+        link.settimeout(GRACE_S)
+        try:
+            link.recv(unix_socket.GREETING_BYTES)
+        except TimeoutError:
+            return True
+        except OSError:
+            return False
+        return False
+
+
+def is_silent(connection: Connection, pace_s: float = FIRST_PACE_S) -> bool:
+    """Whether a server, which may be anywhere and answers in *pace_s*, does not, asked twice.
+
+    Takes 20 ms at most where answers take 3 ms or less: one far away, or that is slow to answer
+    all the time, is given time accordingly.
+    """
+    patience_s = max(PULSE_S, _PACES * pace_s)
+    return not any(map(connection.answers, (patience_s, _ONCE_MORE * patience_s)))

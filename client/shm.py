@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import cast
 
 import numpy as np
 from typing_extensions import override
 
-from kvstore.client.frames import FileFrame, FrameAssembler
-from kvstore.client.layer_sink import PutTerms
-from kvstore.client.leased_views import LeasedViews
-from kvstore.client.liveness import hangs, peer_pid
-from kvstore.client.local_link import LocalLink, enter
+from kvstore.client.frames import FileFrame, FrameAssembler, OpenFile
+from kvstore.client.local_link import UnixRpc, enter
 from kvstore.client.peer_reads import LentRun, PeerReads
-from kvstore.client.put_pipeline import PutPipeline
-from kvstore.client.session import Session
-from kvstore.client.slabs import Slabs
-from kvstore.client.staging import PARTS, StagingMemory
+from kvstore.client.session import Session, hangs, peer_pid
+from kvstore.client.staging import PARTS, PutPipeline, StagingMemory
 from kvstore.client.transport import (
     Arrival,
     Arrivals,
     Outgoing,
     Put,
+    PutTerms,
     ReadPlan,
     Transport,
     arrival_of,
@@ -38,22 +34,37 @@ from kvstore.client.transport import (
     stays,
     whole_frame,
 )
-from kvstore.client.view import View, geometry_of
+from kvstore.client.view import ChunkView, RawGeometry, View, geometry_of, view_at
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     InvalidRequestError,
+    KVStoreError,
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.frame import raw_frame_bytes
+from kvstore.proto.frame import KEY_OFFSET, raw_frame_bytes
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.types import ChainDigest, ChunkKey, KVLayout
-from kvstore.proto.unix_socket import Place, Reach, unpack_places
+from kvstore.proto.types import KEY_BYTES, ChainDigest, ChunkKey, KVLayout
+from kvstore.proto.unix_socket import (
+    NOWHERE,
+    PLACE_ROW,
+    Place,
+    Reach,
+    check_rows,
+    unpack_places,
+)
 
 _SOCKET_TIMEOUT_S = 2.0
+_GENERATION_BYTES = 8
+_MEMORY = int(Reach.memory)
+_MAX_SLABS = 4096
+_MAX_FILES = 256
+_WORD_BYTES = 8
+_KEY_WORDS = np.arange(KEY_OFFSET // _WORD_BYTES, (KEY_OFFSET + KEY_BYTES) // _WORD_BYTES)
+"""Where a frame has its key, in words from its start."""
 
 
 def can_share_memory(session: Session) -> bool:
@@ -85,11 +96,11 @@ class ShmTransport(Transport):
         finally:
             self._staging.close_descriptor()
         self._server_pid = peer_pid(self._socket)
-        self.calls = LocalLink(session.terms, session.connection)
+        self.rpc = UnixRpc(session.terms, session.connection)
+        self.calls = self.rpc
         self.slabs = Slabs(self._socket)
         self._peers = PeerReads(session)
-        if session.options.read_peers:
-            self._peers.note(session.peers)
+        self._peers.note(session.peers)
         # One put at a time owns the staging memory, over its copies by design.
         self._put_lock = threading.Lock()
 
@@ -109,6 +120,10 @@ class ShmTransport(Transport):
         return link
 
     @override
+    def settle(self) -> None:
+        self.rpc.settle(self.session.options.deadline_ms)
+
+    @override
     def _hangs(self) -> bool:
         if not self._server_pid:
             return super()._hangs()
@@ -117,8 +132,7 @@ class ShmTransport(Transport):
     @override
     def hang_up(self) -> None:
         super().hang_up()
-        if isinstance(self.calls, LocalLink):
-            self.calls.hang_up()
+        self.rpc.hang_up()
 
     @override
     def put(
@@ -132,9 +146,8 @@ class ShmTransport(Transport):
         with self._put_lock:
             if self.is_spent:
                 raise LeaseExpiredError("the session's staging memory is in doubt: open another")
-            pipeline = PutPipeline(
-                self._staging, self.session, self.calls, PutTerms(durable, deadline_ms, hints)
-            )
+            terms = PutTerms(durable, deadline_ms, hints)
+            pipeline = PutPipeline(self._staging, self.session, self.rpc, terms)
             try:
                 return pipeline.run(list(self._staging.groups(chunks)))
             finally:
@@ -156,21 +169,22 @@ class ShmTransport(Transport):
         """Yield the replies of a get. With *stack* it ends, and so does a lease of its own."""
         leases: set[int] = set()
         stack.callback(self._release_own, leases, request)
-        calls = stack.enter_context(closing(self.calls.stream("Get", request, request.deadline_ms)))
+        calls = stack.enter_context(closing(self.rpc.stream("Get", request, request.deadline_ms)))
         for reply in calls:
             leases.add(reply.lease_id)
             yield reply
 
     def _release_own(self, leases: set[int], request: pb.GetRequest) -> None:
         if own := leases - {0, request.lease_id}:
-            self.release(own, request.deadline_ms)
+            message = pb.ReleaseRequest(session_id=request.session_id, lease_ids=own)
+            self.rpc.post("Release", message, request.deadline_ms)
 
     def _frames(
         self, stack: ExitStack, request: pb.GetRequest, plan: ReadPlan
     ) -> Iterator[Arrival]:
         """Yield what *request* brings. What another server did not send comes by way of ours."""
         until = time.monotonic() + plan.deadline_ms / 1000
-        if not self.session.options.read_peers:
+        if not self._peers.are_there:
             plan = replace(plan, direct=None)
         if plan.direct is not None:
             request.peers.extend(self._peers.numbers())
@@ -190,28 +204,25 @@ class ShmTransport(Transport):
         """
         assembler = FrameAssembler(self.session.terms.max_frame_bytes, room_of())
         for reply in replies:
-            names = reply.places.tier_names
-            if plan.direct is not None:
+            if reply.HasField("part"):
+                whole = whole_frame(assembler, arrival_of(reply))
+                if whole is not None:
+                    yield replace(whole, index=first + whole.index)
+                continue
+            names, index = reply.places.tier_names, first + reply.index
+            if reply.places.peers:
                 self._peers.note(reply.places.peers)
-            places = unpack_places(reply.places.rows)
-            index = first + reply.index
-            for number, run in groupby(places, key=_lender):
-                start, index = index, index + len(some := list(run))
+            for number, run in groupby(unpack_places(reply.places.rows), key=_lender):
+                start, index = index, index + len(places := list(run))
                 if number is None:
-                    for at, place in enumerate(some, start):
+                    for at, place in enumerate(places, start):
                         yield self._arrival(at, names[place.tier], place)
                 elif plan.direct is not None:
                     lent = LentRun(number, start, self._keys(plan.digests[start:index]))
                     left = yield from self._peers.read(lent, plan.direct, until)
                     if left is not None:
                         return left
-            if reply.HasField("part"):
-                part = arrival_of(reply)
-                whole = whole_frame(assembler, part, cast("Bytes", part.data))
-                if whole is not None:
-                    yield replace(whole, index=first + whole.index)
-            else:
-                assembler.next_index = index - first
+            assembler.next_index = index - first
         return None
 
     def _arrival(self, index: int, tier: str, place: Place) -> Arrival:
@@ -254,8 +265,7 @@ class ShmTransport(Transport):
     @override
     def leave(self) -> None:
         super().leave()
-        if isinstance(self.calls, LocalLink):
-            self.calls.leave()
+        self.rpc.leave()
         self._socket.close()  # closes the child's descriptor: the parent's connection stays
         self._staging.close()
         self.slabs.leave()
@@ -263,7 +273,7 @@ class ShmTransport(Transport):
 
     @override
     def close(self) -> None:
-        self.calls.close()
+        self.rpc.close()
         self._socket.close()
         self._staging.close()
         self.slabs.close()
@@ -272,3 +282,205 @@ class ShmTransport(Transport):
 
 def _lender(place: Place) -> int | None:
     return place.number if place.reach == Reach.peer else None
+
+
+class SlabMap:
+    """One slab: its bytes, and the generations among them as words of eight bytes."""
+
+    __slots__ = ("bytes", "data", "size_bytes", "words")
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.data: Bytes = np.frombuffer(memory, np.uint8)
+        self.bytes = memoryview(memory)
+        """The same as ``data``, for who compares a few of them."""
+        self.words = self.bytes[: len(memory) // 8 * 8].cast("Q")
+        self.size_bytes = len(memory)
+
+    def check(self, place: Place) -> None:
+        """Raise InvalidRequestError unless *place* lies within, LeaseExpiredError once reused."""
+        offset, stop = place.offset, place.offset + place.size_bytes
+        if offset < _GENERATION_BYTES or offset & 7 or stop > self.size_bytes:
+            raise InvalidRequestError("place", (offset, stop), f"slab has {self.size_bytes} bytes")
+        self.confirm(offset, place.generation)
+
+    def confirm(self, offset: int, generation: int) -> None:
+        """Raise LeaseExpiredError unless the frame at *offset* is still of this *generation*."""
+        if self.words[offset // 8 - 1] != generation:
+            raise LeaseExpiredError("the chunk was replaced while it was read; look it up again")
+
+
+class Slabs:
+    """Maps of slabs by id, and files of the disk tier, asked for when first needed. Thread-safe.
+
+    *link* is an attached connection to the server's Unix socket, with a timeout; it stays its
+    owner's to close.
+    """
+
+    def __init__(self, link: socket.socket) -> None:
+        self._socket = link
+        self._slabs: dict[int, SlabMap] = {}
+        self._files: dict[int, OpenFile] = {}
+        # One question at a time on the socket; also guards the two above.
+        self._lock = threading.Lock()
+
+    def reach(self, place: Place) -> SlabMap:
+        """Return the slab that *place* lies in, checked.
+
+        Raises LeaseExpiredError when its memory was reused, InvalidRequestError for a place
+        outside its slab, TierUnavailableError when the server does not give the slab.
+        """
+        if place.reach != _MEMORY:
+            raise InvalidRequestError("reach", place.reach, "this client reads memory only")
+        slab = self._slabs.get(place.number)
+        if slab is None:
+            slab = self.slab(place.number)
+        slab.check(place)
+        return slab
+
+    def slab(self, slab_id: int) -> SlabMap:
+        """Return a whole slab. Raises TierUnavailableError."""
+        with self._lock:
+            slab = self._slabs.get(slab_id)
+            if slab is None:
+                if len(self._slabs) >= _MAX_SLABS:
+                    self._slabs.clear()
+                slab = self._slabs[slab_id] = self._ask_slab(slab_id)
+            return slab
+
+    def file(self, extent: int) -> OpenFile:
+        """Return a file of the disk tier, open for reading. Raises TierUnavailableError."""
+        with self._lock:
+            file = self._files.get(extent)
+            if file is None:
+                if len(self._files) >= _MAX_FILES:
+                    self._files.clear()
+                file = self._files[extent] = OpenFile(*self._ask(unix_socket.Op.extent, extent))
+            return file
+
+    def give(self, request: unix_socket.Request, descriptor: int) -> unix_socket.Reply:
+        """Give the server a descriptor of ours; return its answer. Raises TierUnavailableError."""
+        with self._lock:
+            try:
+                socket.send_fds(self._socket, [request.pack()], [descriptor])
+                return unix_socket.unpack_reply(self._socket.recv(unix_socket.HEADER_BYTES))[0]
+            except (OSError, InvalidRequestError) as error:
+                self._socket.close()
+                raise TierUnavailableError("shm", f"the server hung up: {error}") from None
+
+    def _ask_slab(self, slab_id: int) -> SlabMap:
+        descriptor, size_bytes = self._ask(unix_socket.Op.slab, slab_id)
+        try:
+            return SlabMap(mmap.mmap(descriptor, size_bytes, prot=mmap.PROT_READ))
+        finally:
+            os.close(descriptor)
+
+    def _ask(self, op: unix_socket.Op, number: int) -> tuple[int, int]:
+        """Return a descriptor, ours to close, and its size."""
+        try:
+            self._socket.send(unix_socket.Request(op, number).pack())
+            message, files, _, _ = socket.recv_fds(self._socket, unix_socket.HEADER_BYTES, 1)
+        except OSError as error:
+            # An answer that is only late must not be taken for that of the next question.
+            self._socket.close()
+            raise TierUnavailableError("shm", f"the server hung up: {error}") from None
+        try:
+            reply, size_bytes = unix_socket.unpack_reply(message)
+            if reply is not unix_socket.Reply.ok or len(files) != 1:
+                raise TierUnavailableError("shm", f"{op.name} {number}: {reply.name}")
+        except KVStoreError:
+            for descriptor in files:
+                os.close(descriptor)
+            raise
+        return files[0], size_bytes
+
+    def leave(self) -> None:
+        """In a child, once the socket is closed: forget every map and file."""
+        self._lock = threading.Lock()  # another thread may have had it
+        self.close()
+
+    def close(self) -> None:
+        """Forget every map and file; views and frames that are held keep theirs. Idempotent."""
+        with self._lock:
+            self._slabs.clear()
+            self._files.clear()
+
+
+class LeasedViews:
+    """Gives the view of each leased chunk by its index.
+
+    *rows* are the places of *keys*, those of the lease, as the server packed them; *whole* is what
+    most of the frames look like. Raises InvalidRequestError when the rows are cut.
+    """
+
+    __slots__ = ("_found", "_keys", "_rows", "_slabs", "_whole")
+
+    def __init__(
+        self, slabs: Slabs, whole: RawGeometry, rows: bytes, keys: Sequence[ChunkKey]
+    ) -> None:
+        check_rows(rows)
+        self._slabs = slabs
+        self._whole = whole
+        self._rows = rows
+        self._keys = keys
+        self._found: list[tuple[SlabMap, int, int] | None] = []
+        """Slab, offset and generation of each chunk that was seen to lie where its place says."""
+
+    def __call__(self, index: int) -> ChunkView | None:
+        """Return the view of chunk *index*; None when it does not lie in memory that is shared.
+
+        Raises LeaseExpiredError when the memory was reused, ChunkCorruptError when it holds another
+        chunk, InvalidRequestError for a place outside its slab, InvalidFrameError, and
+        TierUnavailableError when the server does not give the slab.
+        """
+        if not self._found:
+            self._found = self._look()
+        found = self._found[index]
+        if found is None:
+            return self._look_closer(index)
+        slab, start, generation = found
+        if slab.words[start // _WORD_BYTES - 1] != generation:
+            slab.confirm(start, generation)  # which says it
+        return ChunkView(self._keys[index], slab, start, generation, self._whole)
+
+    def _look_closer(self, index: int) -> ChunkView | None:
+        places = unpack_places(self._rows)
+        place = places[index] if index < len(places) else NOWHERE
+        if place.reach != Reach.memory:
+            return None
+        return view_at(self._keys[index], place, self._slabs.reach(place), self._whole)
+
+    def _look(self) -> list[tuple[SlabMap, int, int] | None]:
+        """Check the places of all whole chunks, a slab at a time: one by one takes twice as long.
+
+        Where one of them is not what it should be, none of its slab is found here: each is looked
+        at by itself then, and what is wrong is told of that one alone.
+        """
+        found: list[tuple[SlabMap, int, int] | None] = [None] * len(self._keys)
+        rows = np.frombuffer(self._rows, PLACE_ROW)[: len(self._keys)]
+        is_usual = rows["size_bytes"] == self._whole.frame_bytes
+        is_usual &= rows["reach"] == int(Reach.memory)
+        for number in set(rows["number"][is_usual].tolist()):
+            with suppress(KVStoreError):
+                slab = self._slabs.slab(number)
+                here = np.flatnonzero(is_usual & (rows["number"] == number))
+                indices, starts = here.tolist(), rows["offset"][here].tolist()
+                keys = b"".join([self._keys[index] for index in indices])
+                if not _hold(slab, starts, self._whole.frame_bytes, keys):
+                    continue
+                generations = rows["generation"][here].tolist()
+                for at, start, word in zip(indices, starts, generations, strict=True):
+                    found[at] = (slab, start, word)
+        return found
+
+
+def _hold(slab: SlabMap, starts: Sequence[int], size_bytes: int, keys: bytes) -> bool:
+    """Whether a frame of so many bytes may begin at each of *starts*, and all have their *keys*."""
+    last = len(slab.words) * _WORD_BYTES - size_bytes
+    if min(starts) < _WORD_BYTES or max(starts) > last:
+        return False
+    at = np.array(starts, np.intp)
+    if int(np.bitwise_or.reduce(at)) % _WORD_BYTES:
+        return False
+    words = np.frombuffer(slab.words, np.uint64)
+    found: bytes = words[(at >> 3)[:, None] + _KEY_WORDS].tobytes()
+    return found == keys

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kvstore.client.slabs import SlabMap
 from kvstore.client.tensors import to_torch
 from kvstore.codecs.base import ChunkTensors, Part
 from kvstore.proto.buffers import Bytes
@@ -29,6 +28,8 @@ from kvstore.proto.unix_socket import Place
 
 if TYPE_CHECKING:
     import torch
+
+    from kvstore.client.shm import SlabMap
 
 
 class Layers(NamedTuple):

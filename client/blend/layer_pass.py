@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from kvstore.client.blend.plan import UNROTATED, BlendPlan, Origin
+from kvstore.client.blend.plan import BlendPlan, Origin
 from kvstore.client.blend.rope import RopeSpec, rerotate
 from kvstore.client.blend.selectors import most_deviating, rows_of
 from kvstore.proto.errors import LayoutMismatchError
@@ -218,10 +218,7 @@ def place_segments(
         k, v = (part.to(adapter.device) for part in loaded[index])
         if rope is not None and segment.src_pos != segment.start:
             new = torch.arange(segment.start, segment.end, device=k.device)
-            is_rotated = segment.src_pos != UNROTATED
-            k = rerotate(
-                k, new - segment.start + segment.src_pos if is_rotated else None, new, rope
-            )
+            k = rerotate(k, new - segment.start + segment.src_pos, new, rope)
         span = slice(segment.start, segment.end)
         keys[:, span], values[:, span] = k, v
     return keys, values

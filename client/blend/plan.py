@@ -16,8 +16,6 @@ MAX_SEGMENTS = 1 << 13
 MAX_CHECK_LAYERS = 8
 
 Kind: TypeAlias = Literal["exact", "approx", "miss"]
-UNROTATED = -1
-"""``src_pos`` of keys that are stored without their rotation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +36,8 @@ class Segment:
 
     ``exact``: computed behind the very same tokens; ``approx``: the same tokens in another
     context; ``miss``: to be computed. ``chunk_id`` is the content digest of the tokens and of
-    ``extra``, such as ids of images; ``variant`` names the copy, ``src_pos`` is the position of
-    its first token when it was computed. ``ratio`` replaces the plan's for this segment.
+    ``extra``, such as ids of images; ``src_pos`` is the position of its first token when it was
+    computed. ``ratio`` replaces the plan's for this segment.
     ``scores``: how much each token gains by being computed anew, as learned from feedback.
     ``origin`` None: the engine's own. Raises InvalidRequestError.
     """
@@ -48,8 +46,7 @@ class Segment:
     end: int
     kind: Kind
     chunk_id: bytes = b""
-    variant: bytes = b""
-    src_pos: int = UNROTATED
+    src_pos: int = 0
     ratio: float | None = None
     scores: tuple[float, ...] | None = None
     origin: Origin | None = None
@@ -60,8 +57,8 @@ class Segment:
             raise InvalidRequestError("segment", (self.start, self.end), "give start < end, from 0")
         if self.kind not in ("exact", "approx", "miss"):
             raise InvalidRequestError("segment.kind", self.kind, "use exact, approx or miss")
-        if self.src_pos < UNROTATED:
-            raise InvalidRequestError("segment.src_pos", self.src_pos, "use 0 or more, -1 for none")
+        if self.src_pos < 0:
+            raise InvalidRequestError("segment.src_pos", self.src_pos, "use 0 or more")
         if self.ratio is not None:
             _check_share("segment.ratio", self.ratio)
         if self.scores is not None and len(self.scores) != len(self):

@@ -1,10 +1,9 @@
 """Moving keys to other positions: one rotation, one rounding.
 
 A stored key is g R(p w) of what the model projected: gain g, position p, frequencies w. To
-stand at p' in an engine of gain g' and frequencies w' each of its pairs is turned by
-p' w' - p w and made g' / g as long. Values are never touched. Both products are rounded to
-float32 first, as engines do: their difference is then the one that the engine's own tables
-have, at any distance (a delta angle in float64 is off by 4e-3 after 900,000 tokens).
+stand at p' each of its pairs is turned by p' w - p w. Values are never touched. Both products
+are rounded to float32 first, as engines do: their difference is then the one that the engine's
+own tables have, at any distance (a delta angle in float64 is off by 4e-3 after 900,000 tokens).
 """
 
 from __future__ import annotations
@@ -65,32 +64,20 @@ class RopeSpec:
         return (positions.float()[:, None] * table).double()
 
 
-def rerotate(
-    keys: Tensor,
-    old_positions: Tensor | None,
-    new_positions: Tensor,
-    old: RopeSpec,
-    new: RopeSpec | None = None,
-) -> Tensor:
-    """Return *keys*, (heads, tokens, head_dim), turned from their old positions to new ones.
+def rerotate(keys: Tensor, old: Tensor, new: Tensor, rope: RopeSpec) -> Tensor:
+    """Return *keys*, (heads, tokens, head_dim), turned from their *old* positions to *new* ones.
 
-    *old_positions* None: they are stored without rotation. *new* is *old* unless the engine's
-    tables are others than those the keys were stored under. Computed in float64 and rounded
-    once to the keys' dtype: within one unit in the last place of the exact turn.
+    Computed in float64 and rounded once to the keys' dtype: within one unit in the last place of
+    the exact turn. Raises ModelError for keys with fewer channels than are rotated.
     """
-    new = new or old
-    if new.width != old.width or new.width > keys.shape[-1]:
-        raise ModelError(
-            "rope", (old.width, new.width, keys.shape[-1]), "the same channels must be rotated"
-        )
-    angles, gain = new.angles(new_positions), new.gain
-    if old_positions is not None:
-        angles, gain = angles - old.angles(old_positions), new.gain / old.gain
-    cosine, sine = torch.cos(angles) * gain, torch.sin(angles) * gain
-    pairs = new.width // 2
-    first, second = keys[..., :pairs].double(), keys[..., pairs : new.width].double()
-    moved = torch.empty_like(keys)
+    if rope.width > keys.shape[-1]:
+        found = (rope.width, keys.shape[-1])
+        raise ModelError("rope", found, "more channels are rotated than there are")
+    angles = rope.angles(new) - rope.angles(old)
+    cosine, sine = torch.cos(angles), torch.sin(angles)
+    pairs = rope.width // 2
+    first, second = keys[..., :pairs].double(), keys[..., pairs : rope.width].double()
+    moved = keys.clone()
     moved[..., :pairs] = first * cosine - second * sine
-    moved[..., pairs : new.width] = second * cosine + first * sine
-    moved[..., new.width :] = keys[..., new.width :]
+    moved[..., pairs : rope.width] = second * cosine + first * sine
     return moved

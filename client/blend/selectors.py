@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvstore.client.blend.plan import UNROTATED, BlendPlan
+from kvstore.client.blend.plan import BlendPlan
 from kvstore.proto.errors import InvalidRequestError
 
 _FLOOR = 0.05
@@ -134,7 +134,7 @@ def sink_rows(plan: BlendPlan, count: int) -> Tensor:
     found, is_moved = [], chooses_any(plan)
     for _, segment in plan.of_kind("approx"):
         head = count - segment.start
-        if is_moved and segment.src_pos != UNROTATED:
+        if is_moved:
             head = max(head, count - segment.src_pos)
         found.append((segment.start, min(segment.end, segment.start + max(0, head))))
     return _ranges(found)

@@ -223,7 +223,6 @@ def _planned(
                 "exact" if first.is_exact else "approx",
                 # The digest of one chunk is checked against the tokens; a run's frames are, each.
                 chunk_id=first.asked.content if len(run) == 1 else b"",
-                variant=first.best.digest,
                 src_pos=first.best.position,
                 ratio=first.ratio if first.ratio > ratio else None,
                 scores=tuple(level / _HIGHEST_PRIORITY for level in priority) or None,

@@ -126,10 +126,8 @@ class Connector:
         """In a child: count from 0: the parent reports what was before."""
         self._lock = threading.Lock()  # another thread may have had it
         self.learned = PrefillMeter()  # and its lock
-        for counts in (
-            *(self._counts, self._tier_tokens, self._load_errors, self._store_errors),
-            self._misses,
-        ):
+        errors = (self._load_errors, self._store_errors)
+        for counts in (self._counts, self._tier_tokens, self._misses, *errors):
             counts.clear()
 
     def load_chunks(
@@ -138,67 +136,57 @@ class Connector:
         room: Room,
         extra: Sequence[bytes] = (),
         allowed: Allowed | None = None,
+        within: Deadline | None = None,
     ) -> Prefix:
         """Read the longest stored prefix of *tokens* into what *room* gives. Never raises.
 
         *extra* is what else names the prompt (cache salt, multimodal hashes), in order; *allowed*
         stands in for what the connector's ``accuracy`` allows. What lies in the room past
-        ``stored_tokens`` is not to be used.
+        ``stored_tokens`` is not to be used. A request *within* a deadline is no later than without
+        the store: what loads too slowly is computed, by ``within.compute``, beside the loads, or
+        behind what was read. Before ``learned`` has seen the engine compute, loads end with it.
         """
         of = self.allowed(self.least) if allowed is None else allowed
-
         rooms: list[LayerTensors] = []
 
         def read(
             keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Accuracy
         ) -> list[Stated]:
-            stated: list[Stated] = []
             rooms[:] = rooms or room(spans)
+            if within is not None:
+                tail_tokens = len(tokens) - spans[-1][1]
+                return self._read_within(keys, rooms, first, least, within, tail_tokens)
+            stated: list[Stated] = []
             self.client.get_chunks(keys[first:], rooms[first:], accuracy=least, stated=stated)
             return stated
 
-        return self._counted(tokens, read, extra, of)
+        return self._counted(tokens, read, extra, of, within=within)
 
-    def load_within(
+    def _read_within(
         self,
-        tokens: Sequence[int],
-        room: Room,
+        keys: Sequence[ChunkKey],
+        rooms: Sequence[LayerTensors],
+        first: int,
+        least: Accuracy,
         within: Deadline,
-        extra: Sequence[bytes] = (),
-        allowed: Allowed | None = None,
-    ) -> Prefix:
-        """Do the same for a request with a deadline, which is no later than without the store.
-
-        What loads too slowly is computed: by ``within.compute``, beside the loads, or behind what
-        was read. Before ``learned`` has seen the engine compute, loads end with the deadline.
-        Never raises.
-        """
-        of = self.allowed(self.least) if allowed is None else allowed
-
+        tail_tokens: int,
+    ) -> list[Stated]:
         def computing(chunks: range) -> None:
             assert within.compute is not None
             within.compute(chunks)
             within.computed = chunks.stop
 
-        rooms: list[LayerTensors] = []
-
-        def read(
-            keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Accuracy
-        ) -> list[Stated]:
-            rooms[:] = rooms or room(spans)
-            terms = self.terms(within, len(tokens) - spans[-1][1], least)
-            is_beside = terms.never_later and within.compute is not None and not first
-            terms = replace(terms, loads_first=terms.never_later and not is_beside)
-            found = self.client.get_levelled(
-                keys[first:], terms, rooms[first:], computing if is_beside else None
-            )
-            # What came behind a chunk that proved wrong is of no use, wherever that one is.
-            computed = 0 if first else within.computed
-            rest = zip(found.levels[computed:], found.stated[computed:], strict=True)
-            read = [stated for level, stated in takewhile(lambda one: one[0] >= 0, rest)]
-            return [EXACT] * computed + read
-
-        return self._counted(tokens, read, extra, of, within=within)
+        terms = self.terms(within, tail_tokens, least)
+        is_beside = terms.never_later and within.compute is not None and not first
+        terms = replace(terms, loads_first=terms.never_later and not is_beside)
+        found = self.client.get_levelled(
+            keys[first:], terms, rooms[first:], computing if is_beside else None
+        )
+        # What came behind a chunk that proved wrong is of no use, wherever that one is.
+        computed = 0 if first else within.computed
+        rest = zip(found.levels[computed:], found.stated[computed:], strict=True)
+        read = [stated for level, stated in takewhile(lambda one: one[0] >= 0, rest)]
+        return [EXACT] * computed + read
 
     def terms(
         self, within: Deadline, tail_tokens: int, least: Accuracy = Accuracy.exact
@@ -536,12 +524,11 @@ class Connector:
         return result
 
     def counts(self) -> dict[str, int]:
-        """Return what there is to tell the server, by name: counts, misses and errors."""
+        """Return what the server is to know, by name: counts, misses and errors."""
+        kinds = {"miss": self._misses, "load": self._load_errors, "store": self._store_errors}
         with self._lock:
-            named = (("miss", self._misses), ("load", self._load_errors))
-            kinds = (*named, ("store", self._store_errors))
-            told = {f"{kind}_{name}": n for kind, counts in kinds for name, n in counts.items()}
-            return {**self._counts, **told}
+            named = {f"{kind}_{name}": n for kind in kinds for name, n in kinds[kind].items()}
+            return {**self._counts, **named}
 
     def stats(self) -> ConnectorStats:
         """Return the counts of this moment."""

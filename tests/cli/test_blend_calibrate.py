@@ -171,6 +171,15 @@ def test_a_line_that_is_no_question_is_refused_by_its_number(
     assert "questions=line 2" in capsys.readouterr().err.replace("'", "")
 
 
+def test_a_file_without_questions_is_refused(
+    server: LocalServer, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    questions = tmp_path / "questions"
+    questions.write_text("\n")
+    assert calibrate(server, model, None, "--questions", str(questions)) == 2
+    assert "give a line or more" in capsys.readouterr().err
+
+
 def test_neither_a_text_nor_questions_is_said_so(
     server: LocalServer, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

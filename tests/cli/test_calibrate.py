@@ -13,8 +13,7 @@ from contracts.codec import template
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore.cli.calibrate import Calibration, calibrate
-from kvstore.cli.kv_dumps import read_dumps
+from kvstore.cli.calibrate import Calibration, calibrate, read_dumps
 from kvstore.cli.main import main
 from kvstore.codecs.asset_shelf import AssetShelf
 from kvstore.codecs.assets import Asset, AssetKind
@@ -103,16 +102,14 @@ def test_safetensors_and_npy_are_the_same_samples(dtype: DType, tmp_path: Path) 
     layers = smooth(component, 1)
     (tmp_path / "a.safetensors").write_bytes(safetensors(layers, component))
     npy(tmp_path / "a.npy", layers, component)
-    one, other = (
-        read_dumps([tmp_path / f"a.{kind}"], MODEL, 256) for kind in ("safetensors", "npy")
-    )
+    one, other = (read_dumps([tmp_path / f"a.{kind}"], MODEL) for kind in ("safetensors", "npy"))
     assert one.component == other.component
-    assert [sample.position for sample in one.chunks] == [0, 256]
+    assert [position for _, position in one.chunks] == [0, 256]
     for left, right in zip(one.chunks, other.chunks, strict=True):
-        assert left.position == right.position
-        for a, b in zip(left.tensors[0], right.tensors[0], strict=True):
+        assert left[1] == right[1]
+        for a, b in zip(left[0][0], right[0][0], strict=True):
             assert all(map(np.array_equal, a, b))
-    assert np.array_equal(np.asarray(one.chunks[1].tensors[0][1][0]), layers[1][0][:, 256:])
+    assert np.array_equal(np.asarray(one.chunks[1][0][0][1][0]), layers[1][0][:, 256:])
 
 
 def test_a_model_is_calibrated_from_a_text(
@@ -190,7 +187,7 @@ def test_what_is_missing_is_said_in_one_line(
 def test_arrays_that_are_no_kv_are_refused_by_name(array: np.ndarray, tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", array)
     with pytest.raises(InvalidRequestError, match=r"a\.npy"):
-        read_dumps([tmp_path / "a.npy"], MODEL, 256)
+        read_dumps([tmp_path / "a.npy"], MODEL)
 
 
 def test_dumps_of_rotated_keys_make_no_asset_of_kvt_but_latents_do(tmp_path: Path) -> None:
@@ -209,7 +206,7 @@ def test_dumps_of_two_models_are_refused(tmp_path: Path) -> None:
     one = npy(tmp_path / "a.npy", smooth(GQA, 1), GQA)
     other = npy(tmp_path / "b.npy", smooth(MLA, 1), MLA)
     with pytest.raises(InvalidRequestError, match=r"b\.npy.*another model"):
-        read_dumps([one, other], MODEL, 256)
+        read_dumps([one, other], MODEL)
 
 
 def test_samples_with_nan_or_too_short_are_refused(tmp_path: Path) -> None:
@@ -219,7 +216,7 @@ def test_samples_with_nan_or_too_short_are_refused(tmp_path: Path) -> None:
         made(tmp_path / "assets", [npy(tmp_path / "a.npy", layers, GQA)])
     short = Component(LayerKind.attention, DType.bfloat16, 1, 1, 64, 15)
     with pytest.raises(InvalidRequestError, match="at least 16 tokens"):
-        read_dumps([npy(tmp_path / "b.npy", smooth(short, 1), short)], MODEL, 256)
+        read_dumps([npy(tmp_path / "b.npy", smooth(short, 1), short)], MODEL)
 
 
 def test_a_damaged_asset_in_the_folder_stops_and_nothing_is_written(tmp_path: Path) -> None:
@@ -242,7 +239,7 @@ def test_any_safetensors_bytes_are_refused_or_read(data: st.DataObject, tmp_path
     path = tmp_path / "a.safetensors"
     path.write_bytes(bytes(body[: data.draw(st.integers(1, len(body)))]))
     try:
-        samples = read_dumps([path], MODEL, 256)
+        samples = read_dumps([path], MODEL)
     except InvalidRequestError:
         return
     assert samples.component.head_dim * samples.component.kv_heads <= len(body)

@@ -17,8 +17,7 @@ from prompts import SMALL, assert_reads, chunks_of, keys_of, store
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.bulk_transport import BulkTransport
-from kvstore.client.frame_stream import Entrance
-from kvstore.client.frame_streams import MAX_STREAMS
+from kvstore.client.frame_stream import MAX_STREAMS, Entrance
 from kvstore.client.session import Session
 from kvstore.client.stream import StreamTransport
 from kvstore.client.transport import Arrival, ReadPlan, read_layers
@@ -34,27 +33,27 @@ class TestBulkTransport(BulkChannelContract):
         self, bare: BulkTransport, client: Client, server: LocalServer
     ) -> None:
         keys = store(client, 1, 8)
-        (stream,) = bare._streams._idle
+        (stream,) = bare._streams.pool.idle
         for read in (8, 3, 8, 0, 8):
             with bare.read(plan_of(keys)) as arriving:
                 found = [next(arriving).index for _ in range(read)]
             assert found == list(range(read))
-            assert bare._streams._idle == [stream]
+            assert bare._streams.pool.idle == [stream]
         assert server.settled().leases == 0
 
     def test_layers_and_ranges_come_over_the_same_stream_and_so_does_what_is_left_of_them(
         self, bare: BulkTransport, client: Client, server: LocalServer
     ) -> None:
         keys = digests(store(client, 1, 8))
-        (stream,) = bare._streams._idle
+        (stream,) = bare._streams.pool.idle
         ranges = [pb.FrameRange(index=chunk, stop=100) for chunk in range(8)]
         for is_read in (True, False, True):
             with read_layers(bare, ReadPlan(keys, 0, DEADLINE_MS)) as arriving:
                 assert not is_read or len(list(arriving)) == 8
-            assert bare._streams._idle == [stream]
+            assert bare._streams.pool.idle == [stream]
             with bare.read(ReadPlan(keys, 0, DEADLINE_MS, ranges=ranges)) as pieces:
                 assert not is_read or [len(one.data) for one in pieces] == [100] * 8
-            assert bare._streams._idle == [stream]
+            assert bare._streams.pool.idle == [stream]
         assert server.settled().leases == 0
 
     def test_more_calls_at_once_than_streams_go_through_grpc(
@@ -63,11 +62,11 @@ class TestBulkTransport(BulkChannelContract):
         keys = store(client, 1, 2)
         with ExitStack() as stack:
             gets = [stack.enter_context(bare.read(plan_of(keys))) for _ in range(MAX_STREAMS + 2)]
-            assert len(bare._streams._busy) == MAX_STREAMS
+            assert len(bare._streams.pool.busy) == MAX_STREAMS
             assert bare.put([], durable=False, deadline_ms=DEADLINE_MS) == []
             for arriving in gets:
                 assert [one.index for one in arriving] == [0, 1]
-        assert len(bare._streams._idle) == MAX_STREAMS
+        assert len(bare._streams.pool.idle) == MAX_STREAMS
 
     def test_the_longest_question_goes_over_a_stream_too(
         self, bare: BulkTransport, client: Client, monkeypatch: pytest.MonkeyPatch
@@ -89,8 +88,8 @@ class TestBulkTransport(BulkChannelContract):
             closer.start()
             list(ended(arriving))
         closer.join()
-        assert not bare._streams._idle
-        assert not bare._streams._busy
+        assert not bare._streams.pool.idle
+        assert not bare._streams.pool.busy
 
     def test_many_gets_at_once_come_over_all_ways_there_are(
         self, bare: BulkTransport, client: Client
@@ -185,7 +184,7 @@ def lost(make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     server = make_server(*BULK)
     session = Session(server.dial(), SMALL, ClientOptions("tcp", 16, deadline_ms=DEADLINE_MS))
     transport = BulkTransport(session)
-    for stream in transport._streams._idle:
+    for stream in transport._streams.pool.idle:
         stream.give_up()
     welcome = BulkServer._welcome
 
@@ -223,14 +222,14 @@ def test_after_a_call_that_had_no_time_to_connect_streams_are_connected_beside_c
 ) -> None:
     streams = lost._streams
     assert streams.take(0.8) is None
-    assert eventually(lambda: bool(streams._idle))
+    assert eventually(lambda: bool(streams.pool.idle))
     first = streams.take(0.8)
     assert first is not None
     began = time.monotonic()
     assert streams.take(0.8) is None
     assert time.monotonic() - began < 0.2
-    assert eventually(lambda: bool(streams._idle))
-    streams.give_back(first, is_clean=True)
+    assert eventually(lambda: bool(streams.pool.idle))
+    streams.pool.give_back(first, is_clean=True)
 
 
 def test_a_server_that_falls_silent_is_a_miss_by_the_deadline_and_found_again(

@@ -23,13 +23,11 @@ from prompts import MEDIUM, SMALL, assert_reads, chunks_of, keys_of, store
 from stream_messages import Sent
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.bulk_transport import BulkTransport
-from kvstore.client.frame_stream import Entrance, FrameStream
-from kvstore.client.frame_streams import FrameStreams
+from kvstore.client.bulk_transport import BulkTransport, StreamUpload
+from kvstore.client.frame_stream import Entrance, FrameStream, FrameStreams
 from kvstore.client.frames import FrameAssembler
 from kvstore.client.session import Session, SessionTerms
 from kvstore.client.stream import StreamTransport
-from kvstore.client.stream_upload import StreamUpload
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
@@ -217,7 +215,7 @@ def test_a_port_that_is_reached_no_more_is_tried_twice_and_gets_come_through_grp
     monkeypatch.undo()
     streams._refused_until = 0.0
     assert_reads(client, keys)
-    assert eventually(lambda: len(streams._idle) == 1)
+    assert eventually(lambda: len(streams.pool.idle) == 1)
 
 
 def test_a_server_that_has_hung_up_on_idle_streams_is_dialled_again(
@@ -236,13 +234,13 @@ def test_a_server_that_has_hung_up_on_idle_streams_is_dialled_again(
 
 
 def _first(client: Client) -> FrameStream:
-    return transport_of(client)._streams._idle[0]
+    return transport_of(client)._streams.pool.idle[0]
 
 
 def test_a_get_that_waits_ends_when_its_transport_closes_or_the_server_is_given_up() -> None:
     for end, error in (
         (FrameStreams.close, "the client is closed"),
-        (FrameStreams.hang_up, "hangs"),
+        (lambda streams: streams.pool.hang_up(), "hangs"),
     ):
         with closing(Answerer([])) as other:
             streams = FrameStreams(Entrance.of(other.terms, ""))
@@ -251,7 +249,7 @@ def test_a_get_that_waits_ends_when_its_transport_closes_or_the_server_is_given_
             threading.Timer(0.05, end, [streams]).start()
             with pytest.raises(KVStoreError, match=error):
                 read(stream, SOON_S)
-            streams.give_back(stream, is_clean=False)
+            streams.pool.give_back(stream, is_clean=False)
             streams.close()
 
 
@@ -273,7 +271,7 @@ def test_what_is_missing_ends_the_prefix(server: LocalServer) -> None:
 
 
 def _streams_idle(client: Client) -> list[FrameStream]:
-    return transport_of(client)._streams._idle
+    return transport_of(client)._streams.pool.idle
 
 
 def test_a_server_that_stops_does_not_wait_for_a_get_that_waits_for_a_tier(

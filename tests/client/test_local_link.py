@@ -30,9 +30,9 @@ from socket_peer import Listener
 from kvstore.client import Client, ClientOptions, local_link
 from kvstore.client.connection import Connection
 from kvstore.client.frames import FrameAssembler
-from kvstore.client.local_link import MAX_CONNECTIONS, LocalLink
+from kvstore.client.local_link import MAX_CONNECTIONS, CallQueue, UnixRpc
 from kvstore.client.session import Session
-from kvstore.client.transport import arrival_of, room_of, whole_frame
+from kvstore.client.transport import arrival_of, room_of, whole_frames
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
 from kvstore.proto.errors import (
@@ -140,7 +140,7 @@ class Setting:
         )
         self.path = folder / "false.sock"
         terms = replace(self.session.terms, socket_path=str(self.path))
-        self.link = LocalLink(terms, self.connection)
+        self.link = UnixRpc(terms, self.connection)
         self.keys = store(server.connect("grpc"), 1, 2)
         self.false: FalseServer | None = None
 
@@ -222,7 +222,7 @@ def number_of(message: bytes) -> list[Packet]:
 
 def test_calls_in_a_queue_share_a_connection_and_are_answered_in_order(setting: Setting) -> None:
     false = setting.serve(number_of)
-    queue = setting.link.queue()
+    queue = CallQueue(setting.link)
     waits = [queue.send("Lookup", numbered(n), DEADLINE_MS) for n in range(5)]
     assert eventually(lambda: len(false.calls) == 5)
     setting.look_up()  # on a connection of its own
@@ -235,17 +235,32 @@ def test_calls_in_a_queue_share_a_connection_and_are_answered_in_order(setting: 
 
 def test_answer_of_a_queue_is_never_taken_for_another_call_s(setting: Setting) -> None:
     setting.serve(number_of)
-    queue = setting.link.queue()
+    queue = CallQueue(setting.link)
     first, second = (queue.send("Lookup", numbered(n), DEADLINE_MS) for n in (1, 2))
     with pytest.raises(AssertionError, match="another call's"):
         second()
     assert (first().ready, second().ready) == (1, 2)
 
 
+def test_answer_to_what_was_posted_is_never_taken_for_the_next_call_s(setting: Setting) -> None:
+    false = setting.serve(number_of)
+    setting.link.post("Lookup", numbered(1), DEADLINE_MS)
+    assert setting.link.send("Lookup", numbered(2), DEADLINE_MS)().ready == 2
+    setting.link.post("Lookup", numbered(3), DEADLINE_MS)
+    setting.link.settle(DEADLINE_MS)
+    assert [link.unread for link in setting.link.links.idle] == [0]
+    assert (len(false.calls), len(false.joins)) == (3, 1)
+    false.answer = lambda _: [HANG_UP]
+    setting.link.post("Lookup", numbered(4), DEADLINE_MS)
+    setting.link.settle(DEADLINE_MS)
+    setting.link.post("Lookup", numbered(5), DEADLINE_MS)
+    assert setting.look_up() == 2  # the true server's word
+
+
 def test_error_within_a_queue_is_that_call_s_alone(setting: Setting) -> None:
     failure = [pack_failure("LeaseExpiredError", "gone")]
     false = setting.serve(lambda message: failure if message[-1] == 1 else number_of(message))
-    queue = setting.link.queue()
+    queue = CallQueue(setting.link)
     waits = [queue.send("Lookup", numbered(n), DEADLINE_MS) for n in range(3)]
     assert waits[0]().ready == 0
     with pytest.raises(LeaseExpiredError, match="gone"):
@@ -258,7 +273,7 @@ def test_queue_that_lost_its_connection_goes_on_through_grpc_and_on_a_new_one(
     setting: Setting,
 ) -> None:
     false = setting.serve(lambda message: [HANG_UP])
-    queue = setting.link.queue()
+    queue = CallQueue(setting.link)
     waits = [queue.send("Lookup", setting.request(), DEADLINE_MS) for _ in range(3)]
     assert [wait().ready for wait in waits] == [2, 2, 2]  # the true server's word
     false.answer = number_of
@@ -269,7 +284,7 @@ def test_queue_that_lost_its_connection_goes_on_through_grpc_and_on_a_new_one(
 def test_silence_ends_all_calls_of_a_queue_after_one_deadline(setting: Setting) -> None:
     false = setting.serve_one()
     false.answer = lambda _: []
-    queue = setting.link.queue()
+    queue = CallQueue(setting.link)
     waits = [queue.send("Lookup", setting.request(), SOON_MS) for _ in range(3)]
     with pytest.raises(DeadlineError):
         waits[0]()
@@ -551,7 +566,7 @@ def test_closing_wakes_calls_in_flight_which_go_on_through_grpc(setting: Setting
         assert [call.result() for call in calls] == [2] * 3
         assert stream.result() == [0, 1]
     assert eventually(lambda: false.ended == 4)
-    assert setting.link._all == set()
+    assert not setting.link.links.busy | set(setting.link.links.idle)
 
 
 def test_closing_while_connections_are_made_leaves_none(setting: Setting) -> None:
@@ -569,23 +584,23 @@ def test_closing_while_connections_are_made_leaves_none(setting: Setting) -> Non
         setting.link.close()
         let_go.set()
         assert call.result() == 2
-    assert setting.link._all == set()
+    assert not setting.link.links.busy | set(setting.link.links.idle)
 
 
 def test_closing_before_a_connection_is_made_leaves_none(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     false = setting.serve(lambda _: lookup_answer())
-    join = LocalLink._join
+    join = UnixRpc._join
 
-    def close_and_join(link: LocalLink, made: socket.socket, until: float) -> bool:
+    def close_and_join(link: UnixRpc, made: socket.socket, until: float) -> bool:
         link.close()
         return join(link, made, until)
 
-    monkeypatch.setattr(LocalLink, "_join", close_and_join)
+    monkeypatch.setattr(UnixRpc, "_join", close_and_join)
     assert setting.look_up() == 2
     assert false.calls == []
-    assert setting.link._all == set()
+    assert not setting.link.links.busy | set(setting.link.links.idle)
 
 
 def test_closed_link_calls_through_grpc(setting: Setting) -> None:
@@ -603,11 +618,11 @@ def test_call_that_is_interrupted_ends_its_connection(
 ) -> None:
     false = setting.serve(lambda _: lookup_answer())
     with monkeypatch.context() as patch:
-        patch.setattr(LocalLink, "_packet", _interrupted)
+        patch.setattr(UnixRpc, "_packet", _interrupted)
         for ask in (setting.look_up, lambda: list(setting.get())):
             with pytest.raises(KeyboardInterrupt):
                 ask()
-    assert setting.link._all == set()
+    assert not setting.link.links.busy | set(setting.link.links.idle)
     assert setting.look_up() == BY_SOCKET
     assert len(false.joins) == 3
 
@@ -699,8 +714,7 @@ def test_chunk_larger_than_a_packet_comes_past_a_memory_full_of_leases(
     request = pb.GetRequest(session_id=transport.session.terms.session_id, digests=digests)
     assembler = FrameAssembler(transport.session.terms.max_frame_bytes, room_of())
     parts = map(arrival_of, transport.calls.stream("Get", request, DEADLINE_MS))
-    whole = [whole_frame(assembler, part, np.asarray(part.data)) for part in parts]
-    frames = [np.asarray(frame.data) for frame in whole if frame is not None]
+    frames = [np.asarray(frame.data) for frame in whole_frames(parts, assembler)]
     assert server.counter("read_throughs") == 2
     for key, frame in zip(keys, frames, strict=True):
         start = parse_header(frame).header_bytes

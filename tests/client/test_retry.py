@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvstore.client.retry import Gate, translate
+from kvstore.client.connection import CircuitBreaker, translate
 from kvstore.proto.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -86,7 +86,7 @@ def test_error_of_a_newer_server_is_an_error_of_the_store() -> None:
 )
 def test_gate_shuts_after_silence_and_opens_when_its_time_is_up(error: KVStoreError) -> None:
     clock = Clock()
-    gate = Gate(500, clock)
+    gate = CircuitBreaker(500, clock)
     gate.check()
     assert gate.note(error)
     for _ in range(3):
@@ -110,7 +110,7 @@ def test_gate_shuts_after_silence_and_opens_when_its_time_is_up(error: KVStoreEr
     ],
 )
 def test_any_answer_opens_the_gate(error: KVStoreError | None) -> None:
-    gate = Gate(500, Clock())
+    gate = CircuitBreaker(500, Clock())
     gate.note(DeadlineError("late"))
     assert not gate.note(error)
     gate.check()

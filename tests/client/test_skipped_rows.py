@@ -15,9 +15,8 @@ from typing_extensions import override
 from kvstore.client import Client, ClientOptions
 from kvstore.client.decode import Layer
 from kvstore.client.options import TransportName
-from kvstore.client.outgoing import Outgoing
 from kvstore.client.resolving import FoundChunk, Resolved
-from kvstore.client.transport import ReadPlan, read_layers
+from kvstore.client.transport import Outgoing, ReadPlan, read_layers
 from kvstore.codecs.base import ChunkTensors, codec_by_name, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes

@@ -108,7 +108,7 @@ def test_every_heading_that_a_link_names_is_there(page: str) -> None:
 
 
 def test_no_page_has_two_headings_of_one_name() -> None:
-    for name in ("operations.md", "engines.md", "faq.md", "quickstart.md", "scaling.md"):
+    for name in ("operations.md", "engines.md", "vllm.md", "faq.md", "quickstart.md", "scaling.md"):
         headings = re.findall(r"^## (.*)$", text(name), re.M)
         assert len(headings) == len(set(headings)), name
 

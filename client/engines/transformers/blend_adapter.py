@@ -23,7 +23,6 @@ from kvstore.client.blend.engine import BlendResult
 from kvstore.client.blend.layer_pass import LayerKV, RowRun, positions_of, reads
 from kvstore.client.blend.plan import Origin
 from kvstore.client.blend.rope import RopeSpec
-from kvstore.client.engines.identity import rope_parameters
 from kvstore.client.engines.transformers.identity import (
     MODEL_TYPES,
     WeightsWatch,
@@ -31,6 +30,7 @@ from kvstore.client.engines.transformers.identity import (
     check_device,
 )
 from kvstore.proto.errors import ModelError
+from kvstore.proto.hf_config import rope_parameters
 
 BLOCK_ROWS = 128
 """Rows whose mask is made at once: it has a byte for each of them and each key."""

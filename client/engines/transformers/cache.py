@@ -163,8 +163,8 @@ class TokenShape:
 
     def cut(self, parts: Parts, first: int, span: Span) -> list[torch.Tensor]:
         """Return what is kept of the chunk at *span*, of *parts* that begin with token *first*."""
-        tokens = slice(self.start(span) - first, span[1] - first)
-        return [part[..., tokens, :] for part in parts]
+        start = self.start(span)
+        return [part.narrow(-2, start - first, span[1] - start) for part in parts]
 
     def put(self, layer: Any, parts: Parts, tokens: int) -> None:
         """Have *layer* keep K and V, (prompts, kv_heads, held tokens, dim), of so many *tokens*."""
@@ -527,6 +527,7 @@ class PrefixBuffers:
             ]
             for s, first in self._first.items()
         }
+        self._only = {s: [part[0] for part in parts] for s, parts in self._parts.items()}
         self._states = {
             s: torch.empty(s.size_bytes, dtype=torch.uint8, device=device) for s in shape.states
         }
@@ -549,8 +550,7 @@ class PrefixBuffers:
                 return [self._states[shape].view(1, 1, -1)] if is_last else []
             if not self._reaches(shape, span):
                 return []
-            parts = [part[0] for part in self._parts[shape]]
-            return shape.cut(parts, self._first[shape], span)
+            return shape.cut(self._only[shape], self._first[shape], span)
 
         found = self._shape.chunk(layout, parts_of)
         return [layers if all(layers) else [] for layers in found]

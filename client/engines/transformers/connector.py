@@ -32,7 +32,7 @@ from typing_extensions import override
 
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.identity import is_exact, rope_parameters
+from kvstore.client.engines.identity import is_exact
 from kvstore.client.engines.prefix import Allowed, Prefix, Span, least_of
 from kvstore.client.engines.transformers.cache import (
     CacheCheckpoint,
@@ -75,6 +75,7 @@ from kvstore.codecs.base import AnyTensors
 from kvstore.proto.blend import GateView
 from kvstore.proto.device import Device
 from kvstore.proto.errors import InvalidRequestError, ModelError
+from kvstore.proto.hf_config import rope_parameters
 from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, Stated
 
 __all__ = ["Generation", "TransformersConnector", "representation_of"]
@@ -301,8 +302,9 @@ class TransformersConnector(Connector):
             return () if has_ends and len(stated) < len(keys) else stated
 
         can_wait = isinstance(cache, DynamicCache) and not is_compiled(self._model)
-        if load is not None and can_wait and not has_ends and staging is None:
-            prefix = load.load_chunks(tokens, self._room(buffers), call.extra, call.allowed)
+        if not has_ends and staging is None:  # room made at once is quicker than chunk by chunk
+            by = load if load is not None and can_wait else self
+            prefix = by.load_chunks(tokens, self._room(buffers), call.extra, call.allowed)
         else:
             with nullcontext() if staging is None else staging.lock:
                 prefix = self._counted(tokens, read, call.extra, call.allowed, whole=has_ends)
@@ -321,7 +323,7 @@ class TransformersConnector(Connector):
         beside = Beside(self._model, cache, tokens, chunk_tokens, self.learned.observe)
         within = Deadline(call.deadline_ms / 1000, beside, began_s=call.began_s)
         room = self._room(buffers)
-        prefix = self.load_within(tokens, room, within, call.extra, call.allowed)
+        prefix = self.load_chunks(tokens, room, call.extra, call.allowed, within)
         if beside.error is not None:
             raise beside.error  # the model's own
         done = length(cache, self._shape)

@@ -23,19 +23,17 @@ from transformers.cache_utils import DynamicLayer
 
 from kvstore.client.engines.identity import (
     EPOCH_BYTES,
-    OWN_TOKENIZER,
     Departures,
     Weights,
     computed_in,
-    head_dim,
     identity_of,
     is_exact,
-    rope_parameters,
     short_name,
     weights_of,
 )
 from kvstore.client.engines.transformers.cache import CacheShape, TokenShape
 from kvstore.proto.errors import ModelError
+from kvstore.proto.hf_config import OWN_TOKENIZER, head_dim, rope_parameters
 from kvstore.proto.types import Model
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")

@@ -222,6 +222,20 @@ class EnginePages:
         )
 
 
+def windows_left(shape: KVCacheShape, tables: BlockTables) -> bool | None:
+    """Return whether the engine still has the windows of a chunk in the blocks that *tables* name;
+    None: it has nothing of it.
+    """
+    has_windows = True
+    for group in shape.groups:
+        kept = shape.kept_blocks(group, len(tables[0]))
+        if any(NULL_BLOCK in tables[at][len(tables[at]) - kept :] for at in group.tables):
+            if group.kind not in END_KINDS:
+                return None
+            has_windows = False
+    return None if shape.has_ends_only and not has_windows else has_windows
+
+
 def components_of(
     shape: KVCacheShape, layout: KVLayout, tables: BlockTables
 ) -> list[tuple[Component | None, bool]]:

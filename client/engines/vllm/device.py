@@ -31,6 +31,7 @@ from kvstore.client.engines.vllm.blocks import (
     BlockWriter,
     block_layouts_of,
     components_of,
+    windows_left,
 )
 from kvstore.client.engines.vllm.identity import KVCacheShape
 from kvstore.client.engines.vllm.messages import BlockTables
@@ -47,7 +48,7 @@ from kvstore.proto.errors import KVStoreError, LayoutMismatchError, TierUnavaila
 from kvstore.proto.frame import FrameHeader, FrameTemplate, raw_frame_bytes
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.plans import Hints
-from kvstore.proto.types import END_KINDS, ROOT, ChunkKey, KVLayout, LayerKind, Model, PutOutcome
+from kvstore.proto.types import ROOT, ChunkKey, KVLayout, LayerKind, Model, PutOutcome
 
 LOAD_SLOTS = 4
 """Chunks of a load in host memory at once, where they have to pass it."""
@@ -88,7 +89,6 @@ class EngineDevicePages:
             ]
             groups.append(Pages(tuple(views), tuple(layer.table for layer in group.layers)))
         self._groups = tuple(groups)
-        self.has_windows_only = all(group.kind in END_KINDS for group in shape.groups)
         self._of_kinds: dict[tuple[LayerKind, ...], tuple[Pages, ...]] = {}
 
     def of(self, layout: KVLayout) -> tuple[Pages, ...]:
@@ -123,19 +123,6 @@ class EngineDevicePages:
             ids[skipped] = SKIPPED_BLOCK
             found.append(ids)
         return found
-
-    def has_windows(self, tables: BlockTables) -> bool | None:
-        """Return whether the engine still has the windows of a chunk; None: nothing of it."""
-        has_windows = True
-        for group in self.shape.groups:
-            kept = self.shape.kept_blocks(group, len(tables[0]))
-            for table in group.tables:
-                if NULL_BLOCK not in tables[table][len(tables[table]) - kept :]:
-                    continue
-                if group.kind not in END_KINDS:
-                    return None
-                has_windows = False
-        return has_windows or (None if self.has_windows_only else False)
 
 
 class _Slot:
@@ -237,7 +224,7 @@ class DeviceSide:
         rectangle = connector.rectangle
         self.layouts = {
             has: _rank_layout(client.model, rectangle, tokens, has_windows=has)
-            for has in ({True} if pages.has_windows_only else {True, not pages.shape.has_ends})
+            for has in ({True} if pages.shape.has_ends_only else {True, not pages.shape.has_ends})
         }
         pages.of(self.layouts[True])
         self.headers = {layout: _blank_header(layout) for layout in self.layouts.values()}
@@ -294,7 +281,7 @@ class DeviceSide:
         found: list[DeviceCopy] = []
         gathered: list[tuple[DeviceCopy, int, BlockTables]] = []
         for tables in chunks:
-            has_windows = self._pages.has_windows(tables)
+            has_windows = windows_left(self._pages.shape, tables)
             if has_windows is None:
                 found.append(DeviceCopy(self, None))
                 continue

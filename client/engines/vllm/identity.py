@@ -205,6 +205,11 @@ class KVCacheShape:
         """Whether layers keep something of a prefix's end only, so that half of one is none."""
         return any(group.kind in END_KINDS for group in self.groups)
 
+    @property
+    def has_ends_only(self) -> bool:
+        """Whether all layers do."""
+        return all(group.kind in END_KINDS for group in self.groups)
+
     def kept_blocks(self, group: LayerGroupShape, chunk_blocks: int) -> int:
         """Return how many of a chunk's *chunk_blocks* blocks, the last ones, *group* keeps."""
         if group.kind is not LayerKind.window:

@@ -42,8 +42,7 @@ class LookupResult(NamedTuple):
 NOTHING = LookupResult()
 
 
-@dataclass(frozen=True, slots=True)
-class MMFeature:
+class MMFeature(NamedTuple):
     """An image or the like in a prompt: its hash, and the tokens whose embeddings it is."""
 
     name: bytes

@@ -76,23 +76,10 @@ BOTH = Role()
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """``kv_connector_extra_config`` of one engine; every field may be left out.
+    """``kv_connector_extra_config`` of one engine; docs/vllm.md says what each is.
 
-    ``address``: the server. ``chunk_tokens``: tokens of a chunk, a multiple of the engine's
-    block; 0 takes the least multiple from 256 on. ``model_revision``: a commit or a digest of
-    the weights, instead of reading all of them once at the start. ``deadline_ms`` bounds a load
-    and a store, ``lookup_deadline_ms`` what a request waits to learn what is stored. After the
-    server did not answer nobody calls it for ``retry_after_ms``. ``queue_bytes``: KV of pages in
-    CPU memory that waits to be stored; what comes beyond it is not stored. ``durable``: stores are
-    on disk when they are over. ``handover_ms``: what is stored is announced when its prompt
-    arrives, and kept until another engine reads it, so long at most. ``wait_ms``: what a request
-    waits for what another engine has announced. ``first_token_ms``: of requests that have none of
-    their own, from their arrival to their first token: what loads later is computed; 0: none.
-    ``prefill_token_us``: about what the engine takes to compute a token, by which that is decided;
-    0: it is learned. ``accuracy``: which copies are loaded, as for Connector; vLLM shows a
-    connector no logits, so that others open gates and close them. ``token_file``, ``tls_ca``,
-    ``tls_cert`` and ``tls_key``: as in Access; a token is no setting, as engines print those.
-    ``transport``, ``tenant`` and ``sglang_names``: as in ClientOptions.
+    ``chunk_tokens`` 0: the least multiple of the engine's block from 256 on. ``first_token_ms`` 0:
+    no deadline. ``prefill_token_us`` 0: it is learned. A token is no setting: engines print those.
     """
 
     address: str = "127.0.0.1:7420"

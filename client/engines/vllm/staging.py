@@ -24,7 +24,13 @@ import torch
 
 from kvstore.client.chunk import Chunk
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm.blocks import BlockLayout, BlockTarget, EnginePages, LayerPages
+from kvstore.client.engines.vllm.blocks import (
+    BlockLayout,
+    BlockTarget,
+    EnginePages,
+    LayerPages,
+    windows_left,
+)
 from kvstore.client.engines.vllm.messages import BlockTables
 from kvstore.client.levels import PlanTerms
 from kvstore.client.tensors import LayerTensors, to_array
@@ -225,12 +231,10 @@ class BlockGather:
     """
 
     def __init__(self, pages: EnginePages, chunk_blocks: int, file: StagingFile) -> None:
+        self._shape = pages.shape
         every = zip(pages.shape.groups, pages.groups, pages.layouts, strict=True)
         self._groups = [
-            (
-                group.kind in END_KINDS,
-                _GroupGather(layers, layout, pages.shape.kept_blocks(group, chunk_blocks), file),
-            )
+            _GroupGather(layers, layout, pages.shape.kept_blocks(group, chunk_blocks), file)
             for group, layers, layout in every
         ]
 
@@ -239,13 +243,12 @@ class BlockGather:
 
         Windows that the engine has given up already are left out. Raises OSError.
         """
-        taken: list[BlockStack] = []
-        for is_end, group in self._groups:
-            if group.take(tables):
-                taken.append(group.stack)
-            elif not is_end:
-                return None
-        return Staged(taken, len(taken) == len(self._groups)) if taken else None
+        has_windows = windows_left(self._shape, tables)
+        if has_windows is None:
+            return None
+        pairs = zip(self._shape.groups, self._groups, strict=True)
+        taken = [one for group, one in pairs if has_windows or group.kind not in END_KINDS]
+        return Staged([one.take(tables) for one in taken], has_windows)
 
 
 class _GroupGather:
@@ -265,24 +268,22 @@ class _GroupGather:
         copied = torch.from_numpy(used).view(whole.dtype).view(-1, *whole.shape[1:])
         self._copies = to_array(copied).reshape(len(layers), kept, *whole.shape[1:])
         parts = [to_array(part) for part in layout(copied)]
-        self.stack = BlockStack(
+        self._stack = BlockStack(
             [p.view(f"u{p.itemsize}").reshape(len(layers), kept, *p.shape[1:]) for p in parts]
         )
         self._flat: list[memoryview] = []
         if all(pages.flags.c_contiguous for pages in self._pages):
             self._flat = [pages.reshape(-1).view(np.uint8).data for pages in self._pages]
 
-    def take(self, tables: BlockTables) -> bool:
-        """Copy; return whether the engine still has all of it."""
+    def take(self, tables: BlockTables) -> BlockStack:
+        """Copy what the blocks have; return the copy."""
         named = {table: tables[table][-self._kept :] for table in set(self._tables)}
-        if not all(all(blocks) for blocks in named.values()):
-            return False
         if self._flat:
             self._gather(named)
         else:
             for pages, copied, table in zip(self._pages, self._copies, self._tables, strict=True):
                 np.take(pages, named[table], 0, out=copied, mode="clip")
-        return True
+        return self._stack
 
     def _gather(self, named: dict[int, Sequence[int]]) -> None:
         size = self._block_bytes

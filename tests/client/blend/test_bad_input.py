@@ -26,8 +26,8 @@ from kvstore.client.engines.transformers import TransformersConnector
 from kvstore.client.engines.transformers.blend_adapter import BlendedCache, TransformersAdapter
 from kvstore.client.engines.transformers.cache import as_argument
 from kvstore.client.options import TransportName
-from kvstore.client.outgoing import Outgoing
 from kvstore.client.resolving import Resolved, ResolveTerms
+from kvstore.client.transport import Outgoing
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.frame import FLAG_RESTORED, FrameTemplate

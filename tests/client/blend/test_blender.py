@@ -13,7 +13,7 @@ from blend_world import MODELS, SUFFIX, VOCABULARY, World, distance, make_world
 
 from kvstore.client.blend.engine import Blender, MemorySource
 from kvstore.client.blend.layer_pass import LayerKV, place_segments, positions_of, reads, runs_of
-from kvstore.client.blend.plan import UNROTATED, BlendPlan, Origin
+from kvstore.client.blend.plan import BlendPlan, Origin
 from kvstore.client.blend.rope import RopeSpec, rerotate
 from kvstore.client.blend.selectors import SELECTORS
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
@@ -87,21 +87,6 @@ def test_the_suffix_reads_joined_chunks_as_the_engine_reads_a_cache(world: World
         suffix = torch.tensor([world.tokens[first:]])
         wanted = world.model(suffix, **as_argument(cache)).logits[0]
     assert distance(found.logits, wanted) <= 1e-12
-
-
-def test_keys_stored_without_their_rotation_blend_to_the_same(world: World) -> None:
-    rope = rotation_of(world)
-    segments, stored = list(world.segments), dict(world.stored)
-    for index in (1, 2, 3):
-        size = len(segments[index])
-        back = torch.zeros(size, dtype=torch.int64)
-        old = torch.arange(size) + segments[index].src_pos
-        stored[index] = [(rerotate(k, old, back, rope), v) for k, v in stored[index]]
-        segments[index] = replace(segments[index], src_pos=UNROTATED)
-    plan = BlendPlan(world.tokens, tuple(segments), ratio=0.2)
-    found = world.blender.blend(plan, MemorySource(stored))
-    wanted = world.blender.blend(world.plan(0.2), world.source)
-    assert distance(found.logits, wanted.logits) < 1e-9
 
 
 # --- what follows

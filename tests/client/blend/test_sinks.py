@@ -12,7 +12,7 @@ from bench.blend_designed import Riddle, RiddleShape, make_riddle, make_with_sin
 
 from kvstore.client.blend.engine import MAX_SINKS, Blender, BlendResult, MemorySource
 from kvstore.client.blend.gate import compare
-from kvstore.client.blend.plan import UNROTATED, BlendPlan, Segment
+from kvstore.client.blend.plan import BlendPlan, Segment
 from kvstore.client.blend.selectors import SELECTORS
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.proto.errors import InvalidRequestError
@@ -90,7 +90,7 @@ def test_the_first_rows_are_computed_at_every_ratio(name: str, sinks: int) -> No
             torch.testing.assert_close(values[:, :sinks], wanted_values[:, :sinks])
 
 
-@pytest.mark.parametrize(("src_pos", "count"), [(0, 2), (1, 1), (2, 0), (UNROTATED, 0)])
+@pytest.mark.parametrize(("src_pos", "count"), [(0, 2), (1, 1), (2, 0)])
 def test_a_chunk_that_began_its_prompt_has_its_own_sinks_computed(src_pos: int, count: int) -> None:
     """Where rows are chosen at all, though none of its own are."""
     plan, source = swapped()

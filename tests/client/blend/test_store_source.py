@@ -98,10 +98,10 @@ def test_a_document_is_one_segment_of_the_plan_where_it_stood_in_one_piece(
     with resolved, StoreSource(resolved, prompt, client.model) as source:
         found = [(one.start, one.end, one.kind, one.src_pos) for one in source.plan.segments]
         assert found == [
-            (0, 20, "miss", -1),
+            (0, 20, "miss", 0),
             (20, 60, "approx", 68),
             (60, 108, "approx", 20),
-            (108, 117, "miss", -1),
+            (108, 117, "miss", 0),
         ]
         assert source.loaded_bytes > 88 * LAYERS * 2 * 2 * 16 * 4
 

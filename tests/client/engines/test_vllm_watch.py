@@ -24,15 +24,14 @@ from vllm_pages import SHAPE, empty_pages, representation, writer
 from vllm_stand_ins import FakeRequest, step
 from vllm_steps import QUEUE_BYTES, Engine, options
 
-from kvstore.client import liveness
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm import worker as vllm_watch
 from kvstore.client.engines.vllm.blocks import BLOCK_LAYOUTS
 from kvstore.client.engines.vllm.messages import LoadSpec, StepPlan
 from kvstore.client.engines.vllm.worker import HangMonitor, VllmWorker
-from kvstore.client.liveness import hangs, is_runnable, is_silent, peer_pid
 from kvstore.client.options import ClientOptions
+from kvstore.client.session import hangs, is_runnable, is_silent, peer_pid
 from kvstore.proto.types import ChainDigest
 
 PROMPT, OTHER, THIRD = (prompt_tokens(number, 200) for number in (1, 2, 3))
@@ -173,8 +172,10 @@ def test_a_load_that_takes_its_time_is_not_ended(
         return asked[-1]
 
     monkeypatch.setattr(Client, "end_if_hung", noted)
-    monkeypatch.setattr(liveness, "PROBE_S", 10.0)  # a busy machine answers late, and does
-    monkeypatch.setattr(liveness, "PULSE_S", 10.0)
+    monkeypatch.setattr(
+        "kvstore.client.session.PROBE_S", 10.0
+    )  # a busy machine answers late, and does
+    monkeypatch.setattr("kvstore.client.session.PULSE_S", 10.0)
     read_into = engine.workers[0]._connector.read_into
 
     def slow(*given: Any) -> int:
@@ -287,7 +288,7 @@ def test_a_server_elsewhere_is_silent_only_beyond_what_its_heartbeats_take(
         return False
 
     session: Any = SimpleNamespace(pace_s=pace_s, connection=SimpleNamespace(answers=silent))
-    assert is_silent(session)
+    assert is_silent(session.connection, session.pace_s)
     assert waited == pytest.approx([patience_s, patience_s * 2 / 3])
 
 
@@ -295,7 +296,7 @@ def test_a_server_whose_second_answer_comes_is_not_silent() -> None:
     answers = iter([False, True])
     link = SimpleNamespace(answers=lambda _: next(answers))
     session: Any = SimpleNamespace(pace_s=0.0, connection=link)
-    assert not is_silent(session)
+    assert not is_silent(session.connection, session.pace_s)
 
 
 # --- the watch itself

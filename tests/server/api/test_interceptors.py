@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvstore.client.retry import translate
+from kvstore.client.connection import translate
 from kvstore.proto.errors import (
     ChunkCorruptError,
     DeadlineError,

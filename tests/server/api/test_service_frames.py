@@ -12,7 +12,7 @@ from contracts.chunks import make_representation
 from local_server import DEADLINE_MS, LocalServer, open_session
 from prompts import MEDIUM, SMALL, frame_of
 
-from kvstore.client.retry import translate
+from kvstore.client.connection import translate
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc
 from kvstore.proto.buffers import Bytes

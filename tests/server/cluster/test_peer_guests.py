@@ -227,7 +227,7 @@ def test_a_peer_that_hangs_is_left_alone_and_its_chunks_come_by_way_of_the_own_s
 ) -> None:
     keys = store(pair.writer, 1, CHUNKS)
     pair.find(keys)
-    for stream in reads_of(pair.reader)._lenders[1].streams._idle:
+    for stream in reads_of(pair.reader)._lenders[1].streams.pool.idle:
         stream._silence_s = SILENCE_S
     resumed = threading.Event()
     peer_server = peer_server_of(pair.first)

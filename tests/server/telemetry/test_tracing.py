@@ -24,7 +24,7 @@ from prompts import assert_reads, keys_of, store, tokens
 from structlog.testing import capture_logs
 
 from kvstore.client import Access, ClientOptions
-from kvstore.client.tracing import traced
+from kvstore.client.connection import traced
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc
 from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from vllm_pages import (
 
 from kvstore.client.engines.vllm import staging as vllm_page_copy
 from kvstore.client.engines.vllm.blocks import BLOCK_LAYOUTS, BlockLayout, EnginePages
-from kvstore.client.engines.vllm.identity import KVCacheShape
+from kvstore.client.engines.vllm.identity import KVCacheShape, LayerRef
 from kvstore.client.engines.vllm.staging import BlockGather, Staged, StagingFile
 from kvstore.client.tensors import to_arrays
 from kvstore.codecs.block_part import BlockPart, to_dense
@@ -99,6 +100,18 @@ def test_a_window_that_the_engine_gave_up_is_left_out_of_a_copy(file: StagingFil
     copied = gather.take([[1, 2], [3, 4], [5, 7]])
     assert copied is not None, "the memory is used again"
     assert copied.has_windows
+
+
+def test_where_one_window_of_two_is_gone_both_are_left_out(file: StagingFile) -> None:
+    """A chunk has the windows of all layers or of none."""
+    window, full = HYBRID.groups
+    wide = replace(window, window_tokens=97, layers=(LayerRef("model.layers.3.attn", 3, 3),))
+    shape = replace(HYBRID, groups=(window, wide, full))
+    pages = EnginePages.of(shape, empty_pages(shape=shape), writer(BLOCK_LAYOUTS[0]))
+    copied = BlockGather(pages, 2, file).take([[1, 2], [3, 4], [5, 7], [0, 9]])
+    assert copied is not None
+    assert not copied.has_windows
+    assert len(copied.tensors) == 1
 
 
 def test_of_layers_that_keep_windows_only_nothing_is_left_without_them(file: StagingFile) -> None:
