@@ -27,7 +27,6 @@ from kvstore.client.engines.prefix import (
     ConnectorStats,
     Prefix,
     Room,
-    RoomsOf,
     Source,
     Span,
     codecs_of,
@@ -201,23 +200,6 @@ class Connector:
             left_s, prefill, least=least, never_later=True, loads_first=within.compute is None,
             tail_tokens=max(1, tail_tokens),
         )  # fmt: skip
-
-    def load_ends(
-        self, tokens: Sequence[int], rooms: RoomsOf, extra: Sequence[bytes] = ()
-    ) -> Prefix:
-        """Do the same for a model that keeps windows or states, whose chunks differ in layout.
-
-        All but the last token at most are read, and nothing unless all that the lookup found:
-        such a prefix can be continued at its end only. Exact copies alone. Never raises.
-        """
-
-        def read(
-            keys: Sequence[ChunkKey], spans: Sequence[Span], _first: int, _least: Accuracy
-        ) -> list[Stated]:
-            found = len(self.client.get_chunks(keys, rooms(spans)))
-            return [EXACT] * found if found == len(keys) else []
-
-        return self._counted(tokens, read, extra, whole=True)
 
     def _counted(
         self,

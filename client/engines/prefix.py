@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from kvstore.client.decode import Room as ChunkRooms
 from kvstore.client.prefill import Deadline
 from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import codec_name
@@ -20,9 +19,6 @@ Span: TypeAlias = tuple[int, int]
 
 Room: TypeAlias = Callable[[Sequence[Span]], Sequence[LayerTensors]]
 """Returns where the tensors of each span are to be written; asked once a load."""
-
-RoomsOf: TypeAlias = Callable[[Sequence[Span]], ChunkRooms]
-"""Returns the same for chunks whose layouts differ; asked once a load."""
 
 Source: TypeAlias = Callable[[Span], LayerTensors]
 """Returns the tensors of one span, without copying if it can."""
