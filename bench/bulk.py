@@ -15,7 +15,7 @@ import numpy as np
 from bench.report import best_s, paired
 from bench.workload import MODEL, check, chunk_bytes, make_chunks, serving
 from kvstore.client import Client, ClientOptions
-from kvstore.client.frame_stream import Entrance, FrameStream
+from kvstore.client.transports.tcp_connection import Entrance, FrameStream
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, KVLayout, PutOutcome

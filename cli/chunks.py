@@ -58,7 +58,7 @@ from kvstore.proto.errors import (
 if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.cli.chunk_files import ChunkFile
     from kvstore.client.client import Client
-    from kvstore.client.transport import Put
+    from kvstore.client.transports.base import Put
     from kvstore.proto import kvstore_pb2 as pb
     from kvstore.proto.frame import FrameHeader
     from kvstore.proto.types import ChunkKey

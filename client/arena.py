@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 
 from kvstore.client.session import SessionTerms
-from kvstore.client.shm import Slabs
+from kvstore.client.transports.shared_memory import Slabs
 from kvstore.proto.device import Imported, open_device
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.unix_socket import ARENA_SLAB

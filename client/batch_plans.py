@@ -9,7 +9,7 @@ import numpy as np
 
 from kvstore.client.batches import batches
 from kvstore.client.server_link import LeftMs, ServerLink, packed
-from kvstore.client.transport import Transport
+from kvstore.client.transports.base import Transport
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.messages import chains_of

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from typing_extensions import override
 
-from kvstore.client.transport import ABANDON_S, LayerSink, Put
+from kvstore.client.transports.base import ABANDON_S, LayerSink, Put
 from kvstore.codecs.base import AnyPart
 from kvstore.proto.types import DIGEST_BYTES
 

@@ -12,7 +12,7 @@ from kvstore.client.layered_put import LayeredPut
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.server_link import LeftMs, ServerLink, digest_of, packed
 from kvstore.client.session import Session
-from kvstore.client.transport import Outgoing, OutgoingShard, Put, PutTerms, Transport
+from kvstore.client.transports.base import Outgoing, OutgoingShard, Put, PutTerms, Transport
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, InvalidRequestError, TierUnavailableError
 from kvstore.proto.frame import FrameTemplate, raw_frame_bytes

@@ -22,7 +22,7 @@ from kvstore.client.levels import PlanTerms
 from kvstore.client.rectangle import RectangleRoom
 from kvstore.client.server_link import LeftMs, ServerLink, digest_of, packed
 from kvstore.client.tensors import LayerTensors
-from kvstore.client.transport import (
+from kvstore.client.transports.base import (
     Arrival,
     ReadPlan,
     Transport,
@@ -30,7 +30,7 @@ from kvstore.client.transport import (
     room_of,
     whole_frames,
 )
-from kvstore.client.transport import read_layers as transport_layers
+from kvstore.client.transports.base import read_layers as transport_layers
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (

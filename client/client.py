@@ -33,9 +33,9 @@ from kvstore.client.options import (
 from kvstore.client.page_names import page_digests
 from kvstore.client.rectangle import Rectangle, RectangleRoom
 from kvstore.client.server_link import LeftMs, ServerLink
-from kvstore.client.shm import ShmTransport
 from kvstore.client.tensors import LayerTensors
-from kvstore.client.transport import Put, PutTerms, Transport
+from kvstore.client.transports.base import Put, PutTerms, Transport
+from kvstore.client.transports.shared_memory import ShmTransport
 from kvstore.codecs.asset_shelf import ASSETS
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb

@@ -35,8 +35,15 @@ from kvstore.client.forks import keep
 from kvstore.client.frames import FrameAssembler
 from kvstore.client.server_link import LeftMs, packed
 from kvstore.client.session import Session
-from kvstore.client.shm import ShmTransport
-from kvstore.client.transport import Arrival, ReadPlan, Transport, arrival_of, room_of, whole_frame
+from kvstore.client.transports.base import (
+    Arrival,
+    ReadPlan,
+    Transport,
+    arrival_of,
+    room_of,
+    whole_frame,
+)
+from kvstore.client.transports.shared_memory import ShmTransport
 from kvstore.codecs.paged import Paged
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes

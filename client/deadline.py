@@ -40,7 +40,7 @@ from kvstore.client.levels import (
     to_compute,
     wait_until_s,
 )
-from kvstore.client.transport import Arrival, ReadPlan, Transport
+from kvstore.client.transports.base import Arrival, ReadPlan, Transport
 from kvstore.codecs.base import AnyTensors, codec_by_id
 from kvstore.codecs.lossy import LossyCodec
 from kvstore.proto import kvstore_pb2 as pb

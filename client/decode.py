@@ -21,7 +21,7 @@ from kvstore.client.layer_stream import LayeredFrame, LayerStream, Range
 from kvstore.client.rectangle import RectangleRoom
 from kvstore.client.session import Session
 from kvstore.client.tensors import LayerTensors, to_arrays
-from kvstore.client.transport import Arrival
+from kvstore.client.transports.base import Arrival
 from kvstore.codecs.base import (
     AnyPart,
     AnyTensors,

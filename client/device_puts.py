@@ -15,8 +15,8 @@ import torch
 from kvstore.client.chunk import DeviceChunk
 from kvstore.client.client import Client
 from kvstore.client.server_link import LeftMs
-from kvstore.client.shm import ShmTransport
-from kvstore.client.transport import Put, Transport, read_outcomes
+from kvstore.client.transports.base import Put, Transport, read_outcomes
+from kvstore.client.transports.shared_memory import ShmTransport
 from kvstore.codecs.frame_kernels import open_kernels
 from kvstore.codecs.paged import FrameAt, Sums
 from kvstore.codecs.raw import raw_header

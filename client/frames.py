@@ -27,7 +27,7 @@ from kvstore.proto.errors import (
 from kvstore.proto.frame import FrameHeader, check_segment
 
 if TYPE_CHECKING:
-    from kvstore.client.transport import Arrival
+    from kvstore.client.transports.base import Arrival
 
 HEAD_BYTES = 1 << 12
 """Read once and kept: the header of most frames lies within, and is looked at in pieces."""

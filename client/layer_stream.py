@@ -13,7 +13,7 @@ from kvstore.proto.buffers import Bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError, KVStoreError
 
 if TYPE_CHECKING:
-    from kvstore.client.transport import Arrival
+    from kvstore.client.transports.base import Arrival
 
 
 class LayeredFrame:

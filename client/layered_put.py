@@ -9,7 +9,7 @@ from typing import Any
 from kvstore.client.chunk import check_dtypes
 from kvstore.client.forks import FORKS
 from kvstore.client.tensors import TensorLike, layer_arrays
-from kvstore.client.transport import LayerSink, Put
+from kvstore.client.transports.base import LayerSink, Put
 from kvstore.codecs.base import check_parts
 from kvstore.codecs.block_part import BlockPart
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError

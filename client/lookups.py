@@ -11,7 +11,7 @@ from kvstore.client.batches import batches, digest_batches
 from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.client.prefill import chunks_worth_loading
 from kvstore.client.server_link import LeftMs, ServerLink, packed
-from kvstore.client.transport import Transport
+from kvstore.client.transports.base import Transport
 from kvstore.client.view import View
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError

@@ -20,7 +20,7 @@ from kvstore.client.decode import Layer, given
 from kvstore.client.forks import FORKS
 from kvstore.client.server_link import LeftMs, ServerLink
 from kvstore.client.tensors import LayerTensors
-from kvstore.client.transport import Transport
+from kvstore.client.transports.base import Transport
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import messages
 from kvstore.proto.blend import (

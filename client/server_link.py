@@ -9,7 +9,6 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from kvstore.client.batches import digest_batches
-from kvstore.client.bulk_transport import BulkTransport
 from kvstore.client.connection import Connection, countdown
 from kvstore.client.deadline import Meters
 from kvstore.client.decode import Reader
@@ -17,9 +16,10 @@ from kvstore.client.forks import keep
 from kvstore.client.levels import LinkMeter
 from kvstore.client.options import ClientOptions
 from kvstore.client.session import Session, is_silent
-from kvstore.client.shm import ShmTransport, can_share_memory
-from kvstore.client.stream import StreamTransport
-from kvstore.client.transport import Transport
+from kvstore.client.transports.base import Transport
+from kvstore.client.transports.grpc import StreamTransport
+from kvstore.client.transports.shared_memory import ShmTransport, can_share_memory
+from kvstore.client.transports.tcp import BulkTransport
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
     DeadlineError,

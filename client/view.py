@@ -29,7 +29,7 @@ from kvstore.proto.unix_socket import Place
 if TYPE_CHECKING:
     import torch
 
-    from kvstore.client.shm import SlabMap
+    from kvstore.client.transports.shared_memory import SlabMap
 
 
 class Layers(NamedTuple):

@@ -21,7 +21,7 @@ from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client
 from kvstore.client.decode import Layer
 from kvstore.client.resolving import FoundChunk, Resolved, ResolveTerms
-from kvstore.client.transport import Put
+from kvstore.client.transports.base import Put
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import ContextMass
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, ModelError

@@ -19,7 +19,7 @@ from kvstore.client.levels import PlanTerms
 from kvstore.client.options import TransportName
 from kvstore.client.prefill import PrefillModel
 from kvstore.client.rectangle import Rectangle
-from kvstore.client.transport import Arrivals, Put, ReadPlan
+from kvstore.client.transports.base import Arrivals, Put, ReadPlan
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.errors import DeadlineError, InvalidRequestError, LeaseExpiredError
 from kvstore.proto.plans import EngineTerms

@@ -17,7 +17,7 @@ from prompts import equal as equal_tensors
 from kvstore.client import ClientOptions
 from kvstore.client.decode import Reader, given
 from kvstore.client.session import Session
-from kvstore.client.transport import Arrival
+from kvstore.client.transports.base import Arrival
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (

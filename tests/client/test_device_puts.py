@@ -26,7 +26,7 @@ from kvstore.client.cuda import CudaClient
 from kvstore.client.device_pages import DevicePages
 from kvstore.client.device_puts import DevicePutting, DeviceRing
 from kvstore.client.paged_cache import PageAxes
-from kvstore.client.shm import ShmTransport
+from kvstore.client.transports.shared_memory import ShmTransport
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
 from kvstore.proto.device import HostDevice, Imported

@@ -14,7 +14,7 @@ from prompts import MEDIUM, chunks_of, parts_of, store, tokens
 from kvstore.client import Client
 from kvstore.client.chunk_reads import at_least
 from kvstore.client.options import TransportName
-from kvstore.client.transport import Arrival
+from kvstore.client.transports.base import Arrival
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import ACCURACY_OFFSET
 from kvstore.proto.messages import accuracy_number, accuracy_of

@@ -25,7 +25,7 @@ from kvstore.client.frames import (
     ReceivedFrame,
 )
 from kvstore.client.session import Session
-from kvstore.client.transport import Arrival
+from kvstore.client.transports.base import Arrival
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto import kvstore_pb2 as pb

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from prompts import SMALL
 
-from kvstore.client.shm import LeasedViews, SlabMap
+from kvstore.client.transports.shared_memory import LeasedViews, SlabMap
 from kvstore.client.view import geometry_of
 from kvstore.codecs.base import empty_tensors
 from kvstore.codecs.raw import RawCodec

@@ -16,7 +16,7 @@ from kvstore.client import Client, ClientOptions
 from kvstore.client.decode import Layer
 from kvstore.client.options import TransportName
 from kvstore.client.resolving import FoundChunk, Resolved
-from kvstore.client.transport import Outgoing, ReadPlan, read_layers
+from kvstore.client.transports.base import Outgoing, ReadPlan, read_layers
 from kvstore.codecs.base import ChunkTensors, codec_by_name, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes

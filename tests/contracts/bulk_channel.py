@@ -10,7 +10,7 @@ from local_server import LocalServer
 from prompts import MEDIUM, assert_reads, store
 
 from kvstore.client import Client
-from kvstore.client.bulk_transport import BulkTransport
+from kvstore.client.transports.tcp import BulkTransport
 from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey
 
 ServerMaker = Callable[..., LocalServer]

@@ -20,7 +20,7 @@ from prompts import MEDIUM, SMALL, assert_reads, chunks_of, is_right, keys_of, s
 
 from kvstore.client import Client, ClientOptions, PlannedChunk
 from kvstore.client.decode import Layer
-from kvstore.client.transport import ReadPlan, Transport, read_layers
+from kvstore.client.transports.base import ReadPlan, Transport, read_layers
 from kvstore.codecs.base import Part
 from kvstore.codecs.block_part import BlockPart
 from kvstore.proto.errors import (

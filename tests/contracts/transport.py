@@ -39,7 +39,7 @@ from kvstore.client.chunk import parents
 from kvstore.client.options import TransportName
 from kvstore.client.session import Session
 from kvstore.client.tensors import to_torch
-from kvstore.client.transport import ReadPlan, Transport
+from kvstore.client.transports.base import ReadPlan, Transport
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, LeaseExpiredError
 from kvstore.proto.types import (
@@ -54,7 +54,7 @@ from kvstore.proto.types import (
 
 
 class TransportContract(LayersContract, EndsContract, RectanglesContract):
-    """What client/transport.py promises, seen through a Client and a real server."""
+    """What client/transports/base.py promises, seen through a Client and a real server."""
 
     transport: ClassVar[type[Transport]]
 

@@ -12,8 +12,8 @@ from stream_messages import attach
 from trust_world import Audited, chunks_for
 
 from kvstore.client import Access
-from kvstore.client.frame_stream import Entrance, FrameStream
 from kvstore.client.options import TransportName
+from kvstore.client.transports.tcp_connection import Entrance, FrameStream
 from kvstore.proto import unix_socket
 from kvstore.proto.errors import PermissionDeniedError, UnauthenticatedError
 from kvstore.server.api import unix_server

@@ -37,7 +37,7 @@ from kvstore.client.engines.vllm.identity import KVCacheShape
 from kvstore.client.engines.vllm.messages import BlockTables
 from kvstore.client.engines.vllm.staging import LoadJob, Staged, batch_chunks
 from kvstore.client.rectangle import Rectangle
-from kvstore.client.transport import Put
+from kvstore.client.transports.base import Put
 from kvstore.codecs.base import AnyTensors
 from kvstore.codecs.block_stack import BlockStack
 from kvstore.codecs.paged import SKIPPED_BLOCK, FrameAt, Paged, Pages

@@ -27,7 +27,7 @@ from kvstore.client.engines.transformers.blend_adapter import BlendedCache, Tran
 from kvstore.client.engines.transformers.cache import as_argument
 from kvstore.client.options import TransportName
 from kvstore.client.resolving import Resolved, ResolveTerms
-from kvstore.client.transport import Outgoing
+from kvstore.client.transports.base import Outgoing
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.frame import FLAG_RESTORED, FrameTemplate

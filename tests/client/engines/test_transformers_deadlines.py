@@ -20,7 +20,7 @@ from kvstore.client import Client, ClientOptions
 from kvstore.client.deadline import StoredFrame
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.client.prefill import PrefillMeter, PrefillModel
-from kvstore.client.transport import Arrivals, ReadPlan
+from kvstore.client.transports.base import Arrivals, ReadPlan
 from kvstore.proto.errors import InvalidRequestError
 
 CHUNKS, TOKENS = 6, 64

@@ -21,7 +21,7 @@ from prompts import LARGE, SMALL, store
 from socket_peer import OPEN, Claim, Peer, attached, joined, staging, ticking
 
 from kvstore.client import ClientOptions
-from kvstore.client.local_link import parse_answer
+from kvstore.client.transports.unix_rpc import parse_answer
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, UnauthenticatedError
 from kvstore.proto.types import ChunkKey

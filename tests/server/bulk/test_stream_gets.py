@@ -16,7 +16,7 @@ from stream_caller import SOON_S, StreamCaller
 from stream_messages import attach, cancel, done, failed, finish, kind, part, ready
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.stream import StreamTransport
+from kvstore.client.transports.grpc import StreamTransport
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import QuotaExceededError, TierUnavailableError

@@ -17,11 +17,11 @@ from prompts import MEDIUM, assert_reads, keys_of, store
 from stream_messages import attach, get
 
 from kvstore.client import Client, ClientOptions, peer_reads
-from kvstore.client.frame_stream import Entrance, FrameStream
 from kvstore.client.frames import FrameAssembler
 from kvstore.client.options import TransportName
-from kvstore.client.peer_reads import AGAIN_S, SILENCE_S, PeerReads
-from kvstore.client.shm import ShmTransport
+from kvstore.client.transports.peers import AGAIN_S, SILENCE_S, PeerReads
+from kvstore.client.transports.shared_memory import ShmTransport
+from kvstore.client.transports.tcp_connection import Entrance, FrameStream
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.bulk import GUEST_S, guest_token
 from kvstore.proto.errors import (

@@ -8,7 +8,7 @@ from contracts.transport import TransportContract
 from prompts import MEDIUM, assert_reads, store
 
 from kvstore.client import Client
-from kvstore.client.stream import StreamTransport
+from kvstore.client.transports.grpc import StreamTransport
 
 
 class TestStreamTransport(TransportContract):

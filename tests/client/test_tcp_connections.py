@@ -23,11 +23,11 @@ from prompts import MEDIUM, SMALL, assert_reads, chunks_of, keys_of, store
 from stream_messages import Sent
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.bulk_transport import BulkTransport, StreamUpload
-from kvstore.client.frame_stream import Entrance, FrameStream, FrameStreams
 from kvstore.client.frames import FrameAssembler
 from kvstore.client.session import Session, SessionTerms
-from kvstore.client.stream import StreamTransport
+from kvstore.client.transports.grpc import StreamTransport
+from kvstore.client.transports.tcp import BulkTransport, StreamUpload
+from kvstore.client.transports.tcp_connection import Entrance, FrameStream, FrameStreams
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (

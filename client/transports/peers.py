@@ -14,10 +14,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kvstore.client.frame_stream import DIAL_S, Entrance, FrameStream, FrameStreams
 from kvstore.client.frames import DirectFrame, FrameAssembler
 from kvstore.client.session import Session
-from kvstore.client.transport import Arrival, Direct, room_of, whole_frame
+from kvstore.client.transports.base import Arrival, Direct, room_of, whole_frame
+from kvstore.client.transports.tcp_connection import DIAL_S, Entrance, FrameStream, FrameStreams
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import KVStoreError, TierUnavailableError

@@ -16,7 +16,7 @@ from typing_extensions import override
 from kvstore.client.forks import EndedByForkError
 from kvstore.client.frames import FrameAssembler
 from kvstore.client.session import Session
-from kvstore.client.transport import (
+from kvstore.client.transports.base import (
     ABANDON_S,
     Arrivals,
     LayerSink,

@@ -17,11 +17,8 @@ import numpy as np
 from typing_extensions import override
 
 from kvstore.client.frames import FileFrame, FrameAssembler, OpenFile
-from kvstore.client.local_link import UnixRpc, enter
-from kvstore.client.peer_reads import LentRun, PeerReads
 from kvstore.client.session import Session, hangs, peer_pid
-from kvstore.client.staging import PARTS, PutPipeline, StagingMemory
-from kvstore.client.transport import (
+from kvstore.client.transports.base import (
     Arrival,
     Arrivals,
     Outgoing,
@@ -34,6 +31,9 @@ from kvstore.client.transport import (
     stays,
     whole_frame,
 )
+from kvstore.client.transports.peers import LentRun, PeerReads
+from kvstore.client.transports.staging import PARTS, PutPipeline, StagingMemory
+from kvstore.client.transports.unix_rpc import UnixRpc, enter
 from kvstore.client.view import ChunkView, RawGeometry, View, geometry_of, view_at
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket

@@ -18,8 +18,8 @@ from prompts import MEDIUM, SMALL, assert_reads, chunks_of, is_right, keys_of, o
 from kvstore.client import Client, ClientOptions
 from kvstore.client.frames import FileFrame
 from kvstore.client.session import Session
-from kvstore.client.shm import ShmTransport
-from kvstore.client.transport import ReadPlan, Transport
+from kvstore.client.transports.base import ReadPlan, Transport
+from kvstore.client.transports.shared_memory import ShmTransport
 from kvstore.proto import frame, unix_socket
 from kvstore.proto.buffers import Pieces, copy_groups
 from kvstore.proto.errors import DeadlineError, LeaseExpiredError, TierUnavailableError

@@ -13,11 +13,9 @@ import numpy as np
 from typing_extensions import override
 
 from kvstore.client.connection import SLACK_S
-from kvstore.client.frame_stream import Entrance, FrameStream, FrameStreams
 from kvstore.client.frames import FrameAssembler, Room, here
 from kvstore.client.session import Session
-from kvstore.client.stream import StreamTransport
-from kvstore.client.transport import (
+from kvstore.client.transports.base import (
     Arrival,
     Arrivals,
     Outgoing,
@@ -28,6 +26,8 @@ from kvstore.client.transport import (
     room_of,
     whole_frame,
 )
+from kvstore.client.transports.grpc import StreamTransport
+from kvstore.client.transports.tcp_connection import Entrance, FrameStream, FrameStreams
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes

@@ -27,12 +27,13 @@ from prompts import (
 )
 from socket_peer import Listener
 
-from kvstore.client import Client, ClientOptions, local_link
+from kvstore.client import Client, ClientOptions
 from kvstore.client.connection import Connection
 from kvstore.client.frames import FrameAssembler
-from kvstore.client.local_link import MAX_CONNECTIONS, CallQueue, UnixRpc
 from kvstore.client.session import Session
-from kvstore.client.transport import arrival_of, room_of, whole_frames
+from kvstore.client.transports import unix_rpc
+from kvstore.client.transports.base import arrival_of, room_of, whole_frames
+from kvstore.client.transports.unix_rpc import MAX_CONNECTIONS, CallQueue, UnixRpc
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
 from kvstore.proto.errors import (
@@ -495,7 +496,7 @@ def test_who_may_not_join_calls_through_grpc_and_tries_again_later(
     setting: Setting, said: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not said:
-        monkeypatch.setattr(local_link, "_JOIN_WITHIN_S", SOON_MS / 1000)
+        monkeypatch.setattr(unix_rpc, "_JOIN_WITHIN_S", SOON_MS / 1000)
     joining = [said]
     accepted = [unix_socket.pack_reply(Reply.ok)]
     false = setting.serve(lambda _: lookup_answer(), lambda: joining[0])

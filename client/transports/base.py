@@ -15,8 +15,8 @@ from typing_extensions import override
 from kvstore.client.connection import Connection, countdown
 from kvstore.client.frames import DirectFrame, FileFrame, FrameAssembler, Payload
 from kvstore.client.layer_stream import LayeredFrame, LayerStream
-from kvstore.client.local_link import UnixRpc
 from kvstore.client.session import Session, is_silent
+from kvstore.client.transports.unix_rpc import UnixRpc
 from kvstore.client.view import View
 from kvstore.codecs.base import AnyPart, AnyTensors
 from kvstore.codecs.raw import RawCodec, raw_header

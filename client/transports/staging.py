@@ -10,9 +10,9 @@ from contextlib import suppress
 
 import numpy as np
 
-from kvstore.client.local_link import CallQueue, UnixRpc
 from kvstore.client.session import Session
-from kvstore.client.transport import Outgoing, Put, PutTerms, read_outcomes
+from kvstore.client.transports.base import Outgoing, Put, PutTerms, read_outcomes
+from kvstore.client.transports.unix_rpc import CallQueue, UnixRpc
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
 from kvstore.proto.buffers import Bytes

@@ -16,11 +16,11 @@ from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import SMALL, assert_reads, chunks_of, keys_of, store
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.bulk_transport import BulkTransport
-from kvstore.client.frame_stream import MAX_STREAMS, Entrance
 from kvstore.client.session import Session
-from kvstore.client.stream import StreamTransport
-from kvstore.client.transport import Arrival, ReadPlan, read_layers
+from kvstore.client.transports.base import Arrival, ReadPlan, read_layers
+from kvstore.client.transports.grpc import StreamTransport
+from kvstore.client.transports.tcp import BulkTransport
+from kvstore.client.transports.tcp_connection import MAX_STREAMS, Entrance
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, KVStoreError, TierUnavailableError
 from kvstore.proto.types import ChunkKey

@@ -1,0 +1,1 @@
+"""How frames travel between a client and its server."""
