@@ -16,9 +16,10 @@ from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import MEDIUM, assert_reads, keys_of, store
 from stream_messages import attach, get
 
-from kvstore.client import Client, ClientOptions, peer_reads
+from kvstore.client import Client, ClientOptions
 from kvstore.client.frames import FrameAssembler
 from kvstore.client.options import TransportName
+from kvstore.client.transports import peers
 from kvstore.client.transports.peers import AGAIN_S, SILENCE_S, PeerReads
 from kvstore.client.transports.shared_memory import ShmTransport
 from kvstore.client.transports.tcp_connection import Entrance, FrameStream
@@ -98,7 +99,7 @@ class Pair:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have readers wait for a machine that is busy."""
-    monkeypatch.setattr(peer_reads, "SILENCE_S", SOON_S)
+    monkeypatch.setattr(peers, "SILENCE_S", SOON_S)
 
 
 @pytest.fixture
