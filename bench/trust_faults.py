@@ -105,7 +105,7 @@ from kvstore.client import Client, ClientOptions
 
 client = Client(sys.argv[1], TINY, ClientOptions("shm", deadline_ms=20_000))
 keys, _ = make_chunks(client, 8, seed=1)
-leases = [client.lease(keys) for _ in range(50)]
+leases = [client.lease(keys=keys) for _ in range(50)]
 assert len(leases[0].get()) == 8
 print("holding", flush=True)
 time.sleep(600)

@@ -31,10 +31,10 @@ from kvstore.proto import kvstore_pb2 as pb
 address, transport = sys.argv[1:]
 client = Client(address, SMALL, ClientOptions(transport, 16, DEADLINE_MS))
 keys = keys_of(client, 1, 4)
-client.put(chunks_of(client, keys))
-leases = [client.lease(keys) for _ in range(3)]
+client.put_chunks(chunks_of(client, keys))
+leases = [client.lease(keys=keys) for _ in range(3)]
 assert len(leases[0].get()) == 4
-terms = client._connected().session.terms
+terms = client._link.connected().session.terms
 wire = Wire(
     Connection(address, 1),
     pb.OpenSessionResponse(session_id=terms.session_id, key_namespace=terms.namespace),
@@ -87,13 +87,13 @@ from kvstore.client import Client, ClientOptions, PlannedChunk
 address, transport = sys.argv[1:]
 client = Client(address, SMALL, ClientOptions(transport, 16, DEADLINE_MS))
 stored = keys_of(client, 1, 4)
-client.put(chunks_of(client, stored))
-layers = client.get_layers(stored)
+client.put_chunks(chunks_of(client, stored))
+layers = client.get_chunk_layers(stored)
 assert len(next(layers).tensors) == 4
 chunks = chunks_of(client, keys_of(client, 2, 4))
-put = client.begin_put([PlannedChunk(chunk.key, 16, chunk.parent) for chunk in chunks])
+put = client.put_chunk_layers([PlannedChunk(chunk.key, 16, chunk.parent) for chunk in chunks])
 put.layer(0, [chunk.tensors[0][0] for chunk in chunks])
-while transport == "grpc" and client.lookup([chunk.key for chunk in chunks]).pending < 4:
+while transport == "grpc" and client.lookup(keys=[chunk.key for chunk in chunks]).pending < 4:
     time.sleep(0.01)
 print("holding", flush=True)
 time.sleep(600)

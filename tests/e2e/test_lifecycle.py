@@ -170,13 +170,14 @@ def round_trip(seed):
     for transport in ("shm", "grpc"):
         client = server.connect(transport)
         keys = keys_of(client, seed, 4)
-        assert {put.outcome.name for put in client.put(chunks_of(client, keys))} == {"stored"}
-        with client.lease(keys) as lease:
+        puts = client.put_chunks(chunks_of(client, keys))
+        assert {put.outcome.name for put in puts} == {"stored"}
+        with client.lease(keys=keys) as lease:
             assert len(lease.get()) == 4
-        found = client.get(keys)
+        found = client.get_chunks(keys)
         assert all(is_right(client, *pair) for pair in zip(keys, found, strict=True))
-        assert len(client.list()) and len(client.stat(keys)) == 4
-        assert client.delete(keys) == 4
+        assert len(client.list()) and len(client.stat(keys=keys)) == 4
+        assert client.delete(keys=keys) == 4
         client.close()
         seed += 1
 

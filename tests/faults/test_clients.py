@@ -46,10 +46,10 @@ clients = []
 for seed in range(first, first + count):
     client = Client(address, SMALL, ClientOptions("shm", 16, DEADLINE_MS))
     keys = keys_of(client, 1, 4)
-    lease = client.lease(keys)
+    lease = client.lease(keys=keys)
     assert len(lease.get()) == 4
     chunks = chunks_of(client, keys_of(client, seed, 4))
-    put = client.begin_put([PlannedChunk(chunk.key, 16, chunk.parent) for chunk in chunks])
+    put = client.put_chunk_layers([PlannedChunk(chunk.key, 16, chunk.parent) for chunk in chunks])
     put.layer(0, [chunk.tensors[0][0] for chunk in chunks])
     clients.append((client, lease, put))
 print("holding", flush=True)
@@ -246,7 +246,8 @@ address, transport, version = sys.argv[1], sys.argv[2], int(sys.argv[3])
 client = Client(address, SMALL, ClientOptions(transport, 16, DEADLINE_MS))
 for seed in map(int, sys.stdin):
     keys = keys_of(client, seed, 2)
-    print(*(put.outcome.name for put in client.put(chunks_of(client, keys, version))), flush=True)
+    puts = client.put_chunks(chunks_of(client, keys, version))
+    print(*(put.outcome.name for put in puts), flush=True)
 """
 
 

@@ -47,7 +47,7 @@ client = Client(address, SMALL, ClientOptions("grpc", 16, 5000, retry_after_ms=2
 for seed in range(first, first + 100_000):
     try:
         keys = keys_of(client, seed, 4)
-        puts = client.put(chunks_of(client, keys), durable=bool(seed % 2))
+        puts = client.put_chunks(chunks_of(client, keys), durable=bool(seed % 2))
     except KVStoreError:
         continue
     if all(put.outcome is not PutOutcome.refused for put in puts):

@@ -119,7 +119,7 @@ def test_numbers_in_frames_have_not_changed() -> None:
     ]  # fmt: skip
     assert [dtype.item_bytes for dtype in sorted(DType)] == [2, 2, 4, 1, 1, 1, 1]
     assert [kind.name for kind in sorted(LayerKind)] == ["attention", "mla", "window", "state"]
-    assert [level.name for level in sorted(Accuracy)] == ["none", "bounded", "exact"]
+    assert [level.name for level in sorted(Accuracy)] == ["approximate", "bounded", "exact"]
 
 
 @pytest.mark.parametrize(("kind", "parts"), list(zip(LayerKind, [2, 1, 2, 1], strict=True)))
