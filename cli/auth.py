@@ -87,8 +87,14 @@ def token_make(
         return
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     with os.fdopen(os.open(out, flags, 0o600), "w") as target:
-        write_keys(file, [*rows, row])
-        target.write(f"{text}\n")
+        try:
+            target.write(f"{text}\n")
+            target.flush()
+            os.fsync(target.fileno())
+            write_keys(file, [*rows, row])
+        except BaseException:
+            out.unlink(missing_ok=True)
+            raise
 
 
 @command("token list", exits="0 2", example="kvstore token list api-keys")

@@ -48,6 +48,9 @@ def test_a_token_is_printed_once_listed_without_its_secret_and_revoked(
     assert zeta.tenant == "zeta"
     assert "exists" in run(capsys, "token", "make", file, "--tenant", "b", "--out", out, status=2)
     assert len(parse_keys(file.read_bytes()).rows) == 2
+    lost, other = tmp_path / "none" / "api-keys", tmp_path / "other.token"
+    run(capsys, "token", "make", lost, "--tenant", "b", "--out", other, status=2)
+    assert not other.exists()
     assert "not in the file" in run(capsys, "token", "revoke", file, "", status=2)
     run(capsys, "token", "revoke", file, row["id"][:4])
     assert parse_keys(file.read_bytes()).principal_of(token) is None
