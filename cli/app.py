@@ -138,6 +138,8 @@ def connected(address: str, deadline_ms: int = DEADLINE_MS) -> Iterator[Connecti
     try:
         yield connection
     except (TierUnavailableError, DeadlineError) as error:
+        if isinstance(error, DeadlineError) and connection.answers(deadline_ms / 1000):
+            raise  # it was too slow with this one thing
         reason = str(error).rpartition(": ")[2]  # the end of gRPC's report of all it tried
         if "Socket closed" in reason and not access.tls:
             reason += "; where the server speaks TLS, give --ca or --tls"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from itertools import count, islice
 
@@ -15,10 +16,12 @@ from prompts import SMALL, store
 
 from kvstore import __version__
 from kvstore.cli import server as commands
+from kvstore.cli.app import call, connected
 from kvstore.cli.output import show
 from kvstore.cli.server import FAULTS, Rates, status_as_dict, status_text, watch_status
 from kvstore.client import Client, ClientOptions
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import DeadlineError, KVStoreError
 from kvstore.proto.plans import Hints
 from kvstore.server.telemetry.metrics import COUNTERS
 from kvstore.tiers.disk import DiskTier
@@ -144,6 +147,15 @@ def test_ping_tells_a_server_that_serves_from_one_that_drains_or_is_not_there(
     run = kvstore("ping", server.address)
     assert (run.status, ": draining, " in run.out) == (1, True)
     assert kvstore("ping", "127.0.0.1:1").status == 3
+
+
+def test_a_server_that_is_late_with_one_thing_is_not_said_to_be_away(server: LocalServer) -> None:
+    with pytest.raises(DeadlineError, match="late"), connected(server.address, 2000):
+        raise DeadlineError("late")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(KVStoreError, match="no kvstore-server answers"):
+            call(address, "Status", 100)
 
 
 def test_sessions_says_who_is_connected_for_which_model(
