@@ -16,6 +16,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 from blake3 import blake3
 
 from kvstore.client.tensors import LayerTensors
@@ -348,5 +349,13 @@ def byte_group(page_bytes: int, field: str, name: str = "") -> LayerGroup:
 
 
 def byte_tensors(page: Any) -> LayerTensors:
-    """Return *page*, an array or a tensor of bytes, as the tensors of a chunk."""
-    return [[[page.reshape(1, BYTE_ROWS, -1)]]]
+    """Return *page*, an array or a tensor of bytes, as the tensors of a chunk, which alias it.
+
+    Raises ValueError or torch's RuntimeError for one whose bytes do not follow each other.
+    """
+    if not isinstance(page, np.ndarray):
+        return [[[page.view(1, BYTE_ROWS, -1)]]]
+    rows = page.reshape(1, BYTE_ROWS, -1)
+    if not np.shares_memory(rows, page):  # what is read into a copy would be lost
+        raise ValueError("the bytes of a page have to follow each other")
+    return [[[rows]]]

@@ -464,11 +464,11 @@ class PageStore(Connector):
         def chunks() -> list[Chunk]:
             digests = digests_of(hashes)
             above = [*(digests_of(before[-1:]) or [ROOT]), *digests]
-            pages = zip(self._keys(digests), places, above, strict=False)
-            size = self._pool.page_size
+            pages = zip(self._keys(digests), places, strict=True)
+            size, first = self._pool.page_size, len(before)
             return [
-                Chunk(key, place, parent, position=at * size)
-                for at, (key, place, parent) in enumerate(pages, start=len(before))
+                Chunk(key, place, above[at], position=(first + at) * size)
+                for at, (key, place) in enumerate(pages)
             ]
 
         taken = [one is not PutOutcome.refused for one in self.write_each(chunks)]

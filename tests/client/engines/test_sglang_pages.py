@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from local_server import LocalServer
 
+from kvstore.client.engines.identity import BYTE_ROWS, byte_tensors
 from kvstore.client.engines.sglang.pages import (
     PageSettings,
     PageStore,
@@ -195,6 +197,25 @@ def test_pages_are_stored_as_what_follows_the_pages_before_them(
     stats = store.client.stat(keys=store._keys(digests_of(HASHES[:4])))
     parents = [one.parent.hex() for one in stats]
     assert parents == [bytes(16).hex(), *(name[:32] for name in HASHES[:3])]
+
+
+def test_pages_that_lack_a_place_are_not_stored_and_said_not_to_be(
+    connect: Callable[..., PageStore],
+) -> None:
+    store = connect(Pool.make("page_first", is_mla=False))
+    assert store.store(HASHES[:2], pages(store, 0), ()) == [False] * 2  # type: ignore[arg-type]
+    assert store.count(HASHES[:2]) == 0
+
+
+def test_a_page_of_bytes_is_never_a_copy() -> None:
+    for page in (np.zeros(256, np.uint8), torch.zeros(256, dtype=torch.uint8)):
+        (((rows,),),) = byte_tensors(page)
+        rows[0, 3, 1] = 7
+        assert page[3 * 256 // BYTE_ROWS + 1] == 7
+    with pytest.raises(ValueError, match="follow each other"):
+        byte_tensors(np.zeros((16, 8), np.uint8).T)
+    with pytest.raises(RuntimeError, match="view"):
+        byte_tensors(torch.zeros(16, 8, dtype=torch.uint8).T)
 
 
 @pytest.mark.parametrize(
