@@ -140,6 +140,7 @@ class VllmScheduler:
         lookups.client.counts = lambda: {**lookups.counts(), **self.counted}
         self._reported: Counter[str] = Counter()
         self._refusal = refusal
+        self._is_refused_at_birth = bool(refusal)
         self._reporter: RefusalReporter | None = None
         self._is_waiting = False
         self._steps: deque[tuple[int, float]] = deque(maxlen=1 + role.steps_ahead)
@@ -352,8 +353,11 @@ class VllmScheduler:
     def build_plan(self, output: Any, tables_of: Callable[[str], BlockTables]) -> StepPlan:
         """Return what the workers have to do in the step of vLLM's SchedulerOutput *output*.
 
-        *tables_of* returns the block tables of a request.
+        *tables_of* returns the block tables of a request. Of an engine that was refused at birth
+        *output* is not looked at; one whose pages are refused later still fails its loads.
         """
+        if self._is_refused_at_birth:
+            return StepPlan()
         for request_id in getattr(output, "preempted_req_ids", None) or ():
             if request_id in self._tracked:  # announced again once it goes on
                 self._give_up(self._tracked[request_id])
