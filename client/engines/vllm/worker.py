@@ -12,7 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -102,18 +102,22 @@ class WorkThread:
 
 @dataclass(slots=True, eq=False)
 class _Save:
-    """A chunk that the engine has computed, and its copy once one was begun."""
+    """A chunk that the engine has computed, and its copy once one was begun, by ``side``."""
 
     chunk: ChunkName
     tables: BlockTables
     hints: Hints
+    side: HostSide | DeviceSide
     copy: BlockCopy | DeviceCopy | None = None
+    blocks: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Made once: every step asks every chunk that waits.
+        self.blocks = frozenset[int]().union(*self.tables) - {NULL_BLOCK}
 
     def lies_in(self, blocks: frozenset[int] | None) -> bool:
         """Whether any of *blocks* is its; None: those of every chunk."""
-        return blocks is None or any(
-            block in blocks for table in self.tables for block in table if block != NULL_BLOCK
-        )
+        return blocks is None or not self.blocks.isdisjoint(blocks)
 
 
 class VllmWorker:
@@ -380,7 +384,7 @@ class VllmWorker:
             self._note_unstored(dropped)
         cut = self._cut(spec.tables, len(spec.chunks) - len(dropped))
         self._waiting += [
-            _Save(chunk, tables, spec.hints)
+            _Save(chunk, tables, spec.hints, side)
             for chunk, tables in zip(spec.chunks, cut, strict=False)
         ]
 
@@ -397,12 +401,12 @@ class VllmWorker:
             return
         begun = [self._waiting.popleft() for _ in copies]
         for one, copy in zip(begun, copies, strict=True):
-            one.copy = copy
+            one.side, one.copy = side, copy
         if begun:
             with self._changed:
                 self._storing += begun
                 self._unsent += begun
-            self._storer.do(partial(self._send_unsent, side))
+            self._storer.do(self._send_unsent)
 
     def _give_up(self, lost: Iterable[_Save], count: str) -> None:
         """Count chunks that will not come."""
@@ -411,25 +415,29 @@ class VllmWorker:
             self.counted[count] += len(chunks)
             self._note_unstored(chunks)
 
-    def _send_unsent(self, side: HostSide | DeviceSide) -> None:
+    def _send_unsent(self) -> None:
         """Send what was copied, in batches."""
         if self._unsent:  # else it went with what was before it
             time.sleep(BREATH_S)
-        while batch := self._next_batch(batch_chunks(side.chunk_bytes)):
-            self._send(side, batch)
+        while batch := self._next_batch():
+            self._send(batch)
 
-    def _next_batch(self, most: int) -> list[_Save]:
-        """Return what is put together: chunks with the same hints, so many at most."""
+    def _next_batch(self) -> list[_Save]:
+        """Return what is put together: chunks of one side with the same hints, up to a limit."""
         batch: list[_Save] = []
         with self._changed:
+            if not self._unsent:
+                return batch
+            side, hints = self._unsent[0].side, self._unsent[0].hints
+            most = batch_chunks(side.chunk_bytes)
             while self._unsent and len(batch) < most:
-                if batch and self._unsent[0].hints != batch[0].hints:
+                if self._unsent[0].side is not side or self._unsent[0].hints != hints:
                     break
                 batch.append(self._unsent.popleft())
         return batch
 
-    def _send(self, side: HostSide | DeviceSide, batch: Sequence[_Save]) -> None:
-        hints = batch[0].hints
+    def _send(self, batch: Sequence[_Save]) -> None:
+        side, hints = batch[0].side, batch[0].hints
         copies = [one.copy for one in batch if one.copy is not None]
         near = side.put_near(lambda: [self._chunk(one.chunk) for one in batch], copies, hints)
         rest = [(batch[at].chunk, copy) for at, copy in enumerate(copies) if at not in near]

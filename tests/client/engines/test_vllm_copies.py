@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -118,6 +119,24 @@ def test_what_requests_leave_together_is_put_together_up_to_a_limit(
     assert engine.workers[0].settled(20.0)
     assert seen == puts
     assert start().run("c", OTHER) == 192
+
+
+def test_what_two_registrations_copied_is_put_apart_each_by_its_own(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, sent = start(), list[tuple[object, int]]()
+    worker = engine.workers[0]
+    send, old = worker._send, worker._side
+    monkeypatch.setattr(
+        worker, "_send", lambda batch: sent.append((batch[0].side, len(batch))) or send(batch)
+    )
+    with held(engine):
+        computed(engine, "a", PROMPT, engine.blocks(200))
+        new = worker._side = copy.copy(old)
+        computed(engine, "b", OTHER, engine.blocks(200))
+    assert worker.settled(20.0)
+    assert sent == [(old, 3), (new, 3)]
+    assert worker.counted["stored_chunks"] == 6
 
 
 def test_an_engine_that_does_not_say_what_it_gives_out_has_everything_copied(start: Start) -> None:
