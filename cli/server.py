@@ -78,7 +78,7 @@ class Rates:
 
 
 def fetch_status(address: str) -> pb.StatusResponse:
-    """Return the state of the server at *address*. Raises KVStoreErrors within two seconds."""
+    """Return the state of the server at *address*. Raises KVStoreErrors within three seconds."""
     reply: pb.StatusResponse = call(address, "Status")
     return reply
 

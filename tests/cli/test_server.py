@@ -150,7 +150,7 @@ def test_ping_tells_a_server_that_serves_from_one_that_drains_or_is_not_there(
 
 
 def test_a_server_that_is_late_with_one_thing_is_not_said_to_be_away(server: LocalServer) -> None:
-    with pytest.raises(DeadlineError, match="late"), connected(server.address, 2000):
+    with pytest.raises(DeadlineError, match="late"), connected(server.address):
         raise DeadlineError("late")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"

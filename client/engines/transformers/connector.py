@@ -549,7 +549,8 @@ class TransformersConnector(Connector):
                         self._store(some, reader, stored, call.extra)
                 self._compare(prompt, one.to_compare, one.prefix)
         # As the model returns it: with the padding that all rows have, which was cut off above.
-        output.sequences = torch.cat([ids[:, :-width], output.sequences], dim=1)
+        padded: Any = torch.cat([ids[:, :-width], output.sequences], dim=1)
+        output.sequences = padded
         hits = tuple(one.prefix.hit_tokens for one in loaded)
         return Generation(output, sum(hits), hits)
 

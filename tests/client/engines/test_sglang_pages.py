@@ -209,7 +209,7 @@ def test_pages_that_lack_a_place_are_not_stored_and_said_not_to_be(
 
 def test_a_page_of_bytes_is_never_a_copy() -> None:
     for page in (np.zeros(256, np.uint8), torch.zeros(256, dtype=torch.uint8)):
-        (((rows,),),) = byte_tensors(page)
+        rows: Any = byte_tensors(page)[0][0][0]
         rows[0, 3, 1] = 7
         assert page[3 * 256 // BYTE_ROWS + 1] == 7
     with pytest.raises(ValueError, match="follow each other"):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -127,9 +128,12 @@ def test_what_two_registrations_copied_is_put_apart_each_by_its_own(
     engine, sent = start(), list[tuple[object, int]]()
     worker = engine.workers[0]
     send, old = worker._send, worker._side
-    monkeypatch.setattr(
-        worker, "_send", lambda batch: sent.append((batch[0].side, len(batch))) or send(batch)
-    )
+
+    def noted(batch: Sequence[Any]) -> None:
+        sent.append((batch[0].side, len(batch)))
+        send(batch)
+
+    monkeypatch.setattr(worker, "_send", noted)
     with held(engine):
         computed(engine, "a", PROMPT, engine.blocks(200))
         new = worker._side = copy.copy(old)
