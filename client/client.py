@@ -212,10 +212,10 @@ class Client:
         fresh = empty_kv(self.model, prompt.stop) if out is None else None
         room = self._target(prompt, fresh if out is None else out)
         prefix = self._prefix(prompt.keys, room, accuracy, timeout)
-        chunks = len(prefix.tensors)
+        chunks = prompt.usable(len(prefix.tensors), self.model)
         reached = prompt.reached(chunks)
         kv = None if fresh is None else first_tokens(fresh, reached)
-        return Hit(reached, chunks, tuple(copy.tier for copy in prefix.copies), kv)
+        return Hit(reached, chunks, tuple(copy.tier for copy in prefix.copies[:chunks]), kv)
 
     def put(
         self,

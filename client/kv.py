@@ -178,7 +178,7 @@ class Prompt:
         self._every: Sequence[ChunkKey] = keys
         self._first: int = first
         self.stop: int = whole[-1][1] if whole else 0
-        self._ends: dict[int, int] = {}
+        self._layouts: dict[int, KVLayout] = {}
 
     def target(self, held: WholeKV | Blocks) -> Callable[[int, KVLayout], Any]:
         """Return where each chunk goes in *held*, which has room for all of it."""
@@ -188,14 +188,37 @@ class Prompt:
             is_short = not self._exact and stop == self.stop and layout.tokens < stop - start
             if layout.tokens != stop - start and not is_short:
                 raise InvalidRequestError("keys", layout.tokens, f"chunks have {self._size} tokens")
-            self._ends[index] = start + layout.tokens
+            self._layouts[index] = layout
             return held.chunk(start, start + layout.tokens, layout)
 
         return room
 
     def reached(self, chunks: int) -> int:
         """Return how many tokens there are once the first *chunks* of those left were read."""
-        return max(self.start, self._ends[chunks - 1] if chunks else 0)
+        return max(self.start, self._end(chunks - 1) if chunks else 0)
+
+    def usable(self, chunks: int, model: Model) -> int:
+        """Return how many of the first *chunks*, which were read, the model can go on from: the
+        last tokens before the end are in windows that were read, or the caller has them.
+        """
+        windows = [group for group in model.layer_groups if group.kind is LayerKind.window]
+        while chunks and not all(self._has_window(group, chunks) for group in windows):
+            chunks -= 1
+        return chunks
+
+    def _has_window(self, group: LayerGroup, chunks: int) -> bool:
+        at = self._end(chunks - 1)
+        needed = max(self.start, at - max(1, group.window_tokens - 1))
+        for index in reversed(range(chunks)):
+            if at <= needed:
+                break
+            if not self._layouts[index].has(LayerKind.window):
+                return False
+            at = kept_from(group, self.spans[index][0], at)
+        return True
+
+    def _end(self, index: int) -> int:
+        return self.spans[index][0] + self._layouts[index].tokens
 
     @property
     def parents(self) -> Sequence[ChainDigest]:

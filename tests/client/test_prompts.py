@@ -11,13 +11,21 @@ import numpy as np
 import pytest
 import torch
 from local_server import DEADLINE_MS, LocalServer
-from prompts import tokens
+from prompts import parts_of, tokens
 
 import kvstore
-from kvstore.client import Client, ClientOptions, PagedCache
+from kvstore.client import Chunk, Client, ClientOptions, PagedCache, decode
+from kvstore.client.chunk import parents
 from kvstore.client.options import TransportName
-from kvstore.proto.errors import InvalidRequestError, KVStoreError, LayoutMismatchError, ModelError
-from kvstore.proto.types import Accuracy, DType, LayerGroup, LayerKind, Model
+from kvstore.codecs.base import empty_tensors
+from kvstore.proto.errors import (
+    ChunkCorruptError,
+    InvalidRequestError,
+    KVStoreError,
+    LayoutMismatchError,
+    ModelError,
+)
+from kvstore.proto.types import Accuracy, ChunkKey, DType, KVLayout, LayerGroup, LayerKind, Model
 
 OPTIONS = ClientOptions(chunk_tokens=32, deadline_ms=DEADLINE_MS)
 HALF = Model.uniform("half", "8f2c1d4", layers=2, kv_heads=2, head_dim=8, dtype="float16")
@@ -108,6 +116,55 @@ def test_a_hybrid_model_has_a_tensor_for_each_group(server: LocalServer) -> None
     assert np.array_equal(hit.kv[1][..., 24:32, :], kv[1][..., 24:32, :])
     with pytest.raises(LayoutMismatchError, match="kv="):
         client.put(prompt, kv[0])
+
+
+@pytest.mark.parametrize(
+    ("window", "has", "found"),
+    [
+        (9, "yynny", 64),
+        (9, "nnnny", 0),
+        (33, "ynnny", 32),  # it keeps 32 tokens: one chunk is enough
+        (34, "nyyyy", 128),
+        (34, "yynyy", 64),
+        (34, "ynnny", 32),  # with a first chunk alone there is nothing before it
+    ],
+)
+def test_a_prefix_ends_where_windows_were_read(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch, window: int, has: str, found: int
+) -> None:
+    attention, group = HYBRID.layer_groups
+    model = replace(HYBRID, layer_groups=(attention, replace(group, window_tokens=window)))
+    client, prompt, count = server.connect("auto", model, OPTIONS), tokens(1, 160), len(has)
+    keys = client.keys(prompt)
+    chunks = []
+    for at, (key, parent) in enumerate(zip(keys, parents(keys), strict=True)):
+        layout = KVLayout.of(model, 32, window=has[at] == "y")
+        kv = empty_tensors(layout)
+        for part in parts_of(kv):
+            part[...] = 7
+        chunks.append(Chunk(key, kv, parent, 32 * at, layout=layout))
+    assert len(client.put_chunks(chunks)) == count
+    real = decode.decode
+
+    def last_is_corrupt(session: Any, key: ChunkKey, arrived: Any, room: Any) -> Any:
+        tensors = real(session, key, arrived, room)
+        if key == keys[-1]:
+            raise ChunkCorruptError(key, "made up")
+        return tensors
+
+    monkeypatch.setattr(decode, "decode", last_is_corrupt)
+    out: Any = [np.zeros((2, 2, 2, 160, 8), np.uint16), np.zeros((1, 2, 1, 160, 4), np.uint16)]
+    hit = client.get(prompt, out=out)
+    assert (hit.tokens, hit.chunks, len(hit.tiers)) == (found, found // 32, found // 32)
+    assert (out[0][..., :found, :] == 7).all()
+    assert (out[1][..., max(0, found - window + 1) : found, :] == 7).all()
+
+
+def test_windows_before_the_start_are_the_callers(server: LocalServer) -> None:
+    client, prompt = server.connect("auto", HYBRID, OPTIONS), tokens(1, 64)
+    client.put(prompt, [random(2, 2, 2, 64, 8), random(1, 2, 1, 64, 4)])
+    assert client.get(prompt, start=60).tokens == 64
+    assert client.get(prompt, start=30).chunks == 2
 
 
 BAD_TOKENS: list[Any] = [[1.5] * 20, [-1] * 20, [1 << 32] * 20, [[1], [2, 3]], "abc", [None] * 20]
