@@ -11,7 +11,7 @@ import numpy as np
 
 from kvstore.client.chunk import parents, stated_dtype
 from kvstore.client.paged_cache import Blocks, kept_from
-from kvstore.client.tensors import TensorLike, to_array
+from kvstore.client.tensors import TensorLike, check_apart, to_array
 from kvstore.codecs.base import Part
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
 from kvstore.proto.keys import chunk_spans
@@ -72,7 +72,16 @@ def kv_of(name: str, kv: KV, model: Model, tokens: int, *, is_target: bool) -> W
         raise LayoutMismatchError(name, found.tokens, f"give room for {tokens} tokens")
     if is_target and not found.is_writable:
         raise InvalidRequestError(name, "read-only", "give memory that can be written to")
+    if is_target and not isinstance(kv, Blocks):  # whose cache was checked when it was made
+        check_apart(name, _tensors(kv))
     return found
+
+
+def _tensors(kv: Any) -> list[TensorLike]:
+    """Return the tensors that the caller gave."""
+    if isinstance(kv, Mapping):
+        return [part for parts in kv.values() for part in parts]
+    return [kv] if hasattr(kv, "shape") else list(kv)
 
 
 def _groups(name: str, kv: Any, model: Model) -> list[list[list[Part]]]:
@@ -123,7 +132,9 @@ def _array(name: str, tensor: Any, group: LayerGroup) -> Part:
     try:
         array = to_array(tensor)
     except LayoutMismatchError as error:
-        raise LayoutMismatchError(name, str(error), "give a tensor on the CPU") from None
+        raise LayoutMismatchError(
+            name, str(error), "give a tensor on the CPU, in its byte order"
+        ) from None
     if array.dtype.itemsize != group.dtype.item_bytes or array.dtype.kind not in "uif":
         raise LayoutMismatchError(name, str(array.dtype), f"give {group.dtype.name}")
     return array

@@ -235,9 +235,34 @@ def test_what_cannot_be_written_to_is_no_target(client: Client) -> None:
         cache[[0, 4]]
     with pytest.raises(InvalidRequestError, match="name each block once"):
         cache[[1, 1]]
+    with pytest.raises(LayoutMismatchError, match="in its byte order"):
+        client.get(prompt, out=np.zeros((2, 2, 2, 32, 8), ">u2"))
+    with pytest.raises(LayoutMismatchError, match="in its byte order"):
+        client.put(prompt, np.zeros((2, 2, 2, 32, 8), ">f2"))
     other = PagedCache(replace(HALF, model_id="other"), pages, "block kv token head dim")
     with pytest.raises(LayoutMismatchError, match="kv='other'"):
         client.put(prompt, other[[0, 1]])
+
+
+def test_memory_that_overlaps_is_no_target(client: Client) -> None:
+    prompt, kv = tokens(1, 32), random(2, 2, 2, 32, 8)
+    client.put(prompt, kv)
+    one, two = np.zeros((2, 2, 32, 8), np.float16), np.zeros((3, 32, 8), np.float16)
+    targets: list[Any] = [
+        {0: (one[0], one[1]), 1: (one[0], one[1])},
+        {0: tuple(one), 1: (two[:2], two[1:])},
+        np.lib.stride_tricks.as_strided(one, kv.shape, (0, 0, 0, 16, 2)),
+        torch.zeros(1, 2, 2, 32, 8, dtype=torch.float16).expand(2, 2, 2, 32, 8),
+    ]
+    for out in targets:
+        with pytest.raises(InvalidRequestError, match="out="):
+            client.get(prompt, out=out)
+    tokens_last = np.zeros((32, 8, 2, 2, 2), np.float16).transpose(2, 3, 4, 0, 1)
+    backwards = np.zeros_like(kv)[::-1]
+    for fine in (tokens_last, backwards, {0: tuple(tokens_last[0]), 1: tuple(tokens_last[1])}):
+        assert client.get(prompt, out=fine).tokens == 32
+    assert np.array_equal(tokens_last, kv)
+    assert np.array_equal(backwards, kv)
 
 
 @pytest.mark.parametrize(
