@@ -163,6 +163,8 @@ def check_naming(chunk: Chunk | PlannedChunk | DeviceChunk) -> None:
 def check_dtypes(component: Component, parts: Sequence[TensorLike | BlockPart]) -> None:
     """Raise LayoutMismatchError when a tensor states another element type than *component*."""
     for part in parts:
+        if not hasattr(part, "dtype"):
+            raise LayoutMismatchError("tensors", type(part).__name__, "give numpy or torch tensors")
         stated = stated_dtype(part.dtype)
         if stated is not None and stated is not component.dtype:
             raise LayoutMismatchError("dtype", stated.name, f"give {component.dtype.name}")

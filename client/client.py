@@ -335,9 +335,8 @@ class Client:
         prompt = self._prompt(tokens, None, start)
         named = zip(prompt.keys, prompt.parents, prompt.spans, strict=True)
         chunks = [PlannedChunk(key, stop - at, parent, at) for key, parent, (at, stop) in named]
-        put = self.put_chunk_layers(chunks, durable=durable, timeout=timeout, hints=hints)
-        put.spans = prompt.spans
-        return put
+        terms = PutTerms(durable, self._deadline_ms(timeout), hints)
+        return put_by_layers(self._link, chunks, terms, prompt.spans)
 
     # --- chunks, for who names and cuts them
 

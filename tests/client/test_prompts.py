@@ -15,7 +15,7 @@ from prompts import parts_of, tokens
 
 import kvstore
 from kvstore.client import Chunk, Client, ClientOptions, PagedCache, decode
-from kvstore.client.chunk import parents
+from kvstore.client.chunk import PlannedChunk, parents
 from kvstore.client.options import TransportName
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.errors import (
@@ -91,8 +91,62 @@ def test_layers_come_and_go_by_tokens(client: Client) -> None:
     assert np.array_equal(out, kv)
     with pytest.raises(LayoutMismatchError, match="tensors="), client.put_layers(prompt) as put:
         put.layer(0, kv[0, :, :, :32])
-    with pytest.raises(InvalidRequestError, match="chunks=0"):
-        client.put_layers(prompt[:3])
+    with client.put_layers(prompt[:3]) as put:  # as ``put``, which leaves such a rest out
+        for layer in (1, 0):
+            put.layer(layer, kv[layer])
+    assert put.results == []
+
+
+def test_a_layer_that_is_none_is_refused(client: Client) -> None:
+    prompt, kv = tokens(1, 32), random(2, 2, 2, 32, 8)
+    cache = PagedCache(
+        HALF, np.zeros((2, 2, 2, 16, 2, 8), np.uint16), "layer block kv token head dim"
+    )
+    (blocks,) = cache[[0, 1]].chunk(0, 32)
+    bad: list[Any] = [
+        5,
+        None,
+        1.5,
+        np.float16(1),
+        [5, 6],
+        "ab",
+        blocks[0],
+        [kv[0, 0]],
+        cache[[0, 1]],
+    ]
+    put = client.put_layers(prompt)
+    for tensors in bad:
+        with pytest.raises((InvalidRequestError, LayoutMismatchError), match="tensors="):
+            put.layer(0, tensors)
+    with pytest.raises(InvalidRequestError, match="layer_id="):
+        put.layer([0], kv[0])  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="tensors='blocks': give tensors over all"):
+        put.layer(0, blocks[0])
+    put.layer(0, kv[0])
+    put.layer(1, kv[1])
+    assert [one.outcome.name for one in put.commit()] == ["stored"]
+    assert np.array_equal(client.get(prompt).kv, kv)
+    planned = PlannedChunk(client.keys(tokens(2, 32))[0], 32)
+    with client.put_chunk_layers([planned]) as put:
+        for tensors in (5, [5], [[5, 6]], [["a", "b"]]):
+            with pytest.raises((InvalidRequestError, LayoutMismatchError), match="tensors="):
+                put.layer(0, tensors)  # type: ignore[arg-type]
+        put.layer(0, [blocks[0]])
+        put.layer(1, [blocks[1]])
+    assert [one.outcome.name for one in put.results] == ["stored"]
+
+
+def test_layers_of_windows_are_put_as_whole_prompts_are(server: LocalServer) -> None:
+    client, prompt = server.connect("auto", HYBRID, OPTIONS), tokens(1, 84)
+    kv = [random(2, 2, 2, 84, 8), random(1, 2, 1, 84, 4)]
+    with client.put_layers(prompt) as put:
+        for layer, tensors in ((0, kv[0][0]), (1, kv[1][0]), (2, kv[0][1])):
+            put.layer(layer, tensors)
+    assert [one.outcome.name for one in put.results] == ["stored"] * 3
+    hit = client.get(prompt)
+    assert hit.tokens == 84
+    assert np.array_equal(hit.kv[0], kv[0])
+    assert np.array_equal(hit.kv[1][..., 76:, :], kv[1][..., 76:, :])
 
 
 def test_bfloat16_is_torchs_and_layers_may_be_named(server: LocalServer) -> None:
