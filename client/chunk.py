@@ -142,6 +142,13 @@ class DeviceChunk:
         check_naming(self)
 
 
+def check_keys(keys: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
+    """Return *keys*. Raises InvalidRequestError for what is no list."""
+    if not isinstance(keys, Sequence) or isinstance(keys, str | bytes):
+        raise InvalidRequestError("keys", keys, "give a list of what keys() returns")
+    return keys
+
+
 def parents(keys: Sequence[ChunkKey]) -> Sequence[ChainDigest]:
     """Return the parent digest of each key of a chain."""
     return [ROOT, *(ChainDigest(key[DIGEST_BYTES:]) for key in keys[:-1])][: len(keys)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,7 +12,7 @@ from kvstore.client.chunk import parents, stated_dtype
 from kvstore.client.paged_cache import Blocks, kept_from
 from kvstore.client.tensors import TensorLike, check_apart, to_array
 from kvstore.codecs.base import Part
-from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
+from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, is_whole
 from kvstore.proto.keys import chunk_spans
 from kvstore.proto.types import (
     ChainDigest,
@@ -93,7 +92,7 @@ def _groups(name: str, kv: Any, model: Model) -> list[list[list[Part]]]:
     if isinstance(kv, Mapping):
         wanted = {layer for group in groups for layer in group.layer_ids}
         if set(kv) != wanted:
-            raise LayoutMismatchError(name, sorted(kv), f"give the layers {sorted(wanted)}")
+            raise LayoutMismatchError(name, list(kv), f"give the layers {sorted(wanted)}")
         return [[_parts(name, kv[layer], group) for layer in group.layer_ids] for group in groups]
     if hasattr(kv, "shape"):
         kv = [kv]
@@ -178,7 +177,7 @@ class Prompt:
         self._size = chunk_tokens
         self._exact = tokens is not None
         count = len(keys) * chunk_tokens if tokens is None else tokens
-        if not isinstance(start, Integral) or not 0 <= start <= count:
+        if not is_whole(start) or not 0 <= start <= count:
             raise InvalidRequestError("start", start, f"give 0 to {count}, the prompt's tokens")
         whole = chunk_spans(count, chunk_tokens)
         first = sum(stop <= start for _, stop in whole)

@@ -254,6 +254,7 @@ BAD_KV: list[tuple[Any, str]] = [
     (torch.zeros(2, 2, 2, 32, 8, dtype=torch.float16, device="meta"), "device"),
     ({0: ()}, r"give the layers \[0, 1\]"),
     ({0: (), 1: ()}, "give 2 parts"),
+    ({"a": (), 0: ()}, r"\['a', 0\]: give the layers \[0, 1\]"),
     ("abc", "give a tensor"),
     (7, "give a tensor"),
     ([[1, 2]], "give"),
@@ -325,6 +326,7 @@ def test_memory_that_overlaps_is_no_target(client: Client) -> None:
         ({"start": 33}, "start=33"),
         ({"start": -1}, "start=-1"),
         ({"start": 1.5}, "start=1.5"),
+        ({"start": True}, "start=True"),
         ({"timeout": 0}, "timeout=0"),
         ({"timeout": -1.0}, "timeout=-1"),
         ({"timeout": float("nan")}, "timeout=nan"),
@@ -338,6 +340,24 @@ def test_words_of_a_get_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(InvalidRequestError, match=name):
         client.get(tokens(1, 32), **words)
+
+
+def test_keys_limits_and_blocks_that_are_none_are_refused(client: Client) -> None:
+    for keys in (5, 0, b"abc", "abc", {1: 2}, np.zeros(3)):
+        for call in (client.get, client.lookup, client.lease, client.stat, client.delete):
+            with pytest.raises(InvalidRequestError, match="keys="):
+                call(keys=keys)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequestError, match="keys="):
+            client.get_chunks(keys)  # type: ignore[arg-type]
+    for limit in (1.5, True, -1, "1"):
+        with pytest.raises(InvalidRequestError, match="limit="):
+            client.list(limit)  # type: ignore[arg-type]
+    pages = np.zeros((2, 8, 2, 16, 2, 8), np.uint16)
+    cache = PagedCache(HALF, pages, "layer block kv token head dim")
+    bad: list[Any] = [[[1], [2, 3]], [True, 2], [True, False], 3, None, [1 << 70], "ab", ["a"]]
+    for block_ids in bad:
+        with pytest.raises(InvalidRequestError, match="block_ids="):
+            cache[block_ids]
 
 
 def test_a_ttl_that_cannot_be_is_refused(client: Client) -> None:
