@@ -144,7 +144,7 @@ class DeviceChunk:
 
 def check_keys(keys: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
     """Return *keys*. Raises InvalidRequestError for what is no list."""
-    if not isinstance(keys, Sequence) or isinstance(keys, str | bytes):
+    if not isinstance(keys, Sequence):
         raise InvalidRequestError("keys", keys, "give a list of what keys() returns")
     return keys
 

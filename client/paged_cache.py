@@ -93,7 +93,7 @@ class PagedCache:
         self.block_tokens: int
         self.blocks, self.block_tokens = shapes.pop()
         if self.is_writable:
-            given = [pages] if "layer" in order.names else pages
+            given: Any = [pages] if "layer" in order.names else pages
             check_apart("pages", [t for one in given for t in _tensors_of(one)])
 
     @property

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 else:
     TensorLike = Any
 
-_MAX_WORK = 10_000
+_MAX_WORK: Any = 10_000
 """What finding out whether two interleaved tensors overlap may cost: some milliseconds."""
 
 LayerTensors: TypeAlias = Sequence[Sequence[Sequence[TensorLike | BlockPart]]]
