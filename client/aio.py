@@ -107,7 +107,8 @@ def iterated(
     async def run(
         self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs
     ) -> AsyncGenerator[T, None]:
-        items = call(self.sync, *args, **kwargs)
+        begin = partial(call, self.sync, *args, **kwargs)
+        items = await settled(begin, undo=lambda begun: begun.close())
         try:
             while (item := await settled(partial(next, items, None))) is not None:
                 yield item

@@ -222,8 +222,10 @@ def read_layers_retried(link: ServerLink, request: LayerRequest) -> Generator[La
     """Do the same, once more where a lease was lost before the first layer was there."""
     check_every_layer(link.model)
 
-    def begin(transport: Transport, _: LeftMs) -> tuple[Layer | None, Generator[Layer, None, None]]:
-        layers = read_layers(link, transport, request)
+    def begin(
+        transport: Transport, left_ms: LeftMs
+    ) -> tuple[Layer | None, Generator[Layer, None, None]]:
+        layers = read_layers(link, transport, request._replace(deadline_ms=left_ms()))
         return next(layers, None), layers
 
     first, layers = link.run(begin, request.deadline_ms)

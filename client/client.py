@@ -64,8 +64,9 @@ class Client:
 
     Calls take a prompt's *tokens*, or as *keys* the names of its chunks. It connects at the first
     call, and again after the server restarted. Every method raises KVStoreErrors only and returns
-    within its timeout, ``options.deadline_ms`` unless given, plus 50 ms a round trip. A miss is an
-    answer: a Hit of 0 tokens, a Match of 0, a shorter list.
+    within its timeout, ``options.deadline_ms`` unless given, plus 50 ms a round trip. A
+    session is opened within ``options.deadline_ms``. A miss is an answer: a Hit of 0 tokens, a
+    Match of 0, a shorter list.
     """
 
     shared_memory: ClassVar[type[ShmTransport]] = ShmTransport

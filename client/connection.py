@@ -349,14 +349,6 @@ class Pool(Generic[C]):
             self.busy.add(connection)
             return connection
 
-    def take_all(self, wanted: Callable[[C], bool]) -> list[C]:
-        """Return all idle connections that are *wanted*, as ``take`` does."""
-        with self._lock:
-            taken = list(filter(wanted, self.idle))
-            self.idle = [one for one in self.idle if one not in taken]
-            self.busy.update(taken)
-        return taken
-
     def may_make(self) -> bool:
         """Whether one more may be made now. If so, it counts: say ``made``."""
         with self._lock:

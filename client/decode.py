@@ -462,9 +462,9 @@ class LayerReader:
         with self._lock:
             if number < self._count:
                 self._count, self.broken = number, broken
-        for chunk in self._chunks[number:]:
-            if chunk.layered is not None:
-                chunk.layered.stream.drop(chunk.layered.number)
+            for chunk in self._chunks[number:]:
+                if chunk.layered is not None:
+                    chunk.layered.stream.drop(chunk.layered.number)
 
 
 def _extents(header: FrameHeader, cut_to: Rows | None) -> list[tuple[int, int]]:

@@ -203,9 +203,6 @@ class ServerLink:
 
     def call(self, method: str, request: Any, reply: type[T], deadline_ms: int = 0) -> T:
         """Call *method* outside any session, or with *request* naming it."""
-        transport = self.transport
-        if transport is not None:
-            transport.settle()
         return self.connection.call(method, request, deadline_ms or self.options.deadline_ms, reply)
 
     def ask(self, method: str, request: Any, keys: Sequence[ChunkKey], reply: type[T]) -> list[T]:

@@ -269,9 +269,6 @@ class Transport(ABC):
         with suppress(KVStoreError):
             self.calls.call("Release", request, deadline_ms, pb.ReleaseResponse)
 
-    def settle(self) -> None:  # noqa: B027 - only who releases without waiting has to
-        """Wait until all gets that ended have no lease any more."""
-
     def end_if_hung(self) -> bool:
         """End what waits for a server that hangs, as if it were late; whether it does."""
         is_hung = self._hangs()

@@ -120,10 +120,6 @@ class ShmTransport(Transport):
         return link
 
     @override
-    def settle(self) -> None:
-        self.rpc.settle(self.session.options.deadline_ms)
-
-    @override
     def _hangs(self) -> bool:
         if not self._server_pid:
             return super()._hangs()
@@ -176,8 +172,7 @@ class ShmTransport(Transport):
 
     def _release_own(self, leases: set[int], request: pb.GetRequest) -> None:
         if own := leases - {0, request.lease_id}:
-            message = pb.ReleaseRequest(session_id=request.session_id, lease_ids=own)
-            self.rpc.post("Release", message, request.deadline_ms)
+            self.release(own, request.deadline_ms)
 
     def _frames(
         self, stack: ExitStack, request: pb.GetRequest, plan: ReadPlan

@@ -45,13 +45,12 @@ class _Fallback(Exception):
 
 
 class _Link:
-    """A connection. ``unread``: answers to come that nobody waits for."""
+    """A connection."""
 
-    __slots__ = ("socket", "unread")
+    __slots__ = ("socket",)
 
     def __init__(self) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.unread = 0
 
     def close(self) -> None:
         self.socket.close()
@@ -85,36 +84,6 @@ class UnixRpc:
         except _Fallback:
             return self._connection.call(method, request, self._left_ms(until), reply)
         return answer
-
-    def post(self, method: str, request: Any, deadline_ms: int) -> None:
-        """Call *method* and wait for no reply, nor raise: ``settle`` does, and the server answers
-        it before the next call on the connection.
-        """
-        until = self._until(deadline_ms)
-        try:
-            link = self._begin(method, request, until)
-        except _Fallback:
-            with suppress(KVStoreError):
-                self._connection.call(method, request, self._left_ms(until), object)
-        except KVStoreError:
-            return
-        else:
-            link.unread += 1
-            self.links.give_back(link, is_clean=True)
-
-    def settle(self, deadline_ms: int) -> None:
-        """Wait for the answers to what was posted."""
-        until = self._until(deadline_ms)
-        for link in self.links.take_all(lambda link: link.unread > 0):
-            is_clean = False
-            try:
-                while link.unread:
-                    self._receive(link, until, is_posted=True)
-                is_clean = True
-            except (_Fallback, KVStoreError):
-                pass  # it hung up, and what it had to do ends with the session
-            finally:
-                self.links.give_back(link, is_clean=is_clean)
 
     def send(
         self, method: str, request: Any, deadline_ms: int, queue: CallQueue | None = None
@@ -213,9 +182,8 @@ class UnixRpc:
             raise answer.error
         return parse_answer(kind, answer.body)
 
-    def _receive(self, link: _Link, until: float, *, is_posted: bool = False) -> Answer:
-        """Receive the next message that somebody waits for, joined if it was cut; the answer to
-        what was posted if *is_posted*.
+    def _receive(self, link: _Link, until: float) -> Answer:
+        """Receive the next message, joined if it was cut.
 
         Whatever this raises, the connection is not to be used again: a late answer must not be
         taken for the next call's.
@@ -223,18 +191,13 @@ class UnixRpc:
         parts: list[bytes] = []
         while True:
             answer = self._packet(link, until)
-            if answer.reply is Reply.part or parts:
-                parts.append(answer.body)
-            if answer.reply is Reply.part:
-                if len(parts) * MAX_PACKET_BYTES >= MAX_ANSWER_BYTES:
-                    raise _Fallback
-            elif link.unread:
-                link.unread -= 1
-                parts.clear()
-                if is_posted:
-                    return answer
-            else:
-                return answer._replace(body=b"".join(parts)) if parts else answer
+            if answer.reply is not Reply.part and not parts:
+                return answer
+            parts.append(answer.body)
+            if answer.reply is not Reply.part:
+                return answer._replace(body=b"".join(parts))
+            if len(parts) * MAX_PACKET_BYTES >= MAX_ANSWER_BYTES:
+                raise _Fallback
 
     def _packet(self, link: _Link, until: float) -> Answer:
         breaker = self._connection.breaker

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from contextlib import aclosing
+import socket
+from contextlib import aclosing, suppress
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from prompts import SMALL, chunks_of, is_right, tokens
 from kvstore.client import AsyncClient, Client, ClientOptions, PlannedChunk
 from kvstore.client.options import TransportName
 from kvstore.codecs.base import empty_tensors
-from kvstore.proto.errors import LeaseExpiredError
+from kvstore.proto.errors import KVStoreError, LeaseExpiredError
 from kvstore.proto.types import KVLayout, PutOutcome
 
 
@@ -108,3 +109,26 @@ def test_asyncio_client_has_every_verb_of_the_blocking_one() -> None:
         }
 
     assert verbs(AsyncClient) == verbs(Client)
+
+
+def test_layers_of_a_server_that_is_silent_do_not_block_the_event_loop() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        async def work() -> int:
+            ticks = 0
+
+            async def read() -> None:
+                with suppress(KVStoreError):
+                    async for _ in client.get_layers(tokens(1, 64)):
+                        pass
+
+            async with AsyncClient(address, SMALL, ClientOptions(deadline_ms=500)) as client:
+                reading = asyncio.ensure_future(read())
+                while not reading.done():
+                    await asyncio.sleep(0.01)
+                    ticks += 1
+                await reading
+            return ticks
+
+        assert asyncio.run(work()) > 5

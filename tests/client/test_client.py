@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,12 +23,13 @@ from prompts import (
     tokens,
 )
 
-from kvstore.client import Client, ClientOptions
+from kvstore.client import Client, ClientOptions, chunk_reads
 from kvstore.client.options import TransportName
 from kvstore.proto.errors import (
     DeadlineError,
     InvalidRequestError,
     KVStoreError,
+    LeaseExpiredError,
     QuotaExceededError,
     TierUnavailableError,
 )
@@ -403,3 +405,22 @@ def test_closing_a_client_under_its_calls_raises_errors_of_the_store_only(
             client.close()
         assert [reader.exception() for reader in readers] == [None] * 4
     assert server.settled().leases == 0
+
+
+def test_a_second_attempt_at_layers_has_what_is_left_of_the_timeout(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = server.connect("grpc")
+    keys = store(client, 1, 4)
+    read, deadlines_ms = chunk_reads.read_layers, list[int]()
+
+    def lost_once(link: Any, transport: Any, request: chunk_reads.LayerRequest) -> Any:
+        deadlines_ms.append(request.deadline_ms)
+        if len(deadlines_ms) == 1:
+            time.sleep(0.3)
+            raise LeaseExpiredError("dropped meanwhile")
+        return read(link, transport, request)
+
+    monkeypatch.setattr(chunk_reads, "read_layers", lost_once)
+    assert len(list(client.get_chunk_layers(keys))) == 2
+    assert deadlines_ms[1] <= deadlines_ms[0] - 300

@@ -243,21 +243,6 @@ def test_answer_of_a_queue_is_never_taken_for_another_call_s(setting: Setting) -
     assert (first().ready, second().ready) == (1, 2)
 
 
-def test_answer_to_what_was_posted_is_never_taken_for_the_next_call_s(setting: Setting) -> None:
-    false = setting.serve(number_of)
-    setting.link.post("Lookup", numbered(1), DEADLINE_MS)
-    assert setting.link.send("Lookup", numbered(2), DEADLINE_MS)().ready == 2
-    setting.link.post("Lookup", numbered(3), DEADLINE_MS)
-    setting.link.settle(DEADLINE_MS)
-    assert [link.unread for link in setting.link.links.idle] == [0]
-    assert (len(false.calls), len(false.joins)) == (3, 1)
-    false.answer = lambda _: [HANG_UP]
-    setting.link.post("Lookup", numbered(4), DEADLINE_MS)
-    setting.link.settle(DEADLINE_MS)
-    setting.link.post("Lookup", numbered(5), DEADLINE_MS)
-    assert setting.look_up() == 2  # the true server's word
-
-
 def test_error_within_a_queue_is_that_call_s_alone(setting: Setting) -> None:
     failure = [pack_failure("LeaseExpiredError", "gone")]
     false = setting.serve(lambda message: failure if message[-1] == 1 else number_of(message))
