@@ -42,6 +42,8 @@ class JoinedSink(LayerSink):
 
     @override
     def write(self, segment: int, layers: Sequence[Sequence[AnyPart]]) -> None:
+        if not self._sinks:  # of a put of no chunks
+            return
         for sink, (_, some) in zip(self._sinks, batches(layers, self._limit), strict=True):
             sink.write(segment, some)
 

@@ -142,6 +142,13 @@ class DeviceChunk:
         check_naming(self)
 
 
+def check_keys(keys: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
+    """Return *keys*. Raises InvalidRequestError for what is no list."""
+    if not isinstance(keys, Sequence):
+        raise InvalidRequestError("keys", keys, "give a list of what keys() returns")
+    return keys
+
+
 def parents(keys: Sequence[ChunkKey]) -> Sequence[ChainDigest]:
     """Return the parent digest of each key of a chain."""
     return [ROOT, *(ChainDigest(key[DIGEST_BYTES:]) for key in keys[:-1])][: len(keys)]
@@ -163,6 +170,8 @@ def check_naming(chunk: Chunk | PlannedChunk | DeviceChunk) -> None:
 def check_dtypes(component: Component, parts: Sequence[TensorLike | BlockPart]) -> None:
     """Raise LayoutMismatchError when a tensor states another element type than *component*."""
     for part in parts:
+        if not hasattr(part, "dtype"):
+            raise LayoutMismatchError("tensors", type(part).__name__, "give numpy or torch tensors")
         stated = stated_dtype(part.dtype)
         if stated is not None and stated is not component.dtype:
             raise LayoutMismatchError("dtype", stated.name, f"give {component.dtype.name}")

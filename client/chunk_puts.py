@@ -42,8 +42,17 @@ def put_whole(
     return link.run(work) if chunks else []
 
 
-def put_by_layers(link: ServerLink, chunks: Sequence[PlannedChunk], terms: PutTerms) -> LayeredPut:
-    """Begin a put of *chunks* whose layers come one by one."""
+def put_by_layers(
+    link: ServerLink,
+    chunks: Sequence[PlannedChunk],
+    terms: PutTerms,
+    spans: Sequence[tuple[int, int]] | None = None,
+) -> LayeredPut:
+    """Begin a put of *chunks* whose layers come one by one, over all tokens if they are *spans*
+    of a prompt, of which there may be none.
+    """
+    if spans is not None and not spans:
+        return LayeredPut(link.model, [], JoinedSink(1), spans)
     transport = link.connected()
     limit = transport.session.terms.max_batch_chunks
     most = MAX_OPEN_BATCHES * limit
@@ -59,7 +68,7 @@ def put_by_layers(link: ServerLink, chunks: Sequence[PlannedChunk], terms: PutTe
     except BaseException:
         sink.abandon()
         raise
-    return LayeredPut(link.model, [template.layout for template in templates], sink)
+    return LayeredPut(link.model, [template.layout for template in templates], sink, spans)
 
 
 def _outgoing(session: Session, chunk: Chunk, rectangle: Rectangle | None) -> Outgoing:

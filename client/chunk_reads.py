@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore.client.batches import MAX_OPEN_BATCHES, batches
+from kvstore.client.chunk import check_keys
 from kvstore.client.connection import countdown
 from kvstore.client.deadline import Levelled, LevelledGet, beside
 from kvstore.client.decode import Layer, LayerReader, Room, direct, given
@@ -129,6 +130,7 @@ def at_least(
 
 def room_in(keys: Sequence[ChunkKey], out: Sequence[LayerTensors] | Room | None) -> Room:
     """Return where chunks of *keys* go. Raises InvalidRequestError for too few entries."""
+    check_keys(keys)
     if callable(out):
         return out
     if out is not None and len(out) < len(keys):

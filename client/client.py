@@ -13,7 +13,7 @@ from kvstore.client import chunk_reads, resolving
 from kvstore.client.access import check_address
 from kvstore.client.batch_plans import plan_batch
 from kvstore.client.blend.segments import NamedSegment, SegmentRange, name_segments
-from kvstore.client.chunk import Chunk, PlannedChunk
+from kvstore.client.chunk import Chunk, PlannedChunk, check_keys
 from kvstore.client.chunk_puts import put_by_layers, put_whole
 from kvstore.client.deadline import Levelled
 from kvstore.client.decode import Layer, Room, given
@@ -24,12 +24,7 @@ from kvstore.client.layered_put import LayeredPut
 from kvstore.client.lease import Lease
 from kvstore.client.levels import PlanTerms
 from kvstore.client.lookups import look_up, prefix_plan, viewer
-from kvstore.client.options import (
-    MAX_DEADLINE_MS,
-    MAX_NAME_CHARS,
-    ClientOptions,
-    milliseconds,
-)
+from kvstore.client.options import MAX_DEADLINE_MS, MAX_NAME_CHARS, ClientOptions, milliseconds
 from kvstore.client.page_names import page_digests
 from kvstore.client.rectangle import Rectangle, RectangleRoom
 from kvstore.client.server_link import LeftMs, ServerLink
@@ -40,20 +35,11 @@ from kvstore.codecs.asset_shelf import ASSETS
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView
-from kvstore.proto.errors import (
-    InvalidRequestError,
-    check_text,
-)
+from kvstore.proto.errors import InvalidRequestError, check_text, is_whole
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.keys import chain_digests, chunk_key
 from kvstore.proto.messages import accuracy_number, engine_to_message
-from kvstore.proto.plans import (
-    MAX_HANDOVER_MS,
-    NO_HINTS,
-    EngineTerms,
-    Hints,
-    PlannedBatch,
-)
+from kvstore.proto.plans import MAX_HANDOVER_MS, NO_HINTS, EngineTerms, Hints, PlannedBatch
 from kvstore.proto.types import (
     Accuracy,
     ChunkKey,
@@ -189,7 +175,7 @@ class Client:
     def _named(self, tokens: Tokens, keys: Keys) -> Sequence[ChunkKey]:
         if (tokens is None) == (keys is None):
             raise InvalidRequestError("keys", keys, "give tokens or keys, one of them")
-        return self.keys(tokens) if tokens is not None else keys or ()
+        return self.keys(tokens) if tokens is not None else check_keys(() if keys is None else keys)
 
     def get(
         self,
@@ -213,10 +199,10 @@ class Client:
         fresh = empty_kv(self.model, prompt.stop) if out is None else None
         room = self._target(prompt, fresh if out is None else out)
         prefix = self._prefix(prompt.keys, room, accuracy, timeout)
-        chunks = len(prefix.tensors)
+        chunks = prompt.usable(len(prefix.tensors), self.model)
         reached = prompt.reached(chunks)
         kv = None if fresh is None else first_tokens(fresh, reached)
-        return Hit(reached, chunks, tuple(copy.tier for copy in prefix.copies), kv)
+        return Hit(reached, chunks, tuple(copy.tier for copy in prefix.copies[:chunks]), kv)
 
     def put(
         self,
@@ -336,9 +322,8 @@ class Client:
         prompt = self._prompt(tokens, None, start)
         named = zip(prompt.keys, prompt.parents, prompt.spans, strict=True)
         chunks = [PlannedChunk(key, stop - at, parent, at) for key, parent, (at, stop) in named]
-        put = self.put_chunk_layers(chunks, durable=durable, timeout=timeout, hints=hints)
-        put.spans = prompt.spans
-        return put
+        terms = PutTerms(durable, self._deadline_ms(timeout), hints)
+        return put_by_layers(self._link, chunks, terms, prompt.spans)
 
     # --- chunks, for who names and cuts them
 
@@ -538,7 +523,7 @@ class Client:
         They come in the order of their digests: those behind the digest *after*, so that pages
         follow each other, and those that begin with *prefix*.
         """
-        if not 0 <= limit < 1 << 32:
+        if not is_whole(limit) or not 0 <= limit < 1 << 32:
             raise InvalidRequestError("limit", limit, "give 0 to 2^32-1")
         request = pb.ListRequest(limit=limit, after=after, prefix=prefix)
         return chunk_reads.list_chunks(self._link, request)

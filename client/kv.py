@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from kvstore.client.chunk import parents, stated_dtype
 from kvstore.client.paged_cache import Blocks, kept_from
-from kvstore.client.tensors import TensorLike, to_array
+from kvstore.client.tensors import TensorLike, check_apart, to_array
 from kvstore.codecs.base import Part
-from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
+from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, is_whole
 from kvstore.proto.keys import chunk_spans
 from kvstore.proto.types import (
     ChainDigest,
@@ -72,7 +71,16 @@ def kv_of(name: str, kv: KV, model: Model, tokens: int, *, is_target: bool) -> W
         raise LayoutMismatchError(name, found.tokens, f"give room for {tokens} tokens")
     if is_target and not found.is_writable:
         raise InvalidRequestError(name, "read-only", "give memory that can be written to")
+    if is_target and not isinstance(kv, Blocks):  # whose cache was checked when it was made
+        check_apart(name, _tensors(kv))
     return found
+
+
+def _tensors(kv: Any) -> list[TensorLike]:
+    """Return the tensors that the caller gave."""
+    if isinstance(kv, Mapping):
+        return [part for parts in kv.values() for part in parts]
+    return [kv] if hasattr(kv, "shape") else list(kv)
 
 
 def _groups(name: str, kv: Any, model: Model) -> list[list[list[Part]]]:
@@ -84,7 +92,7 @@ def _groups(name: str, kv: Any, model: Model) -> list[list[list[Part]]]:
     if isinstance(kv, Mapping):
         wanted = {layer for group in groups for layer in group.layer_ids}
         if set(kv) != wanted:
-            raise LayoutMismatchError(name, sorted(kv), f"give the layers {sorted(wanted)}")
+            raise LayoutMismatchError(name, list(kv), f"give the layers {sorted(wanted)}")
         return [[_parts(name, kv[layer], group) for layer in group.layer_ids] for group in groups]
     if hasattr(kv, "shape"):
         kv = [kv]
@@ -123,7 +131,9 @@ def _array(name: str, tensor: Any, group: LayerGroup) -> Part:
     try:
         array = to_array(tensor)
     except LayoutMismatchError as error:
-        raise LayoutMismatchError(name, str(error), "give a tensor on the CPU") from None
+        raise LayoutMismatchError(
+            name, str(error), "give a tensor on the CPU, in its byte order"
+        ) from None
     if array.dtype.itemsize != group.dtype.item_bytes or array.dtype.kind not in "uif":
         raise LayoutMismatchError(name, str(array.dtype), f"give {group.dtype.name}")
     return array
@@ -167,7 +177,7 @@ class Prompt:
         self._size = chunk_tokens
         self._exact = tokens is not None
         count = len(keys) * chunk_tokens if tokens is None else tokens
-        if not isinstance(start, Integral) or not 0 <= start <= count:
+        if not is_whole(start) or not 0 <= start <= count:
             raise InvalidRequestError("start", start, f"give 0 to {count}, the prompt's tokens")
         whole = chunk_spans(count, chunk_tokens)
         first = sum(stop <= start for _, stop in whole)
@@ -178,7 +188,7 @@ class Prompt:
         self._every: Sequence[ChunkKey] = keys
         self._first: int = first
         self.stop: int = whole[-1][1] if whole else 0
-        self._ends: dict[int, int] = {}
+        self._layouts: dict[int, KVLayout] = {}
 
     def target(self, held: WholeKV | Blocks) -> Callable[[int, KVLayout], Any]:
         """Return where each chunk goes in *held*, which has room for all of it."""
@@ -188,14 +198,37 @@ class Prompt:
             is_short = not self._exact and stop == self.stop and layout.tokens < stop - start
             if layout.tokens != stop - start and not is_short:
                 raise InvalidRequestError("keys", layout.tokens, f"chunks have {self._size} tokens")
-            self._ends[index] = start + layout.tokens
+            self._layouts[index] = layout
             return held.chunk(start, start + layout.tokens, layout)
 
         return room
 
     def reached(self, chunks: int) -> int:
         """Return how many tokens there are once the first *chunks* of those left were read."""
-        return max(self.start, self._ends[chunks - 1] if chunks else 0)
+        return max(self.start, self._end(chunks - 1) if chunks else 0)
+
+    def usable(self, chunks: int, model: Model) -> int:
+        """Return how many of the first *chunks*, which were read, the model can go on from: the
+        last tokens before the end are in windows that were read, or the caller has them.
+        """
+        windows = [group for group in model.layer_groups if group.kind is LayerKind.window]
+        while chunks and not all(self._has_window(group, chunks) for group in windows):
+            chunks -= 1
+        return chunks
+
+    def _has_window(self, group: LayerGroup, chunks: int) -> bool:
+        at = self._end(chunks - 1)
+        needed = max(self.start, at - max(1, group.window_tokens - 1))
+        for index in reversed(range(chunks)):
+            if at <= needed:
+                break
+            if not self._layouts[index].has(LayerKind.window):
+                return False
+            at = kept_from(group, self.spans[index][0], at)
+        return True
+
+    def _end(self, index: int) -> int:
+        return self.spans[index][0] + self._layouts[index].tokens
 
     @property
     def parents(self) -> Sequence[ChainDigest]:

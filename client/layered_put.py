@@ -8,6 +8,7 @@ from typing import Any
 
 from kvstore.client.chunk import check_dtypes
 from kvstore.client.forks import FORKS
+from kvstore.client.paged_cache import Blocks, kept_from
 from kvstore.client.tensors import TensorLike, layer_arrays
 from kvstore.client.transports.base import LayerSink, Put
 from kvstore.codecs.base import check_parts
@@ -16,9 +17,19 @@ from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
 from kvstore.proto.types import (
     Component,
     KVLayout,
+    LayerGroup,
+    LayerKind,
     Model,
     layer_order,
 )
+
+
+def _listed(tensors: Any) -> list[Any]:
+    try:
+        return list(tensors)
+    except TypeError:
+        fix = "give the parts of a layer, K and V; of chunks those of each"
+        raise InvalidRequestError("tensors", type(tensors).__name__, fix) from None
 
 
 class LayeredPut:
@@ -29,15 +40,22 @@ class LayeredPut:
     one thread.
     """
 
-    def __init__(self, representation: Model, layouts: Sequence[KVLayout], sink: LayerSink) -> None:
+    def __init__(
+        self,
+        representation: Model,
+        layouts: Sequence[KVLayout],
+        sink: LayerSink,
+        spans: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
         self.results: list[Put] = []
-        self.spans: Sequence[tuple[int, int]] | None = None
+        self.spans = spans
         """Where each chunk lies in the prompt that ``layer`` is given; None: it is given chunks."""
         self._sink = sink
         self._segments = dict(layer_order(representation))
         self._missing = list(self._segments)
         groups = representation.layer_groups
         numbers = [number for number, group in enumerate(groups) for _ in group.layer_ids]
+        self._groups = [groups[number] for number in numbers]
         self._components: list[list[Component]] = [
             [layout.components[number] for layout in layouts] for number in numbers
         ]
@@ -52,22 +70,24 @@ class LayeredPut:
         """Give the layer of the model's number *layer_id*: its parts, K and V, over all tokens of
         the prompt; of a put of chunks ``tensors[i]`` are the parts of chunk i.
 
-        Each part is (kv_heads, tokens, head_dim), numpy or torch on the CPU, any strides, or in
-        blocks; all are the caller's again on return. Raises LayoutMismatchError or
+        Each part is (kv_heads, tokens, head_dim), numpy or torch on the CPU, any strides, of a
+        chunk also in blocks; all are the caller's again on return. Raises LayoutMismatchError or
         InvalidRequestError for what does not belong here; the put then goes on without it.
         """
         FORKS.check(self._process, "the put")
         if self._is_over:
             raise InvalidRequestError("layer_id", layer_id, "this put is over; begin another")
         if layer_id not in self._missing:
-            known = layer_id in self._segments
+            known = layer_id in list(self._segments)
             fix = "give each layer once" if known else f"the model has {sorted(self._segments)}"
             raise InvalidRequestError("layer_id", layer_id, fix)
         segment = self._segments[layer_id]
         components = self._components[segment]
-        chunks: Any = tensors
-        if self.spans is not None:
-            chunks = self._cut(tensors, components[0].parts)
+        chunks = _listed(tensors)
+        if self.spans is None:
+            chunks = [_listed(parts) for parts in chunks]
+        else:
+            chunks = self._cut(chunks, self._groups[segment])
         if len(chunks) != len(components):
             raise LayoutMismatchError("tensors", len(chunks), f"give {len(components)} chunks")
         layers = []
@@ -79,14 +99,21 @@ class LayeredPut:
         self._sink.write(segment, layers)
         self._missing.remove(layer_id)
 
-    def _cut(self, parts: Any, count: int) -> list[list[Any]]:
+    def _cut(self, parts: Sequence[Any], group: LayerGroup) -> list[list[Any]]:
+        """Return what each chunk keeps of one layer of the prompt."""
         spans = self.spans or ()
+        if group.kind is LayerKind.state:
+            fix = "states are of no token: use put_chunk_layers"
+            raise LayoutMismatchError("layer_id", group.kind.name, fix)
+        if any(isinstance(part, BlockPart | Blocks) for part in parts):
+            fix = "give tensors over all tokens; what lies in blocks goes by put, or by chunks"
+            raise InvalidRequestError("tensors", "blocks", fix)
         shapes = [tuple(getattr(part, "shape", ())) for part in parts]
-        stop = spans[-1][1]
-        if len(shapes) != count or any(len(one) != 3 or one[1] < stop for one in shapes):
-            fix = f"give {count} of (kv_heads, {stop} tokens or more, head_dim)"
+        stop = spans[-1][1] if spans else 0
+        if len(shapes) != group.parts or any(len(one) != 3 or one[1] < stop for one in shapes):
+            fix = f"give {group.parts} of (kv_heads, {stop} tokens or more, head_dim)"
             raise LayoutMismatchError("tensors", shapes, fix)
-        return [[part[:, start:end] for part in parts] for start, end in spans]
+        return [[part[:, kept_from(group, *span) : span[1]] for part in parts] for span in spans]
 
     def commit(self) -> list[Put]:
         """Store the chunks. Raises InvalidRequestError, and stores nothing, when layers miss."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
 from typing import Literal, get_args
 
 from kvstore.client.access import OPEN, Access
-from kvstore.proto.errors import InvalidRequestError, check_text
+from kvstore.proto.errors import InvalidRequestError, check_text, is_whole
 from kvstore.proto.keys import check_chunk_tokens
 from kvstore.proto.types import DEFAULT_CHUNK_TOKENS
 
@@ -60,7 +60,7 @@ class ClientOptions:
         check_chunk_tokens(self.chunk_tokens)
         for name in ("deadline_ms", "staging_bytes", "retry_after_ms", "copy_threads"):
             value = getattr(self, name)
-            if not isinstance(value, Integral) or value < 1:
+            if not is_whole(value) or value < 1:
                 raise InvalidRequestError(name, value, "give a positive whole number")
         for name in ("name", "tenant"):
             check_text(name, getattr(self, name), MAX_NAME_CHARS)

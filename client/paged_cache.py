@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.chunk import stated_dtype
-from kvstore.client.tensors import LayerTensors, TensorLike, to_array
+from kvstore.client.tensors import LayerTensors, TensorLike, check_apart, to_array
 from kvstore.codecs.base import Part
 from kvstore.codecs.block_part import BlockPart, BlockSpan, check_block_ids
 from kvstore.proto.errors import LayoutMismatchError
@@ -64,7 +64,7 @@ class PagedCache:
     ``pages``: see PageTensors; layers in the order of the Model's groups; ``axes``: see PageAxes.
     ``cache[block_ids]`` is a request's KV: token t is in slot ``t % block_tokens`` of block
     ``block_ids[t // block_tokens]``, in every layer. Raises LayoutMismatchError for anything that
-    is not the Model's KV.
+    is not the Model's KV, InvalidRequestError for pages that overlap but could be written to.
     """
 
     def __init__(self, model: Model, pages: PageTensors, axes: str) -> None:
@@ -92,6 +92,14 @@ class PagedCache:
         self.blocks: int
         self.block_tokens: int
         self.blocks, self.block_tokens = shapes.pop()
+        if self.is_writable:
+            given: Any = [pages] if "layer" in order.names else pages
+            check_apart("pages", [t for one in given for t in _tensors_of(one)])
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether all pages may be written to."""
+        return all(p.flags.writeable for g in self.groups for parts in g for p in parts)
 
     def __getitem__(self, block_ids: Sequence[int]) -> Blocks:
         """Return the KV of a request. Raises InvalidRequestError for blocks that are not there or
@@ -115,7 +123,7 @@ class Blocks:
     @property
     def is_writable(self) -> bool:
         """Whether all pages may be written to."""
-        return all(p.flags.writeable for g in self.cache.groups for parts in g for p in parts)
+        return self.cache.is_writable
 
     def chunk(self, start: int, stop: int, layout: KVLayout | None = None) -> LayerTensors:
         """Return tokens *start* to *stop* as they lie, of the layers that *layout* has."""
@@ -172,6 +180,10 @@ def _views(
     return pages
 
 
+def _tensors_of(entry: TensorLike | Sequence[TensorLike]) -> Sequence[TensorLike]:
+    return entry if isinstance(entry, Sequence) else [entry]
+
+
 def _view(tensor: TensorLike, axes: PageAxes, group: LayerGroup) -> Part:
     if "kv" in axes.names:
         raise LayoutMismatchError(
@@ -186,7 +198,7 @@ def _array(tensor: TensorLike, axes: PageAxes, group: LayerGroup) -> Part:
     if stated is not None and stated is not group.dtype:
         raise LayoutMismatchError("dtype", stated.name, f"give {group.dtype.name}")
     array = to_array(tensor)
-    if array.dtype.itemsize != group.dtype.item_bytes:
+    if array.dtype.itemsize != group.dtype.item_bytes or array.dtype.kind not in "uif":
         raise LayoutMismatchError("dtype", str(array.dtype), f"give {group.dtype.name}")
     return array.view(f"u{array.dtype.itemsize}")
 

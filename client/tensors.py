@@ -6,7 +6,8 @@ torch is imported only by who already has a tensor of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from kvstore.codecs.base import AnyPart, AnyTensors, Part
 from kvstore.codecs.block_part import BlockPart
 from kvstore.codecs.block_stack import BlockStack
-from kvstore.proto.errors import LayoutMismatchError
+from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
 from kvstore.proto.types import DType
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     TensorLike: TypeAlias = "np.ndarray[Any, Any] | torch.Tensor"
 else:
     TensorLike = Any
+
+_MAX_WORK: Any = 10_000
+"""What finding out whether two interleaved tensors overlap may cost: some milliseconds."""
 
 LayerTensors: TypeAlias = Sequence[Sequence[Sequence[TensorLike | BlockPart]]]
 """Components, then layers, then parts (K and V), each (kv_heads, tokens, head_dim)."""
@@ -34,6 +38,8 @@ def to_array(tensor: TensorLike) -> Part:
     Raises LayoutMismatchError for anything else.
     """
     if isinstance(tensor, np.ndarray):
+        if not tensor.dtype.isnative:
+            raise LayoutMismatchError("dtype", str(tensor.dtype), "give this machine's byte order")
         return tensor
     if not type(tensor).__module__.startswith("torch"):
         raise LayoutMismatchError("tensor", type(tensor).__name__, "give numpy or torch tensors")
@@ -46,6 +52,39 @@ def to_array(tensor: TensorLike) -> Part:
         tensor = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.uint8)
     array: Part = tensor.numpy()
     return array
+
+
+def check_apart(name: str, tensors: Iterable[TensorLike]) -> None:
+    """Raise InvalidRequestError when elements of *tensors*, the argument *name*, share memory.
+
+    Of tensors whose memory is interleaved those are compared that begin one after another.
+    """
+    arrays = [array for array in map(to_array, tensors) if array.size]
+    spans = sorted((*_span(name, array), number) for number, array in enumerate(arrays))
+    for (_, end, one), (start, _, other) in pairwise(spans):
+        if start < end and _share(arrays[one], arrays[other]):
+            raise InvalidRequestError(name, "overlapping", "give each tensor memory of its own")
+
+
+def _span(name: str, array: Part) -> tuple[int, int]:
+    """Return the bytes that *array* lies in."""
+    start, size = array.__array_interface__["data"][0], array.itemsize
+    axes = list(zip(array.strides, array.shape, strict=True))
+    for stride, count in sorted((abs(stride), count) for stride, count in axes):
+        if count > 1:
+            if stride < size:
+                fix = "give memory where no two elements are at one place"
+                raise InvalidRequestError(name, array.strides, fix)
+            size += (count - 1) * stride
+    before = sum((count - 1) * min(0, stride) for stride, count in axes)
+    return start + before, start + before + size
+
+
+def _share(one: Part, other: Part) -> bool:
+    try:
+        return np.shares_memory(one, other, max_work=_MAX_WORK)
+    except np.exceptions.TooHardError:
+        return False
 
 
 def to_arrays(tensors: LayerTensors) -> AnyTensors:

@@ -163,7 +163,12 @@ def check_block_ids(block_ids: Sequence[int], blocks: int) -> NDArray[np.intp]:
     """Return *block_ids* as an index. Raises InvalidRequestError unless all are of *blocks*
     blocks, each there once.
     """
-    ids = np.asarray(block_ids)
+    try:
+        ids = np.asarray(block_ids)
+    except (TypeError, ValueError):
+        raise InvalidRequestError("block_ids", block_ids, "give a flat list of numbers") from None
+    if isinstance(block_ids, Sequence) and bool in set(map(type, block_ids)):
+        raise InvalidRequestError("block_ids", "bool", "give a flat list of numbers")
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
         raise InvalidRequestError("block_ids", str(ids.dtype), "give a flat list of numbers")
     ids = ids.astype(np.intp)

@@ -6,6 +6,7 @@ what the caller can do next; a new one is worth adding only when that differs.
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import ClassVar
 
 
@@ -148,6 +149,11 @@ def revive(name: str, message: str) -> KVStoreError:
     error = kind.__new__(kind, message)
     Exception.__init__(error, message)
     return error
+
+
+def is_whole(value: object) -> bool:
+    """Whether *value* is a whole number; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_text(

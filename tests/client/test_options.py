@@ -25,6 +25,7 @@ from kvstore.proto.errors import InvalidRequestError
         ("deadline_ms", 0, "give a positive whole number"),
         ("deadline_ms", -1, "give a positive whole number"),
         ("deadline_ms", 2.5, "give a positive whole number"),
+        ("deadline_ms", True, "give a positive whole number"),
         ("deadline_ms", 600_001, "at most 600000"),
         ("name", "half \ud800", "give at most 128 printable characters"),
         ("name", 7, "give at most 128 printable characters"),

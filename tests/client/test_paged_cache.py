@@ -12,7 +12,7 @@ from pages import AXES, engine_pages, rows_of
 
 from kvstore.client.paged_cache import PageAxes, PagedCache
 from kvstore.codecs.block_part import BlockPart, to_dense
-from kvstore.proto.errors import LayoutMismatchError
+from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
 from kvstore.proto.types import DType, LayerGroup, LayerKind
 
 MODEL = make_representation(layers=3)
@@ -89,3 +89,17 @@ def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def test_pages_of_another_model_are_refused(tensors: object, names: str, message: str) -> None:
     with pytest.raises(LayoutMismatchError, match=message):
         PagedCache(MODEL, tensors, names)  # type: ignore[arg-type]
+
+
+def test_pages_that_overlap_are_refused() -> None:
+    whole = np.zeros((4, 2, 16, 3, 2, 8), np.uint16)  # block kv token layer head dim
+    axes = "block kv token head dim"
+    PagedCache(MODEL, [whole[:, :, :, layer] for layer in range(3)], axes)
+    with pytest.raises(InvalidRequestError, match="pages='overlapping'"):
+        PagedCache(MODEL, [whole[:, :, :, layer] for layer in (0, 1, 1)], axes)
+    flat = np.zeros(2 * 16 * 2 * 8, np.uint16)
+    strided = np.lib.stride_tricks.as_strided(flat, (4, 2, 16, 2, 8), (0, 512, 32, 16, 2))
+    with pytest.raises(InvalidRequestError, match="pages="):
+        PagedCache(MODEL, [strided.copy(), strided.copy(), strided], axes)
+    with pytest.raises(LayoutMismatchError, match="byte order"):
+        PagedCache(MODEL, [strided.astype(">u2")] * 3, axes)

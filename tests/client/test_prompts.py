@@ -11,13 +11,21 @@ import numpy as np
 import pytest
 import torch
 from local_server import DEADLINE_MS, LocalServer
-from prompts import tokens
+from prompts import parts_of, tokens
 
 import kvstore
-from kvstore.client import Client, ClientOptions, PagedCache
+from kvstore.client import Chunk, Client, ClientOptions, PagedCache, decode
+from kvstore.client.chunk import PlannedChunk, parents
 from kvstore.client.options import TransportName
-from kvstore.proto.errors import InvalidRequestError, KVStoreError, LayoutMismatchError, ModelError
-from kvstore.proto.types import Accuracy, DType, LayerGroup, LayerKind, Model
+from kvstore.codecs.base import empty_tensors
+from kvstore.proto.errors import (
+    ChunkCorruptError,
+    InvalidRequestError,
+    KVStoreError,
+    LayoutMismatchError,
+    ModelError,
+)
+from kvstore.proto.types import Accuracy, ChunkKey, DType, KVLayout, LayerGroup, LayerKind, Model
 
 OPTIONS = ClientOptions(chunk_tokens=32, deadline_ms=DEADLINE_MS)
 HALF = Model.uniform("half", "8f2c1d4", layers=2, kv_heads=2, head_dim=8, dtype="float16")
@@ -83,8 +91,62 @@ def test_layers_come_and_go_by_tokens(client: Client) -> None:
     assert np.array_equal(out, kv)
     with pytest.raises(LayoutMismatchError, match="tensors="), client.put_layers(prompt) as put:
         put.layer(0, kv[0, :, :, :32])
-    with pytest.raises(InvalidRequestError, match="chunks=0"):
-        client.put_layers(prompt[:3])
+    with client.put_layers(prompt[:3]) as put:  # as ``put``, which leaves such a rest out
+        for layer in (1, 0):
+            put.layer(layer, kv[layer])
+    assert put.results == []
+
+
+def test_a_layer_that_is_none_is_refused(client: Client) -> None:
+    prompt, kv = tokens(1, 32), random(2, 2, 2, 32, 8)
+    cache = PagedCache(
+        HALF, np.zeros((2, 2, 2, 16, 2, 8), np.uint16), "layer block kv token head dim"
+    )
+    (blocks,) = cache[[0, 1]].chunk(0, 32)
+    bad: list[Any] = [
+        5,
+        None,
+        1.5,
+        np.float16(1),
+        [5, 6],
+        "ab",
+        blocks[0],
+        [kv[0, 0]],
+        cache[[0, 1]],
+    ]
+    put = client.put_layers(prompt)
+    for tensors in bad:
+        with pytest.raises((InvalidRequestError, LayoutMismatchError), match="tensors="):
+            put.layer(0, tensors)
+    with pytest.raises(InvalidRequestError, match="layer_id="):
+        put.layer([0], kv[0])  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="tensors='blocks': give tensors over all"):
+        put.layer(0, blocks[0])  # type: ignore[arg-type]
+    put.layer(0, kv[0])
+    put.layer(1, kv[1])
+    assert [one.outcome.name for one in put.commit()] == ["stored"]
+    assert np.array_equal(client.get(prompt).kv, kv)
+    planned = PlannedChunk(client.keys(tokens(2, 32))[0], 32)
+    with client.put_chunk_layers([planned]) as put:
+        for tensors in (5, [5], [[5, 6]], [["a", "b"]]):
+            with pytest.raises((InvalidRequestError, LayoutMismatchError), match="tensors="):
+                put.layer(0, tensors)  # type: ignore[arg-type]
+        put.layer(0, [blocks[0]])
+        put.layer(1, [blocks[1]])
+    assert [one.outcome.name for one in put.results] == ["stored"]
+
+
+def test_layers_of_windows_are_put_as_whole_prompts_are(server: LocalServer) -> None:
+    client, prompt = server.connect("auto", HYBRID, OPTIONS), tokens(1, 84)
+    kv = [random(2, 2, 2, 84, 8), random(1, 2, 1, 84, 4)]
+    with client.put_layers(prompt) as put:
+        for layer, tensors in ((0, kv[0][0]), (1, kv[1][0]), (2, kv[0][1])):
+            put.layer(layer, tensors)
+    assert [one.outcome.name for one in put.results] == ["stored"] * 3
+    hit = client.get(prompt)
+    assert hit.tokens == 84
+    assert np.array_equal(hit.kv[0], kv[0])
+    assert np.array_equal(hit.kv[1][..., 76:, :], kv[1][..., 76:, :])
 
 
 def test_bfloat16_is_torchs_and_layers_may_be_named(server: LocalServer) -> None:
@@ -108,6 +170,55 @@ def test_a_hybrid_model_has_a_tensor_for_each_group(server: LocalServer) -> None
     assert np.array_equal(hit.kv[1][..., 24:32, :], kv[1][..., 24:32, :])
     with pytest.raises(LayoutMismatchError, match="kv="):
         client.put(prompt, kv[0])
+
+
+@pytest.mark.parametrize(
+    ("window", "has", "found"),
+    [
+        (9, "yynny", 64),
+        (9, "nnnny", 0),
+        (33, "ynnny", 32),  # it keeps 32 tokens: one chunk is enough
+        (34, "nyyyy", 128),
+        (34, "yynyy", 64),
+        (34, "ynnny", 32),  # with a first chunk alone there is nothing before it
+    ],
+)
+def test_a_prefix_ends_where_windows_were_read(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch, window: int, has: str, found: int
+) -> None:
+    attention, group = HYBRID.layer_groups
+    model = replace(HYBRID, layer_groups=(attention, replace(group, window_tokens=window)))
+    client, prompt, count = server.connect("auto", model, OPTIONS), tokens(1, 160), len(has)
+    keys = client.keys(prompt)
+    chunks = []
+    for at, (key, parent) in enumerate(zip(keys, parents(keys), strict=True)):
+        layout = KVLayout.of(model, 32, window=has[at] == "y")
+        kv = empty_tensors(layout)
+        for part in parts_of(kv):
+            part[...] = 7
+        chunks.append(Chunk(key, kv, parent, 32 * at, layout=layout))
+    assert len(client.put_chunks(chunks)) == count
+    real = decode.decode
+
+    def last_is_corrupt(session: Any, key: ChunkKey, arrived: Any, room: Any) -> Any:
+        tensors = real(session, key, arrived, room)
+        if key == keys[-1]:
+            raise ChunkCorruptError(key, "made up")
+        return tensors
+
+    monkeypatch.setattr(decode, "decode", last_is_corrupt)
+    out: Any = [np.zeros((2, 2, 2, 160, 8), np.uint16), np.zeros((1, 2, 1, 160, 4), np.uint16)]
+    hit = client.get(prompt, out=out)
+    assert (hit.tokens, hit.chunks, len(hit.tiers)) == (found, found // 32, found // 32)
+    assert (out[0][..., :found, :] == 7).all()
+    assert (out[1][..., max(0, found - window + 1) : found, :] == 7).all()
+
+
+def test_windows_before_the_start_are_the_callers(server: LocalServer) -> None:
+    client, prompt = server.connect("auto", HYBRID, OPTIONS), tokens(1, 64)
+    client.put(prompt, [random(2, 2, 2, 64, 8), random(1, 2, 1, 64, 4)])
+    assert client.get(prompt, start=60).tokens == 64
+    assert client.get(prompt, start=30).chunks == 2
 
 
 BAD_TOKENS: list[Any] = [[1.5] * 20, [-1] * 20, [1 << 32] * 20, [[1], [2, 3]], "abc", [None] * 20]
@@ -143,6 +254,7 @@ BAD_KV: list[tuple[Any, str]] = [
     (torch.zeros(2, 2, 2, 32, 8, dtype=torch.float16, device="meta"), "device"),
     ({0: ()}, r"give the layers \[0, 1\]"),
     ({0: (), 1: ()}, "give 2 parts"),
+    ({"a": (), 0: ()}, r"\['a', 0\]: give the layers \[0, 1\]"),
     ("abc", "give a tensor"),
     (7, "give a tensor"),
     ([[1, 2]], "give"),
@@ -178,9 +290,34 @@ def test_what_cannot_be_written_to_is_no_target(client: Client) -> None:
         cache[[0, 4]]
     with pytest.raises(InvalidRequestError, match="name each block once"):
         cache[[1, 1]]
+    with pytest.raises(LayoutMismatchError, match="in its byte order"):
+        client.get(prompt, out=np.zeros((2, 2, 2, 32, 8), ">u2"))
+    with pytest.raises(LayoutMismatchError, match="in its byte order"):
+        client.put(prompt, np.zeros((2, 2, 2, 32, 8), ">f2"))
     other = PagedCache(replace(HALF, model_id="other"), pages, "block kv token head dim")
     with pytest.raises(LayoutMismatchError, match="kv='other'"):
         client.put(prompt, other[[0, 1]])
+
+
+def test_memory_that_overlaps_is_no_target(client: Client) -> None:
+    prompt, kv = tokens(1, 32), random(2, 2, 2, 32, 8)
+    client.put(prompt, kv)
+    one, two = np.zeros((2, 2, 32, 8), np.float16), np.zeros((3, 32, 8), np.float16)
+    targets: list[Any] = [
+        {0: (one[0], one[1]), 1: (one[0], one[1])},
+        {0: tuple(one), 1: (two[:2], two[1:])},
+        np.lib.stride_tricks.as_strided(one, kv.shape, (0, 0, 0, 16, 2)),
+        torch.zeros(1, 2, 2, 32, 8, dtype=torch.float16).expand(2, 2, 2, 32, 8),
+    ]
+    for out in targets:
+        with pytest.raises(InvalidRequestError, match="out="):
+            client.get(prompt, out=out)
+    tokens_last = np.zeros((32, 8, 2, 2, 2), np.float16).transpose(2, 3, 4, 0, 1)
+    backwards = np.zeros_like(kv)[::-1]
+    for fine in (tokens_last, backwards, {0: tuple(tokens_last[0]), 1: tuple(tokens_last[1])}):
+        assert client.get(prompt, out=fine).tokens == 32
+    assert np.array_equal(tokens_last, kv)
+    assert np.array_equal(backwards, kv)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +326,7 @@ def test_what_cannot_be_written_to_is_no_target(client: Client) -> None:
         ({"start": 33}, "start=33"),
         ({"start": -1}, "start=-1"),
         ({"start": 1.5}, "start=1.5"),
+        ({"start": True}, "start=True"),
         ({"timeout": 0}, "timeout=0"),
         ({"timeout": -1.0}, "timeout=-1"),
         ({"timeout": float("nan")}, "timeout=nan"),
@@ -202,6 +340,24 @@ def test_words_of_a_get_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(InvalidRequestError, match=name):
         client.get(tokens(1, 32), **words)
+
+
+def test_keys_limits_and_blocks_that_are_none_are_refused(client: Client) -> None:
+    for keys in (5, 0, {1: 2}, np.zeros(3)):
+        for call in (client.get, client.lookup, client.lease, client.stat, client.delete):
+            with pytest.raises(InvalidRequestError, match="keys="):
+                call(keys=keys)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequestError, match="keys="):
+            client.get_chunks(keys)  # type: ignore[arg-type]
+    for limit in (1.5, True, -1, "1"):
+        with pytest.raises(InvalidRequestError, match="limit="):
+            client.list(limit)  # type: ignore[arg-type]
+    pages = np.zeros((2, 8, 2, 16, 2, 8), np.uint16)
+    cache = PagedCache(HALF, pages, "layer block kv token head dim")
+    bad: list[Any] = [[[1], [2, 3]], [True, 2], [True, False], 3, None, [1 << 70], "ab", ["a"]]
+    for block_ids in bad:
+        with pytest.raises(InvalidRequestError, match="block_ids="):
+            cache[block_ids]
 
 
 def test_a_ttl_that_cannot_be_is_refused(client: Client) -> None:
