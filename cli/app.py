@@ -194,7 +194,7 @@ def completes(*names: str) -> Callable[[str], list[str]]:
 
 
 def confirm(question: str) -> None:
-    """End the process unless whoever sits there says yes."""
+    """End the process unless the user confirms."""
     if not sys.stdin.isatty():
         fail("this asks before it deletes anything; give --yes where nobody answers", EXIT_USAGE)
     if not typer.confirm(question, err=True):

@@ -143,7 +143,7 @@ def calibrate(calibration: Calibration) -> tuple[Path, Asset]:
         asset = parse_asset(data)
         path = folder / asset_name(asset)
         draft = path.with_name(f".{path.name}.{os.getpid()}")
-        try:  # whoever reads the folder sees all of it or nothing
+        try:  # a reader of the folder sees all of it or nothing
             draft.write_bytes(data)
             draft.replace(path)
         finally:

@@ -115,7 +115,7 @@ class StoreSource:
             with self._lock:
                 return self._next(i)
         finally:
-            if self._is_closed:  # meanwhile: whoever closed it did not wait for us
+            if self._is_closed:  # meanwhile: close() did not wait for this
                 self.close()
 
     def _next(self, i: int) -> dict[int, LayerKV]:

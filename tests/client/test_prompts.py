@@ -383,7 +383,8 @@ def test_an_address_that_cannot_be_is_refused(address: str) -> None:
 
 def test_addresses_of_both_kinds_and_names_are_taken() -> None:
     for address in ("[::1]:7420", "localhost:7420", "dns:///store.example:7420", "unix:/run/x"):
-        Client(address, HALF).close()
+        with Client(address, HALF) as client:
+            assert client.address == address
 
 
 def test_kvstore_exports_its_names_when_they_are_used() -> None:
