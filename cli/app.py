@@ -172,6 +172,21 @@ TierName = Literal["gpu", "cpu", "disk", "redis"]
 TIER_NAMES: tuple[str, ...] = get_args(TierName)
 
 
+def number(text: str, least: int | None = None, most: int | None = None) -> Any:
+    """Return an option that is a number."""
+    return Option(metavar="N", help=text, min=least, max=most)
+
+
+def file(text: str) -> Any:
+    """Return an option that is a file."""
+    return Option(metavar="FILE", help=text)
+
+
+def size(text: str) -> Any:
+    """Return an option that is a number of bytes, such as ``8GiB``."""
+    return Option(parser=parse_size, metavar="SIZE", help=text)
+
+
 def parse_size(text: str | int) -> int:
     """Return the bytes of an option such as ``8GiB``. Raises typer.BadParameter."""
     from kvstore.server.settings.values import parse_size as parse

@@ -33,7 +33,7 @@ LOCAL = {
 
 def commands(group: Any, start: str = "") -> dict[str, Any]:
     """Return every command by what is typed."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, one in group.commands.items():
         found |= (
             commands(one, f"{start}{name} ") if hasattr(one, "commands") else {start + name: one}
