@@ -50,6 +50,7 @@ MAX_PORT = 65_535
 Command = TypeVar("Command", bound=Callable[..., None])
 
 AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
+Yes = Annotated[bool, Option("--yes", "-y", help="Do not ask first.")]
 
 
 def fail(reason: object, status: int) -> NoReturn:
@@ -182,9 +183,9 @@ def file(text: str) -> Any:
     return Option(metavar="FILE", help=text)
 
 
-def size(text: str) -> Any:
+def size(text: str, *flags: str) -> Any:
     """Return an option that is a number of bytes, such as ``8GiB``."""
-    return Option(parser=parse_size, metavar="SIZE", help=text)
+    return Option(*flags, parser=parse_size, metavar="SIZE", help=text)
 
 
 def parse_size(text: str | int) -> int:
