@@ -132,7 +132,7 @@ def given_access() -> Access:
 
 @contextmanager
 def connected(address: str, deadline_ms: int = DEADLINE_MS) -> Iterator[Connection]:
-    """Open a connection to *address*. Raises KVStoreErrors, one sentence where nobody answers."""
+    """Open a connection to *address*. Raises KVStoreErrors, one sentence where no server answers."""
     from kvstore.client.connection import Connection
 
     access = given_access()
@@ -211,7 +211,7 @@ def completes(*names: str) -> Callable[[str], list[str]]:
 def confirm(question: str) -> None:
     """End the process unless the user confirms."""
     if not sys.stdin.isatty():
-        fail("this asks before it deletes anything; give --yes where nobody answers", EXIT_USAGE)
+        fail("no terminal to confirm on: give --yes", EXIT_USAGE)
     if not typer.confirm(question, err=True):
         raise typer.Exit(EXIT_NOT_HELD)
 

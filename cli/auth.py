@@ -232,9 +232,9 @@ def _show_quotas(reply: Any, as_json: bool) -> None:
             *(limit or "-" for limit in (one.leases, one.requests_per_s, one.chunks)),
         )  # fmt: skip
         for tier in one.tiers:
-            most = readable_size(tier.quota_bytes) if tier.quota_bytes else "-"
-            used, least = map(readable_size, (tier.used_bytes, tier.guaranteed_bytes))
-            tiers.add_row(one.tenant, tier.tier, used, most, least, tier.used_chunks)
+            quota = readable_size(tier.quota_bytes) if tier.quota_bytes else "-"
+            used, guaranteed = map(readable_size, (tier.used_bytes, tier.guaranteed_bytes))
+            tiers.add_row(one.tenant, tier.tier, used, quota, guaranteed, tier.used_chunks)
     show(as_dict(reply), [limits, *([tiers] if tiers else [])], as_json)
 
 

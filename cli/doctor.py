@@ -128,7 +128,7 @@ def check_directory(status: ServerStatus) -> Iterator[Finding]:
         return
     fixes = {
         "taken": "give each node a --node-id of its own",
-        "unknown": "mend what the reason names; it comes in by itself",
+        "unknown": "fix what the reason names; the server joins by itself",
         "full": "so many nodes need a Redis of another --redis-prefix",
     }
     fix = fixes.get(one.standing, fixes["unknown"] if one.failure else "")
