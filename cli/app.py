@@ -132,7 +132,7 @@ def given_access() -> Access:
 
 @contextmanager
 def connected(address: str, deadline_ms: int = DEADLINE_MS) -> Iterator[Connection]:
-    """Open a connection to *address*. Raises KVStoreErrors, one sentence where no server answers."""
+    """Open a connection to *address*. Raises KVStoreErrors; of no answer in one sentence."""
     from kvstore.client.connection import Connection
 
     access = given_access()

@@ -63,8 +63,10 @@ def line_chart(
         (x1, y1), (x2, _) = place(10**low, most * step / 4), place(10**high, 0)
         parts.append(_shape("line", x1=x1, y1=y1, x2=x2, y2=y1, stroke=_FAINT))
         parts.append(_text(left - 8, y1 + 4, f"{most * step / 4:.3g}", anchor="end"))
-    for x in ticks or sorted({x for x, _ in points}):
-        parts.append(_text(place(x, 0)[0], height - bottom + 18, f"{x:g}", anchor="middle"))
+    parts += [
+        _text(place(x, 0)[0], height - bottom + 18, f"{x:g}", anchor="middle")
+        for x in ticks or sorted({x for x, _ in points})
+    ]
     parts.append(_text(left, height - 10, f"{axes[0]} across, {axes[1]} up", 11))
     for number, (name, line) in enumerate(series.items()):
         colour = _COLOURS[number % len(_COLOURS)]
