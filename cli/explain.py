@@ -199,7 +199,7 @@ def _explained(
 
 
 def _as_dict(address: str, reply: pb.ExplainResponse) -> dict[str, Any]:
-    from kvstore.cli.blend_report import gate_as_dict
+    from kvstore.cli.blend import gate_as_dict
     from kvstore.proto.blend import GateView
     from kvstore.proto.messages import as_value
 
@@ -240,7 +240,7 @@ def _counts(engine: pb.EngineReport) -> list[tuple[str, int]]:
 
 
 def _text(reply: pb.ExplainResponse) -> Iterator[str | Grid]:
-    from kvstore.cli.blend_report import gate_line
+    from kvstore.cli.blend import gate_line
     from kvstore.proto.blend import GateView
     from kvstore.proto.messages import as_value
 
