@@ -15,7 +15,7 @@ from itertools import islice, takewhile
 from typing import Any, TypeAlias, TypeVar
 
 from kvstore.client.access import access_from
-from kvstore.client.chunk import Chunk, parents
+from kvstore.client.chunk import Chunk, Shard, parents
 from kvstore.client.client import Client
 from kvstore.client.decode import Room as ChunkRooms
 from kvstore.client.engines.prefix import (
@@ -45,7 +45,6 @@ from kvstore.client.prefill import (
     PrefillModel,
     chunks_worth_loading,
 )
-from kvstore.client.rectangle import Rectangle
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import ACCURACY_TAG
@@ -79,7 +78,7 @@ class Connector:
     survive a power cut. *token_flops* is about what the engine spends on one token. A load ends
     where computing the rest is sooner, by the store's own estimates and by what the engine takes:
     *prefill*, or what ``learned`` has seen; until it has, everything in reach is loaded. With a
-    *rectangle* ``read_into`` and ``write`` are of what one rank of the engine has.
+    *shard* ``read_into`` and ``write`` are of what one rank of the engine has.
 
     *accuracy*: which copies are read: ``exact`` ones, ``bounded`` ones, whose codec states how far
     they are from what was put, or ``approximate`` ones, any, while the gate of the model and of the
@@ -97,11 +96,11 @@ class Connector:
         durable: bool = False,
         token_flops: float = 0.0,
         prefill: PrefillModel | None = None,
-        rectangle: Rectangle | None = None,
+        shard: Shard | None = None,
         accuracy: str = "exact",
     ) -> None:
         self.client = client
-        self.rectangle = rectangle
+        self.shard = shard
         self.least = least_of(accuracy)
         """The least accuracy of what is read."""
         self._prefill = prefill
@@ -440,14 +439,14 @@ class Connector:
         least: Accuracy,
         terms: PlanTerms | None,
     ) -> list[Stated]:
-        if terms is not None and self.rectangle is None:
+        if terms is not None and self.shard is None:
             levelled = self.client.get_levelled(
                 self._keys(digests), replace(terms, least=least), room
             )
             return list(levelled.stated[: next(iter(levelled.to_compute), len(digests))])
         stated: list[Stated] = []
         self.client.get_chunks(
-            self._keys(digests), room, accuracy=least, stated=stated, rectangle=self.rectangle
+            self._keys(digests), room, accuracy=least, stated=stated, shard=self.shard
         )
         return stated
 
@@ -480,9 +479,7 @@ class Connector:
         return outcomes
 
     def _put(self, chunks: Sequence[Chunk], hints: Hints) -> list[PutOutcome]:
-        puts = self.client.put_chunks(
-            chunks, durable=self.durable, hints=hints, rectangle=self.rectangle
-        )
+        puts = self.client.put_chunks(chunks, durable=self.durable, hints=hints, shard=self.shard)
         return [put.outcome for put in puts]
 
     def _spans(self, token_count: int) -> list[Span]:
