@@ -28,6 +28,12 @@ from kvstore.client.lookups import look_up, prefix_plan, viewer
 from kvstore.client.options import MAX_DEADLINE_MS, MAX_NAME_CHARS, ClientOptions, milliseconds
 from kvstore.client.page_names import page_digests
 from kvstore.client.server_link import LeftMs, ServerLink
+from kvstore.client.server_state import (
+    ChunkStat,
+    ServerStatus,
+    stat_from_message,
+    status_from_message,
+)
 from kvstore.client.tensors import LayerTensors
 from kvstore.client.transports.base import Put, PutTerms, Transport
 from kvstore.client.transports.shared_memory import ShmTransport
@@ -509,18 +515,18 @@ class Client:
 
     def stat(
         self, tokens: Tokens = None, *, keys: Keys = None, ranks: bool = False
-    ) -> list[pb.ChunkStat]:
+    ) -> list[ChunkStat]:
         """Return what the server knows of those chunks that exist.
 
         With *ranks*, of 16 chunks at most, also how many others each tier would evict before.
         """
         request = pb.StatRequest(ranks=ranks)
         replies = self._link.ask("Stat", request, self._named(tokens, keys), pb.StatResponse)
-        return [chunk for reply in replies for chunk in reply.chunks]
+        return [stat_from_message(chunk) for reply in replies for chunk in reply.chunks]
 
     def list(
         self, limit: int = 0, *, after: bytes = b"", prefix: bytes = b""
-    ) -> Sequence[pb.ChunkStat]:
+    ) -> Sequence[ChunkStat]:
         """Return the chunks of this client's namespace, at most *limit* unless 0.
 
         They come in the order of their digests: those behind the digest *after*, so that pages
@@ -529,7 +535,7 @@ class Client:
         if not is_whole(limit) or not 0 <= limit < 1 << 32:
             raise InvalidRequestError("limit", limit, "give 0 to 2^32-1")
         request = pb.ListRequest(limit=limit, after=after, prefix=prefix)
-        return chunk_reads.list_chunks(self._link, request)
+        return [stat_from_message(one) for one in chunk_reads.list_chunks(self._link, request)]
 
     def frame(
         self, key: ChunkKey, *, accuracy: Accuracy = Accuracy.exact
@@ -549,9 +555,9 @@ class Client:
         """
         return EventStream(self._link, since)
 
-    def status(self) -> pb.StatusResponse:
+    def status(self) -> ServerStatus:
         """Return the server's state."""
-        return self._link.call("Status", pb.StatusRequest(), pb.StatusResponse)
+        return status_from_message(self._link.call("Status", pb.StatusRequest(), pb.StatusResponse))
 
     def drain(self) -> bool:
         """Have the server refuse new work and save what it holds; True if all was saved."""

@@ -45,6 +45,7 @@ from kvstore.client.prefill import (
     PrefillModel,
     chunks_worth_loading,
 )
+from kvstore.client.server_state import ChunkStat
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import ACCURACY_TAG
@@ -385,7 +386,7 @@ class Connector:
 
     def stored(self, digests: Sequence[ChainDigest]) -> set[bytes]:
         """Return those of *digests* that have an exact copy, whatever is before. Never raises."""
-        found = self.ask(lambda: self.client.stat(keys=self._keys(digests)), list[pb.ChunkStat]())
+        found = self.ask(lambda: self.client.stat(keys=self._keys(digests)), list[ChunkStat]())
         exact = Accuracy.exact
         return {one.digest for one in found if any(c.accuracy == exact for c in one.copies)}
 
