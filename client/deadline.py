@@ -15,7 +15,6 @@ from itertools import groupby, takewhile
 from typing import TypeAlias, cast
 
 import numpy as np
-import structlog
 
 from kvstore.client.batches import batches
 from kvstore.client.connection import SLACK_S, countdown
@@ -65,8 +64,6 @@ MAX_LEVELS = 4
 """Of frames whose headers are requested in one go; frames of more levels are computed."""
 _NOTHING = (RECOMPUTE, Stated(Accuracy.approximate))
 _Decoding: TypeAlias = "Future[tuple[int, Stated]]"
-
-logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +243,7 @@ class LevelledGet:
             self._is_finished = self._is_over = True  # what is claimed now is none of these
             computed = self._claimed
         works: dict[int, _Decoding] = {}
+        found: dict[int, tuple[int, Stated]] = {}
         try:
             stop = len(self._frames)
             if self._plain_terms.loads_first:  # of use is only a prefix
@@ -254,11 +252,11 @@ class LevelledGet:
                 self._decode(at)
             works = {at: work for at, (_, work) in self._decoding.items() if at >= computed}
             found = {at: work.result() for at, work in works.items() if at < stop}
-        except Exception as error:  # noqa: BLE001 - the engine computes what no store brought
-            logger.warning("a load under a deadline failed", error=repr(error))
-            found = {}
-        wait(works.values())  # they write to the room
-        self._result.set_result(self._levelled(found))
+        except KVStoreError:
+            pass  # the client was closed, or the call cancelled
+        finally:
+            wait(works.values())  # they write to the room
+            self._result.set_result(self._levelled(found))
 
     def _levelled(self, found: dict[int, tuple[int, Stated]]) -> Levelled:
         of = [found.get(at, _NOTHING) for at in range(len(self._frames))]
