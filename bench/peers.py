@@ -1,4 +1,4 @@
-"""Our store beside LMCache, Mooncake Store, InfiniStore and plain Redis, on one machine.
+"""Our store beside LMCache, Mooncake Store and plain Redis, on one machine.
 
 Both sides of a ratio run in turns in one run, and the median of each counts. Ours is verified as
 always. Each peer runs in a virtual environment of its own, which the first run makes.
@@ -17,8 +17,6 @@ from typing import TypeVar
 import redis
 
 from bench.bulk import raw_stream
-from bench.peer_infinistore import VERSION as INFINISTORE
-from bench.peer_infinistore import InfiniStore
 from bench.peer_lmcache import Adapter, LMCache
 from bench.peer_mooncake import VERSION as MOONCAKE
 from bench.peer_mooncake import Mooncake
@@ -51,7 +49,7 @@ REQUESTS = 8
 STORE_THREADS = 4
 """As many as fs_native has; the server stores with one for each medium."""
 DISK_THREADS = LOADS_AT_ONCE["disk"]
-PARTS = ("disk", "redis", "shm", "mooncake", "infinistore", "readable", "burst")
+PARTS = ("disk", "redis", "shm", "mooncake", "readable", "burst")
 DISK_KEYS = ("disk_load_vs_lmcache_fs_native", "disk_store_vs_lmcache_fs_native")
 DISK_LIMIT_KEYS = ("disk_load_limit_vs_lmcache_fs_native",)
 REDIS_LIMIT_KEYS = ("redis_load_limit_vs_lmcache_resp",)
@@ -59,7 +57,6 @@ REDIS_KEYS = ("redis_load_vs_lmcache_resp", "redis_store_vs_lmcache_resp")
 SHM_KEYS = ("retrieve_vs_lmcache_shm", "store_vs_lmcache_shm")
 MOONCAKE_KEYS = ("retrieve_vs_mooncake_tcp", "store_vs_mooncake_tcp")
 MOONCAKE_LIMIT_KEYS = ("retrieve_limit_vs_mooncake_tcp",)
-INFINISTORE_KEYS = ("retrieve_vs_infinistore_tcp", "store_vs_infinistore_tcp")
 
 
 def compare_disk(run: Run, peer: LMCache) -> None:
@@ -175,23 +172,6 @@ def compare_mooncake(run: Run, peer: Mooncake) -> None:
     run.add_speeds(MOONCAKE_LIMIT_KEYS, size_bytes, bare, theirs)
 
 
-def compare_infinistore(run: Run, peer: InfiniStore) -> None:
-    """Blocks of 2 MiB over TCP, through InfiniStore's own benchmark."""
-    ours = Side("put and get over tcp, verified")
-    theirs = Side(f"{INFINISTORE}, its benchmark, TCP")
-    size_bytes = 128 * MIB
-    with (
-        run.scratch("tcp") as folder,
-        request_side(folder, "tcp", 2, OBJECTS) as side,
-        peer.server() as port,
-    ):
-        for _ in range(ROUNDS):
-            side.run(ours, 1)
-            write, read = peer.bench(port)
-            theirs.take(size_bytes / write / 1e6, size_bytes / read / 1e6)
-    run.add_speeds(INFINISTORE_KEYS, size_bytes, ours, theirs)
-
-
 def _say(work: Callable[[Run, LMCache], str], run: Run, peer: LMCache | str) -> str:
     """Return what *work* says of LMCache, or why there is nothing to say."""
     if isinstance(peer, str):
@@ -222,14 +202,11 @@ def compare(
 
 def measure(run: Run, venvs: Path, only: Sequence[str]) -> None:
     """Install the peers of the parts *only*, then measure beside each."""
-    if set(only) - {"mooncake", "infinistore"}:
+    if set(only) - {"mooncake"}:
         _beside_lmcache(run, _install(LMCache.install, venvs, run.folder), only)
     if "mooncake" in only:
         mooncake = _install(Mooncake.install, venvs, run.folder)
         compare(run, MOONCAKE_KEYS + MOONCAKE_LIMIT_KEYS, compare_mooncake, mooncake)
-    if "infinistore" in only:
-        infinistore = _install(InfiniStore.install, venvs, run.folder)
-        compare(run, INFINISTORE_KEYS, compare_infinistore, infinistore)
 
 
 def _beside_lmcache(run: Run, lmcache: LMCache | str, only: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from itertools import islice, takewhile
 from typing import Any, TypeAlias, TypeVar
 
 from kvstore.client.access import access_from
-from kvstore.client.chunk import Chunk, parents
+from kvstore.client.chunk import Chunk, Shard, parents
 from kvstore.client.client import Client
 from kvstore.client.decode import Room as ChunkRooms
 from kvstore.client.engines.prefix import (
@@ -46,7 +46,7 @@ from kvstore.client.prefill import (
     PrefillModel,
     chunks_worth_loading,
 )
-from kvstore.client.rectangle import Rectangle
+from kvstore.client.server_state import ChunkStat
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import ACCURACY_TAG
@@ -88,7 +88,7 @@ class Connector:
     survive a power cut. *token_flops* is about what the engine spends on one token. A load ends
     where computing the rest is sooner, by the store's own estimates and by what the engine takes:
     *prefill*, or what ``learned`` has seen; until it has, everything in reach is loaded. With a
-    *rectangle* ``read_into`` and ``write`` are of what one rank of the engine has.
+    *shard* ``read_into`` and ``write`` are of what one rank of the engine has.
 
     *accuracy*: which copies are read: ``exact`` ones, ``bounded`` ones, whose codec states how far
     they are from what was put, or ``approximate`` ones, any, while the gate of the model and of the
@@ -106,11 +106,11 @@ class Connector:
         durable: bool = False,
         token_flops: float = 0.0,
         prefill: PrefillModel | None = None,
-        rectangle: Rectangle | None = None,
+        shard: Shard | None = None,
         accuracy: str = "exact",
     ) -> None:
         self.client = client
-        self.rectangle = rectangle
+        self.shard = shard
         self.least = least_of(accuracy)
         """The least accuracy of what is read."""
         self._prefill = prefill
@@ -397,7 +397,7 @@ class Connector:
 
     def stored(self, digests: Sequence[ChainDigest]) -> set[bytes]:
         """Return those of *digests* that have an exact copy, whatever is before. Never raises."""
-        found = self.ask(lambda: self.client.stat(keys=self._keys(digests)), list[pb.ChunkStat]())
+        found = self.ask(lambda: self.client.stat(keys=self._keys(digests)), list[ChunkStat]())
         exact = Accuracy.exact
         return {one.digest for one in found if any(c.accuracy == exact for c in one.copies)}
 
@@ -451,14 +451,14 @@ class Connector:
         least: Accuracy,
         terms: PlanTerms | None,
     ) -> list[Stated]:
-        if terms is not None and self.rectangle is None:
+        if terms is not None and self.shard is None:
             levelled = self.client.get_levelled(
                 self._keys(digests), replace(terms, least=least), room
             )
             return list(levelled.stated[: next(iter(levelled.to_compute), len(digests))])
         stated: list[Stated] = []
         self.client.get_chunks(
-            self._keys(digests), room, accuracy=least, stated=stated, rectangle=self.rectangle
+            self._keys(digests), room, accuracy=least, stated=stated, shard=self.shard
         )
         return stated
 
@@ -491,9 +491,7 @@ class Connector:
         return outcomes
 
     def _put(self, chunks: Sequence[Chunk], hints: Hints) -> list[PutOutcome]:
-        puts = self.client.put_chunks(
-            chunks, durable=self.durable, hints=hints, rectangle=self.rectangle
-        )
+        puts = self.client.put_chunks(chunks, durable=self.durable, hints=hints, shard=self.shard)
         return [put.outcome for put in puts]
 
     def _spans(self, token_count: int) -> list[Span]:

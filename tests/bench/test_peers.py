@@ -11,7 +11,6 @@ from xml.etree import ElementTree
 import psutil
 import pytest
 from bench import peers
-from bench.peer_infinistore import InfiniStore, parse_speeds
 from bench.peer_lmcache import LMCache, parse_l2, parse_server
 from bench.peer_mooncake import Mooncake
 from bench.peer_ours import TierSide, make_frames
@@ -42,14 +41,13 @@ ALL_KEYS = (
     *peers.MOONCAKE_KEYS,
     *peers.MOONCAKE_LIMIT_KEYS,
     *peers.REDIS_LIMIT_KEYS,
-    *peers.INFINISTORE_KEYS,
     "redis_load_vs_plain_redis",
     "readable_under_writes",
     "burst_lost",
 )
 
 
-PEERS = ("lmcache", "mooncake", "infinistore", "zipnn", "blosc2")
+PEERS = ("lmcache", "mooncake", "zipnn", "blosc2")
 L2_REPORT = """
 [Store] Running 1 warmup + 3 measurement rounds...
   [Store] Round 1: 408.14 ms, success_keys=64/64
@@ -136,13 +134,6 @@ def test_a_report_of_another_form_skips_the_peer_with_its_last_words(text: str) 
             parse(text)
 
 
-def test_infinistores_speeds_are_read() -> None:
-    text = "size: 128 MB\nwrite cache: 812.50 MB/s, read cache: 1024.25 MB/s\n"
-    assert parse_speeds(text) == (812.5, 1024.25)
-    with pytest.raises(PeerSkippedError, match="no speeds"):
-        parse_speeds("write cache:")
-
-
 # --- how a peer is skipped
 
 
@@ -211,13 +202,6 @@ def test_a_program_that_is_missing_or_fails_or_hangs_skips_its_peer(tmp_path: Pa
 
 def test_a_library_that_is_installed_is_not_unpacked_again(tmp_path: Path) -> None:
     assert shared_libraries(tmp_path, {"libc.so.6": "libc6"}) == ""
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_infinistore_is_skipped_where_no_rdma_device_is(tmp_path: Path) -> None:
-    for devices in (tmp_path, tmp_path / "none"):
-        with pytest.raises(PeerSkippedError, match="RDMA device"):
-            InfiniStore.install(tmp_path, tmp_path, devices)
     assert list(tmp_path.iterdir()) == []
 
 

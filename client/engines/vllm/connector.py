@@ -42,6 +42,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.sched import output as sched_output
 from vllm.v1.kv_cache_interface import KVCacheConfig, get_kv_cache_spec_kind
 
+from kvstore.client.chunk import Shard
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm.blocks import BlockWriter, with_heads
@@ -57,7 +58,6 @@ from kvstore.client.engines.vllm.scheduler import VllmScheduler
 from kvstore.client.engines.vllm.settings import FlopsModel, Role, VllmSettings
 from kvstore.client.engines.vllm.worker import VllmWorker
 from kvstore.client.options import ClientOptions
-from kvstore.client.rectangle import Rectangle
 from kvstore.proto.errors import KVStoreError, LayoutMismatchError, ModelError
 from kvstore.proto.types import (
     DEFAULT_CHUNK_TOKENS,
@@ -402,9 +402,9 @@ def _connector(
     identity = model_of(config, shape, settings.model_revision)
     name = "vllm-lookup" if rank is None else f"vllm-rank-{rank}"
     options = settings.options(chunk_tokens, name, is_lookup=rank is None)
-    rectangle = None
+    shard = None
     if rank is not None and shape.ranks * shape.stages > 1:
-        rectangle = Rectangle.of_rank(identity, rank, shape.ranks, shape.own_layers)
+        shard = Shard.of_rank(identity, rank, shape.ranks, shape.own_layers)
     client_class = Client
     if rank is not None and config.device_config.device_type == "cuda":
         from kvstore.client.cuda import CudaClient  # it may lack cupy
@@ -418,7 +418,7 @@ def _connector(
         client_class(settings.address, identity, options),
         durable=settings.durable,
         prefill=settings.prefill if rank is None else None,
-        rectangle=rectangle,
+        shard=shard,
         accuracy=accuracy,
     )
 

@@ -28,6 +28,7 @@ from vllm_stand_ins import FakeRequest, step
 from vllm_steps import QUEUE_BYTES, Engine, options
 
 from kvstore.client import Client
+from kvstore.client.chunk import Shard
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm import scheduler as vllm_scheduler
 from kvstore.client.engines.vllm import staging as vllm_copies
@@ -36,7 +37,6 @@ from kvstore.client.engines.vllm.blocks import BLOCK_LAYOUTS
 from kvstore.client.engines.vllm.messages import StepPlan
 from kvstore.client.engines.vllm.scheduler import VllmScheduler
 from kvstore.client.engines.vllm.settings import Role
-from kvstore.client.rectangle import Rectangle
 
 Start = Callable[..., Engine]
 
@@ -209,11 +209,9 @@ def test_stores_beyond_the_queue_are_dropped_from_the_end_and_counted(start: Sta
     assert start().run("b", PROMPT) == 128
 
 
-@pytest.mark.parametrize(
-    "ranks", [(None,), (Rectangle(kv_heads=((0, 1),)), Rectangle(kv_heads=((1, 2),)))]
-)
+@pytest.mark.parametrize("ranks", [(None,), (Shard(kv_heads=((0, 1),)), Shard(kv_heads=((1, 2),)))])
 def test_what_any_rank_did_not_store_is_stored_when_it_is_computed_again(
-    start: Start, ranks: tuple[Rectangle | None, ...]
+    start: Start, ranks: tuple[Shard | None, ...]
 ) -> None:
     engine = start(ranks=ranks)
     engine.workers[-1]._queue_bytes = 1  # one chunk, the least
