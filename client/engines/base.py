@@ -10,6 +10,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, takewhile
 from typing import Any, TypeAlias, TypeVar
@@ -49,7 +50,9 @@ from kvstore.client.server_state import ChunkStat
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import ACCURACY_TAG
+from kvstore.proto.errors import KVStoreError
 from kvstore.proto.keys import chunk_key, chunk_spans, content_digest, tokens_le32
+from kvstore.proto.messages import REFUSED
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import (
     EXACT,
@@ -62,6 +65,12 @@ from kvstore.proto.types import (
 )
 
 logger = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 10.0
+"""How often a refusal's reason is sent: a server may have started later, or again."""
+
+MAX_REASON_CHARS = 1024
+"""What is sent of one; the server keeps less."""
 
 T = TypeVar("T")
 
@@ -116,6 +125,8 @@ class Connector:
         """How many chunks a Source has room for; None where it makes none."""
         self._is_failing = False
         self._misses: Counter[str] = Counter()
+        self._refusals: dict[str, int] = {}
+        self._is_closed = threading.Event()
         # Guards the six fields above; held for counting only.
         self._lock = threading.Lock()
         client.counts = self.counts
@@ -499,12 +510,30 @@ class Connector:
             self._is_failing = False
         return result
 
+    def report_refusal(self, reason: str) -> None:
+        """Have the server know why this engine runs without it, one that comes later, too."""
+        self._refusals = {f"{REFUSED}{' '.join(reason[:MAX_REASON_CHARS].split())}": 1}
+
+        def report() -> None:
+            while True:
+                with suppress(KVStoreError):
+                    self.client.send_counts()
+                if self._is_closed.wait(REPORT_EVERY_S):
+                    return
+
+        threading.Thread(target=report, name="kvstore-refused", daemon=True).start()
+
+    def close(self) -> None:
+        """End the client, and reports of a refusal. Idempotent."""
+        self._is_closed.set()
+        self.client.close()
+
     def counts(self) -> dict[str, int]:
-        """Return what the server is to know, by name: counts, misses and errors."""
+        """Return what the server is to know, by name: counts, misses, errors, a refusal."""
         kinds = {"miss": self._misses, "load": self._load_errors, "store": self._store_errors}
         with self._lock:
             named = {f"{kind}_{name}": n for kind in kinds for name, n in kinds[kind].items()}
-            return {**self._counts, **named}
+            return {**self._counts, **named, **self._refusals}
 
     def stats(self) -> ConnectorStats:
         """Return the counts of this moment."""
