@@ -184,7 +184,7 @@ def _explained(
 
 
 def _as_dict(address: str, reply: pb.ExplainResponse) -> dict[str, Any]:
-    from kvstore.cli.blend_report import gate_as_dict
+    from kvstore.cli.blend import gate_as_dict
     from kvstore.proto.blend import GateView
     from kvstore.proto.messages import as_value
     from kvstore.proto.types import Accuracy
@@ -226,7 +226,7 @@ def _engines(
 
 
 def _text(reply: pb.ExplainResponse) -> Iterator[str | Grid]:
-    from kvstore.cli.blend_report import gate_line
+    from kvstore.cli.blend import gate_line
     from kvstore.proto.blend import GateView
     from kvstore.proto.messages import as_value
 

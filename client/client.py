@@ -13,10 +13,11 @@ from kvstore.client import chunk_reads, resolving
 from kvstore.client.access import check_address
 from kvstore.client.batch_plans import plan_batch
 from kvstore.client.blend.segments import NamedSegment, SegmentRange, name_segments
-from kvstore.client.chunk import Chunk, PlannedChunk, check_keys
+from kvstore.client.chunk import Chunk, PlannedChunk, Shard, check_keys
 from kvstore.client.chunk_puts import put_by_layers, put_whole
+from kvstore.client.chunk_reads import ChunkRequest
 from kvstore.client.deadline import Levelled
-from kvstore.client.decode import Layer, Room, given
+from kvstore.client.decode import Layer, Room, fresh
 from kvstore.client.events import EventStream, Place
 from kvstore.client.forks import FORKS
 from kvstore.client.kv import KV, Hit, Prompt, empty_kv, first_tokens, kv_of
@@ -26,7 +27,6 @@ from kvstore.client.levels import PlanTerms
 from kvstore.client.lookups import look_up, prefix_plan, viewer
 from kvstore.client.options import MAX_DEADLINE_MS, MAX_NAME_CHARS, ClientOptions, milliseconds
 from kvstore.client.page_names import page_digests
-from kvstore.client.rectangle import Rectangle, RectangleRoom
 from kvstore.client.server_link import LeftMs, ServerLink
 from kvstore.client.server_state import (
     ChunkStat,
@@ -204,11 +204,12 @@ class Client:
         prompt = self._prompt(tokens, keys, start)
         fresh = empty_kv(self.model, prompt.stop) if out is None else None
         room = self._target(prompt, fresh if out is None else out)
-        prefix = self._prefix(prompt.keys, room, accuracy, timeout)
-        chunks = prompt.usable(len(prefix.tensors), self.model)
+        request = ChunkRequest(prompt.keys, room, accuracy, self._deadline_ms(timeout))
+        found = chunk_reads.read_prefix(self._link, request)
+        chunks = prompt.usable(len(found), self.model)
         reached = prompt.reached(chunks)
         kv = None if fresh is None else first_tokens(fresh, reached)
-        return Hit(reached, chunks, tuple(copy.tier for copy in prefix.copies[:chunks]), kv)
+        return Hit(reached, chunks, tuple(one.tier for one in found[:chunks]), kv)
 
     def put(
         self,
@@ -286,8 +287,8 @@ class Client:
             some: Sequence[ChunkKey], out: Sequence[LayerTensors] | None
         ) -> list[ChunkTensors]:
             room = chunk_reads.room_in(some, out)
-            request = chunk_reads.ChunkRequest(some, room, accuracy, deadline_ms, leases)
-            return chunk_reads.read_prefix(self._link, request).tensors
+            request = ChunkRequest(some, room, accuracy, deadline_ms, leases)
+            return [one.tensors for one in chunk_reads.read_prefix(self._link, request)]
 
         return Lease(ready, found.match, read, self._link.release, viewer(found, ready))
 
@@ -309,8 +310,9 @@ class Client:
         No more than MAX_OPEN_BATCHES batches of chunks come, each a stream.
         """
         prompt = self._prompt(tokens, keys, start)
-        room = given(None) if out is None else self._target(prompt, out)
-        return self._layers(prompt.keys, room, accuracy, timeout)
+        room = fresh if out is None else self._target(prompt, out)
+        request = ChunkRequest(prompt.keys, room, accuracy, self._deadline_ms(timeout))
+        return chunk_reads.read_layers_retried(self._link, request)
 
     def put_layers(
         self,
@@ -340,7 +342,7 @@ class Client:
         *,
         accuracy: Accuracy = Accuracy.exact,
         stated: list[Stated] | None = None,
-        rectangle: Rectangle | None = None,
+        shard: Shard | None = None,
         timeout: float | None = None,
     ) -> list[ChunkTensors]:
         """Read the longest prefix of *keys* that is there in time, verified.
@@ -349,16 +351,15 @@ class Client:
         are written into *out*: one entry a key, numpy or torch, or ``out(i, layout)``, which
         returns tensors of that layout. Several threads call it, in any order; a window or state
         that is not wanted has no layers there, and is neither read nor verified. *stated*, a list,
-        is filled with what the copy of each chunk states. With a *rectangle* tensors, layouts and
+        is filled with what the copy of each chunk states. With a *shard* tensors, layouts and
         *out* are what one rank has of each chunk.
         """
-        room = chunk_reads.stoppable(chunk_reads.room_in(keys, out))
-        if rectangle is not None:
-            room = RectangleRoom(room, rectangle, self.model)
-        prefix = self._prefix(keys, room, accuracy, timeout)
+        room = chunk_reads.room_in(keys, out)
+        request = ChunkRequest(keys, room, accuracy, self._deadline_ms(timeout), shard=shard)
+        found = chunk_reads.read_prefix(self._link, request)
         if stated is not None:
-            stated[:] = [copy.stated for copy in prefix.copies]
-        return prefix.tensors
+            stated[:] = [one.stated for one in found]
+        return [one.tensors for one in found]
 
     def put_chunks(
         self,
@@ -366,16 +367,16 @@ class Client:
         *,
         durable: bool = False,
         hints: Hints = NO_HINTS,
-        rectangle: Rectangle | None = None,
+        shard: Shard | None = None,
     ) -> list[Put]:
         """Store chunks; with *durable* return once they would survive a power cut.
 
-        With a *rectangle* the tensors are those of one rank: the outcome is ``pending`` until
+        With a *shard* the tensors are those of one rank: the outcome is ``pending`` until
         other ranks have put the rest of a chunk, and ``stored`` for the one that makes it whole.
         Raises LayoutMismatchError or ModelError before anything is sent when a
         chunk is not of this client's Model.
         """
-        return put_whole(self._link, chunks, rectangle, hints, durable=durable)
+        return put_whole(self._link, chunks, shard, hints, durable=durable)
 
     def get_chunk_layers(
         self,
@@ -385,7 +386,9 @@ class Client:
         accuracy: Accuracy = Accuracy.exact,
     ) -> Generator[Layer, None, None]:
         """Read like ``get_layers``, into *out* as ``get_chunks``."""
-        return self._layers(keys, chunk_reads.room_in(keys, out), accuracy, None)
+        room = chunk_reads.room_in(keys, out)
+        request = ChunkRequest(keys, room, accuracy, self.options.deadline_ms)
+        return chunk_reads.read_layers_retried(self._link, request)
 
     def put_chunk_layers(
         self,
@@ -578,19 +581,7 @@ class Client:
 
     def _target(self, prompt: Prompt, out: Any) -> Room:
         held = kv_of("out", out, self.model, prompt.least_tokens, is_target=True)
-        return chunk_reads.stoppable(prompt.target(held))
-
-    def _prefix(
-        self, keys: Sequence[ChunkKey], room: Room, accuracy: Accuracy, timeout: float | None
-    ) -> chunk_reads.Prefix:
-        request = chunk_reads.ChunkRequest(keys, room, accuracy, self._deadline_ms(timeout))
-        return chunk_reads.read_prefix(self._link, request)
-
-    def _layers(
-        self, keys: Sequence[ChunkKey], room: Room, accuracy: Accuracy, timeout: float | None
-    ) -> Generator[Layer, None, None]:
-        request = chunk_reads.LayerRequest(keys, room, accuracy, self._deadline_ms(timeout))
-        return chunk_reads.read_layers_retried(self._link, request)
+        return chunk_reads.room_in(prompt.keys, prompt.target(held))
 
 
 def _counts(client: ref[Client]) -> Mapping[str, int]:
