@@ -26,7 +26,7 @@ from kvstore.client.blend.store import store_prefill
 from kvstore.client.engines.transformers import TransformersConnector
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.engines.transformers.identity import representation_of
-from kvstore.client.resolving import ResolveTerms
+from kvstore.client.segments import SegmentQuery
 from kvstore.codecs.base import boundless_codecs
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView, accuracy_tag, check_tag
@@ -177,7 +177,7 @@ class BlendTrials:
             fix = f"with its question and prefix at most {limit} tokens"
             raise InvalidRequestError("documents", prompts.max_tokens, fix)
         blender = Blender(TransformersAdapter(model))
-        terms = ResolveTerms(tag=self.tag, is_trial=True)
+        terms = SegmentQuery(tag=self.tag, is_trial=True)
         idle, draw = 0, np.random.default_rng(self.seed)
         with _connected(address, model, tokenizer, min(256, self.document_tokens)) as client:
             guarded = GuardedBlender(client, blender, terms, self.selector)
