@@ -16,7 +16,7 @@ import numpy as np
 from kvstore.client.batches import MAX_OPEN_BATCHES, batches
 from kvstore.client.chunk import Shard, check_keys
 from kvstore.client.connection import countdown
-from kvstore.client.deadline import Levelled, LevelledGet, beside
+from kvstore.client.deadline import Levelled, LevelledGet
 from kvstore.client.decode import (
     Decoded,
     Layer,
@@ -214,16 +214,8 @@ def read_levelled(
     if not keys:
         return Levelled((), ())
 
-    def work(transport: Transport, _: LeftMs) -> Levelled:
-        packed(keys, transport.session.terms.namespace)  # which refuses those of others
-        get = LevelledGet(transport, link.reader, link.meters, keys, terms, room)
-        try:
-            return get.run() if compute is None else beside(get, compute)
-        finally:
-            for key in get.damaged:
-                link.quarantine(transport, key)
-
-    return link.run(work)
+    packed(keys, link.connected().session.terms.namespace)  # which refuses those of others
+    return LevelledGet(link, keys, terms, room, compute).run()
 
 
 def read_frame(

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, takewhile
 from typing import Any, TypeAlias, TypeVar
@@ -49,7 +50,9 @@ from kvstore.client.server_state import ChunkStat
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import ACCURACY_TAG
+from kvstore.proto.errors import KVStoreError
 from kvstore.proto.keys import chunk_key, chunk_spans, content_digest, tokens_le32
+from kvstore.proto.messages import REFUSED
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import (
     EXACT,
@@ -62,6 +65,12 @@ from kvstore.proto.types import (
 )
 
 logger = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 10.0
+"""How often a refusal's reason is sent: a server may have started later, or again."""
+
+MAX_REASON_CHARS = 1024
+"""What is sent of one; the server keeps less."""
 
 T = TypeVar("T")
 
@@ -116,6 +125,8 @@ class Connector:
         """How many chunks a Source has room for; None where it makes none."""
         self._is_failing = False
         self._misses: Counter[str] = Counter()
+        self._refusals: dict[str, int] = {}
+        self._is_closed = threading.Event()
         # Guards the six fields above; held for counting only.
         self._lock = threading.Lock()
         client.counts = self.counts
@@ -176,8 +187,7 @@ class Connector:
             within.computed = chunks.stop
 
         terms = self.terms(within, tail_tokens, least)
-        is_beside = terms.never_later and within.compute is not None and not first
-        terms = replace(terms, loads_first=terms.never_later and not is_beside)
+        is_beside = terms.prefill is not None and within.compute is not None and not first
         found = self.client.get_levelled(
             keys[first:], terms, rooms[first:], computing if is_beside else None
         )
@@ -196,10 +206,7 @@ class Connector:
         if prefill is None:
             return PlanTerms(left_s, least=least)
         # An engine leaves itself the last token.
-        return PlanTerms(
-            left_s, prefill, least=least, never_later=True, loads_first=within.compute is None,
-            tail_tokens=max(1, tail_tokens),
-        )  # fmt: skip
+        return PlanTerms(left_s, prefill, least=least, tail_tokens=max(1, tail_tokens))
 
     def _counted(
         self,
@@ -408,7 +415,7 @@ class Connector:
 
         *stated* is filled with what the copy of each chunk states, and behind those with what
         chunks state that came and were not used, for a gate was shut; without it exact copies only
-        are read. With *terms*, which have ``loads_first``, as far as their deadline allows.
+        are read. With *terms*, as far as their deadline allows.
         """
         allowed = ONLY_EXACT if stated is None else self.allowed(self.least)
         within = None if terms is None else Deadline(terms.deadline_s)
@@ -503,12 +510,30 @@ class Connector:
             self._is_failing = False
         return result
 
+    def report_refusal(self, reason: str) -> None:
+        """Have the server know why this engine runs without it, one that comes later, too."""
+        self._refusals = {f"{REFUSED}{' '.join(reason[:MAX_REASON_CHARS].split())}": 1}
+
+        def report() -> None:
+            while True:
+                with suppress(KVStoreError):
+                    self.client.send_counts()
+                if self._is_closed.wait(REPORT_EVERY_S):
+                    return
+
+        threading.Thread(target=report, name="kvstore-refused", daemon=True).start()
+
+    def close(self) -> None:
+        """End the client, and reports of a refusal. Idempotent."""
+        self._is_closed.set()
+        self.client.close()
+
     def counts(self) -> dict[str, int]:
-        """Return what the server is to know, by name: counts, misses and errors."""
+        """Return what the server is to know, by name: counts, misses, errors, a refusal."""
         kinds = {"miss": self._misses, "load": self._load_errors, "store": self._store_errors}
         with self._lock:
             named = {f"{kind}_{name}": n for kind in kinds for name, n in kinds[kind].items()}
-            return {**self._counts, **named}
+            return {**self._counts, **named, **self._refusals}
 
     def stats(self) -> ConnectorStats:
         """Return the counts of this moment."""

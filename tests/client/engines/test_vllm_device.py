@@ -299,7 +299,7 @@ def test_a_prompt_that_is_computed_before_anything_was_sent_is_stored_whole(
     monkeypatch.setattr(vllm_worker, "DEVICE_RING_BYTES", 1)  # two slots, the least
     engine, hold = start(queue_bytes=1, zeroes=True), threading.Event()
     (worker,) = engine.workers
-    worker._storer.do(hold.wait)
+    worker._storer.submit(hold.wait)
     prompt = prompt_tokens(6, 8 * CHUNK_TOKENS)
     request, blocks = FakeRequest("a", list(prompt)), engine.blocks(len(prompt))
     engine.scheduler.on_new_request(request)

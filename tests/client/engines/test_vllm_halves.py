@@ -172,7 +172,7 @@ def test_a_request_preempted_while_it_is_stored_leaves_what_it_had_computed(star
     engine.scheduler.on_new_request(request)
     assert engine.matched(request) == 0
     worker, hold = engine.workers[0], threading.Event()
-    worker._storer.do(hold.wait)
+    worker._storer.submit(hold.wait)
     engine.step(request, blocks, 150)
     other = FakeRequest("b", prompt_tokens(5, 200))
     engine.scheduler.on_new_request(other)
@@ -257,7 +257,7 @@ def test_the_batches_of_a_backlog_follow_each_other_without_a_pause(
     monkeypatch.setattr(vllm_worker, "time", SimpleNamespace(sleep=pauses.append))
     engine, hold = start(), threading.Event()
     (worker,) = engine.workers
-    worker._storer.do(hold.wait)
+    worker._storer.submit(hold.wait)
     for name in "ab":
         request = FakeRequest(name, prompt_tokens(ord(name), 200))
         engine.scheduler.on_new_request(request)
@@ -267,7 +267,7 @@ def test_the_batches_of_a_backlog_follow_each_other_without_a_pause(
     assert worker.settled(20.0)
     assert worker.counted["stored_chunks"] == 6
     assert len(pauses) == 1
-    assert eventually(lambda: worker._storer._work.empty())
+    assert eventually(lambda: worker._storer._work_queue.empty())
     engine.run("c", PROMPT[:CHUNK_TOKENS])
     assert len(pauses) == 2, "a pause before what nothing was sent before"
 
