@@ -89,7 +89,7 @@ def lose(llm: LLM, chunks: int) -> bool:
     vars(connector).pop("read_into", None)
     read_into = connector.read_into
     if chunks:
-        connector.read_into = lambda digests, room: read_into(digests[:chunks], room)
+        connector.read_into = lambda digests, *more: read_into(digests[:chunks], *more)
     return True
 
 
@@ -99,15 +99,15 @@ def stop_before_load(llm: LLM, pid: int) -> bool:
     ``counts`` says from then on how many loads ended because it hangs: ``worker_hung_loads``.
     """
     worker = sides(llm)[1]._worker
-    connector, end_if_hung = worker._connector, worker._watch._end_if_hung
-    read_into = connector.read_into
+    connector = worker._connector
+    read_into, end_if_hung = connector.read_into, connector.client.end_if_hung
 
     def counted() -> bool:
         is_hung = end_if_hung()
         worker.counted["hung_loads"] += is_hung
         return bool(is_hung)
 
-    worker._watch._end_if_hung = counted
+    connector.client.end_if_hung = counted
 
     def stopped(*given: Any) -> int:
         vars(connector).pop("read_into", None)

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from difflib import get_close_matches
 from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar, get_args
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperGroup
 from typing_extensions import override
 
@@ -50,7 +49,7 @@ MAX_PORT = 65_535
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
 
 
 def fail(reason: object, status: int) -> NoReturn:
@@ -73,10 +72,10 @@ def _options(prefix: str = "") -> list[Parameter]:
     def option(name: str, text: str, metavar: str = "FILE", has_env: bool = False) -> Parameter:
         env = f"{prefix}{name.upper()}" if prefix and has_env else None
         flag = f"--{name.replace('_', '-')}"
-        found = typer.Option(flag, metavar=metavar, help=text, envvar=env)
+        found = Option(flag, metavar=metavar, help=text, envvar=env)
         return _parameter(name, Annotated[str | None, found])
 
-    tls = typer.Option("--tls", help="Connect over TLS; verify the server with the system's CAs.")
+    tls = Option("--tls", help="Connect over TLS; verify the server with the system's CAs.")
     return [
         option("address", f"The server; {DEFAULT_ADDRESS} by default.", "HOST[:PORT]", True),
         option("token_file", "File with an API key or a JWT.", has_env=True),
@@ -88,7 +87,7 @@ def _options(prefix: str = "") -> list[Parameter]:
 
 
 _OPTIONS = _options()
-_ARGUMENT = typer.Argument(metavar="[ADDRESS]", help="The same as --address.")
+_ARGUMENT = Argument(metavar="[ADDRESS]", help="The same as --address.")
 _WHERE = _parameter("where", Annotated[str | None, _ARGUMENT])
 _given: ContextVar[Mapping[str, Any] | None] = ContextVar("given", default=None)
 """Connection options: those before the command, overridden by those behind it."""
@@ -173,6 +172,21 @@ TierName = Literal["gpu", "cpu", "disk", "redis"]
 TIER_NAMES: tuple[str, ...] = get_args(TierName)
 
 
+def number(text: str, least: int | None = None, most: int | None = None) -> Any:
+    """Return an option that is a number."""
+    return Option(metavar="N", help=text, min=least, max=most)
+
+
+def file(text: str) -> Any:
+    """Return an option that is a file."""
+    return Option(metavar="FILE", help=text)
+
+
+def size(text: str) -> Any:
+    """Return an option that is a number of bytes, such as ``8GiB``."""
+    return Option(parser=parse_size, metavar="SIZE", help=text)
+
+
 def parse_size(text: str | int) -> int:
     """Return the bytes of an option such as ``8GiB``. Raises typer.BadParameter."""
     from kvstore.server.settings.values import parse_size as parse
@@ -203,60 +217,53 @@ def confirm(question: str) -> None:
 
 # --- commands
 
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A command as it is registered: built when it is run, completed or explained."""
-
-    function: Callable[..., None]
-    exits: Sequence[int]
-    example: str
-    section: str
-    has_address: bool
-    takes_where: bool
-    as_server: bool
-
-    def build(self, path: str) -> Any:
-        """Return the command, as typer makes it of a function."""
-        made = typer.Typer(rich_markup_mode=None, add_completion=False)
-        context = {"allow_extra_args": self.as_server, "ignore_unknown_options": self.as_server}
-        codes = "\n".join(f"  {code}  {CODES[code]}" for code in self.exits)
-        epilog = f"\b\nExit codes:\n{codes}\n\n\b\nExample:\n  {self.example}"
-        made.command(path.split()[-1], epilog=epilog, context_settings=context)(
-            self._with_options()
-        )
-        built: Any = typer.main.get_command(made)
-        return built
-
-    def _with_options(self) -> Callable[..., None]:
-        own = inspect.signature(self.function, eval_str=True).parameters
-        shown = [
-            one.replace(kind=Parameter.KEYWORD_ONLY)
-            for one in own.values()
-            if one.name != "address"
-        ]
-        if self.takes_where:
-            shown.insert(0, _WHERE)
-        if self.has_address:
-            shown += _OPTIONS
-
-        def run(**values: Any) -> None:
-            _remember(values)
-            passed = {name: values[name] for name in own if name in values}
-            if "address" in own:
-                passed["address"] = server_address()
-            self.function(**passed)
-
-        run.__doc__ = self.function.__doc__
-        run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
-        run.__annotations__ = {one.name: one.annotation for one in shown}
-        return run
-
-
-_ENTRIES: dict[str, _Entry] = {}
-_GROUPS: dict[str, tuple[str, str]] = {}
-SECTIONS = ("Look", "Change", "Measure", "Administer")
+SECTIONS = ("Look", "Change", "Measure", "Administer", "Commands")
 REMOVED = {"top": "use kvstore status --watch"}
+
+
+class Commands(TyperGroup):
+    """Lists commands by section, and names what replaces those that were removed."""
+
+    @override
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in REMOVED and not ctx.resilient_parsing:
+            fail(f"{cmd_name}: there is no such command any more; {REMOVED[cmd_name]}", EXIT_USAGE)
+        return super().get_command(ctx, cmd_name)
+
+    @override
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        rows: dict[str, list[tuple[str, str]]] = {name: [] for name in SECTIONS}
+        for name, one in self.commands.items():
+            sentence = (one.help or "").split("\n")[0].split(";")[0].rstrip(".")
+            rows[getattr(one, "rich_help_panel", None) or SECTIONS[-1]].append((name, sentence))
+        for section, some in rows.items():
+            if some:
+                with formatter.section(section):
+                    formatter.write_dl(some)
+
+
+def _typer(**settings: Any) -> typer.Typer:
+    """Return a group. Plain help and tracebacks: rich takes longer to import than most runs."""
+    return typer.Typer(
+        cls=Commands,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        **settings,
+    )
+
+
+app = _typer(
+    help="Inspect, administer and benchmark a kvstore server.",
+    epilog=f"Exit codes: {'; '.join(f'{code} {text}' for code, text in CODES.items())}.",
+)
+_groups = {"": app}
+
+
+def group(name: str, section: str, text: str) -> None:
+    """Register a group of commands, which follow as ``name command``."""
+    _groups[name] = _typer(help=text)
+    app.add_typer(_groups[name], name=name, rich_help_panel=section)
 
 
 def command(
@@ -264,7 +271,7 @@ def command(
     *,
     example: str,
     exits: str = "0 2 3",
-    section: str = "",
+    section: str | None = None,
     where: bool = False,
     as_server: bool = False,
 ) -> Callable[[Command], Command]:
@@ -273,95 +280,49 @@ def command(
     *exits* are its exit codes. A function with a parameter ``address`` takes the connection
     options, *where* the address as an argument too, *as_server* the flags of kvstore-server.
     """
+    codes = "\n".join(f"  {code}  {CODES[int(code)]}" for code in exits.split())
+    epilog = f"\b\nExit codes:\n{codes}\n\n\b\nExample:\n  {example}"
+    context = {"allow_extra_args": as_server, "ignore_unknown_options": as_server}
+    owner, _, name = path.rpartition(" ")
 
     def register(function: Command) -> Command:
-        has_address = "address" in inspect.signature(function).parameters
-        _ENTRIES[path] = _Entry(
-            function, [*map(int, exits.split())], example, section, has_address, where, as_server
-        )  # fmt: skip
+        made = _groups[owner].command(
+            name, epilog=epilog, context_settings=context, rich_help_panel=section
+        )
+        made(_with_connection(function, where))
         return function
 
     return register
 
 
-def group(name: str, section: str, text: str) -> None:
-    """Register a group of commands, which follow as ``name command``."""
-    _GROUPS[name] = section, text
+def _with_connection(function: Callable[..., None], where: bool) -> Callable[..., None]:
+    """Return *function* with the connection options in place of its ``address``."""
+    own = inspect.signature(function, eval_str=True).parameters
+    shown = [
+        one.replace(kind=Parameter.KEYWORD_ONLY) for one in own.values() if one.name != "address"
+    ]
+    if where:
+        shown.insert(0, _WHERE)
+    if "address" in own:
+        shown += _OPTIONS
+
+    def run(**values: Any) -> None:
+        _remember(values)
+        passed = {name: values[name] for name in own if name in values}
+        if "address" in own:
+            passed["address"] = server_address()
+        function(**passed)
+
+    return _takes(run, shown, function.__doc__)
 
 
-class Commands(TyperGroup):
-    """The commands of *path*, each built when it is needed: most runs need one of forty.
-
-    Contexts and commands are click's, of which some releases of typer bring their own.
-    """
-
-    path = ""
-
-    @override
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(dict.fromkeys(name for name, _, _ in self._rows()))
-
-    @override
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        name = f"{self.path} {cmd_name}".strip()
-        if name not in self.commands:
-            if name in _ENTRIES:
-                self.commands[name] = _ENTRIES[name].build(name)
-            elif name in _GROUPS:
-                self.commands[name] = _build_group(name)
-            elif not ctx.resilient_parsing:
-                fail(self._unknown(ctx, name), EXIT_USAGE)
-        return self.commands.get(name)
-
-    def _unknown(self, ctx: Any, name: str) -> str:
-        if name in REMOVED:
-            return f"{name}: there is no such command any more; {REMOVED[name]}"
-        close = get_close_matches(name.split()[-1], self.list_commands(ctx), 1)
-        meant = f"Did you mean {close[0]!r}?" if close else "kvstore --help lists them"
-        return f"{name}: there is no such command. {meant}"
-
-    @override
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        for section in SECTIONS if not self.path else ("",):
-            rows = [(name, text) for name, of, text in self._rows() if of == section]
-            if rows:
-                with formatter.section(section or "Commands"):
-                    formatter.write_dl(rows)
-
-    def _rows(self) -> list[tuple[str, str, str]]:
-        """Return the name, the section and the first sentence of each."""
-        start = f"{self.path} " if self.path else ""
-        inside = [
-            (path.removeprefix(start), one.section, _first_words(one.function))
-            for path, one in _ENTRIES.items()
-            if path.startswith(start) and " " not in path.removeprefix(start)
-        ]
-        return inside if self.path else [*inside, *((n, *about) for n, about in _GROUPS.items())]
-
-
-def _first_words(function: Callable[..., None]) -> str:
-    return (function.__doc__ or "").split("\n")[0].split(";")[0].rstrip(".")
-
-
-def _build_group(name: str) -> Any:
-    made = typer.Typer(
-        cls=Commands, no_args_is_help=True, add_completion=False, rich_markup_mode=None
-    )
-    made.callback(help=_GROUPS[name][1])(lambda: None)
-    built: Any = typer.main.get_command(made)
-    built.path = built.name = name
-    return built
-
-
-# Plain help and tracebacks: rich takes longer to import than most commands take to run.
-app = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    help="Inspect, administer and benchmark a kvstore server.",
-    epilog=f"Exit codes: {'; '.join(f'{code} {text}' for code, text in CODES.items())}.",
-)
+def _takes(
+    run: Callable[..., None], shown: list[Parameter], text: str | None = None
+) -> Callable[..., None]:
+    run.__doc__ = text
+    run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in shown}
+    return run
 
 
 def _print_version(wanted: bool) -> None:
@@ -370,9 +331,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-_VERSION = typer.Option(
-    "--version", callback=_print_version, is_eager=True, help="Print the version."
-)
+_VERSION = Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
 _ROOT = [_parameter("version", Annotated[bool, _VERSION], False), *_options("KVSTORE_")]
 
 
@@ -381,6 +340,4 @@ def _root(**values: Any) -> None:
     _remember(values)
 
 
-_root.__signature__ = inspect.Signature(_ROOT)  # type: ignore[attr-defined]
-_root.__annotations__ = {one.name: one.annotation for one in _ROOT}
-app.callback()(_root)
+app.callback()(_takes(_root, _ROOT))

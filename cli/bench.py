@@ -1,123 +1,39 @@
-"""`kvstore bench` and `kvstore codecs`: what a server and this machine's codecs do, measured.
-
-Made-up chunks, of a model that does not exist, are put, looked up, read back and compared, then
-deleted.
-"""
+"""`kvstore bench` and `kvstore codecs`: speeds of a server, and of this machine's codecs."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import numpy as np
+import typer
+from typer import Argument, Option
 
-from kvstore.cli.app import given_access
-from kvstore.cli.output import Grid, followed, open_console, readable_size
-from kvstore.client.chunk import Chunk, parents
-from kvstore.client.client import Client
-from kvstore.client.options import ClientOptions, TransportName
-from kvstore.codecs.base import CODECS, ChunkTensors, Part, codec_by_name, empty_tensors
-from kvstore.codecs.speed import CodecSpeed, make_sample, measure
+from kvstore.cli.app import EXIT_NOT_HELD, AsJson, command, number, size
+from kvstore.cli.output import Grid, followed, readable_size, show
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
-from kvstore.proto.types import (
-    MIN_CHUNK_TOKENS,
-    DType,
-    KVLayout,
-    LayerGroup,
-    LayerKind,
-    Model,
-    PutOutcome,
-    RopeParameters,
-)
+
+if TYPE_CHECKING:  # help is to load none of the product
+    from kvstore.client.options import TransportName
+    from kvstore.codecs.speed import CodecSpeed
 
 MAX_CHUNKS = 4096
-MAX_CHUNK_BYTES = 64 << 20
 MAX_BYTES = 4 << 30
 """Of all chunks of a run together: they are in this process's memory twice."""
 DEADLINE_MS = 60_000
 CODEC_BUDGET_S = 0.2
 """Of measuring each codec; its first use, which may compile, comes on top."""
-
 _PATTERNS = 4
 """Chunks with bytes of their own; further ones repeat them under other names."""
-_HEAD_DIM = 8
-MIN_CHUNK_BYTES = MIN_CHUNK_TOKENS * 2 * 2 * _HEAD_DIM
-"""Keys and values in bfloat16 of one layer and one head."""
-
-
-def made_up_client(
-    address: str, chunk_bytes: int, name: str, deadline_ms: int, transport: TransportName = "auto"
-) -> Client:
-    """Return a client of a made-up model whose chunks of 16 tokens have about *chunk_bytes*."""
-    heads = max(1, round(chunk_bytes / MIN_CHUNK_BYTES))
-    group = LayerGroup(LayerKind.attention, DType.bfloat16, (0,), heads, _HEAD_DIM)
-    model = Model(
-        model_id=f"kvstore/{name}",
-        model_revision="1",
-        adapter_digest="none",
-        quantization="none",
-        layer_groups=(group,),
-        rope=RopeParameters(10_000.0, _HEAD_DIM),
-        tokenizer_digest="none",
-    )
-    options = ClientOptions(
-        transport,
-        chunk_tokens=MIN_CHUNK_TOKENS,
-        deadline_ms=deadline_ms,
-        name=name,
-        access=given_access(),
-    )
-    return Client(address, model, options)
-
-
-def noise(model: Model, seed: int = 0) -> ChunkTensors:
-    """Return the tensors of a chunk: bytes that do not compress, the same for the same *seed*."""
-    tensors = empty_tensors(KVLayout.of(model, MIN_CHUNK_TOKENS))
-    draw = np.random.default_rng(seed)
-    for part in _parts(tensors):
-        part[...] = np.frombuffer(draw.bytes(part.nbytes), part.dtype).reshape(part.shape)
-    return tensors
-
-
-def _parts(tensors: ChunkTensors) -> list[Part]:
-    return [part for component in tensors for layer in component for part in layer]
-
-
-# --- a server
-
-
-@dataclass(frozen=True, slots=True)
-class BenchTerms:
-    """Which server, how many chunks of which size, over what. Refused where it is too much."""
-
-    address: str
-    chunks: int = 64
-    chunk_bytes: int = 1 << 20
-    transport: TransportName = "auto"
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.chunks <= MAX_CHUNKS:
-            raise InvalidRequestError("chunks", self.chunks, f"give 1 to {MAX_CHUNKS}")
-        if not MIN_CHUNK_BYTES <= self.chunk_bytes <= MAX_CHUNK_BYTES:
-            fix = f"give {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}"
-            raise InvalidRequestError("chunk_bytes", self.chunk_bytes, fix)
-        if self.transport not in get_args(TransportName):
-            fix = f"one of {', '.join(get_args(TransportName))}"
-            raise InvalidRequestError("transport", self.transport, fix)
-        if self.chunks * self.chunk_bytes > MAX_BYTES:
-            fix = f"all together have at most {readable_size(MAX_BYTES)}"
-            raise InvalidRequestError("chunks", self.chunks, fix)
+_RATES = (
+    "encode_bytes_per_s", "decode_bytes_per_s", "break_even_bytes_per_s", "full_gain_bytes_per_s",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Benched:
-    """What a run had: chunks that were stored and came back right, and the time of each step.
-
-    *held* says whether all that was put came back as it was.
-    """
+    """The chunks of a run that were stored and came back right, and the time of each step."""
 
     chunks: int
     chunk_bytes: int
@@ -127,36 +43,53 @@ class Benched:
     lookup_ms: float
     get_s: float
     held: bool
-
-    def as_json(self) -> str:
-        """Return one JSON object."""
-        return json.dumps(asdict(self))
-
-    def as_text(self) -> str:
-        """Return a sentence for people."""
-        size_bytes = self.chunks * self.chunk_bytes
-        return (
-            f"{self.chunks} chunks of {readable_size(self.chunk_bytes)}: put"
-            f" {size_bytes / self.put_s / 1e9:.2f} GB/s, looked up in {self.lookup_ms:.2f} ms, got"
-            f" {size_bytes / self.get_s / 1e9:.2f} GB/s; {self.stored} stored, {self.right} right"
-        )
+    """Whether all that was put came back as it was."""
 
 
-def bench(terms: BenchTerms) -> Benched:
+@command("bench", exits="0 1 2 3", example="kvstore bench --chunks 16 --json", section="Measure")
+def bench(
+    address: str,
+    chunks: Annotated[int, number("Number of chunks.", 1, MAX_CHUNKS)] = 64,
+    chunk_bytes: Annotated[int, size("Size of each chunk.")] = 1 << 20,
+    transport: Annotated[
+        Literal["auto", "shm", "tcp", "grpc"], Option(help="How chunks travel.")
+    ] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Write, read back, verify and delete synthetic chunks; report throughput and latency.
+
+    Exits with 1 unless all came back as they were.
+    """
+    if chunks * chunk_bytes > MAX_BYTES:
+        fix = f"all together have at most {readable_size(MAX_BYTES)}"
+        raise InvalidRequestError("chunks", chunks, fix)
+    done = run_bench(address, chunks, chunk_bytes, transport)
+    size_bytes = done.chunks * done.chunk_bytes
+    text = (
+        f"{done.chunks} chunks of {readable_size(done.chunk_bytes)}: put"
+        f" {size_bytes / done.put_s / 1e9:.2f} GB/s, looked up in {done.lookup_ms:.2f} ms, got"
+        f" {size_bytes / done.get_s / 1e9:.2f} GB/s; {done.stored} stored, {done.right} right"
+    )
+    show(asdict(done), [text], as_json)
+    if not done.held:
+        raise typer.Exit(EXIT_NOT_HELD)
+
+
+def run_bench(address: str, count: int, chunk_bytes: int, transport: TransportName) -> Benched:
     """Run it, under names that no other run has. Raises KVStoreErrors of the server."""
-    count, clock = terms.chunks, time.perf_counter
-    client = made_up_client(terms.address, terms.chunk_bytes, "bench", DEADLINE_MS, terms.transport)
-    with client:
+    import numpy as np
+
+    from kvstore.cli.synthetic import chunks_of, noise, parts_of, synthetic_client
+    from kvstore.codecs.base import empty_tensors
+    from kvstore.proto.types import MIN_CHUNK_TOKENS, KVLayout, PutOutcome
+
+    clock = time.perf_counter
+    with synthetic_client(address, chunk_bytes, "bench", DEADLINE_MS, transport) as client:
         layout = KVLayout.of(client.model, MIN_CHUNK_TOKENS)
         made = [noise(client.model, seed) for seed in range(min(_PATTERNS, count))]
-        tensors = [made[at % len(made)] for at in range(count)]
         tokens = np.random.default_rng().integers(0, 1 << 31, count * MIN_CHUNK_TOKENS)
         keys = client.keys(tokens.tolist())
-        above = parents(keys)
-        chunks = [
-            Chunk(keys[at], tensors[at], above[at], position=MIN_CHUNK_TOKENS * at)
-            for at in range(count)
-        ]
+        chunks = chunks_of(keys, made)
         out = [empty_tensors(layout) for _ in keys]
         try:
             began = clock()
@@ -169,8 +102,8 @@ def bench(terms: BenchTerms) -> Benched:
         finally:
             client.delete(keys=keys)
     right = sum(
-        all(map(np.array_equal, _parts(mine), _parts(theirs)))
-        for mine, theirs in zip(tensors, out[:got], strict=False)
+        all(map(np.array_equal, parts_of(made[at % len(made)]), parts_of(out[at])))
+        for at in range(got)
     )
     stored = outcomes.count(PutOutcome.stored)
     return Benched(
@@ -182,8 +115,28 @@ def bench(terms: BenchTerms) -> Benched:
 # --- codecs
 
 
+@command("codecs", exits="0 2", example="kvstore codecs raw kvq:2", section="Measure")
+def codecs(
+    names: Annotated[
+        list[str] | None, Argument(help="Codecs, such as kvq:2; default: all.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what each codec does on this machine, and up to which link it pays."""
+    speeds, missing = measure_all(names or every_name())
+    rows = [
+        {"codec": one.name, "backend": one.backend, "accuracy": one.accuracy.name}
+        | {"ratio": round(one.ratio, 4)}
+        | {name: round(getattr(one, name)) for name in _RATES}
+        for one in speeds
+    ]
+    show({"codecs": rows, "not_measured": missing}, _codecs_text(rows, missing), as_json)
+
+
 def every_name() -> list[str]:
     """Return all codecs, those that write the raw bytes first."""
+    from kvstore.codecs.base import CODECS
+
     return sorted(CODECS, key=lambda name: (CODECS.load(name).codec_id, name))
 
 
@@ -192,6 +145,9 @@ def measure_all(names: Sequence[str]) -> tuple[list[CodecSpeed], dict[str, str]]
 
     Raises UnknownCodecError for a name that is none.
     """
+    from kvstore.codecs.base import codec_by_name
+    from kvstore.codecs.speed import make_sample, measure
+
     found = [(name, codec_by_name(name)) for name in names]
     sample = make_sample()
     speeds, missing = [], {}
@@ -203,41 +159,18 @@ def measure_all(names: Sequence[str]) -> tuple[list[CodecSpeed], dict[str, str]]
     return speeds, missing
 
 
-def speeds_as_json(speeds: Sequence[CodecSpeed], missing: Mapping[str, str]) -> str:
-    """Return the figures as JSON: speeds in decoded bytes a second."""
-    rows = [
-        {
-            "codec": one.name,
-            "backend": one.backend,
-            "accuracy": one.accuracy.name,
-            "ratio": round(one.ratio, 4),
-            "encode_bytes_per_s": round(one.encode_bytes_per_s),
-            "decode_bytes_per_s": round(one.decode_bytes_per_s),
-            "break_even_bytes_per_s": round(one.break_even_bytes_per_s),
-            "full_gain_bytes_per_s": round(one.full_gain_bytes_per_s),
-        }
-        for one in speeds
-    ]
-    return json.dumps({"codecs": rows, "not_measured": dict(missing)}, indent=2)
-
-
-def print_speeds(speeds: Sequence[CodecSpeed], missing: Mapping[str, str]) -> None:
-    """Print the figures as a table."""
-    console = open_console()
+def _codecs_text(
+    rows: Sequence[dict[str, Any]], missing: Mapping[str, str]
+) -> Iterator[str | Grid]:
     table = Grid(
         "codec", "backend", "accuracy", "ratio", "enc GB/s", "dec GB/s", "even GB/s", "full GB/s"
     )
-    for one in speeds:
-        rates = (
-            one.encode_bytes_per_s, one.decode_bytes_per_s, one.break_even_bytes_per_s,
-            one.full_gain_bytes_per_s,
-        )  # fmt: skip
-        figures = [f"{rate / 1e9:.2f}" for rate in rates]
-        table.add_row(one.name, one.backend, one.accuracy.name, f"{one.ratio:.2f}", *figures)
-    console.print(table)
-    for name, reason in missing.items():
-        console.print(f"{name}: not measured: {reason}")
-    console.print(
+    for one in rows:
+        rates = (f"{one[name] / 1e9:.2f}" for name in _RATES)
+        table.add_row(one["codec"], one["backend"], one["accuracy"], f"{one['ratio']:.2f}", *rates)
+    yield table
+    yield from (f"{name}: not measured: {reason}" for name, reason in missing.items())
+    yield (
         "One thread, 2 MiB of synthetic bfloat16 KV. A codec breaks even on a link of so many GB/s"
-        " (slower ones gain), and gains in full where decoding runs beside the next load.",
+        " (slower ones gain), and gains in full where decoding runs beside the next load."
     )

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 
 from kvstore.cli.output import Grid, open_console
-from kvstore.proto import kvstore_pb2 as pb
+from kvstore.client.server_state import ServerStatus
 from kvstore.proto.blend import GateView
 from kvstore.proto.errors import printable
-from kvstore.proto.messages import as_value
 
 
-def gates_as_json(reply: pb.StatusResponse) -> str:
+def gates_as_json(reply: ServerStatus) -> str:
     """Return the gates and the counters of blending as JSON."""
-    shown = [gate_as_dict(as_value(GateView, one)) for one in reply.gates]
+    shown = [gate_as_dict(one) for one in reply.gates]
     return json.dumps({"gates": shown, "counters": _counters(reply)}, indent=2)
 
 
@@ -39,17 +38,17 @@ def gate_line(gate: GateView) -> str:
     return f"{name}: {state}, {gate.why}; {asked}; {compared}"
 
 
-def _counters(reply: pb.StatusResponse) -> dict[str, int]:
+def _counters(reply: ServerStatus) -> dict[str, int]:
     return {
         name: value for name, value in sorted(reply.counters.items()) if name.startswith("blend_")
     }
 
 
-def print_gates(reply: pb.StatusResponse) -> None:
+def print_gates(reply: ServerStatus) -> None:
     """Print the gates and the counters of blending as tables."""
     console = open_console()
     table = Grid("model", "tag", "gate", "ratio", "agreement", "KL a token", "speedup", "why")
-    for one in (as_value(GateView, one) for one in reply.gates):
+    for one in reply.gates:
         table.add_row(
             one.model,
             one.tag or "-",

@@ -38,7 +38,6 @@ from kvstore.cli.selection import (
     Namespace,
     Selection,
     Tenant,
-    accuracy_name,
     check_digits,
     digests_from,
     fetch_namespaces,
@@ -58,6 +57,7 @@ from kvstore.proto.errors import (
 if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.cli.chunk_files import ChunkFile
     from kvstore.client.client import Client
+    from kvstore.client.server_state import ChunkStat
     from kvstore.client.transports.base import Put
     from kvstore.proto import kvstore_pb2 as pb
     from kvstore.proto.frame import FrameHeader
@@ -89,7 +89,7 @@ class Page(NamedTuple):
     """Chunks of a client's namespace, and whether more follow."""
 
     client: Client
-    chunks: Sequence[pb.ChunkStat]
+    chunks: Sequence[ChunkStat]
     is_more: bool
 
 
@@ -130,7 +130,7 @@ def ls(  # noqa: PLR0913 - each is an option
             {
                 "namespace": page.client.namespace.hex(),
                 "model": page.client.model.model_id,
-                "chunks": list(map(_chunk_as_dict, page.chunks)),
+                "chunks": list(map(as_dict, page.chunks)),
                 "after": page.chunks[-1].digest.hex() if page.is_more else None,
             }
             for page in pages
@@ -172,7 +172,7 @@ def _page_text(pages: Sequence[Page]) -> Iterator[str | Grid]:
                 one.digest.hex(),
                 ",".join(copy.tier for copy in one.copies),
                 readable_size(sum(copy.size_bytes for copy in one.copies)),
-                "-" if one.idle_s < 0 else readable_time(one.idle_s),
+                "-" if one.idle_s is None else readable_time(one.idle_s),
                 one.hits,
                 _kept(one),
             )
@@ -181,29 +181,12 @@ def _page_text(pages: Sequence[Page]) -> Iterator[str | Grid]:
             yield f"more: --namespace {namespace} --after {page.chunks[-1].digest.hex()}"
 
 
-def _kept(chunk: pb.ChunkStat) -> str:
+def _kept(chunk: ChunkStat) -> str:
     """Return what keeps a chunk from being evicted."""
     why = [f"{chunk.leases} leases"] if chunk.leases else []
     if chunk.pinned:
         why.append(f"pinned {readable_time(chunk.pinned_s)}")
     return ", ".join(why) or "-"
-
-
-def _chunk_as_dict(chunk: pb.ChunkStat) -> dict[str, Any]:
-    found = as_dict(chunk)
-    for copy in found["copies"]:
-        copy["accuracy"] = accuracy_name(copy["accuracy"])
-    found["components"] = list(map(_component, chunk.components))
-    return found | {
-        "idle_s": None if chunk.idle_s < 0 else chunk.idle_s,
-        "expires_s": chunk.expires_s or None,
-    }
-
-
-def _component(one: pb.Component) -> dict[str, Any]:
-    from kvstore.proto.types import DType, LayerKind
-
-    return as_dict(one) | {"kind": LayerKind(one.kind).name, "dtype": DType(one.dtype).name}
 
 
 # --- stat
@@ -236,7 +219,7 @@ def stat(
         client, key = found
         header, damage = _verified(client, key)
         kind = as_message(pb.Representation, client.model)
-    data = {"key": key.hex()} | _chunk_as_dict(known[0])
+    data = {"key": key.hex()} | as_dict(known[0])
     data |= {"verified": header is not None, "damage": damage or None}
     if header is not None:
         data |= {"position": header.position, "prefill_flops": header.prefill_flops}
@@ -258,7 +241,7 @@ def _verified(client: Client, key: ChunkKey) -> tuple[FrameHeader | None, str]:
     return (frame[0], "") if frame is not None else (None, "not read in time")
 
 
-def _stat_text(data: dict[str, Any], chunk: pb.ChunkStat) -> Iterator[str | Grid]:
+def _stat_text(data: dict[str, Any], chunk: ChunkStat) -> Iterator[str | Grid]:
     kind = data["representation"]
     rows = {
         "key": data["key"],
@@ -269,7 +252,7 @@ def _stat_text(data: dict[str, Any], chunk: pb.ChunkStat) -> Iterator[str | Grid
         "position": f"token {data.get('position', '?')} of its prompt",
         "raw size": readable_size(chunk.raw_bytes),
         "frame": data["damage"] or "verified",
-        "last use": "unknown" if chunk.idle_s < 0 else f"{readable_time(chunk.idle_s)} ago",
+        "last use": "unknown" if chunk.idle_s is None else f"{readable_time(chunk.idle_s)} ago",
         "hits": chunk.hits,
         "kept by": _kept(chunk),
         "time to live": readable_time(chunk.expires_s) if chunk.expires_s else "none",
@@ -279,7 +262,7 @@ def _stat_text(data: dict[str, Any], chunk: pb.ChunkStat) -> Iterator[str | Grid
     copies = Grid("tier", "codec", "accuracy", "size", "evicted after", "policy")
     for one in chunk.copies:
         copies.add_row(
-            one.tier, one.codec, accuracy_name(one.accuracy), readable_size(one.size_bytes),
+            one.tier, one.codec, one.accuracy.name, readable_size(one.size_bytes),
             f"{'at least ' if one.at_least else ''}{one.before} others", one.policy,
         )  # fmt: skip
     yield copies

@@ -15,6 +15,7 @@ from kvstore.cli.server import directory_line, fetch_status
 from kvstore.proto.errors import KVStoreError
 
 if TYPE_CHECKING:  # help is to load none of the product
+    from kvstore.client.server_state import ServerStatus
     from kvstore.proto import kvstore_pb2 as pb
 
 _IDENTITY = ("model_revision", "adapter_digest", "quantization", "tokenizer_digest")
@@ -102,11 +103,11 @@ def _namespaces(address: str) -> Iterator[Finding]:
             yield Finding(f"engines of {model}", "ok", "one identity")
 
 
-def check_directory(status: pb.StatusResponse) -> Iterator[Finding]:
+def check_directory(status: ServerStatus) -> Iterator[Finding]:
     """How the server stands among other nodes, if it is to be among them."""
-    if not status.HasField("directory"):
-        return
     one = status.directory
+    if one is None:
+        return
     fixes = {
         "taken": "give each node a --node-id of its own",
         "unknown": "mend what the reason names; it comes in by itself",

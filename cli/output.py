@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import override
@@ -138,11 +140,14 @@ def show(data: object, text: Iterable[str | Grid], as_json: bool) -> None:
 
 
 def as_dict(message: Any) -> dict[str, Any]:
-    """Return the fields of a protobuf *message* for JSON.
+    """Return the fields of a dataclass or a protobuf *message* for JSON.
 
-    Bytes become hexadecimal digits, parts that are not set null; what each reply says of its
-    server is left out.
+    Bytes become hexadecimal digits, enumerations their names, parts that are not set null; what
+    each reply says of its server is left out.
     """
+    if is_dataclass(message):
+        values = {one.name: getattr(message, one.name) for one in fields(message)}
+        return {name.removeprefix("is_"): _as_value(value) for name, value in values.items()}
     found: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
@@ -160,8 +165,12 @@ def as_dict(message: Any) -> dict[str, Any]:
 
 
 def _as_value(value: Any) -> Any:
-    if hasattr(value, "DESCRIPTOR"):
+    if hasattr(value, "DESCRIPTOR") or is_dataclass(value):
         return as_dict(value)
+    if isinstance(value, tuple):
+        return list(map(_as_value, value))
+    if isinstance(value, Enum):
+        return value.name
     return value.hex() if isinstance(value, bytes) else value
 
 

@@ -17,6 +17,7 @@ from kvstore.proto.errors import InvalidRequestError
 if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.client.client import Client
     from kvstore.client.connection import Connection
+    from kvstore.client.server_state import ChunkStat
     from kvstore.proto import kvstore_pb2 as pb
     from kvstore.proto.types import ChainDigest, ChunkKey
 
@@ -210,9 +211,9 @@ def digests_from(client: Client, digits: str, limit: int) -> list[ChainDigest]:
     return [ChainDigest(one.digest) for one in list_chunks(client, digits, b"", limit)]
 
 
-def list_chunks(client: Client, digits: str, after: bytes, limit: int) -> list[pb.ChunkStat]:
+def list_chunks(client: Client, digits: str, after: bytes, limit: int) -> list[ChunkStat]:
     """Return chunks of *client* whose digests begin with *digits*, an odd number of them or not."""
-    found: list[pb.ChunkStat] = []
+    found: list[ChunkStat] = []
     for digit in sorted(_DIGITS) if len(digits) % 2 else [""]:
         if len(found) < limit:
             prefix = bytes.fromhex(digits + digit)

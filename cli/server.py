@@ -29,6 +29,7 @@ from kvstore.proto.errors import InvalidRequestError, PermissionDeniedError, pri
 if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.client.connection import Connection
     from kvstore.client.events import EventPage
+    from kvstore.client.server_state import DirectoryStatus, ServerStatus
     from kvstore.proto import kvstore_pb2 as pb
 
 HIDDEN = "sessions, leases, sizes and counters are hidden: they need the role admin"
@@ -54,11 +55,12 @@ class Rates:
     is_recent: bool = False
 
     @classmethod
-    def between(cls, before: pb.StatusResponse | None, now: pb.StatusResponse) -> Rates:
+    def between(cls, before: ServerStatus | None, now: ServerStatus) -> Rates:
         """Return the rates from *before*, another look at the same server or none, to *now*."""
-        if before is None or before.server.boot_id != now.server.boot_id:
+        if before is None or before.boot_id != now.boot_id:
             return cls(now.uptime_s, dict(now.counters))
-        counts = {name: count - before.counters[name] for name, count in now.counters.items()}
+        then = before.counters
+        counts = {name: count - then.get(name, 0) for name, count in now.counters.items()}
         return cls(now.uptime_s - before.uptime_s, counts, True)
 
     def per_s(self, name: str) -> float:
@@ -77,18 +79,19 @@ class Rates:
         return {"hit_ratio": self.hit_ratio} | {f"{name}_per_s": self.per_s(name) for name in names}
 
 
-def fetch_status(address: str) -> pb.StatusResponse:
+def fetch_status(address: str) -> ServerStatus:
     """Return the state of the server at *address*. Raises KVStoreErrors within three seconds."""
-    reply: pb.StatusResponse = call(address, "Status")
-    return reply
+    from kvstore.client.server_state import status_from_message
+
+    return status_from_message(call(address, "Status"))
 
 
-def is_hidden(reply: pb.StatusResponse) -> bool:
+def is_hidden(reply: ServerStatus) -> bool:
     """Whether the reply has no figures, as the caller has not the role admin."""
     return not reply.counters
 
 
-def fetch_figures(address: str) -> pb.StatusResponse:
+def fetch_figures(address: str) -> ServerStatus:
     """Do what ``fetch_status`` does. Raises PermissionDeniedError where the figures are hidden."""
     reply = fetch_status(address)
     if is_hidden(reply):
@@ -134,7 +137,7 @@ def watch_status(
     from rich.text import Text
 
     console = open_console()
-    before: pb.StatusResponse | None = None
+    before: ServerStatus | None = None
     with Live(console=console, auto_refresh=False) as live:
         try:
             while True:
@@ -154,10 +157,10 @@ def watch_status(
             return
 
 
-def status_as_dict(address: str, reply: pb.StatusResponse, rates: Rates) -> dict[str, Any]:
+def status_as_dict(address: str, reply: ServerStatus, rates: Rates) -> dict[str, Any]:
     """Return *reply* for JSON; what is hidden is null."""
     found = {"address": address} | as_dict(reply) | rates.as_dict()
-    del found["session_list"]
+    del found["boot_id"]
     for tier in found["tiers"]:
         tier["what_if"] = {f"{one['scale']:g}": one["hit_ratio"] for one in tier["what_if"]}
     if is_hidden(reply):
@@ -169,7 +172,7 @@ def status_as_dict(address: str, reply: pb.StatusResponse, rates: Rates) -> dict
 
 
 def status_text(
-    address: str, reply: pb.StatusResponse, rates: Rates, everything: bool
+    address: str, reply: ServerStatus, rates: Rates, everything: bool
 ) -> Iterator[str | Grid]:
     """Yield one screen of *reply*, or all of it."""
     hidden = is_hidden(reply)
@@ -185,7 +188,7 @@ def status_text(
         )
         yield f"faults: {', '.join(_faults(reply)) or 'none'}"
     yield _tiers(reply, hidden)
-    if reply.HasField("directory"):
+    if reply.directory is not None:
         yield directory_line(reply.directory)
     if hidden:
         yield HIDDEN
@@ -193,16 +196,16 @@ def status_text(
         yield from _details(reply)
 
 
-def _faults(reply: pb.StatusResponse) -> Iterator[str]:
+def _faults(reply: ServerStatus) -> Iterator[str]:
     for tier in reply.tiers:
         if tier.reason:
             yield f"tier {tier.name} is {tier.state}"
     for name in FAULTS:
-        if reply.counters[name]:
-            yield f"{name} {reply.counters[name]}"
+        if count := reply.counters.get(name, 0):
+            yield f"{name} {count}"
 
 
-def _tiers(reply: pb.StatusResponse, hidden: bool) -> Grid:
+def _tiers(reply: ServerStatus, hidden: bool) -> Grid:
     table = Grid("tier", "used", "of", "chunks", "codec", "policy", "state")
     for tier in reply.tiers:
         state = f"{tier.state}: {tier.reason}" if tier.reason else tier.state
@@ -212,7 +215,7 @@ def _tiers(reply: pb.StatusResponse, hidden: bool) -> Grid:
     return table
 
 
-def _details(reply: pb.StatusResponse) -> Iterator[str | Grid]:
+def _details(reply: ServerStatus) -> Iterator[str | Grid]:
     scales = sorted({point.scale for tier in reply.tiers for point in tier.what_if})
     curves = Grid("tier", *(f"hits at {scale:g}x" for scale in scales))
     parts = Grid("tier", "partition", "used", "quota", "guaranteed")
@@ -232,7 +235,7 @@ def _details(reply: pb.StatusResponse) -> Iterator[str | Grid]:
     yield from filter(None, (curves, parts, counters))
 
 
-def directory_line(directory: pb.Directory) -> str:
+def directory_line(directory: DirectoryStatus) -> str:
     """Return how a server stands among other nodes, and whom it sees."""
     nodes = ", ".join(f"{node.node_id} at {node.grpc_address}" for node in directory.nodes)
     standing = {"taken": "another node has its id", "full": "the directory is full"}
@@ -266,7 +269,7 @@ def ping(address: str, as_json: AsJson = False) -> None:
 def sessions(address: str, as_json: AsJson = False) -> None:
     """List the sessions of a server: who is connected, for which model; for admins."""
     reply = call(address, "Status", with_sessions=True)
-    if is_hidden(reply):
+    if not reply.counters:
         raise PermissionDeniedError(f"{address}: {HIDDEN}")
     table = Grid("client", "tenant", "owner", "open", "idle", "leases", "namespace", "model")
     for one in reply.session_list:

@@ -1,4 +1,4 @@
-"""`kvstore trace`: what a server is asked for, recorded and replayed."""
+"""`kvstore trace`: the lookups of a server, recorded and replayed."""
 
 from __future__ import annotations
 
@@ -10,23 +10,18 @@ from errno import EEXIST
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
-import typer
+from typer import Argument, Option
 
-from kvstore.cli.app import AsJson, ask, command, connected, group, parse_size
-from kvstore.proto.errors import InvalidRequestError
+from kvstore.cli.app import AsJson, ask, command, connected, group, number, size
+from kvstore.cli.output import show
 
 if TYPE_CHECKING:  # help is to load none of the product
-    from kvstore.client.client import Client
-    from kvstore.codecs.base import ChunkTensors
     from kvstore.proto import kvstore_pb2 as pb
-    from kvstore.proto.types import ChunkKey
 
 MAX_NAMES = 1 << 24
 """Different chunks in one recording, which then ends."""
-
 MAX_RECORDING_S = 7 * 24 * 3600
 POLL_S = 0.25
-MAX_CHUNK_BYTES = 64 << 20
 DEADLINE_MS = 20_000
 _NAME_BYTES = 8
 _BATCH_CHUNKS = 64
@@ -37,11 +32,11 @@ group("trace", "Measure", "Record anonymised access traces of a server, and repl
 @command("trace record", example="kvstore trace record trace.jsonl --seconds 60")
 def trace_record(
     address: str,
-    out: Annotated[Path, typer.Argument(help="File to write, which must not exist.")],
-    seconds: Annotated[float, typer.Option(metavar="S", help="Seconds to record.")] = 60.0,
-    block_tokens: Annotated[
-        int, typer.Option(metavar="N", help="Tokens of a chunk of that server.")
-    ] = 256,
+    out: Annotated[Path, Argument(help="File to write, which must not exist.")],
+    seconds: Annotated[
+        float, Option(min=0.001, max=MAX_RECORDING_S, metavar="S", help="Seconds to record.")
+    ] = 60.0,
+    block_tokens: Annotated[int, number("Tokens of a chunk of that server.", 1, 1 << 20)] = 256,
 ) -> None:
     """Record a server's lookups from now on: times, lengths, and numbers in place of chunks.
 
@@ -55,27 +50,22 @@ def trace_record(
 @command("trace replay", example="kvstore trace replay trace.jsonl")
 def trace_replay(
     address: str,
-    trace: Annotated[Path, typer.Argument(help="JSONL, as simulate reads.")],
-    chunk_bytes: Annotated[
-        int, typer.Option(parser=parse_size, metavar="SIZE", help="Size of each chunk.")
-    ] = 64 << 10,
-    requests: Annotated[int, typer.Option(metavar="N", help="Requests to play; 0: all.")] = 0,
+    trace: Annotated[Path, Argument(help="JSONL, as simulate reads.")],
+    chunk_bytes: Annotated[int, size("Size of each chunk.")] = 64 << 10,
+    requests: Annotated[int, number("Requests to play; 0: all.", 0)] = 0,
     speed: Annotated[
-        float,
-        typer.Option(metavar="X", help="Multiple of the trace's pace; 0: one after the other."),
+        float, Option(min=0, metavar="X", help="Multiple of the trace's pace; 0: no pauses.")
     ] = 0.0,
     as_json: AsJson = False,
 ) -> None:
-    """Play a trace against a server, with chunks of made-up bytes, and print what it had."""
-    done = replay_trace(trace, ReplayTerms(address, chunk_bytes, requests, speed))
+    """Play a trace against a server, with chunks of synthetic bytes, and print what it had."""
+    done = replay_trace(address, trace, chunk_bytes, requests, speed)
     rate = done.hit_blocks / done.blocks if done.blocks else 0.0
-    if as_json:
-        print(json.dumps({**asdict(done), "block_hit_rate": rate}))
-        return
-    print(
+    text = (
         f"{done.requests} requests in {done.spent_s:.1f} s: {done.hit_blocks} of {done.blocks}"
         f" blocks hit ({rate:.2%}), {done.stored} stored, {done.refused} refused"
     )
+    show(asdict(done) | {"block_hit_rate": rate}, [text], as_json)
 
 
 # --- recording
@@ -132,12 +122,8 @@ def record(
 ) -> TraceWriter:
     """Record from a running server into *out*, which must not exist; return what there is.
 
-    Raises InvalidRequestError, KVStoreErrors of the server, and OSError for the file.
+    Raises KVStoreErrors of the server, and OSError for the file.
     """
-    if not 0 < duration_s <= MAX_RECORDING_S:
-        raise InvalidRequestError("seconds", duration_s, "more than 0, a week at most")
-    if not 0 < block_tokens < 1 << 20:
-        raise InvalidRequestError("block_tokens", block_tokens, "give 1 or more")
     if out.exists():
         raise FileExistsError(EEXIST, "it is there already: name another file", str(out))
     with connected(address) as connection:
@@ -152,8 +138,7 @@ def record(
                 if not is_last:
                     sleep(min(POLL_S, left_s))
                 while True:
-                    place = {"recording": page.recording, "after": page.last}
-                    page = ask(connection, "Trace", **place)
+                    page = ask(connection, "Trace", recording=page.recording, after=page.last)
                     writer.lost += page.lost
                     if not page.records:
                         break
@@ -163,33 +148,6 @@ def record(
 
 
 # --- replay
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayTerms:
-    """Where to play a trace, how large its chunks are, how much of it, and its time's pace.
-
-    *speed* 0 plays request after request; 1 in the trace's own time, 2 twice as fast. *run*
-    tells replays apart: chunks of another run are others.
-    """
-
-    address: str
-    chunk_bytes: int = 64 << 10
-    limit_requests: int = 0
-    speed: float = 0.0
-    run: int = 0
-
-    def __post_init__(self) -> None:
-        from kvstore.cli.bench import MIN_CHUNK_BYTES
-
-        if not MIN_CHUNK_BYTES <= self.chunk_bytes <= MAX_CHUNK_BYTES:
-            fix = f"give {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES} bytes"
-            raise InvalidRequestError("chunk_bytes", self.chunk_bytes, fix)
-        if self.limit_requests < 0 or not 0 <= self.speed < float("inf"):
-            given = (self.limit_requests, self.speed)
-            raise InvalidRequestError("requests, speed", given, "give 0 or more")
-        if not 0 <= self.run < 1 << 32:
-            raise InvalidRequestError("run", self.run, "give a whole number below 2^32")
 
 
 @dataclass(slots=True)
@@ -204,51 +162,40 @@ class Replayed:
     spent_s: float = 0.0
 
 
-def replay_trace(path: Path, terms: ReplayTerms) -> Replayed:
+def replay_trace(
+    address: str, path: Path, chunk_bytes: int, requests: int = 0, speed: float = 0.0
+) -> Replayed:
     """Play a trace: look each prompt up under a lease, put what is missing, its head first.
 
-    Raises InvalidRequestError, KVStoreErrors of the server, OSError.
+    The first *requests* of it, unless 0; in the trace's own time at a *speed* of 1, without
+    pauses at 0. Raises InvalidRequestError, KVStoreErrors of the server, OSError.
     """
-    from kvstore.cli.bench import made_up_client, noise
+    from kvstore.cli.synthetic import chunks_of, noise, synthetic_client
     from kvstore.cli.trace_format import make_blocks, read_trace
+    from kvstore.proto.types import PutOutcome
 
-    trace = make_blocks(read_trace(path))
-    done = Replayed(min(trace.requests, terms.limit_requests or trace.requests))
-    with made_up_client(terms.address, terms.chunk_bytes, "trace-replay", DEADLINE_MS) as client:
+    with synthetic_client(address, chunk_bytes, "trace-replay", DEADLINE_MS) as client:
+        trace = make_blocks(read_trace(path))
+        done = Replayed(min(trace.requests, requests or trace.requests))
         tensors = noise(client.model)
         started = time.monotonic()
         for at in range(done.requests):
-            if terms.speed:
-                due_s = (trace.times_s[at] - trace.times_s[0]) / terms.speed
+            if speed:
+                due_s = (trace.times_s[at] - trace.times_s[0]) / speed
                 time.sleep(max(0.0, started + due_s - time.monotonic()))
-            if len(chain := trace.chain(at)):
-                known = int(trace.known[at])
-                done.blocks += known
-                keys = _keys(client, chain.tolist(), terms.run)
-                with client.lease(keys=keys) as lease:
-                    done.hit_blocks += min(lease.match.ready, known)
-                    _put_rest(client, keys, lease.match.ready, tensors, done)
+            chain = trace.chain(at).tolist()
+            if not chain:
+                continue
+            known = int(trace.known[at])
+            done.blocks += known
+            keys = client.keys([token for row in chain for token in (row, 0, 0, 0) * 4])
+            with client.lease(keys=keys) as lease:
+                done.hit_blocks += min(lease.match.ready, known)
+                missing = chunks_of(keys, [tensors])[lease.match.ready :]
+                for start in range(0, len(missing), _BATCH_CHUNKS):
+                    puts = client.put_chunks(missing[start : start + _BATCH_CHUNKS])
+                    outcomes = [put.outcome for put in puts]
+                    done.stored += outcomes.count(PutOutcome.stored)
+                    done.refused += outcomes.count(PutOutcome.refused)
         done.spent_s = round(time.monotonic() - started, 3)
     return done
-
-
-def _keys(client: Client, rows: list[int], run: int) -> list[ChunkKey]:
-    """Return the keys of a chain: the tokens of each block are its row and the run, four times."""
-    return client.keys([token for row in rows for token in (row, run, 0, 0) * 4])
-
-
-def _put_rest(
-    client: Client, keys: list[ChunkKey], ready: int, tensors: ChunkTensors, done: Replayed
-) -> None:
-    from kvstore.client.chunk import Chunk, parents
-    from kvstore.proto.types import MIN_CHUNK_TOKENS, PutOutcome
-
-    above = parents(keys)
-    for start in range(ready, len(keys), _BATCH_CHUNKS):
-        chunks = [
-            Chunk(keys[at], tensors, above[at], position=MIN_CHUNK_TOKENS * at)
-            for at in range(start, min(start + _BATCH_CHUNKS, len(keys)))
-        ]
-        outcomes = [put.outcome for put in client.put_chunks(chunks)]
-        done.stored += outcomes.count(PutOutcome.stored)
-        done.refused += outcomes.count(PutOutcome.refused)

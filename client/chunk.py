@@ -1,18 +1,19 @@
-"""A Chunk: what a client puts."""
+"""A Chunk, which a client puts, and a Shard, what one rank of a parallel engine has of chunks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.client.tensors import LayerTensors, TensorLike, to_arrays
-from kvstore.codecs.base import AnyTensors, check_tensors, different
-from kvstore.codecs.block_part import BlockPart
+from kvstore.client.tensors import LayerTensors, arrays_of
+from kvstore.codecs.base import AnyTensors
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
 from kvstore.proto.types import (
     DIGEST_BYTES,
@@ -20,11 +21,20 @@ from kvstore.proto.types import (
     ROOT,
     ChainDigest,
     ChunkKey,
-    Component,
-    DType,
+    ChunkShard,
+    Extent,
     KVLayout,
+    LayerGroup,
+    LayerKind,
     Model,
 )
+
+Span: TypeAlias = tuple[int, int]
+"""The first number, and the one after the last."""
+
+_WHOLE_KINDS = (LayerKind.mla, LayerKind.state)
+"""Kinds that a single span of heads says nothing of: a latent or state has one row for all."""
+_FIX = "give components, layers, parts of (kv_heads, tokens, head_dim)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +62,39 @@ class Chunk:
     def __post_init__(self) -> None:
         check_naming(self)
 
-    def arrays(self, representation: Model) -> tuple[KVLayout, AnyTensors]:
-        """Return the chunk's layout and its tensors as arrays.
+    def arrays(self, model: Model) -> tuple[KVLayout, AnyTensors]:
+        """Return the layout of a whole chunk and its tensors as arrays.
 
-        Raises LayoutMismatchError when they are not what *representation* states.
+        Raises LayoutMismatchError when they are not what *model* states.
         """
-        layout = self.layout or self._whole(representation)
-        if not layout.is_of(representation):
-            fix = "make it with KVLayout.of this client's Model"
-            raise LayoutMismatchError("layout", layout, fix)
-        arrays = to_arrays(self.tensors)
-        self._check_dtypes(layout)
-        check_tensors(layout, arrays)
-        return layout, arrays
+        layout = self.whole_layout(model)
+        return layout, arrays_of(layout, self.tensors)
+
+    def whole_layout(self, model: Model, layers: Span | None = None) -> KVLayout:
+        """Return the layout of the chunk: its own, or by the tokens of its attention.
+
+        The tensors are all there are of it, or those of *layers*. Raises LayoutMismatchError.
+        """
+        if self.layout is not None:
+            if not self.layout.is_of(model):
+                fix = "make it with KVLayout.of this client's Model"
+                raise LayoutMismatchError("layout", self.layout, fix)
+            return self.layout
+        number = 0
+        for group in model.layer_groups:
+            if layers is not None and not _has_any(group, layers):
+                continue
+            if group.kind not in END_KINDS:
+                try:
+                    tokens = int(self.tensors[number][0][0].shape[1])
+                except (AttributeError, IndexError, TypeError):
+                    raise LayoutMismatchError(
+                        "tensors", type(self.tensors).__name__, _FIX
+                    ) from None
+                return KVLayout.of(model, tokens)
+            number += 1
+        fix = "say which: without attention the tensors do not tell"
+        raise LayoutMismatchError("layout", None, fix)
 
     def weights(self, tokens: int) -> bytes:
         """Return the rank of each token's importance, 1 to 255, or 0 for none; empty for no word.
@@ -84,27 +114,6 @@ class Chunk:
         order[np.argsort(-given, kind="stable")] = np.arange(tokens)
         ranks = 255 - order * 254 // max(1, tokens - 1)
         return np.where(given > 0, ranks, 0).astype(np.uint8).tobytes()
-
-    def _whole(self, representation: Model) -> KVLayout:
-        """Return the layout of a chunk that has everything, by its attention's tokens."""
-        kinds = [group.kind for group in representation.layer_groups]
-        plain = [index for index, kind in enumerate(kinds) if kind not in END_KINDS]
-        if not plain:
-            fix = "say which: without attention the tensors do not tell"
-            raise LayoutMismatchError("layout", None, fix)
-        try:
-            tokens = int(self.tensors[plain[0]][0][0].shape[1])
-        except (AttributeError, IndexError, TypeError):
-            raise LayoutMismatchError(
-                "tensors", type(self.tensors).__name__,
-                "give components, layers, parts of (kv_heads, tokens, head_dim)",
-            ) from None  # fmt: skip
-        return KVLayout.of(representation, tokens)
-
-    def _check_dtypes(self, layout: KVLayout) -> None:
-        for component, layers in zip(layout.components, self.tensors, strict=False):
-            for parts in different(layers):
-                check_dtypes(component, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,21 +176,65 @@ def check_naming(chunk: Chunk | PlannedChunk | DeviceChunk) -> None:
         )
 
 
-def check_dtypes(component: Component, parts: Sequence[TensorLike | BlockPart]) -> None:
-    """Raise LayoutMismatchError when a tensor states another element type than *component*."""
-    for part in parts:
-        if not hasattr(part, "dtype"):
-            raise LayoutMismatchError("tensors", type(part).__name__, "give numpy or torch tensors")
-        stated = stated_dtype(part.dtype)
-        if stated is not None and stated is not component.dtype:
-            raise LayoutMismatchError("dtype", stated.name, f"give {component.dtype.name}")
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What a rank of a parallel engine has of a model, in its own numbers; the default is all.
+
+    ``layers``: a span of the model's layer numbers. ``kv_heads``: a span for each layer group, or
+    one for all groups with heads. A client's Model stays the whole one: chunks that any ranks put
+    are read by any others.
+    """
+
+    layers: Span | None = None
+    kv_heads: tuple[Span, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, span in (("layers", self.layers), *(("kv_heads", one) for one in self.kv_heads)):
+            if span is not None and not 0 <= span[0] < span[1]:
+                raise InvalidRequestError(name, span, "give the first, and one after the last")
+
+    @classmethod
+    def of_rank(cls, model: Model, rank: int, ranks: int, layers: Span | None = None) -> Shard:
+        """Return what tensor-parallel *rank* of *ranks* has, of the pipeline stage of *layers*.
+
+        Heads are split as evenly as they go; with more ranks than heads several have the same.
+        """
+        if not 0 <= rank < ranks:
+            raise InvalidRequestError("rank", rank, f"0 to {ranks - 1}")
+        spans = []
+        for group in model.layer_groups:
+            first = rank * group.kv_heads // ranks
+            spans.append((first, max(first + 1, (rank + 1) * group.kv_heads // ranks)))
+        return cls(layers, tuple(spans))
+
+    def in_chunk(self, model: Model, layout: KVLayout) -> ChunkShard:
+        """Return which layers and heads it is of a chunk of *layout*.
+
+        Raises LayoutMismatchError when it reaches outside the model, or has nothing of it.
+        """
+        return _in_chunk(self, model, layout)
 
 
 @lru_cache(maxsize=64)
-def stated_dtype(dtype: Hashable) -> DType | None:
-    """Return the element type that numpy's or torch's *dtype* names, if it names one of ours.
+def _in_chunk(shard: Shard, model: Model, layout: KVLayout) -> ChunkShard:
+    groups, spans = model.layer_groups, shard.kv_heads
+    if len(spans) not in (0, 1, len(groups)):
+        raise LayoutMismatchError("kv_heads", len(spans), f"give one span, or {len(groups)}")
+    components = iter(layout.components)
+    extents: list[Extent | None] = []
+    for number, group in enumerate(groups):
+        if not layout.has(group.kind):
+            continue
+        component = next(components)
+        first, stop = 0, component.layers
+        if shard.layers is not None:
+            first, stop = (bisect_left(group.layer_ids, at) for at in shard.layers)
+        heads = (0, component.kv_heads)
+        if len(spans) > 1 or (spans and group.kind not in _WHOLE_KINDS):
+            heads = spans[number if len(spans) > 1 else 0]
+        extents.append(None if first == stop else Extent(first, stop, *heads))
+    return ChunkShard(layout, tuple(extents))
 
-    Unsigned integers name none: they stand for the types that numpy lacks.
-    """
-    name = str(dtype).removeprefix("torch.")
-    return DType.__members__.get(name) if name != "uint8" else None
+
+def _has_any(group: LayerGroup, layers: Span) -> bool:
+    return any(layers[0] <= layer < layers[1] for layer in group.layer_ids)

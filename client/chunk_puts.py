@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from kvstore.client.batches import MAX_OPEN_BATCHES, JoinedSink, batches
-from kvstore.client.chunk import Chunk, PlannedChunk
+from kvstore.client.chunk import Chunk, PlannedChunk, Shard
 from kvstore.client.connection import countdown
 from kvstore.client.layered_put import LayeredPut
-from kvstore.client.rectangle import Rectangle
 from kvstore.client.server_link import LeftMs, ServerLink, digest_of, packed
 from kvstore.client.session import Session
+from kvstore.client.tensors import arrays_of
 from kvstore.client.transports.base import Outgoing, OutgoingShard, Put, PutTerms, Transport
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, InvalidRequestError, TierUnavailableError
@@ -23,17 +23,16 @@ from kvstore.proto.types import KVLayout
 def put_whole(
     link: ServerLink,
     chunks: Sequence[Chunk],
-    rectangle: Rectangle | None,
+    shard: Shard | None,
     hints: Hints,
     *,
     durable: bool,
 ) -> list[Put]:
-    """Store *chunks*, or of each what *rectangle* covers, a batch at a time."""
+    """Store *chunks*, or of each what *shard* covers, a batch at a time."""
 
     def work(transport: Transport, left_ms: LeftMs) -> list[Put]:
-        outgoing = [_outgoing(transport.session, chunk, rectangle) for chunk in chunks]
-        if any(chunk.importance is not None for chunk in chunks):
-            _weigh(link, transport, chunks, outgoing, left_ms)
+        outgoing = [_outgoing(transport.session, chunk, shard) for chunk in chunks]
+        _weigh(link, transport, chunks, outgoing, left_ms)
         results: list[Put] = []
         for _, batch in batches(outgoing, transport.session.terms.max_batch_chunks):
             results += transport.put(batch, durable=durable, deadline_ms=left_ms(), hints=hints)
@@ -71,12 +70,14 @@ def put_by_layers(
     return LayeredPut(link.model, [template.layout for template in templates], sink, spans)
 
 
-def _outgoing(session: Session, chunk: Chunk, rectangle: Rectangle | None) -> Outgoing:
-    if rectangle is None:
-        layout, arrays = chunk.arrays(session.representation)
+def _outgoing(session: Session, chunk: Chunk, shard: Shard | None) -> Outgoing:
+    model = session.representation
+    if shard is None:
+        layout, arrays = chunk.arrays(model)
         return Outgoing(_template(session, chunk, layout), arrays)
-    shard, arrays = rectangle.arrays(session.representation, chunk)
-    return OutgoingShard(_template(session, chunk, shard.whole), arrays, shard)
+    part = shard.in_chunk(model, chunk.whole_layout(model, shard.layers))
+    arrays = arrays_of(part.layout, chunk.tensors)
+    return OutgoingShard(_template(session, chunk, part.whole), arrays, part)
 
 
 def _template(session: Session, chunk: Chunk | PlannedChunk, layout: KVLayout) -> FrameTemplate:
@@ -103,10 +104,12 @@ def _weigh(
     """Send which tokens matter, ahead of the chunks, where a codec has a use for it; a server
     that does not get it codes all alike.
     """
-    terms = transport.session.terms
-    pairs = zip(chunks, outgoing, strict=True)
-    weights = [(one.key, one.weights(out.template.layout.tokens)) for one, out in pairs]
-    useful = [(key, each) for key, each in weights if each and terms.weighs]
+    terms, useful = transport.session.terms, []
+    for chunk, one in zip(chunks, outgoing, strict=True):
+        if chunk.importance is not None:
+            weights = chunk.weights(one.template.layout.tokens)
+            if terms.weighs:
+                useful.append((chunk.key, weights))
     for _, batch in batches(useful, terms.max_batch_chunks) if useful else ():
         request = pb.WeighRequest(
             session_id=terms.session_id,

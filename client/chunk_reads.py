@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from contextvars import ContextVar
 from dataclasses import replace
@@ -14,13 +14,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore.client.batches import MAX_OPEN_BATCHES, batches
-from kvstore.client.chunk import check_keys
+from kvstore.client.chunk import Shard, check_keys
 from kvstore.client.connection import countdown
-from kvstore.client.deadline import Levelled, LevelledGet, beside
-from kvstore.client.decode import Layer, LayerReader, Room, direct, given
+from kvstore.client.deadline import Levelled, LevelledGet
+from kvstore.client.decode import (
+    Decoded,
+    Layer,
+    LayerReader,
+    Room,
+    TooLossyError,
+    Wanted,
+    given,
+)
 from kvstore.client.frames import FrameAssembler
 from kvstore.client.levels import PlanTerms
-from kvstore.client.rectangle import RectangleRoom
 from kvstore.client.server_link import LeftMs, ServerLink, digest_of, packed
 from kvstore.client.tensors import LayerTensors
 from kvstore.client.transports.base import (
@@ -32,7 +39,6 @@ from kvstore.client.transports.base import (
     whole_frames,
 )
 from kvstore.client.transports.base import read_layers as transport_layers
-from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
     ChunkCorruptError,
@@ -43,30 +49,19 @@ from kvstore.proto.errors import (
     LayoutMismatchError,
     TierUnavailableError,
 )
-from kvstore.proto.frame import MAX_FRAME_BYTES, FrameHeader, check_frame, stated_of
+from kvstore.proto.frame import MAX_FRAME_BYTES, FrameHeader, check_frame
 from kvstore.proto.keys import split_digests
 from kvstore.proto.messages import accuracy_number
 from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.types import END_KINDS, Accuracy, ChunkKey, KVLayout, Model, Stated
-
-
-class Copy(NamedTuple):
-    """Which copy of a chunk was read: what it states of itself, and the tier it came from."""
-
-    stated: Stated
-    tier: str
-
-
-class Prefix(NamedTuple):
-    """The chunks that were read, up to the first that is missing, late or wrong."""
-
-    tensors: list[ChunkTensors]
-    copies: list[Copy]
+from kvstore.proto.types import END_KINDS, Accuracy, ChunkKey, KVLayout, Model
 
 
 class ChunkRequest(NamedTuple):
-    """What to read into *room*, each batch under its own of *leases*; without them the call takes
-    its own.
+    """What to read into *room*: chunks of *accuracy* or better, of each what *shard* has.
+
+    Each batch comes under its own of *leases*; without them the call takes its own. Layer by layer
+    *accepts* decides by a chunk's place and header whether its frame is the wanted one, and rows
+    that are *skipped* need not come.
     """
 
     keys: Sequence[ChunkKey]
@@ -74,80 +69,65 @@ class ChunkRequest(NamedTuple):
     accuracy: Accuracy
     deadline_ms: int
     leases: Sequence[int] = ()
+    shard: Shard | None = None
+    accepts: Callable[[int, FrameHeader], bool] | None = None
+    skipped: SkippedRows | None = None
 
 
-def read_prefix(link: ServerLink, request: ChunkRequest) -> Prefix:
+def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
     """Read the longest prefix of what is requested, verified."""
     if request.leases:  # which are lost with their session
         return _read(link, request, link.connected(), countdown(request.deadline_ms))
     return link.run(partial(_read, link, request), request.deadline_ms)
 
 
-def _read(link: ServerLink, request: ChunkRequest, transport: Transport, left_ms: LeftMs) -> Prefix:
-    session = transport.session
-    keys, room, accuracy, leases = request.keys, request.room, request.accuracy, request.leases
+def _read(
+    link: ServerLink, request: ChunkRequest, transport: Transport, left_ms: LeftMs
+) -> list[Decoded]:
+    session, keys, leases = transport.session, request.keys, request.leases
     limit = session.terms.max_batch_chunks
     digests = split_digests(packed(keys, session.terms.namespace), len(keys))
-    found = Prefix([], [])
+    found: list[Decoded] = []
     for number, (first, some) in enumerate(batches(keys, limit)):
+        wanted = Wanted(session, some, request.room, request.accuracy, first, request.shard)
         lease_id = leases[number] if leases else 0
-        part, copies = behind(room, first), list[Copy]()
-        landing = partial(direct, session, some, part)
-        wanted = digests[first : first + limit]
         try:
-            plan = ReadPlan(wanted, lease_id, left_ms(), accuracy, direct=landing)
+            plan = ReadPlan(
+                digests[first : first + limit], lease_id, left_ms(), request.accuracy,
+                direct=wanted.direct,
+            )  # fmt: skip
             with transport.read(plan) as arriving:
-                frames = at_least(arriving, accuracy, copies)
-                tensors, broken = link.reader.read(session, some, frames, part)
+                part, broken = link.reader.read(wanted, arriving)
         except (DeadlineError, TierUnavailableError):
-            if not found.tensors:
+            if not found:
                 raise
             break
         if broken is not None:
             link.quarantine(transport, broken)
-        found.tensors.extend(tensors)
-        found.copies.extend(copies[: len(tensors)])
-        if len(tensors) < len(some):
+        found += part
+        if len(part) < len(some):
             break
     return found
 
 
-def at_least(
-    arriving: Iterable[Arrival], accuracy: Accuracy, copies: list[Copy]
-) -> Iterator[Arrival]:
-    """Yield frames up to the first whose header states less than *accuracy*.
-
-    The server skips such copies; one that comes all the same is missing. Each is noted in
-    *copies*: true of those that prove right, as headers have a checksum.
-    """
-    for arrived in arriving:
-        stated = stated_of(arrived.data)
-        if stated.accuracy < accuracy:
-            return
-        copies.append(Copy(stated, arrived.tier))
-        yield arrived
-
-
 def room_in(keys: Sequence[ChunkKey], out: Sequence[LayerTensors] | Room | None) -> Room:
-    """Return where chunks of *keys* go. Raises InvalidRequestError for too few entries."""
+    """Return where chunks of *keys* go; nowhere any more once the call was cancelled.
+
+    Raises InvalidRequestError for too few entries, and for keys that are no list.
+    """
     check_keys(keys)
-    if callable(out):
-        return out
-    if out is not None and len(out) < len(keys):
+    if out is not None and not callable(out) and len(out) < len(keys):
         raise InvalidRequestError("out", len(out), f"give {len(keys)} entries")
-    return given(out)
+    room = out if callable(out) else given(out)
+    stopped = STOPPED.get()
+    return room if stopped is None else _stoppable(room, stopped)
 
 
 STOPPED: ContextVar[threading.Event | None] = ContextVar("STOPPED", default=None)
 """Set while a call runs for asyncio: once the event is, nothing more is written for it."""
 
 
-def stoppable(room: Room) -> Room:
-    """Return *room*, which refuses every further chunk once the call was cancelled."""
-    stopped = STOPPED.get()
-    if stopped is None:
-        return room
-
+def _stoppable(room: Room, stopped: threading.Event) -> Room:
     def place(index: int, layout: KVLayout) -> Any:
         if stopped.is_set():
             raise KVStoreError("the call was cancelled")
@@ -156,41 +136,14 @@ def stoppable(room: Room) -> Room:
     return place
 
 
-def behind(room: Room, first: int) -> Room:
-    """Return *room* for a batch whose first chunk is number *first*."""
-    if not first:
-        return room
-    if isinstance(room, RectangleRoom):
-        return room.behind(first)
-    return lambda index, layout: room(first + index, layout)
-
-
-class LayerRequest(NamedTuple):
-    """What to read layer by layer. *lease_id* 0: under a lease of the call's own.
-
-    *accepts* decides by a chunk's place and header whether its frame is the wanted one.
-    *skipped*: rows that need not come.
-    """
-
-    keys: Sequence[ChunkKey]
-    room: Room
-    accuracy: Accuracy
-    deadline_ms: int
-    lease_id: int = 0
-    accepts: Callable[[int, FrameHeader], bool] | None = None
-    skipped: SkippedRows | None = None
-
-
 def read_layers(
-    link: ServerLink, transport: Transport, request: LayerRequest
+    link: ServerLink, transport: Transport, request: ChunkRequest
 ) -> Generator[Layer, None, None]:
     """Yield the layers of *request*, each once it is verified."""
+    wanted = Wanted(transport.session, request.keys, request.room, request.accuracy)
     with ExitStack() as stack:
         arriving = _layers_arriving(stack, transport, request)
-        reading = LayerReader(
-            link.reader, transport.session, request.keys, request.room, request.accepts,
-            request.skipped,
-        )  # fmt: skip
+        reading = LayerReader(link.reader, wanted, request.accepts, request.skipped)
         with closing(reading.layers(arriving)) as layers:
             yield from layers
     if reading.broken is not None:
@@ -198,7 +151,7 @@ def read_layers(
 
 
 def _layers_arriving(
-    stack: ExitStack, transport: Transport, request: LayerRequest
+    stack: ExitStack, transport: Transport, request: ChunkRequest
 ) -> Iterator[Arrival]:
     """Yield frames to be read layer by layer: of MAX_OPEN_BATCHES batches, as each is a stream,
     which *stack* ends.
@@ -208,8 +161,9 @@ def _layers_arriving(
     digests = split_digests(packed(keys, terms.namespace), len(keys))
     # Rows are named by the places of all chunks, so batches of several take them all.
     skipped = request.skipped if len(keys) <= limit else None
+    (lease_id,) = request.leases or (0,)
     for first, some in islice(batches(digests, limit), MAX_OPEN_BATCHES):
-        plan = ReadPlan(some, request.lease_id, left_ms(), request.accuracy, skipped=skipped)
+        plan = ReadPlan(some, lease_id, left_ms(), request.accuracy, skipped=skipped)
         count = 0
         for arrived in stack.enter_context(transport_layers(transport, plan)):
             count += 1
@@ -218,7 +172,7 @@ def _layers_arriving(
             return
 
 
-def read_layers_retried(link: ServerLink, request: LayerRequest) -> Generator[Layer, None, None]:
+def read_layers_retried(link: ServerLink, request: ChunkRequest) -> Generator[Layer, None, None]:
     """Do the same, once more where a lease was lost before the first layer was there."""
     check_every_layer(link.model)
 
@@ -255,16 +209,8 @@ def read_levelled(
     if not keys:
         return Levelled((), ())
 
-    def work(transport: Transport, _: LeftMs) -> Levelled:
-        packed(keys, transport.session.terms.namespace)  # which refuses those of others
-        get = LevelledGet(transport, link.reader, link.meters, keys, terms, room)
-        try:
-            return get.run() if compute is None else beside(get, compute)
-        finally:
-            for key in get.damaged:
-                link.quarantine(transport, key)
-
-    return link.run(work)
+    packed(keys, link.connected().session.terms.namespace)  # which refuses those of others
+    return LevelledGet(link, keys, terms, room, compute).run()
 
 
 def read_frame(
@@ -286,10 +232,11 @@ def read_frame(
             return None
         data = np.asarray(found[0].data)
         try:
-            header = check_frame(data, key)
-            if header.representation != session.representation_digest:
-                raise ChunkCorruptError(key, "it was stored for another Model")
+            header = Wanted(session, [key], accuracy=accuracy).header(0, data, len(data))
+            check_frame(data, key)
             return header, data.tobytes()
+        except TooLossyError:
+            return None
         except (ChunkCorruptError, InvalidFrameError):
             link.quarantine(transport, key)
             raise

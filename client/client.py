@@ -13,10 +13,11 @@ from kvstore.client import chunk_reads, resolving
 from kvstore.client.access import check_address
 from kvstore.client.batch_plans import plan_batch
 from kvstore.client.blend.segments import NamedSegment, SegmentRange, name_segments
-from kvstore.client.chunk import Chunk, PlannedChunk, check_keys
+from kvstore.client.chunk import Chunk, PlannedChunk, Shard, check_keys
 from kvstore.client.chunk_puts import put_by_layers, put_whole
+from kvstore.client.chunk_reads import ChunkRequest
 from kvstore.client.deadline import Levelled
-from kvstore.client.decode import Layer, Room, given
+from kvstore.client.decode import Layer, Room, fresh
 from kvstore.client.events import EventStream, Place
 from kvstore.client.forks import FORKS
 from kvstore.client.kv import KV, Hit, Prompt, empty_kv, first_tokens, kv_of
@@ -26,8 +27,13 @@ from kvstore.client.levels import PlanTerms
 from kvstore.client.lookups import look_up, prefix_plan, viewer
 from kvstore.client.options import MAX_DEADLINE_MS, MAX_NAME_CHARS, ClientOptions, milliseconds
 from kvstore.client.page_names import page_digests
-from kvstore.client.rectangle import Rectangle, RectangleRoom
 from kvstore.client.server_link import LeftMs, ServerLink
+from kvstore.client.server_state import (
+    ChunkStat,
+    ServerStatus,
+    stat_from_message,
+    status_from_message,
+)
 from kvstore.client.tensors import LayerTensors
 from kvstore.client.transports.base import Put, PutTerms, Transport
 from kvstore.client.transports.shared_memory import ShmTransport
@@ -198,11 +204,12 @@ class Client:
         prompt = self._prompt(tokens, keys, start)
         fresh = empty_kv(self.model, prompt.stop) if out is None else None
         room = self._target(prompt, fresh if out is None else out)
-        prefix = self._prefix(prompt.keys, room, accuracy, timeout)
-        chunks = prompt.usable(len(prefix.tensors), self.model)
+        request = ChunkRequest(prompt.keys, room, accuracy, self._deadline_ms(timeout))
+        found = chunk_reads.read_prefix(self._link, request)
+        chunks = prompt.usable(len(found), self.model)
         reached = prompt.reached(chunks)
         kv = None if fresh is None else first_tokens(fresh, reached)
-        return Hit(reached, chunks, tuple(copy.tier for copy in prefix.copies[:chunks]), kv)
+        return Hit(reached, chunks, tuple(one.tier for one in found[:chunks]), kv)
 
     def put(
         self,
@@ -280,8 +287,8 @@ class Client:
             some: Sequence[ChunkKey], out: Sequence[LayerTensors] | None
         ) -> list[ChunkTensors]:
             room = chunk_reads.room_in(some, out)
-            request = chunk_reads.ChunkRequest(some, room, accuracy, deadline_ms, leases)
-            return chunk_reads.read_prefix(self._link, request).tensors
+            request = ChunkRequest(some, room, accuracy, deadline_ms, leases)
+            return [one.tensors for one in chunk_reads.read_prefix(self._link, request)]
 
         return Lease(ready, found.match, read, self._link.release, viewer(found, ready))
 
@@ -303,8 +310,9 @@ class Client:
         No more than MAX_OPEN_BATCHES batches of chunks come, each a stream.
         """
         prompt = self._prompt(tokens, keys, start)
-        room = given(None) if out is None else self._target(prompt, out)
-        return self._layers(prompt.keys, room, accuracy, timeout)
+        room = fresh if out is None else self._target(prompt, out)
+        request = ChunkRequest(prompt.keys, room, accuracy, self._deadline_ms(timeout))
+        return chunk_reads.read_layers_retried(self._link, request)
 
     def put_layers(
         self,
@@ -334,7 +342,7 @@ class Client:
         *,
         accuracy: Accuracy = Accuracy.exact,
         stated: list[Stated] | None = None,
-        rectangle: Rectangle | None = None,
+        shard: Shard | None = None,
         timeout: float | None = None,
     ) -> list[ChunkTensors]:
         """Read the longest prefix of *keys* that is there in time, verified.
@@ -343,16 +351,15 @@ class Client:
         are written into *out*: one entry a key, numpy or torch, or ``out(i, layout)``, which
         returns tensors of that layout. Several threads call it, in any order; a window or state
         that is not wanted has no layers there, and is neither read nor verified. *stated*, a list,
-        is filled with what the copy of each chunk states. With a *rectangle* tensors, layouts and
+        is filled with what the copy of each chunk states. With a *shard* tensors, layouts and
         *out* are what one rank has of each chunk.
         """
-        room = chunk_reads.stoppable(chunk_reads.room_in(keys, out))
-        if rectangle is not None:
-            room = RectangleRoom(room, rectangle, self.model)
-        prefix = self._prefix(keys, room, accuracy, timeout)
+        room = chunk_reads.room_in(keys, out)
+        request = ChunkRequest(keys, room, accuracy, self._deadline_ms(timeout), shard=shard)
+        found = chunk_reads.read_prefix(self._link, request)
         if stated is not None:
-            stated[:] = [copy.stated for copy in prefix.copies]
-        return prefix.tensors
+            stated[:] = [one.stated for one in found]
+        return [one.tensors for one in found]
 
     def put_chunks(
         self,
@@ -360,16 +367,16 @@ class Client:
         *,
         durable: bool = False,
         hints: Hints = NO_HINTS,
-        rectangle: Rectangle | None = None,
+        shard: Shard | None = None,
     ) -> list[Put]:
         """Store chunks; with *durable* return once they would survive a power cut.
 
-        With a *rectangle* the tensors are those of one rank: the outcome is ``pending`` until
+        With a *shard* the tensors are those of one rank: the outcome is ``pending`` until
         other ranks have put the rest of a chunk, and ``stored`` for the one that makes it whole.
         Raises LayoutMismatchError or ModelError before anything is sent when a
         chunk is not of this client's Model.
         """
-        return put_whole(self._link, chunks, rectangle, hints, durable=durable)
+        return put_whole(self._link, chunks, shard, hints, durable=durable)
 
     def get_chunk_layers(
         self,
@@ -379,7 +386,9 @@ class Client:
         accuracy: Accuracy = Accuracy.exact,
     ) -> Generator[Layer, None, None]:
         """Read like ``get_layers``, into *out* as ``get_chunks``."""
-        return self._layers(keys, chunk_reads.room_in(keys, out), accuracy, None)
+        room = chunk_reads.room_in(keys, out)
+        request = ChunkRequest(keys, room, accuracy, self.options.deadline_ms)
+        return chunk_reads.read_layers_retried(self._link, request)
 
     def put_chunk_layers(
         self,
@@ -506,18 +515,18 @@ class Client:
 
     def stat(
         self, tokens: Tokens = None, *, keys: Keys = None, ranks: bool = False
-    ) -> list[pb.ChunkStat]:
+    ) -> list[ChunkStat]:
         """Return what the server knows of those chunks that exist.
 
         With *ranks*, of 16 chunks at most, also how many others each tier would evict before.
         """
         request = pb.StatRequest(ranks=ranks)
         replies = self._link.ask("Stat", request, self._named(tokens, keys), pb.StatResponse)
-        return [chunk for reply in replies for chunk in reply.chunks]
+        return [stat_from_message(chunk) for reply in replies for chunk in reply.chunks]
 
     def list(
         self, limit: int = 0, *, after: bytes = b"", prefix: bytes = b""
-    ) -> Sequence[pb.ChunkStat]:
+    ) -> Sequence[ChunkStat]:
         """Return the chunks of this client's namespace, at most *limit* unless 0.
 
         They come in the order of their digests: those behind the digest *after*, so that pages
@@ -526,7 +535,7 @@ class Client:
         if not is_whole(limit) or not 0 <= limit < 1 << 32:
             raise InvalidRequestError("limit", limit, "give 0 to 2^32-1")
         request = pb.ListRequest(limit=limit, after=after, prefix=prefix)
-        return chunk_reads.list_chunks(self._link, request)
+        return [stat_from_message(one) for one in chunk_reads.list_chunks(self._link, request)]
 
     def frame(
         self, key: ChunkKey, *, accuracy: Accuracy = Accuracy.exact
@@ -546,9 +555,9 @@ class Client:
         """
         return EventStream(self._link, since)
 
-    def status(self) -> pb.StatusResponse:
+    def status(self) -> ServerStatus:
         """Return the server's state."""
-        return self._link.call("Status", pb.StatusRequest(), pb.StatusResponse)
+        return status_from_message(self._link.call("Status", pb.StatusRequest(), pb.StatusResponse))
 
     def drain(self) -> bool:
         """Have the server refuse new work and save what it holds; True if all was saved."""
@@ -572,19 +581,7 @@ class Client:
 
     def _target(self, prompt: Prompt, out: Any) -> Room:
         held = kv_of("out", out, self.model, prompt.least_tokens, is_target=True)
-        return chunk_reads.stoppable(prompt.target(held))
-
-    def _prefix(
-        self, keys: Sequence[ChunkKey], room: Room, accuracy: Accuracy, timeout: float | None
-    ) -> chunk_reads.Prefix:
-        request = chunk_reads.ChunkRequest(keys, room, accuracy, self._deadline_ms(timeout))
-        return chunk_reads.read_prefix(self._link, request)
-
-    def _layers(
-        self, keys: Sequence[ChunkKey], room: Room, accuracy: Accuracy, timeout: float | None
-    ) -> Generator[Layer, None, None]:
-        request = chunk_reads.LayerRequest(keys, room, accuracy, self._deadline_ms(timeout))
-        return chunk_reads.read_layers_retried(self._link, request)
+        return chunk_reads.room_in(prompt.keys, prompt.target(held))
 
 
 def _counts(client: ref[Client]) -> Mapping[str, int]:

@@ -12,13 +12,14 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import filterfalse
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
+from kvstore.client.chunk import Shard
 from kvstore.client.forks import FORKS
 from kvstore.client.frames import DirectFrame, FileFrame
 from kvstore.client.layer_stream import LayeredFrame, LayerStream, Range
-from kvstore.client.rectangle import RectangleRoom
 from kvstore.client.session import Session
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.client.transports.base import Arrival
@@ -47,7 +48,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame import FrameHeader, parse_header
 from kvstore.proto.row_mask import Rows, SkippedRows
-from kvstore.proto.types import ChunkKey, KVLayout, layer_order
+from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, Stated, layer_order
 
 WRONG = (ChunkCorruptError, InvalidFrameError, ModelError)
 """What proves that a chunk is wrong, for the server to drop it."""
@@ -58,6 +59,10 @@ Room: TypeAlias = Callable[[int, KVLayout], Any]
 T = TypeVar("T")
 
 
+class TooLossyError(KVStoreError):
+    """A copy came that is less accurate than what was asked for: the chunk is missing."""
+
+
 def fresh(_: int, layout: KVLayout) -> ChunkTensors:
     """Room in arrays of their own."""
     return empty_tensors(layout)
@@ -65,9 +70,7 @@ def fresh(_: int, layout: KVLayout) -> ChunkTensors:
 
 def given(out: Sequence[LayerTensors] | None) -> Room:
     """Room in what the caller brought, if it brought any."""
-    if out is None:
-        return fresh
-    return lambda index, _: to_arrays(out[index])
+    return fresh if out is None else lambda index, _: to_arrays(out[index])
 
 
 class Numbered(Protocol):
@@ -81,15 +84,18 @@ class Numbered(Protocol):
 N = TypeVar("N", bound=Numbered)
 
 
-def contiguous(arriving: Iterable[N], chunks: Callable[[N], int] = lambda one: 1) -> Iterator[N]:
-    """Yield what follows without a gap and arrives in time; raise only if nothing does.
+def contiguous(
+    arriving: Iterable[N], asked: int, chunks: Callable[[N], int] = lambda one: 1
+) -> Iterator[N]:
+    """Yield what follows without a gap and arrives in time, up to so many chunks as were *asked*
+    for; raise only if nothing does.
 
     ``chunks(one)`` is of how many chunks one is.
     """
     count = 0
     try:
         for arrived in arriving:
-            if arrived.index != count:
+            if arrived.index != count or count + chunks(arrived) > asked:
                 return
             count += chunks(arrived)
             yield arrived
@@ -114,6 +120,81 @@ def check_header(session: Session, key: ChunkKey, data: Sliced, frame_bytes: int
 # --- whole chunks
 
 
+class Decoded(NamedTuple):
+    """A chunk that was read, what its copy states of itself, and the tier it came from."""
+
+    tensors: ChunkTensors
+    stated: Stated
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What one read is to bring: chunks of *accuracy* or better, of each what *shard* has.
+
+    Chunk number i of *keys* goes to ``room(first + i, layout)``.
+    """
+
+    session: Session
+    keys: Sequence[ChunkKey]
+    room: Room = fresh
+    accuracy: Accuracy = Accuracy.exact
+    first: int = 0
+    shard: Shard | None = None
+
+    def header(self, index: int, data: Sliced, frame_bytes: int) -> FrameHeader:
+        """Return the header at the start of *data* if it is what is wanted of chunk *index*.
+
+        Raises as ``check_header``, and TooLossyError.
+        """
+        header = check_header(self.session, self.keys[index], data, frame_bytes)
+        if header.accuracy < self.accuracy:  # the server is not to send such copies
+            raise TooLossyError(f"{header.key.hex()}: the copy that came is {header.accuracy.name}")
+        return header
+
+    def decode(self, arrived: Arrival) -> Decoded:
+        """Verify the frame of a chunk and decode it to its place.
+
+        Raises what is in ``WRONG``, UnknownCodecError, TooLossyError, LeaseExpiredError.
+        """
+        index, frame = arrived.index, arrived.data
+        if isinstance(frame, DirectFrame):
+            frame.check()
+            return Decoded(frame.tensors, frame.header.stated, arrived.tier)
+        try:
+            header = self.header(index, frame, len(frame))
+            if self.shard is not None:
+                part = self.shard.in_chunk(self.session.representation, header.layout)
+                tensors = self.room(self.first + index, part.layout)
+                cut(header, frame, part, tensors)
+            else:
+                tensors = self.room(self.first + index, header.layout)
+                if isinstance(frame, FileFrame) and header.codec_id == RawCodec.codec_id:
+                    frame.decode_into(header, tensors)
+                else:
+                    codec_by_id(header.codec_id).decode_into(header, frame[:], tensors)
+            return Decoded(tensors, header.stated, arrived.tier)
+        finally:
+            # First of all errors: memory that was reused says nothing of the chunk.
+            arrived.confirm()
+
+    def direct(self, index: int, size: int, start: Bytes) -> DirectFrame | None:
+        """Return what takes the parts of a frame of *size* bytes, which begins with *start*.
+
+        None for one that has to be whole first: to be decoded, cut, or found wrong by ``decode``.
+        """
+        if self.shard is not None or index >= len(self.keys):
+            return None
+        try:
+            header = self.header(index, start, size)
+            if header.codec_id != RawCodec.codec_id:
+                return None
+            head = start[: header.header_bytes].copy()  # a part is longer
+            return DirectFrame(header, head, self.room(self.first + index, header.layout))
+        except KVStoreError:
+            return None
+
+
 class _PrefixRead:
     """The frames of one read, decoded by whoever is free: its caller and some helpers.
 
@@ -121,11 +202,12 @@ class _PrefixRead:
     all before one that failed are tried.
     """
 
-    def __init__(self, decode: Callable[[Arrival], ChunkTensors], ahead: int) -> None:
-        self._decode = decode
+    def __init__(self, wanted: Wanted, ahead: int) -> None:
+        self._wanted = wanted
         self._ahead = ahead
         self._waiting: SimpleQueue[Arrival | None] = SimpleQueue()
-        self.found: dict[int, ChunkTensors] = {}
+        self.fed = 0
+        self.found: dict[int, Decoded] = {}
         self.errors: dict[int, KVStoreError] = {}
         self._failed = math.inf
         """The place of a frame that failed: nobody looks at those behind it."""
@@ -135,11 +217,15 @@ class _PrefixRead:
         while (arrived := self._waiting.get()) is not None:
             self._try(arrived)
 
-    def feed(self, arriving: Iterator[Arrival]) -> None:
-        """Have all that arrives decoded, until one fails."""
+    def feed(self, arriving: Iterable[Arrival]) -> None:
+        """Have all decoded that follows without a gap, until one fails."""
+        asked = len(self._wanted.keys)
         for arrived in arriving:
-            if arrived.index > self._failed:
+            if arrived.index != self.fed or arrived.index > self._failed:
                 return
+            if self.fed == asked:
+                raise InvalidFrameError("index", arrived.index, f"{asked} chunks were asked for")
+            self.fed += 1
             if self._waiting.qsize() < self._ahead:
                 self._waiting.put(arrived)
             else:
@@ -154,7 +240,7 @@ class _PrefixRead:
         finally:  # a room may raise anything: no thread waits for more after that
             for _ in helpers:
                 self._waiting.put(None)
-            running = [helper for helper in helpers if not helper.cancel()]
+            running = list(filterfalse(Future.cancel, helpers))
             wait(running)
         for helper in running:
             helper.result()
@@ -163,7 +249,7 @@ class _PrefixRead:
         if arrived.index > self._failed:
             return
         try:
-            self.found[arrived.index] = self._decode(arrived)
+            self.found[arrived.index] = self._wanted.decode(arrived)
         except KVStoreError as error:
             self.errors[arrived.index] = error
             self._failed = min(self._failed, arrived.index)
@@ -179,38 +265,38 @@ class Reader:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-copy")
 
     def read(
-        self,
-        session: Session,
-        keys: Sequence[ChunkKey],
-        arriving: Iterator[Arrival],
-        room: Room = fresh,
-    ) -> tuple[list[ChunkTensors], ChunkKey | None]:
-        """Return the tensors of the longest prefix that proves right, and the key that did not.
+        self, wanted: Wanted, arriving: Iterable[Arrival]
+    ) -> tuple[list[Decoded], ChunkKey | None]:
+        """Return the longest prefix that arrives and proves right, and the key that did not.
 
-        They are what *room* gave. Raises LeaseExpiredError when memory was reused under the
-        reader, LayoutMismatchError when the room does not have the chunk's layout.
+        A copy that is not accurate enough, or of another codec, ends it without one: it may be
+        right, to others. Raises LeaseExpiredError when memory was reused under the reader,
+        LayoutMismatchError when the room does not have the chunk's layout; and, where nothing was
+        read, what is late or cannot be read.
         """
-        reading = _PrefixRead(
-            lambda arrived: decode(session, keys[arrived.index], arrived, room), 2 * self.threads
-        )
+        reading, count = _PrefixRead(wanted, 2 * self.threads), len(wanted.keys)
         helpers: list[Future[None]] = []
         error: KVStoreError | None = None
         try:
-            while len(helpers) < min(self.threads, len(keys)) - 1:
+            while len(helpers) < min(self.threads, count) - 1:
                 helpers.append(self.submit(reading.help))
-            reading.feed(contiguous(arriving))
+            reading.feed(arriving)
+        except (DeadlineError, TierUnavailableError) as late:
+            error = None if reading.fed else late
         except KVStoreError as stopped:
             error = stopped
         finally:
             reading.finish(helpers)
-        count = min(reading.errors, default=len(reading.found))
-        found = [reading.found[index] for index in range(count)]
-        error = reading.errors.get(count, error)
-        if isinstance(error, WRONG):
-            return found, keys[count]
-        # Of another codec: right for all we know, to a newer client. A file that cannot be read.
-        ends = isinstance(error, UnknownCodecError | TierUnavailableError)
-        if error is None or (ends and (found or isinstance(error, UnknownCodecError))):
+        done = min(reading.errors, default=len(reading.found))
+        found = list(map(reading.found.__getitem__, range(done)))
+        error = reading.errors.get(done, error)
+        if error is None or isinstance(error, UnknownCodecError | TooLossyError):
+            return found, None
+        if isinstance(error, WRONG) and found and done == count:  # what nobody asked for
+            return found, None
+        if isinstance(error, WRONG) and done < count:
+            return found, wanted.keys[done]
+        if found and isinstance(error, TierUnavailableError):  # a file that cannot be read
             return found, None
         raise error
 
@@ -229,49 +315,6 @@ class Reader:
     def close(self) -> None:
         """Stop the threads. Idempotent."""
         self._pool.shutdown()
-
-
-def decode(session: Session, key: ChunkKey, arrived: Arrival, room: Room) -> ChunkTensors:
-    """Verify the frame that arrived for *key* and decode it into *room*.
-
-    Raises what is in ``WRONG``, UnknownCodecError, LeaseExpiredError.
-    """
-    frame = arrived.data
-    if isinstance(frame, DirectFrame):
-        frame.check()
-        return frame.tensors
-    try:
-        header = check_header(session, key, frame, len(frame))
-        tensors: ChunkTensors = room(arrived.index, header.layout)
-        if isinstance(room, RectangleRoom):
-            cut(header, frame, room.shard(header.layout), tensors)
-        elif isinstance(frame, FileFrame) and header.codec_id == RawCodec.codec_id:
-            frame.decode_into(header, tensors)
-        else:
-            codec_by_id(header.codec_id).decode_into(header, frame[:], tensors)
-        return tensors
-    finally:
-        # First of all errors: memory that was reused says nothing of the chunk.
-        arrived.confirm()
-
-
-def direct(
-    session: Session, keys: Sequence[ChunkKey], room: Room, index: int, size: int, start: Bytes
-) -> DirectFrame | None:
-    """Return what takes the parts of a frame of *size* bytes, which begins with *start*.
-
-    None for one that has to be whole first: to be decoded, cut, or found wrong by ``decode``.
-    """
-    if isinstance(room, RectangleRoom) or index >= len(keys):
-        return None
-    try:
-        header = check_header(session, keys[index], start, size)
-        if header.codec_id != RawCodec.codec_id:
-            return None
-        head = start[: header.header_bytes].copy()  # a part is longer
-        return DirectFrame(header, head, room(index, header.layout))
-    except KVStoreError:
-        return None
 
 
 # --- layer by layer
@@ -339,20 +382,16 @@ class LayerReader:
     def __init__(
         self,
         reader: Reader,
-        session: Session,
-        keys: Sequence[ChunkKey],
-        room: Room,
+        wanted: Wanted,
         accepts: Callable[[int, FrameHeader], bool] | None = None,
         skipped: SkippedRows | None = None,
     ) -> None:
         self.broken: ChunkKey | None = None
         self._reader = reader
-        self._session = session
-        self._keys = keys
-        self._room = room
+        self._wanted = wanted
         self._accepts = accepts
         self._skipped = skipped
-        self._order = layer_order(session.representation)
+        self._order = layer_order(wanted.session.representation)
         self._chunks: list[_Chunk] = []
         # Chunks from here on are lost. It only ever sinks; who reads it late does too much.
         self._count = 0
@@ -364,7 +403,7 @@ class LayerReader:
         Raises as ``Client.get_layers``.
         """
         process = FORKS.process
-        for arrived in contiguous(arriving):
+        for arrived in contiguous(arriving, len(self._wanted.keys)):
             if not self._open(arrived):
                 break
         self._count = len(self._chunks)
@@ -408,21 +447,21 @@ class LayerReader:
 
     def _open(self, arrived: Arrival) -> bool:
         """Take a frame whose header is right; return whether it is."""
-        key = self._keys[arrived.index]
+        wanted = self._wanted
         try:
-            header = check_header(self._session, key, arrived.data, arrived.frame_bytes)
+            header = wanted.header(arrived.index, arrived.data, arrived.frame_bytes)
             if self._accepts is not None and not self._accepts(arrived.index, header):
                 return False
             codec = codec_by_id(header.codec_id)
             codec.check_header(header)
         except WRONG:
-            self.broken = key
+            self.broken = wanted.keys[arrived.index]
             return False
-        except (UnknownCodecError, TierUnavailableError):
+        except (UnknownCodecError, TierUnavailableError, TooLossyError):
             return False  # right for all we know, to a newer client or from a better disk
         finally:
             arrived.confirm()
-        tensors: AnyTensors = self._room(arrived.index, header.layout)
+        tensors: AnyTensors = wanted.room(arrived.index, header.layout)
         check_tensors(header.layout, tensors)
         layers = [parts for component in tensors for parts in component]
         kept = kept_rows(header, self._skipped, arrived.index)
@@ -452,7 +491,7 @@ class LayerReader:
             try:
                 chunk.decode(segment, data)
             except WRONG:
-                self._lose(number, self._keys[chunk.arrived.index])
+                self._lose(number, self._wanted.keys[chunk.arrived.index])
             finally:
                 # First of all errors: memory that was reused says nothing of the chunk.
                 chunk.arrived.confirm()

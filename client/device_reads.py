@@ -233,7 +233,7 @@ class Reading:
         of the chunks.
         """
         try:
-            for run in contiguous(arriving, len):
+            for run in contiguous(arriving, len(self.keys), len):
                 self._bring_heads(run)
                 if not self._take(run):
                     break

@@ -209,7 +209,7 @@ class DirectFrame:
     byte. Used by one thread. Can be sliced within its header only.
     """
 
-    __slots__ = ("_digest", "_failure", "_head", "_header", "_next", "_runs", "tensors")
+    __slots__ = ("_digest", "_failure", "_head", "_next", "_runs", "header", "tensors")
 
     def __init__(self, header: FrameHeader, head: Bytes, tensors: ChunkTensors) -> None:
         """Take parts of the frame of *header*, whose bytes are *head*, into *tensors*.
@@ -218,7 +218,7 @@ class DirectFrame:
         UnknownCodecError for a frame that is not raw.
         """
         self.tensors = tensors
-        self._header = header
+        self.header = header
         self._head = head
         self._runs = _runs(header, tensors)
         self._next = 0
@@ -226,7 +226,7 @@ class DirectFrame:
         self._failure: ChunkCorruptError | None = None
 
     def __len__(self) -> int:
-        return self._header.frame_bytes
+        return self.header.frame_bytes
 
     def __getitem__(self, piece: slice) -> Bytes:
         return self._head[piece]
@@ -252,7 +252,7 @@ class DirectFrame:
 
     def _end_segment(self, segment: int) -> None:
         try:
-            check_segment(self._header, segment, self._digest.intdigest())
+            check_segment(self.header, segment, self._digest.intdigest())
         except ChunkCorruptError as error:
             self._failure = error
         self._digest = xxh3_64()
@@ -262,7 +262,7 @@ class DirectFrame:
         if self._failure is not None:
             raise self._failure
         if self._next < len(self._runs):
-            raise ChunkCorruptError(self._header.key, "its last parts did not come")
+            raise ChunkCorruptError(self.header.key, "its last parts did not come")
 
 
 class _Run(NamedTuple):

@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvstore.client.chunk import parents, stated_dtype
+from kvstore.client.chunk import parents
 from kvstore.client.paged_cache import Blocks, kept_from
-from kvstore.client.tensors import TensorLike, check_apart, to_array
+from kvstore.client.tensors import TensorLike, check_apart, group_array
 from kvstore.codecs.base import Part
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, is_whole
 from kvstore.proto.keys import chunk_spans
@@ -108,35 +108,18 @@ def _layers(name: str, tensor: Any, group: LayerGroup) -> list[list[Part]]:
     if len(shape) != 5 or shape[:2] != (layers, group.parts):
         fix = f"give ({layers}, {group.parts}, {group.kv_heads}, tokens, {group.head_dim})"
         raise LayoutMismatchError(name, shape, fix)
-    return [_parts(name, list(layer), group) for layer in _array(name, tensor, group)]
+    return [_parts(name, list(layer), group) for layer in group_array(name, tensor, group)]
 
 
 def _parts(name: str, parts: Any, group: LayerGroup) -> list[Part]:
     if not isinstance(parts, Sequence) or len(parts) != group.parts:
         raise LayoutMismatchError(name, type(parts).__name__, f"give {group.parts} parts a layer")
-    found = [_array(name, part, group) for part in parts]
+    found = [group_array(name, part, group) for part in parts]
     for part in found:
         if part.ndim != 3 or (part.shape[0], part.shape[2]) != (group.kv_heads, group.head_dim):
             fix = f"give ({group.kv_heads}, tokens, {group.head_dim})"
             raise LayoutMismatchError(name, part.shape, fix)
     return found
-
-
-def _array(name: str, tensor: Any, group: LayerGroup) -> Part:
-    if not hasattr(tensor, "dtype"):
-        raise LayoutMismatchError(name, type(tensor).__name__, "give numpy or torch tensors")
-    stated = stated_dtype(tensor.dtype)
-    if stated is not None and stated is not group.dtype:
-        raise LayoutMismatchError(name, stated.name, f"give {group.dtype.name}")
-    try:
-        array = to_array(tensor)
-    except LayoutMismatchError as error:
-        raise LayoutMismatchError(
-            name, str(error), "give a tensor on the CPU, in its byte order"
-        ) from None
-    if array.dtype.itemsize != group.dtype.item_bytes or array.dtype.kind not in "uif":
-        raise LayoutMismatchError(name, str(array.dtype), f"give {group.dtype.name}")
-    return array
 
 
 def empty_kv(model: Model, tokens: int) -> Any:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from kvstore.client.chunk import check_dtypes
 from kvstore.client.forks import FORKS
 from kvstore.client.paged_cache import Blocks, kept_from
 from kvstore.client.tensors import TensorLike, layer_arrays
@@ -92,8 +91,7 @@ class LayeredPut:
             raise LayoutMismatchError("tensors", len(chunks), f"give {len(components)} chunks")
         layers = []
         for component, parts in zip(components, chunks, strict=True):
-            check_dtypes(component, parts)
-            arrays = layer_arrays(parts)
+            arrays = layer_arrays(parts, component.dtype)
             check_parts(component, arrays)
             layers.append(arrays)
         self._sink.write(segment, layers)

@@ -9,8 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.client.chunk import stated_dtype
-from kvstore.client.tensors import LayerTensors, TensorLike, check_apart, to_array
+from kvstore.client.tensors import LayerTensors, TensorLike, check_apart, group_array
 from kvstore.codecs.base import Part
 from kvstore.codecs.block_part import BlockPart, BlockSpan, check_block_ids
 from kvstore.proto.errors import LayoutMismatchError
@@ -194,12 +193,7 @@ def _view(tensor: TensorLike, axes: PageAxes, group: LayerGroup) -> Part:
 
 def _array(tensor: TensorLike, axes: PageAxes, group: LayerGroup) -> Part:
     _check_rank(tensor, axes)
-    stated = stated_dtype(tensor.dtype)
-    if stated is not None and stated is not group.dtype:
-        raise LayoutMismatchError("dtype", stated.name, f"give {group.dtype.name}")
-    array = to_array(tensor)
-    if array.dtype.itemsize != group.dtype.item_bytes or array.dtype.kind not in "uif":
-        raise LayoutMismatchError("dtype", str(array.dtype), f"give {group.dtype.name}")
+    array = group_array("pages", tensor, group)
     return array.view(f"u{array.dtype.itemsize}")
 
 

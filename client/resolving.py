@@ -15,7 +15,7 @@ from kvstore.client.blend.segments import (
     resolution_from_message,
     segments_to_messages,
 )
-from kvstore.client.chunk_reads import LayerRequest, read_layers
+from kvstore.client.chunk_reads import ChunkRequest, read_layers
 from kvstore.client.decode import Layer, given
 from kvstore.client.forks import FORKS
 from kvstore.client.server_link import LeftMs, ServerLink
@@ -130,15 +130,15 @@ class Resolved:
         FORKS.check(self._process, "the lease")
         transport, digests = self._link.connected(), [one.best.digest for one in chunks]
         space = transport.session.terms.namespace
-        request = LayerRequest(
+        request = ChunkRequest(
             [chunk_key(space, digest) for digest in digests],
             given(out),
             self.terms.min_accuracy,
             self._link.options.deadline_ms,
             # One cannot name several.
-            0 if self.found.more_leases else self.found.lease_id,
-            partial(_is_promised, chunks),
-            skipped,
+            self._leases if len(self._leases) == 1 else (),
+            accepts=partial(_is_promised, chunks),
+            skipped=skipped,
         )
         return read_layers(self._link, transport, request)
 

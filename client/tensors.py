@@ -6,17 +6,18 @@ torch is imported only by who already has a tensor of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from kvstore.codecs.base import AnyPart, AnyTensors, Part
+from kvstore.codecs.base import AnyPart, AnyTensors, Part, check_tensors
 from kvstore.codecs.block_part import BlockPart
 from kvstore.codecs.block_stack import BlockStack
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
-from kvstore.proto.types import DType
+from kvstore.proto.types import DType, KVLayout, LayerGroup
 
 if TYPE_CHECKING:
     import torch
@@ -95,9 +96,73 @@ def to_arrays(tensors: LayerTensors) -> AnyTensors:
     ]
 
 
-def layer_arrays(parts: Sequence[TensorLike | BlockPart]) -> list[AnyPart]:
-    """Return the arrays of one layer's tensors."""
-    return [part if isinstance(part, BlockPart) else to_array(part) for part in parts]
+def layer_arrays(
+    parts: Sequence[TensorLike | BlockPart], dtype: DType | None = None
+) -> list[AnyPart]:
+    """Return the arrays of one layer's tensors.
+
+    Raises LayoutMismatchError for what is no tensor, or states that it is not of *dtype*.
+    """
+    found: list[AnyPart] = []
+    for part in parts:
+        if dtype is not None:
+            if not hasattr(part, "dtype"):
+                fix = "give numpy or torch tensors"
+                raise LayoutMismatchError("tensors", type(part).__name__, fix)
+            stated = stated_dtype(part.dtype)
+            if stated is not None and stated is not dtype:
+                raise LayoutMismatchError("dtype", stated.name, f"give {dtype.name}")
+        found.append(part if isinstance(part, BlockPart) else to_array(part))
+    return found
+
+
+def arrays_of(layout: KVLayout, tensors: LayerTensors) -> AnyTensors:
+    """Return the arrays of a chunk's tensors.
+
+    Raises LayoutMismatchError unless *layout* is theirs.
+    """
+    if len(tensors) != len(layout.components):
+        raise LayoutMismatchError("components", len(tensors), f"give {len(layout.components)}")
+    found: list[Any] = []
+    for component, layers in zip(layout.components, tensors, strict=True):
+        if isinstance(layers, BlockStack):  # whose layers are alike
+            for parts in layers[:1]:
+                layer_arrays(parts, component.dtype)
+            found.append(layers)
+        else:
+            found.append([layer_arrays(parts, component.dtype) for parts in layers])
+    check_tensors(layout, found)
+    return found
+
+
+@lru_cache(maxsize=64)
+def stated_dtype(dtype: Hashable) -> DType | None:
+    """Return the element type that numpy's or torch's *dtype* names, if it names one of ours.
+
+    Unsigned integers name none: they stand for the types that numpy lacks.
+    """
+    name = str(dtype).removeprefix("torch.")
+    return DType.__members__.get(name) if name != "uint8" else None
+
+
+def group_array(name: str, tensor: Any, group: LayerGroup) -> Part:
+    """Return the array of *tensor*, the argument *name*, once it is of the dtype of *group*.
+
+    Raises LayoutMismatchError.
+    """
+    if not hasattr(tensor, "dtype"):
+        raise LayoutMismatchError(name, type(tensor).__name__, "give numpy or torch tensors")
+    stated = stated_dtype(tensor.dtype)
+    if stated is not None and stated is not group.dtype:
+        raise LayoutMismatchError(name, stated.name, f"give {group.dtype.name}")
+    try:
+        array = to_array(tensor)
+    except LayoutMismatchError as error:
+        fix = "give a tensor on the CPU, in its byte order"
+        raise LayoutMismatchError(name, str(error), fix) from None
+    if array.dtype.itemsize != group.dtype.item_bytes or array.dtype.kind not in "uif":
+        raise LayoutMismatchError(name, str(array.dtype), f"give {group.dtype.name}")
+    return array
 
 
 def dtype_of(tensor: TensorLike) -> DType:

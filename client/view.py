@@ -23,7 +23,7 @@ from kvstore.proto.frame import (
     parse_header,
     raw_frame_bytes,
 )
-from kvstore.proto.types import KEY_BYTES, ChunkKey, KVLayout, Shard
+from kvstore.proto.types import KEY_BYTES, ChunkKey, ChunkShard, KVLayout
 from kvstore.proto.unix_socket import Place
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class ChunkView:
             for number, component in enumerate(self.layout.components)
         ]
 
-    def cut(self, shard: Shard) -> ChunkTensors:
+    def cut(self, shard: ChunkShard) -> ChunkTensors:
         """Return what *shard* covers of every layer, as slices of the server's memory."""
         return [
             [

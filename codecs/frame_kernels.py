@@ -29,7 +29,7 @@ from kvstore.codecs.paged import (
 from kvstore.proto.device import import_cupy
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.frame import FrameHeader
-from kvstore.proto.types import Component, KVLayout, Shard
+from kvstore.proto.types import ChunkShard, Component, KVLayout
 
 SOURCE = Path(__file__).with_suffix(".cu")
 COMPILER_FLAGS = ("-std=c++17",)
@@ -103,7 +103,9 @@ class LaunchedKernels(FrameKernels):
     def __init__(self, device: torch.device, launch: Launch) -> None:
         self._device = device
         self._launch = launch
-        self._plans: OrderedDict[tuple[KVLayout, int, int, Shard | None], _Plan] = OrderedDict()
+        self._plans: OrderedDict[tuple[KVLayout, int, int, ChunkShard | None], _Plan] = (
+            OrderedDict()
+        )
         self._lock = Lock()  # guards the plans
 
     @override

@@ -28,7 +28,7 @@ from kvstore.proto.frame import (
     check_segment,
     pack_header,
 )
-from kvstore.proto.types import Component, DType, Extent, KVLayout, LayerKind, Shard
+from kvstore.proto.types import ChunkShard, Component, DType, Extent, KVLayout, LayerKind
 
 RAW = RawCodec()
 
@@ -92,7 +92,7 @@ class Paged:
 
     pages: tuple[Pages, ...]
     tables: Sequence[Sequence[int] | NDArray[np.int64]]
-    shard: Shard | None = None
+    shard: ChunkShard | None = None
 
     @property
     def table_blocks(self) -> int:
@@ -147,7 +147,9 @@ class FrameAt:
     header: FrameHeader
     first_token: int
 
-    def part_offsets(self, shard: Shard | None = None) -> Iterator[tuple[Component, list[int]]]:
+    def part_offsets(
+        self, shard: ChunkShard | None = None
+    ) -> Iterator[tuple[Component, list[int]]]:
         """Yield each component, and where in memory each part of each of its layers begins.
 
         Of a *shard*: its layers, from its first head on.

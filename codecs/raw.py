@@ -29,7 +29,6 @@ from kvstore.proto.buffers import (
     Bytes,
     Pieces,
     as_bytes,
-    copy_bytes,
     copy_groups,
     copy_many,
 )
@@ -92,11 +91,10 @@ class RawCodec(Codec):
         """
         layout = template.layout
         check_tensors(layout, tensors)
-        check_limits(len(layout.components), layout.segment_count, layout.raw_bytes)
+        starts = iter(_raw_rows(layout)["offset"].tolist())
         if len(out) < raw_frame_bytes(layout):
             raise InvalidFrameError("out", len(out), f"give {raw_frame_bytes(layout)} bytes")
         is_summed = not template.flags & FLAG_UNSUMMED
-        starts = iter(_raw_rows(layout)["offset"].tolist())
         checksums = []
         unsummed: list[tuple[Bytes, Bytes]] = []
         end = header_bytes(layout)
@@ -108,20 +106,27 @@ class RawCodec(Codec):
                 layers.gather(out[places[0] : end])
                 checksums += [0] * component.layers
                 continue
+            part_bytes, dtype = component.part_bytes, f"<u{component.dtype.item_bytes}"
             for parts in layers:
                 start = next(starts)
                 if end < start:
                     out[end:start] = 0
                 end = start + component.layer_bytes
-                room = out[start:end]
                 if is_summed:
-                    checksums.append(_encode_summed(parts, component, room))
-                else:
-                    unsummed += _encode_layer(parts, component, room)
-                    checksums.append(0)
+                    checksums.append(_encode_summed(parts, component, out[start:end]))
+                    continue
+                checksums.append(0)
+                for part in parts:
+                    room = out[start : start + part_bytes]
+                    start += part_bytes
+                    if isinstance(part, np.ndarray) and part.flags.c_contiguous:
+                        unsummed.append((room, part.reshape(-1).view(np.uint8)))
+                    else:
+                        _gather(part.view(dtype), room.view(dtype).reshape(component.shape))
         copy_many(unsummed)
         header = raw_header(template, checksums)
-        copy_bytes(out[: header.header_bytes], as_bytes(pack_header(header)))
+        packed = pack_header(header)
+        out[: len(packed)] = np.frombuffer(packed, np.uint8)
         return header
 
     def pieces(self, template: FrameTemplate, tensors: AnyTensors) -> list[Bytes] | None:
@@ -132,7 +137,6 @@ class RawCodec(Codec):
         """
         layout = template.layout
         check_tensors(layout, tensors)
-        check_limits(len(layout.components), layout.segment_count, layout.raw_bytes)
         starts = iter(_raw_rows(layout)["offset"].tolist())
         end = header_bytes(layout)
         found: list[Bytes] = []
@@ -152,8 +156,10 @@ class RawCodec(Codec):
 
     def encode_segment(self, parts: Sequence[AnyPart], component: Component, out: Bytes) -> int:
         """Copy one layer into *out* and return its ``layer_bytes``."""
-        for room, data in _encode_layer(parts, component, out[: component.layer_bytes]):
-            copy_bytes(room, data)
+        for part, room in zip(
+            parts, part_views(out[: component.layer_bytes], component), strict=True
+        ):
+            _gather(part.view(room.dtype), room)
         return component.layer_bytes
 
     def decode_segment(self, data: Bytes, component: Component, out: Sequence[AnyPart]) -> None:
@@ -249,36 +255,16 @@ def _flat(parts: Sequence[AnyPart]) -> list[Bytes] | None:
 
 def _encode_summed(parts: Sequence[AnyPart], component: Component, room: Bytes) -> int:
     """Copy one layer into *room* and return the checksum of what arrived."""
-    flat, rooms = _flat(parts), _cut(room, component)
+    flat, size = _flat(parts), component.part_bytes
     if flat is not None:
+        rooms = (room[at : at + size] for at in range(0, len(room), size))
         return copy_groups([list(zip(rooms, flat, strict=True))])[0]
     digest = xxh3_64()
-    for part, ours in zip(parts, rooms, strict=True):
-        view = ours.view(f"<u{component.dtype.item_bytes}").reshape(component.shape)
+    for part, view in zip(parts, part_views(room, component), strict=True):
         for block, theirs in _blocks(view, part):
             _gather(theirs, block)
             digest.update(block)  # type: ignore[arg-type]
     return digest.intdigest()
-
-
-def _cut(data: Bytes, component: Component) -> list[Bytes]:
-    """Return the parts of one layer."""
-    size = component.part_bytes
-    return [data[at : at + size] for at in range(0, len(data), size)]
-
-
-def _encode_layer(
-    parts: Sequence[AnyPart], component: Component, room: Bytes
-) -> list[tuple[Bytes, Bytes]]:
-    """Copy the strided parts of one layer into *room*; return where to and what of the others."""
-    left = []
-    for part, ours in zip(parts, _cut(room, component), strict=True):
-        if isinstance(part, np.ndarray) and part.flags.c_contiguous:
-            left.append((ours, part.reshape(-1).view(np.uint8)))
-        else:
-            view = ours.view(f"<u{component.dtype.item_bytes}").reshape(component.shape)
-            _gather(part.view(view.dtype), view)
-    return left
 
 
 def _copy_layer(frame: Bytes, start: int, part_bytes: int, out: Sequence[AnyPart]) -> int:
@@ -376,7 +362,11 @@ def raw_header(template: FrameTemplate, checksums: Sequence[int] | None = None) 
 
 @lru_cache(maxsize=64)
 def _raw_rows(layout: KVLayout) -> NDArray[Any]:
-    """Return the segment table of *layout* under this codec, but for the checksums."""
+    """Return the segment table of *layout* under this codec, but for the checksums.
+
+    Raises InvalidFrameError for a layout that no frame has room for.
+    """
+    check_limits(len(layout.components), layout.segment_count, layout.raw_bytes)
     rows = np.zeros(layout.segment_count, SEGMENT_DTYPE)
     index, offset = 0, header_bytes(layout)
     for number, component in enumerate(layout.components):

@@ -23,24 +23,24 @@ from kvstore.proto.frame import (
     pack_header,
     raw_frame_bytes,
 )
-from kvstore.proto.types import Component, Extent, Shard
+from kvstore.proto.types import ChunkShard, Component, Extent
 
 _RAW = RawCodec()
 
 
 @lru_cache(maxsize=64)
-def shard_frame_bytes(shard: Shard) -> int:
+def shard_frame_bytes(shard: ChunkShard) -> int:
     """Size of the raw frame of *shard*."""
     return raw_frame_bytes(shard.layout) + _longer_header(shard)
 
 
-def _longer_header(shard: Shard) -> int:
+def _longer_header(shard: ChunkShard) -> int:
     """Return what rows of components that are left out add to a header."""
     return header_bytes(shard.layout, 0, shard) - header_bytes(shard.layout)
 
 
 def encode_shard(
-    template: FrameTemplate, shard: Shard, tensors: AnyTensors, out: Bytes
+    template: FrameTemplate, shard: ChunkShard, tensors: AnyTensors, out: Bytes
 ) -> FrameHeader:
     """Write the raw frame of *shard* to the start of *out* and return its header.
 
@@ -73,7 +73,7 @@ def decode_shard(header: FrameHeader, frame: Bytes, out: AnyTensors) -> None:
     codec_by_id(header.codec_id).decode_into(plain, frame, out)
 
 
-def cut(header: FrameHeader, frame: Sliced, shard: Shard, out: AnyTensors) -> None:
+def cut(header: FrameHeader, frame: Sliced, shard: ChunkShard, out: AnyTensors) -> None:
     """Decode what *shard* covers of the whole chunk in *frame* into *out*.
 
     Layers that it does not reach are not looked at. Of the others every byte is verified, those
@@ -100,7 +100,7 @@ def cut(header: FrameHeader, frame: Sliced, shard: Shard, out: AnyTensors) -> No
             _place([part[extent.first_head : extent.head_stop] for part in whole], parts)
 
 
-def _segments(shard: Shard) -> Iterator[tuple[int, Component, Extent]]:
+def _segments(shard: ChunkShard) -> Iterator[tuple[int, Component, Extent]]:
     """Yield the segment of each layer that *shard* reaches, its component and extent."""
     start = 0
     for component, extent in zip(shard.whole.components, shard.extents, strict=True):

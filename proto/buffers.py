@@ -72,7 +72,8 @@ def copy_many(pieces: Pieces) -> None:
     another core.
     """
     if _is_for_loop([pieces], LOOP_FROM_BYTES):
-        copy_by_loop([pieces])
+        rows = _rows([pieces])
+        loops().copy_summed(rows, len(rows), True)
         return
     for out, data in pieces:
         np.copyto(out, data)
@@ -80,9 +81,16 @@ def copy_many(pieces: Pieces) -> None:
 
 def _is_for_loop(groups: Sequence[Sequence[tuple[Bytes, object]]], least_bytes: int) -> bool:
     """Whether all pieces are of whole units, and of *least_bytes* together."""
-    sizes = [len(out) for pieces in groups for out, _ in pieces]
-    is_whole = all(groups) and not any(not size or size % LOOP_UNIT_BYTES for size in sizes)
-    return is_whole and sum(sizes) >= least_bytes
+    total = 0
+    for pieces in groups:
+        if not pieces:
+            return False
+        for out, _ in pieces:
+            size = len(out)
+            if not size or size % LOOP_UNIT_BYTES:
+                return False
+            total += size
+    return total >= least_bytes
 
 
 def _copy_blocks(pieces: Pieces) -> int:

@@ -25,12 +25,12 @@ from kvstore.proto.types import (
     ChainDigest,
     ChunkInfo,
     ChunkKey,
+    ChunkShard,
     Component,
     DType,
     Extent,
     KVLayout,
     LayerKind,
-    Shard,
     Stated,
 )
 
@@ -44,7 +44,7 @@ assert COMPONENT.size == 48
 
 
 @lru_cache(maxsize=256)
-def pack_components(layout: KVLayout, shard: Shard | None = None) -> bytes:
+def pack_components(layout: KVLayout, shard: ChunkShard | None = None) -> bytes:
     """Return the component table of *layout*, or of the *shard* that a frame covers of it."""
     whole = layout if shard is None else shard.whole
     extents = [Extent.whole(c) for c in layout.components] if shard is None else shard.extents
@@ -58,7 +58,7 @@ def pack_components(layout: KVLayout, shard: Shard | None = None) -> bytes:
 
 
 @lru_cache(maxsize=1024)
-def unpack_table(table: bytes) -> tuple[KVLayout, Shard | None]:
+def unpack_table(table: bytes) -> tuple[KVLayout, ChunkShard | None]:
     """Parse a component table; equal tables share one layout.
 
     Return the layout of what is covered, and which shard of the chunk that is; None: all of
@@ -81,7 +81,7 @@ def unpack_table(table: bytes) -> tuple[KVLayout, Shard | None]:
         extents.append(None if (*rectangle,) == _NOTHING else Extent(*rectangle))
     whole = KVLayout(tuple(components))
     try:
-        shard = Shard(whole, tuple(extents))
+        shard = ChunkShard(whole, tuple(extents))
     except LayoutMismatchError as error:
         raise InvalidFrameError("rectangle", extents, str(error)) from None
     return (whole, None) if shard.is_whole else (shard.layout, shard)
@@ -107,7 +107,7 @@ assert SEGMENT_DTYPE.itemsize == 32
 
 
 @lru_cache(maxsize=64)
-def empty_rows(layout: KVLayout, levels: int, shard: Shard | None = None) -> NDArray[Any]:
+def empty_rows(layout: KVLayout, levels: int, shard: ChunkShard | None = None) -> NDArray[Any]:
     """Return the segment table of *layout* with everything but the names still zero."""
     spans = [(number, 0) for number in range(len(layout.components))]
     if shard is not None:
@@ -179,7 +179,8 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def header_bytes(layout: KVLayout, levels: int = 0, shard: Shard | None = None) -> int:
+@lru_cache(maxsize=256)
+def header_bytes(layout: KVLayout, levels: int = 0, shard: ChunkShard | None = None) -> int:
     """Size of the header of a frame of *layout*, or of that *shard*, with *levels* refinements."""
     components = layout.components if shard is None else shard.whole.components
     table = COMPONENT.size * len(components) + 32 * layout.segment_count * (1 + levels)
@@ -233,7 +234,7 @@ class FrameHeader(FrameTemplate):
     error_bound: float = 0.0
     levels: int = 0
     asset: bytes = NO_ASSET
-    shard: Shard | None = None
+    shard: ChunkShard | None = None
 
     @property
     def header_bytes(self) -> int:

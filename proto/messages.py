@@ -36,10 +36,10 @@ from kvstore.proto.types import (
     ChainDigest,
     ChunkInfo,
     ChunkKey,
+    ChunkShard,
     Extent,
     KVLayout,
     Model,
-    Shard,
     check_count,
 )
 
@@ -229,15 +229,16 @@ def hints_from_message(message: pb.Hints) -> Hints:
     return as_value(Hints, message, reuse=message.reuse) if message.ByteSize() else NO_HINTS
 
 
-def layout_to_message(layout: KVLayout | Shard) -> pb.Layout:
-    """Return the protobuf form of *layout*, or of a shard of a chunk."""
-    if not isinstance(layout, Shard):
+@lru_cache(maxsize=64)
+def layout_to_message(layout: KVLayout | ChunkShard) -> pb.Layout:
+    """Return the protobuf form of *layout*, or of a shard of a chunk; not to be changed."""
+    if not isinstance(layout, ChunkShard):
         return as_message(pb.Layout, layout)
     extents = [as_message(pb.Extent, extent) for extent in layout.extents]
     return as_message(pb.Layout, layout.whole, extents=extents)
 
 
-def layout_from_message(message: pb.Layout) -> tuple[KVLayout, Shard | None]:
+def layout_from_message(message: pb.Layout) -> tuple[KVLayout, ChunkShard | None]:
     """Return the checked layout of the chunk, and which shard *message* is of; None: all of it.
 
     Raises InvalidRequestError or LayoutMismatchError.
@@ -247,7 +248,7 @@ def layout_from_message(message: pb.Layout) -> tuple[KVLayout, Shard | None]:
     if not message.extents:
         return whole, None
     extents = (Extent(*_row(one)) if one.ByteSize() else None for one in message.extents)
-    shard = Shard(whole, tuple(extents))
+    shard = ChunkShard(whole, tuple(extents))
     return whole, None if shard.is_whole else shard
 
 

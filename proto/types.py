@@ -7,7 +7,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, NewType
 
 from kvstore.proto.errors import LayoutMismatchError, ModelError, check_text
@@ -47,18 +47,23 @@ _LAYER_IDS = tuple(range(MAX_LAYERS))
 class DType(IntEnum):
     """Element types, by the number they carry in frames. Names are torch's."""
 
-    bfloat16 = 0
-    float16 = 1
-    float32 = 2
-    float8_e4m3fn = 3
-    float8_e5m2 = 4
-    uint8 = 5
-    int8 = 6
+    item_bytes: int
+    """Bytes of one element."""
 
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of one element."""
-        return (2, 2, 4, 1, 1, 1, 1)[self]
+    bfloat16 = 0, 2
+    float16 = 1, 2
+    float32 = 2, 4
+    float8_e4m3fn = 3, 1
+    float8_e5m2 = 4, 1
+    uint8 = 5, 1
+    int8 = 6, 1
+
+    def __new__(cls, number: int, item_bytes: int = 0) -> DType:
+        """Make the member of *number*."""
+        member = int.__new__(cls, number)
+        member._value_ = number
+        member.item_bytes = item_bytes
+        return member
 
     @classmethod
     def parse(cls, name: str) -> DType:
@@ -253,7 +258,7 @@ _NO_REVISIONS = frozenset(
 _WORD_ENDS = re.compile(r"^[^a-z0-9]+|[^a-z0-9]+$")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Component:
     """One layer group of one chunk. A layer's tensors: parts x (kv_heads, tokens, head_dim).
 
@@ -284,33 +289,33 @@ class Component:
             fix = f"{self.kind.name} layers keep every token of a chunk"
             raise LayoutMismatchError("chunk_tokens", self.chunk_tokens, fix)
 
-    @property
+    @cached_property
     def parts(self) -> int:
         """Tensors a layer keeps: K and V, or one latent or state."""
         return 2 if self.kind in (LayerKind.attention, LayerKind.window) else 1
 
-    @property
+    @cached_property
     def first_token(self) -> int:
         """The place in the chunk of the first token that is kept."""
         return self.chunk_tokens - self.tokens if self.chunk_tokens else 0
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int, int]:
         """Shape of one part: (kv_heads, tokens, head_dim)."""
         return (self.kv_heads, self.tokens, self.head_dim)
 
-    @property
+    @cached_property
     def part_bytes(self) -> int:
         """Decoded bytes of one part of one layer."""
         return self.kv_heads * self.tokens * self.head_dim * self.dtype.item_bytes
 
-    @property
+    @cached_property
     def layer_bytes(self) -> int:
         """Decoded bytes of one layer."""
         return self.parts * self.part_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KVLayout:
     """The components of one chunk, in the order of the Model's layer groups."""
 
@@ -319,6 +324,13 @@ class KVLayout:
     def __post_init__(self) -> None:
         if not self.components:
             raise LayoutMismatchError("components", (), "a chunk has at least one component")
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.components)  # what is known of a layout is looked up by it, chunk by chunk
 
     @classmethod
     def of(
@@ -330,16 +342,7 @@ class KVLayout:
         one to see. *state*: it is a checkpoint, and has the states after its last token. Raises
         LayoutMismatchError.
         """
-        if not MIN_CHUNK_TOKENS <= tokens <= MAX_CHUNK_TOKENS:
-            fix = f"a chunk has {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS} tokens"
-            raise LayoutMismatchError("tokens", tokens, fix)
-        left_out = {LayerKind.window: not window, LayerKind.state: not state}
-        groups = (one for one in representation.layer_groups if not left_out.get(one.kind))
-        components = tuple(_component(group, tokens) for group in groups)
-        if not components:
-            fix = "each chunk of this model needs them: its layers keep nothing else"
-            raise LayoutMismatchError("window, state", (window, state), fix)
-        return cls(components)
+        return _layout_of(representation, tokens, window, state)
 
     def is_of(self, representation: Model) -> bool:
         """Whether it is the layout of a chunk of *representation*."""
@@ -353,20 +356,35 @@ class KVLayout:
         """Whether there is a component of *kind*."""
         return any(component.kind is kind for component in self.components)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens the chunk covers."""
         return max(component.chunk_tokens or component.tokens for component in self.components)
 
-    @property
+    @cached_property
     def raw_bytes(self) -> int:
         """Decoded bytes of the whole chunk."""
         return sum(component.layers * component.layer_bytes for component in self.components)
 
-    @property
+    @cached_property
     def segment_count(self) -> int:
         """Segments of its frame: one per layer of each component."""
         return sum(component.layers for component in self.components)
+
+
+@lru_cache(maxsize=256)
+def _layout_of(model: Model, tokens: int, window: bool, state: bool) -> KVLayout:
+    """Return the one layout of such chunks: what is derived of it is computed once."""
+    if not MIN_CHUNK_TOKENS <= tokens <= MAX_CHUNK_TOKENS:
+        fix = f"a chunk has {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS} tokens"
+        raise LayoutMismatchError("tokens", tokens, fix)
+    left_out = {LayerKind.window: not window, LayerKind.state: not state}
+    groups = (one for one in model.layer_groups if not left_out.get(one.kind))
+    components = tuple(_component(group, tokens) for group in groups)
+    if not components:
+        fix = "each chunk of this model needs them: its layers keep nothing else"
+        raise LayoutMismatchError("window, state", (window, state), fix)
+    return KVLayout(components)
 
 
 def _component(group: LayerGroup, tokens: int) -> Component:
@@ -482,7 +500,7 @@ class Extent(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class ChunkShard:
     """The extents that a frame covers of the chunk of layout ``whole``, one for each component.
 
     None: nothing of that component, as for a pipeline stage without layers of a group. Raises

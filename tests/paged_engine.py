@@ -239,7 +239,7 @@ class PagedEngine:
         refusal = self.worker.register({one.name: each for one, each in named}, lambda _: write)
         assert not refusal, refusal
         if self._stores_last:
-            self.worker._storer.do(self._await_release)
+            self.worker._storer.submit(self._await_release)
 
     def _await_release(self) -> None:
         self._gate.wait(_WAIT_S)

@@ -14,13 +14,13 @@ from kvstore.codecs.shards import encode_shard, shard_frame_bytes
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.types import (
+    ChunkShard,
     DType,
     Extent,
     KVLayout,
     LayerGroup,
     LayerKind,
     Model,
-    Shard,
 )
 
 WIDE = make_representation(layers=3, kv_heads=4, head_dim=8)
@@ -38,13 +38,13 @@ TWO_GROUPS = replace(
 
 def shard_of(
     layout: KVLayout, layers: tuple[int, int], heads: tuple[int, int] | None = None
-) -> Shard:
+) -> ChunkShard:
     """Return the same layers and heads of each component of *layout*."""
     extents = [Extent(*layers, *(heads or (0, c.kv_heads))) for c in layout.components]
-    return Shard(layout, tuple(extents))
+    return ChunkShard(layout, tuple(extents))
 
 
-def slices(tensors: ChunkTensors, shard: Shard) -> ChunkTensors:
+def slices(tensors: ChunkTensors, shard: ChunkShard) -> ChunkTensors:
     """Return what *shard* covers of a whole chunk's tensors."""
     return [
         [
@@ -55,12 +55,12 @@ def slices(tensors: ChunkTensors, shard: Shard) -> ChunkTensors:
     ]
 
 
-def part_of(chunk: Chunk, shard: Shard) -> Chunk:
+def part_of(chunk: Chunk, shard: ChunkShard) -> Chunk:
     """Return the chunk that a rank puts which has *shard* of *chunk*."""
     return replace(chunk, tensors=slices(chunk.tensors, shard))  # type: ignore[arg-type]
 
 
-def shard_frame(template: FrameTemplate, representation: Model, shard: Shard) -> Bytes:
+def shard_frame(template: FrameTemplate, representation: Model, shard: ChunkShard) -> Bytes:
     """Return the frame of *shard* of the chunk that ``tensors_of`` makes."""
     tensors = tensors_of(template.key, representation, shard.whole.tokens)
     frame = np.zeros(shard_frame_bytes(shard), np.uint8)

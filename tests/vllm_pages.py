@@ -9,9 +9,9 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
+from kvstore.client.chunk import Shard
 from kvstore.client.engines.vllm.blocks import BlockLayout, BlockWriter, rows
 from kvstore.client.engines.vllm.identity import KVCacheShape, LayerGroupShape, LayerRef
-from kvstore.client.rectangle import Rectangle
 from kvstore.proto.types import DType, LayerKind, Model, RopeParameters
 
 BLOCK_TOKENS = 32
@@ -146,7 +146,7 @@ def holds(
     )  # fmt: skip
 
 
-def shape_of_rank(shape: KVCacheShape, rank: Rectangle | None) -> KVCacheShape:
+def shape_of_rank(shape: KVCacheShape, rank: Shard | None) -> KVCacheShape:
     """Return what a rank keeps of a model whose one group *shape* has."""
     if rank is None:
         return shape
@@ -164,7 +164,7 @@ def shape_of_rank(shape: KVCacheShape, rank: Rectangle | None) -> KVCacheShape:
 
 
 def pages_of_rank(
-    pages: dict[str, torch.Tensor], shape: KVCacheShape, rank: Rectangle | None
+    pages: dict[str, torch.Tensor], shape: KVCacheShape, rank: Shard | None
 ) -> dict[str, torch.Tensor]:
     """Return a rank's layers and heads of the *pages* of a whole model, in the same memory."""
     names = [layer.name for group in shape_of_rank(shape, rank).groups for layer in group.layers]

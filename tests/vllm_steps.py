@@ -26,6 +26,7 @@ from vllm_pages import (
 from vllm_stand_ins import FakeRequest, step
 
 from kvstore.client import Client, ClientOptions
+from kvstore.client.chunk import Shard
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm.blocks import BLOCK_LAYOUTS, BlockLayout
 from kvstore.client.engines.vllm.identity import KVCacheShape
@@ -33,7 +34,6 @@ from kvstore.client.engines.vllm.messages import StepPlan, WorkerReport
 from kvstore.client.engines.vllm.scheduler import VllmScheduler
 from kvstore.client.engines.vllm.settings import BOTH, Role
 from kvstore.client.engines.vllm.worker import VllmWorker
-from kvstore.client.rectangle import Rectangle
 from kvstore.proto.types import LayerKind, Model
 
 Blocks: TypeAlias = "Sequence[int] | Tables"
@@ -61,7 +61,7 @@ class Engine:
         opts: ClientOptions | None = None,
         role: Role = BOTH,
         shape: KVCacheShape = SHAPE,
-        ranks: Sequence[Rectangle | None] = (None,),
+        ranks: Sequence[Shard | None] = (None,),
         device: SlowDevice | None = None,
         client: type[Client] = Client,
         zeroes: bool = False,
@@ -80,9 +80,7 @@ class Engine:
         self.workers: list[Any] = []
         self.pages = [empty_pages(shape=shape)] * len(ranks)
         for rank, pages in zip(ranks, self.pages, strict=True):
-            connector = Connector(
-                client(address, identity, opts), rectangle=rank, accuracy=accuracy
-            )
+            connector = Connector(client(address, identity, opts), shard=rank, accuracy=accuracy)
             own_shape = shape_of_rank(shape, rank)
             self.workers.append(VllmWorker(connector, own_shape, queue_bytes, device=device))
             own = pages_of_rank(pages, shape, rank)

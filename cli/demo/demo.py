@@ -13,12 +13,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.console import Console
+import typer
+from typer import Option
 
+from kvstore.cli.app import EXIT_NOT_HELD, EXIT_USAGE, command, fail, number
 from kvstore.cli.output import Grid, open_console
 from kvstore.proto.errors import KVStoreError
+
+if TYPE_CHECKING:  # help is to load none of it
+    from rich.console import Console
 
 MODEL = Path(__file__).with_name("tinylm")
 ENGINE_S = 300.0
@@ -30,6 +35,30 @@ _NEEDS = ("torch", "transformers")
 _WEIGHTS = ("*.safetensors", "*.bin")
 _MODULE = (sys.executable, "-P", "-m")  # -P: nothing is imported from where the user stands
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@command("demo", exits="0 1 2 3", example="kvstore demo --json demo.json", section="Measure")
+def demo(
+    json_file: Annotated[
+        Path | None, Option("--json", metavar="FILE", help="Write the figures there.")
+    ] = None,
+    model: Annotated[
+        Path | None,
+        Option(metavar="DIR", help="Folder of a transformers model; default: a small one."),
+    ] = None,
+    tokens: Annotated[int, number("Length of the prompt.", 64)] = 900,
+) -> None:
+    """Compute a prompt once, then load it: in another process, and after a kill -9.
+
+    Starts a server of its own in a temporary folder. Exits with 1 unless the tokens are the
+    same with and without the store and loading was faster than computing.
+    """
+    try:
+        held = run_demo(model, tokens, json_file)
+    except DemoError as error:
+        fail(error, error.exit_status)
+    if not held:
+        raise typer.Exit(EXIT_NOT_HELD)
 
 
 class DemoError(KVStoreError):
@@ -160,11 +189,10 @@ def run_demo(model: Path | None, prompt_tokens: int, json_file: Path | None) -> 
 
 def check_model(folder: Path, prompt_tokens: int) -> Path:
     """Return *folder* if it has a model to use. Raises DemoError saying what to give instead."""
-    usage = 2
     missing = [name for name in _NEEDS if find_spec(name) is None]
     if missing:
         fix = "pip install 'kvstore-server[transformers]'"
-        raise DemoError(f"{' and '.join(missing)} not installed: {fix}", usage)
+        raise DemoError(f"{' and '.join(missing)} not installed: {fix}", EXIT_USAGE)
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
@@ -179,11 +207,11 @@ def check_model(folder: Path, prompt_tokens: int) -> Path:
         raise DemoError(
             f"--model {folder}: no {', no '.join(absent)} there: give a folder that transformers"
             " loads, such as build/real-model of a checkout after make real-model, or none",
-            usage,
+            EXIT_USAGE,
         )
     longest = config.get("max_position_embeddings", sys.maxsize) - MAX_NEW_TOKENS
     if prompt_tokens > longest:
-        raise DemoError(f"--tokens {prompt_tokens}: the model takes {longest} at most", usage)
+        raise DemoError(f"--tokens {prompt_tokens}: the model takes {longest} at most", EXIT_USAGE)
     return folder
 
 

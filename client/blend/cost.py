@@ -1,8 +1,8 @@
 """What computing and loading take, learned from what they took, and what to do with a plan.
 
-After CacheBlend (arXiv 2405.16444, section 5), which raises the ratio until computing takes as
-long as loading; here full recompute and the exact prefix alone are choices too, and whatever
-is not expected to be faster by more than the models err is not chosen.
+CacheBlend (arXiv 2405.16444, section 5) raises the ratio until computing takes as long as
+loading. Here a full prefill and the exact prefix alone are choices too, and whatever is not
+expected to be faster by more than the models err is not chosen.
 """
 
 from __future__ import annotations
@@ -111,21 +111,24 @@ class CostMeter:
         self._samples: deque[tuple[Work, float]] = deque(maxlen=SAMPLES_KEPT)
         self._errors: deque[float] = deque(maxlen=ERRORS_KEPT)
         self.estimate = CostEstimate(prior, _NO_SAMPLES_ERROR)
-        self.is_measured = False
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether any work was observed."""
+        return bool(self._samples)
 
     def observe(self, work: Work, seconds: float) -> None:
         """Take note of what *work* took; what is not a positive number says nothing."""
         if not (np.isfinite(seconds) and seconds > 0):
             return
         with self._lock:
-            if self.is_measured:  # the prior's error says nothing of the fit's
+            if self._samples:  # the prior's error says nothing of the fit's
                 self._errors.append(abs(self.estimate.speed.seconds(work) / seconds - 1))
             self._samples.append((work, seconds))
             errors = sorted(self._errors)
             place = int(_CAUTIOUS_SHARE * (len(errors) - 1))
             error = errors[place] if len(errors) >= 4 else _NO_SAMPLES_ERROR
             self.estimate = CostEstimate(_fitted(self._prior, list(self._samples)), error)
-            self.is_measured = True
 
 
 def _fitted(prior: Speed, samples: Sequence[tuple[Work, float]]) -> Speed:
@@ -157,7 +160,7 @@ def _fitted(prior: Speed, samples: Sequence[tuple[Work, float]]) -> Speed:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do, what it is expected to take, and what computing all of the prompt would."""
+    """What to do, and the seconds expected of it and of a full prefill."""
 
     action: Action
     ratio: float
@@ -268,9 +271,9 @@ class BlendPlanner:
     """
 
     def __init__(self, n_layers: int, prior: Speed, link: LinkMeter) -> None:
+        self.full = CostMeter(prior)
+        self.blend = CostMeter(prior)
         self._n_layers = n_layers
-        self._full = CostMeter(prior)
-        self._blend = CostMeter(prior)
         self._link = link
         self._lock = threading.Lock()  # guards the two below
         self._token_s = math.nan
@@ -283,23 +286,13 @@ class BlendPlanner:
 
         *token_bytes*: what a stored token takes on the link, all layers.
         """
-        full, blend = self._full.estimate, self._blend.estimate
+        full, blend = self.full.estimate, self.blend.estimate
         speed = self._link.estimate().p20_bytes_per_s
         return Costs(self._n_layers, full, blend, token_bytes, speed, can_skip_rows).choose(plan)
 
-    @property
-    def knows_full(self) -> bool:
-        """Whether a full prefill was measured."""
-        return self._full.is_measured
-
-    @property
-    def knows_blend(self) -> bool:
-        """Whether a blend was measured."""
-        return self._blend.is_measured
-
     def observe_full(self, tokens: int, seconds: float) -> None:
         """Take note of a full prefill."""
-        self._full.observe(Work.of([tokens], tokens, 0), seconds)
+        self.full.observe(Work.of([tokens], tokens, 0), seconds)
         found = seconds / tokens
         with self._lock:
             known = found if math.isnan(self._token_s) else self._token_s
@@ -315,7 +308,7 @@ class BlendPlanner:
         if report.attention is not None:
             probe = Work.of([plan.count("miss")], len(plan.tokens), 0)
             work = Work(*(a + b for a, b in zip(work, probe, strict=True)))
-        self._blend.observe(work, report.total_s - report.wait_s)
+        self.blend.observe(work, report.total_s - report.wait_s)
         self.observe_load(loaded_bytes, report.load_s)
 
     def observe_load(self, size_bytes: int, seconds: float) -> None:

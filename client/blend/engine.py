@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as WaitedTooLong
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -48,8 +47,7 @@ MAX_SINKS = 4
 class LayerSource(Protocol):
     """Gives what is stored of a plan's segments.
 
-    One thread reads layers, in rising order; ``narrow`` may come before or meanwhile from
-    another.
+    One thread reads layers, in rising order; ``narrow`` may come before or meanwhile from another.
     """
 
     def layer(self, i: int) -> Mapping[int, LayerKV]:
@@ -97,8 +95,7 @@ class LayerLoader:
     ) -> None:
         self._source = source
         self._layers = iter(layers)
-        self._limit_s = wait_s
-        self._patience_s = patience_s
+        self._limits_s = wait_s, patience_s
         self._thread = ThreadPoolExecutor(1, "kvstore-blend")
         self._next: Future[Mapping[int, LayerKV]] | None = None
         self.load_s = 0.0
@@ -108,12 +105,7 @@ class LayerLoader:
         self._begin_next()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._thread.shutdown(wait=kind is None, cancel_futures=True)
 
     def take(self) -> Mapping[int, LayerKV]:
@@ -125,7 +117,8 @@ class LayerLoader:
         if pending is None:
             raise DeadlineError("no layer is left to take")
         started = time.perf_counter()
-        limit_s = max(0.0, min(self._limit_s, self._patience_s - self.wait_s))
+        layer_s, all_s = self._limits_s
+        limit_s = max(0.0, min(layer_s, all_s - self.wait_s))
         try:
             found = pending.result(limit_s)
         except WaitedTooLong as error:
@@ -156,7 +149,7 @@ class BlendReport:
     ``rows``: how many rows each layer computed. ``deviation``: squared distance of fresh values
     from stored, (tokens,), by check layer. ``attention``: what each token got of the prompt's own
     rows, (tokens,), if it was measured. ``load_s``: what the source took; ``wait_s``: what of it
-    computing waited for. ``refused``: why a segment was computed instead, by its index.
+    computing waited for. ``refused``: why segments were computed instead, by their index.
     ``failure``: why the whole prompt was; empty if it was not.
     """
 
@@ -203,19 +196,9 @@ class Blender:
     ) -> None:
         if not 0 <= sinks <= MAX_SINKS:
             raise InvalidRequestError("sinks", sinks, f"use 0 to {MAX_SINKS}")
-        self._adapter = adapter
+        self.adapter = adapter
         self._sinks = sinks
         self._layer_wait_s = layer_wait_s
-
-    @property
-    def n_layers(self) -> int:
-        """Of the engine."""
-        return self._adapter.n_layers
-
-    @property
-    def weights(self) -> bytes:
-        """A name of the engine's weights as they are now; empty until they change in place."""
-        return self._adapter.origin.weights
 
     @torch.inference_mode()
     def compile(self, tokens: Sequence[int], *, sink: Sequence[int]) -> list[LayerKV]:
@@ -241,7 +224,7 @@ class Blender:
         if not 0 <= logits_from < len(tokens):
             fix = f"a position of the prompt, 0 to {len(tokens) - 1}"
             raise InvalidRequestError("logits_from", logits_from, fix)
-        own, started = self._adapter.origin, time.perf_counter()
+        own, started = self.adapter.origin, time.perf_counter()
         return self._finished(self._computed(plan, logits_from), own, started)
 
     @torch.inference_mode()
@@ -274,7 +257,7 @@ class Blender:
         count = len(tokens)
         work = LayerPass(_whole(tokens), torch.arange(first, count), first)
         return work.run(
-            self._adapter, lambda layer: (kv[layer][0][:, :count], kv[layer][1][:, :count])
+            self.adapter, lambda layer: (kv[layer][0][:, :count], kv[layer][1][:, :count])
         )
 
     @torch.inference_mode()
@@ -291,7 +274,7 @@ class Blender:
         InvalidRequestError for a selector that is not known.
         """
         check_selector(plan.selector)
-        own, started, failure = self._adapter.origin, time.perf_counter(), ""
+        own, started, failure = self.adapter.origin, time.perf_counter(), ""
         refused = _refused(plan, own)
         plan = plan.as_miss(_computed_anyway(plan) | frozenset(refused))
         try:
@@ -305,13 +288,13 @@ class Blender:
     def _finished(self, result: BlendResult, own: Origin, started: float) -> BlendResult:
         """Return *result*, begun when the engine was *own*, with its time and its weights."""
         report = replace(result.report, total_s=time.perf_counter() - started)
-        weights = own.weights if self._adapter.origin == own else None
+        weights = own.weights if self.adapter.origin == own else None
         return replace(result, report=report, weights=weights)
 
     def _computed(self, plan: BlendPlan, logits_from: int) -> BlendResult:
         """Compute the whole prompt."""
         work = LayerPass(plan, torch.arange(len(plan.tokens)), logits_from)
-        logits = work.run(self._adapter, _nothing_stored)
+        logits = work.run(self.adapter, _nothing_stored)
         report = BlendReport(work.selected[:0], tuple(work.row_counts))
         return BlendResult(logits, tuple(work.kv), is_blended=False, report=report)
 
@@ -319,7 +302,7 @@ class Blender:
         last = plan.segments[-1].start
         if plan.count("miss") == len(plan.tokens):
             return self._computed(plan, last)
-        adapter, sinks, attention = self._adapter, sink_rows(plan, self._sinks), None
+        adapter, sinks, attention = self.adapter, sink_rows(plan, self._sinks), None
         chooses = chooses_any(plan)
         checks = check_layers(plan, adapter.n_layers) if chooses else ()
         is_probed = chooses and reads_attention(plan)
@@ -346,15 +329,10 @@ class Blender:
             work = LayerPass(plan, rows, last, checks, sinks, source.narrow)
             logits = work.run(adapter, kv_of)
         is_approx = torch.isin(work.selected, rows_of(plan, "approx").to(work.selected.device))
+        selected, counts = work.selected[is_approx], tuple(work.row_counts)
+        loads = loader.load_s, loader.wait_s
+        report = BlendReport(selected, counts, work.deviation, attention, *loads)
         is_blended = plan.count("approx") > 0
-        report = BlendReport(
-            work.selected[is_approx],
-            tuple(work.row_counts),
-            work.deviation,
-            attention,
-            loader.load_s,
-            loader.wait_s,
-        )
         return BlendResult(logits, tuple(work.kv), is_blended, report)
 
     def _probed(self, plan: BlendPlan, stored_kv: StoredKV, sinks: Tensor) -> LayerPass:
@@ -362,9 +340,9 @@ class Blender:
         rows = torch.cat([rows_of(plan, "miss"), sinks]).sort().values
         end = len(plan.tokens)
         first = max(plan.segments[-1].start, end - PROBE_ROWS)
-        probe = torch.arange(first, end, device=self._adapter.device)
+        probe = torch.arange(first, end, device=self.adapter.device)
         work = LayerPass(plan, rows, end, probe=probe)
-        work.run(self._adapter, stored_kv)
+        work.run(self.adapter, stored_kv)
         return work
 
 
@@ -380,13 +358,11 @@ def _rows(plan: BlendPlan, sinks: Tensor, attention: Tensor | None) -> Tensor:
 def _refused(plan: BlendPlan, own: Origin) -> dict[int, str]:
     """Return why segments are not of what the engine is now, by their indices."""
     found = {}
-    for index, segment in enumerate(plan.segments):
-        origin = segment.origin
-        if segment.kind == "miss" or origin is None or origin == own:
-            continue
+    for index, one in enumerate(plan.segments):
+        origin = own if one.kind == "miss" or one.origin is None else one.origin
         if origin.adapter_digest != own.adapter_digest:
             found[index] = "another adapter"
-        else:
+        elif origin != own:
             found[index] = "another rotation" if origin.rope != own.rope else "other weights"
     return found
 

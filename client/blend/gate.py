@@ -139,7 +139,7 @@ class GuardedBlender:
         selector: str = "hybrid",
         planner: BlendPlanner | None = None,
     ) -> None:
-        own = BlendPlanner(blender.n_layers, _PRIOR, LinkMeter(_PRIOR_BYTES_PER_S))
+        own = BlendPlanner(blender.adapter.n_layers, _PRIOR, LinkMeter(_PRIOR_BYTES_PER_S))
         self._planner = planner or own
         self._client = client
         self._blender = blender
@@ -165,7 +165,7 @@ class GuardedBlender:
         return done
 
     def _blended(self, tokens: Sequence[int], ranges: Sequence[SegmentRange]) -> GuardedResult:
-        terms = replace(self._terms, weights=self._blender.weights)
+        terms = replace(self._terms, weights=self._blender.adapter.origin.weights)
         with self._client.resolve(tokens, ranges, terms) as resolved:
             with StoreSource(resolved, tokens, self._client.model) as source:
                 plan = replace(source.plan, selector=self._selector)
@@ -183,7 +183,7 @@ class GuardedBlender:
                     full = self._prefill(tokens, plan.segments[-1].start)
                     shadow = self._compared(tokens, full, result)  # None: no memory for it
                 answer = replace(answer, result=full or result)
-                now = {result.weights, answer.result.weights, self._blender.weights}
+                now = {result.weights, answer.result.weights, self._blender.adapter.origin.weights}
                 if now != {terms.weights}:  # of mixed weights: says nothing
                     return answer
                 report = _report(plan, source, result, full)
@@ -220,9 +220,9 @@ class GuardedBlender:
         """
         if resolved.found.is_shadow or plan.count("miss") == len(plan.tokens):
             return None
-        if not self._planner.knows_full:
+        if not self._planner.full.is_measured:
             return Decision("full", 1.0, 0.0, 0.0)
-        if not self._planner.knows_blend:
+        if not self._planner.blend.is_measured:
             return None
         return self._planner.choose(plan, source.token_bytes, can_skip_rows=source.can_skip_rows)
 

@@ -10,12 +10,13 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, takewhile
 from typing import Any, TypeAlias, TypeVar
 
 from kvstore.client.access import access_from
-from kvstore.client.chunk import Chunk, parents
+from kvstore.client.chunk import Chunk, Shard, parents
 from kvstore.client.client import Client
 from kvstore.client.decode import Room as ChunkRooms
 from kvstore.client.engines.prefix import (
@@ -45,11 +46,13 @@ from kvstore.client.prefill import (
     PrefillModel,
     chunks_worth_loading,
 )
-from kvstore.client.rectangle import Rectangle
+from kvstore.client.server_state import ChunkStat
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import ACCURACY_TAG
+from kvstore.proto.errors import KVStoreError
 from kvstore.proto.keys import chunk_key, chunk_spans, content_digest, tokens_le32
+from kvstore.proto.messages import REFUSED
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import (
     EXACT,
@@ -62,6 +65,12 @@ from kvstore.proto.types import (
 )
 
 logger = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 10.0
+"""How often a refusal's reason is sent: a server may have started later, or again."""
+
+MAX_REASON_CHARS = 1024
+"""What is sent of one; the server keeps less."""
 
 T = TypeVar("T")
 
@@ -79,7 +88,7 @@ class Connector:
     survive a power cut. *token_flops* is about what the engine spends on one token. A load ends
     where computing the rest is sooner, by the store's own estimates and by what the engine takes:
     *prefill*, or what ``learned`` has seen; until it has, everything in reach is loaded. With a
-    *rectangle* ``read_into`` and ``write`` are of what one rank of the engine has.
+    *shard* ``read_into`` and ``write`` are of what one rank of the engine has.
 
     *accuracy*: which copies are read: ``exact`` ones, ``bounded`` ones, whose codec states how far
     they are from what was put, or ``approximate`` ones, any, while the gate of the model and of the
@@ -97,11 +106,11 @@ class Connector:
         durable: bool = False,
         token_flops: float = 0.0,
         prefill: PrefillModel | None = None,
-        rectangle: Rectangle | None = None,
+        shard: Shard | None = None,
         accuracy: str = "exact",
     ) -> None:
         self.client = client
-        self.rectangle = rectangle
+        self.shard = shard
         self.least = least_of(accuracy)
         """The least accuracy of what is read."""
         self._prefill = prefill
@@ -116,6 +125,8 @@ class Connector:
         """How many chunks a Source has room for; None where it makes none."""
         self._is_failing = False
         self._misses: Counter[str] = Counter()
+        self._refusals: dict[str, int] = {}
+        self._is_closed = threading.Event()
         # Guards the six fields above; held for counting only.
         self._lock = threading.Lock()
         client.counts = self.counts
@@ -176,8 +187,7 @@ class Connector:
             within.computed = chunks.stop
 
         terms = self.terms(within, tail_tokens, least)
-        is_beside = terms.never_later and within.compute is not None and not first
-        terms = replace(terms, loads_first=terms.never_later and not is_beside)
+        is_beside = terms.prefill is not None and within.compute is not None and not first
         found = self.client.get_levelled(
             keys[first:], terms, rooms[first:], computing if is_beside else None
         )
@@ -196,10 +206,7 @@ class Connector:
         if prefill is None:
             return PlanTerms(left_s, least=least)
         # An engine leaves itself the last token.
-        return PlanTerms(
-            left_s, prefill, least=least, never_later=True, loads_first=within.compute is None,
-            tail_tokens=max(1, tail_tokens),
-        )  # fmt: skip
+        return PlanTerms(left_s, prefill, least=least, tail_tokens=max(1, tail_tokens))
 
     def _counted(
         self,
@@ -386,7 +393,7 @@ class Connector:
 
     def stored(self, digests: Sequence[ChainDigest]) -> set[bytes]:
         """Return those of *digests* that have an exact copy, whatever is before. Never raises."""
-        found = self.ask(lambda: self.client.stat(keys=self._keys(digests)), list[pb.ChunkStat]())
+        found = self.ask(lambda: self.client.stat(keys=self._keys(digests)), list[ChunkStat]())
         exact = Accuracy.exact
         return {one.digest for one in found if any(c.accuracy == exact for c in one.copies)}
 
@@ -408,7 +415,7 @@ class Connector:
 
         *stated* is filled with what the copy of each chunk states, and behind those with what
         chunks state that came and were not used, for a gate was shut; without it exact copies only
-        are read. With *terms*, which have ``loads_first``, as far as their deadline allows.
+        are read. With *terms*, as far as their deadline allows.
         """
         allowed = ONLY_EXACT if stated is None else self.allowed(self.least)
         within = None if terms is None else Deadline(terms.deadline_s)
@@ -440,14 +447,14 @@ class Connector:
         least: Accuracy,
         terms: PlanTerms | None,
     ) -> list[Stated]:
-        if terms is not None and self.rectangle is None:
+        if terms is not None and self.shard is None:
             levelled = self.client.get_levelled(
                 self._keys(digests), replace(terms, least=least), room
             )
             return list(levelled.stated[: next(iter(levelled.to_compute), len(digests))])
         stated: list[Stated] = []
         self.client.get_chunks(
-            self._keys(digests), room, accuracy=least, stated=stated, rectangle=self.rectangle
+            self._keys(digests), room, accuracy=least, stated=stated, shard=self.shard
         )
         return stated
 
@@ -480,9 +487,7 @@ class Connector:
         return outcomes
 
     def _put(self, chunks: Sequence[Chunk], hints: Hints) -> list[PutOutcome]:
-        puts = self.client.put_chunks(
-            chunks, durable=self.durable, hints=hints, rectangle=self.rectangle
-        )
+        puts = self.client.put_chunks(chunks, durable=self.durable, hints=hints, shard=self.shard)
         return [put.outcome for put in puts]
 
     def _spans(self, token_count: int) -> list[Span]:
@@ -505,12 +510,30 @@ class Connector:
             self._is_failing = False
         return result
 
+    def report_refusal(self, reason: str) -> None:
+        """Have the server know why this engine runs without it, one that comes later, too."""
+        self._refusals = {f"{REFUSED}{' '.join(reason[:MAX_REASON_CHARS].split())}": 1}
+
+        def report() -> None:
+            while True:
+                with suppress(KVStoreError):
+                    self.client.send_counts()
+                if self._is_closed.wait(REPORT_EVERY_S):
+                    return
+
+        threading.Thread(target=report, name="kvstore-refused", daemon=True).start()
+
+    def close(self) -> None:
+        """End the client, and reports of a refusal. Idempotent."""
+        self._is_closed.set()
+        self.client.close()
+
     def counts(self) -> dict[str, int]:
-        """Return what the server is to know, by name: counts, misses and errors."""
+        """Return what the server is to know, by name: counts, misses, errors, a refusal."""
         kinds = {"miss": self._misses, "load": self._load_errors, "store": self._store_errors}
         with self._lock:
             named = {f"{kind}_{name}": n for kind in kinds for name, n in kinds[kind].items()}
-            return {**self._counts, **named}
+            return {**self._counts, **named, **self._refusals}
 
     def stats(self) -> ConnectorStats:
         """Return the counts of this moment."""

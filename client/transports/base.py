@@ -37,9 +37,9 @@ from kvstore.proto.types import (
     Accuracy,
     ChainDigest,
     ChunkKey,
+    ChunkShard,
     KVLayout,
     PutOutcome,
-    Shard,
 )
 
 
@@ -151,7 +151,7 @@ class Outgoing:
         return raw_frame_bytes(self.template.layout)
 
     @property
-    def extent(self) -> KVLayout | Shard:
+    def extent(self) -> KVLayout | ChunkShard:
         """The layout of the chunk, or what there is of it."""
         return self.template.layout
 
@@ -178,7 +178,7 @@ class Outgoing:
 class OutgoingShard(Outgoing):
     """The same of what one rank has: the template is the chunk's, the tensors are its own."""
 
-    shard: Shard
+    shard: ChunkShard
 
     @cached_property
     @override
@@ -187,7 +187,7 @@ class OutgoingShard(Outgoing):
 
     @property
     @override
-    def extent(self) -> KVLayout | Shard:
+    def extent(self) -> KVLayout | ChunkShard:
         return self.shard
 
     @override

@@ -32,9 +32,9 @@ from kvstore.proto.types import (
     MIN_CHUNK_TOKENS,
     ChunkInfo,
     ChunkKey,
+    ChunkShard,
     KVLayout,
     Namespace,
-    Shard,
 )
 from kvstore.server.blending.content_index import MAX_CONTEXT, MAX_VARIANTS, Measured, PromptChunk
 from kvstore.server.blending.gates import Shadow
@@ -101,7 +101,7 @@ class Checks:
         self,
         session: Session,
         info: ChunkInfo,
-        shard: Shard | None,
+        shard: ChunkShard | None,
         streamed_bytes: int | None = None,
     ) -> tuple[ChunkInfo, ChunkPart | None]:
         """Return *info* if *session* may put that chunk; of a *shard* that of its chunk, and it.
@@ -115,7 +115,7 @@ class Checks:
             raise InvalidRequestError("frame_bytes", streamed_bytes, f"its header: {size_bytes}")
         if shard is not None:
             own_bytes = shard_frame_bytes(shard)
-            fix = f"a raw rectangle like this has {own_bytes}"
+            fix = f"a raw shard like this has {own_bytes}"
             require(size_bytes == own_bytes, "frame_bytes", size_bytes, fix)
             part = ChunkPart(shard, size_bytes, is_streamed=streamed_bytes is not None)
             info = ChunkInfo(info.key, info.parent, shard.whole, 0, raw_frame_bytes(shard.whole))

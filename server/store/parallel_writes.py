@@ -32,7 +32,7 @@ from kvstore.proto.frame import (
     stated_header_bytes,
 )
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.types import Accuracy, ChunkInfo, ChunkKey, PutOutcome, Shard
+from kvstore.proto.types import Accuracy, ChunkInfo, ChunkKey, ChunkShard, PutOutcome
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reservations import PutResult, PutTicket, Reservations
 
@@ -53,7 +53,7 @@ Claim: TypeAlias = "list[NDArray[np.bool_]]"
 class ChunkPart:
     """A frame of ``size_bytes`` of a shard; a streamed one waits in memory until it is whole."""
 
-    shard: Shard
+    shard: ChunkShard
     size_bytes: int
     is_streamed: bool = False
 
@@ -125,7 +125,7 @@ class PartialChunk:
 
     # --- tiles
 
-    def claim(self, shard: Shard) -> Claim:
+    def claim(self, shard: ChunkShard) -> Claim:
         """Return which tiles of *shard* nobody has claimed before: they are the caller's."""
         claim = []
         for tiles in self._tiles_of(shard):
@@ -134,7 +134,7 @@ class PartialChunk:
         self.writers += 1
         return claim
 
-    def leave(self, shard: Shard, claim: Claim, *, is_filled: bool) -> bool:
+    def leave(self, shard: ChunkShard, claim: Claim, *, is_filled: bool) -> bool:
         """End a claim; return whether the chunk is whole by that."""
         self.writers -= 1
         for tiles, ours in zip(self._tiles_of(shard), claim, strict=True):
@@ -142,7 +142,7 @@ class PartialChunk:
         is_any = any(ours.any() for ours in claim)
         return is_filled and is_any and all((tiles == _COVERED).all() for tiles in self._tiles)
 
-    def _tiles_of(self, shard: Shard) -> list[NDArray[Any]]:
+    def _tiles_of(self, shard: ChunkShard) -> list[NDArray[Any]]:
         return [
             self._tiles[number][one.first_layer : one.layer_stop, one.first_head : one.head_stop]
             for number, one in shard.numbered
@@ -150,7 +150,7 @@ class PartialChunk:
 
     # --- bytes
 
-    def fill(self, header: FrameHeader, frame: Bytes, shard: Shard, claim: Claim) -> None:
+    def fill(self, header: FrameHeader, frame: Bytes, shard: ChunkShard, claim: Claim) -> None:
         """Verify *frame*, of *shard*, and decode what is claimed of it into the room.
 
         Raises as ``decode_shard``; what was claimed then holds rubbish.
@@ -363,12 +363,12 @@ def _read_header(ticket: PartTicket, frame: Bytes) -> FrameHeader:
     check_identity(header, len(frame), ticket.info.key)
     if header.shard != ticket.part.shard or header.parent != ticket.info.parent:
         raise InvalidRequestError(
-            "frame", header.key.hex(), "its rectangle or parent is not what was reserved"
+            "frame", header.key.hex(), "its shard or parent is not what was reserved"
         )
     if header.representation != ticket.session.representation_digest:
         raise InvalidRequestError(
             "representation", header.representation.hex(), "the frame is of another model's KV"
         )
     if header.codec_id or header.accuracy is not Accuracy.exact or header.flags & FLAG_RESTORED:
-        raise InvalidRequestError("codec", header.codec_id, "rectangles are put raw")
+        raise InvalidRequestError("codec", header.codec_id, "shards are put raw")
     return header

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvstore.client import Hit as Hit
     from kvstore.client import Lease as Lease
     from kvstore.client import PagedCache as PagedCache
+    from kvstore.client import Shard as Shard
     from kvstore.proto.errors import ChunkCorruptError as ChunkCorruptError
     from kvstore.proto.errors import DeadlineError as DeadlineError
     from kvstore.proto.errors import InvalidFrameError as InvalidFrameError
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from kvstore.proto.types import Accuracy as Accuracy
     from kvstore.proto.types import Model as Model
 
-_CLIENT = ("AsyncClient", "Client", "ClientOptions", "Hit", "Lease", "PagedCache")
+_CLIENT = ("AsyncClient", "Client", "ClientOptions", "Hit", "Lease", "PagedCache", "Shard")
 _TYPES = ("Accuracy", "Model")
 _ERRORS = (
     "ChunkCorruptError", "DeadlineError", "InvalidFrameError", "InvalidRequestError",

@@ -11,7 +11,7 @@ from prompts import chunks_of, keys_of
 
 from kvstore.cli import bench
 from kvstore.cli.app import EXIT_NOT_HELD, EXIT_STORE, EXIT_USAGE
-from kvstore.cli.bench import every_name, measure_all
+from kvstore.cli.bench import every_name
 from kvstore.cli.main import main
 from kvstore.client.client import Client
 from kvstore.codecs.base import CODECS
@@ -128,16 +128,16 @@ def test_a_codec_that_does_not_exist_is_wrong_usage(capsys: pytest.CaptureFixtur
 
 
 def test_a_codec_that_cannot_be_measured_is_named_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(name: str, *_: object) -> object:
         raise UnknownCodecError(name, "no tables for it")
 
-    monkeypatch.setattr(bench, "measure", fail)
-    speeds, missing = measure_all(["zplane"])
-    assert speeds == []
-    assert "no tables" in missing["zplane"]
-    assert "no tables" in bench.speeds_as_json(speeds, missing)
+    monkeypatch.setattr("kvstore.codecs.speed.measure", fail)
+    status, out, _ = run_codecs(capsys, "zplane", "--json")
+    report = json.loads(out)
+    assert (status, report["codecs"]) == (0, [])
+    assert "no tables" in report["not_measured"]["zplane"]
 
 
 def test_every_codec_is_measured_unless_some_are_named() -> None:

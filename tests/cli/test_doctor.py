@@ -24,6 +24,7 @@ from kvstore.cli.doctor_checks import (
     check_files,
     file_system_of,
 )
+from kvstore.client.server_state import status_from_message
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.server.settings.process_limits import memory_limit_bytes
 from kvstore.server.settings.settings import ReadableFile, Settings, load_config
@@ -214,7 +215,7 @@ def test_server_whose_id_another_has_is_told_how_to_mend_it(
     redis_rows: Doctor, server: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     standing = pb.Directory(node_id="a", standing="taken")
-    status = pb.StatusResponse(directory=standing)
+    status = status_from_message(pb.StatusResponse(directory=standing))
     monkeypatch.setattr("kvstore.cli.doctor.fetch_status", lambda address: status)
     row = of(redis_rows(address=server.address), "directory")
     assert (row["state"], "--node-id" in row["fix"]) == ("warn", True)

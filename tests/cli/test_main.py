@@ -17,7 +17,7 @@ from server_process import ServerProcess
 from trust_world import World
 
 from kvstore import __version__
-from kvstore.cli.app import _ENTRIES, DEFAULT_ADDRESS, app, command
+from kvstore.cli.app import DEFAULT_ADDRESS, app, command
 from kvstore.server.settings.loading import show
 from kvstore.server.settings.settings import Settings, load_config
 
@@ -133,7 +133,7 @@ def test_the_port_of_an_address_is_the_servers_default(given: str, address: str)
         with pytest.raises(SystemExit):
             app(["probe", "--address", given])
     finally:
-        _ENTRIES.pop("probe")
+        app.registered_commands.pop()
     assert seen == [address]
 
 

@@ -20,6 +20,7 @@ from kvstore.cli.app import call, connected
 from kvstore.cli.output import show
 from kvstore.cli.server import FAULTS, Rates, status_as_dict, status_text, watch_status
 from kvstore.client import Client, ClientOptions
+from kvstore.client.server_state import ServerStatus, status_from_message
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, KVStoreError
 from kvstore.proto.plans import Hints
@@ -76,10 +77,10 @@ def test_status_is_one_screen_and_all_of_it_on_request(
     assert set(COUNTERS) <= {line.split()[0] for line in everything}
 
 
-def look(boot_id: int, uptime_s: float, **counters: int) -> pb.StatusResponse:
-    return pb.StatusResponse(
-        server=pb.Server(boot_id=boot_id), uptime_s=uptime_s, counters=counters
-    )
+def look(boot_id: int, uptime_s: float, **counters: int) -> ServerStatus:
+    server = pb.Server(boot_id=boot_id)
+    message = pb.StatusResponse(server=server, uptime_s=uptime_s, counters=counters)
+    return status_from_message(message)
 
 
 def test_rates_are_those_between_two_looks() -> None:
@@ -101,7 +102,8 @@ def test_faults_curves_and_quotas_are_shown_where_there_are_any(
     tier.what_if.add(scale=2.0, hit_ratio=0.625)
     tier.partitions.add(name="tenant acme", used_bytes=1 << 20)
     counters = {"lookups": 1, "corrupt_chunks": 3}
-    reply = pb.StatusResponse(tiers=[tier], state="serving", counters=counters)
+    message = pb.StatusResponse(tiers=[tier], state="serving", counters=counters)
+    reply = status_from_message(message)
     show({}, status_text("here:1", reply, Rates(0.0), everything=True), as_json=False)
     out = capsys.readouterr().out
     assert "faults: tier cpu is degraded, corrupt_chunks 3\n" in out

@@ -15,10 +15,10 @@ from pages import engine_pages, rows_of
 from prompts import SMALL, assert_reads, chunks_of, is_right, keys_of, store, tensors_of, tokens
 
 from kvstore.client import Client
+from kvstore.client.chunk import Shard
 from kvstore.client.levels import PlanTerms
 from kvstore.client.options import TransportName
 from kvstore.client.prefill import PrefillModel
-from kvstore.client.rectangle import Rectangle
 from kvstore.client.transports.base import Arrivals, Put, ReadPlan
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.errors import DeadlineError, InvalidRequestError, LeaseExpiredError
@@ -281,7 +281,7 @@ def test_levels_are_read_of_all_batches(server: LocalServer, any_client: Client)
 def test_a_rank_reads_its_part_of_all_batches(any_client: Client) -> None:
     client = any_client
     keys = store(client, 1, CHUNKS)
-    found = client.get_chunks(keys, rectangle=Rectangle(layers=(1, 2)))
+    found = client.get_chunks(keys, shard=Shard(layers=(1, 2)))
     assert len(found) == CHUNKS
     for key, one in zip(keys, found, strict=True):
         whole = tensors_of(key, SMALL, 16)[0]

@@ -48,7 +48,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "numbers": ([[[1, 2]]], "tensors='list': give components, layers, parts"),
     "lists": ([[[[1.0], [2.0]]]], "tensors='list': give components, layers, parts"),
     "a list behind an array": (
-        [[[np.zeros((2, 16, 8), "u2"), [1]], tensors()[0][1]]], "tensor='list': give numpy or",
+        [[[np.zeros((2, 16, 8), "u2"), [1]], tensors()[0][1]]], "tensors='list': give numpy or",
     ),
     "a torch tensor of another dtype": (
         [[[torch.zeros(2, 16, 8, dtype=torch.float16)] * 2] * 2], "dtype='float16': give bfloat16",

@@ -414,7 +414,7 @@ def test_a_second_attempt_at_layers_has_what_is_left_of_the_timeout(
     keys = store(client, 1, 4)
     read, deadlines_ms = chunk_reads.read_layers, list[int]()
 
-    def lost_once(link: Any, transport: Any, request: chunk_reads.LayerRequest) -> Any:
+    def lost_once(link: Any, transport: Any, request: chunk_reads.ChunkRequest) -> Any:
         deadlines_ms.append(request.deadline_ms)
         if len(deadlines_ms) == 1:
             time.sleep(0.3)

@@ -15,19 +15,20 @@ from prompts import SMALL, frame_of, tensors_of
 from prompts import equal as equal_tensors
 
 from kvstore.client import ClientOptions
-from kvstore.client.decode import Reader, given
+from kvstore.client.decode import Decoded, Reader, Wanted, given
 from kvstore.client.session import Session
 from kvstore.client.transports.base import Arrival
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     DeadlineError,
+    InvalidFrameError,
     KVStoreError,
     LayoutMismatchError,
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.types import ChunkKey, KVLayout
+from kvstore.proto.types import Accuracy, ChunkKey, KVLayout
 
 KEYS = [ChunkKey(bytes(31) + bytes([number])) for number in range(6)]
 
@@ -65,11 +66,11 @@ def flipped(index: int) -> Bytes:
     return frame
 
 
-def assert_right(found: list[object], count: int) -> None:
+def assert_right(found: list[Decoded], count: int) -> None:
     """Fail unless *found* are the tensors of the first *count* keys."""
     assert len(found) == count
     for key, one in zip(KEYS, found, strict=False):
-        assert equal_tensors(one, tensors_of(key, SMALL, 16))  # type: ignore[arg-type]
+        assert equal_tensors(one.tensors, tensors_of(key, SMALL, 16))
 
 
 @pytest.mark.parametrize("error", [DeadlineError("late"), TierUnavailableError("server", "died")])
@@ -80,16 +81,16 @@ def test_what_came_in_time_is_kept_and_nothing_at_all_is_an_error(
         yield from map(arrived, range(count))
         raise error
 
-    found, broken = reader.read(session, KEYS, arriving(3))
-    assert_right(found, 3)  # type: ignore[arg-type]
+    found, broken = reader.read(Wanted(session, KEYS), arriving(3))
+    assert_right(found, 3)
     assert broken is None
     with pytest.raises(type(error)):
-        reader.read(session, KEYS, arriving(0))
+        reader.read(Wanted(session, KEYS), arriving(0))
 
 
 def test_prefix_ends_at_a_gap(reader: Reader, session: Session) -> None:
-    found, broken = reader.read(session, KEYS, map(arrived, (0, 1, 3, 4)))
-    assert_right(found, 2)  # type: ignore[arg-type]
+    found, broken = reader.read(Wanted(session, KEYS), map(arrived, (0, 1, 3, 4)))
+    assert_right(found, 2)
     assert broken is None
 
 
@@ -107,8 +108,8 @@ def test_prefix_ends_before_what_is_wrong_and_names_it(
     reader: Reader, session: Session, what: str
 ) -> None:
     frames = (arrived(i, WRONG[what]() if i == 2 else None) for i in range(6))
-    found, broken = reader.read(session, KEYS, frames)
-    assert_right(found, 2)  # type: ignore[arg-type]
+    found, broken = reader.read(Wanted(session, KEYS), frames)
+    assert_right(found, 2)
     assert broken == KEYS[2]
 
 
@@ -117,9 +118,34 @@ def test_prefix_ends_before_a_codec_of_the_future_which_is_not_called_wrong(
 ) -> None:
     newer = reheaded(frame_of(KEYS[2], SMALL), codec_id=99)
     frames = (arrived(i, newer if i == 2 else None) for i in range(6))
-    found, broken = reader.read(session, KEYS, frames)
-    assert_right(found, 2)  # type: ignore[arg-type]
+    found, broken = reader.read(Wanted(session, KEYS), frames)
+    assert_right(found, 2)
     assert broken is None
+
+
+@pytest.mark.parametrize(
+    ("least", "count"), [(Accuracy.exact, 1), (Accuracy.bounded, 2), (Accuracy.approximate, 3)]
+)
+def test_prefix_ends_before_a_copy_that_is_less_accurate_than_was_asked_for(
+    reader: Reader, session: Session, least: Accuracy, count: int
+) -> None:
+    stated = sorted(Accuracy, reverse=True)
+    frames = [
+        arrived(at, reheaded(frame_of(KEYS[at], SMALL), accuracy=one))
+        for at, one in enumerate(stated)
+    ]
+    found, broken = reader.read(Wanted(session, KEYS, accuracy=least), iter(frames))
+    assert_right(found, count)
+    assert [one.stated.accuracy for one in found] == stated[:count]
+    assert broken is None
+
+
+def test_frames_that_nobody_asked_for_are_not_read(reader: Reader, session: Session) -> None:
+    found, broken = reader.read(Wanted(session, KEYS[:2]), map(arrived, range(6)))
+    assert_right(found, 2)
+    assert broken is None
+    with pytest.raises(InvalidFrameError, match="0 chunks were asked for"):
+        reader.read(Wanted(session, []), map(arrived, range(2)))
 
 
 @pytest.mark.parametrize("frame", [None, np.zeros(2368, np.uint8), "flipped"])
@@ -129,20 +155,20 @@ def test_memory_that_was_reused_says_nothing_of_the_chunk(
     held = flipped(1) if isinstance(frame, str) else frame
     frames = [arrived(0), arrived(1, held, was_reused)]
     with pytest.raises(LeaseExpiredError, match="replaced while it was read"):
-        reader.read(session, KEYS, iter(frames))
+        reader.read(Wanted(session, KEYS), iter(frames))
 
 
 def test_one_key_is_read_by_the_caller_s_own_thread(reader: Reader, session: Session) -> None:
-    found, broken = reader.read(session, KEYS[:1], iter([arrived(0)]))
-    assert_right(found, 1)  # type: ignore[arg-type]
+    found, broken = reader.read(Wanted(session, KEYS[:1]), iter([arrived(0)]))
+    assert_right(found, 1)
     assert broken is None
-    assert reader.read(session, KEYS[:1], iter([arrived(0, flipped(0))])) == ([], KEYS[0])
+    assert reader.read(Wanted(session, KEYS[:1]), iter([arrived(0, flipped(0))])) == ([], KEYS[0])
 
 
 def test_room_of_another_layout_is_the_caller_s_error(reader: Reader, session: Session) -> None:
     room = [empty_tensors(KVLayout.of(SMALL, 16 + (i == 3))) for i in range(6)]
     with pytest.raises(LayoutMismatchError):
-        reader.read(session, KEYS, map(arrived, range(6)), given(room))
+        reader.read(Wanted(session, KEYS, given(room)), map(arrived, range(6)))
 
 
 @pytest.mark.timeout(60)
@@ -159,7 +185,7 @@ def test_a_room_that_fails_in_an_unknown_way_ends_the_read_and_leaves_no_thread_
 
     reader = Reader(3)
     with pytest.raises(AttributeError, match="mistake"):
-        reader.read(session, KEYS, iter([arrived(index) for index in range(6)]), room)
+        reader.read(Wanted(session, KEYS, room), iter([arrived(index) for index in range(6)]))
     reader.close()  # waits for its threads
 
 
@@ -167,17 +193,17 @@ def test_a_read_of_a_closed_reader_ends_and_leaves_no_thread_waiting(session: Se
     reader = Reader(3)
     reader.close()
     with pytest.raises(KVStoreError, match="the client is closed"):
-        reader.read(session, KEYS, map(arrived, range(6)))
+        reader.read(Wanted(session, KEYS), map(arrived, range(6)))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_any_number_of_threads_reads_the_same(session: Session, threads: int) -> None:
     reader = Reader(threads)
-    found, broken = reader.read(session, KEYS, map(arrived, range(6)))
-    assert_right(found, 6)  # type: ignore[arg-type]
+    found, broken = reader.read(Wanted(session, KEYS), map(arrived, range(6)))
+    assert_right(found, 6)
     assert broken is None
     wrong = (arrived(i, flipped(4) if i == 4 else None) for i in range(6))
-    found, broken = reader.read(session, KEYS, wrong)
-    assert_right(found, 4)  # type: ignore[arg-type]
+    found, broken = reader.read(Wanted(session, KEYS), wrong)
+    assert_right(found, 4)
     assert broken == KEYS[4]
     reader.close()

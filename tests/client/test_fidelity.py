@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
 from coarse_codec import coarse_codec
 from local_server import LocalServer, eventually
@@ -12,11 +11,8 @@ from lossy_copies import leave_on_disk
 from prompts import MEDIUM, chunks_of, parts_of, store, tokens
 
 from kvstore.client import Client
-from kvstore.client.chunk_reads import at_least
 from kvstore.client.options import TransportName
-from kvstore.client.transports.base import Arrival
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.frame import ACCURACY_OFFSET
 from kvstore.proto.messages import accuracy_number, accuracy_of
 from kvstore.proto.types import EXACT, Accuracy, ChunkKey, PutOutcome, Stated
 
@@ -152,21 +148,6 @@ def test_an_original_put_again_is_stored_and_read_exactly(
     outcomes = [put.outcome for put in client.put_chunks(chunks_of(client, lossy))]
     assert outcomes == [PutOutcome.stored] * CHUNKS
     assert len(client.get_chunks(lossy)) == CHUNKS
-
-
-@pytest.mark.parametrize(
-    ("least", "count"), [(Accuracy.exact, 1), (Accuracy.bounded, 2), (Accuracy.approximate, 3)]
-)
-def test_a_client_ends_the_prefix_at_a_frame_that_says_less_than_was_asked(
-    least: Accuracy, count: int
-) -> None:
-    def arrived(index: int, accuracy: Accuracy) -> Arrival:
-        frame = np.zeros(192, np.uint8)
-        frame[ACCURACY_OFFSET] = accuracy
-        return Arrival(index, "cpu", len(frame), frame)
-
-    frames = [arrived(at, f) for at, f in enumerate(sorted(Accuracy, reverse=True))]
-    assert [one.index for one in at_least(iter(frames), least, [])] == list(range(count))
 
 
 @pytest.mark.parametrize("least", list(Accuracy))

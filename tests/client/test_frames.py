@@ -16,7 +16,7 @@ from local_server import LocalServer
 from prompts import SMALL, equal, frame_of, tensors_of
 
 from kvstore.client import ClientOptions
-from kvstore.client.decode import Room, decode, direct, fresh
+from kvstore.client.decode import Room, Wanted, fresh
 from kvstore.client.frames import (
     DirectFrame,
     FileFrame,
@@ -113,18 +113,18 @@ def other_shape(_: int, layout: KVLayout) -> ChunkTensors:
 
 def test_a_raw_frame_is_taken_and_comes_out_of_decode(session: Session) -> None:
     frame = frame_of(KEY, SMALL)
-    ours = direct(session, [KEY], fresh, 0, len(frame), frame)
+    ours = Wanted(session, [KEY]).direct(0, len(frame), frame)
     assert ours is not None
     assert len(ours) == len(frame)
     feed(ours, frame, [700, 1100])
-    found = decode(session, KEY, Arrival(0, "cpu", len(ours), ours), fresh)
-    assert equal(found, tensors_of(KEY, SMALL, 16))
+    found = Wanted(session, [KEY]).decode(Arrival(0, "cpu", len(ours), ours))
+    assert equal(found.tensors, tensors_of(KEY, SMALL, 16))
 
 
 @pytest.mark.parametrize("room", [strided, other_shape])
 def test_other_room_has_the_frame_come_whole(session: Session, room: Room) -> None:
     frame = frame_of(KEY, SMALL)
-    assert direct(session, [KEY], room, 0, len(frame), frame) is None
+    assert Wanted(session, [KEY], room).direct(0, len(frame), frame) is None
 
 
 @pytest.mark.parametrize("what", ["another key", "another codec", "another size", "half a header"])
@@ -140,12 +140,12 @@ def test_what_is_not_plainly_right_has_to_come_whole_and_is_judged_then(
         size += 1
     else:
         frame = frame[:200]
-    assert direct(session, [KEY], fresh, 0, size, frame) is None
+    assert Wanted(session, [KEY]).direct(0, size, frame) is None
 
 
 def test_more_frames_than_were_asked_for_go_nowhere_of_the_readers(session: Session) -> None:
     frame = frame_of(KEY, SMALL)
-    assert direct(session, [KEY], fresh, 1, len(frame), frame) is None
+    assert Wanted(session, [KEY]).direct(1, len(frame), frame) is None
 
 
 # --- in a file

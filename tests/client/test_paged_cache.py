@@ -78,9 +78,9 @@ def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         ),
         (
             [numbers(4, 2, 8, 2, 8, dtype=torch.float16)] * 3,
-            "block kv token head dim", "dtype='float16': give bfloat16",
+            "block kv token head dim", "pages='float16': give bfloat16",
         ),
-        ([np.zeros((4, 2, 8, 2, 8), np.uint8)] * 3, "block kv token head dim", "dtype='uint8'"),
+        ([np.zeros((4, 2, 8, 2, 8), np.uint8)] * 3, "block kv token head dim", "pages='uint8'"),
         (numbers(3, 4, 2, 8, 2, 8), "block kv token head dim", "name the layer axis"),
         ([numbers(4, 2, 8, 2, 8)] * 3, "layer block kv token head dim", "leave layer out where"),
         (numbers(3, 4, 2, 8, 2), "layer block kv token head dim", "does not name the axes"),

@@ -14,8 +14,9 @@ from local_server import DEADLINE_MS, LocalServer
 from prompts import parts_of, tokens
 
 import kvstore
-from kvstore.client import Chunk, Client, ClientOptions, PagedCache, decode
+from kvstore.client import Chunk, Client, ClientOptions, PagedCache
 from kvstore.client.chunk import PlannedChunk, parents
+from kvstore.client.decode import Wanted
 from kvstore.client.options import TransportName
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.errors import (
@@ -25,7 +26,7 @@ from kvstore.proto.errors import (
     LayoutMismatchError,
     ModelError,
 )
-from kvstore.proto.types import Accuracy, ChunkKey, DType, KVLayout, LayerGroup, LayerKind, Model
+from kvstore.proto.types import Accuracy, DType, KVLayout, LayerGroup, LayerKind, Model
 
 OPTIONS = ClientOptions(chunk_tokens=32, deadline_ms=DEADLINE_MS)
 HALF = Model.uniform("half", "8f2c1d4", layers=2, kv_heads=2, head_dim=8, dtype="float16")
@@ -198,15 +199,15 @@ def test_a_prefix_ends_where_windows_were_read(
             part[...] = 7
         chunks.append(Chunk(key, kv, parent, 32 * at, layout=layout))
     assert len(client.put_chunks(chunks)) == count
-    real = decode.decode
+    real = Wanted.decode
 
-    def last_is_corrupt(session: Any, key: ChunkKey, arrived: Any, room: Any) -> Any:
-        tensors = real(session, key, arrived, room)
-        if key == keys[-1]:
-            raise ChunkCorruptError(key, "made up")
-        return tensors
+    def last_is_corrupt(self: Wanted, arrived: Any) -> Any:
+        decoded = real(self, arrived)
+        if self.keys[arrived.index] == keys[-1]:
+            raise ChunkCorruptError(keys[-1], "made up")
+        return decoded
 
-    monkeypatch.setattr(decode, "decode", last_is_corrupt)
+    monkeypatch.setattr(Wanted, "decode", last_is_corrupt)
     out: Any = [np.zeros((2, 2, 2, 160, 8), np.uint16), np.zeros((1, 2, 1, 160, 4), np.uint16)]
     hit = client.get(prompt, out=out)
     assert (hit.tokens, hit.chunks, len(hit.tiers)) == (found, found // 32, found // 32)

@@ -16,7 +16,7 @@ from server_process import ServerProcess
 
 from kvstore.cli.server import fetch_status
 from kvstore.client import Client, ClientOptions
-from kvstore.proto import kvstore_pb2 as pb
+from kvstore.client.server_state import ServerStatus
 from kvstore.proto.types import ChunkKey
 from kvstore.server.cluster.directory import Directory
 from kvstore.server.cluster.membership import NodeAddress
@@ -86,13 +86,19 @@ class Fleet:
         """Return a client of node *number*, from this side of the bridge."""
         return Client(self.address(number), SMALL, ClientOptions("grpc", 16, 5000))
 
-    def status(self, number: int) -> pb.StatusResponse:
+    def status(self, number: int) -> ServerStatus:
         """Return the status of node *number*."""
         return fetch_status(self.address(number))
 
+    def standing(self, number: int) -> str:
+        """Return how node *number* stands in the directory; empty outside of it."""
+        directory = self.status(number).directory
+        return directory.standing if directory else ""
+
     def seen(self, number: int) -> set[str]:
         """Return whom node *number* sees in the directory."""
-        return {node.node_id for node in self.status(number).directory.nodes}
+        directory = self.status(number).directory
+        return {node.node_id for node in directory.nodes} if directory else set()
 
     def is_whole(self) -> bool:
         """Whether every node sees both others."""

@@ -138,7 +138,7 @@ def test_rolling_restart_keeps_what_is_shared_and_every_node_comes_back_by_its_n
         node.start()
         assert eventually(fleet.is_whole)
         assert eventually(lambda number=number: gets(fleet, number, seed))  # type: ignore[misc]
-        assert fleet.status(number).directory.standing == "known"
+        assert fleet.standing(number) == "known"
     assert eventually(lambda: len(observer.report().nodes) == 3)
     after = {node.node_id: node.incarnation for node in observer.report().nodes}
     assert all(after[name] != before[name] for name in before)
@@ -158,7 +158,7 @@ def test_lost_master_costs_its_slots_and_not_the_directory(
     try:
         assert eventually(lambda: 0 < len(observer.holders(named, 1.0)) < chunks)
         assert eventually(fleet.is_whole)
-        assert observer.report().standing == "known"
+        assert observer.report() == "known"
         with fleet.client(1) as client:
             assert fetched(client, named) == chunks, "out of its own memory"
         with fleet.client(2) as client:
@@ -181,9 +181,9 @@ def test_second_node_of_one_name_says_so_and_stays_out(fleet: Fleet) -> None:
     twin._flags = (*flags, "--node-id", "node1")
     try:
         twin.start()
-        assert eventually(lambda: fleet.status(3).directory.standing == "taken")
+        assert eventually(lambda: fleet.standing(3) == "taken")
         assert "--node-id" in twin.output + twin.errors
-        assert fleet.status(1).directory.standing == "known"
+        assert fleet.standing(1) == "known"
         assert gets(fleet, 3, put(fleet, 3)), "it serves on"
     finally:
         twin.terminate()

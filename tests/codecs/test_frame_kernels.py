@@ -39,13 +39,13 @@ from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.errors import LayoutMismatchError, TierUnavailableError
 from kvstore.proto.frame import SEGMENT_DTYPE, FrameHeader, parse_header
 from kvstore.proto.types import (
+    ChunkShard,
     DType,
     Extent,
     KVLayout,
     LayerGroup,
     LayerKind,
     Model,
-    Shard,
 )
 
 CPU = torch.device("cpu")
@@ -224,7 +224,7 @@ def test_pages_of_a_rank_get_their_layers_and_heads_and_the_whole_frame_is_summe
     pages = make_pages(
         "block_major", (extent.layers, *size, extent.heads, dim), DType.bfloat16, CPU
     )
-    shard = Shard(frames[0].header.layout, (extent,))
+    shard = ChunkShard(frames[0].header.layout, (extent,))
     paged = Paged((pages,), [ids], shard)
     found = kernels.scatter(aligned(memory), frames, paged)()
     assert found == [f.header.segments["checksum"].tolist() for f in frames]
@@ -243,11 +243,14 @@ def test_pages_of_a_rank_are_checked_against_its_shard(compiled: LaunchedKernels
     memory, frames = two_frames((DType.bfloat16, 3, 4, 16, 17, 4, 3))
     pages = make_pages("layer_major", (3, 20, 4, 4, 16), DType.bfloat16, CPU)
     layout = frames[0].header.layout
-    for shard in (Shard(layout, (Extent(0, 2, 0, 4),)), Shard(layout, (Extent(0, 3, 0, 2),))):
+    for shard in (
+        ChunkShard(layout, (Extent(0, 2, 0, 4),)),
+        ChunkShard(layout, (Extent(0, 3, 0, 2),)),
+    ):
         with pytest.raises(LayoutMismatchError):
             compiled.check(aligned(memory), frames, Paged((pages,), [range(20)], shard))
     other = make_representation(2, 4, 16, DType.bfloat16)
-    shard = Shard(KVLayout.of(other, 17), (Extent(0, 2, 0, 4),))
+    shard = ChunkShard(KVLayout.of(other, 17), (Extent(0, 2, 0, 4),))
     with pytest.raises(LayoutMismatchError):
         compiled.check(aligned(memory), frames, Paged((pages,), [range(20)], shard))
 

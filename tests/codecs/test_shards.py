@@ -15,7 +15,7 @@ from kvstore.codecs.transcode import max_transcoded_bytes, transcode
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
 from kvstore.proto.frame import FrameTemplate, parse_header
 from kvstore.proto.keys import representation_digest
-from kvstore.proto.types import ROOT, ChunkKey, Extent, KVLayout, Shard
+from kvstore.proto.types import ROOT, ChunkKey, ChunkShard, Extent, KVLayout
 
 LAYOUT = KVLayout.of(TWO_GROUPS, 16)
 KEY = ChunkKey(bytes(range(32)))
@@ -29,17 +29,17 @@ def spans(count: int) -> st.SearchStrategy[tuple[int, int]]:
 
 
 @st.composite
-def shards(draw: st.DrawFn) -> Shard:
+def shards(draw: st.DrawFn) -> ChunkShard:
     extents = [
         Extent(*draw(spans(c.layers)), *draw(spans(c.kv_heads))) if draw(st.booleans()) else None
         for c in LAYOUT.components
     ]
-    return Shard(LAYOUT, tuple(extents if any(extents) else (None, Extent(0, 3, 0, 1))))
+    return ChunkShard(LAYOUT, tuple(extents if any(extents) else (None, Extent(0, 3, 0, 1))))
 
 
 @settings(max_examples=40)
 @given(shards())
-def test_what_a_rank_encodes_and_what_it_is_cut_are_the_same(shard: Shard) -> None:
+def test_what_a_rank_encodes_and_what_it_is_cut_are_the_same(shard: ChunkShard) -> None:
     frame = shard_frame(TEMPLATE, TWO_GROUPS, shard)
     wanted = slices(TENSORS, shard)
     decoded = empty_tensors(shard.layout)
@@ -54,14 +54,14 @@ def test_compressed_frames_are_cut() -> None:
     codec = codec_by_name("zplane")
     frame = np.zeros(max_transcoded_bytes(LAYOUT, codec), np.uint8)
     header = transcode(WHOLE, codec, frame)
-    shard = Shard(LAYOUT, (Extent(1, 2, 1, 3), None))
+    shard = ChunkShard(LAYOUT, (Extent(1, 2, 1, 3), None))
     out = empty_tensors(shard.layout)
     cut(header, frame[: header.frame_bytes], shard, out)
     assert equal(out, slices(TENSORS, shard))
 
 
 def test_a_byte_of_another_head_that_is_wrong_shows_and_one_of_another_layer_does_not() -> None:
-    shard = Shard(LAYOUT, (Extent(1, 2, 1, 3), None))
+    shard = ChunkShard(LAYOUT, (Extent(1, 2, 1, 3), None))
     out = empty_tensors(shard.layout)
     header = parse_header(WHOLE)
     damaged = WHOLE.copy()
@@ -74,6 +74,6 @@ def test_a_byte_of_another_head_that_is_wrong_shows_and_one_of_another_layer_doe
 
 
 def test_a_chunk_of_another_layout_is_not_cut() -> None:
-    other = Shard(KVLayout.of(TWO_GROUPS, 32), (Extent(0, 1, 0, 4), None))
+    other = ChunkShard(KVLayout.of(TWO_GROUPS, 32), (Extent(0, 1, 0, 4), None))
     with pytest.raises(InvalidFrameError, match="layout"):
         cut(parse_header(WHOLE), WHOLE, other, empty_tensors(other.layout))

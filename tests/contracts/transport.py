@@ -17,7 +17,7 @@ import torch
 from contracts.chunks import make_representation
 from contracts.ends import EndsContract
 from contracts.layers import LayersContract, damage, flip
-from contracts.rectangles import RectanglesContract
+from contracts.parallel import ParallelContract
 from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import (
     MEDIUM,
@@ -53,7 +53,7 @@ from kvstore.proto.types import (
 )
 
 
-class TransportContract(LayersContract, EndsContract, RectanglesContract):
+class TransportContract(LayersContract, EndsContract, ParallelContract):
     """What client/transports/base.py promises, seen through a Client and a real server."""
 
     transport: ClassVar[type[Transport]]

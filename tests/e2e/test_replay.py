@@ -14,7 +14,7 @@ from kvstore.cli.main import main
 from kvstore.cli.server import fetch_status
 from kvstore.cli.simulate.blocks import Terms
 from kvstore.cli.simulate.report import Simulator
-from kvstore.cli.trace import ReplayTerms, record, replay_trace
+from kvstore.cli.trace import record, replay_trace
 from kvstore.cli.trace_format import make_blocks, read_trace
 
 CHUNK_BYTES = 60 << 10
@@ -53,7 +53,7 @@ def fill(process: ServerProcess, folder: Path) -> int:
     ]
     path = folder / "fill.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    done = replay_trace(path, ReplayTerms(process.address, CHUNK_BYTES, run=7))
+    done = replay_trace(process.address, path, CHUNK_BYTES)
     assert (done.stored, done.hit_blocks) == (200, 0)
     (tier,) = fetch_status(process.address).tiers
     return tier.chunks
@@ -79,7 +79,7 @@ def test_a_real_server_hits_what_the_simulator_says(
     capacity = fill(process, tmp_path)
     assert 60 < capacity < 200
     path = make_trace(tmp_path / "trace.jsonl", seed)
-    done = replay_trace(path, ReplayTerms(process.address, CHUNK_BYTES))
+    done = replay_trace(process.address, path, CHUNK_BYTES)
     hits, asked = simulated(path, "lru", capacity)
     more, _ = simulated(path, "lru", capacity + 8)
     assert 0.2 < hits / asked < 0.8

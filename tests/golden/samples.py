@@ -19,6 +19,7 @@ from kvstore.proto.keys import (
     tokens_le32,
 )
 from kvstore.proto.types import (
+    ChunkShard,
     DType,
     Extent,
     KVLayout,
@@ -26,7 +27,6 @@ from kvstore.proto.types import (
     LayerKind,
     Model,
     RopeParameters,
-    Shard,
 )
 
 FOLDER = Path(__file__).parent
@@ -91,9 +91,9 @@ def tensors() -> list[list[list[Part]]]:
     return out
 
 
-def shard() -> Shard:
+def shard() -> ChunkShard:
     """Return the rectangle of the example's second layer and second head."""
-    return Shard(template().layout, (Extent(1, 2, 1, 2),))
+    return ChunkShard(template().layout, (Extent(1, 2, 1, 2),))
 
 
 def shard_tensors() -> list[list[list[Part]]]:

@@ -10,8 +10,7 @@ from prompts import MEDIUM, SMALL, assert_reads, chunks_of, equal, keys_of
 
 from kvstore.cli.app import call
 from kvstore.client import Chunk, Client, ClientOptions
-from kvstore.client.chunk import parents
-from kvstore.client.rectangle import Rectangle
+from kvstore.client.chunk import Shard, parents
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto.types import (
     DIGEST_BYTES,
@@ -133,16 +132,16 @@ def test_lmcache_2903_what_two_ranks_stored_one_reads_and_the_other_way_round(
     chunks = chunks_of(single, keys)
     for rank, client in enumerate(ranks):
         assert single.lookup(keys=keys).ready == 0
-        rectangle = Rectangle.of_rank(MEDIUM, rank, 2)
-        client.put_chunks(sliced(chunks, rank, 2), rectangle=rectangle)
+        shard = Shard.of_rank(MEDIUM, rank, 2)
+        client.put_chunks(sliced(chunks, rank, 2), shard=shard)
     assert_reads(single, keys)
     for rank in range(4):
-        found = single.get_chunks(keys, rectangle=Rectangle.of_rank(MEDIUM, rank, 4))
+        found = single.get_chunks(keys, shard=Shard.of_rank(MEDIUM, rank, 4))
         wanted = sliced(chunks, rank, 4)
         assert all(equal(one, two.tensors) for one, two in zip(found, wanted, strict=True))  # type: ignore[arg-type]
     other = keys_of(single, 2, 2)
     single.put_chunks(chunks_of(single, other))
     for rank, client in enumerate(ranks):
-        found = client.get_chunks(other, rectangle=Rectangle.of_rank(MEDIUM, rank, 2))
+        found = client.get_chunks(other, shard=Shard.of_rank(MEDIUM, rank, 2))
         wanted = sliced(chunks_of(single, other), rank, 2)
         assert all(equal(one, two.tensors) for one, two in zip(found, wanted, strict=True))  # type: ignore[arg-type]

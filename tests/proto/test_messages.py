@@ -239,7 +239,7 @@ def test_unknown_kinds_and_dtypes_are_refused(field: str, value: int) -> None:
     setattr(message.layer_groups[0], field, value)
     with pytest.raises(ModelError, match=f"{value} is not a valid"):
         representation_from_message(message)
-    layout = layout_to_message(LAYOUT)
+    layout = pb.Layout.FromString(layout_to_message(LAYOUT).SerializeToString())
     setattr(layout.components[0], field, value)
     with pytest.raises(InvalidRequestError, match=f"{value} is not a valid"):
         layout_from_message(layout)
@@ -248,7 +248,7 @@ def test_unknown_kinds_and_dtypes_are_refused(field: str, value: int) -> None:
 def test_bad_layouts_are_refused() -> None:
     with pytest.raises(LayoutMismatchError, match="at least one component"):
         layout_from_message(pb.Layout())
-    layout = layout_to_message(LAYOUT)
+    layout = pb.Layout.FromString(layout_to_message(LAYOUT).SerializeToString())
     layout.components[0].tokens = 0
     with pytest.raises(LayoutMismatchError, match="tokens=0"):
         layout_from_message(layout)

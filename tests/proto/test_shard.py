@@ -28,7 +28,7 @@ from kvstore.proto.frame import (
 )
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.messages import layout_from_message, layout_to_message, pack_info, unpack_info
-from kvstore.proto.types import ROOT, ChunkInfo, ChunkKey, Extent, KVLayout, Shard
+from kvstore.proto.types import ROOT, ChunkInfo, ChunkKey, ChunkShard, Extent, KVLayout
 
 LAYOUT = KVLayout.of(WIDE, 16)
 BOTH = KVLayout.of(TWO_GROUPS, 16)
@@ -61,7 +61,7 @@ def test_a_table_of_all_layers_and_heads_is_that_of_the_whole_chunk() -> None:
 def test_a_frame_says_which_layers_and_heads_it_has_by_their_numbers_in_the_whole() -> None:
     frame = small_frame()
     header = parse_header(frame, takes_shards=True)
-    assert header.shard == Shard(LAYOUT, (Extent(1, 3, 2, 4),))
+    assert header.shard == ChunkShard(LAYOUT, (Extent(1, 3, 2, 4),))
     assert header.layout == header.shard.layout
     assert [(c.layers, c.kv_heads, c.tokens) for c in header.layout.components] == [(2, 2, 16)]
     assert header.segments["layer"].tolist() == [1, 2]
@@ -70,7 +70,7 @@ def test_a_frame_says_which_layers_and_heads_it_has_by_their_numbers_in_the_whol
 
 
 def test_components_that_are_left_out_keep_their_rows_and_have_no_segments() -> None:
-    latents = Shard(BOTH, (None, Extent(1, 2, 0, 1)))
+    latents = ChunkShard(BOTH, (None, Extent(1, 2, 0, 1)))
     frame = shard_frame(replace(TEMPLATE, layout=BOTH), TWO_GROUPS, latents)
     header = parse_header(frame, takes_shards=True)
     assert header.shard == latents
@@ -135,7 +135,7 @@ def test_any_rectangles_in_a_table_are_read_back_or_refused(numbers: list[int]) 
 def test_a_shard_of_nothing_or_of_too_few_components_is_none() -> None:
     for extents in ((), (None, None), (Extent(0, 1, 0, 1),)):
         with pytest.raises(LayoutMismatchError, match="rectangle"):
-            Shard(BOTH, extents)
+            ChunkShard(BOTH, extents)
 
 
 def test_the_golden_rectangle_is_that_of_the_format_page_and_written_again() -> None:

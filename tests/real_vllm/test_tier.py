@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,10 +140,11 @@ def test_a_chunk_with_lossy_copies_only_is_missing_and_so_it_is_stored(
     stat = client.stat
 
     def lossy(*asked: Any, **more: Any) -> Any:
-        found = stat(*asked, **more)
-        for copy in [copy for one in found for copy in one.copies]:
-            copy.accuracy = Accuracy.bounded
-        return found
+        def spoilt(one: Any) -> Any:
+            copies = tuple(replace(copy, accuracy=Accuracy.bounded) for copy in one.copies)
+            return replace(one, copies=copies)
+
+        return list(map(spoilt, stat(*asked, **more)))
 
     monkeypatch.setattr(client, "stat", lossy)
     tier, found = start().tier, dict[int, LookupResult]()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from blake3 import blake3
 
-from kvstore.client.chunk import Chunk
+from kvstore.client.chunk import Chunk, Shard
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector, client_options
 from kvstore.client.engines.identity import (
@@ -40,7 +40,6 @@ from kvstore.client.engines.identity import (
     weights_of,
 )
 from kvstore.client.engines.prefix import least_of
-from kvstore.client.rectangle import Rectangle
 from kvstore.client.tensors import LayerTensors, dtype_of
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import (
@@ -198,7 +197,7 @@ class RankInfo:
             raise ModelError("kv_heads", total, fix)
         return total
 
-    def rectangle(self, heads: int, model_heads: int) -> Rectangle | None:
+    def shard(self, heads: int, model_heads: int) -> Shard | None:
         """Return which of the model's heads this rank has; None: all, as every rank of a latent.
 
         Of a model with fewer heads than ranks several have each, if *model_heads* says so.
@@ -206,7 +205,7 @@ class RankInfo:
         if self.is_mla or self.tp_size == 1:
             return None
         first = self.tp_rank * self.all_heads(heads, model_heads) // self.tp_size
-        return Rectangle(kv_heads=((first, first + heads),))
+        return Shard(kv_heads=((first, first + heads),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,7 +428,7 @@ class PageStore(Connector):
         self._is_mla = rank.is_mla
         client = settings.connect(kv_model(pool, rank, settings), pool.page_size)
         heads = 0 if rank.is_mla else _heads(pool)
-        super().__init__(client, rectangle=rank.rectangle(heads, settings.kv_heads))
+        super().__init__(client, shard=rank.shard(heads, settings.kv_heads))
 
     def count(self, hashes: Sequence[str]) -> int:
         """Return how many of the first of *hashes* are stored."""
@@ -443,7 +442,7 @@ class PageStore(Connector):
 
         def get() -> int:
             keys = self._keys(digests_of(hashes))
-            return len(self.client.get_chunks(keys, places, rectangle=self.rectangle))
+            return len(self.client.get_chunks(keys, places, shard=self.shard))
 
         read = self.ask(get, 0)
         tokens = self._pool.page_size

@@ -1,16 +1,14 @@
-"""A transformers cache as chunks of the store: what its layers keep, taken out and put back.
+"""What the layers of a transformers cache keep: every token, a window, or a state.
 
-A list of classes would be old with every release, so what a layer keeps is found by looking into a
-cache after a short forward. Layers keep every token, a window, or a state, which is that of the
-last token alone: windows and states can be stored only while the cache ends where a chunk does.
+A list of classes would be old with every release, so it is found by looking into a cache after a
+short forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -33,16 +31,13 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from kvstore.client.engines.prefix import About, Span
+from kvstore.client.engines.prefix import Span
 from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.terms import Importance
 from kvstore.proto.errors import InvalidRequestError, ModelError
-from kvstore.proto.types import END_KINDS, DType, KVLayout, LayerGroup, LayerKind, Model
+from kvstore.proto.types import END_KINDS, DType, KVLayout, LayerGroup, LayerKind
 
 PROBE_TOKENS = 24
-
-PACK_BYTES = 64 << 20
-"""Device memory that copies of a cache's end are packed into, or one larger tensor's."""
 
 _FULL = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
 _SLIDING = (DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer)
@@ -389,189 +384,3 @@ def join_rows(
             joined = torch.cat([empty if row is None else row for row in rows])
             piece.put(whole.layers[state.layer], joined)
     return whole
-
-
-# --- out of a cache, and into one
-
-
-@dataclass(frozen=True)
-class CacheCheckpoint:
-    """What a cache keeps of its end after ``position`` tokens, by layer, on the CPU.
-
-    ``states`` are uint8 (bytes,). ``windows`` are K and V of the tokens before ``position``, as
-    many as the layer keeps, (kv_heads, tokens, head_dim).
-    """
-
-    position: int
-    windows: Mapping[TokenShape, Parts]
-    states: Mapping[StateShape, torch.Tensor]
-
-    @classmethod
-    def of(cls, cache: Cache, shape: CacheShape, tokens: int = 0) -> CacheCheckpoint:
-        """Return a copy of what *cache* has of its only prompt, of the last *tokens* if any."""
-        kept = [s for s in shape.tokens if s.window]
-        views, layers = [], list[Any](cache.layers)
-        for s in kept:
-            last = slice(-min(s.window - 1, tokens or s.window), None)
-            layer = layers[s.layer]
-            views += [part[0, :, last].detach() for part in (layer.keys, layer.values)]
-        packed = [s.packed(cache.layers[s.layer]) for s in shape.states]
-        if any(part.device.type != "cpu" for part in (*views, *packed)):
-            parts = _from_device([*views, *packed])
-        else:
-            parts = iter([*(part.clone() for part in views), *packed])
-        windows = {s: [next(parts), next(parts)] for s in kept}
-        return cls(length(cache, shape), windows, {s: next(parts) for s in shape.states})
-
-    def first(self, shape: TokenShape) -> int:
-        """Return the first token of the layer's window."""
-        return self.position - int(self.windows[shape][0].shape[1])
-
-    def has_windows(self, span: Span) -> bool:
-        """Whether it has what each window layer keeps of the chunk at *span*."""
-        is_before = span[1] <= self.position
-        return is_before and all(s.start(span) >= self.first(s) for s in self.windows)
-
-
-def _from_device(parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield copies of *parts* on the CPU, in order; each copy brings about PACK_BYTES of them."""
-    for _, alike in groupby(parts, lambda part: part.dtype):
-        some = list(alike)
-        count = max(1, PACK_BYTES // max(part.nbytes for part in some))
-        for start in range(0, len(some), count):
-            pack = some[start : start + count]
-            flat = torch.cat([part.reshape(-1) for part in pack]).cpu()
-            pieces = flat.split([part.numel() for part in pack])
-            yield from (p.view(part.shape) for p, part in zip(pieces, pack, strict=True))
-
-
-class CacheReader:
-    """The chunks of one prompt, out of a cache and the checkpoints taken while it grew."""
-
-    def __init__(
-        self,
-        model: Model,
-        shape: CacheShape,
-        cache: Cache,
-        checkpoints: Sequence[CacheCheckpoint] = (),
-        row: tuple[int, int] = (0, 0),
-    ) -> None:
-        """*row*: which prompt in *cache*, and the place of its first token."""
-        self._model = model
-        self._shape = shape
-        self._cache = cache
-        self._checkpoints = checkpoints
-        self._row, self._first = row
-
-    def _windows(self, span: Span) -> CacheCheckpoint | None:
-        return next((one for one in self._checkpoints if one.has_windows(span)), None)
-
-    def _states(self, span: Span) -> CacheCheckpoint | None:
-        return next((one for one in self._checkpoints if one.position == span[1]), None)
-
-    def layout(self, span: Span) -> KVLayout:
-        """Return what there is of the chunk at *span*."""
-        window, state = self._windows(span) is not None, self._states(span) is not None
-        return KVLayout.of(self._model, span[1] - span[0], window=window, state=state)
-
-    def about(self, span: Span) -> About:
-        """Return what there is to say of the chunk at *span*: importance, if of all its tokens."""
-        weights = notes_of(self._cache).importance
-        known = None if weights is None or len(weights) < span[1] else weights[slice(*span)]
-        return About(self.layout(span), known)
-
-    def has(self, span: Span, *, must_end: bool) -> bool:
-        """Whether the chunk at *span* is worth storing: some models keep nothing but windows.
-
-        With *must_end* only where a prefix can end: nobody goes on behind a short chunk.
-        """
-        if must_end and self._states(span) is None:
-            return False
-        return self._shape.keeps_all or self._windows(span) is not None
-
-    def tensors(self, span: Span) -> LayerTensors:
-        """Return the tensors of the chunk at *span*, without copying, where they are."""
-        windows, states = self._windows(span), self._states(span)
-
-        def parts_of(shape: LayerShape) -> list[torch.Tensor]:
-            if isinstance(shape, StateShape):
-                assert states is not None
-                return [states.states[shape].view(1, 1, -1)]
-            if shape.window:
-                assert windows is not None
-                return shape.cut(windows.windows[shape], windows.first(shape), span)
-            layer: Any = self._cache.layers[shape.layer]
-            whole = [part[self._row].detach() for part in (layer.keys, layer.values)]
-            parts = shape.cut(whole, -self._first, span)
-            return [torch.cat(parts, -1)] if shape.kind is LayerKind.mla else parts
-
-        return self._shape.chunk(self.layout(span), parts_of)
-
-
-class PrefixBuffers:
-    """Room on *device* for a prefix of the chunks at *spans*. With windows or states all have to
-    come."""
-
-    def __init__(self, shape: CacheShape, spans: Sequence[Span], device: torch.device) -> None:
-        self._shape = shape
-        self._spans = spans
-        self._tokens = spans[-1][1]
-        self._first = {s: self._first_token(s) for s in shape.tokens}
-        # Tensors of their own, so that each is freed once its layer has grown past it.
-        self._parts: dict[TokenShape, Parts] = {
-            s: [
-                torch.empty(
-                    (1, s.kv_heads, self._tokens - first, width), dtype=s.dtype, device=device
-                )
-                for width in s.widths
-            ]
-            for s, first in self._first.items()
-        }
-        self._only = {s: [part[0] for part in parts] for s, parts in self._parts.items()}
-        self._states = {
-            s: torch.empty(s.size_bytes, dtype=torch.uint8, device=device) for s in shape.states
-        }
-
-    def _first_token(self, shape: TokenShape) -> int:
-        """Return the first token that there is room for: where a chunk that is wanted begins."""
-        return shape.start(next(span for span in self._spans if self._reaches(shape, span)))
-
-    def _reaches(self, shape: TokenShape, span: Span) -> bool:
-        """Whether the next token sees any of the chunk at *span*."""
-        return not shape.window or span[1] > self._tokens - (shape.window - 1)
-
-    def chunk(self, index: int, layout: KVLayout) -> Nested:
-        """Return where chunk *index* goes: views; no layers for what the next token cannot see."""
-        span = self._spans[index]
-
-        def parts_of(shape: LayerShape) -> list[torch.Tensor]:
-            if isinstance(shape, StateShape):
-                is_last = index == len(self._spans) - 1
-                return [self._states[shape].view(1, 1, -1)] if is_last else []
-            if not self._reaches(shape, span):
-                return []
-            return shape.cut(self._only[shape], self._first[shape], span)
-
-        found = self._shape.chunk(layout, parts_of)
-        return [layers if all(layers) else [] for layers in found]
-
-    def move_into(self, cache: DynamicCache, tokens: int) -> None:
-        """Make the first *tokens* the contents of an empty *cache*, without a copy.
-
-        With windows or states those are all.
-        """
-        for shape in self._shape.tokens:
-            shape.put(cache.layers[shape.layer], self._keys_values(shape, tokens), self._tokens)
-        for state, data in self._states.items():
-            state.unpack(cache.layers[state.layer], data)
-
-    def copy_into(self, cache: Cache, tokens: int, first: int = 0) -> None:
-        """Copy the tokens from *first* on into *cache*, which has those before, up to *tokens*."""
-        for shape in self._shape.tokens:
-            keys, values = self._keys_values(shape, tokens)
-            cache.update(keys[:, :, first:], values[:, :, first:], shape.layer)
-
-    def _keys_values(self, shape: TokenShape, tokens: int) -> Parts:
-        kept = slice(-(shape.window - 1), None) if shape.window else slice(tokens)
-        parts = [part[:, :, kept] for part in self._parts[shape]]
-        return parts[0].split(shape.dims, -1) if shape.kind is LayerKind.mla else parts

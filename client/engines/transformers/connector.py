@@ -12,13 +12,14 @@ import copy
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import (
     Cache,
     DynamicCache,
@@ -33,22 +34,24 @@ from typing_extensions import override
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.identity import is_exact
-from kvstore.client.engines.prefix import Allowed, Prefix, Span, least_of
+from kvstore.client.engines.prefix import Allowed, Asked, Prefix, Span, least_of
 from kvstore.client.engines.transformers.cache import (
-    CacheCheckpoint,
-    CacheReader,
     CacheShape,
-    PrefixBuffers,
     as_argument,
     join_rows,
     length,
     new_cache,
     notes_of,
 )
-from kvstore.client.engines.transformers.checkpoints import (
+from kvstore.client.engines.transformers.chunks import (
+    CacheCheckpoint,
+    CacheReader,
     CheckpointCriteria,
+    PrefixBuffers,
+    Staging,
     check_resumable,
     checkpoint_positions,
+    device_of,
     prefill,
 )
 from kvstore.client.engines.transformers.identity import (
@@ -68,9 +71,8 @@ from kvstore.client.engines.transformers.requests import (
     settings_of,
     until_end,
 )
-from kvstore.client.engines.transformers.staging import Staging, device_of
 from kvstore.client.prefill import Deadline
-from kvstore.client.tensors import LayerTensors, to_arrays
+from kvstore.client.tensors import to_arrays
 from kvstore.codecs.base import AnyTensors
 from kvstore.proto.blend import GateView
 from kvstore.proto.device import Device
@@ -267,74 +269,75 @@ class TransformersConnector(Connector):
         is_compared = number < ALWAYS_COMPARED or number % COMPARED_EVERY == 0
         return copy.deepcopy(cache) if is_compared else None
 
-    def _room(
-        self, buffers: list[PrefixBuffers]
-    ) -> Callable[[Sequence[Span]], Sequence[LayerTensors]]:
-        """Return what makes room for chunks, and puts that into *buffers*."""
-
-        def room(spans: Sequence[Span]) -> Sequence[LayerTensors]:
-            buffers.append(PrefixBuffers(self._shape, spans, self._model.device))
-            layouts = [KVLayout.of(self.client.model, stop - at) for at, stop in spans]
-            return [buffers[0].chunk(index, layout) for index, layout in enumerate(layouts)]
-
-        return room
-
     def _load_into(
-        self, cache: Cache, tokens: Sequence[int], call: _Call, load: LayerLoad | None = None
+        self, cache: Cache, tokens: Sequence[int], call: _Call, layered: LayerLoad | None = None
     ) -> Prefix:
-        """Have the prefix of *tokens* in *cache*, or with *load* on its way there."""
-        buffers: list[PrefixBuffers] = []
-        staging, has_ends = self._staging, self._shape.has_ends
+        """Have the longest stored prefix of *tokens* in *cache*, or with *layered* on its way.
+
+        For a deadline the model computes what loads too slowly. Raises what the model raises.
+        """
+        client, shape, staging = self.client, self._shape, self._staging
+        is_plain = staging is None and not shape.has_ends
+        can_wait = is_plain and isinstance(cache, DynamicCache)
+        beside, within = self._beside(cache, tokens, call) if can_wait else (None, None)
+        if within or not can_wait or is_compiled(self._model):
+            layered = None
+        made: list[PrefixBuffers] = []
 
         def read(
             keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Accuracy
         ) -> Sequence[Stated]:
-            buffers[:] = buffers or [PrefixBuffers(self._shape, spans, self._model.device)]
+            made[:] = made or [PrefixBuffers(shape, spans, self._model.device)]
+            if not is_plain:
+                return self._read_whole(keys, made[0], first, least)
+            out = made[0].chunks(client.model)
+            if within is not None:
+                tail_tokens = len(tokens) - spans[-1][1]
+                return self._read_within(keys, out, first, least, within, tail_tokens)
+            if layered is not None:
+                return layered.read(keys[first:], out[first:], spans[first:], least)
             stated: list[Stated] = []
+            client.get_chunks(keys[first:], out[first:], accuracy=least, stated=stated)
+            return stated
 
-            def place(index: int, layout: KVLayout) -> AnyTensors:
-                return to_arrays(buffers[0].chunk(first + index, layout))
+        asked = Asked(len(tokens), shape.has_ends, within)
+        with nullcontext() if staging is None else staging.lock:
+            prefix, reason = self.attempt(tokens, read, call.extra, call.allowed, asked)
+        if layered is None or not layered.is_on_its_way(prefix, reason):
+            self.note_load(len(tokens), prefix, reason)
+        if beside is not None and beside.error is not None:
+            raise beside.error
+        if prefix.hit_tokens:
+            made[0].fill(cache, prefix.hit_tokens)
+        if layered is not None:
+            layered.attach(cache)
+        notes_of(cache).exact_tokens = prefix.exact_tokens if prefix.lossy_tokens else None
+        return prefix
 
-            if staging is None:
-                self.client.get_chunks(keys[first:], place, accuracy=least, stated=stated)
-            else:
-                stated = staging.read(self.client, keys, buffers[0], first, least)
-            return () if has_ends and len(stated) < len(keys) else stated
-
-        can_wait = isinstance(cache, DynamicCache) and not is_compiled(self._model)
-        if not has_ends and staging is None:  # room made at once is quicker than chunk by chunk
-            by = load if load is not None and can_wait else self
-            prefix = by.load_chunks(tokens, self._room(buffers), call.extra, call.allowed)
-        else:
-            with nullcontext() if staging is None else staging.lock:
-                prefix = self._counted(tokens, read, call.extra, call.allowed, whole=has_ends)
-        if prefix.hit_tokens and isinstance(cache, DynamicCache):
-            buffers[0].move_into(cache, prefix.hit_tokens)
-            if load is not None:
-                load.attach(cache)
-        elif prefix.hit_tokens:
-            buffers[0].copy_into(cache, prefix.hit_tokens)
-        return self._noted(cache, prefix)
-
-    def _load_within(self, cache: DynamicCache, tokens: Sequence[int], call: _Call) -> Prefix:
-        """Do the same for a deadline: the model computes what loads too slowly."""
-        buffers: list[PrefixBuffers] = []
+    def _beside(
+        self, cache: Cache, tokens: Sequence[int], call: _Call
+    ) -> tuple[Beside, Deadline] | tuple[None, None]:
+        """Return what computes beside loads, and the deadline that it does so for."""
+        if not call.deadline_ms:
+            return None, None
         chunk_tokens = self.client.options.chunk_tokens
         beside = Beside(self._model, cache, tokens, chunk_tokens, self.learned.observe)
-        within = Deadline(call.deadline_ms / 1000, beside, began_s=call.began_s)
-        room = self._room(buffers)
-        prefix = self.load_chunks(tokens, room, call.extra, call.allowed, within)
-        if beside.error is not None:
-            raise beside.error  # the model's own
-        done = length(cache, self._shape)
-        if prefix.hit_tokens:
-            buffers[0].copy_into(cache, done + prefix.hit_tokens, done)
-        return self._noted(cache, prefix)
+        return beside, Deadline(call.deadline_ms / 1000, beside, began_s=call.began_s)
 
-    def _noted(self, cache: Cache, prefix: Prefix) -> Prefix:
-        if prefix.lossy_tokens:
-            notes_of(cache).exact_tokens = prefix.exact_tokens
-        return prefix
+    def _read_whole(
+        self, keys: Sequence[ChunkKey], buffers: PrefixBuffers, first: int, least: Accuracy
+    ) -> Sequence[Stated]:
+        """Read chunks of which some have windows or states, or that go to a device."""
+        stated: list[Stated] = []
+        if self._staging is not None:
+            stated = self._staging.read(self.client, keys, buffers, first, least)
+        else:
+
+            def place(index: int, layout: KVLayout) -> AnyTensors:
+                return to_arrays(buffers.chunk(first + index, layout))
+
+            self.client.get_chunks(keys[first:], place, accuracy=least, stated=stated)
+        return () if self._shape.has_ends and len(stated) < len(keys) else stated
 
     # --- save
 
@@ -366,19 +369,31 @@ class TransformersConnector(Connector):
         if (notes_of(cache).weights or NO_CHANGE) != weights:
             return 0
         taken = [CacheCheckpoint.of(cache, self._shape)]
-        return self._save(tokens, cache, from_token, weights.named(extra), taken)
+        reader = CacheReader(self.client.model, self._shape, cache, taken)
+        exact = notes_of(cache).exact_tokens
+        return self._save(tokens, reader, from_token, weights.named(extra), exact)
+
+    def _save_new(
+        self, prompt: Sequence[int], tokens: Sequence[int], prefix: Prefix, reader: CacheReader,
+        extra: Sequence[bytes],
+    ) -> None:  # fmt: skip
+        """Store *prompt*, whose last chunk is hit by the same prompt alone, then all *tokens*."""
+        exact = prefix.exact_tokens if prefix.lossy_tokens else None
+        self._save(tokens[: len(prompt)], reader, prefix.stored_tokens, extra, exact)
+        if len(tokens) > len(prompt):
+            chunk_tokens = self.client.options.chunk_tokens
+            whole = len(prompt) // chunk_tokens * chunk_tokens
+            self._save(tokens, reader, whole, extra, exact)
 
     def _save(
         self,
         tokens: Sequence[int],
-        cache: Cache,
+        reader: CacheReader,
         from_token: int,
         extra: Sequence[bytes],
-        checkpoints: Sequence[CacheCheckpoint] = (),
+        exact: int | None,
     ) -> int:
-        """Store the prompt of *tokens*, the only one in *cache*, but for what is not exact."""
-        reader = CacheReader(self.client.model, self._shape, cache, checkpoints)
-        exact = notes_of(cache).exact_tokens
+        """Store the prompt of *tokens* that *reader* reads, up to the *exact* ones: None, all."""
         if exact is not None and exact < len(tokens):
             self.note_unstored(len(tokens), max(exact, from_token))
             tokens = tokens[:exact]
@@ -387,11 +402,6 @@ class TransformersConnector(Connector):
             if span[1] > from_token and not reader.has(span, must_end=is_short):
                 tokens = tokens[: span[0]]
                 break
-        return self._store(tokens, reader, from_token, extra)
-
-    def _store(
-        self, tokens: Sequence[int], reader: CacheReader, from_token: int, extra: Sequence[bytes]
-    ) -> int:
         staging, source = self._staging, reader.tensors
         if staging is None:
             return self.store_chunks(tokens, source, from_token, extra, reader.about)
@@ -441,12 +451,10 @@ class TransformersConnector(Connector):
             return self._generate_one(ids[:, -len(prompts[0]) :], stated, call)
         return self._generate_batch(ids, mask, prompts, stated, call)
 
-    def _generate_one(
-        self, input_ids: torch.Tensor, settings: GenerationConfig, call: _Call
-    ) -> Generation:
-        tokens: list[int] = input_ids[0].tolist()
+    def _generate_one(self, ids: Tensor, settings: GenerationConfig, call: _Call) -> Generation:
+        tokens: list[int] = ids[0].tolist()
         cache = new_cache(self._model.config, settings, self._shape, len(tokens))
-        load = LayerLoad(self, self._link)
+        load = LayerLoad(self, self._link, len(tokens))
         loaded = self._prefilled(tokens, cache, call, load)
         watch = CheckpointCriteria(cache, self._shape, self.client.options.chunk_tokens)
         weighed = len(tokens) if self.client.weighs else 0
@@ -456,38 +464,22 @@ class TransformersConnector(Connector):
             watches: list[StoppingCriteria] = [FirstToken(partial(load.note, left))]
             watches += [watch] if self._shape.has_ends else []
             with noting_attention(self._model, cache, self._shape, weighed) as look:
-                return self._run(input_ids, settings, cache, None, [*watches, *look])
+                return self._run(ids, settings, cache, None, [*watches, *look])
 
         output, prefix = load.run(cache, loaded.prefix, run)
-        found = Generation(output, prefix.hit_tokens, (prefix.hit_tokens,))
-        if not self._is_still(call.weights, cache):
-            return found
-        self._compare(tokens, loaded.to_compare, prefix)
-        sequence = output.sequences[0].tolist()[: length(cache, self._shape)]
-        taken = [*loaded.checkpoints, *watch.checkpoints]
-        for some, stored in self._stores(tokens, sequence, prefix):
-            self._save(some, cache, stored, call.extra, taken)
-        return found
-
-    def _stores(
-        self, prompt: Sequence[int], sequence: Sequence[int], prefix: Prefix
-    ) -> Iterator[tuple[Sequence[int], int]]:
-        """Yield the tokens to store, and how many of them are stored: those of *prompt*, the last
-        chunk of which is hit by the same prompt alone, and then all of *sequence*."""
-        yield sequence[: len(prompt)], prefix.stored_tokens
-        if len(sequence) > len(prompt):
-            chunk_tokens = self.client.options.chunk_tokens
-            yield sequence, len(prompt) // chunk_tokens * chunk_tokens
+        if self._is_still(call.weights, cache):
+            self._compare(tokens, loaded.to_compare, prefix)
+            sequence = output.sequences[0].tolist()[: length(cache, self._shape)]
+            taken = [*loaded.checkpoints, *watch.checkpoints]
+            reader = CacheReader(self.client.model, self._shape, cache, taken)
+            self._save_new(tokens, sequence, prefix, reader, call.extra)
+        return Generation(output, prefix.hit_tokens, (prefix.hit_tokens,))
 
     def _prefilled(
-        self, tokens: Sequence[int], cache: Cache, call: _Call, load: LayerLoad | None = None
+        self, tokens: Sequence[int], cache: Cache, call: _Call, layered: LayerLoad | None = None
     ) -> _Loaded:
         """Load a prompt's prefix into *cache*; of windows and states compute to the last pause."""
-        is_whole = self._shape.has_ends or self._staging is not None
-        if call.deadline_ms and isinstance(cache, DynamicCache) and not is_whole:
-            prefix = self._load_within(cache, tokens, call)
-        else:
-            prefix = self._load_into(cache, tokens, call, load)
+        prefix = self._load_into(cache, tokens, call, layered)
         to_compare, taken = self._to_compare(prefix, cache), list[CacheCheckpoint]()
         if self._shape.has_ends:
             chunk_tokens, span = self.client.options.chunk_tokens, (prefix.hit_tokens, len(tokens))
@@ -497,17 +489,17 @@ class TransformersConnector(Connector):
 
     def _run(
         self,
-        input_ids: torch.Tensor,
+        ids: Tensor,
         settings: GenerationConfig,
         cache: Cache,
-        mask: torch.Tensor | None,
+        mask: Tensor | None,
         watches: Sequence[StoppingCriteria] = (),
     ) -> GenerateDecoderOnlyOutput:
         model: Any = self._model
         output: GenerateDecoderOnlyOutput = model.generate(
-            input_ids,
+            ids,
             generation_config=settings,
-            attention_mask=torch.ones_like(input_ids) if mask is None else mask,
+            attention_mask=torch.ones_like(ids) if mask is None else mask,
             **as_argument(cache),
             stopping_criteria=[*watches],
         )
@@ -515,8 +507,8 @@ class TransformersConnector(Connector):
 
     def _generate_batch(
         self,
-        ids: torch.Tensor,
-        mask: torch.Tensor | None,
+        ids: Tensor,
+        mask: Tensor | None,
         prompts: Sequence[Sequence[int]],
         settings: GenerationConfig,
         call: _Call,
@@ -526,27 +518,21 @@ class TransformersConnector(Connector):
             fix = "rows of different prefixes are joined in a dynamic cache"
             raise InvalidRequestError("cache_implementation", "static", fix)
         settings.cache_implementation = None
-        width = max(map(len, prompts))
+        model, shape, width = self._model, self._shape, max(map(len, prompts))
         loaded = [self._computed(tokens, call) for tokens in prompts]
-        caches = [one.cache for one in loaded]
-        cache = join_rows(caches, self._shape, self._model.config, self._model.device)
+        cache = join_rows([one.cache for one in loaded], shape, model.config, model.device)
         if any(one.prefix.lossy_tokens for one in loaded):
             notes_of(cache).exact_tokens = 0
         seen = None if mask is None else mask[:, -width:].ne(0).long()
         output = self._run(ids[:, -width:], settings, cache, seen)
-        if not self._shape.has_ends and self._is_still(call.weights, cache):
-            held = length(cache, self._shape)
+        if not shape.has_ends and self._is_still(call.weights, cache):
+            held = length(cache, shape)
             for row, (prompt, one) in enumerate(zip(prompts, loaded, strict=True)):
                 first = width - len(prompt)
                 generated = output.sequences[row, first:held].tolist()
                 tokens = until_end(generated, len(prompt), settings)
-                if one.prefix.lossy_tokens:  # nothing behind it is stored
-                    self.note_unstored(len(tokens), one.prefix.stored_tokens)
-                else:
-                    model = self.client.model
-                    reader = CacheReader(model, self._shape, cache, row=(row, first))
-                    for some, stored in self._stores(prompt, tokens, one.prefix):
-                        self._store(some, reader, stored, call.extra)
+                reader = CacheReader(self.client.model, shape, cache, (), row, first)
+                self._save_new(prompt, tokens, one.prefix, reader, call.extra)
                 self._compare(prompt, one.to_compare, one.prefix)
         # As the model returns it: with the padding that all rows have, which was cut off above.
         padded: Any = torch.cat([ids[:, :-width], output.sequences], dim=1)
@@ -564,6 +550,7 @@ class TransformersConnector(Connector):
             if self._staging is None:  # a device computes on when the call is over
                 self.learned.observe(last - held, time.monotonic() - began_s)
         if self._shape.has_ends and self._is_still(call.weights, loaded.cache):
-            stored = loaded.prefix.stored_tokens
-            self._save(tokens[:last], loaded.cache, stored, call.extra, loaded.checkpoints)
+            taken, stored = loaded.checkpoints, loaded.prefix.stored_tokens
+            reader = CacheReader(self.client.model, self._shape, loaded.cache, taken)
+            self._save(tokens[:last], reader, stored, call.extra, None)
         return loaded

@@ -10,16 +10,17 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvstore.client.decode import Layer
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.prefix import Allowed, Asked, Prefix, Room, Span
+from kvstore.client.engines.prefix import Prefix, Span
 from kvstore.client.engines.transformers.cache import forward
 from kvstore.client.levels import LinkMeter
 from kvstore.client.tensors import LayerTensors
@@ -79,16 +80,16 @@ def is_compiled(model: torch.nn.Module) -> bool:
     )
 
 
+@dataclass
 class Link:
     """What the loads of one connector share. Any thread may use it."""
 
-    def __init__(self) -> None:
-        self.meter = LinkMeter(UNSEEN_BYTES_PER_S, time.monotonic)
-        """How fast chunks come, in bytes of raw frames."""
-        self.layered = threading.Lock()
-        """Held by the one load that is layer by layer: two would wait for each other's layers."""
-        self.is_doubted = False
-        """Whether a load layer by layer was lost, and none that is whole has been seen since."""
+    meter: LinkMeter = field(default_factory=lambda: LinkMeter(UNSEEN_BYTES_PER_S, time.monotonic))
+    """How fast chunks come, in bytes of raw frames."""
+    layered: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the one load that is layer by layer: two would wait for each other's layers."""
+    is_doubted: bool = False
+    """Whether a load layer by layer was lost, and none that is whole has been seen since."""
 
 
 class _LayerLostError(Exception):
@@ -136,15 +137,15 @@ class LayerLoad:
     and done again behind the chunks that are right in all layers.
     """
 
-    def __init__(self, connector: Connector, link: Link) -> None:
+    def __init__(self, connector: Connector, link: Link, prompt_tokens: int) -> None:
         self._connector = connector
         self._link = link
+        self._prompt_tokens = prompt_tokens
         self._layers: Generator[Layer, None, None] | None = None
         self._counts: dict[int, int] = {}
         """Of each layer that came, the chunks that were right by then."""
         self._prefix, self._reason = Prefix(), ""
         self._spans: Sequence[Span] = ()
-        self._prompt_tokens = 0
         self._own: dict[int, Any] = {}
         """The cache's own layers, which stand aside until the forward is done."""
         self._is_complete = False
@@ -154,37 +155,38 @@ class LayerLoad:
         self._size_bytes = 0
         """Of the chunks that were asked for, as raw frames."""
 
-    def load_chunks(
-        self, tokens: Sequence[int], room: Room, extra: Sequence[bytes], allowed: Allowed
-    ) -> Prefix:
-        """Do what ``Connector.load_chunks`` does; a prefix that is on its way is counted later."""
-        self._prompt_tokens = len(tokens)
-        rooms: list[LayerTensors] = []
+    def read(
+        self,
+        keys: Sequence[ChunkKey],
+        out: Sequence[LayerTensors],
+        spans: Sequence[Span],
+        least: Accuracy,
+    ) -> Sequence[Stated]:
+        """Read the chunks of *keys* into *out*, or begin to; return what each states."""
+        client, self._spans = self._connector.client, spans
+        sizes = [raw_frame_bytes(KVLayout.of(client.model, stop - at)) for at, stop in spans]
+        self._size_bytes, self._began_s = sum(sizes), time.monotonic()
+        is_exact = least is Accuracy.exact
+        if is_exact and self._pays() and self._link.layered.acquire(blocking=False):
+            self._layers = self._held(keys, out)
+            self._draw()
+            return [EXACT] * min(self._counts.values(), default=0)
+        stated: list[Stated] = []
+        client.get_chunks(keys, out, accuracy=least, stated=stated)
+        self._link.meter.observe(sum(sizes[: len(stated)]), time.monotonic() - self._began_s)
+        self._link.is_doubted &= not stated
+        return stated
 
-        def read(
-            keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Accuracy
-        ) -> Sequence[Stated]:
-            self._spans = spans
-            client, rooms[:] = self._connector.client, rooms or room(spans)
-            layouts = [KVLayout.of(client.model, stop - at) for at, stop in spans[first:]]
-            sizes = [raw_frame_bytes(layout) for layout in layouts]
-            self._size_bytes, self._began_s = sum(sizes), time.monotonic()
-            is_exact = least is Accuracy.exact
-            if is_exact and self._pays() and self._link.layered.acquire(blocking=False):
-                return self._begin(keys, rooms)
-            stated: list[Stated] = []
-            client.get_chunks(keys[first:], rooms[first:], accuracy=least, stated=stated)
-            self._link.meter.observe(sum(sizes[: len(stated)]), time.monotonic() - self._began_s)
-            self._link.is_doubted &= not stated
-            return stated
+    def is_on_its_way(self, prefix: Prefix, reason: str) -> bool:
+        """Take note of what was loaded; return whether more than its first layer is to come.
 
-        self._prefix, self._reason = self._connector.attempt(
-            tokens, read, extra, allowed, Asked(len(tokens))
-        )
-        if self._layers is not None and not self._prefix.hit_tokens:
+        Such a prefix is counted once all of it came.
+        """
+        self._prefix, self._reason = prefix, reason
+        if self._layers is not None and not prefix.hit_tokens:
             self._layers.close()
             self._layers, self._link.is_doubted = None, True
-        return self._count() if self._layers is None else self._prefix
+        return self._layers is not None
 
     def _pays(self) -> bool:
         client, prefill = self._connector.client, self._connector.learned.model()
@@ -201,19 +203,14 @@ class LayerLoad:
             and len(self._spans) <= transport.session.terms.max_batch_chunks
         )
 
-    def _begin(self, keys: Sequence[ChunkKey], out: Sequence[LayerTensors]) -> Sequence[Stated]:
-        """Return what the chunks state of which the first layer came."""
-
-        def holding() -> Generator[Layer, None, None]:
-            try:
-                with closing(self._connector.client.get_chunk_layers(keys, out)) as layers:
-                    yield from layers
-            finally:
-                self._link.layered.release()
-
-        self._layers = holding()
-        self._draw()
-        return [EXACT] * min(self._counts.values(), default=0)
+    def _held(
+        self, keys: Sequence[ChunkKey], out: Sequence[LayerTensors]
+    ) -> Generator[Layer, None, None]:
+        try:
+            with closing(self._connector.client.get_chunk_layers(keys, out)) as layers:
+                yield from layers
+        finally:
+            self._link.layered.release()
 
     def _draw(self) -> bool:
         """Wait for the next layer; return whether one came. Raises KVStoreErrors."""
@@ -231,7 +228,7 @@ class LayerLoad:
                 came_bytes = self._size_bytes * len(self._counts) // layers
                 self._link.meter.observe(came_bytes, now_s - self._began_s)
 
-    def attach(self, cache: DynamicCache) -> None:
+    def attach(self, cache: Cache) -> None:
         """Have the layers of *cache*, which holds the prefix, wait until they came."""
         layers: Sequence[Any] = cache.layers if self._layers is not None else ()
         for number, layer in enumerate(layers):

@@ -42,6 +42,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.sched import output as sched_output
 from vllm.v1.kv_cache_interface import KVCacheConfig, get_kv_cache_spec_kind
 
+from kvstore.client.chunk import Shard
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm.blocks import BlockWriter, with_heads
@@ -57,7 +58,6 @@ from kvstore.client.engines.vllm.scheduler import VllmScheduler
 from kvstore.client.engines.vllm.settings import FlopsModel, Role, VllmSettings
 from kvstore.client.engines.vllm.worker import VllmWorker
 from kvstore.client.options import ClientOptions
-from kvstore.client.rectangle import Rectangle
 from kvstore.proto.errors import KVStoreError, LayoutMismatchError, ModelError
 from kvstore.proto.types import (
     DEFAULT_CHUNK_TOKENS,
@@ -127,18 +127,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._dropped: dict[str, torch.Tensor] = {}
         if warning := untested():
             logger.warning(warning)
-        is_scheduler = role == KVConnectorRole.SCHEDULER
-        side: VllmScheduler | VllmWorker
+        half = _scheduler if role == KVConnectorRole.SCHEDULER else _worker
         try:
             shape = shape_of(vllm_config, kv_cache_config)
             check_loads_can_fail(shape)
-            if is_scheduler:
-                side = _scheduler(vllm_config, settings, shape, kv_cache_config)
-            else:
-                side = _worker(vllm_config, settings, shape)
+            side = half(vllm_config, settings, shape, kv_cache_config)
         except (*INCOMPATIBLE, KVStoreError, OSError) as error:
             logger.error("running without the store: %s: %s", type(error).__name__, error)
-            side = _refused(vllm_config, settings, error, is_scheduler=is_scheduler)
+            side = _refused(vllm_config, settings, error, is_scheduler=half is _scheduler)
         self._side = side
         if isinstance(side, VllmScheduler):
             self._scheduler = side
@@ -368,7 +364,7 @@ def publishes_events(config: VllmConfig) -> bool:
 
 def _scheduler(
     config: VllmConfig, settings: VllmSettings, shape: KVCacheShape, cache: KVCacheConfig
-) -> VllmScheduler:
+) -> VllmScheduler | VllmWorker:
     transfer = config.kv_transfer_config
     if transfer.kv_load_failure_policy != "recompute":
         fix = 'set it to "recompute": else vLLM ends a request whose load failed'
@@ -388,7 +384,9 @@ def _scheduler(
     return scheduler
 
 
-def _worker(config: VllmConfig, settings: VllmSettings, shape: KVCacheShape) -> VllmWorker:
+def _worker(
+    config: VllmConfig, settings: VllmSettings, shape: KVCacheShape, _: KVCacheConfig
+) -> VllmScheduler | VllmWorker:
     connector = _connector(config, settings, shape, get_tensor_model_parallel_rank())
     worker = VllmWorker(connector, shape, settings.queue_bytes)
     worker.cost = FlopsModel.of(config.model_config.hf_text_config)
@@ -404,9 +402,9 @@ def _connector(
     identity = model_of(config, shape, settings.model_revision)
     name = "vllm-lookup" if rank is None else f"vllm-rank-{rank}"
     options = settings.options(chunk_tokens, name, is_lookup=rank is None)
-    rectangle = None
+    shard = None
     if rank is not None and shape.ranks * shape.stages > 1:
-        rectangle = Rectangle.of_rank(identity, rank, shape.ranks, shape.own_layers)
+        shard = Shard.of_rank(identity, rank, shape.ranks, shape.own_layers)
     client_class = Client
     if rank is not None and config.device_config.device_type == "cuda":
         from kvstore.client.cuda import CudaClient  # it may lack cupy
@@ -420,7 +418,7 @@ def _connector(
         client_class(settings.address, identity, options),
         durable=settings.durable,
         prefill=settings.prefill if rank is None else None,
-        rectangle=rectangle,
+        shard=shard,
         accuracy=accuracy,
     )
 
@@ -439,15 +437,13 @@ def _refused(
     name = "vllm-lookup" if is_scheduler else "vllm-rank"
     connector = Connector(client_of_refused(config, settings, name))
     text = f"{type(error).__name__}: {error}"
-    if is_scheduler:
-        reason = str(getattr(error, "field", type(error).__name__))
-        role = Role(loads=False, stores=False)
-        scheduler = VllmScheduler(connector, NO_SHAPE, role=role, refusal=reason)
-        scheduler.report_refusal(text)
-        return scheduler
-    worker = VllmWorker(connector, NO_SHAPE, settings.queue_bytes)
-    worker.refuse(text)
-    return worker
+    if not is_scheduler:
+        worker = VllmWorker(connector, NO_SHAPE, settings.queue_bytes)
+        worker.refuse(text)
+        return worker
+    connector.report_refusal(text)
+    reason = str(getattr(error, "field", type(error).__name__))
+    return VllmScheduler(connector, NO_SHAPE, role=Role(loads=False, stores=False), refusal=reason)
 
 
 def client_of_refused(config: Any, settings: VllmSettings, name: str) -> Client:

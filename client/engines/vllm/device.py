@@ -21,7 +21,7 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
-from kvstore.client.chunk import Chunk, DeviceChunk
+from kvstore.client.chunk import Chunk, DeviceChunk, Shard
 from kvstore.client.cuda import CudaClient
 from kvstore.client.device_puts import DeviceRing
 from kvstore.client.device_reads import DeviceReader
@@ -36,7 +36,6 @@ from kvstore.client.engines.vllm.blocks import (
 from kvstore.client.engines.vllm.identity import KVCacheShape
 from kvstore.client.engines.vllm.messages import BlockTables
 from kvstore.client.engines.vllm.staging import LoadJob, Staged, batch_chunks
-from kvstore.client.rectangle import Rectangle
 from kvstore.client.transports.base import Put
 from kvstore.codecs.base import AnyTensors
 from kvstore.codecs.block_stack import BlockStack
@@ -221,9 +220,9 @@ class DeviceSide:
         client = connector.client
         tokens = client.options.chunk_tokens
         self._chunk_tokens = tokens
-        rectangle = connector.rectangle
+        shard = connector.shard
         self.layouts = {
-            has: _rank_layout(client.model, rectangle, tokens, has_windows=has)
+            has: _rank_layout(client.model, shard, tokens, has_windows=has)
             for has in ({True} if pages.shape.has_ends_only else {True, not pages.shape.has_ends})
         }
         pages.of(self.layouts[True])
@@ -231,7 +230,7 @@ class DeviceSide:
         self.chunk_bytes = -(-raw_frame_bytes(self.layouts[True]) // _ALIGN_BYTES) * _ALIGN_BYTES
         self.device = device or open_device(pages.device)
         whole = KVLayout.of(client.model, tokens)
-        self._shard = None if rectangle is None else rectangle.shard(client.model, whole)
+        self._shard = None if shard is None else shard.in_chunk(client.model, whole)
         self._is_straight = isinstance(client, CudaClient) and not pages.shape.has_ends
         # A rank's too: what is read straight into the pages is verified as a whole.
         frame_bytes = raw_frame_bytes(whole) if self._is_straight else self.chunk_bytes
@@ -337,7 +336,7 @@ class DeviceSide:
     ) -> set[int]:
         """Have a server whose gpu tier is on this device copy them out of the ring itself."""
         client, connector = self._connector.client, self._connector
-        if not isinstance(client, CudaClient) or connector.rectangle or connector.durable:
+        if not isinstance(client, CudaClient) or connector.shard or connector.durable:
             return set()
         whole = [
             (number, copy)
@@ -460,11 +459,9 @@ def _runs(layouts: Sequence[KVLayout]) -> Iterator[tuple[int, int]]:
     yield from zip(starts, [*starts[1:], len(layouts)], strict=True)
 
 
-def _rank_layout(
-    model: Model, rectangle: Rectangle | None, tokens: int, *, has_windows: bool
-) -> KVLayout:
+def _rank_layout(model: Model, shard: Shard | None, tokens: int, *, has_windows: bool) -> KVLayout:
     layout = KVLayout.of(model, tokens, window=has_windows)
-    return layout if rectangle is None else rectangle.shard(model, layout).layout
+    return layout if shard is None else shard.in_chunk(model, layout).layout
 
 
 def _blank_header(layout: KVLayout) -> FrameHeader:

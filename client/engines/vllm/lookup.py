@@ -7,9 +7,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from kvstore.client.engines.identity import adapter_files, files_digest
@@ -21,8 +21,6 @@ from kvstore.proto.types import DIGEST_BYTES, ROOT, ChainDigest
 
 MAX_WAITING_LOOKUPS = 1024
 """Prompts that wait to be looked up; a further one is a miss."""
-
-CLOSE_S = 2.0
 
 WAITERS = 8
 """Prompts that are looked up at the same time where a lookup waits for other engines."""
@@ -42,31 +40,26 @@ class LookupResult(NamedTuple):
 NOTHING = LookupResult()
 
 
-class MMFeature(NamedTuple):
-    """An image or the like in a prompt: its hash, and the tokens whose embeddings it is."""
-
-    name: bytes
-    start: int
-    stop: int
-
-
 @dataclass(frozen=True, slots=True)
 class CacheIdentity:
     """What names the KV of a request beside its tokens.
 
-    ``first`` enters the first chunk and with it the whole chain; a feature enters the chunks
-    that it reaches into, so that what is before it is shared. ``is_sglangs``: there is neither,
-    and chunks are named as SGLang names pages.
+    ``first`` enters the first chunk and with it the whole chain. ``features``: images and the like,
+    each its hash and its first token and the one after its last; one enters the chunks that it
+    reaches into. ``is_sglangs``: there is neither, and chunks are named as SGLang names pages.
     """
 
     first: tuple[bytes, ...] = ()
-    features: tuple[MMFeature, ...] = ()
+    features: tuple[tuple[bytes, int, int], ...] = ()
     is_sglangs: bool = False
 
     def within(self, start: int, stop: int) -> list[bytes]:
         """Return what enters the chunk of tokens *start* to *stop*."""
-        reaching = [one for one in self.features if one.start < stop and one.stop > start]
-        named = [b"mm:%d:%d:" % (one.start, one.stop) + one.name for one in reaching]
+        named = [
+            b"mm:%d:%d:%b" % (begin, end, name)
+            for name, begin, end in self.features
+            if begin < stop and end > start
+        ]
         return [*(self.first if start == 0 else ()), *named]
 
 
@@ -97,9 +90,14 @@ class RequestHasher:
         lora = getattr(request, "lora_request", None)
         if lora is not None:
             first.append(b"lora:" + self._adapter(lora))
-        features = tuple(map(_feature, getattr(request, "mm_features", None) or ()))
+        features = []
+        for one in getattr(request, "mm_features", None) or ():
+            if not one.identifier:
+                raise ModelError("mm_features", one.identifier, "an input without a hash")
+            start = one.mm_position.offset
+            features.append((one.identifier.encode(), start, start + one.mm_position.length))
         is_plain = not first and not features
-        return CacheIdentity(tuple(first), features, is_plain and self._sglang_names)
+        return CacheIdentity(tuple(first), tuple(features), is_plain and self._sglang_names)
 
     def _adapter(self, lora: Any) -> bytes:
         """Return the digest of an adapter, which the engine may have loaded long ago."""
@@ -117,13 +115,6 @@ class RequestHasher:
             # Nobody can tell whether the engine has the old weights or the new ones.
             raise ModelError("lora_path", lora.lora_path, "its files have changed")
         return digest
-
-
-def _feature(feature: Any) -> MMFeature:
-    if not feature.identifier:
-        raise ModelError("mm_features", feature.identifier, "an input without a hash")
-    place = feature.mm_position
-    return MMFeature(feature.identifier.encode(), place.offset, place.offset + place.length)
 
 
 class ChunkChain:
@@ -214,15 +205,11 @@ class LookupWorker:
         self._retry_s = retry_s
         self._clock = clock
         self._failed_s: float | None = None
-        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._waiting = 0
         self._answers = threading.Condition()  # guards _waiting
-        self._threads = [
-            threading.Thread(target=self._run, args=(n == 0,), name="kvstore-lookup", daemon=True)
-            for n in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = ThreadPoolExecutor(max(1, threads), "kvstore-lookup")
+        if threads:
+            self._do(partial(self._look, ()))
 
     @property
     def is_down(self) -> bool:
@@ -252,11 +239,19 @@ class LookupWorker:
 
     def _do(self, work: Callable[[], object]) -> bool:
         with self._answers:
-            is_full = self._waiting >= MAX_WAITING_LOOKUPS
-            self._waiting += not is_full
-        if not is_full:
-            self._work.put(work)
-        return not is_full
+            if self._waiting >= MAX_WAITING_LOOKUPS:
+                return False
+            self._waiting += 1
+        self._threads.submit(self._run, work)
+        return True
+
+    def _run(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        finally:
+            with self._answers:
+                self._waiting -= 1
+                self._answers.notify_all()
 
     def wait(self, within_s: float, lookup: PendingLookup | None = None) -> None:
         """Wait until *lookup* is over, or some one, if any waits. For who has nothing to do."""
@@ -266,30 +261,21 @@ class LookupWorker:
             elif self._waiting:
                 self._answers.wait(within_s)
 
-    def _run(self, is_first: bool) -> None:
-        if is_first:
-            self._look(())
-        while (work := self._work.get()) is not None:
-            work()
-            with self._answers:
-                self._waiting -= 1
-                self._answers.notify_all()
-
     def _answer(self, lookup: PendingLookup) -> None:
-        # A store that failed is tried again, with whatever there is.
-        if (lookup.is_over and not self.is_down) or not self._name(lookup):
-            lookup.result = NOTHING
-            return
-        if self._failed_s is not None:
-            lookup.result = NOTHING
-            if self._clock() - self._failed_s < self._retry_s:
+        try:
+            # A store that failed is tried again, with whatever there is.
+            if (lookup.is_over and not self.is_down) or not self._name(lookup):
                 return
-        digests = lookup.digests
-        result = self._look(digests)
-        if lookup.result is None:
-            lookup.result = result or NOTHING
-        if lookup.is_over and self._withdraw is not None:
-            self._withdraw(digests)
+            if self._failed_s is not None:
+                lookup.result = NOTHING  # nobody waits for what the store is tried with
+                if self._clock() - self._failed_s < self._retry_s:
+                    return
+            result = self._look(lookup.digests)
+            lookup.result = lookup.result or result
+            if lookup.is_over and self._withdraw is not None:
+                self._withdraw(lookup.digests)
+        finally:
+            lookup.result = lookup.result or NOTHING
 
     def _look(self, digests: Sequence[ChainDigest]) -> LookupResult | None:
         result = self._find(digests)
@@ -313,9 +299,5 @@ class LookupWorker:
         return False
 
     def close(self) -> None:
-        """End the threads. Idempotent."""
-        for _ in self._threads:
-            self._work.put(None)
-        until_s = time.monotonic() + CLOSE_S
-        for thread in self._threads:
-            thread.join(max(0.0, until_s - time.monotonic()))
+        """Do nothing any more; what is under way is bounded by the client's deadline."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -35,17 +35,11 @@ from kvstore.client.engines.vllm.messages import (
     WorkerReport,
     taken_blocks,
 )
-from kvstore.client.engines.vllm.settings import (
-    BOTH,
-    RefusalReporter,
-    Role,
-    deadline_ms_of,
-    hints_of,
-)
+from kvstore.client.engines.vllm.settings import BOTH, Role, deadline_ms_of, hints_of
 from kvstore.client.prefill import LEAST_TOKENS, Deadline
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.keys import chunk_key
-from kvstore.proto.plans import NO_HINTS, Hints
+from kvstore.proto.plans import Hints
 from kvstore.proto.types import ChainDigest, ChunkKey
 
 IDLE_WAIT_S = 0.001
@@ -76,29 +70,28 @@ NO_LIMIT = 1 << 62
 
 @dataclass(slots=True)
 class RequestTracker:
-    """A request: its lookup, and how far it is stored. ``stored`` is in chunks."""
+    """A request: its lookup, its load, and how far it is stored."""
 
     request: Any
     lookup: PendingLookup
     preemptions: int
-    hints: Hints = NO_HINTS
-    within: Deadline | None = None
-    """Its deadline."""
+    hints: Hints
+    deadline: Deadline | None
     computed_tokens: int = 0
     """What the engine had of it in its own cache when it last came for a load."""
     is_counted: bool = False
     is_loaded: bool = False
-    stored: int | None = None
-    loaded_from: int = 0
-    """The first chunk of its last load."""
-    loaded_stop: int = 0
-    """The token behind its last load."""
+    is_looked_at: bool = False
+    """Whether those tokens were looked at that it found in the engine's own cache."""
     load: LoadSpec | None = None
     """Goes with the next plan."""
+    first_chunk: int = 0
+    stop_token: int = 0
+    """Of its last load."""
+    stored: int | None = None
+    """Chunks that are stored or on their way."""
     exact_tokens: int = NO_LIMIT
     """Its first tokens that no lossy copy is among, as far as is known."""
-    is_looked_at: bool = False
-    """Whether those that it found in the engine's own cache were looked at."""
 
 
 class VllmScheduler:
@@ -140,8 +133,6 @@ class VllmScheduler:
         lookups.client.counts = lambda: {**lookups.counts(), **self.counted}
         self._reported: Counter[str] = Counter()
         self._refusal = refusal
-        self._is_refused_at_birth = bool(refusal)
-        self._reporter: RefusalReporter | None = None
         self._is_waiting = False
         self._steps: deque[tuple[int, float]] = deque(maxlen=1 + role.steps_ahead)
         """Tokens of prompts that each of the last steps computes, and when it was scheduled."""
@@ -159,8 +150,7 @@ class VllmScheduler:
     def _find(self, digests: Sequence[ChainDigest]) -> LookupResult | None:
         """Look digests up, and announce those that are not there. In a thread of the lookups."""
         digests = digests[:MAX_LOOKUP_CHUNKS]
-        nothing: LookupResult | None = None
-        result = self._lookups.ask(partial(self._look, digests), nothing)
+        result = self._lookups.ask(lambda: self._look(digests), None)
         if result is not None and self._role.handover_ms and result.found < len(digests):
             self._announce(digests[result.found :], self._role.handover_ms / 1000)
         return result
@@ -193,19 +183,15 @@ class VllmScheduler:
         if not self._refusal:
             self._track(request)
             return
-        self.counted["lookups"] += 1
+        self.counted.update(["lookups", f"miss_{self._refusal}"])
         self.counted["prompt_tokens"] += request.num_tokens
-        self._miss(self._refusal)
 
     def _track(self, request: Any) -> RequestTracker:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            tracked = self._tracked[request.request_id] = RequestTracker(
-                request,
-                self._look_up(request),
-                request.num_preemptions,
-                *self._hints_of(request),
-            )
+            of = (request, self._look_up(request), request.num_preemptions)
+            tracked = RequestTracker(*of, *self._hints_of(request))
+            self._tracked[request.request_id] = tracked
         elif tracked.preemptions != request.num_preemptions:
             # Its blocks are gone; what was stored of it meanwhile may be loaded.
             tracked.lookup, tracked.preemptions = self._look_up(request), request.num_preemptions
@@ -276,46 +262,36 @@ class VllmScheduler:
         is_over = lookup.result is not None
         self._patience_s -= self._clock() - began if is_over else self._patience_s
 
-    def _miss(self, reason: str) -> None:
-        self.counted[f"miss_{reason}"] += 1
-
     def _counted(self, tracked: RequestTracker, hit_tokens: int, reason: str) -> int:
         """Count the result of a request once: it may come back when there is no room."""
         if not tracked.is_counted:
             tracked.is_counted = True
-            self._note_missing(tracked.lookup)
+            lookup = tracked.lookup
+            is_known = lookup.result is not None and not lookup.refusal and not self._desk.is_down
+            if self.events is not None and is_known:
+                self.events.lost(lookup.digests[lookup.found : MAX_LOOKUP_CHUNKS])
             self.counted["lookups"] += 1
             self.counted["hit_tokens"] += hit_tokens
             self.counted["prompt_tokens"] += tracked.request.num_tokens
             if not hit_tokens:
-                self._miss(reason)
+                self.counted[f"miss_{reason}"] += 1
         return hit_tokens
-
-    def _note_missing(self, lookup: PendingLookup) -> None:
-        """Have events say what the store was found not to have any more."""
-        if self.events is None or lookup.refusal or self._desk.is_down:
-            return
-        if lookup.result is not None:
-            self.events.lost(lookup.digests[lookup.found : MAX_LOOKUP_CHUNKS])
 
     def on_alloc(self, request: Any, loaded_tokens: int, tables: BlockTables) -> None:
         """Have the next *loaded_tokens* of *request* loaded into the blocks in its *tables*."""
         if not loaded_tokens:
             return
         tracked = self._track(request)
-        start = tracked.computed_tokens
-        stop = start + loaded_tokens
-        size, block = self.chunk_tokens, self._block_tokens
-        first = start // size
-        digests = tuple(tracked.lookup.digests[first : -(-stop // size)])
+        start, size, block = tracked.computed_tokens, self.chunk_tokens, self._block_tokens
+        stop, first = start + loaded_tokens, start // size
+        tracked.is_loaded, tracked.first_chunk, tracked.stop_token = True, first, stop
         blocks = slice(first * size // block, -(-stop // block))
-        tracked.is_loaded, tracked.loaded_from, tracked.loaded_stop = True, first, stop
         terms = None
-        if tracked.within is not None and not self._all_or_nothing:
-            terms = self._lookups.terms(tracked.within, request.num_tokens - stop)
+        if tracked.deadline is not None and not self._all_or_nothing:
+            terms = self._lookups.terms(tracked.deadline, request.num_tokens - stop)
         tracked.load = LoadSpec(
             request.request_id,
-            digests,
+            tuple(tracked.lookup.digests[first : -(-stop // size)]),
             tuple(tuple(table[blocks]) for table in tables),
             kept_blocks=(start - first * size) // block,
             all_or_nothing=self._all_or_nothing,
@@ -356,7 +332,7 @@ class VllmScheduler:
         *tables_of* returns the block tables of a request. Of an engine that was refused at birth
         *output* is not looked at; one whose pages are refused later still fails its loads.
         """
-        if self._is_refused_at_birth:
+        if self._refusal and not self._tracked:
             return StepPlan()
         for request_id in getattr(output, "preempted_req_ids", None) or ():
             if request_id in self._tracked:  # announced again once it goes on
@@ -424,10 +400,7 @@ class VllmScheduler:
         return SaveSpec(request_id, chunks, tables, tracked.hints)
 
     def _look_at(self, tracked: RequestTracker) -> None:
-        """Take note of what a request neither computed nor had loaded here, before its first step.
-
-        What it had loaded ``on_report`` learns.
-        """
+        """Take note of what the engine found lossy in its own cache."""
         tracked.is_looked_at = True
         request = tracked.request
         held = tracked.computed_tokens if tracked.is_loaded else request.num_computed_tokens
@@ -448,8 +421,8 @@ class VllmScheduler:
 
     def _remember(self, digests: Iterable[ChainDigest]) -> None:
         for digest in digests:
-            self._recent.pop(digest, None)
             self._recent[digest] = self._clock()
+            self._recent.move_to_end(digest)
         while len(self._recent) > MAX_RECENT_CHUNKS:
             self._recent.popitem(last=False)
 
@@ -471,41 +444,28 @@ class VllmScheduler:
         if self.events is not None:
             self.events.stored(report.stored)
         for request_id, chunks in report.lossy_loads.items():
-            self._note_lossy(request_id, chunks)
+            if (tracked := self._tracked.get(request_id)) is not None:  # else vLLM keeps none of it
+                exact = (tracked.first_chunk + chunks) * self.chunk_tokens
+                tracked.exact_tokens = min(tracked.exact_tokens, exact)
+                self._lossy.note(tracked.request, exact, tracked.stop_token)
+                self.counted["lossy_hit_tokens"] += tracked.stop_token - exact
         for request_id, chunks in report.short_loads.items():
             tracked = self._tracked.get(request_id)
-            if tracked is None:
-                continue
             # With a deadline it is there, and was slow, unless a gate is shut.
-            if tracked.within is None or request_id in report.gated_loads:
-                # What could not be read is computed now, and stored in its place.
-                read = tracked.loaded_from + chunks
-                # One rank may say so a step after another that read less.
+            if tracked and (tracked.deadline is None or request_id in report.gated_loads):
+                # What could not be read is computed now, and stored in its place. One rank may say
+                # so a step after another that read less.
+                read = tracked.first_chunk + chunks
                 tracked.stored = read if tracked.stored is None else min(tracked.stored, read)
                 lost = tracked.lookup.digests[tracked.stored :]
                 self._forget(lost)
                 if self.events is not None:
                     self.events.lost(lost)
 
-    def _note_lossy(self, request_id: str, chunks: int) -> None:
-        """Take in that only the first *chunks* of a request's load were read exactly."""
-        tracked = self._tracked.get(request_id)
-        if tracked is None:
-            return  # it was given up while it loaded, and vLLM keeps nothing of such a load
-        exact = (tracked.loaded_from + chunks) * self.chunk_tokens
-        tracked.exact_tokens = min(tracked.exact_tokens, exact)
-        self._lossy.note(tracked.request, exact, tracked.loaded_stop)
-        self.counted["lossy_hit_tokens"] += tracked.loaded_stop - exact
-
     @property
     def has_stores_waiting(self) -> bool:
         """Whether an engine with no request is to step on, for chunks that wait in its pages."""
         return self._is_waiting and not self._desk.is_down
-
-    def report_refusal(self, text: str) -> None:
-        """Have the server told *text*: why this engine runs without it."""
-        client = self._lookups.client
-        self._reporter = RefusalReporter(client, text, self.counted.copy)
 
     def counts(self) -> dict[str, int]:
         """Return what was counted since the last call; ``counted`` has all of it."""
@@ -515,10 +475,8 @@ class VllmScheduler:
 
     def close(self) -> None:
         """End the lookups and the client."""
-        if self._reporter is not None:
-            self._reporter.close()
         self._desk.close()
-        self._lookups.client.close()
+        self._lookups.close()
 
 
 class LossyBlocks:
@@ -538,23 +496,20 @@ class LossyBlocks:
         """Take note that tokens *start* to *stop* of *request* were loaded lossy."""
         first, last = start // self._block_tokens, -(-stop // self._block_tokens)
         found = self._hashes_of(request)[first:last]
-        more = set(found) - self._hashes
-        is_too_many = len(self._hashes) + len(more) > MAX_LOSSY_BLOCKS
-        if is_too_many or len(found) < last - first:
-            self.is_over = True
-        else:
-            self._hashes |= more
+        more = self._hashes.union(found)
+        self.is_over |= len(more) > MAX_LOSSY_BLOCKS or len(found) < last - first
+        if not self.is_over:
+            self._hashes = more
 
     def exact_tokens(self, request: Any, tokens: int) -> int:
         """Return how many of the first *tokens* of *request* are exact, which it found in vLLM's
         own cache.
         """
-        if not (self._hashes or self.is_over):
-            return tokens
         if self.is_over:
             return 0
-        blocks = -(-tokens // self._block_tokens)
-        found = self._hashes_of(request)[:blocks]
+        if not self._hashes:
+            return tokens
+        found = self._hashes_of(request)[: -(-tokens // self._block_tokens)]
         lossy = (number for number, one in enumerate(found) if one in self._hashes)
         return min(tokens, next(lossy, len(found)) * self._block_tokens)
 

@@ -5,20 +5,16 @@ Works on vLLM's objects by their fields, without importing vLLM.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvstore.client.client import Client
 from kvstore.client.engines.base import client_options
 from kvstore.client.engines.prefix import least_of
 from kvstore.client.engines.vllm.identity import KVCacheShape
 from kvstore.client.options import MAX_DEADLINE_MS, ClientOptions, TransportName
 from kvstore.client.prefill import PrefillModel
-from kvstore.proto.errors import InvalidRequestError, KVStoreError
-from kvstore.proto.messages import REFUSED
+from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.plans import MAX_HANDOVER_MS, NO_HINTS, Hints
 from kvstore.proto.types import DEFAULT_CHUNK_TOKENS
 
@@ -30,12 +26,6 @@ HINTS_NAME = "kvstore"
 
 DEADLINE_NAME = "first_token_ms"
 """Of a request's deadline, in that entry."""
-
-REPORT_EVERY_S = 10.0
-"""How often a refusal's reason is sent: a server may have started later, or again."""
-
-MAX_REASON_CHARS = 1024
-"""What is sent of one; the server keeps less."""
 
 VLLM_VERSION = "0.32"
 """That of which ``MISSING_HOOKS`` was read."""
@@ -246,29 +236,3 @@ def deadline_ms_of(request: Any, usual_ms: int) -> int:
 def _stated(request: Any) -> Any:
     params = getattr(request, "kv_transfer_params", None)
     return params.get(HINTS_NAME) if isinstance(params, Mapping) else None
-
-
-class RefusalReporter:
-    """Sends a server the reason why an engine runs without it, in a thread: nobody waits for that.
-
-    *counts* returns what is sent beside it.
-    """
-
-    def __init__(
-        self, client: Client, reason: str, counts: Callable[[], Mapping[str, int]]
-    ) -> None:
-        self._client = client
-        name = f"{REFUSED}{' '.join(reason[:MAX_REASON_CHARS].split())}"
-        client.counts = lambda: {**counts(), name: 1}
-        self._is_over = threading.Event()
-        threading.Thread(target=self._run, name="kvstore-refused", daemon=True).start()
-
-    def _run(self) -> None:
-        while not self._is_over.is_set():
-            with suppress(KVStoreError):
-                self._client.send_counts()
-            self._is_over.wait(REPORT_EVERY_S)
-
-    def close(self) -> None:
-        """Send no more."""
-        self._is_over.set()

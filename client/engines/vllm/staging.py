@@ -6,14 +6,12 @@ the step that writes to it. Until then what was computed lies where it was.
 
 Whoever copies shares the interpreter with the engine, and each time it has it for a moment the
 engine may wait for it: a tenth of a millisecond for a wake-up where a step's own operations take
-less. So the blocks of all layers are gathered into memory by one call, of the kernel's, and go from
-there into a frame by one more for each part. torch would start its threads, which are the engine's.
+less. So the blocks of all layers are gathered by one call of a compiled loop, and go from there
+into a frame by one more for each part. torch would start its threads, which are the engine's.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,19 +34,15 @@ from kvstore.client.levels import PlanTerms
 from kvstore.client.tensors import LayerTensors, to_array
 from kvstore.codecs.base import AnyTensors
 from kvstore.codecs.block_stack import BlockStack
-from kvstore.proto import unix_socket
+from kvstore.proto.buffers import LOOP_UNIT_BYTES
 from kvstore.proto.device import Event
-from kvstore.proto.errors import TierUnavailableError
+from kvstore.proto.errors import LayoutMismatchError
+from kvstore.proto.native import address, loops
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import END_KINDS, ChainDigest, KVLayout, Stated
 
 BATCH_BYTES = 64 << 20
 """What several requests put together at most: a call for each would hold the engine up."""
-
-MOST_PIECES = 1024
-"""What the kernel takes in one call: IOV_MAX of Linux."""
-MOST_BYTES = 1 << 30
-"""Half of what it writes in one."""
 
 
 def batch_chunks(chunk_bytes: int) -> int:
@@ -96,14 +90,12 @@ class HostSide:
     """Whether the server has a gpu tier that this side does not reach."""
 
     def __init__(self, pages: EnginePages, connector: Connector, chunk_blocks: int) -> None:
-        """Raises TierUnavailableError where memory cannot be had as a file."""
         self._pages = pages
         self._connector = connector
         self._chunk_blocks = chunk_blocks
         self.chunk_bytes = pages.chunk_bytes(chunk_blocks)
-        self._file = StagingFile()
         self._idle: list[BlockGather] = []
-        self._lock = threading.Lock()  # guards _idle, and the file's end while it grows
+        self._lock = threading.Lock()  # guards _idle
 
     def copies(self, chunks: Sequence[BlockTables]) -> list[BlockCopy]:
         """Begin to copy *chunks*, or the first of them that there is memory for.
@@ -143,11 +135,9 @@ class HostSide:
         return set()
 
     def take(self) -> BlockGather:
-        """Return memory for one chunk. Raises OSError when there is no more."""
+        """Return memory for one chunk."""
         with self._lock:
-            if self._idle:
-                return self._idle.pop()
-            return BlockGather(self._pages, self._chunk_blocks, self._file)
+            return self._idle.pop() if self._idle else BlockGather(self._pages, self._chunk_blocks)
 
     def give(self, memory: BlockGather) -> None:
         """Take memory back."""
@@ -155,10 +145,8 @@ class HostSide:
             self._idle.append(memory)
 
     def close(self) -> None:
-        """Let go of memory: nothing is loaded or stored any more. Idempotent."""
-        with self._lock:
-            self._idle.clear()
-            self._file.close()
+        """Let go of memory: nothing is loaded or stored any more."""
+        self._idle.clear()
 
 
 class BlockCopy:
@@ -169,9 +157,8 @@ class BlockCopy:
 
     def __init__(self, side: HostSide, tables: BlockTables) -> None:
         self._side = side
-        self._tables = tables
-        self._claim = threading.Lock()  # taken for good by who makes the copy
-        self._over = threading.Event()
+        self._tables: BlockTables | None = tables
+        self._lock = threading.Lock()  # held by who makes the copy
         self._memory: BlockGather | None = None
         self.result: Staged | None = None
 
@@ -180,14 +167,11 @@ class BlockCopy:
 
     def run(self) -> None:
         """Copy it, unless that was done; return when nobody reads the blocks any more."""
-        if not self._claim.acquire(blocking=False):
-            self._over.wait()
-            return
-        try:
-            self._memory = self._side.take()
-            self.result = self._memory.take(self._tables)
-        finally:
-            self._over.set()
+        with self._lock:
+            tables, self._tables = self._tables, None
+            if tables is not None:
+                self._memory = self._side.take()
+                self.result = self._memory.take(tables)
 
     def free(self) -> None:
         """Give the memory of the copy back, which nobody reads any more."""
@@ -196,52 +180,21 @@ class BlockCopy:
         self._memory = self.result = None
 
 
-class StagingFile:
-    """A file in memory that copies lie in, one behind the other."""
-
-    def __init__(self) -> None:
-        """Raises TierUnavailableError where there are no such files."""
-        try:
-            self.descriptor = unix_socket.create_memfd("kvstore-copies", 0)
-        except OSError as error:
-            raise TierUnavailableError("copies", f"no file in memory: {error}") from None
-        self._end = 0
-
-    def add(self, size_bytes: int) -> tuple[int, mmap.mmap]:
-        """Make it longer; return where *size_bytes* more begin, and their memory. For one user at
-        a time. Raises OSError.
-        """
-        start, stop = self._end, self._end + -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        os.ftruncate(self.descriptor, stop)
-        memory = mmap.mmap(self.descriptor, stop - start, offset=start)
-        self._end = stop
-        return start, memory
-
-    def close(self) -> None:
-        """Take no more copies; what was copied stays as long as it is held. Idempotent."""
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-
 class BlockGather:
-    """Memory in *file* for one chunk of *chunk_blocks* blocks, used again and again.
+    """Memory for one chunk of *chunk_blocks* blocks, used again and again."""
 
-    Raises OSError at birth when there is no more memory.
-    """
-
-    def __init__(self, pages: EnginePages, chunk_blocks: int, file: StagingFile) -> None:
+    def __init__(self, pages: EnginePages, chunk_blocks: int) -> None:
         self._shape = pages.shape
         every = zip(pages.shape.groups, pages.groups, pages.layouts, strict=True)
         self._groups = [
-            _GroupGather(layers, layout, pages.shape.kept_blocks(group, chunk_blocks), file)
+            _GroupGather(layers, layout, pages.shape.kept_blocks(group, chunk_blocks))
             for group, layers, layout in every
         ]
 
     def take(self, tables: BlockTables) -> Staged | None:
         """Copy the chunk whose blocks *tables* name; return what there is of it, if anything.
 
-        Windows that the engine has given up already are left out. Raises OSError.
+        Windows that the engine has given up already are left out.
         """
         has_windows = windows_left(self._shape, tables)
         if has_windows is None:
@@ -254,47 +207,42 @@ class BlockGather:
 class _GroupGather:
     """Memory for the last *kept* blocks of a chunk, of each of *layers*."""
 
-    def __init__(
-        self, layers: Sequence[LayerPages], layout: BlockLayout, kept: int, file: StagingFile
-    ) -> None:
+    def __init__(self, layers: Sequence[LayerPages], layout: BlockLayout, kept: int) -> None:
         self._kept = kept
         self._tables = [layer.table for layer in layers]
         self._pages = [to_array(layer.whole) for layer in layers]
-        whole = layers[0].whole
-        self._block_bytes = whole[0].nbytes
-        self._file = file
-        self._start, memory = file.add(len(layers) * kept * self._block_bytes)
-        used = np.frombuffer(memory, np.uint8)[: len(layers) * kept * self._block_bytes]
-        copied = torch.from_numpy(used).view(whole.dtype).view(-1, *whole.shape[1:])
-        self._copies = to_array(copied).reshape(len(layers), kept, *whole.shape[1:])
+        block = layers[0].whole[0]
+        count = len(layers) * kept
+        reach = sum(
+            (size - 1) * step for size, step in zip(block.shape, block.stride(), strict=True)
+        )
+        is_run = reach + 1 == block.numel() and not block.nbytes % LOOP_UNIT_BYTES
+        copied = torch.empty((count, *block.shape), dtype=block.dtype)
+        if is_run:  # its elements follow each other in whatever order
+            copied = copied.as_strided(copied.shape, (block.numel(), *block.stride()))
+        self._copies = to_array(copied).reshape(len(layers), kept, *block.shape)
         parts = [to_array(part) for part in layout(copied)]
         self._stack = BlockStack(
             [p.view(f"u{p.itemsize}").reshape(len(layers), kept, *p.shape[1:]) for p in parts]
         )
-        self._flat: list[memoryview] = []
-        if all(pages.flags.c_contiguous for pages in self._pages):
-            self._flat = [pages.reshape(-1).view(np.uint8).data for pages in self._pages]
+        self._rows: np.ndarray[tuple[int, int], np.dtype[np.uint64]] | None = None
+        if is_run:  # as ``copy_summed`` takes them: where to, from where, units, size, sum
+            self._rows = np.zeros((count, 5), np.uint64)
+            self._rows[:, 0] = copied.data_ptr() + np.arange(count) * block.nbytes
+            self._rows[:, 2] = block.nbytes // LOOP_UNIT_BYTES
+            self._rows[-1, 3] = count * block.nbytes
+            self._starts = np.array([[layer.whole.data_ptr()] for layer in layers])
+            self._steps = np.array([[pages.strides[0]] for pages in self._pages])
 
     def take(self, tables: BlockTables) -> BlockStack:
         """Copy what the blocks have; return the copy."""
-        named = {table: tables[table][-self._kept :] for table in set(self._tables)}
-        if self._flat:
-            self._gather(named)
+        ids = np.array([tables[table][-self._kept :] for table in self._tables])
+        if ids.min() < 0 or ids.max() >= min(map(len, self._pages)):
+            raise LayoutMismatchError("blocks", int(ids.max()), "the pages have no such block")
+        if self._rows is not None:
+            self._rows[:, 1] = (self._starts + ids * self._steps).ravel()
+            loops().copy_summed(address(self._rows), len(self._rows), False)
         else:
-            for pages, copied, table in zip(self._pages, self._copies, self._tables, strict=True):
-                np.take(pages, named[table], 0, out=copied, mode="clip")
+            for pages, copied, table in zip(self._pages, self._copies, ids, strict=True):
+                np.take(pages, table, 0, out=copied, mode="clip")
         return self._stack
-
-    def _gather(self, named: dict[int, Sequence[int]]) -> None:
-        size = self._block_bytes
-        pieces = [
-            pages[block * size : (block + 1) * size]
-            for pages, table in zip(self._flat, self._tables, strict=True)
-            for block in named[table]
-        ]
-        at_once = min(MOST_PIECES, max(1, MOST_BYTES // size))
-        for first in range(0, len(pieces), at_once):
-            some = pieces[first : first + at_once]
-            written = os.pwritev(self._file.descriptor, some, self._start + first * size)
-            if written != len(some) * size:
-                raise OSError(f"{written} bytes of {len(some) * size} were copied")

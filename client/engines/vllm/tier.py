@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import numpy as np
@@ -42,7 +42,7 @@ from kvstore.client.engines.identity import (
 )
 from kvstore.client.engines.prefix import least_of
 from kvstore.client.engines.vllm.settings import VllmSettings
-from kvstore.client.engines.vllm.worker import SHUTDOWN_S, WorkThread
+from kvstore.client.engines.vllm.worker import SHUTDOWN_S
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.keys import chunk_key
@@ -145,7 +145,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._connector, self._looking = loading, looking
         self._epoch = b""
         self._lookups = _Lookups(tier_type, looking, self._digest)
-        self._thread = WorkThread("kvstore-tier")
+        self._thread = ThreadPoolExecutor(1, "kvstore-tier")
         self._room = max(1, stated.queue_bytes // self._rows.shape[1])
         self._waiting = 0
         self._finished: list[JobResult] = []
@@ -179,7 +179,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     def _submit(self, work: Any, job: Any) -> None:
         with self._changes:
             self._waiting += len(job.keys)
-        self._thread.do(partial(work, job))
+        self._thread.submit(work, job)
 
     def _store(self, job: Any) -> None:
         before = self._connector.stats().store_errors
@@ -254,7 +254,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     def shutdown(self) -> None:
         """End the threads and the clients."""
         self._lookups.shutdown()
-        self._thread.stop(SHUTDOWN_S)
+        with self._changes:
+            self._changes.wait_for(lambda: not self._waiting, SHUTDOWN_S)
+        self._thread.shutdown(wait=False, cancel_futures=True)
         for connector in (self._connector, self._looking):
             connector.client.close()
 

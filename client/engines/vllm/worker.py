@@ -10,11 +10,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
-from queue import SimpleQueue
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,7 +33,7 @@ from kvstore.client.engines.vllm.messages import (
     StepPlan,
     WorkerReport,
 )
-from kvstore.client.engines.vllm.settings import FlopsModel, RefusalReporter
+from kvstore.client.engines.vllm.settings import FlopsModel
 from kvstore.client.engines.vllm.staging import BlockCopy, HostSide, LoadJob, Staged, batch_chunks
 from kvstore.client.prefill import LEAST_LEFT_S
 from kvstore.proto.device import Device, Event
@@ -70,34 +70,6 @@ a step of the engine a server that hangs costs less than 50 ms."""
 
 AGAIN_S = 0.1
 """How soon once more, where it was only slow."""
-
-
-class WorkThread:
-    """Does work in turn, in a thread that starts with the first of it. For one user."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def do(self, work: Callable[[], None]) -> None:
-        """Have *work* done after all that was given before; it must not raise."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
-        self._work.put(work)
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
-
-    def stop(self, within_s: float) -> bool:
-        """End the thread once it is through with its work; return whether it has, *within_s*."""
-        if self._thread is None:
-            return True
-        self._work.put(None)
-        self._thread.join(within_s)
-        return not self._thread.is_alive()
 
 
 @dataclass(slots=True, eq=False)
@@ -145,25 +117,25 @@ class VllmWorker:
         self._queue_bytes = queue_bytes
         self._device = device
         self._side: HostSide | DeviceSide | None = None
-        self._loader, self._storer = WorkThread("kvstore-load"), WorkThread("kvstore-store")
-        self._opener, self._opened = WorkThread("kvstore-connect"), threading.Event()
-        self._opened.set()
-        self._watch = HangMonitor(lambda: connector.ask(connector.client.end_if_hung, False))
+        self._loader, self._storer, self._watcher, self._opener = (
+            ThreadPoolExecutor(1, f"kvstore-{name}") for name in ("load", "store", "watch", "open")
+        )
+        self._opening: Future[None] | None = None
+        self._arrived = 0
+        """Grows as something comes of what is being loaded."""
         self._waiting: deque[_Save] = deque()
         """Chunks that no copy was begun of yet. For the engine's thread."""
         self._was_waiting = False
         """Whether the last report said that chunks wait. For the engine's thread."""
-        self._unsent: deque[_Save] = deque()
-        """Copied, or about to be; bounded as ``_storing`` is."""
         self.cost = FlopsModel()
         self.reports_stores = False
         """Whether the scheduler is to learn of every chunk that is stored."""
-        self._reporter: RefusalReporter | None = None
         self.counted: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
         self._refusal = ""
         self._loading = 0
         self._storing: list[_Save] = []
+        """Copied, or about to be; the first ones are being sent."""
         self._done: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._failed_loads: set[str] = set()
@@ -213,11 +185,8 @@ class VllmWorker:
 
     def refuse(self, reason: str) -> None:
         """Neither load nor store from now on; have the scheduler and the server told."""
-        with self._changed:
-            self._refusal = reason
-        if self._reporter is None:
-            connector = self._connector
-            self._reporter = RefusalReporter(connector.client, reason, connector.counts)
+        self._refusal = reason
+        self._connector.report_refusal(reason)
 
     @property
     def _usable(self) -> HostSide | DeviceSide | None:
@@ -225,26 +194,38 @@ class VllmWorker:
 
     # --- sessions
 
-    def _begin_session(self) -> None:
+    def _begin_session(self) -> Future[None]:
+        """Have a session opened, unless that is under way."""
         with self._changed:
-            if self._opened.is_set():
-                self._opened.clear()
-                self._opener.do(self._open_session)
-
-    def _open_session(self) -> None:
-        self._connector.ask(self._connector.client.send_counts, None)
-        self._opened.set()
+            if self._opening is None or self._opening.done():
+                client = self._connector.client
+                self._opening = self._opener.submit(self._connector.ask, client.send_counts, None)
+            return self._opening
 
     def _await_session(self) -> bool:
         """Whether there is a session; one that is being opened is waited for, not a hang."""
         client = self._connector.client
         if client.is_connected:
             return True
-        self._begin_session()
-        while not self._opened.wait(QUIET_S):
+        opening = self._begin_session()
+        while not wait([opening], QUIET_S).done:
             if client.is_shut or self._connector.ask(client.end_if_hung, True):
                 return False
         return client.is_connected
+
+    def _watch(self, load: Future[None]) -> None:
+        """End *load* from a server that hangs, long before its deadline."""
+        client, patience_s = self._connector.client, QUIET_S
+        while not load.done():
+            arrived = self._arrived
+            wait([load], patience_s)
+            if self._arrived == arrived and client.is_connected and not load.done():
+                if self._connector.ask(client.end_if_hung, False):
+                    return
+                patience_s = AGAIN_S
+
+    def _note_arrival(self) -> None:
+        self._arrived += 1
 
     # --- loads
 
@@ -257,7 +238,8 @@ class VllmWorker:
         for spec in plan.loads:
             with self._changed:
                 self._loading += 1
-            self._loader.do(partial(self._load, spec, self._clock(), after))
+            load = self._loader.submit(self._load, spec, self._clock(), after)
+            self._watcher.submit(self._watch, load)
 
     def _load(self, spec: LoadSpec, ordered_s: float, after: Event | None) -> None:
         began, side, client = self._clock(), self._usable, self._connector.client
@@ -274,12 +256,12 @@ class VllmWorker:
             self._cut(spec.tables, wanted),
             spec.kept_blocks,
             after,
-            self._watch.note_arrival,
+            self._note_arrival,
             lambda: self._clock() - began > within_s,
             terms,
         )
         if side is not None and not is_late:
-            self._connector.ask(lambda: self._read(side, job), None)
+            self._connector.ask(lambda: side.read(job) if self._await_session() else None, None)
         read = job.read
         exact = exact_count(job.stated[:read]) if job.stated else read
         gated = max(0, len(job.stated) - read)
@@ -305,11 +287,6 @@ class VllmWorker:
             counted["far_gpu_loads"] += side is not None and side.is_gpu_tier_far
             counted["load_us"] += round(1e6 * (self._clock() - began))
             self._changed.notify_all()
-
-    def _read(self, side: HostSide | DeviceSide, job: LoadJob) -> None:
-        if self._await_session():
-            with self._watch.over():
-                side.read(job)
 
     def _cut(self, tables: BlockTables, chunks: int) -> list[BlockTables]:
         """Return what *tables* have of each of so many chunks."""
@@ -405,8 +382,7 @@ class VllmWorker:
         if begun:
             with self._changed:
                 self._storing += begun
-                self._unsent += begun
-            self._storer.do(self._send_unsent)
+            self._storer.submit(self._send_all)
 
     def _give_up(self, lost: Iterable[_Save], count: str) -> None:
         """Count chunks that will not come."""
@@ -415,26 +391,26 @@ class VllmWorker:
             self.counted[count] += len(chunks)
             self._note_unstored(chunks)
 
-    def _send_unsent(self) -> None:
+    def _send_all(self) -> None:
         """Send what was copied, in batches."""
-        if self._unsent:  # else it went with what was before it
+        if self._storing:  # else it went with what was before it
             time.sleep(BREATH_S)
         while batch := self._next_batch():
-            self._send(batch)
+            try:
+                self._connector.ask(partial(self._send, batch), None)
+            finally:
+                with self._changed:
+                    del self._storing[: len(batch)]
+                    self._changed.notify_all()
 
     def _next_batch(self) -> list[_Save]:
         """Return what is put together: chunks of one side with the same hints, up to a limit."""
-        batch: list[_Save] = []
         with self._changed:
-            if not self._unsent:
-                return batch
-            side, hints = self._unsent[0].side, self._unsent[0].hints
-            most = batch_chunks(side.chunk_bytes)
-            while self._unsent and len(batch) < most:
-                if self._unsent[0].side is not side or self._unsent[0].hints != hints:
-                    break
-                batch.append(self._unsent.popleft())
-        return batch
+            if not self._storing:
+                return []
+            first = self._storing[0]
+            some = self._storing[: batch_chunks(first.side.chunk_bytes)]
+        return [*takewhile(lambda one: (one.side, one.hints) == (first.side, first.hints), some)]
 
     def _send(self, batch: Sequence[_Save]) -> None:
         side, hints = batch[0].side, batch[0].hints
@@ -452,17 +428,14 @@ class VllmWorker:
         for copy in copies:
             copy.free()
         ended = zip(sent, outcomes, strict=False)
-        held = [chunk.digest for (chunk, _), one in ended if one is not PutOutcome.refused]
-        held += [batch[at].chunk.digest for at in near]
-        over = set(batch)
+        held = {chunk.digest for (chunk, _), one in ended if one is not PutOutcome.refused}
+        held |= {batch[at].chunk.digest for at in near}
         with self._changed:
             self._note_unstored([one.chunk for one in batch if one.chunk.digest not in held])
-            for digest in held if self.reports_stores else ():
-                self._report.stored[digest] = 1
-            self._storing = [one for one in self._storing if one not in over]
+            if self.reports_stores:
+                self._report.stored |= Counter(held)
             self.counted["stored_chunks"] += outcomes.count(PutOutcome.stored) + len(near)
             self.counted["gone_chunks"] += len(rest) - len(sent)
-            self._changed.notify_all()
 
     def _note_unstored(self, chunks: Sequence[ChunkName]) -> None:
         """Put chunks that will not come into the next report. Called with the lock."""
@@ -511,80 +484,10 @@ class VllmWorker:
 
     def close(self) -> None:
         """End the threads, once they are through with what they have, and the client."""
-        self.settled(SHUTDOWN_S)
-        self._watch.close()
-        threads = (self._loader, self._storer, self._opener)
-        is_over = [thread.stop(SHUTDOWN_S) for thread in threads]
+        is_over = self.settled(SHUTDOWN_S)
+        for threads in (self._loader, self._storer, self._watcher, self._opener):
+            threads.shutdown(wait=False, cancel_futures=True)
         side, self._side = self._side, None
-        if all(is_over) and side is not None:
+        if is_over and side is not None:
             self._connector.ask(side.close, None)
-        if self._reporter is not None:
-            self._reporter.close()
-        self._connector.client.close()
-
-
-class HangMonitor:
-    """Ends the loads of one worker from a server that hangs, long before their deadline.
-
-    *end_if_hung* finds out whether the server hangs, ends the loads that wait for it if it does,
-    and returns that. Its thread starts with the first load. For one thread that loads.
-    """
-
-    def __init__(self, end_if_hung: Callable[[], bool]) -> None:
-        self._end_if_hung = end_if_hung
-        self._thread: threading.Thread | None = None
-        self._is_loading = self._is_closed = False
-        self._arrived = 0
-        self._changed = threading.Condition()  # guards the three above
-
-    @contextmanager
-    def over(self) -> Iterator[None]:
-        """Watch what is loaded meanwhile."""
-        self._set(is_loading=True)
-        try:
-            yield
-        finally:
-            self._set(is_loading=False)
-
-    def _set(self, *, is_loading: bool) -> None:
-        with self._changed:
-            self._is_loading = is_loading
-            self._changed.notify_all()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvstore-watch", daemon=True)
-            self._thread.start()
-
-    def note_arrival(self) -> None:
-        """Something came of what is being loaded."""
-        self._arrived += 1
-
-    def _run(self) -> None:
-        while self._await_load():
-            patience_s = QUIET_S
-            while self._is_quiet(patience_s):
-                if self._end_if_hung():
-                    self._set(is_loading=False)
-                    break
-                patience_s = AGAIN_S
-
-    def _await_load(self) -> bool:
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_loading or self._is_closed)
-            return not self._is_closed
-
-    def _is_quiet(self, patience_s: float) -> bool:
-        """Whether the load still waits after a time in which nothing came."""
-        while True:
-            arrived = self._arrived
-            with self._changed:
-                self._changed.wait_for(lambda: not self._is_loading, patience_s)
-                if not self._is_loading or self._is_closed:
-                    return False
-            if self._arrived == arrived:
-                return True
-
-    def close(self) -> None:
-        """End the thread. Idempotent."""
-        with self._changed:
-            self._is_closed, self._is_loading = True, False
-            self._changed.notify_all()
+        self._connector.close()

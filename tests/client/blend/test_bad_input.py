@@ -66,7 +66,7 @@ def blender() -> Blender:
 
 @pytest.fixture(scope="module")
 def representation(blender: Blender) -> Model:
-    rope = blender._adapter.origin.rope
+    rope = blender.adapter.origin.rope
     return Model("tiny", "a" * 40, "none", "none", (GROUP,), rope, "tokens")
 
 
@@ -290,7 +290,7 @@ def test_a_connector_stores_nothing_of_what_was_generated_from_a_blend(
     representation: Model,
     transport: TransportName,
 ) -> None:
-    model = blender._adapter._model  # type: ignore[attr-defined]
+    model = blender.adapter._model  # type: ignore[attr-defined]
     own = connected(server, representation, transport)
     with (
         own.resolve(*ASKED, TRIAL) as resolved,

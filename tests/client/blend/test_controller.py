@@ -204,13 +204,13 @@ def test_a_planner_that_sees_storage_slow_down_stops_blending() -> None:
 def test_loads_that_were_given_up_say_that_the_link_is_no_faster() -> None:
     link = LinkMeter(1e9)
     planner = BlendPlanner(LAYERS, SPEED, link)
-    assert not planner.knows_full
-    assert not planner.knows_blend
+    assert not planner.full.is_measured
+    assert not planner.blend.is_measured
     planner.observe_load(1000, 0.5)
     assert link.estimate().p20_bytes_per_s == 2000
     planner.observe_full(100, 1.0)
-    assert planner.knows_full
-    assert not planner.knows_blend
+    assert planner.full.is_measured
+    assert not planner.blend.is_measured
 
 
 @pytest.mark.parametrize("terms", [(0.0, 1.0), (1.0, 0.0)])

@@ -11,7 +11,7 @@ from blend_world import LAYERS, VOCABULARY, make_model
 from local_server import LocalServer
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.blend.cost import Action, BlendPlanner, Decision, Speed
+from kvstore.client.blend.cost import Action, BlendPlanner, Decision, Speed, Work
 from kvstore.client.blend.engine import Blender, MemorySource
 from kvstore.client.blend.gate import SHADOW_TOKENS, GuardedBlender, compare
 from kvstore.client.blend.plan import BlendPlan
@@ -309,14 +309,13 @@ def test_the_gate_closes_within_200_requests_on_a_model_that_blends_badly(
 
 
 class Deciding(BlendPlanner):
-    """Knows what it is said to know, and decides as it is told to."""
+    """Has measured both ways, unless told otherwise, and decides as it is told to."""
 
-    knows_full = True
-    knows_blend = True
-
-    def __init__(self, action: Action) -> None:
+    def __init__(self, action: Action, *, is_new: bool = False) -> None:
         super().__init__(LAYERS, Speed(0.0, 0.0, 1e-4, 1e-9), LinkMeter(1e9))
         self.action: Action = action
+        for meter in () if is_new else (self.full, self.blend):
+            meter.observe(Work.of([100], 100, 0), 1.0)
 
     def choose(
         self, plan: BlendPlan, token_bytes: float, *, can_skip_rows: bool = False
@@ -367,24 +366,19 @@ def test_a_prompt_that_is_worth_it_is_blended_at_the_ratio_that_was_decided(
 
 
 def test_nothing_is_decided_by_speeds_that_nobody_measured(
-    unwatched: tuple[Client, list[int], list[SegmentRange]],
-    blender: Blender,
-    monkeypatch: pytest.MonkeyPatch,
+    unwatched: tuple[Client, list[int], list[SegmentRange]], blender: Blender
 ) -> None:
     """A full prefill is measured first, then a blend; both are then weighed."""
     client, prompt, ranges = unwatched
-    planner = Deciding("full")
-    gated = GuardedBlender(client, blender, planner=planner)
-    monkeypatch.setattr(Deciding, "knows_full", False)
+    gated = GuardedBlender(client, blender, planner=Deciding("full", is_new=True))
     first = gated.run(prompt, ranges)
     assert first.decision is not None
     assert first.decision.action == "full"
     assert not first.result.is_blended
-    monkeypatch.setattr(Deciding, "knows_full", True)
-    monkeypatch.setattr(Deciding, "knows_blend", False)
-    assert gated.run(prompt, ranges).decision is None
-    monkeypatch.setattr(Deciding, "knows_blend", True)
-    assert gated.run(prompt, ranges).decision is not None
+    second = gated.run(prompt, ranges)
+    assert second.decision is None
+    assert second.result.is_blended
+    assert gated.run(prompt, ranges).decision == Decision("full", 0.5, 1.0, 2.0)
 
 
 def test_what_is_to_be_compared_is_blended_whatever_it_costs(

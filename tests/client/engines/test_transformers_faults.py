@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,13 +20,10 @@ from torch_engine import (
     stored_tokens,
 )
 from transformers import BatchEncoding, PreTrainedModel, StaticCache
-from typing_extensions import override
 
 from kvstore.client import Client
-from kvstore.client.engines.prefix import Room, Span
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
-from kvstore.client.engines.transformers.cache import PrefixBuffers, as_argument
-from kvstore.client.tensors import LayerTensors
+from kvstore.client.engines.transformers.cache import as_argument
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import Model
 
@@ -36,37 +33,27 @@ Connect = Callable[[], TransformersConnector]
 # --- the store fails, or lies
 
 
-class KilledMidway(TransformersConnector):
-    """Its server is killed between the lookup and the get."""
-
-    process: ServerProcess
-
-    @override
-    def _room(self, rooms: list[PrefixBuffers]) -> Room:
-        room = super()._room(rooms)
-
-        def killing(spans: Sequence[Span]) -> Sequence[LayerTensors]:
-            self.process.kill()
-            return room(spans)
-
-        return killing
-
-
 def test_a_server_killed_between_lookup_and_get_is_a_counted_miss(
     server_process: Callable[..., ServerProcess],
     tmp_path: Path,
     tinylm: PreTrainedModel,
     identity: Model,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     process = server_process("--cpu", "16MiB", "--disk", f"16MiB:{tmp_path / 'disk'}")
     process.start()
     input_ids = random_ids(200)
     with Client(process.address, identity, OPTIONS) as client:
-        connector = KilledMidway(client, tinylm)
-        connector.process = process
+        connector = TransformersConnector(client, tinylm)
         without = plain_tokens(tinylm, input_ids)
         assert stored_tokens(connector, input_ids) == without
         assert connector.stats().stored_chunks > 0
+
+        def killing(*given: Any, own: Any = client.get_chunks, **named: Any) -> Any:
+            process.kill()
+            return own(*given, **named)
+
+        monkeypatch.setattr(client, "get_chunks", killing)
         assert stored_tokens(connector, input_ids) == without
         stats = connector.stats()
     assert (stats.hit_tokens, stats.miss_tokens) == (0, 400)

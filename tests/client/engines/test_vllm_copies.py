@@ -45,7 +45,7 @@ def start(server: LocalServer, request: pytest.FixtureRequest) -> Start:
 def held(engine: Engine) -> Iterator[None]:
     """Nothing is copied or sent meanwhile, but what the engine's own thread copies."""
     let_go = threading.Event()
-    engine.workers[0]._storer.do(let_go.wait)
+    engine.workers[0]._storer.submit(let_go.wait)
     try:
         yield
     finally:

@@ -145,7 +145,7 @@ def test_what_is_no_deadline_is_refused_by_name_and_the_usual_one_holds(
         deadline_ms_of(with_deadline("a", stated), 0)
     engine = start(first_token_ms=700)
     engine.scheduler.on_new_request(with_deadline("a", stated))
-    within = engine.scheduler._tracked["a"].within
+    within = engine.scheduler._tracked["a"].deadline
     assert within is not None
     assert within.deadline_s == 0.7
     assert engine.scheduler.counted["bad_hints"] == 1

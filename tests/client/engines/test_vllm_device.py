@@ -28,13 +28,13 @@ from vllm_stand_ins import FakeRequest
 from vllm_steps import Engine
 
 from kvstore.client import Client
+from kvstore.client.chunk import Shard
 from kvstore.client.cuda import CudaClient
 from kvstore.client.engines.vllm import staging as vllm_copies
 from kvstore.client.engines.vllm import worker as vllm_worker
 from kvstore.client.engines.vllm.blocks import one_after_the_other, side_by_side
 from kvstore.client.engines.vllm.device import DeviceSide
 from kvstore.client.engines.vllm.identity import KVCacheShape
-from kvstore.client.rectangle import Rectangle
 from kvstore.codecs.paged import HostKernels
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.tiers.cpu import CpuTier
@@ -86,13 +86,13 @@ def test_engines_on_cpus_and_on_devices_share(start: Start) -> None:
 @pytest.mark.parametrize(
     "ranks",
     [
-        (Rectangle(kv_heads=((0, 1),)), Rectangle(kv_heads=((1, 2),))),
-        (Rectangle(layers=(0, 1)), Rectangle(layers=(1, 3))),
+        (Shard(kv_heads=((0, 1),)), Shard(kv_heads=((1, 2),))),
+        (Shard(layers=(0, 1)), Shard(layers=(1, 3))),
     ],
     ids=["tensor", "pipeline"],
 )
 def test_ranks_of_a_parallel_engine_store_and_load_their_shards(
-    start: Start, ranks: tuple[Rectangle, ...], monkeypatch: pytest.MonkeyPatch
+    start: Start, ranks: tuple[Shard, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start(ranks=ranks, client=CudaClient).run("a", PROMPT)
     engine = start(ranks=ranks, client=CudaClient)
@@ -299,7 +299,7 @@ def test_a_prompt_that_is_computed_before_anything_was_sent_is_stored_whole(
     monkeypatch.setattr(vllm_worker, "DEVICE_RING_BYTES", 1)  # two slots, the least
     engine, hold = start(queue_bytes=1, zeroes=True), threading.Event()
     (worker,) = engine.workers
-    worker._storer.do(hold.wait)
+    worker._storer.submit(hold.wait)
     prompt = prompt_tokens(6, 8 * CHUNK_TOKENS)
     request, blocks = FakeRequest("a", list(prompt)), engine.blocks(len(prompt))
     engine.scheduler.on_new_request(request)

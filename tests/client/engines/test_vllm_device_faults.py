@@ -27,8 +27,8 @@ from vllm_steps import QUEUE_BYTES, Engine, options
 from kvstore.cli.main import main
 from kvstore.client import Client, device_reads
 from kvstore.client.cuda import CudaClient, CudaTransport
+from kvstore.client.engines import base
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm import settings as vllm_settings
 from kvstore.client.engines.vllm import worker as vllm_watch
 from kvstore.client.engines.vllm.blocks import side_by_side
 from kvstore.client.engines.vllm.messages import LoadSpec, StepPlan
@@ -83,7 +83,7 @@ def interrupted(engine: PagedEngine, process: ServerProcess, then: Callable[[], 
             process.send_signal(signal.SIGSTOP)
         load(plan)
         if plan.loads:
-            assert eventually(lambda: worker._watch._is_loading)
+            assert eventually(lambda: worker._loading == 1 and worker._loader._work_queue.empty())
             time.sleep(0.05)  # its question is on the way
             then()
 
@@ -120,8 +120,7 @@ def test_a_server_that_is_killed_while_frames_come_costs_no_token(
     assert make(process.address, client).generate({"a": IDS}, NEW) == right
     engine = make(process.address, client)
     assert engine.worker is not None
-    watch, came = engine.worker._watch, []
-
+    came: list[bool] = []
     once = threading.Lock()  # several threads note what came
 
     def arrived() -> None:
@@ -129,7 +128,7 @@ def test_a_server_that_is_killed_while_frames_come_costs_no_token(
         if once.acquire(blocking=False):
             process.kill()
 
-    watch.note_arrival = arrived  # type: ignore[method-assign]
+    engine.worker._note_arrival = arrived  # type: ignore[method-assign]
     assert engine.generate({"a": IDS}, NEW) == right
     assert came
     lost = engine.worker.counted["lost_chunks"]
@@ -333,7 +332,7 @@ def test_why_an_engine_has_no_store_is_explained_by_a_server_that_comes_later_to
     process: ServerProcess, capsys: pytest.CaptureFixture[str], half: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(vllm_settings, "REPORT_EVERY_S", 0.1)
+    monkeypatch.setattr(base, "REPORT_EVERY_S", 0.1)
     process.kill()
     opts = replace(options(), transport="grpc", name="vllm-half")
     connector = Connector(Client(process.address, representation(), opts))
@@ -341,7 +340,7 @@ def test_why_an_engine_has_no_store_is_explained_by_a_server_that_comes_later_to
     side: Any
     if half is VllmScheduler:
         side = VllmScheduler(connector, SHAPE, refusal="state_layers")
-        side.report_refusal(reason)
+        connector.report_refusal(reason)
     else:
         side = VllmWorker(connector, SHAPE, QUEUE_BYTES)
         side.refuse(reason)

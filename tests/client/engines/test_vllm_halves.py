@@ -28,6 +28,7 @@ from vllm_stand_ins import FakeRequest, step
 from vllm_steps import QUEUE_BYTES, Engine, options
 
 from kvstore.client import Client
+from kvstore.client.chunk import Shard
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm import scheduler as vllm_scheduler
 from kvstore.client.engines.vllm import staging as vllm_copies
@@ -36,7 +37,6 @@ from kvstore.client.engines.vllm.blocks import BLOCK_LAYOUTS
 from kvstore.client.engines.vllm.messages import StepPlan
 from kvstore.client.engines.vllm.scheduler import VllmScheduler
 from kvstore.client.engines.vllm.settings import Role
-from kvstore.client.rectangle import Rectangle
 
 Start = Callable[..., Engine]
 
@@ -172,7 +172,7 @@ def test_a_request_preempted_while_it_is_stored_leaves_what_it_had_computed(star
     engine.scheduler.on_new_request(request)
     assert engine.matched(request) == 0
     worker, hold = engine.workers[0], threading.Event()
-    worker._storer.do(hold.wait)
+    worker._storer.submit(hold.wait)
     engine.step(request, blocks, 150)
     other = FakeRequest("b", prompt_tokens(5, 200))
     engine.scheduler.on_new_request(other)
@@ -209,11 +209,9 @@ def test_stores_beyond_the_queue_are_dropped_from_the_end_and_counted(start: Sta
     assert start().run("b", PROMPT) == 128
 
 
-@pytest.mark.parametrize(
-    "ranks", [(None,), (Rectangle(kv_heads=((0, 1),)), Rectangle(kv_heads=((1, 2),)))]
-)
+@pytest.mark.parametrize("ranks", [(None,), (Shard(kv_heads=((0, 1),)), Shard(kv_heads=((1, 2),)))])
 def test_what_any_rank_did_not_store_is_stored_when_it_is_computed_again(
-    start: Start, ranks: tuple[Rectangle | None, ...]
+    start: Start, ranks: tuple[Shard | None, ...]
 ) -> None:
     engine = start(ranks=ranks)
     engine.workers[-1]._queue_bytes = 1  # one chunk, the least
@@ -259,7 +257,7 @@ def test_the_batches_of_a_backlog_follow_each_other_without_a_pause(
     monkeypatch.setattr(vllm_worker, "time", SimpleNamespace(sleep=pauses.append))
     engine, hold = start(), threading.Event()
     (worker,) = engine.workers
-    worker._storer.do(hold.wait)
+    worker._storer.submit(hold.wait)
     for name in "ab":
         request = FakeRequest(name, prompt_tokens(ord(name), 200))
         engine.scheduler.on_new_request(request)
@@ -269,7 +267,7 @@ def test_the_batches_of_a_backlog_follow_each_other_without_a_pause(
     assert worker.settled(20.0)
     assert worker.counted["stored_chunks"] == 6
     assert len(pauses) == 1
-    assert eventually(lambda: worker._storer._work.empty())
+    assert eventually(lambda: worker._storer._work_queue.empty())
     engine.run("c", PROMPT[:CHUNK_TOKENS])
     assert len(pauses) == 2, "a pause before what nothing was sent before"
 

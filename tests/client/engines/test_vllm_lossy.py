@@ -16,12 +16,12 @@ from vllm_pages import BLOCK_TOKENS, HYBRID, SHAPE, SLIDING, representation
 from vllm_stand_ins import FakeRequest
 from vllm_steps import Engine
 
+from kvstore.client.chunk import Shard
 from kvstore.client.engines.vllm import scheduler as vllm_lossy
 from kvstore.client.engines.vllm.blocks import side_by_side
 from kvstore.client.engines.vllm.identity import KVCacheShape
 from kvstore.client.engines.vllm.messages import WorkerReport
 from kvstore.client.engines.vllm.settings import Role, VllmSettings
-from kvstore.client.rectangle import Rectangle
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import accuracy_tag
 from kvstore.proto.errors import InvalidRequestError
@@ -327,7 +327,7 @@ def test_ranks_of_which_one_read_lossy_have_read_lossy() -> None:
 
 @pytest.mark.usefixtures("lossy")
 def test_ranks_read_their_heads_of_lossy_copies_and_store_nothing_behind_them(start: Start) -> None:
-    ranks = [Rectangle.of_rank(representation(), rank, 2, None) for rank in range(2)]
+    ranks = [Shard.of_rank(representation(), rank, 2, None) for rank in range(2)]
     assert begin(start(ranks=ranks), "a") == (128, [])
 
 

@@ -11,23 +11,23 @@ from vllm_pages import SHAPE, representation
 from vllm_stand_ins import FakeRequest, step
 from vllm_steps import Engine
 
+from kvstore.client.chunk import Shard
 from kvstore.client.engines.vllm.messages import WorkerReport
-from kvstore.client.rectangle import Rectangle
 
 Start = Callable[[str], Engine]
 
 PROMPT = prompt_tokens(1, 200)
 
 
-def ranks(tensor: int, *stages: tuple[int, int]) -> list[Rectangle | None]:
+def ranks(tensor: int, *stages: tuple[int, int]) -> list[Shard | None]:
     return [
-        Rectangle.of_rank(representation(), rank, tensor, layers)
+        Shard.of_rank(representation(), rank, tensor, layers)
         for layers in stages or (None,)
         for rank in range(tensor)
     ]
 
 
-ENGINES: dict[str, list[Rectangle | None]] = {
+ENGINES: dict[str, list[Shard | None]] = {
     "one": [None],
     "tp2": ranks(2),
     "tp4": ranks(4),

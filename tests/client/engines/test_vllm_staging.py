@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -24,30 +22,22 @@ from vllm_pages import (
     writer,
 )
 
-from kvstore.client.engines.vllm import staging as vllm_page_copy
 from kvstore.client.engines.vllm.blocks import BLOCK_LAYOUTS, BlockLayout, EnginePages
 from kvstore.client.engines.vllm.identity import KVCacheShape, LayerRef
-from kvstore.client.engines.vllm.staging import BlockGather, Staged, StagingFile
+from kvstore.client.engines.vllm.staging import BlockGather, Staged
 from kvstore.client.tensors import to_arrays
 from kvstore.codecs.block_part import BlockPart, to_dense
 from kvstore.codecs.block_stack import BlockStack
 from kvstore.codecs.raw import RawCodec
-from kvstore.proto.errors import LayoutMismatchError, TierUnavailableError
+from kvstore.proto.errors import LayoutMismatchError
 from kvstore.proto.frame import FLAG_UNSUMMED, FrameTemplate, raw_frame_bytes
 from kvstore.proto.types import ROOT, ChunkKey, KVLayout
 
 TOKENS = list(range(64))
 
 
-@pytest.fixture
-def file() -> Iterator[StagingFile]:
-    file = StagingFile()
-    yield file
-    file.close()
-
-
 @pytest.mark.parametrize("heads", [HEADS, HEADS + 1])
-def test_a_copy_keeps_what_the_blocks_had(file: StagingFile, heads: int) -> None:
+def test_a_copy_keeps_what_the_blocks_had(heads: int) -> None:
     """Of heads that lie among others too, which no single call can copy."""
     registered = {
         name: torch.zeros(48, heads, BLOCK_TOKENS, 2 * HEAD_DIM)[:, :HEADS]
@@ -55,7 +45,7 @@ def test_a_copy_keeps_what_the_blocks_had(file: StagingFile, heads: int) -> None
     }
     compute(registered, BLOCK_LAYOUTS[0], TOKENS, [5, 2])
     pages = EnginePages.of(SHAPE, registered, writer(BLOCK_LAYOUTS[0]))
-    copied = BlockGather(pages, 2, file).take([[5, 2]])
+    copied = BlockGather(pages, 2).take([[5, 2]])
     assert copied is not None
     for whole in registered.values():
         whole.zero_()
@@ -73,15 +63,13 @@ def kv(position: int, layer: int) -> torch.Tensor:
     return kv_of(TOKENS[position], position, layer)[0]
 
 
-def test_a_copy_has_the_last_blocks_of_a_window_each_from_the_table_of_its_layer(
-    file: StagingFile,
-) -> None:
+def test_a_copy_has_the_last_blocks_of_a_window_each_from_the_table_of_its_layer() -> None:
     registered = empty_pages(shape=HYBRID)
     tables = [[0, 2], [0, 9], [5, 7]]
     compute(registered, BLOCK_LAYOUTS[0], TOKENS, tables, shape=HYBRID)
-    copied = BlockGather(
-        EnginePages.of(HYBRID, registered, writer(BLOCK_LAYOUTS[0])), 2, file
-    ).take(tables)
+    copied = BlockGather(EnginePages.of(HYBRID, registered, writer(BLOCK_LAYOUTS[0])), 2).take(
+        tables
+    )
     assert copied is not None
     assert copied.has_windows
     for layer, number in ((0, 0), (1, 2)):
@@ -90,9 +78,9 @@ def test_a_copy_has_the_last_blocks_of_a_window_each_from_the_table_of_its_layer
     assert tensor_of(copied, 1, 0).shape == (HEADS, 64, HEAD_DIM)
 
 
-def test_a_window_that_the_engine_gave_up_is_left_out_of_a_copy(file: StagingFile) -> None:
+def test_a_window_that_the_engine_gave_up_is_left_out_of_a_copy() -> None:
     registered = empty_pages(shape=HYBRID)
-    gather = BlockGather(EnginePages.of(HYBRID, registered, writer(BLOCK_LAYOUTS[0])), 2, file)
+    gather = BlockGather(EnginePages.of(HYBRID, registered, writer(BLOCK_LAYOUTS[0])), 2)
     copied = gather.take([[1, 2], [3, 0], [5, 7]])
     assert copied is not None
     assert not copied.has_windows
@@ -102,22 +90,22 @@ def test_a_window_that_the_engine_gave_up_is_left_out_of_a_copy(file: StagingFil
     assert copied.has_windows
 
 
-def test_where_one_window_of_two_is_gone_both_are_left_out(file: StagingFile) -> None:
+def test_where_one_window_of_two_is_gone_both_are_left_out() -> None:
     """A chunk has the windows of all layers or of none."""
     window, full = HYBRID.groups
     wide = replace(window, window_tokens=97, layers=(LayerRef("model.layers.3.attn", 3, 3),))
     shape = replace(HYBRID, groups=(window, wide, full))
     pages = EnginePages.of(shape, empty_pages(shape=shape), writer(BLOCK_LAYOUTS[0]))
-    copied = BlockGather(pages, 2, file).take([[1, 2], [3, 4], [5, 7], [0, 9]])
+    copied = BlockGather(pages, 2).take([[1, 2], [3, 4], [5, 7], [0, 9]])
     assert copied is not None
     assert not copied.has_windows
     assert len(copied.tensors) == 1
 
 
-def test_of_layers_that_keep_windows_only_nothing_is_left_without_them(file: StagingFile) -> None:
+def test_of_layers_that_keep_windows_only_nothing_is_left_without_them() -> None:
     pages = EnginePages.of(SLIDING, empty_pages(shape=SLIDING), writer(BLOCK_LAYOUTS[0]))
-    assert not BlockGather(pages, 2, file).take([[0, 7]])
-    assert BlockGather(pages, 2, file).take([[3, 7]])
+    assert not BlockGather(pages, 2).take([[0, 7]])
+    assert BlockGather(pages, 2).take([[3, 7]])
 
 
 def noise(shape: KVCacheShape) -> dict[str, torch.Tensor]:
@@ -131,13 +119,12 @@ def noise(shape: KVCacheShape) -> dict[str, torch.Tensor]:
     (SHAPE, [[5, 2]]), (LATENT, [[4, 9]]), (HYBRID, [[1, 2], [3, 4], [5, 7]]), (SLIDING, [[6, 5]]),
 ], ids=["full", "latent", "hybrid", "sliding"])  # fmt: skip
 def test_a_frame_of_a_copy_is_that_of_its_tensors(
-    file: StagingFile,
     shape: KVCacheShape,
     tables: list[list[int]],
     packing: BlockLayout,
     flags: int,
 ) -> None:
-    copied = BlockGather(EnginePages.of(shape, noise(shape), writer(packing)), 2, file).take(tables)
+    copied = BlockGather(EnginePages.of(shape, noise(shape), writer(packing)), 2).take(tables)
     assert copied is not None
     layout = KVLayout.of(representation(shape=shape), 64)
     template = FrameTemplate(
@@ -151,36 +138,38 @@ def test_a_frame_of_a_copy_is_that_of_its_tensors(
     assert np.array_equal(*frames)
 
 
-def test_more_blocks_than_the_kernel_takes_at_once_are_all_copied(
-    file: StagingFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm_page_copy, "MOST_PIECES", 4)
-    registered = noise(SHAPE)
-    pages = EnginePages.of(SHAPE, registered, writer(BLOCK_LAYOUTS[1]))
-    copied = BlockGather(pages, 2, file).take([[5, 2]])
+def test_blocks_of_no_whole_units_are_copied_too() -> None:
+    registered = {
+        name: torch.randn(8, HEADS, BLOCK_TOKENS, 2 * HEAD_DIM)[..., : HEAD_DIM + 8]
+        for name in empty_pages()
+    }
+    thin = {name: pages[:, :1] for name, pages in registered.items()}
+    shape = replace(SHAPE, groups=(replace(SHAPE.groups[0], kv_heads=1),))
+    copied = BlockGather(EnginePages.of(shape, thin, writer(BLOCK_LAYOUTS[1])), 2).take([[5, 2]])
+    assert copied is not None
+    expected = thin[SHAPE.groups[0].layers[1].name][[5, 2], :, :, :HEAD_DIM].permute(1, 0, 2, 3)
+    assert torch.equal(tensor_of(copied, 0, 1), expected.reshape(1, 64, HEAD_DIM))
+
+
+def test_blocks_whose_heads_lie_behind_their_tokens_are_copied_as_they_lie() -> None:
+    registered = {
+        name: torch.randn(8, BLOCK_TOKENS, HEADS, 2 * HEAD_DIM).transpose(1, 2)
+        for name in empty_pages()
+    }
+    copied = BlockGather(EnginePages.of(SHAPE, registered, writer(BLOCK_LAYOUTS[1])), 2).take(
+        [[5, 2]]
+    )
     assert copied is not None
     for layer, name in enumerate(sorted(registered)):
         expected = registered[name][[5, 2], :, :, :HEAD_DIM].permute(1, 0, 2, 3)
         assert torch.equal(tensor_of(copied, 0, layer), expected.reshape(HEADS, 64, HEAD_DIM))
 
 
-def test_a_copy_that_ends_early_is_an_error(
-    file: StagingFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copied = BlockGather(EnginePages.of(SHAPE, noise(SHAPE), writer(BLOCK_LAYOUTS[0])), 2, file)
-    write = os.pwritev
-    monkeypatch.setattr(os, "pwritev", lambda at, pieces, start: write(at, pieces[:-1], start))
-    with pytest.raises(OSError, match="were copied"):
-        copied.take([[5, 2]])
-
-
-def test_without_files_in_memory_there_are_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> int:
-        raise OSError("not here")
-
-    monkeypatch.setattr(os, "memfd_create", fails)
-    with pytest.raises(TierUnavailableError, match="no file in memory: not here"):
-        StagingFile()
+@pytest.mark.parametrize("block", [-1, 48])
+def test_a_block_that_the_pages_do_not_have_is_an_error(block: int) -> None:
+    pages = EnginePages.of(SHAPE, empty_pages(), writer(BLOCK_LAYOUTS[0]))
+    with pytest.raises(LayoutMismatchError, match="no such block"):
+        BlockGather(pages, 2).take([[1, block]])
 
 
 def test_layers_of_unlike_parts_are_no_stack() -> None:

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm import worker as vllm_watch
 from kvstore.client.engines.vllm.blocks import BLOCK_LAYOUTS
 from kvstore.client.engines.vllm.messages import LoadSpec, StepPlan
-from kvstore.client.engines.vllm.worker import HangMonitor, VllmWorker
+from kvstore.client.engines.vllm.worker import VllmWorker
 from kvstore.client.options import ClientOptions
 from kvstore.client.session import hangs, is_runnable, is_silent, peer_pid
 from kvstore.proto.types import ChainDigest
@@ -303,7 +304,7 @@ def test_a_server_whose_second_answer_comes_is_not_silent() -> None:
 
 
 class Asked:
-    """What a watch asks; answers are given beforehand."""
+    """What stands in for ``Client.end_if_hung``; answers are given beforehand."""
 
     def __init__(self, *answers: bool) -> None:
         self.answers = list(answers)
@@ -318,36 +319,52 @@ class Asked:
         return answer
 
 
-def test_it_asks_again_until_the_load_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def reading(engine: Engine, monkeypatch: pytest.MonkeyPatch, read: Callable[..., int]) -> None:
+    """Have a load of 192 tokens read by *read*, and wait until it is over."""
+    engine.run("stored", PROMPT)
+    monkeypatch.setattr(engine.workers[0]._connector, "read_into", read)
+    request = FakeRequest("read", PROMPT)
+    assert engine.matched(request) == 192
+    engine.load(request, engine.blocks(200), 192)
+
+
+def test_it_asks_again_until_the_load_is_over(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vllm_watch, "AGAIN_S", 0.01)
-    asked = Asked(False, False, True)
-    watch = HangMonitor(asked)
-    with watch.over():
+    asked, engine = Asked(False, False, True), Engine(server.address)
+    monkeypatch.setattr(Client, "end_if_hung", asked.__call__)
+
+    def silent(*_: object) -> int:
         assert asked.ended.wait(20.0)
+        return 3
+
+    reading(engine, monkeypatch, silent)
     assert asked.count == 3
-    watch.close()
+    engine.close()
 
 
-def test_what_brings_something_all_the_time_is_not_asked_about() -> None:
-    asked = Asked()
-    watch = HangMonitor(asked)
-    looks = 0
+def test_what_brings_something_all_the_time_is_not_asked_about(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, engine, looks = Asked(), Engine(server.address), 0
+    monkeypatch.setattr(Client, "end_if_hung", asked.__call__)
 
-    class Arriving(threading.Condition):
+    def arriving(loads: Sequence[Any], within_s: float) -> Any:
         """Something comes whenever it is waited for."""
+        nonlocal looks
+        looks += 1
+        engine.workers[0]._note_arrival()
+        return wait(loads, within_s)
 
-        def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-            nonlocal looks
-            if timeout is not None:
-                looks += 1
-                watch.note_arrival()
-            return super().wait_for(predicate, timeout)
-
-    watch._changed = Arriving()
-    with watch.over():
+    def read(*_: object) -> int:
         assert eventually(lambda: looks >= 20)
+        return 3
+
+    monkeypatch.setattr(vllm_watch, "wait", arriving)
+    reading(engine, monkeypatch, read)
     assert asked.count == 0
-    watch.close()
+    engine.close()
 
 
 def test_loads_behind_one_that_came_short_wait_no_deadline_more(server: LocalServer) -> None:
@@ -367,7 +384,7 @@ def test_loads_behind_one_that_came_short_wait_no_deadline_more(server: LocalSer
             client.delete(keys=client.keys(prompt)[1:3])
         before = worker.counted["lost_chunks"]
         engine.scheduler.on_alloc(request, 192, [engine.blocks(200)])
-        worker._loader.do(let_go.wait)
+        worker._loader.submit(let_go.wait)
         worker.load(engine.scheduler.build_plan(step(), lambda _: []))
         waited_s[0] += late_s
         let_go.set()

@@ -63,6 +63,7 @@ def test_nodes_find_what_lies_in_each_others_memory_until_it_is_deleted(
 def test_status_and_metrics_show_the_nodes_that_are_seen(pair: list[LocalServer]) -> None:
     first, second = pair
     reply = fetch_status(f"127.0.0.1:{first.node.port}")
+    assert reply.directory is not None
     (seen,) = reply.directory.nodes
     assert (seen.node_id, seen.grpc_address) == ("b", f"127.0.0.1:{second.node.port}")
     assert seen.incarnation == directory_of(second).me.incarnation
@@ -76,7 +77,7 @@ def test_status_and_metrics_show_the_nodes_that_are_seen(pair: list[LocalServer]
 
 def test_server_without_a_directory_shows_none(server: LocalServer) -> None:
     reply = fetch_status(f"127.0.0.1:{server.node.port}")
-    assert not reply.HasField("directory")
+    assert reply.directory is None
     assert status_as_dict("x", reply, Rates(0.0))["directory"] is None
 
 

@@ -29,7 +29,7 @@ from kvstore.proto.frame import (
 )
 from kvstore.proto.keys import chain_digest, chunk_key, tokens_le32
 from kvstore.proto.plans import Hints
-from kvstore.proto.types import ROOT, ChunkInfo, ChunkKey, KVLayout, PutOutcome, Shard
+from kvstore.proto.types import ROOT, ChunkInfo, ChunkKey, ChunkShard, KVLayout, PutOutcome
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.parallel_writes import ChunkPart, PartTicket
 from kvstore.server.store.reservations import PutResult
@@ -75,7 +75,7 @@ class Writers:
     def begin(
         self,
         session: Session,
-        shard: Shard,
+        shard: ChunkShard,
         number: int = 0,
         *,
         is_streamed: bool = False,
@@ -88,7 +88,7 @@ class Writers:
         assert isinstance(begun, PartTicket | PutResult)
         return begun
 
-    def frame(self, shard: Shard, number: int = 0, **changes: object) -> Bytes:
+    def frame(self, shard: ChunkShard, number: int = 0, **changes: object) -> Bytes:
         return shard_frame(replace(self.template(number), **changes), WIDE, shard)  # type: ignore[arg-type]
 
     def finish(self, ticket: PartTicket | PutResult, frame: Bytes) -> PutOutcome:
@@ -97,7 +97,7 @@ class Writers:
         claimed = self.writes.claim(ticket.session, ticket.ticket_id)
         return self.writes.commit(claimed, frame=frame).outcome
 
-    def put(self, session: Session, shard: Shard, number: int = 0) -> PutOutcome:
+    def put(self, session: Session, shard: ChunkShard, number: int = 0) -> PutOutcome:
         return self.finish(self.begin(session, shard, number), self.frame(shard, number))
 
     def found(self, number: int = 0) -> tuple[int, int]:
@@ -137,7 +137,7 @@ def writers() -> Iterator[Writers]:
     ids=["pipeline", "tensor", "overlap", "corners"],
 )
 def test_a_chunk_is_pending_until_its_last_shard_and_then_what_one_writer_puts(
-    writers: Writers, shards: tuple[Shard, ...]
+    writers: Writers, shards: tuple[ChunkShard, ...]
 ) -> None:
     *first, last = shards
     for shard in first:

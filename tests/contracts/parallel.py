@@ -1,4 +1,4 @@
-"""What every Transport promises of rectangles and of lookups that wait. A part of its suite."""
+"""What every Transport promises of shards and of lookups that wait. A part of its suite."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from prompts import assert_reads, chunks_of, equal, keys_of, outcomes, tensors_of
 from shards import TWO_GROUPS, WIDE, part_of, slices
 
-from kvstore.client import Chunk, Client, Rectangle
+from kvstore.client import Chunk, Client, Shard
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
 from kvstore.proto.plans import Hints
@@ -21,19 +21,19 @@ Connect = Callable[..., Client]
 LAYOUT = KVLayout.of(TWO_GROUPS, 16)
 
 
-def put(client: Client, chunks: list[Chunk], rectangle: Rectangle) -> set[PutOutcome]:
-    """Put what *rectangle* has of whole *chunks*; return what became of them."""
+def put(client: Client, chunks: list[Chunk], shard: Shard) -> set[PutOutcome]:
+    """Put what *shard* has of whole *chunks*; return what became of them."""
     layout = KVLayout.of(client.model, 16)
-    shard = rectangle.shard(client.model, layout)
-    puts = client.put_chunks([part_of(chunk, shard) for chunk in chunks], rectangle=rectangle)
+    part = shard.in_chunk(client.model, layout)
+    puts = client.put_chunks([part_of(chunk, part) for chunk in chunks], shard=shard)
     assert len(puts) == len(chunks)
     return {one.outcome for one in puts}
 
 
-def ranks_of(tensor: int, stages: list[tuple[int, int]]) -> list[Rectangle]:
-    """Return the rectangles of an engine of so many heads' ranks and these pipeline stages."""
+def ranks_of(tensor: int, stages: list[tuple[int, int]]) -> list[Shard]:
+    """Return the shards of an engine of so many heads' ranks and these pipeline stages."""
     return [
-        Rectangle.of_rank(TWO_GROUPS, rank, tensor, layers)
+        Shard.of_rank(TWO_GROUPS, rank, tensor, layers)
         for layers in stages
         for rank in range(tensor)
     ]
@@ -49,7 +49,7 @@ ENGINES = [
 no latent layer."""
 
 
-class RectanglesContract:
+class ParallelContract:
     """See TransportContract, which brings the fixtures."""
 
     @pytest.mark.parametrize("writers", range(4), ids=["tp1", "tp2", "tp3pp2", "tp8pp2"])
@@ -59,16 +59,16 @@ class RectanglesContract:
         clients = [connect(TWO_GROUPS) for _ in range(2)]
         keys = keys_of(clients[0], 1, 2)
         chunks = chunks_of(clients[0], keys)
-        for number, rectangle in enumerate(ENGINES[writers]):
-            found = put(clients[number % 2], chunks, rectangle)
+        for number, shard in enumerate(ENGINES[writers]):
+            found = put(clients[number % 2], chunks, shard)
             assert found <= {PutOutcome.pending, PutOutcome.stored, PutOutcome.exists}
         assert_reads(clients[0], keys)
         for readers in ENGINES:
-            for rectangle in readers:
-                shard = rectangle.shard(TWO_GROUPS, LAYOUT)
-                room = [empty_tensors(shard.layout) for _ in keys]
-                assert len(clients[1].get_chunks(keys, room, rectangle=rectangle)) == 2
-                wanted = [slices(chunk.tensors, shard) for chunk in chunks]  # type: ignore[arg-type]
+            for shard in readers:
+                part = shard.in_chunk(TWO_GROUPS, LAYOUT)
+                room = [empty_tensors(part.layout) for _ in keys]
+                assert len(clients[1].get_chunks(keys, room, shard=shard)) == 2
+                wanted = [slices(chunk.tensors, part) for chunk in chunks]  # type: ignore[arg-type]
                 assert all(map(equal, room, wanted))
 
     def test_chunks_are_pending_until_the_last_rank_has_put_its_part(
@@ -77,7 +77,7 @@ class RectanglesContract:
         client = connect(WIDE)
         keys = keys_of(client, 1, 2)
         chunks = chunks_of(client, keys)
-        ranks = [Rectangle.of_rank(WIDE, rank, 2) for rank in range(2)]
+        ranks = [Shard.of_rank(WIDE, rank, 2) for rank in range(2)]
         assert put(client, chunks, ranks[0]) == {PutOutcome.pending}
         match = client.lookup(keys=keys)
         assert (match.ready, match.pending) == (0, 2)
@@ -90,7 +90,7 @@ class RectanglesContract:
         client = connect(TWO_GROUPS)
         keys = keys_of(client, 1, 1)
         outcomes(client, chunks_of(client, keys))
-        shard = Rectangle((1, 5), ((1, 3),)).shard(TWO_GROUPS, LAYOUT)
+        shard = Shard((1, 5), ((1, 3),)).in_chunk(TWO_GROUPS, LAYOUT)
         with client.lease(keys=keys) as lease:
             view = lease.view(0)
             if client.transport_name == "shm":
@@ -99,14 +99,14 @@ class RectanglesContract:
             else:
                 assert view is None
 
-    def test_tensors_that_are_not_of_the_rectangle_are_refused_before_anything_is_sent(
+    def test_tensors_that_are_not_of_the_shard_are_refused_before_anything_is_sent(
         self, connect: Connect
     ) -> None:
         client = connect(WIDE)
         (chunk,) = chunks_of(client, keys_of(client, 1, 1))
-        for rectangle in (Rectangle((0, 2)), Rectangle((5, 6)), Rectangle(kv_heads=((0, 5),))):
+        for shard in (Shard((0, 2)), Shard((5, 6)), Shard(kv_heads=((0, 5),))):
             with pytest.raises(LayoutMismatchError):
-                client.put_chunks([chunk], rectangle=rectangle)
+                client.put_chunks([chunk], shard=shard)
         assert client.lookup(keys=[chunk.key]).pending == 0
 
     def test_facts_that_contradict_another_ranks_are_refused_by_name(
@@ -114,7 +114,7 @@ class RectanglesContract:
     ) -> None:
         client = connect(WIDE)
         (chunk,) = chunks_of(client, keys_of(client, 1, 1))
-        top, rest = Rectangle((0, 1)), Rectangle((1, 3))
+        top, rest = Shard((0, 1)), Shard((1, 3))
         assert put(client, [chunk], top) == {PutOutcome.pending}
         with pytest.raises(InvalidRequestError, match="position"):
             put(client, [replace(chunk, position=16)], rest)
@@ -145,10 +145,10 @@ class RectanglesContract:
         asked.wait()
         hints = Hints(handover_ms=60_000)
         for rank in range(2):
-            rectangle = Rectangle.of_rank(WIDE, rank, 2)
-            shard = rectangle.shard(WIDE, KVLayout.of(WIDE, 16))
-            parts = [part_of(chunk, shard) for chunk in chunks]
-            prefill.put_chunks(parts, hints=hints, rectangle=rectangle)
+            shard = Shard.of_rank(WIDE, rank, 2)
+            part = shard.in_chunk(WIDE, KVLayout.of(WIDE, 16))
+            parts = [part_of(chunk, part) for chunk in chunks]
+            prefill.put_chunks(parts, hints=hints, shard=shard)
         thread.join()
         assert answers == [2]
         assert_reads(decode, keys)

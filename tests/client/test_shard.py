@@ -1,4 +1,4 @@
-"""Rectangles: which layers and heads a rank has, in the model's own numbers."""
+"""Shards: which layers and heads a rank has, in the model's own numbers."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shards import TWO_GROUPS, WIDE
 
-from kvstore.client import Rectangle
+from kvstore.client import Shard
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
-from kvstore.proto.types import Extent, KVLayout, Shard
+from kvstore.proto.types import ChunkShard, Extent, KVLayout
 
 LAYOUT = KVLayout.of(TWO_GROUPS, 16)
 
 
 def test_layers_are_the_models_and_a_single_span_of_heads_is_not_of_latents() -> None:
     # Layers 0, 2, 5 are attention, 1, 3, 4 are latent.
-    assert Rectangle((1, 5), ((1, 3),)).shard(TWO_GROUPS, LAYOUT) == Shard(
+    assert Shard((1, 5), ((1, 3),)).in_chunk(TWO_GROUPS, LAYOUT) == ChunkShard(
         LAYOUT, (Extent(1, 2, 1, 3), Extent(0, 3, 0, 1))
     )
-    assert Rectangle((2, 3)).shard(TWO_GROUPS, LAYOUT).extents == (Extent(1, 2, 0, 4), None)
-    assert Rectangle().shard(TWO_GROUPS, LAYOUT).is_whole
+    assert Shard((2, 3)).in_chunk(TWO_GROUPS, LAYOUT).extents == (Extent(1, 2, 0, 4), None)
+    assert Shard().in_chunk(TWO_GROUPS, LAYOUT).is_whole
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_layers_are_the_models_and_a_single_span_of_heads_is_not_of_latents() ->
 def test_ranks_share_heads_evenly_or_have_the_same(
     ranks: int, spans: list[tuple[int, int]]
 ) -> None:
-    found = [Rectangle.of_rank(TWO_GROUPS, rank, ranks).kv_heads for rank in range(ranks)]
+    found = [Shard.of_rank(TWO_GROUPS, rank, ranks).kv_heads for rank in range(ranks)]
     assert [heads for heads, _ in found] == spans
     assert {latent for _, latent in found} == {(0, 1)}
 
@@ -47,7 +47,7 @@ def test_the_ranks_of_any_engine_cover_the_model(ranks: int, cut: int) -> None:
     covered = set()
     for layers in ((0, cut), (cut, 3)):
         for rank in range(ranks):
-            (one,) = Rectangle.of_rank(WIDE, rank, ranks, layers).shard(WIDE, layout).extents
+            (one,) = Shard.of_rank(WIDE, rank, ranks, layers).in_chunk(WIDE, layout).extents
             assert one is not None
             covered |= {
                 (layer, head)
@@ -60,19 +60,19 @@ def test_the_ranks_of_any_engine_cover_the_model(ranks: int, cut: int) -> None:
 def test_spans_that_are_none_are_refused() -> None:
     for layers in ((2, 2), (-1, 2)):
         with pytest.raises(InvalidRequestError, match="layers"):
-            Rectangle(layers)
+            Shard(layers)
     with pytest.raises(InvalidRequestError, match="kv_heads"):
-        Rectangle(kv_heads=((3, 1),))
+        Shard(kv_heads=((3, 1),))
     for rank in (2, -1):
         with pytest.raises(InvalidRequestError, match="rank"):
-            Rectangle.of_rank(WIDE, rank, 2)
+            Shard.of_rank(WIDE, rank, 2)
 
 
 @pytest.mark.parametrize(
-    "rectangle",
-    [Rectangle((6, 9)), Rectangle(kv_heads=((0, 5),)), Rectangle(kv_heads=((0, 1),) * 3)],
+    "shard",
+    [Shard((6, 9)), Shard(kv_heads=((0, 5),)), Shard(kv_heads=((0, 1),) * 3)],
     ids=["layers", "heads", "groups"],
 )
-def test_what_is_outside_the_model_is_refused(rectangle: Rectangle) -> None:
+def test_what_is_outside_the_model_is_refused(shard: Shard) -> None:
     with pytest.raises(LayoutMismatchError):
-        rectangle.shard(TWO_GROUPS, LAYOUT)
+        shard.in_chunk(TWO_GROUPS, LAYOUT)
