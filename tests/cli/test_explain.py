@@ -19,7 +19,7 @@ from redis_process import free_port
 from kvstore.cli.explain import read_tokens
 from kvstore.cli.main import main
 from kvstore.client import ClientOptions
-from kvstore.client.resolving import ResolveTerms
+from kvstore.client.segments import SegmentQuery
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.messages import as_message
@@ -245,11 +245,11 @@ def test_why_prompts_were_blended_or_not_is_told_by_model_and_tag(
     client = server.connect()
     prompt, ranges = prompt_of(HEAD, DOCUMENT)
     for _ in range(3):
-        client.resolve(prompt, ranges, ResolveTerms(tag="chat")).release()
+        client.find_segments(prompt, ranges, SegmentQuery(tag="chat")).release()
     for agreement in [0.0] * TRIALS + [1.0] * TRIALS:
         shadow = pb.ShadowResult(agreement=agreement, tokens=64)
         client.report_reuse(pb.ReportReuseRequest(tag="rag", ratio=0.5, shadow=shadow))
-    client.resolve(prompt, ranges, ResolveTerms(tag="rag")).release()
+    client.find_segments(prompt, ranges, SegmentQuery(tag="rag")).release()
     found = {gate["tag"]: gate for gate in as_json(explain, "--recent", "4")["gates"]}
     assert {gate["model"] for gate in found.values()} == {SMALL.model_id}
     chat, rag = found["chat"], found["rag"]
