@@ -6,6 +6,7 @@ Heavy imports wait until a command needs them: gRPC and rich take longer than mo
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -41,7 +42,9 @@ CODES = {
     EXIT_USAGE: "wrong usage or configuration",
     EXIT_STORE: "the server answered with an error, or not at all",
 }
-DEFAULT_ADDRESS = "127.0.0.1:7420"
+DEFAULT_PORT = 7420
+DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
+_ADDRESS = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]\s:]+)(?::([0-9]{1,6}))?")
 DEADLINE_MS = 2000
 ANSWER_S = 0.5
 """What a server has to say that it is there, once it was late."""
@@ -110,14 +113,12 @@ def server_address() -> str:
     text = str((_given.get() or {}).get("address", DEFAULT_ADDRESS))
     if text.startswith("unix:") or "//" in text:
         return text
-    host, colon, port = text.rpartition(":")
-    if not colon or (text.startswith("[") and text.endswith("]")):
-        host, port = text, DEFAULT_ADDRESS.rpartition(":")[2]
-    if not (port.isascii() and port.isdecimal() and 0 < int(port) <= MAX_PORT):
-        raise InvalidRequestError("address", text, f"the port is a number, 1 to {MAX_PORT}")
-    if not host or " " in host or (":" in host and not host.startswith("[")):
-        raise InvalidRequestError("address", text, "write HOST, HOST:PORT or [IPV6]:PORT")
-    return f"{host}:{port}"
+    found = _ADDRESS.fullmatch(text)
+    port = int(found[2] or DEFAULT_PORT) if found else 0
+    if not found or not 0 < port <= MAX_PORT:
+        fix = f"write HOST, HOST:PORT or [IPV6]:PORT; the port is a number, 1 to {MAX_PORT}"
+        raise InvalidRequestError("address", text, fix)
+    return f"{found[1]}:{port}"
 
 
 def given_access() -> Access:
