@@ -220,17 +220,20 @@ def confirm(question: str) -> None:
 # --- commands
 
 SECTIONS = ("Look", "Change", "Measure", "Administer", "Commands")
-REMOVED = {"top": "use kvstore status --watch"}
+REMOVED = {"top": "kvstore status --watch", "explain --spaces": "kvstore ls --spaces"}
+"""Commands and options that are gone, and what to type instead."""
 
 
 class Commands(TyperGroup):
     """Lists commands by section, and names what replaces those that were removed."""
 
     @override
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in REMOVED and not ctx.resilient_parsing:
-            fail(f"{cmd_name}: there is no such command any more; {REMOVED[cmd_name]}", EXIT_USAGE)
-        return super().get_command(ctx, cmd_name)
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        for old, new in REMOVED.items():
+            name, *flags = old.split()
+            if args[0] == name and set(flags) <= set(args) and not ctx.resilient_parsing:
+                fail(f"{old} was removed: use {new}", EXIT_USAGE)
+        return super().resolve_command(ctx, args)
 
     @override
     def format_commands(self, ctx: Any, formatter: Any) -> None:
