@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from inspect import Parameter
@@ -179,9 +179,15 @@ def number(text: str, least: int | None = None, most: int | None = None) -> Any:
     return Option(metavar="N", help=text, min=least, max=most)
 
 
-def file(text: str) -> Any:
+def path(text: str) -> Any:
     """Return an option that is a file."""
     return Option(metavar="FILE", help=text)
+
+
+def chosen(text: str, names: Sequence[str]) -> Any:
+    """Return an option that is some of *names*, with commas between them."""
+    text = f"{text}: {', '.join(names)}, with commas."
+    return Option(metavar="NAMES", help=text, autocompletion=completes(*names))
 
 
 def size(text: str, *flags: str) -> Any:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from kvstore.cli.app import AsJson, ask, call, command, connected, file, number
+from kvstore.cli.app import AsJson, ask, call, command, connected, number, path
 from kvstore.cli.output import Grid, as_dict, show
 from kvstore.cli.selection import (
     DEADLINE_MS,
     DIGEST_DIGITS,
     KEY_DIGITS,
     ModelFile,
+    Namespace,
     Selection,
     check_digits,
     fetch_namespaces,
@@ -38,27 +39,23 @@ _BOTH = f"{DIGEST_DIGITS} of a digest, {KEY_DIGITS} of a key"
 def explain(  # noqa: PLR0913 - each is an option
     address: str,
     model: ModelFile = None,
-    namespace: Annotated[
-        str | None,
-        Option(metavar="HEX", help="Namespace of the chunks, or a prefix; on the server's host."),
-    ] = None,
-    tokens: Annotated[Path | None, file("Token ids of a prompt.")] = None,
-    keys: Annotated[
-        list[str] | None,
-        Option(metavar="HEX", help="Key or digest, or a unique prefix; repeatable."),
-    ] = None,
+    namespace: Namespace = "",
+    tokens: Annotated[Path | None, path("Token ids of a prompt.")] = None,
+    keys: Annotated[list[str] | None, Option(metavar="HEX", help="Key, digest or prefix.")] = None,
     chunk_tokens: Annotated[int, number("Tokens of the engine's chunks.")] = 256,
     extra: Annotated[
-        list[str] | None,
-        Option(metavar="HEX", help="What else names the prompt, such as its salt."),
+        list[str] | None, Option(metavar="HEX", help="Cache salt or image hash.")
     ] = None,
     recent: Annotated[int, number("The last N misses, and the engines' counts.", 0)] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Explain why a prompt's chunks are hits or misses, or the latest misses."""
+    """Explain why a prompt's chunks are hits or misses, or the latest misses.
+
+    Without --model-representation it is answered on the server's host only.
+    """
     if (tokens is not None) + bool(keys) + bool(recent) != 1:
         raise InvalidRequestError("explain", "", "give one of --tokens, --keys and --recent")
-    selection = Selection(address, namespace or "", model)
+    selection = Selection(address, namespace, model)
     if recent:
         reply = call(address, "Explain", DEADLINE_MS, recent=recent)
     elif tokens is not None:
