@@ -50,6 +50,7 @@ MAX_PORT = 65_535
 Command = TypeVar("Command", bound=Callable[..., None])
 
 AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
+Yes = Annotated[bool, Option("--yes", "-y", help="Do not ask first.")]
 
 
 def fail(reason: object, status: int) -> NoReturn:
@@ -131,7 +132,7 @@ def given_access() -> Access:
 
 @contextmanager
 def connected(address: str, deadline_ms: int = DEADLINE_MS) -> Iterator[Connection]:
-    """Open a connection to *address*. Raises KVStoreErrors, one sentence where nobody answers."""
+    """Open a connection to *address*. Raises KVStoreErrors; of no answer in one sentence."""
     from kvstore.client.connection import Connection, is_gone
 
     access = given_access()
@@ -184,9 +185,9 @@ def file(text: str) -> Any:
     return Option(metavar="FILE", help=text)
 
 
-def size(text: str) -> Any:
+def size(text: str, *flags: str) -> Any:
     """Return an option that is a number of bytes, such as ``8GiB``."""
-    return Option(parser=parse_size, metavar="SIZE", help=text)
+    return Option(*flags, parser=parse_size, metavar="SIZE", help=text)
 
 
 def parse_size(text: str | int) -> int:
@@ -212,7 +213,7 @@ def completes(*names: str) -> Callable[[str], list[str]]:
 def confirm(question: str) -> None:
     """End the process unless the user confirms."""
     if not sys.stdin.isatty():
-        fail("this asks before it deletes anything; give --yes where nobody answers", EXIT_USAGE)
+        fail("no terminal to confirm on: give --yes", EXIT_USAGE)
     if not typer.confirm(question, err=True):
         raise typer.Exit(EXIT_NOT_HELD)
 

@@ -1,4 +1,4 @@
-"""What `kvstore doctor` looks at on this machine and in Redis: each check yields findings."""
+"""What `kvstore doctor` checks on this machine and in Redis: each check yields findings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import resource
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from uuid import uuid4
@@ -46,16 +46,11 @@ AUTHORITIES = {
 }
 """Settings of those that others are verified with: one that is valid will do of several."""
 SECRET = (
-    "tls_key",
-    "redis_tls_key",
-    "redis_password_file",
-    "peer_key",
-    "encryption_keys",
-    "secret_file",
-)
-"""Settings whose files let whoever reads them pass for the server, or read what it keeps."""
-BELIEVED = ("auth_keys", "jwt_key", "tls_client_ca", "peer_ca", "redis_tls_ca", "events_readers")
-"""Settings whose files let whoever changes them in."""
+    "tls_key", "redis_tls_key", "redis_password_file", "peer_key", "encryption_keys", "secret_file",
+)  # fmt: skip
+"""Settings with files whose readers can pass for the server, or read what it keeps."""
+TRUSTED = ("auth_keys", "jwt_key", "tls_client_ca", "peer_ca", "redis_tls_ca", "events_readers")
+"""Settings with files whose writers can let themselves in."""
 
 
 # --- the machine
@@ -80,7 +75,7 @@ def check_limits(config: Settings) -> Iterator[Finding]:
 
 
 def check_disk(config: Settings) -> Iterator[Finding]:
-    """Kind, room and speed of each folder of the disk tier."""
+    """File system, free space and speed of each folder of the disk tier."""
     if "disk" not in config.tiers:
         return
     for folder in config.disk:
@@ -94,21 +89,19 @@ def check_disk(config: Settings) -> Iterator[Finding]:
         if not os.access(place, os.W_OK):
             yield Finding(name, "fail", "not writable", "give the server's user the folder")
             continue
-        free, taken = os.statvfs(place), _taken_bytes(folder.path)
-        room = free.f_bavail * free.f_frsize + taken
-        if room < folder.capacity_bytes:
-            fix = f"give at most {format_size(room // MIB * MIB)}, or free room"
-            yield Finding(name, "fail", f"{_size(room)} of room", fix)
+        disk = os.statvfs(place)
+        files = (path for path in folder.path.rglob("*") if path.is_file())
+        own = sum(path.stat().st_blocks * 512 for path in files)
+        free = disk.f_bavail * disk.f_frsize + own
+        if free < folder.capacity_bytes:
+            fix = f"give at most {format_size(free // MIB * MIB)}, or free space"
+            yield Finding(name, "fail", f"{_size(free)} free", fix)
             continue
         rate = disk_bytes_per_s(place)
         slow = rate < MIN_DISK_BYTES_PER_S
         fix = "use a faster disk, or --write evict" if slow else ""
-        saw = f"{kind}, {_size(room)} of room, {rate / 1e6:.0f} MB/s written and synced"
+        saw = f"{kind}, {_size(free)} free, {rate / 1e6:.0f} MB/s written and synced"
         yield Finding(name, "warn" if slow else "ok", saw, fix)
-
-
-def _taken_bytes(folder: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
 
 
 def file_system_of(path: Path) -> str:
@@ -147,13 +140,13 @@ def check_revocations(config: Settings) -> Iterator[Finding]:
         data, authorities = config.tls_crl.read_bytes(), config.tls_client_ca.read_bytes()
         found = parse_revocations(data, authorities)
     except (OSError, KVStoreError) as error:
-        fix = "get the list anew: no server starts with this one, and one that runs keeps the last"
+        fix = "replace the file: no server starts with it, and one that runs keeps the last list"
         yield Finding("revocations", "fail", str(error), fix)
         return
     left = timedelta(seconds=min(found.until_s - time.time(), 1e9))
     soon = left < LIST_ENDS_SOON
     fix = "replace the file; the server reads it again by itself" if soon else ""
-    saw = f"{len(found.proofs)} certificates, the list is good for {left.days} days"
+    saw = f"{len(found.proofs)} certificates, the list is valid for {left.days} days"
     yield Finding("revocations", "warn" if soon else "ok", saw, fix)
 
 
@@ -197,19 +190,19 @@ def _finding(name: str, setting: str, path: Path) -> Finding:
     now = datetime.now(UTC)
     if best.not_valid_before_utc > now:
         begins = best.not_valid_before_utc.isoformat(" ", "minutes")
-        fix = "set the clock, or get it anew: nobody takes it before that"
+        fix = "set the clock, or get another: it is refused before that"
         return Finding(name, "fail", f"valid from {begins}", fix)
     left = best.not_valid_after_utc - now
     state: State = "fail" if left < timedelta() else "warn" if left < EXPIRES_SOON else "ok"
     saw = f"expired {(-left).days} days ago" if state == "fail" else f"{left.days} days left"
-    again = "start the server anew" if "redis" in setting else "the server reads it again by itself"
+    again = "restart the server" if "redis" in setting else "the server reads it again by itself"
     return Finding(name, state, saw, "" if state == "ok" else f"replace the file; {again}")
 
 
 def check_files(config: Settings) -> Iterator[Finding]:
-    """Whether anybody on this machine may read a secret, or change whom the server believes."""
+    """Whether every user of this machine may read a secret, or change whom the server trusts."""
     secret = {*SECRET, "jwt_key"} if config.jwt_algorithm == "HS256" else {*SECRET}
-    for setting in (*SECRET, *BELIEVED):
+    for setting in (*SECRET, *TRUSTED):
         path: Path | None = getattr(config, setting)
         mode = 0 if path is None else path.stat().st_mode
         can = [
@@ -218,7 +211,7 @@ def check_files(config: Settings) -> Iterator[Finding]:
             if mode & bit and (what == "change" or setting in secret)
         ]
         if can:
-            saw = f"anybody here may {' and '.join(can)} {path}"
+            saw = f"every user may {' and '.join(can)} {path}"
             yield Finding(setting.replace("_", " "), "warn", saw, f"chmod o-rwx {path}")
 
 
@@ -227,13 +220,14 @@ def check_files(config: Settings) -> Iterator[Finding]:
 
 def check_redis(config: Settings) -> Iterator[Finding]:
     """Whether Redis answers, how fast, what the user may do, and how its servers are."""
-    if config.redis_url is None or not ("redis" in config.tiers or config.directory):
+    if not ("redis" in config.tiers or config.directory):
         return
     try:
-        url = config.redis_access(config.redis_url)
-        link = RedisClient("redis", url, config.redis_timeout_ms, 1)
+        link = _redis(config)
     except (KVStoreError, OSError, ValueError) as error:
         yield Finding("redis", "fail", str(error), "correct --redis and what belongs to it")
+        return
+    if link is None:
         return
     with closing(link):
         name = f"{config.redis_prefix}{{doctor}}".encode()
@@ -244,6 +238,13 @@ def check_redis(config: Settings) -> Iterator[Finding]:
             return
         yield _rights(link, name, config)
         yield from _servers(link)
+
+
+def _redis(config: Settings) -> RedisClient | None:
+    if config.redis_url is None:
+        return None
+    url = config.redis_access(config.redis_url)
+    return RedisClient("redis", url, config.redis_timeout_ms, 1)
 
 
 def _speed(link: RedisClient, name: bytes) -> Finding:
@@ -293,7 +294,7 @@ def _rights(link: RedisClient, name: bytes, config: Settings) -> Finding:
             if "NoPermissionError" in str(error):
                 denied[word] = str(error).partition("; allow its user")[0]
             elif word == "set":
-                return Finding("redis rights", "warn", f"cannot be tried: {error}", "mend that")
+                return Finding("redis rights", "warn", f"cannot be tried: {error}", "fix that")
     words = TIER_RIGHTS + (DIRECTORY_RIGHTS if config.directory else ())
     rights = " ".join(f"+{word}" for word in words)
     fix = f"ACL SETUSER its user ~{config.redis_prefix}* {rights}" if denied else ""
@@ -315,34 +316,28 @@ def _servers(link: RedisClient) -> Iterator[Finding]:
     for one in found:
         yield Finding("redis servers", "fail" if one.is_loss else "warn", one.saw, one.fix)
     if not found:
-        yield Finding("redis servers", "ok", "all answer and have room, as far as may be seen")
+        yield Finding("redis servers", "ok", "all answer and have free memory")
 
 
 def check_clock(config: Settings, wall_clock: Callable[[], float] = time.time) -> Iterator[Finding]:
     """How far this machine's clock is from that of the Redis that nodes share.
 
-    A Redis that does not answer, or whose user may not ask (+time), says nothing here.
+    Nothing where Redis does not answer, which another check reports, or denies its user +time.
     """
-    if config.redis_url is None:
-        return
-    try:
-        url = config.redis_access(config.redis_url)
-        link = RedisClient("redis", url, config.redis_timeout_ms, 1)
-    except (KVStoreError, OSError, ValueError):
-        return  # the check of Redis names it
-    with closing(link):
-        try:
+    reply = None
+    with suppress(KVStoreError, OSError, ValueError):
+        link = _redis(config)
+        if link is None:
+            return
+        with closing(link):
             before_s = wall_clock()
             reply = link.run(b"time", [[b"TIME"]])[0]
             after_s = wall_clock()
-        except KVStoreError:
-            return
     match reply:
         case [bytes(seconds), bytes(micros)]:
-            theirs_s = int(seconds) + int(micros) / 1e6
+            skew_s = (before_s + after_s) / 2 - (int(seconds) + int(micros) / 1e6)
         case _:
             return
-    skew_s = (before_s + after_s) / 2 - theirs_s
     is_off = abs(skew_s) - (after_s - before_s) / 2 > MAX_SKEW_S
     fix = "have both machines follow NTP: tokens and certificates end by a clock" if is_off else ""
     where = "ahead of" if skew_s > 0 else "behind"

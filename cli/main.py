@@ -76,15 +76,17 @@ def calibrate(  # noqa: PLR0913 - each is an option
     A gate opens once 64 prompts are near enough to their full prefills; exits with 1 when it is not
     open in the end, with 2 when nothing can be made or compared.
     """
-    from kvstore.cli.calibrate import Calibration
-    from kvstore.cli.calibrate import calibrate as make
+    from kvstore.cli.calibrate import compare_copies, samples_of
+    from kvstore.codecs.assets import AssetKind
+    from kvstore.codecs.calibration import make_asset
 
     if kind == "gate":
-        blend.compare_copies(sources, codec, prompts, chunk_tokens, address)
+        compare_copies(sources, codec, prompts, chunk_tokens, address)
         return
     if out is None:
         raise InvalidRequestError("out", None, "give --out DIR, to write the asset into")
-    path, asset = make(Calibration(kind, sources, out, text, representation, tokens))
+    samples = samples_of(sources, text, representation, tokens)
+    path, asset = make_asset(AssetKind[kind], samples, out)
     print(f"{path}: {path.stat().st_size} bytes, digest {asset.digest.hex()}")
 
 

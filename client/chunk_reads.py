@@ -53,7 +53,7 @@ from kvstore.proto.frame import MAX_FRAME_BYTES, FrameHeader, check_frame
 from kvstore.proto.keys import split_digests
 from kvstore.proto.messages import accuracy_number
 from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.types import END_KINDS, Accuracy, ChunkKey, KVLayout, Model
+from kvstore.proto.types import END_KINDS, Accuracy, ChunkKey, KVLayout
 
 
 class ChunkRequest(NamedTuple):
@@ -176,7 +176,7 @@ def _layers_arriving(
 
 def read_layers_retried(link: ServerLink, request: ChunkRequest) -> Generator[Layer, None, None]:
     """Do the same, once more where a lease was lost before the first layer was there."""
-    check_every_layer(link.model)
+    check_by_layers(link)
 
     def begin(
         transport: Transport, left_ms: LeftMs
@@ -191,9 +191,14 @@ def read_layers_retried(link: ServerLink, request: ChunkRequest) -> Generator[La
             yield from layers
 
 
-def check_every_layer(model: Model) -> None:
-    """Raise LayoutMismatchError for models whose chunks differ in the layers they have."""
-    for group in model.layer_groups:
+def check_by_layers(link: ServerLink) -> None:
+    """Raise LayoutMismatchError for models whose chunks differ in the layers they have, and for a
+    client of a shard.
+    """
+    if link.options.shard is not None:
+        fix = "layer by layer there are whole chunks only: use get and put"
+        raise LayoutMismatchError("shard", link.options.shard, fix)
+    for group in link.model.layer_groups:
         if group.kind in END_KINDS:
             fix = "not every chunk has such layers: read these models' chunks whole, by get"
             raise LayoutMismatchError("kind", group.kind.name, fix)
@@ -207,7 +212,7 @@ def read_levelled(
     compute: Callable[[range], None] | None,
 ) -> Levelled:
     """See ``Client.get_levelled``."""
-    check_every_layer(link.model)
+    check_by_layers(link)
     if not keys:
         return Levelled((), ())
 
