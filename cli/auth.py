@@ -63,7 +63,7 @@ def _day(made_s: int) -> str:
 )
 def token_make(
     file: NewFile,
-    tenant: Annotated[str, Option(help="Tenant that the key is for.")],
+    tenant: Annotated[str, Option(help="Tenant of the key.")],
     roles: Annotated[
         str,
         Option(
@@ -109,7 +109,7 @@ def token_list(file: KeyFile, as_json: AsJson = False) -> None:
 @command("token revoke", exits="0 2", example="kvstore token revoke api-keys 0123456789ab")
 def token_revoke(
     file: KeyFile,
-    key_id: Annotated[str, Argument(metavar="ID", help="Its id, or how it begins.")],
+    key_id: Annotated[str, Argument(metavar="ID", help="Key id; a unique prefix is enough.")],
 ) -> None:
     """Remove a key from a file; its sessions end within a second."""
     from kvstore.server.security.key_files import write_keys
@@ -188,7 +188,7 @@ def _encryption_keys(file: Path) -> list[EncryptionKey]:
 @command("quota show", example="kvstore quota show --all --json")
 def quota_show(
     address: str,
-    tenant: Annotated[str, Argument(help="Default: your own.")] = "",
+    tenant: Annotated[str, Argument(help="Tenant; default: your own.")] = "",
     everything: Annotated[bool, Option("--all", help="Every tenant; for admins.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -205,7 +205,8 @@ def quota_set(  # noqa: PLR0913 - each is an option
         int | None, size("Guaranteed minimum of each tier.", "--guaranteed")
     ] = None,
     tier: Annotated[
-        str, Option(help="Only this tier's.", autocompletion=completes(*TIER_NAMES))
+        str,
+        Option(help="Change the limits of this tier only.", autocompletion=completes(*TIER_NAMES)),
     ] = "",
     chunks: Annotated[int | None, Option(min=0, help="Chunks on each tier; 0: no limit.")] = None,
     requests_per_s: Annotated[
@@ -243,9 +244,9 @@ def _show_quotas(reply: Any, as_json: bool) -> None:
 
 @command("audit verify", exits="0 1 2", example="kvstore audit verify audit.log")
 def audit_verify(
-    file: Annotated[Path, Argument(metavar="FILE", help="As --audit-log names it.")],
+    file: Annotated[Path, Argument(metavar="FILE", help="The log that --audit-log names.")],
     last: Annotated[
-        str | None, Option(metavar="HASH", help="A hash that was noted: must be in the log.")
+        str | None, Option(metavar="HASH", help="Hash noted before, which must be in the log.")
     ] = None,
 ) -> None:
     """Verify the chain of a log through all its files; exits with 1 where it is broken.

@@ -40,16 +40,17 @@ def explain(  # noqa: PLR0913 - each is an option
     model: ModelFile = None,
     namespace: Annotated[
         str | None,
-        Option(metavar="HEX", help="Of the chunks, or how it begins; on the server's host."),
+        Option(metavar="HEX", help="Namespace of the chunks, or a prefix; on the server's host."),
     ] = None,
     tokens: Annotated[Path | None, file("Token ids of a prompt.")] = None,
     keys: Annotated[
         list[str] | None,
-        Option(metavar="HEX", help="A key or digest, or how it begins; repeatable."),
+        Option(metavar="HEX", help="Key or digest, or a unique prefix; repeatable."),
     ] = None,
     chunk_tokens: Annotated[int, number("Tokens of the engine's chunks.")] = 256,
     extra: Annotated[
-        list[str] | None, Option(metavar="HEX", help="What else names the prompt, as its salt.")
+        list[str] | None,
+        Option(metavar="HEX", help="What else names the prompt, such as its salt."),
     ] = None,
     recent: Annotated[int, number("The last N misses, and the engines' counts.", 0)] = 0,
     as_json: AsJson = False,

@@ -96,9 +96,9 @@ def status(
     everything: Annotated[
         bool, Option("--all", help="Every counter, quota and curve, not one screen.")
     ] = False,
-    watch: Annotated[bool, Option("--watch", help="Show it again and again.")] = False,
+    watch: Annotated[bool, Option("--watch", help="Refresh until interrupted.")] = False,
     every_s: Annotated[
-        float, Option("--every", min=0.1, metavar="S", help="Seconds between two looks.")
+        float, Option("--every", min=0.1, metavar="S", help="Seconds between two refreshes.")
     ] = 2,
     as_json: AsJson = False,
 ) -> None:
@@ -236,9 +236,8 @@ def ping(address: str, as_json: AsJson = False) -> None:
     degraded = [tier.name for tier in reply.tiers if tier.state != "serving"]
     data = {"address": address, "state": reply.state, "degraded": degraded, "ms": took_ms}
     tiers = f", degraded: {', '.join(degraded)}" if degraded else ""
-    show(data, [f"{address}: {reply.state}{tiers}, {took_ms:.2f} ms"], as_json)
-    if degraded or reply.state != "serving":
-        raise typer.Exit(EXIT_NOT_HELD)
+    text = f"{address}: {reply.state}{tiers}, {took_ms:.2f} ms"
+    show(data, [text], as_json, held=not degraded and reply.state == "serving")
 
 
 @command("sessions", example="kvstore sessions", section="Look", where=True)
@@ -267,11 +266,13 @@ def sessions(address: str, as_json: AsJson = False) -> None:
 def events(
     address: str,
     follow: Annotated[
-        bool, Option("--follow", help="Print what comes and goes from now on instead.")
+        bool, Option("--follow", help="Print changes from now on instead of what is stored.")
     ] = False,
     namespace: Annotated[
         str,
-        Option(metavar="HEX", help="Of this namespace only, or of how it begins; all: admins."),
+        Option(
+            metavar="HEX", help="Only this namespace; a prefix is enough. All of them: for admins."
+        ),
     ] = "",
     as_json: Annotated[bool, Option("--json", help="Print a JSON object a line.")] = False,
 ) -> None:
@@ -354,9 +355,7 @@ def scrub(
                 print(_scrub_line(reply), end="\r", flush=True)
             time.sleep(SCRUB_POLL_S)
             reply = ask(connection, "Scrub")
-    show(as_dict(reply), [_scrub_line(reply)], as_json)
-    if reply.damaged_chunks:
-        raise typer.Exit(EXIT_NOT_HELD)
+    show(as_dict(reply), [_scrub_line(reply)], as_json, held=not reply.damaged_chunks)
 
 
 def _scrub_line(reply: pb.ScrubResponse) -> str:
@@ -371,7 +370,7 @@ def _scrub_line(reply: pb.ScrubResponse) -> str:
 def drain(
     address: str,
     deadline_s: Annotated[
-        float, Option("--within", metavar="S", help="Seconds it may take.")
+        float, Option("--within", metavar="S", help="Timeout in seconds.")
     ] = 20.0,
 ) -> None:
     """Stop accepting new work and save what only memory has; exits with 1 if not all was saved."""
