@@ -50,6 +50,7 @@ MAX_PORT = 65_535
 Command = TypeVar("Command", bound=Callable[..., None])
 
 AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
+Yes = Annotated[bool, Option("--yes", "-y", help="Do not ask first.")]
 
 
 def fail(reason: object, status: int) -> NoReturn:
@@ -131,8 +132,8 @@ def given_access() -> Access:
 
 @contextmanager
 def connected(address: str, deadline_ms: int = DEADLINE_MS) -> Iterator[Connection]:
-    """Open a connection to *address*. Raises KVStoreErrors, one sentence where nobody answers."""
-    from kvstore.client.connection import Connection
+    """Open a connection to *address*. Raises KVStoreErrors; of no answer in one sentence."""
+    from kvstore.client.connection import Connection, is_gone
 
     access = given_access()
     connection = Connection(address, deadline_ms, access=access)
@@ -141,6 +142,8 @@ def connected(address: str, deadline_ms: int = DEADLINE_MS) -> Iterator[Connecti
     except (TierUnavailableError, DeadlineError) as error:
         if isinstance(error, DeadlineError) and connection.answers(ANSWER_S):
             raise  # it was too slow with this one thing
+        if isinstance(error, TierUnavailableError) and not is_gone(error):
+            raise  # it answers: one of its tiers does not
         reason = str(error).rpartition(": ")[2]  # the end of gRPC's report of all it tried
         if "Socket closed" in reason and not access.tls:
             reason += "; where the server speaks TLS, give --ca or --tls"
@@ -182,9 +185,9 @@ def file(text: str) -> Any:
     return Option(metavar="FILE", help=text)
 
 
-def size(text: str) -> Any:
+def size(text: str, *flags: str) -> Any:
     """Return an option that is a number of bytes, such as ``8GiB``."""
-    return Option(parser=parse_size, metavar="SIZE", help=text)
+    return Option(*flags, parser=parse_size, metavar="SIZE", help=text)
 
 
 def parse_size(text: str | int) -> int:
@@ -210,7 +213,7 @@ def completes(*names: str) -> Callable[[str], list[str]]:
 def confirm(question: str) -> None:
     """End the process unless the user confirms."""
     if not sys.stdin.isatty():
-        fail("this asks before it deletes anything; give --yes where nobody answers", EXIT_USAGE)
+        fail("no terminal to confirm on: give --yes", EXIT_USAGE)
     if not typer.confirm(question, err=True):
         raise typer.Exit(EXIT_NOT_HELD)
 

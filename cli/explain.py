@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
-from kvstore.cli.app import AsJson, ask, call, command, connected
+from kvstore.cli.app import AsJson, ask, call, command, connected, file, number
 from kvstore.cli.output import Grid, as_dict, show
 from kvstore.cli.selection import (
     DEADLINE_MS,
@@ -17,11 +17,10 @@ from kvstore.cli.selection import (
     KEY_DIGITS,
     ModelFile,
     Selection,
-    accuracy_name,
     check_digits,
+    fetch_namespaces,
     find,
     namespace_as_dict,
-    namespace_table,
     only_one,
     open_session,
     read_model,
@@ -41,44 +40,31 @@ def explain(  # noqa: PLR0913 - each is an option
     model: ModelFile = None,
     namespace: Annotated[
         str | None,
-        typer.Option(metavar="HEX", help="Of the chunks, or how it begins; on the server's host."),
+        Option(metavar="HEX", help="Namespace of the chunks, or a prefix; on the server's host."),
     ] = None,
-    tokens: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Token ids of a prompt.")
-    ] = None,
+    tokens: Annotated[Path | None, file("Token ids of a prompt.")] = None,
     keys: Annotated[
         list[str] | None,
-        typer.Option(metavar="HEX", help="A key or digest, or how it begins; repeatable."),
+        Option(metavar="HEX", help="Key or digest, or a unique prefix; repeatable."),
     ] = None,
-    chunk_tokens: Annotated[
-        int, typer.Option(metavar="N", help="Tokens of the engine's chunks.")
-    ] = 256,
+    chunk_tokens: Annotated[int, number("Tokens of the engine's chunks.")] = 256,
     extra: Annotated[
         list[str] | None,
-        typer.Option(metavar="HEX", help="What else names the prompt, such as its salt."),
+        Option(metavar="HEX", help="What else names the prompt, such as its salt."),
     ] = None,
-    recent: Annotated[
-        int, typer.Option(metavar="N", min=0, help="The last N misses, and the engines' counts.")
-    ] = 0,
-    spaces: Annotated[
-        bool, typer.Option("--spaces", help="The identity of each model that is known there.")
-    ] = False,
+    recent: Annotated[int, number("The last N misses, and the engines' counts.", 0)] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Explain why a prompt's chunks are hits or misses, or the latest misses."""
-    if tokens is not None and keys:
-        raise InvalidRequestError("keys", len(keys), "give --tokens or --keys, not both")
-    names_chunks = tokens is not None or bool(keys)
-    if names_chunks == (recent > 0 or spaces):
-        fix = "give one of --tokens or --keys; or else --recent or --spaces"
-        raise InvalidRequestError("explain", "", fix)
-    selection = Selection(address, model=model)
-    if not names_chunks:
-        reply = call(address, "Explain", DEADLINE_MS, recent=recent, spaces=spaces)
+    if (tokens is not None) + bool(keys) + bool(recent) != 1:
+        raise InvalidRequestError("explain", "", "give one of --tokens, --keys and --recent")
+    if model is not None and namespace is not None:
+        fix = "give --namespace or --model-representation, not both"
+        raise InvalidRequestError("namespace", namespace, fix)
+    if recent:
+        reply = call(address, "Explain", DEADLINE_MS, recent=recent)
     else:
-        if model is not None and namespace is not None:
-            fix = "give --namespace or --model-representation, not both"
-            raise InvalidRequestError("namespace", namespace, fix)
+        selection = Selection(address, model=model)
         space = b"" if namespace is None else _namespace_of(address, namespace)
         if tokens is not None:
             digests = _digests_of(tokens, chunk_tokens, extra or [])
@@ -146,10 +132,10 @@ def _namespace_of(address: str, text: str) -> bytes:
     """Return the one namespace that begins with *text*; one that is written out may be unknown."""
     digits = check_digits("namespace", text)
     if len(digits) < DIGEST_DIGITS:
-        known = call(address, "Explain", DEADLINE_MS, spaces=True).spaces
-        found = only_one("namespace", digits, sorted(one.key_namespace.hex() for one in known))
+        known = (one.key_namespace.hex() for one in fetch_namespaces(address))
+        found = only_one("namespace", digits, known)
         if found is None:
-            fix = "begins none that is known there; kvstore explain --spaces shows them"
+            fix = "begins none that is known there; kvstore ls --spaces shows them"
             raise InvalidRequestError("namespace", text, fix)
         digits = found
     return bytes.fromhex(digits)
@@ -161,12 +147,12 @@ def _explain_chunks(
     if selection.model is None and not space:
         fix = "give --namespace or --model-representation, or keys of 64 digits"
         raise InvalidRequestError("namespace", None, fix)
-    model = None if selection.model is None else read_model(selection.model)
     with ExitStack() as stack:
         connection = stack.enter_context(connected(selection.address, DEADLINE_MS))
         terms: dict[str, Any] = {"key_namespace": space}
-        if model is not None:
-            terms = {"session_id": stack.enter_context(open_session(connection, model))}
+        if selection.model is not None:
+            session = open_session(connection, read_model(selection.model))
+            terms = {"session_id": stack.enter_context(session)}
         return _explained(connection, digests, terms)
 
 
@@ -202,12 +188,13 @@ def _as_dict(address: str, reply: pb.ExplainResponse) -> dict[str, Any]:
     from kvstore.cli.blend import gate_as_dict
     from kvstore.proto.blend import GateView
     from kvstore.proto.messages import as_value
+    from kvstore.proto.types import Accuracy
 
     found: dict[str, Any] = {"address": address, "left_out": reply.left_out}
     if reply.chunks:
         chunks = list(map(as_dict, reply.chunks))
         for copy in (copy for chunk in chunks for copy in chunk["copies"]):
-            copy["accuracy"] = accuracy_name(copy["accuracy"])
+            copy["accuracy"] = Accuracy(copy["accuracy"]).name
         near = [
             namespace_as_dict(one)
             | {"same_tokens": one.same_tokens, "differences": [*map(as_dict, one.differences)]}
@@ -215,28 +202,28 @@ def _as_dict(address: str, reply: pb.ExplainResponse) -> dict[str, Any]:
         ]
         return found | {"hit_chunks": reply.hit_chunks, "chunks": chunks, "near": near}
     engines = [
-        as_dict(one) | {"refused": _refusals(one), "counts": dict(_counts(one))}
-        for one in reply.engines
+        as_dict(one) | {"refused": refused, "counts": counts}
+        for one, refused, counts in _engines(reply)
     ]
     return found | {
         "recent": list(map(as_dict, reply.recent)),
         "engines": engines,
         "gates": [gate_as_dict(as_value(GateView, one)) for one in reply.gates],
-        "spaces": list(map(namespace_as_dict, reply.spaces)),
     }
 
 
-def _refusals(engine: pb.EngineReport) -> list[str]:
-    """Return why an engine runs without its store."""
+def _engines(
+    reply: pb.ExplainResponse,
+) -> Iterator[tuple[pb.EngineReport, list[str], dict[str, int]]]:
+    """Yield each engine, why it runs without the store if it does, and its other counts."""
     from kvstore.proto.messages import REFUSED
 
-    return sorted(name.removeprefix(REFUSED) for name in engine.counts if name.startswith(REFUSED))
-
-
-def _counts(engine: pb.EngineReport) -> list[tuple[str, int]]:
-    from kvstore.proto.messages import REFUSED
-
-    return sorted(pair for pair in engine.counts.items() if not pair[0].startswith(REFUSED))
+    for one in reply.engines:
+        counts = dict(sorted(one.counts.items()))
+        refused = [name for name in counts if name.startswith(REFUSED)]
+        for name in refused:
+            del counts[name]
+        yield one, [name.removeprefix(REFUSED) for name in refused], counts
 
 
 def _text(reply: pb.ExplainResponse) -> Iterator[str | Grid]:
@@ -250,12 +237,10 @@ def _text(reply: pb.ExplainResponse) -> Iterator[str | Grid]:
     if reply.gates:
         yield "blending:"
         yield from (f"  {gate_line(as_value(GateView, one))}" for one in reply.gates)
-    if reply.spaces:
-        yield namespace_table(reply.spaces)
     if reply.left_out:
         yield f"{reply.left_out} more do not fit into one reply"
-    if not (reply.chunks or reply.recent or reply.engines or reply.spaces or reply.gates):
-        yield "nothing: no misses, no reports of engines, no namespaces recorded"
+    if not (reply.chunks or reply.recent or reply.engines or reply.gates):
+        yield "nothing: no misses and no reports of engines recorded"
 
 
 def _chunks_text(reply: pb.ExplainResponse) -> Iterator[str | Grid]:
@@ -283,10 +268,11 @@ def _recent_text(reply: pb.ExplainResponse) -> Iterator[str | Grid]:
         ago = f"{miss.ago_s:.0f} s"
         misses.add_row(ago, miss.client, miss.model_id, found, miss.state, miss.reason)
     engines = Grid("reported", "client", "model", "counts of its engine")
-    for one in reply.engines:
-        counts = ", ".join(f"{name} {count}" for name, count in _counts(one))
+    lines = []
+    for one, refused, counted in _engines(reply):
+        counts = ", ".join(f"{name} {count}" for name, count in counted.items())
         engines.add_row(f"{one.ago_s:.0f} s ago", one.client, one.model_id, counts)
+        name = one.client or "no name"
+        lines += [f"{name} runs without the store: {reason}" for reason in refused]
     yield from filter(None, (misses, engines))
-    for one in reply.engines:
-        for reason in _refusals(one):
-            yield f"{one.client or 'no name'} runs without the store: {reason}"
+    yield from lines

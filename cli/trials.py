@@ -22,7 +22,7 @@ from kvstore.client.blend.plan import SegmentRange
 from kvstore.client.blend.selectors import check_selector
 from kvstore.client.blend.store import store_prefill
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
-from kvstore.client.resolving import ResolveTerms
+from kvstore.client.segments import SegmentQuery
 from kvstore.proto.blend import GateView, check_tag
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.keys import chunk_key
@@ -76,7 +76,7 @@ class BlendTrials:
         blender = Blender(TransformersAdapter(model))
         idle, draw = 0, np.random.default_rng(self.seed)
         with connect(address, model, tokenizer, min(256, self.document_tokens)) as client:
-            terms = ResolveTerms(tag=self.tag, is_trial=True)
+            terms = SegmentQuery(tag=self.tag, is_trial=True)
             guarded = GuardedBlender(client, blender, terms, self.selector)
             for _ in range(MAX_TRIALS):
                 done = _tried(client, blender, guarded, *prompts.pair(draw))

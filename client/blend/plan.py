@@ -318,7 +318,7 @@ def resolution_from_message(
         segments = tuple(_segment(one, wanted, names) for one, wanted in pairs)
         return as_value(Resolution, message, segments=segments)
     except (ValueError, IndexError) as error:
-        raise KVStoreError(f"the server's answer to a resolve is damaged: {error}") from None
+        raise KVStoreError(f"the server's answer about segments is damaged: {error}") from None
 
 
 def _segment(

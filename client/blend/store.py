@@ -1,4 +1,4 @@
-"""KV between a blend and the store: a plan and its layers out of what a resolve found, and in."""
+"""KV between a blend and the store: a plan and its layers out of a SegmentMatch, and in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvstore.client.blend.plan import BlendPlan, NamedChunk, Origin, Segment, Se
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client
 from kvstore.client.decode import Layer
-from kvstore.client.resolving import FoundChunk, Resolved, ResolveTerms
+from kvstore.client.segments import FoundChunk, SegmentMatch, SegmentQuery
 from kvstore.client.transports.base import Put
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import ContextMass
@@ -50,7 +50,7 @@ class StoreSource:
     left_out: frozenset[int]
     """Positions that are not loaded: what ``stored`` has there is nothing."""
 
-    def __init__(self, resolved: Resolved, tokens: Sequence[int], model: Model) -> None:
+    def __init__(self, resolved: SegmentMatch, tokens: Sequence[int], model: Model) -> None:
         kinds = [group.kind for group in model.layer_groups]
         if kinds != [LayerKind.attention]:
             names = [kind.name for kind in kinds]
@@ -185,7 +185,7 @@ class StoreSource:
 
 
 def _planned(
-    tokens: Sequence[int], resolved: Resolved, origin: Origin
+    tokens: Sequence[int], resolved: SegmentMatch, origin: Origin
 ) -> tuple[BlendPlan, dict[int, list[FoundChunk]]]:
     """Return the plan, and the chunks of its stored segments by their indices."""
     runs: list[list[FoundChunk]] = []
@@ -270,7 +270,7 @@ def store_prefill(
         raise InvalidRequestError("result", "blended KV", fix)
     if result.weights is None:
         return []
-    names = ResolveTerms(extra=tuple(extra), weights=result.weights).names
+    names = SegmentQuery(extra=tuple(extra), weights=result.weights).names
     chunks = []
     for segment in client.name_segments(tokens, ranges, names):
         for one in segment.chunks:

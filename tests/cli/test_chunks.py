@@ -109,7 +109,6 @@ def test_ls_keeps_models_apart_and_names_their_namespaces(
 @pytest.mark.parametrize(
     ("argv", "field"),
     [
-        (("ls", "--limit", "0"), "limit"),
         (("ls", "xyz!"), "prefix"),
         (("ls", "--after", "abc"), "after"),
         (("stat", "abc"), "key"),

@@ -17,9 +17,9 @@ from redis_process import RedisProcess, TlsFiles
 
 from kvstore.cli.doctor import Finding
 from kvstore.cli.doctor_checks import (
-    BELIEVED,
     CHECKS,
     SECRET,
+    TRUSTED,
     check_clock,
     check_files,
     file_system_of,
@@ -276,19 +276,19 @@ def test_a_secret_that_anybody_may_read_is_named_with_what_to_do(
     path = tmp_path / "secret"
     (found,) = file_findings(setting, path, 0o644)
     assert (found.check, found.state) == (setting.replace("_", " "), "warn")
-    assert found.saw == f"anybody here may read {path}"
+    assert found.saw == f"every user may read {path}"
     assert found.fix == f"chmod o-rwx {path}"
     assert file_findings(setting, path, 0o640) == []
 
 
-@pytest.mark.parametrize("setting", BELIEVED)
+@pytest.mark.parametrize("setting", TRUSTED)
 def test_whom_the_server_believes_may_be_read_by_anybody_and_changed_by_nobody(
     tmp_path: Path, setting: str
 ) -> None:
     path = tmp_path / "believed"
     assert file_findings(setting, path, 0o644) == []
     (found,) = file_findings(setting, path, 0o646)
-    assert found.saw == f"anybody here may change {path}"
+    assert found.saw == f"every user may change {path}"
 
 
 def test_the_secret_that_tokens_are_signed_with_is_no_public_key(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_every_setting_that_names_a_file_of_trust_is_looked_at() -> None:
         for name, parts in kinds.items()
         if any(is_readable in getattr(part, "__metadata__", ()) for part in parts)
     }
-    assert {*SECRET, *BELIEVED} == named - public
+    assert {*SECRET, *TRUSTED} == named - public
 
 
 def test_the_doctor_looks_at_the_files() -> None:

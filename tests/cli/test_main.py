@@ -47,6 +47,7 @@ def test_help_names_the_commands_and_the_exit_codes(kvstore: Kvstore) -> None:
         ("nonsense",),
         ("status", "--nonsense"),
         ("demo", "--tokens", "x"),
+        ("ls", "--limit", "0"),
         ("calibrate", "zstd", "x.npy"),
     ],
 )

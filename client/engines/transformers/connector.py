@@ -454,6 +454,11 @@ class TransformersConnector(Connector):
         stated = settings_of(self._model, config, settings)
         ids, mask = inputs_of(input_ids, attention_mask, self._model.device)
         prompts = prompts_of(ids, mask)
+        # Padding that all rows have is cut off, but counts for these, as when the model generates.
+        padding = ids.shape[1] - max(map(len, prompts))
+        for name in ("max_length", "min_length"):
+            if getattr(stated, name):
+                setattr(stated, name, max(1, getattr(stated, name) - padding))
         call = self._call(extra, allowed, stated, passed, within, began_s)
         if len(prompts) == 1:
             return self._generate_one(ids[:, -len(prompts[0]) :], call)

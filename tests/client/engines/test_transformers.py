@@ -264,6 +264,21 @@ def test_padding_that_every_row_has_changes_nothing(
         assert stored.hit_tokens == len(prompt) - 1
 
 
+@pytest.mark.parametrize("counts", [(40,), (40, 30)])
+def test_a_maximum_length_counts_padding_as_the_model_counts_it(
+    connect: Connect, tinylm: PreTrainedModel, counts: tuple[int, ...]
+) -> None:
+    batch, mask = left_padded([random_ids(count, seed=count)[0] for count in counts])
+    wide, seen = (torch.nn.functional.pad(one, (5, 0)) for one in (batch, mask))
+    settings = greedy()
+    settings.max_new_tokens, settings.max_length = None, 48
+    engine: Any = tinylm
+    own = engine.generate(wide, max_length=48, generation_config=settings, attention_mask=seen)
+    found = connect().generate(wide, settings, attention_mask=seen)
+    assert torch.equal(found.output.sequences[:, -3:], own[:, -3:])
+    assert found.output.sequences.shape[1] == (48 if len(counts) > 1 else 43)
+
+
 SMALL: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
