@@ -134,7 +134,7 @@ def given_access() -> Access:
 @contextmanager
 def connected(address: str, deadline_ms: int = DEADLINE_MS) -> Iterator[Connection]:
     """Open a connection to *address*. Raises KVStoreErrors; of no answer in one sentence."""
-    from kvstore.client.connection import Connection
+    from kvstore.client.connection import Connection, is_gone
 
     access = given_access()
     connection = Connection(address, deadline_ms, access=access)
@@ -143,6 +143,8 @@ def connected(address: str, deadline_ms: int = DEADLINE_MS) -> Iterator[Connecti
     except (TierUnavailableError, DeadlineError) as error:
         if isinstance(error, DeadlineError) and connection.answers(ANSWER_S):
             raise  # it was too slow with this one thing
+        if isinstance(error, TierUnavailableError) and not is_gone(error):
+            raise  # it answers: one of its tiers does not
         reason = str(error).rpartition(": ")[2]  # the end of gRPC's report of all it tried
         if "Socket closed" in reason and not access.tls:
             reason += "; where the server speaks TLS, give --ca or --tls"
