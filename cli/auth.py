@@ -12,15 +12,16 @@ from typer import Argument, Option
 
 from kvstore.cli.app import (
     EXIT_NOT_HELD,
-    TIER_NAMES,
     AsJson,
+    TierName,
     Yes,
     call,
+    chosen,
     command,
-    completes,
     confirm,
     fail,
     group,
+    path,
     size,
 )
 from kvstore.cli.output import Grid, as_dict, readable_size, show
@@ -36,9 +37,7 @@ group("quota", "Administer", "What tenants use, and their limits.")
 group("audit", "Administer", "The audit log.")
 
 KeyFile = Annotated[Path, Argument(metavar="FILE", help="The file of keys.")]
-NewFile = Annotated[
-    Path, Argument(metavar="FILE", help="The file of keys; made if it is not there.")
-]
+NewFile = Annotated[Path, Argument(metavar="FILE", help="File of keys; made if missing.")]
 
 
 def _print_rows(headings: Sequence[str], rows: Iterable[Sequence[str]], as_json: bool) -> None:
@@ -63,17 +62,9 @@ def _day(made_s: int) -> str:
 )
 def token_make(
     file: NewFile,
-    tenant: Annotated[str, Option(help="Tenant that the key is for.")],
-    roles: Annotated[
-        str,
-        Option(
-            help="Some of read, write, admin and peer, with commas.",
-            autocompletion=completes("read", "write", "admin", "peer"),
-        ),
-    ] = "read,write",
-    out: Annotated[
-        Path | None, Option(metavar="FILE", help="Write the key there, for this user alone.")
-    ] = None,
+    tenant: Annotated[str, Option(help="Tenant of the key.")],
+    roles: Annotated[str, chosen("Roles", ("read", "write", "admin", "peer"))] = "read,write",
+    out: Annotated[Path | None, path("Write the key to this new file, for you alone.")] = None,
 ) -> None:
     """Create an API key and print it.
 
@@ -109,7 +100,7 @@ def token_list(file: KeyFile, as_json: AsJson = False) -> None:
 @command("token revoke", exits="0 2", example="kvstore token revoke api-keys 0123456789ab")
 def token_revoke(
     file: KeyFile,
-    key_id: Annotated[str, Argument(metavar="ID", help="Its id, or how it begins.")],
+    key_id: Annotated[str, Argument(metavar="ID", help="Key id; a unique prefix is enough.")],
 ) -> None:
     """Remove a key from a file; its sessions end within a second."""
     from kvstore.server.security.key_files import write_keys
@@ -188,7 +179,7 @@ def _encryption_keys(file: Path) -> list[EncryptionKey]:
 @command("quota show", example="kvstore quota show --all --json")
 def quota_show(
     address: str,
-    tenant: Annotated[str, Argument(help="Default: your own.")] = "",
+    tenant: Annotated[str, Argument(help="Tenant; default: your own.")] = "",
     everything: Annotated[bool, Option("--all", help="Every tenant; for admins.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -200,27 +191,21 @@ def quota_show(
 def quota_set(  # noqa: PLR0913 - each is an option
     address: str,
     tenant: Annotated[str, Argument(help="Tenant whose limits change.")],
-    quota_bytes: Annotated[int | None, size("Capacity of each tier.", "--size")] = None,
-    guaranteed_bytes: Annotated[
-        int | None, size("Guaranteed minimum of each tier.", "--guaranteed")
-    ] = None,
-    tier: Annotated[
-        str, Option(help="Only this tier's.", autocompletion=completes(*TIER_NAMES))
-    ] = "",
+    quota: Annotated[int | None, size("Capacity of each tier.", "--size")] = None,
+    guaranteed: Annotated[int | None, size("Guaranteed minimum of each tier.")] = None,
+    tier: Annotated[TierName | None, Option(help="Limits of this tier only.")] = None,
     chunks: Annotated[int | None, Option(min=0, help="Chunks on each tier; 0: no limit.")] = None,
-    requests_per_s: Annotated[
-        int | None, Option("--rate", min=0, help="Requests a second.")
-    ] = None,
+    rate: Annotated[int | None, Option(min=0, help="Requests a second.")] = None,
     leases: Annotated[int | None, Option(min=0, help="Leases at once.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Change a tenant's limits until the server restarts; needs the role admin."""
     given = {
-        "quota_bytes": quota_bytes, "guaranteed_bytes": guaranteed_bytes, "chunks": chunks,
-        "requests_per_s": requests_per_s, "leases": leases,
+        "quota_bytes": quota, "guaranteed_bytes": guaranteed, "chunks": chunks,
+        "requests_per_s": rate, "leases": leases, "tier": tier,
     }  # fmt: skip
     fields = {name: value for name, value in given.items() if value is not None}
-    _show_quotas(call(address, "SetQuota", tenant=tenant, tier=tier, **fields), as_json)
+    _show_quotas(call(address, "SetQuota", tenant=tenant, **fields), as_json)
 
 
 def _show_quotas(reply: Any, as_json: bool) -> None:
@@ -243,9 +228,9 @@ def _show_quotas(reply: Any, as_json: bool) -> None:
 
 @command("audit verify", exits="0 1 2", example="kvstore audit verify audit.log")
 def audit_verify(
-    file: Annotated[Path, Argument(metavar="FILE", help="As --audit-log names it.")],
+    file: Annotated[Path, Argument(metavar="FILE", help="The log that --audit-log names.")],
     last: Annotated[
-        str | None, Option(metavar="HASH", help="A hash that was noted: must be in the log.")
+        str | None, Option(metavar="HASH", help="Hash that must be in the log.")
     ] = None,
 ) -> None:
     """Verify the chain of a log through all its files; exits with 1 where it is broken.

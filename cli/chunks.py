@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import typer
 from typer import Argument, Option
 
 from kvstore.cli.app import (
@@ -67,13 +66,9 @@ DAY_MS = 86_400_000
 _DURATION = re.compile(r"([0-9]{1,9})(ms|s|min|m|h|d)")
 _UNIT_MS = {"ms": 1, "s": 1000, "m": 60_000, "min": 60_000, "h": 3_600_000, "d": DAY_MS}
 
-Key = Annotated[str, Argument(metavar="KEY", help="Key or digest, or its first digits.")]
-Keys = Annotated[
-    list[str] | None, Argument(metavar="[KEY]...", help="Keys, or their first digits.")
-]
-Prefix = Annotated[
-    str, Option(metavar="HEX", help="Instead of keys: all chunks whose digest begins so.")
-]
+Key = Annotated[str, Argument(metavar="KEY", help="Key or digest; a unique prefix is enough.")]
+Keys = Annotated[list[str] | None, Argument(metavar="[KEY]...", help="Keys or their prefixes.")]
+Prefix = Annotated[str, Option(metavar="HEX", help="All chunks with this digest prefix.")]
 
 
 # --- ls
@@ -90,20 +85,16 @@ class Page(NamedTuple):
 @command("ls", example="kvstore ls --limit 20", section="Look")
 def ls(  # noqa: PLR0913 - each is an option
     address: str,
-    prefix: Annotated[
-        str, Argument(metavar="[PREFIX]", help="Only chunks whose digest begins so (hex).")
-    ] = "",
+    prefix: Annotated[str, Argument(metavar="[PREFIX]", help="First digits of the digests.")] = "",
     namespace: Namespace = "",
     model: ModelFile = None,
     tenant: Tenant = "",
     limit: Annotated[int, number("Chunks of a page.", 1, MAX_LISTED)] = 100,
-    after: Annotated[
-        str, Option(metavar="HEX", help="Continue behind this digest, of the page before.")
-    ] = "",
-    spaces: Annotated[bool, Option("--spaces", help="Only the namespaces.")] = False,
+    after: Annotated[str, Option(metavar="HEX", help="Continue after this digest.")] = "",
+    spaces: Annotated[bool, Option("--spaces", help="List the namespaces only.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List chunks: their tiers, sizes, last use, hits and what keeps them.
+    """List chunks: their tiers, sizes, last use, hits and what holds them.
 
     Chunks come by namespace, in the order of their digests, a page at a time. With --spaces an
     admin may give --tenant '*' to see every tenant's.
@@ -154,7 +145,7 @@ def _page_text(pages: Sequence[Page]) -> Iterator[str | Grid]:
             continue
         namespace = page.client.namespace.hex()
         yield f"namespace {namespace}: {page.client.model.model_id}"
-        table = Grid("digest", "tiers", "size", "idle", "hits", "kept")
+        table = Grid("digest", "tiers", "size", "idle", "hits", "held by")
         for one in page.chunks:
             size = readable_size(sum(copy.size_bytes for copy in one.copies))
             idle = "-" if one.idle_s is None else readable_time(one.idle_s)
@@ -166,7 +157,7 @@ def _page_text(pages: Sequence[Page]) -> Iterator[str | Grid]:
 
 
 def _kept(chunk: ChunkStat) -> str:
-    """Return what keeps a chunk from being evicted."""
+    """Return what holds a chunk: leases and pins."""
     why = [f"{chunk.leases} leases"] if chunk.leases else []
     if chunk.pinned:
         why.append(f"pinned {readable_time(chunk.pinned_s)}")
@@ -203,9 +194,7 @@ def stat(
             data |= {"position": header.position, "prefill_flops": header.prefill_flops}
             data["content"] = header.content.hex()
         data["representation"] = model_as_dict(client.model)
-        show(data, _stat_text(data, known[0]), as_json)
-    if header is None:
-        raise typer.Exit(EXIT_NOT_HELD)
+        show(data, _stat_text(data, known[0]), as_json, held=header is not None)
 
 
 def _verified(client: Client, key: ChunkKey) -> tuple[FrameHeader | None, str]:
@@ -226,13 +215,13 @@ def _stat_text(data: dict[str, Any], chunk: ChunkStat) -> Iterator[str | Grid]:
         "parent": chunk.parent.hex() if any(chunk.parent) else "none: it begins a prompt",
         "model": f"{kind.get('model_id', '')}, revision {kind.get('model_revision', '')}",
         "adapter, quantization": f"{kind.get('adapter_digest')}, {kind.get('quantization')}",
-        "tokens": f"{chunk.tokens}, after {chunk.context_tokens} that are here",
+        "tokens": f"{chunk.tokens}, after {chunk.context_tokens} that are stored",
         "position": f"token {data.get('position', '?')} of its prompt",
         "raw size": readable_size(chunk.raw_bytes),
         "frame": data["damage"] or "verified",
         "last use": "unknown" if chunk.idle_s is None else f"{readable_time(chunk.idle_s)} ago",
         "hits": chunk.hits,
-        "kept by": _kept(chunk),
+        "held by": _kept(chunk),
         "time to live": readable_time(chunk.expires_s) if chunk.expires_s else "none",
         "priority": chunk.priority,
     }
@@ -259,10 +248,7 @@ def _stat_text(data: dict[str, Any], chunk: ChunkStat) -> Iterator[str | Grid]:
 def get(
     address: str,
     name: Key,
-    out: Annotated[
-        Path,
-        Option("--out", "-o", metavar="FILE", help="New NAME.safetensors or NAME.frame."),
-    ],
+    out: Annotated[Path, Option("--out", "-o", metavar="FILE", help="New .safetensors or .frame.")],
     namespace: Namespace = "",
     tenant: Tenant = "",
     lossy: Annotated[bool, Option("--lossy", help="Accept a lossy copy too.")] = False,
@@ -296,12 +282,10 @@ def get(
 @command("put", exits="0 1 2 3", example="kvstore put chunk.safetensors", section="Change")
 def put(
     address: str,
-    files: Annotated[list[Path], Argument(metavar="FILE...", help="As get wrote them.")],
+    files: Annotated[list[Path], Argument(metavar="FILE...", help="Files that kvstore get wrote.")],
     model: ModelFile = None,
     tenant: Tenant = "",
-    durable: Annotated[
-        bool, Option("--durable", help="Return once they would survive a power cut.")
-    ] = False,
+    durable: Annotated[bool, Option("--durable", help="Wait until they are on disk.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Store the chunks in files, under the digests they had; exits with 1 unless all are stored.
@@ -318,9 +302,7 @@ def put(
             rows.append(row | {"reason": stored.reason})
             if not as_json:
                 print(printable(" ".join([f"{path}:", *[*rows[-1].values()][1:]])).rstrip())
-    show(rows, [], as_json)
-    if any(row["outcome"] not in ("stored", "exists") for row in rows):
-        raise typer.Exit(EXIT_NOT_HELD)
+    show(rows, [], as_json, held={row["outcome"] for row in rows} <= {"stored", "exists"})
 
 
 def _put_file(selection: Selection, path: Path, durable: bool) -> tuple[ChunkKey, Put]:
@@ -366,9 +348,7 @@ def pin(  # noqa: PLR0913 - each is an option
     prefix: Prefix = "",
     namespace: Namespace = "",
     tenant: Tenant = "",
-    duration: Annotated[
-        str, Option("--for", metavar="TIME", help="30s, 10min, 2h; at most 24h.")
-    ] = "1h",
+    duration: Annotated[str, Option("--for", metavar="TIME", help="30s, 2h; at most 24h.")] = "1h",
     as_json: AsJson = False,
 ) -> None:
     """Keep chunks from eviction for a time; exits with 1 unless all are there.
@@ -401,7 +381,7 @@ def parse_duration_ms(text: str) -> int:
         raise InvalidRequestError("for", text, "write it as 30s, 10min, 2h or 1d")
     found = int(matched[1]) * _UNIT_MS[matched[2]]
     if not 0 < found <= DAY_MS:
-        raise InvalidRequestError("for", text, "at most 24h, and not nothing")
+        raise InvalidRequestError("for", text, "more than 0, at most 24h")
     return found
 
 
@@ -437,9 +417,8 @@ def _keep(
             for start in range(0, len(keys), PIN_CHUNKS):
                 done += work(client, keys[start : start + PIN_CHUNKS])
     count = max(count, len(names))
-    show({"done": done, "named": count}, [f"{done} of {count} chunks"], as_json)
-    if done < count or not count:
-        raise typer.Exit(EXIT_NOT_HELD)
+    text = f"{done} of {count} chunks"
+    show({"done": done, "named": count}, [text], as_json, held=done >= count > 0)
 
 
 # --- clear
@@ -477,20 +456,17 @@ def clear(  # noqa: PLR0913 - each is an option
     address: str,
     namespace: Namespace = "",
     model: ModelFile = None,
-    tenant: Annotated[
-        str, Option(metavar="NAME", help="All of a tenant; of others than yours for admins.")
-    ] = "",
+    tenant: Annotated[str, Option(metavar="NAME", help="All chunks of a tenant.")] = "",
     tier: Annotated[TierName | None, Option(help="Only the copies on this tier.")] = None,
-    everything: Annotated[
-        bool, Option("--all", help="Chunks of every tenant; for admins.")
-    ] = False,
+    everything: Annotated[bool, Option("--all", help="Chunks of all tenants (admins).")] = False,
     yes: Yes = False,
-    dry_run: Annotated[bool, Option("--dry-run", help="Only count what would go.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only count what would be deleted.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete the chunks of a namespace, a tenant, a tier or all, but those in use or pinned.
 
-    --tier alone takes your tenant's copies on it. Asks before it deletes, unless --yes.
+    --tier alone takes your tenant's copies on it; --tenant of another is for admins. Asks before
+    it deletes, unless --yes.
     """
     scope = Scope(Selection(address, namespace, model), tenant, tier or "", everything)
     if not (yes or dry_run):

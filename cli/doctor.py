@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
-from kvstore.cli.app import EXIT_NOT_HELD, AsJson, command
+from kvstore.cli.app import AsJson, command
 from kvstore.cli.output import Grid, show
 from kvstore.cli.selection import fetch_namespaces
 from kvstore.cli.server import directory_line, fetch_status
@@ -35,6 +35,11 @@ class Finding:
     fix: str = ""
 
 
+def judged(is_bad: bool, check: str, saw: str, fix: str, state: State = "warn") -> Finding:
+    """Return the result of a check: *state* and how to fix it where it *is_bad*, else ok."""
+    return Finding(check, state, saw, fix) if is_bad else Finding(check, "ok", saw)
+
+
 @command(
     "doctor",
     exits="0 1 2 3",
@@ -57,9 +62,8 @@ def doctor(address: str, context: typer.Context, as_json: AsJson = False) -> Non
     for one in found:
         table.add_row(one.check, one.state, one.saw, one.fix)
     failed = any(one.state == "fail" for one in found)
-    show({"checks": list(map(asdict, found)), "failed": failed}, [table], as_json)
-    if failed:
-        raise typer.Exit(EXIT_NOT_HELD)
+    data = {"checks": list(map(asdict, found)), "failed": failed}
+    show(data, [table], as_json, held=not failed)
 
 
 # --- the server
@@ -75,9 +79,8 @@ def check_server(address: str, config: Settings) -> Iterator[Finding]:
     yield Finding("server", "ok", f"{status.state}, version {status.version}")
     yield from check_settings(status, config)
     for tier in status.tiers:
-        state: State = "warn" if tier.reason else "ok"
-        fix = "fix the cause above; the tier recovers by itself" if tier.reason else ""
-        yield Finding(f"tier {tier.name}", state, tier.reason or tier.state, fix)
+        name, saw = f"tier {tier.name}", tier.reason or tier.state
+        yield judged(bool(tier.reason), name, saw, "fix that; the tier recovers by itself")
     damaged = status.counters.get("corrupt_chunks", 0)
     if damaged:
         yield Finding("damage", "warn", f"{damaged} damaged copies", "look at the media")

@@ -15,7 +15,7 @@ from uuid import uuid4
 from cryptography import x509
 from redis.exceptions import OutOfMemoryError
 
-from kvstore.cli.doctor import Finding, State
+from kvstore.cli.doctor import Finding, State, judged
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.security.certificates import parse_revocations
 from kvstore.server.settings.process_limits import PROCESS_BYTES, memory_limit_bytes
@@ -59,19 +59,16 @@ TRUSTED = ("auth_keys", "jwt_key", "tls_client_ca", "peer_ca", "redis_tls_ca", "
 def check_limits(config: Settings) -> Iterator[Finding]:
     """Open files, locked memory, and the memory that a container may take."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # a server takes what it may
-    few = 0 < files < MIN_FILES
-    fix = f"raise it to {MIN_FILES} or more: LimitNOFILE= of systemd, or ulimit -n" if few else ""
-    yield Finding("open files", "warn" if few else "ok", f"{files} at most", fix)
+    fix = f"raise it to {MIN_FILES} or more: LimitNOFILE= of systemd, or ulimit -n"
+    yield judged(0 < files < MIN_FILES, "open files", f"{files} at most", fix)
     if "gpu" in config.tiers:
         locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-        short = 0 <= locked < config.cpu_size
-        fix = "set LimitMEMLOCK=infinity: memory is pinned for the GPU" if short else ""
-        yield Finding("locked memory", "warn" if short else "ok", _size(locked), fix)
+        fix = "set LimitMEMLOCK=infinity: memory is pinned for the GPU"
+        yield judged(0 <= locked < config.cpu_size, "locked memory", _size(locked), fix)
     limit = memory_limit_bytes()
     needed = config.cpu_size + PROCESS_BYTES
-    short = limit < needed
-    fix = f"give {format_size(needed)}, or a smaller --cpu" if short else ""
-    yield Finding("memory", "fail" if short else "ok", f"{_size(limit)} may be used", fix)
+    fix = f"give {format_size(needed)}, or a smaller --cpu"
+    yield judged(limit < needed, "memory", f"{_size(limit)} may be used", fix, "fail")
 
 
 def check_disk(config: Settings) -> Iterator[Finding]:
@@ -98,10 +95,9 @@ def check_disk(config: Settings) -> Iterator[Finding]:
             yield Finding(name, "fail", f"{_size(free)} free", fix)
             continue
         rate = disk_bytes_per_s(place)
-        slow = rate < MIN_DISK_BYTES_PER_S
-        fix = "use a faster disk, or --write evict" if slow else ""
         saw = f"{kind}, {_size(free)} free, {rate / 1e6:.0f} MB/s written and synced"
-        yield Finding(name, "warn" if slow else "ok", saw, fix)
+        fix = "use a faster disk, or --write evict"
+        yield judged(rate < MIN_DISK_BYTES_PER_S, name, saw, fix)
 
 
 def file_system_of(path: Path) -> str:
@@ -144,23 +140,21 @@ def check_revocations(config: Settings) -> Iterator[Finding]:
         yield Finding("revocations", "fail", str(error), fix)
         return
     left = timedelta(seconds=min(found.until_s - time.time(), 1e9))
-    soon = left < LIST_ENDS_SOON
-    fix = "replace the file; the server reads it again by itself" if soon else ""
+    fix = "replace the file; the server reads it again by itself"
     saw = f"{len(found.proofs)} certificates, the list is valid for {left.days} days"
-    yield Finding("revocations", "warn" if soon else "ok", saw, fix)
+    yield judged(left < LIST_ENDS_SOON, "revocations", saw, fix)
 
 
 def check_gpu(config: Settings) -> Iterator[Finding]:
     """Whether the GPU of the gpu tier can be seen."""
     if "gpu" not in config.tiers:
         return
-    if Path("/dev/nvidiactl").exists():
-        devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
-        state: State = "ok" if devices > config.gpu.device else "fail"
-        fix = "" if state == "ok" else "name a device that is there in --gpu SIZE:DEVICE"
-        yield Finding("gpu", state, f"{devices} devices", fix)
-    else:
+    if not Path("/dev/nvidiactl").exists():
         yield Finding("gpu", "fail", "no NVIDIA driver here", "leave gpu out of --tiers")
+        return
+    devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    fix = "name a device that is there in --gpu SIZE:DEVICE"
+    yield judged(devices <= config.gpu.device, "gpu", f"{devices} devices", fix, "fail")
 
 
 def _size(size_bytes: int) -> str:
@@ -254,9 +248,8 @@ def _speed(link: RedisClient, name: bytes) -> Finding:
         link.run(name, [[b"GETRANGE", name, b"0", b"0"]])
         times.append(1000 * (time.perf_counter() - started))
     median_ms = sorted(times)[PINGS // 2]
-    slow = median_ms > MAX_REDIS_MS
-    fix = "move it nearer: each lookup that memory cannot answer waits for it" if slow else ""
-    return Finding("redis", "warn" if slow else "ok", f"{median_ms:.2f} ms an answer", fix)
+    fix = "move it nearer: each lookup that memory cannot answer waits for it"
+    return judged(median_ms > MAX_REDIS_MS, "redis", f"{median_ms:.2f} ms an answer", fix)
 
 
 def _trials(name: bytes, *, directory: bool) -> dict[str, Command]:
@@ -297,14 +290,10 @@ def _rights(link: RedisClient, name: bytes, config: Settings) -> Finding:
                 return Finding("redis rights", "warn", f"cannot be tried: {error}", "fix that")
     words = TIER_RIGHTS + (DIRECTORY_RIGHTS if config.directory else ())
     rights = " ".join(f"+{word}" for word in words)
-    fix = f"ACL SETUSER its user ~{config.redis_prefix}* {rights}" if denied else ""
-    saw = f"denied: {', '.join(f'{word} ({why})' for word, why in denied.items())}"
-    return Finding(
-        "redis rights",
-        "fail" if denied else "ok",
-        saw if denied else "every command that is needed",
-        fix,
-    )
+    fix = f"ACL SETUSER its user ~{config.redis_prefix}* {rights}"
+    named = ", ".join(f"{word} ({why})" for word, why in denied.items())
+    saw = f"denied: {named}" if denied else "every command that is needed"
+    return judged(bool(denied), "redis rights", saw, fix, "fail")
 
 
 def _servers(link: RedisClient) -> Iterator[Finding]:
@@ -339,10 +328,10 @@ def check_clock(config: Settings, wall_clock: Callable[[], float] = time.time) -
         case _:
             return
     is_off = abs(skew_s) - (after_s - before_s) / 2 > MAX_SKEW_S
-    fix = "have both machines follow NTP: tokens and certificates end by a clock" if is_off else ""
+    fix = "have both machines follow NTP: tokens and certificates end by a clock"
     where = "ahead of" if skew_s > 0 else "behind"
     saw = f"{abs(skew_s):.1f} s {where} that of Redis"
-    yield Finding("clock", "warn" if is_off else "ok", saw, fix)
+    yield judged(is_off, "clock", saw, fix)
 
 
 CHECKS: tuple[Callable[[Settings], Iterator[Finding]], ...] = (

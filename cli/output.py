@@ -14,8 +14,10 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import typer
 from typing_extensions import override
 
+from kvstore.cli.app import EXIT_NOT_HELD
 from kvstore.proto.errors import printable
 
 if TYPE_CHECKING:  # rich takes longer to import than most commands run
@@ -100,14 +102,19 @@ class Grid:
         yield table
 
 
-def show(data: object, text: Iterable[str | Grid], as_json: bool) -> None:
-    """Print *data* as JSON, or else the lines and tables of *text*."""
+def show(data: object, text: Iterable[str | Grid], as_json: bool, *, held: bool = True) -> None:
+    """Print *data* as JSON, or else the lines and tables of *text*.
+
+    Ends the command with 1 unless what it was to find out *held*.
+    """
     if as_json:
         print(json.dumps(data, indent=2))
-        return
-    console = open_console()
-    for part in text:
-        console.print(part)
+    else:
+        console = open_console()
+        for part in text:
+            console.print(part)
+    if not held:
+        raise typer.Exit(EXIT_NOT_HELD)
 
 
 def as_dict(found: Any) -> dict[str, Any]:

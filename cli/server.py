@@ -19,13 +19,14 @@ from kvstore.cli.app import (
     AsJson,
     ask,
     call,
+    chosen,
     command,
-    completes,
     connected,
     size,
 )
 from kvstore.cli.output import Grid, as_dict, open_console, readable_size, readable_time, show
-from kvstore.proto.errors import InvalidRequestError, PermissionDeniedError, printable
+from kvstore.cli.selection import Namespace, Selection
+from kvstore.proto.errors import PermissionDeniedError, printable
 
 if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.client.connection import Connection
@@ -93,12 +94,10 @@ def fetch_figures(address: str) -> ServerStatus:
 @command("status", example="kvstore status --json", section="Look", where=True)
 def status(
     address: str,
-    everything: Annotated[
-        bool, Option("--all", help="Every counter, quota and curve, not one screen.")
-    ] = False,
-    watch: Annotated[bool, Option("--watch", help="Show it again and again.")] = False,
+    everything: Annotated[bool, Option("--all", help="Every counter, quota and curve.")] = False,
+    watch: Annotated[bool, Option("--watch", help="Refresh until interrupted.")] = False,
     every_s: Annotated[
-        float, Option("--every", min=0.1, metavar="S", help="Seconds between two looks.")
+        float, Option("--every", min=0.1, metavar="S", help="Refresh interval.")
     ] = 2,
     as_json: AsJson = False,
 ) -> None:
@@ -236,9 +235,8 @@ def ping(address: str, as_json: AsJson = False) -> None:
     degraded = [tier.name for tier in reply.tiers if tier.state != "serving"]
     data = {"address": address, "state": reply.state, "degraded": degraded, "ms": took_ms}
     tiers = f", degraded: {', '.join(degraded)}" if degraded else ""
-    show(data, [f"{address}: {reply.state}{tiers}, {took_ms:.2f} ms"], as_json)
-    if degraded or reply.state != "serving":
-        raise typer.Exit(EXIT_NOT_HELD)
+    text = f"{address}: {reply.state}{tiers}, {took_ms:.2f} ms"
+    show(data, [text], as_json, held=not degraded and reply.state == "serving")
 
 
 @command("sessions", example="kvstore sessions", section="Look", where=True)
@@ -266,18 +264,14 @@ def sessions(address: str, as_json: AsJson = False) -> None:
 @command("events", example="kvstore events --follow", section="Look")
 def events(
     address: str,
-    follow: Annotated[
-        bool, Option("--follow", help="Print what comes and goes from now on instead.")
-    ] = False,
-    namespace: Annotated[
-        str,
-        Option(metavar="HEX", help="Of this namespace only, or of how it begins; all: admins."),
-    ] = "",
+    follow: Annotated[bool, Option("--follow", help="Print changes from now on.")] = False,
+    namespace: Namespace = "",
     as_json: Annotated[bool, Option("--json", help="Print a JSON object a line.")] = False,
 ) -> None:
     """Print the copies that a server's tiers have, or follow those that come and go.
 
     One line each: stored or removed, tier, key. Hints: a chunk may be gone when it is read.
+    Without --namespace for admins.
     """
     with suppress(KeyboardInterrupt):
         for event in _events(address, namespace, follow):
@@ -286,8 +280,6 @@ def events(
 
 
 def _events(address: str, namespace: str, follow: bool) -> Iterator[dict[str, Any]]:
-    from kvstore.cli.selection import Selection
-
     with ExitStack() as stack:
         if namespace:
             selection = Selection(address, namespace)
@@ -334,14 +326,7 @@ def _pages_of_all(connection: Connection) -> Iterator[EventPage]:
 )
 def scrub(
     address: str,
-    tiers: Annotated[
-        str,
-        Option(
-            metavar="NAMES",
-            help="Tiers, separated by commas; default: the server's.",
-            autocompletion=completes(*TIER_NAMES),
-        ),
-    ] = "",
+    tiers: Annotated[str, chosen("Tiers to verify, or the server's", TIER_NAMES)] = "",
     rate: Annotated[int, size("Bytes a second at most; 0: no limit.")] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -354,9 +339,7 @@ def scrub(
                 print(_scrub_line(reply), end="\r", flush=True)
             time.sleep(SCRUB_POLL_S)
             reply = ask(connection, "Scrub")
-    show(as_dict(reply), [_scrub_line(reply)], as_json)
-    if reply.damaged_chunks:
-        raise typer.Exit(EXIT_NOT_HELD)
+    show(as_dict(reply), [_scrub_line(reply)], as_json, held=not reply.damaged_chunks)
 
 
 def _scrub_line(reply: pb.ScrubResponse) -> str:
@@ -371,13 +354,11 @@ def _scrub_line(reply: pb.ScrubResponse) -> str:
 def drain(
     address: str,
     deadline_s: Annotated[
-        float, Option("--within", metavar="S", help="Seconds it may take.")
+        float,
+        Option("--within", min=0.001, max=MAX_DRAIN_S, metavar="S", help="Seconds to wait for it."),
     ] = 20.0,
 ) -> None:
     """Stop accepting new work and save what only memory has; exits with 1 if not all was saved."""
-    if not 0 < deadline_s <= MAX_DRAIN_S:
-        fix = f"give more than 0, {MAX_DRAIN_S:g} s at most"
-        raise InvalidRequestError("within", deadline_s, fix)
     deadline_ms = max(1, round(deadline_s * 1000))
     if not call(address, "Drain", deadline_ms, deadline_ms=deadline_ms).clean:
         print("drained, but not all is saved: kvstore status says what the tiers hold")

@@ -60,7 +60,7 @@ def put_by_layers(
         raise LayoutMismatchError("shard", link.options.shard, fix)
     if spans is not None and not spans:
         return LayeredPut(link.model, [], JoinedSink(1), spans)
-    transport = link.connected()
+    transport = link.connected(countdown(terms.within_ms))
     limit = transport.session.terms.max_batch_chunks
     most = MAX_OPEN_BATCHES * limit
     if not 1 <= len(chunks) <= most:

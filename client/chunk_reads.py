@@ -77,7 +77,8 @@ class ChunkRequest(NamedTuple):
 def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
     """Read the longest prefix of what is requested, verified."""
     if request.leases:  # which are lost with their session
-        return _read(link, request, link.connected(), countdown(request.deadline_ms))
+        left_ms = countdown(request.deadline_ms)
+        return _read(link, request, link.connected(left_ms), left_ms)
     return link.run(partial(_read, link, request), request.deadline_ms)
 
 
@@ -103,7 +104,7 @@ def _read(
                 raise
             break
         if broken is not None:
-            link.quarantine(transport, broken)
+            link.quarantine(transport, broken, left_ms)
         found += part
         if len(part) < len(some):
             break
@@ -141,13 +142,14 @@ def read_layers(
 ) -> Generator[Layer, None, None]:
     """Yield the layers of *request*, each once it is verified."""
     wanted = Wanted(transport.session, request.keys, request.room, request.accuracy)
+    left_ms = countdown(request.deadline_ms)
     with ExitStack() as stack:
         arriving = _layers_arriving(stack, transport, request)
         reading = LayerReader(link.reader, wanted, request.accepts, request.skipped)
         with closing(reading.layers(arriving)) as layers:
             yield from layers
     if reading.broken is not None:
-        link.quarantine(transport, reading.broken)
+        link.quarantine(transport, reading.broken, left_ms)
 
 
 def _layers_arriving(
@@ -214,8 +216,10 @@ def read_levelled(
     if not keys:
         return Levelled((), ())
 
-    packed(keys, link.connected().session.terms.namespace)  # which refuses those of others
-    return LevelledGet(link, keys, terms, room, compute).run()
+    get = LevelledGet(link, keys, terms, room, compute)  # whose deadline begins now
+    transport = link.connected(get.left_ms)
+    packed(keys, transport.session.terms.namespace)  # which refuses those of others
+    return get.run()
 
 
 def read_frame(
@@ -243,7 +247,7 @@ def read_frame(
         except TooLossyError:
             return None
         except (ChunkCorruptError, InvalidFrameError):
-            link.quarantine(transport, key)
+            link.quarantine(transport, key, left_ms)
             raise
 
     return link.run(work)

@@ -12,10 +12,11 @@ from weakref import finalize, ref
 from kvstore.client import chunk_reads, segments
 from kvstore.client.access import check_address
 from kvstore.client.batch_plans import plan_batch
-from kvstore.client.blend.segments import NamedSegment, SegmentRange, name_segments
+from kvstore.client.blend.plan import NamedSegment, SegmentRange, name_segments
 from kvstore.client.chunk import Chunk, PlannedChunk, Shard, check_keys
 from kvstore.client.chunk_puts import put_by_layers, put_whole
 from kvstore.client.chunk_reads import ChunkRequest
+from kvstore.client.connection import countdown
 from kvstore.client.deadline import Levelled
 from kvstore.client.decode import Layer, Room, fresh
 from kvstore.client.events import EventStream, Place
@@ -181,9 +182,13 @@ class Client:
         space = self.namespace
         return [chunk_key(space, digest) for digest in digests]
 
-    def _named(self, tokens: Tokens, keys: Keys) -> Sequence[ChunkKey]:
+    def _named(
+        self, tokens: Tokens, keys: Keys, left_ms: LeftMs | None = None
+    ) -> Sequence[ChunkKey]:
         if (tokens is None) == (keys is None):
             raise InvalidRequestError("keys", keys, "give tokens or keys, one of them")
+        if tokens is not None:
+            self._link.connected(left_ms)  # names take its namespace
         return self.keys(tokens) if tokens is not None else check_keys(() if keys is None else keys)
 
     def get(
@@ -204,11 +209,12 @@ class Client:
         Below an exact *accuracy* any chunk may be restored from a lossy copy: neither it nor what
         is computed from it is to be put.
         """
-        prompt, timeout_ms = self._prompt(tokens, keys, start), self._deadline_ms(timeout)
+        left_ms = self._left_ms(timeout)
+        prompt = self._prompt(tokens, keys, start, left_ms)
         fresh = empty_kv(self._own, prompt.stop) if out is None else None
         room = self._target(prompt, fresh if out is None else out)
         shard = self.options.shard
-        request = ChunkRequest(prompt.keys, room, accuracy, timeout_ms, shard=shard)
+        request = ChunkRequest(prompt.keys, room, accuracy, left_ms(), shard=shard)
         found = chunk_reads.read_prefix(self._link, request)
         chunks = prompt.usable(len(found), self._own)
         reached = prompt.reached(chunks)
@@ -255,7 +261,8 @@ class Client:
         slower than to recompute all. The answer waits *wait* seconds at most until chunks are here
         that others are putting or have announced.
         """
-        names = self._named(tokens, keys)
+        left_ms = self._left_ms(timeout)
+        names = self._named(tokens, keys, left_ms)
         if engine is not None and not engine.prompt_tokens:
             count = len(names) * self.options.chunk_tokens if tokens is None else len(tokens)
             engine = replace(engine, prompt_tokens=count)
@@ -264,7 +271,7 @@ class Client:
             prefill=engine_to_message(engine),
             wait_ms=milliseconds("wait", wait, MAX_WAIT_S),
         )
-        match = look_up(self._link, names, request, self._deadline_ms(timeout)).match
+        match = look_up(self._link, names, request, left_ms()).match
         if engine is not None and match.plan is None and names:
             plan = prefix_plan(match, self.options.chunk_tokens, len(names), engine)
             match = replace(match, plan=plan)
@@ -313,9 +320,10 @@ class Client:
         all layers has. Run the iterator to its end or close it: it keeps the chunks from eviction.
         No more than MAX_OPEN_BATCHES batches of chunks come, each a stream.
         """
-        prompt = self._prompt(tokens, keys, start)
+        left_ms = self._left_ms(timeout)
+        prompt = self._prompt(tokens, keys, start, left_ms)
         room = fresh if out is None else self._target(prompt, out)
-        request = ChunkRequest(prompt.keys, room, accuracy, self._deadline_ms(timeout))
+        request = ChunkRequest(prompt.keys, room, accuracy, left_ms())
         return chunk_reads.read_layers_retried(self._link, request)
 
     def put_layers(
@@ -581,8 +589,14 @@ class Client:
             raise InvalidRequestError("timeout", timeout, "give 0.001 seconds or more")
         return found
 
-    def _prompt(self, tokens: Tokens, keys: Keys, start: int) -> Prompt:
-        names = self._named(tokens, keys)
+    def _left_ms(self, timeout: float | None) -> LeftMs:
+        """Return what says how much is left of a call that begins now."""
+        return countdown(self._deadline_ms(timeout))
+
+    def _prompt(
+        self, tokens: Tokens, keys: Keys, start: int, left_ms: LeftMs | None = None
+    ) -> Prompt:
+        names = self._named(tokens, keys, left_ms)
         count = None if tokens is None else len(tokens)
         return Prompt(count, names, start, self.options.chunk_tokens)
 

@@ -162,6 +162,8 @@ class LevelledGet:
         self._plain_terms = replace(terms, loads_first=compute is None)
         self._frames = [StoredFrame(key, layout) for key in keys]
         self._header_bytes = header_bytes(layout, MAX_LEVELS)
+        self.left_ms = countdown(terms.deadline_ms)
+        """What is left of the deadline, for calls. Raises DeadlineError once nothing is."""
         self._clock = link.meters.clock
         self._started_s = self._clock()
         self._leases: Sequence[int] = ()
@@ -230,7 +232,7 @@ class LevelledGet:
             self._end()
             if transport is not None:
                 for key in self._damaged:
-                    self._link.quarantine(transport, key)
+                    self._link.quarantine(transport, key, countdown(RELEASE_MS))
                 with suppress(KVStoreError):  # the client was closed: so is its session
                     # By a thread: on a slow link that waits behind what is on it.
                     self._link.reader.submit(transport.release, self._leases, RELEASE_MS)
@@ -313,8 +315,7 @@ class LevelledGet:
         """Lease what is there; return how many chunks are, and where from."""
         least = self._plain_terms.least
         wanted = pb.LookupRequest(lease=True, ranges=True, min_accuracy=accuracy_number(least))
-        within_ms = max(1, min(int(1000 * self._plain_terms.deadline_s), MAX_DEADLINE_MS))
-        found = look_up(self._link, self._keys, wanted, within_ms)
+        found = look_up(self._link, self._keys, wanted, self.left_ms())
         self._leases, ready = found.match.leases, found.match.ready
         self._digests = [ChainDigest(key[DIGEST_BYTES:]) for key in self._keys[:ready]]
         return found.transport, ready

@@ -20,6 +20,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise, takewhile
 from typing import NamedTuple
 
+from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.client.prefill import PrefillModel
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import Accuracy
@@ -174,6 +175,11 @@ class PlanTerms:
             raise InvalidRequestError("deadline_s or decode_bytes_per_s", wrong, "positive numbers")
         if self.tail_tokens < 0:
             raise InvalidRequestError("tail_tokens", self.tail_tokens, "a count, or 0")
+
+    @property
+    def deadline_ms(self) -> int:
+        """The deadline of the calls that load, which a server grants."""
+        return max(1, min(int(1000 * self.deadline_s), MAX_DEADLINE_MS))
 
     def span_s(self, tokens: int, context: int) -> float:
         """Return what *tokens* take in one go: each has those before it as its context, too."""

@@ -16,7 +16,7 @@ from server_process import ServerProcess
 
 from kvstore.cli.main import main
 from kvstore.client import Client, ClientOptions
-from kvstore.client.blend.segments import SegmentRange
+from kvstore.client.blend.plan import SegmentRange
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.prefix import Span
 from kvstore.client.options import TransportName
