@@ -45,7 +45,7 @@ from kvstore.proto.types import KVLayout, PutOutcome
 if TYPE_CHECKING:
     from kvstore.client.engines.vllm.device import DeviceCopy, DeviceSide
 
-IDLE_WAIT_S = 0.002
+IDLE_WAIT_S = 0.005
 """What an idle step waits for a load: it has nothing to compute, and would ask again at once."""
 
 BREATH_S = 0.005
