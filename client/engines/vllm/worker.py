@@ -56,7 +56,7 @@ SHUTDOWN_S = 5.0
 """What the end of an engine waits for stores that are under way."""
 
 MOST_COPIES = 4096
-"""Chunks that wait to be stored, however small they are: each has a mapping of its own."""
+"""Chunks that wait to be stored, however small they are."""
 
 MOST_UNSTORED = 4096
 """Chunks of one message that were not stored; of more, the first are left out."""
