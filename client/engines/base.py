@@ -27,7 +27,6 @@ from kvstore.client.engines.prefix import (
     Asked,
     ConnectorStats,
     Prefix,
-    Room,
     Source,
     Span,
     codecs_of,
@@ -141,39 +140,6 @@ class Connector:
         errors = (self._load_errors, self._store_errors)
         for counts in (self._counts, self._tier_tokens, self._misses, *errors):
             counts.clear()
-
-    def load_chunks(
-        self,
-        tokens: Sequence[int],
-        room: Room,
-        extra: Sequence[bytes] = (),
-        allowed: Allowed | None = None,
-        within: Deadline | None = None,
-    ) -> Prefix:
-        """Read the longest stored prefix of *tokens* into what *room* gives. Never raises.
-
-        *extra* is what else names the prompt (cache salt, multimodal hashes), in order; *allowed*
-        stands in for what the connector's ``accuracy`` allows. What lies in the room past
-        ``stored_tokens`` is not to be used. A request *within* a deadline is no later than without
-        the store: what loads too slowly is computed, by ``within.compute``, beside the loads, or
-        behind what was read. Before ``learned`` has seen the engine compute, loads end with it.
-        """
-        of = self.allowed(self.least) if allowed is None else allowed
-        rooms: list[LayerTensors] = []
-
-        def read(
-            keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Accuracy
-        ) -> list[Stated]:
-            rooms[:] = rooms or room(spans)
-            if within is not None:
-                tail_tokens = len(tokens) - spans[-1][1]
-                return self._read_within(keys, rooms, first, least, within, tail_tokens)
-            stated: list[Stated] = []
-            self.client.get_chunks(keys[first:], rooms[first:], accuracy=least, stated=stated)
-            return stated
-
-        asked = Asked(len(tokens), False, within)
-        return self.note_load(len(tokens), *self.attempt(tokens, read, extra, of, asked))
 
     def _read_within(
         self,

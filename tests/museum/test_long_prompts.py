@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from contracts.chunks import make_representation
 from documents import put_prompt, read, report_of
+from plain_engine import PlainConnector
 from prompts import equal, tensors_of, tokens
 from server_process import ServerProcess
 
 from kvstore.cli.main import main
 from kvstore.client import Client, ClientOptions
 from kvstore.client.blend.segments import SegmentRange
-from kvstore.client.engines.base import Connector
 from kvstore.client.engines.prefix import Span
 from kvstore.client.options import TransportName
 from kvstore.client.resolving import ResolveTerms
@@ -34,7 +34,7 @@ class LongPrompts:
     """An engine whose KV is the token ids' lowest bytes."""
 
     def __init__(self, client: Client) -> None:
-        self.connector = Connector(client)
+        self.connector = PlainConnector(client)
         self.room: list[ChunkTensors] = []
 
     def store(self, prompt: np.ndarray) -> int:

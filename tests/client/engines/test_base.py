@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_server import LocalServer, eventually
 from lossy_copies import leave_on_disk
+from plain_engine import PlainConnector
 from prompts import MEDIUM, SMALL, tokens
 
 from kvstore.client import Chunk, ClientOptions
-from kvstore.client.engines.base import Connector
 from kvstore.client.engines.prefix import ONLY_EXACT, Prefix, Span
 from kvstore.client.prefill import PrefillModel
 from kvstore.client.tensors import LayerTensors
@@ -47,7 +47,7 @@ def tensors_for(prompt: Sequence[int], span: Span, kind: Model = SMALL) -> Chunk
 class Engine:
     """A connector with what an engine brings: a source for a prompt, and a room that is kept."""
 
-    def __init__(self, connector: Connector) -> None:
+    def __init__(self, connector: PlainConnector) -> None:
         self.connector = connector
         self.room: list[ChunkTensors] = []
 
@@ -82,7 +82,7 @@ Connect = Callable[[], Engine]
 @pytest.fixture
 def connect(server: LocalServer) -> Connect:
     """Make engines with a client each."""
-    return lambda: Engine(Connector(server.connect()))
+    return lambda: Engine(PlainConnector(server.connect()))
 
 
 def test_what_one_connector_stores_another_loads(connect: Connect) -> None:
@@ -98,9 +98,9 @@ def test_a_prefix_says_how_far_it_is_exact(make_server: Callable[..., LocalServe
     with coarse_codec():
         server = make_server("--codec", "disk=coarse")
         prompt = tokens(1, 5 * CHUNK_TOKENS)
-        Engine(Connector(server.connect())).store(prompt)
+        Engine(PlainConnector(server.connect())).store(prompt)
         strict, loose = (
-            Engine(Connector(server.connect(), accuracy=accuracy))
+            Engine(PlainConnector(server.connect(), accuracy=accuracy))
             for accuracy in ("exact", "bounded")
         )
         leave_on_disk(server, loose.connector.client.keys(prompt)[2:4])
@@ -120,7 +120,7 @@ def test_only_what_has_an_exact_copy_counts_as_stored(
     with coarse_codec():
         server = make_server("--codec", "disk=coarse")
         prompt = tokens(1, 5 * CHUNK_TOKENS)
-        connector = Connector(server.connect(), accuracy="bounded")
+        connector = PlainConnector(server.connect(), accuracy="bounded")
         Engine(connector).store(prompt[: 4 * CHUNK_TOKENS])
         keys = connector.client.keys(prompt)
         leave_on_disk(server, keys[1:3])
@@ -131,7 +131,7 @@ def test_only_what_has_an_exact_copy_counts_as_stored(
 @pytest.mark.parametrize("accuracy", ["lossy", "Exact", "", None, 1, ["exact"], Accuracy.bounded])
 def test_an_accuracy_that_is_none_is_refused_by_name(server: LocalServer, accuracy: Any) -> None:
     with pytest.raises(InvalidRequestError, match="accuracy"):
-        Connector(server.connect(), accuracy=accuracy)
+        PlainConnector(server.connect(), accuracy=accuracy)
 
 
 def test_a_prompt_of_no_tokens_is_a_miss_of_none(connect: Connect) -> None:
@@ -174,7 +174,7 @@ def test_what_else_names_a_prompt_separates_it(connect: Connect) -> None:
 
 
 def test_chunks_carry_their_place_and_cost(server: LocalServer) -> None:
-    connector = Connector(server.connect(), token_flops=5.0)
+    connector = PlainConnector(server.connect(), token_flops=5.0)
     prompt = tokens(5, 2 * CHUNK_TOKENS)
     connector.store_chunks(prompt, lambda span: tensors_for(prompt, span))
     store = server.node.store
@@ -189,9 +189,9 @@ def test_durable_stores_survive_a_restart(
 ) -> None:
     prompt = tokens(6, 3 * CHUNK_TOKENS)
     first = make_server()
-    assert Engine(Connector(first.connect(), durable=True)).store(prompt) == 3
+    assert Engine(PlainConnector(first.connect(), durable=True)).store(prompt) == 3
     first.close()
-    prefix = Engine(Connector(make_server().connect())).load(prompt)
+    prefix = Engine(PlainConnector(make_server().connect())).load(prompt)
     assert prefix.tier_tokens == {"disk": 47}
 
 
@@ -276,7 +276,7 @@ def test_chunks_the_server_has_no_room_for_are_refused_not_errors(
 ) -> None:
     server = make_server("--cpu", "4MiB", "--tiers", "cpu")
     options = ClientOptions(chunk_tokens=64, deadline_ms=1000)
-    connector = Connector(server.connect(representation=MEDIUM, options=options))
+    connector = PlainConnector(server.connect(representation=MEDIUM, options=options))
     held, other = tokens(12, 10 * 64), tokens(13, 20 * 64)
     stored = connector.store_chunks(held, lambda span: tensors_for(held, span, MEDIUM))
     with connector.client.lease(keys=connector.client.keys(held)) as lease:
@@ -290,7 +290,7 @@ def test_chunks_the_server_has_no_room_for_are_refused_not_errors(
 def test_a_row_of_failures_is_logged_once_until_the_store_works_again(
     server: LocalServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = Engine(Connector(server.connect()))
+    engine = Engine(PlainConnector(server.connect()))
 
     def broken(span: Span) -> LayerTensors:
         raise BrokenError("no tensors")
@@ -385,7 +385,7 @@ def test_what_is_sooner_computed_than_loaded_is_not_loaded(
     connect().store(prompt)
     for slot in server.node.store.tiers.slots.values():
         slot.round_trip_s = 1e-3
-    engine = Engine(Connector(server.connect(), prefill=PrefillModel(1e-6, token_s)))
+    engine = Engine(PlainConnector(server.connect(), prefill=PrefillModel(1e-6, token_s)))
     assert engine.load(prompt).stored_tokens == loaded * CHUNK_TOKENS
     stats = engine.connector.stats()
     assert (stats.slow_chunks, stats.lost_chunks) == (3 - loaded, 0)
@@ -394,7 +394,7 @@ def test_what_is_sooner_computed_than_loaded_is_not_loaded(
 def test_a_connector_is_not_given_lossy_copies(make_server: ServerMaker) -> None:
     with coarse_codec():
         server = make_server("--codec", "disk=coarse")
-        engine = Engine(Connector(server.connect()))
+        engine = Engine(PlainConnector(server.connect()))
         prompt = tokens(7, 3 * CHUNK_TOKENS)
         engine.store(prompt)
         store = server.node.store
