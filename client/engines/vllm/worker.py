@@ -428,12 +428,12 @@ class VllmWorker:
         for copy in copies:
             copy.free()
         ended = zip(sent, outcomes, strict=False)
-        held = {chunk.digest for (chunk, _), one in ended if one is not PutOutcome.refused}
-        held |= {batch[at].chunk.digest for at in near}
+        held = [chunk.digest for (chunk, _), one in ended if one is not PutOutcome.refused]
+        held += [batch[at].chunk.digest for at in near]
         with self._changed:
             self._note_unstored([one.chunk for one in batch if one.chunk.digest not in held])
             if self.reports_stores:
-                self._report.stored |= Counter(held)
+                self._report.stored |= Counter(dict.fromkeys(held, 1))  # events keep their order
             self.counted["stored_chunks"] += outcomes.count(PutOutcome.stored) + len(near)
             self.counted["gone_chunks"] += len(rest) - len(sent)
 
