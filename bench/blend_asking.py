@@ -15,16 +15,15 @@ from bench.workload import connect, serving
 from kvstore.client import Client
 from kvstore.client.blend.engine import Blender
 from kvstore.client.blend.layer_pass import EngineAdapter
-from kvstore.client.blend.plan import Segment
-from kvstore.client.blend.segments import SegmentRange
+from kvstore.client.blend.plan import Segment, SegmentRange
 from kvstore.client.blend.store import StoreSource, store_prefill
-from kvstore.client.resolving import ResolveTerms
+from kvstore.client.segments import SegmentQuery
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Model
 
 if TYPE_CHECKING:
     from bench.blend_speed import Stage
 
-_TRIAL = ResolveTerms(is_trial=True)
+_TRIAL = SegmentQuery(is_trial=True)
 """Let through a gate that nobody has opened."""
 
 
@@ -42,7 +41,7 @@ class Asking:
         Raises RuntimeError unless all documents are found.
         """
         with (
-            self.client.resolve(self.tokens, self.ranges, _TRIAL) as resolved,
+            self.client.find_segments(self.tokens, self.ranges, _TRIAL) as resolved,
             StoreSource(resolved, self.tokens, self.client.model) as source,
         ):
             if not source.plan.count("approx"):

@@ -28,7 +28,6 @@ from bench.slo_replay import (
 from kvstore.client.levels import LevelledChunk, LinkMeter, PlanTerms
 from kvstore.client.prefill import PrefillModel
 from kvstore.client.server_link import FIRST_GUESS_BYTES_PER_S
-from kvstore.proto.types import Accuracy
 
 CHUNK_TOKENS = 256
 VALUES_A_TOKEN = 32 * 2 * 8 * 128
@@ -61,19 +60,13 @@ class Levels:
 
     def chunk(self, tokens: int) -> LevelledChunk:
         """Return a chunk of them, as client/deadline.py has it."""
-        top = len(self.bits) - 1
-        return LevelledChunk(
-            tokens, 2 * tokens * VALUES_A_TOKEN,
-            tuple(int(tokens * VALUES_A_TOKEN * bits / 8) for bits in self.bits),
-            (Accuracy.bounded,) * len(self.bits),
-            tuple(9.0 ** (top - level) for level in range(top + 1)),
-        )  # fmt: skip
+        ends = tuple(int(tokens * VALUES_A_TOKEN * bits / 8) for bits in self.bits)
+        return LevelledChunk(tokens, 2 * tokens * VALUES_A_TOKEN, ends)
 
     def exact_chunk(self, tokens: int) -> LevelledChunk:
         """Return a chunk that is stored without loss."""
         size_bytes = int(tokens * VALUES_A_TOKEN * self.exact_bits / 8)
-        raw_bytes = 2 * tokens * VALUES_A_TOKEN
-        return LevelledChunk(tokens, raw_bytes, (size_bytes,), (Accuracy.exact,), (0.0,))
+        return LevelledChunk(tokens, 2 * tokens * VALUES_A_TOKEN, (size_bytes,))
 
 
 def measured(windows: int = 4) -> Levels:
@@ -104,9 +97,8 @@ def requests(levels: Levels, seed: int, count: int, *, exact: bool) -> list[Requ
         tokens = int(low * (high / low) ** draw.random())
         deadline_s, tail = draw.choice(DEADLINES_S), 1 + tokens % CHUNK_TOKENS
         one = (levels.exact_chunk if exact else levels.chunk)(CHUNK_TOKENS)
-        least = Accuracy.exact if exact else Accuracy.bounded
         terms = PlanTerms(
-            deadline_s, ENGINE, DECODE_BYTES_PER_S, least, never_later=True, tail_tokens=tail
+            deadline_s, ENGINE, DECODE_BYTES_PER_S, tail_tokens=tail, loads_first=False
         )
         found.append(Request(at_s, (one,) * (tokens // CHUNK_TOKENS), terms))
     return found

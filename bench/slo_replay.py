@@ -25,10 +25,6 @@ from kvstore.client.levels import (
     Plan,
     PlanTerms,
     Progress,
-    batch_of,
-    plan,
-    to_compute,
-    wait_until_s,
 )
 
 RTT_S = 0.001
@@ -228,12 +224,12 @@ class _Controlled:
         yield self._at_s
         while True:
             progress, estimate = self._progress(), self._link.estimate()
-            found = plan(self._chunks, progress, self._terms, estimate)
-            until_s = self._start_s + wait_until_s(self._chunks, progress, self._terms)
+            found = progress.plan(estimate)
+            until_s = self._start_s + progress.wait_until_s()
             if not self._terms.loads_first:
                 until_s = self._begin(found, until_s)
             budget = min(BATCH_S * estimate.mean_bytes_per_s, batch_bytes)
-            batch = batch_of(found, self._chunks, self._progress(), self._arrived, budget)
+            batch = self._progress().next_batch(found, self._arrived, budget)
             if not batch or until_s <= self._at_s:
                 return
             batch_bytes *= BATCH_GROWTH
@@ -255,7 +251,7 @@ class _Controlled:
             is_wanted = RECOMPUTE in found.actions or until_s <= self._at_s
             self._engine_s = self._at_s if is_wanted else until_s
         self._compute()
-        return max(self._at_s, self._engine_s) + self._terms.left_s(self._chunks, self._progress())
+        return max(self._at_s, self._engine_s) + self._progress().left_s()
 
     def _compute(self) -> None:
         """Have the engine begin all that it had time for by now."""
@@ -269,9 +265,9 @@ class _Controlled:
                 for n in range(len(tokens))
             ]
             is_quiet = self._engine_s - self._planned_s > QUIET_S
-            progress = Progress(tuple(levels), self._engine_s - self._start_s)
-            wanted = to_compute(self._found, self._chunks, progress, self._terms, is_quiet=is_quiet)
-            count = max(1, wanted)
+            elapsed_s = self._engine_s - self._start_s
+            progress = Progress(self._chunks, self._terms, tuple(levels), elapsed_s)
+            count = max(1, progress.to_compute(self._found, is_quiet=is_quiet))
             while stop < min(first + count, len(tokens)) and not self._is_here(stop):
                 stop += 1
             if stop == first:
@@ -285,7 +281,7 @@ class _Controlled:
         if self._engine_s is not None and MISSING not in progress.levels:
             there_s = self._there_s.items()
             last_s = max((at_s for n, at_s in there_s if n >= self._computed), default=0.0)
-            until_s = self._start_s + wait_until_s(self._chunks, progress, self._terms)
+            until_s = self._start_s + progress.wait_until_s()
             self._at_s = max(self._engine_s, last_s, min(self._at_s, until_s))
 
     def _is_here(self, index: int) -> bool:
@@ -323,8 +319,7 @@ class _Controlled:
             self._decoded_s = max(self._decoded_s, there_s) + took_s
 
     def _level(self, index: int) -> int:
-        count = sum(end <= self._arrived[index] for end in self._chunks[index].end_bytes)
-        return count - 1 if count else MISSING
+        return self._chunks[index].reached(self._arrived[index])
 
     def _progress(self) -> Progress:
         levels = [
@@ -337,7 +332,10 @@ class _Controlled:
             for index, (chunk, level) in enumerate(zip(self._chunks, levels, strict=True))
             if level >= 0 and self._decoded.get(index) != level
         )
-        return Progress(tuple(levels), self._at_s - self._start_s, engine_s, undecoded_bytes)
+        elapsed_s = self._at_s - self._start_s
+        return Progress(
+            self._chunks, self._terms, tuple(levels), elapsed_s, engine_s, undecoded_bytes
+        )
 
     def outcome(self) -> Outcome:
         """Decode what is left and compute the rest."""

@@ -6,8 +6,9 @@ Heavy imports wait until a command needs them: gRPC and rich take longer than mo
 from __future__ import annotations
 
 import inspect
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from inspect import Parameter
@@ -41,7 +42,9 @@ CODES = {
     EXIT_USAGE: "wrong usage or configuration",
     EXIT_STORE: "the server answered with an error, or not at all",
 }
-DEFAULT_ADDRESS = "127.0.0.1:7420"
+DEFAULT_PORT = 7420
+DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
+_ADDRESS = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]\s:]+)(?::([0-9]{1,6}))?")
 DEADLINE_MS = 2000
 ANSWER_S = 0.5
 """What a server has to say that it is there, once it was late."""
@@ -50,6 +53,7 @@ MAX_PORT = 65_535
 Command = TypeVar("Command", bound=Callable[..., None])
 
 AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
+Yes = Annotated[bool, Option("--yes", "-y", help="Do not ask first.")]
 
 
 def fail(reason: object, status: int) -> NoReturn:
@@ -109,14 +113,12 @@ def server_address() -> str:
     text = str((_given.get() or {}).get("address", DEFAULT_ADDRESS))
     if text.startswith("unix:") or "//" in text:
         return text
-    host, colon, port = text.rpartition(":")
-    if not colon or (text.startswith("[") and text.endswith("]")):
-        host, port = text, DEFAULT_ADDRESS.rpartition(":")[2]
-    if not (port.isascii() and port.isdecimal() and 0 < int(port) <= MAX_PORT):
-        raise InvalidRequestError("address", text, f"the port is a number, 1 to {MAX_PORT}")
-    if not host or " " in host or (":" in host and not host.startswith("[")):
-        raise InvalidRequestError("address", text, "write HOST, HOST:PORT or [IPV6]:PORT")
-    return f"{host}:{port}"
+    found = _ADDRESS.fullmatch(text)
+    port = int(found[2] or DEFAULT_PORT) if found else 0
+    if not found or not 0 < port <= MAX_PORT:
+        fix = f"write HOST, HOST:PORT or [IPV6]:PORT; the port is a number, 1 to {MAX_PORT}"
+        raise InvalidRequestError("address", text, fix)
+    return f"{found[1]}:{port}"
 
 
 def given_access() -> Access:
@@ -131,8 +133,8 @@ def given_access() -> Access:
 
 @contextmanager
 def connected(address: str, deadline_ms: int = DEADLINE_MS) -> Iterator[Connection]:
-    """Open a connection to *address*. Raises KVStoreErrors, one sentence where nobody answers."""
-    from kvstore.client.connection import Connection
+    """Open a connection to *address*. Raises KVStoreErrors; of no answer in one sentence."""
+    from kvstore.client.connection import Connection, is_gone
 
     access = given_access()
     connection = Connection(address, deadline_ms, access=access)
@@ -141,6 +143,8 @@ def connected(address: str, deadline_ms: int = DEADLINE_MS) -> Iterator[Connecti
     except (TierUnavailableError, DeadlineError) as error:
         if isinstance(error, DeadlineError) and connection.answers(ANSWER_S):
             raise  # it was too slow with this one thing
+        if isinstance(error, TierUnavailableError) and not is_gone(error):
+            raise  # it answers: one of its tiers does not
         reason = str(error).rpartition(": ")[2]  # the end of gRPC's report of all it tried
         if "Socket closed" in reason and not access.tls:
             reason += "; where the server speaks TLS, give --ca or --tls"
@@ -177,14 +181,20 @@ def number(text: str, least: int | None = None, most: int | None = None) -> Any:
     return Option(metavar="N", help=text, min=least, max=most)
 
 
-def file(text: str) -> Any:
+def path(text: str) -> Any:
     """Return an option that is a file."""
     return Option(metavar="FILE", help=text)
 
 
-def size(text: str) -> Any:
+def chosen(text: str, names: Sequence[str]) -> Any:
+    """Return an option that is some of *names*, with commas between them."""
+    text = f"{text}: {', '.join(names)}, with commas."
+    return Option(metavar="NAMES", help=text, autocompletion=completes(*names))
+
+
+def size(text: str, *flags: str) -> Any:
     """Return an option that is a number of bytes, such as ``8GiB``."""
-    return Option(parser=parse_size, metavar="SIZE", help=text)
+    return Option(*flags, parser=parse_size, metavar="SIZE", help=text)
 
 
 def parse_size(text: str | int) -> int:
@@ -210,7 +220,7 @@ def completes(*names: str) -> Callable[[str], list[str]]:
 def confirm(question: str) -> None:
     """End the process unless the user confirms."""
     if not sys.stdin.isatty():
-        fail("this asks before it deletes anything; give --yes where nobody answers", EXIT_USAGE)
+        fail("no terminal to confirm on: give --yes", EXIT_USAGE)
     if not typer.confirm(question, err=True):
         raise typer.Exit(EXIT_NOT_HELD)
 
@@ -218,17 +228,20 @@ def confirm(question: str) -> None:
 # --- commands
 
 SECTIONS = ("Look", "Change", "Measure", "Administer", "Commands")
-REMOVED = {"top": "use kvstore status --watch"}
+REMOVED = {"top": "kvstore status --watch", "explain --spaces": "kvstore ls --spaces"}
+"""Commands and options that are gone, and what to type instead."""
 
 
 class Commands(TyperGroup):
     """Lists commands by section, and names what replaces those that were removed."""
 
     @override
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in REMOVED and not ctx.resilient_parsing:
-            fail(f"{cmd_name}: there is no such command any more; {REMOVED[cmd_name]}", EXIT_USAGE)
-        return super().get_command(ctx, cmd_name)
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        for old, new in REMOVED.items():
+            name, *flags = old.split()
+            if args[0] == name and set(flags) <= set(args) and not ctx.resilient_parsing:
+                fail(f"{old} was removed: use {new}", EXIT_USAGE)
+        return super().resolve_command(ctx, args)
 
     @override
     def format_commands(self, ctx: Any, formatter: Any) -> None:

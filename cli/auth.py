@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from kvstore.cli.app import (
     EXIT_NOT_HELD,
-    TIER_NAMES,
     AsJson,
+    TierName,
+    Yes,
     call,
+    chosen,
     command,
-    completes,
     confirm,
     fail,
     group,
-    parse_size,
+    path,
+    size,
 )
 from kvstore.cli.output import Grid, as_dict, readable_size, show
 from kvstore.cli.selection import EVERY_TENANT, MIN_DIGITS, only_one
@@ -34,17 +36,16 @@ group("keys", "Administer", "Encryption keys in the file of --encryption-keys.")
 group("quota", "Administer", "What tenants use, and their limits.")
 group("audit", "Administer", "The audit log.")
 
-KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="The file of keys.")]
-NewFile = Annotated[
-    Path, typer.Argument(metavar="FILE", help="The file of keys; made if it is not there.")
-]
+KeyFile = Annotated[Path, Argument(metavar="FILE", help="The file of keys.")]
+NewFile = Annotated[Path, Argument(metavar="FILE", help="File of keys; made if missing.")]
 
 
-def _print_rows(rows: Sequence[dict[str, str]], headings: Sequence[str], as_json: bool) -> None:
-    table = Grid(*headings)
+def _print_rows(headings: Sequence[str], rows: Iterable[Sequence[str]], as_json: bool) -> None:
+    table, data = Grid(*headings), []
     for row in rows:
-        table.add_row(*row.values())
-    show(rows, [table], as_json)
+        table.add_row(*row)
+        data.append(dict(zip(headings, row, strict=True)))
+    show(data, [table], as_json)
 
 
 def _day(made_s: int) -> str:
@@ -61,17 +62,9 @@ def _day(made_s: int) -> str:
 )
 def token_make(
     file: NewFile,
-    tenant: Annotated[str, typer.Option(help="Tenant that the key is for.")],
-    roles: Annotated[
-        str,
-        typer.Option(
-            help="Some of read, write, admin and peer, with commas.",
-            autocompletion=completes("read", "write", "admin", "peer"),
-        ),
-    ] = "read,write",
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the key there, for this user alone.")
-    ] = None,
+    tenant: Annotated[str, Option(help="Tenant of the key.")],
+    roles: Annotated[str, chosen("Roles", ("read", "write", "admin", "peer"))] = "read,write",
+    out: Annotated[Path | None, path("Write the key to this new file, for you alone.")] = None,
 ) -> None:
     """Create an API key and print it.
 
@@ -100,15 +93,14 @@ def token_make(
 @command("token list", exits="0 2", example="kvstore token list api-keys")
 def token_list(file: KeyFile, as_json: AsJson = False) -> None:
     """Show the keys of a file: their ids, tenants and roles."""
-    names = ("id", "tenant", "roles", "made")
     rows = [(r.id, r.tenant, ",".join(sorted(r.roles)), _day(r.made)) for r in _tokens(file)]
-    _print_rows([dict(zip(names, row, strict=True)) for row in rows], names, as_json)
+    _print_rows(("id", "tenant", "roles", "made"), rows, as_json)
 
 
 @command("token revoke", exits="0 2", example="kvstore token revoke api-keys 0123456789ab")
 def token_revoke(
     file: KeyFile,
-    key_id: Annotated[str, typer.Argument(metavar="ID", help="Its id, or how it begins.")],
+    key_id: Annotated[str, Argument(metavar="ID", help="Key id; a unique prefix is enough.")],
 ) -> None:
     """Remove a key from a file; its sessions end within a second."""
     from kvstore.server.security.key_files import write_keys
@@ -147,19 +139,18 @@ def keys_list(file: KeyFile, as_json: AsJson = False) -> None:
     """Show the epochs of a file, and the fingerprints of their keys."""
     import hashlib
 
-    names = ("epoch", "fingerprint", "made")
     rows = [
         (str(row.epoch), hashlib.sha256(row.key).hexdigest()[:16], _day(row.made))
         for row in _encryption_keys(file)
     ]
-    _print_rows([dict(zip(names, row, strict=True)) for row in rows], names, as_json)
+    _print_rows(("epoch", "fingerprint", "made"), rows, as_json)
 
 
 @command("keys retire", exits="0 1 2", example="kvstore keys retire encryption-keys 1 --yes")
 def keys_retire(
     file: KeyFile,
-    epoch: Annotated[int, typer.Argument(metavar="EPOCH", help="As keys list shows it.")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
+    epoch: Annotated[int, Argument(metavar="EPOCH", help="As keys list shows it.")],
+    yes: Yes = False,
 ) -> None:
     """Delete a key for good: what was encrypted with it is missing from then on."""
     from kvstore.server.security.key_files import write_keys
@@ -188,8 +179,8 @@ def _encryption_keys(file: Path) -> list[EncryptionKey]:
 @command("quota show", example="kvstore quota show --all --json")
 def quota_show(
     address: str,
-    tenant: Annotated[str, typer.Argument(help="Default: your own.")] = "",
-    everything: Annotated[bool, typer.Option("--all", help="Every tenant; for admins.")] = False,
+    tenant: Annotated[str, Argument(help="Tenant; default: your own.")] = "",
+    everything: Annotated[bool, Option("--all", help="Every tenant; for admins.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what a tenant uses of each tier, and its limits."""
@@ -199,34 +190,22 @@ def quota_show(
 @command("quota set", example="kvstore quota set acme --rate 500")
 def quota_set(  # noqa: PLR0913 - each is an option
     address: str,
-    tenant: Annotated[str, typer.Argument(help="Tenant whose limits change.")],
-    size: Annotated[
-        int | None, typer.Option(parser=parse_size, metavar="SIZE", help="Capacity of each tier.")
-    ] = None,
-    guaranteed: Annotated[
-        int | None,
-        typer.Option(parser=parse_size, metavar="SIZE", help="Guaranteed minimum of each tier."),
-    ] = None,
-    tier: Annotated[
-        str, typer.Option(help="Only this tier's.", autocompletion=completes(*TIER_NAMES))
-    ] = "",
-    chunks: Annotated[
-        int | None, typer.Option(min=0, help="Chunks on each tier; 0: no limit.")
-    ] = None,
-    rate: Annotated[int | None, typer.Option(min=0, help="Requests a second.")] = None,
-    leases: Annotated[int | None, typer.Option(min=0, help="Leases at once.")] = None,
+    tenant: Annotated[str, Argument(help="Tenant whose limits change.")],
+    quota: Annotated[int | None, size("Capacity of each tier.", "--size")] = None,
+    guaranteed: Annotated[int | None, size("Guaranteed minimum of each tier.")] = None,
+    tier: Annotated[TierName | None, Option(help="Limits of this tier only.")] = None,
+    chunks: Annotated[int | None, Option(min=0, help="Chunks on each tier; 0: no limit.")] = None,
+    rate: Annotated[int | None, Option(min=0, help="Requests a second.")] = None,
+    leases: Annotated[int | None, Option(min=0, help="Leases at once.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Change a tenant's limits until the server restarts; needs the role admin."""
     given = {
-        "quota_bytes": size,
-        "guaranteed_bytes": guaranteed,
-        "chunks": chunks,
-        "requests_per_s": rate,
-        "leases": leases,
-    }
-    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    _show_quotas(call(address, "SetQuota", tenant=tenant, tier=tier, **fields), as_json)
+        "quota_bytes": quota, "guaranteed_bytes": guaranteed, "chunks": chunks,
+        "requests_per_s": rate, "leases": leases, "tier": tier,
+    }  # fmt: skip
+    fields = {name: value for name, value in given.items() if value is not None}
+    _show_quotas(call(address, "SetQuota", tenant=tenant, **fields), as_json)
 
 
 def _show_quotas(reply: Any, as_json: bool) -> None:
@@ -238,9 +217,9 @@ def _show_quotas(reply: Any, as_json: bool) -> None:
             *(limit or "-" for limit in (one.leases, one.requests_per_s, one.chunks)),
         )  # fmt: skip
         for tier in one.tiers:
-            most = readable_size(tier.quota_bytes) if tier.quota_bytes else "-"
-            used, least = map(readable_size, (tier.used_bytes, tier.guaranteed_bytes))
-            tiers.add_row(one.tenant, tier.tier, used, most, least, tier.used_chunks)
+            quota = readable_size(tier.quota_bytes) if tier.quota_bytes else "-"
+            used, guaranteed = map(readable_size, (tier.used_bytes, tier.guaranteed_bytes))
+            tiers.add_row(one.tenant, tier.tier, used, quota, guaranteed, tier.used_chunks)
     show(as_dict(reply), [limits, *([tiers] if tiers else [])], as_json)
 
 
@@ -249,9 +228,9 @@ def _show_quotas(reply: Any, as_json: bool) -> None:
 
 @command("audit verify", exits="0 1 2", example="kvstore audit verify audit.log")
 def audit_verify(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="As --audit-log names it.")],
+    file: Annotated[Path, Argument(metavar="FILE", help="The log that --audit-log names.")],
     last: Annotated[
-        str | None, typer.Option(metavar="HASH", help="A hash that was noted: must be in the log.")
+        str | None, Option(metavar="HASH", help="Hash that must be in the log.")
     ] = None,
 ) -> None:
     """Verify the chain of a log through all its files; exits with 1 where it is broken.

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvstore.cli.app import EXIT_NOT_HELD, AsJson, command, group
-from kvstore.proto.errors import InvalidRequestError
 
 if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.proto.blend import GateView
 
 _REPORT_EVERY = 8
 """Trials between two lines of progress."""
-_MAX_LINES = 8
-"""Of prompts that are named, so many are."""
 
 group("blend", "Measure", "Reuse of chunks of other prompts: the gates, and their calibration.")
 
@@ -25,14 +21,22 @@ group("blend", "Measure", "Reuse of chunks of other prompts: the gates, and thei
 @command("blend status", example="kvstore blend status", where=True)
 def blend_status(address: str, as_json: AsJson = False) -> None:
     """Show the gates of a server: one for each model and tag that was tried."""
-    from kvstore.cli.blend_report import gates_as_json, print_gates
+    from kvstore.cli.output import Grid, show
     from kvstore.cli.server import fetch_figures
 
     reply = fetch_figures(address)
-    if as_json:
-        print(gates_as_json(reply))
-    else:
-        print_gates(reply)
+    counted = {name: n for name, n in sorted(reply.counters.items()) if name.startswith("blend_")}
+    table = Grid("model", "tag", "gate", "ratio", "agreement", "KL a token", "speedup", "why")
+    for gate in reply.gates:
+        known = map(_known, (gate.agreement, gate.divergence, gate.speedup))
+        ratio = f"{gate.ratio:.3f}"
+        table.add_row(gate.model, gate.tag or "-", _state(gate), ratio, *known, gate.why)
+    counters = Grid("counter", "since the start")
+    for name, value in counted.items():
+        counters.add_row(name, value)
+    nothing = "no gates: nobody has tried to blend; all are closed"
+    shown = {"gates": list(map(gate_as_dict, reply.gates)), "counters": counted}
+    show(shown, [table if reply.gates else nothing, counters], as_json)
 
 
 @command(
@@ -68,7 +72,6 @@ def blend_calibrate(  # noqa: PLR0913 - each is an option
 
     Exits with 1 when it stays closed.
     """
-    from kvstore.cli.blend_report import print_gate
     from kvstore.cli.calibrate import check_extras
 
     check_extras(model)
@@ -78,41 +81,55 @@ def blend_calibrate(  # noqa: PLR0913 - each is an option
         text, questions, prefix, tag,
         documents, document_tokens, question_tokens, selector, seed,
     )  # fmt: skip
-    gate = trials.run(address, model, _report)
+    gate = trials.run(address, model)
     print_gate(gate)
     if not gate.is_open:
         raise typer.Exit(EXIT_NOT_HELD)
 
 
-def compare_copies(
-    models: Sequence[Path], codec: str, prompts: Path | None, chunk_tokens: int, address: str
-) -> None:
-    """Compare what a model makes of *codec*'s copies of stored prompts with full prefills.
-
-    Ends the process with 1 when the gate is not open then. Raises what ``run_copy_trials`` does.
-    """
-    from kvstore.cli.blend_report import print_gate
-    from kvstore.cli.calibrate import check_extras
-
-    if len(models) > 1:
-        raise InvalidRequestError("sources", len(models), "give one model")
-    if prompts is None:
-        raise InvalidRequestError("prompts", None, "give --prompts FILE")
-    check_extras(models[0])
-    from kvstore.cli.trials import run_copy_trials
-
-    gate, short = run_copy_trials(address, models[0], codec, prompts, chunk_tokens, _report)
-    print_gate(gate)
-    if short:
-        lines = ", ".join(short[:_MAX_LINES]) + ", ..." * (len(short) > _MAX_LINES)
-        fix = "give prompts that are longer, or more of which is stored by this codec alone"
-        text = f"{len(short)} of the prompts did not count: too few tokens could be compared; {fix}"
-        typer.echo(f"{text} (lines {lines})", err=True)
-    if not gate.is_open:
-        raise typer.Exit(EXIT_NOT_HELD)
+# --- how gates are shown
 
 
-def _report(gate: GateView) -> None:
+def gate_as_dict(gate: GateView) -> dict[str, object]:
+    """Return a gate as JSON shows it."""
+    return {
+        "model": gate.model, "tag": gate.tag, "open": gate.is_open, "ratio": gate.ratio,
+        "agreement": gate.agreement, "divergence": gate.divergence, "shadows": gate.shadows,
+        "speedup": gate.speedup, "let_through": gate.let_through, "kept_out": gate.kept_out,
+        "why": gate.why,
+    }  # fmt: skip
+
+
+def gate_line(gate: GateView) -> str:
+    """Return why requests of a model and tag were blended, or not."""
+    asked = f"{gate.let_through} prompts let through, {gate.kept_out} not"
+    compared = f"{gate.shadows} compared since it changed"
+    if gate.shadows:
+        found = f"agreement {_known(gate.agreement)}, KL a token {_known(gate.divergence)}"
+        compared = f"{compared}: {found}"
+    name = f"{gate.model or 'a model'}, tag {gate.tag or '-'}"
+    return f"{name}: {_state(gate)} at ratio {gate.ratio:.3g}, {gate.why}; {asked}; {compared}"
+
+
+def print_gate(gate: GateView) -> None:
+    """Print what came of trials."""
+    from kvstore.proto.errors import printable
+
+    name = f"{gate.model}, tag {gate.tag or '-'}"
+    print(printable(f"{name}: {_state(gate)} at ratio {gate.ratio:.3f}"))
+    held = f"agreement {_known(gate.agreement)}, KL a token {_known(gate.divergence)}"
+    print(printable(f"{held}, speedup {_known(gate.speedup)}: {gate.why}"))
+
+
+def follow(gate: GateView) -> None:
     """Report how trials go, from time to time."""
     if gate.shadows % _REPORT_EVERY == 0:
         typer.echo(f"ratio {gate.ratio:.3f}, {gate.why}", err=True)
+
+
+def _state(gate: GateView) -> str:
+    return "open" if gate.is_open else "closed"
+
+
+def _known(value: float) -> str:
+    return f"{value:.3g}" if value >= 0 else "-"

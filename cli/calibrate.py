@@ -1,69 +1,58 @@
-"""Makes model assets: from a model and a text, or from dumps of its KV.
-
-A dump holds the tensors of a whole prompt. ``.npy``: one array (layers, parts, kv_heads, tokens,
-head_dim), parts being K and V, or one latent; uint16 stands for bfloat16. ``.safetensors``:
-tensors named ``layer.N.key`` and ``layer.N.value``, or ``layer.N.latent``, each (kv_heads, tokens,
-head_dim). Nothing in either is run.
-"""
+"""What `kvstore calibrate` runs: a model over a text, or over prompts with lossy copies."""
 
 from __future__ import annotations
 
-import os
+import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
+import typer
 
-from kvstore.codecs.assets import (
-    SUFFIX,
-    Asset,
-    AssetKind,
-    asset_name,
-    pack_asset,
-    parse_asset,
-    read_asset,
-)
-from kvstore.codecs.base import ChunkTensors, Part
-from kvstore.codecs.cachegen_profile import CachegenProfile
-from kvstore.codecs.kvqs_profile import KvqsProfile
-from kvstore.codecs.kvt_profile import KvtProfile
+from kvstore.cli.app import EXIT_NOT_HELD, given_access
+from kvstore.cli.blend import follow, print_gate
+from kvstore.client import Client, ClientOptions
+from kvstore.codecs.base import ChunkTensors, boundless_codecs
+from kvstore.codecs.calibration import CHUNK_TOKENS, Layers, Samples, cut_prompt, read_dumps
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import accuracy_tag
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.keys import representation_digest
-from kvstore.proto.types import (
-    DIGEST_BYTES,
-    MIN_CHUNK_TOKENS,
-    Component,
-    DType,
-    LayerKind,
-    RopeParameters,
-)
+from kvstore.proto.types import DIGEST_BYTES, MIN_CHUNK_TOKENS, Component, LayerKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CHUNK_TOKENS = 256
+    from kvstore.client.engines.transformers import TransformersConnector
+
 CONTEXT_TOKENS = 1024
 """Of the prompts in which a model reads its text, at most."""
-_NPY_TYPES = {"uint16": DType.bfloat16, "float16": DType.float16, "float32": DType.float32}
-_SAFETENSORS_TYPES = {"BF16": DType.bfloat16, "F16": DType.float16, "F32": DType.float32}
-_NAME = re.compile(r"layer\.(\d+)\.(key|value|latent)")
-_KINDS = {("key", "value"): LayerKind.attention, ("latent",): LayerKind.mla}
-
-Layers: TypeAlias = Sequence[Sequence[Part]]
-Tables: TypeAlias = Mapping[str, NDArray[Any]]
+DEADLINE_MS = 60_000
+MAX_LINES = 8
+"""Of prompts that did not count, so many are named."""
 
 
-def check_extras(source: Path, *needs: str) -> None:
-    """Raise InvalidRequestError where what runs a model or reads a file is not installed."""
-    missing = [name for name in needs or ("torch", "transformers") if find_spec(name) is None]
-    if missing:
-        fix = f"needs {' and '.join(missing)}: pip install 'kvstore-server[transformers]'"
-        raise InvalidRequestError("model", str(source), fix)
+def samples_of(
+    sources: Sequence[Path], text: Path | None, representation: str | None, tokens: int
+) -> Samples:
+    """Return what to calibrate a codec with, out of a model's folder and a text, or of KV dumps.
+
+    At most *tokens* of the text are used. Raises InvalidRequestError that says what is missing.
+    """
+    if tokens < CHUNK_TOKENS:
+        raise InvalidRequestError("tokens", tokens, "give at least a chunk's")
+    if not sources[0].is_dir():
+        if not re.fullmatch(f"[0-9a-fA-F]{{{2 * DIGEST_BYTES}}}", representation or ""):
+            fix = f"dumps need the model's representation digest, {2 * DIGEST_BYTES} hex digits"
+            raise InvalidRequestError("representation", representation, fix)
+        return read_dumps(sources, bytes.fromhex(representation or ""))
+    if len(sources) > 1:
+        raise InvalidRequestError("sources", len(sources), "give one model, or dumps")
+    if text is None:
+        raise InvalidRequestError("text", None, "a model needs a text to read")
+    return run_model(sources[0], read_text("text", text), tokens)
 
 
 def read_text(option: str, path: Path) -> str:
@@ -74,202 +63,34 @@ def read_text(option: str, path: Path) -> str:
         raise InvalidRequestError(option, str(path), str(error)) from None
 
 
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """What a calibration learns from: chunks of one model, with their places in their prompts.
+def read_lines(
+    option: str, path: Path, form: str, read: Callable[[Any], Any]
+) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each JSON line in a file and what *read* makes of it.
 
-    ``component`` says what a layer keeps, its tokens aside; ``rope`` is the rotary embedding
-    that the keys carry, where that is known.
+    Raises InvalidRequestError that names the line, and *form*, where *read* fails.
     """
-
-    model_digest: bytes
-    component: Component
-    chunks: Sequence[tuple[ChunkTensors, int]]
-    rope: RopeParameters | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """What to make an asset from. ``text`` belongs to a model, ``representation`` to dumps.
-
-    ``sources`` is a folder of a transformers model or files of KV; at most ``tokens`` tokens
-    of the text are used.
-    """
-
-    kind: str
-    sources: Sequence[Path]
-    folder: Path
-    text: Path | None = None
-    representation: str | None = None
-    tokens: int = 8192
-
-    def __post_init__(self) -> None:
-        if self.kind not in _MAKERS:
-            raise InvalidRequestError("kind", self.kind, f"use one of {', '.join(_MAKERS)}")
-        if self.tokens < CHUNK_TOKENS:
-            raise InvalidRequestError("tokens", self.tokens, "give at least a chunk's")
-
-    def samples(self) -> Samples:
-        """Read or compute the samples. Raises InvalidRequestError that says what is missing."""
-        first = self.sources[0]
-        if not first.is_dir():
-            if not re.fullmatch(f"[0-9a-fA-F]{{{2 * DIGEST_BYTES}}}", self.representation or ""):
-                fix = f"dumps need the model's representation digest, {2 * DIGEST_BYTES} hex digits"
-                raise InvalidRequestError("representation", self.representation, fix)
-            digest = bytes.fromhex(self.representation or "")
-            return read_dumps(self.sources, digest)
-        if len(self.sources) > 1:
-            raise InvalidRequestError("sources", len(self.sources), "give one model, or dumps")
-        if self.text is None:
-            raise InvalidRequestError("text", None, "a model needs a text to read")
-        check_extras(first)
-        return run_model(first, read_text("text", self.text), self.tokens)
+    for number, line in enumerate(read_text(option, path).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            found = read(json.loads(line))
+        except (ValueError, KeyError, TypeError):
+            raise InvalidRequestError(option, f"line {number}", f"a line is {form}") from None
+        yield f"line {number}", found
 
 
-def calibrate(calibration: Calibration) -> tuple[Path, Asset]:
-    """Make the asset, write it into the folder under the next edition, return both.
-
-    Raises InvalidRequestError, for a damaged asset in the folder, too.
-    """
-    samples = calibration.samples()
-    tables = _MAKERS[calibration.kind](samples)
-    kind, model = AssetKind[calibration.kind], samples.model_digest
-    folder = calibration.folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        known = map(read_asset, sorted(folder.glob(f"*{SUFFIX}")))
-        editions = [a.edition for a in known if (a.kind, a.representation) == (kind, model)]
-        data = pack_asset(kind, model, 1 + max(editions, default=0), tables)
-        asset = parse_asset(data)
-        path = folder / asset_name(asset)
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        try:  # a reader of the folder sees all of it or nothing
-            draft.write_bytes(data)
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
-    except OSError as error:
-        raise InvalidRequestError("out", str(folder), str(error)) from None
-    return path, asset
-
-
-def _cachegen(samples: Samples) -> Tables:
-    layers = samples.component.layers
-    depths = [layer / layers for layer in range(layers)]  # 0 for the first, below 1 for the last
-    profile = CachegenProfile([samples.component], depths)
-    for tensors, _ in samples.chunks:
-        profile.measure(tensors)
-    for tensors, _ in samples.chunks:
-        profile.count(tensors)
-    return profile.tables()
-
-
-def _turned_by(kind: type[KvtProfile | KvqsProfile]) -> Callable[[Samples], Tables]:
-    """Return the maker of *kind*, which turns keys back to position 0."""
-
-    def make(samples: Samples) -> Tables:
-        if samples.rope is None and samples.component.parts == 2:
-            fix = "it turns keys back, and dumps do not say by what: give the model and a text"
-            raise InvalidRequestError("sources", "dumps", fix)
-        profile = kind([samples.component], samples.rope)
-        for tensors, position in samples.chunks:
-            profile.add(tensors, position)
-        return profile.tables()
-
-    return make
-
-
-_MAKERS: dict[str, Callable[[Samples], Tables]] = {
-    "cachegen": _cachegen,
-    "kvt": _turned_by(KvtProfile),
-    "kvqs": _turned_by(KvqsProfile),
-}
-
-
-def _cut(layers: Layers) -> Iterator[tuple[ChunkTensors, int]]:
-    """Yield the chunks of a prompt, views of its *layers*; a short rest is left out."""
-    tokens = layers[0][0].shape[1]
-    for start in range(0, tokens, CHUNK_TOKENS):
-        stop = min(tokens, start + CHUNK_TOKENS)
-        if stop - start >= MIN_CHUNK_TOKENS:
-            yield [[[part[:, start:stop] for part in parts] for parts in layers]], start
-
-
-# --- dumps
-
-
-def read_dumps(paths: Sequence[Path], model_digest: bytes) -> Samples:
-    """Return the chunks in the dumps *paths*. Raises InvalidRequestError that names the file."""
-    component: Component | None = None
-    chunks: list[tuple[ChunkTensors, int]] = []
-    for path in paths:
-        dtype, kind, layers = _read(path)
-        heads, _, dim = layers[0][0].shape
-        found = Component(kind, dtype, len(layers), heads, dim, CHUNK_TOKENS)
-        if component is not None and found != component:
-            raise InvalidRequestError("dump", str(path), "of another model than the first")
-        component = found
-        chunks += _cut(layers)
-    if component is None or not chunks:
-        fix = f"give dumps of at least {MIN_CHUNK_TOKENS} tokens"
-        raise InvalidRequestError("dumps", len(paths), fix)
-    return Samples(model_digest, component, chunks)
-
-
-def _read(path: Path) -> tuple[DType, LayerKind, Layers]:
-    readers = {".npy": _read_npy, ".safetensors": _read_safetensors}
-    if path.suffix not in readers:
-        raise InvalidRequestError("dump", str(path), "give .npy or .safetensors files")
-    try:
-        return readers[path.suffix](path)
-    except (OSError, ValueError) as error:
-        raise InvalidRequestError("dump", str(path), f"cannot be read: {error}") from None
-
-
-def _read_npy(path: Path) -> tuple[DType, LayerKind, Layers]:
-    array = np.load(path, mmap_mode="r", allow_pickle=False)
-    dtype = _NPY_TYPES.get(array.dtype.name)
-    if dtype is None or array.ndim != 5 or array.shape[1] not in (1, 2) or 0 in array.shape:
-        found = f"(layers, 1 or 2 parts, kv_heads, tokens, head_dim), not {array.shape}"
-        raise ValueError(f"give {found}, float or uint16, not {array.dtype.name}")
-    kind = LayerKind.mla if array.shape[1] == 1 else LayerKind.attention
-    bits = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    return dtype, kind, [list(layer) for layer in bits.view(f"<u{dtype.item_bytes}")]
-
-
-def _read_safetensors(path: Path) -> tuple[DType, LayerKind, Layers]:
-    data = path.read_bytes()
-    check_extras(path, "safetensors")
-    from safetensors import SafetensorError, deserialize
-
-    try:
-        tensors = deserialize(data)  # type: ignore[no-untyped-call]  # checks all offsets
-    except SafetensorError as error:
-        raise ValueError(error) from None
-    layers: dict[int, dict[str, Part]] = {}
-    forms = set()
-    for name, row in tensors:
-        if matched := _NAME.fullmatch(name):
-            dtype, shape = _SAFETENSORS_TYPES.get(row["dtype"]), tuple(row["shape"])
-            if dtype is None or len(shape) != 3 or 0 in shape:
-                raise ValueError(f"{name} is {row['dtype']} {shape}: use BF16, F16 or F32")
-            forms.add((dtype, shape))
-            bits = np.frombuffer(row["data"], f"<u{dtype.item_bytes}").reshape(shape)
-            layers.setdefault(int(matched[1]), {})[matched[2]] = bits
-    if sorted(layers) != list(range(len(layers))) or not layers:
-        raise ValueError("name tensors layer.N.key and layer.N.value")
-    parts = {tuple(sorted(layer)) for layer in layers.values()}
-    if len(parts) != 1 or len(forms) != 1 or not parts <= set(_KINDS):
-        raise ValueError("layers differ in parts, dtype or shape")
-    (names,), ((dtype, _),) = parts, forms
-    return dtype, _KINDS[names], [[layers[at][name] for name in names] for at in range(len(layers))]
-
-
-# --- a model
+def check_extras(folder: Path) -> None:
+    """Raise InvalidRequestError where what runs a model is not installed."""
+    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if missing:
+        fix = f"needs {' and '.join(missing)}: pip install 'kvstore-server[transformers]'"
+        raise InvalidRequestError("model", str(folder), fix)
 
 
 def load_model(folder: Path) -> tuple[PreTrainedModel, Any]:
     """Return the model in *folder* and its tokenizer. Raises InvalidRequestError."""
+    check_extras(folder)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
@@ -306,7 +127,7 @@ def run_model(folder: Path, text: str, tokens: int) -> Samples:
     for start in range(0, len(ids), context):
         prompt = ids[start : start + context]
         if len(prompt) >= MIN_CHUNK_TOKENS:
-            chunks += _cut(_computed(model, prompt))
+            chunks += cut_prompt(_computed(model, prompt))
     return Samples(representation_digest(named), component, chunks, named.rope)
 
 
@@ -327,3 +148,101 @@ def _computed(model: PreTrainedModel, prompt: Sequence[int]) -> Layers:
         arrays = [to_array(part[0].cpu().contiguous()) for part in (layer.keys, layer.values)]
         found.append([array.view(f"<u{array.dtype.itemsize}") for array in arrays])
     return found
+
+
+def connect(address: str, model: PreTrainedModel, tokenizer: Any, chunk_tokens: int) -> Client:
+    """Return a client of *model*."""
+    from kvstore.client.engines.transformers import representation_of
+
+    options = ClientOptions(
+        chunk_tokens=chunk_tokens, deadline_ms=DEADLINE_MS, name="calibrate", access=given_access()
+    )
+    return Client(address, representation_of(model, tokenizer), options)
+
+
+# --- gates of lossy copies
+
+
+def compare_copies(
+    models: Sequence[Path], codec: str, prompts: Path | None, chunk_tokens: int, address: str
+) -> None:
+    """Compare prompts of which *codec*'s copies are stored with their full prefills.
+
+    Until their gate opened or closed. Ends the process with 1 when it is not open then. Raises
+    InvalidRequestError for a codec whose copies need no gate, a model or file that will not do,
+    or prompts of which the server has no such copies; ModelError for a model whose KV cannot be
+    stored, KVStoreErrors of the server.
+    """
+    if len(models) > 1:
+        raise InvalidRequestError("sources", len(models), "give one model")
+    if prompts is None:
+        raise InvalidRequestError("prompts", None, "give --prompts FILE")
+    known = boundless_codecs()
+    if codec not in known:
+        fix = f"use one of {', '.join(known)}; copies by other codecs are read without a gate"
+        raise InvalidRequestError("codec", codec, fix)
+    read_text("prompts", prompts)  # before the model is loaded
+    model, tokenizer = load_model(models[0])
+    from kvstore.client.engines.transformers import TransformersConnector
+
+    short = list[str]()
+    rows = _prompts(prompts, model, tokenizer)
+    with connect(address, model, tokenizer, chunk_tokens) as client:
+        gate = client.report_reuse(pb.ReportReuseRequest(tag=accuracy_tag(codec)))
+        compared = 0
+        connector = TransformersConnector(client, model)
+        for line, tokens in rows:
+            found = connector.calibrate([tokens], codec)
+            if found is None:
+                continue
+            before, gate, compared = gate, found, compared + 1
+            is_news = gate.why != before.why  # each trial that counts says so
+            if gate.is_open != before.is_open or (is_news and gate.why.startswith("closed")):
+                break
+            if is_news or gate.is_open:
+                follow(gate)
+            else:
+                short.append(line.removeprefix("line "))
+        if not compared:
+            raise InvalidRequestError("prompts", str(prompts), _not_compared(connector, codec))
+    print_gate(gate)
+    _name_short(short)
+    if not gate.is_open:
+        raise typer.Exit(EXIT_NOT_HELD)
+
+
+def _name_short(short: Sequence[str]) -> None:
+    if short:
+        lines = ", ".join(short[:MAX_LINES]) + ", ..." * (len(short) > MAX_LINES)
+        fix = "give prompts that are longer, or more of which is stored by this codec alone"
+        text = f"{len(short)} of the prompts did not count: too few tokens could be compared; {fix}"
+        typer.echo(f"{text} (lines {lines})", err=True)
+
+
+def _prompts(path: Path, model: PreTrainedModel, tokenizer: Any) -> list[tuple[str, list[int]]]:
+    """Return the tokens of the prompts in a file, and the names of their lines."""
+
+    def read(row: Any) -> list[int]:
+        tokens = row["tokens"] if "tokens" in row else tokenizer(row["prompt"])["input_ids"]
+        return [int(token) for token in tokens]
+
+    limit = getattr(model.config, "max_position_embeddings", None) or 1 << 32
+    form = '{"prompt": "..."} or {"tokens": [1, 2, ...]}'
+    rows = list(read_lines("prompts", path, form, read))
+    for line, tokens in rows:
+        if not 0 < len(tokens) <= limit:
+            fix = f"1 to {limit} tokens, not {len(tokens)}"
+            raise InvalidRequestError("prompts", line, fix)
+    return rows
+
+
+def _not_compared(connector: TransformersConnector, codec: str) -> str:
+    """Return why no prompt was compared."""
+    stats = connector.stats()
+    if stats.load_errors:
+        return f"the store failed: {', '.join(stats.load_errors)}"
+    if not stats.hit_tokens:
+        fix = "give the model, its revision and --chunk-tokens of the engine that stored them"
+        return f"none of {stats.lookups} prompts is stored under this model's name: {fix}"
+    fix = f"a tier has them with --codec disk={codec} once memory has them no more"
+    return f"no copy by {codec} without a bound was read of {stats.lookups} prompts; {fix}"

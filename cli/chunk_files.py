@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 from google.protobuf import json_format
-from google.protobuf.message import Message
 from safetensors import SafetensorError, TensorSpec, deserialize, serialize
 
+from kvstore.cli.selection import model_as_dict
 from kvstore.codecs.base import ChunkTensors, Part, codec_by_id, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
@@ -31,7 +31,7 @@ from kvstore.proto.messages import (
     layout_to_message,
     representation_from_message,
 )
-from kvstore.proto.types import Accuracy, Component, DType, KVLayout, LayerKind
+from kvstore.proto.types import Accuracy, Component, DType, KVLayout, LayerKind, Model
 
 MAX_HEADER_BYTES = 16 << 20
 SAFETENSORS, FRAME = ".safetensors", ".frame"
@@ -55,7 +55,7 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class ChunkFile:
-    """What a file says. ``representation`` None: a frame, which names it by ``model_digest``."""
+    """A chunk in a file. A frame has no ``model``, but its digest."""
 
     digest: bytes
     parent: bytes
@@ -65,26 +65,25 @@ class ChunkFile:
     layout: KVLayout
     tensors: ChunkTensors
     accuracy: Accuracy
-    representation: pb.Representation | None = None
+    model: Model | None = None
     model_digest: bytes = b""
 
 
-def check_suffix(path: Path) -> None:
-    """Raise InvalidRequestError unless *path* is called as one of the two forms."""
+def check_file(path: Path) -> None:
+    """Raise InvalidRequestError unless *path* is called as one of the two forms, in a folder."""
     if path.suffix not in (SAFETENSORS, FRAME):
         fix = f"call it NAME{SAFETENSORS} or NAME{FRAME}"
         raise InvalidRequestError("file", str(path), fix)
+    if not path.parent.is_dir():
+        raise InvalidRequestError("file", str(path), "name a file in a folder that exists")
 
 
-def write_chunk(
-    path: Path, header: FrameHeader, frame: bytes, representation: pb.Representation
-) -> int:
+def write_chunk(path: Path, header: FrameHeader, frame: bytes, model: Model) -> int:
     """Write the chunk of a verified frame to *path*, whole or not at all; return its bytes.
 
     Raises KVStoreErrors for a codec that cannot decode it, OSError.
     """
-    check_suffix(path)
-    data = frame if path.suffix == FRAME else _safetensors(header, frame, representation)
+    data = frame if path.suffix == FRAME else _safetensors(header, frame, model)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with draft.open("xb") as file:
@@ -95,9 +94,17 @@ def write_chunk(
     return len(data)
 
 
-def _safetensors(header: FrameHeader, frame: bytes, representation: pb.Representation) -> bytes:
+def _decoded(header: FrameHeader, frame: bytes) -> ChunkTensors:
     tensors = empty_tensors(header.layout)
     codec_by_id(header.codec_id).decode_into(header, np.frombuffer(frame, np.uint8), tensors)
+    return tensors
+
+
+def _safetensors(header: FrameHeader, frame: bytes, model: Model) -> bytes:
+    tensors = _decoded(header, frame)
+    layout = json_format.MessageToDict(
+        layout_to_message(header.layout), preserving_proto_field_name=True
+    )
     facts = {
         "format": FORMAT,
         "digest": header.key[16:].hex(),
@@ -106,8 +113,8 @@ def _safetensors(header: FrameHeader, frame: bytes, representation: pb.Represent
         "position": str(header.position),
         "prefill_flops": repr(header.prefill_flops),
         "fidelity": header.accuracy.name,
-        "representation": _as_json(representation),
-        "layout": _as_json(layout_to_message(header.layout)),
+        "representation": json.dumps(model_as_dict(model), sort_keys=True),
+        "layout": json.dumps(layout, sort_keys=True),
     }
     specs = {
         name: TensorSpec(
@@ -121,12 +128,6 @@ def _safetensors(header: FrameHeader, frame: bytes, representation: pb.Represent
     return serialize(specs, facts | {"blake3": _sum(facts, header.layout, tensors)})
 
 
-def _as_json(message: Message) -> str:
-    return json_format.MessageToJson(
-        message, preserving_proto_field_name=True, sort_keys=True, indent=None
-    )
-
-
 def _named(layout: KVLayout, tensors: ChunkTensors) -> Iterator[tuple[str, Component, Part]]:
     number = 0
     for component, layers in zip(layout.components, tensors, strict=True):
@@ -137,7 +138,7 @@ def _named(layout: KVLayout, tensors: ChunkTensors) -> Iterator[tuple[str, Compo
 
 
 def _sum(facts: Mapping[str, str], layout: KVLayout, tensors: ChunkTensors) -> str:
-    """Return the BLAKE3 of what a file says of its chunk, and of the tensors."""
+    """Return the BLAKE3 of a file's metadata and tensors."""
     digest = blake3(json.dumps(dict(facts), sort_keys=True).encode())
     for _, _, part in _named(layout, tensors):
         digest.update(part.tobytes())
@@ -146,7 +147,7 @@ def _sum(facts: Mapping[str, str], layout: KVLayout, tensors: ChunkTensors) -> s
 
 def read_chunk(path: Path) -> ChunkFile:
     """Return the chunk in a file. Raises InvalidRequestError that names it and what is wrong."""
-    check_suffix(path)
+    check_file(path)
     try:
         size = path.stat().st_size
         if size > MAX_FRAME_BYTES + MAX_HEADER_BYTES:
@@ -162,13 +163,10 @@ def read_chunk(path: Path) -> ChunkFile:
 
 
 def _read_frame(data: bytes) -> ChunkFile:
-    frame = np.frombuffer(data, np.uint8)
-    header = check_frame(frame)
-    tensors = empty_tensors(header.layout)
-    codec_by_id(header.codec_id).decode_into(header, frame, tensors)
+    header = check_frame(np.frombuffer(data, np.uint8))
     return ChunkFile(
         header.key[16:], header.parent, header.content, header.position, header.prefill_flops,
-        header.layout, tensors, header.accuracy, None, header.representation,
+        header.layout, _decoded(header, data), header.accuracy, None, header.representation,
     )  # fmt: skip
 
 
@@ -191,10 +189,11 @@ def _read_tensors(data: bytes) -> ChunkFile:
         part[...] = np.frombuffer(tensor["data"], part.dtype).reshape(part.shape)
     if facts.pop("blake3") != _sum(facts, layout, tensors):
         raise ValueError("it is not what was written")
-    representation = json_format.Parse(facts["representation"], pb.Representation())
-    representation_from_message(representation)
+    model = representation_from_message(
+        json_format.Parse(facts["representation"], pb.Representation())
+    )
     return ChunkFile(
         bytes.fromhex(facts["digest"]), bytes.fromhex(facts["parent"]),
         bytes.fromhex(facts["content"]), int(facts["position"]), float(facts["prefill_flops"]),
-        layout, tensors, Accuracy[facts["fidelity"]], representation,
+        layout, tensors, Accuracy[facts["fidelity"]], model,
     )  # fmt: skip

@@ -9,27 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import typer
+from typer import Argument, Option
 
 from kvstore.cli.app import (
     EXIT_NOT_HELD,
     AsJson,
     TierName,
+    Yes,
     ask,
     command,
     confirm,
     connected,
     fail,
+    number,
 )
-from kvstore.cli.output import (
-    Grid,
-    Report,
-    as_dict,
-    progress,
-    readable_size,
-    readable_time,
-    show,
-)
+from kvstore.cli.output import Grid, as_dict, progress, readable_size, readable_time, show
 from kvstore.cli.selection import (
     DEADLINE_MS,
     DIGEST_DIGITS,
@@ -39,10 +33,10 @@ from kvstore.cli.selection import (
     Selection,
     Tenant,
     check_digits,
-    digests_from,
     fetch_namespaces,
     find,
     list_chunks,
+    model_as_dict,
     namespace_as_dict,
     namespace_table,
     open_session,
@@ -59,9 +53,8 @@ if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.client.client import Client
     from kvstore.client.server_state import ChunkStat
     from kvstore.client.transports.base import Put
-    from kvstore.proto import kvstore_pb2 as pb
     from kvstore.proto.frame import FrameHeader
-    from kvstore.proto.types import ChunkKey
+    from kvstore.proto.types import ChunkKey, Model
 
 MAX_LISTED = 10_000
 """Chunks of one page."""
@@ -73,13 +66,9 @@ DAY_MS = 86_400_000
 _DURATION = re.compile(r"([0-9]{1,9})(ms|s|min|m|h|d)")
 _UNIT_MS = {"ms": 1, "s": 1000, "m": 60_000, "min": 60_000, "h": 3_600_000, "d": DAY_MS}
 
-Key = Annotated[str, typer.Argument(metavar="KEY", help="Key or digest, or its first digits.")]
-Keys = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY]...", help="Keys, or their first digits.")
-]
-Prefix = Annotated[
-    str, typer.Option(metavar="HEX", help="Instead of keys: all chunks whose digest begins so.")
-]
+Key = Annotated[str, Argument(metavar="KEY", help="Key or digest; a unique prefix is enough.")]
+Keys = Annotated[list[str] | None, Argument(metavar="[KEY]...", help="Keys or their prefixes.")]
+Prefix = Annotated[str, Option(metavar="HEX", help="All chunks with this digest prefix.")]
 
 
 # --- ls
@@ -96,21 +85,16 @@ class Page(NamedTuple):
 @command("ls", example="kvstore ls --limit 20", section="Look")
 def ls(  # noqa: PLR0913 - each is an option
     address: str,
-    prefix: Annotated[
-        str,
-        typer.Argument(metavar="[PREFIX]", help="Only chunks whose digest begins so (hex)."),
-    ] = "",
+    prefix: Annotated[str, Argument(metavar="[PREFIX]", help="First digits of the digests.")] = "",
     namespace: Namespace = "",
     model: ModelFile = None,
     tenant: Tenant = "",
-    limit: Annotated[int, typer.Option(metavar="N", help="Chunks of a page.")] = 100,
-    after: Annotated[
-        str, typer.Option(metavar="HEX", help="Continue behind this digest, of the page before.")
-    ] = "",
-    spaces: Annotated[bool, typer.Option("--spaces", help="Only the namespaces.")] = False,
+    limit: Annotated[int, number("Chunks of a page.", 1, MAX_LISTED)] = 100,
+    after: Annotated[str, Option(metavar="HEX", help="Continue after this digest.")] = "",
+    spaces: Annotated[bool, Option("--spaces", help="List the namespaces only.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List chunks: their tiers, sizes, last use, hits and what keeps them.
+    """List chunks: their tiers, sizes, last use, hits and what holds them.
 
     Chunks come by namespace, in the order of their digests, a page at a time. With --spaces an
     admin may give --tenant '*' to see every tenant's.
@@ -120,8 +104,6 @@ def ls(  # noqa: PLR0913 - each is an option
         rows = [namespace_as_dict(one) for one in found]
         show({"address": address, "spaces": rows}, [namespace_table(found)], as_json)
         return
-    if not 1 <= limit <= MAX_LISTED:
-        raise InvalidRequestError("limit", limit, f"use 1 to {MAX_LISTED}")
     begun = check_digits("prefix", prefix) if prefix else ""
     last = check_digits("after", after) if after else ""
     with Selection(address, namespace, model, tenant).clients() as clients:
@@ -139,21 +121,18 @@ def ls(  # noqa: PLR0913 - each is an option
 
 
 def _pages(clients: Sequence[Client], begun: str, last: str, limit: int) -> Iterator[Page]:
-    after = b""
-    if last:
-        if len(clients) != 1:
-            raise InvalidRequestError("after", last, "name the --namespace of the page")
-        if len(last) < DIGEST_DIGITS:
-            found = digests_from(clients[0], last, 2)
-            if len(found) != 1:
-                fix = "give the last digest of the page before, or digits that begin it alone"
-                raise InvalidRequestError("after", last, fix)
-            last = found[0].hex()
-        after = bytes.fromhex(last)  # its chunk may be gone by now
+    if last and len(clients) != 1:
+        raise InvalidRequestError("after", last, "name the --namespace of the page")
+    if last and len(last) < DIGEST_DIGITS:
+        found = list_chunks(clients[0], last, 2)
+        if len(found) != 1:
+            fix = "give the last digest of the page before, or digits that begin it alone"
+            raise InvalidRequestError("after", last, fix)
+        last = found[0].digest.hex()
     for client in clients:
-        found_here = list_chunks(client, begun, after, limit + 1)
-        yield Page(client, found_here[:limit], len(found_here) > limit)
-        limit -= min(limit, len(found_here))
+        chunks = list_chunks(client, begun, limit + 1, bytes.fromhex(last))  # it may be gone by now
+        yield Page(client, chunks[:limit], len(chunks) > limit)
+        limit -= min(limit, len(chunks))
         if not limit:
             return
 
@@ -166,23 +145,19 @@ def _page_text(pages: Sequence[Page]) -> Iterator[str | Grid]:
             continue
         namespace = page.client.namespace.hex()
         yield f"namespace {namespace}: {page.client.model.model_id}"
-        table = Grid("digest", "tiers", "size", "idle", "hits", "kept")
+        table = Grid("digest", "tiers", "size", "idle", "hits", "held by")
         for one in page.chunks:
-            table.add_row(
-                one.digest.hex(),
-                ",".join(copy.tier for copy in one.copies),
-                readable_size(sum(copy.size_bytes for copy in one.copies)),
-                "-" if one.idle_s is None else readable_time(one.idle_s),
-                one.hits,
-                _kept(one),
-            )
+            size = readable_size(sum(copy.size_bytes for copy in one.copies))
+            idle = "-" if one.idle_s is None else readable_time(one.idle_s)
+            tiers = ",".join(copy.tier for copy in one.copies)
+            table.add_row(one.digest.hex(), tiers, size, idle, one.hits, _kept(one))
         yield table
         if page.is_more:
             yield f"more: --namespace {namespace} --after {page.chunks[-1].digest.hex()}"
 
 
 def _kept(chunk: ChunkStat) -> str:
-    """Return what keeps a chunk from being evicted."""
+    """Return what holds a chunk: leases and pins."""
     why = [f"{chunk.leases} leases"] if chunk.leases else []
     if chunk.pinned:
         why.append(f"pinned {readable_time(chunk.pinned_s)}")
@@ -205,11 +180,6 @@ def stat(
 
     Exits with 1 when it is not there, or is damaged; the server then drops it.
     """
-    from google.protobuf import json_format
-
-    from kvstore.proto import kvstore_pb2 as pb
-    from kvstore.proto.messages import as_message
-
     check_digits("key", name)
     with Selection(address, namespace, model, tenant).clients() as clients:
         found = find(clients, name)
@@ -218,16 +188,13 @@ def stat(
             fail(f"{name}: no such chunk here", EXIT_NOT_HELD)
         client, key = found
         header, damage = _verified(client, key)
-        kind = as_message(pb.Representation, client.model)
-    data = {"key": key.hex()} | as_dict(known[0])
-    data |= {"verified": header is not None, "damage": damage or None}
-    if header is not None:
-        data |= {"position": header.position, "prefill_flops": header.prefill_flops}
-        data["content"] = header.content.hex()
-    data["representation"] = json_format.MessageToDict(kind, preserving_proto_field_name=True)
-    show(data, _stat_text(data, known[0]), as_json)
-    if header is None:
-        raise typer.Exit(EXIT_NOT_HELD)
+        data = {"key": key.hex()} | as_dict(known[0])
+        data |= {"verified": header is not None, "damage": damage or None}
+        if header is not None:
+            data |= {"position": header.position, "prefill_flops": header.prefill_flops}
+            data["content"] = header.content.hex()
+        data["representation"] = model_as_dict(client.model)
+        show(data, _stat_text(data, known[0]), as_json, held=header is not None)
 
 
 def _verified(client: Client, key: ChunkKey) -> tuple[FrameHeader | None, str]:
@@ -248,23 +215,22 @@ def _stat_text(data: dict[str, Any], chunk: ChunkStat) -> Iterator[str | Grid]:
         "parent": chunk.parent.hex() if any(chunk.parent) else "none: it begins a prompt",
         "model": f"{kind.get('model_id', '')}, revision {kind.get('model_revision', '')}",
         "adapter, quantization": f"{kind.get('adapter_digest')}, {kind.get('quantization')}",
-        "tokens": f"{chunk.tokens}, after {chunk.context_tokens} that are here",
+        "tokens": f"{chunk.tokens}, after {chunk.context_tokens} that are stored",
         "position": f"token {data.get('position', '?')} of its prompt",
         "raw size": readable_size(chunk.raw_bytes),
         "frame": data["damage"] or "verified",
         "last use": "unknown" if chunk.idle_s is None else f"{readable_time(chunk.idle_s)} ago",
         "hits": chunk.hits,
-        "kept by": _kept(chunk),
+        "held by": _kept(chunk),
         "time to live": readable_time(chunk.expires_s) if chunk.expires_s else "none",
         "priority": chunk.priority,
     }
     yield from (f"{name + ':':<23}{value}" for name, value in rows.items())
     copies = Grid("tier", "codec", "accuracy", "size", "evicted after", "policy")
     for one in chunk.copies:
-        copies.add_row(
-            one.tier, one.codec, one.accuracy.name, readable_size(one.size_bytes),
-            f"{'at least ' if one.at_least else ''}{one.before} others", one.policy,
-        )  # fmt: skip
+        before = f"{'at least ' if one.at_least else ''}{one.before} others"
+        size = readable_size(one.size_bytes)
+        copies.add_row(one.tier, one.codec, one.accuracy.name, size, before, one.policy)
     yield copies
     parts = Grid("layers", "kind", "dtype", "KV heads", "head dim", "tokens")
     for part in data["components"]:
@@ -282,24 +248,22 @@ def _stat_text(data: dict[str, Any], chunk: ChunkStat) -> Iterator[str | Grid]:
 def get(
     address: str,
     name: Key,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FILE", help="NAME.safetensors or NAME.frame.")
-    ],
+    out: Annotated[Path, Option("--out", "-o", metavar="FILE", help="New .safetensors or .frame.")],
     namespace: Namespace = "",
     tenant: Tenant = "",
-    lossy: Annotated[bool, typer.Option("--lossy", help="Accept a lossy copy too.")] = False,
+    lossy: Annotated[bool, Option("--lossy", help="Accept a lossy copy too.")] = False,
 ) -> None:
     """Write a chunk to a file, verified; exits with 1 when it is not there.
 
     A .safetensors file has its tensors and all that names them, a .frame file its frame as the
     tier has it. kvstore put reads both.
     """
-    from kvstore.cli.chunk_files import check_suffix, write_chunk
-    from kvstore.proto import kvstore_pb2 as pb
-    from kvstore.proto.messages import as_message
+    from kvstore.cli.chunk_files import check_file, write_chunk
     from kvstore.proto.types import Accuracy
 
-    check_suffix(out)
+    check_file(out)
+    if out.exists():
+        raise InvalidRequestError("out", str(out), "is there already; name another file")
     check_digits("key", name)
     minimum = Accuracy.approximate if lossy else Accuracy.exact
     with Selection(address, namespace, tenant=tenant).clients() as clients:
@@ -311,20 +275,17 @@ def get(
         if not found or not frame:
             fail(f"{name}: no such chunk here, or only with a loss (--lossy)", EXIT_NOT_HELD)
         header, data = frame
-        kind = as_message(pb.Representation, found[0].model)
-        size_bytes = write_chunk(out, header, data, kind)
+        size_bytes = write_chunk(out, header, data, found[0].model)
     print(f"{out}: {header.layout.tokens} tokens, {header.accuracy.name}, {size_bytes} bytes")
 
 
 @command("put", exits="0 1 2 3", example="kvstore put chunk.safetensors", section="Change")
 def put(
     address: str,
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="As get wrote them.")],
+    files: Annotated[list[Path], Argument(metavar="FILE...", help="Files that kvstore get wrote.")],
     model: ModelFile = None,
     tenant: Tenant = "",
-    durable: Annotated[
-        bool, typer.Option("--durable", help="Return once they would survive a power cut.")
-    ] = False,
+    durable: Annotated[bool, Option("--durable", help="Wait until they are on disk.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Store the chunks in files, under the digests they had; exits with 1 unless all are stored.
@@ -334,16 +295,14 @@ def put(
     rows = []
     selection = Selection(address, model=model, tenant=tenant)
     with progress("putting") as report:
-        for number, path in enumerate(files):
-            key, done = _put_file(selection, path, durable)
-            report(number + 1, len(files))
-            row = {"file": str(path), "key": key.hex(), "outcome": done.outcome.name}
-            rows.append(row | {"reason": done.reason})
+        for done, path in enumerate(files, 1):
+            key, stored = _put_file(selection, path, durable)
+            report(done, len(files))
+            row = {"file": str(path), "key": key.hex(), "outcome": stored.outcome.name}
+            rows.append(row | {"reason": stored.reason})
             if not as_json:
-                print(printable(f"{path}: {key.hex()} {done.outcome.name} {done.reason}").rstrip())
-    show(rows, [], as_json)
-    if any(row["outcome"] not in ("stored", "exists") for row in rows):
-        raise typer.Exit(EXIT_NOT_HELD)
+                print(printable(" ".join([f"{path}:", *[*rows[-1].values()][1:]])).rstrip())
+    show(rows, [], as_json, held={row["outcome"] for row in rows} <= {"stored", "exists"})
 
 
 def _put_file(selection: Selection, path: Path, durable: bool) -> tuple[ChunkKey, Put]:
@@ -366,16 +325,15 @@ def _put_file(selection: Selection, path: Path, durable: bool) -> tuple[ChunkKey
         return key, client.put_chunks([named], durable=durable)[0]
 
 
-def _model_of(selection: Selection, chunk: ChunkFile, path: Path) -> pb.Representation:
+def _model_of(selection: Selection, chunk: ChunkFile, path: Path) -> Model:
     """Return the model of *chunk*: its file's, or one known there with its digest."""
     from kvstore.proto.keys import representation_digest
-    from kvstore.proto.messages import representation_from_message
 
-    if chunk.representation is not None:
-        return chunk.representation
-    for kind in selection.models():
-        if representation_digest(representation_from_message(kind)) == chunk.model_digest:
-            return kind
+    if chunk.model is not None:
+        return chunk.model
+    for model in selection.models():
+        if representation_digest(model) == chunk.model_digest:
+            return model
     fix = "is of a model that is not known there; give --model-representation"
     raise InvalidRequestError("file", str(path), fix)
 
@@ -390,9 +348,7 @@ def pin(  # noqa: PLR0913 - each is an option
     prefix: Prefix = "",
     namespace: Namespace = "",
     tenant: Tenant = "",
-    duration: Annotated[
-        str, typer.Option("--for", metavar="TIME", help="30s, 10min, 2h; at most 24h.")
-    ] = "1h",
+    duration: Annotated[str, Option("--for", metavar="TIME", help="30s, 2h; at most 24h.")] = "1h",
     as_json: AsJson = False,
 ) -> None:
     """Keep chunks from eviction for a time; exits with 1 unless all are there.
@@ -401,11 +357,7 @@ def pin(  # noqa: PLR0913 - each is an option
     """
     ttl_s = parse_duration_ms(duration) / 1000
     selection = Selection(address, namespace, tenant=tenant)
-
-    def work(client: Client, some: Sequence[ChunkKey]) -> int:
-        return client.pin(keys=some, ttl=ttl_s)
-
-    _keep(selection, keys or [], prefix, work, as_json)
+    _keep(selection, keys or [], prefix, lambda c, some: c.pin(keys=some, ttl=ttl_s), as_json)
 
 
 @command("unpin", exits="0 1 2 3", example="kvstore unpin --prefix 3fa9", section="Change")
@@ -429,7 +381,7 @@ def parse_duration_ms(text: str) -> int:
         raise InvalidRequestError("for", text, "write it as 30s, 10min, 2h or 1d")
     found = int(matched[1]) * _UNIT_MS[matched[2]]
     if not 0 < found <= DAY_MS:
-        raise InvalidRequestError("for", text, "at most 24h, and not nothing")
+        raise InvalidRequestError("for", text, "more than 0, at most 24h")
     return found
 
 
@@ -442,6 +394,7 @@ def _keep(
 ) -> None:
     """Do *work* for the chunks called *names*, or those whose digests begin with *prefix*."""
     from kvstore.proto.keys import chunk_key
+    from kvstore.proto.types import ChainDigest
 
     if bool(names) == bool(prefix):
         raise InvalidRequestError("keys", len(names), "give keys, or --prefix")
@@ -453,19 +406,19 @@ def _keep(
         found = filter(None, (find(clients, name) for name in names))
         chosen = [(client, [key]) for client, key in found]
         for client in clients if prefix else ():
-            digests = digests_from(client, begun, MAX_PREFIX_CHUNKS + 1)
-            if len(digests) > MAX_PREFIX_CHUNKS:
+            chunks = list_chunks(client, begun, MAX_PREFIX_CHUNKS + 1)
+            if len(chunks) > MAX_PREFIX_CHUNKS:
                 fix = f"stands for over {MAX_PREFIX_CHUNKS} chunks; give more digits"
                 raise InvalidRequestError("prefix", prefix, fix)
-            chosen.append((client, [chunk_key(client.namespace, one) for one in digests]))
+            space = client.namespace
+            chosen.append((client, [chunk_key(space, ChainDigest(one.digest)) for one in chunks]))
         for client, keys in chosen:
             count += len(keys)
             for start in range(0, len(keys), PIN_CHUNKS):
                 done += work(client, keys[start : start + PIN_CHUNKS])
     count = max(count, len(names))
-    show({"done": done, "named": count}, [f"{done} of {count} chunks"], as_json)
-    if done < count or not count:
-        raise typer.Exit(EXIT_NOT_HELD)
+    text = f"{done} of {count} chunks"
+    show({"done": done, "named": count}, [text], as_json, held=done >= count > 0)
 
 
 # --- clear
@@ -503,32 +456,26 @@ def clear(  # noqa: PLR0913 - each is an option
     address: str,
     namespace: Namespace = "",
     model: ModelFile = None,
-    tenant: Annotated[
-        str, typer.Option(metavar="NAME", help="All of a tenant; of others than yours for admins.")
-    ] = "",
-    tier: Annotated[TierName | None, typer.Option(help="Only the copies on this tier.")] = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Chunks of every tenant; for admins.")
-    ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count what would go.")] = False,
+    tenant: Annotated[str, Option(metavar="NAME", help="All chunks of a tenant.")] = "",
+    tier: Annotated[TierName | None, Option(help="Only the copies on this tier.")] = None,
+    everything: Annotated[bool, Option("--all", help="Chunks of all tenants (admins).")] = False,
+    yes: Yes = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only count what would be deleted.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete the chunks of a namespace, a tenant, a tier or all, but those in use or pinned.
 
-    --tier alone takes your tenant's copies on it. Asks before it deletes, unless --yes.
+    --tier alone takes your tenant's copies on it; --tenant of another is for admins. Asks before
+    it deletes, unless --yes.
     """
     scope = Scope(Selection(address, namespace, model), tenant, tier or "", everything)
     if not (yes or dry_run):
         confirm(f"{_cleared_text(run_clear(scope, dry_run=True))}: {scope}. Continue?")
-    with progress("clearing") as report:
-        data = run_clear(scope, dry_run=dry_run, report=report)
+    data = run_clear(scope, dry_run=dry_run)
     show(data, [_cleared_text(data)], as_json)
 
 
-def run_clear(
-    scope: Scope, *, dry_run: bool, report: Report = lambda done, total: None
-) -> dict[str, Any]:
+def run_clear(scope: Scope, *, dry_run: bool) -> dict[str, Any]:
     """Clear *scope*; return what went, or would go, and how much is in use and stays."""
     deleted = deleted_bytes = 0
     fields: dict[str, Any] = {"tenant": EVERY_TENANT if scope.everything else scope.tenant}
@@ -538,6 +485,7 @@ def run_clear(
         connection = stack.enter_context(connected(scope.selection.address, DEADLINE_MS))
         if model is not None:
             fields["session_id"] = stack.enter_context(open_session(connection, model))
+        report = stack.enter_context(progress("clearing"))
         while True:
             reply = ask(connection, "Clear", 2 * DEADLINE_MS, **fields)
             deleted += reply.deleted

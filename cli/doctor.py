@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
-from kvstore.cli.app import EXIT_NOT_HELD, AsJson, call, command
+from kvstore.cli.app import AsJson, command
 from kvstore.cli.output import Grid, show
+from kvstore.cli.selection import fetch_namespaces
 from kvstore.cli.server import directory_line, fetch_status
 from kvstore.proto.errors import KVStoreError
 
 if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.client.server_state import ServerStatus
     from kvstore.proto import kvstore_pb2 as pb
+    from kvstore.server.settings.settings import Settings
 
 _IDENTITY = ("model_revision", "adapter_digest", "quantization", "tokenizer_digest")
 
@@ -33,6 +35,11 @@ class Finding:
     fix: str = ""
 
 
+def judged(is_bad: bool, check: str, saw: str, fix: str, state: State = "warn") -> Finding:
+    """Return the result of a check: *state* and how to fix it where it *is_bad*, else ok."""
+    return Finding(check, state, saw, fix) if is_bad else Finding(check, "ok", saw)
+
+
 @command(
     "doctor",
     exits="0 1 2 3",
@@ -43,27 +50,26 @@ class Finding:
 def doctor(address: str, context: typer.Context, as_json: AsJson = False) -> None:
     """Check this machine, and the server if it runs; takes kvstore-server's flags too.
 
-    Exits with 1 when something fails.
+    Give it the flags or the --config of that server. Exits with 1 when something fails.
     """
     from kvstore.cli.doctor_checks import CHECKS
     from kvstore.server.settings.settings import load_config
 
     config = load_config(context.args)
     found = [one for check in CHECKS for one in check(config)]
-    found += check_server(address)
+    found += check_server(address, config)
     table = Grid("check", "state", "finding", "fix", wraps=2)
     for one in found:
         table.add_row(one.check, one.state, one.saw, one.fix)
     failed = any(one.state == "fail" for one in found)
-    show({"checks": list(map(asdict, found)), "failed": failed}, [table], as_json)
-    if failed:
-        raise typer.Exit(EXIT_NOT_HELD)
+    data = {"checks": list(map(asdict, found)), "failed": failed}
+    show(data, [table], as_json, held=not failed)
 
 
 # --- the server
 
 
-def check_server(address: str) -> Iterator[Finding]:
+def check_server(address: str, config: Settings) -> Iterator[Finding]:
     """Whether a server answers, how its tiers are, and whether engines name chunks alike."""
     try:
         status = fetch_status(address)
@@ -71,36 +77,51 @@ def check_server(address: str) -> Iterator[Finding]:
         yield Finding("server", "warn", str(error), "start kvstore-server, or give --address")
         return
     yield Finding("server", "ok", f"{status.state}, version {status.version}")
+    yield from check_settings(status, config)
     for tier in status.tiers:
-        state: State = "warn" if tier.reason else "ok"
-        fix = "fix the cause above; the tier recovers by itself" if tier.reason else ""
-        yield Finding(f"tier {tier.name}", state, tier.reason or tier.state, fix)
+        name, saw = f"tier {tier.name}", tier.reason or tier.state
+        yield judged(bool(tier.reason), name, saw, "fix that; the tier recovers by itself")
     damaged = status.counters.get("corrupt_chunks", 0)
     if damaged:
         yield Finding("damage", "warn", f"{damaged} damaged copies", "look at the media")
     yield from check_directory(status)
-    yield from _namespaces(address)
-
-
-def _namespaces(address: str) -> Iterator[Finding]:
     try:
-        reply = call(address, "Explain", spaces=True)
+        yield from _identities(fetch_namespaces(address))
     except KVStoreError as error:
         yield Finding("engines", "ok", f"not shown here: {error}")
-        return
+
+
+def check_settings(status: ServerStatus, config: Settings) -> Iterator[Finding]:
+    """Whether the server has the tiers that the machine was checked for."""
+    disk_bytes = sum(folder.capacity_bytes for folder in config.disk)
+    known = {"cpu": config.cpu_size, "disk": disk_bytes}
+    theirs = {tier.name for tier in status.tiers}
+    differ = sorted(theirs ^ set(config.tiers))
+    differ += [
+        tier.name
+        for tier in status.tiers
+        if tier.name in config.tiers and tier.capacity_bytes and known.get(tier.name)
+        and not 0.8 < tier.capacity_bytes / known[tier.name] < 1.25
+    ]  # fmt: skip
+    if differ:
+        saw = f"this machine was checked for other settings than the server's: {', '.join(differ)}"
+        yield Finding("settings", "warn", saw, "give doctor the server's flags, or its --config")
+
+
+def _identities(spaces: list[pb.KnownSpace]) -> Iterator[Finding]:
     by_model: dict[str, list[pb.Representation]] = defaultdict(list)
-    for space in reply.spaces:
+    for space in spaces:
         by_model[space.representation.model_id].append(space.representation)
     for model, kinds in by_model.items():
+        name = f"engines of {model}"
         fields = [name for name in _IDENTITY if len({getattr(k, name) for k in kinds}) > 1]
-        if len(kinds) > 1 and not fields:
-            fields = ["layers, data types or rope"]
-        if fields:
-            saw = f"{len(kinds)} identities, which share nothing: {', '.join(fields)} differ"
-            fix = "give engines that should share the same values; kvstore explain --spaces"
-            yield Finding(f"engines of {model}", "warn", saw, fix)
-        else:
-            yield Finding(f"engines of {model}", "ok", "one identity")
+        if len(kinds) == 1:
+            yield Finding(name, "ok", "one identity")
+            continue
+        differ = ", ".join(fields) or "layers, data types or rope"
+        saw = f"{len(kinds)} identities, which share nothing: {differ} differ"
+        fix = "give engines that should share the same values; kvstore ls --spaces"
+        yield Finding(name, "warn", saw, fix)
 
 
 def check_directory(status: ServerStatus) -> Iterator[Finding]:
@@ -110,7 +131,7 @@ def check_directory(status: ServerStatus) -> Iterator[Finding]:
         return
     fixes = {
         "taken": "give each node a --node-id of its own",
-        "unknown": "mend what the reason names; it comes in by itself",
+        "unknown": "fix what the reason names; the server joins by itself",
         "full": "so many nodes need a Redis of another --redis-prefix",
     }
     fix = fixes.get(one.standing, fixes["unknown"] if one.failure else "")

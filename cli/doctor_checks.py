@@ -1,4 +1,4 @@
-"""What `kvstore doctor` looks at on this machine and in Redis: each check yields findings."""
+"""What `kvstore doctor` checks on this machine and in Redis: each check yields findings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import resource
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from uuid import uuid4
@@ -15,7 +15,7 @@ from uuid import uuid4
 from cryptography import x509
 from redis.exceptions import OutOfMemoryError
 
-from kvstore.cli.doctor import Finding, State
+from kvstore.cli.doctor import Finding, State, judged
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.security.certificates import parse_revocations
 from kvstore.server.settings.process_limits import PROCESS_BYTES, memory_limit_bytes
@@ -46,16 +46,11 @@ AUTHORITIES = {
 }
 """Settings of those that others are verified with: one that is valid will do of several."""
 SECRET = (
-    "tls_key",
-    "redis_tls_key",
-    "redis_password_file",
-    "peer_key",
-    "encryption_keys",
-    "secret_file",
-)
-"""Settings whose files let whoever reads them pass for the server, or read what it keeps."""
-BELIEVED = ("auth_keys", "jwt_key", "tls_client_ca", "peer_ca", "redis_tls_ca", "events_readers")
-"""Settings whose files let whoever changes them in."""
+    "tls_key", "redis_tls_key", "redis_password_file", "peer_key", "encryption_keys", "secret_file",
+)  # fmt: skip
+"""Settings with files whose readers can pass for the server, or read what it keeps."""
+TRUSTED = ("auth_keys", "jwt_key", "tls_client_ca", "peer_ca", "redis_tls_ca", "events_readers")
+"""Settings with files whose writers can let themselves in."""
 
 
 # --- the machine
@@ -64,23 +59,20 @@ BELIEVED = ("auth_keys", "jwt_key", "tls_client_ca", "peer_ca", "redis_tls_ca", 
 def check_limits(config: Settings) -> Iterator[Finding]:
     """Open files, locked memory, and the memory that a container may take."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # a server takes what it may
-    few = 0 < files < MIN_FILES
-    fix = f"raise it to {MIN_FILES} or more: LimitNOFILE= of systemd, or ulimit -n" if few else ""
-    yield Finding("open files", "warn" if few else "ok", f"{files} at most", fix)
+    fix = f"raise it to {MIN_FILES} or more: LimitNOFILE= of systemd, or ulimit -n"
+    yield judged(0 < files < MIN_FILES, "open files", f"{files} at most", fix)
     if "gpu" in config.tiers:
         locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-        short = 0 <= locked < config.cpu_size
-        fix = "set LimitMEMLOCK=infinity: memory is pinned for the GPU" if short else ""
-        yield Finding("locked memory", "warn" if short else "ok", _size(locked), fix)
+        fix = "set LimitMEMLOCK=infinity: memory is pinned for the GPU"
+        yield judged(0 <= locked < config.cpu_size, "locked memory", _size(locked), fix)
     limit = memory_limit_bytes()
     needed = config.cpu_size + PROCESS_BYTES
-    short = limit < needed
-    fix = f"give {format_size(needed)}, or a smaller --cpu" if short else ""
-    yield Finding("memory", "fail" if short else "ok", f"{_size(limit)} may be used", fix)
+    fix = f"give {format_size(needed)}, or a smaller --cpu"
+    yield judged(limit < needed, "memory", f"{_size(limit)} may be used", fix, "fail")
 
 
 def check_disk(config: Settings) -> Iterator[Finding]:
-    """Kind, room and speed of each folder of the disk tier."""
+    """File system, free space and speed of each folder of the disk tier."""
     if "disk" not in config.tiers:
         return
     for folder in config.disk:
@@ -94,21 +86,18 @@ def check_disk(config: Settings) -> Iterator[Finding]:
         if not os.access(place, os.W_OK):
             yield Finding(name, "fail", "not writable", "give the server's user the folder")
             continue
-        free, taken = os.statvfs(place), _taken_bytes(folder.path)
-        room = free.f_bavail * free.f_frsize + taken
-        if room < folder.capacity_bytes:
-            fix = f"give at most {format_size(room // MIB * MIB)}, or free room"
-            yield Finding(name, "fail", f"{_size(room)} of room", fix)
+        disk = os.statvfs(place)
+        files = (path for path in folder.path.rglob("*") if path.is_file())
+        own = sum(path.stat().st_blocks * 512 for path in files)
+        free = disk.f_bavail * disk.f_frsize + own
+        if free < folder.capacity_bytes:
+            fix = f"give at most {format_size(free // MIB * MIB)}, or free space"
+            yield Finding(name, "fail", f"{_size(free)} free", fix)
             continue
         rate = disk_bytes_per_s(place)
-        slow = rate < MIN_DISK_BYTES_PER_S
-        fix = "use a faster disk, or --write evict" if slow else ""
-        saw = f"{kind}, {_size(room)} of room, {rate / 1e6:.0f} MB/s written and synced"
-        yield Finding(name, "warn" if slow else "ok", saw, fix)
-
-
-def _taken_bytes(folder: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+        saw = f"{kind}, {_size(free)} free, {rate / 1e6:.0f} MB/s written and synced"
+        fix = "use a faster disk, or --write evict"
+        yield judged(rate < MIN_DISK_BYTES_PER_S, name, saw, fix)
 
 
 def file_system_of(path: Path) -> str:
@@ -147,27 +136,25 @@ def check_revocations(config: Settings) -> Iterator[Finding]:
         data, authorities = config.tls_crl.read_bytes(), config.tls_client_ca.read_bytes()
         found = parse_revocations(data, authorities)
     except (OSError, KVStoreError) as error:
-        fix = "get the list anew: no server starts with this one, and one that runs keeps the last"
+        fix = "replace the file: no server starts with it, and one that runs keeps the last list"
         yield Finding("revocations", "fail", str(error), fix)
         return
     left = timedelta(seconds=min(found.until_s - time.time(), 1e9))
-    soon = left < LIST_ENDS_SOON
-    fix = "replace the file; the server reads it again by itself" if soon else ""
-    saw = f"{len(found.proofs)} certificates, the list is good for {left.days} days"
-    yield Finding("revocations", "warn" if soon else "ok", saw, fix)
+    fix = "replace the file; the server reads it again by itself"
+    saw = f"{len(found.proofs)} certificates, the list is valid for {left.days} days"
+    yield judged(left < LIST_ENDS_SOON, "revocations", saw, fix)
 
 
 def check_gpu(config: Settings) -> Iterator[Finding]:
     """Whether the GPU of the gpu tier can be seen."""
     if "gpu" not in config.tiers:
         return
-    if Path("/dev/nvidiactl").exists():
-        devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
-        state: State = "ok" if devices > config.gpu.device else "fail"
-        fix = "" if state == "ok" else "name a device that is there in --gpu SIZE:DEVICE"
-        yield Finding("gpu", state, f"{devices} devices", fix)
-    else:
+    if not Path("/dev/nvidiactl").exists():
         yield Finding("gpu", "fail", "no NVIDIA driver here", "leave gpu out of --tiers")
+        return
+    devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    fix = "name a device that is there in --gpu SIZE:DEVICE"
+    yield judged(devices <= config.gpu.device, "gpu", f"{devices} devices", fix, "fail")
 
 
 def _size(size_bytes: int) -> str:
@@ -197,19 +184,19 @@ def _finding(name: str, setting: str, path: Path) -> Finding:
     now = datetime.now(UTC)
     if best.not_valid_before_utc > now:
         begins = best.not_valid_before_utc.isoformat(" ", "minutes")
-        fix = "set the clock, or get it anew: nobody takes it before that"
+        fix = "set the clock, or get another: it is refused before that"
         return Finding(name, "fail", f"valid from {begins}", fix)
     left = best.not_valid_after_utc - now
     state: State = "fail" if left < timedelta() else "warn" if left < EXPIRES_SOON else "ok"
     saw = f"expired {(-left).days} days ago" if state == "fail" else f"{left.days} days left"
-    again = "start the server anew" if "redis" in setting else "the server reads it again by itself"
+    again = "restart the server" if "redis" in setting else "the server reads it again by itself"
     return Finding(name, state, saw, "" if state == "ok" else f"replace the file; {again}")
 
 
 def check_files(config: Settings) -> Iterator[Finding]:
-    """Whether anybody on this machine may read a secret, or change whom the server believes."""
+    """Whether every user of this machine may read a secret, or change whom the server trusts."""
     secret = {*SECRET, "jwt_key"} if config.jwt_algorithm == "HS256" else {*SECRET}
-    for setting in (*SECRET, *BELIEVED):
+    for setting in (*SECRET, *TRUSTED):
         path: Path | None = getattr(config, setting)
         mode = 0 if path is None else path.stat().st_mode
         can = [
@@ -218,7 +205,7 @@ def check_files(config: Settings) -> Iterator[Finding]:
             if mode & bit and (what == "change" or setting in secret)
         ]
         if can:
-            saw = f"anybody here may {' and '.join(can)} {path}"
+            saw = f"every user may {' and '.join(can)} {path}"
             yield Finding(setting.replace("_", " "), "warn", saw, f"chmod o-rwx {path}")
 
 
@@ -227,13 +214,14 @@ def check_files(config: Settings) -> Iterator[Finding]:
 
 def check_redis(config: Settings) -> Iterator[Finding]:
     """Whether Redis answers, how fast, what the user may do, and how its servers are."""
-    if config.redis_url is None or not ("redis" in config.tiers or config.directory):
+    if not ("redis" in config.tiers or config.directory):
         return
     try:
-        url = config.redis_access(config.redis_url)
-        link = RedisClient("redis", url, config.redis_timeout_ms, 1)
+        link = _redis(config)
     except (KVStoreError, OSError, ValueError) as error:
         yield Finding("redis", "fail", str(error), "correct --redis and what belongs to it")
+        return
+    if link is None:
         return
     with closing(link):
         name = f"{config.redis_prefix}{{doctor}}".encode()
@@ -246,6 +234,13 @@ def check_redis(config: Settings) -> Iterator[Finding]:
         yield from _servers(link)
 
 
+def _redis(config: Settings) -> RedisClient | None:
+    if config.redis_url is None:
+        return None
+    url = config.redis_access(config.redis_url)
+    return RedisClient("redis", url, config.redis_timeout_ms, 1)
+
+
 def _speed(link: RedisClient, name: bytes) -> Finding:
     times = []
     for _ in range(PINGS):
@@ -253,9 +248,8 @@ def _speed(link: RedisClient, name: bytes) -> Finding:
         link.run(name, [[b"GETRANGE", name, b"0", b"0"]])
         times.append(1000 * (time.perf_counter() - started))
     median_ms = sorted(times)[PINGS // 2]
-    slow = median_ms > MAX_REDIS_MS
-    fix = "move it nearer: each lookup that memory cannot answer waits for it" if slow else ""
-    return Finding("redis", "warn" if slow else "ok", f"{median_ms:.2f} ms an answer", fix)
+    fix = "move it nearer: each lookup that memory cannot answer waits for it"
+    return judged(median_ms > MAX_REDIS_MS, "redis", f"{median_ms:.2f} ms an answer", fix)
 
 
 def _trials(name: bytes, *, directory: bool) -> dict[str, Command]:
@@ -293,17 +287,13 @@ def _rights(link: RedisClient, name: bytes, config: Settings) -> Finding:
             if "NoPermissionError" in str(error):
                 denied[word] = str(error).partition("; allow its user")[0]
             elif word == "set":
-                return Finding("redis rights", "warn", f"cannot be tried: {error}", "mend that")
+                return Finding("redis rights", "warn", f"cannot be tried: {error}", "fix that")
     words = TIER_RIGHTS + (DIRECTORY_RIGHTS if config.directory else ())
     rights = " ".join(f"+{word}" for word in words)
-    fix = f"ACL SETUSER its user ~{config.redis_prefix}* {rights}" if denied else ""
-    saw = f"denied: {', '.join(f'{word} ({why})' for word, why in denied.items())}"
-    return Finding(
-        "redis rights",
-        "fail" if denied else "ok",
-        saw if denied else "every command that is needed",
-        fix,
-    )
+    fix = f"ACL SETUSER its user ~{config.redis_prefix}* {rights}"
+    named = ", ".join(f"{word} ({why})" for word, why in denied.items())
+    saw = f"denied: {named}" if denied else "every command that is needed"
+    return judged(bool(denied), "redis rights", saw, fix, "fail")
 
 
 def _servers(link: RedisClient) -> Iterator[Finding]:
@@ -315,39 +305,33 @@ def _servers(link: RedisClient) -> Iterator[Finding]:
     for one in found:
         yield Finding("redis servers", "fail" if one.is_loss else "warn", one.saw, one.fix)
     if not found:
-        yield Finding("redis servers", "ok", "all answer and have room, as far as may be seen")
+        yield Finding("redis servers", "ok", "all answer and have free memory")
 
 
 def check_clock(config: Settings, wall_clock: Callable[[], float] = time.time) -> Iterator[Finding]:
     """How far this machine's clock is from that of the Redis that nodes share.
 
-    A Redis that does not answer, or whose user may not ask (+time), says nothing here.
+    Nothing where Redis does not answer, which another check reports, or denies its user +time.
     """
-    if config.redis_url is None:
-        return
-    try:
-        url = config.redis_access(config.redis_url)
-        link = RedisClient("redis", url, config.redis_timeout_ms, 1)
-    except (KVStoreError, OSError, ValueError):
-        return  # the check of Redis names it
-    with closing(link):
-        try:
+    reply = None
+    with suppress(KVStoreError, OSError, ValueError):
+        link = _redis(config)
+        if link is None:
+            return
+        with closing(link):
             before_s = wall_clock()
             reply = link.run(b"time", [[b"TIME"]])[0]
             after_s = wall_clock()
-        except KVStoreError:
-            return
     match reply:
         case [bytes(seconds), bytes(micros)]:
-            theirs_s = int(seconds) + int(micros) / 1e6
+            skew_s = (before_s + after_s) / 2 - (int(seconds) + int(micros) / 1e6)
         case _:
             return
-    skew_s = (before_s + after_s) / 2 - theirs_s
     is_off = abs(skew_s) - (after_s - before_s) / 2 > MAX_SKEW_S
-    fix = "have both machines follow NTP: tokens and certificates end by a clock" if is_off else ""
+    fix = "have both machines follow NTP: tokens and certificates end by a clock"
     where = "ahead of" if skew_s > 0 else "behind"
     saw = f"{abs(skew_s):.1f} s {where} that of Redis"
-    yield Finding("clock", "warn" if is_off else "ok", saw, fix)
+    yield judged(is_off, "clock", saw, fix)
 
 
 CHECKS: tuple[Callable[[Settings], Iterator[Finding]], ...] = (

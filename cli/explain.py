@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
-from kvstore.cli.app import AsJson, ask, call, command, connected
+from kvstore.cli.app import AsJson, ask, call, command, connected, number, path
 from kvstore.cli.output import Grid, as_dict, show
 from kvstore.cli.selection import (
     DEADLINE_MS,
     DIGEST_DIGITS,
     KEY_DIGITS,
     ModelFile,
+    Namespace,
     Selection,
-    accuracy_name,
     check_digits,
+    fetch_namespaces,
     find,
     namespace_as_dict,
-    namespace_table,
     only_one,
     open_session,
     read_model,
@@ -29,7 +30,6 @@ from kvstore.cli.selection import (
 from kvstore.proto.errors import InvalidRequestError
 
 if TYPE_CHECKING:  # help is to load none of the product
-    from kvstore.client.connection import Connection
     from kvstore.proto import kvstore_pb2 as pb
 
 _BOTH = f"{DIGEST_DIGITS} of a digest, {KEY_DIGITS} of a key"
@@ -39,52 +39,30 @@ _BOTH = f"{DIGEST_DIGITS} of a digest, {KEY_DIGITS} of a key"
 def explain(  # noqa: PLR0913 - each is an option
     address: str,
     model: ModelFile = None,
-    namespace: Annotated[
-        str | None,
-        typer.Option(metavar="HEX", help="Of the chunks, or how it begins; on the server's host."),
-    ] = None,
-    tokens: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Token ids of a prompt.")
-    ] = None,
-    keys: Annotated[
-        list[str] | None,
-        typer.Option(metavar="HEX", help="A key or digest, or how it begins; repeatable."),
-    ] = None,
-    chunk_tokens: Annotated[
-        int, typer.Option(metavar="N", help="Tokens of the engine's chunks.")
-    ] = 256,
+    namespace: Namespace = "",
+    tokens: Annotated[Path | None, path("Token ids of a prompt.")] = None,
+    keys: Annotated[list[str] | None, Option(metavar="HEX", help="Key, digest or prefix.")] = None,
+    chunk_tokens: Annotated[int, number("Tokens of the engine's chunks.")] = 256,
     extra: Annotated[
-        list[str] | None,
-        typer.Option(metavar="HEX", help="What else names the prompt, such as its salt."),
+        list[str] | None, Option(metavar="HEX", help="Cache salt or image hash.")
     ] = None,
-    recent: Annotated[
-        int, typer.Option(metavar="N", min=0, help="The last N misses, and the engines' counts.")
-    ] = 0,
-    spaces: Annotated[
-        bool, typer.Option("--spaces", help="The identity of each model that is known there.")
-    ] = False,
+    recent: Annotated[int, number("The last N misses, and the engines' counts.", 0)] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Explain why a prompt's chunks are hits or misses, or the latest misses."""
-    if tokens is not None and keys:
-        raise InvalidRequestError("keys", len(keys), "give --tokens or --keys, not both")
-    names_chunks = tokens is not None or bool(keys)
-    if names_chunks == (recent > 0 or spaces):
-        fix = "give one of --tokens or --keys; or else --recent or --spaces"
-        raise InvalidRequestError("explain", "", fix)
-    selection = Selection(address, model=model)
-    if not names_chunks:
-        reply = call(address, "Explain", DEADLINE_MS, recent=recent, spaces=spaces)
+    """Explain why a prompt's chunks are hits or misses, or the latest misses.
+
+    Without --model-representation it is answered on the server's host only.
+    """
+    if (tokens is not None) + bool(keys) + bool(recent) != 1:
+        raise InvalidRequestError("explain", "", "give one of --tokens, --keys and --recent")
+    selection = Selection(address, namespace, model)
+    if recent:
+        reply = call(address, "Explain", DEADLINE_MS, recent=recent)
+    elif tokens is not None:
+        digests = _digests_of(tokens, chunk_tokens, extra or [])
+        reply = _explained(selection, _namespace_of(selection), digests)
     else:
-        if model is not None and namespace is not None:
-            fix = "give --namespace or --model-representation, not both"
-            raise InvalidRequestError("namespace", namespace, fix)
-        space = b"" if namespace is None else _namespace_of(address, namespace)
-        if tokens is not None:
-            digests = _digests_of(tokens, chunk_tokens, extra or [])
-        else:
-            space, digests = _digests_named(selection, space, keys or [])
-        reply = _explain_chunks(selection, space, digests)
+        reply = _explained(selection, *_digests_named(selection, keys or []))
     show(_as_dict(address, reply), _text(reply), as_json)
 
 
@@ -116,12 +94,10 @@ def read_tokens(path: Path) -> list[int]:
         raise InvalidRequestError("tokens", str(path), f"only token ids: {error}") from None
 
 
-def _digests_named(
-    selection: Selection, space: bytes, names: Sequence[str]
-) -> tuple[bytes, list[bytes]]:
+def _digests_named(selection: Selection, names: Sequence[str]) -> tuple[bytes, list[bytes]]:
     """Return the namespace, if one is named, and the digests of the chunks called *names*."""
-    size = DIGEST_DIGITS // 2
-    place = Selection(selection.address, space.hex(), selection.model)
+    size, space = DIGEST_DIGITS // 2, _namespace_of(selection)
+    place = replace(selection, namespace=space.hex())
     keys = [_key_of(place, one) for one in names]
     spaces = {key[:-size] for key in keys if len(key) > size} | ({space} - {b""})
     if len(spaces) > 1:
@@ -142,46 +118,40 @@ def _key_of(selection: Selection, text: str) -> bytes:
     return found[1]
 
 
-def _namespace_of(address: str, text: str) -> bytes:
-    """Return the one namespace that begins with *text*; one that is written out may be unknown."""
-    digits = check_digits("namespace", text)
-    if len(digits) < DIGEST_DIGITS:
-        known = call(address, "Explain", DEADLINE_MS, spaces=True).spaces
-        found = only_one("namespace", digits, sorted(one.key_namespace.hex() for one in known))
+def _namespace_of(selection: Selection) -> bytes:
+    """Return the one namespace that is meant, if any; one that is written out may be unknown."""
+    digits = selection.namespace.lower()
+    if 0 < len(digits) < DIGEST_DIGITS:
+        known = (one.key_namespace.hex() for one in fetch_namespaces(selection.address))
+        found = only_one("namespace", digits, known)
         if found is None:
-            fix = "begins none that is known there; kvstore explain --spaces shows them"
-            raise InvalidRequestError("namespace", text, fix)
+            fix = "begins none that is known there; kvstore ls --spaces shows them"
+            raise InvalidRequestError("namespace", digits, fix)
         digits = found
     return bytes.fromhex(digits)
 
 
-def _explain_chunks(
-    selection: Selection, space: bytes, digests: Sequence[bytes]
-) -> pb.ExplainResponse:
+def _explained(selection: Selection, space: bytes, digests: Sequence[bytes]) -> pb.ExplainResponse:
+    """Return the reply about a long prompt of several requests: each knows of its own gap."""
+    from kvstore.proto import kvstore_pb2 as pb
+    from kvstore.proto.messages import MAX_EXPLAINED
+
     if selection.model is None and not space:
         fix = "give --namespace or --model-representation, or keys of 64 digits"
         raise InvalidRequestError("namespace", None, fix)
     model = None if selection.model is None else read_model(selection.model)
+    replies = []
     with ExitStack() as stack:
         connection = stack.enter_context(connected(selection.address, DEADLINE_MS))
         terms: dict[str, Any] = {"key_namespace": space}
         if model is not None:
             terms = {"session_id": stack.enter_context(open_session(connection, model))}
-        return _explained(connection, digests, terms)
-
-
-def _explained(
-    connection: Connection, digests: Sequence[bytes], terms: dict[str, Any]
-) -> pb.ExplainResponse:
-    """Return the reply about a long prompt of several requests: each knows of its own gap."""
-    from kvstore.proto import kvstore_pb2 as pb
-    from kvstore.proto.messages import MAX_EXPLAINED
-
+        for first in range(0, len(digests), MAX_EXPLAINED):
+            some = b"".join(digests[first : first + MAX_EXPLAINED])
+            replies.append(ask(connection, "Explain", DEADLINE_MS, digests=some, **terms))
     whole = pb.ExplainResponse()
     gap: int | None = None
-    for first in range(0, len(digests), MAX_EXPLAINED):
-        some = b"".join(digests[first : first + MAX_EXPLAINED])
-        reply = ask(connection, "Explain", DEADLINE_MS, digests=some, **terms)
+    for first, reply in zip(range(0, len(digests), MAX_EXPLAINED), replies, strict=True):
         for at, one in enumerate(reply.chunks, first):
             if one.state not in ("ready", "no_end", "behind"):
                 gap = at if gap is None else gap
@@ -199,15 +169,16 @@ def _explained(
 
 
 def _as_dict(address: str, reply: pb.ExplainResponse) -> dict[str, Any]:
-    from kvstore.cli.blend_report import gate_as_dict
+    from kvstore.cli.blend import gate_as_dict
     from kvstore.proto.blend import GateView
     from kvstore.proto.messages import as_value
+    from kvstore.proto.types import Accuracy
 
     found: dict[str, Any] = {"address": address, "left_out": reply.left_out}
     if reply.chunks:
         chunks = list(map(as_dict, reply.chunks))
         for copy in (copy for chunk in chunks for copy in chunk["copies"]):
-            copy["accuracy"] = accuracy_name(copy["accuracy"])
+            copy["accuracy"] = Accuracy(copy["accuracy"]).name
         near = [
             namespace_as_dict(one)
             | {"same_tokens": one.same_tokens, "differences": [*map(as_dict, one.differences)]}
@@ -215,32 +186,32 @@ def _as_dict(address: str, reply: pb.ExplainResponse) -> dict[str, Any]:
         ]
         return found | {"hit_chunks": reply.hit_chunks, "chunks": chunks, "near": near}
     engines = [
-        as_dict(one) | {"refused": _refusals(one), "counts": dict(_counts(one))}
-        for one in reply.engines
+        as_dict(one) | {"refused": refused, "counts": counts}
+        for one, refused, counts in _engines(reply)
     ]
     return found | {
         "recent": list(map(as_dict, reply.recent)),
         "engines": engines,
         "gates": [gate_as_dict(as_value(GateView, one)) for one in reply.gates],
-        "spaces": list(map(namespace_as_dict, reply.spaces)),
     }
 
 
-def _refusals(engine: pb.EngineReport) -> list[str]:
-    """Return why an engine runs without its store."""
+def _engines(
+    reply: pb.ExplainResponse,
+) -> Iterator[tuple[pb.EngineReport, list[str], dict[str, int]]]:
+    """Yield each engine, why it runs without the store if it does, and its other counts."""
     from kvstore.proto.messages import REFUSED
 
-    return sorted(name.removeprefix(REFUSED) for name in engine.counts if name.startswith(REFUSED))
-
-
-def _counts(engine: pb.EngineReport) -> list[tuple[str, int]]:
-    from kvstore.proto.messages import REFUSED
-
-    return sorted(pair for pair in engine.counts.items() if not pair[0].startswith(REFUSED))
+    for one in reply.engines:
+        counts = dict(sorted(one.counts.items()))
+        refused = [name for name in counts if name.startswith(REFUSED)]
+        for name in refused:
+            del counts[name]
+        yield one, [name.removeprefix(REFUSED) for name in refused], counts
 
 
 def _text(reply: pb.ExplainResponse) -> Iterator[str | Grid]:
-    from kvstore.cli.blend_report import gate_line
+    from kvstore.cli.blend import gate_line
     from kvstore.proto.blend import GateView
     from kvstore.proto.messages import as_value
 
@@ -250,12 +221,10 @@ def _text(reply: pb.ExplainResponse) -> Iterator[str | Grid]:
     if reply.gates:
         yield "blending:"
         yield from (f"  {gate_line(as_value(GateView, one))}" for one in reply.gates)
-    if reply.spaces:
-        yield namespace_table(reply.spaces)
     if reply.left_out:
         yield f"{reply.left_out} more do not fit into one reply"
-    if not (reply.chunks or reply.recent or reply.engines or reply.spaces or reply.gates):
-        yield "nothing: no misses, no reports of engines, no namespaces recorded"
+    if not (reply.chunks or reply.recent or reply.engines or reply.gates):
+        yield "nothing: no misses and no reports of engines recorded"
 
 
 def _chunks_text(reply: pb.ExplainResponse) -> Iterator[str | Grid]:
@@ -283,10 +252,11 @@ def _recent_text(reply: pb.ExplainResponse) -> Iterator[str | Grid]:
         ago = f"{miss.ago_s:.0f} s"
         misses.add_row(ago, miss.client, miss.model_id, found, miss.state, miss.reason)
     engines = Grid("reported", "client", "model", "counts of its engine")
-    for one in reply.engines:
-        counts = ", ".join(f"{name} {count}" for name, count in _counts(one))
+    lines = []
+    for one, refused, counted in _engines(reply):
+        counts = ", ".join(f"{name} {count}" for name, count in counted.items())
         engines.add_row(f"{one.ago_s:.0f} s ago", one.client, one.model_id, counts)
+        name = one.client or "no name"
+        lines += [f"{name} runs without the store: {reason}" for reason in refused]
     yield from filter(None, (misses, engines))
-    for one in reply.engines:
-        for reason in _refusals(one):
-            yield f"{one.client or 'no name'} runs without the store: {reason}"
+    yield from lines

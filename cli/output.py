@@ -14,13 +14,14 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import typer
 from typing_extensions import override
 
+from kvstore.cli.app import EXIT_NOT_HELD
 from kvstore.proto.errors import printable
 
 if TYPE_CHECKING:  # rich takes longer to import than most commands run
     from rich.console import Console, ConsoleOptions, RenderResult
-    from rich.table import Table
 
 T = TypeVar("T")
 Report = Callable[[int, int], None]
@@ -69,109 +70,81 @@ class Grid:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render for *console*: as lines as long as they are, where it is no terminal."""
-        from rich.text import Text
-
-        columns = list(zip(*self._rows, strict=True))
-        widths = [max(map(_width, column)) for column in columns]
-        gaps = len(_GAP) * (len(widths) - 1)
-        fixed = len(widths) - self._wraps
-        minimum = [
-            width if at < fixed else min(width, _wrapped_width(column))
-            for at, (width, column) in enumerate(zip(widths, columns, strict=True))
-        ]
-        if not console.is_terminal or sum(widths) + gaps <= options.max_width:
-            yield from map(Text, self._lines(widths))
-        elif sum(minimum) + gaps <= options.max_width:
-            spare = options.max_width - sum(minimum) - gaps
-            for at in range(fixed, len(widths)):
-                more = min(spare, widths[at] - minimum[at])
-                minimum[at], spare = minimum[at] + more, spare - more
-            yield self._wrapped(minimum)
-        else:
-            yield from map(Text, self._records())
-
-    def _lines(self, widths: Sequence[int]) -> Iterator[str]:
-        for row in self._rows:
-            cells = zip(row, widths, strict=True)
-            yield _GAP.join(cell + " " * (width - _width(cell)) for cell, width in cells).rstrip()
-
-    def _wrapped(self, widths: Sequence[int]) -> Table:
+        from rich.cells import cell_len, set_cell_size
         from rich.table import Column, Table
         from rich.text import Text
 
         headings, *rows = self._rows
-        columns = [
-            Column(name, width=width, overflow="fold")
-            for name, width in zip(headings, widths, strict=True)
-        ]
-        table = Table(*columns, box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0))
+        columns = list(zip(*self._rows, strict=True))
+        widths = [max(map(cell_len, column)) for column in columns]
+        over = sum(widths) + len(_GAP) * (len(widths) - 1) - options.max_width
+        if over <= 0 or not console.is_terminal:
+            for row in self._rows:
+                cells = map(set_cell_size, row, widths)
+                yield Text(_GAP.join(cells).rstrip())
+            return
+        for at in range(len(widths) - 1, len(widths) - self._wraps - 1, -1):
+            words = (word for cell in columns[at] for word in cell.split())
+            least = max(_MIN_WRAPPED, *map(cell_len, words))
+            cut = max(0, min(over, widths[at] - least))
+            widths[at], over = widths[at] - cut, over - cut
+        if over > 0:
+            longest = max(map(cell_len, headings))
+            for at, row in enumerate(rows):
+                lines = zip(headings, row, strict=True)
+                text = "\n".join(f"{name + ':':<{longest + 1}} {cell}" for name, cell in lines)
+                yield Text("\n" * bool(at) + text)
+            return
+        made = map(lambda name, width: Column(name, width=width, overflow="fold"), headings, widths)
+        table = Table(*made, box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0))
         for row in rows:
             table.add_row(*map(Text, row))
-        return table
-
-    def _records(self) -> Iterator[str]:
-        headings, *rows = self._rows
-        width = max(map(_width, headings))
-        for at, row in enumerate(rows):
-            if at:
-                yield ""
-            for name, cell in zip(headings, row, strict=True):
-                yield f"{name + ':':<{width + 1}} {cell}"
+        yield table
 
 
-def _width(text: str) -> int:
-    from rich.cells import cell_len
+def show(data: object, text: Iterable[str | Grid], as_json: bool, *, held: bool = True) -> None:
+    """Print *data* as JSON, or else the lines and tables of *text*.
 
-    return cell_len(text)
-
-
-def _wrapped_width(column: Sequence[str]) -> int:
-    return max(_MIN_WRAPPED, *(_width(word) for cell in column for word in cell.split()))
-
-
-def show(data: object, text: Iterable[str | Grid], as_json: bool) -> None:
-    """Print *data* as JSON, or else the lines and tables of *text*."""
+    Ends the command with 1 unless what it was to find out *held*.
+    """
     if as_json:
         print(json.dumps(data, indent=2))
-        return
-    console = open_console()
-    for part in text:
-        console.print(part)
+    else:
+        console = open_console()
+        for part in text:
+            console.print(part)
+    if not held:
+        raise typer.Exit(EXIT_NOT_HELD)
 
 
-def as_dict(message: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass or a protobuf *message* for JSON.
+def as_dict(found: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass or a protobuf message for JSON.
 
-    Bytes become hexadecimal digits, enumerations their names, parts that are not set null; what
-    each reply says of its server is left out.
+    Bytes become hexadecimal digits, enumerations their names, parts that are not set null. What
+    each message says of its server is left out.
     """
-    if is_dataclass(message):
-        values = {one.name: getattr(message, one.name) for one in fields(message)}
-        return {name.removeprefix("is_"): _as_value(value) for name, value in values.items()}
-    found: dict[str, Any] = {}
-    for field in message.DESCRIPTOR.fields:
-        value = getattr(message, field.name)
-        if field.name == "server":
-            continue
-        if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            found[field.name] = dict(sorted(value.items()))
-        elif field.is_repeated:
-            found[field.name] = list(map(_as_value, value))
-        elif field.message_type is not None and not message.HasField(field.name):
-            found[field.name] = None
-        else:
-            found[field.name] = _as_value(value)
-    return found
+    if is_dataclass(found):
+        rows = ((one.name.removeprefix("is_"), getattr(found, one.name)) for one in fields(found))
+        return {name: _as_json(value) for name, value in rows}
+    values = {}
+    for field in found.DESCRIPTOR.fields:
+        is_absent = field.message_type and not field.is_repeated and not found.HasField(field.name)
+        values[field.name] = None if is_absent else _as_json(getattr(found, field.name))
+    values.pop("server", None)
+    return values
 
 
-def _as_value(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     if hasattr(value, "DESCRIPTOR") or is_dataclass(value):
         return as_dict(value)
-    if isinstance(value, tuple):
-        return list(map(_as_value, value))
     if isinstance(value, Enum):
         return value.name
-    return value.hex() if isinstance(value, bytes) else value
+    if isinstance(value, bytes):
+        return value.hex()
+    if hasattr(value, "items"):
+        return dict(sorted(value.items()))
+    is_row = hasattr(value, "__len__") and not isinstance(value, str)
+    return list(map(_as_json, value)) if is_row else value
 
 
 def readable_size(size_bytes: float) -> str:

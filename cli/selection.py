@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from kvstore.cli.app import ask, connected, given_access
 from kvstore.cli.output import Grid
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.client.connection import Connection
     from kvstore.client.server_state import ChunkStat
     from kvstore.proto import kvstore_pb2 as pb
-    from kvstore.proto.types import ChainDigest, ChunkKey
+    from kvstore.proto.types import ChunkKey, Model
 
 DEADLINE_MS = 10_000
 DIGEST_DIGITS = 32
@@ -29,22 +29,21 @@ MIN_DIGITS = 4
 EVERY_TENANT = "*"
 MAX_SEARCHED = 32
 """Namespaces that are searched for a key that names none."""
-_DIGITS = set("0123456789abcdef")
+_DIGITS = "0123456789abcdef"
 
 Namespace = Annotated[
-    str,
-    typer.Option(metavar="HEX", help="Namespace of one model; a prefix of it is enough."),
+    str, Option(metavar="HEX", help="Namespace of one model; a prefix of it is enough.")
 ]
 ModelFile = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--model-representation",
         metavar="FILE",
         help="Instead of --namespace: the model as JSON, as ls --spaces --json prints it.",
     ),
 ]
 Tenant = Annotated[
-    str, typer.Option(metavar="NAME", help="pool:NAME for a shared pool; default: your own.")
+    str, Option(metavar="NAME", help="pool:NAME for a shared pool; default: your own.")
 ]
 
 
@@ -72,8 +71,10 @@ class Selection:
         """Whether it names a namespace."""
         return bool(self.namespace) or self.model is not None
 
-    def models(self) -> list[pb.Representation]:
+    def models(self) -> list[Model]:
         """Return the models it names, that with the most chunks first. Raises KVStoreErrors."""
+        from kvstore.proto.messages import representation_from_message
+
         if self.model is not None:
             return [read_model(self.model)]
         begun = self.namespace.lower()
@@ -82,9 +83,10 @@ class Selection:
         if begun and not found:
             fix = "is not known there; kvstore ls --spaces shows those that are"
             raise InvalidRequestError("namespace", self.namespace, fix)
-        return [one.representation for one in sorted(found, key=lambda one: -one.chunks)]
+        found.sort(key=lambda one: -one.chunks)
+        return [representation_from_message(one.representation) for one in found]
 
-    def only_model(self) -> pb.Representation:
+    def only_model(self) -> Model:
         """Return the one model it names. Raises InvalidRequestError when it names several."""
         found = self.models()
         if len(found) != 1:
@@ -92,35 +94,32 @@ class Selection:
             raise InvalidRequestError("namespace", self.namespace, fix)
         return found[0]
 
-    def client(self, model: pb.Representation) -> Client:
+    def client(self, model: Model) -> Client:
         """Return a client of *model*'s namespace; close it."""
         from kvstore.client.client import Client
         from kvstore.client.options import ClientOptions
-        from kvstore.proto.messages import representation_from_message
 
-        access = given_access()
         options = ClientOptions(
-            "grpc", deadline_ms=DEADLINE_MS, access=access, name="kvstore", tenant=self.tenant
+            "grpc",
+            deadline_ms=DEADLINE_MS,
+            access=given_access(),
+            name="kvstore",
+            tenant=self.tenant,
         )
-        return Client(self.address, representation_from_message(model), options)
+        return Client(self.address, model, options)
 
     @contextmanager
     def clients(self) -> Iterator[list[Client]]:
         """Open clients of the namespaces it names, of those with the most chunks."""
-        opened: list[Client] = []
-        try:
-            for model in self.models()[:MAX_SEARCHED]:
-                opened.append(self.client(model))  # noqa: PERF401 - those that are open are closed
-            yield opened
-        finally:
-            for client in opened:
-                client.close()
+        with ExitStack() as opened:
+            models = self.models()[:MAX_SEARCHED]
+            yield [opened.enter_context(self.client(model)) for model in models]
 
 
 def check_digits(field: str, text: str) -> str:
     """Return *text* in small letters if it is digits of an id. Raises InvalidRequestError."""
     found = text.lower()
-    if len(found) < MIN_DIGITS or set(found) - _DIGITS:
+    if len(found) < MIN_DIGITS or found.strip(_DIGITS):
         fix = f"write at least {MIN_DIGITS} hexadecimal digits, as kvstore ls shows them"
         raise InvalidRequestError(field, text, fix)
     return found
@@ -154,26 +153,39 @@ def fetch_namespaces(address: str, tenant: str = "") -> list[pb.KnownSpace]:
                 return list(found.values())
 
 
-def read_model(path: Path) -> pb.Representation:
+def read_model(path: Path) -> Model:
     """Return the model in a JSON file. Raises InvalidRequestError, ModelError, OSError."""
     from google.protobuf import json_format
 
     from kvstore.proto import kvstore_pb2 as pb
     from kvstore.proto.messages import representation_from_message
 
-    message = pb.Representation()
     try:
-        json_format.Parse(path.read_text(), message)
+        message = json_format.Parse(path.read_text(), pb.Representation())
     except json_format.ParseError as error:
         raise InvalidRequestError("model_representation", str(path), str(error)) from None
-    representation_from_message(message)
-    return message
+    return representation_from_message(message)
+
+
+def model_as_dict(model: Model | pb.Representation) -> dict[str, Any]:
+    """Return a model as --model-representation reads it."""
+    from google.protobuf import json_format
+
+    from kvstore.proto import kvstore_pb2 as pb
+    from kvstore.proto.messages import as_message
+
+    if not isinstance(model, pb.Representation):
+        model = as_message(pb.Representation, model)
+    return json_format.MessageToDict(model, preserving_proto_field_name=True)
 
 
 @contextmanager
-def open_session(connection: Connection, model: pb.Representation) -> Iterator[int]:
+def open_session(connection: Connection, model: Model) -> Iterator[int]:
     """Open a session of *model*'s namespace; yield its id."""
-    fields = {"representation": model, "client": "kvstore"}
+    from kvstore.proto import kvstore_pb2 as pb
+    from kvstore.proto.messages import as_message
+
+    fields = {"representation": as_message(pb.Representation, model), "client": "kvstore"}
     session_id = ask(connection, "OpenSession", DEADLINE_MS, **fields).session_id
     try:
         yield session_id
@@ -187,34 +199,27 @@ def find(clients: Sequence[Client], name: str) -> tuple[Client, ChunkKey] | None
     Raises InvalidRequestError when the name stands for several.
     """
     from kvstore.proto.keys import chunk_key
-    from kvstore.proto.types import ChunkKey
+    from kvstore.proto.types import ChainDigest, ChunkKey
 
     digits = check_digits("key", name)
     if len(digits) > DIGEST_DIGITS:
         namespace, digits = digits[:DIGEST_DIGITS], digits[DIGEST_DIGITS:]
         clients = [client for client in clients if client.namespace.hex() == namespace]
     found = {
-        chunk_key(client.namespace, digest).hex(): client
+        chunk_key(client.namespace, ChainDigest(one.digest)).hex(): client
         for client in clients
-        for digest in digests_from(client, digits, 2)
+        for one in list_chunks(client, digits, 2)
     }
     key = only_one("key", "", found)
     return None if key is None else (found[key], ChunkKey(bytes.fromhex(key)))
 
 
-def digests_from(client: Client, digits: str, limit: int) -> list[ChainDigest]:
-    """Return the digests of *client* that begin with *digits*, at most *limit*."""
+def list_chunks(client: Client, digits: str, limit: int, after: bytes = b"") -> list[ChunkStat]:
+    """Return chunks of *client* whose digests begin with *digits*, an odd number of them or not."""
     if len(digits) > DIGEST_DIGITS:
         raise InvalidRequestError("key", digits, f"a digest has {DIGEST_DIGITS} digits")
-    from kvstore.proto.types import ChainDigest
-
-    return [ChainDigest(one.digest) for one in list_chunks(client, digits, b"", limit)]
-
-
-def list_chunks(client: Client, digits: str, after: bytes, limit: int) -> list[ChunkStat]:
-    """Return chunks of *client* whose digests begin with *digits*, an odd number of them or not."""
     found: list[ChunkStat] = []
-    for digit in sorted(_DIGITS) if len(digits) % 2 else [""]:
+    for digit in _DIGITS if len(digits) % 2 else [""]:
         if len(found) < limit:
             prefix = bytes.fromhex(digits + digit)
             found += client.list(limit - len(found), after=after, prefix=prefix)
@@ -223,8 +228,6 @@ def list_chunks(client: Client, digits: str, after: bytes, limit: int) -> list[C
 
 def namespace_as_dict(space: pb.KnownSpace) -> dict[str, Any]:
     """Return a namespace for JSON; its ``representation`` is what --model-representation reads."""
-    from google.protobuf import json_format
-
     kind = space.representation
     return {
         "namespace": space.key_namespace.hex(),
@@ -233,7 +236,7 @@ def namespace_as_dict(space: pb.KnownSpace) -> dict[str, Any]:
         "revision": kind.model_revision,
         "client": space.client,
         "chunks": space.chunks,
-        "representation": json_format.MessageToDict(kind, preserving_proto_field_name=True),
+        "representation": model_as_dict(kind),
     }
 
 
@@ -248,10 +251,3 @@ def namespace_table(spaces: Iterable[pb.KnownSpace]) -> Grid:
             one.client, f"{kind.model_id} {kind.model_revision}",
         )  # fmt: skip
     return table
-
-
-def accuracy_name(number: int) -> str:
-    """Return the name of an accuracy as messages have it."""
-    from kvstore.proto.types import Accuracy
-
-    return Accuracy(number).name if number <= Accuracy.exact else "unknown"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from kvstore.cli.app import (
     EXIT_NOT_HELD,
@@ -18,13 +19,14 @@ from kvstore.cli.app import (
     AsJson,
     ask,
     call,
+    chosen,
     command,
-    completes,
     connected,
-    parse_size,
+    size,
 )
 from kvstore.cli.output import Grid, as_dict, open_console, readable_size, readable_time, show
-from kvstore.proto.errors import InvalidRequestError, PermissionDeniedError, printable
+from kvstore.cli.selection import Namespace, Selection
+from kvstore.proto.errors import PermissionDeniedError, printable
 
 if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.client.connection import Connection
@@ -58,7 +60,7 @@ class Rates:
     def between(cls, before: ServerStatus | None, now: ServerStatus) -> Rates:
         """Return the rates from *before*, another look at the same server or none, to *now*."""
         if before is None or before.boot_id != now.boot_id:
-            return cls(now.uptime_s, dict(now.counters))
+            return cls(now.uptime_s, now.counters)
         then = before.counters
         counts = {name: count - then.get(name, 0) for name, count in now.counters.items()}
         return cls(now.uptime_s - before.uptime_s, counts, True)
@@ -73,11 +75,6 @@ class Rates:
         named = self.counts.get("lookup_chunks", 0)
         return self.counts.get("lookup_ready_chunks", 0) / named if named > 0 else None
 
-    def as_dict(self) -> dict[str, float | None]:
-        """Return the ratio and the rates for JSON."""
-        names = ("lookups", "get_bytes", "put_bytes", "evicted_chunks")
-        return {"hit_ratio": self.hit_ratio} | {f"{name}_per_s": self.per_s(name) for name in names}
-
 
 def fetch_status(address: str) -> ServerStatus:
     """Return the state of the server at *address*. Raises KVStoreErrors within three seconds."""
@@ -86,15 +83,10 @@ def fetch_status(address: str) -> ServerStatus:
     return status_from_message(call(address, "Status"))
 
 
-def is_hidden(reply: ServerStatus) -> bool:
-    """Whether the reply has no figures, as the caller has not the role admin."""
-    return not reply.counters
-
-
 def fetch_figures(address: str) -> ServerStatus:
     """Do what ``fetch_status`` does. Raises PermissionDeniedError where the figures are hidden."""
     reply = fetch_status(address)
-    if is_hidden(reply):
+    if not reply.counters:
         raise PermissionDeniedError(f"{address}: {HIDDEN}")
     return reply
 
@@ -102,12 +94,10 @@ def fetch_figures(address: str) -> ServerStatus:
 @command("status", example="kvstore status --json", section="Look", where=True)
 def status(
     address: str,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Every counter, quota and curve, not one screen.")
-    ] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again and again.")] = False,
+    everything: Annotated[bool, Option("--all", help="Every counter, quota and curve.")] = False,
+    watch: Annotated[bool, Option("--watch", help="Refresh until interrupted.")] = False,
     every_s: Annotated[
-        float, typer.Option("--every", min=0.1, metavar="S", help="Seconds between two looks.")
+        float, Option("--every", min=0.1, metavar="S", help="Refresh interval.")
     ] = 2,
     as_json: AsJson = False,
 ) -> None:
@@ -117,11 +107,8 @@ def status(
         return
     reply = fetch_status(address)
     rates = Rates.between(None, reply)
-    show(
-        status_as_dict(address, reply, rates),
-        status_text(address, reply, rates, everything),
-        as_json,
-    )
+    text = status_text(address, reply, rates, everything)
+    show(status_as_dict(address, reply, rates), text, as_json)
 
 
 def watch_status(
@@ -138,32 +125,31 @@ def watch_status(
 
     console = open_console()
     before: ServerStatus | None = None
-    with Live(console=console, auto_refresh=False) as live:
-        try:
-            while True:
-                now = fetch_figures(address)
-                rates = Rates.between(before, now)
-                parts = status_text(address, now, rates, everything)
-                if as_json:
-                    print(json.dumps(status_as_dict(address, now, rates)), flush=True)
-                elif console.is_terminal:
-                    texts = (Text(printable(p)) if isinstance(p, str) else p for p in parts)
-                    live.update(Group(*texts), refresh=True)
-                else:
-                    console.print(*parts, "", sep="\n")
-                before = now
-                sleep(every_s)
-        except KeyboardInterrupt:
-            return
+    with Live(console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
+        while True:
+            now = fetch_figures(address)
+            rates = Rates.between(before, now)
+            parts = status_text(address, now, rates, everything)
+            if as_json:
+                print(json.dumps(status_as_dict(address, now, rates)), flush=True)
+            elif console.is_terminal:
+                texts = (Text(printable(p)) if isinstance(p, str) else p for p in parts)
+                live.update(Group(*texts), refresh=True)
+            else:
+                console.print(*parts, "", sep="\n")
+            before = now
+            sleep(every_s)
 
 
 def status_as_dict(address: str, reply: ServerStatus, rates: Rates) -> dict[str, Any]:
     """Return *reply* for JSON; what is hidden is null."""
-    found = {"address": address} | as_dict(reply) | rates.as_dict()
+    names = ("lookups", "get_bytes", "put_bytes", "evicted_chunks")
+    found = {"address": address} | as_dict(reply) | {"hit_ratio": rates.hit_ratio}
+    found |= {f"{name}_per_s": rates.per_s(name) for name in names}
     del found["boot_id"]
     for tier in found["tiers"]:
         tier["what_if"] = {f"{one['scale']:g}": one["hit_ratio"] for one in tier["what_if"]}
-    if is_hidden(reply):
+    if not reply.counters:
         shown = {"address", "version", "state", "uptime_s", "tiers"}
         found |= dict.fromkeys(found.keys() - shown)
         for tier in found["tiers"]:
@@ -175,44 +161,33 @@ def status_text(
     address: str, reply: ServerStatus, rates: Rates, everything: bool
 ) -> Iterator[str | Grid]:
     """Yield one screen of *reply*, or all of it."""
-    hidden = is_hidden(reply)
-    held = "" if hidden else f", {reply.sessions} sessions, {reply.leases} leases"
+    is_shown = bool(reply.counters)
+    held = f", {reply.sessions} sessions, {reply.leases} leases" if is_shown else ""
     age = readable_time(reply.uptime_s)
     yield f"{address}: {reply.state}, version {reply.version}, up {age}{held}"
-    if not hidden:
+    if is_shown:
         moved = [f"{n} {readable_size(rates.per_s(f'{n}_bytes'))}/s" for n in ("get", "put")]
         since = f"last {rates.seconds:.0f} s" if rates.is_recent else "since the start"
         yield (
             f"hit ratio {_percent(rates.hit_ratio)}, {rates.per_s('lookups'):.1f} lookups/s,"
             f" {', '.join(moved)}, {rates.per_s('evicted_chunks'):.1f} evicted/s ({since})"
         )
-        yield f"faults: {', '.join(_faults(reply)) or 'none'}"
-    yield _tiers(reply, hidden)
-    if reply.directory is not None:
-        yield directory_line(reply.directory)
-    if hidden:
-        yield HIDDEN
-    elif everything:
-        yield from _details(reply)
-
-
-def _faults(reply: ServerStatus) -> Iterator[str]:
-    for tier in reply.tiers:
-        if tier.reason:
-            yield f"tier {tier.name} is {tier.state}"
-    for name in FAULTS:
-        if count := reply.counters.get(name, 0):
-            yield f"{name} {count}"
-
-
-def _tiers(reply: ServerStatus, hidden: bool) -> Grid:
+        faults = [f"tier {tier.name} is {tier.state}" for tier in reply.tiers if tier.reason]
+        faults += [f"{n} {reply.counters[n]}" for n in FAULTS if reply.counters.get(n)]
+        yield f"faults: {', '.join(faults) or 'none'}"
     table = Grid("tier", "used", "of", "chunks", "codec", "policy", "state")
     for tier in reply.tiers:
         state = f"{tier.state}: {tier.reason}" if tier.reason else tier.state
         sizes = (readable_size(tier.used_bytes), readable_size(tier.capacity_bytes), tier.chunks)
-        figures = ("-",) * 3 if hidden else sizes
+        figures = sizes if is_shown else ("-",) * 3
         table.add_row(tier.name, *figures, tier.codec, tier.policy or "-", state)
-    return table
+    yield table
+    if reply.directory is not None:
+        yield directory_line(reply.directory)
+    if not is_shown:
+        yield HIDDEN
+    elif everything:
+        yield from _details(reply)
 
 
 def _details(reply: ServerStatus) -> Iterator[str | Grid]:
@@ -260,9 +235,8 @@ def ping(address: str, as_json: AsJson = False) -> None:
     degraded = [tier.name for tier in reply.tiers if tier.state != "serving"]
     data = {"address": address, "state": reply.state, "degraded": degraded, "ms": took_ms}
     tiers = f", degraded: {', '.join(degraded)}" if degraded else ""
-    show(data, [f"{address}: {reply.state}{tiers}, {took_ms:.2f} ms"], as_json)
-    if degraded or reply.state != "serving":
-        raise typer.Exit(EXIT_NOT_HELD)
+    text = f"{address}: {reply.state}{tiers}, {took_ms:.2f} ms"
+    show(data, [text], as_json, held=not degraded and reply.state == "serving")
 
 
 @command("sessions", example="kvstore sessions", section="Look", where=True)
@@ -272,15 +246,15 @@ def sessions(address: str, as_json: AsJson = False) -> None:
     if not reply.counters:
         raise PermissionDeniedError(f"{address}: {HIDDEN}")
     table = Grid("client", "tenant", "owner", "open", "idle", "leases", "namespace", "model")
+    rows = []
     for one in reply.session_list:
         model = "another server" if one.is_peer else one.model_id
         table.add_row(
             one.client or "-", one.tenant, one.owner, readable_time(one.open_s),
             readable_time(one.idle_s), one.leases, one.key_namespace.hex(), model,
         )  # fmt: skip
-    rows = list(map(as_dict, reply.session_list))
-    for row in rows:
-        row |= {"namespace": row.pop("key_namespace"), "model": row.pop("model_id")}
+        row = as_dict(one)
+        rows.append(row | {"namespace": row.pop("key_namespace"), "model": row.pop("model_id")})
     show({"address": address, "sessions": rows}, [table if table else "no sessions"], as_json)
 
 
@@ -290,20 +264,14 @@ def sessions(address: str, as_json: AsJson = False) -> None:
 @command("events", example="kvstore events --follow", section="Look")
 def events(
     address: str,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Print what comes and goes from now on instead.")
-    ] = False,
-    namespace: Annotated[
-        str,
-        typer.Option(
-            metavar="HEX", help="Of this namespace only, or of how it begins; all: admins."
-        ),
-    ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line.")] = False,
+    follow: Annotated[bool, Option("--follow", help="Print changes from now on.")] = False,
+    namespace: Namespace = "",
+    as_json: Annotated[bool, Option("--json", help="Print a JSON object a line.")] = False,
 ) -> None:
     """Print the copies that a server's tiers have, or follow those that come and go.
 
     One line each: stored or removed, tier, key. Hints: a chunk may be gone when it is read.
+    Without --namespace for admins.
     """
     with suppress(KeyboardInterrupt):
         for event in _events(address, namespace, follow):
@@ -312,8 +280,6 @@ def events(
 
 
 def _events(address: str, namespace: str, follow: bool) -> Iterator[dict[str, Any]]:
-    from kvstore.cli.selection import Selection
-
     with ExitStack() as stack:
         if namespace:
             selection = Selection(address, namespace)
@@ -360,20 +326,8 @@ def _pages_of_all(connection: Connection) -> Iterator[EventPage]:
 )
 def scrub(
     address: str,
-    tiers: Annotated[
-        str,
-        typer.Option(
-            metavar="NAMES",
-            help="Tiers, separated by commas; default: the server's.",
-            autocompletion=completes(*TIER_NAMES),
-        ),
-    ] = "",
-    rate: Annotated[
-        int,
-        typer.Option(
-            parser=parse_size, metavar="SIZE", help="Bytes a second at most; 0: no limit."
-        ),
-    ] = 0,
+    tiers: Annotated[str, chosen("Tiers to verify, or the server's", TIER_NAMES)] = "",
+    rate: Annotated[int, size("Bytes a second at most; 0: no limit.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Verify what a server's tiers hold, once; exits with 1 when it found damage."""
@@ -385,9 +339,7 @@ def scrub(
                 print(_scrub_line(reply), end="\r", flush=True)
             time.sleep(SCRUB_POLL_S)
             reply = ask(connection, "Scrub")
-    show(as_dict(reply), [_scrub_line(reply)], as_json)
-    if reply.damaged_chunks:
-        raise typer.Exit(EXIT_NOT_HELD)
+    show(as_dict(reply), [_scrub_line(reply)], as_json, held=not reply.damaged_chunks)
 
 
 def _scrub_line(reply: pb.ScrubResponse) -> str:
@@ -402,13 +354,11 @@ def _scrub_line(reply: pb.ScrubResponse) -> str:
 def drain(
     address: str,
     deadline_s: Annotated[
-        float, typer.Option("--within", metavar="S", help="Seconds it may take.")
+        float,
+        Option("--within", min=0.001, max=MAX_DRAIN_S, metavar="S", help="Seconds to wait for it."),
     ] = 20.0,
 ) -> None:
     """Stop accepting new work and save what only memory has; exits with 1 if not all was saved."""
-    if not 0 < deadline_s <= MAX_DRAIN_S:
-        fix = f"give more than 0, {MAX_DRAIN_S:g} s at most"
-        raise InvalidRequestError("within", deadline_s, fix)
     deadline_ms = max(1, round(deadline_s * 1000))
     if not call(address, "Drain", deadline_ms, deadline_ms=deadline_ms).clean:
         print("drained, but not all is saved: kvstore status says what the tiers hold")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from errno import EEXIST
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
@@ -16,14 +15,13 @@ from kvstore.cli.app import AsJson, ask, command, connected, group, number, size
 from kvstore.cli.output import show
 
 if TYPE_CHECKING:  # help is to load none of the product
-    from kvstore.proto import kvstore_pb2 as pb
+    from kvstore.cli.trace_format import TraceWriter
 
 MAX_NAMES = 1 << 24
 """Different chunks in one recording, which then ends."""
 MAX_RECORDING_S = 7 * 24 * 3600
 POLL_S = 0.25
 DEADLINE_MS = 20_000
-_NAME_BYTES = 8
 _BATCH_CHUNKS = 64
 
 group("trace", "Measure", "Record anonymised access traces of a server, and replay them.")
@@ -71,47 +69,6 @@ def trace_replay(
 # --- recording
 
 
-@dataclass(slots=True)
-class TraceWriter:
-    """Writes records as lines of Mooncake's format, with ``block_tokens``.
-
-    The server's names of chunks become numbers in the order of first appearance, times are
-    since the recording began, the answers' lengths are unknown.
-    """
-
-    file: TextIO
-    block_tokens: int
-    lookups: int = 0
-    lost: int = 0
-    """Lookups that were read too late."""
-    _ids: dict[bytes, int] = field(default_factory=dict)
-
-    def write(self, record: pb.TraceRecord) -> None:
-        """Append a line."""
-        names = record.chunks
-        ids = [
-            self._ids.setdefault(names[at : at + _NAME_BYTES], len(self._ids))
-            for at in range(0, len(names), _NAME_BYTES)
-        ]
-        tokens = len(ids) * self.block_tokens
-        if ids and record.tokens:  # the last block may be in part the prompt's
-            tokens = max(record.tokens, tokens - self.block_tokens + 1)
-        line = {
-            "timestamp": round(record.at_us / 1000, 3),
-            "input_length": tokens,
-            "output_length": 0,
-            "hash_ids": ids,
-            "block_tokens": self.block_tokens,
-        }
-        self.file.write(json.dumps(line) + "\n")
-        self.lookups += 1
-
-    @property
-    def chunks(self) -> int:
-        """Different chunks that were looked up."""
-        return len(self._ids)
-
-
 def record(
     address: str,
     out: Path,
@@ -124,11 +81,13 @@ def record(
 
     Raises KVStoreErrors of the server, and OSError for the file.
     """
+    from kvstore.cli.trace_format import TraceWriter
+
     if out.exists():
         raise FileExistsError(EEXIST, "it is there already: name another file", str(out))
     with connected(address) as connection:
         page = ask(connection, "Trace")
-        with out.open("x") as file:
+        with out.open("xb") as file:
             writer = TraceWriter(file, block_tokens)
             until = clock() + duration_s
             is_last = False

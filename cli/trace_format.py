@@ -1,4 +1,4 @@
-"""Reads traces: Mooncake's JSONL of blocks and our own of token segments, told apart by content.
+"""Traces: Mooncake's JSONL of blocks, read and written, and our own of token segments, read.
 
 A trace is then a list of its lines, or chains of blocks in columns: what a store of chunks sees.
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ from blake3 import blake3
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
 
@@ -29,6 +30,7 @@ MAX_BLOCKS = 64 << 20
 
 DEFAULT_BLOCK_TOKENS = 256
 _BLOCK_DIGEST_BYTES = 16
+_NAME_BYTES = 8
 _FIRST_TOKEN, _TOKEN_IDS = 3, 31_997
 
 Rows = NDArray[np.intp]
@@ -94,6 +96,41 @@ class _Kinds(msgspec.Struct):
 _kinds = msgspec.json.Decoder(_Kinds)
 _block_line = msgspec.json.Decoder(BlockLine)
 _segment_line = msgspec.json.Decoder(SegmentLine)
+
+
+@dataclass(slots=True)
+class TraceWriter:
+    """Writes what a server recorded as block lines of ``block_tokens``.
+
+    The server's names of chunks become numbers in the order of first appearance, times are
+    since the recording began, the answers' lengths are unknown.
+    """
+
+    file: IO[bytes]
+    block_tokens: int
+    lookups: int = 0
+    lost: int = 0
+    """Lookups that were read too late."""
+    _ids: dict[bytes, int] = field(default_factory=dict)
+
+    def write(self, record: pb.TraceRecord) -> None:
+        """Append a line."""
+        names = record.chunks
+        ids = tuple(
+            self._ids.setdefault(names[at : at + _NAME_BYTES], len(self._ids))
+            for at in range(0, len(names), _NAME_BYTES)
+        )
+        tokens = len(ids) * self.block_tokens
+        if ids and record.tokens:  # the last block may be in part the prompt's
+            tokens = max(record.tokens, tokens - self.block_tokens + 1)
+        line = BlockLine(round(record.at_us / 1000, 3), tokens, 0, ids, self.block_tokens)
+        self.file.write(msgspec.json.encode(line) + b"\n")
+        self.lookups += 1
+
+    @property
+    def chunks(self) -> int:
+        """Different chunks that were looked up."""
+        return len(self._ids)
 
 
 def read_trace(path: Path) -> TraceLines:

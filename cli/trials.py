@@ -1,4 +1,4 @@
-"""Trials of gates, by a model: documents blended in another order, or lossy copies of prompts.
+"""Trials of blending by a model: the same documents stored in one order and blended in another.
 
 Each is compared with a full prefill. Loads torch and transformers.
 """
@@ -6,30 +6,24 @@ Each is compared with a full prefill. Loads torch and transformers.
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kvstore.cli.app import given_access
-from kvstore.cli.calibrate import load_model, read_text
-from kvstore.client import Client, ClientOptions
+from kvstore.cli.blend import follow
+from kvstore.cli.calibrate import connect, load_model, read_lines, read_text
+from kvstore.client import Client
 from kvstore.client.blend.engine import Blender
-from kvstore.client.blend.gate import SHADOW_TOKENS, GuardedBlender
-from kvstore.client.blend.segments import SegmentRange
+from kvstore.client.blend.gate import SHADOW_TOKENS, GuardedBlender, GuardedResult
+from kvstore.client.blend.plan import SegmentRange
 from kvstore.client.blend.selectors import check_selector
 from kvstore.client.blend.store import store_prefill
-from kvstore.client.engines.transformers import TransformersConnector
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
-from kvstore.client.engines.transformers.identity import representation_of
-from kvstore.client.resolving import ResolveTerms
-from kvstore.codecs.base import boundless_codecs
-from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.blend import GateView, accuracy_tag, check_tag
+from kvstore.client.segments import SegmentQuery
+from kvstore.proto.blend import GateView, check_tag
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.keys import chunk_key
 
@@ -37,105 +31,8 @@ MAX_TRIALS = 1024
 """More than all ratios of a gate need."""
 MAX_IDLE = 16
 """Trials in a row in which nothing was found to blend."""
-DEADLINE_MS = 60_000
 PREFIX_TOKENS = 16
 """Of the text, in front of prompts of a model without BOS: one chunk, which is exact."""
-
-Follow = Callable[[GateView], None]
-"""Gets the gate after each trial that decides nothing yet."""
-
-
-def _lines(
-    option: str, path: Path, form: str, read: Callable[[Any], Any]
-) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each JSON line in a file and what *read* makes of it.
-
-    Raises InvalidRequestError that names the line, and *form*, where *read* fails.
-    """
-    for number, line in enumerate(read_text(option, path).splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            found = read(json.loads(line))
-        except (ValueError, KeyError, TypeError):
-            raise InvalidRequestError(option, f"line {number}", f"a line is {form}") from None
-        yield f"line {number}", found
-
-
-@contextmanager
-def _connected(address: str, model: Any, tokenizer: Any, chunk_tokens: int) -> Iterator[Client]:
-    options = ClientOptions(
-        chunk_tokens=chunk_tokens, deadline_ms=DEADLINE_MS, name="calibrate", access=given_access()
-    )
-    with Client(address, representation_of(model, tokenizer), options) as client:
-        yield client
-
-
-# --- copies of a codec
-
-
-def run_copy_trials(
-    address: str, model_folder: Path, codec: str, prompts: Path, chunk_tokens: int, follow: Follow
-) -> tuple[GateView, list[str]]:
-    """Compare prompts of which *codec*'s copies are stored, until their gate opened or closed.
-
-    Return the gate, and the lines of the *prompts* that did not count, as too few of their tokens
-    could be compared. Raises InvalidRequestError for a codec whose copies need no gate, a model or
-    file that will not do, or prompts of which the server has no such copies; ModelError for a model
-    whose KV cannot be stored, KVStoreErrors of the server.
-    """
-    known = boundless_codecs()
-    if codec not in known:
-        fix = f"use one of {', '.join(known)}; copies by other codecs are read without a gate"
-        raise InvalidRequestError("codec", codec, fix)
-    read_text("prompts", prompts)  # before the model is loaded
-    model, tokenizer = load_model(model_folder)
-    limit = getattr(model.config, "max_position_embeddings", None) or 1 << 32
-
-    def read(row: Any) -> list[int]:
-        tokens = row["tokens"] if "tokens" in row else tokenizer(row["prompt"])["input_ids"]
-        return [int(token) for token in tokens]
-
-    rows = list(_lines("prompts", prompts, '{"prompt": "..."} or {"tokens": [1, 2, ...]}', read))
-    for line, tokens in rows:
-        if not 0 < len(tokens) <= limit:
-            fix = f"1 to {limit} tokens, not {len(tokens)}"
-            raise InvalidRequestError("prompts", line, fix)
-    with _connected(address, model, tokenizer, chunk_tokens) as client:
-        gate = client.report_reuse(pb.ReportReuseRequest(tag=accuracy_tag(codec)))
-        compared, short = 0, list[str]()
-        connector = TransformersConnector(client, model)
-        for line, tokens in rows:
-            found = connector.calibrate([tokens], codec)
-            if found is None:
-                continue
-            before, gate, compared = gate, found, compared + 1
-            is_news = gate.why != before.why  # each trial that counts says so
-            if gate.is_open != before.is_open or (is_news and gate.why.startswith("closed")):
-                break
-            if is_news or gate.is_open:
-                follow(gate)
-            else:
-                short.append(line.removeprefix("line "))
-        if not compared:
-            raise InvalidRequestError("prompts", str(prompts), _not_compared(connector, codec))
-    return gate, short
-
-
-def _not_compared(connector: TransformersConnector, codec: str) -> str:
-    """Return why no prompt was compared."""
-    stats = connector.stats()
-    if stats.load_errors:
-        return f"the store failed: {', '.join(stats.load_errors)}"
-    if not stats.hit_tokens:
-        fix = "give the model, its revision and --chunk-tokens of the engine that stored them"
-        return f"none of {stats.lookups} prompts is stored under this model's name: {fix}"
-    fix = f"a tier has them with --codec disk={codec} once memory has them no more"
-    return f"no copy by {codec} without a bound was read of {stats.lookups} prompts; {fix}"
-
-
-# --- blending
-
 
 _Question: TypeAlias = tuple[list[list[int]], list[int]]
 """Documents and a question about them, in tokens."""
@@ -143,7 +40,7 @@ _Question: TypeAlias = tuple[list[list[int]], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class BlendTrials:
-    """What is tried: prompts, the same documents stored in one order and blended in another.
+    """What is tried.
 
     Prompts are made from *text*, cut into documents of so many tokens each, or are *questions*:
     JSON lines of ``documents`` and a ``question`` about them; *prefix* is the system prompt.
@@ -153,18 +50,18 @@ class BlendTrials:
     text: Path | None
     questions: Path | None
     prefix: Path | None
-    tag: str = ""
-    documents: int = 4
-    document_tokens: int = 128
-    question_tokens: int = 32
-    selector: str = "hybrid"
-    seed: int = 0
+    tag: str
+    documents: int
+    document_tokens: int
+    question_tokens: int
+    selector: str
+    seed: int
 
     def __post_init__(self) -> None:
         check_tag(self.tag)
         check_selector(self.selector)
 
-    def run(self, address: str, model_folder: Path, follow: Follow) -> GateView:
+    def run(self, address: str, model_folder: Path) -> GateView:
         """Return the gate once it is open, or closed for good.
 
         Raises InvalidRequestError for a model or file that will not do, ModelError for a
@@ -177,20 +74,12 @@ class BlendTrials:
             fix = f"with its question and prefix at most {limit} tokens"
             raise InvalidRequestError("documents", prompts.max_tokens, fix)
         blender = Blender(TransformersAdapter(model))
-        terms = ResolveTerms(tag=self.tag, is_trial=True)
         idle, draw = 0, np.random.default_rng(self.seed)
-        with _connected(address, model, tokenizer, min(256, self.document_tokens)) as client:
+        with connect(address, model, tokenizer, min(256, self.document_tokens)) as client:
+            terms = SegmentQuery(tag=self.tag, is_trial=True)
             guarded = GuardedBlender(client, blender, terms, self.selector)
             for _ in range(MAX_TRIALS):
-                stored, moved = prompts.pair(draw)
-                full = blender.prefill(stored.tokens, logits_from=len(stored.tokens) - 1)
-                store_prefill(client, full, *stored)
-                try:
-                    done = guarded.run(*moved)
-                finally:
-                    named = client.name_segments(*stored)
-                    digests = [chunk.digest for segment in named for chunk in segment.chunks]
-                    client.delete(keys=[chunk_key(client.namespace, digest) for digest in digests])
+                done = _tried(client, blender, guarded, *prompts.pair(draw))
                 if done.shadow is None or done.gate is None:
                     idle += 1
                     if idle == MAX_IDLE:
@@ -209,6 +98,19 @@ class _Prompt(NamedTuple):
 
     tokens: list[int]
     ranges: list[SegmentRange]
+
+
+def _tried(
+    client: Client, blender: Blender, guarded: GuardedBlender, stored: _Prompt, moved: _Prompt
+) -> GuardedResult:
+    """Blend *moved* out of what is stored of *stored* meanwhile."""
+    full = blender.prefill(stored.tokens, logits_from=len(stored.tokens) - 1)
+    store_prefill(client, full, *stored)
+    try:
+        return guarded.run(*moved)
+    finally:
+        digests = [one.digest for part in client.name_segments(*stored) for one in part.chunks]
+        client.delete(keys=[chunk_key(client.namespace, digest) for digest in digests])
 
 
 class _Prompts:
@@ -232,12 +134,12 @@ class _Prompts:
             raise InvalidRequestError("prefix", None, "this model has no BOS: give --prefix FILE")
         self._given: Iterator[_Question] = iter(())
         self._passages: list[list[int]] = []
-        sizes = [trials.documents * trials.document_tokens + trials.question_tokens]
+        longest = trials.documents * trials.document_tokens + trials.question_tokens
         if trials.questions is not None:
             given = list(self._questions(trials.questions))
             if not given:
                 raise InvalidRequestError("questions", str(trials.questions), "give a line or more")
-            sizes = [sum(map(len, documents)) + len(question) for documents, question in given]
+            longest = max(sum(map(len, documents)) + len(asked) for documents, asked in given)
             self._given = itertools.cycle(given)
         elif trials.text is not None:
             size = trials.document_tokens
@@ -248,7 +150,7 @@ class _Prompts:
                 raise InvalidRequestError("text", len(text), fix)
         else:
             raise InvalidRequestError("text", None, "give --text FILE or --questions FILE")
-        self.max_tokens = len(self._prefix) + max(sizes) + SHADOW_TOKENS
+        self.max_tokens = len(self._prefix) + longest + SHADOW_TOKENS
         """Of the longest prompt, and of what is decoded behind it."""
 
     def _ids(self, text: str) -> list[int]:
@@ -259,7 +161,7 @@ class _Prompts:
             return [self._ids(one) for one in row["documents"]], self._ids(row["question"])
 
         form = '{"documents": ["...", "..."], "question": "..."}'
-        for line, (documents, question) in _lines("questions", path, form, read):
+        for line, (documents, question) in read_lines("questions", path, form, read):
             if len(documents) < 2 or not all((*documents, question)):
                 fix = "give two documents or more and a question, none of them empty"
                 raise InvalidRequestError("questions", line, fix)

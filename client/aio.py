@@ -181,7 +181,7 @@ class AsyncClient:
     put_chunk_layers = entered(Client.put_chunk_layers)
     get_levelled = awaited(Client.get_levelled)
     name_segments = awaited(Client.name_segments)
-    resolve = entered(Client.resolve)
+    find_segments = entered(Client.find_segments)
     report_reuse = awaited(Client.report_reuse)
     pin = awaited(Client.pin)
     unpin = awaited(Client.unpin)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -207,6 +207,33 @@ class Shard:
             spans.append((first, max(first + 1, (rank + 1) * group.kv_heads // ranks)))
         return cls(layers, tuple(spans))
 
+    def part_of(self, model: Model) -> Model:
+        """Return *model* with the layers and heads of the shard alone: what the rank's KV is of.
+
+        Raises LayoutMismatchError, ModelError when it has nothing of the model.
+        """
+        groups = []
+        for group, (first, stop) in zip(model.layer_groups, self.heads_of(model), strict=True):
+            ids = group.layer_ids
+            if self.layers is not None:
+                ids = tuple(one for one in ids if self.layers[0] <= one < self.layers[1])
+            if ids:
+                groups.append(replace(group, layer_ids=ids, kv_heads=stop - first))
+        return replace(model, layer_groups=tuple(groups))
+
+    def heads_of(self, model: Model) -> list[Span]:
+        """Return which KV heads it has of each layer group. Raises LayoutMismatchError."""
+        groups, spans = model.layer_groups, self.kv_heads
+        if len(spans) > 1 and len(spans) != len(groups):
+            fix = f"give one span, or {len(groups)}"
+            raise LayoutMismatchError("kv_heads", len(spans), fix)
+        if len(spans) > 1:
+            return list(spans)
+        return [
+            spans[0] if spans and group.kind not in _WHOLE_KINDS else (0, group.kv_heads)
+            for group in groups
+        ]
+
     def in_chunk(self, model: Model, layout: KVLayout) -> ChunkShard:
         """Return which layers and heads it is of a chunk of *layout*.
 
@@ -217,21 +244,13 @@ class Shard:
 
 @lru_cache(maxsize=64)
 def _in_chunk(shard: Shard, model: Model, layout: KVLayout) -> ChunkShard:
-    groups, spans = model.layer_groups, shard.kv_heads
-    if len(spans) not in (0, 1, len(groups)):
-        raise LayoutMismatchError("kv_heads", len(spans), f"give one span, or {len(groups)}")
-    components = iter(layout.components)
     extents: list[Extent | None] = []
-    for number, group in enumerate(groups):
+    for group, heads in zip(model.layer_groups, shard.heads_of(model), strict=True):
         if not layout.has(group.kind):
             continue
-        component = next(components)
-        first, stop = 0, component.layers
+        first, stop = 0, len(group.layer_ids)
         if shard.layers is not None:
             first, stop = (bisect_left(group.layer_ids, at) for at in shard.layers)
-        heads = (0, component.kv_heads)
-        if len(spans) > 1 or (spans and group.kind not in _WHOLE_KINDS):
-            heads = spans[number if len(spans) > 1 else 0]
         extents.append(None if first == stop else Extent(first, stop, *heads))
     return ChunkShard(layout, tuple(extents))
 

@@ -14,7 +14,12 @@ from kvstore.client.session import Session
 from kvstore.client.tensors import arrays_of
 from kvstore.client.transports.base import Outgoing, OutgoingShard, Put, PutTerms, Transport
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import DeadlineError, InvalidRequestError, TierUnavailableError
+from kvstore.proto.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    LayoutMismatchError,
+    TierUnavailableError,
+)
 from kvstore.proto.frame import FrameTemplate, raw_frame_bytes
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import KVLayout
@@ -50,9 +55,12 @@ def put_by_layers(
     """Begin a put of *chunks* whose layers come one by one, over all tokens if they are *spans*
     of a prompt, of which there may be none.
     """
+    if link.options.shard is not None:
+        fix = "layer by layer there are whole chunks only: use put"
+        raise LayoutMismatchError("shard", link.options.shard, fix)
     if spans is not None and not spans:
         return LayeredPut(link.model, [], JoinedSink(1), spans)
-    transport = link.connected()
+    transport = link.connected(countdown(terms.within_ms))
     limit = transport.session.terms.max_batch_chunks
     most = MAX_OPEN_BATCHES * limit
     if not 1 <= len(chunks) <= most:

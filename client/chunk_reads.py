@@ -16,7 +16,7 @@ import numpy as np
 from kvstore.client.batches import MAX_OPEN_BATCHES, batches
 from kvstore.client.chunk import Shard, check_keys
 from kvstore.client.connection import countdown
-from kvstore.client.deadline import Levelled, LevelledGet, beside
+from kvstore.client.deadline import Levelled, LevelledGet
 from kvstore.client.decode import (
     Decoded,
     Layer,
@@ -53,7 +53,7 @@ from kvstore.proto.frame import MAX_FRAME_BYTES, FrameHeader, check_frame
 from kvstore.proto.keys import split_digests
 from kvstore.proto.messages import accuracy_number
 from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.types import END_KINDS, Accuracy, ChunkKey, KVLayout, Model
+from kvstore.proto.types import END_KINDS, Accuracy, ChunkKey, KVLayout
 
 
 class ChunkRequest(NamedTuple):
@@ -77,7 +77,8 @@ class ChunkRequest(NamedTuple):
 def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
     """Read the longest prefix of what is requested, verified."""
     if request.leases:  # which are lost with their session
-        return _read(link, request, link.connected(), countdown(request.deadline_ms))
+        left_ms = countdown(request.deadline_ms)
+        return _read(link, request, link.connected(left_ms), left_ms)
     return link.run(partial(_read, link, request), request.deadline_ms)
 
 
@@ -103,7 +104,7 @@ def _read(
                 raise
             break
         if broken is not None:
-            link.quarantine(transport, broken)
+            link.quarantine(transport, broken, left_ms)
         found += part
         if len(part) < len(some):
             break
@@ -141,13 +142,14 @@ def read_layers(
 ) -> Generator[Layer, None, None]:
     """Yield the layers of *request*, each once it is verified."""
     wanted = Wanted(transport.session, request.keys, request.room, request.accuracy)
+    left_ms = countdown(request.deadline_ms)
     with ExitStack() as stack:
         arriving = _layers_arriving(stack, transport, request)
         reading = LayerReader(link.reader, wanted, request.accepts, request.skipped)
         with closing(reading.layers(arriving)) as layers:
             yield from layers
     if reading.broken is not None:
-        link.quarantine(transport, reading.broken)
+        link.quarantine(transport, reading.broken, left_ms)
 
 
 def _layers_arriving(
@@ -174,7 +176,7 @@ def _layers_arriving(
 
 def read_layers_retried(link: ServerLink, request: ChunkRequest) -> Generator[Layer, None, None]:
     """Do the same, once more where a lease was lost before the first layer was there."""
-    check_every_layer(link.model)
+    check_by_layers(link)
 
     def begin(
         transport: Transport, left_ms: LeftMs
@@ -189,9 +191,14 @@ def read_layers_retried(link: ServerLink, request: ChunkRequest) -> Generator[La
             yield from layers
 
 
-def check_every_layer(model: Model) -> None:
-    """Raise LayoutMismatchError for models whose chunks differ in the layers they have."""
-    for group in model.layer_groups:
+def check_by_layers(link: ServerLink) -> None:
+    """Raise LayoutMismatchError for models whose chunks differ in the layers they have, and for a
+    client of a shard.
+    """
+    if link.options.shard is not None:
+        fix = "layer by layer there are whole chunks only: use get and put"
+        raise LayoutMismatchError("shard", link.options.shard, fix)
+    for group in link.model.layer_groups:
         if group.kind in END_KINDS:
             fix = "not every chunk has such layers: read these models' chunks whole, by get"
             raise LayoutMismatchError("kind", group.kind.name, fix)
@@ -205,20 +212,14 @@ def read_levelled(
     compute: Callable[[range], None] | None,
 ) -> Levelled:
     """See ``Client.get_levelled``."""
-    check_every_layer(link.model)
+    check_by_layers(link)
     if not keys:
         return Levelled((), ())
 
-    def work(transport: Transport, _: LeftMs) -> Levelled:
-        packed(keys, transport.session.terms.namespace)  # which refuses those of others
-        get = LevelledGet(transport, link.reader, link.meters, keys, terms, room)
-        try:
-            return get.run() if compute is None else beside(get, compute)
-        finally:
-            for key in get.damaged:
-                link.quarantine(transport, key)
-
-    return link.run(work)
+    get = LevelledGet(link, keys, terms, room, compute)  # whose deadline begins now
+    transport = link.connected(get.left_ms)
+    packed(keys, transport.session.terms.namespace)  # which refuses those of others
+    return get.run()
 
 
 def read_frame(
@@ -246,7 +247,7 @@ def read_frame(
         except TooLossyError:
             return None
         except (ChunkCorruptError, InvalidFrameError):
-            link.quarantine(transport, key)
+            link.quarantine(transport, key, left_ms)
             raise
 
     return link.run(work)

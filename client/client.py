@@ -9,13 +9,14 @@ from types import TracebackType
 from typing import Any, ClassVar, Self, TypeAlias
 from weakref import finalize, ref
 
-from kvstore.client import chunk_reads, resolving
+from kvstore.client import chunk_reads, segments
 from kvstore.client.access import check_address
 from kvstore.client.batch_plans import plan_batch
-from kvstore.client.blend.segments import NamedSegment, SegmentRange, name_segments
+from kvstore.client.blend.plan import NamedSegment, SegmentRange, name_segments
 from kvstore.client.chunk import Chunk, PlannedChunk, Shard, check_keys
 from kvstore.client.chunk_puts import put_by_layers, put_whole
 from kvstore.client.chunk_reads import ChunkRequest
+from kvstore.client.connection import countdown
 from kvstore.client.deadline import Levelled
 from kvstore.client.decode import Layer, Room, fresh
 from kvstore.client.events import EventStream, Place
@@ -84,6 +85,9 @@ class Client:
         self.options = options or ClientOptions()
         if self.options.assets is not None:
             ASSETS.load_folder(self.options.assets)
+        shard = self.options.shard
+        self._own = model if shard is None else shard.part_of(model)
+        """What the KV is of that is put and got."""
         self.address = address
         self.counts: Callable[[], Mapping[str, int]] = dict
         """Returns what the engine counted, for ``kvstore explain``; each heartbeat reports it."""
@@ -178,9 +182,13 @@ class Client:
         space = self.namespace
         return [chunk_key(space, digest) for digest in digests]
 
-    def _named(self, tokens: Tokens, keys: Keys) -> Sequence[ChunkKey]:
+    def _named(
+        self, tokens: Tokens, keys: Keys, left_ms: LeftMs | None = None
+    ) -> Sequence[ChunkKey]:
         if (tokens is None) == (keys is None):
             raise InvalidRequestError("keys", keys, "give tokens or keys, one of them")
+        if tokens is not None:
+            self._link.connected(left_ms)  # names take its namespace
         return self.keys(tokens) if tokens is not None else check_keys(() if keys is None else keys)
 
     def get(
@@ -201,12 +209,14 @@ class Client:
         Below an exact *accuracy* any chunk may be restored from a lossy copy: neither it nor what
         is computed from it is to be put.
         """
-        prompt = self._prompt(tokens, keys, start)
-        fresh = empty_kv(self.model, prompt.stop) if out is None else None
+        left_ms = self._left_ms(timeout)
+        prompt = self._prompt(tokens, keys, start, left_ms)
+        fresh = empty_kv(self._own, prompt.stop) if out is None else None
         room = self._target(prompt, fresh if out is None else out)
-        request = ChunkRequest(prompt.keys, room, accuracy, self._deadline_ms(timeout))
+        shard = self.options.shard
+        request = ChunkRequest(prompt.keys, room, accuracy, left_ms(), shard=shard)
         found = chunk_reads.read_prefix(self._link, request)
-        chunks = prompt.usable(len(found), self.model)
+        chunks = prompt.usable(len(found), self._own)
         reached = prompt.reached(chunks)
         kv = None if fresh is None else first_tokens(fresh, reached)
         return Hit(reached, chunks, tuple(one.tier for one in found[:chunks]), kv)
@@ -228,7 +238,7 @@ class Client:
         With *durable* it returns once they would survive a power cut.
         """
         prompt = self._prompt(tokens, None, start)
-        held = kv_of("kv", kv, self.model, prompt.stop, is_target=False)
+        held = kv_of("kv", kv, self._own, prompt.stop, is_target=False)
         if ttl is not None:
             hints = replace(hints, ttl_ms=milliseconds("ttl", ttl, MAX_TTL_S))
         named = zip(prompt.keys, prompt.parents, prompt.spans, strict=True)
@@ -251,7 +261,8 @@ class Client:
         slower than to recompute all. The answer waits *wait* seconds at most until chunks are here
         that others are putting or have announced.
         """
-        names = self._named(tokens, keys)
+        left_ms = self._left_ms(timeout)
+        names = self._named(tokens, keys, left_ms)
         if engine is not None and not engine.prompt_tokens:
             count = len(names) * self.options.chunk_tokens if tokens is None else len(tokens)
             engine = replace(engine, prompt_tokens=count)
@@ -260,7 +271,7 @@ class Client:
             prefill=engine_to_message(engine),
             wait_ms=milliseconds("wait", wait, MAX_WAIT_S),
         )
-        match = look_up(self._link, names, request, self._deadline_ms(timeout)).match
+        match = look_up(self._link, names, request, left_ms()).match
         if engine is not None and match.plan is None and names:
             plan = prefix_plan(match, self.options.chunk_tokens, len(names), engine)
             match = replace(match, plan=plan)
@@ -309,9 +320,10 @@ class Client:
         all layers has. Run the iterator to its end or close it: it keeps the chunks from eviction.
         No more than MAX_OPEN_BATCHES batches of chunks come, each a stream.
         """
-        prompt = self._prompt(tokens, keys, start)
+        left_ms = self._left_ms(timeout)
+        prompt = self._prompt(tokens, keys, start, left_ms)
         room = fresh if out is None else self._target(prompt, out)
-        request = ChunkRequest(prompt.keys, room, accuracy, self._deadline_ms(timeout))
+        request = ChunkRequest(prompt.keys, room, accuracy, left_ms())
         return chunk_reads.read_layers_retried(self._link, request)
 
     def put_layers(
@@ -351,11 +363,12 @@ class Client:
         are written into *out*: one entry a key, numpy or torch, or ``out(i, layout)``, which
         returns tensors of that layout. Several threads call it, in any order; a window or state
         that is not wanted has no layers there, and is neither read nor verified. *stated*, a list,
-        is filled with what the copy of each chunk states. With a *shard* tensors, layouts and
-        *out* are what one rank has of each chunk.
+        is filled with what the copy of each chunk states. With a *shard*, that of the options
+        unless given, tensors, layouts and *out* are what one rank has of each chunk.
         """
         room = chunk_reads.room_in(keys, out)
-        request = ChunkRequest(keys, room, accuracy, self._deadline_ms(timeout), shard=shard)
+        timeout_ms, shard = self._deadline_ms(timeout), shard or self.options.shard
+        request = ChunkRequest(keys, room, accuracy, timeout_ms, shard=shard)
         found = chunk_reads.read_prefix(self._link, request)
         if stated is not None:
             stated[:] = [one.stated for one in found]
@@ -371,11 +384,13 @@ class Client:
     ) -> list[Put]:
         """Store chunks; with *durable* return once they would survive a power cut.
 
-        With a *shard* the tensors are those of one rank: the outcome is ``pending`` until
-        other ranks have put the rest of a chunk, and ``stored`` for the one that makes it whole.
+        With a *shard*, that of the options unless given, the tensors are those of one rank: the
+        outcome is ``pending`` until other ranks have put the rest of a chunk, and ``stored`` for
+        the one that makes it whole.
         Raises LayoutMismatchError or ModelError before anything is sent when a
         chunk is not of this client's Model.
         """
+        shard = shard or self.options.shard
         return put_whole(self._link, chunks, shard, hints, durable=durable)
 
     def get_chunk_layers(
@@ -430,15 +445,15 @@ class Client:
     def name_segments(
         self, tokens: Sequence[int], ranges: Sequence[SegmentRange], extra: Sequence[bytes] = ()
     ) -> list[NamedSegment]:
-        """Cut and name a prompt as ``resolve`` does: what is to be found later is put like this."""
+        """Cut and name a prompt as ``find_segments`` does: what it is to find is put like this."""
         return name_segments(tokens, ranges, self.options.chunk_tokens, extra)
 
-    def resolve(
+    def find_segments(
         self,
         tokens: Sequence[int],
         ranges: Sequence[SegmentRange],
-        terms: resolving.ResolveTerms | None = None,
-    ) -> resolving.Resolved:
+        query: segments.SegmentQuery | None = None,
+    ) -> segments.SegmentMatch:
         """Find what there is of a prompt whose documents, messages or tools' answers are *ranges*.
 
         Chunks that are here as this very prompt has them are exact; for others of *ranges* that
@@ -446,16 +461,16 @@ class Client:
         this model and tag is open. They are kept from eviction until the answer is released.
         Raises ModelError when the server turns keys by other rope parameters.
         """
-        terms = terms or resolving.ResolveTerms()
-        named = self.name_segments(tokens, ranges, terms.names)
-        return resolving.resolve(self._link, named, len(tokens), terms)
+        query = query or segments.SegmentQuery()
+        named = self.name_segments(tokens, ranges, query.names)
+        return segments.find_segments(self._link, named, len(tokens), query)
 
     def report_reuse(self, report: pb.ReportReuseRequest) -> GateView:
         """Report what one blended request was worth; see ``client/blend/gate.py``.
 
         Return the gate as it is then. Raises InvalidRequestError that names what cannot be.
         """
-        return resolving.report_reuse(self._link, report)
+        return segments.report_reuse(self._link, report)
 
     # --- keeping and forgetting
 
@@ -574,13 +589,19 @@ class Client:
             raise InvalidRequestError("timeout", timeout, "give 0.001 seconds or more")
         return found
 
-    def _prompt(self, tokens: Tokens, keys: Keys, start: int) -> Prompt:
-        names = self._named(tokens, keys)
+    def _left_ms(self, timeout: float | None) -> LeftMs:
+        """Return what says how much is left of a call that begins now."""
+        return countdown(self._deadline_ms(timeout))
+
+    def _prompt(
+        self, tokens: Tokens, keys: Keys, start: int, left_ms: LeftMs | None = None
+    ) -> Prompt:
+        names = self._named(tokens, keys, left_ms)
         count = None if tokens is None else len(tokens)
         return Prompt(count, names, start, self.options.chunk_tokens)
 
     def _target(self, prompt: Prompt, out: Any) -> Room:
-        held = kv_of("out", out, self.model, prompt.least_tokens, is_target=True)
+        held = kv_of("out", out, self._own, prompt.least_tokens, is_target=True)
         return chunk_reads.room_in(prompt.keys, prompt.target(held))
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import grpc
@@ -61,8 +62,12 @@ class Connection:
         retry_after_ms: int,
         clock: Callable[[], float] = time.monotonic,
         access: Access = OPEN,
+        usual_ms: int = 0,
     ) -> None:
-        """Raises InvalidRequestError for what of *access* cannot be used; connects later."""
+        """Connects later. *usual_ms* as the breaker's.
+
+        Raises InvalidRequestError for what of *access* cannot be used.
+        """
         self.address = address
         self.clock = clock
         self._process = FORKS.process
@@ -83,38 +88,30 @@ class Connection:
             ],
         )
         self._stub = kvstore_pb2_grpc.KVStoreStub(self._channel)
-        self.breaker = CircuitBreaker(retry_after_ms, clock)
+        self.breaker = CircuitBreaker(retry_after_ms, clock, usual_ms)
         self._callers = ThreadPoolExecutor(_CALLERS, thread_name_prefix="kvstore-call")
         self._mending: Any = None
-        self._streams: set[Any] = set()
+        self._streams: dict[Any, Until] = {}
         self._retries = _RETRIES_IN_CHILD if FORKS.is_child else 0
         self._lock = threading.Lock()  # guards _mending, _streams and _retries
 
     def call(self, method: str, request: Any, deadline_ms: int, reply: type[T]) -> T:
         """Call *method* and return its reply."""
-        left_s = self._left_s(deadline_ms)
+        until = Until.of(deadline_ms, self.clock)
         metadata = traced(self._bearer.metadata())
-        can_be_ended = deadline_ms > WAITED_FOR_MS
 
         def work() -> Any:
             verb = getattr(self._stub, method)
-            if can_be_ended:
-                return self._ended_call(
-                    lambda: verb.future(request, timeout=left_s(), metadata=metadata), left_s()
-                )
-            with FORKS.calling(left_s()):
-                return verb(request, timeout=left_s(), metadata=metadata)
+            if deadline_ms > WAITED_FOR_MS:  # so a fork may end it
+                return self._ended_call(verb, request, until, metadata)
+            with FORKS.calling(until.left_s()):
+                return verb(request, timeout=until.left_s(), metadata=metadata)
 
         while True:
             try:
-                return self._tried(lambda: self._again(work), reply)
+                return self._tried(lambda: self._again(work), reply, until)
             except EndedByForkError:
                 continue  # the parent asks again, with what time is left
-
-    def _left_s(self, deadline_ms: int) -> Callable[[], float]:
-        """Return what says how many seconds a call has, which begins now, until it is late."""
-        until = self.clock() + deadline_ms / 1000 + SLACK_S
-        return lambda: max(until - self.clock(), _LEAST_S)
 
     def _again(self, work: Callable[[], Any]) -> Any:
         """Do *work*, once more where gRPC may have lost the connection by itself."""
@@ -129,9 +126,11 @@ class Connection:
                         raise
                     self._retries -= 1
 
-    def _ended_call(self, make: Callable[[], Any], within_s: float) -> Any:
-        """Return the reply of the call that *make* begins, and that a fork may end."""
-        call = FORKS.begin(make, within_s)
+    def _ended_call(self, verb: Any, request: Any, until: Until, metadata: Metadata) -> Any:
+        """Return the reply to a call of *verb* that a fork may end."""
+        call = FORKS.begin(
+            lambda: verb.future(request, timeout=until.left_s(), metadata=metadata), until.left_s()
+        )
         try:
             return call.result()
         except grpc.FutureCancelledError:
@@ -158,14 +157,8 @@ class Connection:
     def upload(self, method: str, requests: Iterator[Any], deadline_ms: int, reply: type[T]) -> T:
         """Stream *requests* to *method* and return its reply."""
         metadata = traced(self._bearer.metadata())
-        left_s = self._left_s(deadline_ms)
-        verb = getattr(self._stub, method)
-        return self._tried(
-            lambda: self._ended_call(
-                lambda: verb.future(requests, timeout=left_s(), metadata=metadata), left_s()
-            ),
-            reply,
-        )
+        until, verb = Until.of(deadline_ms, self.clock), getattr(self._stub, method)
+        return self._tried(lambda: self._ended_call(verb, requests, until, metadata), reply, until)
 
     def stream(self, method: str, request: Any, deadline_ms: int) -> Generator[Any, None, None]:
         """Yield the replies of *method*. Closing the iterator cancels the call."""
@@ -185,24 +178,23 @@ class Connection:
         """
         FORKS.check(self._process, "the connection")
         self.breaker.check()
-        left_s = self._left_s(deadline_ms)
         metadata = traced(self._bearer.metadata())
-        verb = getattr(self._stub, method)
+        until, verb = Until.of(deadline_ms, self.clock), getattr(self._stub, method)
         try:
             call = FORKS.begin(
-                lambda: verb(request, timeout=left_s(), metadata=metadata),
-                left_s(),
+                lambda: verb(request, timeout=until.left_s(), metadata=metadata),
+                until.left_s(),
                 is_idle=is_idle,
             )
         except ValueError as error:  # grpc's answer to a closed channel
             raise KVStoreError(f"the client is closed: {error}") from None
         with self._lock:
-            self._streams.add(call)
+            self._streams[call] = until
         return call
 
     def next_of(self, call: Any) -> Any:
         """Wait for the next reply of a stream; None at its end."""
-        return self._tried(lambda: self._next_of(call), object)
+        return self._tried(lambda: self._next_of(call), object, self._streams.get(call))
 
     def _next_of(self, call: Any) -> Any:
         try:
@@ -221,7 +213,7 @@ class Connection:
         if self._process is not FORKS.process:
             return
         with self._lock:
-            self._streams.discard(call)
+            self._streams.pop(call, None)
         FORKS.end(call)
 
     def answers(self, within_s: float) -> bool:
@@ -250,14 +242,14 @@ class Connection:
         for call in streams:
             call.cancel()
 
-    def _tried(self, work: Callable[[], Any], reply: type[T]) -> T:
+    def _tried(self, work: Callable[[], Any], reply: type[T], until: Until | None) -> T:
         FORKS.check(self._process, "the connection")
         self.breaker.check()
         try:
             result: T = work()
         except grpc.RpcError as error:
             translated = translate(error)
-            if self.breaker.note(translated):
+            if self.breaker.note(translated, until):
                 self._mend()
             raise translated from None
         except ValueError as error:  # grpc's answer to a closed channel
@@ -293,15 +285,39 @@ class Connection:
         self._channel.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Until:
+    """By when a call of *deadline_ms* is over, with SLACK_S for the answer; *clock* as ``at_s``."""
+
+    at_s: float
+    deadline_ms: int
+    clock: Callable[[], float]
+
+    @classmethod
+    def of(cls, deadline_ms: int, clock: Callable[[], float] = time.monotonic) -> Until:
+        """Return when a call that begins now is over."""
+        return cls(clock() + deadline_ms / 1000 + SLACK_S, deadline_ms, clock)
+
+    def left_s(self, least_s: float = _LEAST_S) -> float:
+        """Return how long to wait for an answer."""
+        return max(self.at_s - self.clock(), least_s)
+
+    def left_ms(self) -> int:
+        """Return the deadline of a call in its place, which has the slack again."""
+        return max(1, round(1000 * (self.at_s - SLACK_S - self.clock())))
+
+
 class CircuitBreaker:
     """Open for a while after the server did not answer, so that a dead one costs once.
 
-    Thread-safe. *clock* returns monotonic seconds.
+    Thread-safe. *clock* returns monotonic seconds. A call that was granted less than half of
+    *usual_ms* and is late says nothing of the server.
     """
 
-    def __init__(self, retry_after_ms: int, clock: Callable[[], float]) -> None:
+    def __init__(self, retry_after_ms: int, clock: Callable[[], float], usual_ms: int = 0) -> None:
         self._retry_after_s = retry_after_ms / 1000
         self._clock = clock
+        self._usual_ms = usual_ms
         self._until = 0.0
 
     @property
@@ -315,13 +331,19 @@ class CircuitBreaker:
         if until and (left_s := until - self._clock()) > 0:
             raise TierUnavailableError("server", f"did not answer; tried again in {left_s:.1f} s")
 
-    def note(self, error: KVStoreError | None) -> bool:
+    def note(self, error: KVStoreError | None, until: Until | None = None) -> bool:
         """Note how a call went: None, or its error. Return whether that opened the breaker."""
-        is_silent = isinstance(error, DeadlineError) or (
-            isinstance(error, TierUnavailableError) and error.args[0].startswith("tier 'server'")
-        )
+        is_late = isinstance(error, DeadlineError)
+        if is_late and until is not None and 2 * until.deadline_ms < self._usual_ms:
+            return False
+        is_silent = is_late or is_gone(error)
         self._until = self._clock() + self._retry_after_s if is_silent else 0.0
         return is_silent
+
+
+def is_gone(error: BaseException | None) -> bool:
+    """Whether *error* says that the server itself, not one of its tiers, cannot be reached."""
+    return isinstance(error, TierUnavailableError) and str(error).startswith("tier 'server'")
 
 
 class Pool(Generic[C]):

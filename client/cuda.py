@@ -279,7 +279,7 @@ class CudaClient(DevicePutting):
             reason = str(error).partition("\n")[0]
             raise TierUnavailableError("cuda", f"{type(error).__name__}: {reason}") from error
         if reading.broken is not None:
-            self._link.quarantine(transport, reading.broken)
+            self._link.quarantine(transport, reading.broken, left_ms)
         return reading.done
 
     def _arriving(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from kvstore.client.access import OPEN, Access
+from kvstore.client.chunk import Shard
 from kvstore.proto.errors import InvalidRequestError, check_text, is_whole
 from kvstore.proto.keys import check_chunk_tokens
 from kvstore.proto.types import DEFAULT_CHUNK_TOKENS
@@ -35,7 +36,9 @@ class ClientOptions:
     whoever it is, or ``pool:NAME`` for a pool that tenants share. With ``read_peers`` what another
     node has in memory is read from there, where the server says so and its port is reached.
     With ``sglang_names`` prompts that are named by nothing but their tokens are named as SGLang
-    names them, which finds its pages where they have ``chunk_tokens`` tokens.
+    names them, which finds its pages where they have ``chunk_tokens`` tokens. With a ``shard`` the
+    KV that is put and got is that of one rank of a parallel engine, of ``shard.part_of(model)``;
+    layer by layer there are whole chunks only.
     """
 
     transport: TransportName = "auto"
@@ -50,6 +53,7 @@ class ClientOptions:
     tenant: str = ""
     read_peers: bool = True
     sglang_names: bool = False
+    shard: Shard | None = None
 
     def __post_init__(self) -> None:
         if self.transport not in get_args(TransportName):

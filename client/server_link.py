@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 
 from kvstore.client.batches import digest_batches
 from kvstore.client.connection import Connection, countdown
-from kvstore.client.deadline import Meters
 from kvstore.client.decode import Reader
 from kvstore.client.forks import keep
-from kvstore.client.levels import LinkMeter
+from kvstore.client.levels import LinkMeter, Meters
 from kvstore.client.options import ClientOptions
 from kvstore.client.session import Session, is_silent
 from kvstore.client.transports.base import Transport
@@ -84,25 +83,33 @@ class ServerLink:
         with self._lock:
             if self._connection is None:
                 retry_after_ms, access = self.options.retry_after_ms, self.options.access
-                self._connection = Connection(self.address, retry_after_ms, access=access)
+                self._connection = Connection(
+                    self.address, retry_after_ms, access=access, usual_ms=self.options.deadline_ms
+                )
                 if self._is_closed:
                     self._connection.close()
             return self._connection
 
-    def connected(self) -> Transport:
-        """Return the transport of the session, which is opened first if there is none.
+    def connected(self, left_ms: LeftMs | None = None) -> Transport:
+        """Return the transport of the session, which is opened first if there is none, within what
+        is left of a call's deadline, else the options'.
 
         Raises KVStoreErrors, as when it is closed.
         """
-        with self._lock:
+        left_ms = left_ms or countdown(self.options.deadline_ms)
+        if not self._lock.acquire(timeout=left_ms() / 1000):
+            raise DeadlineError("another call was still opening the session")
+        try:
             if self._is_closed:
                 raise KVStoreError("the client is closed")
             if self.transport is None:
-                self.transport = self._connect()
+                self.transport = self._connect(left_ms)
             return self.transport
+        finally:
+            self._lock.release()
 
-    def _connect(self) -> Transport:
-        session = Session(self.connection, self.model, self.options, self._counts)
+    def _connect(self, left_ms: LeftMs) -> Transport:
+        session = Session(self.connection, self.model, self.options, self._counts, left_ms())
         wanted = self.options.transport
         if wanted == "shm" or (wanted == "auto" and can_share_memory(session)):
             try:
@@ -113,7 +120,11 @@ class ServerLink:
                     raise
         if wanted == "tcp" or (wanted == "auto" and session.terms.bulk_address):
             try:
-                return BulkTransport(session)
+                transport = BulkTransport(session)
+                is_short = wanted == "auto" and 2 * left_ms() < self.options.deadline_ms
+                # Half of what is left: where nobody answers, gRPC is still to be asked.
+                transport.connect(left_ms() / 2000, is_short=is_short)
+                return transport
             except (TierUnavailableError, DeadlineError):
                 if wanted == "tcp":
                     session.close()
@@ -127,18 +138,18 @@ class ServerLink:
         It gets what is left of *deadline_ms*, that of the options if None.
         """
         left_ms = countdown(self.options.deadline_ms if deadline_ms is None else deadline_ms)
-        transport = self.connected()
+        transport = self.connected(left_ms)
         try:
             return work(transport, left_ms)
         except LeaseExpiredError:
-            self.renew(transport)
-        return work(self.connected(), left_ms)
+            self.renew(transport, left_ms())
+        return work(self.connected(left_ms), left_ms)
 
-    def renew(self, transport: Transport) -> None:
+    def renew(self, transport: Transport, deadline_ms: int = 0) -> None:
         """Drop the session of *transport* if the server has lost it."""
         if not transport.is_spent:
             try:
-                transport.session.heartbeat()
+                transport.session.heartbeat(deadline_ms)
             except LeaseExpiredError:
                 pass
             else:
@@ -224,14 +235,16 @@ class ServerLink:
             with suppress(KVStoreError):
                 self.connected().release(leases, self.options.deadline_ms, hints)
 
-    def quarantine(self, transport: Transport, key: ChunkKey) -> None:
-        """Have the server check the chunk of *key*, which proved wrong here, and forget it."""
+    def quarantine(self, transport: Transport, key: ChunkKey, left_ms: LeftMs) -> None:
+        """Have the server check the chunk of *key*, which proved wrong here, and forget it. Where
+        the call has no time left for that, whoever reads the chunk next does.
+        """
         terms = transport.session.terms
         request = pb.DeleteRequest(
             session_id=terms.session_id, digests=digest_of(key, terms.namespace), if_damaged=True
         )
         with suppress(KVStoreError):
-            self.call("Delete", request, pb.DeleteResponse)
+            self.call("Delete", request, pb.DeleteResponse, left_ms())
 
 
 def digest_of(key: ChunkKey, space: Namespace) -> ChainDigest:

@@ -88,7 +88,9 @@ class Session:
         representation: Model,
         options: ClientOptions,
         counts: Callable[[], Mapping[str, int]] = _nothing,
+        deadline_ms: int = 0,
     ) -> None:
+        """Open it within *deadline_ms*; 0: those of the options. Raises KVStoreErrors."""
         self._counts = counts
         self.connection = connection
         self.representation = representation
@@ -102,7 +104,7 @@ class Session:
                 tenant=options.tenant,
                 process=int.from_bytes(FORKS.process, "little"),
             ),
-            options.deadline_ms,
+            deadline_ms or options.deadline_ms,
             pb.OpenSessionResponse,
         )
         self.peers: Sequence[int] = list(reply.peers)
@@ -159,16 +161,15 @@ class Session:
         """Have the thread that beats do *last*, which closes the session. Takes no lock."""
         self._words.put(last)
 
-    def heartbeat(self) -> bool:
-        """Tell the server that we live; return whether it drains.
+    def heartbeat(self, deadline_ms: int = 0) -> bool:
+        """Tell the server that we live; return whether it drains. *deadline_ms* as at birth.
 
         Raises LeaseExpiredError when it does not know the session any more.
         """
         counts = {name: count for name, count in dict(self._counts()).items() if count > 0}
         request = pb.HeartbeatRequest(session_id=self.terms.session_id, counts=counts)
-        reply = self.connection.call(
-            "Heartbeat", request, self.options.deadline_ms, pb.HeartbeatResponse
-        )
+        within_ms = deadline_ms or self.options.deadline_ms
+        reply = self.connection.call("Heartbeat", request, within_ms, pb.HeartbeatResponse)
         self.peers = list(reply.peers)
         return reply.draining
 

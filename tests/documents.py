@@ -9,8 +9,8 @@ import numpy as np
 from prompts import tensors_of, tokens
 
 from kvstore.client import Chunk, Client
-from kvstore.client.blend.segments import NamedSegment, SegmentRange
-from kvstore.client.resolving import Resolved, ResolveTerms
+from kvstore.client.blend.plan import NamedSegment, SegmentRange
+from kvstore.client.segments import SegmentMatch, SegmentQuery
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.keys import chunk_key
@@ -23,7 +23,7 @@ from kvstore.server.index.holds import Holds, Leases
 HEAD, OTHER_HEAD = tokens(1, 16), tokens(2, 32)
 DOCUMENT, OTHER = tokens(11, 40), tokens(12, 32)
 QUESTION = tokens(3, 10)
-TRIAL = ResolveTerms(is_trial=True)
+TRIAL = SegmentQuery(is_trial=True)
 
 
 def make_content_index(limit: int) -> ContentIndex:
@@ -64,7 +64,7 @@ def put_prompt(
     return segments
 
 
-def kinds(resolved: Resolved) -> list[list[str]]:
+def kinds(resolved: SegmentMatch) -> list[list[str]]:
     """Return for each segment what there is of each chunk."""
     return [
         [
@@ -79,13 +79,13 @@ def keys_of(client: Client, segment: NamedSegment) -> list[ChunkKey]:
     return [chunk_key(client.namespace, one.digest) for one in segment.chunks]
 
 
-def read(resolved: Resolved) -> list[ChunkTensors]:
+def read(resolved: SegmentMatch) -> list[ChunkTensors]:
     """Read all that was resolved layer by layer; return the chunks."""
     layers = [list(layer.tensors) for layer in resolved.layers(list(resolved.chunks()))]
     return [[[layer[number] for layer in layers]] for number in range(len(layers[0]))]
 
 
-def report_of(resolved: Resolved) -> pb.ReportReuseRequest:
+def report_of(resolved: SegmentMatch) -> pb.ReportReuseRequest:
     """Return a report that measured every chunk, its last token the most."""
     report = pb.ReportReuseRequest(ratio=0.15, load_ms=1.0, compute_ms=2.0, full_ms=8.0)
     for one in resolved.chunks():

@@ -93,6 +93,9 @@ def replay_blocks(
     """
     block_bytes = trace.block_tokens * terms.kv_bytes_per_token
     capacity_bytes = parse_capacity(terms.capacity, trace.blocks * block_bytes)
+    if 0 < capacity_bytes < block_bytes and "%" not in terms.capacity:
+        fix = f"a block has {block_bytes} bytes; a share of the trace is written as 5%"
+        raise InvalidRequestError("capacity", terms.capacity, fix)
     if policy is None:
         history = AccessHistory(trace.block_tokens)
         policy = make_policy(terms.policy, history), history

@@ -13,12 +13,11 @@ from torch import Tensor
 from kvstore.client.blend.cost import BlendPlanner, Decision, Speed
 from kvstore.client.blend.engine import Blender, BlendResult
 from kvstore.client.blend.layer_pass import LayerKV
-from kvstore.client.blend.plan import BlendPlan
-from kvstore.client.blend.segments import SegmentRange
+from kvstore.client.blend.plan import BlendPlan, SegmentRange
 from kvstore.client.blend.store import StoreSource
 from kvstore.client.client import Client
 from kvstore.client.levels import LinkMeter
-from kvstore.client.resolving import Resolved, ResolveTerms
+from kvstore.client.segments import SegmentMatch, SegmentQuery
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
@@ -54,6 +53,12 @@ class ShadowEval:
     tokens: int
     agreement_of_all: float
     clear_tokens: int
+
+    def message(self) -> pb.ShadowResult:
+        """Return what is reported of it."""
+        return pb.ShadowResult(
+            divergence=self.divergence, agreement=self.agreement, tokens=self.tokens
+        )
 
 
 def compare(full: Tensor, blended: Tensor) -> ShadowEval:
@@ -135,7 +140,7 @@ class GuardedBlender:
         self,
         client: Client,
         blender: Blender,
-        terms: ResolveTerms | None = None,
+        terms: SegmentQuery | None = None,
         selector: str = "hybrid",
         planner: BlendPlanner | None = None,
     ) -> None:
@@ -143,7 +148,7 @@ class GuardedBlender:
         self._planner = planner or own
         self._client = client
         self._blender = blender
-        self._terms = terms or ResolveTerms()
+        self._terms = terms or SegmentQuery()
         self._selector = selector
 
     def run(self, tokens: Sequence[int], ranges: Sequence[SegmentRange]) -> GuardedResult:
@@ -166,7 +171,7 @@ class GuardedBlender:
 
     def _blended(self, tokens: Sequence[int], ranges: Sequence[SegmentRange]) -> GuardedResult:
         terms = replace(self._terms, weights=self._blender.adapter.origin.weights)
-        with self._client.resolve(tokens, ranges, terms) as resolved:
+        with self._client.find_segments(tokens, ranges, terms) as resolved:
             with StoreSource(resolved, tokens, self._client.model) as source:
                 plan = replace(source.plan, selector=self._selector)
                 decision = self._decided(plan, source, resolved)
@@ -189,10 +194,7 @@ class GuardedBlender:
                 report = _report(plan, source, result, full)
             report.tag = self._terms.tag
             if shadow is not None:
-                found = pb.ShadowResult(
-                    divergence=shadow.divergence, agreement=shadow.agreement, tokens=shadow.tokens
-                )
-                report.shadow.CopyFrom(found)
+                report.shadow.CopyFrom(shadow.message())
             try:
                 return replace(answer, shadow=shadow, gate=self._client.report_reuse(report))
             except KVStoreError as error:
@@ -212,7 +214,9 @@ class GuardedBlender:
             return None
         return worse(compare(full.logits, result.logits), compare(wanted, found))
 
-    def _decided(self, plan: BlendPlan, source: StoreSource, resolved: Resolved) -> Decision | None:
+    def _decided(
+        self, plan: BlendPlan, source: StoreSource, resolved: SegmentMatch
+    ) -> Decision | None:
         """Return what to do with *plan*; None: as it says.
 
         What is to be compared is blended, and so is the first prompt after a full prefill was
@@ -226,7 +230,7 @@ class GuardedBlender:
             return None
         return self._planner.choose(plan, source.token_bytes, can_skip_rows=source.can_skip_rows)
 
-    def _tried(self, plan: BlendPlan, source: StoreSource, resolved: Resolved) -> BlendResult:
+    def _tried(self, plan: BlendPlan, source: StoreSource, resolved: SegmentMatch) -> BlendResult:
         """Carry *plan* out, and learn from it."""
         # What is answered from a full prefill is to be compared, whatever it takes.
         within_s = self._planner.wait_s(len(plan.tokens), source.loaded_bytes)
@@ -276,7 +280,7 @@ def _report(
     levels = _levels(done.attention)
     is_selected = np.zeros(len(plan.tokens), bool)
     is_selected[done.selected.cpu().numpy()] = True
-    for chunk in source.approximate_chunks():
+    for chunk in (one for one in source.chunks() if not one.is_exact):
         span = slice(chunk.asked.start, chunk.asked.stop)
         report.chunks.add(
             digest=chunk.best.digest,

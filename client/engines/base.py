@@ -156,8 +156,7 @@ class Connector:
             within.computed = chunks.stop
 
         terms = self.terms(within, tail_tokens, least)
-        is_beside = terms.never_later and within.compute is not None and not first
-        terms = replace(terms, loads_first=terms.never_later and not is_beside)
+        is_beside = terms.prefill is not None and within.compute is not None and not first
         found = self.client.get_levelled(
             keys[first:], terms, rooms[first:], computing if is_beside else None
         )
@@ -176,10 +175,7 @@ class Connector:
         if prefill is None:
             return PlanTerms(left_s, least=least)
         # An engine leaves itself the last token.
-        return PlanTerms(
-            left_s, prefill, least=least, never_later=True, loads_first=within.compute is None,
-            tail_tokens=max(1, tail_tokens),
-        )  # fmt: skip
+        return PlanTerms(left_s, prefill, least=least, tail_tokens=max(1, tail_tokens))
 
     def attempt(
         self,
@@ -383,7 +379,7 @@ class Connector:
 
         *stated* is filled with what the copy of each chunk states, and behind those with what
         chunks state that came and were not used, for a gate was shut; without it exact copies only
-        are read. With *terms*, which have ``loads_first``, as far as their deadline allows.
+        are read. With *terms*, as far as their deadline allows.
         """
         allowed = ONLY_EXACT if stated is None else self.allowed(self.least)
         within = None if terms is None else Deadline(terms.deadline_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +11,7 @@ from functools import partial
 import numpy as np
 from typing_extensions import override
 
-from kvstore.client.connection import SLACK_S
+from kvstore.client.connection import Until
 from kvstore.client.frames import FrameAssembler, Room, here
 from kvstore.client.session import Session
 from kvstore.client.transports.base import (
@@ -58,7 +57,7 @@ _LARGE_BLOCK_BYTES = (32 << 20) - (1 << 16)
 class BulkTransport(Transport):
     """Gets and puts over FrameStreams, one at a time each; through gRPC where none is to be had.
 
-    Raises TierUnavailableError or DeadlineError at birth when the server does not take part.
+    Raises TierUnavailableError at birth when the server does not take part.
     """
 
     name = "tcp"
@@ -71,61 +70,68 @@ class BulkTransport(Transport):
         self._memory = FrameMemory(IDLE_FRAME_BYTES)
         keep_freed_memory()
         self._streams = FrameStreams(Entrance.of(session.terms, session.connection.address))
-        # Half of what a call may take: where nobody answers, gRPC is still to be asked.
-        self._streams.connect(session.options.deadline_ms / 2000)
+
+    def connect(self, within_s: float, *, is_short: bool = False) -> None:
+        """Connect for the first call. One that *is_short* goes on without, and one more is
+        connected beside it. Raises TierUnavailableError, DeadlineError.
+        """
+        if not is_short:
+            self._streams.connect(within_s)
+        elif (stream := self._streams.take(within_s)) is not None:
+            self._streams.pool.give_back(stream, is_clean=True)
 
     # --- get
 
     @override
     @contextmanager
     def read(self, plan: ReadPlan) -> Iterator[Arrivals]:
-        deadline = _end_of(plan.deadline_ms)
-        stream = self._begin_get(self.request(plan, pb.VIA_STREAM), deadline)
+        until = Until.of(plan.deadline_ms)
+        stream = self._begin_get(self.request(plan, pb.VIA_STREAM), until)
         if stream is None:
-            with self._fallback.read(replace(plan, deadline_ms=_left_ms(deadline))) as arriving:
+            with self._fallback.read(replace(plan, deadline_ms=until.left_ms())) as arriving:
                 yield arriving
             return
         frames: list[Bytes] = []
         is_clean = False
         try:
             if plan.layer_major or plan.ranges:
-                parts = self._parts(stream, deadline)
+                parts = self._parts(stream, until)
                 yield Arrivals(parts, is_layered=plan.layer_major)
             else:
                 room = room_of(plan.direct, partial(self._memory.take, owner=frames))
-                yield Arrivals(self._frames(stream, room, deadline))
-            is_clean = stream.is_over or stream.leave(deadline)
+                yield Arrivals(self._frames(stream, room, until))
+            is_clean = stream.is_over or stream.leave(until.at_s)
         finally:
             self._streams.pool.give_back(stream, is_clean=is_clean)
             self._memory.give(frames)
 
-    def _begin_get(self, request: pb.GetRequest, deadline: float) -> FrameStream | None:
+    def _begin_get(self, request: pb.GetRequest, until: Until) -> FrameStream | None:
         """Return the stream that begins to answer *request*; None where gRPC is to be used."""
         has_room = request.ByteSize() < bulk.MAX_HEADER_BYTES - _REQUEST_SLACK_BYTES
-        stream = self._take(deadline) if has_room else None
+        stream = self._take(until) if has_room else None
         if stream is None:
             return None
         try:
-            with self._noted(DeadlineError), self._dropped_if_it_fails(stream):
+            with self._noted(until, DeadlineError), self._dropped_if_it_fails(stream):
                 number = stream.next_request()
-                stream.send(pb.StreamMessage(request=number, get=request), deadline)
-                stream.hear(deadline)
+                stream.send(pb.StreamMessage(request=number, get=request), until.at_s)
+                stream.hear(until.at_s)
         except TierUnavailableError:  # it has too many at once, or has just started anew
             return None
         return stream
 
-    def _frames(self, stream: FrameStream, room: Room, deadline: float) -> Iterator[Arrival]:
+    def _frames(self, stream: FrameStream, room: Room, until: Until) -> Iterator[Arrival]:
         assembler = FrameAssembler(self.session.terms.max_frame_bytes, room)
-        with self._noted():
-            for part, payload in stream.parts(deadline):
+        with self._noted(until):
+            for part, payload in stream.parts(until.at_s):
                 frame = whole_frame(assembler, part, payload)
                 if frame is not None:
                     yield frame
             assembler.end(stream.frames)
 
-    def _parts(self, stream: FrameStream, deadline: float) -> Iterator[Arrival]:
-        with self._noted():
-            for part, payload in stream.parts(deadline):
+    def _parts(self, stream: FrameStream, until: Until) -> Iterator[Arrival]:
+        with self._noted(until):
+            for part, payload in stream.parts(until.at_s):
                 data = here(payload)
                 yield Arrival(part.index, part.tier, part.frame_bytes, data, offset=part.offset)
 
@@ -140,34 +146,34 @@ class BulkTransport(Transport):
         deadline_ms: int,
         hints: Hints = NO_HINTS,
     ) -> list[Put]:
-        deadline = _end_of(deadline_ms)
+        until = Until.of(deadline_ms)
         request = pb.PutRequest(
             session_id=self.session.terms.session_id,
             durable=durable,
             deadline_ms=deadline_ms,
             hints=hints_to_message(hints),
         )
-        upload = self._begin_put(request, deadline)
+        upload = self._begin_put(request, until)
         if upload is None:
-            left_ms = _left_ms(deadline)
+            left_ms = until.left_ms()
             return self._fallback.put(chunks, durable=durable, deadline_ms=left_ms, hints=hints)
         is_over = False
         try:
-            with self._noted():
+            with self._noted(until):
                 puts = upload.run(chunks)
             is_over = True
         finally:
             self._streams.pool.give_back(upload.stream, is_clean=is_over)
         return puts
 
-    def _begin_put(self, request: pb.PutRequest, deadline: float) -> StreamUpload | None:
+    def _begin_put(self, request: pb.PutRequest, until: Until) -> StreamUpload | None:
         """Return a put that a stream takes; None where gRPC is to be asked."""
-        stream = self._take(deadline)
+        stream = self._take(until)
         if stream is None:
             return None
-        upload = StreamUpload(stream, deadline)
+        upload = StreamUpload(stream, until.at_s)
         try:
-            with self._noted(DeadlineError), self._dropped_if_it_fails(stream):
+            with self._noted(until, DeadlineError), self._dropped_if_it_fails(stream):
                 upload.begin(request)
         except TierUnavailableError:  # it has too many at once, or has just started anew
             return None
@@ -175,17 +181,19 @@ class BulkTransport(Transport):
 
     # --- streams
 
-    def _take(self, deadline: float) -> FrameStream | None:
+    def _take(self, until: Until) -> FrameStream | None:
         self.session.connection.breaker.check()
-        return self._streams.take(deadline - time.monotonic())
+        return self._streams.take(until.left_s(0.0))
 
     @contextmanager
-    def _noted(self, *kinds: type[DeadlineError | TierUnavailableError]) -> Iterator[None]:
+    def _noted(
+        self, until: Until, *kinds: type[DeadlineError | TierUnavailableError]
+    ) -> Iterator[None]:
         try:
             yield
         except (DeadlineError, TierUnavailableError) as error:
             if not kinds or isinstance(error, kinds):
-                self.session.connection.breaker.note(error)
+                self.session.connection.breaker.note(error, until)
             raise
 
     @contextmanager
@@ -210,16 +218,6 @@ class BulkTransport(Transport):
     @override
     def close(self) -> None:
         self._streams.close()
-
-
-def _end_of(deadline_ms: int) -> float:
-    """Return until when, in monotonic seconds, a call may take."""
-    return time.monotonic() + deadline_ms / 1000 + SLACK_S
-
-
-def _left_ms(deadline: float) -> int:
-    """Return what is left of a call for gRPC, which adds SLACK_S itself; at least 1."""
-    return max(1, int(1000 * (deadline - SLACK_S - time.monotonic())))
 
 
 class StreamUpload:

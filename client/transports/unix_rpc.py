@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from kvstore.client.connection import SLACK_S, Connection, Pool
+from kvstore.client.connection import SLACK_S, Connection, Pool, Until
 from kvstore.client.session import SessionTerms
 from kvstore.proto import unix_socket
 from kvstore.proto.errors import (
@@ -78,35 +78,35 @@ class UnixRpc:
 
     def call(self, method: str, request: Any, deadline_ms: int, reply: type[T]) -> T:
         """Call *method* and return its reply."""
-        until = self._until(deadline_ms)
+        until = Until.of(deadline_ms, self._clock)
         try:
             answer: T = self._reply(self._begin(method, request, until), until, reply)
         except _Fallback:
-            return self._connection.call(method, request, self._left_ms(until), reply)
+            return self._connection.call(method, request, until.left_ms(), reply)
         return answer
 
     def send(
         self, method: str, request: Any, deadline_ms: int, queue: CallQueue | None = None
     ) -> Callable[[], Any]:
         """Start *method*; the returned function waits for its reply. It must be called, once."""
-        until = self._until(deadline_ms)
+        until = Until.of(deadline_ms, self._clock)
         try:
             link = self._begin(method, request, until, queue)
         except _Fallback:
-            return self._connection.send(method, request, self._left_ms(until))
+            return self._connection.send(method, request, until.left_ms())
         kind: Any = REPLIES.get(method)
 
         def wait() -> Any:
             try:
                 return self._reply(link, until, kind, queue)
             except _Fallback:
-                return self._connection.call(method, request, self._left_ms(until), kind)
+                return self._connection.call(method, request, until.left_ms(), kind)
 
         return wait
 
     def stream(self, method: str, request: Any, deadline_ms: int) -> Generator[Any, None, None]:
         """Yield the replies of *method*. Closing the iterator early ends the call."""
-        until = self._until(deadline_ms)
+        until = Until.of(deadline_ms, self._clock)
         link = None
         has_begun = is_over = False
         try:
@@ -126,7 +126,7 @@ class UnixRpc:
         finally:
             if link is not None:
                 self.links.give_back(link, is_clean=is_over)
-        yield from self._connection.stream(method, request, self._left_ms(until))
+        yield from self._connection.stream(method, request, until.left_ms())
 
     def close(self) -> None:
         """Hang up: calls that run or come later go through gRPC. Idempotent."""
@@ -143,7 +143,7 @@ class UnixRpc:
     # --- one call
 
     def _begin(
-        self, method: str, request: Any, until: float, queue: CallQueue | None = None
+        self, method: str, request: Any, until: Until, queue: CallQueue | None = None
     ) -> _Link:
         """Send a call. Raises _Fallback when it did not reach the server."""
         if method not in REPLIES:
@@ -155,7 +155,7 @@ class UnixRpc:
         link = (queue.link if queue is not None else None) or self._take(until)
         is_sent = False
         try:
-            link.socket.settimeout(max(until - self._clock(), SLACK_S))
+            link.socket.settimeout(until.left_s(SLACK_S))
             link.socket.send(packet)
             is_sent = True
         except OSError:
@@ -168,7 +168,7 @@ class UnixRpc:
             queue.unanswered += 1
         return link
 
-    def _reply(self, link: _Link, until: float, kind: Any, queue: CallQueue | None = None) -> Any:
+    def _reply(self, link: _Link, until: Until, kind: Any, queue: CallQueue | None = None) -> Any:
         is_over = False
         try:
             answer = self._receive(link, until)
@@ -182,7 +182,7 @@ class UnixRpc:
             raise answer.error
         return parse_answer(kind, answer.body)
 
-    def _receive(self, link: _Link, until: float) -> Answer:
+    def _receive(self, link: _Link, until: Until) -> Answer:
         """Receive the next message, joined if it was cut.
 
         Whatever this raises, the connection is not to be used again: a late answer must not be
@@ -199,15 +199,15 @@ class UnixRpc:
             if len(parts) * MAX_PACKET_BYTES >= MAX_ANSWER_BYTES:
                 raise _Fallback
 
-    def _packet(self, link: _Link, until: float) -> Answer:
+    def _packet(self, link: _Link, until: Until) -> Answer:
         breaker = self._connection.breaker
         try:
             # What arrived in time is taken, however late we look.
-            link.socket.settimeout(max(until - self._clock(), SLACK_S))
+            link.socket.settimeout(until.left_s(SLACK_S))
             packet = link.socket.recv(MAX_PACKET_BYTES + 1)
         except TimeoutError:
             error = DeadlineError("the server did not answer in time")
-            breaker.note(error)
+            breaker.note(error, until)
             raise error from None
         except OSError:
             raise _Fallback from None
@@ -219,16 +219,9 @@ class UnixRpc:
         except InvalidRequestError:
             raise _Fallback from None
 
-    def _until(self, deadline_ms: int) -> float:
-        return self._clock() + deadline_ms / 1000 + SLACK_S
-
-    def _left_ms(self, until: float) -> int:
-        """The deadline of a call through gRPC, which gives it the slack again."""
-        return max(1, round(1000 * (until - self._clock() - SLACK_S)))
-
     # --- connections
 
-    def _take(self, until: float) -> _Link:
+    def _take(self, until: Until) -> _Link:
         link = self.links.take()
         if link is not None:
             return link
@@ -250,10 +243,10 @@ class UnixRpc:
             raise _Fallback
         return link
 
-    def _join(self, link: socket.socket, until: float) -> bool:
+    def _join(self, link: socket.socket, until: Until) -> bool:
         """Whether the server let *link* join; where it does not say, half the time is left."""
         # For each of two answers.
-        link.settimeout(min(_JOIN_WITHIN_S, max(until - self._clock(), SLACK_S) / 4))
+        link.settimeout(min(_JOIN_WITHIN_S, until.left_s(SLACK_S) / 4))
         try:
             reply = enter(link, self._terms, unix_socket.Op.join)
         except (OSError, InvalidRequestError):

@@ -22,7 +22,6 @@ from bench.slo_replay import (
 from kvstore.client.levels import RECOMPUTE, LinkMeter, PlanTerms
 from kvstore.client.prefill import PrefillModel
 from kvstore.client.server_link import FIRST_GUESS_BYTES_PER_S
-from kvstore.proto.types import Accuracy
 
 LEVELS = Levels((2.1, 3.6, 5.2), (0.01, 0.001, 0.0001), 10.7)
 TOP = 2
@@ -46,7 +45,6 @@ def asked(seed: int, *, loads_first: bool, exact: bool) -> list[Request]:
         chunk = LEVELS.exact_chunk(tokens) if exact else LEVELS.chunk(tokens)
         terms = PlanTerms(
             10 ** draw.uniform(-1, 1), engine, 10 ** draw.uniform(9.5, 11),
-            Accuracy.exact if exact else Accuracy.bounded, never_later=True,
             loads_first=loads_first, tail_tokens=draw.randint(1, 256),
         )  # fmt: skip
         found.append(Request(number + draw.random(), (chunk,) * draw.randint(1, 24), terms))
@@ -67,6 +65,7 @@ def test_no_request_is_later_than_without_a_store_by_more_than_a_decision_costs(
             alone_s = request.terms.compute_s(request.chunks)
             # And what is decoded last, and a start for each go of the engine.
             chunk_s = request.chunks[0].raw_bytes / request.terms.decode_bytes_per_s
+            assert request.terms.prefill is not None
             more_s = 2 * chunk_s + 5 * request.terms.prefill.start_s
             late_s = found.ttft_s - alone_s - request.terms.later_s(request.chunks)
             assert late_s < COST_S + more_s, (seed, request.terms)

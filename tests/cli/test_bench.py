@@ -51,7 +51,7 @@ def test_bytes_that_come_back_wrong_are_said(
 
     monkeypatch.setattr(Client, "get_chunks", wrong)
     assert run(*few(server)) == EXIT_NOT_HELD
-    assert "6 stored, 5 right" in capsys.readouterr().out
+    assert "6 stored, 5 verified" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

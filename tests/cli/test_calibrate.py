@@ -13,12 +13,12 @@ from contracts.codec import template
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore.cli.calibrate import Calibration, calibrate, read_dumps
 from kvstore.cli.main import main
 from kvstore.codecs.asset_shelf import AssetShelf
 from kvstore.codecs.assets import Asset, AssetKind
 from kvstore.codecs.base import Part
 from kvstore.codecs.cachegen import CachegenCodec
+from kvstore.codecs.calibration import make_asset, read_dumps
 from kvstore.codecs.rope import inverse_frequencies
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.keys import representation_digest
@@ -57,7 +57,7 @@ def dumps(folder: Path, component: Component = GQA) -> list[Path]:
 
 
 def made(folder: Path, sources: list[Path]) -> Asset:
-    return calibrate(Calibration("cachegen", sources, folder, representation=MODEL.hex()))[1]
+    return make_asset(AssetKind.cachegen, read_dumps(sources, MODEL), folder)[1]
 
 
 class Run:
@@ -194,12 +194,12 @@ def test_dumps_of_rotated_keys_make_no_asset_of_kvt_but_latents_do(tmp_path: Pat
     for component, is_refused in [(GQA, True), (MLA, False)]:
         folder = tmp_path / component.kind.name
         folder.mkdir()
-        what = Calibration("kvt", dumps(folder, component), folder, representation=MODEL.hex())
+        samples = read_dumps(dumps(folder, component), MODEL)
         if is_refused:
             with pytest.raises(InvalidRequestError, match="give the model and a text"):
-                calibrate(what)
+                make_asset(AssetKind.kvt, samples, folder)
         else:
-            assert calibrate(what)[1].kind is AssetKind.kvt
+            assert make_asset(AssetKind.kvt, samples, folder)[1].kind is AssetKind.kvt
 
 
 def test_dumps_of_two_models_are_refused(tmp_path: Path) -> None:

@@ -12,10 +12,8 @@ from prompts import SMALL, equal, frame_of, tensors_of
 from safetensors import deserialize
 
 from kvstore.cli.chunk_files import FRAME, SAFETENSORS, read_chunk, write_chunk
-from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import check_frame
-from kvstore.proto.messages import as_message
 from kvstore.proto.types import Accuracy, ChunkKey
 
 KEY = ChunkKey(bytes(range(32)))
@@ -24,9 +22,7 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "chunk.safetensors"
 
 def write(path: Path) -> bytes:
     frame = frame_of(KEY, SMALL)
-    size = write_chunk(
-        path, check_frame(frame), frame.tobytes(), as_message(pb.Representation, SMALL)
-    )
+    size = write_chunk(path, check_frame(frame), frame.tobytes(), SMALL)
     data = path.read_bytes()
     assert len(data) == size
     return data
@@ -46,9 +42,7 @@ def test_what_is_written_is_what_was_and_is_read_as_it_was(tmp_path: Path) -> No
     assert dict(found) == dict(expected)
     chunk = read_chunk(GOLDEN)
     assert (chunk.digest, chunk.parent, chunk.position) == (KEY[16:], bytes(16), 0)
-    assert (chunk.accuracy, chunk.representation) == (
-        Accuracy.exact, as_message(pb.Representation, SMALL),
-    )  # fmt: skip
+    assert (chunk.accuracy, chunk.model) == (Accuracy.exact, SMALL)
     assert equal(chunk.tensors, tensors_of(KEY, SMALL, 16))
 
 
@@ -84,7 +78,7 @@ def test_no_change_of_a_file_is_read_as_another_chunk(
     assert equal(chunk.tensors, tensors_of(KEY, SMALL, 16))
     names = (chunk.digest, chunk.parent, chunk.content, chunk.position, chunk.prefill_flops)
     assert names == (KEY[16:], bytes(16), bytes(16), 0, 0.0)
-    assert chunk.representation in (None, as_message(pb.Representation, SMALL))
+    assert chunk.model in (None, SMALL)
 
 
 @pytest.mark.parametrize("field", ["digest", "parent", "position", "representation", "fidelity"])

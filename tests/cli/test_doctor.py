@@ -15,11 +15,11 @@ from prompts import SMALL, other_revision, store
 from redis_deployments import RedisCluster
 from redis_process import RedisProcess, TlsFiles
 
-from kvstore.cli.doctor import Finding
+from kvstore.cli.doctor import Finding, check_settings
 from kvstore.cli.doctor_checks import (
-    BELIEVED,
     CHECKS,
     SECRET,
+    TRUSTED,
     check_clock,
     check_files,
     file_system_of,
@@ -222,6 +222,19 @@ def test_server_whose_id_another_has_is_told_how_to_mend_it(
     assert "another node has its id" in row["saw"]
 
 
+def test_flags_of_another_server_are_named() -> None:
+    config = load_config(["--tiers", "cpu", "--cpu", "64MiB"])
+
+    def found(*tiers: pb.TierStatus) -> list[Finding]:
+        return list(check_settings(status_from_message(pb.StatusResponse(tiers=tiers)), config))
+
+    disk = pb.TierStatus(name="disk", capacity_bytes=2 << 30)
+    assert found(pb.TierStatus(name="cpu", capacity_bytes=64 << 20)) == []
+    assert found(pb.TierStatus(name="cpu")) == [], "its sizes are hidden"
+    (other,) = found(pb.TierStatus(name="cpu", capacity_bytes=8 << 30), disk)
+    assert (other.state, other.saw.endswith(": disk, cpu")) == ("warn", True)
+
+
 # --- the clock
 
 
@@ -276,19 +289,19 @@ def test_a_secret_that_anybody_may_read_is_named_with_what_to_do(
     path = tmp_path / "secret"
     (found,) = file_findings(setting, path, 0o644)
     assert (found.check, found.state) == (setting.replace("_", " "), "warn")
-    assert found.saw == f"anybody here may read {path}"
+    assert found.saw == f"every user may read {path}"
     assert found.fix == f"chmod o-rwx {path}"
     assert file_findings(setting, path, 0o640) == []
 
 
-@pytest.mark.parametrize("setting", BELIEVED)
+@pytest.mark.parametrize("setting", TRUSTED)
 def test_whom_the_server_believes_may_be_read_by_anybody_and_changed_by_nobody(
     tmp_path: Path, setting: str
 ) -> None:
     path = tmp_path / "believed"
     assert file_findings(setting, path, 0o644) == []
     (found,) = file_findings(setting, path, 0o646)
-    assert found.saw == f"anybody here may change {path}"
+    assert found.saw == f"every user may change {path}"
 
 
 def test_the_secret_that_tokens_are_signed_with_is_no_public_key(tmp_path: Path) -> None:
@@ -305,7 +318,7 @@ def test_every_setting_that_names_a_file_of_trust_is_looked_at() -> None:
         for name, parts in kinds.items()
         if any(is_readable in getattr(part, "__metadata__", ()) for part in parts)
     }
-    assert {*SECRET, *BELIEVED} == named - public
+    assert {*SECRET, *TRUSTED} == named - public
 
 
 def test_the_doctor_looks_at_the_files() -> None:

@@ -19,7 +19,7 @@ from redis_process import free_port
 from kvstore.cli.explain import read_tokens
 from kvstore.cli.main import main
 from kvstore.client import ClientOptions
-from kvstore.client.resolving import ResolveTerms
+from kvstore.client.segments import SegmentQuery
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.messages import as_message
@@ -157,16 +157,18 @@ def test_what_clients_say_of_themselves_is_printed_as_it_is(
     assert "[/bold] runs without the store: [red]packs otherwise[/]\n" in out
 
 
-def test_what_spaces_prints_can_be_asked_with(
-    server: LocalServer, explain: Explain, prompt: Path, tmp_path: Path
+def test_what_ls_prints_of_a_namespace_can_be_asked_with(
+    server: LocalServer,
+    explain: Explain,
+    prompt: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     client = server.connect()
     store(client, 1, 4)
-    (space,) = as_json(explain, "--spaces")["spaces"]
-    assert (space["namespace"], space["chunks"]) == (client.namespace.hex(), 4)
-    status, out, _ = explain("--spaces")
-    assert status == 0
-    assert SMALL.model_id in out
+    with pytest.raises(SystemExit):
+        main(["ls", "--spaces", "--json", "--address", server.address])
+    (space,) = json.loads(capsys.readouterr().out)["spaces"]
     path = tmp_path / "copied.json"
     path.write_text(json.dumps(space["representation"]))
     argv = ("--tokens", str(prompt), "--chunk-tokens", "16")
@@ -177,14 +179,14 @@ def test_what_spaces_prints_can_be_asked_with(
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([], "--tokens or --keys"),
-        (["--recent", "3", "--spaces", "--keys", "00"], "or else"),
+        ([], "give one of --tokens, --keys and --recent"),
+        (["--recent", "3", "--keys", "00"], "give one of"),
         (["--keys", "zz"], "hexadecimal"),
         (["--keys", "001"], "digits"),
         (["--keys", "00" * 16], "--namespace"),
         (["--keys", "00" * 32, "--keys", "11" * 32], "one namespace"),
         (["--keys", "00" * 32, "--namespace", "11"], "at least 4"),
-        (["--tokens", "PROMPT", "--keys", "00" * 32], "not both"),
+        (["--tokens", "PROMPT", "--keys", "00" * 32], "give one of"),
         (["--tokens", "PROMPT", "--namespace", "00" * 16, "--chunk-tokens", "3"], "chunk_tokens"),
         (["--tokens", "SHORT", "--namespace", "00" * 16], "fewer than a chunk"),
         (["--tokens", "MISSING", "--namespace", "00" * 16], "No such file"),
@@ -210,7 +212,7 @@ def test_a_question_that_cannot_be_asked_exits_with_2(
 
 def test_no_server_is_one_sentence_and_exit_3(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["explain", "--address", f"127.0.0.1:{free_port()}", "--spaces"])
+        main(["explain", "--address", f"127.0.0.1:{free_port()}", "--recent", "1"])
     assert ended.value.code == 3
     assert capsys.readouterr().err.startswith("kvstore: no kvstore-server answers at 127.0.0.1:")
 
@@ -243,11 +245,11 @@ def test_why_prompts_were_blended_or_not_is_told_by_model_and_tag(
     client = server.connect()
     prompt, ranges = prompt_of(HEAD, DOCUMENT)
     for _ in range(3):
-        client.resolve(prompt, ranges, ResolveTerms(tag="chat")).release()
+        client.find_segments(prompt, ranges, SegmentQuery(tag="chat")).release()
     for agreement in [0.0] * TRIALS + [1.0] * TRIALS:
         shadow = pb.ShadowResult(agreement=agreement, tokens=64)
         client.report_reuse(pb.ReportReuseRequest(tag="rag", ratio=0.5, shadow=shadow))
-    client.resolve(prompt, ranges, ResolveTerms(tag="rag")).release()
+    client.find_segments(prompt, ranges, SegmentQuery(tag="rag")).release()
     found = {gate["tag"]: gate for gate in as_json(explain, "--recent", "4")["gates"]}
     assert {gate["model"] for gate in found.values()} == {SMALL.model_id}
     chat, rag = found["chat"], found["rag"]
@@ -293,10 +295,8 @@ def test_what_is_printed_into_a_pipe_has_whole_ids_one_row_a_line_and_no_lines_a
     other = server.connect(representation=other_revision(SMALL))
     other.lookup(keys=keys_of(other, 1, 2))
     named = [word for key in keys for word in ("--keys", key.hex())]
-    shown = [explain(*argv)[1] for argv in (["--spaces"], ["--recent", "5"], named)]
+    shown = [explain(*argv)[1] for argv in (["--recent", "5"], named)]
     assert all(line.isascii() for line in shown)
-    assert client.namespace.hex() in shown[0]
-    assert SMALL.model_revision in shown[0]
-    assert f"model_revision: {SMALL.model_revision} stored, {'f' * 40} asked" in shown[1]
-    assert [key[DIGEST_BYTES:].hex() in shown[2] for key in keys] == [True, True]
-    assert len(shown[2].splitlines()) == 2 + len(keys)
+    assert f"model_revision: {SMALL.model_revision} stored, {'f' * 40} asked" in shown[0]
+    assert [key[DIGEST_BYTES:].hex() in shown[1] for key in keys] == [True, True]
+    assert len(shown[1].splitlines()) == 2 + len(keys)

@@ -95,7 +95,6 @@ def hostile() -> Iterator[tuple[_Hostile, str]]:
 
 COMMANDS = [
     ("explain", "--recent", "3"),
-    ("explain", "--spaces"),
     ("explain", "--namespace", "00" * 16, "--keys", "00" * 16),
     ("ls", "--spaces"),
     ("status",),

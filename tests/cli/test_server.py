@@ -22,7 +22,7 @@ from kvstore.cli.server import FAULTS, Rates, status_as_dict, status_text, watch
 from kvstore.client import Client, ClientOptions
 from kvstore.client.server_state import ServerStatus, status_from_message
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import DeadlineError, KVStoreError
+from kvstore.proto.errors import DeadlineError, KVStoreError, TierUnavailableError
 from kvstore.proto.plans import Hints
 from kvstore.server.telemetry.metrics import COUNTERS
 from kvstore.tiers.disk import DiskTier
@@ -154,6 +154,8 @@ def test_ping_tells_a_server_that_serves_from_one_that_drains_or_is_not_there(
 def test_a_server_that_is_late_with_one_thing_is_not_said_to_be_away(server: LocalServer) -> None:
     with pytest.raises(DeadlineError, match="late"), connected(server.address):
         raise DeadlineError("late")
+    with pytest.raises(TierUnavailableError, match="tier 'redis'"), connected(server.address):
+        raise TierUnavailableError("redis", "connection refused")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(KVStoreError, match="no kvstore-server answers"):

@@ -145,6 +145,7 @@ def test_a_hybrid_model_is_simulated_on_token_traces(capsys: pytest.CaptureFixtu
         (("--policy", "adaptive"), "policy='adaptive': hit_density, which replaces adaptive"),
         (("--policy", "lru,"), "policy=''"),
         (("--capacity", "-1"), "capacity='-1'"),
+        (("--capacity", "5"), "written as 5%"),
         (("--capacity", "5 %%"), "5% of the trace"),
         (("--model", "mamba"), "'attention', 'hybrid-7b'"),
         (("--model", "hybrid-7b", "--policy", "lru"), "use attention"),

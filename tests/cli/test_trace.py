@@ -13,8 +13,8 @@ from prompts import keys_of
 from kvstore.cli import trace
 from kvstore.cli.app import EXIT_STORE, EXIT_USAGE
 from kvstore.cli.main import main
-from kvstore.cli.trace import TraceWriter, replay_trace
-from kvstore.cli.trace_format import BlockLine, read_trace
+from kvstore.cli.trace import replay_trace
+from kvstore.cli.trace_format import BlockLine, TraceWriter, read_trace
 from kvstore.proto import kvstore_pb2 as pb
 
 NOBODY = "127.0.0.1:1"
@@ -32,11 +32,11 @@ def names(*numbers: int) -> bytes:
 
 
 def written(tmp_path: Path, *records: pb.TraceRecord, block_tokens: int = 100) -> list[BlockLine]:
-    text = io.StringIO()
+    text = io.BytesIO()
     writer = TraceWriter(text, block_tokens)
     for one in records:
         writer.write(one)
-    (tmp_path / "t.jsonl").write_text(text.getvalue())
+    (tmp_path / "t.jsonl").write_bytes(text.getvalue())
     lines = read_trace(tmp_path / "t.jsonl")
     return [line for line in lines if isinstance(line, BlockLine)]
 

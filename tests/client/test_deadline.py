@@ -45,10 +45,7 @@ TRIES = 6
 """Of what takes real time: a machine that was busy meanwhile shows nothing of what is measured."""
 TOP = 2
 """The finest level of kvq:layered."""
-SLOW_ENGINE = PrefillModel(0.0, 10.0)
-TERMS = PlanTerms(
-    deadline_s=20.0, prefill=SLOW_ENGINE, decode_bytes_per_s=1e9, least=Accuracy.bounded
-)
+TERMS = PlanTerms(deadline_s=20.0, decode_bytes_per_s=1e9, least=Accuracy.bounded)
 
 
 def numbers_of(key: ChunkKey) -> ChunkTensors:
@@ -170,7 +167,7 @@ def test_over_a_link_that_gives_nothing_the_engine_computes(
     set_link(client, 10.0)
     told: list[int] = []
     lookups = server.counter("lookups")
-    quick = replace(TERMS, prefill=PrefillModel(0.0, 1e-6), deadline_s=1.0, never_later=True)
+    quick = replace(TERMS, prefill=PrefillModel(0.0, 1e-6), deadline_s=1.0)
     found = client.get_levelled(keys, quick, rooms(CHUNKS), lambda some: told.extend(some))
     assert told == [0, 1, 2, 3]
     assert found.levels == (RECOMPUTE,) * CHUNKS
@@ -198,7 +195,7 @@ def test_an_engine_computes_the_first_chunks_while_a_slow_link_brings_the_last_o
         time.sleep(0.25 * len(some))
 
     out = rooms(CHUNKS)
-    terms = replace(TERMS, prefill=engine, never_later=True)
+    terms = replace(TERMS, prefill=engine)
     started_s = time.monotonic()
     found = client.get_levelled(keys, terms, out, compute)
     took_s = time.monotonic() - started_s
@@ -217,10 +214,17 @@ def test_what_the_engine_raises_ends_the_get(
         raise ZeroDivisionError
 
     set_link(client, 10.0)
-    terms = replace(TERMS, prefill=PrefillModel(0.0, 1e-6), never_later=True)
+    terms = replace(TERMS, prefill=PrefillModel(0.0, 1e-6))
     with pytest.raises(ZeroDivisionError):
         client.get_levelled(keys, terms, rooms(CHUNKS), compute)
     assert eventually(lambda: server.settled().leases == 0)
+
+
+def test_before_an_engine_that_takes_an_hour_loads_wait_no_longer_than_a_server_grants(
+    client: Client, keys: list[ChunkKey]
+) -> None:
+    slow = replace(TERMS, prefill=PrefillModel(0.0, 10.0), deadline_s=1e4)
+    assert client.get_levelled(keys, slow, rooms(CHUNKS)).levels == (TOP,) * CHUNKS
 
 
 def test_exact_chunks_in_memory_come_whole(client: Client, server: LocalServer) -> None:
@@ -237,8 +241,7 @@ def test_exact_chunks_in_memory_come_whole(client: Client, server: LocalServer) 
 def test_what_is_not_stored_is_to_be_computed(client: Client, keys: list[ChunkKey]) -> None:
     longer = keys_of(client, 1, CHUNKS + 2)
     assert longer[:CHUNKS] == keys
-    quick = replace(TERMS, prefill=PrefillModel(0.0, 1e-6))
-    found = client.get_levelled(longer, quick, rooms(CHUNKS + 2))
+    found = client.get_levelled(longer, TERMS, rooms(CHUNKS + 2))
     assert found.levels == (TOP,) * CHUNKS + (RECOMPUTE,) * 2
     assert client.get_levelled([], TERMS).levels == ()
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from local_server import LocalServer
+from prompts import tokens
 from shards import TWO_GROUPS, WIDE
 
-from kvstore.client import Shard
+from kvstore.client import Client, ClientOptions, PagedCache, Shard
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
-from kvstore.proto.types import ChunkShard, Extent, KVLayout
+from kvstore.proto.types import ChunkShard, Extent, KVLayout, Model, PutOutcome
 
 LAYOUT = KVLayout.of(TWO_GROUPS, 16)
 
@@ -76,3 +79,39 @@ def test_spans_that_are_none_are_refused() -> None:
 def test_what_is_outside_the_model_is_refused(shard: Shard) -> None:
     with pytest.raises(LayoutMismatchError):
         shard.in_chunk(TWO_GROUPS, LAYOUT)
+
+
+def test_a_rank_puts_and_gets_its_part_of_a_prompt_by_tokens(server: LocalServer) -> None:
+    model = Model.uniform("wide", "8f2c1d4", layers=3, kv_heads=4, head_dim=8, dtype="float16")
+    prompt = tokens(1, 40)
+    kv = np.random.default_rng(1).random((3, 2, 4, 40, 8)).astype(np.float16)
+    axes = "block kv token head dim"
+
+    def connect(shard: Shard) -> Client:
+        return server.connect("auto", model, ClientOptions(chunk_tokens=16, shard=shard))
+
+    stages = [Shard.of_rank(model, rank, 2, stage) for stage in ((0, 1), (1, 3)) for rank in (0, 1)]
+    for number, shard in enumerate(stages):
+        client, layers = connect(shard), slice(*shard.layers or (0, 3))
+        assert client.get(prompt).tokens == 0
+        puts = client.put(prompt, kv[layers, :, slice(*shard.kv_heads[0])])
+        wanted = PutOutcome.stored if number == 3 else PutOutcome.pending
+        assert [put.outcome for put in puts] == [wanted] * 2
+    for shard in (*stages, Shard(), Shard((2, 3)), Shard(kv_heads=((1, 2),))):
+        client, layers = connect(shard), slice(*shard.layers or (0, 3))
+        own = kv[layers, :, slice(*(shard.kv_heads or [(0, 4)])[0])]
+        hit = client.get(prompt)
+        assert hit.tokens == 32
+        assert np.array_equal(hit.kv, own[:, :, :, :32])
+        pages = [np.zeros((5, 2, 8, own.shape[2], 8), np.float16) for _ in own]
+        cache = PagedCache(shard.part_of(model), pages, axes)
+        assert client.get(prompt, out=cache[[4, 2, 0, 1, 3]]).tokens == 32
+        assert np.array_equal(pages[0][4, 0], own[0, 0, :, :8].swapaxes(0, 1))
+    client = connect(stages[0])
+    whole = PagedCache(model, [np.zeros((5, 2, 8, 4, 8), np.float16) for _ in range(3)], axes)
+    with pytest.raises(LayoutMismatchError, match="a cache of another Model"):
+        client.get(prompt, out=whole[[0, 1, 2, 3, 4]])
+    with pytest.raises(LayoutMismatchError, match="whole chunks only"):
+        list(client.get_layers(prompt))
+    with pytest.raises(LayoutMismatchError, match="whole chunks only"):
+        client.put_layers(prompt)

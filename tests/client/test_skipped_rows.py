@@ -15,7 +15,7 @@ from typing_extensions import override
 from kvstore.client import Client, ClientOptions
 from kvstore.client.decode import Layer
 from kvstore.client.options import TransportName
-from kvstore.client.resolving import FoundChunk, Resolved
+from kvstore.client.segments import FoundChunk, SegmentMatch
 from kvstore.client.transports.base import Outgoing, ReadPlan, read_layers
 from kvstore.codecs.base import ChunkTensors, codec_by_name, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
@@ -50,9 +50,9 @@ def server(request: pytest.FixtureRequest, client: Client) -> LocalServer:
     return found
 
 
-def _resolved(client: Client) -> Resolved:
+def _resolved(client: Client) -> SegmentMatch:
     put_prompt(client, *prompt_of(HEAD, DOCUMENT, OTHER))
-    return client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT, OTHER), TRIAL)
+    return client.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT, OTHER), TRIAL)
 
 
 def _rooms(chunks: Sequence[FoundChunk], model: Model) -> list[ChunkTensors]:
@@ -67,7 +67,7 @@ def _rooms(chunks: Sequence[FoundChunk], model: Model) -> list[ChunkTensors]:
 
 
 def _read(
-    resolved: Resolved, client: Client, skipped: SkippedRows | None
+    resolved: SegmentMatch, client: Client, skipped: SkippedRows | None
 ) -> tuple[list[FoundChunk], list[ChunkTensors], list[Layer]]:
     chunks = list(resolved.chunks())
     rooms = _rooms(chunks, client.model)
@@ -150,7 +150,7 @@ def test_frames_that_cannot_be_cut_come_whole(client: Client, server: LocalServe
     ]  # fmt: skip
     puts = writer._link.connected().put(coded, durable=False, deadline_ms=DEADLINE_MS)
     assert {put.outcome for put in puts} == {PutOutcome.stored}
-    with client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
+    with client.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
         skipped = SkippedRows.of({0: [1], 1: range(16)})
         chunks, rooms, layers = _read(resolved, client, skipped)
         assert [len(layer.tensors) for layer in layers] == [2] * 4

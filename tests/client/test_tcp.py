@@ -33,6 +33,7 @@ class TestBulkTransport(BulkChannelContract):
         self, bare: BulkTransport, client: Client, server: LocalServer
     ) -> None:
         keys = store(client, 1, 8)
+        bare.connect(DEADLINE_MS / 1000)
         (stream,) = bare._streams.pool.idle
         for read in (8, 3, 8, 0, 8):
             with bare.read(plan_of(keys)) as arriving:
@@ -45,6 +46,7 @@ class TestBulkTransport(BulkChannelContract):
         self, bare: BulkTransport, client: Client, server: LocalServer
     ) -> None:
         keys = digests(store(client, 1, 8))
+        bare.connect(DEADLINE_MS / 1000)
         (stream,) = bare._streams.pool.idle
         ranges = [pb.FrameRange(index=chunk, stop=100) for chunk in range(8)]
         for is_read in (True, False, True):
@@ -184,6 +186,7 @@ def lost(make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     server = make_server(*BULK)
     session = Session(server.dial(), SMALL, ClientOptions("tcp", 16, deadline_ms=DEADLINE_MS))
     transport = BulkTransport(session)
+    transport.connect(DEADLINE_MS / 2000)
     for stream in transport._streams.pool.idle:
         stream.give_up()
     welcome = BulkServer._welcome
@@ -289,6 +292,7 @@ def test_a_session_of_its_own_is_all_that_a_transport_needs(make_server: ServerM
     server = make_server(*BULK)
     session = Session(server.dial(), SMALL, ClientOptions("tcp", 16, deadline_ms=DEADLINE_MS))
     transport = BulkTransport(session)
+    transport.connect(DEADLINE_MS / 2000)
     assert transport.put([], durable=False, deadline_ms=DEADLINE_MS) == []
     transport.close()
     transport.close()

@@ -28,7 +28,7 @@ from prompts import (
 from socket_peer import Listener
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.connection import Connection
+from kvstore.client.connection import Connection, Until
 from kvstore.client.frames import FrameAssembler
 from kvstore.client.session import Session
 from kvstore.client.transports import unix_rpc
@@ -579,7 +579,7 @@ def test_closing_before_a_connection_is_made_leaves_none(
     false = setting.serve(lambda _: lookup_answer())
     join = UnixRpc._join
 
-    def close_and_join(link: UnixRpc, made: socket.socket, until: float) -> bool:
+    def close_and_join(link: UnixRpc, made: socket.socket, until: Until) -> bool:
         link.close()
         return join(link, made, until)
 

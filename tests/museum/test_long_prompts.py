@@ -17,10 +17,10 @@ from server_process import ServerProcess
 
 from kvstore.cli.main import main
 from kvstore.client import Client, ClientOptions
-from kvstore.client.blend.segments import SegmentRange
+from kvstore.client.blend.plan import SegmentRange
 from kvstore.client.engines.prefix import Span
 from kvstore.client.options import TransportName
-from kvstore.client.resolving import ResolveTerms
+from kvstore.client.segments import SegmentQuery
 from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto.keys import chunk_key
@@ -124,7 +124,9 @@ def test_vllm_44780_a_prompt_longer_than_one_request_is_blended_to_its_end(
             prompt, ranges = [*head, *document], [SegmentRange(16, 1_100 * 16)]
             if not count:
                 put_prompt(client, prompt, ranges)
-            with client.resolve(prompt, ranges, ResolveTerms(transport, is_trial=True)) as resolved:
+            with client.find_segments(
+                prompt, ranges, SegmentQuery(transport, is_trial=True)
+            ) as resolved:
                 found = list(resolved.chunks())
                 count[head[0]] = (len(found), sum(one.is_exact for one in found))
                 for one, tensors in zip(found, read(resolved), strict=True):

@@ -21,14 +21,14 @@ from vllm_stand_ins import FullAttentionSpec, cache_config, engine_config
 
 from kvstore.client.blend.engine import Blender
 from kvstore.client.blend.gate import GuardedBlender
-from kvstore.client.blend.segments import SegmentRange
+from kvstore.client.blend.plan import SegmentRange
 from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.engines.sglang.pages import PageSettings, PageStore, RankInfo, WeightsEpoch
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.engines.vllm import identity as vllm_identity
 from kvstore.client.engines.vllm.identity import shape_of
-from kvstore.client.resolving import ResolveTerms
+from kvstore.client.segments import SegmentQuery
 from kvstore.proto.errors import InvalidRequestError, ModelError
 
 HASHES = [hashlib.sha256(bytes([number])).hexdigest() for number in range(3)]
@@ -464,9 +464,9 @@ def test_lmdeploy_4917_nothing_older_is_blended_once_weights_changed(server: Loc
     client, blender, (first, ranges) = blended(server, model, 5)
     _, _, (second, _) = blended(server, model, 6)
     store_prefill(client, blender.prefill(first), first, ranges)
-    gated = GuardedBlender(client, blender, ResolveTerms(is_trial=True), selector="first_k")
+    gated = GuardedBlender(client, blender, SegmentQuery(is_trial=True), selector="first_k")
     assert gated.run(second, ranges).shadow is not None
-    resolved = client.resolve(second, ranges, ResolveTerms(is_trial=True))
+    resolved = client.find_segments(second, ranges, SegmentQuery(is_trial=True))
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight.mul_(1.5)
     with resolved, StoreSource(resolved, second, client.model) as source:
@@ -493,6 +493,6 @@ def test_lmdeploy_4917_kv_of_mixed_weights_is_not_stored(server: LocalServer) ->
     mixed = blender.prefill(tokens)
     hook.remove()
     assert store_prefill(client, mixed, tokens, ranges) == []
-    with client.resolve(tokens, ranges, ResolveTerms(is_trial=True)) as resolved:
+    with client.find_segments(tokens, ranges, SegmentQuery(is_trial=True)) as resolved:
         assert list(resolved.chunks()) == []
     assert store_prefill(client, blender.prefill(tokens), tokens, ranges) != []

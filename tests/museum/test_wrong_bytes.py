@@ -106,9 +106,9 @@ def test_lmcache_4666_nothing_is_blended_for_a_model_that_was_not_measured(
     client = server.connect()
     put_prompt(client, *prompt_of(HEAD, DOCUMENT, OTHER))
     turned = prompt_of(OTHER_HEAD, OTHER, DOCUMENT)
-    with client.resolve(*turned) as resolved:
+    with client.find_segments(*turned) as resolved:
         assert {kind for segment in kinds(resolved) for kind in segment} == {"none"}
-    with client.resolve(*turned, TRIAL) as resolved:
+    with client.find_segments(*turned, TRIAL) as resolved:
         assert "variant" in kinds(resolved)[1]
-    with client.resolve(*prompt_of(HEAD, DOCUMENT, OTHER)) as resolved:
+    with client.find_segments(*prompt_of(HEAD, DOCUMENT, OTHER)) as resolved:
         assert resolved.found.exact_prefix == 5

@@ -9,10 +9,10 @@ from local_server import LocalServer
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.blend.engine import Blender
-from kvstore.client.blend.segments import NamedChunk, SegmentRange, name_segments
+from kvstore.client.blend.plan import NamedChunk, SegmentRange, name_segments
 from kvstore.client.blend.store import MAX_CONTEXT, ChunkAttention, measured_prefill, store_prefill
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
-from kvstore.client.resolving import ResolveTerms
+from kvstore.client.segments import SegmentQuery
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Model
 
 HEAD = 16
@@ -125,7 +125,7 @@ def test_variants_are_scored_by_what_they_were_seen_to_attend_to(
     result, seen = measured_prefill(adapter, PROMPT, chunks_of(PROMPT))
     store_prefill(client, result, PROMPT, RANGES, attention=seen)
     impacts = {one.chunk.digest: _impact(one) for one in seen}
-    with client.resolve(*_elsewhere(), ResolveTerms(is_trial=True)) as resolved:
+    with client.find_segments(*_elsewhere(), SegmentQuery(is_trial=True)) as resolved:
         found = list(resolved.chunks())
         assert len(found) == 5
         for one in found:
@@ -149,5 +149,5 @@ def test_a_store_that_will_not_hear_of_it_has_the_chunks_all_the_same(
     puts = store_prefill(client, result, PROMPT, RANGES, attention=wrong)
     assert {put.outcome.name for put in puts} == {"stored"}
     assert server.counter("blend_refused_reports") == 1
-    with client.resolve(*_elsewhere(), ResolveTerms(is_trial=True)) as resolved:
+    with client.find_segments(*_elsewhere(), SegmentQuery(is_trial=True)) as resolved:
         assert all(one.best.reports == 0 for one in resolved.chunks())

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,14 +18,14 @@ from typing_extensions import override
 from kvstore.client import Client, ClientOptions
 from kvstore.client.blend import gate as gate_module
 from kvstore.client.blend.engine import Blender
-from kvstore.client.blend.gate import GuardedBlender
-from kvstore.client.blend.segments import SegmentRange, name_segments
+from kvstore.client.blend.gate import GuardedBlender, ShadowEval
+from kvstore.client.blend.plan import SegmentRange, name_segments
 from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.engines.transformers import TransformersConnector
 from kvstore.client.engines.transformers.blend_adapter import BlendedCache, TransformersAdapter
 from kvstore.client.engines.transformers.cache import as_argument
 from kvstore.client.options import TransportName
-from kvstore.client.resolving import Resolved, ResolveTerms
+from kvstore.client.segments import SegmentMatch, SegmentQuery
 from kvstore.client.transports.base import Outgoing
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError, ModelError
@@ -44,7 +43,7 @@ from kvstore.proto.types import (
 )
 
 TRANSPORTS: tuple[TransportName, ...] = ("shm", "grpc", "tcp")
-TRIAL = ResolveTerms(is_trial=True)
+TRIAL = SegmentQuery(is_trial=True)
 SUFFIX = 9
 
 
@@ -91,7 +90,7 @@ def client(server: LocalServer, blender: Blender, representation: Model) -> Clie
     return client
 
 
-def assert_computed(blender: Blender, resolved: Resolved, client: Client) -> str:
+def assert_computed(blender: Blender, resolved: SegmentMatch, client: Client) -> str:
     """Fail unless the answer is a full prefill's; return why it was computed."""
     with StoreSource(resolved, ASKED[0], client.model) as source:
         found = blender.blend(source.plan.with_ratio(0.2), source)
@@ -119,10 +118,10 @@ def test_chunks_of_another_rotation_adapter_or_model_are_found_by_nobody(
     representation: Model,
     change: dict[str, Any],
 ) -> None:
-    with client.resolve(*ASKED, TRIAL) as resolved:
+    with client.find_segments(*ASKED, TRIAL) as resolved:
         assert len(list(resolved.chunks())) == 3
     other = connected(server, replace(representation, **change))
-    with other.resolve(*ASKED, TRIAL) as resolved:
+    with other.find_segments(*ASKED, TRIAL) as resolved:
         assert list(resolved.chunks()) == []
 
 
@@ -145,7 +144,7 @@ def test_an_engine_that_is_not_what_its_client_says_computes_instead(
     client = connected(server, replace(representation, **change))
     store_prefill(client, blender.prefill(STORED[0]), *STORED)
     with (
-        client.resolve(*ASKED, TRIAL) as resolved,
+        client.find_segments(*ASKED, TRIAL) as resolved,
         StoreSource(resolved, ASKED[0], client.model) as source,
     ):
         found = blender.blend(source.plan, source)
@@ -161,7 +160,7 @@ def test_a_server_that_turns_keys_otherwise_is_refused_by_name(
     own = client.model
     monkeypatch.setattr(client._link, "model", replace(own, rope=RopeParameters(9e9, 16)))
     with pytest.raises(ModelError, match="rope="):
-        client.resolve(*ASKED, TRIAL)
+        client.find_segments(*ASKED, TRIAL)
 
 
 # --- what comes is not what was named
@@ -170,7 +169,7 @@ def test_a_server_that_turns_keys_otherwise_is_refused_by_name(
 def test_token_ids_that_do_not_match_the_digest_are_refused_by_name(client: Client) -> None:
     """A plan of one chunk holds its digest against the prompt's tokens."""
     document = SegmentRange(36, 52)
-    with client.resolve(ASKED[0], [document], TRIAL) as resolved:
+    with client.find_segments(ASKED[0], [document], TRIAL) as resolved:
         assert len(list(resolved.chunks())) == 1
         other = list(ASKED[0])
         other[40] = (other[40] + 1) % VOCABULARY
@@ -189,7 +188,7 @@ def test_frames_with_other_tokens_a_shorter_chunk_or_another_place_are_not_used(
     field: str,
 ) -> None:
     reader = connected(server, representation, transport)
-    with reader.resolve(*ASKED, TRIAL) as resolved:
+    with reader.find_segments(*ASKED, TRIAL) as resolved:
         chunks = list(resolved.chunks())
         one = chunks[0]
         wrong = {
@@ -205,7 +204,7 @@ def test_frames_with_other_tokens_a_shorter_chunk_or_another_place_are_not_used(
 def test_variants_that_are_deleted_mid_plan_are_computed(
     server: LocalServer, client: Client, blender: Blender
 ) -> None:
-    resolved = client.resolve(*ASKED, TRIAL)
+    resolved = client.find_segments(*ASKED, TRIAL)
     resolved.release()
     for entry in client.list():
         client.delete(keys=[ChunkKey(client.namespace + entry.digest)])
@@ -217,7 +216,7 @@ def test_variants_that_went_under_their_lease_are_computed(
 ) -> None:
     """A tier lost them, whatever was promised."""
     server.settled()
-    with client.resolve(*ASKED, TRIAL) as resolved:
+    with client.find_segments(*ASKED, TRIAL) as resolved:
         store = server.node.store
         key = ChunkKey(client.namespace + list(resolved.chunks())[2].best.digest)
         for name in ("cpu", "disk"):
@@ -230,7 +229,7 @@ def test_variants_that_went_under_their_lease_are_computed(
 def test_an_engine_that_reports_nonsense_is_refused_and_answers_all_the_same(
     server: LocalServer, client: Client, blender: Blender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nonsense = SimpleNamespace(divergence=-1.0, agreement=7.0, tokens=9)
+    nonsense = ShadowEval(-1.0, 7.0, 9, 7.0, 9)
     monkeypatch.setattr(gate_module, "worse", lambda *_: nonsense)
     done = GuardedBlender(client, blender, TRIAL).run(*ASKED)
     assert "InvalidRequestError" in done.failure
@@ -239,7 +238,7 @@ def test_an_engine_that_reports_nonsense_is_refused_and_answers_all_the_same(
     wanted = blender.prefill(ASKED[0], logits_from=len(ASKED[0]) - count).logits
     assert torch.equal(done.result.logits, wanted)
     assert server.counter("blend_refused_reports") == 1
-    with client.resolve(*ASKED, TRIAL) as resolved:
+    with client.find_segments(*ASKED, TRIAL) as resolved:
         assert all(one.best.reports == 0 for one in resolved.chunks())
         assert resolved.found.gate.shadows == 0
 
@@ -293,7 +292,7 @@ def test_a_connector_stores_nothing_of_what_was_generated_from_a_blend(
     model = blender.adapter._model  # type: ignore[attr-defined]
     own = connected(server, representation, transport)
     with (
-        own.resolve(*ASKED, TRIAL) as resolved,
+        own.find_segments(*ASKED, TRIAL) as resolved,
         StoreSource(resolved, ASKED[0], representation) as source,
     ):
         result = blender.blend(source.plan, source)

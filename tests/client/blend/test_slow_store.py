@@ -28,18 +28,18 @@ from kvstore.client.blend.cost import (
 from kvstore.client.blend.engine import Blender, BlendResult, MemorySource
 from kvstore.client.blend.gate import GuardedBlender
 from kvstore.client.blend.layer_pass import LayerKV
-from kvstore.client.blend.segments import SegmentRange
+from kvstore.client.blend.plan import SegmentRange
 from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.levels import LinkMeter
 from kvstore.client.options import TransportName
-from kvstore.client.resolving import ResolveTerms
+from kvstore.client.segments import SegmentQuery
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Model
 from kvstore.server.blending.gates import TRIALS
 
 TRANSPORTS: tuple[TransportName, ...] = ("shm", "grpc", "tcp")
-TRIAL = ResolveTerms(is_trial=True)
+TRIAL = SegmentQuery(is_trial=True)
 PATIENT_S = 0.3
 
 
@@ -147,7 +147,7 @@ def test_a_server_that_stops_mid_plan_costs_no_more_than_the_patience(
     process.start()
     with connected(process.address, transport) as client:
         store_prefill(client, blender.prefill(STORED[0]), *STORED)
-        resolved = client.resolve(*ASKED, TRIAL)
+        resolved = client.find_segments(*ASKED, TRIAL)
         assert len(list(resolved.chunks())) == 3
         process.send_signal(signal.SIGSTOP)
         try:
@@ -190,7 +190,7 @@ def test_patience_is_what_loads_took_with_slack_and_no_more_than_half_a_full_pre
         gated = GuardedBlender(client, blender)
         compared = gated.run(*ASKED)
         gated.run(*ASKED)
-        assert GuardedBlender(client, blender, ResolveTerms()).run(*ASKED).shadow is None
+        assert GuardedBlender(client, blender, SegmentQuery()).run(*ASKED).shadow is None
     assert compared.shadow is not None
     full_s = compared.result.report.total_s
     first = min(MAX_WAIT_SHARE * full_s, LOAD_FACTOR * loads[0] + SLACK_SHARE * full_s)

@@ -14,19 +14,18 @@ from kvstore.client import Client, ClientOptions
 from kvstore.client.blend.cost import Action, BlendPlanner, Decision, Speed, Work
 from kvstore.client.blend.engine import Blender, MemorySource
 from kvstore.client.blend.gate import SHADOW_TOKENS, GuardedBlender, compare
-from kvstore.client.blend.plan import BlendPlan
-from kvstore.client.blend.segments import SegmentRange
+from kvstore.client.blend.plan import BlendPlan, SegmentRange
 from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.levels import LinkMeter
 from kvstore.client.options import TransportName
-from kvstore.client.resolving import Resolved, ResolveTerms
+from kvstore.client.segments import SegmentMatch, SegmentQuery
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Model, PutOutcome
 from kvstore.server.blending.gates import TRIALS
 
-TRIAL = ResolveTerms(is_trial=True)
+TRIAL = SegmentQuery(is_trial=True)
 HEAD, SUFFIX = 20, 9
 
 
@@ -73,7 +72,7 @@ def _open_gate(client: Client) -> None:
     assert gate.is_open
 
 
-def _without_shadow(resolved: Resolved) -> Resolved:
+def _without_shadow(resolved: SegmentMatch) -> SegmentMatch:
     """The same answer for a request that is not compared."""
     resolved.found = replace(resolved.found, is_shadow=False)
     return resolved
@@ -85,9 +84,9 @@ def _store(client: Client, blender: Blender, seed: int, *documents: list[int]) -
     assert {put.outcome for put in puts} == {PutOutcome.stored}
 
 
-def _resolve(client: Client, seed: int, *documents: list[int]) -> tuple[Resolved, list[int]]:
+def _resolve(client: Client, seed: int, *documents: list[int]) -> tuple[SegmentMatch, list[int]]:
     prompt, ranges = _prompt(seed, *documents)
-    return client.resolve(prompt, ranges, TRIAL), prompt
+    return client.find_segments(prompt, ranges, TRIAL), prompt
 
 
 def test_a_document_is_one_segment_of_the_plan_where_it_stood_in_one_piece(
@@ -135,7 +134,7 @@ def test_rows_that_are_chosen_beforehand_are_not_loaded(
     prompt, ranges = _prompt(20, SECOND, FIRST)
     found = {}
     for selector in ("hkvd", "first_k"):
-        with client.resolve(prompt, ranges) as resolved:
+        with client.find_segments(prompt, ranges) as resolved:
             resolved = _without_shadow(resolved)
             before = server.counter("get_bytes")
             with StoreSource(resolved, prompt, client.model) as source:
@@ -165,7 +164,7 @@ def test_all_rows_of_a_request_that_is_compared_are_loaded(
     prompt, ranges = _prompt(20, SECOND, FIRST)
     done = GuardedBlender(client, blender, TRIAL, selector="first_k").run(prompt, ranges)
     assert done.shadow is not None
-    with client.resolve(prompt, ranges, TRIAL) as resolved:
+    with client.find_segments(prompt, ranges, TRIAL) as resolved:
         assert all(len(one.priority) == one.asked.tokens for one in resolved.chunks())
 
 
@@ -193,7 +192,7 @@ def test_the_last_chunk_of_a_prompt_is_computed_though_it_is_there(
 ) -> None:
     prompt = _tokens(5, 48)
     store_prefill(client, blender.prefill(prompt), prompt, [])
-    with client.resolve(prompt, []) as resolved:
+    with client.find_segments(prompt, []) as resolved:
         assert resolved.found.exact_prefix == 3
         source = StoreSource(resolved, prompt, client.model)
         assert [(one.start, one.kind) for one in source.plan.segments] == [
@@ -257,7 +256,7 @@ def test_trials_answer_from_the_full_prefill_and_teach_the_store(
     assert done.gate.speedup > 0
     first = len(prompt) - SUFFIX
     assert torch.equal(done.result.logits, blender.prefill(prompt, logits_from=first).logits)
-    with client.resolve(prompt, ranges, TRIAL) as resolved:
+    with client.find_segments(prompt, ranges, TRIAL) as resolved:
         found = list(resolved.chunks())
         assert all(len(one.priority) == one.asked.tokens for one in found)
         assert all(one.best.deviation > 0 for one in found)
@@ -292,7 +291,7 @@ def test_the_gate_closes_within_200_requests_on_a_model_that_blends_badly(
     """The model's weights are random: what it says depends on every token before it."""
     _store(client, blender, 10, FIRST, SECOND)
     _open_gate(client)
-    gated = GuardedBlender(client, blender, ResolveTerms(), selector="first_k")
+    gated = GuardedBlender(client, blender, SegmentQuery(), selector="first_k")
     prompt, ranges = _prompt(20, SECOND, FIRST)
     requests, blended = 0, 0
     while requests < 200:
@@ -324,6 +323,9 @@ class Deciding(BlendPlanner):
         assert can_skip_rows, "frames are raw"
         return Decision(self.action, 0.5, 1.0, 2.0)
 
+    def wait_s(self, tokens: int, size_bytes: int) -> float:
+        return 60.0
+
 
 @pytest.fixture
 def unwatched(
@@ -332,11 +334,10 @@ def unwatched(
     """A client whose gate is open and whose requests are not compared, and a prompt."""
     _store(client, blender, 10, FIRST, SECOND)
     _open_gate(client)
-    resolve = client.resolve
+    find = client.find_segments
     monkeypatch.setattr(
-        client, "resolve", lambda *given: _without_shadow(resolve(*given)), raising=True
+        client, "find_segments", lambda *given: _without_shadow(find(*given)), raising=True
     )
-    monkeypatch.setattr("kvstore.client.blend.cost.FIRST_WAIT_S", 60.0)
     return client, *_prompt(20, SECOND, FIRST)
 
 

@@ -32,6 +32,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.generation.streamers import BaseStreamer
 from typing_extensions import override
 
 from kvstore.client import Client
@@ -132,6 +133,46 @@ def test_loading_allocates_the_prefix_once_and_puts_it_into_the_cache_as_it_is(
 # --- the same tokens
 
 
+class Streamed(BaseStreamer):
+    """What a streamer was handed."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    @override
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.reshape(-1).tolist()
+
+    @override
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
+def test_arguments_that_choose_or_hand_out_tokens_go_to_the_model(
+    connect: Connect, tinylm: PreTrainedModel
+) -> None:
+    ids, engine = random_ids(200), cast(Any, tinylm)
+    likeliest = plain_tokens(tinylm, ids)[200]
+
+    def forbid(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_fill(1, torch.tensor([likeliest]), -torch.inf)
+
+    def short(found: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.tensor([found.shape[1] >= 205])
+
+    given: dict[str, Any] = {"logits_processor": [forbid], "stopping_criteria": [short]}
+    own = Streamed()
+    wanted = engine.generate(ids, generation_config=greedy(), streamer=own, **given)[0].tolist()
+    assert len(wanted) == 205
+    assert own.tokens == [*wanted, -1]
+    for hit_tokens in (0, 192):
+        streamed = Streamed()
+        found = connect().generate(ids, greedy(), streamer=streamed, **given)
+        assert found.hit_tokens == hit_tokens
+        assert found.output.sequences[0].tolist() == wanted
+        assert streamed.tokens == own.tokens
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_greedy_tokens_are_the_same_without_with_and_from_the_store(
     connect: Connect, tinylm: PreTrainedModel, tokenizer: Any, text: str
@@ -221,6 +262,21 @@ def test_padding_that_every_row_has_changes_nothing(
         stored = connect().generate(prompt[None], greedy())
         assert stored.output.sequences[0].tolist() == plain_tokens(tinylm, prompt[None])
         assert stored.hit_tokens == len(prompt) - 1
+
+
+@pytest.mark.parametrize("counts", [(40,), (40, 30)])
+def test_a_maximum_length_counts_padding_as_the_model_counts_it(
+    connect: Connect, tinylm: PreTrainedModel, counts: tuple[int, ...]
+) -> None:
+    batch, mask = left_padded([random_ids(count, seed=count)[0] for count in counts])
+    wide, seen = (torch.nn.functional.pad(one, (5, 0)) for one in (batch, mask))
+    settings = greedy()
+    settings.max_new_tokens, settings.max_length = None, 48
+    engine: Any = tinylm
+    own = engine.generate(wide, max_length=48, generation_config=settings, attention_mask=seen)
+    found = connect().generate(wide, settings, attention_mask=seen)
+    assert torch.equal(found.output.sequences[:, -3:], own[:, -3:])
+    assert found.output.sequences.shape[1] == (48 if len(counts) > 1 else 43)
 
 
 SMALL: dict[str, Any] = {

@@ -130,7 +130,7 @@ def test_the_doctor_says_when_a_list_cannot_be_used_and_when_it_soon_cannot(
     flags = ["--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", str(ca.path)]
     config = load_config([*flags, "--tls-crl", str(ca.revoke(cert, hours=100))])
     (found,) = check_revocations(config)
-    assert (found.state, found.saw) == ("ok", "1 certificates, the list is good for 4 days")
+    assert (found.state, found.saw) == ("ok", "1 certificates, the list is valid for 4 days")
     ca.revoke(hours=2)
     (found,) = check_revocations(config)
     assert found.state == "warn"

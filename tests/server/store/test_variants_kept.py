@@ -10,7 +10,7 @@ from golden.history_samples import VARIANTS
 from local_server import LocalServer, eventually
 
 from kvstore.client import Client
-from kvstore.client.resolving import FoundChunk
+from kvstore.client.segments import FoundChunk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.types import DIGEST_BYTES, ROOT, ChunkKey
 from kvstore.server.blending.content_index import (
@@ -57,7 +57,7 @@ def test_what_was_learned_waits_for_its_chunk_and_is_kept_meanwhile() -> None:
 
 def _reported(client: Client) -> list[FoundChunk]:
     put_prompt(client, *prompt_of(HEAD, DOCUMENT))
-    with client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
+    with client.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
         report = pb.ReportReuseRequest(ratio=0.5)
         for one in resolved.chunks():
             told = report.chunks.add(digest=one.best.digest, intra_mass=one.asked.tokens / 2)
@@ -67,7 +67,7 @@ def _reported(client: Client) -> list[FoundChunk]:
 
 
 def _found(client: Client) -> list[FoundChunk]:
-    with client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
+    with client.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
         return list(resolved.chunks())
 
 

@@ -21,7 +21,7 @@ from local_server import LocalServer
 from prompts import tokens
 
 from kvstore.client import Client
-from kvstore.client.blend.segments import (
+from kvstore.client.blend.plan import (
     SegmentRange,
     resolution_from_message,
     segments_to_messages,
@@ -119,14 +119,14 @@ def test_reports_that_cannot_be_are_refused_by_name_and_change_nothing(
     client = server.connect()
     put_prompt(client, *prompt_of(HEAD, DOCUMENT))
     prompt, ranges = prompt_of(OTHER_HEAD, DOCUMENT)
-    with client.resolve(prompt, ranges, TRIAL) as resolved:
+    with client.find_segments(prompt, ranges, TRIAL) as resolved:
         for field, change in BAD_REPORTS.values():
             report = report_of(resolved)
             report.shadow.CopyFrom(shadowed())
             change(report)
             with pytest.raises(InvalidRequestError, match=rf"^{field}="):
                 client.report_reuse(report)
-    with client.resolve(prompt, ranges, TRIAL) as resolved:
+    with client.find_segments(prompt, ranges, TRIAL) as resolved:
         assert [(one.priority, one.best.reports) for one in resolved.chunks()] == [(b"", 0)] * 2
         assert resolved.found.gate.shadows == 0
     assert server.counter("blend_refused_reports") == len(BAD_REPORTS)
@@ -186,7 +186,7 @@ def test_ranges_that_are_not_of_the_prompt_are_refused_before_anything_is_sent(
     wrong = ([SegmentRange(0, 50)], [SegmentRange(10, 20), SegmentRange(15, 30)])
     for ranges in wrong:
         with pytest.raises(InvalidRequestError, match="segments"):
-            client.resolve(tokens(1, 40), ranges)
+            client.find_segments(tokens(1, 40), ranges)
     with pytest.raises(InvalidRequestError, match="start below stop"):
         SegmentRange(5, 5)
 

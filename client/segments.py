@@ -9,7 +9,7 @@ from itertools import takewhile
 from types import TracebackType
 
 from kvstore.client.batches import batches
-from kvstore.client.blend.segments import (
+from kvstore.client.blend.plan import (
     NamedChunk,
     NamedSegment,
     resolution_from_message,
@@ -41,7 +41,7 @@ from kvstore.proto.types import Accuracy
 
 
 @dataclass(frozen=True, slots=True)
-class ResolveTerms:
+class SegmentQuery:
     """How a prompt is resolved. ``tag``: what kind of prompt it is; gates are one for each.
 
     ``is_trial``: the engine answers from a full prefill and blends beside it; such a request is
@@ -81,7 +81,7 @@ class FoundChunk:
     ratio: float
 
 
-class Resolved:
+class SegmentMatch:
     """What there is of a prompt's segments; leave the ``with`` to release it.
 
     ``asked`` are the segments of the whole prompt, those between the ranges that were given
@@ -94,7 +94,7 @@ class Resolved:
         asked: Sequence[NamedSegment],
         found: Resolution,
         link: ServerLink,
-        terms: ResolveTerms,
+        terms: SegmentQuery,
     ) -> None:
         self.asked = tuple(asked)
         self.found = found
@@ -154,7 +154,7 @@ class Resolved:
         """Have the lease end by its time: of a server that does not answer nothing is asked."""
         self._is_released = True
 
-    def __enter__(self) -> Resolved:
+    def __enter__(self) -> SegmentMatch:
         return self
 
     def __exit__(
@@ -166,10 +166,10 @@ class Resolved:
         self.release()
 
 
-def resolve(
-    link: ServerLink, named: Sequence[NamedSegment], prompt_tokens: int, terms: ResolveTerms
-) -> Resolved:
-    """Find what there is of the segments of a prompt; see ``Client.resolve``."""
+def find_segments(
+    link: ServerLink, named: Sequence[NamedSegment], prompt_tokens: int, terms: SegmentQuery
+) -> SegmentMatch:
+    """Find what there is of the segments of a prompt; see ``Client.find_segments``."""
     engine = EngineTerms(terms.prefill, prompt_tokens) if terms.prefill is not None else None
     request = pb.ResolveRequest(
         tag=terms.tag,
@@ -180,7 +180,7 @@ def resolve(
         prefill=engine_to_message(engine),
     )
 
-    def work(transport: Transport, left_ms: LeftMs) -> Resolved:
+    def work(transport: Transport, left_ms: LeftMs) -> SegmentMatch:
         request.session_id = transport.session.terms.session_id
         found = list[Resolution]()
         groups = segment_batches(named, _most(transport))
@@ -194,7 +194,7 @@ def resolve(
             link.release([one.lease_id for one in found if one.lease_id])
             raise
         asked = [segment for some in groups for segment in some]
-        return Resolved(asked, joined_resolutions(found), link, terms)
+        return SegmentMatch(asked, joined_resolutions(found), link, terms)
 
     resolved = link.run(work)
     found = resolved.found

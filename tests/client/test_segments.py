@@ -28,7 +28,7 @@ from redis_process import RedisProcess
 
 from kvstore.client import AsyncClient, Client, ClientOptions
 from kvstore.client.options import TransportName
-from kvstore.client.resolving import ResolveTerms
+from kvstore.client.segments import SegmentQuery
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError
 from kvstore.proto.plans import NO_PRIORITY, PrefillModel
@@ -51,7 +51,7 @@ def client(server: LocalServer, request: pytest.FixtureRequest) -> Client:
 def test_documents_are_found_behind_another_head_and_come_byte_by_byte(client: Client) -> None:
     _, first, second, _ = put_prompt(client, *prompt_of(HEAD, DOCUMENT, OTHER))
     prompt, ranges = prompt_of(OTHER_HEAD, OTHER, DOCUMENT)
-    with client.resolve(prompt, ranges, TRIAL) as resolved:
+    with client.find_segments(prompt, ranges, TRIAL) as resolved:
         variant = ["variant", "variant"]
         assert kinds(resolved) == [["none", "none"], variant, variant, []]
         wanted = [*keys_of(client, second), *keys_of(client, first)]
@@ -63,7 +63,7 @@ def test_documents_are_found_behind_another_head_and_come_byte_by_byte(client: C
 
 def test_variants_say_where_they_stood_and_behind_what(client: Client) -> None:
     segments = put_prompt(client, *prompt_of(HEAD, DOCUMENT))
-    with client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
+    with client.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
         for one, stored in zip(resolved.chunks(), segments[1].chunks, strict=True):
             assert one.best.position == stored.start == one.asked.start - 16
             assert one.best.parent == stored.parent
@@ -77,7 +77,7 @@ def test_variants_say_where_they_stood_and_behind_what(client: Client) -> None:
 def test_the_prompt_itself_is_exact_and_needs_no_gate(client: Client) -> None:
     prompt, ranges = prompt_of(HEAD, DOCUMENT, OTHER)
     segments = put_prompt(client, prompt, ranges)
-    with client.resolve(prompt, ranges) as resolved:
+    with client.find_segments(prompt, ranges) as resolved:
         assert kinds(resolved) == [["exact"], ["exact"] * 2, ["exact"] * 2, []]
         assert resolved.found.exact_prefix == 5
         assert not resolved.found.is_shadow
@@ -89,7 +89,7 @@ def test_the_prompt_itself_is_exact_and_needs_no_gate(client: Client) -> None:
 
 def test_a_shared_head_is_exact_and_what_follows_a_variant(client: Client) -> None:
     put_prompt(client, *prompt_of(HEAD, DOCUMENT, OTHER))
-    with client.resolve(*prompt_of(HEAD, OTHER, DOCUMENT), TRIAL) as resolved:
+    with client.find_segments(*prompt_of(HEAD, OTHER, DOCUMENT), TRIAL) as resolved:
         assert kinds(resolved)[:2] == [["exact"], ["variant", "variant"]]
         assert resolved.found.exact_prefix == 1
 
@@ -97,12 +97,12 @@ def test_a_shared_head_is_exact_and_what_follows_a_variant(client: Client) -> No
 def test_a_closed_gate_lets_nothing_through_but_trials(client: Client) -> None:
     put_prompt(client, *prompt_of(HEAD, DOCUMENT))
     prompt, ranges = prompt_of(OTHER_HEAD, DOCUMENT)
-    with client.resolve(prompt, ranges) as resolved:
+    with client.find_segments(prompt, ranges) as resolved:
         assert kinds(resolved) == [["none", "none"], ["none", "none"], []]
         assert (resolved.found.lease_id, resolved.found.gate.is_open) == (0, False)
         assert "calibrate" in resolved.found.gate.why
     exact_only = [replace(one, approximate=False) for one in ranges]
-    with client.resolve(prompt, exact_only, TRIAL) as resolved:
+    with client.find_segments(prompt, exact_only, TRIAL) as resolved:
         assert kinds(resolved)[1] == ["none", "none"]
 
 
@@ -112,7 +112,7 @@ def test_other_models_and_revisions_find_nothing(server: LocalServer, client: Cl
     adapter = replace(SMALL, adapter_digest="b" * 64)
     for representation in (other_revision(SMALL), rope, adapter):
         stranger = server.connect("auto", representation)
-        with stranger.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
+        with stranger.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
             assert list(resolved.chunks()) == []
 
 
@@ -120,19 +120,19 @@ def test_models_whose_chunks_are_of_one_prefix_only_are_refused(server: LocalSer
     group = replace(SMALL.layer_groups[0], kind=LayerKind.window, window_tokens=8)
     client = server.connect("auto", replace(SMALL, layer_groups=(group,)))
     with pytest.raises(InvalidRequestError, match=r"window layers.*use Lookup"):
-        client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL)
+        client.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL)
 
 
 def test_the_variant_with_most_of_its_context_comes_first(client: Client) -> None:
     put_prompt(client, *prompt_of(HEAD, DOCUMENT))
     put_prompt(client, *prompt_of(HEAD, OTHER, DOCUMENT))
-    with client.resolve(*prompt_of(OTHER_HEAD, OTHER, DOCUMENT), TRIAL) as resolved:
+    with client.find_segments(*prompt_of(OTHER_HEAD, OTHER, DOCUMENT), TRIAL) as resolved:
         first = resolved.found.segments[2].chunks[0]
         assert [one.position for one in first.variants] == [48, 16]
         assert first.variants[0].overlap == pytest.approx(32 / 48)
         assert first.variants[0].fix_overhead < first.variants[1].fix_overhead
     few = replace(TRIAL, max_variants=1)
-    with client.resolve(*prompt_of(OTHER_HEAD, OTHER, DOCUMENT), few) as resolved:
+    with client.find_segments(*prompt_of(OTHER_HEAD, OTHER, DOCUMENT), few) as resolved:
         assert [one.position for one in resolved.found.segments[2].chunks[0].variants] == [48]
 
 
@@ -140,11 +140,11 @@ def test_a_variant_that_began_its_prompt_is_named_last(client: Client) -> None:
     """It carries the attention sink of that prompt, wherever it is put."""
     put_prompt(client, *prompt_of(DOCUMENT))
     asked = prompt_of(OTHER_HEAD, OTHER, DOCUMENT)
-    with client.resolve(*asked, TRIAL) as resolved:
+    with client.find_segments(*asked, TRIAL) as resolved:
         assert resolved.found.segments[2].chunks[0].variants[0].position == 0
     put_prompt(client, *prompt_of(HEAD, DOCUMENT))
     put_prompt(client, *prompt_of(HEAD, OTHER, DOCUMENT))
-    with client.resolve(*asked, TRIAL) as resolved:
+    with client.find_segments(*asked, TRIAL) as resolved:
         found = resolved.found.segments[2].chunks[0].variants
         assert [one.position for one in found] == [48, 16, 0]
 
@@ -153,9 +153,9 @@ def test_what_is_no_faster_to_load_and_repair_is_left_out(client: Client) -> Non
     put_prompt(client, *prompt_of(HEAD, DOCUMENT))
     prompt, ranges = prompt_of(OTHER_HEAD, DOCUMENT)
     fast, slow = PrefillModel(0.0, 1e-12), PrefillModel(0.0, 1.0)
-    with client.resolve(prompt, ranges, replace(TRIAL, prefill=fast)) as resolved:
+    with client.find_segments(prompt, ranges, replace(TRIAL, prefill=fast)) as resolved:
         assert kinds(resolved)[1] == ["none", "none"]
-    with client.resolve(prompt, ranges, replace(TRIAL, prefill=slow)) as resolved:
+    with client.find_segments(prompt, ranges, replace(TRIAL, prefill=slow)) as resolved:
         assert kinds(resolved)[1] == ["variant", "variant"]
         segment = resolved.found.segments[1]
         assert segment.recompute_ms == pytest.approx(40_000)
@@ -170,7 +170,7 @@ def test_asyncio_finds_and_reports_the_same(server: LocalServer, client: Client)
     async def work() -> None:
         async with AsyncClient(server.address, SMALL, options) as other:
             assert await other.name_segments(prompt, ranges) == client.name_segments(prompt, ranges)
-            async with other.resolve(prompt, ranges, TRIAL) as resolved:
+            async with other.find_segments(prompt, ranges, TRIAL) as resolved:
                 assert kinds(resolved)[1] == ["variant", "variant"]
                 gate = await other.report_reuse(report_of(resolved))
                 assert not gate.is_open
@@ -185,7 +185,7 @@ def test_asyncio_finds_and_reports_the_same(server: LocalServer, client: Client)
 def test_what_is_named_stays_until_it_is_released(server: LocalServer, client: Client) -> None:
     segments = put_prompt(client, *prompt_of(HEAD, DOCUMENT))
     keys = keys_of(client, segments[1])
-    with client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
+    with client.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
         assert client.delete(keys=keys) == 0
         assert len(read(resolved)) == 2
     server.settled()
@@ -194,7 +194,7 @@ def test_what_is_named_stays_until_it_is_released(server: LocalServer, client: C
 
 def test_variants_that_went_after_the_release_end_the_layers(client: Client) -> None:
     segments = put_prompt(client, *prompt_of(HEAD, DOCUMENT))
-    resolved = client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL)
+    resolved = client.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL)
     chunks = list(resolved.chunks())
     resolved.release()
     resolved.release()
@@ -206,7 +206,7 @@ def test_variants_that_went_after_the_release_end_the_layers(client: Client) -> 
 def test_deleted_chunks_are_no_variants_any_more(client: Client) -> None:
     segments = put_prompt(client, *prompt_of(HEAD, DOCUMENT))
     client.delete(keys=keys_of(client, segments[1])[:1])
-    with client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
+    with client.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
         assert kinds(resolved)[1] == ["none", "variant"]
 
 
@@ -217,7 +217,7 @@ def test_evicted_chunks_are_no_variants_any_more(make_server: ServerMaker) -> No
     put_prompt(client, *prompt_of(HEAD, DOCUMENT))
     for seed in range(100, 112):  # half a megabyte each
         put_prompt(client, *prompt_of(tokens(seed, 64), tokens(seed + 500, 64)))
-    with client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
+    with client.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
         assert kinds(resolved)[1] == ["none"]
     contents, variants, left_out, _ = server.node.store.blends.contents.counts()
     assert variants == len(server.node.store.catalog)
@@ -248,7 +248,7 @@ def test_documents_are_found_again_after_a_restart(make_server: ServerMaker) -> 
     client = again.connect()
     contents = again.node.store.blends.contents
     assert eventually(lambda: contents.counts()[1] == 5)
-    with client.resolve(*prompt_of(OTHER_HEAD, OTHER, DOCUMENT), TRIAL) as resolved:
+    with client.find_segments(*prompt_of(OTHER_HEAD, OTHER, DOCUMENT), TRIAL) as resolved:
         assert kinds(resolved)[1:3] == [["variant"] * 2] * 2
         assert [one.best.tier for one in resolved.chunks()] == ["disk"] * 4
         assert len(read(resolved)) == 4
@@ -268,7 +268,7 @@ def test_what_another_node_put_is_found_once_it_was_read_here(
     assert len(there.get_chunks(keys)) == 3
 
     def is_found() -> bool:
-        with there.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
+        with there.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
             return kinds(resolved)[1] == ["variant", "variant"]
 
     assert eventually(is_found)
@@ -276,7 +276,7 @@ def test_what_another_node_put_is_found_once_it_was_read_here(
 
 def test_a_frame_that_is_not_what_was_promised_is_not_used(client: Client) -> None:
     put_prompt(client, *prompt_of(HEAD, DOCUMENT))
-    with client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
+    with client.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
         first, second = resolved.chunks()
         moved = replace(second, best=replace(second.best, position=second.best.position + 1))
         for wrong in (moved, replace(second, asked=replace(second.asked, content=b"x" * 16))):
@@ -287,7 +287,7 @@ def test_a_frame_that_is_not_what_was_promised_is_not_used(client: Client) -> No
 def test_contents_can_be_left_out_altogether(make_server: ServerMaker) -> None:
     client = make_server("--blend-contents", "0").connect()
     put_prompt(client, *prompt_of(HEAD, DOCUMENT))
-    with client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
+    with client.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
         assert list(resolved.chunks()) == []
 
 
@@ -297,10 +297,10 @@ def test_contents_can_be_left_out_altogether(make_server: ServerMaker) -> None:
 def test_reports_are_what_priorities_come_from(client: Client) -> None:
     put_prompt(client, *prompt_of(HEAD, DOCUMENT))
     prompt, ranges = prompt_of(OTHER_HEAD, DOCUMENT)
-    with client.resolve(prompt, ranges, TRIAL) as resolved:
+    with client.find_segments(prompt, ranges, TRIAL) as resolved:
         assert [one.priority for one in resolved.chunks()] == [b"", b""]
         client.report_reuse(report_of(resolved))
-    with client.resolve(prompt, ranges, TRIAL) as resolved:
+    with client.find_segments(prompt, ranges, TRIAL) as resolved:
         for one in resolved.chunks():
             assert list(one.priority) == sorted(one.priority)
             assert (one.priority[0], one.priority[-1]) == (0, 255)
@@ -311,13 +311,13 @@ def test_reports_are_what_priorities_come_from(client: Client) -> None:
 def test_reported_attention_decides_how_much_is_recomputed(client: Client) -> None:
     put_prompt(client, *prompt_of(HEAD, DOCUMENT))
     prompt, ranges = prompt_of(OTHER_HEAD, DOCUMENT)
-    with client.resolve(prompt, ranges, TRIAL) as resolved:
+    with client.find_segments(prompt, ranges, TRIAL) as resolved:
         report = pb.ReportReuseRequest(ratio=0.5)
         for one in resolved.chunks():
             told = report.chunks.add(digest=one.best.digest, intra_mass=one.asked.tokens - 0.5)
             told.context.add(content=b"c" * 16, tokens=16, mass=0.5)
         client.report_reuse(report)
-    with client.resolve(prompt, ranges, TRIAL) as resolved:
+    with client.find_segments(prompt, ranges, TRIAL) as resolved:
         for one in resolved.chunks():
             assert 0.5 < one.best.context_impact < 0.52
             assert one.best.overlap == 0.0
@@ -327,14 +327,14 @@ def test_reported_attention_decides_how_much_is_recomputed(client: Client) -> No
 def test_what_depends_more_on_its_context_has_more_recomputed(client: Client) -> None:
     put_prompt(client, *prompt_of(HEAD, DOCUMENT, OTHER))
     prompt, ranges = prompt_of(OTHER_HEAD, DOCUMENT, OTHER)
-    with client.resolve(prompt, ranges, TRIAL) as resolved:
+    with client.find_segments(prompt, ranges, TRIAL) as resolved:
         report = pb.ReportReuseRequest(ratio=0.5)
         for one in resolved.chunks():
             inner = 0.99 if one.asked.stop <= ranges[0].stop else 0.1
             told = report.chunks.add(digest=one.best.digest, intra_mass=inner * one.asked.tokens)
             told.context.add(content=b"c" * 16, tokens=16, mass=(1 - inner) * one.asked.tokens)
         client.report_reuse(report)
-    with client.resolve(prompt, ranges, TRIAL) as resolved:
+    with client.find_segments(prompt, ranges, TRIAL) as resolved:
         _, little, much, _ = resolved.found.segments
         assert 0.3 <= little.ratio < 0.32
         assert 0.5 < much.ratio <= 0.61
@@ -343,9 +343,9 @@ def test_what_depends_more_on_its_context_has_more_recomputed(client: Client) ->
 def test_a_report_without_attention_leaves_the_ratio_to_the_gate(client: Client) -> None:
     put_prompt(client, *prompt_of(HEAD, DOCUMENT))
     prompt, ranges = prompt_of(OTHER_HEAD, DOCUMENT)
-    with client.resolve(prompt, ranges, TRIAL) as resolved:
+    with client.find_segments(prompt, ranges, TRIAL) as resolved:
         client.report_reuse(report_of(resolved))
-    with client.resolve(prompt, ranges, TRIAL) as resolved:
+    with client.find_segments(prompt, ranges, TRIAL) as resolved:
         assert all(one.best.reports == 1 for one in resolved.chunks())
         assert resolved.found.segments[1].ratio == pytest.approx(0.3)
 
@@ -354,16 +354,16 @@ def test_good_trials_open_the_gate_of_their_tag_alone(server: LocalServer) -> No
     client = server.connect()
     put_prompt(client, *prompt_of(HEAD, DOCUMENT))
     prompt, ranges = prompt_of(OTHER_HEAD, DOCUMENT)
-    trial = ResolveTerms(tag="rag", is_trial=True)
-    with client.resolve(prompt, ranges, trial) as resolved:
+    trial = SegmentQuery(tag="rag", is_trial=True)
+    with client.find_segments(prompt, ranges, trial) as resolved:
         assert resolved.found.is_shadow
     for _ in range(TRIALS):
         gate = client.report_reuse(pb.ReportReuseRequest(tag="rag", ratio=0.3, shadow=shadowed()))
     assert (gate.is_open, gate.is_calibrated, gate.tag) == (True, True, "rag")
-    with client.resolve(prompt, ranges, ResolveTerms(tag="rag")) as resolved:
+    with client.find_segments(prompt, ranges, SegmentQuery(tag="rag")) as resolved:
         assert kinds(resolved)[1] == ["variant", "variant"]
         assert resolved.found.gate.is_open
-    with client.resolve(prompt, ranges, ResolveTerms(tag="chat")) as resolved:
+    with client.find_segments(prompt, ranges, SegmentQuery(tag="chat")) as resolved:
         assert kinds(resolved)[1] == ["none", "none"]
     status = server.dial().call("Status", pb.StatusRequest(), 2000, pb.StatusResponse)
     shown = {one.tag: one for one in status.gates}
@@ -388,7 +388,7 @@ def test_a_gate_that_was_open_is_open_after_a_restart_until_it_closes(
     server.stop()
     again = make_server()
     client = again.connect()
-    with client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT)) as resolved:
+    with client.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT)) as resolved:
         assert resolved.found.gate.is_open
         assert "before the last start" in resolved.found.gate.why
     requests = 0
@@ -397,5 +397,5 @@ def test_a_gate_that_was_open_is_open_after_a_restart_until_it_closes(
         assert requests < 200
     assert again.counter("blend_gates_closed") == 1
     again.stop()
-    with make_server().connect().resolve(*prompt_of(OTHER_HEAD, DOCUMENT)) as resolved:
+    with make_server().connect().find_segments(*prompt_of(OTHER_HEAD, DOCUMENT)) as resolved:
         assert not resolved.found.gate.is_open
