@@ -185,7 +185,13 @@ class Connector:
         allowed: Allowed,
         asked: Asked,
     ) -> tuple[Prefix, str]:
-        """Return what *read* brings of *tokens*, not counted, and why it is not more."""
+        """Return what *read* brings of *tokens*, not counted, and why it is not more. Never raises.
+
+        *extra* is what else names the prompt (cache salt, multimodal hashes), in order. A request
+        *asked* within a deadline is no later than without the store: what loads too slowly is
+        computed, by ``within.compute``, beside the loads, or behind what was read. Before
+        ``learned`` has seen the engine compute, loads end with it.
+        """
         named = tokens[:-1] if asked.whole else tokens
         return self.ask(lambda: self._load(named, read, extra, allowed, asked), (Prefix(), "error"))
 

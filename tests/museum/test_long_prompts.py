@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from contracts.chunks import make_representation
 from documents import put_prompt, read, report_of
-from plain_engine import PlainConnector
+from plain_engine import load_prompt
 from prompts import equal, tensors_of, tokens
 from server_process import ServerProcess
 
 from kvstore.cli.main import main
 from kvstore.client import Client, ClientOptions
 from kvstore.client.blend.plan import SegmentRange
+from kvstore.client.engines.base import Connector
 from kvstore.client.engines.prefix import Span
 from kvstore.client.options import TransportName
 from kvstore.client.segments import SegmentQuery
@@ -34,7 +35,7 @@ class LongPrompts:
     """An engine whose KV is the token ids' lowest bytes."""
 
     def __init__(self, client: Client) -> None:
-        self.connector = PlainConnector(client)
+        self.connector = Connector(client)
         self.room: list[ChunkTensors] = []
 
     def store(self, prompt: np.ndarray) -> int:
@@ -54,7 +55,7 @@ class LongPrompts:
             self.room = [empty_tensors(KVLayout.of(TINY, b - a)) for a, b in spans]
             return self.room
 
-        stored = self.connector.load_chunks(prompt, room).stored_tokens  # type: ignore[arg-type]
+        stored = load_prompt(self.connector, prompt, room).stored_tokens  # type: ignore[arg-type]
         for span, found in zip(spans, self.room, strict=True):
             if span[1] <= stored:
                 assert all(map(np.array_equal, found[0][0], _parts(prompt, span)))

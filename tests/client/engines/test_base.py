@@ -17,10 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_server import LocalServer, eventually
 from lossy_copies import leave_on_disk
-from plain_engine import PlainConnector
+from plain_engine import load_prompt
 from prompts import MEDIUM, SMALL, tokens
 
 from kvstore.client import Chunk, ClientOptions
+from kvstore.client.engines.base import Connector
 from kvstore.client.engines.prefix import ONLY_EXACT, Prefix, Span
 from kvstore.client.prefill import PrefillModel
 from kvstore.client.tensors import LayerTensors
@@ -47,7 +48,7 @@ def tensors_for(prompt: Sequence[int], span: Span, kind: Model = SMALL) -> Chunk
 class Engine:
     """A connector with what an engine brings: a source for a prompt, and a room that is kept."""
 
-    def __init__(self, connector: PlainConnector) -> None:
+    def __init__(self, connector: Connector) -> None:
         self.connector = connector
         self.room: list[ChunkTensors] = []
 
@@ -57,7 +58,7 @@ class Engine:
         )
 
     def load(self, prompt: Sequence[int], extra: Sequence[bytes] = ()) -> Prefix:
-        return self.connector.load_chunks(prompt, self.make_room, extra)
+        return load_prompt(self.connector, prompt, self.make_room, extra)
 
     def make_room(self, spans: Sequence[Span]) -> Sequence[LayerTensors]:
         self.room = [empty_tensors(KVLayout.of(SMALL, stop - start)) for start, stop in spans]
@@ -82,7 +83,7 @@ Connect = Callable[[], Engine]
 @pytest.fixture
 def connect(server: LocalServer) -> Connect:
     """Make engines with a client each."""
-    return lambda: Engine(PlainConnector(server.connect()))
+    return lambda: Engine(Connector(server.connect()))
 
 
 def test_what_one_connector_stores_another_loads(connect: Connect) -> None:
@@ -98,9 +99,9 @@ def test_a_prefix_says_how_far_it_is_exact(make_server: Callable[..., LocalServe
     with coarse_codec():
         server = make_server("--codec", "disk=coarse")
         prompt = tokens(1, 5 * CHUNK_TOKENS)
-        Engine(PlainConnector(server.connect())).store(prompt)
+        Engine(Connector(server.connect())).store(prompt)
         strict, loose = (
-            Engine(PlainConnector(server.connect(), accuracy=accuracy))
+            Engine(Connector(server.connect(), accuracy=accuracy))
             for accuracy in ("exact", "bounded")
         )
         leave_on_disk(server, loose.connector.client.keys(prompt)[2:4])
@@ -109,7 +110,7 @@ def test_a_prefix_says_how_far_it_is_exact(make_server: Callable[..., LocalServe
         assert (prefix.stored_tokens, prefix.exact_tokens) == (80, 32)
         assert loose.connector.stats().lossy_hit_tokens == 79 - 32
         assert loose.connector.counts()["lossy_hit_tokens"] == 79 - 32
-        assert loose.connector.load_chunks(prompt, loose.make_room, (), ONLY_EXACT) == (
+        assert load_prompt(loose.connector, prompt, loose.make_room, (), ONLY_EXACT) == (
             Prefix(32, 32, {"cpu": 32})
         )
 
@@ -120,7 +121,7 @@ def test_only_what_has_an_exact_copy_counts_as_stored(
     with coarse_codec():
         server = make_server("--codec", "disk=coarse")
         prompt = tokens(1, 5 * CHUNK_TOKENS)
-        connector = PlainConnector(server.connect(), accuracy="bounded")
+        connector = Connector(server.connect(), accuracy="bounded")
         Engine(connector).store(prompt[: 4 * CHUNK_TOKENS])
         keys = connector.client.keys(prompt)
         leave_on_disk(server, keys[1:3])
@@ -131,7 +132,7 @@ def test_only_what_has_an_exact_copy_counts_as_stored(
 @pytest.mark.parametrize("accuracy", ["lossy", "Exact", "", None, 1, ["exact"], Accuracy.bounded])
 def test_an_accuracy_that_is_none_is_refused_by_name(server: LocalServer, accuracy: Any) -> None:
     with pytest.raises(InvalidRequestError, match="accuracy"):
-        PlainConnector(server.connect(), accuracy=accuracy)
+        Connector(server.connect(), accuracy=accuracy)
 
 
 def test_a_prompt_of_no_tokens_is_a_miss_of_none(connect: Connect) -> None:
@@ -174,7 +175,7 @@ def test_what_else_names_a_prompt_separates_it(connect: Connect) -> None:
 
 
 def test_chunks_carry_their_place_and_cost(server: LocalServer) -> None:
-    connector = PlainConnector(server.connect(), token_flops=5.0)
+    connector = Connector(server.connect(), token_flops=5.0)
     prompt = tokens(5, 2 * CHUNK_TOKENS)
     connector.store_chunks(prompt, lambda span: tensors_for(prompt, span))
     store = server.node.store
@@ -189,9 +190,9 @@ def test_durable_stores_survive_a_restart(
 ) -> None:
     prompt = tokens(6, 3 * CHUNK_TOKENS)
     first = make_server()
-    assert Engine(PlainConnector(first.connect(), durable=True)).store(prompt) == 3
+    assert Engine(Connector(first.connect(), durable=True)).store(prompt) == 3
     first.close()
-    prefix = Engine(PlainConnector(make_server().connect())).load(prompt)
+    prefix = Engine(Connector(make_server().connect())).load(prompt)
     assert prefix.tier_tokens == {"disk": 47}
 
 
@@ -210,9 +211,9 @@ def test_whatever_fails_in_a_load_is_a_counted_miss(connect: Connect) -> None:
     def no_room(spans: Sequence[Span]) -> Sequence[LayerTensors]:
         raise BrokenError
 
-    assert engine.connector.load_chunks(prompt, no_room) == Prefix()
-    assert engine.connector.load_chunks(prompt, lambda _: []) == Prefix()
-    assert engine.connector.load_chunks([-1] * 16, engine.make_room) == Prefix()
+    assert load_prompt(engine.connector, prompt, no_room) == Prefix()
+    assert load_prompt(engine.connector, prompt, lambda _: []) == Prefix()
+    assert load_prompt(engine.connector, [-1] * 16, engine.make_room) == Prefix()
     stats = engine.connector.stats()
     assert stats.load_errors == {"BrokenError": 1, "InvalidRequestError": 2}
     assert (stats.lookups, stats.hit_tokens, stats.miss_tokens) == (3, 0, 80)
@@ -223,7 +224,7 @@ def test_room_of_another_shape_is_a_counted_miss(connect: Connect) -> None:
     prompt = tokens(8, 2 * CHUNK_TOKENS)
     engine.store(prompt)
     wrong = [empty_tensors(KVLayout.of(MEDIUM, CHUNK_TOKENS)) for _ in range(2)]
-    assert engine.connector.load_chunks(prompt, lambda _: wrong) == Prefix()
+    assert load_prompt(engine.connector, prompt, lambda _: wrong) == Prefix()
     assert engine.connector.stats().load_errors == {"LayoutMismatchError": 1}
 
 
@@ -264,7 +265,7 @@ def test_chunks_that_go_between_lookup_and_get_are_lost_not_hit(connect: Connect
         client.delete(keys=client.keys(prompt)[1:])
         return engine.make_room(spans)
 
-    prefix = engine.connector.load_chunks(prompt, forgetting)
+    prefix = load_prompt(engine.connector, prompt, forgetting)
     assert prefix == Prefix(16, 16, {"cpu": 16})
     assert engine.holds(prompt, prefix)
     stats = engine.connector.stats()
@@ -276,7 +277,7 @@ def test_chunks_the_server_has_no_room_for_are_refused_not_errors(
 ) -> None:
     server = make_server("--cpu", "4MiB", "--tiers", "cpu")
     options = ClientOptions(chunk_tokens=64, deadline_ms=1000)
-    connector = PlainConnector(server.connect(representation=MEDIUM, options=options))
+    connector = Connector(server.connect(representation=MEDIUM, options=options))
     held, other = tokens(12, 10 * 64), tokens(13, 20 * 64)
     stored = connector.store_chunks(held, lambda span: tensors_for(held, span, MEDIUM))
     with connector.client.lease(keys=connector.client.keys(held)) as lease:
@@ -290,7 +291,7 @@ def test_chunks_the_server_has_no_room_for_are_refused_not_errors(
 def test_a_row_of_failures_is_logged_once_until_the_store_works_again(
     server: LocalServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = Engine(PlainConnector(server.connect()))
+    engine = Engine(Connector(server.connect()))
 
     def broken(span: Span) -> LayerTensors:
         raise BrokenError("no tensors")
@@ -353,7 +354,7 @@ def test_threads_lose_no_count(connect: Connect) -> None:
 
     def work(_: int) -> None:
         out = [empty_tensors(KVLayout.of(SMALL, CHUNK_TOKENS)) for _ in range(2)]
-        engine.connector.load_chunks(prompt, lambda _: out)
+        load_prompt(engine.connector, prompt, lambda _: out)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(40)))
@@ -385,7 +386,7 @@ def test_what_is_sooner_computed_than_loaded_is_not_loaded(
     connect().store(prompt)
     for slot in server.node.store.tiers.slots.values():
         slot.round_trip_s = 1e-3
-    engine = Engine(PlainConnector(server.connect(), prefill=PrefillModel(1e-6, token_s)))
+    engine = Engine(Connector(server.connect(), prefill=PrefillModel(1e-6, token_s)))
     assert engine.load(prompt).stored_tokens == loaded * CHUNK_TOKENS
     stats = engine.connector.stats()
     assert (stats.slow_chunks, stats.lost_chunks) == (3 - loaded, 0)
@@ -394,7 +395,7 @@ def test_what_is_sooner_computed_than_loaded_is_not_loaded(
 def test_a_connector_is_not_given_lossy_copies(make_server: ServerMaker) -> None:
     with coarse_codec():
         server = make_server("--codec", "disk=coarse")
-        engine = Engine(PlainConnector(server.connect()))
+        engine = Engine(Connector(server.connect()))
         prompt = tokens(7, 3 * CHUNK_TOKENS)
         engine.store(prompt)
         store = server.node.store
