@@ -336,8 +336,7 @@ def whole_frame(
     received = assembler.take(part, data)
     if received is None:
         return None
-    frame = cast("Bytes | DirectFrame", received.frame)
-    return Arrival(received.chunk, received.tier, len(frame), frame)
+    return Arrival(received.chunk, received.tier, len(received.frame), received.frame)
 
 
 def whole_frames(parts: Iterable[Arrival], assembler: FrameAssembler) -> Iterator[Arrival]:
