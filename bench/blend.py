@@ -46,7 +46,7 @@ from bench.blend_quality import (
 from bench.blend_speed import LINKS_MB_PER_S, Stage, StageShape, Timing
 from bench.blend_stories import make_story
 from bench.report import Report
-from kvstore.client.blend.rope import rerotate
+from kvstore.client.blend.layer_pass import rerotate
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.engines.transformers.cache import as_argument
 

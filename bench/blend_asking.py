@@ -15,8 +15,7 @@ from bench.workload import connect, serving
 from kvstore.client import Client
 from kvstore.client.blend.engine import Blender
 from kvstore.client.blend.layer_pass import EngineAdapter
-from kvstore.client.blend.plan import Segment
-from kvstore.client.blend.segments import SegmentRange
+from kvstore.client.blend.plan import Segment, SegmentRange
 from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.segments import SegmentQuery
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Model

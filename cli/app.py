@@ -6,8 +6,9 @@ Heavy imports wait until a command needs them: gRPC and rich take longer than mo
 from __future__ import annotations
 
 import inspect
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from inspect import Parameter
@@ -41,7 +42,9 @@ CODES = {
     EXIT_USAGE: "wrong usage or configuration",
     EXIT_STORE: "the server answered with an error, or not at all",
 }
-DEFAULT_ADDRESS = "127.0.0.1:7420"
+DEFAULT_PORT = 7420
+DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
+_ADDRESS = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]\s:]+)(?::([0-9]{1,6}))?")
 DEADLINE_MS = 2000
 ANSWER_S = 0.5
 """What a server has to say that it is there, once it was late."""
@@ -110,14 +113,12 @@ def server_address() -> str:
     text = str((_given.get() or {}).get("address", DEFAULT_ADDRESS))
     if text.startswith("unix:") or "//" in text:
         return text
-    host, colon, port = text.rpartition(":")
-    if not colon or (text.startswith("[") and text.endswith("]")):
-        host, port = text, DEFAULT_ADDRESS.rpartition(":")[2]
-    if not (port.isascii() and port.isdecimal() and 0 < int(port) <= MAX_PORT):
-        raise InvalidRequestError("address", text, f"the port is a number, 1 to {MAX_PORT}")
-    if not host or " " in host or (":" in host and not host.startswith("[")):
-        raise InvalidRequestError("address", text, "write HOST, HOST:PORT or [IPV6]:PORT")
-    return f"{host}:{port}"
+    found = _ADDRESS.fullmatch(text)
+    port = int(found[2] or DEFAULT_PORT) if found else 0
+    if not found or not 0 < port <= MAX_PORT:
+        fix = f"write HOST, HOST:PORT or [IPV6]:PORT; the port is a number, 1 to {MAX_PORT}"
+        raise InvalidRequestError("address", text, fix)
+    return f"{found[1]}:{port}"
 
 
 def given_access() -> Access:
@@ -180,9 +181,15 @@ def number(text: str, least: int | None = None, most: int | None = None) -> Any:
     return Option(metavar="N", help=text, min=least, max=most)
 
 
-def file(text: str) -> Any:
+def path(text: str) -> Any:
     """Return an option that is a file."""
     return Option(metavar="FILE", help=text)
+
+
+def chosen(text: str, names: Sequence[str]) -> Any:
+    """Return an option that is some of *names*, with commas between them."""
+    text = f"{text}: {', '.join(names)}, with commas."
+    return Option(metavar="NAMES", help=text, autocompletion=completes(*names))
 
 
 def size(text: str, *flags: str) -> Any:
@@ -221,17 +228,20 @@ def confirm(question: str) -> None:
 # --- commands
 
 SECTIONS = ("Look", "Change", "Measure", "Administer", "Commands")
-REMOVED = {"top": "use kvstore status --watch"}
+REMOVED = {"top": "kvstore status --watch", "explain --spaces": "kvstore ls --spaces"}
+"""Commands and options that are gone, and what to type instead."""
 
 
 class Commands(TyperGroup):
     """Lists commands by section, and names what replaces those that were removed."""
 
     @override
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in REMOVED and not ctx.resilient_parsing:
-            fail(f"{cmd_name}: there is no such command any more; {REMOVED[cmd_name]}", EXIT_USAGE)
-        return super().get_command(ctx, cmd_name)
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        for old, new in REMOVED.items():
+            name, *flags = old.split()
+            if args[0] == name and set(flags) <= set(args) and not ctx.resilient_parsing:
+                fail(f"{old} was removed: use {new}", EXIT_USAGE)
+        return super().resolve_command(ctx, args)
 
     @override
     def format_commands(self, ctx: Any, formatter: Any) -> None:

@@ -12,15 +12,16 @@ from typer import Argument, Option
 
 from kvstore.cli.app import (
     EXIT_NOT_HELD,
-    TIER_NAMES,
     AsJson,
+    TierName,
     Yes,
     call,
+    chosen,
     command,
-    completes,
     confirm,
     fail,
     group,
+    path,
     size,
 )
 from kvstore.cli.output import Grid, as_dict, readable_size, show
@@ -36,9 +37,7 @@ group("quota", "Administer", "What tenants use, and their limits.")
 group("audit", "Administer", "The audit log.")
 
 KeyFile = Annotated[Path, Argument(metavar="FILE", help="The file of keys.")]
-NewFile = Annotated[
-    Path, Argument(metavar="FILE", help="The file of keys; made if it is not there.")
-]
+NewFile = Annotated[Path, Argument(metavar="FILE", help="File of keys; made if missing.")]
 
 
 def _print_rows(headings: Sequence[str], rows: Iterable[Sequence[str]], as_json: bool) -> None:
@@ -64,16 +63,8 @@ def _day(made_s: int) -> str:
 def token_make(
     file: NewFile,
     tenant: Annotated[str, Option(help="Tenant of the key.")],
-    roles: Annotated[
-        str,
-        Option(
-            help="Some of read, write, admin and peer, with commas.",
-            autocompletion=completes("read", "write", "admin", "peer"),
-        ),
-    ] = "read,write",
-    out: Annotated[
-        Path | None, Option(metavar="FILE", help="Write the key there, for this user alone.")
-    ] = None,
+    roles: Annotated[str, chosen("Roles", ("read", "write", "admin", "peer"))] = "read,write",
+    out: Annotated[Path | None, path("Write the key to this new file, for you alone.")] = None,
 ) -> None:
     """Create an API key and print it.
 
@@ -200,28 +191,21 @@ def quota_show(
 def quota_set(  # noqa: PLR0913 - each is an option
     address: str,
     tenant: Annotated[str, Argument(help="Tenant whose limits change.")],
-    quota_bytes: Annotated[int | None, size("Capacity of each tier.", "--size")] = None,
-    guaranteed_bytes: Annotated[
-        int | None, size("Guaranteed minimum of each tier.", "--guaranteed")
-    ] = None,
-    tier: Annotated[
-        str,
-        Option(help="Change the limits of this tier only.", autocompletion=completes(*TIER_NAMES)),
-    ] = "",
+    quota: Annotated[int | None, size("Capacity of each tier.", "--size")] = None,
+    guaranteed: Annotated[int | None, size("Guaranteed minimum of each tier.")] = None,
+    tier: Annotated[TierName | None, Option(help="Limits of this tier only.")] = None,
     chunks: Annotated[int | None, Option(min=0, help="Chunks on each tier; 0: no limit.")] = None,
-    requests_per_s: Annotated[
-        int | None, Option("--rate", min=0, help="Requests a second.")
-    ] = None,
+    rate: Annotated[int | None, Option(min=0, help="Requests a second.")] = None,
     leases: Annotated[int | None, Option(min=0, help="Leases at once.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Change a tenant's limits until the server restarts; needs the role admin."""
     given = {
-        "quota_bytes": quota_bytes, "guaranteed_bytes": guaranteed_bytes, "chunks": chunks,
-        "requests_per_s": requests_per_s, "leases": leases,
+        "quota_bytes": quota, "guaranteed_bytes": guaranteed, "chunks": chunks,
+        "requests_per_s": rate, "leases": leases, "tier": tier,
     }  # fmt: skip
     fields = {name: value for name, value in given.items() if value is not None}
-    _show_quotas(call(address, "SetQuota", tenant=tenant, tier=tier, **fields), as_json)
+    _show_quotas(call(address, "SetQuota", tenant=tenant, **fields), as_json)
 
 
 def _show_quotas(reply: Any, as_json: bool) -> None:
@@ -246,7 +230,7 @@ def _show_quotas(reply: Any, as_json: bool) -> None:
 def audit_verify(
     file: Annotated[Path, Argument(metavar="FILE", help="The log that --audit-log names.")],
     last: Annotated[
-        str | None, Option(metavar="HASH", help="Hash noted before, which must be in the log.")
+        str | None, Option(metavar="HASH", help="Hash that must be in the log.")
     ] = None,
 ) -> None:
     """Verify the chain of a log through all its files; exits with 1 where it is broken.

@@ -67,13 +67,8 @@ _DURATION = re.compile(r"([0-9]{1,9})(ms|s|min|m|h|d)")
 _UNIT_MS = {"ms": 1, "s": 1000, "m": 60_000, "min": 60_000, "h": 3_600_000, "d": DAY_MS}
 
 Key = Annotated[str, Argument(metavar="KEY", help="Key or digest; a unique prefix is enough.")]
-Keys = Annotated[
-    list[str] | None,
-    Argument(metavar="[KEY]...", help="Keys or digests; unique prefixes are enough."),
-]
-Prefix = Annotated[
-    str, Option(metavar="HEX", help="Instead of keys: all chunks with this prefix of a digest.")
-]
+Keys = Annotated[list[str] | None, Argument(metavar="[KEY]...", help="Keys or their prefixes.")]
+Prefix = Annotated[str, Option(metavar="HEX", help="All chunks with this digest prefix.")]
 
 
 # --- ls
@@ -90,16 +85,12 @@ class Page(NamedTuple):
 @command("ls", example="kvstore ls --limit 20", section="Look")
 def ls(  # noqa: PLR0913 - each is an option
     address: str,
-    prefix: Annotated[
-        str, Argument(metavar="[PREFIX]", help="Only chunks with this prefix of the digest (hex).")
-    ] = "",
+    prefix: Annotated[str, Argument(metavar="[PREFIX]", help="First digits of the digests.")] = "",
     namespace: Namespace = "",
     model: ModelFile = None,
     tenant: Tenant = "",
     limit: Annotated[int, number("Chunks of a page.", 1, MAX_LISTED)] = 100,
-    after: Annotated[
-        str, Option(metavar="HEX", help="Continue after this digest, the last of a page.")
-    ] = "",
+    after: Annotated[str, Option(metavar="HEX", help="Continue after this digest.")] = "",
     spaces: Annotated[bool, Option("--spaces", help="List the namespaces only.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -257,10 +248,7 @@ def _stat_text(data: dict[str, Any], chunk: ChunkStat) -> Iterator[str | Grid]:
 def get(
     address: str,
     name: Key,
-    out: Annotated[
-        Path,
-        Option("--out", "-o", metavar="FILE", help="New NAME.safetensors or NAME.frame."),
-    ],
+    out: Annotated[Path, Option("--out", "-o", metavar="FILE", help="New .safetensors or .frame.")],
     namespace: Namespace = "",
     tenant: Tenant = "",
     lossy: Annotated[bool, Option("--lossy", help="Accept a lossy copy too.")] = False,
@@ -297,9 +285,7 @@ def put(
     files: Annotated[list[Path], Argument(metavar="FILE...", help="Files that kvstore get wrote.")],
     model: ModelFile = None,
     tenant: Tenant = "",
-    durable: Annotated[
-        bool, Option("--durable", help="Return once they would survive a power cut.")
-    ] = False,
+    durable: Annotated[bool, Option("--durable", help="Wait until they are on disk.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Store the chunks in files, under the digests they had; exits with 1 unless all are stored.
@@ -362,9 +348,7 @@ def pin(  # noqa: PLR0913 - each is an option
     prefix: Prefix = "",
     namespace: Namespace = "",
     tenant: Tenant = "",
-    duration: Annotated[
-        str, Option("--for", metavar="TIME", help="30s, 10min, 2h; at most 24h.")
-    ] = "1h",
+    duration: Annotated[str, Option("--for", metavar="TIME", help="30s, 2h; at most 24h.")] = "1h",
     as_json: AsJson = False,
 ) -> None:
     """Keep chunks from eviction for a time; exits with 1 unless all are there.
@@ -472,20 +456,17 @@ def clear(  # noqa: PLR0913 - each is an option
     address: str,
     namespace: Namespace = "",
     model: ModelFile = None,
-    tenant: Annotated[
-        str, Option(metavar="NAME", help="All chunks of a tenant; of another's for admins.")
-    ] = "",
+    tenant: Annotated[str, Option(metavar="NAME", help="All chunks of a tenant.")] = "",
     tier: Annotated[TierName | None, Option(help="Only the copies on this tier.")] = None,
-    everything: Annotated[
-        bool, Option("--all", help="Chunks of every tenant; for admins.")
-    ] = False,
+    everything: Annotated[bool, Option("--all", help="Chunks of all tenants (admins).")] = False,
     yes: Yes = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Only count what would be deleted.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete the chunks of a namespace, a tenant, a tier or all, but those in use or pinned.
 
-    --tier alone takes your tenant's copies on it. Asks before it deletes, unless --yes.
+    --tier alone takes your tenant's copies on it; --tenant of another is for admins. Asks before
+    it deletes, unless --yes.
     """
     scope = Scope(Selection(address, namespace, model), tenant, tier or "", everything)
     if not (yes or dry_run):

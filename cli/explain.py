@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from kvstore.cli.app import AsJson, ask, call, command, connected, file, number
+from kvstore.cli.app import AsJson, ask, call, command, connected, number, path
 from kvstore.cli.output import Grid, as_dict, show
 from kvstore.cli.selection import (
     DEADLINE_MS,
     DIGEST_DIGITS,
     KEY_DIGITS,
     ModelFile,
+    Namespace,
     Selection,
     check_digits,
     fetch_namespaces,
@@ -28,7 +30,6 @@ from kvstore.cli.selection import (
 from kvstore.proto.errors import InvalidRequestError
 
 if TYPE_CHECKING:  # help is to load none of the product
-    from kvstore.client.connection import Connection
     from kvstore.proto import kvstore_pb2 as pb
 
 _BOTH = f"{DIGEST_DIGITS} of a digest, {KEY_DIGITS} of a key"
@@ -38,39 +39,30 @@ _BOTH = f"{DIGEST_DIGITS} of a digest, {KEY_DIGITS} of a key"
 def explain(  # noqa: PLR0913 - each is an option
     address: str,
     model: ModelFile = None,
-    namespace: Annotated[
-        str | None,
-        Option(metavar="HEX", help="Namespace of the chunks, or a prefix; on the server's host."),
-    ] = None,
-    tokens: Annotated[Path | None, file("Token ids of a prompt.")] = None,
-    keys: Annotated[
-        list[str] | None,
-        Option(metavar="HEX", help="Key or digest, or a unique prefix; repeatable."),
-    ] = None,
+    namespace: Namespace = "",
+    tokens: Annotated[Path | None, path("Token ids of a prompt.")] = None,
+    keys: Annotated[list[str] | None, Option(metavar="HEX", help="Key, digest or prefix.")] = None,
     chunk_tokens: Annotated[int, number("Tokens of the engine's chunks.")] = 256,
     extra: Annotated[
-        list[str] | None,
-        Option(metavar="HEX", help="What else names the prompt, such as its salt."),
+        list[str] | None, Option(metavar="HEX", help="Cache salt or image hash.")
     ] = None,
     recent: Annotated[int, number("The last N misses, and the engines' counts.", 0)] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Explain why a prompt's chunks are hits or misses, or the latest misses."""
+    """Explain why a prompt's chunks are hits or misses, or the latest misses.
+
+    Without --model-representation it is answered on the server's host only.
+    """
     if (tokens is not None) + bool(keys) + bool(recent) != 1:
         raise InvalidRequestError("explain", "", "give one of --tokens, --keys and --recent")
-    if model is not None and namespace is not None:
-        fix = "give --namespace or --model-representation, not both"
-        raise InvalidRequestError("namespace", namespace, fix)
+    selection = Selection(address, namespace, model)
     if recent:
         reply = call(address, "Explain", DEADLINE_MS, recent=recent)
+    elif tokens is not None:
+        digests = _digests_of(tokens, chunk_tokens, extra or [])
+        reply = _explained(selection, _namespace_of(selection), digests)
     else:
-        selection = Selection(address, model=model)
-        space = b"" if namespace is None else _namespace_of(address, namespace)
-        if tokens is not None:
-            digests = _digests_of(tokens, chunk_tokens, extra or [])
-        else:
-            space, digests = _digests_named(selection, space, keys or [])
-        reply = _explain_chunks(selection, space, digests)
+        reply = _explained(selection, *_digests_named(selection, keys or []))
     show(_as_dict(address, reply), _text(reply), as_json)
 
 
@@ -102,12 +94,10 @@ def read_tokens(path: Path) -> list[int]:
         raise InvalidRequestError("tokens", str(path), f"only token ids: {error}") from None
 
 
-def _digests_named(
-    selection: Selection, space: bytes, names: Sequence[str]
-) -> tuple[bytes, list[bytes]]:
+def _digests_named(selection: Selection, names: Sequence[str]) -> tuple[bytes, list[bytes]]:
     """Return the namespace, if one is named, and the digests of the chunks called *names*."""
-    size = DIGEST_DIGITS // 2
-    place = Selection(selection.address, space.hex(), selection.model)
+    size, space = DIGEST_DIGITS // 2, _namespace_of(selection)
+    place = replace(selection, namespace=space.hex())
     keys = [_key_of(place, one) for one in names]
     spaces = {key[:-size] for key in keys if len(key) > size} | ({space} - {b""})
     if len(spaces) > 1:
@@ -128,46 +118,40 @@ def _key_of(selection: Selection, text: str) -> bytes:
     return found[1]
 
 
-def _namespace_of(address: str, text: str) -> bytes:
-    """Return the one namespace that begins with *text*; one that is written out may be unknown."""
-    digits = check_digits("namespace", text)
-    if len(digits) < DIGEST_DIGITS:
-        known = (one.key_namespace.hex() for one in fetch_namespaces(address))
+def _namespace_of(selection: Selection) -> bytes:
+    """Return the one namespace that is meant, if any; one that is written out may be unknown."""
+    digits = selection.namespace.lower()
+    if 0 < len(digits) < DIGEST_DIGITS:
+        known = (one.key_namespace.hex() for one in fetch_namespaces(selection.address))
         found = only_one("namespace", digits, known)
         if found is None:
             fix = "begins none that is known there; kvstore ls --spaces shows them"
-            raise InvalidRequestError("namespace", text, fix)
+            raise InvalidRequestError("namespace", digits, fix)
         digits = found
     return bytes.fromhex(digits)
 
 
-def _explain_chunks(
-    selection: Selection, space: bytes, digests: Sequence[bytes]
-) -> pb.ExplainResponse:
-    if selection.model is None and not space:
-        fix = "give --namespace or --model-representation, or keys of 64 digits"
-        raise InvalidRequestError("namespace", None, fix)
-    with ExitStack() as stack:
-        connection = stack.enter_context(connected(selection.address, DEADLINE_MS))
-        terms: dict[str, Any] = {"key_namespace": space}
-        if selection.model is not None:
-            session = open_session(connection, read_model(selection.model))
-            terms = {"session_id": stack.enter_context(session)}
-        return _explained(connection, digests, terms)
-
-
-def _explained(
-    connection: Connection, digests: Sequence[bytes], terms: dict[str, Any]
-) -> pb.ExplainResponse:
+def _explained(selection: Selection, space: bytes, digests: Sequence[bytes]) -> pb.ExplainResponse:
     """Return the reply about a long prompt of several requests: each knows of its own gap."""
     from kvstore.proto import kvstore_pb2 as pb
     from kvstore.proto.messages import MAX_EXPLAINED
 
+    if selection.model is None and not space:
+        fix = "give --namespace or --model-representation, or keys of 64 digits"
+        raise InvalidRequestError("namespace", None, fix)
+    model = None if selection.model is None else read_model(selection.model)
+    replies = []
+    with ExitStack() as stack:
+        connection = stack.enter_context(connected(selection.address, DEADLINE_MS))
+        terms: dict[str, Any] = {"key_namespace": space}
+        if model is not None:
+            terms = {"session_id": stack.enter_context(open_session(connection, model))}
+        for first in range(0, len(digests), MAX_EXPLAINED):
+            some = b"".join(digests[first : first + MAX_EXPLAINED])
+            replies.append(ask(connection, "Explain", DEADLINE_MS, digests=some, **terms))
     whole = pb.ExplainResponse()
     gap: int | None = None
-    for first in range(0, len(digests), MAX_EXPLAINED):
-        some = b"".join(digests[first : first + MAX_EXPLAINED])
-        reply = ask(connection, "Explain", DEADLINE_MS, digests=some, **terms)
+    for first, reply in zip(range(0, len(digests), MAX_EXPLAINED), replies, strict=True):
         for at, one in enumerate(reply.chunks, first):
             if one.state not in ("ready", "no_end", "behind"):
                 gap = at if gap is None else gap

@@ -6,16 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+from typer import Argument, Option
 
 from kvstore.cli import auth, bench, blend, chunks, config, doctor, explain, server, trace
-from kvstore.cli.app import (
-    EXIT_STORE,
-    EXIT_USAGE,
-    app,
-    command,
-    fail,
-)
+from kvstore.cli.app import EXIT_STORE, EXIT_USAGE, app, command, fail, number, path
 from kvstore.cli.demo import demo
 from kvstore.cli.simulate import report
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, ModelError, UnknownCodecError
@@ -43,33 +37,22 @@ def calibrate(  # noqa: PLR0913 - each is an option
     address: str,
     kind: Annotated[
         Literal["cachegen", "kvt", "kvqs", "gate"],
-        typer.Argument(help="Codec to make an asset for; or gate, of lossy copies."),
+        Argument(help="Codec to make an asset for; or gate, of lossy copies."),
     ],
     sources: Annotated[
         list[Path],
-        typer.Argument(help="Folder of a transformers model, or .npy and .safetensors KV dumps."),
+        Argument(help="Folder of a transformers model, or .npy and .safetensors KV dumps."),
     ],
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of assets to write into.")
-    ] = None,
-    text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Text for the model to read.")
-    ] = None,
-    representation: Annotated[
-        str | None, typer.Option(metavar="HEX", help="Model digest, for dumps.")
-    ] = None,
-    tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of the text to use.")] = 8192,
-    codec: Annotated[str, typer.Option(help="gate: the codec whose copies are compared.")] = "",
+    out: Annotated[Path | None, Option(metavar="DIR", help="Folder of assets.")] = None,
+    text: Annotated[Path | None, path("Text for the model to read.")] = None,
+    representation: Annotated[str | None, Option(metavar="HEX", help="Model of the dumps.")] = None,
+    tokens: Annotated[int, number("Tokens of the text to use.")] = 8192,
+    codec: Annotated[str, Option(help="gate: the codec whose copies are compared.")] = "",
     prompts: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help='gate: stored prompts, JSON lines: {"prompt": "..."} or {"tokens": [1, 2]}.',
-        ),
+        path('gate: stored prompts, JSON lines: {"prompt": "..."} or {"tokens": [1, 2]}.'),
     ] = None,
-    chunk_tokens: Annotated[
-        int, typer.Option(metavar="N", help="gate: tokens of the engine's chunks.")
-    ] = 256,
+    chunk_tokens: Annotated[int, number("gate: tokens of the engine's chunks.")] = 256,
 ) -> None:
     """Make a model's asset for a codec that needs one, or open the gate of a codec's lossy copies.
 
@@ -86,8 +69,8 @@ def calibrate(  # noqa: PLR0913 - each is an option
     if out is None:
         raise InvalidRequestError("out", None, "give --out DIR, to write the asset into")
     samples = samples_of(sources, text, representation, tokens)
-    path, asset = make_asset(AssetKind[kind], samples, out)
-    print(f"{path}: {path.stat().st_size} bytes, digest {asset.digest.hex()}")
+    made, asset = make_asset(AssetKind[kind], samples, out)
+    print(f"{made}: {made.stat().st_size} bytes, digest {asset.digest.hex()}")
 
 
 if __name__ == "__main__":

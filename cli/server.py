@@ -19,13 +19,14 @@ from kvstore.cli.app import (
     AsJson,
     ask,
     call,
+    chosen,
     command,
-    completes,
     connected,
     size,
 )
 from kvstore.cli.output import Grid, as_dict, open_console, readable_size, readable_time, show
-from kvstore.proto.errors import InvalidRequestError, PermissionDeniedError, printable
+from kvstore.cli.selection import Namespace, Selection
+from kvstore.proto.errors import PermissionDeniedError, printable
 
 if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.client.connection import Connection
@@ -93,12 +94,10 @@ def fetch_figures(address: str) -> ServerStatus:
 @command("status", example="kvstore status --json", section="Look", where=True)
 def status(
     address: str,
-    everything: Annotated[
-        bool, Option("--all", help="Every counter, quota and curve, not one screen.")
-    ] = False,
+    everything: Annotated[bool, Option("--all", help="Every counter, quota and curve.")] = False,
     watch: Annotated[bool, Option("--watch", help="Refresh until interrupted.")] = False,
     every_s: Annotated[
-        float, Option("--every", min=0.1, metavar="S", help="Seconds between two refreshes.")
+        float, Option("--every", min=0.1, metavar="S", help="Refresh interval.")
     ] = 2,
     as_json: AsJson = False,
 ) -> None:
@@ -265,20 +264,14 @@ def sessions(address: str, as_json: AsJson = False) -> None:
 @command("events", example="kvstore events --follow", section="Look")
 def events(
     address: str,
-    follow: Annotated[
-        bool, Option("--follow", help="Print changes from now on instead of what is stored.")
-    ] = False,
-    namespace: Annotated[
-        str,
-        Option(
-            metavar="HEX", help="Only this namespace; a prefix is enough. All of them: for admins."
-        ),
-    ] = "",
+    follow: Annotated[bool, Option("--follow", help="Print changes from now on.")] = False,
+    namespace: Namespace = "",
     as_json: Annotated[bool, Option("--json", help="Print a JSON object a line.")] = False,
 ) -> None:
     """Print the copies that a server's tiers have, or follow those that come and go.
 
     One line each: stored or removed, tier, key. Hints: a chunk may be gone when it is read.
+    Without --namespace for admins.
     """
     with suppress(KeyboardInterrupt):
         for event in _events(address, namespace, follow):
@@ -287,8 +280,6 @@ def events(
 
 
 def _events(address: str, namespace: str, follow: bool) -> Iterator[dict[str, Any]]:
-    from kvstore.cli.selection import Selection
-
     with ExitStack() as stack:
         if namespace:
             selection = Selection(address, namespace)
@@ -335,14 +326,7 @@ def _pages_of_all(connection: Connection) -> Iterator[EventPage]:
 )
 def scrub(
     address: str,
-    tiers: Annotated[
-        str,
-        Option(
-            metavar="NAMES",
-            help="Tiers, separated by commas; default: the server's.",
-            autocompletion=completes(*TIER_NAMES),
-        ),
-    ] = "",
+    tiers: Annotated[str, chosen("Tiers to verify, or the server's", TIER_NAMES)] = "",
     rate: Annotated[int, size("Bytes a second at most; 0: no limit.")] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -370,13 +354,11 @@ def _scrub_line(reply: pb.ScrubResponse) -> str:
 def drain(
     address: str,
     deadline_s: Annotated[
-        float, Option("--within", metavar="S", help="Timeout in seconds.")
+        float,
+        Option("--within", min=0.001, max=MAX_DRAIN_S, metavar="S", help="Seconds to wait for it."),
     ] = 20.0,
 ) -> None:
     """Stop accepting new work and save what only memory has; exits with 1 if not all was saved."""
-    if not 0 < deadline_s <= MAX_DRAIN_S:
-        fix = f"give more than 0, {MAX_DRAIN_S:g} s at most"
-        raise InvalidRequestError("within", deadline_s, fix)
     deadline_ms = max(1, round(deadline_s * 1000))
     if not call(address, "Drain", deadline_ms, deadline_ms=deadline_ms).clean:
         print("drained, but not all is saved: kvstore status says what the tiers hold")

@@ -18,7 +18,7 @@ from kvstore.cli.calibrate import connect, load_model, read_lines, read_text
 from kvstore.client import Client
 from kvstore.client.blend.engine import Blender
 from kvstore.client.blend.gate import SHADOW_TOKENS, GuardedBlender, GuardedResult
-from kvstore.client.blend.segments import SegmentRange
+from kvstore.client.blend.plan import SegmentRange
 from kvstore.client.blend.selectors import check_selector
 from kvstore.client.blend.store import store_prefill
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter

@@ -12,7 +12,7 @@ from weakref import finalize, ref
 from kvstore.client import chunk_reads, segments
 from kvstore.client.access import check_address
 from kvstore.client.batch_plans import plan_batch
-from kvstore.client.blend.segments import NamedSegment, SegmentRange, name_segments
+from kvstore.client.blend.plan import NamedSegment, SegmentRange, name_segments
 from kvstore.client.chunk import Chunk, PlannedChunk, Shard, check_keys
 from kvstore.client.chunk_puts import put_by_layers, put_whole
 from kvstore.client.chunk_reads import ChunkRequest

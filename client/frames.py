@@ -14,7 +14,7 @@ import numpy as np
 from xxhash import xxh3_64
 
 from kvstore.codecs.base import AnyPart, AnyTensors, ChunkTensors, check_room, each_wanted
-from kvstore.codecs.raw import RawCodec
+from kvstore.codecs.raw import RawCodec, flat_parts
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, copy_bytes, copy_summed, read_summed
 from kvstore.proto.errors import (
@@ -134,16 +134,9 @@ def _raw_layers(header: FrameHeader, out: AnyTensors) -> list[_RawLayer]:
     starts = header.segments["offset"].tolist()
     sizes = header.segments["stored_bytes"].tolist()
     return [
-        _RawLayer(index, starts[index], sizes[index], parts, _flat(parts))
+        _RawLayer(index, starts[index], sizes[index], parts, flat_parts(parts))
         for index, _, parts in each_wanted(header.layout, out)
     ]
-
-
-def _flat(parts: Sequence[AnyPart]) -> list[Bytes] | None:
-    arrays = [part for part in parts if isinstance(part, np.ndarray) and part.flags.c_contiguous]
-    if len(arrays) < len(parts):
-        return None
-    return [array.reshape(-1).view(np.uint8) for array in arrays]
 
 
 # --- in parts

@@ -9,7 +9,7 @@ from itertools import takewhile
 from types import TracebackType
 
 from kvstore.client.batches import batches
-from kvstore.client.blend.segments import (
+from kvstore.client.blend.plan import (
     NamedChunk,
     NamedSegment,
     resolution_from_message,

@@ -19,9 +19,13 @@ _KINDS = {
     "attention": LayerKind.attention,
     "sliding_attention": LayerKind.window,
 }
+_STATES = ("linear_attention", "mamba", "conv", "hybrid", "recurrent")
+"""Types of layers that keep a state, alone or beside their attention."""
+_NOTHING = ("mlp", "moe")
+"""Types of layers that keep nothing."""
 _UNKNOWN = (
-    "is_encoder_decoder", "cross_attention_layers", "attention_chunk_size", "layers_block_type",
-    "num_kv_shared_layers", "kv_lora_rank",
+    "is_encoder_decoder", "cross_attention_layers", "attention_chunk_size",
+    "num_kv_shared_layers", "index_topk",
 )  # fmt: skip
 """Settings of models whose caches these fields do not describe."""
 
@@ -72,8 +76,10 @@ def head_dim(config: Any) -> int:
 def model_of(config: Any, revision: str, dtype: str = "") -> Model:
     """Return the Model of *config*, whose layers keep K and V of all tokens or of a window.
 
+    Or one latent of MLA, as paged engines do: (1, tokens, kv_lora_rank + qk_rope_head_dim).
     *revision* names the weights, and with them the tokenizer. *dtype* is that of the KV, that of
-    the weights unless given. Raises ModelError for what the config leaves out or does not tell.
+    the weights unless given. Raises ModelError for what the config leaves out or does not tell,
+    such as the size of states.
     """
     get_text = getattr(config, "get_text_config", None)
     name = str(getattr(config, "name_or_path", "") or getattr(config, "model_type", ""))
@@ -88,28 +94,52 @@ def model_of(config: Any, revision: str, dtype: str = "") -> Model:
 
 
 def _groups(config: Any, dtype: DType) -> tuple[LayerGroup, ...]:
+    ids = _layers_by_kind(config)
     try:
-        layers = int(config.num_hidden_layers)
         heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
         dim = head_dim(config)
+        if latent := int(getattr(config, "kv_lora_rank", None) or 0):
+            ids = {LayerKind.mla: ids.pop(LayerKind.attention, []), **ids}
+            heads, dim = 1, latent + int(config.qk_rope_head_dim)
     except (AttributeError, TypeError, ZeroDivisionError) as error:
-        raise ModelError("config", type(config).__name__, f"states no layers: {error}") from None
+        raise ModelError("config", type(config).__name__, f"states no heads: {error}") from None
+    if latent and LayerKind.window in ids:
+        fix = "latents of a window are not stored: state the layer groups by Model(...)"
+        raise ModelError("kv_lora_rank", latent, fix)
     window = _window(config)
+    return tuple(
+        LayerGroup(kind, dtype, tuple(some), heads, dim, window * (kind is LayerKind.window))
+        for kind, some in sorted(ids.items())
+    )
+
+
+def _layers_by_kind(config: Any) -> dict[LayerKind, list[int]]:
+    """Return the numbers of the layers by what they keep. Raises ModelError."""
+    try:
+        layers = int(config.num_hidden_layers)
+    except (AttributeError, TypeError) as error:
+        raise ModelError("config", type(config).__name__, f"states no layers: {error}") from None
     types: Sequence[str] = (
         getattr(config, "layer_types", None)
-        or ["sliding_attention" if window else "full_attention"] * layers
+        or getattr(config, "layers_block_type", None)
+        or ["sliding_attention" if _window(config) else "full_attention"] * layers
     )
-    unknown = sorted(set(types) - _KINDS.keys())
+    states = [layer for layer, kind in enumerate(types) if kind in _STATES]
+    if states:
+        fix = (
+            f"no config says how many bytes the states of layers {states} take: state them by "
+            "Model(...), or use representation_of(model, tokenizer) of the transformers connector"
+        )
+        raise ModelError("layer_types", types[states[0]], fix)
+    unknown = sorted(set(types) - _KINDS.keys() - set(_NOTHING))
     if unknown or len(types) != layers:
         fix = "state the layer groups of this model by Model(...)"
         raise ModelError("layer_types", unknown or len(types), fix)
     ids: dict[LayerKind, list[int]] = {}
     for layer, kind in enumerate(types):
-        ids.setdefault(_KINDS[kind], []).append(layer)
-    return tuple(
-        LayerGroup(kind, dtype, tuple(some), heads, dim, window * (kind is LayerKind.window))
-        for kind, some in sorted(ids.items())
-    )
+        if kind in _KINDS:
+            ids.setdefault(_KINDS[kind], []).append(layer)
+    return ids
 
 
 def _window(config: Any) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 from prompts import tensors_of, tokens
 
 from kvstore.client import Chunk, Client
-from kvstore.client.blend.segments import NamedSegment, SegmentRange
+from kvstore.client.blend.plan import NamedSegment, SegmentRange
 from kvstore.client.segments import SegmentMatch, SegmentQuery
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
-from kvstore.cli.app import AsJson, command, completes, file, number
+from kvstore.cli.app import AsJson, command, completes, number, path
 from kvstore.cli.output import Grid, followed, show
 from kvstore.proto.errors import InvalidRequestError
 
@@ -53,7 +53,7 @@ def simulate(  # noqa: PLR0913 - each is an option
         Literal["start", "half"], Option("--from", help="Where hits begin to count.")
     ] = "start",
     as_json: AsJson = False,
-    plot: Annotated[Path | None, file("Draw hits by capacity: .svg.")] = None,
+    plot: Annotated[Path | None, path("Draw hits by capacity: .svg.")] = None,
 ) -> None:
     """Replay a trace on policies and capacities, and print what each would have hit."""
     from kvstore.cli.simulate.blocks import Terms

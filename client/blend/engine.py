@@ -294,7 +294,7 @@ class Blender:
     def _computed(self, plan: BlendPlan, logits_from: int) -> BlendResult:
         """Compute the whole prompt."""
         work = LayerPass(plan, torch.arange(len(plan.tokens)), logits_from)
-        logits = work.run(self.adapter, _nothing_stored)
+        logits = work.run(self.adapter, dict[int, LayerKV]().__getitem__)  # nothing is stored
         report = BlendReport(work.selected[:0], tuple(work.row_counts))
         return BlendResult(logits, tuple(work.kv), is_blended=False, report=report)
 
@@ -390,7 +390,3 @@ def _whole(tokens: Sequence[int]) -> BlendPlan:
 def _padded(result: BlendResult, count: int) -> list[LayerKV]:
     """Return copies of the KV of *result* with space for *count* more tokens."""
     return [(pad(k, (0, 0, 0, count)), pad(v, (0, 0, 0, count))) for k, v in result.kv]
-
-
-def _nothing_stored(layer: int) -> LayerKV:
-    raise LookupError(f"layer {layer}: nothing is stored of a prompt that is computed whole")

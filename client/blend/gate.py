@@ -13,8 +13,7 @@ from torch import Tensor
 from kvstore.client.blend.cost import BlendPlanner, Decision, Speed
 from kvstore.client.blend.engine import Blender, BlendResult
 from kvstore.client.blend.layer_pass import LayerKV
-from kvstore.client.blend.plan import BlendPlan
-from kvstore.client.blend.segments import SegmentRange
+from kvstore.client.blend.plan import BlendPlan, SegmentRange
 from kvstore.client.blend.store import StoreSource
 from kvstore.client.client import Client
 from kvstore.client.levels import LinkMeter
@@ -54,6 +53,12 @@ class ShadowEval:
     tokens: int
     agreement_of_all: float
     clear_tokens: int
+
+    def message(self) -> pb.ShadowResult:
+        """Return what is reported of it."""
+        return pb.ShadowResult(
+            divergence=self.divergence, agreement=self.agreement, tokens=self.tokens
+        )
 
 
 def compare(full: Tensor, blended: Tensor) -> ShadowEval:
@@ -189,10 +194,7 @@ class GuardedBlender:
                 report = _report(plan, source, result, full)
             report.tag = self._terms.tag
             if shadow is not None:
-                found = pb.ShadowResult(
-                    divergence=shadow.divergence, agreement=shadow.agreement, tokens=shadow.tokens
-                )
-                report.shadow.CopyFrom(found)
+                report.shadow.CopyFrom(shadow.message())
             try:
                 return replace(answer, shadow=shadow, gate=self._client.report_reuse(report))
             except KVStoreError as error:
@@ -278,7 +280,7 @@ def _report(
     levels = _levels(done.attention)
     is_selected = np.zeros(len(plan.tokens), bool)
     is_selected[done.selected.cpu().numpy()] = True
-    for chunk in source.approximate_chunks():
+    for chunk in (one for one in source.chunks() if not one.is_exact):
         span = slice(chunk.asked.start, chunk.asked.stop)
         report.chunks.add(
             digest=chunk.best.digest,

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -15,8 +14,7 @@ from torch import Tensor
 
 from kvstore.client.blend.engine import Blender, BlendResult
 from kvstore.client.blend.layer_pass import EngineAdapter, LayerKV, RowRun, positions_of
-from kvstore.client.blend.plan import BlendPlan, Origin, Segment
-from kvstore.client.blend.segments import NamedChunk, SegmentRange
+from kvstore.client.blend.plan import BlendPlan, NamedChunk, Origin, Segment, SegmentRange
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client
 from kvstore.client.decode import Layer
@@ -75,18 +73,16 @@ class StoreSource:
     @property
     def loaded_bytes(self) -> int:
         """What the segments of the plan take in the store, but for rows that were left out."""
-        found = 0
-        for chunk in self._all_chunks():
-            tokens = chunk.asked.tokens
-            found += chunk.best.size_bytes * (tokens - len(self._unwanted(chunk))) // tokens
-        return found
+        return sum(
+            one.best.size_bytes * (one.asked.tokens - len(self._unwanted(one))) // one.asked.tokens
+            for one in self.chunks()
+        )
 
     @property
     def token_bytes(self) -> float:
         """What a token of the plan's segments takes in the store, all layers; 0 without one."""
-        tokens = sum(chunk.asked.tokens for chunk in self._all_chunks())
-        size = sum(chunk.best.size_bytes for chunk in self._all_chunks())
-        return size / tokens if tokens else 0.0
+        tokens = sum(chunk.asked.tokens for chunk in self.chunks())
+        return sum(chunk.best.size_bytes for chunk in self.chunks()) / max(1, tokens)
 
     @property
     def can_skip_rows(self) -> bool:
@@ -97,9 +93,9 @@ class StoreSource:
         raw = 2 * len(self._layer_ids) * self._heads * self._head_dim * self._dtype.itemsize
         return not self._resolved.found.is_shadow and self.token_bytes >= raw
 
-    def approximate_chunks(self) -> Iterator[FoundChunk]:
-        """Yield the chunks in the plan that come from other prompts."""
-        return (chunk for chunk in self._all_chunks() if not chunk.is_exact)
+    def chunks(self) -> Iterator[FoundChunk]:
+        """Yield the chunks in the plan."""
+        return (chunk for chunks in self._chunks.values() for chunk in chunks)
 
     def stored(self, index: int) -> Sequence[LayerKV]:
         """Return all layers of a segment of the plan as they were stored; to be read to the end."""
@@ -149,12 +145,9 @@ class StoreSource:
             for chunk in run:
                 span = slice(chunk.asked.start - start, chunk.asked.stop - start)
                 out.append([[(k[:, span], v[:, span]) for k, v in layers]])
-        chunks = list(self._all_chunks())
+        chunks = list(self.chunks())
         skipped = SkippedRows.of({at: self._unwanted(one) for at, one in enumerate(chunks)})
         return self._resolved.layers(chunks, out, skipped if len(skipped) else None)
-
-    def _all_chunks(self) -> Iterator[FoundChunk]:
-        return (chunk for chunks in self._chunks.values() for chunk in chunks)
 
     def _unwanted(self, chunk: FoundChunk) -> list[int]:
         """Return the rows of a chunk, from its first on, that are left out."""
@@ -187,12 +180,7 @@ class StoreSource:
     def __enter__(self) -> StoreSource:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

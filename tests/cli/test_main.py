@@ -178,10 +178,19 @@ def test_config_show_prints_yaml_with_origins(kvstore: Kvstore) -> None:
     assert "codec: raw,redis=zplane  # default" in run.out
 
 
-def test_a_command_that_was_removed_names_its_successor(kvstore: Kvstore) -> None:
-    run = kvstore("top", "--once")
+@pytest.mark.parametrize(
+    ("argv", "fix"),
+    [
+        (("top", "--once"), "use kvstore status --watch"),
+        (("explain", "--json", "--spaces"), "use kvstore ls --spaces"),
+    ],
+)
+def test_what_was_removed_names_its_successor(
+    kvstore: Kvstore, argv: tuple[str, ...], fix: str
+) -> None:
+    run = kvstore(*argv)
     assert (run.status, is_one_sentence(run.err)) == (2, True)
-    assert "use kvstore status --watch" in run.err
+    assert fix in run.err
 
 
 def test_what_config_show_prints_is_read_back_as_the_same_settings(

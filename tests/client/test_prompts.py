@@ -419,6 +419,26 @@ def test_a_model_is_read_out_of_a_config() -> None:
     ]  # fmt: skip
 
 
+def test_a_model_with_latents_keeps_one_for_each_token() -> None:
+    config: Any = Config()
+    config.kv_lora_rank, config.qk_rope_head_dim = 512, 64
+    config.layer_types = ["full_attention", "mlp"] * 2
+    assert Model.from_hf(config, revision="8f2c1d4").layer_groups == (
+        LayerGroup(LayerKind.mla, DType.bfloat16, (0, 2), 1, 576),
+    )
+
+
+@pytest.mark.parametrize("field", ["layer_types", "layers_block_type"])
+@pytest.mark.parametrize("kind", ["linear_attention", "mamba", "hybrid", "conv"])
+def test_layers_with_states_are_refused_with_what_a_config_does_not_say(
+    field: str, kind: str
+) -> None:
+    config: Any = Config()
+    setattr(config, field, ["full_attention", kind] * 2)
+    with pytest.raises(ModelError, match=rf"{kind}.*bytes the states of layers \[1, 3\]"):
+        Model.from_hf(config, revision="8f2c1d4")
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -21,7 +21,7 @@ from local_server import LocalServer
 from prompts import tokens
 
 from kvstore.client import Client
-from kvstore.client.blend.segments import (
+from kvstore.client.blend.plan import (
     SegmentRange,
     resolution_from_message,
     segments_to_messages,

@@ -21,7 +21,7 @@ from vllm_stand_ins import FullAttentionSpec, cache_config, engine_config
 
 from kvstore.client.blend.engine import Blender
 from kvstore.client.blend.gate import GuardedBlender
-from kvstore.client.blend.segments import SegmentRange
+from kvstore.client.blend.plan import SegmentRange
 from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.engines.sglang.pages import PageSettings, PageStore, RankInfo, WeightsEpoch
 from kvstore.client.engines.transformers import TransformersConnector, representation_of

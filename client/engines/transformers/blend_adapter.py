@@ -20,9 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, PreTrainedModel
 
 from kvstore.client.blend.engine import BlendResult
-from kvstore.client.blend.layer_pass import LayerKV, RowRun, positions_of, reads
+from kvstore.client.blend.layer_pass import LayerKV, RopeSpec, RowRun, positions_of, reads
 from kvstore.client.blend.plan import Origin
-from kvstore.client.blend.rope import RopeSpec
 from kvstore.client.engines.transformers.identity import (
     MODEL_TYPES,
     WeightsWatch,
@@ -174,11 +173,9 @@ class BlendedCache(DynamicCache):
 
 
 def _check(model: PreTrainedModel, adapter_digest: str) -> None:
-    kind = model.config.model_type
-    if kind not in MODEL_TYPES or not hasattr(model, "lm_head"):
-        known = ", ".join(MODEL_TYPES)
-        name = type(model).__name__
-        raise ModelError("model", name, f"give a causal language model of {known}")
+    if model.config.model_type not in MODEL_TYPES or not hasattr(model, "lm_head"):
+        fix = f"give a causal language model of {', '.join(MODEL_TYPES)}"
+        raise ModelError("model", type(model).__name__, fix)
     check_adapter(model, adapter_digest)
     check_device(model)
 
@@ -188,20 +185,13 @@ def _rotation(model: Any, origin: Origin, head_dim: int) -> RopeSpec:
     named = RopeSpec.of(origin.rope, head_dim)
     table = model.model.rotary_emb
     own = RopeSpec(tuple(table.inv_freq.float().tolist()), float(table.attention_scaling))
-    if named is None or not _alike(own, named):
-        raise ModelError(
-            "rope",
-            origin.rope,
-            "the model's tables are others: load it with dtype=, do not cast it",
-        )
+    numbers = [] if named is None else [*named.frequencies, named.gain]
+    pairs = list(zip([*own.frequencies, own.gain], numbers, strict=False))
+    is_same = len(numbers) == len(own.frequencies) + 1
+    if not is_same or not all(math.isclose(a, b, rel_tol=_TABLE_TOLERANCE) for a, b in pairs):
+        fix = "the model's tables are others: load it with dtype=, do not cast it"
+        raise ModelError("rope", origin.rope, fix)
     return own
-
-
-def _alike(own: RopeSpec, named: RopeSpec) -> bool:
-    pairs = zip((*own.frequencies, own.gain), (*named.frequencies, named.gain), strict=False)
-    return own.width == named.width and all(
-        math.isclose(a, b, rel_tol=_TABLE_TOLERANCE) for a, b in pairs
-    )
 
 
 def _window(config: Any, attention: Any) -> int | None:

@@ -12,10 +12,11 @@ import copy
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,7 @@ from kvstore.client.engines.transformers.identity import (
 from kvstore.client.engines.transformers.measures import FirstToken, comparison, noting_attention
 from kvstore.client.engines.transformers.overlap import Beside, LayerLoad, Link, is_compiled
 from kvstore.client.engines.transformers.requests import (
+    PASSED,
     checked_deadline,
     inputs_of,
     prompt_of,
@@ -108,6 +110,10 @@ class _Call(NamedTuple):
     weights: WeightsChange
     allowed: Allowed
     """The copies that are read."""
+    settings: Any = None
+    """A GenerationConfig."""
+    passed: Mapping[str, Any] = MappingProxyType({})
+    """Other arguments of ``model.generate``."""
     deadline_ms: int = 0
     """Of the first token, from ``began_s`` on; 0: none."""
     began_s: float = 0.0
@@ -431,11 +437,12 @@ class TransformersConnector(Connector):
         *input_ids*: (prompts, tokens), as a tensor, as lists or as the tokenizer returned them;
         where several prompts differ in length, padded on the left, with *attention_mask* 0 there.
         *config* is the model's own when None, with *settings* as ``model.generate`` takes them
-        (``max_new_tokens=8``); it keeps one sequence a prompt in a dynamic or static cache, or
-        InvalidRequestError is raised. A prompt is stored to its last token, so that asking again
-        hits all of it, and so is what was generated, but for the last token. Models with windows
-        or states are stored, and hit, in whole chunks. *accuracy* and *deadline_ms*, to the first
-        token of each prompt, are of this call alone: see ``TransformersConnector``.
+        (``max_new_tokens=8``, ``streamer=...``); it keeps one sequence a prompt in a dynamic or
+        static cache, or InvalidRequestError is raised. A prompt is stored to its last token, so
+        that asking again hits all of it, and so is what was generated, but for the last token.
+        Models with windows or states are stored, and hit, in whole chunks. *accuracy* and
+        *deadline_ms*, to the first token of each prompt, are of this call alone: see
+        ``TransformersConnector``.
         """
         began_s = time.monotonic()
         if not isinstance(self._model, GenerationMixin):
@@ -443,6 +450,7 @@ class TransformersConnector(Connector):
             raise InvalidRequestError("model", name, "give one that generates")
         within = self._deadline_ms if deadline_ms is None else checked_deadline(deadline_ms)
         allowed = self.allowed(self._least(accuracy))
+        passed = {name: settings.pop(name) for name in PASSED if name in settings}
         stated = settings_of(self._model, config, settings)
         ids, mask = inputs_of(input_ids, attention_mask, self._model.device)
         prompts = prompts_of(ids, mask)
@@ -451,16 +459,17 @@ class TransformersConnector(Connector):
         for name in ("max_length", "min_length"):
             if getattr(stated, name):
                 setattr(stated, name, max(1, getattr(stated, name) - padding))
-        call = self._call(extra, allowed, within, began_s)
+        call = self._call(extra, allowed, stated, passed, within, began_s)
         if len(prompts) == 1:
-            return self._generate_one(ids[:, -len(prompts[0]) :], stated, call)
-        return self._generate_batch(ids, mask, prompts, stated, call)
+            return self._generate_one(ids[:, -len(prompts[0]) :], call)
+        return self._generate_batch(ids, mask, prompts, call)
 
-    def _generate_one(self, ids: Tensor, settings: GenerationConfig, call: _Call) -> Generation:
+    def _generate_one(self, ids: Tensor, call: _Call) -> Generation:
         tokens: list[int] = ids[0].tolist()
-        cache = new_cache(self._model.config, settings, self._shape, len(tokens))
+        cache = new_cache(self._model.config, call.settings, self._shape, len(tokens))
         load = LayerLoad(self, self._link, len(tokens))
-        loaded = self._prefilled(tokens, cache, call, load)
+        # A forward that is begun again would give a streamer the prompt twice.
+        loaded = self._prefilled(tokens, cache, call, None if "streamer" in call.passed else load)
         watch = CheckpointCriteria(cache, self._shape, self.client.options.chunk_tokens)
         weighed = len(tokens) if self.client.weighs else 0
 
@@ -469,7 +478,7 @@ class TransformersConnector(Connector):
             watches: list[StoppingCriteria] = [FirstToken(partial(load.note, left))]
             watches += [watch] if self._shape.has_ends else []
             with noting_attention(self._model, cache, self._shape, weighed) as look:
-                return self._run(ids, settings, cache, None, [*watches, *look])
+                return self._run(ids, call, cache, None, [*watches, *look])
 
         output, prefix = load.run(cache, loaded.prefix, run)
         if self._is_still(call.weights, cache):
@@ -495,18 +504,21 @@ class TransformersConnector(Connector):
     def _run(
         self,
         ids: Tensor,
-        settings: GenerationConfig,
+        call: _Call,
         cache: Cache,
         mask: Tensor | None,
         watches: Sequence[StoppingCriteria] = (),
     ) -> GenerateDecoderOnlyOutput:
         model: Any = self._model
+        given = dict(call.passed)
+        stopping = [*watches, *(given.pop("stopping_criteria", None) or ())]
         output: GenerateDecoderOnlyOutput = model.generate(
             ids,
-            generation_config=settings,
+            generation_config=call.settings,
             attention_mask=torch.ones_like(ids) if mask is None else mask,
             **as_argument(cache),
-            stopping_criteria=[*watches],
+            stopping_criteria=stopping,
+            **given,
         )
         return output
 
@@ -515,10 +527,10 @@ class TransformersConnector(Connector):
         ids: Tensor,
         mask: Tensor | None,
         prompts: Sequence[Sequence[int]],
-        settings: GenerationConfig,
         call: _Call,
     ) -> Generation:
         """Compute each prompt to its last token by itself, then generate from all together."""
+        settings = call.settings
         if settings.cache_implementation == "static":
             fix = "rows of different prefixes are joined in a dynamic cache"
             raise InvalidRequestError("cache_implementation", "static", fix)
@@ -529,7 +541,7 @@ class TransformersConnector(Connector):
         if any(one.prefix.lossy_tokens for one in loaded):
             notes_of(cache).exact_tokens = 0
         seen = None if mask is None else mask[:, -width:].ne(0).long()
-        output = self._run(ids[:, -width:], settings, cache, seen)
+        output = self._run(ids[:, -width:], call, cache, seen)
         if not shape.has_ends and self._is_still(call.weights, cache):
             held = length(cache, shape)
             for row, (prompt, one) in enumerate(zip(prompts, loaded, strict=True)):

@@ -150,17 +150,13 @@ def _weights(model: PreTrainedModel, stated: str) -> Weights:
     named = stated if is_exact(stated) else commit
     # A commit names what else is in the files; a digest of them does once nothing differs. What
     # was written to since it was loaded may differ anywhere.
-    every = not named or _is_written_to(model)
+    every = not named or any(map(_version, model.state_dict().values()))
     if weights and weights.folder and _is_in(model, weights.folder, every=every):
         return weights
     found = weights_digest(model, 0 if every else SAMPLED)
     found = f"{named}+{found}" if named else found
     revision = f"{stated}+{found}" if stated and stated != named else found
     return Weights(short_name(name or model.config.model_type), revision)
-
-
-def _is_written_to(model: PreTrainedModel) -> bool:
-    return any(not one.is_inference() and one._version for one in model.state_dict().values())
 
 
 def _is_in(model: PreTrainedModel, folder: Path, *, every: bool) -> bool:
@@ -179,15 +175,12 @@ def _is_in(model: PreTrainedModel, folder: Path, *, every: bool) -> bool:
                         stored, weight = _some(stored, SAMPLED), _some(weight, SAMPLED)
                     if not torch.equal(stored.to(weight.device, weight.dtype), weight):
                         return False
-                    found.add(_place(state[name]))
+                    found.add((_address(state[name]), state[name].shape))
     except (OSError, SafetensorError):
         return False
     # Tied weights are in the files once.
-    return all(_place(weight) in found and _address(weight) for weight in state.values())
-
-
-def _place(tensor: torch.Tensor) -> tuple[int, torch.Size]:
-    return _address(tensor), tensor.shape
+    places = [(_address(weight), weight.shape) for weight in state.values()]
+    return all(address and (address, shape) in found for address, shape in places)
 
 
 def weights_digest(model: PreTrainedModel, sampled: int = 0) -> str:
@@ -260,14 +253,20 @@ class WeightsWatch:
         # Memory that was freed is given out again, so an address alone is not enough.
         objects = [WeakIdRef(tensor) for tensor in tensors]
         places = [_address(tensor) for tensor in tensors]
-        versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+        versions = list(map(_version, tensors))
         alike: dict[torch.dtype, list[torch.Tensor]] = {}
         with torch.no_grad():
             for tensor in tensors:
-                if _is_plain(tensor):
-                    alike.setdefault(tensor.dtype, []).append(_looked_at(tensor))
-            elements = [torch.cat(some).view(torch.uint8).cpu().numpy() for some in alike.values()]
-        return (*objects, *places, *versions, *(some.tobytes() for some in elements))
+                is_own = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+                # Elements of a quantisation may not lie in memory as they are.
+                if is_own and tensor.numel() and tensor.is_contiguous():
+                    # One call of torch, not the four of _some: there are hundreds of tensors.
+                    step = max(1, tensor.numel() // WATCHED)
+                    size, start = min(tensor.numel(), WATCHED), tensor.storage_offset()
+                    some = tensor.as_strided((size,), (step,), start)
+                    alike.setdefault(tensor.dtype, []).append(some)
+            seen = [torch.cat(some).view(torch.uint8).cpu().numpy() for some in alike.values()]
+        return (*objects, *places, *versions, *(elements.tobytes() for elements in seen))
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         yield from self._model.parameters()
@@ -277,24 +276,16 @@ class WeightsWatch:
                     yield buffer
 
 
+def _version(tensor: torch.Tensor) -> int:
+    """Return how often *tensor* was written to in place, as torch counts it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _address(tensor: torch.Tensor) -> int:
     try:
         return tensor.data_ptr()
     except RuntimeError:  # it is made of others, as some quantisations' are
         return 0
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the elements lie in memory as they are; those of a quantisation may not."""
-    is_own = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return is_own and tensor.numel() > 0 and tensor.is_contiguous()
-
-
-def _looked_at(tensor: torch.Tensor) -> torch.Tensor:
-    size = tensor.numel()
-    # One call of torch, not the four of _some: there are hundreds of tensors before each prompt.
-    step = max(1, size // WATCHED)
-    return tensor.as_strided((min(size, WATCHED),), (step,), tensor.storage_offset())
 
 
 def _some(tensor: torch.Tensor, count: int) -> torch.Tensor:

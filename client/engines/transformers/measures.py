@@ -195,11 +195,8 @@ def comparison(
     rows = min(COMPARED_TOKENS, len(tokens) - held)
     full = _logits(model, tokens, DynamicCache(config=model.config), rows)
     found = compare(full, _logits(model, tokens[held:], cache, rows))
-    shadow = pb.ShadowResult(
-        divergence=found.divergence, agreement=found.agreement, tokens=found.tokens
-    )
     (codec,) = prefix.codecs
-    return pb.ReportReuseRequest(tag=accuracy_tag(codec), shadow=shadow)
+    return pb.ReportReuseRequest(tag=accuracy_tag(codec), shadow=found.message())
 
 
 def _logits(model: PreTrainedModel, tokens: Sequence[int], cache: Cache, rows: int) -> torch.Tensor:

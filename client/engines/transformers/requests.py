@@ -13,6 +13,11 @@ from transformers import GenerationConfig, GenerationMixin
 from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.proto.errors import InvalidRequestError
 
+PASSED = (
+    "logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria", "streamer", "tokenizer",
+)  # fmt: skip
+"""Arguments of ``model.generate`` that choose or hand out tokens: no KV depends on them."""
+
 
 def inputs_of(given: Any, mask: Any, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Return what a user gave as (prompts, tokens) on *device*, and its attention mask if any.
@@ -100,7 +105,7 @@ def settings_of(
     settings: GenerationConfig = copy.deepcopy(given or model.generation_config)
     for name, value in stated.items():
         if not hasattr(settings, name):
-            fix = "give a setting of GenerationConfig: other arguments are not passed to the model"
+            fix = f"give a setting of GenerationConfig, or one of {', '.join(PASSED)}"
             raise InvalidRequestError(name, value, fix)
         setattr(settings, name, value)
     caches = (

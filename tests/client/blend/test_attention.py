@@ -9,7 +9,7 @@ from local_server import LocalServer
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.blend.engine import Blender
-from kvstore.client.blend.segments import NamedChunk, SegmentRange, name_segments
+from kvstore.client.blend.plan import NamedChunk, SegmentRange, name_segments
 from kvstore.client.blend.store import MAX_CONTEXT, ChunkAttention, measured_prefill, store_prefill
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.segments import SegmentQuery

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,8 @@ from typing_extensions import override
 from kvstore.client import Client, ClientOptions
 from kvstore.client.blend import gate as gate_module
 from kvstore.client.blend.engine import Blender
-from kvstore.client.blend.gate import GuardedBlender
-from kvstore.client.blend.segments import SegmentRange, name_segments
+from kvstore.client.blend.gate import GuardedBlender, ShadowEval
+from kvstore.client.blend.plan import SegmentRange, name_segments
 from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.engines.transformers import TransformersConnector
 from kvstore.client.engines.transformers.blend_adapter import BlendedCache, TransformersAdapter
@@ -230,7 +229,7 @@ def test_variants_that_went_under_their_lease_are_computed(
 def test_an_engine_that_reports_nonsense_is_refused_and_answers_all_the_same(
     server: LocalServer, client: Client, blender: Blender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nonsense = SimpleNamespace(divergence=-1.0, agreement=7.0, tokens=9)
+    nonsense = ShadowEval(-1.0, 7.0, 9, 7.0, 9)
     monkeypatch.setattr(gate_module, "worse", lambda *_: nonsense)
     done = GuardedBlender(client, blender, TRIAL).run(*ASKED)
     assert "InvalidRequestError" in done.failure

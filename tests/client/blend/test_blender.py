@@ -12,9 +12,16 @@ import torch
 from blend_world import MODELS, SUFFIX, VOCABULARY, World, distance, make_world
 
 from kvstore.client.blend.engine import Blender, MemorySource
-from kvstore.client.blend.layer_pass import LayerKV, place_segments, positions_of, reads, runs_of
+from kvstore.client.blend.layer_pass import (
+    LayerKV,
+    RopeSpec,
+    place_segments,
+    positions_of,
+    reads,
+    rerotate,
+    runs_of,
+)
 from kvstore.client.blend.plan import BlendPlan, Origin
-from kvstore.client.blend.rope import RopeSpec, rerotate
 from kvstore.client.blend.selectors import SELECTORS
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.engines.transformers.cache import as_argument

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvstore.client.blend.rope import RopeSpec, rerotate
+from kvstore.client.blend.layer_pass import RopeSpec, rerotate
 from kvstore.proto.errors import ModelError
 from kvstore.proto.hf_config import rope_parameters
 from kvstore.proto.types import RopeParameters

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.client.blend.segments import NamedChunk, NamedSegment, SegmentRange, name_segments
+from kvstore.client.blend.plan import NamedChunk, NamedSegment, SegmentRange, name_segments
 from kvstore.proto.blend import MAX_SEGMENTS, ContextMass, ShadowResult, check_tag
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.keys import chain_digest, chain_digests, content_digest, tokens_le32

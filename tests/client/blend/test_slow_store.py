@@ -28,7 +28,7 @@ from kvstore.client.blend.cost import (
 from kvstore.client.blend.engine import Blender, BlendResult, MemorySource
 from kvstore.client.blend.gate import GuardedBlender
 from kvstore.client.blend.layer_pass import LayerKV
-from kvstore.client.blend.segments import SegmentRange
+from kvstore.client.blend.plan import SegmentRange
 from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.levels import LinkMeter

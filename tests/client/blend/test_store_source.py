@@ -14,8 +14,7 @@ from kvstore.client import Client, ClientOptions
 from kvstore.client.blend.cost import Action, BlendPlanner, Decision, Speed, Work
 from kvstore.client.blend.engine import Blender, MemorySource
 from kvstore.client.blend.gate import SHADOW_TOKENS, GuardedBlender, compare
-from kvstore.client.blend.plan import BlendPlan
-from kvstore.client.blend.segments import SegmentRange
+from kvstore.client.blend.plan import BlendPlan, SegmentRange
 from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.levels import LinkMeter
@@ -324,6 +323,9 @@ class Deciding(BlendPlanner):
         assert can_skip_rows, "frames are raw"
         return Decision(self.action, 0.5, 1.0, 2.0)
 
+    def wait_s(self, tokens: int, size_bytes: int) -> float:
+        return 60.0
+
 
 @pytest.fixture
 def unwatched(
@@ -336,7 +338,6 @@ def unwatched(
     monkeypatch.setattr(
         client, "find_segments", lambda *given: _without_shadow(find(*given)), raising=True
     )
-    monkeypatch.setattr("kvstore.client.blend.cost.FIRST_WAIT_S", 60.0)
     return client, *_prompt(20, SECOND, FIRST)
 
 

@@ -12,7 +12,7 @@ from torch_engine import greedy
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvstore.client.blend import engine as blend_engine
-from kvstore.client.blend import layer_pass, rope, selectors
+from kvstore.client.blend import layer_pass, selectors
 from kvstore.client.blend.engine import Blender
 from kvstore.client.blend.selectors import SELECTORS
 from kvstore.client.engines.transformers import blend_adapter as transformers_blend
@@ -105,5 +105,5 @@ def test_a_blend_on_a_device_is_that_of_float64_on_the_cpu(
 
 def test_no_tensor_of_the_path_leaves_its_device_for_numpy() -> None:
     """What would fail on a device is not called at all: rows go to the source as numbers."""
-    for module in (blend_engine, layer_pass, rope, selectors, transformers_blend):
+    for module in (blend_engine, layer_pass, selectors, transformers_blend):
         assert ".numpy()" not in inspect.getsource(module)

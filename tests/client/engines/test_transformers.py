@@ -32,6 +32,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.generation.streamers import BaseStreamer
 from typing_extensions import override
 
 from kvstore.client import Client
@@ -130,6 +131,46 @@ def test_loading_allocates_the_prefix_once_and_puts_it_into_the_cache_as_it_is(
 
 
 # --- the same tokens
+
+
+class Streamed(BaseStreamer):
+    """What a streamer was handed."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    @override
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.reshape(-1).tolist()
+
+    @override
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
+def test_arguments_that_choose_or_hand_out_tokens_go_to_the_model(
+    connect: Connect, tinylm: PreTrainedModel
+) -> None:
+    ids, engine = random_ids(200), cast(Any, tinylm)
+    likeliest = plain_tokens(tinylm, ids)[200]
+
+    def forbid(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_fill(1, torch.tensor([likeliest]), -torch.inf)
+
+    def short(found: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.tensor([found.shape[1] >= 205])
+
+    given: dict[str, Any] = {"logits_processor": [forbid], "stopping_criteria": [short]}
+    own = Streamed()
+    wanted = engine.generate(ids, generation_config=greedy(), streamer=own, **given)[0].tolist()
+    assert len(wanted) == 205
+    assert own.tokens == [*wanted, -1]
+    for hit_tokens in (0, 192):
+        streamed = Streamed()
+        found = connect().generate(ids, greedy(), streamer=streamed, **given)
+        assert found.hit_tokens == hit_tokens
+        assert found.output.sequences[0].tolist() == wanted
+        assert streamed.tokens == own.tokens
 
 
 @pytest.mark.parametrize("text", TEXTS)
