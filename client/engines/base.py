@@ -27,7 +27,6 @@ from kvstore.client.engines.prefix import (
     Asked,
     ConnectorStats,
     Prefix,
-    Room,
     Source,
     Span,
     codecs_of,
@@ -140,38 +139,6 @@ class Connector:
         for counts in (self._counts, self._tier_tokens, self._misses, *errors):
             counts.clear()
 
-    def load_chunks(
-        self,
-        tokens: Sequence[int],
-        room: Room,
-        extra: Sequence[bytes] = (),
-        allowed: Allowed | None = None,
-        within: Deadline | None = None,
-    ) -> Prefix:
-        """Read the longest stored prefix of *tokens* into what *room* gives. Never raises.
-
-        *extra* is what else names the prompt (cache salt, multimodal hashes), in order; *allowed*
-        stands in for what the connector's ``accuracy`` allows. What lies in the room past
-        ``stored_tokens`` is not to be used. A request *within* a deadline is no later than without
-        the store: what loads too slowly is computed, by ``within.compute``, beside the loads, or
-        behind what was read. Before ``learned`` has seen the engine compute, loads end with it.
-        """
-        of = self.allowed(self.least) if allowed is None else allowed
-        rooms: list[LayerTensors] = []
-
-        def read(
-            keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Accuracy
-        ) -> list[Stated]:
-            rooms[:] = rooms or room(spans)
-            if within is not None:
-                tail_tokens = len(tokens) - spans[-1][1]
-                return self._read_within(keys, rooms, first, least, within, tail_tokens)
-            stated: list[Stated] = []
-            self.client.get_chunks(keys[first:], rooms[first:], accuracy=least, stated=stated)
-            return stated
-
-        return self._counted(tokens, read, extra, of, within=within)
-
     def _read_within(
         self,
         keys: Sequence[ChunkKey],
@@ -208,19 +175,6 @@ class Connector:
         # An engine leaves itself the last token.
         return PlanTerms(left_s, prefill, least=least, tail_tokens=max(1, tail_tokens))
 
-    def _counted(
-        self,
-        tokens: Sequence[int],
-        read: _Read,
-        extra: Sequence[bytes],
-        allowed: Allowed = ONLY_EXACT,
-        *,
-        whole: bool = False,
-        within: Deadline | None = None,
-    ) -> Prefix:
-        asked = Asked(len(tokens), whole, within)
-        return self.note_load(len(tokens), *self.attempt(tokens, read, extra, allowed, asked))
-
     def attempt(
         self,
         tokens: Sequence[int],
@@ -229,7 +183,13 @@ class Connector:
         allowed: Allowed,
         asked: Asked,
     ) -> tuple[Prefix, str]:
-        """Return what *read* brings of *tokens*, not counted, and why it is not more."""
+        """Return what *read* brings of *tokens*, not counted, and why it is not more. Never raises.
+
+        *extra* is what else names the prompt (cache salt, multimodal hashes), in order. A request
+        *asked* within a deadline is no later than without the store: what loads too slowly is
+        computed, by ``within.compute``, beside the loads, or behind what was read. Before
+        ``learned`` has seen the engine compute, loads end with it.
+        """
         named = tokens[:-1] if asked.whole else tokens
         return self.ask(lambda: self._load(named, read, extra, allowed, asked), (Prefix(), "error"))
 
