@@ -282,15 +282,8 @@ def _runs(header: FrameHeader, tensors: AnyTensors) -> list[_Run]:
     return runs
 
 
-class Sink(Protocol):
-    """Takes a frame's parts one after the other, instead of memory for all of it."""
-
-    def take(self, offset: int, data: Payload, /) -> None:
-        """Take the part at *offset*, whose memory is another's afterwards."""
-
-
-Room = Callable[[int, int, Bytes], Bytes | Sink | None]
-"""A frame's number in the request, its size and first part to where it goes; None: nowhere."""
+Room: TypeAlias = Callable[[int, int, Bytes], "Bytes | DirectFrame"]
+"""A frame's number in the request, its size and first part to where it goes."""
 
 
 class ReceivedFrame(NamedTuple):
@@ -298,7 +291,10 @@ class ReceivedFrame(NamedTuple):
 
     chunk: int
     tier: str
-    frame: Bytes | Sink
+    frame: Bytes | DirectFrame
+
+
+_NO_FRAME: Bytes = np.empty(0, np.uint8)
 
 
 class FrameAssembler:
@@ -311,7 +307,7 @@ class FrameAssembler:
         """Of the frame whose parts come next; who reads those before it elsewhere sets it."""
         self._received_bytes = 0
         self._frame_bytes = 0
-        self._frame: Bytes | Sink | None = None
+        self._frame: Bytes | DirectFrame = _NO_FRAME
 
     def take(self, part: Arrival | pb.StreamPart, data: Payload) -> ReceivedFrame | None:
         """Take the next part; return the frame that it made whole.
@@ -331,19 +327,17 @@ class FrameAssembler:
             self._frame_bytes = part.frame_bytes
             data = here(data)
             self._frame = self._room(part.index, part.frame_bytes, data)
-        coming = BufferReader(data) if isinstance(data, np.ndarray) else data
-        if isinstance(self._frame, np.ndarray):
-            coming.into(self._frame[part.offset : stop])
-        elif self._frame is not None:
+        if isinstance(self._frame, DirectFrame):
             self._frame.take(part.offset, data)
         else:
-            coming.skip(len(data))
+            coming = BufferReader(data) if isinstance(data, np.ndarray) else data
+            coming.into(self._frame[part.offset : stop])
         self._received_bytes = stop % part.frame_bytes
         if self._received_bytes:
             return None
         self.next_index += 1
-        frame, self._frame = self._frame, None
-        return None if frame is None else ReceivedFrame(part.index, part.tier, frame)
+        frame, self._frame = self._frame, _NO_FRAME  # nobody's memory is kept
+        return ReceivedFrame(part.index, part.tier, frame)
 
     def end(self, frames: int) -> None:
         """Take how many the server counted. Raises InvalidFrameError unless so many came.
