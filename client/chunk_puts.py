@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
-from kvstore.client.batches import MAX_OPEN_BATCHES, JoinedSink, batches
+from kvstore.client.batches import MAX_OPEN_BATCHES, batches
 from kvstore.client.chunk import Chunk, PlannedChunk, Shard
 from kvstore.client.connection import countdown
 from kvstore.client.layered_put import LayeredPut
@@ -38,12 +39,19 @@ def put_whole(
     def work(transport: Transport, left_ms: LeftMs) -> list[Put]:
         outgoing = [_outgoing(transport.session, chunk, shard) for chunk in chunks]
         _weigh(link, transport, chunks, outgoing, left_ms)
-        results: list[Put] = []
-        for _, batch in batches(outgoing, transport.session.terms.max_batch_chunks):
-            results += transport.put(batch, durable=durable, deadline_ms=left_ms(), hints=hints)
-        return results
+        return _put(transport, outgoing, PutTerms(durable, 0, hints), left_ms)
 
     return link.run(work) if chunks else []
+
+
+def _put(
+    transport: Transport, outgoing: Sequence[Outgoing], terms: PutTerms, left_ms: LeftMs
+) -> list[Put]:
+    """Put a batch at a time, all within what *left_ms* says."""
+    results: list[Put] = []
+    for _, batch in batches(outgoing, transport.session.terms.max_batch_chunks):
+        results += transport.put(batch, replace(terms, within_ms=left_ms()))
+    return results
 
 
 def put_by_layers(
@@ -59,23 +67,20 @@ def put_by_layers(
         fix = "layer by layer there are whole chunks only: use put"
         raise LayoutMismatchError("shard", link.options.shard, fix)
     if spans is not None and not spans:
-        return LayeredPut(link.model, [], JoinedSink(1), spans)
-    transport = link.connected(countdown(terms.within_ms))
-    limit = transport.session.terms.max_batch_chunks
-    most = MAX_OPEN_BATCHES * limit
+        return LayeredPut(link.model, [], lambda _: [], spans)
+    left_ms = countdown(terms.within_ms)
+    transport = link.connected(left_ms)
+    most = MAX_OPEN_BATCHES * transport.session.terms.max_batch_chunks
     if not 1 <= len(chunks) <= most:
         raise InvalidRequestError("chunks", len(chunks), f"give 1 to {most} in one put")
     templates = [
         _template(transport.session, one, KVLayout.of(link.model, one.tokens)) for one in chunks
     ]
-    sink, left_ms = JoinedSink(limit), countdown(terms.within_ms)
-    try:
-        for _, some in batches(templates, limit):
-            sink.add(transport.begin_put(some, PutTerms(terms.durable, left_ms(), terms.hints)))
-    except BaseException:
-        sink.abandon()
-        raise
-    return LayeredPut(link.model, [template.layout for template in templates], sink, spans)
+
+    def store(frames: Sequence[Outgoing]) -> list[Put]:
+        return link.run(lambda now, left: _put(now, frames, terms, left), left_ms())
+
+    return LayeredPut(link.model, templates, store, spans)
 
 
 def _outgoing(session: Session, chunk: Chunk, shard: Shard | None) -> Outgoing:

@@ -419,8 +419,7 @@ class Client:
     ) -> LayeredPut:
         """Begin to store *chunks* layer by layer, as ``put_layers``.
 
-        Over gRPC a layer goes out when it is given, with other transports the frames wait in
-        memory of this process until they are whole.
+        The frames wait in memory of this process until they are whole.
         """
         terms = PutTerms(durable, self._deadline_ms(timeout), hints)
         return put_by_layers(self._link, chunks, terms)

@@ -11,8 +11,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -34,7 +32,6 @@ from kvstore.proto.messages import ERROR_NAME, MESSAGE_BYTES
 SLACK_S = 0.05
 """What a call may take beyond the deadline that the server was given."""
 
-_CALLERS = 2
 _LEAST_S = 0.001
 _RETRIES_IN_CHILD = 2
 """Of 200 children the first connection of one was closed while gRPC started anew (grpcio 1.76)."""
@@ -91,7 +88,6 @@ class Connection:
         )
         self._stub = kvstore_pb2_grpc.KVStoreStub(self._channel)
         self.breaker = CircuitBreaker(retry_after_ms, clock, usual_ms)
-        self._callers = ThreadPoolExecutor(_CALLERS, thread_name_prefix="kvstore-call")
         self._mending: Any = None
         self._streams: dict[Any, Until] = {}
         self._retries = _RETRIES_IN_CHILD if FORKS.is_child else 0
@@ -141,20 +137,6 @@ class Connection:
             raise call from None
         finally:
             FORKS.end(call)
-
-    def send(self, method: str, request: Any, deadline_ms: int) -> Callable[[], Any]:
-        """Start *method*; the returned function waits for its reply.
-
-        The call blocks in a thread of ours: gRPC's own futures hold up their caller for as long
-        as the call takes (measured with grpcio 1.76: 4 ms of a 4 ms call).
-        """
-        self.breaker.check()
-        call = copy_context().run  # the caller's trace goes along
-        try:
-            sent = self._callers.submit(call, self.call, method, request, deadline_ms, object)
-        except RuntimeError as error:  # the executor's answer after ``close``
-            raise KVStoreError(f"the client is closed: {error}") from None
-        return sent.result
 
     def upload(self, method: str, requests: Iterator[Any], deadline_ms: int, reply: type[T]) -> T:
         """Stream *requests* to *method* and return its reply."""
@@ -282,8 +264,7 @@ class Connection:
         call.add_done_callback(FORKS.end)
 
     def close(self) -> None:
-        """Finish calls that were sent, close the channel. Idempotent."""
-        self._callers.shutdown()
+        """Close the channel. Idempotent."""
         self._channel.close()
 
 

@@ -56,6 +56,7 @@ WRONG = (ChunkCorruptError, InvalidFrameError, ModelError)
 Room: TypeAlias = Callable[[int, KVLayout], Any]
 """Returns where the tensors of chunk number so and so go, as AnyTensors of that layout."""
 
+RAW = RawCodec()
 T = TypeVar("T")
 
 
@@ -169,10 +170,12 @@ class Wanted:
                 cut(header, frame, part, tensors)
             else:
                 tensors = self.room(self.first + index, header.layout)
-                if isinstance(frame, FileFrame) and header.codec_id == RawCodec.codec_id:
+                if header.codec_id != RAW.codec_id:
+                    codec_by_id(header.codec_id).decode_into(header, frame[:], tensors)
+                elif isinstance(frame, FileFrame):
                     frame.decode_into(header, tensors)
                 else:
-                    codec_by_id(header.codec_id).decode_into(header, frame[:], tensors)
+                    RAW.decode_into(header, frame[:], tensors)
             return Decoded(tensors, header.stated, arrived.tier)
         finally:
             # First of all errors: memory that was reused says nothing of the chunk.
@@ -187,7 +190,7 @@ class Wanted:
             return None
         try:
             header = self.header(index, start, size)
-            if header.codec_id != RawCodec.codec_id:
+            if header.codec_id != RAW.codec_id:
                 return None
             head = start[: header.header_bytes].copy()  # a part is longer
             return DirectFrame(header, head, self.room(self.first + index, header.layout))

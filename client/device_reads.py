@@ -242,7 +242,7 @@ class Reading:
         except (*WRONG, UnknownCodecError, TierUnavailableError) as error:
             with suppress(*WRONG):  # what was queued before it
                 self._prove_all()
-            if isinstance(error, WRONG):
+            if isinstance(error, WRONG) and self.done < len(self.keys):
                 self.broken = self.keys[self.done]
             elif isinstance(error, TierUnavailableError) and not self.done:
                 raise  # a file that cannot be read

@@ -7,6 +7,7 @@ it, and parent or child may crash. So calls are held up while a process forks.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import threading
 import time
@@ -172,6 +173,9 @@ def keep(what: object) -> None:
 
 
 FORKS = Forks()
+# The last registered runs first. The lock that concurrent.futures takes, by which threads hand work
+# to executors, has to be free while calls are waited for: so that module is loaded before.
+importlib.import_module("concurrent.futures.thread")
 os.register_at_fork(
     before=FORKS.before,
     after_in_parent=FORKS.after_in_parent,

@@ -14,7 +14,7 @@ import numpy as np
 from xxhash import xxh3_64
 
 from kvstore.codecs.base import AnyPart, AnyTensors, ChunkTensors, check_room, each_wanted
-from kvstore.codecs.raw import RawCodec
+from kvstore.codecs.raw import RawCodec, flat_parts
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, copy_bytes, copy_summed, read_summed
 from kvstore.proto.errors import (
@@ -134,16 +134,9 @@ def _raw_layers(header: FrameHeader, out: AnyTensors) -> list[_RawLayer]:
     starts = header.segments["offset"].tolist()
     sizes = header.segments["stored_bytes"].tolist()
     return [
-        _RawLayer(index, starts[index], sizes[index], parts, _flat(parts))
+        _RawLayer(index, starts[index], sizes[index], parts, flat_parts(parts))
         for index, _, parts in each_wanted(header.layout, out)
     ]
-
-
-def _flat(parts: Sequence[AnyPart]) -> list[Bytes] | None:
-    arrays = [part for part in parts if isinstance(part, np.ndarray) and part.flags.c_contiguous]
-    if len(arrays) < len(parts):
-        return None
-    return [array.reshape(-1).view(np.uint8) for array in arrays]
 
 
 # --- in parts
@@ -289,15 +282,8 @@ def _runs(header: FrameHeader, tensors: AnyTensors) -> list[_Run]:
     return runs
 
 
-class Sink(Protocol):
-    """Takes a frame's parts one after the other, instead of memory for all of it."""
-
-    def take(self, offset: int, data: Payload, /) -> None:
-        """Take the part at *offset*, whose memory is another's afterwards."""
-
-
-Room = Callable[[int, int, Bytes], Bytes | Sink | None]
-"""A frame's number in the request, its size and first part to where it goes; None: nowhere."""
+Room: TypeAlias = Callable[[int, int, Bytes], "Bytes | DirectFrame"]
+"""A frame's number in the request, its size and first part to where it goes."""
 
 
 class ReceivedFrame(NamedTuple):
@@ -305,7 +291,10 @@ class ReceivedFrame(NamedTuple):
 
     chunk: int
     tier: str
-    frame: Bytes | Sink
+    frame: Bytes | DirectFrame
+
+
+_NO_FRAME: Bytes = np.empty(0, np.uint8)
 
 
 class FrameAssembler:
@@ -318,7 +307,7 @@ class FrameAssembler:
         """Of the frame whose parts come next; who reads those before it elsewhere sets it."""
         self._received_bytes = 0
         self._frame_bytes = 0
-        self._frame: Bytes | Sink | None = None
+        self._frame: Bytes | DirectFrame = _NO_FRAME
 
     def take(self, part: Arrival | pb.StreamPart, data: Payload) -> ReceivedFrame | None:
         """Take the next part; return the frame that it made whole.
@@ -338,19 +327,17 @@ class FrameAssembler:
             self._frame_bytes = part.frame_bytes
             data = here(data)
             self._frame = self._room(part.index, part.frame_bytes, data)
-        coming = BufferReader(data) if isinstance(data, np.ndarray) else data
-        if isinstance(self._frame, np.ndarray):
-            coming.into(self._frame[part.offset : stop])
-        elif self._frame is not None:
+        if isinstance(self._frame, DirectFrame):
             self._frame.take(part.offset, data)
         else:
-            coming.skip(len(data))
+            coming = BufferReader(data) if isinstance(data, np.ndarray) else data
+            coming.into(self._frame[part.offset : stop])
         self._received_bytes = stop % part.frame_bytes
         if self._received_bytes:
             return None
         self.next_index += 1
-        frame, self._frame = self._frame, None
-        return None if frame is None else ReceivedFrame(part.index, part.tier, frame)
+        frame, self._frame = self._frame, _NO_FRAME  # nobody's memory is kept
+        return ReceivedFrame(part.index, part.tier, frame)
 
     def end(self, frames: int) -> None:
         """Take how many the server counted. Raises InvalidFrameError unless so many came.

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
+
+import numpy as np
+from typing_extensions import override
 
 from kvstore.client.forks import FORKS
 from kvstore.client.paged_cache import Blocks, kept_from
 from kvstore.client.tensors import TensorLike, layer_arrays
-from kvstore.client.transports.base import LayerSink, Put
-from kvstore.codecs.base import check_parts
+from kvstore.client.transports.base import RAW, Outgoing, Put, cut_header
+from kvstore.codecs.base import AnyPart, check_parts
 from kvstore.codecs.block_part import BlockPart
+from kvstore.codecs.raw import raw_header
+from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
+from kvstore.proto.frame import FrameTemplate, pack_header
 from kvstore.proto.types import (
     Component,
-    KVLayout,
     LayerGroup,
     LayerKind,
     Model,
@@ -31,6 +37,51 @@ def _listed(tensors: Any) -> list[Any]:
         raise InvalidRequestError("tensors", type(tensors).__name__, fix) from None
 
 
+@dataclass(frozen=True)
+class EncodedChunk(Outgoing):
+    """A chunk whose frame is there already, checksums and all."""
+
+    frame: Bytes
+
+    @override
+    def encode(self, out: Bytes, flags: int = 0) -> None:
+        copy_bytes(out, self.frame)
+
+    @override
+    def pieces(self, room: Callable[[int], Bytes]) -> list[Bytes]:
+        """Return the frame as it is; *room* is not needed."""
+        return cut_header(self.frame)
+
+
+class _Frames:
+    """Raw frames of *templates* that become whole segment by segment, in any order."""
+
+    def __init__(self, templates: Sequence[FrameTemplate]) -> None:
+        self._templates = templates
+        self._headers = [raw_header(template) for template in templates]
+        self._sums = [[0] * len(header.segments) for header in self._headers]
+        self._frames = [np.zeros(header.frame_bytes, np.uint8) for header in self._headers]
+
+    def write(self, segment: int, layers: Sequence[Sequence[AnyPart]]) -> None:
+        """Take one segment of every chunk: ``layers[i]`` are the parts of chunk i."""
+        for chunk, (header, parts) in enumerate(zip(self._headers, layers, strict=True)):
+            row = header.segments[segment]
+            component = header.layout.components[int(row["component"])]
+            start = int(row["offset"])
+            room = self._frames[chunk][start : start + int(row["stored_bytes"])]
+            _, self._sums[chunk][segment] = RAW.encode_checked(parts, component, room)
+
+    def take(self) -> list[EncodedChunk]:
+        """Return the frames, all of whose segments were written; none the second time."""
+        frames, self._frames = self._frames, []
+        found = []
+        for template, sums, frame in zip(self._templates, self._sums, frames, strict=False):
+            header = as_bytes(pack_header(raw_header(template, sums)))
+            copy_bytes(frame[: len(header)], header)
+            found.append(EncodedChunk(template, (), frame))
+        return found
+
+
 class LayeredPut:
     """``with client.put_layers(tokens) as put``: give each layer once, in any order.
 
@@ -42,21 +93,22 @@ class LayeredPut:
     def __init__(
         self,
         representation: Model,
-        layouts: Sequence[KVLayout],
-        sink: LayerSink,
+        templates: Sequence[FrameTemplate],
+        store: Callable[[Sequence[EncodedChunk]], list[Put]],
         spans: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self.results: list[Put] = []
         self.spans = spans
         """Where each chunk lies in the prompt that ``layer`` is given; None: it is given chunks."""
-        self._sink = sink
+        self._store = store
+        self._frames = _Frames(templates)
         self._segments = dict(layer_order(representation))
         self._missing = list(self._segments)
         groups = representation.layer_groups
         numbers = [number for number, group in enumerate(groups) for _ in group.layer_ids]
         self._groups = [groups[number] for number in numbers]
         self._components: list[list[Component]] = [
-            [layout.components[number] for layout in layouts] for number in numbers
+            [one.layout.components[number] for one in templates] for number in numbers
         ]
         self._is_over = False
         self._process = FORKS.process
@@ -94,7 +146,7 @@ class LayeredPut:
             arrays = layer_arrays(parts, component.dtype)
             check_parts(component, arrays)
             layers.append(arrays)
-        self._sink.write(segment, layers)
+        self._frames.write(segment, layers)
         self._missing.remove(layer_id)
 
     def _cut(self, parts: Sequence[Any], group: LayerGroup) -> list[list[Any]]:
@@ -122,17 +174,13 @@ class LayeredPut:
             self.abandon()
             raise InvalidRequestError("layers", self._missing, "give them all; nothing was stored")
         self._is_over = True
-        try:
-            self.results = self._sink.commit()
-        finally:
-            self._sink.abandon()
+        self.results = self._store(self._frames.take())
         return self.results
 
     def abandon(self) -> None:
-        """Store nothing. Idempotent; does nothing after ``commit``, nor in a child."""
+        """Store nothing. Idempotent; does nothing after ``commit``."""
         self._is_over = True
-        if self._process is FORKS.process:
-            self._sink.abandon()
+        self._frames.take()
 
     def __enter__(self) -> LayeredPut:
         return self

@@ -23,7 +23,7 @@ from kvstore.proto.frame import (
     parse_header,
     raw_frame_bytes,
 )
-from kvstore.proto.types import KEY_BYTES, ChunkKey, ChunkShard, KVLayout
+from kvstore.proto.types import KEY_BYTES, ChunkKey, KVLayout
 from kvstore.proto.unix_socket import Place
 
 if TYPE_CHECKING:
@@ -51,24 +51,18 @@ class RawGeometry:
     frame_bytes: int
     components: tuple[Layers, ...]
 
-    @classmethod
-    def of(cls, layout: KVLayout) -> RawGeometry:
-        """Return the geometry of raw frames of *layout*."""
-        components = []
-        end = header_bytes(layout)
-        for component in layout.components:
-            step = -(-component.layer_bytes // ALIGN_BYTES) * ALIGN_BYTES
-            starts = tuple(range(end, end + component.layers * step, step))
-            shape = (component.parts, *component.shape)
-            components.append(Layers(starts, shape, np.dtype(f"<u{component.dtype.item_bytes}")))
-            end += component.layers * step
-        return cls(layout, raw_frame_bytes(layout), tuple(components))
-
 
 @lru_cache(maxsize=64)
 def geometry_of(layout: KVLayout) -> RawGeometry:
     """Return the one geometry of *layout*."""
-    return RawGeometry.of(layout)
+    components, end = [], header_bytes(layout)
+    for component in layout.components:
+        step = -(-component.layer_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        starts = tuple(range(end, end + component.layers * step, step))
+        shape = (component.parts, *component.shape)
+        components.append(Layers(starts, shape, np.dtype(f"<u{component.dtype.item_bytes}")))
+        end += component.layers * step
+    return RawGeometry(layout, raw_frame_bytes(layout), tuple(components))
 
 
 class ChunkView:
@@ -126,16 +120,6 @@ class ChunkView:
         return [
             [list(self.layer(index, number)) for index in range(component.layers)]
             for number, component in enumerate(self.layout.components)
-        ]
-
-    def cut(self, shard: ChunkShard) -> ChunkTensors:
-        """Return what *shard* covers of every layer, as slices of the server's memory."""
-        return [
-            [
-                list(self.layer(index, number)[:, extent.first_head : extent.head_stop])
-                for index in range(extent.first_layer, extent.layer_stop)
-            ]
-            for number, extent in shard.numbered
         ]
 
     def confirm(self) -> None:

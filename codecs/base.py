@@ -78,9 +78,6 @@ AnyPart: TypeAlias = Part | BlockPart
 AnyTensors: TypeAlias = Sequence[Sequence[Sequence[AnyPart]]]
 """A chunk's tensors where they lie, in the order of ChunkTensors."""
 
-L = TypeVar("L")
-"""The parts of a layer."""
-
 
 class Codec(ABC):
     """Encode tensors to frames and decode frames into tensors.
@@ -253,14 +250,8 @@ def check_tensors(layout: KVLayout, tensors: AnyTensors, *, may_lack: bool = Fal
             continue
         if len(layers) != component.layers:
             raise LayoutMismatchError("layers", len(layers), f"give {component.layers}")
-        for parts in different(layers):
+        for parts in layers[:1] if isinstance(layers, BlockStack) else layers:  # alike in a stack
             check_parts(component, parts)
-
-
-def different(layers: Sequence[L]) -> Sequence[L]:
-    """Return the layers that may differ in shape and type: of a stack one."""
-    are_alike = isinstance(layers, BlockStack)
-    return layers[:1] if are_alike else layers
 
 
 def check_parts(component: Component, parts: Sequence[AnyPart]) -> None:
@@ -277,13 +268,11 @@ def check_parts(component: Component, parts: Sequence[AnyPart]) -> None:
 
 def empty_tensors(layout: KVLayout) -> list[list[list[Part]]]:
     """Return uninitialised tensors of *layout*, as unsigned integers of the dtype's size."""
-    return [
-        [
-            [np.empty(c.shape, dtype=f"u{c.dtype.item_bytes}") for _ in range(c.parts)]
-            for _ in range(c.layers)
-        ]
-        for c in layout.components
-    ]
+    found = []
+    for c in layout.components:
+        whole = np.empty((c.layers, c.parts, *c.shape), f"u{c.dtype.item_bytes}")
+        found.append(list(map(list[Part], whole)))
+    return found
 
 
 CODECS: Registry[Codec] = Registry("codec")

@@ -143,7 +143,7 @@ class RawCodec(Codec):
         checksums = []
         for component, layers in zip(layout.components, tensors, strict=True):
             for parts in layers:
-                flat = _flat(parts)
+                flat = flat_parts(parts)
                 if flat is None:
                     return None
                 start = next(starts)
@@ -243,7 +243,7 @@ def _is_dense(component: Component) -> bool:
     return component.layer_bytes % ALIGN_BYTES == 0
 
 
-def _flat(parts: Sequence[AnyPart]) -> list[Bytes] | None:
+def flat_parts(parts: Sequence[AnyPart]) -> list[Bytes] | None:
     """Return the bytes of *parts*; None where one is in blocks or strided."""
     found: list[Bytes] = []
     for part in parts:
@@ -255,7 +255,7 @@ def _flat(parts: Sequence[AnyPart]) -> list[Bytes] | None:
 
 def _encode_summed(parts: Sequence[AnyPart], component: Component, room: Bytes) -> int:
     """Copy one layer into *room* and return the checksum of what arrived."""
-    flat, size = _flat(parts), component.part_bytes
+    flat, size = flat_parts(parts), component.part_bytes
     if flat is not None:
         rooms = (room[at : at + size] for at in range(0, len(room), size))
         return copy_groups([list(zip(rooms, flat, strict=True))])[0]
@@ -277,11 +277,13 @@ def _copy_layer(frame: Bytes, start: int, part_bytes: int, out: Sequence[AnyPart
 
 def _pieces(frame: Bytes, start: int, part_bytes: int, out: Sequence[AnyPart]) -> Pieces | None:
     """Return where to and what of a layer; None where a part is in blocks or strided."""
-    flat = _flat(out)
-    if flat is None:
-        return None
-    starts = range(start, start + part_bytes * len(flat), part_bytes)
-    return [(room, frame[at : at + part_bytes]) for room, at in zip(flat, starts, strict=True)]
+    pieces = []
+    for part in out:
+        if not (isinstance(part, np.ndarray) and part.flags.c_contiguous):
+            return None
+        pieces.append((part.reshape(-1).view(np.uint8), frame[start : start + part_bytes]))
+        start += part_bytes
+    return pieces
 
 
 def _scatter_layer(frame: Bytes, start: int, part_bytes: int, out: Sequence[AnyPart]) -> int:
@@ -300,6 +302,10 @@ def _layer_sizes(layout: KVLayout) -> NDArray[np.uint64]:
 
 def _scatter_part(data: Bytes, part: AnyPart, digest: xxh3_64) -> None:
     typed = data.view(f"<u{part.dtype.itemsize}").reshape(part.shape)
+    if len(data) <= BLOCK_BYTES and part.dtype == typed.dtype:
+        _scatter(typed, part)
+        digest.update(data)  # type: ignore[arg-type]
+        return
     for block, theirs in _blocks(typed, part):
         _scatter(block, theirs)
         digest.update(block)  # type: ignore[arg-type]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from prompts import equal, tensors_of
 
 from kvstore.client import Client
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.prefix import Prefix, Span
+from kvstore.client.engines.prefix import Allowed, Asked, Prefix, Span
 from kvstore.client.prefill import PrefillModel
 from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import ChunkTensors, empty_tensors
-from kvstore.proto.types import KVLayout
+from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, Stated
 
 
 class PlainEngine:
@@ -34,7 +34,7 @@ class PlainEngine:
 
     def load(self, prompt: Sequence[int]) -> Prefix:
         """Load a prompt; fail unless every chunk that the prefix claims has its own bytes."""
-        prefix = self.connector.load_chunks(prompt, self._make_room)
+        prefix = load_prompt(self.connector, prompt, self._make_room)
         size = self.client.options.chunk_tokens
         for at in range(prefix.stored_tokens // size):
             key = self.client.keys(prompt[: size * (at + 1)])[-1]
@@ -46,3 +46,26 @@ class PlainEngine:
         kind = self.client.model
         self._room = [empty_tensors(KVLayout.of(kind, stop - start)) for start, stop in spans]
         return self._room
+
+
+def load_prompt(
+    connector: Connector,
+    prompt: Sequence[int],
+    room: Callable[[Sequence[Span]], Sequence[LayerTensors]],
+    extra: Sequence[bytes] = (),
+    allowed: Allowed | None = None,
+) -> Prefix:
+    """Load a prompt into what *room* makes, of copies that the connector or *allowed* allows."""
+    rooms: list[LayerTensors] = []
+
+    def read(
+        keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Accuracy
+    ) -> list[Stated]:
+        rooms[:] = rooms or room(spans)
+        stated: list[Stated] = []
+        connector.client.get_chunks(keys[first:], rooms[first:], accuracy=least, stated=stated)
+        return stated
+
+    of = allowed or connector.allowed(connector.least)
+    found = connector.attempt(prompt, read, extra, of, Asked(len(prompt)))
+    return connector.note_load(len(prompt), *found)

@@ -7,7 +7,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -147,22 +146,19 @@ def judge(reports: Mapping[str, Mapping[str, Any]], duration_s: float) -> dict[s
         for name, report in reports.items()
         if report["errors"]
     ]
-    return {
+    names = (
+        "hit_tokens", "hit_tokens_by_tier", "ttft_without_ms", "ttft_with_ms", "load_ms",
+        "samples_without_ms", "samples_with_ms",
+    )  # fmt: skip
+    return {name: second[name] for name in names} | {
         "tokens_identical": identical,
-        "hit_tokens": second["hit_tokens"],
         "disk_hit_tokens_after_kill": disk_hit_tokens,
         "ttft_ratio": ratio,
         "problems": problems,
         "prompt_tokens": first["prompt_tokens"],
         "new_tokens": len(first["tokens"]),
-        "hit_tokens_by_tier": second["hit_tokens_by_tier"],
         "hit_tokens_by_tier_after_kill": restarted["hit_tokens_by_tier"],
-        "ttft_without_ms": second["ttft_without_ms"],
-        "ttft_with_ms": second["ttft_with_ms"],
-        "load_ms": second["load_ms"],
         "ttft_from_disk_ms": restarted["ttft_with_ms"],
-        "samples_without_ms": second["samples_without_ms"],
-        "samples_with_ms": second["samples_with_ms"],
         "duration_s": duration_s,
     }
 
@@ -173,6 +169,8 @@ def run_demo(model: Path | None, prompt_tokens: int, json_file: Path | None) -> 
     Raises DemoError, or the server's own KVStoreError when that does not start; a signal ends
     it in SystemExit. Its processes and its folder are gone in any case.
     """
+    import tempfile
+
     started = time.monotonic()
     folder = check_model(model or MODEL, prompt_tokens)
     console = open_console()

@@ -17,9 +17,6 @@ from kvstore.proto.types import Accuracy, KVLayout, Stated
 Span: TypeAlias = tuple[int, int]
 """First token of a chunk, and the one after its last."""
 
-Room: TypeAlias = Callable[[Sequence[Span]], Sequence[LayerTensors]]
-"""Returns where the tensors of each span are to be written; asked once a load."""
-
 Source: TypeAlias = Callable[[Span], LayerTensors]
 """Returns the tensors of one span, without copying if it can."""
 

@@ -46,7 +46,6 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame import KEY_OFFSET, raw_frame_bytes
 from kvstore.proto.keys import chunk_key
-from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import KEY_BYTES, ChainDigest, ChunkKey, KVLayout
 from kvstore.proto.unix_socket import (
     NOWHERE,
@@ -131,18 +130,10 @@ class ShmTransport(Transport):
         self.rpc.hang_up()
 
     @override
-    def put(
-        self,
-        chunks: Sequence[Outgoing],
-        *,
-        durable: bool,
-        deadline_ms: int,
-        hints: Hints = NO_HINTS,
-    ) -> list[Put]:
+    def put(self, chunks: Sequence[Outgoing], terms: PutTerms) -> list[Put]:
         with self._put_lock:
             if self.is_spent:
                 raise LeaseExpiredError("the session's staging memory is in doubt: open another")
-            terms = PutTerms(durable, deadline_ms, hints)
             pipeline = PutPipeline(self._staging, self.session, self.rpc, terms)
             try:
                 return pipeline.run(list(self._staging.groups(chunks)))

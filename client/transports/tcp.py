@@ -19,6 +19,7 @@ from kvstore.client.transports.base import (
     Arrivals,
     Outgoing,
     Put,
+    PutTerms,
     ReadPlan,
     Transport,
     read_outcomes,
@@ -37,8 +38,6 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.framing import MAX_PIECES
-from kvstore.proto.messages import hints_to_message
-from kvstore.proto.plans import NO_HINTS, Hints
 
 _REQUEST_SLACK_BYTES = 32
 """What a message adds to a get."""
@@ -138,25 +137,11 @@ class BulkTransport(Transport):
     # --- put
 
     @override
-    def put(
-        self,
-        chunks: Sequence[Outgoing],
-        *,
-        durable: bool,
-        deadline_ms: int,
-        hints: Hints = NO_HINTS,
-    ) -> list[Put]:
-        until = Until.of(deadline_ms)
-        request = pb.PutRequest(
-            session_id=self.session.terms.session_id,
-            durable=durable,
-            deadline_ms=deadline_ms,
-            hints=hints_to_message(hints),
-        )
-        upload = self._begin_put(request, until)
+    def put(self, chunks: Sequence[Outgoing], terms: PutTerms) -> list[Put]:
+        until = Until.of(terms.within_ms)
+        upload = self._begin_put(terms.request(self.session), until)
         if upload is None:
-            left_ms = until.left_ms()
-            return self._fallback.put(chunks, durable=durable, deadline_ms=left_ms, hints=hints)
+            return self._fallback.put(chunks, replace(terms, within_ms=until.left_ms()))
         is_over = False
         try:
             with self._noted(until):

@@ -88,19 +88,19 @@ class UnixRpc:
     def send(
         self, method: str, request: Any, deadline_ms: int, queue: CallQueue | None = None
     ) -> Callable[[], Any]:
-        """Start *method*; the returned function waits for its reply. It must be called, once."""
-        until = Until.of(deadline_ms, self._clock)
-        try:
+        """Start *method*; the returned function waits for its reply. It must be called, once: what
+        the socket does not carry is called then.
+        """
+        until, kind = Until.of(deadline_ms, self._clock), REPLIES.get(method, object)
+        link: _Link | None = None
+        with suppress(_Fallback):
             link = self._begin(method, request, until, queue)
-        except _Fallback:
-            return self._connection.send(method, request, until.left_ms())
-        kind: Any = REPLIES.get(method)
 
         def wait() -> Any:
-            try:
-                return self._reply(link, until, kind, queue)
-            except _Fallback:
-                return self._connection.call(method, request, until.left_ms(), kind)
+            with suppress(_Fallback):
+                if link is not None:
+                    return self._reply(link, until, kind, queue)
+            return self._connection.call(method, request, until.left_ms(), kind)
 
         return wait
 

@@ -215,6 +215,15 @@ def test_what_get_writes_put_stores_elsewhere_as_the_same_chunk(
     assert "exists" in kvstore("put", files[0], "--address", server.address)[1]
 
 
+def test_no_file_is_written_over_and_no_folder_made(kvstore: Kvstore, tmp_path: Path) -> None:
+    path = tmp_path / "chunk.frame"
+    path.write_text("mine")
+    for out, fix in ((path, "is there already"), (tmp_path / "no" / "c.frame", "that exists")):
+        status, _, err = kvstore("get", "abcd", "--out", out)
+        assert (status, fix in err) == (2, True), err
+    assert path.read_text() == "mine"
+
+
 def test_the_file_of_a_chunk_is_safetensors_as_others_read_it(
     kvstore: Kvstore, server: LocalServer, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from prompts import SMALL, other_revision, store
 from redis_deployments import RedisCluster
 from redis_process import RedisProcess, TlsFiles
 
-from kvstore.cli.doctor import Finding
+from kvstore.cli.doctor import Finding, check_settings
 from kvstore.cli.doctor_checks import (
     CHECKS,
     SECRET,
@@ -220,6 +220,19 @@ def test_server_whose_id_another_has_is_told_how_to_mend_it(
     row = of(redis_rows(address=server.address), "directory")
     assert (row["state"], "--node-id" in row["fix"]) == ("warn", True)
     assert "another node has its id" in row["saw"]
+
+
+def test_flags_of_another_server_are_named() -> None:
+    config = load_config(["--tiers", "cpu", "--cpu", "64MiB"])
+
+    def found(*tiers: pb.TierStatus) -> list[Finding]:
+        return list(check_settings(status_from_message(pb.StatusResponse(tiers=tiers)), config))
+
+    disk = pb.TierStatus(name="disk", capacity_bytes=2 << 30)
+    assert found(pb.TierStatus(name="cpu", capacity_bytes=64 << 20)) == []
+    assert found(pb.TierStatus(name="cpu")) == [], "its sizes are hidden"
+    (other,) = found(pb.TierStatus(name="cpu", capacity_bytes=8 << 30), disk)
+    assert (other.state, other.saw.endswith(": disk, cpu")) == ("warn", True)
 
 
 # --- the clock

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -19,7 +19,7 @@ from kvstore.client.chunk import Shard
 from kvstore.client.levels import PlanTerms
 from kvstore.client.options import TransportName
 from kvstore.client.prefill import PrefillModel
-from kvstore.client.transports.base import Arrivals, Put, ReadPlan
+from kvstore.client.transports.base import Arrivals, Put, PutTerms, ReadPlan
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.errors import DeadlineError, InvalidRequestError, LeaseExpiredError
 from kvstore.proto.plans import EngineTerms
@@ -197,8 +197,8 @@ def test_all_batches_of_a_put_have_one_deadline(
 ) -> None:
     transport, given_ms = client._link.connected(), list[int]()
 
-    def slow(chunks: list[object], *, deadline_ms: int, **_: object) -> list[Put]:
-        given_ms.append(deadline_ms)
+    def slow(chunks: list[object], terms: PutTerms) -> list[Put]:
+        given_ms.append(terms.within_ms)
         time.sleep(0.05)
         return [Put(PutOutcome.stored)] * len(chunks)
 
@@ -222,8 +222,8 @@ def test_a_put_whose_time_is_up_sends_no_further_batch(
 ) -> None:
     transport, given_ms = client._link.connected(), list[int]()
 
-    def too_slow(chunks: list[object], *, deadline_ms: int, **_: object) -> list[Put]:
-        given_ms.append(deadline_ms)
+    def too_slow(chunks: list[object], terms: PutTerms) -> list[Put]:
+        given_ms.append(terms.within_ms)
         time.sleep(0.31)
         return [Put(PutOutcome.stored)] * len(chunks)
 
@@ -238,25 +238,6 @@ def test_a_put_whose_time_is_up_sends_no_further_batch(
     with pytest.raises(DeadlineError, match=r"deadline_ms=(300|29[0-9]) passed"):
         put_all()
     assert len(given_ms) <= 1
-
-
-def test_batches_of_a_layered_put_that_is_abandoned_end_together(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = server.connect("grpc")
-    connection = client._link.connected().session.connection
-
-    def slow(method: str, requests: Iterator[object], *rest: object) -> None:
-        for _ in requests:
-            pass
-        time.sleep(0.5)
-        raise DeadlineError("late")
-
-    monkeypatch.setattr(connection, "upload", slow)
-    put = client.put_chunk_layers(planned(client, keys_of(client, 1, CHUNKS)))
-    began = time.monotonic()
-    put.abandon()
-    assert 0.5 <= time.monotonic() - began < 1.0
 
 
 def test_a_layered_put_has_a_limit_that_is_named(server: LocalServer, client: Client) -> None:

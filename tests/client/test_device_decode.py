@@ -241,7 +241,7 @@ def test_contents_that_only_the_kernels_find_wrong_end_the_prefix_and_are_asked_
     keys = store(server, client, 3)
     decode_by(client, kernels, refused=CHUNK_TOKENS)
     dropped: list[ChunkKey] = []
-    monkeypatch.setattr(client._link, "quarantine", lambda _, key: dropped.append(key))
+    monkeypatch.setattr(client._link, "quarantine", lambda _, key, __: dropped.append(key))
     engine = Engine(MODEL, blocks_for(3))
     assert read(client, keys, engine) == 1
     assert dropped == [keys[1]]

@@ -16,7 +16,7 @@ from kvstore.client import Client, ClientOptions
 from kvstore.client.decode import Layer
 from kvstore.client.options import TransportName
 from kvstore.client.segments import FoundChunk, SegmentMatch
-from kvstore.client.transports.base import Outgoing, ReadPlan, read_layers
+from kvstore.client.transports.base import Outgoing, PutTerms, ReadPlan, read_layers
 from kvstore.codecs.base import ChunkTensors, codec_by_name, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
@@ -148,7 +148,7 @@ def test_frames_that_cannot_be_cut_come_whole(client: Client, server: LocalServe
         for segment in writer.name_segments(prompt, ranges)
         for one in segment.chunks
     ]  # fmt: skip
-    puts = writer._link.connected().put(coded, durable=False, deadline_ms=DEADLINE_MS)
+    puts = writer._link.connected().put(coded, PutTerms(False, DEADLINE_MS))
     assert {put.outcome for put in puts} == {PutOutcome.stored}
     with client.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
         skipped = SkippedRows.of({0: [1], 1: range(16)})

@@ -17,7 +17,7 @@ from prompts import SMALL, assert_reads, chunks_of, keys_of, store
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.session import Session
-from kvstore.client.transports.base import Arrival, ReadPlan, read_layers
+from kvstore.client.transports.base import Arrival, PutTerms, ReadPlan, read_layers
 from kvstore.client.transports.grpc import StreamTransport
 from kvstore.client.transports.tcp import BulkTransport
 from kvstore.client.transports.tcp_connection import MAX_STREAMS, Entrance
@@ -65,7 +65,7 @@ class TestBulkTransport(BulkChannelContract):
         with ExitStack() as stack:
             gets = [stack.enter_context(bare.read(plan_of(keys))) for _ in range(MAX_STREAMS + 2)]
             assert len(bare._streams.pool.busy) == MAX_STREAMS
-            assert bare.put([], durable=False, deadline_ms=DEADLINE_MS) == []
+            assert bare.put([], PutTerms(False, DEADLINE_MS)) == []
             for arriving in gets:
                 assert [one.index for one in arriving] == [0, 1]
         assert len(bare._streams.pool.idle) == MAX_STREAMS
@@ -207,14 +207,14 @@ def test_grpc_has_what_is_left_of_a_call_that_waited_for_a_stream(
 ) -> None:
     given: list[int] = []
 
-    def asked(_: object, what: Any, *, deadline_ms: int = 0, **__: object) -> None:
-        given.append(deadline_ms or what.deadline_ms)
+    def asked(_: object, what: Any, terms: PutTerms | None = None) -> None:
+        given.append(what.deadline_ms if terms is None else terms.within_ms)
         raise TierUnavailableError("server", "not asked")
 
     monkeypatch.setattr(StreamTransport, name, asked)
     with suppress(TierUnavailableError), ExitStack() as stack:
         if name == "put":
-            lost.put([], durable=False, deadline_ms=600)
+            lost.put([], PutTerms(False, 600))
         else:
             stack.enter_context(lost.read(ReadPlan([], 0, 600)))
     assert 1 <= given[0] <= 300
@@ -293,7 +293,7 @@ def test_a_session_of_its_own_is_all_that_a_transport_needs(make_server: ServerM
     session = Session(server.dial(), SMALL, ClientOptions("tcp", 16, deadline_ms=DEADLINE_MS))
     transport = BulkTransport(session)
     transport.connect(DEADLINE_MS / 2000)
-    assert transport.put([], durable=False, deadline_ms=DEADLINE_MS) == []
+    assert transport.put([], PutTerms(False, DEADLINE_MS)) == []
     transport.close()
     transport.close()
     session.close()

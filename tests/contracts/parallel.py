@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from prompts import assert_reads, chunks_of, equal, keys_of, outcomes, tensors_of
+from prompts import assert_reads, chunks_of, equal, keys_of
 from shards import TWO_GROUPS, WIDE, part_of, slices
 
 from kvstore.client import Chunk, Client, Shard
@@ -85,19 +85,6 @@ class ParallelContract:
         assert put(client, chunks, ranks[1]) == {PutOutcome.stored}
         assert put(client, chunks, ranks[0]) == {PutOutcome.exists}
         assert client.lookup(keys=keys).ready == 2
-
-    def test_a_lease_shows_what_a_rank_has_where_it_lies(self, connect: Connect) -> None:
-        client = connect(TWO_GROUPS)
-        keys = keys_of(client, 1, 1)
-        outcomes(client, chunks_of(client, keys))
-        shard = Shard((1, 5), ((1, 3),)).in_chunk(TWO_GROUPS, LAYOUT)
-        with client.lease(keys=keys) as lease:
-            view = lease.view(0)
-            if client.transport_name == "shm":
-                assert view is not None
-                assert equal(view.cut(shard), slices(tensors_of(keys[0], TWO_GROUPS, 16), shard))
-            else:
-                assert view is None
 
     def test_tensors_that_are_not_of_the_shard_are_refused_before_anything_is_sent(
         self, connect: Connect

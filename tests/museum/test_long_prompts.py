@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from contracts.chunks import make_representation
 from documents import put_prompt, read, report_of
+from plain_engine import load_prompt
 from prompts import equal, tensors_of, tokens
 from server_process import ServerProcess
 
@@ -54,7 +55,7 @@ class LongPrompts:
             self.room = [empty_tensors(KVLayout.of(TINY, b - a)) for a, b in spans]
             return self.room
 
-        stored = self.connector.load_chunks(prompt, room).stored_tokens  # type: ignore[arg-type]
+        stored = load_prompt(self.connector, prompt, room).stored_tokens  # type: ignore[arg-type]
         for span, found in zip(spans, self.room, strict=True):
             if span[1] <= stored:
                 assert all(map(np.array_equal, found[0][0], _parts(prompt, span)))

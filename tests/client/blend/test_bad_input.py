@@ -26,7 +26,7 @@ from kvstore.client.engines.transformers.blend_adapter import BlendedCache, Tran
 from kvstore.client.engines.transformers.cache import as_argument
 from kvstore.client.options import TransportName
 from kvstore.client.segments import SegmentMatch, SegmentQuery
-from kvstore.client.transports.base import Outgoing
+from kvstore.client.transports.base import Outgoing, PutTerms
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.frame import FLAG_RESTORED, FrameTemplate
@@ -271,7 +271,7 @@ def test_kv_that_is_marked_as_blended_is_refused_by_every_way_in(
     parts = [[[np.zeros(c.shape, "u4")] * c.parts] * c.layers for c in layout.components]
     put = client._link.connected().put
     try:
-        (result,) = put([_Marked(template, parts)], durable=False, deadline_ms=DEADLINE_MS)
+        (result,) = put([_Marked(template, parts)], PutTerms(False, DEADLINE_MS))
         said = result.reason
         assert result.outcome is not PutOutcome.stored
     except InvalidRequestError as error:

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_server import LocalServer, eventually
 from lossy_copies import leave_on_disk
+from plain_engine import load_prompt
 from prompts import MEDIUM, SMALL, tokens
 
 from kvstore.client import Chunk, ClientOptions
@@ -27,7 +28,7 @@ from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.keys import chain_digests, chunk_spans
-from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChainDigest, KVLayout, Model
+from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChainDigest, KVLayout, Model, PutOutcome
 
 CHUNK_TOKENS = 16
 
@@ -57,7 +58,7 @@ class Engine:
         )
 
     def load(self, prompt: Sequence[int], extra: Sequence[bytes] = ()) -> Prefix:
-        return self.connector.load_chunks(prompt, self.make_room, extra)
+        return load_prompt(self.connector, prompt, self.make_room, extra)
 
     def make_room(self, spans: Sequence[Span]) -> Sequence[LayerTensors]:
         self.room = [empty_tensors(KVLayout.of(SMALL, stop - start)) for start, stop in spans]
@@ -109,7 +110,7 @@ def test_a_prefix_says_how_far_it_is_exact(make_server: Callable[..., LocalServe
         assert (prefix.stored_tokens, prefix.exact_tokens) == (80, 32)
         assert loose.connector.stats().lossy_hit_tokens == 79 - 32
         assert loose.connector.counts()["lossy_hit_tokens"] == 79 - 32
-        assert loose.connector.load_chunks(prompt, loose.make_room, (), ONLY_EXACT) == (
+        assert load_prompt(loose.connector, prompt, loose.make_room, (), ONLY_EXACT) == (
             Prefix(32, 32, {"cpu": 32})
         )
 
@@ -210,9 +211,9 @@ def test_whatever_fails_in_a_load_is_a_counted_miss(connect: Connect) -> None:
     def no_room(spans: Sequence[Span]) -> Sequence[LayerTensors]:
         raise BrokenError
 
-    assert engine.connector.load_chunks(prompt, no_room) == Prefix()
-    assert engine.connector.load_chunks(prompt, lambda _: []) == Prefix()
-    assert engine.connector.load_chunks([-1] * 16, engine.make_room) == Prefix()
+    assert load_prompt(engine.connector, prompt, no_room) == Prefix()
+    assert load_prompt(engine.connector, prompt, lambda _: []) == Prefix()
+    assert load_prompt(engine.connector, [-1] * 16, engine.make_room) == Prefix()
     stats = engine.connector.stats()
     assert stats.load_errors == {"BrokenError": 1, "InvalidRequestError": 2}
     assert (stats.lookups, stats.hit_tokens, stats.miss_tokens) == (3, 0, 80)
@@ -223,7 +224,7 @@ def test_room_of_another_shape_is_a_counted_miss(connect: Connect) -> None:
     prompt = tokens(8, 2 * CHUNK_TOKENS)
     engine.store(prompt)
     wrong = [empty_tensors(KVLayout.of(MEDIUM, CHUNK_TOKENS)) for _ in range(2)]
-    assert engine.connector.load_chunks(prompt, lambda _: wrong) == Prefix()
+    assert load_prompt(engine.connector, prompt, lambda _: wrong) == Prefix()
     assert engine.connector.stats().load_errors == {"LayoutMismatchError": 1}
 
 
@@ -264,7 +265,7 @@ def test_chunks_that_go_between_lookup_and_get_are_lost_not_hit(connect: Connect
         client.delete(keys=client.keys(prompt)[1:])
         return engine.make_room(spans)
 
-    prefix = engine.connector.load_chunks(prompt, forgetting)
+    prefix = load_prompt(engine.connector, prompt, forgetting)
     assert prefix == Prefix(16, 16, {"cpu": 16})
     assert engine.holds(prompt, prefix)
     stats = engine.connector.stats()
@@ -313,7 +314,7 @@ def test_what_is_written_under_names_is_read_under_them(connect: Connect) -> Non
     prompt = tokens(18, 3 * CHUNK_TOKENS)
     one, other = connect().connector, connect().connector
     chunks = one._chunks(prompt, lambda span: tensors_for(prompt, span), 0, ())
-    assert one.write(lambda: list(chunks)) == 3
+    assert one.write_each(lambda: list(chunks)) == 3 * [PutOutcome.stored]
     out = [empty_tensors(KVLayout.of(SMALL, CHUNK_TOKENS)) for _ in range(4)]
     digests = chain_digests(tokens(18, 3 * CHUNK_TOKENS) + [7] * CHUNK_TOKENS, CHUNK_TOKENS)
     assert other.read(digests, out) == 3
@@ -327,7 +328,7 @@ def test_asking_reading_and_writing_never_raise(connect: Connect) -> None:
 
     connector = connect().connector
     assert connector.ask(broken, None) is None
-    assert connector.write(broken) == 0
+    assert connector.write_each(broken) == []
     assert connector.read([ChainDigest(bytes(16))], []) == 0
     stats = connector.stats()
     assert stats.load_errors == {"BrokenError": 1, "InvalidRequestError": 1}
@@ -353,7 +354,7 @@ def test_threads_lose_no_count(connect: Connect) -> None:
 
     def work(_: int) -> None:
         out = [empty_tensors(KVLayout.of(SMALL, CHUNK_TOKENS)) for _ in range(2)]
-        engine.connector.load_chunks(prompt, lambda _: out)
+        load_prompt(engine.connector, prompt, lambda _: out)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(40)))
