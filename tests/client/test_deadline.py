@@ -491,7 +491,7 @@ def test_what_a_get_leaves_to_be_done_holds_nobody_up(
 
     def changing(pieces: Iterator[Arrival]) -> Iterator[Arrival]:
         for piece in pieces:
-            yield replace(piece, data=np.array(piece.data) ^ (1 if piece.offset else 0))
+            yield replace(piece, data=np.array(piece.data) ^ np.uint8(piece.offset > 0))
 
     monkeypatch.setattr(transport, "release", slow)
     monkeypatch.setattr(link, "quarantine", report)
