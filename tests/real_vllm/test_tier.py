@@ -230,3 +230,11 @@ def test_after_vllm_reset_its_caches_nothing_older_is_promoted(start: Start) -> 
     assert tier.run([2], is_promotion=True).success
     assert start().found(1) is LookupResult.HIT, "of an engine that begins with the old weights"
     assert start().found(2) is LookupResult.MISS
+
+
+def test_after_shutdown_a_job_fails_and_nothing_waits_for_it(server: LocalServer) -> None:
+    tier = Tier(server.address)
+    tier.tier.shutdown()
+    assert not tier.run([1], is_promotion=False).success
+    assert not tier.run([1], is_promotion=True).success
+    tier.tier.drain_jobs()

@@ -7,12 +7,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from kvstore.client.engines.identity import adapter_files, files_digest
+from kvstore.client.engines.threads import DaemonThreads
 from kvstore.client.engines.vllm.messages import INCOMPATIBLE, ChunkName
 from kvstore.client.page_names import page_hash
 from kvstore.proto.errors import KVStoreError, ModelError
@@ -207,7 +208,7 @@ class LookupWorker:
         self._failed_s: float | None = None
         self._waiting = 0
         self._answers = threading.Condition()  # guards _waiting
-        self._threads = ThreadPoolExecutor(max(1, threads), "kvstore-lookup")
+        self._threads = DaemonThreads("kvstore-lookup", threads)
         if threads:
             self._do(partial(self._look, ()))
 
@@ -221,9 +222,12 @@ class LookupWorker:
         self._failed_s = self._clock()
 
     def submit(self, tokens: Sequence[int], identify: Callable[[], CacheIdentity]) -> PendingLookup:
-        """Have *tokens* looked up; *identify* says what else names them, and may wait for files."""
+        """Have *tokens* looked up; *identify* says what else names them, and may wait for files.
+
+        After ``close`` it is a miss.
+        """
         lookup = PendingLookup(tokens, identify, self._clock())
-        if not self._do(partial(self._answer, lookup)):
+        if not self._do(partial(self._answer, lookup), lookup):
             lookup.refusal, lookup.result = "queue", NOTHING
         return lookup
 
@@ -237,21 +241,21 @@ class LookupWorker:
         if self._withdraw is not None and digests and not self.is_down:
             self._do(partial(self._withdraw, digests))
 
-    def _do(self, work: Callable[[], object]) -> bool:
+    def _do(self, work: Callable[[], object], lookup: PendingLookup | None = None) -> bool:
         with self._answers:
             if self._waiting >= MAX_WAITING_LOOKUPS:
                 return False
             self._waiting += 1
-        self._threads.submit(self._run, work)
+        self._threads.submit(work).add_done_callback(partial(self._end, lookup))
         return True
 
-    def _run(self, work: Callable[[], object]) -> None:
-        try:
-            work()
-        finally:
-            with self._answers:
-                self._waiting -= 1
-                self._answers.notify_all()
+    def _end(self, lookup: PendingLookup | None, _: Future[object]) -> None:
+        """Count off what was done, or was cancelled; a lookup that has no result is a miss."""
+        with self._answers:
+            if lookup is not None:
+                lookup.result = lookup.result or NOTHING
+            self._waiting -= 1
+            self._answers.notify_all()
 
     def wait(self, within_s: float, lookup: PendingLookup | None = None) -> None:
         """Wait until *lookup* is over, or some one, if any waits. For who has nothing to do."""
@@ -262,20 +266,17 @@ class LookupWorker:
                 self._answers.wait(within_s)
 
     def _answer(self, lookup: PendingLookup) -> None:
-        try:
-            # A store that failed is tried again, with whatever there is.
-            if (lookup.is_over and not self.is_down) or not self._name(lookup):
+        # A store that failed is tried again, with whatever there is.
+        if (lookup.is_over and not self.is_down) or not self._name(lookup):
+            return
+        if self._failed_s is not None:
+            lookup.result = NOTHING  # nobody waits for what the store is tried with
+            if self._clock() - self._failed_s < self._retry_s:
                 return
-            if self._failed_s is not None:
-                lookup.result = NOTHING  # nobody waits for what the store is tried with
-                if self._clock() - self._failed_s < self._retry_s:
-                    return
-            result = self._look(lookup.digests)
-            lookup.result = lookup.result or result
-            if lookup.is_over and self._withdraw is not None:
-                self._withdraw(lookup.digests)
-        finally:
-            lookup.result = lookup.result or NOTHING
+        result = self._look(lookup.digests)
+        lookup.result = lookup.result or result
+        if lookup.is_over and self._withdraw is not None:
+            self._withdraw(lookup.digests)
 
     def _look(self, digests: Sequence[ChainDigest]) -> LookupResult | None:
         result = self._find(digests)
@@ -300,4 +301,4 @@ class LookupWorker:
 
     def close(self) -> None:
         """Do nothing any more; what is under way is bounded by the client's deadline."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()

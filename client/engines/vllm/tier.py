@@ -18,7 +18,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -41,6 +42,7 @@ from kvstore.client.engines.identity import (
     weights_name,
 )
 from kvstore.client.engines.prefix import least_of
+from kvstore.client.engines.threads import DaemonThreads
 from kvstore.client.engines.vllm.settings import VllmSettings
 from kvstore.client.engines.vllm.worker import SHUTDOWN_S
 from kvstore.client.tensors import LayerTensors
@@ -149,7 +151,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._connector, self._looking = loading, looking
         self._epoch = b""
         self._lookups = _Lookups(tier_type, looking, self._digest)
-        self._thread = ThreadPoolExecutor(1, "kvstore-tier")
+        self._thread = DaemonThreads("kvstore-tier")
         self._room = max(1, stated.queue_bytes // self._rows.shape[1])
         self._waiting = 0
         self._finished: list[JobResult] = []
@@ -180,10 +182,17 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         """Begin to load chunks into the places that vLLM keeps for them."""
         self._submit(self._load, job_metadata)
 
-    def _submit(self, work: Any, job: Any) -> None:
+    def _submit(self, work: Callable[[Any], None], job: Any) -> None:
         with self._changes:
             self._waiting += len(job.keys)
-        self._thread.submit(work, job)
+        self._thread.submit(partial(work, job)).add_done_callback(
+            partial(self._fail_cancelled, job)
+        )
+
+    def _fail_cancelled(self, job: Any, done: Future[None]) -> None:
+        """End a job that ``shutdown`` left undone."""
+        if done.cancelled():
+            self._end(job, ())
 
     def _store(self, job: Any) -> None:
         def chunks() -> list[Chunk]:
@@ -255,7 +264,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._lookups.shutdown()
         with self._changes:
             self._changes.wait_for(lambda: not self._waiting, SHUTDOWN_S)
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
         for connector in (self._connector, self._looking):
             connector.client.close()
 

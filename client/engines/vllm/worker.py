@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
@@ -22,6 +22,7 @@ import torch
 from kvstore.client.chunk import Chunk
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.prefix import exact_count
+from kvstore.client.engines.threads import DaemonThreads
 from kvstore.client.engines.vllm.blocks import NULL_BLOCK, BlockWriter, EnginePages
 from kvstore.client.engines.vllm.identity import KVCacheShape
 from kvstore.client.engines.vllm.messages import (
@@ -118,7 +119,7 @@ class VllmWorker:
         self._device = device
         self._side: HostSide | DeviceSide | None = None
         self._loader, self._storer, self._watcher, self._opener = (
-            ThreadPoolExecutor(1, f"kvstore-{name}") for name in ("load", "store", "watch", "open")
+            DaemonThreads(f"kvstore-{name}") for name in ("load", "store", "watch", "open")
         )
         self._opening: Future[None] | None = None
         self._arrived = 0
@@ -199,7 +200,9 @@ class VllmWorker:
         with self._changed:
             if self._opening is None or self._opening.done():
                 client = self._connector.client
-                self._opening = self._opener.submit(self._connector.ask, client.send_counts, None)
+                self._opening = self._opener.submit(
+                    partial(self._connector.ask, client.send_counts, None)
+                )
             return self._opening
 
     def _await_session(self) -> bool:
@@ -238,8 +241,14 @@ class VllmWorker:
         for spec in plan.loads:
             with self._changed:
                 self._loading += 1
-            load = self._loader.submit(self._load, spec, self._clock(), after)
-            self._watcher.submit(self._watch, load)
+            load = self._loader.submit(partial(self._load, spec, self._clock(), after))
+            load.add_done_callback(partial(self._fail_cancelled, spec))
+            self._watcher.submit(partial(self._watch, load))
+
+    def _fail_cancelled(self, spec: LoadSpec, load: Future[None]) -> None:
+        """End a load that ``close`` left undone: without pages it brings nothing."""
+        if load.cancelled():
+            self._load(spec, self._clock(), None)
 
     def _load(self, spec: LoadSpec, ordered_s: float, after: Event | None) -> None:
         began, side, client = self._clock(), self._usable, self._connector.client
@@ -483,11 +492,14 @@ class VllmWorker:
         return dict(new)
 
     def close(self) -> None:
-        """End the threads, once they are through with what they have, and the client."""
+        """End the threads, once they are through with what they have, and the client.
+
+        Afterwards every load is failed at once and nothing is stored.
+        """
         is_over = self.settled(SHUTDOWN_S)
-        for threads in (self._loader, self._storer, self._watcher, self._opener):
-            threads.shutdown(wait=False, cancel_futures=True)
         side, self._side = self._side, None
+        for threads in (self._loader, self._storer, self._watcher, self._opener):
+            threads.close()
         if is_over and side is not None:
             self._connector.ask(side.close, None)
         self._connector.close()

@@ -83,7 +83,7 @@ def interrupted(engine: PagedEngine, process: ServerProcess, then: Callable[[], 
             process.send_signal(signal.SIGSTOP)
         load(plan)
         if plan.loads:
-            assert eventually(lambda: worker._loading == 1 and worker._loader._work_queue.empty())
+            assert eventually(lambda: worker._loading == 1 and worker._loader._queue.empty())
             time.sleep(0.05)  # its question is on the way
             then()
 

@@ -34,9 +34,10 @@ from kvstore.client.engines.vllm import scheduler as vllm_scheduler
 from kvstore.client.engines.vllm import staging as vllm_copies
 from kvstore.client.engines.vllm import worker as vllm_worker
 from kvstore.client.engines.vllm.blocks import BLOCK_LAYOUTS
-from kvstore.client.engines.vllm.messages import StepPlan
+from kvstore.client.engines.vllm.messages import LoadSpec, StepPlan
 from kvstore.client.engines.vllm.scheduler import VllmScheduler
 from kvstore.client.engines.vllm.settings import Role
+from kvstore.proto.types import ChainDigest
 
 Start = Callable[..., Engine]
 
@@ -280,7 +281,7 @@ def test_the_batches_of_a_backlog_follow_each_other_without_a_pause(
     assert worker.settled(20.0)
     assert worker.counted["stored_chunks"] == 6
     assert len(pauses) == 1
-    assert eventually(lambda: worker._storer._work_queue.empty())
+    assert eventually(lambda: worker._storer._queue.empty())
     engine.run("c", PROMPT[:CHUNK_TOKENS])
     assert len(pauses) == 2, "a pause before what nothing was sent before"
 
@@ -364,6 +365,17 @@ def test_pages_are_let_go_of_once_what_is_stored_of_them_is_copied(start: Start)
     engine.step(request, blocks, 200)
     assert engine.workers[0].drop_pages()
     assert engine.workers[0].counted["stored_chunks"] == 3
+
+
+def test_after_close_a_load_is_failed_and_nothing_waits_for_it(start: Start) -> None:
+    engine = start()
+    engine.run("a", PROMPT)
+    (worker,) = engine.workers
+    worker.close()
+    worker.load(StepPlan((LoadSpec("b", (ChainDigest(bytes(16)),), ((3, 4),)),)))
+    assert worker.settled(0.0)
+    assert worker.finished_loads(is_idle=False) == {"b"}
+    assert worker.failed_blocks() == {3, 4}
 
 
 def test_a_dead_server_is_a_counted_miss_and_costs_no_copies() -> None:

@@ -111,7 +111,7 @@ def test_a_prompt_given_up_before_it_was_looked_up_is_not_waited_for(
     desk, hold = prefill.scheduler._desk, threading.Event()
     find, desk._find = desk._find, lambda digests: find(digests) if hold.wait(20.0) else None
     prefill.scheduler.on_new_request(FakeRequest("first", list(PROMPT)))
-    assert eventually(lambda: desk._threads._work_queue.empty())
+    assert eventually(lambda: desk._threads._queue.empty())
     prefill.scheduler.finished(FakeRequest("first", list(PROMPT)))
     hold.set()
     assert eventually(lambda: not desk._waiting)

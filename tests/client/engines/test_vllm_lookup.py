@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -46,6 +48,7 @@ def store() -> Store:
 @pytest.fixture
 def desk(store: Store, no_leaks: None) -> Iterator[LookupWorker]:
     made = LookupWorker(store.find, 64, RETRY_S, lambda: store.now_s)
+    assert eventually(lambda: not made._waiting)  # it opened a session
     yield made
     store.opened.set()
     made.close()
@@ -150,3 +153,29 @@ def test_who_waits_for_one_answer_gets_on_with_it_and_else_only_waits_its_time(
     unanswered = desk.submit(TOKENS, CacheIdentity)
     desk.wait(0.001, unanswered)
     assert unanswered.result is None
+
+
+def test_after_close_a_lookup_is_a_miss_and_so_is_one_that_waited(
+    desk: LookupWorker, store: Store
+) -> None:
+    store.opened.clear()
+    waiting = [desk.submit(TOKENS, CacheIdentity) for _ in range(2)][-1]
+    desk.close()
+    assert answered(waiting) == 0
+    assert answered(desk.submit(TOKENS, CacheIdentity)) == 0
+    store.opened.set()
+    assert eventually(lambda: not desk._waiting)
+
+
+HUNG = """
+import threading
+from kvstore.client.engines.vllm.lookup import CacheIdentity, LookupWorker
+hangs = threading.Event()
+desk = LookupWorker(lambda _: hangs.set() or threading.Event().wait(), 64, 1.0)
+desk.submit(list(range(64)), CacheIdentity)
+hangs.wait()
+"""
+
+
+def test_a_process_that_ends_without_close_does_not_wait_for_the_store() -> None:
+    subprocess.run([sys.executable, "-c", HUNG], check=True, timeout=60)
