@@ -137,7 +137,7 @@ class Engine:
                 for copy in copies[at : at + 2]:
                     copy.begin()
                 for copy in copies[at : at + 2]:
-                    copy.make()
+                    copy.run()
                     copy.free()
 
     def load(self, keys: Sequence[Any]) -> int:
@@ -258,7 +258,7 @@ def measure_store(report: Report, engine: Engine, total: int, device: str) -> No
             copies = engine.side.copies(engine.tables[:count])
             took.append(1e6 * (time.perf_counter() - began))
             for copy in copies:
-                copy.make()
+                copy.run()
                 copy.free()
         took.sort()
         figures = f"{took[len(took) // 2]:.0f} (at most {took[-1]:.0f})"

@@ -136,13 +136,11 @@ def _computed(model: PreTrainedModel, prompt: Sequence[int]) -> Layers:
     import torch
     from transformers import DynamicCache
 
-    from kvstore.client.engines.transformers.cache import as_argument
+    from kvstore.client.engines.transformers.cache import forward
     from kvstore.client.tensors import to_array
 
-    cache = DynamicCache(config=model.config)
-    with torch.inference_mode():
-        model(torch.tensor([prompt], device=model.device), **as_argument(cache), use_cache=True)
-    found = []
+    cache, found = DynamicCache(config=model.config), []
+    forward(model, torch.tensor([prompt], device=model.device), cache)
     layers: Sequence[Any] = cache.layers
     for layer in layers:
         arrays = [to_array(part[0].cpu().contiguous()) for part in (layer.keys, layer.values)]

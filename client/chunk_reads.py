@@ -142,14 +142,13 @@ def read_layers(
 ) -> Generator[Layer, None, None]:
     """Yield the layers of *request*, each once it is verified."""
     wanted = Wanted(transport.session, request.keys, request.room, request.accuracy)
-    left_ms = countdown(request.deadline_ms)
     with ExitStack() as stack:
         arriving = _layers_arriving(stack, transport, request)
         reading = LayerReader(link.reader, wanted, request.accepts, request.skipped)
         with closing(reading.layers(arriving)) as layers:
             yield from layers
-    if reading.broken is not None:
-        link.quarantine(transport, reading.broken, left_ms)
+    if reading.broken is not None:  # between layers the caller takes time of its own
+        link.quarantine(transport, reading.broken, countdown(request.deadline_ms))
 
 
 def _layers_arriving(

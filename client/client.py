@@ -176,10 +176,14 @@ class Client:
 
     def keys(self, tokens: Sequence[int], extra: Sequence[bytes] = ()) -> list[ChunkKey]:
         """Name the chunks of a prompt. *extra*: cache salt, multimodal hashes, in order."""
+        return self._names(self.namespace, tokens, extra)
+
+    def _names(
+        self, space: Namespace, tokens: Sequence[int], extra: Sequence[bytes] = ()
+    ) -> list[ChunkKey]:
         size = self.options.chunk_tokens
         is_sglangs = self.options.sglang_names and not extra
         digests = page_digests(tokens, size) if is_sglangs else chain_digests(tokens, size, extra)
-        space = self.namespace
         return [chunk_key(space, digest) for digest in digests]
 
     def _named(
@@ -188,8 +192,8 @@ class Client:
         if (tokens is None) == (keys is None):
             raise InvalidRequestError("keys", keys, "give tokens or keys, one of them")
         if tokens is not None:
-            self._link.connected(left_ms)  # names take its namespace
-        return self.keys(tokens) if tokens is not None else check_keys(() if keys is None else keys)
+            return self._names(self._link.connected(left_ms).session.terms.namespace, tokens)
+        return check_keys(() if keys is None else keys)
 
     def get(
         self,
@@ -297,8 +301,8 @@ class Client:
         def read(
             some: Sequence[ChunkKey], out: Sequence[LayerTensors] | None
         ) -> list[ChunkTensors]:
-            room = chunk_reads.room_in(some, out)
-            request = ChunkRequest(some, room, accuracy, deadline_ms, leases)
+            room, shard = chunk_reads.room_in(some, out), self.options.shard
+            request = ChunkRequest(some, room, accuracy, deadline_ms, leases, shard)
             return [one.tensors for one in chunk_reads.read_prefix(self._link, request)]
 
         return Lease(ready, found.match, read, self._link.release, viewer(found, ready))
@@ -433,7 +437,8 @@ class Client:
         and how much of the others is loaded, into *out* as in ``get_chunks``. *compute* is given
         chunks in this thread, from the first on, while others come from the last one back; without
         it the caller computes ``Levelled.to_compute`` afterwards. Returns in time whatever happens
-        to the store, once there was a session. Raises what *compute* raises, too.
+        to the store, once there was a session. Raises what *compute* or *out* raises, too, and
+        LayoutMismatchError.
         """
         return chunk_reads.read_levelled(
             self._link, keys, terms, chunk_reads.room_in(keys, out), compute

@@ -4,10 +4,12 @@ errors. A Pool: connections of other kinds.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -288,18 +290,28 @@ class Until:
         return max(1, round(1000 * (self.at_s - SLACK_S - self.clock())))
 
 
+def _nothing() -> None:
+    return None
+
+
 class CircuitBreaker:
     """Open for a while after the server did not answer, so that a dead one costs once.
 
-    Thread-safe. *clock* returns monotonic seconds. A call that was granted less than half of
-    *usual_ms* and is late says nothing of the server.
+    Thread-safe. *clock* returns monotonic seconds. A late call opens it once calls have waited for
+    half of *usual_ms* since the last answer: one of a short timeout says little of the server.
     """
 
     def __init__(self, retry_after_ms: int, clock: Callable[[], float], usual_ms: int = 0) -> None:
         self._retry_after_s = retry_after_ms / 1000
         self._clock = clock
-        self._usual_ms = usual_ms
+        self._patience_s = usual_ms / 2000
         self._until = 0.0
+        self._late_s = 0.0
+        """How long late calls have waited since the last answer; those at once count once."""
+        self._late_at_s = -math.inf
+        """When the last of them was over."""
+        # A weak reference: an error holds the frames that it passed, and so its client.
+        self._opened_by: Callable[[], KVStoreError | None] = _nothing
 
     @property
     def is_open(self) -> bool:
@@ -315,11 +327,31 @@ class CircuitBreaker:
     def note(self, error: KVStoreError | None, until: Until | None = None) -> bool:
         """Note how a call went: None, or its error. Return whether that opened the breaker."""
         is_late = isinstance(error, DeadlineError)
-        if is_late and until is not None and 2 * until.deadline_ms < self._usual_ms:
-            return False
+        if is_late and until is not None:
+            now_s = self._clock()
+            self._late_s += min(until.deadline_ms / 1000, now_s - self._late_at_s)
+            self._late_at_s = now_s
+            if self._late_s < self._patience_s:
+                return False
         is_silent = is_late or is_gone(error)
         self._until = self._clock() + self._retry_after_s if is_silent else 0.0
+        if is_silent and error is not None:
+            self._opened_by = weakref.ref(error)
+        else:
+            self._late_s, self._opened_by = 0.0, _nothing
         return is_silent
+
+    def note_whole(self, error: DeadlineError, granted_ms: int) -> None:
+        """Note that a call failed whose requests had *granted_ms* in all. Where no answer came
+        since one of them was late, that counts as the whole.
+        """
+        if self._late_s and granted_ms / 1000 >= self._patience_s:
+            self.note(error)
+
+    def take_back(self, error: DeadlineError) -> None:
+        """Close it if it was *error* that opened it: the call says nothing of the server."""
+        if self._opened_by() is error:
+            self.note(None)
 
 
 def is_gone(error: BaseException | None) -> bool:

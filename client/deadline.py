@@ -10,7 +10,9 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing, suppress
+from contextvars import copy_context
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, takewhile
 from typing import TypeAlias, cast
 
@@ -45,6 +47,7 @@ from kvstore.proto.errors import (
     DeadlineError,
     InvalidFrameError,
     KVStoreError,
+    LayoutMismatchError,
     UnknownCodecError,
 )
 from kvstore.proto.frame import FrameHeader, check_frame, header_bytes, parse_header
@@ -188,29 +191,40 @@ class LevelledGet:
         self._result: Future[Levelled] = Future()
 
     def run(self) -> Levelled:
-        """Read what is worth it, until the deadline; return what came. Raises what ``compute``
-        raises.
+        """Read what is worth it, until the deadline; return what came. Raises what ``compute`` or
+        the room raises, LayoutMismatchError for tensors that are not the chunk's.
         """
-        if self._compute is None:
-            self._load()
-            return self._result.result()
-        threading.Thread(target=self._load, name="kvstore-levels", daemon=True).start()
-        computed = 0
+        load = partial(copy_context().run, self._load)  # the caller's trace goes along
+        threading.Thread(target=load, name="kvstore-levels", daemon=True).start()
         try:
-            while some := self._claim():
-                self._compute(some)
-                computed = some.stop
+            return self._found_beside(self._compute) if self._compute else self._result.result()
         except BaseException:
-            self._end()
+            self._give_up()
             raise
+
+    def _found_beside(self, compute: Callable[[range], None]) -> Levelled:
+        computed = 0
+        while some := self._claim():
+            compute(some)
+            computed = some.stop
         if computed == len(self._frames):
             self._end()  # nobody waits for the loader
             return self._levelled({})
-        try:
-            return self._result.result(max(0.0, self._left_s()))
-        except TimeoutError:  # it waits for what the engine has computed by now
+        wait([self._result], max(0.0, self._left_s()))
+        if not self._result.done():  # it waits for what the engine has computed by now
             self._finish()
-            return self._result.result()
+        return self._result.result()
+
+    def _give_up(self) -> None:
+        """Have nothing more loaded or decoded."""
+        with self._changed:
+            self._is_finished = True
+        self._end()
+        self._await_decodes()
+
+    def _await_decodes(self) -> None:
+        """Wait for what writes to the room."""
+        wait([work for _, work in self._decoding.values()])
 
     def _load(self) -> None:
         """Read by plan after plan, until the deadline or nothing is worth it."""
@@ -228,14 +242,15 @@ class LevelledGet:
         except KVStoreError:
             pass  # what came before it is used
         finally:
-            self._finish()
-            self._end()
-            if transport is not None:
-                for key in self._damaged:
-                    self._link.quarantine(transport, key, countdown(RELEASE_MS))
-                with suppress(KVStoreError):  # the client was closed: so is its session
-                    # By a thread: on a slow link that waits behind what is on it.
-                    self._link.reader.submit(transport.release, self._leases, RELEASE_MS)
+            try:
+                self._finish()
+            finally:
+                self._end()
+                if transport is not None and self._leases:
+                    transport.release(self._leases, RELEASE_MS)
+                    left_ms = countdown(RELEASE_MS)
+                    for key in self._damaged:
+                        self._link.quarantine(transport, key, left_ms)
 
     def _finish(self) -> None:
         """Decode what came, for ``run`` to return, unless another thread does, or has."""
@@ -243,22 +258,20 @@ class LevelledGet:
             if self._is_finished:
                 return
             self._is_finished = self._is_over = True  # what is claimed now is none of these
-            computed = self._claimed
-        works: dict[int, _Decoding] = {}
-        found: dict[int, tuple[int, Stated]] = {}
-        try:
-            stop = len(self._frames)
+            computed, stop = self._claimed, len(self._frames)
             if self._plain_terms.loads_first:  # of use is only a prefix
                 stop = next((at for at in range(stop) if not self._is_here(at)), stop)
             for at in range(computed, stop):
                 self._decode(at)
-            works = {at: work for at, (_, work) in self._decoding.items() if at >= computed}
-            found = {at: work.result() for at, work in works.items() if at < stop}
-        except KVStoreError:
-            pass  # the client was closed, or the call cancelled
-        finally:
-            wait(works.values())  # they write to the room
-            self._result.set_result(self._levelled(found))
+            works = {at: work for at, (_, work) in self._decoding.items() if computed <= at < stop}
+        self._await_decodes()
+        errors = [error for work in works.values() if (error := work.exception()) is not None]
+        for error in errors:
+            if not isinstance(error, KVStoreError) or isinstance(error, LayoutMismatchError):
+                self._result.set_exception(error)  # the room's
+                return
+        found = {at: work.result() for at, work in works.items()} if not errors else {}  # cancelled
+        self._result.set_result(self._levelled(found))
 
     def _levelled(self, found: dict[int, tuple[int, Stated]]) -> Levelled:
         of = [found.get(at, _NOTHING) for at in range(len(self._frames))]
@@ -383,9 +396,9 @@ class LevelledGet:
                     if self._clock() >= end_s or self._is_over:
                         break  # what came is of use
             is_over = False
-        except DeadlineError:
+        except DeadlineError as error:
             # It answered the lookup: its link is slow, and the next call is not to pay for that.
-            transport.session.connection.breaker.note(None)
+            transport.session.connection.breaker.take_back(error)
         except KVStoreError:
             pass  # what came before it is used
         if size_bytes >= LEAST_MEASURED_BYTES:
@@ -442,22 +455,27 @@ class LevelledGet:
                     self._decode(at)
 
     def _decode(self, at: int) -> None:
-        """Have a chunk decoded at the level that it has reached, unless it is."""
+        """Have a chunk decoded at the level that it has reached, unless it is, or the client is
+        closed.
+        """
         reached = self._frames[at].reached
         before = self._decoding.get(at)
         if reached < 0 or (before is not None and before[0] == reached):
             return
         after = None if before is None else before[1]
-        self._decoding[at] = reached, self._link.reader.submit(self._decoded, at, reached, after)
+        with suppress(KVStoreError):
+            work = self._link.reader.submit(self._decoded, at, reached, after)
+            self._decoding[at] = reached, work
 
     def _decoded(self, at: int, reached: int, after: _Decoding | None) -> tuple[int, Stated]:
         before = _NOTHING if after is None else after.result()  # which writes to the same room
         frame, started_s, terms = self._frames[at], self._clock(), self._plain_terms
-        is_late = self._elapsed_s() >= terms.deadline_s + SLACK_S and terms.prefill is None
-        if frame.header is None or is_late:
+        header = frame.header
+        assert header is not None
+        if self._elapsed_s() >= terms.deadline_s + SLACK_S and terms.prefill is None:
             return before
         try:
-            level = frame.decode(reached, self._room(at, frame.header.layout))
+            level = frame.decode(reached, self._room(at, header.layout))
         except WRONG:
             self._damaged.append(frame.key)
         except UnknownCodecError:
@@ -466,7 +484,7 @@ class LevelledGet:
             # Of all threads: each of them is at a frame of its own meanwhile.
             size_bytes = frame.chunk.raw_bytes * self._link.reader.threads
             self._link.meters.decoder.observe(size_bytes, self._clock() - started_s)
-            return level, frame.header.stated
+            return level, header.stated
         return _NOTHING
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from kvstore.client.server_link import LeftMs, ServerLink, packed
 from kvstore.client.transports.base import Transport
 from kvstore.client.view import View
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import KVStoreError
+from kvstore.proto.errors import DeadlineError, KVStoreError
 from kvstore.proto.messages import as_value
 from kvstore.proto.plans import EngineTerms, LoadPlan, PlanRange
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Match
@@ -58,7 +59,10 @@ def look_up(
                     break
                 request.ClearField("prefill")  # a plan of what is behind the first makes no sense
         except BaseException:
-            link.release([lease for match in matches for lease in match.leases])
+            leases = [lease for match in matches for lease in match.leases]
+            with suppress(DeadlineError):  # with no time left they end with theirs
+                if leases:
+                    transport.release(leases, left_ms())
             raise
         return Found(joined(matches, len(keys)), places, transport)
 

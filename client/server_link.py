@@ -25,6 +25,7 @@ from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
     LeaseExpiredError,
+    QuotaExceededError,
     TierUnavailableError,
 )
 from kvstore.proto.keys import cut_keys
@@ -71,6 +72,8 @@ class ServerLink:
         self._is_closed = False
         # Guards the three above; held while a session opens, which happens once.
         self._lock = threading.RLock()
+        # Held to give a session up: that waits for nobody who opens one.
+        self._giving_up = threading.Lock()
 
     # --- the session
 
@@ -91,12 +94,13 @@ class ServerLink:
             return self._connection
 
     def connected(self, left_ms: LeftMs | None = None) -> Transport:
-        """Return the transport of the session, which is opened first if there is none, within what
-        is left of a call's deadline, else the options'.
+        """Return the transport of the session, which is opened first if there is none, within the
+        deadline of the options and what is left of a call's.
 
         Raises KVStoreErrors, as when it is closed.
         """
-        left_ms = left_ms or countdown(self.options.deadline_ms)
+        most_ms = self.options.deadline_ms
+        left_ms = countdown(most_ms if left_ms is None else min(left_ms(), most_ms))
         if not self._lock.acquire(timeout=left_ms() / 1000):
             raise DeadlineError("another call was still opening the session")
         try:
@@ -110,13 +114,19 @@ class ServerLink:
 
     def _connect(self, left_ms: LeftMs) -> Transport:
         session = Session(self.connection, self.model, self.options, self._counts, left_ms())
+        try:
+            return self._transport(session, left_ms)
+        except BaseException:
+            session.say(session.close)  # what that takes is not the caller's to wait for
+            raise
+
+    def _transport(self, session: Session, left_ms: LeftMs) -> Transport:
         wanted = self.options.transport
         if wanted == "shm" or (wanted == "auto" and can_share_memory(session)):
             try:
                 return self._shared_memory(session)
             except (TierUnavailableError, InvalidRequestError, OSError):
                 if wanted == "shm":
-                    session.close()
                     raise
         if wanted == "tcp" or (wanted == "auto" and session.terms.bulk_address):
             try:
@@ -125,9 +135,8 @@ class ServerLink:
                 # Half of what is left: where nobody answers, gRPC is still to be asked.
                 transport.connect(left_ms() / 2000, is_short=is_short)
                 return transport
-            except (TierUnavailableError, DeadlineError):
+            except (TierUnavailableError, DeadlineError, QuotaExceededError):
                 if wanted == "tcp":
-                    session.close()
                     raise
         return StreamTransport(session)
 
@@ -137,13 +146,18 @@ class ServerLink:
 
         It gets what is left of *deadline_ms*, that of the options if None.
         """
-        left_ms = countdown(self.options.deadline_ms if deadline_ms is None else deadline_ms)
+        granted_ms = self.options.deadline_ms if deadline_ms is None else deadline_ms
+        left_ms = countdown(granted_ms)
         transport = self.connected(left_ms)
         try:
-            return work(transport, left_ms)
-        except LeaseExpiredError:
-            self.renew(transport, left_ms())
-        return work(self.connected(left_ms), left_ms)
+            try:
+                return work(transport, left_ms)
+            except LeaseExpiredError:
+                self.renew(transport, left_ms())
+            return work(self.connected(left_ms), left_ms)
+        except DeadlineError as error:
+            self.connection.breaker.note_whole(error, granted_ms)
+            raise
 
     def renew(self, transport: Transport, deadline_ms: int = 0) -> None:
         """Drop the session of *transport* if the server has lost it."""
@@ -154,22 +168,24 @@ class ServerLink:
                 pass
             else:
                 return
-        self._disconnect(transport, tell_server=False)
+        if self._give_up(transport):
+            session = transport.session
+            session.say(lambda: session.close(tell_server=False))  # the caller waits for no beat
 
-    def _disconnect(self, transport: Transport, *, tell_server: bool) -> None:
-        with self._lock:
+    def _give_up(self, transport: Transport) -> bool:
+        """Close *transport* if it is the session's, which has none then; return whether it was."""
+        with self._giving_up:
             if self.transport is not transport:
-                return
+                return False
             self.transport = None
         transport.close()
-        transport.session.close(tell_server=tell_server)
+        return True
 
     def end_session(self) -> None:
         """End the session, if there is one; the next call opens another."""
-        with self._lock:
-            transport = self.transport
-        if transport is not None:
-            self._disconnect(transport, tell_server=True)
+        transport = self.transport
+        if transport is not None and self._give_up(transport):
+            transport.session.close()
 
     def end_if_hung(self) -> bool:
         """See ``Client.end_if_hung``."""

@@ -32,6 +32,7 @@ from kvstore.codecs.cachegen_profile import CachegenProfile
 from kvstore.codecs.kvqs_profile import KvqsProfile
 from kvstore.codecs.kvt_profile import KvtProfile
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.keys import chunk_spans
 from kvstore.proto.types import MIN_CHUNK_TOKENS, Component, DType, LayerKind, RopeParameters
 
 CHUNK_TOKENS = 256
@@ -103,11 +104,8 @@ def make_asset(kind: AssetKind, samples: Samples, folder: Path) -> tuple[Path, A
 
 def cut_prompt(layers: Layers) -> Iterator[tuple[ChunkTensors, int]]:
     """Yield the chunks of a prompt, views of its *layers*; a short rest is left out."""
-    tokens = layers[0][0].shape[1]
-    for start in range(0, tokens, CHUNK_TOKENS):
-        stop = min(tokens, start + CHUNK_TOKENS)
-        if stop - start >= MIN_CHUNK_TOKENS:
-            yield [[[part[:, start:stop] for part in parts] for parts in layers]], start
+    for start, stop in chunk_spans(layers[0][0].shape[1], CHUNK_TOKENS):
+        yield [[[part[:, start:stop] for part in parts] for parts in layers]], start
 
 
 # --- dumps

@@ -302,6 +302,10 @@ def _layer_sizes(layout: KVLayout) -> NDArray[np.uint64]:
 
 def _scatter_part(data: Bytes, part: AnyPart, digest: xxh3_64) -> None:
     typed = data.view(f"<u{part.dtype.itemsize}").reshape(part.shape)
+    if len(data) <= BLOCK_BYTES and part.dtype == typed.dtype:
+        _scatter(typed, part)
+        digest.update(data)  # type: ignore[arg-type]
+        return
     for block, theirs in _blocks(typed, part):
         _scatter(block, theirs)
         digest.update(block)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice, takewhile
 from typing import Any, TypeAlias, TypeVar
 
@@ -35,7 +35,7 @@ from kvstore.client.engines.prefix import (
 )
 from kvstore.client.forks import FORKS
 from kvstore.client.levels import PlanTerms
-from kvstore.client.options import ClientOptions
+from kvstore.client.options import ClientOptions, TransportName
 from kvstore.client.prefill import (
     DOUBT,
     LEAST_LEFT_S,
@@ -49,7 +49,7 @@ from kvstore.client.server_state import ChunkStat
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import ACCURACY_TAG
-from kvstore.proto.errors import KVStoreError
+from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.keys import chunk_key, chunk_spans, content_digest, tokens_le32
 from kvstore.proto.messages import REFUSED
 from kvstore.proto.plans import NO_HINTS, Hints
@@ -70,6 +70,8 @@ REPORT_EVERY_S = 10.0
 
 MAX_REASON_CHARS = 1024
 """What is sent of one; the server keeps less."""
+
+_STATS = fields(ConnectorStats)
 
 T = TypeVar("T")
 
@@ -217,13 +219,16 @@ class Connector:
         keys = self.client.keys(named, extra)
         if not keys:
             return Prefix(), "short"
-        match = self._match(keys, allowed.least, asked.within)
+        within, timeout = asked.within, None
+        if within is not None:
+            most_s = self.client.options.deadline_ms / 1000
+            timeout = min(max(LEAST_LOOKUP_MS / 1000, within.left_s), most_s)
+        match = self.client.lookup(keys=keys, accuracy=allowed.least, timeout=timeout)
         reason = "" if match.ready == len(keys) else "pending" if match.pending else "absent"
         every = self._spans(len(named))
         shared = every[match.shared - 1][1] if match.shared else 0
         if not match.ready:
             return Prefix(shared_tokens=shared), reason
-        within = asked.within
         count = self.worth_loading(match, asked.tokens) if within is None else match.ready
         if asked.whole and count < match.ready:
             count = 0
@@ -269,13 +274,6 @@ class Connector:
         with self._lock:
             self._counts["gated_chunks"] += max(0, len(came) - len(usable))
         return usable
-
-    def _match(self, keys: Sequence[ChunkKey], least: Accuracy, within: Deadline | None) -> Match:
-        timeout = None
-        if within is not None:
-            most_s = self.client.options.deadline_ms / 1000
-            timeout = min(max(LEAST_LOOKUP_MS / 1000, within.left_s), most_s)
-        return self.client.lookup(keys=keys, accuracy=least, timeout=timeout)
 
     def allowed(self, least: Accuracy) -> Allowed:
         """Return which copies may be read of *least* or better. Never raises.
@@ -344,12 +342,24 @@ class Connector:
 
     # --- for engines that ask, load and store at different moments, under names they keep
 
-    def ask(self, work: Callable[[], T], otherwise: T) -> T:
+    def ask(self, work: Callable[[], T], otherwise: T, *, is_store: bool = False) -> T:
         """Run *work*, which asks the store something. Never raises.
 
-        When it fails the error is counted among those of loads, and *otherwise* returned.
+        When it fails the error is counted among those of loads or stores, and *otherwise* returned.
         """
-        return self._guarded(work, otherwise, self._load_errors)
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001 - no fault of the store may fail a request
+            name = type(error).__name__
+            with self._lock:
+                (self._store_errors if is_store else self._load_errors)[name] += 1
+                is_news, self._is_failing = not self._is_failing, True
+            if is_news:
+                # As text: a record that kept the error would keep the buffers of its frames.
+                logger.warning("going on without the store: %s: %s", name, str(error))
+            return otherwise
+        self._is_failing = False
+        return result
 
     def stored(self, digests: Sequence[ChainDigest]) -> set[bytes]:
         """Return those of *digests* that have an exact copy, whatever is before. Never raises."""
@@ -428,10 +438,6 @@ class Connector:
         with self._lock:
             self._counts["lossy_unstored_chunks"] += len(behind)
 
-    def write(self, chunks: Callable[[], Sequence[Chunk]]) -> int:
-        """Put what *chunks* returns; return how many were new. Never raises."""
-        return self.write_each(chunks).count(PutOutcome.stored)
-
     def write_each(
         self, chunks: Callable[[], Sequence[Chunk]], hints: Hints = NO_HINTS
     ) -> list[PutOutcome]:
@@ -439,36 +445,18 @@ class Connector:
 
         *hints* are of all of them. Never raises.
         """
-        outcomes: list[PutOutcome] = []
-        outcomes = self._guarded(lambda: self._put(chunks(), hints), outcomes, self._store_errors)
-        with self._lock:
-            for outcome in outcomes:
-                self._counts[outcome.name] += 1
-        return outcomes
 
-    def _put(self, chunks: Sequence[Chunk], hints: Hints) -> list[PutOutcome]:
-        puts = self.client.put_chunks(chunks, durable=self.durable, hints=hints, shard=self.shard)
-        return [put.outcome for put in puts]
+        def put() -> list[PutOutcome]:
+            terms: Any = {"durable": self.durable, "hints": hints, "shard": self.shard}
+            return [one.outcome for one in self.client.put_chunks(chunks(), **terms)]
+
+        outcomes = self.ask(put, list[PutOutcome](), is_store=True)
+        with self._lock:
+            self._counts.update(outcome.name for outcome in outcomes)
+        return outcomes
 
     def _spans(self, token_count: int) -> list[Span]:
         return chunk_spans(token_count, self.client.options.chunk_tokens)
-
-    def _guarded(self, work: Callable[[], T], otherwise: T, errors: Counter[str]) -> T:
-        """Run *work*; when it fails, count the error and return *otherwise*."""
-        try:
-            result = work()
-        except Exception as error:  # noqa: BLE001 - no fault of the store may fail a request
-            name = type(error).__name__
-            with self._lock:
-                errors[name] += 1
-                is_news, self._is_failing = not self._is_failing, True
-            if is_news:
-                # As text: a record that kept the error would keep the buffers of its frames.
-                logger.warning("going on without the store: %s: %s", name, str(error))
-            return otherwise
-        with self._lock:
-            self._is_failing = False
-        return result
 
     def report_refusal(self, reason: str) -> None:
         """Have the server know why this engine runs without it, one that comes later, too."""
@@ -495,36 +483,51 @@ class Connector:
             named = {f"{kind}_{name}": n for kind in kinds for name, n in kinds[kind].items()}
             return {**self._counts, **named, **self._refusals}
 
+    def clear(self) -> None:
+        """Forget every chunk of this model. Never raises."""
+        self.ask(self.client.clear, 0, is_store=True)
+
     def stats(self) -> ConnectorStats:
         """Return the counts of this moment."""
         with self._lock:
-            counts = self._counts
-            return ConnectorStats(
-                lookups=counts["lookups"],
-                hit_tokens=counts["hit_tokens"],
-                miss_tokens=counts["miss_tokens"],
-                lost_chunks=counts["lost_chunks"],
-                stored_chunks=counts[PutOutcome.stored.name],
-                existing_chunks=counts[PutOutcome.exists.name],
-                refused_chunks=counts[PutOutcome.refused.name],
-                hit_tokens_by_tier=dict(self._tier_tokens),
-                load_errors=dict(self._load_errors),
-                store_errors=dict(self._store_errors),
-                slow_chunks=counts["slow_chunks"],
-                lossy_hit_tokens=counts["lossy_hit_tokens"],
-                lossy_unstored_chunks=counts["lossy_unstored_chunks"],
-                gated_chunks=counts["gated_chunks"],
-                misses=dict(self._misses),
-            )
+            found: dict[str, Any] = {one.name: self._counts[one.name] for one in _STATS}
+            outcomes = {"stored": "stored", "existing": "exists", "refused": "refused"}
+            found |= {f"{name}_chunks": self._counts[one] for name, one in outcomes.items()}
+            found["hit_tokens_by_tier"] = dict(self._tier_tokens)
+            found["load_errors"] = dict(self._load_errors)
+            found["store_errors"] = dict(self._store_errors)
+            found["misses"] = dict(self._misses)
+        return ConnectorStats(**found)
 
 
-def client_options(settings: Any, chunk_tokens: int, **more: Any) -> ClientOptions:
-    """Return options by an engine's *settings*, which have them in fields of these names."""
-    of = settings
-    return ClientOptions(
-        of.transport,
-        chunk_tokens=chunk_tokens,
-        access=access_from(of.token_file, of.tls_ca, of.tls_cert, of.tls_key),
-        tenant=of.tenant,
-        **{"deadline_ms": of.deadline_ms, **more},
-    )
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What any engine's connector can be told, by name, in the engine's own configuration."""
+
+    address: str = "127.0.0.1:7420"
+    model_revision: str = ""
+    deadline_ms: int = 2000
+    transport: TransportName = "auto"
+    accuracy: str = "exact"
+    token_file: str = ""
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tenant: str = ""
+
+    def __post_init__(self) -> None:
+        least_of(self.accuracy)
+        for one in fields(self):
+            value, kind = getattr(self, one.name), type(one.default)
+            if kind in (str, int, bool) and type(value) is not kind:
+                raise InvalidRequestError(one.name, value, f"give a value of type {kind.__name__}")
+
+    def options(self, chunk_tokens: int, **more: Any) -> ClientOptions:
+        """Return a client's options; *more* are those that are no settings here."""
+        return ClientOptions(
+            self.transport,
+            chunk_tokens=chunk_tokens,
+            access=access_from(self.token_file, self.tls_ca, self.tls_cert, self.tls_key),
+            tenant=self.tenant,
+            **{"deadline_ms": self.deadline_ms, **more},
+        )

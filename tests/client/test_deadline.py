@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -24,7 +25,12 @@ from kvstore.client.transports.base import Arrival, Arrivals, ReadPlan
 from kvstore.client.transports.tcp_connection import Entrance
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
+from kvstore.proto.errors import (
+    InvalidRequestError,
+    KVStoreError,
+    LayoutMismatchError,
+    TierUnavailableError,
+)
 from kvstore.proto.types import (
     DIGEST_BYTES,
     EXACT,
@@ -410,3 +416,92 @@ def test_over_a_slow_link_a_coarser_prefix_is_in_time_where_the_whole_one_is_not
     finally:
         control.close()
         bulk.close()
+
+
+def test_what_the_room_raises_ends_the_get_and_its_leases(
+    server: LocalServer, client: Client, keys: list[ChunkKey]
+) -> None:
+    def full(index: int, _: KVLayout) -> ChunkTensors:
+        raise MemoryError(index)
+
+    with pytest.raises(MemoryError):
+        client.get_levelled(keys, TERMS, full)
+    with pytest.raises(LayoutMismatchError):
+        client.get_levelled(keys, TERMS, [[[]]] * CHUNKS)
+    assert server.settled().leases == 0
+    assert client.lookup(keys=keys, accuracy=Accuracy.bounded).ready == CHUNKS
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_nothing_writes_to_the_room_of_a_get_that_is_over(
+    client: Client, keys: list[ChunkKey], monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    writing: list[str] = []
+    submitted: list[Any] = []
+    has_begun = threading.Event()
+    reader = client._link.reader
+    submit = reader.submit
+
+    def closed_halfway(*work: Any) -> Any:
+        if submitted and not beside:
+            assert has_begun.wait(60.0)
+            raise KVStoreError("the client is closed")
+        submitted.append(work)
+        return submit(*work)
+
+    def slow(_: int, layout: KVLayout) -> ChunkTensors:
+        writing.append("begun")
+        has_begun.set()
+        time.sleep(0.2)
+        writing.append("done")
+        return empty_tensors(layout)
+
+    def compute(_: range) -> None:
+        assert has_begun.wait(60.0)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(reader, "submit", closed_halfway)
+    if beside:
+        set_link(client, 100e3)
+        terms = replace(TERMS, prefill=PrefillModel(0.0, 0.004))
+        with pytest.raises(ZeroDivisionError):
+            client.get_levelled(keys, terms, slow, compute)
+    else:
+        client.get_levelled(keys, TERMS, slow)
+    assert writing.count("done") == writing.count("begun") > 0
+
+
+def test_what_a_get_leaves_to_be_done_holds_nobody_up(
+    server: LocalServer, client: Client, keys: list[ChunkKey], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leases end, and what proved wrong is reported, after it returned and by no copy thread."""
+    transport, link, is_free = client._link.connected(), client._link, threading.Event()
+    caller = threading.current_thread()
+    ended: list[str] = []
+    release = transport.release
+
+    def slow(*leases: Any) -> None:
+        if threading.current_thread() is not caller:
+            is_free.wait(60.0)
+            ended.append("release")
+        release(*leases)
+
+    def report(*_: Any) -> None:
+        ended.append("report")
+
+    def changing(pieces: Iterator[Arrival]) -> Iterator[Arrival]:
+        for piece in pieces:
+            yield replace(piece, data=np.array(piece.data) ^ np.uint8(piece.offset > 0))
+
+    monkeypatch.setattr(transport, "release", slow)
+    monkeypatch.setattr(link, "quarantine", report)
+    with monkeypatch.context() as patched:
+        change_pieces(client, patched, changing)
+        for _ in range(link.reader.threads):
+            assert client.get_levelled(keys, TERMS, rooms(CHUNKS)).to_compute == (0, 1, 2, 3)
+    layers = list(client.get_chunk_layers(keys, accuracy=Accuracy.bounded))
+    assert len(layers[-1].tensors) == CHUNKS
+    assert ended == []
+    is_free.set()
+    assert eventually(lambda: ended.count("report") == CHUNKS * link.reader.threads)
+    server.settled()

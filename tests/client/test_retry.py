@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvstore.client.connection import CircuitBreaker, translate
+from kvstore.client.connection import CircuitBreaker, Until, translate
 from kvstore.proto.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -114,3 +114,19 @@ def test_any_answer_opens_the_gate(error: KVStoreError | None) -> None:
     gate.note(DeadlineError("late"))
     assert not gate.note(error)
     gate.check()
+
+
+def test_calls_that_wait_at_the_same_time_count_once() -> None:
+    clock = Clock()
+    gate = CircuitBreaker(500, clock, 1000)
+    short = Until.of(200, clock)
+    for _ in range(9):
+        assert not gate.note(DeadlineError("late"), short)
+    clock.now += 0.2
+    assert not gate.note(DeadlineError("late"), short)
+    gate.note(None)
+    for is_open in (False, False, True):
+        clock.now += 0.2
+        assert gate.note(DeadlineError("late"), short) == is_open
+    clock.now += 0.6
+    assert gate.note(DeadlineError("late"), short), "a server that is dead costs once"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from local_server import LocalServer
-from prompts import tokens
+from prompts import equal, tokens
 from shards import TWO_GROUPS, WIDE
 
 from kvstore.client import Client, ClientOptions, PagedCache, Shard
@@ -106,6 +106,10 @@ def test_a_rank_puts_and_gets_its_part_of_a_prompt_by_tokens(server: LocalServer
         pages = [np.zeros((5, 2, 8, own.shape[2], 8), np.float16) for _ in own]
         cache = PagedCache(shard.part_of(model), pages, axes)
         assert client.get(prompt, out=cache[[4, 2, 0, 1, 3]]).tokens == 32
+        with client.lease(prompt) as lease:
+            leased, got = lease.get(), client.get_chunks(lease.keys)
+        assert len(got) == 2
+        assert all(map(equal, leased, got))
         assert np.array_equal(pages[0][4, 0], own[0, 0, :, :8].swapaxes(0, 1))
     client = connect(stages[0])
     whole = PagedCache(model, [np.zeros((5, 2, 8, 4, 8), np.float16) for _ in range(3)], axes)

@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from local_server import DEADLINE_MS, LocalServer
-from prompts import SMALL, chunks_of, keys_of, tokens
+from local_server import DEADLINE_MS, LocalServer, eventually
+from prompts import SMALL, chunks_of, keys_of, store, tokens
 
-from kvstore.client import Client, ClientOptions
-from kvstore.client.connection import Connection, countdown
+from kvstore.client import Client, ClientOptions, server_link
+from kvstore.client.chunk import PlannedChunk
+from kvstore.client.connection import Connection, Until, countdown
 from kvstore.client.levels import PlanTerms
+from kvstore.client.lookups import look_up
+from kvstore.client.options import TransportName
+from kvstore.client.server_link import ServerLink
+from kvstore.client.session import Session
 from kvstore.client.transports.base import Transport
-from kvstore.proto.errors import DeadlineError, LeaseExpiredError
+from kvstore.codecs.raw import RawCodec
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import (
+    ChunkCorruptError,
+    DeadlineError,
+    KVStoreError,
+    LeaseExpiredError,
+    QuotaExceededError,
+    TierUnavailableError,
+)
+from kvstore.proto.frame import FrameHeader
 from kvstore.proto.types import ChunkKey
+from kvstore.server.bulk import tcp_server
 
 SHORT_S = 0.2
 LONG_S = 5.0
 """Long before a client's own deadline."""
+LATE = DeadlineError("late")
 
 
 @pytest.fixture
@@ -155,3 +174,175 @@ def test_a_call_does_not_wait_for_another_that_opens_the_session(
 def _in_a_thread(work: Callable[[], object]) -> None:
     with ThreadPoolExecutor(1) as pool:
         pool.submit(work).result()
+
+
+def test_a_session_is_opened_within_the_clients_own_deadline_however_long_the_call_may_take(
+    silent: str,
+) -> None:
+    with Client(silent, SMALL, ClientOptions("grpc", 16, deadline_ms=300)) as client:
+        began_s = time.monotonic()
+        with pytest.raises(DeadlineError):
+            client.put_chunk_layers([PlannedChunk(ChunkKey(bytes(32)), 16)])
+        assert time.monotonic() - began_s < LONG_S
+
+
+def test_short_calls_that_are_late_one_after_another_shut_the_others_out(silent: str) -> None:
+    options = ClientOptions("grpc", 16, deadline_ms=1000, retry_after_ms=60_000)
+    with Client(silent, SMALL, options) as client:
+        for is_shut in (False, False, True):
+            with pytest.raises(DeadlineError):
+                client.lookup(tokens(1, 64), timeout=SHORT_S)
+            assert client.is_shut == is_shut
+
+
+def test_a_call_that_hangs_in_its_last_request_counts_with_its_whole_time(
+    server: LocalServer,
+) -> None:
+    options = ClientOptions("grpc", 16, deadline_ms=DEADLINE_MS, retry_after_ms=60_000)
+    client = server.connect(options=options)
+    breaker = client._link.connected().session.connection.breaker
+
+    def slow(*_: Any) -> None:  # each of its answers came in time
+        raise LATE
+
+    def hangs(*_: Any) -> None:
+        breaker.note(None)
+        breaker.note(LATE, Until.of(DEADLINE_MS // 4))
+        raise LATE
+
+    for work, is_shut in ((slow, False), (hangs, True)):
+        with pytest.raises(DeadlineError):
+            client._link.run(work)
+        assert client.is_shut == is_shut
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_levelled_get_that_is_late_shuts_nobody_out_nor_lets_anybody_in(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch, is_own: bool
+) -> None:
+    options = ClientOptions("grpc", 16, deadline_ms=DEADLINE_MS, retry_after_ms=60_000)
+    client = server.connect(options=options)
+    keys = store(client, 1, 1)
+    transport = client._link.connected()
+
+    def late(_: Any) -> None:
+        transport.session.connection.breaker.note(LATE if is_own else DeadlineError("another's"))
+        raise LATE
+
+    monkeypatch.setattr(transport, "read", late)
+    client.get_levelled(keys, PlanTerms(DEADLINE_MS / 1000))
+    assert client.is_shut != is_own
+
+
+def test_a_session_is_given_up_without_waiting_for_who_opens_another(server: LocalServer) -> None:
+    client = server.connect("grpc")
+    link, is_over, is_held = client._link, threading.Event(), threading.Event()
+    transport = link.connected()
+
+    def hold() -> bool:
+        with link._lock:
+            is_held.set()
+            return is_over.wait(LONG_S)
+
+    with ThreadPoolExecutor(1) as pool:
+        holding = pool.submit(hold)
+        is_held.wait()
+        transport.is_spent = True
+        link.renew(transport)
+        assert not client.is_connected
+        is_over.set()
+        assert holding.result(), "it waited for the lock"
+
+
+def test_a_prompt_is_named_by_the_session_that_was_opened_for_the_call(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = server.connect("grpc")
+    client.lookup(tokens(1, 64))
+    connected = ServerLink.connected
+
+    def then_lost(self: ServerLink, *left_ms: Any) -> Transport:
+        transport = connected(self, *left_ms)
+        monkeypatch.undo()
+        self.end_session()
+        return transport
+
+    monkeypatch.setattr(ServerLink, "connected", then_lost)
+    opens: list[int] = []
+    opened = Session.__init__
+
+    def noted(self: Session, *arguments: Any) -> None:
+        opens.append(arguments[-1])
+        opened(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Session, "__init__", noted)
+        client.lookup(tokens(1, 64), timeout=LONG_S)
+    assert len(opens) == 1
+    assert opens[0] <= 1000 * LONG_S
+
+
+@pytest.mark.parametrize("error", [LATE, TierUnavailableError("disk", "gone")])
+def test_a_lookup_that_fails_ends_its_leases_within_its_own_time(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch, error: KVStoreError
+) -> None:
+    client = server.connect("grpc")
+    keys = store(client, 1, 2)
+    session = client._link.connected().session
+    session.terms = replace(session.terms, max_batch_chunks=1)
+    call, within_ms = Connection.call, 3000
+    asked: list[str] = []
+
+    def fails(self: Connection, name: str, request: Any, deadline_ms: int, reply: Any) -> Any:
+        asked.append(name)
+        assert deadline_ms <= within_ms
+        if asked.count("Lookup") < 2:
+            return call(self, name, request, deadline_ms, reply)
+        if name == "Lookup":
+            time.sleep(deadline_ms / 1000 if error is LATE else 0)
+            raise error
+        return None
+
+    monkeypatch.setattr(Connection, "call", fails)
+    with pytest.raises(type(error)):
+        look_up(client._link, keys, pb.LookupRequest(lease=True), within_ms)
+    assert asked.count("Release") == (error is not LATE)
+
+
+def test_a_chunk_that_proved_wrong_layer_by_layer_is_reported_however_long_the_caller_took(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = server.connect(options=ClientOptions("grpc", 16, deadline_ms=2000))
+    keys = store(client, 1, 2)
+    decode = RawCodec.decode_checked
+
+    def damaged(self: RawCodec, header: FrameHeader, segment: int, *rest: Any) -> None:
+        if segment:
+            raise ChunkCorruptError(header.key, "damaged")
+        decode(self, header, segment, *rest)
+
+    monkeypatch.setattr(RawCodec, "decode_checked", damaged)
+    with granted(monkeypatch, "Delete") as deletes:
+        for _ in client.get_chunk_layers(keys):
+            time.sleep(2.1)
+    assert len(deletes) == 1
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_where_a_bulk_server_is_full_a_call_goes_through_grpc_or_leaves_no_session(
+    make_server: Callable[..., LocalServer],
+    monkeypatch: pytest.MonkeyPatch,
+    transport: TransportName,
+) -> None:
+    server = make_server("--bulk", "127.0.0.1:0")
+    monkeypatch.setattr(tcp_server, "MAX_CLIENT_STREAMS", 0)
+    monkeypatch.setattr(server_link, "can_share_memory", lambda _: False)
+    client = server.connect(transport)
+    if transport == "auto":
+        assert client.lookup(tokens(1, 64)).missing == 4
+        assert client.transport_name == "grpc"
+        return
+    for _ in range(3):
+        with pytest.raises(QuotaExceededError):
+            client.lookup(tokens(1, 64))
+    assert eventually(lambda: len(server.node.sessions) == 0)

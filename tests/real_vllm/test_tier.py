@@ -189,13 +189,13 @@ def test_a_dead_server_is_misses_and_failed_jobs_and_nothing_worse(start: Start)
 
 def test_stores_beyond_the_queue_fail_at_once_while_others_wait(start: Start) -> None:
     tier = start(queue_bytes=2 * CHUNK_BYTES)
-    write, may_write = tier.tier._connector.write, threading.Event()
+    write, may_write = tier.tier._connector.write_each, threading.Event()
 
-    def slowly(chunks: Any) -> int:
+    def slowly(*given: Any) -> Any:
         may_write.wait(20.0)
-        return write(chunks)
+        return write(*given)
 
-    tier.tier._connector.write = slowly  # type: ignore[method-assign]
+    tier.tier._connector.write_each = slowly  # type: ignore[method-assign, assignment]
     tier.tier.submit_store(TransferJob(8, [KEYS[1]], np.array([1]), False, REQUEST))
     assert not tier.run([2, 3], is_promotion=False).success
     may_write.set()

@@ -22,7 +22,7 @@ from blake3 import blake3
 
 from kvstore.client.chunk import Chunk, Shard
 from kvstore.client.client import Client
-from kvstore.client.engines.base import Connector, client_options
+from kvstore.client.engines.base import Connector, EngineSettings
 from kvstore.client.engines.identity import (
     BYTE_ROWS,
     NO_ROPE,
@@ -208,27 +208,17 @@ class RankInfo:
         return Shard(kv_heads=((first, first + heads),))
 
 
-@dataclass(frozen=True, slots=True)
-class PageSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageSettings(EngineSettings):
     """What the backend's extra configuration says, and what engine it is of."""
 
-    weights: Weights
-    engine: ServerArgsDigest = UNKNOWN
-    address: str = "127.0.0.1:7420"
-    transport: Any = "auto"
-    deadline_ms: int = 2000
     adapter_digest: str = NO_ADAPTER
-    token_file: str = ""
-    tls_ca: str = ""
-    tls_cert: str = ""
-    tls_key: str = ""
-    tenant: str = ""
     kv_heads: int = 0
     """Of the model, where more ranks than that share them; 0: each rank has its own."""
     reset_on_flush: bool = True
     """Whether what was stored before SGLang flushed its cache is never loaded again."""
-    accuracy: str = "exact"
-    """Nothing else is: see ``parse``."""
+    weights: Weights
+    engine: ServerArgsDigest = UNKNOWN
 
     @classmethod
     def parse(
@@ -239,18 +229,18 @@ class PageSettings:
 
         Raises InvalidRequestError for other settings, ModelError for weights without a name.
         """
-        known = {"model_revision", *(field.name for field in fields(cls)[2:])}
+        known = {one.name for one in fields(cls)} - {"weights", "engine"}
         for name in sorted(extra.keys() - known - _SGLANG_SETTINGS):
             if not name.startswith(("prefetch_", "hicache_")):
                 raise InvalidRequestError(name, extra[name], f"use {sorted(known)}")
         given = {name: extra[name] for name in known & extra.keys()}
-        revision = str(given.pop("model_revision", None) or "")
-        weights = weights_of(engine.model_path or model_name, revision, engine.commit)
-        found = cls(weights, engine, **given)
-        if type(found.kv_heads) is not int or found.kv_heads < 0:
+        given["model_revision"] = str(given.get("model_revision") or "")
+        weights = weights_of(
+            engine.model_path or model_name, given["model_revision"], engine.commit
+        )
+        found = cls(**given, weights=weights, engine=engine)
+        if found.kv_heads < 0:
             raise InvalidRequestError("kv_heads", found.kv_heads, "give the model's number of them")
-        if type(found.reset_on_flush) is not bool:
-            raise InvalidRequestError("reset_on_flush", found.reset_on_flush, "give true or false")
         if least_of(found.accuracy) is not Accuracy.exact:
             fix = (
                 "use exact: SGLang does not say behind which page one was computed, so what is "
@@ -261,7 +251,7 @@ class PageSettings:
 
     def connect(self, identity: Model, page_tokens: int) -> Client:
         """Return a client of pages of so many tokens."""
-        return Client(self.address, identity, client_options(self, page_tokens))
+        return Client(self.address, identity, self.options(page_tokens))
 
     def identity(self, group: LayerGroup, part: str, quantization: str = "none") -> Model:
         """Return the identity of pages of *group*; *part*: which of the model's."""
@@ -419,6 +409,11 @@ def digests_of(hashes: Sequence[str]) -> list[ChainDigest]:
 # --- stores
 
 
+def _taken(outcomes: Sequence[PutOutcome], count: int) -> list[bool]:
+    """Return which of *count* pages a put took; none where it failed."""
+    return [one is not PutOutcome.refused for one in outcomes] or [False] * count
+
+
 class PageStore(Connector):
     """Stores and loads pages by SGLang's hashes. Thread-safe; never raises once it was made."""
 
@@ -470,12 +465,7 @@ class PageStore(Connector):
                 for at, (key, place) in enumerate(pages)
             ]
 
-        taken = [one is not PutOutcome.refused for one in self.write_each(chunks)]
-        return taken or [False] * len(hashes)
-
-    def clear(self) -> None:
-        """Forget every page of this model."""
-        self._guarded(self.client.clear, 0, self._store_errors)
+        return _taken(self.write_each(chunks), len(hashes))
 
     def page(self, number: int) -> LayerTensors:
         """Return views of page *number* of the pool."""
@@ -524,17 +514,13 @@ class AuxPoolStore(Connector):
         for start in range(0, len(hashes), BATCH):
             some = hashes[start : start + BATCH]
             outcomes = self.write_each(partial(self._pages, some, slots[start : start + BATCH]))
-            taken += [one is not PutOutcome.refused for one in outcomes] or [False] * len(some)
+            taken += _taken(outcomes, len(some))
         return taken
 
     def _pages(self, hashes: Sequence[str], slots: Sequence[int]) -> list[Chunk]:
         keys = self._keys(digests_of(hashes))
         pages = [self._pool.get_data_page(slot).contiguous() for slot in slots]
         return [Chunk(key, _rows(page), ROOT) for key, page in zip(keys, pages, strict=True)]
-
-    def clear(self) -> None:
-        """Forget every page of this pool."""
-        self._guarded(self.client.clear, 0, self._store_errors)
 
 
 def _rows(page: torch.Tensor) -> LayerTensors:

@@ -469,7 +469,8 @@ class TransformersConnector(Connector):
         cache = new_cache(self._model.config, call.settings, self._shape, len(tokens))
         load = LayerLoad(self, self._link, len(tokens))
         # A forward that is begun again would give a streamer the prompt twice.
-        loaded = self._prefilled(tokens, cache, call, None if "streamer" in call.passed else load)
+        layered = load if call.passed.get("streamer") is None else None
+        loaded = self._prefilled(tokens, cache, call, layered)
         watch = CheckpointCriteria(cache, self._shape, self.client.options.chunk_tokens)
         weighed = len(tokens) if self.client.weighs else 0
 

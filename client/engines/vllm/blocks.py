@@ -174,12 +174,6 @@ class LayerPages:
     whole: torch.Tensor
     parts: tuple[Part, ...]
 
-    def blocks(self, ids: Sequence[int]) -> list[BlockPart]:
-        """Return the tokens in the blocks *ids* of each part, as they lie."""
-        tokens = self.parts[0].shape[2]
-        span = BlockSpan.of(np.asarray(ids, np.intp), tokens, 0, len(ids) * tokens)
-        return [BlockPart(part, span) for part in self.parts]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EnginePages:
@@ -286,21 +280,29 @@ class BlockTarget:
         Raises LayoutMismatchError when it does not have what this load needs of it.
         """
         self._spill.clear()  # of a read that was begun again
+        spans: dict[tuple[int, int], BlockSpan | None] = {}
         components = components_of(self._pages.shape, layout, self._tables)
         return [
-            [self._layer(layer, component) for layer in layers if is_wanted]
+            [self._layer(layer, component, spans) for layer in layers if is_wanted]
             for (component, is_wanted), layers in zip(components, self._pages.groups, strict=True)
             if component is not None
         ]
 
-    def _layer(self, layer: LayerPages, component: Component) -> list[AnyPart]:
-        tokens = self._pages.shape.block_tokens
-        ids = self._tables[layer.table][-(component.tokens // tokens) :]
-        if all(ids):
-            return list(layer.blocks(ids))
-        spill: list[Part] = [
-            np.empty(component.shape, f"u{component.dtype.item_bytes}") for _ in layer.parts
-        ]
+    def _layer(
+        self,
+        layer: LayerPages,
+        component: Component,
+        spans: dict[tuple[int, int], BlockSpan | None],
+    ) -> list[AnyPart]:
+        tokens, block_tokens = component.tokens, self._pages.shape.block_tokens
+        ids, named = self._tables[layer.table][-(tokens // block_tokens) :], (layer.table, tokens)
+        if named not in spans:  # the same for all layers of a table
+            array = np.asarray(ids, np.intp)
+            spans[named] = BlockSpan.of(array, block_tokens, 0, tokens) if all(ids) else None
+        if (span := spans[named]) is not None:
+            return [BlockPart(part, span) for part in layer.parts]
+        item = f"u{component.dtype.item_bytes}"
+        spill: list[Part] = [np.empty(component.shape, item) for _ in layer.parts]
         self._spill.append((layer, ids, spill))
         return list(spill)
 

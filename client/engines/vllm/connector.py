@@ -401,7 +401,7 @@ def _connector(
     chunk_tokens = settings.chunk_tokens_for(shape.block_tokens)
     identity = model_of(config, shape, settings.model_revision)
     name = "vllm-lookup" if rank is None else f"vllm-rank-{rank}"
-    options = settings.options(chunk_tokens, name, is_lookup=rank is None)
+    options = settings.client_options(chunk_tokens, name, is_lookup=rank is None)
     shard = None
     if rank is not None and shape.ranks * shape.stages > 1:
         shard = Shard.of_rank(identity, rank, shape.ranks, shape.own_layers)
@@ -453,7 +453,7 @@ def client_of_refused(config: Any, settings: VllmSettings, name: str) -> Client:
     rope = RopeParameters(theta=1.0, rotary_dim=0)
     identity = Model(model, "refused", "none", "none", (group,), rope, "none")
     try:
-        options = settings.options(DEFAULT_CHUNK_TOKENS, name)
+        options = settings.client_options(DEFAULT_CHUNK_TOKENS, name, is_lookup=False)
         options = replace(options, transport="grpc", staging_bytes=1)
         return Client(settings.address, identity, options)
     except (*INCOMPATIBLE, KVStoreError, OSError):  # settings that no client can be made of

@@ -10,7 +10,6 @@ The host waits for the device in threads of its own, never in a hook.
 from __future__ import annotations
 
 import mmap
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -37,10 +36,9 @@ from kvstore.client.engines.vllm.identity import KVCacheShape
 from kvstore.client.engines.vllm.messages import BlockTables
 from kvstore.client.engines.vllm.staging import LoadJob, Staged, batch_chunks
 from kvstore.client.transports.base import Put
-from kvstore.codecs.base import AnyTensors
-from kvstore.codecs.block_stack import BlockStack
+from kvstore.codecs.base import AnyTensors, ChunkTensors
 from kvstore.codecs.paged import SKIPPED_BLOCK, FrameAt, Paged, Pages
-from kvstore.codecs.raw import raw_header
+from kvstore.codecs.raw import RawCodec, raw_header
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.device import Device, Event, open_device, tensor_over
 from kvstore.proto.errors import KVStoreError, LayoutMismatchError, TierUnavailableError
@@ -54,6 +52,7 @@ LOAD_SLOTS = 4
 LEAST_SLOTS = 2
 """Chunks of a step that there must be room for."""
 _ALIGN_BYTES = 256
+_RAW = RawCodec()
 _THERE = (PutOutcome.stored, PutOutcome.exists)
 
 logger = structlog.get_logger(__name__)
@@ -125,35 +124,18 @@ class EngineDevicePages:
 
 
 class _Slot:
-    """Host memory for one chunk that the device copies straight to and from."""
+    """Host memory for the raw frame of one chunk, which the device copies straight to and from."""
 
     def __init__(self, memory: Bytes) -> None:
         self.tensor = tensor_over(memory)
         self._memory = memory
-        self._stacks: dict[KVLayout, list[BlockStack]] = {}
+        self._views: dict[KVLayout, ChunkTensors] = {}
 
-    def stacks(self, header: FrameHeader) -> list[BlockStack]:
+    def tensors(self, header: FrameHeader) -> ChunkTensors:
         """Return the tensors of a chunk, as its raw frame of such a *header* has them."""
-        layout = header.layout
-        if layout not in self._stacks:
-            starts = iter(header.segments["offset"].tolist())
-            found = []
-            for component in layout.components:
-                first, *others = [next(starts) for _ in range(component.layers)]
-                layer_bytes = others[0] - first if others else component.layer_bytes
-                heads, tokens, width = component.shape
-                item_bytes = component.dtype.item_bytes
-                parts = np.lib.stride_tricks.as_strided(
-                    self._memory[first : first + component.layer_bytes].view(f"u{item_bytes}"),
-                    (component.layers, component.parts, 1, heads, tokens, width),
-                    (
-                        layer_bytes, component.part_bytes, 0,
-                        *(step * item_bytes for step in (tokens * width, width, 1)),
-                    ),
-                )  # fmt: skip
-                found.append(BlockStack([parts[:, part] for part in range(component.parts)]))
-            self._stacks[layout] = found
-        return self._stacks[layout]
+        if header.layout not in self._views:
+            self._views[header.layout] = _RAW.views(header, self._memory)
+        return self._views[header.layout]
 
 
 class DeviceCopy:
@@ -181,11 +163,11 @@ class DeviceCopy:
         self._brought.synchronize()
         self._free_slot()
         header = self._side.headers[self._side.layouts[self.has_windows]]
-        self.result = Staged(self._host.stacks(header), self.has_windows)
+        self.result = Staged(self._host.tensors(header), self.has_windows)
 
     def _free_slot(self) -> None:
         if self.slot is not None:
-            self._side.give(self.slot)
+            self._side.slots.append(self.slot)
             self.slot = None
 
     def free(self) -> None:
@@ -195,7 +177,7 @@ class DeviceCopy:
                 self._brought.synchronize()
         self._free_slot()
         if self._host is not None:
-            self._side.give_host(self._host)
+            self._side.host.append(self._host)
         self.result = self._host = self._brought = None
 
 
@@ -237,11 +219,12 @@ class DeviceSide:
         self.reader = DeviceReader(self.device, frame_bytes, LOAD_SLOTS)
         self._ring, slots = self._allocated(ring_bytes)
         self._puts = DeviceRing(self.device, self._ring)
-        self._slots = list(range(slots))
-        self._lock = threading.Lock()  # guards the slots that are free, here and on the host
+        self.slots = list(range(slots))
+        """Those of the ring that are free; taken by the engine's thread alone."""
         self._down = self.device.stream()
         self._ends: list[Callable[[], None]] = []
-        self._host = self._host_slots(1 + batch_chunks(self.chunk_bytes))
+        self.host = self._host_slots(1 + batch_chunks(self.chunk_bytes))
+        """What is free of the host's; taken by the thread that stores alone."""
         self._load_host = self._host_slots(LOAD_SLOTS)
 
     def _allocated(self, ring_bytes: int) -> tuple[torch.Tensor, int]:
@@ -284,8 +267,7 @@ class DeviceSide:
             if has_windows is None:
                 found.append(DeviceCopy(self, None))
                 continue
-            with self._lock:
-                slot = self._slots.pop() if self._slots else None
+            slot = self.slots.pop() if self.slots else None
             if slot is None:
                 break
             found.append(DeviceCopy(self, slot, has_windows=has_windows))
@@ -320,15 +302,14 @@ class DeviceSide:
     def bring(self, slot: int, gathered: Event | None) -> tuple[_Slot, Event]:
         """Queue a copy of a slot of the ring to host memory; return the event of its end."""
         assert gathered is not None
-        with self._lock:
-            host = self._host.pop()
+        host = self.host.pop()
         try:
             self._down.wait(gathered)
             start = slot * self.chunk_bytes
             self._down.copy(host.tensor, self._ring[start : start + self.chunk_bytes])
             return host, self._down.record()
         except BaseException:
-            self.give_host(host)
+            self.host.append(host)
             raise
 
     def put_near(
@@ -362,16 +343,6 @@ class DeviceSide:
             chunk.key, slot * self.chunk_bytes, self.layouts[True], chunk.parent, chunk.position,
             chunk.prefill_flops, chunk.content,
         )  # fmt: skip
-
-    def give(self, slot: int) -> None:
-        """Take a slot of the ring back."""
-        with self._lock:
-            self._slots.append(slot)
-
-    def give_host(self, slot: _Slot) -> None:
-        """Take host memory back."""
-        with self._lock:
-            self._host.append(slot)
 
     # --- loads
 
@@ -411,8 +382,8 @@ class DeviceSide:
             header = self.headers.setdefault(layout, _blank_header(layout))
             layouts[number] = layout
             wanted = [is_wanted for component, is_wanted in components if component is not None]
-            pairs = zip(self._load_host[number].stacks(header), wanted, strict=True)
-            return [list(stack) if is_wanted else [] for stack, is_wanted in pairs]
+            pairs = zip(self._load_host[number].tensors(header), wanted, strict=True)
+            return [layers if is_wanted else [] for layers, is_wanted in pairs]
 
         read = self._connector.read_into(job.digests[first : first + count], target)
         if read:

@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvstore.client.engines.base import client_options
-from kvstore.client.engines.prefix import least_of
+from kvstore.client.engines.base import EngineSettings
 from kvstore.client.engines.vllm.identity import KVCacheShape
-from kvstore.client.options import MAX_DEADLINE_MS, ClientOptions, TransportName
+from kvstore.client.options import MAX_DEADLINE_MS, ClientOptions
 from kvstore.client.prefill import PrefillModel
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.plans import MAX_HANDOVER_MS, NO_HINTS, Hints
+from kvstore.proto.plans import MAX_HANDOVER_MS, Hints
 from kvstore.proto.types import DEFAULT_CHUNK_TOKENS
 
 MAX_TOKEN_US = 10_000_000
@@ -26,25 +25,6 @@ HINTS_NAME = "kvstore"
 
 DEADLINE_NAME = "first_token_ms"
 """Of a request's deadline, in that entry."""
-
-VLLM_VERSION = "0.32"
-"""That of which ``MISSING_HOOKS`` was read."""
-
-MISSING_HOOKS = (
-    "KV in the middle of a prompt",
-    "some tokens of a loaded span computed again",
-    "rows that differ from layer to layer",
-    "attention of scattered rows",
-    "blocks that are kept out of its prefix cache",
-)
-"""What blending needs of an engine, and vLLM has no hook for: docs/blend.md says more of each."""
-
-
-def refuse_blending(field: str, name: str) -> None:
-    """Raise InvalidRequestError for what *field* calls *name*, if that asks for blending."""
-    if name.startswith("blend"):
-        lacking = f"vLLM {VLLM_VERSION} has no hook for: {'; '.join(MISSING_HOOKS)}"
-        raise InvalidRequestError(field, name, f"{lacking}. Use transformers: docs/blend.md")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,40 +45,26 @@ BOTH = Role()
 
 
 @dataclass(frozen=True, slots=True)
-class VllmSettings:
+class VllmSettings(EngineSettings):
     """``kv_connector_extra_config`` of one engine; docs/vllm.md says what each is.
 
     ``chunk_tokens`` 0: the least multiple of the engine's block from 256 on. ``first_token_ms`` 0:
     no deadline. ``prefill_token_us`` 0: it is learned. A token is no setting: engines print those.
     """
 
-    address: str = "127.0.0.1:7420"
     chunk_tokens: int = 0
-    model_revision: str = ""
-    deadline_ms: int = 2000
     lookup_deadline_ms: int = 30
     retry_after_ms: int = 1000
     queue_bytes: int = 256 << 20
     durable: bool = False
-    transport: TransportName = "auto"
     handover_ms: int = 0
     wait_ms: int = 0
     first_token_ms: int = 0
     prefill_token_us: int = 0
-    accuracy: str = "exact"
-    token_file: str = ""
-    tls_ca: str = ""
-    tls_cert: str = ""
-    tls_key: str = ""
-    tenant: str = ""
     sglang_names: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, kind = getattr(self, field.name), type(field.default)
-            if type(value) is not kind:
-                fix = f"give a value of type {kind.__name__}"
-                raise InvalidRequestError(field.name, value, fix)
+        EngineSettings.__post_init__(self)
         for name in ("deadline_ms", "lookup_deadline_ms", "retry_after_ms", "queue_bytes"):
             if getattr(self, name) < 1:
                 raise InvalidRequestError(name, getattr(self, name), "give a positive number")
@@ -109,17 +75,14 @@ class VllmSettings:
         for name, most in bounds.items():
             if not 0 <= getattr(self, name) <= most:
                 raise InvalidRequestError(name, getattr(self, name), f"give 0 to {most}")
-        least_of(self.accuracy)
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> VllmSettings:
         """Return the settings in *extra*. Raises InvalidRequestError for what is no setting."""
         known = [field.name for field in fields(cls)]
-        for name in extra:
-            refuse_blending("kv_connector_extra_config", name)
-            if name not in known:
-                fix = f"kv_connector_extra_config has {', '.join(known)}"
-                raise InvalidRequestError("kv_connector_extra_config", name, fix)
+        for name in extra.keys() - {*known}:
+            fix = f"kv_connector_extra_config has {', '.join(known)}"
+            raise InvalidRequestError("kv_connector_extra_config", name, fix)
         return cls(**extra)
 
     def chunk_tokens_for(self, block_tokens: int) -> int:
@@ -147,10 +110,9 @@ class VllmSettings:
         """What the engine takes to compute, if that is stated and not learned."""
         return PrefillModel(0.0, self.prefill_token_us / 1e6) if self.prefill_token_us else None
 
-    def options(self, chunk_tokens: int, name: str, *, is_lookup: bool = False) -> ClientOptions:
+    def client_options(self, chunk_tokens: int, name: str, *, is_lookup: bool) -> ClientOptions:
         """Return the options of a client that looks up, or of one that loads and stores."""
-        return client_options(
-            self,
+        return self.options(
             chunk_tokens,
             deadline_ms=self.lookup_deadline_ms if is_lookup else self.deadline_ms,
             retry_after_ms=self.retry_after_ms,
@@ -207,17 +169,14 @@ def hints_of(request: Any) -> Hints:
     Users state it as ``{"kvstore": {"reuse": 2, "category": "chat", ...}}`` in
     ``kv_transfer_params``. Raises InvalidRequestError for what is no hint.
     """
-    length: dict[str, Any] = {"prompt_tokens": getattr(request, "num_prompt_tokens", 0)}
+    prompt_tokens = getattr(request, "num_prompt_tokens", 0)
     stated = _stated(request)
-    if stated is None:
-        return Hints(**length) if any(length.values()) else NO_HINTS
-    field = f"kv_transfer_params.{HINTS_NAME}"
-    for name in map(str, stated) if isinstance(stated, Mapping) else ():
-        refuse_blending(field, name)
     known = [one.name for one in fields(Hints) if one.name != "prompt_tokens"]
     if not isinstance(stated, Mapping) or not stated.keys() <= {*known, DEADLINE_NAME}:
+        field = f"kv_transfer_params.{HINTS_NAME}"
         raise InvalidRequestError(field, stated, f"give {[*known, DEADLINE_NAME]}")
-    return Hints(**length, **{name: one for name, one in stated.items() if name != DEADLINE_NAME})
+    given = {name: one for name, one in stated.items() if name != DEADLINE_NAME}
+    return Hints(**given, prompt_tokens=prompt_tokens)
 
 
 def deadline_ms_of(request: Any, usual_ms: int) -> int:
@@ -234,5 +193,7 @@ def deadline_ms_of(request: Any, usual_ms: int) -> int:
 
 
 def _stated(request: Any) -> Any:
+    """Return what a user states for this store; nothing is no hint."""
     params = getattr(request, "kv_transfer_params", None)
-    return params.get(HINTS_NAME) if isinstance(params, Mapping) else None
+    stated = params.get(HINTS_NAME) if isinstance(params, Mapping) else None
+    return {} if stated is None else stated

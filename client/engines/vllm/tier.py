@@ -137,10 +137,14 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         identity = tier_model(offloading_spec.config, self._rows.shape[1], stated.model_revision)
         loading, looking = (
             Connector(
-                Client(stated.address, identity, stated.options(BYTE_ROWS, "vllm-tier", **kind)),
+                Client(
+                    stated.address,
+                    identity,
+                    stated.client_options(BYTE_ROWS, "vllm-tier", is_lookup=is_lookup),
+                ),
                 durable=stated.durable,
             )
-            for kind in ({}, {"is_lookup": True})
+            for is_lookup in (False, True)
         )
         self._connector, self._looking = loading, looking
         self._epoch = b""
@@ -182,17 +186,12 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._thread.submit(work, job)
 
     def _store(self, job: Any) -> None:
-        before = self._connector.stats().store_errors
-        self._connector.write(lambda: self._chunks(job))
-        is_stored = self._connector.stats().store_errors == before
-        self._end(job, job.keys if is_stored else ())
+        def chunks() -> list[Chunk]:
+            space = self._connector.client.namespace
+            named = [chunk_key(space, self._digest(key)) for key in job.keys]
+            return list(map(Chunk, named, map(self._tensors, job_rows(job))))
 
-    def _chunks(self, job: Any) -> list[Chunk]:
-        space = self._connector.client.namespace
-        named = zip(job.keys, job_rows(job), strict=True)
-        return [
-            Chunk(chunk_key(space, self._digest(key)), self._tensors(row)) for key, row in named
-        ]
+        self._end(job, job.keys if self._connector.write_each(chunks) else ())
 
     def _load(self, job: Any) -> None:
         keys, digests = list(job.keys), [self._digest(key) for key in job.keys]

@@ -45,7 +45,7 @@ from kvstore.proto.types import KVLayout, PutOutcome
 if TYPE_CHECKING:
     from kvstore.client.engines.vllm.device import DeviceCopy, DeviceSide
 
-IDLE_WAIT_S = 0.002
+IDLE_WAIT_S = 0.005
 """What an idle step waits for a load: it has nothing to compute, and would ask again at once."""
 
 BREATH_S = 0.005
@@ -56,7 +56,7 @@ SHUTDOWN_S = 5.0
 """What the end of an engine waits for stores that are under way."""
 
 MOST_COPIES = 4096
-"""Chunks that wait to be stored, however small they are: each has a mapping of its own."""
+"""Chunks that wait to be stored, however small they are."""
 
 MOST_UNSTORED = 4096
 """Chunks of one message that were not stored; of more, the first are left out."""
@@ -428,12 +428,12 @@ class VllmWorker:
         for copy in copies:
             copy.free()
         ended = zip(sent, outcomes, strict=False)
-        held = {chunk.digest for (chunk, _), one in ended if one is not PutOutcome.refused}
-        held |= {batch[at].chunk.digest for at in near}
+        held = [chunk.digest for (chunk, _), one in ended if one is not PutOutcome.refused]
+        held += [batch[at].chunk.digest for at in near]
         with self._changed:
             self._note_unstored([one.chunk for one in batch if one.chunk.digest not in held])
             if self.reports_stores:
-                self._report.stored |= Counter(held)
+                self._report.stored |= Counter(dict.fromkeys(held, 1))  # events keep their order
             self.counted["stored_chunks"] += outcomes.count(PutOutcome.stored) + len(near)
             self.counted["gone_chunks"] += len(rest) - len(sent)
 

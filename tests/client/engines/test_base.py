@@ -28,7 +28,7 @@ from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.keys import chain_digests, chunk_spans
-from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChainDigest, KVLayout, Model
+from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChainDigest, KVLayout, Model, PutOutcome
 
 CHUNK_TOKENS = 16
 
@@ -314,7 +314,7 @@ def test_what_is_written_under_names_is_read_under_them(connect: Connect) -> Non
     prompt = tokens(18, 3 * CHUNK_TOKENS)
     one, other = connect().connector, connect().connector
     chunks = one._chunks(prompt, lambda span: tensors_for(prompt, span), 0, ())
-    assert one.write(lambda: list(chunks)) == 3
+    assert one.write_each(lambda: list(chunks)) == 3 * [PutOutcome.stored]
     out = [empty_tensors(KVLayout.of(SMALL, CHUNK_TOKENS)) for _ in range(4)]
     digests = chain_digests(tokens(18, 3 * CHUNK_TOKENS) + [7] * CHUNK_TOKENS, CHUNK_TOKENS)
     assert other.read(digests, out) == 3
@@ -328,7 +328,7 @@ def test_asking_reading_and_writing_never_raise(connect: Connect) -> None:
 
     connector = connect().connector
     assert connector.ask(broken, None) is None
-    assert connector.write(broken) == 0
+    assert connector.write_each(broken) == []
     assert connector.read([ChainDigest(bytes(16))], []) == 0
     stats = connector.stats()
     assert stats.load_errors == {"BrokenError": 1, "InvalidRequestError": 1}

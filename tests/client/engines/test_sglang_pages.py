@@ -318,7 +318,7 @@ def test_settings_are_read_and_refused_by_name() -> None:
     assert (found.address, found.weights.revision, found.deadline_ms) == ("h:1", "8f2c1d4", 2000)
     with pytest.raises(ModelError, match=r"model_revision='':.* 'tiny' is no folder"):
         PageSettings.parse({}, "tiny")
-    with pytest.raises(InvalidRequestError, match="reset_on_flush='no': give true or false"):
+    with pytest.raises(InvalidRequestError, match="reset_on_flush='no': give a value of type bool"):
         PageSettings.parse({"reset_on_flush": "no"}, path)
     with pytest.raises(InvalidRequestError, match="adress='h:1': use"):
         PageSettings.parse({"adress": "h:1"}, path)

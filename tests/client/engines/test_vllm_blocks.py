@@ -8,6 +8,7 @@ import pytest
 import torch
 from vllm_pages import (
     BLOCK_TOKENS,
+    BLOCKS,
     HEAD_DIM,
     HEADS,
     LATENT,
@@ -71,16 +72,16 @@ def test_the_tensors_of_blocks_are_k_and_v_in_the_stores_order(packing: BlockLay
     registered = empty_pages()
     compute(registered, packing, TOKENS, [5, 2])
     pages = EnginePages.of(SHAPE, registered, writer(packing))
-    keys, values = pages.groups[0][0].blocks([5, 2])
-    assert keys.shape == values.shape == (HEADS, 64, HEAD_DIM)
+    keys, values = pages.groups[0][0].parts
+    assert keys.shape == values.shape == (BLOCKS, HEADS, BLOCK_TOKENS, HEAD_DIM)
     assert holds(registered, packing, TOKENS, [5, 2])
 
 
 def test_latents_are_one_part_and_lie_as_the_shape_says() -> None:
     registered = empty_pages(shape=LATENT)
     pages = EnginePages.of(LATENT, registered, writer(rows))
-    (latents,) = pages.groups[0][0].blocks([3])
-    assert latents.shape == (1, BLOCK_TOKENS, HEAD_DIM)
+    (latents,) = pages.groups[0][0].parts
+    assert latents.shape == (BLOCKS, 1, BLOCK_TOKENS, HEAD_DIM)
     with pytest.raises(LayoutMismatchError, match="packs otherwise"):
         EnginePages.of(LATENT, registered, scrambled)
 

@@ -249,6 +249,19 @@ def test_what_is_said_of_chunks_that_are_not_stored_is_bounded(
     assert report.joined(report).unstored == report.unstored
 
 
+def test_what_is_said_of_chunks_that_are_stored_keeps_their_order(start: Start) -> None:
+    """A router takes a chunk for the continuation of those before it."""
+    engine, request = start(), FakeRequest("a", prompt_tokens(4, 12 * CHUNK_TOKENS))
+    engine.workers[0].reports_stores = True
+    engine.scheduler.on_new_request(request)
+    assert engine.matched(request) == 0
+    plan = engine.step(request, engine.blocks(request.num_tokens), request.num_tokens)
+    assert engine.workers[0].settled(20.0)
+    assert [*engine.workers[0].report().stored.items()] == [
+        (chunk.digest, 1) for chunk in plan.stores[0].chunks
+    ]
+
+
 def test_the_batches_of_a_backlog_follow_each_other_without_a_pause(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
