@@ -228,7 +228,12 @@ def confirm(question: str) -> None:
 # --- commands
 
 SECTIONS = ("Look", "Change", "Measure", "Administer", "Commands")
-REMOVED = {"top": "kvstore status --watch", "explain --spaces": "kvstore ls --spaces"}
+REMOVED = {
+    "top": "kvstore status --watch",
+    "explain --spaces": "kvstore ls --spaces",
+    "get": "kvstore stat to verify a chunk, Client.frame in Python to have it",
+    "put": "Client.put_chunks in Python",
+}
 """Commands and options that are gone, and what to type instead."""
 
 

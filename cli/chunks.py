@@ -1,4 +1,4 @@
-"""`kvstore ls`, `stat`, `get`, `put`, `pin`, `unpin` and `clear`: the chunks of a server."""
+"""`kvstore ls`, `stat`, `pin`, `unpin` and `clear`: the chunks of a server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import Argument, Option
@@ -45,16 +44,13 @@ from kvstore.proto.errors import (
     ChunkCorruptError,
     InvalidFrameError,
     InvalidRequestError,
-    printable,
 )
 
 if TYPE_CHECKING:  # help is to load none of the product
-    from kvstore.cli.chunk_files import ChunkFile
     from kvstore.client.client import Client
     from kvstore.client.server_state import ChunkStat
-    from kvstore.client.transports.base import Put
     from kvstore.proto.frame import FrameHeader
-    from kvstore.proto.types import ChunkKey, Model
+    from kvstore.proto.types import ChunkKey
 
 MAX_LISTED = 10_000
 """Chunks of one page."""
@@ -237,105 +233,6 @@ def _stat_text(data: dict[str, Any], chunk: ChunkStat) -> Iterator[str | Grid]:
         names = ("layers", "kind", "dtype", "kv_heads", "head_dim", "tokens")
         parts.add_row(*(part[name] for name in names))
     yield parts
-
-
-# --- get and put
-
-
-@command(
-    "get", exits="0 1 2 3", example="kvstore get 3fa95c --out chunk.safetensors", section="Look"
-)
-def get(
-    address: str,
-    name: Key,
-    out: Annotated[Path, Option("--out", "-o", metavar="FILE", help="New .safetensors or .frame.")],
-    namespace: Namespace = "",
-    tenant: Tenant = "",
-    lossy: Annotated[bool, Option("--lossy", help="Accept a lossy copy too.")] = False,
-) -> None:
-    """Write a chunk to a file, verified; exits with 1 when it is not there.
-
-    A .safetensors file has its tensors and all that names them, a .frame file its frame as the
-    tier has it. kvstore put reads both.
-    """
-    from kvstore.cli.chunk_files import check_file, write_chunk
-    from kvstore.proto.types import Accuracy
-
-    check_file(out)
-    if out.exists():
-        raise InvalidRequestError("out", str(out), "is there already; name another file")
-    check_digits("key", name)
-    minimum = Accuracy.approximate if lossy else Accuracy.exact
-    with Selection(address, namespace, tenant=tenant).clients() as clients:
-        found = find(clients, name)
-        try:
-            frame = found and found[0].frame(found[1], accuracy=minimum)
-        except (ChunkCorruptError, InvalidFrameError) as error:
-            fail(error, EXIT_NOT_HELD)
-        if not found or not frame:
-            fail(f"{name}: no such chunk here, or only with a loss (--lossy)", EXIT_NOT_HELD)
-        header, data = frame
-        size_bytes = write_chunk(out, header, data, found[0].model)
-    print(f"{out}: {header.layout.tokens} tokens, {header.accuracy.name}, {size_bytes} bytes")
-
-
-@command("put", exits="0 1 2 3", example="kvstore put chunk.safetensors", section="Change")
-def put(
-    address: str,
-    files: Annotated[list[Path], Argument(metavar="FILE...", help="Files that kvstore get wrote.")],
-    model: ModelFile = None,
-    tenant: Tenant = "",
-    durable: Annotated[bool, Option("--durable", help="Wait until they are on disk.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Store the chunks in files, under the digests they had; exits with 1 unless all are stored.
-
-    What was restored from a lossy copy is refused.
-    """
-    rows = []
-    selection = Selection(address, model=model, tenant=tenant)
-    with progress("putting") as report:
-        for done, path in enumerate(files, 1):
-            key, stored = _put_file(selection, path, durable)
-            report(done, len(files))
-            row = {"file": str(path), "key": key.hex(), "outcome": stored.outcome.name}
-            rows.append(row | {"reason": stored.reason})
-            if not as_json:
-                print(printable(" ".join([f"{path}:", *[*rows[-1].values()][1:]])).rstrip())
-    show(rows, [], as_json, held={row["outcome"] for row in rows} <= {"stored", "exists"})
-
-
-def _put_file(selection: Selection, path: Path, durable: bool) -> tuple[ChunkKey, Put]:
-    from kvstore.cli.chunk_files import read_chunk
-    from kvstore.client.chunk import Chunk
-    from kvstore.proto.keys import chunk_key
-    from kvstore.proto.types import Accuracy, ChainDigest
-
-    chunk = read_chunk(path)
-    if chunk.accuracy is not Accuracy.exact:
-        fix = "was restored from a lossy copy, and would pass for what was computed"
-        raise InvalidRequestError("file", str(path), fix)
-    with selection.client(_model_of(selection, chunk, path)) as client:
-        key = chunk_key(client.namespace, ChainDigest(chunk.digest))
-        parent = ChainDigest(chunk.parent)
-        named = Chunk(
-            key, chunk.tensors, parent, chunk.position, chunk.prefill_flops, chunk.content,
-            chunk.layout,
-        )  # fmt: skip
-        return key, client.put_chunks([named], durable=durable)[0]
-
-
-def _model_of(selection: Selection, chunk: ChunkFile, path: Path) -> Model:
-    """Return the model of *chunk*: its file's, or one known there with its digest."""
-    from kvstore.proto.keys import representation_digest
-
-    if chunk.model is not None:
-        return chunk.model
-    for model in selection.models():
-        if representation_digest(model) == chunk.model_digest:
-            return model
-    fix = "is of a model that is not known there; give --model-representation"
-    raise InvalidRequestError("file", str(path), fix)
 
 
 # --- pin and unpin

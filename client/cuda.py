@@ -43,7 +43,7 @@ from kvstore.client.transports.base import (
     room_of,
     whole_frame,
 )
-from kvstore.client.transports.shared_memory import ShmTransport
+from kvstore.client.transports.shared_memory import ATTACH_WITHIN_S, ShmTransport
 from kvstore.codecs.paged import Paged
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
@@ -74,8 +74,8 @@ class CudaTransport(ShmTransport):
 
     name = "cuda"
 
-    def __init__(self, session: Session) -> None:
-        super().__init__(session)
+    def __init__(self, session: Session, within_s: float = ATTACH_WITHIN_S) -> None:
+        super().__init__(session, within_s)
         self._registration: Registration | None = None
         self._users = 1
         """Gets at work, and this transport itself until it is closed."""

@@ -123,10 +123,13 @@ class ServerLink:
     def _transport(self, session: Session, left_ms: LeftMs) -> Transport:
         wanted = self.options.transport
         if wanted == "shm" or (wanted == "auto" and can_share_memory(session)):
+            is_short = 2 * left_ms() < self.options.deadline_ms
             try:
-                return self._shared_memory(session)
-            except (TierUnavailableError, InvalidRequestError, OSError):
-                if wanted == "shm":
+                # As below: half of what is left, where gRPC is still to be asked.
+                return self._shared_memory(session, left_ms() / (1000 if is_short else 2000))
+            except (TierUnavailableError, InvalidRequestError, OSError) as error:
+                # The next call may have more time for it.
+                if wanted == "shm" or (is_short and isinstance(error, DeadlineError)):
                     raise
         if wanted == "tcp" or (wanted == "auto" and session.terms.bulk_address):
             try:

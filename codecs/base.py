@@ -268,11 +268,15 @@ def check_parts(component: Component, parts: Sequence[AnyPart]) -> None:
 
 def empty_tensors(layout: KVLayout) -> list[list[list[Part]]]:
     """Return uninitialised tensors of *layout*, as unsigned integers of the dtype's size."""
-    found = []
-    for c in layout.components:
-        whole = np.empty((c.layers, c.parts, *c.shape), f"u{c.dtype.item_bytes}")
-        found.append(list(map(list[Part], whole)))
-    return found
+    # One array a part: memory of that size is used again, that of a whole component comes anew from
+    # the system with every get, to be faulted in.
+    return [
+        [
+            [np.empty(c.shape, dtype=f"u{c.dtype.item_bytes}") for _ in range(c.parts)]
+            for _ in range(c.layers)
+        ]
+        for c in layout.components
+    ]
 
 
 CODECS: Registry[Codec] = Registry("codec")

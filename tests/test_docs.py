@@ -48,7 +48,6 @@ OTHER_FLAGS = {
     "--chunks": "kvstore bench",
     "--after": "kvstore ls",
     "--limit": "kvstore ls",
-    "--lossy": "kvstore get",
     "--for": "kvstore pin",
     "--prefix": "kvstore pin",
     "--tier": "kvstore clear",

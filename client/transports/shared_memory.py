@@ -16,6 +16,7 @@ from itertools import groupby
 import numpy as np
 from typing_extensions import override
 
+from kvstore.client.connection import Until, countdown
 from kvstore.client.frames import FileFrame, FrameAssembler, OpenFile
 from kvstore.client.session import Session, hangs, peer_pid
 from kvstore.client.transports.base import (
@@ -39,6 +40,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
+    DeadlineError,
     InvalidRequestError,
     KVStoreError,
     LeaseExpiredError,
@@ -57,6 +59,7 @@ from kvstore.proto.unix_socket import (
 )
 
 _SOCKET_TIMEOUT_S = 2.0
+ATTACH_WITHIN_S = 2 * _SOCKET_TIMEOUT_S
 _GENERATION_BYTES = 8
 _MEMORY = int(Reach.memory)
 _MAX_SLABS = 4096
@@ -79,19 +82,20 @@ def can_share_memory(session: Session) -> bool:
 class ShmTransport(Transport):
     """Gets read sealed slabs of the server; puts go through staging memory of ours.
 
-    Raises TierUnavailableError at birth when the server does not take part.
+    Raises TierUnavailableError at birth when the server does not take part, DeadlineError when it
+    does not answer within *within_s*.
     """
 
     name = "shm"
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, within_s: float = ATTACH_WITHIN_S) -> None:
         super().__init__(session)
         whole_chunk = KVLayout.of(session.representation, session.options.chunk_tokens)
         self._whole = geometry_of(whole_chunk)
         size_bytes = max(session.options.staging_bytes // PARTS, raw_frame_bytes(whole_chunk))
         self._staging = StagingMemory(size_bytes)
         try:
-            self._socket = self._attach(self._staging)
+            self._socket = self._attach(self._staging, within_s)
         finally:
             self._staging.close_descriptor()
         self._server_pid = peer_pid(self._socket)
@@ -103,19 +107,23 @@ class ShmTransport(Transport):
         # One put at a time owns the staging memory, over its copies by design.
         self._put_lock = threading.Lock()
 
-    def _attach(self, staging: StagingMemory) -> socket.socket:
+    def _attach(self, staging: StagingMemory, within_s: float) -> socket.socket:
         terms = self.session.terms
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        link.settimeout(_SOCKET_TIMEOUT_S)
+        link.settimeout(min(_SOCKET_TIMEOUT_S, within_s / 2))  # for each of two answers
         try:
             memory = [staging.descriptor]
             reply = enter(link, terms, unix_socket.Op.attach, staging.size_bytes, memory)
+        except TimeoutError:
+            link.close()
+            raise DeadlineError(f"{terms.socket_path}: the server did not answer in time") from None
         except (OSError, InvalidRequestError) as error:
             link.close()
             raise TierUnavailableError("shm", f"{terms.socket_path}: {error}") from None
         if reply is not unix_socket.Reply.ok:
             link.close()
             raise TierUnavailableError("shm", f"{terms.socket_path}: {reply.name}")
+        link.settimeout(min(_SOCKET_TIMEOUT_S, self.session.options.deadline_ms / 1000))
         return link
 
     @override
@@ -131,9 +139,13 @@ class ShmTransport(Transport):
 
     @override
     def put(self, chunks: Sequence[Outgoing], terms: PutTerms) -> list[Put]:
-        with self._put_lock:
+        left_ms = countdown(terms.within_ms)
+        if not self._put_lock.acquire(timeout=left_ms() / 1000):
+            raise DeadlineError("other puts had the staging memory all the time")
+        try:
             if self.is_spent:
                 raise LeaseExpiredError("the session's staging memory is in doubt: open another")
+            terms = replace(terms, within_ms=left_ms())
             pipeline = PutPipeline(self._staging, self.session, self.rpc, terms)
             try:
                 return pipeline.run(list(self._staging.groups(chunks)))
@@ -141,6 +153,8 @@ class ShmTransport(Transport):
                 # Written to again, it would change what the server is copying, and sums as it
                 # copies: wrong bytes with right checksums.
                 self.is_spent = pipeline.may_be_read
+        finally:
+            self._put_lock.release()
 
     @override
     @contextmanager
@@ -155,15 +169,16 @@ class ShmTransport(Transport):
     def replies(self, stack: ExitStack, request: pb.GetRequest) -> Iterator[pb.GetResponse]:
         """Yield the replies of a get. With *stack* it ends, and so does a lease of its own."""
         leases: set[int] = set()
-        stack.callback(self._release_own, leases, request)
+        until = Until.of(request.deadline_ms)
+        stack.callback(self._release_own, leases, request.lease_id, until)
         calls = stack.enter_context(closing(self.rpc.stream("Get", request, request.deadline_ms)))
         for reply in calls:
             leases.add(reply.lease_id)
             yield reply
 
-    def _release_own(self, leases: set[int], request: pb.GetRequest) -> None:
-        if own := leases - {0, request.lease_id}:
-            self.release(own, request.deadline_ms)
+    def _release_own(self, leases: set[int], given: int, until: Until) -> None:
+        if own := leases - {0, given}:
+            self.release(own, until.left_ms())  # a millisecond at least: who reads may be slow
 
     def _frames(
         self, stack: ExitStack, request: pb.GetRequest, plan: ReadPlan

@@ -19,7 +19,7 @@ from kvstore.cli.output import LOG_EVERY_S, followed, progress
 
 KVSTORE = Path(sys.executable).with_name("kvstore")
 PRINTS_DATA = {
-    "status", "ping", "sessions", "events", "ls", "stat", "put", "pin", "unpin", "clear", "explain",
+    "status", "ping", "sessions", "events", "ls", "stat", "pin", "unpin", "clear", "explain",
     "doctor", "scrub", "bench", "codecs", "simulate", "blend status", "token list", "keys list",
     "quota show",
 }  # fmt: skip

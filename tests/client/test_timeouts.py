@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +18,15 @@ from prompts import SMALL, chunks_of, keys_of, store, tokens
 
 from kvstore.client import Client, ClientOptions, server_link
 from kvstore.client.chunk import PlannedChunk
-from kvstore.client.connection import Connection, Until, countdown
+from kvstore.client.connection import SLACK_S, Connection, Until, countdown
 from kvstore.client.levels import PlanTerms
 from kvstore.client.lookups import look_up
 from kvstore.client.options import TransportName
 from kvstore.client.server_link import ServerLink
 from kvstore.client.session import Session
-from kvstore.client.transports.base import Transport
+from kvstore.client.transports.base import PutTerms, ReadPlan, Transport
+from kvstore.client.transports.shared_memory import ShmTransport
+from kvstore.client.transports.staging import PutPipeline
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
@@ -35,7 +38,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.frame import FrameHeader
-from kvstore.proto.types import ChunkKey
+from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey, PutOutcome
 from kvstore.server.bulk import tcp_server
 
 SHORT_S = 0.2
@@ -346,3 +349,82 @@ def test_where_a_bulk_server_is_full_a_call_goes_through_grpc_or_leaves_no_sessi
         with pytest.raises(QuotaExceededError):
             client.lookup(tokens(1, 64))
     assert eventually(lambda: len(server.node.sessions) == 0)
+
+
+@pytest.fixture
+def silent_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Servers are said to listen on a Unix socket that takes connections and says nothing."""
+    path = str(tmp_path / "silent.sock")
+    begin = Session.__init__
+
+    def elsewhere(self: Session, *arguments: Any) -> None:
+        begin(self, *arguments)
+        self.terms = replace(self.terms, socket_path=path)
+
+    monkeypatch.setattr(Session, "__init__", elsewhere)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen(8)
+        yield
+
+
+@pytest.mark.usefixtures("silent_socket")
+def test_a_server_that_shares_no_memory_in_time_costs_a_call_no_more_than_it_has(
+    server: LocalServer,
+) -> None:
+    client = server.connect(options=ClientOptions("auto", 16, deadline_ms=4000))
+    began_s = time.monotonic()
+    with pytest.raises(DeadlineError):
+        client.lookup(tokens(1, 64), timeout=SHORT_S)
+    assert time.monotonic() - began_s < 10 * SHORT_S - SLACK_S
+    assert client.lookup(tokens(1, 64)).missing == 4
+    assert client.transport_name == "grpc", "one that has time goes on without"
+
+
+def test_puts_that_wait_for_another_have_one_deadline(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = server.connect("shm")
+    keys = keys_of(client, 1, 1)
+    transport = client._link.connected()
+    assert isinstance(transport, ShmTransport)
+    granted_ms: list[int] = []
+    run = PutPipeline.__init__
+
+    def noted(self: PutPipeline, *arguments: Any) -> None:
+        granted_ms.append(arguments[-1].within_ms)
+        run(self, *arguments)
+
+    monkeypatch.setattr(PutPipeline, "__init__", noted)
+    with transport._put_lock, pytest.raises(DeadlineError):
+        _in_a_thread(lambda: transport.put([], PutTerms(durable=False, within_ms=100)))
+    with ThreadPoolExecutor(1) as pool:
+        with transport._put_lock:
+            waiting = pool.submit(client.put_chunks, chunks_of(client, keys))
+            time.sleep(0.5)
+        assert waiting.result()[0].outcome is PutOutcome.stored
+    assert len(granted_ms) == 1
+    assert granted_ms[0] <= DEADLINE_MS - 400
+
+
+def test_a_get_ends_its_lease_within_what_is_left_of_its_time(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = server.connect("shm")
+    keys = store(client, 1, 1)
+    transport, within_ms = client._link.connected(), 5000
+    release = transport.release
+    granted_ms: list[int] = []
+
+    def noted(leases: Any, deadline_ms: int) -> None:
+        granted_ms.append(deadline_ms)
+        release(leases, deadline_ms)
+
+    monkeypatch.setattr(transport, "release", noted)
+    digests = [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
+    with transport.read(ReadPlan(digests, 0, within_ms)) as arriving:
+        next(iter(arriving))
+        time.sleep(0.5)
+    assert len(granted_ms) == 1
+    assert granted_ms[0] <= within_ms - 400
+    server.settled()
