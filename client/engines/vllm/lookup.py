@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from kvstore.client.engines.base import DaemonThreads
 from kvstore.client.engines.identity import adapter_files, files_digest
-from kvstore.client.engines.threads import DaemonThreads
 from kvstore.client.engines.vllm.messages import INCOMPATIBLE, ChunkName
 from kvstore.client.page_names import page_hash
 from kvstore.proto.errors import KVStoreError, ModelError

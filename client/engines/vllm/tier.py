@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec as StoreTierin
 
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client
-from kvstore.client.engines.base import Connector
+from kvstore.client.engines.base import Connector, DaemonThreads
 from kvstore.client.engines.identity import (
     BYTE_ROWS,
     EPOCH_BYTES,
@@ -42,7 +42,6 @@ from kvstore.client.engines.identity import (
     weights_name,
 )
 from kvstore.client.engines.prefix import least_of
-from kvstore.client.engines.threads import DaemonThreads
 from kvstore.client.engines.vllm.settings import VllmSettings
 from kvstore.client.engines.vllm.worker import SHUTDOWN_S
 from kvstore.client.tensors import LayerTensors
