@@ -192,6 +192,9 @@ class Shard:
         for name, span in (("layers", self.layers), *(("kv_heads", one) for one in self.kv_heads)):
             if span is not None and not 0 <= span[0] < span[1]:
                 raise InvalidRequestError(name, span, "give the first, and one after the last")
+        if self.layers is not None:  # tuples, as it is looked up by them
+            object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "kv_heads", tuple(map(tuple, self.kv_heads)))
 
     @classmethod
     def of_rank(cls, model: Model, rank: int, ranks: int, layers: Span | None = None) -> Shard:
@@ -233,6 +236,13 @@ class Shard:
             spans[0] if spans and group.kind not in _WHOLE_KINDS else (0, group.kv_heads)
             for group in groups
         ]
+
+    def has_any(self, model: Model, layout: KVLayout) -> bool:
+        """Whether it has any layer of a chunk of *layout*: of one without windows a stage of
+        windows alone has none.
+        """
+        groups = [group for group in model.layer_groups if layout.has(group.kind)]
+        return self.layers is None or any(_has_any(group, self.layers) for group in groups)
 
     def in_chunk(self, model: Model, layout: KVLayout) -> ChunkShard:
         """Return which layers and heads it is of a chunk of *layout*.

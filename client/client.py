@@ -50,6 +50,7 @@ from kvstore.proto.plans import MAX_HANDOVER_MS, NO_HINTS, EngineTerms, Hints, P
 from kvstore.proto.types import (
     Accuracy,
     ChunkKey,
+    KVLayout,
     Match,
     Model,
     Namespace,
@@ -246,7 +247,10 @@ class Client:
         if ttl is not None:
             hints = replace(hints, ttl_ms=milliseconds("ttl", ttl, MAX_TTL_S))
         named = zip(prompt.keys, prompt.parents, prompt.spans, strict=True)
-        chunks = [Chunk(key, held.chunk(*span), parent, span[0]) for key, parent, span in named]
+        chunks = []
+        for key, parent, (first, stop) in named:
+            layout = KVLayout.of(self.model, stop - first)
+            chunks.append(Chunk(key, held.chunk(first, stop), parent, first, layout=layout))
         return self.put_chunks(chunks, durable=durable, hints=hints)
 
     def lookup(

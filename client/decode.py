@@ -164,8 +164,12 @@ class Wanted:
             return Decoded(frame.tensors, frame.header.stated, arrived.tier)
         try:
             header = self.header(index, frame, len(frame))
-            if self.shard is not None:
-                part = self.shard.in_chunk(self.session.representation, header.layout)
+            model = self.session.representation
+            if self.shard is not None and not self.shard.has_any(model, header.layout):
+                self.room(self.first + index, header.layout)  # a prompt's windows decide about it
+                tensors = []
+            elif self.shard is not None:
+                part = self.shard.in_chunk(model, header.layout)
                 tensors = self.room(self.first + index, part.layout)
                 cut(header, frame, part, tensors)
             else:

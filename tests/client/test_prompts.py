@@ -14,7 +14,7 @@ from local_server import DEADLINE_MS, LocalServer
 from prompts import parts_of, tokens
 
 import kvstore
-from kvstore.client import Chunk, Client, ClientOptions, PagedCache
+from kvstore.client import Chunk, Client, ClientOptions, PagedCache, Shard
 from kvstore.client.chunk import PlannedChunk, parents
 from kvstore.client.decode import Wanted
 from kvstore.client.options import TransportName
@@ -148,6 +148,47 @@ def test_layers_of_windows_are_put_as_whole_prompts_are(server: LocalServer) -> 
     assert hit.tokens == 84
     assert np.array_equal(hit.kv[0], kv[0])
     assert np.array_equal(hit.kv[1][..., 76:, :], kv[1][..., 76:, :])
+
+
+def test_a_prompt_of_windows_alone_goes_out_and_comes_back(server: LocalServer) -> None:
+    windows = (replace(HYBRID.layer_groups[1], layer_ids=(0, 1)),)
+    client = server.connect("auto", replace(HYBRID, layer_groups=windows), OPTIONS)
+    prompt, kv = tokens(1, 84), random(2, 2, 1, 84, 4)
+    assert [put.outcome.name for put in client.put(prompt, kv)] == ["stored"] * 3
+    hit = client.get(prompt)
+    assert hit.tokens == 84
+    assert np.array_equal(hit.kv[..., 76:, :], kv[..., 76:, :])
+
+
+def test_a_stage_of_windows_alone_puts_its_part_of_a_prompt(server: LocalServer) -> None:
+    prompt, kv = tokens(1, 32), (random(1, 2, 2, 32, 8), random(1, 2, 1, 32, 4))
+    for layer, one in ((0, kv[0]), (2, kv[0]), (1, kv[1])):
+        shard = Shard((layer, layer + 1))
+        puts = server.connect("auto", HYBRID, replace(OPTIONS, shard=shard)).put(prompt, one)
+    assert [put.outcome.name for put in puts] == ["stored"]
+    hit = server.connect("auto", HYBRID, OPTIONS).get(prompt)
+    assert np.array_equal(hit.kv[0][1], kv[0][0])
+    assert np.array_equal(hit.kv[1][..., 24:, :], kv[1][..., 24:, :])
+
+
+def test_a_stage_of_windows_alone_goes_on_from_the_last_chunk_that_has_them(
+    server: LocalServer,
+) -> None:
+    whole, prompt = server.connect("auto", HYBRID, OPTIONS), tokens(1, 96)
+    keys = whole.keys(prompt)
+    stage = server.connect("auto", HYBRID, replace(OPTIONS, shard=Shard((1, 2))))
+    chunks = []
+    for at, (key, parent) in enumerate(zip(keys, parents(keys), strict=True)):
+        layout = KVLayout.of(HYBRID, 32, window=at == 1)
+        kv = empty_tensors(layout)
+        for part in parts_of(kv):
+            part[...] = 7
+        chunks.append(Chunk(key, kv, parent, 32 * at, layout=layout))
+    whole.put_chunks(chunks)
+    assert list(map(len, stage.get_chunks(keys))) == [0, 1]
+    hit = stage.get(prompt)
+    assert (hit.tokens, hit.chunks) == (64, 2)
+    assert (hit.kv.view(np.uint16)[..., 56:64, :] == 7).all()
 
 
 def test_bfloat16_is_torchs_and_layers_may_be_named(server: LocalServer) -> None:

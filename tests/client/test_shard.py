@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -24,6 +26,12 @@ def test_layers_are_the_models_and_a_single_span_of_heads_is_not_of_latents() ->
     )
     assert Shard((2, 3)).in_chunk(TWO_GROUPS, LAYOUT).extents == (Extent(1, 2, 0, 4), None)
     assert Shard().in_chunk(TWO_GROUPS, LAYOUT).is_whole
+
+
+def test_spans_may_be_lists() -> None:
+    listed: Any = [1, 5], [[1, 3]]
+    assert Shard(*listed) == Shard((1, 5), ((1, 3),))
+    assert Shard(*listed).in_chunk(TWO_GROUPS, LAYOUT).extents[1] == Extent(0, 3, 0, 1)
 
 
 @pytest.mark.parametrize(
