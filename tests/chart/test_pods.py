@@ -167,7 +167,7 @@ def test_the_pod_starts_answers_its_probes_and_passes_helm_test(
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        assert "8 stored, 8 right" in done.stdout
+        assert "8 stored, 8 verified" in done.stdout
         (release.test_volumes["token"] / "token").write_text("kvs_000000000000_wrong")
         wrong = subprocess.run(
             sandbox.command(bench, release.test_volumes),
