@@ -166,7 +166,7 @@ class LevelledGet:
         self._frames = [StoredFrame(key, layout) for key in keys]
         self._header_bytes = header_bytes(layout, MAX_LEVELS)
         self.left_ms = countdown(terms.deadline_ms)
-        """What is left of the deadline, for calls. Raises DeadlineError once nothing is."""
+        """Return the rest of the deadline, for calls. Raises DeadlineError when it is over."""
         self._clock = link.meters.clock
         self._started_s = self._clock()
         self._leases: Sequence[int] = ()

@@ -256,7 +256,7 @@ class ServerLink:
 
     def quarantine(self, transport: Transport, key: ChunkKey, left_ms: LeftMs) -> None:
         """Have the server check the chunk of *key*, which proved wrong here, and forget it. Where
-        the call has no time left for that, whoever reads the chunk next does.
+        the call has no time left for that, the next reader of the chunk does.
         """
         terms = transport.session.terms
         request = pb.DeleteRequest(

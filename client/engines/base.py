@@ -548,19 +548,19 @@ def _run(queue: _Queue) -> None:
         future.set_running_or_notify_cancel()
         try:
             future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - who asks for the result gets it
+        except BaseException as error:  # noqa: BLE001 - raised again by result()
             future.set_exception(error)
         del submitted, future, work  # an idle thread keeps nothing alive
 
 
 def _cancel(future: Future[Any]) -> None:
     future.cancel()
-    future.set_running_or_notify_cancel()  # else who waits for it is not told
+    future.set_running_or_notify_cancel()  # else nobody that waits learns of it
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What any engine's connector can be told, by name, in the engine's own configuration."""
+    """Settings that every connector takes, by name, in the configuration of its engine."""
 
     address: str = "127.0.0.1:7420"
     model_revision: str = ""
