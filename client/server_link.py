@@ -40,7 +40,7 @@ FIRST_DECODE_BYTES_PER_S = 250e6
 
 T = TypeVar("T")
 LeftMs = Callable[[], int]
-"""Returns what is left of a call's deadline. Raises DeadlineError once nothing is."""
+"""Returns the rest of a call's deadline, in ms. Raises DeadlineError when it is over."""
 
 
 class ServerLink:
@@ -95,7 +95,7 @@ class ServerLink:
 
     def connected(self, left_ms: LeftMs | None = None) -> Transport:
         """Return the transport of the session, which is opened first if there is none, within the
-        deadline of the options and what is left of a call's.
+        deadline of the options and the time that a call has left.
 
         Raises KVStoreErrors, as when it is closed.
         """
@@ -147,7 +147,7 @@ class ServerLink:
         """Run *work*, and once more when a lease was lost: the session's, whose place another one
         takes, or that of a chunk that was dropped between a lookup and the read.
 
-        It gets what is left of *deadline_ms*, that of the options if None.
+        It gets the rest of *deadline_ms*, that of the options if None.
         """
         granted_ms = self.options.deadline_ms if deadline_ms is None else deadline_ms
         left_ms = countdown(granted_ms)

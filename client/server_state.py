@@ -35,7 +35,7 @@ class ChunkStat:
 
     ``parent`` is the digest of the chunk before it, zeros for a prompt's first. ``idle_s`` is the
     time since it was last read or put, None if unknown; ``pinned_s`` how much longer it is pinned;
-    ``expires_s`` what is left of its time to live, None without one. ``context_tokens`` are those
+    ``expires_s`` its remaining time to live, None without one. ``context_tokens`` are those
     of the stored chunks before it; ``raw_bytes`` its size without a codec.
     """
 
