@@ -72,8 +72,11 @@ def test_over_a_slow_link_a_load_with_a_deadline_ends_while_computing_is_still_i
     engine.scheduler._lookups.learned.observe(100, 100 * TOKEN_S)
     engine.matched(FakeRequest("warm", PROMPT))
     # A session that is still being opened over so slow a link is given up as a hang.
-    assert eventually(lambda: engine.workers[0]._connector.client.is_connected)
+    client = engine.workers[0]._connector.client
+    assert eventually(lambda: client.is_connected)
     link.bytes_per_s = 2000.0
+    # So is one that turns this slow all at once. This one answered slowly all the time.
+    client._link.connected().session.pace_s = 1.0
     request = with_deadline("b", 300)
     chunks, took_s = loaded(engine, request)
     assert chunks < len(PROMPT) // 64

@@ -268,10 +268,10 @@ def test_a_gate_that_closes_between_lookup_and_load_leaves_its_chunks_to_be_comp
     for _ in range(8):
         told(0.0)
     assert engine.load(request, blocks, 128) == set(blocks[2:4])
+    assert engine.matched(request_of("b", PROMPT)) == 64, "the next read does not use it"
     request.num_computed_tokens = 64
     stores = engine.step(request, blocks, 330 - 64).stores
     assert [chunk.position for spec in stores for chunk in spec.chunks] == [64, 128, 192, 256]
-    assert engine.matched(request_of("b", PROMPT)) == 64, "the next read does not use it"
 
 
 @pytest.fixture
