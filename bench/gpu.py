@@ -142,7 +142,7 @@ class Engine:
 
     def load(self, keys: Sequence[Any]) -> int:
         """Load *keys* into the pages, as a request's load does; return how many were read."""
-        from kvstore.client.engines.vllm.staging import LoadJob
+        from kvstore.client.engines.vllm.blocks import LoadJob
         from kvstore.proto.types import DIGEST_BYTES, ChainDigest
 
         digests = [ChainDigest(key[DIGEST_BYTES:]) for key in keys]

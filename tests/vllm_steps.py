@@ -30,9 +30,8 @@ from kvstore.client.chunk import Shard
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm.blocks import BLOCK_LAYOUTS, BlockLayout
 from kvstore.client.engines.vllm.identity import KVCacheShape
-from kvstore.client.engines.vllm.messages import StepPlan, WorkerReport
+from kvstore.client.engines.vllm.messages import BOTH, Role, StepPlan, WorkerReport
 from kvstore.client.engines.vllm.scheduler import VllmScheduler
-from kvstore.client.engines.vllm.settings import BOTH, Role
 from kvstore.client.engines.vllm.worker import VllmWorker
 from kvstore.proto.types import LayerKind, Model
 

@@ -9,32 +9,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice, takewhile
-from queue import Empty, SimpleQueue
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from kvstore.client.access import access_from
 from kvstore.client.chunk import Chunk, Shard, parents
 from kvstore.client.client import Client
 from kvstore.client.decode import Room as ChunkRooms
-from kvstore.client.engines.prefix import (
-    ONLY_EXACT,
-    About,
-    AboutOf,
-    Allowed,
-    Asked,
-    ConnectorStats,
-    Prefix,
-    Source,
-    Span,
-    codecs_of,
-    exact_count,
-    least_of,
-)
 from kvstore.client.forks import FORKS
 from kvstore.client.levels import PlanTerms
 from kvstore.client.options import ClientOptions, TransportName
@@ -49,6 +33,8 @@ from kvstore.client.prefill import (
 )
 from kvstore.client.server_state import ChunkStat
 from kvstore.client.tensors import LayerTensors
+from kvstore.codecs.base import codec_name
+from kvstore.codecs.terms import Importance
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import ACCURACY_TAG
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
@@ -60,10 +46,152 @@ from kvstore.proto.types import (
     Accuracy,
     ChainDigest,
     ChunkKey,
+    KVLayout,
     Match,
     PutOutcome,
     Stated,
 )
+
+Span: TypeAlias = tuple[int, int]
+"""First token of a chunk, and the one after its last."""
+
+Source: TypeAlias = Callable[[Span], LayerTensors]
+"""Returns the tensors of one span, without copying if it can."""
+
+
+class About(NamedTuple):
+    """What there is to say of a chunk beside its tensors: see ``Chunk``."""
+
+    layout: KVLayout | None = None
+    importance: Importance | None = None
+
+
+AboutOf: TypeAlias = Callable[[Span], About]
+"""Returns what there is to say of the chunk at a span."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What a load brought.
+
+    ``stored_tokens`` were read; the engine skips ``hit_tokens`` of them, which leaves it the
+    prompt's last token at least. ``tier_tokens`` is ``hit_tokens`` by the tier they were on.
+    """
+
+    stored_tokens: int = 0
+    hit_tokens: int = 0
+    tier_tokens: Mapping[str, int] = field(default_factory=dict)
+    shared_tokens: int = 0
+    """How far other prompts went the same way, where a model's states decide what is a hit."""
+    lossy_tokens: int = 0
+    """Of ``stored_tokens``, those from the first chunk on that was read from a lossy copy."""
+    codecs: frozenset[str] = frozenset()
+    """Of copies that state no bound among what was read."""
+    tiers: Sequence[str] = field(default=(), compare=False)
+    """Where each chunk was."""
+
+    @property
+    def exact_tokens(self) -> int:
+        """The tokens before any that was read from a lossy copy: what may be stored is of these,
+        where there are others."""
+        return self.stored_tokens - self.lossy_tokens
+
+    @classmethod
+    def of(
+        cls, spans: Sequence[Span], tiers: Sequence[str], prompt_tokens: int, shared_tokens: int = 0
+    ) -> Prefix:
+        """Return the prefix of the chunks at *spans*, which came from *tiers*."""
+        tier_tokens: Counter[str] = Counter()
+        for (start, stop), tier in zip(spans, tiers, strict=True):
+            tier_tokens[tier] += min(stop, prompt_tokens - 1) - start
+        stored_tokens = spans[-1][1] if spans else 0
+        found = dict(tier_tokens)
+        return cls(stored_tokens, tier_tokens.total(), found, shared_tokens, tiers=tiers)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorStats:
+    """What a connector did since its birth. Errors are counted by the name of their class.
+
+    Of each prompt looked up, every token is a hit or a miss. ``lost_chunks`` were ready when
+    asked for and not read: late, evicted or damaged; ``slow_chunks`` were sooner computed.
+    ``lossy_hit_tokens``: hits from the first chunk of a lossy copy on; ``lossy_unstored_chunks``
+    were computed behind such a one, and so not stored; ``gated_chunks`` came and were not used, for
+    the gate of a codec was shut.
+    """
+
+    lookups: int
+    hit_tokens: int
+    miss_tokens: int
+    lost_chunks: int
+    stored_chunks: int
+    existing_chunks: int
+    refused_chunks: int
+    hit_tokens_by_tier: Mapping[str, int]
+    load_errors: Mapping[str, int]
+    store_errors: Mapping[str, int]
+    slow_chunks: int = 0
+    lossy_hit_tokens: int = 0
+    lossy_unstored_chunks: int = 0
+    gated_chunks: int = 0
+    misses: Mapping[str, int] = field(default_factory=dict)
+    """Prompts that were no whole hit, by why their hit ended where it did: docs/engines.md."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A load: tokens of its prompt, whether a part of what is there is of no use, its deadline."""
+
+    tokens: int
+    whole: bool = False
+    within: Deadline | None = None
+
+
+# --- which copies an engine reads, and which of those that came it uses
+
+_ACCURACIES = {
+    "exact": Accuracy.exact,
+    "bounded": Accuracy.bounded,
+    "approximate": Accuracy.approximate,
+}
+
+
+def least_of(accuracy: str) -> Accuracy:
+    """Return the least accuracy of what *accuracy* allows to be read.
+
+    Raises InvalidRequestError for what is none.
+    """
+    if not isinstance(accuracy, str) or accuracy not in _ACCURACIES:
+        raise InvalidRequestError("accuracy", accuracy, f"use {', '.join(_ACCURACIES)}")
+    return _ACCURACIES[accuracy]
+
+
+class Allowed(NamedTuple):
+    """The copies that a prompt may be read from: those of ``least`` or better; of those without a
+    bound, those that one of ``codecs`` made.
+    """
+
+    least: Accuracy
+    codecs: frozenset[str] = frozenset()
+
+    def count(self, stated: Sequence[Stated]) -> int:
+        """Return how many of the first chunks are from such copies, which state *stated*."""
+        usable = takewhile(lambda one: _codec_without_bound(one) in {*self.codecs, ""}, stated)
+        return len(list(usable))
+
+
+ONLY_EXACT = Allowed(Accuracy.exact)
+
+
+def exact_count(stated: Sequence[Stated]) -> int:
+    """Return how many of the first chunks are exact, whose copies state *stated*."""
+    return len(list(takewhile(lambda one: one.accuracy is Accuracy.exact, stated)))
+
+
+def _codec_without_bound(stated: Stated) -> str:
+    """Return the codec of a copy that states no bound, else nothing."""
+    return codec_name(stated.codec_id) if stated.accuracy is Accuracy.approximate else ""
+
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +200,6 @@ REPORT_EVERY_S = 10.0
 
 MAX_REASON_CHARS = 1024
 """What is sent of one; the server keeps less."""
-
-_STATS = fields(ConnectorStats)
 
 T = TypeVar("T")
 
@@ -121,16 +247,14 @@ class Connector:
         self.durable = durable
         self._token_flops = token_flops
         self._counts: Counter[str] = Counter()
-        self._tier_tokens: Counter[str] = Counter()
-        self._load_errors: Counter[str] = Counter()
-        self._store_errors: Counter[str] = Counter()
+        self._named = {kind: Counter[str]() for kind in ("tier", "miss", "load", "store")}
+        """Hit tokens by tier, misses by reason, errors by class."""
         self._at_once: int | None = None
         """How many chunks a Source has room for; None where it makes none."""
         self._is_failing = False
-        self._misses: Counter[str] = Counter()
         self._refusals: dict[str, int] = {}
         self._is_closed = threading.Event()
-        # Guards the six fields above; held for counting only.
+        # Guards the five fields above; held for counting only.
         self._lock = threading.Lock()
         client.counts = self.counts
         FORKS.watch(self._after_fork)
@@ -139,8 +263,7 @@ class Connector:
         """In a child: count from 0: the parent reports what was before."""
         self._lock = threading.Lock()  # another thread may have had it
         self.learned = PrefillMeter()  # and its lock
-        errors = (self._load_errors, self._store_errors)
-        for counts in (self._counts, self._tier_tokens, self._misses, *errors):
+        for counts in (self._counts, *self._named.values()):
             counts.clear()
 
     def _read_within(
@@ -201,12 +324,12 @@ class Connector:
         """Count what was loaded of a prompt of so many *tokens*; return it."""
         with self._lock:
             self._counts["lookups"] += 1
-            self._misses.update([reason] if reason else ())
+            self._named["miss"].update([reason] if reason else ())
             self._counts["hit_tokens"] += prefix.hit_tokens
             self._counts["lossy_hit_tokens"] += max(0, prefix.hit_tokens - prefix.exact_tokens)
             self._counts["miss_tokens"] += tokens - prefix.hit_tokens
             self._counts["lost_chunks"] += lost_chunks
-            self._tier_tokens.update(prefix.tier_tokens)
+            self._named["tier"].update(prefix.tier_tokens)
         return prefix
 
     def _load(
@@ -254,11 +377,16 @@ class Connector:
         if found < len(came):
             reason = "gate"
         lossy = sum(stop - start for start, stop in every[exact_count(stated) : found])
+        codecs = frozenset(map(_codec_without_bound, stated)) - {""}
         some = slice(first, found)
-        prefix = Prefix.of(every[some], match.tiers[some], asked.tokens, shared, lossy)
-        # What the engine computed meanwhile is stored already.
-        stored_tokens = every[found - 1][1] if found else 0
-        return replace(prefix, stored_tokens=stored_tokens, codecs=codecs_of(stated)), reason
+        prefix = replace(
+            Prefix.of(every[some], match.tiers[some], asked.tokens, shared),
+            # What the engine computed meanwhile is stored already.
+            stored_tokens=every[found - 1][1] if found else 0,
+            lossy_tokens=lossy,
+            codecs=codecs,
+        )
+        return prefix, reason
 
     def _usable(
         self,
@@ -354,7 +482,7 @@ class Connector:
         except Exception as error:  # noqa: BLE001 - no fault of the store may fail a request
             name = type(error).__name__
             with self._lock:
-                (self._store_errors if is_store else self._load_errors)[name] += 1
+                self._named["store" if is_store else "load"][name] += 1
                 is_news, self._is_failing = not self._is_failing, True
             if is_news:
                 # As text: a record that kept the error would keep the buffers of its frames.
@@ -480,9 +608,9 @@ class Connector:
 
     def counts(self) -> dict[str, int]:
         """Return what the server is to know, by name: counts, misses, errors, a refusal."""
-        kinds = {"miss": self._misses, "load": self._load_errors, "store": self._store_errors}
         with self._lock:
-            named = {f"{kind}_{name}": n for kind in kinds for name, n in kinds[kind].items()}
+            kinds = [(kind, of) for kind, of in self._named.items() if kind != "tier"]
+            named = {f"{kind}_{name}": count for kind, of in kinds for name, count in of.items()}
             return {**self._counts, **named, **self._refusals}
 
     def clear(self) -> None:
@@ -492,70 +620,15 @@ class Connector:
     def stats(self) -> ConnectorStats:
         """Return the counts of this moment."""
         with self._lock:
-            found: dict[str, Any] = {one.name: self._counts[one.name] for one in _STATS}
+            found: dict[str, Any] = {
+                one.name: self._counts[one.name] for one in fields(ConnectorStats)
+            }
             outcomes = {"stored": "stored", "existing": "exists", "refused": "refused"}
             found |= {f"{name}_chunks": self._counts[one] for name, one in outcomes.items()}
-            found["hit_tokens_by_tier"] = dict(self._tier_tokens)
-            found["load_errors"] = dict(self._load_errors)
-            found["store_errors"] = dict(self._store_errors)
-            found["misses"] = dict(self._misses)
+            tiers, *others = (dict(counts) for counts in self._named.values())
+        found["hit_tokens_by_tier"] = tiers
+        found["misses"], found["load_errors"], found["store_errors"] = others
         return ConnectorStats(**found)
-
-
-_Queue: TypeAlias = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
-
-
-class DaemonThreads:
-    """*count* threads that do what is submitted, in its order. Thread-safe.
-
-    The threads of a ThreadPoolExecutor would do all that waits before a process ends, and each
-    piece of it may wait for the store.
-    """
-
-    def __init__(self, name: str, count: int = 1) -> None:
-        self._queue: _Queue = SimpleQueue()
-        self._is_closed = False
-        self._lock = threading.Lock()  # guards the field above: what is queued is done or cancelled
-        self._count = count
-        for _ in range(count):
-            threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True).start()
-
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Have *work* done; after ``close`` return a future that is cancelled. Never raises."""
-        future: Future[T] = Future()
-        with self._lock:
-            if not self._is_closed:
-                self._queue.put((future, work))
-                return future
-        _cancel(future)
-        return future
-
-    def close(self) -> None:
-        """Cancel what waits, and end the threads after what they do now. Idempotent."""
-        with self._lock:
-            self._is_closed = True
-        with suppress(Empty):
-            while True:
-                if (waiting := self._queue.get_nowait()) is not None:
-                    _cancel(waiting[0])
-        for _ in range(self._count):
-            self._queue.put(None)
-
-
-def _run(queue: _Queue) -> None:
-    while (submitted := queue.get()) is not None:
-        future, work = submitted
-        future.set_running_or_notify_cancel()
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised again by result()
-            future.set_exception(error)
-        del submitted, future, work  # an idle thread keeps nothing alive
-
-
-def _cancel(future: Future[Any]) -> None:
-    future.cancel()
-    future.set_running_or_notify_cancel()  # else nobody that waits learns of it
 
 
 @dataclass(frozen=True, slots=True)

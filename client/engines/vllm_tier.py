@@ -1,5 +1,304 @@
-"""Where vLLM's settings find the tier: see ``kvstore.client.engines.vllm.tier``."""
+"""A tier below vLLM's own CPU offloading: chunks of its primary tier from and to a store.
 
-from kvstore.client.engines.vllm.tier import KVStoreTier, StoreTieringSpec
+    "kv_connector": "OffloadingConnector", "kv_connector_extra_config": {
+      "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1000000000,
+      "secondary_tiers": [{"type": "KVStoreTier", "module_path": "kvstore.client.engines.vllm_tier",
+                           "model_revision": "8f2c1d4"}]}
+
+Releases below 0.28 take no tier by its module; they find it with ``"spec_name":
+"StoreTieringSpec", "spec_module_path": "kvstore.client.engines.vllm_tier"``.
+
+vLLM copies between its pages and the primary tier, names chunks by its own hashes, and hands
+over whole chunks of all ranks as bytes. They are stored as such, so only engines of the same
+layout share them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+from blake3 import blake3
+from vllm.v1.kv_offload import base as offload
+from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec as StoreTieringSpec
+
+from kvstore.client.chunk import Chunk
+from kvstore.client.client import Client
+from kvstore.client.engines.base import Connector, least_of
+from kvstore.client.engines.identity import (
+    BYTE_ROWS,
+    EPOCH_BYTES,
+    byte_group,
+    byte_tensors,
+    weights_name,
+)
+from kvstore.client.engines.vllm.lookup import DaemonThreads
+from kvstore.client.engines.vllm.messages import VllmSettings
+from kvstore.client.engines.vllm.worker import SHUTDOWN_S
+from kvstore.client.tensors import LayerTensors
+from kvstore.proto.errors import InvalidRequestError, ModelError
+from kvstore.proto.keys import chunk_key
+from kvstore.proto.types import (
+    DIGEST_BYTES,
+    Accuracy,
+    ChainDigest,
+    Model,
+    RopeParameters,
+)
 
 __all__ = ["KVStoreTier", "StoreTieringSpec"]
+
+STORAGE_MEDIUM: Any = getattr(getattr(offload, "Medium", None), "STORAGE", None)
+"""What a tier below vLLM's offloading says that it is; 0.26 has no such thing."""
+
+TELLS_KEYS_THAT_CAME = "successful_keys" in JobResult.__dataclass_fields__
+"""Whether a tier can say that part of a promotion came; below 0.28 all of it fails."""
+
+
+def job_rows(job: Any) -> Any:
+    """Return the places in vLLM's CPU memory of a tier's *job*; below 0.30 they were blocks."""
+    return job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
+
+
+class _Lookups(AsyncLookupManager):  # type: ignore[misc]
+    """Looks up in a thread of vLLM's what its scheduler asks of a step."""
+
+    def __init__(
+        self, tier_type: str, connector: Connector, digest: Callable[[bytes], ChainDigest]
+    ) -> None:
+        self._connector = connector
+        self._digest = digest
+        super().__init__(tier_type)
+
+    def batch_lookup(self, keys: Sequence[bytes], req_context: Any) -> Iterable[bool]:
+        digests = [self._digest(key) for key in keys]
+        found = self._found(digests)
+        return [bytes(one) in found for one in digests]
+
+    def note_lost(self, keys: Collection[bytes]) -> None:
+        """Promote keys no more for requests that asked for them: that failed."""
+        if hasattr(self, "mark_miss"):
+            self.mark_miss(keys)
+            return
+        for key in keys:  # below 0.28
+            if key in self._lookup_state:
+                self._lookup_state[key].result = False
+
+    def _found(self, digests: Sequence[ChainDigest]) -> set[bytes]:
+        """Return those that are stored. They are no prefix: of several kinds of layers vLLM asks
+        in turn, and of sliding windows from the end.
+        """
+        client = self._connector.client
+
+        def ready() -> int:
+            return client.lookup(keys=[chunk_key(client.namespace, one) for one in digests]).ready
+
+        count = self._connector.ask(ready, -1)
+        if count < 0:
+            return set()
+        behind = digests[count + 1 :]
+        return {*map(bytes, digests[:count]), *(self._connector.stored(behind) if behind else ())}
+
+
+class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
+    """One engine's tier. For vLLM's scheduler thread; whatever fails is a miss or a job failed.
+
+    *model_revision* names the weights, as a commit or a digest, and has to be given: vLLM does not
+    tell a tier where they come from. It names adapters by their names, so change it when one of
+    them changes.
+    """
+
+    medium: ClassVar[Any] = STORAGE_MEDIUM
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **settings: Any,
+    ) -> None:
+        detector = () if backpressure_detector is None else (backpressure_detector,)
+        super().__init__(offloading_spec, primary_kv_view, tier_type, *detector)
+        settings.pop("module_path", None)  # below 0.28 it is handed on
+        stated = VllmSettings.of(settings)
+        if least_of(stated.accuracy) is not Accuracy.exact:
+            fix = "use exact: a tier is not told behind which chunk another was computed"
+            raise InvalidRequestError("accuracy", stated.accuracy, fix)
+        self._rows = np.asarray(primary_kv_view).view(np.uint8)
+        identity = tier_model(offloading_spec.config, self._rows.shape[1], stated.model_revision)
+        loading, looking = (
+            Connector(
+                Client(
+                    stated.address,
+                    identity,
+                    stated.client_options(BYTE_ROWS, "vllm-tier", is_lookup=is_lookup),
+                ),
+                durable=stated.durable,
+            )
+            for is_lookup in (False, True)
+        )
+        self._connector, self._looking = loading, looking
+        self._epoch = b""
+        self._lookups = _Lookups(tier_type, looking, self._digest)
+        self._thread = DaemonThreads("kvstore-tier")
+        self._room = max(1, stated.queue_bytes // self._rows.shape[1])
+        self._waiting = 0
+        self._finished: list[JobResult] = []
+        self._failed: set[bytes] = set()
+        self._changes = threading.Condition()  # guards the three fields above
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        """Say whether a chunk is stored, or that it is not known yet."""
+        found = self._lookups.lookup(key, req_context)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Begin to store chunks, which vLLM keeps in place until the job is over.
+
+        Where others wait and it is too much beside them, it fails. Alone any job has room: what a
+        long prompt fills in one step is one.
+        """
+        with self._changes:
+            is_full = self._waiting and self._waiting + len(job_metadata.keys) > self._room
+        if is_full:
+            self._end(job_metadata, (), counted=False)
+        else:
+            self._submit(self._store, job_metadata)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Begin to load chunks into the places that vLLM keeps for them."""
+        self._submit(self._load, job_metadata)
+
+    def _submit(self, work: Callable[[Any], None], job: Any) -> None:
+        with self._changes:
+            self._waiting += len(job.keys)
+        self._thread.submit(partial(work, job)).add_done_callback(
+            partial(self._fail_cancelled, job)
+        )
+
+    def _fail_cancelled(self, job: Any, done: Future[None]) -> None:
+        """End a job that ``shutdown`` left undone."""
+        if done.cancelled():
+            self._end(job, ())
+
+    def _store(self, job: Any) -> None:
+        def chunks() -> list[Chunk]:
+            space = self._connector.client.namespace
+            named = [chunk_key(space, self._digest(key)) for key in job.keys]
+            return list(map(Chunk, named, map(self._tensors, job_rows(job))))
+
+        self._end(job, job.keys if self._connector.write_each(chunks) else ())
+
+    def _load(self, job: Any) -> None:
+        keys, digests = list(job.keys), [self._digest(key) for key in job.keys]
+        room = [self._tensors(row) for row in job_rows(job)]
+        self._end(job, keys[: self._connector.read(digests, room)])
+
+    def _tensors(self, row: int) -> LayerTensors:
+        return byte_tensors(self._rows[int(row)])
+
+    def _end(self, job: Any, done: Collection[bytes], *, counted: bool = True) -> None:
+        is_whole = len(done) == len(job.keys)
+        some = tuple(done) if job.is_promotion and done and not is_whole else None
+        came = (some,) if TELLS_KEYS_THAT_CAME else ()
+        with self._changes:
+            self._finished.append(JobResult(job.job_id, is_whole, *came))
+            self._waiting -= len(job.keys) if counted else 0
+            if job.is_promotion:
+                self._failed.update(set(job.keys) - set(done))
+            self._changes.notify_all()
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Return the jobs that ended since the last call."""
+        with self._changes:
+            finished, self._finished = self._finished, []
+            failed, self._failed = self._failed, set()
+        self._lookups.note_lost(failed)
+        return finished
+
+    def has_pending_work(self) -> bool:
+        """Whether jobs are under way."""
+        with self._changes:
+            return bool(self._waiting or self._finished)
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """Want each chunk as it is filled."""
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """Forget what was looked up for a request."""
+        self._lookups.cleanup(req_context.req_id)
+
+    def on_schedule_end(self, context: Any) -> None:
+        """Have the lookups of a step made."""
+        self._lookups.flush()
+
+    def drain_jobs(self) -> None:
+        """Wait until every job is over: each is bounded by the client's deadline.
+
+        vLLM does this to reset its caches, which it does when weights change, and tells a tier of
+        that in no other way: so nothing that was stored before is loaded afterwards.
+        """
+        with self._changes:
+            self._changes.wait_for(lambda: not self._waiting)
+        self._epoch = os.urandom(EPOCH_BYTES)
+
+    def _digest(self, key: bytes) -> ChainDigest:
+        return ChainDigest(blake3(self._epoch + bytes(key)).digest(length=DIGEST_BYTES))
+
+    def shutdown(self) -> None:
+        """End the threads and the clients."""
+        self._lookups.shutdown()
+        with self._changes:
+            self._changes.wait_for(lambda: not self._waiting, SHUTDOWN_S)
+        self._thread.close()
+        for connector in (self._connector, self._looking):
+            connector.client.close()
+
+
+if "KVStoreTier" not in SecondaryTierFactory._registry:
+    SecondaryTierFactory.register_tier("KVStoreTier", __name__, "KVStoreTier")
+
+
+def tier_model(config: Any, chunk_bytes: int, model_revision: str) -> Model:
+    """Return the identity of chunks of *chunk_bytes* under vLLM's OffloadingConfig *config*.
+
+    Raises ModelError without *model_revision*, and for bytes that fill no rows.
+    """
+    if not model_revision:
+        raise ModelError("model_revision", "", "a tier has to be told: give it")
+    parallel = config.parallel
+    layout = {
+        "dtype": config.model.dtype,
+        # What a release does not state is none of another's.
+        "layout": getattr(config, "kv_cache_layout", None),
+        "canonical": getattr(config, "canonical_layout", None),
+        "groups": [
+            (group.tokens_per_block, group.layer_names, getattr(group, "group_id", at))
+            for at, group in enumerate(config.groups)
+        ],
+        "hash": config.cache.tokens_per_hash,
+        "blocks": config.cache.blocks_per_chunk,
+        "ranks": (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size),
+    }
+    return Model(
+        model_id=config.model.name,
+        model_revision=weights_name(config.model.name, model_revision),
+        adapter_digest="none",
+        quantization=f"vllm-chunks:{blake3(repr(layout).encode()).hexdigest()}",
+        layer_groups=(byte_group(chunk_bytes, "chunk_bytes"),),
+        rope=RopeParameters(0.0, 0, "none"),
+        tokenizer_digest="vllm-block-hashes",
+    )

@@ -18,8 +18,7 @@ from server_process import ServerProcess
 from kvstore.cli.main import main
 from kvstore.client import Client, ClientOptions
 from kvstore.client.blend.plan import SegmentRange
-from kvstore.client.engines.base import Connector
-from kvstore.client.engines.prefix import Span
+from kvstore.client.engines.base import Connector, Span
 from kvstore.client.options import TransportName
 from kvstore.client.segments import SegmentQuery
 from kvstore.client.tensors import LayerTensors

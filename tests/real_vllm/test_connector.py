@@ -22,8 +22,7 @@ from kvstore.client.engines.vllm import connector as vllm_versions
 from kvstore.client.engines.vllm import identity as vllm_identity
 from kvstore.client.engines.vllm.connector import NOWHERE, TransferResults
 from kvstore.client.engines.vllm.identity import shape_of
-from kvstore.client.engines.vllm.messages import LoadSpec, StepPlan
-from kvstore.client.engines.vllm.settings import VllmSettings
+from kvstore.client.engines.vllm.messages import LoadSpec, StepPlan, VllmSettings
 from kvstore.client.engines.vllm.worker import VllmWorker
 from kvstore.proto.errors import ModelError
 

@@ -17,8 +17,7 @@ from vllm.v1.kv_offload.tiering import base
 from vllm.v1.kv_offload.tiering.base import JobResult
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-from kvstore.client.engines.vllm.tier import TELLS_KEYS_THAT_CAME
-from kvstore.client.engines.vllm_tier import KVStoreTier
+from kvstore.client.engines.vllm_tier import TELLS_KEYS_THAT_CAME, KVStoreTier
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import Accuracy
 

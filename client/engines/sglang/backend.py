@@ -26,8 +26,8 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from typing_extensions import override
 
+from kvstore.client.engines.base import ConnectorStats
 from kvstore.client.engines.identity import EPOCH_BYTES
-from kvstore.client.engines.prefix import ConnectorStats
 from kvstore.client.engines.sglang.pages import (
     UNKNOWN,
     AuxPoolStore,

@@ -31,7 +31,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from kvstore.client.engines.prefix import Span
+from kvstore.client.engines.base import Span
 from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.terms import Importance
 from kvstore.proto.errors import InvalidRequestError, ModelError

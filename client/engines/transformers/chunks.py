@@ -20,7 +20,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, StoppingCriteria
 
 from kvstore.client.client import Client
-from kvstore.client.engines.prefix import About, Span
+from kvstore.client.engines.base import About, Span
 from kvstore.client.engines.transformers.cache import (
     CacheShape,
     LayerShape,

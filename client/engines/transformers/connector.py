@@ -33,9 +33,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from typing_extensions import override
 
 from kvstore.client.client import Client
-from kvstore.client.engines.base import Connector
+from kvstore.client.engines.base import Allowed, Asked, Connector, Prefix, Span, least_of
 from kvstore.client.engines.identity import is_exact
-from kvstore.client.engines.prefix import Allowed, Asked, Prefix, Span, least_of
 from kvstore.client.engines.transformers.cache import (
     CacheShape,
     as_argument,

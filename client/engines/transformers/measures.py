@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from kvstore.client.blend.gate import compare
-from kvstore.client.engines.prefix import Prefix
+from kvstore.client.engines.base import Prefix
 from kvstore.client.engines.transformers.cache import CacheShape, as_argument, notes_of
 from kvstore.codecs.terms import Importance
 from kvstore.proto import kvstore_pb2 as pb

@@ -19,8 +19,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvstore.client.decode import Layer
-from kvstore.client.engines.base import Connector
-from kvstore.client.engines.prefix import Prefix, Span
+from kvstore.client.engines.base import Connector, Prefix, Span
 from kvstore.client.engines.transformers.cache import forward
 from kvstore.client.levels import LinkMeter
 from kvstore.client.tensors import LayerTensors

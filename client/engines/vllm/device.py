@@ -28,13 +28,15 @@ from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm.blocks import (
     NULL_BLOCK,
     BlockWriter,
+    LoadJob,
+    Staged,
+    batch_chunks,
     block_layouts_of,
     components_of,
     windows_left,
 )
 from kvstore.client.engines.vllm.identity import KVCacheShape
 from kvstore.client.engines.vllm.messages import BlockTables
-from kvstore.client.engines.vllm.staging import LoadJob, Staged, batch_chunks
 from kvstore.client.transports.base import Put
 from kvstore.codecs.base import AnyTensors, ChunkTensors
 from kvstore.codecs.paged import SKIPPED_BLOCK, FrameAt, Paged, Pages

@@ -8,17 +8,24 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from kvstore.client.engines.base import DaemonThreads
 from kvstore.client.engines.identity import adapter_files, files_digest
 from kvstore.client.engines.vllm.messages import INCOMPATIBLE, ChunkName
 from kvstore.client.page_names import page_hash
 from kvstore.proto.errors import KVStoreError, ModelError
 from kvstore.proto.keys import chain_digest, content_digest, tokens_le32
 from kvstore.proto.types import DIGEST_BYTES, ROOT, ChainDigest
+
+T = TypeVar("T")
+
+MAX_LOSSY_BLOCKS = 131_072
+"""Blocks that are known by vLLM's hashes of them; once there were more, any may be lossy."""
+
 
 MAX_WAITING_LOOKUPS = 1024
 """Prompts that wait to be looked up; a further one is a miss."""
@@ -302,3 +309,100 @@ class LookupWorker:
     def close(self) -> None:
         """Do nothing any more; what is under way is bounded by the client's deadline."""
         self._threads.close()
+
+
+class LossyBlocks:
+    """The hashes of blocks that were loaded lossy. For the scheduler's thread.
+
+    None is forgotten: nobody tells when vLLM gives a block up. Once one could not be remembered,
+    as there are too many or it has no hash, ``is_over`` is true: from then on every block that a
+    request finds in vLLM's own cache counts as lossy.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._hashes: set[Any] = set()
+        self.is_over = False
+
+    def note(self, request: Any, start: int, stop: int) -> None:
+        """Take note that tokens *start* to *stop* of *request* were loaded lossy."""
+        first, last = start // self._block_tokens, -(-stop // self._block_tokens)
+        found = self._hashes_of(request)[first:last]
+        more = self._hashes.union(found)
+        self.is_over |= len(more) > MAX_LOSSY_BLOCKS or len(found) < last - first
+        if not self.is_over:
+            self._hashes = more
+
+    def exact_tokens(self, request: Any, tokens: int) -> int:
+        """Return how many of the first *tokens* of *request* are exact, which it found in vLLM's
+        own cache.
+        """
+        if self.is_over:
+            return 0
+        if not self._hashes:
+            return tokens
+        found = self._hashes_of(request)[: -(-tokens // self._block_tokens)]
+        lossy = (number for number, one in enumerate(found) if one in self._hashes)
+        return min(tokens, next(lossy, len(found)) * self._block_tokens)
+
+    def _hashes_of(self, request: Any) -> Sequence[Any]:
+        """Return the hashes of the whole blocks of *request*; nothing where they are of others."""
+        hashes: Sequence[Any] = getattr(request, "block_hashes", ())
+        is_of_blocks = len(hashes) <= request.num_tokens // self._block_tokens
+        return hashes if is_of_blocks else ()
+
+
+_Queue: TypeAlias = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+
+
+class DaemonThreads:
+    """*count* threads that do what is submitted, in its order. Thread-safe.
+
+    The threads of a ThreadPoolExecutor would do all that waits before a process ends, and each
+    piece of it may wait for the store.
+    """
+
+    def __init__(self, name: str, count: int = 1) -> None:
+        self._queue: _Queue = SimpleQueue()
+        self._is_closed = False
+        self._lock = threading.Lock()  # guards the field above: what is queued is done or cancelled
+        self._count = count
+        for _ in range(count):
+            threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True).start()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Have *work* done; after ``close`` return a future that is cancelled. Never raises."""
+        future: Future[T] = Future()
+        with self._lock:
+            if not self._is_closed:
+                self._queue.put((future, work))
+                return future
+        _cancel(future)
+        return future
+
+    def close(self) -> None:
+        """Cancel what waits, and end the threads after what they do now. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+        with suppress(Empty):
+            while True:
+                if (waiting := self._queue.get_nowait()) is not None:
+                    _cancel(waiting[0])
+        for _ in range(self._count):
+            self._queue.put(None)
+
+
+def _run(queue: _Queue) -> None:
+    while (submitted := queue.get()) is not None:
+        future, work = submitted
+        future.set_running_or_notify_cancel()
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised again by result()
+            future.set_exception(error)
+        del submitted, future, work  # an idle thread keeps nothing alive
+
+
+def _cancel(future: Future[Any]) -> None:
+    future.cancel()
+    future.set_running_or_notify_cancel()  # else nobody that waits learns of it

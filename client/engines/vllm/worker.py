@@ -20,21 +20,29 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvstore.client.chunk import Chunk
-from kvstore.client.engines.base import Connector, DaemonThreads
-from kvstore.client.engines.prefix import exact_count
-from kvstore.client.engines.vllm.blocks import NULL_BLOCK, BlockWriter, EnginePages
+from kvstore.client.engines.base import Connector, exact_count
+from kvstore.client.engines.vllm.blocks import (
+    NULL_BLOCK,
+    BlockCopy,
+    BlockWriter,
+    EnginePages,
+    HostSide,
+    LoadJob,
+    Staged,
+    batch_chunks,
+)
 from kvstore.client.engines.vllm.identity import KVCacheShape
+from kvstore.client.engines.vllm.lookup import DaemonThreads
 from kvstore.client.engines.vllm.messages import (
     INCOMPATIBLE,
     BlockTables,
     ChunkName,
+    FlopsModel,
     LoadSpec,
     SaveSpec,
     StepPlan,
     WorkerReport,
 )
-from kvstore.client.engines.vllm.settings import FlopsModel
-from kvstore.client.engines.vllm.staging import BlockCopy, HostSide, LoadJob, Staged, batch_chunks
 from kvstore.client.prefill import LEAST_LEFT_S
 from kvstore.proto.device import Device, Event
 from kvstore.proto.errors import KVStoreError

@@ -21,8 +21,7 @@ from plain_engine import load_prompt
 from prompts import MEDIUM, SMALL, tokens
 
 from kvstore.client import Chunk, ClientOptions
-from kvstore.client.engines.base import Connector
-from kvstore.client.engines.prefix import ONLY_EXACT, Prefix, Span
+from kvstore.client.engines.base import ONLY_EXACT, Connector, Prefix, Span
 from kvstore.client.prefill import PrefillModel
 from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import ChunkTensors, empty_tensors

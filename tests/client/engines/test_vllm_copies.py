@@ -17,9 +17,9 @@ from vllm_pages import BLOCK_TOKENS, HEAD_DIM, HEADS
 from vllm_stand_ins import FakeRequest, step
 from vllm_steps import Engine
 
-from kvstore.client.engines.vllm import staging as vllm_copies
+from kvstore.client.engines.vllm import blocks as vllm_copies
+from kvstore.client.engines.vllm.blocks import BlockGather, Staged
 from kvstore.client.engines.vllm.messages import LoadSpec, taken_blocks
-from kvstore.client.engines.vllm.staging import BlockGather, Staged
 
 Start = Callable[..., Engine]
 

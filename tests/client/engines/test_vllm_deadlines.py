@@ -17,7 +17,7 @@ from vllm_stand_ins import FakeRequest
 from vllm_steps import Engine, options
 
 from kvstore.client.engines.vllm.identity import KVCacheShape
-from kvstore.client.engines.vllm.settings import Role, VllmSettings, deadline_ms_of, hints_of
+from kvstore.client.engines.vllm.messages import Role, VllmSettings, deadline_ms_of, hints_of
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.plans import Hints
 

@@ -30,7 +30,7 @@ from vllm_steps import Engine
 from kvstore.client import Client
 from kvstore.client.chunk import Shard
 from kvstore.client.cuda import CudaClient
-from kvstore.client.engines.vllm import staging as vllm_copies
+from kvstore.client.engines.vllm import blocks as vllm_copies
 from kvstore.client.engines.vllm import worker as vllm_worker
 from kvstore.client.engines.vllm.blocks import one_after_the_other, side_by_side
 from kvstore.client.engines.vllm.device import DeviceSide

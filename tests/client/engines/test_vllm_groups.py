@@ -16,7 +16,7 @@ from vllm_steps import Engine
 
 from kvstore.client.chunk import Chunk
 from kvstore.client.engines.vllm.identity import KVCacheShape
-from kvstore.client.engines.vllm.settings import FlopsModel
+from kvstore.client.engines.vllm.messages import FlopsModel
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import KVLayout
 

@@ -30,13 +30,12 @@ from vllm_steps import QUEUE_BYTES, Engine, options
 from kvstore.client import Client
 from kvstore.client.chunk import Shard
 from kvstore.client.engines.base import Connector
+from kvstore.client.engines.vllm import blocks as vllm_copies
 from kvstore.client.engines.vllm import scheduler as vllm_scheduler
-from kvstore.client.engines.vllm import staging as vllm_copies
 from kvstore.client.engines.vllm import worker as vllm_worker
 from kvstore.client.engines.vllm.blocks import BLOCK_LAYOUTS
-from kvstore.client.engines.vllm.messages import LoadSpec, StepPlan
+from kvstore.client.engines.vllm.messages import LoadSpec, Role, StepPlan
 from kvstore.client.engines.vllm.scheduler import VllmScheduler
-from kvstore.client.engines.vllm.settings import Role
 from kvstore.proto.types import ChainDigest
 
 Start = Callable[..., Engine]

@@ -11,7 +11,7 @@ from prompts import tokens as prompt_tokens
 from vllm_stand_ins import FakeRequest, step
 from vllm_steps import Engine
 
-from kvstore.client.engines.vllm.settings import Role, VllmSettings
+from kvstore.client.engines.vllm.messages import Role, VllmSettings
 from kvstore.proto.errors import InvalidRequestError
 
 PREFILL = Role(loads=False, handover_ms=60_000)

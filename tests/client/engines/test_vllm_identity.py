@@ -22,7 +22,7 @@ from vllm_stand_ins import (
 
 from kvstore.client.engines.vllm.identity import model_of, shape_of
 from kvstore.client.engines.vllm.lookup import CacheIdentity, ChunkChain, RequestHasher
-from kvstore.client.engines.vllm.settings import VllmSettings
+from kvstore.client.engines.vllm.messages import VllmSettings
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.keys import chain_digests
 from kvstore.proto.types import DType, LayerKind, Model

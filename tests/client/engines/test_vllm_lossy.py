@@ -17,11 +17,10 @@ from vllm_stand_ins import FakeRequest
 from vllm_steps import Engine
 
 from kvstore.client.chunk import Shard
-from kvstore.client.engines.vllm import scheduler as vllm_lossy
+from kvstore.client.engines.vllm import lookup as vllm_lossy
 from kvstore.client.engines.vllm.blocks import side_by_side
 from kvstore.client.engines.vllm.identity import KVCacheShape
-from kvstore.client.engines.vllm.messages import WorkerReport
-from kvstore.client.engines.vllm.settings import Role, VllmSettings
+from kvstore.client.engines.vllm.messages import Role, VllmSettings, WorkerReport
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import accuracy_tag
 from kvstore.proto.errors import InvalidRequestError

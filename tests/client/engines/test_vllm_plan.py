@@ -12,7 +12,7 @@ from vllm_stand_ins import FakeRequest
 from vllm_steps import Engine
 
 from kvstore.client.engines.vllm.identity import KVCacheShape
-from kvstore.client.engines.vllm.settings import VllmSettings
+from kvstore.client.engines.vllm.messages import VllmSettings
 from kvstore.client.prefill import PrefillModel
 from kvstore.proto.errors import InvalidRequestError
 

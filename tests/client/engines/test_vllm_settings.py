@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from vllm_stand_ins import FakeRequest
 
-from kvstore.client.engines.vllm.settings import FlopsModel, VllmSettings, hints_of
+from kvstore.client.engines.vllm.messages import FlopsModel, VllmSettings, hints_of
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.plans import NO_HINTS, Hints, Reuse
 

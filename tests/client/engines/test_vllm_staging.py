@@ -22,9 +22,14 @@ from vllm_pages import (
     writer,
 )
 
-from kvstore.client.engines.vllm.blocks import BLOCK_LAYOUTS, BlockLayout, EnginePages
+from kvstore.client.engines.vllm.blocks import (
+    BLOCK_LAYOUTS,
+    BlockGather,
+    BlockLayout,
+    EnginePages,
+    Staged,
+)
 from kvstore.client.engines.vllm.identity import KVCacheShape, LayerRef
-from kvstore.client.engines.vllm.staging import BlockGather, Staged
 from kvstore.client.tensors import to_arrays
 from kvstore.codecs.block_part import BlockPart, to_dense
 from kvstore.codecs.block_stack import BlockStack
