@@ -149,11 +149,7 @@ class Asked:
 
 # --- which copies an engine reads, and which of those that came it uses
 
-_ACCURACIES = {
-    "exact": Accuracy.exact,
-    "bounded": Accuracy.bounded,
-    "approximate": Accuracy.approximate,
-}
+_ACCURACIES = {one.name: one for one in reversed(Accuracy)}
 
 
 def least_of(accuracy: str) -> Accuracy:
@@ -247,8 +243,8 @@ class Connector:
         self.durable = durable
         self._token_flops = token_flops
         self._counts: Counter[str] = Counter()
-        self._named = {kind: Counter[str]() for kind in ("tier", "miss", "load", "store")}
-        """Hit tokens by tier, misses by reason, errors by class."""
+        by_name = ("hit_tokens_by_tier", "misses", "load_errors", "store_errors")
+        self._named = {name: Counter[str]() for name in by_name}
         self._at_once: int | None = None
         """How many chunks a Source has room for; None where it makes none."""
         self._is_failing = False
@@ -324,12 +320,12 @@ class Connector:
         """Count what was loaded of a prompt of so many *tokens*; return it."""
         with self._lock:
             self._counts["lookups"] += 1
-            self._named["miss"].update([reason] if reason else ())
+            self._named["misses"].update([reason] if reason else ())
             self._counts["hit_tokens"] += prefix.hit_tokens
             self._counts["lossy_hit_tokens"] += max(0, prefix.hit_tokens - prefix.exact_tokens)
             self._counts["miss_tokens"] += tokens - prefix.hit_tokens
             self._counts["lost_chunks"] += lost_chunks
-            self._named["tier"].update(prefix.tier_tokens)
+            self._named["hit_tokens_by_tier"].update(prefix.tier_tokens)
         return prefix
 
     def _load(
@@ -482,7 +478,7 @@ class Connector:
         except Exception as error:  # noqa: BLE001 - no fault of the store may fail a request
             name = type(error).__name__
             with self._lock:
-                self._named["store" if is_store else "load"][name] += 1
+                self._named["store_errors" if is_store else "load_errors"][name] += 1
                 is_news, self._is_failing = not self._is_failing, True
             if is_news:
                 # As text: a record that kept the error would keep the buffers of its frames.
@@ -518,20 +514,25 @@ class Connector:
         are read. With *terms*, as far as their deadline allows.
         """
         allowed = ONLY_EXACT if stated is None else self.allowed(self.least)
-        within = None if terms is None else Deadline(terms.deadline_s)
+        until = None if terms is None else Deadline(terms.deadline_s)
         came: list[Stated] = []
         usable: Sequence[Stated] = ()
 
-        def again(first: int) -> list[Stated]:
-            left = terms
-            if terms is not None and within is not None:
-                left = replace(terms, deadline_s=max(within.left_s, LEAST_LEFT_S))
-            rest, bounded = digests[first:], Accuracy.bounded
-            return self._get_into(rest, lambda at, of: room(first + at, of), bounded, left)
+        def get(first: int, least: Accuracy) -> list[Stated]:
+            keys, found = self._keys(digests[first:]), list[Stated]()
+            place: ChunkRooms = lambda at, layout: room(first + at, layout)  # noqa: E731
+            if terms is None or until is None or self.shard is not None:
+                more: Any = {"accuracy": least, "stated": found, "shard": self.shard}
+                self.client.get_chunks(keys, place, **more)
+                return found
+            left_s = max(until.left_s, LEAST_LEFT_S)
+            left = replace(terms, deadline_s=left_s, least=least)
+            levelled = self.client.get_levelled(keys, left, place)
+            return list(levelled.stated[: next(iter(levelled.to_compute), len(keys))])
 
         try:
-            came = self._get_into(digests, room, allowed.least, terms)
-            usable = self._usable(came, allowed, again)
+            came = get(0, allowed.least)
+            usable = self._usable(came, allowed, lambda first: get(first, Accuracy.bounded))
         finally:
             with self._lock:
                 name = "lost_chunks" if terms is None else "slow_chunks"
@@ -539,24 +540,6 @@ class Connector:
         if stated is not None:
             stated += [*usable, *came[len(usable) :]]
         return len(usable)
-
-    def _get_into(
-        self,
-        digests: Sequence[ChainDigest],
-        room: ChunkRooms,
-        least: Accuracy,
-        terms: PlanTerms | None,
-    ) -> list[Stated]:
-        if terms is not None and self.shard is None:
-            levelled = self.client.get_levelled(
-                self._keys(digests), replace(terms, least=least), room
-            )
-            return list(levelled.stated[: next(iter(levelled.to_compute), len(digests))])
-        stated: list[Stated] = []
-        self.client.get_chunks(
-            self._keys(digests), room, accuracy=least, stated=stated, shard=self.shard
-        )
-        return stated
 
     def _keys(self, digests: Sequence[ChainDigest]) -> list[ChunkKey]:
         space = self.client.namespace
@@ -609,8 +592,12 @@ class Connector:
     def counts(self) -> dict[str, int]:
         """Return what the server is to know, by name: counts, misses, errors, a refusal."""
         with self._lock:
-            kinds = [(kind, of) for kind, of in self._named.items() if kind != "tier"]
-            named = {f"{kind}_{name}": count for kind, of in kinds for name, count in of.items()}
+            kinds = {"miss": "misses", "load": "load_errors", "store": "store_errors"}
+            named = {
+                f"{kind}_{name}": count
+                for kind, of in kinds.items()
+                for name, count in self._named[of].items()
+            }
             return {**self._counts, **named, **self._refusals}
 
     def clear(self) -> None:
@@ -620,14 +607,10 @@ class Connector:
     def stats(self) -> ConnectorStats:
         """Return the counts of this moment."""
         with self._lock:
-            found: dict[str, Any] = {
-                one.name: self._counts[one.name] for one in fields(ConnectorStats)
-            }
+            found: dict[str, Any] = {f.name: self._counts[f.name] for f in fields(ConnectorStats)}
             outcomes = {"stored": "stored", "existing": "exists", "refused": "refused"}
             found |= {f"{name}_chunks": self._counts[one] for name, one in outcomes.items()}
-            tiers, *others = (dict(counts) for counts in self._named.values())
-        found["hit_tokens_by_tier"] = tiers
-        found["misses"], found["load_errors"], found["store_errors"] = others
+            found |= {name: dict(counts) for name, counts in self._named.items()}
         return ConnectorStats(**found)
 
 
