@@ -15,18 +15,17 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import islice, takewhile
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from kvstore.client.access import access_from
 from kvstore.client.chunk import Chunk, Shard, parents
 from kvstore.client.client import Client
 from kvstore.client.decode import Room as ChunkRooms
 from kvstore.client.forks import FORKS
-from kvstore.client.levels import PlanTerms
-from kvstore.client.options import ClientOptions, TransportName
-from kvstore.client.prefill import (
+from kvstore.client.options import ClientOptions, TransportName, access_from
+from kvstore.client.planning import (
     DOUBT,
     LEAST_LEFT_S,
     LEAST_LOOKUP_MS,
     Deadline,
+    PlanTerms,
     PrefillMeter,
     PrefillModel,
     chunks_worth_loading,
@@ -172,8 +171,12 @@ class Allowed(NamedTuple):
 
     def count(self, stated: Sequence[Stated]) -> int:
         """Return how many of the first chunks are from such copies, which state *stated*."""
-        usable = takewhile(lambda one: _codec_without_bound(one) in {*self.codecs, ""}, stated)
-        return len(list(usable))
+        others = (
+            at
+            for at, one in enumerate(stated)
+            if one.accuracy is Accuracy.approximate and codec_name(one.codec_id) not in self.codecs
+        )
+        return next(others, len(stated))
 
 
 ONLY_EXACT = Allowed(Accuracy.exact)
@@ -182,11 +185,6 @@ ONLY_EXACT = Allowed(Accuracy.exact)
 def exact_count(stated: Sequence[Stated]) -> int:
     """Return how many of the first chunks are exact, whose copies state *stated*."""
     return len(list(takewhile(lambda one: one.accuracy is Accuracy.exact, stated)))
-
-
-def _codec_without_bound(stated: Stated) -> str:
-    """Return the codec of a copy that states no bound, else nothing."""
-    return codec_name(stated.codec_id) if stated.accuracy is Accuracy.approximate else ""
 
 
 logger = logging.getLogger(__name__)
@@ -373,14 +371,14 @@ class Connector:
         if found < len(came):
             reason = "gate"
         lossy = sum(stop - start for start, stop in every[exact_count(stated) : found])
-        codecs = frozenset(map(_codec_without_bound, stated)) - {""}
+        unbounded = [one for one in stated if one.accuracy is Accuracy.approximate]
         some = slice(first, found)
         prefix = replace(
             Prefix.of(every[some], match.tiers[some], asked.tokens, shared),
             # What the engine computed meanwhile is stored already.
             stored_tokens=every[found - 1][1] if found else 0,
             lossy_tokens=lossy,
-            codecs=codecs,
+            codecs=frozenset(codec_name(one.codec_id) for one in unbounded),
         )
         return prefix, reason
 

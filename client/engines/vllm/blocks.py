@@ -23,7 +23,7 @@ from kvstore.client.chunk import Chunk
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm.identity import KVCacheShape, LayerGroupShape
 from kvstore.client.engines.vllm.messages import BlockTables
-from kvstore.client.levels import PlanTerms
+from kvstore.client.planning import PlanTerms
 from kvstore.client.tensors import LayerTensors, to_array
 from kvstore.codecs.base import AnyPart, AnyTensors, Part
 from kvstore.codecs.block_part import BlockPart, BlockSpan

@@ -40,7 +40,7 @@ from kvstore.client.engines.vllm.messages import (
     hints_of,
     taken_blocks,
 )
-from kvstore.client.prefill import LEAST_TOKENS, Deadline
+from kvstore.client.planning import LEAST_TOKENS, Deadline
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.plans import Hints

@@ -43,7 +43,7 @@ from kvstore.client.engines.vllm.messages import (
     StepPlan,
     WorkerReport,
 )
-from kvstore.client.prefill import LEAST_LEFT_S
+from kvstore.client.planning import LEAST_LEFT_S
 from kvstore.proto.device import Device, Event
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.keys import chunk_key
