@@ -187,6 +187,8 @@ def block_rows(
     if ids.min() < 0 or ids.max() >= blocks or len({order[:2] for order in orders}) > 1:
         return None
     block_bytes, layer_rows = tokens * width * item, len(first) * heads * len(ids)
+    if max(starts) + layer_rows * block_bytes > len(frame) or frame.strides != (1,):
+        return None  # to be refused by who takes it layer by layer
     rows = np.zeros((len(layers), len(first), heads, len(ids), BLOCK_ROW), np.uint64)
     within = np.arange(heads)[:, None] * orders[0][1] + ids * orders[0][0]
     rows[..., 0] = np.add.outer(bases, within).reshape(rows.shape[:-1])

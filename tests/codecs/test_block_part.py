@@ -118,6 +118,12 @@ def test_rows_are_of_whole_blocks_that_are_there_and_alike() -> None:
     assert rows([1, 3], plain, stop=40) is None
     assert rows([1, 3], plain[..., ::2]) is None
     assert block_rows([[np.zeros((2, 64, 64), "u4")]], frame, [0]) is None
+    span = BlockSpan.of(np.array([1, 3]), 32, 0, 64)
+    layer, size = [BlockPart(plain, span)], 2 * 64 * 64 * 4
+    assert block_rows([layer], frame[:size], [0]) is not None
+    assert block_rows([layer], frame[: size - 1], [0]) is None
+    assert block_rows([layer, layer], frame[:size], [0, 64]) is None
+    assert block_rows([layer], frame[::2], [0]) is None
 
 
 @given(spans())
