@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.report import Report
-from kvstore.cli.simulate.blocks import HYBRID, Terms
-from kvstore.cli.simulate.states import DEFAULT_HYBRID_POLICY, play, replay_states, state_requests
-from kvstore.cli.trace_format import SegmentLine, read_trace
+from bench.state_caches import DEFAULT_HYBRID_POLICY, play, replay_states, state_requests
+from kvstore.cli.simulate import SegmentLine, read_trace
 from kvstore.server.eviction.states.cache import GhostLimits, StateCache
 from kvstore.server.eviction.states.ranks import STATE_CLASSES, HitDensityRank
 from kvstore.server.eviction.states.tree import HYBRID_7B, CheckpointTree
@@ -65,8 +64,8 @@ def hybrid_rows(policy: str = DEFAULT_HYBRID_POLICY) -> Iterator[HybridRow]:
     for trace, bars in BARS.items():
         lines = read_segments(trace)
         for capacity_gb, bar in bars.items():
-            found = replay_states(lines, Terms(policy, f"{capacity_gb}GB", HYBRID))
-            yield HybridRow(trace, capacity_gb, bar, 100.0 * found.token_hit_rate)
+            hit_rate = replay_states(lines, policy, capacity_gb * 10**9)
+            yield HybridRow(trace, capacity_gb, bar, 100.0 * hit_rate)
 
 
 def hybrid_keys(report: Report, policy: str = DEFAULT_HYBRID_POLICY) -> None:

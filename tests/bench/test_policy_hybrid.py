@@ -14,8 +14,8 @@ from bench.policy_hybrid import (
     read_segments,
 )
 from bench.report import Report
+from bench.state_caches import state_requests
 
-from kvstore.cli.simulate.states import state_requests
 from kvstore.server.eviction.states.ranks import read_prior
 
 

@@ -14,8 +14,7 @@ import typer
 from kvstore_command import Kvstore
 
 import kvstore.cli.main  # noqa: F401 - registers the commands
-from kvstore.cli.app import CODES, SECTIONS, app
-from kvstore.cli.output import LOG_EVERY_S, followed, progress
+from kvstore.cli.app import CODES, LOG_EVERY_S, SECTIONS, app, followed, progress
 
 KVSTORE = Path(sys.executable).with_name("kvstore")
 PRINTS_DATA = {

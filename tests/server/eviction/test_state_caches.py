@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from contracts.states import recounted_bytes
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from kvstore.cli.simulate.states import (
+from bench.state_caches import (
     HYBRID_POLICIES,
     MarconiStates,
     StateRequest,
@@ -16,6 +12,10 @@ from kvstore.cli.simulate.states import (
     make_states,
     play,
 )
+from contracts.states import recounted_bytes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.eviction.states.cache import NO_GHOSTS, GhostLimits, StateCache
 from kvstore.server.eviction.states.ranks import LruRank
