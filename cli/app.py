@@ -236,6 +236,7 @@ REMOVED = {
     "explain --spaces": "kvstore ls --spaces",
     "get": "kvstore stat to verify a chunk, Client.frame in Python to have it",
     "put": "Client.put_chunks in Python",
+    "blend status": "kvstore status --all",
     "simulate --model": "kvstore simulate without it, which replays what a server does",
     "simulate --plot": "kvstore simulate --json, and draw that",
 }
@@ -248,8 +249,9 @@ class Commands(TyperGroup):
     @override
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         for old, new in REMOVED.items():
-            name, *flags = old.split()
-            if args[0] == name and set(flags) <= set(args) and not ctx.resilient_parsing:
+            words = [word for word in old.split() if not word.startswith("-")]
+            is_typed = args[: len(words)] == words and set(old.split()) <= set(args)
+            if is_typed and not ctx.resilient_parsing:
                 fail(f"{old} was removed: use {new}", EXIT_USAGE)
         return super().resolve_command(ctx, args)
 

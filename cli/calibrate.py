@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from kvstore.cli.app import EXIT_NOT_HELD, AsJson, Grid, as_dict, command, group, number, path, show
-from kvstore.cli.server import counter_table, fetch_figures
+from kvstore.cli.app import EXIT_NOT_HELD, as_dict, command, group, number, path
 from kvstore.proto.errors import InvalidRequestError, printable
 
 if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.proto.blend import GateView
 
-group("blend", "Measure", "Reuse of chunks of other prompts: the gates, and their calibration.")
+group("blend", "Measure", "Reuse of chunks of other prompts.")
 
 
 @command(
@@ -86,8 +85,6 @@ def blend_calibrate(  # noqa: PLR0913 - each is an option
     documents: Annotated[int, number("In a prompt.", 2)] = 4,
     document_tokens: Annotated[int, number("Of each.", 16)] = 128,
     question_tokens: Annotated[int, number("Of the end.", 2)] = 32,
-    selector: Annotated[str, Option(help="Who chooses what is recomputed.")] = "hybrid",
-    seed: Annotated[int, Option(help="Of the order of documents.")] = 0,
 ) -> None:
     """Blend prompts against full prefills until the gate opens, or stays closed.
 
@@ -95,30 +92,8 @@ def blend_calibrate(  # noqa: PLR0913 - each is an option
     """
     from kvstore.cli.trials import BlendTrials
 
-    trials = BlendTrials(
-        text, questions, prefix, tag,
-        documents, document_tokens, question_tokens, selector, seed,
-    )  # fmt: skip
+    trials = BlendTrials(text, questions, prefix, tag, documents, document_tokens, question_tokens)
     _finish(trials.run(address, model))
-
-
-@command("blend status", example="kvstore blend status", where=True)
-def blend_status(address: str, as_json: AsJson = False) -> None:
-    """Show the gates of a server: one for each model and tag that was tried."""
-    reply = fetch_figures(address)
-    counted = {name: n for name, n in sorted(reply.counters.items()) if name.startswith("blend_")}
-    headings = ("model", "tag", "gate", "ratio", "agreement", "KL a token", "speedup", "why")
-    rows = (
-        (
-            gate.model, gate.tag or "-", _state(gate), f"{gate.ratio:.3f}",
-            *map(_known, (gate.agreement, gate.divergence, gate.speedup)), gate.why,
-        )
-        for gate in reply.gates
-    )  # fmt: skip
-    nothing = "no gates: nobody has tried to blend; all are closed"
-    shown = {"gates": list(map(gate_as_dict, reply.gates)), "counters": counted}
-    text = [Grid(headings, rows) if reply.gates else nothing, counter_table(counted)]
-    show(shown, text, as_json)
 
 
 def check_extras(folder: Path) -> None:

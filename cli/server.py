@@ -89,18 +89,10 @@ def fetch_status(address: str) -> ServerStatus:
     return status_from_message(call(address, "Status"))
 
 
-def fetch_figures(address: str) -> ServerStatus:
-    """Do what ``fetch_status`` does. Raises PermissionDeniedError where the figures are hidden."""
-    reply = fetch_status(address)
-    if not reply.counters:
-        raise PermissionDeniedError(f"{address}: {HIDDEN}")
-    return reply
-
-
 @command("status", example="kvstore status --json", section="Look", where=True)
 def status(
     address: str,
-    everything: Annotated[bool, Option("--all", help="Every counter, quota and curve.")] = False,
+    everything: Annotated[bool, Option("--all", help="Every counter, quota, curve, gate.")] = False,
     watch: Annotated[bool, Option("--watch", help="Refresh until interrupted.")] = False,
     every_s: Annotated[
         float, Option("--every", min=0.1, metavar="S", help="Refresh interval.")
@@ -133,7 +125,9 @@ def watch_status(
     before: ServerStatus | None = None
     with Live(console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
         while True:
-            now = fetch_figures(address)
+            now = fetch_status(address)
+            if not now.counters:
+                raise PermissionDeniedError(f"{address}: {HIDDEN}")
             rates = Rates.between(before, now)
             parts = status_text(address, now, rates, everything)
             if as_json:
@@ -197,6 +191,8 @@ def status_text(
 
 
 def _details(reply: ServerStatus) -> Iterator[str | Grid]:
+    from kvstore.cli.calibrate import gate_line
+
     scales = sorted({point.scale for tier in reply.tiers for point in tier.what_if})
     curves, parts = [], []
     for tier in reply.tiers:
@@ -213,12 +209,8 @@ def _details(reply: ServerStatus) -> Iterator[str | Grid]:
         yield Grid(("tier", *(f"hits at {scale:g}x" for scale in scales)), curves)
     if parts:
         yield Grid(("tier", "partition", "used", "quota", "guaranteed"), parts)
-    yield counter_table(reply.counters)
-
-
-def counter_table(counters: Mapping[str, int]) -> Grid:
-    """Return counters by name."""
-    return Grid(("counter", "since the start"), sorted(counters.items()))
+    yield Grid(("counter", "since the start"), sorted(reply.counters.items()))
+    yield from map(gate_line, reply.gates)
 
 
 def directory_line(directory: DirectoryStatus) -> str:

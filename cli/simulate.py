@@ -12,7 +12,6 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import lru_cache
 from itertools import count, repeat
 from pathlib import Path
 from typing import IO, Annotated, Any
@@ -384,7 +383,7 @@ def replay_blocks(
     for at, (now_s, start, end) in enumerate(zip(times, starts, starts[1:], strict=False)):
         chain = rows[start:end]
         if chain:
-            facts = _facts(tokens_full=is_full[chain[-1]], prompt_chunks=len(chain))
+            facts = InsertInfo(tokens_full=is_full[chain[-1]], prompt_chunks=len(chain))
             hits[at] = replay.request(chain, block_bytes, now_s, facts, flops[: len(chain)])
     spent_s = time.perf_counter() - started
     first = trace.requests // 2 if terms.from_half else 0
@@ -404,9 +403,6 @@ def replay_blocks(
 
 def _prefill_flops(tokens: NDArray[np.int64] | NDArray[np.float64]) -> NDArray[np.float64]:
     return _LINEAR_FLOPS * tokens + _SQUARE_FLOPS * tokens**2
-
-
-_facts = lru_cache(maxsize=1024)(InsertInfo)
 
 
 class BlockReplay:

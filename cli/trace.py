@@ -117,14 +117,10 @@ def trace_replay(
     address: str,
     trace: Annotated[Path, Argument(help="JSONL, as simulate reads.")],
     chunk_bytes: Annotated[int, size("Size of each chunk.")] = 64 << 10,
-    requests: Annotated[int, number("Requests to play; 0: all.", 0)] = 0,
-    speed: Annotated[
-        float, Option(min=0, metavar="X", help="Multiple of the trace's pace; 0: no pauses.")
-    ] = 0.0,
     as_json: AsJson = False,
 ) -> None:
     """Play a trace against a server, with chunks of synthetic bytes, and print what it had."""
-    done = replay_trace(address, trace, chunk_bytes, requests, speed)
+    done = replay_trace(address, trace, chunk_bytes)
     rate = done.hit_blocks / done.blocks if done.blocks else 0.0
     text = (
         f"{done.requests} requests in {done.spent_s:.1f} s: {done.hit_blocks} of {done.blocks}"
@@ -133,13 +129,10 @@ def trace_replay(
     show(asdict(done) | {"block_hit_rate": rate}, [text], as_json)
 
 
-def replay_trace(
-    address: str, path: Path, chunk_bytes: int, requests: int = 0, speed: float = 0.0
-) -> Replayed:
+def replay_trace(address: str, path: Path, chunk_bytes: int) -> Replayed:
     """Play a trace: look each prompt up under a lease, put what is missing, its head first.
 
-    The first *requests* of it, unless 0; in the trace's own time at a *speed* of 1, without
-    pauses at 0. Raises InvalidRequestError, KVStoreErrors of the server, OSError.
+    Raises InvalidRequestError, KVStoreErrors of the server, OSError.
     """
     from kvstore.cli.bench import chunks_of, noise, synthetic_client
     from kvstore.cli.simulate import make_blocks, read_trace
@@ -147,13 +140,10 @@ def replay_trace(
 
     with synthetic_client(address, chunk_bytes, "trace-replay", DEADLINE_MS) as client:
         trace = make_blocks(read_trace(path))
-        done = Replayed(min(trace.requests, requests or trace.requests))
+        done = Replayed(trace.requests)
         tensors = noise(client.model)
         started = time.monotonic()
         for at in range(done.requests):
-            if speed:
-                due_s = (trace.times_s[at] - trace.times_s[0]) / speed
-                time.sleep(max(0.0, started + due_s - time.monotonic()))
             chain = trace.chain(at).tolist()
             if not chain:
                 continue

@@ -261,6 +261,13 @@ def _not_compared(connector: TransformersConnector, codec: str) -> str:
 # --- blending
 
 
+class _Prompt(NamedTuple):
+    """A prompt's tokens, and where its documents are."""
+
+    tokens: list[int]
+    ranges: list[SegmentRange]
+
+
 @dataclass(frozen=True, slots=True)
 class BlendTrials:
     """What is tried.
@@ -276,8 +283,6 @@ class BlendTrials:
     documents: int
     document_tokens: int
     question_tokens: int
-    selector: str
-    seed: int
 
     def run(self, address: str, model_folder: Path) -> GateView:
         """Return the gate once it is open, or closed for good.
@@ -288,25 +293,22 @@ class BlendTrials:
         check_extras(model_folder)
         from kvstore.client.blend.engine import Blender
         from kvstore.client.blend.gate import SHADOW_TOKENS, GuardedBlender
-        from kvstore.client.blend.selectors import check_selector
         from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 
         check_tag(self.tag)
-        check_selector(self.selector)
         model, tokenizer = load_model(model_folder)
-        prompts = _Prompts(tokenizer, self)
-        longest = prompts.max_tokens + SHADOW_TOKENS  # what is decoded behind it
+        pairs, longest = self._prompts(tokenizer, np.random.default_rng(0))
+        longest += SHADOW_TOKENS  # what is decoded behind it
         limit = getattr(model.config, "max_position_embeddings", None) or longest
         if longest > limit:
             fix = f"with its question and prefix at most {limit} tokens"
             raise InvalidRequestError("documents", longest, fix)
-        blender = Blender(TransformersAdapter(model))
-        idle, draw = 0, np.random.default_rng(self.seed)
+        blender, idle = Blender(TransformersAdapter(model)), 0
         with connect(address, model, tokenizer, min(256, self.document_tokens)) as client:
             terms = SegmentQuery(tag=self.tag, is_trial=True)
-            guarded = GuardedBlender(client, blender, terms, self.selector)
-            for _ in range(MAX_TRIALS):
-                done = _tried(client, blender, guarded, *prompts.pair(draw))
+            guarded = GuardedBlender(client, blender, terms)
+            for stored, moved in itertools.islice(pairs, MAX_TRIALS):
+                done = _tried(client, blender, guarded, stored, moved)
                 if done.shadow is None or done.gate is None:
                     idle += 1
                     if idle == MAX_IDLE:
@@ -319,12 +321,81 @@ class BlendTrials:
                 _follow(done.gate)
         raise KVStoreError(f"the gate is not decided after {MAX_TRIALS} trials")
 
+    def _prompts(
+        self, tokenizer: Any, draw: np.random.Generator
+    ) -> tuple[Iterator[tuple[_Prompt, _Prompt]], int]:
+        """Return pairs of prompts, to store and to blend, without end; and the longest's tokens.
 
-class _Prompt(NamedTuple):
-    """A prompt's tokens, and where its documents are."""
+        A pair is the same documents in another order, behind one prefix. Without one the first
+        document would be exact, or bring its prompt's attention sink to another place: no prompt
+        that is served begins with a document.
+        """
 
-    tokens: list[int]
-    ranges: list[SegmentRange]
+        def ids(text: str) -> list[int]:
+            return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+        text = [] if self.text is None else ids(read_text("text", self.text))
+        if self.prefix is not None:
+            prefix = list(tokenizer(read_text("prefix", self.prefix))["input_ids"])
+        elif tokenizer.bos_token_id is not None:
+            prefix = [tokenizer.bos_token_id]
+        else:
+            prefix, text = text[:PREFIX_TOKENS], text[PREFIX_TOKENS:]
+        if not prefix:
+            raise InvalidRequestError("prefix", None, "this model has no BOS: give --prefix FILE")
+        if self.questions is not None:
+            given = list(_questions(self.questions, ids))
+            if not given:
+                raise InvalidRequestError("questions", str(self.questions), "give a line or more")
+            longest = max(sum(map(len, documents)) + len(asked) for documents, asked in given)
+            rounds: Iterator[_Question] = itertools.cycle(given)
+        elif self.text is not None:
+            size = self.document_tokens
+            passages = [text[stop - size : stop] for stop in range(size, len(text) + 1, size)]
+            if len(passages) <= self.documents:
+                fix = f"give at least {(self.documents + 1) * size} tokens"
+                raise InvalidRequestError("text", len(text), fix)
+            longest = self.documents * size + self.question_tokens
+            rounds = iter(lambda: self._drawn(passages, draw), None)
+        else:
+            raise InvalidRequestError("text", None, "give --text FILE or --questions FILE")
+        return (_pair(prefix, *one, draw) for one in rounds), len(prefix) + longest
+
+    def _drawn(self, passages: list[list[int]], draw: np.random.Generator) -> _Question:
+        """Return some passages of the text; the question is how one of them goes on."""
+        places = draw.choice(len(passages) - 1, self.documents, replace=False)
+        ends = [place for place in places if place + 1 not in places]  # what is behind is in none
+        behind = passages[draw.choice(ends) + 1]
+        return [passages[place] for place in places], behind[: self.question_tokens]
+
+
+def _questions(path: Path, ids: Callable[[str], list[int]]) -> Iterator[_Question]:
+    def read(row: Any) -> _Question:
+        return [ids(one) for one in row["documents"]], ids(row["question"])
+
+    form = '{"documents": ["...", "..."], "question": "..."}'
+    for line, (documents, question) in read_lines("questions", path, form, read):
+        if len(documents) < 2 or not all((*documents, question)):
+            fix = "give two documents or more and a question, none of them empty"
+            raise InvalidRequestError("questions", line, fix)
+        yield documents, question
+
+
+def _pair(
+    prefix: list[int], documents: list[list[int]], question: list[int], draw: np.random.Generator
+) -> tuple[_Prompt, _Prompt]:
+    order = [*range(1, len(documents)), 0]
+    if len(order) > 2 and draw.random() < 0.5:  # two would be back as they were
+        order.reverse()
+    prompts = []
+    for some in (documents, [documents[place] for place in order]):
+        tokens, ranges = list(prefix), []
+        for one in some:
+            ranges.append(SegmentRange(len(tokens), len(tokens) + len(one)))
+            tokens += one
+        prompts.append(_Prompt([*tokens, *question], ranges))
+    stored, moved = prompts
+    return stored, moved
 
 
 def _tried(
@@ -340,81 +411,3 @@ def _tried(
     finally:
         digests = [one.digest for part in client.name_segments(*stored) for one in part.chunks]
         client.delete(keys=[chunk_key(client.namespace, digest) for digest in digests])
-
-
-class _Prompts:
-    """Prompts to store and to blend: the same documents in another order, behind one prefix.
-
-    Without a prefix the first document would be exact, or bring its prompt's attention sink to
-    another place: no prompt that is served begins with a document.
-    """
-
-    def __init__(self, tokenizer: Any, trials: BlendTrials) -> None:
-        self._tokenizer = tokenizer
-        self._trials = trials
-        text = [] if trials.text is None else self._ids(read_text("text", trials.text))
-        if trials.prefix is not None:
-            self._prefix = list(tokenizer(read_text("prefix", trials.prefix))["input_ids"])
-        elif tokenizer.bos_token_id is not None:
-            self._prefix = [tokenizer.bos_token_id]
-        else:
-            self._prefix, text = text[:PREFIX_TOKENS], text[PREFIX_TOKENS:]
-        if not self._prefix:
-            raise InvalidRequestError("prefix", None, "this model has no BOS: give --prefix FILE")
-        self._given: Iterator[_Question] = iter(())
-        self._passages: list[list[int]] = []
-        longest = trials.documents * trials.document_tokens + trials.question_tokens
-        if trials.questions is not None:
-            given = list(self._questions(trials.questions))
-            if not given:
-                raise InvalidRequestError("questions", str(trials.questions), "give a line or more")
-            longest = max(sum(map(len, documents)) + len(asked) for documents, asked in given)
-            self._given = itertools.cycle(given)
-        elif trials.text is not None:
-            size = trials.document_tokens
-            stops = range(size, len(text) + 1, size)
-            self._passages = [text[stop - size : stop] for stop in stops]
-            if len(self._passages) <= trials.documents:
-                fix = f"give at least {(trials.documents + 1) * size} tokens"
-                raise InvalidRequestError("text", len(text), fix)
-        else:
-            raise InvalidRequestError("text", None, "give --text FILE or --questions FILE")
-        self.max_tokens = len(self._prefix) + longest
-
-    def _ids(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-    def _questions(self, path: Path) -> Iterator[_Question]:
-        def read(row: Any) -> _Question:
-            return [self._ids(one) for one in row["documents"]], self._ids(row["question"])
-
-        form = '{"documents": ["...", "..."], "question": "..."}'
-        for line, (documents, question) in read_lines("questions", path, form, read):
-            if len(documents) < 2 or not all((*documents, question)):
-                fix = "give two documents or more and a question, none of them empty"
-                raise InvalidRequestError("questions", line, fix)
-            yield documents, question
-
-    def pair(self, draw: np.random.Generator) -> tuple[_Prompt, _Prompt]:
-        """Return a prompt to store and one to blend."""
-        documents, question = self._drawn(draw) if self._passages else next(self._given)
-        order = [*range(1, len(documents)), 0]
-        if len(order) > 2 and draw.random() < 0.5:  # two would be back as they were
-            order.reverse()
-        moved = [documents[place] for place in order]
-        return self._joined(documents, question), self._joined(moved, question)
-
-    def _drawn(self, draw: np.random.Generator) -> _Question:
-        """Return passages of the text; the question is how one of them goes on."""
-        places = draw.choice(len(self._passages) - 1, self._trials.documents, replace=False)
-        ends = [place for place in places if place + 1 not in places]  # what is behind is in none
-        behind = self._passages[draw.choice(ends) + 1]
-        documents = [self._passages[place] for place in places]
-        return documents, behind[: self._trials.question_tokens]
-
-    def _joined(self, documents: Sequence[list[int]], question: list[int]) -> _Prompt:
-        tokens, ranges = list(self._prefix), []
-        for one in documents:
-            ranges.append(SegmentRange(len(tokens), len(tokens) + len(one)))
-            tokens += one
-        return _Prompt([*tokens, *question], ranges)

@@ -19,7 +19,7 @@ from kvstore.cli.app import CODES, LOG_EVERY_S, SECTIONS, app, followed, progres
 KVSTORE = Path(sys.executable).with_name("kvstore")
 PRINTS_DATA = {
     "status", "ping", "sessions", "events", "ls", "stat", "pin", "unpin", "clear", "explain",
-    "doctor", "scrub", "bench", "codecs", "simulate", "blend status", "token list", "keys list",
+    "doctor", "scrub", "bench", "codecs", "simulate", "token list", "keys list",
     "quota show",
 }  # fmt: skip
 CONNECTION = ("--address", "--token-file", "--tls", "--ca", "--cert", "--key")
