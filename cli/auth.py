@@ -52,14 +52,22 @@ def _day(made_s: int) -> str:
     return time.strftime("%Y-%m-%d", time.gmtime(made_s))
 
 
+def _tokens(file: Path) -> list[ApiKey]:
+    from kvstore.server.security.key_files import parse_keys, read_guarded
+
+    return list(parse_keys(read_guarded(file)).rows.values()) if file.exists() else []
+
+
+def _encryption_keys(file: Path) -> list[EncryptionKey]:
+    from kvstore.server.security.key_files import parse_encryption_keys, read_guarded
+
+    return list(parse_encryption_keys(read_guarded(file)).values()) if file.exists() else []
+
+
 # --- token
 
 
-@command(
-    "token make",
-    exits="0 2",
-    example="kvstore token make api-keys --tenant acme --roles read,write",
-)
+@command("token make", exits="0 2", example="kvstore token make api-keys --tenant acme")
 def token_make(
     file: NewFile,
     tenant: Annotated[str, Option(help="Tenant of the key.")],
@@ -114,12 +122,6 @@ def token_revoke(
     print(f"revoked {found}")
 
 
-def _tokens(file: Path) -> list[ApiKey]:
-    from kvstore.server.security.key_files import parse_keys, read_guarded
-
-    return list(parse_keys(read_guarded(file)).rows.values()) if file.exists() else []
-
-
 # --- keys
 
 
@@ -165,12 +167,6 @@ def keys_retire(
         confirm(f"What was encrypted with the key of epoch {epoch} cannot be read again. Continue?")
     write_keys(file, left)
     print(f"deleted the key of epoch {epoch}")
-
-
-def _encryption_keys(file: Path) -> list[EncryptionKey]:
-    from kvstore.server.security.key_files import parse_encryption_keys, read_guarded
-
-    return list(parse_encryption_keys(read_guarded(file)).values()) if file.exists() else []
 
 
 # --- quota

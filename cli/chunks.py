@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from typer import Argument, Option
 
@@ -45,10 +45,12 @@ if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.client.server_state import ChunkStat
     from kvstore.proto import kvstore_pb2 as pb
     from kvstore.proto.frame import FrameHeader
-    from kvstore.proto.types import ChunkKey, Model
+    from kvstore.proto.types import ChunkKey
 
     Page = tuple[Client, Sequence[ChunkStat], bool]
     """Chunks of a client's namespace, and whether more follow."""
+
+T = TypeVar("T")
 
 MAX_LISTED = 10_000
 """Chunks of one page."""
@@ -124,42 +126,34 @@ class Selection:
             raise InvalidRequestError("namespace", self.namespace, fix)
         return sorted(found, key=lambda one: -one.chunks)
 
-    def only_space(self) -> pb.KnownSpace:
-        """Return the one namespace it names. Raises InvalidRequestError when there are several."""
-        found = self.spaces()
+    def models(self) -> list[pb.Representation]:
+        """Return the models it names, that with the most chunks first. Raises KVStoreErrors."""
+        if self.model is not None:
+            return [_read_model(self.model)]
+        return [one.representation for one in self.spaces()]
+
+    def only(self, found: Sequence[T]) -> T:
+        """Return the one that was *found*. Raises InvalidRequestError when there are several."""
         if len(found) != 1:
             fix = f"stands for {len(found)} namespaces; give more digits"
             raise InvalidRequestError("namespace", self.namespace, fix)
         return found[0]
 
-    def only_model(self) -> Model:
-        """Return the one model it names. Raises InvalidRequestError when there are several."""
-        from kvstore.proto.messages import representation_from_message
-
-        if self.model is not None:
-            return _read_model(self.model)
-        return representation_from_message(self.only_space().representation)
-
-    def client(self, model: Model) -> Client:
+    def client(self, model: pb.Representation) -> Client:
         """Return a client of *model*'s namespace; close it."""
         from kvstore.client.client import Client
         from kvstore.client.options import ClientOptions
+        from kvstore.proto.messages import representation_from_message
 
         whose: dict[str, Any] = {"access": given_access(), "tenant": self.tenant}
         options = ClientOptions("grpc", deadline_ms=DEADLINE_MS, name="kvstore", **whose)
-        return Client(self.address, model, options)
+        return Client(self.address, representation_from_message(model), options)
 
     @contextmanager
     def clients(self) -> Iterator[list[Client]]:
         """Open clients of the namespaces it names, of those with the most chunks."""
-        from kvstore.proto.messages import representation_from_message
-
         with ExitStack() as opened:
-            if self.model is not None:
-                models = [_read_model(self.model)]
-            else:
-                named = [one.representation for one in self.spaces()[:MAX_SEARCHED]]
-                models = list(map(representation_from_message, named))
+            models = self.models()[:MAX_SEARCHED]
             yield [opened.enter_context(self.client(model)) for model in models]
 
 
@@ -200,7 +194,7 @@ def fetch_namespaces(address: str, tenant: str = "") -> list[pb.KnownSpace]:
                 return list(found.values())
 
 
-def _read_model(path: Path) -> Model:
+def _read_model(path: Path) -> pb.Representation:
     """Return the model in a JSON file. Raises InvalidRequestError, ModelError, OSError."""
     from google.protobuf import json_format
 
@@ -211,28 +205,21 @@ def _read_model(path: Path) -> Model:
         message = json_format.Parse(path.read_text(), pb.Representation())
     except json_format.ParseError as error:
         raise InvalidRequestError("model_representation", str(path), str(error)) from None
-    return representation_from_message(message)
+    representation_from_message(message)  # names what is wrong with it
+    return message
 
 
-def model_as_dict(model: Model | pb.Representation) -> dict[str, Any]:
+def _model_as_dict(model: pb.Representation) -> dict[str, Any]:
     """Return a model as --model-representation reads it."""
     from google.protobuf import json_format
 
-    from kvstore.proto import kvstore_pb2 as pb
-    from kvstore.proto.messages import as_message
-
-    if not isinstance(model, pb.Representation):
-        model = as_message(pb.Representation, model)
     return json_format.MessageToDict(model, preserving_proto_field_name=True)
 
 
 @contextmanager
-def open_session(connection: Connection, model: Model) -> Iterator[int]:
+def open_session(connection: Connection, model: pb.Representation) -> Iterator[int]:
     """Open a session of *model*'s namespace; yield its id."""
-    from kvstore.proto import kvstore_pb2 as pb
-    from kvstore.proto.messages import as_message
-
-    fields = {"representation": as_message(pb.Representation, model), "client": "kvstore"}
+    fields: dict[str, Any] = {"representation": model, "client": "kvstore"}
     session_id = ask(connection, "OpenSession", DEADLINE_MS, **fields).session_id
     try:
         yield session_id
@@ -283,7 +270,7 @@ def namespace_as_dict(space: pb.KnownSpace) -> dict[str, Any]:
         "revision": kind.model_revision,
         "client": space.client,
         "chunks": space.chunks,
-        "representation": model_as_dict(kind),
+        "representation": _model_as_dict(kind),
     }
 
 
@@ -400,6 +387,9 @@ def stat(
 
     Exits with 1 when it is not there, or is damaged; the server then drops it.
     """
+    from kvstore.proto import kvstore_pb2 as pb
+    from kvstore.proto.messages import as_message
+
     check_digits("key", name)
     with Selection(address, namespace, model, tenant).clients() as clients:
         found = find(clients, name)
@@ -413,7 +403,7 @@ def stat(
         if header is not None:
             data |= {"position": header.position, "prefill_flops": header.prefill_flops}
             data["content"] = header.content.hex()
-        data["representation"] = model_as_dict(client.model)
+        data["representation"] = _model_as_dict(as_message(pb.Representation, client.model))
         show(data, _stat_text(data, known[0]), as_json, held=header is not None)
 
 
@@ -587,7 +577,7 @@ def _run_clear(selection: Selection, scope: dict[str, str], *, dry_run: bool) ->
     deleted = deleted_bytes = 0
     fields: dict[str, Any] = {**scope, "dry_run": dry_run, "deadline_ms": DEADLINE_MS}
     with ExitStack() as stack:
-        model = selection.only_model() if selection.is_narrow else None
+        model = selection.only(selection.models()) if selection.is_narrow else None
         connection = stack.enter_context(connected(selection.address, DEADLINE_MS))
         if model is not None:
             fields["session_id"] = stack.enter_context(open_session(connection, model))

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
-from uuid import uuid4
 
 import typer
 
@@ -164,7 +163,7 @@ def file_system_of(path: Path) -> str:
 
 def disk_bytes_per_s(folder: Path) -> float:
     """Write and sync ``PROBE_BYTES`` below *folder*; return the rate. Nothing is left there."""
-    path = folder / f".kvstore-doctor-{uuid4().hex}"
+    path = folder / f".kvstore-doctor-{os.urandom(16).hex()}"
     data = os.urandom(1 << 20)
     try:
         with path.open("wb") as file:

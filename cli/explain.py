@@ -130,7 +130,7 @@ def _namespace_of(selection: Selection) -> bytes:
     """Return the one namespace that is meant, if any; one that is written out may be unknown."""
     digits = selection.namespace.lower()
     if 0 < len(digits) < DIGEST_DIGITS:
-        return selection.only_space().key_namespace
+        return selection.only(selection.spaces()).key_namespace
     return bytes.fromhex(digits)
 
 
@@ -142,7 +142,7 @@ def _explained(selection: Selection, space: bytes, digests: Sequence[bytes]) -> 
     if selection.model is None and not space:
         fix = "give --namespace or --model-representation, or keys of 64 digits"
         raise InvalidRequestError("namespace", None, fix)
-    model = None if selection.model is None else selection.only_model()
+    model = None if selection.model is None else selection.only(selection.models())
     whole = pb.ExplainResponse()
     gap: int | None = None
     with ExitStack() as stack:

@@ -286,7 +286,7 @@ def _events(address: str, namespace: str, follow: bool) -> Iterator[dict[str, An
     with ExitStack() as stack:
         if namespace:
             selection = Selection(address, namespace)
-            client = stack.enter_context(selection.client(selection.only_model()))
+            client = stack.enter_context(selection.client(selection.only(selection.models())))
             pages: Iterable[EventPage] = stack.enter_context(client.events())
         else:
             pages = _pages_of_all(stack.enter_context(connected(address)))

@@ -7,7 +7,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,6 +50,8 @@ def demo(
     Starts a server of its own in a temporary folder. Exits with 1 unless the tokens are the
     same with and without the store and loading was faster than computing.
     """
+    import tempfile
+
     started = time.monotonic()
     folder = model or MODEL
     check_model(folder, tokens)

@@ -15,8 +15,7 @@ from bench.policy_hybrid import (
 )
 from bench.report import Report
 from bench.state_caches import state_requests
-
-from kvstore.server.eviction.states.ranks import read_prior
+from bench.states.ranks import read_prior
 
 
 @pytest.fixture(scope="module")
