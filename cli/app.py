@@ -36,8 +36,8 @@ from kvstore.proto.errors import (
 if TYPE_CHECKING:  # help is to load none of the product
     from rich.console import Console, ConsoleOptions, RenderResult
 
-    from kvstore.client.access import Access
     from kvstore.client.connection import Connection
+    from kvstore.client.options import Access
 
 EXIT_NOT_HELD = 1
 EXIT_USAGE = 2
@@ -128,7 +128,7 @@ def server_address() -> str:
 
 def given_access() -> Access:
     """Return the access that the options name. Raises InvalidRequestError."""
-    from kvstore.client.access import OPEN, Access
+    from kvstore.client.options import OPEN, Access
 
     given = {name: value for name, value in _given.get({}).items() if name != "address"}
     files: dict[str, Any] = {name: Path(value) for name, value in given.items() if name != "tls"}
