@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec as StoreTierin
 
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client
-from kvstore.client.engines.base import Connector, least_of
+from kvstore.client.engines.base import Connector, DaemonThreads, least_of
 from kvstore.client.engines.identity import (
     BYTE_ROWS,
     EPOCH_BYTES,
@@ -41,7 +41,6 @@ from kvstore.client.engines.identity import (
     byte_tensors,
     weights_name,
 )
-from kvstore.client.engines.vllm.lookup import DaemonThreads
 from kvstore.client.engines.vllm.messages import VllmSettings
 from kvstore.client.engines.vllm.worker import SHUTDOWN_S
 from kvstore.client.tensors import LayerTensors

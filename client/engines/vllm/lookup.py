@@ -8,19 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple
 
+from kvstore.client.engines.base import DaemonThreads
 from kvstore.client.engines.identity import adapter_files, files_digest
 from kvstore.client.engines.vllm.messages import INCOMPATIBLE, ChunkName
 from kvstore.proto.errors import KVStoreError, ModelError
 from kvstore.proto.keys import chain_digest, content_digest, page_hash, tokens_le32
 from kvstore.proto.types import DIGEST_BYTES, ROOT, ChainDigest
-
-T = TypeVar("T")
 
 MAX_LOSSY_BLOCKS = 131_072
 """Blocks that are known by vLLM's hashes of them; once there were more, any may be lossy."""
@@ -349,59 +346,3 @@ class LossyBlocks:
         hashes: Sequence[Any] = getattr(request, "block_hashes", ())
         is_of_blocks = len(hashes) <= request.num_tokens // self._block_tokens
         return hashes if is_of_blocks else ()
-
-
-_Queue: TypeAlias = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
-
-
-class DaemonThreads:
-    """*count* threads that do what is submitted, in its order. Thread-safe.
-
-    The threads of a ThreadPoolExecutor would do all that waits before a process ends, and each
-    piece of it may wait for the store.
-    """
-
-    def __init__(self, name: str, count: int = 1) -> None:
-        self._queue: _Queue = SimpleQueue()
-        self._is_closed = False
-        self._lock = threading.Lock()  # guards the field above: what is queued is done or cancelled
-        self._count = count
-        for _ in range(count):
-            threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True).start()
-
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Have *work* done; after ``close`` return a future that is cancelled. Never raises."""
-        future: Future[T] = Future()
-        with self._lock:
-            if not self._is_closed:
-                self._queue.put((future, work))
-                return future
-        _cancel(future)
-        return future
-
-    def close(self) -> None:
-        """Cancel what waits, and end the threads after what they do now. Idempotent."""
-        with self._lock:
-            self._is_closed = True
-        with suppress(Empty):
-            while True:
-                if (waiting := self._queue.get_nowait()) is not None:
-                    _cancel(waiting[0])
-        for _ in range(self._count):
-            self._queue.put(None)
-
-
-def _run(queue: _Queue) -> None:
-    while (submitted := queue.get()) is not None:
-        future, work = submitted
-        future.set_running_or_notify_cancel()
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised again by result()
-            future.set_exception(error)
-        del submitted, future, work  # an idle thread keeps nothing alive
-
-
-def _cancel(future: Future[Any]) -> None:
-    future.cancel()
-    future.set_running_or_notify_cancel()  # else nobody that waits learns of it

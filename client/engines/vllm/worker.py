@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvstore.client.chunk import Chunk
-from kvstore.client.engines.base import Connector, exact_count
+from kvstore.client.engines.base import Connector, DaemonThreads, exact_count
 from kvstore.client.engines.vllm.blocks import (
     NULL_BLOCK,
     BlockCopy,
@@ -32,7 +32,6 @@ from kvstore.client.engines.vllm.blocks import (
     batch_chunks,
 )
 from kvstore.client.engines.vllm.identity import KVCacheShape
-from kvstore.client.engines.vllm.lookup import DaemonThreads
 from kvstore.client.engines.vllm.messages import (
     INCOMPATIBLE,
     BlockTables,
