@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -195,9 +194,8 @@ class TransformersConnector(Connector):
         miss is an empty cache and 0. Pass the cache with all of *input_ids* to ``generate``, or
         with ``input_ids[:, hit_tokens:]`` to the model. *accuracy*: of this call alone.
         """
-        tokens, cache = prompt_of(input_ids, self._model.device), self._new_cache()
-        prompt = self._load_one(tokens, cache, extra, self.allowed(self._least(accuracy)))
-        return cache, prompt.prefix.hit_tokens
+        prompt = self._load_one(input_ids, extra, self.allowed(self._least(accuracy)))
+        return prompt.cache, prompt.prefix.hit_tokens
 
     def calibrate(self, input_ids: Any, codec: str, extra: Sequence[bytes] = ()) -> GateView | None:
         """Compare a prompt behind *codec*'s lossy copies with its full prefill; return the gate.
@@ -206,42 +204,36 @@ class TransformersConnector(Connector):
         the model and *codec* for ``accuracy="approximate"``. Nothing is stored. None where no copy
         of *codec* without a bound was read, or the store failed.
         """
-        tokens = prompt_of(input_ids, self._model.device)
         allowed = Allowed(self._least("approximate"), frozenset([codec]))
-        prompt = self._load_one(tokens, self._new_cache(), extra, allowed)
-        return self._compare(tokens, prompt.cache if prompt.prefix.codecs else None, prompt.prefix)
+        prompt = self._load_one(input_ids, extra, allowed)
+        prompt.to_compare = prompt.cache if prompt.prefix.codecs else None
+        return self._compare(prompt)
 
-    def _new_cache(self) -> DynamicCache:
-        return DynamicCache(config=self._model.config)
-
-    def _load_one(
-        self, tokens: Sequence[int], cache: Cache, extra: Sequence[bytes], allowed: Allowed
-    ) -> PrefixLoad:
+    def _load_one(self, input_ids: Any, extra: Sequence[bytes], allowed: Allowed) -> PrefixLoad:
+        prompt = self._prompt(prompt_of(input_ids, self._model.device))
         call = self._call(extra, allowed)
-        notes_of(cache).weights = call.weights
-        prompt = PrefixLoad(self._link, tokens, cache)
+        notes_of(prompt.cache).weights = call.weights
         prompt.load(call)
         return prompt
 
-    def _compare(
-        self, tokens: Sequence[int], cache: Cache | None, prefix: Prefix
-    ) -> GateView | None:
-        if cache is None:
+    def _prompt(self, tokens: Sequence[int]) -> PrefixLoad:
+        return PrefixLoad(self._link, tokens, DynamicCache(config=self._model.config))
+
+    def _compare(self, prompt: PrefixLoad) -> GateView | None:
+        if prompt.to_compare is None:
             return None
-        found = partial(comparison, self._model, tokens, cache, prefix)
-        return self.ask(lambda: self.client.report_reuse(found()), None)
+        given = (self._model, prompt.tokens, prompt.to_compare, prompt.prefix)
+        return self.ask(lambda: self.client.report_reuse(comparison(*given)), None)
 
-    def _to_compare(self, prefix: Prefix, cache: Cache) -> Cache | None:
-        """Return a copy of *cache*, which holds *prefix* alone, to compare once there is time.
+    def _is_compared(self, prefix: Prefix) -> bool:
+        """Return whether a prompt behind *prefix* is compared with a full prefill.
 
-        None for most prompts; where no copy without a bound is in it; and where several codecs made
-        such ones, as nobody could say whose fault it were.
+        Most are not; nor where several codecs made copies without a bound: whose fault were it?
         """
         if len(prefix.codecs) != 1:
-            return None
+            return False
         number = next(self._compared)
-        is_compared = number < ALWAYS_COMPARED or number % COMPARED_EVERY == 0
-        return copy.deepcopy(cache) if is_compared else None
+        return number < ALWAYS_COMPARED or number % COMPARED_EVERY == 0
 
     # --- save
 
@@ -392,7 +384,7 @@ class TransformersConnector(Connector):
 
         output = prompt.run(run)
         if self._is_still(call.weights, cache):
-            self._compare(tokens, prompt.to_compare, prompt.prefix)
+            self._compare(prompt)
             sequence = output.sequences[0].tolist()[: length(cache, shape)]
             reader = self._reader(cache, [*prompt.ends, *watch.ends])
             self._save_new(prompt, sequence, reader, call)
@@ -402,7 +394,8 @@ class TransformersConnector(Connector):
         """Load a prompt's prefix; of windows and states compute to the last pause."""
         prompt.load(call)
         prefix, shape, tokens = prompt.prefix, self._shape, prompt.tokens
-        prompt.to_compare = self._to_compare(prefix, prompt.cache)
+        if self._is_compared(prefix):
+            prompt.to_compare = copy.deepcopy(prompt.cache)
         if shape.has_ends:
             span = (prefix.hit_tokens, len(tokens))
             places = pauses(shape, span, prefix.shared_tokens, self._chunk_tokens)
@@ -451,7 +444,7 @@ class TransformersConnector(Connector):
                 generated = output.sequences[row, first:held].tolist()
                 tokens = until_end(generated, len(one.tokens), settings)
                 self._save_new(one, tokens, self._reader(cache, (), row, first), call)
-                self._compare(one.tokens, one.to_compare, one.prefix)
+                self._compare(one)
         # As the model returns it: with the padding that all rows have, which was cut off above.
         padded: Any = torch.cat([ids[:, :-width], output.sequences], dim=1)
         output.sequences = padded
@@ -460,7 +453,7 @@ class TransformersConnector(Connector):
 
     def _computed(self, tokens: Sequence[int], call: Call) -> PrefixLoad:
         """Return a prompt that was computed but for its last token; what is new of it is stored."""
-        prompt = PrefixLoad(self._link, tokens, self._new_cache())
+        prompt = self._prompt(tokens)
         self._begin(prompt, call)
         held, last = length(prompt.cache, self._shape), len(tokens) - 1
         if held < last:
@@ -468,7 +461,7 @@ class TransformersConnector(Connector):
             prefill(self._model, tokens, prompt.cache, self._shape, [last])
             if self._staging is None:  # a device computes on when the call is over
                 self.learned.observe(last - held, time.monotonic() - began_s)
-        if self._shape.has_ends and self._is_still(call.weights, prompt.cache):
+        if last and self._shape.has_ends and self._is_still(call.weights, prompt.cache):
             reader = self._reader(prompt.cache, prompt.ends)
             self._save(tokens[:last], reader, prompt.prefix.stored_tokens, call.extra)
         return prompt

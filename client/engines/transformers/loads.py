@@ -222,7 +222,8 @@ class PrefixLoad:
     def __init__(
         self, link: Link, tokens: Sequence[int], cache: Cache, *, in_layers: bool = False
     ) -> None:
-        self.tokens, self.cache = tokens, cache
+        self.tokens = tokens
+        self.cache: Any = cache
         self.prefix = Prefix()
         self.ends: list[Held] = []
         """What the cache had of its end on the way."""
