@@ -396,7 +396,7 @@ class PrefixLoad:
             self._layers.close()
             self._layers, self._link.is_doubted = None, True
             return False
-        self._arriving = dict(enumerate(self.cache.layers))
+        self._arriving = {s.layer: self.cache.layers[s.layer] for s in self._link.shape.tokens}
         for number, layer in self._arriving.items():
             vars(layer)["update"] = partial(self._update, number)
         return True
