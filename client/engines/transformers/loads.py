@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -150,11 +151,9 @@ class Staging:
 
 def chunk_bytes(shape: CacheShape, tokens: int) -> int:
     """Return what a chunk of so many tokens takes at most, with its windows and states."""
-    sizes = [state.size_bytes for state in shape.states]
-    for layer in shape.tokens:
-        row_bytes = layer.held(tokens) * layer.kv_heads * layer.dtype.itemsize
-        sizes += [row_bytes * dim for dim in layer.dims]
-    return sum(map(_aligned, sizes))
+    held = Held.empty(shape, [(0, tokens)], torch.device("meta"))
+    parts = [*chain.from_iterable(held.tokens.values()), *held.states.values()]
+    return sum(_aligned(part.nbytes) for part in parts)
 
 
 def _aligned(size_bytes: int) -> int:
@@ -315,7 +314,7 @@ class PrefixLoad:
             stated = staging.read(client, keys[first:], out, least)
         elif shape.has_ends:
             client.get_chunks(
-                keys, lambda at, of: to_arrays(out(at, of)), accuracy=least, stated=stated
+                keys[first:], lambda at, of: to_arrays(out(at, of)), accuracy=least, stated=stated
             )
         else:
             layouts = [KVLayout.of(client.model, stop - at) for at, stop in spans]
