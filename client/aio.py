@@ -17,8 +17,8 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from kvstore.client.chunk_reads import STOPPED
 from kvstore.client.client import MAX_WAIT_S, Client, Keys, Tokens
-from kvstore.client.events import EventPage, Place, followed
 from kvstore.client.options import ClientOptions, milliseconds
+from kvstore.client.server_state import EventPage, Place, followed
 from kvstore.proto.plans import EngineTerms
 from kvstore.proto.types import Accuracy, Match, Model
 
@@ -186,7 +186,6 @@ class AsyncClient:
     pin = awaited(Client.pin)
     unpin = awaited(Client.unpin)
     announce_puts = awaited(Client.announce_puts)
-    plan = awaited(Client.plan)
     delete = awaited(Client.delete)
     clear = awaited(Client.clear)
     stat = awaited(Client.stat)

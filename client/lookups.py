@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvstore.client.batches import batches, digest_batches
 from kvstore.client.options import MAX_DEADLINE_MS
-from kvstore.client.prefill import chunks_worth_loading
+from kvstore.client.planning import chunks_worth_loading
 from kvstore.client.server_link import LeftMs, ServerLink, packed
 from kvstore.client.transports.base import Transport
 from kvstore.client.view import View

@@ -55,7 +55,7 @@ class LoadPlan:
     chunk included, when loads run in order from the start and the engine computes each range as
     soon as what comes before it is there. ``recompute_ms`` is the same without this service:
     ``plan_ms`` is never more. Both are estimates; for a deadline give the plan's chunks to
-    ``kvstore.client.levels``.
+    ``kvstore.client.planning``.
     """
 
     ranges: tuple[PlanRange, ...]
@@ -82,21 +82,6 @@ class EngineTerms:
     def __post_init__(self) -> None:
         if not 0 <= self.prompt_tokens < 1 << 32:
             raise InvalidRequestError("prompt_tokens", self.prompt_tokens, "a count, or 0")
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedBatch:
-    """What a batch of prompts has in common.
-
-    ``order``: the prompts by number, those that share a prefix one after the other. ``uses[i]``:
-    for each chunk of prompt i, in how many prompts of the batch it is. ``kept``: chunks that are
-    here and kept for their uses. ``peak_chunks``: how many are in need at once in this order.
-    """
-
-    order: tuple[int, ...]
-    uses: tuple[tuple[int, ...], ...]
-    kept: int
-    peak_chunks: int
 
 
 MAX_PRIORITY = 100

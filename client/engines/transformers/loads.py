@@ -33,8 +33,7 @@ from kvstore.client.engines.transformers.cache import (
     notes_of,
 )
 from kvstore.client.engines.transformers.identity import WeightsChange
-from kvstore.client.levels import LinkMeter
-from kvstore.client.prefill import Deadline
+from kvstore.client.planning import Deadline, LinkMeter
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.codecs.base import AnyTensors
 from kvstore.proto.device import Device, HostDevice, open_device
