@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvstore.client.batches import batches
-from kvstore.client.server_link import LeftMs, ServerLink, packed
+from kvstore.client.server_link import LeftMs, ServerLink, batches, packed
 from kvstore.client.transports.base import Transport
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError

@@ -151,13 +151,6 @@ class DeviceChunk:
         check_naming(self)
 
 
-def check_keys(keys: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
-    """Return *keys*. Raises InvalidRequestError for what is no list."""
-    if not isinstance(keys, Sequence):
-        raise InvalidRequestError("keys", keys, "give a list of what keys() returns")
-    return keys
-
-
 def parents(keys: Sequence[ChunkKey]) -> Sequence[ChainDigest]:
     """Return the parent digest of each key of a chain."""
     return [ROOT, *(ChainDigest(key[DIGEST_BYTES:]) for key in keys[:-1])][: len(keys)]

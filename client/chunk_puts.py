@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from operator import attrgetter
 
-from kvstore.client.batches import MAX_OPEN_BATCHES, batches
 from kvstore.client.chunk import Chunk, PlannedChunk, Shard
-from kvstore.client.connection import countdown
+from kvstore.client.connection import Until
 from kvstore.client.layered_put import LayeredPut
-from kvstore.client.server_link import LeftMs, ServerLink, digest_of, packed
+from kvstore.client.server_link import MAX_OPEN_BATCHES, LeftMs, ServerLink, digest_batches, packed
 from kvstore.client.session import Session
 from kvstore.client.tensors import arrays_of
-from kvstore.client.transports.base import Outgoing, OutgoingShard, Put, PutTerms, Transport
+from kvstore.client.transports.base import Outgoing, Put, PutTerms, Transport
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
     DeadlineError,
@@ -24,6 +24,8 @@ from kvstore.proto.errors import (
 from kvstore.proto.frame import FrameTemplate, raw_frame_bytes
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import KVLayout
+
+_KEY = attrgetter("key")
 
 
 def put_whole(
@@ -37,8 +39,15 @@ def put_whole(
     """Store *chunks*, or of each what *shard* covers, a batch at a time."""
 
     def work(transport: Transport, left_ms: LeftMs) -> list[Put]:
-        outgoing = [_outgoing(transport.session, chunk, shard) for chunk in chunks]
-        _weigh(link, transport, chunks, outgoing, left_ms)
+        session, important = transport.session, list[tuple[Chunk, int]]()
+        packed(list(map(_KEY, chunks)), session.terms.namespace)
+        outgoing = []
+        for chunk in chunks:
+            outgoing.append(_outgoing(session, chunk, shard))
+            if chunk.importance is not None:
+                important.append((chunk, outgoing[-1].template.layout.tokens))
+        if important:
+            _weigh(link, session, important, left_ms)
         return _put(transport, outgoing, PutTerms(durable, 0, hints), left_ms)
 
     return link.run(work) if chunks else []
@@ -49,7 +58,9 @@ def _put(
 ) -> list[Put]:
     """Put a batch at a time, all within what *left_ms* says."""
     results: list[Put] = []
-    for _, batch in batches(outgoing, transport.session.terms.max_batch_chunks):
+    limit = transport.session.terms.max_batch_chunks
+    for first in range(0, len(outgoing), limit):
+        batch = outgoing[first : first + limit]
         results += transport.put(batch, replace(terms, within_ms=left_ms()))
     return results
 
@@ -68,11 +79,12 @@ def put_by_layers(
         raise LayoutMismatchError("shard", link.options.shard, fix)
     if spans is not None and not spans:
         return LayeredPut(link.model, [], lambda _: [], spans)
-    left_ms = countdown(terms.within_ms)
+    left_ms = Until(terms.within_ms).left_ms
     transport = link.connected(left_ms)
     most = MAX_OPEN_BATCHES * transport.session.terms.max_batch_chunks
     if not 1 <= len(chunks) <= most:
         raise InvalidRequestError("chunks", len(chunks), f"give 1 to {most} in one put")
+    packed([one.key for one in chunks], transport.session.terms.namespace)
     templates = [
         _template(transport.session, one, KVLayout.of(link.model, one.tokens)) for one in chunks
     ]
@@ -90,12 +102,11 @@ def _outgoing(session: Session, chunk: Chunk, shard: Shard | None) -> Outgoing:
         return Outgoing(_template(session, chunk, layout), arrays)
     part = shard.in_chunk(model, chunk.whole_layout(model, shard.layers))
     arrays = arrays_of(part.layout, chunk.tensors)
-    return OutgoingShard(_template(session, chunk, part.whole), arrays, part)
+    return Outgoing(_template(session, chunk, part.whole), arrays, part)
 
 
 def _template(session: Session, chunk: Chunk | PlannedChunk, layout: KVLayout) -> FrameTemplate:
-    """Raises InvalidRequestError for a key of others, or a chunk longer than the server takes."""
-    digest_of(chunk.key, session.terms.namespace)
+    """Raises InvalidRequestError for a chunk that is longer than the server takes."""
     frame_bytes, limit = raw_frame_bytes(layout), session.terms.max_frame_bytes
     if frame_bytes > limit:
         raise InvalidRequestError(
@@ -108,26 +119,21 @@ def _template(session: Session, chunk: Chunk | PlannedChunk, layout: KVLayout) -
 
 
 def _weigh(
-    link: ServerLink,
-    transport: Transport,
-    chunks: Sequence[Chunk],
-    outgoing: Sequence[Outgoing],
-    left_ms: LeftMs,
+    link: ServerLink, session: Session, chunks: Sequence[tuple[Chunk, int]], left_ms: LeftMs
 ) -> None:
-    """Send which tokens matter, ahead of the chunks, where a codec has a use for it; a server
+    """Send which tokens of *chunks* matter, ahead of them, where a codec has a use for it; a server
     that does not get it codes all alike.
     """
-    terms, useful = transport.session.terms, []
-    for chunk, one in zip(chunks, outgoing, strict=True):
-        if chunk.importance is not None:
-            weights = chunk.weights(one.template.layout.tokens)
-            if terms.weighs:
-                useful.append((chunk.key, weights))
-    for _, batch in batches(useful, terms.max_batch_chunks) if useful else ():
+    terms = session.terms
+    weights = [chunk.weights(tokens) for chunk, tokens in chunks]
+    if not terms.weighs:
+        return
+    digests = packed([chunk.key for chunk, _ in chunks], terms.namespace)
+    for first, some in digest_batches(digests, terms.max_batch_chunks):
         request = pb.WeighRequest(
             session_id=terms.session_id,
-            digests=packed([key for key, _ in batch], terms.namespace),
-            weights=[each for _, each in batch],
+            digests=some,
+            weights=weights[first : first + terms.max_batch_chunks],
         )
         with suppress(TierUnavailableError, DeadlineError):
             link.call("Weigh", request, pb.WeighResponse, left_ms())

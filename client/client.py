@@ -13,10 +13,10 @@ from kvstore.client import chunk_reads, segments
 from kvstore.client.access import check_address
 from kvstore.client.batch_plans import plan_batch
 from kvstore.client.blend.plan import NamedSegment, SegmentRange, name_segments
-from kvstore.client.chunk import Chunk, PlannedChunk, Shard, check_keys
+from kvstore.client.chunk import Chunk, PlannedChunk, Shard
 from kvstore.client.chunk_puts import put_by_layers, put_whole
 from kvstore.client.chunk_reads import ChunkRequest
-from kvstore.client.connection import countdown
+from kvstore.client.connection import Until
 from kvstore.client.deadline import Levelled
 from kvstore.client.decode import Layer, Room, fresh
 from kvstore.client.events import EventStream, Place
@@ -28,7 +28,7 @@ from kvstore.client.levels import PlanTerms
 from kvstore.client.lookups import look_up, prefix_plan, viewer
 from kvstore.client.options import MAX_DEADLINE_MS, MAX_NAME_CHARS, ClientOptions, milliseconds
 from kvstore.client.page_names import page_digests
-from kvstore.client.server_link import LeftMs, ServerLink
+from kvstore.client.server_link import LeftMs, ServerLink, not_keys
 from kvstore.client.server_state import (
     ChunkStat,
     ServerStatus,
@@ -194,7 +194,9 @@ class Client:
             raise InvalidRequestError("keys", keys, "give tokens or keys, one of them")
         if tokens is not None:
             return self._names(self._link.connected(left_ms).session.terms.namespace, tokens)
-        return check_keys(() if keys is None else keys)
+        if not isinstance(keys, Sequence):
+            raise not_keys(keys)
+        return keys
 
     def get(
         self,
@@ -599,7 +601,7 @@ class Client:
 
     def _left_ms(self, timeout: float | None) -> LeftMs:
         """Return what says how much is left of a call that begins now."""
-        return countdown(self._deadline_ms(timeout))
+        return Until(self._deadline_ms(timeout)).left_ms
 
     def _prompt(
         self, tokens: Tokens, keys: Keys, start: int, left_ms: LeftMs | None = None

@@ -22,7 +22,6 @@ import torch
 from typing_extensions import override
 
 from kvstore.client.arena import Arena, open_arena
-from kvstore.client.batches import batches
 from kvstore.client.device_pages import DevicePages
 from kvstore.client.device_puts import DevicePutting
 from kvstore.client.device_reads import (
@@ -33,7 +32,7 @@ from kvstore.client.device_reads import (
 )
 from kvstore.client.forks import keep
 from kvstore.client.frames import FrameAssembler
-from kvstore.client.server_link import LeftMs, packed
+from kvstore.client.server_link import LeftMs, digest_batches, packed
 from kvstore.client.session import Session
 from kvstore.client.transports.base import (
     Arrival,
@@ -54,8 +53,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.frame import header_bytes, raw_frame_bytes
-from kvstore.proto.keys import split_digests
-from kvstore.proto.types import Accuracy, ChainDigest, ChunkKey, KVLayout
+from kvstore.proto.types import Accuracy, ChunkKey, KVLayout
 from kvstore.proto.unix_socket import Place, Reach, unpack_places
 
 T = TypeVar("T")
@@ -104,7 +102,7 @@ class CudaTransport(ShmTransport):
     @contextmanager
     def get_on_device(
         self,
-        digests: Sequence[ChainDigest],
+        digests: bytes,
         deadline_ms: int,
         reader: DeviceReader,
         least: Accuracy = Accuracy.exact,
@@ -179,7 +177,8 @@ class CudaTransport(ShmTransport):
         frames: list[Bytes] = []
         confirms: list[Callable[[], None]] = []
         for place in places:
-            slab = self.slabs.reach(place)
+            slab = self.slabs.slab(place.number)
+            slab.check(place)
             registration.note(place.number, slab.data)
             frames.append(slab.data[place.offset : place.offset + place.size_bytes])
             confirms.append(partial(slab.confirm, place.offset, place.generation))
@@ -287,8 +286,8 @@ class CudaClient(DevicePutting):
     ) -> Iterator[Run]:
         """Yield what arrives, a batch at a time; the leases of all of them end with *stack*."""
         terms, count = transport.session.terms, 0
-        digests = split_digests(packed(reading.keys, terms.namespace), len(reading.keys))
-        for first, some in batches(digests, terms.max_batch_chunks):
+        digests = packed(reading.keys, terms.namespace)
+        for first, some in digest_batches(digests, terms.max_batch_chunks):
             if count < first:
                 return
             arriving = transport.get_on_device(some, left_ms(), reading.reader, reading.least)

@@ -37,7 +37,7 @@ def _listed(tensors: Any) -> list[Any]:
         raise InvalidRequestError("tensors", type(tensors).__name__, fix) from None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EncodedChunk(Outgoing):
     """A chunk whose frame is there already, checksums and all."""
 
@@ -78,7 +78,7 @@ class _Frames:
         for template, sums, frame in zip(self._templates, self._sums, frames, strict=False):
             header = as_bytes(pack_header(raw_header(template, sums)))
             copy_bytes(frame[: len(header)], header)
-            found.append(EncodedChunk(template, (), frame))
+            found.append(EncodedChunk(template, (), frame=frame))
         return found
 
 

@@ -8,10 +8,9 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from kvstore.client.batches import batches, digest_batches
 from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.client.prefill import chunks_worth_loading
-from kvstore.client.server_link import LeftMs, ServerLink, packed
+from kvstore.client.server_link import LeftMs, ServerLink, batches, digest_batches, packed
 from kvstore.client.transports.base import Transport
 from kvstore.client.view import View
 from kvstore.proto import kvstore_pb2 as pb
@@ -46,7 +45,8 @@ def look_up(
         matches: list[Match] = []
         places: list[bytes] = []
         try:
-            for part in digest_batches(packed(keys, terms.namespace), terms.max_batch_chunks):
+            digests, limit = packed(keys, terms.namespace), terms.max_batch_chunks
+            for _, part in digest_batches(digests, limit):
                 request.digests, request.deadline_ms = part, left_ms()
                 request.wait_ms = max(0, wanted.wait_ms - (total_ms - request.deadline_ms))
                 reply = transport.calls.call(

@@ -187,15 +187,3 @@ def keys_of_digests(packed: bytes, space: Namespace, limit: int) -> list[ChunkKe
     halves = np.empty((len(digests), 2), _DIGEST)
     halves[:, 0], halves[:, 1] = np.void(space), digests
     return cast("list[ChunkKey]", halves.view(f"V{KEY_BYTES}").ravel().tolist())
-
-
-def cut_keys(keys: Sequence[ChunkKey], space: Namespace) -> bytes | None:
-    """Return the packed digests of *keys*; None when any is no key of the namespace *space*."""
-    try:
-        joined = b"".join(keys)
-    except TypeError:
-        return None
-    if not set(map(len, keys)) <= {KEY_BYTES}:
-        return None
-    halves = np.ndarray((len(keys), 2), _DIGEST, joined)
-    return halves[:, 1].tobytes() if halves[:, 0].tobytes() == space * len(keys) else None

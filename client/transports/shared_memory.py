@@ -6,17 +6,17 @@ import mmap
 import os
 import socket
 import threading
-import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
 from typing_extensions import override
 
-from kvstore.client.connection import Until, countdown
+from kvstore.client.connection import SLACK_S, Until
 from kvstore.client.frames import FileFrame, FrameAssembler, OpenFile
 from kvstore.client.session import Session, hangs, peer_pid
 from kvstore.client.transports.base import (
@@ -47,21 +47,21 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.frame import KEY_OFFSET, raw_frame_bytes
-from kvstore.proto.keys import chunk_key
-from kvstore.proto.types import KEY_BYTES, ChainDigest, ChunkKey, KVLayout
+from kvstore.proto.keys import keys_of_digests
+from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES, ChunkKey, KVLayout
 from kvstore.proto.unix_socket import (
     NOWHERE,
     PLACE_ROW,
+    ROW_BYTES,
     Place,
     Reach,
-    check_rows,
     unpack_places,
 )
 
 _SOCKET_TIMEOUT_S = 2.0
 ATTACH_WITHIN_S = 2 * _SOCKET_TIMEOUT_S
-_GENERATION_BYTES = 8
-_MEMORY = int(Reach.memory)
+_MEMORY, _PEER = int(Reach.memory), int(Reach.peer)
+_HOLDER = attrgetter("reach", "number")
 _MAX_SLABS = 4096
 _MAX_FILES = 256
 _WORD_BYTES = 8
@@ -139,7 +139,7 @@ class ShmTransport(Transport):
 
     @override
     def put(self, chunks: Sequence[Outgoing], terms: PutTerms) -> list[Put]:
-        left_ms = countdown(terms.within_ms)
+        left_ms = Until(terms.within_ms).left_ms
         if not self._put_lock.acquire(timeout=left_ms() / 1000):
             raise DeadlineError("other puts had the staging memory all the time")
         try:
@@ -148,7 +148,7 @@ class ShmTransport(Transport):
             terms = replace(terms, within_ms=left_ms())
             pipeline = PutPipeline(self._staging, self.session, self.rpc, terms)
             try:
-                return pipeline.run(list(self._staging.groups(chunks)))
+                return pipeline.run(chunks)
             finally:
                 # Written to again, it would change what the server is copying, and sums as it
                 # copies: wrong bytes with right checksums.
@@ -169,7 +169,7 @@ class ShmTransport(Transport):
     def replies(self, stack: ExitStack, request: pb.GetRequest) -> Iterator[pb.GetResponse]:
         """Yield the replies of a get. With *stack* it ends, and so does a lease of its own."""
         leases: set[int] = set()
-        until = Until.of(request.deadline_ms)
+        until = Until(request.deadline_ms)
         stack.callback(self._release_own, leases, request.lease_id, until)
         calls = stack.enter_context(closing(self.rpc.stream("Get", request, request.deadline_ms)))
         for reply in calls:
@@ -178,52 +178,58 @@ class ShmTransport(Transport):
 
     def _release_own(self, leases: set[int], given: int, until: Until) -> None:
         if own := leases - {0, given}:
-            self.release(own, until.left_ms())  # a millisecond at least: who reads may be slow
+            self.release(own, until.left_ms(1))  # who reads may be slow
 
     def _frames(
         self, stack: ExitStack, request: pb.GetRequest, plan: ReadPlan
     ) -> Iterator[Arrival]:
         """Yield what *request* brings. What another server did not send comes by way of ours."""
-        until = time.monotonic() + plan.deadline_ms / 1000
+        until = Until(plan.deadline_ms)
         if not self._peers.are_there:
             plan = replace(plan, direct=None)
         if plan.direct is not None:
             request.peers.extend(self._peers.numbers())
         first: int | None = 0
         while first is not None:
-            request.digests = b"".join(plan.digests[first:])
-            request.deadline_ms = max(1, int(1000 * (until - time.monotonic())))
+            request.digests = plan.digests[DIGEST_BYTES * first :]
+            request.deadline_ms = until.left_ms(1)
             first = yield from self._answer(self.replies(stack, request), first, plan, until)
             del request.peers[:]
 
     def _answer(
-        self, replies: Iterator[pb.GetResponse], first: int, plan: ReadPlan, until: float
+        self, replies: Iterator[pb.GetResponse], first: int, plan: ReadPlan, until: Until
     ) -> Generator[Arrival, None, int | None]:
         """Yield what *replies* of a get of the chunks from the *first* on put in reach.
 
         Return the first chunk that another server should have sent and did not, if one did not.
         """
-        assembler = FrameAssembler(self.session.terms.max_frame_bytes, room_of())
+        assembler: FrameAssembler | None = None
+        index = first
         for reply in replies:
             if reply.HasField("part"):
+                limit_bytes = self.session.terms.max_frame_bytes
+                assembler = assembler or FrameAssembler(limit_bytes, room_of())
+                assembler.next_index = index - first
                 whole = whole_frame(assembler, arrival_of(reply))
+                index = first + assembler.next_index
                 if whole is not None:
                     yield replace(whole, index=first + whole.index)
                 continue
             names, index = reply.places.tier_names, first + reply.index
             if reply.places.peers:
                 self._peers.note(reply.places.peers)
-            for number, run in groupby(unpack_places(reply.places.rows), key=_lender):
+            for (reach, number), run in groupby(unpack_places(reply.places.rows), key=_HOLDER):
                 start, index = index, index + len(places := list(run))
-                if number is None:
+                if reach != _PEER:
                     for at, place in enumerate(places, start):
                         yield self._arrival(at, names[place.tier], place)
                 elif plan.direct is not None:
-                    lent = LentRun(number, start, self._keys(plan.digests[start:index]))
-                    left = yield from self._peers.read(lent, plan.direct, until)
+                    digests = plan.digests[DIGEST_BYTES * start : DIGEST_BYTES * index]
+                    keys = keys_of_digests(digests, self.session.terms.namespace, len(places))
+                    lent, until_s = LentRun(number, start, keys), until.at_s - SLACK_S
+                    left = yield from self._peers.read(lent, plan.direct, until_s)
                     if left is not None:
                         return left
-            assembler.next_index = index - first
         return None
 
     def _arrival(self, index: int, tier: str, place: Place) -> Arrival:
@@ -232,13 +238,13 @@ class ShmTransport(Transport):
             # What a file holds is proven by its key and checksums: it is copied as it is read.
             file = FileFrame(self.slabs.file(place.number), place.offset, size_bytes)
             return Arrival(index, tier, size_bytes, file)
-        slab = self.slabs.reach(place)
+        if place.reach != _MEMORY:
+            raise InvalidRequestError("reach", place.reach, "this client reads memory and files")
+        slab = self.slabs.slab(place.number)
+        slab.check(place)
         frame = slab.data[place.offset : place.offset + size_bytes]
         confirm = partial(slab.confirm, place.offset, place.generation)
         return Arrival(index, tier, size_bytes, frame, confirm)
-
-    def _keys(self, digests: Sequence[ChainDigest]) -> list[ChunkKey]:
-        return [chunk_key(self.session.terms.namespace, digest) for digest in digests]
 
     def _ranges(
         self, replies: Iterator[pb.GetResponse], ranges: Sequence[pb.FrameRange]
@@ -281,27 +287,22 @@ class ShmTransport(Transport):
         self._peers.close()
 
 
-def _lender(place: Place) -> int | None:
-    return place.number if place.reach == Reach.peer else None
-
-
 class SlabMap:
     """One slab: its bytes, and the generations among them as words of eight bytes."""
 
-    __slots__ = ("bytes", "data", "size_bytes", "words")
+    __slots__ = ("bytes", "data", "words")
 
     def __init__(self, memory: mmap.mmap) -> None:
         self.data: Bytes = np.frombuffer(memory, np.uint8)
         self.bytes = memoryview(memory)
         """The same as ``data``, for who compares a few of them."""
         self.words = self.bytes[: len(memory) // 8 * 8].cast("Q")
-        self.size_bytes = len(memory)
 
     def check(self, place: Place) -> None:
         """Raise InvalidRequestError unless *place* lies within, LeaseExpiredError once reused."""
         offset, stop = place.offset, place.offset + place.size_bytes
-        if offset < _GENERATION_BYTES or offset & 7 or stop > self.size_bytes:
-            raise InvalidRequestError("place", (offset, stop), f"slab has {self.size_bytes} bytes")
+        if offset < _WORD_BYTES or offset % _WORD_BYTES or stop > len(self.data):
+            raise InvalidRequestError("place", (offset, stop), f"slab has {len(self.data)} bytes")
         self.confirm(offset, place.generation)
 
     def confirm(self, offset: int, generation: int) -> None:
@@ -324,28 +325,22 @@ class Slabs:
         # One question at a time on the socket; also guards the two above.
         self._lock = threading.Lock()
 
-    def reach(self, place: Place) -> SlabMap:
-        """Return the slab that *place* lies in, checked.
-
-        Raises LeaseExpiredError when its memory was reused, InvalidRequestError for a place
-        outside its slab, TierUnavailableError when the server does not give the slab.
-        """
-        if place.reach != _MEMORY:
-            raise InvalidRequestError("reach", place.reach, "this client reads memory only")
-        slab = self._slabs.get(place.number)
-        if slab is None:
-            slab = self.slab(place.number)
-        slab.check(place)
-        return slab
-
-    def slab(self, slab_id: int) -> SlabMap:
-        """Return a whole slab. Raises TierUnavailableError."""
+    def slab(self, number: int) -> SlabMap:
+        """Return a slab, mapped whole. Raises TierUnavailableError."""
+        slab = self._slabs.get(number)
+        if slab is not None:
+            return slab
         with self._lock:
-            slab = self._slabs.get(slab_id)
+            slab = self._slabs.get(number)
             if slab is None:
                 if len(self._slabs) >= _MAX_SLABS:
                     self._slabs.clear()
-                slab = self._slabs[slab_id] = self._ask_slab(slab_id)
+                descriptor, size_bytes = self._ask(unix_socket.Op.slab, number)
+                try:
+                    memory = mmap.mmap(descriptor, size_bytes, prot=mmap.PROT_READ)
+                finally:
+                    os.close(descriptor)
+                slab = self._slabs[number] = SlabMap(memory)
             return slab
 
     def file(self, extent: int) -> OpenFile:
@@ -363,17 +358,11 @@ class Slabs:
         with self._lock:
             try:
                 socket.send_fds(self._socket, [request.pack()], [descriptor])
-                return unix_socket.unpack_reply(self._socket.recv(unix_socket.HEADER_BYTES))[0]
+                head = self._socket.recv(unix_socket.HEADER_BYTES)
+                return unix_socket.unpack_head(head, unix_socket.REPLY_KINDS)[0]
             except (OSError, InvalidRequestError) as error:
                 self._socket.close()
                 raise TierUnavailableError("shm", f"the server hung up: {error}") from None
-
-    def _ask_slab(self, slab_id: int) -> SlabMap:
-        descriptor, size_bytes = self._ask(unix_socket.Op.slab, slab_id)
-        try:
-            return SlabMap(mmap.mmap(descriptor, size_bytes, prot=mmap.PROT_READ))
-        finally:
-            os.close(descriptor)
 
     def _ask(self, op: unix_socket.Op, number: int) -> tuple[int, int]:
         """Return a descriptor, ours to close, and its size."""
@@ -385,7 +374,8 @@ class Slabs:
             self._socket.close()
             raise TierUnavailableError("shm", f"the server hung up: {error}") from None
         try:
-            reply, size_bytes = unix_socket.unpack_reply(message)
+            kinds = unix_socket.REPLY_KINDS
+            reply, size_bytes, _ = unix_socket.unpack_head(message, kinds)
             if reply is not unix_socket.Reply.ok or len(files) != 1:
                 raise TierUnavailableError("shm", f"{op.name} {number}: {reply.name}")
         except KVStoreError:
@@ -418,7 +408,8 @@ class LeasedViews:
     def __init__(
         self, slabs: Slabs, whole: RawGeometry, rows: bytes, keys: Sequence[ChunkKey]
     ) -> None:
-        check_rows(rows)
+        if len(rows) % ROW_BYTES:
+            raise InvalidRequestError("places", len(rows), f"send rows of {ROW_BYTES} bytes")
         self._slabs = slabs
         self._whole = whole
         self._rows = rows
@@ -446,9 +437,11 @@ class LeasedViews:
     def _look_closer(self, index: int) -> ChunkView | None:
         places = unpack_places(self._rows)
         place = places[index] if index < len(places) else NOWHERE
-        if place.reach != Reach.memory:
+        if place.reach != _MEMORY:
             return None
-        return view_at(self._keys[index], place, self._slabs.reach(place), self._whole)
+        slab = self._slabs.slab(place.number)
+        slab.check(place)
+        return view_at(self._keys[index], place, slab, self._whole)
 
     def _look(self) -> list[tuple[SlabMap, int, int] | None]:
         """Check the places of all whole chunks, a slab at a time: one by one takes twice as long.
@@ -459,7 +452,7 @@ class LeasedViews:
         found: list[tuple[SlabMap, int, int] | None] = [None] * len(self._keys)
         rows = np.frombuffer(self._rows, PLACE_ROW)[: len(self._keys)]
         is_usual = rows["size_bytes"] == self._whole.frame_bytes
-        is_usual &= rows["reach"] == int(Reach.memory)
+        is_usual &= rows["reach"] == _MEMORY
         for number in set(rows["number"][is_usual].tolist()):
             with suppress(KVStoreError):
                 slab = self._slabs.slab(number)

@@ -84,10 +84,10 @@ class BulkTransport(Transport):
     @override
     @contextmanager
     def read(self, plan: ReadPlan) -> Iterator[Arrivals]:
-        until = Until.of(plan.deadline_ms)
+        until = Until(plan.deadline_ms)
         stream = self._begin_get(self.request(plan, pb.VIA_STREAM), until)
         if stream is None:
-            with self._fallback.read(replace(plan, deadline_ms=until.left_ms())) as arriving:
+            with self._fallback.read(replace(plan, deadline_ms=until.left_ms(1))) as arriving:
                 yield arriving
             return
         frames: list[Bytes] = []
@@ -138,10 +138,10 @@ class BulkTransport(Transport):
 
     @override
     def put(self, chunks: Sequence[Outgoing], terms: PutTerms) -> list[Put]:
-        until = Until.of(terms.within_ms)
+        until = Until(terms.within_ms)
         upload = self._begin_put(terms.request(self.session), until)
         if upload is None:
-            return self._fallback.put(chunks, replace(terms, within_ms=until.left_ms()))
+            return self._fallback.put(chunks, replace(terms, within_ms=until.left_ms(1)))
         is_over = False
         try:
             with self._noted(until):
