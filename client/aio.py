@@ -186,7 +186,6 @@ class AsyncClient:
     pin = awaited(Client.pin)
     unpin = awaited(Client.unpin)
     announce_puts = awaited(Client.announce_puts)
-    plan = awaited(Client.plan)
     delete = awaited(Client.delete)
     clear = awaited(Client.clear)
     stat = awaited(Client.stat)

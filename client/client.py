@@ -11,7 +11,6 @@ from weakref import finalize, ref
 
 from kvstore.client import chunk_reads, segments
 from kvstore.client.access import check_address
-from kvstore.client.batch_plans import plan_batch
 from kvstore.client.blend.plan import NamedSegment, SegmentRange, name_segments
 from kvstore.client.chunk import Chunk, PlannedChunk, Shard
 from kvstore.client.chunk_puts import put_by_layers, put_whole
@@ -46,7 +45,7 @@ from kvstore.proto.errors import InvalidRequestError, check_text, is_whole
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.keys import chain_digests, chunk_key
 from kvstore.proto.messages import accuracy_number, engine_to_message
-from kvstore.proto.plans import MAX_HANDOVER_MS, NO_HINTS, EngineTerms, Hints, PlannedBatch
+from kvstore.proto.plans import MAX_HANDOVER_MS, NO_HINTS, EngineTerms, Hints
 from kvstore.proto.types import (
     Accuracy,
     ChunkKey,
@@ -506,15 +505,6 @@ class Client:
         request = pb.AnnouncePutsRequest(ttl_ms=milliseconds("within", within, MAX_TTL_S))
         replies = self._link.ask("AnnouncePuts", request, keys, pb.AnnouncePutsResponse)
         return sum(reply.pending for reply in replies)
-
-    def plan(self, chains: Sequence[Sequence[ChunkKey]], *, ttl: float = 0.0) -> PlannedBatch:
-        """Announce a batch of prompts, each by the keys of its chunks.
-
-        The answer says in which order to ask for them, and how often each chunk comes. With
-        *ttl*, in seconds, the server keeps their chunks until each was leased or put as often as
-        announced, the session ends or the time is up, within its limit of pins.
-        """
-        return plan_batch(self._link, chains, milliseconds("ttl", ttl, MAX_TTL_S))
 
     def delete(self, tokens: Tokens = None, *, keys: Keys = None) -> int:
         """Forget chunks on every tier; return how many. Chunks that are being read stay."""

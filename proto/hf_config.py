@@ -6,6 +6,7 @@ Works on a config by its fields, without importing transformers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import PurePath
 from typing import Any
 
 from kvstore.proto.errors import ModelError
@@ -81,6 +82,9 @@ def model_of(config: Any, revision: str, dtype: str = "") -> Model:
     the weights unless given. Raises ModelError for what the config leaves out or does not tell,
     such as the size of states.
     """
+    if isinstance(config, str | dict | PurePath):
+        fix = "give what transformers' AutoConfig.from_pretrained returns"
+        raise ModelError("config", type(config).__name__, fix)
     get_text = getattr(config, "get_text_config", None)
     name = str(getattr(config, "name_or_path", "") or getattr(config, "model_type", ""))
     text = get_text() if callable(get_text) else config
@@ -89,6 +93,8 @@ def model_of(config: Any, revision: str, dtype: str = "") -> Model:
             fix = "this model's cache is of another kind: state its layer groups by Model(...)"
             raise ModelError(field, getattr(text, field), fix)
     dtype = dtype or str(getattr(text, "dtype", None) or getattr(text, "torch_dtype", None) or "")
+    if not dtype:
+        raise ModelError("dtype", dtype, "the config states none: give it, as dtype='bfloat16'")
     groups = _groups(text, DType.parse(dtype))
     return Model(name, revision, "none", "none", groups, rope_parameters(text), OWN_TOKENIZER)
 

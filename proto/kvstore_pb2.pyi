@@ -320,32 +320,6 @@ class Hints(_message.Message):
     handover_ms: int
     def __init__(self, reuse: _Optional[_Union[Reuse, str]] = ..., priority: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., pin_ms: _Optional[int] = ..., category: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., handover_ms: _Optional[int] = ...) -> None: ...
 
-class PlanRequest(_message.Message):
-    __slots__ = ("session_id", "chains", "lengths", "ttl_ms")
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    CHAINS_FIELD_NUMBER: _ClassVar[int]
-    LENGTHS_FIELD_NUMBER: _ClassVar[int]
-    TTL_MS_FIELD_NUMBER: _ClassVar[int]
-    session_id: int
-    chains: bytes
-    lengths: _containers.RepeatedScalarFieldContainer[int]
-    ttl_ms: int
-    def __init__(self, session_id: _Optional[int] = ..., chains: _Optional[bytes] = ..., lengths: _Optional[_Iterable[int]] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
-
-class PlanResponse(_message.Message):
-    __slots__ = ("server", "order", "uses", "kept", "peak_chunks")
-    SERVER_FIELD_NUMBER: _ClassVar[int]
-    ORDER_FIELD_NUMBER: _ClassVar[int]
-    USES_FIELD_NUMBER: _ClassVar[int]
-    KEPT_FIELD_NUMBER: _ClassVar[int]
-    PEAK_CHUNKS_FIELD_NUMBER: _ClassVar[int]
-    server: Server
-    order: _containers.RepeatedScalarFieldContainer[int]
-    uses: bytes
-    kept: int
-    peak_chunks: int
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., order: _Optional[_Iterable[int]] = ..., uses: _Optional[bytes] = ..., kept: _Optional[int] = ..., peak_chunks: _Optional[int] = ...) -> None: ...
-
 class GetRequest(_message.Message):
     __slots__ = ("session_id", "digests", "lease_id", "deadline_ms", "via", "min_accuracy", "layer_major", "ranges", "skip_rows", "peers", "key_namespace")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -463,26 +437,20 @@ class ReleaseResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., released: _Optional[int] = ...) -> None: ...
 
 class PutRequest(_message.Message):
-    __slots__ = ("session_id", "frame_bytes", "data", "durable", "deadline_ms", "layer_major", "frame", "offset", "hints")
+    __slots__ = ("session_id", "frame_bytes", "data", "durable", "deadline_ms", "hints")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
-    LAYER_MAJOR_FIELD_NUMBER: _ClassVar[int]
-    FRAME_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     frame_bytes: int
     data: bytes
     durable: bool
     deadline_ms: int
-    layer_major: bool
-    frame: int
-    offset: int
     hints: Hints
-    def __init__(self, session_id: _Optional[int] = ..., frame_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., durable: bool = ..., deadline_ms: _Optional[int] = ..., layer_major: bool = ..., frame: _Optional[int] = ..., offset: _Optional[int] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[int] = ..., frame_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., durable: bool = ..., deadline_ms: _Optional[int] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ...) -> None: ...
 
 class PutResponse(_message.Message):
     __slots__ = ("server", "outcomes", "reasons")
@@ -1284,20 +1252,18 @@ class ReportReuseResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., gate: _Optional[_Union[Gate, _Mapping]] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
-    __slots__ = ("session_id", "key_namespace", "digests", "min_accuracy", "recent", "spaces")
+    __slots__ = ("session_id", "key_namespace", "digests", "min_accuracy", "recent")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     KEY_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     MIN_ACCURACY_FIELD_NUMBER: _ClassVar[int]
     RECENT_FIELD_NUMBER: _ClassVar[int]
-    SPACES_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     key_namespace: bytes
     digests: bytes
     min_accuracy: int
     recent: int
-    spaces: bool
-    def __init__(self, session_id: _Optional[int] = ..., key_namespace: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., min_accuracy: _Optional[int] = ..., recent: _Optional[int] = ..., spaces: bool = ...) -> None: ...
+    def __init__(self, session_id: _Optional[int] = ..., key_namespace: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., min_accuracy: _Optional[int] = ..., recent: _Optional[int] = ...) -> None: ...
 
 class ChunkReason(_message.Message):
     __slots__ = ("digest", "state", "reason", "copies")
@@ -1379,14 +1345,13 @@ class EngineReport(_message.Message):
     def __init__(self, ago_s: _Optional[float] = ..., client: _Optional[str] = ..., model_id: _Optional[str] = ..., counts: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
-    __slots__ = ("server", "hit_chunks", "chunks", "near", "recent", "engines", "spaces", "gates", "left_out")
+    __slots__ = ("server", "hit_chunks", "chunks", "near", "recent", "engines", "gates", "left_out")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     HIT_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     NEAR_FIELD_NUMBER: _ClassVar[int]
     RECENT_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
-    SPACES_FIELD_NUMBER: _ClassVar[int]
     GATES_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     server: Server
@@ -1395,10 +1360,9 @@ class ExplainResponse(_message.Message):
     near: _containers.RepeatedCompositeFieldContainer[KnownSpace]
     recent: _containers.RepeatedCompositeFieldContainer[Miss]
     engines: _containers.RepeatedCompositeFieldContainer[EngineReport]
-    spaces: _containers.RepeatedCompositeFieldContainer[KnownSpace]
     gates: _containers.RepeatedCompositeFieldContainer[Gate]
     left_out: int
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., hit_chunks: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[ChunkReason, _Mapping]]] = ..., near: _Optional[_Iterable[_Union[KnownSpace, _Mapping]]] = ..., recent: _Optional[_Iterable[_Union[Miss, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineReport, _Mapping]]] = ..., spaces: _Optional[_Iterable[_Union[KnownSpace, _Mapping]]] = ..., gates: _Optional[_Iterable[_Union[Gate, _Mapping]]] = ..., left_out: _Optional[int] = ...) -> None: ...
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., hit_chunks: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[ChunkReason, _Mapping]]] = ..., near: _Optional[_Iterable[_Union[KnownSpace, _Mapping]]] = ..., recent: _Optional[_Iterable[_Union[Miss, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineReport, _Mapping]]] = ..., gates: _Optional[_Iterable[_Union[Gate, _Mapping]]] = ..., left_out: _Optional[int] = ...) -> None: ...
 
 class QuotaRequest(_message.Message):
     __slots__ = ("tenant",)

@@ -59,11 +59,6 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_proto_dot_kvstore__pb2.LookupRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.LookupResponse.FromString,
                 _registered_method=True)
-        self.Plan = channel.unary_unary(
-                '/kvstore.v1.KVStore/Plan',
-                request_serializer=kvstore_dot_proto_dot_kvstore__pb2.PlanRequest.SerializeToString,
-                response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.PlanResponse.FromString,
-                _registered_method=True)
         self.Get = channel.unary_stream(
                 '/kvstore.v1.KVStore/Get',
                 request_serializer=kvstore_dot_proto_dot_kvstore__pb2.GetRequest.SerializeToString,
@@ -233,12 +228,6 @@ class KVStoreServicer(object):
     def Lookup(self, request, context):
         """Reading.
         """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Plan(self, request, context):
-        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -440,11 +429,6 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Lookup,
                     request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.LookupRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_kvstore__pb2.LookupResponse.SerializeToString,
-            ),
-            'Plan': grpc.unary_unary_rpc_method_handler(
-                    servicer.Plan,
-                    request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.PlanRequest.FromString,
-                    response_serializer=kvstore_dot_proto_dot_kvstore__pb2.PlanResponse.SerializeToString,
             ),
             'Get': grpc.unary_stream_rpc_method_handler(
                     servicer.Get,
@@ -717,33 +701,6 @@ class KVStore(object):
             '/kvstore.v1.KVStore/Lookup',
             kvstore_dot_proto_dot_kvstore__pb2.LookupRequest.SerializeToString,
             kvstore_dot_proto_dot_kvstore__pb2.LookupResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Plan(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.v1.KVStore/Plan',
-            kvstore_dot_proto_dot_kvstore__pb2.PlanRequest.SerializeToString,
-            kvstore_dot_proto_dot_kvstore__pb2.PlanResponse.FromString,
             options,
             channel_credentials,
             insecure,

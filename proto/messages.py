@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from enum import IntEnum
 from functools import lru_cache, partial
-from itertools import accumulate, pairwise
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from google.protobuf.message import Message
@@ -265,11 +264,3 @@ def engine_from_message(request: pb.LookupRequest | pb.ResolveRequest) -> Engine
     if not request.HasField("prefill"):
         return None
     return EngineTerms(as_value(PrefillModel, request.prefill), request.prefill.tokens)
-
-
-def chains_of(digests: Sequence[T], lengths: Sequence[int]) -> list[Sequence[T]]:
-    """Cut *digests* into chains of these *lengths*. Raises InvalidRequestError."""
-    ends = [0, *accumulate(lengths)]
-    if ends[-1] != len(digests):
-        raise InvalidRequestError("lengths", ends[-1], f"as many as chains has, {len(digests)}")
-    return [digests[first:stop] for first, stop in pairwise(ends)]

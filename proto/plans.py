@@ -84,21 +84,6 @@ class EngineTerms:
             raise InvalidRequestError("prompt_tokens", self.prompt_tokens, "a count, or 0")
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedBatch:
-    """What a batch of prompts has in common.
-
-    ``order``: the prompts by number, those that share a prefix one after the other. ``uses[i]``:
-    for each chunk of prompt i, in how many prompts of the batch it is. ``kept``: chunks that are
-    here and kept for their uses. ``peak_chunks``: how many are in need at once in this order.
-    """
-
-    order: tuple[int, ...]
-    uses: tuple[tuple[int, ...], ...]
-    kept: int
-    peak_chunks: int
-
-
 MAX_PRIORITY = 100
 NO_PRIORITY = 50
 """Of chunks without a priority."""

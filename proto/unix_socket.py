@@ -239,8 +239,8 @@ def _method(name: str) -> Method:
     return Method(name, getattr(pb, method.input_type.name), getattr(pb, method.output_type.name))
 
 
-_NAMES = "Lookup Get Release Reserve Commit Abort Plan Resolve ReportReuse PutDevice"
-METHODS = dict(enumerate(map(_method, _NAMES.split()), 1))
+_NAMES = "Lookup Get Release Reserve Commit Abort - Resolve ReportReuse PutDevice"
+METHODS = {number: _method(name) for number, name in enumerate(_NAMES.split(), 1) if name != "-"}
 """What may be called so: what every put and get needs. Numbers are never used again."""
 
 REPLIES = {method.name: method.reply for method in METHODS.values()}

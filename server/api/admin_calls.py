@@ -287,17 +287,12 @@ class AdminCalls:
             reply.left_out += _fill(reply.recent, map(self._miss, misses), LIST_BYTES)
             reply.left_out += _fill(reply.engines, map(self._report, reports), LIST_BYTES)
             reply.left_out += _fill(reply.gates, gates, LIST_BYTES)
-        if request.spaces:
-            spaces, count = self._explainer.spaces.all(), self._catalog.queries.count_in
-            known = (_space_message(one, count(one.namespace)) for one in spaces)
-            reply.left_out += _fill(reply.spaces, known, 2 * LIST_BYTES)
         return reply
 
     def _space(self, request: pb.ExplainRequest, peer: str) -> Namespace:
         if request.session_id:
-            fix = "ask for recent misses and spaces without a session, on the server's host"
-            is_own = not (request.recent or request.spaces)
-            require(is_own, "session_id", request.session_id, fix)
+            fix = "ask for recent misses without a session, on the server's host"
+            require(not request.recent, "session_id", request.session_id, fix)
             return self._sessions.get(request.session_id).namespace
         check_local(peer, "Explain without a session")
         space = Namespace(request.key_namespace)

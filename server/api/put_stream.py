@@ -1,4 +1,4 @@
-"""A PutStream: frames that arrive in pieces, one after another or layer by layer."""
+"""A PutStream: frames that arrive in pieces, one after another."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
+from kvstore.proto.buffers import Bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, KVStoreError
-from kvstore.proto.frame import FLAG_UNSUMMED, FrameHeader, parse_header
+from kvstore.proto.frame import FrameHeader, parse_header
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.messages import hints_from_message
 from kvstore.proto.types import ChunkInfo, ChunkKey
@@ -41,10 +41,8 @@ class _Frame:
 class PutStream:
     """Receives the frames of the stream that *first* begins. Used once, by one thread, and closed.
 
-    Of frames one after another those before a bad one stay stored. Of a ``layer_major`` stream all
-    stay, or none: a frame begins with its header, whose checksums are still open, and ends with the
-    header that has them; nothing is visible before the stream ends, all its frames whole. Raises
-    InvalidRequestError for what this server cannot promise.
+    The frames before a bad one stay stored. Raises InvalidRequestError for what this server cannot
+    promise.
     """
 
     def __init__(self, store: Store, checks: Checks, first: pb.PutRequest) -> None:
@@ -75,7 +73,7 @@ class PutStream:
                 raise InvalidRequestError("frame_bytes", 0, "give it with a frame's first message")
             self._checks.batch("frames", len(self._frames) + 1)
             header = parse_header(data, takes_shards=True)
-            frame = self._begin(session, header, frame_bytes, is_last=None)
+            frame = self._begin(session, header, frame_bytes)
             if isinstance(frame.ticket, PutTicket) and frame.ticket.room is not None:
                 key, head = header.key, header.header_bytes
                 frame.check = FrameVerifier(frame.ticket.room, key, head)
@@ -84,14 +82,11 @@ class PutStream:
             copy_bytes(room, data)
         self.landed(len(data))
 
-    def _begin(
-        self, session: Session, header: FrameHeader, frame_bytes: int, *, is_last: bool | None
-    ) -> _Frame:
+    def _begin(self, session: Session, header: FrameHeader, frame_bytes: int) -> _Frame:
         info, part = self._checks.chunk(session, header.info(), header.shard, frame_bytes)
-        if is_last is None:
-            self._commit_last(info)
+        self._commit_last(info)
         begun = self._store.writes.open(
-            session, info, self._deadline, self._hints, is_last=is_last, part=part
+            session, info, self._deadline, self._hints, is_last=None, part=part
         )
         frame = _Frame(header.key, header.header_bytes, header.frame_bytes)
         if isinstance(begun, PutResult):
@@ -130,47 +125,14 @@ class PutStream:
         if frame.is_whole and getattr(frame.ticket, "kept_layout", None) is None:
             self._commit(frame)
 
-    def take_layer(self, session: Session, message: pb.PutRequest) -> None:
-        """Take the next piece of a ``layer_major`` stream; raises as ``take``."""
-        if message.frame == len(self._frames):
-            self._begin_layers(session, message)
-            return
-        if message.frame > len(self._frames):
-            raise InvalidRequestError("frame", message.frame, "begin frames one after another")
-        frame = self._frames[message.frame]
-        start, stop = message.offset, message.offset + len(message.data)
-        head, end = frame.header_bytes, frame.frame_bytes
-        is_header = start == 0 and stop == head
-        if frame.is_whole or not message.data or not (is_header or start >= head):
-            raise InvalidFrameError("offset", start, "send segments, and the header last, once")
-        if stop > end:
-            raise InvalidFrameError("data", stop, f"the frame has {end} bytes")
-        frame.is_whole = is_header
-        if frame.ticket is not None and frame.ticket.room is not None:
-            copy_bytes(frame.ticket.room[start:stop], as_bytes(message.data))
-
-    def _begin_layers(self, session: Session, message: pb.PutRequest) -> None:
-        self._checks.batch("frames", len(self._frames) + 1)
-        header = parse_header(as_bytes(message.data), FLAG_UNSUMMED)
-        end = header.header_bytes
-        if len(message.data) != end or not header.flags & FLAG_UNSUMMED:
-            raise InvalidFrameError("data", len(message.data), "begin with an open header, alone")
-        frame = self._begin(session, header, message.frame_bytes, is_last=True)
-        if frame.ticket is not None and frame.ticket.room is not None:
-            for row in header.segments:  # what no segment covers, and no checksum
-                frame.ticket.room[end : int(row["offset"])] = 0
-                end = int(row["offset"]) + int(row["stored_bytes"])
-
     def finish(self) -> list[PutResult]:
         """Return what became of each frame, durable where that was requested."""
-        for number, frame in enumerate(self._frames):
-            if not frame.is_whole and self._first.layer_major:
-                raise InvalidFrameError("frame", number, "the stream ended before it was whole")
+        for frame in self._frames:
             if not frame.is_whole:
                 raise InvalidFrameError("frame", frame.received_bytes, "the stream ended inside it")
         results = []
         for frame in self._frames:
-            self._commit(frame, is_last=not self._first.layer_major)
+            self._commit(frame, is_last=True)
             assert frame.result is not None
             results.append(frame.result)
         if not self._first.durable:
@@ -181,9 +143,8 @@ class PutStream:
 
     def close(self) -> None:
         """Free what did not become whole."""
-        if not self._first.layer_major:
-            with suppress(KVStoreError):  # the frames before a bad one stay
-                self._commit_last()
+        with suppress(KVStoreError):  # the frames before a bad one stay
+            self._commit_last()
         for frame in self._frames:
             if frame.ticket is not None:
                 self._store.writes.discard(frame.ticket)

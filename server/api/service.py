@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
 from grpc import ServicerContext as Context
 
 from kvstore.codecs.base import CODECS
@@ -63,7 +62,6 @@ if TYPE_CHECKING:  # their files load redis or torch
 
 MAX_CLIENT_CHARS = 128
 MAX_NODE_ID_CHARS = 128
-MAX_PLAN_TTL_MS = 3600 * 1000
 """How long announced chunks are kept; 0 keeps nothing."""
 MAX_LISTED_PEERS = 16
 """Of those that are there; clients learn of further ones as they read what these have."""
@@ -210,17 +208,6 @@ class DataCalls:
         reply.server_us = int(1e6 * (self._clock() - started))
         return reply
 
-    def Plan(self, request: pb.PlanRequest, session: Session) -> pb.PlanResponse:
-        """Order the prompts of a batch, and keep the chunks that they share."""
-        if request.ttl_ms > MAX_PLAN_TTL_MS:
-            raise InvalidRequestError("ttl_ms", request.ttl_ms, f"at most {MAX_PLAN_TTL_MS}")
-        self._checks.batch("lengths", len(request.lengths))
-        keys = self._checks.keys(session, request.chains)
-        chains = messages.chains_of(keys, request.lengths)
-        plan, kept = self._store.plan(session, chains, request.ttl_ms / 1000)
-        uses = np.array([plan.uses[key] for key in keys], "<u4").tobytes()
-        return messages.as_message(pb.PlanResponse, plan, uses=uses, kept=kept)
-
     def Get(self, request: pb.GetRequest, session: Session) -> Iterator[pb.GetResponse]:
         """Yield chunks' frames or places; a lease of this call's own ends with it."""
         if request.via not in REACH:
@@ -256,10 +243,7 @@ class DataCalls:
             get, requests = self._sessions.get, chain((first,), request_iterator)
             with closing(PutStream(self._store, self._checks, first)) as stream:
                 for one in requests:
-                    if first.layer_major:
-                        stream.take_layer(get(one.session_id), one)
-                    else:
-                        stream.take(get(one.session_id), one.frame_bytes, as_bytes(one.data))
+                    stream.take(get(one.session_id), one.frame_bytes, as_bytes(one.data))
                 results = stream.finish()
         return pb.PutResponse(**outcomes(results))
 

@@ -17,7 +17,6 @@ from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
     DeadlineError,
-    InvalidRequestError,
     KVStoreError,
     PermissionDeniedError,
     TierUnavailableError,
@@ -191,8 +190,6 @@ class BulkService:
         has_begun = False
         try:
             self._admit(caller, request.session_id, "Put")
-            if request.layer_major:
-                raise InvalidRequestError("layer_major", True, "put so through gRPC")
             wire.set_timeout(bulk.SILENCE_S, self._checks.deadline(request.deadline_ms))
             stream = PutStream(self._store, self._checks, request)
             with self._traced("Put"), closing(stream):

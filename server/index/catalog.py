@@ -116,18 +116,13 @@ class Catalog:
         self, tier: str, infos: Sequence[ChunkInfo], put_info: PutInfo | None, *, is_new: bool
     ) -> None:
         """Note the copy of one chunk, or of a chain of one layout and size that is new."""
-        index, known, uses = self._index, self._metadata, self._holds.uses
+        index, known = self._index, self._metadata
         if orphans := self.orphans[tier]:
             orphans.difference_update([info.key for info in infos])
         rows = index.add(tier, infos)
         facts, flops = None, [0.0]
         if is_new:
             facts, flops = known.facts(rows, infos, put_info or _UNKNOWN)
-        if is_new and uses.batches:
-            for info in infos:
-                if put_info is not None:  # who put it has used it
-                    uses.used([info.key])
-                self._holds.unkept += not uses.keep(info.key, info.size_bytes)
         number, parent = index.tiers.index(tier), index.parents[rows[0]]
         self._access_log.note(
             Stored(number, rows, parent, infos[0].size_bytes, facts, flops, self._clock())
@@ -150,7 +145,6 @@ class Catalog:
         is_last = not self._index.holders(row)
         if is_last:
             self._metadata.hints.forget(row)
-            self._holds.uses.gone(key)
         if known:
             for listener in self.listeners:
                 listener.removed(tier, key, is_last=is_last)
@@ -333,7 +327,6 @@ class Catalog:
     def release_session(self, session_id: int) -> int:
         """End all leases of a session, and what it announced."""
         with self._lock:
-            self._holds.uses.drop(lambda batch: batch.session_id == session_id)
             self.in_flight.drop(lambda put: put.session_id == session_id)
             return self._holds.leases.drop(lambda lease: lease.session_id == session_id)
 
@@ -344,7 +337,7 @@ class Catalog:
             self.in_flight.drop(lambda put: put.until <= now)
             return self._holds.expire(now)
 
-    # --- pins, hints and announced uses
+    # --- pins and hints
 
     def pin(self, keys: Iterable[ChunkKey], ttl_s: float) -> int:
         """Keep known chunks for *ttl_s* seconds; return how many. Raises QuotaExceededError."""
@@ -403,22 +396,6 @@ class Catalog:
         """Whether the chunk is read, pinned or to be used, so that it cannot be forgotten."""
         with self._lock:
             return self._holds.is_held(key)
-
-    def announce(self, session_id: int, uses: Mapping[ChunkKey, int], ttl_s: float) -> int:
-        """Keep chunks, as they come, for a batch for *ttl_s* at most; return how many are here."""
-        with self._lock:
-            self._holds.uses.announce(session_id, uses, self._clock() + ttl_s)
-            planned, index = self._holds.uses, self._index
-            for key in uses:
-                if row := index.row(key):
-                    self._holds.unkept += not planned.keep(key, index.any_size_bytes(row))
-            return len(uses.keys() & planned.kept.keys())
-
-    def take_unkept(self) -> int:
-        """Return how many announced chunks came since the last time that found no room."""
-        with self._lock:
-            count, self._holds.unkept = self._holds.unkept, 0
-            return count
 
     def evicted_below(self, key: ChunkKey) -> None:
         """A lower tier is about to evict a chunk: that shows how long they stay there."""

@@ -1,11 +1,10 @@
-"""Holds: what keeps chunks from eviction. Leases, pins, hand-overs, planned uses."""
+"""Holds: what keeps chunks from eviction. Leases, pins, hand-overs."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple
 
 from kvstore.proto.errors import LeaseExpiredError, QuotaExceededError
@@ -121,84 +120,6 @@ def _count_down(counter: Counter[Any], key: object) -> None:
         counter[key] = left
 
 
-MAX_ANNOUNCED = 1 << 18
-"""Chunks in announcements at once; of more nothing is kept."""
-MAX_BATCHES = 256
-"""Announcements at once; of more nothing is kept."""
-
-
-@dataclass(slots=True, eq=False)
-class _Batch:
-    """What one announcement still needs of each chunk, and until when it is valid."""
-
-    session_id: int
-    until: float
-    left: Counter[ChunkKey]
-
-
-class PlannedUses:
-    """Remaining uses by chunk (BatchLLM, arXiv 2412.03594). The catalog's lock guards it.
-
-    A chunk counts as used when a lookup that leases it finds it, and when it is put, as who
-    computed it had looked it up. It is kept while uses are left and it is within *limit_bytes*.
-    ``until`` is in the clock's seconds.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self.batches: list[_Batch] = []
-        self.kept: dict[ChunkKey, int] = {}
-        """Bytes of each chunk kept, on whatever tier it was noted first."""
-        self.kept_bytes = 0
-
-    def announce(self, session_id: int, uses: Mapping[ChunkKey, int], until: float) -> None:
-        """A batch will use chunks so often."""
-        room = MAX_ANNOUNCED - sum(len(batch.left) for batch in self.batches)
-        left = Counter(dict(islice(uses.items(), room)))
-        if left and len(self.batches) < MAX_BATCHES:
-            self.batches.append(_Batch(session_id, until, left))
-
-    def keep(self, key: ChunkKey, size_bytes: int) -> bool:
-        """A chunk of so many bytes is here: keep it if it is needed. False if that is too much."""
-        if key in self.kept or not self._is_needed(key):
-            return True
-        if self.kept_bytes + size_bytes > self._limit_bytes:
-            return False
-        self.kept[key] = size_bytes
-        self.kept_bytes += size_bytes
-        return True
-
-    def _is_needed(self, key: ChunkKey) -> bool:
-        return any(key in batch.left for batch in self.batches)
-
-    def used(self, keys: Iterable[ChunkKey], session_id: int = 0) -> None:
-        """Chunks were used once, those of the session's own batches first."""
-        batches = sorted(self.batches, key=lambda batch: batch.session_id != session_id)
-        for key in keys:
-            batch = next((batch for batch in batches if key in batch.left), None)
-            if batch is not None:
-                _count_down(batch.left, key)
-                if key not in batch.left:
-                    self._review([key])
-        self.drop(lambda batch: not batch.left)
-
-    def gone(self, key: ChunkKey) -> None:
-        """A chunk is kept no more."""
-        self.kept_bytes -= self.kept.pop(key, 0)
-
-    def drop(self, is_over: Callable[[_Batch], bool]) -> None:
-        """Forget the announcements that are over."""
-        over = [batch for batch in self.batches if is_over(batch)]
-        self.batches = [batch for batch in self.batches if batch not in over]
-        for batch in over:
-            self._review(batch.left)
-
-    def _review(self, keys: Iterable[ChunkKey]) -> None:
-        for key in keys:
-            if not self._is_needed(key):
-                self.gone(key)
-
-
 class Pins:
     """Pinned chunks, until when and how large. Not thread-safe: the catalog's lock guards it.
 
@@ -241,23 +162,13 @@ class Holds:
         self.pins = Pins(pin_limit_bytes)
         self.handed_over = Pins(pin_limit_bytes // 2)
         """Chunks that another engine is about to read."""
-        self.uses = PlannedUses(pin_limit_bytes)
-        self.unkept = 0
-        """Announced chunks that came and were not kept, for want of room."""
 
     def is_held(self, key: ChunkKey) -> bool:
-        """Whether the chunk is leased, pinned, handed over or kept for planned uses."""
-        return (
-            key in self.leases.pins
-            or key in self.pins.pinned
-            or key in self.handed_over.pinned
-            or key in self.uses.kept
-        )
+        """Whether the chunk is leased, pinned or handed over."""
+        return key in self.leases.pins or key in self.pins.pinned or key in self.handed_over.pinned
 
     def lease(self, keys: Sequence[ChunkKey], terms: LeaseTerms, now: float) -> Lease:
-        """Lease *keys*: uses that were announced of them are over. Raises QuotaExceededError."""
-        if self.uses.batches:
-            self.uses.used(keys, terms.session_id)
+        """Lease *keys*, which ends their hand-over. Raises QuotaExceededError."""
         if self.handed_over.pinned:
             for key in keys:
                 self.handed_over.unpin(key)
@@ -267,5 +178,4 @@ class Holds:
         """End what is over by *now*; return how many leases."""
         self.pins.expire(now)
         self.handed_over.expire(now)
-        self.uses.drop(lambda batch: batch.until <= now)
         return self.leases.drop(lambda lease: lease.deadline <= now)

@@ -32,7 +32,7 @@ REFUSALS_PER_S = 20
 _BY_ROLE = {
     ANY: "OpenSession Heartbeat CloseSession Status Quota",
     "peer": "OpenPeer",
-    "read": "Lookup Plan Get Release LendPeer Resolve Stat List Explain Events Spaces Slab Extent",
+    "read": "Lookup Get Release LendPeer Resolve Stat List Explain Events Spaces Slab Extent",
     "write": "Put Reserve Commit Abort PutDevice AnnouncePuts ReportReuse Weigh Pin Unpin Delete"
     " Clear Ring",
     "admin": "SetQuota Drain Scrub Trace",

@@ -1,4 +1,4 @@
-"""Plans: which chunks of a prompt to load rather than compute, and the order of a batch.
+"""Plans: which chunks of a prompt to load rather than compute. Pure: no clock, no I/O.
 
 Loads come one after the other while the engine computes, a chunk once all before it are there.
 Two kinds of plan are weighed, exactly, and computing everything is one of both:
@@ -6,25 +6,18 @@ Two kinds of plan are weighed, exactly, and computing everything is one of both:
 * compute a head while what follows loads, then compute the rest: for chunks of one size on one
   tier no plan is faster (shown against all plans by its test);
 * where a prompt lies on several tiers: load or compute each of its few stretches of one tier.
-
-A batch is planned by the global prefix information of BatchLLM (arXiv 2412.03594): prompts that
-share a prefix go one after the other. Pure: no clock, no I/O.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import compress, pairwise, product
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.proto.plans import LoadPlan, PlanRange, PrefillModel
-
-Name = TypeVar("Name", bound=Hashable)
 
 MAX_STRETCHES = 6
 """Of more stretches only plans of the first kind are weighed: a plan takes below a millisecond."""
@@ -148,42 +141,3 @@ def _ranges(prompt: _Prompt, choice: Choice, chunks: int) -> tuple[PlanRange, ..
         rest_s = prompt.prefill.seconds(max(1, prompt.total - begin), begin)
         ranges.append(PlanRange(done, chunks, load=False, ms=1000 * rest_s))
     return tuple(ranges)
-
-
-@dataclass(frozen=True, slots=True)
-class BatchPlan(Generic[Name]):
-    """``order``: the chains by number. ``uses``: in how many of them each chunk is.
-    ``peak_chunks`` are kept at once in this order, each from its first use to its last.
-    """
-
-    order: tuple[int, ...]
-    uses: dict[Name, int]
-    peak_chunks: int
-
-
-def plan_batch(chains: Sequence[Sequence[Name]]) -> BatchPlan[Name]:
-    """Plan *chains* of chunks; a chunk's name stands for all before it, too.
-
-    The order is depth first through the tree of prefixes: the peak is the longest chain. Chains
-    that contradict each other (a chunk behind two others) or themselves are ordered somehow.
-    """
-    below: dict[Name | None, list[Name]] = {None: []}
-    ends: defaultdict[Name | None, list[int]] = defaultdict(list)
-    uses: Counter[Name] = Counter()
-    for number, chain in enumerate(chains):
-        above: Name | None = None
-        for name in chain:
-            if name not in below:
-                below[name] = []
-                below[above].append(name)
-            above = name
-        ends[above].append(number)
-        uses.update(set(chain))
-    order: list[int] = []
-    waiting: list[Name | None] = [None]
-    while waiting:
-        at = waiting.pop()
-        order += ends[at]
-        waiting += reversed(below[at])
-    peak_chunks = max((len(set(chain)) for chain in chains), default=0)
-    return BatchPlan(tuple(order), dict(uses), peak_chunks)

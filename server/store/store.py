@@ -21,7 +21,6 @@ from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import GateTerms
 from kvstore.server.store.lookup import Lookup
 from kvstore.server.store.parallel_writes import UNFINISHED_PERCENT, UNFINISHED_S, ParallelWrites
-from kvstore.server.store.plans import BatchPlan, plan_batch
 from kvstore.server.store.reads import Reads
 from kvstore.server.store.reservations import PutResult, Reservations
 from kvstore.server.store.writes import Writes
@@ -183,17 +182,6 @@ class Store:
 
     # --- leases
 
-    def plan(
-        self, session: Session, chains: Sequence[Sequence[ChunkKey]], ttl_s: float
-    ) -> tuple[BatchPlan[ChunkKey], int]:
-        """Plan a batch of prompts, and keep its chunks for their uses for *ttl_s* at most; return
-        the plan and how many chunks are here and kept.
-        """
-        batch = plan_batch(chains)
-        kept = self.catalog.announce(session.session_id, batch.uses, ttl_s) if ttl_s else 0
-        self.counters.add("announced_chunks", len(batch.uses) if ttl_s else 0)
-        return batch, kept
-
     def release(self, session: Session, lease_id: int, hints: Hints = NO_HINTS) -> bool:
         """End a lease, whose chunks *hints* are of. Return whether the session had it."""
         if hints != NO_HINTS:
@@ -279,7 +267,6 @@ class Store:
     def tick(self) -> None:
         """Release what is past its time, begin what can wait. Called a few times a second."""
         self.counters.add("expired_leases", self.catalog.expire())
-        self.counters.add("unkept_chunks", self.catalog.take_unkept())
         self.writes.expire()
         self._drop_expired()
         self.reads.promote_due()

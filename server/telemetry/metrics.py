@@ -70,8 +70,6 @@ COUNTERS: Mapping[str, str] = {
     "prefetched_chunks": "chunks whose load began at a lookup, before a get asked for them",
     "prefetch_used_chunks": "prefetched chunks that a get then delivered",
     "left_copies": "copies dropped from an exclusive tier as their chunk came up to memory",
-    "announced_chunks": "chunks of batches that were announced to be kept",
-    "unkept_chunks": "announced chunks that were not kept, being more than the limit of pins",
     "unworthy_copies": "victims not copied down, as no tier's admission wanted them",
     "over_budget_copies": "copies to a lower tier not made, its daily budget of writes being spent",
     "failed_copies": "copies to a lower tier that failed",

@@ -290,15 +290,3 @@ def test_a_plan_of_several_batches_loads_what_is_sooner_loaded(client: Client) -
     fast = client.lookup(keys=asked, engine=EngineTerms(PrefillModel(0.0, 0.0))).plan
     assert fast is not None
     assert (list(fast.loaded), fast.plan_ms) == ([], fast.recompute_ms)
-
-
-def test_announced_prompts_of_several_batches_are_all_planned(client: Client) -> None:
-    long, other = keys_of(client, 1, CHUNKS), keys_of(client, 2, 2)
-    chains = [long, other, long[:2]]
-    store(client, 2, 2)
-    planned_batch = client.plan(chains, ttl=60.0)
-    assert sorted(planned_batch.order) == [0, 1, 2]
-    places = {number: place for place, number in enumerate(planned_batch.order)}
-    assert abs(places[0] - places[2]) == 1
-    assert planned_batch.uses == ((2, 2) + (1,) * 9, (1, 1), (2, 2))
-    assert (planned_batch.kept, planned_batch.peak_chunks) == (2, CHUNKS)

@@ -48,27 +48,6 @@ def test_a_prompt_s_length_that_cannot_be_is_refused(client: Client) -> None:
         client.lookup(keys=keys_of(client, 1, 1), engine=EngineTerms(FAST_ENGINE, -1))
 
 
-def test_a_batch_is_ordered_counted_and_kept(client: Client) -> None:
-    one, two = client.keys(tokens(1, 64)), client.keys(tokens(2, 64))
-    longer = client.keys([*tokens(1, 64), *range(16)])
-    client.put_chunks(chunks_of(client, one))
-    batch = client.plan([longer, two, one], ttl=5.0)
-    assert batch.order == (2, 0, 1)
-    assert batch.uses == ((2, 2, 2, 2, 1), (1, 1, 1, 1), (2, 2, 2, 2))
-    assert (batch.kept, batch.peak_chunks) == (4, 5)
-    assert client.plan([one]).kept == 0
-    assert client.plan([]).order == ()
-
-
-def test_keeping_for_too_long_is_refused_and_many_prompts_are_planned(client: Client) -> None:
-    keys = keys_of(client, 1, 2)
-    with pytest.raises(InvalidRequestError, match="ttl_ms"):
-        client.plan([keys], ttl=3600.001)
-    with pytest.raises(InvalidRequestError, match="ttl"):
-        client.plan([keys], ttl=-1.0)
-    assert client.plan([keys] * 5000).uses == ((5000, 5000),) * 5000
-
-
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
 def test_plans_are_the_same_awaited(server: LocalServer, transport: TransportName) -> None:
     options = ClientOptions(transport, chunk_tokens=16, deadline_ms=DEADLINE_MS)
@@ -80,6 +59,5 @@ def test_plans_are_the_same_awaited(server: LocalServer, transport: TransportNam
             match = await client.lookup(keys=keys, engine=EngineTerms(SLOW_ENGINE, 70))
             assert match.plan is not None
             assert match.plan.loaded == [0, 1, 2, 3]
-            assert (await client.plan([keys, keys], ttl=1.0)).kept == 4
 
     asyncio.run(work())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -495,6 +496,19 @@ def test_a_config_that_does_not_tell_is_refused(field: str, value: Any) -> None:
     config = Config()
     setattr(config, field, value)
     with pytest.raises(ModelError):
+        Model.from_hf(config, revision="8f2c1d4")
+
+
+@pytest.mark.parametrize("config", ["Qwen/Qwen3-8B", Path("model"), {"num_hidden_layers": 4}])
+def test_what_is_no_config_is_refused_with_what_to_give(config: Any) -> None:
+    with pytest.raises(ModelError, match=r"config.*AutoConfig\.from_pretrained"):
+        Model.from_hf(config, revision="8f2c1d4")
+
+
+def test_a_config_without_a_dtype_needs_one() -> None:
+    config: Any = Config()
+    config.dtype = None
+    with pytest.raises(ModelError, match="give it, as dtype='bfloat16'"):
         Model.from_hf(config, revision="8f2c1d4")
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvstore.client.batch_plans import batch_from_message
 from kvstore.client.lookups import match_from_message
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import messages
@@ -58,23 +55,3 @@ def test_engines_that_cannot_be_are_refused(value: float) -> None:
         setattr(request.prefill, field, value)
         with pytest.raises(InvalidRequestError, match=field):
             messages.engine_from_message(request)
-
-
-@given(st.lists(st.lists(st.binary(min_size=1, max_size=1), max_size=4), max_size=5))
-def test_chains_are_cut_where_they_were_joined(chains: list[list[bytes]]) -> None:
-    joined = [name for chain in chains for name in chain]
-    lengths = [len(chain) for chain in chains]
-    assert messages.chains_of(joined, lengths) == chains
-    with pytest.raises(InvalidRequestError, match="lengths"):
-        messages.chains_of(joined, [*lengths, 1])
-
-
-def test_a_batch_comes_out_as_it_went_in() -> None:
-    uses = bytes([1, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 128])
-    message = pb.PlanResponse(order=[1, 0], uses=uses, kept=2, peak_chunks=3)
-    batch = batch_from_message(message, [1, 2])
-    assert (batch.order, batch.uses) == ((1, 0), ((1,), (2, 1 << 31)))
-    assert (batch.kept, batch.peak_chunks) == (2, 3)
-    for lengths in ([1, 1], [3], [1, 1, 1]):
-        with pytest.raises(KVStoreError, match="damaged"):
-            batch_from_message(message, lengths)

@@ -22,7 +22,7 @@ def run(seed: int) -> Report:
 ELSEWHERE = {
     "zmq_refused_connections", "dropped_rows",
     "lossy_victims", "replaced_copies", "lossless_instead",
-    "unworthy_copies", "left_copies", "announced_chunks", "unkept_chunks",
+    "unworthy_copies", "left_copies",
     "prefetched_chunks", "prefetch_used_chunks", "unusable_histories", "evicted_for_quota_chunks",
     "expired_chunks", "ignored_pins", "unreadable_chunks",
     "put_shards", "dropped_unfinished_chunks", "announced_puts", "waited_lookups",

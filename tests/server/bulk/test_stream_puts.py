@@ -72,8 +72,8 @@ def test_the_audit_log_says_that_a_put_was_one_however_it_ended(
             writer.say(word, data)
         writer.say(finish(1, 1))
         assert writer.hear()[0] == stored(1, bytes([PutOutcome.stored]))
-        writer.say(put_of(terms, layer_major=True))
-        assert writer.is_refused("layer_major")
+        writer.say(put_of(terms, hints=pb.Hints(reuse=7)))  # type: ignore[arg-type]
+        assert writer.is_refused("hints.reuse")
         writer.say(put_of(terms))
         writer.hear()
         writer.say(*parts[1])
@@ -184,7 +184,6 @@ def test_what_is_no_part_of_a_put_ends_it(
     ("other", "message"),
     [
         ({"session_id": 1}, "UnauthenticatedError"),
-        ({"layer_major": True}, "layer_major"),
         ({"hints": pb.Hints(reuse=7)}, "hints.reuse"),  # type: ignore[arg-type]
     ],
 )

@@ -214,12 +214,10 @@ def test_an_explanation_that_no_message_holds_is_cut_and_says_by_how_much(
     crowded: LocalServer,
 ) -> None:
     ask = crowded.dial()
-    request = pb.ExplainRequest(spaces=True, recent=10_000)
+    request = pb.ExplainRequest(recent=10_000)
     reply = ask.call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
-    shown = len(reply.spaces) + len(reply.recent)
-    assert reply.spaces
     assert reply.recent
-    assert shown + reply.left_out == 2 * MAX_SPACES
+    assert len(reply.recent) + reply.left_out == MAX_SPACES
     kind = longest(MAX_SPACES)
     opening = pb.OpenSessionRequest(representation=kind)
     terms = ask.call("OpenSession", opening, DEADLINE_MS, pb.OpenSessionResponse)

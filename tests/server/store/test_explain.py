@@ -289,7 +289,6 @@ def test_a_question_that_makes_no_sense_is_refused(server: LocalServer) -> None:
     for request, error in (
         (pb.ExplainRequest(session_id=5, digests=bytes(16)), LeaseExpiredError),
         (pb.ExplainRequest(session_id=session, recent=1), InvalidRequestError),
-        (pb.ExplainRequest(session_id=session, spaces=True), InvalidRequestError),
         (pb.ExplainRequest(digests=bytes(16)), InvalidRequestError),
         (pb.ExplainRequest(digests=bytes(16), key_namespace=bytes(7)), InvalidRequestError),
         (pb.ExplainRequest(digests=bytes(15), key_namespace=space), InvalidRequestError),
@@ -308,9 +307,8 @@ def test_who_is_on_another_host_needs_a_session(server: LocalServer) -> None:
     identity = Identity(1, "", "", 0.0)
     servicer = servicer_of(Backend(server.node.store, server.node.sessions, checks, identity))
     context: Any = SimpleNamespace(peer=lambda: "ipv4:10.1.2.3:4567")
-    for request in (pb.ExplainRequest(recent=1), pb.ExplainRequest(spaces=True)):
-        with pytest.raises(PermissionDeniedError, match="Explain"):
-            servicer.Explain(request, context)
+    with pytest.raises(PermissionDeniedError, match="Explain"):
+        servicer.Explain(pb.ExplainRequest(recent=1), context)
 
 
 # --- what missed lately
@@ -465,8 +463,7 @@ def test_reasons_of_engines_are_cut_cleaned_few_and_before_all_counts(server: Lo
 def test_the_identities_that_are_known_are_listed(server: LocalServer) -> None:
     client = server.connect()
     store(client, 1, 3)
-    request = pb.ExplainRequest(spaces=True)
-    reply = server.dial().call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
+    reply = server.dial().call("Spaces", pb.SpacesRequest(), DEADLINE_MS, pb.SpacesResponse)
     (space,) = reply.spaces
     assert (space.key_namespace, space.chunks) == (client.namespace, 3)
     assert space.representation.model_revision == SMALL.model_revision
