@@ -22,7 +22,7 @@ from kvstore.client.blend.engine import Blender, BlendResult, MemorySource
 from kvstore.client.blend.layer_pass import LayerKV
 from kvstore.client.blend.plan import BlendPlan, Segment
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
-from kvstore.client.levels import LinkMeter
+from kvstore.client.planning import LinkMeter
 
 LINKS_MB_PER_S = (10_000.0, 200.0, 50.0, 20.0, 5.0)
 _FAST_MB_PER_S = 1e6

@@ -25,8 +25,7 @@ from bench.slo_replay import (
     load_all,
     recompute,
 )
-from kvstore.client.levels import LevelledChunk, LinkMeter, PlanTerms
-from kvstore.client.prefill import PrefillModel
+from kvstore.client.planning import LevelledChunk, LinkMeter, PlanTerms, PrefillModel
 from kvstore.client.server_link import FIRST_GUESS_BYTES_PER_S
 
 CHUNK_TOKENS = 256

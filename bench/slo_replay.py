@@ -1,6 +1,6 @@
 """Requests for prompts whose KV is stored, over a link that changes, on a clock of its own.
 
-The controller is the client's own (client/levels.py), used as client/deadline.py does; link,
+The controller is the client's own (client/planning.py), used as client/deadline.py does; link,
 decoder and engine are numbers.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.client.levels import (
+from kvstore.client.planning import (
     BATCH_GROWTH,
     BATCH_S,
     FIRST_BATCH_BYTES,

@@ -30,8 +30,8 @@ from kvstore.proto.errors import (
 )
 
 if TYPE_CHECKING:  # help is to load none of the product
-    from kvstore.client.access import Access
     from kvstore.client.connection import Connection
+    from kvstore.client.options import Access
 
 EXIT_NOT_HELD = 1
 EXIT_USAGE = 2
@@ -123,7 +123,7 @@ def server_address() -> str:
 
 def given_access() -> Access:
     """Return the access that the options name. Raises InvalidRequestError."""
-    from kvstore.client.access import OPEN, Access
+    from kvstore.client.options import OPEN, Access
 
     given = dict(_given.get() or {})
     given.pop("address", None)

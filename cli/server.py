@@ -30,8 +30,7 @@ from kvstore.proto.errors import PermissionDeniedError, printable
 
 if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.client.connection import Connection
-    from kvstore.client.events import EventPage
-    from kvstore.client.server_state import DirectoryStatus, ServerStatus
+    from kvstore.client.server_state import DirectoryStatus, EventPage, ServerStatus
     from kvstore.proto import kvstore_pb2 as pb
 
 HIDDEN = "sessions, leases, sizes and counters are hidden: they need the role admin"
@@ -303,7 +302,7 @@ def _events(address: str, namespace: str, follow: bool) -> Iterator[dict[str, An
 
 def _pages_of_all(connection: Connection) -> Iterator[EventPage]:
     """Yield pages of every namespace: without a session, for admins."""
-    from kvstore.client.events import CALL_MS, page_from_message
+    from kvstore.client.server_state import CALL_MS, page_from_message
     from kvstore.proto import kvstore_pb2 as pb
 
     request = pb.EventsRequest()

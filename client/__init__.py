@@ -1,6 +1,5 @@
 """The client library: ``Client``, ``AsyncClient`` and what they take and give."""
 
-from kvstore.client.access import Access as Access
 from kvstore.client.aio import AsyncClient as AsyncClient
 from kvstore.client.chunk import Chunk as Chunk
 from kvstore.client.chunk import PlannedChunk as PlannedChunk
@@ -8,5 +7,6 @@ from kvstore.client.chunk import Shard as Shard
 from kvstore.client.client import Client as Client
 from kvstore.client.kv import Hit as Hit
 from kvstore.client.lease import Lease as Lease
+from kvstore.client.options import Access as Access
 from kvstore.client.options import ClientOptions as ClientOptions
 from kvstore.client.paged_cache import PagedCache as PagedCache

@@ -17,8 +17,8 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from kvstore.client.chunk_reads import STOPPED
 from kvstore.client.client import MAX_WAIT_S, Client, Keys, Tokens
-from kvstore.client.events import EventPage, Place, followed
 from kvstore.client.options import ClientOptions, milliseconds
+from kvstore.client.server_state import EventPage, Place, followed
 from kvstore.proto.plans import EngineTerms
 from kvstore.proto.types import Accuracy, Match, Model
 

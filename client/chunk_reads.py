@@ -27,7 +27,7 @@ from kvstore.client.decode import (
     given,
 )
 from kvstore.client.frames import FrameAssembler
-from kvstore.client.levels import PlanTerms
+from kvstore.client.planning import PlanTerms
 from kvstore.client.server_link import (
     MAX_OPEN_BATCHES,
     LeftMs,

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Self, TypeAlias
 from weakref import finalize, ref
 
 from kvstore.client import chunk_reads, segments
-from kvstore.client.access import check_address
 from kvstore.client.blend.plan import NamedSegment, SegmentRange, name_segments
 from kvstore.client.chunk import Chunk, PlannedChunk, Shard
 from kvstore.client.chunk_puts import put_by_layers, put_whole
@@ -18,18 +17,24 @@ from kvstore.client.chunk_reads import ChunkRequest
 from kvstore.client.connection import Until
 from kvstore.client.deadline import Levelled
 from kvstore.client.decode import Layer, Room, fresh
-from kvstore.client.events import EventStream, Place
 from kvstore.client.forks import FORKS
 from kvstore.client.kv import KV, Hit, Prompt, empty_kv, first_tokens, kv_of
 from kvstore.client.layered_put import LayeredPut
 from kvstore.client.lease import Lease
-from kvstore.client.levels import PlanTerms
 from kvstore.client.lookups import look_up, prefix_plan, viewer
-from kvstore.client.options import MAX_DEADLINE_MS, MAX_NAME_CHARS, ClientOptions, milliseconds
-from kvstore.client.page_names import page_digests
+from kvstore.client.options import (
+    MAX_DEADLINE_MS,
+    MAX_NAME_CHARS,
+    ClientOptions,
+    check_address,
+    milliseconds,
+)
+from kvstore.client.planning import PlanTerms
 from kvstore.client.server_link import LeftMs, ServerLink, not_keys
 from kvstore.client.server_state import (
     ChunkStat,
+    EventStream,
+    Place,
     ServerStatus,
     stat_from_message,
     status_from_message,
@@ -43,7 +48,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView
 from kvstore.proto.errors import InvalidRequestError, check_text, is_whole
 from kvstore.proto.frame import FrameHeader
-from kvstore.proto.keys import chain_digests, chunk_key
+from kvstore.proto.keys import chain_digests, chunk_key, page_digests
 from kvstore.proto.messages import accuracy_number, engine_to_message
 from kvstore.proto.plans import MAX_HANDOVER_MS, NO_HINTS, EngineTerms, Hints
 from kvstore.proto.types import (
@@ -438,7 +443,7 @@ class Client:
     ) -> Levelled:
         """Read the chunks of a prompt at the levels that the deadline in *terms* leaves time for.
 
-        ``client/levels.py`` decides by the measured bandwidth which chunks the engine computes,
+        ``client/planning.py`` decides by the measured bandwidth which chunks the engine computes,
         and how much of the others is loaded, into *out* as in ``get_chunks``. *compute* is given
         chunks in this thread, from the first on, while others come from the last one back; without
         it the caller computes ``Levelled.to_compute`` afterwards. Returns in time whatever happens

@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import grpc
 
-from kvstore.client.access import OPEN, Access, Bearer
 from kvstore.client.forks import FORKS, WAITED_FOR_MS, EndedByForkError
+from kvstore.client.options import OPEN, Access, Bearer
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc
 from kvstore.proto.errors import (

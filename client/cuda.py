@@ -8,6 +8,8 @@ out of the server's slabs. torch is imported here.
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -15,50 +17,198 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from threading import Lock
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import structlog
 import torch
 from typing_extensions import override
 
-from kvstore.client.arena import Arena, open_arena
-from kvstore.client.device_pages import DevicePages
-from kvstore.client.device_puts import DevicePutting
+from kvstore.client.chunk import DeviceChunk
+from kvstore.client.client import Client
 from kvstore.client.device_reads import (
     DeviceReader,
     Reading,
     Registration,
     Run,
 )
-from kvstore.client.forks import keep
 from kvstore.client.frames import FrameAssembler
 from kvstore.client.server_link import LeftMs, digest_batches, packed
-from kvstore.client.session import Session
+from kvstore.client.session import Session, SessionTerms
 from kvstore.client.transports.base import (
     Arrival,
+    Put,
     ReadPlan,
     Transport,
     arrival_of,
+    read_outcomes,
     room_of,
     whole_frame,
 )
-from kvstore.client.transports.shared_memory import ATTACH_WITHIN_S, ShmTransport
-from kvstore.codecs.paged import Paged
+from kvstore.client.transports.shared_memory import ATTACH_WITHIN_S, ShmTransport, Slabs
+from kvstore.codecs.frame_kernels import open_kernels
+from kvstore.codecs.paged import FrameAt, Paged, Sums
+from kvstore.codecs.raw import raw_header
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto import unix_socket
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.device import Device, Event, open_device
+from kvstore.proto.device import Device, Event, Imported, open_device
 from kvstore.proto.errors import (
+    InvalidRequestError,
     KVStoreError,
+    LayoutMismatchError,
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.frame import header_bytes, raw_frame_bytes
-from kvstore.proto.types import Accuracy, ChunkKey, KVLayout
-from kvstore.proto.unix_socket import Place, Reach, unpack_places
+from kvstore.proto.frame import (
+    ALIGN_BYTES,
+    FrameHeader,
+    FrameTemplate,
+    header_bytes,
+    pack_header,
+)
+from kvstore.proto.messages import hints_to_message
+from kvstore.proto.plans import NO_HINTS, Hints
+from kvstore.proto.types import (
+    Accuracy,
+    ChunkKey,
+    KVLayout,
+    PutOutcome,
+)
+from kvstore.proto.unix_socket import ARENA_SLAB, Place, Reach, unpack_places
 
+Arena: TypeAlias = Imported
+
+
+MAX_FRAMES = 64
+"""Of one call; a put of more takes several."""
 T = TypeVar("T")
 
 logger = structlog.get_logger(__name__)
+
+
+def open_arena(terms: SessionTerms, slabs: Slabs) -> Arena:
+    """Map the memory of the server's gpu tier.
+
+    Raises TierUnavailableError when it has none, or this process does not see its device.
+    """
+    if not terms.arena_device:
+        raise TierUnavailableError("cuda", "the server shares no GPU memory: start it with gpu")
+    device = open_device(_device_called(terms.arena_device))
+    return device.import_memory(slabs.slab(ARENA_SLAB).data, terms.arena_bytes)
+
+
+def _device_called(identity: str) -> torch.device:
+    if identity == "cpu":  # a test's stand-in for a device
+        return torch.device("cpu")
+    seen = [
+        f"cuda:{torch.cuda.get_device_properties(at).uuid}"
+        for at in range(torch.cuda.device_count())
+    ]
+    if identity not in seen:
+        raise TierUnavailableError(
+            "cuda", f"the server's device {identity} is not among {seen or 'none'}:"
+            " run on it, or use another transport",
+        )  # fmt: skip
+    return torch.device("cuda", seen.index(identity))
+
+
+class DeviceRing:
+    """Memory that puts go out of: what ``device.allocate`` returned. Thread-safe.
+
+    Every server that it is put to maps it. It is released only once the clients that put out of
+    it are closed.
+    """
+
+    def __init__(self, device: Device, memory: torch.Tensor) -> None:
+        self.device = device
+        self.memory = memory
+        self.stream = device.stream()
+        self._kernels = open_kernels(memory.device)
+        self._answers: dict[int, str] = {}
+        """By session, why its server does not map it; empty where it does."""
+        self._lock = threading.Lock()
+
+    def register(self, transport: ShmTransport) -> str:
+        """Have the server map it, once a session; return why it does not, or nothing."""
+        session_id = transport.session.terms.session_id
+        with self._lock:
+            reason = self._answers.get(session_id)
+            if reason is None:
+                reason = self._offer(transport)
+                self._answers = {session_id: reason}  # one client, one session at a time
+        return reason
+
+    def _offer(self, transport: ShmTransport) -> str:
+        terms, identity = transport.session.terms, self.device.identity
+        if terms.arena_device != identity:
+            there = f"on {terms.arena_device}" if terms.arena_device else "nowhere"
+            return f"the server's gpu tier is {there}, the ring on {identity}"
+        token = unix_socket.device_token(identity)
+        exported = self.device.export(self.memory)
+        try:
+            answer = transport.slabs.give(
+                unix_socket.Request(unix_socket.Op.ring, len(self.memory), token), exported
+            )
+        finally:
+            os.close(exported)
+        is_taken = answer is unix_socket.Reply.ok
+        return "" if is_taken else f"the server does not take the ring: {answer.name}"
+
+    def headers(
+        self, representation: bytes, chunks: Sequence[DeviceChunk], written: Event
+    ) -> list[FrameHeader]:
+        """Return the headers of *chunks*, which are there once *written* is over.
+
+        Waits until the device has summed them. Raises InvalidRequestError for a place outside.
+        """
+        bare = [raw_header(_template(representation, chunk)) for chunk in chunks]
+        for chunk, header in zip(chunks, bare, strict=True):
+            stop = chunk.offset + header.frame_bytes
+            if chunk.offset < 0 or chunk.offset % ALIGN_BYTES or stop > len(self.memory):
+                fix = f"a multiple of {ALIGN_BYTES}, within {len(self.memory)} bytes"
+                raise InvalidRequestError("offset", (chunk.offset, stop), fix)
+        frames = [FrameAt(c.offset, h, 0) for c, h in zip(chunks, bare, strict=True)]
+        begun: list[Sums] = []
+        self.stream.wait(written)
+        self.stream.launch(lambda: begun.append(self._kernels.sums(self.memory, frames)))
+        self.stream.record().synchronize()
+        return [_summed(header, sums) for header, sums in zip(bare, begun[0](), strict=True)]
+
+
+def _template(representation: bytes, chunk: DeviceChunk) -> FrameTemplate:
+    return FrameTemplate(
+        chunk.key, chunk.parent, representation, chunk.content, chunk.layout, chunk.position,
+        chunk.prefill_flops,
+    )  # fmt: skip
+
+
+def _summed(header: FrameHeader, sums: Sequence[int]) -> FrameHeader:
+    segments = header.segments.copy()
+    segments["checksum"] = sums
+    return replace(header, segments=segments)
+
+
+def _put_batch(
+    transport: ShmTransport,
+    ring: DeviceRing,
+    chunks: Sequence[DeviceChunk],
+    written: Event,
+    hints: Hints,
+) -> list[Put]:
+    session = transport.session
+    headers = ring.headers(session.representation_digest, chunks, written)
+    event = ring.stream.record(shared=True)  # kept until the server has answered
+    request = pb.PutDeviceRequest(
+        session_id=session.terms.session_id,
+        headers=[pack_header(header) for header in headers],
+        offsets=[chunk.offset for chunk in chunks],
+        event=event.handle(),
+        deadline_ms=session.options.deadline_ms,
+        hints=hints_to_message(hints),
+    )
+    reply = transport.calls.call("PutDevice", request, session.options.deadline_ms, pb.PutResponse)
+    del event
+    return read_outcomes(reply.outcomes, reply.reasons)
 
 
 class CudaTransport(ShmTransport):
@@ -195,15 +345,14 @@ class CudaTransport(ShmTransport):
                 self._leave()
 
 
-class CudaClient(DevicePutting):
-    """A Client whose frames also go straight into pages on a device, ``get_device_pages``, and out
+class CudaClient(Client):
+    """A Client whose frames also go straight into pages on a device, ``read_on_device``, and out
     of its memory, ``put_on_device``.
 
     That takes a server on this host, and is fastest where its gpu tier is on the same device.
     """
 
     shared_memory = CudaTransport
-    _pages_reader: DeviceReader | None = None
 
     @property
     def is_gpu_tier_far(self) -> bool:
@@ -215,30 +364,42 @@ class CudaClient(DevicePutting):
             and bool(transport.session.terms.arena_device)
         )
 
-    def get_device_pages(
-        self,
-        keys: Sequence[ChunkKey],
-        paged: DevicePages,
-        block_ids: Sequence[int],
-        *,
-        accuracy: Accuracy = Accuracy.exact,
-    ) -> int:
-        """Read the longest prefix of *keys* that is there in time straight into pages on the
-        device, behind torch's current stream.
+    def end_session(self) -> None:
+        """End the session, so that no server maps a ring any more; the next call opens another."""
+        self._link.end_session()
 
-        *keys* are those of a request from its first token on, *block_ids* its blocks. Return
-        how many chunks were read and verified: all work on them is done then. Slots of the
-        chunks past them may have been written to and are not to be used. Below an exact
-        *accuracy* any of them may be restored from a lossy copy, as in ``get``. Raises
-        TierUnavailableError where the server is not on this host.
+    def put_on_device(
+        self,
+        ring: DeviceRing,
+        chunks: Sequence[DeviceChunk],
+        written: Event,
+        hints: Hints = NO_HINTS,
+    ) -> list[Put]:
+        """Put *chunks* out of *ring*, which is written once *written* is over.
+
+        Return what became of each. What the server has no room or no device for is ``refused``:
+        put it through host memory. Once this returns the slots are free. After an error the
+        server may still read them: what it copies then is refused, whatever they hold. Raises
+        LayoutMismatchError before anything is sent.
         """
-        if self._pages_reader is None:
-            layout = KVLayout.of(self.model, self.options.chunk_tokens)
-            device = open_device(paged.pages[0].first.device)
-            self._pages_reader = DeviceReader(device, raw_frame_bytes(layout))
-        after = self._pages_reader.device.current_stream().record()
-        place = paged.of(block_ids)
-        return self.read_on_device(keys, place, self._pages_reader, after, accuracy=accuracy)
+        for chunk in chunks:
+            if not chunk.layout.is_of(self.model):
+                fix = "make it with KVLayout.of this client's Model"
+                raise LayoutMismatchError("layout", chunk.layout, fix)
+
+        def work(transport: Transport, _: LeftMs) -> list[Put]:
+            assert isinstance(transport, ShmTransport)
+            reason = ring.register(transport)
+            if reason:
+                return [Put(PutOutcome.refused, reason)] * len(chunks)
+            step = min(MAX_FRAMES, transport.session.terms.max_batch_chunks)
+            results: list[Put] = []
+            for start in range(0, len(chunks), step):
+                batch = chunks[start : start + step]
+                results += _put_batch(transport, ring, batch, written, hints)
+            return results
+
+        return self._link.run(work) if chunks else []
 
     def read_on_device(
         self,
@@ -250,9 +411,15 @@ class CudaClient(DevicePutting):
         *,
         accuracy: Accuracy = Accuracy.exact,
     ) -> int:
-        """Do what ``get_device_pages`` does with a *reader* of the caller's, and its *paged*.
+        """Read the longest prefix of *keys* that is there in time straight into pages on the
+        device.
 
-        No page is written before *after*. *arrived* is called for each run of frames that came.
+        *keys* are those of a request from its first token on. Return how many chunks were read
+        and verified: all work on them is done then. Slots of the chunks past them may have been
+        written to and are not to be used. No page is written before *after*. *arrived* is called
+        for each run of frames that came. Below an exact *accuracy* any of them may be restored
+        from a lossy copy, as in ``get``. Raises TierUnavailableError where the server is not on
+        this host.
         """
 
         def work(transport: Transport, left_ms: LeftMs) -> int:
@@ -294,19 +461,6 @@ class CudaClient(DevicePutting):
             for one in stack.enter_context(arriving):
                 count += len(one)
                 yield replace(one, index=first + one.index) if first else one
-
-    @override
-    def _after_fork(self) -> None:
-        super()._after_fork()
-        keep(self._pages_reader)  # of a device, which no child can use
-        self._pages_reader = None
-
-    @override
-    def close(self) -> None:
-        super().close()
-        if self._pages_reader is not None:
-            self._pages_reader.close()
-            self._pages_reader = None
 
 
 def _run_of(arrived: Arrival) -> Run:

@@ -1,6 +1,6 @@
 """Chunks of a prompt at the levels that a deadline leaves time for.
 
-Bytes of stored frames come as ``client/levels.py`` plans them: first what each chunk needs at
+Bytes of stored frames come as ``client/planning.py`` plans them: first what each chunk needs at
 least, then refinements, with a new plan after every batch. What came by the deadline is used.
 """
 
@@ -20,7 +20,9 @@ import numpy as np
 
 from kvstore.client.connection import SLACK_S, Until
 from kvstore.client.decode import WRONG, Room
-from kvstore.client.levels import (
+from kvstore.client.lookups import look_up
+from kvstore.client.options import MAX_DEADLINE_MS
+from kvstore.client.planning import (
     BATCH_GROWTH,
     BATCH_S,
     FIRST_BATCH_BYTES,
@@ -33,8 +35,6 @@ from kvstore.client.levels import (
     PlanTerms,
     Progress,
 )
-from kvstore.client.lookups import look_up
-from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.client.server_link import ServerLink, batches
 from kvstore.client.transports.base import Arrival, ReadPlan, Transport
 from kvstore.codecs.base import AnyTensors, codec_by_id

@@ -1,4 +1,8 @@
-"""Frames out of a server's memory into pages on a device: what a reader keeps for all its reads."""
+"""Frames out of a server's memory into pages on a device: what a reader keeps for all its reads.
+
+kvq's frames are decoded on the device, of which torch's current stream is used; those of other
+codecs on the host, and uploaded as raw ones.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -16,10 +20,12 @@ import torch
 from numpy.typing import NDArray
 
 from kvstore.client.decode import WRONG, check_header, contiguous
-from kvstore.client.device_decode import Begun, DeviceDecoder
 from kvstore.codecs.frame_kernels import open_kernels
+from kvstore.codecs.kvq import KvqCodec
+from kvstore.codecs.kvq_kernels import KvqKernels, open_kvq_kernels
 from kvstore.codecs.paged import (
     RAW,
+    SKIPPED_BLOCK,
     DeviceTables,
     FrameAt,
     FrameKernels,
@@ -27,8 +33,9 @@ from kvstore.codecs.paged import (
     Sums,
     check_sums,
 )
+from kvstore.codecs.transcode import max_transcoded_bytes, transcode
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.device import Device, Event
+from kvstore.proto.device import Device, Event, tensor_over
 from kvstore.proto.errors import (
     InvalidFrameError,
     InvalidRequestError,
@@ -44,6 +51,7 @@ from kvstore.proto.unix_socket import Place
 if TYPE_CHECKING:
     from kvstore.client.cuda import CudaTransport
 
+
 BATCHES_AHEAD = 4
 """Batches of frames that the device works on while the host prepares the next."""
 MAX_BATCH_FRAMES = 32
@@ -58,6 +66,109 @@ MAX_SLABS = 64
 """Registered for one session. A server has fewer at once; those it gave up stay until the end."""
 _ALIGN_BYTES = 256
 _WORD_BYTES = 8
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Frames that the device works on. ``held`` is memory that is read until it is done.
+
+    ``confirm``, after the sums, raises LeaseExpiredError for memory that was reused, and
+    InvalidFrameError for contents that are not the codec's.
+    """
+
+    frames: Sequence[FrameAt]
+    sums: list[Sums]
+    """One, once the device came to it."""
+    stated: list[list[int]]
+    """The checksums that each frame's header states."""
+    done: Event | None = None
+    confirm: Callable[[], None] = lambda: None
+    held: Sequence[object] = ()
+
+    @classmethod
+    def of(
+        cls, frame: FrameAt, sums: Sums, confirm: Callable[[], None], held: Sequence[object]
+    ) -> _Batch:
+        """Return that of one frame, on the device's queue."""
+        stated = [frame.header.segments["checksum"].tolist()]
+        return cls([frame], [sums], stated, None, confirm, held)
+
+
+class DeviceDecoder:
+    """*kernels* are those of raw frames on *device*. Thread-safe."""
+
+    def __init__(self, kernels: FrameKernels, device: torch.device) -> None:
+        self._kernels = kernels
+        self._device = device
+
+    @cached_property
+    def kvq(self) -> KvqKernels | None:
+        """The kernels of kvq, compiled when first asked for. A CPU in place of a device has none.
+
+        Raises TierUnavailableError when they cannot be compiled.
+        """
+        return None if self._device.type == "cpu" else open_kvq_kernels(self._device)
+
+    def begin(
+        self, frame: FrameAt, data: Bytes, confirm: Callable[[], None], paged: Paged
+    ) -> _Batch:
+        """Begin to decode *data*, a frame in host memory, into the pages. *confirm* is called when
+        it was read: it raises LeaseExpiredError for memory that was reused.
+
+        Raises that before all that *data* would be blamed for: ChunkCorruptError,
+        InvalidFrameError, ModelError, UnknownCodecError. LayoutMismatchError and
+        InvalidRequestError for pages that are not the chunk's.
+        """
+        header = frame.header
+        try:
+            if header.codec_id == KvqCodec.codec_id and _has_kernels(frame, paged) and self.kvq:
+                return self._on_device(self.kvq, frame, data, confirm, paged)
+            return self._on_host(frame, data, confirm, paged)
+        finally:
+            confirm()
+
+    def _on_device(
+        self,
+        kvq: KvqKernels,
+        frame: FrameAt,
+        data: Bytes,
+        confirm: Callable[[], None],
+        paged: Paged,
+    ) -> _Batch:
+        host = tensor_over(data)
+        memory = self._upload(host)
+        sums = self._kernels.sums(memory, [frame])
+        decoded = kvq.decode(memory, [frame], paged, host=host)
+
+        def confirm_all() -> None:
+            confirm()
+            decoded()
+
+        return _Batch.of(frame, sums, confirm_all, (data, memory))
+
+    def _on_host(
+        self, frame: FrameAt, data: Bytes, confirm: Callable[[], None], paged: Paged
+    ) -> _Batch:
+        size = max_transcoded_bytes(frame.header.layout, RAW)
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        raw = FrameAt(0, transcode(data, RAW, host.numpy()), frame.first_token)
+        memory = self._upload(host)
+        sums = self._kernels.scatter(memory, [raw], paged)
+        return _Batch.of(raw, sums, confirm, (host, memory))
+
+    def _upload(self, host: torch.Tensor) -> torch.Tensor:
+        memory = torch.empty(len(host), dtype=torch.uint8, device=self._device)
+        return memory.copy_(host, non_blocking=True)
+
+
+def _has_kernels(frame: FrameAt, paged: Paged) -> bool:
+    """Whether there are kernels for a kvq frame: not for refinements, parts of a chunk, or several
+    block tables.
+    """
+    components = frame.header.layout.components
+    is_whole = not any(component.first_token for component in components)
+    is_plain = len(paged.tables) == 1 and SKIPPED_BLOCK not in paged.tables[0]
+    return not frame.header.levels and is_whole and is_plain and paged.shard is None
 
 
 @dataclass(slots=True)
@@ -174,20 +285,6 @@ class Registration:
             self._thread.join()
         while self._ends:
             self._ends.pop()()
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Frames that the device works on. ``held`` is host memory that is copied from."""
-
-    frames: Sequence[FrameAt]
-    sums: list[Sums]
-    """One, once the device came to it."""
-    stated: list[list[int]]
-    """The checksums that each frame's header states."""
-    done: Event
-    confirm: Callable[[], None] = lambda: None
-    held: Sequence[Bytes] = ()
 
 
 class Reading:
@@ -386,16 +483,12 @@ class Reading:
         self._make_room()
         reader, data, confirm = self.reader, run.frames[number], run.confirms[number]
         frame = FrameAt(0, header, (run.index + number) * self._chunk_tokens)
-        found: list[Begun] = []
-
-        def launch() -> None:
-            found.append(reader.decoder.begin(frame, data, confirm, self._paged))
-
-        reader.work.launch(launch)
-        done = reader.work.record()
-        (begun,) = found
-        stated = [begun.frame.header.segments["checksum"].tolist()]
-        self._queue.append(_Batch([begun.frame], [begun.sums], stated, done, begun.confirm, [data]))
+        begun: list[_Batch] = []
+        reader.work.launch(
+            lambda: begun.append(reader.decoder.begin(frame, data, confirm, self._paged))
+        )
+        begun[0].done = reader.work.record()
+        self._queue.append(begun[0])
 
     def _queued_in_arena(self, run: Run, first: int, stated: list[list[int]]) -> None:
         """Queue frames where they lie, from number *first* of *run* on."""
@@ -456,7 +549,8 @@ class Reading:
     ) -> list[Sums]:
         """Queue the way of *frames* into the pages; the sums come once it was launched."""
         self._make_room()
-        reader, like = self.reader, _like(frames[0].header)
+        reader, header = self.reader, frames[0].header
+        like = header.layout, header.header_bytes  # rows of such frames lie at the same places
         if like not in self._checked:
             reader.kernels.check(memory, frames, self._paged)
             self._checked.add(like)
@@ -476,6 +570,7 @@ class Reading:
     def _prove(self, batch: _Batch) -> None:
         """Wait for a batch and count its frames, up to the first that is wrong."""
         try:
+            assert batch.done is not None
             batch.done.synchronize()
             (sums,) = batch.sums
             found = sums()
@@ -493,11 +588,6 @@ class Reading:
         except KVStoreError:
             self._queue.clear()  # what is behind it counts no more
             raise
-
-
-def _like(header: FrameHeader) -> tuple[KVLayout, int]:
-    """Return what raw frames have in common whose rows lie at the same places."""
-    return header.layout, header.header_bytes
 
 
 def _each(works: Sequence[Callable[[], None]]) -> None:

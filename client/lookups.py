@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from kvstore.client.options import MAX_DEADLINE_MS
-from kvstore.client.prefill import chunks_worth_loading
+from kvstore.client.planning import chunks_worth_loading
 from kvstore.client.server_link import LeftMs, ServerLink, batches, digest_batches, packed
 from kvstore.client.transports.base import Transport
 from kvstore.client.view import View

@@ -1,24 +1,185 @@
-"""How a client behaves. Values only; nothing here reads the environment."""
+"""How a client behaves, and with what it proves who it is. Values only; nothing here reads the
+environment.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import ipaddress
+import os
+import re
+from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from typing import Literal, get_args
+from threading import Lock
+from typing import Any, Literal, get_args
 
-from kvstore.client.access import OPEN, Access
+import grpc
+
 from kvstore.client.chunk import Shard
 from kvstore.proto.errors import InvalidRequestError, check_text, is_whole
 from kvstore.proto.keys import check_chunk_tokens
 from kvstore.proto.types import DEFAULT_CHUNK_TOKENS
 
-TransportName = Literal["auto", "shm", "tcp", "grpc"]
+MAX_TOKEN_CHARS = 8192
+FIRST_LOGIN_UID = 1000
+"""Users below are the system's: only root makes them. Those above log in, and may listen on any
+port that a server left (login.defs(5), UID_MIN)."""
+_LISTENS = "0A"
+_TARGET = re.compile(r"(?:[\w.-]+|\[[0-9A-Fa-f:.%\w]+\]):(\d{1,5})")
+_SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:")
+"""Of gRPC's targets, besides HOST:PORT."""
+_HEADER = "authorization"
+_NO_PROXY = ("grpc.enable_http_proxy", 0)
+"""gRPC would take one out of the environment, for the loopback and a cluster's addresses too."""
 
+
+TransportName = Literal["auto", "shm", "tcp", "grpc"]
 MAX_DEADLINE_MS = 600_000
 """The longest that a server grants."""
 MAX_NAME_CHARS = 128
 """Of a client's name and of a tenant's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """``tls`` encrypts; with ``ca`` only servers that it signed are believed, else those that the
+    system's roots did. ``cert`` and ``key``, all PEM files, are the client's own, for servers that
+    ask for one; ``server_name`` is what the server's certificate says, where that is not the
+    address. ``token`` is an API key or a JWT; ``token_file`` has one, and is read again when it
+    was replaced. Without TLS a token goes to this host alone, and only where this user, root or a
+    user of the system listens; ``insecure`` lets it travel in plain text anywhere.
+    """
+
+    tls: bool = False
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    server_name: str = ""
+    token: str = field(default="", repr=False)
+    token_file: Path | None = None
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            raise InvalidRequestError("cert", self.cert, "give cert and key, or neither")
+        if self.token and self.token_file is not None:
+            raise InvalidRequestError("token_file", self.token_file, "give token or token_file")
+        if self.ca is not None or self.cert is not None:
+            object.__setattr__(self, "tls", True)
+
+    def open(self, address: str, options: list[tuple[str, Any]]) -> grpc.Channel:
+        """Return a channel to *address*. Raises InvalidRequestError for files that will not do."""
+        options = [*options, _NO_PROXY]
+        if not self.tls:
+            if (self.token or self.token_file) and not self.insecure:
+                _check_plain(address)
+            return grpc.insecure_channel(address, options=options)
+        if self.server_name:
+            options = [*options, ("grpc.ssl_target_name_override", self.server_name)]
+        credentials = grpc.ssl_channel_credentials(
+            *(None if path is None else _read(path) for path in (self.ca, self.key, self.cert))
+        )
+        return grpc.secure_channel(address, credentials, options=options)
+
+
+OPEN = Access()
+"""In plain text, and without saying who one is."""
+
+
+def access_from(token_file: str, tls_ca: str, tls_cert: str, tls_key: str) -> Access:
+    """Return the access that an engine's settings name; empty: not given."""
+    ca, cert, key, token = (
+        Path(text) if text else None for text in (tls_ca, tls_cert, tls_key, token_file)
+    )
+    return Access(ca=ca, cert=cert, key=key, token_file=token)
+
+
+def check_address(address: str) -> None:
+    """Raise InvalidRequestError for what is no HOST:PORT, [IPV6]:PORT or target of gRPC's."""
+    if isinstance(address, str):
+        found = _TARGET.fullmatch(address)
+        if address.startswith(_SCHEMES) or (found and 0 < int(found[1]) < 1 << 16):
+            return
+    raise InvalidRequestError("address", address, "give HOST:PORT, or [IPV6]:PORT")
+
+
+class Bearer:
+    """The metadata that brings a token along. Thread-safe."""
+
+    def __init__(self, access: Access) -> None:
+        """Raises InvalidRequestError for a token that will not do."""
+        self._path = access.token_file
+        self._metadata = _metadata(access.token) if access.token else None
+        self._seen: tuple[int, int] | None = None
+        self._lock = Lock()  # guards the two above
+        if self._path is not None:
+            self.metadata()
+
+    def metadata(self) -> tuple[tuple[str, str], ...] | None:
+        """Return what goes along with a call; None: nothing."""
+        path = self._path
+        if path is None:
+            return self._metadata
+        try:
+            found = os.stat(path)
+        except OSError as error:
+            raise InvalidRequestError("token_file", str(path), f"{error.strerror}") from None
+        seen = (found.st_ino, found.st_mtime_ns)
+        with self._lock:
+            if seen != self._seen:
+                self._metadata = _metadata(_read(path).decode("ascii", "replace").strip())
+                self._seen = seen
+            return self._metadata
+
+
+def _metadata(token: str) -> tuple[tuple[str, str], ...]:
+    if not token or not token.isascii() or not token.isprintable() or len(token) > MAX_TOKEN_CHARS:
+        raise InvalidRequestError(
+            "token", "...", f"give printable ASCII, {MAX_TOKEN_CHARS} at most"
+        )
+    return ((_HEADER, f"Bearer {token}"),)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidRequestError("access", str(path), f"{error.strerror}") from None
+
+
+def _check_plain(address: str) -> None:
+    """Raise InvalidRequestError where a token in plain text would go to who should not have it."""
+    if not _is_near(address):
+        fix = "a token would travel in plain text: give tls or ca, or insecure"
+        raise InvalidRequestError("access", address, fix)
+    strangers = [uid for uid in _listeners(address) - {os.geteuid()} if uid >= FIRST_LOGIN_UID]
+    if strangers:
+        fix = f"user {strangers[0]} listens there and would get the token: give tls or ca"
+        raise InvalidRequestError("access", address, fix)
+
+
+def _listeners(address: str) -> set[int]:
+    """Return the users who listen on a port of this host, as far as the kernel says."""
+    port = address.rpartition(":")[2]
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            rows = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for row in rows:
+            _, local, _, state, _, _, _, uid, *_ = row.split()
+            if state == _LISTENS and port.isdecimal() and int(local[-4:], 16) == int(port):
+                found.add(int(uid))
+    return found
+
+
+def _is_near(address: str) -> bool:
+    host = address.rpartition("/")[2].rpartition(":")[0].strip("[]")
+    try:
+        return address.startswith("unix:") or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 @dataclass(frozen=True, slots=True)

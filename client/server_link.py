@@ -13,8 +13,8 @@ import numpy as np
 from kvstore.client.connection import Connection, Until
 from kvstore.client.decode import Reader
 from kvstore.client.forks import keep
-from kvstore.client.levels import LinkMeter, Meters
 from kvstore.client.options import ClientOptions
+from kvstore.client.planning import LinkMeter, Meters
 from kvstore.client.session import Session, is_silent
 from kvstore.client.transports.base import Transport
 from kvstore.client.transports.grpc import StreamTransport

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from kvstore.proto.buffers import LOOP_UNIT_BYTES, Bytes
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
 
 Index: TypeAlias = "slice | NDArray[np.intp]"
@@ -148,6 +149,73 @@ class BlockPart:
         slots = min(self.span.block_tokens, tokens)
         cut = part[:, piece.start : piece.stop]
         return cut.reshape(heads, tokens // slots, slots, head_dim).swapaxes(0, 1)
+
+
+BLOCK_ROW = 8
+"""Numbers of a row of ``scatter_summed``, proto/native/sums.c: where to, from where, how many
+units, the size of its group for the last of one, the group's sum; tokens, width and item bytes of
+what the block has turned, else 0."""
+ROW_SUM = 4
+
+
+def block_rows(
+    layers: Sequence[Sequence[NDArray[Any] | BlockPart]], frame: Bytes, starts: Sequence[int]
+) -> NDArray[np.uint64] | None:
+    """Return the rows by which a compiled loop copies *layers* out of a raw *frame*: uint64 of
+    (layers, parts, heads, blocks, BLOCK_ROW).
+
+    A layer begins at its entry of *starts*. None where they do not all lie in whole blocks of one
+    shape and order, in which tokens, or elements, follow each other in units of the loop.
+    """
+    first = layers[0] if layers else ()
+    turned = [_is_turned(part) for part in first]
+    if not turned or None in turned:
+        return None
+    span, pages = first[0].span, first[0].pages  # type: ignore[union-attr]
+    blocks, heads, tokens, width = pages.shape
+    orders = [part.pages.strides for part in first]  # type: ignore[union-attr]
+    bases = []
+    for layer in layers:
+        for part, order in zip(layer, orders, strict=True):
+            if not isinstance(part, BlockPart) or part.span is not span:
+                return None
+            if part.pages.shape != pages.shape or part.pages.strides != order:
+                return None
+            bases.append(part.pages.__array_interface__["data"][0])
+    item, named = pages.itemsize, span.scattered[0].blocks
+    ids = np.arange(named.start, named.stop) if isinstance(named, slice) else named
+    if ids.min() < 0 or ids.max() >= blocks or len({order[:2] for order in orders}) > 1:
+        return None
+    block_bytes, layer_rows = tokens * width * item, len(first) * heads * len(ids)
+    rows = np.zeros((len(layers), len(first), heads, len(ids), BLOCK_ROW), np.uint64)
+    within = np.arange(heads)[:, None] * orders[0][1] + ids * orders[0][0]
+    rows[..., 0] = np.add.outer(bases, within).reshape(rows.shape[:-1])
+    origins = np.array(starts) + frame.ctypes.data
+    rows[..., 1] = np.add.outer(origins, np.arange(layer_rows) * block_bytes).reshape(
+        rows.shape[:-1]
+    )
+    rows[..., 2] = block_bytes // LOOP_UNIT_BYTES
+    rows[:, -1, -1, -1, 3] = layer_rows * block_bytes
+    for at, is_turned in enumerate(turned):
+        if is_turned:
+            rows[:, at, ..., 5:] = tokens, width, item
+    return rows
+
+
+def _is_turned(part: NDArray[Any] | BlockPart) -> bool | None:
+    """Return whether the elements of the tokens of *part* follow each other, and not its tokens.
+
+    None where it is not in whole blocks, or neither does, or blocks are no units of the loop.
+    """
+    if not isinstance(part, BlockPart):
+        return None
+    _, _, tokens, width = part.pages.shape
+    item, order, pieces = part.pages.itemsize, part.pages.strides[2:], part.span.scattered
+    is_whole = len(pieces) == 1 and pieces[0].slots == slice(None)
+    if not is_whole or item not in (1, 2, 4) or tokens * width * item % LOOP_UNIT_BYTES:
+        return None
+    is_turned = order == (item, tokens * item)
+    return is_turned if is_turned or order == (width * item, item) else None
 
 
 def to_dense(part: NDArray[Any] | BlockPart) -> NDArray[Any]:

@@ -21,7 +21,7 @@ from kvstore.codecs.base import (
     check_room,
     check_tensors,
 )
-from kvstore.codecs.block_part import BlockPart
+from kvstore.codecs.block_part import BLOCK_ROW, ROW_SUM, BlockPart, block_rows
 from kvstore.codecs.block_stack import BlockStack
 from kvstore.codecs.terms import EncodeTerms
 from kvstore.proto.buffers import (
@@ -45,6 +45,7 @@ from kvstore.proto.frame import (
     pack_header,
     raw_frame_bytes,
 )
+from kvstore.proto.native import address, loops
 from kvstore.proto.types import Accuracy, Component, KVLayout
 
 
@@ -194,19 +195,22 @@ class RawCodec(Codec):
         starts = header.segments["offset"].tolist()
         checksums = header.segments["checksum"].tolist()
         first = 0
+        sums: dict[int, int] = {}
         together: dict[int, Pieces] = {}
         for component, layers in zip(header.layout.components, out, strict=True):
             part_bytes = component.part_bytes
-            for index, parts in enumerate(layers, first):
+            rows = block_rows(layers, frame, starts[first : first + len(layers)])
+            if rows is not None:
+                sums.update(enumerate(_scatter_rows(rows), first))
+            for index, parts in enumerate(layers if rows is None else (), first):
                 pieces = _pieces(frame, starts[index], part_bytes, parts)
                 if pieces is not None:
                     together[index] = pieces
-                    continue
-                found = _scatter_layer(frame, starts[index], part_bytes, parts)
-                check_segment(header, index, found)
+                else:
+                    sums[index] = _scatter_layer(frame, starts[index], part_bytes, parts)
             first += component.layers
-        found_all = copy_groups(list(together.values()))
-        for index, found in zip(together, found_all, strict=True):
+        sums.update(zip(together, copy_groups(list(together.values())), strict=True))
+        for index, found in sums.items():
             if found != checksums[index]:
                 check_segment(header, index, found)
 
@@ -284,6 +288,13 @@ def _pieces(frame: Bytes, start: int, part_bytes: int, out: Sequence[AnyPart]) -
         pieces.append((part.reshape(-1).view(np.uint8), frame[start : start + part_bytes]))
         start += part_bytes
     return pieces
+
+
+def _scatter_rows(rows: NDArray[np.uint64]) -> list[int]:
+    """Copy what ``block_rows`` returned; return the checksum of each layer."""
+    loops().scatter_summed(address(rows), rows.size // BLOCK_ROW)
+    sums: list[int] = rows[:, -1, -1, -1, ROW_SUM].tolist()
+    return sums
 
 
 def _scatter_layer(frame: Bytes, start: int, part_bytes: int, out: Sequence[AnyPart]) -> int:

@@ -6,6 +6,7 @@ uint32. Nothing here depends on the process: no builtin ``hash()``, no environme
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Sequence
 from numbers import Integral
@@ -187,3 +188,20 @@ def keys_of_digests(packed: bytes, space: Namespace, limit: int) -> list[ChunkKe
     halves = np.empty((len(digests), 2), _DIGEST)
     halves[:, 0], halves[:, 1] = np.void(space), digests
     return cast("list[ChunkKey]", halves.view(f"V{KEY_BYTES}").ravel().tolist())
+
+
+def page_hash(before: bytes, token_bytes: bytes | memoryview) -> bytes:
+    """Return SGLang's hash of a page of tokens, 32 bytes, of which the first 16 name a chunk.
+
+    *before*: that of the page before, nothing for the first of a prompt.
+    """
+    return hashlib.sha256(before + bytes(token_bytes)).digest()
+
+
+def page_digests(tokens: Sequence[int], chunk_tokens: int) -> list[ChainDigest]:
+    """Return what ``keys.chain_digests`` does, as SGLang names pages of so many tokens."""
+    digests, page, data = [], b"", tokens_le32(tokens)
+    for start, stop in chunk_spans(len(data) // 4, chunk_tokens):
+        page = page_hash(page, data[4 * start : 4 * stop])
+        digests.append(ChainDigest(page[:DIGEST_BYTES]))
+    return digests

@@ -55,7 +55,7 @@ class LoadPlan:
     chunk included, when loads run in order from the start and the engine computes each range as
     soon as what comes before it is there. ``recompute_ms`` is the same without this service:
     ``plan_ms`` is never more. Both are estimates; for a deadline give the plan's chunks to
-    ``kvstore.client.levels``.
+    ``kvstore.client.planning``.
     """
 
     ranges: tuple[PlanRange, ...]

@@ -9,20 +9,17 @@ import sys
 
 import numpy as np
 import torch
+from device_engine import paged_in, read_pages
 from prompts import SMALL, frame_of, keys_of, tensors_of
 
 from kvstore.client import ClientOptions
 from kvstore.client.chunk import DeviceChunk, parents
-from kvstore.client.cuda import CudaClient
-from kvstore.client.device_pages import DevicePages
-from kvstore.client.device_puts import DeviceRing
-from kvstore.client.paged_cache import PageAxes
+from kvstore.client.cuda import CudaClient, DeviceRing
 from kvstore.proto.device import open_device
 from kvstore.proto.frame import header_bytes
 from kvstore.proto.types import KVLayout
 
 CHUNK_TOKENS, BLOCK_TOKENS, COUNT, SLOT_BYTES = 16, 8, 5, 4096
-AXES = PageAxes.parse("layer kv block token head dim")
 
 
 def main(address: str) -> None:
@@ -52,7 +49,7 @@ def main(address: str) -> None:
         blocks = COUNT * CHUNK_TOKENS // BLOCK_TOKENS
         shape = (len(group.layer_ids), 2, blocks, BLOCK_TOKENS, group.kv_heads, group.head_dim)
         pages = torch.zeros(shape, dtype=torch.bfloat16, device=cuda)
-        found = client.get_device_pages(keys, DevicePages(SMALL, pages, AXES), range(blocks))
+        found = read_pages(client, keys, paged_in(pages, range(blocks)))
         rows = pages.view(torch.int16).flatten(2, 3).transpose(2, 3).cpu().numpy()
         right = np.concatenate(
             [np.array(tensors_of(key, SMALL, CHUNK_TOKENS)[0]) for key in keys], axis=3

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from prompts import tensors_of
 
-from kvstore.client.device_pages import DevicePages
-from kvstore.client.paged_cache import PageAxes
+from kvstore.client.cuda import CudaClient
+from kvstore.client.device_reads import DeviceReader
 from kvstore.client.tensors import to_torch
 from kvstore.codecs.base import ChunkTensors
-from kvstore.proto.types import ChunkKey, Model
+from kvstore.codecs.paged import Paged, Pages
+from kvstore.proto.device import open_device
+from kvstore.proto.frame import raw_frame_bytes
+from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, Model
 
 CHUNK_TOKENS, BLOCK_TOKENS = 16, 8
-NHD = PageAxes.parse("layer kv block token head dim")
 
 
 class Engine:
@@ -25,8 +29,11 @@ class Engine:
         shape = (layers, 2, blocks, BLOCK_TOKENS, group.kv_heads, group.head_dim)
         self.tensor = torch.full(shape, 7.0).to(dtype)
         self.dtype = group.dtype
-        self.pages = DevicePages(representation, self.tensor, NHD)
         self.block_ids = list(reversed(range(blocks)))
+
+    def paged(self, block_ids: Sequence[int] | None = None) -> Paged:
+        """Return the request's place: its own blocks unless given others."""
+        return paged_in(self.tensor, self.block_ids if block_ids is None else block_ids)
 
     def slots(self, layer: int, part: int) -> torch.Tensor:
         """(kv_heads, slots, head_dim) in the order of the request's tokens."""
@@ -56,3 +63,28 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def blocks_for(chunks: int) -> int:
     """Return how many blocks so many chunks fill."""
     return chunks * CHUNK_TOKENS // BLOCK_TOKENS
+
+
+def paged_in(tensor: torch.Tensor, block_ids: Sequence[int]) -> Paged:
+    """Return blocks of pages (layers, 2, blocks, block_tokens, kv_heads, head_dim)."""
+    views = tensor.transpose(3, 4)
+    return Paged((Pages(tuple((layer[0], layer[1]) for layer in views)),), [block_ids])
+
+
+def read_pages(
+    client: CudaClient,
+    keys: Sequence[ChunkKey],
+    paged: Paged,
+    accuracy: Accuracy = Accuracy.exact,
+    reader: DeviceReader | None = None,
+) -> int:
+    """Read chunks into pages behind torch's current stream, by a reader of its own if None."""
+    layout = KVLayout.of(client.model, client.options.chunk_tokens)
+    device = open_device(paged.pages[0].first.device)
+    used = reader or DeviceReader(device, raw_frame_bytes(layout))
+    try:
+        after = used.device.current_stream().record()
+        return client.read_on_device(keys, paged, used, after, accuracy=accuracy)
+    finally:
+        if reader is None:
+            used.close()

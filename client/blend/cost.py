@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from kvstore.client.blend.engine import BlendResult
 from kvstore.client.blend.plan import BlendPlan
 from kvstore.client.blend.selectors import check_layers, check_selector, reads_attention
-from kvstore.client.levels import LinkMeter
+from kvstore.client.planning import LinkMeter
 from kvstore.proto.errors import InvalidRequestError
 
 SAMPLES_KEPT = 64

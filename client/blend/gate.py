@@ -16,7 +16,7 @@ from kvstore.client.blend.layer_pass import LayerKV
 from kvstore.client.blend.plan import BlendPlan, SegmentRange
 from kvstore.client.blend.store import StoreSource
 from kvstore.client.client import Client
-from kvstore.client.levels import LinkMeter
+from kvstore.client.planning import LinkMeter
 from kvstore.client.segments import SegmentMatch, SegmentQuery
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView

@@ -17,7 +17,6 @@ from itertools import islice, takewhile
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
-from kvstore.client.access import access_from
 from kvstore.client.chunk import Chunk, Shard, parents
 from kvstore.client.client import Client
 from kvstore.client.decode import Room as ChunkRooms
@@ -36,13 +35,13 @@ from kvstore.client.engines.prefix import (
     least_of,
 )
 from kvstore.client.forks import FORKS
-from kvstore.client.levels import PlanTerms
-from kvstore.client.options import ClientOptions, TransportName
-from kvstore.client.prefill import (
+from kvstore.client.options import ClientOptions, TransportName, access_from
+from kvstore.client.planning import (
     DOUBT,
     LEAST_LEFT_S,
     LEAST_LOOKUP_MS,
     Deadline,
+    PlanTerms,
     PrefillMeter,
     PrefillModel,
     chunks_worth_loading,

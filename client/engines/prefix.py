@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from kvstore.client.prefill import Deadline
+from kvstore.client.planning import Deadline
 from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import codec_name
 from kvstore.codecs.terms import Importance

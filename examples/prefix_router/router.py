@@ -23,7 +23,7 @@ from pathlib import Path
 from google.protobuf import json_format
 
 from kvstore.client import AsyncClient, ClientOptions
-from kvstore.client.events import EventPage, Place
+from kvstore.client.server_state import EventPage, Place
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.keys import chain_digests

@@ -227,6 +227,121 @@ void LOOP(copy_summed)(piece *pieces, uint64_t count, int32_t is_past)
 #endif
 }
 
+/* A piece that goes into a block of a cache. Where ``width`` is not 0 the block has it turned: of
+ * ``tokens`` rows of ``width`` numbers, ``item`` bytes each, it has the columns one after another. */
+typedef struct {
+    piece flat;
+    uint64_t tokens, width, item;
+} block_piece;
+
+INLINE void turn_any(uint8_t *out, const uint8_t *from, size_t tokens, size_t width, size_t item)
+{
+    for (size_t column = 0; column < width; column++)
+        for (size_t token = 0; token < tokens; token++)
+            memcpy(out + (column * tokens + token) * item,
+                   from + (token * width + column) * item, item);
+}
+
+#if defined(__SSE2__)
+/* Squares of four by four, or eight by eight: each is in registers while it is turned. Stores pass
+ * the caches, which halves the time, and need 16-byte boundaries. */
+INLINE void turn32(uint8_t *out, const uint8_t *from, size_t tokens, size_t width)
+{
+    for (size_t column = 0; column < width; column += 4)
+        for (size_t token = 0; token < tokens; token += 4) {
+            const uint8_t *at = from + (token * width + column) * 4;
+            uint8_t *to = out + (column * tokens + token) * 4;
+            __m128i a = _mm_loadu_si128((const __m128i *)at);
+            __m128i b = _mm_loadu_si128((const __m128i *)(at + 4 * width));
+            __m128i c = _mm_loadu_si128((const __m128i *)(at + 8 * width));
+            __m128i d = _mm_loadu_si128((const __m128i *)(at + 12 * width));
+            __m128i ab = _mm_unpacklo_epi32(a, b), cd = _mm_unpacklo_epi32(c, d);
+            __m128i ba = _mm_unpackhi_epi32(a, b), dc = _mm_unpackhi_epi32(c, d);
+            _mm_stream_si128((__m128i *)to, _mm_unpacklo_epi64(ab, cd));
+            _mm_stream_si128((__m128i *)(to + 4 * tokens), _mm_unpackhi_epi64(ab, cd));
+            _mm_stream_si128((__m128i *)(to + 8 * tokens), _mm_unpacklo_epi64(ba, dc));
+            _mm_stream_si128((__m128i *)(to + 12 * tokens), _mm_unpackhi_epi64(ba, dc));
+        }
+}
+
+INLINE void turn16(uint8_t *out, const uint8_t *from, size_t tokens, size_t width)
+{
+    for (size_t column = 0; column < width; column += 8)
+        for (size_t token = 0; token < tokens; token += 8) {
+            const uint8_t *at = from + (token * width + column) * 2;
+            uint8_t *to = out + (column * tokens + token) * 2;
+            __m128i rows[8], pairs[8], fours[8];
+            for (int k = 0; k < 8; k++)
+                rows[k] = _mm_loadu_si128((const __m128i *)(at + (size_t)k * 2 * width));
+            for (int k = 0; k < 4; k++) {
+                pairs[k] = _mm_unpacklo_epi16(rows[2 * k], rows[2 * k + 1]);
+                pairs[k + 4] = _mm_unpackhi_epi16(rows[2 * k], rows[2 * k + 1]);
+            }
+            for (int half = 0; half < 8; half += 4)
+                for (int k = 0; k < 2; k++) {
+                    fours[half + k] = _mm_unpacklo_epi32(pairs[half + 2 * k], pairs[half + 2 * k + 1]);
+                    fours[half + 2 + k] = _mm_unpackhi_epi32(pairs[half + 2 * k], pairs[half + 2 * k + 1]);
+                }
+            for (int k = 0; k < 4; k++) {
+                __m128i low = _mm_unpacklo_epi64(fours[2 * k], fours[2 * k + 1]);
+                __m128i high = _mm_unpackhi_epi64(fours[2 * k], fours[2 * k + 1]);
+                _mm_stream_si128((__m128i *)(to + (size_t)(2 * k) * 2 * tokens), low);
+                _mm_stream_si128((__m128i *)(to + (size_t)(2 * k + 1) * 2 * tokens), high);
+            }
+        }
+}
+#endif
+
+INLINE void turn(const block_piece *p)
+{
+    uint8_t *out = (uint8_t *)(uintptr_t)p->flat.out;
+    const uint8_t *from = (const uint8_t *)(uintptr_t)p->flat.from;
+    size_t tokens = (size_t)p->tokens, width = (size_t)p->width;
+#if defined(__SSE2__)
+    int is_aligned = (p->flat.out & 15) == 0;
+    if (is_aligned && p->item == 4 && tokens % 4 == 0 && width % 4 == 0) {
+        turn32(out, from, tokens, width);
+        return;
+    }
+    if (is_aligned && p->item == 2 && tokens % 8 == 0 && width % 8 == 0) {
+        turn16(out, from, tokens, width);
+        return;
+    }
+#endif
+    switch (p->item) {
+    case 1: turn_any(out, from, tokens, width, 1); break;
+    case 2: turn_any(out, from, tokens, width, 2); break;
+    default: turn_any(out, from, tokens, width, 4);
+    }
+}
+
+/* Copies *count* pieces into blocks and sums each group, as ``copy_summed`` does. A piece that is
+ * turned is summed first, and then read again while it is in cache. */
+void LOOP(scatter_summed)(block_piece *pieces, uint64_t count)
+{
+    sums s;
+    begin(&s);
+    for (uint64_t k = 0; k < count; k++) {
+        piece *p = &pieces[k].flat;
+        int is_end = p->size != 0;
+        if (!pieces[k].width && (p->out & 15) == 0)
+            copy_units(&s, p, PAST, is_end);
+        else if (!pieces[k].width)
+            copy_units(&s, p, NEAR, is_end);
+        else {
+            copy_units(&s, p, NOWHERE, is_end);
+            turn(pieces + k);
+        }
+        if (is_end) {
+            p->sum = digest(&s, p->size);
+            begin(&s);
+        }
+    }
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+}
+
 /* Reads *count* pieces of the file *descriptor*, whose ``from`` are offsets, step by step, and
  * sums each step while it is in cache. Returns how many pieces were read: all, or up to one that
  * could not be read whole. */

@@ -19,8 +19,7 @@ from bench.slo_replay import (
     recompute,
 )
 
-from kvstore.client.levels import RECOMPUTE, LinkMeter, PlanTerms
-from kvstore.client.prefill import PrefillModel
+from kvstore.client.planning import RECOMPUTE, LinkMeter, PlanTerms, PrefillModel
 from kvstore.client.server_link import FIRST_GUESS_BYTES_PER_S
 
 LEVELS = Levels((2.1, 3.6, 5.2), (0.01, 0.001, 0.0001), 10.7)

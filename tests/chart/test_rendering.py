@@ -429,8 +429,8 @@ def test_pods_that_ask_who_calls_show_each_other_a_key_and_know_a_name(helm4: He
 
 
 def test_what_engines_are_told_is_what_connectors_take(helm4: Helm) -> None:
-    from kvstore.client.access import Access
     from kvstore.client.engines.vllm.settings import VllmSettings
+    from kvstore.client.options import Access
 
     rendered = helm4.of_values(CHART / "ci" / "daemonset-values.yaml")
     (told,) = [one["data"] for one in of_kind(rendered, "ConfigMap") if "vllm.json" in one["data"]]

@@ -16,9 +16,8 @@ from prompts import SMALL, assert_reads, chunks_of, is_right, keys_of, store, te
 
 from kvstore.client import Client
 from kvstore.client.chunk import Shard
-from kvstore.client.levels import PlanTerms
 from kvstore.client.options import TransportName
-from kvstore.client.prefill import PrefillModel
+from kvstore.client.planning import PlanTerms, PrefillModel
 from kvstore.client.transports.base import Arrivals, Put, PutTerms, ReadPlan
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.errors import DeadlineError, InvalidRequestError, LeaseExpiredError

@@ -16,6 +16,7 @@ from device_engine import (
     Engine,
     blocks_for,
     raw_bytes,
+    read_pages,
 )
 from gpu_twin import frame_on_device, use_device
 from local_server import DEADLINE_MS, LocalServer, eventually
@@ -117,7 +118,7 @@ def test_chunks_of_gpu_and_cpu_memory_land_in_the_pages(
     warm(gpu_server, client, keys[:2])
     warm(gpu_server, client, keys[3:5])
     engine = Engine(representation, blocks_for(6))
-    assert client.get_device_pages(keys, engine.pages, engine.block_ids) == 6
+    assert read_pages(client, keys, engine.paged()) == 6
     found = [engine.has(key, i, representation, CHUNK_TOKENS) for i, key in enumerate(keys)]
     assert found == [True] * 6
     gpu_server.settled()
@@ -130,7 +131,7 @@ def test_more_chunks_than_a_batch_land_and_no_other_slot_is_touched(
     keys = store(client, 1, count)
     warm(gpu_server, client, keys)
     engine = Engine(SMALL, blocks_for(count) + 2)
-    assert client.get_device_pages(keys, engine.pages, engine.block_ids) == count
+    assert read_pages(client, keys, engine.paged()) == count
     found = [engine.has(key, i, SMALL, CHUNK_TOKENS) for i, key in enumerate(keys)]
     assert found == [True] * count
     for layer in range(2):
@@ -169,7 +170,7 @@ def test_tables_of_a_get_are_brought_before_its_frames_and_once(
         return tables(self, *given)
 
     monkeypatch.setattr(HostKernels, "tables", note)
-    paged = engine.pages.of(engine.block_ids)
+    paged = engine.paged()
     assert client.read_on_device(keys, paged, reader) == len(keys)
     assert told == [0]
     assert all(engine.has(key, i, SMALL, CHUNK_TOKENS) for i, key in enumerate(keys))
@@ -190,7 +191,7 @@ def test_chunks_of_different_lengths_are_read_in_one_get(
         client.put_chunks(chunks)
         warm(gpu_server, client, keys)
         engine = Engine(SMALL, 12)
-        assert client.get_device_pages(keys, engine.pages, engine.block_ids) == 3
+        assert read_pages(client, keys, engine.paged()) == 3
         for at, (key, size) in enumerate(zip(keys, sizes, strict=True)):
             right = tensors_of(key, SMALL, size)[0][1][1]
             there = engine.slots(1, 1)[:, 32 * at : 32 * at + size]
@@ -202,10 +203,10 @@ def test_a_missing_chunk_ends_the_prefix(gpu_server: LocalServer, client: CudaCl
     warm(gpu_server, client, keys)
     others = keys_of(client, 2, 1)
     engine = Engine(SMALL, blocks_for(3))
-    found = client.get_device_pages([*keys, *others], engine.pages, engine.block_ids)
+    found = read_pages(client, [*keys, *others], engine.paged())
     assert found == 2
-    assert client.get_device_pages(others, engine.pages, engine.block_ids) == 0
-    assert client.get_device_pages([], engine.pages, engine.block_ids) == 0
+    assert read_pages(client, others, engine.paged()) == 0
+    assert read_pages(client, [], engine.paged()) == 0
     gpu_server.settled()
 
 
@@ -218,10 +219,10 @@ def test_a_frame_damaged_on_the_device_is_not_counted_and_is_dropped(
     gpu = gpu_of(gpu_server)
     frame_on_device(gpu, keys[damaged])[-1] ^= 1
     engine = Engine(SMALL, blocks_for(4))
-    assert client.get_device_pages(keys, engine.pages, engine.block_ids) == damaged
+    assert read_pages(client, keys, engine.paged()) == damaged
     assert eventually(lambda: gpu.find([keys[damaged]]) == [None])
     assert client.lookup(keys=keys).ready == 4, "the copy in memory below is sound, and stays"
-    assert client.get_device_pages(keys, engine.pages, engine.block_ids) == 4
+    assert read_pages(client, keys, engine.paged()) == 4
 
 
 def test_a_damaged_header_on_the_device_is_a_miss(
@@ -232,7 +233,7 @@ def test_a_damaged_header_on_the_device_is_a_miss(
     gpu = gpu_of(gpu_server)
     frame_on_device(gpu, keys[1])[40] ^= 1
     engine = Engine(SMALL, blocks_for(2))
-    assert client.get_device_pages(keys, engine.pages, engine.block_ids) == 1
+    assert read_pages(client, keys, engine.paged()) == 1
 
 
 @pytest.mark.parametrize("wrong", range(1, 4))
@@ -244,7 +245,7 @@ def test_a_place_with_another_chunk_ends_the_prefix(
     gpu = gpu_of(gpu_server)
     frame_on_device(gpu, keys[wrong])[:] = frame_on_device(gpu, keys[0])
     engine = Engine(SMALL, blocks_for(4))
-    assert client.get_device_pages(keys, engine.pages, engine.block_ids) == wrong
+    assert read_pages(client, keys, engine.paged()) == wrong
 
 
 def test_a_place_that_was_reused_is_looked_up_again(
@@ -261,7 +262,7 @@ def test_a_place_that_was_reused_is_looked_up_again(
 
     monkeypatch.setattr(CudaTransport, "get_on_device", noted)
     engine = Engine(SMALL, blocks_for(2))
-    assert client.get_device_pages(keys, engine.pages, engine.block_ids) == 2
+    assert read_pages(client, keys, engine.paged()) == 2
     assert dropped
     assert len(entered) == 2
     assert all(engine.has(key, i, SMALL, CHUNK_TOKENS) for i, key in enumerate(keys))
@@ -300,7 +301,7 @@ def test_the_generation_of_a_freed_place_is_seen(
     assert isinstance(transport, CudaTransport)
     digests = b"".join(key[DIGEST_BYTES:] for key in keys)
     engine = Engine(SMALL, blocks_for(1))
-    reading = Reading(transport, reader, keys, engine.pages.of(engine.block_ids))
+    reading = Reading(transport, reader, keys, engine.paged())
     with transport.get_on_device(digests, DEADLINE_MS, reader) as arriving:
         arrived = list(arriving)
         assert arrived[0].places
@@ -319,11 +320,11 @@ def test_pages_that_are_not_the_models_are_refused_and_nothing_is_held(
     warm(gpu_server, client, keys)
     other = Engine(make_representation(layers=3), blocks_for(2))
     with pytest.raises(LayoutMismatchError):
-        client.get_device_pages(keys, other.pages, other.block_ids)
+        read_pages(client, keys, other.paged())
     engine = Engine(SMALL, blocks_for(2))
     for ids in ([0], [0, 1, 2, 9], [0, 0, 1, 2]):
         with pytest.raises(InvalidRequestError):
-            client.get_device_pages(keys, engine.pages, ids)
+            read_pages(client, keys, engine.paged(ids))
     gpu_server.settled()
 
 
@@ -339,10 +340,10 @@ def test_a_device_that_fails_is_an_error_of_the_store_and_nothing_is_held(
     monkeypatch.setattr(HostKernels, "sums", fail)
     engine = Engine(SMALL, blocks_for(2))
     with pytest.raises(TierUnavailableError, match=r"illegal memory access$"):
-        client.get_device_pages(keys, engine.pages, engine.block_ids)
+        read_pages(client, keys, engine.paged())
     monkeypatch.undo()
     gpu_server.settled()
-    assert client.get_device_pages(keys, engine.pages, engine.block_ids) == 2
+    assert read_pages(client, keys, engine.paged()) == 2
 
 
 def test_the_rest_of_a_client_works_as_through_shared_memory(client: CudaClient) -> None:
@@ -424,7 +425,7 @@ def test_more_frames_of_cpu_memory_than_the_ring_has_slots_land_in_the_pages(
     count = 3 * READ_SLOTS + 1
     keys = store(client, 1, count)
     engine = Engine(SMALL, blocks_for(count))
-    assert client.get_device_pages(keys, engine.pages, engine.block_ids) == count
+    assert read_pages(client, keys, engine.paged()) == count
     found = [engine.has(key, i, SMALL, CHUNK_TOKENS) for i, key in enumerate(keys)]
     assert found == [True] * count
 
@@ -435,7 +436,7 @@ def test_more_frames_of_cpu_memory_than_the_ring_has_slots_land_in_the_pages(
 def assert_read_without_arena(client: CudaClient, why: str) -> None:
     keys = store(client, 1, 3)
     engine = Engine(SMALL, blocks_for(3))
-    assert client.get_device_pages(keys, engine.pages, engine.block_ids) == 3
+    assert read_pages(client, keys, engine.paged()) == 3
     assert all(engine.has(key, i, SMALL, CHUNK_TOKENS) for i, key in enumerate(keys))
     transport = client._link.connected()
     assert isinstance(transport, CudaTransport)
@@ -456,7 +457,7 @@ def test_frames_on_disk_land_in_the_pages(make_server: ServerMaker) -> None:
         server.settled()
         server.leave_memory(keys)
         engine = Engine(SMALL, blocks_for(3))
-        assert client.get_device_pages(keys, engine.pages, engine.block_ids) == 3
+        assert read_pages(client, keys, engine.paged()) == 3
         assert all(engine.has(key, i, SMALL, CHUNK_TOKENS) for i, key in enumerate(keys))
 
 
@@ -480,7 +481,7 @@ def test_pages_are_written_behind_the_engines_work_and_reported_once_they_are(
     warm(gpu_server, client, keys[:2])
     device = SlowDevice()
     engine = Engine(SMALL, blocks_for(4))
-    paged = engine.pages.of(engine.block_ids)
+    paged = engine.paged()
     reader = DeviceReader(device, 1 << 16)
     wiped: list[bool] = []
 
@@ -517,7 +518,7 @@ def test_a_client_of_a_server_without_a_socket_opens_one_session(make_server: Se
         assert len(server.node.sessions) == 1
         engine = Engine(SMALL, blocks_for(2))
         with pytest.raises(TierUnavailableError, match="not on this host"):
-            client.get_device_pages(keys, engine.pages, engine.block_ids)
+            read_pages(client, keys, engine.paged())
 
 
 def test_slabs_are_registered_by_a_thread_in_pieces_and_no_copy_is_of_two(

@@ -17,9 +17,8 @@ from slow_link import SlowLink
 
 from kvstore.client import Chunk, Client, ClientOptions
 from kvstore.client.chunk import parents
-from kvstore.client.levels import RECOMPUTE, PlanTerms
 from kvstore.client.options import TransportName
-from kvstore.client.prefill import PrefillModel
+from kvstore.client.planning import RECOMPUTE, PlanTerms, PrefillModel
 from kvstore.client.session import SessionTerms
 from kvstore.client.transports.base import Arrival, Arrivals, ReadPlan
 from kvstore.client.transports.tcp_connection import Entrance

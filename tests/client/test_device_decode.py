@@ -12,7 +12,7 @@ import pytest
 import torch
 from contracts.chunks import make_frame, make_representation
 from cpu_kernels import compile_kernels
-from device_engine import CHUNK_TOKENS, Engine, blocks_for
+from device_engine import CHUNK_TOKENS, Engine, blocks_for, read_pages
 from disk_damage import flip_a_bit
 from gpu_twin import use_device
 from local_server import DEADLINE_MS, LocalServer, eventually
@@ -21,8 +21,7 @@ from prompts import keys_of, steady_tensors
 from kvstore.client import Chunk, Client, ClientOptions
 from kvstore.client.chunk import parents
 from kvstore.client.cuda import CudaClient, CudaTransport
-from kvstore.client.device_decode import DeviceDecoder
-from kvstore.client.device_reads import BATCHES_AHEAD, DeviceReader
+from kvstore.client.device_reads import BATCHES_AHEAD, DeviceDecoder, DeviceReader
 from kvstore.client.frames import FileFrame
 from kvstore.codecs.base import CODECS, codec_by_name
 from kvstore.codecs.device_layers import Wait
@@ -79,6 +78,8 @@ def connect() -> Iterator[Callable[[LocalServer], CudaClient]]:
     yield connect
     for client in made:
         client.close()
+        if (reader := READERS.pop(client, None)) is not None:
+            reader.close()
 
 
 Connect = Callable[[LocalServer], CudaClient]
@@ -106,12 +107,16 @@ class Watched:
         return checked
 
 
+READERS: dict[CudaClient, DeviceReader] = {}
+"""Those that some clients read with."""
+
+
 def decode_by(client: CudaClient, kernels: KvqKernels, refused: int = -1) -> Watched:
     """Give *client* the kernels that a device would have."""
     reader = DeviceReader(HostDevice(), raw_frame_bytes(KVLayout.of(MODEL, CHUNK_TOKENS)))
     watched = Watched(kernels, refused)
     reader.decoder.__dict__["kvq"] = watched
-    client._pages_reader = reader
+    READERS[client] = reader
     return watched
 
 
@@ -147,9 +152,7 @@ def assert_as_read_on_the_host(
 
 
 def read(client: CudaClient, keys: Sequence[ChunkKey], engine: Engine) -> int:
-    return client.get_device_pages(
-        keys, engine.pages, engine.block_ids, accuracy=Accuracy.approximate
-    )
+    return read_pages(client, keys, engine.paged(), Accuracy.approximate, READERS.get(client))
 
 
 def test_kvq_frames_are_decoded_on_the_device_for_who_accepts_them(
@@ -175,7 +178,7 @@ def test_who_says_nothing_is_given_nothing_lossy(
     keys = store(server, client)
     watched = decode_by(client, kernels)
     engine = Engine(MODEL, blocks_for(COUNT))
-    assert client.get_device_pages(keys, engine.pages, engine.block_ids) == 0
+    assert read_pages(client, keys, engine.paged(), reader=READERS[client]) == 0
     assert (engine.tensor == 7.0).all()
     assert watched.frames == 0
 
@@ -198,7 +201,7 @@ def test_exact_codecs_are_read_without_a_word_of_accuracy(start: Start, connect:
     client = connect(server)
     keys = store(server, client)
     engine = Engine(MODEL, blocks_for(COUNT))
-    assert client.get_device_pages(keys, engine.pages, engine.block_ids) == COUNT
+    assert read_pages(client, keys, engine.paged()) == COUNT
     right = [steady_tensors(key, MODEL, CHUNK_TOKENS) for key in keys]
     assert all(engine.holds(each, at) for at, each in enumerate(right))
 
@@ -264,7 +267,7 @@ def test_memory_that_was_reused_is_said_before_what_is_wrong_in_it(
 
     engine = Engine(MODEL, blocks_for(1))
     with pytest.raises(LeaseExpiredError):
-        decoder.begin(FrameAt(0, header, 0), frame, confirm, engine.pages.of(engine.block_ids))
+        decoder.begin(FrameAt(0, header, 0), frame, confirm, engine.paged())
 
 
 def test_a_frame_of_a_codec_to_come_ends_the_prefix_and_stays(
@@ -325,5 +328,5 @@ def test_a_frame_that_states_less_than_was_asked_for_is_missing(
         lambda plan, via: request(replace(plan, minimum=Accuracy.approximate), via),
     )
     engine = Engine(MODEL, blocks_for(2))
-    assert client.get_device_pages(keys, engine.pages, engine.block_ids) == 0
+    assert read_pages(client, keys, engine.paged()) == 0
     assert (engine.tensor == 7.0).all()

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from device_engine import paged_in, read_pages
 from gpu_twin import use_device
 from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import SMALL, chunks_of, frame_of, is_right, keys_of
@@ -22,10 +23,7 @@ from slow_device import LateDevice
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.chunk import DeviceChunk, parents
-from kvstore.client.cuda import CudaClient
-from kvstore.client.device_pages import DevicePages
-from kvstore.client.device_puts import DevicePutting, DeviceRing
-from kvstore.client.paged_cache import PageAxes
+from kvstore.client.cuda import CudaClient, DeviceRing
 from kvstore.client.transports.shared_memory import ShmTransport
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
@@ -116,7 +114,7 @@ def client(server: LocalServer, ring: Slots) -> Iterator[CudaClient]:
         yield client
 
 
-def put(client: DevicePutting, ring: Slots, chunks: Sequence[DeviceChunk]) -> list[PutOutcome]:
+def put(client: CudaClient, ring: Slots, chunks: Sequence[DeviceChunk]) -> list[PutOutcome]:
     written = ring.device.current_stream().record()
     return [one.outcome for one in client.put_on_device(ring, chunks, written)]
 
@@ -148,9 +146,7 @@ def test_what_was_put_on_the_device_is_read_from_there_with_the_right_bytes(
     (group,) = SMALL.layer_groups
     shape = (len(group.layer_ids), 2, 10, BLOCK_TOKENS, group.kv_heads, group.head_dim)
     pages = torch.zeros(shape, dtype=torch.bfloat16)
-    axes = PageAxes.parse("layer kv block token head dim")
-    paged = DevicePages(SMALL, pages, axes)
-    assert client.get_device_pages(keys, paged, list(range(10))) == 5
+    assert read_pages(client, keys, paged_in(pages, list(range(10)))) == 5
     assert all(
         is_right(client, key, one) for key, one in zip(keys, client.get_chunks(keys), strict=True)
     )
@@ -342,15 +338,11 @@ def test_a_device_that_fails_while_it_copies_holds_nothing(
     assert put(client, ring, chunks) == [STORED] * 2
 
 
-class Putter(DevicePutting, Client):
-    """A client of a server without a gpu tier."""
-
-
 def test_a_server_without_gpu_memory_refuses_with_the_reason(
     make_server: ServerMaker, ring: Slots
 ) -> None:
     server = make_server()
-    with Putter(server.address, SMALL, OPTIONS) as client:
+    with CudaClient(server.address, SMALL, OPTIONS) as client:
         chunks = ring.write(keys_of(client, 1, 1))
         (one,) = client.put_on_device(ring, chunks, ring.stream.record())
         assert one.outcome is REFUSED

@@ -12,7 +12,7 @@ from bench.slo_replay import Outcome, Replay, Request, Trace, controlled
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.client.levels import (
+from kvstore.client.planning import (
     MISSING,
     RECOMPUTE,
     Fetch,
@@ -20,9 +20,9 @@ from kvstore.client.levels import (
     LinkEstimate,
     LinkMeter,
     PlanTerms,
+    PrefillModel,
     Progress,
 )
-from kvstore.client.prefill import PrefillModel
 from kvstore.proto.errors import InvalidRequestError
 
 SLOW_ENGINE = PrefillModel(0.005, 1e-2)

@@ -10,7 +10,7 @@ from prompts import SMALL, chunks_of, keys_of, tokens
 
 from kvstore.client import AsyncClient, Client, ClientOptions
 from kvstore.client.options import TransportName
-from kvstore.client.prefill import PrefillModel
+from kvstore.client.planning import PrefillModel
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.plans import EngineTerms
 

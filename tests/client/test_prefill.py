@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.client.levels import SAMPLES_KEPT, LinkMeter
-from kvstore.client.prefill import PrefillModel, chunks_worth_loading
+from kvstore.client.planning import SAMPLES_KEPT, LinkMeter, PrefillModel, chunks_worth_loading
 
 ENGINE = PrefillModel(0.01, 1e-4, 1e-8)
 

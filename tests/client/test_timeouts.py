@@ -19,9 +19,9 @@ from prompts import SMALL, chunks_of, keys_of, store, tokens
 from kvstore.client import Client, ClientOptions, server_link
 from kvstore.client.chunk import PlannedChunk
 from kvstore.client.connection import SLACK_S, Connection, Until
-from kvstore.client.levels import PlanTerms
 from kvstore.client.lookups import look_up
 from kvstore.client.options import TransportName
+from kvstore.client.planning import PlanTerms
 from kvstore.client.server_link import ServerLink
 from kvstore.client.session import Session
 from kvstore.client.transports.base import PutTerms, ReadPlan, Transport

@@ -8,9 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.codecs.base import Codec, Part, empty_tensors
-from kvstore.codecs.block_part import BlockPart, BlockSpan, check_block_ids, to_dense
+from kvstore.codecs.block_part import (
+    BLOCK_ROW,
+    ROW_SUM,
+    BlockPart,
+    BlockSpan,
+    block_rows,
+    check_block_ids,
+    to_dense,
+)
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.zplane import ZplaneCodec
+from kvstore.proto import native
+from kvstore.proto.buffers import checksum
 from kvstore.proto.errors import ChunkCorruptError, InvalidRequestError, LayoutMismatchError
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.types import ChainDigest, ChunkKey, Component, DType, KVLayout, LayerKind
@@ -38,6 +48,76 @@ def spans(draw: st.DrawFn) -> tuple[list[int], int, int, int]:
     start = draw(st.integers(0, len(ids) * block_tokens - 1))
     stop = draw(st.integers(start + 1, len(ids) * block_tokens))
     return ids, block_tokens, start, stop
+
+
+def head_runs(blocks: int, heads: int, tokens: int, width: int, dtype: str) -> Part:
+    """Pages in which a head of a block has its tokens one after another."""
+    return np.zeros((blocks, heads, tokens, width), dtype)
+
+
+def turned_heads(blocks: int, heads: int, tokens: int, width: int, dtype: str) -> Part:
+    """Pages in which a head of a block has its elements one after another, as vLLM's keys."""
+    return np.zeros((blocks, heads, width, tokens), dtype).swapaxes(2, 3)
+
+
+@pytest.mark.parametrize("path", native.paths())
+@pytest.mark.parametrize("offset", [0, 2])
+@pytest.mark.parametrize(
+    ("tokens", "width", "dtype"),
+    [
+        (32, 64, "u4"),
+        (16, 64, "u2"),
+        (64, 128, "u1"),
+        (16, 40, "u2"),
+        (20, 64, "u4"),
+        (4, 256, "u2"),
+    ],
+)
+def test_the_loop_fills_blocks_and_sums_them_as_numpy_does(
+    tokens: int, width: int, dtype: str, offset: int, path: str
+) -> None:
+    heads, ids, rng = 3, np.array([5, 0, 7]), np.random.default_rng(tokens)
+    shape = (2, 2, heads, len(ids) * tokens, width)
+    memory = rng.integers(0, 256, offset + np.prod(shape) * np.dtype(dtype).itemsize, np.uint8)
+    frame = memory[offset:]
+    wanted = frame.view(dtype).reshape(shape)
+    span = BlockSpan.of(ids, tokens, 0, len(ids) * tokens)
+    pages = [
+        [make(9, heads, tokens, width, dtype) for make in (turned_heads, head_runs)]
+        for _ in range(2)
+    ]
+    layers = [[BlockPart(part, span) for part in parts] for parts in pages]
+    rows = block_rows(layers, frame, [0, frame.nbytes // 2])
+    if tokens * width * np.dtype(dtype).itemsize % 1024:
+        assert rows is None
+        return
+    assert rows is not None
+    native.loops(path).scatter_summed(native.address(rows), rows.size // BLOCK_ROW)
+    sums = [checksum(half) for half in np.split(frame, 2)]
+    assert rows[:, -1, -1, -1, ROW_SUM].tolist() == sums
+    for layer, parts in enumerate(layers):
+        for number, part in enumerate(parts):
+            assert np.array_equal(to_dense(part), wanted[layer, number])
+            assert not np.delete(part.pages, ids, 0).any()
+
+
+def test_rows_are_of_whole_blocks_that_are_there_and_alike() -> None:
+    frame = np.zeros(1 << 20, np.uint8)
+
+    def rows(ids: list[int], *pages: Part, stop: int = 64) -> object:
+        span = BlockSpan.of(np.array(ids), 32, 0, stop)
+        layers = [[BlockPart(part, span)] for part in pages]
+        return block_rows(layers, frame, range(0, 1 << 20, (1 << 20) // len(pages)))
+
+    plain, turned = head_runs(4, 2, 32, 64, "u4"), turned_heads(4, 2, 32, 64, "u4")
+    assert rows([1, 3], plain, plain) is not None
+    assert rows([1, 4], plain) is None
+    assert rows([-1, 2], plain) is None
+    assert rows([1, 2], plain, plain[:2]) is None
+    assert rows([1, 2], plain, turned) is None
+    assert rows([1, 3], plain, stop=40) is None
+    assert rows([1, 3], plain[..., ::2]) is None
+    assert block_rows([[np.zeros((2, 64, 64), "u4")]], frame, [0]) is None
 
 
 @given(spans())

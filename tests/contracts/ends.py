@@ -16,7 +16,7 @@ from prompts import equal, keys_of, outcomes
 
 from kvstore.client import Chunk, Client
 from kvstore.client.chunk import parents
-from kvstore.client.levels import PlanTerms
+from kvstore.client.planning import PlanTerms
 from kvstore.codecs.base import AnyTensors, ChunkTensors, empty_tensors
 from kvstore.proto.errors import LayoutMismatchError
 from kvstore.proto.plans import PrefillModel

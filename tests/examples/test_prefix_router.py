@@ -17,7 +17,7 @@ from local_server import DEADLINE_MS, LocalServer
 from prompts import SMALL, store, tokens
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.events import ChunkEvent, EventPage
+from kvstore.client.server_state import ChunkEvent, EventPage
 from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChunkKey
 
 PROGRAM = Path(__file__).resolve().parents[2] / "examples" / "prefix_router" / "router.py"

@@ -15,10 +15,9 @@ from local_server import DEADLINE_MS, LocalServer
 from prompts import SMALL, chunks_of, is_right, keys_of, parts_of, tokens
 
 from kvstore.client import AsyncClient, Chunk, ClientOptions, PlannedChunk
-from kvstore.client.levels import PlanTerms
 from kvstore.client.options import TransportName
 from kvstore.client.paged_cache import PagedCache
-from kvstore.client.prefill import PrefillModel
+from kvstore.client.planning import PlanTerms, PrefillModel
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto.types import ChunkKey, PutOutcome
 

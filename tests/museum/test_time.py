@@ -14,7 +14,7 @@ from server_process import ServerProcess
 
 from kvstore.client import ClientOptions
 from kvstore.client.client import Client
-from kvstore.client.prefill import PrefillModel
+from kvstore.client.planning import PrefillModel
 from kvstore.proto.plans import EngineTerms
 from kvstore.proto.types import PutOutcome
 

@@ -16,8 +16,8 @@ from local_server import LocalServer
 from real_sglang.stand_ins import import_sglang
 
 from kvstore.client.engines.sglang.pages import SERVER_ARGS, ServerArgsDigest
-from kvstore.client.page_names import page_digests
 from kvstore.proto.errors import ModelError
+from kvstore.proto.keys import page_digests
 from kvstore.proto.types import DIGEST_BYTES
 
 import_sglang()

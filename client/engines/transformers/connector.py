@@ -73,7 +73,7 @@ from kvstore.client.engines.transformers.requests import (
     settings_of,
     until_end,
 )
-from kvstore.client.prefill import Deadline
+from kvstore.client.planning import Deadline
 from kvstore.client.tensors import to_arrays
 from kvstore.codecs.base import AnyTensors
 from kvstore.proto.blend import GateView

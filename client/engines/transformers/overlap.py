@@ -22,7 +22,7 @@ from kvstore.client.decode import Layer
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.prefix import Prefix, Span
 from kvstore.client.engines.transformers.cache import forward
-from kvstore.client.levels import LinkMeter
+from kvstore.client.planning import LinkMeter
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.types import EXACT, Accuracy, ChunkKey, KVLayout, Stated, layer_order

@@ -21,8 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvstore.client.chunk import Chunk, DeviceChunk, Shard
-from kvstore.client.cuda import CudaClient
-from kvstore.client.device_puts import DeviceRing
+from kvstore.client.cuda import CudaClient, DeviceRing
 from kvstore.client.device_reads import DeviceReader
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm.blocks import (

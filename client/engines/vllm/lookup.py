@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 from kvstore.client.engines.base import DaemonThreads
 from kvstore.client.engines.identity import adapter_files, files_digest
 from kvstore.client.engines.vllm.messages import INCOMPATIBLE, ChunkName
-from kvstore.client.page_names import page_hash
 from kvstore.proto.errors import KVStoreError, ModelError
-from kvstore.proto.keys import chain_digest, content_digest, tokens_le32
+from kvstore.proto.keys import chain_digest, content_digest, page_hash, tokens_le32
 from kvstore.proto.types import DIGEST_BYTES, ROOT, ChainDigest
 
 MAX_WAITING_LOOKUPS = 1024

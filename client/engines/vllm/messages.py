@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from kvstore.client.levels import PlanTerms
+from kvstore.client.planning import PlanTerms
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChainDigest
 

@@ -36,7 +36,7 @@ from kvstore.client.engines.vllm.messages import (
     taken_blocks,
 )
 from kvstore.client.engines.vllm.settings import BOTH, Role, deadline_ms_of, hints_of
-from kvstore.client.prefill import LEAST_TOKENS, Deadline
+from kvstore.client.planning import LEAST_TOKENS, Deadline
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.plans import Hints

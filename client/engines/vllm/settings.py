@@ -12,7 +12,7 @@ from typing import Any
 from kvstore.client.engines.base import EngineSettings
 from kvstore.client.engines.vllm.identity import KVCacheShape
 from kvstore.client.options import MAX_DEADLINE_MS, ClientOptions
-from kvstore.client.prefill import PrefillModel
+from kvstore.client.planning import PrefillModel
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.plans import MAX_HANDOVER_MS, Hints
 from kvstore.proto.types import DEFAULT_CHUNK_TOKENS

@@ -30,7 +30,7 @@ from kvstore.client.engines.vllm.blocks import (
     windows_left,
 )
 from kvstore.client.engines.vllm.messages import BlockTables
-from kvstore.client.levels import PlanTerms
+from kvstore.client.planning import PlanTerms
 from kvstore.client.tensors import LayerTensors, to_array
 from kvstore.codecs.base import AnyTensors
 from kvstore.codecs.block_stack import BlockStack

@@ -35,7 +35,7 @@ from kvstore.client.engines.vllm.messages import (
 )
 from kvstore.client.engines.vllm.settings import FlopsModel
 from kvstore.client.engines.vllm.staging import BlockCopy, HostSide, LoadJob, Staged, batch_chunks
-from kvstore.client.prefill import LEAST_LEFT_S
+from kvstore.client.planning import LEAST_LEFT_S
 from kvstore.proto.device import Device, Event
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.keys import chunk_key

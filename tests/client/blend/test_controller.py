@@ -21,7 +21,7 @@ from kvstore.client.blend.cost import (
 )
 from kvstore.client.blend.plan import BlendPlan, Segment
 from kvstore.client.blend.selectors import SELECTORS
-from kvstore.client.levels import LinkMeter
+from kvstore.client.planning import LinkMeter
 from kvstore.proto.errors import InvalidRequestError
 
 LAYERS = 32

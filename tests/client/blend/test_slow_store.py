@@ -31,8 +31,8 @@ from kvstore.client.blend.layer_pass import LayerKV
 from kvstore.client.blend.plan import SegmentRange
 from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
-from kvstore.client.levels import LinkMeter
 from kvstore.client.options import TransportName
+from kvstore.client.planning import LinkMeter
 from kvstore.client.segments import SegmentQuery
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Model

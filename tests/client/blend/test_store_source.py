@@ -17,8 +17,8 @@ from kvstore.client.blend.gate import SHADOW_TOKENS, GuardedBlender, compare
 from kvstore.client.blend.plan import BlendPlan, SegmentRange
 from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
-from kvstore.client.levels import LinkMeter
 from kvstore.client.options import TransportName
+from kvstore.client.planning import LinkMeter
 from kvstore.client.segments import SegmentMatch, SegmentQuery
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, ModelError

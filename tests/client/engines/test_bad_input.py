@@ -15,7 +15,7 @@ from plain_engine import PlainEngine
 from prompts import SMALL, tokens
 
 from kvstore.client import ClientOptions
-from kvstore.client.prefill import PrefillModel
+from kvstore.client.planning import PrefillModel
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.types import DType, Model, RopeParameters
 

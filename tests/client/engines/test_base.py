@@ -23,7 +23,7 @@ from prompts import MEDIUM, SMALL, tokens
 from kvstore.client import Chunk, ClientOptions
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.prefix import ONLY_EXACT, Prefix, Span
-from kvstore.client.prefill import PrefillModel
+from kvstore.client.planning import PrefillModel
 from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto.errors import InvalidRequestError

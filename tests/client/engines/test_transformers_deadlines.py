@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from kvstore.client import Client, ClientOptions
 from kvstore.client.deadline import StoredFrame
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
-from kvstore.client.prefill import PrefillMeter, PrefillModel
+from kvstore.client.planning import PrefillMeter, PrefillModel
 from kvstore.client.transports.base import Arrivals, ReadPlan
 from kvstore.proto.errors import InvalidRequestError
 

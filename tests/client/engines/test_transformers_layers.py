@@ -23,8 +23,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.engines.transformers import TransformersConnector
-from kvstore.client.levels import LinkEstimate, LinkMeter
-from kvstore.client.prefill import PrefillModel
+from kvstore.client.planning import LinkEstimate, LinkMeter, PrefillModel
 from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.types import KVLayout, Model
 

@@ -13,7 +13,7 @@ from vllm_steps import Engine
 
 from kvstore.client.engines.vllm.identity import KVCacheShape
 from kvstore.client.engines.vllm.settings import VllmSettings
-from kvstore.client.prefill import PrefillModel
+from kvstore.client.planning import PrefillModel
 from kvstore.proto.errors import InvalidRequestError
 
 Start = Callable[..., Engine]

@@ -17,7 +17,7 @@ from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import SMALL, other_revision, store
 
 from kvstore.client import Access, AsyncClient, Client, ClientOptions
-from kvstore.client.events import EventPage, EventStream, Place, page_from_message
+from kvstore.client.server_state import EventPage, EventStream, Place, page_from_message
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
     InvalidRequestError,
