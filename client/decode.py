@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kvstore.client.chunk import Shard
 from kvstore.client.forks import FORKS
-from kvstore.client.frames import DirectFrame, FileFrame
-from kvstore.client.layer_stream import LayeredFrame, LayerStream, Range
+from kvstore.client.frames import DirectFrame, FileFrame, LayeredFrame, LayerStream, Range
 from kvstore.client.session import Session
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.client.transports.base import Arrival

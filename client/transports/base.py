@@ -13,8 +13,14 @@ from typing import ClassVar, TypeAlias, cast
 import numpy as np
 
 from kvstore.client.connection import Connection
-from kvstore.client.frames import DirectFrame, FileFrame, FrameAssembler, Payload
-from kvstore.client.layer_stream import LayeredFrame, LayerStream
+from kvstore.client.frames import (
+    DirectFrame,
+    FileFrame,
+    FrameAssembler,
+    LayeredFrame,
+    LayerStream,
+    Payload,
+)
 from kvstore.client.session import Session, is_silent
 from kvstore.client.transports.unix_rpc import UnixRpc
 from kvstore.client.view import View

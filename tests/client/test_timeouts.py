@@ -25,8 +25,7 @@ from kvstore.client.planning import PlanTerms
 from kvstore.client.server_link import ServerLink
 from kvstore.client.session import Session
 from kvstore.client.transports.base import PutTerms, ReadPlan, Transport
-from kvstore.client.transports.shared_memory import ShmTransport
-from kvstore.client.transports.staging import PutPipeline
+from kvstore.client.transports.shared_memory import PutPipeline, ShmTransport
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
