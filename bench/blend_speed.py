@@ -78,9 +78,8 @@ class SlowSource(MemorySource):
         time.sleep(max(0.0, self._free_at - now))
         return super().layer(i)
 
-    def narrow(self, rows: Sequence[int], from_layer: int) -> None:
+    def narrow(self, rows: Sequence[int]) -> None:
         """Leave *rows* out."""
-        del from_layer
         self._tokens = sum(len(set(span).difference(rows)) for span in self._rows)
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvstore.client.blend.engine import BlendResult
 from kvstore.client.blend.plan import BlendPlan
-from kvstore.client.blend.selectors import check_layers, check_selector, reads_attention
+from kvstore.client.blend.selectors import CHECK_LAYER, check_selector, measure_of
 from kvstore.client.planning import LinkMeter
 from kvstore.proto.errors import InvalidRequestError
 
@@ -84,18 +84,17 @@ class Speed:
     pair_s: float
 
     def __post_init__(self) -> None:
-        if not all(np.isfinite(value) and value >= 0 for value in astuple(self)):
-            raise InvalidRequestError("speed", astuple(self), "seconds are finite and not negative")
-        if not self.row_s + self.pair_s > 0:
-            raise InvalidRequestError("speed", astuple(self), "computing takes time")
+        is_known = all(math.isfinite(value) and value >= 0 for value in astuple(self))
+        if not (is_known and self.row_s + self.pair_s > 0):
+            fix = "finite seconds, none negative, and computing takes some"
+            raise InvalidRequestError("speed", astuple(self), fix)
 
     def seconds(self, work: Work) -> float:
         """Return what *work* takes."""
         return math.fsum(a * b for a, b in zip(astuple(self), work, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class CostEstimate:
+class CostEstimate(NamedTuple):
     """What to expect, and the relative error that four of five predictions kept to."""
 
     speed: Speed
@@ -119,7 +118,7 @@ class CostMeter:
 
     def observe(self, work: Work, seconds: float) -> None:
         """Take note of what *work* took; what is not a positive number says nothing."""
-        if not (np.isfinite(seconds) and seconds > 0):
+        if not (math.isfinite(seconds) and seconds > 0):
             return
         with self._lock:
             if self._samples:  # the prior's error says nothing of the fit's
@@ -205,9 +204,8 @@ class Costs:
         margin = max(MIN_MARGIN, self.full.error_share, self.blend.error_share)
         found = []
         if exact := plan.count("exact"):
-            expected_s = self._pipelined_s(
-                plan, [exact] * self.n_layers, [tokens - exact] * self.n_layers, exact
-            )
+            loads, rows = [exact] * self.n_layers, [tokens - exact] * self.n_layers
+            expected_s = self._pipelined_s(plan, loads, rows, exact)
             found.append(Decision("prefix", 1.0, expected_s, full_s))
         if plan.count("approx") and plan.ratio < 1:  # at 1 it is the full prefill
             steps = {plan.ratio, *(step / RATIO_STEPS for step in range(RATIO_STEPS))}
@@ -223,16 +221,14 @@ class Costs:
         """Return what blending takes with *ratio* of the approximate rows computed."""
         exact, approx, miss = (plan.count(kind) for kind in ("exact", "approx", "miss"))
         stored, chosen, layers = exact + approx, miss + plan.chosen_tokens(ratio), self.n_layers
-        checks = check_layers(plan, layers)
-        if checks and 0 < ratio < 1:
-            first, last = min(checks), max(checks)
-            loads = [exact + (approx if i >= first else 0) for i in range(layers)]
-            rows = [miss + approx if i < last else chosen for i in range(layers)]
+        measure = measure_of(plan, layers) if ratio > 0 else None
+        if measure == "deviation" and ratio < 1:
+            loads = [exact + (approx if i >= CHECK_LAYER else 0) for i in range(layers)]
+            rows = [miss + approx if i < CHECK_LAYER else chosen for i in range(layers)]
             return self._pipelined_s(plan, loads, rows, stored)
-        if reads_attention(plan) and ratio > 0:
-            second = Work.of([chosen], len(plan.tokens), 0)
+        if measure == "attention":
             first_s = self._pipelined_s(plan, [stored] * layers, [miss] * layers, stored)
-            return first_s + self._compute_s(second)
+            return first_s + self._compute_s(Work.of([chosen], len(plan.tokens), 0))
         kept = len(plan.tokens) - exact - chosen if self.can_skip_rows else approx
         return self._pipelined_s(plan, [exact + kept] * layers, [chosen] * layers, stored)
 
@@ -257,9 +253,8 @@ class Costs:
 
         The two are learned apart, and what errs low in one must not look like a gain.
         """
-        return max(
-            self.full.speed.seconds(work._replace(loaded=0.0)), self.blend.speed.seconds(work)
-        )
+        as_prefill = work._replace(loaded=0.0)
+        return max(self.full.speed.seconds(as_prefill), self.blend.speed.seconds(work))
 
 
 class BlendPlanner:
@@ -293,10 +288,9 @@ class BlendPlanner:
     def observe_full(self, tokens: int, seconds: float) -> None:
         """Take note of a full prefill."""
         self.full.observe(Work.of([tokens], tokens, 0), seconds)
-        found = seconds / tokens
         with self._lock:
-            known = found if math.isnan(self._token_s) else self._token_s
-            self._token_s = known + _EWMA_WEIGHT * (found - known)
+            known = seconds / tokens if math.isnan(self._token_s) else self._token_s
+            self._token_s = known + _EWMA_WEIGHT * (seconds / tokens - known)
 
     def observe_blend(self, plan: BlendPlan, result: BlendResult, loaded_bytes: int) -> None:
         """Take note of a blend: what it computed, and how fast *loaded_bytes* came."""

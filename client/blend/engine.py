@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as WaitedTooLong
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -23,15 +24,16 @@ from kvstore.client.blend.layer_pass import (
     LayerKV,
     LayerPass,
     StoredKV,
+    Watch,
     place_segments,
 )
-from kvstore.client.blend.plan import BlendPlan, Origin, Segment
+from kvstore.client.blend.plan import BlendPlan, Origin
 from kvstore.client.blend.selectors import (
-    SELECTORS,
-    check_layers,
+    CHECK_LAYER,
     check_selector,
     chooses_any,
-    reads_attention,
+    computed_rows,
+    measure_of,
     rows_of,
     sink_rows,
 )
@@ -39,16 +41,13 @@ from kvstore.proto.errors import DeadlineError, InvalidRequestError, KVStoreErro
 
 LAYER_WAIT_S = 10.0
 PROBE_ROWS = 64
-"""How many of the prompt's last rows are measured for what they attend to."""
+"""Last rows of the prompt that are measured for what they attend to."""
 MAX_SINKS = 4
 """First tokens of a prompt that are computed; models have one sink, a few have up to four."""
 
 
 class LayerSource(Protocol):
-    """Gives what is stored of a plan's segments.
-
-    One thread reads layers, in rising order; ``narrow`` may come before or meanwhile from another.
-    """
+    """Gives what is stored of a plan's segments. One thread reads layers, in rising order."""
 
     def layer(self, i: int) -> Mapping[int, LayerKV]:
         """Return layer *i* of every ``exact`` and ``approx`` segment, by the segment's index.
@@ -57,10 +56,10 @@ class LayerSource(Protocol):
         the prompt is then computed. A segment left out is a layer that is not there.
         """
 
-    def narrow(self, rows: Sequence[int], from_layer: int) -> None:
-        """Take note that *rows* (positions) are computed from layer *from_layer* on.
+    def narrow(self, rows: Sequence[int]) -> None:
+        """Take note, before the first layer, that *rows* (positions) are computed in all layers.
 
-        They need not be brought any more; what stands in their place is never read.
+        They need not be brought; what stands in their place is never read.
         """
 
 
@@ -74,35 +73,29 @@ class MemorySource:
         """Return layer *i* of every segment."""
         return {index: layers[i] for index, layers in self._stored.items()}
 
-    def narrow(self, rows: Sequence[int], from_layer: int) -> None:
+    def narrow(self, rows: Sequence[int]) -> None:
         """Nothing to leave out: it is here."""
 
 
 class LayerLoader:
     """Reads *layers* of *source* in order, in a thread of its own, one layer ahead.
 
-    *wait_s*: how long ``take`` waits for one layer, *patience_s*: for all of them. ``load_s`` and
-    ``wait_s`` are what the source took and what of it was waited for. A with statement ends the
-    thread; a call of the source that is under way then is left to its own deadline.
+    *patience_s*: how long ``take`` waits for all of them; for one at most LAYER_WAIT_S.
+    ``load_s`` is what the source took, ``wait_s`` what of it was waited for. A with statement
+    ends the thread; a call of the source that is under way then is left to its own deadline.
     """
 
-    def __init__(
-        self,
-        source: LayerSource,
-        layers: Sequence[int],
-        wait_s: float,
-        patience_s: float = math.inf,
-    ) -> None:
+    def __init__(self, source: LayerSource, layers: Sequence[int], patience_s: float) -> None:
         self._source = source
         self._layers = iter(layers)
-        self._limits_s = wait_s, patience_s
+        self._patience_s = patience_s
         self._thread = ThreadPoolExecutor(1, "kvstore-blend")
-        self._next: Future[Mapping[int, LayerKV]] | None = None
+        self._next: Future[Mapping[int, LayerKV]]
         self.load_s = 0.0
         self.wait_s = 0.0
 
     def __enter__(self) -> LayerLoader:
-        self._begin_next()
+        self._next = self._thread.submit(self._load)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -113,12 +106,8 @@ class LayerLoader:
 
         Raises DeadlineError, and what the source raises.
         """
-        pending = self._next
-        if pending is None:
-            raise DeadlineError("no layer is left to take")
-        started = time.perf_counter()
-        layer_s, all_s = self._limits_s
-        limit_s = max(0.0, min(layer_s, all_s - self.wait_s))
+        pending, started = self._next, time.perf_counter()
+        limit_s = max(0.0, min(LAYER_WAIT_S, self._patience_s - self.wait_s))
         try:
             found = pending.result(limit_s)
         except WaitedTooLong as error:
@@ -127,14 +116,13 @@ class LayerLoader:
             raise DeadlineError(f"a layer did not come within {limit_s:.3g} s") from error
         finally:
             self.wait_s += time.perf_counter() - started
-        self._begin_next()
+        self._next = self._thread.submit(self._load)
         return found
 
-    def _begin_next(self) -> None:
+    def _load(self) -> Mapping[int, LayerKV]:
         layer = next(self._layers, None)
-        self._next = None if layer is None else self._thread.submit(self._load, layer)
-
-    def _load(self, layer: int) -> Mapping[int, LayerKV]:
+        if layer is None:
+            return {}
         started = time.perf_counter()
         found = self._source.layer(layer)
         self.load_s += time.perf_counter() - started
@@ -146,16 +134,16 @@ class BlendReport:
     """What was done for one prompt.
 
     ``selected``: positions of the ``approx`` rows that were computed through all layers.
-    ``rows``: how many rows each layer computed. ``deviation``: squared distance of fresh values
-    from stored, (tokens,), by check layer. ``attention``: what each token got of the prompt's own
-    rows, (tokens,), if it was measured. ``load_s``: what the source took; ``wait_s``: what of it
+    ``rows``: how many rows each layer computed. If they were measured: ``deviation``, the squared
+    distance of fresh values from stored at CHECK_LAYER, and ``attention``, what each token got of
+    the prompt's own rows, (tokens,) both. ``load_s``: what the source took; ``wait_s``: what of it
     computing waited for. ``refused``: why segments were computed instead, by their index.
     ``failure``: why the whole prompt was; empty if it was not.
     """
 
     selected: Tensor
     rows: tuple[int, ...]
-    deviation: Mapping[int, Tensor] = field(default_factory=dict)
+    deviation: Tensor | None = None
     attention: Tensor | None = None
     load_s: float = 0.0
     wait_s: float = 0.0
@@ -187,53 +175,48 @@ class Blender:
     *sinks*: how many first tokens of a prompt its other tokens may use as attention sinks
     (Xiao et al., arXiv 2309.17453, section 3.1), 0 to 4. They are always computed unless they are
     exact: a stored chunk has no sink there, and the sink that it may bring from its own prompt is
-    none once it is computed behind other tokens. *layer_wait_s*: how long one layer is waited for
-    before the prompt is computed instead. Raises InvalidRequestError.
+    none once it is computed behind other tokens. Raises InvalidRequestError.
     """
 
-    def __init__(
-        self, adapter: EngineAdapter, *, sinks: int = 1, layer_wait_s: float = LAYER_WAIT_S
-    ) -> None:
+    def __init__(self, adapter: EngineAdapter, *, sinks: int = 1) -> None:
         if not 0 <= sinks <= MAX_SINKS:
             raise InvalidRequestError("sinks", sinks, f"use 0 to {MAX_SINKS}")
         self.adapter = adapter
         self._sinks = sinks
-        self._layer_wait_s = layer_wait_s
 
     @torch.inference_mode()
     def compile(self, tokens: Sequence[int], *, sink: Sequence[int]) -> list[LayerKV]:
-        """Return K and V of *tokens*, a layer each, computed behind *sink*, which is left out.
+        """Return K and V of *tokens*, (kv_heads, tokens, head_dim) a layer, computed behind *sink*.
 
-        *sink*: the system prompt that they will stand behind, or BOS at least. With none their
-        first token becomes an attention sink, which it is not in any other place: right for the
-        beginning of a prompt only.
-
-        (kv_heads, tokens, head_dim) each; their ``src_pos`` is the length of *sink*.
+        *sink*: the system prompt that they will stand behind, or BOS at least; their ``src_pos``
+        is its length. With none their first token becomes an attention sink, which it is not in
+        any other place: right for the beginning of a prompt only.
         """
         done = self.prefill((*sink, *tokens))
         first = len(sink)
         return [(k[:, first:].clone(), v[:, first:].clone()) for k, v in done.kv]
 
     @torch.inference_mode()
-    def prefill(self, tokens: Sequence[int], *, logits_from: int = 0) -> BlendResult:
+    def prefill(
+        self, tokens: Sequence[int], *, logits_from: int = 0, watch: Watch | None = None
+    ) -> BlendResult:
         """Compute all of *tokens*. Logits: those of the tokens from *logits_from* on.
 
         Raises InvalidRequestError for a position that is not in the prompt.
         """
-        plan = _whole(tokens)
         if not 0 <= logits_from < len(tokens):
             fix = f"a position of the prompt, 0 to {len(tokens) - 1}"
             raise InvalidRequestError("logits_from", logits_from, fix)
         own, started = self.adapter.origin, time.perf_counter()
-        return self._finished(self._computed(plan, logits_from), own, started)
+        return self._finished(self._computed(tokens, logits_from, watch), own, started)
 
     @torch.inference_mode()
     def decode(
         self, tokens: Sequence[int], result: BlendResult, count: int
     ) -> tuple[list[int], Tensor]:
-        """Return the likeliest *count* tokens after *tokens*, whose KV is that of *result*.
+        """Return the likeliest *count* tokens, one by one, after *tokens*, whose KV is *result*'s.
 
-        One after the other. With the logits that they were chosen by: (count, vocabulary).
+        With the logits that they were chosen by: (count, vocabulary).
         """
         kv, logits = _padded(result, count), [result.logits[-1:]]
         found = [int(logits[0].argmax())]
@@ -248,16 +231,15 @@ class Blender:
 
         Teacher-forced, behind the KV of *result*; the first are *result*'s last.
         """
-        kv = _padded(result, len(follows))
-        found = self._behind((*tokens, *follows), kv, len(tokens))
+        found = self._behind((*tokens, *follows), _padded(result, len(follows)), len(tokens))
         return torch.cat([result.logits[-1:], found[:-1]])
 
     def _behind(self, tokens: Sequence[int], kv: Sequence[LayerKV], first: int) -> Tensor:
         """Compute *tokens* from *first* on behind *kv*, and into it; return their logits."""
         count = len(tokens)
-        work = LayerPass(_whole(tokens), torch.arange(first, count), first)
-        return work.run(
-            self.adapter, lambda layer: (kv[layer][0][:, :count], kv[layer][1][:, :count])
+        there = [(k[:, :count], v[:, :count]) for k, v in kv]
+        return LayerPass(tokens, torch.arange(first, count), first).run(
+            self.adapter, there.__getitem__
         )
 
     @torch.inference_mode()
@@ -266,12 +248,10 @@ class Blender:
     ) -> BlendResult:
         """Return the last segment's logits and the prompt's KV, as *plan* says.
 
-        Once *patience_s* were waited for the source in all, the prompt is computed instead.
-
-        With a ratio of 1 nothing is loaded and all is computed: the result is the engine's own
-        full prefill, to the bit on one device. Segments of another adapter or rotation are
-        computed, and the whole prompt is when the source fails: the report says why. Raises
-        InvalidRequestError for a selector that is not known.
+        With a ratio of 1 nothing is loaded and all is computed: the result is the engine's own full
+        prefill, to the bit on one device. Segments of another adapter or rotation are computed, and
+        the whole prompt is when the source fails or *patience_s* were waited for it in all: the
+        report says why. Raises InvalidRequestError for a selector that is not known.
         """
         check_selector(plan.selector)
         own, started, failure = self.adapter.origin, time.perf_counter(), ""
@@ -281,7 +261,7 @@ class Blender:
             result = self._blended(plan, source, patience_s)
         except KVStoreError as error:
             failure = f"{type(error).__name__}: {error}"
-            result = self._computed(plan, plan.segments[-1].start)
+            result = self._computed(plan.tokens, plan.segments[-1].start)
         report = replace(result.report, refused=refused, failure=failure)
         return self._finished(replace(result, report=report), own, started)
 
@@ -291,68 +271,75 @@ class Blender:
         weights = own.weights if self.adapter.origin == own else None
         return replace(result, report=report, weights=weights)
 
-    def _computed(self, plan: BlendPlan, logits_from: int) -> BlendResult:
+    def _computed(
+        self, tokens: Sequence[int], logits_from: int, watch: Watch | None = None
+    ) -> BlendResult:
         """Compute the whole prompt."""
-        work = LayerPass(plan, torch.arange(len(plan.tokens)), logits_from)
+        work = LayerPass(tokens, torch.arange(len(tokens)), logits_from, watch=watch)
         logits = work.run(self.adapter, dict[int, LayerKV]().__getitem__)  # nothing is stored
-        report = BlendReport(work.selected[:0], tuple(work.row_counts))
+        report = BlendReport(work.rows[:0], tuple(work.row_counts))
         return BlendResult(logits, tuple(work.kv), is_blended=False, report=report)
 
     def _blended(self, plan: BlendPlan, source: LayerSource, patience_s: float) -> BlendResult:
         last = plan.segments[-1].start
         if plan.count("miss") == len(plan.tokens):
-            return self._computed(plan, last)
-        adapter, sinks, attention = self.adapter, sink_rows(plan, self._sinks), None
-        chooses = chooses_any(plan)
-        checks = check_layers(plan, adapter.n_layers) if chooses else ()
-        is_probed = chooses and reads_attention(plan)
-        rows = rows_of(plan, "approx", "miss")
-        if not checks and not is_probed:  # rows are known before anything is loaded
-            rows = _rows(plan, sinks, None)
-            source.narrow(rows.tolist(), 0)
-        # Up to a check layer all approximate rows are computed.
-        first = 0 if plan.count("exact") else min(checks, default=0)
+            return self._computed(plan.tokens, last)
+        adapter, sinks = self.adapter, sink_rows(plan, self._sinks)
+        measure = measure_of(plan, adapter.n_layers) if chooses_any(plan) else None
+        # Up to the check layer all approximate rows are computed, and none is loaded.
+        check = CHECK_LAYER if measure == "deviation" else 0
+        first = 0 if plan.count("exact") else check
         layers, exact = range(first, adapter.n_layers), plan.without("approx")
-        with LayerLoader(source, layers, self._layer_wait_s, patience_s) as loader:
+        deviation = attention = None
+        rows = rows_of(plan, "approx", "miss")
+        if measure is None:
+            rows = computed_rows(plan, sinks, None)
+            source.narrow(rows.tolist())
+
+        def choose(found: Tensor) -> Tensor:
+            nonlocal deviation
+            deviation = found
+            # Sinks are computed anyway, and not charged to the ratio.
+            others = found.index_fill(0, sinks.to(found.device), -1.0)
+            return computed_rows(plan, sinks, others)
+
+        with LayerLoader(source, layers, patience_s) as loader:
 
             def stored_kv(layer: int) -> LayerKV:
                 loaded = loader.take() if layer >= first else {}
-                used = exact if layer < min(checks, default=0) else plan
-                return place_segments(adapter, used, layer, loaded)
+                return place_segments(adapter, exact if layer < check else plan, layer, loaded)
 
             kv_of: StoredKV = stored_kv
-            if is_probed:
-                probing = self._probed(plan, stored_kv, sinks)
-                attention, kv_of = probing.attention, probing.kv.__getitem__
-                rows = _rows(plan, sinks, attention)
-                source.narrow(rows.tolist(), 0)
-            work = LayerPass(plan, rows, last, checks, sinks, source.narrow)
+            if measure == "attention":
+                kv, attention = self._probed(plan, stored_kv, sinks)
+                rows, kv_of = computed_rows(plan, sinks, attention), kv.__getitem__
+            work = LayerPass(plan.tokens, rows, last, choose if check else None)
             logits = work.run(adapter, kv_of)
-        is_approx = torch.isin(work.selected, rows_of(plan, "approx").to(work.selected.device))
-        selected, counts = work.selected[is_approx], tuple(work.row_counts)
+        is_approx = torch.isin(work.rows, rows_of(plan, "approx").to(work.rows.device))
+        selected, counts = work.rows[is_approx], tuple(work.row_counts)
         loads = loader.load_s, loader.wait_s
-        report = BlendReport(selected, counts, work.deviation, attention, *loads)
-        is_blended = plan.count("approx") > 0
-        return BlendResult(logits, tuple(work.kv), is_blended, report)
+        report = BlendReport(selected, counts, deviation, attention, *loads)
+        return BlendResult(logits, tuple(work.kv), plan.count("approx") > 0, report)
 
-    def _probed(self, plan: BlendPlan, stored_kv: StoredKV, sinks: Tensor) -> LayerPass:
-        """Compute the prompt's own rows over what is stored, and sum the last ones' attention."""
-        rows = torch.cat([rows_of(plan, "miss"), sinks]).sort().values
-        end = len(plan.tokens)
-        first = max(plan.segments[-1].start, end - PROBE_ROWS)
-        probe = torch.arange(first, end, device=self.adapter.device)
-        work = LayerPass(plan, rows, end, probe=probe)
+    def _probed(
+        self, plan: BlendPlan, stored_kv: StoredKV, sinks: Tensor
+    ) -> tuple[list[LayerKV], Tensor]:
+        """Compute the prompt's own rows over what is stored.
+
+        Return K and V, and what each token gets of the last rows' attention: (tokens,).
+        """
+        rows, end = torch.cat([rows_of(plan, "miss"), sinks]).sort().values, len(plan.tokens)
+        first, masses = max(plan.segments[-1].start, end - PROBE_ROWS), list[Tensor]()
+
+        def watch(layer: int, query: Tensor, positions: Tensor, kv: LayerKV) -> None:
+            is_read = positions >= first
+            masses.append(
+                self.adapter.attention_mass(layer, query[:, is_read], positions[is_read], kv)
+            )
+
+        work = LayerPass(plan.tokens, rows, end, watch=watch)
         work.run(self.adapter, stored_kv)
-        return work
-
-
-def _rows(plan: BlendPlan, sinks: Tensor, attention: Tensor | None) -> Tensor:
-    """Return the rows that are computed in all layers: (rows,)."""
-    rows = [rows_of(plan, "miss"), sinks]
-    if chooses_any(plan):
-        rows.append(SELECTORS[plan.selector](plan, attention).cpu())
-    found: Tensor = torch.cat(rows).unique()
-    return found
+        return work.kv, reduce(torch.add, masses)
 
 
 def _refused(plan: BlendPlan, own: Origin) -> dict[int, str]:
@@ -380,11 +367,6 @@ def _computed_anyway(plan: BlendPlan) -> frozenset[int]:
     if whole and len(whole) == len(shares):
         whole.update(index for index, _ in plan.of_kind("exact"))
     return frozenset(whole)
-
-
-def _whole(tokens: Sequence[int]) -> BlendPlan:
-    """Return the plan that computes all of *tokens*."""
-    return BlendPlan(tuple(tokens), (Segment(0, len(tokens), "miss"),))
 
 
 def _padded(result: BlendResult, count: int) -> list[LayerKV]:

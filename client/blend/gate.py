@@ -14,6 +14,7 @@ from kvstore.client.blend.cost import BlendPlanner, Decision, Speed
 from kvstore.client.blend.engine import Blender, BlendResult
 from kvstore.client.blend.layer_pass import LayerKV
 from kvstore.client.blend.plan import BlendPlan, SegmentRange
+from kvstore.client.blend.selectors import CHECK_LAYER
 from kvstore.client.blend.store import StoreSource
 from kvstore.client.client import Client
 from kvstore.client.planning import LinkMeter
@@ -195,10 +196,11 @@ class GuardedBlender:
             report.tag = self._terms.tag
             if shadow is not None:
                 report.shadow.CopyFrom(shadow.message())
+                answer = replace(answer, shadow=shadow)
             try:
-                return replace(answer, shadow=shadow, gate=self._client.report_reuse(report))
+                return replace(answer, gate=self._client.report_reuse(report))
             except KVStoreError as error:
-                return replace(answer, shadow=shadow, failure=f"{type(error).__name__}: {error}")
+                return replace(answer, failure=f"{type(error).__name__}: {error}")
 
     def _compared(
         self, tokens: Sequence[int], full: BlendResult, result: BlendResult
@@ -270,13 +272,12 @@ def _report(
             wanted = [(k[:, span].cpu(), v[:, span].cpu()) for k, v in full.kv]
             found[span] = deviations(wanted, source.stored(index)).numpy()
         found[sorted(source.left_out)] = -1.0
-    elif done.deviation:
-        layer = min(done.deviation)  # where all approximate rows were still computed
-        found = done.deviation[layer].float().cpu().numpy()
-    if found is not None and np.isfinite(found).all():
-        halves = found.clip(max=_LARGEST_HALF).astype("<f2")
-    else:
-        halves = np.empty(0, "<f2")
+    elif done.deviation is not None:
+        layer = CHECK_LAYER  # where all approximate rows were still computed
+        found = done.deviation.cpu().numpy()
+    if found is None or not np.isfinite(found).all():
+        found = np.empty(0, np.float32)
+    halves = found.clip(max=_LARGEST_HALF).astype("<f2")
     levels = _levels(done.attention)
     is_selected = np.zeros(len(plan.tokens), bool)
     is_selected[done.selected.cpu().numpy()] = True
@@ -294,7 +295,7 @@ def _report(
 
 def _levels(attention: Tensor | None) -> bytes:
     """Return attention as bytes, the highest 255; none where nothing was attended to."""
-    if attention is None or not float(attention.max()) > 0:
+    highest = 0.0 if attention is None else float(attention.max())
+    if attention is None or not highest > 0:
         return b""
-    scaled = attention.float().cpu() * (_BYTE / float(attention.max()))
-    return scaled.round().to(torch.uint8).numpy().tobytes()
+    return (attention.float().cpu() * (_BYTE / highest)).round().to(torch.uint8).numpy().tobytes()

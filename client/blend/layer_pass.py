@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kvstore.client.blend.plan import BlendPlan, Origin
-from kvstore.client.blend.selectors import most_deviating, rows_of
+from kvstore.client.blend.selectors import CHECK_LAYER
 from kvstore.codecs.rope import KNOWN_RULES, inverse_frequencies, key_gain
 from kvstore.proto.errors import LayoutMismatchError, ModelError
 from kvstore.proto.types import RopeParameters
@@ -33,6 +33,8 @@ RowRun: TypeAlias = tuple[int, int]
 """Rows at positions [a, b)."""
 StoredKV: TypeAlias = Callable[[int], LayerKV]
 """K and V of the whole prompt at a layer, with what is stored in its place."""
+Watch: TypeAlias = Callable[[int, Tensor, Tensor, LayerKV], None]
+"""Sees each layer before it is attended: its number, Q, the rows of Q, and K and V."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,28 +172,20 @@ def reads(positions: Tensor, first_key: int, last_key: int, window: int | None) 
 
 @dataclass(slots=True)
 class LayerPass:
-    """What a pass is to do, and what it found.
+    """What a pass over *tokens* is to do, and what it found.
 
-    *rows*: positions that are computed, rising. *logits_from*: the first position whose logits
-    are wanted. *checks*: layers at which the rows that deviate most stay; *sinks* all do, and
-    *narrow* gets the rows and the layer from which on. *probe*: rows whose attention is summed.
+    *rows*: positions that are computed, rising; at the end those of the last layer.
+    *logits_from*: the first position whose logits are wanted. *choose*: given the squared distance
+    of fresh values from stored at CHECK_LAYER, (tokens,), returns the rows that are computed on.
     """
 
-    plan: BlendPlan
+    tokens: Sequence[int]
     rows: Tensor
     logits_from: int
-    checks: tuple[int, ...] = ()
-    sinks: Tensor | None = None
-    narrow: Callable[[list[int], int], None] | None = None
-    probe: Tensor | None = None
+    choose: Callable[[Tensor], Tensor] | None = None
+    watch: Watch | None = None
     kv: list[LayerKV] = field(default_factory=list)
     row_counts: list[int] = field(default_factory=list)
-    deviation: dict[int, Tensor] = field(default_factory=dict)
-    """Squared distance of fresh values from stored, (tokens,), by check layer."""
-    attention: Tensor | None = None
-    selected: Tensor = field(init=False)
-    """The rows of the last layer."""
-    _runs: list[RowRun] = field(init=False)
 
     def run(self, adapter: EngineAdapter, stored_kv: StoredKV) -> Tensor:
         """Compute all layers; return the logits of the rows from ``logits_from`` on.
@@ -199,68 +193,45 @@ class LayerPass:
         *stored_kv* is not called when every row is computed and none is compared: the result is
         then the engine's own to the bit, as the last layer, too, is computed for all rows.
         """
-        tokens = torch.tensor(self.plan.tokens, device=adapter.device)
-        self._set_rows(self.rows.to(adapter.device))
-        hidden = adapter.embed(tokens[self.rows])
+        self.rows = self.rows.to(adapter.device)
+        is_whole = self.choose is None and len(self.rows) == len(self.tokens)
+        hidden = adapter.embed(torch.tensor(self.tokens, device=adapter.device)[self.rows])
+        runs = runs_of(self.rows)
         for layer in range(adapter.n_layers):
-            hidden = self._layer(adapter, layer, hidden, stored_kv)
-        if self.rows.numel():
-            hidden = hidden[self.rows >= self.logits_from]
-        return adapter.logits(hidden)
-
-    def _layer(
-        self, adapter: EngineAdapter, layer: int, hidden: Tensor, stored_kv: StoredKV
-    ) -> Tensor:
-        is_whole = not self.checks and self.rows.numel() == len(self.plan.tokens)
-        placed = None if is_whole else stored_kv(layer)  # waits; the next layer is requested
-        query, keys, values = adapter.qkv(layer, hidden, self.rows)
-        if placed is None:
-            self.kv.append((keys.contiguous(), values.contiguous()))
-        else:
-            if layer in self.checks:
-                self._compare(layer, values, placed[1])
-            placed[0][:, self.rows], placed[1][:, self.rows] = keys, values
-            self.kv.append(placed)
-        if layer in self.checks:
-            is_kept = self._keep(layer)
-            query, hidden = query[:, is_kept], hidden[is_kept]
-        self.row_counts.append(self.rows.numel())
-        if self.probe is not None:
-            is_read = torch.isin(self.rows, self.probe)
-            rows, kv = self.rows[is_read], self.kv[-1]
-            mass = adapter.attention_mass(layer, query[:, is_read], rows, kv)
-            self.attention = mass if self.attention is None else self.attention + mass
-        if layer == adapter.n_layers - 1:
-            self.selected = self.rows
-            if not is_whole:  # its KV is written; only these rows are read again
+            placed = None if is_whole else stored_kv(layer)  # waits; the next layer is requested
+            query, *fresh = adapter.qkv(layer, hidden, self.rows)
+            before = self.rows
+            self._place(layer, fresh, placed)
+            if self.rows is not before:
+                is_kept, runs = torch.isin(before, self.rows), runs_of(self.rows)
+                query, hidden = query[:, is_kept], hidden[is_kept]
+            self.row_counts.append(len(self.rows))
+            if self.watch is not None:
+                self.watch(layer, query, self.rows, self.kv[-1])
+            if layer == adapter.n_layers - 1 and not is_whole:
+                # Its KV is written; only these rows are read again.
                 is_wanted = self.rows >= self.logits_from
                 query, hidden = query[:, is_wanted], hidden[is_wanted]
-                self._set_rows(self.rows[is_wanted])
-        if not self._runs:
-            return hidden
-        read = adapter.attend(layer, query, self._runs, self.kv[-1])
-        return adapter.post(layer, hidden, read)
+                runs = runs_of(self.rows[is_wanted])
+            if runs:
+                hidden = adapter.post(
+                    layer, hidden, adapter.attend(layer, query, runs, self.kv[-1])
+                )
+        return adapter.logits(hidden[self.rows >= self.logits_from] if is_whole else hidden)
 
-    def _set_rows(self, rows: Tensor) -> None:
-        self.rows, self._runs = rows, runs_of(rows)
-
-    def _compare(self, layer: int, fresh: Tensor, stored: Tensor) -> None:
-        found = torch.zeros(len(self.plan.tokens), device=fresh.device)
-        differences = fresh.float() - stored[:, self.rows].float()
-        found[self.rows] = differences.square().sum((0, 2))
-        self.deviation[layer] = found
-
-    def _keep(self, layer: int) -> Tensor:
-        """Narrow the rows at a check layer; return which were kept: bool (rows,)."""
-        is_open = torch.isin(self.rows, rows_of(self.plan, "approx").to(self.rows.device))
-        if self.sinks is not None:
-            is_open &= ~torch.isin(self.rows, self.sinks.to(self.rows.device))
-        chosen = most_deviating(self.plan, layer, self.deviation[layer], self.rows[is_open])
-        is_kept = ~is_open | torch.isin(self.rows, chosen)
-        self._set_rows(self.rows[is_kept])
-        if self.narrow is not None:
-            self.narrow(self.rows.tolist(), layer + 1)
-        return is_kept
+    def _place(self, layer: int, fresh: Sequence[Tensor], placed: LayerKV | None) -> None:
+        """Put *fresh* K and V of the rows among what is stored; at CHECK_LAYER choose the rows."""
+        if placed is None:
+            self.kv.append((fresh[0].contiguous(), fresh[1].contiguous()))
+            return
+        rows, stored = self.rows, placed[1]
+        if self.choose is not None and layer == CHECK_LAYER:
+            deviation = torch.zeros(len(self.tokens), device=stored.device)
+            distance = fresh[1].float() - stored[:, rows].float()
+            deviation[rows] = distance.square().sum((0, 2))
+            self.rows = self.choose(deviation).to(rows.device)
+        placed[0][:, rows], placed[1][:, rows] = fresh
+        self.kv.append(placed)
 
 
 def place_segments(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Literal, TypeAlias
 
 from kvstore.proto import kvstore_pb2 as pb
@@ -25,7 +24,6 @@ from kvstore.proto.types import (
 
 MAX_PROMPT_TOKENS = 1 << 20
 MAX_SEGMENTS = 1 << 13
-MAX_CHECK_LAYERS = 8
 
 Kind: TypeAlias = Literal["exact", "approx", "miss"]
 
@@ -88,34 +86,17 @@ class BlendPlan:
 
     The segments tile the prompt; the last is a ``miss``, because its logits are wanted.
     *ratio*: the share of the ``approx`` tokens that the *selector* may choose; gaps and suffix
-    are always computed and never charged to it. *check_layers* are those at which a selector
-    compares fresh KV with stored; *ratios* one for each of them, not rising, to filter by steps
-    (CacheBlend, arXiv 2405.16444, section 4.3); empty: *ratio* at each. Raises
-    InvalidRequestError.
+    are always computed and never charged to it. Raises InvalidRequestError.
     """
 
     tokens: tuple[int, ...]
     segments: tuple[Segment, ...]
     ratio: float = 0.3
     selector: str = "hybrid"
-    check_layers: tuple[int, ...] = (1,)
-    ratios: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_tiles()
-        layers, ratios = self.check_layers, self.ratios
-        is_rising = all(a < b for a, b in pairwise((0, *layers)))
-        if len(layers) > MAX_CHECK_LAYERS or not is_rising:
-            raise InvalidRequestError(
-                "check_layers", layers, "rising, from 1: layer 0 cannot deviate"
-            )
         _check_share("ratio", self.ratio)
-        for share in ratios:
-            _check_share("ratios", share)
-        if ratios and len(ratios) != len(layers):
-            raise InvalidRequestError("ratios", ratios, "give one for each check layer")
-        if any(a < b for a, b in pairwise(ratios)):
-            raise InvalidRequestError("ratios", ratios, "a later layer chooses among fewer")
 
     def _check_tiles(self) -> None:
         if not 0 < len(self.tokens) <= MAX_PROMPT_TOKENS:
@@ -139,15 +120,13 @@ class BlendPlan:
             fix = "the last is a miss: its logits are wanted"
             raise InvalidRequestError("segments", segment.kind, fix)
 
+    def of_kind(self, kind: Kind) -> list[tuple[int, Segment]]:
+        """Return the segments of *kind* with their indices."""
+        return [(at, segment) for at, segment in enumerate(self.segments) if segment.kind == kind]
+
     def count(self, kind: Kind) -> int:
         """Return how many tokens are of *kind*."""
-        return sum(len(segment) for segment in self.segments if segment.kind == kind)
-
-    def of_kind(self, kind: Kind) -> Iterator[tuple[int, Segment]]:
-        """Yield the segments of *kind* with their indices."""
-        for index, segment in enumerate(self.segments):
-            if segment.kind == kind:
-                yield index, segment
+        return sum(len(segment) for _, segment in self.of_kind(kind))
 
     def shares(self) -> dict[int, float]:
         """Return the share of each ``approx`` segment that is computed, by its index."""
@@ -169,14 +148,14 @@ class BlendPlan:
         return self.as_miss(frozenset(index for kind in kinds for index, _ in self.of_kind(kind)))
 
     def with_ratio(self, ratio: float) -> BlendPlan:
-        """Return the plan with *ratio* at every check layer, and in segments that had less."""
+        """Return the plan with *ratio*, in segments that had less of their own, too."""
         if ratio == self.ratio:
             return self
         segments = tuple(
             segment if segment.ratio is None else replace(segment, ratio=max(segment.ratio, ratio))
             for segment in self.segments
         )
-        return replace(self, segments=segments, ratio=ratio, ratios=())
+        return replace(self, segments=segments, ratio=ratio)
 
     def chosen_tokens(self, ratio: float) -> float:
         """Return how many ``approx`` tokens *ratio* computes; a segment's own ratio is kept."""

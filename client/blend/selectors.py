@@ -1,7 +1,7 @@
 """Which rows are computed anew: the selectors by name, and how rows are picked.
 
-A selector chooses rows of ``approx`` segments, as positions in the prompt that rise. *attention*:
-what each token gets of the prompt's own rows, (tokens,); None where it was not measured.
+A selector chooses rows of ``approx`` segments, as positions in the prompt that rise. Some use
+what a pass measured of each token, (tokens,); without it they take the first rows.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,19 +17,23 @@ from torch import Tensor
 from kvstore.client.blend.plan import BlendPlan
 from kvstore.proto.errors import InvalidRequestError
 
+CHECK_LAYER = 1
+"""Where fresh values are compared with stored ones: layer 0 cannot deviate."""
 _FLOOR = 0.05
 """What a row without any deviation so far still counts in ``hybrid``: scores age."""
 _CHOSEN = 2.0
 """More than any score: of rows that the first half of ``hybrid`` has."""
 
+Measure: TypeAlias = Literal["deviation", "attention"]
 
-def first_k(plan: BlendPlan, attention: Tensor | None) -> Tensor:
+
+def first_k(plan: BlendPlan, measured: Tensor | None) -> Tensor:
     """Return the first ``ratio`` of each segment (LegoLink: EPIC, arXiv 2410.15332, section 4).
 
     A chunk prefilled alone has an attention sink of its own at its beginning, which it loses
     behind other tokens. LegoLink computes a fixed k of at most 32; here k follows the ratio.
     """
-    del attention
+    del measured
     shares = plan.shares()
     return _ranges(
         (one.start, one.start + math.ceil(shares[index] * len(one) - 1e-9))
@@ -36,30 +41,31 @@ def first_k(plan: BlendPlan, attention: Tensor | None) -> Tensor:
     )
 
 
-def stored_priority(plan: BlendPlan, attention: Tensor | None) -> Tensor:
+def stored_priority(plan: BlendPlan, measured: Tensor | None) -> Tensor:
     """Return the rows with the highest stored scores; the first ones while there are none.
 
     Scores come from feedback (deviations and attention of requests that were computed in full),
     so no layer is computed to find the rows, and what is computed anew need not be transferred.
     """
     scores = _stored_scores(plan)
-    if scores is None:
-        return first_k(plan, attention)
-    return pick_share(plan, scores, rows_of(plan, "approx"), plan.ratio)
+    return first_k(plan, measured) if scores is None else pick_share(plan, scores)
 
 
-def query_attention(plan: BlendPlan, attention: Tensor | None) -> Tensor:
-    """Return the rows that the prompt's own tokens look at (ProphetKV's idea, arXiv 2602.02579).
+def most_measured(plan: BlendPlan, measured: Tensor | None) -> Tensor:
+    """Return the rows of which most was measured.
 
-    A first pass computes the gaps and the suffix alone, over all stored rows as they are, and
-    sums what its last tokens attend to. It needs all layers before the second pass.
+    Attention (``query_attention``, ProphetKV's idea, arXiv 2602.02579): what the prompt's own
+    tokens look at. A first pass computes the gaps and the suffix alone, over all stored rows as
+    they are, and sums what its last tokens attend to. It needs all layers before the second pass.
+
+    Deviation (``hkvd``, CacheBlend, arXiv 2405.16444, section 4.3): the squared difference between
+    fresh and stored values. Up to the check layer, that of its released code, all rows are
+    computed; there those that deviate most stay. Departure: gaps and suffix do not compete.
     """
-    if attention is None:
-        return first_k(plan, attention)
-    return pick_share(plan, attention, rows_of(plan, "approx"), plan.ratio)
+    return first_k(plan, None) if measured is None else pick_share(plan, measured)
 
 
-def hybrid(plan: BlendPlan, attention: Tensor | None) -> Tensor:
+def hybrid(plan: BlendPlan, measured: Tensor | None) -> Tensor:
     """Return half of the rows by attention times the stored scores, half by the scores alone.
 
     Attention says what this prompt needs, but only of what its own tokens read: answers read on,
@@ -68,25 +74,29 @@ def hybrid(plan: BlendPlan, attention: Tensor | None) -> Tensor:
     finds.
     """
     scores = _stored_scores(plan)
-    if attention is None or scores is None:
-        return query_attention(plan, attention)
-    scores, rows = scores.to(attention.device), rows_of(plan, "approx")
+    if measured is None or scores is None:
+        return most_measured(plan, measured)
+    scores = scores.to(measured.device)
     segments = tuple(
         one if one.ratio is None else replace(one, ratio=one.ratio / 2) for one in plan.segments
     )
     half = replace(plan, segments=segments, ratio=plan.ratio / 2)
-    best = pick_share(half, attention * (_FLOOR + scores), rows, half.ratio)
     chosen = torch.zeros_like(scores)
-    chosen[best] = _CHOSEN
-    return pick_share(plan, scores + chosen, rows, plan.ratio)
+    chosen[pick_share(half, measured * (_FLOOR + scores))] = _CHOSEN
+    return pick_share(plan, scores + chosen)
 
 
 SELECTORS: dict[str, Callable[[BlendPlan, Tensor | None], Tensor]] = {
-    "hkvd": first_k,  # without a check layer; else most_deviating
+    "hkvd": most_measured,
     "first_k": first_k,
     "stored_priority": stored_priority,
-    "query_attention": query_attention,
+    "query_attention": most_measured,
     "hybrid": hybrid,
+}
+_MEASURES: dict[str, Measure] = {
+    "hkvd": "deviation",
+    "query_attention": "attention",
+    "hybrid": "attention",
 }
 
 
@@ -96,33 +106,24 @@ def check_selector(name: str) -> None:
         raise InvalidRequestError("selector", name, f"use one of {', '.join(SELECTORS)}")
 
 
-def reads_attention(plan: BlendPlan) -> bool:
-    """Return whether the plan's selector uses the attention of the prompt's own rows."""
-    return plan.selector in ("query_attention", "hybrid")
-
-
-def check_layers(plan: BlendPlan, n_layers: int) -> tuple[int, ...]:
-    """Return the layers at which rows are chosen by ``most_deviating``; none: they are static."""
-    layers = plan.check_layers if plan.selector == "hkvd" else ()
-    return tuple(layer for layer in layers if layer < n_layers)
-
-
-def most_deviating(plan: BlendPlan, layer: int, deviation: Tensor, rows: Tensor) -> Tensor:
-    """Return which of *rows* stay from check layer *layer* on: CacheBlend's selector.
-
-    (arXiv 2405.16444, section 4.3.) Up to the first check layer, 1 in its released code, all rows
-    are computed; there those with the largest *deviation* stay: (tokens,), the squared difference
-    between fresh and stored values. With several check layers and falling ratios each filters the
-    rows that the one before left ("gradual filtering"), which the released code does not do.
-    Departure: gaps and suffix do not compete.
-    """
-    ratio = plan.ratios[plan.check_layers.index(layer)] if plan.ratios else plan.ratio
-    return pick_share(plan, deviation, rows, ratio)
+def measure_of(plan: BlendPlan, n_layers: int) -> Measure | None:
+    """Return what the plan's selector needs measured; None: its rows are known beforehand."""
+    found = _MEASURES.get(plan.selector)
+    return None if found == "deviation" and n_layers <= CHECK_LAYER else found
 
 
 def chooses_any(plan: BlendPlan) -> bool:
     """Return whether a selector is to choose any ``approx`` row."""
     return any(share > 0 for share in plan.shares().values())
+
+
+def computed_rows(plan: BlendPlan, sinks: Tensor, measured: Tensor | None) -> Tensor:
+    """Return the rows that are computed in all layers, on the CPU: (rows,)."""
+    rows = [rows_of(plan, "miss"), sinks]
+    if chooses_any(plan):
+        rows.append(SELECTORS[plan.selector](plan, measured).cpu())
+    found: Tensor = torch.cat(rows).unique()
+    return found
 
 
 def sink_rows(plan: BlendPlan, count: int) -> Tensor:
@@ -140,18 +141,15 @@ def sink_rows(plan: BlendPlan, count: int) -> Tensor:
     return _ranges(found)
 
 
-def pick_share(plan: BlendPlan, score: Tensor, rows: Tensor, ratio: float) -> Tensor:
-    """Return the *ratio* of the ``approx`` tokens that is best of *rows* by *score*, (tokens,).
+def pick_share(plan: BlendPlan, score: Tensor) -> Tensor:
+    """Return the plan's ratio of the ``approx`` tokens that is best by *score*, (tokens,).
 
     Segments with a ratio of their own keep to it; the others share theirs. Ties go to the
     lower position. On the device of *score*.
     """
-    is_open = torch.zeros(len(plan.tokens), dtype=torch.bool, device=score.device)
-    is_open[rows.to(score.device)] = True
-    found = [rows[:0].to(score.device)]
-    for spans, count in _budgets(plan, ratio):
+    found = [torch.arange(0, device=score.device)]
+    for spans, count in _budgets(plan):
         places = _ranges(spans).to(score.device)
-        places = places[is_open[places]]
         best = torch.argsort(score[places], descending=True, stable=True)[:count]
         found.append(places[best])
     return torch.cat(found).sort().values
@@ -162,7 +160,7 @@ def rows_of(plan: BlendPlan, *kinds: str) -> Tensor:
     return _ranges((s.start, s.end) for s in plan.segments if s.kind in kinds)
 
 
-def _budgets(plan: BlendPlan, ratio: float) -> Iterator[tuple[Sequence[tuple[int, int]], int]]:
+def _budgets(plan: BlendPlan) -> Iterator[tuple[Sequence[tuple[int, int]], int]]:
     """Yield spans that share a budget, and the budget in tokens."""
     shared = []
     for _, segment in plan.of_kind("approx"):
@@ -170,7 +168,7 @@ def _budgets(plan: BlendPlan, ratio: float) -> Iterator[tuple[Sequence[tuple[int
             shared.append((segment.start, segment.end))
         else:
             yield [(segment.start, segment.end)], math.ceil(segment.ratio * len(segment))
-    yield shared, math.ceil(ratio * sum(end - start for start, end in shared) - 1e-9)
+    yield shared, math.ceil(plan.ratio * sum(end - start for start, end in shared) - 1e-9)
 
 
 def _stored_scores(plan: BlendPlan) -> Tensor | None:

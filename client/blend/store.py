@@ -6,14 +6,12 @@ import math
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvstore.client.blend.engine import Blender, BlendResult
-from kvstore.client.blend.layer_pass import EngineAdapter, LayerKV, RowRun, positions_of
+from kvstore.client.blend.layer_pass import EngineAdapter, LayerKV
 from kvstore.client.blend.plan import BlendPlan, NamedChunk, Origin, Segment, SegmentRange
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client
@@ -21,7 +19,6 @@ from kvstore.client.decode import Layer
 from kvstore.client.segments import FoundChunk, SegmentMatch, SegmentQuery
 from kvstore.client.transports.base import Put
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.blend import ContextMass
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, ModelError
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.row_mask import SkippedRows
@@ -47,9 +44,6 @@ class StoreSource:
     Raises ModelError for models with anything but one attention layer a number.
     """
 
-    left_out: frozenset[int]
-    """Positions that are not loaded: what ``stored`` has there is nothing."""
-
     def __init__(self, resolved: SegmentMatch, tokens: Sequence[int], model: Model) -> None:
         kinds = [group.kind for group in model.layer_groups]
         if kinds != [LayerKind.attention]:
@@ -62,10 +56,10 @@ class StoreSource:
         self._heads, self._head_dim = group.kv_heads, group.head_dim
         origin = Origin(resolved.found.rope, model.adapter_digest, resolved.terms.weights)
         self.plan, self._chunks = _planned(tokens, resolved, origin)
-        self.left_out = frozenset()
+        self.left_out: frozenset[int] = frozenset()
+        """Positions that are not loaded: what ``stored`` has there is nothing."""
         self._tensors: dict[int, list[LayerKV]] = {}
         self._layers: Generator[Layer, None, None] | None = None
-        self._at = -1
         self._is_closed = False
         # Held while a layer is waited for: a generator is run by one thread at a time.
         self._lock = threading.Lock()
@@ -119,17 +113,16 @@ class StoreSource:
             return {}
         if self._layers is None:
             self._layers = self._begun()
-        count = 0
+        at, count = -1, 0
         for layer in self._layers:
-            self._at, count = layer.layer_id, len(layer.tensors)
-            if self._at >= self._layer_ids[i]:
+            at, count = layer.layer_id, len(layer.tensors)
+            if at >= self._layer_ids[i]:
                 break
         found: dict[int, LayerKV] = {}
         for index, chunks in self._chunks.items():
             count -= len(chunks)
-            if count < 0 or self._at != self._layer_ids[i]:
-                break
-            found[index] = self._tensors[index][i]
+            if count >= 0 and at == self._layer_ids[i]:
+                found[index] = self._tensors[index][i]
         return found
 
     def _begun(self) -> Generator[Layer, None, None]:
@@ -156,12 +149,9 @@ class StoreSource:
         start, stop = chunk.asked.start, chunk.asked.stop
         return [at - start for at in range(start, stop) if at in self.left_out]
 
-    def narrow(self, rows: Sequence[int], from_layer: int) -> None:
-        """Leave *rows* out, if they are computed in all layers and no layer was begun yet.
-
-        Not of a request that is compared with a full prefill: there all rows are measured.
-        """
-        if from_layer == 0 and self._layers is None and not self._resolved.found.is_shadow:
+    def narrow(self, rows: Sequence[int]) -> None:
+        """Leave *rows* out; all are measured of a request that is compared with a full prefill."""
+        if not self._resolved.found.is_shadow:
             self.left_out = frozenset(rows)
 
     def close(self) -> None:
@@ -234,32 +224,18 @@ def _continues(last: FoundChunk, one: FoundChunk) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkAttention:
-    """Attention of one chunk's tokens: weights summed over them, mean over heads and layers.
-
-    ``context``: what went to the chunks before it, the nearest last. What went to tokens of no
-    chunk, or farther away, is in none; with ``intra_mass`` the sum is the chunk's tokens at most.
-    """
-
-    chunk: NamedChunk
-    context: tuple[ContextMass, ...]
-    intra_mass: float
-
-
 def store_prefill(
     client: Client,
     result: BlendResult,
     tokens: Sequence[int],
     ranges: Sequence[SegmentRange],
     extra: Sequence[bytes] = (),
-    attention: Sequence[ChunkAttention] = (),
+    attention: pb.ReportReuseRequest | None = None,
 ) -> list[Put]:
     """Put a full prefill's KV, cut so that its documents, *ranges*, are found in other prompts.
 
-    Return what became of each chunk. *attention*: what they attended to, of ``measured_prefill``,
-    reported to the store once they are there; how little they depend on it is what they are
-    chosen and kept by.
+    Return what became of each chunk. *attention*, of ``measured_prefill``, is reported to the
+    store once they are there; how little they depend on others is what they are chosen and kept by.
 
     Raises InvalidRequestError for KV that was blended: what was computed behind another prompt
     is never stored under this one's names. Of KV whose weights changed meanwhile nothing is
@@ -279,14 +255,9 @@ def store_prefill(
             key = chunk_key(client.namespace, one.digest)
             chunks.append(Chunk(key, [kv], one.parent, position=one.start, content=one.content))
     puts = client.put_chunks(chunks)
-    if attention:
-        report = pb.ReportReuseRequest()
-        for found in attention:
-            row = report.chunks.add(digest=found.chunk.digest, intra_mass=found.intra_mass)
-            for mass in found.context:
-                row.context.add(content=mass.content, tokens=mass.tokens, mass=mass.mass)
+    if attention is not None and attention.chunks:
         with suppress(KVStoreError):  # they are stored all the same; it ranks them without
-            client.report_reuse(report)
+            client.report_reuse(attention)
     return puts
 
 
@@ -295,64 +266,43 @@ def measured_prefill(
     tokens: Sequence[int],
     chunks: Sequence[NamedChunk],
     rows: int = SAMPLED_ROWS,
-) -> tuple[BlendResult, list[ChunkAttention]]:
+) -> tuple[BlendResult, pb.ReportReuseRequest]:
     """Compute all of *tokens*; return it, and what each of its *chunks* attended to.
 
     Cache-Craft's context impact (Agarwal et al., SIGMOD 2025, arXiv 2502.15734, equations 3 and
-    4): attention between a chunk and those before it, and within it. Measured of at most *rows*
-    of each chunk and a few layers, which is a small part of the prefill. Chunks whose weights are
-    no numbers are left out.
+    4): attention between a chunk and those before it, and within it, weights summed over its
+    tokens, mean over heads and layers. Measured of at most *rows* of each chunk and a few layers,
+    which is a small part of the prefill. Chunks whose weights are no numbers are left out.
     """
-    meter = _AttentionMeter(adapter, len(tokens), chunks, rows)
-    result = Blender(meter).prefill(tokens)
-    return result, list(meter.found())
+    sampled = [_spread(one.start, one.stop, rows).to(adapter.device) for one in chunks]
+    layers = _spread(0, adapter.n_layers, SAMPLED_LAYERS).tolist()
+    # (chunks, tokens): mean weight of a row, summed over the heads of the sampled layers.
+    sums, heads = torch.zeros((len(chunks), len(tokens)), dtype=torch.float64), 0
 
+    def watch(layer: int, query: Tensor, positions: Tensor, kv: LayerKV) -> None:
+        nonlocal heads
+        if layer in layers:
+            for total, places in zip(sums, sampled, strict=True):  # a row's place is its position
+                mass = adapter.attention_mass(layer, query[:, places], positions[places], kv)
+                total += mass.double().cpu()
+            heads += len(query)
 
-class _AttentionMeter:
-    """An EngineAdapter that does what *adapter* does, and measures rows of *chunks*."""
-
-    def __init__(
-        self, adapter: EngineAdapter, count: int, chunks: Sequence[NamedChunk], rows: int
-    ) -> None:
-        self._adapter = adapter
-        self._chunks = chunks
-        self._rows = [_spread(one.start, one.stop, rows) for one in chunks]
-        self._layers = set(_spread(0, adapter.n_layers, SAMPLED_LAYERS).tolist())
-        self._sums = torch.zeros((len(chunks), count), dtype=torch.float64)
-        """(chunks, tokens): mean weight of a row, summed over heads and layers."""
-        self._heads = 0
-        """Of all layers that were measured."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._adapter, name)
-
-    def attend(self, layer: int, query: Tensor, runs: Sequence[RowRun], kv: LayerKV) -> Tensor:
-        """Do what the engine does, and measure it."""
-        if layer in self._layers:
-            positions = positions_of(runs, query.device)
-            for number, rows in enumerate(self._rows):
-                at = torch.isin(positions, rows.to(positions.device))
-                mass = self._adapter.attention_mass(layer, query[:, at], positions[at], kv)
-                self._sums[number] += mass.double().cpu()
-            self._heads += query.shape[0]
-        return self._adapter.attend(layer, query, runs, kv)
-
-    def found(self) -> Iterator[ChunkAttention]:
-        """Yield what was measured of each chunk; each content once, where it stands last."""
-        if not self._heads:
-            return
-        for one, sums in zip(self._chunks, self._sums, strict=True):
-            share = one.tokens * sums / self._heads
-            before = [other for other in self._chunks if other.stop <= one.start][-MAX_CONTEXT:]
-            masses = [float(share[c.start : c.stop].sum()) for c in (*before, one)]
-            if not all(map(math.isfinite, masses)):
-                continue
-            context: dict[bytes, ContextMass] = {}
-            for other, mass in zip(before, masses, strict=False):
-                known = context.pop(other.content, None)
-                mass += known.mass if known else 0.0
-                context[other.content] = ContextMass(other.content, other.tokens, mass)
-            yield ChunkAttention(one, tuple(context.values()), masses[-1])
+    result = Blender(adapter).prefill(tokens, watch=watch)
+    report = pb.ReportReuseRequest()
+    for one, total in zip(chunks, sums, strict=True):
+        share = one.tokens * total / heads
+        before = [other for other in chunks if other.stop <= one.start][-MAX_CONTEXT:]
+        *masses, own = (float(share[c.start : c.stop].sum()) for c in (*before, one))
+        if not all(map(math.isfinite, (*masses, own))):
+            continue
+        context: dict[bytes, tuple[int, float]] = {}  # each content once, where it stands last
+        for other, mass in zip(before, masses, strict=True):
+            _, known = context.pop(other.content, (0, 0.0))
+            context[other.content] = (other.tokens, mass + known)
+        row = report.chunks.add(digest=one.digest, intra_mass=own)
+        for content, (tokens_of_it, mass) in context.items():
+            row.context.add(content=content, tokens=tokens_of_it, mass=mass)
+    return result, report
 
 
 def _spread(start: int, stop: int, count: int) -> Tensor:

@@ -60,7 +60,7 @@ def test_a_slow_link_takes_its_time_and_leaves_out_what_is_not_needed() -> None:
     started = time.perf_counter()
     source.layer(0)
     assert time.perf_counter() - started >= 0.04  # 4096 bytes
-    source.narrow(range(48), 0)
+    source.narrow(range(48))
     source.layer(1)
     assert source.loaded_bytes == 4096 + 1024
 

@@ -10,9 +10,10 @@ from local_server import LocalServer
 from kvstore.client import Client, ClientOptions
 from kvstore.client.blend.engine import Blender
 from kvstore.client.blend.plan import NamedChunk, SegmentRange, name_segments
-from kvstore.client.blend.store import MAX_CONTEXT, ChunkAttention, measured_prefill, store_prefill
+from kvstore.client.blend.store import MAX_CONTEXT, measured_prefill, store_prefill
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.segments import SegmentQuery
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Model
 
 HEAD = 16
@@ -49,18 +50,18 @@ def weights_of(adapter: TransformersAdapter) -> torch.Tensor:
 
 def test_masses_are_the_sums_of_the_models_own_weights(adapter: TransformersAdapter) -> None:
     chunks = chunks_of(PROMPT)
-    result, found = measured_prefill(adapter, PROMPT, chunks, rows=len(PROMPT))
+    result, report = measured_prefill(adapter, PROMPT, chunks, rows=len(PROMPT))
     weights = weights_of(adapter)
-    assert [one.chunk for one in found] == chunks
-    for number, one in enumerate(found):
-        rows = weights[one.chunk.start : one.chunk.stop]
-        assert len(one.context) == number
-        for mass, before in zip(one.context, chunks, strict=False):
+    assert [row.digest for row in report.chunks] == [one.digest for one in chunks]
+    for number, (one, row) in enumerate(zip(chunks, report.chunks, strict=True)):
+        rows = weights[one.start : one.stop]
+        assert len(row.context) == number
+        for mass, before in zip(row.context, chunks, strict=False):
             wanted = float(rows[:, before.start : before.stop].sum())
             assert mass.mass == pytest.approx(wanted, rel=1e-3, abs=1e-4)
             assert (mass.content, mass.tokens) == (before.content, before.tokens)
-        own = float(rows[:, one.chunk.start : one.chunk.stop].sum())
-        assert one.intra_mass == pytest.approx(own, rel=1e-3)
+        own = float(rows[:, one.start : one.stop].sum())
+        assert row.intra_mass == pytest.approx(own, rel=1e-3)
     wanted_logits = Blender(adapter).prefill(PROMPT).logits
     assert torch.equal(result.logits, wanted_logits)
 
@@ -69,27 +70,26 @@ def test_a_few_rows_say_about_the_same(adapter: TransformersAdapter) -> None:
     chunks = chunks_of(PROMPT)
     _, every = measured_prefill(adapter, PROMPT, chunks, rows=len(PROMPT))
     _, some = measured_prefill(adapter, PROMPT, chunks)
-    for one, other in zip(every, some, strict=True):
-        tokens = one.chunk.tokens
-        assert abs(one.intra_mass - other.intra_mass) < 0.2 * tokens
+    for chunk, one, other in zip(chunks, every.chunks, some.chunks, strict=True):
+        assert abs(one.intra_mass - other.intra_mass) < 0.2 * chunk.tokens
         whole = other.intra_mass + sum(mass.mass for mass in other.context)
-        assert 0 < whole <= 1.001 * tokens
+        assert 0 < whole <= 1.001 * chunk.tokens
 
 
 def test_no_more_context_is_told_than_is_taken(adapter: TransformersAdapter) -> None:
     prompt = _tokens(2, 20 * 16 + 5)
     chunks = list(name_segments(prompt, [], 16)[0].chunks)
-    _, found = measured_prefill(adapter, prompt, chunks)
-    assert len(found[-1].context) == MAX_CONTEXT
-    assert found[-1].context[-1].content == chunks[-2].content
+    _, report = measured_prefill(adapter, prompt, chunks)
+    assert len(report.chunks[-1].context) == MAX_CONTEXT
+    assert report.chunks[-1].context[-1].content == chunks[-2].content
 
 
 def test_a_content_that_stands_twice_is_told_once(adapter: TransformersAdapter) -> None:
     once = _tokens(3, 16)
     prompt = once + once + _tokens(4, 16)
     chunks = list(name_segments(prompt, [], 16)[0].chunks)
-    _, found = measured_prefill(adapter, prompt, chunks)
-    assert [mass.content for mass in found[2].context] == [chunks[0].content]
+    _, report = measured_prefill(adapter, prompt, chunks)
+    assert [mass.content for mass in report.chunks[2].context] == [chunks[0].content]
 
 
 def test_weights_that_are_no_numbers_are_told_to_nobody(adapter: TransformersAdapter) -> None:
@@ -98,7 +98,7 @@ def test_weights_that_are_no_numbers_are_told_to_nobody(adapter: TransformersAda
             return torch.full((len(PROMPT),), torch.nan)
 
     broken = Broken(make_model("llama", torch.float32))
-    assert measured_prefill(broken, PROMPT, chunks_of(PROMPT))[1] == []
+    assert not measured_prefill(broken, PROMPT, chunks_of(PROMPT))[1].chunks
 
 
 # --- told to a store
@@ -124,7 +124,8 @@ def test_variants_are_scored_by_what_they_were_seen_to_attend_to(
 ) -> None:
     result, seen = measured_prefill(adapter, PROMPT, chunks_of(PROMPT))
     store_prefill(client, result, PROMPT, RANGES, attention=seen)
-    impacts = {one.chunk.digest: _impact(one) for one in seen}
+    sizes = {bytes(one.digest): one.tokens for one in chunks_of(PROMPT)}
+    impacts = {row.digest: _impact(row, sizes[row.digest]) for row in seen.chunks}
     with client.find_segments(*_elsewhere(), SegmentQuery(is_trial=True)) as resolved:
         found = list(resolved.chunks())
         assert len(found) == 5
@@ -134,9 +135,8 @@ def test_variants_are_scored_by_what_they_were_seen_to_attend_to(
             assert one.best.context_impact == pytest.approx(impacts[one.best.digest], abs=1e-3)
 
 
-def _impact(one: ChunkAttention) -> float:
+def _impact(one: pb.ChunkReport, size: int) -> float:
     """Equations 9 to 11, written down again."""
-    size = one.chunk.tokens
     outer = sum(mass.mass / (size * mass.tokens) for mass in one.context)
     return float(torch.sigmoid(torch.tensor(outer / (one.intra_mass / size**2))))
 
@@ -145,8 +145,8 @@ def test_a_store_that_will_not_hear_of_it_has_the_chunks_all_the_same(
     server: LocalServer, client: Client, adapter: TransformersAdapter
 ) -> None:
     result, seen = measured_prefill(adapter, PROMPT, chunks_of(PROMPT))
-    wrong = [ChunkAttention(seen[1].chunk, seen[1].context, 1e6)]
-    puts = store_prefill(client, result, PROMPT, RANGES, attention=wrong)
+    seen.chunks[1].intra_mass = 1e6
+    puts = store_prefill(client, result, PROMPT, RANGES, attention=seen)
     assert {put.outcome.name for put in puts} == {"stored"}
     assert server.counter("blend_refused_reports") == 1
     with client.find_segments(*_elsewhere(), SegmentQuery(is_trial=True)) as resolved:

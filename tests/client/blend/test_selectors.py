@@ -11,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.client.blend.plan import BlendPlan, Segment
-from kvstore.client.blend.selectors import SELECTORS, check_selector, most_deviating, pick_share
+from kvstore.client.blend.selectors import SELECTORS, check_selector, measure_of, pick_share
 from kvstore.proto.errors import InvalidRequestError
-
-ROWS = list(range(4, 24))
 
 
 def plan(ratio: float = 0.2, **settings: Any) -> BlendPlan:
@@ -36,17 +34,14 @@ def numbers(**at: float) -> torch.Tensor:
 
 
 def test_hkvd_keeps_the_rows_that_deviate_most() -> None:
-    found = most_deviating(plan(), 1, numbers(p5=1, p9=4, p15=3, p20=2, p23=9), torch.tensor(ROWS))
-    assert found.tolist() == [9, 15, 20, 23]
+    deviation = numbers(p5=1, p9=4, p15=3, p20=2, p23=9)
+    assert SELECTORS["hkvd"](plan(), deviation).tolist() == [9, 15, 20, 23]
 
 
-def test_hkvd_filters_by_steps_when_it_has_several_check_layers() -> None:
-    steps = plan(check_layers=(1, 2), ratios=(0.4, 0.1))
-    deviation = torch.arange(26.0)
-    first = most_deviating(steps, 1, deviation, torch.tensor(ROWS))
-    assert first.tolist() == list(range(16, 24))
-    second = most_deviating(steps, 2, -deviation, first)
-    assert second.tolist() == [16, 17]
+def test_hkvd_takes_first_rows_where_nothing_was_compared() -> None:
+    assert SELECTORS["hkvd"](plan(), None).tolist() == [4, 5, 14, 15]
+    assert measure_of(plan(selector="hkvd"), 1) is None
+    assert measure_of(plan(selector="hkvd"), 2) == "deviation"
 
 
 def test_first_k_takes_the_beginning_of_each_segment() -> None:
@@ -108,7 +103,7 @@ def test_a_segment_with_a_ratio_of_its_own_keeps_to_it() -> None:
         Segment(20, 21, "miss"),
     )
     own = BlendPlan(tuple(range(21)), segments, ratio=0.1)
-    found = pick_share(own, torch.arange(21.0), torch.arange(20), 0.1)
+    found = pick_share(own, torch.arange(21.0))
     assert found.tolist() == [5, 6, 7, 8, 9, 19]
 
 
@@ -118,7 +113,7 @@ def test_picked_rows_rise_and_none_left_is_better(scores: list[int], ratio: floa
     size = len(scores)
     segments = (Segment(0, size, "approx"), Segment(size, size + 1, "miss"))
     own = BlendPlan(tuple(range(size + 1)), segments, ratio=ratio)
-    found = pick_share(own, torch.tensor([*scores, 9.0]), torch.arange(size), ratio).tolist()
+    found = pick_share(own, torch.tensor([*scores, 9.0])).tolist()
     assert found == sorted(set(found))
     assert len(found) == math.ceil(ratio * size - 1e-9)
     left = set(range(size)) - set(found)
