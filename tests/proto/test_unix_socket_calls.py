@@ -38,7 +38,7 @@ from kvstore.proto.unix_socket import (
 )
 
 NUMBERS = {
-    1: "Lookup", 2: "Get", 3: "Release", 4: "Reserve", 5: "Commit", 6: "Abort", 7: "Plan",
+    1: "Lookup", 2: "Get", 3: "Release", 4: "Reserve", 5: "Commit", 6: "Abort",
     8: "Resolve", 9: "ReportReuse", 10: "PutDevice",
 }  # fmt: skip
 """As servers and clients out there have them."""
