@@ -15,6 +15,7 @@ from pathlib import Path
 
 import structlog
 
+from bench.charts import line_chart
 from bench.cluster_costs import LOOKUP_CHUNKS, Costs, measure
 from bench.cluster_failures import setbacks
 from bench.cluster_limits import (
@@ -29,7 +30,6 @@ from bench.cluster_limits import (
 from bench.cluster_nodes import AFFINITY, ROUTINGS, Cluster, ClusterTerms
 from bench.cluster_prompts import load, prompts
 from bench.report import Report
-from kvstore.cli.plot import line_chart
 
 CONVERSATION = "mooncake_conversation_trace"
 DOCUMENTS = "dev_ragshared_qps2_n900"

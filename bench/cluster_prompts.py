@@ -10,7 +10,7 @@ from random import Random
 
 import numpy as np
 
-from kvstore.cli.trace_format import BlockTrace, make_blocks, read_trace
+from kvstore.cli.simulate import BlockTrace, make_blocks, read_trace
 
 TRACES = Path(__file__).resolve().parents[1] / "data" / "traces"
 

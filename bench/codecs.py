@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+from bench.charts import line_chart
 from bench.codecs_kv import ROPE_THETA, Extent, Synthetic, make_synthetic
 from bench.codecs_ours import Chunks, calibrated
 from bench.codecs_rates import (
@@ -49,7 +50,6 @@ from bench.opponents import LMCacheCodecs, lmcache_codecs, lossless_coder
 from bench.peer_process import PeerSkippedError
 from bench.real_model import FOLDER, why_missing
 from bench.report import Report
-from kvstore.cli.plot import line_chart
 from kvstore.proto.types import RopeParameters
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from kvstore.cli.trace_format import Segment, SegmentLine, read_trace, tokens_of
+from kvstore.cli.simulate import Segment, SegmentLine, read_trace, tokens_of
 
 TRACES = Path(__file__).resolve().parents[1] / "data" / "traces"
 CHATS = "dev_chat_sharegptlike_sps2_n100"

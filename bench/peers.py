@@ -17,6 +17,7 @@ from typing import TypeVar
 import redis
 
 from bench.bulk import raw_stream
+from bench.charts import bar_chart
 from bench.peer_lmcache import Adapter, LMCache
 from bench.peer_mooncake import VERSION as MOONCAKE
 from bench.peer_mooncake import Mooncake
@@ -33,7 +34,6 @@ from bench.peer_survival import lmcache_burst, lmcache_readable, measure_burst, 
 from bench.redis_gets import bare_gets
 from bench.report import Report, best_s
 from bench.workload import MIB, redis_server
-from kvstore.cli.plot import bar_chart
 from kvstore.server.main import keep_freed_memory
 from kvstore.server.wiring import LOADS_AT_ONCE
 from kvstore.tiers.disk import DiskTier

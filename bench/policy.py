@@ -31,7 +31,7 @@ from bench.policy_hints import hint_keys
 from bench.policy_hybrid import hybrid_keys
 from bench.policy_tiers import BlockRequest, two_tier_keys, two_tier_table
 from bench.report import Report, parse_flags
-from kvstore.cli.trace_format import BlockLine, read_trace
+from kvstore.cli.simulate import BlockLine, read_trace
 
 DEFAULT = POLICIES[0]
 COSTS_SIZE = "5%"

@@ -9,8 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from bench.baselines import BASELINES, make_any
-from kvstore.cli.simulate.blocks import Outcome, Terms, replay_blocks
-from kvstore.cli.trace_format import BlockTrace, make_blocks, read_trace
+from kvstore.cli.simulate import BlockTrace, Outcome, Terms, make_blocks, read_trace, replay_blocks
 from kvstore.server.eviction.access_history import AccessHistory
 
 TRACES = Path(__file__).resolve().parents[1] / "data" / "traces"
@@ -65,9 +64,7 @@ def fill(cells: Sequence[Cell], workers: int = WORKERS) -> Grid:
 
 def points(grid: Grid, cell: Cell) -> float:
     """Return the blocks hit, in percent."""
-    rate = grid[cell].block_hit_rate
-    assert rate is not None, "a trace of blocks"
-    return 100 * rate
+    return 100 * grid[cell].block_hit_rate
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from bench.policy_grid import CONVERSATION, TRACES
 from bench.report import Report
-from kvstore.cli.simulate.blocks import BlockReplay
-from kvstore.cli.trace_format import BlockLine, read_trace
+from kvstore.cli.simulate import BlockLine, BlockReplay, read_trace
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.hit_density import HitDensityEviction
 

@@ -3,7 +3,7 @@
 Replays data/traces/dev_*.jsonl at three capacities each, with the model ``hybrid-7b``. The bars are
 the better of SGLang+ and Marconi, each as its authors' artifact ran online on the same traces and
 capacities (vLLM+ is below both everywhere). No server and no bytes: the same hits whenever it runs.
-``--learn`` prints the lines of server/eviction/states/prior.txt instead.
+``--learn`` prints the lines of bench/states/prior.txt instead.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.report import Report
-from kvstore.cli.simulate.blocks import HYBRID, Terms
-from kvstore.cli.simulate.states import DEFAULT_HYBRID_POLICY, play, replay_states, state_requests
-from kvstore.cli.trace_format import SegmentLine, read_trace
-from kvstore.server.eviction.states.cache import GhostLimits, StateCache
-from kvstore.server.eviction.states.ranks import STATE_CLASSES, HitDensityRank
-from kvstore.server.eviction.states.tree import HYBRID_7B, CheckpointTree
+from bench.state_caches import DEFAULT_HYBRID_POLICY, play, replay_states, state_requests
+from bench.states.cache import GhostLimits, StateCache
+from bench.states.ranks import STATE_CLASSES, HitDensityRank
+from bench.states.tree import HYBRID_7B, CheckpointTree
+from kvstore.cli.simulate import SegmentLine, read_trace
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 
@@ -65,8 +64,8 @@ def hybrid_rows(policy: str = DEFAULT_HYBRID_POLICY) -> Iterator[HybridRow]:
     for trace, bars in BARS.items():
         lines = read_segments(trace)
         for capacity_gb, bar in bars.items():
-            found = replay_states(lines, Terms(policy, f"{capacity_gb}GB", HYBRID))
-            yield HybridRow(trace, capacity_gb, bar, 100.0 * found.token_hit_rate)
+            hit_rate = replay_states(lines, policy, capacity_gb * 10**9)
+            yield HybridRow(trace, capacity_gb, bar, 100.0 * hit_rate)
 
 
 def hybrid_keys(report: Report, policy: str = DEFAULT_HYBRID_POLICY) -> None:

@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from bench.charts import line_chart
 from bench.control import FRAME_BYTES, Control, cuda_free_tiers, prompts
 from bench.report import Report
 from bench.workload import TINY, make_chunks, serving
-from kvstore.cli.plot import line_chart
 from kvstore.client import Client, ClientOptions
 from kvstore.proto.types import ChunkKey
 from kvstore.proto.unix_socket import Place

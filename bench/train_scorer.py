@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from kvstore.cli.simulate.blocks import BlockReplay
-from kvstore.cli.trace_format import BlockTrace, make_blocks, read_trace
+from kvstore.cli.simulate import BlockReplay, BlockTrace, make_blocks, read_trace
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.learned import (
     FEATURES,

@@ -1,4 +1,4 @@
-"""The frame of the command line: commands, connection options, exit codes, calls.
+"""The frame of the command line: commands, connection options, calls, and what is printed.
 
 Heavy imports wait until a command needs them: gRPC and rich take longer than most commands run.
 """
@@ -6,11 +6,15 @@ Heavy imports wait until a command needs them: gRPC and rich take longer than mo
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar, get_args
@@ -30,6 +34,8 @@ from kvstore.proto.errors import (
 )
 
 if TYPE_CHECKING:  # help is to load none of the product
+    from rich.console import Console, ConsoleOptions, RenderResult
+
     from kvstore.client.connection import Connection
     from kvstore.client.options import Access
 
@@ -44,12 +50,13 @@ CODES = {
 }
 DEFAULT_PORT = 7420
 DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
+MAX_PORT = 65_535
 _ADDRESS = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]\s:]+)(?::([0-9]{1,6}))?")
 DEADLINE_MS = 2000
 ANSWER_S = 0.5
 """What a server has to say that it is there, once it was late."""
-MAX_PORT = 65_535
 
+T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., None])
 
 AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
@@ -93,7 +100,7 @@ def _options(prefix: str = "") -> list[Parameter]:
 _OPTIONS = _options()
 _ARGUMENT = Argument(metavar="[ADDRESS]", help="The same as --address.")
 _WHERE = _parameter("where", Annotated[str | None, _ARGUMENT])
-_given: ContextVar[Mapping[str, Any] | None] = ContextVar("given", default=None)
+_given: ContextVar[Mapping[str, Any]] = ContextVar("given")
 """Connection options: those before the command, overridden by those behind it."""
 
 
@@ -102,15 +109,13 @@ def _remember(values: Mapping[str, Any]) -> None:
     if where and address and where != address:
         fix = f"--address is {address!r}; give one of them"
         raise InvalidRequestError("address", where, fix)
-    named = {"address": where or address} | {
-        one.name: values.get(one.name) for one in _OPTIONS if one.name != "address"
-    }
-    _given.set({**(_given.get() or {}), **{name: value for name, value in named.items() if value}})
+    named = {one.name: values.get(one.name) for one in _OPTIONS} | {"address": where or address}
+    _given.set({**_given.get({}), **{name: value for name, value in named.items() if value}})
 
 
 def server_address() -> str:
     """Return the server's address, with its port. Raises InvalidRequestError."""
-    text = str((_given.get() or {}).get("address", DEFAULT_ADDRESS))
+    text = str(_given.get({}).get("address", DEFAULT_ADDRESS))
     if text.startswith("unix:") or "//" in text:
         return text
     found = _ADDRESS.fullmatch(text)
@@ -125,8 +130,7 @@ def given_access() -> Access:
     """Return the access that the options name. Raises InvalidRequestError."""
     from kvstore.client.options import OPEN, Access
 
-    given = dict(_given.get() or {})
-    given.pop("address", None)
+    given = {name: value for name, value in _given.get({}).items() if name != "address"}
     files: dict[str, Any] = {name: Path(value) for name, value in given.items() if name != "tls"}
     return Access("tls" in given, **files) if given else OPEN
 
@@ -194,15 +198,14 @@ def chosen(text: str, names: Sequence[str]) -> Any:
 
 def size(text: str, *flags: str) -> Any:
     """Return an option that is a number of bytes, such as ``8GiB``."""
-    return Option(*flags, parser=parse_size, metavar="SIZE", help=text)
+    return Option(*flags, parser=_parse_size, metavar="SIZE", help=text)
 
 
-def parse_size(text: str | int) -> int:
-    """Return the bytes of an option such as ``8GiB``. Raises typer.BadParameter."""
-    from kvstore.server.settings.values import parse_size as parse
+def _parse_size(text: str | int) -> int:
+    from kvstore.server.settings.values import parse_size
 
     try:
-        return parse(text)
+        return parse_size(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -233,6 +236,9 @@ REMOVED = {
     "explain --spaces": "kvstore ls --spaces",
     "get": "kvstore stat to verify a chunk, Client.frame in Python to have it",
     "put": "Client.put_chunks in Python",
+    "blend status": "kvstore status --all",
+    "simulate --model": "kvstore simulate without it, which replays what a server does",
+    "simulate --plot": "kvstore simulate --json, and draw that",
 }
 """Commands and options that are gone, and what to type instead."""
 
@@ -243,8 +249,9 @@ class Commands(TyperGroup):
     @override
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         for old, new in REMOVED.items():
-            name, *flags = old.split()
-            if args[0] == name and set(flags) <= set(args) and not ctx.resilient_parsing:
+            words = [word for word in old.split() if not word.startswith("-")]
+            is_typed = args[: len(words)] == words and set(old.split()) <= set(args)
+            if is_typed and not ctx.resilient_parsing:
                 fail(f"{old} was removed: use {new}", EXIT_USAGE)
         return super().resolve_command(ctx, args)
 
@@ -262,13 +269,8 @@ class Commands(TyperGroup):
 
 def _typer(**settings: Any) -> typer.Typer:
     """Return a group. Plain help and tracebacks: rich takes longer to import than most runs."""
-    return typer.Typer(
-        cls=Commands,
-        no_args_is_help=True,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-        **settings,
-    )
+    plain: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": None}
+    return typer.Typer(cls=Commands, no_args_is_help=True, **plain, **settings)
 
 
 app = _typer(
@@ -331,13 +333,11 @@ def _with_connection(function: Callable[..., None], where: bool) -> Callable[...
             passed["address"] = server_address()
         function(**passed)
 
-    return _takes(run, shown, function.__doc__)
+    run.__doc__ = function.__doc__
+    return _takes(run, shown)
 
 
-def _takes(
-    run: Callable[..., None], shown: list[Parameter], text: str | None = None
-) -> Callable[..., None]:
-    run.__doc__ = text
+def _takes(run: Callable[..., None], shown: list[Parameter]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in shown}
     return run
@@ -359,3 +359,178 @@ def _root(**values: Any) -> None:
 
 
 app.callback()(_takes(_root, _ROOT))
+
+
+# --- what is printed: JSON, or text that no terminal obeys, in plain columns that are not cut
+
+_GAP = "  "
+_MIN_WRAPPED = 12
+"""Minimum width of a column that wraps, unless its longest word is longer."""
+
+
+def open_console() -> Console:
+    """Return the console of standard output: what is printed is neither cut nor read as markup."""
+    from rich.console import Console
+    from rich.text import Text
+
+    class Plain(Console):
+        """Takes every text as it is: no control characters reach the terminal."""
+
+        @override
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(printable(text), **options)
+
+    return Plain(soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
+class Grid:
+    """Rows below *headings*. On a terminal that is too narrow the last *wraps* columns wrap.
+
+    Where that would break a word, each row becomes lines of ``heading: value``.
+    """
+
+    def __init__(
+        self, headings: Sequence[str], rows: Iterable[Iterable[object]], wraps: int = 1
+    ) -> None:
+        self._headings = headings
+        self._rows = [
+            [printable(" ".join(str(cell).split("\n"))) for cell in cells] for cells in rows
+        ]
+        self._wraps = wraps
+
+    def __bool__(self) -> bool:
+        """Whether there is a row."""
+        return bool(self._rows)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Render for *console*: as lines as long as they are, where it is no terminal."""
+        from rich.cells import cell_len, set_cell_size
+        from rich.table import Column, Table
+        from rich.text import Text
+
+        columns = list(zip(self._headings, *self._rows, strict=True))
+        widths = [max(map(cell_len, column)) for column in columns]
+        over = sum(widths) + len(_GAP) * (len(widths) - 1) - options.max_width
+        if over <= 0 or not console.is_terminal:
+            for row in (self._headings, *self._rows):
+                yield Text(_GAP.join(map(set_cell_size, row, widths)).rstrip())
+            return
+        for at in range(len(widths) - 1, len(widths) - self._wraps - 1, -1):
+            words = (word for cell in columns[at] for word in cell.split())
+            least = max(_MIN_WRAPPED, *map(cell_len, words))
+            cut = max(0, min(over, widths[at] - least))
+            widths[at], over = widths[at] - cut, over - cut
+        if over > 0:
+            longest = max(map(cell_len, self._headings)) + 1
+            for at, row in enumerate(self._rows):
+                lines = zip(self._headings, row, strict=True)
+                text = "\n".join(f"{name + ':':<{longest}} {cell}" for name, cell in lines)
+                yield Text("\n" * bool(at) + text)
+            return
+        made = (
+            Column(name, width=width, overflow="fold")
+            for name, width in zip(self._headings, widths, strict=True)
+        )
+        table = Table(*made, box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0))
+        for row in self._rows:
+            table.add_row(*map(Text, row))
+        yield table
+
+
+def show(data: object, text: Iterable[str | Grid], as_json: bool, *, held: bool = True) -> None:
+    """Print *data* as JSON, or else the lines and tables of *text*.
+
+    Ends the command with 1 unless what it was to find out *held*.
+    """
+    if as_json:
+        print(json.dumps(data, indent=2))
+    else:
+        console = open_console()
+        for part in text:
+            console.print(part)
+    if not held:
+        raise typer.Exit(EXIT_NOT_HELD)
+
+
+def as_dict(found: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass or a protobuf message for JSON.
+
+    Bytes become hexadecimal digits, enumerations their names, parts that are not set null. What
+    each message says of its server is left out.
+    """
+    if is_dataclass(found):
+        rows = ((one.name.removeprefix("is_"), getattr(found, one.name)) for one in fields(found))
+        return {name: _as_json(value) for name, value in rows}
+    values = {}
+    for field in found.DESCRIPTOR.fields:
+        is_absent = field.message_type and not field.is_repeated and not found.HasField(field.name)
+        values[field.name] = None if is_absent else _as_json(getattr(found, field.name))
+    values.pop("server", None)
+    return values
+
+
+def _as_json(value: Any) -> Any:
+    if hasattr(value, "DESCRIPTOR") or is_dataclass(value):
+        return as_dict(value)
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, bytes):
+        return value.hex()
+    if hasattr(value, "items"):
+        return dict(sorted(value.items()))
+    is_row = hasattr(value, "__len__") and not isinstance(value, str)
+    return list(map(_as_json, value)) if is_row else value
+
+
+def readable_size(size_bytes: float) -> str:
+    """Return *size_bytes* to one decimal in the unit that suits it."""
+    for shift, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size_bytes >= 1 << shift:
+            return f"{size_bytes / (1 << shift):.1f} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def readable_time(seconds: float) -> str:
+    """Return *seconds* in the unit that suits them."""
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+# --- progress of long work, on standard error
+
+Report = Callable[[int, int], None]
+"""Called with how many are done, of how many."""
+LOG_EVERY_S = 10.0
+"""Between two lines of progress where there is no terminal."""
+
+
+@contextmanager
+def progress(what: str, clock: Callable[[], float] = time.monotonic) -> Iterator[Report]:
+    """Yield what shows how far *what* is: a bar on a terminal, else a line now and then."""
+    if not sys.stderr.isatty():
+        last_s = clock()
+
+        def note(done: int, total: int) -> None:
+            nonlocal last_s
+            if clock() - last_s >= LOG_EVERY_S:
+                last_s = clock()
+                print(f"kvstore: {what}: {done} of {total}", file=sys.stderr, flush=True)
+
+        yield note
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def followed(items: Sequence[T], what: str) -> Iterator[T]:
+    """Yield *items*, and show how many of them are done."""
+    with progress(what) as report:
+        for number, item in enumerate(items):
+            report(number, len(items))
+            yield item

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,8 +13,10 @@ from typer import Argument, Option
 from kvstore.cli.app import (
     EXIT_NOT_HELD,
     AsJson,
+    Grid,
     TierName,
     Yes,
+    as_dict,
     call,
     chosen,
     command,
@@ -22,10 +24,11 @@ from kvstore.cli.app import (
     fail,
     group,
     path,
+    readable_size,
+    show,
     size,
 )
-from kvstore.cli.output import Grid, as_dict, readable_size, show
-from kvstore.cli.selection import EVERY_TENANT, MIN_DIGITS, only_one
+from kvstore.cli.chunks import EVERY_TENANT, MIN_DIGITS, only_one
 from kvstore.proto.errors import InvalidRequestError
 
 if TYPE_CHECKING:  # help is to load none of the product
@@ -40,26 +43,31 @@ KeyFile = Annotated[Path, Argument(metavar="FILE", help="The file of keys.")]
 NewFile = Annotated[Path, Argument(metavar="FILE", help="File of keys; made if missing.")]
 
 
-def _print_rows(headings: Sequence[str], rows: Iterable[Sequence[str]], as_json: bool) -> None:
-    table, data = Grid(*headings), []
-    for row in rows:
-        table.add_row(*row)
-        data.append(dict(zip(headings, row, strict=True)))
-    show(data, [table], as_json)
+def _show_rows(headings: Sequence[str], rows: Sequence[Sequence[str]], as_json: bool) -> None:
+    data = [dict(zip(headings, row, strict=True)) for row in rows]
+    show(data, [Grid(headings, rows)], as_json)
 
 
 def _day(made_s: int) -> str:
     return time.strftime("%Y-%m-%d", time.gmtime(made_s))
 
 
+def _tokens(file: Path) -> list[ApiKey]:
+    from kvstore.server.security.key_files import parse_keys, read_guarded
+
+    return list(parse_keys(read_guarded(file)).rows.values()) if file.exists() else []
+
+
+def _encryption_keys(file: Path) -> list[EncryptionKey]:
+    from kvstore.server.security.key_files import parse_encryption_keys, read_guarded
+
+    return list(parse_encryption_keys(read_guarded(file)).values()) if file.exists() else []
+
+
 # --- token
 
 
-@command(
-    "token make",
-    exits="0 2",
-    example="kvstore token make api-keys --tenant acme --roles read,write",
-)
+@command("token make", exits="0 2", example="kvstore token make api-keys --tenant acme")
 def token_make(
     file: NewFile,
     tenant: Annotated[str, Option(help="Tenant of the key.")],
@@ -94,7 +102,7 @@ def token_make(
 def token_list(file: KeyFile, as_json: AsJson = False) -> None:
     """Show the keys of a file: their ids, tenants and roles."""
     rows = [(r.id, r.tenant, ",".join(sorted(r.roles)), _day(r.made)) for r in _tokens(file)]
-    _print_rows(("id", "tenant", "roles", "made"), rows, as_json)
+    _show_rows(("id", "tenant", "roles", "made"), rows, as_json)
 
 
 @command("token revoke", exits="0 2", example="kvstore token revoke api-keys 0123456789ab")
@@ -112,12 +120,6 @@ def token_revoke(
         raise InvalidRequestError("id", key_id, "is not in the file; kvstore token list")
     write_keys(file, [row for row in rows if row.id != found])
     print(f"revoked {found}")
-
-
-def _tokens(file: Path) -> list[ApiKey]:
-    from kvstore.server.security.key_files import parse_keys, read_guarded
-
-    return list(parse_keys(read_guarded(file)).rows.values()) if file.exists() else []
 
 
 # --- keys
@@ -143,7 +145,7 @@ def keys_list(file: KeyFile, as_json: AsJson = False) -> None:
         (str(row.epoch), hashlib.sha256(row.key).hexdigest()[:16], _day(row.made))
         for row in _encryption_keys(file)
     ]
-    _print_rows(("epoch", "fingerprint", "made"), rows, as_json)
+    _show_rows(("epoch", "fingerprint", "made"), rows, as_json)
 
 
 @command("keys retire", exits="0 1 2", example="kvstore keys retire encryption-keys 1 --yes")
@@ -165,12 +167,6 @@ def keys_retire(
         confirm(f"What was encrypted with the key of epoch {epoch} cannot be read again. Continue?")
     write_keys(file, left)
     print(f"deleted the key of epoch {epoch}")
-
-
-def _encryption_keys(file: Path) -> list[EncryptionKey]:
-    from kvstore.server.security.key_files import parse_encryption_keys, read_guarded
-
-    return list(parse_encryption_keys(read_guarded(file)).values()) if file.exists() else []
 
 
 # --- quota
@@ -209,18 +205,18 @@ def quota_set(  # noqa: PLR0913 - each is an option
 
 
 def _show_quotas(reply: Any, as_json: bool) -> None:
-    limits = Grid("tenant", "leases", "of", "requests/s", "chunks a tier")
-    tiers = Grid("tenant", "tier", "used", "of", "guaranteed", "chunks")
+    limits, tiers = [], []
     for one in reply.tenants:
-        limits.add_row(
-            one.tenant, one.used_leases,
-            *(limit or "-" for limit in (one.leases, one.requests_per_s, one.chunks)),
-        )  # fmt: skip
+        most = (limit or "-" for limit in (one.leases, one.requests_per_s, one.chunks))
+        limits.append((one.tenant, one.used_leases, *most))
         for tier in one.tiers:
             quota = readable_size(tier.quota_bytes) if tier.quota_bytes else "-"
             used, guaranteed = map(readable_size, (tier.used_bytes, tier.guaranteed_bytes))
-            tiers.add_row(one.tenant, tier.tier, used, quota, guaranteed, tier.used_chunks)
-    show(as_dict(reply), [limits, *([tiers] if tiers else [])], as_json)
+            tiers.append((one.tenant, tier.tier, used, quota, guaranteed, tier.used_chunks))
+    text = [Grid(("tenant", "leases", "of", "requests/s", "chunks a tier"), limits)]
+    if tiers:
+        text.append(Grid(("tenant", "tier", "used", "of", "guaranteed", "chunks"), tiers))
+    show(as_dict(reply), text, as_json)
 
 
 # --- audit

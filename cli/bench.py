@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from kvstore.cli.app import AsJson, command, number, size
-from kvstore.cli.output import Grid, followed, readable_size, show
+from kvstore.cli.app import (
+    AsJson,
+    Grid,
+    command,
+    followed,
+    given_access,
+    number,
+    readable_size,
+    show,
+    size,
+)
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 
 if TYPE_CHECKING:  # help is to load none of the product
+    from kvstore.client.chunk import Chunk
+    from kvstore.client.client import Client
     from kvstore.client.options import TransportName
-    from kvstore.codecs.speed import CodecSpeed
+    from kvstore.codecs.base import ChunkTensors, Part
+    from kvstore.proto.types import ChunkKey, Model
 
 MAX_CHUNKS = 4096
 MAX_BYTES = 4 << 30
@@ -23,6 +34,10 @@ MAX_BYTES = 4 << 30
 DEADLINE_MS = 60_000
 CODEC_BUDGET_S = 0.2
 """Of measuring each codec; its first use, which may compile, comes on top."""
+_HEAD_DIM = 8
+MIN_CHUNK_BYTES = 16 * 2 * 2 * _HEAD_DIM
+"""16 tokens' keys and values in bfloat16 of one layer and one head."""
+MAX_CHUNK_BYTES = 64 << 20
 _PATTERNS = 4
 """Chunks with bytes of their own; further ones repeat them under other names."""
 _RATES = (
@@ -30,19 +45,64 @@ _RATES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Benched:
-    """The chunks of a run that were stored and came back right, and the time of each step."""
+# --- chunks of synthetic bytes, of a model that does not exist
 
-    chunks: int
-    chunk_bytes: int
-    stored: int
-    right: int
-    put_s: float
-    lookup_ms: float
-    get_s: float
-    held: bool
-    """Whether all that was put came back as it was."""
+
+def synthetic_client(
+    address: str, chunk_bytes: int, name: str, deadline_ms: int, transport: TransportName = "auto"
+) -> Client:
+    """Return a client of a model whose chunks of 16 tokens have about *chunk_bytes*.
+
+    Raises InvalidRequestError.
+    """
+    from kvstore.client.client import Client
+    from kvstore.client.options import ClientOptions
+    from kvstore.proto import types
+
+    if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
+        fix = f"give {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}"
+        raise InvalidRequestError("chunk_bytes", chunk_bytes, fix)
+    heads = max(1, round(chunk_bytes / MIN_CHUNK_BYTES))
+    kind, dtype = types.LayerKind.attention, types.DType.bfloat16
+    layers = (types.LayerGroup(kind, dtype, (0,), heads, _HEAD_DIM),)
+    rope = types.RopeParameters(10_000.0, _HEAD_DIM)
+    model = types.Model(f"kvstore/{name}", "1", "none", "none", layers, rope, "none")
+    tokens, access = types.MIN_CHUNK_TOKENS, given_access()
+    return Client(
+        address, model, ClientOptions(transport, tokens, deadline_ms, name=name, access=access)
+    )
+
+
+def noise(model: Model, seed: int = 0) -> ChunkTensors:
+    """Return the tensors of a chunk: bytes that do not compress, the same for the same *seed*."""
+    import numpy as np
+
+    from kvstore.codecs.base import empty_tensors
+    from kvstore.proto.types import MIN_CHUNK_TOKENS, KVLayout
+
+    tensors = empty_tensors(KVLayout.of(model, MIN_CHUNK_TOKENS))
+    draw = np.random.default_rng(seed)
+    for part in _parts_of(tensors):
+        part[...] = np.frombuffer(draw.bytes(part.nbytes), part.dtype).reshape(part.shape)
+    return tensors
+
+
+def _parts_of(tensors: ChunkTensors) -> list[Part]:
+    return [part for component in tensors for layer in component for part in layer]
+
+
+def chunks_of(keys: Sequence[ChunkKey], tensors: Sequence[ChunkTensors]) -> list[Chunk]:
+    """Return the chunks of a prompt, with *tensors* in turn."""
+    from kvstore.client.chunk import Chunk, parents
+    from kvstore.proto.types import MIN_CHUNK_TOKENS
+
+    return [
+        Chunk(key, tensors[at % len(tensors)], parent, MIN_CHUNK_TOKENS * at)
+        for at, (key, parent) in enumerate(zip(keys, parents(keys), strict=True))
+    ]
+
+
+# --- bench
 
 
 @command("bench", exits="0 1 2 3", example="kvstore bench --chunks 16 --json", section="Measure")
@@ -63,20 +123,25 @@ def bench(
         fix = f"all together have at most {readable_size(MAX_BYTES)}"
         raise InvalidRequestError("chunks", chunks, fix)
     done = run_bench(address, chunks, chunk_bytes, transport)
-    size_bytes = done.chunks * done.chunk_bytes
+    put, get = (done["chunk_bytes"] * chunks / done[name] / 1e9 for name in ("put_s", "get_s"))
     text = (
-        f"{done.chunks} chunks of {readable_size(done.chunk_bytes)}: put"
-        f" {size_bytes / done.put_s / 1e9:.2f} GB/s, lookup {done.lookup_ms:.2f} ms, get"
-        f" {size_bytes / done.get_s / 1e9:.2f} GB/s; {done.stored} stored, {done.right} verified"
+        f"{chunks} chunks of {readable_size(done['chunk_bytes'])}: put {put:.2f} GB/s, lookup"
+        f" {done['lookup_ms']:.2f} ms, get {get:.2f} GB/s;"
+        f" {done['stored']} stored, {done['right']} verified"
     )
-    show(asdict(done), [text], as_json, held=done.held)
+    show(done, [text], as_json, held=done["held"])
 
 
-def run_bench(address: str, count: int, chunk_bytes: int, transport: TransportName) -> Benched:
-    """Run it, under names that no other run has. Raises KVStoreErrors of the server."""
+def run_bench(
+    address: str, count: int, chunk_bytes: int, transport: TransportName
+) -> dict[str, Any]:
+    """Run it, under names that no other run has. Raises KVStoreErrors of the server.
+
+    Returns the chunks that were stored and came back right, the time of each step, and whether
+    all that was put ``held``: it came back as it was.
+    """
     import numpy as np
 
-    from kvstore.cli.synthetic import chunks_of, noise, parts_of, synthetic_client
     from kvstore.codecs.base import empty_tensors
     from kvstore.proto.types import MIN_CHUNK_TOKENS, KVLayout, PutOutcome
 
@@ -99,14 +164,15 @@ def run_bench(address: str, count: int, chunk_bytes: int, transport: TransportNa
         finally:
             client.delete(keys=keys)
     right = sum(
-        all(map(np.array_equal, parts_of(made[at % len(made)]), parts_of(out[at])))
+        all(map(np.array_equal, _parts_of(made[at % len(made)]), _parts_of(out[at])))
         for at in range(got)
     )
     stored = outcomes.count(PutOutcome.stored)
-    return Benched(
-        count, layout.raw_bytes, stored, right, put - began, (found - put) * 1e3, read - found,
-        held=stored == right == count,
-    )  # fmt: skip
+    return {
+        "chunks": count, "chunk_bytes": layout.raw_bytes, "stored": stored, "right": right,
+        "put_s": put - began, "lookup_ms": (found - put) * 1e3, "get_s": read - found,
+        "held": stored == right == count,
+    }  # fmt: skip
 
 
 # --- codecs
@@ -120,13 +186,21 @@ def codecs(
     as_json: AsJson = False,
 ) -> None:
     """Measure what each codec does on this machine, and up to which link it pays."""
-    speeds, missing = measure_all(names or every_name())
-    rows = [
-        {"codec": one.name, "backend": one.backend, "accuracy": one.accuracy.name}
-        | {"ratio": round(one.ratio, 4)}
-        | {name: round(getattr(one, name)) for name in _RATES}
-        for one in speeds
-    ]
+    from kvstore.codecs.base import codec_by_name
+    from kvstore.codecs.speed import make_sample, measure
+
+    found = [(name, codec_by_name(name)) for name in names or every_name()]
+    sample = make_sample()
+    rows, missing = [], {}
+    for name, codec in followed(found, "measuring"):
+        try:
+            one = measure(name, codec, sample, time.perf_counter, CODEC_BUDGET_S)
+        except KVStoreError as error:
+            missing[name] = str(error)
+            continue
+        row = {"codec": one.name, "backend": one.backend, "accuracy": one.accuracy.name}
+        rates = {name: round(getattr(one, name)) for name in _RATES}
+        rows.append(row | {"ratio": round(one.ratio, 4)} | rates)
     show({"codecs": rows, "not_measured": missing}, _codecs_text(rows, missing), as_json)
 
 
@@ -137,35 +211,18 @@ def every_name() -> list[str]:
     return sorted(CODECS, key=lambda name: (CODECS.load(name).codec_id, name))
 
 
-def measure_all(names: Sequence[str]) -> tuple[list[CodecSpeed], dict[str, str]]:
-    """Measure codecs on one thread; return the figures, and why some have none.
-
-    Raises UnknownCodecError for a name that is none.
-    """
-    from kvstore.codecs.base import codec_by_name
-    from kvstore.codecs.speed import make_sample, measure
-
-    found = [(name, codec_by_name(name)) for name in names]
-    sample = make_sample()
-    speeds, missing = [], {}
-    for name, codec in followed(found, "measuring"):
-        try:
-            speeds.append(measure(name, codec, sample, time.perf_counter, CODEC_BUDGET_S))
-        except KVStoreError as error:
-            missing[name] = str(error)
-    return speeds, missing
-
-
-def _codecs_text(
-    rows: Sequence[dict[str, Any]], missing: Mapping[str, str]
-) -> Iterator[str | Grid]:
-    table = Grid(
-        "codec", "backend", "accuracy", "ratio", "enc GB/s", "dec GB/s", "even GB/s", "full GB/s"
-    )
-    for one in rows:
-        rates = (f"{one[name] / 1e9:.2f}" for name in _RATES)
-        table.add_row(one["codec"], one["backend"], one["accuracy"], f"{one['ratio']:.2f}", *rates)
-    yield table
+def _codecs_text(rows: list[dict[str, Any]], missing: dict[str, str]) -> Iterator[str | Grid]:
+    headings = (
+        "codec", "backend", "accuracy", "ratio", "enc GB/s", "dec GB/s", "even GB/s", "full GB/s",
+    )  # fmt: skip
+    cells = (
+        (
+            one["codec"], one["backend"], one["accuracy"], f"{one['ratio']:.2f}",
+            *(f"{one[name] / 1e9:.2f}" for name in _RATES),
+        )
+        for one in rows
+    )  # fmt: skip
+    yield Grid(headings, cells)
     yield from (f"{name}: not measured: {reason}" for name, reason in missing.items())
     yield (
         "One thread, 2 MiB of synthetic bfloat16 KV. A codec breaks even on a link of so many GB/s"

@@ -1,83 +1,99 @@
-"""What `kvstore calibrate` runs: a model over a text, or over prompts with lossy copies."""
+"""`kvstore calibrate` and `blend`: assets of codecs, gates of lossy copies and of blending."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
-from kvstore.cli.app import EXIT_NOT_HELD, given_access
-from kvstore.cli.blend import follow, print_gate
-from kvstore.client import Client, ClientOptions
-from kvstore.codecs.base import ChunkTensors, boundless_codecs
-from kvstore.codecs.calibration import CHUNK_TOKENS, Layers, Samples, cut_prompt, read_dumps
-from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.blend import accuracy_tag
-from kvstore.proto.errors import InvalidRequestError, ModelError
-from kvstore.proto.keys import representation_digest
-from kvstore.proto.types import DIGEST_BYTES, MIN_CHUNK_TOKENS, Component, LayerKind
+from kvstore.cli.app import EXIT_NOT_HELD, as_dict, command, group, number, path
+from kvstore.proto.errors import InvalidRequestError, printable
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+if TYPE_CHECKING:  # help is to load none of the product
+    from kvstore.proto.blend import GateView
 
-    from kvstore.client.engines.transformers import TransformersConnector
-
-CONTEXT_TOKENS = 1024
-"""Of the prompts in which a model reads its text, at most."""
-DEADLINE_MS = 60_000
-MAX_LINES = 8
-"""Of prompts that did not count, so many are named."""
+group("blend", "Measure", "Reuse of chunks of other prompts.")
 
 
-def samples_of(
-    sources: Sequence[Path], text: Path | None, representation: str | None, tokens: int
-) -> Samples:
-    """Return what to calibrate a codec with, out of a model's folder and a text, or of KV dumps.
+@command(
+    "calibrate",
+    exits="0 1 2 3",
+    example="kvstore calibrate kvt ./my-model --text corpus.txt --out assets",
+    section="Measure",
+)
+def calibrate(  # noqa: PLR0913 - each is an option
+    address: str,
+    kind: Annotated[
+        Literal["cachegen", "kvt", "kvqs", "gate"],
+        Argument(help="Codec to make an asset for; or gate, of lossy copies."),
+    ],
+    sources: Annotated[
+        list[Path],
+        Argument(help="Folder of a transformers model, or .npy and .safetensors KV dumps."),
+    ],
+    out: Annotated[Path | None, Option(metavar="DIR", help="Folder of assets.")] = None,
+    text: Annotated[Path | None, path("Text for the model to read.")] = None,
+    representation: Annotated[str | None, Option(metavar="HEX", help="Model of the dumps.")] = None,
+    tokens: Annotated[int, number("Tokens of the text to use.")] = 8192,
+    codec: Annotated[str, Option(help="gate: the codec whose copies are compared.")] = "",
+    prompts: Annotated[
+        Path | None,
+        path('gate: stored prompts, JSON lines: {"prompt": "..."} or {"tokens": [1, 2]}.'),
+    ] = None,
+    chunk_tokens: Annotated[int, number("gate: tokens of the engine's chunks.")] = 256,
+) -> None:
+    """Make a model's asset for a codec that needs one, or open the gate of a codec's lossy copies.
 
-    At most *tokens* of the text are used. Raises InvalidRequestError that says what is missing.
+    A gate opens once 64 prompts are near enough to their full prefills; exits with 1 when it is not
+    open in the end, with 2 when nothing can be made or compared.
     """
-    if tokens < CHUNK_TOKENS:
-        raise InvalidRequestError("tokens", tokens, "give at least a chunk's")
-    if not sources[0].is_dir():
-        if not re.fullmatch(f"[0-9a-fA-F]{{{2 * DIGEST_BYTES}}}", representation or ""):
-            fix = f"dumps need the model's representation digest, {2 * DIGEST_BYTES} hex digits"
-            raise InvalidRequestError("representation", representation, fix)
-        return read_dumps(sources, bytes.fromhex(representation or ""))
-    if len(sources) > 1:
-        raise InvalidRequestError("sources", len(sources), "give one model, or dumps")
-    if text is None:
-        raise InvalidRequestError("text", None, "a model needs a text to read")
-    return run_model(sources[0], read_text("text", text), tokens)
+    from kvstore.cli.trials import compare_copies, samples_of
+    from kvstore.codecs.assets import AssetKind
+    from kvstore.codecs.calibration import make_asset
+
+    if kind == "gate":
+        _finish(compare_copies(sources, codec, prompts, chunk_tokens, address))
+        return
+    if out is None:
+        raise InvalidRequestError("out", None, "give --out DIR, to write the asset into")
+    made, asset = make_asset(
+        AssetKind[kind], samples_of(sources, text, representation, tokens), out
+    )
+    print(f"{made}: {made.stat().st_size} bytes, digest {asset.digest.hex()}")
 
 
-def read_text(option: str, path: Path) -> str:
-    """Return the text in the file *path* that *option* names. Raises InvalidRequestError."""
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(option, str(path), str(error)) from None
+@command(
+    "blend calibrate",
+    exits="0 1 2 3",
+    example="kvstore blend calibrate ./my-model --text corpus.txt",
+)
+def blend_calibrate(  # noqa: PLR0913 - each is an option
+    address: str,
+    model: Annotated[Path, Argument(help="Folder of a transformers model.")],
+    text: Annotated[Path | None, path("Text to cut documents from.")] = None,
+    questions: Annotated[
+        Path | None,
+        path('Or prompts: JSON lines, {"documents": ["...", "..."], "question": "..."}.'),
+    ] = None,
+    prefix: Annotated[
+        Path | None, path("The system prompt, in front; else BOS or some text.")
+    ] = None,
+    tag: Annotated[str, Option(help="What kind of prompts; gates are one for each.")] = "",
+    documents: Annotated[int, number("In a prompt.", 2)] = 4,
+    document_tokens: Annotated[int, number("Of each.", 16)] = 128,
+    question_tokens: Annotated[int, number("Of the end.", 2)] = 32,
+) -> None:
+    """Blend prompts against full prefills until the gate opens, or stays closed.
 
-
-def read_lines(
-    option: str, path: Path, form: str, read: Callable[[Any], Any]
-) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each JSON line in a file and what *read* makes of it.
-
-    Raises InvalidRequestError that names the line, and *form*, where *read* fails.
+    Exits with 1 when it stays closed.
     """
-    for number, line in enumerate(read_text(option, path).splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            found = read(json.loads(line))
-        except (ValueError, KeyError, TypeError):
-            raise InvalidRequestError(option, f"line {number}", f"a line is {form}") from None
-        yield f"line {number}", found
+    from kvstore.cli.trials import BlendTrials
+
+    trials = BlendTrials(text, questions, prefix, tag, documents, document_tokens, question_tokens)
+    _finish(trials.run(address, model))
 
 
 def check_extras(folder: Path) -> None:
@@ -88,159 +104,42 @@ def check_extras(folder: Path) -> None:
         raise InvalidRequestError("model", str(folder), fix)
 
 
-def load_model(folder: Path) -> tuple[PreTrainedModel, Any]:
-    """Return the model in *folder* and its tokenizer. Raises InvalidRequestError."""
-    check_extras(folder)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    except (OSError, ValueError) as error:
-        raise InvalidRequestError("model", str(folder), str(error).splitlines()[0]) from None
-    return model, tokenizer
+# --- how gates are shown
 
 
-def run_model(folder: Path, text: str, tokens: int) -> Samples:
-    """Return the KV that the model in *folder* computes of the first *tokens* of *text*.
+def gate_as_dict(gate: GateView) -> dict[str, object]:
+    """Return a gate as JSON shows it."""
+    hidden = ("calibrated", "codecs")
+    return {name: value for name, value in as_dict(gate).items() if name not in hidden}
 
-    The model runs as its configuration says, in prompts of CONTEXT_TOKENS at most. Raises
-    InvalidRequestError for a folder or a text that will not do, ModelError for a
-    model whose KV cannot be stored.
-    """
-    from kvstore.client.engines.transformers.identity import representation_of
 
-    model, tokenizer = load_model(folder)
-    named = representation_of(model, tokenizer)
-    group, *others = named.layer_groups
-    if others or group.kind is not LayerKind.attention:
-        raise ModelError("layers", group.kind.name, "only full-attention layers are stored")
-    ids = tokenizer(text)["input_ids"][:tokens]
-    if len(ids) < MIN_CHUNK_TOKENS:
-        raise InvalidRequestError("text", len(ids), f"give at least {MIN_CHUNK_TOKENS} tokens")
-    component = Component(
-        group.kind, group.dtype, len(group.layer_ids), group.kv_heads, group.head_dim, CHUNK_TOKENS
+def gate_line(gate: GateView) -> str:
+    """Return why requests of a model and tag were blended, or not."""
+    asked = f"{gate.let_through} prompts let through, {gate.kept_out} not"
+    compared = f"{gate.shadows} compared since it changed"
+    if gate.shadows:
+        compared = f"{compared}: {_found(gate)}"
+    name = f"{gate.model or 'a model'}, tag {gate.tag or '-'}"
+    return f"{name}: {_state(gate)} at ratio {gate.ratio:.3g}, {gate.why}; {asked}; {compared}"
+
+
+def _finish(gate: GateView) -> None:
+    """Print what came of trials. Ends the command with 1 where the gate is not open."""
+    print(
+        printable(f"{gate.model}, tag {gate.tag or '-'}: {_state(gate)} at ratio {gate.ratio:.3f}")
     )
-    limit = getattr(model.config, "max_position_embeddings", None) or CONTEXT_TOKENS
-    context = max(min(CONTEXT_TOKENS, limit), MIN_CHUNK_TOKENS)
-    chunks: list[tuple[ChunkTensors, int]] = []
-    for start in range(0, len(ids), context):
-        prompt = ids[start : start + context]
-        if len(prompt) >= MIN_CHUNK_TOKENS:
-            chunks += cut_prompt(_computed(model, prompt))
-    return Samples(representation_digest(named), component, chunks, named.rope)
-
-
-def _computed(model: PreTrainedModel, prompt: Sequence[int]) -> Layers:
-    """Return the KV of *prompt* as its bits."""
-    import torch
-    from transformers import DynamicCache
-
-    from kvstore.client.engines.transformers.cache import forward
-    from kvstore.client.tensors import to_array
-
-    cache, found = DynamicCache(config=model.config), []
-    forward(model, torch.tensor([prompt], device=model.device), cache)
-    layers: Sequence[Any] = cache.layers
-    for layer in layers:
-        arrays = [to_array(part[0].cpu().contiguous()) for part in (layer.keys, layer.values)]
-        found.append([array.view(f"<u{array.dtype.itemsize}") for array in arrays])
-    return found
-
-
-def connect(address: str, model: PreTrainedModel, tokenizer: Any, chunk_tokens: int) -> Client:
-    """Return a client of *model*."""
-    from kvstore.client.engines.transformers import representation_of
-
-    options = ClientOptions(
-        chunk_tokens=chunk_tokens, deadline_ms=DEADLINE_MS, name="calibrate", access=given_access()
-    )
-    return Client(address, representation_of(model, tokenizer), options)
-
-
-# --- gates of lossy copies
-
-
-def compare_copies(
-    models: Sequence[Path], codec: str, prompts: Path | None, chunk_tokens: int, address: str
-) -> None:
-    """Compare prompts of which *codec*'s copies are stored with their full prefills.
-
-    Until their gate opened or closed. Ends the process with 1 when it is not open then. Raises
-    InvalidRequestError for a codec whose copies need no gate, a model or file that will not do,
-    or prompts of which the server has no such copies; ModelError for a model whose KV cannot be
-    stored, KVStoreErrors of the server.
-    """
-    if len(models) > 1:
-        raise InvalidRequestError("sources", len(models), "give one model")
-    if prompts is None:
-        raise InvalidRequestError("prompts", None, "give --prompts FILE")
-    known = boundless_codecs()
-    if codec not in known:
-        fix = f"use one of {', '.join(known)}; copies by other codecs are read without a gate"
-        raise InvalidRequestError("codec", codec, fix)
-    read_text("prompts", prompts)  # before the model is loaded
-    model, tokenizer = load_model(models[0])
-    from kvstore.client.engines.transformers import TransformersConnector
-
-    short = list[str]()
-    rows = _prompts(prompts, model, tokenizer)
-    with connect(address, model, tokenizer, chunk_tokens) as client:
-        gate = client.report_reuse(pb.ReportReuseRequest(tag=accuracy_tag(codec)))
-        compared = 0
-        connector = TransformersConnector(client, model)
-        for line, tokens in rows:
-            found = connector.calibrate([tokens], codec)
-            if found is None:
-                continue
-            before, gate, compared = gate, found, compared + 1
-            is_news = gate.why != before.why  # each trial that counts says so
-            if gate.is_open != before.is_open or (is_news and gate.why.startswith("closed")):
-                break
-            if is_news or gate.is_open:
-                follow(gate)
-            else:
-                short.append(line.removeprefix("line "))
-        if not compared:
-            raise InvalidRequestError("prompts", str(prompts), _not_compared(connector, codec))
-    print_gate(gate)
-    _name_short(short)
+    print(printable(f"{_found(gate)}, speedup {_known(gate.speedup)}: {gate.why}"))
     if not gate.is_open:
         raise typer.Exit(EXIT_NOT_HELD)
 
 
-def _name_short(short: Sequence[str]) -> None:
-    if short:
-        lines = ", ".join(short[:MAX_LINES]) + ", ..." * (len(short) > MAX_LINES)
-        fix = "give prompts that are longer, or more of which is stored by this codec alone"
-        text = f"{len(short)} of the prompts did not count: too few tokens could be compared; {fix}"
-        typer.echo(f"{text} (lines {lines})", err=True)
+def _found(gate: GateView) -> str:
+    return f"agreement {_known(gate.agreement)}, KL a token {_known(gate.divergence)}"
 
 
-def _prompts(path: Path, model: PreTrainedModel, tokenizer: Any) -> list[tuple[str, list[int]]]:
-    """Return the tokens of the prompts in a file, and the names of their lines."""
-
-    def read(row: Any) -> list[int]:
-        tokens = row["tokens"] if "tokens" in row else tokenizer(row["prompt"])["input_ids"]
-        return [int(token) for token in tokens]
-
-    limit = getattr(model.config, "max_position_embeddings", None) or 1 << 32
-    form = '{"prompt": "..."} or {"tokens": [1, 2, ...]}'
-    rows = list(read_lines("prompts", path, form, read))
-    for line, tokens in rows:
-        if not 0 < len(tokens) <= limit:
-            fix = f"1 to {limit} tokens, not {len(tokens)}"
-            raise InvalidRequestError("prompts", line, fix)
-    return rows
+def _state(gate: GateView) -> str:
+    return "open" if gate.is_open else "closed"
 
 
-def _not_compared(connector: TransformersConnector, codec: str) -> str:
-    """Return why no prompt was compared."""
-    stats = connector.stats()
-    if stats.load_errors:
-        return f"the store failed: {', '.join(stats.load_errors)}"
-    if not stats.hit_tokens:
-        fix = "give the model, its revision and --chunk-tokens of the engine that stored them"
-        return f"none of {stats.lookups} prompts is stored under this model's name: {fix}"
-    fix = f"a tier has them with --codec disk={codec} once memory has them no more"
-    return f"no copy by {codec} without a bound was read of {stats.lookups} prompts; {fix}"
+def _known(value: float) -> str:
+    return f"{value:.3g}" if value >= 0 else "-"

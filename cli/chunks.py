@@ -1,44 +1,37 @@
-"""`kvstore ls`, `stat`, `pin`, `unpin` and `clear`: the chunks of a server."""
+"""`kvstore ls`, `stat`, `pin`, `unpin` and `clear`: the chunks of a server, and how they are named.
+
+People name namespaces and chunks by the first digits of their ids.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from typer import Argument, Option
 
 from kvstore.cli.app import (
     EXIT_NOT_HELD,
     AsJson,
+    Grid,
     TierName,
     Yes,
+    as_dict,
     ask,
     command,
     confirm,
     connected,
     fail,
+    given_access,
     number,
-)
-from kvstore.cli.output import Grid, as_dict, progress, readable_size, readable_time, show
-from kvstore.cli.selection import (
-    DEADLINE_MS,
-    DIGEST_DIGITS,
-    EVERY_TENANT,
-    ModelFile,
-    Namespace,
-    Selection,
-    Tenant,
-    check_digits,
-    fetch_namespaces,
-    find,
-    list_chunks,
-    model_as_dict,
-    namespace_as_dict,
-    namespace_table,
-    open_session,
+    progress,
+    readable_size,
+    readable_time,
+    show,
 )
 from kvstore.proto.errors import (
     ChunkCorruptError,
@@ -48,34 +41,240 @@ from kvstore.proto.errors import (
 
 if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.client.client import Client
+    from kvstore.client.connection import Connection
     from kvstore.client.server_state import ChunkStat
+    from kvstore.proto import kvstore_pb2 as pb
     from kvstore.proto.frame import FrameHeader
     from kvstore.proto.types import ChunkKey
+
+    Page = tuple[Client, Sequence[ChunkStat], bool]
+    """Chunks of a client's namespace, and whether more follow."""
+
+T = TypeVar("T")
 
 MAX_LISTED = 10_000
 """Chunks of one page."""
 MAX_PREFIX_CHUNKS = 65_536
 """Chunks of one prefix; of more nothing is pinned."""
-PIN_CHUNKS = 1024
-"""Of one call."""
 DAY_MS = 86_400_000
 _DURATION = re.compile(r"([0-9]{1,9})(ms|s|min|m|h|d)")
 _UNIT_MS = {"ms": 1, "s": 1000, "m": 60_000, "min": 60_000, "h": 3_600_000, "d": DAY_MS}
 
+DEADLINE_MS = 10_000
+DIGEST_DIGITS = 32
+KEY_DIGITS = 64  # a namespace's, then a digest's
+MIN_DIGITS = 4
+"""Of an id that is not written out."""
+EVERY_TENANT = "*"
+MAX_SEARCHED = 32
+"""Namespaces that are searched for a key that names none."""
+_DIGITS = "0123456789abcdef"
+
+Namespace = Annotated[
+    str, Option(metavar="HEX", help="Namespace of one model; a prefix of it is enough.")
+]
+ModelFile = Annotated[
+    Path | None,
+    Option(
+        "--model-representation",
+        metavar="FILE",
+        help="Instead of --namespace: the model as JSON, as ls --spaces --json prints it.",
+    ),
+]
+Tenant = Annotated[
+    str, Option(metavar="NAME", help="pool:NAME for a shared pool; default: your own.")
+]
 Key = Annotated[str, Argument(metavar="KEY", help="Key or digest; a unique prefix is enough.")]
 Keys = Annotated[list[str] | None, Argument(metavar="[KEY]...", help="Keys or their prefixes.")]
 Prefix = Annotated[str, Option(metavar="HEX", help="All chunks with this digest prefix.")]
 
 
+# --- namespaces, and chunks by their names
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """A server, and of it the chunks of a *tenant* (empty: one's own), or ``pool:NAME``.
+
+    *namespace* begins the digits of a namespace, *model* is a file that stands for one.
+    """
+
+    address: str
+    namespace: str = ""
+    model: Path | None = None
+    tenant: str = ""
+
+    def __post_init__(self) -> None:
+        if self.namespace and self.model is not None:
+            fix = "give --namespace or --model-representation, not both"
+            raise InvalidRequestError("namespace", self.namespace, fix)
+        if self.namespace:
+            check_digits("namespace", self.namespace)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether it names a namespace."""
+        return bool(self.namespace) or self.model is not None
+
+    def spaces(self) -> list[pb.KnownSpace]:
+        """Return the namespaces it names, that with the most chunks first. Raises KVStoreErrors."""
+        begun = self.namespace.lower()
+        known = fetch_namespaces(self.address, self.tenant)
+        found = [one for one in known if one.key_namespace.hex().startswith(begun)]
+        if begun and not found:
+            fix = "begins none that is known there; kvstore ls --spaces shows them"
+            raise InvalidRequestError("namespace", self.namespace, fix)
+        return sorted(found, key=lambda one: -one.chunks)
+
+    def models(self) -> list[pb.Representation]:
+        """Return the models it names, that with the most chunks first. Raises KVStoreErrors."""
+        if self.model is not None:
+            return [_read_model(self.model)]
+        return [one.representation for one in self.spaces()]
+
+    def only(self, found: Sequence[T]) -> T:
+        """Return the one that was *found*. Raises InvalidRequestError when there are several."""
+        if len(found) != 1:
+            fix = f"stands for {len(found)} namespaces; give more digits"
+            raise InvalidRequestError("namespace", self.namespace, fix)
+        return found[0]
+
+    def client(self, model: pb.Representation) -> Client:
+        """Return a client of *model*'s namespace; close it."""
+        from kvstore.client.client import Client
+        from kvstore.client.options import ClientOptions
+        from kvstore.proto.messages import representation_from_message
+
+        whose: dict[str, Any] = {"access": given_access(), "tenant": self.tenant}
+        options = ClientOptions("grpc", deadline_ms=DEADLINE_MS, name="kvstore", **whose)
+        return Client(self.address, representation_from_message(model), options)
+
+    @contextmanager
+    def clients(self) -> Iterator[list[Client]]:
+        """Open clients of the namespaces it names, of those with the most chunks."""
+        with ExitStack() as opened:
+            models = self.models()[:MAX_SEARCHED]
+            yield [opened.enter_context(self.client(model)) for model in models]
+
+
+def check_digits(field: str, text: str) -> str:
+    """Return *text* in small letters if it is digits of an id. Raises InvalidRequestError."""
+    found = text.lower()
+    if len(found) < MIN_DIGITS or found.strip(_DIGITS):
+        fix = f"write at least {MIN_DIGITS} hexadecimal digits, as kvstore ls shows them"
+        raise InvalidRequestError(field, text, fix)
+    return found
+
+
+def only_one(field: str, begun: str, ids: Iterable[str]) -> str | None:
+    """Return the one of *ids* that is *begun* or begins with it; None when none does.
+
+    Raises InvalidRequestError when several do.
+    """
+    found = [one for one in ids if one.startswith(begun)]
+    if begun in found:
+        return begun
+    if len(found) > 1:
+        fix = f"stands for several: {', '.join(found[:4])}; give more digits"
+        raise InvalidRequestError(field, begun, fix)
+    return found[0] if found else None
+
+
+def fetch_namespaces(address: str, tenant: str = "") -> list[pb.KnownSpace]:
+    """Return the namespaces of *tenant* (``*``: of every one), the latest first."""
+    found: dict[bytes, pb.KnownSpace] = {}
+    skip = 0
+    with connected(address, DEADLINE_MS) as connection:
+        while True:
+            reply = ask(connection, "Spaces", DEADLINE_MS, tenant=tenant, skip=skip)
+            for one in reply.spaces:
+                found.setdefault(one.key_namespace, one)  # a session that opens moves the rest
+            skip += len(reply.spaces)
+            if not reply.left or not reply.spaces:
+                return list(found.values())
+
+
+def _read_model(path: Path) -> pb.Representation:
+    """Return the model in a JSON file. Raises InvalidRequestError, ModelError, OSError."""
+    from google.protobuf import json_format
+
+    from kvstore.proto import kvstore_pb2 as pb
+    from kvstore.proto.messages import representation_from_message
+
+    try:
+        message = json_format.Parse(path.read_text(), pb.Representation())
+    except json_format.ParseError as error:
+        raise InvalidRequestError("model_representation", str(path), str(error)) from None
+    representation_from_message(message)  # names what is wrong with it
+    return message
+
+
+def _model_as_dict(model: pb.Representation) -> dict[str, Any]:
+    """Return a model as --model-representation reads it."""
+    from google.protobuf import json_format
+
+    return json_format.MessageToDict(model, preserving_proto_field_name=True)
+
+
+@contextmanager
+def open_session(connection: Connection, model: pb.Representation) -> Iterator[int]:
+    """Open a session of *model*'s namespace; yield its id."""
+    fields: dict[str, Any] = {"representation": model, "client": "kvstore"}
+    session_id = ask(connection, "OpenSession", DEADLINE_MS, **fields).session_id
+    try:
+        yield session_id
+    finally:
+        ask(connection, "CloseSession", DEADLINE_MS, session_id=session_id)
+
+
+def find(clients: Sequence[Client], name: str) -> tuple[Client, ChunkKey] | None:
+    """Return the chunk whose digest begins with *name*, or whose key does; None without one.
+
+    Raises InvalidRequestError when the name stands for several.
+    """
+    from kvstore.proto.keys import chunk_key
+    from kvstore.proto.types import ChainDigest, ChunkKey
+
+    digits = check_digits("key", name)
+    if len(digits) > DIGEST_DIGITS:
+        namespace, digits = digits[:DIGEST_DIGITS], digits[DIGEST_DIGITS:]
+        clients = [client for client in clients if client.namespace.hex() == namespace]
+    found = {
+        chunk_key(client.namespace, ChainDigest(one.digest)).hex(): client
+        for client in clients
+        for one in list_chunks(client, digits, 2)
+    }
+    key = only_one("key", "", found)
+    return None if key is None else (found[key], ChunkKey(bytes.fromhex(key)))
+
+
+def list_chunks(client: Client, digits: str, limit: int, after: bytes = b"") -> list[ChunkStat]:
+    """Return chunks of *client* whose digests begin with *digits*, an odd number of them or not."""
+    if len(digits) > DIGEST_DIGITS:
+        raise InvalidRequestError("key", digits, f"a digest has {DIGEST_DIGITS} digits")
+    found: list[ChunkStat] = []
+    for digit in _DIGITS if len(digits) % 2 else [""]:
+        if len(found) < limit:
+            prefix = bytes.fromhex(digits + digit)
+            found += client.list(limit - len(found), after=after, prefix=prefix)
+    return found
+
+
+def namespace_as_dict(space: pb.KnownSpace) -> dict[str, Any]:
+    """Return a namespace for JSON; its ``representation`` is what --model-representation reads."""
+    kind = space.representation
+    return {
+        "namespace": space.key_namespace.hex(),
+        "tenant": space.tenant,
+        "model": kind.model_id,
+        "revision": kind.model_revision,
+        "client": space.client,
+        "chunks": space.chunks,
+        "representation": _model_as_dict(kind),
+    }
+
+
 # --- ls
-
-
-class Page(NamedTuple):
-    """Chunks of a client's namespace, and whether more follow."""
-
-    client: Client
-    chunks: Sequence[ChunkStat]
-    is_more: bool
 
 
 @command("ls", example="kvstore ls --limit 20", section="Look")
@@ -98,7 +297,16 @@ def ls(  # noqa: PLR0913 - each is an option
     if spaces:
         found = fetch_namespaces(address, tenant)
         rows = [namespace_as_dict(one) for one in found]
-        show({"address": address, "spaces": rows}, [namespace_table(found)], as_json)
+        headings = ("namespace", "chunks", "tenant", "adapter", "client", "model and revision")
+        cells = (
+            (
+                one.key_namespace.hex(), one.chunks, one.tenant or "-",
+                one.representation.adapter_digest, one.client,
+                f"{one.representation.model_id} {one.representation.model_revision}",
+            )
+            for one in found
+        )  # fmt: skip
+        show({"address": address, "spaces": rows}, [Grid(headings, cells, wraps=3)], as_json)
         return
     begun = check_digits("prefix", prefix) if prefix else ""
     last = check_digits("after", after) if after else ""
@@ -106,12 +314,12 @@ def ls(  # noqa: PLR0913 - each is an option
         pages = list(_pages(clients, begun, last, limit))
         data = [
             {
-                "namespace": page.client.namespace.hex(),
-                "model": page.client.model.model_id,
-                "chunks": list(map(as_dict, page.chunks)),
-                "after": page.chunks[-1].digest.hex() if page.is_more else None,
+                "namespace": client.namespace.hex(),
+                "model": client.model.model_id,
+                "chunks": list(map(as_dict, chunks)),
+                "after": chunks[-1].digest.hex() if is_more else None,
             }
-            for page in pages
+            for client, chunks, is_more in pages
         ]
         show({"address": address, "spaces": data}, _page_text(pages), as_json)
 
@@ -127,33 +335,36 @@ def _pages(clients: Sequence[Client], begun: str, last: str, limit: int) -> Iter
         last = found[0].digest.hex()
     for client in clients:
         chunks = list_chunks(client, begun, limit + 1, bytes.fromhex(last))  # it may be gone by now
-        yield Page(client, chunks[:limit], len(chunks) > limit)
+        yield client, chunks[:limit], len(chunks) > limit
         limit -= min(limit, len(chunks))
         if not limit:
             return
 
 
 def _page_text(pages: Sequence[Page]) -> Iterator[str | Grid]:
-    if not any(page.chunks for page in pages):
+    shown = [page for page in pages if page[1]]
+    if not shown:
         yield "no chunks"
-    for page in pages:
-        if not page.chunks:
-            continue
-        namespace = page.client.namespace.hex()
-        yield f"namespace {namespace}: {page.client.model.model_id}"
-        table = Grid("digest", "tiers", "size", "idle", "hits", "held by")
-        for one in page.chunks:
-            size = readable_size(sum(copy.size_bytes for copy in one.copies))
-            idle = "-" if one.idle_s is None else readable_time(one.idle_s)
-            tiers = ",".join(copy.tier for copy in one.copies)
-            table.add_row(one.digest.hex(), tiers, size, idle, one.hits, _kept(one))
-        yield table
-        if page.is_more:
-            yield f"more: --namespace {namespace} --after {page.chunks[-1].digest.hex()}"
+    for client, chunks, is_more in shown:
+        namespace = client.namespace.hex()
+        yield f"namespace {namespace}: {client.model.model_id}"
+        cells = (
+            (
+                one.digest.hex(),
+                ",".join(copy.tier for copy in one.copies),
+                readable_size(sum(copy.size_bytes for copy in one.copies)),
+                "-" if one.idle_s is None else readable_time(one.idle_s),
+                one.hits,
+                _held_by(one),
+            )
+            for one in chunks
+        )
+        yield Grid(("digest", "tiers", "size", "idle", "hits", "held by"), cells)
+        if is_more:
+            yield f"more: --namespace {namespace} --after {chunks[-1].digest.hex()}"
 
 
-def _kept(chunk: ChunkStat) -> str:
-    """Return what holds a chunk: leases and pins."""
+def _held_by(chunk: ChunkStat) -> str:
     why = [f"{chunk.leases} leases"] if chunk.leases else []
     if chunk.pinned:
         why.append(f"pinned {readable_time(chunk.pinned_s)}")
@@ -176,6 +387,9 @@ def stat(
 
     Exits with 1 when it is not there, or is damaged; the server then drops it.
     """
+    from kvstore.proto import kvstore_pb2 as pb
+    from kvstore.proto.messages import as_message
+
     check_digits("key", name)
     with Selection(address, namespace, model, tenant).clients() as clients:
         found = find(clients, name)
@@ -189,7 +403,7 @@ def stat(
         if header is not None:
             data |= {"position": header.position, "prefill_flops": header.prefill_flops}
             data["content"] = header.content.hex()
-        data["representation"] = model_as_dict(client.model)
+        data["representation"] = _model_as_dict(as_message(pb.Representation, client.model))
         show(data, _stat_text(data, known[0]), as_json, held=header is not None)
 
 
@@ -217,22 +431,22 @@ def _stat_text(data: dict[str, Any], chunk: ChunkStat) -> Iterator[str | Grid]:
         "frame": data["damage"] or "verified",
         "last use": "unknown" if chunk.idle_s is None else f"{readable_time(chunk.idle_s)} ago",
         "hits": chunk.hits,
-        "held by": _kept(chunk),
+        "held by": _held_by(chunk),
         "time to live": readable_time(chunk.expires_s) if chunk.expires_s else "none",
         "priority": chunk.priority,
     }
     yield from (f"{name + ':':<23}{value}" for name, value in rows.items())
-    copies = Grid("tier", "codec", "accuracy", "size", "evicted after", "policy")
-    for one in chunk.copies:
-        before = f"{'at least ' if one.at_least else ''}{one.before} others"
-        size = readable_size(one.size_bytes)
-        copies.add_row(one.tier, one.codec, one.accuracy.name, size, before, one.policy)
-    yield copies
-    parts = Grid("layers", "kind", "dtype", "KV heads", "head dim", "tokens")
-    for part in data["components"]:
-        names = ("layers", "kind", "dtype", "kv_heads", "head_dim", "tokens")
-        parts.add_row(*(part[name] for name in names))
-    yield parts
+    copies = (
+        (
+            one.tier, one.codec, one.accuracy.name, readable_size(one.size_bytes),
+            f"{'at least ' if one.at_least else ''}{one.before} others", one.policy,
+        )
+        for one in chunk.copies
+    )  # fmt: skip
+    yield Grid(("tier", "codec", "accuracy", "size", "evicted after", "policy"), copies)
+    names = ("layers", "kind", "dtype", "kv_heads", "head_dim", "tokens")
+    parts = ([part[name] for name in names] for part in data["components"])
+    yield Grid(("layers", "kind", "dtype", "KV heads", "head dim", "tokens"), parts)
 
 
 # --- pin and unpin
@@ -311,41 +525,13 @@ def _keep(
             chosen.append((client, [chunk_key(space, ChainDigest(one.digest)) for one in chunks]))
         for client, keys in chosen:
             count += len(keys)
-            for start in range(0, len(keys), PIN_CHUNKS):
-                done += work(client, keys[start : start + PIN_CHUNKS])
+            done += work(client, keys)
     count = max(count, len(names))
     text = f"{done} of {count} chunks"
     show({"done": done, "named": count}, [text], as_json, held=done >= count > 0)
 
 
 # --- clear
-
-
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """What goes: of one namespace, one tenant or every one; ``tier`` narrows it to copies there."""
-
-    selection: Selection
-    tenant: str = ""
-    tier: str = ""
-    everything: bool = False
-
-    def __post_init__(self) -> None:
-        named = self.selection.is_narrow
-        if self.everything + bool(self.tenant) + named > 1:
-            fix = "give one of --namespace, --tenant and --all"
-            raise InvalidRequestError("scope", self.tenant or self.selection.namespace, fix)
-        if not (self.everything or self.tenant or named or self.tier):
-            fix = "choose what to clear: --namespace, --tenant, --tier or --all"
-            raise InvalidRequestError("scope", "", fix)
-
-    def __str__(self) -> str:
-        what = "every chunk of every tenant" if self.everything else "your tenant's chunks"
-        if self.tenant:
-            what = f"the chunks of tenant {self.tenant}"
-        elif self.selection.is_narrow:
-            what = f"the chunks of namespace {self.selection.namespace or self.selection.model}"
-        return f"{what} on {self.tier}" if self.tier else what
 
 
 @command("clear", exits="0 1 2 3", example="kvstore clear --tier disk --dry-run", section="Change")
@@ -365,21 +551,34 @@ def clear(  # noqa: PLR0913 - each is an option
     --tier alone takes your tenant's copies on it; --tenant of another is for admins. Asks before
     it deletes, unless --yes.
     """
-    scope = Scope(Selection(address, namespace, model), tenant, tier or "", everything)
+    selection = Selection(address, namespace, model)
+    named = selection.is_narrow
+    if everything + bool(tenant) + named > 1:
+        fix = "give one of --namespace, --tenant and --all"
+        raise InvalidRequestError("scope", tenant or namespace, fix)
+    if not (everything or tenant or named or tier):
+        fix = "choose what to clear: --namespace, --tenant, --tier or --all"
+        raise InvalidRequestError("scope", "", fix)
+    scope = "every chunk of every tenant" if everything else "your tenant's chunks"
+    if tenant:
+        scope = f"the chunks of tenant {tenant}"
+    elif named:
+        scope = f"the chunks of namespace {namespace or model}"
+    fields = {"tenant": EVERY_TENANT if everything else tenant, "tier": tier or ""}
     if not (yes or dry_run):
-        confirm(f"{_cleared_text(run_clear(scope, dry_run=True))}: {scope}. Continue?")
-    data = run_clear(scope, dry_run=dry_run)
+        would = _cleared_text(_run_clear(selection, fields, dry_run=True))
+        confirm(f"{would}: {scope}{f' on {tier}' if tier else ''}. Continue?")
+    data = _run_clear(selection, fields, dry_run=dry_run)
     show(data, [_cleared_text(data)], as_json)
 
 
-def run_clear(scope: Scope, *, dry_run: bool) -> dict[str, Any]:
+def _run_clear(selection: Selection, scope: dict[str, str], *, dry_run: bool) -> dict[str, Any]:
     """Clear *scope*; return what went, or would go, and how much is in use and stays."""
     deleted = deleted_bytes = 0
-    fields: dict[str, Any] = {"tenant": EVERY_TENANT if scope.everything else scope.tenant}
-    fields |= {"tier": scope.tier, "dry_run": dry_run, "deadline_ms": DEADLINE_MS}
+    fields: dict[str, Any] = {**scope, "dry_run": dry_run, "deadline_ms": DEADLINE_MS}
     with ExitStack() as stack:
-        model = scope.selection.only_model() if scope.selection.is_narrow else None
-        connection = stack.enter_context(connected(scope.selection.address, DEADLINE_MS))
+        model = selection.only(selection.models()) if selection.is_narrow else None
+        connection = stack.enter_context(connected(selection.address, DEADLINE_MS))
         if model is not None:
             fields["session_id"] = stack.enter_context(open_session(connection, model))
         report = stack.enter_context(progress("clearing"))

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import stat
+import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import typer
 
-from kvstore.cli.app import AsJson, command
-from kvstore.cli.output import Grid, show
-from kvstore.cli.selection import fetch_namespaces
+from kvstore.cli.app import AsJson, Grid, command, readable_size, show
+from kvstore.cli.chunks import fetch_namespaces
 from kvstore.cli.server import directory_line, fetch_status
 from kvstore.proto.errors import KVStoreError
 
@@ -19,7 +25,35 @@ if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.client.server_state import ServerStatus
     from kvstore.proto import kvstore_pb2 as pb
     from kvstore.server.settings.settings import Settings
+    from kvstore.tiers.redis_client import RedisClient
+    from kvstore.tiers.redis_connection import Command
 
+MIN_FILES = 4096
+PROBE_BYTES = 32 << 20
+MIN_DISK_BYTES_PER_S = 100e6
+LIST_ENDS_SOON = timedelta(days=1)
+EXPIRES_SOON = timedelta(days=14)
+SLOW_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "fuse", "overlay"}
+MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
+MAX_SKEW_S = 2.0
+"""Tokens and certificates are judged by each machine's own clock."""
+MAX_REDIS_MS = 5.0
+PINGS = 20
+
+OWN = {"tls_cert": "certificate", "redis_tls_cert": "certificate for Redis"}
+"""Settings of certificates that are shown to others, and what they are called."""
+AUTHORITIES = {
+    "tls_client_ca": "authority of clients",
+    "peer_ca": "authority of peers",
+    "redis_tls_ca": "authority of Redis",
+}
+"""Settings of those that others are verified with: one that is valid will do of several."""
+SECRET = (
+    "tls_key", "redis_tls_key", "redis_password_file", "peer_key", "encryption_keys", "secret_file",
+)  # fmt: skip
+"""Settings with files whose readers can pass for the server, or read what it keeps."""
+TRUSTED = ("auth_keys", "jwt_key", "tls_client_ca", "peer_ca", "redis_tls_ca", "events_readers")
+"""Settings with files whose writers can let themselves in."""
 _IDENTITY = ("model_revision", "adapter_digest", "quantization", "tokenizer_digest")
 
 State = Literal["ok", "warn", "fail"]
@@ -52,18 +86,309 @@ def doctor(address: str, context: typer.Context, as_json: AsJson = False) -> Non
 
     Give it the flags or the --config of that server. Exits with 1 when something fails.
     """
-    from kvstore.cli.doctor_checks import CHECKS
     from kvstore.server.settings.settings import load_config
 
     config = load_config(context.args)
     found = [one for check in CHECKS for one in check(config)]
     found += check_server(address, config)
-    table = Grid("check", "state", "finding", "fix", wraps=2)
-    for one in found:
-        table.add_row(one.check, one.state, one.saw, one.fix)
+    rows = list(map(asdict, found))
     failed = any(one.state == "fail" for one in found)
-    data = {"checks": list(map(asdict, found)), "failed": failed}
-    show(data, [table], as_json, held=not failed)
+    table = Grid(("check", "state", "finding", "fix"), (row.values() for row in rows), wraps=2)
+    show({"checks": rows, "failed": failed}, [table], as_json, held=not failed)
+
+
+# --- the machine
+
+
+def check_limits(config: Settings) -> Iterator[Finding]:
+    """Open files, locked memory, and the memory that a container may take."""
+    from kvstore.server.settings.process_limits import PROCESS_BYTES, memory_limit_bytes
+    from kvstore.server.settings.values import format_size
+
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # a server takes what it may
+    fix = f"raise it to {MIN_FILES} or more: LimitNOFILE= of systemd, or ulimit -n"
+    yield judged(0 < files < MIN_FILES, "open files", f"{files} at most", fix)
+    if "gpu" in config.tiers:
+        locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        fix = "set LimitMEMLOCK=infinity: memory is pinned for the GPU"
+        yield judged(0 <= locked < config.cpu_size, "locked memory", _size(locked), fix)
+    limit = memory_limit_bytes()
+    needed = config.cpu_size + PROCESS_BYTES
+    fix = f"give {format_size(needed)}, or a smaller --cpu"
+    yield judged(limit < needed, "memory", f"{_size(limit)} may be used", fix, "fail")
+
+
+def check_disk(config: Settings) -> Iterator[Finding]:
+    """File system, free space and speed of each folder of the disk tier."""
+    from kvstore.server.settings.values import format_size
+
+    if "disk" not in config.tiers:
+        return
+    for folder in config.disk:
+        place = next(path for path in (folder.path, *folder.path.parents) if path.exists())
+        name = f"disk {folder.path}"
+        kind = file_system_of(place)
+        if kind in MEMORY_FILE_SYSTEMS:
+            yield Finding(name, "warn", kind, "what lies there is lost at a restart: use a disk")
+        elif kind in SLOW_FILE_SYSTEMS:
+            yield Finding(name, "warn", kind, "use a local file system such as ext4 or xfs")
+        if not os.access(place, os.W_OK):
+            yield Finding(name, "fail", "not writable", "give the server's user the folder")
+            continue
+        disk = os.statvfs(place)
+        files = (path for path in folder.path.rglob("*") if path.is_file())
+        own = sum(path.stat().st_blocks * 512 for path in files)
+        free = disk.f_bavail * disk.f_frsize + own
+        if free < folder.capacity_bytes:
+            fix = f"give at most {format_size(free >> 20 << 20)}, or free space"
+            yield Finding(name, "fail", f"{_size(free)} free", fix)
+            continue
+        rate = disk_bytes_per_s(place)
+        saw = f"{kind}, {_size(free)} free, {rate / 1e6:.0f} MB/s written and synced"
+        fix = "use a faster disk, or --write evict"
+        yield judged(rate < MIN_DISK_BYTES_PER_S, name, saw, fix)
+
+
+def file_system_of(path: Path) -> str:
+    """Return the kind of file system that *path* lies on."""
+    found, kind = "", "unknown"
+    real = os.path.realpath(path)
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, where, name, *_ = line.split()
+        inside = where == "/" or real == where or real.startswith(where + "/")
+        if inside and len(where) >= len(found):
+            found, kind = where, name
+    return kind
+
+
+def disk_bytes_per_s(folder: Path) -> float:
+    """Write and sync ``PROBE_BYTES`` below *folder*; return the rate. Nothing is left there."""
+    path = folder / f".kvstore-doctor-{os.urandom(16).hex()}"
+    data = os.urandom(1 << 20)
+    try:
+        with path.open("wb") as file:
+            started = time.perf_counter()
+            for _ in range(PROBE_BYTES // len(data)):
+                file.write(data)
+            file.flush()
+            os.fdatasync(file.fileno())
+            return PROBE_BYTES / (time.perf_counter() - started)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def check_revocations(config: Settings) -> Iterator[Finding]:
+    """Whether the list of revoked certificates can be used, and for how long."""
+    if config.tls_crl is None or config.tls_client_ca is None:
+        return
+    from kvstore.server.security.certificates import parse_revocations
+
+    try:
+        data, authorities = config.tls_crl.read_bytes(), config.tls_client_ca.read_bytes()
+        found = parse_revocations(data, authorities)
+    except (OSError, KVStoreError) as error:
+        fix = "replace the file: no server starts with it, and one that runs keeps the last list"
+        yield Finding("revocations", "fail", str(error), fix)
+        return
+    left = timedelta(seconds=min(found.until_s - time.time(), 1e9))
+    fix = "replace the file; the server reads it again by itself"
+    saw = f"{len(found.proofs)} certificates, the list is valid for {left.days} days"
+    yield judged(left < LIST_ENDS_SOON, "revocations", saw, fix)
+
+
+def check_gpu(config: Settings) -> Iterator[Finding]:
+    """Whether the GPU of the gpu tier can be seen."""
+    if "gpu" not in config.tiers:
+        return
+    if not Path("/dev/nvidiactl").exists():
+        yield Finding("gpu", "fail", "no NVIDIA driver here", "leave gpu out of --tiers")
+        return
+    devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    fix = "name a device that is there in --gpu SIZE:DEVICE"
+    yield judged(devices <= config.gpu.device, "gpu", f"{devices} devices", fix, "fail")
+
+
+def _size(size_bytes: int) -> str:
+    return "unlimited" if size_bytes < 0 else readable_size(size_bytes)
+
+
+# --- certificates and secrets
+
+
+def check_certificates(config: Settings) -> Iterator[Finding]:
+    """How long each certificate that the settings name is valid."""
+    for setting, name in (OWN | AUTHORITIES).items():
+        path = getattr(config, setting)
+        if path is not None:
+            yield _certificate(name, setting, path)
+
+
+def _certificate(name: str, setting: str, path: Path) -> Finding:
+    from cryptography import x509
+
+    try:
+        found = x509.load_pem_x509_certificates(path.read_bytes())
+    except (OSError, ValueError) as error:
+        fix = f"give --{setting.replace('_', '-')} a PEM file that can be read"
+        return Finding(name, "fail", f"{path}: {error}", fix)
+    best = found[0]
+    if setting in AUTHORITIES:
+        best = max(found, key=lambda one: one.not_valid_after_utc)
+    now = datetime.now(UTC)
+    if best.not_valid_before_utc > now:
+        begins = best.not_valid_before_utc.isoformat(" ", "minutes")
+        fix = "set the clock, or get another: it is refused before that"
+        return Finding(name, "fail", f"valid from {begins}", fix)
+    left = best.not_valid_after_utc - now
+    again = "restart the server" if "redis" in setting else "the server reads it again by itself"
+    fix = f"replace the file; {again}"
+    if left < timedelta():
+        return Finding(name, "fail", f"expired {(-left).days} days ago", fix)
+    return judged(left < EXPIRES_SOON, name, f"{left.days} days left", fix)
+
+
+def check_files(config: Settings) -> Iterator[Finding]:
+    """Whether every user of this machine may read a secret, or change whom the server trusts."""
+    secret = {*SECRET, "jwt_key"} if config.jwt_algorithm == "HS256" else {*SECRET}
+    for setting in (*SECRET, *TRUSTED):
+        path: Path | None = getattr(config, setting)
+        mode = 0 if path is None else path.stat().st_mode
+        can = [
+            what
+            for what, bit in (("read", stat.S_IROTH), ("change", stat.S_IWOTH))
+            if mode & bit and (what == "change" or setting in secret)
+        ]
+        if can:
+            saw = f"every user may {' and '.join(can)} {path}"
+            yield Finding(setting.replace("_", " "), "warn", saw, f"chmod o-rwx {path}")
+
+
+# --- Redis
+
+
+def check_redis(config: Settings) -> Iterator[Finding]:
+    """Whether Redis answers, how fast, what the user may do, and how its servers are."""
+    if not ("redis" in config.tiers or config.directory):
+        return
+    try:
+        link = _redis(config)
+    except (KVStoreError, OSError, ValueError) as error:
+        yield Finding("redis", "fail", str(error), "correct --redis and what belongs to it")
+        return
+    if link is None:
+        return
+    with closing(link):
+        name = f"{config.redis_prefix}{{doctor}}".encode()
+        times_s = []
+        try:
+            for _ in range(PINGS):
+                started = time.perf_counter()
+                link.run(name, [[b"GETRANGE", name, b"0", b"0"]])
+                times_s.append(time.perf_counter() - started)
+        except KVStoreError as error:
+            yield Finding("redis", "fail", str(error), "start it, or correct --redis")
+            return
+        median_ms = 1000 * sorted(times_s)[PINGS // 2]
+        fix = "move it nearer: each lookup that memory cannot answer waits for it"
+        yield judged(median_ms > MAX_REDIS_MS, "redis", f"{median_ms:.2f} ms an answer", fix)
+        yield _rights(link, name, config)
+        yield from _servers(link)
+
+
+def _redis(config: Settings) -> RedisClient | None:
+    from kvstore.tiers.redis_client import RedisClient
+
+    if config.redis_url is None:
+        return None
+    return RedisClient("redis", config.redis_access(config.redis_url), config.redis_timeout_ms, 1)
+
+
+def _rights(link: RedisClient, name: bytes, config: Settings) -> Finding:
+    """Try each command that is needed, on names that end in 10 s."""
+    from redis.exceptions import OutOfMemoryError
+
+    from kvstore.tiers.redis_client import DIRECTORY_RIGHTS, TIER_RIGHTS
+
+    other = name + b":set"
+    trials: list[Command] = [
+        (b"SET", name, b"x", b"PX", 10_000), (b"EXPIRE", name, 10), (b"SCAN", 0, b"COUNT", 1),
+        (b"EVAL", b"return 1", 1, name), (b"UNLINK", name),
+    ]  # fmt: skip
+    if config.directory:
+        trials += [
+            (b"SADD", other, 1), (b"SRANDMEMBER", other, 1), (b"SREM", other, 1),
+            (b"HSET", name, b"f", b"v"), (b"HGET", name, b"f"), (b"HGETALL", name),
+            (b"HDEL", name, b"f"), (b"TIME",),
+        ]  # fmt: skip
+    denied = []
+    for one in trials:
+        word = bytes(one[0]).decode().lower()
+        try:
+            link.run(name, [one])
+        except OutOfMemoryError:  # it may be used; that Redis is full is another finding
+            continue
+        except KVStoreError as error:
+            if "NoPermissionError" in str(error):
+                denied.append(f"{word} ({str(error).partition('; allow its user')[0]})")
+            elif word == "set":
+                return Finding("redis rights", "warn", f"cannot be tried: {error}", "fix that")
+    words = TIER_RIGHTS + (DIRECTORY_RIGHTS if config.directory else ())
+    rights = " ".join(f"+{word}" for word in words)
+    fix = f"ACL SETUSER its user ~{config.redis_prefix}* {rights}"
+    saw = f"denied: {', '.join(denied)}" if denied else "every command that is needed"
+    return judged(bool(denied), "redis rights", saw, fix, "fail")
+
+
+def _servers(link: RedisClient) -> Iterator[Finding]:
+    from kvstore.tiers.redis import check_health
+
+    try:
+        found = list(check_health(link))
+    except KVStoreError as error:
+        yield Finding("redis servers", "fail", str(error), "start them")
+        return
+    for one in found:
+        yield Finding("redis servers", "fail" if one.is_loss else "warn", one.saw, one.fix)
+    if not found:
+        yield Finding("redis servers", "ok", "all answer and have free memory")
+
+
+def check_clock(config: Settings, wall_clock: Callable[[], float] = time.time) -> Iterator[Finding]:
+    """How far this machine's clock is from that of the Redis that nodes share.
+
+    Nothing where Redis does not answer, which another check reports, or denies its user +time.
+    """
+    reply = None
+    with suppress(KVStoreError, OSError, ValueError):
+        link = _redis(config)
+        if link is None:
+            return
+        with closing(link):
+            before_s = wall_clock()
+            reply = link.run(b"time", [[b"TIME"]])[0]
+            after_s = wall_clock()
+    match reply:
+        case [bytes(seconds), bytes(micros)]:
+            skew_s = (before_s + after_s) / 2 - (int(seconds) + int(micros) / 1e6)
+        case _:
+            return
+    is_off = abs(skew_s) - (after_s - before_s) / 2 > MAX_SKEW_S
+    fix = "have both machines follow NTP: tokens and certificates end by a clock"
+    where = "ahead of" if skew_s > 0 else "behind"
+    saw = f"{abs(skew_s):.1f} s {where} that of Redis"
+    yield judged(is_off, "clock", saw, fix)
+
+
+CHECKS: tuple[Callable[[Settings], Iterator[Finding]], ...] = (
+    check_limits,
+    check_disk,
+    check_redis,
+    check_clock,
+    check_certificates,
+    check_files,
+    check_revocations,
+    check_gpu,
+)
 
 
 # --- the server
@@ -84,7 +409,16 @@ def check_server(address: str, config: Settings) -> Iterator[Finding]:
     damaged = status.counters.get("corrupt_chunks", 0)
     if damaged:
         yield Finding("damage", "warn", f"{damaged} damaged copies", "look at the media")
-    yield from check_directory(status)
+    if status.directory is not None:
+        fixes = {
+            "taken": "give each node a --node-id of its own",
+            "unknown": "fix what the reason names; the server joins by itself",
+            "full": "so many nodes need a Redis of another --redis-prefix",
+        }
+        fix = fixes.get(status.directory.standing, "")
+        fix = fix or (fixes["unknown"] if status.directory.failure else "")
+        saw = directory_line(status.directory).removeprefix("directory: ")
+        yield judged(bool(fix), "directory", saw, fix)
     try:
         yield from _identities(fetch_namespaces(address))
     except KVStoreError as error:
@@ -95,8 +429,7 @@ def check_settings(status: ServerStatus, config: Settings) -> Iterator[Finding]:
     """Whether the server has the tiers that the machine was checked for."""
     disk_bytes = sum(folder.capacity_bytes for folder in config.disk)
     known = {"cpu": config.cpu_size, "disk": disk_bytes}
-    theirs = {tier.name for tier in status.tiers}
-    differ = sorted(theirs ^ set(config.tiers))
+    differ = sorted({tier.name for tier in status.tiers} ^ set(config.tiers))
     differ += [
         tier.name
         for tier in status.tiers
@@ -112,28 +445,11 @@ def _identities(spaces: list[pb.KnownSpace]) -> Iterator[Finding]:
     by_model: dict[str, list[pb.Representation]] = defaultdict(list)
     for space in spaces:
         by_model[space.representation.model_id].append(space.representation)
+    fix = "give engines that should share the same values; kvstore ls --spaces"
     for model, kinds in by_model.items():
-        name = f"engines of {model}"
         fields = [name for name in _IDENTITY if len({getattr(k, name) for k in kinds}) > 1]
-        if len(kinds) == 1:
-            yield Finding(name, "ok", "one identity")
-            continue
         differ = ", ".join(fields) or "layers, data types or rope"
+        is_one = len(kinds) == 1
         saw = f"{len(kinds)} identities, which share nothing: {differ} differ"
-        fix = "give engines that should share the same values; kvstore ls --spaces"
-        yield Finding(name, "warn", saw, fix)
-
-
-def check_directory(status: ServerStatus) -> Iterator[Finding]:
-    """How the server stands among other nodes, if it is to be among them."""
-    one = status.directory
-    if one is None:
-        return
-    fixes = {
-        "taken": "give each node a --node-id of its own",
-        "unknown": "fix what the reason names; the server joins by itself",
-        "full": "so many nodes need a Redis of another --redis-prefix",
-    }
-    fix = fixes.get(one.standing, fixes["unknown"] if one.failure else "")
-    saw = directory_line(one).removeprefix("directory: ")
-    yield Finding("directory", "warn" if fix else "ok", saw, fix)
+        saw = "one identity" if is_one else saw
+        yield judged(not is_one, f"engines of {model}", saw, fix)

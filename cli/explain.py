@@ -10,9 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from kvstore.cli.app import AsJson, ask, call, command, connected, number, path
-from kvstore.cli.output import Grid, as_dict, show
-from kvstore.cli.selection import (
+from kvstore.cli.app import (
+    AsJson,
+    Grid,
+    as_dict,
+    ask,
+    call,
+    command,
+    connected,
+    number,
+    path,
+    show,
+)
+from kvstore.cli.chunks import (
     DEADLINE_MS,
     DIGEST_DIGITS,
     KEY_DIGITS,
@@ -20,17 +30,15 @@ from kvstore.cli.selection import (
     Namespace,
     Selection,
     check_digits,
-    fetch_namespaces,
     find,
     namespace_as_dict,
-    only_one,
     open_session,
-    read_model,
 )
 from kvstore.proto.errors import InvalidRequestError
 
 if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.proto import kvstore_pb2 as pb
+    from kvstore.proto.blend import GateView
 
 _BOTH = f"{DIGEST_DIGITS} of a digest, {KEY_DIGITS} of a key"
 
@@ -122,12 +130,7 @@ def _namespace_of(selection: Selection) -> bytes:
     """Return the one namespace that is meant, if any; one that is written out may be unknown."""
     digits = selection.namespace.lower()
     if 0 < len(digits) < DIGEST_DIGITS:
-        known = (one.key_namespace.hex() for one in fetch_namespaces(selection.address))
-        found = only_one("namespace", digits, known)
-        if found is None:
-            fix = "begins none that is known there; kvstore ls --spaces shows them"
-            raise InvalidRequestError("namespace", digits, fix)
-        digits = found
+        return selection.only(selection.spaces()).key_namespace
     return bytes.fromhex(digits)
 
 
@@ -139,8 +142,9 @@ def _explained(selection: Selection, space: bytes, digests: Sequence[bytes]) -> 
     if selection.model is None and not space:
         fix = "give --namespace or --model-representation, or keys of 64 digits"
         raise InvalidRequestError("namespace", None, fix)
-    model = None if selection.model is None else read_model(selection.model)
-    replies = []
+    model = None if selection.model is None else selection.only(selection.models())
+    whole = pb.ExplainResponse()
+    gap: int | None = None
     with ExitStack() as stack:
         connection = stack.enter_context(connected(selection.address, DEADLINE_MS))
         terms: dict[str, Any] = {"key_namespace": space}
@@ -148,20 +152,18 @@ def _explained(selection: Selection, space: bytes, digests: Sequence[bytes]) -> 
             terms = {"session_id": stack.enter_context(open_session(connection, model))}
         for first in range(0, len(digests), MAX_EXPLAINED):
             some = b"".join(digests[first : first + MAX_EXPLAINED])
-            replies.append(ask(connection, "Explain", DEADLINE_MS, digests=some, **terms))
-    whole = pb.ExplainResponse()
-    gap: int | None = None
-    for first, reply in zip(range(0, len(digests), MAX_EXPLAINED), replies, strict=True):
-        for at, one in enumerate(reply.chunks, first):
-            if one.state not in ("ready", "no_end", "behind"):
-                gap = at if gap is None else gap
-            elif gap is not None and one.state != "no_end":
-                one.state, one.reason = "behind", f"here, but chunk {gap} before it is not"
-        if whole.near:
-            del reply.near[:]
-        hits = reply.hit_chunks if whole.hit_chunks == first else 0
-        reply.hit_chunks, reply.left_out = whole.hit_chunks + hits, whole.left_out + reply.left_out
-        whole.MergeFrom(reply)
+            reply = ask(connection, "Explain", DEADLINE_MS, digests=some, **terms)
+            for at, one in enumerate(reply.chunks, first):
+                if one.state not in ("ready", "no_end", "behind"):
+                    gap = at if gap is None else gap
+                elif gap is not None and one.state != "no_end":
+                    one.state, one.reason = "behind", f"here, but chunk {gap} before it is not"
+            if whole.near:
+                del reply.near[:]
+            hits = reply.hit_chunks if whole.hit_chunks == first else 0
+            reply.hit_chunks = whole.hit_chunks + hits
+            reply.left_out += whole.left_out
+            whole.MergeFrom(reply)
     return whole
 
 
@@ -169,9 +171,7 @@ def _explained(selection: Selection, space: bytes, digests: Sequence[bytes]) -> 
 
 
 def _as_dict(address: str, reply: pb.ExplainResponse) -> dict[str, Any]:
-    from kvstore.cli.blend import gate_as_dict
-    from kvstore.proto.blend import GateView
-    from kvstore.proto.messages import as_value
+    from kvstore.cli.calibrate import gate_as_dict
     from kvstore.proto.types import Accuracy
 
     found: dict[str, Any] = {"address": address, "left_out": reply.left_out}
@@ -189,11 +189,15 @@ def _as_dict(address: str, reply: pb.ExplainResponse) -> dict[str, Any]:
         as_dict(one) | {"refused": refused, "counts": counts}
         for one, refused, counts in _engines(reply)
     ]
-    return found | {
-        "recent": list(map(as_dict, reply.recent)),
-        "engines": engines,
-        "gates": [gate_as_dict(as_value(GateView, one)) for one in reply.gates],
-    }
+    gates = [gate_as_dict(gate) for gate in _gates(reply)]
+    return found | {"recent": [*map(as_dict, reply.recent)], "engines": engines, "gates": gates}
+
+
+def _gates(reply: pb.ExplainResponse) -> Iterator[GateView]:
+    from kvstore.proto.blend import GateView
+    from kvstore.proto.messages import as_value
+
+    return (as_value(GateView, one) for one in reply.gates)
 
 
 def _engines(
@@ -211,16 +215,36 @@ def _engines(
 
 
 def _text(reply: pb.ExplainResponse) -> Iterator[str | Grid]:
-    from kvstore.cli.blend import gate_line
-    from kvstore.proto.blend import GateView
-    from kvstore.proto.messages import as_value
+    from kvstore.cli.calibrate import gate_line
 
     if reply.chunks:
         yield from _chunks_text(reply)
-    yield from _recent_text(reply)
+    if reply.recent:
+        misses = (
+            (
+                f"{miss.ago_s:.0f} s", miss.client, miss.model_id,
+                f"{miss.ready} of {miss.chunks}"
+                + (f", {miss.pending} pending" if miss.pending else ""),
+                miss.state, miss.reason,
+            )
+            for miss in reply.recent
+        )  # fmt: skip
+        yield Grid(("ago", "client", "model", "found", "state", "why"), misses)
+    if reply.engines:
+        engines = (
+            (
+                f"{one.ago_s:.0f} s ago", one.client, one.model_id,
+                ", ".join(f"{name} {count}" for name, count in counts.items()),
+            )
+            for one, _, counts in _engines(reply)
+        )  # fmt: skip
+        yield Grid(("reported", "client", "model", "counts of its engine"), engines)
+    for one, refused, _ in _engines(reply):
+        name = one.client or "no name"
+        yield from (f"{name} runs without the store: {reason}" for reason in refused)
     if reply.gates:
         yield "blending:"
-        yield from (f"  {gate_line(as_value(GateView, one))}" for one in reply.gates)
+        yield from (f"  {gate_line(gate)}" for gate in _gates(reply))
     if reply.left_out:
         yield f"{reply.left_out} more do not fit into one reply"
     if not (reply.chunks or reply.recent or reply.engines or reply.gates):
@@ -229,11 +253,15 @@ def _text(reply: pb.ExplainResponse) -> Iterator[str | Grid]:
 
 def _chunks_text(reply: pb.ExplainResponse) -> Iterator[str | Grid]:
     yield f"hit: {reply.hit_chunks} of {len(reply.chunks)} chunks"
-    table = Grid("chunk", "digest", "state", "copies", "why", wraps=2)
-    for at, one in enumerate(reply.chunks):
-        copies = ", ".join(f"{copy.tier} {copy.codec} {copy.size_bytes}" for copy in one.copies)
-        table.add_row(at, one.digest.hex(), one.state, copies or "-", one.reason)
-    yield table
+    cells = (
+        (
+            at, one.digest.hex(), one.state,
+            ", ".join(f"{copy.tier} {copy.codec} {copy.size_bytes}" for copy in one.copies) or "-",
+            one.reason,
+        )
+        for at, one in enumerate(reply.chunks)
+    )  # fmt: skip
+    yield Grid(("chunk", "digest", "state", "copies", "why"), cells, wraps=2)
     for near in reply.near:
         yield (
             f"{near.chunks} chunks under another identity"
@@ -242,21 +270,3 @@ def _chunks_text(reply: pb.ExplainResponse) -> Iterator[str | Grid]:
         )
         for other in near.differences:
             yield f"  {other.field} differs: {other.stored} stored, {other.asked} asked"
-
-
-def _recent_text(reply: pb.ExplainResponse) -> Iterator[str | Grid]:
-    misses = Grid("ago", "client", "model", "found", "state", "why")
-    for miss in reply.recent:
-        pending = f", {miss.pending} pending" if miss.pending else ""
-        found = f"{miss.ready} of {miss.chunks}{pending}"
-        ago = f"{miss.ago_s:.0f} s"
-        misses.add_row(ago, miss.client, miss.model_id, found, miss.state, miss.reason)
-    engines = Grid("reported", "client", "model", "counts of its engine")
-    lines = []
-    for one, refused, counted in _engines(reply):
-        counts = ", ".join(f"{name} {count}" for name, count in counted.items())
-        engines.add_row(f"{one.ago_s:.0f} s ago", one.client, one.model_id, counts)
-        name = one.client or "no name"
-        lines += [f"{name} runs without the store: {reason}" for reason in refused]
-    yield from filter(None, (misses, engines))
-    yield from lines

@@ -1,4 +1,4 @@
-"""`kvstore status`, `ping`, `sessions`, `events`, `scrub` and `drain`: a server as a whole."""
+"""`kvstore status`, `ping`, `sessions`, `events`, `scrub`, `drain` and `config`: a whole server."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ from kvstore.cli.app import (
     EXIT_NOT_HELD,
     TIER_NAMES,
     AsJson,
+    Grid,
+    as_dict,
     ask,
     call,
     chosen,
     command,
     connected,
+    group,
+    open_console,
+    readable_size,
+    readable_time,
+    show,
     size,
 )
-from kvstore.cli.output import Grid, as_dict, open_console, readable_size, readable_time, show
-from kvstore.cli.selection import Namespace, Selection
+from kvstore.cli.chunks import Namespace, Selection
 from kvstore.proto.errors import PermissionDeniedError, printable
 
 if TYPE_CHECKING:  # help is to load none of the product
@@ -82,18 +88,10 @@ def fetch_status(address: str) -> ServerStatus:
     return status_from_message(call(address, "Status"))
 
 
-def fetch_figures(address: str) -> ServerStatus:
-    """Do what ``fetch_status`` does. Raises PermissionDeniedError where the figures are hidden."""
-    reply = fetch_status(address)
-    if not reply.counters:
-        raise PermissionDeniedError(f"{address}: {HIDDEN}")
-    return reply
-
-
 @command("status", example="kvstore status --json", section="Look", where=True)
 def status(
     address: str,
-    everything: Annotated[bool, Option("--all", help="Every counter, quota and curve.")] = False,
+    everything: Annotated[bool, Option("--all", help="Every counter, quota, curve, gate.")] = False,
     watch: Annotated[bool, Option("--watch", help="Refresh until interrupted.")] = False,
     every_s: Annotated[
         float, Option("--every", min=0.1, metavar="S", help="Refresh interval.")
@@ -126,7 +124,9 @@ def watch_status(
     before: ServerStatus | None = None
     with Live(console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
         while True:
-            now = fetch_figures(address)
+            now = fetch_status(address)
+            if not now.counters:
+                raise PermissionDeniedError(f"{address}: {HIDDEN}")
             rates = Rates.between(before, now)
             parts = status_text(address, now, rates, everything)
             if as_json:
@@ -174,13 +174,13 @@ def status_text(
         faults = [f"tier {tier.name} is {tier.state}" for tier in reply.tiers if tier.reason]
         faults += [f"{n} {reply.counters[n]}" for n in FAULTS if reply.counters.get(n)]
         yield f"faults: {', '.join(faults) or 'none'}"
-    table = Grid("tier", "used", "of", "chunks", "codec", "policy", "state")
+    rows = []
     for tier in reply.tiers:
         state = f"{tier.state}: {tier.reason}" if tier.reason else tier.state
         sizes = (readable_size(tier.used_bytes), readable_size(tier.capacity_bytes), tier.chunks)
         figures = sizes if is_shown else ("-",) * 3
-        table.add_row(tier.name, *figures, tier.codec, tier.policy or "-", state)
-    yield table
+        rows.append((tier.name, *figures, tier.codec, tier.policy or "-", state))
+    yield Grid(("tier", "used", "of", "chunks", "codec", "policy", "state"), rows)
     if reply.directory is not None:
         yield directory_line(reply.directory)
     if not is_shown:
@@ -190,23 +190,26 @@ def status_text(
 
 
 def _details(reply: ServerStatus) -> Iterator[str | Grid]:
+    from kvstore.cli.calibrate import gate_line
+
     scales = sorted({point.scale for tier in reply.tiers for point in tier.what_if})
-    curves = Grid("tier", *(f"hits at {scale:g}x" for scale in scales))
-    parts = Grid("tier", "partition", "used", "quota", "guaranteed")
+    curves, parts = [], []
     for tier in reply.tiers:
         ratios = {point.scale: point.hit_ratio for point in tier.what_if}
         if ratios:
-            curves.add_row(tier.name, *(_percent(ratios.get(scale)) for scale in scales))
+            curves.append((tier.name, *(_percent(ratios.get(scale)) for scale in scales)))
         for one in tier.partitions:
             limits = (
                 readable_size(n) if n else "-" for n in (one.quota_bytes, one.guaranteed_bytes)
             )
-            parts.add_row(tier.name, one.name, readable_size(one.used_bytes), *limits)
-    counters = Grid("counter", "since the start")
-    for name, value in sorted(reply.counters.items()):
-        counters.add_row(name, value)
+            parts.append((tier.name, one.name, readable_size(one.used_bytes), *limits))
     yield f"{reply.ghosts} evicted chunks are remembered"
-    yield from filter(None, (curves, parts, counters))
+    if curves:
+        yield Grid(("tier", *(f"hits at {scale:g}x" for scale in scales)), curves)
+    if parts:
+        yield Grid(("tier", "partition", "used", "quota", "guaranteed"), parts)
+    yield Grid(("counter", "since the start"), sorted(reply.counters.items()))
+    yield from map(gate_line, reply.gates)
 
 
 def directory_line(directory: DirectoryStatus) -> str:
@@ -244,17 +247,17 @@ def sessions(address: str, as_json: AsJson = False) -> None:
     reply = call(address, "Status", with_sessions=True)
     if not reply.counters:
         raise PermissionDeniedError(f"{address}: {HIDDEN}")
-    table = Grid("client", "tenant", "owner", "open", "idle", "leases", "namespace", "model")
-    rows = []
+    rows, cells = [], []
     for one in reply.session_list:
-        model = "another server" if one.is_peer else one.model_id
-        table.add_row(
-            one.client or "-", one.tenant, one.owner, readable_time(one.open_s),
-            readable_time(one.idle_s), one.leases, one.key_namespace.hex(), model,
-        )  # fmt: skip
         row = as_dict(one)
         rows.append(row | {"namespace": row.pop("key_namespace"), "model": row.pop("model_id")})
-    show({"address": address, "sessions": rows}, [table if table else "no sessions"], as_json)
+        model = "another server" if one.is_peer else one.model_id
+        ages = map(readable_time, (one.open_s, one.idle_s))
+        space = one.key_namespace.hex()
+        cells.append((one.client or "-", one.tenant, one.owner, *ages, one.leases, space, model))
+    headings = ("client", "tenant", "owner", "open", "idle", "leases", "namespace", "model")
+    text = Grid(headings, cells) if cells else "no sessions"
+    show({"address": address, "sessions": rows}, [text], as_json)
 
 
 # --- events
@@ -282,7 +285,7 @@ def _events(address: str, namespace: str, follow: bool) -> Iterator[dict[str, An
     with ExitStack() as stack:
         if namespace:
             selection = Selection(address, namespace)
-            client = stack.enter_context(selection.client(selection.only_model()))
+            client = stack.enter_context(selection.client(selection.only(selection.models())))
             pages: Iterable[EventPage] = stack.enter_context(client.events())
         else:
             pages = _pages_of_all(stack.enter_context(connected(address)))
@@ -363,3 +366,43 @@ def drain(
         print("drained, but not all is saved: kvstore status says what the tiers hold")
         raise typer.Exit(EXIT_NOT_HELD)
     print("drained: everything that was in memory is on disk")
+
+
+# --- config
+
+group("config", "Administer", "Check and print the settings of kvstore-server.")
+
+
+@command("config show", exits="0 2", example="kvstore config show --cpu 8GiB", as_server=True)
+def config_show(context: typer.Context) -> None:
+    """Print each setting as YAML with where it came from. Takes kvstore-server's flags."""
+    from kvstore.server.settings.loading import load, show
+    from kvstore.server.settings.settings import Settings
+
+    print(show(*load(Settings, context.args)), end="")
+
+
+@command(
+    "config validate",
+    exits="0 2",
+    example="kvstore config validate --config kvstore.yaml",
+    as_server=True,
+)
+def config_validate(context: typer.Context) -> None:
+    """Print ok, or exit with 2 and what is wrong. Takes kvstore-server's flags."""
+    from kvstore.server.settings.settings import load_config
+
+    load_config(context.args)
+    print("ok")
+
+
+@command("config schema", exits="0 2", example="kvstore config schema")
+def config_schema() -> None:
+    """Print the JSON schema of the YAML file, for editors and for what generates such files."""
+    from kvstore.server.settings.loading import SHORT_NAMES, settings_schema
+    from kvstore.server.settings.settings import Settings
+
+    schema = settings_schema(Settings)
+    known = schema["properties"]
+    known |= {short: known[name] for short, name in SHORT_NAMES.items()}
+    print(json.dumps(schema, indent=2))

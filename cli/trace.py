@@ -1,4 +1,4 @@
-"""`kvstore trace`: the lookups of a server, recorded and replayed."""
+"""`kvstore trace` and `simulate`: lookups of a server, recorded, played again and simulated."""
 
 from __future__ import annotations
 
@@ -7,15 +7,27 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from errno import EEXIST
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
-from kvstore.cli.app import AsJson, ask, command, connected, group, number, size
-from kvstore.cli.output import show
+from kvstore.cli.app import (
+    AsJson,
+    Grid,
+    ask,
+    command,
+    completes,
+    connected,
+    followed,
+    group,
+    number,
+    show,
+    size,
+)
+from kvstore.proto.errors import InvalidRequestError
 
 if TYPE_CHECKING:  # help is to load none of the product
-    from kvstore.cli.trace_format import TraceWriter
+    from kvstore.cli.simulate import TraceWriter
 
 MAX_NAMES = 1 << 24
 """Different chunks in one recording, which then ends."""
@@ -25,6 +37,9 @@ DEADLINE_MS = 20_000
 _BATCH_CHUNKS = 64
 
 group("trace", "Measure", "Record anonymised access traces of a server, and replay them.")
+
+
+# --- recording
 
 
 @command("trace record", example="kvstore trace record trace.jsonl --seconds 60")
@@ -45,30 +60,6 @@ def trace_record(
     print(f"{out}: {made.lookups} lookups of {made.chunks} chunks{lost}")
 
 
-@command("trace replay", example="kvstore trace replay trace.jsonl")
-def trace_replay(
-    address: str,
-    trace: Annotated[Path, Argument(help="JSONL, as simulate reads.")],
-    chunk_bytes: Annotated[int, size("Size of each chunk.")] = 64 << 10,
-    requests: Annotated[int, number("Requests to play; 0: all.", 0)] = 0,
-    speed: Annotated[
-        float, Option(min=0, metavar="X", help="Multiple of the trace's pace; 0: no pauses.")
-    ] = 0.0,
-    as_json: AsJson = False,
-) -> None:
-    """Play a trace against a server, with chunks of synthetic bytes, and print what it had."""
-    done = replay_trace(address, trace, chunk_bytes, requests, speed)
-    rate = done.hit_blocks / done.blocks if done.blocks else 0.0
-    text = (
-        f"{done.requests} requests in {done.spent_s:.1f} s: {done.hit_blocks} of {done.blocks}"
-        f" blocks hit ({rate:.2%}), {done.stored} stored, {done.refused} refused"
-    )
-    show(asdict(done) | {"block_hit_rate": rate}, [text], as_json)
-
-
-# --- recording
-
-
 def record(
     address: str,
     out: Path,
@@ -81,7 +72,7 @@ def record(
 
     Raises KVStoreErrors of the server, and OSError for the file.
     """
-    from kvstore.cli.trace_format import TraceWriter
+    from kvstore.cli.simulate import TraceWriter
 
     if out.exists():
         raise FileExistsError(EEXIST, "it is there already: name another file", str(out))
@@ -106,7 +97,7 @@ def record(
             return writer
 
 
-# --- replay
+# --- playing against a server
 
 
 @dataclass(slots=True)
@@ -121,27 +112,38 @@ class Replayed:
     spent_s: float = 0.0
 
 
-def replay_trace(
-    address: str, path: Path, chunk_bytes: int, requests: int = 0, speed: float = 0.0
-) -> Replayed:
+@command("trace replay", example="kvstore trace replay trace.jsonl")
+def trace_replay(
+    address: str,
+    trace: Annotated[Path, Argument(help="JSONL, as simulate reads.")],
+    chunk_bytes: Annotated[int, size("Size of each chunk.")] = 64 << 10,
+    as_json: AsJson = False,
+) -> None:
+    """Play a trace against a server, with chunks of synthetic bytes, and print what it had."""
+    done = replay_trace(address, trace, chunk_bytes)
+    rate = done.hit_blocks / done.blocks if done.blocks else 0.0
+    text = (
+        f"{done.requests} requests in {done.spent_s:.1f} s: {done.hit_blocks} of {done.blocks}"
+        f" blocks hit ({rate:.2%}), {done.stored} stored, {done.refused} refused"
+    )
+    show(asdict(done) | {"block_hit_rate": rate}, [text], as_json)
+
+
+def replay_trace(address: str, path: Path, chunk_bytes: int) -> Replayed:
     """Play a trace: look each prompt up under a lease, put what is missing, its head first.
 
-    The first *requests* of it, unless 0; in the trace's own time at a *speed* of 1, without
-    pauses at 0. Raises InvalidRequestError, KVStoreErrors of the server, OSError.
+    Raises InvalidRequestError, KVStoreErrors of the server, OSError.
     """
-    from kvstore.cli.synthetic import chunks_of, noise, synthetic_client
-    from kvstore.cli.trace_format import make_blocks, read_trace
+    from kvstore.cli.bench import chunks_of, noise, synthetic_client
+    from kvstore.cli.simulate import make_blocks, read_trace
     from kvstore.proto.types import PutOutcome
 
     with synthetic_client(address, chunk_bytes, "trace-replay", DEADLINE_MS) as client:
         trace = make_blocks(read_trace(path))
-        done = Replayed(min(trace.requests, requests or trace.requests))
+        done = Replayed(trace.requests)
         tensors = noise(client.model)
         started = time.monotonic()
         for at in range(done.requests):
-            if speed:
-                due_s = (trace.times_s[at] - trace.times_s[0]) / speed
-                time.sleep(max(0.0, started + due_s - time.monotonic()))
             chain = trace.chain(at).tolist()
             if not chain:
                 continue
@@ -158,3 +160,72 @@ def replay_trace(
                     done.refused += outcomes.count(PutOutcome.refused)
         done.spent_s = round(time.monotonic() - started, 3)
     return done
+
+
+# --- simulating
+
+
+def _complete_policies(incomplete: str) -> list[str]:
+    from kvstore.proto.types import POLICIES
+
+    return completes("all", *POLICIES)(incomplete)
+
+
+@command(
+    "simulate",
+    exits="0 2",
+    example="kvstore simulate trace.jsonl --policy all --capacity 5%,10%",
+    section="Measure",
+)
+def simulate(  # noqa: PLR0913 - each is an option
+    trace: Annotated[Path, Argument(help="JSONL: Mooncake's blocks or token segments.")],
+    policy: Annotated[
+        str,
+        Option(metavar="P[,P]", help="Policies, or all.", autocompletion=_complete_policies),
+    ] = "hit_density",
+    capacity: Annotated[
+        str, Option("--capacity", "--size", metavar="C[,C]", help="10GiB, or 5% of the trace.")
+    ] = "5%",
+    kv_bytes_per_token: Annotated[int, number("KV bytes a token of the model.", 1)] = 131_072,
+    block_tokens: Annotated[int, number("Tokens of a block, where the trace has none.", 1)] = 256,
+    count_from: Annotated[
+        Literal["start", "half"], Option("--from", help="Where hits begin to count.")
+    ] = "start",
+    as_json: AsJson = False,
+) -> None:
+    """Replay a trace on policies and capacities, and print what each would have hit."""
+    from kvstore.cli.simulate import Terms, make_blocks, read_trace, replay_blocks
+
+    terms = [
+        Terms(name, size, kv_bytes_per_token, count_from == "half")
+        for size in capacity.split(",")
+        for name in _names_of(policy)
+    ]
+    blocks = make_blocks(read_trace(trace), block_tokens)
+    outcomes = [replay_blocks(blocks, one) for one in followed(terms, "replaying")]
+    headings = (
+        "policy", "GiB", "tokens hit", "blocks hit", "PFLOPs saved", "evictions", "requests/s",
+    )  # fmt: skip
+    cells = (
+        (
+            one.policy, f"{one.capacity_bytes / (1 << 30):.2f}", f"{one.token_hit_rate:.2%}",
+            f"{one.block_hit_rate:.2%}", f"{one.flops_saved / 1e15:.1f}", one.evictions,
+            f"{one.requests_per_s:.0f}",
+        )
+        for one in outcomes
+    )  # fmt: skip
+    rows = list(map(asdict, outcomes))
+    show(rows[0] if len(rows) == 1 else rows, [Grid(headings, cells)], as_json)
+
+
+def _names_of(policies: str) -> list[str]:
+    """Return the policies in a list with commas. Raises InvalidRequestError for one that is not."""
+    from kvstore.proto.types import POLICIES, policy_instead_of
+
+    names = list(POLICIES) if policies == "all" else policies.split(",")
+    for name in names:
+        if name not in POLICIES:
+            raise InvalidRequestError(
+                "policy", name, policy_instead_of(name, (*POLICIES, "or all"))
+            )
+    return names

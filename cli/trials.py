@@ -1,96 +1,264 @@
-"""Trials of blending by a model: the same documents stored in one order and blended in another.
+"""What `kvstore calibrate` and `blend calibrate` run: a model over a text, and over stored prompts.
 
-Each is compared with a full prefill. Loads torch and transformers.
+Needs torch and transformers but for KV dumps.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kvstore.cli.blend import follow
-from kvstore.cli.calibrate import connect, load_model, read_lines, read_text
-from kvstore.client import Client
-from kvstore.client.blend.engine import Blender
-from kvstore.client.blend.gate import SHADOW_TOKENS, GuardedBlender, GuardedResult
+from kvstore.cli.app import given_access
+from kvstore.cli.calibrate import check_extras
+from kvstore.client import Client, ClientOptions
 from kvstore.client.blend.plan import SegmentRange
-from kvstore.client.blend.selectors import check_selector
-from kvstore.client.blend.store import store_prefill
-from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.segments import SegmentQuery
-from kvstore.proto.blend import GateView, check_tag
-from kvstore.proto.errors import InvalidRequestError, KVStoreError
-from kvstore.proto.keys import chunk_key
+from kvstore.codecs.base import ChunkTensors, boundless_codecs
+from kvstore.codecs.calibration import CHUNK_TOKENS, Layers, Samples, cut_prompt, read_dumps
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import GateView, accuracy_tag, check_tag
+from kvstore.proto.errors import InvalidRequestError, KVStoreError, ModelError
+from kvstore.proto.keys import chunk_key, representation_digest
+from kvstore.proto.types import DIGEST_BYTES, MIN_CHUNK_TOKENS, Component, LayerKind
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvstore.client.blend.engine import Blender
+    from kvstore.client.blend.gate import GuardedBlender, GuardedResult
+    from kvstore.client.engines.transformers import TransformersConnector
+
+CONTEXT_TOKENS = 1024
+"""Of the prompts in which a model reads its text, at most."""
+DEADLINE_MS = 60_000
+MAX_LINES = 8
+"""Of prompts that did not count, so many are named."""
 MAX_TRIALS = 1024
 """More than all ratios of a gate need."""
 MAX_IDLE = 16
 """Trials in a row in which nothing was found to blend."""
 PREFIX_TOKENS = 16
 """Of the text, in front of prompts of a model without BOS: one chunk, which is exact."""
+_REPORT_EVERY = 8
+"""Trials between two lines of progress."""
 
 _Question: TypeAlias = tuple[list[list[int]], list[int]]
 """Documents and a question about them, in tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlendTrials:
-    """What is tried.
+def samples_of(
+    sources: Sequence[Path], text: Path | None, representation: str | None, tokens: int
+) -> Samples:
+    """Return what to calibrate a codec with, out of a model's folder and a text, or of KV dumps.
 
-    Prompts are made from *text*, cut into documents of so many tokens each, or are *questions*:
-    JSON lines of ``documents`` and a ``question`` about them; *prefix* is the system prompt.
-    Raises InvalidRequestError.
+    At most *tokens* of the text are used. Raises InvalidRequestError that says what is missing.
     """
+    if tokens < CHUNK_TOKENS:
+        raise InvalidRequestError("tokens", tokens, "give at least a chunk's")
+    if not sources[0].is_dir():
+        if not re.fullmatch(f"[0-9a-fA-F]{{{2 * DIGEST_BYTES}}}", representation or ""):
+            fix = f"dumps need the model's representation digest, {2 * DIGEST_BYTES} hex digits"
+            raise InvalidRequestError("representation", representation, fix)
+        return read_dumps(sources, bytes.fromhex(representation or ""))
+    if len(sources) > 1:
+        raise InvalidRequestError("sources", len(sources), "give one model, or dumps")
+    if text is None:
+        raise InvalidRequestError("text", None, "a model needs a text to read")
+    return run_model(sources[0], read_text("text", text), tokens)
 
-    text: Path | None
-    questions: Path | None
-    prefix: Path | None
-    tag: str
-    documents: int
-    document_tokens: int
-    question_tokens: int
-    selector: str
-    seed: int
 
-    def __post_init__(self) -> None:
-        check_tag(self.tag)
-        check_selector(self.selector)
+def read_text(option: str, path: Path) -> str:
+    """Return the text in the file *path* that *option* names. Raises InvalidRequestError."""
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(option, str(path), str(error)) from None
 
-    def run(self, address: str, model_folder: Path) -> GateView:
-        """Return the gate once it is open, or closed for good.
 
-        Raises InvalidRequestError for a model or file that will not do, ModelError for a
-        model that cannot be blended, KVStoreErrors of the server.
-        """
-        model, tokenizer = load_model(model_folder)
-        prompts = _Prompts(tokenizer, self)
-        limit = getattr(model.config, "max_position_embeddings", None) or prompts.max_tokens
-        if prompts.max_tokens > limit:
-            fix = f"with its question and prefix at most {limit} tokens"
-            raise InvalidRequestError("documents", prompts.max_tokens, fix)
-        blender = Blender(TransformersAdapter(model))
-        idle, draw = 0, np.random.default_rng(self.seed)
-        with connect(address, model, tokenizer, min(256, self.document_tokens)) as client:
-            terms = SegmentQuery(tag=self.tag, is_trial=True)
-            guarded = GuardedBlender(client, blender, terms, self.selector)
-            for _ in range(MAX_TRIALS):
-                done = _tried(client, blender, guarded, *prompts.pair(draw))
-                if done.shadow is None or done.gate is None:
-                    idle += 1
-                    if idle == MAX_IDLE:
-                        reason = done.failure or done.result.report.failure or "nothing was found"
-                        raise KVStoreError(f"no trial succeeded: {reason}")
-                    continue
-                idle = 0
-                if done.gate.is_open or done.gate.why.startswith("closed"):
-                    return done.gate
-                follow(done.gate)
-        raise KVStoreError(f"the gate is not decided after {MAX_TRIALS} trials")
+def read_lines(
+    option: str, path: Path, form: str, read: Callable[[Any], Any]
+) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each JSON line in a file and what *read* makes of it.
+
+    Raises InvalidRequestError that names the line, and *form*, where *read* fails.
+    """
+    for number, line in enumerate(read_text(option, path).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            found = read(json.loads(line))
+        except (ValueError, KeyError, TypeError):
+            raise InvalidRequestError(option, f"line {number}", f"a line is {form}") from None
+        yield f"line {number}", found
+
+
+def load_model(folder: Path) -> tuple[PreTrainedModel, Any]:
+    """Return the model in *folder* and its tokenizer. Raises InvalidRequestError."""
+    check_extras(folder)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    except (OSError, ValueError) as error:
+        raise InvalidRequestError("model", str(folder), str(error).splitlines()[0]) from None
+    return model, tokenizer
+
+
+def run_model(folder: Path, text: str, tokens: int) -> Samples:
+    """Return the KV that the model in *folder* computes of the first *tokens* of *text*.
+
+    The model runs as its configuration says, in prompts of CONTEXT_TOKENS at most. Raises
+    InvalidRequestError for a folder or a text that will not do, ModelError for a
+    model whose KV cannot be stored.
+    """
+    from kvstore.client.engines.transformers.identity import representation_of
+
+    model, tokenizer = load_model(folder)
+    named = representation_of(model, tokenizer)
+    group, *others = named.layer_groups
+    if others or group.kind is not LayerKind.attention:
+        raise ModelError("layers", group.kind.name, "only full-attention layers are stored")
+    ids = tokenizer(text)["input_ids"][:tokens]
+    if len(ids) < MIN_CHUNK_TOKENS:
+        raise InvalidRequestError("text", len(ids), f"give at least {MIN_CHUNK_TOKENS} tokens")
+    component = Component(
+        group.kind, group.dtype, len(group.layer_ids), group.kv_heads, group.head_dim, CHUNK_TOKENS
+    )
+    limit = getattr(model.config, "max_position_embeddings", None) or CONTEXT_TOKENS
+    context = max(min(CONTEXT_TOKENS, limit), MIN_CHUNK_TOKENS)
+    chunks: list[tuple[ChunkTensors, int]] = []
+    for start in range(0, len(ids), context):
+        prompt = ids[start : start + context]
+        if len(prompt) >= MIN_CHUNK_TOKENS:
+            chunks += cut_prompt(_computed(model, prompt))
+    return Samples(representation_digest(named), component, chunks, named.rope)
+
+
+def _computed(model: PreTrainedModel, prompt: Sequence[int]) -> Layers:
+    """Return the KV of *prompt* as its bits."""
+    import torch
+    from transformers import DynamicCache
+
+    from kvstore.client.engines.transformers.cache import forward
+    from kvstore.client.tensors import to_array
+
+    cache, found = DynamicCache(config=model.config), []
+    forward(model, torch.tensor([prompt], device=model.device), cache)
+    layers: Sequence[Any] = cache.layers
+    for layer in layers:
+        arrays = [to_array(part[0].cpu().contiguous()) for part in (layer.keys, layer.values)]
+        found.append([array.view(f"<u{array.dtype.itemsize}") for array in arrays])
+    return found
+
+
+def connect(address: str, model: PreTrainedModel, tokenizer: Any, chunk_tokens: int) -> Client:
+    """Return a client of *model*."""
+    from kvstore.client.engines.transformers import representation_of
+
+    options = ClientOptions(
+        chunk_tokens=chunk_tokens, deadline_ms=DEADLINE_MS, name="calibrate", access=given_access()
+    )
+    return Client(address, representation_of(model, tokenizer), options)
+
+
+# --- gates of lossy copies
+
+
+def compare_copies(
+    models: Sequence[Path], codec: str, prompts: Path | None, chunk_tokens: int, address: str
+) -> GateView:
+    """Compare prompts of which *codec*'s copies are stored with their full prefills.
+
+    Returns their gate once it opened or closed, or all prompts were compared. Raises
+    InvalidRequestError for a codec whose copies need no gate, a model or file that will not do,
+    or prompts of which the server has no such copies; ModelError for a model whose KV cannot be
+    stored, KVStoreErrors of the server.
+    """
+    if len(models) > 1:
+        raise InvalidRequestError("sources", len(models), "give one model")
+    if prompts is None:
+        raise InvalidRequestError("prompts", None, "give --prompts FILE")
+    known = boundless_codecs()
+    if codec not in known:
+        fix = f"use one of {', '.join(known)}; copies by other codecs are read without a gate"
+        raise InvalidRequestError("codec", codec, fix)
+    read_text("prompts", prompts)  # before the model is loaded
+    model, tokenizer = load_model(models[0])
+    from kvstore.client.engines.transformers import TransformersConnector
+
+    short = list[str]()
+    rows = _prompts(prompts, model, tokenizer)
+    with connect(address, model, tokenizer, chunk_tokens) as client:
+        gate = client.report_reuse(pb.ReportReuseRequest(tag=accuracy_tag(codec)))
+        compared = 0
+        connector = TransformersConnector(client, model)
+        for line, tokens in rows:
+            found = connector.calibrate([tokens], codec)
+            if found is None:
+                continue
+            before, gate, compared = gate, found, compared + 1
+            is_news = gate.why != before.why  # each trial that counts says so
+            if gate.is_open != before.is_open or (is_news and gate.why.startswith("closed")):
+                break
+            if is_news or gate.is_open:
+                _follow(gate)
+            else:
+                short.append(line.removeprefix("line "))
+        if not compared:
+            raise InvalidRequestError("prompts", str(prompts), _not_compared(connector, codec))
+    if short:
+        lines = ", ".join(short[:MAX_LINES]) + ", ..." * (len(short) > MAX_LINES)
+        fix = "give prompts that are longer, or more of which is stored by this codec alone"
+        text = f"{len(short)} of the prompts did not count: too few tokens could be compared; {fix}"
+        print(f"{text} (lines {lines})", file=sys.stderr)
+    return gate
+
+
+def _follow(gate: GateView) -> None:
+    """Report how trials go, from time to time."""
+    if gate.shadows % _REPORT_EVERY == 0:
+        print(f"ratio {gate.ratio:.3f}, {gate.why}", file=sys.stderr, flush=True)
+
+
+def _prompts(path: Path, model: PreTrainedModel, tokenizer: Any) -> list[tuple[str, list[int]]]:
+    """Return the tokens of the prompts in a file, and the names of their lines."""
+
+    def read(row: Any) -> list[int]:
+        tokens = row["tokens"] if "tokens" in row else tokenizer(row["prompt"])["input_ids"]
+        return [int(token) for token in tokens]
+
+    limit = getattr(model.config, "max_position_embeddings", None) or 1 << 32
+    form = '{"prompt": "..."} or {"tokens": [1, 2, ...]}'
+    rows = list(read_lines("prompts", path, form, read))
+    for line, tokens in rows:
+        if not 0 < len(tokens) <= limit:
+            fix = f"1 to {limit} tokens, not {len(tokens)}"
+            raise InvalidRequestError("prompts", line, fix)
+    return rows
+
+
+def _not_compared(connector: TransformersConnector, codec: str) -> str:
+    """Return why no prompt was compared."""
+    stats = connector.stats()
+    if stats.load_errors:
+        return f"the store failed: {', '.join(stats.load_errors)}"
+    if not stats.hit_tokens:
+        fix = "give the model, its revision and --chunk-tokens of the engine that stored them"
+        return f"none of {stats.lookups} prompts is stored under this model's name: {fix}"
+    fix = f"a tier has them with --codec disk={codec} once memory has them no more"
+    return f"no copy by {codec} without a bound was read of {stats.lookups} prompts; {fix}"
+
+
+# --- blending
 
 
 class _Prompt(NamedTuple):
@@ -100,10 +268,142 @@ class _Prompt(NamedTuple):
     ranges: list[SegmentRange]
 
 
+@dataclass(frozen=True, slots=True)
+class BlendTrials:
+    """What is tried.
+
+    Prompts are made from *text*, cut into documents of so many tokens each, or are *questions*:
+    JSON lines of ``documents`` and a ``question`` about them; *prefix* is the system prompt.
+    """
+
+    text: Path | None
+    questions: Path | None
+    prefix: Path | None
+    tag: str
+    documents: int
+    document_tokens: int
+    question_tokens: int
+
+    def run(self, address: str, model_folder: Path) -> GateView:
+        """Return the gate once it is open, or closed for good.
+
+        Raises InvalidRequestError for a model or file that will not do, ModelError for a
+        model that cannot be blended, KVStoreErrors of the server.
+        """
+        check_extras(model_folder)
+        from kvstore.client.blend.engine import Blender
+        from kvstore.client.blend.gate import SHADOW_TOKENS, GuardedBlender
+        from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
+
+        check_tag(self.tag)
+        model, tokenizer = load_model(model_folder)
+        pairs, longest = self._prompts(tokenizer, np.random.default_rng(0))
+        longest += SHADOW_TOKENS  # what is decoded behind it
+        limit = getattr(model.config, "max_position_embeddings", None) or longest
+        if longest > limit:
+            fix = f"with its question and prefix at most {limit} tokens"
+            raise InvalidRequestError("documents", longest, fix)
+        blender, idle = Blender(TransformersAdapter(model)), 0
+        with connect(address, model, tokenizer, min(256, self.document_tokens)) as client:
+            terms = SegmentQuery(tag=self.tag, is_trial=True)
+            guarded = GuardedBlender(client, blender, terms)
+            for stored, moved in itertools.islice(pairs, MAX_TRIALS):
+                done = _tried(client, blender, guarded, stored, moved)
+                if done.shadow is None or done.gate is None:
+                    idle += 1
+                    if idle == MAX_IDLE:
+                        reason = done.failure or done.result.report.failure or "nothing was found"
+                        raise KVStoreError(f"no trial succeeded: {reason}")
+                    continue
+                idle = 0
+                if done.gate.is_open or done.gate.why.startswith("closed"):
+                    return done.gate
+                _follow(done.gate)
+        raise KVStoreError(f"the gate is not decided after {MAX_TRIALS} trials")
+
+    def _prompts(
+        self, tokenizer: Any, draw: np.random.Generator
+    ) -> tuple[Iterator[tuple[_Prompt, _Prompt]], int]:
+        """Return pairs of prompts, to store and to blend, without end; and the longest's tokens.
+
+        A pair is the same documents in another order, behind one prefix. Without one the first
+        document would be exact, or bring its prompt's attention sink to another place: no prompt
+        that is served begins with a document.
+        """
+
+        def ids(text: str) -> list[int]:
+            return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+        text = [] if self.text is None else ids(read_text("text", self.text))
+        if self.prefix is not None:
+            prefix = list(tokenizer(read_text("prefix", self.prefix))["input_ids"])
+        elif tokenizer.bos_token_id is not None:
+            prefix = [tokenizer.bos_token_id]
+        else:
+            prefix, text = text[:PREFIX_TOKENS], text[PREFIX_TOKENS:]
+        if not prefix:
+            raise InvalidRequestError("prefix", None, "this model has no BOS: give --prefix FILE")
+        if self.questions is not None:
+            given = list(_questions(self.questions, ids))
+            if not given:
+                raise InvalidRequestError("questions", str(self.questions), "give a line or more")
+            longest = max(sum(map(len, documents)) + len(asked) for documents, asked in given)
+            rounds: Iterator[_Question] = itertools.cycle(given)
+        elif self.text is not None:
+            size = self.document_tokens
+            passages = [text[stop - size : stop] for stop in range(size, len(text) + 1, size)]
+            if len(passages) <= self.documents:
+                fix = f"give at least {(self.documents + 1) * size} tokens"
+                raise InvalidRequestError("text", len(text), fix)
+            longest = self.documents * size + self.question_tokens
+            rounds = iter(lambda: self._drawn(passages, draw), None)
+        else:
+            raise InvalidRequestError("text", None, "give --text FILE or --questions FILE")
+        return (_pair(prefix, *one, draw) for one in rounds), len(prefix) + longest
+
+    def _drawn(self, passages: list[list[int]], draw: np.random.Generator) -> _Question:
+        """Return some passages of the text; the question is how one of them goes on."""
+        places = draw.choice(len(passages) - 1, self.documents, replace=False)
+        ends = [place for place in places if place + 1 not in places]  # what is behind is in none
+        behind = passages[draw.choice(ends) + 1]
+        return [passages[place] for place in places], behind[: self.question_tokens]
+
+
+def _questions(path: Path, ids: Callable[[str], list[int]]) -> Iterator[_Question]:
+    def read(row: Any) -> _Question:
+        return [ids(one) for one in row["documents"]], ids(row["question"])
+
+    form = '{"documents": ["...", "..."], "question": "..."}'
+    for line, (documents, question) in read_lines("questions", path, form, read):
+        if len(documents) < 2 or not all((*documents, question)):
+            fix = "give two documents or more and a question, none of them empty"
+            raise InvalidRequestError("questions", line, fix)
+        yield documents, question
+
+
+def _pair(
+    prefix: list[int], documents: list[list[int]], question: list[int], draw: np.random.Generator
+) -> tuple[_Prompt, _Prompt]:
+    order = [*range(1, len(documents)), 0]
+    if len(order) > 2 and draw.random() < 0.5:  # two would be back as they were
+        order.reverse()
+    prompts = []
+    for some in (documents, [documents[place] for place in order]):
+        tokens, ranges = list(prefix), []
+        for one in some:
+            ranges.append(SegmentRange(len(tokens), len(tokens) + len(one)))
+            tokens += one
+        prompts.append(_Prompt([*tokens, *question], ranges))
+    stored, moved = prompts
+    return stored, moved
+
+
 def _tried(
     client: Client, blender: Blender, guarded: GuardedBlender, stored: _Prompt, moved: _Prompt
 ) -> GuardedResult:
     """Blend *moved* out of what is stored of *stored* meanwhile."""
+    from kvstore.client.blend.store import store_prefill
+
     full = blender.prefill(stored.tokens, logits_from=len(stored.tokens) - 1)
     store_prefill(client, full, *stored)
     try:
@@ -111,82 +411,3 @@ def _tried(
     finally:
         digests = [one.digest for part in client.name_segments(*stored) for one in part.chunks]
         client.delete(keys=[chunk_key(client.namespace, digest) for digest in digests])
-
-
-class _Prompts:
-    """Prompts to store and to blend: the same documents in another order, behind one prefix.
-
-    Without a prefix the first document would be exact, or bring its prompt's attention sink to
-    another place: no prompt that is served begins with a document.
-    """
-
-    def __init__(self, tokenizer: Any, trials: BlendTrials) -> None:
-        self._tokenizer = tokenizer
-        self._trials = trials
-        text = [] if trials.text is None else self._ids(read_text("text", trials.text))
-        if trials.prefix is not None:
-            self._prefix = list(tokenizer(read_text("prefix", trials.prefix))["input_ids"])
-        elif tokenizer.bos_token_id is not None:
-            self._prefix = [tokenizer.bos_token_id]
-        else:
-            self._prefix, text = text[:PREFIX_TOKENS], text[PREFIX_TOKENS:]
-        if not self._prefix:
-            raise InvalidRequestError("prefix", None, "this model has no BOS: give --prefix FILE")
-        self._given: Iterator[_Question] = iter(())
-        self._passages: list[list[int]] = []
-        longest = trials.documents * trials.document_tokens + trials.question_tokens
-        if trials.questions is not None:
-            given = list(self._questions(trials.questions))
-            if not given:
-                raise InvalidRequestError("questions", str(trials.questions), "give a line or more")
-            longest = max(sum(map(len, documents)) + len(asked) for documents, asked in given)
-            self._given = itertools.cycle(given)
-        elif trials.text is not None:
-            size = trials.document_tokens
-            stops = range(size, len(text) + 1, size)
-            self._passages = [text[stop - size : stop] for stop in stops]
-            if len(self._passages) <= trials.documents:
-                fix = f"give at least {(trials.documents + 1) * size} tokens"
-                raise InvalidRequestError("text", len(text), fix)
-        else:
-            raise InvalidRequestError("text", None, "give --text FILE or --questions FILE")
-        self.max_tokens = len(self._prefix) + longest + SHADOW_TOKENS
-        """Of the longest prompt, and of what is decoded behind it."""
-
-    def _ids(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-    def _questions(self, path: Path) -> Iterator[_Question]:
-        def read(row: Any) -> _Question:
-            return [self._ids(one) for one in row["documents"]], self._ids(row["question"])
-
-        form = '{"documents": ["...", "..."], "question": "..."}'
-        for line, (documents, question) in read_lines("questions", path, form, read):
-            if len(documents) < 2 or not all((*documents, question)):
-                fix = "give two documents or more and a question, none of them empty"
-                raise InvalidRequestError("questions", line, fix)
-            yield documents, question
-
-    def pair(self, draw: np.random.Generator) -> tuple[_Prompt, _Prompt]:
-        """Return a prompt to store and one to blend."""
-        documents, question = self._drawn(draw) if self._passages else next(self._given)
-        order = [*range(1, len(documents)), 0]
-        if len(order) > 2 and draw.random() < 0.5:  # two would be back as they were
-            order.reverse()
-        moved = [documents[place] for place in order]
-        return self._joined(documents, question), self._joined(moved, question)
-
-    def _drawn(self, draw: np.random.Generator) -> _Question:
-        """Return passages of the text; the question is how one of them goes on."""
-        places = draw.choice(len(self._passages) - 1, self._trials.documents, replace=False)
-        ends = [place for place in places if place + 1 not in places]  # what is behind is in none
-        behind = self._passages[draw.choice(ends) + 1]
-        documents = [self._passages[place] for place in places]
-        return documents, behind[: self._trials.question_tokens]
-
-    def _joined(self, documents: Sequence[list[int]], question: list[int]) -> _Prompt:
-        tokens, ranges = list(self._prefix), []
-        for one in documents:
-            ranges.append(SegmentRange(len(tokens), len(tokens) + len(one)))
-            tokens += one
-        return _Prompt([*tokens, *question], ranges)

@@ -10,16 +10,15 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
 
-from kvstore.cli.app import EXIT_NOT_HELD, EXIT_USAGE, command, fail, number
-from kvstore.cli.output import Grid, open_console
-from kvstore.proto.errors import KVStoreError
+from kvstore.cli.app import EXIT_NOT_HELD, Grid, command, fail, number, open_console
+from kvstore.cli.calibrate import check_extras
+from kvstore.proto.errors import InvalidRequestError, KVStoreError
 
 if TYPE_CHECKING:  # help is to load none of it
     from rich.console import Console
@@ -30,7 +29,6 @@ MAX_NEW_TOKENS = 64
 DISK_SIZE = "512MiB"
 START_S = 60.0
 _GREETING = "kvstore-server listening on "
-_NEEDS = ("torch", "transformers")
 _WEIGHTS = ("*.safetensors", "*.bin")
 _MODULE = (sys.executable, "-P", "-m")  # -P: nothing is imported from where the user stands
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -52,20 +50,46 @@ def demo(
     Starts a server of its own in a temporary folder. Exits with 1 unless the tokens are the
     same with and without the store and loading was faster than computing.
     """
-    try:
-        held = run_demo(model, tokens, json_file)
-    except DemoError as error:
-        fail(error, error.exit_status)
-    if not held:
+    import tempfile
+
+    started = time.monotonic()
+    folder = model or MODEL
+    check_model(folder, tokens)
+    console = open_console()
+    console.print(f"model: {folder}")
+    with _signals_exit(), tempfile.TemporaryDirectory(prefix="kvstore-demo-") as scratch:
+        reports = _play(console, Path(scratch), [str(folder), str(tokens)])
+    figures = judge(reports, time.monotonic() - started)
+    _show(console, figures)
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(figures, indent=2) + "\n")
+    if figures["problems"]:
         raise typer.Exit(EXIT_NOT_HELD)
 
 
-class DemoError(KVStoreError):
-    """The demo cannot run, or a part of it broke."""
-
-    def __init__(self, reason: str, exit_status: int) -> None:
-        super().__init__(reason)
-        self.exit_status = exit_status
+def check_model(folder: Path, prompt_tokens: int) -> None:
+    """Raise InvalidRequestError unless *folder* has a model that takes such a prompt."""
+    check_extras(folder)
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        config = None
+    parts = {
+        "config.json": isinstance(config, dict),
+        "weights (*.safetensors or *.bin)": any(map(any, map(folder.glob, _WEIGHTS))),
+        "tokenizer (tokenizer*)": any(folder.glob("tokenizer*")),
+    }
+    absent = [what for what, is_there in parts.items() if not is_there]
+    if absent:
+        fix = (
+            f"no {', no '.join(absent)} there: give a folder that transformers loads, such as"
+            " build/real-model of a checkout after make real-model, or none"
+        )
+        raise InvalidRequestError("model", str(folder), fix)
+    longest = config.get("max_position_embeddings", sys.maxsize) - MAX_NEW_TOKENS
+    if prompt_tokens > longest:
+        raise InvalidRequestError("tokens", prompt_tokens, f"the model takes {longest} at most")
 
 
 class ServerChild:
@@ -163,56 +187,6 @@ def judge(reports: Mapping[str, Mapping[str, Any]], duration_s: float) -> dict[s
     }
 
 
-def run_demo(model: Path | None, prompt_tokens: int, json_file: Path | None) -> bool:
-    """Run it, print what happened and write it to *json_file*; return whether all held.
-
-    Raises DemoError, or the server's own KVStoreError when that does not start; a signal ends
-    it in SystemExit. Its processes and its folder are gone in any case.
-    """
-    import tempfile
-
-    started = time.monotonic()
-    folder = check_model(model or MODEL, prompt_tokens)
-    console = open_console()
-    console.print(f"model: {folder}")
-    with _signals_exit(), tempfile.TemporaryDirectory(prefix="kvstore-demo-") as scratch:
-        reports = _play(console, Path(scratch), [str(folder), str(prompt_tokens)])
-    figures = judge(reports, time.monotonic() - started)
-    _show(console, figures)
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(figures, indent=2) + "\n")
-    return not figures["problems"]
-
-
-def check_model(folder: Path, prompt_tokens: int) -> Path:
-    """Return *folder* if it has a model to use. Raises DemoError saying what to give instead."""
-    missing = [name for name in _NEEDS if find_spec(name) is None]
-    if missing:
-        fix = "pip install 'kvstore-server[transformers]'"
-        raise DemoError(f"{' and '.join(missing)} not installed: {fix}", EXIT_USAGE)
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        config = None
-    parts = {
-        "config.json": isinstance(config, dict),
-        "weights (*.safetensors or *.bin)": any(map(any, map(folder.glob, _WEIGHTS))),
-        "tokenizer (tokenizer*)": any(folder.glob("tokenizer*")),
-    }
-    absent = [what for what, is_there in parts.items() if not is_there]
-    if absent:
-        raise DemoError(
-            f"--model {folder}: no {', no '.join(absent)} there: give a folder that transformers"
-            " loads, such as build/real-model of a checkout after make real-model, or none",
-            EXIT_USAGE,
-        )
-    longest = config.get("max_position_embeddings", sys.maxsize) - MAX_NEW_TOKENS
-    if prompt_tokens > longest:
-        raise DemoError(f"--tokens {prompt_tokens}: the model takes {longest} at most", EXIT_USAGE)
-    return folder
-
-
 @contextmanager
 def _signals_exit() -> Iterator[None]:
     """Have the first signal that ends this process raise SystemExit, and further ones wait."""
@@ -259,24 +233,25 @@ def _engine(console: Console, role: str, command: Sequence[str]) -> dict[str, An
                 command, capture_output=True, text=True, timeout=ENGINE_S, check=False
             )
         except subprocess.TimeoutExpired:
-            raise DemoError(f"the {role} engine process took over {ENGINE_S:.0f} s", 1) from None
+            fail(f"the {role} engine process took over {ENGINE_S:.0f} s", EXIT_NOT_HELD)
     if done.returncode:
         last_words = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-        raise DemoError(f"the {role} engine process failed: {last_words}", 1)
+        fail(f"the {role} engine process failed: {last_words}", EXIT_NOT_HELD)
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return report
 
 
 def _show(console: Console, figures: Mapping[str, Any]) -> None:
-    table = Grid("", "without the store", "with it", "from disk after kill -9")
     times = [figures[f"ttft_{way}_ms"] for way in ("without", "with", "from_disk")]
-    table.add_row("time to first token (ms)", *(f"{ms:.1f}" for ms in times))
     tiers = [figures[f"hit_tokens_by_tier{when}"] for when in ("", "_after_kill")]
     hits = [", ".join(f"{n} from {tier}" for tier, n in one.items()) or "0" for one in tiers]
-    table.add_row(f"tokens not computed, of {figures['prompt_tokens']}", "0", *hits)
     same = "the same" if figures["tokens_identical"] else "DIFFERENT"
-    table.add_row(f"{figures['new_tokens']} generated tokens", "the reference", same, same)
-    console.print(table)
+    rows = [
+        ("time to first token (ms)", *(f"{ms:.1f}" for ms in times)),
+        (f"tokens not computed, of {figures['prompt_tokens']}", "0", *hits),
+        (f"{figures['new_tokens']} generated tokens", "the reference", same, same),
+    ]
+    console.print(Grid(("", "without the store", "with it", "from disk after kill -9"), rows))
     console.print(
         f"with the store the first token takes {figures['ttft_ratio']:.2f} of the time (load"
         f" {figures['load_ms']:.1f} ms; {len(figures['samples_with_ms'])} times each, medians);"

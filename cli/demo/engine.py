@@ -10,7 +10,6 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,26 +36,33 @@ class DemoEngine:
         once: list[int] = tokenizer(PROMPT.read_text())["input_ids"]
         repeated = once * -(-prompt_tokens // len(once))
         self._prompt = torch.tensor([repeated[:prompt_tokens]])
+        end = tokenizer.eos_token_id
         self._settings = GenerationConfig(  # type: ignore[no-untyped-call]
             max_new_tokens=NEW_TOKENS,
             min_new_tokens=NEW_TOKENS,
             do_sample=False,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.eos_token_id,
+            eos_token_id=end,
+            pad_token_id=end,
         )
 
     def run(self, role: str) -> dict[str, Any]:
         """Play *role*: ``first`` computes and stores the prompt; ``second`` loads it and times
         both ways; ``restarted`` times one load of what the disk kept.
         """
-        self._warm_up()
+        other, cache = self._prompt.flip(1), self._empty()
+        self._first_token(other[:, :-1], cache)  # warm: the model's code for many tokens
+        self._first_token(other[:, -1:], cache)  # and for one
         if role == "first":
-            plain = self._generate_plain()
-            return self._generate() | {"plain_tokens": plain}
+            plain = self._model.generate(
+                self._prompt,
+                generation_config=self._settings,
+                attention_mask=torch.ones_like(self._prompt),
+            )
+            return {"plain_tokens": self._new(plain)} | self._generate()
         if role == "restarted":
             ttft_ms, load_ms, tiers = self._time_with()
             times = {"ttft_with_ms": ttft_ms, "load_ms": load_ms}
-            hits = {"hit_tokens": sum(tiers.values()), "hit_tokens_by_tier": dict(tiers)}
+            hits = {"hit_tokens": sum(tiers.values()), "hit_tokens_by_tier": tiers}
             return self._generate() | times | hits
         report = self._generate()
         # In turn, so that noise meets both.
@@ -71,12 +77,8 @@ class DemoEngine:
             "samples_with_ms": with_store,
         }
 
-    def _warm_up(self) -> None:
-        """Run the model's code over other tokens, whole and by one token."""
-        cache = DynamicCache(config=self._model.config)
-        other = self._prompt.flip(1)
-        self._first_token(other[:, :-1], cache)
-        self._first_token(other[:, -1:], cache)
+    def _empty(self) -> DynamicCache:
+        return DynamicCache(config=self._model.config)
 
     def _first_token(self, input_ids: torch.Tensor, cache: DynamicCache) -> int:
         with torch.inference_mode():
@@ -86,10 +88,10 @@ class DemoEngine:
     def _time_without(self) -> float:
         """Return the milliseconds from the prompt to its first token, all of it computed."""
         start = time.perf_counter()
-        self._first_token(self._prompt, DynamicCache(config=self._model.config))
+        self._first_token(self._prompt, self._empty())
         return 1e3 * (time.perf_counter() - start)
 
-    def _time_with(self) -> tuple[float, float, Mapping[str, int]]:
+    def _time_with(self) -> tuple[float, float, dict[str, int]]:
         """Return the milliseconds to the first token with the prefix loaded, of which the load's,
         from before the client connects, and the tokens hit by tier.
         """
@@ -100,16 +102,11 @@ class DemoEngine:
             loaded = time.perf_counter()
             self._first_token(self._prompt[:, hit_tokens:], cache)
             end = time.perf_counter()
-            tiers = connector.stats().hit_tokens_by_tier
+            tiers = dict(connector.stats().hit_tokens_by_tier)
         return 1e3 * (end - start), 1e3 * (loaded - start), tiers
 
-    def _generate_plain(self) -> list[int]:
-        """Return the tokens that the model generates by itself."""
-        mask = torch.ones_like(self._prompt)
-        output = self._model.generate(
-            self._prompt, generation_config=self._settings, attention_mask=mask
-        )
-        tokens: list[int] = output[0, self._prompt.shape[1] :].tolist()
+    def _new(self, sequences: torch.Tensor) -> list[int]:
+        tokens: list[int] = sequences[0, self._prompt.shape[1] :].tolist()
         return tokens
 
     def _generate(self) -> dict[str, Any]:
@@ -120,7 +117,7 @@ class DemoEngine:
             stats = connector.stats()
         return {
             "prompt_tokens": self._prompt.shape[1],
-            "tokens": generation.output.sequences[0, self._prompt.shape[1] :].tolist(),
+            "tokens": self._new(generation.output.sequences),
             "hit_tokens": stats.hit_tokens,
             "hit_tokens_by_tier": dict(stats.hit_tokens_by_tier),
             "errors": {**stats.load_errors, **stats.store_errors},

@@ -24,7 +24,7 @@ from bench.cluster_nodes import (
 )
 from bench.cluster_prompts import load, prompts, shared_rows
 
-from kvstore.cli.simulate.blocks import BlockReplay
+from kvstore.cli.simulate import BlockReplay
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.lru import LruEviction

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import psutil
 import pytest
 from bench import peers
+from bench.charts import bar_chart
 from bench.peer_lmcache import LMCache, parse_l2, parse_server
 from bench.peer_mooncake import Mooncake
 from bench.peer_ours import TierSide, make_frames
@@ -29,7 +30,6 @@ from bench.peer_process import (
 from bench.peer_run import BARS, Run, Side
 from bench.report import Report
 
-from kvstore.cli.plot import bar_chart
 from kvstore.tiers.cpu import CpuTier
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from bench.policy_costs import (
 from bench.policy_grid import POLICIES, Cell, all_cells, fill, read_blocks, worst_gap
 from bench.report import Report
 
-from kvstore.cli.simulate.blocks import Outcome
+from kvstore.cli.simulate import Outcome
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.lru import LruEviction
 
@@ -33,7 +33,7 @@ KEYS = {
 
 
 def outcome(rate: float) -> Outcome:
-    return Outcome("any", 1, rate, 0.0, 1.0, rate, 0)
+    return Outcome("any", 1, rate, rate, 0.0, 0, 1.0)
 
 
 def test_the_worst_gap_is_to_the_best_of_the_others_where_it_is_widest() -> None:

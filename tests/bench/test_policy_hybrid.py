@@ -14,9 +14,8 @@ from bench.policy_hybrid import (
     read_segments,
 )
 from bench.report import Report
-
-from kvstore.cli.simulate.states import state_requests
-from kvstore.server.eviction.states.ranks import read_prior
+from bench.state_caches import state_requests
+from bench.states.ranks import read_prior
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`kvstore blend`: what gates are shown, and what calibration is refused."""
+"""Gates as `kvstore status --all` shows them, and what `kvstore blend calibrate` refuses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvstore.server.blending.gates import TRIALS
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     def run(*argv: str) -> tuple[int, str]:
         with pytest.raises(SystemExit) as ended:
-            main(["blend", *argv])
+            main(argv)
         shown = capsys.readouterr()
         return int(ended.value.code or 0), shown.out + shown.err
 
@@ -32,36 +32,23 @@ def open_gate(server: LocalServer, tag: str) -> None:
         client.report_reuse(pb.ReportReuseRequest(tag=tag, ratio=0.3, shadow=good))
 
 
-def test_a_server_that_nobody_calibrated_has_no_gates(
-    server: LocalServer, run: Callable[..., tuple[int, str]]
-) -> None:
-    status, shown = run("status", server.address)
-    assert status == 0
-    assert "all are closed" in shown
-    assert "blend_resolves" in shown
-
-
 def test_gates_are_shown_with_what_they_were_held_to(
     server: LocalServer, run: Callable[..., tuple[int, str]]
 ) -> None:
+    status, shown = run("status", server.address, "--all")
+    assert (status, "rag" in shown, "blend_resolves" in shown) == (0, False, True)
     open_gate(server, "rag")
-    status, shown = run("status", server.address)
-    assert (status, "rag" in shown, "open" in shown) == (0, True, True)
+    status, shown = run("status", server.address, "--all")
+    assert (status, "tag rag: open at ratio 0.3" in shown) == (0, True)
     status, shown = run("status", server.address, "--json")
     [gate] = json.loads(shown)["gates"]
     assert (gate["tag"], gate["open"], gate["agreement"]) == ("rag", True, 1.0)
-
-
-def test_a_server_that_is_not_there_is_said_so(run: Callable[..., tuple[int, str]]) -> None:
-    status, shown = run("status", "127.0.0.1:1")
-    assert status == 3
-    assert "no kvstore-server answers" in shown
 
 
 def test_a_folder_without_a_model_is_refused(
     tmp_path: Path, run: Callable[..., tuple[int, str]]
 ) -> None:
     pytest.importorskip("transformers")
-    status, shown = run("calibrate", str(tmp_path), "--text", str(tmp_path / "text"))
+    status, shown = run("blend", "calibrate", str(tmp_path), "--text", str(tmp_path / "text"))
     assert status == 2
     assert "model=" in shown

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from kvstore.cli.simulate.blocks import BlockReplay
+from kvstore.cli.simulate import BlockReplay
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.eviction.access_history import NO_INFO, AccessHistory, InsertInfo
 from kvstore.server.eviction.policy import make_policy

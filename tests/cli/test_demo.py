@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,9 +19,9 @@ from typing import Any
 import pytest
 from test_house import build, copy_of_the_tree
 
-from kvstore.cli.demo.demo import MODEL, DemoError, ServerChild, check_model, judge, run_demo
+from kvstore.cli.demo.demo import MODEL, ServerChild, check_model, judge
 from kvstore.cli.main import main
-from kvstore.proto.errors import KVStoreError
+from kvstore.proto.errors import InvalidRequestError, KVStoreError
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 
@@ -92,22 +93,26 @@ def test_a_folder_without_a_model_is_refused_with_what_it_lacks_and_what_to_give
         main(["demo", "--model", str(tmp_path)])
     assert ended.value.code == 2
     words = " ".join(capsys.readouterr().err.split())
-    assert f"--model {tmp_path}: {absent} there: give a folder" in words
+    assert f"model='{tmp_path}': {absent} there: give a folder" in words
     assert "make real-model" in words
 
 
 def test_a_prompt_longer_than_the_model_takes_is_refused() -> None:
-    assert check_model(MODEL, 900) == MODEL
-    with pytest.raises(DemoError, match="960 at most"):
+    check_model(MODEL, 900)
+    with pytest.raises(InvalidRequestError, match="960 at most"):
         check_model(MODEL, 1000)
 
 
-def test_an_engine_process_that_fails_is_reported_with_its_last_words(tmp_path: Path) -> None:
+def test_an_engine_process_that_fails_is_reported_with_its_last_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 512}')
     for name in ("model.safetensors", "tokenizer.json"):
         (tmp_path / name).write_text("no such thing")
-    with pytest.raises(DemoError, match=r"the first engine process failed: \w+"):
-        run_demo(tmp_path, 64, None)
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", "--model", str(tmp_path), "--tokens", "64"])
+    assert ended.value.code == 1
+    assert re.search(r"the first engine process failed: \w+", capsys.readouterr().err)
 
 
 def test_a_server_that_does_not_start_is_reported_with_its_own_words(tmp_path: Path) -> None:

@@ -15,13 +15,14 @@ from prompts import SMALL, other_revision, store
 from redis_deployments import RedisCluster
 from redis_process import RedisProcess, TlsFiles
 
-from kvstore.cli.doctor import Finding, check_settings
-from kvstore.cli.doctor_checks import (
+from kvstore.cli.doctor import (
     CHECKS,
     SECRET,
     TRUSTED,
+    Finding,
     check_clock,
     check_files,
+    check_settings,
     file_system_of,
 )
 from kvstore.client.server_state import status_from_message

@@ -184,6 +184,9 @@ def test_config_show_prints_yaml_with_origins(kvstore: Kvstore) -> None:
         (("top", "--once"), "use kvstore status --watch"),
         (("explain", "--json", "--spaces"), "use kvstore ls --spaces"),
         (("put", "chunk.safetensors"), "use Client.put_chunks in Python"),
+        (("blend", "status", "--json"), "use kvstore status --all"),
+        (("simulate", "trace.jsonl", "--model", "hybrid-7b"), "without it"),
+        (("simulate", "trace.jsonl", "--plot", "hits.svg"), "use kvstore simulate --json"),
     ],
 )
 def test_what_was_removed_names_its_successor(

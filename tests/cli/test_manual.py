@@ -14,13 +14,12 @@ import typer
 from kvstore_command import Kvstore
 
 import kvstore.cli.main  # noqa: F401 - registers the commands
-from kvstore.cli.app import CODES, SECTIONS, app
-from kvstore.cli.output import LOG_EVERY_S, followed, progress
+from kvstore.cli.app import CODES, LOG_EVERY_S, SECTIONS, app, followed, progress
 
 KVSTORE = Path(sys.executable).with_name("kvstore")
 PRINTS_DATA = {
     "status", "ping", "sessions", "events", "ls", "stat", "pin", "unpin", "clear", "explain",
-    "doctor", "scrub", "bench", "codecs", "simulate", "blend status", "token list", "keys list",
+    "doctor", "scrub", "bench", "codecs", "simulate", "token list", "keys list",
     "quota show",
 }  # fmt: skip
 CONNECTION = ("--address", "--token-file", "--tls", "--ca", "--cert", "--key")

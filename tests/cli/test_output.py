@@ -7,17 +7,15 @@ import io
 import pytest
 from rich.console import Console
 
-from kvstore.cli.output import Grid
+from kvstore.cli.app import Grid
 
 ID = "96732432a2736b7df7b1c4a0e5d9f218"
 REASON = "evicted from disk 40 s before: no tier below was to have a copy"
 
 
 def grid() -> Grid:
-    made = Grid("digest", "state", "why")
-    made.add_row(ID, "evicted", REASON)
-    made.add_row(ID[::-1], "[red]unknown[/]", "never\nstored")
-    return made
+    rows = [(ID, "evicted", REASON), (ID[::-1], "[red]unknown[/]", "never\nstored")]
+    return Grid(("digest", "state", "why"), rows)
 
 
 def shown(width: int, *, is_terminal: bool, rows: Grid | None = None) -> list[str]:
@@ -58,8 +56,7 @@ def test_a_terminal_too_narrow_for_that_shows_each_cell_in_a_line_of_its_own() -
 
 def test_a_terminal_never_breaks_a_word() -> None:
     for width in range(20, 120, 5):
-        made = Grid("at", "digest", "why", wraps=2)
-        made.add_row("0", ID, f"revision: {'f' * 40} asked")
+        made = Grid(("at", "digest", "why"), [("0", ID, f"revision: {'f' * 40} asked")], wraps=2)
         words = " ".join(shown(width, is_terminal=True, rows=made)).split()
         assert ID in words, width
         assert "f" * 40 in words, width

@@ -16,8 +16,7 @@ from prompts import SMALL, store
 
 from kvstore import __version__
 from kvstore.cli import server as commands
-from kvstore.cli.app import call, connected
-from kvstore.cli.output import show
+from kvstore.cli.app import call, connected, show
 from kvstore.cli.server import FAULTS, Rates, status_as_dict, status_text, watch_status
 from kvstore.client import Client, ClientOptions
 from kvstore.client.server_state import ServerStatus, status_from_message

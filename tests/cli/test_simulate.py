@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
 from kvstore.cli.app import EXIT_USAGE
 from kvstore.cli.main import main
-from kvstore.cli.simulate.blocks import Terms, parse_capacity
+from kvstore.cli.simulate import Terms, parse_capacity
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import POLICIES
 
@@ -128,34 +127,19 @@ def test_blocks_of_token_traces_are_cut_to_the_size_that_is_asked_for(
     assert found[0]["token_hit_rate"] > found[1]["token_hit_rate"] > 0.8
 
 
-def test_a_hybrid_model_is_simulated_on_token_traces(capsys: pytest.CaptureFixture[str]) -> None:
-    found = as_json(capsys, str(SMALL), "--model", "hybrid-7b", "--policy", "lru",
-                    "--capacity", "5GB")  # fmt: skip
-    assert found["capacity_bytes"] == 5_000_000_000
-    assert 0.5 < found["token_hit_rate"] < 0.6
-    assert "block_hit_rate" not in found
-    whole = as_json(capsys, str(SMALL), "--model", "hybrid-7b", "--policy", "lru", "--size", "100%")
-    assert whole["token_hit_rate"] == pytest.approx(0.9634, abs=0.0001)
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (("--policy", "best"), "policy='best'"),
         (("--policy", "adaptive"), "policy='adaptive': hit_density, which replaces adaptive"),
+        (("--policy", "gdsf"), "policy='gdsf': hit_density, which replaces gdsf"),
         (("--policy", "lru,"), "policy=''"),
         (("--capacity", "-1"), "capacity='-1'"),
         (("--capacity", "5"), "written as 5%"),
         (("--capacity", "5 %%"), "5% of the trace"),
-        (("--model", "mamba"), "'attention', 'hybrid-7b'"),
-        (("--model", "hybrid-7b", "--policy", "lru"), "use attention"),
-        (("--model", "hybrid-7b", "--policy", "learned"), "policy='learned': one of lru, sglang"),
-        (("--model", "hybrid-7b", "--policy", "gdsf"), "policy='gdsf': hit_density, which"),
         (("--from", "end"), "'start', 'half'"),
         (("--kv-bytes-per-token", "0"), "'--kv-bytes-per-token'"),
         (("--block-tokens", "-3"), "'--block-tokens'"),
-        (("--plot", "x.png"), "end it in .svg"),
-        (("--plot", "no/such/folder/x.svg"), "a folder that exists"),
     ],
 )
 def test_wrong_usage_is_refused_with_what_to_do(
@@ -199,15 +183,3 @@ def test_a_cache_of_nothing_hits_nothing(
     for size in ("0", "1%"):
         found = as_json(capsys, str(file), "--policy", "lru", "--capacity", size)
         assert (found["token_hit_rate"], found["flops_saved"]) == (0.0, 0.0)
-
-
-def test_the_plot_has_a_line_for_each_policy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = blocks(tmp_path, (1, 2), (1, 2, 3))
-    plot = tmp_path / "hits.svg"
-    argv = (str(file), "--policy", "lru,marconi", "--size", "25%,50%,100%", "--plot", str(plot))
-    assert run(capsys, *argv)[0] == 0
-    drawing = ElementTree.parse(plot).getroot()
-    assert len(list(drawing.iter("{http://www.w3.org/2000/svg}polyline"))) == 2
-    assert "blocks.jsonl" in plot.read_text()

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.cli import trace_format
-from kvstore.cli.trace_format import BlockLine, SegmentLine, make_blocks, read_trace, tokens_of
+from kvstore.cli import simulate
+from kvstore.cli.simulate import BlockLine, SegmentLine, make_blocks, read_trace, tokens_of
 from kvstore.proto.errors import InvalidRequestError
 
 TRACES = Path(__file__).resolve().parents[2] / "data" / "traces"
@@ -104,9 +104,9 @@ def test_kinds_do_not_mix_and_unknown_ones_are_named(tmp_path: Path) -> None:
 def test_files_lines_and_counts_have_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trace_format, "MAX_REQUESTS", 2)
+    monkeypatch.setattr(simulate, "MAX_REQUESTS", 2)
     assert "cut the trace" in complaint(tmp_path, BLOCKS, BLOCKS, BLOCKS)
-    monkeypatch.setattr(trace_format, "MAX_LINE_BYTES", 60)
+    monkeypatch.setattr(simulate, "MAX_LINE_BYTES", 60)
     assert "keep lines under 60 bytes" in complaint(tmp_path, " " * 70)
 
 
@@ -229,6 +229,6 @@ def test_a_prompt_of_nothing_has_no_blocks() -> None:
 def test_blocks_have_a_limit_and_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidRequestError, match="block_tokens=0"):
         make_blocks([turn([(1, 3)], (1, 0))], 0)
-    monkeypatch.setattr(trace_format, "MAX_BLOCKS", 3)
+    monkeypatch.setattr(simulate, "MAX_BLOCKS", 3)
     with pytest.raises(InvalidRequestError, match="cut the trace to 3"):
         make_blocks([line(1, 2), line(3, 4)])

@@ -7,8 +7,7 @@ import re
 import pytest
 from docs.blocks import ROOT
 
-from kvstore.cli.simulate.blocks import Terms
-from kvstore.cli.simulate.report import Simulator
+from kvstore.cli.simulate import Terms, make_blocks, read_trace, replay_blocks
 from kvstore.proto.types import (
     DType,
     KVLayout,
@@ -57,11 +56,9 @@ def test_the_hits_are_those_of_the_command_above_them() -> None:
     hits = re.search(r"\| tokens hit \|(.*)\|", PAGE)
     assert command is not None
     assert hits is not None
-    simulator = Simulator(ROOT / command[1])
-    found = [
-        f"{simulator.run(Terms('hit_density', size)).token_hit_rate:.2%}".replace("%", " %")
-        for size in command[2].split(",")
-    ]
+    trace = make_blocks(read_trace(ROOT / command[1]))
+    outcomes = [replay_blocks(trace, Terms("hit_density", size)) for size in command[2].split(",")]
+    found = [f"{one.token_hit_rate:.2%}".replace("%", " %") for one in outcomes]
     assert [cell.strip() for cell in hits[1].split("|")] == found
 
 

@@ -12,10 +12,8 @@ from server_process import ServerProcess
 
 from kvstore.cli.main import main
 from kvstore.cli.server import fetch_status
-from kvstore.cli.simulate.blocks import Terms
-from kvstore.cli.simulate.report import Simulator
+from kvstore.cli.simulate import Terms, make_blocks, read_trace, replay_blocks
 from kvstore.cli.trace import record, replay_trace
-from kvstore.cli.trace_format import make_blocks, read_trace
 
 CHUNK_BYTES = 60 << 10
 REQUESTS = 260
@@ -62,9 +60,8 @@ def fill(process: ServerProcess, folder: Path) -> int:
 def simulated(path: Path, policy: str, blocks: int) -> tuple[int, int]:
     """Return the blocks hit and asked for, on a tier of so many."""
     trace = make_blocks(read_trace(path))
-    outcome = Simulator(path).run(Terms(policy, str(512 * blocks), kv_bytes_per_token=1))
+    outcome = replay_blocks(trace, Terms(policy, str(512 * blocks), kv_bytes_per_token=1))
     asked = int(trace.known.sum())
-    assert outcome.block_hit_rate is not None
     return round(outcome.block_hit_rate * asked), asked
 
 

@@ -10,7 +10,7 @@ from contracts.plain_leaves import PlainLeaves, play
 from contracts.policy import above, everyone, keep_none, row, rows
 from typing_extensions import override
 
-from kvstore.cli.simulate.blocks import BlockReplay
+from kvstore.cli.simulate import BlockReplay
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import NO_INFO, AccessHistory, InsertInfo
 from kvstore.server.eviction.lru import DiscardHintEviction, LruEviction

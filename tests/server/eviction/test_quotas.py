@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typing_extensions import override
 
-from kvstore.cli.simulate.blocks import BlockReplay
+from kvstore.cli.simulate import BlockReplay
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
 from kvstore.proto.types import ChunkKey

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from kvstore.server.eviction.states.cache import Checkpoints, insert_speculatively
-from kvstore.server.eviction.states.tree import CheckpointTree, HybridModel
+from bench.states.cache import Checkpoints, insert_speculatively
+from bench.states.tree import CheckpointTree, HybridModel
 
 SMALL = HybridModel("small", 1, 1, 1, 8, 4)
 

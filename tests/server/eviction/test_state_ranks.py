@@ -7,13 +7,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from contracts.states import nodes, spelt
-from numpy.typing import NDArray
-from typing_extensions import override
-
-from kvstore.server.eviction.reuse_statistics import Classes, DensityTable, Floats
-from kvstore.server.eviction.states.cache import GhostLimits, MakeRank, StateCache
-from kvstore.server.eviction.states.ranks import (
+from bench.states.cache import GhostLimits, MakeRank, StateCache
+from bench.states.ranks import (
     STATE_CLASSES,
     HitDensityRank,
     LeafLruRank,
@@ -22,7 +17,12 @@ from kvstore.server.eviction.states.ranks import (
     read_prior,
     state_class,
 )
-from kvstore.server.eviction.states.tree import CheckpointTree, HybridModel, Node, Tokens
+from bench.states.tree import CheckpointTree, HybridModel, Node, Tokens
+from contracts.states import nodes, spelt
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from kvstore.server.eviction.reuse_statistics import Classes, DensityTable, Floats
 
 PRIOR_CRC32 = 252386292
 """Of its numbers as little-endian uint16: a change has to be meant."""

@@ -12,7 +12,7 @@ from conftest import ProcessMaker, ServerMaker
 from local_server import DEADLINE_MS, LocalServer
 from prompts import SMALL
 
-from kvstore.cli.selection import fetch_namespaces
+from kvstore.cli.chunks import fetch_namespaces
 from kvstore.client.connection import Connection
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, ModelError

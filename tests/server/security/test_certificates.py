@@ -13,7 +13,7 @@ from credentials import Authority
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from kvstore.cli.doctor_checks import check_revocations
+from kvstore.cli.doctor import check_revocations
 from kvstore.proto.errors import InvalidRequestError, UnauthenticatedError
 from kvstore.server.security.authenticator import Authenticator, JwtVerifier
 from kvstore.server.security.certificates import (

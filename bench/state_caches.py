@@ -1,18 +1,20 @@
-"""Traces of tokens replayed on a cache of states: hybrid models, whose prefixes match exactly."""
+"""Traces of tokens replayed on a cache of states: hybrid models, whose prefixes match exactly.
+
+No server has this cache: it is what bench.policy_hybrid compares with published systems.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
-from kvstore.cli.simulate.blocks import Outcome, Terms, parse_capacity
-from kvstore.cli.trace_format import SegmentLine, Tokens, tokens_of
+from bench.states.cache import NO_GHOSTS, GhostLimits, MakeRank, StateCache
+from bench.states.ranks import HitDensityRank, LeafLruRank, LruRank, MarconiRank
+from bench.states.tree import HYBRID_7B, HybridModel
+from kvstore.cli.simulate import SegmentLine, Tokens, tokens_of
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.eviction.states.cache import NO_GHOSTS, GhostLimits, MakeRank, StateCache
-from kvstore.server.eviction.states.ranks import HitDensityRank, LeafLruRank, LruRank, MarconiRank
-from kvstore.server.eviction.states.tree import HYBRID_7B, HybridModel
 
 DEFAULT_HYBRID_POLICY = "hit_density"
 RING_REQUESTS = 2048
@@ -20,7 +22,6 @@ RING_TOKENS = 1 << 23
 _ALPHAS = tuple(step / 10 for step in range(21))
 _WINDOW_PER_REQUEST = 5
 _SCORED_REQUESTS = 500
-_NO_LIMIT_BYTES = 1 << 60
 
 
 class StateRequest(NamedTuple):
@@ -131,27 +132,8 @@ def play(requests: Iterable[StateRequest], states: States) -> tuple[list[int], f
     return hits, spent_s
 
 
-def footprint_bytes(lines: Iterable[SegmentLine]) -> int:
-    """Return what a cache without a limit holds in the end, of ``HYBRID_7B``."""
-    cache = StateCache(HYBRID_7B, _NO_LIMIT_BYTES, NO_GHOSTS, LruRank)
-    play(state_requests(lines), cache)
-    return cache.tree.size_bytes
-
-
-def replay_states(lines: Sequence[SegmentLine], terms: Terms, footprint_bytes: int = 0) -> Outcome:
-    """Replay a trace of tokens on the model ``HYBRID_7B``.
-
-    Raises InvalidRequestError for a policy that has no form for states.
-    """
-    capacity_bytes = parse_capacity(terms.capacity, footprint_bytes)
-    states = make_states(terms.policy, HYBRID_7B, capacity_bytes)
-    hits, spent_s = play(state_requests(lines), states)
-    first = len(lines) // 2 if terms.from_half else 0
-    input_tokens = sum(line.input_tokens for line in lines[first:])
-    return Outcome(
-        policy=terms.policy,
-        capacity_bytes=capacity_bytes,
-        token_hit_rate=sum(hits[first:]) / max(1, input_tokens),
-        flops_saved=float(sum(HYBRID_7B.flops(hit) for hit in hits[first:])),
-        requests_per_s=len(hits) / max(spent_s, 1e-9),
-    )
+def replay_states(lines: Iterable[SegmentLine], policy: str, capacity_bytes: int) -> float:
+    """Return the share of the prompts' tokens hit in a trace of tokens, on ``HYBRID_7B``."""
+    lines = list(lines)
+    hits, _ = play(state_requests(lines), make_states(policy, HYBRID_7B, capacity_bytes))
+    return sum(hits) / max(1, sum(line.input_tokens for line in lines))

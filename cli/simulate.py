@@ -1,0 +1,561 @@
+"""Traces of lookups, read and written, and a policy's hits on one: a cache without bytes.
+
+A file has Mooncake's lines of blocks, or our own of token segments; a trace is then chains of
+blocks in columns: what a store of chunks sees.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import count, repeat
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.key_table import NO_ROW, spare_rows
+from kvstore.server.eviction.access_history import NO_INFO, AccessHistory, InsertInfo
+from kvstore.server.eviction.policy import EvictionPolicy, Rows, make_policy
+from kvstore.server.settings.values import parse_size
+
+MAX_LINE_BYTES = 8 << 20
+MAX_REQUESTS = 4 << 20
+MAX_REQUEST_TOKENS = 16 << 20
+MAX_BLOCKS = 64 << 20
+"""Accesses to blocks in one trace; their rows are kept in memory, 8 bytes each."""
+
+DEFAULT_BLOCK_TOKENS = 256
+_BLOCK_DIGEST_BYTES = 16
+_NAME_BYTES = 8
+_FIRST_TOKEN, _TOKEN_IDS = 3, 31_997
+
+Tokens = NDArray[np.int32]
+_Id = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+_Count = Annotated[int, Meta(ge=0, lt=MAX_REQUEST_TOKENS)]
+_Time = Annotated[float, Meta(ge=0, lt=1e15)]
+_Stream = Annotated[int, Meta(ge=0, lt=1 << 32)]
+"""Below 2^32, as a token is made from ``stream * 2**32 + place``."""
+
+Segment = tuple[_Stream, _Count]
+"""A stream's number and how many of its tokens."""
+
+
+class BlockLine(msgspec.Struct, frozen=True):
+    """A request of Mooncake's traces. *block_ids* name the blocks of its prompt, in order."""
+
+    timestamp_ms: _Time = msgspec.field(name="timestamp")
+    input_tokens: _Count = msgspec.field(name="input_length")
+    output_tokens: _Count = msgspec.field(name="output_length")
+    block_ids: tuple[_Id, ...] = msgspec.field(name="hash_ids")
+    block_tokens: Annotated[int, Meta(gt=0, lt=1 << 20)] = 512
+
+    def __post_init__(self) -> None:
+        tokens = self.input_tokens + self.output_tokens
+        if len(self.block_ids) > -(-tokens // self.block_tokens):
+            raise ValueError(f"more hash_ids than one for each {self.block_tokens} tokens")
+
+    @property
+    def time_s(self) -> float:
+        """Seconds from the trace's start."""
+        return self.timestamp_ms / 1e3
+
+
+class SegmentLine(msgspec.Struct, frozen=True):
+    """A request of a trace of tokens: its prompt and its answer as segments of streams."""
+
+    time_s: _Time = msgspec.field(name="ts")
+    session_id: _Id
+    turn: _Id = msgspec.field(name="turn_id")
+    inputs: tuple[Segment, ...] = msgspec.field(name="input_segs")
+    output: Segment = msgspec.field(name="output_seg")
+    input_tokens: _Count = msgspec.field(name="num_input_tokens")
+    output_tokens: _Count = msgspec.field(name="num_output_tokens")
+
+    def __post_init__(self) -> None:
+        for name, segments in (("input", self.inputs), ("output", (self.output,))):
+            tokens = sum(tokens for _, tokens in segments)
+            if tokens != getattr(self, f"{name}_tokens"):
+                raise ValueError(f"num_{name}_tokens is not the {tokens} of {name}_segs")
+
+
+TraceLines = list[BlockLine] | list[SegmentLine]
+
+
+class _Kinds(msgspec.Struct):
+    """Which kind a line is of: the one field that no line of the other kind has."""
+
+    hash_ids: msgspec.Raw = msgspec.Raw()
+    input_segs: msgspec.Raw = msgspec.Raw()
+
+
+_kinds = msgspec.json.Decoder(_Kinds)
+_block_line = msgspec.json.Decoder(BlockLine)
+_segment_line = msgspec.json.Decoder(SegmentLine)
+
+
+@dataclass(slots=True)
+class TraceWriter:
+    """Writes what a server recorded as block lines of ``block_tokens``.
+
+    The server's names of chunks become numbers in the order of first appearance, times are
+    since the recording began, the answers' lengths are unknown.
+    """
+
+    file: IO[bytes]
+    block_tokens: int
+    lookups: int = 0
+    lost: int = 0
+    """Lookups that were read too late."""
+    _ids: dict[bytes, int] = field(default_factory=dict)
+
+    def write(self, record: pb.TraceRecord) -> None:
+        """Append a line."""
+        names = record.chunks
+        ids = tuple(
+            self._ids.setdefault(names[at : at + _NAME_BYTES], len(self._ids))
+            for at in range(0, len(names), _NAME_BYTES)
+        )
+        tokens = len(ids) * self.block_tokens
+        if ids and record.tokens:  # the last block may be in part the prompt's
+            tokens = max(record.tokens, tokens - self.block_tokens + 1)
+        line = BlockLine(round(record.at_us / 1000, 3), tokens, 0, ids, self.block_tokens)
+        self.file.write(msgspec.json.encode(line) + b"\n")
+        self.lookups += 1
+
+    @property
+    def chunks(self) -> int:
+        """Different chunks that were looked up."""
+        return len(self._ids)
+
+
+def read_trace(path: Path) -> TraceLines:
+    """Read all requests of a trace, in the file's order.
+
+    Raises InvalidRequestError that names the file, the line and what is wrong with it; OSError
+    when the file cannot be read.
+    """
+    lines: list[Any] = []
+    with path.open("rb") as file:
+        for number in count(1):
+            raw = file.readline(MAX_LINE_BYTES + 1)
+            if not raw:
+                break
+            try:
+                if len(raw) > MAX_LINE_BYTES:
+                    raise ValueError(f"keep lines under {MAX_LINE_BYTES} bytes")
+                if raw.isspace():
+                    continue
+                lines.append(_read_line(raw, type(lines[0]) if lines else None))
+                if len(lines) > MAX_REQUESTS:
+                    raise ValueError(f"cut the trace to {MAX_REQUESTS} lines")
+            except (msgspec.DecodeError, ValueError, RecursionError) as error:
+                where = f"{path.name}:{number} line"
+                raise InvalidRequestError(where, raw[:60].strip(), str(error)) from None
+    if not lines:
+        raise InvalidRequestError("trace", path.name, "give a file with a request in it")
+    return lines
+
+
+def _read_line(raw: bytes, kind: type | None) -> BlockLine | SegmentLine:
+    kinds = _kinds.decode(raw)
+    if not kinds.hash_ids and not kinds.input_segs:
+        raise ValueError("give hash_ids (Mooncake's traces) or input_segs (kvstore's own)")
+    found = BlockLine if kinds.hash_ids else SegmentLine
+    if kind not in (None, found):
+        raise ValueError("the lines before are of the other kind: keep to one kind a file")
+    return _block_line.decode(raw) if found is BlockLine else _segment_line.decode(raw)
+
+
+def tokens_of(segments: Iterable[Segment]) -> Tokens:
+    """Return the tokens of segments, one after the other: int32 (tokens,).
+
+    Token j of stream s is 3 + splitmix64(s * 2**32 + j) % 31997. splitmix64 is Steele, Lea and
+    Flood's (OOPSLA 2014), with the state as its argument.
+    """
+    parts = [np.zeros(0, np.uint64)]
+    parts += [
+        np.uint64(number << 32) + np.arange(tokens, dtype=np.uint64) for number, tokens in segments
+    ]
+    mixed = np.concatenate(parts)
+    mixed += np.uint64(0x9E3779B97F4A7C15)  # arrays of numpy wrap around, as splitmix64 does
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return (_FIRST_TOKEN + mixed % np.uint64(_TOKEN_IDS)).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTrace:
+    """Requests as chains of blocks, in the order in which they came.
+
+    A block has a row of 1 or more, in the order of first appearance, and its identity is its
+    chain: the same tokens after another prefix are another block. Request i came at
+    ``times_s[i]``, with the blocks ``rows[starts[i]:starts[i + 1]]`` of which the first
+    ``known[i]`` are within the prompt, so that a lookup can name them. By row: the ``parents``,
+    and the ``tokens`` in a block; one that is not full takes as much space as others, as the
+    pages of engines do.
+    """
+
+    times_s: NDArray[np.float64]
+    input_tokens: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    rows: Rows
+    known: NDArray[np.int64]
+    parents: Rows
+    tokens: NDArray[np.int64]
+    block_tokens: int
+
+    @property
+    def requests(self) -> int:
+        """How many requests there are."""
+        return len(self.times_s)
+
+    @property
+    def blocks(self) -> int:
+        """How many different blocks there are."""
+        return len(self.parents) - 1
+
+    def chain(self, request: int) -> Rows:
+        """Return the rows of a request's blocks, the head of the prompt first."""
+        return self.rows[self.starts[request] : self.starts[request + 1]]
+
+
+_Block = tuple[int | bytes, int]
+"""What tells a block from others after the same prefix, and its tokens."""
+
+
+def make_blocks(lines: TraceLines, block_tokens: int = DEFAULT_BLOCK_TOKENS) -> BlockTrace:
+    """Return a trace as chains of blocks: of its own size where it has one, else *block_tokens*.
+
+    Raises InvalidRequestError when there are too many, or the lines disagree about their size.
+    """
+    first = lines[0]
+    size = first.block_tokens if isinstance(first, BlockLine) else block_tokens
+    if size < 1:
+        raise InvalidRequestError("block_tokens", size, "give 1 or more, such as 256")
+    row_of: dict[tuple[int, int | bytes], int] = {}
+    rows, starts, known = array("q"), array("q", [0]), array("q")
+    parents, tokens = array("q", [NO_ROW]), array("q", [0])
+    for named, blocks in _cut(lines, size):
+        row = NO_ROW
+        for identity, block in blocks:
+            parent, row = row, row_of.setdefault((row, identity), len(parents))
+            if row == len(parents):
+                parents.append(parent)
+                tokens.append(block)
+            rows.append(row)
+        known.append(named)
+        starts.append(len(rows))
+        if len(rows) > MAX_BLOCKS:
+            fix = f"cut the trace to {MAX_BLOCKS} accesses"
+            raise InvalidRequestError("trace blocks", len(rows), fix)
+    return BlockTrace(
+        times_s=np.array([line.time_s for line in lines], np.float64),
+        input_tokens=np.array([line.input_tokens for line in lines], np.int64),
+        starts=np.array(starts, np.int64),
+        rows=np.array(rows, np.intp),
+        known=np.array(known, np.int64),
+        parents=np.array(parents, np.intp),
+        tokens=np.array(tokens, np.int64),
+        block_tokens=size,
+    )
+
+
+def _cut(lines: TraceLines, size: int) -> Iterator[tuple[int, list[_Block]]]:
+    """Yield each line's blocks and how many of the first a lookup can name.
+
+    Of a prompt of tokens with its answer, as an engine stores them, that is without the block in
+    which the prompt ends and the answer begins.
+    """
+    blocks: list[_Block]
+    for line in lines:
+        if isinstance(line, SegmentLine):
+            whole = tokens_of((*line.inputs, line.output))
+            parts = [whole[at : at + size] for at in range(0, len(whole), size)]
+            blocks = [(blake3(p.tobytes()).digest(_BLOCK_DIGEST_BYTES), len(p)) for p in parts]
+            yield (line.input_tokens // size if line.output_tokens else len(blocks)), blocks
+        else:
+            if line.block_tokens != size:
+                fix = f"keep to one block_tokens a file, such as the first line's {size}"
+                raise InvalidRequestError("block_tokens", line.block_tokens, fix)
+            ends = range(line.input_tokens, line.input_tokens - size * len(line.block_ids), -size)
+            blocks = [
+                (block, max(1, min(size, left)))
+                for block, left in zip(line.block_ids, ends, strict=True)
+            ]
+            yield len(blocks), blocks
+
+
+# --- replay
+
+DEFAULT_KV_BYTES_PER_TOKEN = 131_072
+"""Llama-3.1-8B in bfloat16: 32 layers of 8 heads of 128, keys and values."""
+
+MIN_ROWS = 1 << 18
+"""Blocks that are remembered, here or evicted, whatever the size of the cache."""
+
+_FORGOTTEN_SHARE = 8
+
+_LINEAR_FLOPS, _SQUARE_FLOPS = 1.6e10, 262_144.0
+"""Prefill of that model: 1.6e10 L + 262,144 L^2 for a prompt of L tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a trace is replayed on. *capacity* is ``10GiB`` or a share of the footprint, ``5%``.
+
+    With *from_half* hits count from the middle of the trace on. Raises InvalidRequestError.
+    """
+
+    policy: str
+    capacity: str
+    kv_bytes_per_token: int = DEFAULT_KV_BYTES_PER_TOKEN
+    from_half: bool = False
+
+    def __post_init__(self) -> None:
+        parse_capacity(self.capacity, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a policy hit, as shares of the tokens and blocks requested.
+
+    *requests_per_s* counts requests for blocks; *flops_saved* is what prefill of the tokens hit
+    would have cost.
+    """
+
+    policy: str
+    capacity_bytes: int
+    token_hit_rate: float
+    block_hit_rate: float
+    flops_saved: float
+    evictions: int
+    requests_per_s: float
+
+
+def parse_capacity(text: str, footprint_bytes: int) -> int:
+    """Return bytes: of a size such as 10GiB, or of a share of *footprint_bytes* such as 2.5%.
+
+    Raises InvalidRequestError.
+    """
+    share = re.fullmatch(r"\s*([0-9]{1,6}(?:\.[0-9]{1,9})?)\s*%\s*", text)
+    if share is not None:
+        return int(Fraction(share[1]) / 100 * footprint_bytes)
+    try:
+        return parse_size(text.strip())
+    except ValueError as error:
+        raise InvalidRequestError("capacity", text, f"{error}, or 5% of the trace") from None
+
+
+def replay_blocks(
+    trace: BlockTrace, terms: Terms, policy: tuple[EvictionPolicy, AccessHistory] | None = None
+) -> Outcome:
+    """Replay a trace of blocks on one tier; *policy* stands in for the one that is named, with
+    the AccessHistory that it ranks by.
+    """
+    block_bytes = trace.block_tokens * terms.kv_bytes_per_token
+    capacity_bytes = parse_capacity(terms.capacity, trace.blocks * block_bytes)
+    if 0 < capacity_bytes < block_bytes and "%" not in terms.capacity:
+        fix = f"a block has {block_bytes} bytes; a share of the trace is written as 5%"
+        raise InvalidRequestError("capacity", terms.capacity, fix)
+    if policy is None:
+        history = AccessHistory(trace.block_tokens)
+        policy = make_policy(terms.policy, history), history
+    replay = BlockReplay(*policy, capacity_bytes)
+    times, starts = trace.times_s.tolist(), trace.starts.tolist()
+    rows = trace.rows.tolist()
+    is_full = (trace.tokens == trace.block_tokens).tolist()
+    hits = [0] * trace.requests
+    longest = int(np.diff(trace.starts).max(initial=0))
+    flops = np.diff(_prefill_flops(np.arange(longest + 1.0) * trace.block_tokens))
+    started = time.perf_counter()
+    for at, (now_s, start, end) in enumerate(zip(times, starts, starts[1:], strict=False)):
+        chain = rows[start:end]
+        if chain:
+            facts = InsertInfo(tokens_full=is_full[chain[-1]], prompt_chunks=len(chain))
+            hits[at] = replay.request(chain, block_bytes, now_s, facts, flops[: len(chain)])
+    spent_s = time.perf_counter() - started
+    first = trace.requests // 2 if terms.from_half else 0
+    hit_blocks = np.minimum(np.array(hits, np.int64), trace.known)[first:]
+    inputs = trace.input_tokens[first:]
+    hit_tokens = np.minimum(hit_blocks * trace.block_tokens, inputs)
+    return Outcome(
+        policy=terms.policy,
+        capacity_bytes=capacity_bytes,
+        token_hit_rate=int(hit_tokens.sum()) / max(1, int(inputs.sum())),
+        block_hit_rate=int(hit_blocks.sum()) / max(1, int(trace.known[first:].sum())),
+        flops_saved=float(_prefill_flops(hit_tokens).sum()),
+        evictions=replay.evictions,
+        requests_per_s=len(rows) / max(spent_s, 1e-9),
+    )
+
+
+def _prefill_flops(tokens: NDArray[np.int64] | NDArray[np.float64]) -> NDArray[np.float64]:
+    return _LINEAR_FLOPS * tokens + _SQUARE_FLOPS * tokens**2
+
+
+class BlockReplay:
+    """One tier as a policy sees it, and requests that are chains of blocks.
+
+    A hit is the longest prefix of a request that is here before it. Then its blocks that are
+    here are touched, and the others inserted, the first of them first, evicting as needed but
+    none of its own; if nothing may go, or a block is larger than the tier, the rest is not
+    admitted. What is evicted is remembered by the AccessHistory: at most *min_rows* blocks, or
+    twice as many as were here at once; those requested longest ago are forgotten first. The same
+    requests give the same hits.
+    """
+
+    def __init__(
+        self,
+        policy: EvictionPolicy,
+        history: AccessHistory,
+        capacity_bytes: int,
+        *,
+        min_rows: int = MIN_ROWS,
+    ) -> None:
+        """A tier that is empty. Raises InvalidRequestError."""
+        if capacity_bytes < 0:
+            raise InvalidRequestError("capacity_bytes", capacity_bytes, "0 or more")
+        self._policy = policy
+        self._history = history
+        self._capacity_bytes = capacity_bytes
+        self._rows: dict[int, int] = {}
+        self._ids: list[int] = [NO_ROW]
+        """The block of each row."""
+        self._sizes = array("Q", [0])
+        """The bytes of the blocks that are here, by row."""
+        self._free: list[int] = []
+        self._row_limit = min_rows
+        self.used_bytes = 0
+        self.blocks = 0
+        self.hit_blocks = 0
+        self.evictions = 0
+
+    def request(
+        self,
+        blocks: Sequence[int],
+        block_bytes: int,
+        now_s: float,
+        facts: InsertInfo = NO_INFO,
+        flops: NDArray[np.float64] | None = None,
+    ) -> int:
+        """Look up and store a prompt; return how many of its first blocks were here.
+
+        *blocks* are identities, the first of the prompt first, all of *block_bytes*; *flops* what
+        the prefill of each costs. Raises InvalidRequestError.
+        """
+        if block_bytes < 1:
+            raise InvalidRequestError("block_bytes", block_bytes, "at least 1")
+        self.blocks += len(blocks)
+        if not len(blocks):
+            return 0
+        history = self._history
+        names = list(map(self._rows.get, blocks, repeat(NO_ROW)))
+        known = names.index(NO_ROW) if NO_ROW in names else len(names)
+        if known < len(names):
+            self._name(blocks, names)
+        rows = np.array(names, np.intp)
+        history.requested(rows[:known], len(names), now_s)
+        if facts.reuse:
+            history.hint(rows[:known], facts.reuse)
+        history.seen_chain(rows[known:], names[known - 1] if known else NO_ROW, facts, now_s)
+        if flops is not None:
+            history.reach(len(self._ids))
+            history.flops[rows] = flops
+        hit = self._store(names, rows, block_bytes, now_s)
+        self.hit_blocks += hit
+        return hit
+
+    def _name(self, blocks: Sequence[int], names: list[int]) -> None:
+        """Give rows to those *blocks* of a prompt that have none, and fill in their *names*."""
+        rows, ids, free = self._rows, self._ids, self._free
+        if len(rows) + len(blocks) > self._row_limit:
+            self._forget(set(names))
+        for at, block in enumerate(blocks):
+            row = rows.get(block, NO_ROW)
+            if not row and free:
+                row = rows[block] = free.pop()
+                ids[row] = block
+            elif not row:
+                row = rows[block] = len(ids)
+                ids.append(block)
+            names[at] = row
+        missing = len(ids) - len(self._sizes)
+        if missing > 0:
+            self._sizes.frombytes(bytes(8 * (missing + spare_rows(len(ids)))))
+
+    def _forget(self, kept: set[int]) -> None:
+        """Forget an eighth of what is not here, but for those of *kept*."""
+        count = len(self._ids)
+        here = np.frombuffer(self._sizes, np.uint64)[:count] > 0
+        self._row_limit = max(self._row_limit, 2 * int(here.sum()))
+        if len(self._rows) < self._row_limit:
+            return
+        here[[NO_ROW, *kept, *self._free]] = True
+        gone = np.flatnonzero(~here)
+        self._history.reach(count)
+        last_s = self._history.last_s[gone]
+        oldest = gone[np.argsort(last_s, kind="stable")[: len(gone) // _FORGOTTEN_SHARE + 1]]
+        self._history.forget_all(oldest)
+        for row in oldest.tolist():
+            del self._rows[self._ids[row]]
+            self._free.append(row)
+
+    def _store(self, names: list[int], rows: Rows, block_bytes: int, now_s: float) -> int:
+        """Touch and insert the blocks of a prompt; return how many of the first were here."""
+        policy, sizes = self._policy, self._sizes
+        held = list(map(sizes.__getitem__, names))
+        hit = held.index(0) if 0 in held else len(held)
+        has_gaps = any(held[hit:])
+        policy.touch(rows[np.array(held) > 0] if has_gaps else rows[:hit], now_s)
+        if hit == len(names) or block_bytes > self._capacity_bytes:
+            return hit
+        missing = list(dict.fromkeys(row for row in names[hit:] if not sizes[row]))
+        need_bytes = self.used_bytes + len(missing) * block_bytes - self._capacity_bytes
+        if need_bytes > 0:
+            self._evict(need_bytes, set(names), now_s)
+            del missing[(self._capacity_bytes - self.used_bytes) // block_bytes :]
+        for row in missing:
+            sizes[row] = block_bytes
+        self.used_bytes += len(missing) * block_bytes
+        if not has_gaps:
+            parent = names[hit - 1] if hit else NO_ROW
+            fresh = rows[hit:] if len(missing) == len(names) - hit else np.array(missing, np.intp)
+            policy.insert_chain(fresh, parent, block_bytes, now_s)
+            return hit
+        left = set(missing)
+        for row, parent in zip(names, [NO_ROW, *names], strict=False):
+            if row in left:
+                policy.insert(row, parent, block_bytes, now_s)
+                left.discard(row)
+        return hit
+
+    def _evict(self, need_bytes: int, kept: set[int], now_s: float) -> None:
+        """Evict until *need_bytes* are free or none but those of *kept* are left."""
+        sizes, freed_bytes = self._sizes, 0
+        victims = []
+        for row in self._policy.victims(kept.__contains__, now_s):
+            victims.append(row)
+            freed_bytes += sizes[row]
+            if freed_bytes >= need_bytes:
+                break
+        for row in reversed(victims):  # a block before what it continues: no such leaf is queued
+            sizes[row] = 0
+            self._policy.remove(row)
+        self.used_bytes -= freed_bytes
+        self.evictions += len(victims)
+
+    def __len__(self) -> int:
+        """Blocks remembered, here or not."""
+        return len(self._rows)

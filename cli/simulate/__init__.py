@@ -1,1 +1,0 @@
-"""kvstore simulate: traces replayed on policies, without a server and without bytes."""
