@@ -69,11 +69,6 @@ class RopeSpec:
             raise ModelError("rope", (rope.scaling, rope.factors), fix)
         return cls(tuple(found.tolist()), key_gain(rope))
 
-    def angles(self, positions: Tensor) -> Tensor:
-        """Return the angles at *positions*, (tokens,): (tokens, pairs), float64 of float32."""
-        table = torch.tensor(self.frequencies, dtype=torch.float32, device=positions.device)
-        return (positions.float()[:, None] * table).double()
-
 
 def rerotate(keys: Tensor, old: Tensor, new: Tensor, rope: RopeSpec) -> Tensor:
     """Return *keys*, (heads, tokens, head_dim), turned from their *old* positions to *new* ones.
@@ -85,7 +80,9 @@ def rerotate(keys: Tensor, old: Tensor, new: Tensor, rope: RopeSpec) -> Tensor:
     if 2 * pairs > keys.shape[-1]:
         found = (2 * pairs, keys.shape[-1])
         raise ModelError("rope", found, "more channels are rotated than there are")
-    angles = rope.angles(new) - rope.angles(old)
+    table = torch.tensor(rope.frequencies, dtype=torch.float32, device=keys.device)
+    before, after = ((at.float()[:, None] * table).double() for at in (old, new))
+    angles = after - before
     cosine, sine = torch.cos(angles), torch.sin(angles)
     first, second = keys[..., :pairs].double(), keys[..., pairs : 2 * pairs].double()
     moved = keys.clone()

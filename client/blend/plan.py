@@ -156,11 +156,9 @@ class BlendPlan:
         return replace(self, segments=segments, ratio=ratio)
 
     def chosen_tokens(self, ratio: float) -> float:
-        """Return how many ``approx`` tokens *ratio* computes; a segment's own ratio is kept."""
-        return sum(
-            len(s) * (ratio if s.ratio is None else max(s.ratio, ratio))
-            for _, s in self.of_kind("approx")
-        )
+        """Return how many ``approx`` tokens *ratio*, or a higher one of a segment, computes."""
+        found = self.of_kind("approx")
+        return sum(len(one) * max(ratio, one.ratio or 0.0) for _, one in found)
 
 
 def _check_share(field_name: str, value: float) -> None:
