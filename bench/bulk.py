@@ -15,7 +15,7 @@ import numpy as np
 from bench.report import best_s, paired
 from bench.workload import MODEL, check, chunk_bytes, make_chunks, serving
 from kvstore.client import Client, ClientOptions
-from kvstore.client.transports.tcp_connection import Entrance, FrameStream
+from kvstore.client.transports.tcp import Entrance, FrameStream
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, KVLayout, PutOutcome
@@ -99,8 +99,7 @@ def stalled_readers(clients: Sequence[Client], keys: Sequence[ChunkKey]) -> Iter
                 digests=b"".join(key[DIGEST_BYTES:] for key in keys),
                 deadline_ms=60_000,
             )
-            message = pb.StreamMessage(request=stream.next_request(), get=get)
-            stream.send(message, time.monotonic() + 5.0)
+            stream.begin(pb.StreamMessage(get=get), time.monotonic() + 5.0)
             time.sleep(0.01)  # one thread each until it stalls
         time.sleep(0.3)
         assert clients[0].status().leases == STALLED_READERS

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from kvstore.client.frames import DirectFrame, FrameAssembler
 from kvstore.client.session import Session
 from kvstore.client.transports.base import Arrival, Direct, room_of, whole_frame
-from kvstore.client.transports.tcp_connection import DIAL_S, Entrance, FrameStream, FrameStreams
+from kvstore.client.transports.tcp import DIAL_S, Entrance, FrameStream, FrameStreams
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import KVStoreError, TierUnavailableError
@@ -152,21 +152,19 @@ class PeerReads:
         following = lent.first
         with self._lock:
             lender = self._lenders.get(lent.number)
-        stream = None if lender is None else lender.streams.take()
-        if lender is None or stream is None:
+        if lender is None:
             return following
-        is_clean = False
         try:
-            for frame in self._frames(stream, lender.session_id, lent, direct, deadline):
-                yield frame
-                following = frame.index + 1
-            is_clean = True
+            with lender.streams.lent() as stream:
+                if stream is None:
+                    return following
+                for frame in self._frames(stream, lender.session_id, lent, direct, deadline):
+                    yield frame
+                    following = frame.index + 1
         except TierUnavailableError:
             pass  # it has too many at once, or has just started anew
         except KVStoreError:
             self._leave_alone(lent.number)
-        finally:
-            lender.streams.pool.give_back(stream, is_clean=is_clean)
         return following if following < lent.first + len(lent.keys) else None
 
     def _frames(
@@ -179,7 +177,7 @@ class PeerReads:
             digests=b"".join(key[DIGEST_BYTES:] for key in lent.keys),
             deadline_ms=left_ms,
         )
-        stream.send(pb.StreamMessage(request=stream.next_request(), get=get), deadline)
+        stream.begin(pb.StreamMessage(get=get), deadline)
 
         def landing(index: int, frame_bytes: int, start: Bytes) -> DirectFrame | None:
             return direct(lent.first + index, frame_bytes, start)

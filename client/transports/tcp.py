@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from typing_extensions import override
+from xxhash import xxh3_64
 
-from kvstore.client.connection import Until
-from kvstore.client.frames import FrameAssembler, Room, here
-from kvstore.client.session import Session
+from kvstore.client.connection import SLACK_S, Pool, Until
+from kvstore.client.frames import FrameAssembler, Payload, Room, here
+from kvstore.client.session import Session, SessionTerms
 from kvstore.client.transports.base import (
     Arrival,
     Arrivals,
@@ -27,30 +31,366 @@ from kvstore.client.transports.base import (
     whole_frame,
 )
 from kvstore.client.transports.grpc import StreamTransport
-from kvstore.client.transports.tcp_connection import Entrance, FrameStream, FrameStreams
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     DeadlineError,
     InvalidFrameError,
+    InvalidRequestError,
     KVStoreError,
+    QuotaExceededError,
     TierUnavailableError,
 )
-from kvstore.proto.framing import MAX_PIECES
+from kvstore.proto.framing import MAX_PIECES, connect_wire
 
+T = TypeVar("T")
+
+MAX_STREAMS = 8
+"""Gets and puts at once; more go through gRPC. Below what a server allows one session."""
+DIAL_S = 2.0
+"""For a connection; a call that waits for one gives it half of its time at most."""
+AGAIN_S = 30.0
+"""A server that did not let us in is not dialled again for. One that did not do so within a call is
+dialled beside calls for as long."""
+_JOIN_S = 0.2
+LEAVE_S = 0.05
+"""For the server to end a get that is wanted no more; past it the stream is closed."""
+_SKIP_BYTES = 1 << 16
 _REQUEST_SLACK_BYTES = 32
 """What a message adds to a get."""
 IDLE_FRAME_BYTES = 128 << 20
 """Memory kept for the frames of the next get: to fault fresh pages in costs as much as a copy."""
-
-
 SMALL_FRAME_BYTES = 1 << 17
 """Goes in one part; of a larger one the header goes ahead, and the server takes the rest to where
 it stays.
 """
 _LARGE_BLOCK_BYTES = (32 << 20) - (1 << 16)
 """The largest that glibc draws its conclusion from, with room for its own header."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """Where a server's bulk channel is, ``tcp://host:port``, and the message that lets us in.
+
+    ``certificate`` in DER: TLS with that one alone; empty: in plain text.
+    """
+
+    where: str
+    certificate: bytes
+    attach: pb.StreamAttach
+
+    @classmethod
+    def of(cls, terms: SessionTerms, address: str) -> Entrance:
+        """Return that of our own session's server, which was reached at *address*."""
+        host = address.rpartition(":")[0].rpartition("/")[2]
+        where = terms.bulk_address.replace("*", host or "127.0.0.1")
+        attach = pb.StreamAttach(session_id=terms.session_id, token=terms.attach_token)
+        return cls(where, terms.bulk_certificate, attach)
+
+
+class FrameStream:
+    """Connected and attached at birth; one get or put at a time, used by one thread. Raises
+    TierUnavailableError or DeadlineError when *entrance* does not let us in within
+    *within_s* seconds, the server's own errors. A request that does not come to its end, or of
+    which nothing comes for *silence_s*, leaves it of no use.
+    """
+
+    def __init__(
+        self,
+        entrance: Entrance,
+        is_closing: Callable[[], bool],
+        within_s: float,
+        silence_s: float = math.inf,
+    ) -> None:
+        self._is_closing = is_closing
+        self._silence_s = silence_s
+        self._is_given_up = False
+        self._is_spoiled = False
+        """A call failed: what comes next is not known."""
+        self._coming: _Coming | None = None
+        self.requests = 0
+        """The number of the last request."""
+        self.is_over = True
+        """The last request has been answered whole, or by an error."""
+        self.frames = 0
+        """What its end counted."""
+        self._heard: tuple[pb.StreamMessage, _Coming | None] | None = None
+        deadline = time.monotonic() + within_s
+        self._wire = connect_wire(
+            entrance.where, entrance.certificate, deadline, time.monotonic, "server"
+        )
+        try:
+            self.send(pb.StreamMessage(attach=entrance.attach), deadline)
+            if not (answer := self.answer(deadline)).ready:
+                kind = answer.WhichOneof("body")
+                raise InvalidRequestError("kind", kind, "not an answer to attach")
+        except KVStoreError:
+            self.close()
+            raise
+
+    def begin(self, request: pb.StreamMessage, deadline: float) -> None:
+        """Send a request, which is given the next number, and wait until it is being answered: a
+        put until frames may come. Raises as ``receive``, and what the server has against a put.
+        """
+        self.requests, self.is_over = self.requests + 1, False
+        request.request = self.requests
+        self.send(request, deadline)
+        if not request.HasField("put"):
+            self._heard = self.receive(deadline)
+        elif not (answer := self.answer(deadline)).ready:
+            raise InvalidFrameError("kind", answer.WhichOneof("body"), "not an answer to a put")
+
+    def send(
+        self, message: pb.StreamMessage, deadline: float, pieces: Sequence[Bytes] = ()
+    ) -> None:
+        """Send a message, a part with *pieces* from where they lie. Raises as ``receive``."""
+        self._by(deadline)
+        self._try(deadline, lambda: self._wire.send(message, pieces))
+
+    def has_more(self) -> bool:
+        """Whether there is a message to receive, or the server hung up."""
+        return self._wire.has_more()
+
+    def answer(self, deadline: float) -> pb.StreamMessage:
+        """Return the answer to the last request, no part. Raises the server's error."""
+        message, payload = self.receive(deadline)
+        if message.request != self.requests or payload is not None:
+            raise InvalidFrameError("request", message.request, f"{self.requests} was asked")
+        if message.HasField("failed"):
+            raise bulk.error_of(message.failed)
+        return message
+
+    def receive(self, deadline: float) -> tuple[pb.StreamMessage, _Coming | None]:
+        """Return the next message; a part's payload is still to come.
+
+        Raises DeadlineError, TierUnavailableError when the server hung up, InvalidRequestError for
+        what is no message of ours, and InvalidFrameError for a part that nobody asked for.
+        """
+        if self._heard is not None:
+            heard, self._heard = self._heard, None
+            return heard
+        self._by(deadline)
+        message, size_bytes = self._try(deadline, self._wire.receive)
+        if message.HasField("part"):
+            if message.request != self.requests:
+                raise InvalidFrameError("request", message.request, f"{self.requests} was asked")
+            self._coming = _Coming(self, size_bytes, deadline)
+            return message, self._coming
+        if message.HasField("failed") and not message.request:  # of the session, not of a request
+            raise bulk.error_of(message.failed)
+        return message, None
+
+    def parts(self, deadline: float) -> Iterator[tuple[pb.StreamPart, Payload]]:
+        """Yield what answers the last get, until ``is_over``: each part, its payload to come.
+
+        What is of earlier requests is skipped. Raises the error that the server sent, and as
+        ``receive``.
+        """
+        while not self.is_over:
+            message, payload = self.receive(deadline)
+            if payload is not None:
+                yield message.part, payload
+            elif message.request == self.requests:
+                self.is_over = message.HasField("done") or message.HasField("failed")
+                self.frames = message.done
+                if message.HasField("failed"):
+                    raise bulk.error_of(message.failed)
+                if not self.is_over:
+                    kind = message.WhichOneof("body")
+                    raise InvalidFrameError("kind", kind, "not an answer to a get")
+
+    def leave(self, deadline: float) -> None:
+        """Want no more of the last get: it is over by then, or the stream of no use.
+
+        What is on its way is passed by, for LEAVE_S at most.
+        """
+        is_inside = self._heard is None and self._coming is not None and self._coming.left
+        if self.is_over or self._is_spoiled or is_inside:
+            return
+        soon = min(deadline, time.monotonic() + LEAVE_S)
+        cancel = pb.StreamMessage(request=self.requests, cancel=True)
+        is_told = False
+        with suppress(KVStoreError):
+            while True:
+                if not is_told and self._heard is None and not self.has_more():
+                    self.send(cancel, soon)
+                    is_told = True
+                message, payload = self.receive(soon)
+                if payload is None:
+                    self.is_over = message.HasField("done") or message.HasField("failed")
+                    return
+                payload.skip(len(payload))
+                if not is_told:
+                    self.send(cancel, soon)
+                    is_told = True
+
+    def fill(self, out: Bytes, deadline: float, digest: xxh3_64 | None = None) -> None:
+        """Fill *out* with a part's next bytes; add them to *digest*. Raises as ``receive``."""
+        self._try(deadline, lambda: self._wire.fill(out, digest))
+
+    def give_up(self) -> None:
+        """Have whoever waits on this stream wait no more. For any thread."""
+        self._is_given_up = True
+        self._wire.hang_up()
+
+    def is_broken(self) -> bool:
+        """Whether the server hung up, said what nobody asked for, or is waited for no more."""
+        is_ended = self._is_given_up or self._is_spoiled or self._wire.fileno() < 0
+        return is_ended or self._wire.has_more()
+
+    def close(self) -> None:
+        """Hang up. Idempotent."""
+        self._wire.close()
+
+    def _by(self, deadline: float) -> None:
+        left_s = max(0.001, deadline - time.monotonic())
+        self._wire.set_timeout(min(left_s, self._silence_s), deadline)
+
+    def _try(self, deadline: float, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except KVStoreError as error:
+            self._is_spoiled = True
+            if not isinstance(error, DeadlineError | TierUnavailableError):
+                raise
+            if self._is_closing():
+                raise KVStoreError("the client is closed") from None
+            if self._is_given_up:
+                raise DeadlineError("the server hangs") from None
+            # Its own deadline passes a little before ours: it hangs up in the midst of a frame.
+            if time.monotonic() >= deadline - SLACK_S:
+                raise DeadlineError("the server did not answer in time over TCP") from None
+            raise error
+
+
+class FrameStreams:
+    """The streams of one session: connected when they are needed, kept for the next call.
+
+    Thread-safe. A call takes one that is idle or connects one, or does without where there are as
+    many as there may be, or the server does not let us in. *silence_s* as theirs.
+    """
+
+    def __init__(self, entrance: Entrance, silence_s: float = math.inf) -> None:
+        self._entrance = entrance
+        self._silence_s = silence_s
+        self.pool: Pool[FrameStream] = Pool(MAX_STREAMS, FrameStream.close, FrameStream.give_up)
+        self._dialling: threading.Thread | None = None
+        self._refused_until = -math.inf
+        self._beside_until = -math.inf
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a call would find one now; else, and if that may help, one is connected."""
+        if not self.pool.idle:
+            self._dial_if_due()
+        return bool(self.pool.idle)
+
+    def take(self, within_s: float = 0.0) -> FrameStream | None:
+        """Return a stream of our own for one call of *within_s* seconds; None when there is none.
+
+        Without time to connect one, or where that took too long of late, one is connected beside
+        the call, for the next.
+        """
+        while (stream := self.pool.take()) is not None:
+            if not stream.is_broken():
+                return stream
+            self.pool.give_back(stream, is_clean=False)
+        is_beside = self._dialling is not None or time.monotonic() < self._beside_until
+        if within_s <= 0 or is_beside:
+            self._dial_if_due()
+        elif self._may_connect():
+            try:
+                return self._connected(within_s / 2)
+            except (DeadlineError, TierUnavailableError, QuotaExceededError):
+                self._beside_until = time.monotonic() + AGAIN_S
+                self._refused_until = -math.inf  # it had the time of one call: that says little
+                self._dial_if_due()
+        return None
+
+    @contextmanager
+    def lent(self, within_s: float = 0.0) -> Iterator[FrameStream | None]:
+        """Enter with what ``take`` returns. It is kept for the next call if this one ended well and
+        its request is over, else closed.
+        """
+        stream = self.take(within_s)
+        is_clean = False
+        try:
+            yield stream
+            is_clean = stream is not None and stream.is_over
+        finally:
+            if stream is not None:
+                self.pool.give_back(stream, is_clean=is_clean)
+
+    def connect(self, within_s: float) -> None:
+        """Connect a stream for the first call. Raises as ``FrameStream``."""
+        if self._may_connect():
+            self.pool.give_back(self._connected(within_s), is_clean=True)
+
+    def close(self) -> None:
+        """Hang up on all; calls at work end. Idempotent."""
+        self.pool.close()
+        if (dialling := self._dialling) is not None:
+            dialling.join(_JOIN_S)
+
+    def _may_connect(self) -> bool:
+        """Whether one more may be connected now; if so, it is counted."""
+        return time.monotonic() >= self._refused_until and self.pool.may_make()
+
+    def _connected(self, within_s: float) -> FrameStream:
+        """Return one more, in use. Raises as it does, for a while after which none is tried."""
+        stream: FrameStream | None = None
+        pool, seconds = self.pool, min(within_s, DIAL_S)
+        try:
+            stream = FrameStream(self._entrance, lambda: pool.is_closed, seconds, self._silence_s)
+        finally:
+            if stream is None:
+                self._refused_until = time.monotonic() + AGAIN_S
+            self.pool.made(stream)
+        return stream
+
+    def _dial_if_due(self) -> None:
+        if self._dialling is None and self._may_connect():
+            self._dialling = threading.Thread(
+                target=self._dial, name="kvstore-stream-dial", daemon=True
+            )
+            self._dialling.start()
+
+    def _dial(self) -> None:
+        with suppress(KVStoreError):
+            self.pool.give_back(self._connected(DIAL_S), is_clean=True)
+        self._dialling = None
+
+
+class _Coming:
+    """The payload of a part that is to be received."""
+
+    def __init__(self, stream: FrameStream, size_bytes: int, deadline: float) -> None:
+        self.left = size_bytes
+        """Bytes that are not received yet."""
+        self._stream = stream
+        self._size_bytes = size_bytes
+        self._deadline = deadline
+
+    def __len__(self) -> int:
+        return self._size_bytes
+
+    def into(self, out: Bytes) -> None:
+        """Receive the next bytes where they are to stay."""
+        self.summed(out, None)
+
+    def summed(self, out: Bytes, digest: xxh3_64 | None) -> None:
+        """The same, and add them to *digest*."""
+        self._stream.fill(out, self._deadline, digest)
+        self.left -= len(out)
+
+    def skip(self, size_bytes: int) -> None:
+        """Receive so many for nobody."""
+        nowhere = np.empty(min(size_bytes, _SKIP_BYTES), np.uint8)
+        while size_bytes:
+            out = nowhere[:size_bytes]
+            self.into(out)
+            size_bytes -= len(out)
 
 
 class BulkTransport(Transport):
@@ -67,7 +407,6 @@ class BulkTransport(Transport):
             raise TierUnavailableError("tcp", "the server was started without --bulk")
         self._fallback = StreamTransport(session)
         self._memory = FrameMemory(IDLE_FRAME_BYTES)
-        keep_freed_memory()
         self._streams = FrameStreams(Entrance.of(session.terms, session.connection.address))
 
     def connect(self, within_s: float, *, is_short: bool = False) -> None:
@@ -76,48 +415,31 @@ class BulkTransport(Transport):
         """
         if not is_short:
             self._streams.connect(within_s)
-        elif (stream := self._streams.take(within_s)) is not None:
-            self._streams.pool.give_back(stream, is_clean=True)
-
-    # --- get
+        else:
+            with self._streams.lent(within_s):
+                pass
 
     @override
     @contextmanager
     def read(self, plan: ReadPlan) -> Iterator[Arrivals]:
         until = Until.of(plan.deadline_ms)
-        stream = self._begin_get(self.request(plan, pb.VIA_STREAM), until)
-        if stream is None:
-            with self._fallback.read(replace(plan, deadline_ms=until.left_ms())) as arriving:
-                yield arriving
-            return
-        frames: list[Bytes] = []
-        is_clean = False
-        try:
-            if plan.layer_major or plan.ranges:
-                parts = self._parts(stream, until)
-                yield Arrivals(parts, is_layered=plan.layer_major)
+        request = self.request(plan, pb.VIA_STREAM)
+        has_room = request.ByteSize() < bulk.MAX_HEADER_BYTES - _REQUEST_SLACK_BYTES
+        with ExitStack() as stack:
+            message = pb.StreamMessage(get=request)
+            stream = stack.enter_context(self._begun(message, until)) if has_room else None
+            if stream is None:
+                left = replace(plan, deadline_ms=until.left_ms())
+                yield stack.enter_context(self._fallback.read(left))
+            elif plan.layer_major or plan.ranges:
+                yield Arrivals(self._parts(stream, until), is_layered=plan.layer_major)
             else:
+                frames: list[Bytes] = []
+                stack.callback(self._memory.give, frames)
                 room = room_of(plan.direct, partial(self._memory.take, owner=frames))
                 yield Arrivals(self._frames(stream, room, until))
-            is_clean = stream.is_over or stream.leave(until.at_s)
-        finally:
-            self._streams.pool.give_back(stream, is_clean=is_clean)
-            self._memory.give(frames)
-
-    def _begin_get(self, request: pb.GetRequest, until: Until) -> FrameStream | None:
-        """Return the stream that begins to answer *request*; None where gRPC is to be used."""
-        has_room = request.ByteSize() < bulk.MAX_HEADER_BYTES - _REQUEST_SLACK_BYTES
-        stream = self._take(until) if has_room else None
-        if stream is None:
-            return None
-        try:
-            with self._noted(until, DeadlineError), self._dropped_if_it_fails(stream):
-                number = stream.next_request()
-                stream.send(pb.StreamMessage(request=number, get=request), until.at_s)
-                stream.hear(until.at_s)
-        except TierUnavailableError:  # it has too many at once, or has just started anew
-            return None
-        return stream
+            if stream is not None:
+                stream.leave(until.at_s)
 
     def _frames(self, stream: FrameStream, room: Room, until: Until) -> Iterator[Arrival]:
         assembler = FrameAssembler(self.session.terms.max_frame_bytes, room)
@@ -134,59 +456,38 @@ class BulkTransport(Transport):
                 data = here(payload)
                 yield Arrival(part.index, part.tier, part.frame_bytes, data, offset=part.offset)
 
-    # --- put
-
     @override
     def put(self, chunks: Sequence[Outgoing], terms: PutTerms) -> list[Put]:
         until = Until.of(terms.within_ms)
-        upload = self._begin_put(terms.request(self.session), until)
-        if upload is None:
-            return self._fallback.put(chunks, replace(terms, within_ms=until.left_ms()))
-        is_over = False
-        try:
-            with self._noted(until):
-                puts = upload.run(chunks)
-            is_over = True
-        finally:
-            self._streams.pool.give_back(upload.stream, is_clean=is_over)
-        return puts
-
-    def _begin_put(self, request: pb.PutRequest, until: Until) -> StreamUpload | None:
-        """Return a put that a stream takes; None where gRPC is to be asked."""
-        stream = self._take(until)
-        if stream is None:
-            return None
-        upload = StreamUpload(stream, until.at_s)
-        try:
-            with self._noted(until, DeadlineError), self._dropped_if_it_fails(stream):
-                upload.begin(request)
-        except TierUnavailableError:  # it has too many at once, or has just started anew
-            return None
-        return upload
-
-    # --- streams
-
-    def _take(self, until: Until) -> FrameStream | None:
-        self.session.connection.breaker.check()
-        return self._streams.take(until.left_s(0.0))
+        with self._begun(pb.StreamMessage(put=terms.request(self.session)), until) as stream:
+            if stream is not None:
+                with self._noted(until):
+                    return StreamUpload(stream, until.at_s).run(chunks)
+        return self._fallback.put(chunks, replace(terms, within_ms=until.left_ms()))
 
     @contextmanager
-    def _noted(
-        self, until: Until, *kinds: type[DeadlineError | TierUnavailableError]
-    ) -> Iterator[None]:
+    def _begun(self, request: pb.StreamMessage, until: Until) -> Iterator[FrameStream | None]:
+        """Enter with a stream on which *request* is being answered; None where gRPC is to be used,
+        as there is no stream, or the server has too many requests at once.
+        """
+        self.session.connection.breaker.check()
+        with self._streams.lent(until.left_s(0.0)) as stream:
+            try:
+                if stream is not None:
+                    stream.begin(request, until.at_s)
+            except TierUnavailableError:
+                stream = None
+            except DeadlineError as error:
+                self.session.connection.breaker.note(error, until)
+                raise
+            yield stream
+
+    @contextmanager
+    def _noted(self, until: Until) -> Iterator[None]:
         try:
             yield
         except (DeadlineError, TierUnavailableError) as error:
-            if not kinds or isinstance(error, kinds):
-                self.session.connection.breaker.note(error, until)
-            raise
-
-    @contextmanager
-    def _dropped_if_it_fails(self, stream: FrameStream) -> Iterator[None]:
-        try:
-            yield
-        except KVStoreError:
-            self._streams.pool.give_back(stream, is_clean=False)
+            self.session.connection.breaker.note(error, until)
             raise
 
     @override
@@ -206,32 +507,31 @@ class BulkTransport(Transport):
 
 
 class StreamUpload:
-    """Used once, by one thread. After an error the stream is of no use."""
+    """The frames of a put that *stream* has begun. Used once, by one thread."""
 
     def __init__(self, stream: FrameStream, deadline: float) -> None:
-        self.stream = stream
+        self._stream = stream
         self._deadline = deadline
-        self._request = stream.next_request()
         self._room = np.empty(0, np.uint8)
-
-    def begin(self, request: pb.PutRequest) -> None:
-        """Send *request*, and wait until frames may come. Raises the server's errors."""
-        self.stream.send(pb.StreamMessage(request=self._request, put=request), self._deadline)
-        answer = self._answer()
-        if not answer.ready:
-            raise InvalidFrameError("kind", answer.WhichOneof("body"), "not an answer to a put")
 
     def run(self, chunks: Sequence[Outgoing]) -> list[Put]:
         """Put *chunks*; return what became of each. Raises the server's errors."""
+        stream, number = self._stream, self._stream.requests
         for index, chunk in enumerate(chunks):
-            self._send(index, chunk.frame_bytes, chunk.pieces(self._room_of))
-        finish = pb.StreamMessage(request=self._request, finish=len(chunks))
-        self.stream.send(finish, self._deadline)
-        answer = self._answer()
+            head = pb.StreamPart(index=index, frame_bytes=chunk.frame_bytes)
+            message = pb.StreamMessage(request=number, part=head)
+            for part in _parts(chunk.frame_bytes, chunk.pieces(self._room_of)):
+                if stream.has_more():
+                    kind = stream.answer(self._deadline).WhichOneof("body")
+                    raise InvalidFrameError("kind", kind, "not an answer to a part")
+                stream.send(message, self._deadline, part)
+                message.part.offset += sum(map(len, part))
+        stream.send(pb.StreamMessage(request=number, finish=len(chunks)), self._deadline)
+        answer = stream.answer(self._deadline)
         outcomes, reasons = answer.stored.outcomes, answer.stored.reasons
-        is_answer = len(outcomes) == len(reasons) == len(chunks) and answer.HasField("stored")
-        if not is_answer:
+        if not (len(outcomes) == len(reasons) == len(chunks) and answer.HasField("stored")):
             raise InvalidFrameError("answer", answer, f"{len(chunks)} were put")
+        stream.is_over = True
         return read_outcomes(outcomes, reasons)
 
     def _room_of(self, size_bytes: int) -> Bytes:
@@ -239,24 +539,6 @@ class StreamUpload:
         if len(self._room) < size_bytes:
             self._room = np.empty(size_bytes, np.uint8)
         return self._room[:size_bytes]
-
-    def _send(self, index: int, frame_bytes: int, pieces: Sequence[Bytes]) -> None:
-        head = pb.StreamPart(index=index, frame_bytes=frame_bytes)
-        message = pb.StreamMessage(request=self._request, part=head)
-        for part in _parts(frame_bytes, pieces):
-            if self.stream.has_more():
-                kind = self._answer().WhichOneof("body")
-                raise InvalidFrameError("kind", kind, "not an answer to a part")
-            self.stream.send(message, self._deadline, part)
-            message.part.offset += sum(map(len, part))
-
-    def _answer(self) -> pb.StreamMessage:
-        message, payload = self.stream.receive(self._deadline)
-        if message.request != self._request or payload is not None:
-            raise InvalidFrameError("request", message.request, f"{self._request} was asked")
-        if message.HasField("failed"):
-            raise bulk.error_of(message.failed)
-        return message
 
 
 def _parts(frame_bytes: int, pieces: Sequence[Bytes]) -> Iterator[list[Bytes]]:
@@ -290,6 +572,9 @@ class FrameMemory:
         self._idle: dict[int, list[Bytes]] = {}
         self._idle_bytes = 0
         self._lock = threading.Lock()  # guards the two above
+        # glibc keeps what messages of a megabyte free once the process has freed one block as large
+        # as this, whose pages are never touched: each piece of a layered get has its own memory.
+        np.empty(_LARGE_BLOCK_BYTES, np.uint8)
 
     def take(self, size_bytes: int, owner: list[Bytes]) -> Bytes:
         """Return memory of *size_bytes*, noted with its *owner*."""
@@ -312,12 +597,3 @@ class FrameMemory:
                     self._idle_bytes = 0
                 self._idle.setdefault(len(frame), []).append(frame)
                 self._idle_bytes += len(frame)
-
-
-def keep_freed_memory() -> None:
-    """Have the allocator keep what messages of a megabyte free, rather than give it back each time.
-
-    glibc does so once the process has freed one block as large as this; its pages are never
-    touched. Each piece of a layered get has memory of its own.
-    """
-    np.empty(_LARGE_BLOCK_BYTES, np.uint8)

@@ -21,7 +21,7 @@ from kvstore.client.options import TransportName
 from kvstore.client.planning import RECOMPUTE, PlanTerms, PrefillModel
 from kvstore.client.session import SessionTerms
 from kvstore.client.transports.base import Arrival, Arrivals, ReadPlan
-from kvstore.client.transports.tcp_connection import Entrance
+from kvstore.client.transports.tcp import Entrance
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (

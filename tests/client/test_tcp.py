@@ -19,8 +19,7 @@ from kvstore.client import Client, ClientOptions
 from kvstore.client.session import Session
 from kvstore.client.transports.base import Arrival, PutTerms, ReadPlan, read_layers
 from kvstore.client.transports.grpc import StreamTransport
-from kvstore.client.transports.tcp import BulkTransport
-from kvstore.client.transports.tcp_connection import MAX_STREAMS, Entrance
+from kvstore.client.transports.tcp import MAX_STREAMS, BulkTransport, Entrance
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, KVStoreError, TierUnavailableError
 from kvstore.proto.types import ChunkKey

@@ -26,8 +26,13 @@ from kvstore.client import Client, ClientOptions
 from kvstore.client.frames import FrameAssembler
 from kvstore.client.session import Session, SessionTerms
 from kvstore.client.transports.grpc import StreamTransport
-from kvstore.client.transports.tcp import BulkTransport, StreamUpload
-from kvstore.client.transports.tcp_connection import Entrance, FrameStream, FrameStreams
+from kvstore.client.transports.tcp import (
+    BulkTransport,
+    Entrance,
+    FrameStream,
+    FrameStreams,
+    StreamUpload,
+)
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
@@ -395,7 +400,7 @@ def read(stream: FrameStream, within_s: float) -> int:
     """Ask for a frame; return how many came whole."""
     deadline = time.monotonic() + within_s
     reading = FrameAssembler(1 << 20, Rooms())
-    stream.send(messages.get(stream.next_request(), 7, bytes(16)), deadline)
+    stream.begin(messages.get(0, 7, bytes(16)), deadline)
     frames = sum(reading.take(*one) is not None for one in stream.parts(deadline))
     reading.end(stream.frames)
     return frames
@@ -420,9 +425,10 @@ def put_to(words: Words, *, hangs_up: bool = False, within_s: float = SOON_S) ->
     with closing(Answerer(words, hangs_up=hangs_up)) as other:
         stream = FrameStream(Entrance.of(other.terms, ""), lambda: False, SOON_S)
         with closing(stream):
-            upload = StreamUpload(stream, time.monotonic() + within_s)
-            upload.begin(pb.PutRequest(session_id=7, deadline_ms=1000))
-            return upload.run([])
+            deadline = time.monotonic() + within_s
+            request = pb.PutRequest(session_id=7, deadline_ms=1000)
+            stream.begin(pb.StreamMessage(put=request), deadline)
+            return StreamUpload(stream, deadline).run([])
 
 
 GO_ON: Sent = (messages.ready(1), b"")

@@ -13,7 +13,7 @@ from trust_world import Audited, chunks_for
 
 from kvstore.client import Access
 from kvstore.client.options import TransportName
-from kvstore.client.transports.tcp_connection import Entrance, FrameStream
+from kvstore.client.transports.tcp import Entrance, FrameStream
 from kvstore.proto import unix_socket
 from kvstore.proto.errors import PermissionDeniedError, UnauthenticatedError
 from kvstore.server.api import unix_server

@@ -22,7 +22,7 @@ from kvstore.client.options import TransportName
 from kvstore.client.transports import peers
 from kvstore.client.transports.peers import AGAIN_S, SILENCE_S, PeerReads
 from kvstore.client.transports.shared_memory import ShmTransport
-from kvstore.client.transports.tcp_connection import Entrance, FrameStream
+from kvstore.client.transports.tcp import Entrance, FrameStream
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.bulk import GUEST_S, guest_token
 from kvstore.proto.errors import (
@@ -371,11 +371,11 @@ def frames_of(
     """Return what is sent of *keys*. Raises the server's errors."""
     deadline = time.monotonic() + SOON_S
     reading = FrameAssembler(1 << 30, lambda _, size, __: np.empty(size, np.uint8))
-    ask = get(stream.next_request(), lent.attach.session_id, b"".join(key[16:] for key in keys))
+    ask = get(0, lent.attach.session_id, b"".join(key[16:] for key in keys))
     ask.get.key_namespace = keys[0][:16]
     ask.get.deadline_ms = 20_000
     ask.get.MergeFrom(pb.GetRequest(**other))
-    stream.send(ask, deadline)
+    stream.begin(ask, deadline)
     frames = []
     for part, payload in stream.parts(deadline):
         landed = reading.take(part, payload)
@@ -469,7 +469,8 @@ def test_a_guest_who_asks_as_an_engine_of_the_server_is_hung_up_on(pair: Pair) -
     lent = lent_to(pair, Namespace(keys[0][:16]))
     with closing(enter(lent)) as stream:
         deadline = time.monotonic() + SOON_S
-        stream.send(get(stream.next_request(), lent.attach.session_id, keys[0][16:]), deadline)
+        with pytest.raises(KVStoreError):
+            stream.begin(get(0, lent.attach.session_id, keys[0][16:]), deadline)
         with pytest.raises(KVStoreError):
             list(stream.parts(deadline))
         assert eventually(stream.is_broken)
