@@ -34,10 +34,10 @@ from kvstore.client.planning import PlanTerms
 from kvstore.client.tensors import LayerTensors, to_array
 from kvstore.codecs.base import AnyTensors
 from kvstore.codecs.block_stack import BlockStack
-from kvstore.proto.buffers import LOOP_UNIT_BYTES
+from kvstore.proto.buffers import LOOP_UNIT_BYTES, address
 from kvstore.proto.device import Event
 from kvstore.proto.errors import LayoutMismatchError
-from kvstore.proto.native import address, loops
+from kvstore.proto.native import loops
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import END_KINDS, ChainDigest, KVLayout, Stated
 
