@@ -1,37 +1,47 @@
 """Time to the first token: blended, prefix alone and full, by the speed of storage.
 
 The storage is memory that sleeps as long as a link of its speed would take; the model is a
-Llama with random weights, because time does not depend on what it says.
+Llama with random weights, because time does not depend on what it says. What a real server takes
+to answer and the plan to be made is in every time.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
 from statistics import median
-from typing import Any
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.blend_cases import Case, Engine, Part, Tokens, resampled
+from bench.report import Report
+from bench.workload import connect, serving
 from kvstore.client.blend.cost import BlendPlanner, Decision, Speed
-from kvstore.client.blend.engine import Blender, BlendResult, MemorySource
+from kvstore.client.blend.engine import BlendResult, MemorySource
 from kvstore.client.blend.layer_pass import LayerKV
-from kvstore.client.blend.plan import BlendPlan, Segment
-from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
+from kvstore.client.blend.plan import BlendPlan, SegmentRange
+from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.planning import LinkMeter
+from kvstore.client.segments import SegmentQuery
+from kvstore.proto.types import DType, LayerGroup, LayerKind, Model
 
 LINKS_MB_PER_S = (10_000.0, 200.0, 50.0, 20.0, 5.0)
-_FAST_MB_PER_S = 1e6
+TIMED = ("hybrid", "stored_priority")
+AT = 0.15
 NEAR_FULL = 0.9
 NARROW = 0.01
 """Half of an interval's width."""
-RESAMPLES = 1000
 LEARNED_FROM = (0.15, 0.4, 0.15, 0.7, 0.15)
 """Ratios of the blends that a planner sees before it decides."""
+_FAST_MB_PER_S = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +58,6 @@ class StageShape:
     most_rounds: int = 31
     """Where the ratio to a full prefill is near 1 turns go on until its interval is narrow."""
 
-    @property
-    def token_bytes(self) -> int:
-        """KV of a token, all layers, in float32: half as many heads as queries have."""
-        return self.layers * self.hidden * 4
-
 
 class SlowSource(MemorySource):
     """Stored KV behind a link of *bytes_per_s*; rows that need not come are not waited for."""
@@ -65,13 +70,12 @@ class SlowSource(MemorySource):
         self._token_bytes = 2 * keys.shape[0] * keys.shape[2] * keys.element_size()
         self._bytes_per_s = bytes_per_s
         self._free_at = 0.0
-        self._rows = [range(s.start, s.end) for s in plan.segments if s.kind != "miss"]
-        self._tokens = sum(map(len, self._rows))
+        self._rows = {at for s in plan.segments if s.kind != "miss" for at in range(s.start, s.end)}
         self.loaded_bytes = 0
 
     def layer(self, i: int) -> Mapping[int, LayerKV]:
         """Return layer *i* when the link has brought it: it works without a pause."""
-        size = self._tokens * self._token_bytes
+        size = len(self._rows) * self._token_bytes
         self.loaded_bytes += size
         now = time.perf_counter()
         self._free_at = max(now, self._free_at) + size / self._bytes_per_s
@@ -80,16 +84,7 @@ class SlowSource(MemorySource):
 
     def narrow(self, rows: Sequence[int]) -> None:
         """Leave *rows* out."""
-        self._tokens = sum(len(set(span).difference(rows)) for span in self._rows)
-
-
-@dataclass(frozen=True, slots=True)
-class Lesson:
-    """A blend from memory and a full prefill, one after the other."""
-
-    plan: BlendPlan
-    result: BlendResult
-    full_s: float
+        self._rows.difference_update(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,23 +108,21 @@ class Timing:
     link_mb_per_s: float
     turns: tuple[Turn, ...]
 
-    @property
-    def decision(self) -> Decision:
-        """The last one."""
-        return self.turns[-1].decision
+    def median(self, value: Callable[[Turn], float]) -> float:
+        """Return the median of *value* over the turns."""
+        return median(map(value, self.turns))
 
     @property
     def ratio_to_full(self) -> float:
         """Time over that of a full prefill: the median of the turns."""
-        return median(turn.measured_s / turn.full_s for turn in self.turns)
+        return self.median(lambda turn: turn.measured_s / turn.full_s)
 
     @property
     def interval(self) -> tuple[float, float]:
         """Of that median, 95 %: turns drawn again and again (bootstrap), paired as they were."""
         ratios = np.array([turn.measured_s / turn.full_s for turn in self.turns])
-        picks = np.random.default_rng(0).integers(0, len(ratios), (RESAMPLES, len(ratios)))
-        low, high = np.quantile(np.median(ratios[picks], 1), [0.025, 0.975])
-        return float(low), float(high)
+        _, low, high = resampled(lambda pick: float(np.median(ratios[pick])), len(ratios))
+        return low, high
 
     @property
     def is_settled(self) -> bool:
@@ -137,34 +130,22 @@ class Timing:
         low, high = self.interval
         return self.ratio_to_full < NEAR_FULL or high - low <= 2 * NARROW
 
-    @property
-    def asked_s(self) -> float:
-        """Of asking, planning and deciding: the median."""
-        return median(turn.asked_s for turn in self.turns)
-
-    @property
-    def measured_s(self) -> float:
-        """The median."""
-        return median(turn.measured_s for turn in self.turns)
-
-    @property
-    def full_s(self) -> float:
-        """Of the full prefill: likewise."""
-        return median(turn.full_s for turn in self.turns)
-
-    @property
-    def expected_to_measured(self) -> float:
-        """Time that was expected over the one measured: the median of the turns."""
-        return median(turn.decision.expected_s / turn.measured_s for turn in self.turns)
-
-    @property
-    def model_error(self) -> float:
-        """How far the time that was expected is from the one measured: likewise."""
-        return median(abs(turn.decision.expected_s / turn.measured_s - 1) for turn in self.turns)
+    def line(self) -> str:
+        """Return its line of the table; the decision is the last one."""
+        decision, (low, high) = self.turns[-1].decision, self.interval
+        measured_s = self.median(lambda turn: turn.measured_s)
+        expected = self.median(lambda turn: turn.decision.expected_s / turn.measured_s)
+        return (
+            f"  {self.selector:16s}{self.link_mb_per_s:8g} MB/s  {decision.action:6s}"
+            f" at {decision.ratio:4.0%}  {self.ratio_to_full:6.3f} of full"
+            f" [{low:.3f}, {high:.3f}] ({len(self.turns)} turns),"
+            f" expected {decision.expected_s * 1e3:6.0f} ms, measured {measured_s * 1e3:6.0f};"
+            f" expected / measured {expected:.2f}"
+        )
 
 
 class Stage:
-    """A model, a prompt of a prefix, chunks and a question, and their stored KV."""
+    """A random model and its prompt of a prefix, chunks and a question, with their stored KV."""
 
     def __init__(self, shape: StageShape) -> None:
         self._shape = shape
@@ -179,122 +160,165 @@ class Stage:
             head_dim=64,
             max_position_embeddings=4096,
         )
-        self.model: Any = LlamaForCausalLM(config)
-        self.adapter = TransformersAdapter(self.model)
-        self.blender = Blender(self.adapter)
-        self.ask: Callable[[], None] = _nothing
-        """What is asked of the store before anything is decided."""
-        rng = random.Random(0)
-        sizes = [shape.prefix] + [shape.chunk] * shape.chunks
-        parts = [_some(rng, size) for size in sizes]
-        self.stored = {0: self.blender.compile(parts[0], sink=())}
-        segments = [Segment(0, shape.prefix, "exact", src_pos=0)]
-        for index, part in enumerate(parts[1:], 1):
-            self.stored[index] = self.blender.compile(part, sink=[0])
-            start = segments[-1].end
-            scores = tuple(rng.random() for _ in part)
-            segments.append(Segment(start, start + len(part), "approx", src_pos=1, scores=scores))
-        end = segments[-1].end
-        segments.append(Segment(end, end + shape.question, "miss"))
-        self.tokens = tuple(t for part in (*parts, _some(rng, shape.question)) for t in part)
-        self.segments = tuple(segments)
+        engine, rng = Engine.of(LlamaForCausalLM(config), 0), random.Random(0)
+        prefix, *chunks = (_some(rng, n) for n in [shape.prefix] + [shape.chunk] * shape.chunks)
+        compiled = engine.blender.compile
+        parts = [Part(prefix, compiled(prefix, sink=()), 0, "exact")]
+        for one in chunks:
+            scores = tuple(rng.random() for _ in one)
+            parts.append(Part(one, compiled(one, sink=[0]), 1, scores=scores))
+        self.case = Case(engine, tuple(parts), _some(rng, shape.question))
+        self._stored = {at: part.kv for at, part in enumerate(parts)}
 
-    def plan(self, ratio: float, selector: str) -> BlendPlan:
+    def plan(self, selector: str) -> BlendPlan:
         """Return the plan of the prompt."""
-        return BlendPlan(self.tokens, self.segments, ratio, selector)
+        return self.case.plan(AT, selector)
 
     def full_s(self) -> float:
         """Return the seconds of the model's own prefill, to the logits of the last token."""
-        ids = torch.tensor([self.tokens])
+        ids = torch.tensor([self.case.tokens])
         with torch.inference_mode():
-            return _seconds(lambda: self.model(ids, logits_to_keep=1))
+            started = time.perf_counter()
+            self.case.engine.model(ids, logits_to_keep=1)
+            return time.perf_counter() - started
 
-    def learned(self, selector: str) -> list[Lesson]:
-        """Return what a planner sees of this engine before it decides."""
-        plan, found = self.plan(0.15, selector), []
-        for ratio in LEARNED_FROM:
-            tried = plan.with_ratio(ratio)
-            full_s = self.full_s()
-            found.append(Lesson(tried, self._blend(tried, _FAST_MB_PER_S)[1], full_s))
-        return found
+    def blend(self, plan: BlendPlan, link_mb_per_s: float) -> tuple[float, BlendResult, int]:
+        """Return what a blend took in seconds, what came of it, and the bytes it loaded."""
+        source, started = SlowSource(self._stored, plan, link_mb_per_s * 1e6), time.perf_counter()
+        result = self.case.engine.blender.blend(plan, source)
+        taken_s = time.perf_counter() - started
+        if result.report.failure:
+            raise RuntimeError(result.report.failure)
+        return taken_s, result, source.loaded_bytes
 
-    def time(self, selector: str, lessons: Sequence[Lesson], link_mb_per_s: float) -> Timing:
+    def to_full(self, plan: BlendPlan) -> float:
+        """Return the time of *plan* from memory over that of a full prefill."""
+        return median(
+            self.blend(plan, _FAST_MB_PER_S)[0] / self.full_s() for _ in range(self._shape.rounds)
+        )
+
+    def times(
+        self, selector: str, links: Sequence[float], ask: Callable[[], None]
+    ) -> Iterator[Timing]:
         """Let a planner decide that knows the engine and the link, and time what it says.
 
         Blend and full prefill take turns, each first every other time. The planner learns
         from every turn, as an engine's does, after it has decided it.
         """
-        planner = BlendPlanner(
-            self._shape.layers, Speed(0.0, 0.0, 1e-4, 1e-9), LinkMeter(link_mb_per_s * 1e6)
-        )
-        for lesson in lessons:
-            planner.observe_full(len(self.tokens), lesson.full_s)
-            planner.observe_blend(lesson.plan, lesson.result, 0)
-        timing = Timing(selector, link_mb_per_s, ())
-        while len(timing.turns) < self._shape.rounds or not (
-            timing.is_settled or len(timing.turns) >= self._shape.most_rounds
-        ):
-            is_first = len(timing.turns) % 2 == 0
-            turn = self._turn(planner, selector, link_mb_per_s, is_first)
-            timing = replace(timing, turns=(*timing.turns, turn))
-        return timing
+        lessons = []
+        for ratio in LEARNED_FROM:
+            plan, full_s = self.plan(selector).with_ratio(ratio), self.full_s()
+            lessons.append((full_s, plan, self.blend(plan, _FAST_MB_PER_S)[1]))
+        for link in links:
+            planner = BlendPlanner(
+                self._shape.layers, Speed(0.0, 0.0, 1e-4, 1e-9), LinkMeter(link * 1e6)
+            )
+            for full_s, plan, result in lessons:
+                planner.observe_full(len(self.case.tokens), full_s)
+                planner.observe_blend(plan, result, 0)
+            timing = Timing(selector, link, ())
+            while len(timing.turns) < self._shape.rounds or not (
+                timing.is_settled or len(timing.turns) >= self._shape.most_rounds
+            ):
+                turn = self._turn(planner, timing, ask)
+                timing = replace(timing, turns=(*timing.turns, turn))
+            yield timing
 
-    def _turn(
-        self, planner: BlendPlanner, selector: str, link_mb_per_s: float, full_first: bool
-    ) -> Turn:
-        full_s = self.full_s() if full_first else 0.0
+    def _turn(self, planner: BlendPlanner, timing: Timing, ask: Callable[[], None]) -> Turn:
+        full_s = 0.0 if len(timing.turns) % 2 else self.full_s()
         started = time.perf_counter()
-        self.ask()
-        plan = self.plan(0.15, selector)
-        decision = planner.choose(
-            plan, self._shape.token_bytes, can_skip_rows=selector == "stored_priority"
-        )
+        ask()
+        # KV of a token, all layers, in float32: half as many heads as queries have.
+        token_bytes = self._shape.layers * self._shape.hidden * 4
+        can_skip = timing.selector == "stored_priority"
+        plan = self.plan(timing.selector)
+        decision = planner.choose(plan, token_bytes, can_skip_rows=can_skip)
         chosen = decision.applied(plan)
         asked_s = time.perf_counter() - started
-        source = SlowSource(self.stored, chosen, link_mb_per_s * 1e6)
-        blended_s, result = self._timed(chosen, source)
-        measured_s = asked_s + blended_s
+        blended_s, result, loaded_bytes = self.blend(chosen, timing.link_mb_per_s)
         full_s = full_s or self.full_s()
-        planner.observe_full(len(self.tokens), full_s)
+        planner.observe_full(len(self.case.tokens), full_s)
         if decision.action != "full":
-            planner.observe_blend(chosen, result, source.loaded_bytes)
-        return Turn(decision, measured_s, full_s, asked_s)
-
-    def blend_to_full(self, ratio: float, selector: str) -> float:
-        """Return the time of a blend from memory over that of a full prefill."""
-        return self._to_full(self.plan(ratio, selector))
-
-    def prefix_to_full(self) -> float:
-        """Return the time with the prefix alone, from memory, over that of a full prefill."""
-        return self._to_full(self.plan(0.15, "first_k").without("approx"))
-
-    def _to_full(self, plan: BlendPlan) -> float:
-        pairs = [
-            (self._blend(plan, _FAST_MB_PER_S)[0], self.full_s()) for _ in range(self._shape.rounds)
-        ]
-        return median(ours / theirs for ours, theirs in pairs)
-
-    def _blend(self, plan: BlendPlan, link_mb_per_s: float) -> tuple[float, BlendResult]:
-        return self._timed(plan, SlowSource(self.stored, plan, link_mb_per_s * 1e6))
-
-    def _timed(self, plan: BlendPlan, source: SlowSource) -> tuple[float, BlendResult]:
-        started = time.perf_counter()
-        result = self.blender.blend(plan, source)
-        taken_s = time.perf_counter() - started
-        if result.report.failure:
-            raise RuntimeError(result.report.failure)
-        return taken_s, result
+            planner.observe_blend(chosen, result, loaded_bytes)
+        return Turn(decision, asked_s + blended_s, full_s, asked_s)
 
 
-def _some(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(1, 1024) for _ in range(count)]
+def _some(rng: random.Random, count: int) -> Tokens:
+    return tuple(rng.randrange(1, 1024) for _ in range(count))
 
 
-def _nothing() -> None:
-    """There is no store: all is at hand."""
+@contextmanager
+def asking(stage: Stage) -> Iterator[Callable[[], None]]:
+    """Serve *stage*'s documents out of a prompt in another order; yield what asks for its own.
+
+    That resolves the prompt, makes its plan, and gives back what was leased; it raises
+    RuntimeError unless documents are found.
+    """
+    tokens, blender = stage.case.tokens, stage.case.engine.blender
+    ranges = [SegmentRange(s.start, s.end) for _, s in stage.plan(TIMED[0]).of_kind("approx")]
+    documents, rng = [tokens[one.start : one.stop] for one in ranges], random.Random(1)
+    rng.shuffle(documents)
+    head = _some(rng, ranges[0].start)
+    shuffled = [*head, *(token for one in documents for token in one), 1]
+    ends = accumulate(map(len, documents), initial=len(head))
+    adapter = blender.adapter
+    layers = tuple(range(adapter.n_layers))
+    group = LayerGroup(
+        LayerKind.attention, DType.float32, layers, adapter.kv_heads, adapter.head_dim
+    )
+    model = Model("bench/blend", "r1", "none", "none", (group,), adapter.origin.rope, "none")
+    with (
+        TemporaryDirectory() as folder,
+        serving("--cpu", "256MiB", disk=Path(folder) / "disk") as (address, _),
+        connect(address, model) as client,
+    ):
+        stored = [SegmentRange(*span) for span in pairwise(ends)]
+        store_prefill(client, blender.prefill(shuffled), shuffled, stored)
+
+        def ask() -> None:
+            trial = SegmentQuery(is_trial=True)  # let through a gate that nobody has opened
+            with (
+                client.find_segments(tokens, ranges, trial) as resolved,
+                StoreSource(resolved, tokens, client.model) as source,
+            ):
+                if not source.plan.count("approx"):
+                    raise RuntimeError("nothing was found of a prompt whose documents were stored")
+
+        yield ask
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
+def speed(report: Report, shape: StageShape, links_mb_per_s: Sequence[float]) -> list[str]:
+    """Measure times to the first token; return the table."""
+    stage = Stage(shape)
+    stage.full_s()
+    with asking(stage) as ask:
+        ask()
+        timings = [one for name in TIMED for one in stage.times(name, links_mb_per_s, ask)]
+    slowest = max(timings, key=lambda one: one.ratio_to_full)
+    low, high = slowest.interval
+    report.add(
+        "slowest_vs_full_prefill",
+        slowest.ratio_to_full,
+        f"time as the controller decides, {slowest.selector} at {slowest.link_mb_per_s:g} MB/s, "
+        f"paired 95 %: [{low:.3f}, {high:.3f}], {len(slowest.turns)} turns",
+        f"the model's full prefill, {slowest.median(lambda turn: turn.full_s) * 1e3:.0f} ms",
+    )
+    asked = max(one.median(lambda turn: turn.asked_s / turn.full_s) for one in timings)
+    report.note(
+        "asking, planning, deciding", f"{asked:.4f}", "of a full prefill, at worst, in all of these"
+    )
+    blended = stage.to_full(stage.plan(TIMED[0]))
+    report.add(
+        "ttft_vs_full_prefill@15",
+        blended,
+        f"time of {TIMED[0]} from memory",
+        f"full prefill of {len(stage.case.tokens)} tokens; {1 / blended:.1f} times as fast",
+    )
+    prefix = stage.to_full(stage.plan("first_k").without("approx"))
+    report.note("prefix alone / full prefill", f"{prefix:.3f}", "from memory")
+    errors = [
+        one.median(lambda turn: abs(turn.decision.expected_s / turn.measured_s - 1))
+        for one in timings
+    ]
+    report.note("time model's error", f"{median(errors):.3f}", f"median; worst {max(errors):.3f}")
+    return ["time to the first token, by storage", *(one.line() for one in timings)]

@@ -21,7 +21,7 @@ from bench.codecs_curve import Quality
 from bench.codecs_kv import Bits, to_bits, to_floats
 from bench.codecs_texts import TINYLM, Context, Lengths, contexts, windows
 from kvstore.client.engines.transformers.cache import CacheShape, as_argument, notes_of
-from kvstore.client.engines.transformers.measures import noting_attention
+from kvstore.client.engines.transformers.generation import noting_attention
 from kvstore.proto.types import RopeParameters
 
 

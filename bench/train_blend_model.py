@@ -3,7 +3,7 @@
     python -m bench.train_blend_model --out build/riddlelm            # some six minutes of a core
     python -m bench.train_blend_model --out build/riddlelm --resume   # where it was stopped
 
-Stories of `bench.blend_stories`: the loss is that of the queries and, half as much, of the rows
+Stories of `bench.blend_riddles`: the loss is that of the queries and, half as much, of the rows
 that name another name, which are to say what it stands for there. Muon for the matrices of the
 layers, AdamW for the rest; warmup, constant, linear decay to 0. The same seed, steps, threads
 and versions give the same weights, whether or not it was stopped on the way: each batch is made
@@ -34,11 +34,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.blend_cases import Engine, bare_case
-from bench.blend_designed import VOCABULARY, answered
-from bench.blend_stories import Story, StoryShape, make_story
-from kvstore.client.blend.engine import Blender
-from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
+from bench.blend_cases import Engine, riddle_case
+from bench.blend_riddles import STORY, VOCABULARY, Riddle, Shape, answered, make_riddle
 
 HIDDEN, HEAD_DIM, LAYERS, INNER = 128, 32, 4, 128
 THETA = 1e6
@@ -66,10 +63,10 @@ class Recipe:
     decay_share: float = 0.5
     momentum: float = 0.95
 
-    def shape(self, step: int) -> StoryShape:
+    def shape(self, step: int) -> Shape:
         """Return what the stories of *step* are like."""
         is_easy = step < self.easy_share * self.steps
-        return StoryShape(3 if is_easy else 5, 8, self.queries, 0.0 if is_easy else 0.2)
+        return Shape(3 if is_easy else 5, 8, self.queries, 0.0 if is_easy else 0.2)
 
     def rate(self, step: int) -> float:
         """Return what share of the full rates *step* takes."""
@@ -195,7 +192,7 @@ class Training:
         """Do one step; return the losses of queries and of rows that name another name."""
         recipe, step = self.recipe, self.step_count
         rng = random.Random(f"{self._seed}:{step}")
-        stories = [make_story(rng, recipe.shape(step)) for _ in range(recipe.stories)]
+        stories = [make_riddle(rng, recipe.shape(step)) for _ in range(recipe.stories)]
         tokens, asked, resolved = _tensors(stories)
         logits = self.model(tokens, use_cache=False).logits.flatten(0, 1)
         of_queries = cross_entropy(logits, asked.flatten(), ignore_index=_NO_LABEL)
@@ -246,7 +243,7 @@ class Training:
 
     def trial(self, stories: int) -> tuple[float, float]:
         """Return the shares of right answers of a full prefill and of naive reuse."""
-        engine = Engine(Blender(TransformersAdapter(self.model)))
+        engine = Engine.of(self.model)
         full, naive = trial(engine, stories)
         self.model.train()
         return full, naive
@@ -261,20 +258,19 @@ def trial(engine: Engine, stories: int) -> tuple[float, float]:
     right: list[bool] = []
     naive: list[bool] = []
     for _ in range(stories):
-        case = bare_case(engine, make_story(rng).riddle)
+        case = riddle_case(engine, make_riddle(rng, STORY))
         right += answered(case.full.logits[-len(case.question) :], case.riddle)
-        result = engine.blender.blend(case.plan(0.0, "first_k"), case.source)
-        naive += answered(result.logits, case.riddle)
+        naive += answered(case.blend(("first_k", 0.0)).logits, case.riddle)
     return sum(right) / len(right), sum(naive) / len(naive)
 
 
-def _tensors(stories: Sequence[Story]) -> tuple[Tensor, Tensor, Tensor]:
+def _tensors(stories: Sequence[Riddle]) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens, and the labels of queries and of other rows: (stories, tokens) each."""
     tokens = torch.tensor([story.tokens for story in stories])
     resolved = torch.tensor([story.resolved for story in stories])
     asked = torch.full_like(tokens, _NO_LABEL)
     for row, story in enumerate(stories):
-        asked[row, -2 * len(story.riddle.asked) + 1 :: 2] = torch.tensor(story.riddle.answers)
+        asked[row, -2 * len(story.asked) + 1 :: 2] = torch.tensor(story.answers)
     return tokens, asked, torch.where(resolved < 0, _NO_LABEL, resolved)
 
 

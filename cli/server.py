@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -53,39 +53,92 @@ SCRUB_POLL_S = 0.5
 # --- status
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What was counted between two looks at a server *seconds* apart, or since its start."""
-
-    seconds: float
-    counts: Mapping[str, int] = field(default_factory=dict)
-    is_recent: bool = False
-
-    @classmethod
-    def between(cls, before: ServerStatus | None, now: ServerStatus) -> Rates:
-        """Return the rates from *before*, another look at the same server or none, to *now*."""
-        if before is None or before.boot_id != now.boot_id:
-            return cls(now.uptime_s, now.counters)
-        then = before.counters
-        counts = {name: count - then.get(name, 0) for name, count in now.counters.items()}
-        return cls(now.uptime_s - before.uptime_s, counts, True)
-
-    def per_s(self, name: str) -> float:
-        """Return how often *name* was counted each second."""
-        return self.counts.get(name, 0) / self.seconds if self.seconds > 0 else 0.0
-
-    @property
-    def hit_ratio(self) -> float | None:
-        """Chunks found ready of those that lookups named; None when none was."""
-        named = self.counts.get("lookup_chunks", 0)
-        return self.counts.get("lookup_ready_chunks", 0) / named if named > 0 else None
-
-
 def fetch_status(address: str) -> ServerStatus:
     """Return the state of the server at *address*. Raises KVStoreErrors within three seconds."""
     from kvstore.client.server_state import status_from_message
 
     return status_from_message(call(address, "Status"))
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A look at a server: its state, and what was counted since the look *before*.
+
+    That is since the server's start where there was none, or it was of another start.
+    """
+
+    address: str
+    now: ServerStatus
+    before: ServerStatus | None = None
+
+    @property
+    def _since(self) -> ServerStatus | None:
+        is_same = self.before is not None and self.before.boot_id == self.now.boot_id
+        return self.before if is_same else None
+
+    def _counted(self, name: str) -> int:
+        then = self._since.counters if self._since else {}
+        return self.now.counters.get(name, 0) - then.get(name, 0)
+
+    @property
+    def seconds(self) -> float:
+        """The time in which it was counted."""
+        return self.now.uptime_s - (self._since.uptime_s if self._since else 0)
+
+    def per_s(self, name: str) -> float:
+        """Return how often *name* was counted each second."""
+        return self._counted(name) / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def hit_ratio(self) -> float | None:
+        """Chunks found ready of those that lookups named; None when none was."""
+        named = self._counted("lookup_chunks")
+        return self._counted("lookup_ready_chunks") / named if named > 0 else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for JSON; what is hidden is null."""
+        names = ("lookups", "get_bytes", "put_bytes", "evicted_chunks")
+        found = {"address": self.address} | as_dict(self.now) | {"hit_ratio": self.hit_ratio}
+        found |= {f"{name}_per_s": self.per_s(name) for name in names}
+        del found["boot_id"]
+        for tier in found["tiers"]:
+            tier["what_if"] = {f"{one['scale']:g}": one["hit_ratio"] for one in tier["what_if"]}
+        if not self.now.counters:
+            shown = {"address", "version", "state", "uptime_s", "tiers"}
+            found |= dict.fromkeys(found.keys() - shown)
+            for tier in found["tiers"]:
+                tier |= dict.fromkeys(("capacity_bytes", "used_bytes", "chunks"))
+        return found
+
+    def text(self, everything: bool) -> Iterator[str | Grid]:
+        """Yield one screen of it, or all of it."""
+        now, is_shown = self.now, bool(self.now.counters)
+        held = f", {now.sessions} sessions, {now.leases} leases" if is_shown else ""
+        age = readable_time(now.uptime_s)
+        yield f"{self.address}: {now.state}, version {now.version}, up {age}{held}"
+        if is_shown:
+            moved = [f"{n} {readable_size(self.per_s(f'{n}_bytes'))}/s" for n in ("get", "put")]
+            since = f"last {self.seconds:.0f} s" if self._since else "since the start"
+            yield (
+                f"hit ratio {_percent(self.hit_ratio)}, {self.per_s('lookups'):.1f} lookups/s,"
+                f" {', '.join(moved)}, {self.per_s('evicted_chunks'):.1f} evicted/s ({since})"
+            )
+            faults = [f"tier {tier.name} is {tier.state}" for tier in now.tiers if tier.reason]
+            faults += [f"{n} {now.counters[n]}" for n in FAULTS if now.counters.get(n)]
+            yield f"faults: {', '.join(faults) or 'none'}"
+        rows = []
+        for tier in now.tiers:
+            state = f"{tier.state}: {tier.reason}" if tier.reason else tier.state
+            sizes = (*map(readable_size, (tier.used_bytes, tier.capacity_bytes)), tier.chunks)
+            figures = sizes if is_shown else ("-",) * 3
+            rows.append((tier.name, *figures, tier.codec, tier.policy or "-", state))
+        yield Grid(("tier", "used", "of", "chunks", "codec", "policy", "state"), rows)
+        if now.directory is not None:
+            yield directory_line(now.directory)
+        if not is_shown:
+            yield HIDDEN
+        elif everything:
+            yield from _details(now)
 
 
 @command("status", example="kvstore status --json", section="Look", where=True)
@@ -101,11 +154,9 @@ def status(
     """Show a server's hit ratio, faults and tiers on one screen."""
     if watch:
         watch_status(address, every_s, everything, as_json)
-        return
-    reply = fetch_status(address)
-    rates = Rates.between(None, reply)
-    text = status_text(address, reply, rates, everything)
-    show(status_as_dict(address, reply, rates), text, as_json)
+    else:
+        look = Look(address, fetch_status(address))
+        show(look.as_dict(), look.text(everything), as_json)
 
 
 def watch_status(
@@ -120,73 +171,22 @@ def watch_status(
     from rich.live import Live
     from rich.text import Text
 
-    console = open_console()
-    before: ServerStatus | None = None
+    console, before = open_console(), None
     with Live(console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
         while True:
-            now = fetch_status(address)
-            if not now.counters:
+            look = Look(address, fetch_status(address), before)
+            if not look.now.counters:
                 raise PermissionDeniedError(f"{address}: {HIDDEN}")
-            rates = Rates.between(before, now)
-            parts = status_text(address, now, rates, everything)
+            parts = look.text(everything)
             if as_json:
-                print(json.dumps(status_as_dict(address, now, rates)), flush=True)
+                print(json.dumps(look.as_dict()), flush=True)
             elif console.is_terminal:
                 texts = (Text(printable(p)) if isinstance(p, str) else p for p in parts)
                 live.update(Group(*texts), refresh=True)
             else:
                 console.print(*parts, "", sep="\n")
-            before = now
+            before = look.now
             sleep(every_s)
-
-
-def status_as_dict(address: str, reply: ServerStatus, rates: Rates) -> dict[str, Any]:
-    """Return *reply* for JSON; what is hidden is null."""
-    names = ("lookups", "get_bytes", "put_bytes", "evicted_chunks")
-    found = {"address": address} | as_dict(reply) | {"hit_ratio": rates.hit_ratio}
-    found |= {f"{name}_per_s": rates.per_s(name) for name in names}
-    del found["boot_id"]
-    for tier in found["tiers"]:
-        tier["what_if"] = {f"{one['scale']:g}": one["hit_ratio"] for one in tier["what_if"]}
-    if not reply.counters:
-        shown = {"address", "version", "state", "uptime_s", "tiers"}
-        found |= dict.fromkeys(found.keys() - shown)
-        for tier in found["tiers"]:
-            tier |= dict.fromkeys(("capacity_bytes", "used_bytes", "chunks"))
-    return found
-
-
-def status_text(
-    address: str, reply: ServerStatus, rates: Rates, everything: bool
-) -> Iterator[str | Grid]:
-    """Yield one screen of *reply*, or all of it."""
-    is_shown = bool(reply.counters)
-    held = f", {reply.sessions} sessions, {reply.leases} leases" if is_shown else ""
-    age = readable_time(reply.uptime_s)
-    yield f"{address}: {reply.state}, version {reply.version}, up {age}{held}"
-    if is_shown:
-        moved = [f"{n} {readable_size(rates.per_s(f'{n}_bytes'))}/s" for n in ("get", "put")]
-        since = f"last {rates.seconds:.0f} s" if rates.is_recent else "since the start"
-        yield (
-            f"hit ratio {_percent(rates.hit_ratio)}, {rates.per_s('lookups'):.1f} lookups/s,"
-            f" {', '.join(moved)}, {rates.per_s('evicted_chunks'):.1f} evicted/s ({since})"
-        )
-        faults = [f"tier {tier.name} is {tier.state}" for tier in reply.tiers if tier.reason]
-        faults += [f"{n} {reply.counters[n]}" for n in FAULTS if reply.counters.get(n)]
-        yield f"faults: {', '.join(faults) or 'none'}"
-    rows = []
-    for tier in reply.tiers:
-        state = f"{tier.state}: {tier.reason}" if tier.reason else tier.state
-        sizes = (readable_size(tier.used_bytes), readable_size(tier.capacity_bytes), tier.chunks)
-        figures = sizes if is_shown else ("-",) * 3
-        rows.append((tier.name, *figures, tier.codec, tier.policy or "-", state))
-    yield Grid(("tier", "used", "of", "chunks", "codec", "policy", "state"), rows)
-    if reply.directory is not None:
-        yield directory_line(reply.directory)
-    if not is_shown:
-        yield HIDDEN
-    elif everything:
-        yield from _details(reply)
 
 
 def _details(reply: ServerStatus) -> Iterator[str | Grid]:

@@ -6,7 +6,7 @@ from kvstore.client.chunk import PlannedChunk as PlannedChunk
 from kvstore.client.chunk import Shard as Shard
 from kvstore.client.client import Client as Client
 from kvstore.client.kv import Hit as Hit
-from kvstore.client.lease import Lease as Lease
+from kvstore.client.lookups import Lease as Lease
 from kvstore.client.options import Access as Access
 from kvstore.client.options import ClientOptions as ClientOptions
 from kvstore.client.paged_cache import PagedCache as PagedCache

@@ -12,12 +12,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.client.tensors import LayerTensors, arrays_of
-from kvstore.codecs.base import AnyTensors
+from kvstore.client.tensors import LayerTensors
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
 from kvstore.proto.types import (
     DIGEST_BYTES,
-    END_KINDS,
     ROOT,
     ChainDigest,
     ChunkKey,
@@ -34,7 +32,6 @@ Span: TypeAlias = tuple[int, int]
 
 _WHOLE_KINDS = (LayerKind.mla, LayerKind.state)
 """Kinds that a single span of heads says nothing of: a latent or state has one row for all."""
-_FIX = "give components, layers, parts of (kv_heads, tokens, head_dim)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,40 +58,6 @@ class Chunk:
 
     def __post_init__(self) -> None:
         check_naming(self)
-
-    def arrays(self, model: Model) -> tuple[KVLayout, AnyTensors]:
-        """Return the layout of a whole chunk and its tensors as arrays.
-
-        Raises LayoutMismatchError when they are not what *model* states.
-        """
-        layout = self.whole_layout(model)
-        return layout, arrays_of(layout, self.tensors)
-
-    def whole_layout(self, model: Model, layers: Span | None = None) -> KVLayout:
-        """Return the layout of the chunk: its own, or by the tokens of its attention.
-
-        The tensors are all there are of it, or those of *layers*. Raises LayoutMismatchError.
-        """
-        if self.layout is not None:
-            if not self.layout.is_of(model):
-                fix = "make it with KVLayout.of this client's Model"
-                raise LayoutMismatchError("layout", self.layout, fix)
-            return self.layout
-        number = 0
-        for group in model.layer_groups:
-            if layers is not None and not _has_any(group, layers):
-                continue
-            if group.kind not in END_KINDS:
-                try:
-                    tokens = int(self.tensors[number][0][0].shape[1])
-                except (AttributeError, IndexError, TypeError):
-                    raise LayoutMismatchError(
-                        "tensors", type(self.tensors).__name__, _FIX
-                    ) from None
-                return KVLayout.of(model, tokens)
-            number += 1
-        fix = "say which: without attention the tensors do not tell"
-        raise LayoutMismatchError("layout", None, fix)
 
     def weights(self, tokens: int) -> bytes:
         """Return the rank of each token's importance, 1 to 255, or 0 for none; empty for no word.
@@ -149,13 +112,6 @@ class DeviceChunk:
 
     def __post_init__(self) -> None:
         check_naming(self)
-
-
-def check_keys(keys: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
-    """Return *keys*. Raises InvalidRequestError for what is no list."""
-    if not isinstance(keys, Sequence):
-        raise InvalidRequestError("keys", keys, "give a list of what keys() returns")
-    return keys
 
 
 def parents(keys: Sequence[ChunkKey]) -> Sequence[ChainDigest]:
@@ -242,7 +198,7 @@ class Shard:
         windows alone has none.
         """
         groups = [group for group in model.layer_groups if layout.has(group.kind)]
-        return self.layers is None or any(_has_any(group, self.layers) for group in groups)
+        return self.layers is None or any(has_any(group, self.layers) for group in groups)
 
     def in_chunk(self, model: Model, layout: KVLayout) -> ChunkShard:
         """Return which layers and heads it is of a chunk of *layout*.
@@ -265,5 +221,6 @@ def _in_chunk(shard: Shard, model: Model, layout: KVLayout) -> ChunkShard:
     return ChunkShard(layout, tuple(extents))
 
 
-def _has_any(group: LayerGroup, layers: Span) -> bool:
+def has_any(group: LayerGroup, layers: Span) -> bool:
+    """Whether any layer of *group* is among *layers*."""
     return any(layers[0] <= layer < layers[1] for layer in group.layer_ids)

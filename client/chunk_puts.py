@@ -1,29 +1,49 @@
-"""Puts of a client: chunks whole, or layer by layer."""
+"""Puts of a client: chunks whole, or layer by layer as an engine finishes them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from types import TracebackType
+from typing import Any
 
-from kvstore.client.batches import MAX_OPEN_BATCHES, batches
-from kvstore.client.chunk import Chunk, PlannedChunk, Shard
-from kvstore.client.connection import countdown
-from kvstore.client.layered_put import LayeredPut
-from kvstore.client.server_link import LeftMs, ServerLink, digest_of, packed
+import numpy as np
+from typing_extensions import override
+
+from kvstore.client.chunk import Chunk, PlannedChunk, Shard, Span, has_any
+from kvstore.client.connection import Until
+from kvstore.client.forks import FORKS
+from kvstore.client.paged_cache import Blocks, kept_from
+from kvstore.client.server_link import MAX_OPEN_BATCHES, LeftMs, ServerLink, digest_batches, packed
 from kvstore.client.session import Session
-from kvstore.client.tensors import arrays_of
-from kvstore.client.transports.base import Outgoing, OutgoingShard, Put, PutTerms, Transport
+from kvstore.client.tensors import TensorLike, arrays_of, layer_arrays
+from kvstore.client.transports.base import RAW, Outgoing, Put, PutTerms, Transport, cut_header
+from kvstore.codecs.base import AnyPart, check_parts
+from kvstore.codecs.block_part import BlockPart
+from kvstore.codecs.raw import raw_header
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import (
     DeadlineError,
     InvalidRequestError,
     LayoutMismatchError,
     TierUnavailableError,
 )
-from kvstore.proto.frame import FrameTemplate, raw_frame_bytes
+from kvstore.proto.frame import FrameTemplate, pack_header, raw_frame_bytes
 from kvstore.proto.plans import Hints
-from kvstore.proto.types import KVLayout
+from kvstore.proto.types import (
+    END_KINDS,
+    Component,
+    KVLayout,
+    LayerGroup,
+    LayerKind,
+    Model,
+    layer_order,
+)
+
+_KEY = attrgetter("key")
 
 
 def put_whole(
@@ -37,8 +57,15 @@ def put_whole(
     """Store *chunks*, or of each what *shard* covers, a batch at a time."""
 
     def work(transport: Transport, left_ms: LeftMs) -> list[Put]:
-        outgoing = [_outgoing(transport.session, chunk, shard) for chunk in chunks]
-        _weigh(link, transport, chunks, outgoing, left_ms)
+        session, important = transport.session, list[tuple[Chunk, int]]()
+        packed(list(map(_KEY, chunks)), session.terms.namespace)
+        outgoing = []
+        for chunk in chunks:
+            outgoing.append(_outgoing(session, chunk, shard))
+            if chunk.importance is not None:
+                important.append((chunk, outgoing[-1].template.layout.tokens))
+        if important:
+            _weigh(link, session, important, left_ms)
         return _put(transport, outgoing, PutTerms(durable, 0, hints), left_ms)
 
     return link.run(work) if chunks else []
@@ -49,7 +76,9 @@ def _put(
 ) -> list[Put]:
     """Put a batch at a time, all within what *left_ms* says."""
     results: list[Put] = []
-    for _, batch in batches(outgoing, transport.session.terms.max_batch_chunks):
+    limit = transport.session.terms.max_batch_chunks
+    for first in range(0, len(outgoing), limit):
+        batch = outgoing[first : first + limit]
         results += transport.put(batch, replace(terms, within_ms=left_ms()))
     return results
 
@@ -68,11 +97,12 @@ def put_by_layers(
         raise LayoutMismatchError("shard", link.options.shard, fix)
     if spans is not None and not spans:
         return LayeredPut(link.model, [], lambda _: [], spans)
-    left_ms = countdown(terms.within_ms)
+    left_ms = Until(terms.within_ms).left_ms
     transport = link.connected(left_ms)
     most = MAX_OPEN_BATCHES * transport.session.terms.max_batch_chunks
     if not 1 <= len(chunks) <= most:
         raise InvalidRequestError("chunks", len(chunks), f"give 1 to {most} in one put")
+    packed([one.key for one in chunks], transport.session.terms.namespace)
     templates = [
         _template(transport.session, one, KVLayout.of(link.model, one.tokens)) for one in chunks
     ]
@@ -86,16 +116,42 @@ def put_by_layers(
 def _outgoing(session: Session, chunk: Chunk, shard: Shard | None) -> Outgoing:
     model = session.representation
     if shard is None:
-        layout, arrays = chunk.arrays(model)
-        return Outgoing(_template(session, chunk, layout), arrays)
-    part = shard.in_chunk(model, chunk.whole_layout(model, shard.layers))
+        layout = layout_of(chunk, model)
+        return Outgoing(_template(session, chunk, layout), arrays_of(layout, chunk.tensors))
+    part = shard.in_chunk(model, layout_of(chunk, model, shard.layers))
     arrays = arrays_of(part.layout, chunk.tensors)
-    return OutgoingShard(_template(session, chunk, part.whole), arrays, part)
+    return Outgoing(_template(session, chunk, part.whole), arrays, part)
+
+
+def layout_of(chunk: Chunk, model: Model, layers: Span | None = None) -> KVLayout:
+    """Return the layout of a whole chunk: its own, or by the tokens of its attention.
+
+    The tensors are all there are of it, or those of *layers*. Raises LayoutMismatchError.
+    """
+    if chunk.layout is not None:
+        if not chunk.layout.is_of(model):
+            fix = "make it with KVLayout.of this client's Model"
+            raise LayoutMismatchError("layout", chunk.layout, fix)
+        return chunk.layout
+    number = 0
+    for group in model.layer_groups:
+        if layers is not None and not has_any(group, layers):
+            continue
+        if group.kind not in END_KINDS:
+            try:
+                tokens = int(chunk.tensors[number][0][0].shape[1])
+            except (AttributeError, IndexError, TypeError):
+                given = type(chunk.tensors).__name__
+                fix = "give components, layers, parts of (kv_heads, tokens, head_dim)"
+                raise LayoutMismatchError("tensors", given, fix) from None
+            return KVLayout.of(model, tokens)
+        number += 1
+    fix = "say which: without attention the tensors do not tell"
+    raise LayoutMismatchError("layout", None, fix)
 
 
 def _template(session: Session, chunk: Chunk | PlannedChunk, layout: KVLayout) -> FrameTemplate:
-    """Raises InvalidRequestError for a key of others, or a chunk longer than the server takes."""
-    digest_of(chunk.key, session.terms.namespace)
+    """Raises InvalidRequestError for a chunk that is longer than the server takes."""
     frame_bytes, limit = raw_frame_bytes(layout), session.terms.max_frame_bytes
     if frame_bytes > limit:
         raise InvalidRequestError(
@@ -108,26 +164,189 @@ def _template(session: Session, chunk: Chunk | PlannedChunk, layout: KVLayout) -
 
 
 def _weigh(
-    link: ServerLink,
-    transport: Transport,
-    chunks: Sequence[Chunk],
-    outgoing: Sequence[Outgoing],
-    left_ms: LeftMs,
+    link: ServerLink, session: Session, chunks: Sequence[tuple[Chunk, int]], left_ms: LeftMs
 ) -> None:
-    """Send which tokens matter, ahead of the chunks, where a codec has a use for it; a server
+    """Send which tokens of *chunks* matter, ahead of them, where a codec has a use for it; a server
     that does not get it codes all alike.
     """
-    terms, useful = transport.session.terms, []
-    for chunk, one in zip(chunks, outgoing, strict=True):
-        if chunk.importance is not None:
-            weights = chunk.weights(one.template.layout.tokens)
-            if terms.weighs:
-                useful.append((chunk.key, weights))
-    for _, batch in batches(useful, terms.max_batch_chunks) if useful else ():
+    terms = session.terms
+    weights = [chunk.weights(tokens) for chunk, tokens in chunks]
+    if not terms.weighs:
+        return
+    digests = packed([chunk.key for chunk, _ in chunks], terms.namespace)
+    for first, some in digest_batches(digests, terms.max_batch_chunks):
         request = pb.WeighRequest(
             session_id=terms.session_id,
-            digests=packed([key for key, _ in batch], terms.namespace),
-            weights=[each for _, each in batch],
+            digests=some,
+            weights=weights[first : first + terms.max_batch_chunks],
         )
         with suppress(TierUnavailableError, DeadlineError):
             link.call("Weigh", request, pb.WeighResponse, left_ms())
+
+
+def _listed(tensors: Any) -> list[Any]:
+    try:
+        return list(tensors)
+    except TypeError:
+        fix = "give the parts of a layer, K and V; of chunks those of each"
+        raise InvalidRequestError("tensors", type(tensors).__name__, fix) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedChunk(Outgoing):
+    """A chunk whose frame is there already, checksums and all."""
+
+    frame: Bytes
+
+    @override
+    def encode(self, out: Bytes, flags: int = 0) -> None:
+        copy_bytes(out, self.frame)
+
+    @override
+    def pieces(self, room: Callable[[int], Bytes]) -> list[Bytes]:
+        """Return the frame as it is; *room* is not needed."""
+        return cut_header(self.frame)
+
+
+class _Frames:
+    """Raw frames of *templates* that become whole segment by segment, in any order."""
+
+    def __init__(self, templates: Sequence[FrameTemplate]) -> None:
+        self._templates = templates
+        self._headers = [raw_header(template) for template in templates]
+        self._sums = [[0] * len(header.segments) for header in self._headers]
+        self._frames = [np.zeros(header.frame_bytes, np.uint8) for header in self._headers]
+
+    def write(self, segment: int, layers: Sequence[Sequence[AnyPart]]) -> None:
+        """Take one segment of every chunk: ``layers[i]`` are the parts of chunk i."""
+        for chunk, (header, parts) in enumerate(zip(self._headers, layers, strict=True)):
+            row = header.segments[segment]
+            component = header.layout.components[int(row["component"])]
+            start = int(row["offset"])
+            room = self._frames[chunk][start : start + int(row["stored_bytes"])]
+            _, self._sums[chunk][segment] = RAW.encode_checked(parts, component, room)
+
+    def take(self) -> list[EncodedChunk]:
+        """Return the frames, all of whose segments were written; none the second time."""
+        frames, self._frames = self._frames, []
+        found = []
+        for template, sums, frame in zip(self._templates, self._sums, frames, strict=False):
+            header = as_bytes(pack_header(raw_header(template, sums)))
+            copy_bytes(frame[: len(header)], header)
+            found.append(EncodedChunk(template, (), frame=frame))
+        return found
+
+
+class LayeredPut:
+    """``with client.put_layers(tokens) as put``: give each layer once, in any order.
+
+    Leaving the block stores the chunks, and ``results`` says what became of each; none of them
+    is visible before. Leaving it by an exception, or with layers missing, stores nothing. For
+    one thread.
+    """
+
+    def __init__(
+        self,
+        representation: Model,
+        templates: Sequence[FrameTemplate],
+        store: Callable[[Sequence[EncodedChunk]], list[Put]],
+        spans: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        self.results: list[Put] = []
+        self.spans = spans
+        """Where each chunk lies in the prompt that ``layer`` is given; None: it is given chunks."""
+        self._store = store
+        self._frames = _Frames(templates)
+        self._segments = dict(layer_order(representation))
+        self._missing = list(self._segments)
+        groups = representation.layer_groups
+        numbers = [number for number, group in enumerate(groups) for _ in group.layer_ids]
+        self._groups = [groups[number] for number in numbers]
+        self._components: list[list[Component]] = [
+            [one.layout.components[number] for one in templates] for number in numbers
+        ]
+        self._is_over = False
+        self._process = FORKS.process
+
+    def layer(
+        self,
+        layer_id: int,
+        tensors: Sequence[Sequence[TensorLike | BlockPart]] | Sequence[TensorLike] | TensorLike,
+    ) -> None:
+        """Give the layer of the model's number *layer_id*: its parts, K and V, over all tokens of
+        the prompt; of a put of chunks ``tensors[i]`` are the parts of chunk i.
+
+        Each part is (kv_heads, tokens, head_dim), numpy or torch on the CPU, any strides, of a
+        chunk also in blocks; all are the caller's again on return. Raises LayoutMismatchError or
+        InvalidRequestError for what does not belong here; the put then goes on without it.
+        """
+        FORKS.check(self._process, "the put")
+        if self._is_over:
+            raise InvalidRequestError("layer_id", layer_id, "this put is over; begin another")
+        if layer_id not in self._missing:
+            known = layer_id in list(self._segments)
+            fix = "give each layer once" if known else f"the model has {sorted(self._segments)}"
+            raise InvalidRequestError("layer_id", layer_id, fix)
+        segment = self._segments[layer_id]
+        components = self._components[segment]
+        chunks = _listed(tensors)
+        if self.spans is None:
+            chunks = [_listed(parts) for parts in chunks]
+        else:
+            chunks = self._cut(chunks, self._groups[segment])
+        if len(chunks) != len(components):
+            raise LayoutMismatchError("tensors", len(chunks), f"give {len(components)} chunks")
+        layers = []
+        for component, parts in zip(components, chunks, strict=True):
+            arrays = layer_arrays(parts, component.dtype)
+            check_parts(component, arrays)
+            layers.append(arrays)
+        self._frames.write(segment, layers)
+        self._missing.remove(layer_id)
+
+    def _cut(self, parts: Sequence[Any], group: LayerGroup) -> list[list[Any]]:
+        """Return what each chunk keeps of one layer of the prompt."""
+        spans = self.spans or ()
+        if group.kind is LayerKind.state:
+            fix = "states are of no token: use put_chunk_layers"
+            raise LayoutMismatchError("layer_id", group.kind.name, fix)
+        if any(isinstance(part, BlockPart | Blocks) for part in parts):
+            fix = "give tensors over all tokens; what lies in blocks goes by put, or by chunks"
+            raise InvalidRequestError("tensors", "blocks", fix)
+        shapes = [tuple(getattr(part, "shape", ())) for part in parts]
+        stop = spans[-1][1] if spans else 0
+        if len(shapes) != group.parts or any(len(one) != 3 or one[1] < stop for one in shapes):
+            fix = f"give {group.parts} of (kv_heads, {stop} tokens or more, head_dim)"
+            raise LayoutMismatchError("tensors", shapes, fix)
+        return [[part[:, kept_from(group, *span) : span[1]] for part in parts] for span in spans]
+
+    def commit(self) -> list[Put]:
+        """Store the chunks. Raises InvalidRequestError, and stores nothing, when layers miss."""
+        FORKS.check(self._process, "the put")
+        if self._is_over:
+            return self.results
+        if self._missing:
+            self.abandon()
+            raise InvalidRequestError("layers", self._missing, "give them all; nothing was stored")
+        self._is_over = True
+        self.results = self._store(self._frames.take())
+        return self.results
+
+    def abandon(self) -> None:
+        """Store nothing. Idempotent; does nothing after ``commit``."""
+        self._is_over = True
+        self._frames.take()
+
+    def __enter__(self) -> LayeredPut:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.commit()
+        else:
+            self.abandon()

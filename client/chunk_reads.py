@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvstore.client.batches import MAX_OPEN_BATCHES, batches
-from kvstore.client.chunk import Shard, check_keys
-from kvstore.client.connection import countdown
+from kvstore.client.chunk import Shard
+from kvstore.client.connection import Until
 from kvstore.client.deadline import Levelled, LevelledGet
 from kvstore.client.decode import (
     Decoded,
@@ -24,11 +23,19 @@ from kvstore.client.decode import (
     Room,
     TooLossyError,
     Wanted,
+    fresh,
     given,
 )
 from kvstore.client.frames import FrameAssembler
 from kvstore.client.planning import PlanTerms
-from kvstore.client.server_link import LeftMs, ServerLink, digest_of, packed
+from kvstore.client.server_link import (
+    MAX_OPEN_BATCHES,
+    LeftMs,
+    ServerLink,
+    digest_batches,
+    not_keys,
+    packed,
+)
 from kvstore.client.tensors import LayerTensors
 from kvstore.client.transports.base import (
     Arrival,
@@ -50,10 +57,9 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.frame import MAX_FRAME_BYTES, FrameHeader, check_frame
-from kvstore.proto.keys import split_digests
 from kvstore.proto.messages import accuracy_number
 from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.types import END_KINDS, Accuracy, ChunkKey, KVLayout
+from kvstore.proto.types import DIGEST_BYTES, END_KINDS, Accuracy, ChunkKey, KVLayout
 
 
 class ChunkRequest(NamedTuple):
@@ -77,7 +83,7 @@ class ChunkRequest(NamedTuple):
 def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
     """Read the longest prefix of what is requested, verified."""
     if request.leases:  # which are lost with their session
-        left_ms = countdown(request.deadline_ms)
+        left_ms = Until(request.deadline_ms).left_ms
         return _read(link, request, link.connected(left_ms), left_ms)
     return link.run(partial(_read, link, request), request.deadline_ms)
 
@@ -86,17 +92,16 @@ def _read(
     link: ServerLink, request: ChunkRequest, transport: Transport, left_ms: LeftMs
 ) -> list[Decoded]:
     session, keys, leases = transport.session, request.keys, request.leases
-    limit = session.terms.max_batch_chunks
-    digests = split_digests(packed(keys, session.terms.namespace), len(keys))
+    limit, digests = session.terms.max_batch_chunks, packed(keys, session.terms.namespace)
     found: list[Decoded] = []
-    for number, (first, some) in enumerate(batches(keys, limit)):
+    for first in range(0, max(1, len(keys)), limit):
+        some, lease_id = keys[first : first + limit], leases[first // limit] if leases else 0
         wanted = Wanted(session, some, request.room, request.accuracy, first, request.shard)
-        lease_id = leases[number] if leases else 0
+        some_digests = digests[DIGEST_BYTES * first : DIGEST_BYTES * (first + limit)]
         try:
             plan = ReadPlan(
-                digests[first : first + limit], lease_id, left_ms(), request.accuracy,
-                direct=wanted.direct,
-            )  # fmt: skip
+                some_digests, lease_id, left_ms(), request.accuracy, direct=wanted.direct
+            )
             with transport.read(plan) as arriving:
                 part, broken = link.reader.read(wanted, arriving)
         except (DeadlineError, TierUnavailableError):
@@ -112,14 +117,18 @@ def _read(
 
 
 def room_in(keys: Sequence[ChunkKey], out: Sequence[LayerTensors] | Room | None) -> Room:
-    """Return where chunks of *keys* go; nowhere any more once the call was cancelled.
+    """Return where chunks of *keys* go: what *out* says, or new arrays; nowhere any more once the
+    call was cancelled.
 
     Raises InvalidRequestError for too few entries, and for keys that are no list.
     """
-    check_keys(keys)
-    if out is not None and not callable(out) and len(out) < len(keys):
-        raise InvalidRequestError("out", len(out), f"give {len(keys)} entries")
-    room = out if callable(out) else given(out)
+    if not isinstance(keys, Sequence):
+        raise not_keys(keys)
+    if out is not None and not callable(out):
+        if len(out) < len(keys):
+            raise InvalidRequestError("out", len(out), f"give {len(keys)} entries")
+        out = given(out)
+    room = fresh if out is None else out
     stopped = STOPPED.get()
     return room if stopped is None else _stoppable(room, stopped)
 
@@ -148,7 +157,7 @@ def read_layers(
         with closing(reading.layers(arriving)) as layers:
             yield from layers
     if reading.broken is not None:  # between layers the caller takes time of its own
-        link.quarantine(transport, reading.broken, countdown(request.deadline_ms))
+        link.quarantine(transport, reading.broken, Until(request.deadline_ms).left_ms)
 
 
 def _layers_arriving(
@@ -157,13 +166,13 @@ def _layers_arriving(
     """Yield frames to be read layer by layer: of MAX_OPEN_BATCHES batches, as each is a stream,
     which *stack* ends.
     """
-    terms, left_ms = transport.session.terms, countdown(request.deadline_ms)
+    terms, left_ms = transport.session.terms, Until(request.deadline_ms).left_ms
     limit, keys = terms.max_batch_chunks, request.keys
-    digests = split_digests(packed(keys, terms.namespace), len(keys))
+    digests = packed(keys, terms.namespace)
     # Rows are named by the places of all chunks, so batches of several take them all.
     skipped = request.skipped if len(keys) <= limit else None
     (lease_id,) = request.leases or (0,)
-    for first, some in islice(batches(digests, limit), MAX_OPEN_BATCHES):
+    for first, some in islice(digest_batches(digests, limit), MAX_OPEN_BATCHES):
         plan = ReadPlan(some, lease_id, left_ms(), request.accuracy, skipped=skipped)
         count = 0
         for arrived in stack.enter_context(transport_layers(transport, plan)):
@@ -230,7 +239,7 @@ def read_frame(
         session, deadline_ms = transport.session, left_ms()
         request = pb.GetRequest(
             session_id=session.terms.session_id,
-            digests=digest_of(key, session.terms.namespace),
+            digests=packed([key], session.terms.namespace),
             deadline_ms=deadline_ms,
             min_accuracy=accuracy_number(accuracy),
         )

@@ -5,23 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any, ClassVar, Self, TypeAlias
 from weakref import finalize, ref
 
 from kvstore.client import chunk_reads, segments
 from kvstore.client.blend.plan import NamedSegment, SegmentRange, name_segments
-from kvstore.client.chunk import Chunk, PlannedChunk, Shard, check_keys
-from kvstore.client.chunk_puts import put_by_layers, put_whole
+from kvstore.client.chunk import Chunk, PlannedChunk, Shard
+from kvstore.client.chunk_puts import LayeredPut, put_by_layers, put_whole
 from kvstore.client.chunk_reads import ChunkRequest
-from kvstore.client.connection import countdown
+from kvstore.client.connection import Until
 from kvstore.client.deadline import Levelled
 from kvstore.client.decode import Layer, Room, fresh
 from kvstore.client.forks import FORKS
 from kvstore.client.kv import KV, Hit, Prompt, empty_kv, first_tokens, kv_of
-from kvstore.client.layered_put import LayeredPut
-from kvstore.client.lease import Lease
-from kvstore.client.lookups import look_up, prefix_plan, viewer
+from kvstore.client.lookups import Lease, look_up, prefix_plan, viewer
 from kvstore.client.options import (
     MAX_DEADLINE_MS,
     MAX_NAME_CHARS,
@@ -30,7 +27,7 @@ from kvstore.client.options import (
     milliseconds,
 )
 from kvstore.client.planning import PlanTerms
-from kvstore.client.server_link import LeftMs, ServerLink
+from kvstore.client.server_link import LeftMs, ServerLink, not_keys
 from kvstore.client.server_state import (
     ChunkStat,
     EventStream,
@@ -125,12 +122,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # --- the session
@@ -198,7 +190,9 @@ class Client:
             raise InvalidRequestError("keys", keys, "give tokens or keys, one of them")
         if tokens is not None:
             return self._names(self._link.connected(left_ms).session.terms.namespace, tokens)
-        return check_keys(() if keys is None else keys)
+        if not isinstance(keys, Sequence):
+            raise not_keys(keys)
+        return keys
 
     def get(
         self,
@@ -218,7 +212,7 @@ class Client:
         Below an exact *accuracy* any chunk may be restored from a lossy copy: neither it nor what
         is computed from it is to be put.
         """
-        left_ms = self._left_ms(timeout)
+        left_ms = Until(self._deadline_ms(timeout)).left_ms
         prompt = self._prompt(tokens, keys, start, left_ms)
         fresh = empty_kv(self._own, prompt.stop) if out is None else None
         room = self._target(prompt, fresh if out is None else out)
@@ -250,9 +244,8 @@ class Client:
         held = kv_of("kv", kv, self._own, prompt.stop, is_target=False)
         if ttl is not None:
             hints = replace(hints, ttl_ms=milliseconds("ttl", ttl, MAX_TTL_S))
-        named = zip(prompt.keys, prompt.parents, prompt.spans, strict=True)
         chunks = []
-        for key, parent, (first, stop) in named:
+        for key, parent, (first, stop) in prompt.chunks:
             layout = KVLayout.of(self.model, stop - first)
             chunks.append(Chunk(key, held.chunk(first, stop), parent, first, layout=layout))
         return self.put_chunks(chunks, durable=durable, hints=hints)
@@ -273,7 +266,7 @@ class Client:
         slower than to recompute all. The answer waits *wait* seconds at most until chunks are here
         that others are putting or have announced.
         """
-        left_ms = self._left_ms(timeout)
+        left_ms = Until(self._deadline_ms(timeout)).left_ms
         names = self._named(tokens, keys, left_ms)
         if engine is not None and not engine.prompt_tokens:
             count = len(names) * self.options.chunk_tokens if tokens is None else len(tokens)
@@ -332,7 +325,7 @@ class Client:
         all layers has. Run the iterator to its end or close it: it keeps the chunks from eviction.
         No more than MAX_OPEN_BATCHES batches of chunks come, each a stream.
         """
-        left_ms = self._left_ms(timeout)
+        left_ms = Until(self._deadline_ms(timeout)).left_ms
         prompt = self._prompt(tokens, keys, start, left_ms)
         room = fresh if out is None else self._target(prompt, out)
         request = ChunkRequest(prompt.keys, room, accuracy, left_ms())
@@ -352,8 +345,9 @@ class Client:
         Chunks are those of ``put``. All of it has to be over within *timeout* seconds.
         """
         prompt = self._prompt(tokens, None, start)
-        named = zip(prompt.keys, prompt.parents, prompt.spans, strict=True)
-        chunks = [PlannedChunk(key, stop - at, parent, at) for key, parent, (at, stop) in named]
+        chunks = [
+            PlannedChunk(key, stop - at, parent, at) for key, parent, (at, stop) in prompt.chunks
+        ]
         terms = PutTerms(durable, self._deadline_ms(timeout), hints)
         return put_by_layers(self._link, chunks, terms, prompt.spans)
 
@@ -399,8 +393,8 @@ class Client:
         With a *shard*, that of the options unless given, the tensors are those of one rank: the
         outcome is ``pending`` until other ranks have put the rest of a chunk, and ``stored`` for
         the one that makes it whole.
-        Raises LayoutMismatchError or ModelError before anything is sent when a
-        chunk is not of this client's Model.
+        Raises LayoutMismatchError or ModelError before anything is sent when a chunk is not of
+        this client's Model.
         """
         shard = shard or self.options.shard
         return put_whole(self._link, chunks, shard, hints, durable=durable)
@@ -448,9 +442,8 @@ class Client:
         to the store, once there was a session. Raises what *compute* or *out* raises, too, and
         LayoutMismatchError.
         """
-        return chunk_reads.read_levelled(
-            self._link, keys, terms, chunk_reads.room_in(keys, out), compute
-        )
+        room = chunk_reads.room_in(keys, out)
+        return chunk_reads.read_levelled(self._link, keys, terms, room, compute)
 
     # --- segments that are no prefixes
 
@@ -494,9 +487,8 @@ class Client:
 
     def unpin(self, tokens: Tokens = None, *, keys: Keys = None) -> int:
         """End pins; return how many there were."""
-        names = self._named(tokens, keys)
-        replies = self._link.ask("Unpin", pb.UnpinRequest(), names, pb.UnpinResponse)
-        return sum(reply.unpinned for reply in replies)
+        names, request = self._named(tokens, keys), pb.UnpinRequest()
+        return sum(r.unpinned for r in self._link.ask("Unpin", request, names, pb.UnpinResponse))
 
     def announce_puts(self, keys: Sequence[ChunkKey], *, within: float) -> int:
         """Announce that this client will put *keys* within so many seconds, ten minutes at most.
@@ -511,9 +503,8 @@ class Client:
 
     def delete(self, tokens: Tokens = None, *, keys: Keys = None) -> int:
         """Forget chunks on every tier; return how many. Chunks that are being read stay."""
-        names = self._named(tokens, keys)
-        replies = self._link.ask("Delete", pb.DeleteRequest(), names, pb.DeleteResponse)
-        return sum(reply.deleted for reply in replies)
+        names, request = self._named(tokens, keys), pb.DeleteRequest()
+        return sum(r.deleted for r in self._link.ask("Delete", request, names, pb.DeleteResponse))
 
     def clear(self, tier: str = "", *, dry_run: bool = False) -> int:
         """Forget every chunk of this client's namespace that nobody reads; return how many.
@@ -591,10 +582,6 @@ class Client:
         if found < 1:
             raise InvalidRequestError("timeout", timeout, "give 0.001 seconds or more")
         return found
-
-    def _left_ms(self, timeout: float | None) -> LeftMs:
-        """Return what says how much is left of a call that begins now."""
-        return countdown(self._deadline_ms(timeout))
 
     def _prompt(
         self, tokens: Tokens, keys: Keys, start: int, left_ms: LeftMs | None = None

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import grpc
@@ -95,7 +95,7 @@ class Connection:
 
     def call(self, method: str, request: Any, deadline_ms: int, reply: type[T]) -> T:
         """Call *method* and return its reply."""
-        until = Until.of(deadline_ms, self.clock)
+        until = Until(deadline_ms, self.clock(), self.clock)
         metadata = traced(self._bearer.metadata())
 
         def work() -> Any:
@@ -141,7 +141,7 @@ class Connection:
     def upload(self, method: str, requests: Iterator[Any], deadline_ms: int, reply: type[T]) -> T:
         """Stream *requests* to *method* and return its reply."""
         metadata = traced(self._bearer.metadata())
-        until, verb = Until.of(deadline_ms, self.clock), getattr(self._stub, method)
+        until, verb = Until(deadline_ms, self.clock(), self.clock), getattr(self._stub, method)
         return self._tried(lambda: self._ended_call(verb, requests, until, metadata), reply, until)
 
     def stream(self, method: str, request: Any, deadline_ms: int) -> Generator[Any, None, None]:
@@ -163,7 +163,7 @@ class Connection:
         FORKS.check(self._process, "the connection")
         self.breaker.check()
         metadata = traced(self._bearer.metadata())
-        until, verb = Until.of(deadline_ms, self.clock), getattr(self._stub, method)
+        until, verb = Until(deadline_ms, self.clock(), self.clock), getattr(self._stub, method)
         try:
             call = FORKS.begin(
                 lambda: verb(request, timeout=until.left_s(), metadata=metadata),
@@ -270,24 +270,36 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class Until:
-    """By when a call of *deadline_ms* is over, with SLACK_S for the answer; *clock* as ``at_s``."""
+    """By when a call is over that began at *since_s*, of *clock*: after *deadline_ms*, with SLACK_S
+    for the answer.
+    """
 
-    at_s: float
     deadline_ms: int
-    clock: Callable[[], float]
+    since_s: float = field(default_factory=time.monotonic)
+    clock: Callable[[], float] = time.monotonic
 
-    @classmethod
-    def of(cls, deadline_ms: int, clock: Callable[[], float] = time.monotonic) -> Until:
-        """Return when a call that begins now is over."""
-        return cls(clock() + deadline_ms / 1000 + SLACK_S, deadline_ms, clock)
+    @property
+    def at_s(self) -> float:
+        """When that is."""
+        return self.since_s + self.deadline_ms / 1000 + SLACK_S
 
     def left_s(self, least_s: float = _LEAST_S) -> float:
         """Return how long to wait for an answer."""
-        return max(self.at_s - self.clock(), least_s)
+        left_s = self.since_s + self.deadline_ms / 1000 + SLACK_S - self.clock()
+        return left_s if left_s > least_s else least_s
 
-    def left_ms(self) -> int:
-        """Return the deadline of a call in its place, which has the slack again."""
-        return max(1, round(1000 * (self.at_s - SLACK_S - self.clock())))
+    def left_ms(self, least_ms: int = 0) -> int:
+        """Return the deadline of the next of several calls, or of one in its place.
+
+        Raises DeadlineError once nothing is left and there is no *least_ms*.
+        """
+        left = self.deadline_ms - round(1000 * (self.clock() - self.since_s))
+        if left < 1:
+            if not least_ms:
+                text = f"deadline_ms={self.deadline_ms} passed before the next request"
+                raise DeadlineError(text)
+            return least_ms
+        return left
 
 
 def _nothing() -> None:
@@ -333,7 +345,7 @@ class CircuitBreaker:
             self._late_at_s = now_s
             if self._late_s < self._patience_s:
                 return False
-        is_silent = is_late or is_gone(error)
+        is_silent = is_late or (error is not None and is_gone(error))
         self._until = self._clock() + self._retry_after_s if is_silent else 0.0
         if is_silent and error is not None:
             self._opened_by = weakref.ref(error)
@@ -352,11 +364,6 @@ class CircuitBreaker:
         """Close it if it was *error* that opened it: the call says nothing of the server."""
         if self._opened_by() is error:
             self.note(None)
-
-
-def is_gone(error: BaseException | None) -> bool:
-    """Whether *error* says that the server itself, not one of its tiers, cannot be reached."""
-    return isinstance(error, TierUnavailableError) and str(error).startswith("tier 'server'")
 
 
 class Pool(Generic[C]):
@@ -433,6 +440,11 @@ class Pool(Generic[C]):
         self.hang_up()
 
 
+def is_gone(error: BaseException) -> bool:
+    """Whether *error* says that the server itself, not one of its tiers, cannot be reached."""
+    return isinstance(error, TierUnavailableError) and str(error).startswith("tier 'server'")
+
+
 def translate(error: grpc.RpcError) -> KVStoreError:
     """Return the store's error that a failed call stands for."""
     code, details = error.code(), error.details() or ""
@@ -449,22 +461,6 @@ def translate(error: grpc.RpcError) -> KVStoreError:
     if code is grpc.StatusCode.UNAVAILABLE:
         return TierUnavailableError("server", details)
     return KVStoreError(f"{code.name}: {details}")
-
-
-def countdown(deadline_ms: int) -> Callable[[], int]:
-    """Return what says how much of *deadline_ms* is left for the next of several calls.
-
-    Raises DeadlineError once nothing is.
-    """
-    until = time.monotonic() + deadline_ms / 1000
-
-    def left_ms() -> int:
-        left = round(1000 * (until - time.monotonic()))
-        if left < 1:
-            raise DeadlineError(f"deadline_ms={deadline_ms} passed before the next request")
-        return left
-
-    return left_ms
 
 
 def traced(metadata: Metadata) -> Metadata:

@@ -23,7 +23,6 @@ import structlog
 import torch
 from typing_extensions import override
 
-from kvstore.client.batches import batches
 from kvstore.client.chunk import DeviceChunk
 from kvstore.client.client import Client
 from kvstore.client.device_reads import (
@@ -33,7 +32,7 @@ from kvstore.client.device_reads import (
     Run,
 )
 from kvstore.client.frames import FrameAssembler
-from kvstore.client.server_link import LeftMs, packed
+from kvstore.client.server_link import LeftMs, digest_batches, packed
 from kvstore.client.session import Session, SessionTerms
 from kvstore.client.transports.base import (
     Arrival,
@@ -67,12 +66,10 @@ from kvstore.proto.frame import (
     header_bytes,
     pack_header,
 )
-from kvstore.proto.keys import split_digests
 from kvstore.proto.messages import hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import (
     Accuracy,
-    ChainDigest,
     ChunkKey,
     KVLayout,
     PutOutcome,
@@ -255,7 +252,7 @@ class CudaTransport(ShmTransport):
     @contextmanager
     def get_on_device(
         self,
-        digests: Sequence[ChainDigest],
+        digests: bytes,
         deadline_ms: int,
         reader: DeviceReader,
         least: Accuracy = Accuracy.exact,
@@ -330,7 +327,8 @@ class CudaTransport(ShmTransport):
         frames: list[Bytes] = []
         confirms: list[Callable[[], None]] = []
         for place in places:
-            slab = self.slabs.reach(place)
+            slab = self.slabs.slab(place.number)
+            slab.check(place)
             registration.note(place.number, slab.data)
             frames.append(slab.data[place.offset : place.offset + place.size_bytes])
             confirms.append(partial(slab.confirm, place.offset, place.generation))
@@ -455,8 +453,8 @@ class CudaClient(Client):
     ) -> Iterator[Run]:
         """Yield what arrives, a batch at a time; the leases of all of them end with *stack*."""
         terms, count = transport.session.terms, 0
-        digests = split_digests(packed(reading.keys, terms.namespace), len(reading.keys))
-        for first, some in batches(digests, terms.max_batch_chunks):
+        digests = packed(reading.keys, terms.namespace)
+        for first, some in digest_batches(digests, terms.max_batch_chunks):
             if count < first:
                 return
             arriving = transport.get_on_device(some, left_ms(), reading.reader, reading.least)

@@ -18,8 +18,7 @@ from typing import TypeAlias, cast
 
 import numpy as np
 
-from kvstore.client.batches import batches
-from kvstore.client.connection import SLACK_S, countdown
+from kvstore.client.connection import SLACK_S, Until
 from kvstore.client.decode import WRONG, Room
 from kvstore.client.lookups import look_up
 from kvstore.client.options import MAX_DEADLINE_MS
@@ -36,7 +35,7 @@ from kvstore.client.planning import (
     PlanTerms,
     Progress,
 )
-from kvstore.client.server_link import ServerLink
+from kvstore.client.server_link import ServerLink, batches
 from kvstore.client.transports.base import Arrival, ReadPlan, Transport
 from kvstore.codecs.base import AnyTensors, codec_by_id
 from kvstore.codecs.lossy import LossyCodec
@@ -52,7 +51,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame import FrameHeader, check_frame, header_bytes, parse_header
 from kvstore.proto.messages import accuracy_number
-from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChainDigest, ChunkKey, KVLayout, Stated
+from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChunkKey, KVLayout, Stated
 
 SLOW_BATCH_S = 4 * BATCH_S
 """One that takes so long says something of the link, however small it is."""
@@ -165,13 +164,13 @@ class LevelledGet:
         self._plain_terms = replace(terms, loads_first=compute is None)
         self._frames = [StoredFrame(key, layout) for key in keys]
         self._header_bytes = header_bytes(layout, MAX_LEVELS)
-        self.left_ms = countdown(terms.deadline_ms)
+        self.left_ms = Until(terms.deadline_ms).left_ms
         """Return the rest of the deadline, for calls. Raises DeadlineError when it is over."""
         self._clock = link.meters.clock
         self._started_s = self._clock()
         self._leases: Sequence[int] = ()
         """One for each batch of chunks of which any is ready."""
-        self._digests: list[ChainDigest] = []
+        self._digests = b""
         """Of the chunks under a lease."""
         self._batch_bytes = FIRST_BATCH_BYTES
         """What a batch may have at most."""
@@ -248,7 +247,7 @@ class LevelledGet:
                 self._end()
                 if transport is not None and self._leases:
                     transport.release(self._leases, RELEASE_MS)
-                    left_ms = countdown(RELEASE_MS)
+                    left_ms = Until(RELEASE_MS).left_ms
                     for key in self._damaged:
                         self._link.quarantine(transport, key, left_ms)
 
@@ -330,7 +329,7 @@ class LevelledGet:
         wanted = pb.LookupRequest(lease=True, ranges=True, min_accuracy=accuracy_number(least))
         found = look_up(self._link, self._keys, wanted, self.left_ms())
         self._leases, ready = found.match.leases, found.match.ready
-        self._digests = [ChainDigest(key[DIGEST_BYTES:]) for key in self._keys[:ready]]
+        self._digests = b"".join(key[DIGEST_BYTES:] for key in self._keys[:ready])
         return found.transport, ready
 
     def _elapsed_s(self) -> float:
@@ -411,12 +410,12 @@ class LevelledGet:
         self, transport: Transport, batch: Sequence[Fetch], left_s: float
     ) -> Generator[Arrival, None, None]:
         """Yield the pieces of *batch* in its order, by requests for chunks under one lease each."""
-        left_ms = countdown(max(1, min(int(1000 * left_s), MAX_DEADLINE_MS)))
+        left_ms = Until(max(1, min(int(1000 * left_s), MAX_DEADLINE_MS))).left_ms
         least = self._plain_terms.least
         limit = transport.session.terms.max_batch_chunks
         for lease, run in groupby(_ranges(batch), lambda one: one.index // limit):
             first = lease * limit
-            digests = self._digests[first : first + limit]
+            digests = self._digests[DIGEST_BYTES * first : DIGEST_BYTES * (first + limit)]
             wanted = list(run)
             for one in wanted:
                 one.index -= first

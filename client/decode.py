@@ -11,15 +11,14 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import filterfalse
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kvstore.client.chunk import Shard
 from kvstore.client.forks import FORKS
-from kvstore.client.frames import DirectFrame, FileFrame
-from kvstore.client.layer_stream import LayeredFrame, LayerStream, Range
+from kvstore.client.frames import DirectFrame, FileFrame, LayeredFrame, LayerStream, Range
 from kvstore.client.session import Session
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.client.transports.base import Arrival
@@ -69,9 +68,9 @@ def fresh(_: int, layout: KVLayout) -> ChunkTensors:
     return empty_tensors(layout)
 
 
-def given(out: Sequence[LayerTensors] | None) -> Room:
-    """Room in what the caller brought, if it brought any."""
-    return fresh if out is None else lambda index, _: to_arrays(out[index])
+def given(out: Sequence[LayerTensors]) -> Room:
+    """Room in what the caller brought."""
+    return lambda index, _: to_arrays(out[index])
 
 
 class Numbered(Protocol):
@@ -202,64 +201,65 @@ class Wanted:
             return None
 
 
+@dataclass(slots=True, eq=False)
 class _PrefixRead:
-    """The frames of one read, decoded by whoever is free: its caller and some helpers.
+    """The frames of one read that came, decoded by whoever is free: its caller and some helpers.
 
-    The caller feeds and, rather than wait, decodes too. Frames are taken in their order, so that
-    all before one that failed are tried.
+    They are taken in their order, so that all before one that failed are tried.
     """
 
-    def __init__(self, wanted: Wanted, ahead: int) -> None:
-        self._wanted = wanted
-        self._ahead = ahead
-        self._waiting: SimpleQueue[Arrival | None] = SimpleQueue()
-        self.fed = 0
-        self.found: dict[int, Decoded] = {}
-        self.errors: dict[int, KVStoreError] = {}
-        self._failed = math.inf
-        """The place of a frame that failed: nobody looks at those behind it."""
+    wanted: Wanted
+    waiting: SimpleQueue[Arrival | None] = field(default_factory=SimpleQueue)
+    found: dict[int, Decoded] = field(default_factory=dict)
+    errors: dict[int, KVStoreError] = field(default_factory=dict)
+    failed: float = math.inf
+    """The place of a frame that failed: nobody looks at those behind it."""
+    fed: int = 0
 
     def help(self) -> None:
         """Decode what waits until there will be no more."""
-        while (arrived := self._waiting.get()) is not None:
-            self._try(arrived)
+        while (arrived := self.waiting.get()) is not None:
+            self.decode(arrived)
 
-    def feed(self, arriving: Iterable[Arrival]) -> None:
-        """Have all decoded that follows without a gap, until one fails."""
-        asked = len(self._wanted.keys)
+    def feed(self, arriving: Iterable[Arrival], ahead: int) -> None:
+        """Have all decoded that follows without a gap, until one fails; where more than *ahead*
+        wait, by the caller.
+        """
+        asked = len(self.wanted.keys)
         for arrived in arriving:
-            if arrived.index != self.fed or arrived.index > self._failed:
+            if arrived.index != self.fed or arrived.index > self.failed:
                 return
             if self.fed == asked:
                 raise InvalidFrameError("index", arrived.index, f"{asked} chunks were asked for")
             self.fed += 1
-            if self._waiting.qsize() < self._ahead:
-                self._waiting.put(arrived)
+            if self.waiting.qsize() < ahead:
+                self.waiting.put(arrived)
             else:
-                self._try(arrived)
+                self.decode(arrived)
 
     def finish(self, helpers: Sequence[Future[None]]) -> None:
         """Decode what is left and wait for *helpers*: they write to the caller's memory."""
         try:
             with suppress(Empty):
-                while (arrived := self._waiting.get_nowait()) is not None:
-                    self._try(arrived)
+                while (arrived := self.waiting.get_nowait()) is not None:
+                    self.decode(arrived)
         finally:  # a room may raise anything: no thread waits for more after that
             for _ in helpers:
-                self._waiting.put(None)
+                self.waiting.put(None)
             running = list(filterfalse(Future.cancel, helpers))
             wait(running)
         for helper in running:
             helper.result()
 
-    def _try(self, arrived: Arrival) -> None:
-        if arrived.index > self._failed:
+    def decode(self, arrived: Arrival) -> None:
+        """Decode one of them."""
+        if arrived.index > self.failed:
             return
         try:
-            self.found[arrived.index] = self._wanted.decode(arrived)
+            self.found[arrived.index] = self.wanted.decode(arrived)
         except KVStoreError as error:
             self.errors[arrived.index] = error
-            self._failed = min(self._failed, arrived.index)
+            self.failed = min(self.failed, arrived.index)
 
 
 class Reader:
@@ -281,13 +281,13 @@ class Reader:
         LayoutMismatchError when the room does not have the chunk's layout; and, where nothing was
         read, what is late or cannot be read.
         """
-        reading, count = _PrefixRead(wanted, 2 * self.threads), len(wanted.keys)
+        reading, count = _PrefixRead(wanted), len(wanted.keys)
         helpers: list[Future[None]] = []
         error: KVStoreError | None = None
         try:
             while len(helpers) < min(self.threads, count) - 1:
                 helpers.append(self.submit(reading.help))
-            reading.feed(arriving)
+            reading.feed(arriving, ahead=2 * self.threads)
         except (DeadlineError, TierUnavailableError) as late:
             error = None if reading.fed else late
         except KVStoreError as stopped:

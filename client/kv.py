@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -214,9 +214,10 @@ class Prompt:
         return self.spans[index][0] + self._layouts[index].tokens
 
     @property
-    def parents(self) -> Sequence[ChainDigest]:
-        """The digest before each of ``keys``."""
-        return parents(self._every)[self._first :]
+    def chunks(self) -> Iterator[tuple[ChunkKey, ChainDigest, tuple[int, int]]]:
+        """Of each chunk that is left its key, the digest before it, and its span."""
+        before = parents(self._every)[self._first :]
+        return zip(self.keys, before, self.spans, strict=True)
 
     @property
     def least_tokens(self) -> int:

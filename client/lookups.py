@@ -1,23 +1,26 @@
-"""Lookups: which chunks of a prompt are there, and what of them is worth loading."""
+"""Lookups: which chunks of a prompt are there and what is worth loading; and a Lease of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
+from types import TracebackType
 from typing import NamedTuple
 
-from kvstore.client.batches import batches, digest_batches
+from kvstore.client.forks import FORKS
 from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.client.planning import chunks_worth_loading
-from kvstore.client.server_link import LeftMs, ServerLink, packed
+from kvstore.client.server_link import LeftMs, ServerLink, batches, digest_batches, packed
+from kvstore.client.tensors import LayerTensors
 from kvstore.client.transports.base import Transport
-from kvstore.client.view import View
+from kvstore.client.view import ChunkView, View
+from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import DeadlineError, KVStoreError
+from kvstore.proto.errors import DeadlineError, KVStoreError, LeaseExpiredError
 from kvstore.proto.messages import as_value
-from kvstore.proto.plans import EngineTerms, LoadPlan, PlanRange
+from kvstore.proto.plans import NO_HINTS, EngineTerms, Hints, LoadPlan, PlanRange
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Match
 
 
@@ -46,7 +49,8 @@ def look_up(
         matches: list[Match] = []
         places: list[bytes] = []
         try:
-            for part in digest_batches(packed(keys, terms.namespace), terms.max_batch_chunks):
+            digests, limit = packed(keys, terms.namespace), terms.max_batch_chunks
+            for _, part in digest_batches(digests, limit):
                 request.digests, request.deadline_ms = part, left_ms()
                 request.wait_ms = max(0, wanted.wait_ms - (total_ms - request.deadline_ms))
                 reply = transport.calls.call(
@@ -149,3 +153,67 @@ def prefix_plan(match: Match, chunk_tokens: int, chunks: int, engine: EngineTerm
         load_ms + rest_ms,
         1000 * prefill.seconds(tokens, 0),
     )
+
+
+class Lease:
+    """``match`` says what is ready; ``keys`` are those chunks. Leave the ``with`` to release."""
+
+    def __init__(
+        self,
+        keys: Sequence[ChunkKey],
+        match: Match,
+        read: Callable[[Sequence[ChunkKey], Sequence[LayerTensors] | None], list[ChunkTensors]],
+        release: Callable[[Sequence[int], Hints], None],
+        view: View,
+    ) -> None:
+        self.match = match
+        self.keys = list(keys)
+        self._read = read
+        self._release = release
+        self._view = view
+        self._is_released = not match.lease_id
+        self._process = FORKS.process
+
+    def view(self, index: int) -> ChunkView | None:
+        """Return the chunk of ``keys[index]`` where it lies in the server's memory.
+
+        None when it lies elsewhere or memory is not shared: ``get`` reads it then. Raises
+        LeaseExpiredError after the release, past the lease's time or in a child process,
+        ChunkCorruptError.
+        """
+        FORKS.check(self._process, "the lease")
+        if self._is_released:
+            raise LeaseExpiredError(f"lease_id={self.match.lease_id}: released; lease again")
+        return self._view(index)
+
+    def get(self, out: Sequence[LayerTensors] | None = None) -> list[ChunkTensors]:
+        """Read the leased chunks, into *out* where given, as ``Client.get_chunks`` does.
+
+        Raises LeaseExpiredError after the release, past the lease's time or in a child.
+        """
+        FORKS.check(self._process, "the lease")
+        if not self.keys:
+            return []
+        return self._read(self.keys, out)
+
+    def release(self, hints: Hints = NO_HINTS) -> None:
+        """End the lease, and say what is known of its chunks by now. Idempotent.
+
+        A child leaves it to the parent.
+        """
+        if not self._is_released:
+            self._is_released = True
+            if self._process is not FORKS.process:
+                return
+            self._release(self.match.leases, hints)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()

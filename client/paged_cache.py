@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,52 +15,40 @@ from kvstore.codecs.block_part import BlockPart, BlockSpan, check_block_ids
 from kvstore.proto.errors import LayoutMismatchError
 from kvstore.proto.types import KVLayout, LayerGroup, LayerKind, Model
 
-Axis: TypeAlias = Literal["layer", "block", "kv", "token", "head", "dim"]
-
+_AXES = ("layer", "block", "kv", "token", "head", "dim")
 _CANONICAL = ("block", "head", "token", "dim")
 
 PageTensors: TypeAlias = "TensorLike | Sequence[TensorLike | Sequence[TensorLike]]"
 """One tensor with a ``layer`` axis, or one entry a layer: a tensor, or one for each part."""
 
 
-@dataclass(frozen=True, slots=True)
-class PageAxes:
-    """The order of a page tensor's axes, by name.
+def page_axes(names: str) -> tuple[str, ...]:
+    """Return the axes of a page tensor, in their order, of their *names* with spaces between.
 
     ``block``: block ids. ``token``: slots of one block. ``kv``: K and V. ``head``: KV heads.
     ``dim``: elements of a head. ``layer``: for one tensor that has all layers. What has one
     entry only may be left out, but for ``block`` and ``dim``; ``kv`` also where K and V are
-    tensors of their own. Raises LayoutMismatchError at birth.
+    tensors of their own. Raises LayoutMismatchError.
 
     vLLM's (2, blocks, block_tokens, kv_heads, head_dim) is ``kv block token head dim``,
     its HND layout (blocks, 2, kv_heads, block_tokens, head_dim) ``block kv head token dim``.
     """
+    axes = tuple(names.split())
+    if not set(axes) <= set(_AXES) or len(set(axes)) < len(axes):
+        raise _mismatch(axes, f"use each of {' '.join(_AXES)} once at most")
+    if not {"block", "dim"} <= set(axes):
+        raise _mismatch(axes, "name block and dim at least")
+    return axes
 
-    names: tuple[Axis, ...]
 
-    def __post_init__(self) -> None:
-        known = get_args(Axis)
-        if any(name not in known for name in self.names) or len(set(self.names)) < len(self.names):
-            raise LayoutMismatchError(
-                "axes", " ".join(self.names), f"use each of {' '.join(known)} once at most"
-            )
-        if not {"block", "dim"} <= set(self.names):
-            raise LayoutMismatchError("axes", " ".join(self.names), "name block and dim at least")
-
-    @classmethod
-    def parse(cls, names: str) -> PageAxes:
-        """Return the axes named in *names*, separated by spaces."""
-        return cls(tuple(names.split()))  # type: ignore[arg-type]
-
-    def drop(self, name: Axis) -> PageAxes:
-        """Return the axes that are left when one is indexed away."""
-        return PageAxes(tuple(other for other in self.names if other != name))
+def _mismatch(axes: tuple[str, ...], fix: str) -> LayoutMismatchError:
+    return LayoutMismatchError("axes", " ".join(axes), fix)
 
 
 class PagedCache:
     """Page tensors of every layer, numpy or torch on the CPU, checked when it is made.
 
-    ``pages``: see PageTensors; layers in the order of the Model's groups; ``axes``: see PageAxes.
+    ``pages``: see PageTensors; layers in the order of the Model's groups; ``axes``: see page_axes.
     ``cache[block_ids]`` is a request's KV: token t is in slot ``t % block_tokens`` of block
     ``block_ids[t // block_tokens]``, in every layer. Raises LayoutMismatchError for anything that
     is not the Model's KV, InvalidRequestError for pages that overlap but could be written to.
@@ -72,15 +60,15 @@ class PagedCache:
             if group.kind is LayerKind.state:
                 fix = "pages hold tokens: move states through tensors of their own"
                 raise LayoutMismatchError("kind", group.kind.name, fix)
-        order = PageAxes.parse(axes)
+        order = page_axes(axes)
         layers = _layers(pages, order)
         count = sum(len(group.layer_ids) for group in model.layer_groups)
         if len(layers) != count:
             raise LayoutMismatchError("layers", len(layers), f"give pages of {count} layers")
-        rest = order.drop("layer")
+        rest = tuple(name for name in order if name != "layer")
         entries = iter(layers)
         self.groups: list[list[list[Part]]] = [
-            [_views(next(entries), rest, group) for _ in group.layer_ids]
+            [_parts(next(entries), rest, group) for _ in group.layer_ids]
             for group in model.layer_groups
         ]
         shapes = {(p.shape[0], p.shape[2]) for g in self.groups for parts in g for p in parts}
@@ -92,7 +80,7 @@ class PagedCache:
         self.block_tokens: int
         self.blocks, self.block_tokens = shapes.pop()
         if self.is_writable:
-            given: Any = [pages] if "layer" in order.names else pages
+            given: Any = [pages] if "layer" in order else pages
             check_apart("pages", [t for one in given for t in _tensors_of(one)])
 
     @property
@@ -145,73 +133,56 @@ def kept_from(group: LayerGroup, start: int, stop: int) -> int:
     return max(start, stop - max(1, group.window_tokens - 1))
 
 
-def _layers(tensors: PageTensors, axes: PageAxes) -> Sequence[TensorLike | Sequence[TensorLike]]:
-    if "layer" not in axes.names:
-        if not isinstance(tensors, Sequence):
-            raise LayoutMismatchError(
-                "axes", " ".join(axes.names), "name the layer axis, or give a tensor a layer"
-            )
-        return tensors
+def _layers(
+    tensors: PageTensors, axes: tuple[str, ...]
+) -> Sequence[TensorLike | Sequence[TensorLike]]:
     if isinstance(tensors, Sequence):
-        raise LayoutMismatchError(
-            "axes", " ".join(axes.names), "leave layer out where each layer has its own tensor"
-        )
+        if "layer" in axes:
+            raise _mismatch(axes, "leave layer out where each layer has its own tensor")
+        return tensors
+    if "layer" not in axes:
+        raise _mismatch(axes, "name the layer axis, or give a tensor a layer")
     _check_rank(tensors, axes)
-    at = axes.names.index("layer")
+    at = axes.index("layer")
     cut = (slice(None),) * at
     whole: Any = tensors
     return [whole[(*cut, layer)] for layer in range(tensors.shape[at])]
 
 
-def _views(
-    entry: TensorLike | Sequence[TensorLike], axes: PageAxes, group: LayerGroup
+def _parts(
+    entry: TensorLike | Sequence[TensorLike], axes: tuple[str, ...], group: LayerGroup
 ) -> list[Part]:
     """Return the pages of each part of one layer, (blocks, kv_heads, block_tokens, head_dim)."""
-    if isinstance(entry, Sequence):
-        pages = [_view(tensor, axes, group) for tensor in entry]
-    elif "kv" in axes.names:
-        whole, at = _array(entry, axes, group), axes.names.index("kv")
-        pages = [_ordered(part, axes.drop("kv"), group) for part in np.moveaxis(whole, at, 0)]
-    else:
-        pages = [_view(entry, axes, group)]
-    if len(pages) != group.parts:
-        raise LayoutMismatchError("kv", len(pages), f"give {group.parts} parts of each layer")
-    return pages
+    if isinstance(entry, Sequence) and "kv" in axes:
+        raise _mismatch(axes, "leave kv out where K and V are tensors of their own")
+    arrays = []
+    for tensor in _tensors_of(entry):
+        _check_rank(tensor, axes)
+        array = group_array("pages", tensor, group)
+        arrays.append(array.view(f"u{array.dtype.itemsize}"))
+    if "kv" in axes:
+        arrays = list(np.moveaxis(arrays[0], axes.index("kv"), 0))
+        axes = tuple(name for name in axes if name != "kv")
+    if len(arrays) != group.parts:
+        raise LayoutMismatchError("kv", len(arrays), f"give {group.parts} parts of each layer")
+    return [_ordered(array, axes, group) for array in arrays]
 
 
 def _tensors_of(entry: TensorLike | Sequence[TensorLike]) -> Sequence[TensorLike]:
     return entry if isinstance(entry, Sequence) else [entry]
 
 
-def _view(tensor: TensorLike, axes: PageAxes, group: LayerGroup) -> Part:
-    if "kv" in axes.names:
-        raise LayoutMismatchError(
-            "axes", " ".join(axes.names), "leave kv out where K and V are tensors of their own"
-        )
-    return _ordered(_array(tensor, axes, group), axes, group)
+def _check_rank(tensor: TensorLike, axes: tuple[str, ...]) -> None:
+    if len(tensor.shape) != len(axes):
+        raise _mismatch(axes, f"does not name the axes of {tuple(tensor.shape)}")
 
 
-def _array(tensor: TensorLike, axes: PageAxes, group: LayerGroup) -> Part:
-    _check_rank(tensor, axes)
-    array = group_array("pages", tensor, group)
-    return array.view(f"u{array.dtype.itemsize}")
-
-
-def _check_rank(tensor: TensorLike, axes: PageAxes) -> None:
-    if len(tensor.shape) != len(axes.names):
-        raise LayoutMismatchError(
-            "axes", " ".join(axes.names), f"does not name the axes of {tuple(tensor.shape)}"
-        )
-
-
-def _ordered(array: Part, axes: PageAxes, group: LayerGroup) -> Part:
-    order = [axes.names.index(name) for name in _CANONICAL if name in axes.names]
-    missing = tuple(at for at, name in enumerate(_CANONICAL) if name not in axes.names)
+def _ordered(array: Part, axes: tuple[str, ...], group: LayerGroup) -> Part:
+    order = [axes.index(name) for name in _CANONICAL if name in axes]
+    missing = tuple(at for at, name in enumerate(_CANONICAL) if name not in axes)
     pages = np.expand_dims(array.transpose(order), missing)
     found = (pages.shape[1], pages.shape[3])
     if found != (group.kv_heads, group.head_dim) or not pages.size:
-        raise LayoutMismatchError(
-            "pages", array.shape,
-            f"as {' '.join(axes.names)} they need {group.kv_heads} heads of {group.head_dim}",
-        )  # fmt: skip
+        fix = f"as {' '.join(axes)} they need {group.kv_heads} heads of {group.head_dim}"
+        raise LayoutMismatchError("pages", array.shape, fix)
     return pages

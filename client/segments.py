@@ -8,7 +8,6 @@ from functools import partial
 from itertools import takewhile
 from types import TracebackType
 
-from kvstore.client.batches import batches
 from kvstore.client.blend.plan import (
     NamedChunk,
     NamedSegment,
@@ -16,9 +15,9 @@ from kvstore.client.blend.plan import (
     segments_to_messages,
 )
 from kvstore.client.chunk_reads import ChunkRequest, read_layers
-from kvstore.client.decode import Layer, given
+from kvstore.client.decode import Layer, fresh, given
 from kvstore.client.forks import FORKS
-from kvstore.client.server_link import LeftMs, ServerLink
+from kvstore.client.server_link import LeftMs, ServerLink, batches
 from kvstore.client.tensors import LayerTensors
 from kvstore.client.transports.base import Transport
 from kvstore.proto import kvstore_pb2 as pb
@@ -132,7 +131,7 @@ class SegmentMatch:
         space = transport.session.terms.namespace
         request = ChunkRequest(
             [chunk_key(space, digest) for digest in digests],
-            given(out),
+            fresh if out is None else given(out),
             self.terms.min_accuracy,
             self._link.options.deadline_ms,
             # One cannot name several.

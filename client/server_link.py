@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from kvstore.client.batches import digest_batches
-from kvstore.client.connection import Connection, countdown
+import numpy as np
+
+from kvstore.client.connection import Connection, Until
 from kvstore.client.decode import Reader
 from kvstore.client.forks import keep
 from kvstore.client.options import ClientOptions
@@ -28,15 +29,19 @@ from kvstore.proto.errors import (
     QuotaExceededError,
     TierUnavailableError,
 )
-from kvstore.proto.keys import cut_keys
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES, ChainDigest, ChunkKey, Model, Namespace
+from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES, ChunkKey, Model, Namespace
 
 FIRST_GUESS_BYTES_PER_S = 1.25e9
 """Assumed of the network until something was measured: ten gigabits a second. A client that
 assumed little would compute instead of loading, and never learn better."""
 FIRST_DECODE_BYTES_PER_S = 250e6
 """Assumed of decoding until something was measured: half of what one core does."""
+
+MAX_OPEN_BATCHES = 8
+"""Batches of one layered get or put, each a stream: all of them are open at the same time."""
+_DIGEST = f"V{DIGEST_BYTES}"
+"""As numpy moves it, or a namespace: a prompt has hundreds of keys."""
 
 T = TypeVar("T")
 LeftMs = Callable[[], int]
@@ -100,7 +105,7 @@ class ServerLink:
         Raises KVStoreErrors, as when it is closed.
         """
         most_ms = self.options.deadline_ms
-        left_ms = countdown(most_ms if left_ms is None else min(left_ms(), most_ms))
+        left_ms = Until(most_ms if left_ms is None else min(left_ms(), most_ms)).left_ms
         if not self._lock.acquire(timeout=left_ms() / 1000):
             raise DeadlineError("another call was still opening the session")
         try:
@@ -150,8 +155,8 @@ class ServerLink:
         It gets the rest of *deadline_ms*, that of the options if None.
         """
         granted_ms = self.options.deadline_ms if deadline_ms is None else deadline_ms
-        left_ms = countdown(granted_ms)
-        transport = self.connected(left_ms)
+        left_ms = Until(granted_ms).left_ms
+        transport = self.transport or self.connected(left_ms)
         try:
             try:
                 return work(transport, left_ms)
@@ -241,7 +246,7 @@ class ServerLink:
         def work(transport: Transport, left_ms: LeftMs) -> list[T]:
             terms, replies = transport.session.terms, list[T]()
             request.session_id = terms.session_id
-            for some in digest_batches(packed(keys, terms.namespace), terms.max_batch_chunks):
+            for _, some in digest_batches(packed(keys, terms.namespace), terms.max_batch_chunks):
                 request.digests = some
                 replies.append(self.call(method, request, reply, left_ms()))
             return replies
@@ -260,27 +265,47 @@ class ServerLink:
         """
         terms = transport.session.terms
         request = pb.DeleteRequest(
-            session_id=terms.session_id, digests=digest_of(key, terms.namespace), if_damaged=True
+            session_id=terms.session_id, digests=packed([key], terms.namespace), if_damaged=True
         )
         with suppress(KVStoreError):
             self.call("Delete", request, pb.DeleteResponse, left_ms())
 
 
-def digest_of(key: ChunkKey, space: Namespace) -> ChainDigest:
-    """Return the second half of *key*. Raises InvalidRequestError unless it is of *space*."""
-    if not isinstance(key, bytes | bytearray | memoryview):
-        raise InvalidRequestError("key", key, "give a list of bytes: name chunks with keys()")
-    if len(key) != KEY_BYTES or key[:DIGEST_BYTES] != space:
-        raise InvalidRequestError(
-            "key", key.hex(),
-            f"not in this client's namespace {space.hex()}; name chunks with keys()",
-        )  # fmt: skip
-    return ChainDigest(key[DIGEST_BYTES:])
-
-
 def packed(keys: Sequence[ChunkKey], space: Namespace) -> bytes:
-    """Return the digests of *keys*, one after another. Raises InvalidRequestError."""
-    digests = cut_keys(keys, space)
-    if digests is None:  # the slow way finds the key that is wrong
-        return b"".join(digest_of(key, space) for key in keys)
-    return digests
+    """Return the digests of *keys*, one after another.
+
+    Raises InvalidRequestError for what is no list, and unless all are keys of *space*.
+    """
+    if isinstance(keys, Sequence):
+        with suppress(TypeError):
+            joined = b"".join(keys)
+            halves = np.ndarray((len(keys), 2), _DIGEST, joined)
+            is_whole = set(map(len, keys)) <= {KEY_BYTES}
+            if is_whole and halves[:, 0].tobytes() == space * len(keys):
+                return halves[:, 1].tobytes()
+        for key in keys:  # the slow way finds the one that is wrong
+            if not isinstance(key, bytes | bytearray | memoryview):
+                fix = "give a list of bytes: name chunks with keys()"
+                raise InvalidRequestError("key", key, fix)
+            if len(key) != KEY_BYTES or key[:DIGEST_BYTES] != space:
+                fix = f"not in this client's namespace {space.hex()}; name chunks with keys()"
+                raise InvalidRequestError("key", key.hex(), fix)
+    raise not_keys(keys)
+
+
+def not_keys(keys: object) -> InvalidRequestError:
+    """Return what is wrong with *keys*, which are no list."""
+    return InvalidRequestError("keys", keys, "give a list of what keys() returns")
+
+
+def batches(items: Sequence[T], limit: int) -> Iterator[tuple[int, Sequence[T]]]:
+    """Yield *items* in runs of *limit* at most, each with the place of its first; one if empty."""
+    for first in range(0, max(1, len(items)), limit):
+        yield first, items[first : first + limit]
+
+
+def digest_batches(packed: bytes, limit: int) -> Iterator[tuple[int, bytes]]:
+    """Do the same with packed digests, and *limit* chunks."""
+    step = limit * DIGEST_BYTES
+    for at in range(0, max(1, len(packed)), step):
+        yield at // DIGEST_BYTES, packed[at : at + step]

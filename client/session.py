@@ -23,7 +23,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.keys import representation_digest
-from kvstore.proto.messages import as_message
+from kvstore.proto.messages import as_message, as_value
 from kvstore.proto.types import Model, Namespace
 
 _BEATS_PER_LIFETIME = 3
@@ -109,24 +109,8 @@ class Session:
         )
         self.peers: Sequence[int] = list(reply.peers)
         """Other servers that this one would let us in to, as far as is known by now."""
-        self.terms = SessionTerms(
-            reply.session_id,
-            reply.server.boot_id,
-            Namespace(reply.key_namespace),
-            reply.heartbeat_ms,
-            reply.max_frame_bytes,
-            reply.max_batch_chunks,
-            reply.host_id,
-            reply.socket_path,
-            reply.attach_token,
-            reply.bulk_address,
-            reply.bulk_certificate,
-            reply.arena_device,
-            reply.arena_bytes,
-            reply.server_pid,
-            reply.pid_namespace,
-            reply.weighs,
-        )
+        space, boot_id = Namespace(reply.key_namespace), reply.server.boot_id
+        self.terms = as_value(SessionTerms, reply, namespace=space, boot_id=boot_id)
         if reply.max_message_bytes <= 0 or not reply.heartbeat_ms:
             raise InvalidRequestError("server", connection.address, "its terms make no sense")
         self.pace_s = FIRST_PACE_S

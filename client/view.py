@@ -1,9 +1,11 @@
-"""A ChunkView: a leased chunk where it lies in the server's memory, read without a copy."""
+"""Views: leased chunks where they lie in the server's memory, read without a copy."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import mmap
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -13,7 +15,12 @@ import numpy as np
 from kvstore.client.tensors import to_torch
 from kvstore.codecs.base import ChunkTensors, Part
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.errors import ChunkCorruptError
+from kvstore.proto.errors import (
+    ChunkCorruptError,
+    InvalidRequestError,
+    KVStoreError,
+    LeaseExpiredError,
+)
 from kvstore.proto.frame import (
     ALIGN_BYTES,
     KEY_OFFSET,
@@ -24,12 +31,17 @@ from kvstore.proto.frame import (
     raw_frame_bytes,
 )
 from kvstore.proto.types import KEY_BYTES, ChunkKey, KVLayout
-from kvstore.proto.unix_socket import Place
+from kvstore.proto.unix_socket import NOWHERE, PLACE_ROW, ROW_BYTES, Place, Reach, unpack_places
 
 if TYPE_CHECKING:
     import torch
 
-    from kvstore.client.transports.shared_memory import SlabMap
+    from kvstore.client.transports.shared_memory import Slabs
+
+MEMORY = int(Reach.memory)
+_WORD_BYTES = 8
+_KEY_WORDS = np.arange(KEY_OFFSET // _WORD_BYTES, (KEY_OFFSET + KEY_BYTES) // _WORD_BYTES)
+"""Where a frame has its key, in words from its start."""
 
 
 class Layers(NamedTuple):
@@ -63,6 +75,30 @@ def geometry_of(layout: KVLayout) -> RawGeometry:
         components.append(Layers(starts, shape, np.dtype(f"<u{component.dtype.item_bytes}")))
         end += component.layers * step
     return RawGeometry(layout, raw_frame_bytes(layout), tuple(components))
+
+
+class SlabMap:
+    """One slab: its bytes, and the generations among them as words of eight bytes."""
+
+    __slots__ = ("bytes", "data", "words")
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.data: Bytes = np.frombuffer(memory, np.uint8)
+        self.bytes = memoryview(memory)
+        """The same as ``data``, for who compares a few of them."""
+        self.words = self.bytes[: len(memory) // 8 * 8].cast("Q")
+
+    def check(self, place: Place) -> None:
+        """Raise InvalidRequestError unless *place* lies within, LeaseExpiredError once reused."""
+        offset, stop = place.offset, place.offset + place.size_bytes
+        if offset < _WORD_BYTES or offset % _WORD_BYTES or stop > len(self.data):
+            raise InvalidRequestError("place", (offset, stop), f"slab has {len(self.data)} bytes")
+        self.confirm(offset, place.generation)
+
+    def confirm(self, offset: int, generation: int) -> None:
+        """Raise LeaseExpiredError unless the frame at *offset* is still of this *generation*."""
+        if self.words[offset // 8 - 1] != generation:
+            raise LeaseExpiredError("the chunk was replaced while it was read; look it up again")
 
 
 class ChunkView:
@@ -149,6 +185,90 @@ def view_at(key: ChunkKey, place: Place, slab: SlabMap, whole: RawGeometry) -> C
     if len(frame) != geometry.frame_bytes:
         raise ChunkCorruptError(key, f"{len(frame)} bytes of {geometry.frame_bytes}")
     return ChunkView(key, slab, place.offset, place.generation, geometry)
+
+
+class LeasedViews:
+    """Gives the view of each leased chunk by its index.
+
+    *rows* are the places of *keys*, those of the lease, as the server packed them; *whole* is what
+    most of the frames look like. Raises InvalidRequestError when the rows are cut.
+    """
+
+    __slots__ = ("_found", "_keys", "_rows", "_slabs", "_whole")
+
+    def __init__(
+        self, slabs: Slabs, whole: RawGeometry, rows: bytes, keys: Sequence[ChunkKey]
+    ) -> None:
+        if len(rows) % ROW_BYTES:
+            raise InvalidRequestError("places", len(rows), f"send rows of {ROW_BYTES} bytes")
+        self._slabs = slabs
+        self._whole = whole
+        self._rows = rows
+        self._keys = keys
+        self._found: list[tuple[SlabMap, int, int] | None] = []
+        """Slab, offset and generation of each chunk that was seen to lie where its place says."""
+
+    def __call__(self, index: int) -> ChunkView | None:
+        """Return the view of chunk *index*; None when it does not lie in memory that is shared.
+
+        Raises LeaseExpiredError when the memory was reused, ChunkCorruptError when it holds another
+        chunk, InvalidRequestError for a place outside its slab, InvalidFrameError, and
+        TierUnavailableError when the server does not give the slab.
+        """
+        if not self._found:
+            self._found = self._look()
+        found = self._found[index]
+        if found is None:
+            return self._look_closer(index)
+        slab, start, generation = found
+        if slab.words[start // _WORD_BYTES - 1] != generation:
+            slab.confirm(start, generation)  # which says it
+        return ChunkView(self._keys[index], slab, start, generation, self._whole)
+
+    def _look_closer(self, index: int) -> ChunkView | None:
+        places = unpack_places(self._rows)
+        place = places[index] if index < len(places) else NOWHERE
+        if place.reach != MEMORY:
+            return None
+        slab = self._slabs.slab(place.number)
+        slab.check(place)
+        return view_at(self._keys[index], place, slab, self._whole)
+
+    def _look(self) -> list[tuple[SlabMap, int, int] | None]:
+        """Check the places of all whole chunks, a slab at a time: one by one takes twice as long.
+
+        Where one of them is not what it should be, none of its slab is found here: each is looked
+        at by itself then, and what is wrong is told of that one alone.
+        """
+        found: list[tuple[SlabMap, int, int] | None] = [None] * len(self._keys)
+        rows = np.frombuffer(self._rows, PLACE_ROW)[: len(self._keys)]
+        is_usual = rows["size_bytes"] == self._whole.frame_bytes
+        is_usual &= rows["reach"] == MEMORY
+        for number in set(rows["number"][is_usual].tolist()):
+            with suppress(KVStoreError):
+                slab = self._slabs.slab(number)
+                here = np.flatnonzero(is_usual & (rows["number"] == number))
+                indices, starts = here.tolist(), rows["offset"][here].tolist()
+                keys = b"".join([self._keys[index] for index in indices])
+                if not _hold(slab, starts, self._whole.frame_bytes, keys):
+                    continue
+                generations = rows["generation"][here].tolist()
+                for at, start, word in zip(indices, starts, generations, strict=True):
+                    found[at] = (slab, start, word)
+        return found
+
+
+def _hold(slab: SlabMap, starts: Sequence[int], size_bytes: int, keys: bytes) -> bool:
+    """Whether a frame of so many bytes may begin at each of *starts*, and all have their *keys*."""
+    last = len(slab.words) * _WORD_BYTES - size_bytes
+    if min(starts) < _WORD_BYTES or max(starts) > last:
+        return False
+    at = np.array(starts, np.intp)
+    if int(np.bitwise_or.reduce(at)) % _WORD_BYTES:
+        return False
+    words = np.frombuffer(slab.words, np.uint64)
+    found: bytes = words[(at >> 3)[:, None] + _KEY_WORDS].tobytes()
+    return found == keys
 
 
 View: TypeAlias = Callable[[int], ChunkView | None]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvstore.codecs.floats import Floats
 from kvstore.proto import native
-from kvstore.proto.native import addresses
+from kvstore.proto.buffers import addresses
 
 GROUP = 64
 SLACK = np.float32(2.0**-21)

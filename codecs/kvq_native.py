@@ -18,7 +18,8 @@ from kvstore.codecs.kvq_classes import KINDS, NO_CLASSES, Classes
 from kvstore.codecs.kvq_levels import LEVELS, FineBackend, Thirds, rows_of
 from kvstore.codecs.kvq_models import kvq_models
 from kvstore.codecs.kvq_tiles import ESCAPE_SHARE, TILE_CHANNELS, Angles, TileBackend, Tiles
-from kvstore.proto.native import Loops, address, addresses, done, loops
+from kvstore.proto.buffers import address, addresses
+from kvstore.proto.native import Loops, done, loops
 from kvstore.proto.types import DType
 
 _POINTER, _I64 = ctypes.c_void_p, ctypes.c_int64

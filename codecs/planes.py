@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.codecs.base import Part
-from kvstore.proto.buffers import Bytes
-from kvstore.proto.native import address, addresses, loops
+from kvstore.proto.buffers import Bytes, address, addresses
+from kvstore.proto.native import loops
 from kvstore.proto.types import Component, DType
 
 Words: TypeAlias = NDArray[Any]

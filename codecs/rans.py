@@ -17,8 +17,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.proto.buffers import addresses
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
-from kvstore.proto.native import addresses, done, loops
+from kvstore.proto.native import done, loops
 
 U8: TypeAlias = NDArray[np.uint8]
 U16: TypeAlias = NDArray[np.uint16]

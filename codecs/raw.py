@@ -28,6 +28,7 @@ from kvstore.proto.buffers import (
     BLOCK_BYTES,
     Bytes,
     Pieces,
+    address,
     as_bytes,
     copy_groups,
     copy_many,
@@ -45,7 +46,7 @@ from kvstore.proto.frame import (
     pack_header,
     raw_frame_bytes,
 )
-from kvstore.proto.native import address, loops
+from kvstore.proto.native import loops
 from kvstore.proto.types import Accuracy, Component, KVLayout
 
 

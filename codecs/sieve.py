@@ -19,9 +19,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy import ascontiguousarray as contiguous
 
-from kvstore.proto.buffers import Bytes
+from kvstore.proto.buffers import Bytes, address
 from kvstore.proto.errors import InvalidFrameError
-from kvstore.proto.native import Loops, address, loops
+from kvstore.proto.native import Loops, loops
 
 PASSES = 5
 VALUES = 3

@@ -190,18 +190,6 @@ def keys_of_digests(packed: bytes, space: Namespace, limit: int) -> list[ChunkKe
     return cast("list[ChunkKey]", halves.view(f"V{KEY_BYTES}").ravel().tolist())
 
 
-def cut_keys(keys: Sequence[ChunkKey], space: Namespace) -> bytes | None:
-    """Return the packed digests of *keys*; None when any is no key of the namespace *space*."""
-    try:
-        joined = b"".join(keys)
-    except TypeError:
-        return None
-    if not set(map(len, keys)) <= {KEY_BYTES}:
-        return None
-    halves = np.ndarray((len(keys), 2), _DIGEST, joined)
-    return halves[:, 1].tobytes() if halves[:, 0].tobytes() == space * len(keys) else None
-
-
 def page_hash(before: bytes, token_bytes: bytes | memoryview) -> bytes:
     """Return SGLang's hash of a page of tokens, 32 bytes, of which the first 16 name a chunk.
 

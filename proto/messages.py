@@ -216,9 +216,10 @@ def representation_from_message(message: pb.Representation) -> Model:
         return as_value(Model, message)
 
 
-def hints_to_message(hints: Hints | None) -> pb.Hints | None:
-    """Return the protobuf form of *hints*; None where there are none."""
-    if hints is None or hints == NO_HINTS:
+@lru_cache(maxsize=64)
+def hints_to_message(hints: Hints) -> pb.Hints | None:
+    """Return the protobuf form of *hints*, not to be changed; None where there are none."""
+    if hints == NO_HINTS:
         return None
     return as_message(pb.Hints, hints)
 

@@ -21,7 +21,7 @@ import mmap
 import os
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -92,7 +92,7 @@ class Reply(IntEnum):
 
 # By their numbers, looked up twice a call: members of an enum are found much more slowly.
 _OPS = {int(op): op for op in Op}
-_REPLIES = {int(reply): reply for reply in Reply}
+REPLY_KINDS = {int(reply): reply for reply in Reply}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Request:
     @classmethod
     def unpack(cls, message: bytes) -> Request:
         """Parse a message. Raises InvalidRequestError."""
-        return cls(*_unpack("message", message, _OPS))
+        return cls(*unpack_head(message, _OPS))
 
 
 def pack_reply(reply: Reply, arg: int = 0) -> bytes:
@@ -121,18 +121,17 @@ def pack_reply(reply: Reply, arg: int = 0) -> bytes:
     return _HEADER.pack(_MAGIC, _VERSION, reply, arg, b"")
 
 
-def unpack_reply(message: bytes) -> tuple[Reply, int]:
-    """Parse a reply. Raises InvalidRequestError."""
-    return _unpack("reply", message, _REPLIES)[:2]
+def unpack_head(message: bytes, kinds: Mapping[int, K]) -> tuple[K, int, bytes]:
+    """Parse a reply, whose *kinds* are REPLY_KINDS, or a request: its kind, number and token.
 
-
-def _unpack(field: str, message: bytes, kinds: dict[int, K]) -> tuple[K, int, bytes]:
+    Raises InvalidRequestError.
+    """
     if len(message) != HEADER_BYTES:
-        raise InvalidRequestError(field, len(message), f"expected {HEADER_BYTES} bytes")
+        raise InvalidRequestError("message", len(message), f"expected {HEADER_BYTES} bytes")
     magic, version, number, arg, token = _HEADER.unpack(message)
     kind = kinds.get(number)
     if magic != _MAGIC or version != _VERSION or kind is None:
-        raise InvalidRequestError(field, (magic, version, number), f"speak version {_VERSION}")
+        raise InvalidRequestError("message", (magic, version, number), f"speak version {_VERSION}")
     return kind, arg, token
 
 
@@ -154,7 +153,7 @@ def pack_greeting(nonce: bytes, proven: bytes) -> bytes:
 
 def unpack_greeting(message: bytes) -> tuple[bytes, bytes]:
     """Return the server's nonce and proof. Raises InvalidRequestError."""
-    reply, _ = unpack_reply(message[:HEADER_BYTES])
+    reply = unpack_head(message[:HEADER_BYTES], REPLY_KINDS)[0]
     if reply is not Reply.ok or len(message) != GREETING_BYTES:
         raise InvalidRequestError("hello", reply.name, "open another session")
     middle = HEADER_BYTES + NONCE_BYTES
@@ -297,7 +296,7 @@ def unpack_answer(packet: Packet) -> Answer:
     """Parse a packet of an answer. Raises InvalidRequestError."""
     if len(packet) > MAX_PACKET_BYTES:
         raise InvalidRequestError("answer", len(packet), f"at most {MAX_PACKET_BYTES} bytes")
-    reply, _ = unpack_reply(packet[:HEADER_BYTES])
+    reply = unpack_head(packet[:HEADER_BYTES], REPLY_KINDS)[0]
     body = packet[HEADER_BYTES:]
     if reply is Reply.failed:
         name, _, text = body.decode(errors="replace").partition("\0")
@@ -360,11 +359,6 @@ def pack_places(places: Iterable[Place]) -> bytes:
 
 def unpack_places(rows: bytes) -> list[Place]:
     """Return the places of *rows*. Raises InvalidRequestError when they are cut."""
-    check_rows(rows)
-    return list(map(_PLACE_OF, _ROW.iter_unpack(rows)))
-
-
-def check_rows(rows: bytes) -> None:
-    """Raise InvalidRequestError when *rows* are cut."""
     if len(rows) % ROW_BYTES:
         raise InvalidRequestError("places", len(rows), f"send rows of {ROW_BYTES} bytes")
+    return list(map(_PLACE_OF, _ROW.iter_unpack(rows)))

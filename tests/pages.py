@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvstore.client.paged_cache import PageAxes, PagedCache
+from kvstore.client.paged_cache import PagedCache, page_axes
 from kvstore.proto.types import Model
 
 AXES = [
@@ -27,8 +27,8 @@ AXES = [
 class EnginePages(PagedCache):
     """A PagedCache that remembers what it was made of."""
 
-    def __init__(self, model: Model, tensors: Any, axes: PageAxes) -> None:
-        super().__init__(model, tensors, " ".join(axes.names))
+    def __init__(self, model: Model, tensors: Any, axes: tuple[str, ...]) -> None:
+        super().__init__(model, tensors, " ".join(axes))
         self.given = tensors
         self.axes = axes
 
@@ -38,27 +38,27 @@ def engine_pages(
 ) -> EnginePages:
     """Pages of a model of one group of bfloat16 attention layers, as torch tensors."""
     (group,) = model.layer_groups
-    names = PageAxes.parse(axes)
+    names = page_axes(axes)
     sizes = {
         "layer": len(group.layer_ids), "block": blocks, "kv": 2, "token": block_tokens,
         "head": group.kv_heads, "dim": group.head_dim,
     }  # fmt: skip
 
     def tensor() -> torch.Tensor:
-        shape = [sizes[name] for name in names.names]
+        shape = [sizes[name] for name in names]
         noise = draw.integers(-(1 << 15), 1 << 15, shape).astype(np.int16)
         return torch.from_numpy(noise).view(torch.bfloat16)
 
-    if "layer" in names.names:
+    if "layer" in names:
         return EnginePages(model, tensor(), names)
-    if "kv" in names.names:
+    if "kv" in names:
         return EnginePages(model, [tensor() for _ in group.layer_ids], names)
     return EnginePages(model, [(tensor(), tensor()) for _ in group.layer_ids], names)
 
 
 def rows_of(pages: EnginePages, block_ids: Sequence[int]) -> NDArray[Any]:
     """Return (layers, parts, kv_heads, tokens, head_dim) of the blocks, one after another."""
-    given, names = pages.given, pages.axes.names
+    given, names = pages.given, pages.axes
     if "layer" in names:
         whole = given
     elif "kv" in names:

@@ -63,7 +63,8 @@ class Peer:
     def ask(self, message: bytes, descriptors: list[int] | None = None) -> Reply:
         """Send *message* and return the answer."""
         socket.send_fds(self.link, [message], descriptors or [])
-        return unix_socket.unpack_reply(self.link.recv(unix_socket.HEADER_BYTES))[0]
+        head = self.link.recv(unix_socket.HEADER_BYTES)
+        return unix_socket.unpack_head(head, unix_socket.REPLY_KINDS)[0]
 
     def attach(self, terms: Terms, *descriptors: int, size_bytes: int = STAGING_BYTES) -> Reply:
         """Bring staging memory."""

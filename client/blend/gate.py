@@ -295,7 +295,7 @@ def _report(
 
 def _levels(attention: Tensor | None) -> bytes:
     """Return attention as bytes, the highest 255; none where nothing was attended to."""
-    highest = 0.0 if attention is None else float(attention.max())
-    if attention is None or not highest > 0:
+    if attention is None or not float(attention.max()) > 0:
         return b""
-    return (attention.float().cpu() * (_BYTE / highest)).round().to(torch.uint8).numpy().tobytes()
+    scaled = attention.float().cpu() * (_BYTE / float(attention.max()))
+    return scaled.round().to(torch.uint8).numpy().tobytes()

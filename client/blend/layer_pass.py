@@ -65,21 +65,9 @@ class RopeSpec:
             return None
         found = inverse_frequencies(rope, head_dim)
         if found is None:
-            known = ", ".join(KNOWN_RULES)
-            raise ModelError(
-                "rope", (rope.scaling, rope.factors), f"keys can be moved under {known}"
-            )
+            fix = f"keys can be moved under {', '.join(KNOWN_RULES)}"
+            raise ModelError("rope", (rope.scaling, rope.factors), fix)
         return cls(tuple(found.tolist()), key_gain(rope))
-
-    @property
-    def width(self) -> int:
-        """How many channels are rotated."""
-        return 2 * len(self.frequencies)
-
-    def angles(self, positions: Tensor) -> Tensor:
-        """Return the angles at *positions*, (tokens,): (tokens, pairs), float64 of float32."""
-        table = torch.tensor(self.frequencies, dtype=torch.float32, device=positions.device)
-        return (positions.float()[:, None] * table).double()
 
 
 def rerotate(keys: Tensor, old: Tensor, new: Tensor, rope: RopeSpec) -> Tensor:
@@ -88,16 +76,18 @@ def rerotate(keys: Tensor, old: Tensor, new: Tensor, rope: RopeSpec) -> Tensor:
     Computed in float64 and rounded once to the keys' dtype: within one unit in the last place of
     the exact turn. Raises ModelError for keys with fewer channels than are rotated.
     """
-    if rope.width > keys.shape[-1]:
-        found = (rope.width, keys.shape[-1])
+    pairs = len(rope.frequencies)
+    if 2 * pairs > keys.shape[-1]:
+        found = (2 * pairs, keys.shape[-1])
         raise ModelError("rope", found, "more channels are rotated than there are")
-    angles = rope.angles(new) - rope.angles(old)
+    table = torch.tensor(rope.frequencies, dtype=torch.float32, device=keys.device)
+    before, after = ((at.float()[:, None] * table).double() for at in (old, new))
+    angles = after - before
     cosine, sine = torch.cos(angles), torch.sin(angles)
-    pairs = rope.width // 2
-    first, second = keys[..., :pairs].double(), keys[..., pairs : rope.width].double()
+    first, second = keys[..., :pairs].double(), keys[..., pairs : 2 * pairs].double()
     moved = keys.clone()
     moved[..., :pairs] = first * cosine - second * sine
-    moved[..., pairs : rope.width] = second * cosine + first * sine
+    moved[..., pairs : 2 * pairs] = second * cosine + first * sine
     return moved
 
 
@@ -253,8 +243,8 @@ def place_segments(
             raise LayoutMismatchError("segment", index, "the source did not bring it")
         wanted = (adapter.kv_heads, len(segment), adapter.head_dim)
         for part in loaded[index]:
-            if tuple(part.shape) != wanted or part.dtype != adapter.dtype:
-                found = (tuple(part.shape), str(part.dtype))
+            found = (tuple(part.shape), part.dtype)
+            if found != (wanted, adapter.dtype):
                 fix = f"the engine keeps {wanted} of {adapter.dtype}"
                 raise LayoutMismatchError(f"segment {index}", found, fix)
         k, v = (part.to(adapter.device) for part in loaded[index])

@@ -72,9 +72,8 @@ class Segment:
         if self.ratio is not None:
             _check_share("segment.ratio", self.ratio)
         if self.scores is not None and len(self.scores) != len(self):
-            raise InvalidRequestError(
-                "segment.scores", len(self.scores), f"give one for each of {len(self)} tokens"
-            )
+            fix = f"give one for each of {len(self)} tokens"
+            raise InvalidRequestError("segment.scores", len(self.scores), fix)
 
     def __len__(self) -> int:
         return self.end - self.start
@@ -95,8 +94,8 @@ class BlendPlan:
     selector: str = "hybrid"
 
     def __post_init__(self) -> None:
-        self._check_tiles()
         _check_share("ratio", self.ratio)
+        self._check_tiles()
 
     def _check_tiles(self) -> None:
         if not 0 < len(self.tokens) <= MAX_PROMPT_TOKENS:
@@ -109,16 +108,17 @@ class BlendPlan:
                 fix = f"segments tile the prompt: start at {end}"
                 raise InvalidRequestError("segment.start", segment.start, fix)
             end = segment.end
-            tokens = tokens_le32(self.tokens[segment.start : end]) if segment.chunk_id else b""
-            if segment.chunk_id and content_digest(tokens, segment.extra) != segment.chunk_id:
+            tokens = self.tokens[segment.start : end] if segment.chunk_id else ()
+            if tokens and content_digest(tokens_le32(tokens), segment.extra) != segment.chunk_id:
                 fix = f"tokens {segment.start} to {end} are others: look the chunk up again"
                 raise InvalidRequestError("segment.chunk_id", segment.chunk_id.hex(), fix)
         if end != len(self.tokens):
             fix = f"they end at the prompt's end, {len(self.tokens)}"
             raise InvalidRequestError("segments", end, fix)
         if segment.kind != "miss":
-            fix = "the last is a miss: its logits are wanted"
-            raise InvalidRequestError("segments", segment.kind, fix)
+            raise InvalidRequestError(
+                "segments", segment.kind, "the last's logits are wanted: miss"
+            )
 
     def of_kind(self, kind: Kind) -> list[tuple[int, Segment]]:
         """Return the segments of *kind* with their indices."""
@@ -130,18 +130,16 @@ class BlendPlan:
 
     def shares(self) -> dict[int, float]:
         """Return the share of each ``approx`` segment that is computed, by its index."""
-        return {
-            index: self.ratio if segment.ratio is None else segment.ratio
-            for index, segment in self.of_kind("approx")
-        }
+        found = self.of_kind("approx")
+        return {at: self.ratio if one.ratio is None else one.ratio for at, one in found}
 
     def as_miss(self, indices: frozenset[int]) -> BlendPlan:
         """Return the plan that computes the segments at *indices* instead."""
-        segments = tuple(
+        segments = [
             Segment(segment.start, segment.end, "miss") if index in indices else segment
             for index, segment in enumerate(self.segments)
-        )
-        return replace(self, segments=segments)
+        ]
+        return replace(self, segments=tuple(segments))
 
     def without(self, *kinds: Kind) -> BlendPlan:
         """Return the plan that computes the segments of *kinds* instead."""
@@ -158,11 +156,9 @@ class BlendPlan:
         return replace(self, segments=segments, ratio=ratio)
 
     def chosen_tokens(self, ratio: float) -> float:
-        """Return how many ``approx`` tokens *ratio* computes; a segment's own ratio is kept."""
-        return sum(
-            len(s) * (ratio if s.ratio is None else max(s.ratio, ratio))
-            for _, s in self.of_kind("approx")
-        )
+        """Return how many ``approx`` tokens *ratio*, or a higher one of a segment, computes."""
+        found = self.of_kind("approx")
+        return sum(len(one) * max(ratio, one.ratio or 0.0) for _, one in found)
 
 
 def _check_share(field_name: str, value: float) -> None:
@@ -247,14 +243,13 @@ def name_segments(
 
 def _tiles(count: int, ranges: Sequence[SegmentRange]) -> list[SegmentRange]:
     """Return *ranges* with those between them, over the whole prompt."""
-    tiles, at = [], 0
+    tiles, at = list[SegmentRange](), 0
     for one in ranges:
         if one.start < at or one.stop > count:
             wrong = (one.start, one.stop)
             raise InvalidRequestError("segments", wrong, f"in order, apart, and up to {count}")
-        if one.start > at:
-            tiles.append(SegmentRange(at, one.start, approximate=False))
-        tiles.append(one)
+        gap = [SegmentRange(at, one.start, approximate=False)] if one.start > at else []
+        tiles += [*gap, one]
         at = one.stop
     if at < count:
         tiles.append(SegmentRange(at, count, approximate=False))

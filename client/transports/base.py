@@ -7,14 +7,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import starmap
 from typing import ClassVar, TypeAlias, cast
 
 import numpy as np
-from typing_extensions import override
 
 from kvstore.client.connection import Connection
-from kvstore.client.frames import DirectFrame, FileFrame, FrameAssembler, Payload
-from kvstore.client.layer_stream import LayeredFrame, LayerStream
+from kvstore.client.frames import (
+    DirectFrame,
+    FileFrame,
+    FrameAssembler,
+    LayeredFrame,
+    LayerStream,
+    Payload,
+)
 from kvstore.client.session import Session, is_silent
 from kvstore.client.transports.unix_rpc import UnixRpc
 from kvstore.client.view import View
@@ -34,10 +40,8 @@ from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import (
     Accuracy,
-    ChainDigest,
     ChunkKey,
     ChunkShard,
-    KVLayout,
     PutOutcome,
 )
 
@@ -79,14 +83,14 @@ Direct: TypeAlias = Callable[[int, int, Bytes], DirectFrame | None]
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """What to read of the chunks with *digests*, and by when: whole frames in their order, up to
-    the first missing or late one; or one of two other forms.
+    """What to read of the chunks with *digests*, one after another, and by when: whole frames in
+    their order, up to the first missing or late one; or one of two other forms.
 
     A chunk of which there are only copies of lower accuracy than ``minimum`` is missing. With a
     ``lease_id`` of 0 a lease is taken until the read is left.
     """
 
-    digests: Sequence[ChainDigest]
+    digests: bytes
     lease_id: int
     deadline_ms: int
     minimum: Accuracy = Accuracy.exact
@@ -101,29 +105,21 @@ class ReadPlan:
     """What takes the parts of frames that come in parts."""
 
 
+@dataclass(frozen=True, slots=True)
 class Arrivals:
     """What a read brings. Iterated once. ``is_layered``: parts of frames, layer by layer, without
     skipped rows. ``end`` has whoever waits for the next get an error; any thread may call it.
     """
 
-    __slots__ = ("_arriving", "end", "is_layered")
-
-    def __init__(
-        self,
-        arriving: Iterator[Arrival],
-        *,
-        is_layered: bool = False,
-        end: Callable[[], None] = stays,
-    ) -> None:
-        self._arriving = arriving
-        self.is_layered = is_layered
-        self.end = end
+    arriving: Iterator[Arrival]
+    is_layered: bool = False
+    end: Callable[[], None] = stays
 
     def __iter__(self) -> Iterator[Arrival]:
-        return self._arriving
+        return self.arriving
 
     def __next__(self) -> Arrival:
-        return next(self._arriving)
+        return next(self.arriving)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,65 +142,43 @@ class PutTerms:
 
 @dataclass(frozen=True)
 class Outgoing:
-    """What is known of the frame, and the tensors to encode."""
+    """What is known of the frame of a chunk, and the tensors to encode: all of it, or what one rank
+    has, its *shard*.
+    """
 
     template: FrameTemplate
     tensors: AnyTensors
+    shard: ChunkShard | None = None
 
     @cached_property
     def frame_bytes(self) -> int:
         """Size of its raw frame."""
+        if self.shard is not None:
+            return shard_frame_bytes(self.shard)
         return raw_frame_bytes(self.template.layout)
 
-    @property
-    def extent(self) -> KVLayout | ChunkShard:
-        """The layout of the chunk, or what there is of it."""
-        return self.template.layout
-
     def encode(self, out: Bytes, flags: int = 0) -> None:
-        """Write the raw frame into *out*, with *flags* in its header."""
-        template = replace(self.template, flags=flags) if flags else self.template
-        RAW.encode(template, self.tensors, out)
+        """Write the raw frame into *out*, with *flags* in its header; that of a shard is always
+        summed, and without.
+        """
+        if self.shard is not None:
+            encode_shard(self.template, self.shard, self.tensors, out)
+        else:
+            template = replace(self.template, flags=flags) if flags else self.template
+            RAW.encode(template, self.tensors, out)
 
     def pieces(self, room: Callable[[int], Bytes]) -> list[Bytes]:
         """Return the raw frame in pieces, the first of which is its header.
 
-        They are what the tensors have; where that is strided or in blocks, it is encoded into
-        *room* of so many bytes.
+        They are what the tensors have; where that is strided, in blocks or a shard, it is encoded
+        into *room* of so many bytes.
         """
-        return RAW.pieces(self.template, self.tensors) or self._encoded(room)
-
-    def _encoded(self, room: Callable[[int], Bytes]) -> list[Bytes]:
+        found = RAW.pieces(self.template, self.tensors) if self.shard is None else []
+        if found:
+            return found
         frame = room(self.frame_bytes)
         self.encode(frame)
         return cut_header(frame)
-
-
-@dataclass(frozen=True)
-class OutgoingShard(Outgoing):
-    """The same of what one rank has: the template is the chunk's, the tensors are its own."""
-
-    shard: ChunkShard
-
-    @cached_property
-    @override
-    def frame_bytes(self) -> int:
-        return shard_frame_bytes(self.shard)
-
-    @property
-    @override
-    def extent(self) -> KVLayout | ChunkShard:
-        return self.shard
-
-    @override
-    def encode(self, out: Bytes, flags: int = 0) -> None:
-        """Write the frame, always summed and without *flags*."""
-        encode_shard(self.template, self.shard, self.tensors, out)
-
-    @override
-    def pieces(self, room: Callable[[int], Bytes]) -> list[Bytes]:
-        """Return the frame in pieces, encoded into *room*."""
-        return self._encoded(room)
 
 
 def cut_header(frame: Bytes) -> list[Bytes]:
@@ -240,7 +214,7 @@ class Transport(ABC):
         """Return the request for *plan*."""
         return pb.GetRequest(
             session_id=self.session.terms.session_id,
-            digests=b"".join(plan.digests),
+            digests=plan.digests,
             lease_id=plan.lease_id,
             deadline_ms=plan.deadline_ms,
             via=via,
@@ -313,7 +287,7 @@ def read_layers(transport: Transport, plan: ReadPlan) -> Iterator[Iterator[Arriv
 
 def read_outcomes(outcomes: bytes, reasons: Sequence[str]) -> list[Put]:
     """Return the outcomes of a reply."""
-    return [Put(PutOutcome(o), r) for o, r in zip(outcomes, reasons, strict=True)]
+    return list(starmap(Put, zip(map(PutOutcome, outcomes), reasons, strict=True)))
 
 
 def whole_frame(

@@ -6,17 +6,18 @@ import mmap
 import os
 import socket
 import threading
-import time
-from collections.abc import Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
+from operator import attrgetter
 
 import numpy as np
 from typing_extensions import override
 
-from kvstore.client.connection import Until, countdown
+from kvstore.client.connection import SLACK_S, Until
 from kvstore.client.frames import FileFrame, FrameAssembler, OpenFile
 from kvstore.client.session import Session, hangs, peer_pid
 from kvstore.client.transports.base import (
@@ -28,14 +29,14 @@ from kvstore.client.transports.base import (
     ReadPlan,
     Transport,
     arrival_of,
+    read_outcomes,
     room_of,
     stays,
     whole_frame,
 )
 from kvstore.client.transports.peers import LentRun, PeerReads
-from kvstore.client.transports.staging import PARTS, PutPipeline, StagingMemory
-from kvstore.client.transports.unix_rpc import UnixRpc, enter
-from kvstore.client.view import ChunkView, RawGeometry, View, geometry_of, view_at
+from kvstore.client.transports.unix_rpc import CallQueue, Sent, UnixRpc, enter
+from kvstore.client.view import MEMORY, LeasedViews, SlabMap, View, geometry_of
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
 from kvstore.proto.buffers import Bytes
@@ -46,27 +47,22 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.frame import KEY_OFFSET, raw_frame_bytes
-from kvstore.proto.keys import chunk_key
-from kvstore.proto.types import KEY_BYTES, ChainDigest, ChunkKey, KVLayout
+from kvstore.proto.frame import ALIGN_BYTES, FLAG_UNSUMMED, raw_frame_bytes
+from kvstore.proto.keys import keys_of_digests
+from kvstore.proto.messages import hints_to_message, layout_to_message
+from kvstore.proto.types import DIGEST_BYTES, ChunkKey, ChunkShard, KVLayout, PutOutcome
 from kvstore.proto.unix_socket import (
-    NOWHERE,
-    PLACE_ROW,
     Place,
     Reach,
-    check_rows,
     unpack_places,
 )
 
 _SOCKET_TIMEOUT_S = 2.0
 ATTACH_WITHIN_S = 2 * _SOCKET_TIMEOUT_S
-_GENERATION_BYTES = 8
-_MEMORY = int(Reach.memory)
+_PEER = int(Reach.peer)
+_HOLDER = attrgetter("reach", "number")
 _MAX_SLABS = 4096
 _MAX_FILES = 256
-_WORD_BYTES = 8
-_KEY_WORDS = np.arange(KEY_OFFSET // _WORD_BYTES, (KEY_OFFSET + KEY_BYTES) // _WORD_BYTES)
-"""Where a frame has its key, in words from its start."""
 
 
 def can_share_memory(session: Session) -> bool:
@@ -139,7 +135,7 @@ class ShmTransport(Transport):
 
     @override
     def put(self, chunks: Sequence[Outgoing], terms: PutTerms) -> list[Put]:
-        left_ms = countdown(terms.within_ms)
+        left_ms = Until(terms.within_ms).left_ms
         if not self._put_lock.acquire(timeout=left_ms() / 1000):
             raise DeadlineError("other puts had the staging memory all the time")
         try:
@@ -148,7 +144,7 @@ class ShmTransport(Transport):
             terms = replace(terms, within_ms=left_ms())
             pipeline = PutPipeline(self._staging, self.session, self.rpc, terms)
             try:
-                return pipeline.run(list(self._staging.groups(chunks)))
+                return pipeline.run(chunks)
             finally:
                 # Written to again, it would change what the server is copying, and sums as it
                 # copies: wrong bytes with right checksums.
@@ -169,7 +165,7 @@ class ShmTransport(Transport):
     def replies(self, stack: ExitStack, request: pb.GetRequest) -> Iterator[pb.GetResponse]:
         """Yield the replies of a get. With *stack* it ends, and so does a lease of its own."""
         leases: set[int] = set()
-        until = Until.of(request.deadline_ms)
+        until = Until(request.deadline_ms)
         stack.callback(self._release_own, leases, request.lease_id, until)
         calls = stack.enter_context(closing(self.rpc.stream("Get", request, request.deadline_ms)))
         for reply in calls:
@@ -178,52 +174,58 @@ class ShmTransport(Transport):
 
     def _release_own(self, leases: set[int], given: int, until: Until) -> None:
         if own := leases - {0, given}:
-            self.release(own, until.left_ms())  # a millisecond at least: who reads may be slow
+            self.release(own, until.left_ms(1))  # who reads may be slow
 
     def _frames(
         self, stack: ExitStack, request: pb.GetRequest, plan: ReadPlan
     ) -> Iterator[Arrival]:
         """Yield what *request* brings. What another server did not send comes by way of ours."""
-        until = time.monotonic() + plan.deadline_ms / 1000
+        until = Until(plan.deadline_ms)
         if not self._peers.are_there:
             plan = replace(plan, direct=None)
         if plan.direct is not None:
             request.peers.extend(self._peers.numbers())
         first: int | None = 0
         while first is not None:
-            request.digests = b"".join(plan.digests[first:])
-            request.deadline_ms = max(1, int(1000 * (until - time.monotonic())))
+            request.digests = plan.digests[DIGEST_BYTES * first :]
+            request.deadline_ms = until.left_ms(1)
             first = yield from self._answer(self.replies(stack, request), first, plan, until)
             del request.peers[:]
 
     def _answer(
-        self, replies: Iterator[pb.GetResponse], first: int, plan: ReadPlan, until: float
+        self, replies: Iterator[pb.GetResponse], first: int, plan: ReadPlan, until: Until
     ) -> Generator[Arrival, None, int | None]:
         """Yield what *replies* of a get of the chunks from the *first* on put in reach.
 
         Return the first chunk that another server should have sent and did not, if one did not.
         """
-        assembler = FrameAssembler(self.session.terms.max_frame_bytes, room_of())
+        assembler: FrameAssembler | None = None
+        index = first
         for reply in replies:
             if reply.HasField("part"):
+                limit_bytes = self.session.terms.max_frame_bytes
+                assembler = assembler or FrameAssembler(limit_bytes, room_of())
+                assembler.next_index = index - first
                 whole = whole_frame(assembler, arrival_of(reply))
+                index = first + assembler.next_index
                 if whole is not None:
                     yield replace(whole, index=first + whole.index)
                 continue
             names, index = reply.places.tier_names, first + reply.index
             if reply.places.peers:
                 self._peers.note(reply.places.peers)
-            for number, run in groupby(unpack_places(reply.places.rows), key=_lender):
+            for (reach, number), run in groupby(unpack_places(reply.places.rows), key=_HOLDER):
                 start, index = index, index + len(places := list(run))
-                if number is None:
+                if reach != _PEER:
                     for at, place in enumerate(places, start):
                         yield self._arrival(at, names[place.tier], place)
                 elif plan.direct is not None:
-                    lent = LentRun(number, start, self._keys(plan.digests[start:index]))
-                    left = yield from self._peers.read(lent, plan.direct, until)
+                    digests = plan.digests[DIGEST_BYTES * start : DIGEST_BYTES * index]
+                    keys = keys_of_digests(digests, self.session.terms.namespace, len(places))
+                    lent, until_s = LentRun(number, start, keys), until.at_s - SLACK_S
+                    left = yield from self._peers.read(lent, plan.direct, until_s)
                     if left is not None:
                         return left
-            assembler.next_index = index - first
         return None
 
     def _arrival(self, index: int, tier: str, place: Place) -> Arrival:
@@ -232,13 +234,13 @@ class ShmTransport(Transport):
             # What a file holds is proven by its key and checksums: it is copied as it is read.
             file = FileFrame(self.slabs.file(place.number), place.offset, size_bytes)
             return Arrival(index, tier, size_bytes, file)
-        slab = self.slabs.reach(place)
+        if place.reach != MEMORY:
+            raise InvalidRequestError("reach", place.reach, "this client reads memory and files")
+        slab = self.slabs.slab(place.number)
+        slab.check(place)
         frame = slab.data[place.offset : place.offset + size_bytes]
         confirm = partial(slab.confirm, place.offset, place.generation)
         return Arrival(index, tier, size_bytes, frame, confirm)
-
-    def _keys(self, digests: Sequence[ChainDigest]) -> list[ChunkKey]:
-        return [chunk_key(self.session.terms.namespace, digest) for digest in digests]
 
     def _ranges(
         self, replies: Iterator[pb.GetResponse], ranges: Sequence[pb.FrameRange]
@@ -281,35 +283,6 @@ class ShmTransport(Transport):
         self._peers.close()
 
 
-def _lender(place: Place) -> int | None:
-    return place.number if place.reach == Reach.peer else None
-
-
-class SlabMap:
-    """One slab: its bytes, and the generations among them as words of eight bytes."""
-
-    __slots__ = ("bytes", "data", "size_bytes", "words")
-
-    def __init__(self, memory: mmap.mmap) -> None:
-        self.data: Bytes = np.frombuffer(memory, np.uint8)
-        self.bytes = memoryview(memory)
-        """The same as ``data``, for who compares a few of them."""
-        self.words = self.bytes[: len(memory) // 8 * 8].cast("Q")
-        self.size_bytes = len(memory)
-
-    def check(self, place: Place) -> None:
-        """Raise InvalidRequestError unless *place* lies within, LeaseExpiredError once reused."""
-        offset, stop = place.offset, place.offset + place.size_bytes
-        if offset < _GENERATION_BYTES or offset & 7 or stop > self.size_bytes:
-            raise InvalidRequestError("place", (offset, stop), f"slab has {self.size_bytes} bytes")
-        self.confirm(offset, place.generation)
-
-    def confirm(self, offset: int, generation: int) -> None:
-        """Raise LeaseExpiredError unless the frame at *offset* is still of this *generation*."""
-        if self.words[offset // 8 - 1] != generation:
-            raise LeaseExpiredError("the chunk was replaced while it was read; look it up again")
-
-
 class Slabs:
     """Maps of slabs by id, and files of the disk tier, asked for when first needed. Thread-safe.
 
@@ -324,28 +297,22 @@ class Slabs:
         # One question at a time on the socket; also guards the two above.
         self._lock = threading.Lock()
 
-    def reach(self, place: Place) -> SlabMap:
-        """Return the slab that *place* lies in, checked.
-
-        Raises LeaseExpiredError when its memory was reused, InvalidRequestError for a place
-        outside its slab, TierUnavailableError when the server does not give the slab.
-        """
-        if place.reach != _MEMORY:
-            raise InvalidRequestError("reach", place.reach, "this client reads memory only")
-        slab = self._slabs.get(place.number)
-        if slab is None:
-            slab = self.slab(place.number)
-        slab.check(place)
-        return slab
-
-    def slab(self, slab_id: int) -> SlabMap:
-        """Return a whole slab. Raises TierUnavailableError."""
+    def slab(self, number: int) -> SlabMap:
+        """Return a slab, mapped whole. Raises TierUnavailableError."""
+        slab = self._slabs.get(number)
+        if slab is not None:
+            return slab
         with self._lock:
-            slab = self._slabs.get(slab_id)
+            slab = self._slabs.get(number)
             if slab is None:
                 if len(self._slabs) >= _MAX_SLABS:
                     self._slabs.clear()
-                slab = self._slabs[slab_id] = self._ask_slab(slab_id)
+                descriptor, size_bytes = self._ask(unix_socket.Op.slab, number)
+                try:
+                    memory = mmap.mmap(descriptor, size_bytes, prot=mmap.PROT_READ)
+                finally:
+                    os.close(descriptor)
+                slab = self._slabs[number] = SlabMap(memory)
             return slab
 
     def file(self, extent: int) -> OpenFile:
@@ -363,17 +330,11 @@ class Slabs:
         with self._lock:
             try:
                 socket.send_fds(self._socket, [request.pack()], [descriptor])
-                return unix_socket.unpack_reply(self._socket.recv(unix_socket.HEADER_BYTES))[0]
+                head = self._socket.recv(unix_socket.HEADER_BYTES)
+                return unix_socket.unpack_head(head, unix_socket.REPLY_KINDS)[0]
             except (OSError, InvalidRequestError) as error:
                 self._socket.close()
                 raise TierUnavailableError("shm", f"the server hung up: {error}") from None
-
-    def _ask_slab(self, slab_id: int) -> SlabMap:
-        descriptor, size_bytes = self._ask(unix_socket.Op.slab, slab_id)
-        try:
-            return SlabMap(mmap.mmap(descriptor, size_bytes, prot=mmap.PROT_READ))
-        finally:
-            os.close(descriptor)
 
     def _ask(self, op: unix_socket.Op, number: int) -> tuple[int, int]:
         """Return a descriptor, ours to close, and its size."""
@@ -385,7 +346,8 @@ class Slabs:
             self._socket.close()
             raise TierUnavailableError("shm", f"the server hung up: {error}") from None
         try:
-            reply, size_bytes = unix_socket.unpack_reply(message)
+            kinds = unix_socket.REPLY_KINDS
+            reply, size_bytes, _ = unix_socket.unpack_head(message, kinds)
             if reply is not unix_socket.Reply.ok or len(files) != 1:
                 raise TierUnavailableError("shm", f"{op.name} {number}: {reply.name}")
         except KVStoreError:
@@ -406,82 +368,204 @@ class Slabs:
             self._files.clear()
 
 
-class LeasedViews:
-    """Gives the view of each leased chunk by its index.
+PARTS = 4
+"""It is written part by part, while the server reads those before."""
+_GROUPS_PER_RESERVE = 4
+_UNANSWERED = (DeadlineError, TierUnavailableError, LeaseExpiredError)
+"""How a commit ends that may be running yet. The last is one that was sent twice."""
 
-    *rows* are the places of *keys*, those of the lease, as the server packed them; *whole* is what
-    most of the frames look like. Raises InvalidRequestError when the rows are cut.
+
+class StagingMemory:
+    """A memfd of PARTS parts, each of at least *part_bytes*. ``descriptor`` is for the server."""
+
+    def __init__(self, part_bytes: int) -> None:
+        self._part_bytes = -(-part_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.size_bytes = PARTS * self._part_bytes
+        self.descriptor = unix_socket.create_memfd("kvstore-staging", self.size_bytes)
+        try:
+            memory = mmap.mmap(self.descriptor, self.size_bytes)
+            unix_socket.add_seals(self.descriptor, unix_socket.STAGING_SEALS)
+        except OSError:
+            os.close(self.descriptor)
+            raise
+        self._memory: Bytes = np.frombuffer(memory, np.uint8)
+
+    def groups(self, chunks: Sequence[Outgoing]) -> list[list[Outgoing]]:
+        """Cut *chunks* into groups that fit one part each. Raises InvalidRequestError."""
+        groups: list[list[Outgoing]] = []
+        left_bytes = -1
+        for chunk in chunks:
+            room_bytes = -(-chunk.frame_bytes // ALIGN_BYTES) * ALIGN_BYTES
+            if room_bytes > self._part_bytes:
+                fix = f"give {PARTS * room_bytes}"
+                raise InvalidRequestError("staging_bytes", self.size_bytes, fix)
+            left_bytes -= room_bytes
+            if left_bytes < 0:
+                groups.append([])
+                left_bytes = self._part_bytes - room_bytes
+            groups[-1].append(chunk)
+        return groups
+
+    def write(self, part: int, group: Sequence[Outgoing], wanted: Sequence[int]) -> list[int]:
+        """Encode the wanted chunks of *group* into one part; return the offset of each."""
+        offset = part * self._part_bytes
+        offsets = []
+        for chunk, is_wanted in zip(group, wanted, strict=True):
+            if is_wanted:
+                size_bytes = chunk.frame_bytes
+                # The server sums what it copies; to sum here too would read it all twice.
+                chunk.encode(self._memory[offset : offset + size_bytes], FLAG_UNSUMMED)
+                offsets.append(offset)
+                offset += -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        return offsets
+
+    def close_descriptor(self) -> None:
+        """Close ours, once the server has its own. Call once."""
+        os.close(self.descriptor)
+
+    def close(self) -> None:
+        """Let go of the memory. Idempotent."""
+        self._memory = np.empty(0, np.uint8)
+
+
+class PutPipeline:
+    """One put: while one group is encoded, those before it are being committed.
+
+    Memory is reserved for several groups at once, and ahead, so that no copy waits for an answer.
     """
 
-    __slots__ = ("_found", "_keys", "_rows", "_slabs", "_whole")
-
     def __init__(
-        self, slabs: Slabs, whole: RawGeometry, rows: bytes, keys: Sequence[ChunkKey]
+        self, staging: StagingMemory, session: Session, rpc: UnixRpc, terms: PutTerms
     ) -> None:
-        check_rows(rows)
-        self._slabs = slabs
-        self._whole = whole
-        self._rows = rows
-        self._keys = keys
-        self._found: list[tuple[SlabMap, int, int] | None] = []
-        """Slab, offset and generation of each chunk that was seen to lie where its place says."""
+        self._staging = staging
+        self._rpc = rpc
+        # Durable ones wait for the disk: together, so that one flush is for all of them.
+        self._commits = None if terms.durable else CallQueue()
+        self._session_id = session.terms.session_id
+        self._terms = terms
+        self._results: list[Put] = []
+        self._pending: deque[tuple[list[Put], Sent | None]] = deque()
+        """The outcomes of a group's reservations, and its commit that is on its way."""
+        self._open_ids: set[int] = set()
+        self._reserving: list[Sent] = []
+        self._next_part = 0
+        self.may_be_read = False
+        """A commit ended without its answer: the server may read the staging memory still."""
 
-    def __call__(self, index: int) -> ChunkView | None:
-        """Return the view of chunk *index*; None when it does not lie in memory that is shared.
+    def run(self, chunks: Sequence[Outgoing]) -> list[Put]:
+        """Put *chunks*; return what became of each, in order."""
+        groups = self._staging.groups(chunks)
+        is_done = False
+        try:
+            self._reserve(groups[:_GROUPS_PER_RESERVE])
+            for start in range(0, len(groups), _GROUPS_PER_RESERVE):
+                stop = start + _GROUPS_PER_RESERVE
+                reply = self._reserved()
+                if stop < len(groups):
+                    self._reserve(groups[stop : stop + _GROUPS_PER_RESERVE])
+                self._put_window(groups[start:stop], reply)
+            while self._pending:
+                self._finish()
+            is_done = True
+        finally:
+            if not is_done:  # whatever it was, an interrupt too
+                while self._pending:  # the server reads the staging memory until then
+                    with suppress(KVStoreError):
+                        self._finish()
+                while self._reserving:
+                    with suppress(KVStoreError):
+                        self._reserved()
+                self._abort(self._open_ids)
+        return self._results
 
-        Raises LeaseExpiredError when the memory was reused, ChunkCorruptError when it holds another
-        chunk, InvalidRequestError for a place outside its slab, InvalidFrameError, and
-        TierUnavailableError when the server does not give the slab.
-        """
-        if not self._found:
-            self._found = self._look()
-        found = self._found[index]
-        if found is None:
-            return self._look_closer(index)
-        slab, start, generation = found
-        if slab.words[start // _WORD_BYTES - 1] != generation:
-            slab.confirm(start, generation)  # which says it
-        return ChunkView(self._keys[index], slab, start, generation, self._whole)
+    def _put_window(self, groups: Sequence[Sequence[Outgoing]], reply: pb.ReserveResponse) -> None:
+        """Write and commit what was reserved; reserve the rest anew, bit by bit."""
+        if PutOutcome.refused in reply.outcomes and (self._pending or len(groups) > 1):
+            # What is under way may be what fills the tier: let it land, reserve less.
+            while self._pending:
+                self._finish()
+            self._abort(reply.reservation_ids)
+            for group in groups:
+                self._reserve([group])
+                self._put_window([group], self._reserved(-1))
+            return
+        outcomes, ids = read_outcomes(reply.outcomes, reply.reasons), reply.reservation_ids
+        start = 0
+        for group in groups:
+            stop = start + len(group)
+            self._commit(group, outcomes[start:stop], ids[start:stop])
+            start = stop
 
-    def _look_closer(self, index: int) -> ChunkView | None:
-        places = unpack_places(self._rows)
-        place = places[index] if index < len(places) else NOWHERE
-        if place.reach != Reach.memory:
-            return None
-        return view_at(self._keys[index], place, self._slabs.reach(place), self._whole)
+    def _reserve(self, groups: Sequence[Sequence[Outgoing]]) -> None:
+        """Ask for memory for the chunks of *groups*."""
+        digests, parents, frame_bytes, places = [], [], [], []
+        layouts: dict[KVLayout | ChunkShard, int] = {}
+        for chunk in chain.from_iterable(groups):
+            digests.append(chunk.template.key[DIGEST_BYTES:])
+            parents.append(chunk.template.parent)
+            frame_bytes.append(chunk.frame_bytes)
+            places.append(layouts.setdefault(chunk.shard or chunk.template.layout, len(layouts)))
+        request = pb.ReserveRequest(
+            session_id=self._session_id,
+            digests=b"".join(digests),
+            parents=b"".join(parents),
+            frame_bytes=frame_bytes,
+            layout=places,
+            layouts=map(layout_to_message, layouts),
+            durable=self._terms.durable,
+            deadline_ms=self._terms.within_ms,
+            hints=hints_to_message(self._terms.hints),
+        )
+        self._reserving.append(self._rpc.send("Reserve", request, self._terms.within_ms))
 
-    def _look(self) -> list[tuple[SlabMap, int, int] | None]:
-        """Check the places of all whole chunks, a slab at a time: one by one takes twice as long.
+    def _reserved(self, place: int = 0) -> pb.ReserveResponse:
+        """Wait for the answer to a ``_reserve``, the first or the last one."""
+        reply: pb.ReserveResponse = self._rpc.wait(self._reserving.pop(place))
+        self._open_ids.update(filter(None, reply.reservation_ids))
+        return reply
 
-        Where one of them is not what it should be, none of its slab is found here: each is looked
-        at by itself then, and what is wrong is told of that one alone.
-        """
-        found: list[tuple[SlabMap, int, int] | None] = [None] * len(self._keys)
-        rows = np.frombuffer(self._rows, PLACE_ROW)[: len(self._keys)]
-        is_usual = rows["size_bytes"] == self._whole.frame_bytes
-        is_usual &= rows["reach"] == int(Reach.memory)
-        for number in set(rows["number"][is_usual].tolist()):
-            with suppress(KVStoreError):
-                slab = self._slabs.slab(number)
-                here = np.flatnonzero(is_usual & (rows["number"] == number))
-                indices, starts = here.tolist(), rows["offset"][here].tolist()
-                keys = b"".join([self._keys[index] for index in indices])
-                if not _hold(slab, starts, self._whole.frame_bytes, keys):
-                    continue
-                generations = rows["generation"][here].tolist()
-                for at, start, word in zip(indices, starts, generations, strict=True):
-                    found[at] = (slab, start, word)
-        return found
+    def _commit(self, group: Sequence[Outgoing], outcomes: list[Put], ids: Sequence[int]) -> None:
+        """Write what of *group* has a reservation, and send its commit."""
+        if len(self._pending) == PARTS:
+            self._finish()  # its part of the staging memory is the one written to next
+        offsets = self._staging.write(self._next_part, group, ids)
+        self._next_part = (self._next_part + 1) % PARTS
+        if not offsets:
+            self._pending.append((outcomes, None))
+            return
+        wanted = list(filter(None, ids))
+        request = pb.CommitRequest(
+            session_id=self._session_id,
+            reservation_ids=wanted,
+            offsets=offsets,
+            durable=self._terms.durable,
+            deadline_ms=self._terms.within_ms,
+        )
+        sent = self._rpc.send("Commit", request, self._terms.within_ms, self._commits)
+        self._pending.append((outcomes, sent))
+        self._open_ids.difference_update(wanted)
 
+    def _finish(self) -> None:
+        """Wait for the commit that was sent first, and take its results."""
+        outcomes, sent = self._pending.popleft()
+        if sent is not None:
+            try:
+                reply: pb.CommitResponse = self._rpc.wait(sent)
+            except _UNANSWERED:
+                self.may_be_read = True
+                raise
+            committed = iter(read_outcomes(reply.outcomes, reply.reasons))
+            for place, put in enumerate(outcomes):
+                if put.outcome is PutOutcome.stored:
+                    outcomes[place] = next(committed)
+        self._results += outcomes
 
-def _hold(slab: SlabMap, starts: Sequence[int], size_bytes: int, keys: bytes) -> bool:
-    """Whether a frame of so many bytes may begin at each of *starts*, and all have their *keys*."""
-    last = len(slab.words) * _WORD_BYTES - size_bytes
-    if min(starts) < _WORD_BYTES or max(starts) > last:
-        return False
-    at = np.array(starts, np.intp)
-    if int(np.bitwise_or.reduce(at)) % _WORD_BYTES:
-        return False
-    words = np.frombuffer(slab.words, np.uint64)
-    found: bytes = words[(at >> 3)[:, None] + _KEY_WORDS].tobytes()
-    return found == keys
+    def _abort(self, ids: Iterable[int]) -> None:
+        """Give back those reservations that are not committed."""
+        unused = self._open_ids.intersection(ids)
+        if not unused:
+            return
+        self._open_ids -= unused
+        request = pb.AbortRequest(session_id=self._session_id, reservation_ids=unused)
+        with suppress(KVStoreError):  # they end with the session
+            self._rpc.call("Abort", request, self._terms.within_ms, pb.AbortResponse)

@@ -422,14 +422,14 @@ class BulkTransport(Transport):
     @override
     @contextmanager
     def read(self, plan: ReadPlan) -> Iterator[Arrivals]:
-        until = Until.of(plan.deadline_ms)
+        until = Until(plan.deadline_ms)
         request = self.request(plan, pb.VIA_STREAM)
         has_room = request.ByteSize() < bulk.MAX_HEADER_BYTES - _REQUEST_SLACK_BYTES
         with ExitStack() as stack:
             message = pb.StreamMessage(get=request)
             stream = stack.enter_context(self._begun(message, until)) if has_room else None
             if stream is None:
-                left = replace(plan, deadline_ms=until.left_ms())
+                left = replace(plan, deadline_ms=until.left_ms(1))
                 yield stack.enter_context(self._fallback.read(left))
             elif plan.layer_major or plan.ranges:
                 yield Arrivals(self._parts(stream, until), is_layered=plan.layer_major)
@@ -458,12 +458,12 @@ class BulkTransport(Transport):
 
     @override
     def put(self, chunks: Sequence[Outgoing], terms: PutTerms) -> list[Put]:
-        until = Until.of(terms.within_ms)
+        until = Until(terms.within_ms)
         with self._begun(pb.StreamMessage(put=terms.request(self.session)), until) as stream:
             if stream is not None:
                 with self._noted(until):
                     return StreamUpload(stream, until.at_s).run(chunks)
-        return self._fallback.put(chunks, replace(terms, within_ms=until.left_ms()))
+        return self._fallback.put(chunks, replace(terms, within_ms=until.left_ms(1)))
 
     @contextmanager
     def _begun(self, request: pb.StreamMessage, until: Until) -> Iterator[FrameStream | None]:

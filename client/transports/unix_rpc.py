@@ -5,11 +5,13 @@ from __future__ import annotations
 import hmac
 import os
 import socket
-from collections.abc import Callable, Generator, Sequence
+from collections import deque
+from collections.abc import Generator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 
 from kvstore.client.connection import SLACK_S, Connection, Pool, Until
 from kvstore.client.session import SessionTerms
@@ -24,7 +26,6 @@ from kvstore.proto.unix_socket import (
     MAX_ANSWER_BYTES,
     MAX_PACKET_BYTES,
     REPLIES,
-    Answer,
     Reply,
     pack_call,
     unpack_answer,
@@ -36,29 +37,40 @@ MAX_CONNECTIONS = 12
 _JOIN_WITHIN_S = 2.0
 _JOIN_AGAIN_S = 5.0
 
-M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
 
-class _Fallback(Exception):
-    """The socket does not carry the call, or what came is no answer: it goes through gRPC."""
+@dataclass(slots=True, eq=False)
+class CallQueue:
+    """Calls that are sent before those ahead of them are answered, all on one connection.
+
+    The server answers them with one thread, which is awake when the next is due. Side by side, a
+    call each wakes another, and they copy against each other. For one thread, which waits for the
+    answers in the order in which it sent the calls.
+    """
+
+    link: socket.socket | None = None
+    """The connection, while answers are to come on it."""
+    unanswered: deque[Sent] = field(default_factory=deque)
 
 
-class _Link:
-    """A connection."""
+@dataclass(slots=True, eq=False)
+class Sent:
+    """A call on its way on *link*; where that is None it is to go through gRPC."""
 
-    __slots__ = ("socket",)
+    method: str
+    request: Any
+    until: Until
+    queue: CallQueue | None
+    link: socket.socket | None = None
+    is_over: bool = False
+    """Whether its last answer has come, so that the next call may use the connection."""
 
-    def __init__(self) -> None:
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
-    def close(self) -> None:
-        self.socket.close()
-
-    def wake(self) -> None:
-        """End the connection under who waits on it, and closes it then."""
-        with suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
+def _wake(link: socket.socket) -> None:
+    """End a connection under who waits on it, and closes it then."""
+    with suppress(OSError):
+        link.shutdown(socket.SHUT_RDWR)
 
 
 class UnixRpc:
@@ -72,61 +84,112 @@ class UnixRpc:
         self._terms = terms
         self._connection = connection
         self._clock = connection.clock
-        self.links: Pool[_Link] = Pool(MAX_CONNECTIONS, _Link.close, _Link.wake)
+        self.links: Pool[socket.socket] = Pool(MAX_CONNECTIONS, socket.socket.close, _wake)
         self._join_at = 0.0
         """Before that no more connections are made: the last that was to join could not."""
 
     def call(self, method: str, request: Any, deadline_ms: int, reply: type[T]) -> T:
         """Call *method* and return its reply."""
-        until = Until.of(deadline_ms, self._clock)
-        try:
-            answer: T = self._reply(self._begin(method, request, until), until, reply)
-        except _Fallback:
-            return self._connection.call(method, request, until.left_ms(), reply)
+        answer: T = self.wait(self.send(method, request, deadline_ms))
         return answer
 
     def send(
         self, method: str, request: Any, deadline_ms: int, queue: CallQueue | None = None
-    ) -> Callable[[], Any]:
-        """Start *method*; the returned function waits for its reply. It must be called, once: what
-        the socket does not carry is called then.
-        """
-        until, kind = Until.of(deadline_ms, self._clock), REPLIES.get(method, object)
-        link: _Link | None = None
-        with suppress(_Fallback):
-            link = self._begin(method, request, until, queue)
+    ) -> Sent:
+        """Start *method*. ``wait`` for what is returned, once."""
+        sent = Sent(method, request, Until(deadline_ms, self._clock(), self._clock), queue)
+        packet = pack_call(method, request) if method in REPLIES else b""
+        if not 0 < len(packet) <= MAX_PACKET_BYTES:
+            return sent
+        self._connection.breaker.check()
+        queued = queue.link if queue is not None else None
+        link = queued or self.links.take() or self._joined(sent.until)
+        if link is None:
+            return sent
+        try:
+            link.settimeout(sent.until.left_s(SLACK_S))
+            link.send(packet)
+            sent.link = link
+        except OSError:
+            return sent
+        finally:
+            if sent.link is None:
+                self.links.give_back(link, is_clean=False)
+        if queue is not None:
+            queue.link = link
+            queue.unanswered.append(sent)
+        return sent
 
-        def wait() -> Any:
-            with suppress(_Fallback):
-                if link is not None:
-                    return self._reply(link, until, kind, queue)
-            return self._connection.call(method, request, until.left_ms(), kind)
-
-        return wait
+    def wait(self, sent: Sent) -> Any:
+        """Return the reply; what the socket did not carry is called now."""
+        link, queue = sent.link, sent.queue
+        if link is not None:
+            if queue is not None:
+                assert sent is queue.unanswered[0], "the answer is another call's"
+                queue.unanswered.popleft()
+            try:
+                reply = self._receive(sent, link)
+            finally:
+                is_last = queue is None or not (sent.is_over and queue.unanswered)
+                if is_last and queue is not None and link is queue.link:
+                    queue.link = None
+                if is_last:
+                    self.links.give_back(link, is_clean=sent.is_over)
+            if sent.is_over:
+                return reply
+        left_ms, kind = sent.until.left_ms(1), REPLIES.get(sent.method, object)
+        return self._connection.call(sent.method, sent.request, left_ms, kind)
 
     def stream(self, method: str, request: Any, deadline_ms: int) -> Generator[Any, None, None]:
         """Yield the replies of *method*. Closing the iterator early ends the call."""
-        until = Until.of(deadline_ms, self._clock)
-        link = None
-        has_begun = is_over = False
-        try:
-            link = self._begin(method, request, until)
-            while True:
-                answer = self._receive(link, until)
-                is_over = answer.reply is not Reply.more
-                if answer.error is not None:
-                    raise answer.error
-                if is_over:
-                    return
-                has_begun = True
-                yield parse_answer(REPLIES[method], answer.body)
-        except _Fallback:
+        sent = self.send(method, request, deadline_ms)
+        if (link := sent.link) is not None:
+            has_begun = False
+            try:
+                while (reply := self._receive(sent, link)) is not None and not sent.is_over:
+                    has_begun = True
+                    yield reply
+            finally:
+                self.links.give_back(link, is_clean=sent.is_over)
+            if sent.is_over:
+                return
             if has_begun:
-                raise TierUnavailableError("server", "hung up") from None
-        finally:
-            if link is not None:
-                self.links.give_back(link, is_clean=is_over)
-        yield from self._connection.stream(method, request, until.left_ms())
+                raise TierUnavailableError("server", "hung up")
+        yield from self._connection.stream(method, request, sent.until.left_ms(1))
+
+    def _receive(self, sent: Sent, link: socket.socket) -> Any:
+        """Return the next message of an answer, joined if it was cut; None for what is no answer.
+
+        Unless it says that *sent* is over then, *link* is not to be used again: a late answer must
+        not be taken for the next call's. Raises the server's errors, DeadlineError.
+        """
+        parts: list[bytes] = []
+        breaker = self._connection.breaker
+        while len(parts) * MAX_PACKET_BYTES < MAX_ANSWER_BYTES:
+            try:
+                # What arrived in time is taken, however late we look.
+                link.settimeout(sent.until.left_s(SLACK_S))
+                answer = unpack_answer(link.recv(MAX_PACKET_BYTES + 1))
+            except TimeoutError:
+                error = DeadlineError("the server did not answer in time")
+                breaker.note(error, sent.until)
+                raise error from None
+            except (OSError, InvalidRequestError):
+                return None
+            breaker.note(None)
+            parts.append(answer.body)
+            if answer.reply is Reply.part:
+                continue
+            sent.is_over = answer.reply is not Reply.more
+            if answer.error is not None:
+                raise answer.error
+            kind = REPLIES[sent.method]
+            try:
+                return kind.FromString(parts[0] if len(parts) == 1 else b"".join(parts))
+            except DecodeError:
+                name = kind.DESCRIPTOR.name
+                raise KVStoreError(f"the server's answer is no {name}") from None
+        return None
 
     def close(self) -> None:
         """Hang up: calls that run or come later go through gRPC. Idempotent."""
@@ -140,108 +203,26 @@ class UnixRpc:
         """End the calls that run: they, too, go through gRPC, as far as its breaker lets them."""
         self.links.hang_up()
 
-    # --- one call
-
-    def _begin(
-        self, method: str, request: Any, until: Until, queue: CallQueue | None = None
-    ) -> _Link:
-        """Send a call. Raises _Fallback when it did not reach the server."""
-        if method not in REPLIES:
-            raise _Fallback
-        packet = pack_call(method, request)
-        if len(packet) > MAX_PACKET_BYTES:
-            raise _Fallback
-        self._connection.breaker.check()
-        link = (queue.link if queue is not None else None) or self._take(until)
-        is_sent = False
-        try:
-            link.socket.settimeout(until.left_s(SLACK_S))
-            link.socket.send(packet)
-            is_sent = True
-        except OSError:
-            raise _Fallback from None
-        finally:
-            if not is_sent:
-                self.links.give_back(link, is_clean=False)
-        if queue is not None:
-            queue.link = link
-            queue.unanswered += 1
-        return link
-
-    def _reply(self, link: _Link, until: Until, kind: Any, queue: CallQueue | None = None) -> Any:
-        is_over = False
-        try:
-            answer = self._receive(link, until)
-            if answer.reply is Reply.more:
-                raise _Fallback
-            is_over = True
-        finally:
-            if queue is None or queue.is_done(link, is_over=is_over):
-                self.links.give_back(link, is_clean=is_over)
-        if answer.error is not None:
-            raise answer.error
-        return parse_answer(kind, answer.body)
-
-    def _receive(self, link: _Link, until: Until) -> Answer:
-        """Receive the next message, joined if it was cut.
-
-        Whatever this raises, the connection is not to be used again: a late answer must not be
-        taken for the next call's.
-        """
-        parts: list[bytes] = []
-        while True:
-            answer = self._packet(link, until)
-            if answer.reply is not Reply.part and not parts:
-                return answer
-            parts.append(answer.body)
-            if answer.reply is not Reply.part:
-                return answer._replace(body=b"".join(parts))
-            if len(parts) * MAX_PACKET_BYTES >= MAX_ANSWER_BYTES:
-                raise _Fallback
-
-    def _packet(self, link: _Link, until: Until) -> Answer:
-        breaker = self._connection.breaker
-        try:
-            # What arrived in time is taken, however late we look.
-            link.socket.settimeout(until.left_s(SLACK_S))
-            packet = link.socket.recv(MAX_PACKET_BYTES + 1)
-        except TimeoutError:
-            error = DeadlineError("the server did not answer in time")
-            breaker.note(error, until)
-            raise error from None
-        except OSError:
-            raise _Fallback from None
-        if not packet:
-            raise _Fallback
-        breaker.note(None)
-        try:
-            return unpack_answer(packet)
-        except InvalidRequestError:
-            raise _Fallback from None
-
     # --- connections
 
-    def _take(self, until: Until) -> _Link:
-        link = self.links.take()
-        if link is not None:
-            return link
+    def _joined(self, until: Until) -> socket.socket | None:
+        """Return one more connection; None where there can be none now."""
         if self._clock() < self._join_at or not self.links.may_make():
-            raise _Fallback
+            return None
+        link: socket.socket | None = None
         try:
-            link = _Link()
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError:  # out of descriptors
-            raise _Fallback from None
+            return None
         finally:
             self.links.made(link)
         is_joined = False
         try:
-            is_joined = self._join(link.socket, until)
+            is_joined = self._join(link, until)
         finally:
             if not is_joined:
                 self.links.give_back(link, is_clean=False)
-        if not is_joined:
-            raise _Fallback
-        return link
+        return link if is_joined else None
 
     def _join(self, link: socket.socket, until: Until) -> bool:
         """Whether the server let *link* join; where it does not say, half the time is left."""
@@ -281,50 +262,4 @@ def enter(
         raise InvalidRequestError("socket_path", terms.socket_path, "not the session's server")
     own = unix_socket.proof(terms.attach_token, op, session_id, nonces)
     socket.send_fds(link, [unix_socket.Request(op, size_bytes, own).pack()], descriptors)
-    return unix_socket.unpack_reply(link.recv(unix_socket.HEADER_BYTES))[0]
-
-
-class CallQueue:
-    """Calls that are sent before those ahead of them are answered, all on one connection.
-
-    The server answers them with one thread, which is awake when the next is due. Side by side, a
-    call each wakes another, and they copy against each other. For one thread, which waits for the
-    answers in the order in which it sent the calls.
-    """
-
-    def __init__(self, calls: UnixRpc) -> None:
-        self._calls = calls
-        self._sent = self._waited = 0
-        self.link: _Link | None = None
-        """The connection, while answers are to come on it."""
-        self.unanswered = 0
-
-    def send(self, method: str, request: Any, deadline_ms: int) -> Callable[[], Any]:
-        """Do what ``UnixRpc.send`` does."""
-        wait = self._calls.send(method, request, deadline_ms, self)
-        number = self._sent
-        self._sent += 1
-
-        def wait_in_turn() -> Any:
-            assert number == self._waited, "the answer is another call's"
-            self._waited += 1
-            return wait()
-
-        return wait_in_turn
-
-    def is_done(self, link: _Link, *, is_over: bool) -> bool:
-        """Note an answer, or that it will not come; whether *link* is given up then."""
-        self.unanswered -= 1
-        if is_over and self.unanswered:
-            return False
-        if link is self.link:
-            self.link = None
-        return True
-
-
-def parse_answer(kind: type[M], body: bytes) -> M:
-    """Return the message of *kind* that *body* is. Raises KVStoreError."""
-    try:
-        return kind.FromString(body)
-    except DecodeError:
-        raise KVStoreError(f"the server's answer is no {kind.DESCRIPTOR.name}") from None
+    return unix_socket.unpack_head(link.recv(unix_socket.HEADER_BYTES), unix_socket.REPLY_KINDS)[0]

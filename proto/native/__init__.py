@@ -13,8 +13,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from numpy.typing import NDArray
-
 ABI = 1
 """Of the library: ``paths.c`` has it too."""
 PATHS = {"avx512": 4, "avx2": 2, "portable": 1}
@@ -95,20 +93,6 @@ def paths() -> tuple[str, ...]:
 def loops(path: str | None = None) -> Loops:
     """Return the functions of *path*; of the best one where it is None."""
     return Loops(path or paths()[0])
-
-
-def address(data: NDArray[Any]) -> int:
-    """Return where *data* lies in memory; 0 where it is empty."""
-    if not data.size:
-        return 0
-    if data.flags.writeable and data.flags.c_contiguous:  # a quarter of what numpy takes to say so
-        return ctypes.addressof(ctypes.c_char.from_buffer(data.data))
-    return int(data.ctypes.data)
-
-
-def addresses(*data: NDArray[Any]) -> list[int]:
-    """Return where each of *data* lies."""
-    return [address(each) for each in data]
 
 
 def done(found: int) -> int:

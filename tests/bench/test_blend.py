@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 from bench import blend, blend_model
-from bench.blend_cases import FOLDER
-from bench.blend_model import MODEL_KEYS, NO_PREFIX, WAYS, ModelSizes
-from bench.blend_quality import difference, quotient
+from bench.blend_cases import FOLDER, difference, quotient
+from bench.blend_model import MODEL_KEYS, NO_PREFIX, WAYS, ModelSizes, measure_model
 from bench.blend_speed import SlowSource, StageShape, Timing, Turn
 from bench.report import Report
 
@@ -96,7 +95,7 @@ def test_a_models_folder_adds_its_keys_and_a_table_by_how_documents_were_stored(
 ) -> None:
     monkeypatch.setattr(blend_model, "RATIOS", (0.3,))  # what ratios say is not what is tested
     report = Report("blend")
-    lines = blend.real_model(report, FOLDER, ModelSizes(contexts=1, texts=1, bare=1))
+    lines = measure_model(report, FOLDER, ModelSizes(contexts=1, texts=1, bare=1))
     assert sorted(report.values) == sorted(MODEL_KEYS)
     assert all(np.isfinite(value) for value in report.values.values())
     for way in (*WAYS, NO_PREFIX):

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench.blend_designed import BEGIN, FIRST_NAME, FIRST_VALUE
-from bench.blend_stories import StoryShape, make_story
+from bench.blend_riddles import BEGIN, FIRST_NAME, FIRST_VALUE, Shape, make_riddle
 from bench.train_blend_model import Recipe, Training, make_model
 
 TINY = Recipe(steps=4, stories=2, queries=4)
@@ -26,16 +25,16 @@ def _one_thread() -> Iterator[None]:
 def test_answers_are_what_a_reader_finds_who_reads_from_the_start() -> None:
     again = 0
     for seed in range(20):
-        story = make_story(random.Random(seed), StoryShape(again_share=0.3))
+        story = make_riddle(random.Random(seed), Shape(chunks=5, again_share=0.3))
         known: dict[int, int] = {}
         resolved = [-1]
-        for chunk in story.riddle.chunks:
+        for chunk in story.chunks:
             for name, what, _ in zip(*[iter(chunk)] * 3, strict=True):
                 again += name in known
                 known[name] = what if what >= FIRST_VALUE else known[what]
                 resolved += [-1, -1 if what >= FIRST_VALUE else known[what], -1]
-        asked = [known[FIRST_NAME + name] for name in story.riddle.asked]
-        assert asked == list(story.riddle.answers)
+        asked = [known[FIRST_NAME + name] for name in story.asked]
+        assert asked == list(story.answers)
         assert resolved == list(story.resolved[: len(resolved)])
         assert set(story.resolved[len(resolved) :]) == {-1}
         assert len(story.resolved) == len(story.tokens)
@@ -44,8 +43,8 @@ def test_answers_are_what_a_reader_finds_who_reads_from_the_start() -> None:
 
 
 def test_a_story_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="story"):
-        StoryShape(chunks=0)
+    with pytest.raises(ValueError, match="riddle"):
+        Shape(chunks=0)
 
 
 def test_a_training_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path) -> None:

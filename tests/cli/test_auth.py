@@ -115,7 +115,7 @@ def test_quotas_are_shown_and_changed_by_whoever_may_and_the_audit_log_holds(
     assert (told["state"], told["sessions"], told["leases"]) == ("serving", None, None)
     assert told["counters"] is None
     assert {(one["state"], one["used_bytes"]) for one in told["tiers"]} == {("serving", None)}
-    for words in (("status", "--watch"), ("sessions",), ("blend", "status")):
+    for words in (("status", "--watch"), ("sessions",)):
         assert "role admin" in run(capsys, "--token-file", engine, *words, *where, status=3)
     server.stop()
     held = run(capsys, "audit", "verify", log)

@@ -102,7 +102,6 @@ COMMANDS = [
     ("sessions",),
     ("doctor",),
     ("quota", "show"),
-    ("blend", "status"),
 ]
 
 

@@ -17,7 +17,7 @@ from prompts import SMALL, store
 from kvstore import __version__
 from kvstore.cli import server as commands
 from kvstore.cli.app import call, connected, show
-from kvstore.cli.server import FAULTS, Rates, status_as_dict, status_text, watch_status
+from kvstore.cli.server import FAULTS, Look, watch_status
 from kvstore.client import Client, ClientOptions
 from kvstore.client.server_state import ServerStatus, status_from_message
 from kvstore.proto import kvstore_pb2 as pb
@@ -85,11 +85,11 @@ def look(boot_id: int, uptime_s: float, **counters: int) -> ServerStatus:
 def test_rates_are_those_between_two_looks() -> None:
     first = look(1, 100.0, lookups=10, lookup_chunks=100, lookup_ready_chunks=50)
     then = look(1, 104.0, lookups=18, lookup_chunks=140, lookup_ready_chunks=80)
-    rates = Rates.between(first, then)
+    rates = Look("here", then, first)
     assert (rates.per_s("lookups"), rates.hit_ratio) == (2.0, 0.75)
-    assert Rates.between(None, first).per_s("lookups") == 0.1
-    assert Rates.between(then, look(2, 1.0, lookups=3)).per_s("lookups") == 3.0, "it restarted"
-    idle = Rates.between(then, then)
+    assert Look("here", first).per_s("lookups") == 0.1
+    assert Look("here", look(2, 1.0, lookups=3), then).per_s("lookups") == 3.0, "it restarted"
+    idle = Look("here", then, then)
     assert (idle.per_s("lookups"), idle.hit_ratio) == (0.0, None)
 
 
@@ -103,12 +103,12 @@ def test_faults_curves_and_quotas_are_shown_where_there_are_any(
     counters = {"lookups": 1, "corrupt_chunks": 3}
     message = pb.StatusResponse(tiers=[tier], state="serving", counters=counters)
     reply = status_from_message(message)
-    show({}, status_text("here:1", reply, Rates(0.0), everything=True), as_json=False)
+    show({}, Look("here:1", reply).text(everything=True), as_json=False)
     out = capsys.readouterr().out
     assert "faults: tier cpu is degraded, corrupt_chunks 3\n" in out
     for word in ("marconi", "62.5%", "hits at 2x", "tenant acme", "degraded: slow"):
         assert word in out
-    assert status_as_dict("here:1", reply, Rates(0.0))["tiers"][0]["what_if"] == {"2": 0.625}
+    assert Look("here:1", reply).as_dict()["tiers"][0]["what_if"] == {"2": 0.625}
 
 
 @pytest.mark.parametrize("as_json", [False, True])

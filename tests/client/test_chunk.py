@@ -11,8 +11,11 @@ from contracts.chunks import make_representation
 from prompts import SMALL, tensors_of
 
 from kvstore.client import Chunk
+from kvstore.client.chunk_puts import layout_of
+from kvstore.client.tensors import arrays_of
+from kvstore.codecs.base import AnyTensors
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
-from kvstore.proto.types import ROOT, ChunkKey, DType
+from kvstore.proto.types import ROOT, ChunkKey, DType, KVLayout, Model
 
 KEY = ChunkKey(bytes(32))
 
@@ -22,9 +25,14 @@ def tensors(shape: tuple[int, ...] = (2, 16, 8), dtype: str = "u2") -> list[list
     return [[[np.zeros(shape, dtype) for _ in range(2)] for _ in range(2)]]
 
 
+def arrays_in(chunk: Chunk, model: Model) -> tuple[KVLayout, AnyTensors]:
+    layout = layout_of(chunk, model)
+    return layout, arrays_of(layout, chunk.tensors)
+
+
 def test_right_chunk_says_its_layout_and_shares_its_memory() -> None:
     given = tensors_of(KEY, SMALL, 20)
-    layout, arrays = Chunk(KEY, given).arrays(SMALL)
+    layout, arrays = arrays_in(Chunk(KEY, given), SMALL)
     assert layout.tokens == 20
     assert arrays[0][1][1] is given[0][1][1]
 
@@ -60,7 +68,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 def test_wrong_tensors_are_refused_by_what_is_wrong(what: str) -> None:
     given, message = WRONG[what]
     with pytest.raises(LayoutMismatchError, match=message):
-        Chunk(KEY, given).arrays(SMALL)
+        arrays_in(Chunk(KEY, given), SMALL)
 
 
 @pytest.mark.parametrize("stated", ["u1", "i1"])
@@ -68,9 +76,9 @@ def test_bytes_stand_for_fp8(stated: str) -> None:
     model = make_representation(dtype=DType.float8_e4m3fn)
     if stated == "i1":
         with pytest.raises(LayoutMismatchError, match="dtype='int8': give float8_e4m3fn"):
-            Chunk(KEY, tensors(dtype=stated)).arrays(model)
+            arrays_in(Chunk(KEY, tensors(dtype=stated)), model)
     else:
-        assert Chunk(KEY, tensors(dtype=stated)).arrays(model)[0].tokens == 16
+        assert arrays_in(Chunk(KEY, tensors(dtype=stated)), model)[0].tokens == 16
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey, DType, Model
+from kvstore.proto.types import DIGEST_BYTES, ChunkKey, DType, Model
 from kvstore.tiers.gpu import GpuTier
 
 OPTIONS = ClientOptions(chunk_tokens=CHUNK_TOKENS, deadline_ms=DEADLINE_MS)
@@ -146,7 +146,7 @@ def test_a_prefix_in_gpu_memory_is_told_in_one_message(
     warm(gpu_server, client, keys[:7])
     transport = client._link.connected()
     assert isinstance(transport, CudaTransport)
-    digests = [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
+    digests = b"".join(key[DIGEST_BYTES:] for key in keys)
     with transport.get_on_device(digests, DEADLINE_MS, reader) as arriving:
         first, *others = arriving
         assert first.places
@@ -299,7 +299,7 @@ def test_the_generation_of_a_freed_place_is_seen(
     warm(gpu_server, client, keys)
     transport = client._link.connected()
     assert isinstance(transport, CudaTransport)
-    digests = [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
+    digests = b"".join(key[DIGEST_BYTES:] for key in keys)
     engine = Engine(SMALL, blocks_for(1))
     reading = Reading(transport, reader, keys, engine.paged())
     with transport.get_on_device(digests, DEADLINE_MS, reader) as arriving:
@@ -353,14 +353,12 @@ def test_the_rest_of_a_client_works_as_through_shared_memory(client: CudaClient)
     assert client.delete(keys=keys) == 3
 
 
-def a_reader_of_three(
-    server: LocalServer, client: CudaClient
-) -> tuple[CudaTransport, list[ChainDigest]]:
+def a_reader_of_three(server: LocalServer, client: CudaClient) -> tuple[CudaTransport, bytes]:
     """Return a transport with a session of its own, and what it may ask for on the device."""
     keys = store(client, 1, 3)
     warm(server, client, keys)
     transport = CudaTransport(Session(server.dial(), SMALL, OPTIONS))
-    return transport, [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
+    return transport, b"".join(key[DIGEST_BYTES:] for key in keys)
 
 
 def test_a_reader_that_dies_at_work_leaves_nothing_leased(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from kvstore.client.options import TransportName
 from kvstore.client.transports import base
 from kvstore.client.transports.base import ReadPlan
 from kvstore.proto.messages import accuracy_number
-from kvstore.proto.types import Accuracy, ChainDigest, ChunkKey
+from kvstore.proto.types import Accuracy, ChunkKey
 
 CHUNKS = 3
 
@@ -64,8 +64,8 @@ def test_frames_that_nobody_asked_for_are_left_and_the_others_read(
     keys = store(client, 1, CHUNKS)
     more: list[ChunkKey] = []
 
-    def with_more(digests: Sequence[ChainDigest], *terms: Any, **others: Any) -> ReadPlan:
-        return ReadPlan([*digests, *(ChainDigest(key[16:]) for key in more)], *terms, **others)
+    def with_more(digests: bytes, *terms: Any, **others: Any) -> ReadPlan:
+        return ReadPlan(digests + b"".join(key[16:] for key in more), *terms, **others)
 
     monkeypatch.setattr(chunk_reads, "ReadPlan", with_more)
     more += keys[1:]

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from prompts import SMALL
 
-from kvstore.client.transports.shared_memory import LeasedViews, SlabMap
-from kvstore.client.view import geometry_of
+from kvstore.client.view import LeasedViews, SlabMap, geometry_of
 from kvstore.codecs.base import empty_tensors
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto.errors import (

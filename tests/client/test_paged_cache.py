@@ -10,7 +10,7 @@ import torch
 from contracts.chunks import make_representation
 from pages import AXES, engine_pages, rows_of
 
-from kvstore.client.paged_cache import PageAxes, PagedCache
+from kvstore.client.paged_cache import PagedCache, page_axes
 from kvstore.codecs.block_part import BlockPart, to_dense
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
 from kvstore.proto.types import DType, LayerGroup, LayerKind
@@ -54,7 +54,7 @@ def test_axes_of_one_entry_may_be_left_out() -> None:
 )
 def test_axes_that_make_no_sense_are_refused(names: str, message: str) -> None:
     with pytest.raises(LayoutMismatchError, match=message):
-        PageAxes.parse(names)
+        page_axes(names)
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -119,7 +119,7 @@ def test_any_answer_opens_the_gate(error: KVStoreError | None) -> None:
 def test_calls_that_wait_at_the_same_time_count_once() -> None:
     clock = Clock()
     gate = CircuitBreaker(500, clock, 1000)
-    short = Until.of(200, clock)
+    short = Until(200, clock(), clock)
     for _ in range(9):
         assert not gate.note(DeadlineError("late"), short)
     clock.now += 0.2

@@ -23,7 +23,7 @@ from kvstore.client.transports.shared_memory import ShmTransport
 from kvstore.proto import frame, unix_socket
 from kvstore.proto.buffers import Pieces, copy_groups
 from kvstore.proto.errors import DeadlineError, LeaseExpiredError, TierUnavailableError
-from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey, PutOutcome
+from kvstore.proto.types import DIGEST_BYTES, ChunkKey, PutOutcome
 
 ServerMaker = Callable[..., LocalServer]
 
@@ -238,8 +238,8 @@ def leave_on_disk(server: LocalServer, keys: list[ChunkKey]) -> None:
         moves.eviction.delete_from(moves.tiers.cpu, key)
 
 
-def digests(keys: list[ChunkKey]) -> list[ChainDigest]:
-    return [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
+def digests(keys: list[ChunkKey]) -> bytes:
+    return b"".join(key[DIGEST_BYTES:] for key in keys)
 
 
 # --- when memory cannot be shared

@@ -178,7 +178,7 @@ def test_a_damaged_chunk_ends_the_prefix_and_is_dropped(
 
 def test_rows_that_cannot_be_are_refused_by_name(server: LocalServer, client: Client) -> None:
     with _resolved(client) as resolved:
-        digests = [chunk.best.digest for chunk in resolved.chunks()]
+        digests = b"".join(chunk.best.digest for chunk in resolved.chunks())
     transport = client._link.connected()
     with server.unchanged():
         for data in (b"x", SkippedRows.of({4: [1]}).pack(), bytes(12)):

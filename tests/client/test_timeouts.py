@@ -18,15 +18,14 @@ from prompts import SMALL, chunks_of, keys_of, store, tokens
 
 from kvstore.client import Client, ClientOptions, server_link
 from kvstore.client.chunk import PlannedChunk
-from kvstore.client.connection import SLACK_S, Connection, Until, countdown
+from kvstore.client.connection import SLACK_S, Connection, Until
 from kvstore.client.lookups import look_up
 from kvstore.client.options import TransportName
 from kvstore.client.planning import PlanTerms
 from kvstore.client.server_link import ServerLink
 from kvstore.client.session import Session
 from kvstore.client.transports.base import PutTerms, ReadPlan, Transport
-from kvstore.client.transports.shared_memory import ShmTransport
-from kvstore.client.transports.staging import PutPipeline
+from kvstore.client.transports.shared_memory import PutPipeline, ShmTransport
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
@@ -38,7 +37,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.frame import FrameHeader
-from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey, PutOutcome
+from kvstore.proto.types import DIGEST_BYTES, ChunkKey, PutOutcome
 from kvstore.server.bulk import tcp_server
 
 SHORT_S = 0.2
@@ -126,7 +125,7 @@ def test_a_chunk_that_proved_wrong_is_reported_within_the_call_that_read_it(
     client.put_chunks(chunks_of(client, keys))
     transport = client._link.connected()
     with granted(monkeypatch, "Delete") as deletes:
-        client._link.quarantine(transport, keys[0], countdown(300))
+        client._link.quarantine(transport, keys[0], Until(300).left_ms)
         client._link.quarantine(transport, keys[0], _no_time_left)
     assert len(deletes) == 1
     assert deletes[0] <= 300
@@ -166,7 +165,7 @@ def test_a_call_does_not_wait_for_another_that_opens_the_session(
 
         def slow(left_ms: Callable[[], int]) -> Transport:
             with pytest.raises(DeadlineError, match="another call"):
-                _in_a_thread(lambda: link.connected(countdown(100)))
+                _in_a_thread(lambda: link.connected(Until(100).left_ms))
             raise DeadlineError("late")
 
         monkeypatch.setattr(link, "_connect", slow)
@@ -210,7 +209,7 @@ def test_a_call_that_hangs_in_its_last_request_counts_with_its_whole_time(
 
     def hangs(*_: Any) -> None:
         breaker.note(None)
-        breaker.note(LATE, Until.of(DEADLINE_MS // 4))
+        breaker.note(LATE, Until(DEADLINE_MS // 4))
         raise LATE
 
     for work, is_shut in ((slow, False), (hangs, True)):
@@ -421,7 +420,7 @@ def test_a_get_ends_its_lease_within_what_is_left_of_its_time(
         release(leases, deadline_ms)
 
     monkeypatch.setattr(transport, "release", noted)
-    digests = [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
+    digests = b"".join(key[DIGEST_BYTES:] for key in keys)
     with transport.read(ReadPlan(digests, 0, within_ms)) as arriving:
         next(iter(arriving))
         time.sleep(0.5)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -171,6 +172,12 @@ class Setting:
         """Return how many chunks are ready."""
         return self.link.call("Lookup", self.request(), deadline_ms, pb.LookupResponse).ready
 
+    def sent(
+        self, request: pb.LookupRequest, deadline_ms: int, queue: CallQueue | None = None
+    ) -> Callable[[], pb.LookupResponse]:
+        """Send a Lookup; the returned function waits for its answer."""
+        return partial(self.link.wait, self.link.send("Lookup", request, deadline_ms, queue))
+
     def get(self, deadline_ms: int = DEADLINE_MS) -> Iterator[pb.GetResponse]:
         """Start a get of the two chunks."""
         lookup = self.request()
@@ -198,7 +205,7 @@ def setting(server: LocalServer, tmp_path: Path) -> Iterator[Setting]:
 def test_calls_one_after_another_share_a_connection(setting: Setting) -> None:
     false = setting.serve(lambda _: lookup_answer())
     assert [setting.look_up() for _ in range(5)] == [BY_SOCKET] * 5
-    assert setting.link.send("Lookup", setting.request(), DEADLINE_MS)().ready == BY_SOCKET
+    assert setting.sent(setting.request(), DEADLINE_MS)().ready == BY_SOCKET
     assert (len(false.calls), len(false.joins)) == (6, 1)
     assert setting.session.terms.attach_token not in b"".join(false.heard)
 
@@ -208,7 +215,7 @@ def test_calls_that_were_sent_side_by_side_are_answered_in_any_order(setting: Se
     waits = {}
     for number in range(10):
         request = pb.LookupRequest(session_id=1, digests=b"number" + number.to_bytes(2, "big"))
-        waits[number] = setting.link.send("Lookup", request, DEADLINE_MS)
+        waits[number] = setting.sent(request, DEADLINE_MS)
     assert {n: waits[n]().ready for n in reversed(waits)} == {n: n for n in range(10)}
     assert len(false.joins) == 10
 
@@ -223,21 +230,21 @@ def number_of(message: bytes) -> list[Packet]:
 
 def test_calls_in_a_queue_share_a_connection_and_are_answered_in_order(setting: Setting) -> None:
     false = setting.serve(number_of)
-    queue = CallQueue(setting.link)
-    waits = [queue.send("Lookup", numbered(n), DEADLINE_MS) for n in range(5)]
+    queue = CallQueue()
+    waits = [setting.sent(numbered(n), DEADLINE_MS, queue) for n in range(5)]
     assert eventually(lambda: len(false.calls) == 5)
     setting.look_up()  # on a connection of its own
     assert [wait().ready for wait in waits] == list(range(5))
     assert len(false.joins) == 2
-    assert queue.send("Lookup", numbered(7), DEADLINE_MS)().ready == 7
-    assert setting.link.send("Lookup", numbered(8), DEADLINE_MS)().ready == 8
+    assert setting.sent(numbered(7), DEADLINE_MS, queue)().ready == 7
+    assert setting.sent(numbered(8), DEADLINE_MS)().ready == 8
     assert len(false.joins) == 2  # all answered, it is anybody's
 
 
 def test_answer_of_a_queue_is_never_taken_for_another_call_s(setting: Setting) -> None:
     setting.serve(number_of)
-    queue = CallQueue(setting.link)
-    first, second = (queue.send("Lookup", numbered(n), DEADLINE_MS) for n in (1, 2))
+    queue = CallQueue()
+    first, second = (setting.sent(numbered(n), DEADLINE_MS, queue) for n in (1, 2))
     with pytest.raises(AssertionError, match="another call's"):
         second()
     assert (first().ready, second().ready) == (1, 2)
@@ -246,8 +253,8 @@ def test_answer_of_a_queue_is_never_taken_for_another_call_s(setting: Setting) -
 def test_error_within_a_queue_is_that_call_s_alone(setting: Setting) -> None:
     failure = [pack_failure("LeaseExpiredError", "gone")]
     false = setting.serve(lambda message: failure if message[-1] == 1 else number_of(message))
-    queue = CallQueue(setting.link)
-    waits = [queue.send("Lookup", numbered(n), DEADLINE_MS) for n in range(3)]
+    queue = CallQueue()
+    waits = [setting.sent(numbered(n), DEADLINE_MS, queue) for n in range(3)]
     assert waits[0]().ready == 0
     with pytest.raises(LeaseExpiredError, match="gone"):
         waits[1]()
@@ -259,19 +266,19 @@ def test_queue_that_lost_its_connection_goes_on_through_grpc_and_on_a_new_one(
     setting: Setting,
 ) -> None:
     false = setting.serve(lambda message: [HANG_UP])
-    queue = CallQueue(setting.link)
-    waits = [queue.send("Lookup", setting.request(), DEADLINE_MS) for _ in range(3)]
+    queue = CallQueue()
+    waits = [setting.sent(setting.request(), DEADLINE_MS, queue) for _ in range(3)]
     assert [wait().ready for wait in waits] == [2, 2, 2]  # the true server's word
     false.answer = number_of
-    waits = [queue.send("Lookup", numbered(n), DEADLINE_MS) for n in (5, 6)]
+    waits = [setting.sent(numbered(n), DEADLINE_MS, queue) for n in (5, 6)]
     assert [wait().ready for wait in waits] == [5, 6]
 
 
 def test_silence_ends_all_calls_of_a_queue_after_one_deadline(setting: Setting) -> None:
     false = setting.serve_one()
     false.answer = lambda _: []
-    queue = CallQueue(setting.link)
-    waits = [queue.send("Lookup", setting.request(), SOON_MS) for _ in range(3)]
+    queue = CallQueue()
+    waits = [setting.sent(setting.request(), SOON_MS, queue) for _ in range(3)]
     with pytest.raises(DeadlineError):
         waits[0]()
     for wait in waits[1:]:
@@ -341,7 +348,7 @@ def test_silent_server_costs_one_deadline_and_shuts_the_gate(setting: Setting) -
         with pytest.raises(TierUnavailableError, match="did not answer; tried again in"):
             ask()
     with pytest.raises(TierUnavailableError, match="did not answer; tried again in"):
-        setting.link.send("Lookup", setting.request(), DEADLINE_MS)
+        setting.sent(setting.request(), DEADLINE_MS)
     assert eventually(lambda: len(false.calls) == 2)  # the first had an answer
     setting.clock.ahead_s = 61.0
     false.answer = lambda _: lookup_answer()
@@ -381,7 +388,7 @@ def test_late_answer_is_never_taken_for_the_next_call_s(setting: Setting, kind: 
 
 def test_answer_that_came_in_time_is_taken_however_late_it_is_looked_at(setting: Setting) -> None:
     false = setting.serve(lambda _: lookup_answer())
-    wait = setting.link.send("Lookup", setting.request(), DEADLINE_MS)
+    wait = setting.sent(setting.request(), DEADLINE_MS)
     assert eventually(lambda: false.answered == 1)
     setting.clock.ahead_s = DEADLINE_MS
     assert wait().ready == BY_SOCKET
@@ -407,7 +414,7 @@ def test_call_that_gets_no_answer_goes_through_grpc_on_no_connection_of_the_old(
 ) -> None:
     false = setting.serve(lambda _: answers)
     assert setting.look_up() == 2
-    assert setting.link.send("Lookup", setting.request(), DEADLINE_MS)().ready == 2
+    assert setting.sent(setting.request(), DEADLINE_MS)().ready == 2
     assert (len(false.calls), len(false.joins)) == (2, 2)
 
 
@@ -604,7 +611,7 @@ def test_call_that_is_interrupted_ends_its_connection(
 ) -> None:
     false = setting.serve(lambda _: lookup_answer())
     with monkeypatch.context() as patch:
-        patch.setattr(UnixRpc, "_packet", _interrupted)
+        patch.setattr(UnixRpc, "_receive", _interrupted)
         for ask in (setting.look_up, lambda: list(setting.get())):
             with pytest.raises(KeyboardInterrupt):
                 ask()

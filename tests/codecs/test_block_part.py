@@ -20,7 +20,7 @@ from kvstore.codecs.block_part import (
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.zplane import ZplaneCodec
 from kvstore.proto import native
-from kvstore.proto.buffers import checksum
+from kvstore.proto.buffers import address, checksum
 from kvstore.proto.errors import ChunkCorruptError, InvalidRequestError, LayoutMismatchError
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.types import ChainDigest, ChunkKey, Component, DType, KVLayout, LayerKind
@@ -92,7 +92,7 @@ def test_the_loop_fills_blocks_and_sums_them_as_numpy_does(
         assert rows is None
         return
     assert rows is not None
-    native.loops(path).scatter_summed(native.address(rows), rows.size // BLOCK_ROW)
+    native.loops(path).scatter_summed(address(rows), rows.size // BLOCK_ROW)
     sums = [checksum(half) for half in np.split(frame, 2)]
     assert rows[:, -1, -1, -1, ROW_SUM].tolist() == sums
     for layer, parts in enumerate(layers):

@@ -11,15 +11,15 @@ from prompts import MEDIUM, assert_reads, store
 
 from kvstore.client import Client
 from kvstore.client.transports.tcp import BulkTransport
-from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey
+from kvstore.proto.types import DIGEST_BYTES, ChunkKey
 
 ServerMaker = Callable[..., LocalServer]
 BULK = ("--bulk", "127.0.0.1:0")
 
 
-def digests(keys: Sequence[ChunkKey]) -> list[ChainDigest]:
+def digests(keys: Sequence[ChunkKey]) -> bytes:
     """Return what a transport asks for *keys* by."""
-    return [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
+    return b"".join(key[DIGEST_BYTES:] for key in keys)
 
 
 class BulkChannelContract(TransportContract):

@@ -30,7 +30,6 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.types import (
     DIGEST_BYTES,
-    ChainDigest,
     ChunkKey,
     DType,
     LayerGroup,
@@ -357,7 +356,7 @@ class LayersContract:
 
     def test_a_layered_read_begins_with_headers(self, bare: Transport, client: Client) -> None:
         keys = store(client, 1, 2)
-        digests = [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
+        digests = b"".join(key[DIGEST_BYTES:] for key in keys)
         with read_layers(bare, ReadPlan(digests, 0, DEADLINE_MS)) as arriving:
             assert [(one.index, one.tier, one.frame_bytes) for one in arriving] == [
                 (0, "cpu", 2368), (1, "cpu", 2368)

@@ -44,7 +44,6 @@ from kvstore.codecs.base import empty_tensors
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, LeaseExpiredError
 from kvstore.proto.types import (
     DIGEST_BYTES,
-    ChainDigest,
     ChunkKey,
     DType,
     KVLayout,
@@ -304,7 +303,7 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
         self, bare: Transport, client: Client, server: LocalServer, read: int
     ) -> None:
         keys = store(client, 1, 50)
-        digests = [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
+        digests = b"".join(key[DIGEST_BYTES:] for key in keys)
         for _ in range(20):
             with bare.read(ReadPlan(digests, 0, DEADLINE_MS)) as arriving:
                 for index in range(read):
@@ -401,7 +400,7 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
         self, bare: Transport, client: Client
     ) -> None:
         keys = store(client, 1, 2)
-        digests = [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
+        digests = b"".join(key[DIGEST_BYTES:] for key in keys)
         with bare.read(ReadPlan(digests, 0, DEADLINE_MS)) as arriving:
             arrived = list(arriving)
         assert [(one.index, one.tier) for one in arrived] == [(0, "cpu"), (1, "cpu")]

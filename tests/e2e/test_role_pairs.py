@@ -36,7 +36,7 @@ CHUNKS = 4
 ROLES = ("read", "write", "admin", "peer")
 NEEDS = {
     "read": (
-        *("Lookup", "Plan", "Get", "Release", "LendPeer", "Resolve", "Stat", "List"),
+        *("Lookup", "Get", "Release", "LendPeer", "Resolve", "Stat", "List"),
         *("Explain", "Events", "Spaces"),
     ),
     "write": (

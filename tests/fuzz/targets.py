@@ -115,7 +115,7 @@ def shm_reply(data: bytes) -> None:
     if len(data) > unix_socket.HEADER_BYTES:
         unix_socket.unpack_greeting(data)
     else:
-        unix_socket.unpack_reply(data)
+        unix_socket.unpack_head(data, unix_socket.REPLY_KINDS)
 
 
 def redis_manifest(data: bytes) -> None:

@@ -29,7 +29,6 @@ def test_hints_arrive_as_they_were_given(hints: Hints) -> None:
 
 
 def test_who_has_nothing_to_say_sends_nothing() -> None:
-    assert hints_to_message(None) is None
     assert hints_to_message(NO_HINTS) is None
     assert hints_from_message(pb.Hints()) is NO_HINTS
     assert not pb.PutRequest(hints=hints_to_message(NO_HINTS)).ByteSize()

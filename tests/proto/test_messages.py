@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.client.lookups import match_from_message
+from kvstore.client.server_link import packed
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
     InvalidFrameError,
@@ -22,7 +23,7 @@ from kvstore.proto.errors import (
     ModelError,
 )
 from kvstore.proto.frame import MAX_COMPONENTS, check_frame
-from kvstore.proto.keys import cut_keys, keys_of_digests, split_digests
+from kvstore.proto.keys import keys_of_digests, split_digests
 from kvstore.proto.messages import (
     as_message,
     layout_from_message,
@@ -143,9 +144,8 @@ def test_keys_are_cut_into_digests_and_joined_again(
 ) -> None:
     digests = [draw.randbytes(16) for _ in range(count)]
     keys = [ChunkKey(space + digest) for digest in digests]
-    packed = cut_keys(keys, Namespace(space))
-    assert packed == b"".join(digests)
-    assert keys_of_digests(packed, Namespace(space), 20) == keys
+    assert packed(keys, Namespace(space)) == b"".join(digests)
+    assert keys_of_digests(b"".join(digests), Namespace(space), 20) == keys
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,8 @@ def test_keys_are_cut_into_digests_and_joined_again(
     ],
 )
 def test_keys_that_are_none_of_the_namespace_are_not_cut(keys: list[bytes]) -> None:
-    assert cut_keys([ChunkKey(key) for key in keys], Namespace(bytes(16))) is None
+    with pytest.raises(InvalidRequestError, match="not in this client's namespace"):
+        packed([ChunkKey(key) for key in keys], Namespace(bytes(16)))
 
 
 @pytest.mark.parametrize("size", [1, 15, 17, 31])

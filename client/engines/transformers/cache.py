@@ -1,18 +1,22 @@
-"""What the layers of a transformers cache keep: every token, a window, or a state.
+"""What a transformers cache keeps of a prompt, layer by layer: every token, a window, or a state.
 
 A list of classes would be old with every release, so it is found by looking into a cache after a
-short forward.
+short forward. A window or a state is that of the last token, so it can be stored only while the
+model stands there. As Marconi has it (Pan et al., MLSys 2025, section 4.2), two places of a prompt
+are worth a pause: where it leaves what others asked, which the server knows, and where it ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from itertools import groupby
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 import transformers
+from torch import Tensor
 from torch.nn.functional import pad
 from transformers import (
     Cache,
@@ -23,38 +27,43 @@ from transformers import (
     StaticCache,
     cache_utils,
 )
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
 
-from kvstore.client.engines.base import Span
+from kvstore.client.engines.base import About, Span
 from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.terms import Importance
 from kvstore.proto.errors import InvalidRequestError, ModelError
-from kvstore.proto.types import END_KINDS, DType, KVLayout, LayerGroup, LayerKind
+from kvstore.proto.types import (
+    END_KINDS,
+    DType,
+    KVLayout,
+    LayerGroup,
+    LayerKind,
+    Model,
+)
 
 PROBE_TOKENS = 24
 
-_FULL = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
-_SLIDING = (DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer)
-_LINEAR = (
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
+PACK_BYTES = 64 << 20
+"""Device memory that copies of a cache's end are packed into, or one larger tensor's."""
+
+_BOTH = (
+    cache_utils.LinearAttentionAndFullAttentionLayer,
+    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer,
 )
+_SLIDING = (cache_utils.DynamicSlidingWindowLayer, _BOTH[1])
+_TOKENS = (cache_utils.DynamicLayer, _BOTH[0], *_SLIDING)
+_STATES = (cache_utils.LinearAttentionLayer, *_BOTH)
 _EMPTY = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 """Layers that keep nothing; transformers before 5.19 has none."""
-_STATE_DICTS = ("conv_states", "recurrent_states")
 
-Parts: TypeAlias = Sequence[torch.Tensor]
+Parts: TypeAlias = Sequence[Tensor]
 """One layer's tensors: K and V of (kv_heads, tokens, head_dim), or both side by side."""
 
-Nested: TypeAlias = list[list[list[torch.Tensor]]]
+Nested: TypeAlias = list[list[list[Tensor]]]
 """A chunk's tensors: components, then layers, then parts."""
+
+_Group: TypeAlias = tuple[LayerKind, DType, int, int, int]
+"""What layers of one group have in common: kind, dtype, heads, width and window."""
 
 
 def flat(tensors: LayerTensors | Nested) -> Iterator[Any]:
@@ -78,12 +87,6 @@ class StatePiece(NamedTuple):
         """Bytes of the tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
-    def put(self, layer: Any, tensor: torch.Tensor) -> None:
-        """Have *layer* keep *tensor*, (prompts, *shape)."""
-        layer.lazy_initialization(**{self.states: tensor, "state_idx": self.number})
-        getattr(layer, self.states)[self.number].copy_(tensor)
-        layer.has_previous_state[self.number] = True
-
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
@@ -91,6 +94,7 @@ class StateShape:
 
     layer: int
     pieces: tuple[StatePiece, ...]
+    kind: ClassVar[LayerKind] = LayerKind.state
 
     @property
     def size_bytes(self) -> int:
@@ -98,22 +102,30 @@ class StateShape:
         return sum(piece.size_bytes for piece in self.pieces)
 
     @property
-    def group(self) -> tuple[LayerKind, DType, int, int, int]:
-        """What layers of one group have in common: kind, dtype, heads, width and window."""
-        return LayerKind.state, DType.uint8, 1, self.size_bytes, 0
+    def group(self) -> _Group:
+        """What it has in common with layers of its group."""
+        return self.kind, DType.uint8, 1, self.size_bytes, 0
 
-    def packed(self, layer: Any) -> torch.Tensor:
-        """Return a copy of what *layer* keeps of its only prompt, uint8 (bytes,)."""
+    def packed(self, cache: Cache) -> Tensor:
+        """Return a copy of what *cache* keeps of its only prompt, uint8 (bytes,)."""
+        layer = cache.layers[self.layer]
         pieces = [getattr(layer, piece.states)[piece.number][0] for piece in self.pieces]
-        flat = [piece.detach().contiguous().reshape(-1).view(torch.uint8) for piece in pieces]
-        return torch.cat(flat)
+        return torch.cat(
+            [one.detach().contiguous().reshape(-1).view(torch.uint8) for one in pieces]
+        )
 
-    def unpack(self, layer: Any, data: torch.Tensor) -> None:
-        """Have *layer* keep what *data* holds."""
+    def unpack(self, cache: Cache, data: Tensor) -> None:
+        """Have *cache* keep *data*, uint8 (prompts, bytes)."""
+        layer: Any = cache.layers[self.layer]
         sizes = [piece.size_bytes for piece in self.pieces]
-        for piece, some in zip(self.pieces, data.split(sizes), strict=True):
+        for (states, number, shape, dtype), some in zip(
+            self.pieces, data.split(sizes, 1), strict=True
+        ):
             # Cloned, as memory of another type has to begin at a multiple of its size.
-            piece.put(layer, some.clone().view(piece.dtype).view(1, *piece.shape))
+            tensor = some.clone().view(dtype).view(len(data), *shape)
+            layer.lazy_initialization(**{states: tensor, "state_idx": number})
+            getattr(layer, states)[number].copy_(tensor)
+            layer.has_previous_state[number] = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +155,8 @@ class TokenShape:
         return (sum(self.dims),) if self.kind is LayerKind.mla else self.dims
 
     @property
-    def group(self) -> tuple[LayerKind, DType, int, int, int]:
-        """What layers of one group have in common: kind, dtype, heads, width and window."""
+    def group(self) -> _Group:
+        """What it has in common with layers of its group."""
         dtype = DType.parse(str(self.dtype))
         return self.kind, dtype, self.kv_heads, self.widths[0], self.window
 
@@ -156,17 +168,16 @@ class TokenShape:
         """Return how many of so many tokens are kept."""
         return min(tokens, self.window - 1) if self.window else tokens
 
-    def cut(self, parts: Parts, first: int, span: Span) -> list[torch.Tensor]:
-        """Return what is kept of the chunk at *span*, of *parts* that begin with token *first*."""
-        start = self.start(span)
-        return [part.narrow(-2, start - first, span[1] - start) for part in parts]
+    def empty(self, rows: tuple[int, ...], dim: int, device: torch.device) -> Tensor:
+        """Return memory for *rows*, as many tokens last, of *dim* elements."""
+        return torch.empty((*rows, dim), dtype=self.dtype, device=device)
 
-    def put(self, layer: Any, parts: Parts, tokens: int) -> None:
-        """Have *layer* keep K and V, (prompts, kv_heads, held tokens, dim), of so many *tokens*."""
-        keys, values = parts
+    def put(self, cache: Cache, parts: Parts, tokens: int) -> None:
+        """Have *cache* keep K and V, (prompts, kv_heads, held tokens, dim), of so many *tokens*."""
+        layer: Any = cache.layers[self.layer]
         # update() would concatenate, which copies.
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
+        layer.lazy_initialization(*parts)
+        layer.keys, layer.values = parts
         if self.window:
             layer.cumulative_length = tokens
 
@@ -205,17 +216,22 @@ class CacheShape:
             raise ModelError("cache", type(cache).__name__, "use a DynamicCache")
         tokens, states = [], []
         for index, layer in enumerate(cache.layers):
-            if type(layer) not in (*_FULL, *_SLIDING, *_LINEAR, *_EMPTY):
+            if type(layer) not in (*_TOKENS, *_STATES, *_EMPTY):
                 fix = "layers that this version knows keep every token, a window or a state"
                 raise ModelError(f"layers[{index}]", type(layer).__name__, fix)
-            if type(layer) in (*_FULL, *_SLIDING):
+            if type(layer) in _TOKENS:
                 tokens.append(_token_shape(index, layer))
-            if type(layer) in _LINEAR:
+            if type(layer) in _STATES:
                 states.append(_state_shape(index, layer))
         if not tokens:
             fix = "a cache of states alone does not tell how many tokens it has seen"
             raise ModelError("cache", "states only", fix)
         return cls(len(cache.layers), tuple(tokens), tuple(states))
+
+    @cached_property
+    def windows(self) -> tuple[TokenShape, ...]:
+        """The layers that keep a window."""
+        return tuple(shape for shape in self.tokens if shape.window)
 
     @property
     def has_ends(self) -> bool:
@@ -226,11 +242,6 @@ class CacheShape:
     def keeps_all(self) -> bool:
         """Whether some layers keep every token."""
         return any(group.kind not in END_KINDS for group in self.groups)
-
-    @property
-    def windows(self) -> frozenset[int]:
-        """Tokens that layers with windows keep."""
-        return frozenset(shape.window - 1 for shape in self.tokens if shape.window)
 
     @cached_property
     def _numbered(self) -> dict[int, LayerShape]:
@@ -244,7 +255,7 @@ class CacheShape:
     @cached_property
     def groups(self) -> tuple[LayerGroup, ...]:
         """The layers by what they keep."""
-        found: dict[tuple[LayerKind, DType, int, int, int], list[int]] = {}
+        found: dict[_Group, list[int]] = {}
         for number, shape in self._numbered.items():
             found.setdefault(shape.group, []).append(number)
         return tuple(
@@ -252,15 +263,17 @@ class CacheShape:
             for (kind, dtype, heads, dim, window), ids in found.items()
         )
 
-    def chunk(
-        self, layout: KVLayout, parts_of: Callable[[LayerShape], list[torch.Tensor]]
-    ) -> Nested:
-        """Return the tensors of a chunk of *layout*, of which *parts_of* returns a layer's."""
-        return [
+    def chunk(self, layout: KVLayout, parts_of: Callable[[LayerShape], list[Tensor]]) -> Nested:
+        """Return the tensors of a chunk of *layout*, of which *parts_of* returns a layer's.
+
+        Layers of a kind that has not all of them are left out.
+        """
+        found = [
             [parts_of(self._numbered[number]) for number in group.layer_ids]
             for group in self.groups
             if layout.has(group.kind)
         ]
+        return [layers if all(layers) else [] for layers in found]
 
 
 def _token_shape(index: int, layer: Any) -> TokenShape:
@@ -281,7 +294,7 @@ def _token_shape(index: int, layer: Any) -> TokenShape:
 def _state_shape(index: int, layer: Any) -> StateShape:
     pieces = [
         StatePiece(name, number, tuple(tensor.shape[1:]), tensor.dtype)
-        for name in _STATE_DICTS
+        for name in ("conv_states", "recurrent_states")
         for number, tensor in getattr(layer, name).items()
         if tensor is not None
     ]
@@ -289,6 +302,167 @@ def _state_shape(index: int, layer: Any) -> StateShape:
         fix = "after a forward it is empty: the model keeps its state elsewhere"
         raise ModelError(f"layers[{index}]", type(layer).__name__, fix)
     return StateShape(index, tuple(pieces))
+
+
+# --- tensors of a prompt
+
+
+@dataclass(frozen=True)
+class Held:
+    """What some layers keep of a prompt's tokens up to ``end``.
+
+    ``tokens``: K and V of the last ones before it, (kv_heads, tokens, dim), or both side by side.
+    ``states`` are those behind the last one, uint8 (bytes,).
+    """
+
+    end: int
+    tokens: Mapping[TokenShape, Parts]
+    states: Mapping[StateShape, Tensor]
+
+    @classmethod
+    def of_row(cls, cache: Cache, shape: CacheShape, row: int = 0, first: int = 0) -> Held:
+        """Return views of what is kept of all tokens of prompt *row*, from place *first* on."""
+        end, layers = length(cache, shape), list[Any](cache.layers)
+        kept = {
+            s: [
+                part[row, :, first:end].detach()
+                for part in (layers[s.layer].keys, layers[s.layer].values)
+            ]
+            for s in shape.tokens
+            if not s.window
+        }
+        return cls(end - first, kept, {})
+
+    @classmethod
+    def of_end(cls, cache: Cache, shape: CacheShape, tokens: int = 0) -> Held:
+        """Return a copy, on the CPU, of the windows and states of the only prompt of *cache*.
+
+        Of windows the last *tokens*, if any are named.
+        """
+        views = []
+        for s in shape.windows:
+            last = slice(-min(s.window - 1, tokens or s.window), None)
+            layer: Any = cache.layers[s.layer]
+            views += [part[0, :, last].detach() for part in (layer.keys, layer.values)]
+        packed = [s.packed(cache) for s in shape.states]
+        if any(part.device.type != "cpu" for part in (*views, *packed)):
+            parts = _from_device([*views, *packed])
+        else:
+            parts = iter([*(part.clone() for part in views), *packed])
+        windows = {s: [next(parts), next(parts)] for s in shape.windows}
+        return cls(length(cache, shape), windows, {s: next(parts) for s in shape.states})
+
+    @classmethod
+    def empty(cls, shape: CacheShape, spans: Sequence[Span], device: torch.device) -> Held:
+        """Return memory for a prefix of the chunks at *spans*: of windows what is seen last."""
+        end, tokens = spans[-1][1], dict[TokenShape, Parts]()
+        for s in shape.tokens:
+            seen = (span for span in spans if not s.window or span[1] > end - (s.window - 1))
+            rows = (s.kv_heads, end - s.start(next(seen)))
+            # Tensors of their own, so that each is freed once its layer has grown past it.
+            tokens[s] = [s.empty(rows, width, device) for width in s.widths]
+        states = {
+            s: torch.empty(s.size_bytes, dtype=torch.uint8, device=device) for s in shape.states
+        }
+        return cls(end, tokens, states)
+
+    def has(self, shape: LayerShape, span: Span) -> bool:
+        """Return whether all is here that the layer keeps of the chunk at *span*."""
+        if span[1] > self.end or isinstance(shape, StateShape):
+            return span[1] == self.end and shape in self.states
+        return shape in self.tokens and shape.start(span) >= self._first(shape)
+
+    def _first(self, shape: TokenShape) -> int:
+        return self.end - int(self.tokens[shape][0].shape[-2])
+
+    def cut(self, shape: LayerShape, span: Span) -> list[Tensor]:
+        """Return views of what the layer keeps of the chunk at *span*, if all of it is here."""
+        if not self.has(shape, span):
+            return []
+        if isinstance(shape, StateShape):
+            return [self.states[shape].view(1, 1, -1)]
+        start, first = shape.start(span), self._first(shape)
+        parts = [part.narrow(-2, start - first, span[1] - start) for part in self.tokens[shape]]
+        return parts if len(parts) == len(shape.widths) else [torch.cat(parts, -1)]
+
+    def chunk(self, shape: CacheShape, layout: KVLayout, span: Span) -> Nested:
+        """Return views of the chunk at *span*: no layers of windows and states not kept of it."""
+        return shape.chunk(layout, lambda layer: self.cut(layer, span))
+
+    def fill(self, cache: Cache, shape: CacheShape, tokens: int) -> None:
+        """Have *cache* hold the first *tokens* of these behind those that it has.
+
+        With windows or states all of them. An empty DynamicCache takes them without a copy.
+        """
+        first = length(cache, shape)
+        for s, held in self.tokens.items():
+            kept = slice(-(s.window - 1), None) if s.window else slice(first + tokens)
+            parts: Any = [part[None, :, kept] for part in held]
+            if len(parts) == 1:
+                parts = parts[0].split(s.dims, -1)
+            if isinstance(cache, DynamicCache) and not first:
+                s.put(cache, parts, self.end)
+            else:
+                cache.update(*(part[:, :, first:] for part in parts), s.layer)
+        for state, data in self.states.items():
+            state.unpack(cache, data[None])
+
+
+def _from_device(parts: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield copies of *parts* on the CPU, in order; each copy brings about PACK_BYTES of them."""
+    for _, alike in groupby(parts, lambda part: part.dtype):
+        some = list(alike)
+        count = max(1, PACK_BYTES // max(part.nbytes for part in some))
+        for start in range(0, len(some), count):
+            pack = some[start : start + count]
+            joined = torch.cat([part.reshape(-1) for part in pack]).cpu()
+            pieces = joined.split([part.numel() for part in pack])
+            yield from (p.view(part.shape) for p, part in zip(pieces, pack, strict=True))
+
+
+@dataclass(frozen=True)
+class CacheReader:
+    """The chunks of one prompt: of what is kept of all its tokens, and of what was kept at
+    ``ends`` while it grew. ``importance`` is of its first tokens.
+    """
+
+    model: Model
+    shape: CacheShape
+    whole: Held
+    ends: Sequence[Held] = ()
+    importance: Importance | None = None
+
+    def _end(self, shapes: Sequence[LayerShape], span: Span) -> Held | None:
+        """Return what has all of *shapes* of the chunk at *span*."""
+        return next((one for one in self.ends if all(one.has(s, span) for s in shapes)), None)
+
+    def about(self, span: Span) -> About:
+        """Return the layout of the chunk at *span*, and its importance, if of all its tokens."""
+        weights = self.importance
+        known = None if weights is None or len(weights) < span[1] else weights[slice(*span)]
+        window = self._end(self.shape.windows, span) is not None
+        state = self._end(self.shape.states, span) is not None
+        layout = KVLayout.of(self.model, span[1] - span[0], window=window, state=state)
+        return About(layout, known)
+
+    def has(self, span: Span, *, must_end: bool) -> bool:
+        """Return whether the chunk at *span* is worth storing: some models keep windows alone.
+
+        With *must_end* only where a prefix can end: nobody goes on behind a short chunk.
+        """
+        if must_end and all(one.end != span[1] for one in self.ends):
+            return False
+        return self.shape.keeps_all or self._end(self.shape.windows, span) is not None
+
+    def tensors(self, span: Span) -> Nested:
+        """Return the tensors of the chunk at *span*, without copying, where they are."""
+        windows, states = (
+            self._end(some, span) or self.whole for some in (self.shape.windows, self.shape.states)
+        )
+        by_kind = {LayerKind.window: windows, LayerKind.state: states}
+        layout = self.about(span).layout
+        assert layout is not None
+        return self.shape.chunk(layout, lambda s: by_kind.get(s.kind, self.whole).cut(s, span))
 
 
 # --- caches of transformers
@@ -334,11 +508,29 @@ def length(cache: Cache, shape: CacheShape) -> int:
     return int(cache.get_seq_length(shape.tokens[0].layer))
 
 
-def probe_ids(model: PreTrainedModel) -> torch.Tensor:
-    """Return the tokens of a short prompt, (1, PROBE_TOKENS)."""
-    vocabulary = int(model.config.get_text_config().vocab_size)
-    ids = torch.arange(3, 3 + 7 * PROBE_TOKENS, 7, device=model.device) % vocabulary
-    return ids[None]
+def join_rows(
+    caches: Sequence[Cache], shape: CacheShape, config: PreTrainedConfig, device: torch.device
+) -> DynamicCache:
+    """Return one cache of all prompts on *device*, the shorter ones padded on the left with zeros.
+
+    All of a prompt but its last token is in its cache, so the longest says how wide they are; a
+    prompt of one token has nothing there.
+    """
+    whole = DynamicCache(config=config)
+    width = max(length(cache, shape) for cache in caches)
+    for s in shape.tokens:
+        parts = []
+        for name, dim in zip(("keys", "values"), s.dims, strict=True):
+            rows = [getattr(cache.layers[s.layer], name) for cache in caches]
+            nothing, held = s.empty((1, s.kv_heads, 0), dim, device), s.held(width)
+            rows = [nothing if row is None or not row.numel() else row for row in rows]
+            parts.append(torch.cat([pad(row, (0, 0, held - row.shape[2], 0)) for row in rows]))
+        s.put(whole, parts, width)
+    for state in shape.states:
+        zeros = torch.zeros(state.size_bytes, dtype=torch.uint8, device=device)
+        rows = [state.packed(one) if length(one, shape) else zeros for one in caches]
+        state.unpack(whole, torch.stack(rows))
+    return whole
 
 
 def as_argument(cache: Any) -> dict[str, Any]:
@@ -347,40 +539,30 @@ def as_argument(cache: Any) -> dict[str, Any]:
     return {"cache" if release >= (5, 24) else "past_key_values": cache}
 
 
-def forward(model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache) -> torch.Tensor:
+# --- forwards
+
+
+def probe_ids(model: PreTrainedModel) -> Tensor:
+    """Return the tokens of a short prompt, (1, PROBE_TOKENS)."""
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    ids = torch.arange(3, 3 + 7 * PROBE_TOKENS, 7, device=model.device) % vocabulary
+    return ids[None]
+
+
+def forward(model: PreTrainedModel, input_ids: Tensor, cache: Cache) -> Tensor:
     """Run *model* over *input_ids*, (1, tokens), behind what *cache* has; return what comes out.
 
     Those are the last token's activations before the output layer, (1, hidden).
     """
     inner: Any = model.base_model
     with torch.no_grad():
-        found: torch.Tensor = inner(input_ids, **as_argument(cache), use_cache=True)[0]
+        found: Tensor = inner(input_ids, **as_argument(cache), use_cache=True)[0]
     return found[:, -1]
 
 
-def join_rows(
-    caches: Sequence[Cache], shape: CacheShape, config: PreTrainedConfig, device: torch.device
-) -> DynamicCache:
-    """Return one cache of all prompts on *device*, the shorter ones padded on the left with zeros.
-
-    All of a prompt but its last token is in its cache, so the longest says how wide they are.
-    """
-    whole = DynamicCache(config=config)
-    width = max(length(cache, shape) for cache in caches)
-    for kept in shape.tokens:
-        parts = []
-        for name, dim in zip(("keys", "values"), kept.dims, strict=True):
-            # A prompt of one token has nothing in its cache.
-            empty = torch.empty((1, kept.kv_heads, 0, dim), dtype=kept.dtype, device=device)
-            rows = [getattr(cache.layers[kept.layer], name) for cache in caches]
-            rows = [empty if row is None or not row.numel() else row for row in rows]
-            held = kept.held(width)
-            parts.append(torch.cat([pad(row, (0, 0, held - row.shape[2], 0)) for row in rows]))
-        kept.put(whole.layers[kept.layer], parts, width)
-    for state in shape.states:
-        for piece in state.pieces:
-            rows = [getattr(c.layers[state.layer], piece.states).get(piece.number) for c in caches]
-            empty = torch.zeros((1, *piece.shape), dtype=piece.dtype, device=device)
-            joined = torch.cat([empty if row is None else row for row in rows])
-            piece.put(whole.layers[state.layer], joined)
-    return whole
+def copy(out: LayerTensors, data: LayerTensors) -> None:
+    """Copy a chunk's tensors."""
+    with torch.no_grad():
+        for to, part in zip(flat(out), flat(data), strict=True):
+            if to is not part:
+                to.copy_(part)

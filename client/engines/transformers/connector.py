@@ -12,74 +12,63 @@ import copy
 import itertools
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    Cache,
-    DynamicCache,
-    GenerationConfig,
-    GenerationMixin,
-    PreTrainedModel,
-    StoppingCriteria,
-)
+from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from typing_extensions import override
 
 from kvstore.client.client import Client
-from kvstore.client.engines.base import Allowed, Asked, Connector, Prefix, Span, least_of
+from kvstore.client.engines.base import Allowed, Connector, Prefix, least_of
 from kvstore.client.engines.identity import is_exact
 from kvstore.client.engines.transformers.cache import (
+    CacheReader,
     CacheShape,
+    Held,
     as_argument,
     join_rows,
     length,
     new_cache,
     notes_of,
 )
-from kvstore.client.engines.transformers.chunks import (
-    CacheCheckpoint,
-    CacheReader,
-    CheckpointCriteria,
-    PrefixBuffers,
-    Staging,
-    check_resumable,
-    checkpoint_positions,
-    device_of,
+from kvstore.client.engines.transformers.generation import (
+    PASSED,
+    Watch,
+    checked_deadline,
+    comparison,
+    inputs_of,
+    noting_attention,
+    pauses,
     prefill,
+    prompt_of,
+    prompts_of,
+    settings_of,
+    until_end,
 )
 from kvstore.client.engines.transformers.identity import (
     NO_CHANGE,
     WeightsChange,
     WeightsWatch,
     cache_shape,
+    check_resumable,
     representation_of,
 )
-from kvstore.client.engines.transformers.measures import FirstToken, comparison, noting_attention
-from kvstore.client.engines.transformers.overlap import Beside, LayerLoad, Link, is_compiled
-from kvstore.client.engines.transformers.requests import (
-    PASSED,
-    checked_deadline,
-    inputs_of,
-    prompt_of,
-    prompts_of,
-    settings_of,
-    until_end,
+from kvstore.client.engines.transformers.loads import (
+    Call,
+    Link,
+    PrefixLoad,
+    Staging,
+    device_of,
 )
-from kvstore.client.planning import Deadline
-from kvstore.client.tensors import to_arrays
-from kvstore.codecs.base import AnyTensors
 from kvstore.proto.blend import GateView
 from kvstore.proto.device import Device
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.hf_config import rope_parameters
-from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, Stated
+from kvstore.proto.types import Accuracy
 
 __all__ = ["Generation", "TransformersConnector", "representation_of"]
 
@@ -99,33 +88,6 @@ class Generation:
     output: GenerateDecoderOnlyOutput
     hit_tokens: int
     row_hits: tuple[int, ...] = ()
-
-
-class _Call(NamedTuple):
-    """What all prompts of a call have in common."""
-
-    extra: Sequence[bytes]
-    """What names them beside their tokens, the change of the weights among it."""
-    weights: WeightsChange
-    allowed: Allowed
-    """The copies that are read."""
-    settings: Any = None
-    """A GenerationConfig."""
-    passed: Mapping[str, Any] = MappingProxyType({})
-    """Other arguments of ``model.generate``."""
-    deadline_ms: int = 0
-    """Of the first token, from ``began_s`` on; 0: none."""
-    began_s: float = 0.0
-
-
-class _Loaded(NamedTuple):
-    """A cache with a prefix, what is known of it, and what it had of its end on the way."""
-
-    cache: Cache
-    prefix: Prefix
-    checkpoints: list[CacheCheckpoint]
-    to_compare: Cache | None
-    """What was loaded, if that is to be compared with a full prefill."""
 
 
 class TransformersConnector(Connector):
@@ -167,11 +129,11 @@ class TransformersConnector(Connector):
         self._watch = WeightsWatch(model)
         self._compared = itertools.count()
         device = device or device_of(model)
-        self._link = Link()
         self._staging: Staging | None = None
+        self._chunk_tokens = client.options.chunk_tokens
         if device is not None:
-            tokens = client.options.chunk_tokens
-            self._staging = Staging(device, model.device, self._shape, tokens)
+            self._staging = Staging(device, model.device, self._shape, self._chunk_tokens)
+        self._link = Link(self, model, self._shape, self._staging)
         # Last, as from then on a fork asks for all of the above.
         super().__init__(
             client,
@@ -187,7 +149,7 @@ class TransformersConnector(Connector):
         """In a child: other threads may have had the locks."""
         super()._after_fork()
         self._watch.after_fork()
-        self._link = Link()
+        self._link = Link(self, self._model, self._shape, self._staging)
         if self._staging is not None:
             self._staging.lock = threading.RLock()
 
@@ -211,9 +173,9 @@ class TransformersConnector(Connector):
             raise InvalidRequestError("accuracy", accuracy, fix)
         return least
 
-    def _call(self, extra: Sequence[bytes], allowed: Allowed, *within: Any) -> _Call:
+    def _call(self, extra: Sequence[bytes], allowed: Allowed) -> Call:
         weights = self._watch.current()
-        return _Call(weights.named(extra), weights, allowed, *within)
+        return Call(weights.named(extra), weights, allowed)
 
     def _is_still(self, weights: WeightsChange, cache: Cache) -> bool:
         """Return whether all of *cache*, computed from a look at *weights* on, is of those."""
@@ -231,9 +193,8 @@ class TransformersConnector(Connector):
         miss is an empty cache and 0. Pass the cache with all of *input_ids* to ``generate``, or
         with ``input_ids[:, hit_tokens:]`` to the model. *accuracy*: of this call alone.
         """
-        allowed = self.allowed(self._least(accuracy))
-        _, cache, prefix = self._load_one(input_ids, extra, allowed)
-        return cache, prefix.hit_tokens
+        prompt = self._load_one(input_ids, extra, self.allowed(self._least(accuracy)))
+        return prompt.cache, prompt.prefix.hit_tokens
 
     def calibrate(self, input_ids: Any, codec: str, extra: Sequence[bytes] = ()) -> GateView | None:
         """Compare a prompt behind *codec*'s lossy copies with its full prefill; return the gate.
@@ -243,106 +204,35 @@ class TransformersConnector(Connector):
         of *codec* without a bound was read, or the store failed.
         """
         allowed = Allowed(self._least("approximate"), frozenset([codec]))
-        tokens, cache, prefix = self._load_one(input_ids, extra, allowed)
-        return self._compare(tokens, cache if prefix.codecs else None, prefix)
+        prompt = self._load_one(input_ids, extra, allowed)
+        prompt.to_compare = prompt.cache if prompt.prefix.codecs else None
+        return self._compare(prompt)
 
-    def _load_one(
-        self, input_ids: Any, extra: Sequence[bytes], allowed: Allowed
-    ) -> tuple[list[int], DynamicCache, Prefix]:
-        tokens = prompt_of(input_ids, self._model.device)
-        cache, call = DynamicCache(config=self._model.config), self._call(extra, allowed)
-        notes_of(cache).weights = call.weights
-        return tokens, cache, self._load_into(cache, tokens, call)
+    def _load_one(self, input_ids: Any, extra: Sequence[bytes], allowed: Allowed) -> PrefixLoad:
+        prompt = self._prompt(prompt_of(input_ids, self._model.device))
+        call = self._call(extra, allowed)
+        notes_of(prompt.cache).weights = call.weights
+        prompt.load(call)
+        return prompt
 
-    def _compare(
-        self, tokens: Sequence[int], cache: Cache | None, prefix: Prefix
-    ) -> GateView | None:
-        if cache is None:
+    def _prompt(self, tokens: Sequence[int]) -> PrefixLoad:
+        return PrefixLoad(self._link, tokens, DynamicCache(config=self._model.config))
+
+    def _compare(self, prompt: PrefixLoad) -> GateView | None:
+        if prompt.to_compare is None:
             return None
-        found = partial(comparison, self._model, tokens, cache, prefix)
-        return self.ask(lambda: self.client.report_reuse(found()), None)
+        given = (self._model, prompt.tokens, prompt.to_compare, prompt.prefix)
+        return self.ask(lambda: self.client.report_reuse(comparison(*given)), None)
 
-    def _to_compare(self, prefix: Prefix, cache: Cache) -> Cache | None:
-        """Return a copy of *cache*, which holds *prefix* alone, to compare once there is time.
+    def _is_compared(self, prefix: Prefix) -> bool:
+        """Return whether a prompt behind *prefix* is compared with a full prefill.
 
-        None for most prompts; where no copy without a bound is in it; and where several codecs made
-        such ones, as nobody could say whose fault it were.
+        Most are not; nor where several codecs made copies without a bound: whose fault were it?
         """
         if len(prefix.codecs) != 1:
-            return None
+            return False
         number = next(self._compared)
-        is_compared = number < ALWAYS_COMPARED or number % COMPARED_EVERY == 0
-        return copy.deepcopy(cache) if is_compared else None
-
-    def _load_into(
-        self, cache: Cache, tokens: Sequence[int], call: _Call, layered: LayerLoad | None = None
-    ) -> Prefix:
-        """Have the longest stored prefix of *tokens* in *cache*, or with *layered* on its way.
-
-        For a deadline the model computes what loads too slowly. Raises what the model raises.
-        """
-        client, shape, staging = self.client, self._shape, self._staging
-        is_plain = staging is None and not shape.has_ends
-        can_wait = is_plain and isinstance(cache, DynamicCache)
-        beside, within = self._beside(cache, tokens, call) if can_wait else (None, None)
-        if within or not can_wait or is_compiled(self._model):
-            layered = None
-        made: list[PrefixBuffers] = []
-
-        def read(
-            keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Accuracy
-        ) -> Sequence[Stated]:
-            made[:] = made or [PrefixBuffers(shape, spans, self._model.device)]
-            if not is_plain:
-                return self._read_whole(keys, made[0], first, least)
-            out = made[0].chunks(client.model)
-            if within is not None:
-                tail_tokens = len(tokens) - spans[-1][1]
-                return self._read_within(keys, out, first, least, within, tail_tokens)
-            if layered is not None:
-                return layered.read(keys[first:], out[first:], spans[first:], least)
-            stated: list[Stated] = []
-            client.get_chunks(keys[first:], out[first:], accuracy=least, stated=stated)
-            return stated
-
-        asked = Asked(len(tokens), shape.has_ends, within)
-        with nullcontext() if staging is None else staging.lock:
-            prefix, reason = self.attempt(tokens, read, call.extra, call.allowed, asked)
-        if layered is None or not layered.is_on_its_way(prefix, reason):
-            self.note_load(len(tokens), prefix, reason)
-        if beside is not None and beside.error is not None:
-            raise beside.error
-        if prefix.hit_tokens:
-            made[0].fill(cache, prefix.hit_tokens)
-        if layered is not None:
-            layered.attach(cache)
-        notes_of(cache).exact_tokens = prefix.exact_tokens if prefix.lossy_tokens else None
-        return prefix
-
-    def _beside(
-        self, cache: Cache, tokens: Sequence[int], call: _Call
-    ) -> tuple[Beside, Deadline] | tuple[None, None]:
-        """Return what computes beside loads, and the deadline that it does so for."""
-        if not call.deadline_ms:
-            return None, None
-        chunk_tokens = self.client.options.chunk_tokens
-        beside = Beside(self._model, cache, tokens, chunk_tokens, self.learned.observe)
-        return beside, Deadline(call.deadline_ms / 1000, beside, began_s=call.began_s)
-
-    def _read_whole(
-        self, keys: Sequence[ChunkKey], buffers: PrefixBuffers, first: int, least: Accuracy
-    ) -> Sequence[Stated]:
-        """Read chunks of which some have windows or states, or that go to a device."""
-        stated: list[Stated] = []
-        if self._staging is not None:
-            stated = self._staging.read(self.client, keys, buffers, first, least)
-        else:
-
-            def place(index: int, layout: KVLayout) -> AnyTensors:
-                return to_arrays(buffers.chunk(first + index, layout))
-
-            self.client.get_chunks(keys[first:], place, accuracy=least, stated=stated)
-        return () if self._shape.has_ends and len(stated) < len(keys) else stated
+        return number < ALWAYS_COMPARED or number % COMPARED_EVERY == 0
 
     # --- save
 
@@ -361,34 +251,40 @@ class TransformersConnector(Connector):
         returned since then; nor anything from where a lossy copy was read into it. Raises
         ModelError for a cache of another kind.
         """
+        shape = self._shape
         tokens = prompt_of(input_ids, self._model.device)[: cache.get_seq_length()]
         if not tokens:
             return 0
-        if CacheShape.of_cache(cache).groups != self._shape.groups:
+        if CacheShape.of_cache(cache).groups != shape.groups:
             raise ModelError("cache", type(cache).__name__, "give one of this model")
         layers: Sequence[Any] = cache.layers
-        rows = {int(layers[s.layer].keys.shape[0]) for s in self._shape.tokens}
+        rows = {int(layers[s.layer].keys.shape[0]) for s in shape.tokens}
         if rows != {1}:
             raise InvalidRequestError("cache", rows, "give one of (1, kv_heads, tokens, head_dim)")
-        weights = self._watch.current()
-        if (notes_of(cache).weights or NO_CHANGE) != weights:
+        notes, weights = notes_of(cache), self._watch.current()
+        if (notes.weights or NO_CHANGE) != weights:
             return 0
-        taken = [CacheCheckpoint.of(cache, self._shape)]
-        reader = CacheReader(self.client.model, self._shape, cache, taken)
-        exact = notes_of(cache).exact_tokens
-        return self._save(tokens, reader, from_token, weights.named(extra), exact)
+        reader = self._reader(cache, [Held.of_end(cache, shape)])
+        return self._save(tokens, reader, from_token, weights.named(extra), notes.exact_tokens)
+
+    def _reader(
+        self, cache: Cache, ends: Sequence[Held], row: int = 0, first: int = 0
+    ) -> CacheReader:
+        """Return what reads prompt *row* of *cache*, which begins at place *first*."""
+        whole = Held.of_row(cache, self._shape, row, first)
+        importance = notes_of(cache).importance
+        return CacheReader(self.client.model, self._shape, whole, ends, importance)
 
     def _save_new(
-        self, prompt: Sequence[int], tokens: Sequence[int], prefix: Prefix, reader: CacheReader,
-        extra: Sequence[bytes],
-    ) -> None:  # fmt: skip
+        self, prompt: PrefixLoad, tokens: Sequence[int], reader: CacheReader, call: Call
+    ) -> None:
         """Store *prompt*, whose last chunk is hit by the same prompt alone, then all *tokens*."""
+        prefix, count = prompt.prefix, len(prompt.tokens)
         exact = prefix.exact_tokens if prefix.lossy_tokens else None
-        self._save(tokens[: len(prompt)], reader, prefix.stored_tokens, extra, exact)
-        if len(tokens) > len(prompt):
-            chunk_tokens = self.client.options.chunk_tokens
-            whole = len(prompt) // chunk_tokens * chunk_tokens
-            self._save(tokens, reader, whole, extra, exact)
+        self._save(tokens[:count], reader, prefix.stored_tokens, call.extra, exact)
+        if len(tokens) > count:
+            whole = count // self._chunk_tokens * self._chunk_tokens
+            self._save(tokens, reader, whole, call.extra, exact)
 
     def _save(
         self,
@@ -396,14 +292,14 @@ class TransformersConnector(Connector):
         reader: CacheReader,
         from_token: int,
         extra: Sequence[bytes],
-        exact: int | None,
+        exact: int | None = None,
     ) -> int:
         """Store the prompt of *tokens* that *reader* reads, up to the *exact* ones: None, all."""
         if exact is not None and exact < len(tokens):
             self.note_unstored(len(tokens), max(exact, from_token))
             tokens = tokens[:exact]
         for span in self._spans(len(tokens)) if self._shape.has_ends else ():
-            is_short = span[1] - span[0] < self.client.options.chunk_tokens
+            is_short = span[1] - span[0] < self._chunk_tokens
             if span[1] > from_token and not reader.has(span, must_end=is_short):
                 tokens = tokens[: span[0]]
                 break
@@ -411,12 +307,9 @@ class TransformersConnector(Connector):
         if staging is None:
             return self.store_chunks(tokens, source, from_token, extra, reader.about)
         with staging.lock:
+            to_host = staging.to_host
             return self.store_chunks(
-                tokens,
-                lambda span: staging.to_host(source(span)),
-                from_token,
-                extra,
-                reader.about,
+                tokens, lambda span: to_host(source(span)), from_token, extra, reader.about
             )
 
     # --- generate
@@ -458,60 +351,61 @@ class TransformersConnector(Connector):
         for name in ("max_length", "min_length"):
             if getattr(stated, name):
                 setattr(stated, name, max(1, getattr(stated, name) - padding))
-        call = self._call(extra, allowed, stated, passed, within, began_s)
+        call = self._call(extra, allowed)._replace(
+            settings=stated, passed=passed, deadline_ms=within, began_s=began_s
+        )
         if len(prompts) == 1:
-            return self._generate_one(ids[:, -len(prompts[0]) :], call)
+            return self._generate_one(prompts[0], ids[:, -len(prompts[0]) :], call)
         return self._generate_batch(ids, mask, prompts, call)
 
-    def _generate_one(self, ids: Tensor, call: _Call) -> Generation:
-        tokens: list[int] = ids[0].tolist()
-        cache = new_cache(self._model.config, call.settings, self._shape, len(tokens))
-        load = LayerLoad(self, self._link, len(tokens))
+    def _generate_one(self, tokens: Sequence[int], ids: Tensor, call: Call) -> Generation:
+        shape = self._shape
+        cache = new_cache(self._model.config, call.settings, shape, len(tokens))
         # A forward that is begun again would give a streamer the prompt twice.
-        layered = load if call.passed.get("streamer") is None else None
-        loaded = self._prefilled(tokens, cache, call, layered)
-        watch = CheckpointCriteria(cache, self._shape, self.client.options.chunk_tokens)
+        prompt = PrefixLoad(
+            self._link, tokens, cache, in_layers=call.passed.get("streamer") is None
+        )
+        self._begin(prompt, call)
+        watch = Watch(cache, shape, self._chunk_tokens)
         weighed = len(tokens) if self.client.weighs else 0
 
         def run() -> GenerateDecoderOnlyOutput:
-            left = len(tokens) - length(cache, self._shape)
-            watches: list[StoppingCriteria] = [FirstToken(partial(load.note, left))]
-            watches += [watch] if self._shape.has_ends else []
-            with noting_attention(self._model, cache, self._shape, weighed) as look:
-                return self._run(ids, call, cache, None, [*watches, *look])
+            left = len(tokens) - length(cache, shape)
+            with noting_attention(self._model, cache, shape, weighed) as seen:
+                began_s = time.perf_counter()
 
-        output, prefix = load.run(cache, loaded.prefix, run)
+                def on_first() -> None:
+                    seen()
+                    prompt.note(left, time.perf_counter() - began_s)
+
+                watch.on_first = on_first
+                return self._run(ids, call, cache, None, watch)
+
+        output = prompt.run(run)
         if self._is_still(call.weights, cache):
-            self._compare(tokens, loaded.to_compare, prefix)
-            sequence = output.sequences[0].tolist()[: length(cache, self._shape)]
-            taken = [*loaded.checkpoints, *watch.checkpoints]
-            reader = CacheReader(self.client.model, self._shape, cache, taken)
-            self._save_new(tokens, sequence, prefix, reader, call.extra)
-        return Generation(output, prefix.hit_tokens, (prefix.hit_tokens,))
+            self._compare(prompt)
+            sequence = output.sequences[0].tolist()[: length(cache, shape)]
+            reader = self._reader(cache, [*prompt.ends, *watch.ends])
+            self._save_new(prompt, sequence, reader, call)
+        return Generation(output, prompt.prefix.hit_tokens, (prompt.prefix.hit_tokens,))
 
-    def _prefilled(
-        self, tokens: Sequence[int], cache: Cache, call: _Call, layered: LayerLoad | None = None
-    ) -> _Loaded:
-        """Load a prompt's prefix into *cache*; of windows and states compute to the last pause."""
-        prefix = self._load_into(cache, tokens, call, layered)
-        to_compare, taken = self._to_compare(prefix, cache), list[CacheCheckpoint]()
-        if self._shape.has_ends:
-            chunk_tokens, span = self.client.options.chunk_tokens, (prefix.hit_tokens, len(tokens))
-            places = checkpoint_positions(self._shape, span, prefix.shared_tokens, chunk_tokens)
-            taken = prefill(self._model, tokens, cache, self._shape, places)
-        return _Loaded(cache, prefix, taken, to_compare)
+    def _begin(self, prompt: PrefixLoad, call: Call) -> None:
+        """Load a prompt's prefix; of windows and states compute to the last pause."""
+        prompt.load(call)
+        prefix, shape, tokens = prompt.prefix, self._shape, prompt.tokens
+        if self._is_compared(prefix):
+            prompt.to_compare = copy.deepcopy(prompt.cache)
+        if shape.has_ends:
+            span = (prefix.hit_tokens, len(tokens))
+            places = pauses(shape, span, prefix.shared_tokens, self._chunk_tokens)
+            prompt.ends = prefill(self._model, tokens, prompt.cache, shape, places)
 
     def _run(
-        self,
-        ids: Tensor,
-        call: _Call,
-        cache: Cache,
-        mask: Tensor | None,
-        watches: Sequence[StoppingCriteria] = (),
+        self, ids: Tensor, call: Call, cache: Cache, mask: Tensor | None, watch: Watch | None = None
     ) -> GenerateDecoderOnlyOutput:
         model: Any = self._model
         given = dict(call.passed)
-        stopping = [*watches, *(given.pop("stopping_criteria", None) or ())]
+        stopping = [*([watch] if watch else ()), *(given.pop("stopping_criteria", None) or ())]
         output: GenerateDecoderOnlyOutput = model.generate(
             ids,
             generation_config=call.settings,
@@ -527,7 +421,7 @@ class TransformersConnector(Connector):
         ids: Tensor,
         mask: Tensor | None,
         prompts: Sequence[Sequence[int]],
-        call: _Call,
+        call: Call,
     ) -> Generation:
         """Compute each prompt to its last token by itself, then generate from all together."""
         settings = call.settings
@@ -544,30 +438,29 @@ class TransformersConnector(Connector):
         output = self._run(ids[:, -width:], call, cache, seen)
         if not shape.has_ends and self._is_still(call.weights, cache):
             held = length(cache, shape)
-            for row, (prompt, one) in enumerate(zip(prompts, loaded, strict=True)):
-                first = width - len(prompt)
+            for row, one in enumerate(loaded):
+                first = width - len(one.tokens)
                 generated = output.sequences[row, first:held].tolist()
-                tokens = until_end(generated, len(prompt), settings)
-                reader = CacheReader(self.client.model, shape, cache, (), row, first)
-                self._save_new(prompt, tokens, one.prefix, reader, call.extra)
-                self._compare(prompt, one.to_compare, one.prefix)
+                tokens = until_end(generated, len(one.tokens), settings)
+                self._save_new(one, tokens, self._reader(cache, (), row, first), call)
+                self._compare(one)
         # As the model returns it: with the padding that all rows have, which was cut off above.
         padded: Any = torch.cat([ids[:, :-width], output.sequences], dim=1)
         output.sequences = padded
         hits = tuple(one.prefix.hit_tokens for one in loaded)
         return Generation(output, sum(hits), hits)
 
-    def _computed(self, tokens: Sequence[int], call: _Call) -> _Loaded:
-        """Return the cache of a prompt but for its last token; what is new of it is stored."""
-        loaded = self._prefilled(tokens, DynamicCache(config=self._model.config), call)
-        held, last = length(loaded.cache, self._shape), len(tokens) - 1
+    def _computed(self, tokens: Sequence[int], call: Call) -> PrefixLoad:
+        """Return a prompt that was computed but for its last token; what is new of it is stored."""
+        prompt = self._prompt(tokens)
+        self._begin(prompt, call)
+        held, last = length(prompt.cache, self._shape), len(tokens) - 1
         if held < last:
             began_s = time.monotonic()
-            prefill(self._model, tokens, loaded.cache, self._shape, [last])
+            prefill(self._model, tokens, prompt.cache, self._shape, [last])
             if self._staging is None:  # a device computes on when the call is over
                 self.learned.observe(last - held, time.monotonic() - began_s)
-        if self._shape.has_ends and self._is_still(call.weights, loaded.cache):
-            taken, stored = loaded.checkpoints, loaded.prefix.stored_tokens
-            reader = CacheReader(self.client.model, self._shape, loaded.cache, taken)
-            self._save(tokens[:last], reader, stored, call.extra, None)
-        return loaded
+        if last and self._shape.has_ends and self._is_still(call.weights, prompt.cache):
+            reader = self._reader(prompt.cache, prompt.ends)
+            self._save(tokens[:last], reader, prompt.prefix.stored_tokens, call.extra)
+        return prompt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -31,10 +32,18 @@ from kvstore.client.engines.identity import (
     short_name,
     weights_of,
 )
-from kvstore.client.engines.transformers.cache import CacheShape, TokenShape
+from kvstore.client.engines.transformers.cache import (
+    CacheReader,
+    CacheShape,
+    Held,
+    TokenShape,
+    copy,
+    forward,
+    probe_ids,
+)
 from kvstore.proto.errors import ModelError
 from kvstore.proto.hf_config import OWN_TOKENIZER, head_dim, rope_parameters
-from kvstore.proto.types import Model
+from kvstore.proto.types import MIN_CHUNK_TOKENS, KVLayout, Model
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Architectures whose caches the connector is tested with."""
@@ -44,6 +53,9 @@ KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_atte
 
 SAMPLED = 64
 """Elements of each tensor that stand for it where a commit names the rest."""
+
+ROUNDINGS = 64
+"""Of the largest number, what two ways to the same one may differ by in float32."""
 
 WATCHED = 8
 """Elements of each tensor that are looked at before each prompt."""
@@ -137,6 +149,42 @@ def cache_shape(model: PreTrainedModel) -> CacheShape:
         for layer in range(config.num_hidden_layers)
     ]
     return CacheShape(len(shapes), tuple(shapes), (), is_probed=False)
+
+
+def check_resumable(model: PreTrainedModel, shape: CacheShape, identity: Model) -> None:
+    """Raise ModelError unless *model* goes on from a stored prefix as it would have by itself.
+
+    What it computes has to be the same but for rounding, and far less the same with a state left
+    out: some models look at theirs for a single token only.
+    """
+    ids, span = probe_ids(model), (0, MIN_CHUNK_TOKENS)
+    whole = forward(model, ids, DynamicCache(config=model.config))
+    first = DynamicCache(config=model.config)
+    forward(model, ids[:, : span[1]], first)
+
+    def error(without: str = "") -> float:
+        """Return how far it is off behind a chunk, and without states of that name."""
+        reader = CacheReader(
+            identity, shape, Held.of_row(first, shape), [Held.of_end(first, shape)]
+        )
+        held, cache = Held.empty(shape, [span], model.device), DynamicCache(config=model.config)
+        copy(held.chunk(shape, KVLayout.of(identity, span[1]), span), reader.tensors(span))
+        held.fill(cache, shape, span[1])
+        for state in shape.states if without else ():
+            for tensor in getattr(cache.layers[state.layer], without).values():
+                if tensor is not None:
+                    tensor.zero_()
+        found = forward(model, ids[:, span[1] :], cache)
+        return float((found - whole).abs().max())
+
+    rounding, scale = torch.finfo(whole.dtype).eps, float(whole.abs().max())
+    bound = min(ROUNDINGS * rounding, math.sqrt(rounding)) * scale
+    for name in {piece.states for state in shape.states for piece in state.pieces}:
+        bound = min(bound, max(error(name) / 8, 4 * rounding * scale))
+    found = error()
+    if not found <= bound:
+        fix = f"behind a stored prefix it is {found:.2g} off, more than the {bound:.2g} allowed"
+        raise ModelError("model", type(model).__name__, fix)
 
 
 def _weights(model: PreTrainedModel, stated: str) -> Weights:

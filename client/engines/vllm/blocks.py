@@ -28,10 +28,10 @@ from kvstore.client.tensors import LayerTensors, to_array
 from kvstore.codecs.base import AnyPart, AnyTensors, Part
 from kvstore.codecs.block_part import BlockPart, BlockSpan
 from kvstore.codecs.block_stack import BlockStack
-from kvstore.proto.buffers import LOOP_UNIT_BYTES
+from kvstore.proto.buffers import LOOP_UNIT_BYTES, address
 from kvstore.proto.device import Event
 from kvstore.proto.errors import LayoutMismatchError
-from kvstore.proto.native import address, loops
+from kvstore.proto.native import loops
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import END_KINDS, ChainDigest, Component, DType, KVLayout, Stated
 

@@ -26,7 +26,7 @@ from kvstore.client.engines.transformers.blend_adapter import BlendedCache, Tran
 from kvstore.client.engines.transformers.cache import as_argument
 from kvstore.client.options import TransportName
 from kvstore.client.segments import SegmentMatch, SegmentQuery
-from kvstore.client.transports.base import Outgoing, PutTerms
+from kvstore.client.transports.base import Outgoing, PutTerms, cut_header
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.frame import FLAG_RESTORED, FrameTemplate
@@ -255,7 +255,9 @@ class _Marked(Outgoing):
 
     @override
     def pieces(self, room: Callable[[int], Bytes]) -> list[Bytes]:
-        return self._encoded(room)
+        frame = room(self.frame_bytes)
+        self.encode(frame)
+        return cut_header(frame)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -9,10 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from bench.blend_cases import Case, Engine, riddle_case
-from bench.blend_designed import answered, make_designed, make_riddle
-
-from kvstore.client.blend.engine import Blender
-from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
+from bench.blend_riddles import answered, make_designed, make_riddle
 
 RIDDLES = 6
 RATIOS = (0.0, 0.15, 0.5, 1.0)
@@ -20,7 +17,7 @@ RATIOS = (0.0, 0.15, 0.5, 1.0)
 
 @lru_cache(maxsize=1)
 def engine() -> Engine:
-    return Engine(Blender(TransformersAdapter(make_designed())))
+    return Engine.of(make_designed())
 
 
 @lru_cache(maxsize=1)
@@ -32,8 +29,7 @@ def cases() -> tuple[Case, ...]:
 def accuracy(selector: str, ratio: float) -> float:
     right = []
     for case in cases():
-        result = engine().blender.blend(case.plan(ratio, selector), case.source)
-        assert not result.report.failure
+        result = case.blend((selector, ratio))
         right += answered(result.logits, case.riddle)
     return sum(right) / len(right)
 
@@ -65,8 +61,7 @@ def test_rows_forced_by_true_deviation_are_monotone_with_the_exact_mask() -> Non
     for ratio in RATIOS:
         total = 0.0
         for case in cases():
-            plan = case.plan(ratio, "stored_priority", scores=case.true_scores)
-            logits = engine().blender.blend(plan, case.source).logits
+            logits = case.with_true_scores().blend(("stored_priority", ratio)).logits
             total += sum(answered(logits, case.riddle))
         found.append(total)
     assert found == sorted(found)

@@ -13,45 +13,40 @@ from itertools import islice, pairwise
 import pytest
 from bench.blend_cases import (
     Case,
-    bare_case,
+    Mark,
     designed_engine,
+    judge,
     question_cases,
+    riddle_case,
     riddle_engine,
     text_cases,
     trained_engine,
 )
-from bench.blend_designed import make_riddle
-from bench.blend_quality import Mark, judge_riddle, judge_text
-from bench.blend_stories import make_story
+from bench.blend_riddles import STORY, make_riddle
 
 RATIOS = (0.0, 0.15, 0.5, 0.85, 1.0)
 
 
 def riddles() -> Iterator[Case]:
     rng, engine = random.Random(5), designed_engine()
-    return (bare_case(engine, make_riddle(rng)) for _ in range(6))
+    return (riddle_case(engine, make_riddle(rng)) for _ in range(6))
 
 
 def stories() -> Iterator[Case]:
     rng, engine = random.Random(5), riddle_engine()
-    return (bare_case(engine, make_story(rng).riddle) for _ in range(6))
+    return (riddle_case(engine, make_riddle(rng, STORY)) for _ in range(6))
 
 
 def documents() -> Iterator[Case]:
     """Questions about paragraphs, and running text."""
     engine, tokenizer = trained_engine()
     for cases in (question_cases, text_cases):
-        yield from islice(cases(engine, tokenizer, "score", random.Random(5)), 2)
+        yield from islice(cases(engine, tokenizer, random.Random(5)), 2)
 
 
 def marks_of(case: Case) -> list[Mark]:
-    found = []
-    for ratio in RATIOS:
-        plan = case.plan(ratio, "stored_priority", scores=case.true_scores)
-        result = case.engine.blender.blend(plan, case.source)
-        assert not result.report.failure
-        found.append((judge_riddle if case.secret else judge_text)(case, result))
-    return found
+    case = case.with_true_scores()
+    return [judge(case, case.blend(("stored_priority", ratio))) for ratio in RATIOS]
 
 
 @pytest.mark.parametrize(

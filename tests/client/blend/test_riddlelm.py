@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from bench.blend_cases import RIDDLE_FOLDER, Case, Engine, bare_case, riddle_engine
-from bench.blend_designed import answered
-from bench.blend_stories import make_story
+from bench.blend_cases import RIDDLE_FOLDER, Case, Engine, riddle_case, riddle_engine
+from bench.blend_riddles import STORY, answered, make_riddle
 
 STORIES = 16
 
@@ -20,14 +19,13 @@ def engine() -> Engine:
 @pytest.fixture(scope="module")
 def cases(engine: Engine) -> list[Case]:
     rng = random.Random(8)
-    return [bare_case(engine, make_story(rng).riddle) for _ in range(STORIES)]
+    return [riddle_case(engine, make_riddle(rng, STORY)) for _ in range(STORIES)]
 
 
 def accuracy(cases: list[Case], ratio: float) -> float:
     right: list[bool] = []
     for case in cases:
-        result = case.engine.blender.blend(case.plan(ratio, "query_attention"), case.source)
-        assert not result.report.failure
+        result = case.blend(("query_attention", ratio))
         right += answered(result.logits, case.riddle)
     return sum(right) / len(right)
 
@@ -48,7 +46,7 @@ def test_it_is_what_the_chunks_say_across_each_other_that_is_lost(cases: list[Ca
     lost = {True: 0, False: 0}
     asked = {True: 0, False: 0}
     for case in cases:
-        result = case.engine.blender.blend(case.plan(0.0, "first_k"), case.source)
+        result = case.blend(("first_k", 0.0))
         for depth, is_right in zip(
             case.riddle.depth, answered(result.logits, case.riddle), strict=True
         ):

@@ -47,10 +47,10 @@ def keys_at(rope: RopeSpec, bare: Tensor, positions: Tensor) -> Tensor:
     """Keys as an engine has them, by the rule's own formula: complex numbers, one pair each."""
     table = torch.tensor(rope.frequencies, dtype=torch.float32)
     angles = (positions.float()[:, None] * table).double()
-    pairs = rope.width // 2
-    turned = torch.complex(bare[..., :pairs], bare[..., pairs : rope.width])
+    pairs = len(rope.frequencies)
+    turned = torch.complex(bare[..., :pairs], bare[..., pairs : 2 * pairs])
     turned = turned * torch.polar(torch.full_like(angles, rope.gain), angles)
-    return torch.cat([turned.real, turned.imag, bare[..., rope.width :]], -1)
+    return torch.cat([turned.real, turned.imag, bare[..., 2 * pairs :]], -1)
 
 
 def some_keys(tokens: int = 32, seed: int = 0) -> Tensor:
@@ -90,7 +90,7 @@ def test_the_error_is_at_most_two_units_in_the_last_place(
 
 def keys_by_math(stored: Tensor, old: Tensor, new: Tensor, rope: RopeSpec) -> Tensor:
     """The exact turn, number by number, with Python's own cosine and sine."""
-    exact, pairs = stored.clone(), rope.width // 2
+    exact, pairs = stored.clone(), len(rope.frequencies)
     table = torch.tensor(rope.frequencies, dtype=torch.float32)
     for token in range(len(new)):
         before = (old[token].float() * table).tolist()

@@ -5,10 +5,23 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
-from bench.blend_designed import Riddle, RiddleShape, make_riddle, make_with_sink
+from bench.blend_riddles import (
+    AFTER_NAME,
+    IS_NAME,
+    IS_VALUE,
+    NAMES,
+    ONE,
+    VALUES,
+    Riddle,
+    Shape,
+    make_designed,
+    make_riddle,
+)
+from transformers import LlamaForCausalLM
 
 from kvstore.client.blend.engine import MAX_SINKS, Blender, BlendResult, MemorySource
 from kvstore.client.blend.gate import compare
@@ -21,6 +34,29 @@ RATIOS = (0.05, 0.15, 0.3, 0.5)
 ROUNDING = 1e-9
 
 
+def make_with_sink() -> LlamaForCausalLM:
+    """Return the model with attention sinks in place of look-ups, float32.
+
+    For riddles without aliases and with nothing in front: only the first token of the prompt is a
+    name behind a name, itself. All rows attend to it, and find nothing there. Where no row is
+    such a one they attend to values, and find those: all that is said then is wrong.
+    """
+    model: Any = make_designed(2)
+    table = model.model.rotary_emb.inv_freq.double()
+    slot = torch.nonzero(table < 1e-5).flatten().tolist()[0]
+    with torch.no_grad():
+        for layer in model.model.layers[1:]:
+            attention = layer.self_attn
+            attention.q_proj.weight.zero_()
+            attention.k_proj.weight.zero_()
+            attention.q_proj.weight[slot, ONE] = 8.0
+            attention.k_proj.weight[slot, IS_NAME : IS_NAME + NAMES] = 1.0
+            attention.k_proj.weight[slot, AFTER_NAME : AFTER_NAME + NAMES] = 1.0
+            attention.k_proj.weight[slot, IS_VALUE : IS_VALUE + VALUES] = 0.6
+    found: LlamaForCausalLM = model
+    return found
+
+
 @lru_cache(maxsize=1)
 def adapter() -> TransformersAdapter:
     return TransformersAdapter(make_with_sink())
@@ -28,7 +64,7 @@ def adapter() -> TransformersAdapter:
 
 @lru_cache(maxsize=1)
 def riddle() -> Riddle:
-    return make_riddle(random.Random(2), RiddleShape(chunks=2, alias_share=0.0))
+    return make_riddle(random.Random(2), Shape(chunks=2, alias_share=0.0))
 
 
 @lru_cache(maxsize=1)

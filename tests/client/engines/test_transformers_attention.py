@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from kvstore.client import Chunk
-from kvstore.client.engines.transformers import TransformersConnector, measures
-from kvstore.client.engines.transformers.measures import QUERIES, mean_attention
+from kvstore.client.engines.transformers import TransformersConnector, generation
+from kvstore.client.engines.transformers.generation import QUERIES, mean_attention
 from kvstore.proto.types import Accuracy, Model
 
 PROMPT = random_ids(150)
@@ -214,7 +214,7 @@ def test_attention_that_cannot_be_noted_fails_no_request(
         asked.append(0)
         return fault(len(asked))  # what differs in length cannot be stacked
 
-    monkeypatch.setattr(measures, "mean_attention", look)
+    monkeypatch.setattr(generation, "mean_attention", look)
     found = connector.generate(PROMPT, greedy(2))
     assert found.output.sequences[0].tolist() == plain_tokens(tinylm, PROMPT)[:152]
     assert {chunk.importance for chunk in chunks} == {None}

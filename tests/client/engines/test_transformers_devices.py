@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Lfm2Config, PreTrai
 from typing_extensions import override
 
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
-from kvstore.client.engines.transformers import chunks as transformers_chunks
+from kvstore.client.engines.transformers import loads as transformers_loads
 from kvstore.client.engines.transformers.cache import CacheShape, TokenShape
-from kvstore.client.engines.transformers.chunks import Staging, chunk_bytes
+from kvstore.client.engines.transformers.loads import Staging, chunk_bytes
 from kvstore.proto.device import HostDevice, HostStream, Stream
 
 # The same test for every device: nothing of the path is of one alone.
@@ -155,7 +155,7 @@ def test_a_chunk_of_all_layers_is_one_copy_each_way_through_memory_made_once(
     server: LocalServer, tinylm: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = chunk_bytes(CacheShape.of(tinylm), OPTIONS.chunk_tokens)
-    monkeypatch.setattr(transformers_chunks, "RING_BYTES", 2 * size + 1)
+    monkeypatch.setattr(transformers_loads, "RING_BYTES", 2 * size + 1)
     device = CountingDevice()
     connector = connect(server, tinylm, tokenizer, device)
     input_ids = random_ids(5 * 64 + 20)  # more chunks than the ring has places for

@@ -21,7 +21,6 @@ from prompts import LARGE, SMALL, store
 from socket_peer import OPEN, Claim, Peer, attached, joined, staging, ticking
 
 from kvstore.client import ClientOptions
-from kvstore.client.transports.unix_rpc import parse_answer
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, UnauthenticatedError
 from kvstore.proto.types import ChunkKey
@@ -99,7 +98,7 @@ def test_attached_and_joined_connections_carry_calls(host: Peer, joint: Peer, te
     for peer in (host, joint, host):
         answer = peer.call("Lookup", lookup(terms, digests=bytes(48)))
         assert answer.reply is Reply.ok
-        assert parse_answer(pb.LookupResponse, answer.body).ready == 0
+        assert pb.LookupResponse.FromString(answer.body).ready == 0
 
 
 def test_calls_that_are_sent_ahead_are_answered_in_their_order(
@@ -109,7 +108,7 @@ def test_calls_that_are_sent_ahead_are_answered_in_their_order(
     counts = [n % 3 for n in range(2 * unix_server._IN_A_ROW + 3)]
     for count in counts:
         joint.send_call("Lookup", lookup(terms, digests=digests(keys[:count])))
-    answers = [parse_answer(pb.LookupResponse, joint.receive().body) for _ in counts]
+    answers = [pb.LookupResponse.FromString(joint.receive().body) for _ in counts]
     assert [answer.ready for answer in answers] == counts
     assert_works(joint, terms)
 
@@ -333,7 +332,7 @@ def test_message_longer_than_a_packet_comes_in_parts(big: tuple[Terms, pb.GetReq
         assert replies.count(Reply.part) + 1 >= 4 * (1 << 20) // MAX_PACKET_BYTES
         assert received[-1].body == b""
         body = b"".join(answer.body for answer in received[: 1 + replies.index(Reply.more) + 1])
-        first = parse_answer(pb.GetResponse, body)
+        first = pb.GetResponse.FromString(body)
         assert (first.index, first.part.offset, len(first.part.data)) == (0, 0, 1 << 20)
 
 
@@ -492,7 +491,7 @@ def test_what_follows_a_lookup_comes_after_its_answer_and_is_told_nobody(
     calls, session = calls_of(service, learn)
     body = pb.LookupRequest(session_id=session.session_id).SerializeToString()
     packets = calls.answer(session, Request(Op.call, 1), body)
-    assert parse_answer(pb.LookupResponse, unpack_answer(next(packets)).body).ready == 3
+    assert pb.LookupResponse.FromString(unpack_answer(next(packets)).body).ready == 3
     assert done == []
     assert list(packets) == []
     assert done == ["learnt"]
@@ -515,7 +514,7 @@ def test_answer_of_every_chunk_of_the_largest_batch_is_cut_and_whole() -> None:
     )
     answers = answers_of(1, reply)
     assert [answer.reply for answer in answers] == [Reply.part, Reply.ok]
-    assert parse_answer(pb.LookupResponse, b"".join(a.body for a in answers)) == reply
+    assert pb.LookupResponse.FromString(b"".join(a.body for a in answers)) == reply
 
 
 def test_answer_that_is_given_up_ends_the_service_s_stream() -> None:

@@ -22,7 +22,7 @@ from local_server import LocalServer, eventually, open_session
 from prompts import SMALL, chunks_of, keys_of
 from socket_peer import STAGING_BYTES, Claim, Peer, staging, ticking
 
-from kvstore.client.transports.staging import StagingMemory
+from kvstore.client.transports.shared_memory import StagingMemory
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
 from kvstore.proto.errors import InvalidRequestError

@@ -10,7 +10,7 @@ from local_server import LocalServer, eventually
 from prompts import store
 from redis_process import RedisProcess
 
-from kvstore.cli.server import Rates, directory_line, fetch_status, status_as_dict
+from kvstore.cli.server import Look, directory_line, fetch_status
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import ChunkKey
 from kvstore.server.cluster.directory import Directory, open_directory
@@ -69,7 +69,7 @@ def test_status_and_metrics_show_the_nodes_that_are_seen(pair: list[LocalServer]
     assert seen.incarnation == directory_of(second).me.incarnation
     line = directory_line(reply.directory)
     assert line == f"directory: a, 0 chunks named; sees b at 127.0.0.1:{second.node.port}"
-    shown = status_as_dict("x", reply, Rates(0.0))["directory"]
+    shown = Look("x", reply).as_dict()["directory"]
     assert (shown["standing"], shown["nodes"][0]["node_id"]) == ("known", "b")
     levels = {row[0]: row[3] for row in gauges(first.node.store, 0, directory_of(first))}
     assert (levels["directory_up"], levels["directory_nodes"]) == (1, 1)
@@ -78,7 +78,7 @@ def test_status_and_metrics_show_the_nodes_that_are_seen(pair: list[LocalServer]
 def test_server_without_a_directory_shows_none(server: LocalServer) -> None:
     reply = fetch_status(f"127.0.0.1:{server.node.port}")
     assert reply.directory is None
-    assert status_as_dict("x", reply, Rates(0.0))["directory"] is None
+    assert Look("x", reply).as_dict()["directory"] is None
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from local_server import LocalServer, eventually
 from prompts import equal, keys_of, outcomes
 
 from kvstore.client import Chunk, Client
+from kvstore.client.chunk_puts import layout_of
 from kvstore.codecs.base import ChunkTensors, Part
 from kvstore.proto.types import Accuracy, PutOutcome
 
@@ -84,7 +85,7 @@ def test_a_copy_with_another_end_than_the_others_is_not_counted(
     put_ends(client, keys, ["", ends])
     catalog = server.node.store.catalog
     assert eventually(lambda: "disk" in catalog.holders(keys[1]))
-    other = chunk_of(client, keys, 1, "w").arrays(HYBRID)[0]
+    other = layout_of(chunk_of(client, keys, 1, "w"), HYBRID)
     info = catalog.copies(keys[1])["cpu"]
     catalog.forget("disk", keys[1])
     catalog.note_sealed("disk", type(info)(info.key, info.parent, other, 0, 900))

@@ -1,0 +1,385 @@
+"""What a call generates from, and what is measured meanwhile: time, which tokens matter, what lossy
+copies change.
+
+Codecs that spend more bits on some tokens are given their importance (``Chunk.importance``). A
+token that gets much attention is worth more (MiKV, Yang et al., arXiv 2402.18096, section 3), and
+what the last tokens of a prompt look at is what is looked at behind them (SnapKV, Li et al.,
+arXiv 2404.14469, section 3.2). It is the mean over the queries that see a token: a sum favours
+those that more see.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    AttentionInterface,
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+    StaticCache,
+    StoppingCriteria,
+)
+
+from kvstore.client.blend.gate import compare
+from kvstore.client.engines.base import Prefix, Span
+from kvstore.client.engines.transformers.cache import (
+    CacheShape,
+    Held,
+    as_argument,
+    forward,
+    length,
+    notes_of,
+)
+from kvstore.client.options import MAX_DEADLINE_MS
+from kvstore.codecs.terms import Importance
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import accuracy_tag
+from kvstore.proto.errors import InvalidRequestError
+
+PASSED = (
+    "logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria", "streamer", "tokenizer",
+)  # fmt: skip
+"""Arguments of ``model.generate`` that choose or hand out tokens: no KV depends on them."""
+
+MAX_ENDS = 4096
+"""Of models that keep windows alone, which need one every so many tokens."""
+
+QUERIES = 16
+"""The last tokens of a prompt whose attention counts."""
+LAYERS = 8
+"""About as many layers are looked at, from the first one on. More are no better."""
+
+COMPARED_TOKENS = 64
+"""Of a prompt's end: what a comparison weighs most at."""
+
+Attend = Callable[..., Any]
+_WATCHED: dict[str, Attend] = {}
+"""What is registered with transformers in place of its own implementations of attention."""
+_FAULTS = (RuntimeError, MemoryError)
+"""Of torch, which has no memory left for instance: nothing is noted then, and no request fails."""
+_HERE = threading.local()
+"""Its ``look`` is that of this thread, if there is one."""
+
+
+# --- prompts, padded on the left in a batch, and settings
+
+
+def inputs_of(given: Any, mask: Any, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Return what a user gave as (prompts, tokens) on *device*, and its attention mask if any.
+
+    *given*: a tensor, lists of token ids of one length, or what a tokenizer returned. Raises
+    InvalidRequestError for anything else.
+    """
+    if isinstance(given, Mapping):
+        other = sorted(set(given) - {"input_ids", "attention_mask", "token_type_ids"})
+        if other or "input_ids" not in given:
+            fix = "give input_ids, and attention_mask if prompts are padded: text alone is stored"
+            raise InvalidRequestError("input_ids", ", ".join(other or map(str, given)), fix)
+        given, mask = given["input_ids"], given.get("attention_mask") if mask is None else mask
+    ids = _whole_numbers("input_ids", given, device)
+    return ids, None if mask is None else _whole_numbers("attention_mask", mask, device)
+
+
+def _whole_numbers(name: str, given: Any, device: torch.device) -> Tensor:
+    try:
+        found = torch.as_tensor(given, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        fix = f"give a tensor, lists of one length or what the tokenizer returned: {error}"
+        raise InvalidRequestError(name, type(given).__name__, fix) from None
+    if found.is_floating_point() or found.is_complex():
+        raise InvalidRequestError(name, str(found.dtype), "give whole numbers: token ids")
+    return (found[None] if found.ndim == 1 else found).long()
+
+
+def prompt_of(input_ids: Any, device: torch.device) -> list[int]:
+    """Return the tokens of the one prompt of *input_ids*. Raises InvalidRequestError."""
+    ids, _ = inputs_of(input_ids, None, device)
+    if ids.ndim != 2 or ids.shape[0] != 1:
+        fix = "give one prompt, (1, tokens), not a batch"
+        raise InvalidRequestError("input_ids", tuple(ids.shape), fix)
+    tokens: list[int] = ids[0].tolist()
+    return tokens
+
+
+def prompts_of(input_ids: Tensor, mask: Tensor | None) -> list[list[int]]:
+    """Return the tokens of each prompt of *input_ids*, (prompts, tokens), without the padding.
+
+    Raises InvalidRequestError for padding that is not on the left, and for empty prompts.
+    """
+    if input_ids.ndim != 2 or not input_ids.numel():
+        fix = "give prompts of (prompts, tokens)"
+        raise InvalidRequestError("input_ids", tuple(input_ids.shape), fix)
+    if mask is None:
+        return input_ids.tolist()
+    if mask.shape != input_ids.shape:
+        fix = f"give {tuple(input_ids.shape)}"
+        raise InvalidRequestError("attention_mask", tuple(mask.shape), fix)
+    kept = mask.to(torch.bool)
+    counts = kept.sum(1).tolist()
+    for row, count in enumerate(counts):
+        if not count or not bool(kept[row, -count:].all()):
+            fix = "a row is zeros, then ones: pad on the left"
+            raise InvalidRequestError("attention_mask", f"row {row}", fix)
+    return [ids[-count:].tolist() for ids, count in zip(input_ids, counts, strict=True)]
+
+
+def until_end(tokens: Sequence[int], start: int, settings: GenerationConfig) -> Sequence[int]:
+    """Return *tokens* up to the first from *start* on that ends a prompt: padding follows that."""
+    given: Any = settings.eos_token_id
+    ends = [] if given is None else torch.as_tensor(given, device="cpu").reshape(-1).tolist()
+    return next((tokens[:at] for at in range(start, len(tokens)) if tokens[at] in ends), tokens)
+
+
+def checked_deadline(deadline_ms: int) -> int:
+    """Return *deadline_ms*. Raises InvalidRequestError for one that is none."""
+    if not 0 <= deadline_ms <= MAX_DEADLINE_MS:
+        raise InvalidRequestError("deadline_ms", deadline_ms, f"give 0 to {MAX_DEADLINE_MS}")
+    return deadline_ms
+
+
+def settings_of(
+    model: GenerationMixin, config: GenerationConfig | None, stated: dict[str, Any]
+) -> GenerationConfig:
+    """Return *config*, or the model's own, with what was *stated* beside it.
+
+    Raises InvalidRequestError for what is no setting, and for those that cannot be stored from.
+    """
+    if config is not None and "generation_config" in stated:
+        raise InvalidRequestError("generation_config", "given twice", "give it once")
+    given = stated.pop("generation_config", None) or config
+    settings: GenerationConfig = copy.deepcopy(given or model.generation_config)
+    for name, value in stated.items():
+        if not hasattr(settings, name):
+            fix = f"give a setting of GenerationConfig, or one of {', '.join(PASSED)}"
+            raise InvalidRequestError(name, value, fix)
+        setattr(settings, name, value)
+    caches = (
+        "dynamic and static caches are stored: a quantised one would hold other numbers after "
+        "a load than after a prefill, and an offloaded one is not where it is looked for"
+    )
+    for name, taken, fix in (
+        ("num_beams", (None, 0, 1), "one sequence at a time"),
+        ("num_return_sequences", (None, 0, 1), "one sequence at a time"),
+        ("use_cache", (None, True), "without a cache there is nothing to store"),
+        ("cache_implementation", (None, "dynamic", "hybrid", "static"), caches),
+        ("token_healing", (None, False), "it changes the prompt that is stored"),
+    ):
+        if getattr(settings, name) not in taken:
+            raise InvalidRequestError(name, getattr(settings, name), fix)
+    settings.return_dict_in_generate = True
+    return settings
+
+
+def prefill(
+    model: PreTrainedModel,
+    tokens: Sequence[int],
+    cache: Cache,
+    shape: CacheShape,
+    places: Sequence[int],
+) -> list[Held]:
+    """Run *model* over *tokens* from the end of *cache* to the last of *places*.
+
+    Return what the cache has of its end at each.
+    """
+    taken = []
+    for place in places:
+        ids = torch.tensor([tokens[length(cache, shape) : place]], device=model.device)
+        forward(model, ids, cache)
+        taken.append(Held.of_end(cache, shape))
+    return taken
+
+
+def pauses(shape: CacheShape, span: Span, shared_tokens: int, chunk_tokens: int) -> list[int]:
+    """Return after which tokens of a prompt to pause, ascending.
+
+    *span*: the tokens that are in the cache already, and those of the prompt, the last of which
+    is left to generate from. *shared_tokens*: how far others went the same way.
+    """
+    start, stop = span
+    windows = {s.window - 1 for s in shape.windows}
+    wanted = {end // chunk_tokens * chunk_tokens for end in (stop - 1, shared_tokens)}
+    for first in [end - kept for end in wanted for kept in windows]:
+        if first > 0 and first % chunk_tokens:  # it reaches into a chunk that it does not cover
+            wanted.add((first // chunk_tokens + 1) * chunk_tokens)
+    if not shape.keeps_all:
+        step = max(chunk_tokens, min(windows, default=0) // chunk_tokens * chunk_tokens)
+        wanted.update(range(start // chunk_tokens * chunk_tokens + step, stop, step))
+    return sorted(place for place in wanted if start < place < stop)
+
+
+class Watch(StoppingCriteria):
+    """Watches a model generate from one prompt into *cache*; stops nothing.
+
+    Of models with windows or states it takes ``ends`` of the cache at ends of chunks, each with the
+    windows of its chunk alone. As many are kept as the longest window reaches over, or all of them
+    for models that keep windows alone.
+    """
+
+    def __init__(self, cache: Cache, shape: CacheShape, chunk_tokens: int) -> None:
+        self.ends: list[Held] = []
+        self.on_first: Callable[[], object] | None = None
+        """Is called once the first token is there."""
+        self._cache = cache
+        self._shape = shape
+        self._step = chunk_tokens
+        longest = max((layer.window - 1 for layer in shape.windows), default=1)
+        self._limit = -(-longest // chunk_tokens) if shape.keeps_all else MAX_ENDS
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        """Look at the cache behind *input_ids*, (1, tokens), the last of which is not in it."""
+        on_first, self.on_first = self.on_first, None
+        if on_first is not None:
+            int(input_ids[0, -1])  # what was queued on a device is done
+            on_first()
+        if self._shape.has_ends and length(self._cache, self._shape) % self._step == 0:
+            taken = Held.of_end(self._cache, self._shape, self._step)
+            self.ends = [*self.ends, taken][-self._limit :]
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+# --- importance
+
+
+@contextmanager
+def noting_attention(
+    model: PreTrainedModel, cache: Cache, shape: CacheShape, tokens: int
+) -> Iterator[Callable[[], None]]:
+    """Look at what *model* generates within, in this thread, from a prompt of so many *tokens*.
+
+    What these get is noted in *cache*, until what this yields is called: once the first token is
+    there. Nothing is noted of 0 *tokens*, in static caches and those with windows or states, nor of
+    attention that a model computes without an implementation of transformers' (``eager``).
+    """
+    config: Any = model.config.get_text_config()
+    is_seen = tokens and not shape.has_ends and not isinstance(cache, StaticCache)
+    if not is_seen or not _is_watched(config._attn_implementation):
+        yield lambda: None
+        return
+    look = _Look(tokens, max(1, len(shape.tokens) // LAYERS))
+    with ExitStack() as stack:
+        stack.callback(setattr, _HERE, "look", None)
+        _HERE.look = look
+        yield stack.close
+    notes_of(cache).importance = look.weights()
+
+
+def _is_watched(name: str) -> bool:
+    """Have the implementation called *name* watched; return whether there is one."""
+    own: Attend | None = AttentionInterface().get(name)  # type: ignore[no-untyped-call]
+    if own is None:
+        return False
+    if own is not _WATCHED.get(name):
+        _WATCHED[name] = _watched(own)
+        AttentionInterface.register(name, _WATCHED[name])
+    return True
+
+
+def _watched(own: Attend) -> Attend:
+    @wraps(own)
+    def attend(module: Any, query: Tensor, key: Tensor, *more: Any, **named: Any) -> Any:
+        # Compiled models have static caches, and cannot look at a thread.
+        look = None if torch.compiler.is_compiling() else getattr(_HERE, "look", None)
+        if look is not None:
+            look.note(query, key, named.get("scaling"))
+        return own(module, query, key, *more, **named)
+
+    return attend
+
+
+class _Look:
+    """Collects what attention each of *tokens* gets, in every *step*-th layer."""
+
+    def __init__(self, tokens: int, step: int) -> None:
+        self._tokens = tokens
+        self._step = step
+        self._layers = 0
+        self._found: list[Tensor] | None = []
+
+    def note(self, queries: Tensor, keys: Tensor, scale: float | None) -> None:
+        """Take *queries*, (1, heads, some, dim), and *keys*, (1, kv_heads, tokens, dim)."""
+        if keys.ndim != 4 or keys.shape[0] != 1 or keys.shape[2] != self._tokens:
+            return
+        is_looked_at, self._layers = self._layers % self._step == 0, self._layers + 1
+        if is_looked_at and self._found is not None:
+            try:
+                with torch.no_grad():
+                    self._found.append(mean_attention(queries[0, :, -QUERIES:], keys[0], scale))
+            except _FAULTS:
+                self._found = None
+
+    def weights(self) -> Importance | None:
+        """Return the weights, f32 (tokens,), positive; None where there is none to be had."""
+        if not self._found:
+            return None
+        try:
+            weights: Importance = torch.stack(self._found).mean(0).cpu().numpy()
+        except _FAULTS:
+            return None
+        # 0 would say that a token is of no importance; that it got little does not.
+        tiny = np.finfo(np.float32).tiny
+        return np.maximum(weights, tiny) if np.isfinite(weights).all() else None
+
+
+def mean_attention(queries: Tensor, keys: Tensor, scale: float | None = None) -> Tensor:
+    """Return the attention that each key gets, the mean over heads and who sees it: (tokens,).
+
+    *queries* are those of the last tokens, (heads, some, dim), *keys* (kv_heads, tokens, dim).
+    """
+    (heads, count, dim), (kv_heads, tokens, _) = queries.shape, keys.shape
+    grouped = queries.reshape(kv_heads, -1, dim) * (dim**-0.5 if scale is None else scale)
+    hidden = torch.full((count, count), float("-inf"), dtype=keys.dtype, device=keys.device)
+    hidden = hidden.triu(1)
+    given = torch.zeros(tokens, dtype=torch.float32, device=keys.device)
+    for own, key in zip(grouped, keys, strict=True):  # all heads at once would take much memory
+        logits = (own @ key.T).view(-1, count, tokens)
+        logits[:, :, -count:] += hidden
+        given += logits.softmax(-1, dtype=torch.float32).sum((0, 1)) / heads
+    # The first of the last tokens is seen by all of them, the last by itself alone.
+    given[-count:] /= torch.arange(count, 0, -1, device=keys.device)
+    given[:-count] /= count
+    return given
+
+
+# --- lossy copies, which open and close the gate of a model and a codec
+
+
+def comparison(
+    model: PreTrainedModel, tokens: Sequence[int], cache: Cache, prefix: Prefix
+) -> pb.ReportReuseRequest:
+    """Return the report on a prompt of which *cache* holds *prefix*, lossy by one codec.
+
+    The logits of the last tokens behind *cache*, which is used up, are compared with those of a
+    full prefill. So that there are enough, less of the cache is used, but half of what is lossy
+    stays.
+    """
+    exact, held = prefix.exact_tokens, int(cache.get_seq_length())
+    left = max(len(tokens) - COMPARED_TOKENS, exact + -(-(held - exact) // 2))
+    if isinstance(cache, DynamicCache) and left < held:
+        cache.crop(left - held)
+        held = left
+    rows = min(COMPARED_TOKENS, len(tokens) - held)
+    full = _logits(model, tokens, DynamicCache(config=model.config), rows)
+    found = compare(full, _logits(model, tokens[held:], cache, rows))
+    (codec,) = prefix.codecs
+    return pb.ReportReuseRequest(tag=accuracy_tag(codec), shadow=found.message())
+
+
+def _logits(model: PreTrainedModel, tokens: Sequence[int], cache: Cache, rows: int) -> Tensor:
+    """Return the logits of the last *rows* of *tokens*: (rows, vocabulary)."""
+    engine: Any = model
+    ids = torch.tensor([tokens], device=model.device)
+    with torch.inference_mode():
+        output = engine(ids, **as_argument(cache), use_cache=True, logits_to_keep=rows)
+    found: Tensor = output.logits[0, -rows:]
+    return found

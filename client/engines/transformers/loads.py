@@ -1,0 +1,472 @@
+"""The load of a prompt's prefix: whole, or while the model computes other chunks or layers.
+
+For a deadline the model computes the chunks that load too slowly. Over a slow link a forward needs
+a layer's keys and values when it comes to that layer: the first one is there long before the last
+one, and what is computed meanwhile costs no time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import chain
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from kvstore.client.client import Client
+from kvstore.client.decode import Layer
+from kvstore.client.engines.base import Allowed, Asked, Connector, Prefix, Span
+from kvstore.client.engines.transformers.cache import (
+    CacheShape,
+    Held,
+    Nested,
+    copy,
+    forward,
+    notes_of,
+)
+from kvstore.client.engines.transformers.identity import WeightsChange
+from kvstore.client.planning import Deadline, LinkMeter
+from kvstore.client.tensors import LayerTensors, to_arrays
+from kvstore.codecs.base import AnyTensors
+from kvstore.proto.device import Device, HostDevice, open_device
+from kvstore.proto.frame import raw_frame_bytes
+from kvstore.proto.types import EXACT, Accuracy, ChunkKey, KVLayout, Stated, layer_order
+
+RING_BYTES = 128 << 20
+"""Host memory of a ring: as many chunks as fit, or one that is larger."""
+ALIGN_BYTES = 64
+"""Each tensor of a chunk begins at a multiple of it."""
+UNSEEN_BYTES_PER_S = 1e12
+"""What is thought of a link before something came over it: that nothing is to be gained."""
+LEAST_GAIN_S, LEAST_GAIN = 0.02, 0.125
+"""What loading layer by layer has to save, in seconds and as a share of load and forward: less is
+not worth a load that may end in the middle."""
+WAITED_S = 0.001
+"""A layer that took longer than this was waited for: by then the link had brought no more."""
+
+T = TypeVar("T")
+
+
+# --- between a device and the host: one copy for all layers of a chunk
+
+
+class Staging:
+    """Memory that chunks of *shape*, *tokens* each at most, pass through to and from *where*.
+
+    A ring of host memory and one piece of device memory, both allocated once. All is queued on
+    the stream that the engine computes on: a store reads what was computed before it, and what is
+    computed after a load sees what it brought. Hold ``lock`` while places of the ring are in use.
+    """
+
+    def __init__(self, device: Device, where: torch.device, shape: CacheShape, tokens: int) -> None:
+        self.lock = threading.RLock()
+        self._device = device
+        self._where = where
+        self._slot_bytes = chunk_bytes(shape, tokens)
+        self.slots = max(1, RING_BYTES // self._slot_bytes)
+        self._last = 0
+
+    @cached_property
+    def _memory(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ring's memory, uint8 (slots, slot bytes), and the device's, uint8 (slot bytes,)."""
+        with torch.inference_mode(False):  # the next to use them may be outside of it
+            ring = self._device.staging(self.slots * self._slot_bytes)
+            room = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._where)
+        return ring.view(self.slots, -1), room
+
+    def to_host(self, tensors: LayerTensors) -> Nested:
+        """Return what *tensors* hold, in the ring's next place, when it is there.
+
+        Tensors that are on the host already are returned as they are.
+        """
+        ring, room = self._memory
+        self._last = (self._last + 1) % self.slots
+        gathered, size = self._placed(room, tensors)
+        found, _ = self._placed(ring[self._last], tensors)
+        stream = self._device.current_stream()
+        stream.launch(lambda: copy(gathered, tensors))
+        stream.copy(ring[self._last, :size], room[:size])
+        stream.record().synchronize()
+        return found
+
+    def read(
+        self,
+        client: Client,
+        keys: Sequence[ChunkKey],
+        out: Callable[[int, KVLayout], Nested],
+        least: Accuracy,
+    ) -> list[Stated]:
+        """Read the longest run of *keys*; chunk number i of a layout goes to *out* of both.
+
+        Return what each states, none less so than *least*. They come a ring's worth at a time,
+        each in one copy; the last of them is awaited.
+        """
+        ring, room = self._memory
+        found: list[Stated] = []
+        for start in range(0, len(keys), self.slots):
+            some, wanted = keys[start : start + self.slots], dict[int, Nested]()
+
+            def place(
+                index: int, layout: KVLayout, start: int = start, wanted: dict[int, Nested] = wanted
+            ) -> AnyTensors:
+                wanted[index] = out(start + index, layout)
+                return to_arrays(self._placed(ring[index], wanted[index])[0])
+
+            stated: list[Stated] = []
+            client.get_chunks(some, place, accuracy=least, stated=stated)
+            stream = self._device.current_stream()
+            for index in range(len(stated)):
+                arrived, size = self._placed(room, wanted[index])
+                stream.copy(room[:size], ring[index, :size])
+                stream.launch(partial(copy, wanted[index], arrived))
+            stream.record().synchronize()
+            found += stated
+            if len(stated) < len(some):
+                break
+        return found
+
+    def _placed(self, memory: torch.Tensor, tensors: LayerTensors) -> tuple[Nested, int]:
+        """Return views of *memory*, uint8 (bytes,), like *tensors*, and the bytes they take."""
+        end = 0
+
+        def place(like: Any) -> torch.Tensor:
+            nonlocal end
+            if like.device != self._where:
+                return like  # type: ignore[no-any-return]
+            start, end = end, end + _aligned(like.nbytes)
+            return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
+
+        nested = [[[place(part) for part in parts] for parts in layers] for layers in tensors]
+        return nested, end
+
+
+def chunk_bytes(shape: CacheShape, tokens: int) -> int:
+    """Return what a chunk of so many tokens takes at most, with its windows and states."""
+    held = Held.empty(shape, [(0, tokens)], torch.device("meta"))
+    parts = [*chain.from_iterable(held.tokens.values()), *held.states.values()]
+    return sum(_aligned(part.nbytes) for part in parts)
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def device_of(model: PreTrainedModel) -> Device | None:
+    """Return the model's device; None for the CPU, between which and itself nothing is copied."""
+    if model.device.type == "cpu":
+        return None
+    # Copies of torch's own wait for other devices than CUDA's.
+    return open_device(model.device) if model.device.type == "cuda" else HostDevice()
+
+
+# --- loads
+
+
+class Call(NamedTuple):
+    """What all prompts of a call have in common."""
+
+    extra: Sequence[bytes]
+    """What names them beside their tokens, the change of the weights among it."""
+    weights: WeightsChange
+    allowed: Allowed
+    """The copies that are read."""
+    settings: Any = None
+    """A GenerationConfig."""
+    passed: Mapping[str, Any] = MappingProxyType({})
+    """Other arguments of ``model.generate``."""
+    deadline_ms: int = 0
+    """Of the first token, from ``began_s`` on; 0: none."""
+    began_s: float = 0.0
+
+
+@dataclass
+class Link:
+    """What the loads of one connector share. Any thread may use it."""
+
+    connector: Connector
+    model: PreTrainedModel
+    shape: CacheShape
+    staging: Staging | None
+    meter: LinkMeter = field(default_factory=lambda: LinkMeter(UNSEEN_BYTES_PER_S, time.monotonic))
+    """How fast chunks come, in bytes of raw frames."""
+    layered: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the one load that is layer by layer: two would wait for each other's layers."""
+    is_doubted: bool = False
+    """Whether a load layer by layer was lost, and none that is whole has been seen since."""
+
+
+class _LayerLostError(Exception):
+    """A layer came of fewer chunks than the first one."""
+
+
+class PrefixLoad:
+    """The load of one prompt into a cache, and the forward behind it. For one thread.
+
+    *in_layers*: it may come layer by layer, where that saves enough by what the link and the
+    connector's ``learned`` say: the shorter of transfer and computing. Exact copies alone; one such
+    load at a time; not where the client's deadline may end it, nor over shared memory, where all
+    is in reach at once. Each layer is verified before the model sees it. When one is late or proves
+    wrong the forward is given up, and done again behind the chunks that are right in all layers.
+    """
+
+    def __init__(
+        self, link: Link, tokens: Sequence[int], cache: Cache, *, in_layers: bool = False
+    ) -> None:
+        self.tokens = tokens
+        self.cache: Any = cache
+        self.prefix = Prefix()
+        self.ends: list[Held] = []
+        """What the cache had of its end on the way."""
+        self.to_compare: Cache | None = None
+        """What was loaded, if that is to be compared with a full prefill."""
+        self._link, self._connector = link, link.connector
+        self._in_layers = in_layers
+        self._held: Held | None = None
+        self._layers: Generator[Layer, None, None] | None = None
+        self._counts: dict[int, int] = {}
+        """Of each layer that came, the chunks that were right by then."""
+        self._reason = ""
+        self._spans: Sequence[Span] = ()
+        self._arriving: dict[int, Any] = {}
+        """The cache's layers, whose keys and values may be on their way."""
+        self._waited_s = self._began_s = 0.0
+        self._sizes: Sequence[int] = ()
+        """Bytes of the chunks that were asked for, as raw frames."""
+
+    def load(self, call: Call) -> None:
+        """Have the longest stored prefix in the cache, or on its way.
+
+        For a deadline the model computes what loads too slowly. Raises what the model raises.
+        """
+        link, cache, failed = self._link, self.cache, list[Exception]()
+        is_plain = link.staging is None and not link.shape.has_ends
+        can_wait, within = is_plain and isinstance(cache, DynamicCache), None
+        if can_wait and call.deadline_ms:
+            compute = self._beside(failed)
+            within = Deadline(call.deadline_ms / 1000, compute, began_s=call.began_s)
+        self._in_layers &= can_wait and within is None and not is_compiled(link.model)
+        read = partial(self._read, within)
+        asked = Asked(len(self.tokens), link.shape.has_ends, within)
+        with nullcontext() if link.staging is None else link.staging.lock:
+            self.prefix, self._reason = self._connector.attempt(
+                self.tokens, read, call.extra, call.allowed, asked
+            )
+        prefix, held, self._held = self.prefix, self._held, None
+        if held is not None and prefix.hit_tokens:
+            held.fill(cache, link.shape, prefix.hit_tokens)
+        if not self._is_on_its_way():
+            self._count()
+        if failed:
+            raise failed[-1]
+        notes_of(cache).exact_tokens = prefix.exact_tokens if prefix.lossy_tokens else None
+
+    def _beside(self, failed: list[Exception]) -> Callable[[range], None]:
+        """Return what computes chunks of the prompt while others load.
+
+        The last token is left to generate from. What the model raises is in *failed*, too.
+        """
+        model, chunk_tokens = self._link.model, self._connector.client.options.chunk_tokens
+        ids = torch.tensor([self.tokens], device=model.device)[:, :-1]
+
+        def compute(chunks: range) -> None:
+            some = ids[:, chunks.start * chunk_tokens : chunks.stop * chunk_tokens]
+            began_s = time.perf_counter()
+            try:
+                last = forward(model, some, self.cache)
+                float(last[0, 0])  # the next is begun once this is done, on a device, too
+            except Exception as error:
+                failed.append(error)
+                raise
+            self._connector.learned.observe(some.shape[1], time.perf_counter() - began_s)
+
+        return compute
+
+    def _read(
+        self,
+        within: Deadline | None,
+        keys: Sequence[ChunkKey],
+        spans: Sequence[Span],
+        first: int,
+        least: Accuracy,
+    ) -> Sequence[Stated]:
+        """Read the chunks of *keys* from number *first* on, or begin to; return what each states.
+
+        With windows or states all of them have to come.
+        """
+        link, client = self._link, self._connector.client
+        shape, staging = link.shape, link.staging
+        self._held = held = self._held or Held.empty(shape, spans, link.model.device)
+
+        def out(at: int, layout: KVLayout) -> Nested:
+            return held.chunk(shape, layout, spans[first + at])
+
+        stated: list[Stated] = []
+        if staging is not None:
+            stated = staging.read(client, keys[first:], out, least)
+        elif shape.has_ends:
+            client.get_chunks(
+                keys[first:], lambda at, of: to_arrays(out(at, of)), accuracy=least, stated=stated
+            )
+        else:
+            layouts = [KVLayout.of(client.model, stop - at) for at, stop in spans]
+            rooms = [held.chunk(shape, *both) for both in zip(layouts, spans, strict=True)]
+            if within is not None:
+                tail_tokens = len(self.tokens) - spans[-1][1]
+                return self._connector._read_within(keys, rooms, first, least, within, tail_tokens)
+            self._spans = spans[first:]
+            self._sizes = list(map(raw_frame_bytes, layouts[first:]))
+            return self._read_plain(keys[first:], rooms[first:], least)
+        return () if shape.has_ends and len(stated) < len(keys) else stated
+
+    def _read_plain(
+        self, keys: Sequence[ChunkKey], rooms: Sequence[LayerTensors], least: Accuracy
+    ) -> Sequence[Stated]:
+        link, self._began_s = self._link, time.monotonic()
+        is_exact = least is Accuracy.exact
+        if self._in_layers and is_exact and self._pays() and link.layered.acquire(blocking=False):
+            self._layers = self._drawn(keys, rooms)
+            self._draw()
+            return [EXACT] * min(self._counts.values(), default=0)
+        stated: list[Stated] = []
+        self._connector.client.get_chunks(keys, rooms, accuracy=least, stated=stated)
+        link.meter.observe(sum(self._sizes[: len(stated)]), time.monotonic() - self._began_s)
+        link.is_doubted &= not stated
+        return stated
+
+    # --- layer by layer
+
+    def _pays(self) -> bool:
+        client, prefill = self._connector.client, self._connector.learned.model()
+        transport = client._link.connected()
+        if transport.name == "shm" or prefill is None or self._link.is_doubted:
+            return False
+        held = min(self._spans[-1][1], len(self.tokens) - 1)
+        compute_s = prefill.seconds(len(self.tokens) - held, held)
+        load_s = sum(self._sizes) / self._link.meter.estimate().mean_bytes_per_s
+        return (
+            min(load_s, compute_s) >= max(LEAST_GAIN_S, LEAST_GAIN * (load_s + compute_s))
+            # What is late then loses every chunk, of a whole load only those behind.
+            and load_s <= client.options.deadline_ms / 2000
+            and len(self._spans) <= transport.session.terms.max_batch_chunks
+        )
+
+    def _drawn(
+        self, keys: Sequence[ChunkKey], rooms: Sequence[LayerTensors]
+    ) -> Generator[Layer, None, None]:
+        try:
+            with closing(self._connector.client.get_chunk_layers(keys, rooms)) as layers:
+                yield from layers
+        finally:
+            self._link.layered.release()
+
+    def _draw(self) -> bool:
+        """Wait for the next layer; return whether one came. Raises KVStoreErrors."""
+        assert self._layers is not None
+        asked_s = time.monotonic()
+        try:
+            layer = next(self._layers, None)
+            if layer is not None:
+                self._counts[layer.layer_id] = len(layer.tensors)
+            return layer is not None
+        finally:
+            now_s = time.monotonic()
+            if now_s - asked_s > WAITED_S:
+                layers = len(layer_order(self._connector.client.model))
+                came_bytes = sum(self._sizes) * len(self._counts) // layers
+                self._link.meter.observe(came_bytes, now_s - self._began_s)
+
+    def _is_on_its_way(self) -> bool:
+        """Return whether more than a first layer is to come: the cache's then wait for it.
+
+        Such a prefix is counted once all of it came.
+        """
+        if self._layers is None:
+            return False
+        if not self.prefix.hit_tokens:
+            self._layers.close()
+            self._layers, self._link.is_doubted = None, True
+            return False
+        self._arriving = {s.layer: self.cache.layers[s.layer] for s in self._link.shape.tokens}
+        for number, layer in self._arriving.items():
+            vars(layer)["update"] = partial(self._update, number)
+        return True
+
+    def _update(self, number: int, *new: Any, **more: Any) -> Any:
+        """Do what the cache's layer does with *new* keys and values, once its own came."""
+        self._wait(number)
+        return self._arriving[number].update(*new, **more)
+
+    def _wait(self, number: int) -> None:
+        """Return once layer *number* came. Raises what ends the forward, where it did not."""
+        began_s, layer = time.perf_counter(), vars(self._arriving[number])
+        if "update" not in layer:
+            return
+        while number not in self._counts and self._connector.ask(self._draw, False):
+            pass
+        self._waited_s += time.perf_counter() - began_s
+        chunks = len(self.prefix.tiers)
+        if self._counts.get(number, 0) < chunks:
+            raise _LayerLostError(number)
+        del layer["update"]
+        if all(self._counts.get(own, 0) >= chunks for own in self._arriving):
+            assert self._layers is not None
+            # Hold nothing twice: what grows is a copy.
+            self._connector.ask(self._layers.close, None)
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """Tell the connector that *tokens* took so many seconds, some of which were waited."""
+        self._connector.learned.observe(tokens, seconds - self._waited_s)
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Return what *work*, the forward, makes of the cache; ``prefix`` is what was in it.
+
+        Where a layer did not come, *work* is done again behind what is right. Raises what it does.
+        """
+        if self._layers is None:
+            return work()
+        with closing(self._layers):
+            try:
+                found = work()
+                for number in self._arriving:
+                    self._wait(number)
+            except _LayerLostError:
+                self._cut()
+            else:
+                self._count()
+                return found
+        self._waited_s = 0.0
+        return work()
+
+    def _cut(self) -> None:
+        """Have the cache hold the first chunks alone, which are right in all layers."""
+        self._link.is_doubted = True
+        while self._connector.ask(self._draw, False):
+            pass
+        chunks, was = min(self._counts.get(n, 0) for n in self._arriving), self.prefix
+        spans, tiers = self._spans[:chunks], was.tiers[:chunks]
+        self.prefix = left = Prefix.of(spans, tiers, len(self.tokens), was.shared_tokens)
+        for layer in self._arriving.values():
+            vars(layer).pop("update", None)
+            layer.keys = layer.keys[:, :, : left.hit_tokens]
+            layer.values = layer.values[:, :, : left.hit_tokens]
+        self._reason = "lost"
+        self._count(len(was.tiers) - chunks)
+
+    def _count(self, lost_chunks: int = 0) -> None:
+        self._connector.note_load(len(self.tokens), self.prefix, self._reason, lost_chunks)
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether any of *model* was compiled by torch: such code does not wait where Python would."""
+    return any(
+        module._compiled_call_impl is not None
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )
