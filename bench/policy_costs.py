@@ -12,12 +12,12 @@ import numpy as np
 from typing_extensions import override
 
 from bench.state_caches import make_states
-from bench.states.cache import StateCache
-from bench.states.tree import HYBRID_7B
 from kvstore.cli.simulate import BlockTrace, Terms, replay_blocks
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.policy import EvictionPolicy, Rows, make_policy
+from kvstore.server.eviction.states.cache import StateCache
+from kvstore.server.eviction.states.tree import HYBRID_7B
 
 MEMORY_CHUNKS = 100_000
 STATE_PROMPTS = 5_000

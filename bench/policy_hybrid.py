@@ -3,7 +3,7 @@
 Replays data/traces/dev_*.jsonl at three capacities each, with the model ``hybrid-7b``. The bars are
 the better of SGLang+ and Marconi, each as its authors' artifact ran online on the same traces and
 capacities (vLLM+ is below both everywhere). No server and no bytes: the same hits whenever it runs.
-``--learn`` prints the lines of bench/states/prior.txt instead.
+``--learn`` prints the lines of server/eviction/states/prior.txt instead.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from bench.report import Report
 from bench.state_caches import DEFAULT_HYBRID_POLICY, play, replay_states, state_requests
-from bench.states.cache import GhostLimits, StateCache
-from bench.states.ranks import STATE_CLASSES, HitDensityRank
-from bench.states.tree import HYBRID_7B, CheckpointTree
 from kvstore.cli.simulate import SegmentLine, read_trace
+from kvstore.server.eviction.states.cache import GhostLimits, StateCache
+from kvstore.server.eviction.states.ranks import STATE_CLASSES, HitDensityRank
+from kvstore.server.eviction.states.tree import HYBRID_7B, CheckpointTree
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 

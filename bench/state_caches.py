@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
-from bench.states.cache import NO_GHOSTS, GhostLimits, MakeRank, StateCache
-from bench.states.ranks import HitDensityRank, LeafLruRank, LruRank, MarconiRank
-from bench.states.tree import HYBRID_7B, HybridModel
 from kvstore.cli.simulate import SegmentLine, Tokens, tokens_of
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.eviction.states.cache import NO_GHOSTS, GhostLimits, MakeRank, StateCache
+from kvstore.server.eviction.states.ranks import HitDensityRank, LeafLruRank, LruRank, MarconiRank
+from kvstore.server.eviction.states.tree import HYBRID_7B, HybridModel
 
 DEFAULT_HYBRID_POLICY = "hit_density"
 RING_REQUESTS = 2048

@@ -62,7 +62,6 @@ if TYPE_CHECKING:  # their files load redis or torch
 
 MAX_CLIENT_CHARS = 128
 MAX_NODE_ID_CHARS = 128
-"""How long announced chunks are kept; 0 keeps nothing."""
 MAX_LISTED_PEERS = 16
 """Of those that are there; clients learn of further ones as they read what these have."""
 BEAT_S = 1.0

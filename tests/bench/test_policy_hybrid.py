@@ -15,7 +15,8 @@ from bench.policy_hybrid import (
 )
 from bench.report import Report
 from bench.state_caches import state_requests
-from bench.states.ranks import read_prior
+
+from kvstore.server.eviction.states.ranks import read_prior
 
 
 @pytest.fixture(scope="module")

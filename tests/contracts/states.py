@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from bench.states.tree import CheckpointTree, Node
+
+from kvstore.server.eviction.states.tree import CheckpointTree, Node
 
 
 def nodes(tree: CheckpointTree) -> Iterator[Node]:

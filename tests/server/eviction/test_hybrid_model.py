@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.states.tree import HYBRID_7B
+from kvstore.server.eviction.states.tree import HYBRID_7B
 
 
 def test_a_state_of_the_7_b_hybrid_is_as_large_as_the_kv_of_409_tokens() -> None:

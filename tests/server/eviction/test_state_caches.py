@@ -12,14 +12,14 @@ from bench.state_caches import (
     make_states,
     play,
 )
-from bench.states.cache import NO_GHOSTS, GhostLimits, StateCache
-from bench.states.ranks import LruRank
-from bench.states.tree import HybridModel
 from contracts.states import recounted_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.eviction.states.cache import NO_GHOSTS, GhostLimits, StateCache
+from kvstore.server.eviction.states.ranks import LruRank
+from kvstore.server.eviction.states.tree import HybridModel
 
 SMALL = HybridModel("small", 1, 1, 1, 8, 4)
 PLENTY = 10**15

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from bench.states.cache import GhostLimits, Ghosts
-from bench.states.tree import (
+from contracts.states import edge
+from contracts.states import nodes as nodes_of
+
+from kvstore.server.eviction.states.cache import GhostLimits, Ghosts
+from kvstore.server.eviction.states.tree import (
     HYBRID_7B,
     CheckpointTree,
     HybridModel,
     Node,
     Tokens,
 )
-from contracts.states import edge
-from contracts.states import nodes as nodes_of
 
 SMALL = HybridModel("small", 1, 1, 1, 8, 4)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from bench.states.cache import Checkpoints, insert_speculatively
-from bench.states.tree import CheckpointTree, HybridModel
+
+from kvstore.server.eviction.states.cache import Checkpoints, insert_speculatively
+from kvstore.server.eviction.states.tree import CheckpointTree, HybridModel
 
 SMALL = HybridModel("small", 1, 1, 1, 8, 4)
 

@@ -7,8 +7,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from bench.states.cache import GhostLimits, MakeRank, StateCache
-from bench.states.ranks import (
+from contracts.states import nodes, spelt
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from kvstore.server.eviction.reuse_statistics import Classes, DensityTable, Floats
+from kvstore.server.eviction.states.cache import GhostLimits, MakeRank, StateCache
+from kvstore.server.eviction.states.ranks import (
     STATE_CLASSES,
     HitDensityRank,
     LeafLruRank,
@@ -17,12 +22,7 @@ from bench.states.ranks import (
     read_prior,
     state_class,
 )
-from bench.states.tree import CheckpointTree, HybridModel, Node, Tokens
-from contracts.states import nodes, spelt
-from numpy.typing import NDArray
-from typing_extensions import override
-
-from kvstore.server.eviction.reuse_statistics import Classes, DensityTable, Floats
+from kvstore.server.eviction.states.tree import CheckpointTree, HybridModel, Node, Tokens
 
 PRIOR_CRC32 = 252386292
 """Of its numbers as little-endian uint16: a change has to be meant."""

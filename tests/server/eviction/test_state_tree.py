@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from bench.states.tree import CheckpointTree, HybridModel, Node, Tokens
 from contracts.states import edge, recounted_bytes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvstore.server.eviction.states.tree import CheckpointTree, HybridModel, Node, Tokens
 
 SMALL = HybridModel("small", 1, 1, 1, 8, 4)
 STATE, KV = SMALL.state_bytes, SMALL.kv_bytes_per_token

@@ -8,10 +8,10 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from bench.states.ranks import LruRank
-from bench.states.tree import CheckpointTree, HybridModel, Match, Node, Tokens
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.eviction.access_history import SteadyClock
+from kvstore.server.eviction.states.ranks import LruRank
+from kvstore.server.eviction.states.tree import CheckpointTree, HybridModel, Match, Node, Tokens
 
 TOKENS_PER_KEPT = 16
 """Tokens remembered for each one that the capacity has KV for: 64 bytes beside 65,536."""

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from bench.states.tree import CheckpointTree, Node
 from kvstore.server.eviction.reuse_statistics import AGE_BINS, DensityTable, bins_of
+from kvstore.server.eviction.states.tree import CheckpointTree, Node
 
 Scores = NDArray[np.float64]
 
