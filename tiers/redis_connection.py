@@ -290,7 +290,8 @@ class RedisConnection(Connection):
         """Return the error that came in place of what was expected; *got* may end inside it."""
         pairs = enumerate(zip(got, expected, strict=False))
         same = next((at for at, (one, other) in pairs if one != other), len(got))
-        line = got[got.rfind(b"\n", 0, same) + 1 :]
+        # Bytes of a value may look like an error's line: that stands in a value's place, at its head.
+        line = got if expected.startswith(b"$") else got[got.rfind(b"\n", 0, same) + 1 :]
         if not line.startswith(b"-"):
             return errors.InvalidResponse("another reply")
         self.link.limit_bytes = _MAX_ERROR_BYTES

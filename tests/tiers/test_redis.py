@@ -264,6 +264,20 @@ def test_poisoned_manifest_is_absent_and_makes_way(
     assert_holds(tier, info, payload(5, info.size_bytes))
 
 
+def test_damaged_manifest_with_bytes_like_an_error_of_redis_is_absent_and_no_failure(
+    redis: RedisProcess, open_redis_tier: RedisTierMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.tiers.redis.os.urandom", lambda size: b"\n-ERR no.\n-"[:size])
+    tier, info = open_redis_tier(redis.url), make_info(1, 10_000)
+    put(tier, info, payload(1, info.size_bytes))
+    name = NAMES.manifest(info.key)
+    size = redis.client.strlen(name)
+    redis.client.setrange(name, size - 1, bytes([redis.value(name)[-1] ^ 1]))
+    assert_absent(tier, info)
+    assert put(tier, info, payload(1, info.size_bytes))
+    assert_holds(tier, info, payload(1, info.size_bytes))
+
+
 def test_manifest_of_the_wrong_type_is_absent_and_makes_way(
     redis: RedisProcess, sealed: Sealed
 ) -> None:
