@@ -290,7 +290,7 @@ class RedisConnection(Connection):
         """Return the error that came in place of what was expected; *got* may end inside it."""
         pairs = enumerate(zip(got, expected, strict=False))
         same = next((at for at, (one, other) in pairs if one != other), len(got))
-        # Bytes of a value may look like an error's line: that stands in a value's place, at its head.
+        # A value's bytes may look like an error, which stands in the value's place, at its head.
         line = got if expected.startswith(b"$") else got[got.rfind(b"\n", 0, same) + 1 :]
         if not line.startswith(b"-"):
             return errors.InvalidResponse("another reply")
