@@ -22,7 +22,7 @@ from xxhash import xxh3_64
 
 from bench.workload import MIB
 from kvstore.client import Chunk
-from kvstore.client.tensors import LayerTensors
+from kvstore.client.chunk import LayerTensors
 from kvstore.proto.buffers import Bytes, copy_groups
 
 STEP_BYTES = 1 << 19

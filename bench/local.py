@@ -35,10 +35,9 @@ from bench.workload import (
     serving,
 )
 from kvstore.client import Chunk, Client, ClientOptions
-from kvstore.client.chunk import parents
+from kvstore.client.chunk import LayerTensors, parents
 from kvstore.client.connection import Connection
 from kvstore.client.session import Session
-from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.types import (

@@ -148,8 +148,8 @@ def _computed(model: PreTrainedModel, prompt: Sequence[int]) -> Layers:
     import torch
     from transformers import DynamicCache
 
+    from kvstore.client.chunk import to_array
     from kvstore.client.engines.transformers.cache import forward
-    from kvstore.client.tensors import to_array
 
     cache, found = DynamicCache(config=model.config), []
     forward(model, torch.tensor([prompt], device=model.device), cache)

@@ -12,13 +12,21 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from kvstore.client.chunk import Chunk, PlannedChunk, Shard, Span, has_any
+from kvstore.client.chunk import (
+    Chunk,
+    PlannedChunk,
+    Shard,
+    Span,
+    TensorLike,
+    arrays_of,
+    has_any,
+    layer_arrays,
+)
 from kvstore.client.connection import Until
 from kvstore.client.forks import FORKS
 from kvstore.client.paged_cache import Blocks, kept_from
 from kvstore.client.server_link import MAX_OPEN_BATCHES, LeftMs, ServerLink, digest_batches, packed
 from kvstore.client.session import Session
-from kvstore.client.tensors import TensorLike, arrays_of, layer_arrays
 from kvstore.client.transports.base import RAW, Outgoing, Put, PutTerms, Transport, cut_header
 from kvstore.codecs.base import AnyPart, check_parts
 from kvstore.codecs.block_part import BlockPart

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvstore.client.chunk import Shard
+from kvstore.client.chunk import LayerTensors, Shard
 from kvstore.client.connection import Until
 from kvstore.client.deadline import Levelled, LevelledGet
 from kvstore.client.decode import (
@@ -36,7 +36,6 @@ from kvstore.client.server_link import (
     not_keys,
     packed,
 )
-from kvstore.client.tensors import LayerTensors
 from kvstore.client.transports.base import (
     Arrival,
     ReadPlan,

@@ -10,7 +10,7 @@ from weakref import finalize, ref
 
 from kvstore.client import chunk_reads, segments
 from kvstore.client.blend.plan import NamedSegment, SegmentRange, name_segments
-from kvstore.client.chunk import Chunk, PlannedChunk, Shard
+from kvstore.client.chunk import Chunk, LayerTensors, PlannedChunk, Shard
 from kvstore.client.chunk_puts import LayeredPut, put_by_layers, put_whole
 from kvstore.client.chunk_reads import ChunkRequest
 from kvstore.client.connection import Until
@@ -36,7 +36,6 @@ from kvstore.client.server_state import (
     stat_from_message,
     status_from_message,
 )
-from kvstore.client.tensors import LayerTensors
 from kvstore.client.transports.base import Put, PutTerms, Transport
 from kvstore.client.transports.shared_memory import ShmTransport
 from kvstore.codecs.asset_shelf import ASSETS

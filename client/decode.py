@@ -16,11 +16,10 @@ from itertools import filterfalse
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from kvstore.client.chunk import Shard
+from kvstore.client.chunk import LayerTensors, Shard, to_arrays
 from kvstore.client.forks import FORKS
 from kvstore.client.frames import DirectFrame, FileFrame, LayeredFrame, LayerStream, Range
 from kvstore.client.session import Session
-from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.client.transports.base import Arrival
 from kvstore.codecs.base import (
     AnyPart,

@@ -8,9 +8,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvstore.client.chunk import parents
+from kvstore.client.chunk import TensorLike, check_apart, group_array, parents
 from kvstore.client.paged_cache import Blocks, kept_from
-from kvstore.client.tensors import TensorLike, check_apart, group_array
 from kvstore.codecs.base import Part
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, is_whole
 from kvstore.proto.keys import chunk_spans

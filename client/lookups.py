@@ -9,11 +9,11 @@ from itertools import pairwise
 from types import TracebackType
 from typing import NamedTuple
 
+from kvstore.client.chunk import LayerTensors
 from kvstore.client.forks import FORKS
 from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.client.planning import chunks_worth_loading
 from kvstore.client.server_link import LeftMs, ServerLink, batches, digest_batches, packed
-from kvstore.client.tensors import LayerTensors
 from kvstore.client.transports.base import Transport
 from kvstore.client.view import ChunkView, View
 from kvstore.codecs.base import ChunkTensors

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.client.tensors import LayerTensors, TensorLike, check_apart, group_array
+from kvstore.client.chunk import LayerTensors, TensorLike, check_apart, group_array
 from kvstore.codecs.base import Part
 from kvstore.codecs.block_part import BlockPart, BlockSpan, check_block_ids
 from kvstore.proto.errors import LayoutMismatchError

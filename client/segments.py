@@ -14,11 +14,11 @@ from kvstore.client.blend.plan import (
     resolution_from_message,
     segments_to_messages,
 )
+from kvstore.client.chunk import LayerTensors
 from kvstore.client.chunk_reads import ChunkRequest, read_layers
 from kvstore.client.decode import Layer, fresh, given
 from kvstore.client.forks import FORKS
 from kvstore.client.server_link import LeftMs, ServerLink, batches
-from kvstore.client.tensors import LayerTensors
 from kvstore.client.transports.base import Transport
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import messages

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kvstore.client.tensors import to_torch
+from kvstore.client.chunk import to_torch
 from kvstore.codecs.base import ChunkTensors, Part
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (

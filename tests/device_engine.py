@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from prompts import tensors_of
 
+from kvstore.client.chunk import to_torch
 from kvstore.client.cuda import CudaClient
 from kvstore.client.device_reads import DeviceReader
-from kvstore.client.tensors import to_torch
 from kvstore.codecs.base import ChunkTensors
 from kvstore.codecs.paged import Paged, Pages
 from kvstore.proto.device import open_device

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kvstore.cli.main import main
+from kvstore.cli.__main__ import main
 
 
 class Ran(NamedTuple):

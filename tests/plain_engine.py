@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from prompts import equal, tensors_of
 
 from kvstore.client import Client
-from kvstore.client.engines.base import Allowed, Asked, Connector, Prefix, Span
+from kvstore.client.chunk import LayerTensors
+from kvstore.client.engines.base import Connector
+from kvstore.client.engines.prefix import Allowed, Asked, Prefix, Span
 from kvstore.client.planning import PrefillModel
-from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, Stated
 

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from blake3 import blake3
 
-from kvstore.client.tensors import LayerTensors
+from kvstore.client.chunk import LayerTensors
 from kvstore.proto.errors import ModelError
 from kvstore.proto.hf_config import OWN_TOKENIZER, rope_parameters
 from kvstore.proto.types import (

@@ -31,9 +31,9 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec as StoreTieringSpec
 
-from kvstore.client.chunk import Chunk
+from kvstore.client.chunk import Chunk, LayerTensors
 from kvstore.client.client import Client
-from kvstore.client.engines.base import Connector, DaemonThreads, least_of
+from kvstore.client.engines.base import Connector, DaemonThreads
 from kvstore.client.engines.identity import (
     BYTE_ROWS,
     EPOCH_BYTES,
@@ -41,9 +41,9 @@ from kvstore.client.engines.identity import (
     byte_tensors,
     weights_name,
 )
+from kvstore.client.engines.prefix import least_of
 from kvstore.client.engines.vllm.messages import VllmSettings
 from kvstore.client.engines.vllm.worker import SHUTDOWN_S
-from kvstore.client.tensors import LayerTensors
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.types import (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import ServerMaker
 
-from kvstore.cli.main import main
+from kvstore.cli.__main__ import main
 from kvstore.server.security.key_files import (
     make_key,
     parse_encryption_keys,

@@ -10,9 +10,9 @@ from local_server import LocalServer
 from prompts import chunks_of, keys_of
 
 from kvstore.cli import bench
+from kvstore.cli.__main__ import main
 from kvstore.cli.app import EXIT_NOT_HELD, EXIT_STORE, EXIT_USAGE
 from kvstore.cli.bench import every_name
-from kvstore.cli.main import main
 from kvstore.client.client import Client
 from kvstore.codecs.base import CODECS
 from kvstore.proto.errors import ShuttingDownError, UnknownCodecError

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from local_server import LocalServer
 
-from kvstore.cli.main import main
+from kvstore.cli.__main__ import main
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.server.blending.gates import TRIALS
 

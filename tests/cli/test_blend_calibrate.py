@@ -13,7 +13,7 @@ import torch
 from local_server import LocalServer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from kvstore.cli.main import main
+from kvstore.cli.__main__ import main
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.server.blending.gates import TRIALS
 

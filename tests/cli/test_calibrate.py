@@ -13,7 +13,7 @@ from contracts.codec import template
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore.cli.main import main
+from kvstore.cli.__main__ import main
 from kvstore.codecs.asset_shelf import AssetShelf
 from kvstore.codecs.assets import Asset, AssetKind
 from kvstore.codecs.base import Part

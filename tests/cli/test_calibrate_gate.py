@@ -12,7 +12,7 @@ from local_server import LocalServer
 from lossy_copies import leave_on_disk
 from torch_engine import OPTIONS, prefill, random_ids
 
-from kvstore.cli.main import main
+from kvstore.cli.__main__ import main
 from kvstore.cli.trials import load_model
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.proto import kvstore_pb2 as pb

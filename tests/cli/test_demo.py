@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from test_house import build, copy_of_the_tree
 
+from kvstore.cli.__main__ import main
 from kvstore.cli.demo.demo import MODEL, ServerChild, check_model, judge
-from kvstore.cli.main import main
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 
 SRC = Path(__file__).resolve().parents[2] / "src"

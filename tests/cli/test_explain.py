@@ -16,8 +16,8 @@ from plain_engine import PlainEngine
 from prompts import SMALL, keys_of, other_revision, store, tokens
 from redis_process import free_port
 
+from kvstore.cli.__main__ import main
 from kvstore.cli.explain import read_tokens
-from kvstore.cli.main import main
 from kvstore.client import ClientOptions
 from kvstore.client.segments import SegmentQuery
 from kvstore.proto import kvstore_pb2 as pb

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from typing_extensions import override
 
-from kvstore.cli.main import main
+from kvstore.cli.__main__ import main
 from kvstore.proto import kvstore_pb2 as pb
 
 HOSTILE = "m\x1b[31mRED\x1b[2J\nFAKE [bold red]rich[/] :skull: \u202eedoc\x9b"

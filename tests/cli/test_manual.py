@@ -13,7 +13,7 @@ import pytest
 import typer
 from kvstore_command import Kvstore
 
-import kvstore.cli.main  # noqa: F401 - registers the commands
+import kvstore.cli.__main__  # noqa: F401 - registers the commands
 from kvstore.cli.app import CODES, LOG_EVERY_S, SECTIONS, app, followed, progress
 
 KVSTORE = Path(sys.executable).with_name("kvstore")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvstore.cli.__main__ import main
 from kvstore.cli.app import EXIT_USAGE
-from kvstore.cli.main import main
 from kvstore.cli.simulate import Terms, parse_capacity
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import POLICIES

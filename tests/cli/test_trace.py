@@ -11,8 +11,8 @@ from conftest import ServerMaker
 from prompts import keys_of
 
 from kvstore.cli import trace
+from kvstore.cli.__main__ import main
 from kvstore.cli.app import EXIT_STORE, EXIT_USAGE
-from kvstore.cli.main import main
 from kvstore.cli.simulate import BlockLine, TraceWriter, read_trace
 from kvstore.cli.trace import replay_trace
 from kvstore.proto import kvstore_pb2 as pb

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from credentials import Authority
 
-from kvstore.cli.main import main
+from kvstore.cli.__main__ import main
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -11,8 +11,8 @@ from contracts.chunks import make_representation
 from prompts import SMALL, tensors_of
 
 from kvstore.client import Chunk
+from kvstore.client.chunk import arrays_of
 from kvstore.client.chunk_puts import layout_of
-from kvstore.client.tensors import arrays_of
 from kvstore.codecs.base import AnyTensors
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
 from kvstore.proto.types import ROOT, ChunkKey, DType, KVLayout, Model

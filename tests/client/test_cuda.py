@@ -24,7 +24,7 @@ from prompts import SMALL, chunks_of, keys_of, tensors_of, tokens
 from slow_device import SlowDevice
 
 from kvstore.client import Chunk, ClientOptions, device_reads
-from kvstore.client.chunk import parents
+from kvstore.client.chunk import parents, to_torch
 from kvstore.client.cuda import CudaClient, CudaTransport
 from kvstore.client.device_reads import (
     MAX_BATCH_FRAMES,
@@ -34,7 +34,6 @@ from kvstore.client.device_reads import (
     Registration,
 )
 from kvstore.client.session import Session
-from kvstore.client.tensors import to_torch
 from kvstore.codecs.paged import DeviceTables, FrameKernels, HostKernels, Sums
 from kvstore.proto.device import HostDevice
 from kvstore.proto.errors import (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore.client.tensors import dtype_of, to_array, to_arrays, to_torch
+from kvstore.client.chunk import dtype_of, to_array, to_arrays, to_torch
 from kvstore.proto.errors import LayoutMismatchError, ModelError
 from kvstore.proto.types import DType
 

@@ -35,10 +35,9 @@ from prompts import (
 )
 
 from kvstore.client import Chunk, Client, ClientOptions
-from kvstore.client.chunk import parents
+from kvstore.client.chunk import parents, to_torch
 from kvstore.client.options import TransportName
 from kvstore.client.session import Session
-from kvstore.client.tensors import to_torch
 from kvstore.client.transports.base import ReadPlan, Transport
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, LeaseExpiredError

@@ -13,7 +13,7 @@ import yaml
 from docs.blocks import ROOT
 from typer.core import TyperGroup
 
-import kvstore.cli.main  # noqa: F401 - registers the commands
+import kvstore.cli.__main__  # noqa: F401 - registers the commands
 from kvstore.cli.app import app
 from kvstore.server.settings.loading import flag_of
 from kvstore.server.settings.settings import Settings

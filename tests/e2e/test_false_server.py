@@ -114,7 +114,7 @@ def test_a_token_in_plain_text_is_not_shown_to_another_user_who_took_the_port(
         for access in (Access(token="secret"), Access(token_file=token)):
             with pytest.raises(InvalidRequestError, match="user 65534 listens there"):
                 Connection(address, 20, access=access)
-        run = "import sys; from kvstore.cli.main import main; sys.exit(main(sys.argv[1:]))"
+        run = "import sys; from kvstore.cli.__main__ import main; sys.exit(main(sys.argv[1:]))"
         command = (sys.executable, "-c", run, "--token-file", str(token), "status", address)
         done = subprocess.run(command, capture_output=True, text=True)
         assert "user 65534 listens there and would get the token" in done.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from server_process import ServerProcess
 
-from kvstore.cli.main import main
+from kvstore.cli.__main__ import main
 from kvstore.cli.server import fetch_status
 from kvstore.cli.simulate import Terms, make_blocks, read_trace, replay_blocks
 from kvstore.cli.trace import record, replay_trace

@@ -15,13 +15,14 @@ from plain_engine import load_prompt
 from prompts import equal, tensors_of, tokens
 from server_process import ServerProcess
 
-from kvstore.cli.main import main
+from kvstore.cli.__main__ import main
 from kvstore.client import Client, ClientOptions
 from kvstore.client.blend.plan import SegmentRange
-from kvstore.client.engines.base import Connector, Span
+from kvstore.client.chunk import LayerTensors
+from kvstore.client.engines.base import Connector
+from kvstore.client.engines.prefix import Span
 from kvstore.client.options import TransportName
 from kvstore.client.segments import SegmentQuery
-from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.types import DType, KVLayout

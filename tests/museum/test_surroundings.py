@@ -24,7 +24,9 @@ from kvstore.proto.kvstore_pb2_grpc import KVStoreStub
 
 WAIT_S = 60
 SOURCES = Path(__file__).resolve().parents[2] / "src"
-STATUS = "import sys; from kvstore.cli.main import main; main(['status', '--address', sys.argv[1]])"
+STATUS = (
+    "import sys; from kvstore.cli.__main__ import main; main(['status', '--address', sys.argv[1]])"
+)
 
 
 def test_grpc_9989_a_proxy_in_the_environment_does_not_cut_anybody_off(

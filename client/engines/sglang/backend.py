@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from typing_extensions import override
 
+from kvstore.client.chunk import LayerTensors
 from kvstore.client.engines.base import ConnectorStats
 from kvstore.client.engines.identity import EPOCH_BYTES
 from kvstore.client.engines.sglang.pages import (
@@ -38,7 +39,6 @@ from kvstore.client.engines.sglang.pages import (
     WeightsEpoch,
     prefix_ends,
 )
-from kvstore.client.tensors import LayerTensors
 from kvstore.proto.errors import ModelError
 
 CONTEXT = "sglang.srt.runtime_context"

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from blake3 import blake3
 
-from kvstore.client.chunk import Chunk, Shard
+from kvstore.client.chunk import Chunk, LayerTensors, Shard, dtype_of
 from kvstore.client.client import Client
-from kvstore.client.engines.base import Connector, EngineSettings, least_of
+from kvstore.client.engines.base import Connector, EngineSettings
 from kvstore.client.engines.identity import (
     BYTE_ROWS,
     NO_ROPE,
@@ -39,7 +39,7 @@ from kvstore.client.engines.identity import (
     stated,
     weights_of,
 )
-from kvstore.client.tensors import LayerTensors, dtype_of
+from kvstore.client.engines.prefix import least_of
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import (
     DIGEST_BYTES,

@@ -28,8 +28,8 @@ from transformers import (
     cache_utils,
 )
 
-from kvstore.client.engines.base import About, Span
-from kvstore.client.tensors import LayerTensors
+from kvstore.client.chunk import LayerTensors
+from kvstore.client.engines.prefix import About, Span
 from kvstore.codecs.terms import Importance
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import (

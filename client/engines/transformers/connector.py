@@ -23,8 +23,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from typing_extensions import override
 
 from kvstore.client.client import Client
-from kvstore.client.engines.base import Allowed, Connector, Prefix, least_of
+from kvstore.client.engines.base import Connector
 from kvstore.client.engines.identity import is_exact
+from kvstore.client.engines.prefix import Allowed, Prefix, least_of
 from kvstore.client.engines.transformers.cache import (
     CacheReader,
     CacheShape,

@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from kvstore.client.blend.gate import compare
-from kvstore.client.engines.base import Prefix, Span
+from kvstore.client.engines.prefix import Prefix, Span
 from kvstore.client.engines.transformers.cache import (
     CacheShape,
     Held,

@@ -20,9 +20,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from kvstore.client.chunk import LayerTensors, to_arrays
 from kvstore.client.client import Client
 from kvstore.client.decode import Layer
-from kvstore.client.engines.base import Allowed, Asked, Connector, Prefix, Span
+from kvstore.client.engines.base import Connector
+from kvstore.client.engines.prefix import Allowed, Asked, Prefix, Span
 from kvstore.client.engines.transformers.cache import (
     CacheShape,
     Held,
@@ -33,7 +35,6 @@ from kvstore.client.engines.transformers.cache import (
 )
 from kvstore.client.engines.transformers.identity import WeightsChange
 from kvstore.client.planning import Deadline, LinkMeter
-from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.codecs.base import AnyTensors
 from kvstore.proto.device import Device, HostDevice, open_device
 from kvstore.proto.frame import raw_frame_bytes

@@ -19,12 +19,11 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from kvstore.client.chunk import Chunk
+from kvstore.client.chunk import Chunk, LayerTensors, to_array
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm.identity import KVCacheShape, LayerGroupShape
 from kvstore.client.engines.vllm.messages import BlockTables
 from kvstore.client.planning import PlanTerms
-from kvstore.client.tensors import LayerTensors, to_array
 from kvstore.codecs.base import AnyPart, AnyTensors, Part
 from kvstore.codecs.block_part import BlockPart, BlockSpan
 from kvstore.codecs.block_stack import BlockStack

@@ -46,6 +46,7 @@ from kvstore.client.chunk import Shard
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm.blocks import BlockWriter, with_heads
+from kvstore.client.engines.vllm.events import EventMaker, KVEvents
 from kvstore.client.engines.vllm.identity import KVCacheShape, model_of, shape_of
 from kvstore.client.engines.vllm.messages import (
     INCOMPATIBLE,
@@ -56,7 +57,7 @@ from kvstore.client.engines.vllm.messages import (
     VllmSettings,
     WorkerReport,
 )
-from kvstore.client.engines.vllm.scheduler import EventMaker, KVEvents, VllmScheduler
+from kvstore.client.engines.vllm.scheduler import VllmScheduler
 from kvstore.client.engines.vllm.worker import VllmWorker
 from kvstore.client.options import ClientOptions
 from kvstore.proto.errors import KVStoreError, LayoutMismatchError, ModelError

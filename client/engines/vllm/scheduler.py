@@ -13,10 +13,11 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.identity import EPOCH_BYTES
+from kvstore.client.engines.vllm.events import KVEvents
 from kvstore.client.engines.vllm.identity import KVCacheShape
 from kvstore.client.engines.vllm.lookup import (
     WAITERS,
@@ -30,7 +31,6 @@ from kvstore.client.engines.vllm.messages import (
     BOTH,
     INCOMPATIBLE,
     BlockTables,
-    ChunkName,
     LoadSpec,
     Role,
     SaveSpec,
@@ -479,135 +479,3 @@ class VllmScheduler:
         """End the lookups and the client."""
         self._desk.close()
         self._lookups.close()
-
-
-# --- KV events
-
-MEDIUM = "STORAGE"
-_WHERE = {"medium": MEDIUM, "locality": "REMOTE", "ownership": "kvstore"}
-"""What events say of where the blocks are: the store is a tier behind the engine's own."""
-
-MAX_UNTOLD_CHUNKS = 4096
-"""Chunks on their way to the store; of further ones nothing is told."""
-
-MAX_TOLD_CHUNKS = 32_768
-"""Chunks that were told of; the oldest of more are told to be removed, and so told of no more."""
-
-MAX_EVENTS = 65_536
-"""Events that wait for the engine's next step; of further chunks nothing is told."""
-
-Event: TypeAlias = Any
-"""One of vLLM's."""
-
-
-@dataclass(frozen=True, slots=True)
-class EventMaker:
-    """vLLM's classes of events, and how it writes hashes and extra keys.
-
-    ``hashes`` returns the hashes of a request's blocks of the engine's size, ``extra_keys`` what
-    else names its block between two tokens. ``groups``: the KV cache groups that keep every block
-    of a chunk, each with its kind of cache.
-    """
-
-    stored: Callable[..., Event]
-    removed: Callable[..., Event]
-    hashes: Callable[[Any], Sequence[Any]]
-    extra_keys: Callable[[Any, int, int], Any]
-    block_tokens: int
-    groups: tuple[tuple[int, str | None], ...]
-
-
-@dataclass(slots=True)
-class _Untold:
-    """A chunk that some ranks have still to store."""
-
-    events: list[Event]
-    hashes: list[Any]
-    ranks_left: int
-
-
-class KVEvents:
-    """The events of one engine. For the scheduler's thread.
-
-    A chunk is stored once all *ranks* have stored their parts of it.
-    """
-
-    def __init__(self, make: EventMaker, chunk_tokens: int, ranks: int) -> None:
-        self._make = make
-        self._chunk_tokens = chunk_tokens
-        self._ranks = ranks
-        self._untold: OrderedDict[ChainDigest, _Untold] = OrderedDict()
-        self._told: OrderedDict[ChainDigest, list[Any]] = OrderedDict()
-        self._events: list[Event] = []
-
-    def ordered(self, request: Any, chunks: Sequence[ChunkName]) -> None:
-        """Take note of chunks of *request* that are about to be stored."""
-        hashes = self._make.hashes(request)
-        blocks = self._chunk_tokens // self._make.block_tokens
-        for chunk in chunks:
-            first = chunk.position // self._make.block_tokens
-            # Of tokens that vLLM has not hashed yet nothing can be told.
-            is_known = first + blocks <= len(hashes)
-            if is_known and chunk.digest not in self._told:
-                self._note(request, chunk, hashes[max(first - 1, 0) : first + blocks])
-
-    def _note(self, request: Any, chunk: ChunkName, hashes: Sequence[Any]) -> None:
-        if len(self._untold) >= MAX_UNTOLD_CHUNKS:
-            self._untold.popitem(last=False)
-        start, size = chunk.position, self._make.block_tokens
-        parent, named = (hashes[0], hashes[1:]) if start else (None, hashes)
-        stop = start + self._chunk_tokens
-        lora = getattr(request, "lora_request", None)
-        extra = [self._make.extra_keys(request, at, at + size) for at in range(start, stop, size)]
-        events = [
-            self._make.stored(
-                block_hashes=list(named),
-                parent_block_hash=parent,
-                token_ids=list(request.all_token_ids[start:stop]),
-                block_size=size,
-                lora_id=lora.lora_int_id if lora is not None else None,
-                lora_name=lora.lora_name if lora is not None else None,
-                extra_keys=extra if any(extra) else None,
-                session_id=getattr(request, "session_id", None),
-                group_idx=group,
-                kv_cache_spec_kind=kind,
-                **_WHERE,
-            )
-            for group, kind in self._make.groups
-        ]
-        self._untold[chunk.digest] = _Untold(events, list(named), self._ranks)
-
-    def stored(self, ranks: Mapping[ChainDigest, int]) -> None:
-        """Tell of chunks; *ranks*: how many more have stored each since the last call."""
-        for digest, count in ranks.items():
-            chunk = self._untold.get(digest)
-            if chunk is None:
-                continue
-            chunk.ranks_left -= count
-            if chunk.ranks_left > 0:
-                continue
-            del self._untold[digest]
-            if len(self._events) + len(chunk.events) <= MAX_EVENTS:
-                self._events += chunk.events
-                self._told[digest] = chunk.hashes
-                while len(self._told) > MAX_TOLD_CHUNKS:
-                    self.lost([next(iter(self._told))])
-
-    def lost(self, digests: Sequence[ChainDigest]) -> None:
-        """Tell that chunks are not in the store any more, of which it was told that they are."""
-        for digest in digests:
-            if (hashes := self._told.pop(digest, None)) is not None:
-                self._events += [
-                    self._make.removed(block_hashes=hashes, group_idx=group, **_WHERE)
-                    for group, _ in self._make.groups
-                ]
-
-    def reset(self) -> None:
-        """Tell that this engine loads nothing of what it stored before."""
-        self._untold.clear()
-        self.lost(list(self._told))
-
-    def take(self) -> list[Event]:
-        """Return what is to be told, in order, since the last call."""
-        events, self._events = self._events, []
-        return events

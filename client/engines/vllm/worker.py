@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvstore.client.chunk import Chunk
-from kvstore.client.engines.base import Connector, DaemonThreads, exact_count
+from kvstore.client.engines.base import Connector, DaemonThreads
+from kvstore.client.engines.prefix import exact_count
 from kvstore.client.engines.vllm.blocks import (
     NULL_BLOCK,
     BlockCopy,

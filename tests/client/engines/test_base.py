@@ -21,9 +21,10 @@ from plain_engine import load_prompt
 from prompts import MEDIUM, SMALL, tokens
 
 from kvstore.client import Chunk, ClientOptions
-from kvstore.client.engines.base import ONLY_EXACT, Connector, Prefix, Span
+from kvstore.client.chunk import LayerTensors
+from kvstore.client.engines.base import Connector
+from kvstore.client.engines.prefix import ONLY_EXACT, Prefix, Span
 from kvstore.client.planning import PrefillModel
-from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.keys import chain_digests, chunk_spans

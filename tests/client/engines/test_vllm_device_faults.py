@@ -24,7 +24,7 @@ from vllm_pages import SHAPE, empty_pages, representation, scrambled, writer
 from vllm_stand_ins import FakeRequest, step
 from vllm_steps import QUEUE_BYTES, Engine, options
 
-from kvstore.cli.main import main
+from kvstore.cli.__main__ import main
 from kvstore.client import Client, device_reads
 from kvstore.client.cuda import CudaClient, CudaTransport
 from kvstore.client.engines import base

@@ -17,10 +17,11 @@ from vllm_stand_ins import FakeLora, FakeRequest, step
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm import scheduler as vllm_events
+from kvstore.client.engines.vllm import events as vllm_events
+from kvstore.client.engines.vllm.events import EventMaker, KVEvents
 from kvstore.client.engines.vllm.lookup import CacheIdentity, ChunkChain, LookupResult
 from kvstore.client.engines.vllm.messages import ChunkName, WorkerReport
-from kvstore.client.engines.vllm.scheduler import EventMaker, KVEvents, VllmScheduler
+from kvstore.client.engines.vllm.scheduler import VllmScheduler
 from kvstore.proto.types import ChainDigest
 
 PROMPT = prompt_tokens(1, 3 * CHUNK_TOKENS)

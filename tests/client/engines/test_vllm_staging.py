@@ -22,6 +22,7 @@ from vllm_pages import (
     writer,
 )
 
+from kvstore.client.chunk import to_arrays
 from kvstore.client.engines.vllm.blocks import (
     BLOCK_LAYOUTS,
     BlockGather,
@@ -30,7 +31,6 @@ from kvstore.client.engines.vllm.blocks import (
     Staged,
 )
 from kvstore.client.engines.vllm.identity import KVCacheShape, LayerRef
-from kvstore.client.tensors import to_arrays
 from kvstore.codecs.block_part import BlockPart, to_dense
 from kvstore.codecs.block_stack import BlockStack
 from kvstore.codecs.raw import RawCodec
