@@ -33,7 +33,6 @@ from kvstore.client.engines.prefix import (
     least_of,
 )
 from kvstore.client.forks import FORKS
-from kvstore.client.options import ClientOptions, TransportName, access_from
 from kvstore.client.planning import (
     DOUBT,
     LEAST_LEFT_S,
@@ -48,7 +47,7 @@ from kvstore.client.server_state import ChunkStat
 from kvstore.codecs.base import codec_name
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import ACCURACY_TAG
-from kvstore.proto.errors import InvalidRequestError, KVStoreError
+from kvstore.proto.errors import KVStoreError
 from kvstore.proto.keys import chunk_key, chunk_spans, content_digest, tokens_le32
 from kvstore.proto.messages import REFUSED
 from kvstore.proto.plans import NO_HINTS, Hints
@@ -571,36 +570,3 @@ def _run(queue: _Queue) -> None:
 def _cancel(future: Future[Any]) -> None:
     future.cancel()
     future.set_running_or_notify_cancel()  # else nobody that waits learns of it
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """Settings that every connector takes, by name, in the configuration of its engine."""
-
-    address: str = "127.0.0.1:7420"
-    model_revision: str = ""
-    deadline_ms: int = 2000
-    transport: TransportName = "auto"
-    accuracy: str = "exact"
-    token_file: str = ""
-    tls_ca: str = ""
-    tls_cert: str = ""
-    tls_key: str = ""
-    tenant: str = ""
-
-    def __post_init__(self) -> None:
-        least_of(self.accuracy)
-        for one in fields(self):
-            value, kind = getattr(self, one.name), type(one.default)
-            if kind in (str, int, bool) and type(value) is not kind:
-                raise InvalidRequestError(one.name, value, f"give a value of type {kind.__name__}")
-
-    def options(self, chunk_tokens: int, **more: Any) -> ClientOptions:
-        """Return a client's options; *more* are those that are no settings here."""
-        return ClientOptions(
-            self.transport,
-            chunk_tokens=chunk_tokens,
-            access=access_from(self.token_file, self.tls_ca, self.tls_cert, self.tls_key),
-            tenant=self.tenant,
-            **{"deadline_ms": self.deadline_ms, **more},
-        )

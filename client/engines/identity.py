@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,7 +20,9 @@ import numpy as np
 from blake3 import blake3
 
 from kvstore.client.chunk import LayerTensors
-from kvstore.proto.errors import ModelError
+from kvstore.client.engines.prefix import least_of
+from kvstore.client.options import ClientOptions, TransportName, access_from
+from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.hf_config import OWN_TOKENIZER, rope_parameters
 from kvstore.proto.types import (
     MIN_CHUNK_TOKENS,
@@ -359,3 +361,39 @@ def byte_tensors(page: Any) -> LayerTensors:
     if not np.shares_memory(rows, page):  # what is read into a copy would be lost
         raise ValueError("the bytes of a page have to follow each other")
     return [[[rows]]]
+
+
+# --- settings
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Settings that every connector takes, by name, in the configuration of its engine."""
+
+    address: str = "127.0.0.1:7420"
+    model_revision: str = ""
+    deadline_ms: int = 2000
+    transport: TransportName = "auto"
+    accuracy: str = "exact"
+    token_file: str = ""
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tenant: str = ""
+
+    def __post_init__(self) -> None:
+        least_of(self.accuracy)
+        for one in fields(self):
+            value, kind = getattr(self, one.name), type(one.default)
+            if kind in (str, int, bool) and type(value) is not kind:
+                raise InvalidRequestError(one.name, value, f"give a value of type {kind.__name__}")
+
+    def options(self, chunk_tokens: int, **more: Any) -> ClientOptions:
+        """Return a client's options; *more* are those that are no settings here."""
+        return ClientOptions(
+            self.transport,
+            chunk_tokens=chunk_tokens,
+            access=access_from(self.token_file, self.tls_ca, self.tls_cert, self.tls_key),
+            tenant=self.tenant,
+            **{"deadline_ms": self.deadline_ms, **more},
+        )

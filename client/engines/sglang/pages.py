@@ -22,11 +22,12 @@ from blake3 import blake3
 
 from kvstore.client.chunk import Chunk, LayerTensors, Shard, dtype_of
 from kvstore.client.client import Client
-from kvstore.client.engines.base import Connector, EngineSettings
+from kvstore.client.engines.base import Connector
 from kvstore.client.engines.identity import (
     BYTE_ROWS,
     NO_ROPE,
     Departures,
+    EngineSettings,
     Weights,
     adapter_files,
     byte_group,

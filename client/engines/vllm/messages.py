@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
-from kvstore.client.engines.base import EngineSettings
+from kvstore.client.engines.identity import EngineSettings
 from kvstore.client.engines.vllm.identity import KVCacheShape
 from kvstore.client.options import MAX_DEADLINE_MS, ClientOptions
 from kvstore.client.planning import PlanTerms, PrefillModel
