@@ -237,8 +237,12 @@ REMOVED = {
     "get": "kvstore stat to verify a chunk, Client.frame in Python to have it",
     "put": "Client.put_chunks in Python",
     "blend status": "kvstore status --all",
+    "blend calibrate --selector": "kvstore blend calibrate without it: the selector is hybrid",
+    "blend calibrate --seed": "kvstore blend calibrate without it",
     "simulate --model": "kvstore simulate without it, which replays what a server does",
     "simulate --plot": "kvstore simulate --json, and draw that",
+    "trace replay --requests": "kvstore trace replay without it, which plays the whole trace",
+    "trace replay --speed": "kvstore trace replay without it",
 }
 """Commands and options that are gone, and what to type instead."""
 
@@ -248,9 +252,10 @@ class Commands(TyperGroup):
 
     @override
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        for old, new in REMOVED.items():
+        typed = {arg.partition("=")[0] for arg in args}
+        for old, new in REMOVED.items() if ctx.parent is None else ():
             words = [word for word in old.split() if not word.startswith("-")]
-            is_typed = args[: len(words)] == words and set(old.split()) <= set(args)
+            is_typed = args[: len(words)] == words and set(old.split()) <= typed
             if is_typed and not ctx.resilient_parsing:
                 fail(f"{old} was removed: use {new}", EXIT_USAGE)
         return super().resolve_command(ctx, args)

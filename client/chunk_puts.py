@@ -64,6 +64,8 @@ def put_whole(
 ) -> list[Put]:
     """Store *chunks*, or of each what *shard* covers, a batch at a time."""
 
+    chunks = list(chunks)
+
     def work(transport: Transport, left_ms: LeftMs) -> list[Put]:
         session, important = transport.session, list[tuple[Chunk, int]]()
         packed(list(map(_KEY, chunks)), session.terms.namespace)

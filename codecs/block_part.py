@@ -179,8 +179,9 @@ def block_rows(
         for part, order in zip(layer, orders, strict=True):
             if not isinstance(part, BlockPart) or part.span is not span:
                 return None
-            if part.pages.shape != pages.shape or part.pages.strides != order:
-                return None
+            is_alike = part.pages.shape == pages.shape and part.pages.strides == order
+            if not (is_alike and part.pages.flags.writeable):
+                return None  # where it may not be written, numpy refuses it
             bases.append(part.pages.__array_interface__["data"][0])
     item, named = pages.itemsize, span.scattered[0].blocks
     ids = np.arange(named.start, named.stop) if isinstance(named, slice) else named

@@ -186,7 +186,7 @@ class RawCodec(Codec):
         check_segment(header, index, _copy_layer(data, 0, component.part_bytes, out))
 
     def decode_into(self, header: FrameHeader, frame: Bytes, out: AnyTensors) -> None:
-        """Copy each segment into *out*, summing what was copied while it is in cache.
+        """Copy each segment into *out*, summing it while it is in cache.
 
         Raises as ``Codec.decode_into`` does. One loop for all layers: a call for each costs a
         tenth of the copies of a chunk.

@@ -18,6 +18,7 @@ from golden.samples import vectors
 from local_server import LocalServer
 from pydantic.fields import FieldInfo
 
+from kvstore.cli.app import REMOVED
 from kvstore.proto.messages import unpack_info
 from kvstore.server.settings.loading import REPLACED, as_written, flag_of
 from kvstore.server.settings.settings import Settings, load_config
@@ -197,6 +198,7 @@ def flags_in(page: str) -> set[str]:
 def test_every_flag_that_is_named_exists(capsys: pytest.CaptureFixture[str]) -> None:
     known = set(re.findall(r"--[a-z-]*[a-z]", help_of_the_server(capsys)))
     gone = {flag_of(name) for name in REPLACED}
+    gone |= {word for old in REMOVED for word in old.split() if word.startswith("--")}
     named = {
         flag: page
         for page in PAGES

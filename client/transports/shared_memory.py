@@ -455,6 +455,8 @@ class PutPipeline:
     def run(self, chunks: Sequence[Outgoing]) -> list[Put]:
         """Put *chunks*; return what became of each, in order."""
         groups = self._staging.groups(chunks)
+        if not groups:
+            return []
         is_done = False
         try:
             self._reserve(groups[:_GROUPS_PER_RESERVE])

@@ -425,10 +425,11 @@ class BulkTransport(Transport):
         until = Until(plan.deadline_ms)
         request = self.request(plan, pb.VIA_STREAM)
         has_room = request.ByteSize() < bulk.MAX_HEADER_BYTES - _REQUEST_SLACK_BYTES
-        with ExitStack() as stack:
+        with ExitStack() as stack, ExitStack() as begun:
             message = pb.StreamMessage(get=request)
-            stream = stack.enter_context(self._begun(message, until)) if has_room else None
+            stream = begun.enter_context(self._begun(message, until)) if has_room else None
             if stream is None:
+                begun.close()  # others use the connection meanwhile
                 left = replace(plan, deadline_ms=until.left_ms(1))
                 yield stack.enter_context(self._fallback.read(left))
             elif plan.layer_major or plan.ranges:

@@ -316,7 +316,8 @@ INLINE void turn(const block_piece *p)
 }
 
 /* Copies *count* pieces into blocks and sums each group, as ``copy_summed`` does. A piece that is
- * turned is summed first, and then read again while it is in cache. */
+ * turned is read a second time, from the cache, for its sum: bytes that changed in between fail
+ * it. */
 void LOOP(scatter_summed)(block_piece *pieces, uint64_t count)
 {
     sums s;
@@ -329,8 +330,8 @@ void LOOP(scatter_summed)(block_piece *pieces, uint64_t count)
         else if (!pieces[k].width)
             copy_units(&s, p, NEAR, is_end);
         else {
-            copy_units(&s, p, NOWHERE, is_end);
             turn(pieces + k);
+            copy_units(&s, p, NOWHERE, is_end);
         }
         if (is_end) {
             p->sum = digest(&s, p->size);

@@ -185,7 +185,9 @@ def test_config_show_prints_yaml_with_origins(kvstore: Kvstore) -> None:
         (("put", "chunk.safetensors"), "use Client.put_chunks in Python"),
         (("blend", "status", "--json"), "use kvstore status --all"),
         (("simulate", "trace.jsonl", "--model", "hybrid-7b"), "without it"),
-        (("simulate", "trace.jsonl", "--plot", "hits.svg"), "use kvstore simulate --json"),
+        (("simulate", "trace.jsonl", "--plot=hits.svg"), "use kvstore simulate --json"),
+        (("trace", "replay", "a", "trace.jsonl", "--speed", "2"), "without it"),
+        (("blend", "calibrate", "model", "--selector", "hkvd"), "the selector is hybrid"),
     ],
 )
 def test_what_was_removed_names_its_successor(
@@ -194,6 +196,12 @@ def test_what_was_removed_names_its_successor(
     run = kvstore(*argv)
     assert (run.status, is_one_sentence(run.err)) == (2, True)
     assert fix in run.err
+
+
+def test_a_group_has_nothing_that_was_removed_from_beside_it(kvstore: Kvstore) -> None:
+    run = kvstore("trace", "get", "--help")
+    assert run.status == 2
+    assert "removed" not in run.err
 
 
 def test_what_config_show_prints_is_read_back_as_the_same_settings(

@@ -175,6 +175,13 @@ def test_puts_and_gets_are_cut_into_batches_that_the_server_takes(
     assert_reads(client, store(client, 1, 10))
 
 
+def test_chunks_of_an_iterator_are_put_as_those_of_a_list(client: Client) -> None:
+    keys = keys_of(client, 1, 3)
+    chunks: Any = iter(chunks_of(client, keys))
+    assert all(put.outcome.name == "stored" for put in client.put_chunks(chunks))
+    assert len(client.get_chunks(keys)) == 3
+
+
 def test_chunk_over_the_server_s_limit_is_refused_before_it_is_sent(
     make_server: ServerMaker, transport: TransportName
 ) -> None:

@@ -19,7 +19,7 @@ from kvstore.client import Client, ClientOptions
 from kvstore.client.session import Session
 from kvstore.client.transports.base import Arrival, PutTerms, ReadPlan, read_layers
 from kvstore.client.transports.grpc import StreamTransport
-from kvstore.client.transports.tcp import MAX_STREAMS, BulkTransport, Entrance
+from kvstore.client.transports.tcp import MAX_STREAMS, BulkTransport, Entrance, FrameStream
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, KVStoreError, TierUnavailableError
 from kvstore.proto.types import ChunkKey
@@ -68,6 +68,18 @@ class TestBulkTransport(BulkChannelContract):
             for arriving in gets:
                 assert [one.index for one in arriving] == [0, 1]
         assert len(bare._streams.pool.idle) == MAX_STREAMS
+
+    def test_a_stream_whose_request_was_refused_is_free_while_grpc_answers(
+        self, bare: BulkTransport, client: Client, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refused(*_: object) -> None:
+            raise TierUnavailableError("server", "too many requests at once")
+
+        keys = store(client, 1, 2)
+        monkeypatch.setattr(FrameStream, "begin", refused)
+        with bare.read(plan_of(keys)) as arriving:
+            assert not bare._streams.pool.busy
+            assert [one.index for one in arriving] == [0, 1]
 
     def test_the_longest_question_goes_over_a_stream_too(
         self, bare: BulkTransport, client: Client, monkeypatch: pytest.MonkeyPatch

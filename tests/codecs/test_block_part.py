@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -124,6 +126,25 @@ def test_rows_are_of_whole_blocks_that_are_there_and_alike() -> None:
     assert block_rows([layer], frame[: size - 1], [0]) is None
     assert block_rows([layer, layer], frame[:size], [0, 64]) is None
     assert block_rows([layer], frame[::2], [0]) is None
+    plain.flags.writeable = False
+    assert block_rows([layer], frame[:size], [0]) is None
+
+
+@pytest.mark.parametrize("make", [head_runs, turned_heads])
+def test_blocks_that_cannot_be_written_are_refused_and_stay_as_they_are(
+    make: Callable[..., Part],
+) -> None:
+    layout = KVLayout((Component(LayerKind.attention, DType.float32, 1, 2, 64, 64),))
+    template = FrameTemplate(ChunkKey(bytes(32)), ChainDigest(bytes(16)), bytes(16), b"", layout)
+    frame = np.zeros(RawCodec().max_frame_bytes(layout), np.uint8)
+    header = RawCodec().encode(template, [[list(np.ones((2, 2, 64, 64), np.uint32))]], frame)
+    span = BlockSpan.of(np.array([1, 3]), 32, 0, 64)
+    pages = [make(4, 2, 32, 64, "u4") for _ in range(2)]
+    for part in pages:
+        part.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        RawCodec().decode_into(header, frame, [[[BlockPart(part, span) for part in pages]]])
+    assert not np.any(pages)
 
 
 @given(spans())

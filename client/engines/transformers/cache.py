@@ -121,8 +121,8 @@ class StateShape:
         for (states, number, shape, dtype), some in zip(
             self.pieces, data.split(sizes, 1), strict=True
         ):
-            # Cloned, as memory of another type has to begin at a multiple of its size.
-            tensor = some.clone().view(dtype).view(len(data), *shape)
+            # Cloned flat: memory of another type has to begin, and go on, at multiples of its size.
+            tensor = some.reshape(-1).clone().view(dtype).view(len(data), *shape)
             layer.lazy_initialization(**{states: tensor, "state_idx": number})
             getattr(layer, states)[number].copy_(tensor)
             layer.has_previous_state[number] = True

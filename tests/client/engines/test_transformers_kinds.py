@@ -13,12 +13,13 @@ from contracts.connector import ConnectorContract
 from local_server import DEADLINE_MS, LocalServer
 from torch_engine import greedy, ids_of, left_padded, plain_tokens, random_ids, stored_tokens
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
 from typing_extensions import override
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
-from kvstore.client.engines.transformers.cache import as_argument
+from kvstore.client.engines.transformers.cache import StatePiece, StateShape, as_argument
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import LayerGroup, LayerKind, Model
 
@@ -316,3 +317,17 @@ class TestHybridConnector(ConnectorContract):
         self, connector: Connector, prompt: list[int], deadline_ms: int
     ) -> list[int]:
         return stored_tokens(cast(TransformersConnector, connector), ids_of(prompt), deadline_ms)
+
+
+def test_states_of_an_odd_size_in_all_are_kept_from_their_bytes() -> None:
+    pieces = (
+        StatePiece("conv_states", 0, (3, 1), torch.bfloat16),
+        StatePiece("recurrent_states", 0, (2, 2), torch.float32),
+    )
+    shape, cache = StateShape(0, pieces), DynamicCache()
+    cache.layers = [LinearAttentionLayer()]
+    data = torch.arange(2 * shape.size_bytes, dtype=torch.uint8).reshape(2, -1)
+    shape.unpack(cache, data)
+    kept: Any = cache.layers[0]
+    assert torch.equal(kept.conv_states[0].view(torch.uint8).reshape(2, 6), data[:, :6])
+    assert torch.equal(kept.recurrent_states[0].view(torch.uint8).reshape(2, 16), data[:, 6:])
