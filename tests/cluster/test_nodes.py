@@ -158,7 +158,7 @@ def test_lost_master_costs_its_slots_and_not_the_directory(
     try:
         assert eventually(lambda: 0 < len(observer.holders(named, 1.0)) < chunks)
         assert eventually(fleet.is_whole)
-        assert observer.report() == "known"
+        assert observer.report().standing == "known"
         with fleet.client(1) as client:
             assert fetched(client, named) == chunks, "out of its own memory"
         with fleet.client(2) as client:
