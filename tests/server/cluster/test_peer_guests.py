@@ -220,7 +220,7 @@ def test_wrong_bytes_of_a_peer_are_a_miss_and_count_against_it(pair: Pair) -> No
     for _ in range(2 * MAX_FAULTS):
         pair.reader.lookup(keys=keys)
         assert len(pair.reader.get_chunks(keys)) == 1
-    assert peer.is_barred
+    assert eventually(lambda: peer.is_barred)
 
 
 def test_a_peer_that_hangs_is_left_alone_and_its_chunks_come_by_way_of_the_own_server(
