@@ -46,7 +46,7 @@ from kvstore.client.engines.transformers.cache import as_argument
 SEED = 3
 BEST: Key = ("hybrid", 0.15)
 RIVAL: Key = ("hkvd", 0.15)
-"""The selector that a plan has unless told otherwise, and CacheBlend's."""
+"""The selector that a plan has unless another is given, and CacheBlend's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def quality(report: Report, sizes: Sizes) -> list[str]:
     asked = list(islice(question_cases(trained, tokenizer, rng), sizes.questions))
     texts = islice(text_cases(trained, tokenizer, rng), sizes.texts)
     identity(report, {"set by hand": riddles[0], "riddlelm": stories[0], "tinylm": asked[0]})
-    answers, told, marks = measure(riddles), measure(stories), measure(asked)
+    answers, story_scores, marks = measure(riddles), measure(stories), measure(asked)
     running = measure(texts)
     ours, theirs, naive = (figures(answers, key, "exact_match") for key in (BEST, RIVAL, NAIVE))
     gain = difference(ours, theirs)
@@ -121,14 +121,14 @@ def quality(report: Report, sizes: Sizes) -> list[str]:
         f"{ours.mean():.3f}, {theirs.mean():.3f}; naive {naive.mean():.3f}",
     )
     for one, other in ((WHOLE, NAIVE), (BEST, RIVAL)):
-        ours, theirs = (figures(told, key, "exact_match") for key in (one, other))
+        ours, theirs = (figures(story_scores, key, "exact_match") for key in (one, other))
         gain = difference(ours, theirs)
         found = f"{ours.mean():.3f}, {theirs.mean():.3f}"
         report.note(
             f"riddlelm, right: {one[0]}, {other[0]}", found, f"{gain[0]:+.3f}, {paired(gain)}"
         )
     parts = {}
-    for name, part in (("riddlelm", told), ("questions", marks), ("text", running)):
+    for name, part in (("riddlelm", story_scores), ("questions", marks), ("text", running)):
         kls = [figures(part, key, "divergence") for key in (BEST, RIVAL)]
         parts[name] = quotient(*kls), f"{kls[0].mean():.2e}, {kls[1].mean():.2e}"
         interval = parts[name][0]
@@ -144,7 +144,7 @@ def quality(report: Report, sizes: Sizes) -> list[str]:
     columns = [("EM", "exact_match", 1.0), ("KL x1e3", "divergence", 1e3)]
     columns += [("top-1", "agreement", 1.0), ("rows", "rows", 1.0)]
     lines = table("model set by hand", answers, columns)
-    lines += table("riddlelm, trained until naive reuse hurts", told, columns)
+    lines += table("riddlelm, trained until naive reuse hurts", story_scores, columns)
     lines += table("tinylm, questions", marks, columns)
     return lines + table("tinylm, text", running, columns[1:])
 

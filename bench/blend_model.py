@@ -2,7 +2,7 @@
 
 Four documents of real text that tell four-digit codes, and questions about one document, about
 two that are neighbours ("the item above"), and about one that names another; and running text.
-KL of the question's rows and of what follows them are told apart: selectors see the question.
+KL of the question's rows and of what follows them are kept apart: selectors see the question.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from bench.blend_cases import (
 from bench.report import Report
 from kvstore.client.blend.gate import SHADOW_TOKENS, ShadowEval, compare, worse
 from kvstore.server.blending.gates import TRIALS, Gates
-from kvstore.server.blending.gates import Shadow as Told
+from kvstore.server.blending.gates import Shadow as GateResult
 from kvstore.server.settings.values import GateTerms
 from kvstore.server.telemetry.metrics import Counters
 
@@ -89,7 +89,7 @@ class Judged:
 
     question: ShadowEval
     answer: ShadowEval
-    told: ShadowEval
+    shadow: ShadowEval
     is_right: bool
 
     @property
@@ -124,8 +124,8 @@ class Full:
         blended = case.blend(key)
         question, after = compare(self.question, blended.logits), case.after(blended)
         said = compare(self.saying, case.engine.blender.score(case.tokens, blended, self.says))
-        answer, told = compare(self.answer, after), worse(question, said)
-        return Judged(question, answer, told, case.is_right(after))
+        answer, shadow = compare(self.answer, after), worse(question, said)
+        return Judged(question, answer, shadow, case.is_right(after))
 
 
 class Prompts:
@@ -149,11 +149,11 @@ class Prompts:
             text = rng.choice(self._texts)
             first = rng.randrange(len(text) - _MANY)
             filler = text[first : first + rng.randrange(_FEW, _MANY)]
-            told = f"The code of the {thing} is {codes[place]}."
+            fact = f"The code of the {thing} is {codes[place]}."
             if place:
-                told += f" The key of the item above is {codes[DOCUMENTS + place]}."
-            told += f" The {thing} is kept with the {things[place - 1]}."
-            heading, end = self._ids(f"Item: the {thing}.\n"), self._ids(f"\n{told}\n\n")
+                fact += f" The key of the item above is {codes[DOCUMENTS + place]}."
+            fact += f" The {thing} is kept with the {things[place - 1]}."
+            heading, end = self._ids(f"Item: the {thing}.\n"), self._ids(f"\n{fact}\n\n")
             documents.append((*heading, *filler, *end))
         one, other, third = rng.sample(range(DOCUMENTS), 3)
         above = rng.randrange(1, DOCUMENTS)
@@ -243,7 +243,7 @@ class Tried:
         """Return one line of a table."""
         found = self.judged(way, key)
         kls = np.mean([(one.question.divergence, one.answer.divergence) for one in found], 0)
-        agreed = np.mean([(one.told.agreement, one.told.agreement_of_all) for one in found], 0)
+        agreed = np.mean([(one.shadow.agreement, one.shadow.agreement_of_all) for one in found], 0)
         right = sum(one.is_right for one in found)
         return (
             f"  {way:26s}{key[0]:16s}{key[1]:5.0%}{kls[0]:10.4f}{kls[1]:10.4f}"
@@ -296,11 +296,11 @@ def _gate(way: str, tried: Sequence[Tried]) -> tuple[str, str]:
     gates, name = Gates(GateTerms(), lambda: 1.0, Counters()), (b"model", "")
     while True:
         ratio = gates.view(name).ratio
-        found = [one.told for part in tried for one in part.judged(way, ("hybrid", ratio))]
+        found = [one.shadow for part in tried for one in part.judged(way, ("hybrid", ratio))]
         for number in range(TRIALS):
             one = found[number % len(found)]
-            told = Told(one.divergence, one.agreement, one.tokens, ratio)
-            gate = gates.record(name, told)
+            result = GateResult(one.divergence, one.agreement, one.tokens, ratio)
+            gate = gates.record(name, result)
         if gate.is_open or gate.why.startswith("closed"):
             state = "open" if gate.is_open else "closed"
             figures = f"agreement {gate.agreement:.3f}, KL {gate.divergence:.4f}"

@@ -1,11 +1,11 @@
 """Riddles whose answers need attention across chunks, and a Llama set by hand that answers them.
 
 Statements "name value ." and "name other-name ." stand in chunks; the query "? name" is to be
-answered with the name's value, through up to two aliases. In a story a name may be told again, in
-the same chunk or a later one: the last telling counts, and a name that was told to be as another
-keeps what that one stood for at the time, so rows of a chunk depend on the chunks before it.
+answered with the name's value, through up to two aliases. In a story a name may be stated again, in
+the same chunk or a later one: the last statement counts, and a name that stands for another keeps
+what that one stood for at the time, so rows of a chunk depend on the chunks before it.
 
-The model tells no name again. Layer 0 lets each token know the
+The model states no name again. Layer 0 lets each token know the
 token before it; every further layer looks a name up once: its queries are what a token names,
 its keys what the token before named, its values the value that token stands for or has found.
 An alias that points into another chunk finds its value only where it sees that chunk, so
@@ -111,7 +111,7 @@ def _look_a_name_up(attention: Any, table: Tensor) -> None:
 class Shape:
     """How large a riddle is, and how often a name stands for another, at most *depth* deep.
 
-    *again_share*: how often one is told again; None: never. Raises ValueError.
+    *again_share*: how often one is stated again; None: never. Raises ValueError.
     """
 
     chunks: int = 4
@@ -156,7 +156,7 @@ class Riddle:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _Fact:
     value: int
     depth: int
     chunk: int
@@ -170,39 +170,39 @@ def make_riddle(rng: random.Random, shape: Shape | None = None) -> Riddle:
     fresh = rng.sample(range(NAMES), NAMES if shape.again_share is not None else statements)
     if shape.again_share is None:
         fresh.reverse()
-    told: dict[int, _Told] = {}
+    facts: dict[int, _Fact] = {}
     tokens, resolved = list[int](), [-1]
     for number in range(statements):
-        name, chunk = _name(rng, shape, told, fresh), number // shape.statements
-        others = [n for n, fact in told.items() if n != name and fact.depth < shape.depth]
+        name, chunk = _name(rng, shape, facts, fresh), number // shape.statements
+        others = [n for n, fact in facts.items() if n != name and fact.depth < shape.depth]
         if others and rng.random() < shape.alias_share:
             other = rng.choice(others)
-            fact = told[other]
+            fact = facts[other]
             crosses = fact.crosses or fact.chunk != chunk
-            told[name] = _Told(fact.value, fact.depth + 1, chunk, crosses)
+            facts[name] = _Fact(fact.value, fact.depth + 1, chunk, crosses)
             said, value = FIRST_NAME + other, FIRST_VALUE + fact.value
         else:
-            told[name] = _Told(rng.randrange(VALUES), 0, chunk, crosses=False)
-            said, value = FIRST_VALUE + told[name].value, -1
+            facts[name] = _Fact(rng.randrange(VALUES), 0, chunk, crosses=False)
+            said, value = FIRST_VALUE + facts[name].value, -1
         tokens += [FIRST_NAME + name, said, DOT]
         resolved += [-1, value, -1]
     size = 3 * shape.statements
-    crossing = [name for name, fact in told.items() if fact.crosses] or list(told)
-    asked = [rng.choice(crossing if query % 2 else list(told)) for query in range(shape.queries)]
+    crossing = [name for name, fact in facts.items() if fact.crosses] or list(facts)
+    asked = [rng.choice(crossing if query % 2 else list(facts)) for query in range(shape.queries)]
     return Riddle(
         tuple(tuple(tokens[at : at + size]) for at in range(0, len(tokens), size)),
         tuple(asked),
-        tuple(FIRST_VALUE + told[name].value for name in asked),
-        tuple(told[name].depth if told[name].crosses else 0 for name in asked),
+        tuple(FIRST_VALUE + facts[name].value for name in asked),
+        tuple(facts[name].depth if facts[name].crosses else 0 for name in asked),
         (*resolved, *([-1] * (2 * shape.queries))),
     )
 
 
-def _name(rng: random.Random, shape: Shape, told: dict[int, _Told], fresh: list[int]) -> int:
-    """Return a name that was told before, or a fresh one."""
+def _name(rng: random.Random, shape: Shape, facts: dict[int, _Fact], fresh: list[int]) -> int:
+    """Return a name that was stated before, or a fresh one."""
     again = shape.again_share
-    is_again = again is not None and len(told) > 1 and rng.random() < again
-    return rng.choice(list(told)) if is_again or not fresh else fresh.pop()
+    is_again = again is not None and len(facts) > 1 and rng.random() < again
+    return rng.choice(list(facts)) if is_again or not fresh else fresh.pop()
 
 
 def answered(logits: Tensor, riddle: Riddle) -> list[bool]:

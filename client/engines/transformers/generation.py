@@ -263,7 +263,7 @@ def noting_attention(
     """
     config: Any = model.config.get_text_config()
     is_seen = tokens and not shape.has_ends and not isinstance(cache, StaticCache)
-    if not is_seen or not _is_watched(config._attn_implementation):
+    if not is_seen or not _watch(config._attn_implementation):
         yield lambda: None
         return
     look = _Look(tokens, max(1, len(shape.tokens) // LAYERS))
@@ -274,7 +274,7 @@ def noting_attention(
     notes_of(cache).importance = look.weights()
 
 
-def _is_watched(name: str) -> bool:
+def _watch(name: str) -> bool:
     """Have the implementation called *name* watched; return whether there is one."""
     own: Attend | None = AttentionInterface().get(name)  # type: ignore[no-untyped-call]
     if own is None:

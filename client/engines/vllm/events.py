@@ -20,14 +20,14 @@ MEDIUM = "STORAGE"
 _WHERE = {"medium": MEDIUM, "locality": "REMOTE", "ownership": "kvstore"}
 """What events say of where the blocks are: the store is a tier behind the engine's own."""
 
-MAX_UNTOLD_CHUNKS = 4096
-"""Chunks on their way to the store; of further ones nothing is told."""
+MAX_PENDING_CHUNKS = 4096
+"""Chunks on their way to the store; none is published of further ones."""
 
-MAX_TOLD_CHUNKS = 32_768
-"""Chunks that were told of; the oldest of more are told to be removed, and so told of no more."""
+MAX_PUBLISHED_CHUNKS = 32_768
+"""Chunks whose events were published; of more, the oldest are published as removed."""
 
 MAX_EVENTS = 65_536
-"""Events that wait for the engine's next step; of further chunks nothing is told."""
+"""Events that wait for the engine's next step; of further chunks none is made."""
 
 Event: TypeAlias = Any
 """One of vLLM's."""
@@ -51,7 +51,7 @@ class EventMaker:
 
 
 @dataclass(slots=True)
-class _Untold:
+class _Pending:
     """A chunk that some ranks have still to store."""
 
     events: list[Event]
@@ -69,8 +69,8 @@ class KVEvents:
         self._make = make
         self._chunk_tokens = chunk_tokens
         self._ranks = ranks
-        self._untold: OrderedDict[ChainDigest, _Untold] = OrderedDict()
-        self._told: OrderedDict[ChainDigest, list[Any]] = OrderedDict()
+        self._pending: OrderedDict[ChainDigest, _Pending] = OrderedDict()
+        self._published: OrderedDict[ChainDigest, list[Any]] = OrderedDict()
         self._events: list[Event] = []
 
     def ordered(self, request: Any, chunks: Sequence[ChunkName]) -> None:
@@ -79,14 +79,14 @@ class KVEvents:
         blocks = self._chunk_tokens // self._make.block_tokens
         for chunk in chunks:
             first = chunk.position // self._make.block_tokens
-            # Of tokens that vLLM has not hashed yet nothing can be told.
+            # Tokens that vLLM has not hashed yet have no names to publish.
             is_known = first + blocks <= len(hashes)
-            if is_known and chunk.digest not in self._told:
+            if is_known and chunk.digest not in self._published:
                 self._note(request, chunk, hashes[max(first - 1, 0) : first + blocks])
 
     def _note(self, request: Any, chunk: ChunkName, hashes: Sequence[Any]) -> None:
-        if len(self._untold) >= MAX_UNTOLD_CHUNKS:
-            self._untold.popitem(last=False)
+        if len(self._pending) >= MAX_PENDING_CHUNKS:
+            self._pending.popitem(last=False)
         start, size = chunk.position, self._make.block_tokens
         parent, named = (hashes[0], hashes[1:]) if start else (None, hashes)
         stop = start + self._chunk_tokens
@@ -108,39 +108,39 @@ class KVEvents:
             )
             for group, kind in self._make.groups
         ]
-        self._untold[chunk.digest] = _Untold(events, list(named), self._ranks)
+        self._pending[chunk.digest] = _Pending(events, list(named), self._ranks)
 
     def stored(self, ranks: Mapping[ChainDigest, int]) -> None:
-        """Tell of chunks; *ranks*: how many more have stored each since the last call."""
+        """Publish chunks; *ranks*: how many more have stored each since the last call."""
         for digest, count in ranks.items():
-            chunk = self._untold.get(digest)
+            chunk = self._pending.get(digest)
             if chunk is None:
                 continue
             chunk.ranks_left -= count
             if chunk.ranks_left > 0:
                 continue
-            del self._untold[digest]
+            del self._pending[digest]
             if len(self._events) + len(chunk.events) <= MAX_EVENTS:
                 self._events += chunk.events
-                self._told[digest] = chunk.hashes
-                while len(self._told) > MAX_TOLD_CHUNKS:
-                    self.lost([next(iter(self._told))])
+                self._published[digest] = chunk.hashes
+                while len(self._published) > MAX_PUBLISHED_CHUNKS:
+                    self.lost([next(iter(self._published))])
 
     def lost(self, digests: Sequence[ChainDigest]) -> None:
-        """Tell that chunks are not in the store any more, of which it was told that they are."""
+        """Publish that chunks are not in the store any more, which were published as stored."""
         for digest in digests:
-            if (hashes := self._told.pop(digest, None)) is not None:
+            if (hashes := self._published.pop(digest, None)) is not None:
                 self._events += [
                     self._make.removed(block_hashes=hashes, group_idx=group, **_WHERE)
                     for group, _ in self._make.groups
                 ]
 
     def reset(self) -> None:
-        """Tell that this engine loads nothing of what it stored before."""
-        self._untold.clear()
-        self.lost(list(self._told))
+        """Publish that this engine loads nothing of what it stored before."""
+        self._pending.clear()
+        self.lost(list(self._published))
 
     def take(self) -> list[Event]:
-        """Return what is to be told, in order, since the last call."""
+        """Return what is to be published, in order, since the last call."""
         events, self._events = self._events, []
         return events

@@ -143,8 +143,8 @@ def test_after_a_reset_all_is_removed_and_nothing_under_way_is_told_of() -> None
 
 
 def test_every_table_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_events, "MAX_UNTOLD_CHUNKS", 2)
-    monkeypatch.setattr(vllm_events, "MAX_TOLD_CHUNKS", 1)
+    monkeypatch.setattr(vllm_events, "MAX_PENDING_CHUNKS", 2)
+    monkeypatch.setattr(vllm_events, "MAX_PUBLISHED_CHUNKS", 1)
     told = events()
     told.ordered(FakeRequest("a", PROMPT), chunks())
     told.stored(by_one_rank(chunks()))
