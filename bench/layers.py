@@ -34,7 +34,7 @@ KEYS = (*(f"ttft_{gbps}gbps_{left}" for gbps in GBPS for left in SUFFIX_TOKENS),
 LINK = """
 import sys
 sys.path[:0] = ["tests"]
-from slow_link import SlowLink
+from helpers.slow_link import SlowLink
 link = SlowLink(int(sys.argv[1]), float(sys.argv[2]))
 print(link.port, flush=True)
 sys.stdin.read()

@@ -32,7 +32,7 @@ from bench.real_model import FOLDER, why_missing
 from bench.report import Report
 
 sys.path[:0] = ["src", "tests"]
-from server_process import ServerProcess  # noqa: E402
+from helpers.server_process import ServerProcess  # noqa: E402
 
 from kvstore.client import Client, ClientOptions  # noqa: E402
 from kvstore.client.blend.gate import ShadowEval, compare  # noqa: E402

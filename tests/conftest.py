@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from helpers.local_server import LocalServer, eventually
+from helpers.redis_process import RedisProcess
+from helpers.server_process import ServerProcess
 from hypothesis import HealthCheck, settings
-from local_server import LocalServer, eventually
-from redis_process import RedisProcess
-from server_process import ServerProcess
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")  # a loaded machine is slow: time is no property of a test's input

@@ -15,7 +15,7 @@ import pytest
 from conftest import ServerMaker
 from docs.blocks import PAGES
 from golden.samples import vectors
-from local_server import LocalServer
+from helpers.local_server import LocalServer
 from pydantic.fields import FieldInfo
 
 from kvstore.cli.app import REMOVED

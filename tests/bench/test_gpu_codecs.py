@@ -11,7 +11,7 @@ import torch
 from bench import gpu_codecs
 from bench.report import Report
 from contracts.codec import all_zero, filled
-from cpu_kernels import compile_kernels
+from helpers.cpu_kernels import compile_kernels
 
 from kvstore.codecs.base import codec_by_name
 from kvstore.codecs.kvq_kernels import SOURCES, KvqKernels

@@ -16,9 +16,9 @@ import grpc
 import pytest
 import yaml
 from chart.rendered import CHART, ROOT, Helm, Manifest, container, of_kind, only, settings, workload
-from credentials import Authority, KeyRing
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from redis_process import free_port
+from helpers.credentials import Authority, KeyRing
+from helpers.redis_process import free_port
 
 HOST = "x-kvstore.kv.svc"
 USER = 10001

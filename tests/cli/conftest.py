@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from kvstore_command import Kvstore, kvstore_command
+from helpers.kvstore_command import Kvstore, kvstore_command
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import json
 
 import numpy as np
 import pytest
-from local_server import LocalServer
-from prompts import chunks_of, keys_of
+from helpers.local_server import LocalServer
+from helpers.prompts import chunks_of, keys_of
 
 from kvstore.cli import bench
 from kvstore.cli.__main__ import main

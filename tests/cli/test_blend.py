@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from local_server import LocalServer
+from helpers.local_server import LocalServer
 
 from kvstore.cli.__main__ import main
 from kvstore.proto import kvstore_pb2 as pb

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from local_server import LocalServer
+from helpers.local_server import LocalServer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from kvstore.cli.__main__ import main

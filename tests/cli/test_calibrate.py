@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cachegen_samples import GQA, MLA, MODEL, smooth
 from contracts.codec import template
+from helpers.cachegen_samples import GQA, MLA, MODEL, smooth
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from coarse_codec import RoughCodec, coarse_codec
-from local_server import LocalServer
-from lossy_copies import leave_on_disk
-from torch_engine import OPTIONS, prefill, random_ids
+from helpers.coarse_codec import RoughCodec, coarse_codec
+from helpers.local_server import LocalServer
+from helpers.lossy_copies import leave_on_disk
+from helpers.torch_engine import OPTIONS, prefill, random_ids
 
 from kvstore.cli.__main__ import main
 from kvstore.cli.trials import load_model

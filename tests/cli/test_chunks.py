@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from conftest import ServerMaker
-from disk_damage import flip_a_bit
 from google.protobuf import json_format
-from kvstore_command import Kvstore
-from local_server import LocalServer
-from prompts import SMALL, other_revision, store
-from trust_world import World
+from helpers.disk_damage import flip_a_bit
+from helpers.kvstore_command import Kvstore
+from helpers.local_server import LocalServer
+from helpers.prompts import SMALL, other_revision, store
+from helpers.trust_world import World
 
 from kvstore.cli.chunks import parse_duration_ms
 from kvstore.proto import kvstore_pb2 as pb

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from kvstore_command import Kvstore
-from local_server import LocalServer, eventually
-from prompts import SMALL, other_revision, store
-from redis_deployments import RedisCluster
-from redis_process import RedisProcess, TlsFiles
+from helpers.kvstore_command import Kvstore
+from helpers.local_server import LocalServer, eventually
+from helpers.prompts import SMALL, other_revision, store
+from helpers.redis_deployments import RedisCluster
+from helpers.redis_process import RedisProcess, TlsFiles
 
 from kvstore.cli.doctor import (
     CHECKS,

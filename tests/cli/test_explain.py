@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documents import DOCUMENT, HEAD, prompt_of
 from google.protobuf import json_format
-from local_server import DEADLINE_MS, LocalServer
-from plain_engine import PlainEngine
-from prompts import SMALL, keys_of, other_revision, store, tokens
-from redis_process import free_port
+from helpers.documents import DOCUMENT, HEAD, prompt_of
+from helpers.local_server import DEADLINE_MS, LocalServer
+from helpers.plain_engine import PlainEngine
+from helpers.prompts import SMALL, keys_of, other_revision, store, tokens
+from helpers.redis_process import free_port
 
 from kvstore.cli.__main__ import main
 from kvstore.cli.explain import read_tokens

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from kvstore_command import Kvstore
-from local_server import LocalServer
-from redis_process import free_port
-from server_process import ServerProcess
-from trust_world import World
+from helpers.kvstore_command import Kvstore
+from helpers.local_server import LocalServer
+from helpers.redis_process import free_port
+from helpers.server_process import ServerProcess
+from helpers.trust_world import World
 
 from kvstore import __version__
 from kvstore.cli.app import DEFAULT_ADDRESS, app, command

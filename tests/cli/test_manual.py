@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import typer
-from kvstore_command import Kvstore
+from helpers.kvstore_command import Kvstore
 
 import kvstore.cli.__main__  # noqa: F401 - registers the commands
 from kvstore.cli.app import CODES, LOG_EVERY_S, SECTIONS, app, followed, progress

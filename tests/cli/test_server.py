@@ -9,10 +9,10 @@ from itertools import count, islice
 
 import pytest
 from conftest import ServerMaker
-from disk_damage import flip_a_bit
-from kvstore_command import Kvstore
-from local_server import DEADLINE_MS, LocalServer
-from prompts import SMALL, store
+from helpers.disk_damage import flip_a_bit
+from helpers.kvstore_command import Kvstore
+from helpers.local_server import DEADLINE_MS, LocalServer
+from helpers.prompts import SMALL, store
 
 from kvstore import __version__
 from kvstore.cli import server as commands

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ServerMaker
-from prompts import keys_of
+from helpers.prompts import keys_of
 
 from kvstore.cli import trace
 from kvstore.cli.__main__ import main

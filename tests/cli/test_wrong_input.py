@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from credentials import Authority
+from helpers.credentials import Authority
 
 from kvstore.cli.__main__ import main
 

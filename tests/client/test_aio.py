@@ -9,9 +9,9 @@ from contextlib import aclosing, suppress
 
 import numpy as np
 import pytest
-from local_server import DEADLINE_MS, LocalServer
-from pages import engine_pages
-from prompts import SMALL, chunks_of, is_right, tokens
+from helpers.local_server import DEADLINE_MS, LocalServer
+from helpers.pages import engine_pages
+from helpers.prompts import SMALL, chunks_of, is_right, tokens
 
 from kvstore.client import AsyncClient, Client, ClientOptions, PlannedChunk
 from kvstore.client.options import TransportName

@@ -10,9 +10,18 @@ import numpy as np
 import pytest
 from conftest import ServerMaker
 from contracts.layers import assert_layer, layers_of, planned
-from local_server import LocalServer
-from pages import engine_pages, rows_of
-from prompts import SMALL, assert_reads, chunks_of, is_right, keys_of, store, tensors_of, tokens
+from helpers.local_server import LocalServer
+from helpers.pages import engine_pages, rows_of
+from helpers.prompts import (
+    SMALL,
+    assert_reads,
+    chunks_of,
+    is_right,
+    keys_of,
+    store,
+    tensors_of,
+    tokens,
+)
 
 from kvstore.client import Client
 from kvstore.client.chunk import Shard

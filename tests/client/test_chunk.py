@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from contracts.chunks import make_representation
-from prompts import SMALL, tensors_of
+from helpers.prompts import SMALL, tensors_of
 
 from kvstore.client import Chunk
 from kvstore.client.chunk import arrays_of

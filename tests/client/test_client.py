@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from bare_wire import wire_to
-from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import (
+from helpers.bare_wire import wire_to
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import (
     MEDIUM,
     SMALL,
     assert_reads,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from bare_wire import wire_to
-from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import chunks_of, keys_of
+from helpers.bare_wire import wire_to
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import chunks_of, keys_of
 
 from kvstore.client.connection import Connection
 from kvstore.proto import kvstore_pb2 as pb

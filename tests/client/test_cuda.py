@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 import torch
 from contracts.chunks import make_representation
-from device_engine import (
+from helpers.device_engine import (
     CHUNK_TOKENS,
     Engine,
     blocks_for,
     raw_bytes,
     read_pages,
 )
-from gpu_twin import frame_on_device, use_device
-from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import SMALL, chunks_of, keys_of, tensors_of, tokens
-from slow_device import SlowDevice
+from helpers.gpu_twin import frame_on_device, use_device
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import SMALL, chunks_of, keys_of, tensors_of, tokens
+from helpers.slow_device import SlowDevice
 
 from kvstore.client import Chunk, ClientOptions, device_reads
 from kvstore.client.chunk import parents, to_torch

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from local_server import DEADLINE_MS, LocalServer, eventually, open_session
-from prompts import MEDIUM, equal, keys_of, parts_of, steady_tensors
-from slow_link import SlowLink
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually, open_session
+from helpers.prompts import MEDIUM, equal, keys_of, parts_of, steady_tensors
+from helpers.slow_link import SlowLink
 
 from kvstore.client import Chunk, Client, ClientOptions
 from kvstore.client.chunk import parents

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from bare_wire import reheaded
 from contracts.chunks import make_representation
-from local_server import LocalServer
-from prompts import SMALL, frame_of, tensors_of
-from prompts import equal as equal_tensors
+from helpers.bare_wire import reheaded
+from helpers.local_server import LocalServer
+from helpers.prompts import SMALL, frame_of, tensors_of
+from helpers.prompts import equal as equal_tensors
 
 from kvstore.client import ClientOptions
 from kvstore.client.decode import Decoded, Reader, Wanted, given

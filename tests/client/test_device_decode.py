@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from contracts.chunks import make_frame, make_representation
-from cpu_kernels import compile_kernels
-from device_engine import CHUNK_TOKENS, Engine, blocks_for, read_pages
-from disk_damage import flip_a_bit
-from gpu_twin import use_device
-from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import keys_of, steady_tensors
+from helpers.cpu_kernels import compile_kernels
+from helpers.device_engine import CHUNK_TOKENS, Engine, blocks_for, read_pages
+from helpers.disk_damage import flip_a_bit
+from helpers.gpu_twin import use_device
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import keys_of, steady_tensors
 
 from kvstore.client import Chunk, Client, ClientOptions
 from kvstore.client.chunk import parents

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from device_engine import paged_in, read_pages
-from gpu_twin import use_device
-from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import SMALL, chunks_of, frame_of, is_right, keys_of
-from slow_device import LateDevice
+from helpers.device_engine import paged_in, read_pages
+from helpers.gpu_twin import use_device
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import SMALL, chunks_of, frame_of, is_right, keys_of
+from helpers.slow_device import LateDevice
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.chunk import DeviceChunk, parents
@@ -491,7 +491,7 @@ def test_another_process_puts_out_of_cuda_memory_and_reads_it_back(tmp_path: Pat
     folders = [TESTS.parent / "src", TESTS]
     with closing(server):  # CUDA leaves files open and threads behind
         done = subprocess.run(
-            [sys.executable, str(TESTS / "cuda_putter.py"), server.address],
+            [sys.executable, str(TESTS / "helpers" / "cuda_putter.py"), server.address],
             env={**os.environ, "PYTHONPATH": ":".join(map(str, [*folders, *sys.path]))},
             capture_output=True,
             text=True,

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from coarse_codec import coarse_codec
-from local_server import LocalServer
-from lossy_copies import leave_on_disk
-from prompts import assert_reads, equal, store, tensors_of
+from helpers.coarse_codec import coarse_codec
+from helpers.local_server import LocalServer
+from helpers.lossy_copies import leave_on_disk
+from helpers.prompts import assert_reads, equal, store, tensors_of
 
 from kvstore.client import Client, chunk_reads
 from kvstore.client.options import TransportName

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from coarse_codec import coarse_codec
-from local_server import LocalServer, eventually
-from lossy_copies import leave_on_disk
-from prompts import MEDIUM, chunks_of, parts_of, store, tokens
+from helpers.coarse_codec import coarse_codec
+from helpers.local_server import LocalServer, eventually
+from helpers.lossy_copies import leave_on_disk
+from helpers.prompts import MEDIUM, chunks_of, parts_of, store, tokens
 
 from kvstore.client import Client
 from kvstore.client.options import TransportName

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bare_wire import reheaded
 from contracts.chunks import make_frame, make_representation
+from helpers.bare_wire import reheaded
+from helpers.local_server import LocalServer
+from helpers.prompts import SMALL, equal, frame_of, tensors_of
 from hypothesis import given
 from hypothesis import strategies as st
-from local_server import LocalServer
-from prompts import SMALL, equal, frame_of, tensors_of
 
 from kvstore.client import ClientOptions
 from kvstore.client.decode import Room, Wanted, fresh

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from contracts.transport import TransportContract
-from prompts import MEDIUM, assert_reads, store
+from helpers.prompts import MEDIUM, assert_reads, store
 
 from kvstore.client import Client
 from kvstore.client.transports.grpc import StreamTransport

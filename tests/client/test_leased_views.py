@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from prompts import SMALL
+from helpers.prompts import SMALL
 
 from kvstore.client.view import LeasedViews, SlabMap, geometry_of
 from kvstore.codecs.base import empty_tensors

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prompts import SMALL
+from helpers.prompts import SMALL
 
 from kvstore.client import Client, ClientOptions
 from kvstore.proto.errors import InvalidRequestError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from contracts.chunks import make_representation
-from pages import AXES, engine_pages, rows_of
+from helpers.pages import AXES, engine_pages, rows_of
 
 from kvstore.client.paged_cache import PagedCache, page_axes
 from kvstore.codecs.block_part import BlockPart, to_dense

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from local_server import DEADLINE_MS, LocalServer
-from prompts import SMALL, chunks_of, keys_of, tokens
+from helpers.local_server import DEADLINE_MS, LocalServer
+from helpers.prompts import SMALL, chunks_of, keys_of, tokens
 
 from kvstore.client import AsyncClient, Client, ClientOptions
 from kvstore.client.options import TransportName

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from local_server import DEADLINE_MS, LocalServer
-from prompts import parts_of, tokens
+from helpers.local_server import DEADLINE_MS, LocalServer
+from helpers.prompts import parts_of, tokens
 
 import kvstore
 from kvstore.client import Chunk, Client, ClientOptions, PagedCache, Shard

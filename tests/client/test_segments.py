@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from documents import (
+from helpers.documents import (
     DOCUMENT,
     HEAD,
     OTHER,
@@ -22,9 +22,9 @@ from documents import (
     report_of,
     shadowed,
 )
-from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import MEDIUM, SMALL, equal, other_revision, tensors_of, tokens
-from redis_process import RedisProcess
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import MEDIUM, SMALL, equal, other_revision, tensors_of, tokens
+from helpers.redis_process import RedisProcess
 
 from kvstore.client import AsyncClient, Client, ClientOptions
 from kvstore.client.options import TransportName

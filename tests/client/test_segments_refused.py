@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from documents import (
+from helpers.documents import (
     DOCUMENT,
     HEAD,
     OTHER,
@@ -17,8 +17,8 @@ from documents import (
     report_of,
     shadowed,
 )
-from local_server import LocalServer
-from prompts import tokens
+from helpers.local_server import LocalServer
+from helpers.prompts import tokens
 
 from kvstore.client import Client
 from kvstore.client.blend.plan import (

@@ -6,8 +6,8 @@ from dataclasses import FrozenInstanceError, is_dataclass
 from typing import Any
 
 import pytest
-from local_server import LocalServer
-from prompts import store
+from helpers.local_server import LocalServer
+from helpers.prompts import store
 
 from kvstore.client.server_state import stat_from_message, status_from_message
 from kvstore.proto import kvstore_pb2 as pb

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from local_server import LocalServer, eventually
-from prompts import SMALL
+from helpers.local_server import LocalServer, eventually
+from helpers.prompts import SMALL
 
 from kvstore.client import ClientOptions
 from kvstore.client.connection import Connection

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.local_server import LocalServer
+from helpers.prompts import equal, tokens
+from helpers.shards import TWO_GROUPS, WIDE
 from hypothesis import given
 from hypothesis import strategies as st
-from local_server import LocalServer
-from prompts import equal, tokens
-from shards import TWO_GROUPS, WIDE
 
 from kvstore.client import Client, ClientOptions, PagedCache, Shard
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError

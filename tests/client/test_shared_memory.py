@@ -12,8 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from contracts.transport import TransportContract
-from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import MEDIUM, SMALL, assert_reads, chunks_of, is_right, keys_of, outcomes, store
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import (
+    MEDIUM,
+    SMALL,
+    assert_reads,
+    chunks_of,
+    is_right,
+    keys_of,
+    outcomes,
+    store,
+)
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.frames import FileFrame

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 from contracts.layers import damage
-from documents import DOCUMENT, HEAD, OTHER, OTHER_HEAD, TRIAL, prompt_of, put_prompt
-from local_server import DEADLINE_MS, LocalServer
-from prompts import MEDIUM, tensors_of
+from helpers.documents import DOCUMENT, HEAD, OTHER, OTHER_HEAD, TRIAL, prompt_of, put_prompt
+from helpers.local_server import DEADLINE_MS, LocalServer
+from helpers.prompts import MEDIUM, tensors_of
 from typing_extensions import override
 
 from kvstore.client import Client, ClientOptions

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from contracts.bulk_channel import BULK, BulkChannelContract, ServerMaker, digests
-from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import SMALL, assert_reads, chunks_of, keys_of, store
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import SMALL, assert_reads, chunks_of, keys_of, store
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.session import Session

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import stream_messages as messages
 from contracts.bad_puts import changed
 from contracts.bulk_channel import BULK, ServerMaker
-from fake_peer import peer_session
-from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import MEDIUM, SMALL, assert_reads, chunks_of, keys_of, store
-from stream_messages import Sent
+from helpers import stream_messages as messages
+from helpers.fake_peer import peer_session
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import MEDIUM, SMALL, assert_reads, chunks_of, keys_of, store
+from helpers.stream_messages import Sent
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.frames import FrameAssembler

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import SMALL, chunks_of, keys_of, store, tokens
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import SMALL, chunks_of, keys_of, store, tokens
 
 from kvstore.client import Client, ClientOptions, server_link
 from kvstore.client.chunk import PlannedChunk

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import (
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import (
     LARGE,
     SMALL,
     assert_reads,
@@ -26,7 +26,7 @@ from prompts import (
     outcomes,
     store,
 )
-from socket_peer import Listener
+from helpers.socket_peer import Listener
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.connection import Connection, Until

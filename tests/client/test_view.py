@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from local_server import DEADLINE_MS, LocalServer
-from prompts import SMALL, chunks_of, keys_of, store
+from helpers.local_server import DEADLINE_MS, LocalServer
+from helpers.prompts import SMALL, chunks_of, keys_of, store
 
 from kvstore.client import Chunk, Client, ClientOptions
 from kvstore.client.view import ChunkView, geometry_of, view_at

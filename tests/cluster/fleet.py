@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from local_server import eventually
-from networks import GATEWAY, address_of, hosts_apart
-from prompts import SMALL
-from redis_deployments import RedisCluster
-from redis_process import TlsFiles
-from server_process import ServerProcess
+from helpers.local_server import eventually
+from helpers.networks import GATEWAY, address_of, hosts_apart
+from helpers.prompts import SMALL
+from helpers.redis_deployments import RedisCluster
+from helpers.redis_process import TlsFiles
+from helpers.server_process import ServerProcess
 
 from kvstore.cli.server import fetch_status
 from kvstore.client import Client, ClientOptions

@@ -8,9 +8,9 @@ from itertools import count
 import pytest
 from cluster.fleet import PREFIX, Fleet, holders, running
 from faults.oracle import fetched
-from local_server import eventually
-from networks import part, probed, rejoin
-from prompts import keys_of, store
+from helpers.local_server import eventually
+from helpers.networks import part, probed, rejoin
+from helpers.prompts import keys_of, store
 
 from kvstore.client import Client
 from kvstore.proto.types import ChunkKey

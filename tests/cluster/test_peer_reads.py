@@ -8,9 +8,9 @@ from itertools import count
 import pytest
 from cluster.fleet import Fleet, running
 from faults.oracle import fetched
-from local_server import eventually
-from networks import part, rejoin
-from prompts import keys_of, store
+from helpers.local_server import eventually
+from helpers.networks import part, rejoin
+from helpers.prompts import keys_of, store
 
 CHUNKS = 6
 SEEDS = count(1)

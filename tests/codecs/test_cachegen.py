@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cachegen_samples import (
+from contracts.codec import SCRATCH_BYTES, filled, layouts, peak_bytes, template
+from helpers.cachegen_samples import (
     ALL,
     GQA,
     MODEL,
@@ -22,7 +23,6 @@ from cachegen_samples import (
     layout_of,
     shelf_of,
 )
-from contracts.codec import SCRATCH_BYTES, filled, layouts, peak_bytes, template
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from contracts.chunks import make_frame, make_representation, payload
-from cpu_kernels import compile_kernels
-from cuda_compiler import ARCHITECTURES, compile_cuda
+from helpers.cpu_kernels import compile_kernels
+from helpers.cuda_compiler import ARCHITECTURES, compile_cuda
 
 from kvstore.codecs import frame_kernels
 from kvstore.codecs.frame_kernels import (

@@ -13,9 +13,9 @@ import pytest
 import torch
 from contracts.codec import Tensors, layouts, paged_layouts, template
 from contracts.lossy_codec import Numbers, centred, encoded, large, numbers, outliers, tiny
-from cpu_kernels import compile_kernels
-from cuda_compiler import ARCHITECTURES, compile_cuda, resources
-from device_frames import CPU, Place, decoded, is_refused
+from helpers.cpu_kernels import compile_kernels
+from helpers.cuda_compiler import ARCHITECTURES, compile_cuda, resources
+from helpers.device_frames import CPU, Place, decoded, is_refused
 from oracles.rans import NUMPY as NUMPY_RANS
 
 from kvstore.codecs import kvq_kernels

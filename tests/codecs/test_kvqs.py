@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cachegen_samples import MODEL
 from contracts.codec import template
+from helpers.cachegen_samples import MODEL
+from helpers.kvqs_samples import KV, LATENT, bound, calibrated, shelf_of
+from helpers.kvt_samples import POSITION, ROPE, chunk, decode, encode, framed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kvqs_samples import KV, LATENT, bound, calibrated, shelf_of
-from kvt_samples import POSITION, ROPE, chunk, decode, encode, framed
 
 from kvstore.codecs.asset_codec import HEAD_BYTES
 from kvstore.codecs.asset_shelf import AssetShelf

@@ -7,11 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cachegen_samples import MODEL, smooth
 from contracts.codec import SCRATCH_BYTES, filled, layouts, peak_bytes, template
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from kvt_samples import (
+from helpers.cachegen_samples import MODEL, smooth
+from helpers.kvt_samples import (
     KV,
     LATENT,
     POSITION,
@@ -26,6 +24,8 @@ from kvt_samples import (
     noise_of,
     shelf_of,
 )
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kvstore.codecs.asset_codec import HEAD_BYTES
 from kvstore.codecs.asset_shelf import ASSETS, AssetShelf

@@ -5,11 +5,9 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-import cachegen_samples
-import kvqs_samples
-import kvt_samples
 import numpy as np
 import pytest
+from helpers import cachegen_samples, kvqs_samples, kvt_samples
 from numpy.typing import NDArray
 
 from kvstore.codecs.assets import Asset

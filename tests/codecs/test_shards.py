@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers.prompts import equal, frame_of, tensors_of
+from helpers.shards import TWO_GROUPS, shard_frame, slices
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prompts import equal, frame_of, tensors_of
-from shards import TWO_GROUPS, shard_frame, slices
 
 from kvstore.codecs.base import codec_by_name, empty_tensors
 from kvstore.codecs.shards import cut, decode_shard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stream_messages import Sent, part
+from helpers.stream_messages import Sent, part
 
 from kvstore.proto.buffers import Bytes
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from contracts.transport import TransportContract
-from local_server import LocalServer
-from prompts import MEDIUM, assert_reads, store
+from helpers.local_server import LocalServer
+from helpers.prompts import MEDIUM, assert_reads, store
 
 from kvstore.client import Client
 from kvstore.client.transports.tcp import BulkTransport

@@ -23,9 +23,9 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from local_server import DEADLINE_MS, LocalServer, eventually
-from redis_process import free_port
-from server_process import ServerProcess
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.redis_process import free_port
+from helpers.server_process import ServerProcess
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.engines.base import Connector

@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from contracts.chunks import make_representation
-from local_server import eventually
-from prompts import equal, keys_of, outcomes
+from helpers.local_server import eventually
+from helpers.prompts import equal, keys_of, outcomes
 
 from kvstore.client import Chunk, Client
 from kvstore.client.chunk import parents

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 from contracts.chunks import make_representation
-from local_server import DEADLINE_MS, LocalServer
-from pages import AXES, engine_pages, rows_of
-from prompts import MEDIUM, SMALL, assert_reads, chunks_of, is_right, keys_of, store, tokens
+from helpers.local_server import DEADLINE_MS, LocalServer
+from helpers.pages import AXES, engine_pages, rows_of
+from helpers.prompts import MEDIUM, SMALL, assert_reads, chunks_of, is_right, keys_of, store, tokens
 
 from kvstore.client import Client, ClientOptions, PlannedChunk
 from kvstore.client.decode import Layer

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from prompts import assert_reads, chunks_of, equal, keys_of
-from shards import TWO_GROUPS, WIDE, part_of, slices
+from helpers.prompts import assert_reads, chunks_of, equal, keys_of
+from helpers.shards import TWO_GROUPS, WIDE, part_of, slices
 
 from kvstore.client import Chunk, Client, Shard
 from kvstore.codecs.base import empty_tensors

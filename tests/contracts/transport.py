@@ -18,8 +18,8 @@ from contracts.chunks import make_representation
 from contracts.ends import EndsContract
 from contracts.layers import LayersContract, damage, flip
 from contracts.parallel import ParallelContract
-from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import (
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import (
     MEDIUM,
     SMALL,
     assert_reads,

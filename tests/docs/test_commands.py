@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from credentials import Authority
 from docs.blocks import LANGUAGES, PAGES, ROOT, Block, blocks, commands
 from docs.flags import check, is_run, program_of, verb_of
-from redis_process import RedisProcess, free_port
+from helpers.credentials import Authority
+from helpers.redis_process import RedisProcess, free_port
 
 BIN = Path(sys.executable).parent
 SMALL = ((r"\b\d+GiB\b", "64MiB"), (r"--seconds \d+", "--seconds 1"))

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from local_server import DEADLINE_MS, eventually, open_session
-from stream_messages import attach
-from trust_world import Audited, chunks_for
+from helpers.local_server import DEADLINE_MS, eventually, open_session
+from helpers.stream_messages import attach
+from helpers.trust_world import Audited, chunks_for
 
 from kvstore.client import Access
 from kvstore.client.options import TransportName

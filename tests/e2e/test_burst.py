@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from prompts import LARGE, chunks_of, is_right, keys_of
-from server_process import ServerProcess
+from helpers.prompts import LARGE, chunks_of, is_right, keys_of
+from helpers.server_process import ServerProcess
 
 from kvstore.client import Client, ClientOptions
 from kvstore.proto.types import PutOutcome

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from local_server import LocalServer, eventually
-from prompts import chunks_of, is_right, keys_of
+from helpers.local_server import LocalServer, eventually
+from helpers.prompts import chunks_of, is_right, keys_of
 
 from kvstore.client.options import TransportName
 
@@ -21,9 +21,9 @@ SILENT = ("--limits", "session_ttl_ms=60000", "--lease-ttl-ms", "86400000")
 
 HOLD = """
 import sys, time
-from bare_wire import Wire
-from local_server import DEADLINE_MS
-from prompts import SMALL, chunks_of, frame_of, keys_of
+from helpers.bare_wire import Wire
+from helpers.local_server import DEADLINE_MS
+from helpers.prompts import SMALL, chunks_of, frame_of, keys_of
 from kvstore.client import Client, ClientOptions
 from kvstore.client.connection import Connection
 from kvstore.proto import kvstore_pb2 as pb
@@ -80,8 +80,8 @@ def holder(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 HALF_WAY = """
 import sys, time
-from local_server import DEADLINE_MS
-from prompts import SMALL, chunks_of, keys_of
+from helpers.local_server import DEADLINE_MS
+from helpers.prompts import SMALL, chunks_of, keys_of
 from kvstore.client import Client, ClientOptions, PlannedChunk
 
 address, transport = sys.argv[1:]

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from browser import PROGRAM, WHY_NOT, Browser
 from conftest import ServerMaker
-from local_server import LocalServer
-from prompts import SMALL, other_revision, store
+from helpers.browser import PROGRAM, WHY_NOT, Browser
+from helpers.local_server import LocalServer
+from helpers.prompts import SMALL, other_revision, store
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason=WHY_NOT)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from conftest import ServerMaker
-from local_server import LocalServer, eventually
-from prompts import MEDIUM, assert_reads, chunks_of, is_right, keys_of, parts_of, tensors_of
-from redis_process import RedisProcess
+from helpers.local_server import LocalServer, eventually
+from helpers.prompts import MEDIUM, assert_reads, chunks_of, is_right, keys_of, parts_of, tensors_of
+from helpers.redis_process import RedisProcess
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.options import TransportName

@@ -11,10 +11,10 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from local_server import DEADLINE_MS
-from prompts import SMALL, assert_reads, store
-from server_process import ServerProcess
-from socket_peer import Listener
+from helpers.local_server import DEADLINE_MS
+from helpers.prompts import SMALL, assert_reads, store
+from helpers.server_process import ServerProcess
+from helpers.socket_peer import Listener
 
 from kvstore.client import Access, Client, ClientOptions
 from kvstore.client.connection import Connection

@@ -10,9 +10,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import pytest
-from local_server import eventually
-from prompts import SMALL, chunks_of, is_right, keys_of
-from server_process import ServerProcess
+from helpers.local_server import eventually
+from helpers.prompts import SMALL, chunks_of, is_right, keys_of
+from helpers.server_process import ServerProcess
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.options import TransportName

@@ -14,9 +14,9 @@ import grpc
 import pytest
 from golden.history_samples import OLDER, PATH
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from local_server import DEADLINE_MS, eventually
-from prompts import SMALL, assert_reads, chunks_of, is_right, keys_of, store, tokens
-from server_process import ServerProcess
+from helpers.local_server import DEADLINE_MS, eventually
+from helpers.prompts import SMALL, assert_reads, chunks_of, is_right, keys_of, store, tokens
+from helpers.server_process import ServerProcess
 
 from kvstore.client import AsyncClient, Client, ClientOptions
 from kvstore.client.options import TransportName
@@ -160,8 +160,8 @@ def test_asyncio_client_works_with_a_server_of_another_process(
 
 ROUND_TRIP = """
 import sys
-from local_server import LocalServer
-from prompts import chunks_of, is_right, keys_of
+from helpers.local_server import LocalServer
+from helpers.prompts import chunks_of, is_right, keys_of
 from pathlib import Path
 
 server = LocalServer(Path(sys.argv[1]))

@@ -7,10 +7,10 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from local_server import LocalServer, eventually
-from prompts import chunks_of, is_right, keys_of
-from redis_deployments import SentinelSetup
-from redis_process import RedisProcess
+from helpers.local_server import LocalServer, eventually
+from helpers.prompts import chunks_of, is_right, keys_of
+from helpers.redis_deployments import SentinelSetup
+from helpers.redis_process import RedisProcess
 
 from kvstore.client import Client
 from kvstore.client.options import TransportName

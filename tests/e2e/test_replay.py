@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from server_process import ServerProcess
+from helpers.server_process import ServerProcess
 
 from kvstore.cli.__main__ import main
 from kvstore.cli.server import fetch_status

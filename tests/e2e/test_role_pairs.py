@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from local_server import eventually, open_session
-from prompts import chunks_of, keys_of
-from socket_peer import Peer, staging
-from trust_world import SERVICE, Audited, World, chunks_for, request_of
+from helpers.local_server import eventually, open_session
+from helpers.prompts import chunks_of, keys_of
+from helpers.socket_peer import Peer, staging
+from helpers.trust_world import SERVICE, Audited, World, chunks_for, request_of
 
 from kvstore.client import Access, Chunk, Client
 from kvstore.client.options import TransportName

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import jwt
 from conftest import ProcessMaker
-from credentials import KeyRing
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-from prompts import SMALL, chunks_of, keys_of, tokens
+from helpers.credentials import KeyRing
+from helpers.prompts import SMALL, chunks_of, keys_of, tokens
 
 from kvstore.client import Access, Client, ClientOptions
 from kvstore.proto.errors import PermissionDeniedError, UnauthenticatedError
@@ -26,7 +26,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 def test_nothing_that_engines_send_runs_as_code(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(TESTS / "audited_process.py"), str(tmp_path)],
+        [sys.executable, str(TESTS / "helpers" / "audited_process.py"), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}"},
         capture_output=True,
         text=True,

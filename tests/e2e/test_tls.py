@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from credentials import Authority
-from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import SMALL
-from trust_world import SERVICE, World, chunks_for, request_of
+from helpers.credentials import Authority
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import SMALL
+from helpers.trust_world import SERVICE, World, chunks_for, request_of
 
 from kvstore.client import Access, Client, ClientOptions
 from kvstore.client.connection import Connection

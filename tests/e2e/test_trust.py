@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_server import DEADLINE_MS, eventually, open_session
-from prompts import SMALL, keys_of
-from trust_world import SERVICE, World, chunks_for, request_of
+from helpers.local_server import DEADLINE_MS, eventually, open_session
+from helpers.prompts import SMALL, keys_of
+from helpers.trust_world import SERVICE, World, chunks_for, request_of
 
 from kvstore.client import Access
 from kvstore.client.options import TransportName

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from local_server import LocalServer
+from helpers.local_server import LocalServer
 
 import kvstore
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_server import DEADLINE_MS, LocalServer
-from prompts import SMALL, store, tokens
+from helpers.local_server import DEADLINE_MS, LocalServer
+from helpers.prompts import SMALL, store, tokens
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.server_state import ChunkEvent, EventPage

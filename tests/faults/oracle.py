@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from prompts import is_right
+from helpers.prompts import is_right
 
 from kvstore.client import Client
 from kvstore.proto.types import ChunkKey

@@ -25,9 +25,9 @@ from faults.proxy import FaultProxy, Trouble
 from faults.soak_client import CHUNKS, PROMPTS
 from faults.tools import largest_file
 from faults.trend import Sampler, trend
-from prompts import SMALL, chunks_of, keys_of
-from redis_process import RedisProcess
-from server_process import ServerProcess
+from helpers.prompts import SMALL, chunks_of, keys_of
+from helpers.redis_process import RedisProcess
+from helpers.server_process import ServerProcess
 
 from kvstore.client import Client, ClientOptions
 from kvstore.proto.errors import KVStoreError

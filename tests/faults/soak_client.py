@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 
-from prompts import SMALL, chunks_of, equal, keys_of
+from helpers.prompts import SMALL, chunks_of, equal, keys_of
 
 from kvstore.client import Chunk, Client, ClientOptions
 from kvstore.proto.errors import KVStoreError

@@ -17,12 +17,12 @@ from typing import Any
 
 import grpc
 import pytest
-from bare_wire import wire_to
 from conftest import ProcessMaker, ServerMaker
 from faults.oracle import verified
 from faults.processes import resident_bytes
-from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import SMALL, chunks_of, frame_of, is_right, keys_of, store
+from helpers.bare_wire import wire_to
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import SMALL, chunks_of, frame_of, is_right, keys_of, store
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.options import TransportName
@@ -37,8 +37,8 @@ TRIES = 4
 
 HOLD = """
 import sys, time
-from local_server import DEADLINE_MS
-from prompts import SMALL, chunks_of, keys_of
+from helpers.local_server import DEADLINE_MS
+from helpers.prompts import SMALL, chunks_of, keys_of
 from kvstore.client import Client, ClientOptions, PlannedChunk
 
 address, first, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -237,8 +237,8 @@ def test_of_many_writers_of_one_name_one_whole_version_stays(
 
 WRITE_ONE = """
 import sys
-from local_server import DEADLINE_MS
-from prompts import SMALL, chunks_of, keys_of
+from helpers.local_server import DEADLINE_MS
+from helpers.prompts import SMALL, chunks_of, keys_of
 from kvstore.client import Client, ClientOptions
 
 address, transport, version = sys.argv[1], sys.argv[2], int(sys.argv[3])

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from conftest import ServerMaker
 from faults.oracle import verified
-from local_server import LocalServer, eventually
-from prompts import SMALL, store
-from redis_process import RedisProcess
+from helpers.local_server import LocalServer, eventually
+from helpers.prompts import SMALL, store
+from helpers.redis_process import RedisProcess
 
 from kvstore.client import Client
 from kvstore.proto.buffers import as_bytes

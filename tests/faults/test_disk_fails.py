@@ -13,9 +13,9 @@ from conftest import ProcessMaker
 from faults.media import PowerSwitch, small_memory_disk
 from faults.oracle import verified
 from faults.tools import fiu, fiu_environment, largest_file
-from local_server import DEADLINE_MS, eventually
-from prompts import SMALL, chunks_of, keys_of, store
-from server_process import ServerProcess
+from helpers.local_server import DEADLINE_MS, eventually
+from helpers.prompts import SMALL, chunks_of, keys_of, store
+from helpers.server_process import ServerProcess
 
 from kvstore.client import Client, ClientOptions
 from kvstore.proto.errors import KVStoreError

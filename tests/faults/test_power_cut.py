@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from contracts.chunks import make_frame
 from contracts.shelf import assert_holds, put
-from disk_process import SEALER_BYTES, is_whole, note, open_disk, sealer
 from faults.media import PowerSwitch
+from helpers.disk_process import SEALER_BYTES, is_whole, note, open_disk, sealer
 
 from kvstore.tiers.disk import DiskTier
 

@@ -17,9 +17,9 @@ import pytest
 from conftest import ProcessMaker
 from faults.oracle import OracleFile, verified
 from faults.tools import faketime_environment, join, kills, memory_limit, set_clock
-from local_server import DEADLINE_MS, eventually
-from prompts import LARGE, SMALL, chunks_of, keys_of, store
-from redis_process import RedisProcess
+from helpers.local_server import DEADLINE_MS, eventually
+from helpers.prompts import LARGE, SMALL, chunks_of, keys_of, store
+from helpers.redis_process import RedisProcess
 
 from kvstore.client import Client, ClientOptions
 from kvstore.proto.errors import KVStoreError
@@ -36,7 +36,7 @@ WRITE = """
 import sys
 from pathlib import Path
 from faults.oracle import OracleFile
-from prompts import SMALL, chunks_of, keys_of
+from helpers.prompts import SMALL, chunks_of, keys_of
 from kvstore.client import Client, ClientOptions
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.types import PutOutcome

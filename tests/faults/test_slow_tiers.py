@@ -11,9 +11,9 @@ import pytest
 from conftest import ServerMaker
 from faults.oracle import verified
 from faults.proxy import FaultProxy, Trouble
-from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import keys_of, store
-from redis_process import RedisProcess
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import keys_of, store
+from helpers.redis_process import RedisProcess
 
 from kvstore.client import Client, ClientOptions
 from kvstore.proto.errors import KVStoreError

@@ -10,10 +10,10 @@ import pytest
 from conftest import ProcessMaker, ServerMaker
 from faults.oracle import fetched, verified
 from faults.proxy import FaultProxy, Trouble
-from local_server import DEADLINE_MS, LocalServer, eventually
-from networks import hosts_apart, part, probed, rejoin
-from prompts import MEDIUM, chunks_of, keys_of, store
-from redis_process import RedisProcess
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.networks import hosts_apart, part, probed, rejoin
+from helpers.prompts import MEDIUM, chunks_of, keys_of, store
+from helpers.redis_process import RedisProcess
 
 from kvstore.client import Client, ClientOptions
 from kvstore.proto.errors import KVStoreError

@@ -16,9 +16,9 @@ from contracts.chunks import make_frame, make_info
 from golden.history_samples import packed, sections
 from golden.samples import FOLDER
 from google.protobuf.message import DecodeError
-from prompts import SMALL
+from helpers.prompts import SMALL
+from helpers.redis_relay import replying
 from redis.exceptions import RedisError
-from redis_relay import replying
 from simulation.network import NetworkSchedule
 
 from kvstore.codecs.base import codec_by_id, empty_tensors

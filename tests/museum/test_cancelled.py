@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import ServerMaker
-from local_server import DEADLINE_MS, LocalServer
-from prompts import SMALL, chunks_of, is_right, keys_of, parts_of, tokens
+from helpers.local_server import DEADLINE_MS, LocalServer
+from helpers.prompts import SMALL, chunks_of, is_right, keys_of, parts_of, tokens
 
 from kvstore.client import AsyncClient, Chunk, ClientOptions, PlannedChunk
 from kvstore.client.options import TransportName

@@ -1,4 +1,4 @@
-"""Clients that are used on both sides of a fork, or dropped: see ``tests/forking_client.py``."""
+"""Clients used on both sides of a fork, or dropped: see ``tests/helpers/forking_client.py``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server_process import ServerProcess
+from helpers.server_process import ServerProcess
 
 from kvstore.client.connection import Connection
 from kvstore.proto import kvstore_pb2 as pb
 
 TESTS = Path(__file__).resolve().parents[1]
-PROGRAM = TESTS / "forking_client.py"
+PROGRAM = TESTS / "helpers" / "forking_client.py"
 PATHS = (TESTS.parent / "src", TESTS)
 TRANSPORTS = ("shm", "grpc", "tcp")
 WITHIN_S = 120.0

@@ -13,9 +13,9 @@ from dataclasses import replace
 import grpc
 import pytest
 from conftest import ServerMaker
-from local_server import DEADLINE_MS, LocalServer, eventually
-from plain_engine import PlainEngine
-from prompts import SMALL, tokens
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.plain_engine import PlainEngine
+from helpers.prompts import SMALL, tokens
 
 from kvstore.client import Client, ClientOptions
 from kvstore.proto import kvstore_pb2 as pb
@@ -65,8 +65,8 @@ def test_lmcache_4086_an_identity_that_leaves_something_out_is_refused(field: st
 
 CHILD = """
 import json, sys
-from plain_engine import PlainEngine
-from prompts import SMALL, tokens
+from helpers.plain_engine import PlainEngine
+from helpers.prompts import SMALL, tokens
 from kvstore.client import Client, ClientOptions
 
 with Client(sys.argv[1], SMALL, ClientOptions(chunk_tokens=16, deadline_ms=20_000)) as client:

@@ -6,7 +6,7 @@ import time
 
 from conftest import ServerMaker
 from contracts.chunks import make_representation
-from prompts import chunks_of, keys_of
+from helpers.prompts import chunks_of, keys_of
 
 from kvstore.client import ClientOptions
 

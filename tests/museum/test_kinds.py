@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from local_server import DEADLINE_MS, LocalServer
-from prompts import MEDIUM, SMALL, assert_reads, chunks_of, equal, keys_of
+from helpers.local_server import DEADLINE_MS, LocalServer
+from helpers.prompts import MEDIUM, SMALL, assert_reads, chunks_of, equal, keys_of
 
 from kvstore.cli.app import call
 from kvstore.client import Chunk, Client, ClientOptions

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from contracts.chunks import make_representation
-from documents import put_prompt, read, report_of
-from plain_engine import load_prompt
-from prompts import equal, tensors_of, tokens
-from server_process import ServerProcess
+from helpers.documents import put_prompt, read, report_of
+from helpers.plain_engine import load_prompt
+from helpers.prompts import equal, tensors_of, tokens
+from helpers.server_process import ServerProcess
 
 from kvstore.cli.__main__ import main
 from kvstore.client import Client, ClientOptions

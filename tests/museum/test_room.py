@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from conftest import ServerMaker
 from contracts.chunks import make_representation
-from local_server import DEADLINE_MS, LocalServer, eventually, open_session
-from plain_engine import PlainEngine
-from prompts import MEDIUM, assert_reads, chunks_of, keys_of, outcomes, store, tokens
-from server_process import ServerProcess
-from socket_peer import Peer, staging
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually, open_session
+from helpers.plain_engine import PlainEngine
+from helpers.prompts import MEDIUM, assert_reads, chunks_of, keys_of, outcomes, store, tokens
+from helpers.server_process import ServerProcess
+from helpers.socket_peer import Peer, staging
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.connection import Connection

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from chart.rendered import CHART, TOOLS, Helm, of_kind, settings
-from redis_process import RedisProcess, free_port
+from helpers.redis_process import RedisProcess, free_port
 
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.settings.settings import load_config

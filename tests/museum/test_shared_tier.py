@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from conftest import ServerMaker
-from local_server import eventually
-from plain_engine import PlainEngine
-from prompts import tokens
-from redis_process import RedisProcess
+from helpers.local_server import eventually
+from helpers.plain_engine import PlainEngine
+from helpers.prompts import tokens
+from helpers.redis_process import RedisProcess
 
 PROMPT, OTHER = tokens(1, 64), tokens(2, 64)
 NAMES = 16

@@ -8,11 +8,11 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from bare_wire import wire_to
 from conftest import ServerMaker
-from local_server import LocalServer
-from plain_engine import PlainEngine
-from prompts import tokens
+from helpers.bare_wire import wire_to
+from helpers.local_server import LocalServer
+from helpers.plain_engine import PlainEngine
+from helpers.prompts import tokens
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, KVStoreError

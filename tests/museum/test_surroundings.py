@@ -13,9 +13,9 @@ from pathlib import Path
 import grpc
 import pytest
 from conftest import ProcessMaker
-from credentials import KeyRing
-from local_server import DEADLINE_MS, eventually
-from prompts import SMALL, assert_reads, store
+from helpers.credentials import KeyRing
+from helpers.local_server import DEADLINE_MS, eventually
+from helpers.prompts import SMALL, assert_reads, store
 
 from kvstore.client import Access, Client, ClientOptions
 from kvstore.proto import kvstore_pb2 as pb

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from conftest import ServerMaker
-from local_server import DEADLINE_MS, LocalServer, eventually
-from plain_engine import PlainEngine
-from prompts import MEDIUM, chunks_of, is_right, keys_of, outcomes, store, tokens
-from server_process import ServerProcess
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.plain_engine import PlainEngine
+from helpers.prompts import MEDIUM, chunks_of, is_right, keys_of, outcomes, store, tokens
+from helpers.server_process import ServerProcess
 
 from kvstore.client import ClientOptions
 from kvstore.client.client import Client

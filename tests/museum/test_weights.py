@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from local_server import LocalServer
-from prompts import SMALL
-from torch_engine import OPTIONS, logits, plain_tokens, prefill, random_ids, stored_tokens
+from helpers.local_server import LocalServer
+from helpers.prompts import SMALL
+from helpers.torch_engine import OPTIONS, logits, plain_tokens, prefill, random_ids, stored_tokens
+from helpers.vllm_stand_ins import FullAttentionSpec, cache_config, engine_config
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
-from vllm_stand_ins import FullAttentionSpec, cache_config, engine_config
 
 from kvstore.client.blend.engine import Blender
 from kvstore.client.blend.gate import GuardedBlender

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from coarse_codec import coarse_codec
 from conftest import ServerMaker
-from disk_damage import flip_a_bit
-from documents import DOCUMENT, HEAD, OTHER, OTHER_HEAD, TRIAL, kinds, prompt_of, put_prompt
-from local_server import LocalServer, eventually
-from plain_engine import PlainEngine
-from prompts import chunks_of, store, tokens
+from helpers.coarse_codec import coarse_codec
+from helpers.disk_damage import flip_a_bit
+from helpers.documents import DOCUMENT, HEAD, OTHER, OTHER_HEAD, TRIAL, kinds, prompt_of, put_prompt
+from helpers.local_server import LocalServer, eventually
+from helpers.plain_engine import PlainEngine
+from helpers.prompts import chunks_of, store, tokens
 
 from kvstore.client.options import TransportName
 from kvstore.proto.types import Accuracy, ChunkKey

@@ -6,9 +6,9 @@ import struct
 
 import numpy as np
 import pytest
-import stream_messages as messages
 from contracts.chunks import make_representation
 from golden.samples import vectors
+from helpers import stream_messages as messages
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from golden.samples import FOLDER, shard, shard_tensors, template, vectors
+from helpers.shards import TWO_GROUPS, WIDE, shard_frame, shard_of
 from hypothesis import given
 from hypothesis import strategies as st
-from shards import TWO_GROUPS, WIDE, shard_frame, shard_of
 
 from kvstore.codecs.shards import encode_shard, shard_frame_bytes
 from kvstore.proto.buffers import Bytes, as_bytes, checksum

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from local_server import LocalServer
+from helpers.local_server import LocalServer
 from real_sglang.stand_ins import import_sglang
 
 from kvstore.client.engines.sglang.pages import SERVER_ARGS, ServerArgsDigest

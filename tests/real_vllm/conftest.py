@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from bench.vllm_engine import VERSION, EngineProcess, make_model
+from helpers.server_process import ServerProcess
 from real_vllm.prompts import CHUNK_TOKENS, EngineMaker
-from server_process import ServerProcess
 
 collect_ignore = ["test_cuda_layouts.py"] if VERSION == "0.26" else []
 """0.26 has no layouts to choose from."""

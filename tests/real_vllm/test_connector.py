@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.vllm_stand_ins import FullAttentionSpec, SlidingWindowSpec, cache_config, engine_config
 from vllm.config import LoadConfig, LoRAConfig, ModelConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm_stand_ins import FullAttentionSpec, SlidingWindowSpec, cache_config, engine_config
 
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm import KVStoreConnector

@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 import torch
 from contracts.chunks import make_frame, payload
-from cpu_kernels import compile_kernels
+from helpers.cpu_kernels import compile_kernels
+from helpers.vllm_pages import Tables, representation
+from helpers.vllm_stand_ins import engine_config
 from vllm import _custom_ops
 from vllm.v1.attention.backend import AttentionType, MLAAttentionImpl
 from vllm.v1.attention.backends import flash_attn
@@ -25,8 +27,6 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
-from vllm_pages import Tables, representation
-from vllm_stand_ins import engine_config
 
 from kvstore.client.engines.vllm.blocks import NULL_BLOCK
 from kvstore.client.engines.vllm.connector import block_writer

@@ -12,9 +12,9 @@ import pytest
 import zmq
 from bench.vllm_engine import EngineProcess
 from golden.samples import FOLDER
-from prompts import SMALL, store
+from helpers.prompts import SMALL, store
+from helpers.server_process import ServerProcess
 from real_vllm.prompts import CHUNK_TOKENS, EngineMaker, prompt
-from server_process import ServerProcess
 from vllm.distributed.kv_events import (
     AllBlocksCleared,
     BlockRemoved,

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from bench.vllm_engine import EngineProcess
-from local_server import eventually
+from helpers.local_server import eventually
+from helpers.server_process import ServerProcess
 from real_vllm.prompts import CHUNK_TOKENS, EngineMaker, assert_same, prompt
-from server_process import ServerProcess
 
 from kvstore.client.connection import Connection
 from kvstore.proto import kvstore_pb2 as pb

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.server_process import ServerProcess
 from real_vllm import models
 from real_vllm.prompts import EngineMaker, assert_same, prompt, skip_where_windows_are_refused
-from server_process import ServerProcess
 
 from kvstore.client.engines.vllm.connector import TransferResults
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from bench.vllm_engine import EngineProcess
+from helpers.server_process import ServerProcess
 from real_vllm.prompts import EngineMaker, prompt
-from server_process import ServerProcess
 
 from kvstore.client.connection import Connection
 from kvstore.proto import kvstore_pb2 as pb

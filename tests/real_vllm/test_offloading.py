@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from bench.vllm_engine import EngineProcess
-from local_server import eventually
+from helpers.local_server import eventually
+from helpers.server_process import ServerProcess
 from real_vllm.prompts import EngineMaker, assert_same, prompt
-from server_process import ServerProcess
 
 
 def offloading(address: str) -> dict[str, Any]:

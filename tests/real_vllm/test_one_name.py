@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from bench.vllm_engine import EngineProcess
+from helpers.server_process import ServerProcess
 from real_vllm.prompts import CHUNK_TOKENS, EngineMaker, prompt
-from server_process import ServerProcess
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvstore.client import Client, ClientOptions

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from bench.vllm_engine import EngineProcess
-from local_server import eventually
+from helpers.local_server import eventually
 from real_vllm import models
 from real_vllm.prompts import EngineMaker, assert_same, prompt, skip_where_windows_are_refused
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from local_server import LocalServer, eventually
-from redis_process import free_port
+from helpers.local_server import LocalServer, eventually
+from helpers.redis_process import free_port
 from vllm.v1.kv_offload.base import LookupResult, make_offload_key
 from vllm.v1.kv_offload.tiering import base
 from vllm.v1.kv_offload.tiering.base import JobResult

@@ -11,7 +11,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 def test_no_thread_of_a_server_under_load_takes_a_lock_while_it_has_another(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(TESTS / "lock_watch.py"), str(tmp_path)],
+        [sys.executable, str(TESTS / "helpers" / "lock_watch.py"), str(tmp_path)],
         env={"PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}", "XDG_CACHE_HOME": str(tmp_path)},
         capture_output=True,
         text=True,

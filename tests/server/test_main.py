@@ -15,11 +15,11 @@ from pathlib import Path
 
 import grpc
 import pytest
-from credentials import KeyRing
-from local_server import eventually
-from prompts import SMALL, chunks_of, keys_of
-from redis_process import RedisProcess, free_port
-from server_process import ServerProcess
+from helpers.credentials import KeyRing
+from helpers.local_server import eventually
+from helpers.prompts import SMALL, chunks_of, keys_of
+from helpers.redis_process import RedisProcess, free_port
+from helpers.server_process import ServerProcess
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.connection import Connection

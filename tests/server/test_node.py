@@ -15,8 +15,8 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from local_server import LocalServer, eventually
-from prompts import chunks_of, is_right, keys_of
+from helpers.local_server import LocalServer, eventually
+from helpers.prompts import chunks_of, is_right, keys_of
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 from contracts.chunks import make_representation
-from prompts import frame_of
-from shards import shard_frame, shard_of
+from helpers.prompts import frame_of
+from helpers.shards import shard_frame, shard_of
 from simulation.world import BREAKER_RETRY_S, World
 
 from kvstore.codecs.base import codec_by_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from redis_process import RedisProcess
+from helpers.redis_process import RedisProcess
 
 from kvstore.tiers.redis import RedisTier
 

@@ -20,7 +20,7 @@ from contracts.shelf import (
     put,
 )
 from contracts.tier import TierContract
-from disk_process import EXTENT_BYTES, INDEX_BYTES, open_disk, sealer
+from helpers.disk_process import EXTENT_BYTES, INDEX_BYTES, open_disk, sealer
 
 from kvstore.proto.errors import (
     ChunkCorruptError,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from contracts.chunks import make_frame, make_info, payload
 from contracts.shelf import assert_absent, assert_counts, assert_holds, bytes_of, put
-from disk_process import SEALER_BYTES, is_whole, note, open_disk, sealer
+from helpers.disk_process import SEALER_BYTES, is_whole, note, open_disk, sealer
 
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import TierUnavailableError

@@ -19,7 +19,7 @@ from subprocess import run
 import pytest
 from contracts.chunks import make_frame
 from contracts.shelf import assert_holds, get, put
-from disk_process import is_whole, open_disk
+from helpers.disk_process import is_whole, open_disk
 from structlog.testing import capture_logs
 
 from kvstore.proto.buffers import Bytes

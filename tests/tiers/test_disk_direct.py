@@ -12,7 +12,7 @@ import pytest
 from contracts.chunks import make_frame, make_info, make_representation
 from contracts.shelf import assert_holds, bytes_of, open_files, put
 from contracts.tier import TierContract
-from disk_process import EXTENT_BYTES, INDEX_BYTES, open_disk
+from helpers.disk_process import EXTENT_BYTES, INDEX_BYTES, open_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from contracts.chunks import make_info
 from contracts.shelf import assert_absent, assert_counts, assert_holds, bytes_of
-from disk_process import EXTENT_BYTES, INDEX_BYTES, open_disk
+from helpers.disk_process import EXTENT_BYTES, INDEX_BYTES, open_disk
 
 from kvstore.proto.errors import (
     InvalidRequestError,

@@ -13,7 +13,7 @@ import pytest
 from contracts.chunks import make_info
 from contracts.shelf import assert_absent, assert_counts, assert_holds, bytes_of, fill_up, put
 from contracts.tier import TierContract
-from disk_process import EXTENT_BYTES, INDEX_BYTES
+from helpers.disk_process import EXTENT_BYTES, INDEX_BYTES
 
 from kvstore.proto.errors import TierFullError, TierUnavailableError
 from kvstore.proto.types import ChunkInfo

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from contracts.chunks import make_info
 from contracts.shelf import bytes_of, put
-from disk_process import EXTENT_BYTES, open_disk
+from helpers.disk_process import EXTENT_BYTES, open_disk
 
 from kvstore.proto.errors import TierFullError
 from kvstore.proto.types import ChunkInfo

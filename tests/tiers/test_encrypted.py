@@ -11,10 +11,10 @@ from contracts.shelf import assert_absent, assert_holds, bytes_of, put
 from contracts.tier import TierContract
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from disk_process import EXTENT_BYTES, INDEX_BYTES
+from helpers.disk_process import EXTENT_BYTES, INDEX_BYTES
+from helpers.redis_process import RedisProcess
 from hypothesis import given
 from hypothesis import strategies as st
-from redis_process import RedisProcess
 
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, TierUnavailableError

@@ -13,8 +13,8 @@ import torch
 from contracts.chunks import make_info, payload
 from contracts.shelf import assert_absent, assert_counts, assert_holds, bytes_of, open_files, put
 from contracts.tier import TierContract
-from gpu_twin import frame_on_device
-from slow_device import SlowDevice, SlowStream
+from helpers.gpu_twin import frame_on_device
+from helpers.slow_device import SlowDevice, SlowStream
 from typing_extensions import override
 
 from kvstore.proto.device import HostDevice, open_device

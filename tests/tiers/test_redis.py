@@ -13,7 +13,7 @@ import pytest
 from contracts.chunks import make_frame, make_info, make_representation, payload
 from contracts.shelf import assert_absent, assert_counts, assert_holds, get, put
 from contracts.tier import TierContract
-from redis_process import RedisProcess
+from helpers.redis_process import RedisProcess
 
 from kvstore.proto.buffers import checksum
 from kvstore.proto.errors import (

@@ -12,6 +12,8 @@ from contextlib import ExitStack, closing, suppress
 from itertools import pairwise
 
 import pytest
+from helpers.redis_process import RedisProcess
+from helpers.redis_relay import replying
 from hypothesis import given
 from hypothesis import strategies as st
 from redis import exceptions as errors
@@ -25,8 +27,6 @@ from redis.exceptions import (
     ResponseError,
     TimeoutError,
 )
-from redis_process import RedisProcess
-from redis_relay import replying
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.tiers.redis_connection import (

@@ -12,9 +12,9 @@ import pytest
 from contracts.chunks import make_info, payload
 from contracts.shelf import assert_counts, assert_holds, get, put
 from contracts.tier import TierContract
-from local_server import eventually
-from redis_deployments import RedisCluster, SentinelSetup
-from redis_process import RedisProcess
+from helpers.local_server import eventually
+from helpers.redis_deployments import RedisCluster, SentinelSetup
+from helpers.redis_process import RedisProcess
 from structlog.testing import capture_logs
 
 from kvstore.proto.errors import TierUnavailableError

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from contracts.chunks import make_info, payload
 from contracts.shelf import assert_absent, assert_counts, assert_holds, get, put
-from redis_process import RedisProcess
+from helpers.redis_process import RedisProcess
 
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.types import ChunkInfo

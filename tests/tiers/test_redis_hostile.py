@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from contracts.chunks import make_info, payload
 from contracts.shelf import assert_holds, get, put
-from redis_process import RedisProcess, free_port
-from redis_relay import SPOILS, outcome, relay, sending, stay_silent_inside
+from helpers.redis_process import RedisProcess, free_port
+from helpers.redis_relay import SPOILS, outcome, relay, sending, stay_silent_inside
 
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.tiers.redis import RedisTier

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from contracts.chunks import make_frame, make_representation
 from contracts.shelf import put
-from local_server import eventually
-from redis_process import RedisProcess
-from redis_relay import SPOILS, outcome, relay
+from helpers.local_server import eventually
+from helpers.redis_process import RedisProcess
+from helpers.redis_relay import SPOILS, outcome, relay
 
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, TierUnavailableError

@@ -10,10 +10,10 @@ from typing import Protocol
 import pytest
 from contracts.chunks import make_info, payload
 from contracts.shelf import assert_holds, get, put
-from credentials import Authority
-from local_server import eventually
-from redis_deployments import RedisCluster, SentinelSetup
-from redis_process import RedisProcess, TlsFiles
+from helpers.credentials import Authority
+from helpers.local_server import eventually
+from helpers.redis_deployments import RedisCluster, SentinelSetup
+from helpers.redis_process import RedisProcess, TlsFiles
 from structlog.testing import capture_logs
 
 from kvstore.proto.errors import TierUnavailableError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from blend_world import LAYERS, VOCABULARY, make_model
-from local_server import LocalServer
+from helpers.blend_world import LAYERS, VOCABULARY, make_model
+from helpers.local_server import LocalServer
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.blend.engine import Blender

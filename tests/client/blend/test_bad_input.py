@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from blend_world import LAYERS, VOCABULARY, make_model
-from local_server import DEADLINE_MS, LocalServer
+from helpers.blend_world import LAYERS, VOCABULARY, make_model
+from helpers.local_server import DEADLINE_MS, LocalServer
 from typing_extensions import override
 
 from kvstore.client import Client, ClientOptions

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from blend_world import MODELS, SUFFIX, VOCABULARY, World, distance, make_world
+from helpers.blend_world import MODELS, SUFFIX, VOCABULARY, World, distance, make_world
 
 from kvstore.client.blend import engine as engine_module
 from kvstore.client.blend.engine import Blender, MemorySource

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from blend_world import LLAMA3, MODELS, YARN, make_model
+from helpers.blend_world import LLAMA3, MODELS, YARN, make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
-from blend_world import LAYERS, VOCABULARY, make_model, make_world
-from local_server import LocalServer
-from server_process import ServerProcess
+from helpers.blend_world import LAYERS, VOCABULARY, make_model, make_world
+from helpers.local_server import LocalServer
+from helpers.server_process import ServerProcess
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.blend.cost import (

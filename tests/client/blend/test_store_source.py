@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from blend_world import LAYERS, VOCABULARY, make_model
-from local_server import LocalServer
+from helpers.blend_world import LAYERS, VOCABULARY, make_model
+from helpers.local_server import LocalServer
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.blend.cost import Action, BlendPlanner, Decision, Speed, Work

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from blend_world import World, make_model, make_world
-from torch_engine import greedy
+from helpers.blend_world import World, make_model, make_world
+from helpers.torch_engine import greedy
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvstore.client.blend import engine as blend_engine

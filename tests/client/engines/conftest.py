@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from local_server import LocalServer
-from torch_engine import OPTIONS
+from helpers.local_server import LocalServer
+from helpers.torch_engine import OPTIONS
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kvstore.client.engines.transformers import TransformersConnector, representation_of

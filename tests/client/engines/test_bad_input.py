@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from conftest import ServerMaker
-from kvstore_command import kvstore_command
-from local_server import DEADLINE_MS, LocalServer, eventually
-from plain_engine import PlainEngine
-from prompts import SMALL, tokens
+from helpers.kvstore_command import kvstore_command
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.plain_engine import PlainEngine
+from helpers.prompts import SMALL, tokens
 
 from kvstore.client import ClientOptions
 from kvstore.client.planning import PrefillModel

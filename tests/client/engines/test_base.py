@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from coarse_codec import coarse_codec
 from conftest import ServerMaker
+from helpers.coarse_codec import coarse_codec
+from helpers.local_server import LocalServer, eventually
+from helpers.lossy_copies import leave_on_disk
+from helpers.plain_engine import load_prompt
+from helpers.prompts import MEDIUM, SMALL, tokens
 from hypothesis import given
 from hypothesis import strategies as st
-from local_server import LocalServer, eventually
-from lossy_copies import leave_on_disk
-from plain_engine import load_prompt
-from prompts import MEDIUM, SMALL, tokens
 
 from kvstore.client import Chunk, ClientOptions
 from kvstore.client.chunk import LayerTensors

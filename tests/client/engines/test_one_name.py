@@ -14,9 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from local_server import DEADLINE_MS, LocalServer
-from prompts import tokens as prompt_tokens
-from torch_engine import OPTIONS, ids_of, kept, prefill
+from helpers.local_server import DEADLINE_MS, LocalServer
+from helpers.prompts import tokens as prompt_tokens
+from helpers.torch_engine import OPTIONS, ids_of, kept, prefill
+from helpers.vllm_pages import BLOCK_TOKENS, CHUNK_TOKENS, HEAD_DIM, HEADS, kv_of
+from helpers.vllm_stand_ins import (
+    FakeRequest,
+    FullAttentionSpec,
+    cache_config,
+    engine_config,
+    feature,
+)
+from helpers.vllm_steps import Engine
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,15 +35,6 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
-from vllm_pages import BLOCK_TOKENS, CHUNK_TOKENS, HEAD_DIM, HEADS, kv_of
-from vllm_stand_ins import (
-    FakeRequest,
-    FullAttentionSpec,
-    cache_config,
-    engine_config,
-    feature,
-)
-from vllm_steps import Engine
 
 from kvstore.client.engines.identity import Departures, identity_of, weights_of
 from kvstore.client.engines.sglang import pages as sglang_pages

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from decode_graph import GraphEngine
-from delayed_device import DelayedDevice
-from gpu_twin import use_device
-from local_server import LocalServer
-from paged_engine import BLOCKS, TOKEN_IDS, PagedEngine, drop_wait, small_model
-from server_process import ServerProcess
-from slow_device import SlowDevice, SlowStream
+from helpers.decode_graph import GraphEngine
+from helpers.delayed_device import DelayedDevice
+from helpers.gpu_twin import use_device
+from helpers.local_server import LocalServer
+from helpers.paged_engine import BLOCKS, TOKEN_IDS, PagedEngine, drop_wait, small_model
+from helpers.server_process import ServerProcess
+from helpers.slow_device import SlowDevice, SlowStream
 from typing_extensions import override
 
 from kvstore.client import Client

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.local_server import DEADLINE_MS, LocalServer
 from hypothesis import given
 from hypothesis import strategies as st
-from local_server import DEADLINE_MS, LocalServer
 
 from kvstore.client.engines.sglang.pages import (
     BATCH,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from local_server import LocalServer
+from helpers.local_server import LocalServer
 
 from kvstore.client.engines.identity import BYTE_ROWS, byte_tensors
 from kvstore.client.engines.sglang.pages import (

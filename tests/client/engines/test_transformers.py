@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 import torch
 from contracts.connector import ConnectorContract
-from local_server import LocalServer
-from torch_engine import (
+from helpers.local_server import LocalServer
+from helpers.torch_engine import (
     OPTIONS,
     greedy,
     ids_of,

@@ -8,10 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from local_server import LocalServer
-from lossy_copies import leave_on_disk
+from helpers.local_server import LocalServer
+from helpers.lossy_copies import leave_on_disk
+from helpers.torch_engine import (
+    OPTIONS,
+    greedy,
+    kept,
+    left_padded,
+    plain_tokens,
+    prefill,
+    random_ids,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch_engine import OPTIONS, greedy, kept, left_padded, plain_tokens, prefill, random_ids
 from transformers import PreTrainedModel
 from typing_extensions import override
 

@@ -11,9 +11,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from local_server import LocalServer
-from slow_link import SlowLink
-from torch_engine import greedy, plain_tokens, random_ids
+from helpers.local_server import LocalServer
+from helpers.slow_link import SlowLink
+from helpers.torch_engine import greedy, plain_tokens, random_ids
 from transformers import PreTrainedModel
 
 from kvstore.client import Client, ClientOptions

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from local_server import LocalServer
-from slow_device import SlowDevice
+from helpers.local_server import LocalServer
+from helpers.slow_device import SlowDevice
+from helpers.torch_engine import OPTIONS, greedy, left_padded, random_ids
 from torch.overrides import TorchFunctionMode
-from torch_engine import OPTIONS, greedy, left_padded, random_ids
 from transformers import AutoModelForCausalLM, Gemma2Config, Lfm2Config, PreTrainedModel
 from typing_extensions import override
 

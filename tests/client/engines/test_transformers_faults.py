@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 import torch
-from local_server import LocalServer
-from server_process import ServerProcess
-from torch_engine import (
+from helpers.local_server import LocalServer
+from helpers.server_process import ServerProcess
+from helpers.torch_engine import (
     OPTIONS,
     greedy,
     kept,

@@ -10,8 +10,15 @@ import pytest
 import torch
 import transformers
 from contracts.connector import ConnectorContract
-from local_server import DEADLINE_MS, LocalServer
-from torch_engine import greedy, ids_of, left_padded, plain_tokens, random_ids, stored_tokens
+from helpers.local_server import DEADLINE_MS, LocalServer
+from helpers.torch_engine import (
+    greedy,
+    ids_of,
+    left_padded,
+    plain_tokens,
+    random_ids,
+    stored_tokens,
+)
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 from typing_extensions import override

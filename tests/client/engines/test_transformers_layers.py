@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from contracts.layers import damage
-from local_server import DEADLINE_MS, LocalServer
-from server_process import ServerProcess
-from slow_link import SlowLink
-from torch_engine import greedy, plain_tokens, prefill, random_ids
+from helpers.local_server import DEADLINE_MS, LocalServer
+from helpers.server_process import ServerProcess
+from helpers.slow_link import SlowLink
+from helpers.torch_engine import greedy, plain_tokens, prefill, random_ids
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 

@@ -8,11 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from coarse_codec import CoarseCodec, coarse_codec
-from local_server import LocalServer
-from lossy_copies import exact_on_redis, leave_on_disk
-from redis_process import RedisProcess
-from torch_engine import OPTIONS, greedy, kept, left_padded, plain_tokens, prefill, random_ids
+from helpers.coarse_codec import CoarseCodec, coarse_codec
+from helpers.local_server import LocalServer
+from helpers.lossy_copies import exact_on_redis, leave_on_disk
+from helpers.redis_process import RedisProcess
+from helpers.torch_engine import (
+    OPTIONS,
+    greedy,
+    kept,
+    left_padded,
+    plain_tokens,
+    prefill,
+    random_ids,
+)
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from kvstore.client.engines.transformers import TransformersConnector, representation_of

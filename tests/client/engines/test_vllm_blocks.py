@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from vllm_pages import (
+from helpers.vllm_pages import (
     BLOCK_TOKENS,
     BLOCKS,
     HEAD_DIM,

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from local_server import LocalServer
-from prompts import tokens as prompt_tokens
-from vllm_pages import BLOCK_TOKENS, HEAD_DIM, HEADS
-from vllm_stand_ins import FakeRequest, step
-from vllm_steps import Engine
+from helpers.local_server import LocalServer
+from helpers.prompts import tokens as prompt_tokens
+from helpers.vllm_pages import BLOCK_TOKENS, HEAD_DIM, HEADS
+from helpers.vllm_stand_ins import FakeRequest, step
+from helpers.vllm_steps import Engine
 
 from kvstore.client.engines.vllm import blocks as vllm_copies
 from kvstore.client.engines.vllm.blocks import BlockGather, Staged

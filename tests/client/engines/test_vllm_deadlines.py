@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from local_server import LocalServer, eventually
-from prompts import tokens as prompt_tokens
-from slow_link import SlowLink
-from vllm_pages import HYBRID, SHAPE
-from vllm_stand_ins import FakeRequest
-from vllm_steps import Engine, options
+from helpers.local_server import LocalServer, eventually
+from helpers.prompts import tokens as prompt_tokens
+from helpers.slow_link import SlowLink
+from helpers.vllm_pages import HYBRID, SHAPE
+from helpers.vllm_stand_ins import FakeRequest
+from helpers.vllm_steps import Engine, options
 
 from kvstore.client.engines.vllm.identity import KVCacheShape
 from kvstore.client.engines.vllm.messages import Role, VllmSettings, deadline_ms_of, hints_of

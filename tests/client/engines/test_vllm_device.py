@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_twin import use_device
-from local_server import LocalServer, eventually
-from prompts import tokens as prompt_tokens
-from slow_device import SlowDevice, SlowEvent
-from typing_extensions import override
-from vllm_pages import (
+from helpers.gpu_twin import use_device
+from helpers.local_server import LocalServer, eventually
+from helpers.prompts import tokens as prompt_tokens
+from helpers.slow_device import SlowDevice, SlowEvent
+from helpers.vllm_pages import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
     HYBRID,
@@ -24,8 +23,9 @@ from vllm_pages import (
     holds,
     representation,
 )
-from vllm_stand_ins import FakeRequest
-from vllm_steps import Engine
+from helpers.vllm_stand_ins import FakeRequest
+from helpers.vllm_steps import Engine
+from typing_extensions import override
 
 from kvstore.client import Client
 from kvstore.client.chunk import Shard

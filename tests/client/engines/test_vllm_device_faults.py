@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_twin import use_device
-from local_server import LocalServer, eventually
-from paged_engine import TOKEN_IDS, PagedEngine
-from prompts import tokens as prompt_tokens
-from server_process import ServerProcess
-from slow_device import SlowDevice
+from helpers.gpu_twin import use_device
+from helpers.local_server import LocalServer, eventually
+from helpers.paged_engine import TOKEN_IDS, PagedEngine
+from helpers.prompts import tokens as prompt_tokens
+from helpers.server_process import ServerProcess
+from helpers.slow_device import SlowDevice
+from helpers.vllm_pages import SHAPE, empty_pages, representation, scrambled, writer
+from helpers.vllm_stand_ins import FakeRequest, step
+from helpers.vllm_steps import QUEUE_BYTES, Engine, options
 from typing_extensions import override
-from vllm_pages import SHAPE, empty_pages, representation, scrambled, writer
-from vllm_stand_ins import FakeRequest, step
-from vllm_steps import QUEUE_BYTES, Engine, options
 
 from kvstore.cli.__main__ import main
 from kvstore.client import Client, device_reads

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from local_server import eventually
-from prompts import tokens as prompt_tokens
-from redis_process import free_port
-from vllm_pages import BLOCK_TOKENS, CHUNK_TOKENS, SHAPE, representation
-from vllm_stand_ins import FakeLora, FakeRequest, step
+from helpers.local_server import eventually
+from helpers.prompts import tokens as prompt_tokens
+from helpers.redis_process import free_port
+from helpers.vllm_pages import BLOCK_TOKENS, CHUNK_TOKENS, SHAPE, representation
+from helpers.vllm_stand_ins import FakeLora, FakeRequest, step
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.engines.base import Connector

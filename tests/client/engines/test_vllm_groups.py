@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from local_server import LocalServer
-from prompts import tokens as prompt_tokens
-from vllm_pages import CHUNK_TOKENS, HYBRID, LATENT, SLIDING, Tables, holds
-from vllm_stand_ins import FakeRequest
-from vllm_steps import Engine
+from helpers.local_server import LocalServer
+from helpers.prompts import tokens as prompt_tokens
+from helpers.vllm_pages import CHUNK_TOKENS, HYBRID, LATENT, SLIDING, Tables, holds
+from helpers.vllm_stand_ins import FakeRequest
+from helpers.vllm_steps import Engine
 
 from kvstore.client.chunk import Chunk
 from kvstore.client.engines.vllm.identity import KVCacheShape

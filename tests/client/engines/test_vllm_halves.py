@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from local_server import LocalServer, eventually
-from prompts import tokens as prompt_tokens
-from redis_process import free_port
-from vllm_pages import (
+from helpers.local_server import LocalServer, eventually
+from helpers.prompts import tokens as prompt_tokens
+from helpers.redis_process import free_port
+from helpers.vllm_pages import (
     CHUNK_TOKENS,
     HEAD_DIM,
     HEADS,
@@ -24,8 +24,8 @@ from vllm_pages import (
     scrambled,
     writer,
 )
-from vllm_stand_ins import FakeRequest, step
-from vllm_steps import QUEUE_BYTES, Engine, options
+from helpers.vllm_stand_ins import FakeRequest, step
+from helpers.vllm_steps import QUEUE_BYTES, Engine, options
 
 from kvstore.client import Client
 from kvstore.client.chunk import Shard

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from local_server import LocalServer, eventually
-from prompts import tokens as prompt_tokens
-from vllm_stand_ins import FakeRequest, step
-from vllm_steps import Engine
+from helpers.local_server import LocalServer, eventually
+from helpers.prompts import tokens as prompt_tokens
+from helpers.vllm_stand_ins import FakeRequest, step
+from helpers.vllm_steps import Engine
 
 from kvstore.client.engines.vllm.messages import Role, VllmSettings
 from kvstore.proto.errors import InvalidRequestError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_stand_ins import (
+from helpers.vllm_stand_ins import (
     FakeLora,
     FakeRequest,
     FullAttentionSpec,

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from local_server import eventually
+from helpers.local_server import eventually
 
 from kvstore.client.engines.vllm.lookup import (
     MAX_WAITING_LOOKUPS,

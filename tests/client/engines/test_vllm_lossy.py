@@ -6,15 +6,15 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from coarse_codec import CoarseCodec, coarse_codec
-from local_server import LocalServer, eventually
-from lossy_copies import exact_on_redis, leave_on_disk
-from prompts import tokens as prompt_tokens
-from redis_process import RedisProcess
-from slow_device import SlowDevice
-from vllm_pages import BLOCK_TOKENS, HYBRID, SHAPE, SLIDING, representation
-from vllm_stand_ins import FakeRequest
-from vllm_steps import Engine
+from helpers.coarse_codec import CoarseCodec, coarse_codec
+from helpers.local_server import LocalServer, eventually
+from helpers.lossy_copies import exact_on_redis, leave_on_disk
+from helpers.prompts import tokens as prompt_tokens
+from helpers.redis_process import RedisProcess
+from helpers.slow_device import SlowDevice
+from helpers.vllm_pages import BLOCK_TOKENS, HYBRID, SHAPE, SLIDING, representation
+from helpers.vllm_stand_ins import FakeRequest
+from helpers.vllm_steps import Engine
 
 from kvstore.client.chunk import Shard
 from kvstore.client.engines.vllm import lookup as vllm_lossy

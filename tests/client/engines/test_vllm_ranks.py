@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from local_server import LocalServer
-from prompts import tokens as prompt_tokens
-from vllm_pages import SHAPE, representation
-from vllm_stand_ins import FakeRequest, step
-from vllm_steps import Engine
+from helpers.local_server import LocalServer
+from helpers.prompts import tokens as prompt_tokens
+from helpers.vllm_pages import SHAPE, representation
+from helpers.vllm_stand_ins import FakeRequest, step
+from helpers.vllm_steps import Engine
 
 from kvstore.client.chunk import Shard
 from kvstore.client.engines.vllm.messages import WorkerReport

@@ -6,7 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from vllm_stand_ins import FakeRequest
+from helpers.vllm_stand_ins import FakeRequest
 
 from kvstore.client.engines.vllm.messages import FlopsModel, VllmSettings, hints_of
 from kvstore.proto.errors import InvalidRequestError

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from vllm_pages import (
+from helpers.vllm_pages import (
     BLOCK_TOKENS,
     HEAD_DIM,
     HEADS,

@@ -17,13 +17,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import tokens as prompt_tokens
-from server_process import ServerProcess
-from slow_link import SlowLink
-from vllm_pages import SHAPE, empty_pages, representation, writer
-from vllm_stand_ins import FakeRequest, step
-from vllm_steps import QUEUE_BYTES, Engine, options
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import tokens as prompt_tokens
+from helpers.server_process import ServerProcess
+from helpers.slow_link import SlowLink
+from helpers.vllm_pages import SHAPE, empty_pages, representation, writer
+from helpers.vllm_stand_ins import FakeRequest, step
+from helpers.vllm_steps import QUEUE_BYTES, Engine, options
 
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector

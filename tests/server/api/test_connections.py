@@ -6,9 +6,9 @@ import socket
 from contextlib import ExitStack
 
 import pytest
-from bare_wire import wire_to
 from conftest import ServerMaker
-from local_server import LocalServer
+from helpers.bare_wire import wire_to
+from helpers.local_server import LocalServer
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.server.api import grpc_server

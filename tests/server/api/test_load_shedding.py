@@ -11,10 +11,10 @@ from functools import partial
 
 import grpc
 import pytest
-from bare_wire import Wire, wire_to
 from conftest import ServerMaker
-from local_server import LocalServer, eventually
-from prompts import SMALL, frame_of, store
+from helpers.bare_wire import Wire, wire_to
+from helpers.local_server import LocalServer, eventually
+from helpers.prompts import SMALL, frame_of, store
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, KVStoreError, QuotaExceededError

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from bare_wire import Wire, wire_to
-from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import MEDIUM, SMALL, frame_of
+from helpers.bare_wire import Wire, wire_to
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import MEDIUM, SMALL, frame_of
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (

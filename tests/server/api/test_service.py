@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from bare_wire import Wire, wire_to
-from local_server import DEADLINE_MS, LocalServer, eventually, open_session
-from prompts import SMALL, frame_of, other_revision
+from helpers.bare_wire import Wire, wire_to
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually, open_session
+from helpers.prompts import SMALL, frame_of, other_revision
 
 from kvstore.client.options import MAX_DEADLINE_MS as CLIENT_MAX_DEADLINE_MS
 from kvstore.proto import kvstore_pb2 as pb

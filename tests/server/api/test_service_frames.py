@@ -7,10 +7,10 @@ from collections.abc import Callable
 import grpc
 import numpy as np
 import pytest
-from bare_wire import Wire, reheaded, wire_to
 from contracts.chunks import make_representation
-from local_server import DEADLINE_MS, LocalServer, open_session
-from prompts import MEDIUM, SMALL, frame_of
+from helpers.bare_wire import Wire, reheaded, wire_to
+from helpers.local_server import DEADLINE_MS, LocalServer, open_session
+from helpers.prompts import MEDIUM, SMALL, frame_of
 
 from kvstore.client.connection import translate
 from kvstore.proto import kvstore_pb2 as pb

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from bare_wire import Wire, wire_to
-from local_server import LocalServer
-from prompts import chunks_of, keys_of
+from helpers.bare_wire import Wire, wire_to
+from helpers.local_server import LocalServer
+from helpers.prompts import chunks_of, keys_of
 
 from kvstore.client import Client
 from kvstore.proto import kvstore_pb2 as pb

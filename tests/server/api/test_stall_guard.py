@@ -10,11 +10,11 @@ from typing import Any
 
 import grpc
 import pytest
-from bare_wire import wire_to
 from conftest import ServerMaker
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from local_server import LocalServer, eventually
-from prompts import SMALL, frame_of
+from helpers.bare_wire import wire_to
+from helpers.local_server import LocalServer, eventually
+from helpers.prompts import SMALL, frame_of
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.server.api.load_shedding import GRACE_S, STALL_S, StallGuard

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 from contracts.shelf import open_files
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually, open_session
+from helpers.prompts import LARGE, SMALL, store
+from helpers.socket_peer import OPEN, Claim, Peer, attached, joined, staging, ticking
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from local_server import DEADLINE_MS, LocalServer, eventually, open_session
-from prompts import LARGE, SMALL, store
-from socket_peer import OPEN, Claim, Peer, attached, joined, staging, ticking
 
 from kvstore.client import ClientOptions
 from kvstore.proto import kvstore_pb2 as pb

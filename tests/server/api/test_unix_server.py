@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bare_wire import wire_to
+from helpers.bare_wire import wire_to
+from helpers.local_server import LocalServer, eventually, open_session
+from helpers.prompts import SMALL, chunks_of, keys_of
+from helpers.socket_peer import STAGING_BYTES, Claim, Peer, staging, ticking
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from local_server import LocalServer, eventually, open_session
-from prompts import SMALL, chunks_of, keys_of
-from socket_peer import STAGING_BYTES, Claim, Peer, staging, ticking
 
 from kvstore.client.transports.shared_memory import StagingMemory
 from kvstore.proto import kvstore_pb2 as pb

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from documents import make_content_index
+from helpers.documents import make_content_index
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -10,10 +10,10 @@ from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import pytest
-from local_server import DEADLINE_MS, LocalServer, eventually, open_session
-from prompts import MEDIUM, SMALL, assert_reads, frame_of, keys_of, store
-from stream_caller import SOON_S, StreamCaller
-from stream_messages import attach, cancel, done, failed, finish, kind, part, ready
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually, open_session
+from helpers.prompts import MEDIUM, SMALL, assert_reads, frame_of, keys_of, store
+from helpers.stream_caller import SOON_S, StreamCaller
+from helpers.stream_messages import attach, cancel, done, failed, finish, kind, part, ready
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.transports.grpc import StreamTransport

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from contracts.bad_puts import BAD_PUTS, parts_of
-from local_server import DEADLINE_MS, LocalServer, eventually, open_session
-from prompts import MEDIUM, SMALL, assert_reads, frame_of, store
-from stream_caller import StreamCaller
-from stream_messages import Sent, finish, get, part, ready, stored
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually, open_session
+from helpers.prompts import MEDIUM, SMALL, assert_reads, frame_of, store
+from helpers.stream_caller import StreamCaller
+from helpers.stream_messages import Sent, finish, get, part, ready, stored
 
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb

@@ -9,8 +9,8 @@ from functools import partial
 from itertools import count
 
 import pytest
-from local_server import eventually
-from redis_process import RedisProcess
+from helpers.local_server import eventually
+from helpers.redis_process import RedisProcess
 from structlog.testing import capture_logs
 
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from conftest import ServerMaker
-from local_server import LocalServer, eventually
-from prompts import store
-from redis_process import RedisProcess
+from helpers.local_server import LocalServer, eventually
+from helpers.prompts import store
+from helpers.redis_process import RedisProcess
 
 from kvstore.cli.server import Look, directory_line, fetch_status
 from kvstore.proto.errors import InvalidRequestError

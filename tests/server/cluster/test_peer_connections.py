@@ -16,10 +16,10 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from fake_peer import other
-from local_server import DEADLINE_MS, LocalServer, eventually, open_session
-from prompts import MEDIUM, store
-from stream_messages import attach, get, part, put, ready
+from helpers.fake_peer import other
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually, open_session
+from helpers.prompts import MEDIUM, store
+from helpers.stream_messages import attach, get, part, put, ready
 from structlog.testing import capture_logs
 
 from kvstore.client import ClientOptions

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import MEDIUM, assert_reads, keys_of, store
-from stream_messages import attach, get
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import MEDIUM, assert_reads, keys_of, store
+from helpers.stream_messages import attach, get
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.frames import FrameAssembler

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from local_server import DEADLINE_MS, eventually
-from prompts import MEDIUM, assert_reads, keys_of, store
-from server_process import ServerProcess
+from helpers.local_server import DEADLINE_MS, eventually
+from helpers.prompts import MEDIUM, assert_reads, keys_of, store
+from helpers.server_process import ServerProcess
 
 from kvstore.client import Client, ClientOptions
 from kvstore.proto.errors import TierUnavailableError

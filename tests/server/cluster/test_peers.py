@@ -14,12 +14,12 @@ from typing import cast
 import numpy as np
 import pytest
 from contracts.bad_puts import changed
-from credentials import Authority, KeyRing
-from fake_peer import FakePeer, Message, is_found, is_part, refusal
-from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import MEDIUM, assert_reads, chunks_of, frame_of, keys_of, outcomes, store
-from redis_process import RedisProcess
-from stream_messages import ready
+from helpers.credentials import Authority, KeyRing
+from helpers.fake_peer import FakePeer, Message, is_found, is_part, refusal
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import MEDIUM, assert_reads, chunks_of, frame_of, keys_of, outcomes, store
+from helpers.redis_process import RedisProcess
+from helpers.stream_messages import ready
 
 from kvstore.client import Client, ClientOptions
 from kvstore.codecs.base import ChunkTensors

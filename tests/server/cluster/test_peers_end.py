@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from fake_peer import FakePeer, Message, other
-from local_server import eventually
-from prompts import MEDIUM, frame_of
+from helpers.fake_peer import FakePeer, Message, other
+from helpers.local_server import eventually
+from helpers.prompts import MEDIUM, frame_of
 
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.types import ChunkKey

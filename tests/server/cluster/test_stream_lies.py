@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import stream_messages as messages
 from contracts.bad_puts import changed
-from fake_peer import other, peer_session
-from local_server import DEADLINE_MS, LocalServer
-from prompts import MEDIUM, store
-from stream_messages import Sent, ready, send
+from helpers import stream_messages as messages
+from helpers.fake_peer import other, peer_session
+from helpers.local_server import DEADLINE_MS, LocalServer
+from helpers.prompts import MEDIUM, store
+from helpers.stream_messages import Sent, ready, send
 
 from kvstore.client import ClientOptions
 from kvstore.proto import kvstore_pb2 as pb

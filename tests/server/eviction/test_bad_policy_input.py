@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ServerMaker
-from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import LARGE, MEDIUM, chunks_of, keys_of, outcomes, store
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import LARGE, MEDIUM, chunks_of, keys_of, outcomes, store
 
 from kvstore.client import ClientOptions
 from kvstore.proto.errors import InvalidRequestError

@@ -8,8 +8,8 @@ from typing import cast
 import numpy as np
 import pytest
 from contracts.ends import HYBRID, chunk_of, put_ends
-from local_server import LocalServer, eventually
-from prompts import equal, keys_of, outcomes
+from helpers.local_server import LocalServer, eventually
+from helpers.prompts import equal, keys_of, outcomes
 
 from kvstore.client import Chunk, Client
 from kvstore.client.chunk_puts import layout_of

@@ -9,9 +9,9 @@ from contextlib import closing
 
 import pytest
 from conftest import ServerMaker
-from local_server import DEADLINE_MS
-from prompts import SMALL, chunks_of, outcomes
-from prompts import keys_of as names_of
+from helpers.local_server import DEADLINE_MS
+from helpers.prompts import SMALL, chunks_of, outcomes
+from helpers.prompts import keys_of as names_of
 from simulation.clock import FakeClock
 from simulation.core import Core, keys_of, prompt
 from simulation.tiers import SimDisk, no_faults

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from local_server import LocalServer, eventually
-from prompts import MEDIUM, keys_of, parts_of
+from helpers.local_server import LocalServer, eventually
+from helpers.prompts import MEDIUM, keys_of, parts_of
 
 from kvstore.client import Chunk, Client, ClientOptions
 from kvstore.client.options import TransportName

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from prompts import SMALL
+from helpers.prompts import SMALL
 
 from kvstore.proto.keys import namespace, representation_digest
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Model, RopeParameters

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 import pytest
-from local_server import eventually
+from helpers.local_server import eventually
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.security import audit_log

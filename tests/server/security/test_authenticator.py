@@ -13,9 +13,9 @@ from typing import Any
 
 import jwt
 import pytest
-from credentials import Authority, KeyRing
 from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from helpers.credentials import Authority, KeyRing
 from structlog.testing import capture_logs
 
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, UnauthenticatedError

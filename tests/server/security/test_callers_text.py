@@ -7,10 +7,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from bare_wire import wire_to
 from conftest import ProcessMaker, ServerMaker
-from local_server import DEADLINE_MS, LocalServer
-from prompts import SMALL
+from helpers.bare_wire import wire_to
+from helpers.local_server import DEADLINE_MS, LocalServer
+from helpers.prompts import SMALL
 
 from kvstore.cli.chunks import fetch_namespaces
 from kvstore.client.connection import Connection

@@ -9,9 +9,9 @@ from typing import Any
 
 import jwt
 import pytest
-from credentials import Authority
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from helpers.credentials import Authority
 
 from kvstore.cli.doctor import check_revocations
 from kvstore.proto.errors import InvalidRequestError, UnauthenticatedError

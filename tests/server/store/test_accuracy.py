@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from coarse_codec import ERROR_BOUND, CoarseCodec, coarse_codec
+from helpers.coarse_codec import ERROR_BOUND, CoarseCodec, coarse_codec
 from simulation.clock import FakeClock
 from simulation.core import Core, frames_of, keys_of, prompt
 from simulation.tiers import SimDisk, SimRedis, no_faults

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bare_wire import Wire, wire_to
-from coarse_codec import coarse_codec
 from conftest import ServerMaker
-from disk_damage import flip_a_bit
-from local_server import DEADLINE_MS, LocalServer, eventually, open_session
-from prompts import (
+from helpers.bare_wire import Wire, wire_to
+from helpers.coarse_codec import coarse_codec
+from helpers.disk_damage import flip_a_bit
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually, open_session
+from helpers.prompts import (
     MEDIUM,
     SMALL,
     assert_reads,

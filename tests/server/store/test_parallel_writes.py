@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from prompts import frame_of
-from shards import WIDE, shard_frame, shard_of
+from helpers.prompts import frame_of
+from helpers.shards import WIDE, shard_frame, shard_of
 from simulation.core import Core, settings
 
 from kvstore.proto.buffers import Bytes, as_bytes, checksum

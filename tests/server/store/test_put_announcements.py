@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from local_server import eventually
+from helpers.local_server import eventually
 from simulation.core import Core, prompt, settings
 
 from kvstore.proto.errors import InvalidRequestError

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from conftest import ServerMaker
-from local_server import DEADLINE_MS, eventually
-from prompts import LARGE, is_right, store
-from redis_process import RedisProcess
+from helpers.local_server import DEADLINE_MS, eventually
+from helpers.prompts import LARGE, is_right, store
+from helpers.redis_process import RedisProcess
 
 from kvstore.client import ClientOptions
 from kvstore.tiers.redis_connection import SLICE_BYTES

@@ -15,10 +15,10 @@ import pytest
 from conftest import ServerMaker
 from contracts.policy import info, key
 from golden.history_samples import GATES, OLDER, PATH, VARIANTS, models, packed, saved, sections
+from helpers.local_server import DEADLINE_MS, LocalServer
+from helpers.prompts import SMALL, other_revision, store
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_server import DEADLINE_MS, LocalServer
-from prompts import SMALL, other_revision, store
 from simulation.clock import FakeClock
 from simulation.core import Core, prompt
 from simulation.core import keys_of as names_of

@@ -7,11 +7,11 @@ import threading
 
 import numpy as np
 import pytest
-from bare_wire import wire_to
 from conftest import ServerMaker
-from disk_damage import flip_a_bit
-from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import SMALL, assert_reads, equal, other_revision, store
+from helpers.bare_wire import wire_to
+from helpers.disk_damage import flip_a_bit
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import SMALL, assert_reads, equal, other_revision, store
 
 from kvstore.client import AsyncClient, ClientOptions
 from kvstore.codecs.base import codec_by_id, empty_tensors

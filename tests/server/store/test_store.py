@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from disk_process import open_disk
+from helpers.disk_process import open_disk
 from simulation.clock import FakeClock
 from simulation.core import BREAKER_RETRY_S, Core, frames_of, keys_of, outcomes_of, prompt
 from simulation.tiers import GatedDisk, SimDisk, no_faults

@@ -8,12 +8,12 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from gpu_twin import frame_on_device
+from helpers.gpu_twin import frame_on_device
+from helpers.slow_device import SlowDevice
 from simulation.clock import FakeClock
 from simulation.core import BREAKER_RETRY_S, Core, frames_of, keys_of, prompt
 from simulation.tiers import SimDisk, no_faults
 from simulation.universe import Version
-from slow_device import SlowDevice
 
 from kvstore.proto.device import HostDevice
 from kvstore.proto.types import PutOutcome

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from documents import DOCUMENT, HEAD, OTHER_HEAD, TRIAL, make_content_index, prompt_of, put_prompt
 from golden.history_samples import VARIANTS
-from local_server import LocalServer, eventually
+from helpers.documents import (
+    DOCUMENT,
+    HEAD,
+    OTHER_HEAD,
+    TRIAL,
+    make_content_index,
+    prompt_of,
+    put_prompt,
+)
+from helpers.local_server import LocalServer, eventually
 
 from kvstore.client import Client
 from kvstore.client.segments import FoundChunk

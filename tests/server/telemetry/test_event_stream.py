@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from conftest import ServerMaker
-from credentials import KeyRing
-from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import SMALL, other_revision, store
+from helpers.credentials import KeyRing
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import SMALL, other_revision, store
 
 from kvstore.client import Access, AsyncClient, Client, ClientOptions
 from kvstore.client.server_state import EventPage, EventStream, Place, page_from_message

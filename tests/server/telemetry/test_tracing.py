@@ -13,14 +13,14 @@ from types import ModuleType
 import grpc
 import pytest
 from conftest import ServerMaker
-from credentials import KeyRing
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.credentials import KeyRing
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import assert_reads, keys_of, store, tokens
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from prompts import assert_reads, keys_of, store, tokens
 from structlog.testing import capture_logs
 
 from kvstore.client import Access, ClientOptions

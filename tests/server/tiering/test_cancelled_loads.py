@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from local_server import eventually
+from helpers.local_server import eventually
 from simulation.core import Core, frames_of, keys_of, prompt, settings
 from simulation.stepped import SteppedWorkQueue
 from simulation.tiers import SimDisk, SimRedis, no_faults

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from contextlib import closing
 
 import pytest
-from local_server import LocalServer, eventually
-from prompts import assert_reads, store
+from helpers.local_server import LocalServer, eventually
+from helpers.prompts import assert_reads, store
 from simulation.core import Core
 from simulation.tiers import SimDisk, no_faults
 

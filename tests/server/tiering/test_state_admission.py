@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 from conftest import ServerMaker
 from contracts.ends import HYBRID, TOKENS, chunk_of
-from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import equal, keys_of, tokens
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import equal, keys_of, tokens
 
 from kvstore.client import Client
 from kvstore.client.options import TransportName

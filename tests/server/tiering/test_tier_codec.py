@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from coarse_codec import CoarseCodec, coarse_codec
 from contracts.chunks import make_frame, make_representation
+from helpers.coarse_codec import CoarseCodec, coarse_codec
 
 from kvstore.codecs.base import CODECS, codec_by_name
 from kvstore.codecs.terms import EncodeTerms

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import pytest
-from local_server import eventually
+from helpers.local_server import eventually
 from simulation.clock import FakeClock
 from simulation.stepped import SteppedWorkQueue
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from conftest import ServerMaker
-from local_server import DEADLINE_MS
-from prompts import MEDIUM, chunks_of, keys_of
+from helpers.local_server import DEADLINE_MS
+from helpers.prompts import MEDIUM, chunks_of, keys_of
 from simulation.clock import FakeClock
 from simulation.core import Core, prompt, settings
 from simulation.tiers import SimDisk, no_faults

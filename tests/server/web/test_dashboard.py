@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 from conftest import ServerMaker
-from credentials import Authority
-from local_server import LocalServer, eventually
-from prompts import store
+from helpers.credentials import Authority
+from helpers.local_server import LocalServer, eventually
+from helpers.prompts import store
+from helpers.trust_world import World
 from starlette.applications import Starlette
-from trust_world import World
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.security.authenticator import Authenticator

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 import zmq
 from conftest import ServerMaker
-from credentials import KeyRing
 from golden.samples import FOLDER
-from local_server import DEADLINE_MS, LocalServer, eventually
-from prompts import store, tokens
+from helpers.credentials import KeyRing
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import store, tokens
 
 from kvstore.client import Access, ClientOptions
 from kvstore.proto.errors import InvalidRequestError

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 import zmq
 from conftest import ServerMaker
-from local_server import LocalServer, eventually
+from helpers.local_server import LocalServer, eventually
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.web import event_sockets

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from prompts import tensors_of, tokens
+from helpers.prompts import tensors_of, tokens
 
 from kvstore.client import Chunk, Client
 from kvstore.client.blend.plan import NamedSegment, SegmentRange

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from credentials import Authority
+from helpers.credentials import Authority
 from redis import Redis
 from redis.exceptions import ConnectionError, TimeoutError
 

@@ -15,13 +15,13 @@ from threading import Event as Gate
 from typing import Any, cast
 
 import torch
-from delayed_device import DelayedDevice
-from local_server import eventually
-from slow_device import SlowDevice, SlowEvent
+from helpers.delayed_device import DelayedDevice
+from helpers.local_server import eventually
+from helpers.slow_device import SlowDevice, SlowEvent
+from helpers.vllm_pages import representation
+from helpers.vllm_stand_ins import FakeRequest, step
+from helpers.vllm_steps import options
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedModel
-from vllm_pages import representation
-from vllm_stand_ins import FakeRequest, step
-from vllm_steps import options
 
 from kvstore.client import Client
 from kvstore.client.engines.base import Connector

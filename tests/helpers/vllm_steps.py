@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any, TypeAlias
 
-from local_server import DEADLINE_MS, eventually
-from slow_device import SlowDevice
-from vllm_pages import (
+from helpers.local_server import DEADLINE_MS, eventually
+from helpers.slow_device import SlowDevice
+from helpers.vllm_pages import (
     BLOCK_TOKENS,
     BLOCKS,
     CHUNK_TOKENS,
@@ -23,7 +23,7 @@ from vllm_pages import (
     tables_of,
     writer,
 )
-from vllm_stand_ins import FakeRequest, step
+from helpers.vllm_stand_ins import FakeRequest, step
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.chunk import Shard

@@ -6,7 +6,7 @@ import socket
 import time
 
 import pytest
-from stream_messages import Sent, attach, receive, send
+from helpers.stream_messages import Sent, attach, receive, send
 
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb

@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from local_server import LocalServer
-from prompts import assert_reads, chunks_of, keys_of
+from helpers.local_server import LocalServer
+from helpers.prompts import assert_reads, chunks_of, keys_of
 
 RUNS_CODE = {
     "pickle.find_class",

@@ -55,8 +55,8 @@ class WatchedLock:
 
 def load(folder: Path) -> None:
     """Put, get, lease, pin, evict and delete from several threads, over every transport."""
-    from local_server import LocalServer
-    from prompts import chunks_of, keys_of
+    from helpers.local_server import LocalServer
+    from helpers.prompts import chunks_of, keys_of
 
     sizes = ("--cpu", "4MiB", "--disk", f"8MiB:{folder / 'disk'}", "--bulk", "127.0.0.1:0")
     server = LocalServer(folder, *sizes, "--tenant-quotas", "default=512KiB")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from local_server import LocalServer, eventually
+from helpers.local_server import LocalServer, eventually
 
 from kvstore.proto.types import Accuracy, ChunkKey
 

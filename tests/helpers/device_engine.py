@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from prompts import tensors_of
+from helpers.prompts import tensors_of
 
 from kvstore.client.chunk import to_torch
 from kvstore.client.cuda import CudaClient

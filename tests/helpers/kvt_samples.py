@@ -6,8 +6,8 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from cachegen_samples import MODEL
 from contracts.codec import template
+from helpers.cachegen_samples import MODEL
 
 from kvstore.codecs.asset_codec import AssetCodec
 from kvstore.codecs.asset_shelf import AssetShelf

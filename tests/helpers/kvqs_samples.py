@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-import kvt_samples
-from cachegen_samples import MODEL
+from helpers import kvt_samples
+from helpers.cachegen_samples import MODEL
 
 from kvstore.codecs.asset_shelf import AssetShelf
 from kvstore.codecs.assets import Asset, AssetKind, pack_asset, parse_asset

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 _START_S = 60.0
 _STOP_S = 60.0
 _LISTENING = re.compile(r"kvstore-server listening on (\S+):(\d+) tiers=\S+ recovered_chunks=(\d+)")

@@ -9,8 +9,8 @@ import sys
 
 import numpy as np
 import torch
-from device_engine import paged_in, read_pages
-from prompts import SMALL, frame_of, keys_of, tensors_of
+from helpers.device_engine import paged_in, read_pages
+from helpers.prompts import SMALL, frame_of, keys_of, tensors_of
 
 from kvstore.client import ClientOptions
 from kvstore.client.chunk import DeviceChunk, parents

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from contracts.chunks import payload
 from contracts.codec import Tensors, all_zero, filled
-from cpu_kernels import guarded
+from helpers.cpu_kernels import guarded
 
 from kvstore.codecs.paged import FrameAt, Paged, Pages
 from kvstore.proto.buffers import Bytes

@@ -16,7 +16,7 @@ GATEWAY = "10.99.7.254"
 
 _PROBE = """
 import sys
-from prompts import SMALL, keys_of, store
+from helpers.prompts import SMALL, keys_of, store
 from faults.oracle import fetched
 from kvstore.client import Client, ClientOptions
 

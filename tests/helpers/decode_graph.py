@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from paged_engine import BLOCK_TOKENS, BLOCKS, HEAD_DIM, PagedEngine, _Batch, indices
+from helpers.paged_engine import BLOCK_TOKENS, BLOCKS, HEAD_DIM, PagedEngine, _Batch, indices
 from typing_extensions import override
 
 ROWS = 4

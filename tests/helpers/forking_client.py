@@ -1,7 +1,7 @@
 """A program whose client is used on both sides of a fork; prints as JSON what went wrong.
 
-``python tests/forking_client.py SCENARIO ADDRESS TRANSPORT``. A process of its own: a pytest that
-forks would take along whatever other tests left in it.
+``python tests/helpers/forking_client.py SCENARIO ADDRESS TRANSPORT``. A process of its own: a
+pytest that forks would take along whatever other tests left in it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-from prompts import SMALL, tensors_of, tokens
+from helpers.prompts import SMALL, tensors_of, tokens
 
 from kvstore.client import AsyncClient, Chunk, Client, ClientOptions, PlannedChunk
 from kvstore.client.chunk import parents
@@ -41,7 +41,7 @@ DEADLINE_MS = 20_000
 STARTED_S = 60.0
 SALT = " ".join(sys.argv[1:]).encode()
 """Of all keys, so that no run finds another's chunks."""
-TINYLM = Path(__file__).parents[1] / "data" / "tinylm"
+TINYLM = Path(__file__).parents[2] / "data" / "tinylm"
 
 
 def options(transport: str) -> ClientOptions:

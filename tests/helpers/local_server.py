@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from prompts import SMALL
+from helpers.prompts import SMALL
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.connection import Connection

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from prompts import equal, tensors_of
+from helpers.prompts import equal, tensors_of
 
 from kvstore.client import Client
 from kvstore.client.chunk import LayerTensors

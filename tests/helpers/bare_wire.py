@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from local_server import DEADLINE_MS, LocalServer, open_session
-from prompts import SMALL
+from helpers.local_server import DEADLINE_MS, LocalServer, open_session
+from helpers.prompts import SMALL
 
 from kvstore.client.connection import Connection
 from kvstore.proto import kvstore_pb2 as pb

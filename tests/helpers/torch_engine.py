@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from local_server import DEADLINE_MS
+from helpers.local_server import DEADLINE_MS
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from kvstore.client import ClientOptions

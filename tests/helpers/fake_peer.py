@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stream_messages import Sent, done, failed, kind, part, ready, receive, send
+from helpers.stream_messages import Sent, done, failed, kind, part, ready, receive, send
 
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb

@@ -11,8 +11,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from local_server import eventually
-from redis_process import RedisProcess, TlsFiles
+from helpers.local_server import eventually
+from helpers.redis_process import RedisProcess, TlsFiles
 
 from kvstore.tiers.redis_connection import ConnectionOptions, Server, pack
 from kvstore.tiers.redis_url import tls_context

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 from contracts.chunks import make_representation
-from prompts import tensors_of
+from helpers.prompts import tensors_of
 
 from kvstore.client import Chunk
 from kvstore.codecs.base import ChunkTensors

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from credentials import Authority, KeyRing
-from local_server import DEADLINE_MS, LocalServer
-from prompts import SMALL, chunks_of, keys_of
+from helpers.credentials import Authority, KeyRing
+from helpers.local_server import DEADLINE_MS, LocalServer
+from helpers.prompts import SMALL, chunks_of, keys_of
 
 from kvstore.client import Access, Chunk, Client, ClientOptions
 from kvstore.client.connection import Connection
