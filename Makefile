@@ -31,7 +31,7 @@ WORKERS := $(shell n=$$(nproc); [ $$n -lt 4 ] && expr $$n + 1 || echo 5)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # the parts of check print one after the other
-.PHONY: help .venv demo real-model test vllm-env test-vllm sglang-env test-sglang test-transformers chart-test cluster-test museum-long check faults fault-tools soak fuzz soak-long mutants bench proto format format-check lint types layers redis chromium clean
+.PHONY: help .venv demo real-model test vllm-env test-vllm sglang-env test-sglang test-transformers chart-test cluster-test regressions-long check faults fault-tools soak fuzz soak-long mutants bench proto format format-check lint types layers redis chromium clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -131,14 +131,14 @@ $(CHART_STAMP): tests/chart/requirements.txt tests/chart/wheels.txt tests/chart/
 	@touch $@
 
 chart-test: $(STAMP) $(LOOPS) $(CHART_STAMP) ## the Helm chart: rendered, checked, its pod started; ARGS=... goes to pytest
-	$(BIN)/pytest tests/chart tests/museum/test_secrets.py --chart-tools $(ARGS)
+	$(BIN)/pytest tests/chart tests/regressions/test_secrets.py --chart-tools $(ARGS)
 
 cluster-test: $(STAMP) $(LOOPS) redis ## three nodes on hosts of their own and a real Redis Cluster, as root; ARGS=... goes to pytest
 	@command -v ip >/dev/null || $(APT_INSTALL) iproute2
 	$(BIN)/pytest tests/cluster $(ARGS)
 
-museum-long: $(STAMP) $(LOOPS) redis ## the museum's tests, and where LMCache fails them: see tests/museum
-	$(BIN)/pytest tests/museum --peers $(ARGS)
+regressions-long: $(STAMP) $(LOOPS) redis ## faults known from other stores, and where LMCache has them: see tests/regressions
+	$(BIN)/pytest tests/regressions --peers $(ARGS)
 
 check: format-check lint types layers test ## everything that has to pass before a change lands
 

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from test_house import build, copy_of_the_tree
+from test_conventions import build, copy_of_the_tree
 
 from kvstore.cli.__main__ import main
 from kvstore.cli.demo.demo import MODEL, ServerChild, check_model, judge

@@ -30,9 +30,9 @@ def names_in(path: Path) -> set[str]:
     return set(re.findall(r"^def (test_\w+)", path.read_text(), re.M))
 
 
-def museum() -> set[str]:
-    """Return the names of the museum's tests that run with the suite."""
-    files = (ROOT / "tests" / "museum").glob("test_*.py")
+def regressions() -> set[str]:
+    """Return the names of the tests of known faults that run with the suite."""
+    files = (ROOT / "tests" / "regressions").glob("test_*.py")
     ours = [path for path in files if path.name != "test_peers.py"]
     return set().union(*map(names_in, ours))
 
@@ -40,7 +40,7 @@ def museum() -> set[str]:
 def named_in(cell: str) -> set[str]:
     """Return the tests that *cell* names: each, or the file that has them."""
     files = re.findall(r"`(test_\w+\.py)`", cell)
-    named = [names_in(ROOT / "tests" / "museum" / name) for name in files]
+    named = [names_in(ROOT / "tests" / "regressions" / name) for name in files]
     return set(re.findall(r"`(test_\w+)`", cell)).union(*named)
 
 
@@ -50,13 +50,13 @@ def test_each_pain_names_its_tests_and_they_exist() -> None:
     for _, threads, answer, tests in rows:
         named = named_in(tests)
         assert named
-        assert named <= museum()
+        assert named <= regressions()
         assert answer.endswith(".")
         assert re.search(r"\d{3,}", threads)
 
 
-def test_no_test_of_the_museum_is_left_out() -> None:
-    assert museum() == named_in(text("faq.md"))
+def test_the_faq_names_every_test_of_a_known_fault() -> None:
+    assert regressions() == named_in(text("faq.md"))
 
 
 def test_versions_are_those_that_tests_install() -> None:

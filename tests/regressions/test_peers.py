@@ -1,4 +1,4 @@
-"""The same pains in LMCache itself, where they can be shown in a minute: ``make museum-long``.
+"""The same pains in LMCache itself, where they can be shown in a minute: ``make regressions-long``.
 
 ``python -m bench.peers`` makes its environment. Each test passes when the peer still fails: one
 that does not any more is no longer ours to claim.
@@ -32,7 +32,7 @@ PATIENCE_S = 10.0
 def lmcache(request: pytest.FixtureRequest, tmp_path: Path) -> LMCache:
     """LMCache, in the environment that bench.peers made."""
     if not request.config.getoption("--peers", default=False):
-        pytest.skip("make museum-long runs it")
+        pytest.skip("make regressions-long runs it")
     python = VENVS / "lmcache" / "bin" / "python"
     if not python.exists():
         pytest.skip("no LMCache: python -m bench.peers makes its environment")

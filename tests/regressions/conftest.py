@@ -1,4 +1,4 @@
-"""``pytest tests/museum --peers`` also shows where a peer fails; ``make museum-long`` does so.
+"""``pytest tests/regressions --peers`` also shows where a peer fails: ``make regressions-long``.
 
 Makes the benchmarks importable, which know how to run the peer: last on the path, as the root's
 other folders shadow modules.
