@@ -10,9 +10,9 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from bench.train_scorer import to_json
 from contracts.plain_leaves import play
 from contracts.policy import above, everyone, keep_none, row, rows
+from data.traces.train_scorer import to_json
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray

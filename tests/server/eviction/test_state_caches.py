@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from bench.state_caches import (
-    HYBRID_POLICIES,
-    MarconiStates,
-    StateRequest,
-    States,
-    make_states,
-    play,
-)
+from bench.policy.hybrid import HYBRID_POLICIES, StateRequest, make_states, play
 from contracts.states import recounted_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,14 +29,7 @@ def trace(requests: list[Request]) -> list[StateRequest]:
 
 def run(policy: str, requests: list[Request], capacity: int = PLENTY) -> list[int]:
     """Return the tokens hit of each prompt."""
-    return play(trace(requests), make_states(policy, SMALL, capacity))[0]
-
-
-def cache_of(states: States) -> StateCache:
-    if isinstance(states, MarconiStates):
-        return states.cache
-    assert isinstance(states, StateCache)
-    return states
+    return play(trace(requests), make_states(policy, SMALL, capacity))
 
 
 def documents(count: int) -> list[Request]:
@@ -55,7 +41,7 @@ def documents(count: int) -> list[Request]:
 def test_the_first_reuse_of_a_document_makes_its_state_and_the_second_hits(policy: str) -> None:
     states = make_states(policy, SMALL, PLENTY)
 
-    assert play(trace(documents(4)), states)[0] == [0, 0, 100, 100]
+    assert play(trace(documents(4)), states) == [0, 0, 100, 100]
 
 
 @pytest.mark.parametrize("policy", HYBRID_POLICIES)
@@ -92,8 +78,7 @@ def test_a_sequence_larger_than_the_capacity_is_refused_and_takes_nothing_with_i
     states = make_states(policy, SMALL, capacity)
     play(trace([small, ([9] * 400, [8], 1.0)]), states)
 
-    cache = cache_of(states)
-    assert cache.refused == 1
+    assert states.refused == 1
     assert states.request(np.array([1, 2, 3, 4, 5, 6], np.int32), 5, 2.0) == 4
 
 
@@ -137,7 +122,7 @@ def test_sizes_stay_exact_and_below_the_capacity_whatever_comes(
     for one in trace(requests):
         reused = states.request(*one)
 
-        tree = cache_of(states).tree
+        tree = states.tree
         assert tree.size_bytes == recounted_bytes(tree) <= capacity
         assert 0 <= reused <= one.prompt_tokens
 
@@ -198,19 +183,6 @@ def test_the_same_trace_gives_the_same_hits(policy: str) -> None:
 
     assert any(first)
     assert first == second
-
-
-def test_marconi_tunes_alpha_once_after_five_times_the_requests_of_its_first_eviction() -> None:
-    states = MarconiStates(SMALL, ROOM)
-    evicted_at = tuned_at = 0
-    for at, one in enumerate(trace(busy(2)), 1):
-        states.request(*one)
-        evicted_at = evicted_at or (at if states.cache.evicted else 0)
-        tuned_at = tuned_at or (at if states.tuned else 0)
-
-    assert evicted_at
-    assert tuned_at == 5 * evicted_at
-    assert 0.0 <= states.alpha <= 2.0
 
 
 def test_a_policy_without_a_form_for_states_is_refused_with_those_that_have_one() -> None:
