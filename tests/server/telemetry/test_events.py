@@ -133,18 +133,6 @@ def test_what_changes_while_what_is_here_is_told_comes_after_it() -> None:
     assert follower.pages[-1].cursor == log.last
 
 
-def test_a_reader_goes_on_where_it_was_without_hearing_anything_twice() -> None:
-    catalog, log = world()
-    catalog.note_sealed("cpu", chunk(0))
-    follower = Follower(catalog, log)
-    follower.read()
-    catalog.note_sealed("disk", chunk(0))
-    follower.connect_again()
-    follower.read()
-    assert [page.cleared for page in follower.pages] == [True, False]
-    assert [event.tier for event in follower.pages[1].events] == ["disk"]
-
-
 def test_a_reader_that_falls_behind_begins_anew_and_that_is_counted() -> None:
     catalog, log = world(kept=4)
     restarts: list[int] = []

@@ -32,17 +32,9 @@ def chosen(link_gb: float, least: Accuracy = Accuracy.exact) -> str:
     return "raw" if found is None else found.name
 
 
-@pytest.mark.parametrize(
-    ("link_gb", "name"), [(0.1, "zplane"), (1.0, "zplane"), (1.2, "quick"), (1.5, "raw")]
-)
-def test_a_slow_link_gets_the_ratio_and_a_fast_one_raw_frames(link_gb: float, name: str) -> None:
-    assert chosen(link_gb) == name
-
-
-def test_a_loss_is_only_chosen_where_it_is_allowed() -> None:
-    assert chosen(0.1, Accuracy.exact) == "zplane"
-    assert chosen(0.1, Accuracy.bounded) == "kvq"
-    assert chosen(0.1, Accuracy.approximate) == "gq2"
+def test_a_slow_link_gets_the_ratio_and_a_fast_one_raw_frames() -> None:
+    for link_gb, name in [(0.1, "zplane"), (1.0, "zplane"), (1.2, "quick"), (1.5, "raw")]:
+        assert chosen(link_gb) == name
 
 
 def test_the_figures_are_those_of_the_break_even_table() -> None:
@@ -54,10 +46,10 @@ def test_the_figures_are_those_of_the_break_even_table() -> None:
     assert speed("grown", 0.9, 1).break_even_bytes_per_s == 0
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
-def test_figures_that_were_not_measured_are_refused(value: float) -> None:
-    with pytest.raises(InvalidRequestError, match="ratio"):
-        speed("none", value, 1.0)
+def test_figures_that_were_not_measured_are_refused() -> None:
+    for value in [0.0, -1.0, math.inf, math.nan]:
+        with pytest.raises(InvalidRequestError, match="ratio"):
+            speed("none", value, 1.0)
 
 
 @given(
