@@ -130,13 +130,6 @@ def test_one_that_gets_slow_on_the_way_leaves_the_rest_to_lru() -> None:
     assert policy.fallbacks == 1
 
 
-def test_a_chain_is_named_from_its_end_whatever_the_scores_are() -> None:
-    policy = LearnedEviction(AccessHistory(), BySize().score)
-    for chunk in range(1, 9):
-        policy.insert(chunk, chunk - 1, 100 * chunk, 0.0)
-    assert everyone(policy) == [8, 7, 6, 5, 4, 3, 2, 1]
-
-
 def test_features_are_those_of_the_uses_there_were() -> None:
     history = AccessHistory()
     policy = LearnedEviction(history, BySize().score)

@@ -741,17 +741,6 @@ shared_pools:
     assert config.shared_pools == ()
 
 
-def test_pools_are_shown_as_they_are_read() -> None:
-    text = "a=x+y,b=*:w,c=:w"
-    pools = load_config(["--shared-pools", text]).shared_pools
-    assert [(pool.readers, pool.writers) for pool in pools] == [
-        (("x", "y"), ()),
-        (("*",), ("w",)),
-        ((), ("w",)),
-    ]
-    assert ",".join(map(str, pools)) == text
-
-
 def test_as_many_tenants_and_categories_have_quotas_as_policies_have_columns_for() -> None:
     assert 2 * MAX_QUOTAS <= MAX_PARTITIONS
     quotas = ",".join(f"t{n}=1GiB,t{n}/disk=2GiB" for n in range(MAX_QUOTAS))

@@ -18,7 +18,15 @@ from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.holds import Leases
 from kvstore.server.index.queries import HELD_ROWS
 from kvstore.server.telemetry import events as module
-from kvstore.server.telemetry.events import Event, EventLog, EventReader, Page
+from kvstore.server.telemetry.events import (
+    MAX_DETAIL_CHARS,
+    Event,
+    EventLog,
+    EventReader,
+    Fate,
+    Outcomes,
+    Page,
+)
 
 TIERS = ("cpu", "disk", "redis")
 LOCAL = TIERS[:2]
@@ -226,3 +234,37 @@ def test_a_log_takes_its_memory_at_the_start_and_no_more_when_it_fills() -> None
         tracemalloc.stop()
     assert empty > 64 * len(infos)
     assert full - empty < len(infos)
+
+
+# --- what became of chunks
+
+
+def outcome_key(number: int) -> ChunkKey:
+    return ChunkKey(number.to_bytes(32, "little"))
+
+
+def test_the_last_outcome_of_a_chunk_is_what_is_told() -> None:
+    clock = FakeClock()
+    table = Outcomes(clock)
+    assert table.of(outcome_key(1)) is None
+    table.note(outcome_key(1), Fate.evicted, "cpu")
+    clock.advance(5.0)
+    table.note(outcome_key(1), Fate.refused, detail="no room")
+    found = table.of(outcome_key(1))
+    assert found == (Fate.refused, "", "no room", clock())
+
+
+def test_the_oldest_outcomes_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_OUTCOMES", 3)
+    table = Outcomes(FakeClock())
+    for number in (1, 2, 3, 1, 4):
+        table.note(outcome_key(number), Fate.evicted, "cpu")
+    assert [number for number in range(5) if table.of(outcome_key(number))] == [1, 3, 4]
+
+
+def test_a_long_detail_is_cut() -> None:
+    table = Outcomes(FakeClock())
+    table.note(outcome_key(1), Fate.invalid, detail="x" * 10_000)
+    found = table.of(outcome_key(1))
+    assert found is not None
+    assert len(found.detail) == MAX_DETAIL_CHARS

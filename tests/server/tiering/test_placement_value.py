@@ -80,3 +80,12 @@ def test_memory_takes_everything_until_it_gave_up_something_worth_more() -> None
     assert placement.promotes(lovely, disk, cpu)
     assert placement._value(keys_of(prompt(1, seed=999))[0], disk) == 0.0
     core.close()
+
+
+def test_where_nothing_is_weighed_all_that_is_read_twice_comes_up() -> None:
+    core = make_core("evict")
+    disk, cpu = core.slot("disk"), core.slot("cpu")
+    core.put(core.open_session(), prompt(20))
+    assert core.moves.placement.promotes(keys_of(prompt(1))[0], disk, cpu)
+    assert core.moves.placement._prices["cpu"].per_byte is None
+    core.close()

@@ -168,30 +168,6 @@ def test_a_queue_that_hangs_holds_up_no_other() -> None:
     assert stepped().is_alive(), "it has no threads"
 
 
-def test_many_callers_of_one_name_all_get_its_one_result() -> None:
-    go, runs = threading.Event(), list[int]()
-
-    def work() -> int:
-        go.wait()
-        runs.append(1)
-        return 7
-
-    with running({"up": 2}) as work_queue:
-        tickets = [submit(work_queue, "a", work) for _ in range(8)]
-        results: list[object] = []
-        waiters = [
-            threading.Thread(target=lambda t=t: results.append(work_queue.wait(t, in_time())))
-            for t in tickets
-        ]
-        for waiter in waiters:
-            waiter.start()
-        go.set()
-        for waiter in waiters:
-            waiter.join(PATIENCE_S)
-        assert results == [7] * 8
-        assert runs == [1]
-
-
 def test_a_worker_survives_whatever_its_work_raises() -> None:
     def explode() -> None:
         raise RuntimeError("not an error of ours")
