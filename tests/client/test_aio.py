@@ -83,7 +83,7 @@ def test_pages_and_layers_are_awaited(server: LocalServer) -> None:
         async with AsyncClient(server.address, SMALL, options) as client:
             keys = await client.keys(tokens(1, 32))
             right = chunks_of(client.sync, keys)
-            planned = [PlannedChunk(chunk.key, 16, chunk.parent) for chunk in right]
+            planned = [PlannedChunk(chunk.key, 16, parent=chunk.parent) for chunk in right]
             async with client.put_chunk_layers(planned) as put:
                 for layer in (0, 1):
                     parts = [chunk.tensors[0][layer] for chunk in right]

@@ -184,7 +184,7 @@ def test_chunks_of_different_lengths_are_read_in_one_get(
         keys = client.keys(tokens(3, 64 + 20))
         sizes = [32, 32, 20]
         chunks = [
-            Chunk(key, tensors_of(key, SMALL, size), parent, position=32 * at)
+            Chunk(key, tensors_of(key, SMALL, size), parent=parent, position=32 * at)
             for at, (key, size, parent) in enumerate(zip(keys, sizes, parents(keys), strict=True))
         ]
         client.put_chunks(chunks)

@@ -17,10 +17,11 @@ from helpers.slow_link import SlowLink
 
 from kvstore.client import Chunk, Client, ClientOptions
 from kvstore.client.chunk import parents
+from kvstore.client.frames import Arrival
 from kvstore.client.options import TransportName
 from kvstore.client.planning import RECOMPUTE, PlanTerms, PrefillModel
 from kvstore.client.session import SessionTerms
-from kvstore.client.transports.base import Arrival, Arrivals, ReadPlan
+from kvstore.client.transports.base import Arrivals, ReadPlan
 from kvstore.client.transports.tcp import Entrance
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
@@ -80,7 +81,7 @@ def stored_layered(server: LocalServer, client: Client, count: int = CHUNKS) -> 
     """Store a prompt of which only the layered copies on disk are left."""
     keys = keys_of(client, 1, count)
     chunks = [
-        Chunk(key, numbers_of(key), parent, position=TOKENS * at)
+        Chunk(key, numbers_of(key), parent=parent, position=TOKENS * at)
         for at, (key, parent) in enumerate(zip(keys, parents(keys), strict=True))
     ]
     assert {put.outcome for put in client.put_chunks(chunks)} == {PutOutcome.stored}
@@ -233,7 +234,7 @@ def test_before_an_engine_that_takes_an_hour_loads_wait_no_longer_than_a_server_
 
 def test_exact_chunks_in_memory_come_whole(client: Client, server: LocalServer) -> None:
     keys = keys_of(client, 2, 2)
-    chunks = [Chunk(k, numbers_of(k), p) for k, p in zip(keys, parents(keys), strict=True)]
+    chunks = [Chunk(k, numbers_of(k), parent=p) for k, p in zip(keys, parents(keys), strict=True)]
     client.put_chunks(chunks)
     out = rooms(2)
     found = client.get_levelled(keys, replace(TERMS, least=Accuracy.exact), out)

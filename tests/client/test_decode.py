@@ -16,8 +16,8 @@ from helpers.prompts import equal as equal_tensors
 
 from kvstore.client import ClientOptions
 from kvstore.client.decode import Decoded, Reader, Wanted, given
+from kvstore.client.frames import Arrival
 from kvstore.client.session import Session
-from kvstore.client.transports.base import Arrival
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (

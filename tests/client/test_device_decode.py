@@ -124,7 +124,9 @@ def store(server: LocalServer, client: Client, count: int = COUNT) -> list[Chunk
     """Store a prompt of which only the copies on disk are left."""
     keys = keys_of(client, 1, count)
     chunks = [
-        Chunk(key, steady_tensors(key, MODEL, CHUNK_TOKENS), parent, position=CHUNK_TOKENS * at)
+        Chunk(
+            key, steady_tensors(key, MODEL, CHUNK_TOKENS), parent=parent, position=CHUNK_TOKENS * at
+        )
         for at, (key, parent) in enumerate(zip(keys, parents(keys), strict=True))
     ]
     assert {put.outcome for put in client.put_chunks(chunks)} == {PutOutcome.stored}

@@ -95,7 +95,7 @@ class Slots(DeviceRing):
             frame = torch.from_numpy(frame_of(key, SMALL))
             self.memory[start + HEAD_BYTES : start + len(frame)] = frame[HEAD_BYTES:]
             position = at * CHUNK_TOKENS
-            chunks.append(DeviceChunk(key, start, LAYOUT, parent, position))
+            chunks.append(DeviceChunk(key, start, LAYOUT, parent=parent, position=position))
         return chunks
 
 

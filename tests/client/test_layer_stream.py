@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvstore.client.frames import LayerStream, Range
-from kvstore.client.transports.base import Arrival
+from kvstore.client.frames import Arrival, LayerStream, Range
 from kvstore.proto.buffers import as_bytes
 from kvstore.proto.errors import DeadlineError, InvalidFrameError, KVStoreError
 

@@ -184,7 +184,7 @@ def test_a_stage_of_windows_alone_goes_on_from_the_last_chunk_that_has_them(
         kv = empty_tensors(layout)
         for part in parts_of(kv):
             part[...] = 7
-        chunks.append(Chunk(key, kv, parent, 32 * at, layout=layout))
+        chunks.append(Chunk(key, kv, parent=parent, position=32 * at, layout=layout))
     whole.put_chunks(chunks)
     assert list(map(len, stage.get_chunks(keys))) == [0, 1]
     hit = stage.get(prompt)
@@ -239,7 +239,7 @@ def test_a_prefix_ends_where_windows_were_read(
         kv = empty_tensors(layout)
         for part in parts_of(kv):
             part[...] = 7
-        chunks.append(Chunk(key, kv, parent, 32 * at, layout=layout))
+        chunks.append(Chunk(key, kv, parent=parent, position=32 * at, layout=layout))
     assert len(client.put_chunks(chunks)) == count
     real = Wanted.decode
 

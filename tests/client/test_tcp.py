@@ -16,8 +16,9 @@ from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import SMALL, assert_reads, chunks_of, keys_of, store
 
 from kvstore.client import Client, ClientOptions
+from kvstore.client.frames import Arrival
 from kvstore.client.session import Session
-from kvstore.client.transports.base import Arrival, PutTerms, ReadPlan, read_layers
+from kvstore.client.transports.base import PutTerms, ReadPlan, read_layers
 from kvstore.client.transports.grpc import StreamTransport
 from kvstore.client.transports.tcp import MAX_STREAMS, BulkTransport, Entrance, FrameStream
 from kvstore.proto import kvstore_pb2 as pb

@@ -399,18 +399,11 @@ def part(offset: int, size_bytes: int, **other: int) -> Sent:
 def read(stream: FrameStream, within_s: float) -> int:
     """Ask for a frame; return how many came whole."""
     deadline = time.monotonic() + within_s
-    reading = FrameAssembler(1 << 20, Rooms())
+    reading = FrameAssembler(1 << 20)
     stream.begin(messages.get(0, 7, bytes(16)), deadline)
-    frames = sum(reading.take(*one) is not None for one in stream.parts(deadline))
+    frames = len(list(reading.frames(stream.parts(deadline))))
     reading.end(stream.frames)
     return frames
-
-
-class Rooms:
-    """Memory for frames."""
-
-    def __call__(self, chunk: int, size_bytes: int, start: object) -> np.ndarray:
-        return np.zeros(size_bytes, np.uint8)
 
 
 def answered(words: Words, within_s: float = SOON_S, *, hangs_up: bool = False) -> int:

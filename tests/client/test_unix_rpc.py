@@ -33,7 +33,7 @@ from kvstore.client.connection import Connection, Until
 from kvstore.client.frames import FrameAssembler
 from kvstore.client.session import Session
 from kvstore.client.transports import unix_rpc
-from kvstore.client.transports.base import arrival_of, room_of, whole_frames
+from kvstore.client.transports.base import arrival_of
 from kvstore.client.transports.unix_rpc import MAX_CONNECTIONS, CallQueue, UnixRpc
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
@@ -705,9 +705,9 @@ def test_chunk_larger_than_a_packet_comes_past_a_memory_full_of_leases(
     transport = client._link.connected()
     digests = b"".join(key[16:] for key in keys)
     request = pb.GetRequest(session_id=transport.session.terms.session_id, digests=digests)
-    assembler = FrameAssembler(transport.session.terms.max_frame_bytes, room_of())
+    assembler = FrameAssembler(transport.session.terms.max_frame_bytes)
     parts = map(arrival_of, transport.calls.stream("Get", request, DEADLINE_MS))
-    frames = [np.asarray(frame.data) for frame in whole_frames(parts, assembler)]
+    frames = [np.asarray(frame.data) for frame in assembler.frames(parts)]
     assert server.counter("read_throughs") == 2
     for key, frame in zip(keys, frames, strict=True):
         start = parse_header(frame).header_bytes

@@ -14,7 +14,7 @@ from kvstore.codecs.base import empty_tensors
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto.errors import ChunkCorruptError, LeaseExpiredError
 from kvstore.proto.frame import FrameTemplate, check_frame, raw_frame_bytes
-from kvstore.proto.types import ROOT, ChunkKey, KVLayout, PutOutcome
+from kvstore.proto.types import ROOT, ChainDigest, ChunkKey, KVLayout, PutOutcome
 from kvstore.proto.unix_socket import Place, Reach
 
 
@@ -73,7 +73,8 @@ def test_the_shorter_last_chunk_of_a_prompt_is_seen_too(server: LocalServer) -> 
         tensors.append(empty_tensors(KVLayout.of(SMALL, tokens)))
         for part in (part for parts in tensors[-1][0] for part in parts):
             part[...] = np.arange(part.size).reshape(part.shape) + tokens
-    chunks = [Chunk(keys[0], tensors[0], ROOT), Chunk(keys[1], tensors[1], keys[0][16:])]  # type: ignore[arg-type]
+    chunks = [Chunk(keys[0], tensors[0])]
+    chunks.append(Chunk(keys[1], tensors[1], parent=ChainDigest(keys[0][16:])))
     assert [put.outcome for put in client.put_chunks(chunks)] == [PutOutcome.stored] * 2
     whole, last = views(client, keys)
     assert (whole.layout.tokens, last.layout.tokens) == (32, 17)

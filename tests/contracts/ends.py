@@ -58,7 +58,7 @@ def chunk_of(client: Client, keys: Sequence[ChunkKey], at: int, ends: str) -> Ch
     layout = KVLayout.of(client.model, TOKENS, window="w" in ends, state="s" in ends)
     parent = parents(keys)[at]
     tensors = tensors_for(keys[at], layout)
-    return Chunk(keys[at], tensors, parent, TOKENS * at, layout=layout)
+    return Chunk(keys[at], tensors, parent=parent, position=TOKENS * at, layout=layout)
 
 
 def put_ends(client: Client, keys: Sequence[ChunkKey], ends: Sequence[str]) -> list[PutOutcome]:

@@ -55,7 +55,9 @@ Connect = Callable[..., Client]
 def planned(client: Client, keys: Sequence[ChunkKey]) -> list[PlannedChunk]:
     """The chunks of ``chunks_of`` before they have tensors."""
     return [
-        PlannedChunk(chunk.key, client.options.chunk_tokens, chunk.parent, chunk.position)
+        PlannedChunk(
+            chunk.key, client.options.chunk_tokens, parent=chunk.parent, position=chunk.position
+        )
         for chunk in chunks_of(client, keys)
     ]
 

@@ -139,7 +139,7 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
         keys = client.keys(tokens(1, 64 + 17))
         sizes = (64, 17)
         chunks = [
-            Chunk(key, tensors_of(key, SMALL, size), parent)
+            Chunk(key, tensors_of(key, SMALL, size), parent=parent)
             for key, size, parent in zip(keys, sizes, parents(keys), strict=True)
         ]
         assert outcomes(client, chunks) == [PutOutcome.stored] * 2
