@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from kvstore.client.frames import Arrival
 from kvstore.client.session import Session
 from kvstore.client.transports.base import PutTerms, ReadPlan, read_layers
 from kvstore.client.transports.grpc import StreamTransport
-from kvstore.client.transports.tcp import MAX_STREAMS, BulkTransport, Entrance, FrameStream
+from kvstore.client.transports.tcp import MAX_STREAMS, BulkTransport, FrameStream
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, KVStoreError, TierUnavailableError
 from kvstore.proto.types import ChunkKey
@@ -105,23 +104,6 @@ class TestBulkTransport(BulkChannelContract):
         assert not bare._streams.pool.idle
         assert not bare._streams.pool.busy
 
-    def test_many_gets_at_once_come_over_all_ways_there_are(
-        self, bare: BulkTransport, client: Client
-    ) -> None:
-        keys = store(client, 1, 2)
-        right: list[bool] = []
-
-        def read() -> None:
-            with bare.read(plan_of(keys)) as arriving:
-                right.append([one.index for one in arriving] == [0, 1])
-
-        readers = [threading.Thread(target=read) for _ in range(20)]
-        for reader in readers:
-            reader.start()
-        for reader in readers:
-            reader.join()
-        assert right == [True] * 20
-
 
 def plan_of(keys: Sequence[ChunkKey]) -> ReadPlan:
     return ReadPlan(digests(keys), 0, DEADLINE_MS)
@@ -168,25 +150,6 @@ def test_a_channel_that_does_not_answer_leaves_grpc(
     assert client.transport_name == "grpc"
     with pytest.raises(DeadlineError):
         _ = server.connect(options=ClientOptions("tcp", deadline_ms=400)).transport_name
-
-
-@pytest.mark.parametrize(
-    ("told", "reached", "where"),
-    [
-        ("tcp://10.0.0.5:7421", "store.example:7420", "tcp://10.0.0.5:7421"),
-        ("tcp://*:7421", "store.example:7420", "tcp://store.example:7421"),
-        ("tcp://*:7421", "[fe80::1]:7420", "tcp://[fe80::1]:7421"),
-        ("tcp://*:7421", "dns:///store.example:7420", "tcp://store.example:7421"),
-    ],
-)
-def test_where_every_interface_is_bound_the_host_is_the_one_that_was_reached(
-    make_server: ServerMaker, told: str, reached: str, where: str
-) -> None:
-    server = make_server(*BULK)
-    session = Session(server.dial(), SMALL, ClientOptions("grpc", 16, deadline_ms=DEADLINE_MS))
-    terms = replace(session.terms, bulk_address=told)
-    session.close()
-    assert Entrance.of(terms, reached).where == where
 
 
 # --- the other side's end
@@ -298,14 +261,3 @@ def test_a_server_that_was_restarted_is_used_again(make_server: ServerMaker) -> 
     assert_reads(client, first)
     assert_reads(client, second)
     assert len(server.node.sessions) == 1
-
-
-def test_a_session_of_its_own_is_all_that_a_transport_needs(make_server: ServerMaker) -> None:
-    server = make_server(*BULK)
-    session = Session(server.dial(), SMALL, ClientOptions("tcp", 16, deadline_ms=DEADLINE_MS))
-    transport = BulkTransport(session)
-    transport.connect(DEADLINE_MS / 2000)
-    assert transport.put([], PutTerms(False, DEADLINE_MS)) == []
-    transport.close()
-    transport.close()
-    session.close()
