@@ -242,6 +242,8 @@ def test_what_is_not_stored_or_not_exact_is_to_be_computed_and_so_is_all_without
     found = client.get_levelled(longer, TERMS, rooms(CHUNKS + 2))
     assert found.levels == (TOP,) * CHUNKS + (RECOMPUTE,) * 2
     assert client.get_levelled([], TERMS).levels == ()
+    with pytest.raises(InvalidRequestError, match="not in this client's namespace"):
+        client.get_levelled([ChunkKey(bytes(32))], TERMS)
     exact = replace(TERMS, least=Accuracy.exact)
     assert client.get_levelled(keys, exact).to_compute == (0, 1, 2, 3)
     server.stop()
