@@ -9,7 +9,7 @@ from itertools import product
 from statistics import mean
 
 import pytest
-from bench.slo_replay import Request, Trace, controlled
+from bench.slo import Request, Trace, controlled
 from helpers.prompts import chunks_of, keys_of
 from hypothesis import given
 from hypothesis import strategies as st

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from bench.blend_cases import Case, Engine, riddle_case
-from bench.blend_riddles import answered, make_designed, make_riddle
+from bench.blend.cases import Case, Engine, riddle_case
+from bench.blend.riddles import answered, make_designed, make_riddle
 
 RIDDLES = 6
 RATIOS = (0.0, 0.15, 0.5, 1.0)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice, pairwise
 
 import pytest
-from bench.blend_cases import (
+from bench.blend.cases import (
     Case,
     Mark,
     designed_engine,
@@ -22,7 +22,7 @@ from bench.blend_cases import (
     text_cases,
     trained_engine,
 )
-from bench.blend_riddles import STORY, make_riddle
+from bench.blend.riddles import STORY, make_riddle
 
 RATIOS = (0.0, 0.15, 0.5, 0.85, 1.0)
 

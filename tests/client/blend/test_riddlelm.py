@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from bench.blend_cases import RIDDLE_FOLDER, Case, Engine, riddle_case, riddle_engine
-from bench.blend_riddles import STORY, answered, make_riddle
+from bench.blend.cases import RIDDLE_FOLDER, Case, Engine, riddle_case, riddle_engine
+from bench.blend.riddles import STORY, answered, make_riddle
 
 STORIES = 16
 
