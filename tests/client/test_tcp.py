@@ -81,6 +81,18 @@ class TestBulkTransport(BulkChannelContract):
             assert not bare._streams.pool.busy
             assert [one.index for one in arriving] == [0, 1]
 
+    def test_a_server_that_is_late_within_a_get_shuts_the_gate(
+        self, bare: BulkTransport, client: Client, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def late(*_: object) -> Iterator[Arrival]:
+            raise DeadlineError("late")
+
+        keys = store(client, 1, 1)
+        monkeypatch.setattr(FrameStream, "parts", late)
+        with bare.read(plan_of(keys)) as arriving, pytest.raises(DeadlineError):
+            next(iter(arriving))
+        assert bare.session.connection.breaker.is_open
+
     def test_the_longest_question_goes_over_a_stream_too(
         self, bare: BulkTransport, client: Client, monkeypatch: pytest.MonkeyPatch
     ) -> None:
