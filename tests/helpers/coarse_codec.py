@@ -67,6 +67,6 @@ def coarse_codec() -> Iterator[None]:
     """Register the codecs while the block runs."""
     with pytest.MonkeyPatch.context() as patch:
         for codec in (CoarseCodec, RoughCodec):
-            patch.setitem(base.CODECS._paths, codec.name, f"coarse_codec:{codec.__name__}")
+            patch.setitem(base.CODECS._paths, codec.name, f"{__name__}:{codec.__name__}")
             patch.setitem(base._NAMES_BY_ID, codec.codec_id, codec.name)
         yield
