@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.report import Report, paired, parse_flags
-from bench.workload import SMALL, serving
+from bench.lib.report import Report, flags_of, paired
+from bench.lib.workload import SMALL, serving
 
 LAYERS, HEADS, HEAD_DIM, TOKENS, BLOCK_TOKENS = 32, 8, 128, 256, 16
 """An 8B-class model: 32 MiB a chunk."""
@@ -30,7 +30,7 @@ DEADLINE_MS = 60_000
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    only_json = parse_flags(argv, __doc__ or "")
+    only_json = flags_of(argv, __doc__).json
     report = Report("gpu")
     if not has_cuda():
         print("skipped: no CUDA device")

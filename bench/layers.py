@@ -17,9 +17,10 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from bench.lib import ROOT
+from bench.lib.report import Report, flags_of
+from bench.lib.workload import serving
 from bench.real_model import FOLDER, why_missing
-from bench.report import Report, parse_flags
-from bench.workload import serving
 from kvstore.client import Client, ClientOptions
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def slow_link(address: str, gbps: float) -> Iterator[str]:
     command = [sys.executable, "-c", LINK, address.rpartition(":")[2], str(gbps * 125e6)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        cwd=Path(__file__).resolve().parents[1],
+        cwd=ROOT,
     ) as process:  # fmt: skip
         assert process.stdout is not None
         assert process.stdin is not None
@@ -149,7 +150,7 @@ def measure(report: Report, folder: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    only_json = parse_flags(argv, __doc__ or "")
+    only_json = flags_of(argv, __doc__).json
     report, why = Report("layers"), why_missing()
     if why is None:
         with tempfile.TemporaryDirectory() as folder:

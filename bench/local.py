@@ -6,22 +6,30 @@ is a process of its own on embedded defaults but for sizes and paths.
 
 from __future__ import annotations
 
-import argparse
 import os
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
 
-from bench.bulk import beside_stalled_readers, bulk_against_tcp
-from bench.footprint import bench_import, bench_metadata
-from bench.limits import in_steps, looked_at, parts_of, ring_put, steps_of, summed_get, summed_read
-from bench.redis_gets import redis_gets
-from bench.report import Report, best_s, in_turns
-from bench.workload import (
+from bench.lib.bare import (
+    in_steps,
+    looked_at,
+    parts_of,
+    raw_stream,
+    ring_put,
+    steps_of,
+    summed_get,
+    summed_read,
+)
+from bench.lib.report import Report, best_s, flags_of, in_turns, paired
+from bench.lib.workload import (
     MIB,
     MODEL,
     SMALL,
@@ -31,6 +39,7 @@ from bench.workload import (
     connect,
     copy_all,
     make_chunks,
+    redis_gets,
     redis_server,
     serving,
 )
@@ -38,14 +47,157 @@ from kvstore.client import Chunk, Client, ClientOptions
 from kvstore.client.chunk import LayerTensors, parents
 from kvstore.client.connection import Connection
 from kvstore.client.session import Session
+from kvstore.client.transports.tcp import Entrance, FrameStream
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.types import (
-    ChunkKey,
-    KVLayout,
-    PutOutcome,
-)
+from kvstore.proto.keys import chain_digests
+from kvstore.proto.types import DIGEST_BYTES, ChunkKey, KVLayout, PutOutcome
 from kvstore.server.main import keep_freed_memory
+
+
+def bench_import(report: Report) -> None:
+    """A server's import: seconds and resident megabytes, in a process of its own."""
+    code = (
+        "import time; t = time.perf_counter(); import kvstore.server.main; "
+        "import kvstore.tiers.disk, kvstore.tiers.redis; s = time.perf_counter() - t; "
+        "import psutil; print(s, psutil.Process().memory_info().rss)"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        for _ in range(3)
+    ]
+    pairs = [tuple(map(float, run.stdout.split())) for run in runs]
+    report.add("import_s", min(pair[0] for pair in pairs), "server and all tiers", "bar 1 s")
+    report.add("import_mb", max(pair[1] for pair in pairs) / MIB, "resident", "bar 150 MB")
+
+
+def bench_metadata(folder: Path, report: Report) -> None:
+    """Traced bytes of everything kept per chunk that lies in CPU memory and on disk."""
+    import gc
+    import tracemalloc
+
+    from kvstore.proto.frame import raw_frame_bytes
+    from kvstore.proto.types import ChainDigest, ChunkInfo
+    from kvstore.server.eviction.lru import LruEviction
+    from kvstore.server.index.catalog import Catalog
+    from kvstore.server.index.holds import Leases
+    from kvstore.tiers.cpu import CpuTier
+    from kvstore.tiers.disk import DiskTier
+
+    count = 20_000
+    layout = KVLayout.of(TINY, 16)
+    size = raw_frame_bytes(layout)
+    tiers = [
+        CpuTier(count * (size + 4096), 64 * MIB),
+        DiskTier((folder / "meta", count * (size + 8192))),
+    ]
+    leases = Leases(1, lambda: 1)
+    catalog = Catalog({t.name: LruEviction() for t in tiers}, leases, 1, time.monotonic)
+    digests = chain_digests(list(range(256 * count)))
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    parent = ChainDigest(bytes(16))
+    for digest in digests:
+        info = ChunkInfo(ChunkKey(bytes(16) + digest), parent, layout, 0, size)
+        for tier in tiers:
+            tier.seal(tier.reserve(info))
+            catalog.note_sealed(tier.name, info)
+        parent = digest
+    for tier in tiers:
+        tier.flush()
+    gc.collect()  # written rows and their batch name one another
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    for tier in tiers:
+        tier.close()
+    report.add("metadata_bytes_per_chunk", (after - before) / count, "CPU + disk copy", "reported")
+
+
+STALLED_READERS = 64
+SESSIONS = 5
+"""That these are of: one may have 16 streams."""
+
+
+def bulk_against_tcp(folder: Path, chunks: int, repeats: int) -> tuple[int, float, float, float]:
+    """Return bytes, then the best seconds of a get, of a put and of the raw stream.
+
+    Every byte of the gets is verified by the client, and compared in the end.
+    """
+    flags = ("--tiers", "cpu", "--cpu", "1GiB", "--bulk", "127.0.0.1:0")
+    options = ClientOptions(transport="tcp", deadline_ms=20_000)
+    with (
+        serving(*flags, disk=folder / "none") as (address, _),
+        Client(address, MODEL, options) as client,
+    ):
+        keys, sent = make_chunks(client, chunks, 6)
+        size = chunk_bytes(sent)
+        out = [empty_tensors(KVLayout.of(MODEL, 256)) for _ in sent]
+
+        def put() -> None:
+            client.delete(keys=keys)
+            assert all(put.outcome is PutOutcome.stored for put in client.put_chunks(sent))
+
+        def get() -> None:
+            assert len(client.get_chunks(keys, out)) == len(keys)
+
+        with raw_stream(size) as receive:
+            put_s, _ = paired(put, receive, max(1, repeats // 2))
+            get_s, raw_s = paired(get, receive, repeats)
+        check(sent, out)
+    return size, get_s, put_s, raw_s
+
+
+@contextmanager
+def stalled_readers(clients: Sequence[Client], keys: Sequence[ChunkKey]) -> Iterator[None]:
+    """Have gets of *keys* whose readers take nothing, which last for six seconds at most."""
+    with ExitStack() as stack:
+        for number in range(STALLED_READERS):
+            session = clients[number % len(clients)]._link.connected().session
+            entrance = Entrance.of(session.terms, session.connection.address)
+            stream = FrameStream(entrance, lambda: False, 5.0)
+            stack.callback(stream.close)
+            get = pb.GetRequest(
+                session_id=session.terms.session_id,
+                digests=b"".join(key[DIGEST_BYTES:] for key in keys),
+                deadline_ms=60_000,
+            )
+            stream.begin(pb.StreamMessage(get=get), time.monotonic() + 5.0)
+            time.sleep(0.01)  # one thread each until it stalls
+        time.sleep(0.3)
+        assert clients[0].status().leases == STALLED_READERS
+        yield
+
+
+def beside_stalled_readers(folder: Path, chunks: int, rounds: int) -> tuple[float, float]:
+    """Return how much longer a get and a put take beside readers that take nothing."""
+    flags = ("--tiers", "cpu", "--cpu", "1GiB", "--bulk", "127.0.0.1:0")
+    options = ClientOptions(transport="tcp", deadline_ms=20_000)
+    with ExitStack() as stack:
+        address, _ = stack.enter_context(serving(*flags, disk=folder / "none"))
+        client, *others = (
+            stack.enter_context(Client(address, MODEL, options)) for _ in range(SESSIONS + 1)
+        )
+        keys, sent = make_chunks(client, chunks, 6)
+        more, fresh = make_chunks(client, chunks // 2, 7)
+        client.put_chunks(sent)
+        out = [empty_tensors(KVLayout.of(MODEL, 256)) for _ in sent]
+
+        def get() -> None:
+            assert len(client.get_chunks(keys, out)) == len(keys)
+
+        def put() -> None:
+            client.delete(keys=more)
+            assert all(put.outcome is PutOutcome.stored for put in client.put_chunks(fresh))
+
+        free, beside = [], []
+        for _ in range(rounds):
+            free.append((best_s(get, 10), best_s(put, 10)))
+            with stalled_readers(others, keys):
+                beside.append((best_s(get, 10), best_s(put, 10)))
+    get_s, put_s = map(min, zip(*free, strict=True))
+    beside_get_s, beside_put_s = map(min, zip(*beside, strict=True))
+    return beside_get_s / get_s, beside_put_s / put_s
+
 
 CHUNKS = 16
 PROMPT_CHUNKS = 32
@@ -358,11 +510,7 @@ PARTS = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the parts that the flags ask for, and print the report."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
-    names = [*SHARED, *PARTS]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART")
-    options = parser.parse_args(argv)
+    options = flags_of(argv, __doc__, [*SHARED, *PARTS])
     report = Report("local")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

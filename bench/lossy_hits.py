@@ -8,7 +8,6 @@ float32 that it is installed in unless ``--dtype`` says otherwise.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -27,9 +26,9 @@ import torch
 from redis import Redis
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from bench.codecs_texts import held_out
+from bench.codecs.texts import held_out
+from bench.lib.report import Report, parser_of
 from bench.real_model import FOLDER, why_missing
-from bench.report import Report
 
 sys.path[:0] = ["src", "tests"]
 from helpers.server_process import ServerProcess  # noqa: E402
@@ -252,8 +251,7 @@ def _computed(bench: Bench, ids: torch.Tensor) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--prompts", type=int, default=PROMPTS)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")

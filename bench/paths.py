@@ -21,11 +21,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
 
-from bench.report import Report, parse_flags
-from bench.workload import SMALL, make_chunks, serving
+from bench.lib import ROOT
+from bench.lib.report import Report, flags_of
+from bench.lib.workload import SMALL, make_chunks, serving
 from kvstore.client import Client, ClientOptions
 
-ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("server", "tiers", "proto")
 CLIENT_ROOMS = ("client", "cli")
 STUBS = "kvstore_pb2"
@@ -69,7 +69,7 @@ class Tracer:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    only_json = parse_flags(argv, __doc__ or "")
+    only_json = flags_of(argv, __doc__).json
     report = Report("paths")
     measure_requests(report)
     measure_product(report)

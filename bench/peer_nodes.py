@@ -8,8 +8,6 @@ memory; from then on it is let in to the other server, and its bytes come straig
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,11 +16,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-import zmq
 
-from bench.peer_limits import KINDS, landing, straight
-from bench.report import Report, paired, parse_flags
-from bench.workload import (
+from bench.lib.bare import KINDS, landing, raw_zmq, straight
+from bench.lib.report import Report, flags_of, paired
+from bench.lib.workload import (
     MODEL,
     TINY,
     check,
@@ -45,23 +42,6 @@ _FLAGS = ("--tiers", "cpu", "--cpu", "512MiB", "--limits", "peer_timeout_ms=2000
 _REACHED_WITHIN_S = 20.0
 _TOLD_WITHIN_S = 2.0
 """What a node holds is in the directory by then."""
-
-_SENDER = """
-import sys
-import numpy as np
-import zmq
-size, part = int(sys.argv[1]), int(sys.argv[2])
-data = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8)
-router = zmq.Context().socket(zmq.ROUTER)
-router.sndhwm = 0
-print(router.bind_to_random_port("tcp://127.0.0.1"), flush=True)
-while True:
-    who, word = router.recv_multipart()
-    if word == b"end":
-        break
-    for at in range(0, size, part):
-        router.send_multipart([who, data[at : at + part]], copy=False)
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,36 +68,6 @@ class PeerTimes:
     limit: float
     straight: float
     lookups_s: Mapping[str, Sequence[float]]
-
-
-@contextmanager
-def raw_zmq(size_bytes: int) -> Iterator[Callable[[], int]]:
-    """Run a process that sends; yield what receives so many bytes into ready memory, and counts."""
-    out = np.zeros(size_bytes, np.uint8)
-    command = [sys.executable, "-c", _SENDER, str(size_bytes), str(PART_BYTES)]
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    link = context.socket(zmq.DEALER)
-    link.rcvhwm = link.linger = 0
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        link.connect(f"tcp://127.0.0.1:{int(process.stdout.readline())}")
-
-        def receive() -> int:
-            link.send(b"go")
-            at = 0
-            while at < size_bytes:
-                part = np.frombuffer(link.recv(copy=False).buffer, np.uint8)
-                out[at : at + len(part)] = part
-                at += len(part)
-            return at
-
-        try:
-            yield receive
-        finally:
-            link.linger = 1000
-            link.send(b"end")
-            link.close()
-            context.term()
 
 
 @contextmanager
@@ -269,7 +219,7 @@ def add(report: Report, times: PeerTimes) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table and the JSON line."""
-    only_json = parse_flags(argv, __doc__ or "")
+    only_json = flags_of(argv, __doc__).json
     report = Report("peer_nodes")
     add(report, measure(CHUNKS, REPEATS, LOOKUPS))
     report.print(only_json=only_json)

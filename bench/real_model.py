@@ -10,7 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parents[1] / "build" / "real-model"
+from bench.lib import ROOT
+
+FOLDER = ROOT / "build" / "real-model"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 

@@ -20,7 +20,7 @@ import setuptools  # type: ignore[import-untyped]
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 ROOMS = ("cli", "client", "codecs", "proto", "server", "tiers")
-FOLDERS = (*ROOMS, "bench", "tests")
+FOLDERS = (*ROOMS, "bench", "data", "tests")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 STUBS = ("kvstore_pb2.py", "kvstore_pb2.pyi", "kvstore_pb2_grpc.py")
 

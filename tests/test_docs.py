@@ -37,7 +37,6 @@ OTHER_FLAGS = {
     "--model-path": "SGLang",
     "--revision": "SGLang",
     "--only": "bench.trust, bench.policy",
-    "--trace": "bench.slo",
     "--seeds": "bench.slo",
     "--links": "bench.lossy_hits",
     "--codecs": "bench.lossy_hits",
@@ -45,7 +44,7 @@ OTHER_FLAGS = {
     "--budget-s": "bench.engines_gpu",
     "--lengths": "bench.engines_gpu",
     "--model-size": "bench.engines_gpu",
-    "--out": "kvstore calibrate, bench.train_blend_model",
+    "--out": "kvstore calibrate",
     "--chunks": "kvstore bench",
     "--after": "kvstore ls",
     "--limit": "kvstore ls",
@@ -83,7 +82,6 @@ OTHER_FLAGS = {
     "--block-tokens": "kvstore simulate",
     "--capacity": "kvstore simulate",
     "--chunk-bytes": "kvstore trace replay",
-    "--curves": "bench.codecs",
     "--speeds": "bench.codecs",
     "--every": "kvstore status",
     "--watch": "kvstore status",
@@ -98,7 +96,7 @@ OTHER_FLAGS = {
     "--node": "examples/prefix_router",
     "--kv-events-config": "vLLM",
     "--kv-transfer-config": "vLLM",
-    "--plot": "kvstore simulate, bench.codecs, bench.peers and bench.scaling",
+    "--plot": "bench.peers, bench.scaling and bench.cluster",
     "--seconds": "kvstore trace record",
     "--venvs": "bench.codecs and bench.peers",
     "--enable-hierarchical-cache": "SGLang",
@@ -310,8 +308,7 @@ def test_every_setting_among_the_limits_has_its_default() -> None:
 
 
 def test_the_page_of_benchmarks_has_the_keys_that_are_printed() -> None:
-    sources = text("bench/local.py") + text("bench/footprint.py")
-    printed = re.findall(r"report\.add\(\s*\"(\w+)\"", sources)
+    printed = re.findall(r"report\.add\(\s*\"(\w+)\"", text("bench/local.py"))
     assert sorted(in_backticks(row[0])[0] for row in rows("docs/benchmarks.md", "## Keys")) == (
         sorted(printed)
     )

@@ -79,8 +79,8 @@ def weights_checksum(body: dict[str, Any]) -> str:
 
 
 WEIGHTS = Path(__file__).with_name("learned.json")
-"""Weights of the scorer that is shipped: fitted by ``bench/train_scorer.py`` to our own synthetic
-traces in ``data/traces`` (chats, agents and shared documents), blocks of 256 tokens."""
+"""Weights of the scorer that is shipped: fitted by ``data/traces/train_scorer.py`` to our own
+synthetic traces beside it (chats, agents and shared documents), blocks of 256 tokens."""
 
 CANDIDATES = 32
 BUDGET_S = 500e-6

@@ -7,22 +7,25 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
-from bench.cluster_costs import Costs
-from bench.cluster_failures import FAILURES, Setback, setbacks
-from bench.cluster_limits import BLOCK_BYTES, RATE, Measured, demand, full_at
-from bench.cluster_nodes import (
-    AFFINITY,
-    FAIR_SHARE,
-    ROUND_ROBIN,
+from bench.cluster.__main__ import (
+    BLOCK_BYTES,
+    FAILURES,
+    RATE,
+    Measured,
+    Setback,
+    demand,
+    full_at,
+    setbacks,
+)
+from bench.cluster.costs import Costs
+from bench.cluster.simulation import (
     ROUTINGS,
     Cluster,
     ClusterCounts,
     ClusterTerms,
 )
-from bench.cluster_prompts import load, prompts, shared_rows
 
 from kvstore.cli.simulate import BlockReplay
 from kvstore.proto.errors import InvalidRequestError
@@ -70,50 +73,6 @@ def test_every_block_is_found_in_one_place_or_computed(routing: str) -> None:
     assert cluster.entries() == counts.noted - counts.dropped <= 6 * 60
 
 
-def test_the_same_prompts_give_the_same_counts() -> None:
-    terms = ClusterTerms(6, 60, 500)
-    assert run(terms).counts == run(terms).counts
-
-
-def test_prefixes_find_their_node_and_no_node_is_far_over_its_share() -> None:
-    near, far = (run(ClusterTerms(8, 80, 0, routing)) for routing in (AFFINITY, ROUND_ROBIN))
-    assert near.counts.local > 2 * far.counts.local
-    assert near.counts.peer < far.counts.peer / 2
-    assert near.copies()[0] < far.copies()[0]
-    assert near.imbalance() < FAIR_SHARE + 0.1
-    assert far.imbalance() < 1.01
-
-
-def test_peers_make_up_for_most_of_what_a_router_does_not_know() -> None:
-    near, far = (run(ClusterTerms(8, 80, 0, routing)).counts for routing in ROUTINGS)
-    assert far.local + far.peer > 0.8 * (near.local + near.peer)
-
-
-@pytest.mark.parametrize(
-    ("field", "terms"),
-    [
-        ("nodes", {"nodes": 0, "node_blocks": 1}),
-        ("node_blocks", {"nodes": 1, "node_blocks": 0}),
-        ("redis_blocks", {"nodes": 1, "node_blocks": 1, "redis_blocks": -1}),
-        ("routing", {"nodes": 1, "node_blocks": 1, "routing": "random"}),
-    ],
-)
-def test_terms_that_cannot_be_are_refused_by_name(field: str, terms: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequestError, match=field):
-        ClusterTerms(**terms)
-
-
-def test_copies_of_a_trace_share_what_most_of_its_prompts_have() -> None:
-    trace = load("dev_ragshared_qps2_n900")
-    shared = shared_rows(trace)
-    one, three = (list(prompts(trace, copies)) for copies in (1, 3))
-    assert len(three) == 3 * len(one)
-    blocks, more = ({row for chain in chains for row in chain} for chains in (one, three))
-    assert shared <= blocks
-    assert len(more) == 3 * len(blocks) - 2 * len(shared)
-    assert all(len(set(chain)) == len(chain) for chain in three)
-
-
 def test_demand_is_counts_times_costs() -> None:
     counts = ClusterCounts(
         prompts=10, blocks=100, local=20, peer=10, redis=10, computed=60,
@@ -130,21 +89,16 @@ def test_demand_is_counts_times_costs() -> None:
     assert asks.shares["peers"] == pytest.approx(RATE * BLOCK_BYTES / 1e9)
 
 
-@pytest.mark.parametrize(
-    ("points", "nodes"),
-    [
+def test_a_part_is_full_where_its_share_is_one() -> None:
+    for points, nodes in [
         ([(1, 2.0), (10, 20.0)], 0.5),
         ([(1, 0.1), (10, 1.0), (100, 10.0)], 10),
         ([(1, 0.01), (10, 0.1), (100, 1.0)], 100),
         ([(1, 0.01), (10, 0.1)], 100),
         ([(1, 0.3), (10, 0.3)], math.inf),
         ([(1, 0.0), (10, 0.5), (100, 2.0)], 10 * 10 ** (math.log(2) / math.log(4))),
-    ],
-)
-def test_a_part_is_full_where_its_share_is_one(
-    points: list[tuple[int, float]], nodes: float
-) -> None:
-    assert full_at(points) == pytest.approx(nodes)
+    ]:
+        assert full_at(points) == pytest.approx(nodes)
 
 
 def test_a_node_that_failed_is_asked_nothing_and_comes_back_empty() -> None:
@@ -190,7 +144,7 @@ def test_what_a_failure_costs_is_against_a_cluster_without_it() -> None:
 
 
 def test_the_page_names_every_key_that_is_printed() -> None:
-    code = (ROOT / "bench" / "cluster.py").read_text()
+    code = (ROOT / "bench" / "cluster" / "__main__.py").read_text()
     keys = re.findall(r'\.add\(\s*f?"([^"]+)"', code)
     names = ("routing", "nodes", "failure")
     printed = {re.sub(f"{{({'|'.join(names)})}}", lambda m: m[1].upper(), key) for key in keys}

@@ -2,43 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
-from bench import engines, engines_hang, engines_prompts, engines_stores
-from bench.engines_samples import Samples, in_turn, interval
-from bench.engines_sides import Side, Taken
-from bench.peer_process import PeerSkippedError
-from bench.report import Report
-
-
-def test_without_its_environment_it_says_how_to_make_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(engines, "PYTHON", tmp_path / "python")
-    assert engines.main(["--json"]) == 0
-    line = json.loads(capsys.readouterr().out)
-    assert line["values"] == {}
-    assert set(line["skipped"]) == set(engines.KEYS)
-    assert "make vllm-env" in line["skipped"]["miss_overhead"]
-
-
-def test_so_does_the_one_figure_that_can_be_had_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(engines_stores, "PYTHON", tmp_path / "python")
-    assert engines_stores.main(["--json"]) == 0
-    line = json.loads(capsys.readouterr().out)
-    assert "make vllm-env" in line["skipped"]["store_overhead"]
-
-
-def test_so_does_what_a_server_that_hangs_costs_by_transport(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(engines_hang, "PYTHON", tmp_path / "python")
-    assert engines_hang.main(["--json"]) == 0
-    assert set(json.loads(capsys.readouterr().out)["skipped"]) == set(engines_hang.KEYS)
+from bench.engines import sides as engines_prompts
+from bench.engines.__main__ import Samples, interval
+from bench.engines.sides import Side, Taken
+from bench.lib.processes import PeerSkippedError
+from bench.lib.report import Report
 
 
 def side(name: str, *, has_store: bool = True) -> Side:
@@ -59,15 +28,15 @@ def test_a_ratio_is_that_of_rounds_and_not_of_times() -> None:
     assert made.ratio(("ours", "again"), ("plain", "again")) == 0.5
 
 
-@pytest.mark.parametrize("cached", [127, 257])
-def test_a_hit_that_did_not_come_counts_nowhere(cached: int) -> None:
-    made = samples([1.0] * 9, [2.0] * 9, cached)
-    assert made.lost == {"ours": 9}
-    with pytest.raises(PeerSkippedError, match="0 rounds"):
-        made.ratio(("ours", "again"), ("plain", "again"))
-    report = Report("engines")
-    made.add(report, "miss_overhead", ("ours", "again"), ("plain", "again"))
-    assert "0 rounds" in report.skipped["miss_overhead"]
+def test_a_hit_that_did_not_come_counts_nowhere() -> None:
+    for cached in [127, 257]:
+        made = samples([1.0] * 9, [2.0] * 9, cached)
+        assert made.lost == {"ours": 9}
+        with pytest.raises(PeerSkippedError, match="0 rounds"):
+            made.ratio(("ours", "again"), ("plain", "again"))
+        report = Report("engines")
+        made.add(report, "miss_overhead", ("ours", "again"), ("plain", "again"))
+        assert "0 rounds" in report.skipped["miss_overhead"]
 
 
 def test_an_overhead_is_what_is_above_one() -> None:
@@ -90,12 +59,6 @@ def test_what_a_median_might_have_been_is_as_wide_as_its_rounds_are_apart() -> N
     assert [row[1] for row in report.rows] == ["0.100", "0.100 to 0.100"]
 
 
-def test_every_contestant_is_first_in_turn() -> None:
-    sides = [side(name) for name in "abc"]
-    orders = ["".join(one.name for one in in_turn(sides, n)) for n in range(4)]
-    assert orders == ["abc", "bca", "cab", "abc"]
-
-
 def test_turns_share_a_long_prefix_with_the_prompt_before_and_nothing_with_other_rounds() -> None:
     found = engines_prompts.turns(12)
     assert [turn.kind for turn in found] == ["chat", "document"] * 6
@@ -109,17 +72,3 @@ def test_turns_share_a_long_prefix_with_the_prompt_before_and_nothing_with_other
         assert min(prompt) >= 3
         assert max(prompt) < 3 + engines_prompts.VOCABULARY
         assert turn.prompts(4)[1][:shared] != prompt[:shared]
-
-
-def test_questions_about_a_document_differ_in_the_question_alone() -> None:
-    turn = engines_prompts.turns(2)[1]
-    earlier, prompt = turn.prompts(1)
-    assert len(earlier) > turn.history_tokens
-    assert earlier[turn.history_tokens :] != prompt[turn.history_tokens :]
-
-
-def test_chats_are_cut_to_what_was_asked_for() -> None:
-    found = engines_prompts.chats(640)
-    lengths = {engines_prompts.length(one) for one in found}
-    assert max(lengths) == 640
-    assert min(lengths) >= 160

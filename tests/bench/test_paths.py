@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
-from bench.paths import ROOT, circles_of, imports_of
+from bench.lib import ROOT
+from bench.paths import circles_of, imports_of
 
 
 def test_the_servers_modules_import_each_other_in_no_circle() -> None:
@@ -17,20 +17,6 @@ def test_the_servers_modules_import_each_other_in_no_circle() -> None:
 def test_modules_that_import_each_other_by_way_of_others_are_a_circle() -> None:
     imports = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a", "e"}, "e": {"e2"}, "e2": {"e"}}
     assert circles_of(imports) == [{"a", "b", "c"}, {"e", "e2"}]
-
-
-def test_only_what_is_imported_as_a_module_is_loaded_counts(tmp_path: Path) -> None:
-    (tmp_path / "__init__.py").write_text("")
-    (tmp_path / "one.py").write_text(
-        "from typing import TYPE_CHECKING\nfrom room import two\n"
-        "if TYPE_CHECKING:\n    from room.three import Three\n"
-    )
-    (tmp_path / "two.py").write_text("def work():\n    import room.three\n")
-    (tmp_path / "three.py").write_text("import room.two\nfrom room.one import work\n")
-    found = imports_of(tmp_path, "room")
-    assert found["room.one"] == {"room.two", "room"}
-    assert found["room.two"] == set()
-    assert found["room.three"] == {"room.two", "room.one"}
 
 
 def test_a_run_prints_every_key() -> None:

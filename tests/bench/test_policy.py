@@ -1,70 +1,64 @@
-"""bench.policy, with little of everything: the keys it prints, and what they are made of."""
+"""bench.policy, with little of everything; the bars of hybrid models; two tiers of blocks."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from bench import policy, policy_costs, policy_grid
-from bench.policy_costs import (
-    TimedEviction,
-    bare_loop_per_s,
-    bytes_per_node,
-    eviction_us,
-    state_bytes_per_node,
+from bench.lib import TRACES
+from bench.lib.report import Report
+from bench.policy import __main__ as policy
+from bench.policy.hybrid import (
+    BARS,
+    HybridRow,
+    hybrid_rows,
+    learn_prior,
+    read_segments,
+    state_requests,
 )
-from bench.policy_grid import POLICIES, Cell, all_cells, fill, read_blocks, worst_gap
-from bench.report import Report
+from bench.policy.tiers import TierCounts, TierReplay, compare_writes
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvstore.cli.simulate import Outcome
 from kvstore.proto.key_table import NO_ROW
+from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.lru import LruEviction
+from kvstore.server.eviction.reuse_statistics import ReuseForecast
+from kvstore.server.eviction.states.ranks import read_prior
+from kvstore.server.tiering.admission import ADMISSIONS
 
 SMALL = "dev_chat_lmsyslike_sps1_n100"
 KEYS = {
     "mooncake_conversation_1pct", "mooncake_conversation_5pct", "mooncake_conversation_10pct",
     "mooncake_conversation_25pct", "hybrid_mean_vs_bar", "hybrid_worst_vs_bar", "worst_vs_lru",
-    "evict_us_mean", "evict_us_p99", "bytes_per_node", "hint_90_5pct",
+    "evict_us_mean", "evict_us_p99", "bytes_per_node", "hint_90_5pct", "hint_none",
     "hint_50_cost", "two_tier_bytes_ratio", "two_tier_hit_diff", "blocks_per_s",
     "state_bytes_per_node",
 }  # fmt: skip
 
 
-def outcome(rate: float) -> Outcome:
-    return Outcome("any", 1, rate, rate, 0.0, 0, 1.0)
-
-
-def test_the_worst_gap_is_to_the_best_of_the_others_where_it_is_widest() -> None:
-    rates = {
-        ("a", "1%"): {"x": 0.30, "y": 0.20, "z": 0.31},
-        ("a", "5%"): {"x": 0.30, "y": 0.34, "z": 0.10},
-        ("b", "1%"): {"x": 0.90, "y": 0.10, "z": 0.10},
-    }
-    grid = {
-        Cell(trace, size, name): outcome(rate)
-        for (trace, size), row in rates.items()
-        for name, rate in row.items()
-    }
-    gap = worst_gap(grid, "x", ("y", "z"))
-    assert (round(gap.points, 6), gap.where) == (-4.0, "a at 5%: 30.00 to 34.00")
-    assert worst_gap(grid, "x", ("z",)).points == pytest.approx(-1.0)
-
-
-def test_the_grid_has_every_policy_at_every_size_and_each_is_replayed_alike() -> None:
-    cells = all_cells([SMALL], ["1%", "5%"])
-    assert {cell.policy for cell in cells} == set(POLICIES)
-    assert len(cells) == 2 * 6
-    some = [cell for cell in cells if cell.policy in ("lru", "hit_density")]
-    ours, others = fill(some, 1), fill(some, 2)
-    assert [one.block_hit_rate for one in ours.values()] == [
-        one.block_hit_rate for one in others.values()
-    ]
+def test_every_key_is_printed_last_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks, lines = policy.read_blocks(SMALL), policy.block_lines()[:400]
+    monkeypatch.setattr(policy, "read_blocks", lambda _: blocks)
+    monkeypatch.setattr(policy, "block_lines", lambda *_: lines)
+    monkeypatch.setattr("bench.policy.hybrid.BARS", {SMALL: BARS[SMALL]})
+    monkeypatch.setattr(policy, "MEMORY_CHUNKS", 2_000)
+    monkeypatch.setattr(policy, "STATE_PROMPTS", 200)
+    policy.main([])
+    *_, line = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert found["bench"] == "policy"
+    assert set(found["values"]) == KEYS
+    assert found["values"]["worst_vs_lru"] > -0.5
 
 
 def test_a_stopwatch_changes_nothing_and_has_a_figure_for_each_victim() -> None:
-    timed, plain = TimedEviction(LruEviction()), LruEviction()
+    timed, plain = policy.TimedEviction(LruEviction()), LruEviction()
 
     def keep(row: int) -> bool:
         return row == 5
@@ -85,73 +79,114 @@ def test_a_stopwatch_changes_nothing_and_has_a_figure_for_each_victim() -> None:
     assert len(timed) == 1
 
 
-def test_evictions_of_a_replay_are_timed_and_nodes_weighed() -> None:
-    mean_us, p99_us, count = eviction_us(read_blocks(SMALL), "lru", "5%")
-    assert count > 1000
-    assert mean_us > 0
-    assert p99_us > 0
-    assert 20 < bytes_per_node("hit_density", 20_000) < 400
-    assert bare_loop_per_s(read_blocks(SMALL)) > 0
+# --- hybrid models
 
 
-def test_nodes_of_a_cache_of_states_are_weighed_with_states_and_without() -> None:
-    for held in (True, False):
-        assert 100 < state_bytes_per_node("lru", held, 1_000) < 300
+@pytest.fixture(scope="module")
+def rows() -> list[HybridRow]:
+    return list(hybrid_rows())
 
 
-@pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    def shrink() -> None:
-        for module in (policy, policy_grid):
-            monkeypatch.setattr(module, "SIZES", ("5%",))
-        monkeypatch.setattr(policy_grid, "WORKERS", 1)
-        monkeypatch.setattr(policy_costs, "MEMORY_CHUNKS", 2_000)
-        monkeypatch.setattr(policy_costs, "STATE_PROMPTS", 200)
-
-    return shrink
+@pytest.mark.slow
+def test_every_point_is_at_most_a_quarter_of_a_point_below_its_bar(rows: list[HybridRow]) -> None:
+    assert len(rows) == 18
+    assert min(row.difference for row in rows) >= -0.25
 
 
-def test_the_comparison_adds_its_keys(few: Callable[[], None]) -> None:
-    few()
-    report = Report("policy")
-    policy.compare(report, [SMALL])
-    assert set(report.values) == {"worst_vs_lru"}
-    assert report.values["worst_vs_lru"] > -0.5
-    assert any("s3fifo" in measured for _, _, measured, _ in report.rows)
+@pytest.mark.slow
+def test_the_mean_is_two_and_a_half_points_above_the_bars(rows: list[HybridRow]) -> None:
+    assert sum(row.difference for row in rows) / len(rows) >= 2.5
 
 
-def test_every_key_is_printed_last_in_one_line(
-    few: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.slow
+def test_the_prior_that_is_shipped_is_the_one_that_is_learnt() -> None:
+    assert np.array_equal(learn_prior(), read_prior())
+
+
+def test_traces_are_read_as_the_tokens_their_lines_count() -> None:
+    assert all((TRACES / f"{trace}.jsonl").exists() for trace in BARS)
+    requests = list(state_requests(read_segments("dev_ragshared_qps2_n900")))
+    assert len(requests) == 1160
+    first = requests[0]
+    assert (first.time_s, first.prompt_tokens, len(first.tokens)) == (0.312, 3360, 3360 + 86)
+    assert min(one.tokens.min() for one in requests) == 3
+
+
+# --- two tiers
+
+
+def make_replay(fast: int, slow: int, rule: str = "through") -> TierReplay:
+    return TierReplay((fast, slow), ADMISSIONS[rule], ReuseForecast(AccessHistory()))
+
+
+def sessions(count: int, seed: int = 1) -> list[tuple[float, list[int]]]:
+    """Return conversations that grow by a few blocks a turn, and long prompts that come once."""
+    random_ = random.Random(seed)
+    requests, number = [], 100_000
+    open_: list[list[int]] = []
+    for at in range(count):
+        if open_ and random_.random() < 0.4:
+            chain = open_[random_.randrange(len(open_))]
+        else:
+            chain, is_kept = [1], random_.random() < 0.3
+            open_ = [*open_[-30:], chain] if is_kept else open_
+            chain += [] if is_kept else range(number + 10, number + 30)
+        chain += range(number, number + random_.randrange(2, 6))
+        number += 50
+        requests.append((float(at), list(chain)))
+    return requests
+
+
+@pytest.mark.parametrize(
+    ("rule", "written"), [("through", [2, 4, 4]), ("evict", [0, 2, 4]), ("selective", [0, 0, 2])]
+)
+def test_each_rule_writes_at_its_moment_and_a_clean_copy_is_free(
+    rule: str, written: list[int]
 ) -> None:
-    few()
-    rate = {"1%": 0.1, "5%": 0.2, "10%": 0.3, "25%": 0.4}
-    monkeypatch.setattr(policy, "SIZES", tuple(rate))
-    monkeypatch.setattr(policy, "fill", lambda cells: {c: outcome(rate[c.size]) for c in cells})
-    monkeypatch.setattr(policy, "replay", lambda cell: outcome(0.5))
-    monkeypatch.setattr(policy, "all_cells", lambda traces: all_cells(traces, tuple(rate)))
-    monkeypatch.setattr(policy, "add_tiers", lambda report, _: two_tiers(report))
-    monkeypatch.setattr(policy, "hint_keys", hints)
-    monkeypatch.setattr(policy, "hybrid_keys", hybrid)
-    monkeypatch.setattr(policy, "eviction_us", lambda *_: (9.0, 90.0, 100))
-    policy.main([])
-    *table, line = capsys.readouterr().out.splitlines()
-    found = json.loads(line)
-    assert found["bench"] == "policy"
-    assert set(found["values"]) == KEYS
-    assert found["values"]["mooncake_conversation_10pct"] == 0.3
-    assert any("s3fifo" in row for row in table)
+    replay = make_replay(2, 10, rule)
+    found = []
+    for now_s, chain in enumerate(([1, 2], [3, 4], [1, 2])):
+        last = replay.request(chain, float(now_s))
+        found.append(replay.counts.written)
+    assert found == written
+    assert last == ((0, 0) if rule == "selective" else (0, 2))
 
 
-def two_tiers(report: Report) -> None:
-    report.add("two_tier_bytes_ratio", 0.8, "")
-    report.add("two_tier_hit_diff", 0.1, "")
+def test_a_prompt_larger_than_the_fast_tier_is_stored_as_far_as_it_goes() -> None:
+    replay = make_replay(2, 0)
+    replay.request([1, 2, 3], 0.0)
+    assert replay.request([1, 2, 3], 1.0) == (2, 0)
+    assert make_replay(0, 0).request([1], 0.0) == (0, 0)
 
 
-def hints(report: Report) -> None:
-    report.add("hint_90_5pct", 0.33, "")
-    report.add("hint_50_cost", 0.2, "")
+def test_the_value_rule_writes_less_than_write_through_and_finds_as_much() -> None:
+    counts: dict[str, tuple[TierCounts, list[tuple[int, int]]]] = {}
+    for rule in ("through", "auto", "auto"):
+        replay = make_replay(100, 400, rule)
+        found = [replay.request(rows, now_s) for now_s, rows in sessions(3000)]
+        assert counts.get(rule, (replay.counts, found)) == (replay.counts, found)
+        counts[rule] = replay.counts, found
+    ours, theirs = counts["auto"][0], counts["through"][0]
+    assert ours.written < 0.88 * theirs.written
+    assert ours.hit_rate >= theirs.hit_rate
 
 
-def hybrid(report: Report) -> None:
-    report.add("hybrid_mean_vs_bar", 3.0, "")
-    report.add("hybrid_worst_vs_bar", 0.1, "")
+@given(
+    rule=st.sampled_from(list(ADMISSIONS)),
+    sizes=st.tuples(st.integers(1, 12), st.integers(0, 12)),
+    paths=st.lists(st.tuples(st.integers(1, 60), st.floats(0, 100)), max_size=60),
+)
+def test_no_block_is_on_a_tier_while_an_ancestor_is_on_none(
+    rule: str, sizes: tuple[int, int], paths: list[tuple[int, float]]
+) -> None:
+    replay = make_replay(*sizes, rule)
+    for leaf, now_s in paths:  # the binary tree of row // 2
+        chain = [leaf >> shift for shift in range(leaf.bit_length())][::-1]
+        replay.request(chain, now_s)
+        assert replay.orphans() == []
+
+
+def test_what_is_written_is_counted_in_the_second_half_of_a_trace() -> None:
+    report = Report("policy")
+    compare_writes(report, policy.block_lines()[:600])
+    assert 0 < report.values["two_tier_bytes_ratio"] <= 1

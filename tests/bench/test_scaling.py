@@ -8,7 +8,6 @@ from xml.etree import ElementTree
 
 import pytest
 from bench import scaling
-from bench.control import Control, cuda_free_tiers
 
 
 def test_it_prints_its_keys_and_draws_its_plot(
@@ -31,13 +30,3 @@ def test_it_prints_its_keys_and_draws_its_plot(
     drawing = ElementTree.parse(tmp_path / "plot.svg").getroot()
     lines = list(drawing.iter("{http://www.w3.org/2000/svg}polyline"))
     assert len(lines) == 4
-
-
-def test_what_it_evicts_is_gone_from_that_tier_alone(tmp_path: Path) -> None:
-    with cuda_free_tiers(tmp_path) as tiers:
-        index = scaling.Index(Control(tiers[:2]))
-        index.grow(512)
-        keys = index.sample[0]
-        assert index.control.evict("cpu", 12) == 12
-        match = index.control.look_up(keys)
-        assert match.tiers == ("cpu",) * 500 + ("disk",) * 12

@@ -8,7 +8,7 @@ from itertools import product
 from statistics import mean
 
 import pytest
-from bench.slo_replay import Outcome, Replay, Request, Trace, controlled
+from bench.slo import Outcome, Replay, Request, Trace, controlled
 from hypothesis import given
 from hypothesis import strategies as st
 

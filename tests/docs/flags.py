@@ -88,11 +88,12 @@ def _check_module(words: Words) -> None:
         _check_engine(words)
     if words[1].partition(".")[0] != "bench":
         return
-    _check_script(words[1].replace(".", "/") + ".py", words[2:])
+    name = words[1].replace(".", "/")
+    _check_script(f"{name}/__main__.py" if (ROOT / name).is_dir() else f"{name}.py", words[2:])
 
 
 def _check_script(name: str, words: Words) -> None:
-    known = set(re.findall(r'"(--[a-z-]+)"', (ROOT / name).read_text())) | {"--json"}
+    known = set(re.findall(r'"(--[a-z-]+)"', (ROOT / name).read_text())) | {"--json", "--only"}
     assert set(_flags(words)) <= known, (name, words)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.vllm_engine import VERSION, EngineProcess, make_model
+from bench.lib.vllm import VERSION, EngineProcess, make_model
 from helpers.server_process import ServerProcess
 from real_vllm.prompts import CHUNK_TOKENS, EngineMaker
 

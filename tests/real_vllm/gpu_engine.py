@@ -12,9 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench import engines_gpu_model
-from bench.engines_gpu_child import Engine, Store, apart, transfer_of
-from bench.engines_gpu_sizes import VOCABULARY, prompt, token_bytes
+from bench.engines_gpu import VOCABULARY, prompt, token_bytes
+from bench.engines_gpu_child import Engine, Store, Weights, apart, transfer_of, write
 
 SHAPES = {
     # kv_cache_dtype, attention backend
@@ -33,7 +32,7 @@ WITHIN_S = 20.0
 def write_mla(folder: Path) -> None:
     """Write a DeepSeek V2 of two dense layers with random weights."""
     folder.mkdir(parents=True)
-    made = engines_gpu_model.Weights(folder, HIDDEN)
+    made = Weights(folder, HIDDEN)
     noise, ones = made.noise, made.ones
     for at in range(2):
         name = f"model.layers.{at}"
@@ -92,7 +91,7 @@ def ask_shape(name: str, folder: Path) -> dict[str, Any]:
     if name == "mla":
         write_mla(folder / "model")
     else:
-        engines_gpu_model.write(folder / "model", "tiny")
+        write(folder / "model", "tiny")
     store = Store("cpu", 1 << 30, folder)
     store.start()
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.vllm_tiny_model import SEED, tokenizer
+from bench.lib.vllm_tiny_model import SEED, tokenizer
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
-from bench.vllm_engine import EngineProcess
+from bench.lib.vllm import EngineProcess
 
 from kvstore.client.engines.vllm.connector import TransferResults
 

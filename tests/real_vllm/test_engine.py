@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench.vllm_engine import VERSION, EngineProcess
+from bench.lib.vllm import VERSION, EngineProcess
 from helpers.server_process import ServerProcess
 from real_vllm.prompts import CHUNK_TOKENS, EngineMaker, assert_same, prompt
 

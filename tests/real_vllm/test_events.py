@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from bench.vllm_engine import EngineProcess
+from bench.lib.vllm import EngineProcess
 from golden.samples import FOLDER
 from helpers.prompts import SMALL, store
 from helpers.server_process import ServerProcess

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench import engines_gpu_model
-from bench.engines_gpu_child import Store
+from bench.engines_gpu_child import Store, write
 from real_vllm.gpu_engine import TOKENS
 
 pytestmark = [
@@ -58,7 +57,7 @@ def test_a_full_hit_is_what_vllms_own_cache_gives(name: str, tmp_path: Path) -> 
 def test_a_tier_below_vllms_offloading_gives_another_engine_what_one_computed(
     tmp_path: Path,
 ) -> None:
-    engines_gpu_model.write(tmp_path / "model", "tiny")
+    write(tmp_path / "model", "tiny")
     store = Store("cpu", 1 << 30, tmp_path)
     store.start()
     try:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from bench.vllm_engine import EngineProcess
+from bench.lib.vllm import EngineProcess
 from helpers.local_server import eventually
 from helpers.server_process import ServerProcess
 from real_vllm.prompts import CHUNK_TOKENS, EngineMaker, assert_same, prompt

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bench.vllm_engine import EngineProcess
+from bench.lib.vllm import EngineProcess
 from helpers.server_process import ServerProcess
 from real_vllm.prompts import EngineMaker, prompt
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.vllm_engine import EngineProcess
+from bench.lib.vllm import EngineProcess
 from helpers.local_server import eventually
 from helpers.server_process import ServerProcess
 from real_vllm.prompts import EngineMaker, assert_same, prompt
@@ -17,7 +17,7 @@ def offloading(address: str) -> dict[str, Any]:
         "address": address, "model_revision": "tiny-1", "lookup_deadline_ms": 5000,
     }  # fmt: skip
     extra = {
-        "spec_name": "CpuTieringSpec", "spec_module_path": "bench.vllm_offloading",
+        "spec_name": "CpuTieringSpec", "spec_module_path": "bench.lib.vllm_offloading",
         "cpu_bytes_to_use": 64 << 20, "secondary_tiers": [tier],
     }  # fmt: skip
     connector = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench.vllm_engine import EngineProcess
+from bench.lib.vllm import EngineProcess
 from helpers.server_process import ServerProcess
 from real_vllm.prompts import CHUNK_TOKENS, EngineMaker, prompt
 from transformers import AutoModelForCausalLM, AutoTokenizer

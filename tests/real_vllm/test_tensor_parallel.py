@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bench.vllm_engine import EngineProcess
+from bench.lib.vllm import EngineProcess
 from helpers.local_server import eventually
 from real_vllm import models
 from real_vllm.prompts import EngineMaker, assert_same, prompt, skip_where_windows_are_refused
@@ -16,7 +16,7 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 STAGES = {
     "pipeline_parallel_size": 2, "distributed_executor_backend": "mp",
-    "worker_extension_cls": "bench.vllm_stages.Stage",
+    "worker_extension_cls": "bench.lib.vllm_child.Stage",
 }  # fmt: skip
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import psutil
 import pytest
-from bench.peer_lmcache import QUIET, LMCache, Server
-from bench.peer_process import PeerSkippedError, run
+from bench.lib.processes import PeerSkippedError, run
+from bench.peers.lmcache import QUIET, LMCache, Server
 
 ROOT = Path(__file__).resolve().parents[2]
 VENVS = ROOT / "build" / "peers"

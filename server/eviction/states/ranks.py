@@ -119,7 +119,7 @@ STATE_CLASSES = 21
 PRIOR = Path(__file__).with_name("prior.txt")
 """What hit density starts from: counts of other runs, as ``read_prior`` returns them.
 
-Learnt by ``python -m bench.policy_hybrid --learn`` on the token traces in data/traces named dev_*
+Learnt by ``python -m bench.policy --learn`` on the token traces in data/traces named dev_*
 (all our own, synthetic but for one cut from Mooncake's conversation trace, Apache-2.0): the counts
 that a rank without a prior had at the end of each trace, the mean over three capacities, summed
 over six traces and times 0.3, so that what is seen outweighs them after some thousand requests.

@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import islice, pairwise
 
 import pytest
-from bench.blend_cases import (
+from bench.blend.cases import (
     RIDDLE_FOLDER,
     Case,
     Mark,
@@ -20,7 +20,7 @@ from bench.blend_cases import (
     text_cases,
     trained_engine,
 )
-from bench.blend_riddles import STORY, answered, make_riddle
+from bench.blend.riddles import STORY, answered, make_riddle
 
 RATIOS = (0.0, 0.15, 0.5, 0.85, 1.0)
 

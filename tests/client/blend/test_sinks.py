@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench.blend_riddles import (
+from bench.blend.riddles import (
     AFTER_NAME,
     IS_NAME,
     IS_VALUE,

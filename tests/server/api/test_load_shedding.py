@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import grpc
 import pytest
 from conftest import ServerMaker
-from helpers.bare_wire import Wire, wire_to
+from helpers.bare_wire import wire_to
 from helpers.local_server import LocalServer, eventually
 from helpers.prompts import SMALL, frame_of, store
 
@@ -27,46 +24,26 @@ from kvstore.server.api.load_shedding import (
 )
 
 
-def look_up(wire: Wire, request: pb.LookupRequest, refused: list[QuotaExceededError]) -> None:
-    """Look chunks up; add the error to *refused* where the server has too many calls."""
-    try:
-        wire.call("Lookup", request)
-    except QuotaExceededError as error:
-        refused.append(error)
-
-
 @pytest.fixture
 def busy(make_server: ServerMaker) -> LocalServer:
     """A server with one thread for reads and one for writes."""
     return make_server("--workers", "2", "--cpu", "16MiB")
 
 
-def test_an_executor_counts_what_waits_and_not_what_runs() -> None:
-    executor = BoundedExecutor("test", 1, 2)
-    gate = threading.Event()
-    first = executor.submit(gate.wait)
-    assert eventually(lambda: not executor._queued_at)
-    others = [executor.submit(int) for _ in range(2)]
-    assert executor.is_full
-    gate.set()
-    assert [other.result(10) for other in others] == [0, 0]
-    assert first.result(10)
-    assert not executor.is_full
-    executor.shutdown()
-
-
 def test_an_executor_is_late_when_calls_waited_too_long_and_many_are_to_come() -> None:
     now = [0.0]
-    executor = BoundedExecutor("test", 1, 100, lambda: now[0])
+    executor = BoundedExecutor("test", 1, 3, lambda: now[0])
     gates = [threading.Event() for _ in range(3)]
-    for gate in gates:
-        executor.submit(gate.wait)
-    last = executor.submit(int)
-    assert eventually(lambda: len(executor._queued_at) == 3)
+    executor.submit(gates[0].wait)
+    assert eventually(lambda: not executor._queued_at)
+    last = [executor.submit(job) for job in (gates[1].wait, gates[2].wait, int)][-1]
+    assert eventually(lambda: len(executor._queued_at) == 3), "what runs does not count"
+    assert executor.is_full
     now[0] += 2 * LATE_S
     assert not executor.is_late, "a thread that stands still says nothing of those that come"
     gates[0].set()
     assert eventually(lambda: len(executor._queued_at) == 2)
+    assert not executor.is_full
     assert executor.is_late
     gates[1].set()
     assert eventually(lambda: len(executor._queued_at) == 1)
@@ -108,82 +85,68 @@ def test_puts_that_fill_their_queue_are_refused_and_lookups_go_on(busy: LocalSer
     assert busy.counter("shed_calls") >= 1
 
 
-def test_probes_that_send_nothing_hold_up_no_refusal(
+class Gate:
+    """Where lookups stand that are told to wait for puts."""
+
+    def __init__(self, server: LocalServer, patch: pytest.MonkeyPatch) -> None:
+        self.opened, self.begun = threading.Event(), 0
+        self.wire = wire_to(server)
+        patch.setattr(server.node.store, "await_puts", self._stand)
+        self.request = pb.LookupRequest(digests=self.wire.key(1)[16:], wait_ms=10_000)
+
+    def _stand(self, *_: object) -> None:
+        self.begun += 1
+        self.opened.wait(20)
+
+    def look(self) -> int:
+        return int(self.wire.call("Lookup", self.request).ready)
+
+    def looks(self, threads: ThreadPoolExecutor, count: int) -> list[Future[int]]:
+        """Have one lookup stand in the only thread, and others come behind it."""
+        looks = [threads.submit(self.look)]
+        assert eventually(lambda: self.begun == 1)
+        return looks + [threads.submit(self.look) for _ in range(count - 1)]
+
+
+def refused(looks: list[Future[int]]) -> list[Future[int]]:
+    return [one for one in looks if one.done() and isinstance(one.exception(), QuotaExceededError)]
+
+
+def test_lookups_beyond_their_queue_are_refused_though_probes_send_nothing_and_served_after(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = make_server("--workers", "2", "--cpu", "16MiB", "--health", "127.0.0.1:0")
-    over = threading.Event()
+    gate, count = Gate(server, monkeypatch), 2 * CALLS_PER_WORKER + 4
 
     def silent() -> Iterator[bytes]:
-        over.wait(120)
+        gate.opened.wait(120)
         yield from ()
 
-    def silent_probe(channel: grpc.Channel) -> None:
-        call = channel.stream_unary("/grpc.health.v1.Health/Check", bytes, bytes)
-        with suppress(grpc.RpcError):
-            call(silent(), timeout=120)
-
-    wire = wire_to(server)
-    monkeypatch.setattr(server.node.store, "await_puts", lambda *_: over.wait(120))
-    request = pb.LookupRequest(digests=wire.key(1)[16:], wait_ms=10_000)
-    count = 2 * CALLS_PER_WORKER + 4
-    refused: list[QuotaExceededError] = []
-    look = partial(look_up, wire, request, refused)
     with (
         grpc.insecure_channel(f"127.0.0.1:{server.node.health_port}") as channel,
-        ThreadPoolExecutor(count + 4) as threads,
+        ThreadPoolExecutor(count) as threads,
     ):
-        for _ in range(4):
-            threads.submit(silent_probe, channel)
-        time.sleep(0.3)  # nothing says that they have come
-        for _ in range(count):
-            threads.submit(look)
-        assert eventually(lambda: bool(refused))
-        over.set()
-
-
-def test_lookups_beyond_their_queue_are_refused_at_once_and_served_again_after(
-    busy: LocalServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wire = wire_to(busy)
-    gate = threading.Event()
-    monkeypatch.setattr(busy.node.store, "await_puts", lambda *_: gate.wait(20))
-    request = pb.LookupRequest(digests=wire.key(1)[16:], wait_ms=10_000)
-    count = 2 * CALLS_PER_WORKER + 4
-    refused: list[QuotaExceededError] = []
-    look = partial(look_up, wire, request, refused)
-    with ThreadPoolExecutor(count) as threads:
-        for _ in range(count):
-            threads.submit(look)
-        assert eventually(lambda: bool(refused))
-        gate.set()
-    assert len(refused) <= 4
-    assert store(busy.connect("grpc"), 1, 4)
+        probe = channel.stream_unary("/grpc.health.v1.Health/Check", bytes, bytes)
+        probes = [probe.future(silent(), timeout=120) for _ in range(4)]
+        looks = gate.looks(threads, count)
+        assert eventually(lambda: bool(refused(looks)))
+        gate.opened.set()
+    assert 1 <= len(refused(looks)) <= 4
+    assert all(one.exception() for one in probes), "they sent nothing"
+    assert store(server.connect("grpc"), 1, 4)
 
 
 def test_lookups_are_refused_before_their_queue_is_full_when_they_wait_too_long(
     busy: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wire = wire_to(busy)
-    gate, begun = threading.Event(), threading.Event()
-
-    def wait(*_: object) -> None:
-        begun.set()
-        gate.wait(20)
-
-    monkeypatch.setattr(busy.node.store, "await_puts", wait)
+    gate, count = Gate(busy, monkeypatch), 2 * CALLS_PER_WORKER
     monkeypatch.setattr(load_shedding, "LATE_S", -1.0)
-    request = pb.LookupRequest(digests=wire.key(1)[16:], wait_ms=10_000)
-    count = 2 * CALLS_PER_WORKER
     with ThreadPoolExecutor(count) as threads:
-        looks = [threads.submit(wire.call, "Lookup", request)]
-        assert begun.wait(20)
-        looks += [threads.submit(wire.call, "Lookup", request) for _ in range(count - 1)]
-        assert eventually(lambda: sum(look.done() for look in looks) == count - 3)
-        refused = [look for look in looks if look.done()]
-        gate.set()
-    assert all(isinstance(look.exception(), QuotaExceededError) for look in refused)
-    assert all(look.result().ready == 0 for look in looks if look not in refused)
+        looks = gate.looks(threads, count)
+        assert eventually(lambda: len(refused(looks)) == count - 3)
+        rest = [look for look in looks if not look.done()]
+        gate.opened.set()
+    assert [look.result() for look in rest] == [0] * 3
     monkeypatch.undo()
     assert store(busy.connect("grpc"), 1, 4)
 
@@ -191,22 +154,11 @@ def test_lookups_are_refused_before_their_queue_is_full_when_they_wait_too_long(
 def test_a_call_that_waited_past_its_deadline_is_not_begun(
     busy: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wire = wire_to(busy)
-    gate, begun = threading.Event(), []
-
-    def wait(*_: object) -> None:
-        begun.append(1)
-        gate.wait(20)
-
-    monkeypatch.setattr(busy.node.store, "await_puts", wait)
-    first = pb.LookupRequest(
-        session_id=wire.terms.session_id, digests=wire.key(1)[16:], wait_ms=10_000
-    )
-    with ThreadPoolExecutor(2) as threads:
-        threads.submit(wire.call, "Lookup", first)
-        assert eventually(lambda: bool(begun))
+    gate = Gate(busy, monkeypatch)
+    with ThreadPoolExecutor(1) as threads:
+        gate.looks(threads, 1)
         with pytest.raises(DeadlineError):
-            wire.connection.call("Lookup", first, 200, pb.LookupResponse)
-        gate.set()
-    assert wire.call("Lookup", pb.LookupRequest(digests=wire.key(1)[16:])).ready == 0
-    assert len(begun) == 1
+            gate.wire.connection.call("Lookup", gate.request, 200, pb.LookupResponse)
+        gate.opened.set()
+    assert gate.wire.call("Lookup", pb.LookupRequest(digests=gate.wire.key(1)[16:])).ready == 0
+    assert gate.begun == 1

@@ -57,14 +57,6 @@ def filled(*chunks: Named) -> ContentIndex:
     return index
 
 
-def test_chunks_with_the_same_tokens_are_variants_of_one_content() -> None:
-    index = filled(chunk(1), chunk(2, behind=9), chunk(3, of=2))
-    assert keys_of(index, 1) == [2, 1]
-    assert keys_of(index, 2) == [3]
-    assert keys_of(index, 3) == []
-    assert index.counts()[:2] == (2, 3)
-
-
 def test_another_tenant_or_model_never_sees_them() -> None:
     index = filled(chunk(1))
     assert keys_of(index, 1, OTHER_SPACE) == []
@@ -161,12 +153,6 @@ def test_contents_beyond_the_limit_are_left_out_and_counted() -> None:
     assert index.forget(chunk(2).key)
     index.note(chunk(3, of=3))
     assert keys_of(index, 3) == [3]
-
-
-def test_a_limit_of_nothing_takes_nothing_in() -> None:
-    index = make_content_index(0)
-    index.note(chunk(1))
-    assert index.counts()[1:3] == (0, 1)
 
 
 def test_reports_are_averaged_and_attention_replaces_guesses() -> None:

@@ -86,10 +86,6 @@ def test_scores_become_ranks_whatever_their_unit() -> None:
     assert ranks(scores(3.0)).tolist() == [0]
 
 
-def test_nothing_is_known_before_the_first_report() -> None:
-    assert TokenPriorities().levels(NAME) == b""
-
-
 def test_reports_enter_a_moving_mean() -> None:
     known = TokenPriorities()
     known.note(NAME, scores(0.0, 1.0))

@@ -4,120 +4,87 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import pytest
+from conftest import ServerMaker
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually, open_session
-from helpers.prompts import MEDIUM, SMALL, assert_reads, frame_of, keys_of, store
+from helpers.prompts import MEDIUM, SMALL, assert_reads, frame_of, store
 from helpers.stream_caller import SOON_S, StreamCaller
 from helpers.stream_messages import attach, cancel, done, failed, finish, kind, part, ready
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.transports.grpc import StreamTransport
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import QuotaExceededError, TierUnavailableError
 from kvstore.proto.types import ChunkKey
-from kvstore.server.bulk import tcp_server, tcp_transfers
+from kvstore.server.bulk import tcp_server
 from kvstore.server.bulk.service import YIELD_WITHIN_S, BulkService
+from kvstore.server.bulk.tcp_server import BulkServer
 from kvstore.server.bulk.tcp_transfers import FIRST_PART_BYTES
 
-ServerMaker = Callable[..., LocalServer]
+Terms = pb.OpenSessionResponse
 
 
-@pytest.fixture
-def server(make_server: ServerMaker) -> LocalServer:
-    return make_server("--bulk", "127.0.0.1:0", "--cpu", "64MiB")
-
-
-@pytest.fixture
-def terms(server: LocalServer) -> pb.OpenSessionResponse:
-    return open_session(server.dial())
-
-
-@pytest.fixture
-def reader(terms: pb.OpenSessionResponse) -> Iterator[StreamCaller]:
-    with closing(StreamCaller(terms)) as one:
-        yield one
-
-
-@pytest.fixture
-def client(server: LocalServer) -> Client:
-    """Another client of the server, which is to be served whatever the reader does."""
-    return server.connect("tcp")
-
-
-def get_of(
-    terms: pb.OpenSessionResponse, digests: bytes, request: int = 1, **other: Any
-) -> pb.StreamMessage:
-    asked = pb.GetRequest(
-        **{"session_id": terms.session_id, "digests": digests, "deadline_ms": DEADLINE_MS, **other}
-    )
-    return pb.StreamMessage(request=request, get=asked)
-
-
-def digests_of(client: Client, seed: int, count: int) -> bytes:
-    return b"".join(key[16:] for key in keys_of(client, seed, count))
+def get_of(terms: Terms, digests: bytes, request: int = 1, **other: Any) -> pb.StreamMessage:
+    asked = {"session_id": terms.session_id, "deadline_ms": DEADLINE_MS, **other}
+    return pb.StreamMessage(request=request, get=pb.GetRequest(digests=digests, **asked))
 
 
 def test_frames_come_in_order_and_end_with_their_number(
-    client: Client, reader: StreamCaller, terms: pb.OpenSessionResponse
+    client: Client, caller: StreamCaller, terms: Terms
 ) -> None:
     keys = store(client, 1, 2)
-    reader.say(get_of(terms, digests_of(client, 1, 2) + bytes(16)))
+    caller.say(get_of(terms, b"".join(key[16:] for key in keys) + bytes(16)))
     for number, key in enumerate(keys):
         frame = frame_of(key, SMALL).tobytes()
-        message, payload = reader.hear()
+        message, payload = caller.hear()
         assert message == part(1, len(frame), 0, number, "cpu")
         # All but the chain of the chunk, which frame_of does not know, is the same.
         assert len(payload) == len(frame)
         assert payload[-1000:] == frame[-1000:]
-    assert reader.hear() == (done(1, 2), b"")
+    assert caller.hear() == (done(1, 2), b"")
 
 
-@pytest.mark.parametrize(
-    ("changes", "digests", "message"),
-    [
-        ({"deadline_ms": 1 << 31}, bytes(16), "InvalidRequestError: deadline_ms"),
-        ({"lease_id": 5}, bytes(16), "LeaseExpiredError"),
-        ({"min_accuracy": 4}, bytes(16), "InvalidRequestError: min_accuracy=4: use 0 to 3"),
-        ({"skip_rows": bytes(12)}, bytes(16), "InvalidRequestError: skip_rows"),
-        ({}, bytes(15), "InvalidRequestError: digests=15"),
-        ({}, bytes(16 * 4097), "InvalidRequestError: digests=4097: at most 4096"),
-        ({"ranges": [pb.FrameRange(index=1, stop=9)]}, bytes(16), "InvalidRequestError: ranges"),
-        ({"ranges": [pb.FrameRange(stop=9)] * 4097}, bytes(16), "ranges=4097: at most 4096"),
-    ],
-)
+BAD_GETS: list[tuple[dict[str, Any], str]] = [
+    ({"deadline_ms": 1 << 31}, "InvalidRequestError: deadline_ms"),
+    ({"lease_id": 5}, "LeaseExpiredError"),
+    ({"min_accuracy": 4}, "InvalidRequestError: min_accuracy=4: use 0 to 3"),
+    ({"skip_rows": bytes(12)}, "InvalidRequestError: skip_rows"),
+    ({"digests": bytes(15)}, "InvalidRequestError: digests=15"),
+    ({"digests": bytes(16 * 4097)}, "InvalidRequestError: digests=4097: at most 4096"),
+    ({"ranges": [pb.FrameRange(index=1, stop=9)]}, "InvalidRequestError: ranges"),
+    ({"ranges": [pb.FrameRange(stop=9)] * 4097}, "ranges=4097: at most 4096"),
+]
+
+
 def test_a_get_that_makes_no_sense_is_refused_and_leaves_nothing(
-    server: LocalServer,
-    reader: StreamCaller,
-    terms: pb.OpenSessionResponse,
-    changes: dict[str, Any],
-    digests: bytes,
-    message: str,
+    server: LocalServer, caller: StreamCaller, terms: Terms
 ) -> None:
     with server.unchanged():
-        reader.say(get_of(terms, digests, **changes))
-        assert reader.is_refused(message)
-        reader.say(get_of(terms, bytes(16)))
-        assert reader.hear() == (done(1, 0), b"")
-
-
-def test_a_reader_cannot_ask_for_another_session(server: LocalServer, reader: StreamCaller) -> None:
-    reader.say(get_of(open_session(server.dial()), bytes(16)))
-    assert reader.is_refused("UnauthenticatedError")
+        for changes, message in BAD_GETS:
+            caller.say(get_of(terms, **{"digests": bytes(16), **changes}))
+            assert caller.is_refused(message)
+        caller.say(get_of(open_session(server.dial()), bytes(16)))
+        assert caller.is_refused("UnauthenticatedError")
+        caller.say(get_of(terms, bytes(16)))
+        assert caller.hear() == (done(1, 0), b"")
 
 
 @pytest.fixture
-def wide(server: LocalServer) -> tuple[pb.OpenSessionResponse, bytes]:
+def wide(server: LocalServer) -> tuple[Terms, bytes]:
     """The terms of a session, and the names of 32 MiB of its chunks: more than sockets hold."""
     return wide_of(server)
 
 
-def wide_of(server: LocalServer) -> tuple[pb.OpenSessionResponse, bytes]:
+def streams_of(server: LocalServer) -> BulkServer:
+    streams = server.node.bulk
+    assert streams is not None
+    return streams
+
+
+def wide_of(server: LocalServer) -> tuple[Terms, bytes]:
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     client = server.connect("grpc", MEDIUM, options)
     keys = store(client, 1, 24)
@@ -126,7 +93,7 @@ def wide_of(server: LocalServer) -> tuple[pb.OpenSessionResponse, bytes]:
 
 
 def test_a_get_that_is_cancelled_ends_soon_and_the_stream_goes_on(
-    server: LocalServer, wide: tuple[pb.OpenSessionResponse, bytes]
+    server: LocalServer, wide: tuple[Terms, bytes]
 ) -> None:
     terms, digests = wide
     with closing(StreamCaller(terms)) as reader:
@@ -144,25 +111,25 @@ def test_a_get_that_is_cancelled_ends_soon_and_the_stream_goes_on(
     assert server.settled().leases == 0
 
 
-@pytest.mark.parametrize("word", [cancel(2), ready(1), finish(1, 1)], ids=kind)
 def test_who_says_anything_else_while_frames_come_is_hung_up_on(
-    server: LocalServer, wide: tuple[pb.OpenSessionResponse, bytes], word: pb.StreamMessage
+    server: LocalServer, wide: tuple[Terms, bytes]
 ) -> None:
     terms, digests = wide
-    with closing(StreamCaller(terms)) as reader:
-        reader.say(get_of(terms, digests))
-        reader.say(word)
-        with suppress(TierUnavailableError):  # what the sockets hold comes before
-            while (said := reader.hear()[0]).HasField("part"):
-                continue
-            pytest.fail(f"it was answered: {said}")
-    assert server.settled().leases == 0
+    for word in (cancel(2), ready(1), finish(1, 1)):
+        with closing(StreamCaller(terms)) as reader:
+            reader.say(get_of(terms, digests))
+            reader.say(word)
+            with suppress(TierUnavailableError):  # what the sockets hold comes before
+                while (said := reader.hear()[0]).HasField("part"):
+                    continue
+                pytest.fail(f"it was answered: {said}")
+        assert server.settled().leases == 0
 
 
 def test_a_reader_that_takes_nothing_is_hung_up_on_and_others_are_served(
     server: LocalServer,
     client: Client,
-    wide: tuple[pb.OpenSessionResponse, bytes],
+    wide: tuple[Terms, bytes],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bulk, "SILENCE_S", 0.5)
@@ -172,17 +139,13 @@ def test_a_reader_that_takes_nothing_is_hung_up_on_and_others_are_served(
         assert eventually(lambda: server.usage().leases == 1)
         assert_reads(client, store(client, 1, 2))
         assert server.settled().leases == 0
-        assert server.node.bulk is not None
-        streams = server.node.bulk._streams
-        assert eventually(
-            lambda: all(one.session.session_id != terms.session_id for one in streams)
-        )
+        others = streams_of(server)._streams
+        assert eventually(lambda: all(one.session.session_id != terms.session_id for one in others))
 
 
 def stall(reader: StreamCaller, server: LocalServer, ask: pb.StreamMessage) -> None:
     """Have *reader* begin a get, and wait until that holds a lease more and no thread."""
-    streams, leases = server.node.bulk, server.usage().leases
-    assert streams is not None
+    streams, leases = streams_of(server), server.usage().leases
     reader.say(ask)
     assert eventually(lambda: server.usage().leases == leases + 1)
     assert eventually(lambda: streams._clients_served == 0)
@@ -207,8 +170,7 @@ def test_readers_that_take_nothing_hold_leases_and_no_thread_and_may_go_on(
     monkeypatch.setattr(bulk, "SILENCE_S", 60.0)
     server = make_server("--bulk", "127.0.0.1:0", "--workers", "2", "--cpu", "64MiB")
     terms, digests = wide_of(server)
-    streams = server.node.bulk
-    assert streams is not None
+    streams = streams_of(server)
     with ExitStack() as stack:
         readers = [stack.enter_context(closing(StreamCaller(terms))) for _ in range(5)]
         for reader in readers:
@@ -223,49 +185,13 @@ def test_readers_that_take_nothing_hold_leases_and_no_thread_and_may_go_on(
     assert server.settled().leases == 0
 
 
-def test_beside_64_readers_that_take_nothing_others_are_served_until_those_lose_their_streams(
-    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tcp_transfers, "TAKES_S", 0.005)
-    monkeypatch.setattr(bulk, "SILENCE_S", 20.0)
-    own = ("--workers", "2", "--cpu", "64MiB", "--limits", "session_ttl_ms=600000")
-    server = make_server("--bulk", "127.0.0.1:0", *own)
-    terms, digests = wide_of(server)
-    monkeypatch.setattr(StreamTransport, "read", None)
-    monkeypatch.setattr(StreamTransport, "put", None)
-    ours = [terms, *(open_session(server.dial(), MEDIUM) for _ in range(3))]
-    other = server.connect("tcp")
-    streams = server.node.bulk
-    assert streams is not None
-    with ExitStack() as stack:
-        readers = []
-        for reads in ours * 16:
-            readers.append(stack.enter_context(closing(StreamCaller(reads))))
-            stall(readers[-1], server, get_of(reads, digests, deadline_ms=60_000))
-        for seed in range(20):
-            began = time.monotonic()
-            assert_reads(other, store(other, seed, 2))
-            assert time.monotonic() - began < DEADLINE_MS / 1000
-        assert eventually(lambda: streams._clients_served == 0)  # the last answer is behind it
-        assert server.usage().leases == 64
-        server.skip(bulk.SILENCE_S + 1)
-        assert eventually(lambda: len(streams._streams) == 1)
-        assert server.usage().leases == 0
-        for reader in readers:
-            with pytest.raises(TierUnavailableError):
-                read_all(reader)
-    assert server.settled().leases == 0
-    assert_reads(other, store(other, 30, 2))
-
-
 def test_a_get_goes_on_and_another_ends_while_all_threads_of_clients_are_busy(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bulk, "SILENCE_S", 60.0)
     server = make_server("--bulk", "127.0.0.1:0", "--workers", "1", "--cpu", "64MiB")
     terms, digests = wide_of(server)
-    streams = server.node.bulk
-    assert streams is not None
+    streams = streams_of(server)
     go_on = threading.Event()
     with ExitStack() as stack:
         slow, late, busy = (stack.enter_context(closing(StreamCaller(terms))) for _ in range(3))
@@ -275,6 +201,9 @@ def test_a_get_goes_on_and_another_ends_while_all_threads_of_clients_are_busy(
         monkeypatch.setattr(streams.service, "get", lambda *_: go_on.wait(SOON_S) and None)
         busy.say(get_of(terms, digests))
         assert eventually(lambda: streams._clients_served == 1)
+        with closing(StreamCaller(terms)) as another:
+            another.say(get_of(terms, digests))
+            assert another.is_hung_up_on(), "no thread is left for what begins"
         read_all(slow)
         assert eventually(lambda: server.usage().leases == 1)
         server.skip(11)
@@ -285,29 +214,27 @@ def test_a_get_goes_on_and_another_ends_while_all_threads_of_clients_are_busy(
 
 
 def test_of_too_many_readers_that_take_nothing_the_last_loses_its_stream(
-    server: LocalServer, wide: tuple[pb.OpenSessionResponse, bytes], monkeypatch: pytest.MonkeyPatch
+    server: LocalServer, wide: tuple[Terms, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp_server, "MAX_WAITING_GETS", 2)
     terms, digests = wide
-    bulk_server = server.node.bulk
-    assert bulk_server is not None
+    streams = streams_of(server)
     with ExitStack() as stack:
         for count in (1, 2, 2):
             reader = stack.enter_context(closing(StreamCaller(terms)))
             reader.say(get_of(terms, digests, deadline_ms=60_000))
-            assert eventually(lambda: bulk_server._clients_served == 0)
+            assert eventually(lambda: streams._clients_served == 0)
             # Each is seen before the next one comes.
-            assert eventually(lambda: len(bulk_server._streams) == count)  # noqa: B023
+            assert eventually(lambda: len(streams._streams) == count)  # noqa: B023
             assert eventually(lambda: server.usage().leases == count)  # noqa: B023
     assert server.settled().leases == 0
 
 
 def test_a_reader_that_takes_nothing_loses_its_stream_with_its_lease_by_its_deadline(
-    server: LocalServer, wide: tuple[pb.OpenSessionResponse, bytes]
+    server: LocalServer, wide: tuple[Terms, bytes]
 ) -> None:
     terms, digests = wide
-    assert server.node.bulk is not None
-    streams = server.node.bulk._streams
+    streams = streams_of(server)._streams
     with closing(StreamCaller(terms)) as mute:
         mute.say(get_of(terms, digests, deadline_ms=500))
         assert eventually(lambda: server.usage().leases == 1)
@@ -315,32 +242,24 @@ def test_a_reader_that_takes_nothing_loses_its_stream_with_its_lease_by_its_dead
         assert server.settled().leases == 0
 
 
-@pytest.mark.parametrize("word", [ready(1), done(1, 1), failed(1, "", "")], ids=kind)
-def test_the_server_s_own_words_are_hung_up_on(
-    reader: StreamCaller, word: pb.StreamMessage
-) -> None:
-    reader.say(word)
-    assert reader.is_hung_up_on()
-
-
-@pytest.mark.parametrize(
-    "lengths",
-    [
+def test_the_server_s_own_words_and_lengths_over_the_limit_are_hung_up_on(terms: Terms) -> None:
+    for word in (ready(1), done(1, 1), failed(1, "", "")):
+        with closing(StreamCaller(terms)) as reader:
+            reader.say(word)
+            assert reader.is_hung_up_on()
+    for lengths in (
         (bulk.MAGIC, bulk.MAX_HEADER_BYTES + 1, 0),
         (bulk.MAGIC, 0xFFFFFFFF, 0xFFFFFFFF),
         (bulk.MAGIC, 4, bulk.MAX_PAYLOAD_BYTES + 1),
         (b"KVS\x02", 4, 0),
-    ],
-)
-def test_lengths_over_the_limit_are_hung_up_on_before_anything_more_comes(
-    reader: StreamCaller, lengths: tuple[bytes, int, int]
-) -> None:
-    reader.wire._link.sendall(bulk.LENGTHS.pack(*lengths))
-    assert reader.is_hung_up_on()
+    ):
+        with closing(StreamCaller(terms)) as reader:
+            reader.wire._link.sendall(bulk.LENGTHS.pack(*lengths))
+            assert reader.is_hung_up_on()  # before anything more comes
 
 
 def test_a_first_message_with_a_payload_is_refused(
-    terms: pb.OpenSessionResponse,
+    terms: Terms,
 ) -> None:
     header = attach(terms.session_id, terms.attach_token).SerializeToString()
     host, _, port = terms.bulk_address.rpartition(":")
@@ -365,8 +284,7 @@ def test_beyond_the_loopback_bytes_are_encrypted(make_server: ServerMaker) -> No
 def test_the_death_of_the_thread_that_waits_fails_health(
     server: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plane = server.node.bulk
-    assert plane is not None
+    plane = streams_of(server)
     assert server.node.is_alive()
 
     def die(*_: object) -> None:

@@ -81,23 +81,18 @@ def test_server_without_a_directory_shows_none(server: LocalServer) -> None:
     assert Look("x", reply).as_dict()["directory"] is None
 
 
-@pytest.mark.parametrize(
-    ("flags", "bulk_address", "expected"),
-    [
+def test_node_is_advertised_as_others_reach_it() -> None:
+    for flags, bulk_address, expected in [
         (["--listen", "127.0.0.1:0"], "", ("127.0.0.1:7", "")),
         (["--listen", "[::1]:0"], "ipc:///x", ("[::1]:7", "")),
         (["--advertise", "n1.pool"], "tcp://*:9", ("n1.pool:7", "tcp://n1.pool:9")),
         (["--advertise", "fd00::1"], "tcp://[fd00::1]:9", ("[fd00::1]:7", "tcp://[fd00::1]:9")),
-    ],
-)
-def test_node_is_advertised_as_others_reach_it(
-    flags: list[str], bulk_address: str, expected: tuple[str, str]
-) -> None:
-    config = load_config(["--directory", "--redis", "redis://127.0.0.1:1", *flags])
-    directory = open_directory(config, 5, 7, bulk_address, Counters(), lambda: 0.0)
-    assert (directory.me.grpc_address, directory.me.bulk_address) == expected
-    assert directory.me.node_id.endswith(":7")
-    directory.close()
+    ]:
+        config = load_config(["--directory", "--redis", "redis://127.0.0.1:1", *flags])
+        directory = open_directory(config, 5, 7, bulk_address, Counters(), lambda: 0.0)
+        assert (directory.me.grpc_address, directory.me.bulk_address) == expected
+        assert directory.me.node_id.endswith(":7")
+        directory.close()
 
 
 def test_directory_whose_tls_files_are_none_stops_the_start(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,6 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -19,7 +17,7 @@ import pytest
 from helpers.fake_peer import other
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually, open_session
 from helpers.prompts import MEDIUM, store
-from helpers.stream_messages import attach, get, part, put, ready
+from helpers.stream_messages import get, part, put
 from structlog.testing import capture_logs
 
 from kvstore.client import ClientOptions
@@ -42,7 +40,6 @@ from kvstore.server.bulk.peer_server import PeerServer
 from kvstore.server.bulk.service import BulkService
 from kvstore.server.bulk.tcp_server import ATTACH_BYTES, MAX_STRANGERS, STREAMS_PER_SESSION
 from kvstore.server.cluster.peer_connections import StreamLink, dial_peer
-from kvstore.server.cluster.peer_tier import PeerTier
 from kvstore.server.cluster.peers import PeerChunk, Peers
 from kvstore.server.security.audit_log import audit_files, read_chain
 from kvstore.server.security.sessions import SessionTable
@@ -55,10 +52,14 @@ SILENCE_S = 20.0
 NOWHERE = "tcp://127.0.0.1:9"
 
 
-@pytest.fixture(params=["plain", "tls"])
+BOTH_WAYS = pytest.mark.parametrize("server", ["plain", "tls"], indirect=True)
+
+
+@pytest.fixture
 def server(make_server: ServerMaker, request: pytest.FixtureRequest) -> LocalServer:
+    """In plain text; where a test says so, over TLS."""
     own = ("--cpu", "64MiB", "--limits", "peer_requests=1")
-    if request.param == "plain":
+    if getattr(request, "param", "plain") == "plain":
         return make_server("--bulk", "127.0.0.1:0", *own)
     return make_server("--bulk", "0.0.0.0:0", "--insecure", *own)
 
@@ -109,6 +110,7 @@ def wire_of(link: StreamLink) -> FramedSocket:
     return link._wire
 
 
+@BOTH_WAYS
 def test_what_is_in_memory_is_read_whole_and_in_parts(
     infos: list[ChunkInfo], link: StreamLink, server: LocalServer
 ) -> None:
@@ -122,6 +124,7 @@ def test_what_is_in_memory_is_read_whole_and_in_parts(
     assert server.counter("peer_served_chunks") == 3
 
 
+@BOTH_WAYS
 def test_what_is_in_memory_is_found_and_what_is_not_is_not(
     infos: list[ChunkInfo], link: StreamLink, server: LocalServer
 ) -> None:
@@ -155,13 +158,7 @@ def test_an_answer_that_has_come_counts_though_its_time_is_up(
     assert link.end_find(keys, time.monotonic() - 1.0) == infos
 
 
-def test_what_is_not_in_memory_is_nothing(infos: list[ChunkInfo], link: StreamLink) -> None:
-    absent = replace(infos[0], key=ChunkKey(infos[0].key[:16] + bytes(16)))
-    assert list(link.read(absent, np.zeros(10, np.uint8), 0, SILENCE_S)) == []
-    assert link.is_open
-    assert len(read(link, infos[0])) == infos[0].size_bytes
-
-
+@BOTH_WAYS
 def test_who_stops_reading_hangs_up_and_the_peer_holds_nothing(
     infos: list[ChunkInfo], link: StreamLink, terms: pb.OpenPeerResponse, server: LocalServer
 ) -> None:
@@ -174,6 +171,7 @@ def test_who_stops_reading_hangs_up_and_the_peer_holds_nothing(
         assert eventually(lambda: _reads(more, infos[0])), "it is not counted for ever"
 
 
+@BOTH_WAYS
 def test_frames_that_follow_are_asked_for_at_once(
     infos: list[ChunkInfo], link: StreamLink, server: LocalServer
 ) -> None:
@@ -244,11 +242,6 @@ def test_more_than_the_most_bytes_under_way_to_peers_are_refused_and_questions_a
         assert len(read(link, info)) == info.size_bytes
 
 
-def test_who_shows_another_token_is_not_let_in(terms: pb.OpenPeerResponse) -> None:
-    with pytest.raises(UnauthenticatedError):
-        reached(other(terms, attach_token=bytes(16)))
-
-
 def test_a_client_that_asks_as_a_server_does_is_hung_up_on(
     infos: list[ChunkInfo], server: LocalServer, terms: pb.OpenPeerResponse
 ) -> None:
@@ -303,7 +296,6 @@ def test_reads_and_who_is_not_let_in_are_written_down(
     assert eventually(lambda: came(rpc="Attach", outcome="UnauthenticatedError"))
 
 
-@pytest.mark.parametrize("server", ["plain"], indirect=True)
 def test_what_breaks_in_the_server_ends_one_stream_and_is_in_its_log(
     server: LocalServer,
     infos: list[ChunkInfo],
@@ -354,6 +346,7 @@ def _is_let_in(terms: pb.OpenPeerResponse) -> bool:
     return True
 
 
+@BOTH_WAYS
 def test_a_session_that_ends_ends_its_streams(
     infos: list[ChunkInfo], link: StreamLink, terms: pb.OpenPeerResponse, server: LocalServer
 ) -> None:
@@ -377,27 +370,26 @@ def test_what_is_no_get_of_a_peer_is_hung_up_on(
     assert server.settled().held == 0
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
+@BOTH_WAYS
+def test_strangers_who_say_anything_else_are_hung_up_on(
+    infos: list[ChunkInfo], terms: pb.OpenPeerResponse, server: LocalServer
+) -> None:
+    for said in [
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff" * 400,
         bulk.LENGTHS.pack(bulk.MAGIC, ATTACH_BYTES + 1, 0),
         bulk.LENGTHS.pack(bulk.MAGIC, 0, 0),
         bulk.LENGTHS.pack(bulk.MAGIC, 3, 0) + b"\xff" * 3,
         bulk.pack(part(1, 1000, 0), 1000),
-    ],
-)
-def test_strangers_who_say_anything_else_are_hung_up_on(
-    said: bytes, infos: list[ChunkInfo], terms: pb.OpenPeerResponse, server: LocalServer
-) -> None:
-    with connected(terms) as stranger:
-        stranger.sendall(said)
-        assert ends(stranger)
-    with closing(reached(terms)) as link:
-        assert len(read(link, infos[0])) == infos[0].size_bytes
+    ]:
+        with connected(terms) as stranger:
+            stranger.sendall(said)
+            assert ends(stranger)
+        with closing(reached(terms)) as link:
+            assert len(read(link, infos[0])) == infos[0].size_bytes
 
 
+@BOTH_WAYS
 def test_strangers_who_say_nothing_keep_nobody_out(
     infos: list[ChunkInfo], link: StreamLink, terms: pb.OpenPeerResponse, server: LocalServer
 ) -> None:
@@ -412,6 +404,7 @@ def test_strangers_who_say_nothing_keep_nobody_out(
             one.close()
 
 
+@BOTH_WAYS
 def test_strangers_who_only_begin_keep_nobody_out(
     infos: list[ChunkInfo], terms: pb.OpenPeerResponse, server: LocalServer
 ) -> None:
@@ -431,35 +424,6 @@ def test_strangers_who_only_begin_keep_nobody_out(
         finally:
             for one in strangers:
                 one.close()
-
-
-def test_a_stranger_for_whom_there_is_no_thread_is_hung_up_on(
-    terms: pb.OpenPeerResponse, server: LocalServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    assert server.node.bulk is not None
-    with monkeypatch.context() as patch:
-        patch.setattr(server.node.bulk._hellos, "submit", refuse)
-        with connected(terms) as stranger:
-            assert ends(stranger)
-    assert server.node.is_alive()
-    reached(terms).close()
-
-
-def test_a_first_word_may_come_in_pieces(terms: pb.OpenPeerResponse, server: LocalServer) -> None:
-    if terms.bulk_certificate:
-        pytest.skip("TLS cuts it as it likes")
-    first = attach(terms.session_id, terms.attach_token)
-    first.request = 1
-    message = bulk.pack(first)
-    with connected(terms) as link:
-        for at in range(len(message)):
-            link.sendall(message[at : at + 1])
-            time.sleep(0.002)
-        attached = FramedSocket(link, "server", time.monotonic, is_encrypted=False).receive()
-    assert attached == (ready(1), 0)
 
 
 def connected(terms: pb.OpenPeerResponse) -> socket.socket:
@@ -488,19 +452,6 @@ def test_a_server_with_another_certificate_is_not_believed(make_server: ServerMa
     with closing(reached(terms)) as link:
         cipher = wire_of(link)._link.version()  # type: ignore[attr-defined]
         assert cipher == "TLSv1.3"
-
-
-def test_a_port_that_is_taken_is_named(make_server: ServerMaker) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(KVStoreError, match=f"bulk='{address}': .*is it taken"):
-            make_server("--bulk", address)
-
-
-def test_the_certificate_is_of_one_start() -> None:
-    (context, first), (_, second) = make_tls(), make_tls()
-    assert first != second
-    assert context.minimum_version is ssl.TLSVersion.TLSv1_3
 
 
 def test_a_peer_whose_streams_are_not_reached_is_not_up_until_they_are(
@@ -568,49 +519,3 @@ def test_who_reads_something_else_than_what_comes_gets_that_and_hangs_up_on_the_
         assert not peer._in_use
         assert peer.is_up
     assert server.settled().held == 0
-
-
-def test_a_get_from_a_peer_asks_for_several_chunks_at_once(make_server: ServerMaker) -> None:
-    own = ("--socket", "off", "--cpu", "64MiB", "--tiers", "cpu")
-    first = make_server("--bulk", "127.0.0.1:0", *own)
-    second = make_server(*own, "--peers", first.address, "--limits", "peer_timeout_ms=20000")
-    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
-    keys = store(first.connect("grpc", MEDIUM, options), 1, 8)
-    slot = second.node.store.tiers.remote
-    assert slot is not None
-    (peer,) = cast("PeerTier", slot.tier).peers.known()
-    assert eventually(lambda: peer.is_connected)
-    client = second.connect("grpc", MEDIUM, options)
-    with client.lease(keys=keys) as lease:
-        assert len(lease.get()) == 8
-    assert first.counter("peer_served_chunks") == 8
-    streams = [*peer._idle, *peer._in_use]
-    assert sum(stream._requests for stream in streams) < 8
-    assert not peer._in_use
-    assert first.settled().held == 0
-
-
-def test_wrong_bytes_over_a_stream_are_a_miss_and_count_against_who_sent_them(
-    make_server: ServerMaker,
-) -> None:
-    own = ("--socket", "off", "--cpu", "64MiB", "--tiers", "cpu")
-    first = make_server("--bulk", "127.0.0.1:0", *own)
-    second = make_server(*own, "--peers", first.address, "--limits", "peer_timeout_ms=20000")
-    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
-    keys = store(first.connect("grpc", MEDIUM, options), 1, 2)
-    slot = second.node.store.tiers.remote
-    assert slot is not None
-    (peer,) = cast("PeerTier", slot.tier).peers.known()
-    assert eventually(lambda: peer.is_connected)
-    slab = first.node.store.tiers.cpu_tier
-    frame = slab.peek(keys[1])
-    assert frame is not None
-    frame.flags.writeable = True
-    frame[-1] ^= 1
-    reader = second.connect("grpc", MEDIUM, options)
-    assert reader.lookup(keys=keys).ready == 2
-    with reader.lease(keys=keys) as lease:
-        assert len(lease.get()) == 1
-    assert eventually(lambda: second.counter("peer_corrupt_chunks") >= 1)
-    assert peer._faults >= 1
-    assert second.settled().held == 0

@@ -151,26 +151,6 @@ def test_what_is_read_a_second_time_is_kept_by_the_own_server(pair: Pair) -> Non
     assert (pair.lent(), pair.loaded()) == (2 * CHUNKS, CHUNKS)
 
 
-def test_what_was_deleted_in_between_has_not_been_read(pair: Pair) -> None:
-    keys = store(pair.writer, 1, CHUNKS)
-    for _ in range(3):
-        pair.find(keys)
-        assert_reads(pair.reader, keys)
-        pair.reader.delete(keys=keys)
-        pair.second.node.store.tick()
-    assert (pair.lent(), pair.loaded()) == (3 * CHUNKS, 0)
-
-
-def test_a_chain_of_which_each_server_has_some_comes_from_both(pair: Pair) -> None:
-    keys = keys_of(pair.writer, 1, 6)
-    stored = store(pair.reader, 1, 3)
-    assert stored == keys[:3]
-    store(pair.writer, 1, 6)
-    assert pair.reader.lookup(keys=keys).ready == 6
-    assert_reads(pair.reader, keys)
-    assert (pair.lent(), pair.loaded()) == (3, 0)
-
-
 def test_whole_chunks_and_layers_are_the_same(pair: Pair) -> None:
     keys = store(pair.writer, 1, CHUNKS)
     pair.find(keys)
@@ -293,13 +273,6 @@ def test_leave_is_asked_for_anew_at_half_its_time(pair: Pair) -> None:
     assert eventually(lambda: reads.numbers() == [1])
 
 
-def test_a_closed_client_learns_of_no_more_peers(pair: Pair) -> None:
-    reads = reads_of(pair.reader)
-    reads.close()
-    reads.note([1, 2])
-    assert (reads._learning, reads.numbers()) == (set(), [])
-
-
 def test_who_asks_for_a_server_that_is_not_known_or_is_down_hears_why(pair: Pair) -> None:
     session = pair.reader._link.connected().session
     ask = pb.LendPeerRequest(session_id=session.terms.session_id, number=7)
@@ -326,13 +299,6 @@ def test_a_server_that_is_learnt_of_by_a_get_is_read_from_at_the_next(
         assert_reads(reader, keys)
         assert (pair.lent(), pair.loaded()) == (lent, loaded)
         assert eventually(lambda: reads.numbers() == [1])
-
-
-def test_a_heartbeat_tells_of_servers_that_came_up_since(pair: Pair) -> None:
-    session = pair.reader._link.connected().session
-    session.peers = []
-    session.heartbeat()
-    assert session.peers == [1]
 
 
 def test_who_is_not_to_read_from_peers_does_not(pair: Pair) -> None:

@@ -118,18 +118,6 @@ def test_what_was_read_once_goes_when_memory_is_full_and_what_is_read_again_stay
     assert second.counter("peer_passed_chunks") == 1
 
 
-def test_what_only_a_peer_has_may_be_put_here_too(make_server: ServerMaker) -> None:
-    first = node(make_server)
-    second = node(make_server, "--peers", first.address)
-    assert eventually(lambda: is_up(second))
-    keys = store(client_of(first), 1, 2)
-    writer = client_of(second)
-    assert writer.lookup(keys=keys).ready == 2
-    assert outcomes(writer, chunks_of(writer, keys)) == [PutOutcome.stored] * 2
-    assert_reads(writer, keys)
-    assert second.counter("peer_read_chunks") == 0
-
-
 def test_a_chain_that_two_nodes_have_parts_of_is_read_from_both(make_server: ServerMaker) -> None:
     first, second = node(make_server), node(make_server)
     third = node(make_server, "--peers", f"{first.address},{second.address}")
@@ -234,11 +222,6 @@ def test_nodes_that_share_a_redis_find_each_other_by_its_directory(
     assert set(writer.lookup(keys=keys).tiers) == {"peer"}
 
 
-def test_peers_of_a_directory_that_is_off_stop_the_start(make_server: ServerMaker) -> None:
-    with pytest.raises(InvalidRequestError, match="--directory"):
-        node(make_server, "--peers", "directory")
-
-
 # --- credentials
 
 
@@ -330,17 +313,6 @@ def wait_for_answers(server: LocalServer, timeout_ms: int = 20_000) -> None:
 
 def as_it_is(message: Message) -> list[Message]:
     return [message]
-
-
-def test_a_fake_that_tells_the_truth_is_believed(
-    fake: tuple[LocalServer, FakePeer, list[ChunkKey]],
-) -> None:
-    server, _, keys = fake
-    wait_for_answers(server)
-    reader = client_of(server)
-    for key in keys:
-        assert_hits(reader, [key])
-    assert server.counter("peer_read_chunks") == 3
 
 
 def other_bytes(message: Message) -> list[Message]:
@@ -569,21 +541,6 @@ def test_what_a_peer_deleted_is_offered_no_more_a_moment_later() -> None:
             assert set(tier.stale()) == set(keys) - set(gone)
 
 
-def test_what_is_deleted_on_one_node_is_soon_no_hit_on_another(
-    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvstore.server.cluster.peer_tier.KNOWN_S", 1e9)
-    first = node(make_server)
-    second = node(make_server, "--peers", first.address)
-    assert eventually(lambda: is_up(second))
-    writer, reader = client_of(first), client_of(second)
-    keys = store(writer, 1, CHUNKS)
-    assert reader.lookup(keys=keys).ready == CHUNKS
-    assert eventually(lambda: writer.delete(keys=keys[2:]) > 0 or not writer.stat(keys=keys[2:]))
-    assert eventually(lambda: reader.lookup(keys=keys).ready == 2)
-    assert_reads(reader, keys[:2])
-
-
 def test_who_has_no_time_to_wait_holds_nothing_against_a_peer() -> None:
     key = ChunkKey(bytes(31) + b"k")
     counters = Counters()
@@ -615,24 +572,3 @@ def test_lookups_beyond_those_that_ask_themselves_have_it_done(
     for _ in range(MAX_PEER_QUERIES):
         lookup._peer_queries.release()
     assert_hits(reader, store(client_of(first), 2, CHUNKS))
-
-
-def test_hearsay_ends_after_a_while_and_with_the_peer() -> None:
-    now = [100.0]
-    keys = [ChunkKey(bytes(31) + bytes([n])) for n in (1, 2)]
-    frames = {key: frame_of(key, MEDIUM, CHUNK_TOKENS) for key in keys}
-    with closing(FakePeer(frames)) as fake:
-        terms = ("127.0.0.1:1",), Limits(peer_timeout_ms=20_000)
-        peers = Peers(*terms, fake.dial, Counters(), lambda: now[0])
-        with closing(PeerTier(peers, Counters(), lambda: now[0])) as tier:
-            peers.step()
-            assert None not in tier.find(keys)
-            assert tier.stale() == []
-            now[0] += KNOWN_S / 2
-            assert None not in tier.find(keys[:1])
-            now[0] += KNOWN_S / 2 + 1
-            assert tier.stale() == keys[1:]
-            tier.delete(keys[1])
-            assert tier.load_s(keys[1], 10) is None
-            peers.known()[0].forget()
-            assert tier.stale() == keys[:1]

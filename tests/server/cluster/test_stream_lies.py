@@ -13,13 +13,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from contracts.bad_puts import changed
+from contracts.chunks import make_frame
 from helpers import stream_messages as messages
 from helpers.fake_peer import other, peer_session
-from helpers.local_server import DEADLINE_MS, LocalServer
-from helpers.prompts import MEDIUM, store
+from helpers.local_server import LocalServer
 from helpers.stream_messages import Sent, ready, send
 
-from kvstore.client import ClientOptions
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, InvalidFrameError, TierUnavailableError
 from kvstore.proto.framing import FramedSocket
@@ -78,9 +77,8 @@ def part(offset: int, size_bytes: int, **other: int) -> Sent:
     return changed((messages.part(1, INFO_BYTES, offset, 0, "cpu"), bytes(size_bytes)), **other)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
+def test_parts_that_are_not_of_the_frame_are_refused(info: ChunkInfo) -> None:
+    for words in [
         [part(10, 500)],
         [part(0, 500), part(400, 500)],
         [part(0, 1001)],
@@ -91,13 +89,11 @@ def part(offset: int, size_bytes: int, **other: int) -> Sent:
         [part(0, 500), (messages.done(1, 1), b"")],
         [(messages.done(2, 1), b"")],
         [(messages.finish(1, 1), b"")],
-    ],
-)
-def test_parts_that_are_not_of_the_frame_are_refused(words: list[Sent], info: ChunkInfo) -> None:
-    with closing(Liar(words)) as liar, closing(reached(liar.terms)) as link:
-        out = np.zeros(INFO_BYTES, np.uint8)
-        with pytest.raises(InvalidFrameError):
-            list(link.read(info, out, 0, SILENCE_S))
+    ]:
+        with closing(Liar(words)) as liar, closing(reached(liar.terms)) as link:
+            out = np.zeros(INFO_BYTES, np.uint8)
+            with pytest.raises(InvalidFrameError):
+                list(link.read(info, out, 0, SILENCE_S))
 
 
 def test_who_hangs_up_or_falls_silent_costs_no_more_than_the_silence(
@@ -124,13 +120,8 @@ def test_a_read_ends_when_another_thread_hangs_up(info: ChunkInfo) -> None:
 
 
 @pytest.fixture
-def info(make_server: ServerMaker) -> ChunkInfo:
-    server = make_server("--cpu", "64MiB")
-    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
-    keys = store(server.connect("grpc", MEDIUM, options), 1, 1)
-    (found,) = server.node.store.tiers.cpu.tier.find(keys)
-    assert found is not None
-    return replace(found, size_bytes=INFO_BYTES)
+def info() -> ChunkInfo:
+    return replace(make_frame(1)[0], size_bytes=INFO_BYTES)
 
 
 class _Full:

@@ -66,25 +66,20 @@ def test_a_count_of_askings_stops_and_does_not_turn_over() -> None:
     assert history.hits_of(1) == 255
 
 
-@pytest.mark.parametrize(
-    ("second", "turn"),
-    [
+def test_a_prompt_that_begins_with_all_of_another_is_its_next_turn() -> None:
+    for second, turn in [
         ((1, 2, 3, 4, 5, 6), 1),  # all of the first, and more
         ((1, 2, 3, 7, 8), 1),  # all but its end, which filled no chunk
         ((1, 2, 7, 8), 0),  # something else from the middle on
         ((1, 7), 0),
         ((7, 8), 0),
         ((1, 2, 3, 4), 1),  # the same again
-    ],
-)
-def test_a_prompt_that_begins_with_all_of_another_is_its_next_turn(
-    second: tuple[int, ...], turn: int
-) -> None:
-    history = AccessHistory()
-    prompt(history, 1, 2, 3, 4, facts=InsertInfo(tokens_full=False))
-    prompt(history, *second, at_s=1.0)
-    assert {history.turns[row] for row in second} == {turn}
-    assert {history.chunks[row] for row in second} == {len(second)}
+    ]:
+        history = AccessHistory()
+        prompt(history, 1, 2, 3, 4, facts=InsertInfo(tokens_full=False))
+        prompt(history, *second, at_s=1.0)
+        assert {history.turns[row] for row in second} == {turn}
+        assert {history.chunks[row] for row in second} == {len(second)}
 
 
 def test_a_prompt_of_one_chunk_is_nobodys_next_turn() -> None:
@@ -198,11 +193,6 @@ def test_everybody_known_waits_in_just_one_class_whatever_happened() -> None:
     waiting = ends - history.table._forgotten[: len(ends)]
     counted = np.bincount(history.classes[known], minlength=len(ends))
     assert waiting.sum(axis=1).tolist() == counted.tolist()
-
-
-def test_time_stands_still_while_a_clock_goes_back() -> None:
-    history = AccessHistory()
-    assert [history.time_s(now_s) for now_s in (5.0, 9.0, 2.0, 3.0, 4.5)] == [5, 9, 9, 10, 11.5]
 
 
 def test_watchers_are_told_what_was_asked_for_since_the_last_refresh() -> None:

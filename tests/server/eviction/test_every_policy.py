@@ -1,4 +1,4 @@
-"""The PolicyContract over every policy that has a name."""
+"""Policies by name, and the PolicyContract over each of them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from contracts.policy import PolicyContract
 from typing_extensions import override
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.types import POLICIES
+from kvstore.proto.types import POLICIES, REPLACED_POLICIES
 from kvstore.server.eviction.access_history import AccessHistory
+from kvstore.server.eviction.hit_density import HitDensityEviction
 from kvstore.server.eviction.policy import EvictionPolicy, make_policy
 
 
@@ -27,6 +28,10 @@ class NamedPolicyContract(PolicyContract):
         return make_policy(self.name, history), history
 
 
+class TestLru(NamedPolicyContract):
+    name = "lru"
+
+
 class TestMarconi(NamedPolicyContract):
     name = "marconi"
 
@@ -43,16 +48,28 @@ class TestHitDensity(NamedPolicyContract):
     name = "hit_density"
 
 
-ELSEWHERE = {"lru"}
-"""Held to the contract in files of their own."""
-
-
 def test_every_policy_that_has_a_name_is_held_to_the_contract() -> None:
-    held = {kind.name for kind in NamedPolicyContract.__subclasses__()}
-    assert held | ELSEWHERE == set(POLICIES)
-    assert not held & ELSEWHERE
+    assert {kind.name for kind in NamedPolicyContract.__subclasses__()} == set(POLICIES)
 
 
-def test_a_name_that_is_no_policys_is_refused_with_those_that_are() -> None:
-    with pytest.raises(InvalidRequestError, match="discard_hint"):
-        make_policy("best", AccessHistory())
+def test_a_clock_reaches_the_policy_whose_decisions_have_a_deadline() -> None:
+    asked = 0
+
+    def clock() -> float:
+        nonlocal asked
+        asked += 1
+        return 0.0
+
+    policy = make_policy("hit_density", AccessHistory(), clock)
+    assert isinstance(policy, HitDensityEviction)
+    policy.insert(1, 0, 10, 0.0)
+    assert list(policy.victims(lambda _: False, 0.0)) == [1]
+    assert asked > 0
+
+
+def test_a_name_that_is_no_policys_is_refused_with_those_that_are_or_its_successor() -> None:
+    with pytest.raises(InvalidRequestError, match="hit_density"):
+        make_policy("fifo", AccessHistory())
+    for name, successor in REPLACED_POLICIES.items():
+        with pytest.raises(InvalidRequestError, match=f"{name}.*: {successor}, which replaces"):
+            make_policy(name, AccessHistory())

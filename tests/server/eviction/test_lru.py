@@ -1,143 +1,150 @@
-"""Order tests of LruEviction, against a table and against the plainest oracle there is."""
+"""LruEviction and DiscardHintEviction against the plainest oracles there are; their queues."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
-from itertools import islice
+from array import array
 
-import numpy as np
-import pytest
-from contracts.policy import PolicyContract, Tree, above, everyone, row, rows
+from contracts.plain_leaves import PlainLeaves, agree_on_any_schedule
+from contracts.policy import above, row, rows, tell
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from typing_extensions import override
 
-from kvstore.proto.key_table import NO_ROW
-from kvstore.server.eviction.lru import LruEviction
+from kvstore.server.eviction.access_history import AccessHistory
+from kvstore.server.eviction.lru import ClassQueues, DiscardHintEviction, LruEviction
+from kvstore.server.eviction.policy import Columns
 
 
-class TestLruContract(PolicyContract):
+class LeafLru(PlainLeaves):
+    """Of the leaves that may go, the one used longest ago."""
+
     @override
-    def make_policy(self) -> LruEviction:
-        return LruEviction()
+    def choose(self, leaves: list[int]) -> int:
+        return min(leaves, key=self.used.__getitem__)
 
 
-def play(events: str) -> LruEviction:
-    """``1`` inserts row 1, ``2<1`` one that continues it, ``t12`` touches, ``-1`` removes."""
-    policy = LruEviction()
-    for event in events.split():
-        if event[0] == "t":
-            policy.touch(np.array([int(name) for name in event[1:]]), 0.0)
-        elif event[0] == "-":
-            policy.remove(int(event[1]))
-        else:
-            policy.insert(int(event[0]), int(event[2]) if "<" in event else NO_ROW, 100, 0.0)
-    return policy
+class PlainDiscard(PlainLeaves):
+    """First what is labelled to be discarded."""
+
+    def __init__(self, history: AccessHistory) -> None:
+        super().__init__()
+        self.history = history
+
+    @override
+    def choose(self, leaves: list[int]) -> int:
+        return min(leaves, key=lambda leaf: (self.history.reuse_of(leaf) != 1, self.used[leaf]))
 
 
-@pytest.mark.parametrize(
-    ("events", "order"),
-    [
-        ("1 2 3", "123"),
-        ("1 2 3 t1", "231"),
-        ("1 2 3 1", "231"),
-        ("1 2 3 t1 t2 t3", "123"),
-        ("1 2<1 3<2", "321"),
-        ("1 2<1 3", "213"),
-        ("1 2<1 3 t2", "321"),
-        ("1 2<1 3 t12", "321"),
-        ("1 2<1 3<1 t2", "321"),
-        ("1 2<1 3<1 t12 t13", "231"),
-        ("1 2<1 3<2 4<2 t123 4", "3421"),
-        ("2<1 3 1", "231"),
-        ("1 2<1 3 -2", "13"),
-        ("1 2<1 3<2 -2", "13"),
-        ("1 2<1 3<2 -2 2<1", "321"),
-        ("1 2<1 -1 3", "23"),
-        ("1 2 -1 1", "21"),
-    ],
-)
-def test_victims_come_in_the_order_of_use_leaves_first(events: str, order: str) -> None:
-    assert everyone(play(events)) == [int(name) for name in order]
+def test_any_schedule_agrees_with_the_plain_oracle() -> None:
+    for seed in range(60):
+        agree_on_any_schedule(LruEviction(), LeafLru(), seed)
 
 
-def test_the_end_of_a_chain_counts_as_older_than_its_beginning() -> None:
-    policy = play("1 2<1 3<2 4 5<4 6<5 t456 t123")
-    assert everyone(policy) == [6, 5, 4, 3, 2, 1]
+def test_any_schedule_with_hints_agrees_with_the_plain_model() -> None:
+    for seed in range(20):
+        draw, history = random.Random(seed), AccessHistory()
+        policy, model = DiscardHintEviction(history), PlainDiscard(history)
+        for _ in range(200):
+            number, other = draw.randrange(24), draw.randrange(24)
+            match draw.randrange(5):
+                case 0 | 1:
+                    tell(history, number, 0.0, 0.0)
+                    history.hint(rows([number]), draw.randrange(3))
+                    policy.insert(row(number), above(number), 100, 0.0)
+                    model.insert(row(number), above(number), 100)
+                case 2:
+                    policy.touch(rows([number, other]), 0.0)
+                    model.touch([row(number), row(other)])
+                case 3:
+                    history.hint(rows([number, other]), draw.randrange(3))
+                case 4:
+                    for victim in model.victims((), 2):
+                        policy.remove(victim)
+                        model.remove(victim)
+            kept = [row(n) for n in range(24) if draw.random() < 0.1]
+            assert list(policy.victims(kept.__contains__, 0.0)) == model.victims(kept, 99)
 
 
-def test_a_chunk_that_is_exposed_late_takes_its_place_by_its_use() -> None:
-    """1 was used alone between 3 and 4, then lost its child: neither oldest nor newest."""
-    policy = play("1 2<1 3 t1 4 5 -2")
-    assert everyone(policy) == [3, 1, 4, 5]
-    policy.touch(np.array([3]), 0.0)
-    assert everyone(policy) == [1, 4, 5, 3]
-    policy.insert(2, 1, 100, 0.0)
-    assert everyone(policy) == [4, 5, 3, 2, 1]
-    policy.remove(2)
-    policy.remove(1)
-    assert everyone(policy) == [4, 5, 3]
+_KINDS, _ROWS = 3, 40
 
 
-def test_a_chunk_named_twice_in_a_chain_is_used_once() -> None:
-    policy = play("1 2 3 t1212")
-    assert everyone(policy) == [3, 2, 1]
-    assert everyone(play("1 2<1 3 t1212")) == [3, 2, 1]
+def _queues(order: array[int], limit: int = 1) -> ClassQueues:
+    """Return queues with room for as many rows as *order* has."""
+    columns = Columns()
+    columns.reach(len(order))
+    return ClassQueues(order, columns, limit)
 
 
-class LeafLru:
-    """Leaf-LRU as one would say it: of the leaves that may go, the one used longest ago."""
+def _backwards(queues: ClassQueues, kind: int) -> list[int]:
+    return list(queues.walk_back(kind, with_late=False))
+
+
+class QueuesMachine(RuleBasedStateMachine):
+    """Rows come to the end or in between, and go from anywhere."""
 
     def __init__(self) -> None:
-        self.tree: Tree = {}
-        self.used: dict[int, int] = {}
-        self.time = 0
+        super().__init__()
+        self.order = array("Q", bytes(8 * (_ROWS + 1)))
+        self.queues = _queues(self.order, _KINDS)
+        self.model: dict[int, int] = {}
+        self.tick = 1000
 
-    def _use(self, chunk: int) -> None:
-        self.time += 1
-        self.used[chunk] = self.time
+    @rule(row=st.integers(1, _ROWS), kind=st.integers(0, _KINDS - 1))
+    def append(self, row: int, kind: int) -> None:
+        if row not in self.model:
+            self.tick += 1
+            self.order[row] = self.tick
+            self.queues.append(row, kind)
+            self.model[row] = kind
 
-    def insert(self, chunk: int, parent: int) -> None:
-        self.tree[chunk] = parent
-        self._use(chunk)
+    @rule(row=st.integers(1, _ROWS), kind=st.integers(0, _KINDS - 1), at=st.integers(0, 1000))
+    def place(self, row: int, kind: int, at: int) -> None:
+        taken = {self.order[other] for other in self.model}
+        if row not in self.model and at not in taken:
+            self.order[row] = at
+            self.queues.place(row, kind)
+            self.model[row] = kind
 
-    def touch(self, chunks: list[int]) -> None:
-        for chunk in reversed([chunk for chunk in chunks if chunk in self.tree]):
-            self._use(chunk)
+    @rule(row=st.integers(1, _ROWS))
+    def remove(self, row: int) -> None:
+        if self.model.pop(row, None) is not None:
+            self.queues.remove(row)
 
-    def remove(self, chunk: int) -> None:
-        self.tree.pop(chunk, None)
-        self.used.pop(chunk, None)
+    @invariant()
+    def every_queue_is_in_order(self) -> None:
+        for kind in range(_KINDS):
+            rows = sorted(
+                (r for r, k in self.model.items() if k == kind), key=self.order.__getitem__
+            )
+            assert list(self.queues.walk(kind)) == rows
+            back = _backwards(self.queues, kind)
+            ends = self.queues.ends(_KINDS)[2 * kind : 2 * kind + 2]
+            assert ends.tolist() == [(rows or [0])[0], (back or [0])[0]]
+            assert back == [row for row in reversed(rows) if row in back]
+            assert list(self.queues.walk_back(kind)) == rows[::-1]
+            assert set(back) <= set(rows)
 
-    def victims(self, kept: Collection[int], limit: int) -> list[int]:
-        left = dict(self.tree)
-        chosen: list[int] = []
-        while len(chosen) < limit:
-            leaves = [c for c in left if c not in left.values() and c not in kept]
-            if not leaves:
-                break
-            chosen.append(min(leaves, key=self.used.__getitem__))
-            del left[chosen[-1]]
-        return chosen
+    @invariant()
+    def classes_are_those_with_rows(self) -> None:
+        assert self.queues.kinds() == sorted(set(self.model.values()))
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_any_schedule_agrees_with_the_plain_oracle(seed: int) -> None:
-    draw = random.Random(seed)
-    policy, oracle = LruEviction(), LeafLru()
-    for _ in range(300):
-        number = draw.randrange(24)
-        match draw.randrange(5):
-            case 0 | 1:
-                policy.insert(row(number), above(number), 100, 0.0)
-                oracle.insert(row(number), above(number))
-            case 2:
-                numbers = [draw.randrange(24) for _ in range(draw.randrange(5))]
-                policy.touch(rows(numbers), 0.0)
-                oracle.touch([row(number) for number in numbers])
-            case 3:
-                policy.remove(row(number))
-                oracle.remove(row(number))
-        kept = [row(n) for n in range(24) if draw.random() < 0.2]
-        limit = draw.randrange(25)
-        victims = list(islice(policy.victims(kept.__contains__, 0.0), limit))
-        assert victims == oracle.victims(kept, limit)
+TestQueues = QueuesMachine.TestCase
+TestQueues.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+def test_a_row_far_from_both_ends_waits_aside_and_comes_in_its_turn() -> None:
+    order = array("Q", [0, *(10 * at for at in range(1, 101)), 505])
+    queues = _queues(order)
+    for at in range(1, 101):
+        queues.append(at, 0)
+    queues.place(101, 0)
+    assert list(queues.walk()) == [*range(1, 51), 101, *range(51, 101)]
+    assert 101 not in _backwards(queues, 0)
+    for at in range(1, 51):
+        queues.remove(at)
+    assert queues.ends(1).tolist() == [101, 100]
+    queues.remove(101)
+    assert list(queues.walk()) == list(range(51, 101))

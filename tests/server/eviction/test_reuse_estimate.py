@@ -40,10 +40,6 @@ def test_only_hits_before_the_tier_gives_a_chunk_up_count() -> None:
     assert reuse_chance(100.0, late, 0.0, 5000.0) > 0.98
 
 
-def test_nothing_known_is_even_odds() -> None:
-    assert reuse_chance(0.0, hits(), 3.0) == 0.5
-
-
 @given(
     st.lists(st.integers(0, 9), min_size=AGE_BINS, max_size=AGE_BINS),
     st.integers(0, 400),

@@ -24,13 +24,19 @@ def u16(*classes: int) -> NDArray[np.uint16]:
     return np.array(classes, np.uint16)
 
 
-@pytest.mark.parametrize(
-    ("age_s", "bin_"),
-    [(-5.0, 0), (0.0, 0), (1.0, 0), (1.01, 1), (1.9, 3), (2.1, 4), (1e9, 39), (np.inf, 39)],
-)
-def test_bins_are_three_an_octave_from_one_second(age_s: float, bin_: int) -> None:
-    assert bins_of(np.array([age_s])) == bin_
-    assert WIDTHS_S[:-1].sum() == pytest.approx(EDGES_S[-1])
+def test_bins_are_three_an_octave_from_one_second() -> None:
+    for age_s, bin_ in [
+        (-5.0, 0),
+        (0.0, 0),
+        (1.0, 0),
+        (1.01, 1),
+        (1.9, 3),
+        (2.1, 4),
+        (1e9, 39),
+        (np.inf, 39),
+    ]:
+        assert bins_of(np.array([age_s])) == bin_
+        assert WIDTHS_S[:-1].sum() == pytest.approx(EDGES_S[-1])
 
 
 def plain_gittins(hazards: list[float], widths_s: list[float]) -> list[float]:
@@ -47,14 +53,14 @@ def plain_gittins(hazards: list[float], widths_s: list[float]) -> list[float]:
     return best
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_index_is_the_best_ratio_of_hits_to_time(seed: int) -> None:
-    draw = np.random.default_rng(seed)
-    hazards = draw.random((4, AGE_BINS)) ** 3
-    hazards[0, 5:] = 0.0
-    hazards[1, 7] = 1.0
-    expected = [plain_gittins(row, WIDTHS_S.tolist()) for row in hazards.tolist()]
-    assert np.allclose(gittins(hazards, WIDTHS_S), expected, rtol=1e-9)
+def test_the_index_is_the_best_ratio_of_hits_to_time() -> None:
+    for seed in range(5):
+        draw = np.random.default_rng(seed)
+        hazards = draw.random((4, AGE_BINS)) ** 3
+        hazards[0, 5:] = 0.0
+        hazards[1, 7] = 1.0
+        expected = [plain_gittins(row, WIDTHS_S.tolist()) for row in hazards.tolist()]
+        assert np.allclose(gittins(hazards, WIDTHS_S), expected, rtol=1e-9)
 
 
 def plain_hazards(
@@ -76,47 +82,41 @@ def plain_hazards(
     return out
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_table_is_what_the_formula_says_of_all_that_happened(seed: int) -> None:
-    draw = np.random.default_rng(seed)
-    table = DensityTable(COARSE)
-    waiting: list[tuple[int, float]] = []
-    asked, gone = np.zeros((CLASSES, AGE_BINS)), np.zeros((CLASSES, AGE_BINS))
-    now_s = 0.0
-    for step in range(400):
-        now_s += float(draw.exponential(3.0))
-        kinds = draw.integers(0, CLASSES, 6)
-        table.wait(kinds.astype(np.uint16), now_s)
-        waiting += [(int(kind), now_s) for kind in kinds]
-        draw.shuffle(waiting)
-        left, waiting = waiting[:4], waiting[4:]
-        how = table.forgotten if step % 5 == 0 else table.requested
-        how(u16(*(kind for kind, _ in left)), np.array([since for _, since in left]), now_s)
-        for kind, since_s in left:
-            (gone if step % 5 == 0 else asked)[kind, bins_of(np.array([now_s - since_s]))] += 1
-        if step % 50 == 0:
-            table.refresh(now_s, CLASSES)
-    table.refresh(now_s, CLASSES)
-    # Those that wait still are counted by age up to a few percent: here they are taken as counted.
-    counted, ends = table.counts(now_s, CLASSES)
-    assert (counted == asked).all()
-    still = ends - gone
-    assert still.sum() == len(waiting)
-    expected = plain_hazards(asked, asked + ends)
-    assert np.allclose(
-        table.values, [plain_gittins(row, WIDTHS_S.tolist()) for row in expected.tolist()]
-    )
-    exact = np.zeros((CLASSES, AGE_BINS))
-    for kind, since_s in waiting:
-        exact[kind, bins_of(np.array([now_s - since_s]))] += 1
-    later = np.cumsum((still - exact).sum(0))
-    assert np.abs(later).max() < 0.06 * len(waiting)
-
-
-def test_a_new_table_promises_less_the_older_a_chunk_is_as_lru_does() -> None:
-    values = DensityTable(COARSE).values
-    assert (np.diff(values, axis=1) <= 0).all()
-    assert (values == values[0]).all()
+def test_the_table_is_what_the_formula_says_of_all_that_happened() -> None:
+    for seed in range(2):
+        draw = np.random.default_rng(seed)
+        table = DensityTable(COARSE)
+        waiting: list[tuple[int, float]] = []
+        asked, gone = np.zeros((CLASSES, AGE_BINS)), np.zeros((CLASSES, AGE_BINS))
+        now_s = 0.0
+        for step in range(400):
+            now_s += float(draw.exponential(3.0))
+            kinds = draw.integers(0, CLASSES, 6)
+            table.wait(kinds.astype(np.uint16), now_s)
+            waiting += [(int(kind), now_s) for kind in kinds]
+            draw.shuffle(waiting)
+            left, waiting = waiting[:4], waiting[4:]
+            how = table.forgotten if step % 5 == 0 else table.requested
+            how(u16(*(kind for kind, _ in left)), np.array([since for _, since in left]), now_s)
+            for kind, since_s in left:
+                (gone if step % 5 == 0 else asked)[kind, bins_of(np.array([now_s - since_s]))] += 1
+            if step % 50 == 0:
+                table.refresh(now_s, CLASSES)
+        table.refresh(now_s, CLASSES)
+        # Those that wait still are counted by age up to a few percent: here they are as counted.
+        counted, ends = table.counts(now_s, CLASSES)
+        assert (counted == asked).all()
+        still = ends - gone
+        assert still.sum() == len(waiting)
+        expected = plain_hazards(asked, asked + ends)
+        assert np.allclose(
+            table.values, [plain_gittins(row, WIDTHS_S.tolist()) for row in expected.tolist()]
+        )
+        exact = np.zeros((CLASSES, AGE_BINS))
+        for kind, since_s in waiting:
+            exact[kind, bins_of(np.array([now_s - since_s]))] += 1
+        later = np.cumsum((still - exact).sum(0))
+        assert np.abs(later).max() < 0.06 * len(waiting)
 
 
 def test_a_chunk_whose_class_was_corrected_is_counted_where_it_belongs() -> None:

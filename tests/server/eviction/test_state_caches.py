@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from bench.state_caches import (
-    HYBRID_POLICIES,
-    MarconiStates,
-    StateRequest,
-    States,
-    make_states,
-    play,
-)
+from bench.policy.hybrid import HYBRID_POLICIES, StateRequest, make_states, play
 from contracts.states import recounted_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,14 +29,7 @@ def trace(requests: list[Request]) -> list[StateRequest]:
 
 def run(policy: str, requests: list[Request], capacity: int = PLENTY) -> list[int]:
     """Return the tokens hit of each prompt."""
-    return play(trace(requests), make_states(policy, SMALL, capacity))[0]
-
-
-def cache_of(states: States) -> StateCache:
-    if isinstance(states, MarconiStates):
-        return states.cache
-    assert isinstance(states, StateCache)
-    return states
+    return play(trace(requests), make_states(policy, SMALL, capacity))
 
 
 def documents(count: int) -> list[Request]:
@@ -51,23 +37,18 @@ def documents(count: int) -> list[Request]:
     return [([*range(100), 1000 + at], [7], float(at)) for at in range(count)]
 
 
-@pytest.mark.parametrize("policy", HYBRID_POLICIES)
-def test_the_first_reuse_of_a_document_makes_its_state_and_the_second_hits(policy: str) -> None:
-    states = make_states(policy, SMALL, PLENTY)
+def test_the_first_reuse_of_a_document_makes_its_state_and_the_second_hits() -> None:
+    for policy in HYBRID_POLICIES:
+        states = make_states(policy, SMALL, PLENTY)
 
-    assert play(trace(documents(4)), states)[0] == [0, 0, 100, 100]
-
-
-@pytest.mark.parametrize("policy", HYBRID_POLICIES)
-def test_the_next_turn_starts_after_the_last_decoded_token(policy: str) -> None:
-    hits = run(policy, [([1, 2, 3], [4, 5], 0.0), ([1, 2, 3, 4, 5, 6], [7], 1.0)])
-
-    assert hits == [0, 5]
+        assert play(trace(documents(4)), states) == [0, 0, 100, 100]
 
 
-def test_a_state_of_another_position_is_of_no_use() -> None:
-    """KV of a longer prefix is there, but states match exactly or not at all."""
-    assert run("lru", [([1, 2, 3], [4, 5], 0.0), ([1, 2, 3, 4], [9], 1.0)]) == [0, 0]
+def test_the_next_turn_starts_after_the_last_decoded_token() -> None:
+    for policy in HYBRID_POLICIES:
+        hits = run(policy, [([1, 2, 3], [4, 5], 0.0), ([1, 2, 3, 4, 5, 6], [7], 1.0)])
+
+        assert hits == [0, 5]
 
 
 def test_a_document_is_found_by_what_is_remembered_of_requests_that_went() -> None:
@@ -83,23 +64,15 @@ def test_a_document_is_found_by_what_is_remembered_of_requests_that_went() -> No
     assert reused["without"] == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("policy", HYBRID_POLICIES)
-def test_a_sequence_larger_than_the_capacity_is_refused_and_takes_nothing_with_it(
-    policy: str,
-) -> None:
-    small: Request = ([1, 2, 3], [4], 0.0)
-    capacity = SMALL.state_bytes * 3 + 50 * SMALL.kv_bytes_per_token
-    states = make_states(policy, SMALL, capacity)
-    play(trace([small, ([9] * 400, [8], 1.0)]), states)
+def test_a_sequence_larger_than_the_capacity_is_refused_and_takes_nothing_with_it() -> None:
+    for policy in HYBRID_POLICIES:
+        small: Request = ([1, 2, 3], [4], 0.0)
+        capacity = SMALL.state_bytes * 3 + 50 * SMALL.kv_bytes_per_token
+        states = make_states(policy, SMALL, capacity)
+        play(trace([small, ([9] * 400, [8], 1.0)]), states)
 
-    cache = cache_of(states)
-    assert cache.refused == 1
-    assert states.request(np.array([1, 2, 3, 4, 5, 6], np.int32), 5, 2.0) == 4
-
-
-@pytest.mark.parametrize("policy", HYBRID_POLICIES)
-def test_no_capacity_keeps_nothing_and_breaks_nothing(policy: str) -> None:
-    assert not any(run(policy, documents(5), capacity=0))
+        assert states.refused == 1
+        assert states.request(np.array([1, 2, 3, 4, 5, 6], np.int32), 5, 2.0) == 4
 
 
 def test_more_prompt_than_tokens_and_times_that_are_no_numbers_are_refused() -> None:
@@ -108,12 +81,6 @@ def test_more_prompt_than_tokens_and_times_that_are_no_numbers_are_refused() -> 
         states.request(np.zeros(3, np.int32), 4, 0.0)
     with pytest.raises(InvalidRequestError, match="now_s=inf"):
         states.request(np.zeros(3, np.int32), 3, float("inf"))
-
-
-def test_empty_prompts_and_answers_are_served() -> None:
-    requests: list[Request] = [([], [], 0.0), ([], [1], 1.0), ([1], [], 2.0), ([1, 2], [], 3.0)]
-
-    assert run("hit_density", requests) == [0, 0, 1, 1]
 
 
 random_requests = st.lists(
@@ -137,7 +104,7 @@ def test_sizes_stay_exact_and_below_the_capacity_whatever_comes(
     for one in trace(requests):
         reused = states.request(*one)
 
-        tree = cache_of(states).tree
+        tree = states.tree
         assert tree.size_bytes == recounted_bytes(tree) <= capacity
         assert 0 <= reused <= one.prompt_tokens
 
@@ -171,46 +138,6 @@ def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     while same < min(len(one), len(other)) and one[same] == other[same]:
         same += 1
     return same
-
-
-def busy(seed: int, count: int = 400) -> list[Request]:
-    """Conversations and documents by chance, more than fit."""
-    rng = np.random.default_rng(seed)
-    talks: list[list[int]] = [[] for _ in range(12)]
-    requests: list[Request] = []
-    for at in range(count):
-        which = int(rng.integers(12))
-        talks[which] += rng.integers(0, 50, int(rng.integers(1, 30))).tolist()
-        answer = rng.integers(0, 50, 5).tolist()
-        requests.append((list(talks[which]), answer, float(at)))
-        talks[which] += answer
-        if rng.random() < 0.1:
-            talks[which] = []
-    return requests
-
-
-ROOM = 8 * SMALL.state_bytes + 1500 * SMALL.kv_bytes_per_token
-
-
-@pytest.mark.parametrize("policy", HYBRID_POLICIES)
-def test_the_same_trace_gives_the_same_hits(policy: str) -> None:
-    first, second = run(policy, busy(1), ROOM), run(policy, busy(1), ROOM)
-
-    assert any(first)
-    assert first == second
-
-
-def test_marconi_tunes_alpha_once_after_five_times_the_requests_of_its_first_eviction() -> None:
-    states = MarconiStates(SMALL, ROOM)
-    evicted_at = tuned_at = 0
-    for at, one in enumerate(trace(busy(2)), 1):
-        states.request(*one)
-        evicted_at = evicted_at or (at if states.cache.evicted else 0)
-        tuned_at = tuned_at or (at if states.tuned else 0)
-
-    assert evicted_at
-    assert tuned_at == 5 * evicted_at
-    assert 0.0 <= states.alpha <= 2.0
 
 
 def test_a_policy_without_a_form_for_states_is_refused_with_those_that_have_one() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from contracts.states import edge
 from contracts.states import nodes as nodes_of
 
@@ -56,17 +55,6 @@ def test_the_sequence_that_was_seen_longest_ago_is_forgotten_first() -> None:
     assert len(one.forgotten) == 1
 
 
-def test_tokens_are_limited_as_nodes_are() -> None:
-    one = Remembered(nodes=10, tokens=5)
-    one.see(1, 1, 1)
-    one.see(2, 2, 2)
-
-    one.trim()
-
-    assert one.tree.tokens == 3
-    assert one.knows(2, 2, 2)
-
-
 def test_what_resident_states_stand_on_counts_for_nothing_and_stays() -> None:
     one = Remembered(nodes=10, tokens=0)
     one.tree.hold(one.see(1, 1, 1))
@@ -74,16 +62,6 @@ def test_what_resident_states_stand_on_counts_for_nothing_and_stays() -> None:
     one.trim()
 
     assert one.knows(1, 1, 1)
-
-
-def test_the_end_of_a_shared_part_goes_once_only_one_sequence_needs_it() -> None:
-    one = Remembered(nodes=0)
-    one.tree.hold(one.see(1, 2, 3))
-    one.see(1, 2, 4)
-    one.trim()
-
-    assert one.tree.nodes == 1
-    assert one.knows(1, 2, 3)
 
 
 def test_a_shared_part_of_two_resident_sequences_stays_without_a_state() -> None:
@@ -124,27 +102,18 @@ def test_a_state_that_went_makes_a_ghost_of_the_age_of_its_last_use() -> None:
     assert not one.knows(1, 1)
 
 
-def test_the_queue_has_one_entry_for_a_node_however_often_it_is_seen() -> None:
-    one = Remembered(nodes=10)
-    for _ in range(100):
-        one.see(1, 1)
-        one.trim()
+def test_limits_hold_whatever_comes() -> None:
+    for nodes in [1, 7, 50]:
+        one = Remembered(nodes, tokens=4 * nodes)
+        rng = np.random.default_rng(nodes)
+        for _ in range(500):
+            one.see(*rng.integers(0, 3, rng.integers(1, 9)).tolist())
+            one.trim()
 
-    assert len(one.ghosts._queue) == 1
-
-
-@pytest.mark.parametrize("nodes", [1, 7, 50])
-def test_limits_hold_whatever_comes(nodes: int) -> None:
-    one = Remembered(nodes, tokens=4 * nodes)
-    rng = np.random.default_rng(nodes)
-    for _ in range(500):
-        one.see(*rng.integers(0, 3, rng.integers(1, 9)).tolist())
-        one.trim()
-
-        branches = sum(len(node.children) > 1 for node in nodes_of(one.tree))
-        assert one.tree.nodes - branches <= nodes
-        assert len(one.ghosts._queue) <= one.tree.nodes
-    assert one.forgotten
+            branches = sum(len(node.children) > 1 for node in nodes_of(one.tree))
+            assert one.tree.nodes - branches <= nodes
+            assert len(one.ghosts._queue) <= one.tree.nodes
+        assert one.forgotten
 
 
 def test_what_is_remembered_goes_with_the_capacity_up_to_a_limit() -> None:

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections import Counter
 
 import numpy as np
-import pytest
-from contracts.states import nodes, spelt
-from numpy.typing import NDArray
-from typing_extensions import override
+from contracts.states import spelt
 
-from kvstore.server.eviction.reuse_statistics import Classes, DensityTable, Floats
 from kvstore.server.eviction.states.cache import GhostLimits, MakeRank, StateCache
 from kvstore.server.eviction.states.ranks import (
     STATE_CLASSES,
@@ -53,9 +48,8 @@ def victims(cache: StateCache, now_s: float) -> list[str]:
     return order
 
 
-@pytest.mark.parametrize(
-    ("make_rank", "requests", "order"),
-    [
+def test_ranks_by_recency_evict_in_this_order() -> None:
+    for make_rank, requests, order in [
         (LruRank, "ax>1 by>1 cz>1", ["ax1", "by1", "cz1"]),
         # The state that was started from is younger than that of the second.
         (LruRank, "ax>1 by>1 ax1>2", ["by1", "ax1", "ax12"]),
@@ -68,12 +62,8 @@ def victims(cache: StateCache, now_s: float) -> list[str]:
         (LruRank, "abx>1 aby>1 abz>1", ["abx1", "aby1", "ab", "abz1"]),
         (LeafLruRank, "abx>1 aby>1 abz>1", ["abx1", "aby1", "abz1", "ab"]),
         (MarconiRank, "ax>1 by>1 ax1>2", ["by1", "ax1", "ax12"]),
-    ],
-)
-def test_ranks_by_recency_evict_in_this_order(
-    make_rank: MakeRank, requests: str, order: list[str]
-) -> None:
-    assert victims(serve(make_rank, requests), 100.0) == order
+    ]:
+        assert victims(serve(make_rank, requests), 100.0) == order
 
 
 def test_alpha_keeps_the_state_that_saves_more_flops_per_byte() -> None:
@@ -120,14 +110,6 @@ def test_the_clock_may_jump_without_changing_what_is_remembered() -> None:
     assert len(victims(cache, 2e12)) == 5
 
 
-def test_states_used_at_one_time_go_in_the_order_of_their_use() -> None:
-    cache = serve(cold, "")
-    for word in ("aa1", "bb1", "cc1"):
-        cache.request(words(word), 2, 0.0)
-
-    assert victims(cache, 50.0) == ["aa1", "bb1", "cc1"]
-
-
 def known(tree: CheckpointTree, text: str) -> Node:
     return tree.extend(tree.match(words(text)), words(text))[1]
 
@@ -147,58 +129,6 @@ def test_classes_are_turns_of_ends_and_the_children_of_others() -> None:
     assert ends == [0, 1, 2, 3, 3, 4, 4, 4]
     assert one_child == 15
     assert state_class(node) == STATE_CLASSES - 1
-
-
-class Waiting(DensityTable):
-    """Who waits, by class and since when, as the table is told."""
-
-    def __init__(self) -> None:
-        super().__init__(np.zeros(STATE_CLASSES, np.intp))
-        self.now: Counter[tuple[int, float]] = Counter()
-        self.gone = 0
-
-    @override
-    def wait(self, classes: Classes, now_s: float) -> None:
-        self.now.update((int(kind), now_s) for kind in classes)
-
-    @override
-    def requested(self, classes: Classes, since_s: Floats, now_s: float) -> None:
-        self.now.subtract(zip(map(int, classes), map(float, since_s), strict=True))
-        assert min(self.now.values()) >= 0
-        self.gone += len(classes)
-
-    @override
-    def forgotten(
-        self, classes: NDArray[np.uint16], since_s: NDArray[np.float64], now_s: float
-    ) -> None:
-        self.requested(classes, since_s, now_s)
-
-    @override
-    def moved(
-        self,
-        classes: NDArray[np.uint16],
-        others: NDArray[np.uint16],
-        since_s: NDArray[np.float64],
-        now_s: float,
-    ) -> None:
-        self.requested(classes, since_s, now_s)
-        self.now.update(zip(others.tolist(), since_s.tolist(), strict=True))
-
-
-def test_the_table_is_told_of_every_position_that_waits_and_of_none_that_does_not() -> None:
-    limits = GhostLimits(30, 200)
-    cache = StateCache(SMALL, 12 * SMALL.state_bytes, limits, cold)
-    rank = cache.rank
-    assert isinstance(rank, HitDensityRank)
-    told = rank.table = Waiting()
-    rng = np.random.default_rng(8)
-    for at in range(600):
-        sequence = rng.integers(0, 3, rng.integers(1, 9)).astype(np.int32)
-        cache.request(sequence, int(rng.integers(0, len(sequence) + 1)), float(at // 3))
-
-        ever = [node for node in nodes(cache.tree) if node.last_s is not None]
-        assert +told.now == Counter((node.kind, node.last_s) for node in ever)
-    assert told.gone > 600
 
 
 def test_the_prior_is_the_one_that_was_measured() -> None:

@@ -25,55 +25,6 @@ def insert(tree: CheckpointTree, *values: int) -> tuple[Node, Node]:
     return tree.extend(tree.match(sequence), sequence)
 
 
-def test_a_sequence_is_one_edge_until_another_leaves_it() -> None:
-    tree = CheckpointTree(SMALL)
-    _, first = insert(tree, 1, 2, 3, 4)
-
-    parts, second = insert(tree, 1, 2, 9)
-
-    assert (parts.depth, edge(parts)) == (2, [1, 2])
-    assert first.parent == second.parent == parts
-    assert (edge(first), edge(second)) == ([3, 4], [9])
-    assert (tree.nodes, tree.tokens) == (3, 5)
-
-
-def test_only_edges_that_match_entirely_are_on_the_path() -> None:
-    tree = CheckpointTree(SMALL)
-    insert(tree, 1, 2, 3, 4)
-
-    match = tree.match(tokens(1, 2, 3, 9))
-
-    assert match.path == []
-    assert match.shared == 3
-
-
-def test_a_sequence_that_ends_inside_an_edge_is_split_off_there() -> None:
-    tree = CheckpointTree(SMALL)
-    _, whole = insert(tree, 1, 2, 3)
-
-    leaves, end = insert(tree, 1, 2)
-
-    assert leaves == end
-    assert (end.depth, whole.parent) == (2, end)
-
-
-def test_kv_of_a_path_is_kept_once_for_all_states_below_it() -> None:
-    tree = CheckpointTree(SMALL)
-    _, first = insert(tree, 1, 2, 3, 4)
-    tree.hold(first)
-    parts, second = insert(tree, 1, 2, 9)
-    tree.hold(second)
-
-    assert tree.size_bytes == 2 * STATE + 5 * KV
-
-    tree.drop(first)
-    assert tree.size_bytes == STATE + 3 * KV
-
-    tree.hold(parts)
-    tree.drop(second)
-    assert tree.size_bytes == STATE + 2 * KV
-
-
 def test_a_split_copies_its_edges_so_that_nothing_of_the_whole_stays_alive() -> None:
     tree = CheckpointTree(SMALL)
     _, end = insert(tree, *range(1000))

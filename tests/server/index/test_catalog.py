@@ -1,21 +1,27 @@
-"""The catalog: copies, leases, pins and victims kept in step."""
+"""The catalog: copies, leases, pins and victims kept in step, and what others have."""
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from dataclasses import replace
 from itertools import count
 
+import numpy as np
 import pytest
+from contracts.chunks import make_representation
 from contracts.policy import ALL, info, key
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from simulation.clock import FakeClock
 from typing_extensions import override
 
 from kvstore.proto.errors import LeaseExpiredError, QuotaExceededError
-from kvstore.proto.types import Accuracy, Namespace
+from kvstore.proto.types import Accuracy, ChunkInfo, KVLayout
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import EvictionPolicy
-from kvstore.server.index.catalog import Catalog
+from kvstore.server.index.catalog import AT_ONCE, Catalog
 from kvstore.server.index.holds import Leases, LeaseTerms
 
 SESSION = 7
@@ -28,7 +34,7 @@ def clock() -> FakeClock:
 
 def make_catalog(clock: FakeClock, pin_limit_bytes: int = 1_000) -> Catalog:
     ids = count(1)
-    policies: dict[str, EvictionPolicy] = {"cpu": LruEviction(), "disk": LruEviction()}
+    policies: dict[str, EvictionPolicy] = {tier: LruEviction() for tier in ("cpu", "disk", "peer")}
     return Catalog(policies, Leases(10, lambda: next(ids)), pin_limit_bytes, clock)
 
 
@@ -48,20 +54,18 @@ TIERS = ("cpu", "disk")
 
 
 def test_a_match_is_the_longest_prefix_and_what_is_being_put_behind_it(catalog: Catalog) -> None:
-    assert catalog.in_flight.begin(key(3))
+    assert not catalog.in_flight.begin(key(0)), "it exists"
+    assert [catalog.in_flight.begin(key(3)) for _ in range(2)] == [True, True]
+    catalog.in_flight.end(key(3))
+    assert catalog.in_flight.writers.total() == 1
     found = catalog.match(CHAIN, Accuracy.exact, TIERS)
     assert (found.known, found.pending) == (3, 1)
     assert found.sources.tolist() == [0, 0, 0]
     assert found.sizes.tolist() == [100, 100, 100]
+    catalog.note_sealed("cpu", info(4, 3))
+    assert catalog.match(CHAIN, Accuracy.exact, TIERS).pending == 2, "and what is there behind"
     catalog.in_flight.end(key(3))
     assert catalog.match(CHAIN, Accuracy.exact, TIERS).pending == 0
-
-
-def test_a_match_leases_what_it_found_and_nothing_when_it_found_nothing(catalog: Catalog) -> None:
-    found = catalog.match(CHAIN, Accuracy.exact, TIERS, LeaseTerms(SESSION, 2.0))
-    assert catalog.leases.get(found.lease_id, SESSION, 0.0).keys == CHAIN[:3]
-    unknown = catalog.match([key(99)], Accuracy.exact, TIERS, LeaseTerms(SESSION, 2.0))
-    assert (unknown.lease_id, len(catalog.leases)) == (0, 1)
 
 
 def test_each_chunk_of_a_match_comes_from_the_first_tier_that_may_be_read(
@@ -73,22 +77,11 @@ def test_each_chunk_of_a_match_comes_from_the_first_tier_that_may_be_read(
     assert (barred.known, barred.sources.tolist(), barred.sizes.tolist()) == (3, [1, 1], [60, 60])
     none = catalog.match(CHAIN, Accuracy.exact, (None, None))
     assert (none.known, none.sources.tolist()) == (3, [])
-
-
-def test_a_copy_of_too_low_accuracy_is_not_what_a_match_reads(catalog: Catalog) -> None:
     catalog.forget("disk", key(1))
     catalog.note_sealed("disk", replace(info(1, 0, 60), accuracy=Accuracy.bounded))
     by_disk = ("disk", "cpu")
     assert catalog.match(CHAIN, Accuracy.exact, by_disk).sources.tolist() == [0, 1, 1]
     assert catalog.match(CHAIN, Accuracy.bounded, by_disk).sources.tolist() == [0, 0, 1]
-
-
-def test_pending_counts_go_on_through_chunks_that_exist_behind_one_that_does_not(
-    catalog: Catalog,
-) -> None:
-    catalog.note_sealed("cpu", info(4, 3))
-    catalog.in_flight.begin(key(3))
-    assert catalog.match(CHAIN, Accuracy.exact, TIERS).pending == 2
 
 
 def test_a_match_makes_its_chain_the_last_to_go(catalog: Catalog) -> None:
@@ -99,44 +92,16 @@ def test_a_match_makes_its_chain_the_last_to_go(catalog: Catalog) -> None:
     assert catalog.eviction.claim_victims("cpu", 1, ALL) == [key(9)]
 
 
-def test_a_chunk_that_exists_needs_no_put_and_writers_are_counted(catalog: Catalog) -> None:
-    assert not catalog.in_flight.begin(key(0))
-    assert catalog.in_flight.writers.total() == 0
-    assert [catalog.in_flight.begin(key(3)) for _ in range(2)] == [True, True]
-    catalog.in_flight.end(key(3))
-    assert catalog.in_flight.writers.total() == 1
-    catalog.in_flight.end(key(3))
-    assert catalog.in_flight.writers.total() == 0
-
-
-def test_a_lease_covers_the_prefix_that_exists_and_ends_by_the_clock(
-    catalog: Catalog, clock: FakeClock
-) -> None:
-    lease, known = catalog.grant(CHAIN, LeaseTerms(SESSION, 2.0))
-    assert (known, lease.keys) == (3, CHAIN[:3])
-    assert (catalog.leases.pins.total(), len(catalog.leases)) == (3, 1)
-    clock.advance(2.0)
-    with pytest.raises(LeaseExpiredError):
-        catalog.leases.get(lease.lease_id, SESSION, clock())
-    assert catalog.expire() == 1
-    assert (catalog.leases.pins.total(), len(catalog.leases)) == (0, 0)
-
-
 def test_what_is_held_is_neither_claimed_nor_cast_out(catalog: Catalog) -> None:
     catalog.grant([key(0)], LeaseTerms(SESSION, 10.0))
+    catalog.hold(key(2))  # it moves
+    assert catalog.eviction.claim_victims("cpu", ALL, ALL) == []
+    catalog.let_go(key(2))
     assert catalog.eviction.claim_victims("cpu", ALL, ALL) == [key(2), key(1)]
     assert not catalog.cast_out("cpu", key(0), even_if_held=False)
     assert catalog.copies(key(0)).keys() == {"cpu", "disk"}
     assert catalog.cast_out("cpu", key(0))
     assert catalog.copies(key(0)).keys() == {"disk"}
-
-
-def test_a_moving_chunk_is_held_until_it_is_let_go(catalog: Catalog) -> None:
-    assert catalog.hold(key(2)).keys() == {"cpu"}
-    assert catalog.eviction.claim_victims("cpu", ALL, ALL) == []
-    assert not catalog.cast_out("cpu", key(2), even_if_held=False)
-    catalog.let_go(key(2))
-    assert catalog.eviction.claim_victims("cpu", 1, ALL) == [key(2)]
 
 
 def test_a_victim_is_handed_out_once(catalog: Catalog) -> None:
@@ -145,11 +110,6 @@ def test_a_victim_is_handed_out_once(catalog: Catalog) -> None:
     assert catalog.eviction.claim_victims("disk", ALL, ALL) == [key(1), key(0)]
     catalog.eviction.unclaim([key(2)])
     assert catalog.eviction.claim_victims("cpu", 100, ALL) == [key(2)]
-
-
-def test_among_names_all_of_a_piece_that_may_go(catalog: Catalog) -> None:
-    catalog.grant([key(0)], LeaseTerms(SESSION, 10.0))
-    assert catalog.eviction.claim("cpu", CHAIN[:3]) == [key(1), key(2)]
 
 
 class AskedClock(FakeClock):
@@ -185,40 +145,15 @@ def test_waiting_for_an_eviction_ends_with_it_and_not_without_one() -> None:
     over.join()
 
 
-def test_the_policy_knows_what_the_index_knows(catalog: Catalog) -> None:
-    assert catalog.forget("cpu", key(1))
-    assert not catalog.forget("cpu", key(1))
-    assert set(catalog.eviction.claim_victims("cpu", ALL, ALL)) == {key(0), key(2)}
-    assert catalog.forget("disk", key(1))
-    assert catalog.copies(key(1)) == {}
-    assert len(catalog) == 2
-
-
 def test_what_was_cast_out_is_an_orphan_until_it_is_purged_or_sealed_anew(catalog: Catalog) -> None:
     assert catalog.cast_out("disk", key(0))
     assert catalog.orphans["disk"] == {key(0)}
     assert catalog.orphans["cpu"] == set()
     catalog.purged("disk", key(0))
     assert catalog.orphans["disk"] == set()
+    assert not catalog.forget("disk", key(4)), "it was never there"
     catalog.cast_out("disk", key(1))
     catalog.note_sealed("disk", info(1, 0, 60))
-    assert catalog.orphans["disk"] == set()
-
-
-def test_holders_sizes_and_orphans_are_asked_for_one_by_one(catalog: Catalog) -> None:
-    assert catalog.holders(key(0)) == ["cpu", "disk"]
-    assert (catalog.size_bytes("cpu", key(0)), catalog.size_bytes("disk", key(0))) == (100, 60)
-    assert catalog.size_bytes("disk", key(2)) == catalog.size_bytes("cpu", key(4)) == 0
-    catalog.cast_out("cpu", key(0))
-    assert catalog.holders(key(0)) == ["disk"]
-    assert (key(0) in catalog.orphans["cpu"], key(0) in catalog.orphans["disk"]) == (True, False)
-    assert catalog.holders(key(4)) == []
-
-
-def test_what_is_lost_or_was_never_there_is_no_orphan(catalog: Catalog) -> None:
-    catalog.forget("disk", key(0))
-    assert not catalog.cast_out("disk", key(0))
-    assert not catalog.cast_out("disk", key(4))
     assert catalog.orphans["disk"] == set()
 
 
@@ -230,6 +165,7 @@ def test_pins_keep_known_chunks_until_they_end_or_are_ended(
     holding = catalog.queries.details(key(2))
     assert holding is not None
     assert holding.is_pinned
+    assert catalog.queries.details(key(4)) is None
     assert catalog.unpin([key(2), key(4)]) == 1
     catalog.pin([key(2)], ttl_s=5.0)
     clock.advance(5.0)
@@ -249,45 +185,7 @@ def test_pins_have_a_limit_that_pinning_again_does_not_use_up(clock: FakeClock) 
     assert catalog.pin([key(2)], 5.0) == 1
 
 
-def test_holdings_are_those_of_one_namespace(catalog: Catalog) -> None:
-    lease, _ = catalog.grant([key(0)], LeaseTerms(SESSION, 10.0))
-    catalog.match([key(0)], Accuracy.exact, TIERS)
-    holdings = catalog.queries.page(Namespace(bytes(16)))
-    assert [holding.key for holding in holdings] == CHAIN[:3]
-    assert (holdings[0].leases, holdings[0].hits) == (1, 1)
-    assert (holdings[1].leases, holdings[1].hits) == (0, 0)
-    assert catalog.queries.page(Namespace(b"x" * 16)) == []
-    assert catalog.queries.details(key(4)) is None
-    assert catalog.release(lease.lease_id, SESSION)
-
-
-def test_only_on_names_what_would_be_lost_with_a_tier(catalog: Catalog) -> None:
-    assert catalog.queries.only_on("cpu") == [key(2)]
-    assert catalog.queries.only_on("disk") == []
-
-
-def test_a_session_that_ends_releases_its_leases(catalog: Catalog) -> None:
-    for _ in range(2):
-        catalog.grant(CHAIN, LeaseTerms(SESSION, 10.0))
-    catalog.grant(CHAIN, LeaseTerms(SESSION + 1, 10.0))
-    assert catalog.release_session(SESSION) == 2
-    assert catalog.leases.pins.total() == 3
-
-
 # --- what policies are told later
-
-
-def test_who_catches_up_tells_the_policies_and_the_history() -> None:
-    catalog = make_catalog(FakeClock())
-    for number in range(3):
-        catalog.note_sealed("cpu", info(number, number - 1 if number else None))
-    catalog.match(CHAIN, Accuracy.exact, TIERS)
-    history = catalog.state.metadata.history
-    row = catalog.state.index.row(key(0))
-    assert history.hits_of(row) == 0
-    assert catalog.drain(0.0)
-    assert history.hits_of(row) == 2
-    assert not catalog.drain(0.0)
 
 
 def test_who_has_answered_one_of_many_lookups_tells_of_an_earlier_one() -> None:
@@ -345,3 +243,179 @@ def test_a_chunk_that_may_not_be_read_and_nobody_writes_is_missing_and_not_pendi
     catalog.note_sealed("cpu", replace(info(3, 2), accuracy=Accuracy.bounded))
     found = catalog.match(CHAIN, Accuracy.exact, TIERS)
     assert (found.known, found.pending, found.first_missing) == (3, 0, 3)
+
+
+# --- leases and the pins they add up to
+
+
+@pytest.fixture
+def table() -> Leases:
+    ids = count(1)
+    return Leases(3, lambda: next(ids))
+
+
+def expire(table: Leases, now: float) -> int:
+    return table.drop(lambda lease: lease.deadline <= now)
+
+
+def end(table: Leases, session_id: int) -> int:
+    return table.drop(lambda lease: lease.session_id == session_id)
+
+
+def test_a_lease_is_its_sessions_alone_until_its_deadline_and_refused_by_name(
+    table: Leases,
+) -> None:
+    lease = table.grant(1, [key(1), key(1)], deadline=10.0)
+    assert table.get(lease.lease_id, 1, now=9.9) is lease
+    for lease_id, session_id, now in ((lease.lease_id, 1, 10.0), (lease.lease_id, 2, 0.0)):
+        with pytest.raises(LeaseExpiredError, match=rf"lease_id={lease_id}:.*lookup"):
+            table.get(lease_id, session_id, now)
+    for lease_id in (0, 99):
+        with pytest.raises(LeaseExpiredError, match=f"lease_id={lease_id}"):
+            table.get(lease_id, 1, now=0.0)
+    assert table.pins == {key(1): 2}, "only expire lets go of the pins"
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """Leases and moves of a few chunks by a few sessions, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        ids = count(1)
+        self.table = Leases(4, lambda: next(ids))
+        self.live: dict[int, tuple[int, list[int], int]] = {}
+        self.moves: list[int] = []
+        self.now = 0
+
+    def owned(self, session_id: int) -> list[int]:
+        return [lease_id for lease_id, lease in self.live.items() if lease[0] == session_id]
+
+    @rule(session_id=st.integers(1, 3), numbers=st.lists(st.integers(0, 4), max_size=4))
+    def grant(self, session_id: int, numbers: list[int]) -> None:
+        if len(self.owned(session_id)) == 4:
+            message = f"session {session_id} reached max_leases_per_session=4"
+            with pytest.raises(QuotaExceededError, match=message):
+                self.table.grant(session_id, map(key, numbers), self.now + 5)
+            return
+        lease = self.table.grant(session_id, map(key, numbers), self.now + 5)
+        self.live[lease.lease_id] = session_id, numbers, self.now + 5
+
+    @rule(session_id=st.integers(1, 3), lease_id=st.integers(1, 30))
+    def release(self, session_id: int, lease_id: int) -> None:
+        owns = lease_id in self.owned(session_id)
+        assert self.table.release(lease_id, session_id) == owns
+        if owns:
+            del self.live[lease_id]
+
+    @rule(session_id=st.integers(1, 3))
+    def end_session(self, session_id: int) -> None:
+        owned = self.owned(session_id)
+        assert end(self.table, session_id) == len(owned)
+        for lease_id in owned:
+            del self.live[lease_id]
+
+    @rule(seconds=st.integers(0, 6))
+    def expire(self, seconds: int) -> None:
+        self.now += seconds
+        late = [lease_id for lease_id, lease in self.live.items() if lease[2] <= self.now]
+        assert expire(self.table, self.now) == len(late)
+        for lease_id in late:
+            del self.live[lease_id]
+
+    @rule(number=st.integers(0, 4))
+    def move(self, number: int) -> None:
+        self.table.pin(key(number))
+        self.moves.append(number)
+
+    @precondition(lambda self: self.moves)
+    @rule()
+    def end_move(self) -> None:
+        self.table.unpin(key(self.moves.pop()))
+
+    @invariant()
+    def pins_add_up(self) -> None:
+        leased = [number for lease in self.live.values() for number in lease[1]]
+        expected = Counter(self.moves + leased)
+        assert self.table.pins == {key(number): times for number, times in expected.items()}
+        assert len(self.table) == len(self.live)
+
+    def teardown(self) -> None:
+        for session_id in range(1, 4):
+            end(self.table, session_id)
+        for number in self.moves:
+            self.table.unpin(key(number))
+        assert self.table.pins == {}
+
+
+LeaseMachine.TestCase.settings = settings(max_examples=40, deadline=None)
+TestPinsAddUp = LeaseMachine.TestCase
+
+
+# --- what others have, noted a chain at a time
+
+
+PLACES = st.tuples(st.integers(0, 11), st.sampled_from([None, -1, -1, -1, -1, -2]))
+"""A chunk, and how far before it the one is that it continues."""
+
+
+def chain(first: int, stop: int) -> list[ChunkInfo]:
+    return [info(number, number - 1 if number else None) for number in range(first, stop)]
+
+
+def state(catalog: Catalog, keys: int) -> list[object]:
+    """Return all that may be asked about each key, and what would be saved of it.
+
+    But for the length of the prompt, which is guessed by what came together.
+    """
+    saved = catalog.save().chunks
+    saved = saved[np.argsort(saved["key"])][["key", "flops", "hits", "turns", "own", "priority"]]
+    told: list[object] = [
+        (catalog.copies(key(n)), catalog.eviction.rank("peer", key(n)), catalog.is_held(key(n)))
+        for n in range(keys)
+    ]
+    return [*told, catalog.eviction.count_on("peer"), saved.tolist()]
+
+
+@given(st.lists(st.lists(PLACES, max_size=12), max_size=4), st.sets(st.integers(0, 11)))
+@settings(max_examples=60, deadline=None)
+def test_chunks_noted_together_are_known_as_chunks_noted_one_by_one(
+    asked: list[list[tuple[int, int | None]]], ours: set[int]
+) -> None:
+    together, alone = make_catalog(FakeClock()), make_catalog(FakeClock())
+    for catalog in (together, alone):
+        for number in sorted(ours):
+            catalog.note_sealed("cpu", info(number, number - 1 if number else None))
+    for answer in asked:
+        infos = [info(n, None if step is None else max(0, n + step)) for n, step in answer]
+        found = together.note_found("peer", infos)
+        assert found == [one for each in infos for one in alone.note_found("peer", [each])]
+    assert state(together, 12) == state(alone, 12)
+
+
+def test_a_chunk_of_another_layout_is_told_back_and_not_noted() -> None:
+    catalog = make_catalog(FakeClock())
+    catalog.note_sealed("cpu", info(1, 0))
+    other = replace(info(1, 0), layout=KVLayout.of(make_representation(3), 16))
+    assert catalog.note_found("peer", [info(0, None), other, info(2, 1)]) == [other]
+    assert [list(catalog.copies(key(n))) for n in range(3)] == [["peer"], ["cpu"], ["peer"]]
+
+
+def test_a_chain_longer_than_is_noted_at_once_is_noted_whole() -> None:
+    catalog = make_catalog(FakeClock())
+    length = 3 * AT_ONCE + 1
+    assert catalog.note_found("peer", chain(0, length)) == []
+    keys = [key(number) for number in range(length)]
+    assert len(catalog.match(keys, Accuracy.exact, ("cpu", "peer")).sources) == length
+    assert catalog.eviction.count_on("peer") == length
+
+
+def test_what_a_tier_has_is_told_in_the_order_of_the_question() -> None:
+    catalog = make_catalog(FakeClock())
+    for one in chain(0, 4):
+        catalog.note_sealed("cpu", one)
+    catalog.note_found("peer", chain(4, 6))
+    catalog.forget("cpu", key(1))
+    asked = [key(number) for number in (0, 1, 2, 4, 3, 99, 0)]
+    there = [info(0, None), None, info(2, 1), None, info(3, 2), None, info(0, None)]
+    assert catalog.infos_on("cpu", asked) == there
+    assert catalog.infos_on("cpu", []) == []

@@ -1,4 +1,4 @@
-"""The ChunkIndex: runs of known keys, copies by tier, and rows that are given again."""
+"""The ChunkIndex against a dictionary, whatever happens; where prefixes end, and what rows keep."""
 
 from __future__ import annotations
 
@@ -7,83 +7,294 @@ from dataclasses import replace
 
 import pytest
 from contracts.chunks import make_info, make_representation
+from contracts.ends import HYBRID as HYBRID_MODEL
+from contracts.ends import STATES, WIDE
 from contracts.policy import digest, info, key
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
-from kvstore.proto.types import ROOT, Accuracy, ChunkInfo, ChunkKey, KVLayout, Namespace
-from kvstore.server.index.chunk_index import MAX_TIERS, ChunkIndex
+from kvstore.proto.types import (
+    ROOT,
+    Accuracy,
+    ChunkInfo,
+    ChunkKey,
+    Component,
+    DType,
+    KVLayout,
+    LayerKind,
+    Namespace,
+)
+from kvstore.server.eviction.policy import Rows
+from kvstore.server.index.chunk_index import (
+    MAX_CHECKPOINT_SPACES,
+    MAX_TIERS,
+    ChunkIndex,
+    ResumeRequirements,
+)
 
-TIERS = ("cpu", "disk", "redis")
+TIERS = ("cpu", "disk")
+CHUNKS = 8
+GHOSTS = 3
+HYBRID = Namespace(b"h" * 16)
+PLAIN = Namespace(bytes(16))
+
+_ATTENTION = Component(LayerKind.attention, DType.bfloat16, 2, 1, 8, 16)
+_STATE = Component(LayerKind.state, DType.float32, 2, 1, 8, 1)
+_WINDOW = Component(LayerKind.window, DType.bfloat16, 2, 1, 8, 16)
+
+numbers = st.integers(0, CHUNKS - 1)
+tiers = st.sampled_from(TIERS)
+
+
+def layout(*, has_state: bool) -> KVLayout:
+    return KVLayout((_ATTENTION, _STATE) if has_state else (_ATTENTION,))
+
+
+class RadixMachine(RuleBasedStateMachine):
+    """Chains of two namespaces: the chunks of one have states here and there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forgotten: list[int] = []
+        self.index = ChunkIndex(TIERS, GHOSTS, self.forget)
+        self.index.need(HYBRID, ResumeRequirements(state=True))
+        self.copies: dict[ChunkKey, dict[str, bool]] = {}
+        """By chunk, the tiers with a copy, and whether its layout has a state."""
+        self.ghosts: list[ChunkKey] = []
+        self.rows: dict[ChunkKey, int] = {}
+
+    def forget(self, rows: Rows) -> None:
+        self.forgotten += rows.tolist()
+
+    def key(self, space: Namespace, number: int) -> ChunkKey:
+        return ChunkKey(space + digest(number))
+
+    def keys(self, space: Namespace) -> list[ChunkKey]:
+        return [self.key(space, number) for number in range(CHUNKS)]
+
+    @rule(
+        space=st.sampled_from((PLAIN, HYBRID)), number=numbers, tier=tiers, has_state=st.booleans()
+    )
+    def add(self, space: Namespace, number: int, tier: str, has_state: bool) -> None:
+        name = self.key(space, number)
+        has_state &= space == HYBRID
+        there = self.copies.setdefault(name, {})
+        # What a chunk has is said by its first copy.
+        has_state = next(iter(there.values()), has_state)
+        there[tier] = has_state
+        chunk = replace(
+            info(number, number - 1 if number else None), key=name,
+            layout=layout(has_state=has_state),
+        )  # fmt: skip
+        (row,) = self.index.add(tier, [chunk])
+        if name in self.ghosts:
+            self.ghosts.remove(name)
+        assert self.rows.setdefault(name, row) == row, "a known chunk keeps its row"
+
+    @rule(space=st.sampled_from((PLAIN, HYBRID)), number=numbers, tier=tiers)
+    def discard(self, space: Namespace, number: int, tier: str) -> None:
+        name = self.key(space, number)
+        row = self.index.row(name)
+        there = self.copies.get(name, {})
+        assert (row != NO_ROW) == bool(there)
+        if not row:
+            return
+        assert self.index.discard(tier, row) == (tier in there)
+        if there.pop(tier, None) is None or there:
+            return
+        del self.copies[name]
+        self.ghosts.append(name)
+        self.trim()
+
+    @rule(number=numbers)
+    def remember(self, number: int) -> None:
+        """As a file of an earlier run would have it."""
+        name = self.key(PLAIN, number)
+        is_new = name not in self.copies and name not in self.ghosts
+        fits = len(self.ghosts) < max(GHOSTS, 2 * len(self.copies))
+        row = self.index.add_evicted(name)
+        assert (row != NO_ROW) == (is_new and fits)
+        if row:
+            self.ghosts.append(name)
+            self.rows[name] = row
+
+    def trim(self) -> None:
+        if len(self.ghosts) > max(GHOSTS, 2 * len(self.copies)):
+            name = self.ghosts.pop(0)
+            assert self.forgotten.pop(0) == self.rows.pop(name)
+
+    @invariant()
+    def the_index_is_the_dictionary(self) -> None:
+        index = self.index
+        assert not self.forgotten, "only ghosts over the limit are forgotten"
+        assert len(index) == len(self.copies)
+        assert len(index.evicted) == len(self.ghosts)
+        known = [index.key(row) for row in index.known_rows()]
+        assert known[: len(self.ghosts)] == self.ghosts
+        assert set(known[len(self.ghosts) :]) == set(self.copies)
+        for name, there in self.copies.items():
+            held = index.copies(index.row(name))
+            assert set(held) == set(there) == set(index.holders(index.row(name)))
+            assert {info.key for info in held.values()} == {name}
+            assert not index.is_evicted(name)
+        for space in (PLAIN, HYBRID):
+            found = {ChunkKey(name) for name in index.keys_starting(space).tolist()}
+            assert found == {name for name in self.copies if name.startswith(space)}
+        alone = {name for name, there in self.copies.items() if set(there) == {"cpu"}}
+        assert set(index.only_on(("cpu",))) == alone
+        for name in self.ghosts:
+            assert index.row(name) == NO_ROW
+            assert index.is_evicted(name)
+
+    @invariant()
+    def prefixes_end_where_the_dictionary_says(self) -> None:
+        for space in (PLAIN, HYBRID):
+            keys = self.keys(space)
+            known = here = usable = 0
+            while known < CHUNKS and (keys[known] in self.copies or keys[known] in self.ghosts):
+                known += 1
+            while here < CHUNKS and keys[here] in self.copies:
+                here += 1
+                if space == PLAIN or any(self.copies[keys[here - 1]].values()):
+                    usable = here
+            rows = self.index.known_prefix(keys)
+            assert [self.index.key(row) for row in rows.tolist()] == keys[:known]
+            assert len(self.index.readable(self.index.prefix(keys))) == usable
+            assert len(self.index.readable(rows)) == usable
+
+
+def test_any_events_leave_the_index_what_the_dictionary_is() -> None:
+    run_state_machine_as_test(
+        RadixMachine,
+        settings=settings(max_examples=60, stateful_step_count=50, deadline=None),
+    )
+
+
+def test_a_ghost_keeps_its_row_and_is_no_hit() -> None:
+    index = ChunkIndex(TIERS, 10)
+    (row,) = index.add("cpu", [info(1)])
+    index.discard("cpu", row)
+    assert index.is_evicted(key(1))
+    assert index.known_prefix([key(1)]).tolist() == [row]
+    assert len(index.readable(index.prefix([key(1)]))) == 0
+    assert index.row(key(1)) == NO_ROW
+    assert index.add("disk", [info(1)]) == [row]
+    assert len(index.evicted) == 0
+
+
+def test_the_oldest_ghosts_are_forgotten_together_and_told_of_before_their_rows_are_reused() -> (
+    None
+):
+    told: list[list[int]] = []
+    index = ChunkIndex(TIERS, 160, lambda rows: told.append(rows.tolist()))
+    rows = [index.add("cpu", [info(number)])[0] for number in range(200)]
+    for row in rows:
+        index.discard("cpu", row)
+    assert [len(batch) for batch in told] == [11, 11, 11], "a sixteenth of the limit, and one"
+    assert [row for batch in told for row in batch] == rows[:33]
+    assert len(index.evicted) <= 160 + 11
+    assert index.add("cpu", [info(777)])[0] in rows[:33]
+
+
+def test_a_chunk_with_a_state_or_window_shows_what_its_namespace_needs() -> None:
+    for kind in (_STATE, _WINDOW):
+        index = ChunkIndex(TIERS)
+        index.add("cpu", [info(0)])
+        assert len(index.readable(index.prefix([key(0)]))) == 1
+        index.add("cpu", [replace(info(1, 0), layout=KVLayout((_ATTENTION, kind)))])
+        assert len(index.readable(index.prefix([key(0)]))) == 0
+        assert len(index.readable(index.prefix([key(0), key(1)]))) == 2
+
+
+def test_namespaces_of_such_models_are_remembered_within_a_limit() -> None:
+    index = ChunkIndex(TIERS)
+    for number in range(MAX_CHECKPOINT_SPACES + 5):
+        index.need(Namespace(number.to_bytes(16, "little")), ResumeRequirements(state=True))
+    assert len(index.needs) == MAX_CHECKPOINT_SPACES
+
+
+def test_a_lossy_copy_may_be_a_checkpoint_of_its_accuracy() -> None:
+    index = ChunkIndex(TIERS)
+    chunk = replace(info(0), layout=layout(has_state=True), accuracy=Accuracy.bounded)
+    index.add("disk", [chunk])
+    assert len(index.readable(index.prefix([key(0)]))) == 0
+    assert len(index.readable(index.prefix([key(0)]), Accuracy.bounded)) == 1
+
+
+# --- where prefixes can end
+
+WHOLE = replace(make_representation(), layer_groups=(*HYBRID_MODEL.layer_groups,))
+
+chunks = st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(16, 40)), max_size=12)
+
+
+def test_a_models_layers_say_what_the_end_of_a_prefix_needs() -> None:
+    for model, needs in (
+        (make_representation(), ResumeRequirements()),
+        (STATES, ResumeRequirements(state=True)),
+        (HYBRID_MODEL, ResumeRequirements(state=True, window_tokens=11)),
+        (WIDE, ResumeRequirements(window_tokens=33)),
+    ):
+        assert ResumeRequirements.of_groups(model.layer_groups) == needs
+
+
+@given(chunks, st.booleans(), st.integers(0, 90))
+def test_a_prefix_ends_at_the_deepest_state_whose_windows_reach(
+    drawn: list[tuple[bool, bool, int]], state: bool, window: int
+) -> None:
+    index = ChunkIndex(["cpu"])
+    for number, (has_window, has_state, tokens) in enumerate(drawn):
+        layout = KVLayout.of(WHOLE, tokens, window=has_window, state=has_state)
+        index.add("cpu", [replace(info(number), layout=layout)])
+    index.needs[key(0)[:16]] = ResumeRequirements(state, window)
+
+    def can_end(count: int) -> bool:
+        seen, at = 0, count
+        while at and seen < window:
+            has_window, _, tokens = drawn[at - 1]
+            if not has_window:
+                return False
+            seen, at = seen + tokens, at - 1
+        return not state or drawn[count - 1][1]
+
+    deepest = max((n for n in range(1, len(drawn) + 1) if can_end(n)), default=0)
+    rows = index.prefix([key(number) for number in range(len(drawn))])
+    assert len(index.usable(rows)) == deepest
+
+
+def test_a_chunk_lacks_what_another_put_of_it_has() -> None:
+    index = ChunkIndex(["cpu"])
+    less, none = (
+        KVLayout.of(HYBRID_MODEL, 16, window=window, state=False) for window in (True, False)
+    )
+    with_window, bare = index.add("cpu", [replace(info(0), layout=less)])[0], NO_ROW
+    assert index.is_less_complete(with_window, KVLayout.of(HYBRID_MODEL, 16))
+    assert not index.is_less_complete(with_window, less)
+    assert not index.is_less_complete(with_window, none)
+    assert index.is_less_complete(bare, less)
+
+
+# --- one chunk after another
+
+
+THREE = ("cpu", "disk", "redis")
 
 
 @pytest.fixture
 def index() -> ChunkIndex:
-    return ChunkIndex(TIERS)
+    return ChunkIndex(THREE)
 
 
 def add(index: ChunkIndex, tier: str, chunk: ChunkInfo) -> int:
     return index.add(tier, [chunk])[0]
 
 
-def keys_of(index: ChunkIndex, space: Namespace) -> list[ChunkKey]:
-    return [ChunkKey(key) for key in index.keys_starting(space).tolist()]
-
-
 def keys_at(index: ChunkIndex, asked: list[int], least: Accuracy = Accuracy.exact) -> list[object]:
     rows = index.readable(index.prefix([key(number) for number in asked]), least)
     return [index.key(row) for row in rows.tolist()]
-
-
-def test_an_empty_index_matches_nothing(index: ChunkIndex) -> None:
-    assert keys_at(index, [1]) == keys_at(index, []) == []
-    assert index.row(key(1)) == NO_ROW
-    assert index.copies(NO_ROW) == {}
-    assert (len(index), index.row(key(1))) == (0, NO_ROW)
-
-
-@pytest.mark.parametrize(
-    ("known", "asked", "ready"),
-    [
-        ([0, 1, 2], [0, 1, 2], 3),
-        ([2, 0, 1], [0, 1, 2], 3),
-        ([0, 1], [0, 1, 2], 2),
-        ([0, 2], [0, 1, 2], 1),
-        ([1, 2], [0, 1, 2], 0),
-        ([0, 1, 2], [1, 2], 2),
-        ([0, 1, 2], [1, 1, 0, 1, 2], 5),
-        ([0], [], 0),
-    ],
-)
-def test_the_longest_prefix_ends_before_the_first_gap(
-    index: ChunkIndex, known: list[int], asked: list[int], ready: int
-) -> None:
-    for number in known:
-        add(index, "cpu", info(number))
-    assert keys_at(index, asked) == [key(number) for number in asked[:ready]]
-
-
-def test_a_parent_that_nobody_put_is_no_chunk(index: ChunkIndex) -> None:
-    row = add(index, "cpu", info(1, 0))
-    assert index.parents[row] != NO_ROW
-    assert index.key(index.parents[row]) == key(0)
-    assert (len(index), index.row(key(0)), keys_at(index, [0, 1])) == (1, NO_ROW, [])
-    assert not index.discard("cpu", index.parents[row])
-    add(index, "cpu", info(0))
-    assert keys_at(index, [0, 1]) == [key(0), key(1)]
-
-
-def test_a_chunk_goes_with_its_last_copy(index: ChunkIndex) -> None:
-    row = add(index, "cpu", info(1))
-    assert add(index, "disk", info(1, size_bytes=60)) == row
-    assert index.copies(row) == {"cpu": info(1), "disk": info(1, size_bytes=60)}
-    assert index.discard("cpu", row)
-    assert index.holders(row) == ["disk"]
-    assert not index.discard("cpu", row)
-    assert index.discard("disk", row)
-    assert index.row(key(1)) == NO_ROW
 
 
 def test_a_copy_is_described_as_it_was_told(index: ChunkIndex) -> None:
@@ -110,7 +321,7 @@ def test_a_row_that_is_given_again_remembers_nothing(index: ChunkIndex) -> None:
     assert keys_at(index, [1]) == []
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [3, 4, 2, 5, 0, 1]])
+@pytest.mark.parametrize("order", [[5, 4, 3, 2, 1, 0], [3, 4, 2, 5, 0, 1]])
 def test_what_two_chunks_continue_and_all_before_it_is_common_from_then_on(
     index: ChunkIndex, order: list[int]
 ) -> None:
@@ -165,14 +376,6 @@ def test_a_copy_that_is_not_near_enough_to_the_original_does_not_count(index: Ch
     assert not held.any()
 
 
-def test_the_chunks_of_a_namespace_are_told_from_others(index: ChunkIndex) -> None:
-    other = ChunkKey(b"n" * 16 + digest(5))
-    for chunk in (info(2, 1), replace(info(5), key=other), info(0)):
-        add(index, "cpu", chunk)
-    assert set(keys_of(index, Namespace(bytes(16)))) == {key(0), key(2)}
-    assert keys_of(index, Namespace(b"n" * 16)) == [other]
-
-
 def test_an_index_has_no_more_tiers_than_a_byte_has_bits() -> None:
     ChunkIndex([str(number) for number in range(MAX_TIERS)])
     with pytest.raises(InvalidRequestError, match="tiers"):
@@ -188,7 +391,7 @@ def test_layouts_of_many_sizes_are_kept_apart(index: ChunkIndex) -> None:
 
 
 def test_memory_is_that_of_the_most_chunks_there_ever_were() -> None:
-    index = ChunkIndex(TIERS)
+    index = ChunkIndex(THREE)
 
     def come_and_go() -> None:
         for number in range(5_000):
@@ -206,42 +409,3 @@ def test_memory_is_that_of_the_most_chunks_there_ever_were() -> None:
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert grown < 16 << 10
-
-
-_EVENTS = st.lists(st.tuples(st.booleans(), st.sampled_from(TIERS), st.integers(0, 5)), max_size=60)
-
-
-@given(_EVENTS, st.lists(st.integers(-1, 5), min_size=6, max_size=6))
-def test_any_events_leave_exactly_the_copies_that_were_not_discarded(
-    events: list[tuple[bool, str, int]], parents: list[int]
-) -> None:
-    index = ChunkIndex(TIERS)
-    chunks = [info(n, None if parent < 0 else parent) for n, parent in enumerate(parents)]
-    model: dict[tuple[str, int], None] = {}
-    for adds, tier, number in events:
-        row = index.row(key(number))
-        if adds:
-            row = add(index, tier, chunks[number])
-            assert index.info(tier, row) == chunks[number]
-            model[tier, number] = None
-        elif row:
-            assert index.discard(tier, row) == ((tier, number) in model)
-            model.pop((tier, number), None)
-        else:
-            assert not any((name, number) in model for name in TIERS)
-    known = {number for _, number in model}
-    found = {
-        (tier, number)
-        for number in known
-        for tier, held in index.copies(index.row(key(number))).items()
-        if held == chunks[number]
-    }
-    assert found == set(model)
-    assert len(index) == len(known)
-    assert set(keys_of(index, Namespace(bytes(16)))) == {key(number) for number in known}
-    alone = {n for n in known if ("redis", n) not in model}
-    assert set(index.only_on(("cpu", "disk"))) == {key(number) for number in alone}
-    run = 0
-    while run in known:
-        run += 1
-    assert len(keys_at(index, list(range(6)))) == run

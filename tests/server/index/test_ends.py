@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import cast
 
 import numpy as np
-import pytest
 from contracts.ends import HYBRID, chunk_of, put_ends
-from helpers.local_server import LocalServer, eventually
+from helpers.local_server import LocalServer
 from helpers.prompts import equal, keys_of, outcomes
 
 from kvstore.client import Chunk, Client
@@ -23,10 +22,6 @@ def connect(server: LocalServer) -> Client:
     return server.connect("auto", HYBRID)
 
 
-def put_durably(client: Client, keys: list, at: int, ends: str) -> PutOutcome:  # type: ignore[type-arg]
-    return client.put_chunks([chunk_of(client, keys, at, ends)], durable=True)[0].outcome
-
-
 def test_a_state_that_came_later_survives_a_restart(
     make_server: Callable[..., LocalServer],
 ) -> None:
@@ -35,7 +30,8 @@ def test_a_state_that_came_later_survives_a_restart(
     keys = keys_of(client, 1, 3)
     client.put_chunks([chunk_of(client, keys, at, "") for at in range(3)], durable=True)
     assert client.lookup(keys=keys).ready == 0
-    assert put_durably(client, keys, 1, "ws") is stored
+    (put,) = client.put_chunks([chunk_of(client, keys, 1, "ws")], durable=True)
+    assert put.outcome is stored
     server.close()
     again = connect(make_server())
     match = again.lookup(keys=keys)
@@ -59,15 +55,11 @@ def test_a_tier_with_loss_keeps_states_as_they_are(make_server: Callable[..., Lo
     keys = keys_of(client, 1, 2)
     chunks = [finite(chunk_of(client, keys, at, ends)) for at, ends in enumerate(("w", "ws"))]
     assert outcomes(client, chunks) == [stored, stored]
-    node = server.node
-    catalog = node.store.catalog
-    assert eventually(lambda: all(len(catalog.holders(key)) == 2 for key in keys))
-    copies = node.store.catalog.copies(keys[1])
+    server.settled()
+    copies = server.node.store.catalog.copies(keys[1])
     assert copies["disk"].accuracy is not Accuracy.exact
     assert copies["disk"].layout == copies["cpu"].layout
-    for key in keys:
-        assert node.store.catalog.cast_out("cpu", key)
-        node.store.moves.eviction.delete_from(node.store.tiers.cpu, key)
+    server.leave_memory(keys)
     assert client.lookup(keys=keys).ready == 0
     assert client.lookup(keys=keys, accuracy=Accuracy.approximate).ready == 2
     found = client.get_chunks(keys, accuracy=Accuracy.approximate)
@@ -75,20 +67,16 @@ def test_a_tier_with_loss_keeps_states_as_they_are(make_server: Callable[..., Lo
         assert np.array_equal(mine[0], cast("Part", theirs[0]))
 
 
-@pytest.mark.parametrize(("ends", "ready"), [("ws", 2), ("", 0)])
-def test_a_copy_with_another_end_than_the_others_is_not_counted(
-    make_server: Callable[..., LocalServer], ends: str, ready: int
-) -> None:
-    server = make_server()
-    client = connect(server)
-    keys = keys_of(client, 1, 2)
-    put_ends(client, keys, ["", ends])
-    catalog = server.node.store.catalog
-    assert eventually(lambda: "disk" in catalog.holders(keys[1]))
-    other = layout_of(chunk_of(client, keys, 1, "w"), HYBRID)
-    info = catalog.copies(keys[1])["cpu"]
-    catalog.forget("disk", keys[1])
-    catalog.note_sealed("disk", type(info)(info.key, info.parent, other, 0, 900))
-    assert catalog.holders(keys[1]) == ["cpu"]
-    assert keys[1] in catalog.orphans["disk"]
-    assert client.lookup(keys=keys).ready == ready
+def test_a_copy_with_another_end_than_the_others_is_not_counted(server: LocalServer) -> None:
+    client, catalog = connect(server), server.node.store.catalog
+    for seed, ends, ready in ((1, "ws", 2), (2, "", 0)):
+        keys = keys_of(client, seed, 2)
+        put_ends(client, keys, ["", ends])
+        server.settled()
+        other = layout_of(chunk_of(client, keys, 1, "w"), HYBRID)
+        info = catalog.copies(keys[1])["cpu"]
+        catalog.forget("disk", keys[1])
+        catalog.note_sealed("disk", type(info)(info.key, info.parent, other, 0, 900))
+        assert catalog.holders(keys[1]) == ["cpu"]
+        assert keys[1] in catalog.orphans["disk"]
+        assert client.lookup(keys=keys).ready == ready

@@ -1,17 +1,378 @@
-"""The RowHints: priorities, lifetimes and partitions by row."""
+"""Hints: what they do in a server and what they cannot do; priorities and lifetimes by row."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import numpy as np
+import pytest
+from conftest import ServerMaker
 from contracts.policy import keep_none, rows
+from helpers.core_chunks import leased, look_up
+from helpers.local_server import DEADLINE_MS
+from helpers.prompts import SMALL, chunks_of, outcomes
+from helpers.prompts import keys_of as names_of
 from hypothesis import given
 from hypothesis import strategies as st
+from simulation.clock import FakeClock
+from simulation.core import Core, keys_of, outcomes_of, prompt
+from simulation.tiers import SimDisk, no_faults
+from simulation.universe import Version
 
+from kvstore.client.connection import Connection
+from kvstore.client.options import TransportName
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import LeaseExpiredError
+from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.key_table import NO_ROW
+from kvstore.proto.plans import Hints, Reuse
+from kvstore.proto.types import KVLayout, PutOutcome
 from kvstore.server.eviction.lru import LruEviction
-from kvstore.server.index.hints import LOOK_AHEAD, LOOK_AHEAD_SHARE, NEVER, RowHints
+from kvstore.server.eviction.policy import EvictionPolicy, make_policy
+from kvstore.server.eviction.quotas import PartitionedEviction, PartitionTable, Quota
+from kvstore.server.index.hints import LOOK_AHEAD, LOOK_AHEAD_SHARE, NEVER, ChunkMetadata, RowHints
+from kvstore.server.security.sessions import Session
+from kvstore.server.store.reads import ReadTerms
+from kvstore.server.store.reservations import PutResult
+from kvstore.server.store.writes import RESERVED_S
+from kvstore.tiers.base import Tier
+
+TEN_S = Hints(ttl_ms=10_000)
+CHUNK_BYTES = raw_frame_bytes(KVLayout.of(SMALL, 16))
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def core(clock: FakeClock) -> Iterator[Core]:
+    """Room for twelve chunks, of which pins may take six."""
+    terms = {"batch": 5.0}
+    with closing(
+        Core(clock=clock, metadata=ChunkMetadata(category_ttls_s=terms), pin_share=2)
+    ) as core:
+        yield core
+
+
+def ready(core: Core, session: Session, versions: list[Version]) -> int:
+    return look_up(core, session, versions).ready
+
+
+def here(core: Core, versions: list[Version]) -> list[bool]:
+    return ["cpu" in core.tiers_of(version) for version in versions]
+
+
+# --- time to live
+
+
+def test_a_chunk_is_nobodys_hit_from_the_moment_its_time_is_up(
+    core: Core, session: Session, clock: FakeClock
+) -> None:
+    versions = prompt(3)
+    core.put(session, versions[:1])
+    core.put(session, versions[1:], hints=TEN_S)
+    clock.advance(9.999)
+    assert ready(core, session, versions) == 3
+    clock.advance(0.001)
+    assert ready(core, session, versions) == 1
+    assert core.get(session, keys_of(versions)) == core.get(session, keys_of(versions[:1]))
+    match = look_up(core, session, versions, lease=True)
+    assert (match.ready, match.pending, match.missing) == (1, 0, 2)
+
+
+def test_a_lease_taken_in_time_is_read_to_its_end(
+    core: Core, session: Session, clock: FakeClock
+) -> None:
+    versions = prompt(2)
+    core.put(session, versions, hints=TEN_S)
+    with leased(core, session, versions) as keys:
+        clock.advance(11)
+        core.store.tick()
+        assert here(core, versions) == [True, True]
+        assert len(list(core.store.reads.get(keys, ReadTerms(session, core.later())))) == 2
+    core.store.tick()
+    assert here(core, versions) == [False, False]
+
+
+def test_expired_chunks_are_dropped_and_counted_on_every_tier(clock: FakeClock) -> None:
+    disk = SimDisk(1 << 20, no_faults())
+    with closing(Core([disk], clock=clock)) as core:
+        session, versions = core.open_session(), prompt(3)
+        core.put(session, versions, durable=True, hints=TEN_S)
+        assert core.tiers_of(versions[0]) == ["cpu", "disk"]
+        clock.advance(10)
+        core.store.tick()
+        core.settle()
+        assert core.cpu.stats().chunks == disk.stats().chunks == 0
+        assert core.counters["expired_chunks"] == 6
+
+
+def test_what_expired_is_the_first_to_go(core: Core, session: Session, clock: FakeClock) -> None:
+    old, mortal, filler = prompt(5), prompt(4, seed=1), prompt(3, seed=2)
+    core.put(session, old)
+    core.put(session, mortal, hints=TEN_S)
+    core.put(session, filler)
+    clock.advance(10)
+    core.put(session, prompt(4, seed=3))
+    assert here(core, mortal) == [False] * 4
+    assert here(core, old + filler) == [True] * 8
+
+
+def test_a_chunk_put_again_lives_on(core: Core, session: Session, clock: FakeClock) -> None:
+    versions = prompt(2)
+    core.put(session, versions, hints=TEN_S)
+    clock.advance(10)
+    assert core.put(session, versions[:1]) == [PutResult(PutOutcome.exists)]
+    core.put(session, versions[1:], hints=TEN_S)
+    assert ready(core, session, versions) == 2
+    clock.advance(10)
+    assert ready(core, session, versions) == 1, "the first lives for ever now"
+
+
+def test_a_category_has_its_own_time_to_live_and_a_hint_overrules_it(
+    core: Core, session: Session, clock: FakeClock
+) -> None:
+    mine, longer, other = prompt(1), prompt(1, seed=1), prompt(1, seed=2)
+    core.put(session, mine, hints=Hints(category="batch"))
+    core.put(session, longer, hints=Hints(category="batch", ttl_ms=20_000))
+    core.put(session, other, hints=Hints(category="chat"))
+    clock.advance(5)
+    assert [ready(core, session, one) for one in (mine, longer, other)] == [0, 1, 1]
+
+
+def test_a_clock_that_jumps_leaves_a_server_that_works(
+    core: Core, session: Session, clock: FakeClock
+) -> None:
+    for seed, jump_s in enumerate((-500.0, 1e9)):
+        core.put(session, prompt(12, seed=2 * seed), hints=TEN_S)
+        clock.advance(jump_s)
+        core.store.tick()
+        versions = prompt(6, seed=2 * seed + 1)
+        assert outcomes_of(core.put(session, versions)) == {PutOutcome.stored}
+        assert ready(core, session, versions) == 6
+
+
+# --- pins and priorities
+
+
+def test_a_pin_keeps_chunks_for_its_time(core: Core, session: Session, clock: FakeClock) -> None:
+    pinned = prompt(3)
+    core.put(session, pinned, hints=Hints(pin_ms=5_000))
+    core.put(session, prompt(12, seed=1))
+    assert here(core, pinned) == [True] * 3
+    clock.advance(5)
+    core.store.tick()
+    core.put(session, prompt(12, seed=2))
+    assert here(core, pinned) == [False] * 3
+
+
+def test_pins_over_the_limit_are_ignored_and_counted(core: Core, session: Session) -> None:
+    pin = Hints(pin_ms=60_000)
+    assert outcomes_of(core.put(session, prompt(12), hints=pin)) == {PutOutcome.stored}
+    limit = core.cpu.capacity_bytes // 2 // prompt(1)[0].info.size_bytes
+    assert core.counters["ignored_pins"] == 12 - limit
+    results = core.put(session, prompt(12, seed=1), hints=pin)
+    assert outcomes_of(results) == {PutOutcome.stored}, "the rest can go"
+
+
+def test_of_the_next_to_go_the_lowest_priority_goes_first(clock: FakeClock) -> None:
+    with closing(Core(clock=clock, slabs=16)) as core:
+        session = core.open_session()
+        dear, cheap = prompt(1), prompt(2, seed=1)
+        core.put(session, dear, hints=Hints(priority=80))
+        core.put(session, cheap, hints=Hints(priority=20))
+        core.put(session, prompt(45, seed=2))
+        assert all(here(core, dear + cheap)), "full"
+        core.put(session, prompt(2, seed=3))
+        assert (here(core, dear), here(core, cheap)) == ([True], [False, False])
+
+
+def test_what_is_said_at_the_release_is_of_the_chunks_of_the_lease(
+    core: Core, session: Session, clock: FakeClock
+) -> None:
+    versions = prompt(3)
+    core.put(session, versions)
+    match = look_up(core, session, versions[:2], lease=True)
+    assert not core.store.release(core.open_session(), match.lease_id, TEN_S)
+    assert core.metadata.hints.expiring == 0, "it was another's to release"
+    assert core.store.release(session, match.lease_id, TEN_S)
+    clock.advance(10)
+    assert ready(core, session, versions[2:]) == 1
+    assert ready(core, session, versions) == 0
+
+
+# --- engines that lie
+
+LIES = [
+    Hints(reuse=Reuse.discard),
+    Hints(reuse=Reuse.keep),
+    Hints(priority=100),
+    Hints(pin_ms=3_600_000),
+    Hints(priority=1, reuse=Reuse.keep),
+]
+
+
+def by_density(tier: Tier, metadata: ChunkMetadata) -> EvictionPolicy:
+    return make_policy("hit_density", metadata.history)
+
+
+def hits_of_a_day(lie: Hints) -> int:
+    """Return the chunks hit by an honest tenant beside one that says *lie* of all it puts."""
+    clock = FakeClock()
+    hits = 0
+    with closing(Core(clock=clock, policy=by_density, slabs=8, pin_share=4)) as core:
+        honest, liar = core.open_session(), core.open_session("blue")
+        for second in range(120):
+            mine = prompt(2, seed=second % 5)
+            hits += ready(core, honest, mine)
+            core.put(honest, mine)
+            if second % 2:
+                core.put(liar, prompt(2, seed=1_000 + second, tenant="blue"), hints=lie)
+            clock.advance(1)
+            if second % 20 == 0:
+                core.store.tick()
+    return hits
+
+
+def test_an_engine_that_lies_costs_others_little() -> None:
+    honest_hits = hits_of_a_day(Hints())
+    assert honest_hits > 150, "what there is to lose"
+    for lie in LIES:
+        assert hits_of_a_day(lie) >= 0.9 * honest_hits, lie
+
+
+# --- quotas
+
+
+@pytest.fixture
+def quotas(clock: FakeClock) -> Iterator[Core]:
+    """Three slabs; red may take three chunks and is sure of two, the category batch takes two."""
+    size = prompt(1)[0].info.size_bytes
+    metadata = ChunkMetadata(partitions=PartitionTable(["red"], ["batch"]))
+    terms = (Quota(), Quota(3 * size, 2 * size), Quota(2 * size))
+
+    def policy(tier: Tier, known: ChunkMetadata) -> EvictionPolicy:
+        return PartitionedEviction(
+            lambda: make_policy("lru", known.history), known.hints.partitions.__getitem__, terms,
+            tier.capacity_bytes,
+        )  # fmt: skip
+
+    with closing(Core(clock=clock, metadata=metadata, policy=policy, slabs=3)) as core:
+        yield core
+
+
+def outcome(core: Core, session: Session, versions: list[Version]) -> PutOutcome:
+    """What became of the last."""
+    return core.put(session, versions)[-1].outcome
+
+
+def test_a_put_over_the_quota_evicts_the_tenants_own(quotas: Core) -> None:
+    core, red, blue = quotas, quotas.open_session("red"), quotas.open_session("blue")
+    theirs = prompt(3, seed=5, tenant="blue")
+    core.put(blue, theirs)
+    for seed in range(6):
+        mine = prompt(1, seed=seed)
+        assert outcome(core, red, mine) is PutOutcome.stored
+        kept = [here(core, prompt(1, seed=one)) == [True] for one in range(seed + 1)]
+        assert sum(kept) == min(3, seed + 1)
+        assert kept[-3:] == [True] * min(3, seed + 1)
+    assert here(core, theirs) == [True] * 3
+
+
+def test_a_tenant_that_leases_all_it_may_have_is_refused_and_nobody_else(quotas: Core) -> None:
+    core, red, blue = quotas, quotas.open_session("red"), quotas.open_session("blue")
+    mine = prompt(3)
+    core.put(red, mine)
+    match = look_up(core, red, mine, lease=True)
+    assert outcome(core, red, prompt(1, seed=1)) is PutOutcome.refused
+    assert outcome(core, blue, prompt(1, seed=2, tenant="blue")) is PutOutcome.stored
+    core.store.release(red, match.lease_id)
+    assert outcome(core, red, prompt(1, seed=1)) is PutOutcome.stored
+    assert outcome(core, red, prompt(1, tokens=228)) is PutOutcome.refused, "larger than the quota"
+    assert len(core.store.writes) == 0
+
+
+def test_room_that_is_reserved_counts_against_the_quota_before_anything_comes(
+    quotas: Core,
+) -> None:
+    core, red, blue = quotas, quotas.open_session("red"), quotas.open_session("blue")
+    mine = prompt(6)
+    writes = core.store.writes
+    begun = writes.begin_all(red, [v.info for v in mine], core.later())
+    assert [isinstance(one, PutResult) for one in begun] == [False] * 3 + [True] * 3
+    assert outcome(core, red, prompt(1, seed=1)) is PutOutcome.refused
+    assert outcome(core, blue, prompt(1, seed=2, tenant="blue")) is PutOutcome.stored
+    first, second, third = (one.ticket_id for one in begun[:3])  # type: ignore[union-attr]
+    writes.commit(writes.claim(red, first), frame=mine[0].frame)
+    assert writes.abort(red, second)
+    assert outcome(core, red, prompt(1, seed=1)) is PutOutcome.stored
+    assert here(core, mine[:1]) == [True], "two are there and one has room: that is the quota"
+    writes.commit(writes.claim(red, third), frame=mine[2].frame)
+    assert outcome(core, red, prompt(3, seed=3)) is PutOutcome.stored
+    assert sum(here(core, [*mine, *prompt(1, seed=1), *prompt(3, seed=3)])) == 3
+
+
+def test_room_that_nobody_comes_to_fill_is_given_back(quotas: Core, clock: FakeClock) -> None:
+    core, red = quotas, quotas.open_session("red")
+    mine = prompt(3)
+    writes = core.store.writes
+    begun = writes.begin_all(red, [v.info for v in mine], core.later())
+    clock.advance(RESERVED_S - 1)
+    core.store.tick()
+    assert len(writes) == 3
+    claimed = writes.claim(red, begun[0].ticket_id)  # type: ignore[union-attr]
+    clock.advance(1)
+    core.store.tick()
+    assert len(writes) == 0
+    assert core.counters["dropped_unfinished_chunks"] == 2
+    with pytest.raises(LeaseExpiredError, match="reserve again"):
+        writes.claim(red, begun[1].ticket_id)  # type: ignore[union-attr]
+    writes.commit(claimed, frame=mine[0].frame)
+    assert here(core, mine) == [True, False, False], "who had begun to fill it was let"
+    assert outcome(core, red, prompt(2, seed=1)) is PutOutcome.stored
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shm"])
+def test_puts_at_the_same_time_pass_the_quota_by_a_chunk_each_at_most_and_not_for_long(
+    make_server: ServerMaker, transport: TransportName
+) -> None:
+    server = make_server("--tiers", "cpu", "--tenant-quotas", "default=40KiB")
+    clients = [server.connect(transport) for _ in range(4)]
+    is_over, seen = threading.Event(), [0]
+
+    def watch() -> None:
+        with closing(Connection(server.address, retry_after_ms=1)) as connection:
+            is_last = False
+            while not is_last:
+                is_last, asked = is_over.is_set(), pb.QuotaRequest()
+                reply = connection.call("Quota", asked, DEADLINE_MS, pb.QuotaResponse)
+                seen.append(reply.tenants[0].tiers[0].used_bytes)
+
+    def write(number: int) -> set[PutOutcome]:
+        seeds = range(100 * number, 100 * number + 12)
+        chunks = [chunks_of(clients[number], names_of(clients[number], seed, 4)) for seed in seeds]
+        return {outcome for some in chunks for outcome in outcomes(clients[number], some)}
+
+    with ThreadPoolExecutor(len(clients) + 1) as pool:
+        watching = pool.submit(watch)
+        try:
+            found = set().union(*pool.map(write, range(len(clients))))
+        finally:
+            is_over.set()
+        watching.result()
+    assert found <= {PutOutcome.stored, PutOutcome.refused}
+    assert PutOutcome.stored in found
+    assert 20 << 10 < max(seen) <= (40 << 10) + (len(clients) - 1) * CHUNK_BYTES
+    assert seen[-1] <= 40 << 10
+
+
+# --- RowHints by itself
+
 
 MANY = 1_000
 
@@ -31,27 +392,19 @@ def ordered(table: RowHints, victims: list[int]) -> list[int]:
     return list(table.in_order(iter(victims), no_parent, MANY))
 
 
-def test_without_priorities_victims_come_as_the_policy_names_them() -> None:
-    table = table_of_rows()
-    asked: list[int] = []
-
-    def victims() -> Iterator[int]:
-        for row in range(1, 100):
-            asked.append(row)
-            yield row
-
-    assert next(table.in_order(victims(), no_parent, MANY)) == 1
-    assert asked == [1], "nothing is looked at that is not needed"
-
-
 def test_the_lower_priority_goes_first_and_no_word_counts_as_fifty() -> None:
-    table = table_of_rows()
+    table, victims = table_of_rows(), iter(range(1, 100))
+    assert next(table.in_order(victims, no_parent, MANY)) == 1
+    assert next(victims) == 2, "without priorities nothing is looked at that is not needed"
     table.set_priority(1, 90)
     table.set_priority(3, 10)
     table.set_priority(4, 50)
     assert ordered(table, [1, 2, 3, 4]) == [3, 2, 4, 1]
     table.set_priority(3, 0)
     assert ordered(table, [1, 2, 3, 4]) == [2, 3, 4, 1]
+    for row in range(1, 50):
+        table.set_priority(row, 100)
+    assert ordered(table, list(range(1, 50))) == list(range(1, 50))
 
 
 def test_priorities_reach_no_further_than_the_next_to_go() -> None:
@@ -71,13 +424,6 @@ def test_priorities_order_no_more_than_a_sixteenth_of_a_tier() -> None:
     assert few == [20, 1, 21, 2, 3]
     none = list(table.in_order(iter([1, 20]), no_parent, LOOK_AHEAD_SHARE))
     assert none == [1, 20]
-
-
-def test_chunks_that_are_all_of_the_highest_priority_go_all_the_same() -> None:
-    table = table_of_rows()
-    for row in range(1, 50):
-        table.set_priority(row, 100)
-    assert ordered(table, list(range(1, 50))) == list(range(1, 50))
 
 
 @given(st.lists(st.integers(0, 100), min_size=30, max_size=30))
@@ -117,7 +463,9 @@ def test_the_first_to_expire_are_named_first_until_they_are_forgotten() -> None:
     assert table.expired(2.9, 10) == []
     assert table.expired(5.0, 10) == table.expired(5.0, 10) == [2, 4, 1]
     assert table.expired(5.0, 2) == [2, 4]
+    table.partitions[2] = 3
     table.forget(2)
+    assert table.partitions[2] == 0
     table.set_expiry(4, 20.0)
     assert table.expired(5.0, 10) == [1]
     assert table.expired(50.0, 10) == [1, 3, 4]
@@ -130,10 +478,3 @@ def test_a_life_that_is_prolonged_again_and_again_takes_no_more_room() -> None:
     assert len(table._times) < 2_000
     assert table.expired(1e9, 10) == [3, 1, 2][:3]
     assert table.expiring == 3
-
-
-def test_a_chunk_that_is_forgotten_leaves_its_partition() -> None:
-    table = table_of_rows()
-    table.partitions[7] = 3
-    table.forget(7)
-    assert table.partitions[7] == 0

@@ -62,8 +62,7 @@ def test_the_chain_goes_on_after_a_restart_and_over_files_that_were_set_aside(
     assert path.stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.parametrize("what", ["changed", "left out", "put in", "swapped", "cut short"])
-def test_a_log_that_was_tampered_with_shows_it(what: str, path: Path) -> None:
+def test_a_log_that_was_tampered_with_shows_it(path: Path) -> None:
     write(path, 4)
     kept = lines(path)
     changed = {
@@ -72,10 +71,11 @@ def test_a_log_that_was_tampered_with_shows_it(what: str, path: Path) -> None:
         "put in": [*kept[:2], kept[1], *kept[2:]],
         "swapped": [kept[0], kept[2], kept[1], kept[3]],
         "cut short": [*kept[:3], kept[3][:40]],
-    }[what]
-    path.write_bytes(b"".join(changed))
-    with pytest.raises(InvalidRequestError, match="audit_log"):
-        chain(path)
+    }
+    for found in changed.values():
+        path.write_bytes(b"".join(found))
+        with pytest.raises(InvalidRequestError, match="audit_log"):
+            chain(path)
 
 
 def test_a_line_that_a_kill_tore_off_is_dropped_at_the_start(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -108,9 +107,8 @@ def many_groups(kind: pb.Representation) -> None:
         kind.layer_groups.append(group)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "field"),
-    [
+def test_an_identity_of_no_shape_opens_no_session(server: LocalServer) -> None:
+    for spoil, field in [
         (long_text, "model_id"),
         (of_megabytes, "model_id"),
         (with_escapes, "model_revision"),
@@ -122,32 +120,24 @@ def many_groups(kind: pb.Representation) -> None:
         (many_layers, "layer_ids"),
         (high_layer, "layer_ids"),
         (many_groups, "layer_groups"),
-    ],
-)
-def test_an_identity_of_no_shape_opens_no_session(
-    server: LocalServer, spoil: Callable[[pb.Representation], None], field: str
-) -> None:
-    kind = as_message(pb.Representation, SMALL)
-    spoil(kind)
-    request = pb.OpenSessionRequest(representation=kind)
-    with pytest.raises(ModelError, match=field) as refused:
-        server.dial().call("OpenSession", request, DEADLINE_MS, pb.OpenSessionResponse)
-    assert str(refused.value).isprintable()
-    assert len(str(refused.value)) < 400
-    assert len(server.node.sessions) == 0
+    ]:
+        kind = as_message(pb.Representation, SMALL)
+        spoil(kind)
+        request = pb.OpenSessionRequest(representation=kind)
+        with pytest.raises(ModelError, match=field) as refused:
+            server.dial().call("OpenSession", request, DEADLINE_MS, pb.OpenSessionResponse)
+        assert str(refused.value).isprintable()
+        assert len(str(refused.value)) < 400
+        assert len(server.node.sessions) == 0
 
 
-@pytest.mark.parametrize(
-    "client", ["c" * (MAX_CLIENT_CHARS + 1), "a\x1b[31mRED", "a\nFAKE", "\u2066"]
-)
-def test_a_client_with_a_name_that_does_not_print_opens_no_session(
-    server: LocalServer, client: str
-) -> None:
-    kind = as_message(pb.Representation, SMALL)
-    request = pb.OpenSessionRequest(representation=kind, client=client)
-    with pytest.raises(InvalidRequestError, match="client") as refused:
-        server.dial().call("OpenSession", request, DEADLINE_MS, pb.OpenSessionResponse)
-    assert str(refused.value).isprintable()
+def test_a_client_with_a_name_that_does_not_print_opens_no_session(server: LocalServer) -> None:
+    for client in ["c" * (MAX_CLIENT_CHARS + 1), "a\x1b[31mRED", "a\nFAKE", "\u2066"]:
+        kind = as_message(pb.Representation, SMALL)
+        request = pb.OpenSessionRequest(representation=kind, client=client)
+        with pytest.raises(InvalidRequestError, match="client") as refused:
+            server.dial().call("OpenSession", request, DEADLINE_MS, pb.OpenSessionResponse)
+        assert str(refused.value).isprintable()
 
 
 def test_a_count_with_a_name_of_a_megabyte_leaves_nothing(server: LocalServer) -> None:

@@ -21,14 +21,6 @@ from kvstore.server.security.sessions import Principal
 from kvstore.server.settings.settings import load_config
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def taken(limits: TenantLimits, tenant: str, asked: int) -> int:
     """Return how many of *asked* requests went through."""
     done = 0
@@ -42,18 +34,18 @@ def taken(limits: TenantLimits, tenant: str, asked: int) -> int:
 
 
 def test_a_tenant_may_ask_a_seconds_worth_at_once_and_the_rate_in_the_long_run() -> None:
-    clock = Clock()
+    clock = FakeClock()
     limits = TenantLimits({"acme": Limits(requests_per_s=10)}, clock)
     assert taken(limits, "acme", 50) == 10
-    clock.now += 0.5
+    clock.advance(0.5)
     assert taken(limits, "acme", 50) == 5
-    clock.now += 1000
+    clock.advance(1000)
     assert taken(limits, "acme", 50) == 10
     assert taken(limits, "zeta", 50) == 50
 
 
 def test_those_who_are_not_named_have_the_limits_of_all_others_each_for_itself() -> None:
-    limits = TenantLimits({"*": Limits(requests_per_s=3), "acme": Limits()}, Clock())
+    limits = TenantLimits({"*": Limits(requests_per_s=3), "acme": Limits()}, FakeClock())
     assert [taken(limits, name, 9) for name in ("a", "b", "acme")] == [3, 3, 9]
     limits.set("a", Limits(requests_per_s=5))
     assert taken(limits, "a", 9) == 5
@@ -62,7 +54,7 @@ def test_those_who_are_not_named_have_the_limits_of_all_others_each_for_itself()
 
 def test_tables_have_limits_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rate_limits, "BUCKETS", 4)
-    limits = TenantLimits({"*": Limits(requests_per_s=1)}, Clock())
+    limits = TenantLimits({"*": Limits(requests_per_s=1)}, FakeClock())
     for number in range(20):
         limits.take_request(f"tenant-{number}")
     assert limits._bucket.cache_info().currsize == 4

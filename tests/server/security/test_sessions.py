@@ -50,15 +50,6 @@ def test_an_open_session_knows_its_tenants_namespace(table: SessionTable) -> Non
     assert len(table) == 1
 
 
-def test_tenants_and_models_have_namespaces_of_their_own(table: SessionTable) -> None:
-    spaces = {
-        table.open(REPRESENTATION, "engine", tenant="red").namespace,
-        table.open(REPRESENTATION, "engine", tenant="blue").namespace,
-        table.open(make_representation(layers=3), "engine", tenant="red").namespace,
-    }
-    assert len(spaces) == 3
-
-
 def test_sessions_beyond_the_limit_are_refused_until_one_closes(table: SessionTable) -> None:
     first, _, _ = (table.open(REPRESENTATION, "engine") for _ in range(3))
     with pytest.raises(QuotaExceededError, match="max_sessions=3"):

@@ -13,7 +13,6 @@ import yaml
 from conftest import ProcessMaker
 from pydantic import ValidationError
 
-from kvstore import __version__
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import Accuracy
 from kvstore.server.eviction.quotas import MAX_PARTITIONS
@@ -84,9 +83,8 @@ TOGETHER = {"tls_cert", "tls_key", "tls_client_ca", "tls_crl", "jwt_key", "jwt_a
 """Settings that make no sense alone."""
 
 
-@pytest.mark.parametrize("name", sorted(set(Settings.model_fields) - TOGETHER))
 def test_every_setting_has_the_same_name_as_flag_variable_and_key(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "".join(f"{'=' * 16}\n" for _ in range(4))
     values = {
@@ -120,21 +118,25 @@ def test_every_setting_has_the_same_name_as_flag_variable_and_key(
         "redis_password_file": write(tmp_path / "password", "secret\n"),
         "redis_tls_ca": write(tmp_path / "ca.pem", "..."),
     }  # fmt: skip
-    value = values.get(name, "8MiB" if "SIZE" in Settings.model_fields[name].metadata else "77")
-    flag = "--" + name.replace("_", "-")
-    if name in ("directory", "peers"):
-        monkeypatch.setenv("KVSTORE_REDIS_URL", "redis://h:1/0")
-    if name == "peers":
-        monkeypatch.setenv("KVSTORE_DIRECTORY", "true")
-    if name == "http_tls":
-        for other in ("CERT", "KEY"):
-            monkeypatch.setenv(f"KVSTORE_TLS_{other}", write(tmp_path / "tls.pem", "..."))
-    from_flag = load_config([flag] if value == "true" else [flag, value])
-    assert getattr(from_flag, name) != getattr(load_config([]), name)
-    path = write(tmp_path / "c.yaml", f"{name}: {value}\n")
-    assert getattr(load_config(["--config", path]), name) == getattr(from_flag, name)
-    monkeypatch.setenv(f"KVSTORE_{name.upper()}", value)
-    assert load_config([]) == from_flag
+    for name in sorted(set(Settings.model_fields) - TOGETHER):
+        with monkeypatch.context() as patch:
+            value = values.get(
+                name, "8MiB" if "SIZE" in Settings.model_fields[name].metadata else "77"
+            )
+            flag = "--" + name.replace("_", "-")
+            if name in ("directory", "peers"):
+                patch.setenv("KVSTORE_REDIS_URL", "redis://h:1/0")
+            if name == "peers":
+                patch.setenv("KVSTORE_DIRECTORY", "true")
+            if name == "http_tls":
+                for other in ("CERT", "KEY"):
+                    patch.setenv(f"KVSTORE_TLS_{other}", write(tmp_path / "tls.pem", "..."))
+            from_flag = load_config([flag] if value == "true" else [flag, value])
+            assert getattr(from_flag, name) != getattr(load_config([]), name)
+            path = write(tmp_path / "c.yaml", f"{name}: {value}\n")
+            assert getattr(load_config(["--config", path]), name) == getattr(from_flag, name)
+            patch.setenv(f"KVSTORE_{name.upper()}", value)
+            assert load_config([]) == from_flag
 
 
 def test_settings_that_go_together_have_the_same_names_too(
@@ -150,22 +152,6 @@ def test_settings_that_go_together_have_the_same_names_too(
     for name in values:
         monkeypatch.setenv(f"KVSTORE_{name.upper()}", file)
     assert load_config([]) == from_flags
-
-
-def test_the_short_flags_are_the_long_ones() -> None:
-    short = load_config(["--cpu", "8GiB", "--redis", "redis://h/0"])
-    assert short == load_config(["--cpu-size", "8GiB", "--redis-url", "redis://h/0"])
-    assert short.cpu_size == 8 * GIB
-    assert load_config(["--socket", "off"]) == load_config(["--socket-path", "off"])
-
-
-def test_the_environment_can_name_the_file_and_the_flag_wins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVSTORE_CONFIG", write(tmp_path / "a.yaml", "workers: 5\n"))
-    other = write(tmp_path / "b.yaml", "workers: 6\n")
-    assert load_config([]).workers == 5
-    assert load_config(["--config", other]).workers == 6
 
 
 def test_the_file_takes_lists_mappings_numbers_and_a_bare_off(tmp_path: Path) -> None:
@@ -206,10 +192,6 @@ def test_a_setting_that_two_variables_give_is_refused(monkeypatch: pytest.Monkey
     message = refused()
     assert re.search("kvstore_redis='...': is kvstore_redis too; give one of", message, re.I)
     assert "hunter2" not in message
-
-
-def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
-    assert load_config(["--config", write(tmp_path / "c.yaml", "# later\n")]) == load_config([])
 
 
 def test_what_kubernetes_injects_for_a_service_called_kvstore_is_not_a_setting(
@@ -373,13 +355,11 @@ BAD_VALUES = [
 ]
 
 
-@pytest.mark.parametrize(("argv", "words"), BAD_VALUES, ids=lambda value: " ".join(value)[:40])
-def test_a_bad_value_is_refused_with_its_name_and_what_to_give(
-    argv: list[str], words: list[str]
-) -> None:
-    message = refused(*argv)
-    assert [word for word in words if word not in message] == []
-    assert "\n" not in message
+def test_a_bad_value_is_refused_with_its_name_and_what_to_give() -> None:
+    for argv, words in BAD_VALUES:
+        message = refused(*argv)
+        assert [word for word in words if word not in message] == [], (argv, message)
+        assert "\n" not in message
 
 
 def test_every_wrong_setting_is_named_at_once_with_its_origin(
@@ -396,26 +376,25 @@ def test_every_wrong_setting_is_named_at_once_with_its_origin(
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "successor"),
-    [
-        ("zmq", "give bulk"),
-        ("peer_port", "that of bulk"),
-        ("zmq_keys", "give events_keys"),
-        ("disk_codec", "give --codec disk=CODEC"),
-        ("redis_write", "give --write redis=RULE"),
-        *((name, f"give --limits {name}=VALUE") for name in Limits.model_fields),
-    ],
-)
 def test_a_name_that_there_was_is_refused_and_its_successor_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, successor: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert successor in refused(f"--{name.replace('_', '-')}", "127.0.0.1:7421")
-    assert successor in refused(f"--{name.replace('_', '-')}=127.0.0.1:7421")
-    assert successor in refused("--config", write(tmp_path / "c.yaml", f"{name}: off\n"))
-    if name != "peer_port":  # as Kubernetes names what it puts into pods
-        monkeypatch.setenv(f"KVSTORE_{name.upper()}", "off")
-        assert successor in refused()
+    gone = {
+        "zmq": "give bulk",
+        "peer_port": "that of bulk",
+        "zmq_keys": "give events_keys",
+        "disk_codec": "give --codec disk=CODEC",
+        "redis_write": "give --write redis=RULE",
+        **{name: f"give --limits {name}=VALUE" for name in Limits.model_fields},
+    }
+    for name, successor in gone.items():
+        assert successor in refused(f"--{name.replace('_', '-')}", "127.0.0.1:7421")
+        assert successor in refused(f"--{name.replace('_', '-')}=127.0.0.1:7421")
+        assert successor in refused("--config", write(tmp_path / "c.yaml", f"{name}: off\n"))
+        if name != "peer_port":  # as Kubernetes names what it puts into pods
+            with monkeypatch.context() as patch:
+                patch.setenv(f"KVSTORE_{name.upper()}", "off")
+                assert successor in refused()
 
 
 def test_an_error_in_one_of_several_sources_shows_what_each_gave(tmp_path: Path) -> None:
@@ -423,12 +402,6 @@ def test_an_error_in_one_of_several_sources_shows_what_each_gave(tmp_path: Path)
     message = refused("--config", path, "--codec", "redis=raw")
     assert "codec=['disk=bogus', 'redis=raw']" in message
     assert f"(from {path} and --codec)" in message
-
-
-def test_an_unknown_key_in_the_file_is_refused_and_the_nearest_named(tmp_path: Path) -> None:
-    message = refused("--config", write(tmp_path / "c.yaml", "cpu_sise: 8GiB\n"))
-    assert "cpu_sise='***'" in message
-    assert "did you mean cpu_size?" in message
 
 
 @pytest.mark.parametrize(
@@ -472,24 +445,11 @@ def test_a_setting_that_is_gone_is_refused_with_what_replaces_it_wherever_it_was
     assert f"{fix} (from KVSTORE_ADAPT_TENANTS)" in refused()
 
 
-def test_an_unknown_variable_is_refused_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVSTORE_CPU_SISE", "8GiB")
-    message = refused()
-    assert "did you mean cpu_size?" in message
-    assert "KVSTORE_CPU_SISE" in message
-
-
-def test_an_unknown_key_under_disk_is_refused(tmp_path: Path) -> None:
-    message = refused("--config", write(tmp_path / "c.yaml", "disk: {size: 8GiB}\n"))
-    assert "disk.size='***'" in message
-
-
 PASSWORD = "SeKrEt7pw"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_no_mistake_in_the_file_repeats_a_password(tmp_path: Path) -> None:
+    for text in [
         "redis_uri: redis://u:{}@h:1/0",
         "redis_url: redis://u:{}@h: 1",
         "redis_url: redis://u:{}@h\n  x: [",
@@ -502,23 +462,20 @@ PASSWORD = "SeKrEt7pw"
         "redis://u:{}@h: 1",
         "- redis://u:{}@h",
         "\0{}",
-    ],
-)
-def test_no_mistake_in_the_file_repeats_a_password(text: str, tmp_path: Path) -> None:
-    assert PASSWORD not in refused("--config", write(tmp_path / "c.yaml", text.format(PASSWORD)))
+    ]:
+        assert PASSWORD not in refused(
+            "--config", write(tmp_path / "c.yaml", text.format(PASSWORD))
+        )
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
+def test_no_mistake_in_the_flags_repeats_a_password() -> None:
+    for flags in [
         ["--redis-uri", f"redis://u:{PASSWORD}@h"],
         [f"--redis-uri=redis://u:{PASSWORD}@h"],
         ["--redis", "redis://u:x", PASSWORD],
         ["--redis-password", PASSWORD],
-    ],
-)
-def test_no_mistake_in_the_flags_repeats_a_password(flags: list[str]) -> None:
-    assert PASSWORD not in refused(*flags)
+    ]:
+        assert PASSWORD not in refused(*flags)
 
 
 def test_no_mistake_in_the_environment_repeats_a_password(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -528,26 +485,24 @@ def test_no_mistake_in_the_environment_repeats_a_password(monkeypatch: pytest.Mo
     assert "did you mean redis_url?" in message
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
+def test_a_file_that_is_not_a_yaml_mapping_is_refused(tmp_path: Path) -> None:
+    for text, words in [
         ("- workers", "`name: value`"),
         ("1: 2", "`name: value`"),
         ("workers: [", "line 1"),
         ("tiers: !!python/object/apply:os.getcwd []", "give YAML"),
         ("a\0b", "give YAML"),
-    ],
-)
-def test_a_file_that_is_not_a_yaml_mapping_is_refused(
-    text: str, words: str, tmp_path: Path
+    ]:
+        path = write(tmp_path / "c.yaml", text)
+        message = refused("--config", path)
+        assert message.startswith(f"config={path!r}"[:60])
+        assert words in message
+
+
+def test_a_file_that_is_empty_changes_nothing_and_one_that_is_not_there_is_refused(
+    tmp_path: Path,
 ) -> None:
-    path = write(tmp_path / "c.yaml", text)
-    message = refused("--config", path)
-    assert message.startswith(f"config={path!r}"[:60])
-    assert words in message
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    assert load_config(["--config", write(tmp_path / "c.yaml", "# later\n")]) == load_config([])
     assert "No such file" in refused("--config", str(tmp_path / "none.yaml"))
     assert "Is a directory" in refused("--config", str(tmp_path))
 
@@ -593,9 +548,8 @@ def test_a_built_config_is_checked_and_cannot_be_changed(monkeypatch: pytest.Mon
 # --- what is derived
 
 
-@pytest.mark.parametrize(
-    ("cpu", "slab_bytes", "slabs"),
-    [
+def test_slabs_fill_the_cpu_tier_and_leave_room_for_headers() -> None:
+    for cpu, slab_bytes, slabs in [
         ("4MiB", 4 * MIB, 1),
         ("64MiB", 4_472_832, 15),
         ("100MiB", 4_366_336, 24),
@@ -603,20 +557,11 @@ def test_a_built_config_is_checked_and_cannot_be_changed(monkeypatch: pytest.Mon
         ("1500MiB", 71_491_584, 22),
         ("4GiB", 286_330_880, 15),
         ("1TiB", 276_881_408, 3971),
-    ],
-)
-def test_slabs_fill_the_cpu_tier_and_leave_room_for_headers(
-    cpu: str, slab_bytes: int, slabs: int
-) -> None:
-    config = load_config(["--cpu", cpu])
-    assert config.cpu_slab_bytes == slab_bytes
-    assert config.cpu_size // slab_bytes == slabs
-    assert config.cpu_size - slabs * slab_bytes < slabs * 4 * KIB
-
-
-def test_a_slab_that_is_given_is_kept() -> None:
-    given = ["--cpu", "64MiB", "--limits", "cpu_slab_bytes=64MiB"]
-    assert load_config(given).cpu_slab_bytes == 64 * MIB
+    ]:
+        config = load_config(["--cpu", cpu])
+        assert config.cpu_slab_bytes == slab_bytes
+        assert config.cpu_size // slab_bytes == slabs
+        assert config.cpu_size - slabs * slab_bytes < slabs * 4 * KIB
 
 
 def test_disk_takes_a_size_a_path_or_both(tmp_path: Path) -> None:
@@ -663,16 +608,19 @@ def test_show_masks_the_password_wherever_it_stands() -> None:
     assert "hunter2" not in repr(config)
 
 
-@pytest.mark.parametrize(
-    "url", ["redis://:hunter2@", "hunter2@host", "redis://host:hunter2", "redis//u:hunter2@h:1"]
-)
-def test_a_malformed_redis_url_is_refused_without_repeating_it(url: str) -> None:
-    message = refused("--redis", url, "--workers", "many")
-    assert "redis_url='***'" in message
-    assert "hunter2" not in message
-    with pytest.raises(ValidationError) as caught:
-        Settings(redis_url=url)
-    assert "hunter2" not in str(caught.value)
+def test_a_malformed_redis_url_is_refused_without_repeating_it() -> None:
+    for url in [
+        "redis://:hunter2@",
+        "hunter2@host",
+        "redis://host:hunter2",
+        "redis//u:hunter2@h:1",
+    ]:
+        message = refused("--redis", url, "--workers", "many")
+        assert "redis_url='***'" in message
+        assert "hunter2" not in message
+        with pytest.raises(ValidationError) as caught:
+            Settings(redis_url=url)
+        assert "hunter2" not in str(caught.value)
 
 
 def test_show_reads_back_as_the_same_config(tmp_path: Path) -> None:
@@ -711,12 +659,6 @@ def test_help_names_every_setting_and_its_default(capsys: pytest.CaptureFixture[
     assert "typing" not in text
 
 
-def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        load_config(["--version"])
-    assert capsys.readouterr().out == f"kvstore {__version__}\n"
-
-
 def test_importing_the_configuration_loads_nothing_heavy() -> None:
     probe = (
         "import sys, kvstore.server.settings.settings\n"
@@ -744,24 +686,16 @@ def test_several_disks_are_given_with_commas_and_repeat_the_size_before(tmp_path
     assert ",".join(map(str, named)) == f"5GiB:{a},4GiB:{b}"
 
 
-def test_a_disk_alone_in_a_list_has_the_default_size(tmp_path: Path) -> None:
-    disk = load_config(["--disk", f"{tmp_path}/a,{tmp_path}/b"]).disk
-    assert [folder.capacity_bytes for folder in disk] == [4 * GIB] * 2
-
-
-@pytest.mark.parametrize(
-    ("value", "why"),
-    [
+def test_disks_that_cannot_be_are_refused() -> None:
+    for value, why in [
         ("5GiB:/a,5GiB:/a", "name each folder once"),
         ("5GiB:/a,5GiB:/a/../a", "name each folder once"),
         ("5GiB:/a,6GiB", "give each further disk as SIZE:PATH"),
         ("5GiB:/a,", "give SIZE:PATH, SIZE or PATH"),
         (",".join(f"5GiB:/d{n}" for n in range(65)), "at most 64 folders"),
         ("5GiB:/a,1KiB:/b", "a tier has at least 4MiB"),
-    ],
-)
-def test_disks_that_cannot_be_are_refused(value: str, why: str) -> None:
-    assert why in refused("--disk", value)
+    ]:
+        assert why in refused("--disk", value)
 
 
 def test_the_codecs_of_tenants_are_read_by_tier_and_shown_as_they_were_written() -> None:
@@ -807,17 +741,6 @@ shared_pools:
     assert config.shared_pools == ()
 
 
-def test_pools_are_shown_as_they_are_read() -> None:
-    text = "a=x+y,b=*:w,c=:w"
-    pools = load_config(["--shared-pools", text]).shared_pools
-    assert [(pool.readers, pool.writers) for pool in pools] == [
-        (("x", "y"), ()),
-        (("*",), ("w",)),
-        ((), ("w",)),
-    ]
-    assert ",".join(map(str, pools)) == text
-
-
 def test_as_many_tenants_and_categories_have_quotas_as_policies_have_columns_for() -> None:
     assert 2 * MAX_QUOTAS <= MAX_PARTITIONS
     quotas = ",".join(f"t{n}=1GiB,t{n}/disk=2GiB" for n in range(MAX_QUOTAS))
@@ -828,34 +751,19 @@ def test_as_many_tenants_and_categories_have_quotas_as_policies_have_columns_for
     assert len(load_config(["--category-terms", terms + ",more=1s"]).category_terms) == 8
 
 
-@pytest.mark.parametrize(
-    ("name", "least"),
-    [
+def test_auto_says_how_much_may_be_lost() -> None:
+    for name, least in [
         ("auto", Accuracy.exact),
         ("auto:exact", Accuracy.exact),
         ("auto:bounded", Accuracy.bounded),
         ("auto:approximate", Accuracy.approximate),
-    ],
-)
-def test_auto_says_how_much_may_be_lost(name: str, least: Accuracy) -> None:
-    assert load_config(["--codec", f"disk={name}"]).codec["disk"] == name
-    assert is_auto(name)
-    assert auto_accuracy(name) is least
+    ]:
+        assert load_config(["--codec", f"disk={name}"]).codec["disk"] == name
+        assert is_auto(name)
+        assert auto_accuracy(name) is least
 
 
 # --- limits, and values by tier
-
-
-def test_limits_are_given_by_name_and_a_flag_that_is_given_again_adds_to_them(
-    tmp_path: Path,
-) -> None:
-    one = load_config(["--limits", "mover_queue=7, peer_bytes=64MiB"])
-    again = load_config(["--limits", "mover_queue=9", "--limits=peer_bytes=64Mi,mover_queue=7"])
-    named = write(tmp_path / "c.yaml", "limits: {mover_queue: 7, peer_bytes: 64MiB}\n")
-    assert one == again == load_config(["--config", named])
-    assert (one.limits.mover_queue, one.limits.peer_bytes) == (7, 64 * MIB)
-    assert one.limits.breaker_failures == Limits().breaker_failures
-    assert load_config(["--limits", str(one.limits)]) == one
 
 
 def test_what_a_setting_names_is_joined_over_file_environment_and_flags(

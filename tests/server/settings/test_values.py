@@ -19,9 +19,8 @@ from kvstore.server.settings.values import (
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "size_bytes"),
-    [
+def test_sizes_are_read_as_written() -> None:
+    for text, size_bytes in [
         ("8GiB", 8 * GIB),
         ("512MiB", 512 * MIB),
         ("1GB", 10**9),
@@ -32,18 +31,14 @@ from kvstore.server.settings.values import (
         ("8Gi", 8 * GIB),
         ("64k", 64_000),
         (5, 5),
-    ],
-)
-def test_sizes_are_read_as_written(text: object, size_bytes: int) -> None:
-    assert parse_size(text) == size_bytes
+    ]:
+        assert parse_size(text) == size_bytes
 
 
-@pytest.mark.parametrize(
-    "value", ["", "GiB", "1 G B", "8Gx", "1e9", "0x10", "٣MiB", True, 1.5, None]
-)
-def test_what_is_not_a_size_is_refused(value: object) -> None:
-    with pytest.raises(ValueError, match="8GiB, 512MiB, 1GB or 1048576"):
-        parse_size(value)
+def test_what_is_not_a_size_is_refused() -> None:
+    for value in ["", "GiB", "1 G B", "8Gx", "1e9", "0x10", "٣MiB", True, 1.5, None]:
+        with pytest.raises(ValueError, match="8GiB, 512MiB, 1GB or 1048576"):
+            parse_size(value)
 
 
 @given(st.integers(0, 1 << 50))
@@ -62,37 +57,34 @@ def test_an_endpoint_is_split_or_refused_never_garbled(text: str) -> None:
     assert text.rpartition(":")[0] in (shown, f"[{host}]")
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
-def test_addresses_of_this_machine_are_loopback(host: str) -> None:
-    assert is_loopback(host)
+def test_addresses_of_this_machine_are_loopback() -> None:
+    for host in ["127.0.0.1", "127.9.9.9", "::1", "localhost"]:
+        assert is_loopback(host)
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "localhost.example", "node7"])
-def test_every_other_address_is_not(host: str) -> None:
-    assert not is_loopback(host)
+def test_every_other_address_is_not() -> None:
+    for host in ["0.0.0.0", "::", "10.0.0.1", "localhost.example", "node7"]:
+        assert not is_loopback(host)
 
 
-@pytest.mark.parametrize("url", ["redis://h", "rediss://u:p@h:6380/1", "redis://[::1]:1/0?db=1"])
-def test_urls_of_a_redis_are_known(url: str) -> None:
-    assert Settings(redis_url=url).redis_url == url
+def test_urls_of_a_redis_are_known() -> None:
+    for url in ["redis://h", "rediss://u:p@h:6380/1", "redis://[::1]:1/0?db=1"]:
+        assert Settings(redis_url=url).redis_url == url
 
 
-@pytest.mark.parametrize("url", ["", "h:6379", "redis://", "redis://[::1", "redis://h:99999"])
-def test_other_urls_are_not(url: str) -> None:
-    with pytest.raises(ValidationError, match="give --redis"):
-        Settings(redis_url=url)
+def test_other_urls_are_not() -> None:
+    for url in ["", "h:6379", "redis://", "redis://[::1", "redis://h:99999"]:
+        with pytest.raises(ValidationError, match="give --redis"):
+            Settings(redis_url=url)
 
 
-@pytest.mark.parametrize(
-    "value", ["off", "127.0.0.1:0", "0.0.0.0:7421", "[::1]:7421", "store.example:1"]
-)
-def test_addresses_of_the_bulk_channel_are_taken(value: str) -> None:
-    assert Settings.model_validate({"bulk": value}).bulk == value
+def test_addresses_of_the_bulk_channel_are_taken() -> None:
+    for value in ["off", "127.0.0.1:0", "0.0.0.0:7421", "[::1]:7421", "store.example:1"]:
+        assert Settings.model_validate({"bulk": value}).bulk == value
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "fix"),
-    [
+def test_what_is_no_address_is_refused() -> None:
+    for name, value, fix in [
         ("bulk", "7421", "give host:port"),
         ("bulk", "tcp://a:1", "give host:port"),
         ("bulk", "a:65536", "a port is at most 65535"),
@@ -100,8 +92,6 @@ def test_addresses_of_the_bulk_channel_are_taken(value: str) -> None:
         ("events", "a:65536", "a port is at most 65535"),
         ("events", "ipc:run/b", "give ipc: and an absolute path"),
         ("events", "ipc:/" + "b" * 107, "of 107 bytes at most"),
-    ],
-)
-def test_what_is_no_address_is_refused(name: str, value: str, fix: str) -> None:
-    with pytest.raises(ValidationError, match=fix):
-        Settings.model_validate({name: value})
+    ]:
+        with pytest.raises(ValidationError, match=fix):
+            Settings.model_validate({name: value})

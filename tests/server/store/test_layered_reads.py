@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from contracts.chunks import make_representation
+from helpers.core_chunks import leased, put_low
 from simulation.clock import FakeClock
 from simulation.core import Core, frames_of, keys_of, settings
 from simulation.tiers import GatedDisk, SimDisk, no_faults
@@ -99,30 +100,21 @@ def session(core: Core) -> Session:
     return open_session(core)
 
 
-def put_low(core: Core, session: Session, versions: list[Version]) -> None:
-    """Put chunks so that only the disk has them."""
-    core.put(session, versions)
-    for version in versions:
-        ticket = core.moves.copy_to(version.info.key, core.slot("disk"), urgent=True)
-        assert ticket is not None
-        assert core.work_queue.wait(ticket, core.later())
-        assert core.catalog.cast_out("cpu", version.info.key)
-        core.moves.eviction.delete_from(core.moves.tiers.cpu, version.info.key)
-        assert core.tiers_of(version) == ["disk"]
-
-
 def parts_of(
     core: Core, session: Session, versions: list[Version], seconds: float = 60.0
-) -> Iterator[LayerPart]:
+) -> Generator[LayerPart, None, None]:
     """A layered get under a lease of its own."""
-    lease_id, known = core.store.open_get(session, keys_of(versions), 0)
-    get = LayerwiseRead(
-        core.moves, keys_of(versions)[:known], ReadTerms(session, core.later(seconds))
-    )
-    try:
+    with leased(core, session, versions) as keys:
+        get = LayerwiseRead(core.moves, keys, ReadTerms(session, core.later(seconds)))
         yield from get.parts()
-    finally:
-        assert core.store.release(session, lease_id)
+
+
+def read(
+    core: Core, session: Session, versions: list[Version], seconds: float = 60.0
+) -> list[LayerPart]:
+    """What such a get delivers, with copies of the bytes: its own are gone when it is over."""
+    parts = parts_of(core, session, versions, seconds)
+    return [part._replace(data=part.data.copy()) for part in parts]
 
 
 def whole(parts: list[LayerPart], versions: list[Version]) -> int:
@@ -152,7 +144,7 @@ def test_headers_come_first_then_each_layer_of_all_chunks(
         put_low(core, session, versions)
     else:
         core.put(session, versions)
-    parts = [replace_data(part) for part in parts_of(core, session, versions)]
+    parts = read(core, session, versions)
     header = parse_header(np.frombuffer(versions[0].frame, np.uint8))
     order = [segment for _, segment in layer_order(session.representation)]
     offsets = [0, *(int(header.segments[segment]["offset"]) for segment in order)]
@@ -167,11 +159,6 @@ def test_headers_come_first_then_each_layer_of_all_chunks(
     assert core.cpu.stats().reservations == 0
 
 
-def replace_data(part: LayerPart) -> LayerPart:
-    """A part with a copy of its bytes: the get's own are gone when it is over."""
-    return part._replace(data=part.data.copy())
-
-
 def test_a_layer_is_sent_before_the_next_is_read(
     core: Core, session: Session, disk: CountingDisk
 ) -> None:
@@ -179,13 +166,13 @@ def test_a_layer_is_sent_before_the_next_is_read(
     put_low(core, session, versions)
     disk.reads = 0
     parts = parts_of(core, session, versions)
-    with closing(parts):  # type: ignore[type-var]
+    with closing(parts):
         for _ in range(3):
             assert next(parts).offset == 0
         assert disk.reads == 3
         assert next(parts).chunk == 0
         assert disk.reads == 4
-        assert core.work_queue.depth()["load-disk"] <= READ_AHEAD_SEGMENTS
+        assert 0 < core.work_queue.depth()["load-disk"] <= READ_AHEAD_SEGMENTS
 
 
 def test_what_was_read_to_the_end_is_in_memory_and_half_a_get_leaves_nothing(
@@ -194,30 +181,18 @@ def test_what_was_read_to_the_end_is_in_memory_and_half_a_get_leaves_nothing(
     versions = prompt(3)
     put_low(core, session, versions)
     before = core.cpu.stats()
-    for read in (0, 1, 3, 5, 9):
+    for count in (0, 1, 3, 5, 9):
         parts = parts_of(core, session, versions)
-        with closing(parts):  # type: ignore[type-var]
-            for _ in range(read):
+        with closing(parts):
+            for _ in range(count):
                 next(parts)
+        assert core.work_queue.depth()["load-disk"] == 0, "nothing is read ahead for nobody"
         core.settle()
         assert core.cpu.stats() == before
         assert core.catalog.leases.pins.total() == 0
-    assert whole([replace_data(p) for p in parts_of(core, session, versions)], versions) == 3
+    assert whole(read(core, session, versions), versions) == 3
     assert [core.tiers_of(version) for version in versions] == [["cpu", "disk"]] * 3
     assert core.get(session, keys_of(versions)) == frames_of(versions)
-
-
-def test_a_get_that_its_reader_drops_leaves_no_read_in_the_queue(
-    core: Core, session: Session
-) -> None:
-    versions = prompt(2)
-    put_low(core, session, versions)
-    parts = parts_of(core, session, versions)
-    for _ in range(len(versions) + 1):  # the headers, and a layer: others are read ahead
-        next(parts)
-    assert core.work_queue.depth()["load-disk"] > 0
-    parts.close()  # type: ignore[attr-defined]
-    assert core.work_queue.depth()["load-disk"] == 0
 
 
 @pytest.mark.parametrize("what", ["header", "last layer", "lost"])
@@ -231,7 +206,7 @@ def test_a_damaged_chunk_ends_the_prefix_and_is_dropped(
         disk.lose(key)
     else:
         disk.flip(key, 8 * (60 if what == "header" else size - 1))
-    parts = [replace_data(part) for part in parts_of(core, session, versions)]
+    parts = read(core, session, versions)
     assert whole(parts, versions) == 1
     assert core.tiers_of(versions[1]) == []
     assert core.cpu.stats().reservations == 0
@@ -245,10 +220,10 @@ def test_a_disk_that_hangs_is_late_and_not_waited_for() -> None:
         versions = prompt(3)
         put_low(core, session, versions)
         gated.shut()
-        assert list(parts_of(core, session, versions, seconds=0.05)) == []
+        assert read(core, session, versions, seconds=0.05) == []
         assert gated.reached.wait(PATIENCE_S)
         gated.gate.set()
-        parts = [replace_data(part) for part in parts_of(core, session, versions)]
+        parts = read(core, session, versions)
         assert whole(parts, versions) == 3
     assert core.catalog.leases.pins.total() == 0
 
@@ -262,7 +237,7 @@ def test_a_get_that_is_over_while_a_layer_is_read_gives_its_room_back_then() -> 
         parts = parts_of(core, session, versions)
         assert next(parts).offset == 0
         gated.shut()
-        parts.close()  # type: ignore[attr-defined]
+        parts.close()
         gated.gate.set()
         core.work_queue.close()
         assert core.catalog.leases.pins.total() == 0
@@ -274,7 +249,7 @@ def test_frames_of_another_codec_are_promoted_whole(disk: CountingDisk) -> None:
         session = open_session(core)
         versions = prompt(3)
         put_low(core, session, versions)
-        parts = [replace_data(part) for part in parts_of(core, session, versions)]
+        parts = read(core, session, versions)
         assert whole(parts, versions) == 3
         assert core.counters["promoted_chunks"] == 3
 
@@ -286,6 +261,6 @@ def test_memory_full_of_leases_ends_the_prefix(disk: CountingDisk) -> None:
         versions = prompt(5)
         for version in versions:
             put_low(core, session, [version])
-        parts = [replace_data(part) for part in parts_of(core, session, versions)]
+        parts = read(core, session, versions)
         assert whole(parts, versions) == 2, "as many as a slab holds"
         assert core.cpu.stats().reservations == 0

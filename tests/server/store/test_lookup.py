@@ -1,19 +1,23 @@
-"""Lookups over tiers that other nodes use: what is asked, and what is not asked again."""
+"""Tiers that other nodes use: what lookups ask them, and what they lost is copied again."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 from contracts.policy import key
+from helpers.core_chunks import look_up
 from simulation.clock import FakeClock
-from simulation.core import Core, frames_of, keys_of, prompt
+from simulation.core import BREAKER_RETRY_S, Core, frames_of, keys_of, prompt
 from simulation.tiers import SimRedis, no_faults
+from simulation.universe import Version
 from typing_extensions import override
 
+from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.types import (
     DIGEST_BYTES,
     ChunkInfo,
@@ -22,12 +26,17 @@ from kvstore.proto.types import (
     DType,
     KVLayout,
     LayerKind,
-    Match,
     Namespace,
+    PutOutcome,
 )
+from kvstore.server.cluster.refill import CHECK_S, MAX_COPIES
+from kvstore.server.index import queries
 from kvstore.server.index.chunk_index import ResumeRequirements
+from kvstore.server.index.holds import LeaseTerms
+from kvstore.server.node import TICK_S
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.lookup import MAX_NEGATIVE_KEYS, NEGATIVE_TTL_S
+from kvstore.server.tiering.admission import WRITE_BACK
 
 TIER_BYTES = 2 << 20
 VERSIONS = prompt(4)
@@ -63,52 +72,28 @@ def core(redis: AskedRedis, clock: FakeClock) -> Iterator[Core]:
         yield core
 
 
-def look_up(
-    core: Core, session: Session, keys: Sequence[ChunkKey] = KEYS, *, lease: bool = False
-) -> Match:
-    return core.store.lookup(session, keys, core.later(), lease=lease)
-
-
 def test_what_a_shared_tier_just_did_not_have_is_not_asked_for_again(
     core: Core, session: Session, redis: AskedRedis, clock: FakeClock
 ) -> None:
     for _ in range(3):
-        assert look_up(core, session).missing == 4
+        assert look_up(core, session, VERSIONS).missing == 4
     assert redis.asked == [KEYS]
     assert core.counters["spared_questions"] == 2
     clock.advance(NEGATIVE_TTL_S)
-    look_up(core, session)
+    look_up(core, session, VERSIONS)
     assert redis.asked == [KEYS, KEYS]
 
 
 def test_what_another_node_puts_is_found_a_moment_after_it_was_missed(
     core: Core, session: Session, redis: AskedRedis, clock: FakeClock
 ) -> None:
-    assert look_up(core, session).ready == 0
+    assert look_up(core, session, VERSIONS).ready == 0
     for version in VERSIONS:
         redis.others_put(version.info, version.frame)
     clock.advance(NEGATIVE_TTL_S)
-    match = look_up(core, session, lease=True)
+    match = look_up(core, session, VERSIONS, lease=True)
     assert (match.ready, match.tiers) == (4, ("redis",) * 4)
     assert core.get(session, KEYS) == frames_of(VERSIONS)
-
-
-def test_what_this_node_puts_is_ready_at_once(
-    core: Core, session: Session, redis: AskedRedis
-) -> None:
-    assert look_up(core, session).ready == 0
-    core.put(session, VERSIONS[:2])
-    assert look_up(core, session).ready == 2
-    assert redis.asked == [KEYS, KEYS[2:]], "the chain is now missing at another chunk"
-
-
-def test_a_chain_that_goes_on_in_a_shared_tier_is_asked_for_once(
-    core: Core, session: Session, redis: AskedRedis
-) -> None:
-    for version in VERSIONS[:2]:
-        redis.others_put(version.info, version.frame)
-    assert [look_up(core, session).ready for _ in range(3)] == [2, 2, 2]
-    assert redis.asked == [KEYS], "the answer to the first question was the end of the chain too"
 
 
 def test_a_state_that_another_node_put_takes_the_place_of_a_chunk_without(
@@ -121,44 +106,23 @@ def test_a_state_that_another_node_put_takes_the_place_of_a_chunk_without(
     redis.others_put(richer, np.zeros(900, np.uint8))
     core.put(session, VERSIONS[:1])
     assert catalog.copies(KEYS[0])["cpu"].layout == info.layout
-    match = look_up(core, session)
+    match = look_up(core, session, VERSIONS)
     assert (match.ready, match.tiers, match.shared) == (1, ("redis",), 1)
     assert catalog.copies(KEYS[0])["redis"].layout == richer.layout
     assert redis.find(KEYS[:1]) == [richer]
 
 
-@pytest.mark.parametrize(("there", "asked"), [(0, [16]), (15, [16]), (16, [16, 4]), (20, [16, 4])])
-def test_a_long_chain_is_asked_for_in_two_steps(
+@pytest.mark.parametrize(("there", "asked"), [(15, [16]), (16, [16, 4]), (20, [16, 4])])
+def test_a_long_chain_is_asked_for_in_two_steps_and_its_end_once(
     core: Core, session: Session, redis: AskedRedis, there: int, asked: list[int]
 ) -> None:
     versions = prompt(20)
     for version in versions[:there]:
         redis.others_put(version.info, version.frame)
     for _ in range(2):
-        assert look_up(core, session, keys_of(versions)).ready == there
+        assert look_up(core, session, versions).ready == there
         assert list(map(len, redis.asked)) == asked
     assert core.counters["spared_questions"] == (there < 20)
-
-
-def test_a_tier_that_did_not_answer_is_asked_again(
-    core: Core, session: Session, redis: AskedRedis
-) -> None:
-    redis.faults.fail = 1.0
-    assert look_up(core, session).ready == 0
-    redis.faults.fail = 0.0
-    redis.others_put(VERSIONS[0].info, VERSIONS[0].frame)
-    assert look_up(core, session).ready == 1
-    assert core.counters["unanswered_lookups"] == 1
-    assert core.counters["spared_questions"] == 0
-
-
-def test_a_deletion_asks_whatever_was_missed_before(
-    core: Core, session: Session, redis: AskedRedis
-) -> None:
-    assert look_up(core, session).ready == 0
-    for version in VERSIONS:
-        redis.others_put(version.info, version.frame)
-    assert core.store.delete(KEYS, core.later()) == (4, 0)
 
 
 def test_the_lease_of_a_lookup_begins_when_the_shared_tier_has_answered(
@@ -172,7 +136,7 @@ def test_the_lease_of_a_lookup_begins_when_the_shared_tier_has_answered(
         return find(keys)
 
     redis.find = slowly  # type: ignore[method-assign]
-    match = look_up(core, session, lease=True)
+    match = look_up(core, session, VERSIONS, lease=True)
     assert match.ready == 1
     lease = core.catalog.leases.get(match.lease_id, session.session_id, core.clock())
     assert lease.deadline == clock.now + match.lease_ttl_ms / 1000
@@ -181,7 +145,7 @@ def test_the_lease_of_a_lookup_begins_when_the_shared_tier_has_answered(
 def test_slower_holders_are_said_to_take_longer(core: Core, session: Session) -> None:
     core.put(session, VERSIONS[:1])
     core.catalog.note_sealed("redis", VERSIONS[1].info)
-    match = look_up(core, session)
+    match = look_up(core, session, VERSIONS)
     assert match.tiers == ("cpu", "redis")
     assert match.load_us[0] < match.load_us[1]
     assert match.sources == bytes([0, 1])
@@ -192,5 +156,239 @@ def test_no_more_absent_chunks_are_remembered_than_the_limit_and_the_oldest_go(
 ) -> None:
     keys = [key(number) for number in range(MAX_NEGATIVE_KEYS + 2)]
     for one in [*keys, keys[-1], keys[2], keys[1]]:
-        look_up(core, session, [one])
+        core.store.lookup(session, [one], core.later(), lease=False)
     assert redis.asked == [[one] for one in [*keys, keys[1]]]
+
+
+def test_what_this_node_puts_is_ready_at_once_and_a_deletion_asks_whatever_was_missed(
+    core: Core, session: Session, redis: AskedRedis
+) -> None:
+    assert look_up(core, session, VERSIONS).ready == 0
+    core.put(session, VERSIONS[:2])
+    assert look_up(core, session, VERSIONS).ready == 2
+    assert redis.asked == [KEYS, KEYS[2:]], "the chain is now missing at another chunk"
+    for version in VERSIONS[2:]:
+        redis.others_put(version.info, version.frame)
+    assert core.store.delete(KEYS, core.later()) == (4, 0)
+    assert redis.stats().chunks == 0
+
+
+def test_a_shared_tier_that_does_not_answer_makes_no_lookup_fail_and_is_asked_again(
+    core: Core, session: Session, redis: AskedRedis, clock: FakeClock
+) -> None:
+    core.put(session, VERSIONS[:1])
+    redis.faults.fail = 1.0
+    for _ in range(5):
+        match = look_up(core, session, VERSIONS)
+        assert (match.ready, match.missing) == (1, 3)
+    assert redis.faults.raised == 3, "then it is left alone"
+    assert core.counters["unanswered_lookups"] == 3
+    assert core.counters["spared_questions"] == 0
+    redis.faults.end()
+    redis.others_put(VERSIONS[1].info, VERSIONS[1].frame)
+    clock.advance(BREAKER_RETRY_S)
+    assert look_up(core, session, VERSIONS).ready == 2
+    for _ in range(3):
+        core.slot("redis").breaker.fail("frozen")
+    assert look_up(core, session, VERSIONS).ready == 1, "what it alone holds is left out"
+
+
+def test_what_is_being_deleted_is_not_found_again_in_a_shared_tier(
+    core: Core, session: Session, redis: AskedRedis
+) -> None:
+    redis.others_put(VERSIONS[0].info, VERSIONS[0].frame)
+    look_up(core, session, VERSIONS[:1])
+    core.store.delete(KEYS[:1], core.clock())
+    assert redis.stats().chunks == 1, "its time was up before the tier was asked"
+    assert look_up(core, session, VERSIONS[:1], lease=True).ready == 0
+
+
+def test_a_chunk_that_goes_between_lookup_and_lease_leaves_no_lease_behind(
+    core: Core, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core.put(session, VERSIONS[:1])
+    grant = core.catalog.grant
+
+    def late(keys: list[ChunkKey], terms: LeaseTerms) -> object:
+        core.store.delete(KEYS[:1], core.later())
+        return grant(keys, terms)
+
+    monkeypatch.setattr(core.catalog, "grant", late)
+    match = look_up(core, session, VERSIONS[:1], lease=True)
+    assert (match.ready, match.lease_id, match.missing) == (0, 0, 1)
+    assert len(core.catalog.leases) == 0
+
+
+# --- what a shared tier lost is copied to it again, within bounds
+
+
+ALL = {"redis": "through"}
+
+
+def test_a_part_of_a_shared_tier_that_is_lost_does_not_set_the_tier_aside(core: Core) -> None:
+    slot = core.slot("redis")
+
+    def fail(*, is_partial: bool) -> bool:
+        raise TierUnavailableError("redis", "a master is down", is_partial=is_partial)
+
+    for is_partial in (True, False):
+        for _ in range(5):
+            with pytest.raises(TierUnavailableError):
+                slot.guarded(partial(fail, is_partial=is_partial))
+        assert slot.breaker.is_open is not is_partial
+
+
+def test_what_a_shared_tier_held_at_the_start_makes_room_for_what_comes() -> None:
+    versions = prompt(6)
+    room_bytes = SimRedis(TIER_BYTES, no_faults()).allocated_bytes(versions[0].info.size_bytes)
+    redis = SimRedis(3 * room_bytes, no_faults())
+    for version in versions[:3]:
+        redis.others_put(version.info, version.frame)
+    with closing(Core([redis], clock=FakeClock(), write="through")) as core:
+        core.store.recover()
+        core.settle()
+        core.put(core.open_session(), versions[3:])
+        core.settle()
+        assert core.counters["copied_chunks"] == 3
+        assert core.counters["failed_copies"] == 0
+        assert redis.stats().used_bytes <= redis.capacity_bytes
+
+
+@contextmanager
+def emptied(count: int) -> Iterator[tuple[Core, SimRedis, list[Version]]]:
+    """A core whose chunks went to the shared tier too, which somebody emptied since."""
+    redis = SimRedis(TIER_BYTES, no_faults())
+    with closing(Core([redis], clock=FakeClock(), slabs=48, admissions=ALL)) as core:
+        versions = prompt(count)
+        core.put(core.open_session(), versions)
+        core.settle()
+        assert redis.stats().chunks == count
+        for version in versions:
+            redis.delete(version.info.key)
+        yield core, redis, versions
+
+
+def ticks(core: Core, seconds: float) -> None:
+    for _ in range(round(seconds / TICK_S)):
+        assert isinstance(core.clock, FakeClock)
+        core.clock.advance(TICK_S)
+        core.store.tick()
+        core.settle()
+
+
+def test_what_is_put_again_is_copied_again_to_a_shared_tier_that_lost_it() -> None:
+    with emptied(4) as (core, redis, versions):
+        results = core.put(core.open_session(), versions[:1])
+        assert [result.outcome for result in results] == [PutOutcome.exists]
+        ticks(core, TICK_S)
+        assert redis.find(keys_of(versions[:1])) != [None]
+
+
+def test_a_shared_tier_that_was_emptied_is_filled_again_though_nobody_puts() -> None:
+    with emptied(40) as (core, redis, versions):
+        ticks(core, CHECK_S)
+        some = redis.stats().chunks
+        assert 0 < some <= MAX_COPIES, "others' copies go ahead"
+        ticks(core, 40 / MAX_COPIES * TICK_S + TICK_S)
+        assert None not in redis.find(keys_of(versions))
+        copied = core.counters["copied_chunks"]
+        ticks(core, 10 * CHECK_S)
+        assert core.counters["copied_chunks"] == copied == 80
+
+
+def test_a_shared_tier_that_is_full_is_left_alone_between_attempts_to_fill_it_again() -> None:
+    with emptied(8) as (core, redis, versions):
+        redis.capacity_bytes = redis.max_frame_bytes = 0
+        ticks(core, CHECK_S + 2 * TICK_S)
+        failed = core.counters["failed_copies"]
+        assert failed == 1
+        ticks(core, CHECK_S - 3 * TICK_S)
+        assert core.counters["failed_copies"] == failed
+        redis.capacity_bytes = redis.max_frame_bytes = TIER_BYTES
+        ticks(core, CHECK_S)
+        assert None not in redis.find(keys_of(versions))
+
+
+def test_what_admission_keeps_out_of_a_shared_tier_is_not_taken_for_lost(
+    redis: AskedRedis,
+) -> None:
+    with closing(Core([redis], clock=FakeClock(), slabs=48, admissions={"redis": "evict"})) as core:
+        session = core.open_session()
+        there, kept_out = prompt(2), prompt(4, seed=1)
+        core.put(session, [*there, *kept_out])
+        for version in there:
+            core.copy_down(version, "redis")
+        core.moves.placement.set_terms(WRITE_BACK, {"redis": 1})
+        redis.asked.clear()
+        minutes = 2
+        for _ in range(round(60 * minutes / TICK_S)):
+            core.put(session, kept_out)
+            ticks(core, TICK_S)
+        assert len(redis.asked) == 60 * minutes / CHECK_S
+        assert set(map(len, redis.asked)) == {len(there)}
+        assert redis.stats().chunks == len(there)
+
+
+def test_a_chunk_kept_out_by_a_spent_budget_is_not_counted_each_time_it_is_put_again() -> None:
+    redis = SimRedis(TIER_BYTES, no_faults())
+    with closing(Core([redis], clock=FakeClock(), slabs=48, admissions=ALL)) as core:
+        session, versions = core.open_session(), prompt(8)
+        core.moves.placement.set_terms(WRITE_BACK, {"redis": 24})
+        core.put(session, versions)
+        core.settle()
+        assert (redis.stats().chunks, core.counters["over_budget_copies"]) == (1, 7)
+        for _ in range(5):
+            core.put(session, versions)
+            ticks(core, CHECK_S)
+        assert (redis.stats().chunks, core.counters["over_budget_copies"]) == (1, 7)
+
+
+def test_what_was_to_be_asked_for_while_a_shared_tier_fails_over_is_asked_for_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(queries, "HELD_ROWS", 2)  # the last is not walked by soon
+    with emptied(5) as (core, redis, versions):
+        for version in versions[1:4]:
+            redis.others_put(version.info, version.frame)
+        core.put(core.open_session(), versions[4:])
+        redis.faults.fail = 1.0
+        ticks(core, CHECK_S)
+        assert redis.faults.raised == 1, "it is left alone for a while"
+        ticks(core, CHECK_S)
+        assert redis.faults.raised == 2, "the first was asked for, too"
+        redis.faults.end()
+        ticks(core, 3 * TICK_S)
+        assert None not in redis.find(keys_of(versions))
+
+
+def test_what_was_missing_when_a_shared_tier_failed_over_is_copied_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with emptied(4) as (core, redis, versions):
+        find = redis.find
+
+        def then_fail(keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
+            found = find(keys)
+            redis.faults.fail = 1.0
+            return found
+
+        with monkeypatch.context() as patched:
+            patched.setattr(redis, "find", then_fail)
+            ticks(core, CHECK_S)
+        assert core.counters["failed_copies"] == 1
+        ticks(core, 3 * CHECK_S)
+        assert redis.stats().chunks == 0
+        redis.faults.end()
+        ticks(core, 2 * CHECK_S)
+        assert None not in redis.find(keys_of(versions))
+        assert core.counters["lost_chunks"] == 4
+
+
+def test_what_only_a_shared_tier_has_is_not_asked_for_and_stays_known(
+    core: Core, session: Session, redis: AskedRedis
+) -> None:
+    redis.others_put(VERSIONS[0].info, VERSIONS[0].frame)
+    look_up(core, session, VERSIONS[:1])
+    redis.delete(KEYS[0])
+    ticks(core, 3 * CHECK_S)
+    assert core.tiers_of(VERSIONS[0]) == ["redis"]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers.prompts import frame_of
 from helpers.shards import WIDE, shard_frame, shard_of
+from simulation.clock import FakeClock
 from simulation.core import Core, settings
 
 from kvstore.proto.buffers import Bytes, as_bytes, checksum
@@ -18,7 +19,6 @@ from kvstore.proto.errors import (
     ChunkCorruptError,
     InvalidFrameError,
     InvalidRequestError,
-    QuotaExceededError,
 )
 from kvstore.proto.frame import (
     FLAG_RESTORED,
@@ -41,19 +41,11 @@ LEFT, RIGHT = shard_of(LAYOUT, (0, 3), (0, 2)), shard_of(LAYOUT, (0, 3), (2, 4))
 PENDING, STORED, EXISTS = PutOutcome.pending, PutOutcome.stored, PutOutcome.exists
 
 
-@dataclass
-class Clock:
-    now: float = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Writers:
     """A store with memory for a few chunks, and sessions that put shards of one model's."""
 
     def __init__(self, **limits: float) -> None:
-        self.clock = Clock()
+        self.clock = FakeClock()
         terms = {"max_reservations_per_session": 4, "load_headroom_percent": 5, **limits}
         self.core = Core(slab_bytes=1 << 15, config=settings(**terms), clock=self.clock)
         self.writes = self.core.store.writes
@@ -129,12 +121,10 @@ def writers() -> Iterator[Writers]:
 @pytest.mark.parametrize(
     "shards",
     [
-        (TOP, REST),
-        (RIGHT, LEFT),
-        (LEFT, TOP, RIGHT),
+        (TOP, TOP, REST),
         (shard_of(LAYOUT, (0, 2), (0, 3)), shard_of(LAYOUT, (1, 3), (1, 4)), LEFT, RIGHT),
     ],
-    ids=["pipeline", "tensor", "overlap", "corners"],
+    ids=["twice", "corners"],
 )
 def test_a_chunk_is_pending_until_its_last_shard_and_then_what_one_writer_puts(
     writers: Writers, shards: tuple[ChunkShard, ...]
@@ -150,31 +140,18 @@ def test_a_chunk_is_pending_until_its_last_shard_and_then_what_one_writer_puts(
     writers.assert_nothing_left()
 
 
-def test_the_same_shard_twice_changes_nothing(writers: Writers) -> None:
-    assert [writers.put(writers.one, TOP) for _ in range(3)] == [PENDING] * 3
-    assert writers.put(writers.one, REST) is STORED
-    assert writers.is_right()
-
-
 def test_a_later_shard_does_not_overwrite_what_another_writer_put(writers: Writers) -> None:
     assert writers.put(writers.one, TOP) is PENDING
     other = writers.frame(LEFT)
     header = parse_header(other, takes_shards=True)
-    spoilt = shard_frame(writers.template(), WIDE, LEFT)
-    spoilt[int(header.segments[0]["offset"]) :][:64] = 7  # other bytes of layer 0
-    resummed = _resummed(spoilt)
-    assert writers.finish(writers.begin(writers.other, LEFT), resummed) is PENDING
+    other[int(header.segments[0]["offset"]) :][:64] = 7  # other bytes of layer 0
+    segments = header.segments.copy()
+    segments["checksum"] = [checksum(header.segment(other, i)) for i in range(len(segments))]
+    fixed = pack_header(replace(header, segments=segments))
+    other[: len(fixed)] = as_bytes(fixed)
+    assert writers.finish(writers.begin(writers.other, LEFT), other) is PENDING
     assert writers.put(writers.one, RIGHT) is STORED
     assert writers.is_right()
-
-
-def _resummed(frame: Bytes) -> Bytes:
-    header = parse_header(frame, takes_shards=True)
-    segments = header.segments.copy()
-    segments["checksum"] = [checksum(header.segment(frame, i)) for i in range(len(segments))]
-    fixed = pack_header(replace(header, segments=segments))
-    frame[: len(fixed)] = as_bytes(fixed)
-    return frame
 
 
 def test_a_damaged_shard_leaves_nothing_and_may_come_again(writers: Writers) -> None:
@@ -187,26 +164,17 @@ def test_a_damaged_shard_leaves_nothing_and_may_come_again(writers: Writers) -> 
     assert writers.is_right()
 
 
-@pytest.mark.parametrize(
-    ("named", "changes"),
-    [("content", {"content": bytes(16)}), ("position", {"position": 16})],
-    ids=["content", "position"],
-)
-def test_facts_that_contradict_another_writer_are_refused_by_name(
-    writers: Writers, named: str, changes: dict[str, Any]
-) -> None:
+def test_facts_that_contradict_another_writer_are_refused_by_name(writers: Writers) -> None:
     assert writers.put(writers.one, TOP) is PENDING
-    ticket = writers.begin(writers.other, REST)
-    with pytest.raises(InvalidRequestError, match=named):
-        writers.finish(ticket, writers.frame(REST, **changes))
-    assert writers.put(writers.other, REST) is STORED
-    assert writers.is_right()
-
-
-def test_a_shard_of_another_layout_is_refused_by_name(writers: Writers) -> None:
-    assert writers.put(writers.one, TOP) is PENDING
+    wrong: dict[str, Any] = {"content": bytes(16), "position": 16}
+    for named, value in wrong.items():
+        ticket = writers.begin(writers.other, REST)
+        with pytest.raises(InvalidRequestError, match=named):
+            writers.finish(ticket, writers.frame(REST, **{named: value}))
     with pytest.raises(InvalidRequestError, match="layout"):
         writers.begin(writers.other, shard_of(KVLayout.of(WIDE, 32), (1, 3)))
+    assert writers.put(writers.other, REST) is STORED
+    assert writers.is_right()
 
 
 def test_only_the_shard_that_was_announced_is_taken_raw_exact_and_original(
@@ -284,16 +252,6 @@ def test_unfinished_chunks_have_a_quarter_of_the_memory_and_streams_count(
     streamed = writers.begin(writers.one, TOP, count, is_streamed=True)
     assert isinstance(streamed, PutResult)
     assert writers.writes.parallel.used_bytes <= limit
-
-
-def test_a_session_has_no_more_shards_open_than_puts(writers: Writers) -> None:
-    tickets = [writers.begin(writers.one, TOP) for _ in range(4)]
-    with pytest.raises(QuotaExceededError):
-        writers.begin(writers.one, TOP)
-    for ticket in tickets:
-        assert isinstance(ticket, PartTicket)
-        assert writers.writes.abort(writers.one, ticket.ticket_id)
-    assert len(writers.writes) == 0
 
 
 def test_many_writers_at_once_make_one_chunk() -> None:

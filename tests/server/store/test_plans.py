@@ -1,16 +1,20 @@
-"""Plans against every plan there is: never slower than computing."""
+"""Plans against every plan there is, never slower than computing; and those a lookup makes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from itertools import product
 from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simulation.core import TOKENS, Core, keys_of, prompt
+from simulation.tiers import SimDisk, no_faults
 
-from kvstore.proto.plans import LoadPlan, PrefillModel
+from kvstore.proto.plans import EngineTerms, LoadPlan, PrefillModel
+from kvstore.server.security.sessions import Session
 from kvstore.server.store.plans import MAX_STRETCHES, plan_loads
 
 ENGINE = PrefillModel(0.01, 1e-4, 1e-8)
@@ -83,51 +87,10 @@ def check(plan: LoadPlan, asked: PlanQuestion, prefill: PrefillModel) -> None:
     assert plan.recompute_ms == pytest.approx(1000 * nothing_s)
 
 
-def test_a_fast_tier_is_loaded_and_a_slow_one_is_not() -> None:
-    fast = plan_loads(*question([0.001] * 8), ENGINE)
-    assert fast.loaded == list(range(8))
-    slow = plan_loads(*question([9.0] * 8), ENGINE)
-    assert slow.loaded == []
-    assert slow.plan_ms == slow.recompute_ms
-
-
-def test_the_head_is_computed_while_what_is_behind_it_loads() -> None:
-    # A chunk computes in 25.6 ms, ten more for a start, and loads in 20: the first few win.
-    plan = plan_loads(*question([0.020] * 10), ENGINE)
-    first, second, *_ = plan.ranges
-    assert (first.load, second.load) == (False, True)
-    assert plan.plan_ms < 1000 * (10 * 0.020 + ENGINE.seconds(10, 2560))
-
-
 def test_a_slow_stretch_between_fast_ones_is_computed() -> None:
     loads = [0.0001] * 20 + [5.0] * 4 + [0.0001] * 20
     plan = plan_loads(*question(loads), ENGINE)
     assert plan.loaded == [*range(20), *range(24, 44)]
-
-
-def test_chunks_that_are_nowhere_are_computed() -> None:
-    plan = plan_loads(*question([0.001] * 4, missing=3), ENGINE)
-    assert [(one.first, one.stop, one.load) for one in plan.ranges] == [(0, 4, True), (4, 7, False)]
-    nothing = plan_loads(*question([], missing=3), ENGINE)
-    assert [(one.first, one.stop, one.load) for one in nothing.ranges] == [(0, 3, False)]
-    assert nothing.plan_ms == nothing.recompute_ms
-
-
-def test_decoding_runs_beside_the_next_load_and_counts_once_at_the_end() -> None:
-    plan = plan_loads(*question([0.002] * 4, decode_s=0.001), ENGINE)
-    (load, *_) = plan.ranges
-    assert load.ms == pytest.approx(4 * 2 + 1)
-    slow = plan_loads(*question([0.002] * 4, decode_s=9.0), ENGINE)
-    assert slow.loaded == []
-
-
-def test_a_prompt_that_is_here_whole_still_computes_its_last_token() -> None:
-    plan = plan_loads(*question([0.001] * 4, tail=0), ENGINE)
-    assert plan.plan_ms == pytest.approx(4 + 1000 * ENGINE.seconds(1, 1023))
-
-
-def test_an_empty_prompt_has_an_empty_plan() -> None:
-    assert plan_loads(*PlanQuestion([], [], [], 0, 0), ENGINE).ranges == ()
 
 
 SECONDS = st.floats(0, 0.5)
@@ -172,3 +135,64 @@ def test_no_plan_is_slower_than_computing_everything(
     count = len(chunks) + missing
     asked = PlanQuestion(tokens, loads, decodes, count, sum(tokens) + tail + missing)
     check(plan_loads(*asked, prefill), asked, prefill)
+
+
+# --- of a lookup, from what the server measured of its tiers
+
+SLOW_ENGINE = PrefillModel(0.001, 1e-4)
+"""A chunk of 60 tokens takes 6 ms."""
+
+
+def plan_of(core: Core, session: Session, chunks: int, tokens: int = 0) -> LoadPlan:
+    keys = keys_of(prompt(chunks))
+    terms = EngineTerms(SLOW_ENGINE, tokens)
+    match = core.store.lookup(session, keys, core.later(), lease=False, engine=terms)
+    assert match.plan is not None
+    return match.plan
+
+
+def shape(plan: LoadPlan) -> list[tuple[int, int, bool]]:
+    return [(one.first, one.stop, one.load) for one in plan.ranges]
+
+
+def test_what_is_in_memory_is_loaded_and_what_is_nowhere_computed(
+    core: Core, session: Session
+) -> None:
+    nothing = plan_of(core, session, 0, 10)
+    assert shape(nothing) == []
+    assert nothing.plan_ms == nothing.recompute_ms > 0
+    core.put(session, prompt(4))
+    plan = plan_of(core, session, 6, 6 * TOKENS + 7)
+    assert shape(plan) == [(0, 4, True), (4, 6, False)]
+    assert plan.recompute_ms == pytest.approx(1000 * SLOW_ENGINE.seconds(6 * TOKENS + 7, 0))
+    left = SLOW_ENGINE.seconds(2 * TOKENS + 7, 4 * TOKENS)
+    assert plan.plan_ms == pytest.approx(1000 * left, rel=0.01)
+    shorter = plan_of(core, session, 4, 1)  # than its chunks: it is as long as they are
+    assert shorter.recompute_ms == pytest.approx(1000 * SLOW_ENGINE.seconds(4 * TOKENS, 0))
+
+
+def test_a_disk_that_has_become_slow_is_left_alone_and_decoding_counts_as_it_was_measured(
+    core: Core, session: Session
+) -> None:
+    core.put(session, prompt(6))
+    core.put(session, prompt(12, seed=9))
+    quick = plan_of(core, session, 6, 400)
+    assert shape(quick) == [(0, 6, True)]
+    core.slot("disk").note_decode(1000, 0.002)
+    slower = plan_of(core, session, 6, 400)
+    assert quick.plan_ms < slower.plan_ms <= slower.recompute_ms
+    for _ in range(100):
+        core.slot("disk").note_load(1000, 1.0)
+    slow = plan_of(core, session, 6, 400)
+    assert shape(slow) == [(0, 6, False)]
+    assert slow.plan_ms == slow.recompute_ms
+
+
+def test_a_frame_that_is_decoded_tells_its_speed() -> None:
+    with closing(Core([SimDisk(1 << 20, no_faults())], codec="zplane")) as core:
+        session = core.open_session()
+        core.put(session, prompt(4))
+        core.put(session, prompt(12, seed=9))
+        assert core.slot("disk").decode_s_per_byte == 0
+        core.get(session, keys_of(prompt(4)))
+        assert core.slot("disk").decode_s_per_byte > 0

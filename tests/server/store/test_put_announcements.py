@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import pytest
 from helpers.local_server import eventually
-from simulation.core import Core, prompt, settings
+from simulation.clock import FakeClock
+from simulation.core import Core, keys_of, prompt, settings
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.plans import Hints
@@ -35,54 +37,23 @@ def look(core: Core, session: Session, keys: list[ChunkKey]) -> Match:
 class Waiting:
     """A lookup that waits in a thread."""
 
-    def __init__(self, core: Core, session: Session, keys: list[ChunkKey], wait_s: float = LONG_S):
+    def __init__(self, core: Core, session: Session, keys: list[ChunkKey]) -> None:
         self.match: Match | None = None
-        self._thread = threading.Thread(target=self._run, args=(core, session, keys, wait_s))
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, args=(core, session, keys))
+        self.thread.start()
 
-    def _run(self, core: Core, session: Session, keys: list[ChunkKey], wait_s: float) -> None:
-        core.store.await_puts(keys, core.later(wait_s))
+    def _run(self, core: Core, session: Session, keys: list[ChunkKey]) -> None:
+        core.store.await_puts(keys, core.later(LONG_S))
         self.match = look(core, session, keys)
 
     def answer(self) -> tuple[int, int]:
-        self._thread.join(LONG_S)
+        self.thread.join(LONG_S)
         assert self.match is not None
         return self.match.ready, self.match.pending
-
-    @property
-    def is_waiting(self) -> bool:
-        return self._thread.is_alive()
 
 
 def waits(core: Core, count: int = 1) -> bool:
     return eventually(lambda: core.counters["waited_lookups"] == count)
-
-
-def test_announced_puts_are_pending_until_they_come(core: Core) -> None:
-    writer, reader = core.open_session(), core.open_session()
-    versions = prompt(3)
-    keys = [version.info.key for version in versions]
-    assert core.store.announce_puts(writer, keys, 60_000) == 3
-    assert core.store.announce_puts(reader, keys, 60_000) == 0
-    core.put(writer, versions[:1])
-    match = look(core, reader, keys)
-    assert (match.ready, match.pending, match.missing) == (1, 2, 0)
-    core.put(writer, versions[1:])
-    assert look(core, reader, keys).ready == 3
-    assert core.counters["announced_puts"] == 3
-
-
-def test_a_lookup_waits_for_all_that_is_announced(core: Core) -> None:
-    writer, reader = core.open_session(), core.open_session()
-    versions = prompt(3)
-    keys = [version.info.key for version in versions]
-    core.store.announce_puts(writer, keys, 60_000)
-    waiting = Waiting(core, reader, keys)
-    assert waits(core)
-    core.put(writer, versions[:2])
-    assert waiting.is_waiting
-    core.put(writer, versions[2:])
-    assert waiting.answer() == (3, 0)
 
 
 def test_a_lookup_waits_for_an_ordinary_put_under_way(core: Core) -> None:
@@ -115,7 +86,7 @@ def test_whoever_waits_for_a_writer_that_ends_is_answered_at_once(
 ) -> None:
     writer, reader = core.open_session(), core.open_session()
     versions = prompt(2)
-    keys = [version.info.key for version in versions]
+    keys = keys_of(versions)
     core.store.announce_puts(writer, keys, 60_000)
     core.put(writer, versions[:1])
     waiting = Waiting(core, reader, keys)
@@ -128,7 +99,7 @@ def test_whoever_waits_for_a_writer_that_ends_is_answered_at_once(
 
 def test_a_promise_and_a_wait_end_with_their_time(core: Core) -> None:
     writer = core.open_session()
-    keys = [version.info.key for version in prompt(1)]
+    keys = keys_of(prompt(1))
     core.store.announce_puts(writer, keys, 60_000)
     core.store.await_puts(keys, core.later(0.05))
     assert look(core, writer, keys).pending == 1
@@ -138,7 +109,7 @@ def test_a_promise_and_a_wait_end_with_their_time(core: Core) -> None:
 
     def is_over() -> bool:
         core.store.tick()
-        return not waiting.is_waiting
+        return not waiting.thread.is_alive()
 
     assert eventually(is_over)
     assert waiting.answer() == (0, 0)
@@ -146,7 +117,7 @@ def test_a_promise_and_a_wait_end_with_their_time(core: Core) -> None:
 
 def test_no_more_lookups_wait_than_may(core: Core) -> None:
     writer = core.open_session()
-    keys = [version.info.key for version in prompt(1)]
+    keys = keys_of(prompt(1))
     core.store.announce_puts(writer, keys, 60_000)
     both = [Waiting(core, writer, keys) for _ in range(2)]
     assert waits(core, 2)
@@ -159,7 +130,7 @@ def test_no_more_lookups_wait_than_may(core: Core) -> None:
 def test_nobody_waits_for_what_nobody_puts(core: Core) -> None:
     session = core.open_session()
     versions = prompt(2)
-    keys = [version.info.key for version in versions]
+    keys = keys_of(versions)
     core.put(session, versions[:1])
     core.store.await_puts(keys, core.later())
     assert core.counters["waited_lookups"] == 0
@@ -169,6 +140,9 @@ def test_promises_are_bounded_in_time_and_number(core: Core) -> None:
     session = core.open_session()
     with pytest.raises(InvalidRequestError, match="ttl_ms"):
         core.store.announce_puts(session, [], 600_001)
+    for handover_ms in (-1, 600_001, 1.5):
+        with pytest.raises(InvalidRequestError, match="handover_ms"):
+            Hints(handover_ms=handover_ms)  # type: ignore[arg-type]
     in_flight = core.catalog.in_flight
     keys = [ChunkKey(n.to_bytes(32, "little")) for n in range(MAX_ANNOUNCED_CHUNKS + 5)]
     assert in_flight.announce(1, keys, 1.0) == len(in_flight.announced) == MAX_ANNOUNCED_CHUNKS
@@ -183,33 +157,19 @@ def test_promises_are_bounded_in_time_and_number(core: Core) -> None:
     assert not in_flight.announced
 
 
-def test_what_is_handed_over_stays_until_it_was_read_once(core: Core) -> None:
-    writer, reader = core.open_session("red"), core.open_session("red")
-    (handed,) = prompt(1)
-    core.put(writer, [handed], hints=Hints(handover_ms=60_000))
-    key = handed.info.key
-    assert core.catalog.eviction.claim("cpu", [key]) == []
-    core.get(reader, [key])
-    assert core.catalog.eviction.claim("cpu", [key]) == [key]
-    core.catalog.eviction.unclaim([key])
-
-
-def test_what_nobody_reads_is_kept_for_its_time_only(core: Core) -> None:
-    writer = core.open_session()
-    (handed,) = prompt(1)
-    core.put(writer, [handed], hints=Hints(handover_ms=1))
-    key = handed.info.key
-
-    def may_go() -> bool:
+def test_what_is_handed_over_stays_until_it_was_read_once_or_its_time_is_up() -> None:
+    clock = FakeClock()
+    with closing(Core(clock=clock)) as core:
+        writer, reader = core.open_session("red"), core.open_session("red")
+        versions = prompt(2)
+        read, unread = keys_of(versions)
+        core.put(writer, versions, hints=Hints(handover_ms=60_000))
+        assert core.catalog.eviction.claim("cpu", [read]) == []
+        core.get(reader, [read])
+        assert core.catalog.eviction.claim("cpu", [read]) == [read]
+        clock.advance(59)
         core.store.tick()
-        victims = core.catalog.eviction.claim("cpu", [key])
-        core.catalog.eviction.unclaim(victims)
-        return victims == [key]
-
-    assert eventually(may_go)
-
-
-@pytest.mark.parametrize("handover_ms", [-1, 600_001, 1.5])
-def test_a_hand_over_has_its_bounds(handover_ms: float) -> None:
-    with pytest.raises(InvalidRequestError, match="handover_ms"):
-        Hints(handover_ms=handover_ms)  # type: ignore[arg-type]
+        assert core.catalog.eviction.claim("cpu", [unread]) == []
+        clock.advance(1)
+        core.store.tick()
+        assert core.catalog.eviction.claim("cpu", [unread]) == [unread]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
+from typing import cast
 
 import pytest
+from helpers.core_chunks import leased, put_low
 from simulation.clock import FakeClock
 from simulation.core import Core, frames_of, keys_of, prompt, settings
 from simulation.tiers import GatedDisk, SimDisk, SimRedis, no_faults
-from simulation.universe import Version
 
 from kvstore.proto.types import ChunkKey
 from kvstore.proto.unix_socket import ROW_BYTES, Place, Reach, unpack_places
@@ -19,6 +20,7 @@ from kvstore.server.store.reads import (
     LOADS_AHEAD_CHUNKS,
     NO_REACH,
     READ_AHEAD_CHUNKS,
+    LayerPart,
     ReadTerms,
 )
 
@@ -26,43 +28,32 @@ TIER_BYTES = 1 << 20
 PATIENCE_S = 20.0
 
 
-def put_low(core: Core, session: Session, versions: list[Version], tier: str = "disk") -> None:
-    """Put chunks so that only a lower tier has them."""
-    core.put(session, versions)
-    for version in versions:
-        ticket = core.moves.copy_to(version.info.key, core.slot(tier), urgent=True)
-        assert ticket is not None
-        assert core.work_queue.wait(ticket, core.later())
-        assert core.catalog.cast_out("cpu", version.info.key)
-        core.moves.eviction.delete_from(core.moves.tiers.cpu, version.info.key)
-        assert core.tiers_of(version) == [tier]
+def results_of(
+    core: Core, session: Session, keys: list[ChunkKey], reach: frozenset[Reach] = NO_REACH
+) -> Generator[LayerPart, None, None]:
+    found = core.store.reads.get(keys, ReadTerms(session, core.later(), reach=reach))
+    return cast("Generator[LayerPart, None, None]", found)
 
 
-def fill_with_leases(core: Core, session: Session) -> list[int]:
-    """Lease all of CPU memory; return the leases."""
+def fill_with_leases(core: Core, session: Session) -> None:
+    """Lease all of CPU memory."""
     versions = prompt(12, seed=50)
     core.put(session, versions)
     assert all("cpu" in core.tiers_of(version) for version in versions)
-    return [core.store.open_get(session, keys_of(versions), 0)[0]]
+    core.store.open_get(session, keys_of(versions), 0)
 
 
 def test_chunks_arrive_in_order_and_whole(core: Core, session: Session) -> None:
     versions = prompt(5)
     core.put(session, versions)
-    lease_id, known = core.store.open_get(session, keys_of(versions), 0)
-    results = list(
-        core.store.reads.get(keys_of(versions)[:known], ReadTerms(session, core.later()))
-    )
-    assert [result.chunk for result in results] == [0, 1, 2, 3, 4]
-    assert [result.data.tobytes() for result in results] == frames_of(versions)
-    assert {result.tier for result in results} == {"cpu"}
-    assert not any(result.data.flags.writeable for result in results)
-    placed = core.store.reads.get(
-        keys_of(versions), ReadTerms(session, core.later(), reach=IN_MEMORY)
-    )
-    rows = core.cpu.place_rows(keys_of(versions))
-    assert [result.place for result in placed] == unpack_places(rows)
-    core.store.release(session, lease_id)
+    with leased(core, session, versions) as keys:
+        results = list(results_of(core, session, keys))
+        assert [result.chunk for result in results] == [0, 1, 2, 3, 4]
+        assert [result.data.tobytes() for result in results] == frames_of(versions)
+        assert {result.tier for result in results} == {"cpu"}
+        assert not any(result.data.flags.writeable for result in results)
+        placed = results_of(core, session, keys, IN_MEMORY)
+        assert [result.place for result in placed] == unpack_places(core.cpu.place_rows(keys))
     assert core.counters["get_chunks"] == 10
     assert core.counters["get_bytes"] == 2 * sum(map(len, frames_of(versions)))
 
@@ -70,41 +61,29 @@ def test_chunks_arrive_in_order_and_whole(core: Core, session: Session) -> None:
 def test_a_hit_below_is_promoted_and_says_where_it_came_from(core: Core, session: Session) -> None:
     versions = prompt(4)
     put_low(core, session, versions)
-    lease_id, _ = core.store.open_get(session, keys_of(versions), 0)
-    for origin in ("disk", "cpu"):
-        results = list(core.store.reads.get(keys_of(versions), ReadTerms(session, core.later())))
-        assert [result.tier for result in results] == [origin] * 4
-        assert [result.data.tobytes() for result in results] == frames_of(versions)
+    with leased(core, session, versions) as keys:
+        for origin in ("disk", "cpu"):
+            results = list(results_of(core, session, keys))
+            assert [result.tier for result in results] == [origin] * 4
+            assert [result.data.tobytes() for result in results] == frames_of(versions)
     assert core.counters["promoted_chunks"] == 4
-    core.store.release(session, lease_id)
 
 
-def test_loads_run_ahead_of_the_reader_but_not_without_bound() -> None:
-    with closing(Core([SimDisk(TIER_BYTES, no_faults())], slabs=12, clock=FakeClock())) as core:
+def test_loads_run_ahead_of_the_reader_but_not_without_bound(disk: SimDisk) -> None:
+    with closing(Core([disk], slabs=12, clock=FakeClock())) as core:
         session = core.open_session()
         versions = prompt(2 * LOADS_AHEAD_CHUNKS)
         put_low(core, session, versions)
-        lease_id, _ = core.store.open_get(session, keys_of(versions), 0)
-        results = core.store.reads.get(keys_of(versions), ReadTerms(session, core.later()))
-        depths = []
-        for index in range(LOADS_AHEAD_CHUNKS):
-            assert next(results).chunk == index
-            depths.append(core.work_queue.depth()["load-disk"])
-        assert max(depths) == LOADS_AHEAD_CHUNKS
-        assert min(depths) >= LOADS_AHEAD_CHUNKS // 2
-        results.close()  # type: ignore[attr-defined]
-        core.store.release(session, lease_id)
-
-
-def test_a_get_ends_before_the_first_chunk_that_is_lost(
-    core: Core, session: Session, disk: SimDisk
-) -> None:
-    versions = prompt(4)
-    put_low(core, session, versions)
-    disk.lose(versions[2].info.key)
-    assert core.get(session, keys_of(versions)) == frames_of(versions[:2])
-    assert core.counters["get_missed_chunks"] == 2
-    assert core.counters["lost_chunks"] == 1
+        with (
+            leased(core, session, versions) as keys,
+            closing(results_of(core, session, keys)) as results,
+        ):
+            depths = []
+            for index in range(LOADS_AHEAD_CHUNKS):
+                assert next(results).chunk == index
+                depths.append(core.work_queue.depth()["load-disk"])
+            assert max(depths) == LOADS_AHEAD_CHUNKS
+            assert min(depths) >= LOADS_AHEAD_CHUNKS // 2
 
 
 def test_a_damaged_copy_is_a_miss_and_can_be_put_again_at_once(
@@ -133,43 +112,18 @@ def test_a_damaged_copy_is_made_up_for_by_a_slower_tier(disk: SimDisk, redis: Si
         assert core.tiers_of(versions[2]) == ["cpu", "disk", "redis"]
 
 
-def test_a_tier_that_is_left_alone_is_a_miss_and_not_waited_for(
-    core: Core, session: Session, disk: SimDisk
-) -> None:
-    (version,) = prompt(1)
-    put_low(core, session, [version])
-    disk.faults.fail = 1.0
-    assert core.get(session, keys_of([version])) == []
-    assert core.slot("disk").breaker.is_open
-    raised = disk.faults.raised
-    assert core.get(session, keys_of([version])) == []
-    assert disk.faults.raised == raised
-    assert core.tiers_of(version) == ["disk"]
-
-
-def test_a_full_queue_is_a_miss(disk: SimDisk) -> None:
-    with closing(Core([disk], queue_limit=0, clock=FakeClock())) as core:
-        session = core.open_session()
-        versions = prompt(2)
-        put_low(core, session, versions)
-        assert core.get(session, keys_of(versions)) == []
-        assert core.counters["get_missed_chunks"] == 2
-
-
 def test_what_memory_full_of_leases_cannot_take_is_read_past_it(
     core: Core, session: Session
 ) -> None:
     versions = prompt(3)
     put_low(core, session, versions)
-    leases = fill_with_leases(core, session)
-    lease_id, _ = core.store.open_get(session, keys_of(versions), 0)
-    results = list(core.store.reads.get(keys_of(versions), ReadTerms(session, core.later())))
+    fill_with_leases(core, session)
+    with leased(core, session, versions) as keys:
+        results = list(results_of(core, session, keys))
     assert [result.data.tobytes() for result in results] == frames_of(versions)
     assert [result.place for result in results] == [None] * 3
     assert core.counters["read_throughs"] == 3
     assert core.cpu.stats().chunks == 12
-    for lease in (*leases, lease_id):
-        assert core.store.release(session, lease)
 
 
 def test_reading_past_memory_has_a_bound_that_readers_give_back(disk: SimDisk) -> None:
@@ -182,32 +136,13 @@ def test_reading_past_memory_has_a_bound_that_readers_give_back(disk: SimDisk) -
         readers = []
         for version in versions:
             core.store.open_get(session, keys_of([version]), 0)
-            reader = core.store.reads.get(keys_of([version]), ReadTerms(session, core.later()))
+            reader = results_of(core, session, keys_of([version]))
             readers.append((reader, next(reader, None)))
         assert [result is None for _, result in readers] == [False, False, True]
-        readers[0][0].close()  # type: ignore[attr-defined]
+        readers[0][0].close()
         assert next(readers[1][0], None) is None
-        again = core.store.reads.get(keys_of(versions), ReadTerms(session, core.later()))
+        again = results_of(core, session, keys_of(versions))
         assert sum(1 for _ in again) == 3, "one at a time, each given back before the next"
-
-
-def test_a_get_that_is_given_up_counts_what_it_delivered(core: Core, session: Session) -> None:
-    versions = prompt(4)
-    core.put(session, versions)
-    core.store.open_get(session, keys_of(versions), 0)
-    results = core.store.reads.get(keys_of(versions), ReadTerms(session, core.later()))
-    next(results)
-    results.close()  # type: ignore[attr-defined]
-    assert core.counters["get_chunks"] == 1
-    assert core.counters["get_missed_chunks"] == 3
-
-
-def test_a_get_after_its_deadline_delivers_what_needs_no_load(core: Core, session: Session) -> None:
-    here, low = prompt(2)
-    core.put(session, [here])
-    put_low(core, session, [low])
-    assert core.get(session, keys_of([here, low]), seconds=0.0) == frames_of([here])
-    assert core.counters["get_late_chunks"] == 1
 
 
 def test_a_load_that_hangs_is_late_and_not_waited_for(gated: GatedDisk) -> None:
@@ -225,22 +160,14 @@ def test_a_load_that_hangs_is_late_and_not_waited_for(gated: GatedDisk) -> None:
         assert core.get(session, keys_of(versions)) == frames_of(versions)
 
 
-def test_a_disk_that_hangs_does_not_hold_up_another_tier(gated: GatedDisk, redis: SimRedis) -> None:
-    with closing(Core([gated, redis], workers=2)) as core:
-        session = core.open_session()
-        on_disk, on_redis = prompt(2, seed=1), prompt(2, seed=2)
-        put_low(core, session, on_disk)
-        put_low(core, session, on_redis, "redis")
-        gated.shut()
-        assert core.get(session, keys_of(on_disk), seconds=0.01) == []
-        assert core.get(session, keys_of(on_redis)) == frames_of(on_redis)
-        gated.gate.set()
-
-
-def test_in_reach_means_without_a_load(core: Core, session: Session) -> None:
+def test_past_its_deadline_a_get_delivers_what_is_in_reach_which_means_without_a_load(
+    core: Core, session: Session
+) -> None:
     here, low, nowhere = prompt(3)
     core.put(session, [here])
     put_low(core, session, [low])
+    assert core.get(session, keys_of([here, low]), seconds=0.0) == frames_of([here])
+    assert core.counters["get_late_chunks"] == 1
     terms = ReadTerms(session, core.later(), reach=IN_MEMORY)
     reach = [core.store.reads.in_reach(one.info.key, terms) for one in (here, low, nowhere)]
     assert reach == [True, False, False]
@@ -269,17 +196,14 @@ def test_the_disk_is_told_what_of_the_chain_comes_next() -> None:
         ticket = core.moves.load(keys[2], core.slot("disk"), session.tenant)
         assert ticket is not None
         assert core.work_queue.wait(ticket, core.later())
-        lease_id, _ = core.store.open_get(session, keys, 0)
-        results = list(core.store.reads.get(keys, ReadTerms(session, core.later())))
-        assert len(results) == len(keys)
-        core.settle()
-        assert disk.told == [keys[1], *keys[3:]]
-        core.store.release(session, lease_id)
+        with leased(core, session, versions):
+            assert len(list(results_of(core, session, keys))) == len(keys)
+            core.settle()
+            assert disk.told == [keys[1], *keys[3:]]
 
 
-@pytest.mark.parametrize("reach", [IN_MEMORY, IN_MEMORY | {Reach.file}])
 def test_only_who_opens_files_is_told_of_one(
-    core: Core, session: Session, monkeypatch: pytest.MonkeyPatch, reach: frozenset[Reach]
+    core: Core, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions = prompt(2)
     core.put(session, versions, durable=True)
@@ -288,11 +212,11 @@ def test_only_who_opens_files_is_told_of_one(
     monkeypatch.setattr(core.cpu, "locate", lambda key: None)
     disk = core.slot("disk").tier
     monkeypatch.setattr(disk, "file_place", lambda key: Place(7, Reach.file, 0, 4096, 100, 0))
-    rows = core.store.reads.in_place(
-        keys_of(versions), ReadTerms(session, core.later(), reach=reach)
-    )
-    assert rows["reach"].tolist() == [Reach.file] * (2 if Reach.file in reach else 0)
-    assert core.counters["get_chunks"] == len(rows)
+    for reach, count in ((IN_MEMORY, 0), (IN_MEMORY | {Reach.file}, 2)):
+        terms = ReadTerms(session, core.later(), reach=reach)
+        rows = core.store.reads.in_place(keys_of(versions), terms)
+        assert rows["reach"].tolist() == [Reach.file] * count
+        assert core.counters["get_chunks"] == count
 
 
 def test_a_copy_that_is_found_damaged_in_the_midst_of_a_get_is_given_to_nobody(
@@ -304,44 +228,37 @@ def test_a_copy_that_is_found_damaged_in_the_midst_of_a_get_is_given_to_nobody(
     monkeypatch.setattr(disk.tier, "file_place", lambda key: Place(7, Reach.file, 0, 4096, 100, 0))
     # It stays where it was until the store queue comes to it.
     monkeypatch.setattr(core.moves.eviction, "delete_from", lambda *_, **__: None)
-    lease_id, _ = core.store.open_get(session, keys_of(versions), 0)
-    reach = IN_MEMORY | {Reach.file}
-    results = core.store.reads.get(keys_of(versions), ReadTerms(session, core.later(), reach=reach))
-    assert next(results).tier == "disk"
-    core.moves.eviction.drop_corrupt(disk, versions[3].info.key)
-    assert [result.chunk for result in results] == [1, 2]
-    core.store.release(session, lease_id)
+    with leased(core, session, versions) as keys:
+        results = results_of(core, session, keys, IN_MEMORY | {Reach.file})
+        assert next(results).tier == "disk"
+        core.moves.eviction.drop_corrupt(disk, keys[3])
+        assert [result.chunk for result in results] == [1, 2]
 
 
-def test_a_get_asks_for_no_load_of_what_came_into_memory_meanwhile() -> None:
-    disk = SimDisk(TIER_BYTES, no_faults())
+def test_a_get_asks_for_no_load_of_what_came_into_memory_meanwhile(disk: SimDisk) -> None:
     with closing(Core([disk], slabs=60, clock=FakeClock())) as core:
         session = core.open_session()
         versions = prompt(2 * LOADS_AHEAD_CHUNKS)
-        keys = keys_of(versions)
         put_low(core, session, versions)
-        lease_id, _ = core.store.open_get(session, keys, 0)
-        slow = core.store.reads.get(keys, ReadTerms(session, core.later()))
-        next(slow)
-        assert len(list(core.store.reads.get(keys, ReadTerms(session, core.later())))) == len(keys)
-        core.settle()
-        rest = [result.tier for result in slow]
-        assert rest[-1] == "cpu", "it was brought there by the other get"
-        core.store.release(session, lease_id)
+        with leased(core, session, versions) as keys:
+            slow = results_of(core, session, keys)
+            next(slow)
+            assert len(list(results_of(core, session, keys))) == len(keys)
+            core.settle()
+            rest = [result.tier for result in slow]
+            assert rest[-1] == "cpu", "it was brought there by the other get"
 
 
-@pytest.mark.parametrize("reach", [NO_REACH, IN_MEMORY])
 def test_a_full_queue_of_loads_is_a_miss_and_not_a_file_for_who_opens_none(
-    monkeypatch: pytest.MonkeyPatch, reach: frozenset[Reach]
+    disk: SimDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = SimDisk(TIER_BYTES, no_faults())
-    with closing(Core([disk], slabs=60, clock=FakeClock())) as core:
+    with closing(Core([disk], queue_limit=0, clock=FakeClock())) as core:
         session = core.open_session()
         versions = prompt(3)
         put_low(core, session, versions)
         monkeypatch.setattr(disk, "file_place", lambda key: Place(7, Reach.file, 0, 4096, 100, 0))
-        monkeypatch.setattr(core.moves, "load", lambda *_, **__: None)
-        lease_id, _ = core.store.open_get(session, keys_of(versions), 0)
-        terms = ReadTerms(session, core.later(), reach=reach)
-        assert list(core.store.reads.get(keys_of(versions), terms)) == []
-        core.store.release(session, lease_id)
+        for reach in (NO_REACH, IN_MEMORY):
+            with leased(core, session, versions) as keys:
+                terms = ReadTerms(session, core.later(), reach=reach)
+                assert list(core.store.reads.get(keys, terms)) == []
+        assert core.counters["get_missed_chunks"] == 6

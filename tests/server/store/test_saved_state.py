@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -15,20 +16,32 @@ import pytest
 from conftest import ServerMaker
 from contracts.policy import info, key
 from golden.history_samples import GATES, OLDER, PATH, VARIANTS, models, packed, saved, sections
-from helpers.local_server import DEADLINE_MS, LocalServer
+from helpers.core_chunks import look_up
+from helpers.documents import (
+    DOCUMENT,
+    HEAD,
+    OTHER_HEAD,
+    TRIAL,
+    make_content_index,
+    prompt_of,
+    put_prompt,
+)
+from helpers.local_server import DEADLINE_MS, eventually
 from helpers.prompts import SMALL, other_revision, store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation.clock import FakeClock
 from simulation.core import Core, prompt
-from simulation.core import keys_of as names_of
 from simulation.tiers import SimDisk, no_faults
 
+from kvstore.client import Client
+from kvstore.client.segments import FoundChunk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import checksum
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.plans import Hints
-from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChunkKey, Namespace
+from kvstore.proto.types import DIGEST_BYTES, ROOT, Accuracy, ChunkKey, Namespace
+from kvstore.server.blending.content_index import MAX_LEARNED, Measured, Named
 from kvstore.server.blending.gates import TRIALS, Shadow
 from kvstore.server.eviction.access_history import SavedHistory
 from kvstore.server.eviction.policy import make_policy
@@ -105,13 +118,10 @@ def is_all_read(data: bytes) -> bool:
     )
 
 
-def test_a_file_is_read_as_it_was_written() -> None:
+def test_a_file_is_read_as_it_was_written_and_the_golden_file_for_ever() -> None:
     assert is_all_read(packed())
-    assert all(gate.is_open and gate.is_calibrated for _, gate in unpack_gates(sections()))
-
-
-def test_the_golden_file_is_read_for_ever() -> None:
     assert is_all_read(PATH.read_bytes())
+    assert all(gate.is_open and gate.is_calibrated for _, gate in unpack_gates(sections()))
 
 
 PARTS: dict[str, Callable[[Any], object]] = {
@@ -145,11 +155,11 @@ def test_a_byte_changed_costs_one_section_or_the_file(at: int, change: int) -> N
     assert len(lost_of(bytes(data))) == (1 if at >= 8 + 6 * 24 + 8 else len(PARTS))
 
 
-@pytest.mark.parametrize("cut", range(0, PATH.stat().st_size, 61))
-def test_of_a_file_cut_short_what_is_whole_is_read(cut: int) -> None:
-    lost = lost_of(PATH.read_bytes()[:cut])
-    assert lost == list(PARTS)[len(PARTS) - len(lost) :]
-    assert lost
+def test_of_a_file_cut_short_what_is_whole_is_read() -> None:
+    for cut in range(0, PATH.stat().st_size, 61):
+        lost = lost_of(PATH.read_bytes()[:cut])
+        assert lost == list(PARTS)[len(PARTS) - len(lost) :]
+        assert lost
 
 
 @given(st.binary(max_size=400))
@@ -167,49 +177,40 @@ def test_another_version_is_refused() -> None:
             unpack_sections(other)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("age_s", -1.0),
-        ("age_s", np.nan),
-        ("flops", np.inf),
-        ("left_s", -0.5),
-        ("own", 60),
-        ("hits", 0),
-    ],
-)
-def test_numbers_that_nobody_counted_are_refused(name: str, value: float) -> None:
-    spoilt = saved()
-    spoilt.chunks[name][2] = value
-    with pytest.raises(InvalidFrameError):
-        unpack_history({**sections(), "chunks": spoilt.chunks.tobytes()})
+IMPOSSIBLE = {
+    "age_s": (-1.0, np.nan), "flops": (np.inf,), "left_s": (-0.5,), "own": (60,), "hits": (0,)
+}  # fmt: skip
+IMPOSSIBLE_TEXT = [
+    ("gates", b"0.225", b"NaN"),
+    ("gates", b"0.225", b"-1.0"),
+    ("gates", b"0.225", str(MAX_RATIO + 0.1).encode()),
+    ("gates", b"0.97", b"1.1"),
+    ("gates", b"rag", b"r\\n"),
+    ("gates", b"rag", b"r" * 65),
+    ("variants", b"0.625", b"NaN"),
+    ("variants", b"-1.0", b"-2.0"),
+    ("variants", b"48,1.5", b"48,-1.5"),
+    ("variants", b"48,1.5", b"0,1.5"),
+    ("variants", b"3.0", b"1e10"),
+    ("groups", b"[40,", b"[41,"),
+    ("groups", b"[1,2]", b"[1,-2]"),
+    ("classes", b"@@", b"@"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "was", "becomes"),
-    [
-        ("gates", b"0.225", b"NaN"),
-        ("gates", b"0.225", b"-1.0"),
-        ("gates", b"0.225", str(MAX_RATIO + 0.1).encode()),
-        ("gates", b"0.97", b"1.1"),
-        ("gates", b"rag", b"r\\n"),
-        ("gates", b"rag", b"r" * 65),
-        ("variants", b"0.625", b"NaN"),
-        ("variants", b"-1.0", b"-2.0"),
-        ("variants", b"48,1.5", b"48,-1.5"),
-        ("variants", b"48,1.5", b"0,1.5"),
-        ("variants", b"3.0", b"1e10"),
-        ("groups", b"[40,", b"[41,"),
-        ("groups", b"[1,2]", b"[1,-2]"),
-        ("classes", b"@@", b"@"),
-    ],
-)
-def test_rows_that_cannot_be_are_refused(name: str, was: bytes, becomes: bytes) -> None:
-    data = sections()
-    assert was in data[name]
-    data[name] = data[name].replace(was, becomes, 1)
-    part = "history" if name in ("groups", "classes") else name
-    assert lost_of(pack_sections(data)) == [part]
+def test_rows_that_cannot_be_are_refused() -> None:
+    for name, values in IMPOSSIBLE.items():
+        for value in values:
+            spoilt = saved()
+            spoilt.chunks[name][2] = value
+            with pytest.raises(InvalidFrameError):
+                unpack_history({**sections(), "chunks": spoilt.chunks.tobytes()})
+    for name, was, becomes in IMPOSSIBLE_TEXT:
+        data = sections()
+        assert was in data[name]
+        data[name] = data[name].replace(was, becomes, 1)
+        part = "history" if name in ("groups", "classes") else name
+        assert lost_of(pack_sections(data)) == [part], (was, becomes)
 
 
 @settings(deadline=None)
@@ -230,31 +231,12 @@ def test_no_more_models_are_written_than_are_remembered(monkeypatch: pytest.Monk
     larger = replace(SMALL, model_id="x" * 250)
     kept = pack_models([replace(space(1), representation=larger), space(2)])
     assert unpack_models({"models": kept}) == [space(2)]
-
-
-def test_of_models_that_are_restored_the_latest_stay() -> None:
     spaces = ModelRegistry()
-    spaces.restore([space(number) for number in range(MAX_SPACES + 3)])
-    assert len(spaces.all()) == MAX_SPACES
-    assert spaces.all()[0] == space(MAX_SPACES + 2)
+    spaces.restore(many)
+    assert spaces.all() == many[:4:-1]
 
 
 # --- what policies learned
-
-
-def test_a_new_run_remembers_chunks_classes_and_ages() -> None:
-    old = taught(FakeClock())
-    new = make_catalog(FakeClock(77.0))
-    assert new.restore(old.save()) == 8
-    assert (new.evicted_count(), len(new)) == (8, 0)
-    again, was = new.save(), old.save()
-    by_key = [np.sort(one.chunks, order="key") for one in (again, was)]
-    for name in ("key", "flops", "hits", "turns", "own", "chunks"):
-        assert np.array_equal(by_key[0][name], by_key[1][name]), name
-    assert np.allclose(by_key[0]["age_s"], by_key[1]["age_s"])
-    counted = [one.classes["asked"].sum() for one in (again, was)]
-    assert counted[0] == counted[1] > 0
-    assert list(again.names) == [("acme", "batch")]
 
 
 def test_a_chunk_that_comes_back_is_known_for_what_it_was() -> None:
@@ -268,17 +250,13 @@ def test_a_chunk_that_comes_back_is_known_for_what_it_was() -> None:
     assert new.evicted_count() == 7
 
 
-def test_no_more_ghosts_come_back_than_there_may_be() -> None:
-    new = make_catalog(FakeClock(), evicted_limit=5)
-    assert new.restore(taught(FakeClock()).save()) == 5
-    assert new.evicted_count() == 5
-
-
-def test_of_more_chunks_than_fit_those_that_left_longest_ago_are_not_kept(
+def test_no_more_chunks_are_kept_and_come_back_than_may_and_those_that_left_last_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     old = taught(FakeClock())
     everything = old.save().chunks
+    new = make_catalog(FakeClock(), evicted_limit=5)
+    assert new.restore(old.save()) == new.evicted_count() == 5
     monkeypatch.setattr(catalog_module, "MAX_CHUNKS", 3)
     assert np.array_equal(old.save().chunks, everything[-3:])
 
@@ -377,8 +355,14 @@ def test_a_new_process_knows_what_the_last_one_saved(
     core.store.blends.contents.recall(VARIANTS)
     assert saved_state_of(core, tmp_path).save()
     again = make_core()
-    saved_state_of(again, tmp_path).load()
-    assert again.catalog.evicted_count() == 8
+    saved_state_of(again, tmp_path, time.time()).load()
+    assert (again.catalog.evicted_count(), len(again.catalog)) == (8, 0)
+    new, was = again.catalog.save(), core.catalog.save()
+    by_key = [np.sort(one.chunks, order="key") for one in (new, was)]
+    for name in ("key", "flops", "hits", "turns", "own", "chunks"):
+        assert np.array_equal(by_key[0][name], by_key[1][name]), name
+    assert new.classes["asked"].sum() == was.classes["asked"].sum() > 0
+    assert list(new.names) == [("acme", "batch")]
     assert again.store.spaces.all() == core.store.spaces.all()
     assert again.store.blends.contents.learned() == VARIANTS
     assert [(one.tag, one.is_open) for one in again.store.blends.gates.views()] == [("rag", True)]
@@ -403,13 +387,11 @@ def test_ages_go_on_while_no_server_runs(
     ("data", "is_kept"),
     [
         (b"", False),
-        (b"KVHS", False),
         (OLDER.read_bytes(), False),
-        (bytes(500), False),
         (PATH.read_bytes()[:-1], True),
         (pack_sections({**sections(), "chunks": bytes(64)}), True),
     ],
-    ids=["empty", "cut", "older", "zeros", "without variants", "without history"],
+    ids=["empty", "older", "without variants", "without history"],
 )
 def test_what_is_damaged_is_counted_and_the_rest_is_kept(
     tmp_path: Path, make_core: Callable[[], Core], data: bytes, is_kept: bool
@@ -426,25 +408,19 @@ def test_what_is_damaged_is_counted_and_the_rest_is_kept(
     assert again.counters["unusable_histories"] == 0
 
 
-@pytest.mark.parametrize("cut", [0, 1], ids=["whole", "damaged"])
 def test_gates_that_are_damaged_are_counted_and_closed(
-    tmp_path: Path, make_core: Callable[[], Core], cut: int
+    tmp_path: Path, make_core: Callable[[], Core]
 ) -> None:
     core = make_core()
+    saved_state_of(core, tmp_path).load()
+    assert core.counters["unusable_histories"] == 0, "there was no file"
     open_gate(core)
     assert saved_state_of(core, tmp_path).save()
     path = tmp_path / GATES_FILE_NAME
-    path.write_bytes(path.read_bytes()[: -cut or None])
+    path.write_bytes(path.read_bytes()[:-1])
     saved_state_of(again := make_core(), tmp_path).load()
-    assert len(again.store.blends.gates) == 1 - cut
-    assert again.counters["unusable_histories"] == cut
-
-
-def test_without_a_file_there_is_nothing_to_count(
-    tmp_path: Path, make_core: Callable[[], Core]
-) -> None:
-    saved_state_of(core := make_core(), tmp_path).load()
-    assert core.counters["unusable_histories"] == 0
+    assert len(again.store.blends.gates) == 0
+    assert again.counters["unusable_histories"] == 1
 
 
 def test_a_folder_that_cannot_be_written_to_costs_the_file_only(
@@ -477,33 +453,10 @@ def test_time_to_live_and_priority_survive_with_the_chunk(
         assert core.store.recover() == 2
         session = core.open_session()
 
-        def ready() -> int:
-            keys = names_of(versions)
-            return core.store.lookup(session, keys, core.later(), lease=False).ready
-
         clock.advance(59)
-        assert ready() == 2
+        assert look_up(core, session, versions).ready == 2
         clock.advance(1)
-        assert ready() == 1, "it had sixty seconds left, and they are over"
-
-
-def test_a_server_that_is_stopped_begins_with_what_it_knew(make_server: ServerMaker) -> None:
-    first: LocalServer = make_server()
-    client = first.connect("grpc")
-    keys = store(client, 1, 4)
-    assert client.lookup(keys=keys).ready == 4
-    folder = first.config.disk[0].path
-    first.stop()
-    kept = unpack_history(unpack_sections((folder / FILE_NAME).read_bytes()))
-    assert len(kept.chunks) == 4
-    assert (kept.chunks["hits"] == 2).all()
-
-
-def explained(server: LocalServer, keys: list[ChunkKey]) -> pb.ExplainResponse:
-    request = pb.ExplainRequest(
-        key_namespace=keys[0][:DIGEST_BYTES], digests=b"".join(k[DIGEST_BYTES:] for k in keys)
-    )
-    return server.dial().call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
+        assert look_up(core, session, versions).ready == 1, "its sixty seconds are over"
 
 
 def test_explain_knows_other_identities_after_a_restart(make_server: ServerMaker) -> None:
@@ -517,6 +470,57 @@ def test_explain_knows_other_identities_after_a_restart(make_server: ServerMaker
     again = make_server()
     known = {one.namespace: one.client for one in again.node.store.spaces.all()}
     assert set(known) == spaces
-    reply = explained(again, list(keys))
+    digests = b"".join(key[DIGEST_BYTES:] for key in keys)
+    request = pb.ExplainRequest(key_namespace=keys[0][:DIGEST_BYTES], digests=digests)
+    reply = again.dial().call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
     assert {one.state for one in reply.chunks} == {"unknown"}
     assert [near.chunks for near in reply.near] == [3]
+
+
+def named(number: int) -> Named:
+    key = ChunkKey(bytes(DIGEST_BYTES) + number.to_bytes(DIGEST_BYTES, "big"))
+    return Named(key, ROOT, number.to_bytes(DIGEST_BYTES, "little"), 16, 0)
+
+
+def test_what_is_learned_is_bounded_and_of_the_latest() -> None:
+    index = make_content_index(MAX_LEARNED + 10)
+    for number in range(1, MAX_LEARNED + 4):
+        index.note(named(number))
+        index.report(named(number).key, Measured(1.0, (), 0.0))
+    found = index.learned()
+    assert len(found) == MAX_LEARNED
+    assert (found[0].key, found[-1].key) == (named(4).key, named(MAX_LEARNED + 3).key)
+    index.forget(named(4).key)
+    assert named(4).key not in {one.key for one in index.learned()}
+
+
+def _reported(client: Client) -> list[FoundChunk]:
+    """What is found once an engine has reported on it."""
+    put_prompt(client, *prompt_of(HEAD, DOCUMENT))
+    with client.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
+        report = pb.ReportReuseRequest(ratio=0.5)
+        for one in resolved.chunks():
+            told = report.chunks.add(digest=one.best.digest, intra_mass=one.asked.tokens / 2)
+            told.context.add(content=b"c" * 16, tokens=16, mass=0.5)
+        client.report_reuse(report)
+    return _found(client)
+
+
+def _found(client: Client) -> list[FoundChunk]:
+    with client.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
+        return list(resolved.chunks())
+
+
+def _scores(found: list[FoundChunk]) -> list[tuple[float, float, int]]:
+    return [(one.best.context_impact, one.best.overlap, one.best.reports) for one in found]
+
+
+def test_variants_are_scored_after_a_restart_as_before(make_server: ServerMaker) -> None:
+    server = make_server()
+    before = _scores(_reported(server.connect()))
+    assert all(reports == 1 and impact < 1 for impact, _, reports in before)
+    server.settled()
+    server.stop()
+    client = make_server().connect()
+    assert eventually(lambda: len(_found(client)) == 2)
+    assert _scores(_found(client)) == before

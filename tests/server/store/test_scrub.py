@@ -36,7 +36,9 @@ def scrub_of(server: LocalServer, rate: int = 0) -> Scrub:
     return Scrub(server.node.store.moves, ["disk"], rate)
 
 
-def test_a_pass_over_sound_chunks_finds_nothing_and_counts_them(server: LocalServer) -> None:
+def test_a_pass_over_sound_chunks_finds_nothing_counts_them_and_keeps_its_rate(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = store(server.connect(), 1, CHUNKS)
     server.settled()
     report = scrub_of(server).run_pass(["cpu", "disk"], 0)
@@ -47,6 +49,10 @@ def test_a_pass_over_sound_chunks_finds_nothing_and_counts_them(server: LocalSer
     assert server.counter("scrub_passes") == 1
     assert_reads(server.connect(), keys)
     assert server.settled().held == 0
+    scrub, waits = scrub_of(server), list[float]()
+    monkeypatch.setattr(scrub._closing, "wait", waits.append)
+    report = scrub.run_pass(["disk"], 1000)
+    assert waits[-1] == pytest.approx(report.checked_bytes / 1000, rel=0.5)
 
 
 def test_damage_is_found_quarantined_and_can_be_put_again(server: LocalServer) -> None:
@@ -60,10 +66,6 @@ def test_damage_is_found_quarantined_and_can_be_put_again(server: LocalServer) -
     assert [{c.tier for c in chunk.copies} for chunk in client.stat(keys=[keys[2]])] == [{"cpu"}]
     assert client.delete(keys=keys) == CHUNKS
     assert_reads(client, store(client, 1, CHUNKS))
-
-
-def test_damage_in_memory_is_found_too(server: LocalServer) -> None:
-    keys = store(server.connect(), 1, 1)
     moves = server.node.store.moves
     frame = moves.tiers.cpu_tier.peek(keys[0])
     assert frame is not None
@@ -71,16 +73,6 @@ def test_damage_in_memory_is_found_too(server: LocalServer) -> None:
     frame[-1] ^= 1
     assert scrub_of(server).check(keys[0], moves.tiers.cpu)[0] is Verdict.damaged
     assert "cpu" not in moves.catalog.holders(keys[0])
-
-
-def test_a_pass_keeps_its_rate(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    store(server.connect(), 1, CHUNKS)
-    server.settled()
-    scrub = scrub_of(server)
-    waits: list[float] = []
-    monkeypatch.setattr(scrub._closing, "wait", waits.append)
-    report = scrub.run_pass(["disk"], 1000)
-    assert waits[-1] == pytest.approx(report.checked_bytes / 1000, rel=0.5)
 
 
 def test_chunks_of_a_tier_that_does_not_answer_are_left_alone(
@@ -135,9 +127,15 @@ def test_a_reader_that_finds_damage_which_is_none_deletes_nothing(server: LocalS
     assert_reads(client, keys)
 
 
-def test_what_there_is_no_time_for_is_left_and_counted(server: LocalServer) -> None:
-    keys = store(server.connect("grpc"), 1, 5)
+def test_what_there_is_no_time_for_is_left_and_a_tenants_chunks_are_found_without_sessions(
+    server: LocalServer,
+) -> None:
+    keys = store(server.connect("grpc"), 1, 2)
+    keys += store(server.connect("grpc", other_revision(SMALL)), 1, 3)
     core = server.node.store
+    core.spaces.restore([])
+    assert set(keys_of_tenant(core, "default")) == set(keys_of_tenant(core, "*")) == set(keys)
+    assert keys_of_tenant(core, "acme") == []
     late = core.moves.clock()
     assert clear(core, keys, late) == Cleared(left=5)
     assert core.catalog.is_held(keys[0]) is False
@@ -160,19 +158,6 @@ def test_a_long_clearing_goes_by_batches_and_spares_what_is_read(server: LocalSe
         assert (dry.deleted, dry.leased) == (done.deleted, done.leased) == (BATCH_CHUNKS + 2, 4)
         assert dry.deleted_bytes == done.deleted_bytes
     assert len(core.catalog) == 4
-
-
-def test_a_tenants_chunks_are_found_though_its_sessions_are_forgotten(
-    make_server: ServerMaker,
-) -> None:
-    server = make_server()
-    keys = store(server.connect("grpc"), 1, 2)
-    store(server.connect("grpc", other_revision(SMALL)), 1, 3)
-    core = server.node.store
-    core.spaces.restore([])
-    assert len(keys_of_tenant(core, "default")) == 5
-    assert keys_of_tenant(core, "acme") == []
-    assert set(keys) < set(keys_of_tenant(core, "*"))
 
 
 def test_a_frame_comes_whole_and_verified_and_looks_are_no_uses(server: LocalServer) -> None:

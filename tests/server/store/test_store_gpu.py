@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import closing
 
 import numpy as np
 import pytest
+from helpers.core_chunks import drop, look_up
 from helpers.gpu_twin import frame_on_device
 from helpers.slow_device import SlowDevice
 from simulation.clock import FakeClock
@@ -70,23 +72,6 @@ def warm(core: Core, session: Session, versions: list[Version]) -> None:
     core.settle()
 
 
-def drop_from_cpu(core: Core, versions: list[Version]) -> None:
-    for version in versions:
-        assert core.catalog.cast_out("cpu", version.info.key)
-        core.moves.eviction.delete_from(core.moves.tiers.cpu, version.info.key)
-
-
-def get_on_device(core: Core, session: Session, versions: list[Version]) -> list[LayerPart]:
-    lease_id, known = core.store.open_get(session, keys_of(versions), 0)
-    results = core.store.reads.get(
-        keys_of(versions)[:known],
-        ReadTerms(session, core.later(), reach={Reach.memory, Reach.device}),
-    )
-    found = list(results)
-    assert core.store.release(session, lease_id)
-    return found
-
-
 # --- up
 
 
@@ -97,52 +82,22 @@ def test_the_second_read_promotes_and_the_first_does_not(core: Core, session: Se
     core.settle()
     assert [core.tiers_of(version) for version in versions] == [["cpu"]] * 3
     core.get(session, keys_of(versions[:2]))
+    assert core.work_queue.depth()["store-gpu"] == 2, "nobody waits for a promotion"
     core.settle()
     expected = [["gpu", "cpu"], ["gpu", "cpu"], ["cpu"]]
     assert [core.tiers_of(version) for version in versions] == expected
     assert core.counters["promoted_chunks"] == 2
 
 
-def test_a_promotion_is_never_waited_for(core: Core, session: Session) -> None:
-    versions = prompt(2)
-    core.put(session, versions)
-    for _ in range(2):
-        assert core.get(session, keys_of(versions)) == frames_of(versions)
-    assert core.work_queue.depth()["store-gpu"] == 2
-    assert [core.tiers_of(version) for version in versions] == [["cpu"]] * 2
-
-
-def test_frames_are_served_from_cpu_memory_when_both_have_them(
-    core: Core, session: Session, device: SlowDevice
-) -> None:
-    versions = prompt(2)
-    warm(core, session, versions)
-    device.fails = True
-    assert core.get(session, keys_of(versions)) == frames_of(versions)
-    match = core.store.lookup(session, keys_of(versions), core.later(), lease=False)
-    assert match.tiers == ("cpu", "cpu")
-
-
-def test_a_promotion_keeps_the_chunks_tenant(core: Core, gpu: GpuTier) -> None:
-    blue = core.open_session("blue")
-    versions = prompt(1, tenant="blue")
-    warm(core, blue, versions)
-    assert gpu.tenant_of(versions[0].info.key) == "blue"
+def get_on_device(core: Core, session: Session, versions: list[Version]) -> list[LayerPart]:
+    lease_id, known = core.store.open_get(session, keys_of(versions), 0)
+    terms = ReadTerms(session, core.later(), reach={Reach.memory, Reach.device})
+    found = list(core.store.reads.get(keys_of(versions)[:known], terms))
+    assert core.store.release(session, lease_id)
+    return found
 
 
 # --- only there
-
-
-def test_a_chunk_only_in_gpu_memory_is_read_by_way_of_cpu_memory(
-    core: Core, session: Session
-) -> None:
-    versions = prompt(3)
-    warm(core, session, versions)
-    drop_from_cpu(core, versions)
-    match = core.store.lookup(session, keys_of(versions), core.later(), lease=False)
-    assert match.tiers == ("gpu",) * 3
-    assert core.get(session, keys_of(versions)) == frames_of(versions)
-    assert [core.tiers_of(version) for version in versions] == [["gpu", "cpu"]] * 3
 
 
 def test_a_client_of_the_device_reads_gpu_memory_in_place(
@@ -151,7 +106,7 @@ def test_a_client_of_the_device_reads_gpu_memory_in_place(
     versions = prompt(3)
     warm(core, session, versions[:2])
     core.put(session, versions)
-    drop_from_cpu(core, versions[:1])
+    drop(core, versions[:1])
     found = get_on_device(core, session, versions)
     assert [result.tier for result in found] == ["gpu", "gpu", "cpu"]
     places = [result.place for result in found if result.place is not None]
@@ -166,7 +121,7 @@ def test_damage_in_gpu_memory_is_found_and_the_chunk_is_a_miss(
 ) -> None:
     versions = prompt(2)
     warm(core, session, versions)
-    drop_from_cpu(core, versions)
+    drop(core, versions)
     frame_on_device(gpu, versions[1].info.key)[-1] ^= 1
     assert core.get(session, keys_of(versions)) == frames_of(versions[:1])
     core.settle()
@@ -178,54 +133,26 @@ def test_damage_in_gpu_memory_is_found_and_the_chunk_is_a_miss(
 # --- down
 
 
-def test_a_victim_without_another_copy_goes_down_to_cpu_memory(
-    core: Core, session: Session, gpu: GpuTier
+def test_a_victim_without_another_copy_goes_down_to_a_slab_of_its_tenant_in_cpu_memory(
+    core: Core, gpu: GpuTier
 ) -> None:
-    old, new = prompt(FRAMES), prompt(FRAMES, seed=5)
+    session, red = core.open_session("blue"), core.open_session("red")
+    old, new = prompt(FRAMES, tenant="blue"), prompt(FRAMES, seed=5)
     warm(core, session, old)
-    drop_from_cpu(core, old)
-    warm(core, session, new)
+    assert gpu.tenant_of(old[0].info.key) == "blue"
+    drop(core, old)
+    warm(core, red, new)
     assert [core.tiers_of(version) for version in new] == [["gpu", "cpu"]] * FRAMES
     assert [core.tiers_of(version) for version in old] == [["cpu"]] * FRAMES
     assert core.get(session, keys_of(old)) == frames_of(old)
     assert core.counters["dropped_victims"] == 0
     assert gpu.stats().chunks == FRAMES
-
-
-def test_a_victim_with_a_copy_in_cpu_memory_is_dropped(core: Core, session: Session) -> None:
-    old, new = prompt(FRAMES), prompt(FRAMES, seed=5)
-    warm(core, session, old)
-    warm(core, session, new)
-    assert [core.tiers_of(version) for version in old] == [["cpu"]] * FRAMES
-    assert core.counters["copied_chunks"] == 0
-
-
-def test_a_victim_goes_into_a_slab_of_its_own_tenant(core: Core) -> None:
-    blue = core.open_session("blue")
-    old = prompt(1, tenant="blue")
-    warm(core, blue, old)
-    drop_from_cpu(core, old)
-    red = core.open_session("red")
-    warm(core, red, prompt(FRAMES, seed=5))
     place = core.cpu.locate(old[0].info.key)
     assert place is not None
-    slab = core.cpu.slab_file(place.number, "blue")  # refused unless it is blue's
-    with open(slab, "rb"):
-        assert core.get(blue, keys_of(old)) == frames_of(old)
-
-
-def test_a_victim_that_cpu_memory_has_no_room_for_pushes_others_further_down(
-    core: Core, session: Session
-) -> None:
-    old = prompt(FRAMES)
-    warm(core, session, old)
-    drop_from_cpu(core, old)
-    core.put(session, prompt(12, seed=9))
-    warm(core, session, prompt(FRAMES, seed=5))
-    everything = [*old, *prompt(12, seed=9), *prompt(FRAMES, seed=5)]
-    assert all(core.tiers_of(version) for version in everything), "nothing is lost"
-    for versions in (old, prompt(12, seed=9), prompt(FRAMES, seed=5)):
-        assert core.get(session, keys_of(versions)) == frames_of(versions)
+    os.close(core.cpu.slab_file(place.number, "blue"))  # refused unless it is blue's
+    copied = core.counters["copied_chunks"]
+    warm(core, red, prompt(2, seed=6))
+    assert core.counters["copied_chunks"] == copied, "what CPU memory has, too, is dropped"
 
 
 def test_without_a_lower_tier_cpu_memory_drops_what_the_gpu_still_has(bare: Core) -> None:
@@ -257,16 +184,12 @@ def test_a_device_that_fails_is_left_alone_and_tried_again(
     core.clock.advance(BREAKER_RETRY_S)
     warm(core, session, versions[4:])
     assert core.tiers_of(versions[4]) == ["gpu", "cpu"]
-
-
-def test_what_a_failing_device_holds_alone_is_a_miss(
-    core: Core, session: Session, device: SlowDevice
-) -> None:
-    versions = prompt(2)
-    warm(core, session, versions)
-    drop_from_cpu(core, versions)
     device.fails = True
-    assert core.get(session, keys_of(versions)) == []
+    match = look_up(core, session, versions[4:])
+    assert match.tiers == ("cpu",), "CPU memory serves what both have"
+    assert core.get(session, keys_of(versions[4:])) == frames_of(versions[4:])
+    drop(core, versions[4:])
+    assert core.get(session, keys_of(versions[4:])) == []
     assert core.catalog.leases.pins.total() == 0
 
 
@@ -275,24 +198,17 @@ def test_a_drain_saves_what_only_gpu_memory_holds(
 ) -> None:
     both, alone = prompt(2), prompt(1, seed=5)
     warm(core, session, [*both, *alone])
-    drop_from_cpu(core, alone)
+    drop(core, alone)
     assert core.store.drain(core.later())
     assert {info.key for info in disk.scan()} == set(keys_of([*both, *alone]))
 
 
-def test_a_deleted_chunk_is_gone_from_gpu_memory_too(
-    core: Core, session: Session, gpu: GpuTier
-) -> None:
-    versions = prompt(2)
-    warm(core, session, versions)
-    assert core.store.delete(keys_of(versions), core.later()) == (2, 0)
-    assert gpu.stats().chunks == gpu.stats().used_bytes == 0
-    assert core.get(session, keys_of(versions)) == []
+def test_any_schedule_returns_right_frames_and_leaks_nothing() -> None:
+    for seed in range(12):
+        run_schedule(random.Random(seed))
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_any_schedule_returns_right_frames_and_leaks_nothing(seed: int) -> None:
-    draw = random.Random(seed)
+def run_schedule(draw: random.Random) -> None:
     gpu = GpuTier(arena_bytes(draw.choice((1, 2, 5))), HostDevice(), 512)
     disk = SimDisk(draw.choice((3_000, DISK_BYTES)), no_faults())
     lower = draw.choice(([], [disk]))

@@ -18,7 +18,15 @@ from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.holds import Leases
 from kvstore.server.index.queries import HELD_ROWS
 from kvstore.server.telemetry import events as module
-from kvstore.server.telemetry.events import Event, EventLog, EventReader, Page
+from kvstore.server.telemetry.events import (
+    MAX_DETAIL_CHARS,
+    Event,
+    EventLog,
+    EventReader,
+    Fate,
+    Outcomes,
+    Page,
+)
 
 TIERS = ("cpu", "disk", "redis")
 LOCAL = TIERS[:2]
@@ -133,18 +141,6 @@ def test_what_changes_while_what_is_here_is_told_comes_after_it() -> None:
     assert follower.pages[-1].cursor == log.last
 
 
-def test_a_reader_goes_on_where_it_was_without_hearing_anything_twice() -> None:
-    catalog, log = world()
-    catalog.note_sealed("cpu", chunk(0))
-    follower = Follower(catalog, log)
-    follower.read()
-    catalog.note_sealed("disk", chunk(0))
-    follower.connect_again()
-    follower.read()
-    assert [page.cleared for page in follower.pages] == [True, False]
-    assert [event.tier for event in follower.pages[1].events] == ["disk"]
-
-
 def test_a_reader_that_falls_behind_begins_anew_and_that_is_counted() -> None:
     catalog, log = world(kept=4)
     restarts: list[int] = []
@@ -238,3 +234,37 @@ def test_a_log_takes_its_memory_at_the_start_and_no_more_when_it_fills() -> None
         tracemalloc.stop()
     assert empty > 64 * len(infos)
     assert full - empty < len(infos)
+
+
+# --- what became of chunks
+
+
+def outcome_key(number: int) -> ChunkKey:
+    return ChunkKey(number.to_bytes(32, "little"))
+
+
+def test_the_last_outcome_of_a_chunk_is_what_is_told() -> None:
+    clock = FakeClock()
+    table = Outcomes(clock)
+    assert table.of(outcome_key(1)) is None
+    table.note(outcome_key(1), Fate.evicted, "cpu")
+    clock.advance(5.0)
+    table.note(outcome_key(1), Fate.refused, detail="no room")
+    found = table.of(outcome_key(1))
+    assert found == (Fate.refused, "", "no room", clock())
+
+
+def test_the_oldest_outcomes_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_OUTCOMES", 3)
+    table = Outcomes(FakeClock())
+    for number in (1, 2, 3, 1, 4):
+        table.note(outcome_key(number), Fate.evicted, "cpu")
+    assert [number for number in range(5) if table.of(outcome_key(number))] == [1, 3, 4]
+
+
+def test_a_long_detail_is_cut() -> None:
+    table = Outcomes(FakeClock())
+    table.note(outcome_key(1), Fate.invalid, detail="x" * 10_000)
+    found = table.of(outcome_key(1))
+    assert found is not None
+    assert len(found.detail) == MAX_DETAIL_CHARS

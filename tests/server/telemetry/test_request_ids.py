@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 
 import grpc
 import pytest
@@ -58,9 +58,9 @@ def test_a_call_without_one_gets_one_of_its_own() -> None:
     assert MADE_UP.fullmatch(str(first))
 
 
-@pytest.mark.parametrize("given", ["", "a\nb", "é", "x" * (MAX_ID_CHARS + 1), b"bytes"])
-def test_an_id_that_would_spoil_the_log_is_not_taken(given: str | bytes) -> None:
-    assert MADE_UP.fullmatch(str(RequestId(1, lambda: ((HEADER, given),))))
+def test_an_id_that_would_spoil_the_log_is_not_taken() -> None:
+    for given in ["", "a\nb", "é", "x" * (MAX_ID_CHARS + 1), b"bytes"]:
+        assert MADE_UP.fullmatch(str(RequestId(1, partial(tuple, ((HEADER, given),)))))
 
 
 def test_what_a_call_has_moved_has_its_id_too() -> None:
@@ -99,12 +99,3 @@ def test_every_line_of_a_servers_log_is_json_and_refusals_have_their_ids(
     assert ids[:2] == ["from-the-caller"] * 2
     assert all(MADE_UP.fullmatch(one) for one in ids[2:])
     assert len(set(ids[2:])) == len(ids) - 2 == 3
-
-
-def test_a_call_on_another_thread_has_another_id() -> None:
-    seen: list[object] = []
-    with call(lambda: ((HEADER, "abc-1"),)):
-        thread = threading.Thread(target=lambda: seen.append(line().get("request_id")))
-        thread.start()
-        thread.join()
-    assert seen == [None]

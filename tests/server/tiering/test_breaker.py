@@ -26,12 +26,6 @@ def open_it(breaker: Breaker) -> None:
         breaker.fail(f"failure {number}")
 
 
-def test_a_new_breaker_is_closed(breaker: Breaker) -> None:
-    assert breaker.allows()
-    assert not breaker.is_open
-    assert breaker.reason == ""
-
-
 def test_it_opens_at_the_limit_and_says_why(breaker: Breaker) -> None:
     breaker.fail("one")
     breaker.fail("two")
@@ -61,14 +55,6 @@ def test_an_open_breaker_lets_one_attempt_a_period(breaker: Breaker, clock: Fake
     assert breaker.is_open
     clock.advance(0.501)
     assert [breaker.allows() for _ in range(2)] == [True, False]
-
-
-def test_asking_whether_it_is_open_uses_up_no_attempt(breaker: Breaker, clock: FakeClock) -> None:
-    open_it(breaker)
-    clock.advance(0.6)
-    for _ in range(5):
-        assert not breaker.is_open
-    assert breaker.allows()
 
 
 def test_an_attempt_that_fails_opens_it_for_another_period(

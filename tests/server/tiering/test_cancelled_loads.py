@@ -84,9 +84,10 @@ class SlowRedis(_Slow, SimRedis):
     pass
 
 
-@pytest.fixture(params=[SlowDisk, SlowRedis], ids=["disk", "redis"])
+@pytest.fixture
 def tier(request: pytest.FixtureRequest) -> SimDisk | SimRedis:
-    tier: SlowDisk | SlowRedis = request.param(4 << 20, no_faults())
+    """A disk; where a test says so, a Redis."""
+    tier: SlowDisk | SlowRedis = getattr(request, "param", SlowDisk)(4 << 20, no_faults())
     tier.gate = Gate()
     return tier
 
@@ -119,6 +120,7 @@ def assert_nothing_left(core: Core) -> None:
     assert len(core.catalog.leases) == core.catalog.leases.pins.total() == 0
 
 
+@pytest.mark.parametrize("tier", [SlowDisk, SlowRedis], indirect=True)
 def test_a_load_ends_when_its_get_is_late(core: Core, tier: SlowDisk) -> None:
     session = core.open_session()
     versions = put_below(core, session, 4)
@@ -140,21 +142,6 @@ def test_a_load_that_is_past_its_half_is_finished(core: Core, tier: SlowDisk) ->
     assert core.get(session, keys_of(versions), 0.2) == []
     tier.gate.opened.set()
     assert eventually(lambda: "cpu" in core.tiers_of(versions[0]))
-    assert_nothing_left(core)
-
-
-def test_a_load_goes_on_for_those_who_still_wait(core: Core, tier: SlowDisk) -> None:
-    session = core.open_session()
-    versions = put_below(core, session, 2)
-    frames: list[list[bytes]] = []
-    patient = threading.Thread(target=lambda: frames.append(core.get(session, keys_of(versions))))
-    patient.start()
-    assert tier.gate.begun.wait(20.0)
-    assert core.get(session, keys_of(versions), 0.2) == []
-    tier.gate.opened.set()
-    patient.join()
-    assert frames == [frames_of(versions)]
-    assert core.counters["given_up_loads"] == 0
     assert_nothing_left(core)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -9,17 +10,20 @@ from contextlib import closing
 import pytest
 from helpers.local_server import LocalServer, eventually
 from helpers.prompts import assert_reads, store
+from hypothesis import given
+from hypothesis import strategies as st
 from simulation.core import Core
 from simulation.tiers import SimDisk, no_faults
 
-from kvstore.codecs.speed import CodecSpeed, make_sample, measure
-from kvstore.proto.errors import UnknownCodecError
+from kvstore.codecs.speed import CodecSpeed, make_sample
+from kvstore.proto.errors import InvalidRequestError, UnknownCodecError
 from kvstore.proto.types import KEY_BYTES, Accuracy, ChunkKey
 from kvstore.server.tiering import codec_choice
 from kvstore.server.tiering.codec_choice import (
     CALIBRATION_S,
     auto_codec,
     candidates,
+    choose_codec,
     measure_codecs,
 )
 
@@ -98,29 +102,12 @@ def test_a_medium_that_fails_is_judged_by_the_first_guess(
         assert disk.stats().reservations == 0
 
 
-def test_a_full_medium_is_judged_by_the_first_guess(monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(Core([SimDisk(1 << 16, no_faults())])) as core:
-        say(monkeypatch, zplane(1.5, 1e15))
-        assert choose_for(core)
-        assert core.slot("disk").encoder.name == "zplane (auto)"
-
-
 def test_measuring_ends_in_time_whatever_the_clock_says_of_one_codec() -> None:
     ticks = iter(range(10_000))
     speeds = measure_codecs(["raw", "zplane"], make_sample(), lambda: next(ticks) * 0.1, 0.5)
     assert [one.name for one in speeds] == ["raw", "zplane"]
     assert next(ticks) < 100
     assert CALIBRATION_S <= 1
-
-
-def test_what_is_measured_is_what_the_codec_does() -> None:
-    sample = make_sample(3)
-    from kvstore.codecs.base import codec_by_name
-
-    raw = measure("raw", codec_by_name("raw"), sample, time.perf_counter, 0.0)
-    packed = measure("zplane", codec_by_name("zplane"), sample, time.perf_counter, 0.0)
-    assert (raw.accuracy, packed.accuracy) == (Accuracy.exact, Accuracy.exact)
-    assert 0.99 < raw.ratio < 1 < packed.ratio < 2
 
 
 def test_a_codec_that_cannot_be_used_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,3 +137,61 @@ def test_a_server_chooses_after_its_start_and_serves_meanwhile(make_server: Serv
     assert eventually(is_chosen)
     assert_reads(client, keys)
     server.settled()
+
+
+# --- the break-even rule
+
+
+def speed(
+    name: str, ratio: float, decode_gb: float, accuracy: Accuracy = Accuracy.exact
+) -> CodecSpeed:
+    return CodecSpeed(name, "numpy", accuracy, ratio, 1e9, decode_gb * 1e9)
+
+
+ZPLANE = speed("zplane", 1.47, 3.4)
+QUICK = speed("quick", 1.33, 6.0)
+KVQ = speed("kvq", 5.2, 1.4, Accuracy.bounded)
+GQ2 = speed("gq2", 5.3, 3.0, Accuracy.approximate)
+EVERY = (ZPLANE, QUICK, KVQ, GQ2)
+
+
+def chosen(link_gb: float, least: Accuracy = Accuracy.exact) -> str:
+    found = choose_codec(EVERY, link_gb * 1e9, least)
+    return "raw" if found is None else found.name
+
+
+def test_a_slow_link_gets_the_ratio_and_a_fast_one_raw_frames() -> None:
+    for link_gb, name in [(0.1, "zplane"), (1.0, "zplane"), (1.2, "quick"), (1.5, "raw")]:
+        assert chosen(link_gb) == name
+
+
+def test_the_figures_are_those_of_the_break_even_table() -> None:
+    assert ZPLANE.break_even_bytes_per_s == pytest.approx(1.087e9, rel=1e-3)
+    assert KVQ.break_even_bytes_per_s == pytest.approx(1.131e9, rel=1e-3)
+    assert KVQ.full_gain_bytes_per_s == pytest.approx(0.269e9, rel=1e-2)
+    assert KVQ.load_bytes_per_s(0.1e9) == pytest.approx(0.52e9)
+    assert KVQ.load_bytes_per_s(10e9) == KVQ.decode_bytes_per_s
+    assert speed("grown", 0.9, 1).break_even_bytes_per_s == 0
+
+
+def test_figures_that_were_not_measured_are_refused() -> None:
+    for value in [0.0, -1.0, math.inf, math.nan]:
+        with pytest.raises(InvalidRequestError, match="ratio"):
+            speed("none", value, 1.0)
+
+
+@given(
+    st.floats(1e6, 1e11),
+    st.lists(st.tuples(st.floats(0.5, 20), st.floats(0.01, 100)), max_size=6),
+)
+def test_the_choice_is_never_slower_than_raw_frames_even_for_one_chunk(
+    link: float, figures: list[tuple[float, float]]
+) -> None:
+    offered = [speed(str(at), *one) for at, one in enumerate(figures)]
+    found = choose_codec(offered, link, Accuracy.exact)
+    if found is None:
+        assert all(one.break_even_bytes_per_s <= link for one in offered)
+        return
+    serial_s = 1 / (link * found.ratio) + 1 / found.decode_bytes_per_s
+    assert serial_s <= 1 / link * (1 + 1e-9)
+    assert found.load_bytes_per_s(link) >= link * (1 - 1e-9)

@@ -18,17 +18,6 @@ from kvstore.server.store.reservations import PutResult
 from kvstore.server.tiering.tier_slot import SpaceRequest
 from kvstore.tiers.base import DEFAULT_TENANT
 
-DISK_BYTES = 1 << 20
-
-
-def test_reserve_evicts_exactly_what_is_in_the_way(core: Core) -> None:
-    session = core.open_session()
-    versions = prompt(8) + prompt(8, seed=1)
-    core.put(session, versions)
-    assert core.cpu.stats().chunks == 12
-    assert core.counters["evicted_chunks"] == 4
-    assert core.counters["dropped_victims"] == 0
-
 
 def test_an_evicted_chunk_goes_to_the_next_lower_tier_and_comes_back_the_same(
     core: Core, disk: SimDisk
@@ -91,15 +80,6 @@ def test_scattered_room_is_won_by_emptying_one_slab() -> None:
         assert core.put(session, [large])[0].reason == ""
         assert core.counters["evicted_chunks"] <= 20
         assert core.get(session, keys_of([large])) == frames_of([large])
-
-
-def test_a_tenant_gets_room_in_slabs_that_were_anothers() -> None:
-    with closing(Core(slabs=2, clock=FakeClock())) as core:
-        red, blue = core.open_session("red"), core.open_session("blue")
-        core.put(red, prompt(6))
-        versions = prompt(3, tenant="blue")
-        assert {result.reason for result in core.put(blue, versions)} == {""}
-        assert core.get(blue, keys_of(versions)) == frames_of(versions)
 
 
 def test_a_frame_larger_than_the_tier_is_refused_before_anything_is_evicted(core: Core) -> None:

@@ -8,22 +8,19 @@ import numpy as np
 import pytest
 from simulation.clock import FakeClock
 from simulation.core import BREAKER_RETRY_S, TOKENS, Core, frames_of, keys_of, prompt
-from simulation.tiers import SimDisk, SimRedis, no_faults
+from simulation.tiers import SimDisk, SimRedis
 from simulation.universe import Version, make_template
 
 from kvstore.codecs.base import REMOVED, codec_by_name
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     ChunkCorruptError,
-    DeadlineError,
     TierFullError,
     TierUnavailableError,
 )
 from kvstore.proto.frame import FrameWriter, check_frame, parse_header
 from kvstore.proto.keys import tokens_le32
 from kvstore.proto.types import ROOT, Accuracy, ChunkInfo
-
-DISK_BYTES = 1 << 20
 
 
 def load(core: Core, version: Version, tier: str = "disk") -> object:
@@ -72,16 +69,6 @@ def test_a_copy_of_what_is_gone_or_there_already_does_nothing(core: Core, disk: 
     ]  # fmt: skip
     assert core.counters["copied_chunks"] == disk.stats().chunks == 1
     assert core.catalog.leases.pins.total() == 0
-
-
-def test_a_full_queue_takes_no_more_copies() -> None:
-    disk = SimDisk(DISK_BYTES, no_faults())
-    with closing(Core([disk], queue_limit=1)) as core:
-        first, second = prompt(2)
-        assert core.moves.copy_to(first.info.key, core.slot("disk")) is not None
-        assert core.moves.copy_to(second.info.key, core.slot("disk")) is None
-        assert core.moves.load(first.info.key, core.slot("disk"), "red") is not None
-        assert core.moves.load(second.info.key, core.slot("disk"), "red") is None
 
 
 @pytest.mark.parametrize("verb", ["reserve", "write", "seal"])
@@ -307,27 +294,27 @@ def test_a_shared_copy_that_only_others_can_read_is_left_to_them(redis: SimRedis
         assert (core.counters["unreadable_chunks"], core.counters["corrupt_chunks"]) == (1, 0)
 
 
-@pytest.mark.parametrize("codec_id", REMOVED)
 def test_a_stored_frame_of_a_removed_codec_is_a_miss_that_says_so(
-    core: Core, disk: SimDisk, codec_id: int
+    core: Core, disk: SimDisk
 ) -> None:
-    (version,) = prompt(1)
-    frame = np.zeros(4_000, np.uint8)
-    writer = FrameWriter(make_template("red", ROOT, tokens_le32([1000] * TOKENS)), frame)
-    writer.reserve(50)[:] = 0xAA
-    writer.commit(50)
-    info = writer.finish(codec_id, 1, Accuracy.exact).info()
-    write_on(disk, info, frame[: info.size_bytes])
-    core.catalog.note_sealed("disk", info)
-    with pytest.raises(ChunkCorruptError):
-        load(core, version)
-    core.settle()
-    assert core.tiers_of(version) == []
-    assert disk.stats().chunks == 0, "no later version reads it either"
-    assert (core.counters["unreadable_chunks"], core.counters["corrupt_chunks"]) == (1, 0)
-    outcome = core.moves.catalog.outcomes.of(version.info.key)
-    assert outcome is not None
-    assert (outcome.fate.value, outcome.detail) == ("codec_removed", REMOVED[codec_id])
+    for count, codec_id in enumerate(REMOVED, 1):
+        (version,) = prompt(1)
+        frame = np.zeros(4_000, np.uint8)
+        writer = FrameWriter(make_template("red", ROOT, tokens_le32([1000] * TOKENS)), frame)
+        writer.reserve(50)[:] = 0xAA
+        writer.commit(50)
+        info = writer.finish(codec_id, 1, Accuracy.exact).info()
+        write_on(disk, info, frame[: info.size_bytes])
+        core.catalog.note_sealed("disk", info)
+        with pytest.raises(ChunkCorruptError):
+            load(core, version)
+        core.settle()
+        assert core.tiers_of(version) == []
+        assert disk.stats().chunks == 0, "no later version reads it either"
+        assert (core.counters["unreadable_chunks"], core.counters["corrupt_chunks"]) == (count, 0)
+        outcome = core.moves.catalog.outcomes.of(version.info.key)
+        assert outcome is not None
+        assert (outcome.fate.value, outcome.detail) == ("codec_removed", REMOVED[codec_id])
 
 
 @pytest.mark.parametrize("first", ["raw", "zplane"])
@@ -366,20 +353,3 @@ def test_a_load_into_memory_full_of_leases_is_refused_by_the_tier(core: Core) ->
     with pytest.raises(TierFullError):
         load(core, version)
     assert core.catalog.leases.pins.total() == 12
-
-
-def test_a_wait_beyond_the_deadline_raises_and_the_move_still_ends(core: Core) -> None:
-    version = on_disk_only(core)
-    ticket = core.moves.load(version.info.key, core.slot("disk"), "red")
-    assert ticket is not None
-    with pytest.raises(DeadlineError):
-        core.work_queue.wait(ticket, core.clock())
-    core.settle()
-    assert core.tiers_of(version) == ["cpu", "disk"]
-
-
-def test_nothing_is_copied_when_writing_through_is_off(disk: SimDisk) -> None:
-    with closing(Core([disk])) as core:
-        core.put(core.open_session(), prompt(3))
-        assert core.work_queue.is_idle()
-        assert disk.stats().chunks == 0

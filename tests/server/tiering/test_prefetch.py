@@ -74,14 +74,6 @@ def test_a_reader_of_files_in_place_is_left_to_read_them(core: Core) -> None:
     assert core.counters["prefetched_chunks"] == 0
 
 
-def test_a_get_joins_the_loads_that_have_begun(core: Core) -> None:
-    session = core.open_session()
-    versions = put_on_disk(core, session, 4)
-    look(core, session, versions)
-    assert core.get(session, keys_of(versions)) == frames_of(versions)
-    assert core.counters["promoted_chunks"] == 4
-
-
 def test_no_more_than_the_budget_is_under_way() -> None:
     size = prompt(1)[0].info.size_bytes
     with closing(make_core(3 * size)) as core:

@@ -11,7 +11,6 @@ from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import equal, keys_of, tokens
 
 from kvstore.client import Client
-from kvstore.client.options import TransportName
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.types import (
@@ -23,37 +22,8 @@ from kvstore.proto.types import (
     PutOutcome,
 )
 from kvstore.server.store.reservations import WITHOUT_STATE, without_state
-from kvstore.server.tiering.admission import MAX_REMEMBERED, StateAdmission
 
 stored, exists = PutOutcome.stored, PutOutcome.exists
-
-
-def key(number: int) -> ChunkKey:
-    return ChunkKey(number.to_bytes(32, "little"))
-
-
-def test_a_state_is_kept_at_an_end_at_a_parting_and_the_second_time() -> None:
-    states = StateAdmission()
-    states.parted(key(3))
-    assert [states.admits(key(n), is_end=n == 4) for n in range(5)] == [False] * 3 + [True] * 2
-    assert states.has_turned_away(key(0))
-    assert not states.has_turned_away(key(3))
-    assert states.admits(key(0), is_end=False)
-    assert not states.has_turned_away(key(0))
-    assert not states.admits(key(0), is_end=False), "it was admitted for that one time"
-    states.forget(key(1))
-    assert not states.admits(key(1), is_end=False)
-
-
-def test_no_more_is_remembered_than_the_limit() -> None:
-    states = StateAdmission(limit=8)
-    for number in range(100):
-        states.parted(key(number))
-        states.admits(key(1000 + number), is_end=False)
-    assert len(states._partings) == len(states._turned_away) == 8
-    assert states.admits(key(99), is_end=False), "the latest partings stay"
-    assert not states.admits(key(1000), is_end=False), "the oldest are forgotten"
-    assert MAX_REMEMBERED < 1 << 20
 
 
 def test_a_layout_of_states_alone_stays_as_it_is() -> None:
@@ -65,19 +35,14 @@ def test_a_layout_of_states_alone_stays_as_it_is() -> None:
     assert without_state(states) is None
 
 
-@pytest.fixture(params=["auto", "grpc"])
-def transport(request: pytest.FixtureRequest) -> TransportName:
-    return request.param  # type: ignore[no-any-return]
-
-
 @pytest.fixture
 def server(make_server: ServerMaker) -> LocalServer:
     return make_server("--state-admission", "judicious")
 
 
 @pytest.fixture
-def client(server: LocalServer, transport: TransportName) -> Client:
-    return server.connect(transport, HYBRID)
+def client(server: LocalServer) -> Client:
+    return server.connect("auto", HYBRID)
 
 
 def put(client: Client, keys: Sequence[ChunkKey], first: int = 0) -> list[tuple[PutOutcome, bool]]:
@@ -106,13 +71,6 @@ def test_only_the_last_state_of_a_put_is_kept(server: LocalServer, client: Clien
     assert sizes[0] < sizes[3]
     assert server.node.store.writes.is_draining is False
     assert server.settled().pending_puts == 0
-
-
-def test_the_end_of_each_chain_of_one_put_is_an_end(server: LocalServer, client: Client) -> None:
-    ones, others = keys_of(client, 1, 2), keys_of(client, 2, 2)
-    chunks = [chunk_of(client, keys, at, "ws") for keys in (ones, others) for at in range(2)]
-    assert [one.outcome for one in client.put_chunks(chunks)] == [stored] * 4
-    assert states_of(server, [*ones, *others]) == [False, True, False, True]
 
 
 def test_where_prompts_part_a_state_is_kept_the_second_time(
@@ -160,15 +118,6 @@ def test_explain_says_that_the_state_was_not_kept(server: LocalServer, client: C
     reply = server.dial().call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
     assert [one.state for one in reply.chunks] == ["no_end"] * 2
     assert all("--state-admission" in one.reason for one in reply.chunks)
-
-
-def test_a_durable_put_has_what_was_kept_on_disk(server: LocalServer, client: Client) -> None:
-    keys = keys_of(client, 6, 3)
-    chunks = [chunk_of(client, keys, at, "ws") for at in range(3)]
-    puts = client.put_chunks(chunks, durable=True)
-    assert [one.outcome for one in puts] == [stored] * 3
-    layouts = [server.node.store.catalog.copies(key)["disk"].layout for key in keys]
-    assert [one.has(LayerKind.state) for one in layouts] == [False, False, True]
 
 
 def test_what_is_aborted_is_put_anew_as_if_it_had_not_been(

@@ -77,20 +77,12 @@ def test_urgent_work_comes_first_and_past_the_limit() -> None:
     work_queue, done = stepped(limit=2), list[str]()
     for name in "ab":
         submit(work_queue, name, lambda name=name: done.append(name))  # type: ignore[misc]
-    assert work_queue.submit("up", b"u", lambda: done.append("u"), urgent=True) is not None
+    for name in "uv":
+        urgent = work_queue.submit("up", name.encode(), partial(done.append, name), urgent=True)
+        assert urgent is not None
     while work_queue.step():
         pass
-    assert done == ["u", "a", "b"]
-
-
-def test_urgent_work_keeps_its_own_order() -> None:
-    """Or the chunks of a durable prompt would be written last first."""
-    work_queue, done = stepped(), list[str]()
-    for name in "abc":
-        work_queue.submit("up", name.encode(), lambda name=name: done.append(name), urgent=True)  # type: ignore[misc]
-    while work_queue.step():
-        pass
-    assert done == ["a", "b", "c"]
+    assert done == ["u", "v", "a", "b"], "or a durable prompt would be written last first"
 
 
 def test_work_of_one_name_is_joined_and_runs_once() -> None:
@@ -141,18 +133,6 @@ def test_a_stepped_wait_begins_nothing_after_the_deadline() -> None:
     assert work_queue.wait(late, 0.0) is None
 
 
-def test_stepped_work_that_takes_too_long_leaves_the_rest_for_later() -> None:
-    clock = FakeClock(0.0)
-    work_queue = stepped(clock=clock)
-    submit(work_queue, "slow", lambda: clock.advance(5.0))
-    ticket = submit(work_queue, "a", nothing)
-    with pytest.raises(DeadlineError):
-        work_queue.wait(ticket, 1.0)
-    assert not ticket.done
-    assert work_queue.step()
-    assert ticket.done
-
-
 def test_waiting_for_any_ends_with_the_first_and_says_whether_there_was_one() -> None:
     work_queue = stepped()
     assert work_queue.await_any(["up", "down"], FOREVER) is False
@@ -172,7 +152,9 @@ def test_a_queue_that_hangs_holds_up_no_other() -> None:
     with running({"up": 1, "down": 1}) as work_queue:
         submit(work_queue, "stuck", stuck)
         assert began.wait(PATIENCE_S)
+        assert (work_queue.depth(), work_queue.is_idle()) == ({"up": 0, "down": 0}, False)
         behind = submit(work_queue, "behind", lambda: "late")
+        assert work_queue.depth() == {"up": 1, "down": 0}
         assert (
             work_queue.wait(submit(work_queue, "a", lambda: "in time", "down"), in_time())
             == "in time"
@@ -182,47 +164,8 @@ def test_a_queue_that_hangs_holds_up_no_other() -> None:
         assert work_queue.is_alive()
         hang.set()
         assert work_queue.wait(behind, in_time()) == "late"
-
-
-def test_work_outlives_a_caller_whose_time_was_up() -> None:
-    hang, done = threading.Event(), threading.Event()
-
-    def work() -> str:
-        hang.wait()
-        done.set()
-        return "done"
-
-    with running({"up": 1}) as work_queue:
-        ticket = submit(work_queue, "a", work)
-        with pytest.raises(DeadlineError):
-            work_queue.wait(ticket, time.monotonic() + 0.01)
-        hang.set()
-        assert done.wait(PATIENCE_S)
-        assert work_queue.wait(ticket, in_time()) == "done"
-
-
-def test_many_callers_of_one_name_all_get_its_one_result() -> None:
-    go, runs = threading.Event(), list[int]()
-
-    def work() -> int:
-        go.wait()
-        runs.append(1)
-        return 7
-
-    with running({"up": 2}) as work_queue:
-        tickets = [submit(work_queue, "a", work) for _ in range(8)]
-        results: list[object] = []
-        waiters = [
-            threading.Thread(target=lambda t=t: results.append(work_queue.wait(t, in_time())))
-            for t in tickets
-        ]
-        for waiter in waiters:
-            waiter.start()
-        go.set()
-        for waiter in waiters:
-            waiter.join(PATIENCE_S)
-        assert results == [7] * 8
-        assert runs == [1]
+    assert not work_queue.is_alive()
+    assert stepped().is_alive(), "it has no threads"
 
 
 def test_a_worker_survives_whatever_its_work_raises() -> None:
@@ -269,31 +212,6 @@ def test_a_closed_mover_releases_who_waits_and_drops_what_waited() -> None:
     assert work_queue.submit("up", b"late", nothing) is None
     assert work_queue.is_idle()
     work_queue.close()
-
-
-def test_a_closed_mover_is_no_longer_alive_and_one_without_threads_always_is() -> None:
-    with running({"up": 2}) as work_queue:
-        assert work_queue.is_alive()
-    assert not work_queue.is_alive()
-    assert stepped().is_alive()
-
-
-def test_depth_counts_what_waits_and_idle_means_that_nothing_runs_either() -> None:
-    hang, began = threading.Event(), threading.Event()
-
-    def stuck() -> None:
-        began.set()
-        hang.wait()
-
-    with running({"up": 1}) as work_queue:
-        submit(work_queue, "stuck", stuck)
-        assert began.wait(PATIENCE_S)
-        assert work_queue.depth() == {"up": 0}
-        assert not work_queue.is_idle()
-        ticket = submit(work_queue, "a", nothing)
-        assert work_queue.depth() == {"up": 1}
-        hang.set()
-        work_queue.wait(ticket, in_time())
 
 
 def test_a_worker_takes_along_what_is_of_one_batch_and_says_what_follows() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from conftest import ServerMaker
 from helpers.local_server import DEADLINE_MS
 from helpers.prompts import MEDIUM, chunks_of, keys_of
@@ -12,12 +11,10 @@ from simulation.tiers import SimDisk, no_faults
 from simulation.universe import Version
 
 from kvstore.client import ClientOptions
-from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import PutOutcome
 from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.reuse_statistics import ReuseForecast
 from kvstore.server.index.hints import ChunkMetadata
-from kvstore.server.settings.settings import load_config
 
 FRAME = prompt(1)[0].info.size_bytes
 A_DAY = 24 * 6 * FRAME
@@ -100,19 +97,6 @@ def test_a_copy_that_cannot_be_queued_costs_nothing() -> None:
     core.close()
 
 
-def test_a_clock_that_goes_back_earns_nothing() -> None:
-    clock = FakeClock()
-    core = make_core(clock, "through")
-    session = core.open_session()
-    core.put(session, prompt(6))
-    core.settle()
-    clock.advance(-1e9)
-    assert left_bytes(core) == 0
-    clock.advance(600.0)
-    assert left_bytes(core) == FRAME
-    core.close()
-
-
 def test_a_server_keeps_to_its_budget_and_shows_it(make_server: ServerMaker) -> None:
     server = make_server("--write-budget", "disk=24MiB", "--http", "127.0.0.1:0")
     options = ClientOptions("auto", chunk_tokens=64, deadline_ms=DEADLINE_MS)
@@ -129,9 +113,3 @@ def test_a_server_keeps_to_its_budget_and_shows_it(make_server: ServerMaker) -> 
     (budget, left) = server.node.store.moves.placement.budgets()["disk"]
     assert budget == 24 << 20
     assert left < -2 * 256 * 1024
-
-
-@pytest.mark.parametrize("text", ["1KiB", "-1", "much"])
-def test_a_budget_that_makes_no_sense_is_refused(text: str) -> None:
-    with pytest.raises(InvalidRequestError, match=r"write.budget"):
-        load_config([f"--write-budget=disk={text}"])

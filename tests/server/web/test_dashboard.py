@@ -123,14 +123,6 @@ def test_headers_let_nothing_else_in(served: LocalServer) -> None:
     assert headers["Cache-Control"] == "no-store"
 
 
-def test_the_metrics_are_where_they_were(served: LocalServer) -> None:
-    status, body, headers = ask(served, "/metrics")
-    assert (status, headers["Content-Type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
-    assert "kvstore_lookups_total 0.0" in body
-    assert 'kvstore_call_seconds_count{method="Lookup"} 0.0' in body
-    assert 'kvstore_flow_bytes_total{source="disk",target="cpu"} 0.0' in body
-
-
 # --- events
 
 
@@ -280,21 +272,6 @@ def _answer_from(host: str, port: int) -> bytes:
         return b""
 
 
-def test_connections_beyond_those_that_are_told_so_are_hung_up_on(
-    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 2)
-    monkeypatch.setattr(http_server, "SILENT_S", 600.0)
-    server = make_server("--http", "127.0.0.1:0", "--cpu", "16MiB")
-    assert server.node.http_port is not None
-    place = ("127.0.0.1", server.node.http_port)
-    with ExitStack() as stack:
-        links = [stack.enter_context(socket.create_connection(place, WAIT_S)) for _ in range(8)]
-        for link in links[4:]:
-            with suppress(ConnectionError):
-                assert link.recv(1) == b""
-
-
 def test_a_header_that_does_not_end_is_refused(served: LocalServer) -> None:
     assert served.node.http_port is not None
     with socket.create_connection(("127.0.0.1", served.node.http_port), WAIT_S) as line:
@@ -325,13 +302,11 @@ def test_one_look_serves_all_who_ask_within_a_second(monkeypatch: pytest.MonkeyP
 # --- to whom
 
 
-@pytest.mark.parametrize("host", ["evil.example", "10.0.0.1", "127.0.0.1.evil.example"])
-def test_pages_of_elsewhere_cannot_ask_by_a_name_that_points_here(
-    served: LocalServer, host: str
-) -> None:
-    for path in ("/", "/data", "/events", "/metrics"):
-        assert ask(served, path, {"Host": host})[0] == 421
-    assert ask(served, "/", {"Host": "localhost:9420"})[0] == 200
+def test_pages_of_elsewhere_cannot_ask_by_a_name_that_points_here(served: LocalServer) -> None:
+    for host in ["evil.example", "10.0.0.1", "127.0.0.1.evil.example"]:
+        for path in ("/", "/data", "/events", "/metrics"):
+            assert ask(served, path, {"Host": host})[0] == 421
+        assert ask(served, "/", {"Host": "localhost:9420"})[0] == 200
 
 
 @pytest.fixture
@@ -472,33 +447,20 @@ def asked_by(client: str, flags: str, path: str, host: str = "10.0.0.9") -> Answ
     return sent[0]["status"], b"".join(one.get("body", b"") for one in sent).decode()
 
 
-@pytest.mark.parametrize(
-    ("client", "flags", "page_status", "metrics_status"),
-    [
+def test_other_hosts_get_what_the_settings_expose() -> None:
+    for client, flags, page_status, metrics_status in [
         ("127.0.0.1", "", 401, 200),
         ("10.0.0.1", "", 403, 401),
         ("10.0.0.1", "http_tls", 403, 401),
         ("10.0.0.1", "open_pages", 403, 200),
         ("10.0.0.1", "http_tls authenticates_callers", 401, 401),
         ("10.0.0.1", "insecure", 401, 200),
-    ],
-)
-def test_other_hosts_get_what_the_settings_expose(
-    client: str, flags: str, page_status: int, metrics_status: int
-) -> None:
-    host = "localhost" if client == "127.0.0.1" else "10.0.0.9:9420"
-    status, body = asked_by(client, flags, "/", host)
-    assert (status, "--http-tls" in body) == (page_status, page_status == 403)
-    assert asked_by(client, flags, "/events", host)[0] == page_status
-    assert asked_by(client, flags, "/metrics", host)[0] == metrics_status
-
-
-def test_this_machine_has_the_page_though_others_have_the_metrics_alone(
-    make_server: ServerMaker,
-) -> None:
-    server = make_server("--http", "0.0.0.0:0", "--open-pages")
-    assert ask(server, "/metrics")[0] == 200
-    assert ask(server, "/")[0] == 200
+    ]:
+        host = "localhost" if client == "127.0.0.1" else "10.0.0.9:9420"
+        status, body = asked_by(client, flags, "/", host)
+        assert (status, "--http-tls" in body) == (page_status, page_status == 403)
+        assert asked_by(client, flags, "/events", host)[0] == page_status
+        assert asked_by(client, flags, "/metrics", host)[0] == metrics_status
 
 
 def test_the_servers_of_the_directory_are_shown(served: LocalServer) -> None:
@@ -523,19 +485,14 @@ def _directory(me: Any, other: Any) -> Any:
     return SimpleNamespace(me=me, report=lambda: report)
 
 
-@pytest.mark.parametrize(
-    ("flags", "word"),
-    [
+def test_a_page_that_others_could_read_has_to_be_asked_for() -> None:
+    for flags, word in [
         (("--http", "0.0.0.0:0"), "--open-pages"),
         (("--http", "0.0.0.0:0", "--http-tls"), "--tls-cert"),
         (("--http-tls",), "--tls-cert"),
-    ],
-)
-def test_a_page_that_others_could_read_has_to_be_asked_for(
-    flags: tuple[str, ...], word: str
-) -> None:
-    with pytest.raises(InvalidRequestError, match=word):
-        load_config(list(flags))
+    ]:
+        with pytest.raises(InvalidRequestError, match=word):
+            load_config(list(flags))
 
 
 def test_an_address_that_is_taken_is_named() -> None:

@@ -115,15 +115,14 @@ def test_a_number_that_is_another_file_by_now_is_left_alone(router: Router, tmp_
         assert (right.recv(1), far.recv(1)) == (b"a", b"b")
 
 
-@pytest.mark.parametrize("name", ["events", "events_replay"])
+@pytest.mark.parametrize("flag", ["--events", "--events-replay"])
 def test_readers_of_events_are_so_many(
-    name: str, make_server: ServerMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flag: str, make_server: ServerMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_sockets, "MAX_CONNECTIONS", MOST)
     monkeypatch.setattr(event_sockets, "_HANDSHAKE_MS", 100_000)
     folder = tmp_path / "p"
     folder.mkdir(mode=0o700)
-    flag = f"--{name.replace('_', '-')}"
     server: LocalServer = make_server(flag, f"ipc:{folder / 'e'}")
     assert server.node.publisher is not None
     (address,) = server.node.publisher.addresses
@@ -149,23 +148,23 @@ def test_servers_that_start_together_agree_on_one_key(tmp_path: Path) -> None:
     assert len(set(keys)) == 1
 
 
-@pytest.mark.parametrize("name", ["", SECRET_NAME])
-@pytest.mark.parametrize("mode", [0o740, 0o704, 0o777])
-def test_a_key_that_others_could_read_is_refused(tmp_path: Path, name: str, mode: int) -> None:
-    folder = tmp_path / "keys"
-    load_key(folder)
-    (folder / name).chmod(mode)
-    with pytest.raises(InvalidRequestError, match="others could read the key"):
-        load_key(folder)
+def test_a_key_that_others_could_read_is_refused(tmp_path: Path) -> None:
+    for name in ["", SECRET_NAME]:
+        for mode in [0o740, 0o704, 0o777]:
+            folder = tmp_path / f"keys {name} {mode}"
+            load_key(folder)
+            (folder / name).chmod(mode)
+            with pytest.raises(InvalidRequestError, match="others could read the key"):
+                load_key(folder)
 
 
-@pytest.mark.parametrize("content", [b"", b"x" * 39, b"\xff" * 40, b"x" * 41, b"\0" * 40])
-def test_a_file_that_holds_no_key_is_refused(tmp_path: Path, content: bytes) -> None:
-    folder = tmp_path / "keys"
-    load_key(folder)
-    (folder / SECRET_NAME).write_bytes(content)
-    with pytest.raises(InvalidRequestError, match="delete it to have another made"):
+def test_a_file_that_holds_no_key_is_refused(tmp_path: Path) -> None:
+    for number, content in enumerate([b"", b"x" * 39, b"\xff" * 40, b"x" * 41, b"\0" * 40]):
+        folder = tmp_path / str(number)
         load_key(folder)
+        (folder / SECRET_NAME).write_bytes(content)
+        with pytest.raises(InvalidRequestError, match="delete it to have another made"):
+            load_key(folder)
 
 
 def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Blending: quality and time."""

@@ -1,0 +1,483 @@
+"""Blending: how near to a full prefill each selector comes, and how much sooner.
+
+Quality on a model set by hand, whose answers need attention across chunks, on one trained until
+naive reuse hurts (data/riddlelm), and on the trained model of data/tinylm; selectors see the
+question, and what is scored comes after it. Time to the
+first token on a Llama with random weights, against its own full prefill in turns.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, islice, pairwise
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from bench.blend.cases import (
+    NAIVE,
+    WHOLE,
+    Case,
+    Engine,
+    Key,
+    Part,
+    Tokens,
+    designed_engine,
+    difference,
+    figures,
+    measure,
+    paired,
+    question_cases,
+    quotient,
+    resampled,
+    riddle_case,
+    riddle_engine,
+    table,
+    text_cases,
+    trained_engine,
+)
+from bench.blend.model import MODEL_KEYS, ModelSizes, measure_model
+from bench.blend.riddles import STORY, make_riddle
+from bench.lib.report import Report, parser_of
+from bench.lib.workload import connect, serving
+from kvstore.client.blend.cost import BlendPlanner, Decision, Speed
+from kvstore.client.blend.engine import BlendResult, MemorySource
+from kvstore.client.blend.layer_pass import LayerKV, rerotate
+from kvstore.client.blend.plan import BlendPlan, SegmentRange
+from kvstore.client.blend.store import StoreSource, store_prefill
+from kvstore.client.engines.transformers.cache import as_argument
+from kvstore.client.planning import LinkMeter
+from kvstore.client.segments import SegmentQuery
+from kvstore.proto.types import DType, LayerGroup, LayerKind, Model
+
+LINKS_MB_PER_S = (10_000.0, 200.0, 50.0, 20.0, 5.0)
+TIMED = ("hybrid", "stored_priority")
+AT = 0.15
+NEAR_FULL = 0.9
+NARROW = 0.01
+"""Half of an interval's width."""
+LEARNED_FROM = (0.15, 0.4, 0.15, 0.7, 0.15)
+"""Ratios of the blends that a planner sees before it decides."""
+_FAST_MB_PER_S = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class StageShape:
+    """How large the model and its prompt are, and how often each is timed."""
+
+    layers: int = 8
+    hidden: int = 512
+    prefix: int = 128
+    chunk: int = 256
+    chunks: int = 5
+    question: int = 64
+    rounds: int = 7
+    most_rounds: int = 31
+    """Where the ratio to a full prefill is near 1 turns go on until its interval is narrow."""
+
+
+class SlowSource(MemorySource):
+    """Stored KV behind a link of *bytes_per_s*; rows that need not come are not waited for."""
+
+    def __init__(
+        self, stored: Mapping[int, Sequence[LayerKV]], plan: BlendPlan, bytes_per_s: float
+    ) -> None:
+        super().__init__(stored)
+        keys = stored[0][0][0]
+        self._token_bytes = 2 * keys.shape[0] * keys.shape[2] * keys.element_size()
+        self._bytes_per_s = bytes_per_s
+        self._free_at = 0.0
+        self._rows = {at for s in plan.segments if s.kind != "miss" for at in range(s.start, s.end)}
+        self.loaded_bytes = 0
+
+    def layer(self, i: int) -> Mapping[int, LayerKV]:
+        """Return layer *i* when the link has brought it: it works without a pause."""
+        size = len(self._rows) * self._token_bytes
+        self.loaded_bytes += size
+        now = time.perf_counter()
+        self._free_at = max(now, self._free_at) + size / self._bytes_per_s
+        time.sleep(max(0.0, self._free_at - now))
+        return super().layer(i)
+
+    def narrow(self, rows: Sequence[int]) -> None:
+        """Leave *rows* out."""
+        self._rows.difference_update(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One decision made and carried out: its seconds, and those of the model's own full prefill.
+
+    *asked_s* of them went into asking the store, making the plan and deciding.
+    """
+
+    decision: Decision
+    measured_s: float
+    full_s: float
+    asked_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Turns of one selector at one speed of storage."""
+
+    selector: str
+    link_mb_per_s: float
+    turns: tuple[Turn, ...]
+
+    def median(self, value: Callable[[Turn], float]) -> float:
+        """Return the median of *value* over the turns."""
+        return median(map(value, self.turns))
+
+    @property
+    def ratio_to_full(self) -> float:
+        """Time over that of a full prefill: the median of the turns."""
+        return self.median(lambda turn: turn.measured_s / turn.full_s)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of that median, 95 %: turns drawn again and again (bootstrap), paired as they were."""
+        ratios = np.array([turn.measured_s / turn.full_s for turn in self.turns])
+        _, low, high = resampled(lambda pick: float(np.median(ratios[pick])), len(ratios))
+        return low, high
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is far from a full prefill's time, or known well."""
+        low, high = self.interval
+        return self.ratio_to_full < NEAR_FULL or high - low <= 2 * NARROW
+
+    def line(self) -> str:
+        """Return its line of the table; the decision is the last one."""
+        decision, (low, high) = self.turns[-1].decision, self.interval
+        measured_s = self.median(lambda turn: turn.measured_s)
+        expected = self.median(lambda turn: turn.decision.expected_s / turn.measured_s)
+        return (
+            f"  {self.selector:16s}{self.link_mb_per_s:8g} MB/s  {decision.action:6s}"
+            f" at {decision.ratio:4.0%}  {self.ratio_to_full:6.3f} of full"
+            f" [{low:.3f}, {high:.3f}] ({len(self.turns)} turns),"
+            f" expected {decision.expected_s * 1e3:6.0f} ms, measured {measured_s * 1e3:6.0f};"
+            f" expected / measured {expected:.2f}"
+        )
+
+
+class Stage:
+    """A random model and its prompt of a prefix, chunks and a question, with their stored KV."""
+
+    def __init__(self, shape: StageShape) -> None:
+        self._shape = shape
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=1024,
+            hidden_size=shape.hidden,
+            intermediate_size=11 * shape.hidden // 4,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.hidden // 64,
+            num_key_value_heads=shape.hidden // 128,
+            head_dim=64,
+            max_position_embeddings=4096,
+        )
+        engine, rng = Engine.of(LlamaForCausalLM(config), 0), random.Random(0)
+        prefix, *chunks = (_some(rng, n) for n in [shape.prefix] + [shape.chunk] * shape.chunks)
+        compiled = engine.blender.compile
+        parts = [Part(prefix, compiled(prefix, sink=()), 0, "exact")]
+        for one in chunks:
+            scores = tuple(rng.random() for _ in one)
+            parts.append(Part(one, compiled(one, sink=[0]), 1, scores=scores))
+        self.case = Case(engine, tuple(parts), _some(rng, shape.question))
+        self._stored = {at: part.kv for at, part in enumerate(parts)}
+
+    def plan(self, selector: str) -> BlendPlan:
+        """Return the plan of the prompt."""
+        return self.case.plan(AT, selector)
+
+    def full_s(self) -> float:
+        """Return the seconds of the model's own prefill, to the logits of the last token."""
+        ids = torch.tensor([self.case.tokens])
+        with torch.inference_mode():
+            started = time.perf_counter()
+            self.case.engine.model(ids, logits_to_keep=1)
+            return time.perf_counter() - started
+
+    def blend(self, plan: BlendPlan, link_mb_per_s: float) -> tuple[float, BlendResult, int]:
+        """Return what a blend took in seconds, what came of it, and the bytes it loaded."""
+        source, started = SlowSource(self._stored, plan, link_mb_per_s * 1e6), time.perf_counter()
+        result = self.case.engine.blender.blend(plan, source)
+        taken_s = time.perf_counter() - started
+        if result.report.failure:
+            raise RuntimeError(result.report.failure)
+        return taken_s, result, source.loaded_bytes
+
+    def to_full(self, plan: BlendPlan) -> float:
+        """Return the time of *plan* from memory over that of a full prefill."""
+        return median(
+            self.blend(plan, _FAST_MB_PER_S)[0] / self.full_s() for _ in range(self._shape.rounds)
+        )
+
+    def times(
+        self, selector: str, links: Sequence[float], ask: Callable[[], None]
+    ) -> Iterator[Timing]:
+        """Let a planner decide that knows the engine and the link, and time what it says.
+
+        Blend and full prefill take turns, each first every other time. The planner learns
+        from every turn, as an engine's does, after it has decided it.
+        """
+        lessons = []
+        for ratio in LEARNED_FROM:
+            plan, full_s = self.plan(selector).with_ratio(ratio), self.full_s()
+            lessons.append((full_s, plan, self.blend(plan, _FAST_MB_PER_S)[1]))
+        for link in links:
+            planner = BlendPlanner(
+                self._shape.layers, Speed(0.0, 0.0, 1e-4, 1e-9), LinkMeter(link * 1e6)
+            )
+            for full_s, plan, result in lessons:
+                planner.observe_full(len(self.case.tokens), full_s)
+                planner.observe_blend(plan, result, 0)
+            timing = Timing(selector, link, ())
+            while len(timing.turns) < self._shape.rounds or not (
+                timing.is_settled or len(timing.turns) >= self._shape.most_rounds
+            ):
+                turn = self._turn(planner, timing, ask)
+                timing = replace(timing, turns=(*timing.turns, turn))
+            yield timing
+
+    def _turn(self, planner: BlendPlanner, timing: Timing, ask: Callable[[], None]) -> Turn:
+        full_s = 0.0 if len(timing.turns) % 2 else self.full_s()
+        started = time.perf_counter()
+        ask()
+        # KV of a token, all layers, in float32: half as many heads as queries have.
+        token_bytes = self._shape.layers * self._shape.hidden * 4
+        can_skip = timing.selector == "stored_priority"
+        plan = self.plan(timing.selector)
+        decision = planner.choose(plan, token_bytes, can_skip_rows=can_skip)
+        chosen = decision.applied(plan)
+        asked_s = time.perf_counter() - started
+        blended_s, result, loaded_bytes = self.blend(chosen, timing.link_mb_per_s)
+        full_s = full_s or self.full_s()
+        planner.observe_full(len(self.case.tokens), full_s)
+        if decision.action != "full":
+            planner.observe_blend(chosen, result, loaded_bytes)
+        return Turn(decision, asked_s + blended_s, full_s, asked_s)
+
+
+def _some(rng: random.Random, count: int) -> Tokens:
+    return tuple(rng.randrange(1, 1024) for _ in range(count))
+
+
+@contextmanager
+def asking(stage: Stage) -> Iterator[Callable[[], None]]:
+    """Serve *stage*'s documents out of a prompt in another order; yield what asks for its own.
+
+    That resolves the prompt, makes its plan, and gives back what was leased; it raises
+    RuntimeError unless documents are found.
+    """
+    tokens, blender = stage.case.tokens, stage.case.engine.blender
+    ranges = [SegmentRange(s.start, s.end) for _, s in stage.plan(TIMED[0]).of_kind("approx")]
+    documents, rng = [tokens[one.start : one.stop] for one in ranges], random.Random(1)
+    rng.shuffle(documents)
+    head = _some(rng, ranges[0].start)
+    shuffled = [*head, *(token for one in documents for token in one), 1]
+    ends = accumulate(map(len, documents), initial=len(head))
+    adapter = blender.adapter
+    layers = tuple(range(adapter.n_layers))
+    group = LayerGroup(
+        LayerKind.attention, DType.float32, layers, adapter.kv_heads, adapter.head_dim
+    )
+    model = Model("bench/blend", "r1", "none", "none", (group,), adapter.origin.rope, "none")
+    with (
+        TemporaryDirectory() as folder,
+        serving("--cpu", "256MiB", disk=Path(folder) / "disk") as (address, _),
+        connect(address, model) as client,
+    ):
+        stored = [SegmentRange(*span) for span in pairwise(ends)]
+        store_prefill(client, blender.prefill(shuffled), shuffled, stored)
+
+        def ask() -> None:
+            trial = SegmentQuery(is_trial=True)  # let through a gate that nobody has opened
+            with (
+                client.find_segments(tokens, ranges, trial) as resolved,
+                StoreSource(resolved, tokens, client.model) as source,
+            ):
+                if not source.plan.count("approx"):
+                    raise RuntimeError("nothing was found of a prompt whose documents were stored")
+
+        yield ask
+
+
+def speed(report: Report, shape: StageShape, links_mb_per_s: Sequence[float]) -> list[str]:
+    """Measure times to the first token; return the table."""
+    stage = Stage(shape)
+    stage.full_s()
+    with asking(stage) as ask:
+        ask()
+        timings = [one for name in TIMED for one in stage.times(name, links_mb_per_s, ask)]
+    slowest = max(timings, key=lambda one: one.ratio_to_full)
+    low, high = slowest.interval
+    report.add(
+        "slowest_vs_full_prefill",
+        slowest.ratio_to_full,
+        f"time as the controller decides, {slowest.selector} at {slowest.link_mb_per_s:g} MB/s, "
+        f"paired 95 %: [{low:.3f}, {high:.3f}], {len(slowest.turns)} turns",
+        f"the model's full prefill, {slowest.median(lambda turn: turn.full_s) * 1e3:.0f} ms",
+    )
+    asked = max(one.median(lambda turn: turn.asked_s / turn.full_s) for one in timings)
+    report.note(
+        "asking, planning, deciding", f"{asked:.4f}", "of a full prefill, at worst, in all of these"
+    )
+    blended = stage.to_full(stage.plan(TIMED[0]))
+    report.add(
+        "ttft_vs_full_prefill@15",
+        blended,
+        f"time of {TIMED[0]} from memory",
+        f"full prefill of {len(stage.case.tokens)} tokens; {1 / blended:.1f} times as fast",
+    )
+    prefix = stage.to_full(stage.plan("first_k").without("approx"))
+    report.note("prefix alone / full prefill", f"{prefix:.3f}", "from memory")
+    errors = [
+        one.median(lambda turn: abs(turn.decision.expected_s / turn.measured_s - 1))
+        for one in timings
+    ]
+    report.note("time model's error", f"{median(errors):.3f}", f"median; worst {max(errors):.3f}")
+    return ["time to the first token, by storage", *(one.line() for one in timings)]
+
+
+SEED = 3
+BEST: Key = ("hybrid", 0.15)
+RIVAL: Key = ("hkvd", 0.15)
+"""The selector that a plan has unless another is given, and CacheBlend's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is measured; the tests measure less."""
+
+    riddles: int = 60
+    stories: int = 40
+    questions: int = 60
+    texts: int = 16
+    links_mb_per_s: tuple[float, ...] = LINKS_MB_PER_S
+    stage: StageShape = field(default_factory=StageShape)
+    model: ModelSizes = field(default_factory=ModelSizes)
+
+
+def identity(report: Report, cases: Mapping[str, Case]) -> None:
+    """Compare both ends of the ratio with what each model itself computes, in float32."""
+    found = {name: _ends(case) for name, case in cases.items()}
+    for name, (full, zero) in found.items():
+        report.note(
+            f"logits, {name}", f"{full:.1e} at 100 %, {zero:.1e} at 0", "largest difference"
+        )
+    keys = ("full_ratio_max_abs_logit", "zero_ratio_max_abs_logit")
+    against = ("the models' full prefills", "the models over caches of moved chunks")
+    for at, key in enumerate(keys):
+        distance = max(ends[at] for ends in found.values())
+        report.add(key, distance, f"largest difference of a logit: {distance:.1e}", against[at])
+        report.values[key] = distance  # a report rounds to ten-thousandths
+
+
+def _ends(case: Case) -> tuple[float, float]:
+    """Return how far logits are at 100 % from the model's own, and at 0 from those it has over
+    what is stored, moved by hand and joined.
+    """
+    model, adapter = case.engine.model, case.engine.blender.adapter
+    cache = DynamicCache(config=model.config)
+    for layer in range(adapter.n_layers):
+        keys, values, rope = [], [], adapter.rope[layer]
+        for segment, part in zip(case.plan(0.0, BEST[0]).segments, case.parts, strict=False):
+            k, v = part.kv[layer]
+            new = torch.arange(segment.start, segment.end)
+            old = torch.arange(len(segment)) + segment.src_pos
+            keys.append(k if rope is None else rerotate(k, old, new, rope))
+            values.append(v)
+        cache.update(torch.cat(keys, 1)[None], torch.cat(values, 1)[None], layer)
+    ids, count = torch.tensor([case.tokens]), len(case.question)
+    with torch.inference_mode():
+        full = model(ids, logits_to_keep=count).logits[0]
+        joined = model(ids[:, -count:], **as_argument(cache)).logits[0]
+    ends = ((WHOLE, full), (NAIVE, joined))
+    whole, zero = (float((case.blend(key).logits - own).abs().max()) for key, own in ends)
+    return whole, zero
+
+
+def quality(report: Report, sizes: Sizes) -> list[str]:
+    """Measure every selector at every ratio; return the tables."""
+    rng = random.Random(SEED)
+    designed, learned, (trained, tokenizer) = designed_engine(), riddle_engine(), trained_engine()
+    riddles = [riddle_case(designed, make_riddle(rng), rng) for _ in range(sizes.riddles)]
+    stories = [riddle_case(learned, make_riddle(rng, STORY), rng) for _ in range(sizes.stories)]
+    asked = list(islice(question_cases(trained, tokenizer, rng), sizes.questions))
+    texts = islice(text_cases(trained, tokenizer, rng), sizes.texts)
+    identity(report, {"set by hand": riddles[0], "riddlelm": stories[0], "tinylm": asked[0]})
+    answers, story_scores, marks = measure(riddles), measure(stories), measure(asked)
+    running = measure(texts)
+    ours, theirs, naive = (figures(answers, key, "exact_match") for key in (BEST, RIVAL, NAIVE))
+    gain = difference(ours, theirs)
+    report.add(
+        "best_em_minus_hkvd_em@15",
+        gain[0],
+        f"right answers of {BEST[0]} less those of {RIVAL[0]}, {paired(gain)}",
+        f"{ours.mean():.3f}, {theirs.mean():.3f}; naive {naive.mean():.3f}",
+    )
+    for one, other in ((WHOLE, NAIVE), (BEST, RIVAL)):
+        ours, theirs = (figures(story_scores, key, "exact_match") for key in (one, other))
+        gain = difference(ours, theirs)
+        found = f"{ours.mean():.3f}, {theirs.mean():.3f}"
+        report.note(
+            f"riddlelm, right: {one[0]}, {other[0]}", found, f"{gain[0]:+.3f}, {paired(gain)}"
+        )
+    parts = {}
+    for name, part in (("riddlelm", story_scores), ("questions", marks), ("text", running)):
+        kls = [figures(part, key, "divergence") for key in (BEST, RIVAL)]
+        parts[name] = quotient(*kls), f"{kls[0].mean():.2e}, {kls[1].mean():.2e}"
+        interval = parts[name][0]
+        report.note(f"KL of {BEST[0]} / {RIVAL[0]}, {name}", f"{interval[0]:.3f}", paired(interval))
+    worst = max(("questions", "text"), key=lambda name: parts[name][0][0])
+    interval, found = parts[worst]
+    report.add(
+        "best_kl_vs_hkvd_kl@15",
+        interval[0],
+        f"KL of {BEST[0]} over that of {RIVAL[0]}, {worst} (the worse of two), {paired(interval)}",
+        found,
+    )
+    columns = [("EM", "exact_match", 1.0), ("KL x1e3", "divergence", 1e3)]
+    columns += [("top-1", "agreement", 1.0), ("rows", "rows", 1.0)]
+    lines = table("model set by hand", answers, columns)
+    lines += table("riddlelm, trained until naive reuse hurts", story_scores, columns)
+    lines += table("tinylm, questions", marks, columns)
+    return lines + table("tinylm, text", running, columns[1:])
+
+
+def main(argv: Sequence[str] | None = None, sizes: Sizes | None = None) -> None:
+    """Run every part and print the report."""
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="measure quality on this language model, too"
+    )
+    asked = parser.parse_args(argv)
+    threads = torch.get_num_threads()
+    report, sizes = Report("blend"), sizes or Sizes()
+    try:
+        torch.set_num_threads(1)  # more only wait for each other at these sizes
+        lines = quality(report, sizes)
+        if asked.model is None:
+            report.skip(MODEL_KEYS, "no --model FOLDER was given: make real-model makes one")
+        else:
+            lines += measure_model(report, asked.model, sizes.model)
+        lines += speed(report, sizes.stage, sizes.links_mb_per_s)
+    finally:
+        torch.set_num_threads(threads)
+    if not asked.json:
+        print("\n".join(lines))
+    report.print(only_json=asked.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,341 @@
+"""Prompts to blend, and how near a blend is to a full prefill, by selector and ratio.
+
+A prompt is parts that are stored (a prefix, chunks from other contexts), a question, and what
+follows it. Scores of chunks are learned from other orders of the same chunks, computed in full, as
+a store learns them from shadow prefills. Selectors see the question; what follows is in no plan.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from bench.blend.riddles import BEGIN, Riddle, answered, make_designed
+from bench.lib import ROOT
+from kvstore.client.blend.engine import Blender, BlendResult, MemorySource
+from kvstore.client.blend.gate import compare, deviations
+from kvstore.client.blend.layer_pass import LayerKV
+from kvstore.client.blend.plan import BlendPlan, Kind, Segment
+from kvstore.client.blend.selectors import SELECTORS
+from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
+
+FOLDER = ROOT / "data" / "tinylm"
+RIDDLE_FOLDER = ROOT / "data" / "riddlelm"
+OTHER_ORDERS = 2
+RATIOS = (0.05, 0.10, 0.15, 0.30, 0.50, 1.0)
+RESAMPLES = 2000
+_PREFIX, _CHUNK, _CHUNKS, _QUESTION, _SCORED = 128, 160, 3, 32, 64
+"""Tokens of running text, and how many chunks."""
+
+Tokens = tuple[int, ...]
+Scores = tuple[float, ...]
+Placed = tuple[list[LayerKV], int]
+"""KV of tokens, and the position where they stood."""
+Estimate = tuple[float, float, float]
+"""A figure and its interval."""
+Key = tuple[str, float]
+NAIVE: Key = ("naive", 0.0)
+WHOLE: Key = ("all", 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A Blender and the token that stands before a chunk that is prefilled alone."""
+
+    blender: Blender
+    sink: int = BEGIN
+    model: Any = None
+
+    @classmethod
+    def of(cls, model: Any, sink: int = BEGIN) -> Engine:
+        """Return the engine of *model*."""
+        return cls(Blender(TransformersAdapter(model)), sink, model)
+
+    def cut(self, prefix: Tokens, chunks: Sequence[Tokens], order: Sequence[int]) -> list[Placed]:
+        """Return each of *chunks* out of a full prefill that has them in *order*."""
+        joined = [*prefix, *(token for place in order for token in chunks[place])]
+        kv = self.blender.prefill(joined, logits_from=len(joined) - 1).kv
+        found, start = dict[int, Placed](), len(prefix)
+        for place in order:
+            stop = start + len(chunks[place])
+            found[place] = (
+                [(k[:, start:stop].clone(), v[:, start:stop].clone()) for k, v in kv],
+                start,
+            )
+            start = stop
+        return [found[place] for place in range(len(chunks))]
+
+    def learned(
+        self,
+        prefix: Tokens,
+        chunks: Sequence[Tokens],
+        stored: Sequence[list[LayerKV]],
+        orders: Sequence[Sequence[int]],
+    ) -> list[Scores]:
+        """Return what full prefills of *orders* tell of *stored*: mean ranks of deviations."""
+        sums = [torch.zeros(len(chunk)) for chunk in chunks]
+        for order in orders:
+            for total, (kv, _), known in zip(
+                sums, self.cut(prefix, chunks, order), stored, strict=True
+            ):
+                places = torch.argsort(
+                    torch.argsort(deviations(kv, known), stable=True), stable=True
+                )
+                total += places.float() / len(places)
+        return [tuple((total / len(orders)).tolist()) for total in sums]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tokens that are stored: their KV, where they stood, and what each gains by being computed."""
+
+    tokens: Tokens
+    kv: list[LayerKV]
+    src_pos: int
+    kind: Kind = "approx"
+    scores: Scores | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prompt. ``scored`` follows the question, teacher-forced."""
+
+    engine: Engine
+    parts: tuple[Part, ...]
+    question: Tokens
+    scored: Tokens = ()
+    secret: Riddle | None = None
+
+    @property
+    def riddle(self) -> Riddle:
+        """The riddle that it was made of."""
+        if self.secret is None:
+            raise ValueError("riddle: this case was not made of one")
+        return self.secret
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        """The whole prompt."""
+        return (*(token for part in self.parts for token in part.tokens), *self.question)
+
+    @cached_property
+    def source(self) -> MemorySource:
+        """All that is stored."""
+        return MemorySource({at: part.kv for at, part in enumerate(self.parts)})
+
+    @cached_property
+    def full(self) -> BlendResult:
+        """All of the prompt, computed."""
+        return self.engine.blender.prefill(self.tokens)
+
+    def with_true_scores(self) -> Case:
+        """Return it with scores from this very prompt: what no selector can know."""
+        parts = []
+        for segment, part in zip(self.plan(0.0, "hybrid").segments, self.parts, strict=False):
+            span = slice(segment.start, segment.end)
+            full = [(k[:, span], v[:, span]) for k, v in self.full.kv]
+            parts.append(replace(part, scores=tuple(deviations(full, part.kv).tolist())))
+        return replace(self, parts=tuple(parts))
+
+    def plan(self, ratio: float, selector: str) -> BlendPlan:
+        """Return the plan that blends the parts, with what was learned of them."""
+        segments, end = list[Segment](), 0
+        for part in self.parts:
+            start, end = end, end + len(part.tokens)
+            segments.append(
+                Segment(start, end, part.kind, src_pos=part.src_pos, scores=part.scores)
+            )
+        segments.append(Segment(end, len(self.tokens), "miss"))
+        return BlendPlan(self.tokens, tuple(segments), ratio, selector)
+
+    def blend(self, key: Key) -> BlendResult:
+        """Return the prompt blended. Raises RuntimeError when it was computed instead."""
+        name, ratio = key
+        plan = self.plan(ratio, name if name in SELECTORS else "hybrid")
+        result = self.engine.blender.blend(plan, self.source)
+        if result.report.failure:
+            raise RuntimeError(result.report.failure)
+        return result
+
+    @cached_property
+    def full_after(self) -> Tensor:
+        """What ``after`` returns of the full prefill."""
+        return self.after(self.full)
+
+    def is_right(self, logits: Tensor) -> bool:
+        """Return whether the likeliest tokens by *logits* are those scored."""
+        return logits.argmax(-1).tolist() == list(self.scored)
+
+    def after(self, result: BlendResult) -> Tensor:
+        """Return the logits that predict the scored tokens: (scored, vocabulary)."""
+        return self.engine.blender.score(self.tokens, result, self.scored)
+
+
+def _case(
+    engine: Engine, prefix: Tokens, chunks: Sequence[Tokens], rng: random.Random | None, **rest: Any
+) -> Case:
+    """Return a prompt whose chunks are stored behind the sink alone; None: nothing is learned."""
+    stored = [engine.blender.compile(chunk, sink=[engine.sink]) for chunk in chunks]
+    scores = [(0.0,) * len(chunk) for chunk in chunks]
+    if rng is not None:
+        orders = [rng.sample(range(len(chunks)), len(chunks)) for _ in range(OTHER_ORDERS)]
+        orders = [order[::-1] if order == sorted(order) else order for order in orders]
+        scores = engine.learned(prefix, chunks, stored, orders)
+    parts = [Part(prefix, engine.blender.compile(prefix, sink=()), 0, "exact")]
+    for tokens, kv, score in zip(chunks, stored, scores, strict=True):
+        parts.append(Part(tokens, kv, 1, scores=score))
+    return Case(engine, tuple(parts), **rest)
+
+
+def riddle_case(engine: Engine, riddle: Riddle, rng: random.Random | None = None) -> Case:
+    """Return the prompt of *riddle*: its first chunk is the stored prefix."""
+    prefix, chunks = (BEGIN, *riddle.chunks[0]), riddle.chunks[1:]
+    return _case(engine, prefix, chunks, rng, question=riddle.question, secret=riddle)
+
+
+def trained_engine(folder: Path = FOLDER) -> tuple[Engine, Any]:
+    """Return the model of *folder*, float32, and its tokenizer."""
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    return riddle_engine(folder, tokenizer.bos_token_id), tokenizer
+
+
+def riddle_engine(folder: Path = RIDDLE_FOLDER, sink: int = BEGIN) -> Engine:
+    """Return the model that was trained on stories, float32: its tokens are those of riddles."""
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    return Engine.of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), sink)
+
+
+def designed_engine() -> Engine:
+    """Return the model whose weights are set by hand."""
+    return Engine.of(make_designed())
+
+
+def question_cases(engine: Engine, tokenizer: Any, rng: random.Random) -> Iterator[Case]:
+    """Yield prompts of paragraphs and a question: the answer's tokens are scored."""
+    for row in _rows("questions.jsonl"):
+        chunks = [ids_of(tokenizer, text + "\n\n") for text in row["paragraphs"]]
+        answer = ids_of(tokenizer, row["answer"]) + ids_of(tokenizer, "\n\n")
+        question = ids_of(tokenizer, row["question"])
+        yield _case(engine, (engine.sink,), chunks, rng, question=question, scored=answer)
+
+
+def text_cases(engine: Engine, tokenizer: Any, rng: random.Random) -> Iterator[Case]:
+    """Yield running text: a prefix, three chunks, 32 tokens as a question, 64 that are scored."""
+    for row in _rows("heldout.jsonl"):
+        ids = ids_of(tokenizer, row["text"][:4096])
+        prefix, rest = (engine.sink, *ids[:_PREFIX]), ids[_PREFIX:]
+        cuts = [_CHUNK * place for place in range(_CHUNKS + 1)]
+        question = rest[cuts[-1] : cuts[-1] + _QUESTION]
+        scored = rest[cuts[-1] + _QUESTION :][:_SCORED]
+        if len(scored) == _SCORED:
+            chunks = [rest[a:b] for a, b in pairwise(cuts)]
+            yield _case(engine, prefix, chunks, rng, question=question, scored=scored)
+
+
+def _rows(name: str) -> list[Any]:
+    rows = [json.loads(line) for line in (FOLDER / name).read_text().splitlines()]
+    return [row for row in rows if row["use"] == "score"]
+
+
+def ids_of(tokenizer: Any, text: str) -> Tokens:
+    """Return the tokens of *text*."""
+    return tuple(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What one blend is worth: KL a scored token, the same likeliest token, right answers."""
+
+    divergence: float
+    agreement: float
+    exact_match: float
+    rows: float
+    """Rows computed, of all rows of all layers."""
+
+
+Marks = dict[Key, list[Mark]]
+"""Marks of all cases, in their order, by selector and ratio."""
+
+
+def figures(marks: Marks, key: Key, name: str) -> NDArray[np.float64]:
+    """Return one figure of every case."""
+    return np.array([getattr(mark, name) for mark in marks[key]])
+
+
+def keys(ratios: Sequence[float] = RATIOS) -> list[Key]:
+    """Return what is measured: no rows at all, and each selector at each ratio."""
+    return [NAIVE, *((name, ratio) for name in SELECTORS for ratio in ratios if ratio < 1)]
+
+
+def measure(cases: Iterable[Case]) -> Marks:
+    """Return the marks of *cases*."""
+    marks: Marks = {key: [] for key in (*keys(), WHOLE)}
+    for case in cases:
+        for key, found in marks.items():
+            found.append(judge(case, case.blend(key)))
+    return marks
+
+
+def judge(case: Case, result: BlendResult) -> Mark:
+    """Score the rows that answer a riddle, or what follows the question: no selector saw it."""
+    if case.secret:
+        full = case.full.logits[-len(case.question) :]
+        shadow = compare(full[1::2], result.logits[1::2])
+        right = answered(result.logits, case.secret)
+    else:
+        found = case.after(result)
+        shadow = compare(case.full_after, found)
+        right = [case.is_right(found)]
+    rows = result.report.rows
+    share = sum(rows) / len(rows) / len(case.tokens)
+    return Mark(shadow.divergence, shadow.agreement, sum(right) / len(right), share)
+
+
+def difference(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> Estimate:
+    """Return the mean of ours - theirs over the cases, and its paired 95 % interval."""
+    return resampled(lambda pick: float((ours[pick] - theirs[pick]).mean()), len(ours))
+
+
+def quotient(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> Estimate:
+    """Return the mean of ours over the mean of theirs, and its paired 95 % interval."""
+    least = np.finfo(np.float64).tiny
+    return resampled(
+        lambda pick: float(ours[pick].mean() / max(theirs[pick].mean(), least)), len(ours)
+    )
+
+
+def resampled(value: Callable[[NDArray[np.int64]], float], count: int) -> Estimate:
+    """Return *value* of *count* cases, and its 95 % interval: cases drawn again and again."""
+    picks = np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
+    low, high = np.quantile([value(pick) for pick in picks], [0.025, 0.975])
+    return value(np.arange(count)), float(low), float(high)
+
+
+def paired(found: Estimate) -> str:
+    """Return an interval in words."""
+    return f"paired 95 %: [{found[1]:.3f}, {found[2]:.3f}]"
+
+
+def table(title: str, marks: Marks, columns: Sequence[tuple[str, str, float]]) -> list[str]:
+    """Return lines of a table: one for each selector and ratio. *columns*: name, field, unit."""
+    head = "  ".join(name.rjust(10) for name, _, _ in columns)
+    lines = [title, "  " + "selector".ljust(18) + "ratio  " + head]
+    for key in marks:
+        means = [figures(marks, key, name).mean() * unit for _, name, unit in columns]
+        cells = "  ".join(f"{mean:10.3f}" for mean in means)
+        lines.append(f"  {key[0]:18s}{key[1]:4.0%}   {cells}")
+    return lines

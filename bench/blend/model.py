@@ -1,0 +1,259 @@
+"""Blending on a real language model: facts and text, documents out of another prompt.
+
+Four documents of real text that tell four-digit codes, and questions about one document, about
+two that are neighbours ("the item above"), and about one that names another; and running text.
+KL of the question's rows and of what follows them are kept apart: selectors see the question.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bench.blend.cases import (
+    FOLDER,
+    NAIVE,
+    Case,
+    Key,
+    Part,
+    Tokens,
+    ids_of,
+    keys,
+    paired,
+    quotient,
+    trained_engine,
+)
+from bench.lib.report import Report
+from kvstore.client.blend.gate import ShadowEval, compare
+
+MODEL_KEYS = ("worst_selector_vs_naive_no_prefix", "hybrid30_answers_vs_naive")
+THINGS = (
+    "lamp", "boat", "clock", "violin", "ladder", "kettle", "mirror", "barrel", "saddle", "anchor",
+    "basket", "camera", "carpet", "drum", "engine", "flag", "guitar", "hammer", "kite", "lantern",
+)  # fmt: skip
+SYSTEM = "Answer from the documents. Every answer is a code of four digits."
+DOCUMENTS = 4
+QUESTIONS = 4
+"""Of a context."""
+RATIOS = (0.15, 0.3)
+BEST: Key = ("hybrid", 0.3)
+SEED = 3
+_FEW, _MANY = 24, 60
+"""Tokens of real text in a document."""
+_CHUNK, _QUESTION, _SCORED = 72, 16, 48
+"""Tokens of running text: of each of four chunks, of the question, and behind it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """How much is measured: contexts of four questions, passages, and prompts without prefix, so
+    many of either kind.
+    """
+
+    contexts: int = 14
+    texts: int = 8
+    bare: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt of documents, and what follows it. ``stood``: another order of the documents."""
+
+    prefix: Tokens
+    documents: tuple[Tokens, ...]
+    question: Tokens
+    follows: Tokens
+    stood: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One blend against a full prefill: the question's rows, and what follows it."""
+
+    question: ShadowEval
+    answer: ShadowEval
+
+    @property
+    def pooled(self) -> float:
+        """KL a token, of the question and of what follows."""
+        parts = (self.question, self.answer)
+        total = sum(one.divergence * one.tokens for one in parts)
+        return total / sum(one.tokens for one in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """A prompt computed in full: logits of its question and of what follows."""
+
+    question: Tensor
+    answer: Tensor
+
+    @classmethod
+    def of(cls, case: Case) -> Full:
+        """Compute *case*."""
+        first = len(case.tokens) - len(case.question)
+        result = case.engine.blender.prefill(case.tokens, logits_from=first)
+        return cls(result.logits, case.after(result))
+
+    def judge(self, case: Case, key: Key) -> Judged:
+        """Blend *case*, the same prompt, and compare; what follows is teacher-forced."""
+        blended = case.blend(key)
+        return Judged(
+            compare(self.question, blended.logits), compare(self.answer, case.after(blended))
+        )
+
+
+class Prompts:
+    """Prompts of the model of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.engine, self._tokenizer = trained_engine(folder)
+        rows = (FOLDER / "heldout.jsonl").read_text().splitlines()
+        self._texts = [self._ids(json.loads(row)["text"][:4096]) for row in rows]
+        self._system = (self.engine.sink, *self._ids(f"system\n{SYSTEM}\n\n"))
+
+    def _ids(self, text: str) -> Tokens:
+        return ids_of(self._tokenizer, text)
+
+    def facts(self, rng: random.Random) -> list[Prompt]:
+        """Return four questions about four documents."""
+        things = rng.sample(THINGS, DOCUMENTS)
+        codes = [f"{rng.randrange(1000, 10000)}" for _ in range(2 * DOCUMENTS)]
+        documents = []
+        for place, thing in enumerate(things):
+            text = rng.choice(self._texts)
+            first = rng.randrange(len(text) - _MANY)
+            filler = text[first : first + rng.randrange(_FEW, _MANY)]
+            fact = f"The code of the {thing} is {codes[place]}."
+            if place:
+                fact += f" The key of the item above is {codes[DOCUMENTS + place]}."
+            fact += f" The {thing} is kept with the {things[place - 1]}."
+            heading, end = self._ids(f"Item: the {thing}.\n"), self._ids(f"\n{fact}\n\n")
+            documents.append((*heading, *filler, *end))
+        one, other, third = rng.sample(range(DOCUMENTS), 3)
+        above = rng.randrange(1, DOCUMENTS)
+        asked = [
+            (f"code of the {things[one]}", codes[one]),
+            (f"code of the {things[other]}", codes[other]),
+            (f"key of the {things[above - 1]}", codes[DOCUMENTS + above]),
+            (f"code of the item that the {things[third]} is kept with", codes[third - 1]),
+        ]
+        stood = (0, *rng.choice([(2, 3, 1), (3, 1, 2), (3, 2, 1)]))
+        return [
+            Prompt(
+                self._system, tuple(documents),
+                self._ids(f"Question: What is the {wanted}?\nAnswer: it is"),
+                self._ids(f" {code}"), stood,
+            )
+            for wanted, code in asked
+        ]  # fmt: skip
+
+    def passages(self) -> Iterator[Prompt]:
+        """Yield running text, cut into four chunks, a question and what follows."""
+        for text in self._texts:
+            end = _CHUNK * DOCUMENTS
+            chunks = tuple(text[at : at + _CHUNK] for at in range(0, end, _CHUNK))
+            question, follows = text[end:][:_QUESTION], text[end + _QUESTION :][:_SCORED]
+            if len(follows) == _SCORED:
+                yield Prompt(self._system, chunks, question, follows, (0, 2, 3, 1))
+
+    def stored(self, prompt: Prompt) -> tuple[Part, ...]:
+        """Return the prefix and the documents of *prompt*, cut out of another prompt.
+
+        Scores are those that two other orders of the same documents teach.
+        """
+        engine, prefix, documents = self.engine, prompt.prefix, prompt.documents
+        found = engine.cut(prefix, documents, prompt.stood)
+        orders = ((1, 0, 3, 2), (2, 1, 3, 0))
+        scores = engine.learned(prefix, documents, [kv for kv, _ in found], orders)
+        parts = (
+            [Part(prefix, engine.blender.compile(prefix, sink=()), 0, "exact")] if prefix else []
+        )
+        for (kv, place), tokens, score in zip(found, documents, scores, strict=True):
+            # The first document is the same prompt's where it stood behind the same prefix.
+            is_exact = len(parts) == 1 and bool(prefix) and place == len(prefix)
+            parts.append(Part(tokens, kv, place, "exact" if is_exact else "approx", score))
+        return tuple(parts)
+
+
+class Tried:
+    """Prompts of one kind and what came of blending them, each made once."""
+
+    def __init__(self, model: Prompts, prompts: Sequence[Prompt]) -> None:
+        self._model = model
+        self.prompts = prompts
+        self._parts: dict[int, tuple[Part, ...]] = {}
+        self._judged: dict[Key, list[Judged]] = {}
+        self._full = [Full.of(self._case(one)) for one in prompts]
+
+    def judged(self, key: Key) -> list[Judged]:
+        """Return what came of every prompt."""
+        if key not in self._judged:
+            self._judged[key] = [
+                full.judge(self._case(prompt), key)
+                for prompt, full in zip(self.prompts, self._full, strict=True)
+            ]
+        return self._judged[key]
+
+    def _case(self, prompt: Prompt) -> Case:
+        name = id(prompt.documents)  # questions about the same documents share them
+        if name not in self._parts:
+            self._parts[name] = self._model.stored(prompt)
+        return Case(self._model.engine, self._parts[name], prompt.question, prompt.follows)
+
+    def pooled(self, key: Key) -> NDArray[np.float64]:
+        """Return the KL a token of every prompt."""
+        return np.array([one.pooled for one in self.judged(key)])
+
+    def answers(self, key: Key) -> NDArray[np.float64]:
+        """Return the KL of answers of each context, the mean of its questions: they share its
+        documents, so an interval is one of contexts.
+        """
+        found = np.array([one.answer.divergence for one in self.judged(key)])
+        means: NDArray[np.float64] = found.reshape(-1, QUESTIONS).mean(1)
+        return means
+
+    def line(self, key: Key) -> str:
+        """Return one line of a table."""
+        found = self.judged(key)
+        kls = np.mean([(one.question.divergence, one.answer.divergence) for one in found], 0)
+        return f"  {key[0]:16s}{key[1]:5.0%}{kls[0]:10.4f}{kls[1]:10.4f}"
+
+
+def measure_model(report: Report, folder: Path, sizes: ModelSizes) -> list[str]:
+    """Measure the model of *folder*; return the tables."""
+    model, rng = Prompts(folder), random.Random(SEED)
+    facts = Tried(model, [one for _ in range(sizes.contexts) for one in model.facts(rng)])
+    text = Tried(model, list(islice(model.passages(), sizes.texts)))
+    some = (*facts.prompts[: 2 * sizes.bare : 2], *text.prompts[: sizes.bare])
+    bare = Tried(model, [replace(one, prefix=(), stood=(1, 2, 3, 0)) for one in some])
+    naive = bare.pooled(NAIVE)
+    found = {key: quotient(bare.pooled(key), naive) for key in keys(RATIOS)[1:]}
+    worst = max(found, key=lambda key: found[key][0])
+    report.add(
+        MODEL_KEYS[0],
+        found[worst][0],
+        f"KL of {worst[0]} at {worst[1]:.0%} over naive reuse, {paired(found[worst])}",
+        f"no prefix, the first document moved; naive {naive.mean():.4f}, {len(naive)} prompts",
+    )
+    part = quotient(facts.answers(BEST), facts.answers(NAIVE))
+    report.add(
+        MODEL_KEYS[1],
+        part[0],
+        f"KL of answers of hybrid at 30 % over that of naive reuse, {paired(part)}",
+        f"documents out of another prompt; {sizes.contexts} contexts of {QUESTIONS} questions",
+    )
+    lines = []
+    for title, tried in (("facts", facts), ("text", text), ("without a prefix", bare)):
+        lines.append(f"{folder.name}, {title}: {len(tried.prompts)} prompts")
+        lines.append(f"  {'selector':16s}ratio  question    answer")
+        lines += [tried.line(key) for key in keys(RATIOS)]
+    return lines

@@ -1,0 +1,1 @@
+"""A simulated cluster, and what it costs."""

@@ -1,0 +1,377 @@
+"""One to a thousand nodes: what they hit, what they ask of Redis and of each other, what breaks.
+
+Prompts of copies of a trace are routed to simulated nodes; all memory together stays the same,
+so that a cluster of any size sees one workload and only its division differs. What an operation
+costs is measured in the same run, on this machine, over the loopback.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import structlog
+
+from bench.cluster.costs import LOOKUP_CHUNKS, Costs, measure
+from bench.cluster.simulation import (
+    AFFINITY,
+    ROUTINGS,
+    Chain,
+    Cluster,
+    ClusterCounts,
+    ClusterTerms,
+    load,
+    prompts,
+)
+from bench.lib.report import Report, line_chart, parser_of
+
+BLOCK_BYTES = 512 * 131_072
+"""512 tokens of a model of 8 billion parameters: 32 layers, 8 KV heads of 128, bfloat16."""
+
+RATE = 1.0
+"""Prompts a second that each node gets: 12,000 tokens of the conversation trace."""
+
+NODE_BLOCKS = 4096
+"""Blocks in a node's memory: 256 GiB."""
+
+REDIS_SHARE = 4
+"""Times as many blocks in Redis, for each node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One simulated cluster: what it counted, and how unlike its nodes were.
+
+    *imbalance*: the prompts of the busiest node over the mean; *copies*: mean and largest number
+    of copies of a block in memory.
+    """
+
+    nodes: int
+    counts: ClusterCounts
+    imbalance: float
+    copies: tuple[float, int]
+
+    def share(self, blocks: int) -> float:
+        """Return *blocks* as a share of those asked for."""
+        return blocks / max(1, self.counts.blocks)
+
+    def each(self, number: int) -> float:
+        """Return *number* for each prompt."""
+        return number / max(1, self.counts.prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a cluster asks for in a second, and what share of each part's time that takes.
+
+    ``directory``, ``chunks``: of the one thread of a Redis; ``lookups``: of one core of the
+    busiest node; ``peers``: of the wire of a node, if nodes give as much as they take.
+    """
+
+    redis_ops: float
+    redis_bytes: float
+    peer_bytes: float
+    """Of each node."""
+    shares: Mapping[str, float]
+
+
+def demand(measured: Measured, costs: Costs) -> Demand:
+    """Return what *measured* asks of a machine with *costs*, at RATE prompts a node."""
+    counts, prompts = measured.counts, RATE * measured.nodes
+    questions = prompts * measured.each(counts.questions)
+    keys = prompts * measured.each(counts.asked_keys)
+    notes = prompts * measured.each(counts.noted + counts.dropped)
+    read = prompts * measured.each(counts.redis) * BLOCK_BYTES
+    written = prompts * measured.each(counts.redis_written) * BLOCK_BYTES
+    peer = RATE * measured.each(counts.peer) * BLOCK_BYTES
+    directory_s = (
+        questions * costs.question_s
+        + max(0.0, keys - questions) * costs.asked_key_s
+        + notes * costs.note_s
+    )
+    chunks_s = read * costs.read_byte_s + written * costs.write_byte_s
+    return Demand(
+        redis_ops=keys + notes,
+        redis_bytes=read + written,
+        peer_bytes=peer,
+        shares={
+            "directory": directory_s,
+            "chunks": chunks_s,
+            "lookups": RATE * measured.imbalance * costs.lookup_s,
+            "peers": peer / costs.peer_bytes_per_s,
+        },
+    )
+
+
+def full_at(points: Sequence[tuple[int, float]]) -> float:
+    """Return at how many nodes a share, known at *points*, is 1.
+
+    Between two points the share is a power of the nodes; past the last one it goes on as
+    between the last two, before the first it is in proportion. Infinite where it does not grow,
+    or not to 1 among a million nodes.
+    """
+    (nodes, share), *_ = points
+    if share >= 1:
+        return nodes / share
+    for (low, below), (high, above) in pairwise(points):
+        last = high == points[-1][0]
+        if below <= 0 or above <= below:
+            continue
+        if above >= 1 or last:
+            slope = math.log(above / below) / math.log(high / low)
+            at = low * (1 / below) ** (1 / slope)
+            return at if at < 1e6 else math.inf
+    return math.inf
+
+
+MINUTE_S = 60.0
+DOWN_NODES = 0.1
+"""Of the nodes, those that fail at once; one at least. A minute later they are back, empty."""
+MASTERS = 3
+"""Of a Redis Cluster: each has a share of the blocks. One is gone for a minute, and comes back
+with what it had."""
+SAME = 0.01
+"""Of the blocks: as much less as this is as many."""
+
+NODES_DOWN, MASTER_DOWN = "nodes_down", "master_down"
+FAILURES = (NODES_DOWN, MASTER_DOWN)
+
+
+MOST_MINUTES = 20
+"""That are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setback:
+    """Shares of the blocks that prompts found, minute by minute from a failure on.
+
+    Of those in the memory of nodes when nodes fail; anywhere when a master does.
+    """
+
+    steady: tuple[float, ...]
+    failed: tuple[float, ...]
+
+    @property
+    def lost(self) -> float:
+        """What the first minute found less, as a share of the blocks."""
+        return self.steady[0] - self.failed[0]
+
+    @property
+    def minutes(self) -> int:
+        """How many minutes passed until one found as much; routing alone moves one by a point."""
+        pairs = zip(self.steady, self.failed, strict=True)
+        same = (at for at, (steady, failed) in enumerate(pairs) if steady - failed <= SAME)
+        return next(same, len(self.steady))
+
+
+def setbacks(chains: Sequence[Chain], terms: ClusterTerms) -> dict[str, Setback]:
+    """Return what each of FAILURES costs behind the first half of *chains*."""
+    half = len(chains) // 2
+    cluster = Cluster(terms)
+    for chain in chains[:half]:
+        cluster.request(chain)
+    minute = max(1, round(MINUTE_S * RATE * terms.nodes))
+    coming = chains[half : half + MOST_MINUTES * minute]
+    steady = _minutes(deepcopy(cluster), coming, minute)
+    found = {}
+    for failure in FAILURES:
+        hurt = deepcopy(cluster)
+        if failure == NODES_DOWN:
+            for node in range(max(1, round(DOWN_NODES * terms.nodes))):
+                hurt.fail_node(node)
+        else:
+            hurt.lost_master = (0, MASTERS)
+        failed = _minutes(hurt, coming, minute)
+        at = FAILURES.index(failure)
+        found[failure] = Setback(*(tuple(one[at] for one in rows) for rows in (steady, failed)))
+    return found
+
+
+def _minutes(cluster: Cluster, chains: Sequence[Chain], minute: int) -> list[tuple[float, float]]:
+    """Return what each minute found, in memory and anywhere; what failed is back in the second."""
+    rows = []
+    for start in range(0, len(chains) - minute + 1, minute):
+        before = cluster.counts.copy()
+        for chain in chains[start : start + minute]:
+            cluster.request(chain)
+        cluster.recover()
+        counts = cluster.counts.since(before)
+        blocks = max(1, counts.blocks)
+        rows.append(((counts.local + counts.peer) / blocks, 1 - counts.computed / blocks))
+    return rows
+
+
+CONVERSATION = "mooncake_conversation_trace"
+DOCUMENTS = "dev_ragshared_qps2_n900"
+NODES = (1, 3, 10, 30, 100, 300, 1000)
+FAILING = (10, 100)
+"""Of NODES, those that lose some of them, or a Redis master."""
+KEPT = (1, 10, 100, 1000)
+"""Of NODES, those whose figures are among the values."""
+
+COPIES = {CONVERSATION: 4, DOCUMENTS: 24}
+MEMORY_SHARE = 0.08
+"""Of the footprint, what the memory of all nodes holds together: 250 s of its prompts."""
+
+
+def simulate(chains: Sequence[Sequence[int]], footprint: int, nodes: int, routing: str) -> Measured:
+    """Return what *nodes* count in the second half of *chains*."""
+    cluster = Cluster(terms_of(footprint, nodes, routing))
+    for chain in chains[: len(chains) // 2]:
+        cluster.request(chain)
+    before = cluster.counts.copy()
+    for chain in chains[len(chains) // 2 :]:
+        cluster.request(chain)
+    return Measured(nodes, cluster.counts.since(before), cluster.imbalance(), cluster.copies())
+
+
+def terms_of(footprint: int, nodes: int, routing: str) -> ClusterTerms:
+    """Return a cluster of *nodes* that together hold MEMORY_SHARE of *footprint* blocks."""
+    blocks = max(1, round(MEMORY_SHARE * footprint / nodes))
+    return ClusterTerms(nodes, blocks, REDIS_SHARE * blocks * nodes, routing)
+
+
+def add_failures(report: Report) -> None:
+    """What is found less of while nodes, or a Redis master, are gone."""
+    chains = list(prompts(load(CONVERSATION), COPIES[CONVERSATION]))
+    footprint = len({block for chain in chains for block in chain})
+    for nodes in FAILING:
+        for failure, found in setbacks(chains, terms_of(footprint, nodes, AFFINITY)).items():
+            usual = f"of blocks; {found.steady[0]:.1%} without the failure"
+            report.add(f"affinity_{nodes}_{failure}_lost", found.lost, f"first minute, {usual}")
+            report.add(
+                f"affinity_{nodes}_{failure}_minutes",
+                found.minutes,
+                "until one found as much, to a point",
+            )
+
+
+def simulate_all(trace: str, sizes: Iterable[int]) -> dict[tuple[str, int], Measured]:
+    """Return every routing at every size."""
+    copies = COPIES[trace]
+    chains = list(prompts(load(trace), copies))
+    footprint = len({block for chain in chains for block in chain})
+    return {
+        (routing, nodes): simulate(chains, footprint, nodes, routing)
+        for routing in ROUTINGS
+        for nodes in sizes
+    }
+
+
+def add_costs(report: Report, costs: Costs) -> None:
+    """What was measured."""
+    of = f"{LOOKUP_CHUNKS} chunks"
+    report.add("lookup_us", 1e6 * costs.lookup_s, f"a node's processor, a lookup of {of}")
+    report.add("directory_ask_us", 1e6 * costs.round_trip_s, f"what a node waits, {of}")
+    ask_s = costs.question_s + (LOOKUP_CHUNKS - 1) * costs.asked_key_s
+    report.add("directory_ask_redis_us", 1e6 * ask_s, f"Redis' processor for it, {of}")
+    report.add("directory_note_redis_us", 1e6 * costs.note_s, "for an entry written or removed")
+    report.add("directory_entry_bytes", costs.entry_bytes, "Redis' memory for an entry")
+    report.add("redis_read_gbps", 1e-9 * costs.redis_bytes_per_s, "parts of 1 MiB, one reader")
+    report.add("redis_cpu_read_gbps", 1e-9 / costs.read_byte_s, "what its processor could read")
+    report.add("redis_cpu_write_gbps", 1e-9 / costs.write_byte_s, "and write")
+    report.add("peer_gbps", 1e-9 * costs.peer_bytes_per_s, "a hit in a peer's memory, verified")
+
+
+def add_hits(report: Report, measured: Measured, routing: str, asks: Demand) -> None:
+    """The row of one size, and its values if it is among those kept."""
+    counts, share = measured.counts, measured.share
+    if measured.nodes in KEPT:
+        nodes = measured.nodes
+        report.add(
+            f"{routing}_{nodes}_local", share(counts.local), "of blocks: in the node's memory"
+        )
+        report.add(f"{routing}_{nodes}_peer", share(counts.peer), "in that of another")
+        report.add(f"{routing}_{nodes}_redis", share(counts.redis), "in Redis alone")
+        report.add(
+            f"{routing}_{nodes}_redis_ops", asks.redis_ops, "keys asked for and entries, a second"
+        )
+        report.add(
+            f"{routing}_{nodes}_redis_mb", 1e-6 * asks.redis_bytes, "chunks read and written, MB/s"
+        )
+        report.add(
+            f"{routing}_{nodes}_peer_mb", 1e-6 * asks.peer_bytes, "each node from peers, MB/s"
+        )
+        report.add(
+            f"{routing}_{nodes}_copies",
+            measured.copies[0],
+            f"of a block; at most {measured.copies[1]}",
+        )
+    else:
+        found = ", ".join(
+            f"{name} {share(getattr(counts, name)):.1%}" for name in ("local", "peer", "redis")
+        )
+        report.note(f"{routing}_{measured.nodes}", found, f"{asks.redis_ops:.0f} Redis keys/s")
+
+
+def add_limits(report: Report, routing: str, asked: Sequence[tuple[int, Demand]]) -> None:
+    """At how many nodes each part is full, and which is the first."""
+    parts = {
+        part: full_at([(nodes, asks.shares[part]) for nodes, asks in asked])
+        for part in asked[0][1].shares
+    }
+    for part, nodes in parts.items():
+        words = f"at {nodes:.3g} nodes" if nodes < math.inf else "at no size"
+        last = f"{asked[-1][1].shares[part]:.2f} of it is used at {asked[-1][0]} nodes"
+        report.note(f"{routing}: {part} full", words, last)
+    report.add(
+        f"{routing}_chunks_nodes", min(parts["chunks"], 1e6), "nodes that fill a Redis with chunks"
+    )
+    report.add(
+        f"{routing}_directory_nodes", min(parts["directory"], 1e6), "nodes that fill one without"
+    )
+    _, asks = asked[-1]
+    report.add(f"{routing}_peer_share", asks.shares["peers"], "of a node's wire, for peers")
+    report.add(f"{routing}_redis_share", asks.shares["directory"], "of a Redis, for the directory")
+    report.add(f"{routing}_redis_masters", asks.shares["chunks"], "Redis masters, for the chunks")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, simulate, print, and draw the plot."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the hits as an SVG")
+    flags = parser.parse_args(argv)
+    report = Report("cluster")
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    costs = measure()
+    add_costs(report, costs)
+    series: dict[str, list[tuple[float, float]]] = {}
+    found = simulate_all(CONVERSATION, NODES)
+    for routing in ROUTINGS:
+        asked = [(nodes, demand(found[routing, nodes], costs)) for nodes in NODES]
+        for nodes, asks in asked:
+            add_hits(report, found[routing, nodes], routing, asks)
+        add_limits(report, routing, asked)
+        name = routing.replace("_", " ")
+        rows = [(nodes, found[routing, nodes]) for nodes in NODES]
+        series[f"{name}: own memory"] = [(n, 100 * m.share(m.counts.local)) for n, m in rows]
+        series[f"{name}: or a peer's"] = [
+            (n, 100 * m.share(m.counts.local + m.counts.peer)) for n, m in rows
+        ]
+    size = 1e-6 * NODE_BLOCKS * costs.entry_bytes
+    report.add("directory_mb_per_node", size, f"{NODE_BLOCKS} blocks of {BLOCK_BYTES >> 20} MiB")
+    for (routing, nodes), measured in simulate_all(DOCUMENTS, KEPT[1:3]).items():
+        report.add(
+            f"{routing}_{nodes}_documents_local",
+            measured.share(measured.counts.local),
+            "prompts about documents",
+        )
+        report.add(
+            f"{routing}_{nodes}_documents_copies",
+            measured.copies[0],
+            f"of a block; at most {measured.copies[1]}",
+        )
+    add_failures(report)
+    if flags.plot is not None:
+        title = "Blocks found in memory, percent, as one memory is divided among nodes"
+        line_chart(flags.plot, title, ("nodes", "percent of the blocks asked for"), series)
+    report.print(only_json=flags.json)
+
+
+if __name__ == "__main__":
+    main()

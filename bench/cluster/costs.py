@@ -1,0 +1,167 @@
+"""What a node and a Redis of this machine spend on one lookup, one question, one byte."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import redis
+
+from bench.lib.workload import MIB, TINY, connect, make_chunks, redis_server, serving
+from bench.peer_nodes import hit_against_raw
+from kvstore.proto.types import ChunkKey
+from kvstore.server.cluster.directory import Directory
+from kvstore.server.cluster.membership import NodeAddress
+from kvstore.server.settings.values import Limits
+from kvstore.server.telemetry.metrics import Counters
+from kvstore.tiers.redis_client import RedisClient
+from kvstore.tiers.redis_url import DEFAULT_PREFIX
+
+LOOKUPS = 300
+LOOKUP_CHUNKS = 24
+"""As many blocks as a prompt of the conversation trace has."""
+
+ROUNDS = 200
+ENTRIES = 20_000
+START_S = 30.0
+PART_BYTES = MIB
+PARTS = 64
+PEER_CHUNKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of a processor, bytes, and bytes a second, measured.
+
+    ``lookup_s``: the server's processor time for a leased lookup of LOOKUP_CHUNKS chunks.
+    ``question_s``, ``asked_key_s``, ``note_s``: Redis' for one question to the directory, for
+    each key in it beyond the first, and for one entry written or removed. ``entry_bytes``:
+    Redis' memory for an entry. ``round_trip_s``: what a node waits for LOOKUP_CHUNKS keys.
+    ``read_byte_s``, ``write_byte_s``: Redis' processor time. ``redis_bytes_per_s``,
+    ``peer_bytes_per_s``: one reader over the loopback; of a peer all that an engine waits for.
+    """
+
+    lookup_s: float
+    question_s: float
+    asked_key_s: float
+    note_s: float
+    entry_bytes: float
+    round_trip_s: float
+    read_byte_s: float
+    write_byte_s: float
+    redis_bytes_per_s: float
+    peer_bytes_per_s: float
+
+
+def measure() -> Costs:
+    """Return the costs of this machine; about ten seconds. Needs redis-server."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        lookup_s = _lookup_s(folder)
+        hit = hit_against_raw(folder, PEER_CHUNKS, 3)
+        with redis_server(folder) as port, redis.Redis(port=port) as link:
+            directory = _directory(link, port)
+            data = _data(link)
+    return Costs(lookup_s, *directory, *data, hit.size_bytes / hit.straight_s)
+
+
+def _lookup_s(folder: Path) -> float:
+    flags = ("--tiers", "cpu", "--cpu", "64MiB")
+    with (
+        serving(*flags, disk=folder / "none") as (address, pid),
+        connect(address, TINY) as client,
+    ):
+        keys, chunks = make_chunks(client, LOOKUP_CHUNKS, 1)
+        client.put_chunks(chunks)
+        process = psutil.Process(pid)
+        before = sum(process.cpu_times()[:2])
+        for _ in range(LOOKUPS):
+            with client.lease(keys=keys) as lease:
+                assert lease.match.ready == len(keys)
+        return float(sum(process.cpu_times()[:2]) - before) / LOOKUPS
+
+
+def _directory(link: redis.Redis, port: int) -> tuple[float, float, float, float, float]:
+    """The node directory itself: one node says what it holds, another asks."""
+    keys = [ChunkKey(os.urandom(32)) for _ in range(ENTRIES)]
+    with closing(_node(port, "one")) as one, closing(_node(port, "two")) as two:
+        for node in (one, two):
+            node.start()
+        _wait(lambda: two.report().standing == "known" and bool(one.report().nodes))
+        before_bytes = _used_bytes(link)
+        with _spent(link) as note:
+            one.announce(keys)
+            _wait(lambda: one.report().waiting == 0)
+        _wait(lambda: len(two.holders(keys[-1:], 1.0)) == 1)
+        entry_bytes = (_used_bytes(link) - before_bytes) / ENTRIES
+
+        def ask(count: int) -> tuple[float, float]:
+            waits = []
+            with _spent(link) as spent:
+                for turn in range(ROUNDS):
+                    at = turn * count % (ENTRIES - count)
+                    started = time.perf_counter()
+                    assert len(two.holders(keys[at : at + count], 1.0)) == count
+                    waits.append(time.perf_counter() - started)
+            return spent() / ROUNDS, median(waits)
+
+        one_s, _ = ask(1)
+        many_s, round_trip_s = ask(LOOKUP_CHUNKS)
+    key_s = max(0.0, many_s - one_s) / (LOOKUP_CHUNKS - 1)
+    return one_s, key_s, note() / ENTRIES, entry_bytes, round_trip_s
+
+
+def _node(port: int, name: str) -> Directory:
+    link = RedisClient("redis", f"redis://127.0.0.1:{port}/0", 2000, 2)
+    number = int.from_bytes(os.urandom(7), "big")
+    me = NodeAddress(name, number, f"tcp://127.0.0.1:{number % 60_000}", "127.0.0.1:1")
+    return Directory(link, me, DEFAULT_PREFIX, Limits(directory_ttl_ms=2000), Counters())
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + START_S
+    while not condition():
+        if time.monotonic() > until:
+            raise RuntimeError("the directory does not come to an end")
+        time.sleep(0.01)
+
+
+def _data(link: redis.Redis) -> tuple[float, float, float]:
+    parts = [os.urandom(PART_BYTES) for _ in range(4)]
+    size_bytes = PARTS * PART_BYTES
+    with _spent(link) as written:
+        for number in range(PARTS):
+            link.set(f"part:{number}", parts[number % 4])
+    with _spent(link) as read:
+        started = time.perf_counter()
+        for number in range(PARTS):
+            got: Any = link.get(f"part:{number}")
+            assert got == parts[number % 4]
+        wall_s = time.perf_counter() - started
+    return read() / size_bytes, written() / size_bytes, size_bytes / wall_s
+
+
+@contextmanager
+def _spent(link: redis.Redis) -> Iterator[Callable[[], float]]:
+    """Yield what returns, after the block, the seconds of a processor that Redis took in it."""
+    before, found = _cpu_s(link), [0.0]
+    yield lambda: found[0]
+    found[0] = _cpu_s(link) - before
+
+
+def _cpu_s(link: redis.Redis) -> float:
+    info: Any = link.info("cpu")
+    return float(info["used_cpu_user_main_thread"] + info["used_cpu_sys_main_thread"])
+
+
+def _used_bytes(link: redis.Redis) -> int:
+    info: Any = link.info("memory")
+    return int(info["used_memory"])

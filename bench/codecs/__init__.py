@@ -1,0 +1,1 @@
+"""Codecs on the same KV tensors."""

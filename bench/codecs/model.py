@@ -1,0 +1,170 @@
+"""What a decoded prefix does to a trained model: divergence, greedy tokens, facts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import log_softmax
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.utils.logging import disable_progress_bar
+
+from bench.codecs.kv import Bits, Quality, to_bits, to_floats
+from bench.codecs.texts import TINYLM, Context, Lengths, contexts, windows
+from kvstore.client.engines.transformers.cache import CacheShape, as_argument, notes_of
+from kvstore.client.engines.transformers.generation import noting_attention
+from kvstore.proto.types import RopeParameters
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """What the model computes from the prefix as it was."""
+
+    log_probabilities: Tensor
+    """(windows, rest, vocabulary)."""
+    greedy: Tensor
+
+
+class PrefixModel:
+    """A trained model with the KV of some prefixes, in bfloat16.
+
+    ``bits``: the KV of prefixes whose texts go on, (windows, layers, 2, prefix, kv_heads,
+    head_dim); ``told_bits``: that of prefixes which tell facts. What the model makes of the
+    former is computed once. ``importance`` and ``told_importance``, f32 (windows, prefix), are
+    what the connector sends of their tokens.
+    """
+
+    def __init__(self, lengths: Lengths | None = None, folder: Path = TINYLM) -> None:
+        self._lengths = lengths or Lengths()
+        disable_progress_bar()  # type: ignore[no-untyped-call]
+        torch.set_num_threads(1)  # more only wait for each other at this size
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._model = model.eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        measured = self._lengths
+        self._tokens = self._windows("score", measured.windows)
+        self._contexts = contexts(folder, self._tokenizer, measured.contexts, measured.told)
+        with torch.no_grad():
+            self.bits = self._prefill(self._tokens[:, : measured.prefix])
+            told = torch.tensor([c.prefix for c in self._contexts])
+            self.told_bits, self.told_importance = self._prefill(told), self._weighed(told)
+            self.importance = self._weighed(self._tokens[:, : measured.prefix])
+            cache = self._cache(self.bits)
+            self._base = _Base(self._log_probabilities(cache), self._greedy(self.bits))
+
+    @property
+    def rope(self) -> RopeParameters:
+        """How its keys are rotated; the prefixes start at position 0."""
+        config = self._model.config
+        theta = float(config.rope_parameters["rope_theta"])
+        return RopeParameters(theta, int(config.head_dim))
+
+    @torch.no_grad()
+    def calibration(self) -> Bits:
+        """Return the KV of other texts, to fit tables to."""
+        tokens = self._windows("calibrate", self._lengths.calibrate)
+        return self._prefill(tokens[:, : self._lengths.prefix])
+
+    @torch.no_grad()
+    def score(self, decoded: Bits) -> Quality:
+        """Return what *decoded* in the place of ``bits`` changes."""
+        log_probabilities = self._log_probabilities(self._cache(decoded))
+        return Quality(
+            kl_per_token(self._base.log_probabilities, log_probabilities),
+            float((self._greedy(decoded) == self._base.greedy).double().mean()),
+        )
+
+    @torch.no_grad()
+    def answered(self, decoded: Bits) -> float:
+        """Return the share of facts whose answer is right to its last token.
+
+        *decoded* stands in the place of ``told_bits``.
+        """
+        right = [
+            hit
+            for bits, context in zip(decoded, self._contexts, strict=True)
+            for hit in self._answers(bits, context)
+        ]
+        return sum(right) / len(right)
+
+    def _answers(self, bits: Bits, context: Context) -> list[bool]:
+        """Return for each question whether every token of its answer is the likeliest.
+
+        The questions run as one batch; padding behind a row changes nothing before it.
+        """
+        asked = context.asked
+        rows = [torch.tensor(question + answer) for question, answer in asked]
+        cache = self._cache(np.repeat(bits[None], len(asked), 0))
+        logits = self._model(pad_sequence(rows, batch_first=True), **as_argument(cache)).logits
+        likeliest = logits.argmax(-1).tolist()
+        return [
+            tuple(row[len(question) - 1 : len(question) + len(answer) - 1]) == answer
+            for row, (question, answer) in zip(likeliest, asked, strict=True)
+        ]
+
+    def _windows(self, use: str, count: int) -> Tensor:
+        tokens = self._lengths.prefix + self._lengths.rest
+        return torch.tensor(windows(self._tokenizer, use, count, tokens))
+
+    def _prefill(self, tokens: Tensor) -> Bits:
+        cache = DynamicCache(config=self._model.config)
+        self._model.model(tokens, **as_argument(cache))
+        layers = [torch.stack(_kv(layer), 1) for layer in cache.layers]
+        kv = torch.stack(layers, 1).transpose(3, 4)  # (windows, layers, 2, tokens, heads, dim)
+        return to_bits(kv.numpy())
+
+    def _weighed(self, tokens: Tensor) -> NDArray[np.float32]:
+        shape, count = CacheShape.of(self._model), tokens.shape[1]
+        found = []
+        for row in tokens:
+            cache = DynamicCache(config=self._model.config)
+            with noting_attention(self._model, cache, shape, count):
+                self._model.model(row[None], **as_argument(cache))
+            weights = notes_of(cache).importance
+            assert weights is not None
+            found.append(weights)
+        return np.stack(found)
+
+    def _cache(self, bits: Bits) -> DynamicCache:
+        cache = DynamicCache(config=self._model.config)
+        kv = torch.from_numpy(to_floats(bits)).transpose(3, 4)
+        for layer in range(kv.shape[1]):
+            cache.update(kv[:, layer, 0].contiguous(), kv[:, layer, 1].contiguous(), layer)
+        return cache
+
+    def _log_probabilities(self, cache: DynamicCache) -> Tensor:
+        rest = self._tokens[:, self._lengths.prefix :]
+        return log_softmax(self._model(rest, **as_argument(cache)).logits, -1)
+
+    def _greedy(self, bits: Bits) -> Tensor:
+        cache = self._cache(bits)
+        token = self._tokens[:, self._lengths.prefix, None]
+        found = []
+        for _ in range(self._lengths.greedy):
+            token = self._model(token, **as_argument(cache)).logits[:, -1:].argmax(-1)
+            found.append(token)
+        return torch.cat(found, 1)
+
+
+def kl_per_token(wanted: Tensor, found: Tensor) -> float:
+    """Return the mean over tokens of KL(wanted || found), in nats.
+
+    Both are log-probabilities, (windows, tokens, vocabulary). Summed in float64: what 8 bits
+    change is a millionth of a nat.
+    """
+    windows = [
+        (p.double().exp() * (p.double() - q.double())).sum(-1).mean()
+        for p, q in zip(wanted, found, strict=True)
+    ]
+    return max(0.0, float(torch.stack(windows).mean()))
+
+
+def _kv(layer: Any) -> tuple[Tensor, Tensor]:
+    """Return K and V of one layer of a cache: (windows, kv_heads, tokens, head_dim)."""
+    return layer.keys, layer.values

@@ -1,0 +1,177 @@
+"""Our codecs on chunks: what they store, what comes back, what both cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.codecs.baselines import Coded, Speed
+from bench.codecs.kv import Bits, bits_per_value, digest
+from bench.lib.report import cpu_s
+from kvstore.codecs.asset_shelf import ASSETS
+from kvstore.codecs.assets import AssetKind, pack_asset, parse_asset
+from kvstore.codecs.base import ChunkTensors, Codec, codec_by_name, empty_tensors
+from kvstore.codecs.cachegen_profile import CachegenProfile
+from kvstore.codecs.kvqs_profile import KvqsProfile
+from kvstore.codecs.kvt_profile import KvtProfile
+from kvstore.codecs.lossy import LossyCodec
+from kvstore.codecs.terms import EncodeTerms
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.frame import FrameHeader, FrameTemplate
+from kvstore.proto.keys import representation_digest
+from kvstore.proto.types import (
+    DIGEST_BYTES,
+    KEY_BYTES,
+    ROOT,
+    Accuracy,
+    ChunkKey,
+    DType,
+    KVLayout,
+    LayerGroup,
+    LayerKind,
+    Model,
+    RopeParameters,
+)
+
+TOKENS_A_CHANNEL = 8
+"""Fewer do not say in which directions a model's KV varies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The KV of one chunk a window, each at position 0, and the model it is of.
+
+    ``importance``: of each window's tokens, f32 (windows, tokens), where a model says it.
+    """
+
+    bits: Bits
+    model: Model
+    importance: NDArray[np.float32] | None = None
+
+    @classmethod
+    def of(cls, name: str, bits: Bits, rope: RopeParameters) -> Chunks:
+        """Return *bits* as chunks of a model called *name* that has just their layers.
+
+        Their digest is its revision: tables fitted for one are no other's.
+        """
+        _, layers, _, _, kv_heads, head_dim = bits.shape
+        ids = tuple(range(layers))
+        group = LayerGroup(LayerKind.attention, DType.bfloat16, ids, kv_heads, head_dim)
+        return cls(bits, Model(name, f"{digest(bits):x}", "none", "none", (group,), rope, "none"))
+
+
+@dataclass(slots=True)
+class Coder:
+    """One codec with the memory it writes to: a frame, and the tensors of a chunk.
+
+    ``setting`` is the codec's name, with its terms after a colon.
+    """
+
+    setting: str
+    codec: Codec
+    terms: EncodeTerms
+    template: FrameTemplate
+    frame: Bytes = field(init=False)
+    tensors: list[list[list[Any]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        layout = self.template.layout
+        self.frame = np.zeros(self.codec.max_frame_bytes(layout), np.uint8)
+        self.tensors = empty_tensors(layout)
+
+    @classmethod
+    def of(cls, setting: str, chunks: Chunks) -> Coder:
+        """Return the coder for *chunks*. Raises UnknownCodecError for a codec that is not there."""
+        codec = codec_by_name(setting)
+        template = FrameTemplate(
+            ChunkKey(bytes(KEY_BYTES)), ROOT, representation_digest(chunks.model),
+            bytes(DIGEST_BYTES), KVLayout.of(chunks.model, chunks.bits.shape[3]),
+        )  # fmt: skip
+        return cls(setting, codec, EncodeTerms.of(chunks.model), template)
+
+    def code(self, bits: Bits, importance: NDArray[np.float32] | None = None) -> list[Coded]:
+        """Return what the codec makes of *bits*: one for each level of its frames, base first.
+
+        *importance* is that of their tokens. Raises ValueError when a frame that calls itself
+        exact is not.
+        """
+        levels: list[tuple[list[int], Bits]] = []
+        for number, window in enumerate(bits):
+            if importance is not None:
+                self.terms = replace(self.terms, importance=importance[number])
+            header = self.encode(window)
+            for level in range(header.levels + 1):
+                if level == len(levels):
+                    levels.append(([], np.empty_like(bits)))
+                self.decode(header, level)
+                levels[level][0].append(header.level_end(level))
+                levels[level][1][number] = self._decoded()
+            if header.accuracy is Accuracy.exact and not np.array_equal(self._decoded(), window):
+                raise ValueError(f"{self.setting}: wrong bytes")
+        return [
+            Coded(
+                self.setting, f"level {level}" if len(levels) > 1 else "",
+                bits_per_value(sum(sizes), bits.size), decoded,
+            )
+            for level, (sizes, decoded) in enumerate(levels)
+        ]  # fmt: skip
+
+    def encode(self, window: Bits) -> FrameHeader:
+        """Encode one chunk, (layers, 2, tokens, kv_heads, head_dim), to ``frame``."""
+        return self.codec.encode(self.template, _parts(window), self.frame, self.terms)
+
+    def decode(self, header: FrameHeader, level: int | None = None) -> None:
+        """Decode ``frame`` to ``tensors``, all of it or the base and its first refinements."""
+        frame = self.frame[: header.frame_bytes]
+        if level is None or not isinstance(self.codec, LossyCodec):
+            self.codec.decode_into(header, frame, self.tensors)
+        else:
+            self.codec.decode_prefix(header, frame, level, self.tensors)
+
+    def time(self, window: Bits) -> Speed:
+        """Return what one encode and one decode of *window* took, checksums included."""
+        headers: list[FrameHeader] = []
+        encode_s = cpu_s(lambda: headers.append(self.encode(window)))
+        decode_s = cpu_s(lambda: self.decode(headers[0]))
+        return Speed(encode_s, decode_s, headers[0].frame_bytes)
+
+    def _decoded(self) -> Bits:
+        parts = [np.stack(layer) for layer in self.tensors[0]]
+        return np.stack(parts).transpose(0, 1, 3, 2, 4)
+
+
+def _parts(window: Bits) -> ChunkTensors:
+    return [[[part.transpose(1, 0, 2) for part in layer] for layer in window]]
+
+
+def calibrated(chunks: Chunks, samples: Bits) -> None:
+    """Fit the tables that some codecs need for the model of *chunks*, on other KV of it.
+
+    They stay on this process's shelf of assets. kvt's are left out where the samples have not
+    many more tokens than the model has channels.
+    """
+    layout = KVLayout.of(chunks.model, samples.shape[3])
+    layers = layout.segment_count
+    cachegen = CachegenProfile(layout.components, [layer / layers for layer in range(layers)])
+    for look in (cachegen.measure, cachegen.count):
+        for window in samples:
+            look(_parts(window))
+    _shelve(AssetKind.cachegen, chunks, cachegen.tables())
+    kvqs = KvqsProfile(layout.components, chunks.model.rope)
+    for window in samples:
+        kvqs.add(_parts(window), 0)
+    _shelve(AssetKind.kvqs, chunks, kvqs.tables())
+    windows, _, _, tokens, kv_heads, head_dim = samples.shape
+    if windows * tokens >= TOKENS_A_CHANNEL * kv_heads * head_dim:
+        kvt = KvtProfile(layout.components, chunks.model.rope)
+        for window in samples:
+            kvt.add(_parts(window), 0)
+        _shelve(AssetKind.kvt, chunks, kvt.tables())
+
+
+def _shelve(kind: AssetKind, chunks: Chunks, tables: Mapping[str, NDArray[Any]]) -> None:
+    ASSETS.add(parse_asset(pack_asset(kind, representation_digest(chunks.model), 1, tables)))

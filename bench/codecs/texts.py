@@ -1,0 +1,136 @@
+"""Texts for trained models: held-out prefixes to score, and prefixes that tell facts.
+
+The texts are those of ``data/tinylm``, whichever model reads them. Facts are tinylm's own
+questions; a model that brings none is told codes of four digits.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from bench.lib import ROOT
+
+TINYLM = ROOT / "data" / "tinylm"
+CODES = 6
+"""Told in one prefix; each is asked for."""
+OWNERS = (
+    "north gate", "old mill", "harbour office", "stone bridge", "glass house", "market hall",
+    "upper school", "river station", "corn store", "music room", "west tower", "ferry house",
+)  # fmt: skip
+QUESTION = "\n\nQuestion: What is the code of the {owner}?\nAnswer: The code of the {owner} is"
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """How much text one model is measured on.
+
+    ``windows`` texts of a stored ``prefix`` and the ``rest`` that is scored, of which ``greedy``
+    tokens are generated; ``calibrate`` texts fit tables; ``contexts`` prefixes of ``told`` tokens
+    tell facts.
+    """
+
+    windows: int = 16
+    calibrate: int = 8
+    prefix: int = 256
+    rest: int = 256
+    greedy: int = 64
+    contexts: int = 32
+    told: int = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A prefix that tells facts, and for each a question and its answer, all as tokens."""
+
+    prefix: Ids
+    asked: tuple[tuple[Ids, Ids], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Telling:
+    """Passages with facts; questions with their answers."""
+
+    passages: tuple[str, ...]
+    asked: tuple[tuple[str, str], ...]
+
+
+def held_out(use: str) -> list[str]:
+    """Return the texts that are there to ``score``, or to ``calibrate``."""
+    return [row["text"] for row in _rows(TINYLM / "heldout.jsonl", use)]
+
+
+def windows(tokenizer: Any, use: str, count: int, tokens: int) -> list[Ids]:
+    """Return the first *tokens* of *count* held-out texts, the beginning of a sequence before.
+
+    Raises ValueError when fewer texts are that long.
+    """
+    texts = (_ids(tokenizer, text) for text in held_out(use))
+    found = [
+        (tokenizer.bos_token_id, *ids[: tokens - 1]) for ids in texts if len(ids) >= tokens - 1
+    ]
+    if len(found) < count:
+        raise ValueError(f"heldout.jsonl: {len(found)} texts of {tokens} tokens, not {count}")
+    return found[:count]
+
+
+def contexts(folder: Path, tokenizer: Any, count: int, tokens: int) -> list[Context]:
+    """Return *count* prefixes of *tokens* for the model of *folder*: facts in held-out text.
+
+    Raises ValueError when the facts of fewer have room.
+    """
+    texts = [_ids(tokenizer, text) for text in held_out("score")]
+    own = folder / "questions.jsonl"
+    found: list[Context] = []
+    for telling in _questions(own) if own.is_file() else _codes(count):
+        passages = [_ids(tokenizer, passage) for passage in telling.passages]
+        room = tokens - 1 - sum(map(len, passages))
+        if room < 0 or len(found) == count:
+            continue
+        text = texts[len(found) % len(texts)][:room]
+        prefix = (tokenizer.bos_token_id, *_spread(passages, text))
+        asked = tuple((_ids(tokenizer, q), _ids(tokenizer, a)) for q, a in telling.asked)
+        found.append(Context(prefix, asked))
+    if len(found) < count:
+        raise ValueError(f"the facts of {len(found)} prefixes fit in {tokens} tokens, not {count}")
+    return found
+
+
+def _questions(file: Path) -> Iterator[_Telling]:
+    for row in _rows(file, "score"):
+        passages = "".join(f"{text}\n\n" for text in row["paragraphs"])
+        yield _Telling((passages,), ((row["question"], row["answer"]),))
+
+
+def _codes(count: int) -> Iterator[_Telling]:
+    rng = random.Random(1)
+    for _ in range(count):
+        codes = {owner: f"{rng.randrange(10_000):04}" for owner in rng.sample(OWNERS, CODES)}
+        told = (f"\n\nThe code of the {owner} is {code}.\n\n" for owner, code in codes.items())
+        asked = ((QUESTION.format(owner=owner), f" {code}") for owner, code in codes.items())
+        yield _Telling(tuple(told), tuple(asked))
+
+
+def _spread(passages: Sequence[Ids], text: Ids) -> Ids:
+    """Return *passages* in order, an equal part of *text* before each."""
+    cuts = [len(text) * part // len(passages) for part in range(len(passages) + 1)]
+    parts = [text[begin:end] for begin, end in pairwise(cuts)]
+    return tuple(
+        token for part, passage in zip(parts, passages, strict=True) for token in (*part, *passage)
+    )
+
+
+def _rows(file: Path, use: str) -> list[dict[str, Any]]:
+    rows = map(json.loads, file.read_text().splitlines())
+    return [row for row in rows if row["use"] == use]
+
+
+def _ids(tokenizer: Any, text: str) -> Ids:
+    return tuple(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)

@@ -1,0 +1,1 @@
+"""A real vLLM, with stores and without."""

@@ -1,0 +1,348 @@
+"""A real vLLM on this machine's CPU: without a store, with ours, vLLM's own offloading and LMCache.
+
+The same small model in a process each, asked in turns about prompts of ``data/traces``; medians of
+the rounds' ratios. Needs the environment of ``make vllm-env``; LMCache's is made by the first run.
+For each byte of KV a small model computes far less than a large one, so what a store adds weighs
+more here than anywhere else.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
+from typing import TypeAlias
+
+from bench.engines.hangs import DEAD_KEYS, HANG_KEYS, measure_dead_server, measure_hangs
+from bench.engines.sides import (
+    CHUNK_TOKENS,
+    LMCACHE,
+    MOST_TOKENS,
+    OFFLOAD,
+    OURS,
+    PLAIN,
+    Field,
+    Prompt,
+    Side,
+    Taken,
+    Turn,
+    chats,
+    tokens,
+    turns,
+)
+from bench.lib.processes import PeerSkippedError
+from bench.lib.report import Report, parser_of
+from bench.lib.vllm import PYTHON, make_model
+
+WARM_UP = 2
+"""Rounds that do not count: first requests wait for what is made once."""
+FEWEST = 4
+"""Rounds of which there is a median."""
+CPU = ", CPU"
+NEW, TURN, AGAIN = "new", "turn", "again"
+"""A prompt that nobody knows; one whose beginning is stored; one of which all is stored."""
+
+Bounds: TypeAlias = tuple[int, int]
+"""At least, and at most."""
+Kind: TypeAlias = tuple[str, str]
+"""A contestant, and the kind of request."""
+
+_DRAWS, _SEED, _TAIL = 1000, 20_26, 0.025
+
+
+def in_turn(sides: Sequence[Side], number: int) -> Sequence[Side]:
+    """Return *sides* in an order whose first changes with *number*: no one profits from another."""
+    first = number % len(sides)
+    return [*sides[first:], *sides[:first]]
+
+
+def interval(found: Sequence[float]) -> tuple[float, float]:
+    """Return between what the median lies with 95 %, by drawing as many again and again.
+
+    Efron, Bootstrap methods: another look at the jackknife, 1979, section 2; percentiles.
+    """
+    draw = random.Random(_SEED)
+    medians = sorted(median(draw.choices(found, k=len(found))) for _ in range(_DRAWS))
+    at = round(_TAIL * _DRAWS)
+    return medians[at], medians[-1 - at]
+
+
+@dataclass(slots=True)
+class Samples:
+    """Seconds by contestant and kind of request, then by round; of hits that did not come none."""
+
+    seconds: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
+    lost: Counter[str] = field(default_factory=Counter)
+    is_same: bool = True
+
+    def take(self, side: Side, kind: str, number: int, taken: Taken, wanted: Bounds) -> None:
+        """Add a request of round *number* that has to have found as many tokens as *wanted* says.
+
+        The CPU's seconds are kept beside those of the clock.
+        """
+        if side.has_store and not wanted[0] <= taken.cached <= wanted[1]:
+            self.lost[side.name] += 1
+            return
+        for name, took_s in ((kind, taken.took_s), (kind + CPU, taken.cpu_s)):
+            self.seconds.setdefault((side.name, name), {})[number] = took_s
+
+    def ratios(self, ours: Kind, theirs: Kind) -> list[float]:
+        """Return the ratio of each round that has both. Raises PeerSkippedError of too few."""
+        mine, other = (self.seconds.get(one, {}) for one in (ours, theirs))
+        ratios = [mine[n] / other[n] for n in mine if n >= WARM_UP and n in other]
+        if len(ratios) < FEWEST:
+            raise PeerSkippedError(f"{len(ratios)} rounds with {ours[0]}: fewer than {FEWEST}")
+        return ratios
+
+    def ratio(self, ours: Kind, theirs: Kind) -> float:
+        """Return the median of the rounds' ratios: what is slow for a while is slow for both.
+
+        Raises PeerSkippedError when too few rounds have both.
+        """
+        return median(self.ratios(ours, theirs))
+
+    def ms(self, kind: Kind) -> str:
+        """Return the median of a contestant, in words."""
+        found = [s for number, s in self.seconds.get(kind, {}).items() if number >= WARM_UP]
+        return f"{kind[0]} {1e3 * median(found):.1f} ms" if found else f"{kind[0]} never"
+
+    def add(self, report: Report, key: str, ours: Kind, theirs: Kind) -> None:
+        """Report a ratio, and between what it lies; an overhead is what it is above 1."""
+        try:
+            ratios = self.ratios(ours, theirs)
+        except PeerSkippedError as error:
+            report.skip([key], str(error))
+            return
+        base = key.endswith("overhead")
+        report.add(key, median(ratios) - base, self.ms(ours), self.ms(theirs))
+        low, high = (one - base for one in interval(ratios))
+        words = f"with 95 % of what {len(ratios)} rounds might have been"
+        report.note(f"  {key}", f"{low:.3f} to {high:.3f}", words)
+
+    def note(self, report: Report, ours: Kind, theirs: Kind) -> None:
+        """Add a ratio to the table alone."""
+        try:
+            value = f"{self.ratio(ours, theirs):.3f}"
+        except PeerSkippedError as error:
+            value = str(error)
+        report.note(f"  {ours[1]}, {ours[0]}", value, f"{self.ms(ours)}, {self.ms(theirs)}")
+
+
+STORE_KEY = "store_overhead"
+SECONDS = 240.0
+BATCH, BATCH_TOKENS, GENERATED = 8, 512, 32
+PEER_ROUNDS = 4 + WARM_UP
+"""Rounds, the first ones, that have peers and hits in them: only what storing costs is a key."""
+_MOST_ROUNDS = 1000
+
+
+def one_batch(
+    samples: Samples, sides: Sequence[Side], batch: Sequence[Prompt], number: int, kinds: str
+) -> None:
+    """Have all answer some prompts at once, which nobody knows, and stores the same once more if
+    that is among *kinds*.
+    """
+    whole = min(len(one) for one in batch) // CHUNK_TOKENS * CHUNK_TOKENS
+    bounds = {NEW: (0, 0), AGAIN: (whole - CHUNK_TOKENS, MOST_TOKENS)}
+    answers = []
+    for kind in kinds.split():
+        for side in in_turn(sides, number):
+            if side.has_store or kind != AGAIN:
+                taken = side.ask(batch, GENERATED)
+                samples.take(side, kind, number, taken, bounds[kind])
+                answers.append(taken.tokens)
+                side.fresh()
+    samples.is_same &= all(one == answers[0] for one in answers)
+
+
+def measure_batches(report: Report, sides: Sequence[Side], seconds: float) -> bool:
+    """Several prompts at once: what storing takes of the throughput, and what hits give to it.
+
+    *sides* begin with the one without a store and ours; the others take part in a few rounds.
+    Return whether all tokens were the same.
+    """
+    samples = Samples()
+    prompts = cycle(chats(BATCH_TOKENS))
+    began = time.monotonic()
+    for number in range(_MOST_ROUNDS):
+        batch = [tokens(one, number) for one in islice(prompts, BATCH)]
+        if number < PEER_ROUNDS:
+            one_batch(samples, sides, batch, number, f"{NEW} {AGAIN}")
+        else:
+            one_batch(samples, sides[:2], batch, number, NEW)
+        if time.monotonic() - began > seconds:
+            break
+    samples.add(report, STORE_KEY, (OURS, NEW), (PLAIN, NEW))
+    report.note("  batches", str(number + 1 - WARM_UP), f"{BATCH} prompts, {GENERATED} tokens each")
+    for side in sides[1:]:
+        for kind, against in ((NEW, NEW), (NEW + CPU, NEW + CPU), (AGAIN, NEW)):
+            samples.note(report, (side.name, kind), (PLAIN, against))
+    return samples.is_same
+
+
+MODEL_SCALE = 2
+ROUNDS, TURNS_S = 40, 150.0
+"""Of prompts alone, as many as the seconds allow."""
+HITS = 3
+"""Times a round asks for what is stored: it takes little."""
+PAIRS, PAIRS_S = 120, 100.0
+"""Of prompts that nobody knows, with our store and without."""
+BATCHES_S = 130.0
+
+KEYS = (
+    "tokens_identical", "ttft_hit_vs_recompute", "ttft_hit_vs_lmcache", "ttft_hit_vs_vllm_offload",
+    "miss_overhead", STORE_KEY, *DEAD_KEYS,
+)  # fmt: skip
+_MANY = 1 << 12
+"""More than there are rounds."""
+Asked: TypeAlias = tuple[str, Prompt, Bounds]
+"""A kind of request, its prompt, and how many tokens of it are stored."""
+
+
+def one_turn(samples: Samples, sides: Sequence[Side], turn: Turn, number: int) -> None:
+    """Have all answer a prompt, the turn that follows on it, and that as far as it is stored.
+
+    One token more than that: every engine computes the last one itself.
+    """
+    earlier, prompt = turn.prompts(number)
+    whole = (len(prompt) - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+    shared = turn.history_tokens // CHUNK_TOKENS * CHUNK_TOKENS
+    stored: Asked = (AGAIN, prompt[: whole + 1], (whole - CHUNK_TOKENS, whole))
+    for kind, asked, wanted in (
+        (NEW, earlier, (0, 0)),
+        (TURN, prompt, (shared - CHUNK_TOKENS, whole)),
+        stored,
+    ):
+        answers = []
+        for side in in_turn(sides, number):
+            taken = side.ask([asked])
+            samples.take(side, kind, number, taken, wanted)
+            if kind == TURN:
+                samples.take(side, f"{kind} {turn.kind}", number, taken, wanted)
+            answers.append(taken.tokens)
+            side.fresh()
+        samples.is_same &= all(one == answers[0] for one in answers)
+    if number >= WARM_UP:
+        more_hits(samples, [side for side in sides if side.has_store], stored, number)
+
+
+def more_hits(samples: Samples, sides: Sequence[Side], stored: Asked, number: int) -> None:
+    """Have the stores answer once more what is stored: nobody computes, so it takes little."""
+    kind, asked, wanted = stored
+    for again in range(1, HITS):
+        for side in in_turn(sides, number + again):
+            samples.take(side, kind, again * _MANY + number, side.ask([asked]), wanted)
+            side.fresh()
+
+
+def measure_misses(report: Report, sides: Sequence[Side]) -> bool:
+    """Prompts that nobody knows, by turns with our store and without; return whether tokens were
+    the same. The one that goes first changes: AB, BA, AB.
+    """
+    samples = Samples()
+    prompts = cycle(turns(PAIRS // 4))
+    began = time.monotonic()
+    for number, turn in enumerate(islice(prompts, PAIRS + WARM_UP)):
+        prompt, _ = turn.prompts(2 * ROUNDS + number)
+        answers = []
+        for side in in_turn(sides, number):
+            taken = side.ask([prompt])
+            samples.take(side, NEW, number, taken, (0, 0))
+            answers.append(taken.tokens)
+            side.fresh()
+        samples.is_same &= answers[0] == answers[1]
+        if time.monotonic() - began > PAIRS_S:
+            break
+    samples.add(report, KEYS[4], (OURS, NEW), (PLAIN, NEW))
+    samples.note(report, (OURS, NEW + CPU), (PLAIN, NEW + CPU))
+    return samples.is_same
+
+
+def measure_turns(report: Report, sides: Sequence[Side]) -> bool:
+    """Prompts alone: what a hit and a miss take. Return whether all tokens were the same."""
+    samples = Samples()
+    began = time.monotonic()
+    for number, turn in enumerate(turns(WARM_UP + ROUNDS)):
+        one_turn(samples, sides, turn, number)
+        if time.monotonic() - began > TURNS_S:
+            break
+    ours, plain = (OURS, AGAIN), (PLAIN, AGAIN)
+    samples.add(report, KEYS[1], ours, plain)
+    samples.add(report, KEYS[2], ours, (LMCACHE, AGAIN))
+    samples.add(report, KEYS[3], ours, (OFFLOAD, AGAIN))
+    report.note("  rounds", str(number + 1 - WARM_UP), "")
+    for side in sides[1:]:
+        for kind in (NEW, NEW + CPU, f"{TURN} chat", f"{TURN} document", AGAIN):
+            samples.note(report, (side.name, kind), (PLAIN, kind))
+        report.note(f"  lost hits, {side.name}", str(samples.lost[side.name]), "")
+    return samples.is_same
+
+
+def measure_stores(report: Report, plain: Side, starts: Field) -> bool:
+    """Start the stores and their engines, and compare them; return whether tokens were the same."""
+    address = starts.server()
+    # No deadline that a busy machine runs into: a late answer is to be seen in the times.
+    sides = [plain, starts.ours(address, lookup_deadline_ms=2000), starts.offload()]
+    try:
+        sides.append(starts.lmcache())
+    except PeerSkippedError as error:
+        report.note("  LMCache", "skipped", str(error))
+    is_same = measure_turns(report, sides)
+    is_same &= measure_misses(report, sides[:2])
+    return measure_batches(report, sides, BATCHES_S) and is_same
+
+
+def measure(report: Report, folder: Path) -> None:
+    """Start the stores and the engines, and compare them."""
+    make_model(folder / "model", MODEL_SCALE)
+    with ExitStack() as stack:
+        plain = Field(stack, folder).plain()
+        with ExitStack() as others:
+            is_same = measure_stores(report, plain, Field(others, folder))
+        report.add(KEYS[0], float(is_same), "every answer of every engine", "no store")
+        measure_dead_server(report, folder, Field(stack, folder), plain)
+
+
+def measure_stores_alone(report: Report, folder: Path) -> None:
+    """What storing takes of the throughput, of as many batches as SECONDS allow."""
+    make_model(folder / "model", MODEL_SCALE)
+    with ExitStack() as stack:
+        field = Field(stack, folder)
+        sides = [field.plain(), field.ours(field.server(), lookup_deadline_ms=2000)]
+        if not measure_batches(report, sides, SECONDS):
+            raise RuntimeError("the tokens of the two differ")
+
+
+PARTS = {
+    "all": (measure, KEYS),
+    "stores": (measure_stores_alone, (STORE_KEY,)),
+    "hang": (measure_hangs, HANG_KEYS),
+}
+"""What ``--only`` names, and the keys of each: ``all`` is what runs unless something is named."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run it all; return the exit status."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--only", choices=PARTS, default="all", help="some figures alone")
+    flags = parser.parse_args(argv)
+    report, (work, keys) = Report("engines"), PARTS[flags.only]
+    if PYTHON.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder).chmod(0o700)
+            work(report, Path(folder))
+    else:
+        report.skip(keys, "no vLLM: run make vllm-env")
+    report.print(only_json=flags.json)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

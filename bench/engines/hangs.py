@@ -1,0 +1,173 @@
+"""What a server that is gone costs the requests of an engine: the first of them, and those after;
+and one that hangs between a lookup and its load, by transport.
+
+Of the latter the engine has been promised a prefix, and the server is stopped before the first byte
+of it. Over the Unix socket the kernel tells whether it hangs, over gRPC and tcp the server may be
+anywhere and is asked. Short prompts, in turns with an engine without a store, whose time is taken
+off: the noise of a long prefill would hide a cost of milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from statistics import median
+
+from bench.engines.sides import CHUNK_TOKENS, STORE_BYTES, Field, Side, tokens
+from bench.lib.processes import free_port
+from bench.lib.report import Report
+from bench.lib.vllm import make_model
+from bench.lib.workload import serving
+
+DEAD_KEYS = ("dead_server_once_ms", "dead_server_after_ms")
+CYCLES = 4
+AFTER = 40
+"""Requests after the first: long enough that the store is asked about again meanwhile."""
+BACK_S = 30.0
+PROMPT_TOKENS = CHUNK_TOKENS + 32
+
+
+def await_store(ours: Side, numbers: Iterator[int]) -> None:
+    """Ask until a prompt is stored and found again. Raises RuntimeError after BACK_S."""
+    deadline = time.monotonic() + BACK_S
+    while time.monotonic() < deadline:
+        prompt = tokens([(1, PROMPT_TOKENS)], next(numbers))
+        ours.ask([prompt])
+        ours.fresh()
+        found = ours.ask([prompt]).cached
+        ours.fresh()
+        if found:
+            return
+        time.sleep(0.1)
+    raise RuntimeError(f"the server is back, and not used within {BACK_S:g} s")
+
+
+@dataclass(slots=True)
+class Extra:
+    """Milliseconds that requests took beyond those of an engine without a store."""
+
+    once: list[float] = field(default_factory=list)
+    after: list[float] = field(default_factory=list)
+
+
+class Pair:
+    """An engine without a store and ours, asked the same prompts that nobody knows."""
+
+    def __init__(self, plain: Side, ours: Side) -> None:
+        self._plain, self._ours = plain, ours
+        self._numbers = count(1)
+
+    def extra_ms(self) -> float:
+        """Return what ours took more, in ms."""
+        number = next(self._numbers)
+        prompt = tokens([(1, PROMPT_TOKENS)], number)
+        took = []
+        for side in (self._plain, self._ours):
+            took.append(side.ask([prompt]).took_s)
+            side.engine.ask("drain")
+        return 1e3 * (took[1] - took[0])
+
+    def await_store(self) -> None:
+        """Ask until a prompt is stored and found again."""
+        await_store(self._ours, self._numbers)
+
+    def gone(self, extra: Extra) -> None:
+        """Take the requests of a time without a server."""
+        extra.once.append(self.extra_ms())
+        extra.after += [self.extra_ms() for _ in range(AFTER)]
+
+
+def measure_dead_server(report: Report, folder: Path, starts: Field, plain: Side) -> None:
+    """A server that hangs and one that is killed, some times each; the worse is reported."""
+    port = free_port()
+    flags = ("--listen", f"127.0.0.1:{port}", "--tiers", "cpu", "--cpu", str(STORE_BYTES))
+
+    def server() -> AbstractContextManager[tuple[str, int]]:
+        return serving(*flags, disk=folder / "disk")
+
+    pair = Pair(plain, starts.ours(f"127.0.0.1:{port}"))
+    hung, killed = Extra(), Extra()
+    for _ in range(CYCLES):
+        with server() as (_, pid):
+            pair.await_store()
+            alive = [pair.extra_ms() for _ in range(AFTER)]
+            os.kill(pid, signal.SIGSTOP)
+            pair.gone(hung)
+            os.kill(pid, signal.SIGCONT)
+            pair.await_store()
+            os.kill(pid, signal.SIGKILL)
+            pair.gone(killed)
+    for key, name in zip(DEAD_KEYS, ("once", "after"), strict=True):
+        worst = max((getattr(one, name) for one in (hung, killed)), key=median)
+        report.add(key, median(worst), words("hung", getattr(hung, name)),
+                   words("killed", getattr(killed, name)))  # fmt: skip
+    report.note("  a server that is there", f"{median(alive):.3f}", words("ms more", alive))
+
+
+def words(name: str, found: list[float]) -> str:
+    """Return a median and what is beyond it."""
+    ordered = sorted(found)
+    return f"{name} {median(found):.1f} ms, worst {ordered[-1]:.1f} of {len(found)}"
+
+
+TRANSPORTS = ("shm", "tcp", "grpc")
+HANG_KEYS = tuple(f"hang_{transport}_ms" for transport in TRANSPORTS)
+HANGS = 9
+LOOKUP_MS = 2000
+PACE_S = 6.0
+"""How soon a server answers is known anew at each heartbeat: engines that start make it slow."""
+
+
+def hang_ms(plain: Side, ours: Side, pid: int, number: int) -> float:
+    """Return what a request takes more whose server, process *pid*, hangs before its load.
+
+    Raises RuntimeError if nothing was found, or the server is not used again.
+    """
+    prompt = tokens([(1, PROMPT_TOKENS)], number)
+    ours.ask([prompt])
+    ours.fresh()
+    alone_s = plain.ask([prompt]).took_s
+    plain.engine.ask("drain")
+    lost = _lost(ours)
+    ours.engine.ask("stop_before_load", pid=pid)
+    try:
+        took_s = ours.ask([prompt]).took_s
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    if _lost(ours) == lost:
+        raise RuntimeError("the prompt was not found, or loaded from a server that is stopped")
+    ours.fresh()
+    return 1e3 * (took_s - alone_s)
+
+
+def _lost(ours: Side) -> int:
+    return int(ours.engine.ask("counts").get("worker_lost_chunks", 0))
+
+
+def measure_hangs(report: Report, folder: Path) -> None:
+    """Start an engine without a store and one for each transport, and have the server hang."""
+    make_model(folder / "model")
+    with ExitStack() as stack:
+        field = Field(stack, folder)
+        plain = field.plain()
+        flags = ("--tiers", "cpu", "--cpu", str(STORE_BYTES), "--bulk", f"127.0.0.1:{free_port()}")
+        address, pid = stack.enter_context(serving(*flags, disk=folder / "disk"))
+        # A lookup that is late on a busy machine would be a miss, and no load would follow.
+        patience = {"lookup_deadline_ms": LOOKUP_MS}
+        engines = [field.ours(address, transport=one, **patience) for one in TRANSPORTS]
+        numbers = count(1)
+        for ours in engines:
+            await_store(ours, numbers)
+        time.sleep(PACE_S)
+        for key, ours in zip(HANG_KEYS, engines, strict=True):
+            found = []
+            for _ in range(HANGS):
+                await_store(ours, numbers)
+                found.append(hang_ms(plain, ours, pid, next(numbers)))
+            report.add(key, median(found), words("more", found), "without a store")

@@ -1,0 +1,227 @@
+"""The engines that bench.engines compares: a vLLM without a store, and one with each of three."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+from bench.lib import ROOT, TRACES
+from bench.lib.processes import PeerSkippedError
+from bench.lib.vllm import EngineProcess
+from bench.lib.workload import serving
+from bench.peers.lmcache import LMCache
+from kvstore.cli.simulate import Segment, SegmentLine, read_trace, tokens_of
+
+CHATS = "dev_chat_sharegptlike_sps2_n100"
+DOCUMENTS = "dev_ragshared_qps2_n900"
+LEAST_TOKENS = 1024
+"""Of what a prompt shares with an earlier one."""
+MOST_TOKENS = 2560
+VOCABULARY = 247
+"""Token ids from 3 on; the tiny model's tokenizer knows bytes."""
+
+Prompt: TypeAlias = list[int]
+T = TypeVar("T")
+
+_ROUND = 1 << 20
+"""More than a trace has segments: each round gets streams of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request that begins with what an earlier one left behind: *history*, then *rest*."""
+
+    kind: str
+    history: tuple[Segment, ...]
+    earlier: tuple[Segment, ...]
+    """What came behind the history in the earlier request; of a chat nothing."""
+    rest: tuple[Segment, ...]
+
+    def prompts(self, number: int) -> tuple[Prompt, Prompt]:
+        """Return the earlier prompt and this one, of tokens that no other *number* has."""
+        return tokens(self.history + self.earlier, number), tokens(self.history + self.rest, number)
+
+    @property
+    def history_tokens(self) -> int:
+        """Tokens that both have."""
+        return length(self.history)
+
+
+def length(segments: Sequence[Segment]) -> int:
+    """Return the tokens of *segments*."""
+    return sum(count for _, count in segments)
+
+
+def tokens(segments: Sequence[Segment], number: int) -> Prompt:
+    """Return the tokens of *segments*; another *number* has others."""
+    moved = [(number * _ROUND + stream, count) for stream, count in segments]
+    return [3 + int(one) % VOCABULARY for one in tokens_of(moved)]
+
+
+def turns(count: int) -> list[Turn]:
+    """Return *count* turns, of chats and of documents by turns, spread over their traces."""
+    half = -(-count // 2)
+    pairs = zip(_spread(_chat_turns(), half), _spread(_document_turns(), half), strict=True)
+    return list(chain.from_iterable(pairs))[:count]
+
+
+def chats(most_tokens: int) -> list[tuple[Segment, ...]]:
+    """Return second turns of chats, cut to *most_tokens*; those under a quarter are left out."""
+    asked = [_cut(line.inputs, most_tokens) for line in _lines(CHATS) if line.turn == 1]
+    return [one for one in asked if length(one) >= most_tokens // 4]
+
+
+def _lines(name: str) -> list[SegmentLine]:
+    lines = read_trace(TRACES / f"{name}.jsonl")
+    return [line for line in lines if isinstance(line, SegmentLine)]
+
+
+def _fits(line: SegmentLine) -> bool:
+    history = line.input_tokens - line.inputs[-1][1]
+    return history >= LEAST_TOKENS and line.input_tokens <= MOST_TOKENS
+
+
+def _chat_turns() -> list[Turn]:
+    """Turns of chats: all that was said before, answers included, then what is said now."""
+    fit = [line for line in _lines(CHATS) if line.turn and _fits(line)]
+    return [Turn("chat", line.inputs[:-1], (), line.inputs[-1:]) for line in fit]
+
+
+def _document_turns() -> list[Turn]:
+    """Questions about documents of which another was asked before."""
+    asked: dict[tuple[Segment, ...], SegmentLine] = {}
+    found = []
+    for line in _lines(DOCUMENTS):
+        document = line.inputs[:2]
+        if len(line.inputs) != 3 or not _fits(line):
+            continue
+        before = asked.get(document)
+        if before is not None:
+            found.append(Turn("document", document, before.inputs[2:], line.inputs[2:]))
+        asked[document] = line
+    return found
+
+
+def _cut(segments: Sequence[Segment], most_tokens: int) -> tuple[Segment, ...]:
+    kept: list[Segment] = []
+    for stream, count in segments:
+        kept.append((stream, min(count, most_tokens - length(kept))))
+    return tuple(one for one in kept if one[1])
+
+
+def _spread(found: Sequence[T], count: int) -> list[T]:
+    """Return *count* of *found*, as far from each other as they can be."""
+    if count > len(found):
+        raise ValueError(f"{len(found)} prompts of the trace fit, not {count}")
+    return [found[number * len(found) // count] for number in range(count)]
+
+
+CHUNK_TOKENS = 128
+"""Of ours, of LMCache's and of vLLM's offloading alike."""
+STORE_BYTES = 1 << 30
+"""What each of them may hold."""
+VENVS = ROOT / "build" / "peers"
+PLAIN, OURS, OFFLOAD, LMCACHE = "no store", "kvstore", "vLLM offload", "LMCache"
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What prompts took together. ``cached``: the fewest tokens that one of them found cached.
+
+    ``cpu_s`` is of the engine's process, all its threads together, and not of a server's.
+    """
+
+    took_s: float
+    cpu_s: float
+    cached: int
+    tokens: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One contestant: a running engine. ``settles``: it is ours, and says when all is stored."""
+
+    name: str
+    engine: EngineProcess
+    has_store: bool = True
+    settles: bool = False
+
+    def ask(self, prompts: Sequence[Prompt], max_tokens: int = 1) -> Taken:
+        """Have the engine answer *prompts*, all at once."""
+        answers = self.engine.generate(*prompts, max_tokens=max_tokens)
+        return Taken(
+            answers[0]["took_s"],
+            answers[0]["cpu_s"],
+            min(answer["cached"] for answer in answers),
+            [answer["tokens"] for answer in answers],
+        )
+
+    def fresh(self) -> None:
+        """Wait until all is stored, then forget what the engine itself has cached."""
+        if self.settles and not self.engine.ask("settle"):
+            raise RuntimeError(f"{self.name} does not come to an end with its stores")
+        if not self.engine.ask("drain"):
+            raise RuntimeError(f"{self.name} keeps its blocks")
+
+
+class Field:
+    """Starts contestants over one *model*; all end with the *stack*."""
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        self._stack = stack
+        self._folder = folder
+
+    def _start(self, name: str, **settings: Any) -> EngineProcess:
+        log = self._folder / f"{name}.log"
+        engine = EngineProcess(self._folder / "model", log, **settings)
+        self._stack.callback(engine.close)
+        return engine
+
+    def server(self) -> str:
+        """Start a server of ours, in memory alone; return its address."""
+        flags = ("--tiers", "cpu", "--cpu", str(STORE_BYTES))
+        address, _ = self._stack.enter_context(serving(*flags, disk=self._folder / "disk"))
+        return address
+
+    def plain(self) -> Side:
+        """Return one that computes everything."""
+        return Side(PLAIN, self._start("plain"), has_store=False)
+
+    def ours(self, address: str, **settings: Any) -> Side:
+        """Return one with our connector; *settings* are its own."""
+        store = {"address": address, "chunk_tokens": CHUNK_TOKENS, **settings}
+        return Side(OURS, self._start("ours", store=store), settles=True)
+
+    def offload(self) -> Side:
+        """Return one that offloads to CPU memory, as vLLM itself does: inside the process."""
+        extra = {
+            "spec_name": "CpuTieringSpec", "spec_module_path": "bench.lib.vllm_offloading",
+            "cpu_bytes_to_use": STORE_BYTES, "secondary_tiers": [], "block_size": CHUNK_TOKENS,
+        }  # fmt: skip
+        return Side(OFFLOAD, self._start("offload", kv_transfer_config={
+            "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }))  # fmt: skip
+
+    def lmcache(self) -> Side:
+        """Return one with LMCache's connector, and its server. Raises PeerSkippedError."""
+        peer = LMCache.install(VENVS, self._folder)
+        server = self._stack.enter_context(peer.engine_server(STORE_BYTES, CHUNK_TOKENS))
+        packages = next((peer.python.parents[1] / "lib").glob("python*/site-packages"))
+        extra = {
+            "lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": server,
+            "lmcache.mp.mp_transfer_mode": "engine_driven",  # with shared memory its fastest here
+        }  # fmt: skip
+        child = ("bench.lib.vllm_child", str(packages))
+        try:
+            engine = self._start("lmcache", child=child, kv_transfer_config={
+                "kv_connector": "LMCacheMPConnector", "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra,
+            })  # fmt: skip
+        except AssertionError as error:  # the last words of the engine
+            raise PeerSkippedError(str(error).strip().splitlines()[-1]) from None
+        return Side(LMCACHE, engine)

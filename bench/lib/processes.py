@@ -1,0 +1,214 @@
+"""How a peer is installed and run: a virtual environment of its own, programs ended by their pid.
+
+A peer that cannot be installed or started raises PeerSkippedError, whose text is one line.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Timer
+
+PINS = Path(__file__).parents[1] / "peers" / "pins"
+INSTALL_TIMEOUT_S = 1200
+START_TIMEOUT_S = 60
+ANSWER_TIMEOUT_S = 120
+GRACE_S = 10.0
+
+
+class PeerSkippedError(Exception):
+    """A peer is left out; the text says why."""
+
+
+def last_line(text: str) -> str:
+    """Return the last line that says something, for a reason of one line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:200] if lines else "it said nothing"
+
+
+def make_venv(venvs: Path, name: str, with_requirements: Sequence[str] = ()) -> Path:
+    """Return the interpreter of the peer's virtual environment, made unless its pins are there.
+
+    ``peers/pins/NAME.txt`` pins each package, installed without what it asks for itself: LMCache
+    asks for gigabytes of CUDA. *with_requirements* come first, and bring what they need.
+    """
+    folder = venvs / name
+    pins = PINS / f"{name}.txt"
+    wanted = pins.read_text() + "\n".join(with_requirements)
+    stamp = folder / "installed.txt"
+    python = folder / "bin" / "python"
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return python
+    print(f"installing {name} into {folder}", file=sys.stderr)
+    run([sys.executable, "-m", "venv", "--clear", folder], INSTALL_TIMEOUT_S)
+    pip: list[str | Path] = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    if with_requirements:
+        run([*pip, *with_requirements], INSTALL_TIMEOUT_S)
+    run([*pip, "--no-deps", "-r", pins], INSTALL_TIMEOUT_S)
+    stamp.write_text(wanted)
+    return python
+
+
+def shared_libraries(venvs: Path, packages: Mapping[str, str]) -> str:
+    """Return where *packages* (library to Debian package) were unpacked; empty if installed.
+
+    Needs no root: the packages are downloaded and unpacked below *venvs*, for the peer alone.
+    """
+    if all(map(_is_installed, packages)):
+        return ""
+    folder = venvs / "libraries"
+    places = [folder / part / f"{platform.machine()}-linux-gnu" for part in ("usr/lib", "lib")]
+    names = sorted(packages.values())
+    if not all(any((place / library).exists() for place in places) for library in packages):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            run(["apt-get", "download", *names], INSTALL_TIMEOUT_S, cwd=folder)
+            for package in folder.glob("*.deb"):
+                run(["dpkg", "-x", package, folder], INSTALL_TIMEOUT_S)
+        except PeerSkippedError as error:
+            raise PeerSkippedError(f"install {' '.join(names)}: {error}") from None
+    return ":".join(map(str, places))
+
+
+def _is_installed(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def run(command: Sequence[str | Path], timeout_s: float, cwd: Path | None = None) -> str:
+    """Run *command* to its end and return what it printed. Raises PeerSkippedError."""
+    try:
+        done = subprocess.run(
+            command, cwd=cwd, capture_output=True, text=True, timeout=timeout_s, errors="replace"
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PeerSkippedError(f"{Path(command[0]).name}: {error}") from None
+    if done.returncode:
+        raise PeerSkippedError(f"{Path(command[0]).name}: {last_line(done.stderr or done.stdout)}")
+    return done.stdout
+
+
+def free_port() -> int:
+    """Return a port of this host that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def serving_peer(
+    command: Sequence[str | Path], ports: Sequence[int], log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a server until the block ends; it is up once it accepts on all *ports*."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+        )
+    try:
+        for port in ports:
+            _await_port(process, port, log)
+        yield process
+    finally:
+        end(process)
+
+
+def _await_port(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise PeerSkippedError(f"did not start: {last_line(log.read_text(errors='replace'))}")
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.1)
+    raise PeerSkippedError(f"did not listen within {START_TIMEOUT_S} s")
+
+
+def end(process: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None:
+    """End *process*, by its pid; return once it is gone."""
+    process.terminate()
+    try:
+        process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A program that answers each line on its input with a line of JSON."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def tell(self, line: str) -> None:
+        """Send *line*. Raises PeerSkippedError when the program has ended."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(line.encode() + b"\n")
+            self.process.stdin.flush()
+        except OSError:
+            raise PeerSkippedError(self._last_words()) from None
+
+    def answer(self) -> dict[str, float]:
+        """Return its next line of JSON, past what else it prints.
+
+        A program that says nothing for ANSWER_TIMEOUT_S is killed. Raises PeerSkippedError.
+        """
+        assert self.process.stdout is not None
+        watch = Timer(ANSWER_TIMEOUT_S, self.process.kill)
+        watch.start()
+        try:
+            for line in self.process.stdout:
+                if line.startswith(b"{"):
+                    found: dict[str, float] = json.loads(line)
+                    return found
+        finally:
+            watch.cancel()
+        raise PeerSkippedError(self._last_words())
+
+    def ask(self, line: str) -> dict[str, float]:
+        """Send *line* and return the answer."""
+        self.tell(line)
+        return self.answer()
+
+    def _last_words(self) -> str:
+        return f"its client ended: {last_line(self.log.read_text(errors='replace'))}"
+
+
+@contextmanager
+def asking(command: Sequence[str | Path], log: Path) -> Iterator[Asked]:
+    """Run a program that answers; its first answer says that it is ready.
+
+    The end of its input tells it to clean up and end: LMCache's would else leave its shared
+    memory behind.
+    """
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+        )
+    try:
+        asked = Asked(process, log)
+        asked.answer()
+        yield asked
+    finally:
+        assert process.stdin is not None
+        with suppress(OSError):
+            process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+        end(process)
+        assert process.stdout is not None
+        process.stdout.close()

@@ -1,0 +1,213 @@
+"""One vLLM engine that does what lines of JSON on its standard input say, and answers in kind.
+
+Run by ``EngineProcess``; the first line has the arguments of ``vllm.LLM``. A folder of LMCache's
+packages may be given: they come behind those of vLLM, so that the engine is the same without them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.distributed import get_pp_group
+from vllm.inputs import TokensPrompt
+
+
+def generate(
+    llm: LLM, prompts: list[list[int]], max_tokens: int = 8, salts: list[str] | None = None
+) -> list[dict[str, Any]]:
+    """Return what greedily follows each prompt, with log probabilities, and what was cached."""
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=1)
+    inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+    for one, salt in zip(inputs, salts or [], strict=False):
+        one["cache_salt"] = salt
+    began, cpu_began = time.perf_counter(), time.process_time()
+    outputs = llm.generate(inputs, sampling, use_tqdm=False)
+    took_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
+    return [
+        {
+            "tokens": list(output.outputs[0].token_ids),
+            "logprobs": [
+                round(next(iter(p.values())).logprob, 6) for p in output.outputs[0].logprobs
+            ],
+            "cached": output.num_cached_tokens or 0,
+            "finish": output.outputs[0].finish_reason,
+            "took_s": took_s,
+            "cpu_s": cpu_s,
+        }
+        for output in outputs
+    ]
+
+
+def abort(llm: LLM, prompts: list[list[int]], steps: int) -> int:
+    """Begin with each prompt and give all of them up after *steps*; return what is unfinished."""
+    engine = llm.llm_engine
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    names = [f"given-up-{number}" for number in range(len(prompts))]
+    for name, prompt in zip(names, prompts, strict=True):
+        engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), sampling)
+    for _ in range(steps):
+        engine.step()
+    engine.abort_request(names)
+    for _ in range(200):
+        engine.step()
+    return int(engine.get_num_unfinished_requests())
+
+
+def sides(llm: LLM) -> tuple[Any, Any]:
+    """Return the scheduler's connector and the worker's, which are in this process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    core = llm.llm_engine.engine_core.engine_core
+    return core.scheduler.connector, get_kv_transfer_group()
+
+
+def settle(llm: LLM) -> bool:
+    """Wait until everything is stored."""
+    _, worker = sides(llm)
+    return not hasattr(worker._worker, "settled") or worker._worker.settled(30.0)
+
+
+def drain(llm: LLM, within_s: float = 10.0) -> bool:
+    """Step until whoever holds blocks to store them has let go, and forget what is cached."""
+    began = time.perf_counter()
+    while not llm.reset_prefix_cache():
+        if time.perf_counter() - began > within_s:
+            return False
+        llm.llm_engine.step()
+        time.sleep(0.002)
+    return True
+
+
+def lose(llm: LLM, chunks: int) -> bool:
+    """Have loads bring so many chunks at most, as if the others had been evicted; 0: all again."""
+    connector = sides(llm)[1]._worker._connector
+    vars(connector).pop("read_into", None)
+    read_into = connector.read_into
+    if chunks:
+        connector.read_into = lambda digests, *more: read_into(digests[:chunks], *more)
+    return True
+
+
+def stop_before_load(llm: LLM, pid: int) -> bool:
+    """Have the next load find that the server, process *pid*, was stopped after the lookup.
+
+    ``counts`` says from then on how many loads ended because it hangs: ``worker_hung_loads``.
+    """
+    worker = sides(llm)[1]._worker
+    connector = worker._connector
+    read_into, end_if_hung = connector.read_into, connector.client.end_if_hung
+
+    def counted() -> bool:
+        is_hung = end_if_hung()
+        worker.counted["hung_loads"] += is_hung
+        return bool(is_hung)
+
+    connector.client.end_if_hung = counted
+
+    def stopped(*given: Any) -> int:
+        vars(connector).pop("read_into", None)
+        os.kill(pid, signal.SIGSTOP)
+        return int(read_into(*given))
+
+    connector.read_into = stopped
+    return True
+
+
+def counts(llm: LLM) -> dict[str, int]:
+    """Return what the engine's metrics counted of the store since it began."""
+    names = {
+        "vllm:external_prefix_cache_queries": "queries",
+        "vllm:external_prefix_cache_hits": "hits",
+        "vllm:num_preemptions": "preemptions",
+    }
+    metrics = llm.get_metrics()
+    found = {names[m.name]: m.value for m in metrics if m.name in names}
+    events = (m for m in metrics if m.name.startswith("vllm:kvstore_events"))
+    found.update({f"event_{m.labels['event']}": int(m.value) for m in events})
+    scheduler, worker = sides(llm)
+    for side, name in ((scheduler._scheduler, "scheduler"), (worker._worker, "worker")):
+        counted = getattr(side, "counted", {})
+        found.update({f"{name}_{key}": count for key, count in counted.items()})
+        asks = getattr(side, "_lookups" if name == "scheduler" else "_connector", None)
+        if asks is not None:
+            errors = asks.stats()
+            found.update({f"{name}_error_{key}": n for key, n in errors.load_errors.items()})
+            found.update({f"{name}_store_error_{key}": n for key, n in errors.store_errors.items()})
+    return found
+
+
+class Stage:
+    """What a worker of vLLM's CPU build lacks to be a later stage of a pipeline.
+
+    vLLM makes the room for what a stage receives in a dummy run, which its CPU worker leaves out
+    where nothing is compiled. ``worker_extension_cls`` makes this a base of its worker class.
+    """
+
+    model_runner: Any
+
+    def make_room(self) -> bool:
+        """Do what the dummy run does; call once, before the first request."""
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens,
+                dtype=runner.model_config.dtype,
+                device=runner.device,
+            )
+        return True
+
+
+def mend_llvmlite() -> None:
+    """Have llvmlite's libraries deny attributes that they have not.
+
+    LMCache imports numba, and with it llvmlite, whose library object answers every name with a
+    function. vLLM's search for CPU kernels asks every module's objects for ``__dict__``, and ends
+    at one that is a function.
+    """
+    from llvmlite.binding import ffi
+
+    answer = ffi._lib_wrapper.__getattr__
+
+    def asked(library: object, name: str) -> object:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        return answer(library, name)
+
+    ffi._lib_wrapper.__getattr__ = asked
+
+
+def main(packages: str = "") -> None:
+    """Serve until the input ends."""
+    if packages:
+        sys.path.append(packages)
+        mend_llvmlite()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM prints is no answer
+    llm = LLM(**json.loads(sys.stdin.readline()))
+    does: dict[str, Callable[..., Any]] = {
+        "generate": generate,
+        "abort": abort,
+        "settle": settle,
+        "drain": drain,
+        "lose": lose,
+        "stop_before_load": stop_before_load,
+        "counts": counts,
+        "make_room": lambda llm: llm.collective_rpc("make_room"),
+        "reset": lambda llm, **how: llm.reset_prefix_cache(**how),
+    }
+    print(json.dumps("ready"), file=answers, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(json.dumps(does[request.pop("do")](llm, **request)), file=answers, flush=True)
+    llm.llm_engine.engine_core.shutdown()  # or vLLM leaves shared memory behind
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Our store beside LMCache, Mooncake Store and plain Redis."""

@@ -1,0 +1,178 @@
+"""LMCache 0.5.6: its own benchmarks, its multiprocess server, and a client of that.
+
+``lmcache bench l2`` drives an L2 adapter inside one process. ``lmcache bench server --mode cpu``
+drives the server from a second process, which shares its KV memory with it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.lib.processes import (
+    Asked,
+    PeerSkippedError,
+    asking,
+    free_port,
+    last_line,
+    make_venv,
+    run,
+    serving_peer,
+)
+
+VERSION = "LMCache 0.5.6"
+CLIENT = Path(__file__).parent / "lmcache_client.py"
+REQUEST_SHAPE = "(2,1024,16,8,128):float16:8"
+"""Eight layers: 512 tokens of it are 16.8 MB, a request of its own benchmark."""
+Adapter = Mapping[str, str | int]
+"""What its command line takes as JSON."""
+QUIET = (
+    "env", "LMCACHE_DISABLE_BANNER=1", "LMCACHE_LOG_LEVEL=WARNING", "LMCACHE_TRACK_USAGE=false",
+)  # fmt: skip
+
+
+_L2_ROUND = re.compile(r"\[(Store|Load)\] Round (\d+): ([\d.]+) ms, \w+=(\d+)/(\d+)")
+_REQUEST_STEP = re.compile(
+    r"/(cold|warm)\] (LOOKUP: \d+/\d+|STORE: stored|RETRIEVE: retrieved) .*?([\d.]+) ms"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """The seconds of each step of some requests."""
+
+    lookup_s: list[float]
+    store_s: list[float]
+    retrieve_s: list[float]
+
+
+def parse_l2(text: str) -> tuple[list[float], list[float]]:
+    """Return the seconds of the stores and loads that ``lmcache bench l2`` printed.
+
+    Its first round of each warms up. Raises PeerSkippedError.
+    """
+    seconds: dict[str, list[float]] = {"Store": [], "Load": []}
+    for name, number, ms, done, wanted in _L2_ROUND.findall(text):
+        if done != wanted:
+            raise PeerSkippedError(f"its {name.lower()} did {done} of {wanted} keys")
+        if number != "1":
+            seconds[name].append(float(ms) / 1e3)
+    if not seconds["Store"] or not seconds["Load"]:
+        raise PeerSkippedError(f"its report is not understood: {last_line(text)}")
+    return seconds["Store"], seconds["Load"]
+
+
+def parse_server(text: str) -> RequestTimes:
+    """Return the seconds of each step that ``lmcache bench server`` printed.
+
+    Raises PeerSkippedError, also unless the bytes of every request came back right.
+    """
+    seconds: dict[str, list[float]] = {}
+    for kind, step, ms in _REQUEST_STEP.findall(text):
+        seconds.setdefault(f"{kind} {step.partition(':')[0]}", []).append(float(ms) / 1e3)
+    steps = [seconds.get(name, []) for name in ("warm LOOKUP", "cold STORE", "warm RETRIEVE")]
+    if not all(steps):
+        raise PeerSkippedError(f"its report is not understood: {last_line(text)}")
+    if any(len(step) != text.count("CHECKSUM MATCH OK") for step in steps):
+        raise PeerSkippedError("its checksums do not match")
+    return RequestTimes(*steps)
+
+
+@dataclass(frozen=True, slots=True)
+class LMCache:
+    """An installed LMCache and a scratch *folder* for its logs and files."""
+
+    python: Path
+    folder: Path
+
+    @classmethod
+    def install(cls, venvs: Path, folder: Path) -> LMCache:
+        """Make its virtual environment unless it is there. Raises PeerSkippedError."""
+        return cls(make_venv(venvs, "lmcache", ["torch==2.13.0"]), folder)
+
+    def bench_l2(
+        self, adapter: Adapter, count: int, object_bytes: int
+    ) -> tuple[list[float], list[float]]:
+        """Run ``lmcache bench l2``: *count* objects in one submit, a warm-up and three rounds.
+
+        Returns the seconds of its stores and loads. Raises PeerSkippedError.
+        """
+        text = run(
+            [
+                *self._command("bench", "l2"), "--l2-adapter", json.dumps(dict(adapter)),
+                "--num-keys", str(count), "--data-size-kb", str(object_bytes >> 10),
+                "--rounds", "3", "--warmup-rounds", "1",
+            ],
+            120,
+        )  # fmt: skip
+        return parse_l2(text)
+
+    @contextmanager
+    def server(self, cpu_gib: float, adapter: Adapter | None) -> Iterator[Server]:
+        """Run its multiprocess server on *cpu_gib* of memory, with an L2 adapter or without."""
+        port, http = free_port(), free_port()
+        flags = [
+            "--port", str(port), "--http-port", str(http), "--l1-size-gb", str(cpu_gib),
+            "--no-l1-use-lazy", "--disable-observability", "--eviction-policy", "LRU",
+        ]  # fmt: skip
+        if adapter is not None:
+            flags += ["--l2-adapter", json.dumps(dict(adapter))]
+        with serving_peer(
+            [*self._command("server"), *flags], [port, http], self.folder / "lmcache-server.log"
+        ):
+            yield Server(self, f"tcp://localhost:{port}", f"http://localhost:{http}")
+
+    @contextmanager
+    def engine_server(self, memory_bytes: int, chunk_tokens: int) -> Iterator[int]:
+        """Run its server for a vLLM on this host; yield its port.
+
+        The engine copies into memory that it shares with the server.
+        """
+        port, http = free_port(), free_port()
+        flags = [
+            "--host", "127.0.0.1", "--port", str(port), "--http-host", "127.0.0.1",
+            "--http-port", str(http), "--l1-size-gb", str(memory_bytes / (1 << 30)),
+            "--no-l1-use-lazy", "--eviction-policy", "LRU", "--chunk-size", str(chunk_tokens),
+            "--disable-observability", "--supported-transfer-mode", "auto",
+            "--shm-name", f"lmcache-{port}",
+        ]  # fmt: skip
+        with serving_peer(
+            [*self._command("server"), *flags], [port, http], self.folder / "lmcache-server.log"
+        ):
+            yield port
+
+    def _command(self, *words: str) -> list[str]:
+        return [*QUIET, str(self.python.with_name("lmcache")), *words]
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running multiprocess server."""
+
+    peer: LMCache
+    url: str
+    http_url: str
+
+    def bench(self, first: int, count: int) -> RequestTimes:
+        """Run ``lmcache bench server``: *count* requests of 16.8 MB, numbered from *first*."""
+        text = run(
+            [
+                *self.peer._command("bench", "server"), "--rpc-url", self.url,
+                "--url", self.http_url, "--mode", "cpu", "--transfer-mode", "lmcache_driven",
+                "--kvcache-shape-spec", REQUEST_SHAPE, "--start", str(first),
+                "--end", str(first + count), "--interval", "0.01",
+            ],
+            120,
+        )  # fmt: skip
+        return parse_server(text)
+
+    @contextmanager
+    def client(self, instance: int) -> Iterator[Asked]:
+        """Run a client that stores and reads chunks of 1 MiB."""
+        command = [*QUIET, str(self.peer.python), str(CLIENT), self.url, str(instance)]
+        with asking(command, self.peer.folder / f"lmcache-client-{instance}.log") as asked:
+            yield asked

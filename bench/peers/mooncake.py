@@ -1,0 +1,65 @@
+"""Mooncake Store 0.3.13 over TCP: a master, a process that lends memory, and a client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.lib.processes import Asked, asking, free_port, make_venv, serving_peer, shared_libraries
+
+VERSION = "Mooncake Store 0.3.13"
+CLIENT = Path(__file__).parent / "mooncake_client.py"
+SEGMENT_BYTES = 1 << 30
+LIBRARIES = {
+    "libibverbs.so.1": "libibverbs1",
+    "librdmacm.so.1": "librdmacm1",
+    "libnl-3.so.200": "libnl-3-200",
+    "libnl-route-3.so.200": "libnl-route-3-200",
+    "libnuma.so.1": "libnuma1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Mooncake:
+    """An installed Mooncake, a scratch *folder*, and where its shared libraries lie."""
+
+    python: Path
+    folder: Path
+    libraries: str
+
+    @classmethod
+    def install(cls, venvs: Path, folder: Path) -> Mooncake:
+        """Make its virtual environment unless it is there. Raises PeerSkippedError."""
+        python = make_venv(venvs, "mooncake")
+        return cls(python, folder, shared_libraries(venvs, LIBRARIES))
+
+    @contextmanager
+    def client(self, object_bytes: int) -> Iterator[Asked]:
+        """Run the store; yield a client whose answers are ``store_s`` and ``load_s``."""
+        rpc, http, metrics, first, second = (free_port() for _ in range(5))
+        metadata, master = f"http://127.0.0.1:{http}/metadata", f"127.0.0.1:{rpc}"
+        program = self.python.with_name("mooncake_master")
+        flags = [
+            f"--rpc_port={rpc}", "--rpc_address=127.0.0.1", "--enable_http_metadata_server=true",
+            "--http_metadata_server_host=127.0.0.1", f"--http_metadata_server_port={http}",
+            "--metrics_host=127.0.0.1", f"--metrics_port={metrics}",
+        ]  # fmt: skip
+        log = self.folder / "mooncake-master.log"
+        with ExitStack() as stack:
+            stack.enter_context(serving_peer([*self._env(), program, *flags], [rpc, http], log))
+            for task, port, size in (
+                ("segment", first, SEGMENT_BYTES),
+                ("client", second, object_bytes),
+            ):
+                command = [
+                    *self._env(), str(self.python), str(CLIENT), task, str(port), metadata, master,
+                    str(size),
+                ]  # fmt: skip
+                log = self.folder / f"mooncake-{task}.log"
+                asked = stack.enter_context(asking(command, log))
+            yield asked
+
+    def _env(self) -> list[str]:
+        return ["env", f"LD_LIBRARY_PATH={self.libraries}"] if self.libraries else []

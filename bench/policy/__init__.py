@@ -1,0 +1,1 @@
+"""Eviction policies on the traces of the checkout."""

@@ -1,0 +1,281 @@
+"""What the policies hit on the traces of the checkout: the default beside leaf-LRU.
+
+Blocks hit are shares of those asked for; differences are in points of 100. Replays have no
+server and no bytes, and hit the same whenever they run; times are those of one busy process.
+``--learn`` prints the lines of server/eviction/states/prior.txt instead.
+"""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from bench.lib import TRACES
+from bench.lib.report import Report, flags_of
+from bench.policy.hybrid import add_hybrid, make_states, print_prior
+from bench.policy.tiers import compare_writes
+from kvstore.cli.simulate import (
+    BlockLine,
+    BlockReplay,
+    BlockTrace,
+    Outcome,
+    Terms,
+    make_blocks,
+    read_trace,
+    replay_blocks,
+)
+from kvstore.proto.key_table import NO_ROW
+from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
+from kvstore.server.eviction.hit_density import HitDensityEviction
+from kvstore.server.eviction.policy import EvictionPolicy, Rows, make_policy
+from kvstore.server.eviction.states.cache import StateCache
+from kvstore.server.eviction.states.tree import HYBRID_7B
+
+CONVERSATION = "mooncake_conversation_trace"
+BARS = {"1%": 0.100, "5%": 0.224, "10%": 0.293, "25%": 0.354}
+"""Sizes, of the trace's footprint, and the least to be hit of the conversation trace."""
+DEFAULT = "hit_density"
+COSTS_SIZE = "5%"
+HINTS_SHARE = 0.05
+DISCARD, KEEP = 1, 2
+MEMORY_CHUNKS = 100_000
+STATE_PROMPTS = 5_000
+"""Each ends in a node of its own, and half of them part from the one before in another."""
+
+_HINT_SEED = 5
+_TOKEN_BYTES = 4
+_STATE_PROMPT_TOKENS = 24
+_PROMPT_CHUNKS = 16
+
+
+@lru_cache(maxsize=2)
+def read_blocks(trace: str) -> BlockTrace:
+    """Return a trace of the checkout by its file's stem."""
+    return make_blocks(read_trace(TRACES / f"{trace}.jsonl"))
+
+
+def block_lines(trace: str = CONVERSATION) -> list[BlockLine]:
+    """Return the requests of a trace of blocks."""
+    lines = read_trace(TRACES / f"{trace}.jsonl")
+    return [line for line in lines if isinstance(line, BlockLine)]
+
+
+def replay(trace: str, size: str, policy: str) -> Outcome:
+    """Replay a trace on a cache of *size*."""
+    return replay_blocks(read_blocks(trace), Terms(policy, size))
+
+
+def compare(report: Report, traces: Sequence[str]) -> None:
+    """The default beside LRU on each trace at each size."""
+    gaps = []
+    for trace in traces:
+        for size, bar in BARS.items():
+            ours, lru = (replay(trace, size, name).block_hit_rate for name in (DEFAULT, "lru"))
+            where = f"{trace} at {size}: {ours:.2%} to {lru:.2%}"
+            gaps.append((100 * (ours - lru), where))
+            report.note(trace, size, where)
+            if trace == CONVERSATION:
+                measured = f"blocks hit at {size} of the footprint; leaf-LRU {lru:.4f}"
+                key = f"mooncake_conversation_{size.rstrip('%')}pct"
+                report.add(key, ours, measured, f"at least {bar:.3f}")
+    report.add("worst_vs_lru", *min(gaps), "at least -0.5")
+
+
+def compare_all(report: Report) -> None:
+    """Compare on every trace."""
+    compare(report, sorted((path.stem for path in TRACES.glob("*.jsonl")), reverse=True))
+
+
+# --- what one bit from the engine is worth
+
+
+def add_hints(report: Report) -> None:
+    """Add what is hit without a hint of reuse, with one that is right mostly, and half the time.
+
+    The hint says of each prompt whether any of its blocks but the first, which all share, is
+    asked for later; it is flipped for a share of the prompts.
+    """
+    requests = block_lines()
+    none = second_half(requests, None)
+    useless = second_half(requests, flipped(requests, 0.5))
+    right = second_half(requests, flipped(requests, 0.1))
+    report.add("hint_90_5pct", right, "blocks hit, 5%, second half", "at least 0.319")
+    report.add("hint_none", none, "the same without a hint")
+    report.add("hint_50_cost", 100 * (none - useless), "points lost", "at most 1")
+
+
+def flipped(requests: Sequence[BlockLine], wrong: float) -> NDArray[np.bool_]:
+    """Return for each prompt whether it is used again, flipped for a share *wrong* of them."""
+    later: set[int] = set()
+    used = np.zeros(len(requests), np.bool_)
+    for at in range(len(requests) - 1, -1, -1):
+        blocks = requests[at].block_ids
+        used[at] = any(block in later for block in blocks[1:] or blocks)
+        later.update(blocks)
+    return used ^ (np.random.default_rng(_HINT_SEED).random(len(requests)) < wrong)
+
+
+def second_half(requests: Sequence[BlockLine], keeps: NDArray[np.bool_] | None) -> float:
+    """Return the share of blocks hit once the first half has taught how far to trust the hint."""
+    footprint = len({block for request in requests for block in request.block_ids})
+    history = AccessHistory(requests[0].block_tokens)
+    cache = BlockReplay(HitDensityEviction(history), history, int(HINTS_SHARE * footprint))
+    blocks = hits = 0
+    for at, request in enumerate(requests):
+        if at == len(requests) // 2:
+            blocks, hits = cache.blocks, cache.hit_blocks
+        reuse = 0 if keeps is None else KEEP if keeps[at] else DISCARD
+        full = request.input_tokens % request.block_tokens == 0
+        facts = InsertInfo(full, reuse=reuse, prompt_chunks=len(request.block_ids))
+        cache.request(request.block_ids, 1, request.time_s, facts)
+    return (cache.hit_blocks - hits) / (cache.blocks - blocks)
+
+
+# --- time for each eviction, memory for each chunk
+
+
+class TimedEviction(EvictionPolicy):
+    """A policy with a stopwatch: what it takes to name each victim and to remove it."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
+        self._named_s: deque[float] = deque()
+        self.spent_us = array("d")
+        """One figure a victim, in us."""
+
+    @override
+    def insert(self, row: int, parent: int, size_bytes: int, now_s: float) -> None:
+        self._policy.insert(row, parent, size_bytes, now_s)
+
+    @override
+    def insert_chain(self, rows: Rows, parent: int, size_bytes: int, now_s: float) -> None:
+        self._policy.insert_chain(rows, parent, size_bytes, now_s)
+
+    @override
+    def touch(self, rows: Rows, now_s: float) -> None:
+        self._policy.touch(rows, now_s)
+
+    @override
+    def remove(self, row: int) -> None:
+        started = time.perf_counter()
+        self._policy.remove(row)
+        if self._named_s:
+            spent_s = self._named_s.popleft() + time.perf_counter() - started
+            self.spent_us.append(1e6 * spent_s)
+
+    @override
+    def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
+        self._named_s.clear()
+        started = time.perf_counter()
+        for victim in self._policy.victims(keep, now_s):
+            self._named_s.append(time.perf_counter() - started)
+            yield victim
+            started = time.perf_counter()
+
+    @override
+    def __len__(self) -> int:
+        return len(self._policy)
+
+
+def eviction_us(trace: BlockTrace, policy: str, size: str) -> tuple[float, float, int]:
+    """Return the mean and the 99th percentile in us of evictions in a replay, and how many."""
+    history = AccessHistory(trace.block_tokens)
+    timed = TimedEviction(make_policy(policy, history))
+    replay_blocks(trace, Terms(policy, size), (timed, history))
+    spent = np.frombuffer(timed.spent_us) if timed.spent_us else np.zeros(1)
+    return float(spent.mean()), float(np.percentile(spent, 99)), len(timed.spent_us)
+
+
+def bytes_per_node(policy: str) -> float:
+    """Return Python's memory for each of many chunks: a policy's, and what is remembered."""
+    make_policy(policy, AccessHistory())  # what is imported for it
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        history = AccessHistory()
+        made = make_policy(policy, history)
+        for start in range(1, MEMORY_CHUNKS + 1, _PROMPT_CHUNKS):
+            rows = np.arange(start, start + _PROMPT_CHUNKS)
+            history.seen_chain(rows, NO_ROW, InsertInfo(flops=1e12), float(start))
+            made.insert_chain(rows, NO_ROW, 1 << 20, float(start))
+            history.requested(rows, len(rows), start + 1.0)
+            made.touch(rows, start + 1.0)
+        return (tracemalloc.get_traced_memory()[0] - before) / len(made)
+    finally:
+        tracemalloc.stop()
+
+
+def state_bytes_per_node(policy: str, held: bool) -> float:
+    """Return Python's memory for each node of a cache of states, all with a state or almost none.
+
+    What is remembered of evicted ones is in it, and what the rank knows. Left out are the token
+    ids of edges, four bytes each: they are what a node stands for, as the key of a chunk is.
+    """
+    model, each = HYBRID_7B, _STATE_PROMPT_TOKENS * HYBRID_7B.kv_bytes_per_token
+    states = 2 * STATE_PROMPTS if held else STATE_PROMPTS // 20
+    make_states(policy, model, 0)  # what is imported for it
+    rng = np.random.default_rng(1)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        cache = make_states(policy, model, states * (model.state_bytes + each))
+        assert isinstance(cache, StateCache)
+        for at in range(STATE_PROMPTS):
+            tokens = rng.integers(0, 32_000, _STATE_PROMPT_TOKENS).astype(np.int32)
+            tokens[:8] = at // 2
+            cache.request(tokens, len(tokens) - 4, float(at))
+        spent = tracemalloc.get_traced_memory()[0] - before
+        return (spent - _TOKEN_BYTES * cache.tree.tokens) / cache.tree.nodes
+    finally:
+        tracemalloc.stop()
+
+
+def add_costs(report: Report, trace: str = CONVERSATION) -> None:
+    """Time and memory."""
+    mean_us, p99_us, count = eviction_us(read_blocks(trace), DEFAULT, COSTS_SIZE)
+    where = f"{count} evictions of {DEFAULT}, {trace} at {COSTS_SIZE}: to name and to remove one"
+    report.add("evict_us_mean", mean_us, where, "at most 20")
+    report.add("evict_us_p99", p99_us, "the same", "at most 500")
+    node_bytes = bytes_per_node(DEFAULT)
+    report.add(
+        "bytes_per_node", node_bytes, f"of {DEFAULT}, with what is remembered", "at most 200"
+    )
+    found = {held: state_bytes_per_node(DEFAULT, held) for held in (True, False)}
+    what = f"of a cache of states, token ids left out; evicted ones {found[False]:.0f}"
+    report.add("state_bytes_per_node", max(found.values()), what, "at most 300")
+    speeds = {name: replay(trace, COSTS_SIZE, name).requests_per_s for name in (DEFAULT, "lru")}
+    measured = ", ".join(f"{name} {speed:.0f}" for name, speed in speeds.items())
+    report.add("blocks_per_s", min(speeds.values()), measured, "at least 200000")
+
+
+PARTS: dict[str, Callable[[Report], None]] = {
+    "lru": compare_all,
+    "hybrid": add_hybrid,
+    "hints": add_hints,
+    "tiers": lambda report: compare_writes(report, block_lines()),
+    "costs": add_costs,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Replay everything and print the report, or learn the prior."""
+    flags = flags_of(argv, __doc__, PARTS, learn="print the tables of the prior")
+    if flags.learn:
+        print_prior()
+        return
+    report = Report("policy")
+    for name in flags.only:
+        PARTS[name](report)
+    report.print(only_json=flags.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What security costs and what it holds."""

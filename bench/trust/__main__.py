@@ -1,0 +1,320 @@
+"""What security costs and what it holds: TLS, encryption, isolation of tenants, load, faults.
+
+Run ``python -m bench.trust``; ``--only NAME`` runs some parts.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from numpy.typing import NDArray
+
+from bench.lib.report import Report, flags_of, in_turns
+from bench.lib.workload import MODEL, SMALL, TINY, check, chunk_bytes, make_chunks, serving
+from bench.trust import load
+from kvstore.client import Access, Client, ClientOptions
+from kvstore.client.options import TransportName
+from kvstore.codecs.base import empty_tensors
+from kvstore.proto.types import (
+    ChunkKey,
+    KVLayout,
+    Model,
+)
+from kvstore.server.security.key_files import make_key, next_key, write_keys
+
+ROUNDS = 15
+LOOKUPS = 200
+LOOKUP_CHUNKS = 32
+
+DISK_CHUNKS = 16
+"""Of 8 MiB; the servers' memory holds half of them, so that each get reads the disk."""
+
+PROBES = 2000
+PROBE_CHUNKS = 512
+PROBE_TRIES = 9
+"""Times that each probe is sent; the shortest counts."""
+PROBE_PROMPTS = 20
+
+VICTIM_PROMPTS = 12
+"""Of one chunk of 1 MiB each: a bit less than the victim is guaranteed."""
+VICTIM_GETS = 400
+NOISE_CHUNKS = 300
+"""Chunks of 1 MiB that the neighbour puts meanwhile, at least."""
+
+
+class Tenants:
+    """API keys of some tenants, in a file that a server is started with."""
+
+    def __init__(self, folder: Path, *tenants: str) -> None:
+        made = [make_key(name, ("read", "write"), os.urandom, time.time()) for name in tenants]
+        self._keys = dict(zip(tenants, (text for text, _ in made), strict=True))
+        write_keys(folder / "api-keys", [row for _, row in made])
+        self.flags = ("--auth-keys", str(folder / "api-keys"))
+
+    def client(
+        self, tenant: str, address: str, model: Model,
+        transport: TransportName = "auto", ca: Path | None = None,
+    ) -> Client:  # fmt: skip
+        """Return a client of *tenant*, over TLS with *ca*."""
+        access = Access(ca=ca, token=self._keys[tenant])
+        address = address.replace("127.0.0.1", "localhost")
+        options = ClientOptions(transport, deadline_ms=20_000, access=access)
+        return Client(address, model, options)
+
+
+def own_certificate(folder: Path) -> tuple[str, ...]:
+    """Write a certificate for localhost that signs itself; return the server's flags."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    (folder / "server.crt").write_bytes(certificate.public_bytes(pem))
+    form, secret = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    (folder / "server.key").write_bytes(key.private_bytes(pem, form, secret))
+    (folder / "server.key").chmod(0o600)
+    return ("--tls-cert", str(folder / "server.crt"), "--tls-key", str(folder / "server.key"))
+
+
+def measure_tls(report: Report, folder: Path) -> None:
+    """Add ``tls_auth_cost_on_lookups``: the share of a lookup's time that both add, over gRPC."""
+    tenants = Tenants(folder, "acme")
+    with ExitStack() as stack:
+        memory = ("--tiers", "cpu", "--cpu", "64MiB")
+        secured = (*memory, *own_certificate(folder), *tenants.flags)
+        (folder / "plain").mkdir()
+        plain_address, _ = stack.enter_context(serving(*memory, disk=folder / "plain" / "d"))
+        address, _ = stack.enter_context(serving(*secured, disk=folder / "d"))
+        options = ClientOptions("grpc", deadline_ms=20_000)
+        plain = stack.enter_context(Client(plain_address, TINY, options))
+        ca = folder / "server.crt"
+        secure = stack.enter_context(tenants.client("acme", address, TINY, "grpc", ca))
+        works = []
+        for client in (plain, secure):
+            keys, chunks = make_chunks(client, LOOKUP_CHUNKS, seed=1)
+            client.put_chunks(chunks)
+            works.append(partial(_look_up, client, keys))
+        ratio, *taken_s = in_turns(works[0], works[1], ROUNDS)
+    figures = "{:.0f} us plain, {:.0f} with both".format(*(1e6 * s / LOOKUPS for s in taken_s))
+    report.add("tls_auth_cost_on_lookups", ratio - 1, figures, "at most 0.10")
+
+
+def _look_up(client: Client, keys: Sequence[ChunkKey]) -> float:
+    started = perf_counter()
+    ready = [client.lookup(keys=keys).ready for _ in range(LOOKUPS)]
+    taken_s = perf_counter() - started
+    assert ready == [LOOKUP_CHUNKS] * LOOKUPS
+    return taken_s
+
+
+def measure_encryption(report: Report, folder: Path) -> None:
+    """Add ``encryption_cost_on_disk_gets``: the share of a get's time that encryption adds.
+
+    Two servers, with and without keys, take turns; the page cache holds their files. Through gRPC
+    both do the same but for decrypting. Over shared memory a client of the plain one maps the file
+    itself, so that is a note alone.
+    """
+    keys_file = folder / "keys"
+    write_keys(keys_file, [next_key([], np.random.bytes, time.time())])
+    encrypted = ("--encryption-keys", str(keys_file))
+    names: dict[TransportName, str] = {"grpc": "encryption_cost_on_disk_gets", "shm": ""}
+    for transport, name in names.items():
+        with ExitStack() as stack:
+            (plain, size), (hidden, _) = (
+                stack.enter_context(_disk_gets(folder / f"{transport}-{len(f)}", transport, f))
+                for f in ((), encrypted)
+            )
+            ratio, *taken_s = in_turns(plain, hidden, ROUNDS)
+        figures = "{:.2f} GB/s plain, {:.2f} encrypted".format(*(size / s / 1e9 for s in taken_s))
+        if name:
+            report.add(name, ratio - 1, f"{figures}, through {transport}", "at most 0.15")
+        else:
+            report.note(f"disk gets, {transport}", f"{ratio - 1:.3f}", figures)
+
+
+@contextmanager
+def _disk_gets(
+    folder: Path, transport: TransportName, flags: Sequence[str]
+) -> Iterator[tuple[Callable[[], float], int]]:
+    """Yield gets of all chunks of a server, which return their seconds, and how many bytes."""
+    folder.mkdir()
+    memory = ("--cpu", "88MiB", "--limits", "cpu_slab_bytes=44MiB", "--policy", "lru")
+    disk = folder / "disk"
+    with (
+        serving(*memory, "--disk", f"1GiB:{disk}", *flags, disk=disk) as (address, _),
+        Client(address, MODEL, ClientOptions(transport, deadline_ms=20_000)) as client,
+    ):
+        made = [make_chunks(client, 1, seed) for seed in range(DISK_CHUNKS)]
+        keys = [key for some, _ in made for key in some]
+        chunks = [chunk for _, some in made for chunk in some]
+        for chunk in chunks:
+            client.put_chunks([chunk], durable=True)
+        out = [empty_tensors(KVLayout.of(MODEL, 256)) for _ in keys]
+
+        def get() -> float:
+            """Get one half and then the other, which takes its place in memory."""
+            started = perf_counter()
+            for half in (slice(0, DISK_CHUNKS // 2), slice(DISK_CHUNKS // 2, DISK_CHUNKS)):
+                assert len(client.get_chunks(keys[half], out[half])) == DISK_CHUNKS // 2
+            return perf_counter() - started
+
+        get()
+        check(chunks, out)
+        yield get, chunk_bytes(chunks)
+
+
+def measure_timing(report: Report, folder: Path) -> None:
+    """Add ``cross_tenant_auc`` and ``same_tenant_auc``: whether the time of a lookup tells what is
+    stored, to another tenant and, as the control, to the one who stored it.
+
+    Half of the probes are about prompts that the victim stored. The figure is the area under the
+    ROC curve; 0.5 tells nothing.
+    """
+    tenants = Tenants(folder, "victim", "curious")
+    with ExitStack() as stack:
+        flags = ("--tiers", "cpu", "--cpu", "256MiB", *tenants.flags)
+        address, _ = stack.enter_context(serving(*flags, disk=folder / "d"))
+        victim = stack.enter_context(tenants.client("victim", address, TINY))
+        curious = stack.enter_context(tenants.client("curious", address, TINY))
+        for seed in range(PROBE_PROMPTS):
+            victim.put_chunks(make_chunks(victim, PROBE_CHUNKS, seed)[1])
+        for name, client, bar in (
+            ("cross_tenant_auc", curious, "0.45 to 0.55"),
+            ("same_tenant_auc", victim, "far from 0.5: the control"),
+        ):
+            area, stored_us, other_us = _probe(client)
+            figures = f"median {stored_us:.0f} us stored, {other_us:.0f} us not; {PROBES} probes"
+            report.add(name, area, figures, bar)
+
+
+def _probe(client: Client) -> tuple[float, float, float]:
+    rng = np.random.default_rng(7)
+    is_stored = rng.permutation(np.arange(PROBES) % 2 == 0)
+    tokens = 256 * PROBE_CHUNKS
+    keys = {
+        seed: client.keys(np.random.default_rng(seed).integers(0, 1 << 31, tokens).tolist())
+        for seed in (*range(PROBE_PROMPTS), *range(10_000, 10_000 + PROBE_PROMPTS))
+    }
+    seeds = rng.integers(0, PROBE_PROMPTS, PROBES) + np.where(is_stored, 0, 10_000)
+    taken_us = np.empty(PROBES)
+    for at, seed in enumerate(seeds.tolist()):
+        taken_us[at] = min(_lookup_us(client, keys[seed]) for _ in range(PROBE_TRIES))
+    area = auc(taken_us[is_stored], taken_us[~is_stored])
+    return area, float(np.median(taken_us[is_stored])), float(np.median(taken_us[~is_stored]))
+
+
+def _lookup_us(client: Client, keys: Sequence[ChunkKey]) -> float:
+    started = perf_counter()
+    client.lookup(keys=keys)
+    return 1e6 * (perf_counter() - started)
+
+
+def auc(stored: NDArray[np.float64], others: NDArray[np.float64]) -> float:
+    """Return the chance that one of *stored* is larger than one of *others*; ties count half."""
+    ordered = np.sort(others)
+    below = np.searchsorted(ordered, stored, "left")
+    up_to = np.searchsorted(ordered, stored, "right")
+    return float((below + up_to).mean() / 2 / len(others))
+
+
+def measure_neighbour(report: Report, folder: Path) -> None:
+    """Add ``noisy_neighbour_hit_loss``: the share of its hits that a tenant within its guarantee
+    loses while another puts far more than fits.
+    """
+    tenants = Tenants(folder, "victim", "noisy")
+    with ExitStack() as stack:
+        flags = (
+            *("--tiers", "cpu", "--cpu", "36MiB", "--limits", "cpu_slab_bytes=6MiB"),
+            *("--tenant-quotas", "victim=18MiB:18MiB", *tenants.flags),
+        )
+        address, _ = stack.enter_context(serving(*flags, disk=folder / "d"))
+        victim = stack.enter_context(tenants.client("victim", address, SMALL))
+        noisy = stack.enter_context(tenants.client("noisy", address, SMALL))
+        _hit_share(victim)  # fills
+        alone = _hit_share(victim)
+        stop = threading.Event()
+        puts = [0]
+        noise = threading.Thread(target=_make_noise, args=(noisy, stop, puts))
+        noise.start()
+        shares = [_hit_share(victim)]
+        while puts[0] < NOISE_CHUNKS and noise.is_alive():
+            shares.append(_hit_share(victim))
+        beside = float(np.mean(shares))
+        stop.set()
+        noise.join()
+    figures = f"{alone:.3f} of lookups hit alone, {beside:.3f} beside {puts[0]} puts of another"
+    report.add("noisy_neighbour_hit_loss", 1 - beside / alone, figures, "at most 0.05")
+
+
+def _hit_share(client: Client) -> float:
+    """Get the victim's prompts, putting what is missing; return the share that was there."""
+    made = [make_chunks(client, 1, seed) for seed in range(VICTIM_PROMPTS)]
+    hits = 0
+    for number in np.random.default_rng(3).integers(0, VICTIM_PROMPTS, VICTIM_GETS).tolist():
+        keys, chunks = made[number]
+        if client.get_chunks(keys):
+            hits += 1
+        else:
+            client.put_chunks(chunks)
+    return hits / VICTIM_GETS
+
+
+def _make_noise(client: Client, stop: threading.Event, puts: list[int]) -> None:
+    seed = 1000
+    while not stop.is_set():
+        seed += 1
+        client.put_chunks(make_chunks(client, 1, seed)[1])
+        puts[0] += 1
+
+
+Part = Callable[[Report, Path], None]
+"""Measures, and adds to the report; has an empty folder for what it needs."""
+
+PARTS: dict[str, Part] = {
+    "tls": measure_tls,
+    "encryption": measure_encryption,
+    "timing": measure_timing,
+    "neighbour": measure_neighbour,
+    "load": load.measure_load,
+    "faults": load.measure_faults,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run what the flags name, and print it."""
+    options = flags_of(argv, __doc__, PARTS)
+    report = Report("trust")
+    for name in options.only:
+        print(f"trust: {name}", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory(prefix="kvstore-trust-") as folder:
+            PARTS[name](report, Path(folder))
+    report.print(only_json=options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,412 @@
+"""What a server holds: connections, lookups a second, goodput in overload; and what faults cost.
+
+The callers are threads of one process: on two cores they take about as much of the machine as the
+server, so the figures are of both. Engines on the server's host ask over its Unix socket, those on
+others through gRPC: both are measured. Overload is by gRPC, where whoever reaches the port may ask
+as fast as he can. Such callers are other machines: the server has half of the cores then, at its
+peak and when flooded, and they the rest. What is lost when they share all cores is told too.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import grpc
+import numpy as np
+
+from bench.lib import ROOT
+from bench.lib.report import Report
+from bench.lib.workload import TINY, make_chunks, serving
+from kvstore.cli.demo.demo import ServerChild
+from kvstore.client import Client, ClientOptions
+from kvstore.client.options import TransportName
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import QuotaExceededError
+from kvstore.proto.messages import as_message
+from kvstore.proto.types import ROOT as FIRST
+from kvstore.proto.types import ChunkInfo, ChunkKey, Component, DType, KVLayout, LayerKind
+from kvstore.tiers.disk import DiskTier, file_bytes_for
+
+IDLE = 1000
+ACTIVE = 64
+KEYS = 32
+STEADY_PER_S = 1000
+STEADY_S = 6.0
+PEAK_CALLERS = 16
+HEAVY_KEYS = 1024
+"""Of a lookup that costs the server far more than its caller."""
+PEAK_S = 4.0
+OVERLOAD = 3
+OVERLOADS = 5
+OVERLOAD_S = 3.0
+DEADLINES_S = {"overload_goodput": 1.0, "overload_goodput_half_s": 0.5}
+SHARED_KEY = "overload_goodput_shared"
+"""Goodput within a second where the callers take the server's cores from it."""
+SERVICE = "/kvstore.v1.KVStore/"
+_WAYS: dict[TransportName, tuple[str, str]] = {
+    "shm": ("", f"{ACTIVE} Unix sockets beside {IDLE} idle connections"),
+    "grpc": ("grpc_", f"{ACTIVE} gRPC connections beside {IDLE} idle ones"),
+}
+"""What the figures of a transport begin with, and who asks."""
+
+
+class Caller:
+    """A bare gRPC connection with a session, for idle ones and for more than is reasonable."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+        self._lookup = self._method("Lookup")
+        message = pb.OpenSessionRequest(representation=as_message(pb.Representation, TINY))
+        reply = self._method("OpenSession")(message.SerializeToString(), timeout=60)
+        self._session_id = pb.OpenSessionResponse.FromString(reply).session_id
+
+    def _method(self, name: str) -> Any:
+        """Return a method that takes and returns bytes as they are."""
+        return self._channel.unary_unary(SERVICE + name, None, None)
+
+    def question(self, keys: Sequence[ChunkKey]) -> bytes:
+        """Return the bytes of a lookup of *keys*."""
+        digests = b"".join(key[16:] for key in keys)
+        return pb.LookupRequest(session_id=self._session_id, digests=digests).SerializeToString()
+
+    def begin(self, question: bytes, timeout_s: float, done: Callable[[bool], None]) -> None:
+        """Ask; *done* is told whether an answer came in time."""
+        call = self._lookup.future(question, timeout=timeout_s)
+        call.add_done_callback(lambda call: done(call.code() is grpc.StatusCode.OK))
+
+    def look_up(self, question: bytes) -> bool:
+        """Ask and wait; False for anything but an answer."""
+        try:
+            self._lookup(question, timeout=20)
+        except grpc.RpcError:
+            return False
+        return True
+
+    def is_alive(self) -> bool:
+        """Whether the session still answers."""
+        request = pb.HeartbeatRequest(session_id=self._session_id).SerializeToString()
+        try:
+            self._method("Heartbeat")(request, timeout=20)
+        except grpc.RpcError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Hang up."""
+        self._channel.close()
+
+
+def measure_load(report: Report, folder: Path) -> None:
+    """Add ``idle_connections``, ``lookups_per_s`` and ``lookup_p99_ms``, both once more with
+    ``grpc_`` before it, the keys of DEADLINES_S and SHARED_KEY.
+    """
+    with ExitStack() as stack:
+        flags = ["--tiers", "cpu", "--cpu", "256MiB", "--max-sessions", "2048"]
+        flags += ["--limits", "session_ttl_ms=600000"]
+        address, pid = stack.enter_context(serving(*flags, disk=folder / "d"))
+        keys = _stored(address)
+        with ThreadPoolExecutor(32) as threads:
+            idle = list(threads.map(Caller, [address] * IDLE))
+        for one in idle:
+            stack.callback(one.close)
+        gc.freeze()  # a thousand callers are one process here: their collector stops all of them
+        stack.callback(gc.unfreeze)
+        for transport in ("shm", "grpc"):
+            _lookups(report, address, transport, keys[:KEYS])
+        _overload(report, address, keys, pid)
+        alive = sum(one.is_alive() for one in idle)
+        report.add("idle_connections", alive, f"sessions that still answer, of {IDLE}", "1000")
+
+
+def _stored(address: str) -> list[ChunkKey]:
+    """Put the chunks that lookups are about, and return their keys."""
+    with Client(address, TINY, ClientOptions("grpc", deadline_ms=20_000)) as client:
+        keys, chunks = make_chunks(client, HEAVY_KEYS, seed=1)
+        client.put_chunks(chunks)
+    return keys
+
+
+def _lookups(
+    report: Report, address: str, transport: TransportName, keys: Sequence[ChunkKey]
+) -> None:
+    options = ClientOptions(transport, deadline_ms=20_000, staging_bytes=1 << 20, copy_threads=1)
+    with ExitStack() as stack:
+        clients = [stack.enter_context(Client(address, TINY, options)) for _ in range(ACTIVE)]
+        asks = [lambda client=client: _is_found(client, keys) for client in clients]
+        _closed(asks, 1.0)
+        times = _steady(asks, STEADY_PER_S, STEADY_S)
+        most = _closed(asks, PEAK_S)
+    prefix, shape = _WAYS[transport]
+    p99_ms = float(np.percentile(times, 99)) if times else float("nan")
+    rate = len(times) / STEADY_S
+    report.add(
+        f"{prefix}lookup_p99_ms", p99_ms, f"{KEYS} keys, {rate:.0f}/s, {shape}", "50 at most"
+    )
+    told = f"of {KEYS} keys, as fast as answered, {shape}"
+    report.add(f"{prefix}lookups_per_s", most, told, "1000")
+
+
+def _is_found(client: Client, keys: Sequence[ChunkKey]) -> bool:
+    """Whether a lookup found all; a server that has too much to do may refuse it."""
+    try:
+        return client.lookup(keys=keys).ready == len(keys)
+    except QuotaExceededError:
+        return False
+
+
+def _steady(asks: Sequence[Callable[[], bool]], per_s: float, length_s: float) -> list[float]:
+    """Ask at a rate, late or not, and return how long each answer took since it was due, in ms."""
+    times: list[float] = []
+    started = time.perf_counter() + 0.1
+
+    def work(number: int) -> None:
+        for turn in range(int(per_s * length_s / len(asks))):
+            due = started + (turn * len(asks) + number) / per_s
+            time.sleep(max(0.0, due - time.perf_counter()))
+            if asks[number]():
+                times.append(1000 * (time.perf_counter() - due))
+
+    _together(work, len(asks))
+    return times
+
+
+def _closed(asks: Sequence[Callable[[], bool]], length_s: float) -> float:
+    """Have each caller ask again when it was answered; return good answers a second."""
+    good = [0] * len(asks)
+    stop = time.perf_counter() + length_s
+
+    def work(number: int) -> None:
+        while time.perf_counter() < stop:
+            good[number] += asks[number]()
+
+    _together(work, len(asks))
+    return sum(good) / length_s
+
+
+def _together(work: Callable[[int], None], count: int) -> None:
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _overload(report: Report, address: str, keys: Sequence[ChunkKey], pid: int) -> None:
+    """Add the keys of DEADLINES_S and SHARED_KEY; *pid* is the server's."""
+    with ExitStack() as stack:
+        callers = [Caller(address) for _ in range(PEAK_CALLERS)]
+        for caller in callers:
+            stack.callback(caller.close)
+        heavy = [caller.question(keys) for caller in callers]
+        with _cores_apart(pid):
+            for key, deadline_s in DEADLINES_S.items():
+                _goodput(report, key, callers, heavy, deadline_s)
+        _goodput(report, SHARED_KEY, callers, heavy, 1.0)
+
+
+@contextmanager
+def _cores_apart(pid: int) -> Iterator[None]:
+    """Leave half of the cores to the process *pid*, the rest to this one; one core is both's."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    try:
+        if half:
+            _keep_to(cores[:half], pid)
+            _keep_to(cores[half:], os.getpid())
+        yield
+    finally:
+        for process in (pid, os.getpid()):
+            _keep_to(cores, process)
+
+
+def _keep_to(cores: Sequence[int], pid: int) -> None:
+    """Have all threads of a process run on *cores*; those to come inherit it."""
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread), cores)
+
+
+def _goodput(
+    report: Report, key: str, callers: Sequence[Caller], heavy: Sequence[bytes], deadline_s: float
+) -> None:
+    """Ask for as much as is answered and for three times that in turns: one machine does both
+    sides, and what it has to give changes from second to second.
+    """
+    asks = [lambda n=n: callers[n].look_up(heavy[n]) for n in range(len(callers))]
+    _closed(asks, 1.0)
+    shares, times_as_many, peaks = [], [], [_closed(asks, OVERLOAD_S)]
+    for _ in range(OVERLOADS):
+        per_s, good_per_s = _flood(callers, heavy, OVERLOAD * peaks[-1], deadline_s)
+        peaks.append(_closed(asks, OVERLOAD_S))
+        beside = (peaks[-2] + peaks[-1]) / 2
+        shares.append(good_per_s / beside)
+        times_as_many.append(per_s / beside)
+    text = (
+        f"of {median(peaks):.0f} lookups/s of {HEAVY_KEYS} keys, at "
+        f"{median(times_as_many):.1f} times as many, answered within {deadline_s:g} s; "
+        f"{OVERLOADS} turns, {min(shares):.2f} to {max(shares):.2f}"
+    )
+    against = "reported" if key == SHARED_KEY else "0.8 at least"
+    report.add(key, median(shares), text, against)
+
+
+def _flood(
+    callers: Sequence[Caller], questions: Sequence[bytes], rate: float, deadline_s: float
+) -> tuple[float, float]:
+    """Ask at *rate* whatever is answered; return what was asked, and well answered, a second.
+
+    Answers count while it is asked: what is left then would be answered without any overload.
+    """
+    asked, good, started = int(rate * OVERLOAD_S), [0], time.perf_counter()
+
+    def done(is_good: bool) -> None:
+        good[0] += is_good
+
+    for turn in range(asked):
+        time.sleep(max(0.0, started + turn / rate - time.perf_counter()))
+        number = turn % len(callers)
+        callers[number].begin(questions[number], deadline_s, done)
+    length_s, answered = time.perf_counter() - started, good[0]
+    time.sleep(deadline_s)
+    return asked / length_s, answered / length_s
+
+
+# --- faults: a minute of the soak, restarts by what a disk holds, and clients that die
+
+MINUTES = 10.0
+FRAME_BYTES = 256 << 10
+HELD_CHUNKS = 8192
+DEATHS = 5
+SOAK_KEYS = (
+    "wrong_bytes", "verified_reads", "memory_slope_percent_per_h", "get_deadline_overrun_ms",
+)  # fmt: skip
+
+
+SOAK = """
+import runpy, sys
+sys.path[:0] = ["src", "tests"]
+sys.argv = {arguments!r}
+runpy.run_path({program!r}, run_name="__main__")
+"""
+"""What runs the soak from the checkout's root."""
+
+
+def measure_faults(report: Report, folder: Path) -> None:
+    """Add what the soak says, ``restart_s_per_10gb`` and ``client_death_reclaim_s``."""
+    _soak(report)
+    _restart(report, folder)
+    _deaths(report, folder)
+
+
+def _soak(report: Report) -> None:
+    program = ROOT / "tests" / "faults" / "soak.py"
+    if not program.exists():
+        report.skip(SOAK_KEYS, "its programs are in tests/faults of a checkout")
+        return
+    arguments = ["soak", "--minutes", str(MINUTES), "--seed", "1"]
+    done = subprocess.run(
+        [sys.executable, "-c", SOAK.format(program=str(program), arguments=arguments)],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=60 * MINUTES + 300,
+    )  # fmt: skip
+    try:
+        figures = json.loads(done.stdout.splitlines()[-1])["soak"]
+    except (ValueError, IndexError, KeyError):
+        report.skip(SOAK_KEYS, f"the soak ended with {done.returncode}: {done.stderr[-200:]}")
+        return
+    text = f"{MINUTES:g} min, {figures['faults']} faults, {figures['client_kills']} kills"
+    for key in SOAK_KEYS:
+        report.add(key, figures[key], text)
+
+
+def _restart(report: Report, folder: Path) -> None:
+    """Time the start of a server over a full disk tier, less that of an empty one."""
+    size = HELD_CHUNKS * (FRAME_BYTES + 4096) + (64 << 20)
+    times = []
+    for name, chunks in (("none", 0), ("full", HELD_CHUNKS)):
+        place = folder / name
+        place.mkdir()
+        _fill(place / "disk", size, chunks)
+        child = ServerChild(place, ["--tiers", "cpu,disk", "--cpu", "64MiB", "--disk",
+                                    f"{size}:{place / 'disk'}"])  # fmt: skip
+        best = float("inf")
+        for _ in range(3):
+            started = time.perf_counter()
+            child.start()
+            best = min(best, time.perf_counter() - started)
+            assert f"recovered_chunks={chunks}" in child.greeting
+            child.kill()
+        times.append(best)
+    held = HELD_CHUNKS * FRAME_BYTES
+    text = f"{HELD_CHUNKS} chunks of 256 KiB found again, beyond an empty start of {times[0]:.2f} s"
+    report.add("restart_s_per_10gb", (times[1] - times[0]) * 10e9 / held, text, "5 at most")
+
+
+def _fill(path: Path, size_bytes: int, chunks: int) -> None:
+    """Seal chunks without bytes: a start reads none."""
+    tier = DiskTier((path, size_bytes), file_bytes=file_bytes_for(size_bytes, 64 << 20))
+    layout = KVLayout((Component(LayerKind.attention, DType.bfloat16, 1, 1, 8, 256),))
+    for number in range(chunks):
+        key = ChunkKey(os.urandom(32))
+        reservation = tier.reserve(ChunkInfo(key, FIRST, layout, 0, FRAME_BYTES))
+        tier.seal(reservation, durable=number == chunks - 1)
+    tier.close()
+
+
+HOLD = """
+import sys, time
+from bench.lib.workload import TINY, make_chunks
+from kvstore.client import Client, ClientOptions
+
+client = Client(sys.argv[1], TINY, ClientOptions("shm", deadline_ms=20_000))
+keys, _ = make_chunks(client, 8, seed=1)
+leases = [client.lease(keys=keys) for _ in range(50)]
+assert len(leases[0].get()) == 8
+print("holding", flush=True)
+time.sleep(600)
+"""
+
+
+def _deaths(report: Report, folder: Path) -> None:
+    place = folder / "deaths"
+    place.mkdir()
+    slowest = 0.0
+    options = ClientOptions("grpc", deadline_ms=20_000)
+    with ExitStack() as stack:
+        child = stack.enter_context(ServerChild(place, ["--tiers", "cpu", "--cpu", "64MiB"]))
+        client = stack.enter_context(Client(child.address, TINY, options))
+        _, chunks = make_chunks(client, 8, seed=1)
+        client.put_chunks(chunks)
+        for _ in range(DEATHS):
+            with _holder(child.address) as process:
+                process.kill()
+                started = time.perf_counter()
+                while client.status().leases:
+                    time.sleep(0.002)
+                slowest = max(slowest, time.perf_counter() - started)
+    text = f"the slowest of {DEATHS} killed clients with 50 leases each"
+    report.add("client_death_reclaim_s", slowest, text, "2 at most")
+
+
+@contextmanager
+def _holder(address: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", HOLD, address]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "holding\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
