@@ -77,13 +77,12 @@ def test_a_folder_without_a_model_is_refused_with_what_it_lacks_and_what_to_give
         "model.safetensors": "",
         "tokenizer.json": "",
     }
-    for number, (change, absent) in enumerate(
-        (
-            ({"config.json": "[]"}, "no config.json"),
-            ({"model.safetensors": None}, "no weights (*.safetensors or *.bin)"),
-            ({"tokenizer.json": None}, "no tokenizer (tokenizer*)"),
-        )
-    ):
+    lacking: list[tuple[dict[str, str | None], str]] = [
+        ({"config.json": "[]"}, "no config.json"),
+        ({"model.safetensors": None}, "no weights (*.safetensors or *.bin)"),
+        ({"tokenizer.json": None}, "no tokenizer (tokenizer*)"),
+    ]
+    for number, (change, absent) in enumerate(lacking):
         folder = tmp_path / str(number)
         folder.mkdir()
         for name, content in (files | change).items():

@@ -161,6 +161,8 @@ def test_a_store_that_became_slow_is_given_time_until_it_is_found_to_be_so() -> 
         waited.append(planner.wait_s(100, 1000))
         planner.observe_load(1000, waited[-1])
     assert waited == [pytest.approx(one) for one in (0.14, 0.38, 0.5, 0.5)]
-    for _ in range(12):
+    planner.observe_load(1000, 0.02)
+    assert planner.wait_s(100, 1000) == pytest.approx(0.5), "one quick load does not undo that"
+    for _ in range(11):
         planner.observe_load(1000, 0.02)
     assert planner.wait_s(100, 1000) < 0.2, "and quick again"
