@@ -22,11 +22,8 @@ from helpers.local_server import LocalServer
 from helpers.prompts import tokens
 
 from kvstore.client import Client
-from kvstore.client.blend.plan import (
-    SegmentRange,
-    resolution_from_message,
-    segments_to_messages,
-)
+from kvstore.client.blend.plan import SegmentRange
+from kvstore.client.segments import resolution_from_message, segments_to_messages
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 
