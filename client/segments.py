@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
-from types import TracebackType
 
-from kvstore.client.blend.plan import (
-    NamedChunk,
-    NamedSegment,
-    resolution_from_message,
-    segments_to_messages,
-)
+from kvstore.client.blend.plan import NamedChunk, NamedSegment
 from kvstore.client.chunk import LayerTensors
 from kvstore.client.chunk_reads import ChunkRequest, read_layers
 from kvstore.client.decode import Layer, fresh, given
@@ -21,22 +15,22 @@ from kvstore.client.forks import FORKS
 from kvstore.client.server_link import LeftMs, ServerLink, batches
 from kvstore.client.transports.base import Transport
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto import messages
 from kvstore.proto.blend import (
     MAX_ASKED_CHUNKS,
     GateView,
     Resolution,
+    ResolvedChunk,
     ResolvedSegment,
     Variant,
     check_tag,
 )
-from kvstore.proto.errors import InvalidRequestError, ModelError
+from kvstore.proto.errors import InvalidRequestError, KVStoreError, ModelError
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.keys import chunk_key
-from kvstore.proto.messages import accuracy_number, engine_to_message
+from kvstore.proto.messages import accuracy_number, as_message, as_value, engine_to_message
 from kvstore.proto.plans import EngineTerms, PrefillModel
 from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.types import Accuracy
+from kvstore.proto.types import DIGEST_BYTES, Accuracy
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +150,7 @@ class SegmentMatch:
     def __enter__(self) -> SegmentMatch:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -210,9 +199,60 @@ def report_reuse(link: ServerLink, report: pb.ReportReuseRequest) -> GateView:
         for part in _parts(report, _most(transport)):
             part.session_id = transport.session.terms.session_id
             reply = transport.calls.call("ReportReuse", part, left_ms(), pb.ReportReuseResponse)
-        return messages.as_value(GateView, reply.gate)
+        return as_value(GateView, reply.gate)
 
     return link.run(work)
+
+
+def segments_to_messages(segments: Iterable[NamedSegment]) -> list[pb.PromptSegment]:
+    """Return the protobuf form of *segments*."""
+    return [
+        as_message(
+            pb.PromptSegment,
+            one,
+            chains=b"".join(chunk.digest for chunk in one.chunks),
+            contents=b"".join(chunk.content for chunk in one.chunks),
+            tokens=[chunk.tokens for chunk in one.chunks],
+        )
+        for one in segments
+    ]
+
+
+def resolution_from_message(
+    message: pb.ResolveResponse, asked: Sequence[NamedSegment]
+) -> Resolution:
+    """Return the answer about the segments *asked* for. Raises KVStoreError if it is none."""
+    names = tuple(message.tier_names)
+    try:
+        pairs = zip(message.segments, asked, strict=True)
+        segments = tuple(_segment(one, wanted, names) for one, wanted in pairs)
+        return as_value(Resolution, message, segments=segments)
+    except (ValueError, IndexError) as error:
+        raise KVStoreError(f"the server's answer about segments is damaged: {error}") from None
+
+
+def _segment(
+    message: pb.ResolvedSegment, asked: NamedSegment, names: Sequence[str]
+) -> ResolvedSegment:
+    chunks = []
+    for one, chunk in zip(message.chunks, asked.chunks, strict=True):
+        if len(one.priority) not in (0, chunk.tokens):
+            raise ValueError(f"{len(one.priority)} priorities for {chunk.tokens} tokens")
+        variants = tuple(_variant(variant, names) for variant in one.variants)
+        if one.exact and [variant.digest for variant in variants] != [chunk.digest]:
+            raise ValueError("an exact chunk of another name")
+        if variants and not (one.exact or asked.approximate):
+            raise ValueError("variants where none were asked for")
+        chunks.append(ResolvedChunk(one.exact, variants, one.priority))
+    if not 0 <= message.ratio <= 1:
+        raise ValueError(f"ratio {message.ratio}")
+    return ResolvedSegment(tuple(chunks), message.ratio, message.load_ms, message.recompute_ms)
+
+
+def _variant(message: pb.Variant, names: Sequence[str]) -> Variant:
+    if len(message.digest) != DIGEST_BYTES or len(message.parent) != DIGEST_BYTES:
+        raise ValueError("a digest of another length")
+    return as_value(Variant, message, tier=names[message.tier])
 
 
 def segment_batches(segments: Sequence[NamedSegment], limit: int) -> list[list[NamedSegment]]:

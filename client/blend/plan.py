@@ -1,20 +1,16 @@
-"""What is blended: a prompt's segments, how they are named and found, and the plan made of them."""
+"""What is blended: a prompt's segments, how they are named, and the plan made of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import MAX_SEGMENTS as MAX_RESOLVED
-from kvstore.proto.blend import Resolution, ResolvedChunk, ResolvedSegment, Variant
-from kvstore.proto.errors import InvalidRequestError, KVStoreError
+from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.keys import chain_digest, check_chunk_tokens, content_digest, tokens_le32
-from kvstore.proto.messages import as_message, as_value
 from kvstore.proto.types import (
     DEFAULT_CHUNK_TOKENS,
-    DIGEST_BYTES,
     MAX_CHUNK_TOKENS,
     MIN_CHUNK_TOKENS,
     ROOT,
@@ -166,7 +162,7 @@ def _check_share(field_name: str, value: float) -> None:
         raise InvalidRequestError(field_name, value, "a share is from 0 to 1")
 
 
-# --- segments as the store finds them
+# --- segments as the store names them
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,54 +262,3 @@ def _cuts(start: int, stop: int, chunk_tokens: int) -> list[tuple[int, int]]:
         if stop - joined <= MAX_CHUNK_TOKENS:
             cuts[-2:] = [(joined, stop)]
     return cuts
-
-
-def segments_to_messages(segments: Iterable[NamedSegment]) -> list[pb.PromptSegment]:
-    """Return the protobuf form of *segments*."""
-    return [
-        as_message(
-            pb.PromptSegment,
-            one,
-            chains=b"".join(chunk.digest for chunk in one.chunks),
-            contents=b"".join(chunk.content for chunk in one.chunks),
-            tokens=[chunk.tokens for chunk in one.chunks],
-        )
-        for one in segments
-    ]
-
-
-def resolution_from_message(
-    message: pb.ResolveResponse, asked: Sequence[NamedSegment]
-) -> Resolution:
-    """Return the answer about the segments *asked* for. Raises KVStoreError if it is none."""
-    names = tuple(message.tier_names)
-    try:
-        pairs = zip(message.segments, asked, strict=True)
-        segments = tuple(_segment(one, wanted, names) for one, wanted in pairs)
-        return as_value(Resolution, message, segments=segments)
-    except (ValueError, IndexError) as error:
-        raise KVStoreError(f"the server's answer about segments is damaged: {error}") from None
-
-
-def _segment(
-    message: pb.ResolvedSegment, asked: NamedSegment, names: Sequence[str]
-) -> ResolvedSegment:
-    chunks = []
-    for one, chunk in zip(message.chunks, asked.chunks, strict=True):
-        if len(one.priority) not in (0, chunk.tokens):
-            raise ValueError(f"{len(one.priority)} priorities for {chunk.tokens} tokens")
-        variants = tuple(_variant(variant, names) for variant in one.variants)
-        if one.exact and [variant.digest for variant in variants] != [chunk.digest]:
-            raise ValueError("an exact chunk of another name")
-        if variants and not (one.exact or asked.approximate):
-            raise ValueError("variants where none were asked for")
-        chunks.append(ResolvedChunk(one.exact, variants, one.priority))
-    if not 0 <= message.ratio <= 1:
-        raise ValueError(f"ratio {message.ratio}")
-    return ResolvedSegment(tuple(chunks), message.ratio, message.load_ms, message.recompute_ms)
-
-
-def _variant(message: pb.Variant, names: Sequence[str]) -> Variant:
-    if len(message.digest) != DIGEST_BYTES or len(message.parent) != DIGEST_BYTES:
-        raise ValueError("a digest of another length")
-    return as_value(Variant, message, tier=names[message.tier])

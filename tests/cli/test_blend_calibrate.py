@@ -1,4 +1,4 @@
-"""`kvstore blend calibrate` with models, against a real server: what opens, and what does not."""
+"""`kvstore blend calibrate` with models at a real server, and gates as status shows them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.kvstore_command import Kvstore
 from helpers.local_server import LocalServer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from kvstore.cli.__main__ import main
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.server.blending import gates
 from kvstore.server.blending.gates import TRIALS
 
 TINYLM = Path(__file__).parents[2] / "data" / "tinylm"
+Calibrate = Callable[..., tuple[int, str]]
 SMALL_PROMPTS = ("--documents", "2", "--document-tokens", "16", "--question-tokens", "8")
 WORDS = ["the", "house", "of", "Morven", "was", "built", "by", "Selma", "in", "May", "and", "sold"]
 
@@ -62,13 +64,23 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def calibrate(server: LocalServer, model: Path, text: Path | None, *more: str) -> int:
-    """Run the command; return its status."""
-    command = ["blend", "calibrate", str(model), "--tag", "rag"]
-    command += [] if text is None else ["--text", str(text)]
-    with pytest.raises(SystemExit) as ended:
-        main([*command, "--address", server.address, *more])
-    return int(ended.value.code or 0)
+@pytest.fixture
+def calibrate(kvstore: Kvstore) -> Calibrate:
+    """Run the command at a server on a model; return its status and what it printed."""
+
+    def run(server: LocalServer, model: Path, *more: object) -> tuple[int, str]:
+        at = ("--tag", "rag", "--address", server.address)
+        told = kvstore("blend", "calibrate", model, *at, *more)
+        return told.status, told.out + told.err
+
+    return run
+
+
+@pytest.fixture
+def few_trials(monkeypatch: pytest.MonkeyPatch) -> int:
+    """So many open a gate."""
+    monkeypatch.setattr(gates, "TRIALS", 4)
+    return 4
 
 
 def gate_of(server: LocalServer) -> pb.Gate:
@@ -78,26 +90,35 @@ def gate_of(server: LocalServer) -> pb.Gate:
     return gate
 
 
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_model(tmp_path / "model", looks_around=False)
+
+
 def test_a_model_that_blends_well_has_its_gate_opened(
-    server: LocalServer, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+    server: LocalServer, calibrate: Calibrate, model: Path, text: Path, kvstore: Kvstore
 ) -> None:
-    model = make_model(tmp_path / "model", looks_around=False)
-    assert calibrate(server, model, text, *SMALL_PROMPTS) == 0
+    shown = kvstore("status", server.address, "--all").out
+    assert ("rag" in shown, "blend_resolves" in shown) == (False, True)
+    status, shown = calibrate(server, model, "--text", text, *SMALL_PROMPTS)
+    assert (status, "open at ratio 0.300" in shown) == (0, True)
     gate = gate_of(server)
     assert (gate.open, gate.calibrated, gate.shadows) == (True, True, 0)
     assert gate.ratio == pytest.approx(0.3)
     assert gate.agreement > 0.95
     assert server.counter("blend_shadows") == TRIALS
-    assert "open at ratio 0.300" in capsys.readouterr().out
     assert server.usage().tiers[0][1].chunks == 0, "what was stored for trials is deleted"
+    assert "tag rag: open at ratio 0.3" in kvstore("status", server.address, "--all").out
+    [told] = json.loads(kvstore("status", server.address, "--json").out)["gates"]
+    assert (told["tag"], told["open"], told["agreement"]) == ("rag", True, gate.agreement)
 
 
 def test_a_model_that_blends_badly_stays_closed(
-    make_server: Callable[..., LocalServer], tmp_path: Path, text: Path
+    make_server: Callable[..., LocalServer], calibrate: Calibrate, tmp_path: Path, text: Path
 ) -> None:
     server = make_server("--limits", "blend_ratio=0.6")
     model = make_model(tmp_path / "model", looks_around=True)
-    assert calibrate(server, model, text, *SMALL_PROMPTS) == 1
+    assert calibrate(server, model, "--text", text, *SMALL_PROMPTS)[0] == 1
     gate = gate_of(server)
     assert not gate.open
     assert gate.why.startswith("closed at 0.6")
@@ -105,54 +126,53 @@ def test_a_model_that_blends_badly_stays_closed(
     assert server.counter("blend_shadows") == TRIALS <= 200
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return make_model(tmp_path / "model", looks_around=False)
-
-
 def exact_chunks_of_trials(server: LocalServer) -> float:
     """How many chunks of a trial's prompt were there as it has them."""
     return server.counter("blend_exact_chunks") / server.counter("blend_shadows")
 
 
+@pytest.mark.usefixtures("few_trials")
 def test_prompts_begin_with_the_prefix_that_is_given(
-    server: LocalServer, model: Path, text: Path, tmp_path: Path
+    server: LocalServer, calibrate: Calibrate, model: Path, text: Path, tmp_path: Path
 ) -> None:
     """It is all that is exact."""
     prefix = tmp_path / "system"
     prefix.write_text(" ".join(WORDS * 3))
     chunks = len(AutoTokenizer.from_pretrained(model)(prefix.read_text())["input_ids"]) // 16
     assert chunks > 1
-    assert calibrate(server, model, text, *SMALL_PROMPTS, "--prefix", str(prefix)) == 0
+    assert calibrate(server, model, "--text", text, *SMALL_PROMPTS, "--prefix", prefix)[0] == 0
     assert exact_chunks_of_trials(server) == chunks
 
 
+@pytest.mark.usefixtures("few_trials")
 def test_prompts_of_a_model_without_bos_begin_with_the_texts_first_tokens(
-    server: LocalServer, model: Path, text: Path
+    server: LocalServer, calibrate: Calibrate, model: Path, text: Path
 ) -> None:
     settings = model / "tokenizer_config.json"
     named = json.loads(settings.read_text())
     settings.write_text(json.dumps({**named, "bos_token": None}))
-    assert calibrate(server, model, text, *SMALL_PROMPTS) == 0
+    assert calibrate(server, model, "--text", text, *SMALL_PROMPTS)[0] == 0
     assert exact_chunks_of_trials(server) == 1
 
 
 def test_prompts_are_those_of_the_questions_that_are_given(
-    server: LocalServer, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: LocalServer, calibrate: Calibrate, model: Path, tmp_path: Path, few_trials: int
 ) -> None:
     documents = [" ".join(WORDS * times) for times in (2, 3, 4)]
     row = json.dumps({"documents": documents, "question": "Who built the house?"})
     questions = tmp_path / "questions"
     questions.write_text(f"{row}\n\n{row}\n")
-    assert calibrate(server, model, None, "--questions", str(questions)) == 0
-    assert gate_of(server).open
-    assert "open at ratio 0.300" in capsys.readouterr().out
-    assert server.counter("blend_variant_chunks") >= 2 * TRIALS
+    status, shown = calibrate(server, model, "--questions", questions)
+    assert (status, gate_of(server).open, "open at ratio 0.300" in shown) == (0, True, True)
+    assert server.counter("blend_variant_chunks") >= 2 * few_trials
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_what_cannot_be_tried_is_refused_by_name(
+    server: LocalServer, calibrate: Calibrate, model: Path, tmp_path: Path
+) -> None:
+    questions = tmp_path / "questions"
+    good = '{"documents": ["one", "two"], "question": "which?"}'
+    for line in (
         "{",
         "[]",
         '{"documents": ["one", "two"]}',
@@ -160,28 +180,18 @@ def test_prompts_are_those_of_the_questions_that_are_given(
         '{"documents": ["one", ""], "question": "which?"}',
         '{"documents": [1, 2], "question": "which?"}',
         '{"documents": ["one", "two"], "question": null}',
-    ],
-)
-def test_a_line_that_is_no_question_is_refused_by_its_number(
-    server: LocalServer, model: Path, tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    questions = tmp_path / "questions"
-    questions.write_text(f'{{"documents": ["one", "two"], "question": "which?"}}\n{line}\n')
-    assert calibrate(server, model, None, "--questions", str(questions)) == 2
-    assert "questions=line 2" in capsys.readouterr().err.replace("'", "")
-
-
-def test_a_file_without_questions_is_refused(
-    server: LocalServer, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    questions = tmp_path / "questions"
+    ):
+        questions.write_text(f"{good}\n{line}\n")
+        status, shown = calibrate(server, model, "--questions", questions)
+        assert (status, "questions='line 2'" in shown) == (2, True), shown
     questions.write_text("\n")
-    assert calibrate(server, model, None, "--questions", str(questions)) == 2
-    assert "give a line or more" in capsys.readouterr().err
-
-
-def test_neither_a_text_nor_questions_is_said_so(
-    server: LocalServer, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert calibrate(server, model, None) == 2
-    assert "give --text FILE or --questions FILE" in capsys.readouterr().err
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for argv, said in (
+        ((model, "--questions", questions), "give a line or more"),
+        ((model,), "give --text FILE or --questions FILE"),
+        ((model, "--text", questions), "give at least"),
+        ((empty, "--text", questions), "model="),
+    ):
+        status, shown = calibrate(server, *argv)
+        assert (status, said in shown) == (2, True), shown

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from contracts.codec import template
 from helpers.cachegen_samples import GQA, MLA, MODEL, smooth
+from helpers.kvstore_command import Kvstore
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore.cli.__main__ import main
 from kvstore.codecs.asset_shelf import AssetShelf
 from kvstore.codecs.assets import Asset, AssetKind
 from kvstore.codecs.base import Part
@@ -60,21 +60,13 @@ def made(folder: Path, sources: list[Path]) -> Asset:
     return make_asset(AssetKind.cachegen, read_dumps(sources, MODEL), folder)[1]
 
 
-class Run:
-    def __init__(self, capsys: pytest.CaptureFixture[str], *argv: object) -> None:
-        with pytest.raises(SystemExit) as ended:
-            main(["calibrate", *map(str, argv)])
-        self.status = ended.value.code or 0
-        self.out, self.err = capsys.readouterr()
-
-
 @pytest.mark.parametrize("component", [GQA, MLA], ids=lambda component: component.kind.name)
 def test_an_asset_from_dumps_codes_the_models_chunks(
-    component: Component, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    component: Component, tmp_path: Path, kvstore: Kvstore
 ) -> None:
     out = tmp_path / "assets"
     sources = dumps(tmp_path, component)
-    run = Run(capsys, "cachegen", *sources, "--out", out, "--representation", MODEL.hex())
+    run = kvstore("calibrate", "cachegen", *sources, "--out", out, "--representation", MODEL.hex())
     assert (run.status, run.err) == (0, "")
     shelf = AssetShelf()
     assert shelf.load_folder(out) == 1
@@ -112,9 +104,7 @@ def test_safetensors_and_npy_are_the_same_samples(dtype: DType, tmp_path: Path) 
     assert np.array_equal(np.asarray(one.chunks[1][0][0][1][0]), layers[1][0][:, 256:])
 
 
-def test_a_model_is_calibrated_from_a_text(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_is_calibrated_from_a_text(tmp_path: Path, kvstore: Kvstore) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from kvstore.client.engines.transformers.identity import representation_of
@@ -124,7 +114,7 @@ def test_a_model_is_calibrated_from_a_text(
     text.write_text("\n".join(json.loads(row)["text"] for row in rows[:4]))
     options = ("--out", tmp_path, "--text", text, "--tokens", 600)
     for kind in AssetKind:
-        run = Run(capsys, kind.name, TINYLM, *options)
+        run = kvstore("calibrate", kind.name, TINYLM, *options)
         assert run.status == 0, run.err
     shelf = AssetShelf()
     assert shelf.load_folder(tmp_path) == 3
@@ -145,49 +135,39 @@ def test_a_model_is_calibrated_from_a_text(
 # --- what is refused
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["cachegen", "x.npy"], "need the model's representation digest"),
-        (["cachegen", "x.npy", "--representation", "zz"], "representation='zz'"),
-        (["cachegen", "x.npy", "--representation", "00" * 16], "dump='x.npy': cannot be read"),
-        (["cachegen", "x.txt", "--representation", "00" * 16], "give .npy or .safetensors"),
-        (["cachegen", "."], "needs a text"),
-        (["cachegen", ".", "."], "give one model"),
-        (["cachegen", ".", "--text", "absent.txt"], "absent.txt"),
-        (["cachegen", ".", "--text", "t", "--tokens", "5"], "tokens=5"),
-    ],
-)
 def test_what_is_missing_is_said_in_one_line(
-    argv: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kvstore: Kvstore
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run = Run(capsys, *argv, "--out", tmp_path / "assets")
-    assert run.status == 2
-    assert message in run.err
-    assert run.err.startswith("kvstore: ")
-    assert not (tmp_path / "assets").exists()
+    digest = ("--representation", "00" * 16)
+    for argv, message in (
+        (("x.npy",), "need the model's representation digest"),
+        (("x.npy", "--representation", "zz"), "representation='zz'"),
+        (("x.npy", *digest), "dump='x.npy': cannot be read"),
+        (("x.txt", *digest), "give .npy or .safetensors"),
+        ((".",), "needs a text"),
+        ((".", "."), "give one model"),
+        ((".", "--text", "absent.txt"), "absent.txt"),
+        ((".", "--text", "t", "--tokens", "5"), "tokens=5"),
+    ):
+        run = kvstore("calibrate", "cachegen", *argv, "--out", tmp_path / "assets")
+        assert (run.status, run.err.startswith("kvstore: "), message in run.err) == (2, True, True)
+        assert not (tmp_path / "assets").exists()
+    run = kvstore("calibrate", "kvt", TINYLM)
+    assert (run.status, "out=None: give --out DIR" in run.err) == (2, True)
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
+def test_arrays_that_are_no_kv_are_refused_by_name(tmp_path: Path) -> None:
+    for array in (
         np.zeros((2, 2, 2, 64, 8), np.float64),
         np.zeros((2, 3, 2, 64, 8), np.float32),
         np.zeros((2, 2, 64, 8), np.float32),
         np.zeros((2, 2, 0, 64, 8), np.float32),
         np.array([{}], dtype=object),
-    ],
-    ids=["dtype", "parts", "extents", "empty", "objects"],
-)
-def test_arrays_that_are_no_kv_are_refused_by_name(array: np.ndarray, tmp_path: Path) -> None:
-    np.save(tmp_path / "a.npy", array)
-    with pytest.raises(InvalidRequestError, match=r"a\.npy"):
-        read_dumps([tmp_path / "a.npy"], MODEL)
+    ):
+        np.save(tmp_path / "a.npy", array)
+        with pytest.raises(InvalidRequestError, match=r"a\.npy"):
+            read_dumps([tmp_path / "a.npy"], MODEL)
 
 
 def test_dumps_of_rotated_keys_make_no_asset_of_kvt_but_latents_do(tmp_path: Path) -> None:
@@ -202,14 +182,11 @@ def test_dumps_of_rotated_keys_make_no_asset_of_kvt_but_latents_do(tmp_path: Pat
             assert make_asset(AssetKind.kvt, samples, folder)[1].kind is AssetKind.kvt
 
 
-def test_dumps_of_two_models_are_refused(tmp_path: Path) -> None:
+def test_dumps_of_two_models_with_nan_or_too_short_are_refused(tmp_path: Path) -> None:
     one = npy(tmp_path / "a.npy", smooth(GQA, 1), GQA)
     other = npy(tmp_path / "b.npy", smooth(MLA, 1), MLA)
     with pytest.raises(InvalidRequestError, match=r"b\.npy.*another model"):
         read_dumps([one, other], MODEL)
-
-
-def test_samples_with_nan_or_too_short_are_refused(tmp_path: Path) -> None:
     layers = smooth(GQA, 1)
     layers[2][1][0, 5, 5] = 0x7FC0
     with pytest.raises(InvalidRequestError, match="NaN or infinity"):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from helpers.coarse_codec import RoughCodec, coarse_codec
+from helpers.kvstore_command import Kvstore
 from helpers.local_server import LocalServer
 from helpers.lossy_copies import leave_on_disk
 from helpers.torch_engine import OPTIONS, prefill, random_ids
 
-from kvstore.cli.__main__ import main
 from kvstore.cli.trials import load_model
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.proto import kvstore_pb2 as pb
@@ -49,14 +49,12 @@ def prompts(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(prompts: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(prompts: Path, kvstore: Kvstore) -> Run:
     def run(server: LocalServer | None, *more: str, model: Path = TINYLM) -> tuple[int, str]:
         address = "127.0.0.1:1" if server is None else server.address
         usual = ["--codec", "rough", "--prompts", str(prompts), "--chunk-tokens", "64"]
-        with pytest.raises(SystemExit) as ended:
-            main(["calibrate", "gate", str(model), "--address", address, *usual, *more])
-        shown = capsys.readouterr()
-        return int(ended.value.code or 0), shown.out + shown.err
+        told = kvstore("calibrate", "gate", model, "--address", address, *usual, *more)
+        return told.status, told.out + told.err
 
     return run
 
@@ -136,37 +134,21 @@ def test_prompts_that_did_not_count_are_named_and_a_gate_that_closed_is_tried_ag
     assert server.counter("blend_shadows") == 4 + 1 + 4
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
+def test_what_cannot_be_is_refused_by_name_before_a_server_is_asked(
+    run: Run, prompts: Path, tmp_path: Path
+) -> None:
+    for more, message in (
         (["--prompts", "absent.jsonl"], "prompts='absent.jsonl'"),
         (["--codec", "mp3"], "codec='mp3': use one of"),
         (["--codec", "zplane"], "codec='zplane': use one of"),
         (["--codec", ""], "codec='': use one of"),
         (["--codec", "gq4"], "; copies by other codecs are read without a gate"),
-    ],
-)
-def test_what_cannot_be_is_refused_by_the_option_before_a_server_is_asked(
-    run: Run, more: list[str], message: str
-) -> None:
-    status, shown = run(None, *more)
-    assert (status, message in shown) == (2, True), shown
-
-
-@pytest.mark.parametrize("line", ["{}", "[1]", '{"tokens": "ab"}', '{"tokens": []}', "prompt"])
-def test_a_line_that_is_no_prompt_is_named(run: Run, prompts: Path, line: str) -> None:
-    prompts.write_text(f'{{"prompt": "It was"}}\n\n{line}\n')
-    status, shown = run(None)
-    assert (status, "prompts='line 3'" in shown) == (2, True), shown
-
-
-def test_a_folder_without_a_model_is_refused_by_name(run: Run, tmp_path: Path) -> None:
+    ):
+        status, shown = run(None, *more)
+        assert (status, message in shown) == (2, True), shown
     status, shown = run(None, model=tmp_path)
     assert (status, f"model='{tmp_path}'" in shown) == (2, True), shown
-
-
-def test_assets_need_a_folder_to_be_written_into(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["calibrate", "kvt", str(TINYLM)])
-    assert ended.value.code == 2
-    assert "out=None: give --out DIR" in capsys.readouterr().err
+    for line in ("{}", "[1]", '{"tokens": "ab"}', '{"tokens": []}', "prompt"):
+        prompts.write_text(f'{{"prompt": "It was"}}\n\n{line}\n')
+        status, shown = run(None)
+        assert (status, "prompts='line 3'" in shown) == (2, True), shown

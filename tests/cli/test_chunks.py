@@ -1,4 +1,4 @@
-"""kvstore ls, stat, get, put, pin, unpin and clear, against real servers."""
+"""kvstore ls, stat, pin, unpin and clear, against real servers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from helpers.trust_world import World
 
 from kvstore.cli.chunks import parse_duration_ms
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.messages import as_message
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey
 
@@ -104,24 +103,23 @@ def test_ls_keeps_models_apart_and_names_their_namespaces(
     assert (status, "--spaces" in err) == (2, True)
 
 
-@pytest.mark.parametrize(
-    ("argv", "field"),
-    [
+def test_wrong_usage_is_told_by_field_before_any_server_is_asked(kvstore: Kvstore) -> None:
+    for argv, field in (
         (("ls", "xyz!"), "prefix"),
         (("ls", "--after", "abc"), "after"),
         (("stat", "abc"), "key"),
         (("pin", "abcd", "--for", "soon"), "for"),
+        (("pin", "abcd", "--for", "0s"), "for"),
+        (("pin", "abcd", "--for", "25h"), "for"),
         (("pin",), "keys"),
         (("clear", "--yes"), "scope"),
         (("clear", "--all", "--tenant", "acme", "--yes"), "scope"),
-    ],
-)
-def test_wrong_usage_is_told_by_field_before_any_server_is_asked(
-    kvstore: Kvstore, argv: tuple[str, ...], field: str
-) -> None:
-    status, out, err = kvstore(*argv, "--address", "127.0.0.1:1")
-    assert (status, out) == (2, "")
-    assert err.startswith(f"kvstore: {field}=")
+        (("clear", "--namespace", "00112233", "--model-representation", "x", "--yes"), "namespace"),
+    ):
+        status, out, err = kvstore(*argv, "--address", "127.0.0.1:1")
+        assert (status, out, err.startswith(f"kvstore: {field}=")) == (2, "", True), argv
+    for text, ms in (("250ms", 250), ("30s", 30_000), ("10min", 600_000), ("2h", 7_200_000)):
+        assert parse_duration_ms(text) == ms
 
 
 # --- one chunk
@@ -153,10 +151,6 @@ def test_stat_tells_all_of_a_chunk_and_verifies_it(kvstore: Kvstore, server: Loc
     text = kvstore("stat", keys[1].hex(), "--address", server.address)[1]
     for word in (keys[1].hex(), "verified", "attention", SMALL.model_id):
         assert word in text
-
-
-def test_stat_of_what_is_not_there_exits_with_1(kvstore: Kvstore, server: LocalServer) -> None:
-    keys = store(server.connect("grpc"), 1, 1)
     absent = "0" * 32 if digest(keys[0])[0] != "0" else "1" * 32
     status, _, err = kvstore("stat", absent, "--address", server.address)
     assert (status, "no such chunk" in err) == (1, True)
@@ -195,16 +189,6 @@ def test_pins_keep_chunks_by_key_and_by_prefix_until_they_are_taken_back(
     assert listed(kvstore, *at)[0]["pinned_s"] == 0
     assert kvstore("unpin", digest(keys[0]), *at)[0] == 1, "there is no pin any more"
     assert kvstore("pin", "f" * 32, *at)[0] == 1
-    assert kvstore("pin", digest(keys[0]), "--for", "25h", *at)[0] == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "ms"), [("250ms", 250), ("30s", 30_000), ("10min", 600_000), ("2h", 7_200_000)]
-)
-def test_times_are_written_with_their_unit(text: str, ms: int) -> None:
-    assert parse_duration_ms(text) == ms
-    with pytest.raises(InvalidRequestError):
-        parse_duration_ms(text.lstrip("0123456789"))
 
 
 def test_clear_says_first_what_would_go_and_takes_one_tier_or_all(

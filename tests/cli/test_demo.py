@@ -17,9 +17,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from helpers.kvstore_command import Kvstore
 from test_conventions import build, copy_of_the_tree
 
-from kvstore.cli.__main__ import main
 from kvstore.cli.demo.demo import MODEL, ServerChild, check_model, judge
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 
@@ -48,53 +48,51 @@ def judged(**changes: dict[str, Any]) -> dict[str, Any]:
     return judge(reports, duration_s=1.0)
 
 
-def test_an_outcome_in_which_all_held_has_no_problems() -> None:
+def test_whatever_did_not_hold_is_a_problem() -> None:
     good = judged()
     assert good["problems"] == []
     assert good["tokens_identical"]
     assert (good["hit_tokens"], good["disk_hit_tokens_after_kill"]) == (99, 99)
     assert good["ttft_ratio"] == 0.25
+    changes: list[tuple[str, dict[str, Any], str]] = [
+        ("second", {"tokens": [5, 6, 8]}, "differ"),
+        ("restarted", {"tokens": [5, 6]}, "differ"),
+        ("first", {"plain_tokens": [1, 6, 7]}, "differ"),
+        ("first", {"hit_tokens": 64}, "empty store"),
+        ("second", {"hit_tokens": 0}, "loaded nothing"),
+        ("restarted", {"hit_tokens_by_tier": {"cpu": 99}}, "from disk"),
+        ("second", {"ttft_with_ms": 40.0}, "not faster"),
+        ("second", {"errors": {"DeadlineError": 1}}, "DeadlineError"),
+    ]
+    for process, change, word in changes:
+        (problem,) = judged(**{process: change})["problems"]
+        assert word in problem
 
 
-@pytest.mark.parametrize(
-    ("changes", "word"),
-    [
-        ({"second": {"tokens": [5, 6, 8]}}, "differ"),
-        ({"restarted": {"tokens": [5, 6]}}, "differ"),
-        ({"first": {"plain_tokens": [1, 6, 7]}}, "differ"),
-        ({"first": {"hit_tokens": 64}}, "empty store"),
-        ({"second": {"hit_tokens": 0}}, "loaded nothing"),
-        ({"restarted": {"hit_tokens_by_tier": {"cpu": 99}}}, "from disk"),
-        ({"second": {"ttft_with_ms": 40.0}}, "not faster"),
-        ({"second": {"errors": {"DeadlineError": 1}}}, "DeadlineError"),
-    ],
-)
-def test_whatever_did_not_hold_is_a_problem(changes: dict[str, Any], word: str) -> None:
-    problems = judged(**changes)["problems"]
-    assert len(problems) == 1
-    assert word in problems[0]
-
-
-@pytest.mark.parametrize(
-    ("files", "absent"),
-    [
-        ({}, "no config.json, no weights (*.safetensors or *.bin), no tokenizer (tokenizer*)"),
-        ({"config.json": "[]", "model.safetensors": "", "tokenizer.json": ""}, "no config.json"),
-        ({"config.json": "{}", "tokenizer.json": ""}, "no weights (*.safetensors or *.bin)"),
-        ({"config.json": "{}", "model.safetensors": ""}, "no tokenizer (tokenizer*)"),
-    ],
-)
 def test_a_folder_without_a_model_is_refused_with_what_it_lacks_and_what_to_give(
-    files: dict[str, str], absent: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, kvstore: Kvstore
 ) -> None:
-    for name, content in files.items():
-        (tmp_path / name).write_text(content)
-    with pytest.raises(SystemExit) as ended:
-        main(["demo", "--model", str(tmp_path)])
-    assert ended.value.code == 2
-    words = " ".join(capsys.readouterr().err.split())
-    assert f"model='{tmp_path}': {absent} there: give a folder" in words
-    assert "make real-model" in words
+    files: dict[str, str | None] = {
+        "config.json": "{}",
+        "model.safetensors": "",
+        "tokenizer.json": "",
+    }
+    lacking: list[tuple[dict[str, str | None], str]] = [
+        ({"config.json": "[]"}, "no config.json"),
+        ({"config.json": None}, "no config.json"),
+        ({"model.safetensors": None}, "no weights (*.safetensors or *.bin)"),
+        ({"tokenizer.json": None}, "no tokenizer (tokenizer*)"),
+    ]
+    for number, (change, absent) in enumerate(lacking):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for name, content in (files | change).items():
+            if content is not None:
+                (folder / name).write_text(content)
+        status, _, err = kvstore("demo", "--model", folder)
+        words = " ".join(err.split())
+        assert (status, "make real-model" in words) == (2, True)
+        assert f"model='{folder}': {absent} there: give a folder" in words
 
 
 def test_a_prompt_longer_than_the_model_takes_is_refused() -> None:
@@ -104,15 +102,14 @@ def test_a_prompt_longer_than_the_model_takes_is_refused() -> None:
 
 
 def test_an_engine_process_that_fails_is_reported_with_its_last_words(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, kvstore: Kvstore
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 512}')
     for name in ("model.safetensors", "tokenizer.json"):
         (tmp_path / name).write_text("no such thing")
-    with pytest.raises(SystemExit) as ended:
-        main(["demo", "--model", str(tmp_path), "--tokens", "64"])
-    assert ended.value.code == 1
-    assert re.search(r"the first engine process failed: \w+", capsys.readouterr().err)
+    run = kvstore("demo", "--model", tmp_path, "--tokens", "64")
+    assert run.status == 1
+    assert re.search(r"the first engine process failed: \w+", run.err)
 
 
 def test_a_server_that_does_not_start_is_reported_with_its_own_words(tmp_path: Path) -> None:
@@ -157,8 +154,10 @@ def check_nothing_is_left(demo: subprocess.Popen[str], scratch: Path) -> None:
     assert list(scratch.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("step", ["model: ", "2. "])
+@pytest.mark.parametrize(
+    ("number", "step"),
+    [(signal.SIGINT, "2. "), (signal.SIGTERM, "model: "), (signal.SIGHUP, "2. ")],
+)
 def test_a_demo_that_is_ended_leaves_nothing_behind(
     tmp_path: Path, scratch: Path, number: signal.Signals, step: str
 ) -> None:

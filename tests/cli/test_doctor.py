@@ -1,4 +1,4 @@
-"""What `kvstore doctor` finds: the machine, Redis, the clock, files of trust, a server."""
+"""What `kvstore doctor` finds: settings, the machine, a server, Redis, clocks, files of trust."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from helpers.credentials import Authority
 from helpers.kvstore_command import Kvstore
 from helpers.local_server import LocalServer, eventually
 from helpers.prompts import SMALL, other_revision, store
@@ -32,20 +33,47 @@ from kvstore.server.settings.settings import ReadableFile, Settings, load_config
 from kvstore.tiers.redis_client import DIRECTORY_RIGHTS, TIER_RIGHTS
 
 Row = dict[str, str]
-Doctor = Callable[..., list[Row]]
 Look = Callable[..., tuple[int, dict[str, Row]]]
 
 
 @pytest.fixture
-def doctor(kvstore: Kvstore, tmp_path: Path) -> Look:
+def doctor(kvstore: Kvstore) -> Look:
     """Return the exit status and the findings by check."""
 
     def look(*flags: str) -> tuple[int, dict[str, Row]]:
-        sizes = ("--cpu", "16MiB", "--disk", f"8MiB:{tmp_path / 'd'}")
+        sizes = ("--tiers", "cpu", "--cpu", "16MiB", "--address", "127.0.0.1:1")
         run = kvstore("doctor", "--json", *sizes, *flags)
         return run.status, {row["check"]: row for row in json.loads(run.out)["checks"]}
 
     return look
+
+
+# --- settings
+
+
+@pytest.mark.parametrize("command", [("config", "validate"), ("config", "show"), ("doctor",)])
+def test_settings_are_refused_with_their_name_and_what_to_give(
+    kvstore: Kvstore, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    misspelt = tmp_path / "kvstore.yaml"
+    misspelt.write_text("write_budgte: 0\n")
+    for argv, words in (
+        (("--wirte", "evict"), ["--wirte", "--write"]),
+        (("--policy", "hit_densit"), ["policy", "hit_densit'", "one of lru", "hit_density"]),
+        (("--policy", "adaptive"), ["policy", "use hit_density, which replaces adaptive"]),
+        (("--adapt-tenants", "acme"), ["--adapt-tenants", "use --policy hit_density"]),
+        (("--cpu", "8Gigs"), ["cpu_size", "8Gigs"]),
+        (("--cpu", "1KiB"), ["cpu_size", "1"]),
+        (("--auth-keys", "/no/such/keys"), ["auth_keys", "/no/such/keys", "can read"]),
+        (("--tiers", "tape"), ["tiers"]),
+        (("--tiers", "cpu,redis"), ["redis"]),
+        (("--listen", "0.0.0.0:7420"), ["--insecure"]),
+        (("--config", "/no/such/file"), ["/no/such/file"]),
+        (("--config", misspelt), ["write_budgte", "did you mean write_budget?"]),
+    ):
+        status, out, err = kvstore(*command, *argv)
+        assert (status, out, err.startswith("kvstore: ")) == (2, "", True), argv
+        assert [word for word in words if word not in err] == []
 
 
 # --- the machine and a server
@@ -54,37 +82,29 @@ def doctor(kvstore: Kvstore, tmp_path: Path) -> Look:
 def test_doctor_finds_a_machine_that_can_serve_in_order(
     doctor: Look, server: LocalServer, tmp_path: Path
 ) -> None:
-    status, found = doctor("--address", server.address)
+    folder = tmp_path / "d"
+    status, found = doctor(
+        *("--tiers", "cpu,disk", "--disk", f"8MiB:{folder}", "--address", server.address)
+    )
     assert status == 0
-    assert {found[name]["state"] for name in ("memory", "server", "tier cpu", "tier disk")} == {
-        "ok"
-    }
-    assert "MB/s" in found[f"disk {tmp_path / 'd'}"]["saw"]
+    names = ("memory", "server", "tier cpu", "tier disk")
+    assert {found[name]["state"] for name in names} == {"ok"}
+    assert "MB/s" in found[f"disk {folder}"]["saw"]
     assert list(tmp_path.glob(".kvstore-doctor*")) == []
+    status, found = doctor("--tiers", "cpu,disk", "--disk", f"900TiB:{folder}")
+    row = found[f"disk {folder}"]
+    assert (status, row["state"], "give at most" in row["fix"]) == (1, "fail", True)
+    assert not folder.exists()
 
 
 def test_doctor_names_what_would_fail_and_what_to_do(doctor: Look) -> None:
     status, found = doctor(
-        *("--tiers", "cpu,disk,redis", "--redis", "redis://127.0.0.1:1/0", "--cpu", "900TiB"),
-        *("--address", "127.0.0.1:1"),
+        *("--tiers", "cpu,redis", "--redis", "redis://127.0.0.1:1/0", "--cpu", "900TiB")
     )
     assert status == 1
     assert found["memory"]["state"] == found["redis"]["state"] == "fail"
     assert found["server"]["state"] == "warn"
     assert all(row["fix"] for row in found.values() if row["state"] != "ok")
-
-
-def test_doctor_tries_what_the_user_of_redis_may_do(doctor: Look, own_redis: RedisProcess) -> None:
-    own_redis.start()
-    flags = ("--tiers", "cpu,redis", "--address", "127.0.0.1:1", "--redis")
-    status, found = doctor(*flags, own_redis.url)
-    assert (status, found["redis rights"]["state"]) == (0, "ok")
-    own_redis.command("ACL", "SETUSER", "poor", "on", ">pw", "~kvs:1:*", "+getrange", "+set")
-    poor = own_redis.url.replace("//", "//poor:pw@")
-    status, found = doctor(*flags, poor)
-    assert status == 1
-    assert "eval" in found["redis rights"]["saw"]
-    assert "pw" not in found["redis rights"]["saw"].split("password")[0]
 
 
 def test_doctor_tells_engines_apart_that_share_nothing(doctor: Look, server: LocalServer) -> None:
@@ -104,30 +124,13 @@ def test_doctor_knows_file_systems_and_limits() -> None:
 # --- Redis
 
 
-@pytest.fixture
-def redis_rows(kvstore: Kvstore) -> Doctor:
-    """Return what doctor finds that has to do with Redis."""
-
-    def look(*flags: str, address: str = "127.0.0.1:1") -> list[Row]:
-        run = kvstore("doctor", "--json", "--cpu", "16MiB", "--address", address, *flags)
-        rows = json.loads(run.out)["checks"]
-        return [row for row in rows if row["check"].startswith(("redis", "directory"))]
-
-    return look
-
-
-def of(rows: list[Row], check: str) -> Row:
-    (row,) = (row for row in rows if row["check"] == check)
-    return row
-
-
 def grant(redis: RedisProcess, *words: str) -> None:
     rights = [f"+{word}" for word in words]
     redis.command("ACL", "SETUSER", "kvstore", "reset", "on", ">pw", "~team:*", *rights)
 
 
 def test_rights_are_tried_on_names_with_the_prefix_and_missing_ones_named(
-    redis_rows: Doctor, own_redis: RedisProcess, tmp_path: Path
+    doctor: Look, own_redis: RedisProcess, tmp_path: Path
 ) -> None:
     own_redis.start()
     password = tmp_path / "password"
@@ -136,23 +139,27 @@ def test_rights_are_tried_on_names_with_the_prefix_and_missing_ones_named(
         *("--tiers", "cpu,redis", "--redis", own_redis.url, "--redis-prefix", "team:"),
         *("--redis-username", "kvstore", "--redis-password-file", str(password)),
     )
+    grant(own_redis, "getrange", "set")
+    status, found = doctor(*flags)
+    assert status == 1
+    assert "eval (" in found["redis rights"]["saw"]
+    assert "pw" not in found["redis rights"]["saw"].replace("password", "")
     grant(own_redis, *TIER_RIGHTS)
-    assert of(redis_rows(*flags), "redis rights")["state"] == "ok"
-    row = of(redis_rows(*flags, "--directory"), "redis rights")
+    assert doctor(*flags)[1]["redis rights"]["state"] == "ok"
+    row = doctor(*flags, "--directory")[1]["redis rights"]
     assert row["state"] == "fail"
     assert all(f"{word} (" in row["saw"] for word in DIRECTORY_RIGHTS)
     assert "~team:* +getrange" in row["fix"]
     assert " +hgetall" in row["fix"]
     grant(own_redis, *TIER_RIGHTS, *DIRECTORY_RIGHTS)
-    assert of(redis_rows(*flags, "--directory"), "redis rights")["state"] == "ok"
+    assert doctor(*flags, "--directory")[1]["redis rights"]["state"] == "ok"
     assert own_redis.names() == []
-    row = of(redis_rows(*flags[:4], *flags[6:]), "redis")
-    assert row["state"] == "fail"
-    assert "--redis-prefix" in row["saw"]
+    row = doctor(*flags[:4], *flags[6:])[1]["redis"]
+    assert (row["state"], "--redis-prefix" in row["saw"]) == ("fail", True)
 
 
 def test_wrong_authority_and_plain_text_are_told_apart_from_a_redis_that_is_down(
-    redis_rows: Doctor, tmp_path: Path
+    doctor: Look, tmp_path: Path
 ) -> None:
     tls = TlsFiles.make(tmp_path)
     (tmp_path / "other").mkdir()
@@ -162,22 +169,22 @@ def test_wrong_authority_and_plain_text_are_told_apart_from_a_redis_that_is_down
     try:
         plain = redis.url.partition("?")[0]
         flags = ("--tiers", "cpu,redis", "--redis", plain, "--redis-tls-ca")
-        assert of(redis_rows(*flags, str(tls.ca)), "redis")["state"] == "ok"
-        row = of(redis_rows(*flags, str(stranger.ca)), "redis")
+        assert doctor(*flags, str(tls.ca))[1]["redis"]["state"] == "ok"
+        row = doctor(*flags, str(stranger.ca))[1]["redis"]
         assert row["state"] == "fail"
         assert "--redis-tls-ca" in row["saw"]
     finally:
         redis.stop()
         redis.client.close()
-    assert "refused" in of(redis_rows(*flags, str(tls.ca)), "redis")["saw"]
+    assert "refused" in doctor(*flags, str(tls.ca))[1]["redis"]["saw"]
 
 
-def test_full_redis_that_evicts_nothing_fails(redis_rows: Doctor, own_redis: RedisProcess) -> None:
+def test_full_redis_that_evicts_nothing_fails(doctor: Look, own_redis: RedisProcess) -> None:
     own_redis.start()
     flags = ("--tiers", "cpu,redis", "--redis", own_redis.url)
-    assert of(redis_rows(*flags), "redis servers")["state"] == "ok"
+    assert doctor(*flags)[1]["redis servers"]["state"] == "ok"
     own_redis.client.config_set("maxmemory", 1)
-    row = of(redis_rows(*flags), "redis servers")
+    row = doctor(*flags)[1]["redis servers"]
     assert (row["state"], "noeviction" in row["saw"]) == ("fail", True)
     assert "allkeys-lru" in row["fix"]
 
@@ -190,35 +197,35 @@ def cluster(tmp_path: Path) -> Iterator[RedisCluster]:
 
 
 def test_cluster_without_a_master_a_slot_or_tolerance_of_either_is_found_out(
-    redis_rows: Doctor, cluster: RedisCluster
+    doctor: Look, cluster: RedisCluster
 ) -> None:
     flags = ("--tiers", "cpu,redis", "--redis", cluster.url, "--redis-timeout-ms", "2000")
-    assert of(redis_rows(*flags), "redis servers")["state"] == "ok"
+    assert doctor(*flags)[1]["redis servers"]["state"] == "ok"
     for node in cluster.nodes:
         node.client.config_set("cluster-require-full-coverage", "yes")
-    row = of(redis_rows(*flags), "redis servers")
+    row = doctor(*flags)[1]["redis servers"]
     assert (row["state"], "full-coverage to no" in row["fix"]) == ("warn", True)
     for node in cluster.nodes:
         node.client.config_set("cluster-require-full-coverage", "no")
     asked = cluster.holder_of(b"{doctor}")
     gone = next(node for node in cluster.nodes if node is not asked)
     gone.stop()
-    row = of(redis_rows(*flags), "redis servers")
+    row = doctor(*flags)[1]["redis servers"]
     assert (row["state"], f":{gone.port} does not answer" in row["saw"]) == ("fail", True)
     gone.start()
     assert eventually(cluster.is_formed)
     for node in cluster.nodes:
         node.command("CLUSTER", "DELSLOTS", "0")
-    assert "1 of 16384 slots" in of(redis_rows(*flags), "redis servers")["saw"]
+    assert "1 of 16384 slots" in doctor(*flags)[1]["redis servers"]["saw"]
 
 
 def test_server_whose_id_another_has_is_told_how_to_mend_it(
-    redis_rows: Doctor, server: LocalServer, monkeypatch: pytest.MonkeyPatch
+    doctor: Look, server: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     standing = pb.Directory(node_id="a", standing="taken")
     status = status_from_message(pb.StatusResponse(directory=standing))
     monkeypatch.setattr("kvstore.cli.doctor.fetch_status", lambda address: status)
-    row = of(redis_rows(address=server.address), "directory")
+    row = doctor("--address", server.address)[1]["directory"]
     assert (row["state"], "--node-id" in row["fix"]) == ("warn", True)
     assert "another node has its id" in row["saw"]
 
@@ -244,33 +251,18 @@ def clock_findings(url: str, skew_s: float = 0.0) -> list[Finding]:
     return list(check_clock(config, lambda: time.time() + skew_s))
 
 
-@pytest.mark.parametrize(("skew_s", "where"), [(3600.0, "ahead of"), (-90.0, "behind")])
-def test_a_clock_that_is_far_off_is_named_with_what_to_do(
-    own_redis: RedisProcess, skew_s: float, where: str
-) -> None:
+def test_a_clock_that_is_far_off_is_named_with_what_to_do(own_redis: RedisProcess) -> None:
     own_redis.start()
-    (found,) = clock_findings(own_redis.url, skew_s)
-    assert found.state == "warn"
-    assert found.saw.startswith(f"{abs(skew_s):.0f}")
-    assert where in found.saw
-    assert "NTP" in found.fix
-
-
-def test_a_clock_that_agrees_is_ok(own_redis: RedisProcess) -> None:
-    own_redis.start()
+    for skew_s, where in ((3600.0, "ahead of"), (-90.0, "behind")):
+        (found,) = clock_findings(own_redis.url, skew_s)
+        assert (found.state, where in found.saw, "NTP" in found.fix) == ("warn", True, True)
+        assert found.saw.startswith(f"{abs(skew_s):.0f}")
     (found,) = clock_findings(own_redis.url)
     assert (found.state, found.fix) == ("ok", "")
-
-
-def test_who_may_not_ask_or_gets_no_answer_is_told_nothing(own_redis: RedisProcess) -> None:
-    own_redis.start()
     own_redis.client.acl_setuser("default", enabled=True, nopass=True, commands=["-time"])
-    assert clock_findings(own_redis.url) == []
-    assert clock_findings("redis://127.0.0.1:1/0") == []
-
-
-def test_the_doctor_looks_at_the_clock() -> None:
-    assert check_clock in CHECKS
+    assert clock_findings(own_redis.url) == [], "it may not ask"
+    assert clock_findings("redis://127.0.0.1:1/0") == [], "nor is there an answer"
+    assert {check_clock, check_files} <= set(CHECKS)
 
 
 # --- files of trust
@@ -283,31 +275,25 @@ def file_findings(setting: str, path: Path, mode: int, **others: object) -> list
     return list(check_files(Settings().model_copy(update={setting: path, **others})))
 
 
-@pytest.mark.parametrize("setting", SECRET)
-def test_a_secret_that_anybody_may_read_is_named_with_what_to_do(
-    tmp_path: Path, setting: str
-) -> None:
+def test_a_secret_that_anybody_may_read_is_named_with_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "secret"
-    (found,) = file_findings(setting, path, 0o644)
-    assert (found.check, found.state) == (setting.replace("_", " "), "warn")
-    assert found.saw == f"every user may read {path}"
-    assert found.fix == f"chmod o-rwx {path}"
-    assert file_findings(setting, path, 0o640) == []
+    for setting in SECRET:
+        (found,) = file_findings(setting, path, 0o644)
+        assert (found.check, found.state) == (setting.replace("_", " "), "warn")
+        assert (found.saw, found.fix) == (f"every user may read {path}", f"chmod o-rwx {path}")
+        assert file_findings(setting, path, 0o640) == []
+    (found,) = file_findings("jwt_key", path, 0o646, jwt_algorithm="HS256")
+    assert "read and change" in found.saw, "what tokens are signed with is no public key"
 
 
-@pytest.mark.parametrize("setting", TRUSTED)
 def test_whom_the_server_believes_may_be_read_by_anybody_and_changed_by_nobody(
-    tmp_path: Path, setting: str
+    tmp_path: Path,
 ) -> None:
     path = tmp_path / "believed"
-    assert file_findings(setting, path, 0o644) == []
-    (found,) = file_findings(setting, path, 0o646)
-    assert found.saw == f"every user may change {path}"
-
-
-def test_the_secret_that_tokens_are_signed_with_is_no_public_key(tmp_path: Path) -> None:
-    (found,) = file_findings("jwt_key", tmp_path / "key", 0o646, jwt_algorithm="HS256")
-    assert "read and change" in found.saw
+    for setting in TRUSTED:
+        assert file_findings(setting, path, 0o644) == []
+        (found,) = file_findings(setting, path, 0o646)
+        assert found.saw == f"every user may change {path}"
 
 
 def test_every_setting_that_names_a_file_of_trust_is_looked_at() -> None:
@@ -322,5 +308,44 @@ def test_every_setting_that_names_a_file_of_trust_is_looked_at() -> None:
     assert {*SECRET, *TRUSTED} == named - public
 
 
-def test_the_doctor_looks_at_the_files() -> None:
-    assert check_files in CHECKS
+@pytest.mark.parametrize(
+    ("days", "state", "words"),
+    [
+        (-1.5, "fail", "expired 1 days ago"),
+        (3.5, "warn", "3 days left"),
+        (90, "ok", "89 days left"),
+    ],
+)
+def test_the_end_of_a_certificate_is_told_before_and_after(
+    doctor: Look,
+    tmp_path: Path,
+    days: float,
+    state: str,
+    words: str,
+) -> None:
+    cert, key = Authority(tmp_path).issue("server", days=days)
+    status, rows = doctor("--tls-cert", str(cert), "--tls-key", str(key))
+    row = rows["certificate"]
+    assert (status, row["state"], row["saw"]) == (int(state == "fail"), state, words)
+    assert bool(row["fix"]) == (state != "ok")
+
+
+def test_authorities_are_looked_at_too(doctor: Look, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    cert, key = authority.issue("server", days=90)
+    late, _ = authority.issue("late", days=-1)
+    empty = tmp_path / "empty.pem"
+    empty.write_text("nothing\n")
+    both = tmp_path / "both.pem"
+    both.write_bytes(late.read_bytes() + cert.read_bytes())
+    status, rows = doctor(
+        *("--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", str(both)),
+        *("--peers", "127.0.0.1:1", "--peer-ca", str(late)),
+        *("--redis", "rediss://127.0.0.1:1/0", "--redis-tls-ca", str(empty)),
+    )
+    assert status == 1
+    assert rows["authority of clients"]["state"] == "ok", "one that is valid will do"
+    assert rows["authority of peers"]["saw"] == "expired 1 days ago"
+    assert "by itself" in rows["authority of peers"]["fix"]
+    assert rows["authority of Redis"]["state"] == "fail"
+    assert "--redis-tls-ca" in rows["authority of Redis"]["fix"]

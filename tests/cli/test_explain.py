@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,36 +10,26 @@ from typing import Any
 import pytest
 from google.protobuf import json_format
 from helpers.documents import DOCUMENT, HEAD, prompt_of
+from helpers.kvstore_command import Kvstore
 from helpers.local_server import DEADLINE_MS, LocalServer
 from helpers.plain_engine import PlainEngine
 from helpers.prompts import SMALL, keys_of, other_revision, store, tokens
-from helpers.redis_process import free_port
 
-from kvstore.cli.__main__ import main
 from kvstore.cli.explain import read_tokens
 from kvstore.client import ClientOptions
 from kvstore.client.segments import SegmentQuery
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.messages import as_message
 from kvstore.proto.types import DIGEST_BYTES, DType, Model
 from kvstore.server.blending.gates import TRIALS
 
-Explain = Callable[..., tuple[int, str, str]]
 (GROUP,) = SMALL.layer_groups
 
 
 @pytest.fixture
-def explain(server: LocalServer, capsys: pytest.CaptureFixture[str]) -> Explain:
-    """Run the command against the server; return its status and what it printed."""
-
-    def run(*argv: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(["explain", "--address", server.address, *argv])
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return run
+def explain(server: LocalServer, kvstore: Kvstore) -> Kvstore:
+    """Run the command against the server."""
+    return lambda *argv: kvstore("explain", "--address", server.address, *argv)
 
 
 @pytest.fixture
@@ -57,34 +46,34 @@ def written(folder: Path, kind: Model) -> Path:
     return path
 
 
-def as_json(explain: Explain, *argv: str) -> Any:
+def as_json(explain: Kvstore, *argv: object) -> Any:
     status, out, err = explain(*argv, "--json")
     assert (status, err) == (0, "")
     return json.loads(out)
 
 
 def test_a_prompt_that_is_stored_is_a_hit_with_its_copies(
-    server: LocalServer, explain: Explain, prompt: Path
+    server: LocalServer, explain: Kvstore, prompt: Path
 ) -> None:
     client = server.connect()
     store(client, 1, 4)
     space = client.namespace.hex()
-    found = as_json(explain, "--namespace", space, "--tokens", str(prompt), "--chunk-tokens", "16")
+    found = as_json(explain, "--namespace", space, "--tokens", prompt, "--chunk-tokens", "16")
     assert found["hit_chunks"] == 4
     assert {chunk["state"] for chunk in found["chunks"]} == {"ready"}
     assert found["chunks"][0]["copies"][0]["tier"] == "cpu"
-    status, out, _ = explain("--namespace", space, "--tokens", str(prompt), "--chunk-tokens", "16")
+    status, out, _ = explain("--namespace", space, "--tokens", prompt, "--chunk-tokens", "16")
     assert status == 0
     assert "hit: 4 of 4 chunks" in out
 
 
 def test_another_data_type_is_printed_as_what_differs(
-    server: LocalServer, explain: Explain, prompt: Path, tmp_path: Path
+    server: LocalServer, explain: Kvstore, prompt: Path, tmp_path: Path
 ) -> None:
     half = replace(SMALL, layer_groups=(replace(GROUP, dtype=DType.float16),))
     store(server.connect("auto", half), 1, 4)
-    argv = ("--tokens", str(prompt), "--chunk-tokens", "16")
-    kind = ("--model-representation", str(written(tmp_path, SMALL)))
+    argv = ("--tokens", prompt, "--chunk-tokens", "16")
+    kind = ("--model-representation", written(tmp_path, SMALL))
     status, out, _ = explain(*kind, *argv)
     assert status == 0
     assert "hit: 0 of 4 chunks" in out
@@ -98,7 +87,7 @@ def test_another_data_type_is_printed_as_what_differs(
 
 
 def test_keys_and_digests_are_taken_as_they_are_logged(
-    server: LocalServer, explain: Explain
+    server: LocalServer, explain: Kvstore
 ) -> None:
     client = server.connect()
     store(client, 1, 1)
@@ -112,18 +101,18 @@ def test_keys_and_digests_are_taken_as_they_are_logged(
 
 
 def test_what_else_names_a_prompt_is_part_of_the_question(
-    server: LocalServer, explain: Explain, prompt: Path
+    server: LocalServer, explain: Kvstore, prompt: Path
 ) -> None:
     client = server.connect()
     engine = PlainEngine(client)
     engine.store(tokens(1, 64))
-    argv = ("--namespace", client.namespace.hex(), "--tokens", str(prompt), "--chunk-tokens", "16")
+    argv = ("--namespace", client.namespace.hex(), "--tokens", prompt, "--chunk-tokens", "16")
     assert as_json(explain, *argv)["hit_chunks"] == 4
     assert as_json(explain, *argv, "--extra", b"salt".hex())["hit_chunks"] == 0
 
 
 def test_recent_misses_are_printed_with_what_engines_counted(
-    server: LocalServer, explain: Explain
+    server: LocalServer, explain: Kvstore
 ) -> None:
     status, out, _ = explain("--recent", "5")
     assert (status, out.startswith("nothing")) == (0, True)
@@ -143,7 +132,7 @@ def test_recent_misses_are_printed_with_what_engines_counted(
 
 
 def test_what_clients_say_of_themselves_is_printed_as_it_is(
-    server: LocalServer, explain: Explain
+    server: LocalServer, explain: Kvstore
 ) -> None:
     client = server.connect(options=ClientOptions("auto", 16, DEADLINE_MS, name="[/bold]"))
     client.lookup(keys=keys_of(client, 1, 1))
@@ -158,89 +147,63 @@ def test_what_clients_say_of_themselves_is_printed_as_it_is(
 
 
 def test_what_ls_prints_of_a_namespace_can_be_asked_with(
-    server: LocalServer,
-    explain: Explain,
-    prompt: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    server: LocalServer, explain: Kvstore, kvstore: Kvstore, prompt: Path, tmp_path: Path
 ) -> None:
-    client = server.connect()
-    store(client, 1, 4)
-    with pytest.raises(SystemExit):
-        main(["ls", "--spaces", "--json", "--address", server.address])
-    (space,) = json.loads(capsys.readouterr().out)["spaces"]
+    store(server.connect(), 1, 4)
+    shown = kvstore("ls", "--spaces", "--json", "--address", server.address).out
+    (space,) = json.loads(shown)["spaces"]
     path = tmp_path / "copied.json"
     path.write_text(json.dumps(space["representation"]))
-    argv = ("--tokens", str(prompt), "--chunk-tokens", "16")
-    found = as_json(explain, "--model-representation", str(path), *argv)
-    assert found["hit_chunks"] == 4
+    argv = ("--tokens", prompt, "--chunk-tokens", "16")
+    assert as_json(explain, "--model-representation", path, *argv)["hit_chunks"] == 4
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
+def test_a_question_that_cannot_be_asked_exits_with_2(
+    kvstore: Kvstore, prompt: Path, tmp_path: Path
+) -> None:
+    short, empty, words = (tmp_path / name for name in ("short", "empty", "words"))
+    short.write_text("1 2 3")
+    empty.write_text("{}")
+    words.write_text("1 two 3")
+    space, key = "00" * 16, "00" * 32
+    for argv, said in (
         ([], "give one of --tokens, --keys and --recent"),
         (["--recent", "3", "--keys", "00"], "give one of"),
+        (["--tokens", prompt, "--keys", key], "give one of"),
         (["--keys", "zz"], "hexadecimal"),
         (["--keys", "001"], "digits"),
-        (["--keys", "00" * 16], "--namespace"),
-        (["--keys", "00" * 32, "--keys", "11" * 32], "one namespace"),
-        (["--keys", "00" * 32, "--namespace", "11"], "at least 4"),
-        (["--tokens", "PROMPT", "--keys", "00" * 32], "give one of"),
-        (["--tokens", "PROMPT", "--namespace", "00" * 16, "--chunk-tokens", "3"], "chunk_tokens"),
-        (["--tokens", "SHORT", "--namespace", "00" * 16], "fewer than a chunk"),
-        (["--tokens", "MISSING", "--namespace", "00" * 16], "No such file"),
-        (["--tokens", "PROMPT", "--model-representation", "PROMPT"], "model_representation"),
-        (["--tokens", "PROMPT", "--model-representation", "EMPTY"], "rope"),
-    ],
-    ids=str,
-)
-def test_a_question_that_cannot_be_asked_exits_with_2(
-    capsys: pytest.CaptureFixture[str], prompt: Path, tmp_path: Path, argv: list[str], said: str
-) -> None:
-    (tmp_path / "short").write_text("1 2 3")
-    (tmp_path / "empty").write_text("{}")
-    files = {"PROMPT": prompt, "SHORT": tmp_path / "short", "EMPTY": tmp_path / "empty"}
-    files["MISSING"] = tmp_path / "missing"
-    with pytest.raises(SystemExit) as ended:
-        main(["explain", *(str(files.get(word, word)) for word in argv)])
-    assert ended.value.code == 2
-    err = capsys.readouterr().err
-    assert err.startswith("kvstore: ")
-    assert said in err
-
-
-def test_no_server_is_one_sentence_and_exit_3(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["explain", "--address", f"127.0.0.1:{free_port()}", "--recent", "1"])
-    assert ended.value.code == 3
-    assert capsys.readouterr().err.startswith("kvstore: no kvstore-server answers at 127.0.0.1:")
-
-
-@pytest.mark.parametrize("text", ["[1, 2, 3]", "1 2 3", "1,2,3\n", "1\n2\n3\n"])
-def test_token_files_may_be_json_or_plain(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "tokens"
-    path.write_text(text)
-    assert read_tokens(path) == [1, 2, 3]
-    path.write_text("1 two 3")
-    with pytest.raises(InvalidRequestError, match="token ids"):
-        read_tokens(path)
+        (["--keys", space], "--namespace"),
+        (["--keys", key, "--keys", "11" * 32], "one namespace"),
+        (["--keys", key, "--namespace", "11"], "at least 4"),
+        (["--tokens", prompt, "--namespace", space, "--chunk-tokens", "3"], "chunk_tokens"),
+        (["--tokens", prompt, "--namespace", space, "--extra", "salt"], "extra"),
+        (["--tokens", short, "--namespace", space], "fewer than a chunk"),
+        (["--tokens", words, "--namespace", space], "only token ids"),
+        (["--tokens", tmp_path / "none", "--namespace", space], "No such file"),
+        (["--tokens", prompt, "--model-representation", prompt], "model_representation"),
+        (["--tokens", prompt, "--model-representation", empty], "rope"),
+    ):
+        status, _, err = kvstore("explain", *argv)
+        assert (status, err.startswith("kvstore: "), said in err) == (2, True, True), err
+    for text in ("[1, 2, 3]", "1 2 3", "1,2,3\n", "1\n2\n3\n"):
+        words.write_text(text)
+        assert read_tokens(words) == [1, 2, 3]
 
 
 def test_identities_of_the_same_tokens_come_before_nearer_ones(
-    server: LocalServer, explain: Explain, prompt: Path, tmp_path: Path
+    server: LocalServer, explain: Kvstore, prompt: Path, tmp_path: Path
 ) -> None:
     far = replace(other_revision(SMALL), adapter_digest="sha256:5f", quantization="int8")
     store(server.connect("auto", far), 1, 4)
     store(server.connect("auto", other_revision(SMALL)), 2, 4)
-    kind = ("--model-representation", str(written(tmp_path, SMALL)))
-    found = as_json(explain, *kind, "--tokens", str(prompt), "--chunk-tokens", "16")
+    kind = ("--model-representation", written(tmp_path, SMALL))
+    found = as_json(explain, *kind, "--tokens", prompt, "--chunk-tokens", "16")
     assert [len(near["differences"]) for near in found["near"]] == [3, 1]
     assert [near["same_tokens"] for near in found["near"]] == [True, False]
 
 
 def test_why_prompts_were_blended_or_not_is_told_by_model_and_tag(
-    server: LocalServer, explain: Explain
+    server: LocalServer, explain: Kvstore
 ) -> None:
     client = server.connect()
     prompt, ranges = prompt_of(HEAD, DOCUMENT)
@@ -263,7 +226,7 @@ def test_why_prompts_were_blended_or_not_is_told_by_model_and_tag(
 
 
 def test_keys_and_namespaces_are_taken_by_any_digits_that_begin_one_alone(
-    server: LocalServer, explain: Explain
+    server: LocalServer, explain: Kvstore
 ) -> None:
     client = server.connect()
     (key,) = store(client, 1, 1)
@@ -288,7 +251,7 @@ def test_keys_and_namespaces_are_taken_by_any_digits_that_begin_one_alone(
 
 
 def test_what_is_printed_into_a_pipe_has_whole_ids_one_row_a_line_and_no_lines_around(
-    server: LocalServer, explain: Explain
+    server: LocalServer, explain: Kvstore
 ) -> None:
     client = server.connect(options=ClientOptions("auto", 16, DEADLINE_MS, name="engine-7"))
     keys = store(client, 1, 2)

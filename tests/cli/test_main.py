@@ -1,70 +1,100 @@
-"""The kvstore command: what it prints and what it exits with."""
+"""The kvstore command: its help, its completion, addresses, settings, and what it exits with."""
 
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 import yaml
-from helpers.kvstore_command import Kvstore
+from helpers.kvstore_command import Kvstore, Ran
 from helpers.local_server import LocalServer
 from helpers.redis_process import free_port
-from helpers.server_process import ServerProcess
 from helpers.trust_world import World
 
+import kvstore.cli.__main__  # noqa: F401 - registers the commands
 from kvstore import __version__
-from kvstore.cli.app import DEFAULT_ADDRESS, app, command
+from kvstore.cli.app import CODES, DEFAULT_ADDRESS, SECTIONS, app, command
 from kvstore.server.settings.loading import show
 from kvstore.server.settings.settings import Settings, load_config
+
+PROGRAM = Path(sys.executable).with_name("kvstore")
+PRINTS_DATA = {
+    "status", "ping", "sessions", "events", "ls", "stat", "pin", "unpin", "clear", "explain",
+    "doctor", "scrub", "bench", "codecs", "simulate", "token list", "keys list",
+    "quota show",
+}  # fmt: skip
+CONNECTION = ("--address", "--token-file", "--tls", "--ca", "--cert", "--key")
+LOCAL = {
+    "demo", "codecs", "simulate", "config show", "config validate", "config schema", "token make",
+    "token list", "token revoke", "keys new", "keys list", "keys retire", "audit verify",
+}  # fmt: skip
+"""Commands that call no server."""
+
+
+def commands(group: Any, start: str = "") -> dict[str, Any]:
+    """Return every command by what is typed."""
+    found: dict[str, Any] = {}
+    for name, one in group.commands.items():
+        found |= (
+            commands(one, f"{start}{name} ") if hasattr(one, "commands") else {start + name: one}
+        )
+    return found
+
+
+ROOT: Any = typer.main.get_command(app)
+COMMANDS = commands(ROOT)
+
+
+def example_of(name: str) -> str:
+    return str(COMMANDS[name].epilog.rpartition("Example:\n")[2].strip())
 
 
 def is_one_sentence(text: str) -> bool:
     return text.startswith("kvstore: ") and text.count("\n") == 1 and "Traceback" not in text
 
 
-# --- the command
+def refused(ran: Ran, *words: str) -> bool:
+    """Whether it is wrong usage, told in one sentence with *words* in it."""
+    return ran.status == 2 and is_one_sentence(ran.err) and all(word in ran.err for word in words)
 
 
-def test_version(kvstore: Kvstore) -> None:
-    run = kvstore("--version")
-    assert (run.status, run.out) == (0, f"kvstore {__version__}\n")
+# --- help and completion
 
 
-def test_help_names_the_commands_and_the_exit_codes(kvstore: Kvstore) -> None:
-    run = kvstore("--help")
-    assert run.status == 0
-    for word in ("status", "config", "demo", "Exit codes"):
-        assert word in run.out
+def test_every_command_is_listed_in_its_section() -> None:
+    assert {one.rich_help_panel for one in ROOT.commands.values()} == set(SECTIONS[:-1])
+    assert all(one.commands for one in ROOT.commands.values() if hasattr(one, "commands"))
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ("nonsense",),
-        ("status", "--nonsense"),
-        ("demo", "--tokens", "x"),
-        ("ls", "--limit", "0"),
-        ("calibrate", "zstd", "x.npy"),
-    ],
-)
-def test_wrong_usage_exits_with_2(kvstore: Kvstore, argv: tuple[str, ...]) -> None:
-    run = kvstore(*argv)
-    assert run.status == 2
-    assert "Traceback" not in run.err
+def test_help_has_a_synopsis_what_it_does_its_codes_and_an_example(kvstore: Kvstore) -> None:
+    for name in COMMANDS:
+        status, out, _ = kvstore(*name.split(), "--help")
+        assert status == 0
+        assert out.startswith(f"Usage: kvstore {name} ")
+        for word in ("Options:", "Exit codes:", f"  0  {CODES[0]}", "Example:", example_of(name)):
+            assert word in out, name
+        assert ("--json" in out) >= (name in PRINTS_DATA), name
+        assert all((f"{flag} " in out) == (name not in LOCAL) for flag in CONNECTION), name
 
 
-def test_the_command_line_runs_as_a_module() -> None:
-    command = [sys.executable, "-m", "kvstore.cli", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, f"kvstore {__version__}\n")
-    assert subprocess.run([*command[:3], "nonsense"], capture_output=True).returncode == 2
+def test_the_example_of_a_command_is_one_that_it_takes() -> None:
+    for name, one in COMMANDS.items():
+        words = shlex.split(example_of(name))
+        assert words[: 1 + len(name.split())] == ["kvstore", *name.split()]
+        one.make_context(name, words[1 + len(name.split()) :]).close()
 
 
-def test_help_loads_none_of_the_rooms() -> None:
+def test_the_version_and_the_help_of_all_are_short_and_need_none_of_the_product(
+    kvstore: Kvstore,
+) -> None:
+    assert kvstore("--version")[:2] == (0, f"kvstore {__version__}\n")
     probe = (
         "import sys\nfrom kvstore.cli.__main__ import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
@@ -73,9 +103,78 @@ def test_help_loads_none_of_the_rooms() -> None:
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "[]\n")
+    for word in ("status", "config", "demo", "Exit codes"):
+        assert word in done.stdout
 
 
-# --- status
+def test_the_command_runs_as_a_module_and_as_it_is_installed() -> None:
+    for start in ([sys.executable, "-m", "kvstore.cli"], [PROGRAM]):
+        done = subprocess.run([*start, "config", "validate"], capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
+    assert subprocess.run([*start, "nonsense"], capture_output=True).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("shell", "typed", "expected"),
+    [
+        ("bash", "kvstore sta", {"stat", "status"}),
+        ("bash", "kvstore trace re", {"record", "replay"}),
+        ("bash", "kvstore calibrate k", {"kvt", "kvqs"}),
+        ("bash", "kvstore scrub --tiers cpu,d", {"cpu,disk"}),
+        ("bash", "kvstore simulate --policy lru,hit_d", {"lru,hit_density"}),
+        ("fish", "kvstore quo", {"quota"}),
+        ("zsh", "kvstore token make f --roles read,w", {"read,write"}),
+    ],
+)
+def test_shells_complete_commands_and_options(shell: str, typed: str, expected: set[str]) -> None:
+    words = {
+        "bash": {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)},
+        "zsh": {"_TYPER_COMPLETE_ARGS": typed},
+        "fish": {"_TYPER_COMPLETE_ARGS": typed, "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+    }[shell]
+    done = subprocess.run(
+        [PROGRAM],
+        env={**os.environ, "_KVSTORE_COMPLETE": f"complete_{shell}", **words},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for word in expected:
+        assert word in done.stdout
+
+
+# --- wrong usage
+
+
+def test_wrong_usage_exits_with_2_and_tells_what_was_meant(kvstore: Kvstore) -> None:
+    for words, said in (
+        (["nonsense"], "nonsense"),
+        (["statsu"], "Did you mean 'status'"),
+        (["trace", "recrod"], "Did you mean 'record'"),
+        (["status", "--nonsense"], "--nonsense"),
+        (["demo", "--tokens", "x"], "--tokens"),
+        (["ls", "--limit", "0"], "--limit"),
+        (["calibrate", "zstd", "x.npy"], "zstd"),
+    ):
+        status, _, err = kvstore(*words)
+        assert (status, said in err, "Traceback" in err) == (2, True, False), words
+
+
+def test_what_was_removed_names_its_successor(kvstore: Kvstore) -> None:
+    for argv, fix in (
+        ("top --once", "use kvstore status --watch"),
+        ("explain --json --spaces", "use kvstore ls --spaces"),
+        ("put chunk.safetensors", "use Client.put_chunks in Python"),
+        ("blend status --json", "use kvstore status --all"),
+        ("simulate trace.jsonl --plot=hits.svg", "use kvstore simulate --json"),
+        ("trace replay a trace.jsonl --speed 2", "without it"),
+        ("blend calibrate model --selector hkvd", "the selector is hybrid"),
+    ):
+        assert refused(kvstore(*argv.split()), fix), argv
+    assert "removed" not in kvstore("trace", "get", "--help").err, "of a group"
+
+
+# --- addresses
 
 
 def test_the_address_comes_first_or_as_an_option_or_from_the_environment(
@@ -84,9 +183,7 @@ def test_the_address_comes_first_or_as_an_option_or_from_the_environment(
     at = ("--address", server.address)
     for argv in (("status", server.address), ("status", *at), (*at, "status")):
         assert json.loads(kvstore(*argv, "--json").out)["address"] == server.address
-    run = kvstore("status", "127.0.0.1:1", *at)
-    assert run.status == 2
-    assert is_one_sentence(run.err)
+    assert refused(kvstore("status", "127.0.0.1:1", *at))
     monkeypatch.setenv("KVSTORE_ADDRESS", server.address)
     assert json.loads(kvstore("status", "--json").out)["address"] == server.address
     for argv in (("--address", "127.0.0.1:1", "status"), ("status", "127.0.0.1:1")):
@@ -110,38 +207,33 @@ def test_tokens_and_authorities_are_given_before_or_after_the_command_or_by_the_
         monkeypatch.setenv("KVSTORE_TOKEN_FILE", str(token))
         monkeypatch.setenv("KVSTORE_CA", str(world.ca.path))
         assert kvstore("status", *at).status == 0
-        run = kvstore("--token-file", tmp_path / "none", "status", *at)
-        assert (run.status, is_one_sentence(run.err)) == (2, True)
+        assert refused(kvstore("--token-file", tmp_path / "none", "status", *at))
     finally:
         world.close()
 
 
-@pytest.mark.parametrize(
-    ("given", "address"),
-    [
-        ("localhost", "localhost:7420"),
-        ("[::1]", "[::1]:7420"),
-        ("[::1]:1", "[::1]:1"),
-        ("unix:/run/kvstore.sock", "unix:/run/kvstore.sock"),
-    ],
-)
-def test_the_port_of_an_address_is_the_servers_default(given: str, address: str) -> None:
+def test_the_port_of_an_address_is_the_servers_default() -> None:
     assert Settings().listen == DEFAULT_ADDRESS
     seen = []
     command("probe", exits="0", example="")(lambda address: seen.append(address))
+    known = {
+        "localhost": "localhost:7420",
+        "[::1]": "[::1]:7420",
+        "[::1]:1": "[::1]:1",
+        "unix:/run/kvstore.sock": "unix:/run/kvstore.sock",
+    }
     try:
-        with pytest.raises(SystemExit):
-            app(["probe", "--address", given])
+        for given in known:
+            with pytest.raises(SystemExit):
+                app(["probe", "--address", given])
     finally:
         app.registered_commands.pop()
-    assert seen == [address]
+    assert seen == list(known.values())
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:abc", "h:0", "h:70000", ":1", "::1", "no such:1"])
-def test_what_is_no_address_exits_with_2(kvstore: Kvstore, address: str) -> None:
-    run = kvstore("status", address)
-    assert (run.status, is_one_sentence(run.err)) == (2, True)
-    assert f"address={address!r}" in run.err
+def test_what_is_no_address_exits_with_2(kvstore: Kvstore) -> None:
+    for address in ("127.0.0.1:abc", "h:0", "h:70000", ":1", "::1", "no such:1"):
+        assert refused(kvstore("status", address), f"address={address!r}"), address
 
 
 def test_status_of_a_server_that_is_not_there_exits_with_3(kvstore: Kvstore) -> None:
@@ -149,20 +241,8 @@ def test_status_of_a_server_that_is_not_there_exits_with_3(kvstore: Kvstore) -> 
     run = kvstore("status", address)
     assert (run.status, run.out) == (3, "")
     assert is_one_sentence(run.err)
-    assert address in run.err
+    assert f"no kvstore-server answers at {address}" in run.err
     assert "refused" in run.err
-
-
-def test_status_of_a_server_that_was_killed_exits_with_3(
-    kvstore: Kvstore, server_process: Callable[..., ServerProcess]
-) -> None:
-    process = server_process("--tiers", "cpu", "--cpu", "8MiB")
-    process.start()
-    assert kvstore("status", process.address).status == 0
-    process.kill()
-    run = kvstore("status", process.address)
-    assert run.status == 3
-    assert is_one_sentence(run.err)
 
 
 # --- config
@@ -177,33 +257,6 @@ def test_config_show_prints_yaml_with_origins(kvstore: Kvstore) -> None:
     assert "codec: raw,redis=zplane  # default" in run.out
 
 
-@pytest.mark.parametrize(
-    ("argv", "fix"),
-    [
-        (("top", "--once"), "use kvstore status --watch"),
-        (("explain", "--json", "--spaces"), "use kvstore ls --spaces"),
-        (("put", "chunk.safetensors"), "use Client.put_chunks in Python"),
-        (("blend", "status", "--json"), "use kvstore status --all"),
-        (("simulate", "trace.jsonl", "--model", "hybrid-7b"), "without it"),
-        (("simulate", "trace.jsonl", "--plot=hits.svg"), "use kvstore simulate --json"),
-        (("trace", "replay", "a", "trace.jsonl", "--speed", "2"), "without it"),
-        (("blend", "calibrate", "model", "--selector", "hkvd"), "the selector is hybrid"),
-    ],
-)
-def test_what_was_removed_names_its_successor(
-    kvstore: Kvstore, argv: tuple[str, ...], fix: str
-) -> None:
-    run = kvstore(*argv)
-    assert (run.status, is_one_sentence(run.err)) == (2, True)
-    assert fix in run.err
-
-
-def test_a_group_has_nothing_that_was_removed_from_beside_it(kvstore: Kvstore) -> None:
-    run = kvstore("trace", "get", "--help")
-    assert run.status == 2
-    assert "removed" not in run.err
-
-
 def test_what_config_show_prints_is_read_back_as_the_same_settings(
     kvstore: Kvstore, tmp_path: Path
 ) -> None:
@@ -211,37 +264,3 @@ def test_what_config_show_prints_is_read_back_as_the_same_settings(
     path = tmp_path / "kvstore.yaml"
     path.write_text(kvstore("config", "show", *flags).out)
     assert show(load_config(["--config", str(path)])) == show(load_config(flags))
-
-
-def test_config_validate_says_ok(kvstore: Kvstore) -> None:
-    run = kvstore("config", "validate", "--cpu", "8MiB")
-    assert (run.status, run.out, run.err) == (0, "ok\n", "")
-
-
-@pytest.mark.parametrize("command", ["show", "validate"])
-@pytest.mark.parametrize(
-    ("flags", "word"),
-    [
-        (["--cpu", "much"], "cpu_size"),
-        (["--tiers", "tape"], "tiers"),
-        (["--no-such-flag", "1"], "no-such-flag"),
-        (["--listen", "0.0.0.0:7420"], "--insecure"),
-        (["--config", "/no/such/file"], "/no/such/file"),
-    ],
-)
-def test_settings_that_cannot_be_used_exit_with_2_and_say_why(
-    kvstore: Kvstore, command: str, flags: list[str], word: str
-) -> None:
-    run = kvstore("config", command, *flags)
-    assert (run.status, run.out) == (2, "")
-    assert run.err.startswith("kvstore: ")
-    assert word in run.err
-
-
-# --- the installed command
-
-
-def test_the_installed_command_runs() -> None:
-    program = Path(sys.executable).with_name("kvstore")
-    done = subprocess.run([program, "config", "validate"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr

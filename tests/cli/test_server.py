@@ -111,25 +111,25 @@ def test_faults_curves_and_quotas_are_shown_where_there_are_any(
     assert Look("here:1", reply).as_dict()["tiers"][0]["what_if"] == {"2": 0.625}
 
 
-@pytest.mark.parametrize("as_json", [False, True])
 def test_watching_ends_with_the_key_that_interrupts(
-    server: LocalServer, capsys: pytest.CaptureFixture[str], as_json: bool
+    server: LocalServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    naps: list[float] = []
+    def watched(*, as_json: bool) -> str:
+        naps = iter([None, None, KeyboardInterrupt])
 
-    def sleep(seconds: float) -> None:
-        naps.append(seconds)
-        if len(naps) == 3:
-            raise KeyboardInterrupt
+        def sleep(seconds: float) -> None:
+            assert seconds == 0.5
+            if (ends := next(naps)) is not None:
+                raise ends
 
-    watch_status(server.address, 0.5, everything=False, as_json=as_json, sleep=sleep)
-    assert naps == [0.5] * 3
-    out = capsys.readouterr().out
-    if as_json:
-        assert [json.loads(line)["state"] for line in out.splitlines()] == ["serving"] * 3
-    else:
-        assert out.count("(since the start)") == 1
-        assert out.count("(last 0 s)") == 2, "one after another, as this is no terminal"
+        watch_status(server.address, 0.5, everything=False, as_json=as_json, sleep=sleep)
+        return capsys.readouterr().out
+
+    rows = [json.loads(line) for line in watched(as_json=True).splitlines()]
+    assert [row["state"] for row in rows] == ["serving"] * 3
+    out = watched(as_json=False)
+    assert out.count("(since the start)") == 1
+    assert out.count("(last 0 s)") == 2, "one after another, as this is no terminal"
 
 
 # --- ping and sessions

@@ -212,13 +212,9 @@ def test_events_that_were_lost_are_made_up_for(
         server.close()
 
 
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"[]", b"{", b'{"prompt": "text"}', b'{"prompt": [-1, true]}', b"[" * 100_000],
-    ids=["nothing", "list", "torn", "text", "numbers", "deep"],
-)
-def test_what_is_no_list_of_tokens_goes_to_any_node(program: Any, body: bytes) -> None:
-    assert program._prompt(body) == []
+def test_what_is_no_list_of_tokens_goes_to_any_node(program: Any) -> None:
+    torn = (b"", b"[]", b"{", b'{"prompt": "text"}', b'{"prompt": [-1, true]}', b"[" * 100_000)
+    assert [program._prompt(body) for body in torn] == [[]] * len(torn)
 
 
 def test_heads_that_make_no_sense_are_answered(program: Any, stores: list[LocalServer]) -> None:

@@ -20,10 +20,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from kvstore.client import ClientOptions
 from kvstore.client.blend.engine import Blender, MemorySource
 from kvstore.client.blend.layer_pass import LayerKV
 from kvstore.client.blend.plan import BlendPlan, Segment
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
+from kvstore.proto.types import DType, LayerGroup, LayerKind, Model, RopeParameters
 
 VOCABULARY = 512
 LAYERS = 5
@@ -60,6 +62,17 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
+
+
+OPTIONS = ClientOptions(chunk_tokens=16, deadline_ms=30_000)
+GROUP = LayerGroup(LayerKind.attention, DType.float32, tuple(range(LAYERS)), 2, 16)
+STORED = Model("tiny", "a" * 40, "none", "none", (GROUP,), RopeParameters(1e4, 16), "tokens")
+"""What a store is told of the model "llama" in float32."""
+
+
+def random_tokens(seed: int, count: int) -> list[int]:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCABULARY, (count,), generator=draw).tolist()
 
 
 def make_model(name: str = "llama", dtype: torch.dtype = torch.float64) -> PreTrainedModel:

@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.blend_world import LAYERS, VOCABULARY, make_model
+from helpers.blend_world import make_model, random_tokens
 from helpers.local_server import LocalServer
 
-from kvstore.client import Client, ClientOptions
+from kvstore.client import Client
 from kvstore.client.blend.engine import Blender
+from kvstore.client.blend.layer_pass import EngineAdapter
 from kvstore.client.blend.plan import NamedChunk, SegmentRange, name_segments
 from kvstore.client.blend.store import MAX_CONTEXT, measured_prefill, store_prefill
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.segments import SegmentQuery
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.types import DType, LayerGroup, LayerKind, Model
 
-HEAD = 16
 RANGES = [SegmentRange(16, 64), SegmentRange(64, 104)]
+PROMPT = random_tokens(1, 120)
 
 
-def _tokens(seed: int, count: int) -> list[int]:
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCABULARY, (count,), generator=draw).tolist()
-
-
-PROMPT = _tokens(1, 120)
-
-
-@pytest.fixture(scope="module")
-def adapter() -> TransformersAdapter:
-    return TransformersAdapter(make_model("llama", torch.float32))
+@pytest.fixture
+def adapter(blender: Blender) -> EngineAdapter:
+    return blender.adapter
 
 
 def chunks_of(tokens: list[int], size: int = 16) -> list[NamedChunk]:
@@ -38,9 +30,9 @@ def chunks_of(tokens: list[int], size: int = 16) -> list[NamedChunk]:
     return [one for segment in segments for one in segment.chunks]
 
 
-def weights_of(adapter: TransformersAdapter) -> torch.Tensor:
+def weights_of(adapter: EngineAdapter) -> torch.Tensor:
     """The model's own attention, (tokens, tokens): mean over its layers and heads."""
-    model = adapter._model
+    model = adapter._model  # type: ignore[attr-defined]
     model.set_attn_implementation("eager")
     with torch.inference_mode():
         found = model(torch.tensor([PROMPT]), output_attentions=True).attentions
@@ -48,7 +40,7 @@ def weights_of(adapter: TransformersAdapter) -> torch.Tensor:
     return torch.stack(found)[:, 0].mean((0, 1))
 
 
-def test_masses_are_the_sums_of_the_models_own_weights(adapter: TransformersAdapter) -> None:
+def test_masses_are_the_sums_of_the_models_own_weights(adapter: EngineAdapter) -> None:
     chunks = chunks_of(PROMPT)
     result, report = measured_prefill(adapter, PROMPT, chunks, rows=len(PROMPT))
     weights = weights_of(adapter)
@@ -66,7 +58,7 @@ def test_masses_are_the_sums_of_the_models_own_weights(adapter: TransformersAdap
     assert torch.equal(result.logits, wanted_logits)
 
 
-def test_a_few_rows_say_about_the_same(adapter: TransformersAdapter) -> None:
+def test_a_few_rows_say_about_the_same(adapter: EngineAdapter) -> None:
     chunks = chunks_of(PROMPT)
     _, every = measured_prefill(adapter, PROMPT, chunks, rows=len(PROMPT))
     _, some = measured_prefill(adapter, PROMPT, chunks)
@@ -76,23 +68,23 @@ def test_a_few_rows_say_about_the_same(adapter: TransformersAdapter) -> None:
         assert 0 < whole <= 1.001 * chunk.tokens
 
 
-def test_no_more_context_is_told_than_is_taken(adapter: TransformersAdapter) -> None:
-    prompt = _tokens(2, 20 * 16 + 5)
+def test_no_more_context_is_told_than_is_taken(adapter: EngineAdapter) -> None:
+    prompt = random_tokens(2, 20 * 16 + 5)
     chunks = list(name_segments(prompt, [], 16)[0].chunks)
     _, report = measured_prefill(adapter, prompt, chunks)
     assert len(report.chunks[-1].context) == MAX_CONTEXT
     assert report.chunks[-1].context[-1].content == chunks[-2].content
 
 
-def test_a_content_that_stands_twice_is_told_once(adapter: TransformersAdapter) -> None:
-    once = _tokens(3, 16)
-    prompt = once + once + _tokens(4, 16)
+def test_a_content_that_stands_twice_is_told_once(adapter: EngineAdapter) -> None:
+    once = random_tokens(3, 16)
+    prompt = once + once + random_tokens(4, 16)
     chunks = list(name_segments(prompt, [], 16)[0].chunks)
     _, report = measured_prefill(adapter, prompt, chunks)
     assert [mass.content for mass in report.chunks[2].context] == [chunks[0].content]
 
 
-def test_weights_that_are_no_numbers_are_told_to_nobody(adapter: TransformersAdapter) -> None:
+def test_weights_that_are_no_numbers_are_told_to_nobody(adapter: EngineAdapter) -> None:
     class Broken(TransformersAdapter):
         def attention_mass(self, *args: object) -> torch.Tensor:
             return torch.full((len(PROMPT),), torch.nan)
@@ -104,23 +96,13 @@ def test_weights_that_are_no_numbers_are_told_to_nobody(adapter: TransformersAda
 # --- told to a store
 
 
-@pytest.fixture
-def client(server: LocalServer, adapter: TransformersAdapter) -> Client:
-    group = LayerGroup(LayerKind.attention, DType.float32, tuple(range(LAYERS)), 2, 16)
-    representation = Model(
-        "tiny", "a" * 40, "none", "none", (group,), adapter.origin.rope, "tokens"
-    )
-    options = ClientOptions(chunk_tokens=16, deadline_ms=30_000)
-    return server.connect("auto", representation, options)
-
-
 def _elsewhere() -> tuple[list[int], list[SegmentRange]]:
-    prompt = [*_tokens(7, 32), *PROMPT[64:104], *PROMPT[16:64], *_tokens(8, 9)]
+    prompt = [*random_tokens(7, 32), *PROMPT[64:104], *PROMPT[16:64], *random_tokens(8, 9)]
     return prompt, [SegmentRange(32, 72), SegmentRange(72, 120)]
 
 
 def test_variants_are_scored_by_what_they_were_seen_to_attend_to(
-    client: Client, adapter: TransformersAdapter
+    client: Client, adapter: EngineAdapter
 ) -> None:
     result, seen = measured_prefill(adapter, PROMPT, chunks_of(PROMPT))
     store_prefill(client, result, PROMPT, RANGES, attention=seen)
@@ -142,7 +124,7 @@ def _impact(one: pb.ChunkReport, size: int) -> float:
 
 
 def test_a_store_that_will_not_hear_of_it_has_the_chunks_all_the_same(
-    server: LocalServer, client: Client, adapter: TransformersAdapter
+    server: LocalServer, client: Client, adapter: EngineAdapter
 ) -> None:
     result, seen = measured_prefill(adapter, PROMPT, chunks_of(PROMPT))
     seen.chunks[1].intra_mass = 1e6

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.blend_world import LAYERS, VOCABULARY, make_model
+from helpers.blend_world import STORED, VOCABULARY, random_tokens
 from helpers.local_server import DEADLINE_MS, LocalServer
 from typing_extensions import override
 
-from kvstore.client import Client, ClientOptions
+from kvstore.client import Client
 from kvstore.client.blend import gate as gate_module
 from kvstore.client.blend.engine import Blender
 from kvstore.client.blend.gate import GuardedBlender, ShadowEval
 from kvstore.client.blend.plan import SegmentRange, name_segments
 from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.engines.transformers import TransformersConnector
-from kvstore.client.engines.transformers.blend_adapter import BlendedCache, TransformersAdapter
+from kvstore.client.engines.transformers.blend_adapter import BlendedCache
 from kvstore.client.engines.transformers.cache import as_argument
 from kvstore.client.options import TransportName
 from kvstore.client.segments import SegmentMatch, SegmentQuery
@@ -31,42 +31,16 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.frame import FLAG_RESTORED, FrameTemplate
 from kvstore.proto.keys import representation_digest
-from kvstore.proto.types import (
-    ChunkKey,
-    DType,
-    KVLayout,
-    LayerGroup,
-    LayerKind,
-    Model,
-    PutOutcome,
-    RopeParameters,
-)
+from kvstore.proto.types import ChunkKey, KVLayout, PutOutcome, RopeParameters
 
-TRANSPORTS: tuple[TransportName, ...] = ("shm", "grpc", "tcp")
+by_each_transport = pytest.mark.parametrize("transport", ["shm", "grpc", "tcp"])
 TRIAL = SegmentQuery(is_trial=True)
 SUFFIX = 9
-
-
-def _tokens(seed: int, count: int) -> list[int]:
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCABULARY, (count,), generator=draw).tolist()
-
-
-DOCUMENT = _tokens(1, 48)
-STORED = ([*_tokens(2, 20), *DOCUMENT, *_tokens(3, SUFFIX)], [SegmentRange(20, 68)])
-ASKED = ([*_tokens(4, 36), *DOCUMENT, *_tokens(5, SUFFIX)], [SegmentRange(36, 84)])
-GROUP = LayerGroup(LayerKind.attention, DType.float32, tuple(range(LAYERS)), 2, 16)
-
-
-@pytest.fixture(scope="module")
-def blender() -> Blender:
-    return Blender(TransformersAdapter(make_model("llama", torch.float32)))
-
-
-@pytest.fixture(scope="module")
-def representation(blender: Blender) -> Model:
-    rope = blender.adapter.origin.rope
-    return Model("tiny", "a" * 40, "none", "none", (GROUP,), rope, "tokens")
+DOCUMENT = random_tokens(1, 48)
+BEFORE = ([*random_tokens(2, 20), *DOCUMENT, *random_tokens(3, SUFFIX)], [SegmentRange(20, 68)])
+ASKED = ([*random_tokens(4, 36), *DOCUMENT, *random_tokens(5, SUFFIX)], [SegmentRange(36, 84)])
+OTHER_ROPE: dict[str, Any] = {"rope": RopeParameters(5e5, 16)}
+OTHER_ADAPTER: dict[str, Any] = {"adapter_digest": "blake3:of a LoRA"}
 
 
 @pytest.fixture
@@ -74,84 +48,53 @@ def server(make_server: Callable[..., LocalServer]) -> LocalServer:
     return make_server("--bulk", "127.0.0.1:0")
 
 
-def connected(
-    server: LocalServer, representation: Model, transport: TransportName = "auto"
-) -> Client:
-    options = ClientOptions(transport, chunk_tokens=16, deadline_ms=DEADLINE_MS)
-    return server.connect(transport, representation, options)
-
-
 @pytest.fixture
-def client(server: LocalServer, blender: Blender, representation: Model) -> Client:
+def client(client: Client, blender: Blender) -> Client:
     """Of a server that has the document behind another head."""
-    client = connected(server, representation)
-    puts = store_prefill(client, blender.prefill(STORED[0]), *STORED)
+    puts = store_prefill(client, blender.prefill(BEFORE[0]), *BEFORE)
     assert {put.outcome for put in puts} == {PutOutcome.stored}
     return client
 
 
-def assert_computed(blender: Blender, resolved: SegmentMatch, client: Client) -> str:
-    """Fail unless the answer is a full prefill's; return why it was computed."""
+def assert_computed(
+    blender: Blender, resolved: SegmentMatch, client: Client
+) -> tuple[str, set[str]]:
+    """Fail unless the answer is a full prefill's; return why it, or its segments, were computed."""
     with StoreSource(resolved, ASKED[0], client.model) as source:
         found = blender.blend(source.plan.with_ratio(0.2), source)
     assert not found.is_blended
     wanted = blender.prefill(ASKED[0]).logits[-SUFFIX:]
     assert float((found.logits - wanted).abs().max()) <= 1e-5
-    return found.report.failure
+    return found.report.failure, set(found.report.refused.values())
 
 
 # --- whose KV is given out
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"rope": RopeParameters(5e5, 16)},
-        {"adapter_digest": "blake3:of a LoRA"},
-        {"model_revision": "b" * 40},
-    ],
-    ids=["rotation", "adapter", "weights"],
-)
 def test_chunks_of_another_rotation_adapter_or_model_are_found_by_nobody(
-    server: LocalServer,
-    client: Client,
-    representation: Model,
-    change: dict[str, Any],
+    server: LocalServer, client: Client
 ) -> None:
     with client.find_segments(*ASKED, TRIAL) as resolved:
         assert len(list(resolved.chunks())) == 3
-    other = connected(server, replace(representation, **change))
-    with other.find_segments(*ASKED, TRIAL) as resolved:
-        assert list(resolved.chunks()) == []
+    for change in (OTHER_ROPE, OTHER_ADAPTER, {"model_revision": "b" * 40}):
+        other = server.connect("auto", replace(STORED, **change))
+        with other.find_segments(*ASKED, TRIAL) as resolved:
+            assert list(resolved.chunks()) == []
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [
-        ({"rope": RopeParameters(5e5, 16)}, "another rotation"),
-        ({"adapter_digest": "blake3:of a LoRA"}, "another adapter"),
-    ],
+    [(OTHER_ROPE, "another rotation"), (OTHER_ADAPTER, "another adapter")],
     ids=["rotation", "adapter"],
 )
 def test_an_engine_that_is_not_what_its_client_says_computes_instead(
-    server: LocalServer,
-    blender: Blender,
-    representation: Model,
-    change: dict[str, Any],
-    reason: str,
+    server: LocalServer, blender: Blender, change: dict[str, Any], reason: str
 ) -> None:
     """The client's Model is of another rotation or adapter than the engine's own."""
-    client = connected(server, replace(representation, **change))
-    store_prefill(client, blender.prefill(STORED[0]), *STORED)
-    with (
-        client.find_segments(*ASKED, TRIAL) as resolved,
-        StoreSource(resolved, ASKED[0], client.model) as source,
-    ):
-        found = blender.blend(source.plan, source)
-    assert set(found.report.refused.values()) == {reason}
-    assert not found.is_blended
-    wanted = blender.prefill(ASKED[0]).logits[-SUFFIX:]
-    assert float((found.logits - wanted).abs().max()) <= 1e-5
+    client = server.connect("auto", replace(STORED, **change))
+    store_prefill(client, blender.prefill(BEFORE[0]), *BEFORE)
+    with client.find_segments(*ASKED, TRIAL) as resolved:
+        assert assert_computed(blender, resolved, client) == ("", {reason})
 
 
 def test_a_server_that_turns_keys_otherwise_is_refused_by_name(
@@ -177,38 +120,28 @@ def test_token_ids_that_do_not_match_the_digest_are_refused_by_name(client: Clie
             StoreSource(resolved, other, client.model)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("field", ["content", "stop", "position"])
+@by_each_transport
 def test_frames_with_other_tokens_a_shorter_chunk_or_another_place_are_not_used(
-    server: LocalServer,
-    client: Client,
-    blender: Blender,
-    representation: Model,
-    transport: TransportName,
-    field: str,
+    server: LocalServer, client: Client, transport: TransportName
 ) -> None:
-    reader = connected(server, representation, transport)
+    reader = server.connect(transport, STORED)
     with reader.find_segments(*ASKED, TRIAL) as resolved:
-        chunks = list(resolved.chunks())
-        one = chunks[0]
-        wrong = {
-            "content": replace(one, asked=replace(one.asked, content=b"x" * 16)),
-            "stop": replace(one, asked=replace(one.asked, stop=one.asked.stop - 1)),
-            "position": replace(one, best=replace(one.best, position=one.best.position + 1)),
-        }[field]
-        assert list(resolved.layers([wrong])) == []
-        layers = list(resolved.layers([chunks[1], wrong]))
-        assert {len(layer.tensors) for layer in layers} == {1}
+        one, another = list(resolved.chunks())[:2]
+        for wrong in (
+            replace(one, asked=replace(one.asked, content=b"x" * 16)),
+            replace(one, asked=replace(one.asked, stop=one.asked.stop - 1)),
+            replace(one, best=replace(one.best, position=one.best.position + 1)),
+        ):
+            assert list(resolved.layers([wrong])) == []
+            assert {len(layer.tensors) for layer in resolved.layers([another, wrong])} == {1}
 
 
-def test_variants_that_are_deleted_mid_plan_are_computed(
-    server: LocalServer, client: Client, blender: Blender
-) -> None:
+def test_variants_that_are_deleted_mid_plan_are_computed(client: Client, blender: Blender) -> None:
     resolved = client.find_segments(*ASKED, TRIAL)
     resolved.release()
     for entry in client.list():
         client.delete(keys=[ChunkKey(client.namespace + entry.digest)])
-    assert "LeaseExpiredError" in assert_computed(blender, resolved, client)
+    assert "LeaseExpiredError" in assert_computed(blender, resolved, client)[0]
 
 
 def test_variants_that_went_under_their_lease_are_computed(
@@ -223,7 +156,7 @@ def test_variants_that_went_under_their_lease_are_computed(
             slot = store.tiers.slots[name]
             store.moves.eviction.delete_from(slot, key)
             store.catalog.forget(name, key)
-        assert "LayoutMismatchError" in assert_computed(blender, resolved, client)
+        assert "LayoutMismatchError" in assert_computed(blender, resolved, client)[0]
 
 
 def test_an_engine_that_reports_nonsense_is_refused_and_answers_all_the_same(
@@ -260,16 +193,15 @@ class _Marked(Outgoing):
         return cut_header(frame)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@by_each_transport
 def test_kv_that_is_marked_as_blended_is_refused_by_every_way_in(
-    server: LocalServer, representation: Model, transport: TransportName
+    server: LocalServer, transport: TransportName
 ) -> None:
-    client = connected(server, representation, transport)
-    one = name_segments(STORED[0], STORED[1], 16)[0].chunks[0]
-    layout = KVLayout.of(representation, one.tokens)
+    client = server.connect(transport, STORED)
+    one = name_segments(*BEFORE, 16)[0].chunks[0]
+    layout = KVLayout.of(STORED, one.tokens)
     key = ChunkKey(client.namespace + one.digest)
-    digest = representation_digest(representation)
-    template = FrameTemplate(key, one.parent, digest, one.content, layout)
+    template = FrameTemplate(key, one.parent, representation_digest(STORED), one.content, layout)
     parts = [[[np.zeros(c.shape, "u4")] * c.parts] * c.layers for c in layout.components]
     put = client._link.connected().put
     try:
@@ -283,30 +215,25 @@ def test_kv_that_is_marked_as_blended_is_refused_by_every_way_in(
     assert server.usage().tiers[0][1].chunks == 0
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_connector_stores_nothing_of_what_was_generated_from_a_blend(
-    server: LocalServer,
-    client: Client,
-    blender: Blender,
-    representation: Model,
-    transport: TransportName,
+    client: Client, blender: Blender
 ) -> None:
     model = blender.adapter._model  # type: ignore[attr-defined]
-    own = connected(server, representation, transport)
     with (
-        own.find_segments(*ASKED, TRIAL) as resolved,
-        StoreSource(resolved, ASKED[0], representation) as source,
+        client.find_segments(*ASKED, TRIAL) as resolved,
+        StoreSource(resolved, ASKED[0], STORED) as source,
     ):
         result = blender.blend(source.plan, source)
     assert result.is_blended
+    with pytest.raises(InvalidRequestError, match="blended"):
+        store_prefill(client, result, ASKED[0], [])
     ids = torch.tensor([ASKED[0]])
     cache = BlendedCache.of(model, result)
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), **as_argument(cache), max_new_tokens=4,
         do_sample=False, pad_token_id=0,
     )  # fmt: skip
-    before = {entry.digest for entry in own.list()}
-    connector = TransformersConnector(own, model)
+    before = {entry.digest for entry in client.list()}
     with pytest.raises(ModelError, match="BlendedCache"):
-        connector.save(output, cache)
-    assert {entry.digest for entry in own.list()} == before
+        TransformersConnector(client, model).save(output, cache)
+    assert {entry.digest for entry in client.list()} == before

@@ -29,20 +29,20 @@ def test_a_comparison_is_divergence_and_agreement_of_the_likeliest_token() -> No
     assert compare(full, full).divergence == 0
 
 
-@pytest.mark.parametrize("wrong", [math.nan, -math.inf])
-def test_logits_that_are_no_numbers_are_the_worst_there_is(wrong: float) -> None:
+def test_logits_that_are_no_numbers_are_the_worst_there_is_and_masked_tokens_are_left_out() -> None:
     """A gate is told so: a mean of them would be none, and a report of it refused."""
     full = torch.tensor([[9.0, 0.0, 0.0]])
-    found = compare(full, torch.tensor([[wrong, 0.0, 0.0]]))
-    assert found.divergence > 100
-    assert math.isfinite(found.divergence)
-    assert found.agreement == 0.0
-
-
-def test_tokens_that_a_model_masks_do_not_hide_how_others_differ() -> None:
-    full = torch.tensor([[9.0, 0.0, -math.inf]])
-    assert compare(full, full).divergence == 0
-    assert compare(full, torch.tensor([[0.0, 9.0, -math.inf]])).divergence > 8
+    for wrong in (math.nan, -math.inf):
+        found = compare(full, torch.tensor([[wrong, 0.0, 0.0]]))
+        assert found.divergence > 100
+        assert math.isfinite(found.divergence)
+        assert found.agreement == 0.0
+    masked = torch.tensor([[9.0, 0.0, -math.inf]])
+    assert compare(masked, masked).divergence == 0
+    assert compare(masked, torch.tensor([[0.0, 9.0, -math.inf]])).divergence > 8
+    for rows, width in ((0, 3), (2, 4)):
+        with pytest.raises(InvalidRequestError, match="the same rows"):
+            compare(torch.zeros(rows, 3), torch.zeros(rows, width))
 
 
 def test_agreement_is_that_of_tokens_of_which_the_full_prefill_is_sure() -> None:
@@ -79,12 +79,6 @@ def test_a_models_own_other_dtype_is_well_within_what_a_gate_asks_for() -> None:
     assert 1 - found.agreement < 0.2 * (1 - terms.min_agreement)
     assert found.agreement_of_all < found.agreement
     assert found.clear_tokens > 0.3 * found.tokens
-
-
-@pytest.mark.parametrize(("rows", "width"), [(0, 3), (2, 4)])
-def test_logits_of_other_rows_are_refused(rows: int, width: int) -> None:
-    with pytest.raises(InvalidRequestError, match="the same rows"):
-        compare(torch.zeros(rows, 3), torch.zeros(rows, width))
 
 
 def test_deviations_add_up_over_layers_each_in_its_own_size() -> None:

@@ -38,25 +38,18 @@ def test_hkvd_keeps_the_rows_that_deviate_most() -> None:
     assert SELECTORS["hkvd"](plan(), deviation).tolist() == [9, 15, 20, 23]
 
 
-def test_hkvd_takes_first_rows_where_nothing_was_compared() -> None:
-    assert SELECTORS["hkvd"](plan(), None).tolist() == [4, 5, 14, 15]
+def test_first_rows_are_taken_by_first_k_and_where_nothing_is_known_to_choose_by() -> None:
+    some = plan(first_scores=tuple(float(i) for i in range(10)))  # the second segment has none
+    for name, one in (("first_k", plan()), ("hkvd", plan()), ("stored_priority", some)):
+        assert SELECTORS[name](one, None).tolist() == [4, 5, 14, 15]
     assert measure_of(plan(selector="hkvd"), 1) is None
     assert measure_of(plan(selector="hkvd"), 2) == "deviation"
-
-
-def test_first_k_takes_the_beginning_of_each_segment() -> None:
-    assert SELECTORS["first_k"](plan(), None).tolist() == [4, 5, 14, 15]
 
 
 def test_stored_priority_takes_the_highest_scores() -> None:
     rising = tuple(float(i) for i in range(10))
     found = plan(first_scores=rising, second_scores=rising[::-1])
     assert SELECTORS["stored_priority"](found, None).tolist() == [12, 13, 14, 15]
-
-
-def test_stored_priority_takes_first_rows_while_a_segment_has_no_scores() -> None:
-    found = plan(first_scores=tuple(float(i) for i in range(10)))
-    assert SELECTORS["stored_priority"](found, None).tolist() == [4, 5, 14, 15]
 
 
 def test_query_attention_takes_what_is_looked_at() -> None:
@@ -83,7 +76,7 @@ def test_hybrid_takes_rows_of_high_scores_that_the_question_hardly_looks_at() ->
     assert SELECTORS["hybrid"](found, attention).tolist() == [6, 19, 20]
 
 
-def test_hybrid_keeps_to_the_ratio_of_a_segment() -> None:
+def test_a_segment_with_a_ratio_of_its_own_keeps_to_it() -> None:
     scores = tuple(i / 10 for i in range(10))
     segments = (
         Segment(0, 10, "approx", ratio=0.4, scores=scores),
@@ -94,17 +87,7 @@ def test_hybrid_keeps_to_the_ratio_of_a_segment() -> None:
     attention = torch.zeros(21)
     attention[[1, 2, 11, 12]] = torch.tensor([4.0, 3.0, 2.0, 1.0])
     assert SELECTORS["hybrid"](own, attention).tolist() == [1, 2, 8, 9, 11, 19]
-
-
-def test_a_segment_with_a_ratio_of_its_own_keeps_to_it() -> None:
-    segments = (
-        Segment(0, 10, "approx", ratio=0.5),
-        Segment(10, 20, "approx"),
-        Segment(20, 21, "miss"),
-    )
-    own = BlendPlan(tuple(range(21)), segments, ratio=0.1)
-    found = pick_share(own, torch.arange(21.0))
-    assert found.tolist() == [5, 6, 7, 8, 9, 19]
+    assert pick_share(own, torch.arange(21.0)).tolist() == [6, 7, 8, 9, 18, 19]
 
 
 @given(scores=st.lists(st.integers(0, 5), min_size=1, max_size=40), ratio=st.floats(0, 1))

@@ -30,7 +30,6 @@ from kvstore.client.blend.selectors import SELECTORS
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.proto.errors import InvalidRequestError
 
-RATIOS = (0.05, 0.15, 0.3, 0.5)
 ROUNDING = 1e-9
 
 
@@ -100,11 +99,11 @@ def divergence(result: BlendResult) -> float:
 
 
 @pytest.mark.parametrize("name", sorted(SELECTORS))
-@pytest.mark.parametrize("ratio", RATIOS)
-def test_no_selector_is_worse_than_chunks_as_they_are(name: str, ratio: float) -> None:
+def test_no_selector_is_worse_than_chunks_as_they_are(name: str) -> None:
     as_they_are = divergence(blended(name, 0.0))
-    assert divergence(blended(name, ratio)) <= as_they_are + ROUNDING
     assert as_they_are < 1e-3
+    for ratio in (0.05, 0.15, 0.3, 0.5):
+        assert divergence(blended(name, ratio)) <= as_they_are + ROUNDING
 
 
 def test_without_its_sink_the_prompt_is_blended_worse_than_not_at_all() -> None:
@@ -113,34 +112,35 @@ def test_without_its_sink_the_prompt_is_blended_worse_than_not_at_all() -> None:
     assert divergence(blended("hybrid", 0.15, sinks=0)) > 0.1
 
 
-@pytest.mark.parametrize("name", sorted(SELECTORS))
-@pytest.mark.parametrize("sinks", [1, 2, MAX_SINKS])
+@pytest.mark.parametrize(
+    ("name", "sinks"),
+    [("hkvd", 1), ("query_attention", 2), ("hybrid", MAX_SINKS), ("first_k", MAX_SINKS)],
+)
 def test_the_first_rows_are_computed_at_every_ratio(name: str, sinks: int) -> None:
     """They are those of the full prefill: nothing before them is stored."""
     full = Blender(adapter()).prefill(swapped()[0].tokens)
     for ratio in (0.0, 0.3):
         found = blended(name, ratio, sinks)
         assert set(range(sinks)) <= set(found.report.selected.tolist())
-        for (keys, values), (wanted_keys, wanted_values) in zip(found.kv, full.kv, strict=True):
-            torch.testing.assert_close(keys[:, :sinks], wanted_keys[:, :sinks])
-            torch.testing.assert_close(values[:, :sinks], wanted_values[:, :sinks])
+        for kv, wanted in zip(found.kv, full.kv, strict=True):
+            for part, other in zip(kv, wanted, strict=True):
+                torch.testing.assert_close(part[:, :sinks], other[:, :sinks])
 
 
-@pytest.mark.parametrize(("src_pos", "count"), [(0, 2), (1, 1), (2, 0)])
-def test_a_chunk_that_began_its_prompt_has_its_own_sinks_computed(src_pos: int, count: int) -> None:
+def test_a_chunk_that_began_its_prompt_has_its_own_sinks_computed() -> None:
     """Where rows are chosen at all, though none of its own are."""
     plan, source = swapped()
     first, second, question = plan.segments
-    second = replace(second, src_pos=src_pos, ratio=0.0)
-    for ratio, wanted in ((0.0, 0), (0.3, count)):
-        tried = replace(plan, segments=(first, second, question), ratio=ratio)
-        rows = Blender(adapter(), sinks=2).blend(tried, source).report.selected.tolist()
-        assert [row for row in rows if row >= second.start] == list(
-            range(second.start, second.start + wanted)
-        )
+    for src_pos, count in ((0, 2), (1, 1), (2, 0)):
+        second = replace(second, src_pos=src_pos, ratio=0.0)
+        for ratio, wanted in ((0.0, 0), (0.3, count)):
+            tried = replace(plan, segments=(first, second, question), ratio=ratio)
+            rows = Blender(adapter(), sinks=2).blend(tried, source).report.selected.tolist()
+            own = [row for row in rows if row >= second.start]
+            assert own == list(range(second.start, second.start + wanted))
 
 
-@pytest.mark.parametrize("sinks", [-1, MAX_SINKS + 1])
-def test_another_number_of_sinks_is_refused_by_name(sinks: int) -> None:
-    with pytest.raises(InvalidRequestError, match="sinks"):
-        Blender(adapter(), sinks=sinks)
+def test_another_number_of_sinks_is_refused_by_name() -> None:
+    for sinks in (-1, MAX_SINKS + 1):
+        with pytest.raises(InvalidRequestError, match="sinks"):
+            Blender(adapter(), sinks=sinks)

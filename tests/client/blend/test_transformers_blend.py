@@ -17,7 +17,7 @@ from kvstore.client.blend.engine import Blender
 from kvstore.client.blend.selectors import SELECTORS
 from kvstore.client.engines.transformers import blend_adapter as transformers_blend
 from kvstore.client.engines.transformers.blend_adapter import BlendedCache, TransformersAdapter
-from kvstore.client.engines.transformers.cache import CacheShape, as_argument
+from kvstore.client.engines.transformers.cache import as_argument
 from kvstore.proto.errors import ModelError
 
 
@@ -39,46 +39,27 @@ def generated(world: World, cache: BlendedCache | None) -> list[int]:
     return found
 
 
-def test_generating_from_a_blend_of_all_rows_is_generating_without_one(world: World) -> None:
-    result = world.blender.blend(world.plan(1.0), world.source)
-    assert generated(world, BlendedCache.of(world.model, result)) == generated(world, None)
+def test_generating_from_a_blend_is_generating_without_one_where_all_rows_are_computed(
+    world: World,
+) -> None:
+    for ratio, is_same in ((1.0, True), (0.0, False)):
+        result = world.blender.blend(world.plan(ratio), world.source)
+        found = generated(world, BlendedCache.of(world.model, result))
+        assert (found == generated(world, None)) == is_same
 
 
-def test_generating_from_stored_rows_alone_is_something_else(world: World) -> None:
-    result = world.blender.blend(world.plan(0.0), world.source)
-    assert generated(world, BlendedCache.of(world.model, result)) != generated(world, None)
-
-
-def test_a_blended_cache_is_never_stored_as_an_original(world: World) -> None:
-    result = world.blender.blend(world.plan(0.2), world.source)
-    assert result.is_blended
-    with pytest.raises(ModelError, match="BlendedCache"):
-        CacheShape.of_cache(BlendedCache.of(world.model, result))
-
-
-def test_a_model_of_another_kind_is_refused_by_name() -> None:
+def test_a_model_that_cannot_be_blended_is_refused_by_name() -> None:
     other = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=16))
     with pytest.raises(ModelError, match="GPT2LMHeadModel"):
         TransformersAdapter(other)
-
-
-def test_a_model_with_an_adapter_needs_its_digest() -> None:
-    model: Any = make_model()
-    model.peft_config = {"default": object()}
+    adapted: Any = make_model()
+    adapted.peft_config = {"default": object()}
     with pytest.raises(ModelError, match="give its digest"):
-        TransformersAdapter(model)
-    assert TransformersAdapter(model, "blake3:of it").origin.adapter_digest == "blake3:of it"
-
-
-def test_a_model_whose_tables_were_rounded_by_a_cast_is_refused() -> None:
-    model: Any = make_model(dtype=torch.float32)
+        TransformersAdapter(adapted)
+    assert TransformersAdapter(adapted, "blake3:of it").origin.adapter_digest == "blake3:of it"
+    rounded: Any = make_model(dtype=torch.float32)
     with pytest.raises(ModelError, match="do not cast it"):
-        TransformersAdapter(model.to(torch.bfloat16))
-
-
-def test_a_ratio_of_1_is_the_models_own_prefill_to_the_bit(world: World) -> None:
-    result = world.blender.blend(world.plan(1.0), world.source)
-    assert torch.equal(result.logits, world.full_logits())
+        TransformersAdapter(rounded.to(torch.bfloat16))
 
 
 # The same test for every device: nothing of the path is of one alone.
@@ -86,21 +67,19 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", sorted(SELECTORS))
-def test_a_blend_on_a_device_is_that_of_float64_on_the_cpu(
-    world: World, device: str, name: str
-) -> None:
+def test_a_blend_on_a_device_is_that_of_float64_on_the_cpu(world: World, device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device: its twin on the CPU runs the same code")
     exact = make_world()
-    wanted = exact.blender.blend(exact.plan(0.3, selector=name), exact.source)
     engine: Any = make_model(dtype=torch.float32)
     blender = Blender(TransformersAdapter(engine.to(device)))
-    found = blender.blend(world.plan(0.3, selector=name), world.source)
-    assert found.logits.device.type == device
-    assert {part.device.type for kv in found.kv for part in kv} == {device}
-    assert set(found.report.selected.tolist()) == set(wanted.report.selected.tolist())
-    assert torch.allclose(found.logits.cpu().double(), wanted.logits, atol=1e-3)
+    for name in SELECTORS:
+        wanted = exact.blender.blend(exact.plan(0.3, selector=name), exact.source)
+        found = blender.blend(world.plan(0.3, selector=name), world.source)
+        assert found.logits.device.type == device
+        assert {part.device.type for kv in found.kv for part in kv} == {device}
+        assert set(found.report.selected.tolist()) == set(wanted.report.selected.tolist())
+        assert torch.allclose(found.logits.cpu().double(), wanted.logits, atol=1e-3)
 
 
 def test_no_tensor_of_the_path_leaves_its_device_for_numpy() -> None:
