@@ -41,7 +41,7 @@ from kvstore.client.engines.transformers import (  # noqa: E402
 )
 from kvstore.client.engines.transformers.cache import as_argument  # noqa: E402
 
-LOSSLESS = "zplane"
+LOSSLESS = "lossless"
 CODECS = (LOSSLESS, "kvq:0", "kvq:2", "kvq:3")
 GBITS = (1, 10)
 PROMPTS = 7

@@ -44,15 +44,15 @@ from kvstore.proto.errors import UnknownCodecError
 from kvstore.proto.types import RopeParameters
 
 OURS = {
-    "exact": ("raw", "zplane"),
-    "gq": ("gq8", "gq4", "gq2"),
+    "exact": ("raw", "lossless"),
+    "gq": ("kivi:8", "kivi:4", "kivi:2"),
     "kvq": ("kvq:3", "kvq:2", "kvq:1", "kvq:0"),
     "kvq layered": ("kvq:layered",),
     "kvq without sinks": ("kvq:1,sinks=0", "kvq:0,sinks=0"),
     "kvq importance": ("kvq:2,importance", "kvq:1,importance", "kvq:0,importance"),
     "cachegen": ("cachegen:3", "cachegen:2", "cachegen:1", "cachegen:0"),
-    "kvqs": ("kvqs:3", "kvqs:2", "kvqs:1", "kvqs:0"),
-    "kvt": ("kvt:3", "kvt:2", "kvt:1", "kvt:0"),
+    "kvq:static": ("kvq:3,static", "kvq:2,static", "kvq:1,static", "kvq:0,static"),
+    "kvtc": ("kvtc:3", "kvtc:2", "kvtc:1", "kvtc:0"),
 }
 """Settings of each family; those of one family are points of one curve.
 
@@ -91,7 +91,7 @@ IMPORTANCE_KEYS = {
 }
 """By model: kvq's divergence with the importance that the connector sends, over that without."""
 TINY, REAL = "tinylm", "real model"
-LOSSLESS, LOSSLESS_KEY = "zplane", "lossless_ratio"
+LOSSLESS, LOSSLESS_KEY = "lossless", "lossless_ratio"
 MODEL_KEYS = (*BARS, *REAL_KEYS, *IMPORTANCE_KEYS.values())
 SEED = 1
 

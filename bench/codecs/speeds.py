@@ -25,7 +25,7 @@ from bench.lib.report import Report, cpu_s
 from kvstore.proto.errors import UnknownCodecError
 
 ROUNDS = 5
-SPEEDS = ("raw", "zplane", "gq8", "gq4", "gq2", "kvq", "cachegen")
+SPEEDS = ("raw", "lossless", "kivi:8", "kivi:4", "kivi:2", "kvq", "cachegen")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,18 +153,18 @@ def _lossless(report: Report, bench: SpeedBench) -> dict[str, Measured]:
     }
     if not isinstance(bench.zipnn, str):
         sides["zipnn"] = partial(bench.zipnn.time, tensors)
-    ours = bench.ours("zplane")
+    ours = bench.ours("lossless")
     if not isinstance(ours, str):
-        sides["zplane"] = ours
+        sides["lossless"] = ours
     found = in_rounds(window.nbytes, sides, bench.rounds)
     keys = ("lossless_encode_vs_zipnn", "lossless_decode_vs_zipnn")
     aibrix = ("lossless_encode_vs_aibrix", "lossless_decode_vs_aibrix")
     if isinstance(ours, str):
         report.skip([*keys, *aibrix], ours)
         return found
-    _compare(report, aibrix, found["zplane"], found["aibrix zstd"], (2.0, 2.0))
+    _compare(report, aibrix, found["lossless"], found["aibrix zstd"], (2.0, 2.0))
     if "zipnn" in found:
-        _compare(report, keys, found["zplane"], found["zipnn"], (1.0, 0.95))
+        _compare(report, keys, found["lossless"], found["zipnn"], (1.0, 0.95))
     else:
         report.skip(keys, str(bench.zipnn))
     return found

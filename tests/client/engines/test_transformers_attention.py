@@ -177,7 +177,7 @@ def test_attention_that_is_not_pytorchs_is_stored_without_a_word_of_it(
     assert {chunk.importance for chunk in chunks} == {None}
 
 
-@pytest.mark.parametrize("codec", ["kvq:2", "zplane"])
+@pytest.mark.parametrize("codec", ["kvq:2", "lossless"])
 def test_a_server_that_does_not_ask_is_told_nothing(connect: Any, put: Any, codec: str) -> None:
     connector = connect(codec)
     chunks = put(connector)

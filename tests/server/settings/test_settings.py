@@ -274,17 +274,24 @@ BAD_VALUES = [
     (["--disk", "10GiB:"], ["disk='10GiB:'", "100GiB:/var/lib/kvstore"]),
     (["--disk", ""], ["disk=''", "SIZE:PATH"]),
     (["--redis-size", "0"], ["redis_size='0'", "at least 4MiB"]),
-    (["--codec", "cpu=zplane"], ["codec='cpu=zplane'", "name tiers out of disk, redis"]),
-    (["--codec", "disk=raw,disk=zplane"], ["codec=", "name each tier once"]),
+    (["--codec", "cpu=lossless"], ["codec='cpu=lossless'", "name tiers out of disk, redis"]),
+    (["--codec", "disk=raw,disk=lossless"], ["codec=", "name each tier once"]),
     (["--write", "through,evict"], ["write='through,evict'", "RULE,TIER=RULE"]),
     (["--write-budget", "disk=1KiB"], ["write_budget='disk=1KiB'", "at least 1MiB a day"]),
-    (["--codec", "disk=gzip"], ["codec='disk=gzip'", "unknown codec", "auto or one of", "zplane"]),
+    (
+        ["--codec", "disk=gzip"],
+        ["codec='disk=gzip'", "unknown codec", "auto or one of", "lossless"],
+    ),
     (["--codec", "redis="], ["codec='redis='", "unknown codec", "raw"]),
     (
-        ["--codec", "disk=zplane:9"],
-        ["codec='disk=zplane:9'", "zplane does not know '9'; use zplane"],
+        ["--codec", "disk=lossless:9"],
+        ["codec='disk=lossless:9'", "lossless does not know '9'; use lossless"],
     ),
-    (["--codec", "disk=zplane:"], ["codec='disk=zplane:'", "zplane does not know ''; use zplane"]),
+    (
+        ["--codec", "disk=lossless:"],
+        ["codec='disk=lossless:'", "lossless does not know ''; use lossless"],
+    ),
+    (["--codec", "disk=zplane"], ["codec='disk=zplane'", "zplane is gone; use lossless"]),
     (["--codec", "disk=mixed:1"], ["codec='disk=mixed:1'", "mixed is gone; use kvq:N,importance"]),
     (["--codec", "disk=kvq:1,sinks=5"], ["'1,sinks=5'", ",sinks=0 to ,sinks=4"]),
     (
@@ -293,11 +300,11 @@ BAD_VALUES = [
     ),
     (["--tenant-codecs", "acme"], ["tenant_codecs='acme'", "acme/redis=kvq:2"]),
     (["--tenant-codecs", "acme/disk"], ["tenant_codecs='acme/disk'", "TENANT/TIER=CODEC"]),
-    (["--tenant-codecs", "acme/cpu=zplane"], ["tenant_codecs", "disk, redis", "raw frames"]),
-    (["--tenant-codecs", "a b/disk=zplane"], ["tenant_codecs", "letters, digits"]),
+    (["--tenant-codecs", "acme/cpu=lossless"], ["tenant_codecs", "disk, redis", "raw frames"]),
+    (["--tenant-codecs", "a b/disk=lossless"], ["tenant_codecs", "letters, digits"]),
     (["--tenant-codecs", "a/disk=gzip"], ["tenant_codecs", "unknown codec"]),
     (["--tenant-codecs", "a/disk=auto"], ["tenant_codecs", "whole tiers"]),
-    (["--tenant-codecs", "a/disk=raw,a/disk=zplane"], ["tenant_codecs", "once for each tier"]),
+    (["--tenant-codecs", "a/disk=raw,a/disk=lossless"], ["tenant_codecs", "once for each tier"]),
     (["--policy", "best"], ["policy", "use one of lru", "hit_density"]),
     (["--policy", "lru,marconi"], ["policy='lru,marconi'", "NAME,TIER=NAME"]),
     (["--policy", "lru,ssd=marconi"], ["policy", "gpu, cpu, disk, redis"]),
@@ -699,13 +706,13 @@ def test_disks_that_cannot_be_are_refused() -> None:
 
 
 def test_the_codecs_of_tenants_are_read_by_tier_and_shown_as_they_were_written() -> None:
-    text = "acme/redis=kvq:2,sinks=4,importance,acme/disk=raw,b.c-d_1/disk=zplane"
+    text = "acme/redis=kvq:2,sinks=4,importance,acme/disk=raw,b.c-d_1/disk=lossless"
     rules = load_config(["--tenant-codecs", text]).tenant_codecs
     assert ",".join(map(str, rules)) == text
     assert [(rule.tenant, rule.tier, rule.codec) for rule in rules] == [
         ("acme", "redis", "kvq:2,sinks=4,importance"),
         ("acme", "disk", "raw"),
-        ("b.c-d_1", "disk", "zplane"),
+        ("b.c-d_1", "disk", "lossless"),
     ]
 
 

@@ -245,7 +245,7 @@ def test_a_get_that_is_over_while_a_layer_is_read_gives_its_room_back_then() -> 
 
 
 def test_frames_of_another_codec_are_promoted_whole(disk: CountingDisk) -> None:
-    with closing(Core([disk], slabs=8, codec="zplane", clock=FakeClock())) as core:
+    with closing(Core([disk], slabs=8, codec="lossless", clock=FakeClock())) as core:
         session = open_session(core)
         versions = prompt(3)
         put_low(core, session, versions)
