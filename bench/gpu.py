@@ -207,7 +207,7 @@ def chunks_of(client: Any, count: int) -> tuple[list[Any], list[Any]]:
     chunks = []
     for number, (key, parent) in enumerate(zip(keys, parents(keys), strict=True)):
         tensors = np.roll(noise, number)
-        chunks.append(Chunk(key, [[list(parts) for parts in tensors]], parent))
+        chunks.append(Chunk(key, [[list(parts) for parts in tensors]], parent=parent))
     return keys, chunks
 
 

@@ -294,7 +294,8 @@ def _flood(client: Client, number: int) -> None:
     rng = np.random.default_rng(1000 + number)
     keys = client.keys(rng.integers(0, 1 << 31, 256 * FLOOD_CHUNKS).tolist())
     tensors = _flood_tensors(client)
-    chunks = [Chunk(*chunk) for chunk in zip(keys, tensors, parents(keys), strict=True)]
+    named = zip(keys, tensors, parents(keys), strict=True)
+    chunks = [Chunk(key, kv, parent=parent) for key, kv, parent in named]
     assert all(put.outcome is PutOutcome.stored for put in client.put_chunks(chunks))
     client.delete(keys=keys)
 
@@ -480,7 +481,7 @@ def bench_burst(folder: Path, report: Report) -> None:
 
         refused = 0
         for number, (key, parent) in enumerate(zip(keys, parents(keys), strict=True)):
-            (put,) = client.put_chunks([Chunk(key, tensors(number), parent)])
+            (put,) = client.put_chunks([Chunk(key, tensors(number), parent=parent)])
             refused += put.outcome is not PutOutcome.stored
         lost = 0
         for start in range(0, BURST_CHUNKS, CHUNKS):

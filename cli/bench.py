@@ -97,7 +97,7 @@ def chunks_of(keys: Sequence[ChunkKey], tensors: Sequence[ChunkTensors]) -> list
     from kvstore.proto.types import MIN_CHUNK_TOKENS
 
     return [
-        Chunk(key, tensors[at % len(tensors)], parent, MIN_CHUNK_TOKENS * at)
+        Chunk(key, tensors[at % len(tensors)], parent=parent, position=MIN_CHUNK_TOKENS * at)
         for at, (key, parent) in enumerate(zip(keys, parents(keys), strict=True))
     ]
 

@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import AbstractContextManager, aclosing, suppress
 from contextvars import copy_context
 from functools import partial, update_wrapper
-from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from kvstore.client.chunk_reads import STOPPED
@@ -34,30 +33,6 @@ P = ParamSpec("P")
 C = TypeVar("C", bound=AbstractContextManager[Any])
 
 
-class _Work:
-    """What runs in a thread, unless it is cancelled before it begins."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._work = work
-        self._is_begun = False
-        self._is_cancelled = False
-        self._lock = threading.Lock()  # guards the two above
-
-    def run(self) -> Any:
-        """Do it."""
-        with self._lock:
-            if self._is_cancelled:
-                return None
-            self._is_begun = True
-        return self._work()
-
-    def cancel(self) -> bool:
-        """Return whether it will never begin."""
-        with self._lock:
-            self._is_cancelled = True
-            return not self._is_begun
-
-
 async def settled(
     work: Callable[[], T],
     *,
@@ -69,15 +44,20 @@ async def settled(
     Reads then end sooner, and *undo* is called in a thread with what *work* returned, which
     nobody else gets. With *always* it does begin.
     """
-    loop, task, stopped = asyncio.get_running_loop(), _Work(work), threading.Event()
-    context = copy_context()
+    stopped, context = threading.Event(), copy_context()
     context.run(STOPPED.set, stopped)
-    running: asyncio.Future[T] = loop.run_in_executor(None, context.run, task.run)
+    turn = threading.Lock()  # for who comes first: the thread, or who cancels
+
+    def run() -> Any:
+        return work() if turn.acquire(blocking=False) else None
+
+    loop = asyncio.get_running_loop()
+    running: asyncio.Future[T] = loop.run_in_executor(None, context.run, run)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
         stopped.set()
-        if not always and task.cancel():
+        if not always and turn.acquire(blocking=False):  # it never begins
             raise
         while not running.done():
             with suppress(asyncio.CancelledError):  # once is enough
@@ -133,13 +113,8 @@ class Entered(Generic[C]):
         self._entered = await settled(self._call, undo=undo)
         return self._entered
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await settled(partial(self._entered.__exit__, kind, error, trace), always=True)
+    async def __aexit__(self, *error: Any) -> None:
+        await settled(partial(self._entered.__exit__, *error), always=True)
 
 
 def entered(
@@ -252,10 +227,5 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()

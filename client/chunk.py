@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -21,6 +21,7 @@ from kvstore.codecs.base import AnyPart, AnyTensors, Part, check_tensors
 from kvstore.codecs.block_part import BlockPart
 from kvstore.codecs.block_stack import BlockStack
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
+from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.types import (
     DIGEST_BYTES,
     ROOT,
@@ -201,30 +202,53 @@ _WHOLE_KINDS = (LayerKind.mla, LayerKind.state)
 """Kinds that a single span of heads says nothing of: a latent or state has one row for all."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Naming:
+    """What a chunk's frame says of it beside its layout.
+
+    ``parent`` is the chain digest of the chunk before this one. ``position`` is the index of
+    the first token in its prompt.
+    """
+
+    key: ChunkKey = field(kw_only=False)
+    parent: ChainDigest = ROOT
+    position: int = 0
+    prefill_flops: float = 0.0
+    content: bytes = bytes(DIGEST_BYTES)
+
+    def __post_init__(self) -> None:
+        for name in ("parent", "content"):
+            if len(getattr(self, name)) != DIGEST_BYTES:
+                raise InvalidRequestError(name, getattr(self, name), f"give {DIGEST_BYTES} bytes")
+        if not 0 <= self.position < 1 << 32:
+            raise InvalidRequestError("position", self.position, "a token index is in 0..2^32-1")
+        if not 0 <= self.prefill_flops < math.inf:
+            fix = "must be finite, not negative"
+            raise InvalidRequestError("prefill_flops", self.prefill_flops, fix)
+
+    def template(self, representation: bytes, layout: KVLayout) -> FrameTemplate:
+        """Return what its frame of *layout* says."""
+        return FrameTemplate(
+            self.key, self.parent, representation, self.content, layout, self.position,
+            self.prefill_flops,
+        )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(_Naming):
     """Tensors under the key that names them.
 
     ``tensors``: components, then layers, then parts (K and V), each (kv_heads, tokens,
     head_dim), numpy or torch on the CPU, any strides, or in blocks (``PagedCache``).
-    ``parent`` is the chain digest of the chunk before this one. ``position`` is the index of
-    the first token in its prompt. ``layout`` says what there is of the end of a chunk of a model
+    ``layout`` says what there is of the end of a chunk of a model
     with window or state layers (``KVLayout.of``); None says all of it, which is told by attention.
     ``importance``, f32 (tokens,), finite and not negative, says which tokens matter most: codecs
     that spend more bits on those (``kvq:N,importance``) are told their order.
     """
 
-    key: ChunkKey
     tensors: LayerTensors
-    parent: ChainDigest = ROOT
-    position: int = 0
-    prefill_flops: float = 0.0
-    content: bytes = bytes(DIGEST_BYTES)
-    layout: KVLayout | None = None
-    importance: NDArray[np.float32] | None = None
-
-    def __post_init__(self) -> None:
-        check_naming(self)
+    layout: KVLayout | None = field(default=None, kw_only=True)
+    importance: NDArray[np.float32] | None = field(default=None, kw_only=True)
 
     def weights(self, tokens: int) -> bytes:
         """Return the rank of each token's importance, 1 to 255, or 0 for none; empty for no word.
@@ -247,56 +271,27 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedChunk:
+class PlannedChunk(_Naming):
     """A chunk whose tensors are not computed yet: a Chunk without them."""
 
-    key: ChunkKey
     tokens: int
-    parent: ChainDigest = ROOT
-    position: int = 0
-    prefill_flops: float = 0.0
-    content: bytes = bytes(DIGEST_BYTES)
-
-    def __post_init__(self) -> None:
-        check_naming(self)
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceChunk:
+class DeviceChunk(_Naming):
     """A chunk whose raw frame begins at byte ``offset`` of a ring, a multiple of 64.
 
     Its segments lie where a raw frame of ``layout`` has them. The header's bytes are not read: the
     server is told a header that is made of what is said here, as of a ``Chunk``.
     """
 
-    key: ChunkKey
     offset: int
     layout: KVLayout
-    parent: ChainDigest = ROOT
-    position: int = 0
-    prefill_flops: float = 0.0
-    content: bytes = bytes(DIGEST_BYTES)
-
-    def __post_init__(self) -> None:
-        check_naming(self)
 
 
 def parents(keys: Sequence[ChunkKey]) -> Sequence[ChainDigest]:
     """Return the parent digest of each key of a chain."""
     return [ROOT, *(ChainDigest(key[DIGEST_BYTES:]) for key in keys[:-1])][: len(keys)]
-
-
-def check_naming(chunk: Chunk | PlannedChunk | DeviceChunk) -> None:
-    """Raise InvalidRequestError for what no chunk can have."""
-    for name in ("parent", "content"):
-        if len(getattr(chunk, name)) != DIGEST_BYTES:
-            raise InvalidRequestError(name, getattr(chunk, name), f"give {DIGEST_BYTES} bytes")
-    if not 0 <= chunk.position < 1 << 32:
-        raise InvalidRequestError("position", chunk.position, "a token index is in 0..2^32-1")
-    if not 0 <= chunk.prefill_flops < math.inf:
-        raise InvalidRequestError(
-            "prefill_flops", chunk.prefill_flops, "must be finite, not negative"
-        )
 
 
 @dataclass(frozen=True, slots=True)

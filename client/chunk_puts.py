@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -167,10 +166,7 @@ def _template(session: Session, chunk: Chunk | PlannedChunk, layout: KVLayout) -
         raise InvalidRequestError(
             "frame_bytes", frame_bytes, f"the server takes {limit} at most; use shorter chunks"
         )
-    return FrameTemplate(
-        chunk.key, chunk.parent, session.representation_digest, chunk.content, layout,
-        chunk.position, chunk.prefill_flops,
-    )  # fmt: skip
+    return chunk.template(session.representation_digest, layout)
 
 
 def _weigh(
@@ -350,12 +346,7 @@ class LayeredPut:
     def __enter__(self) -> LayeredPut:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: object, trace: object) -> None:
         if error is None:
             self.commit()
         else:

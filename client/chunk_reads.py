@@ -15,7 +15,6 @@ import numpy as np
 
 from kvstore.client.chunk import LayerTensors, Shard
 from kvstore.client.connection import Until
-from kvstore.client.deadline import Levelled, LevelledGet
 from kvstore.client.decode import (
     Decoded,
     Layer,
@@ -26,8 +25,7 @@ from kvstore.client.decode import (
     fresh,
     given,
 )
-from kvstore.client.frames import FrameAssembler
-from kvstore.client.planning import PlanTerms
+from kvstore.client.frames import Arrival, FrameAssembler
 from kvstore.client.server_link import (
     MAX_OPEN_BATCHES,
     LeftMs,
@@ -37,12 +35,9 @@ from kvstore.client.server_link import (
     packed,
 )
 from kvstore.client.transports.base import (
-    Arrival,
     ReadPlan,
     Transport,
     arrival_of,
-    room_of,
-    whole_frames,
 )
 from kvstore.client.transports.base import read_layers as transport_layers
 from kvstore.proto import kvstore_pb2 as pb
@@ -211,24 +206,6 @@ def check_by_layers(link: ServerLink) -> None:
             raise LayoutMismatchError("kind", group.kind.name, fix)
 
 
-def read_levelled(
-    link: ServerLink,
-    keys: Sequence[ChunkKey],
-    terms: PlanTerms,
-    room: Room,
-    compute: Callable[[range], None] | None,
-) -> Levelled:
-    """See ``Client.get_levelled``."""
-    check_by_layers(link)
-    if not keys:
-        return Levelled((), ())
-
-    get = LevelledGet(link, keys, terms, room, compute)  # whose deadline begins now
-    transport = link.connected(get.left_ms)
-    packed(keys, transport.session.terms.namespace)  # which refuses those of others
-    return get.run()
-
-
 def read_frame(
     link: ServerLink, key: ChunkKey, accuracy: Accuracy
 ) -> tuple[FrameHeader, bytes] | None:
@@ -243,7 +220,7 @@ def read_frame(
             min_accuracy=accuracy_number(accuracy),
         )
         parts = map(arrival_of, link.connection.stream("Get", request, deadline_ms))
-        found = list(whole_frames(parts, FrameAssembler(MAX_FRAME_BYTES, room_of())))
+        found = list(FrameAssembler(MAX_FRAME_BYTES).frames(parts))
         if not found:
             return None
         data = np.asarray(found[0].data)

@@ -14,7 +14,7 @@ from kvstore.client.chunk import Chunk, LayerTensors, PlannedChunk, Shard
 from kvstore.client.chunk_puts import LayeredPut, put_by_layers, put_whole
 from kvstore.client.chunk_reads import ChunkRequest
 from kvstore.client.connection import Until
-from kvstore.client.deadline import Levelled
+from kvstore.client.deadline import Levelled, LevelledGet
 from kvstore.client.decode import Layer, Room, fresh
 from kvstore.client.forks import FORKS
 from kvstore.client.kv import KV, Hit, Prompt, empty_kv, first_tokens, kv_of
@@ -246,7 +246,9 @@ class Client:
         chunks = []
         for key, parent, (first, stop) in prompt.chunks:
             layout = KVLayout.of(self.model, stop - first)
-            chunks.append(Chunk(key, held.chunk(first, stop), parent, first, layout=layout))
+            chunks.append(
+                Chunk(key, held.chunk(first, stop), parent=parent, position=first, layout=layout)
+            )
         return self.put_chunks(chunks, durable=durable, hints=hints)
 
     def lookup(
@@ -345,7 +347,8 @@ class Client:
         """
         prompt = self._prompt(tokens, None, start)
         chunks = [
-            PlannedChunk(key, stop - at, parent, at) for key, parent, (at, stop) in prompt.chunks
+            PlannedChunk(key, stop - at, parent=parent, position=at)
+            for key, parent, (at, stop) in prompt.chunks
         ]
         terms = PutTerms(durable, self._deadline_ms(timeout), hints)
         return put_by_layers(self._link, chunks, terms, prompt.spans)
@@ -442,7 +445,7 @@ class Client:
         LayoutMismatchError.
         """
         room = chunk_reads.room_in(keys, out)
-        return chunk_reads.read_levelled(self._link, keys, terms, room, compute)
+        return LevelledGet(self._link, keys, terms, room, compute).run()
 
     # --- segments that are no prefixes
 

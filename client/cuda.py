@@ -31,18 +31,15 @@ from kvstore.client.device_reads import (
     Registration,
     Run,
 )
-from kvstore.client.frames import FrameAssembler
+from kvstore.client.frames import Arrival, FrameAssembler
 from kvstore.client.server_link import LeftMs, digest_batches, packed
 from kvstore.client.session import Session, SessionTerms
 from kvstore.client.transports.base import (
-    Arrival,
     Put,
     ReadPlan,
     Transport,
     arrival_of,
     read_outcomes,
-    room_of,
-    whole_frame,
 )
 from kvstore.client.transports.shared_memory import ATTACH_WITHIN_S, ShmTransport, Slabs
 from kvstore.codecs.frame_kernels import open_kernels
@@ -62,7 +59,6 @@ from kvstore.proto.errors import (
 from kvstore.proto.frame import (
     ALIGN_BYTES,
     FrameHeader,
-    FrameTemplate,
     header_bytes,
     pack_header,
 )
@@ -161,7 +157,7 @@ class DeviceRing:
 
         Waits until the device has summed them. Raises InvalidRequestError for a place outside.
         """
-        bare = [raw_header(_template(representation, chunk)) for chunk in chunks]
+        bare = [raw_header(chunk.template(representation, chunk.layout)) for chunk in chunks]
         for chunk, header in zip(chunks, bare, strict=True):
             stop = chunk.offset + header.frame_bytes
             if chunk.offset < 0 or chunk.offset % ALIGN_BYTES or stop > len(self.memory):
@@ -173,13 +169,6 @@ class DeviceRing:
         self.stream.launch(lambda: begun.append(self._kernels.sums(self.memory, frames)))
         self.stream.record().synchronize()
         return [_summed(header, sums) for header, sums in zip(bare, begun[0](), strict=True)]
-
-
-def _template(representation: bytes, chunk: DeviceChunk) -> FrameTemplate:
-    return FrameTemplate(
-        chunk.key, chunk.parent, representation, chunk.content, chunk.layout, chunk.position,
-        chunk.prefill_flops,
-    )  # fmt: skip
 
 
 def _summed(header: FrameHeader, sums: Sequence[int]) -> FrameHeader:
@@ -300,7 +289,7 @@ class CudaTransport(ShmTransport):
     def _arriving_near(
         self, replies: Iterator[pb.GetResponse], reader: DeviceReader
     ) -> Iterator[Run]:
-        assembler = FrameAssembler(self.session.terms.max_frame_bytes, room_of())
+        assembler = FrameAssembler(self.session.terms.max_frame_bytes)
         registration = self.registration_for(reader.device)
         for reply in replies:
             names = reply.places.tier_names
@@ -317,7 +306,7 @@ class CudaTransport(ShmTransport):
                     for at, place in enumerate(some, first):
                         yield _run_of(self._arrival(at, names[place.tier], place))
             if reply.HasField("part"):
-                whole = whole_frame(assembler, arrival_of(reply))
+                whole = assembler.take(arrival_of(reply))
                 if whole is not None:
                     yield _run_of(whole)
             else:

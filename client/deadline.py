@@ -14,12 +14,14 @@ from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, takewhile
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import numpy as np
 
+from kvstore.client.chunk_reads import check_by_layers
 from kvstore.client.connection import SLACK_S, Until
 from kvstore.client.decode import WRONG, Room
+from kvstore.client.frames import Arrival
 from kvstore.client.lookups import look_up
 from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.client.planning import (
@@ -35,8 +37,8 @@ from kvstore.client.planning import (
     PlanTerms,
     Progress,
 )
-from kvstore.client.server_link import ServerLink, batches
-from kvstore.client.transports.base import Arrival, ReadPlan, Transport
+from kvstore.client.server_link import ServerLink, batches, packed
+from kvstore.client.transports.base import ReadPlan, Transport
 from kvstore.codecs.base import AnyTensors, codec_by_id
 from kvstore.codecs.lossy import LossyCodec
 from kvstore.proto import kvstore_pb2 as pb
@@ -193,6 +195,11 @@ class LevelledGet:
         """Read what is worth it, until the deadline; return what came. Raises what ``compute`` or
         the room raises, LayoutMismatchError for tensors that are not the chunk's.
         """
+        check_by_layers(self._link)
+        if not self._keys:
+            return Levelled((), ())
+        terms = self._link.connected(self.left_ms).session.terms
+        packed(self._keys, terms.namespace)  # which refuses those of others
         load = partial(copy_context().run, self._load)  # the caller's trace goes along
         threading.Thread(target=load, name="kvstore-levels", daemon=True).start()
         try:
@@ -428,7 +435,7 @@ class LevelledGet:
     def _add(self, transport: Transport, piece: Arrival) -> int:
         if piece.index >= len(self._frames):
             return 0
-        frame, data = self._frames[piece.index], cast("Bytes", piece.data)
+        frame, data = self._frames[piece.index], piece.data
         if frame.header is not None:
             frame.add(piece.offset, data)
             return len(data)

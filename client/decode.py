@@ -18,9 +18,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kvstore.client.chunk import LayerTensors, Shard, to_arrays
 from kvstore.client.forks import FORKS
-from kvstore.client.frames import DirectFrame, FileFrame, LayeredFrame, LayerStream, Range
+from kvstore.client.frames import Arrival, DirectFrame, FileFrame, LayeredFrame, LayerStream, Range
 from kvstore.client.session import Session
-from kvstore.client.transports.base import Arrival
 from kvstore.codecs.base import (
     AnyPart,
     AnyTensors,
@@ -361,9 +360,10 @@ class _Chunk:
         if self.layered is not None:
             return self.layered.take(start)
         try:
-            return self.arrived.data[start:stop]
+            data: Bytes = self.arrived.data[start:stop]
         except TierUnavailableError:  # a file that cannot be read
             return None
+        return data
 
     def decode(self, segment: int, data: Bytes) -> None:
         """Verify a segment and decode it to its place. Raises what is in ``WRONG``."""

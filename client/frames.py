@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from xxhash import xxh3_64
 
 from kvstore.codecs.base import AnyPart, AnyTensors, ChunkTensors, check_room, each_wanted
 from kvstore.codecs.raw import RawCodec, flat_parts
-from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, copy_bytes, copy_summed, read_summed
 from kvstore.proto.errors import (
     ChunkCorruptError,
@@ -30,13 +29,31 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame import FrameHeader, check_segment
 
-if TYPE_CHECKING:
-    from kvstore.client.transports.base import Arrival
-
-
 HEAD_BYTES = 1 << 12
 """Read once and kept: the header of most frames lies within, and is looked at in pieces."""
+_SKIP_BYTES = 1 << 16
 _RAW = RawCodec()
+
+
+def stays() -> None:
+    """The bytes are ours: nobody reuses their memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Bytes of the frame of chunk ``index`` of a read, from ``offset`` on: all of it, or a part.
+
+    In reach until the read is left; not verified yet. ``data``: Bytes, a FileFrame, DirectFrame or
+    LayeredFrame; of a part that is to be received, a Payload. Call ``confirm`` after reading them:
+    it raises LeaseExpiredError if the memory was reused meanwhile.
+    """
+
+    index: int
+    tier: str
+    frame_bytes: int
+    data: Any
+    confirm: Callable[[], None] = stays
+    offset: int = 0
 
 
 # --- in a file
@@ -147,56 +164,58 @@ def _raw_layers(header: FrameHeader, out: AnyTensors) -> list[_RawLayer]:
 # --- in parts
 
 
-class PayloadReader(Protocol):
-    """A part's payload that is still to come. All of it has to be had, in its order."""
+class Payload:
+    """The bytes of a part, had once and in their order.
+
+    *fill* brings the next of them where they are to stay, and adds them to a digest.
+    """
+
+    def __init__(self, size_bytes: int, fill: Callable[[Bytes, xxh3_64 | None], None]) -> None:
+        self.left = self._size_bytes = size_bytes
+        """Bytes that nobody had yet."""
+        self._fill = fill
 
     def __len__(self) -> int:
-        """How many bytes it has in all."""
+        return self._size_bytes
 
-    def into(self, out: Bytes, /) -> None:
-        """Fill *out* with the next of them."""
+    def into(self, out: Bytes, digest: xxh3_64 | None = None) -> None:
+        """Fill *out* with the next bytes, and add what is there then to *digest*."""
+        self._fill(out, digest)
+        self.left -= len(out)
 
-    def summed(self, out: Bytes, digest: xxh3_64, /) -> None:
-        """Fill *out* with the next of them, and add what is there then to *digest*."""
-
-    def skip(self, size_bytes: int, /) -> None:
-        """Skip the next *size_bytes*."""
-
-
-class BufferReader:
-    """*data* that has come, as a PayloadReader."""
-
-    def __init__(self, data: Bytes) -> None:
-        self._data = data
-        self._at = 0
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def into(self, out: Bytes, /) -> None:
-        """Copy the next bytes to *out*."""
-        copy_bytes(out, self._data[self._at : self._at + len(out)])
-        self._at += len(out)
-
-    def summed(self, out: Bytes, digest: xxh3_64, /) -> None:
-        """Copy the next bytes to *out*, and add what is there then to *digest*."""
-        copy_summed(out, self._data[self._at : self._at + len(out)], digest)
-        self._at += len(out)
-
-    def skip(self, size_bytes: int, /) -> None:
-        """Skip the next bytes."""
-        self._at += size_bytes
+    def skip(self, size_bytes: int) -> None:
+        """Pass the next bytes by."""
+        nowhere = np.empty(min(size_bytes, _SKIP_BYTES), np.uint8)
+        while size_bytes:
+            out = nowhere[:size_bytes]
+            self.into(out)
+            size_bytes -= len(out)
 
 
-Payload: TypeAlias = "Bytes | PayloadReader"
+def _payload(data: Bytes | Payload) -> Payload:
+    """Return bytes that are here as those that are still to come."""
+    if isinstance(data, Payload):
+        return data
+    at = 0
+
+    def fill(out: Bytes, digest: xxh3_64 | None) -> None:
+        nonlocal at
+        piece = data[at : at + len(out)]
+        at += len(out)
+        if digest is None:
+            copy_bytes(out, piece)
+        else:
+            copy_summed(out, piece, digest)
+
+    return Payload(len(data), fill)
 
 
-def here(payload: Payload) -> Bytes:
-    """Return a payload in memory of its own, or where it has come already."""
-    if isinstance(payload, np.ndarray):
-        return payload
-    data = np.empty(len(payload), np.uint8)
-    payload.into(data)
+def here(data: Bytes | Payload) -> Bytes:
+    """Return a part's bytes in memory of their own, or where they have come already."""
+    if isinstance(data, Payload):
+        out = np.empty(len(data), np.uint8)
+        data.into(out)
+        return out
     return data
 
 
@@ -229,9 +248,9 @@ class DirectFrame:
     def __getitem__(self, piece: slice) -> Bytes:
         return self._head[piece]
 
-    def take(self, offset: int, data: Payload) -> None:
+    def take(self, offset: int, data: Bytes | Payload) -> None:
         """Take the part at *offset*; each follows the one before. Errors are left to ``check``."""
-        coming = BufferReader(data) if isinstance(data, np.ndarray) else data
+        coming = _payload(data)
         at, end = offset, offset + len(data)
         while self._next < len(self._runs) and self._failure is None:
             run = self._runs[self._next]
@@ -239,7 +258,7 @@ class DirectFrame:
             if first < last:
                 coming.skip(first - at)
                 # What is summed is what lies in the tensors, while it is in cache.
-                coming.summed(run.out[first - run.start : last - run.start], self._digest)
+                coming.into(run.out[first - run.start : last - run.start], self._digest)
                 at = last
             if end < run.stop:
                 break
@@ -287,38 +306,50 @@ def _runs(header: FrameHeader, tensors: AnyTensors) -> list[_Run]:
     return runs
 
 
-Room: TypeAlias = Callable[[int, int, Bytes], "Bytes | DirectFrame"]
-"""A frame's number in the request, its size and first part to where it goes."""
-
-
-class ReceivedFrame(NamedTuple):
-    """A frame that is whole, where it was sent. Nothing of what is in memory is verified."""
-
-    chunk: int
-    tier: str
-    frame: Bytes | DirectFrame
-
+Direct: TypeAlias = Callable[[int, int, Bytes], DirectFrame | None]
+"""A frame's number, size and first bytes to what takes its parts; None: it has to be whole."""
 
 _NO_FRAME: Bytes = np.empty(0, np.uint8)
 
 
-class FrameAssembler:
-    """Whole frames out of what the server sends, none over *limit_bytes*. Used by one thread."""
+def _empty(size_bytes: int) -> Bytes:
+    return np.empty(size_bytes, np.uint8)
 
-    def __init__(self, limit_bytes: int, room: Room) -> None:
+
+class FrameAssembler:
+    """Whole frames out of what the server sends, none over *limit_bytes*. Used by one thread.
+
+    They go to what *direct* returns, else to memory that *allocate* returns.
+    """
+
+    def __init__(
+        self,
+        limit_bytes: int,
+        direct: Direct | None = None,
+        allocate: Callable[[int], Bytes] = _empty,
+    ) -> None:
         self._limit_bytes = limit_bytes
-        self._room = room
+        self._direct = direct
+        self._allocate = allocate
         self.next_index = 0
         """Of the frame whose parts come next; who reads those before it elsewhere sets it."""
         self._received_bytes = 0
         self._frame_bytes = 0
         self._frame: Bytes | DirectFrame = _NO_FRAME
 
-    def take(self, part: Arrival | pb.StreamPart, data: Payload) -> ReceivedFrame | None:
-        """Take the next part; return the frame that it made whole.
+    def frames(self, parts: Iterable[Arrival]) -> Iterator[Arrival]:
+        """Yield the frames that *parts* make. Raises as ``take``."""
+        for part in parts:
+            frame = self.take(part)
+            if frame is not None:
+                yield frame
+
+    def take(self, part: Arrival) -> Arrival | None:
+        """Take the next part; return the frame that it made whole. Nothing of it is verified.
 
         Raises InvalidFrameError when parts do not follow each other.
         """
+        data: Bytes | Payload = part.data
         if not part.offset:
             if not 0 < part.frame_bytes <= self._limit_bytes:
                 raise InvalidFrameError("frame_bytes", part.frame_bytes, "over the limit")
@@ -331,18 +362,18 @@ class FrameAssembler:
         if not part.offset:
             self._frame_bytes = part.frame_bytes
             data = here(data)
-            self._frame = self._room(part.index, part.frame_bytes, data)
+            direct = self._direct and self._direct(part.index, part.frame_bytes, data)
+            self._frame = self._allocate(part.frame_bytes) if direct is None else direct
         if isinstance(self._frame, DirectFrame):
             self._frame.take(part.offset, data)
         else:
-            coming = BufferReader(data) if isinstance(data, np.ndarray) else data
-            coming.into(self._frame[part.offset : stop])
+            _payload(data).into(self._frame[part.offset : stop])
         self._received_bytes = stop % part.frame_bytes
         if self._received_bytes:
             return None
         self.next_index += 1
         frame, self._frame = self._frame, _NO_FRAME  # nobody's memory is kept
-        return ReceivedFrame(part.index, part.tier, frame)
+        return Arrival(part.index, part.tier, part.frame_bytes, frame)
 
     def end(self, frames: int) -> None:
         """Take how many the server counted. Raises InvalidFrameError unless so many came.
@@ -428,7 +459,7 @@ class LayerStream:
         """Wait for the headers of all frames that are there: those of the longest prefix."""
         found: list[Arrival] = []
         for reply in self._replies:
-            data, size_bytes = cast("Bytes", reply.data), reply.frame_bytes
+            data, size_bytes = reply.data, reply.frame_bytes
             if reply.offset or reply.index != len(found):
                 self._held = reply
                 break
@@ -490,7 +521,7 @@ class LayerStream:
             self._changed.notify_all()
 
     def _add(self, reply: Arrival) -> None:
-        data, offset = cast("Bytes", reply.data), reply.offset
+        data, offset = reply.data, reply.offset
         if self._partial is None:
             if reply.index >= self._wanted_frames:
                 return

@@ -6,7 +6,6 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
-from types import TracebackType
 
 from kvstore.client.blend.plan import NamedChunk, NamedSegment
 from kvstore.client.chunk import LayerTensors
@@ -151,12 +150,7 @@ class SegmentMatch:
     def __enter__(self) -> SegmentMatch:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

@@ -262,8 +262,8 @@ class Node:
         """Begin to serve."""
         self._is_started = True
         self._grpc.start()
-        self._learner.start()
         self._maintenance.start()
+        self._learner.start()  # which looks whether the other lives
         self._scrub.start()
         if self.directory is not None:
             self.directory.start()
@@ -294,6 +294,8 @@ class Node:
 
     def _check_health(self) -> None:
         if not (alive := self.is_alive()):
+            if self._stopping.is_set():
+                return  # its threads end by themselves
             logger.error("a worker died; health fails until the restart")
         if self.sessions.is_draining or not alive:  # drained over the RPC
             self._set_health(serving=False)

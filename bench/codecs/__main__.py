@@ -313,8 +313,8 @@ def _rates_of_model(
     for coded in all_codes(chunks, lmcache, run.folder, rates.skipped):
         quality = model.score(coded.decoded)
         rates.points.append(Point(coded.codec, coded.setting, coded.bits_per_value, quality))
-    told = Chunks(model.told_bits, chunks.model, model.told_importance)
-    codes = all_codes(told, lmcache, run.folder, {})
+    given = Chunks(model.told_bits, chunks.model, model.told_importance)
+    codes = all_codes(given, lmcache, run.folder, {})
     facts = {(coded.codec, coded.setting): model.answered(coded.decoded) for coded in codes}
     rates.points = [replace(p, facts=facts[p.codec, p.setting]) for p in rates.points]
     report_rates(run.report, name, rates)

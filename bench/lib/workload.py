@@ -85,7 +85,7 @@ def make_chunks(client: Client, count: int, seed: int) -> tuple[list[ChunkKey], 
         tensors = empty_tensors(KVLayout.of(client.model, 256))
         for part in (part for layers in tensors for parts in layers for part in parts):
             part[...] = rng.standard_normal(part.shape, np.float32).view(np.uint32) >> 16
-        chunks.append(Chunk(key, tensors, parent))
+        chunks.append(Chunk(key, tensors, parent=parent))
     return keys, chunks
 
 

@@ -193,7 +193,7 @@ class RequestSide:
         tokens = np.random.default_rng(self.seed).integers(0, 1 << 31, 256 * len(self.chunks))
         keys = self.client.keys(tokens.tolist())
         chunks = [
-            Chunk(key, chunk.tensors, parent)
+            Chunk(key, chunk.tensors, parent=parent)
             for key, chunk, parent in zip(keys, self.chunks, parents(keys), strict=True)
         ]
         for part in (part for c in self.out for layers in c for p in layers for part in p):

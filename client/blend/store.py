@@ -253,7 +253,8 @@ def store_prefill(
             span = slice(one.start, one.stop)
             kv = [(k[:, span].cpu(), v[:, span].cpu()) for k, v in result.kv]
             key = chunk_key(client.namespace, one.digest)
-            chunks.append(Chunk(key, [kv], one.parent, position=one.start, content=one.content))
+            chunk = Chunk(key, [kv], parent=one.parent, position=one.start, content=one.content)
+            chunks.append(chunk)
     puts = client.put_chunks(chunks)
     if attention is not None and attention.chunks:
         with suppress(KVStoreError):  # they are stored all the same; it ranks them without

@@ -360,7 +360,7 @@ class Connector:
                 yield Chunk(
                     key,
                     source((start, stop)),
-                    parent,
+                    parent=parent,
                     position=start,
                     prefill_flops=self._token_flops * (stop - start),
                     content=content_digest(tokens_le32(tokens[start:stop]), extra),

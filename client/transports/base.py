@@ -8,19 +8,10 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import starmap
-from typing import ClassVar, TypeAlias, cast
-
-import numpy as np
+from typing import ClassVar
 
 from kvstore.client.connection import Connection
-from kvstore.client.frames import (
-    DirectFrame,
-    FileFrame,
-    FrameAssembler,
-    LayeredFrame,
-    LayerStream,
-    Payload,
-)
+from kvstore.client.frames import Arrival, Direct, LayerStream, stays
 from kvstore.client.session import Session, is_silent
 from kvstore.client.transports.unix_rpc import UnixRpc
 from kvstore.client.view import View
@@ -55,30 +46,6 @@ class Put:
 
 
 RAW = RawCodec()
-
-
-def stays() -> None:
-    """The bytes are ours: nobody reuses their memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """Bytes of the frame of chunk ``index`` of a read, from ``offset`` on: all of it, or a part.
-
-    In reach until the read is left; not verified yet. Call ``confirm`` after reading them: it
-    raises LeaseExpiredError if the memory was reused meanwhile.
-    """
-
-    index: int
-    tier: str
-    frame_bytes: int
-    data: Bytes | FileFrame | DirectFrame | LayeredFrame
-    confirm: Callable[[], None] = stays
-    offset: int = 0
-
-
-Direct: TypeAlias = Callable[[int, int, Bytes], DirectFrame | None]
-"""A frame's number, size and first bytes to what takes its parts; None: it has to be whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,39 +255,3 @@ def read_layers(transport: Transport, plan: ReadPlan) -> Iterator[Iterator[Arriv
 def read_outcomes(outcomes: bytes, reasons: Sequence[str]) -> list[Put]:
     """Return the outcomes of a reply."""
     return list(starmap(Put, zip(map(PutOutcome, outcomes), reasons, strict=True)))
-
-
-def whole_frame(
-    assembler: FrameAssembler, part: Arrival | pb.StreamPart, data: Payload | None = None
-) -> Arrival | None:
-    """Have *assembler*, whose room is ``room_of``, take a part, which has its data or whose *data*
-    is to come; return the frame that it made whole.
-    """
-    if data is None:
-        data = cast("Bytes", cast("Arrival", part).data)
-    received = assembler.take(part, data)
-    if received is None:
-        return None
-    return Arrival(received.chunk, received.tier, len(received.frame), received.frame)
-
-
-def whole_frames(parts: Iterable[Arrival], assembler: FrameAssembler) -> Iterator[Arrival]:
-    """Yield the frames that *assembler* makes of *parts*."""
-    for part in parts:
-        frame = whole_frame(assembler, part)
-        if frame is not None:
-            yield frame
-
-
-def room_of(
-    direct: Direct | None = None, allocate: Callable[[int], Bytes] | None = None
-) -> Callable[[int, int, Bytes], Bytes | DirectFrame]:
-    """Return where an assembler has frames go: to what *direct* returns, else to new memory."""
-
-    def room(index: int, frame_bytes: int, start: Bytes) -> Bytes | DirectFrame:
-        taken = None if direct is None else direct(index, frame_bytes, start)
-        if taken is not None:
-            return taken
-        return np.empty(frame_bytes, np.uint8) if allocate is None else allocate(frame_bytes)
-
-    return room

@@ -19,8 +19,6 @@ from kvstore.client.transports.base import (
     Transport,
     arrival_of,
     read_outcomes,
-    room_of,
-    whole_frames,
 )
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.messages import MESSAGE_BYTES
@@ -68,8 +66,8 @@ class StreamTransport(Transport):
                 yield Arrivals(parts, is_layered=plan.layer_major, end=end)
             else:
                 limit_bytes = self.session.terms.max_frame_bytes
-                assembler = FrameAssembler(limit_bytes, room_of(plan.direct))
-                yield Arrivals(whole_frames(parts, assembler), end=end)
+                frames = FrameAssembler(limit_bytes, plan.direct).frames(parts)
+                yield Arrivals(frames, end=end)
         finally:
             end()
 

@@ -14,9 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kvstore.client.frames import DirectFrame, FrameAssembler
+from kvstore.client.frames import Arrival, Direct, DirectFrame, FrameAssembler
 from kvstore.client.session import Session
-from kvstore.client.transports.base import Arrival, Direct, room_of, whole_frame
 from kvstore.client.transports.tcp import DIAL_S, Entrance, FrameStream, FrameStreams
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
@@ -183,11 +182,9 @@ class PeerReads:
             return direct(lent.first + index, frame_bytes, start)
 
         limit_bytes = self._session.terms.max_frame_bytes
-        assembler = FrameAssembler(limit_bytes, room_of(landing))
-        for part, payload in stream.parts(deadline):
-            frame = whole_frame(assembler, part, payload)
-            if frame is not None:
-                yield replace(frame, index=lent.first + frame.index, tier=TIER)
+        assembler = FrameAssembler(limit_bytes, landing)
+        for frame in assembler.frames(stream.parts(deadline)):
+            yield replace(frame, index=lent.first + frame.index, tier=TIER)
         assembler.end(stream.frames)
 
     def leave(self) -> None:

@@ -18,10 +18,9 @@ import numpy as np
 from typing_extensions import override
 
 from kvstore.client.connection import SLACK_S, Until
-from kvstore.client.frames import FileFrame, FrameAssembler, OpenFile
+from kvstore.client.frames import Arrival, FileFrame, FrameAssembler, OpenFile, stays
 from kvstore.client.session import Session, hangs, peer_pid
 from kvstore.client.transports.base import (
-    Arrival,
     Arrivals,
     Outgoing,
     Put,
@@ -30,9 +29,6 @@ from kvstore.client.transports.base import (
     Transport,
     arrival_of,
     read_outcomes,
-    room_of,
-    stays,
-    whole_frame,
 )
 from kvstore.client.transports.peers import LentRun, PeerReads
 from kvstore.client.transports.unix_rpc import CallQueue, Sent, UnixRpc, enter
@@ -203,10 +199,9 @@ class ShmTransport(Transport):
         index = first
         for reply in replies:
             if reply.HasField("part"):
-                limit_bytes = self.session.terms.max_frame_bytes
-                assembler = assembler or FrameAssembler(limit_bytes, room_of())
+                assembler = assembler or FrameAssembler(self.session.terms.max_frame_bytes)
                 assembler.next_index = index - first
-                whole = whole_frame(assembler, arrival_of(reply))
+                whole = assembler.take(arrival_of(reply))
                 index = first + assembler.next_index
                 if whole is not None:
                     yield replace(whole, index=first + whole.index)

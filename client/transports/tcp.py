@@ -16,10 +16,9 @@ from typing_extensions import override
 from xxhash import xxh3_64
 
 from kvstore.client.connection import SLACK_S, Pool, Until
-from kvstore.client.frames import FrameAssembler, Payload, Room, here
+from kvstore.client.frames import Arrival, FrameAssembler, Payload, here
 from kvstore.client.session import Session, SessionTerms
 from kvstore.client.transports.base import (
-    Arrival,
     Arrivals,
     Outgoing,
     Put,
@@ -27,8 +26,6 @@ from kvstore.client.transports.base import (
     ReadPlan,
     Transport,
     read_outcomes,
-    room_of,
-    whole_frame,
 )
 from kvstore.client.transports.grpc import StreamTransport
 from kvstore.proto import bulk
@@ -56,7 +53,6 @@ dialled beside calls for as long."""
 _JOIN_S = 0.2
 LEAVE_S = 0.05
 """For the server to end a get that is wanted no more; past it the stream is closed."""
-_SKIP_BYTES = 1 << 16
 _REQUEST_SLACK_BYTES = 32
 """What a message adds to a get."""
 IDLE_FRAME_BYTES = 128 << 20
@@ -108,14 +104,14 @@ class FrameStream:
         self._is_given_up = False
         self._is_spoiled = False
         """A call failed: what comes next is not known."""
-        self._coming: _Coming | None = None
+        self._coming: Payload | None = None
         self.requests = 0
         """The number of the last request."""
         self.is_over = True
         """The last request has been answered whole, or by an error."""
         self.frames = 0
         """What its end counted."""
-        self._heard: tuple[pb.StreamMessage, _Coming | None] | None = None
+        self._heard: tuple[pb.StreamMessage, Payload | None] | None = None
         deadline = time.monotonic() + within_s
         self._wire = connect_wire(
             entrance.where, entrance.certificate, deadline, time.monotonic, "server"
@@ -161,7 +157,7 @@ class FrameStream:
             raise bulk.error_of(message.failed)
         return message
 
-    def receive(self, deadline: float) -> tuple[pb.StreamMessage, _Coming | None]:
+    def receive(self, deadline: float) -> tuple[pb.StreamMessage, Payload | None]:
         """Return the next message; a part's payload is still to come.
 
         Raises DeadlineError, TierUnavailableError when the server hung up, InvalidRequestError for
@@ -175,14 +171,15 @@ class FrameStream:
         if message.HasField("part"):
             if message.request != self.requests:
                 raise InvalidFrameError("request", message.request, f"{self.requests} was asked")
-            self._coming = _Coming(self, size_bytes, deadline)
+            self._coming = Payload(size_bytes, partial(self._fill, deadline))
             return message, self._coming
         if message.HasField("failed") and not message.request:  # of the session, not of a request
             raise bulk.error_of(message.failed)
         return message, None
 
-    def parts(self, deadline: float) -> Iterator[tuple[pb.StreamPart, Payload]]:
-        """Yield what answers the last get, until ``is_over``: each part, its payload to come.
+    def parts(self, deadline: float) -> Iterator[Arrival]:
+        """Yield the parts that answer the last get, until ``is_over``: the payload of each is to
+        come.
 
         What is of earlier requests is skipped. Raises the error that the server sent, and as
         ``receive``.
@@ -190,7 +187,8 @@ class FrameStream:
         while not self.is_over:
             message, payload = self.receive(deadline)
             if payload is not None:
-                yield message.part, payload
+                part = message.part
+                yield Arrival(part.index, part.tier, part.frame_bytes, payload, offset=part.offset)
             elif message.request == self.requests:
                 self.is_over = message.HasField("done") or message.HasField("failed")
                 self.frames = message.done
@@ -225,8 +223,7 @@ class FrameStream:
                     self.send(cancel, soon)
                     is_told = True
 
-    def fill(self, out: Bytes, deadline: float, digest: xxh3_64 | None = None) -> None:
-        """Fill *out* with a part's next bytes; add them to *digest*. Raises as ``receive``."""
+    def _fill(self, deadline: float, out: Bytes, digest: xxh3_64 | None) -> None:
         self._try(deadline, lambda: self._wire.fill(out, digest))
 
     def give_up(self) -> None:
@@ -362,37 +359,6 @@ class FrameStreams:
         self._dialling = None
 
 
-class _Coming:
-    """The payload of a part that is to be received."""
-
-    def __init__(self, stream: FrameStream, size_bytes: int, deadline: float) -> None:
-        self.left = size_bytes
-        """Bytes that are not received yet."""
-        self._stream = stream
-        self._size_bytes = size_bytes
-        self._deadline = deadline
-
-    def __len__(self) -> int:
-        return self._size_bytes
-
-    def into(self, out: Bytes) -> None:
-        """Receive the next bytes where they are to stay."""
-        self.summed(out, None)
-
-    def summed(self, out: Bytes, digest: xxh3_64 | None) -> None:
-        """The same, and add them to *digest*."""
-        self._stream.fill(out, self._deadline, digest)
-        self.left -= len(out)
-
-    def skip(self, size_bytes: int) -> None:
-        """Receive so many for nobody."""
-        nowhere = np.empty(min(size_bytes, _SKIP_BYTES), np.uint8)
-        while size_bytes:
-            out = nowhere[:size_bytes]
-            self.into(out)
-            size_bytes -= len(out)
-
-
 class BulkTransport(Transport):
     """Gets and puts over FrameStreams, one at a time each; through gRPC where none is to be had.
 
@@ -437,25 +403,24 @@ class BulkTransport(Transport):
             else:
                 frames: list[Bytes] = []
                 stack.callback(self._memory.give, frames)
-                room = room_of(plan.direct, partial(self._memory.take, owner=frames))
-                yield Arrivals(self._frames(stream, room, until))
+                allocate = partial(self._memory.take, owner=frames)
+                limit_bytes = self.session.terms.max_frame_bytes
+                assembler = FrameAssembler(limit_bytes, plan.direct, allocate)
+                yield Arrivals(self._frames(stream, assembler, until))
             if stream is not None:
                 stream.leave(until.at_s)
 
-    def _frames(self, stream: FrameStream, room: Room, until: Until) -> Iterator[Arrival]:
-        assembler = FrameAssembler(self.session.terms.max_frame_bytes, room)
+    def _frames(
+        self, stream: FrameStream, assembler: FrameAssembler, until: Until
+    ) -> Iterator[Arrival]:
         with self._noted(until):
-            for part, payload in stream.parts(until.at_s):
-                frame = whole_frame(assembler, part, payload)
-                if frame is not None:
-                    yield frame
+            yield from assembler.frames(stream.parts(until.at_s))
             assembler.end(stream.frames)
 
     def _parts(self, stream: FrameStream, until: Until) -> Iterator[Arrival]:
         with self._noted(until):
-            for part, payload in stream.parts(until.at_s):
-                data = here(payload)
-                yield Arrival(part.index, part.tier, part.frame_bytes, data, offset=part.offset)
+            for part in stream.parts(until.at_s):
+                yield replace(part, data=here(part.data))
 
     @override
     def put(self, chunks: Sequence[Outgoing], terms: PutTerms) -> list[Put]:

@@ -34,9 +34,10 @@ def test_a_command_says_what_it_measures_and_has_json(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device: it would measure")
-def test_without_a_cuda_device_nothing_is_measured_and_nothing_fails() -> None:
+@pytest.mark.parametrize("name", ["engines_gpu", "gpu"])
+def test_without_a_cuda_device_nothing_is_measured_and_nothing_fails(name: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "bench.engines_gpu", "--json"],
+        [sys.executable, "-m", f"bench.{name}", "--json"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -45,7 +46,7 @@ def test_without_a_cuda_device_nothing_is_measured_and_nothing_fails() -> None:
     assert done.returncode == 0, done.stderr
     *text, last = done.stdout.splitlines()
     assert text == ["skipped: no CUDA device"]
-    assert json.loads(last) == {"bench": "engines_gpu", "values": {}}
+    assert json.loads(last) == {"bench": name, "values": {}}
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ def test_a_folder_without_a_model_is_refused_with_what_it_lacks_and_what_to_give
     }
     lacking: list[tuple[dict[str, str | None], str]] = [
         ({"config.json": "[]"}, "no config.json"),
+        ({"config.json": None}, "no config.json"),
         ({"model.safetensors": None}, "no weights (*.safetensors or *.bin)"),
         ({"tokenizer.json": None}, "no tokenizer (tokenizer*)"),
     ]

@@ -1,4 +1,4 @@
-"""What a Chunk is checked for before anything is sent."""
+"""What a Chunk is checked for before anything is sent, and arrays over tensors of engines."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from contracts.chunks import make_representation
 from helpers.prompts import SMALL, tensors_of
 
-from kvstore.client import Chunk
-from kvstore.client.chunk import arrays_of
+from kvstore.client import Chunk, PlannedChunk
+from kvstore.client.chunk import arrays_of, dtype_of, to_array, to_torch
 from kvstore.client.chunk_puts import layout_of
 from kvstore.codecs.base import AnyTensors
-from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
+from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, ModelError
 from kvstore.proto.types import ROOT, ChunkKey, DType, KVLayout, Model
 
 KEY = ChunkKey(bytes(32))
@@ -64,41 +64,74 @@ WRONG: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_tensors_are_refused_by_what_is_wrong(what: str) -> None:
-    given, message = WRONG[what]
-    with pytest.raises(LayoutMismatchError, match=message):
-        arrays_in(Chunk(KEY, given), SMALL)
+def test_wrong_tensors_are_refused_by_what_is_wrong() -> None:
+    for given, message in WRONG.values():
+        with pytest.raises(LayoutMismatchError, match=message):
+            arrays_in(Chunk(KEY, given), SMALL)
 
 
-@pytest.mark.parametrize("stated", ["u1", "i1"])
-def test_bytes_stand_for_fp8(stated: str) -> None:
+def test_bytes_stand_for_fp8() -> None:
     model = make_representation(dtype=DType.float8_e4m3fn)
-    if stated == "i1":
-        with pytest.raises(LayoutMismatchError, match="dtype='int8': give float8_e4m3fn"):
-            arrays_in(Chunk(KEY, tensors(dtype=stated)), model)
-    else:
-        assert arrays_in(Chunk(KEY, tensors(dtype=stated)), model)[0].tokens == 16
+    assert arrays_in(Chunk(KEY, tensors(dtype="u1")), model)[0].tokens == 16
+    with pytest.raises(LayoutMismatchError, match="dtype='int8': give float8_e4m3fn"):
+        arrays_in(Chunk(KEY, tensors(dtype="i1")), model)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "fix"),
-    [
-        ("parent", b"short", "give 16 bytes"),
-        ("content", bytes(17), "give 16 bytes"),
-        ("position", -1, "a token index is in 0..2^32-1"),
-        ("position", 1 << 32, "a token index is in 0..2^32-1"),
-        ("prefill_flops", -1.0, "must be finite, not negative"),
-        ("prefill_flops", float("inf"), "must be finite, not negative"),
-        ("prefill_flops", float("nan"), "must be finite, not negative"),
-    ],
-)
-def test_chunk_is_checked_at_its_birth(field: str, value: Any, fix: str) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        Chunk(KEY, tensors(), **{field: value})
-    assert (caught.value.field, str(caught.value)) == (field, f"{field}={value!r}: {fix}")
+def test_chunk_is_checked_at_its_birth() -> None:
+    for field, values, fix in (
+        ("parent", (b"short",), "give 16 bytes"),
+        ("content", (bytes(17),), "give 16 bytes"),
+        ("position", (-1, 1 << 32), "a token index is in 0..2^32-1"),
+        ("prefill_flops", (-1.0, float("inf"), float("nan")), "must be finite, not negative"),
+    ):
+        for value in values:
+            naming: dict[str, Any] = {field: value}
+            with pytest.raises(InvalidRequestError) as caught:
+                Chunk(KEY, tensors(), **naming)
+            assert str(caught.value) == f"{field}={value!r}: {fix}"
+            assert caught.value.field == field
+            with pytest.raises(InvalidRequestError):
+                PlannedChunk(KEY, 16, **naming)
 
 
 def test_chunk_at_the_start_of_a_prompt_needs_no_more_than_key_and_tensors() -> None:
     chunk = Chunk(KEY, tensors())
     assert (chunk.parent, chunk.position, chunk.prefill_flops) == (ROOT, 0, 0.0)
+
+
+SHAPE = (2, 6, 8)
+
+
+def test_arrays_and_torch_tensors_of_every_dtype_share_their_memory() -> None:
+    for dtype in DType:
+        tensor = torch.zeros(SHAPE, dtype=getattr(torch, dtype.name))
+        array = to_array(tensor)
+        assert (array.shape, array.dtype.itemsize) == (SHAPE, dtype.item_bytes)
+        assert dtype_of(tensor) is dtype
+        array.view(np.uint8)[...] = 0x3C
+        back = to_torch(array, dtype)
+        assert (back.dtype, tuple(back.shape)) == (tensor.dtype, SHAPE)
+        for one in (tensor, back):
+            assert bool((one.view(torch.uint8) == 0x3C).all())
+
+
+def test_an_array_of_a_strided_view_writes_through_to_the_tensor() -> None:
+    tensor = torch.zeros(SHAPE, dtype=torch.bfloat16, requires_grad=True)
+    for part in (tensor.transpose(0, 1), tensor[:, ::2], tensor[1:, :, 3:]):
+        array = to_array(part)
+        assert array.shape == tuple(part.shape)
+        array[...] = np.ones((), array.dtype)
+        written = tensor.detach().view(torch.uint8).numpy().view("u2")
+        assert written.astype(bool).sum() == part.numel()
+        written[...] = 0
+
+
+def test_what_is_no_tensor_of_ours_is_refused() -> None:
+    given: list[Any] = [[1.0, 2.0], "text", None, 3]
+    for what in given:
+        with pytest.raises(LayoutMismatchError, match="give numpy or torch tensors"):
+            to_array(what)
+    with pytest.raises(LayoutMismatchError, match="device='meta': copy the tensor to the CPU"):
+        to_array(torch.zeros(SHAPE, device="meta"))
+    with pytest.raises(ModelError, match=r"dtype='torch\.float64': use one of bfloat16"):
+        dtype_of(torch.zeros(1, dtype=torch.float64))

@@ -5,19 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
 from contracts.chunks import make_representation
 from helpers.bare_wire import reheaded
-from helpers.local_server import LocalServer
 from helpers.prompts import SMALL, frame_of, tensors_of
 from helpers.prompts import equal as equal_tensors
 
-from kvstore.client import ClientOptions
 from kvstore.client.decode import Decoded, Reader, Wanted, given
+from kvstore.client.frames import Arrival
 from kvstore.client.session import Session
-from kvstore.client.transports.base import Arrival
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
@@ -31,13 +30,6 @@ from kvstore.proto.errors import (
 from kvstore.proto.types import Accuracy, ChunkKey, KVLayout
 
 KEYS = [ChunkKey(bytes(31) + bytes([number])) for number in range(6)]
-
-
-@pytest.fixture
-def session(server: LocalServer) -> Iterator[Session]:
-    session = Session(server.dial(), SMALL, ClientOptions())
-    yield session
-    session.close()
 
 
 @pytest.fixture
@@ -94,23 +86,18 @@ def test_prefix_ends_at_a_gap(reader: Reader, session: Session) -> None:
     assert broken is None
 
 
-WRONG: dict[str, Callable[[], Bytes]] = {
-    "a flipped bit": lambda: flipped(2),
-    "another chunk": lambda: frame_of(KEYS[3], SMALL),
-    "half a frame": lambda: frame_of(KEYS[2], SMALL)[:1200],
-    "rubbish": lambda: np.full(3000, 7, np.uint8),
-    "another model's chunk": lambda: frame_of(KEYS[2], make_representation(layers=1)),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_prefix_ends_before_what_is_wrong_and_names_it(
-    reader: Reader, session: Session, what: str
-) -> None:
-    frames = (arrived(i, WRONG[what]() if i == 2 else None) for i in range(6))
-    found, broken = reader.read(Wanted(session, KEYS), frames)
-    assert_right(found, 2)
-    assert broken == KEYS[2]
+def test_prefix_ends_before_what_is_wrong_and_names_it(reader: Reader, session: Session) -> None:
+    for wrong in (
+        flipped(2),
+        frame_of(KEYS[3], SMALL),
+        frame_of(KEYS[2], SMALL)[:1200],
+        np.full(3000, 7, np.uint8),
+        frame_of(KEYS[2], make_representation(layers=1)),
+    ):
+        frames = [arrived(i, wrong if i == 2 else None) for i in range(6)]
+        found, broken = reader.read(Wanted(session, KEYS), iter(frames))
+        assert_right(found, 2)
+        assert broken == KEYS[2]
 
 
 def test_prefix_ends_before_a_codec_of_the_future_which_is_not_called_wrong(
@@ -123,21 +110,19 @@ def test_prefix_ends_before_a_codec_of_the_future_which_is_not_called_wrong(
     assert broken is None
 
 
-@pytest.mark.parametrize(
-    ("least", "count"), [(Accuracy.exact, 1), (Accuracy.bounded, 2), (Accuracy.approximate, 3)]
-)
 def test_prefix_ends_before_a_copy_that_is_less_accurate_than_was_asked_for(
-    reader: Reader, session: Session, least: Accuracy, count: int
+    reader: Reader, session: Session
 ) -> None:
     stated = sorted(Accuracy, reverse=True)
     frames = [
         arrived(at, reheaded(frame_of(KEYS[at], SMALL), accuracy=one))
         for at, one in enumerate(stated)
     ]
-    found, broken = reader.read(Wanted(session, KEYS, accuracy=least), iter(frames))
-    assert_right(found, count)
-    assert [one.stated.accuracy for one in found] == stated[:count]
-    assert broken is None
+    for count, least in enumerate(stated, 1):
+        found, broken = reader.read(Wanted(session, KEYS, accuracy=least), iter(frames))
+        assert_right(found, count)
+        assert [one.stated.accuracy for one in found] == stated[:count]
+        assert broken is None
 
 
 def test_frames_that_nobody_asked_for_are_not_read(reader: Reader, session: Session) -> None:
@@ -148,21 +133,11 @@ def test_frames_that_nobody_asked_for_are_not_read(reader: Reader, session: Sess
         reader.read(Wanted(session, []), map(arrived, range(2)))
 
 
-@pytest.mark.parametrize("frame", [None, np.zeros(2368, np.uint8), "flipped"])
-def test_memory_that_was_reused_says_nothing_of_the_chunk(
-    reader: Reader, session: Session, frame: Bytes | str | None
-) -> None:
-    held = flipped(1) if isinstance(frame, str) else frame
-    frames = [arrived(0), arrived(1, held, was_reused)]
-    with pytest.raises(LeaseExpiredError, match="replaced while it was read"):
-        reader.read(Wanted(session, KEYS), iter(frames))
-
-
-def test_one_key_is_read_by_the_caller_s_own_thread(reader: Reader, session: Session) -> None:
-    found, broken = reader.read(Wanted(session, KEYS[:1]), iter([arrived(0)]))
-    assert_right(found, 1)
-    assert broken is None
-    assert reader.read(Wanted(session, KEYS[:1]), iter([arrived(0, flipped(0))])) == ([], KEYS[0])
+def test_memory_that_was_reused_says_nothing_of_the_chunk(reader: Reader, session: Session) -> None:
+    for held in (None, np.zeros(2368, np.uint8), flipped(1)):
+        frames = [arrived(0), arrived(1, held, was_reused)]
+        with pytest.raises(LeaseExpiredError, match="replaced while it was read"):
+            reader.read(Wanted(session, KEYS), iter(frames))
 
 
 def test_room_of_another_layout_is_the_caller_s_error(reader: Reader, session: Session) -> None:
@@ -196,14 +171,11 @@ def test_a_read_of_a_closed_reader_ends_and_leaves_no_thread_waiting(session: Se
         reader.read(Wanted(session, KEYS), map(arrived, range(6)))
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_any_number_of_threads_reads_the_same(session: Session, threads: int) -> None:
-    reader = Reader(threads)
-    found, broken = reader.read(Wanted(session, KEYS), map(arrived, range(6)))
-    assert_right(found, 6)
-    assert broken is None
-    wrong = (arrived(i, flipped(4) if i == 4 else None) for i in range(6))
-    found, broken = reader.read(Wanted(session, KEYS), wrong)
-    assert_right(found, 4)
-    assert broken == KEYS[4]
-    reader.close()
+def test_any_number_of_threads_reads_the_same(session: Session) -> None:
+    for threads in (1, 2, 5):
+        with closing(Reader(threads)) as reader:
+            found, broken = reader.read(Wanted(session, KEYS), map(arrived, range(6)))
+            assert_right(found, 6)
+            assert broken is None
+            one = reader.read(Wanted(session, KEYS[:1]), iter([arrived(0, flipped(0))]))
+            assert one == ([], KEYS[0])

@@ -1,40 +1,41 @@
-"""Frames on their way: straight into tensors, in a file, in parts."""
+"""Frames on their way: straight into tensors, in a file, in parts, layer by layer."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from contracts.chunks import make_frame, make_representation
 from helpers.bare_wire import reheaded
-from helpers.local_server import LocalServer
 from helpers.prompts import SMALL, equal, frame_of, tensors_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.client import ClientOptions
-from kvstore.client.decode import Room, Wanted, fresh
+from kvstore.client.decode import Wanted, fresh
 from kvstore.client.frames import (
+    Arrival,
     DirectFrame,
     FileFrame,
     FrameAssembler,
+    LayerStream,
     OpenFile,
-    ReceivedFrame,
+    Range,
 )
 from kvstore.client.session import Session
-from kvstore.client.transports.base import Arrival
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.codecs.raw import RawCodec
-from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes
 from kvstore.proto.errors import (
     ChunkCorruptError,
+    DeadlineError,
     InvalidFrameError,
     InvalidRequestError,
-    LayoutMismatchError,
+    KVStoreError,
     TierUnavailableError,
 )
 from kvstore.proto.frame import parse_header
@@ -91,13 +92,6 @@ def test_a_frame_whose_last_byte_did_not_come_is_not_right() -> None:
         ours.check()
 
 
-@pytest.fixture
-def session(server: LocalServer) -> Iterator[Session]:
-    session = Session(server.dial(), SMALL, ClientOptions())
-    yield session
-    session.close()
-
-
 def strided(_: int, layout: KVLayout) -> ChunkTensors:
     """Room that is not in one piece."""
     return [
@@ -121,31 +115,19 @@ def test_a_raw_frame_is_taken_and_comes_out_of_decode(session: Session) -> None:
     assert equal(found.tensors, tensors_of(KEY, SMALL, 16))
 
 
-@pytest.mark.parametrize("room", [strided, other_shape])
-def test_other_room_has_the_frame_come_whole(session: Session, room: Room) -> None:
+def test_what_is_not_plainly_right_has_to_come_whole_and_is_judged_then(session: Session) -> None:
     frame = frame_of(KEY, SMALL)
-    assert Wanted(session, [KEY], room).direct(0, len(frame), frame) is None
-
-
-@pytest.mark.parametrize("what", ["another key", "another codec", "another size", "half a header"])
-def test_what_is_not_plainly_right_has_to_come_whole_and_is_judged_then(
-    session: Session, what: str
-) -> None:
-    frame, size = frame_of(KEY, SMALL), len(frame_of(KEY, SMALL))
-    if what == "another key":
-        frame = frame_of(ChunkKey(bytes(31) + b"x"), SMALL)
-    elif what == "another codec":
-        frame = reheaded(frame, codec_id=1)
-    elif what == "another size":
-        size += 1
-    else:
-        frame = frame[:200]
-    assert Wanted(session, [KEY]).direct(0, size, frame) is None
-
-
-def test_more_frames_than_were_asked_for_go_nowhere_of_the_readers(session: Session) -> None:
-    frame = frame_of(KEY, SMALL)
-    assert Wanted(session, [KEY]).direct(1, len(frame), frame) is None
+    for room in (strided, other_shape):
+        assert Wanted(session, [KEY], room).direct(0, len(frame), frame) is None
+    wanted = Wanted(session, [KEY])
+    for start, size in (
+        (frame_of(ChunkKey(bytes(31) + b"x"), SMALL), len(frame)),
+        (reheaded(frame, codec_id=1), len(frame)),
+        (frame, len(frame) + 1),
+        (frame[:200], len(frame)),
+    ):
+        assert wanted.direct(0, size, start) is None
+    assert wanted.direct(1, len(frame), frame) is None, "nobody asked for a second one"
 
 
 # --- in a file
@@ -226,32 +208,13 @@ def test_a_file_closes_with_the_last_frame_that_reads_from_it(file: OpenFile, fr
         os.fstat(descriptor)
 
 
-def test_tensors_of_another_layout_are_refused(file: OpenFile, frame: Bytes) -> None:
-    ours = FileFrame(file, OFFSET, len(frame))
-    with pytest.raises(LayoutMismatchError):
-        ours.decode_into(parse_header(ours), [])
-
-
 # --- in parts
 
 LIMIT_BYTES = 100
 
 
-def whole(chunk: int, size_bytes: int, start: Bytes) -> Bytes:
-    return np.empty(size_bytes, np.uint8)
-
-
-def reading() -> FrameAssembler:
-    return FrameAssembler(LIMIT_BYTES, whole)
-
-
-def bytes_of(landed: ReceivedFrame) -> bytes:
-    assert isinstance(landed.frame, np.ndarray)
-    return landed.frame.tobytes()
-
-
-def part(chunk: int, frame_bytes: int, offset: int) -> pb.StreamPart:
-    return pb.StreamPart(index=chunk, frame_bytes=frame_bytes, offset=offset, tier="disk")
+def part(chunk: int, frame_bytes: int, offset: int, data: bytes) -> Arrival:
+    return Arrival(chunk, "disk", frame_bytes, as_bytes(data), offset=offset)
 
 
 @given(
@@ -259,54 +222,172 @@ def part(chunk: int, frame_bytes: int, offset: int) -> pb.StreamPart:
     cut_bytes=st.integers(1, 20),
 )
 def test_frames_are_what_their_parts_add_up_to(frames: list[bytes], cut_bytes: int) -> None:
-    one = reading()
-    landed: list[ReceivedFrame] = []
-    for number, frame in enumerate(frames):
-        for start in range(0, len(frame), cut_bytes):
-            data = as_bytes(frame[start : start + cut_bytes])
-            received = one.take(part(number, len(frame), start), data)
-            if received is not None:
-                assert start + cut_bytes >= len(frame)
-                landed.append(received)
-    one.end(len(frames))
-    assert [(one.chunk, one.tier, bytes_of(one)) for one in landed] == [
-        (number, "disk", frame) for number, frame in enumerate(frames)
+    assembler = FrameAssembler(LIMIT_BYTES)
+    parts = (
+        part(number, len(frame), start, frame[start : start + cut_bytes])
+        for number, frame in enumerate(frames)
+        for start in range(0, len(frame), cut_bytes)
+    )
+    landed = list(assembler.frames(parts))
+    assembler.end(len(frames))
+    assert [(one.index, one.tier, one.frame_bytes, one.data.tobytes()) for one in landed] == [
+        (number, "disk", len(frame), frame) for number, frame in enumerate(frames)
     ]
 
 
-LIES: dict[str, tuple[list[tuple[pb.StreamPart, bytes]], str]] = {
-    "no size": ([(part(0, 0, 0), b"x")], "frame_bytes=0: over"),
-    "over the limit": ([(part(0, 101, 0), b"x")], "frame_bytes=101: over"),
-    "2^63 bytes": ([(part(0, 1 << 63, 0), b"x")], "frame_bytes=9223372036854775808: over"),
-    "a start in the middle": ([(part(0, 10, 5), b"x")], "frame_bytes=10: must not change"),
+PART_LIES: dict[str, tuple[list[Arrival], str]] = {
+    "no size": ([part(0, 0, 0, b"x")], "frame_bytes=0: over"),
+    "over the limit": ([part(0, 101, 0, b"x")], "frame_bytes=101: over"),
+    "2^63 bytes": ([part(0, 1 << 63, 0, b"x")], "frame_bytes=9223372036854775808: over"),
+    "a start in the middle": ([part(0, 10, 5, b"x")], "frame_bytes=10: must not change"),
     "an offset of 2^63": (
-        [(part(0, 10, 0), b"ab"), (part(0, 10, 1 << 63), b"x")], "offset=9223372036854775808",
+        [part(0, 10, 0, b"ab"), part(0, 10, 1 << 63, b"x")], "offset=9223372036854775808",
     ),
-    "a gap": ([(part(0, 10, 0), b"ab"), (part(0, 10, 3), b"x")], "offset=3: parts must follow"),
-    "an overlap": ([(part(0, 10, 0), b"ab"), (part(0, 10, 1), b"x")], "offset=1: parts"),
-    "another size": ([(part(0, 10, 0), b"ab"), (part(0, 11, 2), b"x")], "frame_bytes=11: must"),
-    "too much": ([(part(0, 3, 0), b"ab"), (part(0, 3, 2), b"xy")], "offset=2: parts must"),
-    "nothing": ([(part(0, 3, 0), b"ab"), (part(0, 3, 2), b"")], "offset=2: parts must"),
-    "the second frame first": ([(part(1, 3, 0), b"ab")], "offset=0: parts must"),
-    "a frame twice": ([(part(0, 1, 0), b"a"), (part(0, 1, 0), b"a")], "offset=0: parts must"),
-    "another frame inside one": ([(part(0, 2, 0), b"a"), (part(1, 2, 0), b"a")], "offset=0"),
+    "a gap": ([part(0, 10, 0, b"ab"), part(0, 10, 3, b"x")], "offset=3: parts must follow"),
+    "an overlap": ([part(0, 10, 0, b"ab"), part(0, 10, 1, b"x")], "offset=1: parts"),
+    "another size": ([part(0, 10, 0, b"ab"), part(0, 11, 2, b"x")], "frame_bytes=11: must"),
+    "too much": ([part(0, 3, 0, b"ab"), part(0, 3, 2, b"xy")], "offset=2: parts must"),
+    "nothing": ([part(0, 3, 0, b"ab"), part(0, 3, 2, b"")], "offset=2: parts must"),
+    "the second frame first": ([part(1, 3, 0, b"ab")], "offset=0: parts must"),
+    "a frame twice": ([part(0, 1, 0, b"a"), part(0, 1, 0, b"a")], "offset=0: parts must"),
+    "another frame inside one": ([part(0, 2, 0, b"a"), part(1, 2, 0, b"a")], "offset=0"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", LIES)
-def test_parts_that_lie_are_refused(what: str) -> None:
-    messages, match = LIES[what]
-    one = reading()
-    for sent, data in messages[:-1]:
-        one.take(sent, as_bytes(data))
-    with pytest.raises(InvalidFrameError, match=match.replace("^", r"\^")):
-        one.take(messages[-1][0], as_bytes(messages[-1][1]))
+def test_parts_that_lie_are_refused() -> None:
+    for parts, match in PART_LIES.values():
+        assembler = FrameAssembler(LIMIT_BYTES)
+        for sent in parts[:-1]:
+            assembler.take(sent)
+        with pytest.raises(InvalidFrameError, match=match):
+            assembler.take(parts[-1])
 
 
 def test_a_frame_that_was_begun_when_the_time_was_up_is_no_frame_and_no_error() -> None:
-    one = reading()
-    assert one.take(part(0, 1, 0), as_bytes(b"a")) is not None
-    assert one.take(part(1, 2, 0), as_bytes(b"a")) is None
+    one = FrameAssembler(LIMIT_BYTES)
+    assert one.take(part(0, 1, 0, b"a")) is not None
+    assert one.take(part(1, 2, 0, b"a")) is None
     one.end(1)
     with pytest.raises(InvalidFrameError, match="frames=2: 1 came"):
         one.end(2)
+
+
+HEAD = b"header"
+FRAMES = [HEAD + b"aabbb", HEAD + b"ccddd"]
+PLAN = [Range(0, 6, 8), Range(1, 6, 8), Range(0, 8, 11), Range(1, 8, 11)]
+
+
+def reply(index: int, offset: int, data: bytes, frame_bytes: int = 11) -> Arrival:
+    return Arrival(index, "cpu", frame_bytes, as_bytes(data), offset=offset)
+
+
+HEADERS = [reply(0, 0, HEAD), reply(1, 0, HEAD)]
+
+
+def segments(*plan: Range, cut: int = 100) -> list[Arrival]:
+    return [
+        reply(one.chunk, at, FRAMES[one.chunk][at : min(at + cut, one.stop)])
+        for one in plan
+        for at in range(one.start, one.stop, cut)
+    ]
+
+
+def stream_of(replies: Sequence[Arrival], error: KVStoreError | None = None) -> LayerStream:
+    def drawn() -> Iterator[Arrival]:
+        yield from replies
+        if error is not None:
+            raise error
+
+    stream = LayerStream(drawn(), limit_bytes=100)
+    assert len(list(stream.arriving())) == 2
+    stream.expect(PLAN)
+    return stream
+
+
+def taken(stream: LayerStream, number: int) -> bytes | None:
+    wanted = PLAN[number]
+    data = stream.take(wanted.chunk, wanted.start)
+    return None if data is None else data.tobytes()
+
+
+def test_a_range_that_has_come_is_taken_while_another_thread_waits_for_the_next() -> None:
+    goes_on, waits = threading.Event(), threading.Event()
+
+    def drawn() -> Iterator[Arrival]:
+        yield from [*HEADERS, *segments(*PLAN[:2])]
+        waits.set()
+        goes_on.wait()
+        yield from segments(*PLAN[2:])
+
+    stream = LayerStream(drawn(), limit_bytes=11)
+    assert len(list(stream.arriving())) == 2
+    stream.expect(PLAN)
+    with ThreadPoolExecutor(2) as threads:
+        last = threads.submit(taken, stream, 3)
+        waits.wait()
+        first = threads.submit(taken, stream, 0)
+        try:
+            assert first.result(timeout=10) == b"aa"
+        finally:
+            goes_on.set()
+        assert last.result() == b"ddd"
+
+
+@pytest.mark.parametrize("cut", [1, 2, 100])
+def test_ranges_are_what_their_parts_add_up_to_whoever_asks_first(cut: int) -> None:
+    stream = LayerStream(iter([*HEADERS, *segments(*PLAN, cut=cut)]), limit_bytes=11)
+    opened = list(stream.arriving())
+    assert [(one.index, one.tier, one.frame_bytes) for one in opened] == [
+        (0, "cpu", 11), (1, "cpu", 11)
+    ]  # fmt: skip
+    assert bytes(opened[0].data[:]) == HEAD
+    stream.expect(PLAN)
+    assert [taken(stream, number) for number in (2, 0, 3, 1)] == [b"bbb", b"aa", b"ddd", b"cc"]
+
+
+def test_what_is_passed_over_does_not_come() -> None:
+    stream = stream_of([*HEADERS, *segments(PLAN[0], PLAN[2])])
+    assert [taken(stream, number) for number in range(4)] == [b"aa", None, b"bbb", None]
+    assert taken(stream_of(HEADERS), 3) is None
+    assert list(LayerStream(iter([]), 100).arriving()) == []
+
+
+def test_what_nobody_wants_any_more_is_passed_by() -> None:
+    stream = stream_of([*HEADERS, *segments(*PLAN)])
+    stream.drop(1)
+    assert [taken(stream, number) for number in (0, 1, 2)] == [b"aa", None, b"bbb"]
+    assert stream._whole == {}
+
+
+def test_an_error_reaches_whoever_waits() -> None:
+    stream = stream_of([*HEADERS, *segments(PLAN[0])], DeadlineError("late"))
+    assert taken(stream, 0) == b"aa"
+    for number in (1, 2, 3):
+        with pytest.raises(DeadlineError, match="late"):
+            taken(stream, number)
+
+
+LIES: dict[str, list[Arrival]] = {
+    "a place that is no segment's": [reply(0, 7, b"x")],
+    "a segment twice": segments(PLAN[0], PLAN[0]),
+    "an earlier layer after a later one": segments(PLAN[2], PLAN[1]),
+    "a gap": [reply(0, 8, b"b"), reply(0, 10, b"b")],
+    "an overlap": [reply(0, 8, b"bb"), reply(0, 9, b"bb")],
+    "another chunk inside a segment": [reply(0, 8, b"b"), reply(1, 9, b"d")],
+    "too much": [reply(0, 6, b"aab")],
+    "nothing": [reply(0, 6, b"")],
+}
+
+
+def test_segments_that_lie_are_refused() -> None:
+    for lies in LIES.values():
+        stream = stream_of([*HEADERS, *lies])
+        with pytest.raises(InvalidFrameError, match="offset="):
+            taken(stream, 3)
+
+
+def test_headers_of_frames_that_cannot_be_are_refused() -> None:
+    for size_bytes, head in ((101, HEAD), (1 << 63, HEAD), (5, HEAD), (11, b"")):
+        replies = iter([reply(0, 0, head, size_bytes)])
+        with pytest.raises(InvalidFrameError, match="frame_bytes="):
+            list(LayerStream(replies, limit_bytes=100).arriving())

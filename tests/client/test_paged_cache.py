@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,51 +45,48 @@ def test_axes_of_one_entry_may_be_left_out() -> None:
     assert (flat.blocks, flat.block_tokens) == (100, 1)
 
 
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
+def test_axes_that_make_no_sense_are_refused() -> None:
+    for names, message in (
         ("block token head", "axes='block token head': name block and dim at least"),
         ("block block dim", "use each of layer block kv token head dim once at most"),
         ("block dim page", "use each of layer block kv token head dim once at most"),
-    ],
-)
-def test_axes_that_make_no_sense_are_refused(names: str, message: str) -> None:
-    with pytest.raises(LayoutMismatchError, match=message):
-        page_axes(names)
+    ):
+        with pytest.raises(LayoutMismatchError, match=message):
+            page_axes(names)
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.zeros(*shape, dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "names", "message"),
-    [
-        ([numbers(4, 2, 8, 2, 8)] * 2, "block kv token head dim", "layers=2: give pages of 3"),
-        ([numbers(4, 8, 2, 8)] * 3, "block kv token head dim", r"does not name the axes of \(4"),
-        ([numbers(4, 2, 8, 3, 8)] * 3, "block kv token head dim", "they need 2 heads of 8"),
-        ([numbers(4, 2, 8, 2, 9)] * 3, "block kv token head dim", "they need 2 heads of 8"),
-        ([numbers(0, 2, 8, 2, 8)] * 3, "block kv token head dim", "they need 2 heads of 8"),
-        ([numbers(4, 3, 8, 2, 8)] * 3, "block kv token head dim", "kv=3: give 2 parts"),
-        ([numbers(4, 8, 2, 8)] * 3, "block token head dim", "kv=1: give 2 parts"),
-        ([(numbers(4, 2, 8, 2, 8),) * 2] * 3, "block kv token head dim", "leave kv out where"),
-        (
-            [numbers(4, 2, 8, 2, 8)] * 2 + [numbers(5, 2, 8, 2, 8)],
-            "block kv token head dim", "all layers need as many blocks",
-        ),
-        (
-            [numbers(4, 2, 8, 2, 8, dtype=torch.float16)] * 3,
-            "block kv token head dim", "pages='float16': give bfloat16",
-        ),
-        ([np.zeros((4, 2, 8, 2, 8), np.uint8)] * 3, "block kv token head dim", "pages='uint8'"),
-        (numbers(3, 4, 2, 8, 2, 8), "block kv token head dim", "name the layer axis"),
-        ([numbers(4, 2, 8, 2, 8)] * 3, "layer block kv token head dim", "leave layer out where"),
-        (numbers(3, 4, 2, 8, 2), "layer block kv token head dim", "does not name the axes"),
-    ],
-)  # fmt: skip
-def test_pages_of_another_model_are_refused(tensors: object, names: str, message: str) -> None:
-    with pytest.raises(LayoutMismatchError, match=message):
-        PagedCache(MODEL, tensors, names)  # type: ignore[arg-type]
+OTHERS: list[tuple[Any, str, str]] = [
+    ([numbers(4, 2, 8, 2, 8)] * 2, "block kv token head dim", "layers=2: give pages of 3"),
+    ([numbers(4, 8, 2, 8)] * 3, "block kv token head dim", r"does not name the axes of \(4"),
+    ([numbers(4, 2, 8, 3, 8)] * 3, "block kv token head dim", "they need 2 heads of 8"),
+    ([numbers(4, 2, 8, 2, 9)] * 3, "block kv token head dim", "they need 2 heads of 8"),
+    ([numbers(0, 2, 8, 2, 8)] * 3, "block kv token head dim", "they need 2 heads of 8"),
+    ([numbers(4, 3, 8, 2, 8)] * 3, "block kv token head dim", "kv=3: give 2 parts"),
+    ([numbers(4, 8, 2, 8)] * 3, "block token head dim", "kv=1: give 2 parts"),
+    ([(numbers(4, 2, 8, 2, 8),) * 2] * 3, "block kv token head dim", "leave kv out where"),
+    (
+        [numbers(4, 2, 8, 2, 8)] * 2 + [numbers(5, 2, 8, 2, 8)],
+        "block kv token head dim", "all layers need as many blocks",
+    ),
+    (
+        [numbers(4, 2, 8, 2, 8, dtype=torch.float16)] * 3,
+        "block kv token head dim", "pages='float16': give bfloat16",
+    ),
+    ([np.zeros((4, 2, 8, 2, 8), np.uint8)] * 3, "block kv token head dim", "pages='uint8'"),
+    (numbers(3, 4, 2, 8, 2, 8), "block kv token head dim", "name the layer axis"),
+    ([numbers(4, 2, 8, 2, 8)] * 3, "layer block kv token head dim", "leave layer out where"),
+    (numbers(3, 4, 2, 8, 2), "layer block kv token head dim", "does not name the axes"),
+]  # fmt: skip
+
+
+def test_pages_of_another_model_are_refused() -> None:
+    for tensors, names, message in OTHERS:
+        with pytest.raises(LayoutMismatchError, match=message):
+            PagedCache(MODEL, tensors, names)
 
 
 def test_pages_that_overlap_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,11 +28,6 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 
 
-@pytest.fixture
-def client(server: LocalServer) -> Client:
-    return server.connect()
-
-
 def ask(client: Client, request: pb.ResolveRequest) -> pb.ResolveResponse:
     """Ask what no client would."""
     request.session_id = client._link.connected().session.terms.session_id
@@ -40,74 +36,68 @@ def ask(client: Client, request: pb.ResolveRequest) -> pb.ResolveResponse:
 
 # --- what is refused
 
-Change = Callable[[pb.ReportReuseRequest], object]
+
+def change(message: Any, path: str, value: object) -> None:
+    """Set what *path* names, as ``chunks.0.digest``; have a function change it; None clears it."""
+    *steps, last = path.split(".")
+    for step in steps:
+        message = message[int(step)] if step.isdecimal() else getattr(message, step)
+    if callable(value):
+        value(getattr(message, last))
+    elif value is None:
+        message.ClearField(last)
+    else:
+        setattr(message, last, value)
 
 
-def _halves(value: float) -> bytes:
+def halves(value: float) -> bytes:
     return np.full(16, value, "<f2").tobytes()
 
 
-BAD_REPORTS: dict[str, tuple[str, Change]] = {
-    "unknown variant": ("chunks.digest", lambda r: setattr(r.chunks[0], "digest", b"x" * 16)),
-    "short digest": ("chunks.digest", lambda r: setattr(r.chunks[0], "digest", b"x")),
-    "deviations that do not fit": (
-        "chunks.deviations", lambda r: setattr(r.chunks[0], "deviations", b"\0" * 30),
-    ),
-    "deviations that are no numbers": (
-        "chunks.deviations", lambda r: setattr(r.chunks[0], "deviations", _halves(float("nan"))),
-    ),
-    "negative deviations": (
-        "chunks.deviations", lambda r: setattr(r.chunks[0], "deviations", _halves(-2.0)),
-    ),
-    "endless deviations": (
-        "chunks.deviations", lambda r: setattr(r.chunks[0], "deviations", _halves(float("inf"))),
-    ),
-    "bits that do not fit": ("chunks.selected", lambda r: setattr(r.chunks[0], "selected", b"\0")),
-    "attention that does not fit": (
-        "chunks.query_attention", lambda r: setattr(r.chunks[0], "query_attention", b"\0" * 15),
-    ),
-    "more attention than there is": (
-        "chunks.context", lambda r: setattr(r.chunks[0], "intra_mass", 17.0),
-    ),
-    "attention that is no number": (
-        "chunks.intra_mass", lambda r: setattr(r.chunks[0], "intra_mass", float("nan")),
-    ),
-    "context without a digest": (
-        "context.content", lambda r: r.chunks[0].context.add(content=b"", tokens=16, mass=0.1),
-    ),
-    "context without tokens": (
-        "context.tokens", lambda r: r.chunks[0].context.add(content=b"c" * 16, mass=0.1),
-    ),
-    "negative mass": (
-        "context.mass",
-        lambda r: r.chunks[0].context.add(content=b"c" * 16, tokens=16, mass=-0.1),
-    ),
-    "the same context twice": (
-        "chunks.context",
-        lambda r: [r.chunks[0].context.add(content=b"c" * 16, tokens=16) for _ in range(2)],
-    ),
-    "too much context": (
-        "chunks.context",
-        lambda r: [r.chunks[0].context.add(content=bytes([n]) * 16, tokens=16) for n in range(17)],
-    ),
-    "a ratio above 1": ("ratio", lambda r: setattr(r, "ratio", 1.5)),
-    "a ratio that is no number": ("ratio", lambda r: setattr(r, "ratio", float("nan"))),
-    "negative time": ("load_ms", lambda r: setattr(r, "load_ms", -1.0)),
-    "endless time": ("full_ms", lambda r: setattr(r, "full_ms", float("inf"))),
-    "divergence that is no number": (
-        "shadow.divergence", lambda r: r.shadow.CopyFrom(shadowed(1.0, float("nan"))),
-    ),
-    "negative divergence": ("shadow.divergence", lambda r: r.shadow.CopyFrom(shadowed(1.0, -1.0))),
-    "agreement above 1": ("shadow.agreement", lambda r: r.shadow.CopyFrom(shadowed(2.0))),
-    "a comparison of nothing": (
-        "shadow.tokens", lambda r: r.shadow.CopyFrom(pb.ShadowResult(agreement=1.0)),
-    ),
-    "a long tag": ("tag", lambda r: setattr(r, "tag", "x" * 65)),
-    "lossy copies of no codec": ("tag", lambda r: setattr(r, "tag", "accuracy:approximate")),
-    "lossy copies of an unknown codec": (
-        "tag", lambda r: setattr(r, "tag", "accuracy:approximate:mp3"),
-    ),
-}  # fmt: skip
+def context(count: int = 1, **fields: Any) -> Callable[[Any], object]:
+    """Add *count* contexts, which differ unless *fields* name them."""
+
+    def add(contexts: Any) -> None:
+        for number in range(count):
+            contexts.add(**{"content": bytes([number]) * 16, "tokens": 16, **fields})
+
+    return add
+
+
+def shadow(*terms: float) -> Callable[[Any], object]:
+    return lambda found: found.CopyFrom(shadowed(*terms))
+
+
+NAN, INF = float("nan"), float("inf")
+BAD_REPORTS: list[tuple[str, str, object]] = [
+    ("chunks.digest", "chunks.0.digest", b"x" * 16),
+    ("chunks.digest", "chunks.0.digest", b"x"),
+    ("chunks.deviations", "chunks.0.deviations", bytes(30)),
+    ("chunks.deviations", "chunks.0.deviations", halves(NAN)),
+    ("chunks.deviations", "chunks.0.deviations", halves(-2.0)),
+    ("chunks.deviations", "chunks.0.deviations", halves(INF)),
+    ("chunks.selected", "chunks.0.selected", bytes(1)),
+    ("chunks.query_attention", "chunks.0.query_attention", bytes(15)),
+    ("chunks.context", "chunks.0.intra_mass", 17.0),
+    ("chunks.intra_mass", "chunks.0.intra_mass", NAN),
+    ("context.content", "chunks.0.context", context(content=b"", mass=0.1)),
+    ("context.tokens", "chunks.0.context", context(tokens=0, mass=0.1)),
+    ("context.mass", "chunks.0.context", context(mass=-0.1)),
+    ("chunks.context", "chunks.0.context", context(2, content=b"c" * 16)),
+    ("chunks.context", "chunks.0.context", context(17)),
+    ("ratio", "ratio", 1.5),
+    ("ratio", "ratio", NAN),
+    ("load_ms", "load_ms", -1.0),
+    ("full_ms", "full_ms", INF),
+    ("shadow.divergence", "shadow", shadow(1.0, NAN)),
+    ("shadow.divergence", "shadow", shadow(1.0, -1.0)),
+    ("shadow.agreement", "shadow", shadow(2.0)),
+    ("shadow.tokens", "shadow.tokens", 0),
+    ("tag", "tag", "x" * 65),
+    ("tag", "tag", "accuracy:approximate"),
+    ("tag", "tag", "accuracy:approximate:mp3"),
+]
+"""The field that an error names, what is changed, and to what."""
 
 
 def test_reports_that_cannot_be_are_refused_by_name_and_change_nothing(
@@ -117,10 +107,10 @@ def test_reports_that_cannot_be_are_refused_by_name_and_change_nothing(
     put_prompt(client, *prompt_of(HEAD, DOCUMENT))
     prompt, ranges = prompt_of(OTHER_HEAD, DOCUMENT)
     with client.find_segments(prompt, ranges, TRIAL) as resolved:
-        for field, change in BAD_REPORTS.values():
+        for field, path, value in BAD_REPORTS:
             report = report_of(resolved)
             report.shadow.CopyFrom(shadowed())
-            change(report)
+            change(report, path, value)
             with pytest.raises(InvalidRequestError, match=rf"^{field}="):
                 client.report_reuse(report)
     with client.find_segments(prompt, ranges, TRIAL) as resolved:
@@ -130,39 +120,26 @@ def test_reports_that_cannot_be_are_refused_by_name_and_change_nothing(
     assert server.counter("blend_reports") == 0
 
 
-Wrong = Callable[[pb.ResolveRequest], object]
-
-
-def _cut_into_too_many(request: pb.ResolveRequest) -> None:
-    request.segments[1].tokens.extend([16] * 1024)
-
-
-BAD_QUESTIONS: dict[str, tuple[str, Wrong]] = {
-    "nothing": ("segments", lambda r: r.ClearField("segments")),
-    "segments over one another": ("segments", lambda r: setattr(r.segments[2], "start", 20)),
-    "an end before its start": ("segments", lambda r: setattr(r.segments[0], "stop", 0)),
-    "a truncated segment": ("segments.stop", lambda r: setattr(r.segments[2], "stop", 80)),
-    "a segment that goes on": ("segments.stop", lambda r: setattr(r.segments[3], "stop", 110)),
-    "fewer contents": (
-        "segments.contents", lambda r: setattr(r.segments[1], "contents", b"c" * 16),
-    ),
-    "half a digest": ("digests", lambda r: setattr(r.segments[1], "contents", b"c" * 40)),
-    "fewer chains": ("segments.contents", lambda r: setattr(r.segments[1], "chains", b"c" * 16)),
-    "tiny chunks": ("segments.tokens", lambda r: r.segments[1].tokens.__setitem__(0, 3)),
-    "too many chunks": (
-        "segments.tokens", _cut_into_too_many,
-    ),
-    "too many segments": ("segments", lambda r: [r.segments.add() for _ in range(257)]),
-    "too many variants": ("max_variants", lambda r: setattr(r, "max_variants", 6)),
-    "the tag of lossy copies": ("tag", lambda r: setattr(r, "tag", "accuracy:approximate")),
-    "a codec's lossy copies": ("tag", lambda r: setattr(r, "tag", "accuracy:approximate:kvt")),
-    "a long tag": ("tag", lambda r: setattr(r, "tag", "x" * 65)),
-    "a far deadline": ("deadline_ms", lambda r: setattr(r, "deadline_ms", 1 << 31)),
-    "an unknown accuracy": ("min_accuracy", lambda r: setattr(r, "min_accuracy", 9)),
-    "an engine that goes back": (
-        "token_s", lambda r: r.prefill.CopyFrom(pb.Prefill(token_s=-1.0)),
-    ),
-}  # fmt: skip
+BAD_QUESTIONS: list[tuple[str, str, object]] = [
+    ("segments", "segments", None),
+    ("segments", "segments.2.start", 20),
+    ("segments", "segments.0.stop", 0),
+    ("segments.stop", "segments.2.stop", 80),
+    ("segments.stop", "segments.3.stop", 110),
+    ("segments.contents", "segments.1.contents", b"c" * 16),
+    ("digests", "segments.1.contents", b"c" * 40),
+    ("segments.contents", "segments.1.chains", b"c" * 16),
+    ("segments.tokens", "segments.1.tokens", lambda found: found.__setitem__(0, 3)),
+    ("segments.tokens", "segments.1.tokens", lambda found: found.extend([16] * 1024)),
+    ("segments", "segments", lambda found: [found.add() for _ in range(257)]),
+    ("max_variants", "max_variants", 6),
+    ("tag", "tag", "accuracy:approximate"),
+    ("tag", "tag", "accuracy:approximate:kvt"),
+    ("tag", "tag", "x" * 65),
+    ("deadline_ms", "deadline_ms", 1 << 31),
+    ("min_accuracy", "min_accuracy", 9),
+    ("token_s", "prefill.token_s", -1.0),
+]
 
 
 def test_questions_that_cannot_be_are_refused_by_name(server: LocalServer) -> None:
@@ -170,9 +147,9 @@ def test_questions_that_cannot_be_are_refused_by_name(server: LocalServer) -> No
     prompt, ranges = prompt_of(HEAD, DOCUMENT, OTHER)
     segments = client.name_segments(prompt, ranges)
     with server.unchanged():
-        for field, change in BAD_QUESTIONS.values():
+        for field, path, value in BAD_QUESTIONS:
             request = pb.ResolveRequest(segments=segments_to_messages(segments))
-            change(request)
+            change(request, path, value)
             with pytest.raises(InvalidRequestError, match=rf"^{field}="):
                 ask(client, request)
 
@@ -195,24 +172,21 @@ def test_answers_that_do_not_fit_the_question_are_no_answers(client: Client) -> 
     request = pb.ResolveRequest(segments=segments_to_messages(asked), trial=True)
     good = ask(client, request)
 
-    def damaged(change: Callable[[pb.ResolveResponse], object]) -> pb.ResolveResponse:
-        reply = pb.ResolveResponse()
-        reply.CopyFrom(good)
-        change(reply)
-        return reply
-
-    changes: list[Callable[[pb.ResolveResponse], object]] = [
-        lambda r: r.segments.pop(),
-        lambda r: r.segments[1].chunks.pop(),
-        lambda r: setattr(r.segments[1].chunks[0], "exact", True),
-        lambda r: setattr(r.segments[1].chunks[0], "priority", b"\0"),
-        lambda r: setattr(r.segments[1].chunks[0].variants[0], "tier", 9),
-        lambda r: setattr(r.segments[1].chunks[0].variants[0], "digest", b""),
-        lambda r: setattr(r.segments[1].chunks[0].variants[0], "accuracy", 7),
-        lambda r: setattr(r.segments[1], "ratio", float("nan")),
-        lambda r: r.ClearField("rope"),
+    damage: list[tuple[str, object]] = [
+        ("segments", lambda found: found.pop()),
+        ("segments.1.chunks", lambda found: found.pop()),
+        ("segments.1.chunks.0.exact", True),
+        ("segments.1.chunks.0.priority", bytes(1)),
+        ("segments.1.chunks.0.variants.0.tier", 9),
+        ("segments.1.chunks.0.variants.0.digest", b""),
+        ("segments.1.chunks.0.variants.0.accuracy", 7),
+        ("segments.1.ratio", NAN),
+        ("rope", None),
     ]
     assert resolution_from_message(good, asked)
-    for change in changes:
+    for path, value in damage:
+        reply = pb.ResolveResponse()
+        reply.CopyFrom(good)
+        change(reply, path, value)
         with pytest.raises(KVStoreError, match="damaged"):
-            resolution_from_message(damaged(change), asked)
+            resolution_from_message(reply, asked)

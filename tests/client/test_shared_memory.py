@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from contracts.transport import TransportContract
+from helpers.disk_damage import flip_a_bit
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import (
     MEDIUM,
@@ -114,7 +115,7 @@ class TestShmTransport(TransportContract):
         thread.start()
         whole = 0
         try:
-            for _ in range(60):
+            for _ in range(30):
                 reader.put_chunks(chunks)
                 found = reader.get_chunks(keys)
                 assert all(is_right(reader, *pair) for pair in zip(keys, found, strict=False))
@@ -123,7 +124,7 @@ class TestShmTransport(TransportContract):
             done.set()
             thread.join()
         assert whole > 0
-        assert server.counter("evicted_chunks") > 60
+        assert server.counter("evicted_chunks") > 30
 
     def test_chunk_larger_than_the_staging_memory_is_put_all_the_same(
         self, connect: Callable[..., Client]
@@ -136,7 +137,8 @@ class TestShmTransport(TransportContract):
         self, bare: Transport, client: Client, server: LocalServer
     ) -> None:
         keys = store(client, 1, 3)
-        leave_on_disk(server, keys)
+        server.settled()
+        server.leave_memory(keys)
         with bare.read(ReadPlan(digests(keys), 0, DEADLINE_MS)) as arriving:
             found = list(arriving)
             assert [one.tier for one in found] == ["disk"] * 3
@@ -188,35 +190,13 @@ class TestShmTransport(TransportContract):
                 assert is_right(patient, key, found)
         assert len(patient.get_chunks([second])) == 1
 
-    def test_layers_come_out_of_files_one_by_one(self, client: Client, server: LocalServer) -> None:
-        keys = store(client, 1, 2)
-        leave_on_disk(server, keys)
-        wanted = [chunk.tensors[0] for chunk in chunks_of(client, keys)]
-        for layer in client.get_chunk_layers(keys):
-            for got, want in zip(layer.tensors, wanted, strict=True):
-                for part, right in zip(got, want[layer.layer_id], strict=True):
-                    assert np.array_equal(part, np.asarray(right).view(part.dtype))
-        assert server.counter("promoted_chunks") == 0
-
     def test_a_file_that_was_damaged_is_a_miss_and_the_chunk_can_be_put_again(
         self, client: Client, server: LocalServer
     ) -> None:
         keys = store(client, 1, 3)
-        leave_on_disk(server, keys)
-        disk = server.node.store.tiers.slots["disk"].tier
-        place = disk.file_place(keys[1])
-        assert place is not None
-        (extent,) = [
-            path
-            for path in (Path(server.config.disk[0].path) / "extents").iterdir()
-            if path.read_bytes()[place.offset :][:4] == b"KVFR"
-            and path.read_bytes()[place.offset :][48:80] == keys[1]
-        ]
-        with extent.open("r+b") as file:
-            file.seek(place.offset + place.size_bytes - 1)
-            (last,) = file.read(1)
-            file.seek(place.offset + place.size_bytes - 1)
-            file.write(bytes([last ^ 1]))
+        server.settled()
+        server.leave_memory(keys)
+        flip_a_bit(Path(server.config.disk[0].path), keys[1])
         assert len(client.get_chunks(keys)) == 1
         assert outcomes(client, chunks_of(client, keys)) == [
             PutOutcome.exists, PutOutcome.stored, PutOutcome.exists
@@ -235,16 +215,6 @@ class TestShmTransport(TransportContract):
         assert eventually(lambda: len(server.node.sessions) == 0)
         assert_reads(client, keys)
         assert outcomes(client, chunks_of(client, keys)) == [PutOutcome.exists] * 2
-
-
-def leave_on_disk(server: LocalServer, keys: list[ChunkKey]) -> None:
-    """Take the copies in CPU memory away, once there are others."""
-    server.settled()
-    moves = server.node.store.moves
-    for key in keys:
-        assert "disk" in moves.catalog.copies(key)
-        assert moves.catalog.cast_out("cpu", key)
-        moves.eviction.delete_from(moves.tiers.cpu, key)
 
 
 def digests(keys: list[ChunkKey]) -> bytes:
@@ -315,27 +285,27 @@ def session(server: LocalServer, tmp_path: Path) -> Iterator[Session]:
     session.close()
 
 
-@pytest.mark.parametrize(
-    "answers",
-    [
+def test_garbage_from_the_socket_is_a_transport_that_is_unavailable(
+    session: Session, tmp_path: Path
+) -> None:
+    denied = unix_socket.pack_reply(unix_socket.Reply.denied)
+    garbage: list[list[bytes | None]] = [
         [b""],
         [b"x"],
         [bytes(64)],
-        [unix_socket.pack_reply(unix_socket.Reply.denied)],
+        [denied],
         [unix_socket.pack_greeting(bytes(16), bytes(16))],
         [None, b""],
         [None, b"x" * 32],
-        [None, unix_socket.pack_reply(unix_socket.Reply.denied)],
-    ],
-)
-def test_garbage_from_the_socket_is_a_transport_that_is_unavailable(
-    session: Session, tmp_path: Path, answers: list[bytes | None]
-) -> None:
-    with (
-        answering(tmp_path / "other.sock", session.terms.attach_token, *answers),
-        pytest.raises(TierUnavailableError, match=r"tier 'shm': .*other\.sock"),
-    ):
-        ShmTransport(session)
+        [None, denied],
+    ]
+    for answers in garbage:
+        with (
+            answering(tmp_path / "other.sock", session.terms.attach_token, *answers),
+            pytest.raises(TierUnavailableError, match=r"tier 'shm': .*other\.sock"),
+        ):
+            ShmTransport(session)
+        (tmp_path / "other.sock").unlink()
 
 
 def test_slab_that_never_comes_is_an_error_and_its_late_answer_is_not_taken_for_another(

@@ -27,27 +27,25 @@ from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import ChunkKey, KVLayout, Model, PutOutcome
 
 ServerMaker = Callable[..., LocalServer]
-BULK = ("--bulk", "127.0.0.1:0")
-TRANSPORTS: tuple[TransportName, ...] = ("shm", "grpc", "tcp")
+EVERY = pytest.mark.parametrize("client", ["shm", "grpc", "tcp"], indirect=True)
+"""Over every transport."""
 RUBBISH = 0xBEEF
 SKIPPED = SkippedRows.of({0: [1, 2, 3], 1: range(16), 3: [0, 15]})
 """Of four chunks: some rows, all, none and two."""
 
 
-@pytest.fixture(params=TRANSPORTS)
-def client(request: pytest.FixtureRequest, make_server: ServerMaker) -> Client:
-    server = make_server(*BULK)
-    request.node.server = server
-    options = ClientOptions(request.param, chunk_tokens=16, deadline_ms=DEADLINE_MS)
-    client = server.connect(request.param, MEDIUM, options)
-    assert client.transport_name == request.param
-    return client
+@pytest.fixture
+def server(make_server: ServerMaker) -> LocalServer:
+    return make_server("--bulk", "127.0.0.1:0")
 
 
 @pytest.fixture
-def server(request: pytest.FixtureRequest, client: Client) -> LocalServer:
-    found: LocalServer = request.node.server
-    return found
+def client(server: LocalServer, request: pytest.FixtureRequest) -> Client:
+    name: TransportName = getattr(request, "param", "tcp")
+    options = ClientOptions(name, chunk_tokens=16, deadline_ms=DEADLINE_MS)
+    client = server.connect(name, MEDIUM, options)
+    assert client.transport_name == name
+    return client
 
 
 def _resolved(client: Client) -> SegmentMatch:
@@ -87,6 +85,7 @@ def _assert_right(
             assert (part[:, others] == RUBBISH).all()
 
 
+@EVERY
 def test_rows_that_are_left_out_stay_as_they_were_and_the_others_are_right(
     client: Client, server: LocalServer
 ) -> None:
@@ -102,6 +101,7 @@ def test_rows_that_are_left_out_stay_as_they_were_and_the_others_are_right(
     assert server.settled().leases == 0
 
 
+@EVERY
 def test_what_is_left_out_is_not_sent(client: Client, server: LocalServer) -> None:
     with _resolved(client) as resolved:
         before = server.counter("get_bytes")
@@ -133,6 +133,7 @@ class _Coded(Outgoing):
         return room[: codec.encode(self.template, self.tensors, room).frame_bytes]
 
 
+@EVERY
 def test_frames_that_cannot_be_cut_come_whole(client: Client, server: LocalServer) -> None:
     writer = server.connect("grpc", MEDIUM)
     prompt, ranges = prompt_of(HEAD, DOCUMENT)
@@ -158,6 +159,7 @@ def test_frames_that_cannot_be_cut_come_whole(client: Client, server: LocalServe
             _assert_right(client, chunk, room, list(range(chunk.asked.tokens)))
 
 
+@EVERY
 def test_a_damaged_chunk_ends_the_prefix_and_is_dropped(
     client: Client, server: LocalServer
 ) -> None:
@@ -190,12 +192,9 @@ def test_rows_that_cannot_be_are_refused_by_name(server: LocalServer, client: Cl
         request.skip_rows = SKIPPED.pack()
         with pytest.raises(InvalidRequestError, match="with layer_major only"):
             list(transport.session.connection.stream("Get", request, DEADLINE_MS))
-        if client.transport_name != "shm":
-            beyond = SkippedRows.of({4: [1]})
-            with (
-                pytest.raises(InvalidRequestError, match="skip_rows="),
-                read_layers(
-                    transport, ReadPlan(digests, 0, DEADLINE_MS, skipped=beyond)
-                ) as arriving,
-            ):
-                list(arriving)
+        beyond = ReadPlan(digests, 0, DEADLINE_MS, skipped=SkippedRows.of({4: [1]}))
+        with (
+            pytest.raises(InvalidRequestError, match="skip_rows="),
+            read_layers(transport, beyond) as arriving,
+        ):
+            list(arriving)

@@ -46,146 +46,89 @@ LONG_S = 5.0
 LATE = DeadlineError("late")
 
 
-@pytest.fixture
-def silent() -> Iterator[str]:
-    """The address of a server that takes connections and says nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
+CALLS: list[Callable[[Client], object]] = [
+    lambda client: client.get(tokens(1, 64), timeout=SHORT_S),
+    lambda client: client.lookup(tokens(1, 64), timeout=SHORT_S),
+    lambda client: client.get_layers(tokens(1, 64), timeout=SHORT_S),
+    lambda client: client.get_levelled([ChunkKey(bytes(32))], PlanTerms(SHORT_S)),
+]
 
 
-CALLS: dict[str, Callable[[Client], object]] = {
-    "get": lambda client: client.get(tokens(1, 64), timeout=SHORT_S),
-    "lookup": lambda client: client.lookup(tokens(1, 64), timeout=SHORT_S),
-    "get_layers": lambda client: client.get_layers(tokens(1, 64), timeout=SHORT_S),
-    "get_levelled": lambda client: client.get_levelled([ChunkKey(bytes(32))], PlanTerms(SHORT_S)),
-}
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_opening_a_session_takes_no_longer_than_the_call_that_needs_it(
-    silent: str, call: str
-) -> None:
-    with Client(silent, SMALL, ClientOptions("grpc", 16, deadline_ms=60_000)) as client:
+def test_opening_a_session_takes_no_longer_than_the_call_that_needs_it(silent: str) -> None:
+    for call in CALLS:
+        with Client(silent, SMALL, ClientOptions("grpc", 16, deadline_ms=60_000)) as client:
+            began_s = time.monotonic()
+            with pytest.raises(DeadlineError):
+                call(client)
+            assert time.monotonic() - began_s < LONG_S
+    with Client(silent, SMALL, ClientOptions("grpc", 16, deadline_ms=300)) as client:
         began_s = time.monotonic()
-        with pytest.raises(DeadlineError):
-            CALLS[call](client)
+        with pytest.raises(DeadlineError):  # however long the put may take
+            client.put_chunk_layers([PlannedChunk(ChunkKey(bytes(32)), 16)])
         assert time.monotonic() - began_s < LONG_S
 
 
-def test_a_late_call_of_a_short_timeout_shuts_no_other_call_out(silent: str) -> None:
-    options = ClientOptions("grpc", 16, deadline_ms=1000, retry_after_ms=60_000)
-    with Client(silent, SMALL, options) as client:
-        with pytest.raises(DeadlineError):
-            client.lookup(tokens(1, 64), timeout=SHORT_S)
-        assert not client.is_shut
-        with pytest.raises(DeadlineError):
-            client.lookup(tokens(1, 64))
-        assert client.is_shut, "a server that is late with a whole deadline costs once"
-
-
 @contextmanager
-def granted(monkeypatch: pytest.MonkeyPatch, method: str) -> Iterator[list[int]]:
-    """Collect the deadlines that calls of *method* get."""
-    found: list[int] = []
+def asked(
+    fails: Callable[[str, int], None] = lambda name, within_ms: None,
+) -> Iterator[list[tuple[str, int]]]:
+    """Collect which methods are called, and within how many ms; *fails* may raise instead."""
+    found: list[tuple[str, int]] = []
     call = Connection.call
 
     def noted(self: Connection, name: str, request: Any, deadline_ms: int, reply: Any) -> Any:
-        if name == method:
-            found.append(deadline_ms)
+        found.append((name, deadline_ms))
+        fails(name, deadline_ms)
         return call(self, name, request, deadline_ms, reply)
 
-    with monkeypatch.context() as patched:
+    with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Connection, "call", noted)
         yield found
 
 
-def test_a_lost_session_is_looked_at_within_the_call_that_found_it_lost(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+def test_a_lost_session_and_a_wrong_chunk_are_told_within_the_call_that_found_them(
+    server: LocalServer,
 ) -> None:
     client = server.connect("grpc")
-    client.lookup(tokens(1, 64))
+    keys = store(client, 1, 1)
+    link = client._link
+    transport = link.connected()
 
     def lost(*_: Any) -> None:
         raise LeaseExpiredError("gone")
 
-    with (
-        granted(monkeypatch, "Heartbeat") as heartbeats,
-        pytest.raises(LeaseExpiredError),
-    ):
-        client._link.run(lost, 300)
-    assert len(heartbeats) == 1
-    assert heartbeats[0] <= 300
+    def no_time_left() -> int:
+        raise DeadlineError("passed")
 
-
-def test_a_chunk_that_proved_wrong_is_reported_within_the_call_that_read_it(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = server.connect("grpc")
-    keys = keys_of(client, 1, 1)
-    client.put_chunks(chunks_of(client, keys))
-    transport = client._link.connected()
-    with granted(monkeypatch, "Delete") as deletes:
-        client._link.quarantine(transport, keys[0], Until(300).left_ms)
-        client._link.quarantine(transport, keys[0], _no_time_left)
-    assert len(deletes) == 1
-    assert deletes[0] <= 300
-
-
-def _no_time_left() -> int:
-    raise DeadlineError("passed")
+    with asked() as calls:
+        link.quarantine(transport, keys[0], Until(300).left_ms)
+        link.quarantine(transport, keys[0], no_time_left)
+        with pytest.raises(LeaseExpiredError):
+            link.run(lost, 300)
+    assert [name for name, _ in calls] == ["Delete", "Heartbeat"]
+    assert max(within_ms for _, within_ms in calls) <= 300
 
 
 def test_a_levelled_get_that_lost_its_session_has_one_deadline_for_both_attempts(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+    server: LocalServer,
 ) -> None:
     client = server.connect("grpc")
-    keys = keys_of(client, 1, 1)
-    client.put_chunks(chunks_of(client, keys))
-    deadline_s, attempts = DEADLINE_MS / 1000, list[int]()
-    call = Connection.call
+    keys = store(client, 1, 1)
 
-    def lost_once(self: Connection, name: str, request: Any, deadline_ms: int, reply: Any) -> Any:
-        if name == "Lookup":
-            attempts.append(deadline_ms)
-            if len(attempts) == 1:
-                time.sleep(0.5)
-                raise LeaseExpiredError("gone")
-        return call(self, name, request, deadline_ms, reply)
+    def lost_once(name: str, _: int) -> None:
+        if [one for one, _ in calls] == [name] == ["Lookup"]:
+            time.sleep(0.5)
+            raise LeaseExpiredError("gone")
 
-    monkeypatch.setattr(Connection, "call", lost_once)
-    assert client.get_levelled(keys, PlanTerms(deadline_s)).levels == (0,)
-    assert attempts[1] <= DEADLINE_MS - 500
-
-
-def test_a_call_does_not_wait_for_another_that_opens_the_session(
-    silent: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Client(silent, SMALL, ClientOptions("grpc", 16, deadline_ms=3000)) as client:
-        link = client._link
-
-        def slow(left_ms: Callable[[], int]) -> Transport:
-            with pytest.raises(DeadlineError, match="another call"):
-                _in_a_thread(lambda: link.connected(Until(100).left_ms))
-            raise DeadlineError("late")
-
-        monkeypatch.setattr(link, "_connect", slow)
-        with pytest.raises(DeadlineError, match="late"):
-            client.lookup(tokens(1, 64))
+    with asked(lost_once) as calls:
+        assert client.get_levelled(keys, PlanTerms(DEADLINE_MS / 1000)).levels == (0,)
+    lookups = [within_ms for name, within_ms in calls if name == "Lookup"]
+    assert lookups[1] <= DEADLINE_MS - 500
 
 
 def _in_a_thread(work: Callable[[], object]) -> None:
     with ThreadPoolExecutor(1) as pool:
         pool.submit(work).result()
-
-
-def test_a_session_is_opened_within_the_clients_own_deadline_however_long_the_call_may_take(
-    silent: str,
-) -> None:
-    with Client(silent, SMALL, ClientOptions("grpc", 16, deadline_ms=300)) as client:
-        began_s = time.monotonic()
-        with pytest.raises(DeadlineError):
-            client.put_chunk_layers([PlannedChunk(ChunkKey(bytes(32)), 16)])
-        assert time.monotonic() - began_s < LONG_S
 
 
 def test_short_calls_that_are_late_one_after_another_shut_the_others_out(silent: str) -> None:
@@ -195,6 +138,10 @@ def test_short_calls_that_are_late_one_after_another_shut_the_others_out(silent:
             with pytest.raises(DeadlineError):
                 client.lookup(tokens(1, 64), timeout=SHORT_S)
             assert client.is_shut == is_shut
+    with Client(silent, SMALL, replace(options, deadline_ms=500)) as client:
+        with pytest.raises(DeadlineError):
+            client.lookup(tokens(1, 64))
+        assert client.is_shut, "a server that is late with a whole deadline costs once"
 
 
 def test_a_call_that_hangs_in_its_last_request_counts_with_its_whole_time(
@@ -256,59 +203,24 @@ def test_a_session_is_given_up_without_waiting_for_who_opens_another(server: Loc
         assert holding.result(), "it waited for the lock"
 
 
-def test_a_prompt_is_named_by_the_session_that_was_opened_for_the_call(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = server.connect("grpc")
-    client.lookup(tokens(1, 64))
-    connected = ServerLink.connected
-
-    def then_lost(self: ServerLink, *left_ms: Any) -> Transport:
-        transport = connected(self, *left_ms)
-        monkeypatch.undo()
-        self.end_session()
-        return transport
-
-    monkeypatch.setattr(ServerLink, "connected", then_lost)
-    opens: list[int] = []
-    opened = Session.__init__
-
-    def noted(self: Session, *arguments: Any) -> None:
-        opens.append(arguments[-1])
-        opened(self, *arguments)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Session, "__init__", noted)
-        client.lookup(tokens(1, 64), timeout=LONG_S)
-    assert len(opens) == 1
-    assert opens[0] <= 1000 * LONG_S
-
-
 @pytest.mark.parametrize("error", [LATE, TierUnavailableError("disk", "gone")])
 def test_a_lookup_that_fails_ends_its_leases_within_its_own_time(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch, error: KVStoreError
+    server: LocalServer, error: KVStoreError
 ) -> None:
     client = server.connect("grpc")
-    keys = store(client, 1, 2)
+    keys, within_ms = store(client, 1, 2), 3000
     session = client._link.connected().session
     session.terms = replace(session.terms, max_batch_chunks=1)
-    call, within_ms = Connection.call, 3000
-    asked: list[str] = []
 
-    def fails(self: Connection, name: str, request: Any, deadline_ms: int, reply: Any) -> Any:
-        asked.append(name)
-        assert deadline_ms <= within_ms
-        if asked.count("Lookup") < 2:
-            return call(self, name, request, deadline_ms, reply)
-        if name == "Lookup":
-            time.sleep(deadline_ms / 1000 if error is LATE else 0)
+    def fails(name: str, left_ms: int) -> None:
+        assert left_ms <= within_ms
+        if [one for one, _ in calls].count("Lookup") == 2 and name == "Lookup":
+            time.sleep(left_ms / 1000 if error is LATE else 0)
             raise error
-        return None
 
-    monkeypatch.setattr(Connection, "call", fails)
-    with pytest.raises(type(error)):
+    with asked(fails) as calls, pytest.raises(type(error)):
         look_up(client._link, keys, pb.LookupRequest(lease=True), within_ms)
-    assert asked.count("Release") == (error is not LATE)
+    assert [name for name, _ in calls].count("Release") == (error is not LATE)
 
 
 def test_a_chunk_that_proved_wrong_layer_by_layer_is_reported_however_long_the_caller_took(
@@ -324,10 +236,10 @@ def test_a_chunk_that_proved_wrong_layer_by_layer_is_reported_however_long_the_c
         decode(self, header, segment, *rest)
 
     monkeypatch.setattr(RawCodec, "decode_checked", damaged)
-    with granted(monkeypatch, "Delete") as deletes:
+    with asked() as calls:
         for _ in client.get_chunk_layers(keys):
             time.sleep(2.1)
-    assert len(deletes) == 1
+    assert [name for name, _ in calls] == ["Delete"]
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
@@ -427,3 +339,47 @@ def test_a_get_ends_its_lease_within_what_is_left_of_its_time(
     assert len(granted_ms) == 1
     assert granted_ms[0] <= within_ms - 400
     server.settled()
+
+
+def test_a_call_does_not_wait_for_another_that_opens_the_session(
+    silent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Client(silent, SMALL, ClientOptions("grpc", 16, deadline_ms=3000)) as client:
+        link = client._link
+
+        def slow(left_ms: Callable[[], int]) -> Transport:
+            with pytest.raises(DeadlineError, match="another call"):
+                _in_a_thread(lambda: link.connected(Until(100).left_ms))
+            raise DeadlineError("late")
+
+        monkeypatch.setattr(link, "_connect", slow)
+        with pytest.raises(DeadlineError, match="late"):
+            client.lookup(tokens(1, 64))
+
+
+def test_a_prompt_is_named_by_the_session_that_was_opened_for_the_call(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = server.connect("grpc")
+    client.lookup(tokens(1, 64))
+    connected = ServerLink.connected
+
+    def then_lost(self: ServerLink, *left_ms: Any) -> Transport:
+        transport = connected(self, *left_ms)
+        monkeypatch.undo()
+        self.end_session()
+        return transport
+
+    monkeypatch.setattr(ServerLink, "connected", then_lost)
+    opens: list[int] = []
+    opened = Session.__init__
+
+    def noted(self: Session, *arguments: Any) -> None:
+        opens.append(arguments[-1])
+        opened(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Session, "__init__", noted)
+        client.lookup(tokens(1, 64), timeout=LONG_S)
+    assert len(opens) == 1
+    assert opens[0] <= 1000 * LONG_S

@@ -21,7 +21,6 @@ from helpers.prompts import (
     assert_reads,
     chunks_of,
     frame_of,
-    is_right,
     keys_of,
     outcomes,
     store,
@@ -29,11 +28,11 @@ from helpers.prompts import (
 from helpers.socket_peer import Listener
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.connection import Connection, Until
+from kvstore.client.connection import Connection
 from kvstore.client.frames import FrameAssembler
 from kvstore.client.session import Session
 from kvstore.client.transports import unix_rpc
-from kvstore.client.transports.base import arrival_of, room_of, whole_frames
+from kvstore.client.transports.base import arrival_of
 from kvstore.client.transports.unix_rpc import MAX_CONNECTIONS, CallQueue, UnixRpc
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
@@ -210,16 +209,6 @@ def test_calls_one_after_another_share_a_connection(setting: Setting) -> None:
     assert setting.session.terms.attach_token not in b"".join(false.heard)
 
 
-def test_calls_that_were_sent_side_by_side_are_answered_in_any_order(setting: Setting) -> None:
-    false = setting.serve(lambda message: lookup_answer(int.from_bytes(message[-2:], "big")))
-    waits = {}
-    for number in range(10):
-        request = pb.LookupRequest(session_id=1, digests=b"number" + number.to_bytes(2, "big"))
-        waits[number] = setting.sent(request, DEADLINE_MS)
-    assert {n: waits[n]().ready for n in reversed(waits)} == {n: n for n in range(10)}
-    assert len(false.joins) == 10
-
-
 def numbered(number: int) -> pb.LookupRequest:
     return pb.LookupRequest(session_id=1, digests=b"number" + number.to_bytes(2, "big"))
 
@@ -233,21 +222,14 @@ def test_calls_in_a_queue_share_a_connection_and_are_answered_in_order(setting: 
     queue = CallQueue()
     waits = [setting.sent(numbered(n), DEADLINE_MS, queue) for n in range(5)]
     assert eventually(lambda: len(false.calls) == 5)
-    setting.look_up()  # on a connection of its own
-    assert [wait().ready for wait in waits] == list(range(5))
+    assert waits[0]().ready == 0
+    other = numbered(9)  # on a connection of its own, as answers are still to come
+    assert setting.link.call("Lookup", other, DEADLINE_MS, pb.LookupResponse).ready == 9
+    assert [wait().ready for wait in waits[1:]] == [1, 2, 3, 4]
     assert len(false.joins) == 2
     assert setting.sent(numbered(7), DEADLINE_MS, queue)().ready == 7
     assert setting.sent(numbered(8), DEADLINE_MS)().ready == 8
     assert len(false.joins) == 2  # all answered, it is anybody's
-
-
-def test_answer_of_a_queue_is_never_taken_for_another_call_s(setting: Setting) -> None:
-    setting.serve(number_of)
-    queue = CallQueue()
-    first, second = (setting.sent(numbered(n), DEADLINE_MS, queue) for n in (1, 2))
-    with pytest.raises(AssertionError, match="another call's"):
-        second()
-    assert (first().ready, second().ready) == (1, 2)
 
 
 def test_error_within_a_queue_is_that_call_s_alone(setting: Setting) -> None:
@@ -288,30 +270,19 @@ def test_silence_ends_all_calls_of_a_queue_after_one_deadline(setting: Setting) 
 
 
 def test_error_of_a_call_is_the_server_s_and_the_connection_is_kept(setting: Setting) -> None:
-    answers = [[pack_failure("LeaseExpiredError", "gone")], [unix_socket.pack_reply(Reply.denied)]]
+    answers = [
+        [pack_failure("LeaseExpiredError", "gone")],
+        [pack_failure("DeadlineError", "too late")],
+        [unix_socket.pack_reply(Reply.denied)],
+    ]
     false = setting.serve(lambda _: answers.pop(0) if answers else lookup_answer())
     with pytest.raises(LeaseExpiredError, match=r"^gone$"):
+        setting.look_up()
+    with pytest.raises(DeadlineError, match="too late"):  # which shuts no gate
         setting.look_up()
     with pytest.raises(KVStoreError, match="the server refused the call: denied"):
         list(setting.get())
     assert setting.look_up() == BY_SOCKET
-    assert len(false.joins) == 1
-
-
-def test_error_that_the_server_calls_a_deadline_does_not_shut_the_gate(setting: Setting) -> None:
-    answers = [[pack_failure("DeadlineError", "too late")]]
-    setting.serve(lambda _: answers.pop(0) if answers else lookup_answer())
-    with pytest.raises(DeadlineError, match="too late"):
-        setting.look_up()
-    assert setting.look_up() == BY_SOCKET
-
-
-def test_answer_in_parts_is_joined(setting: Setting) -> None:
-    reply = pb.LookupResponse(ready=BY_SOCKET, tiers=bytes(3 * MAX_PACKET_BYTES))
-    false = setting.serve(lambda _: pack_answer(reply))
-    request = setting.request()
-    for _ in range(3):
-        assert setting.link.call("Lookup", request, DEADLINE_MS, pb.LookupResponse) == reply
     assert len(false.joins) == 1
 
 
@@ -355,14 +326,6 @@ def test_silent_server_costs_one_deadline_and_shuts_the_gate(setting: Setting) -
     assert setting.look_up() == BY_SOCKET
 
 
-def test_silence_within_a_stream_costs_one_deadline_too(setting: Setting) -> None:
-    setting.serve_one().answer = lambda _: pack_answer(pb.GetResponse(), more=True)
-    with pytest.raises(DeadlineError, match="did not answer in time"):
-        list(setting.get(SOON_MS))
-    with pytest.raises(TierUnavailableError, match="did not answer; tried again in"):
-        setting.look_up()
-
-
 @pytest.mark.parametrize("kind", ["call", "stream"])
 def test_late_answer_is_never_taken_for_the_next_call_s(setting: Setting, kind: str) -> None:
     is_late = threading.Event()
@@ -397,25 +360,23 @@ def test_answer_that_came_in_time_is_taken_however_late_it_is_looked_at(setting:
 # --- through gRPC instead
 
 
-@pytest.mark.parametrize(
-    "answers",
-    [
-        pytest.param([HANG_UP], id="hangs up"),
-        pytest.param([b"x"], id="a letter"),
-        pytest.param([bytes(32)], id="zeros"),
-        pytest.param([bytes(MAX_PACKET_BYTES + 1)], id="too much"),
-        pytest.param(pack_answer(pb.LookupResponse(), more=True), id="a stream's message"),
-        pytest.param([unix_socket.pack_reply(Reply.part)] * 40, id="parts without end"),
-        pytest.param([unix_socket.pack_reply(Reply.part), HANG_UP], id="half an answer"),
-    ],
-)
 def test_call_that_gets_no_answer_goes_through_grpc_on_no_connection_of_the_old(
-    setting: Setting, answers: Answers
+    setting: Setting,
 ) -> None:
-    false = setting.serve(lambda _: answers)
-    assert setting.look_up() == 2
-    assert setting.sent(setting.request(), DEADLINE_MS)().ready == 2
-    assert (len(false.calls), len(false.joins)) == (2, 2)
+    part = unix_socket.pack_reply(Reply.part)
+    no_answers: list[Answers] = [
+        [HANG_UP],
+        [b"x"],
+        [bytes(32)],
+        [bytes(MAX_PACKET_BYTES + 1)],
+        pack_answer(pb.LookupResponse(), more=True),
+        [part] * 40,
+        [part, HANG_UP],
+    ]
+    false = setting.serve(lambda _: no_answers[len(false.calls) - 1])
+    for number in range(1, len(no_answers) + 1):
+        assert setting.look_up() == 2
+        assert (len(false.calls), len(false.joins)) == (number, number)
 
 
 def test_message_that_makes_no_sense_is_an_error_of_the_store(setting: Setting) -> None:
@@ -424,35 +385,16 @@ def test_message_that_makes_no_sense_is_an_error_of_the_store(setting: Setting) 
         setting.look_up()
 
 
-def test_stream_that_breaks_before_its_first_message_goes_through_grpc(setting: Setting) -> None:
-    setting.serve(lambda _: [HANG_UP])
-    assert [reply.index for reply in setting.get()] == [0, 1]
-
-
-def test_stream_that_breaks_in_the_middle_is_a_server_that_is_unavailable(
+def test_stream_that_breaks_goes_through_grpc_or_in_the_middle_is_unavailable(
     setting: Setting,
 ) -> None:
-    setting.serve(lambda _: [*pack_answer(pb.GetResponse(index=5), more=True), HANG_UP])
+    false = setting.serve(lambda _: [HANG_UP])
+    assert [reply.index for reply in setting.get()] == [0, 1], "through gRPC, before the first"
+    false.answer = lambda _: [*pack_answer(pb.GetResponse(index=5), more=True), HANG_UP]
     replies = setting.get()
     assert next(replies).index == 5
     with pytest.raises(TierUnavailableError, match="tier 'server': hung up"):
         next(replies)
-
-
-def test_server_that_is_gone_altogether_ends_as_it_ends_through_grpc(
-    setting: Setting, server: LocalServer
-) -> None:
-    setting.serve(lambda _: [HANG_UP])
-    server.stop()
-    with pytest.raises(TierUnavailableError, match="tier 'server'"):
-        setting.look_up()
-    with pytest.raises(TierUnavailableError, match="did not answer; tried again in"):
-        list(setting.get())
-
-
-def test_no_socket_at_all_means_grpc(setting: Setting) -> None:
-    assert setting.look_up() == 2
-    assert [reply.index for reply in setting.get()] == [0, 1]
 
 
 def test_call_longer_than_a_packet_goes_through_grpc(setting: Setting) -> None:
@@ -474,32 +416,28 @@ def test_method_that_the_socket_does_not_carry_goes_through_grpc(setting: Settin
     assert false.joins == []
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        pytest.param([unix_socket.pack_reply(Reply.invalid)], id="invalid"),
-        pytest.param([unix_socket.pack_reply(Reply.denied)], id="denied"),
-        pytest.param([b"rubbish"], id="rubbish"),
-        pytest.param([], id="nothing"),
-        pytest.param([HANG_UP], id="hung up"),
-    ],
-)
 def test_who_may_not_join_calls_through_grpc_and_tries_again_later(
-    setting: Setting, said: Answers, monkeypatch: pytest.MonkeyPatch
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not said:
-        monkeypatch.setattr(unix_rpc, "_JOIN_WITHIN_S", SOON_MS / 1000)
-    joining = [said]
-    accepted = [unix_socket.pack_reply(Reply.ok)]
-    false = setting.serve(lambda _: lookup_answer(), lambda: joining[0])
-    for _ in range(3):
-        assert setting.look_up() == 2
-    assert eventually(lambda: len(false.joins) == 1)
-    monkeypatch.undo()
-    joining[0] = accepted
-    setting.clock.ahead_s = 6.0
+    assert setting.look_up() == 2, "nobody listens"
+    monkeypatch.setattr(unix_rpc, "_JOIN_WITHIN_S", SOON_MS / 1000)
+    ok = unix_socket.pack_reply(Reply.ok)
+    said: list[Answers] = [
+        [unix_socket.pack_reply(Reply.invalid)],
+        [unix_socket.pack_reply(Reply.denied)],
+        [b"rubbish"],
+        [],
+        [HANG_UP],
+        [ok],
+    ]
+    false = setting.serve(lambda _: lookup_answer(), lambda: said[len(false.joins) - 1])
+    for number in range(1, len(said)):
+        setting.clock.ahead_s += 6.0
+        assert [setting.look_up(), setting.look_up()] == [2, 2]
+        assert eventually(lambda: len(false.joins) == number)  # noqa: B023
+    setting.clock.ahead_s += 6.0
     assert setting.look_up() == BY_SOCKET
-    assert len(false.joins) == 2
+    assert len(false.joins) == len(said)
 
 
 def test_who_listens_without_the_token_of_the_session_hears_nothing_but_hello(
@@ -580,22 +518,6 @@ def test_closing_while_connections_are_made_leaves_none(setting: Setting) -> Non
     assert not setting.link.links.busy | set(setting.link.links.idle)
 
 
-def test_closing_before_a_connection_is_made_leaves_none(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    false = setting.serve(lambda _: lookup_answer())
-    join = UnixRpc._join
-
-    def close_and_join(link: UnixRpc, made: socket.socket, until: Until) -> bool:
-        link.close()
-        return join(link, made, until)
-
-    monkeypatch.setattr(UnixRpc, "_join", close_and_join)
-    assert setting.look_up() == 2
-    assert false.calls == []
-    assert not setting.link.links.busy | set(setting.link.links.idle)
-
-
 def test_closed_link_calls_through_grpc(setting: Setting) -> None:
     false = setting.serve(lambda _: lookup_answer())
     assert setting.look_up() == BY_SOCKET
@@ -625,32 +547,6 @@ def _interrupted(*_: object) -> None:
 
 
 # --- with a true server
-
-
-def test_threads_that_call_through_one_client_get_their_own_answers(server: LocalServer) -> None:
-    client = server.connect("shm")
-    keys = store(client, 1, 40)
-    other = keys_of(client, 2, 40)
-    start = threading.Barrier(20)
-
-    def work(seed: int) -> None:
-        start.wait()
-        for turn in range(40):
-            known, unknown = (7 * seed + turn) % 40 + 1, (3 * seed + turn) % 40
-            match = client.lookup(keys=[*keys[:known], *other[:unknown]])
-            assert (match.ready, match.missing) == (known, unknown)
-            if turn % 8 == 0:
-                first = (seed + turn) % 40
-                found = client.get_chunks(keys[first : first + 3])
-                wanted = keys[first : first + 3]
-                assert [is_right(client, *pair) for pair in zip(wanted, found, strict=True)] == (
-                    [True] * len(wanted)
-                )
-
-    with ThreadPoolExecutor(20) as pool:
-        list(pool.map(work, range(20)))
-    assert server.settled().leases == 0
-    assert server.node.is_alive()
 
 
 def attached_sessions(server: LocalServer) -> list[int]:
@@ -705,9 +601,9 @@ def test_chunk_larger_than_a_packet_comes_past_a_memory_full_of_leases(
     transport = client._link.connected()
     digests = b"".join(key[16:] for key in keys)
     request = pb.GetRequest(session_id=transport.session.terms.session_id, digests=digests)
-    assembler = FrameAssembler(transport.session.terms.max_frame_bytes, room_of())
+    assembler = FrameAssembler(transport.session.terms.max_frame_bytes)
     parts = map(arrival_of, transport.calls.stream("Get", request, DEADLINE_MS))
-    frames = [np.asarray(frame.data) for frame in whole_frames(parts, assembler)]
+    frames = [np.asarray(frame.data) for frame in assembler.frames(parts)]
     assert server.counter("read_throughs") == 2
     for key, frame in zip(keys, frames, strict=True):
         start = parse_header(frame).header_bytes

@@ -58,7 +58,7 @@ def chunk_of(client: Client, keys: Sequence[ChunkKey], at: int, ends: str) -> Ch
     layout = KVLayout.of(client.model, TOKENS, window="w" in ends, state="s" in ends)
     parent = parents(keys)[at]
     tensors = tensors_for(keys[at], layout)
-    return Chunk(keys[at], tensors, parent, TOKENS * at, layout=layout)
+    return Chunk(keys[at], tensors, parent=parent, position=TOKENS * at, layout=layout)
 
 
 def put_ends(client: Client, keys: Sequence[ChunkKey], ends: Sequence[str]) -> list[PutOutcome]:
@@ -90,24 +90,22 @@ class EndsContract:
         assert client.delete(keys=[keys[3]]) == 1
         assert client.lookup(keys=keys).ready == 2
 
-    @pytest.mark.parametrize(
-        ("ends", "ready"),
-        [
+    def test_a_hit_needs_the_windows_of_the_tokens_that_the_next_one_sees(
+        self, connect: Callable[..., Client]
+    ) -> None:
+        client = connect(WIDE)
+        cases = [
             (["w", "w", "w", "w", "w"], 5),
             (["", "", "w", "w", "w"], 5),
             (["", "w", "", "w", "w"], 0),
             (["w", "w", "", "w", "w"], 2),
             (["", "", "", "", ""], 0),
             (["w", "", "", "", ""], 1),
-        ],
-    )
-    def test_a_hit_needs_the_windows_of_the_tokens_that_the_next_one_sees(
-        self, connect: Callable[..., Client], ends: list[str], ready: int
-    ) -> None:
-        client = connect(WIDE)
-        keys = keys_of(client, 1, 5)
-        put_ends(client, keys, ends)
-        assert client.lookup(keys=keys).ready == ready
+        ]
+        for seed, (ends, ready) in enumerate(cases):
+            keys = keys_of(client, seed, 5)
+            put_ends(client, keys, ends)
+            assert client.lookup(keys=keys).ready == ready
 
     def test_a_chunk_that_is_put_again_with_its_state_gains_it(
         self, connect: Callable[..., Client]

@@ -55,7 +55,9 @@ Connect = Callable[..., Client]
 def planned(client: Client, keys: Sequence[ChunkKey]) -> list[PlannedChunk]:
     """The chunks of ``chunks_of`` before they have tensors."""
     return [
-        PlannedChunk(chunk.key, client.options.chunk_tokens, chunk.parent, chunk.position)
+        PlannedChunk(
+            chunk.key, client.options.chunk_tokens, parent=chunk.parent, position=chunk.position
+        )
         for chunk in chunks_of(client, keys)
     ]
 
@@ -107,21 +109,21 @@ class LayersContract:
         slots = np.concatenate([np.arange(16) + 16 * block for block in untouched])
         assert np.array_equal(rows_of(room, range(BLOCKS))[..., slots, :], before[..., slots, :])
 
-    @pytest.mark.parametrize("block_tokens", [1, 24, 100])
-    def test_blocks_need_not_divide_a_chunk(self, connect: Connect, block_tokens: int) -> None:
+    def test_blocks_need_not_divide_a_chunk(self, connect: Connect) -> None:
         client = connect(MEDIUM, self.options(chunk_tokens=64))
-        prompt = tokens(1, 3 * 64 + 17)
-        draw = np.random.default_rng(1)
-        count = -(-len(prompt) // block_tokens)
-        pages = [
-            engine_pages(MEDIUM, "block kv token head dim", count, block_tokens, draw)
-            for _ in range(2)
-        ]
-        ids = draw.permutation(count).tolist()
-        client.put(prompt, pages[0][ids])
-        assert client.get(prompt, out=pages[1][ids]).chunks == 4
-        found, wanted = (rows_of(one, ids)[..., : len(prompt), :] for one in pages)
-        assert np.array_equal(found, wanted)
+        for block_tokens in (1, 24, 100):
+            prompt = tokens(block_tokens, 3 * 64 + 17)
+            draw = np.random.default_rng(1)
+            count = -(-len(prompt) // block_tokens)
+            pages = [
+                engine_pages(MEDIUM, "block kv token head dim", count, block_tokens, draw)
+                for _ in range(2)
+            ]
+            ids = draw.permutation(count).tolist()
+            client.put(prompt, pages[0][ids])
+            assert client.get(prompt, out=pages[1][ids]).chunks == 4
+            found, wanted = (rows_of(one, ids)[..., : len(prompt), :] for one in pages)
+            assert np.array_equal(found, wanted)
 
     def test_pages_and_tensors_are_the_same_chunks(self, connect: Connect) -> None:
         client = connect(MEDIUM, self.options(chunk_tokens=64))
@@ -209,13 +211,12 @@ class LayersContract:
         assert len(list(client.get_chunk_layers(keys))) < 2
         assert client.lookup(keys=keys).ready == 0
 
-    @pytest.mark.parametrize("read", [0, 1, 3])
     def test_layers_that_are_given_up_leave_no_lease(
-        self, connect: Connect, server: LocalServer, read: int
+        self, connect: Connect, server: LocalServer
     ) -> None:
         client = connect(MEDIUM, self.options(chunk_tokens=64))
         keys = store(client, 1, 10)
-        for _ in range(5):
+        for read in (0, 1, 3) * 2:
             with closing(client.get_chunk_layers(keys)) as layers:
                 for number in range(read):
                     assert next(layers).layer_id == number

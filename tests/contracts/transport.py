@@ -94,18 +94,16 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
 
     # --- what is put comes back
 
-    @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.name)
     def test_what_is_put_comes_back_bit_for_bit_in_every_dtype(
-        self, connect: Callable[..., Client], dtype: DType
+        self, connect: Callable[..., Client]
     ) -> None:
-        client = connect(make_representation(dtype=dtype))
-        keys = store(client, 1, 3)
-        assert_reads(client, keys)
-        assert client.get_chunks(keys[:1])[0][0][0][0].dtype.itemsize == dtype.item_bytes
+        for dtype in DType:
+            client = connect(make_representation(dtype=dtype))
+            keys = store(client, 1, 3)
+            assert_reads(client, keys)
+            assert client.get_chunks(keys[:1])[0][0][0][0].dtype.itemsize == dtype.item_bytes
 
-    @pytest.mark.parametrize(
-        "dtype", [DType.bfloat16, DType.float8_e4m3fn, DType.float16], ids=lambda d: d.name
-    )
+    @pytest.mark.parametrize("dtype", [DType.bfloat16, DType.float8_e4m3fn], ids=lambda d: d.name)
     def test_torch_tensors_of_any_strides_are_put_and_filled(
         self, connect: Callable[..., Client], dtype: DType
     ) -> None:
@@ -139,7 +137,7 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
         keys = client.keys(tokens(1, 64 + 17))
         sizes = (64, 17)
         chunks = [
-            Chunk(key, tensors_of(key, SMALL, size), parent)
+            Chunk(key, tensors_of(key, SMALL, size), parent=parent)
             for key, size, parent in zip(keys, sizes, parents(keys), strict=True)
         ]
         assert outcomes(client, chunks) == [PutOutcome.stored] * 2
@@ -297,13 +295,12 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
             with pytest.raises(InvalidRequestError, match="not under lease"):
                 lease.get()
 
-    @pytest.mark.parametrize("read", [0, 1, 5])
     def test_get_that_is_given_up_leaves_no_lease(
-        self, bare: Transport, client: Client, server: LocalServer, read: int
+        self, bare: Transport, client: Client, server: LocalServer
     ) -> None:
         keys = store(client, 1, 50)
         digests = b"".join(key[DIGEST_BYTES:] for key in keys)
-        for _ in range(20):
+        for read in (0, 1, 5) * 5:
             with bare.read(ReadPlan(digests, 0, DEADLINE_MS)) as arriving:
                 for index in range(read):
                     assert next(arriving).index == index

@@ -91,7 +91,7 @@ client.put_chunks(chunks_of(client, stored))
 layers = client.get_chunk_layers(stored)
 assert len(next(layers).tensors) == 4
 chunks = chunks_of(client, keys_of(client, 2, 4))
-put = client.put_chunk_layers([PlannedChunk(chunk.key, 16, chunk.parent) for chunk in chunks])
+put = client.put_chunk_layers([PlannedChunk(one.key, 16, parent=one.parent) for one in chunks])
 put.layer(0, [chunk.tensors[0][0] for chunk in chunks])
 print("holding", flush=True)
 time.sleep(600)

@@ -49,7 +49,7 @@ for seed in range(first, first + count):
     lease = client.lease(keys=keys)
     assert len(lease.get()) == 4
     chunks = chunks_of(client, keys_of(client, seed, 4))
-    put = client.put_chunk_layers([PlannedChunk(chunk.key, 16, chunk.parent) for chunk in chunks])
+    put = client.put_chunk_layers([PlannedChunk(one.key, 16, parent=one.parent) for one in chunks])
     put.layer(0, [chunk.tensors[0][0] for chunk in chunks])
     clients.append((client, lease, put))
 print("holding", flush=True)

@@ -40,7 +40,7 @@ def main(address: str) -> None:
             memory[start + head : start + len(frame)].copy_(frame[head:])
         written = device.current_stream().record()
         chunks = [
-            DeviceChunk(key, at * SLOT_BYTES, layout, parent, at * CHUNK_TOKENS)
+            DeviceChunk(key, at * SLOT_BYTES, layout, parent=parent, position=at * CHUNK_TOKENS)
             for at, (key, parent) in enumerate(zip(keys, parents(keys), strict=True))
         ]
         print(*(put.outcome.name for put in client.put_on_device(ring, chunks, written)))

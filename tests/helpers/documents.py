@@ -52,7 +52,7 @@ def put_prompt(
         Chunk(
             key := chunk_key(client.namespace, one.digest),
             tensors_of(key, client.model, one.tokens),
-            one.parent,
+            parent=one.parent,
             position=one.start,
             content=one.content,
         )

@@ -56,7 +56,7 @@ def named(client: Client, seed: int) -> list[ChunkKey]:
 def prompt(client: Client, seed: int) -> tuple[list[ChunkKey], list[Chunk]]:
     keys = named(client, seed)
     pairs = zip(keys, parents(keys), strict=True)
-    return keys, [Chunk(key, tensors_of(key, SMALL, 16), parent) for key, parent in pairs]
+    return keys, [Chunk(key, tensors_of(key, SMALL, 16), parent=parent) for key, parent in pairs]
 
 
 def faults(keys: Sequence[ChunkKey], found: Sequence[ChunkTensors], what: str) -> list[str]:
@@ -240,7 +240,7 @@ def held(address: str, transport: str) -> list[str]:
     keys, chunks = prompt(client, 130)
     client.put_chunks(chunks)
     new_keys, new = prompt(client, 131)
-    planned = [PlannedChunk(c.key, 16, c.parent) for c in new]
+    planned = [PlannedChunk(c.key, 16, parent=c.parent) for c in new]
     layer = [[chunk.tensors[0][0]] for chunk in new]
     lease, stream, put = client.lease(keys=keys), client.events(), client.put_chunk_layers(planned)
     next(stream)

@@ -68,7 +68,7 @@ def chunks_of(client: Client, keys: Sequence[ChunkKey], version: int = 0) -> lis
     """Return a chain of chunks as ``tensors_of`` makes them."""
     size = client.options.chunk_tokens
     return [
-        Chunk(key, tensors_of(key, client.model, size, version), parent, position=size * i)
+        Chunk(key, tensors_of(key, client.model, size, version), parent=parent, position=size * i)
         for i, (key, parent) in enumerate(zip(keys, parents(keys), strict=True))
     ]
 

@@ -49,7 +49,7 @@ def kv(key: ChunkKey, layout: KVLayout) -> ChunkTensors:
 
 def put(client: Client, keys: list[ChunkKey], layouts: list[KVLayout]) -> None:
     chunks = [
-        Chunk(key, kv(key, layout), parent, position=16 * at, layout=layout)
+        Chunk(key, kv(key, layout), parent=parent, position=16 * at, layout=layout)
         for at, (key, parent, layout) in enumerate(zip(keys, parents(keys), layouts, strict=True))
     ]
     assert [one.outcome for one in client.put_chunks(chunks)] == [PutOutcome.stored] * len(keys)
@@ -84,7 +84,7 @@ def test_lmcache_4247_a_prefix_of_a_hybrid_model_ends_where_its_state_was_kept(
     assert equal(found[1], kv(keys[1], whole))
     assert states(server, keys) == ["ready", "ready", "no_end", "no_end"]
     assert client.lookup(keys=keys[:1]).ready == client.lookup(keys=keys[2:]).ready == 0
-    last = Chunk(keys[3], kv(keys[3], whole), parents(keys)[3], position=48, layout=whole)
+    last = Chunk(keys[3], kv(keys[3], whole), parent=parents(keys)[3], position=48, layout=whole)
     server.settled()  # while it is copied to the disk it is read as it is
     assert client.put_chunks([last])[0].outcome is PutOutcome.stored
     assert client.lookup(keys=keys).ready == CHUNKS

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from helpers.local_server import LocalServer, eventually
 from helpers.prompts import chunks_of, is_right, keys_of
+from structlog.testing import capture_logs
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
@@ -205,6 +206,24 @@ def test_health_fails_once_a_thread_of_the_node_died(
                     stub.Check(request, timeout=20).status == States.NOT_SERVING
                 )
             )
+
+
+def test_a_server_that_stops_does_not_say_that_a_worker_died(make_server: ServerMaker) -> None:
+    server = make_server("--tiers", "cpu")
+    node = server.node
+
+    waits = threading.Event()
+
+    def end_behind_the_learner() -> None:
+        waits.set()
+        node._stopping.wait()
+        node._learner.join()
+
+    node._jobs.insert(0, end_behind_the_learner)
+    with capture_logs() as lines:
+        assert waits.wait(20)
+        server.stop()
+    assert [line for line in lines if line["log_level"] == "error"] == []
 
 
 def test_reflection_names_the_service(channel: grpc.Channel) -> None:

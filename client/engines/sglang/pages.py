@@ -461,7 +461,7 @@ class PageStore(Connector):
             pages = zip(self._keys(digests), places, strict=True)
             size, first = self._pool.page_size, len(before)
             return [
-                Chunk(key, place, above[at], position=(first + at) * size)
+                Chunk(key, place, parent=above[at], position=(first + at) * size)
                 for at, (key, place) in enumerate(pages)
             ]
 
@@ -520,7 +520,7 @@ class AuxPoolStore(Connector):
     def _pages(self, hashes: Sequence[str], slots: Sequence[int]) -> list[Chunk]:
         keys = self._keys(digests_of(hashes))
         pages = [self._pool.get_data_page(slot).contiguous() for slot in slots]
-        return [Chunk(key, _rows(page), ROOT) for key, page in zip(keys, pages, strict=True)]
+        return [Chunk(key, _rows(page)) for key, page in zip(keys, pages, strict=True)]
 
 
 def _rows(page: torch.Tensor) -> LayerTensors:

@@ -341,8 +341,8 @@ class DeviceSide:
 
     def _placed(self, chunk: Chunk, slot: int) -> DeviceChunk:
         return DeviceChunk(
-            chunk.key, slot * self.chunk_bytes, self.layouts[True], chunk.parent, chunk.position,
-            chunk.prefill_flops, chunk.content,
+            chunk.key, slot * self.chunk_bytes, self.layouts[True], parent=chunk.parent,
+            position=chunk.position, prefill_flops=chunk.prefill_flops, content=chunk.content,
         )  # fmt: skip
 
     # --- loads

@@ -468,7 +468,7 @@ class VllmWorker:
         return Chunk(
             chunk_key(client.namespace, named.digest),
             () if staged is None else staged.tensors,
-            named.parent,
+            parent=named.parent,
             position=named.position,
             prefill_flops=self.cost.of_chunk(named.position, tokens),
             content=named.content,

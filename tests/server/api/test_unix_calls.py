@@ -123,7 +123,7 @@ def test_call_in_another_session_s_name_is_refused_and_leaves_nothing(
 
 @given(method=st.sampled_from([0, 99, *METHODS]), body=st.binary(max_size=300), own=st.booleans())
 @example(method=1, body=b"", own=False)
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_body_is_answered_and_kills_no_thread_and_of_nobody_s_session_fails(
     server: LocalServer, joint: Peer, terms: Terms, method: int, body: bytes, own: bool
 ) -> None:

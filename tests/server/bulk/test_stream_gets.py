@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from contextlib import ExitStack, closing, suppress
 from typing import Any
 
@@ -15,11 +16,12 @@ from helpers.stream_caller import SOON_S, StreamCaller
 from helpers.stream_messages import attach, cancel, done, failed, finish, kind, part, ready
 
 from kvstore.client import Client, ClientOptions
+from kvstore.client.transports.grpc import StreamTransport
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import QuotaExceededError, TierUnavailableError
 from kvstore.proto.types import ChunkKey
-from kvstore.server.bulk import tcp_server
+from kvstore.server.bulk import tcp_server, tcp_transfers
 from kvstore.server.bulk.service import YIELD_WITHIN_S, BulkService
 from kvstore.server.bulk.tcp_server import BulkServer
 from kvstore.server.bulk.tcp_transfers import FIRST_PART_BYTES
@@ -183,6 +185,40 @@ def test_readers_that_take_nothing_hold_leases_and_no_thread_and_may_go_on(
         assert eventually(lambda: clients_are_idle(streams.service))
     assert eventually(lambda: server.usage().leases == 0)
     assert server.settled().leases == 0
+
+
+def test_beside_64_readers_that_take_nothing_others_are_served_until_those_lose_their_streams(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_transfers, "TAKES_S", 0.005)
+    monkeypatch.setattr(bulk, "SILENCE_S", 20.0)
+    own = ("--workers", "2", "--cpu", "64MiB", "--limits", "session_ttl_ms=600000")
+    server = make_server("--bulk", "127.0.0.1:0", *own)
+    terms, digests = wide_of(server)
+    monkeypatch.setattr(StreamTransport, "read", None)
+    monkeypatch.setattr(StreamTransport, "put", None)
+    ours = [terms, *(open_session(server.dial(), MEDIUM) for _ in range(3))]
+    other = server.connect("tcp")
+    streams = streams_of(server)
+    with ExitStack() as stack:
+        readers = []
+        for reads in ours * 16:
+            readers.append(stack.enter_context(closing(StreamCaller(reads))))
+            stall(readers[-1], server, get_of(reads, digests, deadline_ms=60_000))
+        for seed in range(20):
+            began = time.monotonic()
+            assert_reads(other, store(other, seed, 2))
+            assert time.monotonic() - began < DEADLINE_MS / 1000
+        assert eventually(lambda: streams._clients_served == 0)  # the last answer is behind it
+        assert server.usage().leases == 64
+        server.skip(bulk.SILENCE_S + 1)
+        assert eventually(lambda: len(streams._streams) == 1)
+        assert server.usage().leases == 0
+        for reader in readers:
+            with pytest.raises(TierUnavailableError):
+                read_all(reader)
+    assert server.settled().leases == 0
+    assert_reads(other, store(other, 30, 2))
 
 
 def test_a_get_goes_on_and_another_ends_while_all_threads_of_clients_are_busy(

@@ -8,7 +8,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore.server.eviction.states.tree import CheckpointTree, HybridModel, Node, Tokens
+from kvstore.server.eviction.states.tree import (
+    HYBRID_7B,
+    CheckpointTree,
+    HybridModel,
+    Node,
+    Tokens,
+)
 
 SMALL = HybridModel("small", 1, 1, 1, 8, 4)
 STATE, KV = SMALL.state_bytes, SMALL.kv_bytes_per_token
@@ -135,3 +141,21 @@ class TreeMachine(RuleBasedStateMachine):
 
 TestTree = TreeMachine.TestCase
 TestTree.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# --- what a hybrid model takes
+
+
+def test_a_state_of_the_7_b_hybrid_is_as_large_as_the_kv_of_408_tokens() -> None:
+    assert HYBRID_7B.state_bytes == 26_787_840
+    assert HYBRID_7B.kv_bytes_per_token == 65_536
+    assert HYBRID_7B.state_bytes // HYBRID_7B.kv_bytes_per_token == 408
+
+
+def test_flops_are_the_sum_over_layers_of_the_published_formulas() -> None:
+    tokens, wide, states = 1000, 4096, 128
+    attention = 8 * tokens * wide**2 + 4 * tokens**2 * wide
+    mlp = 16 * tokens * wide**2
+    mamba = 12 * tokens * wide**2 + 16 * tokens * wide * states + 10 * tokens * wide
+    assert HYBRID_7B.flops(tokens) == 4 * attention + 28 * mlp + 24 * mamba
+    assert HYBRID_7B.flops(0) == 0

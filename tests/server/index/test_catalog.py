@@ -347,7 +347,7 @@ class LeaseMachine(RuleBasedStateMachine):
         assert self.table.pins == {}
 
 
-LeaseMachine.TestCase.settings = settings(max_examples=40, deadline=None)
+LeaseMachine.TestCase.settings = settings(deadline=None)
 TestPinsAddUp = LeaseMachine.TestCase
 
 

@@ -227,7 +227,7 @@ def hits_of_a_day(lie: Hints) -> int:
     hits = 0
     with closing(Core(clock=clock, policy=by_density, slabs=8, pin_share=4)) as core:
         honest, liar = core.open_session(), core.open_session("blue")
-        for second in range(120):
+        for second in range(240):
             mine = prompt(2, seed=second % 5)
             hits += ready(core, honest, mine)
             core.put(honest, mine)
@@ -241,7 +241,7 @@ def hits_of_a_day(lie: Hints) -> int:
 
 def test_an_engine_that_lies_costs_others_little() -> None:
     honest_hits = hits_of_a_day(Hints())
-    assert honest_hits > 150, "what there is to lose"
+    assert honest_hits > 300, "what there is to lose"
     for lie in LIES:
         assert hits_of_a_day(lie) >= 0.9 * honest_hits, lie
 

@@ -254,6 +254,22 @@ def test_unfinished_chunks_have_a_quarter_of_the_memory_and_streams_count(
     assert writers.writes.parallel.used_bytes <= limit
 
 
+def test_what_a_streamed_shard_waited_in_is_given_back_whether_it_is_taken_or_refused(
+    writers: Writers,
+) -> None:
+    frame = writers.frame(TOP)
+    ticket = writers.begin(writers.one, TOP, is_streamed=True)
+    assert writers.writes.parallel.used_bytes == SIZE + len(frame)
+    with pytest.raises(ChunkCorruptError):
+        writers.finish(ticket, frame[:-1])
+    assert writers.writes.parallel.used_bytes == SIZE, "the chunk waits for another writer"
+    ticket = writers.begin(writers.one, TOP, is_streamed=True)
+    assert writers.finish(ticket, frame) is PENDING
+    assert writers.writes.parallel.used_bytes == SIZE
+    assert writers.put(writers.other, REST) is STORED
+    writers.assert_nothing_left()
+
+
 def test_many_writers_at_once_make_one_chunk() -> None:
     writers = Writers(max_reservations_per_session=100)
     corners = [

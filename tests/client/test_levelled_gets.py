@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +17,11 @@ from helpers.slow_link import SlowLink
 
 from kvstore.client import Chunk, Client, ClientOptions
 from kvstore.client.chunk import parents
+from kvstore.client.frames import Arrival
 from kvstore.client.options import TransportName
 from kvstore.client.planning import RECOMPUTE, PlanTerms, PrefillModel
 from kvstore.client.session import SessionTerms
-from kvstore.client.transports.base import Arrival, Arrivals, ReadPlan
+from kvstore.client.transports.base import Arrivals, ReadPlan
 from kvstore.client.transports.tcp import Entrance
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
@@ -70,9 +71,14 @@ def server(make_server: ServerMaker) -> LocalServer:
     return make_server("--codec", "disk=kvq:layered", "--bulk", "127.0.0.1:0")
 
 
-@pytest.fixture(params=["shm", "tcp", "grpc"])
+EVERY = pytest.mark.parametrize("client", ["shm", "tcp", "grpc"], indirect=True)
+"""Over every transport."""
+
+
+@pytest.fixture
 def client(server: LocalServer, request: pytest.FixtureRequest) -> Client:
-    options = ClientOptions(request.param, chunk_tokens=TOKENS, deadline_ms=DEADLINE_MS)
+    transport: TransportName = getattr(request, "param", "tcp")
+    options = ClientOptions(transport, chunk_tokens=TOKENS, deadline_ms=DEADLINE_MS)
     return server.connect(representation=MEDIUM, options=options)
 
 
@@ -80,16 +86,13 @@ def stored_layered(server: LocalServer, client: Client, count: int = CHUNKS) -> 
     """Store a prompt of which only the layered copies on disk are left."""
     keys = keys_of(client, 1, count)
     chunks = [
-        Chunk(key, numbers_of(key), parent, position=TOKENS * at)
+        Chunk(key, numbers_of(key), parent=parent, position=TOKENS * at)
         for at, (key, parent) in enumerate(zip(keys, parents(keys), strict=True))
     ]
     assert {put.outcome for put in client.put_chunks(chunks)} == {PutOutcome.stored}
-    catalog, moves = server.node.store.catalog, server.node.store.moves
-    assert eventually(lambda: catalog.eviction.count_on("disk") == count)
+    assert eventually(lambda: server.node.store.catalog.eviction.count_on("disk") == count)
     server.settled()
-    for key in keys:
-        assert catalog.cast_out("cpu", key)
-        moves.eviction.delete_from(moves.tiers.cpu, key)
+    server.leave_memory(keys)
     return keys
 
 
@@ -125,6 +128,7 @@ def change_pieces(
     monkeypatch.setattr(transport, "read", changed)
 
 
+@EVERY
 def test_with_time_enough_every_chunk_comes_at_its_finest_level(
     client: Client, keys: list[ChunkKey]
 ) -> None:
@@ -211,19 +215,6 @@ def test_an_engine_computes_the_first_chunks_while_a_slow_link_brings_the_last_o
     assert took_s < 0.25 * CHUNKS + 0.3, "never later than without the store"
 
 
-def test_what_the_engine_raises_ends_the_get(
-    server: LocalServer, client: Client, keys: list[ChunkKey]
-) -> None:
-    def compute(_: range) -> None:
-        raise ZeroDivisionError
-
-    set_link(client, 10.0)
-    terms = replace(TERMS, prefill=PrefillModel(0.0, 1e-6))
-    with pytest.raises(ZeroDivisionError):
-        client.get_levelled(keys, terms, rooms(CHUNKS), compute)
-    assert eventually(lambda: server.settled().leases == 0)
-
-
 def test_before_an_engine_that_takes_an_hour_loads_wait_no_longer_than_a_server_grants(
     client: Client, keys: list[ChunkKey]
 ) -> None:
@@ -231,9 +222,10 @@ def test_before_an_engine_that_takes_an_hour_loads_wait_no_longer_than_a_server_
     assert client.get_levelled(keys, slow, rooms(CHUNKS)).levels == (TOP,) * CHUNKS
 
 
+@EVERY
 def test_exact_chunks_in_memory_come_whole(client: Client, server: LocalServer) -> None:
     keys = keys_of(client, 2, 2)
-    chunks = [Chunk(k, numbers_of(k), p) for k, p in zip(keys, parents(keys), strict=True)]
+    chunks = [Chunk(k, numbers_of(k), parent=p) for k, p in zip(keys, parents(keys), strict=True)]
     client.put_chunks(chunks)
     out = rooms(2)
     found = client.get_levelled(keys, replace(TERMS, least=Accuracy.exact), out)
@@ -242,12 +234,20 @@ def test_exact_chunks_in_memory_come_whole(client: Client, server: LocalServer) 
     assert all(equal(one, numbers_of(key)) for one, key in zip(out, keys, strict=True))
 
 
-def test_what_is_not_stored_is_to_be_computed(client: Client, keys: list[ChunkKey]) -> None:
+def test_what_is_not_stored_or_not_exact_is_to_be_computed_and_so_is_all_without_a_server(
+    server: LocalServer, client: Client, keys: list[ChunkKey]
+) -> None:
     longer = keys_of(client, 1, CHUNKS + 2)
     assert longer[:CHUNKS] == keys
     found = client.get_levelled(longer, TERMS, rooms(CHUNKS + 2))
     assert found.levels == (TOP,) * CHUNKS + (RECOMPUTE,) * 2
     assert client.get_levelled([], TERMS).levels == ()
+    with pytest.raises(InvalidRequestError, match="not in this client's namespace"):
+        client.get_levelled([ChunkKey(bytes(32))], TERMS)
+    exact = replace(TERMS, least=Accuracy.exact)
+    assert client.get_levelled(keys, exact).to_compute == (0, 1, 2, 3)
+    server.stop()
+    assert client.get_levelled(keys, TERMS).to_compute == (0, 1, 2, 3)
 
 
 def test_a_store_that_fails_halfway_leaves_the_rest_to_the_engine(
@@ -291,20 +291,19 @@ def test_bytes_that_were_changed_on_the_way_are_not_used(
     assert ready == CHUNKS, "the server finds its own copies right"
 
 
-@pytest.mark.parametrize("ranges", [[(4, 0, 8)], [(0, 8, 8)], [(0, 9, 8)]])
-def test_ranges_that_cannot_be_are_refused_by_name(
-    client: Client, keys: list[ChunkKey], ranges: Sequence[tuple[int, int, int]]
-) -> None:
+def test_ranges_that_cannot_be_are_refused_by_name(client: Client, keys: list[ChunkKey]) -> None:
     session = client._link.connected().session
-    request = pb.GetRequest(
-        session_id=session.terms.session_id,
-        digests=b"".join(key[DIGEST_BYTES:] for key in keys),
-        ranges=[pb.FrameRange(index=i, start=a, stop=b) for i, a, b in ranges],
-    )
-    with pytest.raises(InvalidRequestError, match="ranges"):
-        list(session.connection.stream("Get", request, 1000))
+    for index, start, stop in ((4, 0, 8), (0, 8, 8), (0, 9, 8)):
+        request = pb.GetRequest(
+            session_id=session.terms.session_id,
+            digests=b"".join(key[DIGEST_BYTES:] for key in keys),
+            ranges=[pb.FrameRange(index=index, start=start, stop=stop)],
+        )
+        with pytest.raises(InvalidRequestError, match="ranges"):
+            list(session.connection.stream("Get", request, 1000))
 
 
+@EVERY
 def test_only_the_bytes_that_are_asked_for_are_read_and_sent(
     server: LocalServer, client: Client, keys: list[ChunkKey]
 ) -> None:
@@ -331,89 +330,40 @@ def test_only_the_bytes_that_are_asked_for_are_read_and_sent(
     server.settled()
 
 
-class Prefix(NamedTuple):
-    """What came of a prefix for who computes nothing, by chunk."""
-
-    tensors: Sequence[ChunkTensors]
-    levels: Sequence[int]
-    stated: Sequence[Stated]
-
-
-def prefix_within(
-    client: Client, keys: Sequence[ChunkKey], seconds: float, least: Accuracy = Accuracy.bounded
-) -> Prefix:
-    rooms: dict[int, ChunkTensors] = {}
-
-    def room(index: int, layout: KVLayout) -> ChunkTensors:
-        return rooms.setdefault(index, empty_tensors(layout))
-
-    found = client.get_levelled(keys, PlanTerms(seconds, least=least), room)
-    count = next(iter(found.to_compute), len(keys))
-    tensors = [rooms[index] for index in range(count)]
-    return Prefix(tensors, found.levels[:count], found.stated[:count])
-
-
-def test_a_levelled_get_for_who_computes_nothing_brings_all_that_there_is_time_for(
-    server: LocalServer, client: Client, keys: list[ChunkKey]
-) -> None:
-    longer = keys_of(client, 1, CHUNKS + 2)
-    found = prefix_within(client, longer, DEADLINE_MS / 1000)
-    assert found.levels == (TOP,) * CHUNKS
-    assert found.stated == (Stated(Accuracy.bounded),) * CHUNKS
-    whole = client.get_chunks(keys, accuracy=Accuracy.bounded)
-    assert all(map(equal, found.tensors, whole))
-    assert prefix_within(client, [], 0.01).levels == ()
-    assert prefix_within(client, keys, DEADLINE_MS / 1000, Accuracy.exact).tensors == []
-    assert server.settled().leases == 0
-
-
-@pytest.mark.parametrize("transport", ["tcp", "grpc"])
 def test_over_a_slow_link_a_coarser_prefix_is_in_time_where_the_whole_one_is_not(
-    make_server: ServerMaker, transport: TransportName, monkeypatch: pytest.MonkeyPatch
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = make_server("--codec", "disk=kvq:layered", "--bulk", "127.0.0.1:0")
-    control = SlowLink(server.node.port)
-    bulk = SlowLink(int(open_session(server.dial()).bulk_address.rpartition(":")[2]))
-    try:
-        options = ClientOptions(transport, chunk_tokens=TOKENS, deadline_ms=DEADLINE_MS)
-        client = Client(control.address, MEDIUM, options)
+    bulk = int(open_session(server.dial()).bulk_address.rpartition(":")[2])
+    options = ClientOptions("tcp", chunk_tokens=TOKENS, deadline_ms=DEADLINE_MS)
+    with closing(SlowLink(bulk)) as link, Client(server.address, MEDIUM, options) as client:
         entrance = Entrance.of
 
         def slow(terms: SessionTerms, address: str) -> Entrance:
-            return replace(entrance(terms, address), where=f"tcp://{bulk.address}")
+            return replace(entrance(terms, address), where=f"tcp://{link.address}")
 
         monkeypatch.setattr(Entrance, "of", slow)
-        with client:
-            keys = stored_layered(server, client, MANY)
-            link = bulk if transport == "tcp" else control
-            sizes = [server.node.store.catalog.copies(key)["disk"].size_bytes for key in keys]
-            slo_s = 2.0
+        keys, fine, slo_s = stored_layered(server, client, MANY), rooms(MANY), 2.0
+        whole_bytes = sum(server.node.store.catalog.copies(key)["disk"].size_bytes for key in keys)
+        assert client.get_levelled(keys, TERMS, fine).levels == (TOP,) * MANY
+        best = [largest_error(a, numbers_of(key)) for a, key in zip(fine, keys, strict=True)]
 
-            def is_in_time() -> bool:
-                """Whether it came as it has to where the machine has time for it."""
-                control.bytes_per_s = bulk.bytes_per_s = 0.0
-                fine = prefix_within(client, keys, DEADLINE_MS / 1000)
-                assert fine.levels == (TOP,) * MANY
-                control.bytes_per_s = bulk.bytes_per_s = SHARE * sum(sizes) / slo_s
-                before, started_s = link.passed_bytes, time.monotonic()
-                found = prefix_within(client, keys, slo_s)
-                took_s = time.monotonic() - started_s
-                passed_bytes = link.passed_bytes - before
-                assert set(found.stated) <= {Stated(Accuracy.bounded)}
-                for at, key in enumerate(keys[: len(found.tensors)]):
-                    best = largest_error(fine.tensors[at], numbers_of(key))
-                    error = largest_error(found.tensors[at], numbers_of(key))
-                    assert error <= best * 3 ** (TOP - found.levels[at]) * 1.2
-                whole = passed_bytes / (sum(sizes) / MANY)
-                is_coarser = min(found.levels, default=TOP) < TOP
-                # A call that is cancelled ends; nothing waits for the rest.
-                in_time = took_s < slo_s + 0.5 and passed_bytes < sum(sizes)
-                return len(found.tensors) > whole and is_coarser and in_time
+        def is_in_time() -> bool:
+            """Whether it came as it has to where the machine has time for it."""
+            link.bytes_per_s = SHARE * whole_bytes / slo_s
+            before, started_s, out = link.passed_bytes, time.monotonic(), rooms(MANY)
+            found = client.get_levelled(keys, PlanTerms(slo_s, least=Accuracy.bounded), out)
+            took_s, passed_bytes = time.monotonic() - started_s, link.passed_bytes - before
+            count = next(iter(found.to_compute), MANY)
+            for at, level in enumerate(found.levels[:count]):
+                assert found.stated[at] == Stated(Accuracy.bounded)
+                error = largest_error(out[at], numbers_of(keys[at]))
+                assert error <= best[at] * 3 ** (TOP - level) * 1.2
+            is_coarser = min(found.levels[:count], default=TOP) < TOP
+            # A call that is cancelled ends; nothing waits for the rest.
+            in_time = took_s < slo_s + 0.5 and passed_bytes < whole_bytes
+            return count > MANY * passed_bytes / whole_bytes and is_coarser and in_time
 
-            assert any(is_in_time() for _ in range(TRIES)), "a slow link is never in time"
-    finally:
-        control.close()
-        bulk.close()
+        assert any(is_in_time() for _ in range(TRIES)), "a slow link is never in time"
 
 
 def test_what_the_room_raises_ends_the_get_and_its_leases(

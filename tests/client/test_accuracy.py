@@ -1,4 +1,4 @@
-"""What a client is given of lossy copies: nothing, unless it says so, by every transport."""
+"""What a client is given of lossy copies: nothing, unless it says so; and what nobody asked for."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ import pytest
 from helpers.coarse_codec import coarse_codec
 from helpers.local_server import LocalServer, eventually
 from helpers.lossy_copies import leave_on_disk
-from helpers.prompts import MEDIUM, chunks_of, parts_of, store, tokens
+from helpers.prompts import (
+    MEDIUM,
+    chunks_of,
+    parts_of,
+    store,
+    tokens,
+)
 
-from kvstore.client import Client
-from kvstore.client.options import TransportName
+from kvstore.client import Client, chunk_reads
+from kvstore.client.transports import base
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.messages import accuracy_number, accuracy_of
 from kvstore.proto.types import EXACT, Accuracy, ChunkKey, PutOutcome, Stated
@@ -32,10 +38,8 @@ def server(make_server: ServerMaker) -> LocalServer:
     return make_server("--codec", "disk=coarse", "--bulk", "127.0.0.1:0")
 
 
-@pytest.fixture(params=["shm", "grpc", "tcp"])
-def client(server: LocalServer, request: pytest.FixtureRequest) -> Client:
-    name: TransportName = request.param
-    return server.connect(name)
+EVERY = pytest.mark.parametrize("client", ["shm", "grpc", "tcp"], indirect=True)
+"""Over every transport."""
 
 
 @pytest.fixture
@@ -46,6 +50,7 @@ def lossy(server: LocalServer, client: Client) -> list[ChunkKey]:
     return keys
 
 
+@EVERY
 def test_a_client_that_asks_is_told_how_true_each_chunk_is(
     server: LocalServer, client: Client
 ) -> None:
@@ -60,6 +65,7 @@ def test_a_client_that_asks_is_told_how_true_each_chunk_is(
     assert stated == [EXACT]
 
 
+@EVERY
 def test_a_client_that_says_nothing_is_given_nothing_lossy(
     client: Client, lossy: list[ChunkKey]
 ) -> None:
@@ -150,19 +156,32 @@ def test_an_original_put_again_is_stored_and_read_exactly(
     assert len(client.get_chunks(lossy)) == CHUNKS
 
 
-@pytest.mark.parametrize("least", list(Accuracy))
-def test_a_minimum_accuracy_travels_as_a_number_of_two_bits(least: Accuracy) -> None:
-    number = accuracy_number(least)
-    assert 0 <= number <= 3
-    assert accuracy_of(number) is least
-
-
-@pytest.mark.parametrize("number", [-1, 4, 255])
-def test_other_numbers_are_no_accuracy(number: int) -> None:
-    with pytest.raises(InvalidRequestError, match=f"min_accuracy={number}: use 0 to 3"):
-        accuracy_of(number)
-
-
-def test_who_states_nothing_asks_for_exact() -> None:
+def test_a_minimum_accuracy_travels_as_a_number_of_two_bits_and_exact_is_usual() -> None:
+    for least in Accuracy:
+        assert 0 <= accuracy_number(least) <= 3
+        assert accuracy_of(accuracy_number(least)) is least
     assert accuracy_of(0) is Accuracy.exact
     assert accuracy_of(2) is Accuracy.exact, "as earlier clients stated it"
+    for number in (-1, 4, 255):
+        with pytest.raises(InvalidRequestError, match=f"min_accuracy={number}: use 0 to 3"):
+            accuracy_of(number)
+
+
+@EVERY
+def test_copies_that_are_less_accurate_than_was_asked_for_are_a_miss(
+    server: LocalServer, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = store(client, 1, CHUNKS)
+    leave_on_disk(server, keys[1:])
+    with monkeypatch.context() as patch:
+        for module in (base, chunk_reads):  # as of a server that does not look at what is asked
+            patch.setattr(module, "accuracy_number", lambda _: accuracy_number(Accuracy.bounded))
+        for _ in range(2):
+            assert len(client.get_chunks(keys)) == 1
+            assert {len(layer.tensors) for layer in client.get_chunk_layers(keys)} == {1}
+            assert client.frame(keys[0]) is not None
+            assert client.frame(keys[1]) is None
+            assert client.get_chunks(keys[1:]) == []
+            assert list(client.get_chunk_layers(keys[1:])) == []
+    found = client.get_chunks(keys, accuracy=Accuracy.bounded)
+    assert len(found) == CHUNKS, "no fault of the chunks, which stay"

@@ -1,4 +1,4 @@
-"""Whole frames over TCP: the transport's contract, and what a server or a port may do to a get."""
+"""Whole frames over TCP: what a server or a port may do to a get or a put."""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 from contracts.bad_puts import changed
 from contracts.bulk_channel import BULK, ServerMaker
 from helpers import stream_messages as messages
 from helpers.fake_peer import peer_session
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
-from helpers.prompts import MEDIUM, SMALL, assert_reads, chunks_of, keys_of, store
+from helpers.prompts import MEDIUM, assert_reads, chunks_of, keys_of, store
 from helpers.stream_messages import Sent
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.frames import FrameAssembler
-from kvstore.client.session import Session, SessionTerms
+from kvstore.client.session import SessionTerms
 from kvstore.client.transports.grpc import StreamTransport
 from kvstore.client.transports.tcp import (
     BulkTransport,
@@ -60,13 +59,18 @@ def transport_of(client: Client) -> BulkTransport:
     return transport
 
 
-@pytest.fixture(params=["plain", "tls"])
+@pytest.fixture
 def server(make_server: ServerMaker, request: pytest.FixtureRequest) -> LocalServer:
-    if request.param == "plain":
+    if getattr(request, "param", "plain") == "plain":
         return make_server(*BULK)
     return make_server("--bulk", "0.0.0.0:0", "--insecure")
 
 
+BOTH = pytest.mark.parametrize("server", ["plain", "tls"], indirect=True)
+"""In plain text and over TLS."""
+
+
+@BOTH
 def test_gets_come_over_the_stream_and_nothing_of_them_through_grpc(
     server: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,23 +85,11 @@ def test_gets_come_over_the_stream_and_nothing_of_them_through_grpc(
     assert server.settled().leases == 0
 
 
-@pytest.mark.parametrize("durable", [False, True])
-def test_puts_go_over_the_stream_and_nothing_of_them_through_grpc(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch, durable: bool
+@BOTH
+def test_puts_go_over_the_stream_with_their_hints_and_nothing_of_them_through_grpc(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clients = [server.connect("tcp"), server.connect("tcp", MEDIUM), large_chunks(server)]
-    forbid_grpc(monkeypatch)
-    for client in clients:
-        keys = keys_of(client, 3, 3)
-        for outcome in (PutOutcome.stored, PutOutcome.exists):
-            puts = client.put_chunks(chunks_of(client, keys), durable=durable)
-            assert [put.outcome for put in puts] == [outcome] * 3
-        assert_reads(client, keys)
-    assert server.settled().open_puts == 0
-
-
-def test_hints_go_over_the_stream(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = server.connect("tcp")
     forbid_grpc(monkeypatch)
     taken: list[Hints] = []
     opened = Writes.open
@@ -108,8 +100,14 @@ def test_hints_go_over_the_stream(server: LocalServer, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Writes, "open", noted)
     hints = Hints(Reuse.keep, priority=3, ttl_ms=60_000, category="code")
-    assert_reads(client, store(client, 1, 2, hints))
-    assert taken == [hints] * 2
+    for client, durable in zip(clients, (False, True, True), strict=True):
+        keys = keys_of(client, 3, 3)
+        for outcome in (PutOutcome.stored, PutOutcome.exists):
+            puts = client.put_chunks(chunks_of(client, keys), durable=durable, hints=hints)
+            assert [put.outcome for put in puts] == [outcome] * 3
+        assert_reads(client, keys)
+    assert set(taken) == {hints}
+    assert server.settled().open_puts == 0
 
 
 def large_chunks(server: LocalServer) -> Client:
@@ -118,34 +116,9 @@ def large_chunks(server: LocalServer) -> Client:
     return server.connect("tcp", MEDIUM, options)
 
 
-def test_tensors_that_are_strided_go_over_the_stream_too(server: LocalServer) -> None:
-    client = server.connect("tcp", MEDIUM)
-    keys = keys_of(client, 4, 2)
-    chunks = [
-        replace(
-            chunk,
-            tensors=[
-                [[_strided(part) for part in parts] for parts in layers] for layers in chunk.tensors
-            ],
-        )
-        for chunk in chunks_of(client, keys)
-    ]
-    first = chunks[0].tensors[0][0][0]
-    assert isinstance(first, np.ndarray)
-    assert not first.flags.c_contiguous
-    assert [put.outcome for put in client.put_chunks(chunks)] == [PutOutcome.stored] * 2
-    assert_reads(client, keys)
-
-
-def _strided(part: object) -> np.ndarray:
-    assert isinstance(part, np.ndarray)
-    return np.ascontiguousarray(part.swapaxes(0, 1)).swapaxes(0, 1)
-
-
 def test_a_put_that_finds_no_thread_goes_through_grpc(
-    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = make_server(*BULK)
     client = server.connect("tcp")
     streams = server.node.bulk
     assert streams is not None
@@ -195,9 +168,8 @@ def forbid_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_port_that_is_reached_no_more_is_tried_twice_and_gets_come_through_grpc(
-    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = make_server(*BULK)
     client = server.connect("tcp")
     keys = store(client, 1, 2)
     tried: list[object] = []
@@ -258,31 +230,13 @@ def test_a_get_that_waits_ends_when_its_transport_closes_or_the_server_is_given_
             streams.close()
 
 
-def test_a_session_that_ended_is_said_so_and_another_is_opened(make_server: ServerMaker) -> None:
-    server = make_server(*BULK)
-    client = server.connect("tcp")
-    keys = store(client, 1, 2)
-    for session in list(server.node.sessions.by_id):
-        server.node.sessions.close(session)
-    assert_reads(client, keys)
-    assert len(server.node.sessions) == 1
-
-
-def test_what_is_missing_ends_the_prefix(server: LocalServer) -> None:
-    client = server.connect("tcp")
-    keys = store(client, 1, 2)
-    assert len(client.get_chunks([*keys, *keys_of(client, 2, 1)])) == 2
-    assert len(_streams_idle(client)) == 1
-
-
 def _streams_idle(client: Client) -> list[FrameStream]:
     return transport_of(client)._streams.pool.idle
 
 
 def test_a_server_that_stops_does_not_wait_for_a_get_that_waits_for_a_tier(
-    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = make_server(*BULK)
     client = server.connect("tcp")
     keys = store(client, 1, 2)
     assert server.node.bulk is not None
@@ -353,11 +307,12 @@ Words = list[Sent]
 class Answerer:
     """Lets one in, answers its get with *words*, then says nothing or hangs up."""
 
-    stall_s = 0.0
-    """After so long the header of a part comes, and nothing of its payload."""
-
-    def __init__(self, words: Words, *, hangs_up: bool = False, pause_s: float = 0.0) -> None:
+    def __init__(
+        self, words: Words, *, hangs_up: bool = False, pause_s: float = 0.0, stall_s: float = 0.0
+    ) -> None:
+        """After *stall_s* the header of a part comes, and nothing of its payload."""
         self._words, self._hangs_up, self._pause_s = words, hangs_up, pause_s
+        self._stall_s = stall_s
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.where = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.terms = replace(TERMS, bulk_address=self.where)
@@ -373,8 +328,8 @@ class Answerer:
             wire.send(messages.ready())
             try:
                 wire.receive()
-                if self.stall_s:
-                    self._ended.wait(self.stall_s)
+                if self._stall_s:
+                    self._ended.wait(self._stall_s)
                     link.sendall(bulk.pack(messages.part(1, FRAME_BYTES, 0), 500))
                     self._ended.wait(SOON_S)
                 for message, payload in self._words:
@@ -399,60 +354,54 @@ def part(offset: int, size_bytes: int, **other: int) -> Sent:
 def read(stream: FrameStream, within_s: float) -> int:
     """Ask for a frame; return how many came whole."""
     deadline = time.monotonic() + within_s
-    reading = FrameAssembler(1 << 20, Rooms())
+    reading = FrameAssembler(1 << 20)
     stream.begin(messages.get(0, 7, bytes(16)), deadline)
-    frames = sum(reading.take(*one) is not None for one in stream.parts(deadline))
+    frames = len(list(reading.frames(stream.parts(deadline))))
     reading.end(stream.frames)
     return frames
 
 
-class Rooms:
-    """Memory for frames."""
-
-    def __call__(self, chunk: int, size_bytes: int, start: object) -> np.ndarray:
-        return np.zeros(size_bytes, np.uint8)
-
-
-def answered(words: Words, within_s: float = SOON_S, *, hangs_up: bool = False) -> int:
-    with closing(Answerer(words, hangs_up=hangs_up)) as other:
-        stream = FrameStream(Entrance.of(other.terms, ""), lambda: False, SOON_S)
+@contextmanager
+def stream_to(words: Words, **other: Any) -> Iterator[FrameStream]:
+    with closing(Answerer(words, **other)) as server:
+        stream = FrameStream(Entrance.of(server.terms, ""), lambda: False, SOON_S)
         with closing(stream):
-            return read(stream, within_s)
+            yield stream
+
+
+def answered(words: Words, within_s: float = SOON_S, **other: Any) -> int:
+    """Read from a server that says *words*."""
+    with stream_to(words, **other) as stream:
+        return read(stream, within_s)
 
 
 def put_to(words: Words, *, hangs_up: bool = False, within_s: float = SOON_S) -> object:
     """Put nothing to a server that says *words*; return what it made of it."""
-    with closing(Answerer(words, hangs_up=hangs_up)) as other:
-        stream = FrameStream(Entrance.of(other.terms, ""), lambda: False, SOON_S)
-        with closing(stream):
-            deadline = time.monotonic() + within_s
-            request = pb.PutRequest(session_id=7, deadline_ms=1000)
-            stream.begin(pb.StreamMessage(put=request), deadline)
-            return StreamUpload(stream, deadline).run([])
+    with stream_to(words, hangs_up=hangs_up) as stream:
+        deadline = time.monotonic() + within_s
+        request = pb.PutRequest(session_id=7, deadline_ms=1000)
+        stream.begin(pb.StreamMessage(put=request), deadline)
+        return StreamUpload(stream, deadline).run([])
 
 
 GO_ON: Sent = (messages.ready(1), b"")
 
 
-def test_a_put_ends_with_its_outcomes() -> None:
-    assert put_to([GO_ON, (messages.stored(1, b""), b"")]) == []
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        [(messages.stored(1, b""), b"")],
+def test_what_is_no_answer_to_a_put_is_refused() -> None:
+    stored = (messages.stored(1, b""), b"")
+    assert put_to([GO_ON, stored]) == []
+    lies: list[Words] = [
+        [stored],
         [(messages.ready(2), b"")],
         [part(0, 500)],
         [GO_ON, GO_ON],
         [GO_ON, (messages.done(1, 0), b"")],
         [GO_ON, (messages.stored(1, bytes(1)), b"")],
         [GO_ON, (messages.stored(2, b""), b"")],
-    ],
-)
-def test_what_is_no_answer_to_a_put_is_refused(words: Words) -> None:
-    with pytest.raises(InvalidFrameError):
-        put_to(words)
+    ]
+    for words in lies:
+        with pytest.raises(InvalidFrameError):
+            put_to(words)
 
 
 def test_a_put_ends_by_the_server_s_error_by_its_end_or_by_the_deadline() -> None:
@@ -467,64 +416,42 @@ def test_a_put_ends_by_the_server_s_error_by_its_end_or_by_the_deadline() -> Non
             put_to(words, within_s=0.2)
 
 
-def test_a_frame_comes_in_parts_of_any_size() -> None:
-    done = (messages.done(1, 1), b"")
-    assert answered([part(0, 1), part(1, 700), part(701, 299), done]) == 1
-
-
 def test_what_is_of_an_earlier_request_is_skipped_and_the_server_s_error_is_raised() -> None:
     earlier = [(messages.failed(9, "KVStoreError", "no"), b""), (messages.done(9, 5), b"")]
-    assert answered([*earlier, (messages.done(1, 0), b"")]) == 0
+    parts = [part(0, 1), part(1, 700), part(701, 299), (messages.done(1, 1), b"")]
+    assert answered([*earlier, *parts]) == 1
     with pytest.raises(QuotaExceededError, match="too many"):
         answered([*earlier, (messages.failed(1, "QuotaExceededError", "too many"), b"")])
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        [part(10, 500)],
+def test_parts_that_do_not_follow_each_other_are_refused() -> None:
+    lies: list[Words] = [
         [part(0, 500), part(400, 500)],
-        [part(0, 1001)],
-        [part(0, 0)],
         [(messages.part(2, FRAME_BYTES, 0), bytes(500))],
         [part(0, 500, frame_bytes=1 << 40)],
-        [part(0, 500), part(500, 500, frame_bytes=999)],
         [part(0, 500), (messages.done(1, 1), b"")],
         [(messages.ready(1), b"")],
-    ],
-)
-def test_parts_that_do_not_follow_each_other_are_refused(words: Words) -> None:
-    with pytest.raises(InvalidFrameError):
-        answered(words)
-
-
-def test_a_server_that_hangs_up_in_a_frame_is_not_waited_for() -> None:
-    with pytest.raises(TierUnavailableError):
-        answered([part(0, 500)], hangs_up=True)
-
-
-def test_a_server_that_falls_silent_in_a_frame_costs_the_deadline() -> None:
-    with pytest.raises(DeadlineError):
-        answered([part(0, 500)], 0.2)
+    ]
+    for words in lies:
+        with pytest.raises(InvalidFrameError):
+            answered(words)
 
 
 def test_a_payload_that_stalls_behind_a_late_header_costs_the_deadline_once() -> None:
-    with closing(Answerer([])) as other:
-        other.stall_s = 0.8
-        stream = FrameStream(Entrance.of(other.terms, ""), lambda: False, SOON_S)
-        with closing(stream):
-            began = time.monotonic()
-            with pytest.raises(DeadlineError):
-                read(stream, 1.0)
-            assert time.monotonic() - began < 1.4
+    with stream_to([], stall_s=0.8) as stream:
+        began = time.monotonic()
+        with pytest.raises(DeadlineError):
+            read(stream, 1.0)
+        assert time.monotonic() - began < 1.4
 
 
-def test_a_server_that_sends_a_byte_now_and_then_costs_the_deadline() -> None:
-    words = [part(at, 1) for at in range(500)]
-    with closing(Answerer(words, pause_s=0.01)) as other:
-        stream = FrameStream(Entrance.of(other.terms, ""), lambda: False, SOON_S)
-        with closing(stream), pytest.raises(DeadlineError):
-            read(stream, 0.2)
+def test_a_server_that_hangs_up_in_a_frame_costs_nothing_and_a_slow_one_the_deadline() -> None:
+    with pytest.raises(TierUnavailableError):
+        answered([part(0, 500)], hangs_up=True)
+    with pytest.raises(DeadlineError):
+        answered([part(0, 500)], 0.2)
+    with pytest.raises(DeadlineError):
+        answered([part(at, 1) for at in range(500)], 0.2, pause_s=0.01)
 
 
 @pytest.fixture
@@ -576,18 +503,19 @@ def test_addresses_of_a_name_share_the_time_to_connect(monkeypatch: pytest.Monke
         assert time.monotonic() - began < 1.0
 
 
-@pytest.fixture
-def session(make_server: ServerMaker) -> Iterator[Session]:
-    server = make_server(*BULK)
-    options = ClientOptions("tcp", 16, deadline_ms=DEADLINE_MS)
-    one = Session(server.dial(), SMALL, options)
-    yield one
-    one.close()
-
-
-def test_who_shows_another_token_has_no_stream(session: Session) -> None:
-    terms = replace(session.terms, attach_token=bytes(16))
-    with closing(FrameStreams(Entrance.of(terms, ""))) as streams:
+def test_who_shows_another_token_has_no_stream(server: LocalServer) -> None:
+    terms = server.connect("tcp")._link.connected().session.terms
+    with closing(FrameStreams(Entrance.of(replace(terms, attach_token=bytes(16)), ""))) as streams:
         with pytest.raises(UnauthenticatedError):
             streams.connect(SOON_S)
         assert streams.take(SOON_S) is None
+
+
+def test_where_every_interface_is_bound_the_host_is_the_one_that_was_reached() -> None:
+    for told, reached, where in (
+        ("tcp://10.0.0.5:7421", "store.example:7420", "tcp://10.0.0.5:7421"),
+        ("tcp://*:7421", "store.example:7420", "tcp://store.example:7421"),
+        ("tcp://*:7421", "[fe80::1]:7420", "tcp://[fe80::1]:7421"),
+        ("tcp://*:7421", "dns:///store.example:7420", "tcp://store.example:7421"),
+    ):
+        assert Entrance.of(replace(TERMS, bulk_address=told), reached).where == where
