@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +29,7 @@ from kvstore.client import Client, device_reads
 from kvstore.client.cuda import CudaClient, CudaTransport
 from kvstore.client.engines import base
 from kvstore.client.engines.base import Connector
+from kvstore.client.engines.vllm import worker as vllm_watch
 from kvstore.client.engines.vllm.blocks import side_by_side
 from kvstore.client.engines.vllm.messages import LoadSpec, StepPlan
 from kvstore.client.engines.vllm.scheduler import VllmScheduler
@@ -39,6 +42,8 @@ from kvstore.proto.types import ChainDigest
 PROMPT = prompt_tokens(1, 200)
 IDS = [token % TOKEN_IDS for token in PROMPT]
 NEW = 20
+HANGS_S = 10.0
+"""Half of the deadline of these engines."""
 CLIENTS = pytest.mark.parametrize("client", [Client, CudaClient], ids=["host", "straight"])
 ProcessMaker = Callable[..., ServerProcess]
 Make = Callable[..., PagedEngine]
@@ -92,6 +97,44 @@ def test_a_server_that_is_killed_while_frames_come_costs_no_token(
     lost = engine.worker.counted["lost_chunks"]
     assert engine.worker.counted["loaded_chunks"] + lost == 3
     assert engine.hits == {"a": 64 * (3 - lost)}
+
+
+@CLIENTS
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "hanging"])
+def test_a_server_that_is_killed_or_hangs_in_a_load_costs_a_hit_and_no_deadline(
+    process: ServerProcess, make: Make, right: object, client: type[Client],
+    is_killed: bool, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    engine = make(process.address, client)
+    engine.generate({"warm": IDS[::-1]}, 1)  # so it is connected
+    worker, began_s = engine.worker, list[float]()
+    assert worker is not None
+    if is_killed:
+        monkeypatch.setattr(vllm_watch, "QUIET_S", 60.0)  # it is not looked after: the end tells
+    load = worker.load
+
+    def stopped(plan: StepPlan) -> None:
+        if plan.loads:
+            process.send_signal(signal.SIGSTOP)
+        load(plan)
+        if plan.loads:
+            assert eventually(lambda: worker._loading == 1 and worker._loader._queue.empty())
+            time.sleep(0.05)  # its question is on the way
+            began_s.append(time.monotonic())
+            if is_killed:
+                process.kill()
+
+    monkeypatch.setattr(worker, "load", stopped)
+    try:
+        assert engine.generate({"a": IDS}, NEW) == right
+    finally:
+        if not is_killed:
+            process.send_signal(signal.SIGCONT)
+    assert time.monotonic() - began_s[0] < HANGS_S
+    assert engine.hits["a"] == 0
+    assert worker.counted["lost_chunks"] == 3
+    assert sum(worker._connector.stats().load_errors.values()) > 0
+    assert engine.scheduler._desk.is_down
 
 
 # --- a request that is aborted
