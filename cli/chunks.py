@@ -33,11 +33,7 @@ from kvstore.cli.app import (
     readable_time,
     show,
 )
-from kvstore.proto.errors import (
-    ChunkCorruptError,
-    InvalidFrameError,
-    InvalidRequestError,
-)
+from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, InvalidRequestError
 
 if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.client.client import Client

@@ -10,18 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from kvstore.cli.app import (
-    AsJson,
-    Grid,
-    as_dict,
-    ask,
-    call,
-    command,
-    connected,
-    number,
-    path,
-    show,
-)
+from kvstore.cli.app import AsJson, Grid, as_dict, ask, call, command, connected, number, path, show
 from kvstore.cli.chunks import (
     DEADLINE_MS,
     DIGEST_DIGITS,

@@ -34,10 +34,7 @@ C = TypeVar("C", bound=AbstractContextManager[Any])
 
 
 async def settled(
-    work: Callable[[], T],
-    *,
-    undo: Callable[[T], object] | None = None,
-    always: bool = False,
+    work: Callable[[], T], *, undo: Callable[[T], object] | None = None, always: bool = False
 ) -> T:
     """Run *work* in a thread. Cancelled, it returns once *work* has ended, or will never begin.
 

@@ -54,12 +54,7 @@ _KEY = attrgetter("key")
 
 
 def put_whole(
-    link: ServerLink,
-    chunks: Sequence[Chunk],
-    shard: Shard | None,
-    hints: Hints,
-    *,
-    durable: bool,
+    link: ServerLink, chunks: Sequence[Chunk], shard: Shard | None, hints: Hints, *, durable: bool
 ) -> list[Put]:
     """Store *chunks*, or of each what *shard* covers, a batch at a time."""
 

@@ -25,22 +25,11 @@ from typing_extensions import override
 
 from kvstore.client.chunk import DeviceChunk
 from kvstore.client.client import Client
-from kvstore.client.device_reads import (
-    DeviceReader,
-    Reading,
-    Registration,
-    Run,
-)
+from kvstore.client.device_reads import DeviceReader, Reading, Registration, Run
 from kvstore.client.frames import Arrival, FrameAssembler
 from kvstore.client.server_link import LeftMs, digest_batches, packed
 from kvstore.client.session import Session, SessionTerms
-from kvstore.client.transports.base import (
-    Put,
-    ReadPlan,
-    Transport,
-    arrival_of,
-    read_outcomes,
-)
+from kvstore.client.transports.base import Put, ReadPlan, Transport, arrival_of, read_outcomes
 from kvstore.client.transports.shared_memory import ATTACH_WITHIN_S, ShmTransport, Slabs
 from kvstore.codecs.frame_kernels import open_kernels
 from kvstore.codecs.paged import FrameAt, Paged, Sums
@@ -56,20 +45,10 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.frame import (
-    ALIGN_BYTES,
-    FrameHeader,
-    header_bytes,
-    pack_header,
-)
+from kvstore.proto.frame import ALIGN_BYTES, FrameHeader, header_bytes, pack_header
 from kvstore.proto.messages import hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.types import (
-    Accuracy,
-    ChunkKey,
-    KVLayout,
-    PutOutcome,
-)
+from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, PutOutcome
 from kvstore.proto.unix_socket import ARENA_SLAB, Place, Reach, unpack_places
 
 Arena: TypeAlias = Imported

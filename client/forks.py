@@ -177,7 +177,5 @@ FORKS = Forks()
 # to executors, has to be free while calls are waited for: so that module is loaded before.
 importlib.import_module("concurrent.futures.thread")
 os.register_at_fork(
-    before=FORKS.before,
-    after_in_parent=FORKS.after_in_parent,
-    after_in_child=FORKS.after_in_child,
+    before=FORKS.before, after_in_parent=FORKS.after_in_parent, after_in_child=FORKS.after_in_child
 )

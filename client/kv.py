@@ -13,15 +13,7 @@ from kvstore.client.paged_cache import Blocks, kept_from
 from kvstore.codecs.base import Part
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, is_whole
 from kvstore.proto.keys import chunk_spans
-from kvstore.proto.types import (
-    ChainDigest,
-    ChunkKey,
-    DType,
-    KVLayout,
-    LayerGroup,
-    LayerKind,
-    Model,
-)
+from kvstore.proto.types import ChainDigest, ChunkKey, DType, KVLayout, LayerGroup, LayerKind, Model
 
 KV: TypeAlias = "TensorLike | Mapping[int, Sequence[TensorLike]] | Sequence[TensorLike] | Blocks"
 """One tensor (layers, 2, kv_heads, tokens, head_dim); of hybrid models a list of such, one for

@@ -51,15 +51,7 @@ from kvstore.proto.errors import KVStoreError
 from kvstore.proto.keys import chunk_key, chunk_spans, content_digest, tokens_le32
 from kvstore.proto.messages import REFUSED
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.types import (
-    EXACT,
-    Accuracy,
-    ChainDigest,
-    ChunkKey,
-    Match,
-    PutOutcome,
-    Stated,
-)
+from kvstore.proto.types import EXACT, Accuracy, ChainDigest, ChunkKey, Match, PutOutcome, Stated
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,10 +279,7 @@ class Connector:
         return prefix, reason
 
     def _usable(
-        self,
-        came: Sequence[Stated],
-        allowed: Allowed,
-        again: Callable[[int], Sequence[Stated]],
+        self, came: Sequence[Stated], allowed: Allowed, again: Callable[[int], Sequence[Stated]]
     ) -> Sequence[Stated]:
         """Return the chunks of *came* before the first by a codec whose gate is shut, and what
         *again* reads from there on: farther tiers may have copies with a bound.

@@ -46,13 +46,7 @@ from kvstore.client.engines.vllm.messages import VllmSettings
 from kvstore.client.engines.vllm.worker import SHUTDOWN_S
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.keys import chunk_key
-from kvstore.proto.types import (
-    DIGEST_BYTES,
-    Accuracy,
-    ChainDigest,
-    Model,
-    RopeParameters,
-)
+from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChainDigest, Model, RopeParameters
 
 __all__ = ["KVStoreTier", "StoreTieringSpec"]
 

@@ -47,11 +47,7 @@ from kvstore.proto.frame import ALIGN_BYTES, FLAG_UNSUMMED, raw_frame_bytes
 from kvstore.proto.keys import keys_of_digests
 from kvstore.proto.messages import hints_to_message, layout_to_message
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, ChunkShard, KVLayout, PutOutcome
-from kvstore.proto.unix_socket import (
-    Place,
-    Reach,
-    unpack_places,
-)
+from kvstore.proto.unix_socket import Place, Reach, unpack_places
 
 _SOCKET_TIMEOUT_S = 2.0
 ATTACH_WITHIN_S = 2 * _SOCKET_TIMEOUT_S

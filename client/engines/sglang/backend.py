@@ -164,11 +164,7 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
 
     @override
     def set(
-        self,
-        key: str,
-        value: Any = None,
-        target_location: Any = None,
-        target_sizes: Any = None,
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
     ) -> bool:
         return self.batch_set([key], [value if value is not None else target_location])
 

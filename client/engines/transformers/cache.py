@@ -32,14 +32,7 @@ from kvstore.client.chunk import LayerTensors
 from kvstore.client.engines.prefix import About, Span
 from kvstore.codecs.terms import Importance
 from kvstore.proto.errors import InvalidRequestError, ModelError
-from kvstore.proto.types import (
-    END_KINDS,
-    DType,
-    KVLayout,
-    LayerGroup,
-    LayerKind,
-    Model,
-)
+from kvstore.proto.types import END_KINDS, DType, KVLayout, LayerGroup, LayerKind, Model
 
 PROBE_TOKENS = 24
 

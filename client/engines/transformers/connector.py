@@ -58,13 +58,7 @@ from kvstore.client.engines.transformers.identity import (
     check_resumable,
     representation_of,
 )
-from kvstore.client.engines.transformers.loads import (
-    Call,
-    Link,
-    PrefixLoad,
-    Staging,
-    device_of,
-)
+from kvstore.client.engines.transformers.loads import Call, Link, PrefixLoad, Staging, device_of
 from kvstore.proto.blend import GateView
 from kvstore.proto.device import Device
 from kvstore.proto.errors import InvalidRequestError, ModelError
@@ -238,11 +232,7 @@ class TransformersConnector(Connector):
     # --- save
 
     def save(
-        self,
-        input_ids: Any,
-        cache: Cache,
-        from_token: int = 0,
-        extra: Sequence[bytes] = (),
+        self, input_ids: Any, cache: Cache, from_token: int = 0, extra: Sequence[bytes] = ()
     ) -> int:
         """Store what *cache* holds of *input_ids*, (1, tokens); return how many chunks were new.
 
@@ -418,11 +408,7 @@ class TransformersConnector(Connector):
         return output
 
     def _generate_batch(
-        self,
-        ids: Tensor,
-        mask: Tensor | None,
-        prompts: Sequence[Sequence[int]],
-        call: Call,
+        self, ids: Tensor, mask: Tensor | None, prompts: Sequence[Sequence[int]], call: Call
     ) -> Generation:
         """Compute each prompt to its last token by itself, then generate from all together."""
         settings = call.settings

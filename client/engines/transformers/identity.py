@@ -14,12 +14,7 @@ import torch
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch.utils.weak import WeakIdRef
-from transformers import (
-    AutoTokenizer,
-    DynamicCache,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
 from kvstore.client.engines.identity import (
