@@ -17,7 +17,7 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from threading import Lock
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import structlog
 import torch
@@ -51,9 +51,6 @@ from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, PutOutcome
 from kvstore.proto.unix_socket import ARENA_SLAB, Place, Reach, unpack_places
 
-Arena: TypeAlias = Imported
-
-
 MAX_FRAMES = 64
 """Of one call; a put of more takes several."""
 T = TypeVar("T")
@@ -61,7 +58,7 @@ T = TypeVar("T")
 logger = structlog.get_logger(__name__)
 
 
-def open_arena(terms: SessionTerms, slabs: Slabs) -> Arena:
+def open_arena(terms: SessionTerms, slabs: Slabs) -> Imported:
     """Map the memory of the server's gpu tier.
 
     Raises TierUnavailableError when it has none, or this process does not see its device.
@@ -198,7 +195,7 @@ class CudaTransport(ShmTransport):
         self._is_closed = False
         # Guards the three above.
         self._users_lock = Lock()
-        self.arena: Arena | None = None
+        self.arena: Imported | None = None
         self.without_arena = ""
         try:
             self.arena = open_arena(session.terms, self.slabs)

@@ -86,14 +86,6 @@ OPEN = Access()
 """In plain text, and without saying who one is."""
 
 
-def access_from(token_file: str, tls_ca: str, tls_cert: str, tls_key: str) -> Access:
-    """Return the access that an engine's settings name; empty: not given."""
-    ca, cert, key, token = (
-        Path(text) if text else None for text in (tls_ca, tls_cert, tls_key, token_file)
-    )
-    return Access(ca=ca, cert=cert, key=key, token_file=token)
-
-
 def check_address(address: str) -> None:
     """Raise InvalidRequestError for what is no HOST:PORT, [IPV6]:PORT or target of gRPC's."""
     if isinstance(address, str):

@@ -72,10 +72,6 @@ class SessionTerms:
     """Whether it has a use for ``Chunk.importance``."""
 
 
-def _nothing() -> Mapping[str, int]:
-    return {}
-
-
 class Session:
     """One open session. A daemon thread beats for it until ``close``.
 
@@ -87,7 +83,7 @@ class Session:
         connection: Connection,
         representation: Model,
         options: ClientOptions,
-        counts: Callable[[], Mapping[str, int]] = _nothing,
+        counts: Callable[[], Mapping[str, int]] = dict,
         deadline_ms: int = 0,
     ) -> None:
         """Open it within *deadline_ms*; 0: those of the options. Raises KVStoreErrors."""

@@ -21,7 +21,7 @@ from blake3 import blake3
 
 from kvstore.client.chunk import LayerTensors
 from kvstore.client.engines.prefix import least_of
-from kvstore.client.options import ClientOptions, TransportName, access_from
+from kvstore.client.options import Access, ClientOptions, TransportName
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.hf_config import OWN_TOKENIZER, rope_parameters
 from kvstore.proto.types import (
@@ -390,10 +390,8 @@ class EngineSettings:
 
     def options(self, chunk_tokens: int, **more: Any) -> ClientOptions:
         """Return a client's options; *more* are those that are no settings here."""
-        return ClientOptions(
-            self.transport,
-            chunk_tokens=chunk_tokens,
-            access=access_from(self.token_file, self.tls_ca, self.tls_cert, self.tls_key),
-            tenant=self.tenant,
-            **{"deadline_ms": self.deadline_ms, **more},
-        )
+        texts = (self.tls_ca, self.tls_cert, self.tls_key, self.token_file)
+        ca, cert, key, token = (Path(text) if text else None for text in texts)
+        access = Access(ca=ca, cert=cert, key=key, token_file=token)
+        named = {"deadline_ms": self.deadline_ms, "tenant": self.tenant, **more}
+        return ClientOptions(self.transport, chunk_tokens, access=access, **named)

@@ -123,7 +123,7 @@ class ShmTransport(Transport):
     @override
     def hang_up(self) -> None:
         super().hang_up()
-        self.rpc.hang_up()
+        self.rpc.links.hang_up()
 
     @override
     def put(self, chunks: Sequence[Outgoing], terms: PutTerms) -> list[Put]:
@@ -259,7 +259,7 @@ class ShmTransport(Transport):
     @override
     def leave(self) -> None:
         super().leave()
-        self.rpc.leave()
+        self.rpc.links.leave()
         self._socket.close()  # closes the child's descriptor: the parent's connection stays
         self._staging.close()
         self.slabs.leave()
@@ -267,7 +267,7 @@ class ShmTransport(Transport):
 
     @override
     def close(self) -> None:
-        self.rpc.close()
+        self.rpc.links.close()
         self._socket.close()
         self._staging.close()
         self.slabs.close()

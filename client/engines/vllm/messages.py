@@ -43,10 +43,6 @@ class LoadSpec:
     all_or_nothing: bool = False
     terms: PlanTerms | None = None
 
-    def blocks_from(self, first: int) -> tuple[int, ...]:
-        """Return the blocks from number *first* on that are not kept; of one table only."""
-        return self.tables[0][max(first, self.kept_blocks) :]
-
 
 @dataclass(frozen=True, slots=True)
 class ChunkName:

@@ -294,7 +294,8 @@ class VllmWorker:
                 report.gated_loads |= {spec.request_id} if gated else set()
                 report.is_down = report.is_down or client.is_shut
             if not spec.all_or_nothing:
-                self._failed_blocks.update(spec.blocks_from(read * self._chunk_blocks))
+                first = max(read * self._chunk_blocks, spec.kept_blocks)
+                self._failed_blocks.update(spec.tables[0][first:])
             elif not wanted or read < wanted:
                 self._failed_loads.add(spec.request_id)
             counted["loaded_chunks"] += read
