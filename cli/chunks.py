@@ -191,7 +191,6 @@ def fetch_namespaces(address: str, tenant: str = "") -> list[pb.KnownSpace]:
 
 
 def _read_model(path: Path) -> pb.Representation:
-    """Return the model in a JSON file. Raises InvalidRequestError, ModelError, OSError."""
     from google.protobuf import json_format
 
     from kvstore.proto import kvstore_pb2 as pb

@@ -67,7 +67,6 @@ def explain(  # noqa: PLR0913 - each is an option
 
 
 def _digests_of(path: Path, chunk_tokens: int, extra: Sequence[str]) -> list[bytes]:
-    """Return the digests of the chunks of the token ids in a file."""
     from kvstore.proto.keys import chain_digests
 
     try:

@@ -27,7 +27,6 @@ WAIT_S = 0.5
 """What one of them waits for before it looks whether somebody still wants to know."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.005, 0.1
 """Between two looks: twice as long each time."""
-
 T = TypeVar("T")
 P = ParamSpec("P")
 C = TypeVar("C", bound=AbstractContextManager[Any])

@@ -31,8 +31,6 @@ _SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:")
 _HEADER = "authorization"
 _NO_PROXY = ("grpc.enable_http_proxy", 0)
 """gRPC would take one out of the environment, for the loopback and a cluster's addresses too."""
-
-
 TransportName = Literal["auto", "shm", "tcp", "grpc"]
 MAX_DEADLINE_MS = 600_000
 """The longest that a server grants."""

@@ -278,7 +278,6 @@ def joined_resolutions(found: Sequence[Resolution]) -> Resolution:
 
 
 def _most(transport: Transport) -> int:
-    """Return how many chunks one Resolve or report may be about."""
     return min(MAX_ASKED_CHUNKS, transport.session.terms.max_batch_chunks)
 
 

@@ -87,10 +87,8 @@ logger = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 10.0
 """How often a refusal's reason is sent: a server may have started later, or again."""
-
 MAX_REASON_CHARS = 1024
 """What is sent of one; the server keeps less."""
-
 T = TypeVar("T")
 
 _Read: TypeAlias = Callable[[Sequence[ChunkKey], Sequence[Span], int, Accuracy], Sequence[Stated]]
@@ -230,7 +228,6 @@ class Connector:
         allowed: Allowed,
         asked: Asked,
     ) -> tuple[Prefix, str]:
-        """Return what was loaded of the *named* tokens, and why it is not more."""
         keys = self.client.keys(named, extra)
         if not keys:
             return Prefix(), "short"

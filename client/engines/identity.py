@@ -35,13 +35,10 @@ from kvstore.proto.types import (
 
 SHARED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Architectures of which engines keep the same K and V: heads, order of elements and rotation."""
-
 SHARED_ROPES = ("default", "linear", "llama3")
 """Rotations that engines compute alike: SGLang leaves out yarn's ``attention_factor``."""
-
 _READ_BY_SOME = ("dual_chunk_attention_config", "qk_norm", "bias")
 """Settings that some engines follow and others do not know."""
-
 NO_ROPE = RopeParameters(0.0, 0, "none")
 
 _IN_CACHE = re.compile(r"/models--([^/]+)/snapshots/[0-9a-f]{40}(/.+)?$")
@@ -50,7 +47,6 @@ _VOLATILE_SETTINGS = (
     "_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache",
 )  # fmt: skip
 """Of a transformers config. Of what type KV is its layers say."""
-
 _UNSTATED = ("None", "auto", "False", "{}", "[]", "")
 """What settings are that nobody gave."""
 
@@ -219,18 +215,14 @@ def own_rope(weights: Weights) -> RopeParameters:
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 """Files that hold weights."""
-
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tekken.json")
 """Files that say what token ids stand for."""
-
 SAMPLE_STRIDE = 1 << 20
 """A sample has the first so many bytes of a file, and SAMPLED of each so many that follow."""
-
 SAMPLED = 64
 
 EPOCH_BYTES = 16
 """Random bytes that name weights of which nobody says what they are."""
-
 _ADAPTER_FILES = ("*.safetensors", "*.bin", "*.pt", "adapter_config.json")
 
 _HEXADECIMAL = re.compile(r"(?<![0-9a-z])[0-9a-f]{7,}(?![0-9a-z])")

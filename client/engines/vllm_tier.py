@@ -52,7 +52,6 @@ __all__ = ["KVStoreTier", "StoreTieringSpec"]
 
 STORAGE_MEDIUM: Any = getattr(getattr(offload, "Medium", None), "STORAGE", None)
 """What a tier below vLLM's offloading says that it is; 0.26 has no such thing."""
-
 TELLS_KEYS_THAT_CAME = "successful_keys" in JobResult.__dataclass_fields__
 """Whether a tier can say that part of a promotion came; below 0.28 all of it fails."""
 

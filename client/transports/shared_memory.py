@@ -490,7 +490,6 @@ class PutPipeline:
             start = stop
 
     def _reserve(self, groups: Sequence[Sequence[Outgoing]]) -> None:
-        """Ask for memory for the chunks of *groups*."""
         digests, parents, frame_bytes, places = [], [], [], []
         layouts: dict[KVLayout | ChunkShard, int] = {}
         for chunk in chain.from_iterable(groups):
@@ -518,7 +517,6 @@ class PutPipeline:
         return reply
 
     def _commit(self, group: Sequence[Outgoing], outcomes: list[Put], ids: Sequence[int]) -> None:
-        """Write what of *group* has a reservation, and send its commit."""
         if len(self._pending) == PARTS:
             self._finish()  # its part of the staging memory is the one written to next
         offsets = self._staging.write(self._next_part, group, ids)
@@ -539,7 +537,6 @@ class PutPipeline:
         self._open_ids.difference_update(wanted)
 
     def _finish(self) -> None:
-        """Wait for the commit that was sent first, and take its results."""
         outcomes, sent = self._pending.popleft()
         if sent is not None:
             try:
@@ -554,7 +551,6 @@ class PutPipeline:
         self._results += outcomes
 
     def _abort(self, ids: Iterable[int]) -> None:
-        """Give back those reservations that are not committed."""
         unused = self._open_ids.intersection(ids)
         if not unused:
             return

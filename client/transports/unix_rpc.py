@@ -33,7 +33,6 @@ from kvstore.proto.unix_socket import (
 
 MAX_CONNECTIONS = 12
 """Calls at once; more go through gRPC. Below what a server allows one session."""
-
 _JOIN_WITHIN_S = 2.0
 _JOIN_AGAIN_S = 5.0
 

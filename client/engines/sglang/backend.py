@@ -43,10 +43,8 @@ from kvstore.proto.errors import ModelError
 
 CONTEXT = "sglang.srt.runtime_context"
 """Where an engine of 0.5.23 keeps what it was started with, and its ``weight_version``."""
-
 NO_ENGINE = (ImportError, AttributeError, ValueError, RuntimeError, LookupError)
 """What is raised where a process has no engine, and by an engine of another release."""
-
 _flushes = itertools.count(1)
 """Of this process, over all backends that were attached: ranks count alike."""
 

@@ -261,7 +261,6 @@ class TransformersConnector(Connector):
     def _reader(
         self, cache: Cache, ends: Sequence[Held], row: int = 0, first: int = 0
     ) -> CacheReader:
-        """Return what reads prompt *row* of *cache*, which begins at place *first*."""
         whole = Held.of_row(cache, self._shape, row, first)
         importance = notes_of(cache).importance
         return CacheReader(self.client.model, self._shape, whole, ends, importance)
