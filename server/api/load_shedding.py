@@ -5,7 +5,7 @@ queue of its own with a limit; beyond it calls are refused at once (RESOURCE_EXH
 thread that does nothing else, so that reads find room. No call is taken while reads wait too long,
 few or many: a limit in calls is seconds of long ones. What waited past its deadline is not begun.
 A StallGuard ends calls whose messages do not come: gRPC would wait for them without end.
-After M. Welsh and D. Culler, "Adaptive LoadShedder Control for Busy Internet Servers", USITS 2003.
+After M. Welsh and D. Culler, "Adaptive Overload Control for Busy Internet Servers", USITS 2003.
 """
 
 from __future__ import annotations
