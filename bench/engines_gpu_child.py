@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import time
 from contextlib import ExitStack
@@ -31,6 +30,7 @@ from bench.engines_gpu import (
     WARM_UP_TOKENS,
     prompt,
 )
+from bench.lib.processes import free_port
 from bench.lib.workload import serving
 
 SHARP, PLAIN = 1.7, 1.0
@@ -143,16 +143,15 @@ class Store:
     def start(self) -> None:
         """Start the server."""
         if not self.address:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                self.address = f"127.0.0.1:{probe.getsockname()[1]}"
-        disk, room = self.folder / "disk", str(self.room)
-        flags = ["--listen", self.address, "--tiers", self.tiers, "--cpu", room]
+            self.address = f"127.0.0.1:{free_port()}"
+        room = str(self.room)
+        flags = ["--listen", self.address, "--socket", str(self.folder / "kv.sock")]
+        flags += ["--tiers", self.tiers, "--cpu", room]
         if "gpu" in self.tiers.split(","):
             flags += ["--gpu", room]
         if self.is_disk:
-            flags += ["--disk", f"{room}:{disk}", "--write", "through"]
-        self._stack.enter_context(serving(*flags, disk=disk))
+            flags += ["--disk", f"{room}:{self.folder / 'disk'}", "--write", "through"]
+        self._stack.enter_context(serving(*flags))
 
     @property
     def is_disk(self) -> bool:

@@ -7,7 +7,6 @@ the same host. Without a CUDA device it says so and measures nothing.
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.lib.report import Report, flags_of, paired
-from bench.lib.workload import SMALL, serving
+import numpy as np
+
+from bench.lib.report import Report, paired, parser_of
+from bench.lib.workload import SMALL, chunks_of, model_of, serving
 
 LAYERS, HEADS, HEAD_DIM, TOKENS, BLOCK_TOKENS = 32, 8, 128, 256, 16
 """An 8B-class model: 32 MiB a chunk."""
@@ -30,13 +31,13 @@ DEADLINE_MS = 60_000
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    only_json = flags_of(argv, __doc__).json
+    only_json = parser_of(__doc__).parse_args(argv).json
     report = Report("gpu")
     if not has_cuda():
         print("skipped: no CUDA device")
         report.print(only_json=True)
         return 0
-    measure_all(report, "cuda", model_of(LAYERS), CHUNKS)
+    measure_all(report, "cuda", model_of("gpu", LAYERS), CHUNKS)
     report.print(only_json=only_json)
     return 0
 
@@ -62,16 +63,6 @@ def synced(work: Callable[[], object]) -> Callable[[], None]:
     return run
 
 
-def model_of(layers: int) -> Any:
-    """Return the representation of a model of so many of these layers."""
-    from kvstore.proto.types import DType, LayerGroup, LayerKind, Model, RopeParameters
-
-    group = LayerGroup(LayerKind.attention, DType.bfloat16, tuple(range(layers)), HEADS, HEAD_DIM)
-    return Model(
-        "bench/gpu", "r1", "none", "none", (group,), RopeParameters(500000.0, HEAD_DIM), "none"
-    )
-
-
 @dataclass(slots=True)
 class Engine:
     """An engine's pages on *device*, as vLLM's FlashAttention has them, and the connector's side.
@@ -88,7 +79,6 @@ class Engine:
     @contextmanager
     def open(cls, address: str, model: Any, chunks: int, device: str) -> Iterator[Engine]:
         """Connect an engine whose pages have room for *chunks*."""
-        import numpy as np
         import torch
 
         from kvstore.client import ClientOptions
@@ -153,29 +143,23 @@ class Engine:
 
 def measure_all(report: Report, device: str, model: Any, chunks: int) -> None:
     """Measure loads and stores of *chunks* of *model* on *device*."""
-    with tempfile.TemporaryDirectory() as folder:
-        disk = Path(folder) / "disk"
-        total = chunks * chunk_bytes(model)
-        room = f"{3 * total // (1 << 20) + 512}MiB"
+    total = chunks * chunk_bytes(model)
+    room = f"{3 * total // (1 << 20) + 512}MiB"
+    with (
+        serving("--tiers", "cpu", "--cpu", room) as (address, _),
+        Engine.open(address, model, chunks, device) as engine,
+    ):
+        keys = put(engine, chunks)
+        measure_store(report, engine, total, device)
+        measure_cpu_load(report, engine, keys, total, device)
+    if device == "cuda":  # a server's gpu tier is on no CPU
         with (
-            serving("--tiers", "cpu", "--cpu", room, disk=disk) as (address, _),
+            serving("--tiers", "gpu,cpu", "--cpu", room, "--gpu", room) as (address, _),
             Engine.open(address, model, chunks, device) as engine,
         ):
-            keys = put(engine, chunks)
-            measure_store(report, engine, total, device)
-            measure_cpu_load(report, engine, keys, total, device)
-        if device == "cuda":  # a server's gpu tier is on no CPU
-            flags = ("--tiers", "gpu,cpu", "--cpu", room, "--gpu", room)
-            with (
-                serving(*flags, disk=disk) as (address, _),
-                Engine.open(address, model, chunks, device) as engine,
-            ):
-                measure_gpu(report, engine, chunks, total)
-        with (
-            serving("--tiers", "cpu", disk=disk) as (address, _),
-            Engine.open(address, SMALL, 16, device) as engine,
-        ):
-            measure_growth(report, engine)
+            measure_gpu(report, engine, chunks, total)
+    with serving("--tiers", "cpu") as (address, _), Engine.open(address, SMALL, 16, device) as one:
+        measure_growth(report, one)
 
 
 def chunk_bytes(model: Any) -> int:
@@ -185,7 +169,7 @@ def chunk_bytes(model: Any) -> int:
 
 def put(engine: Engine, count: int) -> list[Any]:
     """Put *count* chunks of noise, a few at a time, and load them; return their keys."""
-    keys, chunks = chunks_of(engine.client, count)
+    keys, chunks = rolled(engine.client, count)
     for at in range(0, count, 8):
         engine.client.put_chunks(chunks[at : at + 8])
     assert engine.load(keys) == count
@@ -193,22 +177,13 @@ def put(engine: Engine, count: int) -> list[Any]:
     return keys
 
 
-def chunks_of(client: Any, count: int) -> tuple[list[Any], list[Any]]:
+def rolled(client: Any, count: int) -> tuple[list[Any], list[Any]]:
     """Return *count* chained chunks: the same noise, each rotated by one number more."""
-    import numpy as np
-
-    from kvstore.client import Chunk
-    from kvstore.client.chunk import parents
-
     keys = client.keys(list(range(TOKENS * count)))
-    layers = len(client.model.layer_groups[0].layer_ids)
-    shape = (layers, 2, HEADS, TOKENS, HEAD_DIM)
+    shape = (len(client.model.layer_groups[0].layer_ids), 2, HEADS, TOKENS, HEAD_DIM)
     noise = np.random.default_rng(7).integers(0, 1 << 16, shape, np.uint16)
-    chunks = []
-    for number, (key, parent) in enumerate(zip(keys, parents(keys), strict=True)):
-        tensors = np.roll(noise, number)
-        chunks.append(Chunk(key, [[list(parts) for parts in tensors]], parent=parent))
-    return keys, chunks
+    turned = (np.roll(noise, number) for number in range(count))
+    return keys, chunks_of(keys, [[list(map(list, one))] for one in turned])
 
 
 def check_pages(engine: Engine, chunks: Sequence[Any]) -> None:
@@ -251,18 +226,6 @@ def measure_store(report: Report, engine: Engine, total: int, device: str) -> No
     theirs = synced(copies_of(total, device, up=False))
     ours_s, theirs_s = paired(synced(engine.store), theirs, REPEATS)
     add_rate(report, "cpu_store_vs_memcpy", total, ours_s, theirs_s)
-    for count in (1, 8):
-        took = []
-        for _ in range(20):
-            began = time.perf_counter()
-            copies = engine.side.copies(engine.tables[:count])
-            took.append(1e6 * (time.perf_counter() - began))
-            for copy in copies:
-                copy.run()
-                copy.free()
-        took.sort()
-        figures = f"{took[len(took) // 2]:.0f} (at most {took[-1]:.0f})"
-        report.note(f"store_hook_us_{count}", figures, "engine's thread, median of 20")
 
 
 def measure_cpu_load(
@@ -275,35 +238,31 @@ def measure_cpu_load(
     add_rate(report, "cpu_load_vs_memcpy", total, ours_s, theirs_s)
 
 
-def put_near(engine: Engine, chunks: Sequence[Any]) -> int:
-    """Put what the pages hold into the server's gpu tier; return how many chunks are there."""
+def put_near(engine: Engine, chunks: Sequence[Any]) -> None:
+    """Put what the pages hold into the server's gpu tier."""
     from kvstore.proto.plans import NO_HINTS
 
-    there, waiting = 0, list(zip(engine.tables, chunks, strict=True))
+    waiting = list(zip(engine.tables, chunks, strict=True))
     while waiting:
         copies = engine.side.copies([table for table, _ in waiting[:16]])
         some, waiting = waiting[: len(copies)], waiting[len(copies) :]
         named = [chunk for _, chunk in some]
-        there += len(engine.side.put_near(partial(list, named), copies, NO_HINTS))
+        engine.side.put_near(partial(list, named), copies, NO_HINTS)
         for copy in copies:
             copy.free()
-    return there
 
 
 def measure_gpu(report: Report, engine: Engine, count: int, total: int) -> None:
     """Pages into the gpu tier of a server and out of it, verified, against copies on the device."""
     import torch
 
-    keys, chunks = chunks_of(engine.client, count)
+    keys, chunks = rolled(engine.client, count)
     for (table,), chunk in zip(engine.tables, chunks, strict=True):
         for tensor, parts in zip(engine.pages, chunk.tensors[0], strict=True):
             rows = torch.cat([torch.from_numpy(part.view("<i2")) for part in parts], -1)
             blocks = rows.unflatten(1, (len(table), BLOCK_TOKENS)).movedim(0, 1)
             tensor.view(torch.int16)[table] = blocks.to(tensor.device)
-    began = time.perf_counter()
-    there = put_near(engine, chunks)
-    put_s = time.perf_counter() - began
-    report.note("gpu_put", f"{total / put_s / 1e9:.1f} GB/s", f"{there} of {count} chunks")
+    put_near(engine, chunks)
     for tensor in engine.pages:
         tensor.zero_()
     assert engine.load(keys) == count
@@ -331,14 +290,11 @@ def measure_growth(report: Report, engine: Engine) -> None:
 
     for _ in range(20):
         engine.store()
-    before, stored = held_mb(), 0
-    began = time.perf_counter()
-    while stored < FLAT_CHUNKS:
+    before = held_mb()
+    for _ in range(0, FLAT_CHUNKS, len(engine.tables)):
         engine.store()
-        stored += len(engine.tables)
-    took_us = 1e6 * (time.perf_counter() - began) / stored
     grown = max(0.0, held_mb() - before)
-    report.add("pinned_growth_mb", grown, f"{stored} chunks of 1 MiB, {took_us:.0f} us each")
+    report.add("pinned_growth_mb", grown, f"{FLAT_CHUNKS} chunks of 1 MiB")
 
 
 if __name__ == "__main__":

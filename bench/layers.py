@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from bench.lib import ROOT
-from bench.lib.report import Report, flags_of
-from bench.lib.workload import serving
+from bench.lib.report import Report, parser_of
+from bench.lib.workload import connect, serving
 from bench.real_model import FOLDER, why_missing
-from kvstore.client import Client, ClientOptions
+from kvstore.client import Client
 
 if TYPE_CHECKING:
     from kvstore.client.engines.transformers import TransformersConnector
@@ -135,29 +133,31 @@ def measure_link(report: Report, engine: Engine, client: Client, gbps: int) -> b
     return is_same
 
 
-def measure(report: Report, folder: Path) -> None:
+def measure(report: Report) -> None:
     """Store the prefix and ask over every link."""
     engine, is_same = Engine(), True
-    options = ClientOptions("grpc", chunk_tokens=CHUNK_TOKENS, deadline_ms=60_000)
-    with serving("--cpu", "512MiB", "--tiers", "cpu", disk=folder / "disk") as (address, _):
-        with Client(address, engine.identity, options) as client:
+    options = {"transport": "grpc", "chunk_tokens": CHUNK_TOKENS, "deadline_ms": 60_000}
+    with serving("--cpu", "512MiB", "--tiers", "cpu") as (address, _):
+        with connect(address, engine.identity, **options) as client:
             engine.connector(client).generate(engine.prefix, max_new_tokens=1, pad_token_id=0)
         for gbps in GBPS:
-            with slow_link(address, gbps) as near, Client(near, engine.identity, options) as client:
+            with (
+                slow_link(address, gbps) as near,
+                connect(near, engine.identity, **options) as client,
+            ):
                 is_same &= measure_link(report, engine, client, gbps)
     report.add(KEYS[-1], float(is_same), "both ways had the same tokens", "bar 1")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    only_json = flags_of(argv, __doc__).json
+    flags = parser_of(__doc__).parse_args(argv)
     report, why = Report("layers"), why_missing()
     if why is None:
-        with tempfile.TemporaryDirectory() as folder:
-            measure(report, Path(folder))
+        measure(report)
     else:
         report.skip(KEYS, why)
-    report.print(only_json=only_json)
+    report.print(only_json=flags.json)
 
 
 if __name__ == "__main__":

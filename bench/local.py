@@ -6,103 +6,116 @@ is a process of its own on embedded defaults but for sizes and paths.
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
+from statistics import median
 
 import numpy as np
+import redis
 
-from bench.lib.bare import (
-    in_steps,
-    looked_at,
-    parts_of,
-    raw_stream,
-    ring_put,
-    steps_of,
-    summed_get,
-    summed_read,
-)
-from bench.lib.report import Report, best_s, flags_of, in_turns, paired
+from bench.lib.bare import bare_read, looked_at, raw_stream, ring_put, steps_of, summed_get
+from bench.lib.report import Report, best_s, in_turns, paired, parser_of, timed
 from bench.lib.workload import (
     MIB,
     MODEL,
     SMALL,
     TINY,
+    arrays,
+    arrays_of,
     check,
     chunk_bytes,
+    chunks_of,
     connect,
-    copy_all,
+    keys_of,
     make_chunks,
+    put_all,
     redis_gets,
     redis_server,
+    rooms,
     serving,
 )
-from kvstore.client import Chunk, Client, ClientOptions
+from kvstore.client import Chunk, Client
 from kvstore.client.chunk import LayerTensors, parents
 from kvstore.client.connection import Connection
 from kvstore.client.session import Session
 from kvstore.client.transports.tcp import Entrance, FrameStream
-from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.keys import chain_digests
-from kvstore.proto.types import DIGEST_BYTES, ChunkKey, KVLayout, PutOutcome
+from kvstore.proto.types import (
+    DIGEST_BYTES,
+    ROOT,
+    ChunkInfo,
+    ChunkKey,
+    KVLayout,
+    PutOutcome,
+)
+from kvstore.server.eviction.lru import LruEviction
+from kvstore.server.index.catalog import Catalog
+from kvstore.server.index.holds import Leases
 from kvstore.server.main import keep_freed_memory
+from kvstore.tiers.cpu import CpuTier
+from kvstore.tiers.disk import DiskTier
+
+CHUNKS = 16
+PROMPT_CHUNKS = 32
+"""A prompt of 8k tokens."""
+REPEATS = 11
+FLOOD_CHUNKS = 30
+BURST_CHUNKS = 2000
+LOOKUP_TOKENS = 128 * 1024
+LEASE_CHUNKS = 128
+LEASE_PACKETS_BYTES = (LEASE_CHUNKS * 16 + 64, LEASE_CHUNKS * (32 + 5) + 96)
+"""A lease's question and answer: a digest for each chunk; a place, a tier and a time for each."""
+METADATA_CHUNKS = 20_000
+STALLED_READERS, SESSIONS = 64, 5
+"""Readers, of so many sessions: one may have 16 streams."""
+BULK = ("--tiers", "cpu", "--cpu", "1GiB", "--bulk", "127.0.0.1:0")
 
 
-def bench_import(report: Report) -> None:
+def gbps(size: int, seconds: float) -> str:
+    """Return a speed in words."""
+    return f"{size / seconds / 1e9:.2f} GB/s"
+
+
+def bench_import(_: Path, report: Report) -> None:
     """A server's import: seconds and resident megabytes, in a process of its own."""
     code = (
         "import time; t = time.perf_counter(); import kvstore.server.main; "
         "import kvstore.tiers.disk, kvstore.tiers.redis; s = time.perf_counter() - t; "
         "import psutil; print(s, psutil.Process().memory_info().rss)"
     )
-    runs = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        for _ in range(3)
-    ]
-    pairs = [tuple(map(float, run.stdout.split())) for run in runs]
-    report.add("import_s", min(pair[0] for pair in pairs), "server and all tiers", "bar 1 s")
-    report.add("import_mb", max(pair[1] for pair in pairs) / MIB, "resident", "bar 150 MB")
+    runs = [subprocess.check_output([sys.executable, "-c", code]).split() for _ in range(3)]
+    seconds, sizes = (list(map(float, column)) for column in zip(*runs, strict=True))
+    report.add("import_s", min(seconds), "server and all tiers", "bar 1 s")
+    report.add("import_mb", max(sizes) / MIB, "resident", "bar 150 MB")
 
 
 def bench_metadata(folder: Path, report: Report) -> None:
     """Traced bytes of everything kept per chunk that lies in CPU memory and on disk."""
-    import gc
-    import tracemalloc
-
-    from kvstore.proto.frame import raw_frame_bytes
-    from kvstore.proto.types import ChainDigest, ChunkInfo
-    from kvstore.server.eviction.lru import LruEviction
-    from kvstore.server.index.catalog import Catalog
-    from kvstore.server.index.holds import Leases
-    from kvstore.tiers.cpu import CpuTier
-    from kvstore.tiers.disk import DiskTier
-
-    count = 20_000
-    layout = KVLayout.of(TINY, 16)
+    count, layout = METADATA_CHUNKS, KVLayout.of(TINY, 16)
     size = raw_frame_bytes(layout)
-    tiers = [
-        CpuTier(count * (size + 4096), 64 * MIB),
-        DiskTier((folder / "meta", count * (size + 8192))),
-    ]
-    leases = Leases(1, lambda: 1)
-    catalog = Catalog({t.name: LruEviction() for t in tiers}, leases, 1, time.monotonic)
+    cpu = CpuTier(count * (size + 4096), 64 * MIB)
+    tiers = [cpu, DiskTier((folder / "meta", count * (size + 8192)))]
+    policies = {tier.name: LruEviction() for tier in tiers}
+    catalog = Catalog(policies, Leases(1, lambda: 1), 1, time.monotonic)
     digests = chain_digests(list(range(256 * count)))
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
-    parent = ChainDigest(bytes(16))
-    for digest in digests:
+    for digest, parent in zip(digests, [ROOT, *digests], strict=False):
         info = ChunkInfo(ChunkKey(bytes(16) + digest), parent, layout, 0, size)
         for tier in tiers:
             tier.seal(tier.reserve(info))
             catalog.note_sealed(tier.name, info)
-        parent = digest
     for tier in tiers:
         tier.flush()
     gc.collect()  # written rows and their batch name one another
@@ -113,38 +126,64 @@ def bench_metadata(folder: Path, report: Report) -> None:
     report.add("metadata_bytes_per_chunk", (after - before) / count, "CPU + disk copy", "reported")
 
 
-STALLED_READERS = 64
-SESSIONS = 5
-"""That these are of: one may have 16 streams."""
+def bench_transport(address: str, report: Report) -> None:
+    """Shared memory against memcpy, and gRPC in GB/s."""
+    with connect(address, MODEL, transport="shm") as client:
+        keys, chunks = make_chunks(client, PROMPT_CHUNKS, 1)
+        size, out = chunk_bytes(chunks), rooms(MODEL, PROMPT_CHUNKS)
+        pairs = list(zip(arrays(out), arrays_of(chunks), strict=True))
 
-
-def bulk_against_tcp(folder: Path, chunks: int, repeats: int) -> tuple[int, float, float, float]:
-    """Return bytes, then the best seconds of a get, of a put and of the raw stream.
-
-    Every byte of the gets is verified by the client, and compared in the end.
-    """
-    flags = ("--tiers", "cpu", "--cpu", "1GiB", "--bulk", "127.0.0.1:0")
-    options = ClientOptions(transport="tcp", deadline_ms=20_000)
-    with (
-        serving(*flags, disk=folder / "none") as (address, _),
-        Client(address, MODEL, options) as client,
-    ):
-        keys, sent = make_chunks(client, chunks, 6)
-        size = chunk_bytes(sent)
-        out = [empty_tensors(KVLayout.of(MODEL, 256)) for _ in sent]
+        def copy() -> None:
+            for room, part in pairs:
+                np.copyto(room, part)
 
         def put() -> None:
-            client.delete(keys=keys)
-            assert all(put.outcome is PutOutcome.stored for put in client.put_chunks(sent))
+            put_all(client, chunks)
 
         def get() -> None:
             assert len(client.get_chunks(keys, out)) == len(keys)
 
+        copy()
+        turns = []
+        with ring_put(steps_of(arrays_of(chunks))) as bare:
+            for _ in range(REPEATS):
+                turns.append((timed(put), timed(copy), timed(bare)))
+                client.delete(keys=keys)
+        ours_s, copy_s, bare_s = map(min, zip(*turns, strict=True))
+        copied = f"memcpy {gbps(size, copy_s)}"
+        ours, ring = f"put {gbps(size, ours_s)}", f"two processes, a ring {gbps(size, bare_s)}"
+        report.add("shm_put_vs_memcpy", copy_s / ours_s, ours, f"{copied}, bar 0.6")
+        report.add("shm_put_limit_vs_memcpy", copy_s / bare_s, ring, copied)
+        put()
+        with summed_get(steps_of(arrays(out))) as bare:
+            turns = [(timed(bare), timed(copy), timed(get)) for _ in range(REPEATS)]
+        bare_s, copy_s, ours_s = map(min, zip(*turns, strict=True))
+        copied = f"memcpy {gbps(size, copy_s)}"
+        ours, two = f"get {gbps(size, ours_s)}", f"two threads, summed {gbps(size, bare_s)}"
+        report.add("shm_get_vs_memcpy", copy_s / ours_s, ours, f"{copied}, bar 0.95")
+        report.add("shm_get_limit_vs_memcpy", copy_s / bare_s, two, copied)
+        check(chunks, out)
+    with connect(address, MODEL, transport="grpc") as client:
+        get_s = best_s(get, REPEATS)
+        report.add("grpc_get_gbps", size / get_s / 1e9, f"{size / MIB:.0f} MiB", "bar 0.5")
+        check(chunks, out)
+
+
+def bench_bulk(_folder: Path, report: Report) -> None:
+    """The bulk channel against a bare TCP stream of the same bytes into ready memory."""
+    with serving(*BULK) as (address, _), connect(address, MODEL, transport="tcp") as client:
+        keys, chunks = make_chunks(client, PROMPT_CHUNKS, 6)
+        size, out = chunk_bytes(chunks), rooms(MODEL, PROMPT_CHUNKS)
+
+        def get() -> None:
+            assert len(client.get_chunks(keys, out)) == len(keys)
+
+        put_all(client, chunks)
         with raw_stream(size) as receive:
-            put_s, _ = paired(put, receive, max(1, repeats // 2))
-            get_s, raw_s = paired(get, receive, repeats)
-        check(sent, out)
-    return size, get_s, put_s, raw_s
+            get_s, raw_s = paired(get, receive, REPEATS)
+        check(chunks, out)
+    ours, theirs = f"get {gbps(size, get_s)}", f"TCP {gbps(size, raw_s)}, bar 0.6"
+    report.add("bulk_get_vs_raw_tcp", raw_s / get_s, ours, theirs)
 
 
 @contextmanager
@@ -168,194 +207,81 @@ def stalled_readers(clients: Sequence[Client], keys: Sequence[ChunkKey]) -> Iter
         yield
 
 
-def beside_stalled_readers(folder: Path, chunks: int, rounds: int) -> tuple[float, float]:
-    """Return how much longer a get and a put take beside readers that take nothing."""
-    flags = ("--tiers", "cpu", "--cpu", "1GiB", "--bulk", "127.0.0.1:0")
-    options = ClientOptions(transport="tcp", deadline_ms=20_000)
+def bench_stalled(_folder: Path, report: Report, chunks: int = 8, rounds: int = 5) -> None:
+    """Gets and puts over TCP beside 64 readers that take nothing, against none of them."""
     with ExitStack() as stack:
-        address, _ = stack.enter_context(serving(*flags, disk=folder / "none"))
+        address, _ = stack.enter_context(serving(*BULK))
         client, *others = (
-            stack.enter_context(Client(address, MODEL, options)) for _ in range(SESSIONS + 1)
+            stack.enter_context(connect(address, MODEL, transport="tcp"))
+            for _ in range(SESSIONS + 1)
         )
         keys, sent = make_chunks(client, chunks, 6)
         more, fresh = make_chunks(client, chunks // 2, 7)
         client.put_chunks(sent)
-        out = [empty_tensors(KVLayout.of(MODEL, 256)) for _ in sent]
+        out = rooms(MODEL, chunks)
 
         def get() -> None:
             assert len(client.get_chunks(keys, out)) == len(keys)
 
         def put() -> None:
             client.delete(keys=more)
-            assert all(put.outcome is PutOutcome.stored for put in client.put_chunks(fresh))
+            put_all(client, fresh)
 
         free, beside = [], []
         for _ in range(rounds):
             free.append((best_s(get, 10), best_s(put, 10)))
             with stalled_readers(others, keys):
                 beside.append((best_s(get, 10), best_s(put, 10)))
-    get_s, put_s = map(min, zip(*free, strict=True))
-    beside_get_s, beside_put_s = map(min, zip(*beside, strict=True))
-    return beside_get_s / get_s, beside_put_s / put_s
+    alone, ours = (list(map(min, zip(*found, strict=True))) for found in (free, beside))
+    get_, put_ = (one / other for one, other in zip(ours, alone, strict=True))
+    words = f"get {get_:.2f}, put {put_:.2f}"
+    report.add("bulk_beside_stalled_readers", max(get_, put_), words, "bar 1.2")
 
 
-CHUNKS = 16
-PROMPT_CHUNKS = 32
-"""A prompt of 8k tokens."""
-REPEATS = 11
-FLOOD_CHUNKS = 30
-BURST_CHUNKS = 2000
-LOOKUP_TOKENS = 128 * 1024
-LEASE_CHUNKS = 128
-LEASE_PACKETS_BYTES = (LEASE_CHUNKS * 16 + 64, LEASE_CHUNKS * (32 + 5) + 96)
-"""A lease's question and answer: a digest for each chunk; a place, a tier and a time for each."""
-
-
-def bench_transport(address: str, report: Report) -> None:
-    """Shared memory against memcpy, and gRPC in GB/s."""
-    options = ClientOptions(transport="shm", deadline_ms=20_000)
-    with Client(address, MODEL, options) as client:
-        keys, chunks = make_chunks(client, PROMPT_CHUNKS, 1)
-        size = chunk_bytes(chunks)
-        out = [empty_tensors(KVLayout.of(MODEL, 256)) for _ in chunks]
-        copy_all(chunks, out)
-
-        def put() -> None:
-            assert all(put.outcome is PutOutcome.stored for put in client.put_chunks(chunks))
-
-        put_s = copy_s = bare_s = float("inf")
-        with ring_put(parts_of(chunks)) as bare_put:
-            for _ in range(REPEATS):
-                put_s = min(put_s, best_s(put, 1))
-                copy_s = min(copy_s, best_s(lambda: copy_all(chunks, out), 1))
-                bare_s = min(bare_s, best_s(bare_put, 1))
-                client.delete(keys=keys)
-        copied = f"memcpy {size / copy_s / 1e9:.2f} GB/s"
-        report.add(
-            "shm_put_vs_memcpy", copy_s / put_s, f"put {size / put_s / 1e9:.2f} GB/s",
-            f"{copied}, bar 0.6",
-        )  # fmt: skip
-        report.add(
-            "shm_put_limit_vs_memcpy", copy_s / bare_s,
-            f"two processes, a ring {size / bare_s / 1e9:.2f} GB/s", copied,
-        )  # fmt: skip
-        put()
-
-        def get() -> None:
-            assert len(client.get_chunks(keys, out)) == len(keys)
-
-        get_s = copy_s = bare_s = float("inf")
-        with summed_get(steps_of(out)) as bare_get:
-            for _ in range(REPEATS):
-                bare_s = min(bare_s, best_s(bare_get, 1))
-                copy_s = min(copy_s, best_s(lambda: copy_all(chunks, out), 1))
-                get_s = min(get_s, best_s(get, 1))
-        copied = f"memcpy {size / copy_s / 1e9:.2f} GB/s"
-        report.add(
-            "shm_get_vs_memcpy", copy_s / get_s, f"get {size / get_s / 1e9:.2f} GB/s",
-            f"{copied}, bar 0.95",
-        )  # fmt: skip
-        report.add(
-            "shm_get_limit_vs_memcpy", copy_s / bare_s,
-            f"two threads, copied and summed {size / bare_s / 1e9:.2f} GB/s", copied,
-        )  # fmt: skip
-        check(chunks, out)
-    with Client(address, MODEL, ClientOptions(transport="grpc", deadline_ms=20_000)) as client:
-        get_s = best_s(lambda: client.get_chunks(keys, out), REPEATS)
-        report.add("grpc_get_gbps", size / get_s / 1e9, f"{size / MIB:.0f} MiB", "bar 0.5")
-        check(chunks, out)
-
-
-def bench_tier(
-    client: Client, tier: str, chunks: Sequence[Chunk], keys: Sequence[ChunkKey], rounds: int
-) -> float:
-    """Seconds of a get whose every chunk comes from *tier*; CPU memory is emptied before each."""
-    out = [empty_tensors(KVLayout.of(MODEL, 256)) for _ in chunks]
-    best = float("inf")
-    for number in range(rounds):
-        _leave_on(client, tier, keys, number)
-        best = min(best, best_s(lambda: client.get_chunks(keys, out), 1))
-        check(chunks, out)
-    return best
-
-
-def _leave_on(client: Client, tier: str, keys: Sequence[ChunkKey], number: int) -> None:
-    """Empty CPU memory of *keys*, again where an earlier read had them promoted meanwhile."""
-    for _ in range(10):
-        _flood(client, number)
+def get_from(client: Client, tier: str, chunks: Sequence[Chunk], keys: Sequence[ChunkKey]) -> float:
+    """Seconds of a get whose every chunk comes from *tier*; CPU memory is emptied before."""
+    out = rooms(MODEL, len(chunks))
+    for seed in range(1000, 1010):  # again where an earlier read had them promoted meanwhile
+        others = keys_of(client, FLOOD_CHUNKS, seed)
+        put_all(client, chunks_of(others, _flood(client)))
+        client.delete(keys=others)
         if set(client.lookup(keys=keys).tiers) == {tier}:
-            return
+            break
         time.sleep(0.3)
-    raise AssertionError(client.lookup(keys=keys).tiers)
-
-
-def _flood(client: Client, number: int) -> None:
-    """Push everything else out of CPU memory with as many other chunks as it holds."""
-    rng = np.random.default_rng(1000 + number)
-    keys = client.keys(rng.integers(0, 1 << 31, 256 * FLOOD_CHUNKS).tolist())
-    tensors = _flood_tensors(client)
-    named = zip(keys, tensors, parents(keys), strict=True)
-    chunks = [Chunk(key, kv, parent=parent) for key, kv, parent in named]
-    assert all(put.outcome is PutOutcome.stored for put in client.put_chunks(chunks))
-    client.delete(keys=keys)
+    else:
+        raise AssertionError(client.lookup(keys=keys).tiers)
+    seconds = timed(lambda: client.get_chunks(keys, out))
+    check(chunks, out)
+    return seconds
 
 
 @lru_cache(maxsize=1)
-def _flood_tensors(client: Client) -> list[LayerTensors]:
-    """Noise takes longer to make than all that is measured: make it once."""
+def _flood(client: Client) -> list[LayerTensors]:
+    """As much noise as CPU memory holds, made once: that takes longer than what is measured."""
     return [chunk.tensors for chunk in make_chunks(client, FLOOD_CHUNKS, 1000)[1]]
-
-
-def bench_bulk(folder: Path, report: Report) -> None:
-    """The bulk channel against a bare TCP stream of the same bytes into ready memory."""
-    size, get_s, put_s, raw_s = bulk_against_tcp(folder, PROMPT_CHUNKS, REPEATS)
-    report.add(
-        "bulk_get_vs_raw_tcp", raw_s / get_s, f"get {size / get_s / 1e9:.2f} GB/s",
-        f"TCP {size / raw_s / 1e9:.2f} GB/s, bar 0.6",
-    )  # fmt: skip
-    report.note("bulk put", f"{raw_s / put_s:.3f}", f"put {size / put_s / 1e9:.2f} GB/s")
-
-
-def bench_stalled(folder: Path, report: Report) -> None:
-    """Gets and puts over TCP beside 64 readers that take nothing, against none of them."""
-    get, put = beside_stalled_readers(folder, 8, 5)
-    report.add(
-        "bulk_beside_stalled_readers", max(get, put), f"get {get:.2f}, put {put:.2f}", "bar 1.2"
-    )
 
 
 def bench_disk(folder: Path, report: Report) -> None:
     """Disk gets from the page cache against preadv of the same bytes."""
     disk = folder / "disk"
-    flags = (
-        "--tiers", "cpu,disk", "--cpu", "256MiB", "--disk", f"2GiB:{disk}",
-        "--write", "evict",  # no copies of the flood while we measure
-    )  # fmt: skip
-    with serving(*flags, disk=disk) as (address, _), connect(address, MODEL) as client:
+    flags = ("--tiers", "cpu,disk", "--cpu", "256MiB", "--disk", f"2GiB:{disk}")
+    quiet = ("--write", "evict")  # no copies of the flood while we measure
+    with serving(*flags, *quiet) as (address, _), connect(address, MODEL) as client:
         keys, chunks = make_chunks(client, CHUNKS, 2)
         client.put_chunks(chunks, durable=True)
-        size = chunk_bytes(chunks)
-        out = np.empty(size, np.uint8)
+        out = np.empty(chunk_bytes(chunks), np.uint8)
         # The chunks are the first that were put there, one behind the other.
-        descriptor = os.open(disk / "extents" / "0000.kv", os.O_RDONLY)
-        try:
-            assert os.preadv(descriptor, [out.data], 0) == size
-            read = partial(best_s, lambda: os.preadv(descriptor, [out.data], 0), 1)
-            ratio, get_s, read_s = in_turns(
-                lambda: bench_tier(client, "disk", chunks, keys, 1), read, REPEATS
-            )
-            with summed_read(descriptor, in_steps(out)) as bare:
-                limit, bare_s, _ = in_turns(partial(best_s, bare, 1), read, REPEATS)
-        finally:
-            os.close(descriptor)
-    report.add(
-        "disk_get_vs_pread", ratio, f"get {size / get_s / 1e9:.2f} GB/s",
-        f"preadv {size / read_s / 1e9:.2f} GB/s, bar 0.9",
-    )  # fmt: skip
-    report.add(
-        "disk_get_limit_vs_pread", limit,
-        f"two threads, read and summed {size / bare_s / 1e9:.2f} GB/s", "as above",
-    )  # fmt: skip
+        with (disk / "extents" / "0000.kv").open("rb") as file:
+            assert os.preadv(file.fileno(), [out.data], 0) == len(out)
+            read = partial(timed, lambda: os.preadv(file.fileno(), [out.data], 0))
+            get = partial(get_from, client, "disk", chunks, keys)
+            ratio, get_s, read_s = in_turns(get, read, REPEATS)
+            with bare_read(file.fileno(), steps_of([out]), summed=True) as bare:
+                limit, bare_s, _s = in_turns(partial(timed, bare), read, REPEATS)
+    ours, theirs = f"get {gbps(len(out), get_s)}", f"preadv {gbps(len(out), read_s)}, bar 0.9"
+    report.add("disk_get_vs_pread", ratio, ours, theirs)
+    two = f"two threads, read and summed {gbps(len(out), bare_s)}"
+    report.add("disk_get_limit_vs_pread", limit, two, "as above")
 
 
 def bench_redis(folder: Path, report: Report) -> None:
@@ -364,46 +290,33 @@ def bench_redis(folder: Path, report: Report) -> None:
     The first is one client of Redis against another. The second goes on through the server and
     shared memory to the engine: a third process, where two already fill two cores.
     """
-    import redis
-
-    with redis_server(folder) as port:
+    with redis_server(folder) as port, redis.Redis(port=port) as raw:
         url = f"redis://127.0.0.1:{port}/0"
-        flags = (
-            "--tiers", "cpu,redis", "--cpu", "256MiB", "--redis", url, "--codec", "redis=raw",
-            "--redis-timeout-ms", "5000",
-        )  # fmt: skip
-        disk = folder / "none"
-        with serving(*flags, disk=disk) as (address, _), connect(address, MODEL) as client:
+        flags = ("--tiers", "cpu,redis", "--cpu", "256MiB", "--redis", url)
+        more = ("--codec", "redis=raw", "--redis-timeout-ms", "5000")
+        with serving(*flags, *more) as (address, _), connect(address, MODEL) as client:
             keys, chunks = make_chunks(client, CHUNKS, 3)
             client.put_chunks(chunks)
-            raw = redis.Redis(port=port)
             while any("redis" not in {c.tier for c in s.copies} for s in client.stat(keys=keys)):
                 time.sleep(0.05)
             names = [k for k in raw.scan_iter(count=1000) if not bytes(k).endswith(b":m")]
             size = chunk_bytes(chunks)
 
-            def get_raw() -> None:
+            def get_raw() -> float:
+                started = time.perf_counter()
                 assert sum(len(raw.get(name) or b"") for name in names) >= size
+                return time.perf_counter() - started
 
             keep_freed_memory()  # as the tier's process does; both sides allocate replies of 2 MB
             with redis_gets(url, keys) as get:
-                tier = in_turns(partial(best_s, get, 1), partial(best_s, get_raw, 1), 2 * REPEATS)
-            through = in_turns(
-                lambda: bench_tier(client, "redis", chunks, keys, 1),
-                partial(best_s, get_raw, 1),
-                REPEATS // 2 + 1,
-            )
-            raw.close()
-    ratio, our_s, raw_s = tier
-    report.add(
-        "redis_get_vs_raw", ratio, f"tier {size / our_s / 1e9:.2f} GB/s",
-        f"GET {size / raw_s / 1e9:.2f} GB/s, bar 0.7",
-    )  # fmt: skip
-    ratio, our_s, raw_s = through
-    report.add(
-        "redis_client_get_vs_raw", ratio, f"client {size / our_s / 1e9:.2f} GB/s",
-        f"GET {size / raw_s / 1e9:.2f} GB/s",
-    )  # fmt: skip
+                tier = in_turns(partial(timed, get), get_raw, 2 * REPEATS)
+            through = partial(get_from, client, "redis", chunks, keys)
+            whole = in_turns(through, get_raw, REPEATS // 2 + 1)
+    words = [
+        (f"{gbps(size, ours)}", f"GET {gbps(size, raw_s)}") for _, ours, raw_s in (tier, whole)
+    ]
+    report.add("redis_get_vs_raw", tier[0], words[0][0], f"{words[0][1]}, bar 0.7")
+    report.add("redis_client_get_vs_raw", whole[0], *words[1])
 
 
 def bench_lookup(address: str, report: Report) -> None:
@@ -411,19 +324,15 @@ def bench_lookup(address: str, report: Report) -> None:
     with connect(address, TINY) as client:
         keys, chunks = make_chunks(client, LOOKUP_TOKENS // 256, 4)
         client.put_chunks(chunks)
-        times_s = []
-        for _ in range(50):
-            started_s = time.perf_counter()
-            lease = client.lease(keys=keys)
-            times_s.append(time.perf_counter() - started_s)
-            assert lease.match.ready == len(keys)
+
+        def look_up() -> None:
+            assert client.lease(keys=keys).match.ready == len(keys)
+
+        times_s = [timed(look_up) for _ in range(50)]
         connection = Connection(address, 1000)
         session = Session(connection, TINY, client.options)
-        request = pb.LookupRequest(
-            session_id=session.terms.session_id,
-            digests=b"".join(key[16:] for key in keys),
-            lease=True,
-        )
+        digests = b"".join(key[DIGEST_BYTES:] for key in keys)
+        request = pb.LookupRequest(session_id=session.terms.session_id, digests=digests, lease=True)
         times_us = []
         for _ in range(20):
             reply = connection.call("Lookup", request, 5000, pb.LookupResponse)
@@ -431,13 +340,8 @@ def bench_lookup(address: str, report: Report) -> None:
             times_us.append(reply.server_us)
         session.close()
         connection.close()
-    report.add(
-        "lookup_512_ms", float(np.median(times_s)) * 1000, "median, leased, asked for by a client",
-        "bar 1.5 ms",
-    )  # fmt: skip
-    report.add(
-        "lookup_512_server_ms", float(np.median(times_us)) / 1000, "median, leased", "bar 1 ms"
-    )
+    report.add("lookup_512_ms", 1e3 * median(times_s), "median, leased, a client's", "bar 1.5 ms")
+    report.add("lookup_512_server_ms", median(times_us) / 1e3, "median, leased", "bar 1 ms")
 
 
 def bench_lease(address: str, report: Report) -> None:
@@ -448,7 +352,7 @@ def bench_lease(address: str, report: Report) -> None:
         times_s, bare_s = [], []
         with looked_at(LEASE_CHUNKS, *LEASE_PACKETS_BYTES) as look:
             for _ in range(5 * REPEATS):
-                bare_s.append(best_s(look, 1))
+                bare_s.append(timed(look))
                 started_s = time.perf_counter()
                 with client.lease(keys=keys) as lease:
                     views = [lease.view(index) for index in range(len(keys))]
@@ -456,53 +360,42 @@ def bench_lease(address: str, report: Report) -> None:
                     times_s.append(time.perf_counter() - started_s)
                 assert len(first) == len(keys)
         client.delete(keys=keys)
-    report.add(
-        "lease_128_us", float(np.median(times_s)) * 1e6,
-        f"median, first element of each; best {1e6 * min(times_s):.0f}",
-        f"bar {300 + 3 * LEASE_CHUNKS} us",
-    )  # fmt: skip
-    report.add(
-        "lease_128_limit_us", float(np.median(bare_s)) * 1e6,
-        f"a bare exchange and look; best {1e6 * min(bare_s):.0f}", "as above",
-    )  # fmt: skip
+    bar = f"bar {300 + 3 * LEASE_CHUNKS} us"
+    report.add("lease_128_us", 1e6 * median(times_s), "median, first element of each", bar)
+    report.add("lease_128_limit_us", 1e6 * median(bare_s), "a bare exchange and look", "as above")
 
 
 def bench_burst(folder: Path, report: Report) -> None:
     """2,000 puts of 1 MiB into 128 MiB of CPU memory and disk: how many cannot be read after."""
     flags = ("--tiers", "cpu,disk", "--cpu", "128MiB", "--disk", f"3GiB:{folder / 'burst'}")
-    with serving(*flags, disk=folder / "burst") as (address, _), connect(address, SMALL) as client:
-        rng = np.random.default_rng(5)
-        keys = client.keys(rng.integers(0, 1 << 31, 256 * BURST_CHUNKS).tolist())
-        base = rng.integers(0, 1 << 16, (2, 8, 256, 128), dtype=np.uint16)
+    base = np.random.default_rng(5).integers(0, 1 << 16, (2, 8, 256, 128), dtype=np.uint16)
 
-        def tensors(number: int) -> ChunkTensors:
-            part = base + np.uint16(number)
-            return [[[part[0], part[1]]]]
+    def tensors(number: int) -> LayerTensors:
+        return [[list(base + np.uint16(number))]]
 
-        refused = 0
+    refused = lost = 0
+    with serving(*flags) as (address, _), connect(address, SMALL) as client:
+        keys = keys_of(client, BURST_CHUNKS, 5)
         for number, (key, parent) in enumerate(zip(keys, parents(keys), strict=True)):
             (put,) = client.put_chunks([Chunk(key, tensors(number), parent=parent)])
             refused += put.outcome is not PutOutcome.stored
-        lost = 0
         for start in range(0, BURST_CHUNKS, CHUNKS):
-            group = keys[start : start + CHUNKS]
-            found = client.get_chunks(group)
+            found = client.get_chunks(keys[start : start + CHUNKS])
             right = sum(
-                all(np.array_equal(a, b) for a, b in zip(got[0][0], want[0][0], strict=True))
-                for got, want in zip(
-                    found, map(tensors, range(start, start + CHUNKS)), strict=False
-                )
+                np.array_equal(arrays([got]), arrays([tensors(number)]))
+                for number, got in enumerate(found, start)
             )
-            lost += len(group) - right
+            lost += min(CHUNKS, BURST_CHUNKS - start) - right
     report.add("burst_lost", lost, f"of {BURST_CHUNKS} x 1 MiB, {refused} refused", "bar 0")
 
 
 SHARED = {"transport": bench_transport, "lookup": bench_lookup, "lease": bench_lease}
-PARTS = {
+"""Parts that share one server."""
+PARTS: dict[str, Callable[[Path, Report], None]] = {
     "bulk": bench_bulk,
     "disk": bench_disk,
     "redis": bench_redis,
-    "import": lambda _, report: bench_import(report),
+    "import": bench_import,
     "burst": bench_burst,
     "stalled": bench_stalled,
     "metadata": bench_metadata,
@@ -511,16 +404,15 @@ PARTS = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the parts that the flags ask for, and print the report."""
-    options = flags_of(argv, __doc__, [*SHARED, *PARTS])
+    options = parser_of(__doc__, [*SHARED, *PARTS]).parse_args(argv)
     report = Report("local")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        if shared := [part for part in SHARED if part in options.only]:
-            with serving("--tiers", "cpu", "--cpu", "1GiB", disk=folder / "none") as (address, _):
-                for part in shared:
-                    SHARED[part](address, report)
-        for part in (part for part in PARTS if part in options.only):
-            PARTS[part](folder, report)
+    if shared := [part for part in SHARED if part in options.only]:
+        with serving("--tiers", "cpu", "--cpu", "1GiB") as (address, _):
+            for part in shared:
+                SHARED[part](address, report)
+    for part in (part for part in PARTS if part in options.only):
+        with tempfile.TemporaryDirectory() as folder:
+            PARTS[part](Path(folder), report)
     report.print(only_json=options.json)
 
 

@@ -22,9 +22,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 from bench.lib import ROOT
-from bench.lib.report import Report, flags_of
-from bench.lib.workload import SMALL, make_chunks, serving
-from kvstore.client import Client, ClientOptions
+from bench.lib.report import Report, parser_of
+from bench.lib.workload import SMALL, connect, make_chunks, serving
 
 ROOMS = ("server", "tiers", "proto")
 CLIENT_ROOMS = ("client", "cli")
@@ -69,13 +68,13 @@ class Tracer:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    only_json = flags_of(argv, __doc__).json
+    flags = parser_of(__doc__).parse_args(argv)
     report = Report("paths")
     measure_requests(report)
     measure_product(report)
     measure_server(report)
     measure_starts(report)
-    report.print(only_json=only_json)
+    report.print(only_json=flags.json)
     return 0
 
 
@@ -92,8 +91,7 @@ def measure_requests(report: Report) -> None:
         node = Node(load_config([*flags, *places]))
         node.start()
         try:
-            options = ClientOptions("grpc")
-            with Client(f"127.0.0.1:{node.port}", SMALL, options) as client:
+            with connect(f"127.0.0.1:{node.port}", SMALL, transport="grpc") as client:
                 for seed in range(3):  # what is done once is done before the last
                     keys, chunks = make_chunks(client, 1, seed)
                     with tracer.record():
@@ -112,27 +110,22 @@ def measure_requests(report: Report) -> None:
 
 
 def measure_product(report: Report) -> None:
-    """Lines and modules of server, tiers and proto, and circles among the server's."""
-    files = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
-    files = [path for path in files if not path.name.startswith(STUBS)]
-    lines = sum(len(path.read_text().splitlines()) for path in files)
-    modules = [path for path in files if path.name != "__init__.py"]
-    report.add("product_lines", lines, "hand-written, of server, tiers and proto", "33,000")
-    report.add("modules", len(modules), "of them", "150")
-    files = [path for room in CLIENT_ROOMS for path in (ROOT / room).rglob("*.py")]
-    lines = sum(len(path.read_text().splitlines()) for path in files)
-    modules = [path for path in files if path.name != "__init__.py"]
-    report.add("client_lines", lines, "hand-written, of client and cli", "18,000")
-    report.add("client_modules", len(modules), "of them", "70")
-    report.add(
-        "upward_imports", len(upward_imports()), "between the server's folders, by their order", "0"
-    )
-    circles = circles_of(imports_of(ROOT / "server", "kvstore.server"))
-    report.add(
-        "circles", len(circles), "groups of the server's modules that import each other", "0"
-    )
-    for circle in circles:
-        report.note("circle", str(len(circle)), ", ".join(sorted(circle)))
+    """Lines and modules of the product, and circles and imports upwards among the server's."""
+    for prefix, rooms, bars in (
+        ("product_", ROOMS, ("33,000", "150")),
+        ("client_", CLIENT_ROOMS, ("18,000", "70")),
+    ):
+        files = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
+        files = [path for path in files if not path.name.startswith(STUBS)]
+        lines = sum(len(path.read_text().splitlines()) for path in files)
+        modules = sum(path.name != "__init__.py" for path in files)
+        report.add(f"{prefix}lines", lines, f"hand-written, of {', '.join(rooms)}", bars[0])
+        name = f"{prefix}modules".removeprefix("product_")
+        report.add(name, modules, "of them", bars[1])
+    upwards, circles = upward_imports(), circles_of(imports_of(ROOT / "server", "kvstore.server"))
+    report.add("upward_imports", len(upwards), "between the server's folders, by their order", "0")
+    what = "groups of the server's modules that import each other"
+    report.add("circles", len(circles), what, "0")
 
 
 def upward_imports() -> list[tuple[str, str]]:
@@ -198,9 +191,8 @@ def _reach(start: str, imports: Mapping[str, set[str]]) -> set[str]:
 def measure_server(report: Report) -> None:
     """Threads of a server process that nobody calls; then what a client passes that calls it."""
     with tempfile.TemporaryDirectory() as folder:
-        disk = Path(folder) / "disk"
-        flags = ("--tiers", "cpu,disk", "--cpu", "64MiB", "--disk", f"64MiB:{disk}")
-        with serving(*flags, disk=disk) as (address, pid):
+        flags = ("--tiers", "cpu,disk", "--cpu", "64MiB", "--disk", f"64MiB:{folder}/disk")
+        with serving(*flags) as (address, pid):
             time.sleep(QUIET_S)
             count = len(list(Path(f"/proc/{pid}/task").iterdir()))
             report.add("idle_threads", count, "of a server with memory and disk", "20")
@@ -210,7 +202,7 @@ def measure_server(report: Report) -> None:
 def measure_client(address: str, report: Report) -> None:
     """Three chunks put and read over shared memory, traced on the thread that calls."""
     tracer, thread = Tracer("client", "codecs", "proto"), threading.current_thread().name
-    with Client(address, SMALL, ClientOptions("shm")) as client:
+    with connect(address, SMALL, transport="shm") as client:
         sys.setprofile(tracer)
         try:
             for seed in range(3):  # what is done once is done before the last

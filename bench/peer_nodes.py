@@ -18,26 +18,24 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from bench.lib.bare import KINDS, landing, raw_zmq, straight
-from bench.lib.report import Report, flags_of, paired
+from bench.lib.report import Report, paired, parser_of
 from bench.lib.workload import (
     MODEL,
     TINY,
     check,
     chunk_bytes,
     connect,
+    keys_of,
     make_chunks,
     redis_server,
+    rooms,
     serving,
 )
 from kvstore.client import Client
-from kvstore.codecs.base import empty_tensors
-from kvstore.proto.types import KVLayout
+from kvstore.proto.types import ChunkKey
 
-CHUNKS = 16
-REPEATS = 15
-LOOKUPS = 400
-LOOKUP_CHUNKS = 32
-PART_BYTES = 1 << 20
+CHUNKS, REPEATS = 16, 15
+LOOKUPS, LOOKUP_CHUNKS = 400, 32
 _FLAGS = ("--tiers", "cpu", "--cpu", "512MiB", "--limits", "peer_timeout_ms=2000")
 _REACHED_WITHIN_S = 20.0
 _TOLD_WITHIN_S = 2.0
@@ -71,48 +69,36 @@ class PeerTimes:
 
 
 @contextmanager
-def two_nodes(folder: Path, *flags: str) -> Iterator[tuple[str, str]]:
+def two_nodes(*flags: str) -> Iterator[tuple[str, str]]:
     """Run two servers of which the second reads the first's memory; yield their addresses.
 
     It knows the first by its address, or with *flags* by the directory.
     """
-    folders = [folder / "first", folder / "second"]
-    for one in folders:
-        one.mkdir(mode=0o700)
-    own = (*_FLAGS, *flags)
-    with (
-        serving(*own, "--bulk", "127.0.0.1:0", disk=folders[0] / "none") as (first, _),
-        serving(*own, "--peers", "directory" if flags else first, disk=folders[1] / "none") as (
-            second,
-            _,
-        ),
-    ):
-        yield first, second
+    with serving(*_FLAGS, *flags, "--bulk", "127.0.0.1:0") as (first, _):
+        peers = "directory" if flags else first
+        with serving(*_FLAGS, *flags, "--peers", peers) as (second, _):
+            yield first, second
 
 
-def _reached(reader: Client, keys: Sequence[bytes]) -> None:
+def _reached(reader: Client, keys: Sequence[ChunkKey]) -> None:
     until = time.monotonic() + _REACHED_WITHIN_S
-    while reader.lookup(keys=keys).ready < len(keys):  # type: ignore[arg-type]
+    while reader.lookup(keys=keys).ready < len(keys):
         if time.monotonic() > until:
             raise RuntimeError("the second server does not reach the first")
         time.sleep(0.05)
 
 
-def hit_against_raw(folder: Path, chunks: int, repeats: int) -> HitTimes:
-    """Time hits of *chunks* chunks in turns with the bare transfer.
-
-    Every byte is verified, and compared in the end.
-    """
+def hit_against_raw(chunks: int, repeats: int) -> HitTimes:
+    """Time hits of *chunks* chunks in turns with the bare transfer; every byte is verified."""
     with (
-        two_nodes(folder) as (first, second),
+        two_nodes() as (first, second),
         connect(first, MODEL) as writer,
         connect(second, MODEL) as reader,
         connect(second, MODEL, read_peers=False) as stayer,
     ):
         keys, sent = make_chunks(writer, chunks, 6)
         writer.put_chunks(sent)
-        size = chunk_bytes(sent)
-        out = [empty_tensors(KVLayout.of(MODEL, 256)) for _ in sent]
+        size, out = chunk_bytes(sent), rooms(MODEL, chunks)
         _reached(reader, keys)
 
         def hit(client: Client) -> float:
@@ -126,13 +112,12 @@ def hit_against_raw(folder: Path, chunks: int, repeats: int) -> HitTimes:
 
         while not reader.status().counters["peer_lent_chunks"]:
             hit(reader)  # by way of its server, until it is let in to the other
-        times: dict[Client, list[float]] = {reader: [], stayer: []}
+        times: list[float] = []
         with raw_zmq(size) as receive:
-            _, raw_s = paired(lambda: times[reader].append(hit(reader)), receive, repeats)
-            for _ in range(repeats):
-                times[stayer].append(hit(stayer))
+            _, raw_s = paired(lambda: times.append(hit(reader)), receive, repeats)
+            by_way_s = min(hit(stayer) for _ in range(repeats))
         check(sent, out)
-    return HitTimes(size, min(times[reader]), min(times[stayer]), raw_s)
+    return HitTimes(size, min(times), by_way_s, raw_s)
 
 
 def limits_over_raw(size_bytes: int, repeats: int) -> tuple[float, float]:
@@ -140,26 +125,25 @@ def limits_over_raw(size_bytes: int, repeats: int) -> tuple[float, float]:
     receives, in those of the bare transfer; best of each.
     """
 
-    def over_raw(loop: Callable[[], int]) -> float:
+    def over_raw(loop: Callable[[], None]) -> float:
         limit_s, raw_s = paired(loop, receive, repeats)
         return limit_s / raw_s
 
     with raw_zmq(size_bytes) as receive, ExitStack() as stack:
         loops = [stack.enter_context(landing(kind, size_bytes)) for kind in KINDS]
         reader = stack.enter_context(straight(size_bytes))
-        return min(over_raw(one) for one in loops), over_raw(reader)
+        return min(map(over_raw, loops)), over_raw(reader)
 
 
-def lookups(folder: Path, count: int, *flags: str) -> tuple[list[float], list[float]]:
+def lookups(count: int, *flags: str) -> tuple[list[float], list[float]]:
     """Return the seconds of each of *count* lookups: of chunks that a peer has, and lacks.
 
     *flags* as ``two_nodes`` has them.
     """
     found: list[float] = []
     missed: list[float] = []
-    folder.mkdir()
     with (
-        two_nodes(folder, *flags) as (first, second),
+        two_nodes(*flags) as (first, second),
         connect(first, TINY) as writer,
         connect(second, TINY) as reader,
     ):
@@ -169,9 +153,8 @@ def lookups(folder: Path, count: int, *flags: str) -> tuple[list[float], list[fl
         _reached(reader, prompts[0][0])
         if flags:
             time.sleep(_TOLD_WITHIN_S)
-        rng = np.random.default_rng(1 << 40)  # not the seed of a prompt
-        for keys, _ in prompts[1:]:
-            absent = reader.keys(rng.integers(0, 1 << 31, 256 * LOOKUP_CHUNKS).tolist())
+        for seed, (keys, _) in enumerate(prompts[1:], count):
+            absent = keys_of(reader, LOOKUP_CHUNKS, seed)  # not the seed of a prompt
             for asked, ready, seconds in ((keys, len(keys), found), (absent, 0, missed)):
                 started = time.perf_counter()
                 assert reader.lookup(keys=asked).ready == ready
@@ -181,48 +164,41 @@ def lookups(folder: Path, count: int, *flags: str) -> tuple[list[float], list[fl
 
 def measure(chunks: int, repeats: int, count: int) -> PeerTimes:
     """Measure a hit of *chunks* chunks of 8 MiB, and *count* lookups."""
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "hit").mkdir()
-        hit = hit_against_raw(folder / "hit", chunks, repeats)
-        limits = limits_over_raw(hit.size_bytes, repeats)
-        found, missed = lookups(folder / "look", count)
-        kinds: dict[str, Sequence[float]] = {"found": found, "missed": missed}
-        with redis_server(folder) as port:
-            flags = ("--directory", "--redis", f"redis://127.0.0.1:{port}/0")
-            found, missed = lookups(folder / "directory", count, *flags)
-        kinds |= {"directory_found": found, "directory_missed": missed}
-        return PeerTimes(hit, *limits, kinds)
+    hit = hit_against_raw(chunks, repeats)
+    limits = limits_over_raw(hit.size_bytes, repeats)
+    fixed = lookups(count)
+    with TemporaryDirectory() as folder, redis_server(Path(folder)) as port:
+        told = lookups(count, "--directory", "--redis", f"redis://127.0.0.1:{port}/0")
+    names = ("found", "missed", "directory_found", "directory_missed")
+    return PeerTimes(hit, *limits, dict(zip(names, (*fixed, *told), strict=True)))
 
 
 def add(report: Report, times: PeerTimes) -> None:
     """Add what was measured to *report*."""
     hit = times.hit
-    straight, by_way, raw = (
-        f"{hit.size_bytes / seconds / 1e9:.2f} GB/s"
-        for seconds in (hit.straight_s, hit.by_way_s, hit.raw_s)
-    )
+    seconds = (hit.straight_s, hit.by_way_s, hit.raw_s)
+    ours, by_way, raw = (f"{hit.size_bytes / one / 1e9:.2f} GB/s" for one in seconds)
     against = f"raw zmq {raw}"
-    report.add("peer_hit_over_raw", hit.straight_s / hit.raw_s, straight, f"{against}, bar 1.3")
+    report.add("peer_hit_over_raw", hit.straight_s / hit.raw_s, ours, f"{against}, bar 1.3")
     what = "a bare loop: receive where it is wanted, sum"
     report.add("peer_hit_limit_over_raw", times.straight, what)
     what = f"through the memory of the own server, {by_way}"
     report.add("peer_hit_by_way_over_raw", hit.by_way_s / hit.raw_s, what, against)
     what = "bare loops: receive, sum, copy out, sum"
     report.add("peer_hit_by_way_limit_over_raw", times.limit, what)
-    for name, seconds in times.lookups_s.items():
-        what = f"{len(seconds)} lookups of {LOOKUP_CHUNKS} chunks"
+    for name, found in times.lookups_s.items():
+        what = f"{len(found)} lookups of {LOOKUP_CHUNKS} chunks"
         for share in (50, 99):
-            value_ms = 1e3 * float(np.percentile(seconds, share))
+            value_ms = 1e3 * float(np.percentile(found, share))
             report.add(f"peer_lookup_{name}_ms_p{share}", value_ms, what)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table and the JSON line."""
-    only_json = flags_of(argv, __doc__).json
+    flags = parser_of(__doc__).parse_args(argv)
     report = Report("peer_nodes")
     add(report, measure(CHUNKS, REPEATS, LOOKUPS))
-    report.print(only_json=only_json)
+    report.print(only_json=flags.json)
 
 
 if __name__ == "__main__":

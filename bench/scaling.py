@@ -21,8 +21,9 @@ import numpy as np
 import psutil
 
 from bench.lib.report import Report, line_chart, parser_of
-from bench.lib.workload import MIB, TINY, make_chunks, redis_server, serving
-from kvstore.client import Client, ClientOptions
+from bench.lib.workload import MIB, TINY, connect, make_chunks, redis_server, serving
+from kvstore.client import Client
+from kvstore.proto.device import HostDevice
 from kvstore.proto.types import (
     ROOT,
     Accuracy,
@@ -50,7 +51,10 @@ from kvstore.server.tiering.tier_slot import TierCodec, Tiers, TierSlot
 from kvstore.server.tiering.work_queue import WorkQueue
 from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.gpu import GpuTier
 from kvstore.tiers.locations import LocationTable
+from kvstore.tiers.redis import RedisTier
 
 PROMPT_CHUNKS = 512
 FRAME_BYTES = 4096
@@ -63,16 +67,20 @@ class Control:
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         ids = count(1)
-        slots = [_slot(tier) for tier in tiers]
+        clock, raw = time.monotonic, TierCodec("raw")
+        slots = [
+            TierSlot(one, raw, LruEviction(), Breaker("tier", 3, 1000, clock), clock)
+            for one in tiers
+        ]
         self.names = [slot.name for slot in slots]
         leases = Leases(16, lambda: next(ids))
         policies = {slot.name: slot.policy for slot in slots}
-        self.catalog = Catalog(policies, leases, 1, time.monotonic)
+        self.catalog = Catalog(policies, leases, 1, clock)
         queues = {f"ask-{name}": 0 for name in self.names}
-        work_queue = WorkQueue(queues, 16, time.monotonic)
-        moves = Moves(Tiers(slots), self.catalog, work_queue, Counters(), time.monotonic, 1000)
+        work_queue = WorkQueue(queues, 16, clock)
+        moves = Moves(Tiers(slots), self.catalog, work_queue, Counters(), clock, 1000)
         self._lookup = Lookup(moves, 30_000, Prefetch(moves, 0), None)
-        sessions = SessionTable(1, 60_000, lambda _: b"salt", time.monotonic, os.urandom)
+        sessions = SessionTable(1, 60_000, lambda _: b"salt", clock, os.urandom)
         self._session: Session = sessions.open(TINY, "bench")
 
     def add(self, info: ChunkInfo) -> None:
@@ -101,11 +109,6 @@ class Control:
         return len(victims)
 
 
-def _slot(tier: Tier) -> TierSlot:
-    breaker = Breaker("tier", 3, 1000, time.monotonic)
-    return TierSlot(tier, TierCodec("raw"), LruEviction(), breaker, time.monotonic)
-
-
 def prompts() -> Iterator[list[ChunkInfo]]:
     """Yield the chunks of one prompt after another."""
     while True:
@@ -122,11 +125,6 @@ def prompts() -> Iterator[list[ChunkInfo]]:
 @contextmanager
 def cuda_free_tiers(folder: Path) -> Iterator[list[Tier]]:
     """Yield one tier of each kind, the gpu tier last and on the CPU: they stay empty."""
-    from kvstore.proto.device import HostDevice
-    from kvstore.tiers.disk import DiskTier
-    from kvstore.tiers.gpu import GpuTier
-    from kvstore.tiers.redis import RedisTier
-
     with ExitStack() as stack:
         port = stack.enter_context(redis_server(folder))
         tiers: list[Tier] = [
@@ -214,23 +212,17 @@ def scale_chunks(tiers: Sequence[Tier], report: Report) -> dict[str, Points]:
         ours, theirs = _medians(big.look_up, small.look_up)
         lookups.append((chunks, ours / theirs))
         evictions.append((chunks, big.evict_us()))
-        report.note(
-            f"{chunks} chunks", f"{1e6 * ours:.0f} us",
-            f"a lookup of 512; evicting one: {evictions[-1][1]:.1f} us",
-        )  # fmt: skip
     grown = (_own_bytes() - before) / big.chunks
     report.add("lookup_1e6_vs_1e3", lookups[-1][1], "a leased lookup of 512", "bar 1.5")
     report.add("lookup_512_us_1e6", 1e6 * ours, "the same, without the call", "bar 1000")
     report.add("evict_us", evictions[-1][1], "a victim at 1e6, chosen and forgotten", "bar 20")
-    report.add(
-        "evict_1e6_vs_1e3", evictions[-1][1] / evictions[0][1], "the same against 1e3", "reported"
-    )
+    grows = evictions[-1][1] / evictions[0][1]
+    report.add("evict_1e6_vs_1e3", grows, "the same against 1e3", "reported")
     report.add("metadata_mb_1e6", grown, "index with a CPU and a disk copy, CPU tier", "bar 400")
     return {"chunks: lookup": lookups, "chunks: eviction": _relative(evictions)}
 
 
 def _own_bytes() -> int:
-    """Return this process's memory, what it shares with others left out."""
     memory = psutil.Process().memory_info()
     return int(memory.rss - memory.shared)
 
@@ -241,8 +233,6 @@ def _relative(points: Points) -> Points:
 
 def weigh_disk_tier(folder: Path, report: Report) -> None:
     """Memory of the disk tier's own records."""
-    from kvstore.tiers.disk import DiskTier
-
     stream = prompts()
     with closing(DiskTier((folder, 2 * DISK_CHUNKS * FRAME_BYTES))) as tier:
         tracemalloc.start()
@@ -253,10 +243,8 @@ def weigh_disk_tier(folder: Path, report: Report) -> None:
         tier.flush()
         after, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    report.add(
-        "metadata_disk_mb_1e6", (after - before) / DISK_CHUNKS,
-        f"the disk tier's part, of {DISK_CHUNKS} chunks", "reported",
-    )  # fmt: skip
+    each, what = (after - before) / DISK_CHUNKS, f"the disk tier's part, of {DISK_CHUNKS} chunks"
+    report.add("metadata_disk_mb_1e6", each, what, "reported")
 
 
 def scale_tiers(tiers: Sequence[Tier], report: Report) -> Points:
@@ -272,39 +260,30 @@ def scale_tiers(tiers: Sequence[Tier], report: Report) -> Points:
         ours, theirs = _medians(index.look_up, base.look_up)
         points.append((number, ours / theirs))
         report.note(f"{number} tiers", f"{1e6 * ours:.0f} us", ",".join(t.name for t in used))
-    report.add(
-        "lookup_all_vs_1_tiers", points[-1][1], f"{len(tiers)} tiers have every chunk", "reported"
-    )
+    what = f"{len(tiers)} tiers have every chunk"
+    report.add("lookup_all_vs_1_tiers", points[-1][1], what, "reported")
     return points
 
 
-def scale_clients(folder: Path, report: Report) -> Points:
+def scale_clients(report: Report) -> Points:
     """The server's own time for each leased lookup and its release."""
     points: Points = []
-    options = ClientOptions(deadline_ms=20_000)
-    flags = ("--tiers", "cpu", "--cpu", "64MiB")
-    with serving(*flags, disk=folder / "none") as (address, pid), ExitStack() as stack:
-        clients = [
-            stack.enter_context(Client(address, TINY, options)) for _ in range(CLIENT_COUNTS[-1])
-        ]
+    with serving("--tiers", "cpu", "--cpu", "64MiB") as (address, pid), ExitStack() as stack:
+        server = psutil.Process(pid)
+        clients = [stack.enter_context(connect(address, TINY)) for _ in range(CLIENT_COUNTS[-1])]
         keys, chunks = make_chunks(clients[0], 512, 1)
         clients[0].put_chunks(chunks)
         pool = stack.enter_context(ThreadPoolExecutor(len(clients)))
         for client in clients:
             _look_up(client, keys, 1)
         for count in CLIENT_COUNTS:
-            started, before = time.perf_counter(), sum(psutil.Process(pid).cpu_times()[:2])
-            each = CLIENT_LOOKUPS // count
+            before, each = sum(server.cpu_times()[:2]), CLIENT_LOOKUPS // count
             for done in [pool.submit(_look_up, c, keys, each) for c in clients[:count]]:
                 done.result()
-            spent_us = 1e6 * (sum(psutil.Process(pid).cpu_times()[:2]) - before) / CLIENT_LOOKUPS
-            per_s = CLIENT_LOOKUPS / (time.perf_counter() - started)
-            points.append((count, spent_us))
-            report.note(f"{count} clients", f"{spent_us:.0f} us", f"{per_s:.0f} lookups/s")
-    report.add(
-        "lookup_64_vs_1_clients", points[-1][1] / points[0][1],
-        "the server's processor time for one", "reported",
-    )  # fmt: skip
+            spent_s = sum(server.cpu_times()[:2]) - before
+            points.append((count, 1e6 * spent_s / CLIENT_LOOKUPS))
+    grows, what = points[-1][1] / points[0][1], "the server's processor time for one"
+    report.add("lookup_64_vs_1_clients", grows, what, "reported")
     return _relative(points)
 
 
@@ -324,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         series = scale_chunks(tiers[:2], report)
         weigh_disk_tier(Path(name) / "weighed", report)
         series["tiers: lookup"] = scale_tiers(tiers, report)
-        series["clients: server time"] = scale_clients(Path(name), report)
+        series["clients: server time"] = scale_clients(report)
     if flags.plot is not None:
         title = "Cost of one operation against the least there is of each"
         line_chart(flags.plot, title, ("chunks, tiers or clients", "times the cost"), series)

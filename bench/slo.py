@@ -1,8 +1,8 @@
 """Deadlines for the first token over links that change: our controller beside fixed choices.
 
 A simulation: the clock, the link, the decoder and the engine (an 8B-class model) are numbers, so
-that a run gives the same figures anywhere. Real are the controller, and the sizes and the quality
-of the levels: those of kvq:layered on the KV of a trained model (data/tinylm).
+that a run gives the same figures anywhere. Real are the controller, and the sizes of the levels:
+those of kvq:layered on the KV of a trained model (data/tinylm).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from itertools import accumulate
 from statistics import mean
 
 from bench.lib.report import Report, parser_of
@@ -54,11 +54,8 @@ class Trace:
     @classmethod
     def of(cls, name: str, steps: Sequence[tuple[float, float]]) -> Trace:
         """Return a trace of *steps*, (seconds, bytes a second) each."""
-        starts, at_s = [], 0.0
-        for seconds, _ in steps:
-            starts.append(at_s)
-            at_s += seconds
-        return cls(name, tuple(starts), tuple(max(1.0, speed) for _, speed in steps), at_s)
+        *starts, end_s = accumulate((seconds for seconds, _ in steps), initial=0.0)
+        return cls(name, tuple(starts), tuple(max(1.0, speed) for _, speed in steps), end_s)
 
     @classmethod
     def uniform(cls, seed: int, low_gbps: float = 0.1, high_gbps: float = 10.0) -> Trace:
@@ -71,28 +68,9 @@ class Trace:
     def jumping(cls, seed: int, mean_s: float) -> Trace:
         """Return 5 to 10 Gbps and 0.1 to 0.5 Gbps in turns, each for *mean_s* in the mean."""
         draw = random.Random(seed)
-        steps = [
-            (
-                draw.uniform(0.5, 1.5) * mean_s,
-                (draw.uniform(0.1, 0.5) if number % 2 else draw.uniform(5, 10)) * GBPS,
-            )
-            for number in range(1024)
-        ]
+        kinds = [(5, 10), (0.1, 0.5)] * 512
+        steps = [(draw.uniform(0.5, 1.5) * mean_s, draw.uniform(*kind) * GBPS) for kind in kinds]
         return cls.of(f"jumping every {mean_s:g} s, seed {seed}", steps)
-
-    @classmethod
-    def recorded(cls, path: Path) -> Trace:
-        """Return what *path* has: lines of seconds from the start and Mbit/s, as Pensieve's."""
-        rows = [tuple(map(float, line.split()[:2])) for line in path.read_text().splitlines()]
-        times = [row[0] for row in rows]
-        steps = [
-            (later - at, mbit * 1e6 / 8)
-            for (at, mbit), later in zip(rows, times[1:], strict=False)
-            if later > at
-        ]
-        if not steps:
-            raise ValueError(f"--trace: {path}: give lines of seconds and Mbit/s, two or more")
-        return cls.of(path.name, steps)
 
     def _pieces(self, at_s: float) -> Iterator[tuple[float, float, float]]:
         """Yield (from, to, bytes a second), from *at_s* on."""
@@ -368,21 +346,16 @@ read that is cut short may end."""
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Bits a value and KL, in nats a token, of each level; and of a lossless copy."""
+    """Bits a value of each level, and of a lossless copy."""
 
     bits: tuple[float, ...]
-    kl: tuple[float, ...]
     exact_bits: float
 
-    def chunk(self, tokens: int) -> LevelledChunk:
-        """Return a chunk of them, as client/deadline.py has it."""
-        ends = tuple(int(tokens * VALUES_A_TOKEN * bits / 8) for bits in self.bits)
+    def chunk(self, tokens: int, *, exact: bool = False) -> LevelledChunk:
+        """Return a chunk of them, as client/deadline.py has it; or one without loss."""
+        bits = (self.exact_bits,) if exact else self.bits
+        ends = tuple(int(tokens * VALUES_A_TOKEN * each / 8) for each in bits)
         return LevelledChunk(tokens, 2 * tokens * VALUES_A_TOKEN, ends)
-
-    def exact_chunk(self, tokens: int) -> LevelledChunk:
-        """Return a chunk that is stored without loss."""
-        size_bytes = int(tokens * VALUES_A_TOKEN * self.exact_bits / 8)
-        return LevelledChunk(tokens, 2 * tokens * VALUES_A_TOKEN, (size_bytes,))
 
 
 def measured(windows: int = 4) -> Levels:
@@ -396,11 +369,7 @@ def measured(windows: int = 4) -> Levels:
     chunks = Chunks.of("bench/tinylm", model.bits, model.rope)
     coded = Coder.of("kvq:layered", chunks).code(chunks.bits)
     (exact,) = Coder.of(LOSSLESS, chunks).code(chunks.bits)
-    return Levels(
-        tuple(one.bits_per_value for one in coded),
-        tuple(model.score(one.decoded).kl for one in coded),
-        exact.bits_per_value,
-    )
+    return Levels(tuple(one.bits_per_value for one in coded), exact.bits_per_value)
 
 
 def requests(levels: Levels, seed: int, count: int, *, exact: bool) -> list[Request]:
@@ -412,7 +381,7 @@ def requests(levels: Levels, seed: int, count: int, *, exact: bool) -> list[Requ
         at_s += draw.expovariate(1 / GAP_S)
         tokens = int(low * (high / low) ** draw.random())
         deadline_s, tail = draw.choice(DEADLINES_S), 1 + tokens % CHUNK_TOKENS
-        one = (levels.exact_chunk if exact else levels.chunk)(CHUNK_TOKENS)
+        one = levels.chunk(CHUNK_TOKENS, exact=exact)
         terms = PlanTerms(
             deadline_s, ENGINE, DECODE_BYTES_PER_S, tail_tokens=tail, loads_first=False
         )
@@ -420,53 +389,28 @@ def requests(levels: Levels, seed: int, count: int, *, exact: bool) -> list[Requ
     return found
 
 
-def default_traces(seeds: int) -> tuple[list[Trace], list[list[Trace]]]:
-    """Return the uniform traces, and *seeds* jumping ones of each kind."""
-    uniform = [Trace.uniform(1), Trace.uniform(2), Trace.uniform(3, 0.1, 1.0)]
-    jumping = [
-        [Trace.jumping(seed, dwell_s) for seed in range(1, seeds + 1)] for dwell_s in (0.5, 2, 8)
-    ]
-    return uniform, jumping
-
-
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Of one way over one trace: share of late requests, seconds to the first token, KL."""
+    """Of one way over one trace: share of late requests, seconds to the first token, and requests
+    later than computing everything, by more than a decision may cost.
+    """
 
     late: float
     ttft_s: float
-    kl: float
     worse: int
-    """Requests later than computing everything, by more than a decision may cost."""
 
 
-def score(replay: Replay, asked: Sequence[Request], trace: Trace, kl: Sequence[float]) -> Score:
-    """Replay *asked*; ``kl[level]`` is the quality of a level."""
-    outcomes = [replay(request, trace) for request in asked]
-    pairs = list(zip(asked, outcomes, strict=True))
+def score(replay: Replay, asked: Sequence[Request], trace: Trace) -> Score:
+    """Replay *asked*."""
+    pairs = [(request.terms, request.chunks, replay(request, trace).ttft_s) for request in asked]
     return Score(
-        mean(found.ttft_s > request.terms.deadline_s for request, found in pairs),
-        mean(found.ttft_s for found in outcomes),
-        mean(_kl(request, found, kl) for request, found in pairs),
-        sum(_is_worse(request, found) for request, found in pairs),
+        mean(ttft_s > terms.deadline_s for terms, _, ttft_s in pairs),
+        mean(ttft_s for _, _, ttft_s in pairs),
+        sum(
+            ttft_s > terms.compute_s(chunks) + terms.later_s(chunks) + COST_S
+            for terms, chunks, ttft_s in pairs
+        ),
     )
-
-
-def _kl(request: Request, found: Outcome, kl: Sequence[float]) -> float:
-    return sum(kl[level] for level in found.levels if level >= 0) / len(request.chunks)
-
-
-def _is_worse(request: Request, found: Outcome) -> bool:
-    chunks, terms = request.chunks, request.terms
-    return found.ttft_s > terms.compute_s(chunks) + terms.later_s(chunks) + COST_S
-
-
-def _loading_first(replay: Replay) -> Replay:
-    def changed(request: Request, trace: Trace) -> Outcome:
-        terms = replace(request.terms, loads_first=True)
-        return replay(replace(request, terms=terms), trace)
-
-    return changed
 
 
 def compare(
@@ -474,104 +418,81 @@ def compare(
 ) -> dict[str, Score]:
     """Return the score of every way over *trace*, ours first; *seed* is that of the prompts."""
     asked = requests(levels, seed, count, exact=exact)
+    loading_first = [replace(one, terms=replace(one.terms, loads_first=True)) for one in asked]
 
-    def meter(clock: Callable[[], float]) -> LinkMeter:
-        return LinkMeter(FIRST_GUESS_BYTES_PER_S, clock)
+    def ours() -> Replay:
+        return controlled(lambda clock: LinkMeter(FIRST_GUESS_BYTES_PER_S, clock))
 
-    kl = (0.0,) if exact else levels.kl
-    ways: dict[str, Replay] = {
-        OURS[0]: controlled(meter),
-        OURS[1]: _loading_first(controlled(meter)),
-        "recompute": recompute,
+    found = {
+        OURS[0]: score(ours(), asked, trace),
+        OURS[1]: score(ours(), loading_first, trace),
+        "recompute": score(recompute, asked, trace),
     }
-    if exact:
-        ways["load all, exact"] = load_all(0)
-    else:
-        ways |= {f"level {level}": load_all(level) for level in range(len(levels.bits))}
-    return {name: score(way, asked, trace, kl) for name, way in ways.items()}
+    for level in range(1 if exact else len(levels.bits)):
+        found[f"level {level}"] = score(load_all(level), asked, trace)
+    return found
 
 
 def together(scores: Sequence[dict[str, Score]]) -> dict[str, Score]:
     """Return the score of every way over all traces of a kind, each with as many requests."""
+    ways = {name: [one[name] for one in scores] for name in scores[0]}
     return {
         name: Score(
-            mean(one[name].late for one in scores),
-            mean(one[name].ttft_s for one in scores),
-            mean(one[name].kl for one in scores),
-            sum(one[name].worse for one in scores),
+            mean(one.late for one in way),
+            mean(one.ttft_s for one in way),
+            sum(one.worse for one in way),
         )
-        for name in scores[0]
+        for name, way in ways.items()
     }
-
-
-def _fixed(scores: dict[str, Score]) -> list[Score]:
-    return [one for name, one in scores.items() if name not in OURS]
 
 
 def _ratios(scores: dict[str, Score]) -> tuple[float, float]:
     """Return our late requests, and time to first token, over those of the best fixed choice."""
-    ours, fixed = scores[OURS[0]], _fixed(scores)
+    ours, fixed = scores[OURS[0]], [one for name, one in scores.items() if name not in OURS]
     late, ttft_s = min(one.late for one in fixed), min(one.ttft_s for one in fixed)
     return ours.late / late if late else float(ours.late > 0), ours.ttft_s / ttft_s
-
-
-def _note(report: Report, name: str, scores: dict[str, Score]) -> None:
-    for way, one in scores.items():
-        figures = f"late, {one.ttft_s:.3f} s to the first token, KL {one.kl:.2g}"
-        report.note(f"  {name}: {way}", f"{one.late:.3f}", figures)
 
 
 def run(report: Report, levels: Levels, traces: Sequence[Trace],
         jumping: Sequence[Sequence[Trace]], count: int) -> None:  # fmt: skip
     """Replay *count* requests over every trace and add the keys."""
-    words = ", ".join(
-        f"{b:.2f} bits KL {k:.2g}" for b, k in zip(levels.bits, levels.kl, strict=True)
-    )
-    report.note("levels", f"{len(levels.bits)}", f"{words}; lossless {levels.exact_bits:.2f} bits")
-    worse, most_late = 0, 0.0
-    for trace in (*traces, *(kind[0] for kind in jumping)):
-        for what, exact in (("levels", False), ("exact", True)):
-            scores = compare(levels, trace, count, exact=exact)
-            best_late = min(one.late for one in _fixed(scores))
-            worse += sum(scores[name].worse for name in OURS)
-            most_late = max(most_late, scores[OURS[0]].late - best_late)
-            _note(report, f"{trace.name}, {what}", scores)
-    alone, ratios = [], []
-    for kind in jumping:
-        each = [
+    kinds = [
+        [
             compare(levels, trace, count, exact=False, seed=seed)
             for seed, trace in enumerate(kind, start=1)
         ]
-        found = together(each)
-        worse += sum(found[name].worse for name in OURS)
-        alone.append(_ratios(each[0])[0])
-        ratios.append(_ratios(found))
-        _note(report, f"{kind[0].name} and {len(kind) - 1} more, levels", found)
-        report.note("  of the best fixed choice", f"{ratios[-1][0]:.3f}", "late requests")
+        for kind in jumping
+    ]
+    replayed = [together(kind) for kind in kinds]
+    replayed += [
+        compare(levels, trace, count, exact=exact)
+        for trace in (*traces, *(kind[0] for kind in jumping))
+        for exact in (False, True)
+    ]
+    worse = sum(scores[name].worse for scores in replayed for name in OURS)
+    for trace, scores in zip(jumping, replayed, strict=False):
+        for way, one in scores.items():
+            figures = f"late, {one.ttft_s:.3f} s to the first token"
+            report.note(f"  {trace[0].name}: {way}", f"{one.late:.3f}", figures)
+    late, ttft = map(max, zip(*map(_ratios, replayed[: len(kinds)]), strict=True))
     bars = "the best of recompute and each level, on the worst kind of jumping traces"
-    late, ttft = (max(found) for found in zip(*ratios, strict=True))
     report.add("violations_vs_best_fixed", late, "late requests, over those of", bars)
     report.add("mean_ttft_vs_best_fixed", ttft, "mean time to first token, over that of", bars)
-    said = (
-        f"requests later than without a store by more than {COST_S} s and a chunk's or batch's time"
-    )
+    said = f"requests later than without a store by over {COST_S} s and a chunk's or batch's time"
     report.add("worse_than_recompute", worse, said, "all traces, bar 0")
-    report.note("on one trace", f"{max(alone):.3f}", "the first key, by the first trace of a kind")
-    report.note("most_above_best", f"{most_late:.3f}", "late requests above the best, any trace")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure the levels, replay, print the report."""
     parser = parser_of(__doc__)
-    parser.add_argument("--trace", type=Path, action="append", default=[], metavar="FILE",
-                        help="a recorded trace too: lines of seconds and Mbit/s")  # fmt: skip
     parser.add_argument("--requests", type=int, default=60, help="over each trace; default 60")
     parser.add_argument("--seeds", type=int, default=20, help="of each jumping trace; default 20")
     flags = parser.parse_args(argv)
-    uniform, jumping = default_traces(flags.seeds)
+    seeds = range(1, flags.seeds + 1)
+    uniform = [Trace.uniform(1), Trace.uniform(2), Trace.uniform(3, 0.1, 1.0)]
+    jumping = [[Trace.jumping(seed, dwell_s) for seed in seeds] for dwell_s in (0.5, 2, 8)]
     report = Report("slo")
-    recorded = [Trace.recorded(path) for path in flags.trace]
-    run(report, measured(), [*uniform, *recorded], jumping, flags.requests)
+    run(report, measured(), uniform, jumping, flags.requests)
     report.print(only_json=flags.json)
 
 

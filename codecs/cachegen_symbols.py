@@ -49,7 +49,8 @@ def split(values: Floats, widths: Part) -> Split | None:
     steps *= scale
     deltas = np.take(values, others, 2)
     deltas -= np.take(steps, others // GROUP_TOKENS, 2)
-    deltas /= widths[..., None, None]
+    with np.errstate(over="ignore"):  # infinity is larger than any step
+        deltas /= widths[..., None, None]
     np.rint(deltas, out=deltas)
     size = np.abs(deltas)
     if size.max(initial=np.float32(0)) > _LARGEST_STEP:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -293,8 +292,7 @@ def asking(stage: Stage) -> Iterator[Callable[[], None]]:
     )
     model = Model("bench/blend", "r1", "none", "none", (group,), adapter.origin.rope, "none")
     with (
-        TemporaryDirectory() as folder,
-        serving("--cpu", "256MiB", disk=Path(folder) / "disk") as (address, _),
+        serving("--cpu", "256MiB") as (address, _),
         connect(address, model) as client,
     ):
         stored = [SegmentRange(*span) for span in pairwise(ends)]

@@ -140,8 +140,6 @@ SAME = 0.01
 
 NODES_DOWN, MASTER_DOWN = "nodes_down", "master_down"
 FAILURES = (NODES_DOWN, MASTER_DOWN)
-
-
 MOST_MINUTES = 20
 """That are looked at."""
 
@@ -179,7 +177,7 @@ def setbacks(chains: Sequence[Chain], terms: ClusterTerms) -> dict[str, Setback]
     coming = chains[half : half + MOST_MINUTES * minute]
     steady = _minutes(deepcopy(cluster), coming, minute)
     found = {}
-    for failure in FAILURES:
+    for at, failure in enumerate(FAILURES):
         hurt = deepcopy(cluster)
         if failure == NODES_DOWN:
             for node in range(max(1, round(DOWN_NODES * terms.nodes))):
@@ -187,7 +185,6 @@ def setbacks(chains: Sequence[Chain], terms: ClusterTerms) -> dict[str, Setback]
         else:
             hurt.lost_master = (0, MASTERS)
         failed = _minutes(hurt, coming, minute)
-        at = FAILURES.index(failure)
         found[failure] = Setback(*(tuple(one[at] for one in rows) for rows in (steady, failed)))
     return found
 
@@ -238,24 +235,24 @@ def terms_of(footprint: int, nodes: int, routing: str) -> ClusterTerms:
 
 def add_failures(report: Report) -> None:
     """What is found less of while nodes, or a Redis master, are gone."""
-    chains = list(prompts(load(CONVERSATION), COPIES[CONVERSATION]))
-    footprint = len({block for chain in chains for block in chain})
+    chains, footprint = chains_of(CONVERSATION)
     for nodes in FAILING:
         for failure, found in setbacks(chains, terms_of(footprint, nodes, AFFINITY)).items():
-            usual = f"of blocks; {found.steady[0]:.1%} without the failure"
-            report.add(f"affinity_{nodes}_{failure}_lost", found.lost, f"first minute, {usual}")
-            report.add(
-                f"affinity_{nodes}_{failure}_minutes",
-                found.minutes,
-                "until one found as much, to a point",
-            )
+            usual = f"of blocks, first minute; {found.steady[0]:.1%} without the failure"
+            report.add(f"affinity_{nodes}_{failure}_lost", found.lost, usual)
+            until = "until one found as much, to a point"
+            report.add(f"affinity_{nodes}_{failure}_minutes", found.minutes, until)
+
+
+def chains_of(trace: str) -> tuple[list[list[int]], int]:
+    """Return the chains of COPIES of *trace*, and their footprint in blocks."""
+    chains = list(prompts(load(trace), COPIES[trace]))
+    return chains, len({block for chain in chains for block in chain})
 
 
 def simulate_all(trace: str, sizes: Iterable[int]) -> dict[tuple[str, int], Measured]:
     """Return every routing at every size."""
-    copies = COPIES[trace]
-    chains = list(prompts(load(trace), copies))
-    footprint = len({block for chain in chains for block in chain})
+    chains, footprint = chains_of(trace)
     return {
         (routing, nodes): simulate(chains, footprint, nodes, routing)
         for routing in ROUTINGS
@@ -276,59 +273,35 @@ def add_costs(report: Report, costs: Costs) -> None:
     report.add("redis_cpu_read_gbps", 1e-9 / costs.read_byte_s, "what its processor could read")
     report.add("redis_cpu_write_gbps", 1e-9 / costs.write_byte_s, "and write")
     report.add("peer_gbps", 1e-9 * costs.peer_bytes_per_s, "a hit in a peer's memory, verified")
+    size = 1e-6 * NODE_BLOCKS * costs.entry_bytes
+    report.add("directory_mb_per_node", size, f"{NODE_BLOCKS} blocks of {BLOCK_BYTES >> 20} MiB")
 
 
 def add_hits(report: Report, measured: Measured, routing: str, asks: Demand) -> None:
-    """The row of one size, and its values if it is among those kept."""
-    counts, share = measured.counts, measured.share
-    if measured.nodes in KEPT:
-        nodes = measured.nodes
-        report.add(
-            f"{routing}_{nodes}_local", share(counts.local), "of blocks: in the node's memory"
-        )
-        report.add(f"{routing}_{nodes}_peer", share(counts.peer), "in that of another")
-        report.add(f"{routing}_{nodes}_redis", share(counts.redis), "in Redis alone")
-        report.add(
-            f"{routing}_{nodes}_redis_ops", asks.redis_ops, "keys asked for and entries, a second"
-        )
-        report.add(
-            f"{routing}_{nodes}_redis_mb", 1e-6 * asks.redis_bytes, "chunks read and written, MB/s"
-        )
-        report.add(
-            f"{routing}_{nodes}_peer_mb", 1e-6 * asks.peer_bytes, "each node from peers, MB/s"
-        )
-        report.add(
-            f"{routing}_{nodes}_copies",
-            measured.copies[0],
-            f"of a block; at most {measured.copies[1]}",
-        )
-    else:
-        found = ", ".join(
-            f"{name} {share(getattr(counts, name)):.1%}" for name in ("local", "peer", "redis")
-        )
-        report.note(f"{routing}_{measured.nodes}", found, f"{asks.redis_ops:.0f} Redis keys/s")
+    """The values of one size."""
+    counts, share, nodes = measured.counts, measured.share, measured.nodes
+    copies, most = measured.copies
+    report.add(f"{routing}_{nodes}_local", share(counts.local), "of blocks: in the node's memory")
+    report.add(f"{routing}_{nodes}_peer", share(counts.peer), "in that of another")
+    report.add(f"{routing}_{nodes}_redis", share(counts.redis), "in Redis alone")
+    report.add(f"{routing}_{nodes}_redis_ops", asks.redis_ops, "keys and entries, a second")
+    report.add(f"{routing}_{nodes}_redis_mb", 1e-6 * asks.redis_bytes, "read and written, MB/s")
+    report.add(f"{routing}_{nodes}_peer_mb", 1e-6 * asks.peer_bytes, "each from peers, MB/s")
+    report.add(f"{routing}_{nodes}_copies", copies, f"of a block; at most {most}")
 
 
 def add_limits(report: Report, routing: str, asked: Sequence[tuple[int, Demand]]) -> None:
-    """At how many nodes each part is full, and which is the first."""
-    parts = {
-        part: full_at([(nodes, asks.shares[part]) for nodes, asks in asked])
-        for part in asked[0][1].shares
-    }
-    for part, nodes in parts.items():
-        words = f"at {nodes:.3g} nodes" if nodes < math.inf else "at no size"
-        last = f"{asked[-1][1].shares[part]:.2f} of it is used at {asked[-1][0]} nodes"
-        report.note(f"{routing}: {part} full", words, last)
-    report.add(
-        f"{routing}_chunks_nodes", min(parts["chunks"], 1e6), "nodes that fill a Redis with chunks"
+    """At how many nodes a Redis is full, and what is used of each part at the most nodes."""
+    chunks, directory = (
+        min(full_at([(nodes, asks.shares[part]) for nodes, asks in asked]), 1e6)
+        for part in ("chunks", "directory")
     )
-    report.add(
-        f"{routing}_directory_nodes", min(parts["directory"], 1e6), "nodes that fill one without"
-    )
-    _, asks = asked[-1]
-    report.add(f"{routing}_peer_share", asks.shares["peers"], "of a node's wire, for peers")
-    report.add(f"{routing}_redis_share", asks.shares["directory"], "of a Redis, for the directory")
-    report.add(f"{routing}_redis_masters", asks.shares["chunks"], "Redis masters, for the chunks")
+    report.add(f"{routing}_chunks_nodes", chunks, "nodes that fill a Redis with chunks")
+    report.add(f"{routing}_directory_nodes", directory, "nodes that fill one without")
+    shares = asked[-1][1].shares
+    report.add(f"{routing}_peer_share", shares["peers"], "of a node's wire, for peers")
+    report.add(f"{routing}_redis_share", shares["directory"], "of a Redis, for the directory")
+    report.add(f"{routing}_redis_masters", shares["chunks"], "Redis masters, for the chunks")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -343,29 +316,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     series: dict[str, list[tuple[float, float]]] = {}
     found = simulate_all(CONVERSATION, NODES)
     for routing in ROUTINGS:
-        asked = [(nodes, demand(found[routing, nodes], costs)) for nodes in NODES]
-        for nodes, asks in asked:
-            add_hits(report, found[routing, nodes], routing, asks)
+        rows = [found[routing, nodes] for nodes in NODES]
+        asked = [(one.nodes, demand(one, costs)) for one in rows]
+        for one, (_, asks) in zip(rows, asked, strict=True):
+            if one.nodes in KEPT:
+                add_hits(report, one, routing, asks)
         add_limits(report, routing, asked)
         name = routing.replace("_", " ")
-        rows = [(nodes, found[routing, nodes]) for nodes in NODES]
-        series[f"{name}: own memory"] = [(n, 100 * m.share(m.counts.local)) for n, m in rows]
-        series[f"{name}: or a peer's"] = [
-            (n, 100 * m.share(m.counts.local + m.counts.peer)) for n, m in rows
-        ]
-    size = 1e-6 * NODE_BLOCKS * costs.entry_bytes
-    report.add("directory_mb_per_node", size, f"{NODE_BLOCKS} blocks of {BLOCK_BYTES >> 20} MiB")
-    for (routing, nodes), measured in simulate_all(DOCUMENTS, KEPT[1:3]).items():
-        report.add(
-            f"{routing}_{nodes}_documents_local",
-            measured.share(measured.counts.local),
-            "prompts about documents",
-        )
-        report.add(
-            f"{routing}_{nodes}_documents_copies",
-            measured.copies[0],
-            f"of a block; at most {measured.copies[1]}",
-        )
+        for words, peers in (("own memory", 0), ("or a peer's", 1)):
+            series[f"{name}: {words}"] = [
+                (m.nodes, 100 * m.share(m.counts.local + peers * m.counts.peer)) for m in rows
+            ]
+    for (routing, nodes), one in simulate_all(DOCUMENTS, KEPT[1:3]).items():
+        (copies, most), local = one.copies, one.share(one.counts.local)
+        report.add(f"{routing}_{nodes}_documents_local", local, "prompts about documents")
+        report.add(f"{routing}_{nodes}_documents_copies", copies, f"of a block; at most {most}")
     add_failures(report)
     if flags.plot is not None:
         title = "Blocks found in memory, percent, as one memory is divided among nodes"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -25,15 +25,10 @@ from kvstore.server.telemetry.metrics import Counters
 from kvstore.tiers.redis_client import RedisClient
 from kvstore.tiers.redis_url import DEFAULT_PREFIX
 
-LOOKUPS = 300
-LOOKUP_CHUNKS = 24
+LOOKUPS, LOOKUP_CHUNKS = 300, 24
 """As many blocks as a prompt of the conversation trace has."""
-
-ROUNDS = 200
-ENTRIES = 20_000
-START_S = 30.0
-PART_BYTES = MIB
-PARTS = 64
+ROUNDS, ENTRIES, START_S = 200, 20_000, 30.0
+PART_BYTES, PARTS = MIB, 64
 PEER_CHUNKS = 8
 
 
@@ -63,22 +58,19 @@ class Costs:
 
 def measure() -> Costs:
     """Return the costs of this machine; about ten seconds. Needs redis-server."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        lookup_s = _lookup_s(folder)
-        hit = hit_against_raw(folder, PEER_CHUNKS, 3)
-        with redis_server(folder) as port, redis.Redis(port=port) as link:
-            directory = _directory(link, port)
-            data = _data(link)
+    lookup_s, hit = _lookup_s(), hit_against_raw(PEER_CHUNKS, 3)
+    with (
+        TemporaryDirectory() as folder,
+        redis_server(Path(folder)) as port,
+        redis.Redis(port=port) as link,
+    ):
+        directory, data = _directory(link, port), _data(link)
     return Costs(lookup_s, *directory, *data, hit.size_bytes / hit.straight_s)
 
 
-def _lookup_s(folder: Path) -> float:
+def _lookup_s() -> float:
     flags = ("--tiers", "cpu", "--cpu", "64MiB")
-    with (
-        serving(*flags, disk=folder / "none") as (address, pid),
-        connect(address, TINY) as client,
-    ):
+    with serving(*flags) as (address, pid), connect(address, TINY) as client:
         keys, chunks = make_chunks(client, LOOKUP_CHUNKS, 1)
         client.put_chunks(chunks)
         process = psutil.Process(pid)
@@ -96,12 +88,12 @@ def _directory(link: redis.Redis, port: int) -> tuple[float, float, float, float
         for node in (one, two):
             node.start()
         _wait(lambda: two.report().standing == "known" and bool(one.report().nodes))
-        before_bytes = _used_bytes(link)
+        before_bytes = _info(link, "memory", "used_memory")
         with _spent(link) as note:
             one.announce(keys)
             _wait(lambda: one.report().waiting == 0)
         _wait(lambda: len(two.holders(keys[-1:], 1.0)) == 1)
-        entry_bytes = (_used_bytes(link) - before_bytes) / ENTRIES
+        entry_bytes = (_info(link, "memory", "used_memory") - before_bytes) / ENTRIES
 
         def ask(count: int) -> tuple[float, float]:
             waits = []
@@ -143,8 +135,7 @@ def _data(link: redis.Redis) -> tuple[float, float, float]:
     with _spent(link) as read:
         started = time.perf_counter()
         for number in range(PARTS):
-            got: Any = link.get(f"part:{number}")
-            assert got == parts[number % 4]
+            assert link.get(f"part:{number}") == parts[number % 4]
         wall_s = time.perf_counter() - started
     return read() / size_bytes, written() / size_bytes, size_bytes / wall_s
 
@@ -152,16 +143,12 @@ def _data(link: redis.Redis) -> tuple[float, float, float]:
 @contextmanager
 def _spent(link: redis.Redis) -> Iterator[Callable[[], float]]:
     """Yield what returns, after the block, the seconds of a processor that Redis took in it."""
-    before, found = _cpu_s(link), [0.0]
+    names = ("used_cpu_user_main_thread", "used_cpu_sys_main_thread")
+    before, found = _info(link, "cpu", *names), [0.0]
     yield lambda: found[0]
-    found[0] = _cpu_s(link) - before
+    found[0] = _info(link, "cpu", *names) - before
 
 
-def _cpu_s(link: redis.Redis) -> float:
-    info: Any = link.info("cpu")
-    return float(info["used_cpu_user_main_thread"] + info["used_cpu_sys_main_thread"])
-
-
-def _used_bytes(link: redis.Redis) -> int:
-    info: Any = link.info("memory")
-    return int(info["used_memory"])
+def _info(link: redis.Redis, section: str, *names: str) -> float:
+    info: Any = link.info(section)
+    return float(sum(info[name] for name in names))

@@ -9,11 +9,11 @@ makes a virtual environment for each opponent.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from bench.codecs.baselines import (
@@ -25,22 +25,13 @@ from bench.codecs.baselines import (
     lmcache_codecs,
     zipnn_coder,
 )
-from bench.codecs.kv import (
-    ROPE_THETA,
-    Extent,
-    Point,
-    Rate,
-    error_at,
-    make_synthetic,
-    ratio_at,
-)
+from bench.codecs.kv import ROPE_THETA, Extent, Point, Rate, error_at, make_synthetic, ratio_at
 from bench.codecs.ours import Chunks, Coder, calibrated
 from bench.codecs.speeds import ROUNDS, SpeedBench, measure_speeds
 from bench.codecs.texts import TINYLM, Lengths
 from bench.lib.processes import PeerSkippedError
 from bench.lib.report import Report, parser_of
 from bench.real_model import FOLDER, why_missing
-from kvstore.proto.errors import UnknownCodecError
 from kvstore.proto.types import RopeParameters
 
 OURS = {
@@ -62,37 +53,24 @@ FAMILIES = {setting: name for name, settings in OURS.items() for setting in sett
 TURBOQUANT = ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc")
 KIVI = ((8, 64), (4, 32), (4, 64), (2, 32), (2, 64))
 """Bits and group."""
-BARS = {
-    "kvq_bytes_vs_cachegen_at_kl": 0.60,
-    "kvq_bytes_vs_turboquant4_at_kl": 0.75,
-    "kvq_bytes_vs_kivi4_at_kl": 0.82,
-    "kvq_bytes_vs_fp8_at_kl": 0.62,
-}
-"""At most."""
 AGAINST = {
-    "kvq_bytes_vs_cachegen_at_kl": ("lmcache cachegen", "own bins"),
-    "kvq_bytes_vs_turboquant4_at_kl": ("lmcache turboquant", "4bit_nc"),
-    "kvq_bytes_vs_kivi4_at_kl": ("kivi", "4 bit g64"),
-    "kvq_bytes_vs_fp8_at_kl": ("lmcache fp8", "bare cast"),
+    "kvq_bytes_vs_cachegen_at_kl": ("lmcache cachegen", "own bins", 0.60),
+    "kvq_bytes_vs_turboquant4_at_kl": ("lmcache turboquant", "4bit_nc", 0.75),
+    "kvq_bytes_vs_kivi4_at_kl": ("kivi", "4 bit g64", 0.82),
+    "kvq_bytes_vs_fp8_at_kl": ("lmcache fp8", "bare cast", 0.62),
 }
-"""Whom each key compares with, and the beginning of the settings that count."""
+"""Whom each key compares with, the beginning of the settings that count, and the bar: at most."""
 REAL_KL = {"real_model_kl@4bits": 4.0, "real_model_kl@3bits": 3.0}
 """Bits a value at which kvq's divergence on the real model is reported."""
 SINKS = (("kvq:0", "kvq:0,sinks=0"), ("kvq:1", "kvq:1,sinks=0"))
 """The same quality with the attention sink exact, and with it quantised as the rest."""
-SINK_KEY = "sink_kl_ratio"
-SINK_BAR = 0.4
-"""At most."""
+SINK_KEY, LOSSLESS, LOSSLESS_KEY = "sink_kl_ratio", "zplane", "lossless_ratio"
 REAL_KEYS = (*REAL_KL, SINK_KEY)
 IMPORTANCE = "kvq importance"
-IMPORTANCE_KEYS = {
-    "tinylm": "importance_kl_ratio_tinylm",
-    "real model": "importance_kl_ratio_real_model",
-}
-"""By model: kvq's divergence with the importance that the connector sends, over that without."""
 TINY, REAL = "tinylm", "real model"
-LOSSLESS, LOSSLESS_KEY = "zplane", "lossless_ratio"
-MODEL_KEYS = (*BARS, *REAL_KEYS, *IMPORTANCE_KEYS.values())
+IMPORTANCE_KEYS = {TINY: "importance_kl_ratio_tinylm", REAL: "importance_kl_ratio_real_model"}
+"""By model: kvq's divergence with the importance that the connector sends, over that without."""
+MODEL_KEYS = (*AGAINST, *REAL_KEYS, *IMPORTANCE_KEYS.values())
 SEED = 1
 
 T = TypeVar("T")
@@ -100,28 +78,22 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Rates:
-    """The points measured on one set of KV, and why others are not there."""
+    """The points measured on one set of KV, and why LMCache's are not there."""
 
     points: list[Point]
-    skipped: dict[str, str]
+    without: str = ""
 
     def curve(self, codec: str) -> list[Rate]:
         """Return the points of *codec*, or of a family of ours: those of one curve."""
         return [p.rate for p in self.points if FAMILIES.get(p.codec, p.codec) == codec]
 
 
-def our_codes(chunks: Chunks, skipped: dict[str, str]) -> Iterator[Coded]:
-    """Yield what each of our codecs makes of *chunks*; note in *skipped* what is not there."""
-    left_out = IMPORTANCE if chunks.importance is None else ""
-    for setting in (name for kin, names in OURS.items() if kin != left_out for name in names):
-        try:
+def all_codes(chunks: Chunks, lmcache: LMCacheCodecs | str, folder: Path) -> Iterator[Coded]:
+    """Yield what every codec makes of *chunks*; LMCache's only when it could be had."""
+    for family, settings in OURS.items():
+        for setting in settings if family != IMPORTANCE or chunks.importance is not None else ():
             yield from Coder.of(setting, chunks).code(chunks.bits, chunks.importance)
-        except UnknownCodecError as error:
-            skipped[setting] = f"not built: {error}"
-
-
-def their_codes(tensors: TensorFile, lmcache: LMCacheCodecs | str) -> Iterator[Coded]:
-    """Yield what the opponents make of the same; LMCache's only when it could be had."""
+    tensors = TensorFile.write(folder / "rates.npy", chunks.bits)
     for bits, group in KIVI:
         if tensors.bits.shape[3] % group == 0:
             yield kivi(tensors.bits, bits, group)
@@ -139,34 +111,33 @@ def their_codes(tensors: TensorFile, lmcache: LMCacheCodecs | str) -> Iterator[C
             yield lmcache.turboquant(tensors, preset, width)
 
 
-def all_codes(
-    chunks: Chunks, lmcache: LMCacheCodecs | str, folder: Path, skipped: dict[str, str]
-) -> Iterator[Coded]:
-    """Yield what every codec makes of *chunks*; note in *skipped* what is not there."""
-    tensors = TensorFile.write(folder / "rates.npy", chunks.bits)
-    if isinstance(lmcache, str):
-        skipped["lmcache"] = lmcache
-    yield from our_codes(chunks, skipped)
-    yield from their_codes(tensors, lmcache)
-
-
 def report_rates(report: Report, model: str, rates: Rates) -> None:
-    """Add a row for each point of *model*, and for each codec that is not there."""
+    """Add a row for each point of *model*."""
     for point in rates.points:
         q = point.quality
         facts = "" if point.facts is None else f", facts {point.facts:.2f}"
-        report.note(
-            f"  {model}: {point.codec} {point.setting}".rstrip(), f"{point.bits_per_value:.3f}",
-            f"bits a value, KL {q.kl:.2e}, greedy {q.greedy_match:.2f}{facts}",
-        )  # fmt: skip
-    for name, reason in rates.skipped.items():
-        report.note(f"  {model}: {name}", "skipped", reason)
+        name = f"  {model}: {point.codec} {point.setting}".rstrip()
+        words = f"bits a value, KL {q.kl:.2e}, greedy {q.greedy_match:.2f}{facts}"
+        report.note(name, f"{point.bits_per_value:.3f}", words)
 
 
 def report_bars(report: Report, rates: Rates) -> None:
     """Add the keys that compare with others at equal divergence."""
-    for key in AGAINST:
-        _report_key(report, key, rates)
+    ours = rates.curve("kvq")
+    for key, (codec, setting, bar) in AGAINST.items():
+        theirs = [p for p in rates.points if p.codec == codec and p.setting.startswith(setting)]
+        reached = [(ratio_at(ours, p.rate) or 0.0, p) for p in theirs]
+        ratio, worst = max(reached, key=lambda pair: pair[0], default=(0.0, None))
+        if worst is None:
+            report.skip([key], rates.without or f"{codec}: not measured")
+        elif not ratio:
+            kl = theirs[0].quality.kl
+            report.skip([key], f"no kvq quality is as far from the original as KL {kl:.2e}")
+        else:
+            bits, kl = worst.rate
+            words = f"{ratio * bits:.2f} bits a value at the same KL"
+            other = f"{bits:.2f} of {codec} {worst.setting}, KL {kl:.1e}, bar {bar:g}"
+            report.add(key, ratio, words, other)
 
 
 def report_real(report: Report, rates: Rates) -> None:
@@ -178,13 +149,9 @@ def report_real(report: Report, rates: Rates) -> None:
         else:
             report.add(key, kl, f"nats a token at {bits:g} bits a value, between qualities of kvq")
     found = {point.codec: point.quality.kl for point in rates.points}
-    missing = [name for pair in SINKS for name in pair if not found.get(name)]
-    if missing:
-        report.skip([SINK_KEY], rates.skipped.get(missing[0], f"{missing[0]}: no divergence"))
-        return
     ratios = {exact: found[exact] / found[without] for exact, without in SINKS}
     words = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
-    report.add(SINK_KEY, max(ratios.values()), f"{words} of the KL without", f"bar {SINK_BAR:g}")
+    report.add(SINK_KEY, max(ratios.values()), f"{words} of the KL without", "bar 0.4")
 
 
 def report_importance(report: Report, model: str, rates: Rates) -> None:
@@ -195,34 +162,8 @@ def report_importance(report: Report, model: str, rates: Rates) -> None:
     if not ratios:
         report.skip([key], "no kvq quality on either side of one with importance")
         return
-    words = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-    report.add(
-        key, max(ratios), f"{words} of the KL without, at equal bytes", "reported: the worst"
-    )
-
-
-def _report_key(report: Report, key: str, rates: Rates) -> None:
-    codec, setting = AGAINST[key]
-    theirs = [p for p in rates.points if p.codec == codec and p.setting.startswith(setting)]
-    ours = rates.curve("kvq")
-    if not ours:
-        report.skip([key], rates.skipped.get(OURS["kvq"][0], "kvq: not built"))
-        return
-    if not theirs:
-        report.skip([key], rates.skipped.get("lmcache", f"{codec}: not measured"))
-        return
-    ratios = [(ratio_at(ours, point.rate), point) for point in theirs]
-    reached = [(ratio, point) for ratio, point in ratios if ratio is not None]
-    if not reached:
-        found = theirs[0].quality.kl
-        report.skip([key], f"no kvq quality is as far from the original as KL {found:.2e}")
-        return
-    ratio, worst = max(reached, key=lambda pair: pair[0])
-    report.add(
-        key, ratio, f"{ratio * worst.bits_per_value:.2f} bits a value at the same KL",
-        f"{worst.bits_per_value:.2f} of {codec} {worst.setting}, KL {worst.quality.kl:.1e}, "
-        f"bar {BARS[key]:g}",
-    )  # fmt: skip
+    words = f"{', '.join(f'{ratio:.2f}' for ratio in ratios)} of the KL without, at equal bytes"
+    report.add(key, max(ratios), words, "reported: the worst")
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,11 +171,7 @@ class Sizes:
     """How much is measured; the tests measure less."""
 
     tiny: Lengths = field(default_factory=Lengths)
-    real: Lengths = field(
-        default_factory=lambda: Lengths(
-            windows=3, calibrate=3, prefix=512, rest=96, greedy=24, contexts=5
-        )
-    )
+    real: Lengths = field(default_factory=lambda: Lengths(3, 3, 512, 96, 24, 5))
     synthetic: Extent = field(default_factory=Extent)
     rounds: int = ROUNDS
 
@@ -263,8 +200,7 @@ def measure(run: Run) -> None:
     """Run every part."""
     extent = run.sizes.synthetic
     made = make_synthetic(replace(extent, windows=extent.windows + 1), SEED)
-    rope = RopeParameters(ROPE_THETA, extent.head_dim)
-    chunks = Chunks.of("bench/synthetic", made[:-1], rope)
+    chunks = Chunks.of("bench/synthetic", made[:-1], RopeParameters(ROPE_THETA, extent.head_dim))
     calibrated(chunks, made[-1:])
     with ExitStack() as stack:
         lmcache = open_or_reason(stack, lmcache_codecs(run.venvs, run.folder, TINYLM))
@@ -272,7 +208,7 @@ def measure(run: Run) -> None:
         if run.speeds_only:
             run.report.skip([*MODEL_KEYS, LOSSLESS_KEY], "--speeds: no quality")
         else:
-            points = [p for rates in _rates_of_models(run, lmcache) for p in rates.points]
+            points = _points_of_models(run, lmcache)
             bits = [p.bits_per_value for p in points if p.codec == LOSSLESS]
             bits += [one.bits_per_value for one in Coder.of(LOSSLESS, chunks).code(chunks.bits)]
             words = f"the worst of {len(bits)} KVs, synthetic the last of them"
@@ -280,43 +216,40 @@ def measure(run: Run) -> None:
         measure_speeds(run.report, SpeedBench(chunks, run.folder, lmcache, zipnn, run.sizes.rounds))
 
 
-def _rates_of_models(run: Run, lmcache: LMCacheCodecs | str) -> list[Rates]:
+def _points_of_models(run: Run, lmcache: LMCacheCodecs | str) -> list[Point]:
     """Measure both models; return the points of those that are there."""
-    try:
-        import bench.codecs.model  # noqa: F401 - looked for: the models need it
-    except ImportError as error:
-        run.report.skip(MODEL_KEYS, f"install the extra transformers: {error}")
-        return []
     tiny = _rates_of_model(run, TINY, TINYLM, run.sizes.tiny, lmcache)
     report_bars(run.report, tiny)
     report_importance(run.report, TINY, tiny)
-    reason = why_missing(run.model)
-    if reason is not None:
+    if (reason := why_missing(run.model)) is not None:
         run.report.skip([*REAL_KEYS, IMPORTANCE_KEYS[REAL]], reason)
-        return [tiny]
+        return tiny.points
     real = _rates_of_model(run, REAL, run.model, run.sizes.real, lmcache)
     report_real(run.report, real)
     report_importance(run.report, REAL, real)
-    return [tiny, real]
+    return tiny.points + real.points
 
 
 def _rates_of_model(
     run: Run, name: str, folder: Path, lengths: Lengths, lmcache: LMCacheCodecs | str
 ) -> Rates:
-    from bench.codecs.model import PrefixModel
+    from bench.codecs.model import PrefixModel  # loads torch and transformers
 
     model = PrefixModel(lengths, folder)
     chunks = Chunks.of(f"bench/{name}", model.bits, model.rope)
     chunks = replace(chunks, importance=model.importance)
     calibrated(chunks, model.calibration())
-    rates = Rates([], {})
-    for coded in all_codes(chunks, lmcache, run.folder, rates.skipped):
-        quality = model.score(coded.decoded)
-        rates.points.append(Point(coded.codec, coded.setting, coded.bits_per_value, quality))
+    points = [
+        Point(one.codec, one.setting, one.bits_per_value, model.score(one.decoded))
+        for one in all_codes(chunks, lmcache, run.folder)
+    ]
     given = Chunks(model.told_bits, chunks.model, model.told_importance)
-    codes = all_codes(given, lmcache, run.folder, {})
-    facts = {(coded.codec, coded.setting): model.answered(coded.decoded) for coded in codes}
-    rates.points = [replace(p, facts=facts[p.codec, p.setting]) for p in rates.points]
+    facts = {
+        (one.codec, one.setting): model.answered(one.decoded)
+        for one in all_codes(given, lmcache, run.folder)
+    }
+    points = [replace(p, facts=facts[p.codec, p.setting]) for p in points]
+    rates = Rates(points, lmcache if isinstance(lmcache, str) else "")
     report_rates(run.report, name, rates)
     return rates
 
@@ -331,7 +264,7 @@ def main(argv: Sequence[str] | None = None, sizes: Sizes | None = None) -> None:
     parser.add_argument("--speeds", action="store_true", help="measure speeds alone, no quality")
     flags = parser.parse_args(argv)
     report = Report("codecs")
-    with tempfile.TemporaryDirectory() as name:
+    with TemporaryDirectory() as name:
         venvs = flags.venvs.absolute()
         measure(Run(Path(name), flags.model, venvs, report, sizes or Sizes(), flags.speeds))
     report.print(only_json=flags.json)

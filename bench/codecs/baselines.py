@@ -21,12 +21,10 @@ from numpy.typing import NDArray
 
 from bench.codecs.kv import Bits, Floats, bits_per_value, digest, to_bits, to_floats
 from bench.lib.processes import Asked, asking, make_venv
-from bench.peers.lmcache import QUIET
+from bench.peers.lmcache import QUIET, TORCH
 
 LMCACHE_CLIENT = Path(__file__).parent / "lmcache_client.py"
 ZIPNN_CLIENT = Path(__file__).parent / "zipnn_client.py"
-TORCH = ("torch==2.13.0",)
-"""What is installed before the pins of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +66,9 @@ class TensorFile:
             raise ValueError(f"{self.path.name}: the opponent read other tensors")
 
 
+Table = Sequence[tuple[int, int]]
+
+
 @dataclass(frozen=True, slots=True)
 class Bins:
     """CacheGen's levels of quantisation, a number for each layer of K and of V."""
@@ -77,13 +78,7 @@ class Bins:
     value_bins: tuple[int, ...]
 
     @classmethod
-    def spread(
-        cls,
-        name: str,
-        layers: int,
-        keys: Sequence[tuple[int, int]],
-        values: Sequence[tuple[int, int]],
-    ) -> Bins:
+    def spread(cls, name: str, layers: int, keys: Table, values: Table) -> Bins:
         """Return the bins of 32-layer tables on *layers*: pairs of (first layer of 32, bins)."""
         tables = [
             tuple(

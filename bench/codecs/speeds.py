@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +22,14 @@ from bench.codecs.baselines import (
 from bench.codecs.kv import Bits
 from bench.codecs.ours import Chunks, Coder
 from bench.lib.report import Report, cpu_s
-from kvstore.proto.errors import UnknownCodecError
 
 ROUNDS = 5
-SPEEDS = ("raw", "zplane", "gq8", "gq4", "gq2", "kvq", "cachegen")
+SPEEDS = ("raw", "gq8", "gq4", "gq2", "cachegen")
+"""Of ours, those that are beside no opponent."""
+AIBRIX_KEYS = ("lossless_encode_vs_aibrix", "lossless_decode_vs_aibrix")
+ZIPNN_KEYS = ("lossless_encode_vs_zipnn", "lossless_decode_vs_zipnn")
+CACHEGEN_KEYS = ("kvq_encode_vs_lmcache_cachegen", "kvq_decode_vs_lmcache_cachegen")
+Side = Callable[[], Speed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,30 +72,21 @@ def one_core() -> Iterator[None]:
 
 def best_of(name: str, raw_bytes: int, speeds: Iterable[Speed]) -> Measured:
     """Return the best encode and the best decode of *speeds*."""
-    runs = list(speeds)
-    best = Speed(
-        min(s.encode_s for s in runs), min(s.decode_s for s in runs), runs[-1].stored_bytes
-    )
-    return Measured(name, raw_bytes, best)
+    runs = [(one.encode_s, one.decode_s, one.stored_bytes) for one in speeds]
+    encodes, decodes, sizes = zip(*runs, strict=True)
+    return Measured(name, raw_bytes, Speed(min(encodes), min(decodes), sizes[-1]))
 
 
-def in_rounds(
-    raw_bytes: int, sides: dict[str, Callable[[], Speed]], rounds: int = ROUNDS
-) -> dict[str, Measured]:
+def in_rounds(raw_bytes: int, sides: dict[str, Side], rounds: int = ROUNDS) -> dict[str, Measured]:
     """Run all *sides* in turns, once to warm up and then *rounds* times."""
-    for work in sides.values():
-        work()
-    runs: dict[str, list[Speed]] = {name: [] for name in sides}
-    for _ in range(rounds):
-        for name, work in sides.items():
-            runs[name].append(work())
-    return {name: best_of(name, raw_bytes, found) for name, found in runs.items()}
+    runs = [[work() for work in sides.values()] for _ in range(rounds + 1)][1:]
+    pairs = zip(sides, zip(*runs, strict=True), strict=True)
+    return {name: best_of(name, raw_bytes, found) for name, found in pairs}
 
 
-def memcpy_time(bits: Bits) -> Callable[[], Speed]:
+def memcpy_time(bits: Bits) -> Side:
     """Return a side that copies *bits* and nothing else."""
-    source = np.ascontiguousarray(bits)
-    room = np.zeros_like(source)
+    source, room = np.ascontiguousarray(bits), np.zeros(bits.shape, bits.dtype)
 
     def copy() -> Speed:
         seconds = cpu_s(lambda: np.copyto(room, source))
@@ -116,86 +111,64 @@ class SpeedBench:
         heads_first = np.ascontiguousarray(self.chunks.bits[0].transpose(0, 1, 3, 2, 4))
         return heads_first.transpose(0, 1, 3, 2, 4)
 
-    def ours(self, setting: str) -> Callable[[], Speed] | str:
-        """Return a side that runs our codec, or why there is none."""
-        window = self.window
-        try:
-            coder = Coder.of(setting, self.chunks)
-            coder.time(window)
-        except UnknownCodecError as error:
-            return f"not built: {error}"
-        return lambda: coder.time(window)
+    def ours(self, setting: str) -> Side:
+        """Return a side that runs our codec."""
+        return partial(Coder.of(setting, self.chunks).time, self.window)
+
+    def run(self, sides: dict[str, Side]) -> dict[str, Measured]:
+        """Run *sides* in turns."""
+        return in_rounds(self.window.nbytes, sides, self.rounds)
 
 
 def measure_speeds(report: Report, bench: SpeedBench) -> None:
     """Measure everything on one core."""
     with one_core():
         found = _lossless(report, bench)
-        found.update(_lossy(report, bench))
-        rest = {name: bench.ours(name) for name in SPEEDS if name not in found}
-        sides = {name: side for name, side in rest.items() if not isinstance(side, str)}
-        found.update(in_rounds(bench.window.nbytes, sides, bench.rounds))
-    for name, measured in found.items():
-        report.note(
-            f"  speed: {name}", f"{measured.ratio:.2f}",
-            f"of the size; {measured}; {measured.decode_gbps / found['memcpy'].decode_gbps:.2f} "
-            "of memcpy",
-        )  # fmt: skip
+        found |= _lossy(report, bench)
+        found |= bench.run({name: bench.ours(name) for name in SPEEDS})
+    for name, one in found.items():
+        share = one.decode_gbps / found["memcpy"].decode_gbps
+        words = f"of the size; {one}; {share:.2f} of memcpy"
+        report.note(f"  speed: {name}", f"{one.ratio:.2f}", words)
 
 
 def _lossless(report: Report, bench: SpeedBench) -> dict[str, Measured]:
-    window = bench.window
-    path = bench.folder / "lossless.npy"
-    tensors = TensorFile.write(path, np.ascontiguousarray(window.transpose(0, 1, 3, 2, 4)))
-    sides: dict[str, Callable[[], Speed]] = {
+    heads_first = np.ascontiguousarray(bench.window.transpose(0, 1, 3, 2, 4))
+    tensors = TensorFile.write(bench.folder / "lossless.npy", heads_first)
+    sides: dict[str, Side] = {
         "memcpy": memcpy_time(tensors.bits),
         "aibrix zstd": lambda: aibrix_time(tensors.bits),
+        "zplane": bench.ours("zplane"),
     }
     if not isinstance(bench.zipnn, str):
         sides["zipnn"] = partial(bench.zipnn.time, tensors)
-    ours = bench.ours("zplane")
-    if not isinstance(ours, str):
-        sides["zplane"] = ours
-    found = in_rounds(window.nbytes, sides, bench.rounds)
-    keys = ("lossless_encode_vs_zipnn", "lossless_decode_vs_zipnn")
-    aibrix = ("lossless_encode_vs_aibrix", "lossless_decode_vs_aibrix")
-    if isinstance(ours, str):
-        report.skip([*keys, *aibrix], ours)
-        return found
-    _compare(report, aibrix, found["zplane"], found["aibrix zstd"], (2.0, 2.0))
+    found = bench.run(sides)
+    _compare(report, AIBRIX_KEYS, (found["zplane"], found["aibrix zstd"]), (2.0, 2.0))
     if "zipnn" in found:
-        _compare(report, keys, found["zplane"], found["zipnn"], (1.0, 0.95))
+        _compare(report, ZIPNN_KEYS, (found["zplane"], found["zipnn"]), (1.0, 0.95))
     else:
-        report.skip(keys, str(bench.zipnn))
+        report.skip(ZIPNN_KEYS, str(bench.zipnn))
     return found
 
 
 def _lossy(report: Report, bench: SpeedBench) -> dict[str, Measured]:
-    keys = ("kvq_encode_vs_lmcache_cachegen", "kvq_decode_vs_lmcache_cachegen")
-    lmcache, ours = bench.lmcache, bench.ours("kvq")
-    sides: dict[str, Callable[[], Speed]] = {}
-    if not isinstance(ours, str):
-        sides["kvq"] = ours
-    if not isinstance(lmcache, str):
-        tensors = TensorFile.write(bench.folder / "lossy.npy", bench.chunks.bits[:1])
-        bins = Bins.spread("all 32", bench.chunks.bits.shape[1], [(0, 32)], [(0, 32)])
-        sides["lmcache cachegen"] = partial(lmcache.time_cachegen, tensors, bins)
-    found = in_rounds(bench.window.nbytes, sides, bench.rounds)
-    if isinstance(ours, str) or isinstance(lmcache, str):
-        report.skip(keys, ours if isinstance(ours, str) else str(lmcache))
-    else:
-        _compare(report, keys, found["kvq"], found["lmcache cachegen"], (8.0, 15.0))
+    sides = {"kvq": bench.ours("kvq")}
+    if isinstance(bench.lmcache, str):
+        report.skip(CACHEGEN_KEYS, bench.lmcache)
+        return bench.run(sides)
+    tensors = TensorFile.write(bench.folder / "lossy.npy", bench.chunks.bits[:1])
+    bins = Bins.spread("all 32", bench.chunks.bits.shape[1], [(0, 32)], [(0, 32)])
+    sides["lmcache cachegen"] = partial(bench.lmcache.time_cachegen, tensors, bins)
+    found = bench.run(sides)
+    _compare(report, CACHEGEN_KEYS, (found["kvq"], found["lmcache cachegen"]), (8.0, 15.0))
     return found
 
 
 def _compare(
-    report: Report,
-    keys: tuple[str, str],
-    ours: Measured,
-    theirs: Measured,
-    bars: tuple[float, float],
+    report: Report, keys: Sequence[str], sides: tuple[Measured, Measured], bars: tuple[float, float]
 ) -> None:
     """Add the ratio of the encodes under the first key, of the decodes under the second."""
+    ours, theirs = sides
     ratios = (ours.encode_gbps / theirs.encode_gbps, ours.decode_gbps / theirs.decode_gbps)
     for key, ratio, bar in zip(keys, ratios, bars, strict=True):
         report.add(key, ratio, str(ours), f"{theirs}, bar {bar:g}")

@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -87,14 +87,11 @@ def measure_dead_server(report: Report, folder: Path, starts: Field, plain: Side
     """A server that hangs and one that is killed, some times each; the worse is reported."""
     port = free_port()
     flags = ("--listen", f"127.0.0.1:{port}", "--tiers", "cpu", "--cpu", str(STORE_BYTES))
-
-    def server() -> AbstractContextManager[tuple[str, int]]:
-        return serving(*flags, disk=folder / "disk")
-
+    path = ("--socket", str(folder / "kv.sock"))
     pair = Pair(plain, starts.ours(f"127.0.0.1:{port}"))
     hung, killed = Extra(), Extra()
     for _ in range(CYCLES):
-        with server() as (_, pid):
+        with serving(*flags, *path) as (_, pid):
             pair.await_store()
             alive = [pair.extra_ms() for _ in range(AFTER)]
             os.kill(pid, signal.SIGSTOP)
@@ -157,7 +154,7 @@ def measure_hangs(report: Report, folder: Path) -> None:
         field = Field(stack, folder)
         plain = field.plain()
         flags = ("--tiers", "cpu", "--cpu", str(STORE_BYTES), "--bulk", f"127.0.0.1:{free_port()}")
-        address, pid = stack.enter_context(serving(*flags, disk=folder / "disk"))
+        address, pid = stack.enter_context(serving(*flags))
         # A lookup that is late on a busy machine would be a miss, and no load would follow.
         patience = {"lookup_deadline_ms": LOOKUP_MS}
         engines = [field.ours(address, transport=one, **patience) for one in TRANSPORTS]

@@ -184,7 +184,7 @@ class Field:
     def server(self) -> str:
         """Start a server of ours, in memory alone; return its address."""
         flags = ("--tiers", "cpu", "--cpu", str(STORE_BYTES))
-        address, _ = self._stack.enter_context(serving(*flags, disk=self._folder / "disk"))
+        address, _ = self._stack.enter_context(serving(*flags))
         return address
 
     def plain(self) -> Side:

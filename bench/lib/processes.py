@@ -19,10 +19,8 @@ from pathlib import Path
 from threading import Timer
 
 PINS = Path(__file__).parents[1] / "peers" / "pins"
-INSTALL_TIMEOUT_S = 1200
-START_TIMEOUT_S = 60
-ANSWER_TIMEOUT_S = 120
-GRACE_S = 10.0
+INSTALL_TIMEOUT_S, START_TIMEOUT_S, ANSWER_TIMEOUT_S, GRACE_S = 1200, 60, 120, 10.0
+Command = Sequence[str | Path]
 
 
 class PeerSkippedError(Exception):
@@ -35,22 +33,25 @@ def last_line(text: str) -> str:
     return lines[-1][:200] if lines else "it said nothing"
 
 
+def last_words(log: Path) -> str:
+    """Return the last line of a program's log."""
+    return last_line(log.read_text(errors="replace"))
+
+
 def make_venv(venvs: Path, name: str, with_requirements: Sequence[str] = ()) -> Path:
     """Return the interpreter of the peer's virtual environment, made unless its pins are there.
 
     ``peers/pins/NAME.txt`` pins each package, installed without what it asks for itself: LMCache
     asks for gigabytes of CUDA. *with_requirements* come first, and bring what they need.
     """
-    folder = venvs / name
-    pins = PINS / f"{name}.txt"
+    folder, pins = venvs / name, PINS / f"{name}.txt"
     wanted = pins.read_text() + "\n".join(with_requirements)
-    stamp = folder / "installed.txt"
-    python = folder / "bin" / "python"
+    stamp, python = folder / "installed.txt", folder / "bin" / "python"
     if stamp.is_file() and stamp.read_text() == wanted:
         return python
     print(f"installing {name} into {folder}", file=sys.stderr)
     run([sys.executable, "-m", "venv", "--clear", folder], INSTALL_TIMEOUT_S)
-    pip: list[str | Path] = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    pip: Command = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     if with_requirements:
         run([*pip, *with_requirements], INSTALL_TIMEOUT_S)
     run([*pip, "--no-deps", "-r", pins], INSTALL_TIMEOUT_S)
@@ -63,7 +64,9 @@ def shared_libraries(venvs: Path, packages: Mapping[str, str]) -> str:
 
     Needs no root: the packages are downloaded and unpacked below *venvs*, for the peer alone.
     """
-    if all(map(_is_installed, packages)):
+    with suppress(OSError):
+        for library in packages:
+            ctypes.CDLL(library)
         return ""
     folder = venvs / "libraries"
     places = [folder / part / f"{platform.machine()}-linux-gnu" for part in ("usr/lib", "lib")]
@@ -79,15 +82,7 @@ def shared_libraries(venvs: Path, packages: Mapping[str, str]) -> str:
     return ":".join(map(str, places))
 
 
-def _is_installed(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
-
-
-def run(command: Sequence[str | Path], timeout_s: float, cwd: Path | None = None) -> str:
+def run(command: Command, timeout_s: float, cwd: Path | None = None) -> str:
     """Run *command* to its end and return what it printed. Raises PeerSkippedError."""
     try:
         done = subprocess.run(
@@ -104,14 +99,11 @@ def free_port() -> int:
     """Return a port of this host that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
 
 
 @contextmanager
-def serving_peer(
-    command: Sequence[str | Path], ports: Sequence[int], log: Path
-) -> Iterator[subprocess.Popen[bytes]]:
+def serving_peer(command: Command, ports: Sequence[int], log: Path) -> Iterator[None]:
     """Run a server until the block ends; it is up once it accepts on all *ports*."""
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -120,7 +112,7 @@ def serving_peer(
     try:
         for port in ports:
             _await_port(process, port, log)
-        yield process
+        yield
     finally:
         end(process)
 
@@ -129,10 +121,10 @@ def _await_port(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise PeerSkippedError(f"did not start: {last_line(log.read_text(errors='replace'))}")
+            raise PeerSkippedError(f"did not start: {last_words(log)}")
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
             return
-        time.sleep(0.1)
+        time.sleep(0.05)
     raise PeerSkippedError(f"did not listen within {START_TIMEOUT_S} s")
 
 
@@ -160,7 +152,7 @@ class Asked:
             self.process.stdin.write(line.encode() + b"\n")
             self.process.stdin.flush()
         except OSError:
-            raise PeerSkippedError(self._last_words()) from None
+            raise PeerSkippedError(f"its client ended: {last_words(self.log)}") from None
 
     def answer(self) -> dict[str, float]:
         """Return its next line of JSON, past what else it prints.
@@ -177,38 +169,35 @@ class Asked:
                     return found
         finally:
             watch.cancel()
-        raise PeerSkippedError(self._last_words())
+        raise PeerSkippedError(f"its client ended: {last_words(self.log)}")
 
     def ask(self, line: str) -> dict[str, float]:
         """Send *line* and return the answer."""
         self.tell(line)
         return self.answer()
 
-    def _last_words(self) -> str:
-        return f"its client ended: {last_line(self.log.read_text(errors='replace'))}"
-
 
 @contextmanager
-def asking(command: Sequence[str | Path], log: Path) -> Iterator[Asked]:
+def asking(command: Command, log: Path) -> Iterator[Asked]:
     """Run a program that answers; its first answer says that it is ready.
 
     The end of its input tells it to clean up and end: LMCache's would else leave its shared
     memory behind.
     """
-    with log.open("wb") as errors:
-        process = subprocess.Popen(
+    with (
+        log.open("wb") as errors,
+        subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
-        )
-    try:
-        asked = Asked(process, log)
-        asked.answer()
-        yield asked
-    finally:
-        assert process.stdin is not None
-        with suppress(OSError):
-            process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
-        end(process)
-        assert process.stdout is not None
-        process.stdout.close()
+        ) as process,
+    ):
+        try:
+            asked = Asked(process, log)
+            asked.answer()
+            yield asked
+        finally:
+            assert process.stdin is not None
+            with suppress(OSError):
+                process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
+            end(process)

@@ -1,4 +1,4 @@
-"""How a benchmark reports: a table, one line of JSON, and charts as SVG files."""
+"""How a benchmark reports: a table, one line of JSON, and charts as SVG files; and how it times."""
 
 from __future__ import annotations
 
@@ -34,39 +34,23 @@ class Report:
 
     def skip(self, keys: Sequence[str], reason: str) -> None:
         """Leave *keys* out of the values, saying why."""
-        for key in keys:
-            self.skipped[key] = reason
-            self.rows.append((key, "skipped", reason, ""))
+        self.skipped.update(dict.fromkeys(keys, reason))
+        self.rows += [(key, "skipped", reason, "") for key in keys]
 
     def print(self, *, only_json: bool) -> None:
         """Print the table (unless *only_json*), then the JSON line."""
         if not only_json:
             print(f"{self.bench} on {platform.processor() or platform.machine()}")
             rows = [("key", "value", "measured", "against"), *self.rows]
-            widths = [max(len(row[i]) for row in rows) for i in range(4)]
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
             for row in rows:
                 print("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)))
-        line: dict[str, object] = {"bench": self.bench, "values": self.values}
-        if self.skipped:
-            line["skipped"] = self.skipped
-        print(json.dumps(line))
-
-
-def flags_of(
-    argv: Sequence[str] | None, text: str | None, parts: Iterable[str] = (), **switches: str
-) -> argparse.Namespace:
-    """Return the flags of a benchmark: ``json``, ``only`` where it has *parts*, and *switches*.
-
-    *switches* are flags without a value, by name, with what they do.
-    """
-    parser = parser_of(text, parts)
-    for name, does in switches.items():
-        parser.add_argument(f"--{name}", action="store_true", help=does)
-    return parser.parse_args(argv)
+        skipped = {"skipped": self.skipped} if self.skipped else {}
+        print(json.dumps({"bench": self.bench, "values": self.values, **skipped}))
 
 
 def parser_of(text: str | None, parts: Iterable[str] = ()) -> argparse.ArgumentParser:
-    """Return the parser of a benchmark that *text* describes."""
+    """Return the parser of a benchmark that *text* describes; ``--only`` names some *parts*."""
     parser = argparse.ArgumentParser(description=text)
     parser.add_argument("--json", action="store_true", help="print the JSON line alone")
     if names := list(parts):
@@ -84,27 +68,24 @@ def cpu_s(work: Callable[[], object]) -> float:
     return time.process_time() - started
 
 
+def timed(work: Callable[[], object]) -> float:
+    """Return the seconds of *work*."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
 def best_s(work: Callable[[], object], repeats: int) -> float:
     """Return the shortest of *repeats* runs, in seconds."""
-    best = float("inf")
-    for _ in range(repeats):
-        started = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - started)
-    return best
+    return min(timed(work) for _ in range(repeats))
 
 
 def paired(
     ours: Callable[[], object], theirs: Callable[[], object], repeats: int
 ) -> tuple[float, float]:
     """Return the best seconds of both, run in turns so that a busy machine hits both alike."""
-    best = [float("inf"), float("inf")]
-    for _ in range(repeats):
-        for which, work in enumerate((ours, theirs)):
-            started = time.perf_counter()
-            work()
-            best[which] = min(best[which], time.perf_counter() - started)
-    return best[0], best[1]
+    pairs = [(timed(ours), timed(theirs)) for _ in range(repeats)]
+    return min(pair[0] for pair in pairs), min(pair[1] for pair in pairs)
 
 
 def in_turns(
@@ -120,9 +101,7 @@ def in_turns(
     return ratio, min(pair[0] for pair in pairs), min(pair[1] for pair in pairs)
 
 
-WIDTH = 720
-_ROW = 26
-_LEFT = 260
+WIDTH, _ROW, _LEFT = 720, 26, 260
 _COLOURS = (
     "#2a6f97", "#e07a5f", "#81b29a", "#6d597a", "#f2a541", "#3d405b",
     "#c1121f", "#8ecae6", "#606c38", "#d4a5a5", "#9a031e", "#5f0f40",
@@ -132,14 +111,12 @@ _INK, _FAINT = "#333333", "#cccccc"
 
 def bar_chart(path: Path, title: str, bars: Sequence[tuple[str, float, float]]) -> None:
     """Draw one row a (name, value, bound): the value as a bar, the bound as a tick across it."""
-    height = 44 + _ROW * len(bars) + 24
+    height = 68 + _ROW * len(bars)
     widest = max([1.0, *(max(value, bound) for _, value, bound in bars)])
     scale = (WIDTH - _LEFT - 90) / widest
     parts = [_text(12, 24, title, 15)]
-    for row, (name, value, bound) in enumerate(bars):
-        top = 44 + _ROW * row
-        colour = _COLOURS[0] if value >= bound else _COLOURS[1]
-        tick = _LEFT + bound * scale
+    for top, (name, value, bound) in zip(range(44, height, _ROW), bars, strict=False):
+        colour, tick = _COLOURS[value < bound], _LEFT + bound * scale
         parts += [
             _text(_LEFT - 10, top + 14, name, anchor="end"),
             _shape("rect", x=_LEFT, y=top, width=max(1, value * scale), height=18, fill=colour),
@@ -155,12 +132,8 @@ def line_chart(
     title: str,
     axes: tuple[str, str],
     series: Mapping[str, Sequence[tuple[float, float]]],
-    ticks: Sequence[float] = (),
 ) -> None:
-    """Draw points (x, y), joined, one line a name; x is logarithmic, y starts at 0.
-
-    *ticks* are the x that are written below; every one that has a point when there are none.
-    """
+    """Draw points (x, y), joined, one line a name; x is logarithmic, y starts at 0."""
     height, left, right, top, bottom = 360, 70, 170, 44, 48
     points = [point for line in series.values() for point in line]
     low, high = (math.log10(end(x for x, _ in points)) for end in (min, max))
@@ -178,7 +151,7 @@ def line_chart(
         parts.append(_text(left - 8, y1 + 4, f"{most * step / 4:.3g}", anchor="end"))
     parts += [
         _text(place(x, 0)[0], height - bottom + 18, f"{x:g}", anchor="middle")
-        for x in ticks or sorted({x for x, _ in points})
+        for x in sorted({x for x, _ in points})
     ]
     parts.append(_text(left, height - 10, f"{axes[0]} across, {axes[1]} up", 11))
     for number, (name, line) in enumerate(series.items()):

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from bench.lib.processes import free_port, serving_peer
 from kvstore.client import Chunk, Client, ClientOptions
-from kvstore.client.chunk import parents
+from kvstore.client.chunk import LayerTensors, parents
 from kvstore.codecs.base import empty_tensors
+from kvstore.proto import types
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import header_bytes
 from kvstore.proto.frame_verifier import FrameVerifier
-from kvstore.proto.types import (
-    ChunkInfo,
-    ChunkKey,
-    DType,
-    KVLayout,
-    LayerGroup,
-    LayerKind,
-    Model,
-    RopeParameters,
-)
+from kvstore.proto.types import ChunkInfo, ChunkKey, KVLayout, Model, PutOutcome
 from kvstore.server.tiering.work_queue import MAX_BATCH
 from kvstore.server.wiring import LOADS_AT_ONCE, batch_parallelism
 from kvstore.tiers.base import Tier
@@ -37,133 +31,110 @@ from kvstore.tiers.redis import RedisTier
 
 MIB = 1 << 20
 
-# Chunks of 8 MiB: eight layers of an 8B-class model (8 KV heads of 128, bf16) x 256 tokens.
-MODEL = Model(
-    "bench/8b", "r1", "none", "none",
-    (LayerGroup(LayerKind.attention, DType.bfloat16, tuple(range(8)), 8, 128),),
-    RopeParameters(500000.0, 128), "none",
-)  # fmt: skip
-# Chunks of 8 KiB, where bytes are no part of the question.
-TINY = Model(
-    "bench/tiny", "r1", "none", "none",
-    (LayerGroup(LayerKind.attention, DType.bfloat16, (0,), 1, 8),),
-    RopeParameters(500000.0, 8), "none",
-)  # fmt: skip
-# Chunks of 1 MiB: one layer of the same.
-SMALL = Model(
-    "bench/1mib", "r1", "none", "none",
-    (LayerGroup(LayerKind.attention, DType.bfloat16, (0,), 8, 128),),
-    RopeParameters(500000.0, 128), "none",
-)  # fmt: skip
+
+def model_of(name: str, layers: int, kv_heads: int = 8, head_dim: int = 128) -> Model:
+    """Return a model in bfloat16; at the defaults each layer takes 1 MiB in 256 tokens."""
+    kind, ids = types.LayerKind.attention, tuple(range(layers))
+    group = types.LayerGroup(kind, types.DType.bfloat16, ids, kv_heads, head_dim)
+    rope = types.RopeParameters(500000.0, head_dim)
+    return Model(f"bench/{name}", "r1", "none", "none", (group,), rope, "none")
+
+
+MODEL = model_of("8b", 8)
+"""Chunks of 8 MiB: eight layers of an 8B-class model (8 KV heads of 128, bf16) x 256 tokens."""
+SMALL = model_of("1mib", 1)
+TINY = model_of("tiny", 1, 1, 8)
+"""Chunks of 8 KiB, where bytes are no part of the question."""
 
 
 @contextmanager
-def serving(*flags: str, disk: Path) -> Iterator[tuple[str, int]]:
+def serving(*flags: str) -> Iterator[tuple[str, int]]:
     """Run a server process; yield its address and pid."""
-    command = [
-        sys.executable, "-m", "kvstore.server", "--listen", "127.0.0.1:0", "--log-level", "error",
-        "--socket", str(disk.parent / "kv.sock"), *flags,
-    ]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if "listening on" not in line:
-                raise RuntimeError(f"the server did not start: {line!r}")
-            yield line.split()[3], process.pid
-        finally:
-            process.terminate()
-            process.wait(30)
+    with TemporaryDirectory() as folder:
+        command = [
+            *(sys.executable, "-m", "kvstore.server", "--listen", "127.0.0.1:0"),
+            *("--log-level", "error", "--socket", f"{folder}/kv.sock", *flags),
+        ]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                line = process.stdout.readline()
+                if "listening on" not in line:
+                    raise RuntimeError(f"the server did not start: {line!r}")
+                yield line.split()[3], process.pid
+            finally:
+                process.terminate()
+                process.wait(30)
+
+
+def connect(address: str, model: Model, **options: Any) -> Client:
+    """Return a client of *model* with a deadline that no benchmark runs into."""
+    return Client(address, model, ClientOptions(**{"deadline_ms": 20_000, **options}))
+
+
+def keys_of(client: Client, count: int, seed: int) -> list[ChunkKey]:
+    """Return the keys of *count* chained chunks of random tokens."""
+    tokens = np.random.default_rng(seed).integers(0, 1 << 31, 256 * count)
+    return client.keys(tokens.tolist())
+
+
+def chunks_of(keys: Sequence[ChunkKey], tensors: Iterable[LayerTensors]) -> list[Chunk]:
+    """Return chained chunks of *tensors*, named by *keys*."""
+    named = zip(keys, tensors, parents(keys), strict=True)
+    return [Chunk(key, kv, parent=parent) for key, kv, parent in named]
+
+
+def rooms(model: Model, count: int) -> list[Any]:
+    """Return memory for *count* chunks."""
+    return [empty_tensors(KVLayout.of(model, 256)) for _ in range(count)]
 
 
 def make_chunks(client: Client, count: int, seed: int) -> tuple[list[ChunkKey], list[Chunk]]:
     """Return *count* chained chunks of bf16 noise, each with memory of its own."""
     rng = np.random.default_rng(seed)
     keys = client.keys(rng.integers(0, 1 << 31, 256 * count).tolist())
-    chunks = []
-    for key, parent in zip(keys, parents(keys), strict=True):
-        tensors = empty_tensors(KVLayout.of(client.model, 256))
-        for part in (part for layers in tensors for parts in layers for part in parts):
-            part[...] = rng.standard_normal(part.shape, np.float32).view(np.uint32) >> 16
-        chunks.append(Chunk(key, tensors, parent=parent))
-    return keys, chunks
+    tensors = rooms(client.model, count)
+    for part in arrays(tensors):
+        part[...] = rng.standard_normal(part.shape, np.float32).view(np.uint32) >> 16
+    return keys, chunks_of(keys, tensors)
+
+
+def put_all(client: Client, chunks: Sequence[Chunk]) -> None:
+    """Put *chunks*, all of which have to be stored."""
+    assert all(put.outcome is PutOutcome.stored for put in client.put_chunks(chunks))
+
+
+def arrays(tensors: Iterable[LayerTensors]) -> list[NDArray[Any]]:
+    """Return the parts of all *tensors*."""
+    return [np.asarray(p) for one in tensors for layers in one for parts in layers for p in parts]
+
+
+def arrays_of(chunks: Iterable[Chunk]) -> list[NDArray[Any]]:
+    """Return the parts of all *chunks*."""
+    return arrays(chunk.tensors for chunk in chunks)
 
 
 def chunk_bytes(chunks: Sequence[Chunk]) -> int:
     """Decoded bytes of *chunks*."""
-    return sum(
-        int(part.nbytes)
-        for c in chunks
-        for layers in c.tensors
-        for parts in layers
-        for part in parts
-    )
+    return sum(int(part.nbytes) for part in arrays_of(chunks))
 
 
-def copy_all(chunks: Sequence[Chunk], out: Sequence[object]) -> None:
-    """The limit of a copy-out: plain numpy copies of the same tensors."""
-    for chunk, room in zip(chunks, out, strict=True):
-        for layers, room_layers in zip(chunk.tensors, room, strict=True):  # type: ignore[call-overload]
-            for parts, room_parts in zip(layers, room_layers, strict=True):
-                for part, room_part in zip(parts, room_parts, strict=True):
-                    np.copyto(room_part, part)
-
-
-def check(chunks: Sequence[Chunk], out: Sequence[object]) -> None:
+def check(chunks: Sequence[Chunk], out: Sequence[LayerTensors]) -> None:
     """Raise AssertionError unless *out* holds the bytes of *chunks*."""
-    for chunk, room in zip(chunks, out, strict=True):
-        for layers, room_layers in zip(chunk.tensors, room, strict=True):  # type: ignore[call-overload]
-            for parts, room_parts in zip(layers, room_layers, strict=True):
-                for part, room_part in zip(parts, room_parts, strict=True):
-                    if not np.array_equal(part, room_part):
-                        raise AssertionError("wrong bytes")
+    for part, room in zip(arrays_of(chunks), arrays(out), strict=True):
+        if not np.array_equal(part, room):
+            raise AssertionError("wrong bytes")
 
 
 @contextmanager
 def redis_server(folder: Path) -> Iterator[int]:
     """Run a Redis of our own; yield its port."""
-    program = shutil.which("redis-server")
+    program, port = shutil.which("redis-server"), free_port()
     if program is None:
         raise SystemExit("redis-server is not installed; `make test` installs it")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    command = [
-        program,
-        "--port",
-        str(port),
-        "--save",
-        "",
-        "--appendonly",
-        "no",
-        "--dir",
-        str(folder),
-    ]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        try:
-            _wait_for(port)
-            yield port
-        finally:
-            process.terminate()
-            process.wait(10)
-
-
-def _wait_for(port: int) -> None:
-    import redis
-
-    for _ in range(100):
-        try:
-            redis.Redis(port=port).ping()
-        except redis.ConnectionError:
-            time.sleep(0.05)
-        else:
-            return
-    raise RuntimeError("Redis did not start")
-
-
-def connect(address: str, model: Model, *, read_peers: bool = True) -> Client:
-    """Return a client of *model* with a deadline that no benchmark runs into."""
-    return Client(address, model, ClientOptions(deadline_ms=20_000, read_peers=read_peers))
+    flags = ("--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(folder))
+    with serving_peer([program, *flags], [port], folder / "redis.log"):
+        yield port
 
 
 Load = tuple[ChunkInfo, Bytes]
@@ -176,9 +147,9 @@ def loading(tier: Tier, loads: Sequence[Load]) -> Iterator[Callable[[], None]]:
 
     In rows where the tier wants them so. All are asked for at once.
     """
-    queue = f"load-{tier.name}"
     is_batched = tier.batch_key(loads[0][0].key) is not None
-    threads = batch_parallelism()[queue] if is_batched else LOADS_AT_ONCE.get(tier.name, 1)
+    at_once = LOADS_AT_ONCE.get(tier.name, 1)
+    threads = batch_parallelism()[f"load-{tier.name}"] if is_batched else at_once
     length = MAX_BATCH if is_batched else 1
     rows = [loads[at : at + length] for at in range(0, len(loads), length)]
     with ThreadPoolExecutor(threads) as pool:
@@ -206,12 +177,10 @@ def _load_rows(tier: Tier, rows: Iterator[Sequence[Load]]) -> None:
 
 @contextmanager
 def redis_gets(url: str, keys: Sequence[ChunkKey]) -> Iterator[Callable[[], None]]:
-    """Yield a get of all *keys* from the Redis tier into memory of ours, each verified, as the
-    server loads them.
-    """
+    """Yield a get of all *keys* from the Redis tier into memory of ours, as the server loads."""
     with closing(RedisTier(url, 1 << 40, timeout_ms=5000)) as tier:
         infos = [info for info in tier.find(keys) if info is not None]
         assert len(infos) == len(keys)
-        rooms = [np.empty(info.size_bytes, np.uint8) for info in infos]
-        with loading(tier, list(zip(infos, rooms, strict=True))) as load_all:
+        ready = [np.empty(info.size_bytes, np.uint8) for info in infos]
+        with loading(tier, list(zip(infos, ready, strict=True))) as load_all:
             yield load_all

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,8 @@ from bench.lib.processes import (
 
 VERSION = "LMCache 0.5.6"
 CLIENT = Path(__file__).parent / "lmcache_client.py"
+TORCH = ("torch==2.13.0",)
+"""What is installed before its pins."""
 REQUEST_SHAPE = "(2,1024,16,8,128):float16:8"
 """Eight layers: 512 tokens of it are 16.8 MB, a request of its own benchmark."""
 Adapter = Mapping[str, str | int]
@@ -33,8 +35,6 @@ Adapter = Mapping[str, str | int]
 QUIET = (
     "env", "LMCACHE_DISABLE_BANNER=1", "LMCACHE_LOG_LEVEL=WARNING", "LMCACHE_TRACK_USAGE=false",
 )  # fmt: skip
-
-
 _L2_ROUND = re.compile(r"\[(Store|Load)\] Round (\d+): ([\d.]+) ms, \w+=(\d+)/(\d+)")
 _REQUEST_STEP = re.compile(
     r"/(cold|warm)\] (LOOKUP: \d+/\d+|STORE: stored|RETRIEVE: retrieved) .*?([\d.]+) ms"
@@ -61,7 +61,7 @@ def parse_l2(text: str) -> tuple[list[float], list[float]]:
             raise PeerSkippedError(f"its {name.lower()} did {done} of {wanted} keys")
         if number != "1":
             seconds[name].append(float(ms) / 1e3)
-    if not seconds["Store"] or not seconds["Load"]:
+    if not all(seconds.values()):
         raise PeerSkippedError(f"its report is not understood: {last_line(text)}")
     return seconds["Store"], seconds["Load"]
 
@@ -92,7 +92,7 @@ class LMCache:
     @classmethod
     def install(cls, venvs: Path, folder: Path) -> LMCache:
         """Make its virtual environment unless it is there. Raises PeerSkippedError."""
-        return cls(make_venv(venvs, "lmcache", ["torch==2.13.0"]), folder)
+        return cls(make_venv(venvs, "lmcache", TORCH), folder)
 
     def bench_l2(
         self, adapter: Adapter, count: int, object_bytes: int
@@ -101,29 +101,18 @@ class LMCache:
 
         Returns the seconds of its stores and loads. Raises PeerSkippedError.
         """
-        text = run(
-            [
-                *self._command("bench", "l2"), "--l2-adapter", json.dumps(dict(adapter)),
-                "--num-keys", str(count), "--data-size-kb", str(object_bytes >> 10),
-                "--rounds", "3", "--warmup-rounds", "1",
-            ],
-            120,
+        flags = (
+            "--l2-adapter", json.dumps(dict(adapter)), "--num-keys", str(count),
+            "--data-size-kb", str(object_bytes >> 10), "--rounds", "3", "--warmup-rounds", "1",
         )  # fmt: skip
-        return parse_l2(text)
+        return parse_l2(run([*self.command("bench", "l2"), *flags], 120))
 
     @contextmanager
     def server(self, cpu_gib: float, adapter: Adapter | None) -> Iterator[Server]:
         """Run its multiprocess server on *cpu_gib* of memory, with an L2 adapter or without."""
         port, http = free_port(), free_port()
-        flags = [
-            "--port", str(port), "--http-port", str(http), "--l1-size-gb", str(cpu_gib),
-            "--no-l1-use-lazy", "--disable-observability", "--eviction-policy", "LRU",
-        ]  # fmt: skip
-        if adapter is not None:
-            flags += ["--l2-adapter", json.dumps(dict(adapter))]
-        with serving_peer(
-            [*self._command("server"), *flags], [port, http], self.folder / "lmcache-server.log"
-        ):
+        flags = [] if adapter is None else ["--l2-adapter", json.dumps(dict(adapter))]
+        with self._serving(cpu_gib, port, http, *flags):
             yield Server(self, f"tcp://localhost:{port}", f"http://localhost:{http}")
 
     @contextmanager
@@ -133,19 +122,25 @@ class LMCache:
         The engine copies into memory that it shares with the server.
         """
         port, http = free_port(), free_port()
-        flags = [
-            "--host", "127.0.0.1", "--port", str(port), "--http-host", "127.0.0.1",
-            "--http-port", str(http), "--l1-size-gb", str(memory_bytes / (1 << 30)),
-            "--no-l1-use-lazy", "--eviction-policy", "LRU", "--chunk-size", str(chunk_tokens),
-            "--disable-observability", "--supported-transfer-mode", "auto",
-            "--shm-name", f"lmcache-{port}",
-        ]  # fmt: skip
-        with serving_peer(
-            [*self._command("server"), *flags], [port, http], self.folder / "lmcache-server.log"
-        ):
+        flags = (
+            "--host", "127.0.0.1", "--http-host", "127.0.0.1", "--chunk-size", str(chunk_tokens),
+            "--supported-transfer-mode", "auto", "--shm-name", f"lmcache-{port}",
+        )  # fmt: skip
+        with self._serving(memory_bytes / (1 << 30), port, http, *flags):
             yield port
 
-    def _command(self, *words: str) -> list[str]:
+    def _serving(
+        self, gib: float, port: int, http: int, *more: str
+    ) -> AbstractContextManager[None]:
+        flags = (
+            "--port", str(port), "--http-port", str(http), "--l1-size-gb", str(gib),
+            "--no-l1-use-lazy", "--disable-observability", "--eviction-policy", "LRU",
+        )  # fmt: skip
+        log = self.folder / "lmcache-server.log"
+        return serving_peer([*self.command("server"), *flags, *more], [port, http], log)
+
+    def command(self, *words: str) -> list[str]:
+        """Return what runs its program."""
         return [*QUIET, str(self.python.with_name("lmcache")), *words]
 
 
@@ -159,16 +154,12 @@ class Server:
 
     def bench(self, first: int, count: int) -> RequestTimes:
         """Run ``lmcache bench server``: *count* requests of 16.8 MB, numbered from *first*."""
-        text = run(
-            [
-                *self.peer._command("bench", "server"), "--rpc-url", self.url,
-                "--url", self.http_url, "--mode", "cpu", "--transfer-mode", "lmcache_driven",
-                "--kvcache-shape-spec", REQUEST_SHAPE, "--start", str(first),
-                "--end", str(first + count), "--interval", "0.01",
-            ],
-            120,
+        flags = (
+            "--rpc-url", self.url, "--url", self.http_url, "--mode", "cpu",
+            "--transfer-mode", "lmcache_driven", "--kvcache-shape-spec", REQUEST_SHAPE,
+            "--start", str(first), "--end", str(first + count), "--interval", "0.01",
         )  # fmt: skip
-        return parse_server(text)
+        return parse_server(run([*self.peer.command("bench", "server"), *flags], 120))
 
     @contextmanager
     def client(self, instance: int) -> Iterator[Asked]:

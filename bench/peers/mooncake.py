@@ -38,28 +38,20 @@ class Mooncake:
     @contextmanager
     def client(self, object_bytes: int) -> Iterator[Asked]:
         """Run the store; yield a client whose answers are ``store_s`` and ``load_s``."""
-        rpc, http, metrics, first, second = (free_port() for _ in range(5))
-        metadata, master = f"http://127.0.0.1:{http}/metadata", f"127.0.0.1:{rpc}"
-        program = self.python.with_name("mooncake_master")
-        flags = [
-            f"--rpc_port={rpc}", "--rpc_address=127.0.0.1", "--enable_http_metadata_server=true",
+        rpc, http, metrics = (free_port() for _ in range(3))
+        env = ["env", f"LD_LIBRARY_PATH={self.libraries}"] if self.libraries else []
+        command = [
+            *env, str(self.python.with_name("mooncake_master")), f"--rpc_port={rpc}",
+            "--rpc_address=127.0.0.1", "--enable_http_metadata_server=true",
             "--http_metadata_server_host=127.0.0.1", f"--http_metadata_server_port={http}",
             "--metrics_host=127.0.0.1", f"--metrics_port={metrics}",
         ]  # fmt: skip
-        log = self.folder / "mooncake-master.log"
+        places = [f"http://127.0.0.1:{http}/metadata", f"127.0.0.1:{rpc}"]
         with ExitStack() as stack:
-            stack.enter_context(serving_peer([*self._env(), program, *flags], [rpc, http], log))
-            for task, port, size in (
-                ("segment", first, SEGMENT_BYTES),
-                ("client", second, object_bytes),
-            ):
-                command = [
-                    *self._env(), str(self.python), str(CLIENT), task, str(port), metadata, master,
-                    str(size),
-                ]  # fmt: skip
+            log = self.folder / "mooncake-master.log"
+            stack.enter_context(serving_peer(command, [rpc, http], log))
+            for task, size in (("segment", SEGMENT_BYTES), ("client", object_bytes)):
+                words = [str(self.python), str(CLIENT), task, str(free_port()), *places, str(size)]
                 log = self.folder / f"mooncake-{task}.log"
-                asked = stack.enter_context(asking(command, log))
+                asked = stack.enter_context(asking([*env, *words], log))
             yield asked
-
-    def _env(self) -> list[str]:
-        return ["env", f"LD_LIBRARY_PATH={self.libraries}"] if self.libraries else []

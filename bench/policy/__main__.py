@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import time
 import tracemalloc
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import override
 
 from bench.lib import TRACES
-from bench.lib.report import Report, flags_of
-from bench.policy.hybrid import add_hybrid, make_states, print_prior
+from bench.lib.report import Report, parser_of
+from bench.policy.hybrid import add_hybrid, learn_prior, make_states
 from bench.policy.tiers import compare_writes
 from kvstore.cli.simulate import (
     BlockLine,
@@ -35,7 +33,7 @@ from kvstore.cli.simulate import (
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.hit_density import HitDensityEviction
-from kvstore.server.eviction.policy import EvictionPolicy, Rows, make_policy
+from kvstore.server.eviction.policy import EvictionPolicy, make_policy
 from kvstore.server.eviction.states.cache import StateCache
 from kvstore.server.eviction.states.tree import HYBRID_7B
 
@@ -73,25 +71,19 @@ def replay(trace: str, size: str, policy: str) -> Outcome:
     return replay_blocks(read_blocks(trace), Terms(policy, size))
 
 
-def compare(report: Report, traces: Sequence[str]) -> None:
+def compare_all(report: Report) -> None:
     """The default beside LRU on each trace at each size."""
     gaps = []
-    for trace in traces:
+    for trace in sorted((path.stem for path in TRACES.glob("*.jsonl")), reverse=True):
         for size, bar in BARS.items():
             ours, lru = (replay(trace, size, name).block_hit_rate for name in (DEFAULT, "lru"))
             where = f"{trace} at {size}: {ours:.2%} to {lru:.2%}"
             gaps.append((100 * (ours - lru), where))
-            report.note(trace, size, where)
             if trace == CONVERSATION:
                 measured = f"blocks hit at {size} of the footprint; leaf-LRU {lru:.4f}"
                 key = f"mooncake_conversation_{size.rstrip('%')}pct"
                 report.add(key, ours, measured, f"at least {bar:.3f}")
     report.add("worst_vs_lru", *min(gaps), "at least -0.5")
-
-
-def compare_all(report: Report) -> None:
-    """Compare on every trace."""
-    compare(report, sorted((path.stem for path in TRACES.glob("*.jsonl")), reverse=True))
 
 
 # --- what one bit from the engine is worth
@@ -142,56 +134,39 @@ def second_half(requests: Sequence[BlockLine], keeps: NDArray[np.bool_] | None) 
 # --- time for each eviction, memory for each chunk
 
 
-class TimedEviction(EvictionPolicy):
-    """A policy with a stopwatch: what it takes to name each victim and to remove it."""
+def stopwatch(policy: EvictionPolicy) -> list[float]:
+    """Time what it takes *policy* to name each victim and to remove it; return where the
+    microseconds are noted, one figure a victim.
+    """
+    victims, remove = policy.victims, policy.remove
+    spent_us: list[float] = []
+    named_s: deque[float] = deque()
 
-    def __init__(self, policy: EvictionPolicy) -> None:
-        self._policy = policy
-        self._named_s: deque[float] = deque()
-        self.spent_us = array("d")
-        """One figure a victim, in us."""
-
-    @override
-    def insert(self, row: int, parent: int, size_bytes: int, now_s: float) -> None:
-        self._policy.insert(row, parent, size_bytes, now_s)
-
-    @override
-    def insert_chain(self, rows: Rows, parent: int, size_bytes: int, now_s: float) -> None:
-        self._policy.insert_chain(rows, parent, size_bytes, now_s)
-
-    @override
-    def touch(self, rows: Rows, now_s: float) -> None:
-        self._policy.touch(rows, now_s)
-
-    @override
-    def remove(self, row: int) -> None:
+    def naming(keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
+        named_s.clear()
         started = time.perf_counter()
-        self._policy.remove(row)
-        if self._named_s:
-            spent_s = self._named_s.popleft() + time.perf_counter() - started
-            self.spent_us.append(1e6 * spent_s)
-
-    @override
-    def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
-        self._named_s.clear()
-        started = time.perf_counter()
-        for victim in self._policy.victims(keep, now_s):
-            self._named_s.append(time.perf_counter() - started)
+        for victim in victims(keep, now_s):
+            named_s.append(time.perf_counter() - started)
             yield victim
             started = time.perf_counter()
 
-    @override
-    def __len__(self) -> int:
-        return len(self._policy)
+    def removing(row: int) -> None:
+        started = time.perf_counter()
+        remove(row)
+        if named_s:
+            spent_us.append(1e6 * (named_s.popleft() + time.perf_counter() - started))
+
+    policy.victims, policy.remove = naming, removing  # type: ignore[method-assign]
+    return spent_us
 
 
 def eviction_us(trace: BlockTrace, policy: str, size: str) -> tuple[float, float, int]:
     """Return the mean and the 99th percentile in us of evictions in a replay, and how many."""
     history = AccessHistory(trace.block_tokens)
-    timed = TimedEviction(make_policy(policy, history))
-    replay_blocks(trace, Terms(policy, size), (timed, history))
-    spent = np.frombuffer(timed.spent_us) if timed.spent_us else np.zeros(1)
-    return float(spent.mean()), float(np.percentile(spent, 99)), len(timed.spent_us)
+    made = make_policy(policy, history)
+    spent_us = stopwatch(made)
+    replay_blocks(trace, Terms(policy, size), (made, history))
+    return float(np.mean(spent_us)), float(np.percentile(spent_us, 99)), len(spent_us)
 
 
 def bytes_per_node(policy: str) -> float:
@@ -245,9 +220,8 @@ def add_costs(report: Report, trace: str = CONVERSATION) -> None:
     report.add("evict_us_mean", mean_us, where, "at most 20")
     report.add("evict_us_p99", p99_us, "the same", "at most 500")
     node_bytes = bytes_per_node(DEFAULT)
-    report.add(
-        "bytes_per_node", node_bytes, f"of {DEFAULT}, with what is remembered", "at most 200"
-    )
+    what = f"of {DEFAULT}, with what is remembered"
+    report.add("bytes_per_node", node_bytes, what, "at most 200")
     found = {held: state_bytes_per_node(DEFAULT, held) for held in (True, False)}
     what = f"of a cache of states, token ids left out; evicted ones {found[False]:.0f}"
     report.add("state_bytes_per_node", max(found.values()), what, "at most 300")
@@ -267,9 +241,12 @@ PARTS: dict[str, Callable[[Report], None]] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Replay everything and print the report, or learn the prior."""
-    flags = flags_of(argv, __doc__, PARTS, learn="print the tables of the prior")
+    parser = parser_of(__doc__, PARTS)
+    parser.add_argument("--learn", action="store_true", help="print the tables of the prior")
+    flags = parser.parse_args(argv)
     if flags.learn:
-        print_prior()
+        for row in learn_prior().astype(int).reshape(-1, 20).tolist():
+            print(*row)
         return
     report = Report("policy")
     for name in flags.only:

@@ -7,7 +7,7 @@ capacities (vLLM+ is below both everywhere). No server has this cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,12 +19,7 @@ from bench.lib.report import Report
 from kvstore.cli.simulate import SegmentLine, Tokens, read_trace, tokens_of
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.eviction.states.cache import NO_GHOSTS, GhostLimits, StateCache
-from kvstore.server.eviction.states.ranks import (
-    STATE_CLASSES,
-    HitDensityRank,
-    LeafLruRank,
-    LruRank,
-)
+from kvstore.server.eviction.states.ranks import STATE_CLASSES, HitDensityRank, LeafLruRank, LruRank
 from kvstore.server.eviction.states.tree import HYBRID_7B, CheckpointTree, HybridModel
 
 BARS = {
@@ -109,7 +104,7 @@ def hybrid_rows() -> Iterator[HybridRow]:
 
 
 def add_hybrid(report: Report) -> None:
-    """Add the mean and the worst difference, and every point as a note."""
+    """Add the mean and the worst difference."""
     rows = list(hybrid_rows())
     worst = min(rows, key=lambda row: row.difference)
     mean = sum(row.difference for row in rows) / len(rows)
@@ -117,9 +112,6 @@ def add_hybrid(report: Report) -> None:
     report.add("hybrid_mean_vs_bar", mean, measured, "at least 2.5")
     where = f"{worst.trace} at {worst.capacity_gb} GB"
     report.add("hybrid_worst_vs_bar", worst.difference, where, "at least -0.25")
-    for row in rows:
-        text = f"{row.ours:.2f} %, bar {row.bar:.2f} %, {row.difference:+.2f}"
-        report.note(row.trace, f"{row.capacity_gb} GB", text)
 
 
 def learn_prior() -> NDArray[np.float64]:
@@ -144,9 +136,3 @@ def _counts(lines: list[SegmentLine], capacity_bytes: int) -> NDArray[np.float64
     table, end_s = ranks[0].table, lines[-1].time_s
     table.settle(end_s)
     return np.stack(table.counts(end_s, STATE_CLASSES))
-
-
-def print_prior(write: Callable[[str], object] = print) -> None:
-    """Print the counts as their file has them: two lines a class."""
-    for half in learn_prior().astype(int).reshape(-1, 20).tolist():
-        write(" ".join(map(str, half)))

@@ -224,8 +224,5 @@ def compare_writes(report: Report, requests: Sequence[BlockLine]) -> None:
         ours, theirs = found["auto"], found["through"]
         ratios.append(ours.written / max(1, theirs.written))
         points.append(100 * (ours.hit_rate - theirs.hit_rate))
-        for name, counts in found.items():
-            text = f"hit {counts.hit_rate:.2%}, {counts.written} blocks written"
-            report.note(f"two tiers {name}", f"{shares[0]:.0%}/{shares[1]:.0%}", text)
     report.add("two_tier_bytes_ratio", max(ratios), "over write-through", "at most 0.88")
     report.add("two_tier_hit_diff", min(points), "points, the worst size", "at least 0")

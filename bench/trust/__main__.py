@@ -8,14 +8,14 @@ from __future__ import annotations
 import datetime
 import os
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from time import perf_counter
+from tempfile import TemporaryDirectory
+from time import perf_counter, time
+from typing import Any
 
 import numpy as np
 from cryptography import x509
@@ -24,35 +24,32 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from numpy.typing import NDArray
 
-from bench.lib.report import Report, flags_of, in_turns
-from bench.lib.workload import MODEL, SMALL, TINY, check, chunk_bytes, make_chunks, serving
-from bench.trust import load
-from kvstore.client import Access, Client, ClientOptions
-from kvstore.client.options import TransportName
-from kvstore.codecs.base import empty_tensors
-from kvstore.proto.types import (
-    ChunkKey,
-    KVLayout,
-    Model,
+from bench.lib.report import Report, in_turns, parser_of, timed
+from bench.lib.workload import (
+    MODEL,
+    SMALL,
+    TINY,
+    check,
+    chunk_bytes,
+    connect,
+    keys_of,
+    make_chunks,
+    rooms,
+    serving,
 )
+from bench.trust import load
+from kvstore.client import Access, Client
+from kvstore.proto.types import ChunkKey, Model
 from kvstore.server.security.key_files import make_key, next_key, write_keys
 
-ROUNDS = 15
-LOOKUPS = 200
-LOOKUP_CHUNKS = 32
-
+ROUNDS, LOOKUPS, LOOKUP_CHUNKS = 15, 200, 32
 DISK_CHUNKS = 16
 """Of 8 MiB; the servers' memory holds half of them, so that each get reads the disk."""
-
-PROBES = 2000
-PROBE_CHUNKS = 512
+PROBES, PROBE_CHUNKS, PROBE_PROMPTS = 2000, 512, 20
 PROBE_TRIES = 9
 """Times that each probe is sent; the shortest counts."""
-PROBE_PROMPTS = 20
-
-VICTIM_PROMPTS = 12
+VICTIM_PROMPTS, VICTIM_GETS = 12, 400
 """Of one chunk of 1 MiB each: a bit less than the victim is guaranteed."""
-VICTIM_GETS = 400
 NOISE_CHUNKS = 300
 """Chunks of 1 MiB that the neighbour puts meanwhile, at least."""
 
@@ -61,20 +58,18 @@ class Tenants:
     """API keys of some tenants, in a file that a server is started with."""
 
     def __init__(self, folder: Path, *tenants: str) -> None:
-        made = [make_key(name, ("read", "write"), os.urandom, time.time()) for name in tenants]
+        made = [make_key(name, ("read", "write"), os.urandom, time()) for name in tenants]
         self._keys = dict(zip(tenants, (text for text, _ in made), strict=True))
         write_keys(folder / "api-keys", [row for _, row in made])
         self.flags = ("--auth-keys", str(folder / "api-keys"))
 
     def client(
-        self, tenant: str, address: str, model: Model,
-        transport: TransportName = "auto", ca: Path | None = None,
-    ) -> Client:  # fmt: skip
+        self, tenant: str, address: str, model: Model, ca: Path | None = None, **options: Any
+    ) -> Client:
         """Return a client of *tenant*, over TLS with *ca*."""
         access = Access(ca=ca, token=self._keys[tenant])
         address = address.replace("127.0.0.1", "localhost")
-        options = ClientOptions(transport, deadline_ms=20_000, access=access)
-        return Client(address, model, options)
+        return connect(address, model, access=access, **options)
 
 
 def own_certificate(folder: Path) -> tuple[str, ...]:
@@ -107,15 +102,13 @@ def measure_tls(report: Report, folder: Path) -> None:
     with ExitStack() as stack:
         memory = ("--tiers", "cpu", "--cpu", "64MiB")
         secured = (*memory, *own_certificate(folder), *tenants.flags)
-        (folder / "plain").mkdir()
-        plain_address, _ = stack.enter_context(serving(*memory, disk=folder / "plain" / "d"))
-        address, _ = stack.enter_context(serving(*secured, disk=folder / "d"))
-        options = ClientOptions("grpc", deadline_ms=20_000)
-        plain = stack.enter_context(Client(plain_address, TINY, options))
-        ca = folder / "server.crt"
-        secure = stack.enter_context(tenants.client("acme", address, TINY, "grpc", ca))
-        works = []
-        for client in (plain, secure):
+        (plain, _), (address, _) = (stack.enter_context(serving(*f)) for f in (memory, secured))
+        ca, works = folder / "server.crt", []
+        for client in (
+            connect(plain, TINY, transport="grpc"),
+            tenants.client("acme", address, TINY, ca, transport="grpc"),
+        ):
+            stack.enter_context(client)
             keys, chunks = make_chunks(client, LOOKUP_CHUNKS, seed=1)
             client.put_chunks(chunks)
             works.append(partial(_look_up, client, keys))
@@ -136,45 +129,32 @@ def measure_encryption(report: Report, folder: Path) -> None:
     """Add ``encryption_cost_on_disk_gets``: the share of a get's time that encryption adds.
 
     Two servers, with and without keys, take turns; the page cache holds their files. Through gRPC
-    both do the same but for decrypting. Over shared memory a client of the plain one maps the file
-    itself, so that is a note alone.
+    both do the same but for decrypting; over shared memory a client of the plain one maps the file.
     """
-    keys_file = folder / "keys"
-    write_keys(keys_file, [next_key([], np.random.bytes, time.time())])
-    encrypted = ("--encryption-keys", str(keys_file))
-    names: dict[TransportName, str] = {"grpc": "encryption_cost_on_disk_gets", "shm": ""}
-    for transport, name in names.items():
-        with ExitStack() as stack:
-            (plain, size), (hidden, _) = (
-                stack.enter_context(_disk_gets(folder / f"{transport}-{len(f)}", transport, f))
-                for f in ((), encrypted)
-            )
-            ratio, *taken_s = in_turns(plain, hidden, ROUNDS)
-        figures = "{:.2f} GB/s plain, {:.2f} encrypted".format(*(size / s / 1e9 for s in taken_s))
-        if name:
-            report.add(name, ratio - 1, f"{figures}, through {transport}", "at most 0.15")
-        else:
-            report.note(f"disk gets, {transport}", f"{ratio - 1:.3f}", figures)
+    write_keys(folder / "keys", [next_key([], np.random.bytes, time())])
+    sides = {"plain": (), "hidden": ("--encryption-keys", str(folder / "keys"))}
+    with ExitStack() as stack:
+        (plain, size), (hidden, _) = (
+            stack.enter_context(_disk_gets(folder / name, flags)) for name, flags in sides.items()
+        )
+        ratio, *taken_s = in_turns(plain, hidden, ROUNDS)
+    figures = "{:.2f} GB/s plain, {:.2f} encrypted".format(*(size / s / 1e9 for s in taken_s))
+    report.add("encryption_cost_on_disk_gets", ratio - 1, f"{figures}, gRPC", "at most 0.15")
 
 
 @contextmanager
-def _disk_gets(
-    folder: Path, transport: TransportName, flags: Sequence[str]
-) -> Iterator[tuple[Callable[[], float], int]]:
+def _disk_gets(disk: Path, flags: Sequence[str]) -> Iterator[tuple[Callable[[], float], int]]:
     """Yield gets of all chunks of a server, which return their seconds, and how many bytes."""
-    folder.mkdir()
     memory = ("--cpu", "88MiB", "--limits", "cpu_slab_bytes=44MiB", "--policy", "lru")
-    disk = folder / "disk"
     with (
-        serving(*memory, "--disk", f"1GiB:{disk}", *flags, disk=disk) as (address, _),
-        Client(address, MODEL, ClientOptions(transport, deadline_ms=20_000)) as client,
+        serving(*memory, "--disk", f"1GiB:{disk}", *flags) as (address, _),
+        connect(address, MODEL, transport="grpc") as client,
     ):
         made = [make_chunks(client, 1, seed) for seed in range(DISK_CHUNKS)]
-        keys = [key for some, _ in made for key in some]
-        chunks = [chunk for _, some in made for chunk in some]
+        keys, chunks = ([one for (one,) in column] for column in zip(*made, strict=True))
         for chunk in chunks:
             client.put_chunks([chunk], durable=True)
-        out = [empty_tensors(KVLayout.of(MODEL, 256)) for _ in keys]
+        out = rooms(MODEL, DISK_CHUNKS)
 
         def get() -> float:
             """Get one half and then the other, which takes its place in memory."""
@@ -196,11 +176,12 @@ def measure_timing(report: Report, folder: Path) -> None:
     ROC curve; 0.5 tells nothing.
     """
     tenants = Tenants(folder, "victim", "curious")
-    with ExitStack() as stack:
-        flags = ("--tiers", "cpu", "--cpu", "256MiB", *tenants.flags)
-        address, _ = stack.enter_context(serving(*flags, disk=folder / "d"))
-        victim = stack.enter_context(tenants.client("victim", address, TINY))
-        curious = stack.enter_context(tenants.client("curious", address, TINY))
+    flags = ("--tiers", "cpu", "--cpu", "256MiB", *tenants.flags)
+    with (
+        serving(*flags) as (address, _),
+        tenants.client("victim", address, TINY) as victim,
+        tenants.client("curious", address, TINY) as curious,
+    ):
         for seed in range(PROBE_PROMPTS):
             victim.put_chunks(make_chunks(victim, PROBE_CHUNKS, seed)[1])
         for name, client, bar in (
@@ -215,23 +196,15 @@ def measure_timing(report: Report, folder: Path) -> None:
 def _probe(client: Client) -> tuple[float, float, float]:
     rng = np.random.default_rng(7)
     is_stored = rng.permutation(np.arange(PROBES) % 2 == 0)
-    tokens = 256 * PROBE_CHUNKS
-    keys = {
-        seed: client.keys(np.random.default_rng(seed).integers(0, 1 << 31, tokens).tolist())
-        for seed in (*range(PROBE_PROMPTS), *range(10_000, 10_000 + PROBE_PROMPTS))
-    }
+    known = (*range(PROBE_PROMPTS), *range(10_000, 10_000 + PROBE_PROMPTS))
+    keys = {seed: keys_of(client, PROBE_CHUNKS, seed) for seed in known}
     seeds = rng.integers(0, PROBE_PROMPTS, PROBES) + np.where(is_stored, 0, 10_000)
     taken_us = np.empty(PROBES)
     for at, seed in enumerate(seeds.tolist()):
-        taken_us[at] = min(_lookup_us(client, keys[seed]) for _ in range(PROBE_TRIES))
-    area = auc(taken_us[is_stored], taken_us[~is_stored])
-    return area, float(np.median(taken_us[is_stored])), float(np.median(taken_us[~is_stored]))
-
-
-def _lookup_us(client: Client, keys: Sequence[ChunkKey]) -> float:
-    started = perf_counter()
-    client.lookup(keys=keys)
-    return 1e6 * (perf_counter() - started)
+        ask = partial(client.lookup, keys=keys[seed])
+        taken_us[at] = 1e6 * min(timed(ask) for _ in range(PROBE_TRIES))
+    stored, others = taken_us[is_stored], taken_us[~is_stored]
+    return auc(stored, others), float(np.median(stored)), float(np.median(others))
 
 
 def auc(stored: NDArray[np.float64], others: NDArray[np.float64]) -> float:
@@ -247,18 +220,18 @@ def measure_neighbour(report: Report, folder: Path) -> None:
     loses while another puts far more than fits.
     """
     tenants = Tenants(folder, "victim", "noisy")
-    with ExitStack() as stack:
-        flags = (
-            *("--tiers", "cpu", "--cpu", "36MiB", "--limits", "cpu_slab_bytes=6MiB"),
-            *("--tenant-quotas", "victim=18MiB:18MiB", *tenants.flags),
-        )
-        address, _ = stack.enter_context(serving(*flags, disk=folder / "d"))
-        victim = stack.enter_context(tenants.client("victim", address, SMALL))
-        noisy = stack.enter_context(tenants.client("noisy", address, SMALL))
+    flags = (
+        *("--tiers", "cpu", "--cpu", "36MiB", "--limits", "cpu_slab_bytes=6MiB"),
+        *("--tenant-quotas", "victim=18MiB:18MiB", *tenants.flags),
+    )
+    with (
+        serving(*flags) as (address, _),
+        tenants.client("victim", address, SMALL) as victim,
+        tenants.client("noisy", address, SMALL) as noisy,
+    ):
         _hit_share(victim)  # fills
         alone = _hit_share(victim)
-        stop = threading.Event()
-        puts = [0]
+        stop, puts = threading.Event(), [0]
         noise = threading.Thread(target=_make_noise, args=(noisy, stop, puts))
         noise.start()
         shares = [_hit_share(victim)]
@@ -292,10 +265,7 @@ def _make_noise(client: Client, stop: threading.Event, puts: list[int]) -> None:
         puts[0] += 1
 
 
-Part = Callable[[Report, Path], None]
-"""Measures, and adds to the report; has an empty folder for what it needs."""
-
-PARTS: dict[str, Part] = {
+PARTS: dict[str, Callable[[Report, Path], None]] = {
     "tls": measure_tls,
     "encryption": measure_encryption,
     "timing": measure_timing,
@@ -307,11 +277,11 @@ PARTS: dict[str, Part] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run what the flags name, and print it."""
-    options = flags_of(argv, __doc__, PARTS)
+    options = parser_of(__doc__, PARTS).parse_args(argv)
     report = Report("trust")
     for name in options.only:
         print(f"trust: {name}", file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory(prefix="kvstore-trust-") as folder:
+        with TemporaryDirectory(prefix="kvstore-trust-") as folder:
             PARTS[name](report, Path(folder))
     report.print(only_json=options.json)
 

@@ -14,7 +14,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,10 +26,10 @@ import grpc
 import numpy as np
 
 from bench.lib import ROOT
-from bench.lib.report import Report
-from bench.lib.workload import TINY, make_chunks, serving
+from bench.lib.report import Report, timed
+from bench.lib.workload import TINY, connect, make_chunks, serving
 from kvstore.cli.demo.demo import ServerChild
-from kvstore.client import Client, ClientOptions
+from kvstore.client import Client
 from kvstore.client.options import TransportName
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import QuotaExceededError
@@ -108,14 +107,14 @@ class Caller:
         self._channel.close()
 
 
-def measure_load(report: Report, folder: Path) -> None:
+def measure_load(report: Report, _: Path) -> None:
     """Add ``idle_connections``, ``lookups_per_s`` and ``lookup_p99_ms``, both once more with
     ``grpc_`` before it, the keys of DEADLINES_S and SHARED_KEY.
     """
     with ExitStack() as stack:
         flags = ["--tiers", "cpu", "--cpu", "256MiB", "--max-sessions", "2048"]
         flags += ["--limits", "session_ttl_ms=600000"]
-        address, pid = stack.enter_context(serving(*flags, disk=folder / "d"))
+        address, pid = stack.enter_context(serving(*flags))
         keys = _stored(address)
         with ThreadPoolExecutor(32) as threads:
             idle = list(threads.map(Caller, [address] * IDLE))
@@ -132,7 +131,7 @@ def measure_load(report: Report, folder: Path) -> None:
 
 def _stored(address: str) -> list[ChunkKey]:
     """Put the chunks that lookups are about, and return their keys."""
-    with Client(address, TINY, ClientOptions("grpc", deadline_ms=20_000)) as client:
+    with connect(address, TINY, transport="grpc") as client:
         keys, chunks = make_chunks(client, HEAVY_KEYS, seed=1)
         client.put_chunks(chunks)
     return keys
@@ -141,21 +140,18 @@ def _stored(address: str) -> list[ChunkKey]:
 def _lookups(
     report: Report, address: str, transport: TransportName, keys: Sequence[ChunkKey]
 ) -> None:
-    options = ClientOptions(transport, deadline_ms=20_000, staging_bytes=1 << 20, copy_threads=1)
+    small = {"transport": transport, "staging_bytes": 1 << 20, "copy_threads": 1}
     with ExitStack() as stack:
-        clients = [stack.enter_context(Client(address, TINY, options)) for _ in range(ACTIVE)]
+        clients = [stack.enter_context(connect(address, TINY, **small)) for _ in range(ACTIVE)]
         asks = [lambda client=client: _is_found(client, keys) for client in clients]
         _closed(asks, 1.0)
         times = _steady(asks, STEADY_PER_S, STEADY_S)
         most = _closed(asks, PEAK_S)
     prefix, shape = _WAYS[transport]
     p99_ms = float(np.percentile(times, 99)) if times else float("nan")
-    rate = len(times) / STEADY_S
-    report.add(
-        f"{prefix}lookup_p99_ms", p99_ms, f"{KEYS} keys, {rate:.0f}/s, {shape}", "50 at most"
-    )
-    told = f"of {KEYS} keys, as fast as answered, {shape}"
-    report.add(f"{prefix}lookups_per_s", most, told, "1000")
+    told = f"{KEYS} keys, {len(times) / STEADY_S:.0f}/s, {shape}"
+    report.add(f"{prefix}lookup_p99_ms", p99_ms, told, "50 at most")
+    report.add(f"{prefix}lookups_per_s", most, f"as fast as answered, {shape}", "1000")
 
 
 def _is_found(client: Client, keys: Sequence[ChunkKey]) -> bool:
@@ -196,11 +192,8 @@ def _closed(asks: Sequence[Callable[[], bool]], length_s: float) -> float:
 
 
 def _together(work: Callable[[int], None], count: int) -> None:
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(work, range(count)))
 
 
 def _overload(report: Report, address: str, keys: Sequence[ChunkKey], pid: int) -> None:
@@ -254,12 +247,10 @@ def _goodput(
         shares.append(good_per_s / beside)
         times_as_many.append(per_s / beside)
     text = (
-        f"of {median(peaks):.0f} lookups/s of {HEAVY_KEYS} keys, at "
-        f"{median(times_as_many):.1f} times as many, answered within {deadline_s:g} s; "
-        f"{OVERLOADS} turns, {min(shares):.2f} to {max(shares):.2f}"
+        f"of {median(peaks):.0f} lookups/s of {HEAVY_KEYS} keys, at {median(times_as_many):.1f} "
+        f"times as many, within {deadline_s:g} s; {min(shares):.2f} to {max(shares):.2f}"
     )
-    against = "reported" if key == SHARED_KEY else "0.8 at least"
-    report.add(key, median(shares), text, against)
+    report.add(key, median(shares), text, "reported" if key == SHARED_KEY else "0.8 at least")
 
 
 def _flood(
@@ -283,7 +274,7 @@ def _flood(
     return asked / length_s, answered / length_s
 
 
-# --- faults: a minute of the soak, restarts by what a disk holds, and clients that die
+# --- faults: the soak, restarts by what a disk holds, and clients that die
 
 MINUTES = 10.0
 FRAME_BYTES = 256 << 10
@@ -292,13 +283,10 @@ DEATHS = 5
 SOAK_KEYS = (
     "wrong_bytes", "verified_reads", "memory_slope_percent_per_h", "get_deadline_overrun_ms",
 )  # fmt: skip
-
-
 SOAK = """
 import runpy, sys
 sys.path[:0] = ["src", "tests"]
-sys.argv = {arguments!r}
-runpy.run_path({program!r}, run_name="__main__")
+runpy.run_path(sys.argv[1], run_name="__main__")
 """
 """What runs the soak from the checkout's root."""
 
@@ -311,13 +299,9 @@ def measure_faults(report: Report, folder: Path) -> None:
 
 
 def _soak(report: Report) -> None:
-    program = ROOT / "tests" / "faults" / "soak.py"
-    if not program.exists():
-        report.skip(SOAK_KEYS, "its programs are in tests/faults of a checkout")
-        return
-    arguments = ["soak", "--minutes", str(MINUTES), "--seed", "1"]
+    program = str(ROOT / "tests" / "faults" / "soak.py")
     done = subprocess.run(
-        [sys.executable, "-c", SOAK.format(program=str(program), arguments=arguments)],
+        [sys.executable, "-c", SOAK, program, "--minutes", str(MINUTES), "--seed", "1"],
         cwd=ROOT, capture_output=True, text=True, check=False, timeout=60 * MINUTES + 300,
     )  # fmt: skip
     try:
@@ -338,19 +322,16 @@ def _restart(report: Report, folder: Path) -> None:
         place = folder / name
         place.mkdir()
         _fill(place / "disk", size, chunks)
-        child = ServerChild(place, ["--tiers", "cpu,disk", "--cpu", "64MiB", "--disk",
-                                    f"{size}:{place / 'disk'}"])  # fmt: skip
-        best = float("inf")
+        flags = ["--tiers", "cpu,disk", "--cpu", "64MiB", "--disk", f"{size}:{place / 'disk'}"]
+        child, starts = ServerChild(place, flags), []
         for _ in range(3):
-            started = time.perf_counter()
-            child.start()
-            best = min(best, time.perf_counter() - started)
+            starts.append(timed(child.start))
             assert f"recovered_chunks={chunks}" in child.greeting
             child.kill()
-        times.append(best)
-    held = HELD_CHUNKS * FRAME_BYTES
+        times.append(min(starts))
     text = f"{HELD_CHUNKS} chunks of 256 KiB found again, beyond an empty start of {times[0]:.2f} s"
-    report.add("restart_s_per_10gb", (times[1] - times[0]) * 10e9 / held, text, "5 at most")
+    each = (times[1] - times[0]) * 10e9 / (HELD_CHUNKS * FRAME_BYTES)
+    report.add("restart_s_per_10gb", each, text, "5 at most")
 
 
 def _fill(path: Path, size_bytes: int, chunks: int) -> None:
@@ -366,12 +347,10 @@ def _fill(path: Path, size_bytes: int, chunks: int) -> None:
 
 HOLD = """
 import sys, time
-from bench.lib.workload import TINY, make_chunks
-from kvstore.client import Client, ClientOptions
+from bench.lib.workload import TINY, connect, keys_of
 
-client = Client(sys.argv[1], TINY, ClientOptions("shm", deadline_ms=20_000))
-keys, _ = make_chunks(client, 8, seed=1)
-leases = [client.lease(keys=keys) for _ in range(50)]
+client = connect(sys.argv[1], TINY, transport="shm")
+leases = [client.lease(keys=keys_of(client, 8, 1)) for _ in range(50)]
 assert len(leases[0].get()) == 8
 print("holding", flush=True)
 time.sleep(600)
@@ -379,34 +358,24 @@ time.sleep(600)
 
 
 def _deaths(report: Report, folder: Path) -> None:
-    place = folder / "deaths"
-    place.mkdir()
     slowest = 0.0
-    options = ClientOptions("grpc", deadline_ms=20_000)
-    with ExitStack() as stack:
-        child = stack.enter_context(ServerChild(place, ["--tiers", "cpu", "--cpu", "64MiB"]))
-        client = stack.enter_context(Client(child.address, TINY, options))
-        _, chunks = make_chunks(client, 8, seed=1)
-        client.put_chunks(chunks)
+    with (
+        ServerChild(folder, ["--tiers", "cpu", "--cpu", "64MiB"]) as child,
+        connect(child.address, TINY, transport="grpc") as client,
+    ):
+        client.put_chunks(make_chunks(client, 8, seed=1)[1])
         for _ in range(DEATHS):
-            with _holder(child.address) as process:
-                process.kill()
+            with subprocess.Popen(
+                [sys.executable, "-c", HOLD, child.address], cwd=ROOT, stdout=subprocess.PIPE
+            ) as process:
+                try:
+                    assert process.stdout is not None
+                    assert process.stdout.readline() == b"holding\n"
+                finally:
+                    process.kill()
                 started = time.perf_counter()
                 while client.status().leases:
                     time.sleep(0.002)
                 slowest = max(slowest, time.perf_counter() - started)
     text = f"the slowest of {DEATHS} killed clients with 50 leases each"
     report.add("client_death_reclaim_s", slowest, text, "2 at most")
-
-
-@contextmanager
-def _holder(address: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", HOLD, address]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "holding\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()

@@ -15,7 +15,6 @@ import torch
 from bench.codecs import __main__ as codecs
 from bench.codecs.__main__ import (
     AGAINST,
-    BARS,
     Rates,
     report_bars,
     report_importance,
@@ -168,24 +167,23 @@ def test_a_codec_that_calls_wrong_bytes_exact_ends_the_run(monkeypatch: pytest.M
 
 def test_each_key_is_our_bytes_over_theirs_at_their_divergence() -> None:
     points = [point("kvq:1", "", 2.0, 1e-2), point("kvq:3", "", 4.0, 1e-4)]
-    points += [point(codec, setting, 6.0, 1e-3) for codec, setting in AGAINST.values()]
+    points += [point(codec, setting, 6.0, 1e-3) for codec, setting, _ in AGAINST.values()]
     report = Report("codecs")
-    report_bars(report, Rates(points, {}))
-    assert report.values == dict.fromkeys(BARS, 0.5)
+    report_bars(report, Rates(points))
+    assert report.values == dict.fromkeys(AGAINST, 0.5)
 
 
 def test_a_key_that_cannot_be_had_says_why() -> None:
-    for points, skipped, reason in [
-        ([], {"kvq:3": "not built: kvq"}, "not built: kvq"),
-        ([point("kvq:1", "", 2.0, 1e-2)], {"lmcache": "pip: no route"}, "pip: no route"),
+    for points, without, reason in [
+        ([point("kvq:1", "", 2.0, 1e-2)], "pip: no route", "pip: no route"),
         (
             [point("kvq:1", "", 2.0, 1e-2), point("lmcache fp8", "bare cast", 8.0, 1e-9)],
-            {},
+            "",
             "no kvq quality is as far from the original as KL 1.00e-09",
         ),
     ]:
         report = Report("codecs")
-        report_bars(report, Rates(points, skipped))
+        report_bars(report, Rates(points, without))
         assert report.values == {}
         assert report.skipped["kvq_bytes_vs_fp8_at_kl"] == reason
 
@@ -194,7 +192,7 @@ def test_the_real_model_gives_kvqs_divergence_and_the_worse_gain_of_an_exact_sin
     points = [point(f"kvq:{quality}", "", 2.0 + quality, 10.0**-quality) for quality in range(4)]
     points += [point("kvq:0,sinks=0", "", 2.0, 5.0), point("kvq:1,sinks=0", "", 3.0, 0.4)]
     report = Report("codecs")
-    report_real(report, Rates(points, {}))
+    report_real(report, Rates(points))
     assert report.values == {
         "real_model_kl@4bits": 0.01, "real_model_kl@3bits": 0.1, "sink_kl_ratio": 0.25,
     }  # fmt: skip
@@ -204,8 +202,8 @@ def test_the_key_of_importance_is_the_worst_of_its_ratios_at_equal_bytes() -> No
     points = [point(f"kvq:{quality}", "", 2.0 + quality, 10.0**-quality) for quality in range(4)]
     points += [point("kvq:0,importance", "", 3.0, 0.05), point("kvq:1,importance", "", 4.0, 2e-3)]
     report = Report("codecs")
-    report_importance(report, "tinylm", Rates(points, {}))
-    report_importance(report, "real model", Rates(points[:4], {}))
+    report_importance(report, "tinylm", Rates(points))
+    report_importance(report, "real model", Rates(points[:4]))
     assert report.values == {"importance_kl_ratio_tinylm": pytest.approx(0.5)}
     assert set(report.skipped) == {"importance_kl_ratio_real_model"}
 
@@ -280,11 +278,7 @@ def test_a_run_without_opponents_has_every_key_or_says_why_not(
 
     monkeypatch.setattr(codecs, "lmcache_codecs", absent)
     monkeypatch.setattr(codecs, "zipnn_coder", absent)
-    few = {"exact": ("raw", "zplane"), "kvq": ("kvq:3", "kvq:0")}
-    monkeypatch.setattr(codecs, "OURS", few)
-    monkeypatch.setattr(
-        codecs, "FAMILIES", {one: name for name, all_ in few.items() for one in all_}
-    )
+    monkeypatch.setattr(codecs, "OURS", {"exact": ("raw", "zplane"), "kvq": ("kvq:3", "kvq:0")})
     sizes = codecs.Sizes(tiny=LENGTHS, synthetic=TINY, rounds=1)
     report = Report("codecs")
     codecs.measure(codecs.Run(tmp_path, tmp_path, tmp_path, report, sizes, speeds_only))

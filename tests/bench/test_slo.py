@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from bench.lib.report import Report
@@ -27,7 +26,7 @@ from bench.slo import (
 from kvstore.client.planning import RECOMPUTE, LinkMeter, PlanTerms, PrefillModel
 from kvstore.client.server_link import FIRST_GUESS_BYTES_PER_S
 
-LEVELS = Levels((2.1, 3.6, 5.2), (0.01, 0.001, 0.0001), 10.7)
+LEVELS = Levels((2.1, 3.6, 5.2), 10.7)
 TOP = 2
 
 
@@ -46,7 +45,7 @@ def asked(seed: int, *, loads_first: bool, exact: bool) -> list[Request]:
     found = []
     for number in range(5):
         tokens = draw.choice([64, 256])
-        chunk = LEVELS.exact_chunk(tokens) if exact else LEVELS.chunk(tokens)
+        chunk = LEVELS.chunk(tokens, exact=exact)
         terms = PlanTerms(
             10 ** draw.uniform(-1, 1), engine, 10 ** draw.uniform(9.5, 11),
             loads_first=loads_first, tail_tokens=draw.randint(1, 256),
@@ -129,15 +128,6 @@ def test_bytes_arrive_when_the_link_has_given_them() -> None:
     for at_s in (0.0, 0.3, 0.6, 2.1):
         until_s = trace.arrival_s(1234, at_s)
         assert trace.passed_bytes(at_s, until_s) == pytest.approx(1234)
-
-
-def test_a_recorded_trace_is_read_and_one_without_steps_refused(tmp_path: Path) -> None:
-    path = tmp_path / "link"
-    path.write_text("0 8\n1.5 16\n2 8\n")
-    assert Trace.recorded(path).passed_bytes(0, 2) == pytest.approx(1.5e6 + 1e6)
-    path.write_text("0 8\n")
-    with pytest.raises(ValueError, match="--trace"):
-        Trace.recorded(path)
 
 
 def test_a_run_has_every_key_and_the_same_figures_again() -> None:

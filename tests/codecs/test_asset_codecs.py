@@ -1,39 +1,51 @@
-"""The suite of lossy codecs over those that need an asset: one is made for each layout it has."""
+"""What cachegen, kvt and kvqs have in common: the suite of lossy codecs, assets, hostile bodies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from contracts.codec import SMALL, decoded, layouts, template
-from contracts.lossy_codec import LossyCodecContract, Numbers, numbers
-from golden.samples import template_of
+from contracts.codec import SMALL, template
+from contracts.lossy_codec import SMALL as CODED
+from contracts.lossy_codec import LossyCodecContract, encoded, numbers
+from helpers import cachegen_samples, kvqs_samples, kvt_samples
+from helpers.cachegen_samples import MODEL
+from helpers.kvt_samples import POSITION, ROPE, decode, encode
 from typing_extensions import override
 
-from kvstore.codecs.asset_codec import AssetCodec
-from kvstore.codecs.asset_shelf import ASSETS
+from kvstore.codecs.asset_codec import HEAD_BYTES, AssetCodec
+from kvstore.codecs.asset_shelf import ASSETS, AssetShelf
 from kvstore.codecs.assets import Asset, AssetKind, pack_asset, parse_asset
-from kvstore.codecs.base import Part
+from kvstore.codecs.base import Part, codec_by_name
 from kvstore.codecs.cachegen import CachegenCodec
 from kvstore.codecs.cachegen_profile import CachegenProfile
-from kvstore.codecs.floats import FLOAT_TYPES
+from kvstore.codecs.cachegen_tables import CachegenTables
+from kvstore.codecs.floats import FLOAT_TYPES, to_float32
 from kvstore.codecs.kvqs import KvqsCodec
 from kvstore.codecs.kvqs_profile import KvqsProfile
+from kvstore.codecs.kvqs_tables import KvqsTables
 from kvstore.codecs.kvt import KvtCodec
 from kvstore.codecs.kvt_profile import KvtProfile
+from kvstore.codecs.kvt_tables import KvtTables
 from kvstore.codecs.terms import EncodeTerms
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.errors import InvalidFrameError, UnknownCodecError
-from kvstore.proto.frame import FrameHeader, FrameTemplate, FrameWriter, check_frame
-from kvstore.proto.types import Accuracy, DType, KVLayout, LayerKind
+from kvstore.proto.errors import (
+    InvalidFrameError,
+    InvalidRequestError,
+    LayoutMismatchError,
+    ModelError,
+    UnknownCodecError,
+)
+from kvstore.proto.frame import FrameHeader, FrameTemplate, parse_header
+from kvstore.proto.types import Accuracy, Component, DType, KVLayout, LayerKind, RopeParameters
 
 EDITIONS = count(100)
-MODEL = template(SMALL).representation
-POSITION = template(SMALL).position
 
 
 @lru_cache(maxsize=64)
@@ -58,7 +70,7 @@ def asset_for(kind: AssetKind, layout: KVLayout) -> Asset:
         for sample in samples:
             symbols.count(sample)
         tables = symbols.tables()
-    asset = parse_asset(pack_asset(kind, MODEL, next(EDITIONS), tables))
+    asset = parse_asset(pack_asset(kind, template(layout).representation, next(EDITIONS), tables))
     ASSETS.add(asset)
     return asset
 
@@ -94,40 +106,52 @@ class CalibratingKvqs(Calibrating, KvqsCodec):
     pass
 
 
+@lru_cache(maxsize=4)
+def body_with_outliers(codec: AssetCodec) -> bytes:
+    """Return a layer that has escapes."""
+    tensors = numbers(CODED)
+    tensors[0][0][1][:, 9] += np.uint16(0x0180)
+    frame = encoded(codec, tensors, CODED)
+    return parse_header(frame).segment(frame, 0).tobytes()
+
+
 class AssetCodecContract(LossyCodecContract):
     codec: ClassVar[AssetCodec]
+    is_always_finite: ClassVar[bool] = True
 
-    @pytest.mark.parametrize("name", layouts(DType.uint8))
-    @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.name)
-    def test_header_says_what_was_encoded(self, dtype: DType, name: str) -> None:
-        layout = layouts(dtype)[name]
-        out = np.empty(self.codec.max_frame_bytes(layout), np.uint8)
-        given_back = self.codec.encode(template(layout), numbers(layout), out)
-        header = check_frame(out[: given_back.frame_bytes])
-        assert template_of(header) == template(layout)
-        self.codec.check_header(header)
-        assert (header.levels, header.asset) == (0, asset_for(self.codec.kind, layout).digest)
+    @override
+    def asset_of(self, layout: KVLayout) -> bytes:
+        return asset_for(self.codec.kind, layout).digest
 
-    @pytest.mark.parametrize("fill", [None], ids=str)
-    @pytest.mark.parametrize("dtype", sorted(FLOAT_TYPES), ids=lambda dtype: dtype.name)
-    def test_bounds_hold_and_such_rooms_are_enough(
-        self, dtype: DType, fill: Numbers | None
-    ) -> None:
-        layer = numbers(SMALL)[0][0]
+    @override
+    def test_bounds_hold_and_such_rooms_are_enough(self) -> None:
         with pytest.raises(UnknownCodecError, match="encode whole frames"):
-            self.codec.encode_segment(layer, SMALL.components[0], np.empty(1 << 16, np.uint8))
+            self.codec.encode_segment(numbers(SMALL)[0][0], SMALL.components[0], np.empty(9, "u1"))
 
-    @pytest.mark.parametrize("body", [b"", b"\xff" * 99, bytes(99)], ids=["none", "ones", "zeros"])
-    def test_a_body_of_rubbish_in_a_right_frame_is_refused(self, body: bytes) -> None:
-        out, digest = np.zeros(1 << 16, np.uint8), asset_for(self.codec.kind, SMALL).digest
-        writer = FrameWriter(template(SMALL), out)
-        for _ in range(SMALL.segment_count):
-            writer.reserve(len(body))[:] = np.frombuffer(body, np.uint8)
-            writer.commit(len(body))
-        codec_id, revision = self.codec.codec_id, self.codec.revision
-        header = writer.finish(codec_id, revision, Accuracy.approximate, asset=digest)
-        with pytest.raises(InvalidFrameError):
-            decoded(out[: header.frame_bytes])
+    @override
+    def _body(self) -> bytes:
+        return body_with_outliers(self.codec)
+
+    @override
+    def _is_read_or_refused(self, body: bytes, component: Component, out: list[Part]) -> None:
+        super()._is_read_or_refused(body, component, out)
+        if self.is_always_finite:
+            assert all(np.isfinite(to_float32(part, component.dtype)).all() for part in out)
+
+    def test_terms_of_the_engine_change_nothing(self) -> None:
+        terms = EncodeTerms(ROPE, layer_ids=(4, 9), model_layers=31)
+        plain = encoded(self.codec, numbers(CODED), CODED)
+        assert np.array_equal(plain, encoded(self.codec, numbers(CODED), CODED, terms))
+
+    def test_a_name_has_a_quality_of_zero_to_three(self) -> None:
+        for quality in range(4):
+            found = codec_by_name(f"{self.codec.name}:{quality}")
+            assert isinstance(found, AssetCodec)
+            assert isinstance(self.codec, type(found))
+            assert found.quality == quality
+        for terms in ("4", "-1", "", "fine"):
+            with pytest.raises(UnknownCodecError, match="0 to 3"):
+                codec_by_name(f"{self.codec.name}:{terms}")
 
 
 class TestCachegenCodec(AssetCodecContract):
@@ -140,3 +164,245 @@ class TestKvtCodec(AssetCodecContract):
 
 class TestKvqsCodec(AssetCodecContract):
     codec = CalibratingKvqs(3)
+    is_always_finite = False
+
+
+# --- one model's assets
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A codec, a component of keys and values and a latent one, and assets made for them."""
+
+    kind: type[AssetCodec]
+    components: tuple[Component, Component]
+    calibrated: Callable[..., Asset]
+    tensors: Callable[[Component], list[list[list[Part]]]]
+
+    @property
+    def one(self) -> Component:
+        return self.components[0]
+
+    def bound(self, component: Component) -> AssetCodec:
+        """Return a codec that encodes single layers."""
+        return self.codec(self.calibrated(component))
+
+    def codec(self, *assets: Asset) -> AssetCodec:
+        shelf = AssetShelf()
+        for asset in assets:
+            shelf.add(asset)
+        return self.kind(1, shelf, assets[0] if assets else None)
+
+    def encoded(self, component: Component) -> Bytes:
+        return encode(self.bound(component), self.tensors(component)[0][0], component)[0]
+
+
+SAMPLES = {
+    "cachegen": Samples(
+        CachegenCodec,
+        (cachegen_samples.GQA, cachegen_samples.MLA),
+        cachegen_samples.calibrated,
+        lambda component: cachegen_samples.chunk((component,)),
+    ),
+    "kvt": Samples(
+        KvtCodec, (kvt_samples.KV, kvt_samples.LATENT), kvt_samples.calibrated, kvt_samples.chunk
+    ),
+    "kvqs": Samples(
+        KvqsCodec,
+        (kvqs_samples.KV, kvqs_samples.LATENT),
+        kvqs_samples.calibrated,
+        kvt_samples.chunk,
+    ),
+}
+
+
+@pytest.fixture(params=SAMPLES)
+def samples(request: pytest.FixtureRequest) -> Samples:
+    return SAMPLES[request.param]
+
+
+def test_nan_infinity_and_the_largest_numbers_are_kept_exactly(samples: Samples) -> None:
+    codec = samples.bound(samples.one)
+    for bad in (0x7F80, 0xFFC1, 0x7F7F):
+        parts = samples.tensors(samples.one)[0][0]
+        parts[1][0, 9, 5] = bad
+        data, layer = encode(codec, parts, samples.one)
+        assert (layer.accuracy, layer.error_bound, data[0]) == (Accuracy.exact, 0, 0)
+        assert all(map(np.array_equal, decode(codec, data, samples.one), parts))
+
+
+def test_keys_without_a_rotation_stay_where_they_are(samples: Samples) -> None:
+    one = samples.one
+    if samples.kind is CachegenCodec:
+        codec, message = samples.bound(one), "position=513"
+    else:
+        codec, message = samples.codec(samples.calibrated(one, rope=None)), "no rotary embedding"
+        decode(codec, encode(codec, samples.tensors(one)[0][0], one)[0], one, POSITION)
+    data, _ = encode(codec, samples.tensors(one)[0][0], one)
+    with pytest.raises(InvalidRequestError, match=message):
+        decode(codec, data, one, POSITION + 1)
+
+
+def test_without_the_models_asset_nothing_is_encoded_or_decoded(samples: Samples) -> None:
+    layout, tensors = KVLayout((samples.one,)), samples.tensors(samples.one)
+    room = np.empty(1 << 20, np.uint8)
+    header = samples.codec(samples.calibrated(samples.one)).encode(template(layout), tensors, room)
+    out = samples.tensors(samples.one)
+    empty, name = samples.codec(), samples.kind.name
+    with pytest.raises(UnknownCodecError, match=f"{name} for model {MODEL.hex()}"):
+        empty.encode(template(layout), tensors, np.empty(1 << 20, np.uint8))
+    with pytest.raises(UnknownCodecError, match=f"{name} without an asset"):
+        encode(empty, tensors[0][0], samples.one)
+    with pytest.raises(UnknownCodecError, match=f"asset {header.asset.hex()}"):
+        empty.decode_into(header, room[: header.frame_bytes], out)
+    foreign = samples.codec(samples.calibrated(samples.one, model=bytes(16)))
+    header = foreign.encode(template(layout, representation=bytes(16)), tensors, room)
+    with pytest.raises(ModelError, match=r"asset\.representation"):
+        foreign.decode_into(replace(header, representation=MODEL), room[: header.frame_bytes], out)
+    assert all(map(np.array_equal, out[0][0], tensors[0][0]))
+
+
+def test_a_chunk_of_another_shape_than_the_assets_is_refused_by_name(samples: Samples) -> None:
+    wide = replace(samples.one, head_dim=2 * samples.one.head_dim)
+    codec = samples.codec(samples.calibrated(samples.one))
+    layout = KVLayout((wide,))
+    with pytest.raises(LayoutMismatchError, match="calibrate for this model"):
+        codec.encode(template(layout), samples.tensors(wide), np.empty(1 << 20, np.uint8))
+
+
+TABLES: dict[str, Callable[[Asset], object]] = {
+    "cachegen": CachegenTables.of,
+    "kvt": KvtTables.of,
+    "kvqs": KvqsTables.of,
+}
+NAN = np.float32(np.nan)
+
+
+@pytest.mark.parametrize(
+    ("kind", "table", "change", "message"),
+    [
+        ("cachegen", "0.widths", lambda t: t * 0, "0.widths"),
+        ("cachegen", "0.widths", lambda t: t * NAN, "0.widths"),
+        ("cachegen", "0.widths", lambda t: -t, "0.widths"),
+        ("cachegen", "0.widths", lambda t: t.astype("<f2"), "0.widths"),
+        ("cachegen", "0.anchors", lambda t: t | np.uint8(0x40), "0.models"),
+        ("cachegen", "0.deltas", lambda t: t | np.uint8(0x80), "0.models"),
+        ("cachegen", "0.deltas", lambda t: t[1:], "0.deltas"),
+        ("cachegen", "0.anchors", lambda t: t[..., 1:], "0.deltas"),
+        ("cachegen", "anchors", lambda t: t[:, 1:], "anchors"),
+        ("cachegen", "anchors", lambda t: np.concatenate([t, t]), "books"),
+        ("cachegen", "deltas", lambda t: t + np.uint16(1), "books"),
+        ("cachegen", "deltas", lambda t: np.where(t == 1, 0, t).astype("<u2"), "books"),
+        ("cachegen", "0.widths", None, "0.widths"),
+        ("cachegen", "deltas", None, "deltas"),
+        ("kvt", "0.basis", lambda t: t * NAN, "asset"),
+        ("kvt", "0.basis", lambda t: t * np.float32(9), "asset"),
+        ("kvt", "0.basis", lambda t: t.astype("<f2"), "asset"),
+        ("kvt", "0.means", lambda t: t[..., 1:], "asset"),
+        ("kvt", "0.means", lambda t: t * np.float32(np.inf), "asset"),
+        ("kvt", "0.means", lambda t: t + np.float32(1e30), "asset"),
+        ("kvt", "0.deviations", lambda t: t * 0, "asset"),
+        ("kvt", "0.deviations", lambda t: t * np.float32(1e30), "asset"),
+        ("kvt", "0.variances", lambda t: t[..., 1:], "asset"),
+        ("kvt", "0.rope", lambda t: t * NAN, "asset"),
+        ("kvt", "0.basis", None, "asset"),
+        ("kvt", "0.deviations", None, "asset"),
+        ("kvqs", "0.means", lambda t: t * np.float16(np.nan), "asset"),
+        ("kvqs", "0.means", lambda t: t.astype("<f4"), "asset"),
+        ("kvqs", "0.means", lambda t: np.repeat(t, 2, axis=1), "asset"),
+        ("kvqs", "0.means", None, "asset"),
+        ("kvqs", "0.scales", lambda t: t[..., 1:], "asset"),
+        ("kvqs", "0.scales", None, "asset"),
+        ("kvqs", "0.deviations", lambda t: t * 0, "asset"),
+        ("kvqs", "0.deviations", lambda t: t * NAN, "asset"),
+        ("kvqs", "0.rope", lambda t: t * NAN, "asset"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_an_asset_whose_tables_are_wrong_is_refused_by_name(
+    kind: str, table: str, change: Callable[[Any], Any] | None, message: str
+) -> None:
+    tables = dict(SAMPLES[kind].calibrated(SAMPLES[kind].one).tables)
+    if change is None:
+        del tables[table]
+    else:
+        tables[table] = change(tables[table])
+    asset = parse_asset(pack_asset(AssetKind[kind], MODEL, 1, tables))
+    with pytest.raises(InvalidRequestError, match=message):
+        TABLES[kind](asset)
+
+
+@pytest.mark.parametrize("profile", [KvtProfile, KvqsProfile])
+def test_a_profile_refuses_what_it_cannot_describe(profile: Any) -> None:
+    dynamic = RopeParameters(10000.0, 32, "dynamic", (("factor", 2.0),))
+    with pytest.raises(InvalidRequestError, match="rope='dynamic'"):
+        profile([kvt_samples.KV], dynamic)
+    with pytest.raises(InvalidRequestError, match="samples=0"):
+        profile([kvt_samples.KV], ROPE).tables()
+    with pytest.raises(InvalidRequestError, match="component='attention'"):
+        profile([Component(LayerKind.attention, DType.int8, 1, 1, 8, 16)], None)
+    bad = kvt_samples.chunk(kvt_samples.KV)
+    bad[0][1][0][0, 0, 0] = 0x7FC0
+    with pytest.raises(InvalidRequestError, match="NaN or infinity"):
+        profile([kvt_samples.KV], ROPE).add(bad, POSITION)
+
+
+# --- bodies that nobody wrote
+
+
+def test_every_other_length_is_refused(samples: Samples) -> None:
+    for component in samples.components:
+        data, codec = samples.encoded(component), samples.bound(component)
+        for size in range(0, len(data), 7):
+            with pytest.raises(InvalidFrameError):
+                decode(codec, data[:size], component)
+        with pytest.raises(InvalidFrameError):
+            decode(codec, np.append(data, np.uint8(0)), component)
+
+
+HUGE = struct.pack("<I", 0xFFFFFFFF)
+EVERY_HEAD = [(0, b"\2"), (0, b"\0"), (1, b"\4")]
+WRONG = {
+    "cachegen": [
+        (2, b"\3\0"), (2, b"\xff\xff"), (4, HUGE), (24, b"\0\x7e"),
+        (24 + 2 * 2 * 2 * 5 + 4 * 32 * 4, HUGE),
+    ],
+    "kvt": [
+        (2, b"\2\0"), (HEAD_BYTES, b"\0\0"), (HEAD_BYTES, b"\xff\xff"), (HEAD_BYTES + 2, b"\5\0"),
+        (HEAD_BYTES + 4, HUGE), (HEAD_BYTES + 8, HUGE), (HEAD_BYTES + 12, b"\x40"),
+    ],
+    "kvqs": [
+        (2, b"\2\0"), (HEAD_BYTES, HUGE), (HEAD_BYTES + 4, HUGE),
+        (HEAD_BYTES + 8, struct.pack("<f", float("nan"))),
+        (HEAD_BYTES + 8, struct.pack("<f", -1.0)), (HEAD_BYTES + 12, b"\1"),
+        (HEAD_BYTES + 16, struct.pack("<f", float("inf"))),
+        (HEAD_BYTES + 16, struct.pack("<f", 0.0)),
+    ],
+}  # fmt: skip
+
+
+def test_heads_and_counts_that_cannot_be_are_refused(samples: Samples) -> None:
+    right, codec = samples.encoded(samples.one), samples.bound(samples.one)
+    for at, value in EVERY_HEAD + WRONG[samples.kind.name]:
+        data = right.copy()
+        data[at : at + len(value)] = np.frombuffer(value, np.uint8)
+        with pytest.raises(InvalidFrameError):
+            decode(codec, data, samples.one)
+    other = right.copy()
+    other[8] ^= 1
+    with pytest.raises(UnknownCodecError, match=f"{samples.kind.name} with asset"):
+        decode(codec, other, samples.one)
+
+
+def test_coded_states_and_codes_are_refused(samples: Samples) -> None:
+    state = Component(LayerKind.state, DType.float32, 1, 1, 700, 1)
+    codes = Component(LayerKind.attention, DType.int8, 1, 1, 64, 47)
+    codec = samples.bound(samples.one)
+    for component in (state, codes):
+        dtype = f"<u{component.dtype.item_bytes}"
+        parts = [np.zeros(component.shape, dtype) for _ in range(component.parts)]
+        data, layer = encode(codec, parts, component)
+        assert (layer.accuracy, len(data)) == (Accuracy.exact, HEAD_BYTES + component.layer_bytes)
+        data[0] = 1
+        with pytest.raises(InvalidFrameError, match="method"):
+            decode(codec, data, component)

@@ -1,22 +1,30 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections import OrderedDict
+
 import pytest
 from contracts.codec import SMALL
 
-from kvstore.codecs.base import CODECS, check_tensors, codec_by_id, codec_by_name, empty_tensors
+from kvstore.codecs.base import (
+    CODECS,
+    Registry,
+    check_tensors,
+    codec_by_id,
+    codec_by_name,
+    empty_tensors,
+)
 from kvstore.proto.errors import LayoutMismatchError, UnknownCodecError
 from kvstore.proto.types import Component, DType, KVLayout, LayerKind
 
 
-def test_an_unknown_name_is_refused_and_the_known_ones_named() -> None:
+def test_an_unknown_name_or_number_is_refused_and_the_known_ones_named() -> None:
     with pytest.raises(UnknownCodecError, match=r"'gzip': unknown here; known: .*raw, .*zplane"):
         codec_by_name("gzip")
-
-
-@pytest.mark.parametrize("codec_id", [999, 65535, -1])
-def test_an_unknown_number_is_refused_and_the_known_ones_named(codec_id: int) -> None:
-    with pytest.raises(UnknownCodecError, match=f"codec={codec_id}: unknown here; known: 0, 2"):
-        codec_by_id(codec_id)
+    for codec_id in (999, 65535, -1):
+        with pytest.raises(UnknownCodecError, match=f"codec={codec_id}: unknown here; known: 0, 2"):
+            codec_by_id(codec_id)
 
 
 def test_every_registered_codec_has_its_own_number_and_answers_to_its_name() -> None:
@@ -40,3 +48,30 @@ def test_empty_tensors_have_the_layout_they_were_made_for() -> None:
     )
     with pytest.raises(LayoutMismatchError, match=r"^components=2"):
         check_tensors(SMALL, tensors)
+
+
+def test_a_registry_loads_classes_by_name_and_takes_each_name_once() -> None:
+    registry: Registry[object] = Registry("thing")
+    registry.register("b", "collections:deque")
+    registry.register("a", "collections:OrderedDict")
+    assert registry.load("a") is OrderedDict
+    assert list(registry) == ["a", "b"]
+    assert "c" not in registry
+    with pytest.raises(LookupError, match="unknown thing 'x'; known: a, b"):
+        registry.load("x")
+    with pytest.raises(ValueError, match="thing 'a' is already registered"):
+        registry.register("a", "collections:deque")
+
+
+def test_a_module_is_imported_only_when_its_name_is_asked_for() -> None:
+    script = (
+        f"import sys; sys.path[:0] = {sys.path!r}\n"
+        "from kvstore.codecs.base import Registry\n"
+        "r = Registry('thing')\n"
+        "r.register('zip', 'zipapp:create_archive')\n"
+        "before = 'zipapp' in sys.modules\n"
+        "r.load('zip')\n"
+        "print(before, 'zipapp' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert run.stdout.split() == ["False", "True"]

@@ -103,11 +103,9 @@ def test_checksums_are_xxh3_whatever_the_size(compiled: LaunchedKernels, sizes: 
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("sizes", SIZES, ids=["short", "edges", "stripes", "long"])
-def test_checksums_on_cuda_are_xxh3_whatever_the_size(
-    device: torch.device, sizes: list[int]
-) -> None:
-    assert_sums(open_kernels(device), sizes, device)
+def test_checksums_on_cuda_are_xxh3_whatever_the_size(device: torch.device) -> None:
+    for sizes in SIZES:
+        assert_sums(open_kernels(device), sizes, device)
 
 
 def test_one_flipped_bit_anywhere_changes_the_checksum(compiled: LaunchedKernels) -> None:
@@ -255,22 +253,22 @@ def test_pages_of_a_rank_are_checked_against_its_shard(compiled: LaunchedKernels
         compiled.check(aligned(memory), frames, Paged((pages,), [range(20)], shard))
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape[1:])))
 def test_rows_move_as_torch_moves_them(
-    compiled: LaunchedKernels, shape: tuple[DType, int, int, int, int, int, int], order: str
+    compiled: LaunchedKernels, shape: tuple[DType, int, int, int, int, int, int]
 ) -> None:
-    assert_rows_move(compiled, shape, order, CPU)
+    for order in ORDERS:
+        assert_rows_move(compiled, shape, order, CPU)
 
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape[1:])))
 def test_rows_move_on_cuda_as_torch_moves_them(
-    device: torch.device, shape: tuple[DType, int, int, int, int, int, int], order: str
+    device: torch.device, shape: tuple[DType, int, int, int, int, int, int]
 ) -> None:
-    assert_rows_move(open_kernels(device), shape, order, device)
+    for order in ORDERS:
+        assert_rows_move(open_kernels(device), shape, order, device)
 
 
 def launched_by(work: Callable[[LaunchedKernels], object]) -> list[str]:
@@ -442,7 +440,7 @@ def paged_frames(
 # --- CUDA's compiler
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [ARCHITECTURES[0], ARCHITECTURES[-1]])
 def test_cudas_own_compiler_takes_the_source(architecture: str) -> None:
     status, log, binary = compile_cuda([SOURCE], architecture, *COMPILER_FLAGS)
     assert (status, log) == (0, ""), "not even a warning"

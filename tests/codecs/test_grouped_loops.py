@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from contracts.lossy_codec import NUMBERS, Numbers, numbers
+from contracts.codec import pairwise
+from contracts.lossy_codec import FLOATS, NUMBERS, numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.grouped import NUMPY
@@ -14,7 +15,7 @@ from kvstore.codecs.grouped import Gq2Codec, Gq4Codec, Gq8Codec
 from kvstore.codecs.grouped_loops import native_loops
 from kvstore.codecs.terms import LayerTerms
 from kvstore.proto import native
-from kvstore.proto.types import Component, DType, KVLayout, LayerKind
+from kvstore.proto.types import Component, KVLayout, LayerKind
 
 each_path = pytest.mark.parametrize("path", native.paths())
 
@@ -23,26 +24,25 @@ def test_the_best_path_is_used() -> None:
     assert native_loops().name == native.paths()[0]
 
 
+ROWS = pairwise([Gq8Codec, Gq4Codec, Gq2Codec], FLOATS, NUMBERS)
+
+
 @each_path
-@pytest.mark.parametrize("kind", [Gq8Codec, Gq4Codec, Gq2Codec], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("dtype", [DType.bfloat16, DType.float16, DType.float32])
-@pytest.mark.parametrize("fill", NUMBERS, ids=lambda fill: fill.__name__)
-def test_both_write_and_read_the_same_bytes(
-    kind: type[Gq8Codec], dtype: DType, fill: Numbers, path: str
-) -> None:
-    component = Component(LayerKind.attention, dtype, 1, 2, 150, 131)
-    parts = numbers(KVLayout((component,)), fill)[0][0]
-    codecs = [kind(NUMPY), kind(native_loops(path))]
-    segments, outs = [], []
-    for codec in codecs:
-        room = np.zeros(codec.max_segment_bytes(component), np.uint8)
-        encoded = codec.encode_layer(parts, LayerTerms(component), room)
-        segments.append((room[: encoded.stored_bytes].tobytes(), encoded.error_bound))
-        outs.append([np.empty_like(part) for part in parts])
-    assert segments[0] == segments[1]
-    for codec, out in zip(codecs, outs, strict=True):
-        codec.decode_segment(np.frombuffer(segments[0][0], np.uint8), component, out)
-    assert all(map(np.array_equal, *outs))
+def test_both_write_and_read_the_same_bytes(path: str) -> None:
+    for kind, dtype, fill in ROWS:
+        component = Component(LayerKind.attention, dtype, 1, 2, 150, 131)
+        parts = numbers(KVLayout((component,)), fill)[0][0]
+        codecs = [kind(NUMPY), kind(native_loops(path))]
+        segments, outs = [], []
+        for codec in codecs:
+            room = np.zeros(codec.max_segment_bytes(component), np.uint8)
+            encoded = codec.encode_layer(parts, LayerTerms(component), room)
+            segments.append((room[: encoded.stored_bytes].tobytes(), encoded.error_bound))
+            outs.append([np.empty_like(part) for part in parts])
+        assert segments[0] == segments[1]
+        for codec, out in zip(codecs, outs, strict=True):
+            codec.decode_segment(np.frombuffer(segments[0][0], np.uint8), component, out)
+        assert all(map(np.array_equal, *outs))
 
 
 @each_path

@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from contracts.codec import all_zero, decoded, filled, layouts, same, special_values
+from contracts.codec import all_zero, decoded, filled, layouts, pairwise, same, special_values
 from contracts.lossy_codec import (
     FLOATS,
     NUMBERS,
     SMALL,
     LossyCodecContract,
-    Numbers,
     centred,
     encoded,
     largest_error,
@@ -55,22 +54,18 @@ def test_the_name_says_that_it_is_layered() -> None:
     )
 
 
-@pytest.mark.parametrize("terms", [None, TERMS], ids=["as they are", "turned back"])
-@pytest.mark.parametrize("fill", NUMBERS, ids=lambda fill: fill.__name__)
-@pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.name)
-def test_each_level_is_within_its_own_bound(
-    dtype: DType, fill: Numbers, terms: EncodeTerms | None
-) -> None:
-    layout = layouts(dtype)["several"]
-    tensors = numbers(layout, fill)
-    frame = encoded(LAYERED, tensors, layout, terms)
-    header = parse_header(frame)
-    bounds = [LAYERED.bound_at(header, frame, level) for level in range(LEVELS + 1)]
-    for level, bound in enumerate(bounds):
-        assert largest_error(layout, tensors, at_level(frame, level)) <= bound
-    if header.accuracy is Accuracy.bounded:
-        assert bounds == sorted(bounds, reverse=True)
-        assert bounds[-1] == pytest.approx(header.error_bound, rel=1e-6)
+def test_each_level_is_within_its_own_bound() -> None:
+    for dtype, fill, terms in pairwise(FLOATS, NUMBERS, [None, TERMS]):
+        layout = layouts(dtype)["several"]
+        tensors = numbers(layout, fill)
+        frame = encoded(LAYERED, tensors, layout, terms)
+        header = parse_header(frame)
+        bounds = [LAYERED.bound_at(header, frame, level) for level in range(LEVELS + 1)]
+        for level, bound in enumerate(bounds):
+            assert largest_error(layout, tensors, at_level(frame, level)) <= bound
+        if header.accuracy is Accuracy.bounded:
+            assert bounds == sorted(bounds, reverse=True)
+            assert bounds[-1] == pytest.approx(header.error_bound, rel=1e-6)
 
 
 def test_each_level_cuts_the_error_to_a_third() -> None:
@@ -82,15 +77,15 @@ def test_each_level_cuts_the_error_to_a_third() -> None:
     assert errors[2] == pytest.approx(errors[1] / 3, rel=0.05)
 
 
-@pytest.mark.parametrize("terms", [None, TERMS], ids=["as they are", "turned back"])
-def test_the_base_is_what_the_coarsest_quality_gives(terms: EncodeTerms | None) -> None:
+def test_the_base_is_what_the_coarsest_quality_gives() -> None:
     layout = layouts(DType.bfloat16)["several"]
     tensors = numbers(layout)
-    frame = encoded(LAYERED, tensors, layout, terms)
-    single = encoded(KvqCodec(0), tensors, layout, terms)
-    assert same(at_level(frame, 0), decoded(single))
-    rows, of_single = parse_header(frame).segments, parse_header(single).segments
-    assert np.array_equal(rows["checksum"][: len(of_single)], of_single["checksum"])
+    for terms in (None, TERMS):
+        frame = encoded(LAYERED, tensors, layout, terms)
+        single = encoded(KvqCodec(0), tensors, layout, terms)
+        assert same(at_level(frame, 0), decoded(single))
+        rows, of_single = parse_header(frame).segments, parse_header(single).segments
+        assert np.array_equal(rows["checksum"][: len(of_single)], of_single["checksum"])
 
 
 def test_all_levels_together_are_little_larger_than_a_fine_step_alone() -> None:

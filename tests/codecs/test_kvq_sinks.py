@@ -12,6 +12,7 @@ from contracts.codec import (
     decoded,
     filled,
     layouts,
+    pairwise,
     same,
     special_values,
     template,
@@ -19,7 +20,6 @@ from contracts.codec import (
 from contracts.lossy_codec import (
     FLOATS,
     SMALL,
-    LossyCodecContract,
     centred,
     largest_error,
     numbers,
@@ -29,7 +29,7 @@ from contracts.lossy_codec import (
 from oracles.rans import NUMPY as NUMPY_RANS
 
 from kvstore.codecs.base import Part, codec_by_id, codec_by_name
-from kvstore.codecs.floats import to_float32
+from kvstore.codecs.floats import from_float32, to_float32
 from kvstore.codecs.kvq import KvqCodec, Options
 from kvstore.codecs.kvq_body import HEAD, Body, parse_body
 from kvstore.codecs.kvq_classes import PLAIN, classes_of, factors_of, moved
@@ -38,6 +38,7 @@ from kvstore.codecs.kvq_models import MODELS
 from kvstore.codecs.kvq_tiles import NUMPY as NUMPY_TILES
 from kvstore.codecs.lossy import LossyCodec
 from kvstore.codecs.raw import RawCodec
+from kvstore.codecs.rope import inverse_frequencies, rotate, rotation
 from kvstore.codecs.terms import EncodeTerms
 from kvstore.codecs.transcode import transcode
 from kvstore.proto.buffers import Bytes
@@ -87,26 +88,21 @@ def first(tensors: Tensors, count: int) -> Tensors:
     return [[[part[:, :count] for part in parts] for parts in layers] for layers in tensors]
 
 
-class TestKvqByImportance(LossyCodecContract):
-    """Where no importance is given it is kvq; else every token has its own class."""
-
-    codec = codec_by_name("kvq:2,sinks=4,importance")  # type: ignore[assignment]
-
-
 # --- exact tokens
 
 
+SHAPES = ["gqa", "mla", "several", "hybrid", "mha"]
+ROWS = pairwise(SETTINGS, FLOATS, SHAPES, [centred, outliers])
+
+
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("layout", ["gqa", "mla", "several", "hybrid", "mha"])
-@_every_float
-def test_the_first_tokens_of_a_prompt_come_back_bit_by_bit(
-    dtype: DType, layout: str, name: str
-) -> None:
-    shape, by = layouts(dtype)[layout], codec(name)
+def test_the_first_tokens_of_a_prompt_come_back_bit_by_bit(name: str) -> None:
+    by = codec(name)
     sinks = by.options.sinks
-    for position in (0, 1, sinks, 512):
-        for fill in (centred, outliers):
-            tensors = numbers(shape, fill)
+    for dtype, layout, fill in [row[1:] for row in ROWS if row[0] == name]:
+        shape = layouts(dtype)[layout]
+        tensors = numbers(shape, fill)
+        for position in (0, 1, sinks, 512):
             frame = encoded(by, tensors, shape, ROPE, position)
             promise_held(frame, tensors)
             found = decoded(frame)
@@ -115,21 +111,17 @@ def test_the_first_tokens_of_a_prompt_come_back_bit_by_bit(
                 assert same(first([ours], count), first([theirs], count))
 
 
-@pytest.mark.parametrize(("sinks", "position"), [(0, 0), (1, 0), (4, 1), (4, 3), (4, 4), (1, 512)])
-def test_only_tokens_before_the_count_are_exact_and_only_they_cost_bytes(
-    sinks: int, position: int
-) -> None:
+def test_only_tokens_before_the_count_are_exact_and_only_they_cost_bytes() -> None:
     layout = layouts(DType.bfloat16)["gqa"]
     tensors = numbers(layout)
-    frame = encoded(codec(f"kvq:2,sinks={sinks}"), tensors, layout, None, position)
-    plain = encoded(codec("kvq:2,sinks=0"), tensors, layout, None, position)
-    count = max(0, sinks - position)
-    assert body_of(frame).sinks.shape[1] == count
-    assert count or np.array_equal(frame, plain)
-    key, value = tensors[0][0]
-    sinks_of_it = body_of(frame).sinks
-    assert np.array_equal(sinks_of_it[0].transpose(1, 0, 2), key[:, :count])
-    assert np.array_equal(sinks_of_it[1].transpose(1, 0, 2), value[:, :count])
+    for sinks, position in ((0, 0), (1, 0), (4, 1), (4, 3), (4, 4), (1, 512)):
+        frame = encoded(codec(f"kvq:2,sinks={sinks}"), tensors, layout, None, position)
+        plain = encoded(codec("kvq:2,sinks=0"), tensors, layout, None, position)
+        count, exact = max(0, sinks - position), body_of(frame).sinks
+        assert exact.shape[1] == count
+        assert count or np.array_equal(frame, plain)
+        for part, stored in zip(tensors[0][0], exact, strict=True):
+            assert np.array_equal(stored.transpose(1, 0, 2), part[:, :count])
 
 
 def test_a_first_token_far_from_all_others_no_longer_makes_their_steps_coarse() -> None:
@@ -155,29 +147,8 @@ def test_the_first_chunk_of_256_tokens_takes_at_most_three_percent_more() -> Non
 
 
 @_every_float
-def test_keys_of_exact_tokens_turn_to_the_position_asked_for(dtype: DType) -> None:
-    layout = layouts(dtype)["gqa"]
-    terms = EncodeTerms(rope=RopeParameters(10000.0, 32))
-    by = codec("kvq:3,sinks=4")
-    tensors = numbers(layout)
-    frame = encoded(by, tensors, layout, terms, 1)
-    assert same(read(frame, 1), decoded(frame))
-    bound = parse_header(frame).error_bound
-    there = read(frame, 90_001)
-    assert same([[[p[1]] for p in there[0]]], [[[p[1]] for p in decoded(frame)[0]]])
-    assert largest_error(layout, first(there, 3), first(tensors, 3)) > bound
-    moved_on = encoded(by, there, layout, terms, 90_001)
-    back = read(moved_on, 1)
-    slack = {DType.float32: 1e-4, DType.float16: 0.01, DType.bfloat16: 0.07}[dtype]
-    assert largest_error(layout, first(back, 3), first(tensors, 3)) <= 2 * bound + slack
-
-
-@_every_float
 def test_moved_exact_keys_are_those_that_a_model_computes_there(dtype: DType) -> None:
     """The keys of one content at two positions: what is stored at the one is read at the other."""
-    from kvstore.codecs.floats import from_float32
-    from kvstore.codecs.rope import inverse_frequencies, rotate, rotation
-
     layout = layouts(dtype)["gqa"]
     component = layout.components[0]
     frequencies = inverse_frequencies(ROPE.rope, component.head_dim)
@@ -212,9 +183,8 @@ def test_a_chunk_of_nothing_but_exact_tokens_is_kept_exactly() -> None:
     assert promise_held(encoded(codec("kvq:0,sinks=4"), tensors, layout), tensors) is Accuracy.exact
 
 
-@_every_float
-def test_a_layer_with_nan_in_an_exact_token_comes_back_bit_by_bit(dtype: DType) -> None:
-    layout = layouts(dtype)["gqa"]
+def test_a_layer_with_nan_in_an_exact_token_comes_back_bit_by_bit() -> None:
+    layout = layouts(DType.bfloat16)["gqa"]
     tensors = numbers(layout)
     part = tensors[0][1][0]
     part[:, :1] = special_values(part[:, :1].shape, part.itemsize, np.random.default_rng(1))
@@ -267,20 +237,17 @@ def test_reference_and_compiled_write_and_read_the_same_exact_tokens() -> None:
             assert same(out, decoded(frame))
 
 
-@pytest.mark.parametrize("sinks", [5, 64, 255])
-def test_more_exact_tokens_than_there_can_be_are_refused(sinks: int) -> None:
-    for layout in (SMALL, KVLayout((replace(SMALL.components[0], tokens=sinks),))):
-        frame = encoded(KvqCodec(), numbers(layout), layout)
-        body = parse_header(frame).segment(frame, 0).copy()
-        if body[0] != 1:  # so few tokens do not get smaller
-            continue
-        body[1] = sinks
-        out = [np.zeros(layout.components[0].shape, np.uint16) for _ in range(2)]
-        with pytest.raises(InvalidFrameError, match="sinks"):
-            KvqCodec().decode_segment(body, layout.components[0], out)
-
-
-def test_as_many_exact_tokens_as_there_are_tokens_are_refused() -> None:
+def test_more_exact_tokens_than_there_can_be_are_refused() -> None:
+    for sinks in (5, 64, 255):
+        for layout in (SMALL, KVLayout((replace(SMALL.components[0], tokens=sinks),))):
+            frame = encoded(KvqCodec(), numbers(layout), layout)
+            body = parse_header(frame).segment(frame, 0).copy()
+            if body[0] != 1:  # so few tokens do not get smaller
+                continue
+            body[1] = sinks
+            out = [np.zeros(layout.components[0].shape, np.uint16) for _ in range(2)]
+            with pytest.raises(InvalidFrameError, match="sinks"):
+                KvqCodec().decode_segment(body, layout.components[0], out)
     component = replace(SMALL.components[0], tokens=3)
     head = HEAD.pack(1, 3, 0, 0, 0, 0, 1.0, 0)
     out = [np.zeros(component.shape, np.uint16) for _ in range(2)]
@@ -305,30 +272,28 @@ def test_exact_tokens_cut_short_or_uncounted_are_refused() -> None:
 # --- names
 
 
-@pytest.mark.parametrize("quality", ["0", "1", "2", "3", "layered"])
-def test_every_quality_keeps_one_token_unless_told_how_many(quality: str) -> None:
-    assert codec(f"kvq:{quality}").options.sinks == codec("kvq").options.sinks == 1
-    assert [codec(f"kvq:{quality},sinks={n}").options.sinks for n in range(5)] == [0, 1, 2, 3, 4]
+def test_every_quality_keeps_one_token_unless_told_how_many() -> None:
+    for quality in ("0", "1", "2", "3", "layered"):
+        assert codec(f"kvq:{quality}").options.sinks == codec("kvq").options.sinks == 1
+        found = [codec(f"kvq:{quality},sinks={n}").options.sinks for n in range(5)]
+        assert found == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(
-    "terms",
-    [
-        "2,sinks=5", "2,sinks=-1", "2,sinks=01", "2,sinks=", "2,sinks", "2,sinks=1,sinks=1", "2,",
-        "2,importance,importance", "layered,importance", "sinks=1", "importance", "2,Importance",
-        "2,importance=1", "2, sinks=1", ",", "2,importance,sinks=1",
-    ],
-)  # fmt: skip
-def test_unknown_terms_are_refused_with_what_there_is(terms: str) -> None:
-    with pytest.raises(UnknownCodecError, match=r",sinks=0 to ,sinks=4; .* ,importance") as error:
-        codec_by_name(f"kvq:{terms}")
-    assert f"kvq:{terms}" in str(error.value)
+UNKNOWN = [
+    "2,sinks=5", "2,sinks=-1", "2,sinks=01", "2,sinks=", "2,sinks", "2,sinks=1,sinks=1", "2,",
+    "2,importance,importance", "layered,importance", "sinks=1", "importance", "2,Importance",
+    "2,importance=1", "2, sinks=1", ",", "2,importance,sinks=1",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["mixed", "mixed:0", "mixed:3"])
-def test_the_name_mixed_is_refused_and_says_what_to_write(name: str) -> None:
-    with pytest.raises(UnknownCodecError, match="kvq:N,importance, which replaces mixed"):
-        codec_by_name(name)
+def test_unknown_terms_are_refused_with_what_there_is() -> None:
+    for terms in UNKNOWN:
+        with pytest.raises(UnknownCodecError, match=r",sinks=0 to ,sinks=4; .* ,imp") as error:
+            codec_by_name(f"kvq:{terms}")
+        assert f"kvq:{terms}" in str(error.value)
+    for name in ("mixed", "mixed:0", "mixed:3"):
+        with pytest.raises(UnknownCodecError, match="kvq:N,importance, which replaces mixed"):
+            codec_by_name(name)
 
 
 def test_frames_of_the_codec_mixed_and_of_revision_1_are_of_no_codec_here() -> None:

@@ -70,9 +70,8 @@ def test_frequencies_are_those_of_transformers(
     assert frequencies(5e5, 128, scaling, factors) == pytest.approx(theirs.numpy(), rel=2e-6)
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
+def test_what_is_not_known_is_not_guessed() -> None:
+    for rope in [
         None,
         RopeParameters(10000.0, 64, "none"),
         RopeParameters(10000.0, 64, "dynamic", (("factor", 2.0),)),
@@ -84,11 +83,8 @@ def test_frequencies_are_those_of_transformers(
         RopeParameters(10000.0, 256),
         RopeParameters(0.0, 64),
         RopeParameters(math.inf, 64),
-    ],
-    ids=str,
-)
-def test_what_is_not_known_is_not_guessed(rope: RopeParameters | None) -> None:
-    assert inverse_frequencies(rope, 128) is None
+    ]:
+        assert inverse_frequencies(rope, 128) is None
 
 
 def test_turning_is_the_complex_product_and_turning_back_undoes_it() -> None:

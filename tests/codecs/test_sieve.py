@@ -50,13 +50,13 @@ def unpacked(data: bytes, items: int, sieve: Sieve) -> Bytes:
 
 
 @pytest.mark.parametrize("name", SIEVES)
-@pytest.mark.parametrize("items", [150, 2048, 6007])
-def test_a_sieved_plane_reads_by_the_prose_of_the_format_page(name: str, items: int) -> None:
-    plane = exponents(items)
-    data = packed(plane, sieve_called(name))
-    assert unsieved(data, items) == plane.tobytes()
-    assert np.array_equal(unpacked(data, items, sieve_called(name)), plane)
-    assert len(data) < 0.40 * items + HEAD_BYTES + 64
+def test_a_sieved_plane_reads_by_the_prose_of_the_format_page(name: str) -> None:
+    for items in [150, 2048, 6007]:
+        plane = exponents(items)
+        data = packed(plane, sieve_called(name))
+        assert unsieved(data, items) == plane.tobytes()
+        assert np.array_equal(unpacked(data, items, sieve_called(name)), plane)
+        assert len(data) < 0.40 * items + HEAD_BYTES + 64
 
 
 @settings(deadline=None, max_examples=150)
@@ -80,17 +80,17 @@ def test_all_sieves_agree_on_any_plane_and_any_values(items: int, spread: int, s
     assert all(body == bodies[0] for body in bodies)
 
 
-@pytest.mark.parametrize("kind", ["zeros", "two values", "noise", "sixty values"])
-def test_planes_that_another_code_suits_are_not_sieved(kind: str) -> None:
-    rng = np.random.default_rng(3)
-    plane = {
-        "zeros": np.zeros(9000, np.uint8),
-        "two values": rng.integers(0, 2, 9000, np.uint8),
-        "noise": rng.integers(0, 256, 9000, np.uint8),
-        "sixty values": rng.integers(0, 60, 9000, np.uint8),
-    }[kind]
-    assert commonest(plane) is None
-    assert pack_sieved(plane, NUMPY, scratch_for(9000), np.zeros(20_000, np.uint8)) is None
+def test_planes_that_another_code_suits_are_not_sieved() -> None:
+    for kind in ["zeros", "two values", "noise", "sixty values"]:
+        rng = np.random.default_rng(3)
+        plane = {
+            "zeros": np.zeros(9000, np.uint8),
+            "two values": rng.integers(0, 2, 9000, np.uint8),
+            "noise": rng.integers(0, 256, 9000, np.uint8),
+            "sixty values": rng.integers(0, 60, 9000, np.uint8),
+        }[kind]
+        assert commonest(plane) is None
+        assert pack_sieved(plane, NUMPY, scratch_for(9000), np.zeros(20_000, np.uint8)) is None
 
 
 def test_a_plane_that_would_not_fit_is_not_sieved() -> None:
@@ -130,10 +130,10 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", SIEVES)
-@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_plane_is_refused(data: bytes, name: str) -> None:
-    with pytest.raises(InvalidFrameError, match="sieved plane"):
-        unpacked(data, ITEMS, sieve_called(name))
+def test_a_hostile_plane_is_refused(name: str) -> None:
+    for data in HOSTILE.values():
+        with pytest.raises(InvalidFrameError, match="sieved plane"):
+            unpacked(data, ITEMS, sieve_called(name))
 
 
 @settings(deadline=None, max_examples=300)

@@ -194,29 +194,25 @@ def _payload_positions(header: FrameHeader) -> set[int]:
     return covered
 
 
-def pairwise(**axes: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrize by few rows in which every two values of different axes meet.
+def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return few rows in which every two values of different axes meet.
 
     What only three values together would break is rare (Kuhn, Wallace, Gallo, IEEE TSE 30(6),
     2004), and a codec's axes are taken apart by different code.
     """
-    names, rows = list(axes), list(product(*axes.values()))
+    rows = list(product(*axes))
     left = {pair for row in rows for pair in combinations(enumerate(row), 2)}
     chosen = []
     while left:
         row = max(rows, key=lambda row: len(left.intersection(combinations(enumerate(row), 2))))
         left -= set(combinations(enumerate(row), 2))
         chosen.append(row)
-    return pytest.mark.parametrize(names, chosen, ids=["-".join(map(_name, row)) for row in chosen])
-
-
-def _name(value: Any) -> str:
-    return str(getattr(value, "name", getattr(value, "__name__", value)))
+    return chosen
 
 
 SMALL = layouts(DType.bfloat16)["partial"]
+ROWS = pairwise(list(DType), list(layouts(DType.uint8)), FILLS)
 _every_dtype = pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.name)
-_every_fill = pytest.mark.parametrize("fill", FILLS, ids=lambda fill: fill.__name__)
 _inherited = settings(
     deadline=None, max_examples=60, suppress_health_check=[HealthCheck.differing_executors]
 )
@@ -227,35 +223,25 @@ class CodecContract:
 
     codec: ClassVar[Codec]
 
-    @pairwise(dtype=list(DType), name=list(layouts(DType.uint8)), fill=FILLS)
-    def test_what_was_encoded_comes_back_bit_by_bit(
-        self, dtype: DType, name: str, fill: Fill
-    ) -> None:
-        layout = layouts(dtype)[name]
-        tensors = filled(layout, fill)
-        frame = encoded(self.codec, tensors, layout)
-        assert same(decoded(frame), tensors)
-        assert np.array_equal(frame, encoded(self.codec, strided(tensors), layout))
-        pages = strided(filled(layout, all_zero))
-        self.codec.decode_into(parse_header(frame), frame, pages)
-        assert same(pages, tensors)
-
-    @pytest.mark.parametrize("name", layouts(DType.uint8))
     @_every_dtype
-    def test_header_says_what_was_encoded(self, dtype: DType, name: str) -> None:
-        layout = layouts(dtype)[name]
-        out = np.empty(self.codec.max_frame_bytes(layout), np.uint8)
-        given_back = self.codec.encode(template(layout), filled(layout), out)
-        header = check_frame(out[: given_back.frame_bytes], ChunkKey(bytes(range(32))))
-        assert template_of(header) == template(layout)
-        self.codec.check_header(header)
-        assert header.accuracy is self.codec.accuracy
-        assert np.array_equal(header.segments, given_back.segments)
+    def test_what_was_encoded_comes_back_bit_by_bit(self, dtype: DType) -> None:
+        for name, fill in [row[1:] for row in ROWS if row[0] is dtype]:
+            layout = layouts(dtype)[name]
+            tensors = filled(layout, fill)
+            frame = encoded(self.codec, tensors, layout)
+            header = check_frame(frame, ChunkKey(bytes(range(32))))
+            assert template_of(header) == template(layout)
+            assert header.accuracy is self.codec.accuracy
+            self.codec.check_header(header)
+            assert same(decoded(frame), tensors)
+            assert np.array_equal(frame, encoded(self.codec, strided(tensors), layout))
+            pages = strided(filled(layout, all_zero))
+            self.codec.decode_into(header, frame, pages)
+            assert same(pages, tensors)
 
-    @_every_fill
     @_every_dtype
-    def test_bounds_hold_and_such_rooms_are_enough(self, dtype: DType, fill: Fill) -> None:
-        for layout in layouts(dtype).values():
+    def test_bounds_hold_and_such_rooms_are_enough(self, dtype: DType) -> None:
+        for layout, fill in product(layouts(dtype).values(), FILLS):
             for component, layers in zip(layout.components, filled(layout, fill), strict=True):
                 bound = self.codec.max_segment_bytes(component)
                 room = np.full(bound + 16, 0x5A, np.uint8)
@@ -269,21 +255,24 @@ class CodecContract:
             frame = encoded(self.codec, filled(layout, fill), layout)
             assert len(frame) <= self.codec.max_frame_bytes(layout)
 
-    @pytest.mark.parametrize(
-        ("dtype", "kind"),
-        [(DType.float16, "f2"), (DType.bfloat16, ">i2"), (DType.float32, "f4"), (DType.int8, "i1")],
-    )
-    def test_numbers_of_any_kind_are_taken_as_bits(self, dtype: DType, kind: str) -> None:
-        layout = layouts(dtype)["mha"]
-        bits = filled(layout, special_values)
-        numbers, out = (
-            [[[part.view(kind) for part in parts] for parts in layers] for layers in tensors]
-            for tensors in (bits, filled(layout, all_zero))
-        )
-        frame = encoded(self.codec, numbers, layout)
-        assert np.array_equal(frame, encoded(self.codec, bits, layout))
-        self.codec.decode_into(parse_header(frame), frame, out)
-        assert [part.tobytes() for part in _flat(out)] == [part.tobytes() for part in _flat(bits)]
+    def test_numbers_of_any_kind_are_taken_as_bits(self) -> None:
+        for name, kind in {
+            "float16": "f2",
+            "bfloat16": ">i2",
+            "float32": "f4",
+            "int8": "i1",
+        }.items():
+            layout = layouts(DType[name])["mha"]
+            bits = filled(layout, special_values)
+            numbers, out = (
+                [[[part.view(kind) for part in parts] for parts in layers] for layers in tensors]
+                for tensors in (bits, filled(layout, all_zero))
+            )
+            frame = encoded(self.codec, numbers, layout)
+            assert np.array_equal(frame, encoded(self.codec, bits, layout))
+            self.codec.decode_into(parse_header(frame), frame, out)
+            for found, wanted in zip(_flat(out), _flat(bits), strict=True):
+                assert found.tobytes() == wanted.tobytes()
 
     def test_encoding_the_same_twice_gives_the_same_bytes(self) -> None:
         layout = layouts(DType.float16)["several"]
@@ -414,10 +403,9 @@ class CodecContract:
         again = encoded(self.codec, contents, SMALL)
         assert same(decoded(again), contents)
 
-    @_every_dtype
-    def test_decoding_holds_no_more_than_a_layer_and_a_fixed_scratch(self, dtype: DType) -> None:
-        layout = KVLayout((Component(LayerKind.attention, dtype, 1, 8, 128, 2048),))
-        for fill in (all_zero, normal_values):
+    def test_decoding_holds_no_more_than_a_layer_and_a_fixed_scratch(self) -> None:
+        for dtype, fill in product(DType, (all_zero, normal_values)):
+            layout = KVLayout((Component(LayerKind.attention, dtype, 1, 8, 128, 2048),))
             frame = encoded(self.codec, filled(layout, fill), layout)
             header, out = parse_header(frame), empty_tensors(layout)
             decode = partial(self.codec.decode_into, header, frame, out)

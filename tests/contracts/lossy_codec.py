@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from contracts.codec import (
     FILLS,
+    ROWS,
     SCRATCH_BYTES,
-    Fill,
     Tensors,
     all_zero,
     decoded,
@@ -143,8 +143,9 @@ def promise_held(frame: Bytes, tensors: Tensors) -> Accuracy:
     return header.accuracy
 
 
-_every_float = pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.name)
-_every_name = pytest.mark.parametrize("name", layouts(DType.uint8))
+NUMBER_ROWS = pairwise(FLOATS, list(layouts(DType.uint8)), NUMBERS)
+BITS_ROWS = [row for row in ROWS if row[0] not in FLOAT_TYPES or row[1] == "several"]
+BITS_ROWS += [(dtype, "several", fill) for dtype in FLOATS for fill in FILLS]
 _inherited = settings(
     deadline=None, max_examples=40, suppress_health_check=[HealthCheck.differing_executors]
 )
@@ -168,65 +169,56 @@ class LossyCodecContract:
     hostile_cases: ClassVar[int] = HOSTILE_CASES
     """Changed bodies an example; fewer for what is slow."""
 
-    @pairwise(dtype=FLOATS, name=list(layouts(DType.uint8)), fill=NUMBERS)
-    def test_numbers_come_back_as_exactly_as_the_frame_says(
-        self, dtype: DType, name: str, fill: Numbers
-    ) -> None:
-        layout = layouts(dtype)[name]
-        tensors = numbers(layout, fill)
-        assert promise_held(encoded(self.codec, tensors, layout), tensors) >= self.codec.accuracy
+    def asset_of(self, layout: KVLayout) -> bytes:
+        """Return the digest of the asset that chunks of *layout* are encoded by."""
+        return self.codec.asset
 
-    @pytest.mark.parametrize("fill", FILLS, ids=lambda fill: fill.__name__)
-    @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.name)
-    def test_bits_of_any_kind_are_coded_or_kept(self, dtype: DType, fill: Fill) -> None:
-        layout = layouts(dtype)["several"]
-        tensors = filled(layout, fill)
-        accuracy = promise_held(encoded(self.codec, tensors, layout), tensors)
-        if dtype not in FLOAT_TYPES:
-            assert accuracy is Accuracy.exact
-
-    @_every_float
-    def test_a_layer_with_nan_or_infinity_comes_back_bit_by_bit(self, dtype: DType) -> None:
-        layout = layouts(dtype)["gqa"]
-        tensors = numbers(layout)
-        for part in tensors[0][1]:
-            part[...] = special_values(part.shape, part.dtype.itemsize, np.random.default_rng(1))
-        found = decoded(encoded(self.codec, tensors, layout))
-        assert same([[found[0][1]]], [[tensors[0][1]]])
-        assert promise_held(encoded(self.codec, tensors, layout), tensors) is self.codec.accuracy
-
-    @_every_name
-    @_every_float
-    def test_pages_give_and_take_the_same_bytes(self, dtype: DType, name: str) -> None:
-        layout = layouts(dtype)[name]
-        tensors = numbers(layout)
+    def checked(self, tensors: Tensors, layout: KVLayout) -> Accuracy:
+        """Encode *tensors* densely and from pages, and read them into both; return the accuracy."""
         frame = encoded(self.codec, tensors, layout)
+        header = check_frame(frame, ChunkKey(bytes(range(32))))
+        assert template_of(header) == template(layout)
+        assert (header.levels, header.asset) == (self.codec.levels, self.asset_of(layout))
+        self.codec.check_header(header)
         assert np.array_equal(frame, encoded(self.codec, strided(tensors), layout))
         pages = strided(filled(layout, all_zero))
-        self.codec.decode_into(parse_header(frame), frame, pages)
+        self.codec.decode_into(header, frame, pages)
         assert same(pages, decoded(frame))
+        assert promise_held(frame, tensors) >= self.codec.accuracy
+        return header.accuracy
 
-    @_every_name
+    @pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.name)
+    def test_numbers_come_back_as_exactly_as_the_frame_says(self, dtype: DType) -> None:
+        for name, fill in [row[1:] for row in NUMBER_ROWS if row[0] is dtype]:
+            layout = layouts(dtype)[name]
+            self.checked(numbers(layout, fill), layout)
+
     @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.name)
-    def test_header_says_what_was_encoded(self, dtype: DType, name: str) -> None:
-        layout = layouts(dtype)[name]
-        out = np.empty(self.codec.max_frame_bytes(layout), np.uint8)
-        given_back = self.codec.encode(template(layout), numbers(layout), out)
-        header = check_frame(out[: given_back.frame_bytes], ChunkKey(bytes(range(32))))
-        assert template_of(header) == template(layout)
-        self.codec.check_header(header)
-        assert header.accuracy >= self.codec.accuracy
-        assert (header.levels, header.asset) == (self.codec.levels, self.codec.asset)
-        assert np.array_equal(header.segments, given_back.segments)
+    def test_bits_of_any_kind_are_coded_or_kept(self, dtype: DType) -> None:
+        for name, fill in [row[1:] for row in BITS_ROWS if row[0] is dtype]:
+            layout = layouts(dtype)[name]
+            accuracy = self.checked(filled(layout, fill), layout)
+            assert dtype in FLOAT_TYPES or accuracy is Accuracy.exact
 
-    @pytest.mark.parametrize(
-        "fill", [*NUMBERS, None], ids=lambda fill: getattr(fill, "__name__", "any")
-    )
-    @_every_float
-    def test_bounds_hold_and_such_rooms_are_enough(
-        self, dtype: DType, fill: Numbers | None
-    ) -> None:
-        for layout in layouts(dtype).values():
+    def test_recurrent_states_are_kept_exactly(self) -> None:
+        for dtype in FLOATS:
+            layout = layouts(dtype)["state"]
+            assert self.checked(numbers(layout), layout) is Accuracy.exact
+
+    def test_a_layer_with_nan_or_infinity_comes_back_bit_by_bit(self) -> None:
+        for dtype in FLOATS:
+            layout = layouts(dtype)["gqa"]
+            tensors = numbers(layout)
+            for part in tensors[0][1]:
+                some = special_values(part.shape, part.dtype.itemsize, np.random.default_rng(1))
+                part[...] = some
+            frame = encoded(self.codec, tensors, layout)
+            assert same([[decoded(frame)[0][1]]], [[tensors[0][1]]])
+            assert promise_held(frame, tensors) is self.codec.accuracy
+
+    def test_bounds_hold_and_such_rooms_are_enough(self) -> None:
+        for dtype, name, fill in pairwise(FLOATS, list(layouts(DType.uint8)), [*NUMBERS, None]):
+            layout = layouts(dtype)[name]
             tensors = filled(layout, random_bits) if fill is None else numbers(layout, fill)
             for component, layers in zip(layout.components, tensors, strict=True):
                 bound = self.codec.max_segment_bytes(component)
@@ -245,15 +237,15 @@ class LossyCodecContract:
         encoded(self.codec, filled(layout, random_bits), layout)
         assert np.array_equal(first, encoded(self.codec, numbers(layout), layout))
 
-    @_every_float
-    def test_frames_and_rooms_may_lie_at_odd_addresses(self, dtype: DType) -> None:
-        layout = layouts(dtype)["several"]
-        frame = encoded(self.codec, numbers(layout), layout)
-        room = np.empty(self.codec.max_frame_bytes(layout) + 1, np.uint8)[1:]
-        header = self.codec.encode(template(layout), numbers(layout), room)
-        odd = room[: header.frame_bytes]
-        assert np.array_equal(odd, frame)
-        assert same(decoded(odd), decoded(frame))
+    def test_frames_and_rooms_may_lie_at_odd_addresses(self) -> None:
+        for dtype in FLOATS:
+            layout = layouts(dtype)["several"]
+            frame = encoded(self.codec, numbers(layout), layout)
+            room = np.empty(self.codec.max_frame_bytes(layout) + 1, np.uint8)[1:]
+            header = self.codec.encode(template(layout), numbers(layout), room)
+            odd = room[: header.frame_bytes]
+            assert np.array_equal(odd, frame)
+            assert same(decoded(odd), decoded(frame))
 
     def test_room_too_small_is_refused(self) -> None:
         frame = encoded(self.codec, numbers(SMALL), SMALL)
@@ -366,29 +358,28 @@ class LossyCodecContract:
         except (InvalidFrameError, UnknownCodecError):
             return
 
-    @pytest.mark.parametrize("body", [b"", b"\xff" * 99, bytes(99)], ids=["none", "ones", "zeros"])
-    def test_a_body_of_rubbish_in_a_right_frame_is_refused(self, body: bytes) -> None:
-        layout = SMALL
-        count = layout.segment_count * (1 + self.codec.levels)
-        out = np.zeros(4096 * (1 + count), np.uint8)
-        writer = FrameWriter(template(layout), out, self.codec.levels)
-        for _ in range(count):
-            writer.reserve(len(body))[:] = np.frombuffer(body, np.uint8)
-            writer.commit(len(body))
-        header = writer.finish(
-            self.codec.codec_id, self.codec.revision, Accuracy.approximate, asset=self.codec.asset
-        )
-        with pytest.raises(InvalidFrameError):
-            decoded(out[: header.frame_bytes])
+    def test_a_body_of_rubbish_in_a_right_frame_is_refused(self) -> None:
+        for body in (b"", b"\xff" * 99, bytes(99)):
+            count = SMALL.segment_count * (1 + self.codec.levels)
+            out = np.zeros(4096 * (1 + count), np.uint8)
+            writer = FrameWriter(template(SMALL), out, self.codec.levels)
+            for _ in range(count):
+                writer.reserve(len(body))[:] = np.frombuffer(body, np.uint8)
+                writer.commit(len(body))
+            names = self.codec.codec_id, self.codec.revision
+            asset = self.asset_of(SMALL)
+            header = writer.finish(*names, Accuracy.approximate, asset=asset)
+            with pytest.raises(InvalidFrameError):
+                decoded(out[: header.frame_bytes])
 
-    @_every_float
-    def test_decoding_holds_no_more_than_a_layer_and_a_fixed_scratch(self, dtype: DType) -> None:
-        layout = KVLayout((Component(LayerKind.attention, dtype, 1, 8, 128, 2048),))
-        frame = encoded(self.codec, numbers(layout), layout)
-        header, out = parse_header(frame), empty_tensors(layout)
-        self.codec.decode_into(header, frame, out)  # what is compiled or loaded once
-        decode = partial(self.codec.decode_into, header, frame, out)
-        assert peak_bytes(decode) <= layout.components[0].layer_bytes + SCRATCH_BYTES
+    def test_decoding_holds_no_more_than_a_layer_and_a_fixed_scratch(self) -> None:
+        for dtype in FLOATS:
+            layout = KVLayout((Component(LayerKind.attention, dtype, 1, 8, 128, 1024),))
+            frame = encoded(self.codec, numbers(layout), layout)
+            header, out = parse_header(frame), empty_tensors(layout)
+            self.codec.decode_into(header, frame, out)  # what is compiled or loaded once
+            decode = partial(self.codec.decode_into, header, frame, out)
+            assert peak_bytes(decode) <= layout.components[0].layer_bytes + SCRATCH_BYTES
 
     def test_eight_threads_share_one_codec(self) -> None:
         layout = layouts(DType.bfloat16)["gqa"]

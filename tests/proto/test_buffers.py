@@ -19,29 +19,22 @@ def noise(size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     return np.random.default_rng(size).integers(0, 256, size, np.uint8)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_checked_copy_arrives_whole_and_its_checksum_is_that_of_the_whole(size: int) -> None:
-    data, out = noise(size), np.zeros(size + 2, np.uint8)
-    (found,) = copy_groups([[(out[1:-1], data)]])
-    assert np.array_equal(out[1:-1], data)
-    assert (out[0], out[-1]) == (0, 0)
-    assert found == checksum(data) == xxhash.xxh3_64_intdigest(data.tobytes())
+def test_a_checked_copy_arrives_whole_and_its_checksum_is_that_of_the_whole() -> None:
+    for size in SIZES:
+        data, out = noise(size), np.zeros(size + 2, np.uint8)
+        (found,) = copy_groups([[(out[1:-1], data)]])
+        assert np.array_equal(out[1:-1], data)
+        assert (out[0], out[-1]) == (0, 0)
+        assert found == checksum(data) == xxhash.xxh3_64_intdigest(data.tobytes())
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_copy_arrives_whole(size: int) -> None:
-    data, out = noise(size), np.zeros(size, np.uint8)
-    copy_bytes(out, data)
-    assert np.array_equal(out, data)
-
-
-@pytest.mark.parametrize("size", [10, BLOCK_BYTES + 10])
-def test_a_copy_into_another_length_is_refused(size: int) -> None:
-    out, data = np.zeros(size - 3, np.uint8), noise(size)
-    with pytest.raises(ValueError, match="broadcast"):
-        copy_bytes(out, data)
-    with pytest.raises(ValueError, match="broadcast"):
-        copy_groups([[(out, data)]])
+def test_a_copy_into_another_length_is_refused() -> None:
+    for size in [10, BLOCK_BYTES + 10]:
+        out, data = np.zeros(size - 3, np.uint8), noise(size)
+        with pytest.raises(ValueError, match="broadcast"):
+            copy_bytes(out, data)
+        with pytest.raises(ValueError, match="broadcast"):
+            copy_groups([[(out, data)]])
 
 
 def test_checksums_have_not_changed() -> None:

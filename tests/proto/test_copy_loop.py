@@ -42,28 +42,38 @@ def room(size: int, offset: int) -> NDArray[np.uint8]:
     return memory[start - 64 : start + size + 64]
 
 
-@pytest.mark.parametrize("offset", [0, 1, 16, 40])
-@pytest.mark.parametrize(
-    "units", [[1], [2], [1, 1], [3, 1, 2], [64], [255, 1], [1, 256], [512, 512], [128, 1, 300]]
-)
-def test_all_pieces_arrive_and_nothing_around_them(
-    loop: Loop, units: list[int], offset: int
-) -> None:
-    size = sum(units) * LOOP_UNIT_BYTES
-    data, framed = noise(size + offset)[offset:], room(size, offset)
-    out = framed[64:-64]
-    stops = np.cumsum(units) * LOOP_UNIT_BYTES
-    cuts = [
-        slice(int(stop) - n * LOOP_UNIT_BYTES, int(stop))
-        for n, stop in zip(units, stops, strict=True)
-    ]
-    pieces = [(out[cut], data[cut]) for cut in cuts]
-    for groups in ([pieces], [[piece] for piece in pieces], [pieces[:1], pieces[1:] or pieces]):
-        out[:] = 0
-        wanted = [checksum(np.concatenate([each for _, each in group])) for group in groups]
-        assert loop(groups) == wanted
-        assert np.array_equal(out, data)
-        assert framed[:64].sum() == framed[-64:].sum() == 64
+def test_all_pieces_arrive_and_nothing_around_them(loop: Loop) -> None:
+    for offset in [0, 1, 16, 40]:
+        for units in [
+            [1],
+            [2],
+            [1, 1],
+            [3, 1, 2],
+            [64],
+            [255, 1],
+            [1, 256],
+            [512, 512],
+            [128, 1, 300],
+        ]:
+            size = sum(units) * LOOP_UNIT_BYTES
+            data, framed = noise(size + offset)[offset:], room(size, offset)
+            out = framed[64:-64]
+            stops = np.cumsum(units) * LOOP_UNIT_BYTES
+            cuts = [
+                slice(int(stop) - n * LOOP_UNIT_BYTES, int(stop))
+                for n, stop in zip(units, stops, strict=True)
+            ]
+            pieces = [(out[cut], data[cut]) for cut in cuts]
+            for groups in (
+                [pieces],
+                [[piece] for piece in pieces],
+                [pieces[:1], pieces[1:] or pieces],
+            ):
+                out[:] = 0
+                wanted = [checksum(np.concatenate([each for _, each in group])) for group in groups]
+                assert loop(groups) == wanted
+                assert np.array_equal(out, data)
+                assert framed[:64].sum() == framed[-64:].sum() == 64
 
 
 def test_pieces_may_lie_anywhere(loop: Loop) -> None:
@@ -90,15 +100,15 @@ def refused() -> Iterator[tuple[str, Pieces]]:
     yield "none", []
 
 
-@pytest.mark.parametrize(("name", "pieces"), list(refused()))
-def test_what_it_cannot_copy_is_refused_untouched(loop: Loop, name: str, pieces: Pieces) -> None:
-    before = [out.copy() for out, _ in pieces]
-    sound = (np.zeros(4096, np.uint8), noise(4096))
-    for groups in ([pieces], [[sound], pieces]):
-        with pytest.raises(ValueError, match=r"bytes|piece"):
-            loop(groups)
-    assert not sound[0].any()
-    assert all(np.array_equal(out, was) for (out, _), was in zip(pieces, before, strict=True))
+def test_what_it_cannot_copy_is_refused_untouched(loop: Loop) -> None:
+    for _name, pieces in refused():
+        before = [out.copy() for out, _ in pieces]
+        sound = (np.zeros(4096, np.uint8), noise(4096))
+        for groups in ([pieces], [[sound], pieces]):
+            with pytest.raises(ValueError, match=r"bytes|piece"):
+                loop(groups)
+        assert not sound[0].any()
+        assert all(np.array_equal(out, was) for (out, _), was in zip(pieces, before, strict=True))
 
 
 @pytest.mark.parametrize("offset", [0, 1])
@@ -122,25 +132,28 @@ def test_the_sum_is_of_what_was_stored_while_somebody_writes(loop: Loop, offset:
         writer.join()
 
 
-@pytest.mark.parametrize("size", [LOOP_FROM_BYTES - 1024, LOOP_FROM_BYTES, LARGE, LARGE + 5])
-def test_what_the_loop_takes_and_what_it_does_not_is_copied_and_summed_alike(size: int) -> None:
-    data, out = noise(size), np.zeros(size, np.uint8)
-    assert copy_groups([[(out, data)]]) == [checksum(data)]
-    assert np.array_equal(out, data)
-    half = size // 2
-    out[:] = 0
-    pieces = [(out[:half], data[:half]), (out[half:], data[half:])]
-    assert copy_groups([pieces]) == [checksum(data)]
-    assert np.array_equal(out, data)
-    out[:] = 0
-    assert copy_groups([pieces[:1], pieces[1:]]) == [checksum(data[:half]), checksum(data[half:])]
-    assert np.array_equal(out, data)
-    out[:] = 0
-    copy_many(pieces)
-    assert np.array_equal(out, data)
+def test_what_the_loop_takes_and_what_it_does_not_is_copied_and_summed_alike() -> None:
+    for size in [LOOP_FROM_BYTES - 1024, LOOP_FROM_BYTES, LARGE, LARGE + 5]:
+        data, out = noise(size), np.zeros(size, np.uint8)
+        assert copy_groups([[(out, data)]]) == [checksum(data)]
+        assert np.array_equal(out, data)
+        half = size // 2
+        out[:] = 0
+        pieces = [(out[:half], data[:half]), (out[half:], data[half:])]
+        assert copy_groups([pieces]) == [checksum(data)]
+        assert np.array_equal(out, data)
+        out[:] = 0
+        assert copy_groups([pieces[:1], pieces[1:]]) == [
+            checksum(data[:half]),
+            checksum(data[half:]),
+        ]
+        assert np.array_equal(out, data)
+        out[:] = 0
+        copy_many(pieces)
+        assert np.array_equal(out, data)
 
 
-@pytest.mark.parametrize("size", [LARGE, LARGE + 5])
-def test_a_piece_of_another_length_is_refused(size: int) -> None:
-    with pytest.raises(ValueError, match="broadcast"):
-        copy_groups([[(np.zeros(size - 1024, np.uint8), noise(size))]])
+def test_a_piece_of_another_length_is_refused() -> None:
+    for size in [LARGE, LARGE + 5]:
+        with pytest.raises(ValueError, match="broadcast"):
+            copy_groups([[(np.zeros(size - 1024, np.uint8), noise(size))]])

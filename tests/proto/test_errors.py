@@ -38,27 +38,22 @@ def test_every_class_has_an_example_here() -> None:
     assert {named(error) for error in EXAMPLES} == public
 
 
-@pytest.mark.parametrize("error", EXAMPLES, ids=named)
-def test_an_error_that_travelled_is_the_same_class_and_message(error: KVStoreError) -> None:
-    revived = revive(named(error), str(error))
-    assert type(revived) is type(error)
-    assert str(revived) == str(error) != ""
-    assert revived.status == error.status
-    with pytest.raises(type(error)):
-        raise revived
+def test_an_error_that_travelled_is_the_same_class_and_message() -> None:
+    for error in EXAMPLES:
+        revived = revive(named(error), str(error))
+        assert type(revived) is type(error)
+        assert str(revived) == str(error) != ""
+        assert revived.status == error.status in grpc.StatusCode.__members__
+        assert error.status not in ("OK", "CANCELLED", "UNKNOWN")
+        with pytest.raises(type(error)):
+            raise revived
 
 
-@pytest.mark.parametrize("name", ["FutureError", "", "Exception", "SystemExit"])
-def test_an_unknown_name_becomes_a_plain_error(name: str) -> None:
-    revived = revive(name, "from a newer server")
-    assert type(revived) is KVStoreError
-    assert str(revived) == "from a newer server"
-
-
-@pytest.mark.parametrize("error", EXAMPLES, ids=named)
-def test_statuses_are_grpcs_own(error: KVStoreError) -> None:
-    assert error.status in grpc.StatusCode.__members__
-    assert error.status not in ("OK", "CANCELLED", "UNKNOWN")
+def test_an_unknown_name_becomes_a_plain_error() -> None:
+    for name in ["FutureError", "", "Exception", "SystemExit"]:
+        revived = revive(name, "from a newer server")
+        assert type(revived) is KVStoreError
+        assert str(revived) == "from a newer server"
 
 
 def test_builtin_kinds_are_kept_for_callers_that_know_only_those() -> None:

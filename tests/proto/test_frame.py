@@ -153,17 +153,10 @@ def test_a_changed_byte_is_found_unless_it_lies_in_a_gap(
         check_frame(frame)
 
 
-@given(st.binary(max_size=2000))
-def test_arbitrary_bytes_are_no_frame(data: bytes) -> None:
-    for start in (b"", b"KVFR", b"KVFR\x01\0"):
+def test_a_header_cut_short_is_refused() -> None:
+    for size in [0, 1, 191, 192, HEADER_BYTES - 1]:
         with pytest.raises(InvalidFrameError):
-            parse_header(as_bytes(start + data))
-
-
-@pytest.mark.parametrize("size", [0, 1, 191, 192, HEADER_BYTES - 1])
-def test_a_header_cut_short_is_refused(size: int) -> None:
-    with pytest.raises(InvalidFrameError):
-        parse_header(encoded(RawCodec(), filled(SMALL), SMALL)[:size])
+            parse_header(encoded(RawCodec(), filled(SMALL), SMALL)[:size])
 
 
 def test_a_header_alone_can_be_parsed_and_the_missing_payload_is_found() -> None:
@@ -173,12 +166,12 @@ def test_a_header_alone_can_be_parsed_and_the_missing_payload_is_found() -> None
         check_frame(frame[:HEADER_BYTES])
 
 
-@pytest.mark.parametrize("size", [1, 8, 4096])
-def test_a_frame_longer_than_its_header_says_is_refused(size: int) -> None:
-    frame = encoded(RawCodec(), filled(SMALL), SMALL)
-    longer = np.concatenate([frame, np.zeros(size, np.uint8)])
-    with pytest.raises(ChunkCorruptError, match=f"{len(longer)} bytes of {len(frame)}"):
-        check_frame(longer)
+def test_a_frame_longer_than_its_header_says_is_refused() -> None:
+    for size in [1, 8, 4096]:
+        frame = encoded(RawCodec(), filled(SMALL), SMALL)
+        longer = np.concatenate([frame, np.zeros(size, np.uint8)])
+        with pytest.raises(ChunkCorruptError, match=f"{len(longer)} bytes of {len(frame)}"):
+            check_frame(longer)
 
 
 def test_a_frame_in_anothers_place_is_refused_under_the_key_asked_for() -> None:
@@ -188,13 +181,13 @@ def test_a_frame_in_anothers_place_is_refused_under_the_key_asked_for() -> None:
     assert caught.value.key == b"k" * 32
 
 
-@pytest.mark.parametrize("at", range(32))
-def test_a_frame_whose_key_differs_in_any_byte_is_another_chunks(at: int) -> None:
-    frame = encoded(RawCodec(), filled(SMALL), SMALL)
-    key = bytearray(parse_header(frame).key)
-    key[at] ^= 1
-    with pytest.raises(ChunkCorruptError, match="its place holds chunk"):
-        check_frame(frame, ChunkKey(bytes(key)))
+def test_a_frame_whose_key_differs_in_any_byte_is_another_chunks() -> None:
+    for at in range(32):
+        frame = encoded(RawCodec(), filled(SMALL), SMALL)
+        key = bytearray(parse_header(frame).key)
+        key[at] ^= 1
+        with pytest.raises(ChunkCorruptError, match="its place holds chunk"):
+            check_frame(frame, ChunkKey(bytes(key)))
 
 
 def test_segments_of_a_parsed_header_cannot_be_changed() -> None:
@@ -263,11 +256,11 @@ def test_component_tables_are_read_back(layout: KVLayout) -> None:
     assert unpack_table(pack_components(layout)) == (layout, None)
 
 
-@pytest.mark.parametrize("cut", [0, 1, 47, 49, 95])
-def test_ragged_or_empty_component_tables_are_refused(cut: int) -> None:
-    table = pack_components(KVLayout(SMALL.components * 2))
-    with pytest.raises(InvalidFrameError, match="a row has 48 bytes"):
-        unpack_table(table[:cut])
+def test_ragged_or_empty_component_tables_are_refused() -> None:
+    for cut in [0, 1, 47, 49, 95]:
+        table = pack_components(KVLayout(SMALL.components * 2))
+        with pytest.raises(InvalidFrameError, match="a row has 48 bytes"):
+            unpack_table(table[:cut])
 
 
 def test_component_tables_longer_than_any_header_holds_are_refused() -> None:
@@ -302,28 +295,26 @@ def test_headers_like_another_differ_in_what_is_a_frames_own() -> None:
     assert stated.tolist() == [one.segments["checksum"].tolist() for one in (header, other)]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_headers_of_another_shape_or_out_of_bounds_are_not_alike() -> None:
+    changes: list[dict[str, Any]] = [
         {"representation": b"r" * 16}, {"codec_id": 3}, {"codec_revision": 9},
         {"accuracy": Accuracy.bounded}, {"flags": 0}, {"error_bound": 0.5}, {"asset": b"a" * 16},
         {"frame_bytes": 1 << 20}, {"prefill_flops": -1.0}, {"prefill_flops": math.inf},
         {"prefill_flops": math.nan},
-    ],
-)  # fmt: skip
-def test_headers_of_another_shape_or_out_of_bounds_are_not_alike(change: dict[str, Any]) -> None:
-    header = some_header()
-    heads = heads_of(header, replace(header, **change))
-    assert like_header(heads[0], header, heads)[0].tolist() == [True, False]
+    ]  # fmt: skip
+    for change in changes:
+        header = some_header()
+        heads = heads_of(header, replace(header, **change))
+        assert like_header(heads[0], header, heads)[0].tolist() == [True, False]
 
 
-@pytest.mark.parametrize("field", ["component", "section", "layer", "offset", "stored_bytes"])
-def test_headers_with_other_segments_are_not_alike(field: str) -> None:
-    header = some_header()
-    segments = header.segments.copy()
-    segments[field][-1] += 1
-    heads = heads_of(header, replace(header, segments=segments))
-    assert like_header(heads[0], header, heads)[0].tolist() == [True, False]
+def test_headers_with_other_segments_are_not_alike() -> None:
+    for field in ["component", "section", "layer", "offset", "stored_bytes"]:
+        header = some_header()
+        segments = header.segments.copy()
+        segments[field][-1] += 1
+        heads = heads_of(header, replace(header, segments=segments))
+        assert like_header(heads[0], header, heads)[0].tolist() == [True, False]
 
 
 def test_no_changed_byte_of_a_header_passes_for_alike() -> None:

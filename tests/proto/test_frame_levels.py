@@ -88,11 +88,11 @@ def test_a_prefix_that_ends_with_a_level_is_checked_up_to_it(
             check_frame(changed, level=level)
 
 
-@pytest.mark.parametrize("level", [-1, 2, 255])
-def test_a_level_that_the_frame_does_not_have_is_refused(level: int) -> None:
-    frame = layered(SMALL, 1, [9] * 4)
-    with pytest.raises(InvalidFrameError, match=f"level={level}: the frame has 0 to 1"):
-        check_frame(frame, level=level)
+def test_a_level_that_the_frame_does_not_have_is_refused() -> None:
+    for level in [-1, 2, 255]:
+        frame = layered(SMALL, 1, [9] * 4)
+        with pytest.raises(InvalidFrameError, match=f"level={level}: the frame has 0 to 1"):
+            check_frame(frame, level=level)
 
 
 @given(layered_frames(), st.data())
@@ -105,26 +105,26 @@ def test_frames_with_levels_are_checked_as_they_come_in(frame: Bytes, data: st.D
     assert np.array_equal(check.finish().segments, header.segments)
 
 
-@pytest.mark.parametrize("size", [1, 9, 192, 300])
-def test_a_frame_shorter_than_its_header_says_is_refused_as_it_comes_in(size: int) -> None:
-    frame = layered(SMALL, 3, [9] * 8)
-    check = FrameVerifier(frame[:size], parse_header(frame).key, header_bytes(SMALL))
-    check.update(size)
-    with pytest.raises(InvalidFrameError):
-        check.finish()
+def test_a_frame_shorter_than_its_header_says_is_refused_as_it_comes_in() -> None:
+    for size in [1, 9, 192, 300]:
+        frame = layered(SMALL, 3, [9] * 8)
+        check = FrameVerifier(frame[:size], parse_header(frame).key, header_bytes(SMALL))
+        check.update(size)
+        with pytest.raises(InvalidFrameError):
+            check.finish()
 
 
-@pytest.mark.parametrize("levels", [1, 2, 255])
-def test_a_codec_without_levels_or_assets_refuses_frames_that_have_them(levels: int) -> None:
-    for codec_id in (0, 2):
-        frame = layered(SMALL, levels, [9] * 2 * (1 + levels), codec_id)
-        with pytest.raises(UnknownCodecError, match=ASSET.hex()):
-            codec_by_id(codec_id).check_header(parse_header(frame))
-        frame[ASSET_AT : ASSET_AT + 16] = 0
-        header = parse_header(resummed(frame))
-        assert header.asset == NO_ASSET
-        with pytest.raises(InvalidFrameError, match=f"levels={levels}"):
-            codec_by_id(codec_id).check_header(header)
+def test_a_codec_without_levels_or_assets_refuses_frames_that_have_them() -> None:
+    for levels in [1, 2, 255]:
+        for codec_id in (0, 2):
+            frame = layered(SMALL, levels, [9] * 2 * (1 + levels), codec_id)
+            with pytest.raises(UnknownCodecError, match=ASSET.hex()):
+                codec_by_id(codec_id).check_header(parse_header(frame))
+            frame[ASSET_AT : ASSET_AT + 16] = 0
+            header = parse_header(resummed(frame))
+            assert header.asset == NO_ASSET
+            with pytest.raises(InvalidFrameError, match=f"levels={levels}"):
+                codec_by_id(codec_id).check_header(header)
 
 
 def resummed(frame: Bytes) -> Bytes:
@@ -136,16 +136,19 @@ def resummed(frame: Bytes) -> Bytes:
     return out
 
 
-@pytest.mark.parametrize(
-    ("at", "value"),
-    [(LEVEL_AT, 0), (LEVEL_AT, 2), (LEVEL_AT, 255), (240 + SECTION_AT, 1), (304 + SECTION_AT, 0)],
-)
-def test_levels_that_contradict_the_segments_are_refused(at: int, value: int) -> None:
-    frame = layered(SMALL, 1, [9] * 4)
-    frame[at] = value
-    with pytest.raises(InvalidFrameError) as caught:
-        parse_header(resummed(frame))
-    assert caught.value.field == ("layout" if at == LEVEL_AT else "segments")
+def test_levels_that_contradict_the_segments_are_refused() -> None:
+    for at, value in [
+        (LEVEL_AT, 0),
+        (LEVEL_AT, 2),
+        (LEVEL_AT, 255),
+        (240 + SECTION_AT, 1),
+        (304 + SECTION_AT, 0),
+    ]:
+        frame = layered(SMALL, 1, [9] * 4)
+        frame[at] = value
+        with pytest.raises(InvalidFrameError) as caught:
+            parse_header(resummed(frame))
+        assert caught.value.field == ("layout" if at == LEVEL_AT else "segments")
 
 
 def test_levels_count_towards_the_limit_of_segments() -> None:

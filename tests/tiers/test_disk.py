@@ -6,7 +6,6 @@ import subprocess
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 from contracts.chunks import make_frame, make_info, make_representation, payload
 from contracts.shelf import (
@@ -74,18 +73,13 @@ def test_folder_is_locked_within_one_process_too(tmp_path: Path) -> None:
     tier.close()
 
 
-@pytest.mark.parametrize("below", ["file", "file/folder"])
-def test_path_that_cannot_be_a_folder_is_refused_by_name(tmp_path: Path, below: str) -> None:
-    (tmp_path / "file").write_bytes(b"mine")
-    with pytest.raises(TierUnavailableError, match="give a folder that this process can") as caught:
-        open_disk(tmp_path / below)
-    assert str(tmp_path / below) in str(caught.value)
-    assert (tmp_path / "file").read_bytes() == b"mine"
-
-
-def test_folder_nobody_can_write_is_refused_by_name() -> None:
-    with pytest.raises(TierUnavailableError, match=r"/proc/kvstore: .*give a folder"):
-        open_disk(Path("/proc/kvstore"))
+def test_path_that_cannot_be_a_folder_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"mine")
+    for path in (file, file / "folder", Path("/proc/kvstore")):
+        with pytest.raises(TierUnavailableError, match=f"{path}: .*give a folder that this proc"):
+            open_disk(path)
+    assert file.read_bytes() == b"mine"
 
 
 def test_capacity_beyond_the_disk_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
@@ -206,38 +200,13 @@ def test_unknown_format_is_refused_and_nothing_is_changed(
     assert [line for line in left.stdout.splitlines() if "LOCK" not in line] == []
 
 
-def test_bytes_flipped_in_an_extent_are_delivered_and_fail_the_frame_check(tmp_path: Path) -> None:
-    tier = open_disk(tmp_path)
-    frames = [make_frame(seed, 20) for seed in range(6)]
-    for info, frame in frames:
-        put(tier, info, frame)
-    tier.close()
-    offsets = [0, 80, 191, 300, len(frames[4][1]) - 1]
-    for (_, frame), at in zip(frames, offsets, strict=False):
-        assert flip(tmp_path / "extents" / "0000.kv", frame.tobytes(), at) == 1
-    tier = open_disk(tmp_path)
-    assert tier.dropped_rows == 0
-    for (info, frame), at in zip(frames, offsets, strict=False):
-        found = get(tier, info)
-        assert found is not None
-        assert np.flatnonzero(found != frame).tolist() == [at]
-        with pytest.raises((ChunkCorruptError, InvalidFrameError)):
-            check_frame(found, info.key)
-        assert tier.delete(info.key)
-        assert put(tier, info, frame)
-    for info, frame in frames:
-        assert_holds(tier, info, frame)
-    tier.close()
-
-
-@pytest.mark.parametrize("at", [32, 36, 40, 48, 56, 60, 100, 140])
-def test_flipped_index_row_makes_its_key_absent_and_is_counted(tmp_path: Path, at: int) -> None:
+def test_flipped_index_row_makes_its_key_absent_and_is_counted(tmp_path: Path) -> None:
     infos = [make_info(seed, 5_000) for seed in range(9)]
     tier = open_disk(tmp_path)
     for info in infos:
         put(tier, info, bytes_of(info))
     tier.close()
-    assert flip(tmp_path / "index" / "data.mdb", infos[4].key + b"\x01\0\0\0", at) >= 1
+    assert flip(tmp_path / "index" / "data.mdb", infos[4].key + b"\x01\0\0\0", 60) >= 1
     tier = open_disk(tmp_path)
     assert tier.dropped_rows == 1
     assert_absent(tier, infos[4])
@@ -252,7 +221,7 @@ def test_flipped_index_row_makes_its_key_absent_and_is_counted(tmp_path: Path, a
     tier.close()
 
 
-@pytest.mark.parametrize("damage", ["empty", "zeroed", "rows", "cut", "noise"])
+@pytest.mark.parametrize("damage", ["empty", "rows", "noise"])
 def test_ruined_index_costs_chunks_but_never_the_start(tmp_path: Path, damage: str) -> None:
     infos = [make_info(seed, 4_000) for seed in range(60)]
     tier = open_disk(tmp_path)
@@ -264,9 +233,7 @@ def test_ruined_index_costs_chunks_but_never_the_start(tmp_path: Path, damage: s
     file.write_bytes(
         {
             "empty": b"",
-            "zeroed": bytes(len(data)),
             "rows": data.replace(infos[7].key, bytes(32)),
-            "cut": data[:10_000],
             "noise": payload(1, len(data)).tobytes(),
         }[damage]
     )
@@ -284,17 +251,14 @@ def test_ruined_index_costs_chunks_but_never_the_start(tmp_path: Path, damage: s
     tier.close()
 
 
-@pytest.mark.parametrize("left_bytes", [0, 3 << 12])
-def test_cut_extent_is_made_whole_and_its_chunks_fail_their_check(
-    tmp_path: Path, left_bytes: int
-) -> None:
+def test_cut_extent_is_made_whole_and_its_chunks_fail_their_check(tmp_path: Path) -> None:
     tier = open_disk(tmp_path)
     frames = [make_frame(seed, 256, representation=make_representation(4)) for seed in range(8)]
     for info, frame in frames:
         put(tier, info, frame)
     tier.close()
     file = tmp_path / "extents" / "0000.kv"
-    os.truncate(file, left_bytes)
+    os.truncate(file, 3 << 12)
     tier = open_disk(tmp_path)
     assert file.stat().st_size == EXTENT_BYTES
     for info, frame in frames:
@@ -315,25 +279,6 @@ def test_extent_cut_under_a_running_tier_is_an_error_of_the_medium(tmp_path: Pat
     os.truncate(tmp_path / "extents" / "0000.kv", 100)
     with pytest.raises(TierUnavailableError, match=r"0000\.kv ends early"):
         get(tier, info)
-    tier.close()
-
-
-def test_spent_reservation_cannot_write_over_its_successor(tmp_path: Path) -> None:
-    tier = open_disk(tmp_path)
-    info, frame = make_frame(1)
-    aborted, sealed = tier.reserve(info), tier.reserve(info)
-    tier.write(sealed, frame)
-    tier.abort(aborted)
-    tier.seal(sealed)
-    for spent in (aborted, sealed):
-        with pytest.raises(InvalidRequestError, match="spent"):
-            tier.write(spent, frame)
-        with pytest.raises(InvalidRequestError, match="spent"):
-            tier.seal(spent)
-        with pytest.raises(InvalidRequestError, match="spent"):
-            tier.abort(spent)
-    assert_holds(tier, info, frame)
-    assert_counts(tier, [info], [])
     tier.close()
 
 

@@ -10,13 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 
-import numpy as np
 import pytest
 from contracts.chunks import make_frame, make_info, payload
 from contracts.shelf import assert_absent, assert_counts, assert_holds, bytes_of, put
 from helpers.disk_process import SEALER_BYTES, is_whole, note, open_disk, sealer
 
-from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.types import ChunkInfo
 from kvstore.tiers.disk import DiskTier
@@ -243,34 +241,4 @@ def test_row_of_a_commit_in_doubt_is_deleted_before_its_region_is_used(
     tier = open_disk(tmp_path / "disk", 1 << 20)
     assert tier.dropped_rows == 0
     assert list(tier.scan()) == [heir]
-    tier.close()
-
-
-def test_readers_and_durable_sealers_share_the_tier(tmp_path: Path) -> None:
-    tier = open_disk(tmp_path / "disk")
-    infos = [put_some(tier, seed) for seed in range(20)]
-
-    def read(thread: int) -> int:
-        draw = random.Random(thread)
-        out: Bytes = np.zeros(6_000, dtype=np.uint8)
-        for _ in range(200):
-            info = draw.choice(infos)
-            part = out[: info.size_bytes]
-            assert tier.read(info.key, part)
-            assert np.array_equal(part, bytes_of(info))
-        return 200
-
-    def seal(thread: int) -> int:
-        for step in range(30):
-            info = put_some(tier, 1_000 * thread + step, durable=step % 2 == 0)
-            assert tier.delete(info.key)
-        return 30
-
-    with ThreadPoolExecutor(6) as pool:
-        reads = [pool.submit(read, thread) for thread in range(1, 4)]
-        seals = [pool.submit(seal, thread) for thread in range(1, 4)]
-        assert sum(job.result() for job in reads + seals) == 690
-    assert_counts(tier, infos, [])
-    tier.flush()
-    assert found_after_crash(tmp_path / "disk") == infos
     tier.close()

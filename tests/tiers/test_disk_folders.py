@@ -79,19 +79,6 @@ def test_frames_are_spread_in_proportion_to_the_folders_sizes(paths: list[Path])
     tier.close()
 
 
-def test_every_folder_is_filled_to_its_end_and_found_again(paths: list[Path]) -> None:
-    tier = open_over(paths, [1, 2, 3])
-    sealed, _ = fill_up(tier, [make_info(seed, 64 << 10) for seed in range(99)])
-    assert len(sealed) == 96
-    tier.close()
-    tier = open_over(paths, [1, 2, 3])
-    assert tier.dropped_rows == 0
-    assert list(tier.scan()) == sealed
-    for info in sealed:
-        assert_holds(tier, info, bytes_of(info))
-    tier.close()
-
-
 def test_a_folder_can_be_added_and_the_chunks_stay(paths: list[Path]) -> None:
     infos: list[ChunkInfo] = []
     for count in (1, 2, 3):
@@ -158,18 +145,15 @@ def test_a_folder_left_out_is_refused(paths: list[Path]) -> None:
     refused(paths[:2], "is the first of 3 folders and 2 are given")
 
 
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [
+def test_a_damaged_or_unknown_identity_is_refused(paths: list[Path]) -> None:
+    made(paths[:2])
+    for line, why in (
         (b"", "no disk tier wrote"),
         (b"kvstore disk-set 2 more to come\n", "version 2, this server knows 1"),
         (b"kvstore disk-set 1 00 1 2 0123456789abcdef\n", "damaged DISK"),
-    ],
-)
-def test_a_damaged_or_unknown_identity_is_refused(paths: list[Path], line: bytes, why: str) -> None:
-    made(paths[:2])
-    (paths[1] / "DISK").write_bytes(line)
-    refused(paths[:2], f"{paths[1]} .*{why}; nothing was changed")
+    ):
+        (paths[1] / "DISK").write_bytes(line)
+        refused(paths[:2], f"{paths[1]} .*{why}; nothing was changed")
 
 
 def test_a_second_folder_that_is_too_small_takes_back_what_the_first_got(

@@ -7,54 +7,12 @@ from dataclasses import replace
 from contracts.chunks import make_info, make_representation
 
 from kvstore.proto.types import ChunkInfo, ChunkKey, KVLayout
-from kvstore.proto.unix_socket import Place, Reach, pack_places
+from kvstore.proto.unix_socket import Place, Reach
 from kvstore.tiers.locations import LocationTable
-
-INFOS = [make_info(seed, 100 + seed) for seed in range(6)]
-ABSENT = ChunkKey(bytes(32))
 
 
 def place(info: ChunkInfo, number: int = 0) -> Place:
     return Place(number, Reach.memory, 0, 64 * info.size_bytes, info.size_bytes, number << 40)
-
-
-PLACES = [place(info, number % 2) for number, info in enumerate(INFOS)]
-
-
-def filled() -> LocationTable:
-    table = LocationTable()
-    for info, at in zip(INFOS, PLACES, strict=True):
-        table.seal(info, at)
-    return table
-
-
-def test_frames_are_found_where_they_were_sealed() -> None:
-    table = filled()
-    assert [table.location(info.key) for info in INFOS] == PLACES
-    assert table.location(ABSENT) is None
-    keys = [INFOS[5].key, ABSENT, INFOS[0].key]
-    assert table.place_rows(keys) == b"".join(
-        [pack_places([PLACES[5]]), bytes(32), pack_places([PLACES[0]])]
-    )
-
-
-def test_a_slab_names_its_frames_in_order_of_sealing() -> None:
-    table = filled()
-    assert table.keys_in(0) == [info.key for info in INFOS[::2]]
-    assert table.pop(INFOS[0].key) == PLACES[0]
-    table.seal(INFOS[0], PLACES[0])
-    assert table.keys_in(0) == [INFOS[2].key, INFOS[4].key, INFOS[0].key]
-    assert table.infos() == [*INFOS[1:], INFOS[0]]
-    assert table.keys_in(9) == []
-
-
-def test_a_frame_that_was_removed_lies_nowhere() -> None:
-    table = filled()
-    assert table.pop(INFOS[1].key) == PLACES[1]
-    assert table.pop(INFOS[1].key) is None
-    assert table.location(INFOS[1].key) is None
-    assert INFOS[1].key not in table.keys_in(1)
-    assert len(table) == 5
 
 
 def test_infos_come_back_as_they_were_sealed() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvstore.proto.buffers import checksum
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import MAX_COMPONENTS, MAX_FRAME_BYTES
-from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES, ChunkInfo, ChunkKey, KVLayout
+from kvstore.proto.types import KEY_BYTES, ChunkInfo, ChunkKey, KVLayout
 from kvstore.tiers.redis_chunks import (
     MAX_MANIFEST_BYTES,
     MAX_PART_BYTES,
@@ -40,12 +40,6 @@ def test_manifest_comes_back_as_it_was(
 
 
 @given(st.binary(max_size=400))
-def test_no_bytes_crash_the_parser(raw: bytes) -> None:
-    with pytest.raises(InvalidFrameError):
-        parse_manifest(raw, make_info(1, 1).key)
-
-
-@given(st.binary(max_size=400))
 def test_no_bytes_with_a_right_checksum_crash_the_parser(body: bytes) -> None:
     with pytest.raises(InvalidFrameError):
         parse_manifest(_resum(b"\x01" + body), make_info(1, 1).key)
@@ -67,40 +61,31 @@ def test_manifest_of_another_version_is_no_damage() -> None:
     assert parse_manifest(_resum(bytes(body)), info.key) is None
 
 
-@pytest.mark.parametrize(
-    ("size_bytes", "part_bytes"),
-    [
+def test_manifest_beyond_the_limits_is_refused() -> None:
+    info = make_info(1, 1)
+    for size_bytes, part_bytes in (
         (0, 4096),
         (MAX_FRAME_BYTES + 1, MAX_PART_BYTES),
         (1 << 62, MAX_PART_BYTES),
         (10_000, MIN_PART_BYTES - 1),
         (10_000, MAX_PART_BYTES + 1),
         (MIN_PART_BYTES * (MAX_PARTS + 1), MIN_PART_BYTES),
-    ],
-)
-def test_manifest_beyond_the_limits_is_refused(size_bytes: int, part_bytes: int) -> None:
-    info = make_info(1, 1)
-    body = bytearray(Manifest.of(info, 4096, b"writer 1", 5).raw[:-8])
-    body[4:12] = struct.pack("<II", part_bytes, -(-size_bytes // part_bytes) & 0xFFFFFFFF)
-    body[28:36] = struct.pack("<Q", size_bytes)
-    with pytest.raises(InvalidFrameError):
-        parse_manifest(_resum(bytes(body)), info.key)
+    ):
+        body = bytearray(Manifest.of(info, 4096, b"writer 1", 5).raw[:-8])
+        body[4:12] = struct.pack("<II", part_bytes, -(-size_bytes // part_bytes) & 0xFFFFFFFF)
+        body[28:36] = struct.pack("<Q", size_bytes)
+        with pytest.raises(InvalidFrameError):
+            parse_manifest(_resum(bytes(body)), info.key)
 
 
-def test_manifest_of_another_key_is_refused() -> None:
-    raw = Manifest.of(make_info(1, 10), 4096, b"writer 1", 5).raw
-    with pytest.raises(InvalidFrameError, match="stands under"):
-        parse_manifest(raw, make_info(2, 10).key)
-
-
-@pytest.mark.parametrize("at", [0, DIGEST_BYTES - 1, DIGEST_BYTES, KEY_BYTES - 1])
-def test_manifest_of_a_key_that_differs_anywhere_is_refused(at: int) -> None:
+def test_manifest_of_a_key_that_differs_anywhere_is_refused() -> None:
     """Of another chunk of the same namespace, and of the same chunk in another."""
     info = make_info(1, 10)
-    other = bytearray(info.key)
-    other[at] ^= 1
-    with pytest.raises(InvalidFrameError, match="stands under"):
-        parse_manifest(Manifest.of(info, 4096, b"writer 1", 5).raw, ChunkKey(bytes(other)))
+    for at in range(KEY_BYTES):
+        other = bytearray(info.key)
+        other[at] ^= 1
+        with pytest.raises(InvalidFrameError, match="stands under"):
+            parse_manifest(Manifest.of(info, 4096, b"writer 1", 5).raw, ChunkKey(bytes(other)))
 
 
 def test_largest_layout_fits_the_limit_of_a_manifest() -> None:

@@ -107,7 +107,7 @@ def test_user_with_few_rights_and_a_prefix_of_its_own_keeps_chunks_over_tls(
     assert "--redis-prefix" in failure_of(elsewhere)
 
 
-def test_certificate_of_another_authority_is_refused(
+def test_a_strange_certificate_a_wrong_password_and_plain_text_are_refused(
     deployment: Deployment, open_redis_tier: RedisTierMaker, tmp_path: Path
 ) -> None:
     stranger = Authority(tmp_path)
@@ -117,6 +117,11 @@ def test_certificate_of_another_authority_is_refused(
     assert "CERTIFICATE_VERIFY_FAILED" in failure
     assert "--redis-tls-ca" in failure
     assert "p%40ss" not in failure
+    failure = failure_of(open_redis_tier(as_user(deployment.url, "guessed"), prefix=PREFIX))
+    assert "check the user and its password" in failure
+    assert "guessed" not in failure
+    url = deployment.url.replace("rediss", "redis").partition("?ssl")[0].partition("&ssl")[0]
+    assert failure_of(open_redis_tier(as_user(url), prefix=PREFIX))
 
 
 def test_certificate_that_expired_is_refused_as_such(
@@ -136,40 +141,25 @@ def test_certificate_that_expired_is_refused_as_such(
     assert "that its certificates are valid" in failure
 
 
-def test_wrong_password_is_refused_without_being_told(
-    deployment: Deployment, open_redis_tier: RedisTierMaker
-) -> None:
-    failure = failure_of(open_redis_tier(as_user(deployment.url, "guessed"), prefix=PREFIX))
-    assert "check the user and its password" in failure
-    assert "guessed" not in failure
-
-
 def put_and_delete(tier: RedisTier) -> None:
     info = make_info(50, 10_000)
     put(tier, info, payload(1, 10_000))
     tier.delete(info.key)
 
 
-@pytest.mark.parametrize("word", ["set", "eval", "scan"])
 def test_forbidden_command_is_named_with_what_mends_it(
-    deployment: Deployment, open_redis_tier: RedisTierMaker, word: str
+    deployment: Deployment, open_redis_tier: RedisTierMaker
 ) -> None:
-    for node in servers(deployment):
-        grant(node, [right for right in RIGHTS if right != f"+{word}"])
     try:
-        tier = open_redis_tier(as_user(deployment.url), prefix=PREFIX)
-        with pytest.raises(TierUnavailableError, match=rf"'{word}'.*\+{word}[, ]"):
-            put_and_delete(tier)
+        for word in ("set", "eval", "scan"):
+            for node in servers(deployment):
+                grant(node, [right for right in RIGHTS if right != f"+{word}"])
+            tier = open_redis_tier(as_user(deployment.url), prefix=PREFIX)
+            with pytest.raises(TierUnavailableError, match=rf"'{word}'.*\+{word}[, ]"):
+                put_and_delete(tier)
     finally:
         for node in servers(deployment):
             grant(node, RIGHTS)
-
-
-def test_plain_text_to_a_server_that_speaks_tls_ends_in_an_error(
-    deployment: Deployment, open_redis_tier: RedisTierMaker
-) -> None:
-    url = deployment.url.replace("rediss", "redis").partition("?ssl")[0].partition("&ssl")[0]
-    assert failure_of(open_redis_tier(as_user(url), prefix=PREFIX))
 
 
 @contextmanager
