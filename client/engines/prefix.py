@@ -16,7 +16,6 @@ from kvstore.proto.types import Accuracy, KVLayout, Stated
 
 Span: TypeAlias = tuple[int, int]
 """First token of a chunk, and the one after its last."""
-
 Source: TypeAlias = Callable[[Span], LayerTensors]
 """Returns the tensors of one span, without copying if it can."""
 

@@ -21,20 +21,11 @@ from kvstore.codecs.slices import encode_shard, shard_frame_bytes
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes
 from kvstore.proto.errors import KVStoreError
-from kvstore.proto.frame import (
-    FrameTemplate,
-    raw_frame_bytes,
-    stated_header_bytes,
-)
+from kvstore.proto.frame import FrameTemplate, raw_frame_bytes, stated_header_bytes
 from kvstore.proto.messages import accuracy_number, hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.types import (
-    Accuracy,
-    ChunkKey,
-    ChunkShard,
-    PutOutcome,
-)
+from kvstore.proto.types import Accuracy, ChunkKey, ChunkShard, PutOutcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ def test_the_command_runs_as_a_module_and_as_it_is_installed() -> None:
     [
         ("bash", "kvstore sta", {"stat", "status"}),
         ("bash", "kvstore trace re", {"record", "replay"}),
-        ("bash", "kvstore calibrate k", {"kvtc", "kvq:static"}),
+        ("bash", "kvstore calibrate k", {"kvtc", "kvq"}),
         ("bash", "kvstore scrub --tiers cpu,d", {"cpu,disk"}),
         ("bash", "kvstore simulate --policy lru,hit_d", {"lru,hit_density"}),
         ("fish", "kvstore quo", {"quota"}),

@@ -75,8 +75,8 @@ def test_a_loop_that_leaves_its_buffer_is_noticed(library: Path, tmp_path: Path)
         "from kvstore.proto.buffers import addresses\n"
         "from kvstore.proto.native import loops\n"
         "def test_beyond():\n"
-        "    short = np.zeros(1000, np.float32)\n"
-        "    loops().kvq_add(*addresses(short, np.zeros(4000, np.uint8)), 4000)\n"
+        "    short, codes = np.zeros(1000, np.float32), np.zeros(4000, np.uint8)\n"
+        "    loops().kvq_add(*addresses(short, codes), 4000)\n"
     )
     done = run(library, native.paths()[0], str(test))
     assert done.returncode != 0
