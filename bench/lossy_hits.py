@@ -33,7 +33,7 @@ from kvstore.client.blend.gate import ShadowEval, compare
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.client.engines.transformers.cache import as_argument
 
-LOSSLESS = "zplane"
+LOSSLESS = "lossless"
 CODECS = (LOSSLESS, "kvq:0", "kvq:2", "kvq:3")
 PROMPTS, TOKENS = 7, 2048
 HOST, GATEWAY, PORT = "10.99.8.1", "10.99.8.254", 6379

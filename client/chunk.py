@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.codecs.base import AnyPart, AnyTensors, Part, check_tensors
-from kvstore.codecs.block_part import BlockPart
-from kvstore.codecs.block_stack import BlockStack
+from kvstore.codecs.block_part import BlockPart, BlockStack
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.types import (
@@ -45,7 +44,6 @@ else:
 
 _MAX_WORK: Any = 10_000
 """What finding out whether two interleaved tensors overlap may cost: some milliseconds."""
-
 LayerTensors: TypeAlias = Sequence[Sequence[Sequence[TensorLike | BlockPart]]]
 """Components, then layers, then parts (K and V), each (kv_heads, tokens, head_dim)."""
 
@@ -85,7 +83,6 @@ def check_apart(name: str, tensors: Iterable[TensorLike]) -> None:
 
 
 def _span(name: str, array: Part) -> tuple[int, int]:
-    """Return the bytes that *array* lies in."""
     start, size = array.__array_interface__["data"][0], array.itemsize
     axes = list(zip(array.strides, array.shape, strict=True))
     for stride, count in sorted((abs(stride), count) for stride, count in axes):
@@ -197,7 +194,6 @@ def to_torch(array: Part, dtype: DType) -> torch.Tensor:
 
 Span: TypeAlias = tuple[int, int]
 """The first number, and the one after the last."""
-
 _WHOLE_KINDS = (LayerKind.mla, LayerKind.state)
 """Kinds that a single span of heads says nothing of: a latent or state has one row for all."""
 

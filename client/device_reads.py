@@ -459,7 +459,6 @@ class Reading:
         return rows
 
     def _header(self, run: Run, number: int) -> FrameHeader:
-        """Parse a header that is not like the last one."""
         data = run.heads[number] if run.places else run.frames[number]
         key, session = self.keys[run.index + number], self._transport.session
         try:

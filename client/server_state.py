@@ -268,9 +268,7 @@ class EventStream:
     def _begin(self) -> None:
         since = self._since or Place(0, 0)
         request = pb.EventsRequest(
-            session_id=self._session_id(),
-            boot_id=since.boot_id,
-            cursor=since.cursor,
+            session_id=self._session_id(), boot_id=since.boot_id, cursor=since.cursor
         )
         call = self._connection.begin_stream("Events", request, CALL_MS, is_idle=True)
         with self._lock:

@@ -46,19 +46,12 @@ from kvstore.client.engines.vllm.messages import VllmSettings
 from kvstore.client.engines.vllm.worker import SHUTDOWN_S
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.keys import chunk_key
-from kvstore.proto.types import (
-    DIGEST_BYTES,
-    Accuracy,
-    ChainDigest,
-    Model,
-    RopeParameters,
-)
+from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChainDigest, Model, RopeParameters
 
 __all__ = ["KVStoreTier", "StoreTieringSpec"]
 
 STORAGE_MEDIUM: Any = getattr(getattr(offload, "Medium", None), "STORAGE", None)
 """What a tier below vLLM's offloading says that it is; 0.26 has no such thing."""
-
 TELLS_KEYS_THAT_CAME = "successful_keys" in JobResult.__dataclass_fields__
 """Whether a tier can say that part of a promotion came; below 0.28 all of it fails."""
 

@@ -61,19 +61,12 @@ class ConnectorContract(ABC):
     ) -> list[int]:
         """Return the same of a request with a deadline."""
 
-    # --- where hits end; models with windows or states override these
+    # --- helpers
 
     def whole_hit(self, tokens: int) -> int:
         """Return what a stored prompt of so many tokens hits when it is asked again."""
         tail = tokens % self.chunk_tokens
         return tokens - 1 if not tail or tail >= MIN_CHUNK_TOKENS else tokens - tail
-
-    def branch_hit(self, shared_tokens: int, tokens: int) -> int:
-        """Return what a prompt hits that is the first to leave a stored one of *tokens* there."""
-        del tokens
-        return shared_tokens
-
-    # --- helpers
 
     def prompt(self, tokens: int, seed: int = 0) -> list[int]:
         """Return a prompt that shares no chunk with that of another seed."""
@@ -164,8 +157,7 @@ class ConnectorContract(ABC):
         prompt = self.prompt(3 * self.chunk_tokens)
         self.hit_tokens(self.connect(server), prompt)
         shorter = prompt[: 2 * self.chunk_tokens + MIN_CHUNK_TOKENS]
-        shared = self.branch_hit(2 * self.chunk_tokens, len(prompt))
-        assert self.hit_tokens(self.connect(server), shorter) == shared
+        assert self.hit_tokens(self.connect(server), shorter) == 2 * self.chunk_tokens
 
     def test_one_other_token_ends_the_hit_before_its_chunk(self, server: LocalServer) -> None:
         prompt = self.prompt(3 * self.chunk_tokens)
@@ -173,9 +165,7 @@ class ConnectorContract(ABC):
         self.hit_tokens(connector, prompt)
         changed = list(prompt)
         changed[self.chunk_tokens + 5] ^= 1
-        assert self.hit_tokens(connector, changed) == self.branch_hit(
-            self.chunk_tokens, len(prompt)
-        )
+        assert self.hit_tokens(connector, changed) == self.chunk_tokens
         assert self.hit_tokens(connector, [prompt[0] ^ 1, *prompt[1:]]) == 0
 
     # --- deadlines

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from helpers.delayed_device import DelayedDevice
 from helpers.local_server import eventually
-from helpers.slow_device import SlowDevice, SlowEvent
+from helpers.slow_device import SlowDevice
 from helpers.vllm_pages import representation
 from helpers.vllm_stand_ins import FakeRequest, step
 from helpers.vllm_steps import options
@@ -488,14 +488,3 @@ def _next(one: _Sequence) -> int:
 
 def _first(tokens: Sequence[torch.Tensor]) -> torch.Tensor:
     return tokens[0]
-
-
-def drop_wait(waiting: Any, waited: Any) -> None:
-    """Have the stream *waiting* never wait for *waited*; on CUDA it waits for nothing."""
-    wait = waiting.wait
-
-    def some(event: Event) -> None:
-        if isinstance(event, SlowEvent) and event._stream is not waited:
-            wait(event)
-
-    waiting.wait = some

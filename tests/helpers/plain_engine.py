@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from helpers.prompts import equal, tensors_of
 
 from kvstore.client import Client
 from kvstore.client.chunk import LayerTensors
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.prefix import Allowed, Asked, Prefix, Span
+from kvstore.client.engines.prefix import Allowed, Asked, Prefix, Source, Span
 from kvstore.client.planning import PrefillModel
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, Stated
@@ -18,23 +19,28 @@ from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, Stated
 class PlainEngine:
     """Stores and loads prompts of whole chunks, as an engine does: nothing it calls may raise."""
 
-    def __init__(self, client: Client, prefill: PrefillModel | None = None) -> None:
+    def __init__(self, client: Client, prefill: PrefillModel | None = None, **terms: Any) -> None:
+        """*terms*: of its Connector."""
         self.client = client
-        self.connector = Connector(client, prefill=prefill)
+        self.connector = Connector(client, prefill=prefill, **terms)
         self._room: list[ChunkTensors] = []
 
     def store(self, prompt: Sequence[int]) -> int:
         """Store a prompt; return how many of its chunks were new."""
+        return self.connector.store_chunks(prompt, self.source(prompt))
+
+    def source(self, prompt: Sequence[int]) -> Source:
+        """Return what computes the chunks of a prompt."""
 
         def source(span: Span) -> LayerTensors:
             key = self.client.keys(prompt[: span[1]])[-1]
             return tensors_of(key, self.client.model, span[1] - span[0])
 
-        return self.connector.store_chunks(prompt, source)
+        return source
 
     def load(self, prompt: Sequence[int]) -> Prefix:
         """Load a prompt; fail unless every chunk that the prefix claims has its own bytes."""
-        prefix = load_prompt(self.connector, prompt, self._make_room)
+        prefix = load_prompt(self.connector, prompt, self.make_room)
         size = self.client.options.chunk_tokens
         for at in range(prefix.stored_tokens // size):
             key = self.client.keys(prompt[: size * (at + 1)])[-1]
@@ -42,7 +48,8 @@ class PlainEngine:
             assert equal(self._room[at], right), f"chunk {at} is not what was stored"
         return prefix
 
-    def _make_room(self, spans: Sequence[Span]) -> Sequence[LayerTensors]:
+    def make_room(self, spans: Sequence[Span]) -> Sequence[LayerTensors]:
+        """Return what chunks are loaded into."""
         kind = self.client.model
         self._room = [empty_tensors(KVLayout.of(kind, stop - start)) for start, stop in spans]
         return self._room

@@ -47,6 +47,11 @@ def options(retry_after_ms: int = 1) -> ClientOptions:
     )
 
 
+def positions(plan: StepPlan) -> list[int]:
+    """Return where the chunks begin that are stored."""
+    return [chunk.position for spec in plan.stores for chunk in spec.chunks]
+
+
 class Engine:
     """What vLLM does around the connector: blocks, steps, and a forward pass that follows from
     tokens. *ranks*: those of a parallel engine, each with its layers and heads of the pages."""
@@ -108,6 +113,30 @@ class Engine:
             tables.append(ids)
         return tables
 
+    def arrived(
+        self, name: str, tokens: Sequence[int], hit: int = 0, computed: int = 0, **fields: Any
+    ) -> FakeRequest:
+        """Take a prompt of which *hit* tokens can be loaded beside *computed* ones."""
+        request = FakeRequest(name, list(tokens), **fields)
+        self.scheduler.on_new_request(request)
+        assert self.matched(request, computed) == hit
+        return request
+
+    def computed(
+        self, name: str, tokens: Sequence[int], blocks: Blocks | None = None
+    ) -> tuple[FakeRequest, Blocks]:
+        """Compute a prompt, of which nothing is stored, in one step."""
+        request = self.arrived(name, tokens)
+        blocks = self.blocks(len(tokens)) if blocks is None else blocks
+        self.step(request, blocks, len(tokens))
+        return request, blocks
+
+    @property
+    def client(self) -> Client:
+        """That of the first worker."""
+        client: Client = self.workers[0]._connector.client
+        return client
+
     def matched(self, request: FakeRequest, computed: int = 0) -> int:
         """Ask until there is an answer."""
         found: list[int | None] = []
@@ -146,9 +175,9 @@ class Engine:
         else:
             self.device.compute.launch(work)
 
-    def wipe(self, tables: Tables, new: slice = slice(None), value: float = 0.0) -> None:
+    def wipe(self, blocks: Blocks, new: slice = slice(None), value: float = 0.0) -> None:
         """Overwrite blocks, as for another request."""
-        ids = [block for table in tables for block in table[new] if block]
+        ids = [block for table in tables_of(blocks) for block in table[new] if block]
 
         def write() -> None:
             for pages in self.pages:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from kvstore.client.engines.transformers import TransformersConnector, represent
 
 TINYLM = Path(__file__).resolve().parents[2] / "data" / "tinylm"
 LENGTHS = {"max_model_len": 1024, "max_num_batched_tokens": 1024}
+TIE = 0.125
+"""Two steps of bfloat16 from 8 to 16, where the largest logits are."""
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -47,10 +50,16 @@ def connector(store: ServerProcess, dtype: str) -> Iterator[TransformersConnecto
         yield TransformersConnector(client, model, durable=True)
 
 
+def agreed(one: list[int], other: list[int]) -> int:
+    """Return how many tokens two answers begin with in common."""
+    same = (a == b for a, b in zip(one, other, strict=True))
+    return sum(itertools.takewhile(bool, same))
+
+
 def test_vllm_goes_on_from_what_transformers_stored(
-    engines: tuple[EngineProcess, ...], connector: TransformersConnector
+    engines: tuple[EngineProcess, ...], connector: TransformersConnector, dtype: str
 ) -> None:
-    """With the tokens that it finds by itself."""
+    """With the tokens that it finds by itself, up to a choice that lies within rounding."""
     asked = prompt(70, 300)
     engine, oracle = engines
     with torch.inference_mode():
@@ -58,7 +67,16 @@ def test_vllm_goes_on_from_what_transformers_stored(
     assert connector.save(torch.tensor([asked]), cache) > 0
     (found,), (expected,) = engine.generate(asked), oracle.generate(asked)
     assert found["cached"] == 256
-    assert found["tokens"] == expected["tokens"]
+    at = agreed(found["tokens"], expected["tokens"])
+    if at < len(expected["tokens"]):
+        # The two engines' kernels round bfloat16 differently, and by CPU.
+        assert dtype == "bfloat16"
+        so_far = torch.tensor([asked + expected["tokens"][:at]])
+        with torch.inference_mode():
+            logits = connector._model(so_far).logits[0, -1]
+        chosen = [found["tokens"][at], expected["tokens"][at]]
+        assert set(chosen) == set(logits.topk(2).indices.tolist())
+        assert abs(float(logits[chosen].diff())) <= TIE
 
 
 def test_transformers_goes_on_from_what_vllm_stored(

@@ -21,14 +21,10 @@ from kvstore.proto.types import DIGEST_BYTES, ROOT, ChainDigest
 
 MAX_LOSSY_BLOCKS = 131_072
 """Blocks that are known by vLLM's hashes of them; once there were more, any may be lossy."""
-
-
 MAX_WAITING_LOOKUPS = 1024
 """Prompts that wait to be looked up; a further one is a miss."""
-
 WAITERS = 8
 """Prompts that are looked up at the same time where a lookup waits for other engines."""
-
 MAX_ADAPTERS = 4096
 """LoRA adapters of one engine whose requests are stored."""
 

@@ -1,8 +1,9 @@
-"""The trained model of the checkout, and small random ones of the other architectures."""
+"""The trained model of the checkout, and engines over a server."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from helpers.local_server import LocalServer
 from helpers.torch_engine import OPTIONS
+from helpers.vllm_steps import Engine
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
@@ -59,3 +61,21 @@ def connect(server: LocalServer, tinylm: PreTrainedModel, identity: Model) -> Co
         return TransformersConnector(server.connect("auto", identity, OPTIONS), tinylm)
 
     return make
+
+
+@pytest.fixture
+def start_at(request: pytest.FixtureRequest) -> Callable[..., Engine]:
+    """Start what vLLM does around its connector, over a server; closed in the end."""
+
+    def make(address: str, **settings: Any) -> Engine:
+        engine = Engine(address, **settings)
+        request.addfinalizer(engine.close)
+        return engine
+
+    return make
+
+
+@pytest.fixture
+def start(server: LocalServer, start_at: Callable[..., Engine]) -> Callable[..., Engine]:
+    """Do so on the test's server."""
+    return partial(start_at, server.address)

@@ -2,137 +2,88 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import FrozenInstanceError
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ServerMaker
 from helpers.coarse_codec import coarse_codec
-from helpers.local_server import LocalServer, eventually
+from helpers.kvstore_command import kvstore_command
+from helpers.local_server import DEADLINE_MS, LocalServer
 from helpers.lossy_copies import leave_on_disk
-from helpers.plain_engine import load_prompt
+from helpers.plain_engine import PlainEngine, load_prompt
 from helpers.prompts import MEDIUM, SMALL, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.client import Chunk, ClientOptions
 from kvstore.client.chunk import LayerTensors
-from kvstore.client.engines.base import Connector
-from kvstore.client.engines.prefix import ONLY_EXACT, Prefix, Span
+from kvstore.client.engines.prefix import ONLY_EXACT, Prefix, Span, least_of
 from kvstore.client.planning import PrefillModel
-from kvstore.codecs.base import ChunkTensors, empty_tensors
+from kvstore.codecs.base import empty_tensors
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.keys import chain_digests, chunk_spans
-from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChainDigest, KVLayout, Model, PutOutcome
+from kvstore.proto.types import (
+    DIGEST_BYTES,
+    Accuracy,
+    ChainDigest,
+    DType,
+    KVLayout,
+    Model,
+    PutOutcome,
+    RopeParameters,
+)
 
 CHUNK_TOKENS = 16
 
 
-def tensors_for(prompt: Sequence[int], span: Span, kind: Model = SMALL) -> ChunkTensors:
-    """Tensors in which every element is the id of its token."""
-    start, stop = span
-    out = empty_tensors(KVLayout.of(kind, stop - start))
-    ids = np.asarray(prompt[start:stop])
-    for layers in out:
-        for parts in layers:
-            for part in parts:
-                part[...] = ids[None, :, None]
-    return out
-
-
-class Engine:
-    """A connector with what an engine brings: a source for a prompt, and a room that is kept."""
-
-    def __init__(self, connector: Connector) -> None:
-        self.connector = connector
-        self.room: list[ChunkTensors] = []
-
-    def store(self, prompt: Sequence[int], from_token: int = 0) -> int:
-        return self.connector.store_chunks(
-            prompt, lambda span: tensors_for(prompt, span), from_token
-        )
-
-    def load(self, prompt: Sequence[int], extra: Sequence[bytes] = ()) -> Prefix:
-        return load_prompt(self.connector, prompt, self.make_room, extra)
-
-    def make_room(self, spans: Sequence[Span]) -> Sequence[LayerTensors]:
-        self.room = [empty_tensors(KVLayout.of(SMALL, stop - start)) for start, stop in spans]
-        return self.room
-
-    def holds(self, prompt: Sequence[int], prefix: Prefix) -> bool:
-        spans = chunk_spans(len(prompt), CHUNK_TOKENS)
-        pairs = [
-            (part, right)
-            for span, room in zip(spans, self.room, strict=False)
-            if span[1] <= prefix.stored_tokens
-            for layers, others in zip(room, tensors_for(prompt, span), strict=True)
-            for parts, rights in zip(layers, others, strict=True)
-            for part, right in zip(parts, rights, strict=True)
-        ]
-        return bool(pairs) and all(np.array_equal(part, right) for part, right in pairs)
-
-
-Connect = Callable[[], Engine]
+Connect = Callable[..., PlainEngine]
 
 
 @pytest.fixture
 def connect(server: LocalServer) -> Connect:
     """Make engines with a client each."""
-    return lambda: Engine(Connector(server.connect()))
+    return lambda **terms: PlainEngine(server.connect(), **terms)
 
 
 def test_what_one_connector_stores_another_loads(connect: Connect) -> None:
     prompt = tokens(1, 5 * CHUNK_TOKENS)
     assert connect().store(prompt) == 5
-    other = connect()
-    prefix = other.load(prompt)
-    assert prefix == Prefix(80, 79, {"cpu": 79})
-    assert other.holds(prompt, prefix)
+    assert connect().load(prompt) == Prefix(80, 79, {"cpu": 79})
 
 
 def test_a_prefix_says_how_far_it_is_exact(make_server: Callable[..., LocalServer]) -> None:
     with coarse_codec():
         server = make_server("--codec", "disk=coarse")
         prompt = tokens(1, 5 * CHUNK_TOKENS)
-        Engine(Connector(server.connect())).store(prompt)
+        PlainEngine(server.connect()).store(prompt)
         strict, loose = (
-            Engine(Connector(server.connect(), accuracy=accuracy))
-            for accuracy in ("exact", "bounded")
+            PlainEngine(server.connect(), accuracy=accuracy) for accuracy in ("exact", "bounded")
         )
-        leave_on_disk(server, loose.connector.client.keys(prompt)[2:4])
+        leave_on_disk(server, loose.client.keys(prompt)[2:4])
         assert strict.load(prompt).exact_tokens == strict.load(prompt).stored_tokens == 32
-        prefix = loose.load(prompt)
+        prefix = load_prompt(loose.connector, prompt, loose.make_room)
         assert (prefix.stored_tokens, prefix.exact_tokens) == (80, 32)
         assert loose.connector.stats().lossy_hit_tokens == 79 - 32
         assert loose.connector.counts()["lossy_hit_tokens"] == 79 - 32
         assert load_prompt(loose.connector, prompt, loose.make_room, (), ONLY_EXACT) == (
             Prefix(32, 32, {"cpu": 32})
         )
+        absent = ChainDigest(bytes(DIGEST_BYTES))
+        digests = [ChainDigest(key[DIGEST_BYTES:]) for key in loose.client.keys(prompt)]
+        exact = {digests[0], digests[1], digests[4]}
+        assert loose.connector.stored([*digests[::-1], absent]) == exact, "that alone is stored"
 
 
-def test_only_what_has_an_exact_copy_counts_as_stored(
-    make_server: Callable[..., LocalServer],
-) -> None:
-    with coarse_codec():
-        server = make_server("--codec", "disk=coarse")
-        prompt = tokens(1, 5 * CHUNK_TOKENS)
-        connector = Connector(server.connect(), accuracy="bounded")
-        Engine(connector).store(prompt[: 4 * CHUNK_TOKENS])
-        keys = connector.client.keys(prompt)
-        leave_on_disk(server, keys[1:3])
-        digests = [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
-        assert connector.stored(digests[::-1]) == {digests[0], digests[3]}
-
-
-@pytest.mark.parametrize("accuracy", ["lossy", "Exact", "", None, 1, ["exact"], Accuracy.bounded])
-def test_an_accuracy_that_is_none_is_refused_by_name(server: LocalServer, accuracy: Any) -> None:
+@pytest.mark.parametrize("accuracy", ["Exact", None, ["exact"], Accuracy.bounded])
+def test_an_accuracy_that_is_none_is_refused_by_name(accuracy: Any) -> None:
     with pytest.raises(InvalidRequestError, match="accuracy"):
-        Connector(server.connect(), accuracy=accuracy)
+        least_of(accuracy)
 
 
 def test_a_prompt_of_no_tokens_is_a_miss_of_none(connect: Connect) -> None:
@@ -146,11 +97,11 @@ def test_a_prompt_of_no_tokens_is_a_miss_of_none(connect: Connect) -> None:
 def test_only_chunks_that_end_behind_from_token_are_sent(connect: Connect) -> None:
     prompt = tokens(2, 4 * CHUNK_TOKENS)
     engine = connect()
-    asked: list[Span] = []
+    asked, own = list[Span](), engine.source(prompt)
 
     def source(span: Span) -> LayerTensors:
         asked.append(span)
-        return tensors_for(prompt, span)
+        return own(span)
 
     assert engine.connector.store_chunks(prompt[:32], source) == 2
     assert engine.connector.store_chunks(prompt, source, from_token=32) == 2
@@ -166,34 +117,13 @@ def test_storing_again_finds_the_chunks_there(connect: Connect) -> None:
     assert (stats.stored_chunks, stats.existing_chunks, stats.refused_chunks) == (3, 3, 0)
 
 
-def test_what_else_names_a_prompt_separates_it(connect: Connect) -> None:
-    engine = connect()
-    prompt = tokens(4, 2 * CHUNK_TOKENS)
-    engine.connector.store_chunks(prompt, lambda span: tensors_for(prompt, span), 0, [b"salt"])
-    assert engine.load(prompt) == Prefix()
-    assert engine.load(prompt, [b"salt"]).stored_tokens == 32
-
-
-def test_chunks_carry_their_place_and_cost(server: LocalServer) -> None:
-    connector = Connector(server.connect(), token_flops=5.0)
-    prompt = tokens(5, 2 * CHUNK_TOKENS)
-    connector.store_chunks(prompt, lambda span: tensors_for(prompt, span))
-    store = server.node.store
-    keys = connector.client.keys(prompt)
-    copies = [store.catalog.copies(key)["cpu"] for key in keys]
+def test_chunks_carry_their_place_and_cost(connect: Connect, server: LocalServer) -> None:
+    engine, prompt = connect(token_flops=5.0), tokens(5, 2 * CHUNK_TOKENS)
+    engine.store(prompt)
+    keys = engine.client.keys(prompt)
+    copies = [server.node.store.catalog.copies(key)["cpu"] for key in keys]
     assert [info.prefill_flops for info in copies] == [80.0, 80.0]
     assert copies[1].parent_key == keys[0]
-
-
-def test_durable_stores_survive_a_restart(
-    make_server: Callable[..., LocalServer], tmp_path: Path
-) -> None:
-    prompt = tokens(6, 3 * CHUNK_TOKENS)
-    first = make_server()
-    assert Engine(Connector(first.connect(), durable=True)).store(prompt) == 3
-    first.close()
-    prefix = Engine(Connector(make_server().connect())).load(prompt)
-    assert prefix.tier_tokens == {"disk": 47}
 
 
 # --- the boundary
@@ -214,18 +144,13 @@ def test_whatever_fails_in_a_load_is_a_counted_miss(connect: Connect) -> None:
     assert load_prompt(engine.connector, prompt, no_room) == Prefix()
     assert load_prompt(engine.connector, prompt, lambda _: []) == Prefix()
     assert load_prompt(engine.connector, [-1] * 16, engine.make_room) == Prefix()
-    stats = engine.connector.stats()
-    assert stats.load_errors == {"BrokenError": 1, "InvalidRequestError": 2}
-    assert (stats.lookups, stats.hit_tokens, stats.miss_tokens) == (3, 0, 80)
-
-
-def test_room_of_another_shape_is_a_counted_miss(connect: Connect) -> None:
-    engine = connect()
-    prompt = tokens(8, 2 * CHUNK_TOKENS)
-    engine.store(prompt)
     wrong = [empty_tensors(KVLayout.of(MEDIUM, CHUNK_TOKENS)) for _ in range(2)]
     assert load_prompt(engine.connector, prompt, lambda _: wrong) == Prefix()
-    assert engine.connector.stats().load_errors == {"LayoutMismatchError": 1}
+    stats = engine.connector.stats()
+    assert stats.load_errors == {
+        "BrokenError": 1, "InvalidRequestError": 2, "LayoutMismatchError": 1,
+    }  # fmt: skip
+    assert (stats.lookups, stats.hit_tokens, stats.miss_tokens) == (4, 0, 112)
 
 
 def test_whatever_fails_in_a_store_is_counted_and_stores_nothing(connect: Connect) -> None:
@@ -235,9 +160,9 @@ def test_whatever_fails_in_a_store_is_counted_and_stores_nothing(connect: Connec
     def broken(span: Span) -> LayerTensors:
         if span[0]:
             raise BrokenError
-        return tensors_for(prompt, span)
+        return engine.source(prompt)(span)
 
-    wrong_kind = tensors_for(prompt, (0, 16), MEDIUM)
+    wrong_kind = empty_tensors(KVLayout.of(MEDIUM, CHUNK_TOKENS))
     assert engine.connector.store_chunks(prompt, broken) == 0
     assert engine.connector.store_chunks(prompt, lambda _: wrong_kind) == 0
     stats = engine.connector.stats()
@@ -255,43 +180,26 @@ def test_an_interrupt_is_not_an_error_of_the_store(connect: Connect) -> None:
         engine.connector.store_chunks(tokens(10, 16), interrupted)
 
 
-def test_chunks_that_go_between_lookup_and_get_are_lost_not_hit(connect: Connect) -> None:
-    engine = connect()
-    client = engine.connector.client
-    prompt = tokens(11, 4 * CHUNK_TOKENS)
-    engine.store(prompt)
-
-    def forgetting(spans: Sequence[Span]) -> Sequence[LayerTensors]:
-        client.delete(keys=client.keys(prompt)[1:])
-        return engine.make_room(spans)
-
-    prefix = load_prompt(engine.connector, prompt, forgetting)
-    assert prefix == Prefix(16, 16, {"cpu": 16})
-    assert engine.holds(prompt, prefix)
-    stats = engine.connector.stats()
-    assert (stats.lost_chunks, stats.miss_tokens, stats.load_errors) == (3, 48, {})
-
-
 def test_chunks_the_server_has_no_room_for_are_refused_not_errors(
     make_server: Callable[..., LocalServer],
 ) -> None:
     server = make_server("--cpu", "4MiB", "--tiers", "cpu")
     options = ClientOptions(chunk_tokens=64, deadline_ms=1000)
-    connector = Connector(server.connect(representation=MEDIUM, options=options))
+    engine = PlainEngine(server.connect(representation=MEDIUM, options=options))
     held, other = tokens(12, 10 * 64), tokens(13, 20 * 64)
-    stored = connector.store_chunks(held, lambda span: tensors_for(held, span, MEDIUM))
-    with connector.client.lease(keys=connector.client.keys(held)) as lease:
+    stored = engine.store(held)
+    with engine.client.lease(keys=engine.client.keys(held)) as lease:
         assert lease.match.ready == stored
-        connector.store_chunks(other, lambda span: tensors_for(other, span, MEDIUM))
-    stats = connector.stats()
+        engine.store(other)
+    stats = engine.connector.stats()
     assert stats.refused_chunks > 0
     assert stats.store_errors == {}
 
 
 def test_a_row_of_failures_is_logged_once_until_the_store_works_again(
-    server: LocalServer, caplog: pytest.LogCaptureFixture
+    connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = Engine(Connector(server.connect()))
+    engine = connect()
 
     def broken(span: Span) -> LayerTensors:
         raise BrokenError("no tensors")
@@ -312,13 +220,15 @@ def test_a_row_of_failures_is_logged_once_until_the_store_works_again(
 
 def test_what_is_written_under_names_is_read_under_them(connect: Connect) -> None:
     prompt = tokens(18, 3 * CHUNK_TOKENS)
-    one, other = connect().connector, connect().connector
-    chunks = one._chunks(prompt, lambda span: tensors_for(prompt, span), 0, ())
+    engine = connect()
+    one, other, source = engine.connector, connect().connector, engine.source(prompt)
+    chunks = one._chunks(prompt, source, 0, ())
     assert one.write_each(lambda: list(chunks)) == 3 * [PutOutcome.stored]
     out = [empty_tensors(KVLayout.of(SMALL, CHUNK_TOKENS)) for _ in range(4)]
     digests = chain_digests(tokens(18, 3 * CHUNK_TOKENS) + [7] * CHUNK_TOKENS, CHUNK_TOKENS)
     assert other.read(digests, out) == 3
-    assert np.array_equal(out[2][0][0][0], tensors_for(prompt, (32, 48))[0][0][0])
+    right: Any = source((32, 48))
+    assert np.array_equal(out[2][0][0][0], right[0][0][0])
     assert (one.stats().stored_chunks, other.stats().lost_chunks) == (3, 1)
 
 
@@ -336,15 +246,6 @@ def test_asking_reading_and_writing_never_raise(connect: Connect) -> None:
 
 
 # --- counting
-
-
-def test_stats_are_of_one_moment_and_cannot_be_changed(connect: Connect) -> None:
-    engine = connect()
-    before = engine.connector.stats()
-    engine.load(tokens(16, 32))
-    assert (before.lookups, engine.connector.stats().lookups) == (0, 1)
-    with pytest.raises(FrozenInstanceError):
-        before.lookups = 7  # type: ignore[misc]
 
 
 def test_threads_lose_no_count(connect: Connect) -> None:
@@ -386,25 +287,118 @@ def test_what_is_sooner_computed_than_loaded_is_not_loaded(
     connect().store(prompt)
     for slot in server.node.store.tiers.slots.values():
         slot.round_trip_s = 1e-3
-    engine = Engine(Connector(server.connect(), prefill=PrefillModel(1e-6, token_s)))
+    engine = connect(prefill=PrefillModel(1e-6, token_s))
     assert engine.load(prompt).stored_tokens == loaded * CHUNK_TOKENS
     stats = engine.connector.stats()
     assert (stats.slow_chunks, stats.lost_chunks) == (3 - loaded, 0)
 
 
-def test_a_connector_is_not_given_lossy_copies(make_server: ServerMaker) -> None:
-    with coarse_codec():
-        server = make_server("--codec", "disk=coarse")
-        engine = Engine(Connector(server.connect()))
-        prompt = tokens(7, 3 * CHUNK_TOKENS)
-        engine.store(prompt)
-        store = server.node.store
-        assert eventually(lambda: store.catalog.eviction.count_on("disk") == 3)
-        server.settled()
-        for key in engine.connector.client.keys(prompt):
-            assert store.catalog.cast_out("cpu", key)
-            store.moves.eviction.delete_from(store.tiers.cpu, key)
-        assert engine.load(prompt) == Prefix()
-        assert engine.store(prompt) == 3, "originals take the place of lossy copies"
-        assert engine.load(prompt).stored_tokens == 48
-        server.close()
+# --- engines and servers that do not fit
+
+
+PROMPT = tokens(1, 64)
+(GROUP,) = SMALL.layer_groups
+
+
+def with_group(**changes: object) -> Model:
+    return replace(SMALL, layer_groups=(replace(GROUP, **changes),))  # type: ignore[arg-type]
+
+
+OTHERS = {
+    "layer_groups[0].dtype differs: bfloat16 stored, float16 asked": with_group(
+        dtype=DType.float16
+    ),
+    "layer_groups[0].kv_heads differs: 2 stored, 1 asked": with_group(kv_heads=1),
+    "layer_groups[0].layer_ids differs: 0 to 1 stored, 0 to 2 asked": with_group(
+        layer_ids=(0, 1, 2)
+    ),
+    "layout_version differs: 1 stored, 2 asked": replace(SMALL, layout_version=2),
+    "rope.theta differs: 10000.0 stored, 500000.0 asked": replace(
+        SMALL, rope=RopeParameters(500_000.0, 8)
+    ),
+    "rope.scaling differs: default stored, yarn asked": replace(
+        SMALL, rope=RopeParameters(10_000.0, 8, "yarn", (("factor", 4.0),))
+    ),
+    "adapter_digest differs: none stored, sha256:5f asked": replace(
+        SMALL, adapter_digest="sha256:5f"
+    ),
+    "model_revision differs: 0000": replace(SMALL, model_revision="f" * 40),
+    "quantization differs: none stored, fp8-e4m3 asked": replace(SMALL, quantization="fp8-e4m3"),
+}
+
+
+def printed(
+    server: LocalServer, engine: PlainEngine, capsys: pytest.CaptureFixture[str]
+) -> tuple[str, list[str]]:
+    """Return what ``kvstore explain`` prints of the engine's chunks, and the states it says."""
+    keys = [word for key in engine.client.keys(PROMPT) for word in ("--keys", key.hex())]
+    words, kvstore = ("explain", "--address", server.address, *keys), kvstore_command(capsys)
+    chunks = json.loads(kvstore(*words, "--json").out)["chunks"]
+    return kvstore(*words).out, [one["state"] for one in chunks]
+
+
+def test_an_engine_of_another_identity_misses_and_the_field_is_printed(
+    server: LocalServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    PlainEngine(server.connect()).store(PROMPT)
+    for line, kind in OTHERS.items():
+        engine = PlainEngine(server.connect("auto", kind))
+        assert engine.load(PROMPT).stored_tokens == 0, line
+        assert engine.connector.stats().misses == {"absent": 1}, line
+        out, states = printed(server, engine, capsys)
+        assert states == ["other_identity"] * 4, line
+        assert line in out
+        engine.client.close()
+
+
+def test_an_engine_with_chunks_of_another_length_misses_and_disturbs_nobody(
+    server: LocalServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = PlainEngine(server.connect())
+    other = PlainEngine(server.connect(options=ClientOptions("auto", 32, DEADLINE_MS)))
+    one.store(PROMPT)
+    assert other.load(PROMPT).stored_tokens == 0
+    _, states = printed(server, other, capsys)
+    assert states == ["unknown"] * 2
+    assert other.store(PROMPT) == 2
+    assert one.load(PROMPT).stored_tokens == other.load(PROMPT).stored_tokens == 64
+
+
+def test_each_way_of_missing_has_a_count_that_a_heartbeat_tells(server: LocalServer) -> None:
+    engine = PlainEngine(server.connect())
+    client, catalog, prompts = engine.client, server.node.store.catalog, iter(range(2, 9))
+
+    def prompt() -> list[int]:
+        return tokens(next(prompts), 64)
+
+    engine.load(PROMPT[:10])  # short
+    engine.load(prompt())  # absent
+    engine.load([-1] * 64)  # error
+    keys = client.keys(pending := prompt())
+    assert [catalog.in_flight.begin(key) for key in keys] == [True] * 4
+    engine.load(pending)
+    for key in keys:
+        catalog.in_flight.end(key)
+    engine.store(kept := prompt())
+    assert engine.load(kept).stored_tokens == 64
+    engine.store(lost := prompt())
+    lookup = client.lookup
+
+    def lookup_and_lose(**terms: Any) -> Any:
+        match = lookup(**terms)
+        assert client.delete(keys=terms["keys"][2:]) == 2
+        return match
+
+    client.lookup = lookup_and_lose  # type: ignore[method-assign, assignment]
+    assert engine.load(lost).stored_tokens == 32
+    client.lookup = lookup  # type: ignore[method-assign]
+    stats = engine.connector.stats()
+    assert (stats.lost_chunks, stats.load_errors) == (2, {"InvalidRequestError": 1})
+    expected = {"short": 1, "absent": 1, "error": 1, "pending": 1, "lost": 1}
+    assert engine.connector.stats().misses == expected
+    client._link.connected().session.heartbeat()
+    request = pb.ExplainRequest(recent=10)
+    reply = server.dial().call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
+    told = {name: count for one in reply.engines for name, count in one.counts.items()}
+    misses = {name[5:]: count for name, count in told.items() if name.startswith("miss_")}
+    assert misses == expected | {"tokens": misses["tokens"]}

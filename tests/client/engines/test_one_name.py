@@ -36,7 +36,14 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from kvstore.client.engines.identity import Departures, identity_of, weights_of
+from kvstore.client.engines.identity import (
+    SAMPLE_STRIDE,
+    Departures,
+    identity_of,
+    is_exact,
+    weights_name,
+    weights_of,
+)
 from kvstore.client.engines.sglang import pages as sglang_pages
 from kvstore.client.engines.sglang.pages import PageSettings, PageStore, RankInfo, ServerArgsDigest
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
@@ -44,6 +51,7 @@ from kvstore.client.engines.vllm import identity as vllm_identity
 from kvstore.client.engines.vllm.blocks import BLOCK_LAYOUTS
 from kvstore.client.engines.vllm.identity import shape_of
 from kvstore.client.engines.vllm.lookup import RequestHasher
+from kvstore.proto.errors import ModelError
 from kvstore.proto.hf_config import rope_parameters
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Model
 
@@ -140,8 +148,10 @@ def test_the_same_weights_have_one_identity_in_every_engine_and_folder(
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("changed", ["weights", "settings", "tokenizer"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "changed"),
+    [(by_transformers, "weights"), (by_vllm, "settings"), (by_sglang, "tokenizer")],
+)
 def test_other_files_are_another_model_to_every_engine(
     folder: Path, engine: Named, changed: str
 ) -> None:
@@ -165,15 +175,10 @@ def test_a_setting_that_an_engine_changes_is_its_own(folder: Path) -> None:
     assert len({plain, *found}) == 4
 
 
-@pytest.mark.parametrize(
-    "own",
-    [{"quantization_config": {"linear": "int8"}}, {"lora_config": SimpleNamespace(lora_dtype="x")}],
-    ids=["quantised at its start", "with adapters"],
-)
-def test_a_setting_of_the_engine_that_no_model_states_is_its_own(
-    folder: Path, own: dict[str, Any]
-) -> None:
-    assert by_vllm(folder, own=own) not in [engine(folder) for engine in ENGINES]
+def test_a_setting_of_the_engine_that_no_model_states_is_its_own(folder: Path) -> None:
+    quantised = by_vllm(folder, own={"quantization_config": {"linear": "int8"}})
+    adapted = by_vllm(folder, own={"lora_config": SimpleNamespace(lora_dtype="x")})
+    assert not {quantised, adapted} & {engine(folder) for engine in ENGINES}
 
 
 def test_an_architecture_that_may_be_kept_otherwise_is_each_engines_own(folder: Path) -> None:
@@ -244,14 +249,12 @@ def test_what_transformers_stored_vllm_loads(both: tuple[TransformersConnector, 
     connector, engine = both
     cache = prefill(connector._model, ids_of(PROMPT))
     connector.save(ids_of(PROMPT), cache)
-    request = FakeRequest("a", list(PROMPT))
-    engine.scheduler.on_new_request(request)
-    assert engine.matched(request) == 3 * CHUNK_TOKENS
-    blocks = engine.blocks(len(PROMPT))
+    request, blocks = engine.arrived("a", PROMPT, hit=3 * CHUNK_TOKENS), engine.blocks(len(PROMPT))
     assert engine.load(request, blocks, 3 * CHUNK_TOKENS) == set()
     found = parts_of(engine, blocks[: 3 * CHUNK_TOKENS // BLOCK_TOKENS], 3 * CHUNK_TOKENS)
     for part, wanted in zip(found, kept(cache), strict=True):
         assert torch.equal(part, wanted[0, :, : 3 * CHUNK_TOKENS])
+    engine.arrived("b", PROMPT, cache_salt="alice")  # which is another's
 
 
 def test_what_vllm_stored_transformers_loads(both: tuple[TransformersConnector, Engine]) -> None:
@@ -263,16 +266,6 @@ def test_what_vllm_stored_transformers_loads(both: tuple[TransformersConnector, 
         layer, part = divmod(number, 2)
         wanted = [kv_of(token, at, layer)[part] for at, token in enumerate(PROMPT[:hit])]
         assert torch.equal(found[0], torch.stack(wanted, 1))
-
-
-def test_a_request_with_a_salt_is_not_what_transformers_stored(
-    both: tuple[TransformersConnector, Engine],
-) -> None:
-    connector, engine = both
-    connector.save(ids_of(PROMPT), prefill(connector._model, ids_of(PROMPT)))
-    request = FakeRequest("a", list(PROMPT), cache_salt="alice")
-    engine.scheduler.on_new_request(request)
-    assert engine.matched(request) == 0
 
 
 # --- SGLang's pages, where they are whole chunks
@@ -313,10 +306,7 @@ def test_what_sglang_stored_transformers_and_vllm_load(
     assert pages.store(hashes_of(PROMPT), places, ()) == [True] * 3
     cache, hit = connector.load(ids_of(PROMPT))
     assert hit == 3 * CHUNK_TOKENS
-    request = FakeRequest("a", list(PROMPT))
-    engine.scheduler.on_new_request(request)
-    assert engine.matched(request) == hit
-    blocks = engine.blocks(len(PROMPT))
+    request, blocks = engine.arrived("a", PROMPT, hit=hit), engine.blocks(len(PROMPT))
     assert engine.load(request, blocks, hit) == set()
     wanted = parts_on(pages)
     ours = [part[0] for part in kept(cache)]
@@ -325,8 +315,7 @@ def test_what_sglang_stored_transformers_and_vllm_load(
 
 
 def test_prompts_with_a_salt_keep_the_stores_own_names(
-    as_sglang: tuple[TransformersConnector, Engine],
-    both: tuple[TransformersConnector, Engine],
+    as_sglang: tuple[TransformersConnector, Engine], both: tuple[TransformersConnector, Engine]
 ) -> None:
     """SGLang names those otherwise."""
     by_sglangs, by_own = as_sglang[0].client, both[0].client
@@ -382,3 +371,70 @@ def test_engines_share_nothing_where_they_may_compute_otherwise(
         for engine in ("vllm", "sglang")
     ]
     assert found[0] != found[1]
+
+
+# --- which revisions name weights, and what the files of a folder hold
+
+
+COMMIT = "8f2c1d4e" * 5
+
+
+def test_a_commit_or_a_digest_says_which_weights_they_are_and_nothing_else_does() -> None:
+    exact = ("8f2c1d4", "8F2C1D4", "sha256:5f1e22ab", "run-7f3a9c21-step-1200", "0" * 40, "c" * 64)
+    assert all(map(is_exact, (COMMIT, *exact)))
+    others = (
+        "", "main", "v1.0", "step-1000000", "20260101", "checkpoint-500", "8f2c1d",
+        "decade-facade", "release2a3b4c5d6",
+    )  # fmt: skip
+    assert not any(map(is_exact, others))
+
+
+@pytest.fixture
+def files_of(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model-1.safetensors").write_bytes(bytes(4 * SAMPLE_STRIDE))
+    (tmp_path / "model" / "model-2.safetensors").write_bytes(b"small")
+    return tmp_path / "model"
+
+
+def written(file: Path, at: int, data: bytes) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        opened.write(data)
+
+
+@pytest.mark.parametrize("at", [0, SAMPLE_STRIDE - 1, 2 * SAMPLE_STRIDE + 5])
+def test_a_stated_commit_is_beside_a_sample_of_the_files(files_of: Path, at: int) -> None:
+    before = weights_name(str(files_of), COMMIT)
+    assert before.startswith(f"{COMMIT}+sample=")
+    written(files_of / "model-1.safetensors", at, b"x")
+    assert weights_name(str(files_of), COMMIT) != before
+
+
+@pytest.mark.parametrize("stated", ["", "main"])
+def test_without_one_every_byte_of_the_files_counts(files_of: Path, stated: str) -> None:
+    before = weights_name(str(files_of), stated)
+    written(files_of / "model-1.safetensors", 3 * SAMPLE_STRIDE + 777_777, b"x")
+    assert weights_name(str(files_of), stated) != before
+    assert before.startswith(stated)
+
+
+def test_files_that_go_and_other_names_are_other_weights(files_of: Path) -> None:
+    before = weights_name(str(files_of), COMMIT)
+    (files_of / "model-2.safetensors").rename(files_of / "model-3.safetensors")
+    renamed = weights_name(str(files_of), COMMIT)
+    (files_of / "model-3.safetensors").unlink()
+    assert len({before, renamed, weights_name(str(files_of), COMMIT)}) == 3
+
+
+def test_the_path_of_a_hugging_face_cache_has_the_commit() -> None:
+    path = f"/models/hub/models--tiny/snapshots/{COMMIT}"
+    assert weights_name(path) == COMMIT
+    assert weights_name(path, "main") == f"main+{COMMIT}"
+    assert weights_name("org/model", "", COMMIT) == COMMIT
+
+
+def test_a_folder_without_weights_and_a_name_without_a_commit_are_refused(tmp_path: Path) -> None:
+    for model in (str(tmp_path), "org/model"):
+        with pytest.raises(ModelError, match="is no folder of weights here"):
+            weights_name(model, "main")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,10 @@ import pytest
 import torch
 from helpers.local_server import LocalServer
 
+from kvstore.client.chunk import LayerTensors
 from kvstore.client.engines.identity import BYTE_ROWS, byte_tensors
 from kvstore.client.engines.sglang.pages import (
+    UNKNOWN,
     PageSettings,
     PageStore,
     RankInfo,
@@ -24,7 +28,6 @@ from kvstore.client.engines.sglang.pages import (
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import LayerKind
 
-ServerMaker = Callable[..., LocalServer]
 LAYERS, HEADS, DIM, SIZE, PAGES = 3, 2, 8, 16, 6
 TOKENS = SIZE * PAGES
 MHA_SHAPES = {
@@ -100,14 +103,6 @@ def fill(pool: Pool, is_mla: bool) -> None:
         pool.kv_buffer[at[1:] if is_mla else at] = row
 
 
-@pytest.mark.parametrize("accuracy", ["bounded", "approximate", "lossy", 1])
-def test_an_accuracy_other_than_exact_is_refused_by_name(accuracy: object) -> None:
-    extra = {"model_revision": "c" * 40, "accuracy": accuracy}
-    with pytest.raises(InvalidRequestError, match=r"accuracy=.*exact"):
-        PageSettings.parse(extra, "tiny")
-    assert PageSettings.parse({**extra, "accuracy": "exact"}, "tiny").accuracy == "exact"
-
-
 def settings_for(address: str = "127.0.0.1:1", name: str = "tiny", **more: Any) -> PageSettings:
     engine = ServerArgsDigest(kv_cache_dtype=str(more.pop("kv_cache_dtype", "")))
     return PageSettings.parse(
@@ -130,11 +125,14 @@ def connect(server: LocalServer) -> Iterator[Callable[..., PageStore]]:
         store.client.close()
 
 
-def pages(store: PageStore, *numbers: int) -> list[object]:
+def pages(store: PageStore, *numbers: int) -> list[LayerTensors]:
     return [store.page(number) for number in numbers]
 
 
-@pytest.mark.parametrize(("is_mla", "layout"), CASES)
+@pytest.mark.parametrize(
+    ("is_mla", "layout"),
+    [(False, "layer_first"), (False, "page_head"), (True, "page_first_direct")],
+)
 def test_what_one_layout_stored_every_layout_reads(
     connect: Callable[..., PageStore], is_mla: bool, layout: str
 ) -> None:
@@ -143,12 +141,12 @@ def test_what_one_layout_stored_every_layout_reads(
     fill(source, is_mla)
     one = connect(source, rank)
     assert one.count(HASHES) == 0
-    assert one.store(HASHES[:4], pages(one, 0, 1, 2, 3), ()) == [True] * 4  # type: ignore[arg-type]
+    assert one.store(HASHES[:4], pages(one, 0, 1, 2, 3), ()) == [True] * 4
     assert one.count(HASHES) == 4
     for other in MLA_SHAPES if is_mla else MHA_SHAPES:
         pool = Pool.make(other, is_mla)
         reader = connect(pool, rank)
-        assert reader.load(HASHES, pages(reader, 5, 1, 2, 3, 4, 0)) == 4  # type: ignore[arg-type]
+        assert reader.load(HASHES, pages(reader, 5, 1, 2, 3, 4, 0)) == 4
         wanted, found = numbers(is_mla), pool.rows(is_mla)
         span = SIZE * 4
         assert torch.equal(found[:, :, SIZE:span], wanted[:, :, SIZE:span])
@@ -156,35 +154,23 @@ def test_what_one_layout_stored_every_layout_reads(
         assert not found[:, :, span:-SIZE].any(), "pages that nobody stored were written to"
 
 
-@pytest.mark.parametrize(("is_mla", "layout"), CASES)
 def test_flat_pages_are_the_pages_of_the_pool_in_its_own_order(
-    connect: Callable[..., PageStore], is_mla: bool, layout: str
-) -> None:
-    pool = Pool.make(layout, is_mla)
-    fill(pool, is_mla)
-    store = connect(pool, replace(RANK, is_mla=is_mla))
-    store.store(HASHES[:2], pages(store, 0, 1), ())  # type: ignore[arg-type]
-    start, first = (0, 0 if is_mla else 1)
-    whole = pool.kv_buffer
-    if layout in ("layer_first", "page_first"):
-        axis = first + (layout == "layer_first")
-        wanted = whole.narrow(axis, start, SIZE).flatten()
-    else:
-        wanted = whole.narrow(first, start, 1).flatten()
-    flat = torch.zeros_like(wanted)
-    assert store.load(HASHES[:1], [store.flat(flat)]) == 1
-    assert torch.equal(flat, wanted)
-
-
-def test_the_same_pages_are_known_by_any_number_of_writers(
     connect: Callable[..., PageStore],
 ) -> None:
-    pool = Pool.make("page_first", is_mla=False)
-    fill(pool, is_mla=False)
-    one, other = connect(pool), connect(pool)
-    assert one.store(HASHES[:2], pages(one, 0, 1), ()) == [True, True]  # type: ignore[arg-type]
-    assert other.store(HASHES[:3], pages(other, 0, 1, 2), ()) == [True] * 3  # type: ignore[arg-type]
-    assert (other.stats().existing_chunks, other.stats().stored_chunks) == (2, 1)
+    for is_mla, layout in CASES:
+        pool = Pool.make(layout, is_mla)
+        fill(pool, is_mla)
+        store = connect(pool, replace(RANK, is_mla=is_mla))
+        assert store.store(HASHES[:2], pages(store, 0, 1), ()) == [True, True]
+        first, whole = 0 if is_mla else 1, pool.kv_buffer
+        if layout in ("layer_first", "page_first"):
+            wanted = whole.narrow(first + (layout == "layer_first"), 0, SIZE).flatten()
+        else:
+            wanted = whole.narrow(first, 0, 1).flatten()
+        flat = torch.zeros_like(wanted)
+        assert store.load(HASHES[:1], [store.flat(flat)]) == 1
+        assert torch.equal(flat, wanted), layout
+    assert (store.stats().existing_chunks, store.stats().stored_chunks) == (2, 0), "any writer's"
 
 
 def test_pages_are_stored_as_what_follows_the_pages_before_them(
@@ -192,8 +178,8 @@ def test_pages_are_stored_as_what_follows_the_pages_before_them(
 ) -> None:
     pool = Pool.make("page_first", is_mla=False)
     store = connect(pool)
-    store.store(HASHES[:2], pages(store, 0, 1), ())  # type: ignore[arg-type]
-    store.store(HASHES[2:4], pages(store, 2, 3), HASHES[:2])  # type: ignore[arg-type]
+    store.store(HASHES[:2], pages(store, 0, 1), ())
+    store.store(HASHES[2:4], pages(store, 2, 3), HASHES[:2])
     stats = store.client.stat(keys=store._keys(digests_of(HASHES[:4])))
     parents = [one.parent.hex() for one in stats]
     assert parents == [bytes(16).hex(), *(name[:32] for name in HASHES[:3])]
@@ -203,7 +189,7 @@ def test_pages_that_lack_a_place_are_not_stored_and_said_not_to_be(
     connect: Callable[..., PageStore],
 ) -> None:
     store = connect(Pool.make("page_first", is_mla=False))
-    assert store.store(HASHES[:2], pages(store, 0), ()) == [False] * 2  # type: ignore[arg-type]
+    assert store.store(HASHES[:2], pages(store, 0), ()) == [False] * 2
     assert store.count(HASHES[:2]) == 0
 
 
@@ -218,49 +204,37 @@ def test_a_page_of_bytes_is_never_a_copy() -> None:
         byte_tensors(torch.zeros(16, 8, dtype=torch.uint8).T)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        replace(RANK, pp_rank=1, pp_size=2),
-        replace(RANK, cp_rank=1, cp_size=2),
-    ],
-    ids=str,
-)
-def test_stages_never_read_each_others_pages(
-    connect: Callable[..., PageStore], changed: RankInfo
-) -> None:
+def test_stages_never_read_each_others_pages(connect: Callable[..., PageStore]) -> None:
     pool = Pool.make("page_first", is_mla=False)
     fill(pool, is_mla=False)
     store = connect(pool)
-    store.store(HASHES[:1], pages(store, 0), ())  # type: ignore[arg-type]
-    other = connect(Pool.make("page_first", is_mla=False), changed)
-    assert other.count(HASHES[:1]) == 0
-    assert other.store(HASHES[:1], pages(other, 0), ()) == [True]  # type: ignore[arg-type]
-    assert store.load(HASHES[:1], pages(store, 5)) == 1  # type: ignore[arg-type]
+    store.store(HASHES[:1], pages(store, 0), ())
+    for changed in (replace(RANK, pp_rank=1, pp_size=2), replace(RANK, cp_rank=1, cp_size=2)):
+        other = connect(Pool.make("page_first", is_mla=False), changed)
+        assert other.count(HASHES[:1]) == 0
+        assert other.store(HASHES[:1], pages(other, 0), ()) == [True]
+    assert store.load(HASHES[:1], pages(store, 5)) == 1
     rows = pool.rows(is_mla=False)
     assert torch.equal(rows[:, :, -SIZE:], rows[:, :, :SIZE]), "another rank's page was read"
+    other.clear()
+    assert (other.count(HASHES[:1]), store.count(HASHES[:1])) == (0, 1)
 
 
 def test_ranks_of_a_latent_model_share_their_pages(connect: Callable[..., PageStore]) -> None:
     rank = replace(RANK, is_mla=True, tp_size=2)
     pool = Pool.make("page_first", is_mla=True)
     writer, reader = connect(pool, rank), connect(pool, replace(rank, tp_rank=1))
-    writer.store(HASHES[:1], pages(writer, 0), ())  # type: ignore[arg-type]
+    writer.store(HASHES[:1], pages(writer, 0), ())
     assert reader.count(HASHES[:1]) == 1
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"model_revision": "d" * 40}, {"adapter_digest": "lora"}, {"name": "other"}],
-    ids=str,
-)
-def test_other_weights_have_other_pages(
-    connect: Callable[..., PageStore], change: dict[str, str]
-) -> None:
+def test_other_weights_have_other_pages(connect: Callable[..., PageStore]) -> None:
     pool = Pool.make("page_first", is_mla=False)
     store = connect(pool)
-    store.store(HASHES[:1], pages(store, 0), ())  # type: ignore[arg-type]
-    assert connect(pool, **change).count(HASHES[:1]) == 0
+    store.store(HASHES[:1], pages(store, 0), ())
+    changes = ({"model_revision": "d" * 40}, {"adapter_digest": "lora"}, {"name": "other"})
+    assert [connect(pool, **change).count(HASHES[:1]) for change in changes] == [0, 0, 0]
+    assert connect(pool).count(HASHES[:1]) == 1
 
 
 def test_another_dtype_is_another_representation() -> None:
@@ -275,27 +249,25 @@ def test_another_dtype_is_another_representation() -> None:
     assert (group.kind, group.kv_heads, group.head_dim) == (LayerKind.attention, HEADS, DIM)
 
 
-@pytest.mark.parametrize(
-    ("pool", "rank", "words"),
-    [
+def test_pools_that_are_not_understood_are_refused_by_name() -> None:
+    mla, settings = replace(RANK, is_mla=True), settings_for()
+    refused = [
         (Pool("page_unified", torch.zeros(1)), RANK, "layout='page_unified': use one of"),
-        (Pool("page_head", torch.zeros(1)), replace(RANK, is_mla=True), "layout='page_head'"),
+        (Pool("page_head", torch.zeros(1)), mla, "layout='page_head'"),
         (Pool("page_first", torch.zeros(1), page_size=1), RANK, "page_size=1: start SGLang with"),
-    ],
-)
-def test_pools_that_are_not_understood_are_refused_by_name(
-    pool: Pool, rank: RankInfo, words: str
-) -> None:
-    with pytest.raises(ModelError) as caught:
-        kv_model(pool, rank, settings_for())
-    assert words in str(caught.value)
-
-
-def test_pools_that_keep_scales_beside_their_pages_are_refused() -> None:
-    """As those of MXFP8: pages would come back with whatever scales lie there by then."""
-    pool = replace(Pool.make("page_first", False), beside_bytes=64)
-    with pytest.raises(ModelError, match="lie in its buffer"):
-        kv_model(pool, RANK, settings_for())
+        # As those of MXFP8: pages would come back with whatever scales lie there by then.
+        (replace(Pool.make("page_first", False), beside_bytes=64), RANK, "lie in its buffer"),
+    ]
+    for pool, rank, words in refused:
+        with pytest.raises(ModelError, match=words):
+            kv_model(pool, rank, settings)
+    for kv_heads in (3, 4):
+        with pytest.raises(ModelError, match="kv_heads"):
+            kv_model(
+                Pool.make("page_first", False),
+                replace(RANK, tp_size=4),
+                settings_for(kv_heads=kv_heads),
+            )
 
 
 def test_bytes_are_named_by_the_type_that_the_engine_was_started_with() -> None:
@@ -322,12 +294,19 @@ def test_settings_are_read_and_refused_by_name() -> None:
         PageSettings.parse({"reset_on_flush": "no"}, path)
     with pytest.raises(InvalidRequestError, match="adress='h:1': use"):
         PageSettings.parse({"adress": "h:1"}, path)
+    for kv_heads in (-1, "8", True):
+        with pytest.raises(InvalidRequestError, match="kv_heads"):
+            PageSettings.parse({"kv_heads": kv_heads}, path)
+    for accuracy in ("bounded", "lossy"):
+        with pytest.raises(InvalidRequestError, match=r"accuracy=.*exact"):
+            PageSettings.parse({"accuracy": accuracy}, path)
+    assert PageSettings.parse({"accuracy": "exact"}, path).accuracy == "exact"
 
 
 def test_a_name_that_is_no_hash_is_a_counted_miss(connect: Callable[..., PageStore]) -> None:
     store = connect(Pool.make("page_first", is_mla=False))
     assert store.count(["no hash"]) == 0
-    assert store.store(["ab"], pages(store, 0), ()) == [False]  # type: ignore[arg-type]
+    assert store.store(["ab"], pages(store, 0), ()) == [False]
     assert store.stats().load_errors == {"InvalidRequestError": 1}
     assert store.stats().store_errors == {"InvalidRequestError": 1}
 
@@ -337,8 +316,8 @@ def test_without_a_server_pages_are_missed_and_not_kept_and_nothing_raises() -> 
     store = PageStore(pool, RANK, settings_for(deadline_ms=500))
     try:
         assert store.count(HASHES) == 0
-        assert store.load(HASHES[:1], pages(store, 0)) == 0  # type: ignore[arg-type]
-        assert store.store(HASHES[:1], pages(store, 0), ()) == [False]  # type: ignore[arg-type]
+        assert store.load(HASHES[:1], pages(store, 0)) == 0
+        assert store.store(HASHES[:1], pages(store, 0), ()) == [False]
         store.clear()
         assert store.stats().miss_tokens == SIZE
     finally:
@@ -351,7 +330,7 @@ def half_of(pool: Pool, rank: int) -> Pool:
     return Pool(pool.layout, heads[rank].contiguous())
 
 
-@pytest.mark.parametrize("layout", MHA_SHAPES)
+@pytest.mark.parametrize("layout", ["layer_first", "page_head"])
 def test_ranks_share_pages_with_an_engine_of_one(
     connect: Callable[..., PageStore], layout: str
 ) -> None:
@@ -359,16 +338,16 @@ def test_ranks_share_pages_with_an_engine_of_one(
     fill(pool, is_mla=False)
     ranks = [replace(RANK, tp_rank=rank, tp_size=2) for rank in range(2)]
     halves = [connect(half_of(pool, number), rank) for number, rank in enumerate(ranks)]
-    assert halves[0].store(HASHES[:1], pages(halves[0], 0), ()) == [True]  # type: ignore[arg-type]
+    assert halves[0].store(HASHES[:1], pages(halves[0], 0), ()) == [True]
     assert halves[1].count(HASHES[:1]) == 0, "half of a page was shown"
-    assert halves[1].store(HASHES[:1], pages(halves[1], 0), ()) == [True]  # type: ignore[arg-type]
+    assert halves[1].store(HASHES[:1], pages(halves[1], 0), ()) == [True]
     room = Pool.make("page_first", is_mla=False)
     one = connect(room)
-    assert one.load(HASHES[:1], pages(one, 3)) == 1  # type: ignore[arg-type]
+    assert one.load(HASHES[:1], pages(one, 3)) == 1
     wanted = numbers(is_mla=False)[:, :, :SIZE]
     assert torch.equal(room.rows(is_mla=False)[:, :, 3 * SIZE : 4 * SIZE], wanted)
     for number, half in enumerate(halves):
-        assert half.load(HASHES[:1], pages(half, 2)) == 1  # type: ignore[arg-type]
+        assert half.load(HASHES[:1], pages(half, 2)) == 1
         found = half._pool.rows(is_mla=False)
         assert torch.equal(found[:, :, 2 * SIZE : 3 * SIZE], wanted[:, :, :, [number]])
 
@@ -383,33 +362,110 @@ def test_ranks_that_have_copies_of_heads_share_pages_with_an_engine_of_one(
         for number in range(4)
     ]
     for number in (1, 2):  # whichever has a head
-        assert ranks[number].store(HASHES[:1], pages(ranks[number], 0), ()) == [True]  # type: ignore[arg-type]
+        assert ranks[number].store(HASHES[:1], pages(ranks[number], 0), ()) == [True]
     one = connect(Pool.make("page_first", is_mla=False))
-    assert one.load(HASHES[:1], pages(one, 3)) == 1  # type: ignore[arg-type]
+    assert one.load(HASHES[:1], pages(one, 3)) == 1
     wanted = numbers(is_mla=False)[:, :, :SIZE]
     for number, rank in enumerate(ranks):
-        assert rank.load(HASHES[:1], pages(rank, 2)) == 1  # type: ignore[arg-type]
+        assert rank.load(HASHES[:1], pages(rank, 2)) == 1
         found = rank._pool.rows(is_mla=False)
         assert torch.equal(found[:, :, 2 * SIZE : 3 * SIZE], wanted[:, :, :, [number // 2]])
 
 
-@pytest.mark.parametrize("kv_heads", [3, 4])
-def test_a_number_of_heads_that_ranks_do_not_have_is_refused(kv_heads: int) -> None:
-    settings = settings_for(kv_heads=kv_heads)
-    with pytest.raises(ModelError, match="kv_heads"):
-        kv_model(Pool.make("page_first", False), replace(RANK, tp_size=4), settings)
+# --- what an engine was started with is in the names of its pages
 
 
-@pytest.mark.parametrize("kv_heads", [-1, "8", True])
-def test_what_is_no_number_of_heads_is_refused(kv_heads: object) -> None:
-    with pytest.raises(InvalidRequestError, match="kv_heads"):
-        PageSettings.parse({"model_revision": "8f2c1d4", "kv_heads": kv_heads}, "tiny")
+def terms(**stated: Any) -> ServerArgsDigest:
+    common = {"load_format": "auto", "dtype": "auto", "kv_cache_dtype": "auto"}
+    return ServerArgsDigest.of(
+        SimpleNamespace(**{**common, "json_model_override_args": "{}", **stated})
+    )
 
 
-def test_clearing_forgets_this_stages_pages_alone(connect: Callable[..., PageStore]) -> None:
-    pool = Pool.make("page_first", is_mla=False)
-    one, other = connect(pool), connect(pool, replace(RANK, pp_rank=1, pp_size=2))
-    for store in (one, other):
-        store.store(HASHES[:2], pages(store, 0, 1), ())  # type: ignore[arg-type]
-    one.clear()
-    assert (one.count(HASHES), other.count(HASHES)) == (0, 2)
+def named(**stated: Any) -> str:
+    """Return what the revision of an engine's pages is called."""
+    pool: Any = SimpleNamespace(
+        layout="page_first", page_size=16, start_layer=0, layer_num=1,
+        kv_buffer=torch.zeros(2, 16, 1, 2, 8),
+        get_dummy_flat_data_page=lambda: torch.zeros(2, 16, 1, 2, 8),
+    )  # fmt: skip
+    settings = PageSettings.parse({"model_revision": "c" * 40}, "tiny", terms(**stated))
+    return kv_model(pool, RankInfo(is_mla=False), settings).model_revision
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_model.safetensors").write_bytes(b"one")
+    return tmp_path / "lora"
+
+
+def test_engines_that_were_started_alike_share() -> None:
+    assert terms(port=1) == terms(port=2)
+    assert named() == named()
+
+
+def test_what_changes_the_kv_is_another_revision() -> None:
+    changes: list[dict[str, Any]] = [
+        {},
+        {"json_model_override_args": '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}'},
+        {"quantization": "fp8"},
+        {"dtype": "half"},
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"revision": "other"},
+        {"model_impl": "transformers"},
+        {"mm_process_config": {"image": {"max_pixels": 4}}},
+    ]
+    assert len({named(**stated) for stated in changes}) == len(changes)
+
+
+def test_the_weights_are_those_of_the_path_and_commit_that_the_engine_was_started_with() -> None:
+    """The name that it serves them under may be any."""
+    commit = "8f2c1d4e" * 5
+    started = terms(model_path="org/model", revision=commit)
+    assert PageSettings.parse({}, "served-name", started).weights.revision == commit
+    branch = terms(model_path="org/model", revision="main")
+    with pytest.raises(ModelError, match="'org/model' is no folder"):
+        PageSettings.parse({}, "served-name", branch)
+
+
+def test_amds_fp8_is_another_and_a_file_is_what_it_holds(tmp_path: Path) -> None:
+    plain = ServerArgsDigest.of(SimpleNamespace())
+    assert ServerArgsDigest.of(SimpleNamespace(), is_hip=True) != plain
+    file = tmp_path / "scales.json"
+    file.write_text("1.0")
+    before = terms(quantization_param_path=str(file))
+    file.write_text("2.0")
+    assert terms(quantization_param_path=str(file)) != before
+
+
+def forms(path: Path) -> list[Any]:
+    return [
+        [str(path)],
+        [f"name={path}"],
+        {"name": str(path)},
+        [{"lora_name": "name", "lora_path": str(path)}],
+        [SimpleNamespace(lora_path=str(path))],
+    ]
+
+
+def test_an_adapter_whose_files_changed_under_its_path_is_another(adapter: Path) -> None:
+    """SGLang's ids of adapters that are given at the start are made of names and paths alone."""
+    before = {terms(lora_paths=stated).adapter_digest("none") for stated in forms(adapter)}
+    (adapter / "adapter_model.safetensors").write_bytes(b"two")
+    after = {terms(lora_paths=stated).adapter_digest("none") for stated in forms(adapter)}
+    assert len(before) == len(after) == 1
+    assert len(before | after | {terms().adapter_digest("none")}) == 3
+
+
+def test_an_adapter_that_is_not_here_has_to_be_named() -> None:
+    found = terms(lora_paths=["org/adapter"])
+    with pytest.raises(ModelError, match=r"lora_paths='org/adapter'.*adapter_digest"):
+        found.adapter_digest("none")
+    assert found.adapter_digest("sha256:5f") == "sha256:5f"
+
+
+def test_random_weights_are_refused() -> None:
+    with pytest.raises(ModelError, match="load_format"):
+        terms(load_format="dummy")
+    assert UNKNOWN.adapter_digest("none") == "none", "without an engine a user's words stand alone"

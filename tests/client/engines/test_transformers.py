@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -22,6 +23,7 @@ from helpers.torch_engine import (
     stored_tokens,
 )
 from transformers import (
+    BatchEncoding,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -31,6 +33,7 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    StaticCache,
 )
 from transformers.generation.streamers import BaseStreamer
 from typing_extensions import override
@@ -38,16 +41,11 @@ from typing_extensions import override
 from kvstore.client import Client
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
+from kvstore.client.engines.transformers.cache import as_argument
+from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import Model
 
 Connect = Callable[[], TransformersConnector]
-
-TEXTS = [
-    "The connection pool keeps idle sockets open so that the next request can be sent at once. "
-    * 9,
-    "In the beginning the clerk wrote every name by hand, and knew every reader. " * 10,
-    "SELECT name, count(*) FROM readers JOIN loans USING (reader_id) GROUP BY name; " * 8,
-]
 
 
 class TestTransformersConnector(ConnectorContract):
@@ -84,17 +82,16 @@ class TestTransformersConnector(ConnectorContract):
 # --- the same bits as the engine's own cache
 
 
-@pytest.mark.parametrize("held", [64, 192])
 def test_logits_after_a_loaded_prefix_are_those_after_the_prefix_in_memory(
-    connect: Connect, tinylm: PreTrainedModel, held: int
+    connect: Connect, tinylm: PreTrainedModel
 ) -> None:
     input_ids = random_ids(230)
-    own = prefill(tinylm, input_ids[:, :held])
-    connect().save(input_ids[:, :held], own)
-    cache, hit_tokens = connect().load(input_ids[:, : held + 1])
-    assert hit_tokens == held
+    own = prefill(tinylm, input_ids[:, :192])
+    connect().save(input_ids[:, :192], own)
+    cache, hit_tokens = connect().load(input_ids[:, :193])
+    assert hit_tokens == 192
     assert all(map(torch.equal, kept(cache), kept(own)))
-    rest = input_ids[:, held:]
+    rest = input_ids[:, 192:]
     assert torch.equal(logits(tinylm, rest, cache), logits(tinylm, rest, own))
 
 
@@ -173,39 +170,22 @@ def test_arguments_that_choose_or_hand_out_tokens_go_to_the_model(
         assert streamed.tokens == own.tokens
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_greedy_tokens_are_the_same_without_with_and_from_the_store(
-    connect: Connect, tinylm: PreTrainedModel, tokenizer: Any, text: str
-) -> None:
-    input_ids = ids_of(tokenizer(text)["input_ids"][:180])
-    without = plain_tokens(tinylm, input_ids)
-    assert stored_tokens(connect(), input_ids) == without
-    reader = connect()
-    assert stored_tokens(reader, input_ids) == without
-    assert reader.stats().hit_tokens == 179
-
-
 def test_a_conversation_extends_its_chain_turn_by_turn(
-    connect: Connect, tinylm: PreTrainedModel, tokenizer: Any
-) -> None:
-    hits, history = [], list(tokenizer(TEXTS[0])["input_ids"])[:150]
-    for turn in range(3):
-        connector = connect()
-        tokens = stored_tokens(connector, ids_of(history))
-        assert tokens == plain_tokens(tinylm, ids_of(history))
-        hits.append(connector.stats().hit_tokens)
-        history = tokens + list(tokenizer(f"Question {turn}. {TEXTS[1]}")["input_ids"])[:70]
-    assert hits[0] == 0
-    # Whole chunks of what the turn before asked and was answered.
-    assert hits[1:] == [128, 192]
-
-
-def test_what_was_generated_is_stored_but_for_its_last_token(
     connect: Connect, tinylm: PreTrainedModel
 ) -> None:
-    input_ids = random_ids(120)
-    output = connect().generate(input_ids, greedy()).output
-    everything = output.sequences
+    hits, history = [], random_ids(150)
+    for turn in range(3):
+        connector = connect()
+        tokens = stored_tokens(connector, history)
+        assert tokens == plain_tokens(tinylm, history)
+        hits.append(connector.stats().hit_tokens)
+        history = torch.cat([ids_of(tokens), random_ids(70, seed=turn + 1)], 1)
+    # Whole chunks of what the turn before asked and was answered.
+    assert hits == [0, 128, 192]
+
+
+def test_what_was_generated_is_stored_but_for_its_last_token(connect: Connect) -> None:
+    everything = connect().generate(random_ids(120), greedy()).output.sequences
     assert connect().load(everything)[1] == everything.shape[1] - 1 - 3  # 64 + 64 of 132 - 1
     assert connect().load(everything[:, :129])[1] == 128
 
@@ -287,17 +267,16 @@ SMALL: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("config", "kind"),
+    ("config", "kind", "dtype"),
     [
-        (LlamaConfig(**SMALL), LlamaForCausalLM),
-        (MistralConfig(**SMALL, sliding_window=None), MistralForCausalLM),
-        (Qwen2Config(**SMALL), Qwen2ForCausalLM),
-        (Qwen3Config(**SMALL, head_dim=32), Qwen3ForCausalLM),
+        (LlamaConfig(**SMALL), LlamaForCausalLM, torch.bfloat16),
+        (MistralConfig(**SMALL, sliding_window=None), MistralForCausalLM, torch.float16),
+        (Qwen2Config(**SMALL), Qwen2ForCausalLM, torch.float32),
+        (Qwen3Config(**SMALL, head_dim=32), Qwen3ForCausalLM, torch.bfloat16),
     ],
     ids=["llama", "mistral", "qwen2", "qwen3"],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_each_architecture_and_dtype_comes_back_bit_for_bit(
+def test_each_architecture_comes_back_bit_for_bit(
     server: LocalServer, tokenizer: Any, config: Any, kind: Any, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(7)
@@ -311,3 +290,148 @@ def test_each_architecture_and_dtype_comes_back_bit_for_bit(
     assert hit_tokens == 128
     rest = input_ids[:, 128:]
     assert torch.equal(logits(model, rest, cache), logits(model, rest, own))
+
+
+# --- a disk that lies, other models, and what is refused
+
+
+def test_one_bit_that_flipped_on_disk_ends_the_hit_before_its_chunk(
+    make_server: Callable[..., LocalServer],
+    tmp_path: Path,
+    tinylm: PreTrainedModel,
+    identity: Model,
+) -> None:
+    input_ids = random_ids(193)
+    server = make_server()
+    client = server.connect("auto", identity, OPTIONS)
+    own = prefill(tinylm, input_ids[:, :192])
+    assert TransformersConnector(client, tinylm, durable=True).save(input_ids[:, :192], own) == 3
+    server.close()
+    row = kept(own)[7][0, 2, 100].numpy().tobytes()  # of a token of the second chunk
+    assert flip_bit(tmp_path / "disk", row) == 1
+    connector = TransformersConnector(make_server().connect("auto", identity, OPTIONS), tinylm)
+    assert stored_tokens(connector, input_ids) == plain_tokens(tinylm, input_ids)
+    stats = connector.stats()
+    assert (stats.hit_tokens, stats.miss_tokens) == (64, 129)
+    # The damaged chunk was forgotten and stored again.
+    assert connector.load(input_ids)[1] == 192
+
+
+def flip_bit(folder: Path, found: bytes) -> int:
+    """Flip one bit in the middle of *found* in the files below *folder*; return how often."""
+    flipped = 0
+    for path in folder.rglob("*"):
+        content = path.read_bytes() if path.is_file() else b""
+        at = content.find(found)
+        if at >= 0:
+            at += len(found) // 2
+            with path.open("r+b") as file:
+                file.seek(at)
+                file.write(bytes([content[at] ^ 4]))
+            flipped += 1
+    return flipped
+
+
+def test_what_is_not_interchangeable_is_not_hit(
+    server: LocalServer, tinylm: PreTrainedModel, load_tinylm: Any, tokenizer: Any
+) -> None:
+    ids = random_ids(150)
+
+    def connect(model: PreTrainedModel, revision: str = "r1", **more: Any) -> TransformersConnector:
+        identity = representation_of(model, tokenizer, revision, **more)
+        return TransformersConnector(server.connect("auto", identity, OPTIONS), model)
+
+    connect(tinylm).save(ids, prefill(tinylm, ids))
+    assert connect(tinylm).load(ids)[1] == 149
+    ropes = [
+        {"rope_type": "default", "rope_theta": 10_000.0},
+        {"rope_type": "linear", "rope_theta": 500_000.0, "factor": 2.0},
+    ]
+    for other in (
+        connect(tinylm, "r2"),
+        connect(tinylm, adapter_digest="5ad1"),
+        connect(load_tinylm(torch.bfloat16)),
+        *(connect(load_tinylm(rope_parameters=rope)) for rope in ropes),
+    ):
+        assert other.load(ids)[1] == 0
+
+
+# --- misuse is refused in words
+
+
+def test_what_a_tokenizer_returns_and_lists_are_prompts_too(
+    connect: Connect, tinylm: PreTrainedModel
+) -> None:
+    ids = random_ids(40)
+    without = plain_tokens(tinylm, ids)
+    batch = BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    given: list[Any] = [ids, batch, ids.tolist(), ids[0].tolist(), ids.int(), ids.numpy()]
+    for hit, prompt in enumerate(given):
+        done = connect().generate(prompt, greedy())
+        assert done.output.sequences[0].tolist() == without
+        assert done.hit_tokens == (39 if hit else 0)
+    assert connect().generate(**batch, generation_config=greedy()).hit_tokens == 39
+    assert connect().load(ids[0].tolist())[1] == 39
+
+
+def test_settings_are_taken_as_the_model_takes_them(
+    connect: Connect, tinylm: PreTrainedModel
+) -> None:
+    ids, engine = random_ids(40), cast(Any, tinylm)
+    settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    done = connect().generate(ids, **settings).output.sequences
+    assert done.tolist() == engine.generate(ids, **settings).tolist()
+    assert done.shape == (1, 45)
+    assert connect().generate(ids, greedy(), max_new_tokens=3).output.sequences.shape == (1, 43)
+
+
+def test_what_is_no_prompt_and_no_setting_is_refused_by_name(connect: Connect) -> None:
+    connector = connect()
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"input_ids": "words"}, "input_ids='str': give a tensor, lists"),
+        ({"input_ids": [[3, 4], [5]]}, "input_ids='list': give a tensor, lists"),
+        ({"input_ids": [[0.5]]}, r"input_ids='torch.float32': give whole numbers"),
+        ({"input_ids": None}, "input_ids='NoneType': give a tensor"),
+        ({"input_ids": torch.empty((1, 0), dtype=torch.long)}, "give prompts of"),
+        ({"input_ids": {"input_ids": [[3]], "pixel_values": 1}}, "'pixel_values': give input_ids"),
+        ({"input_ids": [[3, 4]], "pixel_values": 1}, "pixel_values=1: give a setting"),
+        ({"input_ids": [[3, 4]], "max_tokens": 8}, "max_tokens=8: give a setting"),
+        ({"input_ids": [[3]], "config": greedy(), "generation_config": greedy()}, "given twice"),
+    ]
+    # Padding that is not on the left: a hole, on the right, no token, another length.
+    masks = ([1, 0, 1], [1, 1, 0], [0, 0, 0], [1, 1])
+    refused += [
+        ({"input_ids": [[3, 4, 5]], "attention_mask": [mask]}, "attention_mask") for mask in masks
+    ]
+    # Settings that need another cache.
+    settings = [
+        ("num_beams", 2), ("num_return_sequences", 2), ("use_cache", False),
+        ("cache_implementation", "quantized"), ("cache_implementation", "offloaded"),
+        ("token_healing", True),
+    ]  # fmt: skip
+    refused += [({"input_ids": [[3]], name: value}, name) for name, value in settings]
+    for given, words in refused:
+        with pytest.raises(InvalidRequestError, match=words):
+            connector.generate(**given)
+    with pytest.raises(InvalidRequestError, match="one prompt"):
+        connector.load(random_ids(40).repeat(2, 1))
+
+
+def test_a_static_cache_and_a_batchs_are_not_saved(connect: Connect, tinylm: Any) -> None:
+    prompt = random_ids(40)
+    cache = StaticCache(config=tinylm.config, max_cache_len=64)
+    with torch.inference_mode():
+        tinylm(prompt, **as_argument(cache))
+    with pytest.raises(ModelError, match="StaticCache"):
+        connect().save(prompt, cache)
+    with pytest.raises(InvalidRequestError, match="cache="):
+        connect().save(prompt, prefill(tinylm, prompt.repeat(2, 1)))
+
+
+def test_a_client_of_another_model_is_refused(
+    server: LocalServer, tinylm: PreTrainedModel, load_tinylm: Any, tokenizer: Any
+) -> None:
+    other = load_tinylm(torch.bfloat16)
+    client = server.connect("auto", representation_of(other, tokenizer), OPTIONS)
+    with pytest.raises(ModelError, match="representation_of"):
+        TransformersConnector(client, tinylm)

@@ -102,17 +102,6 @@ def right(model: PreTrainedModel, prompt: torch.Tensor) -> list[int]:
     return plain_tokens(model, prompt)[: prompt.shape[1] + 1]
 
 
-def test_over_a_fast_link_a_request_with_a_deadline_hits_all_that_is_stored(
-    tinylm: PreTrainedModel, connect: Callable[..., Any], prompt: torch.Tensor
-) -> None:
-    connector = connect()
-    connector._prefill = ENGINE
-    tokens, hit, _ = answered(connector, prompt, deadline_ms=2000)
-    assert tokens == right(tinylm, prompt)
-    assert hit == CHUNKS * TOKENS
-    assert connector.stats().misses == {}
-
-
 def test_over_a_link_that_gives_next_to_nothing_it_computes_and_is_as_fast_as_without_a_store(
     tinylm: PreTrainedModel, connect: Callable[..., Any], prompt: torch.Tensor, link: SlowLink
 ) -> None:
@@ -221,8 +210,7 @@ def damaging(monkeypatch: pytest.MonkeyPatch, connector: TransformersConnector, 
     monkeypatch.setattr(kind, "read", damaged)
 
 
-@pytest.mark.parametrize("engine", [None, ENGINE])
-@pytest.mark.parametrize("chunk", [0, 2])
+@pytest.mark.parametrize(("engine", "chunk"), [(None, 2), (ENGINE, 0)])
 def test_behind_a_chunk_that_arrives_damaged_all_is_computed_and_stored_right(
     connect: Callable[..., Any],
     tinylm: PreTrainedModel,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.local_server import LocalServer
 from helpers.slow_device import SlowDevice
-from helpers.torch_engine import OPTIONS, greedy, left_padded, random_ids
+from helpers.torch_engine import OPTIONS, greedy, left_padded, prefill, random_ids
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, Gemma2Config, Lfm2Config, PreTrainedModel
 from typing_extensions import override
@@ -20,9 +20,6 @@ from kvstore.client.engines.transformers import loads as transformers_loads
 from kvstore.client.engines.transformers.cache import CacheShape, TokenShape
 from kvstore.client.engines.transformers.loads import Staging, chunk_bytes
 from kvstore.proto.device import HostDevice, HostStream, Stream
-
-# The same test for every device: nothing of the path is of one alone.
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 BASE: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
@@ -64,20 +61,19 @@ class CountingStream(HostStream):
 
 
 @pytest.fixture(scope="module")
-def trained(load_tinylm: Any) -> dict[torch.dtype, Any]:
-    """The trained model, by its element type."""
-    return {dtype: load_tinylm(dtype) for dtype in (torch.bfloat16, torch.float32)}
+def trained(load_tinylm: Any) -> Any:
+    """The trained model in bfloat16."""
+    return load_tinylm(torch.bfloat16)
 
 
-def make_model(kind: str, trained: dict[torch.dtype, Any]) -> Any:
+def make_model(kind: str, trained: Any) -> Any:
     """The trained model, or a small random one of KINDS, in bfloat16."""
-    dtype = torch.bfloat16
     if kind == "full attention":
-        return copy.deepcopy(trained[dtype])
+        return copy.deepcopy(trained)
     config, settings = KINDS[kind]
     torch.manual_seed(5)
     makers: Any = AutoModelForCausalLM
-    return makers.from_config(config(**(BASE | settings)), dtype=dtype).eval()
+    return makers.from_config(config(**(BASE | settings)), dtype=torch.bfloat16).eval()
 
 
 def connect(
@@ -104,8 +100,13 @@ def assert_same_tokens(model: Any, found: torch.Tensor, own: torch.Tensor, mask:
         assert gap <= 4 * torch.finfo(model.dtype).eps * float(logits.abs().max())
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["full attention", *KINDS])
+@pytest.mark.parametrize(
+    ("device", "kind"),
+    [
+        *(("cpu", kind) for kind in ("full attention", *KINDS)),
+        *(pytest.param("cuda", k, marks=pytest.mark.gpu) for k in ("full attention", *KINDS)),
+    ],
+)
 def test_on_each_device_tokens_are_the_same_without_with_and_from_the_store(
     server: LocalServer, trained: Any, tokenizer: Any, device: str, kind: str
 ) -> None:
@@ -126,14 +127,13 @@ def test_on_each_device_tokens_are_the_same_without_with_and_from_the_store(
         assert found.row_hits[0] in (149, 128), "whole chunks where windows and states are kept"
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_what_a_device_loads_is_what_it_stored_bit_for_bit(
-    server: LocalServer, trained: Any, tokenizer: Any, device: str, dtype: torch.dtype
+    server: LocalServer, trained: Any, tokenizer: Any, device: str
 ) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device: its twin on the CPU runs the same code")
-    model = copy.deepcopy(trained[dtype]).to(device)
+    model = make_model("full attention", trained).to(device)
     input_ids = random_ids(230).to(device)
     twin = CountingDevice() if device == "cpu" else None
     with torch.inference_mode():
@@ -159,8 +159,7 @@ def test_a_chunk_of_all_layers_is_one_copy_each_way_through_memory_made_once(
     device = CountingDevice()
     connector = connect(server, tinylm, tokenizer, device)
     input_ids = random_ids(5 * 64 + 20)  # more chunks than the ring has places for
-    with torch.no_grad():
-        own: Any = tinylm(input_ids).past_key_values
+    own: Any = prefill(tinylm, input_ids)
     assert connector.save(input_ids, own) == 6
     assert device.copies == 6
     cache, hit = connector.load(input_ids)
@@ -175,17 +174,17 @@ def test_host_memory_is_read_only_after_the_work_before_a_store_and_its_copy() -
     device = SlowDevice()
     keys = torch.zeros(2, 4, 8)
     device.compute.launch(lambda: keys.fill_(7))  # the forward that the store comes behind
-    assert (_staging(device).to_host([[[keys]]])[0][0][0] == 7).all()
+    shape = CacheShape(1, (TokenShape(0, 2, (8, 8), torch.float32),), ())
+    staging = Staging(device, torch.device("cpu"), shape, 4)
+    assert (staging.to_host([[[keys]]])[0][0][0] == 7).all()
 
 
 def test_what_is_computed_behind_a_load_waits_for_its_copies(
     server: LocalServer, tinylm: Any, tokenizer: Any
 ) -> None:
-    writer = connect(server, tinylm, tokenizer)
     input_ids = random_ids(128)
-    with torch.no_grad():
-        own: Any = tinylm(input_ids).past_key_values
-    writer.save(input_ids, own)
+    own: Any = prefill(tinylm, input_ids)
+    connect(server, tinylm, tokenizer).save(input_ids, own)
     device = SlowDevice()
     cache, hit = connect(server, tinylm, tokenizer, device).load(input_ids)
     assert (hit, device.streams) == (127, []), "only the engine's own stream is used"
@@ -200,19 +199,13 @@ def test_a_device_that_fails_is_a_counted_miss(
     device.fails = True
     connector = connect(server, tinylm, tokenizer, device)
     input_ids = random_ids(70)
-    with torch.no_grad():
-        own: Any = tinylm(input_ids).past_key_values
+    own: Any = prefill(tinylm, input_ids)
     assert connector.save(input_ids, own) == 0
     assert connect(server, tinylm, tokenizer).save(input_ids, own) == 1
     cache, hit = connector.load(input_ids)
     assert (hit, cache.get_seq_length()) == (0, 0)
     stats = connector.stats()
     assert stats.load_errors == stats.store_errors == {"TierUnavailableError": 1}
-
-
-def _staging(device: HostDevice) -> Staging:
-    shape = CacheShape(1, (TokenShape(0, 2, (8, 8), torch.float32),), ())
-    return Staging(device, torch.device("cpu"), shape, 4)
 
 
 # --- tensors name their device
@@ -238,7 +231,7 @@ class Placed(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("kind", ["full attention", *KINDS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_tensor_that_the_connector_makes_names_its_device(
     server: LocalServer, trained: Any, tokenizer: Any, kind: str
 ) -> None:

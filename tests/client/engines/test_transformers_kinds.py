@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from contracts.connector import ConnectorContract
 from helpers.local_server import DEADLINE_MS, LocalServer
 from helpers.torch_engine import (
     greedy,
@@ -21,14 +20,12 @@ from helpers.torch_engine import (
 )
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
-from typing_extensions import override
 
-from kvstore.client import Client, ClientOptions
-from kvstore.client.engines.base import Connector
+from kvstore.client import ClientOptions
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.client.engines.transformers.cache import StatePiece, StateShape, as_argument
 from kvstore.proto.errors import InvalidRequestError, ModelError
-from kvstore.proto.types import LayerGroup, LayerKind, Model
+from kvstore.proto.types import LayerGroup, LayerKind
 
 VOCABULARY = 256
 OPTIONS = ClientOptions(chunk_tokens=16, deadline_ms=DEADLINE_MS, retry_after_ms=1)
@@ -89,28 +86,29 @@ def random_model(config: Any) -> PreTrainedModel:
     return model
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    return make_model(request.param)
+Connect = Callable[..., TransformersConnector]
 
 
 @pytest.fixture
-def connect(
-    server: LocalServer, model: PreTrainedModel, tokenizer: Any
-) -> Callable[[], TransformersConnector]:
-    identity = representation_of(model, tokenizer)
-    return lambda: TransformersConnector(server.connect("auto", identity, OPTIONS), model)
+def connect(server: LocalServer, tokenizer: Any) -> Connect:
+    """Make connectors with a client each."""
+
+    def make(model: PreTrainedModel, options: ClientOptions = OPTIONS) -> TransformersConnector:
+        identity = representation_of(model, tokenizer)
+        return TransformersConnector(server.connect("auto", identity, options), model)
+
+    return make
 
 
-def test_tokens_are_the_same_without_with_and_from_the_store(
-    connect: Callable[[], TransformersConnector], model: PreTrainedModel
-) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_the_same_without_with_and_from_the_store(connect: Connect, name: str) -> None:
+    model = make_model(name)
     input_ids = random_ids(100, VOCABULARY)
     without = plain_tokens(model, input_ids)
-    writer = connect()
+    writer = connect(model)
     assert stored_tokens(writer, input_ids) == without
     assert (writer.stats().load_errors, writer.stats().store_errors) == ({}, {})
-    reader = connect()
+    reader = connect(model)
     assert stored_tokens(reader, input_ids) == without
     assert reader.stats().hit_tokens == 96
     # The conversation goes on: what was generated, and what is asked then.
@@ -119,18 +117,15 @@ def test_tokens_are_the_same_without_with_and_from_the_store(
     assert reader.stats().hit_tokens == 96 + (len(without) - 1) // 16 * 16
     # Another prompt leaves the first in its fourth chunk.
     other = torch.cat([input_ids[:, :60], random_ids(50, VOCABULARY, 2)], 1)
-    assert stored_tokens(connect(), other) == plain_tokens(model, other)
-    again = connect()
+    assert stored_tokens(connect(model), other) == plain_tokens(model, other)
+    again = connect(model)
     assert stored_tokens(again, other) == plain_tokens(model, other)
     assert (again.stats().hit_tokens, again.stats().load_errors) == (96, {})
 
 
-def test_where_a_prompt_leaves_another_a_state_is_kept_for_the_third(
-    server: LocalServer, tokenizer: Any
-) -> None:
+def test_where_a_prompt_leaves_another_a_state_is_kept_for_the_third(connect: Connect) -> None:
     model = make_model("granite, mamba")
-    identity = representation_of(model, tokenizer)
-    connector = TransformersConnector(server.connect("auto", identity, OPTIONS), model)
+    connector = connect(model)
     common = random_ids(64, VOCABULARY)
     hits = []
     for seed in range(3):
@@ -145,11 +140,10 @@ def test_where_a_prompt_leaves_another_a_state_is_kept_for_the_third(
     "name", ["gemma2, every other layer", "granite, mamba", "deepseek, latents"]
 )
 def test_a_batch_of_prompts_with_different_prefixes_gives_the_tokens_of_each(
-    server: LocalServer, tokenizer: Any, name: str
+    connect: Connect, name: str
 ) -> None:
     model = make_model(name)
-    identity = representation_of(model, tokenizer)
-    connector = TransformersConnector(server.connect("auto", identity, OPTIONS), model)
+    connector = connect(model)
     prompts = [random_ids(count, VOCABULARY, count)[0] for count in (70, 33, 90)]
     connector.generate(prompts[0][None, :50], greedy())
     batch, mask = left_padded(prompts)
@@ -183,12 +177,10 @@ def groups(name: str, tokenizer: Any) -> tuple[LayerGroup, ...]:
 
 
 def test_a_cache_that_stands_at_the_end_of_a_short_chunk_is_stored_with_its_end(
-    server: LocalServer, tokenizer: Any
+    connect: Connect,
 ) -> None:
     model = make_model("qwen3-next, linear attention")
-    identity = representation_of(model, tokenizer)
-    options = replace(OPTIONS, chunk_tokens=32)
-    connector = TransformersConnector(server.connect("auto", identity, options), model)
+    connector = connect(model, replace(OPTIONS, chunk_tokens=32))
     input_ids = random_ids(60, VOCABULARY)
     cache, held = connector.load(input_ids)
     with torch.no_grad():
@@ -239,91 +231,23 @@ def test_a_model_with_cross_attention_is_refused_by_name(tokenizer: Any) -> None
         representation_of(model, tokenizer)
 
 
-def test_a_model_that_goes_on_otherwise_than_it_began_is_refused(
-    server: LocalServer, tokenizer: Any
-) -> None:
-    model = make_model("granite, mamba")
-    identity = representation_of(model, tokenizer)
-    client = server.connect("auto", identity, OPTIONS)
-    mixer: Any = model.model.layers[0].mamba
-    slow = mixer.forward
-
-    def mistaken(*given: Any, **named: Any) -> Any:
-        caches = [each for each in (*given, *named.values()) if isinstance(each, DynamicCache)]
-        layers: Any = caches[0].layers
-        for layer in (layers[0], layers[2]):
-            for states in (layer.conv_states, layer.recurrent_states):
-                if states[0] is not None:
-                    states[0].add_(3)
-        return slow(*given, **named)
-
-    mixer.forward = mistaken
-    with pytest.raises(ModelError, match="behind a stored prefix"):
-        TransformersConnector(client, model)
-
-
-def test_a_model_that_looks_at_its_state_for_one_token_only_is_refused(
-    server: LocalServer, tokenizer: Any
-) -> None:
+def test_a_model_that_looks_at_its_state_for_one_token_only_is_refused(connect: Connect) -> None:
     torch.manual_seed(5)
     jamba = {
         "attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 2, "mamba_d_state": 8,
         "mamba_dt_rank": 8,
     }  # fmt: skip
     model = random_model(transformers.JambaConfig(**(BASE | jamba)))
-    client = server.connect("auto", representation_of(model, tokenizer), OPTIONS)
     with pytest.raises(ModelError, match="behind a stored prefix"):
-        TransformersConnector(client, model)
+        connect(model)
 
 
-def test_static_caches_of_windows_are_refused_by_name(server: LocalServer, tokenizer: Any) -> None:
+def test_static_caches_of_windows_are_refused_by_name(connect: Connect) -> None:
     model = make_model("gemma2, every other layer")
-    client = server.connect("auto", representation_of(model, tokenizer), OPTIONS)
     settings = greedy()
     settings.cache_implementation = "static"
     with pytest.raises(InvalidRequestError, match=r"static.*goes round"):
-        TransformersConnector(client, model).generate(random_ids(40, VOCABULARY), settings)
-
-
-class TestHybridConnector(ConnectorContract):
-    """The suite of every connector, over a model with states."""
-
-    vocabulary = VOCABULARY
-    chunk_tokens = 32
-
-    @pytest.fixture(autouse=True)
-    def _engine(self, tokenizer: Any) -> None:
-        self.model = make_model("lfm2, convolutions")
-        self.identity = representation_of(self.model, tokenizer)
-
-    @override
-    def representation(self) -> Model:
-        return self.identity
-
-    @override
-    def whole_hit(self, tokens: int) -> int:
-        return (tokens - 1) // self.chunk_tokens * self.chunk_tokens
-
-    @override
-    def branch_hit(self, shared_tokens: int, tokens: int) -> int:
-        # Before the stored prompt's end no state was kept yet.
-        return shared_tokens if shared_tokens >= self.whole_hit(tokens) else 0
-
-    @override
-    def make_connector(self, client: Client) -> Connector:
-        return TransformersConnector(client, self.model, durable=True)
-
-    @override
-    def generate(self, connector: Connector | None, prompt: list[int]) -> list[int]:
-        if connector is None:
-            return plain_tokens(self.model, ids_of(prompt))
-        return stored_tokens(cast(TransformersConnector, connector), ids_of(prompt))
-
-    @override
-    def generate_within(
-        self, connector: Connector, prompt: list[int], deadline_ms: int
-    ) -> list[int]:
-        return stored_tokens(cast(TransformersConnector, connector), ids_of(prompt), deadline_ms)
+        connect(model).generate(random_ids(40, VOCABULARY), settings)
 
 
 def test_states_of_an_odd_size_in_all_are_kept_from_their_bytes() -> None:

@@ -39,10 +39,8 @@ LAYER_S = 0.015
 Connect = Callable[..., TransformersConnector]
 OnLayer = Callable[[int], None]
 
-
-@pytest.fixture
-def prompt() -> torch.Tensor:
-    return random_ids(CHUNKS * TOKENS + SUFFIX, seed=3)
+PROMPT = random_ids(CHUNKS * TOKENS + SUFFIX, seed=3)
+PREFIX = PROMPT[:, : CHUNKS * TOKENS]
 
 
 @pytest.fixture
@@ -82,16 +80,13 @@ def learned(
     """
     clients: list[Client] = []
 
-    def connect(link: SlowLink, prompt: torch.Tensor) -> TransformersConnector:
-        options = ClientOptions(
-            "grpc", chunk_tokens=TOKENS, deadline_ms=DEADLINE_MS, retry_after_ms=1
-        )
+    def connect(link: SlowLink) -> TransformersConnector:
+        options = ClientOptions("grpc", TOKENS, DEADLINE_MS, retry_after_ms=1)
         clients.append(Client(link.address, identity, options))
         connector = TransformersConnector(clients[-1], tinylm)
-        prefix = prompt[:, : CHUNKS * TOKENS]
-        assert connector.save(prefix, prefill(tinylm, prefix)) == CHUNKS
+        assert connector.save(PREFIX, prefill(tinylm, PREFIX)) == CHUNKS
         link.bytes_per_s = LINK_BYTES_PER_S
-        seen = torch.cat([prefix, random_ids(SUFFIX, seed=99)], 1)
+        seen = torch.cat([PREFIX, random_ids(SUFFIX, seed=99)], 1)
         with watched(tinylm, lambda _: None):
             connector.generate(seen, greedy(1))
         link.bytes_per_s = 0.0
@@ -105,6 +100,11 @@ def learned(
     yield connect
     for client in clients:
         client.close()
+
+
+@pytest.fixture
+def connector(link: SlowLink, learned: Connect) -> TransformersConnector:
+    return learned(link)
 
 
 @pytest.fixture
@@ -149,17 +149,15 @@ class Gate:
 
 
 def test_each_layer_is_computed_before_the_next_one_has_come(
-    server: LocalServer, tinylm: PreTrainedModel, learned: Connect,
-    link: SlowLink, prompt: torch.Tensor,
-) -> None:  # fmt: skip
-    connector = learned(link, prompt)
+    connector: TransformersConnector, tinylm: PreTrainedModel, link: SlowLink
+) -> None:
     before, gate = connector.stats(), Gate(link)
     with watched(tinylm, gate):
-        found = connector.generate(prompt, greedy(1))
+        found = connector.generate(PROMPT, greedy(1))
     assert gate.computed == [*range(LAYERS)]
     assert all(passed < (at + 2) * LAYER_BYTES for at, passed in enumerate(gate.passed))
     assert found.hit_tokens == CHUNKS * TOKENS
-    assert found.output.sequences[0].tolist() == plain_tokens(tinylm, prompt)[: prompt.shape[1] + 1]
+    assert found.output.sequences[0].tolist() == plain_tokens(tinylm, PROMPT)[: PROMPT.shape[1] + 1]
     stats = connector.stats()
     assert stats.lookups == before.lookups + 1
     assert stats.hit_tokens == before.hit_tokens + CHUNKS * TOKENS
@@ -167,54 +165,41 @@ def test_each_layer_is_computed_before_the_next_one_has_come(
     # The cache is the user's, to be looked at and stored as any other.
     cache: Any = found.output.past_key_values
     assert {type(layer) for layer in cache.layers} == {DynamicLayer}
-    assert connector.save(prompt, cache, extra=[b"again"]) == CHUNKS + 1
+    assert connector.save(PROMPT, cache, extra=[b"again"]) == CHUNKS + 1
+    # What was computed behind those layers is stored and right.
+    again = connector.generate(PROMPT, greedy())
+    assert again.hit_tokens == PROMPT.shape[1] - 1
+    assert again.output.sequences[0].tolist() == plain_tokens(tinylm, PROMPT)
 
 
-def test_what_is_computed_behind_layers_on_their_way_is_stored_and_hit(
-    server: LocalServer, tinylm: PreTrainedModel, learned: Connect,
-    link: SlowLink, prompt: torch.Tensor,
-) -> None:  # fmt: skip
-    connector = learned(link, prompt)
-    plain = plain_tokens(tinylm, prompt)
-    with watched(tinylm, Gate(link)):
-        first = connector.generate(prompt, greedy())
-    assert first.output.sequences[0].tolist() == plain
-    again = connector.generate(prompt, greedy())
-    assert again.hit_tokens == prompt.shape[1] - 1
-    assert again.output.sequences[0].tolist() == plain
-
-
-@pytest.mark.parametrize("chunk", [0, 3])
 def test_a_damaged_layer_gives_the_forward_up_and_what_is_right_before_it_is_a_hit(
-    server: LocalServer, tinylm: PreTrainedModel, learned: Connect,
-    link: SlowLink, prompt: torch.Tensor, chunk: int,
-) -> None:  # fmt: skip
-    connector = learned(link, prompt)
-    keys = connector.client.keys(prompt[0].tolist())
+    connector: TransformersConnector, server: LocalServer, tinylm: PreTrainedModel, link: SlowLink
+) -> None:
+    chunk = 3
+    keys = connector.client.keys(PROMPT[0].tolist())
     damage(server, keys[chunk])  # its last layer
     before, gate = connector.stats(), Gate(link)
     with watched(tinylm, gate):
-        found = connector.generate(prompt, greedy(1))
+        found = connector.generate(PROMPT, greedy(1))
     assert gate.computed == [*range(LAYERS - 1), *range(LAYERS)]
     assert found.hit_tokens == chunk * TOKENS
-    assert found.output.sequences[0].tolist() == plain_tokens(tinylm, prompt)[: prompt.shape[1] + 1]
+    assert found.output.sequences[0].tolist() == plain_tokens(tinylm, PROMPT)[: PROMPT.shape[1] + 1]
     stats = connector.stats()
     assert stats.hit_tokens == before.hit_tokens + chunk * TOKENS
-    assert stats.miss_tokens == before.miss_tokens + prompt.shape[1] - chunk * TOKENS
+    assert stats.miss_tokens == before.miss_tokens + PROMPT.shape[1] - chunk * TOKENS
     assert (stats.lost_chunks, stats.load_errors) == (CHUNKS - chunk, {})
     assert stats.misses["lost"] == 1
     # The damaged chunk was forgotten and stored again.
-    assert connector.load(prompt)[1] == prompt.shape[1] - 1
+    assert connector.load(PROMPT)[1] == PROMPT.shape[1] - 1
 
 
 def test_a_server_killed_while_layers_are_on_their_way_is_a_miss_and_fails_nothing(
-    server_process: Callable[..., ServerProcess], tinylm: PreTrainedModel, learned: Connect,
-    prompt: torch.Tensor,
-) -> None:  # fmt: skip
+    server_process: Callable[..., ServerProcess], tinylm: PreTrainedModel, learned: Connect
+) -> None:
     process = server_process("--cpu", "32MiB", "--tiers", "cpu")
     process.start()
     link = SlowLink(int(process.address.rpartition(":")[2]))
-    connector = learned(link, prompt)
+    connector = learned(link)
     before, gate = connector.stats(), Gate(link)
 
     def kill(layer: int) -> None:
@@ -224,29 +209,14 @@ def test_a_server_killed_while_layers_are_on_their_way_is_a_miss_and_fails_nothi
         gate(layer)
 
     with watched(tinylm, kill):
-        found = connector.generate(prompt, greedy(1))
+        found = connector.generate(PROMPT, greedy(1))
     assert gate.computed == [0, 1, *range(LAYERS)]
     assert found.hit_tokens == 0
-    assert found.output.sequences[0].tolist() == plain_tokens(tinylm, prompt)[: prompt.shape[1] + 1]
+    assert found.output.sequences[0].tolist() == plain_tokens(tinylm, PROMPT)[: PROMPT.shape[1] + 1]
     stats = connector.stats()
     assert stats.hit_tokens == before.hit_tokens
     assert stats.lost_chunks == CHUNKS
     assert sum(stats.load_errors.values()) == 1
-
-
-def test_an_error_of_the_model_itself_is_raised_and_leaves_nothing_leased(
-    server: LocalServer, tinylm: PreTrainedModel, learned: Connect,
-    link: SlowLink, prompt: torch.Tensor,
-) -> None:  # fmt: skip
-    connector = learned(link, prompt)
-
-    def fail(number: int) -> None:
-        if number == 2:
-            raise MemoryError("of the engine")
-
-    with watched(tinylm, fail), pytest.raises(MemoryError):
-        connector.generate(prompt, greedy(1))
-    assert server.settled().leases == 0
 
 
 @pytest.mark.parametrize(
@@ -254,11 +224,13 @@ def test_an_error_of_the_model_itself_is_raised_and_leaves_nothing_leased(
     ["one token is left", "lossy copies will do", "nothing was measured", "a part is compiled"],
 )
 def test_where_nothing_is_to_be_gained_the_prefix_comes_whole(
-    server: LocalServer, tinylm: PreTrainedModel, learned: Connect,
-    link: SlowLink, prompt: torch.Tensor, why: str,
+    connector: TransformersConnector,
+    tinylm: PreTrainedModel,
+    link: SlowLink,
+    why: str,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    connector = learned(link, prompt)
+) -> None:
+    prompt = PROMPT
     if why == "one token is left":
         prompt = prompt[:, : CHUNKS * TOKENS + 1]
     elif why == "nothing was measured":
@@ -276,10 +248,8 @@ def test_where_nothing_is_to_be_gained_the_prefix_comes_whole(
 
 
 def test_what_the_deadline_may_end_is_loaded_whole_and_keeps_what_came(
-    server: LocalServer, tinylm: PreTrainedModel, learned: Connect,
-    link: SlowLink, prompt: torch.Tensor, layered: list[int],
-) -> None:  # fmt: skip
-    connector = learned(link, prompt)
+    connector: TransformersConnector, tinylm: PreTrainedModel, link: SlowLink, layered: list[int]
+) -> None:
     load_ms = 1000 * LAYERS * LAYER_BYTES / LINK_BYTES_PER_S
     client = connector.client
     client.options = replace(client.options, deadline_ms=int(1.7 * load_ms))
@@ -289,18 +259,20 @@ def test_what_the_deadline_may_end_is_loaded_whole_and_keeps_what_came(
         link.stop_at_bytes = math.inf
 
     with watched(tinylm, go_on):
-        found = connector.generate(prompt, greedy(1))
+        found = connector.generate(PROMPT, greedy(1))
     assert layered == []
     assert 0 < found.hit_tokens < CHUNKS * TOKENS
 
 
 def test_after_a_load_that_was_lost_the_next_one_is_whole(
-    server: LocalServer, tinylm: PreTrainedModel, learned: Connect,
-    link: SlowLink, prompt: torch.Tensor, layered: list[int],
-) -> None:  # fmt: skip
-    connector = learned(link, prompt)
-    damage(server, connector.client.keys(prompt[0].tolist())[3])
-    prefix = prompt[:, : CHUNKS * TOKENS]
+    connector: TransformersConnector,
+    server: LocalServer,
+    tinylm: PreTrainedModel,
+    link: SlowLink,
+    layered: list[int],
+) -> None:
+    damage(server, connector.client.keys(PROMPT[0].tolist())[3])
+    prefix = PREFIX
     loads = []
     for seed in range(3):
         link.bytes_per_s = LINK_BYTES_PER_S
@@ -311,17 +283,18 @@ def test_after_a_load_that_was_lost_the_next_one_is_whole(
 
 
 def test_loads_layer_by_layer_tell_what_the_link_gives(
-    server: LocalServer, tinylm: PreTrainedModel, learned: Connect,
-    link: SlowLink, prompt: torch.Tensor, layered: list[int],
+    connector: TransformersConnector,
+    tinylm: PreTrainedModel,
+    link: SlowLink,
+    layered: list[int],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    connector = learned(link, prompt)
+) -> None:
     seen: list[int] = []
     monkeypatch.setattr(LinkMeter, "observe", lambda _, size, seconds: seen.append(size))
     gate = Gate(link)
     # A layer comes some time after the one before was computed, so the model waits for it.
     with watched(tinylm, lambda layer: Timer(0.05, gate, (layer,)).start()):
-        connector.generate(prompt, greedy(1))
+        connector.generate(PROMPT, greedy(1))
     whole_bytes = CHUNKS * raw_frame_bytes(KVLayout.of(connector.client.model, TOKENS))
     assert layered == [CHUNKS]
     assert set(seen) <= {whole_bytes * layers // LAYERS for layers in range(1, LAYERS + 1)}
@@ -329,31 +302,27 @@ def test_loads_layer_by_layer_tell_what_the_link_gives(
 
 
 def test_one_load_of_a_connector_is_layer_by_layer_at_a_time(
-    server: LocalServer, tinylm: PreTrainedModel, learned: Connect,
-    link: SlowLink, prompt: torch.Tensor, layered: list[int],
-) -> None:  # fmt: skip
-    connector = learned(link, prompt)
+    connector: TransformersConnector, tinylm: PreTrainedModel, link: SlowLink, layered: list[int]
+) -> None:
     link.bytes_per_s = LINK_BYTES_PER_S
     inner: list[int] = []
 
     def ask_again(_: int) -> None:
         if not inner:
             inner.append(0)
-            inner.append(connector.generate(prompt, greedy(1)).hit_tokens)
+            inner.append(connector.generate(PROMPT, greedy(1)).hit_tokens)
 
     with watched(tinylm, ask_again):
-        assert connector.generate(prompt, greedy(1)).hit_tokens == CHUNKS * TOKENS
+        assert connector.generate(PROMPT, greedy(1)).hit_tokens == CHUNKS * TOKENS
     assert (inner, len(layered)) == ([0, CHUNKS * TOKENS], 1)
     with watched(tinylm, lambda _: None):
-        connector.generate(torch.cat([prompt[:, : CHUNKS * TOKENS], random_ids(70)], 1), greedy(1))
+        connector.generate(torch.cat([PREFIX, random_ids(70)], 1), greedy(1))
     assert len(layered) == 2
 
 
 def test_a_prefix_that_has_come_is_not_held_beside_the_cache(
-    server: LocalServer, tinylm: PreTrainedModel, learned: Connect,
-    link: SlowLink, prompt: torch.Tensor, layered: list[int],
-) -> None:  # fmt: skip
-    connector = learned(link, prompt)
+    connector: TransformersConnector, tinylm: PreTrainedModel, link: SlowLink, layered: list[int]
+) -> None:
     held: list[int] = []
     part_bytes = LAYER_BYTES // 2
 
@@ -364,17 +333,19 @@ def test_a_prefix_that_has_come_is_not_held_beside_the_cache(
             held.append(sum(one.untyped_storage().nbytes() == part_bytes for one in tensors))
 
     with watched(tinylm, Gate(link)), watched(tinylm, count):
-        connector.generate(prompt, greedy(3))
+        connector.generate(PROMPT, greedy(3))
     assert layered == [CHUNKS]
     assert held[0] >= 2 * LAYERS
     assert held[1:] == [0, 0]
 
 
 def test_an_error_of_the_model_does_not_wait_for_layers_on_their_way(
-    server: LocalServer, tinylm: PreTrainedModel, learned: Connect,
-    link: SlowLink, prompt: torch.Tensor, layered: list[int],
-) -> None:  # fmt: skip
-    connector = learned(link, prompt)
+    connector: TransformersConnector,
+    server: LocalServer,
+    tinylm: PreTrainedModel,
+    link: SlowLink,
+    layered: list[int],
+) -> None:
     Gate(link)  # lets the first layer through alone
 
     def fail(_: int) -> None:
@@ -382,7 +353,8 @@ def test_an_error_of_the_model_does_not_wait_for_layers_on_their_way(
 
     began_s = time.monotonic()
     with watched(tinylm, fail), pytest.raises(MemoryError):
-        connector.generate(prompt, greedy(1))
+        connector.generate(PROMPT, greedy(1))
     assert time.monotonic() - began_s < DEADLINE_MS / 4000
     assert layered == [CHUNKS]
     link.stop_at_bytes = math.inf
+    assert server.settled().leases == 0

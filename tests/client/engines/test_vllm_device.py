@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.gpu_twin import use_device
-from helpers.local_server import LocalServer, eventually
+from helpers.local_server import LocalServer
 from helpers.prompts import tokens as prompt_tokens
 from helpers.slow_device import SlowDevice, SlowEvent
-from helpers.vllm_pages import (
-    BLOCK_TOKENS,
-    CHUNK_TOKENS,
-    HYBRID,
-    LATENT,
-    SHAPE,
-    SLIDING,
-    holds,
-    representation,
-)
-from helpers.vllm_stand_ins import FakeRequest
+from helpers.vllm_pages import BLOCK_TOKENS, CHUNK_TOKENS, HYBRID, LATENT, SHAPE, SLIDING, holds
 from helpers.vllm_steps import Engine
 from typing_extensions import override
 
 from kvstore.client import Client
 from kvstore.client.chunk import Shard
 from kvstore.client.cuda import CudaClient
-from kvstore.client.engines.vllm import blocks as vllm_copies
 from kvstore.client.engines.vllm import worker as vllm_worker
 from kvstore.client.engines.vllm.blocks import one_after_the_other, side_by_side
 from kvstore.client.engines.vllm.device import DeviceSide
@@ -45,21 +34,24 @@ CLIENTS = pytest.mark.parametrize("client", [Client, CudaClient], ids=["host", "
 
 
 @pytest.fixture
-def start(server: LocalServer, request: pytest.FixtureRequest) -> Start:
-    """Start engines with pages on a device of their own, closed in the end."""
+def start(start: Start) -> Start:
+    """Start engines with pages on a device of their own."""
 
     def make(**settings: object) -> Engine:
-        given: dict[str, object] = {"packing": side_by_side, "device": SlowDevice(), **settings}
-        engine = Engine(server.address, **given)  # type: ignore[arg-type]
-        request.addfinalizer(engine.close)
-        return engine
+        return start(**{"packing": side_by_side, "device": SlowDevice(), **settings})
 
     return make
 
 
-@CLIENTS
-@pytest.mark.parametrize("zeroes", [False, True], ids=["v1", "v2"])
-@pytest.mark.parametrize("packing", [side_by_side, one_after_the_other])
+@pytest.mark.parametrize(
+    ("client", "zeroes", "packing"),
+    [
+        (Client, False, side_by_side),
+        (CudaClient, True, side_by_side),
+        (Client, True, one_after_the_other),
+        (CudaClient, False, one_after_the_other),
+    ],
+)
 def test_what_one_engine_computed_another_loads(
     start: Start, client: type[Client], zeroes: bool, packing: object
 ) -> None:
@@ -114,12 +106,11 @@ def near(
 
 
 def test_chunks_go_into_the_servers_gpu_memory_and_come_out_of_it_without_the_host(
-    near: LocalServer, request: pytest.FixtureRequest
+    near: LocalServer, start_at: Start
 ) -> None:
-    device = SlowDevice()
+    straight = {"packing": side_by_side, "device": SlowDevice(), "client": CudaClient}
     for name, hit in (("a", 0), ("b", 192)):
-        engine = Engine(near.address, packing=side_by_side, device=device, client=CudaClient)
-        request.addfinalizer(engine.close)
+        engine = start_at(near.address, **straight)
         assert engine.run(name, PROMPT) == hit
         (worker,) = engine.workers
         assert worker.counted["lost_chunks"] == 0
@@ -134,46 +125,22 @@ def test_chunks_go_into_the_servers_gpu_memory_and_come_out_of_it_without_the_ho
 
 def test_what_the_gpu_tier_has_no_room_for_goes_through_host_memory(
     make_server: Callable[..., LocalServer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-    request: pytest.FixtureRequest,
+    start_at: Start,
 ) -> None:  # fmt: skip
     use_device(monkeypatch, tmp_path, SlowDevice(), 4096)
-    server = make_server("--tiers", "gpu,cpu", "--gpu", "8MiB")
+    address = make_server("--tiers", "gpu,cpu", "--gpu", "8MiB").address
     for name, hit in (("a", 0), ("b", 192)):
-        engine = Engine(
-            server.address, packing=side_by_side, device=SlowDevice(), client=CudaClient
-        )
-        request.addfinalizer(engine.close)
-        assert engine.run(name, PROMPT) == hit
+        straight = {"packing": side_by_side, "device": SlowDevice(), "client": CudaClient}
+        assert start_at(address, **straight).run(name, PROMPT) == hit
 
 
 # --- spec
 
 
-def computed(engine: Engine, name: str, prompt: list[int]) -> tuple[FakeRequest, list[int]]:
-    """Compute a prompt in one step; return its request and blocks."""
-    request = FakeRequest(name, list(prompt))
-    engine.scheduler.on_new_request(request)
-    assert engine.matched(request) == 0
-    blocks = engine.blocks(len(prompt))
-    engine.step(request, blocks, len(prompt))
-    return request, blocks
-
-
-def test_more_chunks_than_a_batch_are_stored_one_batch_after_another(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm_copies, "BATCH_BYTES", 1)
-    engine = start()
-    request, _ = computed(engine, "a", PROMPT)
-    assert engine.workers[0].settled(20.0)
-    assert engine.workers[0].counted["stored_chunks"] == 3
-    engine.scheduler.finished(request)
-
-
 def test_blocks_may_be_overwritten_as_soon_as_the_step_has_ended(start: Start) -> None:
     engine = start()
-    request, blocks = computed(engine, "a", PROMPT)
-    engine.wipe([blocks], value=9.0)
+    request, blocks = engine.computed("a", PROMPT)
+    engine.wipe(blocks, value=9.0)
     engine.scheduler.finished(request)
     assert engine.workers[0].settled(20.0)
     assert start().run("b", PROMPT) == 192
@@ -225,7 +192,7 @@ def test_a_step_is_one_launch_a_chunk_one_copy_and_no_hook_waits_or_allocates(
     monkeypatch.setattr(HostKernels, "move", noted)
     copies = [len(stream.copied) for stream in watched.streams]
     allocated = watched.allocated
-    computed(engine, "a", PROMPT)
+    engine.computed("a", PROMPT)
     assert watched.waits == 0
     assert worker.settled(20.0)
     assert launches == [3], "all chunks of the step in one launch"
@@ -239,11 +206,9 @@ def test_a_load_waits_for_the_engines_stream_on_the_device_alone(
 ) -> None:
     start().run("a", PROMPT)
     engine = start(device=watched, client=CudaClient)
-    request = FakeRequest("b", list(PROMPT))
-    engine.scheduler.on_new_request(request)
-    assert engine.matched(request) == 192
+    request = engine.arrived("b", PROMPT, hit=192)
     blocks = engine.blocks(len(PROMPT))
-    engine.wipe([blocks], value=5.0)  # zeroing, or a step that still writes to these blocks
+    engine.wipe(blocks, value=5.0)  # zeroing, or a step that still writes to these blocks
     before = watched.waits
     assert engine.load(request, blocks, 192) == set()
     assert watched.waits == before
@@ -253,22 +218,6 @@ def test_a_load_waits_for_the_engines_stream_on_the_device_alone(
 # --- room
 
 
-def test_what_finds_no_slot_is_gathered_by_a_later_step(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm_worker, "DEVICE_RING_BYTES", 1)  # two slots, the least
-    engine = start()
-    (worker,) = engine.workers
-    prompt = prompt_tokens(3, 4 * CHUNK_TOKENS + 20)
-    request, blocks = computed(engine, "a", prompt)
-    assert eventually(lambda: worker.counted["stored_chunks"] == 2)
-    request.all_token_ids.append(1)
-    engine.step(request, [*blocks], 1)
-    assert eventually(lambda: worker.counted["stored_chunks"] == 4)
-    engine.scheduler.finished(request)
-    assert start().run("b", prompt) == 4 * CHUNK_TOKENS
-
-
 def test_what_finds_no_slot_before_its_blocks_are_given_away_is_dropped_and_counted(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,13 +225,10 @@ def test_what_finds_no_slot_before_its_blocks_are_given_away_is_dropped_and_coun
     engine = start(zeroes=True)
     (worker,) = engine.workers
     prompt = prompt_tokens(4, 4 * CHUNK_TOKENS)
-    request, blocks = computed(engine, "a", prompt)
+    request, blocks = engine.computed("a", prompt)
     engine.scheduler.finished(request)
     assert worker.settled(20.0)
-    other = FakeRequest("b", prompt_tokens(5, 10))
-    engine.scheduler.on_new_request(other)
-    assert engine.matched(other) == 0
-    engine.step(other, blocks[-1:], 10)  # its block is of the last chunk
+    engine.computed("b", prompt_tokens(5, 10), blocks[-1:])  # its block is of the last chunk
     assert worker.settled(20.0)
     assert worker.counted["gone_chunks"] == 1
     assert worker.counted["stored_chunks"] == 3
@@ -291,9 +237,8 @@ def test_what_finds_no_slot_before_its_blocks_are_given_away_is_dropped_and_coun
     assert start().run("d", prompt) == 4 * CHUNK_TOKENS, "computed again, it is stored"
 
 
-@pytest.mark.parametrize("steps", [1, 2])
 def test_a_prompt_that_is_computed_before_anything_was_sent_is_stored_whole(
-    start: Start, monkeypatch: pytest.MonkeyPatch, steps: int
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits in its pages, and no further request has to come for it."""
     monkeypatch.setattr(vllm_worker, "DEVICE_RING_BYTES", 1)  # two slots, the least
@@ -301,11 +246,9 @@ def test_a_prompt_that_is_computed_before_anything_was_sent_is_stored_whole(
     (worker,) = engine.workers
     worker._storer.submit(hold.wait)
     prompt = prompt_tokens(6, 8 * CHUNK_TOKENS)
-    request, blocks = FakeRequest("a", list(prompt)), engine.blocks(len(prompt))
-    engine.scheduler.on_new_request(request)
-    assert engine.matched(request) == 0
-    for _ in range(steps):
-        engine.step(request, blocks, len(prompt) // steps)
+    request, blocks = engine.arrived("a", prompt), engine.blocks(len(prompt))
+    for _ in range(2):
+        engine.step(request, blocks, len(prompt) // 2)
         engine.tell()
     engine.scheduler.finished(request)
     assert engine.scheduler.has_stores_waiting, "the engine steps on without a request"
@@ -313,7 +256,7 @@ def test_a_prompt_that_is_computed_before_anything_was_sent_is_stored_whole(
     while engine.scheduler.has_stores_waiting:
         assert worker.settled(20.0)
         engine.idle()
-    engine.wipe([blocks], value=9.0)  # after the last hook nothing reads them
+    engine.wipe(blocks, value=9.0)  # after the last hook nothing reads them
     assert worker.settled(20.0)
     assert worker.counted["stored_chunks"] == 8
     assert worker.counted["dropped_chunks"] == 0
@@ -325,7 +268,7 @@ def test_an_engine_does_not_step_on_for_a_store_that_is_down(
 ) -> None:
     monkeypatch.setattr(vllm_worker, "DEVICE_RING_BYTES", 1)
     engine = start()
-    computed(engine, "a", prompt_tokens(7, 4 * CHUNK_TOKENS))
+    engine.computed("a", prompt_tokens(7, 4 * CHUNK_TOKENS))
     engine.tell()
     assert engine.scheduler.has_stores_waiting
     engine.scheduler._desk.note_down()
@@ -349,32 +292,6 @@ def test_a_device_with_little_memory_has_a_smaller_ring(
 # --- bad input: right tokens always, and a counted reason
 
 
-@pytest.fixture
-def refused(server: LocalServer) -> Iterator[Callable[[SlowDevice], str]]:
-    made: list[Engine] = []
-
-    def refusal(device: SlowDevice, packing: object = side_by_side) -> str:
-        engine = Engine(server.address, packing=packing, refusing=True, device=device)  # type: ignore[arg-type]
-        made.append(engine)
-        (worker,) = engine.workers
-        return str(worker._refusal)
-
-    yield refusal
-    for engine in made:
-        engine.close()
-
-
-def test_a_device_without_memory_is_a_reason_to_run_without_the_store(
-    refused: Callable[[SlowDevice], str],
-) -> None:
-    class Full(SlowDevice):
-        @override
-        def allocate(self, size_bytes: int) -> torch.Tensor:
-            raise TierUnavailableError("gpu", "out of memory")
-
-    assert "out of memory" in refused(Full())
-
-
 def test_registration_that_is_refused_costs_speed_alone(start: Start) -> None:
     class Refusing(SlowDevice):
         @override
@@ -389,9 +306,7 @@ def test_a_device_that_fails_loses_hits_and_no_token(start: Start) -> None:
     start().run("a", PROMPT)
     device = SlowDevice()
     engine = start(device=device, client=CudaClient)
-    request = FakeRequest("b", list(PROMPT))
-    engine.scheduler.on_new_request(request)
-    assert engine.matched(request) == 192
+    request = engine.arrived("b", PROMPT, hit=192)
     blocks = engine.blocks(len(PROMPT))
     device.fails = True
     assert engine.load(request, blocks, 192) == set(blocks[: 192 // BLOCK_TOKENS])
@@ -407,18 +322,14 @@ def test_a_damaged_frame_is_computed_again(
 ) -> None:
     engine = start()
     engine.run("a", PROMPT)
-    keys = Client(server.address, representation(), engine.workers[0]._connector.client.options)
-    with keys:
-        second = keys.keys(PROMPT)[1]
+    second = engine.client.keys(PROMPT)[1]
     tier = server.node.store.tiers.cpu.tier
     assert isinstance(tier, CpuTier)
     place = tier.locate(second)
     assert place is not None
     tier._slabs[place.number].bytes[place.offset + place.size_bytes - 1] ^= 1
     other = start(client=client)
-    request = FakeRequest("b", list(PROMPT))
-    other.scheduler.on_new_request(request)
-    assert other.matched(request) == 192
+    request = other.arrived("b", PROMPT, hit=192)
     blocks = other.blocks(len(PROMPT))
     failed = other.load(request, blocks, 192)
     wanted = set(blocks[CHUNK_TOKENS // BLOCK_TOKENS : 192 // BLOCK_TOKENS])

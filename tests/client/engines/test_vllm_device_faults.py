@@ -19,8 +19,8 @@ from helpers.paged_engine import TOKEN_IDS, PagedEngine
 from helpers.prompts import tokens as prompt_tokens
 from helpers.server_process import ServerProcess
 from helpers.slow_device import SlowDevice
-from helpers.vllm_pages import SHAPE, empty_pages, representation, scrambled, writer
-from helpers.vllm_stand_ins import FakeRequest, step
+from helpers.vllm_pages import SHAPE, empty_pages, representation, writer
+from helpers.vllm_stand_ins import step
 from helpers.vllm_steps import QUEUE_BYTES, Engine, options
 from typing_extensions import override
 
@@ -46,6 +46,7 @@ HANGS_S = 10.0
 """Half of the deadline of these engines."""
 CLIENTS = pytest.mark.parametrize("client", [Client, CudaClient], ids=["host", "straight"])
 ProcessMaker = Callable[..., ServerProcess]
+Make = Callable[..., PagedEngine]
 
 
 # --- a server that is gone, or hangs
@@ -59,65 +60,27 @@ def process(server_process: ProcessMaker) -> ServerProcess:
 
 
 @pytest.fixture
-def make(request: pytest.FixtureRequest) -> Callable[..., PagedEngine]:
-    def start(*given: Any, **more: Any) -> PagedEngine:
-        engine = PagedEngine(*given, **more)
+def make(request: pytest.FixtureRequest) -> Make:
+    def start(address: str | None, client: type[Client] = CudaClient) -> PagedEngine:
+        engine = PagedEngine(address, client)
         request.addfinalizer(engine.close)
         return engine
 
     return start
 
 
-def interrupted(engine: PagedEngine, process: ServerProcess, then: Callable[[], None]) -> None:
-    """Have the server stopped before a load asks it, and *then* happen while the load waits.
-
-    The engine was connected before: it has stored something.
-    """
-    engine.generate({"warm": IDS[::-1]}, 1)
-    worker = engine.worker
-    assert worker is not None
-    load = worker.load
-
-    def stopped(plan: StepPlan) -> None:
-        if plan.loads:
-            process.send_signal(signal.SIGSTOP)
-        load(plan)
-        if plan.loads:
-            assert eventually(lambda: worker._loading == 1 and worker._loader._queue.empty())
-            time.sleep(0.05)  # its question is on the way
-            then()
-
-    worker.load = stopped  # type: ignore[method-assign]
-
-
-def is_lost(engine: PagedEngine) -> bool:
-    """Whether all of the load was counted as lost, for a reason."""
-    assert engine.worker is not None
-    told = engine.worker._connector.stats().load_errors
-    return engine.worker.counted["lost_chunks"] == 3 and sum(told.values()) > 0
-
-
-@CLIENTS
-def test_a_server_that_is_killed_in_a_load_costs_a_hit_and_no_token(
-    process: ServerProcess, make: Callable[..., PagedEngine], client: type[Client],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    right = make(None).generate({"a": IDS}, NEW)
-    assert make(process.address, client).generate({"a": IDS}, NEW) == right
-    monkeypatch.setattr(vllm_watch, "QUIET_S", 60.0)  # it is not looked after: the end tells
-    engine = make(process.address, client)
-    interrupted(engine, process, process.kill)
-    assert engine.generate({"a": IDS}, NEW) == right
-    assert engine.hits["a"] == 0
-    assert is_lost(engine)
+@pytest.fixture
+def right(make: Make, process: ServerProcess) -> dict[str, list[int]]:
+    """What the model says to a prompt, which is stored."""
+    told = make(None).generate({"a": IDS}, NEW)
+    assert make(process.address).generate({"a": IDS}, NEW) == told
+    return told
 
 
 @CLIENTS
 def test_a_server_that_is_killed_while_frames_come_costs_no_token(
-    process: ServerProcess, make: Callable[..., PagedEngine], client: type[Client]
+    process: ServerProcess, make: Make, right: object, client: type[Client]
 ) -> None:
-    right = make(None).generate({"a": IDS}, NEW)
-    assert make(process.address, client).generate({"a": IDS}, NEW) == right
     engine = make(process.address, client)
     assert engine.worker is not None
     came: list[bool] = []
@@ -137,43 +100,54 @@ def test_a_server_that_is_killed_while_frames_come_costs_no_token(
 
 
 @CLIENTS
-def test_a_server_that_hangs_in_a_load_costs_a_hit_and_no_deadline(
-    process: ServerProcess, make: Callable[..., PagedEngine], client: type[Client]
-) -> None:
-    right = make(None).generate({"a": IDS}, NEW)
-    assert make(process.address, client).generate({"a": IDS}, NEW) == right
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "hanging"])
+def test_a_server_that_is_killed_or_hangs_in_a_load_costs_a_hit_and_no_deadline(
+    process: ServerProcess, make: Make, right: object, client: type[Client],
+    is_killed: bool, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     engine = make(process.address, client)
-    began: list[float] = []
-    interrupted(engine, process, lambda: began.append(time.monotonic()))
+    engine.generate({"warm": IDS[::-1]}, 1)  # so it is connected
+    worker, began_s = engine.worker, list[float]()
+    assert worker is not None
+    if is_killed:
+        monkeypatch.setattr(vllm_watch, "QUIET_S", 60.0)  # it is not looked after: the end tells
+    load = worker.load
+
+    def stopped(plan: StepPlan) -> None:
+        if plan.loads:
+            process.send_signal(signal.SIGSTOP)
+        load(plan)
+        if plan.loads:
+            assert eventually(lambda: worker._loading == 1 and worker._loader._queue.empty())
+            time.sleep(0.05)  # its question is on the way
+            began_s.append(time.monotonic())
+            if is_killed:
+                process.kill()
+
+    monkeypatch.setattr(worker, "load", stopped)
     try:
         assert engine.generate({"a": IDS}, NEW) == right
-        assert time.monotonic() - began[0] < HANGS_S
-        assert engine.hits["a"] == 0
-        assert is_lost(engine)
-        assert engine.scheduler._desk.is_down
     finally:
-        process.send_signal(signal.SIGCONT)
+        if not is_killed:
+            process.send_signal(signal.SIGCONT)
+    assert time.monotonic() - began_s[0] < HANGS_S
+    assert engine.hits["a"] == 0
+    assert worker.counted["lost_chunks"] == 3
+    assert sum(worker._connector.stats().load_errors.values()) > 0
+    assert engine.scheduler._desk.is_down
 
 
 # --- a request that is aborted
 
 
-@CLIENTS
 def test_nothing_writes_to_the_blocks_of_an_aborted_load_once_it_was_told_to_be_over(
-    server: LocalServer, request: pytest.FixtureRequest, client: type[Client]
+    start: Callable[..., Engine],
 ) -> None:
-    def start() -> Engine:
-        engine = Engine(server.address, packing=side_by_side, device=SlowDevice(), client=client)
-        request.addfinalizer(engine.close)
-        return engine
-
-    start().run("a", PROMPT)
-    engine = start()
+    of_device = {"packing": side_by_side, "client": CudaClient}
+    start(device=SlowDevice(), **of_device).run("a", PROMPT)
+    engine = start(device=SlowDevice(), **of_device)
     (worker,) = engine.workers
-    asked = FakeRequest("b", list(PROMPT))
-    engine.scheduler.on_new_request(asked)
-    assert engine.matched(asked) == 192
-    blocks = engine.blocks(len(PROMPT))
+    asked, blocks = engine.arrived("b", PROMPT, hit=192), engine.blocks(len(PROMPT))
     gate, read = threading.Event(), worker._side.read
 
     def held(job: object) -> None:
@@ -197,7 +171,7 @@ def test_nothing_writes_to_the_blocks_of_an_aborted_load_once_it_was_told_to_be_
     assert eventually(is_told)
     assert done == {"b"}
     assert worker.failed_blocks() == set()
-    engine.wipe([blocks], value=7.0)  # of another request
+    engine.wipe(blocks, value=7.0)  # of another request
     assert isinstance(engine.device, SlowDevice)
     for stream in (engine.device.compute, *engine.device.streams):
         stream.run()
@@ -288,43 +262,11 @@ def test_pages_on_several_devices_are_refused_by_name(refusal: Refusal) -> None:
     assert "pages of one device are stored" in reason
 
 
-def test_a_packing_that_nobody_knows_is_refused_by_name(refusal: Refusal) -> None:
-    device = SlowDevice()
-    reason = refusal(device, empty_pages(), scrambled)
-    assert "this attention backend packs otherwise" in reason
-    assert not device._files, "no memory is taken for pages that are not understood"
-
-
-def test_an_engine_whose_pages_are_refused_computes_all_and_counts_why(
-    server: LocalServer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    engine = Engine(server.address, packing=side_by_side, device=NeedsCupy(), refusing=True)
-    request.addfinalizer(engine.close)
-    assert engine.run("a", PROMPT) == 0
-    engine.scheduler.on_report(engine.workers[0].report())
-    asked = FakeRequest("b", list(PROMPT))
-    engine.scheduler.on_new_request(asked)
-    assert engine.matched(asked) == 0
-    assert engine.scheduler.counted["miss_pages"] == 1
-
-
 def explained(address: str, capsys: pytest.CaptureFixture[str]) -> str:
     """Return what ``kvstore explain`` prints of what engines said."""
     with pytest.raises(SystemExit):
         main(["explain", "--address", address, "--recent", "5"])
     return capsys.readouterr().out
-
-
-def test_why_pages_were_refused_is_what_the_server_explains(
-    process: ServerProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    engine = Engine(process.address, packing=side_by_side, device=NeedsCupy(), refusing=True)
-    said = "no name runs without the store: TierUnavailableError: tier 'gpu': needs cupy"
-    assert eventually(lambda: said in explained(process.address, capsys))
-    engine.close()
-    assert said in explained(process.address, capsys), "and after it"
 
 
 @pytest.mark.parametrize("half", [VllmScheduler, VllmWorker])
@@ -359,20 +301,17 @@ def test_why_an_engine_has_no_store_is_explained_by_a_server_that_comes_later_to
 
 def test_a_gpu_tier_on_another_device_serves_by_way_of_host_memory_and_is_counted(
     make_server: Callable[..., LocalServer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-    request: pytest.FixtureRequest,
+    start_at: Callable[..., Engine],
 ) -> None:  # fmt: skip
     other = SlowDevice()
     other.identity = "cuda:GPU-elsewhere"
     use_device(monkeypatch, tmp_path, other)
-    server = make_server("--tiers", "gpu,cpu", "--gpu", "8MiB")
+    address = make_server("--tiers", "gpu,cpu", "--gpu", "8MiB").address
     for name, hit in (("a", 0), ("b", 192)):
-        engine = Engine(
-            server.address, packing=side_by_side, device=SlowDevice(), client=CudaClient
-        )
-        request.addfinalizer(engine.close)
+        engine = start_at(address, packing=side_by_side, device=SlowDevice(), client=CudaClient)
         assert engine.run(name, PROMPT) == hit
         (worker,) = engine.workers
-        transport = worker._connector.client._link.connected()
+        transport = engine.client._link.connected()
         assert isinstance(transport, CudaTransport)
         assert "cuda:GPU-elsewhere is not among" in transport.without_arena
         assert worker.counted["lost_chunks"] == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +24,7 @@ from helpers.vllm_stand_ins import (
 
 from kvstore.client.engines.vllm.identity import model_of, shape_of
 from kvstore.client.engines.vllm.lookup import CacheIdentity, ChunkChain, RequestHasher
-from kvstore.client.engines.vllm.messages import VllmSettings
-from kvstore.proto.errors import InvalidRequestError, ModelError
+from kvstore.proto.errors import ModelError
 from kvstore.proto.keys import chain_digests
 from kvstore.proto.types import DType, LayerKind, Model
 
@@ -53,13 +54,9 @@ def digests(identity: CacheIdentity) -> list[bytes]:
 # --- the engine
 
 
-def test_two_engines_over_the_same_model_share(model: Path) -> None:
-    assert identity(engine_config(model)) == identity(engine_config(model))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_settings_that_change_the_kv_change_the_identity(model: Path) -> None:
+    changes: list[dict[str, Any]] = [
+        {},
         {"quantization": "fp8"},
         {"dtype": "bfloat16"},
         {"hf_sliding_window": 64},
@@ -69,12 +66,10 @@ def test_two_engines_over_the_same_model_share(model: Path) -> None:
         {"quantization_config": {"linear": "int8"}},
         {"lora_config": SimpleNamespace(lora_dtype="float16")},
         {"multimodal_config": SimpleNamespace(mm_processor_kwargs={"do_rescale": False})},
-    ],
-)
-def test_settings_that_change_the_kv_change_the_identity(
-    model: Path, changes: dict[str, Any]
-) -> None:
-    assert identity(engine_config(model)) != identity(engine_config(model, **changes))
+    ]
+    found = {identity(engine_config(model, **changed)) for changed in changes}
+    assert len(found) == len(changes)
+    assert found == {identity(engine_config(model, **changed)) for changed in changes}
 
 
 def test_a_file_of_scales_is_what_it_holds(model: Path, tmp_path: Path) -> None:
@@ -93,20 +88,14 @@ def test_other_weights_are_another_model(model: Path) -> None:
     assert identity(engine_config(model)) != before
 
 
-@pytest.mark.parametrize(("ranks", "heads"), [(2, 1), (4, 1)])
-def test_the_ranks_of_any_engine_share_the_identity_of_the_model(
-    model: Path, ranks: int, heads: int
-) -> None:
+def test_the_ranks_and_stages_of_any_engine_share_the_identity_of_the_model(model: Path) -> None:
     alone = identity(engine_config(model))
     assert alone.layer_groups[0].kv_heads == 2
-    config = engine_config(model, tensor_parallel_size=ranks)
-    shape = shape_of(config, cache_config(FullAttentionSpec(num_kv_heads=heads)))
-    assert model_of(config, shape) == alone
-    assert (shape.groups[0].kv_heads, shape.ranks) == (heads, ranks)
-
-
-def test_the_stages_of_a_pipeline_share_the_identity_of_the_model(model: Path) -> None:
-    alone = identity(engine_config(model))
+    for ranks in (2, 4):
+        config = engine_config(model, tensor_parallel_size=ranks)
+        shape = shape_of(config, cache_config(FullAttentionSpec(num_kv_heads=1)))
+        assert model_of(config, shape) == alone
+        assert (shape.groups[0].kv_heads, shape.ranks) == (1, ranks)
     config = engine_config(model, pipeline_parallel_size=2)
     for layers in ((0, 1), (1, 3)):
         cache = cache_config(FullAttentionSpec())
@@ -155,30 +144,32 @@ def test_random_weights_and_folders_without_weights_are_refused(model: Path) -> 
         identity(engine_config(model))
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
+def refused_field(work: Callable[[], object]) -> str:
+    with pytest.raises(ModelError) as caught:
+        work()
+    return caught.value.field
+
+
+def test_engines_whose_kv_cannot_be_stored_are_refused_by_name(model: Path) -> None:
+    types = {"full_attention": {}, "sliding": {"rope_type": "longrope"}}
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"cache_dtype": "int8_per_token_head"}, "kv_cache_dtype"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
         ({"rope": {"rope_type": "longrope"}}, "rope_type"),
-        (
-            {"hf_rope_parameters": {"full_attention": {}, "sliding": {"rope_type": "longrope"}}},
-            "rope_type",
-        ),
-    ],
-)
-def test_engines_whose_kv_cannot_be_stored_are_refused_by_name(
-    model: Path, changes: dict[str, Any], field: str
-) -> None:
-    with pytest.raises(ModelError) as caught:
-        identity(engine_config(model, **changes))
-    assert caught.value.field == field
+        ({"hf_rope_parameters": types}, "rope_type"),
+    ]
+    for changes, field in refused:
+        config = engine_config(model, **changes)
+        assert refused_field(partial(identity, config)) == field
 
 
-@pytest.mark.parametrize(
-    ("cache", "field"),
-    [
+def test_caches_of_another_kind_are_refused_by_name(model: Path) -> None:
+    unnumbered = []
+    for wrong in ("layers", "layers.0.1", "draft.layers.1.attn", "layers.7.attn"):
+        unnumbered.append(cache_config(FullAttentionSpec()))
+        unnumbered[-1].kv_cache_groups[0].layer_names[0] = wrong
+    refused: list[tuple[Any, str]] = [
         (cache_config(FullAttentionSpec(), SlidingWindowSpec(block_size=64)), "block_size"),
         (cache_config(MambaSpec()), "kv_cache_spec"),
         (cache_config(MLAAttentionSpec(cache_dtype_str="fp8_ds_mla")), "kv_cache_spec"),
@@ -187,12 +178,10 @@ def test_engines_whose_kv_cannot_be_stored_are_refused_by_name(
         (cache_config(FullAttentionSpec(head_size_v=4)), "kv_cache_spec"),
         (cache_config(FullAttentionSpec(num_head_slots=7)), "kv_cache_spec"),
         (cache_config(FullAttentionSpec(), layers=4), "layers"),
-    ],
-)
-def test_caches_of_another_kind_are_refused_by_name(model: Path, cache: Any, field: str) -> None:
-    with pytest.raises(ModelError) as caught:
-        shape_of(engine_config(model), cache)
-    assert caught.value.field == field
+        *((cache, "layers") for cache in unnumbered),
+    ]
+    for cache, field in refused:
+        assert refused_field(partial(shape_of, engine_config(model), cache)) == field
 
 
 def test_layers_of_a_kind_are_one_group_whatever_tables_their_blocks_are_in(model: Path) -> None:
@@ -214,14 +203,11 @@ def test_layers_of_a_kind_are_one_group_whatever_tables_their_blocks_are_in(mode
     assert [group.layer_ids for group in representation.layer_groups] == [(0, 1, 3, 4), (2, 5)]
 
 
-@pytest.mark.parametrize(
-    ("window", "tokens"), [(1, 33), (32, 33), (33, 65), (64, 65), (1024, 1025)]
-)
-def test_windows_are_of_whole_blocks(model: Path, window: int, tokens: int) -> None:
-    (group,) = shape_of(
-        engine_config(model), cache_config(SlidingWindowSpec(sliding_window=window))
-    ).groups
-    assert group.window_tokens == tokens
+def test_windows_are_of_whole_blocks(model: Path) -> None:
+    for window, tokens in ((1, 33), (32, 33), (33, 65), (64, 65), (1024, 1025)):
+        cache = cache_config(SlidingWindowSpec(sliding_window=window))
+        (group,) = shape_of(engine_config(model), cache).groups
+        assert group.window_tokens == tokens
 
 
 def test_latents_have_one_head_and_one_part(model: Path) -> None:
@@ -248,15 +234,6 @@ def test_fp8_kv_is_of_its_own_identity_and_type(model: Path) -> None:
     assert made["fp8"].layer_groups[0].dtype is DType.float8_e4m3fn
     assert made["fp8_e5m2"].quantization == "float8_e5m2"
     assert made["fp8_e5m2"].layer_groups[0].dtype is DType.float8_e5m2
-
-
-def test_layers_that_do_not_say_their_number_are_refused(model: Path) -> None:
-    for wrong in ("layers", "layers.0.1", "draft.layers.1.attn", "layers.7.attn"):
-        cache = cache_config(FullAttentionSpec())
-        cache.kv_cache_groups[0].layer_names[0] = wrong
-        with pytest.raises(ModelError) as caught:
-            shape_of(engine_config(model), cache)
-        assert caught.value.field == "layers"
 
 
 # --- a request
@@ -316,9 +293,7 @@ def test_what_has_no_name_is_refused(tmp_path: Path) -> None:
         "load_inplace": FakeRequest("d", TOKENS, lora_request=FakeLora("x", load_inplace=True)),
     }
     for field, request in refused.items():
-        with pytest.raises(ModelError) as caught:
-            names.identity(request, b"")
-        assert caught.value.field == field
+        assert refused_field(partial(names.identity, request, b"")) == field
 
 
 def test_an_adapter_whose_files_change_under_the_engine_is_refused_from_then_on(
@@ -331,24 +306,3 @@ def test_an_adapter_whose_files_change_under_the_engine_is_refused_from_then_on(
     file.write_text("newer")
     with pytest.raises(ModelError, match="changed"):
         names.identity(request, b"")
-
-
-# --- settings
-
-
-def test_settings_that_nobody_knows_or_of_another_type_are_refused_by_name() -> None:
-    for extra in ({"adress": "x"}, {"deadline_ms": "50"}, {"deadline_ms": 0}, {"durable": 1}):
-        with pytest.raises(InvalidRequestError):
-            VllmSettings.of(extra)
-
-
-@pytest.mark.parametrize(
-    ("chosen", "block", "expected"), [(0, 16, 256), (0, 96, 288), (64, 32, 64)]
-)
-def test_chunks_are_whole_blocks(chosen: int, block: int, expected: int) -> None:
-    assert VllmSettings(chunk_tokens=chosen).chunk_tokens_for(block) == expected
-
-
-def test_chunks_that_are_no_whole_blocks_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="multiple of the block size, 32"):
-        VllmSettings(chunk_tokens=100).chunk_tokens_for(32)

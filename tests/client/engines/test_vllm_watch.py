@@ -1,4 +1,4 @@
-"""A server that hangs while a load waits for it is noticed long before the deadline."""
+"""A vLLM engine waits for no server: one that hangs is noticed, and a slow load ends in time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
@@ -21,7 +22,7 @@ from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import tokens as prompt_tokens
 from helpers.server_process import ServerProcess
 from helpers.slow_link import SlowLink
-from helpers.vllm_pages import SHAPE, empty_pages, representation, writer
+from helpers.vllm_pages import HYBRID, SHAPE, empty_pages, representation, writer
 from helpers.vllm_stand_ins import FakeRequest, step
 from helpers.vllm_steps import QUEUE_BYTES, Engine, options
 
@@ -29,7 +30,8 @@ from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm import worker as vllm_watch
 from kvstore.client.engines.vllm.blocks import BLOCK_LAYOUTS
-from kvstore.client.engines.vllm.messages import LoadSpec, StepPlan
+from kvstore.client.engines.vllm.identity import KVCacheShape
+from kvstore.client.engines.vllm.messages import LoadSpec, Role, StepPlan
 from kvstore.client.engines.vllm.worker import VllmWorker
 from kvstore.client.options import ClientOptions
 from kvstore.client.session import hangs, is_runnable, is_silent, peer_pid
@@ -84,13 +86,12 @@ def test_a_server_stopped_between_lookup_and_load_costs_no_deadline_and_is_asked
     engine.close()
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp", "grpc"])
 def test_the_first_load_of_an_engine_ends_soon_when_the_server_hangs(
-    process: ServerProcess, transport: str
+    process: ServerProcess,
 ) -> None:
-    first = Engine(process.address, opts=over(transport))
+    first = Engine(process.address, opts=over("auto"))
     first.run("a", PROMPT)
-    engine = Engine(process.address, opts=over(transport))
+    engine = Engine(process.address, opts=over("auto"))
     request, blocks = FakeRequest("b", PROMPT), engine.blocks(200)
     assert engine.matched(request) == 192
     process.send_signal(signal.SIGSTOP)
@@ -124,25 +125,6 @@ def test_neither_a_start_nor_a_load_waits_for_a_server_that_hung_before(
     finally:
         process.send_signal(signal.SIGCONT)
     worker.close()
-
-
-def test_a_server_that_comes_after_the_engine_is_loaded_from(process: ServerProcess) -> None:
-    process.kill()
-    engine = Engine(process.address, opts=over("auto"))
-    assert eventually(lambda: engine.scheduler._desk.is_down)
-    process.start()
-    other = Engine(process.address, opts=over("auto"))
-
-    def matched(asked: Engine) -> int:
-        asked.scheduler.finished(FakeRequest("b", PROMPT))
-        return asked.matched(FakeRequest("b", PROMPT))
-
-    assert eventually(lambda: matched(other) == 0 and not other.scheduler._desk.is_down)
-    other.run("a", PROMPT)
-    assert eventually(lambda: matched(engine) == 192)
-    assert engine.load(FakeRequest("b", PROMPT), engine.blocks(200), 192) == set()
-    other.close()
-    engine.close()
 
 
 def test_a_server_that_nothing_comes_from_any_more_costs_no_deadline(server: LocalServer) -> None:
@@ -194,88 +176,38 @@ def test_a_load_that_takes_its_time_is_not_ended(
 # --- who hangs, and who does not
 
 _LISTENS = """
-import os, socket, sys, time
+import socket, sys
 link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 link.bind(sys.argv[1])
 link.listen()
 print("up", flush=True)
-while sys.argv[2] == "runs":
+while True:
     pass
-sys.stdin.read()
 """
 
 
-class Listener:
-    """A process with a socket at which nobody answers; it *does* ``runs`` or ``sleeps``."""
-
-    def __init__(self, folder: Path, does: str) -> None:
-        self.path = str(folder / "l.sock")
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _LISTENS, self.path, does],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == b"up\n"
+def test_a_process_that_does_not_answer_hangs_only_if_it_does_not_run_either(
+    tmp_path: Path,
+) -> None:
+    path = str(tmp_path / "l.sock")
+    listens = [sys.executable, "-c", _LISTENS, path]
+    with subprocess.Popen(listens, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
-            link.connect(self.path)
-            self.pid = peer_pid(link)
-
-    @property
-    def hangs(self) -> bool:
-        terms: Any = SimpleNamespace(socket_path=self.path, session_id=1)
-        return hangs(terms, self.pid)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
-@pytest.fixture
-def listener(tmp_path: Path) -> Iterator[Callable[[str], Listener]]:
-    made: list[Listener] = []
-
-    def make(does: str) -> Listener:
-        made.append(Listener(tmp_path, does))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-
-
-def test_a_process_that_runs_and_does_not_answer_is_only_busy(
-    listener: Callable[[str], Listener],
-) -> None:
-    one = listener("runs")
-    assert one.pid == one.process.pid
-    assert is_runnable(one.pid)
-    assert not one.hangs
-
-
-def test_a_process_that_neither_answers_nor_runs_hangs(
-    listener: Callable[[str], Listener],
-) -> None:
-    one = listener("sleeps")
-    assert eventually(lambda: not is_runnable(one.pid))
-    assert one.hangs
-
-
-def test_a_process_that_is_stopped_hangs_whatever_it_did(
-    listener: Callable[[str], Listener],
-) -> None:
-    one = listener("runs")
-    one.process.send_signal(signal.SIGSTOP)
-    assert eventually(lambda: not is_runnable(one.pid))
-    assert one.hangs
-
-
-def test_a_process_that_is_gone_does_not_hang(listener: Callable[[str], Listener]) -> None:
-    one = listener("sleeps")
-    one.close()
-    os.unlink(one.path)
-    assert not one.hangs
-    assert not is_runnable(one.pid)
+            link.connect(path)
+            pid = peer_pid(link)
+        terms: Any = SimpleNamespace(socket_path=path, session_id=1)
+        assert pid == process.pid
+        assert is_runnable(pid)
+        assert not hangs(terms, pid), "it is only busy"
+        process.send_signal(signal.SIGSTOP)
+        assert eventually(lambda: not is_runnable(pid))
+        assert hangs(terms, pid)
+        process.kill()
+    os.unlink(path)
+    assert not is_runnable(pid)
+    assert not hangs(terms, pid), "it is gone"
 
 
 @pytest.mark.parametrize(("pace_s", "patience_s"), [(0.001, 0.010), (0.1, 0.3)])
@@ -291,86 +223,52 @@ def test_a_server_elsewhere_is_silent_only_beyond_what_its_heartbeats_take(
     session: Any = SimpleNamespace(pace_s=pace_s, connection=SimpleNamespace(answers=silent))
     assert is_silent(session.connection, session.pace_s)
     assert waited == pytest.approx([patience_s, patience_s * 2 / 3])
-
-
-def test_a_server_whose_second_answer_comes_is_not_silent() -> None:
     answers = iter([False, True])
-    link = SimpleNamespace(answers=lambda _: next(answers))
-    session: Any = SimpleNamespace(pace_s=0.0, connection=link)
-    assert not is_silent(session.connection, session.pace_s)
+    session.connection.answers = lambda _: next(answers)
+    assert not is_silent(session.connection, session.pace_s), "its second answer came"
 
 
 # --- the watch itself
 
 
-class Asked:
-    """What stands in for ``Client.end_if_hung``; answers are given beforehand."""
-
-    def __init__(self, *answers: bool) -> None:
-        self.answers = list(answers)
-        self.count = 0
-        self.ended = threading.Event()
-
-    def __call__(self) -> bool:
-        self.count += 1
-        answer = self.answers.pop(0) if self.answers else False
-        if answer:
-            self.ended.set()
-        return answer
-
-
-def reading(engine: Engine, monkeypatch: pytest.MonkeyPatch, read: Callable[..., int]) -> None:
-    """Have a load of 192 tokens read by *read*, and wait until it is over."""
-    engine.run("stored", PROMPT)
-    monkeypatch.setattr(engine.workers[0]._connector, "read_into", read)
-    request = FakeRequest("read", PROMPT)
-    assert engine.matched(request) == 192
-    engine.load(request, engine.blocks(200), 192)
-
-
-def test_it_asks_again_until_the_load_is_over(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("arrives", [False, True])
+def test_it_asks_again_until_the_load_is_over_unless_something_comes_all_the_time(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, arrives: bool
 ) -> None:
-    monkeypatch.setattr(vllm_watch, "AGAIN_S", 0.01)
-    asked, engine = Asked(False, False, True), Engine(server.address)
-    monkeypatch.setattr(Client, "end_if_hung", asked.__call__)
+    engine, asked, looks, ended = start(), list[bool](), list[float](), threading.Event()
 
-    def silent(*_: object) -> int:
-        assert asked.ended.wait(20.0)
-        return 3
+    def ask(_: Client) -> bool:
+        asked.append(len(asked) == 2)
+        if asked[-1]:
+            ended.set()
+        return asked[-1]
 
-    reading(engine, monkeypatch, silent)
-    assert asked.count == 3
-    engine.close()
-
-
-def test_what_brings_something_all_the_time_is_not_asked_about(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, engine, looks = Asked(), Engine(server.address), 0
-    monkeypatch.setattr(Client, "end_if_hung", asked.__call__)
-
-    def arriving(loads: Sequence[Any], within_s: float) -> Any:
-        """Something comes whenever it is waited for."""
-        nonlocal looks
-        looks += 1
-        engine.workers[0]._note_arrival()
+    def waiting(loads: Sequence[Any], within_s: float) -> Any:
+        looks.append(within_s)
+        if arrives:
+            engine.workers[0]._note_arrival()
         return wait(loads, within_s)
 
     def read(*_: object) -> int:
-        assert eventually(lambda: looks >= 20)
+        assert eventually(lambda: len(looks) >= 20) if arrives else ended.wait(20.0)
         return 3
 
-    monkeypatch.setattr(vllm_watch, "wait", arriving)
-    reading(engine, monkeypatch, read)
-    assert asked.count == 0
-    engine.close()
+    monkeypatch.setattr(vllm_watch, "AGAIN_S", 0.01)
+    monkeypatch.setattr(vllm_watch, "wait", waiting)
+    monkeypatch.setattr(Client, "end_if_hung", ask)
+    engine.run("stored", PROMPT)
+    monkeypatch.setattr(engine.workers[0]._connector, "read_into", read)
+    request = engine.arrived("read", PROMPT, hit=192)
+    engine.load(request, engine.blocks(200), 192)
+    assert asked == ([] if arrives else [False, False, True])
 
 
-def test_loads_behind_one_that_came_short_wait_no_deadline_more(server: LocalServer) -> None:
+def test_loads_behind_one_that_came_short_wait_no_deadline_more(
+    start: Callable[..., Engine],
+) -> None:
     """One thread loads: were each tried, the last of many would wait for the deadlines of all."""
-    one, engine = Engine(server.address), Engine(server.address)
-    worker, client = engine.workers[0], engine.workers[0]._connector.client
+    one, engine = start(), start()
+    worker, client = engine.workers[0], engine.client
     waited_s = [0.0]
     worker._clock = lambda: time.perf_counter() + waited_s[0]
     for name, prompt in (("a", PROMPT), ("b", OTHER), ("c", THIRD)):
@@ -397,5 +295,121 @@ def test_loads_behind_one_that_came_short_wait_no_deadline_more(server: LocalSer
     assert load("behind", OTHER, late_s) == (3, 1)
     assert load("next", OTHER, 0.0) == (0, 1), "who has not waited is loaded"
     assert load("after", THIRD, late_s) == (0, 1)
-    one.close()
-    engine.close()
+
+
+# --- requests with a deadline: what loads too slowly is computed
+
+
+LONG = prompt_tokens(1, 400)
+TOKEN_S = 1e-3
+GRPC = replace(options(), transport="grpc")
+
+
+@pytest.fixture
+def link(server: LocalServer) -> Iterator[SlowLink]:
+    link = SlowLink(server.node.port)
+    yield link
+    link.close()
+
+
+@pytest.fixture
+def behind(link: SlowLink, start_at: Callable[..., Engine]) -> Callable[..., Engine]:
+    """Start engines behind the link."""
+
+    def make(shape: KVCacheShape = SHAPE, **role: Any) -> Engine:
+        return start_at(link.address, shape=shape, role=Role(**role), opts=GRPC)
+
+    return make
+
+
+def with_deadline(name: str, stated: object) -> FakeRequest:
+    request = FakeRequest(name, LONG)
+    request.kv_transfer_params = {"kvstore": {"first_token_ms": stated}}  # type: ignore[attr-defined]
+    return request
+
+
+def loaded(engine: Engine, request: FakeRequest) -> tuple[int, float]:
+    """Have a request loaded; return how many chunks came and how long that took."""
+    tokens = engine.matched(request)
+    assert tokens > 0
+    engine.scheduler.on_alloc(request, tokens, [engine.blocks(len(LONG))])
+    spec = engine.scheduler._tracked[request.request_id].load
+    assert spec is not None
+    before, started_s = engine.workers[0].counted["loaded_chunks"], time.monotonic()
+    engine.workers[0].load(type("Orders", (), {"loads": (spec,)})())
+    assert eventually(lambda: request.request_id in engine.workers[0].finished_loads(is_idle=False))
+    return engine.workers[0].counted["loaded_chunks"] - before, time.monotonic() - started_s
+
+
+def test_over_a_slow_link_a_load_with_a_deadline_ends_while_computing_is_still_in_time(
+    behind: Callable[..., Engine], link: SlowLink
+) -> None:
+    behind().run("a", LONG)
+    engine = behind()
+    engine.scheduler._lookups.learned.observe(100, 100 * TOKEN_S)
+    engine.matched(FakeRequest("warm", LONG))
+    # A session that is still being opened over so slow a link is given up as a hang.
+    client = engine.workers[0]._connector.client
+    assert eventually(lambda: client.is_connected)
+    link.bytes_per_s = 2000.0
+    # So is one that turns this slow all at once. This one answered slowly all the time.
+    client._link.connected().session.pace_s = 1.0
+    request = with_deadline("b", 300)
+    chunks, took_s = loaded(engine, request)
+    assert chunks < len(LONG) // 64
+    assert took_s < 1.0
+    assert engine.workers[0].counted["slow_chunks"] > 0
+    report = engine.workers[0].report()
+    assert report is not None
+    assert not report.is_down
+    engine.scheduler.on_report(report)
+    assert engine.scheduler._tracked["b"].stored is None, "it is there: nothing to store again"
+
+
+def test_over_a_fast_link_a_load_with_a_deadline_brings_everything(
+    behind: Callable[..., Engine],
+) -> None:
+    behind().run("a", LONG)
+    engine = behind(first_token_ms=5000)
+    engine.scheduler._lookups.learned.observe(100, 1.0)
+    assert loaded(engine, FakeRequest("b", LONG))[0] == len(LONG) // 64
+    assert engine.workers[0].failed_blocks() == set()
+
+
+def test_models_with_windows_are_loaded_whole_whatever_the_deadline(
+    behind: Callable[..., Engine],
+) -> None:
+    behind(shape=HYBRID).run("a", LONG)
+    assert behind(shape=HYBRID, first_token_ms=50).run("b", LONG) > 0
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_what_a_token_takes_is_learned_from_steps_that_compute_prompts(
+    behind: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, steps_ahead: int
+) -> None:
+    """Also where vLLM schedules a step when another is running still."""
+    scheduler = behind(steps_ahead=steps_ahead).scheduler
+    now_s = 100.0
+    monkeypatch.setattr(scheduler, "_clock", lambda: now_s)
+    running: deque[float] = deque()
+    for number in range(40):
+        prompt = {"a": 500 if number % 2 else 4000, "b": 1}
+        answers = {f"d{one}": 1 for one in range(64)}
+        for tokens, took_s in ((prompt, prompt["a"] * TOKEN_S), (answers, 0.01)):
+            scheduler._learn_speed(tokens)
+            running.append(took_s)
+            if len(running) > steps_ahead:
+                now_s += running.popleft()
+        now_s += 60.0 if number == 7 and not steps_ahead else 0.0  # once a pause
+    learned = scheduler._lookups.learned.model()
+    assert learned is not None
+    assert learned.token_s == pytest.approx(TOKEN_S)
+
+
+def test_of_what_is_no_deadline_the_usual_one_holds(behind: Callable[..., Engine]) -> None:
+    engine = behind(first_token_ms=700)
+    engine.scheduler.on_new_request(with_deadline("a", "soon"))
+    within = engine.scheduler._tracked["a"].deadline
+    assert within is not None
+    assert within.deadline_s == 0.7
+    assert engine.scheduler.counted["bad_hints"] == 1
