@@ -12,7 +12,6 @@ from helpers.prompts import SMALL, keys_of
 from helpers.trust_world import SERVICE, World, chunks_for, request_of
 
 from kvstore.client import Access
-from kvstore.client.options import TransportName
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
     InvalidRequestError,
@@ -117,20 +116,6 @@ def test_a_pool_is_read_by_its_readers_and_filled_by_its_writers(world: World) -
 
 
 # --- roles, on every way in
-
-
-@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
-def test_a_reader_reads_and_does_not_write(transport: TransportName, world: World) -> None:
-    writer = world.client(world.acme, transport)
-    keys, chunks = chunks_for(writer, 2)
-    writer.put_chunks(chunks)
-    reader = world.client(world.reader, transport)
-    assert len(reader.get_chunks(keys)) == len(keys)
-    _, others = chunks_for(reader, 8)
-    with pytest.raises(PermissionDeniedError):
-        reader.put_chunks(others)
-    with pytest.raises(PermissionDeniedError):
-        reader.drain()
 
 
 def test_status_tells_tenants_what_is_nobodys_alone(world: World) -> None:
