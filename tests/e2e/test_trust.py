@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,21 +137,6 @@ def test_a_revoked_key_ends_its_sessions_and_nobody_elses(world: World) -> None:
     with pytest.raises(UnauthenticatedError):
         gone.lookup(keys=keys_of(gone, 5, 2))
     stays.lookup(keys=keys_of(stays, 5, 2))
-
-
-def test_a_key_file_that_is_deleted_ends_every_session(tmp_path: Path) -> None:
-    own = World(tmp_path)
-    try:
-        clients = [own.client(own.acme, "shm"), own.client(own.zeta)]
-        for client in clients:
-            assert client.lookup(keys=keys_of(client, 5, 2)).ready == 0
-        own.ring.path.unlink()
-        assert eventually(lambda: len(own.server.node.sessions) == 0)
-        for client in clients:
-            with pytest.raises(UnauthenticatedError):
-                client.lookup(keys=keys_of(client, 5, 2))
-    finally:
-        own.close()
 
 
 # --- quotas

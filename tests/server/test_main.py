@@ -35,9 +35,6 @@ _WORDS_OF_GRPC = ("WARNING: All log messages before absl", "E0000 ")
 """Its core logs a port that it cannot bind by itself."""
 
 UNUSABLE: dict[str, tuple[tuple[str, ...], str]] = {
-    "a tier smaller than any": (
-        ("--cpu", "1KiB"), "cpu_size='1KiB': a tier has at least 4MiB (from --cpu)",
-    ),
     "a disk tier larger than the disk": (
         ("--disk", "900TiB:{folder}/disk"), "give the tier less capacity, or a larger disk",
     ),
@@ -46,7 +43,7 @@ UNUSABLE: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a flag that does not exist": (("--cpus", "4"), "see kvstore-server --help"),
 }  # fmt: skip
-"""One each of settings, tiers, the network and the command line."""
+"""One each of tiers, the network and the command line."""
 
 
 def fail_to_start(process: ServerProcess) -> str:
