@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.codecs.base import AnyPart, AnyTensors, Part, check_tensors
-from kvstore.codecs.block_part import BlockPart
-from kvstore.codecs.block_stack import BlockStack
+from kvstore.codecs.block_part import BlockPart, BlockStack
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.types import (

@@ -38,7 +38,7 @@ from kvstore.client.server_state import (
 )
 from kvstore.client.transports.base import Put, PutTerms, Transport
 from kvstore.client.transports.shared_memory import ShmTransport
-from kvstore.codecs.asset_shelf import ASSETS
+from kvstore.codecs.assets import ASSETS
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView

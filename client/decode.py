@@ -31,8 +31,7 @@ from kvstore.codecs.base import (
     empty_tensors,
 )
 from kvstore.codecs.raw import RawCodec
-from kvstore.codecs.row_cut import copy_kept, cut_bytes, kept_rows, place_cut
-from kvstore.codecs.shards import cut
+from kvstore.codecs.slices import copy_kept, cut, cut_bytes, kept_rows, place_cut
 from kvstore.proto.buffers import Bytes, Sliced
 from kvstore.proto.errors import (
     ChunkCorruptError,

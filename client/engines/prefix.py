@@ -10,8 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 from kvstore.client.chunk import LayerTensors
 from kvstore.client.planning import Deadline
-from kvstore.codecs.base import codec_name
-from kvstore.codecs.terms import Importance
+from kvstore.codecs.base import Importance, codec_name
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import Accuracy, KVLayout, Stated
 

@@ -17,7 +17,7 @@ from kvstore.client.transports.unix_rpc import UnixRpc
 from kvstore.client.view import View
 from kvstore.codecs.base import AnyTensors
 from kvstore.codecs.raw import RawCodec
-from kvstore.codecs.shards import encode_shard, shard_frame_bytes
+from kvstore.codecs.slices import encode_shard, shard_frame_bytes
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes
 from kvstore.proto.errors import KVStoreError

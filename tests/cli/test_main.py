@@ -118,7 +118,7 @@ def test_the_command_runs_as_a_module_and_as_it_is_installed() -> None:
     [
         ("bash", "kvstore sta", {"stat", "status"}),
         ("bash", "kvstore trace re", {"record", "replay"}),
-        ("bash", "kvstore calibrate k", {"kvt", "kvqs"}),
+        ("bash", "kvstore calibrate k", {"kvtc", "kvq"}),
         ("bash", "kvstore scrub --tiers cpu,d", {"cpu,disk"}),
         ("bash", "kvstore simulate --policy lru,hit_d", {"lru,hit_density"}),
         ("fish", "kvstore quo", {"quota"}),
@@ -253,4 +253,4 @@ def test_config_show_prints_yaml_with_origins(kvstore: Kvstore) -> None:
     settings = yaml.safe_load(run.out)
     assert (settings["cpu_size"], settings["listen"]) == ("8MiB", "127.0.0.1:7")
     assert "cpu_size: 8MiB  # --cpu" in run.out
-    assert "codec: raw,redis=zplane  # default" in run.out
+    assert "codec: raw,redis=lossless  # default" in run.out

@@ -30,7 +30,7 @@ from transformers import (
 
 from kvstore.client.chunk import LayerTensors
 from kvstore.client.engines.prefix import About, Span
-from kvstore.codecs.terms import Importance
+from kvstore.codecs.base import Importance
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import END_KINDS, DType, KVLayout, LayerGroup, LayerKind, Model
 

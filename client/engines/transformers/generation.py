@@ -42,7 +42,7 @@ from kvstore.client.engines.transformers.cache import (
     notes_of,
 )
 from kvstore.client.options import MAX_DEADLINE_MS
-from kvstore.codecs.terms import Importance
+from kvstore.codecs.base import Importance
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import accuracy_tag
 from kvstore.proto.errors import InvalidRequestError

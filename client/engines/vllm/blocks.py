@@ -25,8 +25,7 @@ from kvstore.client.engines.vllm.identity import KVCacheShape, LayerGroupShape
 from kvstore.client.engines.vllm.messages import BlockTables
 from kvstore.client.planning import PlanTerms
 from kvstore.codecs.base import AnyPart, AnyTensors, Part
-from kvstore.codecs.block_part import BlockPart, BlockSpan
-from kvstore.codecs.block_stack import BlockStack
+from kvstore.codecs.block_part import BlockPart, BlockSpan, BlockStack
 from kvstore.proto.buffers import LOOP_UNIT_BYTES, address
 from kvstore.proto.device import Event
 from kvstore.proto.errors import LayoutMismatchError

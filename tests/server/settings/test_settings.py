@@ -373,13 +373,13 @@ def test_several_disks_are_given_with_commas_and_repeat_the_size_before(tmp_path
 
 
 def test_the_codecs_of_tenants_are_read_by_tier_and_shown_as_they_were_written() -> None:
-    text = "acme/redis=kvq:2,sinks=4,importance,acme/disk=raw,b.c-d_1/disk=zplane"
+    text = "acme/redis=kvq:2,sinks=4,importance,acme/disk=raw,b.c-d_1/disk=lossless"
     rules = load_config(["--tenant-codecs", text]).tenant_codecs
     assert ",".join(map(str, rules)) == text
     assert [(rule.tenant, rule.tier, rule.codec) for rule in rules] == [
         ("acme", "redis", "kvq:2,sinks=4,importance"),
         ("acme", "disk", "raw"),
-        ("b.c-d_1", "disk", "zplane"),
+        ("b.c-d_1", "disk", "lossless"),
     ]
 
 

@@ -260,7 +260,7 @@ def test_a_read_that_begins_once_its_get_is_over_reads_nothing(
 
 
 def test_frames_of_another_codec_are_promoted_whole(disk: CountingDisk) -> None:
-    with closing(Core([disk], slabs=8, codec="zplane", clock=FakeClock())) as core:
+    with closing(Core([disk], slabs=8, codec="lossless", clock=FakeClock())) as core:
         session = open_session(core)
         versions = prompt(3)
         put_low(core, session, versions)
