@@ -230,7 +230,7 @@ class BlockTrace:
 
 
 _Block = tuple[int | bytes, int]
-"""What tells a block from others after the same prefix, and its tokens."""
+"""What distinguishes a block from others after the same prefix, and its tokens."""
 
 
 def make_blocks(lines: TraceLines, block_tokens: int = DEFAULT_BLOCK_TOKENS) -> BlockTrace:

@@ -237,9 +237,9 @@ class Chunk(_Naming):
     ``tensors``: components, then layers, then parts (K and V), each (kv_heads, tokens,
     head_dim), numpy or torch on the CPU, any strides, or in blocks (``PagedCache``).
     ``layout`` says what there is of the end of a chunk of a model
-    with window or state layers (``KVLayout.of``); None says all of it, which is told by attention.
+    with window or state layers (``KVLayout.of``); None says all of it, as attention shows.
     ``importance``, f32 (tokens,), finite and not negative, says which tokens matter most: codecs
-    that spend more bits on those (``kvq:N,importance``) are told their order.
+    that spend more bits on those (``kvq:N,importance``) are given their order.
     """
 
     tensors: LayerTensors
@@ -278,7 +278,7 @@ class DeviceChunk(_Naming):
     """A chunk whose raw frame begins at byte ``offset`` of a ring, a multiple of 64.
 
     Its segments lie where a raw frame of ``layout`` has them. The header's bytes are not read: the
-    server is told a header that is made of what is said here, as of a ``Chunk``.
+    server is sent a header that is made of what is said here, as of a ``Chunk``.
     """
 
     offset: int

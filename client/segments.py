@@ -101,10 +101,10 @@ class SegmentMatch(Held):
         """Yield the chunks that something is there of, in order."""
         segments: Iterator[tuple[NamedSegment, ResolvedSegment]]
         segments = zip(self.asked, self.found.segments, strict=True)
-        for asked, told in segments:
-            for chunk, one in zip(asked.chunks, told.chunks, strict=True):
+        for asked, here in segments:
+            for chunk, one in zip(asked.chunks, here.chunks, strict=True):
                 if one.variants:
-                    yield FoundChunk(chunk, one.variants[0], one.is_exact, one.priority, told.ratio)
+                    yield FoundChunk(chunk, one.variants[0], one.is_exact, one.priority, here.ratio)
 
     def layers(
         self,

@@ -201,8 +201,8 @@ class ChunkEvent(NamedTuple):
 class EventPage:
     """*events* in order, maybe none: then the node lives. *cleared*: forget what you knew of it.
 
-    *place* is what to go on from; None while what is there is still being told. What comes
-    meanwhile is told behind it, some of it twice.
+    *place* is what to go on from; None until all that is there was sent. What comes
+    meanwhile follows, some of it twice.
     """
 
     events: tuple[ChunkEvent, ...]

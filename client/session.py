@@ -72,7 +72,7 @@ class SessionTerms:
 class Session:
     """One open session. A daemon thread beats for it until ``close``.
 
-    *counts* returns what the engine counted since its birth, which each beat tells the server.
+    *counts* returns what the engine counted since its birth, which each beat reports.
     """
 
     def __init__(

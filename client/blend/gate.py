@@ -249,7 +249,7 @@ class GuardedBlender:
 def _report(
     plan: BlendPlan, source: StoreSource, result: BlendResult, full: BlendResult | None
 ) -> pb.ReportReuseRequest:
-    """Return one blend as the store is told of it. With a *full* prefill deviations are those of
+    """Return the report on one blend. With a *full* prefill deviations are those of
     all layers.
 
     Its ratio is the share of the approximate tokens that was wanted, the smallest of all segments:

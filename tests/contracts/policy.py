@@ -57,11 +57,6 @@ def info(
     return ChunkInfo(key(number), above, layout, 0, size_bytes)
 
 
-def tree_info(number: int) -> ChunkInfo:
-    """Return a chunk of a tree in which each but the first two has a parent before it."""
-    return info(number, None if number < 2 else (number - 2) // 2, 10 + 7 * number)
-
-
 def row(number: int) -> int:
     """Return the row that stands for a chunk by its number; row 0 stands for none."""
     return number + 1

@@ -333,7 +333,7 @@ def block_writer(name: str, layer: Any, dtype: torch.dtype) -> BlockWriter:
 
 
 def event_maker(config: VllmConfig, cache: KVCacheConfig, shape: KVCacheShape) -> EventMaker:
-    """Return how vLLM tells of blocks, for the KV cache groups that keep all of a prompt."""
+    """Return how vLLM makes events of blocks, for the KV cache groups that keep all of a prompt."""
     block_tokens = shape.block_tokens
     _, hash_tokens = resolve_kv_cache_block_sizes(cache, config)
     kinds = [get_kv_cache_spec_kind(group.kv_cache_spec) for group in cache.kv_cache_groups]
@@ -532,5 +532,5 @@ def check_loads_can_fail(shape: KVCacheShape) -> None:
     """
     if (shape.has_ends or shape.tables > 1) and TransferResults is None:
         what = "sliding windows" if shape.has_ends else f"{shape.tables} KV cache groups"
-        fix = f"vLLM {vllm.__version__} cannot be told that a load of it failed; 0.30 can"
+        fix = f"vLLM {vllm.__version__} takes no report of a failed load of it; 0.30 does"
         raise ModelError("kv_cache_groups", what, fix)

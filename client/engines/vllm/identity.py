@@ -261,7 +261,7 @@ def shape_of(config: Any, cache: Any) -> KVCacheShape:
 def _of_all_stages(groups: Sequence[LayerGroupShape], layers: int, stages: int) -> LayerGroupShape:
     """Return the one group of a stage, as one of the model's *layers*.
 
-    Nobody tells a stage what the others keep, so all layers have to be alike.
+    No stage knows what the others keep, so all layers have to be alike.
     """
     group = groups[0]
     is_alike = len(groups) == 1 and group.kind not in END_KINDS

@@ -306,7 +306,7 @@ class LookupWorker:
 class LossyBlocks:
     """The hashes of blocks that were loaded lossy. For the scheduler's thread.
 
-    None is forgotten: nobody tells when vLLM gives a block up. Once one could not be remembered,
+    None is forgotten: vLLM does not report that it gave a block up. Once one was not remembered,
     as there are too many or it has no hash, ``is_over`` is true: from then on every block that a
     request finds in vLLM's own cache counts as lossy.
     """

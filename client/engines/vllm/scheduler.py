@@ -1,7 +1,7 @@
 """The scheduler's half of the vLLM connector: what to load, what to store, and no request held up.
 
 What is stored of a prompt is looked up by a thread from the moment the request arrives; until it
-knows, vLLM is told to come back, and waits only if it computes nothing, and a moment. Works on
+knows, vLLM comes back, and waits only if it computes nothing, and a moment. Works on
 vLLM's Request and SchedulerOutput by their fields, without importing vLLM.
 """
 

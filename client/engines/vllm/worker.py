@@ -185,7 +185,7 @@ class VllmWorker:
         return side is not None
 
     def refuse(self, reason: str) -> None:
-        """Neither load nor store from now on; have the scheduler and the server told."""
+        """Neither load nor store from now on; report it to the scheduler and the server."""
         self._refusal = reason
         self._connector.report_refusal(reason)
 

@@ -121,6 +121,7 @@ BAD_VALUES = [
     (["--listen", "192.0.2.7:7420"], ["listen", "--insecure"]),
     (["--listen", "node7.invalid:7420"], ["listen", "does not resolve"]),
     (["--http", "0.0.0.0:80"], ["http='0.0.0.0:80'", "--open-pages"]),
+    (["--http-tls"], ["--tls-cert"]),
     (["--health", "0.0.0.0:80"], ["health='0.0.0.0:80'", "--open-pages"]),
     (["--tls-cert", __file__], ["tls_key", "both"]),
     (["--tls-client-ca", __file__], ["tls_client_ca", "--tls-cert"]),
