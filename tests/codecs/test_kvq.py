@@ -284,3 +284,15 @@ def test_a_template_position_is_where_keys_were_turned_back_from() -> None:
     moved = read(KvqCodec(), at_zero, 300)
     bound = header.error_bound + 1e-4
     assert largest_error(layout, moved, rotated_keys(layout, 300)) <= bound
+
+
+def test_coded_states_and_codes_are_refused() -> None:
+    layout = attention(DType.float32)
+    frame = encoded(KvqCodec(), numbers(layout), layout)
+    body = parse_header(frame).segment(frame, 0)
+    state = Component(LayerKind.state, DType.float32, 1, 1, 700, 1)
+    codes = Component(LayerKind.attention, DType.int8, 1, 2, 64, 96)
+    for component in (state, codes):
+        out = [np.zeros(component.shape, f"u{component.dtype.item_bytes}")] * component.parts
+        with pytest.raises(InvalidFrameError, match="is not quantised"):
+            KvqCodec().decode_segment(body, component, out)
