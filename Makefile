@@ -31,7 +31,7 @@ WORKERS := $(shell n=$$(nproc); [ $$n -lt 4 ] && expr $$n + 1 || echo 5)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # the parts of check print one after the other
-.PHONY: help .venv demo real-model test vllm-env test-vllm sglang-env test-sglang test-transformers chart-test cluster-test regressions-long check faults fault-tools soak fuzz soak-long mutants bench proto format format-check lint types layers redis chromium clean
+.PHONY: help .venv demo real-model test vllm-env test-vllm sglang-env test-sglang test-transformers chart-test cluster-test regressions-long check faults fault-tools soak fuzz soak-long nightly mutants bench proto format format-check lint types layers redis chromium clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -159,11 +159,14 @@ fuzz: $(STAMP) $(LOOPS) ## every parser under atheris for SECONDS each; says so 
 		atheris==3.0.0 || true
 	PYTHONPATH=src:tests $(BIN)/python tests/fuzz/long.py $(SECONDS) $(ARGS)
 
-soak-long: $(STAMP) $(LOOPS) redis ## what takes an hour: a million hostile frames, 10^9 exact values, 50 kills, 10^6 steps
+soak-long: $(STAMP) $(LOOPS) redis ## what takes an hour: a million hostile frames, also under sanitizers, 10^9 exact values, 50 kills, 10^6 steps
 	$(BIN)/pytest -o timeout=7200 tests/simulation/test_network.py --sim-steps 1000000
 	$(BIN)/pytest -o timeout=7200 tests/codecs/test_hostile_frames.py --fuzz-frames 1000000
+	$(BIN)/pytest -o timeout=36000 tests/codecs/test_sanitized_loops.py --fuzz-frames 1000000
 	$(BIN)/pytest -o timeout=7200 tests/codecs/test_exact_values.py --exact-values 1000000000
 	$(BIN)/pytest -o timeout=7200 tests/e2e/test_kill9.py --kill-loops 50
+
+nightly: check soak-long mutants faults fuzz regressions-long ## all that is too long for each change: most of a night
 
 mutants: $(STAMP) $(LOOPS) redis ## break the code in 100 places and see that tests notice: 75 minutes at most; ARGS=... goes to it
 	$(BIN)/python -m tests.mutation $(ARGS)

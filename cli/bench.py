@@ -206,9 +206,9 @@ def codecs(
 
 def every_name() -> list[str]:
     """Return all codecs, those that write the raw bytes first."""
-    from kvstore.codecs.base import CODECS
+    from kvstore.codecs.base import NAMES_BY_ID
 
-    return sorted(CODECS, key=lambda name: (CODECS.load(name).codec_id, name))
+    return list(NAMES_BY_ID.values())
 
 
 def _codecs_text(rows: list[dict[str, Any]], missing: dict[str, str]) -> Iterator[str | Grid]:

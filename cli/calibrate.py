@@ -21,13 +21,13 @@ group("blend", "Measure", "Reuse of chunks of other prompts.")
 @command(
     "calibrate",
     exits="0 1 2 3",
-    example="kvstore calibrate kvt ./my-model --text corpus.txt --out assets",
+    example="kvstore calibrate kvtc ./my-model --text corpus.txt --out assets",
     section="Measure",
 )
 def calibrate(  # noqa: PLR0913 - each is an option
     address: str,
     kind: Annotated[
-        Literal["cachegen", "kvt", "kvqs", "gate"],
+        Literal["cachegen", "kvtc", "kvq", "gate"],
         Argument(help="Codec to make an asset for; or gate, of lossy copies."),
     ],
     sources: Annotated[

@@ -33,11 +33,7 @@ from kvstore.cli.app import (
     readable_time,
     show,
 )
-from kvstore.proto.errors import (
-    ChunkCorruptError,
-    InvalidFrameError,
-    InvalidRequestError,
-)
+from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, InvalidRequestError
 
 if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.client.client import Client
@@ -195,7 +191,6 @@ def fetch_namespaces(address: str, tenant: str = "") -> list[pb.KnownSpace]:
 
 
 def _read_model(path: Path) -> pb.Representation:
-    """Return the model in a JSON file. Raises InvalidRequestError, ModelError, OSError."""
     from google.protobuf import json_format
 
     from kvstore.proto import kvstore_pb2 as pb

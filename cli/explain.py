@@ -10,18 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from kvstore.cli.app import (
-    AsJson,
-    Grid,
-    as_dict,
-    ask,
-    call,
-    command,
-    connected,
-    number,
-    path,
-    show,
-)
+from kvstore.cli.app import AsJson, Grid, as_dict, ask, call, command, connected, number, path, show
 from kvstore.cli.chunks import (
     DEADLINE_MS,
     DIGEST_DIGITS,
@@ -78,7 +67,6 @@ def explain(  # noqa: PLR0913 - each is an option
 
 
 def _digests_of(path: Path, chunk_tokens: int, extra: Sequence[str]) -> list[bytes]:
-    """Return the digests of the chunks of the token ids in a file."""
     from kvstore.proto.keys import chain_digests
 
     try:

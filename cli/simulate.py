@@ -34,7 +34,6 @@ MAX_REQUESTS = 4 << 20
 MAX_REQUEST_TOKENS = 16 << 20
 MAX_BLOCKS = 64 << 20
 """Accesses to blocks in one trace; their rows are kept in memory, 8 bytes each."""
-
 DEFAULT_BLOCK_TOKENS = 256
 _BLOCK_DIGEST_BYTES = 16
 _NAME_BYTES = 8
@@ -46,7 +45,6 @@ _Count = Annotated[int, Meta(ge=0, lt=MAX_REQUEST_TOKENS)]
 _Time = Annotated[float, Meta(ge=0, lt=1e15)]
 _Stream = Annotated[int, Meta(ge=0, lt=1 << 32)]
 """Below 2^32, as a token is made from ``stream * 2**32 + place``."""
-
 Segment = tuple[_Stream, _Count]
 """A stream's number and how many of its tokens."""
 
@@ -232,7 +230,7 @@ class BlockTrace:
 
 
 _Block = tuple[int | bytes, int]
-"""What tells a block from others after the same prefix, and its tokens."""
+"""What distinguishes a block from others after the same prefix, and its tokens."""
 
 
 def make_blocks(lines: TraceLines, block_tokens: int = DEFAULT_BLOCK_TOKENS) -> BlockTrace:
@@ -301,10 +299,8 @@ def _cut(lines: TraceLines, size: int) -> Iterator[tuple[int, list[_Block]]]:
 
 DEFAULT_KV_BYTES_PER_TOKEN = 131_072
 """Llama-3.1-8B in bfloat16: 32 layers of 8 heads of 128, keys and values."""
-
 MIN_ROWS = 1 << 18
 """Blocks that are remembered, here or evicted, whatever the size of the cache."""
-
 _FORGOTTEN_SHARE = 8
 
 _LINEAR_FLOPS, _SQUARE_FLOPS = 1.6e10, 262_144.0

@@ -180,8 +180,7 @@ def _complete_policies(incomplete: str) -> list[str]:
 def simulate(  # noqa: PLR0913 - each is an option
     trace: Annotated[Path, Argument(help="JSONL: Mooncake's blocks or token segments.")],
     policy: Annotated[
-        str,
-        Option(metavar="P[,P]", help="Policies, or all.", autocompletion=_complete_policies),
+        str, Option(metavar="P[,P]", help="Policies, or all.", autocompletion=_complete_policies)
     ] = "hit_density",
     capacity: Annotated[
         str, Option("--capacity", "--size", metavar="C[,C]", help="10GiB, or 5% of the trace.")

@@ -49,7 +49,6 @@ PREFIX_TOKENS = 16
 """Of the text, in front of prompts of a model without BOS: one chunk, which is exact."""
 _REPORT_EVERY = 8
 """Trials between two lines of progress."""
-
 _Question: TypeAlias = tuple[list[list[int]], list[int]]
 """Documents and a question about them, in tokens."""
 
@@ -224,7 +223,6 @@ def compare_copies(
 
 
 def _follow(gate: GateView) -> None:
-    """Report how trials go, from time to time."""
     if gate.shadows % _REPORT_EVERY == 0:
         print(f"ratio {gate.ratio:.3f}, {gate.why}", file=sys.stderr, flush=True)
 
@@ -247,7 +245,6 @@ def _prompts(path: Path, model: PreTrainedModel, tokenizer: Any) -> list[tuple[s
 
 
 def _not_compared(connector: TransformersConnector, codec: str) -> str:
-    """Return why no prompt was compared."""
     stats = connector.stats()
     if stats.load_errors:
         return f"the store failed: {', '.join(stats.load_errors)}"

@@ -27,17 +27,13 @@ WAIT_S = 0.5
 """What one of them waits for before it looks whether somebody still wants to know."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.005, 0.1
 """Between two looks: twice as long each time."""
-
 T = TypeVar("T")
 P = ParamSpec("P")
 C = TypeVar("C", bound=AbstractContextManager[Any])
 
 
 async def settled(
-    work: Callable[[], T],
-    *,
-    undo: Callable[[T], object] | None = None,
-    always: bool = False,
+    work: Callable[[], T], *, undo: Callable[[T], object] | None = None, always: bool = False
 ) -> T:
     """Run *work* in a thread. Cancelled, it returns once *work* has ended, or will never begin.
 

@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.codecs.base import AnyPart, AnyTensors, Part, check_tensors
-from kvstore.codecs.block_part import BlockPart
-from kvstore.codecs.block_stack import BlockStack
+from kvstore.codecs.block_part import BlockPart, BlockStack
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.types import (
@@ -45,7 +44,6 @@ else:
 
 _MAX_WORK: Any = 10_000
 """What finding out whether two interleaved tensors overlap may cost: some milliseconds."""
-
 LayerTensors: TypeAlias = Sequence[Sequence[Sequence[TensorLike | BlockPart]]]
 """Components, then layers, then parts (K and V), each (kv_heads, tokens, head_dim)."""
 
@@ -85,7 +83,6 @@ def check_apart(name: str, tensors: Iterable[TensorLike]) -> None:
 
 
 def _span(name: str, array: Part) -> tuple[int, int]:
-    """Return the bytes that *array* lies in."""
     start, size = array.__array_interface__["data"][0], array.itemsize
     axes = list(zip(array.strides, array.shape, strict=True))
     for stride, count in sorted((abs(stride), count) for stride, count in axes):
@@ -197,7 +194,6 @@ def to_torch(array: Part, dtype: DType) -> torch.Tensor:
 
 Span: TypeAlias = tuple[int, int]
 """The first number, and the one after the last."""
-
 _WHOLE_KINDS = (LayerKind.mla, LayerKind.state)
 """Kinds that a single span of heads says nothing of: a latent or state has one row for all."""
 
@@ -241,9 +237,9 @@ class Chunk(_Naming):
     ``tensors``: components, then layers, then parts (K and V), each (kv_heads, tokens,
     head_dim), numpy or torch on the CPU, any strides, or in blocks (``PagedCache``).
     ``layout`` says what there is of the end of a chunk of a model
-    with window or state layers (``KVLayout.of``); None says all of it, which is told by attention.
+    with window or state layers (``KVLayout.of``); None says all of it, as attention shows.
     ``importance``, f32 (tokens,), finite and not negative, says which tokens matter most: codecs
-    that spend more bits on those (``kvq:N,importance``) are told their order.
+    that spend more bits on those (``kvq:N,importance``) are given their order.
     """
 
     tensors: LayerTensors
@@ -282,7 +278,7 @@ class DeviceChunk(_Naming):
     """A chunk whose raw frame begins at byte ``offset`` of a ring, a multiple of 64.
 
     Its segments lie where a raw frame of ``layout`` has them. The header's bytes are not read: the
-    server is told a header that is made of what is said here, as of a ``Chunk``.
+    server is sent a header that is made of what is said here, as of a ``Chunk``.
     """
 
     offset: int

@@ -27,7 +27,7 @@ from kvstore.client.paged_cache import Blocks, kept_from
 from kvstore.client.server_link import MAX_OPEN_BATCHES, LeftMs, ServerLink, digest_batches, packed
 from kvstore.client.session import Session
 from kvstore.client.transports.base import RAW, Outgoing, Put, PutTerms, Transport, cut_header
-from kvstore.codecs.base import AnyPart, check_parts
+from kvstore.codecs.base import check_parts
 from kvstore.codecs.block_part import BlockPart
 from kvstore.codecs.raw import raw_header
 from kvstore.proto import kvstore_pb2 as pb
@@ -54,12 +54,7 @@ _KEY = attrgetter("key")
 
 
 def put_whole(
-    link: ServerLink,
-    chunks: Sequence[Chunk],
-    shard: Shard | None,
-    hints: Hints,
-    *,
-    durable: bool,
+    link: ServerLink, chunks: Sequence[Chunk], shard: Shard | None, hints: Hints, *, durable: bool
 ) -> list[Put]:
     """Store *chunks*, or of each what *shard* covers, a batch at a time."""
 
@@ -83,7 +78,6 @@ def put_whole(
 def _put(
     transport: Transport, outgoing: Sequence[Outgoing], terms: PutTerms, left_ms: LeftMs
 ) -> list[Put]:
-    """Put a batch at a time, all within what *left_ms* says."""
     results: list[Put] = []
     limit = transport.session.terms.max_batch_chunks
     for first in range(0, len(outgoing), limit):
@@ -214,35 +208,6 @@ class EncodedChunk(Outgoing):
         return cut_header(self.frame)
 
 
-class _Frames:
-    """Raw frames of *templates* that become whole segment by segment, in any order."""
-
-    def __init__(self, templates: Sequence[FrameTemplate]) -> None:
-        self._templates = templates
-        self._headers = [raw_header(template) for template in templates]
-        self._sums = [[0] * len(header.segments) for header in self._headers]
-        self._frames = [np.zeros(header.frame_bytes, np.uint8) for header in self._headers]
-
-    def write(self, segment: int, layers: Sequence[Sequence[AnyPart]]) -> None:
-        """Take one segment of every chunk: ``layers[i]`` are the parts of chunk i."""
-        for chunk, (header, parts) in enumerate(zip(self._headers, layers, strict=True)):
-            row = header.segments[segment]
-            component = header.layout.components[int(row["component"])]
-            start = int(row["offset"])
-            room = self._frames[chunk][start : start + int(row["stored_bytes"])]
-            _, self._sums[chunk][segment] = RAW.encode_checked(parts, component, room)
-
-    def take(self) -> list[EncodedChunk]:
-        """Return the frames, all of whose segments were written; none the second time."""
-        frames, self._frames = self._frames, []
-        found = []
-        for template, sums, frame in zip(self._templates, self._sums, frames, strict=False):
-            header = as_bytes(pack_header(raw_header(template, sums)))
-            copy_bytes(frame[: len(header)], header)
-            found.append(EncodedChunk(template, (), frame=frame))
-        return found
-
-
 class LayeredPut:
     """``with client.put_layers(tokens) as put``: give each layer once, in any order.
 
@@ -262,7 +227,10 @@ class LayeredPut:
         self.spans = spans
         """Where each chunk lies in the prompt that ``layer`` is given; None: it is given chunks."""
         self._store = store
-        self._frames = _Frames(templates)
+        self._templates = templates
+        self._headers = [raw_header(template) for template in templates]
+        self._sums = [[0] * len(header.segments) for header in self._headers]
+        self._frames = [np.zeros(header.frame_bytes, np.uint8) for header in self._headers]
         self._segments = dict(layer_order(representation))
         self._missing = list(self._segments)
         groups = representation.layer_groups
@@ -307,7 +275,11 @@ class LayeredPut:
             arrays = layer_arrays(parts, component.dtype)
             check_parts(component, arrays)
             layers.append(arrays)
-        self._frames.write(segment, layers)
+        for chunk, (header, arrays) in enumerate(zip(self._headers, layers, strict=True)):
+            row = header.segments[segment]
+            start = int(row["offset"])
+            room = self._frames[chunk][start : start + int(row["stored_bytes"])]
+            _, self._sums[chunk][segment] = RAW.encode_checked(arrays, components[chunk], room)
         self._missing.remove(layer_id)
 
     def _cut(self, parts: Sequence[Any], group: LayerGroup) -> list[list[Any]]:
@@ -335,13 +307,18 @@ class LayeredPut:
             self.abandon()
             raise InvalidRequestError("layers", self._missing, "give them all; nothing was stored")
         self._is_over = True
-        self.results = self._store(self._frames.take())
+        frames, self._frames = self._frames, []
+        found = []
+        for template, sums, frame in zip(self._templates, self._sums, frames, strict=True):
+            header = as_bytes(pack_header(raw_header(template, sums)))
+            copy_bytes(frame[: len(header)], header)
+            found.append(EncodedChunk(template, (), frame=frame))
+        self.results = self._store(found)
         return self.results
 
     def abandon(self) -> None:
         """Store nothing. Idempotent; does nothing after ``commit``."""
-        self._is_over = True
-        self._frames.take()
+        self._is_over, self._frames = True, []
 
     def __enter__(self) -> LayeredPut:
         return self

@@ -34,11 +34,7 @@ from kvstore.client.server_link import (
     not_keys,
     packed,
 )
-from kvstore.client.transports.base import (
-    ReadPlan,
-    Transport,
-    arrival_of,
-)
+from kvstore.client.transports.base import ReadPlan, Transport, arrival_of
 from kvstore.client.transports.base import read_layers as transport_layers
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (

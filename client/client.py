@@ -38,7 +38,7 @@ from kvstore.client.server_state import (
 )
 from kvstore.client.transports.base import Put, PutTerms, Transport
 from kvstore.client.transports.shared_memory import ShmTransport
-from kvstore.codecs.asset_shelf import ASSETS
+from kvstore.codecs.assets import ASSETS
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView
@@ -47,15 +47,7 @@ from kvstore.proto.frame import FrameHeader
 from kvstore.proto.keys import chain_digests, chunk_key, page_digests
 from kvstore.proto.messages import accuracy_number, engine_to_message
 from kvstore.proto.plans import MAX_HANDOVER_MS, NO_HINTS, EngineTerms, Hints
-from kvstore.proto.types import (
-    Accuracy,
-    ChunkKey,
-    KVLayout,
-    Match,
-    Model,
-    Namespace,
-    Stated,
-)
+from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, Match, Model, Namespace, Stated
 
 LAYERED_PUT_S = 60.0
 """What a forward pass over a long prompt may take."""
@@ -284,11 +276,7 @@ class Client:
         return match
 
     def lease(
-        self,
-        tokens: Tokens = None,
-        *,
-        keys: Keys = None,
-        accuracy: Accuracy = Accuracy.exact,
+        self, tokens: Tokens = None, *, keys: Keys = None, accuracy: Accuracy = Accuracy.exact
     ) -> Lease:
         """Look a prompt up and keep what is ready from eviction until the lease is released.
 

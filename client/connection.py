@@ -31,7 +31,6 @@ from kvstore.proto.messages import ERROR_NAME, MESSAGE_BYTES
 
 SLACK_S = 0.05
 """What a call may take beyond the deadline that the server was given."""
-
 _LEAST_S = 0.001
 _RETRIES_IN_CHILD = 2
 """Of 200 children the first connection of one was closed while gRPC started anew (grpcio 1.76)."""
@@ -39,7 +38,6 @@ _MEND_S = 10.0
 _FORKED = "the call was ended, as the process was forked: make it again"
 _NO_METHOD = "/kvstore.v1.KVStore/NoMethod"
 """Refused by the thread that reads calls: no queue is before it, and it costs next to nothing."""
-
 _TRACE_API = "opentelemetry.trace"
 
 C = TypeVar("C")

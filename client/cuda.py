@@ -17,7 +17,7 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from threading import Lock
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import structlog
 import torch
@@ -25,22 +25,11 @@ from typing_extensions import override
 
 from kvstore.client.chunk import DeviceChunk
 from kvstore.client.client import Client
-from kvstore.client.device_reads import (
-    DeviceReader,
-    Reading,
-    Registration,
-    Run,
-)
+from kvstore.client.device_reads import DeviceReader, Reading, Registration, Run
 from kvstore.client.frames import Arrival, FrameAssembler
 from kvstore.client.server_link import LeftMs, digest_batches, packed
 from kvstore.client.session import Session, SessionTerms
-from kvstore.client.transports.base import (
-    Put,
-    ReadPlan,
-    Transport,
-    arrival_of,
-    read_outcomes,
-)
+from kvstore.client.transports.base import Put, ReadPlan, Transport, arrival_of, read_outcomes
 from kvstore.client.transports.shared_memory import ATTACH_WITHIN_S, ShmTransport, Slabs
 from kvstore.codecs.frame_kernels import open_kernels
 from kvstore.codecs.paged import FrameAt, Paged, Sums
@@ -56,24 +45,11 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.frame import (
-    ALIGN_BYTES,
-    FrameHeader,
-    header_bytes,
-    pack_header,
-)
+from kvstore.proto.frame import ALIGN_BYTES, FrameHeader, header_bytes, pack_header
 from kvstore.proto.messages import hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.types import (
-    Accuracy,
-    ChunkKey,
-    KVLayout,
-    PutOutcome,
-)
+from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, PutOutcome
 from kvstore.proto.unix_socket import ARENA_SLAB, Place, Reach, unpack_places
-
-Arena: TypeAlias = Imported
-
 
 MAX_FRAMES = 64
 """Of one call; a put of more takes several."""
@@ -82,7 +58,7 @@ T = TypeVar("T")
 logger = structlog.get_logger(__name__)
 
 
-def open_arena(terms: SessionTerms, slabs: Slabs) -> Arena:
+def open_arena(terms: SessionTerms, slabs: Slabs) -> Imported:
     """Map the memory of the server's gpu tier.
 
     Raises TierUnavailableError when it has none, or this process does not see its device.
@@ -219,7 +195,7 @@ class CudaTransport(ShmTransport):
         self._is_closed = False
         # Guards the three above.
         self._users_lock = Lock()
-        self.arena: Arena | None = None
+        self.arena: Imported | None = None
         self.without_arena = ""
         try:
             self.arena = open_arena(session.terms, self.slabs)

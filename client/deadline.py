@@ -222,14 +222,12 @@ class LevelledGet:
         return self._result.result()
 
     def _give_up(self) -> None:
-        """Have nothing more loaded or decoded."""
         with self._changed:
             self._is_finished = True
         self._end()
         self._await_decodes()
 
     def _await_decodes(self) -> None:
-        """Wait for what writes to the room."""
         wait([work for _, work in self._decoding.values()])
 
     def _load(self) -> None:
@@ -331,7 +329,6 @@ class LevelledGet:
     # --- what is loaded
 
     def _leased(self) -> tuple[Transport, int]:
-        """Lease what is there; return how many chunks are, and where from."""
         least = self._plain_terms.least
         wanted = pb.LookupRequest(lease=True, ranges=True, min_accuracy=accuracy_number(least))
         found = look_up(self._link, self._keys, wanted, self.left_ms())

@@ -31,8 +31,7 @@ from kvstore.codecs.base import (
     empty_tensors,
 )
 from kvstore.codecs.raw import RawCodec
-from kvstore.codecs.row_cut import copy_kept, cut_bytes, kept_rows, place_cut
-from kvstore.codecs.shards import cut
+from kvstore.codecs.slices import copy_kept, cut, cut_bytes, kept_rows, place_cut
 from kvstore.proto.buffers import Bytes, Sliced
 from kvstore.proto.errors import (
     ChunkCorruptError,
@@ -49,10 +48,8 @@ from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, Stated, layer_orde
 
 WRONG = (ChunkCorruptError, InvalidFrameError, ModelError)
 """What proves that a chunk is wrong, for the server to drop it."""
-
 Room: TypeAlias = Callable[[int, KVLayout], Any]
 """Returns where the tensors of chunk number so and so go, as AnyTensors of that layout."""
-
 RAW = RawCodec()
 T = TypeVar("T")
 
@@ -478,7 +475,6 @@ class LayerReader:
         return True
 
     def _start(self, segment: int) -> list[Future[None]]:
-        """Have the threads decode one layer, a run of chunks each."""
         run = -(-len(self._chunks) // self._reader.threads) or 1
         return [
             self._reader.submit(self._decode, segment, first, first + run)
@@ -503,7 +499,6 @@ class LayerReader:
                 chunk.arrived.confirm()
 
     def _lose(self, number: int, broken: ChunkKey | None) -> None:
-        """End the prefix before chunk *number*."""
         with self._lock:
             if number < self._count:
                 self._count, self.broken = number, broken

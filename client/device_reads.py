@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -72,7 +72,7 @@ _WORD_BYTES = 8
 class _Batch:
     """Frames that the device works on. ``held`` is memory that is read until it is done.
 
-    ``confirm``, after the sums, raises LeaseExpiredError for memory that was reused, and
+    ``confirms``, after the sums, raise LeaseExpiredError for memory that was reused, and
     InvalidFrameError for contents that are not the codec's.
     """
 
@@ -82,7 +82,7 @@ class _Batch:
     stated: list[list[int]]
     """The checksums that each frame's header states."""
     done: Event | None = None
-    confirm: Callable[[], None] = lambda: None
+    confirms: Sequence[Callable[[], None]] = ()
     held: Sequence[object] = ()
 
     @classmethod
@@ -91,7 +91,7 @@ class _Batch:
     ) -> _Batch:
         """Return that of one frame, on the device's queue."""
         stated = [frame.header.segments["checksum"].tolist()]
-        return cls([frame], [sums], stated, None, confirm, held)
+        return cls([frame], [sums], stated, None, [confirm], held)
 
 
 class DeviceDecoder:
@@ -459,7 +459,6 @@ class Reading:
         return rows
 
     def _header(self, run: Run, number: int) -> FrameHeader:
-        """Parse a header that is not like the last one."""
         data = run.heads[number] if run.places else run.frames[number]
         key, session = self.keys[run.index + number], self._transport.session
         try:
@@ -526,8 +525,8 @@ class Reading:
         done = reader.work.record()
         for slot in slots:
             reader.busy[slot] = done
-        confirm = partial(_each, run.confirms[first : first + len(stated)])
-        self._queue.append(_Batch(frames, sums, stated, done, confirm, held))
+        confirms = run.confirms[first : first + len(stated)]
+        self._queue.append(_Batch(frames, sums, stated, done, confirms, held))
 
     def _bring_ring_tables(self) -> None:
         """Bring the tables of all frames at once: one behind copies of frames would be late."""
@@ -574,7 +573,8 @@ class Reading:
             batch.done.synchronize()
             (sums,) = batch.sums
             found = sums()
-            batch.confirm()  # first of all: memory that was reused says nothing of the chunk
+            for confirm in batch.confirms:
+                confirm()  # first of all: memory that was reused says nothing of the chunk
             if found == batch.stated:
                 self.done += len(found)
                 return
@@ -588,11 +588,6 @@ class Reading:
         except KVStoreError:
             self._queue.clear()  # what is behind it counts no more
             raise
-
-
-def _each(works: Sequence[Callable[[], None]]) -> None:
-    for work in works:
-        work()
 
 
 def _check_generations(found: NDArray[np.int64], places: Sequence[Place]) -> None:

@@ -127,7 +127,9 @@ class Forks:
             self._forking += 1
         self._cancel(self._idle)
         with self._changed:
-            is_quiet = self._changed.wait_for(self._is_quiet, GRACE_S)
+            is_quiet = self._changed.wait_for(
+                lambda: not self._running and not self._endable, GRACE_S
+            )
         self._cancel(self._endable)
         with self._changed:
             is_quiet = is_quiet or self._changed.wait_for(
@@ -144,9 +146,6 @@ class Forks:
             if call.is_active():
                 call.cancel()
                 self._left_at = time.monotonic()
-
-    def _is_quiet(self) -> bool:
-        return not self._running and not self._endable
 
     def after_in_parent(self) -> None:
         """Let calls go on."""
@@ -177,7 +176,5 @@ FORKS = Forks()
 # to executors, has to be free while calls are waited for: so that module is loaded before.
 importlib.import_module("concurrent.futures.thread")
 os.register_at_fork(
-    before=FORKS.before,
-    after_in_parent=FORKS.after_in_parent,
-    after_in_child=FORKS.after_in_child,
+    before=FORKS.before, after_in_parent=FORKS.after_in_parent, after_in_child=FORKS.after_in_child
 )

@@ -193,7 +193,6 @@ class Payload:
 
 
 def _payload(data: Bytes | Payload) -> Payload:
-    """Return bytes that are here as those that are still to come."""
     if isinstance(data, Payload):
         return data
     at = 0
@@ -308,7 +307,6 @@ def _runs(header: FrameHeader, tensors: AnyTensors) -> list[_Run]:
 
 Direct: TypeAlias = Callable[[int, int, Bytes], DirectFrame | None]
 """A frame's number, size and first bytes to what takes its parts; None: it has to be whole."""
-
 _NO_FRAME: Bytes = np.empty(0, np.uint8)
 
 

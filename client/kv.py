@@ -13,21 +13,12 @@ from kvstore.client.paged_cache import Blocks, kept_from
 from kvstore.codecs.base import Part
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, is_whole
 from kvstore.proto.keys import chunk_spans
-from kvstore.proto.types import (
-    ChainDigest,
-    ChunkKey,
-    DType,
-    KVLayout,
-    LayerGroup,
-    LayerKind,
-    Model,
-)
+from kvstore.proto.types import ChainDigest, ChunkKey, DType, KVLayout, LayerGroup, LayerKind, Model
 
 KV: TypeAlias = "TensorLike | Mapping[int, Sequence[TensorLike]] | Sequence[TensorLike] | Blocks"
 """One tensor (layers, 2, kv_heads, tokens, head_dim); of hybrid models a list of such, one for
 each layer group; the parts of each layer by its number, (kv_heads, tokens, head_dim) each; or
 ``cache[block_ids]`` of a PagedCache."""
-
 _NUMPY = {DType.float16: "f2", DType.float32: "f4", DType.uint8: "u1", DType.int8: "i1"}
 
 
@@ -76,7 +67,6 @@ def kv_of(name: str, kv: KV, model: Model, tokens: int, *, is_target: bool) -> W
 
 
 def _tensors(kv: Any) -> list[TensorLike]:
-    """Return the tensors that the caller gave."""
     if isinstance(kv, Mapping):
         return [part for parts in kv.values() for part in parts]
     return [kv] if hasattr(kv, "shape") else list(kv)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from kvstore.client.chunk import LayerTensors
 from kvstore.client.forks import FORKS
@@ -154,7 +154,34 @@ def prefix_plan(match: Match, chunk_tokens: int, chunks: int, engine: EngineTerm
     )
 
 
-class Lease:
+class Held:
+    """What *leases* keep, until it is released: leave the ``with`` to do it."""
+
+    def __init__(
+        self, leases: Sequence[int], release: Callable[[Sequence[int], Hints], None]
+    ) -> None:
+        self._leases = leases
+        self._release = release
+        self._is_released = not leases
+        self._process = FORKS.process
+
+    def release(self, hints: Hints = NO_HINTS) -> None:
+        """End the lease, and say what is known of its chunks by now. Idempotent.
+
+        A child leaves it to the parent.
+        """
+        was_released, self._is_released = self._is_released, True
+        if not was_released and self._process is FORKS.process:
+            self._release(self._leases, hints)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Lease(Held):
     """``match`` says what is ready; ``keys`` are those chunks. Leave the ``with`` to release."""
 
     def __init__(
@@ -165,13 +192,11 @@ class Lease:
         release: Callable[[Sequence[int], Hints], None],
         view: View,
     ) -> None:
+        super().__init__(match.leases, release)
         self.match = match
         self.keys = list(keys)
         self._read = read
-        self._release = release
         self._view = view
-        self._is_released = not match.lease_id
-        self._process = FORKS.process
 
     def view(self, index: int) -> ChunkView | None:
         """Return the chunk of ``keys[index]`` where it lies in the server's memory.
@@ -194,20 +219,3 @@ class Lease:
         if not self.keys:
             return []
         return self._read(self.keys, out)
-
-    def release(self, hints: Hints = NO_HINTS) -> None:
-        """End the lease, and say what is known of its chunks by now. Idempotent.
-
-        A child leaves it to the parent.
-        """
-        if not self._is_released:
-            self._is_released = True
-            if self._process is not FORKS.process:
-                return
-            self._release(self.match.leases, hints)
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()

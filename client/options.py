@@ -31,8 +31,6 @@ _SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:")
 _HEADER = "authorization"
 _NO_PROXY = ("grpc.enable_http_proxy", 0)
 """gRPC would take one out of the environment, for the loopback and a cluster's addresses too."""
-
-
 TransportName = Literal["auto", "shm", "tcp", "grpc"]
 MAX_DEADLINE_MS = 600_000
 """The longest that a server grants."""
@@ -84,14 +82,6 @@ class Access:
 
 OPEN = Access()
 """In plain text, and without saying who one is."""
-
-
-def access_from(token_file: str, tls_ca: str, tls_cert: str, tls_key: str) -> Access:
-    """Return the access that an engine's settings name; empty: not given."""
-    ca, cert, key, token = (
-        Path(text) if text else None for text in (tls_ca, tls_cert, tls_key, token_file)
-    )
-    return Access(ca=ca, cert=cert, key=key, token_file=token)
 
 
 def check_address(address: str) -> None:

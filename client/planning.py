@@ -33,11 +33,8 @@ DOUBT = 2.0
 that would have been sooner computed costs little, and one given up in vain costs the engine."""
 LEAST_LEFT_S = 0.001
 """What is left at least of a deadline, once it has passed: no load is worth it then."""
-
 LEAST_LOOKUP_MS = 50
 """What a lookup may take however near the deadline is: one that is late holds up others, too."""
-
-
 RECOMPUTE = -1
 """A chunk that the engine computes."""
 MISSING = -2

@@ -12,6 +12,7 @@ from kvstore.client.chunk import LayerTensors
 from kvstore.client.chunk_reads import ChunkRequest, read_layers
 from kvstore.client.decode import Layer, fresh, given
 from kvstore.client.forks import FORKS
+from kvstore.client.lookups import Held
 from kvstore.client.server_link import LeftMs, ServerLink, batches
 from kvstore.client.transports.base import Transport
 from kvstore.proto import kvstore_pb2 as pb
@@ -74,7 +75,7 @@ class FoundChunk:
     ratio: float
 
 
-class SegmentMatch:
+class SegmentMatch(Held):
     """What there is of a prompt's segments; leave the ``with`` to release it.
 
     ``asked`` are the segments of the whole prompt, those between the ranges that were given
@@ -89,23 +90,21 @@ class SegmentMatch:
         link: ServerLink,
         terms: SegmentQuery,
     ) -> None:
+        super().__init__([one for one in (found.lease_id, *found.more_leases) if one], link.release)
         self.asked = tuple(asked)
         self.found = found
         self.terms = terms
         self.prompt_tokens = asked[-1].stop if asked else 0
         self._link = link
-        self._leases = [one for one in (found.lease_id, *found.more_leases) if one]
-        self._is_released = not self._leases
-        self._process = FORKS.process
 
     def chunks(self) -> Iterator[FoundChunk]:
         """Yield the chunks that something is there of, in order."""
         segments: Iterator[tuple[NamedSegment, ResolvedSegment]]
         segments = zip(self.asked, self.found.segments, strict=True)
-        for asked, told in segments:
-            for chunk, one in zip(asked.chunks, told.chunks, strict=True):
+        for asked, here in segments:
+            for chunk, one in zip(asked.chunks, here.chunks, strict=True):
                 if one.variants:
-                    yield FoundChunk(chunk, one.variants[0], one.is_exact, one.priority, told.ratio)
+                    yield FoundChunk(chunk, one.variants[0], one.is_exact, one.priority, here.ratio)
 
     def layers(
         self,
@@ -135,23 +134,9 @@ class SegmentMatch:
         )
         return read_layers(self._link, transport, request)
 
-    def release(self) -> None:
-        """End the lease. Idempotent; a child leaves it to the parent."""
-        if not self._is_released:
-            self._is_released = True
-            if self._process is not FORKS.process:
-                return
-            self._link.release(self._leases)
-
     def abandon(self) -> None:
         """Have the lease end by its time: of a server that does not answer nothing is asked."""
         self._is_released = True
-
-    def __enter__(self) -> SegmentMatch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
 
 def find_segments(
@@ -293,7 +278,6 @@ def joined_resolutions(found: Sequence[Resolution]) -> Resolution:
 
 
 def _most(transport: Transport) -> int:
-    """Return how many chunks one Resolve or report may be about."""
     return min(MAX_ASKED_CHUNKS, transport.session.terms.max_batch_chunks)
 
 

@@ -37,12 +37,10 @@ FIRST_GUESS_BYTES_PER_S = 1.25e9
 assumed little would compute instead of loading, and never learn better."""
 FIRST_DECODE_BYTES_PER_S = 250e6
 """Assumed of decoding until something was measured: half of what one core does."""
-
 MAX_OPEN_BATCHES = 8
 """Batches of one layered get or put, each a stream: all of them are open at the same time."""
 _DIGEST = f"V{DIGEST_BYTES}"
 """As numpy moves it, or a namespace: a prompt has hundreds of keys."""
-
 T = TypeVar("T")
 LeftMs = Callable[[], int]
 """Returns the rest of a call's deadline, in ms. Raises DeadlineError when it is over."""

@@ -201,8 +201,8 @@ class ChunkEvent(NamedTuple):
 class EventPage:
     """*events* in order, maybe none: then the node lives. *cleared*: forget what you knew of it.
 
-    *place* is what to go on from; None while what is there is still being told. What comes
-    meanwhile is told behind it, some of it twice.
+    *place* is what to go on from; None until all that is there was sent. What comes
+    meanwhile follows, some of it twice.
     """
 
     events: tuple[ChunkEvent, ...]
@@ -268,9 +268,7 @@ class EventStream:
     def _begin(self) -> None:
         since = self._since or Place(0, 0)
         request = pb.EventsRequest(
-            session_id=self._session_id(),
-            boot_id=since.boot_id,
-            cursor=since.cursor,
+            session_id=self._session_id(), boot_id=since.boot_id, cursor=since.cursor
         )
         call = self._connection.begin_stream("Events", request, CALL_MS, is_idle=True)
         with self._lock:

@@ -32,18 +32,15 @@ FIRST_PACE_S = 0.05
 _FIRST_ANSWERS = 3
 _FADES = 0.5
 """What is left of the slowest answer, a beat later."""
-
 PROBE_S = 0.015
 """What a server takes at most to answer a hello, if it runs at all."""
 GRACE_S = 0.005
 """Once more, as it may have begun to run when it was looked at."""
-
 PULSE_S = 0.010
 """What a server that may be elsewhere takes at most, or _PACES times what it took lately."""
 _PACES = 3
 _ONCE_MORE = 2 / 3
 """Of that, when it is asked again: the first answer may have come while nobody here ran."""
-
 _PROC = Path("/proc")
 _RUNNING = ("R", "D")
 """States of a thread that has, or waits for, a core or a disk (proc(5))."""
@@ -72,14 +69,10 @@ class SessionTerms:
     """Whether it has a use for ``Chunk.importance``."""
 
 
-def _nothing() -> Mapping[str, int]:
-    return {}
-
-
 class Session:
     """One open session. A daemon thread beats for it until ``close``.
 
-    *counts* returns what the engine counted since its birth, which each beat tells the server.
+    *counts* returns what the engine counted since its birth, which each beat reports.
     """
 
     def __init__(
@@ -87,7 +80,7 @@ class Session:
         connection: Connection,
         representation: Model,
         options: ClientOptions,
-        counts: Callable[[], Mapping[str, int]] = _nothing,
+        counts: Callable[[], Mapping[str, int]] = dict,
         deadline_ms: int = 0,
     ) -> None:
         """Open it within *deadline_ms*; 0: those of the options. Raises KVStoreErrors."""

@@ -238,7 +238,7 @@ class LeasedViews:
         """Check the places of all whole chunks, a slab at a time: one by one takes twice as long.
 
         Where one of them is not what it should be, none of its slab is found here: each is looked
-        at by itself then, and what is wrong is told of that one alone.
+        at by itself then, and only that one is reported as wrong.
         """
         found: list[tuple[SlabMap, int, int] | None] = [None] * len(self._keys)
         rows = np.frombuffer(self._rows, PLACE_ROW)[: len(self._keys)]

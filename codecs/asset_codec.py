@@ -13,12 +13,10 @@ from typing import ClassVar, Self
 import numpy as np
 from typing_extensions import override
 
-from kvstore.codecs.asset_shelf import ASSETS, AssetShelf
-from kvstore.codecs.assets import Asset, AssetKind
-from kvstore.codecs.base import Part
+from kvstore.codecs.assets import ASSETS, Asset, AssetKind, AssetShelf
+from kvstore.codecs.base import EncodedLayer, EncodeTerms, LayerTerms, Part
 from kvstore.codecs.floats import FLOAT_TYPES, is_finite
 from kvstore.codecs.lossy import LossyCodec
-from kvstore.codecs.terms import EncodedLayer, EncodeTerms, LayerTerms
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     InvalidFrameError,

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.codecs.block_part import BlockLayers, BlockPart, to_dense
-from kvstore.codecs.block_stack import BlockStack
-from kvstore.codecs.terms import EncodeTerms
+from kvstore.codecs.block_part import BlockLayers, BlockPart, BlockStack, to_dense
 from kvstore.proto.buffers import Bytes, checksum
-from kvstore.proto.errors import InvalidFrameError, LayoutMismatchError, UnknownCodecError
+from kvstore.proto.errors import (
+    InvalidFrameError,
+    InvalidRequestError,
+    LayoutMismatchError,
+    UnknownCodecError,
+)
 from kvstore.proto.frame import (
     ALIGN_BYTES,
     FLAG_UNSUMMED,
@@ -29,7 +33,109 @@ from kvstore.proto.frame import (
     check_segment,
     header_bytes,
 )
-from kvstore.proto.types import END_KINDS, Accuracy, Component, KVLayout
+from kvstore.proto.types import END_KINDS, Accuracy, Component, KVLayout, Model, RopeParameters
+
+Importance: TypeAlias = NDArray[np.float32]
+"""A weight for each token of the chunk, not negative; larger tokens are kept more exactly."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodeTerms:
+    """Facts and wishes that a lossy codec may use, and none has to have.
+
+    ``rope`` is the rotary embedding that the keys carry; None leaves them as they are.
+    ``layer_ids`` are the model's numbers of the chunk's layers, component by component, and
+    ``model_layers`` how many the model has. ``importance`` is f32 (tokens,).
+    """
+
+    rope: RopeParameters | None = None
+    layer_ids: tuple[int, ...] = ()
+    model_layers: int = 0
+    importance: Importance | None = None
+
+    @classmethod
+    def of(
+        cls,
+        representation: Model,
+        importance: Importance | None = None,
+        layout: KVLayout | None = None,
+    ) -> EncodeTerms:
+        """Return what *representation* says of its model's chunks, of those of *layout* if given.
+
+        Without one they are chunks that have all that a chunk can have of its end.
+        """
+        groups = representation.layer_groups
+        last = max(layer for group in groups for layer in group.layer_ids)
+        ids = tuple(
+            layer
+            for group in groups
+            if layout is None or layout.has(group.kind)
+            for layer in group.layer_ids
+        )
+        return cls(representation.rope, ids, 1 + last, importance)
+
+    def layers(self, layout: KVLayout, position: int) -> Iterator[LayerTerms]:
+        """Yield the terms of each layer of *layout*, in the order of its segments.
+
+        Raises InvalidRequestError when the terms are another layout's.
+        """
+        self._check(layout)
+        ids = self.layer_ids or tuple(range(layout.segment_count))
+        layer_count = max(self.model_layers, 1 + max(ids))
+        layer_ids = iter(ids)
+        for component in layout.components:
+            first = component.first_token
+            weights = self.importance
+            if weights is not None:
+                weights = weights[first : first + component.tokens]
+            for _ in range(component.layers):
+                yield LayerTerms(
+                    component, next(layer_ids), layer_count, position + first, self.rope, weights
+                )
+
+    def _check(self, layout: KVLayout) -> None:
+        if self.layer_ids and len(self.layer_ids) != layout.segment_count:
+            raise InvalidRequestError(
+                "layer_ids", len(self.layer_ids), f"the chunk has {layout.segment_count} layers"
+            )
+        weights = self.importance
+        if weights is None:
+            return
+        if weights.shape != (layout.tokens,) or weights.dtype != np.float32:
+            fix = f"give float32 ({layout.tokens},)"
+            raise InvalidRequestError("importance", (weights.shape, str(weights.dtype)), fix)
+        if not (np.isfinite(weights) & (weights >= 0)).all():
+            raise InvalidRequestError("importance", float(weights.min()), "finite, not negative")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerTerms:
+    """The same for one layer: the model calls it ``layer_id`` and has ``model_layers``.
+
+    ``position`` is the index in the prompt of the first token that the layer keeps.
+    """
+
+    component: Component
+    layer_id: int = 0
+    model_layers: int = 1
+    position: int = 0
+    rope: RopeParameters | None = None
+    importance: Importance | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedLayer:
+    """One layer's base took ``stored_bytes`` of the caller's room; refinements come along.
+
+    ``error_bound`` is the largest absolute error of any element once everything is decoded,
+    0 unless ``accuracy`` is ``bounded``.
+    """
+
+    stored_bytes: int
+    accuracy: Accuracy
+    error_bound: float = 0.0
+    refinements: tuple[NDArray[np.uint8], ...] = ()
+
 
 T = TypeVar("T")
 
@@ -87,7 +193,7 @@ class Codec(ABC):
     """
 
     name: ClassVar[str]
-    codec_id: ClassVar[int]
+    codec_id: int
     """The number that frames carry. Never reused."""
     revision: ClassVar[int]
     accuracy: ClassVar[Accuracy]
@@ -284,36 +390,39 @@ CODECS: Registry[Codec] = Registry("codec")
 
 REMOVED = {1: "zstd", 3: "xans", 4: "xpack", 5: "fp8", 11: "mixed"}
 """Ids that are never used again: of codecs that are gone. A frame of one is a miss."""
-_NAMES_BY_ID = {
+NAMES_BY_ID = {
     0: "raw",
-    2: "zplane",
-    6: "gq8",
-    7: "gq4",
-    8: "gq2",
+    2: "lossless",
+    6: "kivi:8",
+    7: "kivi:4",
+    8: "kivi:2",
     9: "kvq",
     10: "cachegen",
-    12: "kvt",
-    13: "kvqs",
+    12: "kvtc",
+    13: "kvq:static",
 }
 
 REPLACED = {
-    "mixed": "kvq:N,importance",
-    "zstd": "zplane",
-    "xans": "zplane",
-    "xpack": "zplane",
     "fp8": "kvq:3",
+    "gq2": "kivi:2",
+    "gq4": "kivi:4",
+    "gq8": "kivi:8",
+    "kvqs": "kvq:N,static",
+    "kvt": "kvtc",
+    "mixed": "kvq:N,importance",
+    "xans": "lossless",
+    "xpack": "lossless",
+    "zplane": "lossless",
+    "zstd": "lossless",
 }
 """Names that are gone, and what to write instead."""
 
 CODECS.register("raw", "kvstore.codecs.raw:RawCodec")
+CODECS.register("lossless", "kvstore.codecs.lossless:LosslessCodec")
 CODECS.register("kvq", "kvstore.codecs.kvq:KvqCodec")
-CODECS.register("zplane", "kvstore.codecs.zplane:ZplaneCodec")
-CODECS.register("gq8", "kvstore.codecs.grouped:Gq8Codec")
-CODECS.register("gq4", "kvstore.codecs.grouped:Gq4Codec")
-CODECS.register("gq2", "kvstore.codecs.grouped:Gq2Codec")
+CODECS.register("kivi", "kvstore.codecs.kivi:KiviCodec")
 CODECS.register("cachegen", "kvstore.codecs.cachegen:CachegenCodec")
-CODECS.register("kvt", "kvstore.codecs.kvt:KvtCodec")
-CODECS.register("kvqs", "kvstore.codecs.kvqs:KvqsCodec")
+CODECS.register("kvtc", "kvstore.codecs.kvtc:KvtcCodec")
 
 
 def boundless_codecs() -> list[str]:
@@ -336,11 +445,11 @@ def codec_by_name(name: str) -> Codec:
 
 def codec_by_id(codec_id: int) -> Codec:
     """Return the codec a frame names. Raises UnknownCodecError."""
-    if codec_id not in _NAMES_BY_ID:
-        raise UnknownCodecError(codec_id, ", ".join(map(str, _NAMES_BY_ID)))
-    return codec_by_name(_NAMES_BY_ID[codec_id])
+    if codec_id not in NAMES_BY_ID:
+        raise UnknownCodecError(codec_id, ", ".join(map(str, NAMES_BY_ID)))
+    return codec_by_name(NAMES_BY_ID[codec_id])
 
 
 def codec_name(codec_id: int) -> str:
     """Return what the codec of *codec_id* is called, be it known or not."""
-    return _NAMES_BY_ID.get(codec_id) or REMOVED.get(codec_id, f"unknown-{codec_id}")
+    return NAMES_BY_ID.get(codec_id) or REMOVED.get(codec_id, f"unknown-{codec_id}")

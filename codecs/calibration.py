@@ -28,9 +28,7 @@ from kvstore.codecs.assets import (
     read_asset,
 )
 from kvstore.codecs.base import ChunkTensors, Part
-from kvstore.codecs.cachegen_profile import CachegenProfile
-from kvstore.codecs.kvqs_profile import KvqsProfile
-from kvstore.codecs.kvt_profile import KvtProfile
+from kvstore.codecs.profiles import CachegenProfile, KvtcProfile, StaticKvqProfile
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.keys import chunk_spans
 from kvstore.proto.types import MIN_CHUNK_TOKENS, Component, DType, LayerKind, RopeParameters
@@ -71,7 +69,7 @@ class Samples:
         if self.rope is None and self.component.parts == 2:
             fix = "it turns keys back, and dumps do not say by what: give the model and a text"
             raise InvalidRequestError("sources", "dumps", fix)
-        make = KvtProfile if kind is AssetKind.kvt else KvqsProfile
+        make = KvtcProfile if kind is AssetKind.kvtc else StaticKvqProfile
         profile = make([self.component], self.rope)
         for tensors, position in self.chunks:
             profile.add(tensors, position)

@@ -17,11 +17,17 @@ from dataclasses import dataclass
 import numpy as np
 from typing_extensions import override
 
-from kvstore.codecs.base import Part
+from kvstore.codecs.base import EncodedLayer, LayerTerms, Part
 from kvstore.codecs.floats import is_finite
-from kvstore.codecs.kvq_body import MAX_SINKS, QUANTISED, Head, Stream
-from kvstore.codecs.kvq_classes import NO_CLASSES, Classes, classes_of, factors_of
-from kvstore.codecs.kvq_exact import decode_exact, encode_exact, max_exact_bytes
+from kvstore.codecs.kvq_body import (
+    MAX_SINKS,
+    QUANTISED,
+    Head,
+    Stream,
+    decode_exact,
+    encode_exact,
+    max_exact_bytes,
+)
 from kvstore.codecs.kvq_layer import (
     Decoding,
     Encoding,
@@ -39,12 +45,11 @@ from kvstore.codecs.kvq_levels import (
     ones,
     parse_refinement,
 )
-from kvstore.codecs.kvq_models import ASSET
+from kvstore.codecs.kvq_models import ASSET, NO_CLASSES, Classes, classes_of, factors_of
 from kvstore.codecs.kvq_native import fine_backend, tile_backend
 from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Angles, Cut, TileBackend, Tiles
 from kvstore.codecs.lossy import LossyCodec
 from kvstore.codecs.rans import Backend, native_backend
-from kvstore.codecs.terms import EncodedLayer, LayerTerms
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, UnknownCodecError
 from kvstore.proto.frame import FrameHeader
@@ -59,9 +64,11 @@ divergence, most of which comes from keys (KVQuant finds so, section 3; bench.co
 """
 LAYERED = "layered"
 _TERMS = re.compile(rf"([0-{len(RATIOS) - 1}]|{LAYERED})(,sinks=[0-{MAX_SINKS}])?(,importance)?")
+STATIC = "static"
+_QUALITIES = tuple(map(str, range(len(RATIOS))))
 KNOWN_TERMS = (
     f"kvq:0 to kvq:{len(RATIOS) - 1}, kvq:{LAYERED}; then ,sinks=0 to ,sinks={MAX_SINKS}; then, "
-    f"but for kvq:{LAYERED}, ,importance"
+    f"but for kvq:{LAYERED}, ,importance; or kvq:0,{STATIC} to kvq:{len(RATIOS) - 1},{STATIC}"
 )
 
 
@@ -83,7 +90,8 @@ class KvqCodec(LossyCodec):
     its base and two refinements. The first tokens of a prompt stay exact, ``sinks`` of them: its
     attention sinks, of whose loss most of the divergence comes (StreamingLLM, Xiao et al., arXiv
     2309.17453, section 3.1). With ``importance``, tokens have finer or coarser steps by the
-    caller's weights, where it gives some. A frame is read whatever it was written with.
+    caller's weights, where it gives some. A frame is read whatever it was written with; ``static``
+    is of frames of its own, StaticKvqCodec's.
     """
 
     name = "kvq"
@@ -111,7 +119,12 @@ class KvqCodec(LossyCodec):
 
     @override
     @classmethod
-    def of(cls, terms: str) -> KvqCodec:
+    def of(cls, terms: str) -> LossyCodec:
+        quality, comma, option = terms.rpartition(",")
+        if option == STATIC and (quality in _QUALITIES or not comma):
+            from kvstore.codecs.kvq_static import StaticKvqCodec  # which needs this module
+
+            return StaticKvqCodec(int(quality) if quality else None)
         found = _TERMS.fullmatch(terms)
         quality, sinks, importance = found.groups() if found else ("", "", "")
         if not quality or (quality == LAYERED and importance):

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.codecs.base import Part
+from kvstore.codecs.base import Codec, Part, codec_by_id, codec_by_name
 from kvstore.codecs.floats import Floats
-from kvstore.codecs.kvq_classes import NO_CLASSES, Classes
-from kvstore.codecs.kvq_models import MODELS
+from kvstore.codecs.kvq_models import MODELS, NO_CLASSES, Classes
 from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Cut
 from kvstore.codecs.rans import LANES
 from kvstore.codecs.rope import MAX_PAIRS
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError
-from kvstore.proto.types import Component
+from kvstore.proto.types import Accuracy, Component
 
 AS_IT_IS, QUANTISED = 0, 1
 HEAD = struct.Struct("<BBHIIIfI")
@@ -260,3 +260,37 @@ class ByteCutter:
         start = self._at
         self._at += count * np.dtype(dtype).itemsize
         return self._data[start : self._at].view(dtype)
+
+
+_WRITER = "lossless"
+
+
+@lru_cache(maxsize=1)
+def _writer() -> Codec:
+    return codec_by_name(_WRITER)
+
+
+def max_exact_bytes(component: Component) -> int:
+    """Upper bound of such a layer."""
+    return EXACT_HEAD.size + _writer().max_segment_bytes(component)
+
+
+def encode_exact(parts: Sequence[Part], component: Component, out: Bytes) -> int:
+    """Write *parts* under a lossless codec behind its number and revision."""
+    codec = _writer()
+    head = EXACT_HEAD.pack(AS_IT_IS, 0, codec.codec_id, codec.revision, 0)
+    out[: EXACT_HEAD.size] = np.frombuffer(head, np.uint8)
+    return EXACT_HEAD.size + codec.encode_segment(parts, component, out[EXACT_HEAD.size :])
+
+
+def decode_exact(data: Bytes, component: Component, out: Sequence[Part]) -> None:
+    """Read what ``encode_exact`` wrote. Raises InvalidFrameError, UnknownCodecError."""
+    if len(data) < EXACT_HEAD.size:
+        raise InvalidFrameError("stored_bytes", len(data), f"at least {EXACT_HEAD.size}")
+    method, zero, codec_id, revision, rest = EXACT_HEAD.unpack(data[: EXACT_HEAD.size].tobytes())
+    if method != AS_IT_IS or zero or rest:
+        raise InvalidFrameError("method", method, "this reader knows 0 and 1, then zeros")
+    codec = codec_by_id(codec_id)
+    if codec.accuracy is not Accuracy.exact or not codec.reads(revision):
+        raise InvalidFrameError("codec", (codec_id, revision), "name a lossless one")
+    codec.decode_segment(data[EXACT_HEAD.size :], component, out)

@@ -7,7 +7,7 @@ heads is checked by the kernels as they go. torch is imported here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,20 +16,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvstore.codecs.device_layers import (
-    DeviceLayer,
-    Wait,
-    copy_rows,
-    device_layers,
-    first_tokens,
-    page_arguments,
-    page_pointers,
-)
+from kvstore.codecs.base import Codec
 from kvstore.codecs.floats import Floats
 from kvstore.codecs.frame_kernels import (
     MAX_GRID_Y,
     Argument,
     Launch,
+    byte_strides,
     cuda_launcher,
     device_table,
     grid_cuts,
@@ -40,15 +33,117 @@ from kvstore.codecs.kvq_body import HEAD, QUANTISED, Head
 from kvstore.codecs.kvq_layer import is_quantised, sinks_moved
 from kvstore.codecs.kvq_models import kvq_models
 from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Cut
-from kvstore.codecs.paged import FrameAt, Paged, Pages
-from kvstore.codecs.rans import LANES
-from kvstore.codecs.rans_kernels import SOURCE as RANS_SOURCE
-from kvstore.codecs.rans_kernels import check_status, search_tables
+from kvstore.codecs.paged import FrameAt, Paged, Pages, check_frames
+from kvstore.codecs.rans import LANES, SLOTS, ModelTable
 from kvstore.codecs.rope import rotation
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.types import Component
 
-SOURCES = (RANS_SOURCE, Path(__file__).with_suffix(".cu"))
+BUCKETS = 128
+
+FAULTS = {
+    1: ("counts", "must sum up to the words and escapes"),
+    2: ("steps", "finite and positive"),
+    4: ("means", "finite"),
+    8: ("models", "the table has fewer"),
+    16: ("words", "the stream does not end where it must"),
+    32: ("escapes", "not as many as coded"),
+}
+"""What each bit of a status word says: a field and what it should be."""
+
+Tables: TypeAlias = "tuple[NDArray[np.uint32], NDArray[np.uint8]]"
+
+
+def search_tables(table: ModelTable) -> Tables:
+    """Return start | frequency << 16 of each symbol, u32 (models, symbols), and the symbol of
+    each 32nd slot, u8 (models, 128).
+
+    A sixteenth of ``decode_slots``: from a bucket's symbol on, half a step on average finds the
+    slot's own.
+    """
+    rows = table.frequencies.astype(np.uint32)
+    starts = np.cumsum(rows, axis=1, dtype=np.uint32) - rows
+    buckets = table.decode_slots[:, :: SLOTS // BUCKETS].astype(np.uint8)
+    return starts | rows << np.uint32(16), np.ascontiguousarray(buckets)
+
+
+def check_status(status: NDArray[np.int32]) -> None:
+    """Raise InvalidFrameError for the first fault of any word of *status*."""
+    for index in np.flatnonzero(status)[:1]:
+        bits = int(status[index])
+        field, fix = FAULTS[bits & -bits]
+        raise InvalidFrameError(field, f"layer {index}", fix)
+
+
+Wait: TypeAlias = Callable[[], None]
+"""Waits for what was begun. Raises InvalidFrameError; the pages then hold rubbish."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceLayer:
+    """The base of layer ``number`` of a component: ``stored_bytes`` from byte ``base`` on."""
+
+    frame: FrameAt
+    number: int
+    base: int
+    stored_bytes: int
+
+
+def device_layers(
+    codec: Codec, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged
+) -> list[list[DeviceLayer]]:
+    """Return all layers of each component, of each frame in turn.
+
+    Raises LayoutMismatchError, InvalidRequestError, InvalidFrameError, UnknownCodecError unless
+    *frames* are of *codec*, of one layout and one level, and lie in *memory*.
+    """
+    check_frames(codec, memory, frames, paged)
+    for frame in frames:
+        if frame.header.levels:
+            raise InvalidFrameError("levels", frame.header.levels, "only hosts read refinements")
+    found: list[list[DeviceLayer]] = []
+    first = 0
+    for component in frames[0].header.layout.components:
+        found.append([])
+        for frame in frames:
+            rows = frame.header.segments[first : first + component.layers]
+            places = zip(rows["offset"].tolist(), rows["stored_bytes"].tolist(), strict=True)
+            found[-1] += [
+                DeviceLayer(frame, number, frame.offset + offset, size)
+                for number, (offset, size) in enumerate(places)
+            ]
+        first += component.layers
+    return found
+
+
+def first_tokens(layers: Sequence[DeviceLayer]) -> list[int]:
+    """Return each layer's first token in the request."""
+    return [layer.frame.first_token for layer in layers]
+
+
+def page_pointers(layers: Sequence[DeviceLayer], pages: Pages) -> list[int]:
+    """Return where the pages of each part of each layer begin."""
+    return [view.data_ptr() for layer in layers for view in pages.views[layer.number]]
+
+
+def page_arguments(pages: Pages) -> list[Argument]:
+    """Return what a kernel is told of pages: tokens of a block, strides in bytes."""
+    return [np.uint32(pages.first.shape[2]), *byte_strides(pages)]
+
+
+def copy_rows(
+    parts: Sequence[torch.Tensor], layer: DeviceLayer, pages: Pages, paged: Paged
+) -> None:
+    """Copy the *parts* of a layer, bytes (kv_heads, tokens, row), into their slots."""
+    views = pages.views[layer.number]
+    slots = torch.arange(parts[0].shape[1], device=views[0].device) + layer.frame.first_token
+    blocks = torch.tensor(list(paged.tables[0]), device=views[0].device)[slots // views[0].shape[2]]
+    for part, view in zip(parts, views, strict=True):
+        rows = part.to(view.device).transpose(0, 1)
+        view.view(torch.uint8).transpose(1, 2)[blocks, slots % view.shape[2]] = rows
+
+
+SOURCES = (Path(__file__).with_name("rans_kernels.cu"), Path(__file__).with_suffix(".cu"))
 THREADS = 512
 """Sixteen tiles share a block's 40 KB of tables: those of a layer of eight heads of 128."""
 SCRATCH_BYTES = 1 << 28

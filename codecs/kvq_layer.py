@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.codecs.base import Part
+from kvstore.codecs.base import LayerTerms, Part
 from kvstore.codecs.floats import FLOAT_TYPES, Floats, from_float32, to_float32
 from kvstore.codecs.kvq_body import (
     NO_SINKS,
@@ -20,7 +20,6 @@ from kvstore.codecs.kvq_body import (
     parse_body,
     tile_count,
 )
-from kvstore.codecs.kvq_classes import NO_CLASSES, Classes, moved
 from kvstore.codecs.kvq_levels import (
     FineBackend,
     Thirds,
@@ -30,11 +29,11 @@ from kvstore.codecs.kvq_levels import (
     parse_refinement,
     ternary_table,
 )
-from kvstore.codecs.kvq_models import kvq_models
+from kvstore.codecs.kvq_models import NO_CLASSES, Classes, kvq_models
+from kvstore.codecs.kvq_native import fine_backend
 from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Angles, Cut, Tiles
 from kvstore.codecs.rans import Backend
 from kvstore.codecs.rope import inverse_frequencies, rotate, rotation
-from kvstore.codecs.terms import LayerTerms
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.types import Component, DType, LayerKind
@@ -80,13 +79,14 @@ class Encoding:
             bound = bound_of(errors, tiles.magnitudes, dtype, angles)
             self.bounds[level] = max(self.bounds[level], bound)
 
-    def end_block(self, block: slice = slice(0), move: Move = moved) -> None:
+    def end_block(self, block: slice = slice(0), move: Move | None = None) -> None:
         """Code what was taken since the last block: the tokens *block*, where they have classes."""
         tiles = [each for each, _ in self._block]
         symbols, models = joined(tiles, "symbols"), joined(tiles, "models")
         classes, table = self._classes[block], kvq_models().table
         if len(classes):
-            coded = encode_each(symbols, move(models, classes), table, self._entropy)
+            each = (move or fine_backend().move)(models, classes)
+            coded = encode_each(symbols, each, table, self._entropy)
         else:
             coded = self._entropy.encode_tiles(symbols, models, table)
         self._streams[0].append(coded)
@@ -127,7 +127,7 @@ class Decoding:
     coded: Component
     entropy: Backend
     refinements: tuple[Stream, ...] = ()
-    move: Move = moved
+    move: Move | None = None
 
     @classmethod
     def of(
@@ -161,7 +161,7 @@ class Decoding:
     def _tiles(self, at: slice, block: slice, stream: Stream, value: int) -> Tiles:
         body, models, table = self.body, self.body.models[at], kvq_models().table
         if len(body.classes):
-            each = self.move(models, body.classes[block])
+            each = (self.move or fine_backend().move)(models, body.classes[block])
             symbols = decode_each(stream, each, table, self.entropy)
         else:
             symbols = np.empty((len(models), block.stop - block.start, TILE_CHANNELS), np.uint8)

@@ -10,12 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from kvstore.codecs.base import Importance
+from kvstore.codecs.floats import Floats
 from kvstore.codecs.rans import ModelTable
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.types import DIGEST_BYTES
@@ -71,3 +73,29 @@ def kvq_models() -> KvqModels:
         words[size : 2 * size].reshape(MODELS, SYMBOLS),
         words[2 * size :].reshape(MODELS, 3, 3),
     )
+
+
+Classes: TypeAlias = NDArray[np.uint8]
+"""u8 (tokens,): 0 a quarter of the step, 1 half, 2 the step, 3 twice the step."""
+NO_CLASSES: Classes = np.zeros(0, np.uint8)
+PLAIN = 2
+KINDS = 4
+"""Classes there are."""
+FINEST_SHARE, FINER_SHARE = 0.02, 0.12
+"""Of the most important tokens: these get a quarter of the step, those up to here half."""
+
+
+def classes_of(importance: Importance) -> Classes:
+    """Return the class of each token; tokens of no importance at all get twice the step."""
+    tokens = len(importance)
+    classes = np.full(tokens, PLAIN, np.uint8)
+    order = np.argsort(-importance, kind="stable")
+    classes[order[: int(np.ceil(FINER_SHARE * tokens))]] = 1
+    classes[order[: int(np.ceil(FINEST_SHARE * tokens))]] = 0
+    classes[importance == 0] = PLAIN + 1
+    return classes
+
+
+def factors_of(classes: Classes) -> Floats:
+    """Return each token's step in steps of the tile, f32 (tokens,)."""
+    return np.ldexp(np.float32(1), classes.astype(np.int32) - PLAIN).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The tiles and refinements of kvq by the compiled loops: the bytes of the reference."""
+"""The tiles and refinements of kvq, by the compiled loops."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from kvstore.codecs.base import Part
 from kvstore.codecs.floats import Floats, from_float32, to_float32
-from kvstore.codecs.kvq_classes import KINDS, NO_CLASSES, Classes
 from kvstore.codecs.kvq_levels import LEVELS, FineBackend, Thirds, rows_of
-from kvstore.codecs.kvq_models import kvq_models
+from kvstore.codecs.kvq_models import KINDS, NO_CLASSES, Classes, kvq_models
 from kvstore.codecs.kvq_tiles import ESCAPE_SHARE, TILE_CHANNELS, Angles, TileBackend, Tiles
 from kvstore.proto.buffers import address, addresses
 from kvstore.proto.native import Loops, done, loops
@@ -159,7 +158,7 @@ def _dequantise(
 
 
 def _quotients(native: Loops, tiles: Tiles) -> Floats | None:
-    """Return the whole numbers of *tiles*; see ``kvq_tiles.quotients_of``."""
+    """Return the whole numbers of *tiles*, f32; None when their escapes do not fit."""
     arrays = (contiguous(tiles.symbols), contiguous(tiles.escapes), contiguous(tiles.values))
     found = np.empty(tiles.symbols.shape, np.float32)
     given = _TilesIn(0, 0, *addresses(*arrays), len(tiles.escapes), len(tiles.values), 0, 0)
@@ -170,7 +169,7 @@ def _quotients(native: Loops, tiles: Tiles) -> Floats | None:
 def _contexts(
     native: Loops, found: Floats, models: NDArray[np.uint8], level: int
 ) -> NDArray[np.uint8]:
-    """Return the row of each third; see ``kvq_levels.contexts_of``."""
+    """Return the row of ``ternary_table`` for each third of *level*, from the level before."""
     out: NDArray[np.uint8] = np.empty(found.shape, np.uint8)
     rows = contiguous(rows_of(models, level))
     native.kvq_contexts(address(found), address(rows), address(out), *found.shape[:2])
@@ -178,7 +177,7 @@ def _contexts(
 
 
 def _add(native: Loops, found: Floats, thirds: NDArray[np.uint8]) -> None:
-    """Make *found* those of the next level; see ``kvq_levels.add_symbols``."""
+    """Make *found* those of the next level, in place."""
     if found.size != thirds.size:
         raise ValueError(f"{thirds.size} thirds of {found.size} numbers")
     given = contiguous(thirds)
@@ -186,7 +185,7 @@ def _add(native: Loops, found: Floats, thirds: NDArray[np.uint8]) -> None:
 
 
 def _move(native: Loops, models: NDArray[np.uint8], classes: Classes) -> NDArray[np.uint8]:
-    """Return the model of each number; see ``kvq_classes.moved``."""
+    """Return the model of each number, u8 (n, tokens, 128), of *models* u8 (n, 128)."""
     out: NDArray[np.uint8] = np.empty((len(models), len(classes), TILE_CHANNELS), np.uint8)
     given, kinds = contiguous(models), contiguous(classes)
     native.kvq_move(address(given), address(kinds), address(out), len(models), len(classes))
@@ -197,7 +196,10 @@ def _write(
     native: Loops, found: Floats, tiles: Tiles, factors: Floats,
     given: tuple[DType, Angles | None, Part],
 ) -> None:  # fmt: skip
-    """Write the numbers of *tiles*; see ``kvq_levels.write_scaled``."""
+    """Write *found*, times *factors* f32 (tokens,), times the steps and about the means of *tiles*.
+
+    *given*: the type of a part's block, the angles to turn it by, and where it goes.
+    """
     dtype, angles, out = given
     heads, tokens, dim = out.shape
     _check_tiles(tiles, heads, dim)
@@ -214,7 +216,10 @@ def _write(
 def _refine(
     native: Loops, bits: Part, dtype: DType, angles: Angles | None, tiles: Tiles
 ) -> list[Thirds] | None:
-    """Return the levels behind *tiles*; see ``kvq_levels.refine``."""
+    """Return the levels behind *tiles*, which *bits* were quantised to.
+
+    None when float32 is too coarse for the finest step.
+    """
     numbers = _quotients(native, tiles)
     assert numbers is not None
     words = _wide(bits, dtype)

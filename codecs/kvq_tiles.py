@@ -1,4 +1,4 @@
-"""Tiles of kvq: a part cut up, quantised and put together again. The reference backend.
+"""Tiles of kvq: how a part is cut up, and what a quantised tile is.
 
 A tile is up to 256 tokens of 128 neighbouring channels, the heads' channels laid end to end.
 Every float32 operation is rounded by itself, sums are in float64 and in a stated order, so that
@@ -10,24 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.codecs.base import Part
-from kvstore.codecs.floats import Floats, from_float32, is_finite, to_float32
-from kvstore.codecs.kvq_classes import NO_CLASSES, PLAIN, Classes, factors_of, moved
-from kvstore.codecs.kvq_models import (
-    ESCAPE,
-    MAX_QUOTIENT,
-    PADDING_MODEL,
-    SHAPES,
-    SYMBOLS,
-    ZERO,
-    kvq_models,
-)
-from kvstore.codecs.rope import rotate
+from kvstore.codecs.floats import Floats
 from kvstore.proto.types import Component, DType
 
 TILE_CHANNELS = 128
@@ -106,24 +95,6 @@ class TileBackend:
     dequantise: Dequantise = field(repr=False)
 
 
-def quantise(
-    bits: Part, dtype: DType, angles: Angles | None, ratio: float, classes: Classes = NO_CLASSES
-) -> Tiles | None:
-    """Quantise the block *bits*; see ``Quantise``. *classes*, if any, are those of its tokens."""
-    if not is_finite(bits, dtype):
-        return None
-    x = to_float32(bits, dtype)
-    magnitudes = np.abs(as_tiles(x)).max((1, 2))
-    if magnitudes.max() >= LARGEST:
-        return None
-    if angles is not None:
-        rotate(x, angles[0], -angles[1])
-    tiles = Centred.of(as_tiles(x), x.shape[0] * x.shape[2], ratio)
-    if tiles is None:
-        return None
-    return _quantised(tiles, classes, magnitudes)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Centred:
     """Tiles about their channels' means: ``difference`` f32 (n, tokens, 128) is x less ``means``
@@ -178,29 +149,6 @@ class Centred:
         return found if (found <= self.steps * (np.float32(largest) * TOLERANCE)).all() else None
 
 
-def _quantised(tiles: Centred, classes: Classes, magnitudes: Floats) -> Tiles | None:
-    quotients = tiles.difference * (np.float32(1) / tiles.steps)[:, None, None]
-    if len(classes):
-        factors = factors_of(classes)[:, None]
-        quotients = np.rint(quotients / factors)
-        errors = tiles.errors(quotients * factors, float(factors.max()))
-    else:
-        np.rint(quotients, out=quotients)
-        errors = tiles.errors(quotients)
-    if errors is None:
-        return None
-    q = quotients.astype(np.int16)
-    models = np.where(tiles.is_real, _pick(q, classes, tiles), PADDING_MODEL).astype(np.uint8)
-    every = moved(models, classes) if len(classes) else models[:, None]
-    is_near = np.abs(q) <= kvq_models().reach[every]
-    symbols = np.where(is_near, q + ZERO, ESCAPE).astype(np.uint8)
-    escapes = (~is_near).sum((1, 2), dtype=np.uint32)
-    values = q[~is_near]
-    if len(values) * ESCAPE_SHARE > q.size:
-        return None
-    return Tiles(tiles.steps, tiles.means, models, symbols, escapes, values, errors, magnitudes)
-
-
 def steps_of(
     squares: NDArray[np.float64], is_real: NDArray[np.bool_], tokens: int, ratio: float
 ) -> Floats:
@@ -213,36 +161,6 @@ def steps_of(
     return steps
 
 
-def _pick(q: Quotients, classes: Classes, tiles: Centred) -> NDArray[np.intp]:
-    """Return each channel's model that is cheapest over its classes together.
-
-    Of the five scales about the channel's standard deviation.
-    """
-    family = kvq_models()
-    every = np.arange(len(family.costs), dtype=np.uint8)
-    cost: Any = None
-    for kind in np.unique(classes) if len(classes) else (PLAIN,):
-        of_kind = moved(every[None], np.array([kind], np.uint8))[0, 0]
-        costs = family.costs[of_kind].astype(np.float64)
-        mine = q[:, classes == kind] if len(classes) else q
-        found = _histograms(mine) @ costs.T  # whole numbers, exact
-        cost = found if cost is None else cost + found
-    scale = np.searchsorted(family.edges, tiles.spread, side="left")[..., None]
-    distance = every // SHAPES - scale
-    cost[np.abs(distance) > 2] = np.inf
-    models: NDArray[np.intp] = np.argmin(cost, axis=-1)
-    return models
-
-
-def _histograms(q: Quotients) -> NDArray[np.float64]:
-    """Return how often each channel of *q* (n, tokens, 128) has each symbol, (n, 128, symbols)."""
-    count, _, channels = q.shape
-    symbols = np.where(np.abs(q) <= MAX_QUOTIENT, q + ZERO, ESCAPE).astype(np.intp)
-    rows = np.arange(count * channels).reshape(count, 1, channels) * SYMBOLS
-    found = np.bincount((rows + symbols).reshape(-1), minlength=count * channels * SYMBOLS)
-    return found.reshape(count, channels, SYMBOLS).astype(np.float64)
-
-
 def as_tiles(x: Floats) -> Floats:
     """Return (heads, tokens, dim) as (columns, tokens, 128), zeros for padding."""
     heads, tokens, dim = x.shape
@@ -251,39 +169,3 @@ def as_tiles(x: Floats) -> Floats:
     padded = np.zeros((tokens, columns * TILE_CHANNELS), np.float32)
     padded[:, : heads * dim] = flat
     return np.ascontiguousarray(padded.reshape(tokens, columns, TILE_CHANNELS).transpose(1, 0, 2))
-
-
-def from_tiles(y: Floats, heads: int, dim: int) -> Floats:
-    """Return (columns, tokens, 128) as a new (heads, tokens, dim)."""
-    columns, tokens, _ = y.shape
-    flat = y.transpose(1, 0, 2).reshape(tokens, columns * TILE_CHANNELS)[:, : heads * dim]
-    return np.ascontiguousarray(flat.reshape(tokens, heads, dim).transpose(1, 0, 2))
-
-
-def quotients_of(tiles: Tiles) -> NDArray[np.float32] | None:
-    """Return the whole numbers q of *tiles* as f32; None when their escapes do not fit."""
-    is_escape = tiles.symbols == ESCAPE
-    if not np.array_equal(is_escape.sum((1, 2)), tiles.escapes):
-        return None
-    q = tiles.symbols.astype(np.float32)
-    q -= np.float32(ZERO)
-    q[is_escape] = tiles.values
-    return q
-
-
-def dequantise(tiles: Tiles, dtype: DType, angles: Angles | None, out: Part) -> bool:
-    """Write the numbers of *tiles* to *out*; see ``Dequantise``."""
-    y = quotients_of(tiles)
-    if y is None:
-        return False
-    with np.errstate(over="ignore", invalid="ignore"):  # what nobody wrote may be infinite
-        y *= tiles.steps[:, None, None]
-        y += tiles.means.astype(np.float32)[:, None]
-        rows = from_tiles(y, out.shape[0], out.shape[2])
-        if angles is not None:
-            rotate(rows, *angles)
-        from_float32(rows, dtype, out)
-    return True
-
-
-NUMPY = TileBackend("numpy", quantise, dequantise)

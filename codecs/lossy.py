@@ -12,13 +12,15 @@ from kvstore.codecs.base import (
     AnyPart,
     AnyTensors,
     Codec,
+    EncodedLayer,
+    EncodeTerms,
+    LayerTerms,
     Part,
     check_room,
     check_tensors,
     each_wanted,
 )
 from kvstore.codecs.block_part import BlockPart, to_dense
-from kvstore.codecs.terms import EncodedLayer, EncodeTerms, LayerTerms
 from kvstore.proto.buffers import Bytes, checksum, copy_bytes
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import (

@@ -15,7 +15,7 @@ static const u32 MIN_STATE = 1u << 16;
 static const u32 BUCKETS = 128;
 static const u32 BUCKET_BITS = 5;  // slots of a bucket
 
-// What decoding found wrong; codecs/rans_kernels.py has the names.
+// What decoding found wrong; codecs/kvq_kernels.py has the names.
 static const u32 BAD_COUNTS = 1, BAD_MODELS = 8, BAD_STREAM = 16, BAD_ESCAPES = 32;
 
 struct Stream {

@@ -17,13 +17,12 @@ from kvstore.codecs.base import (
     AnyTensors,
     ChunkTensors,
     Codec,
+    EncodeTerms,
     Part,
     check_room,
     check_tensors,
 )
-from kvstore.codecs.block_part import BLOCK_ROW, ROW_SUM, BlockPart, block_rows
-from kvstore.codecs.block_stack import BlockStack
-from kvstore.codecs.terms import EncodeTerms
+from kvstore.codecs.block_part import BLOCK_ROW, ROW_SUM, BlockPart, BlockStack, block_rows
 from kvstore.proto.buffers import (
     BLOCK_BYTES,
     Bytes,

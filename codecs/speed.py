@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.codecs.base import ChunkTensors, Codec, empty_tensors
-from kvstore.codecs.terms import EncodeTerms
+from kvstore.codecs.base import ChunkTensors, Codec, EncodeTerms, empty_tensors
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.types import (
@@ -75,9 +74,9 @@ _OUTLIERS = 4
 _KEEP = 0.5
 _ROPE = RopeParameters(500_000.0, HEAD_DIM)
 _NAMED = bytes(16)
-_BY_ENTROPY = ("kvq", "kvqs", "cachegen", "kvt")
-_BY_PLANES = ("zplane",)
-_BY_GROUPS = ("gq8", "gq4", "gq2")
+_BY_ENTROPY = ("kvq", "kvq:static", "cachegen", "kvtc")
+_BY_PLANES = ("lossless",)
+_BY_GROUPS = ("kivi",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +131,11 @@ def backend_of(codec: Codec) -> str:
 
         return native_backend().name
     if codec.name in _BY_PLANES:
-        from kvstore.codecs.sieve import native_sieve
+        from kvstore.codecs.lossless import native_sieve
 
         return native_sieve().name
     if codec.name in _BY_GROUPS:
-        from kvstore.codecs.grouped_loops import native_loops
+        from kvstore.codecs.kivi import native_loops
 
         return native_loops().name
     return "numpy"

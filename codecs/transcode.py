@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvstore.codecs.base import Codec, Part, codec_by_id
+from kvstore.codecs.base import Codec, EncodeTerms, Part, codec_by_id
 from kvstore.codecs.lossy import LossyCodec
 from kvstore.codecs.raw import RawCodec, part_views
-from kvstore.codecs.terms import EncodeTerms
 from kvstore.proto.buffers import Bytes, as_bytes, checksum, copy_groups
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
 from kvstore.proto.frame import (

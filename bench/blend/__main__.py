@@ -26,6 +26,7 @@ from bench.blend.cases import (
     WHOLE,
     Case,
     Engine,
+    Estimate,
     Key,
     Part,
     Tokens,
@@ -113,15 +114,11 @@ class SlowSource(MemorySource):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One decision made and carried out: its seconds, and those of the model's own full prefill.
-
-    *asked_s* of them went into asking the store, making the plan and deciding.
-    """
+    """One decision made and carried out: its seconds, and those of the model's own full prefill."""
 
     decision: Decision
     measured_s: float
     full_s: float
-    asked_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,35 +134,18 @@ class Timing:
         return median(map(value, self.turns))
 
     @property
-    def ratio_to_full(self) -> float:
-        """Time over that of a full prefill: the median of the turns."""
-        return self.median(lambda turn: turn.measured_s / turn.full_s)
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Of that median, 95 %: turns drawn again and again (bootstrap), paired as they were."""
+    def to_full(self) -> Estimate:
+        """Time over that of a full prefill: the median of the turns, and its 95 % interval, of
+        turns drawn again and again (bootstrap), paired as they were.
+        """
         ratios = np.array([turn.measured_s / turn.full_s for turn in self.turns])
-        _, low, high = resampled(lambda pick: float(np.median(ratios[pick])), len(ratios))
-        return low, high
+        return resampled(lambda pick: float(np.median(ratios[pick])), len(ratios))
 
     @property
     def is_settled(self) -> bool:
         """Whether it is far from a full prefill's time, or known well."""
-        low, high = self.interval
-        return self.ratio_to_full < NEAR_FULL or high - low <= 2 * NARROW
-
-    def line(self) -> str:
-        """Return its line of the table; the decision is the last one."""
-        decision, (low, high) = self.turns[-1].decision, self.interval
-        measured_s = self.median(lambda turn: turn.measured_s)
-        expected = self.median(lambda turn: turn.decision.expected_s / turn.measured_s)
-        return (
-            f"  {self.selector:16s}{self.link_mb_per_s:8g} MB/s  {decision.action:6s}"
-            f" at {decision.ratio:4.0%}  {self.ratio_to_full:6.3f} of full"
-            f" [{low:.3f}, {high:.3f}] ({len(self.turns)} turns),"
-            f" expected {decision.expected_s * 1e3:6.0f} ms, measured {measured_s * 1e3:6.0f};"
-            f" expected / measured {expected:.2f}"
-        )
+        ratio, low, high = self.to_full
+        return ratio < NEAR_FULL or high - low <= 2 * NARROW
 
 
 class Stage:
@@ -175,15 +155,10 @@ class Stage:
         self._shape = shape
         torch.manual_seed(0)
         config = LlamaConfig(
-            vocab_size=1024,
-            hidden_size=shape.hidden,
-            intermediate_size=11 * shape.hidden // 4,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.hidden // 64,
-            num_key_value_heads=shape.hidden // 128,
-            head_dim=64,
-            max_position_embeddings=4096,
-        )
+            vocab_size=1024, hidden_size=shape.hidden, intermediate_size=11 * shape.hidden // 4,
+            num_hidden_layers=shape.layers, num_attention_heads=shape.hidden // 64,
+            num_key_value_heads=shape.hidden // 128, head_dim=64, max_position_embeddings=4096,
+        )  # fmt: skip
         engine, rng = Engine.of(LlamaForCausalLM(config), 0), random.Random(0)
         prefix, *chunks = (_some(rng, n) for n in [shape.prefix] + [shape.chunk] * shape.chunks)
         compiled = engine.blender.compile
@@ -264,7 +239,7 @@ class Stage:
         planner.observe_full(len(self.case.tokens), full_s)
         if decision.action != "full":
             planner.observe_blend(chosen, result, loaded_bytes)
-        return Turn(decision, asked_s + blended_s, full_s, asked_s)
+        return Turn(decision, asked_s + blended_s, full_s)
 
 
 def _some(rng: random.Random, count: int) -> Tokens:
@@ -310,41 +285,27 @@ def asking(stage: Stage) -> Iterator[Callable[[], None]]:
         yield ask
 
 
-def speed(report: Report, shape: StageShape, links_mb_per_s: Sequence[float]) -> list[str]:
-    """Measure times to the first token; return the table."""
+def speed(report: Report, shape: StageShape, links_mb_per_s: Sequence[float]) -> None:
+    """Measure times to the first token."""
     stage = Stage(shape)
     stage.full_s()
     with asking(stage) as ask:
         ask()
         timings = [one for name in TIMED for one in stage.times(name, links_mb_per_s, ask)]
-    slowest = max(timings, key=lambda one: one.ratio_to_full)
-    low, high = slowest.interval
+    for one in timings:
+        decision, (ratio, low, high) = one.turns[-1].decision, one.to_full
+        words = f"of full [{low:.3f}, {high:.3f}]: {decision.action} at {decision.ratio:.0%}"
+        report.note(f"  {one.selector} at {one.link_mb_per_s:g} MB/s", f"{ratio:.3f}", words)
+    slowest = max(timings, key=lambda one: one.to_full[0])
     report.add(
-        "slowest_vs_full_prefill",
-        slowest.ratio_to_full,
+        "slowest_vs_full_prefill", slowest.to_full[0],
         f"time as the controller decides, {slowest.selector} at {slowest.link_mb_per_s:g} MB/s, "
-        f"paired 95 %: [{low:.3f}, {high:.3f}], {len(slowest.turns)} turns",
+        f"{paired(slowest.to_full)}, {len(slowest.turns)} turns",
         f"the model's full prefill, {slowest.median(lambda turn: turn.full_s) * 1e3:.0f} ms",
-    )
-    asked = max(one.median(lambda turn: turn.asked_s / turn.full_s) for one in timings)
-    report.note(
-        "asking, planning, deciding", f"{asked:.4f}", "of a full prefill, at worst, in all of these"
-    )
+    )  # fmt: skip
     blended = stage.to_full(stage.plan(TIMED[0]))
-    report.add(
-        "ttft_vs_full_prefill@15",
-        blended,
-        f"time of {TIMED[0]} from memory",
-        f"full prefill of {len(stage.case.tokens)} tokens; {1 / blended:.1f} times as fast",
-    )
-    prefix = stage.to_full(stage.plan("first_k").without("approx"))
-    report.note("prefix alone / full prefill", f"{prefix:.3f}", "from memory")
-    errors = [
-        one.median(lambda turn: abs(turn.decision.expected_s / turn.measured_s - 1))
-        for one in timings
-    ]
-    report.note("time model's error", f"{median(errors):.3f}", f"median; worst {max(errors):.3f}")
-    return ["time to the first token, by storage", *(one.line() for one in timings)]
+    tokens = f"full prefill of {len(stage.case.tokens)} tokens"
+    report.add("ttft_vs_full_prefill@15", blended, f"time of {TIMED[0]} from memory", tokens)
 
 
 SEED = 3
@@ -366,17 +327,13 @@ class Sizes:
     model: ModelSizes = field(default_factory=ModelSizes)
 
 
-def identity(report: Report, cases: Mapping[str, Case]) -> None:
+def identity(report: Report, cases: Sequence[Case]) -> None:
     """Compare both ends of the ratio with what each model itself computes, in float32."""
-    found = {name: _ends(case) for name, case in cases.items()}
-    for name, (full, zero) in found.items():
-        report.note(
-            f"logits, {name}", f"{full:.1e} at 100 %, {zero:.1e} at 0", "largest difference"
-        )
+    found = list(map(_ends, cases))
     keys = ("full_ratio_max_abs_logit", "zero_ratio_max_abs_logit")
     against = ("the models' full prefills", "the models over caches of moved chunks")
     for at, key in enumerate(keys):
-        distance = max(ends[at] for ends in found.values())
+        distance = max(ends[at] for ends in found)
         report.add(key, distance, f"largest difference of a logit: {distance:.1e}", against[at])
         report.values[key] = distance  # a report rounds to ten-thousandths
 
@@ -413,38 +370,22 @@ def quality(report: Report, sizes: Sizes) -> list[str]:
     stories = [riddle_case(learned, make_riddle(rng, STORY), rng) for _ in range(sizes.stories)]
     asked = list(islice(question_cases(trained, tokenizer, rng), sizes.questions))
     texts = islice(text_cases(trained, tokenizer, rng), sizes.texts)
-    identity(report, {"set by hand": riddles[0], "riddlelm": stories[0], "tinylm": asked[0]})
+    identity(report, [riddles[0], stories[0], asked[0]])
     answers, story_scores, marks = measure(riddles), measure(stories), measure(asked)
     running = measure(texts)
     ours, theirs, naive = (figures(answers, key, "exact_match") for key in (BEST, RIVAL, NAIVE))
     gain = difference(ours, theirs)
-    report.add(
-        "best_em_minus_hkvd_em@15",
-        gain[0],
-        f"right answers of {BEST[0]} less those of {RIVAL[0]}, {paired(gain)}",
-        f"{ours.mean():.3f}, {theirs.mean():.3f}; naive {naive.mean():.3f}",
-    )
-    for one, other in ((WHOLE, NAIVE), (BEST, RIVAL)):
-        ours, theirs = (figures(story_scores, key, "exact_match") for key in (one, other))
-        gain = difference(ours, theirs)
-        found = f"{ours.mean():.3f}, {theirs.mean():.3f}"
-        report.note(
-            f"riddlelm, right: {one[0]}, {other[0]}", found, f"{gain[0]:+.3f}, {paired(gain)}"
-        )
+    words = f"right answers of {BEST[0]} less those of {RIVAL[0]}, {paired(gain)}"
+    means = f"{ours.mean():.3f}, {theirs.mean():.3f}; naive {naive.mean():.3f}"
+    report.add("best_em_minus_hkvd_em@15", gain[0], words, means)
     parts = {}
-    for name, part in (("riddlelm", story_scores), ("questions", marks), ("text", running)):
+    for name, part in (("questions", marks), ("text", running)):
         kls = [figures(part, key, "divergence") for key in (BEST, RIVAL)]
         parts[name] = quotient(*kls), f"{kls[0].mean():.2e}, {kls[1].mean():.2e}"
-        interval = parts[name][0]
-        report.note(f"KL of {BEST[0]} / {RIVAL[0]}, {name}", f"{interval[0]:.3f}", paired(interval))
-    worst = max(("questions", "text"), key=lambda name: parts[name][0][0])
+    worst = max(parts, key=lambda name: parts[name][0][0])
     interval, found = parts[worst]
-    report.add(
-        "best_kl_vs_hkvd_kl@15",
-        interval[0],
-        f"KL of {BEST[0]} over that of {RIVAL[0]}, {worst} (the worse of two), {paired(interval)}",
-        found,
-    )
+    words = f"KL of {BEST[0]} over that of {RIVAL[0]}, {worst} (the worse of two)"
+    report.add("best_kl_vs_hkvd_kl@15", interval[0], f"{words}, {paired(interval)}", found)
     columns = [("EM", "exact_match", 1.0), ("KL x1e3", "divergence", 1e3)]
     columns += [("top-1", "agreement", 1.0), ("rows", "rows", 1.0)]
     lines = table("model set by hand", answers, columns)
@@ -456,9 +397,7 @@ def quality(report: Report, sizes: Sizes) -> list[str]:
 def main(argv: Sequence[str] | None = None, sizes: Sizes | None = None) -> None:
     """Run every part and print the report."""
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--model", type=Path, metavar="FOLDER", help="measure quality on this language model, too"
-    )
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="measure this model, too")
     asked = parser.parse_args(argv)
     threads = torch.get_num_threads()
     report, sizes = Report("blend"), sizes or Sizes()
@@ -469,7 +408,7 @@ def main(argv: Sequence[str] | None = None, sizes: Sizes | None = None) -> None:
             report.skip(MODEL_KEYS, "no --model FOLDER was given: make real-model makes one")
         else:
             lines += measure_model(report, asked.model, sizes.model)
-        lines += speed(report, sizes.stage, sizes.links_mb_per_s)
+        speed(report, sizes.stage, sizes.links_mb_per_s)
     finally:
         torch.set_num_threads(threads)
     if not asked.json:

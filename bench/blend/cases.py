@@ -71,11 +71,8 @@ class Engine:
         found, start = dict[int, Placed](), len(prefix)
         for place in order:
             stop = start + len(chunks[place])
-            found[place] = (
-                [(k[:, start:stop].clone(), v[:, start:stop].clone()) for k, v in kv],
-                start,
-            )
-            start = stop
+            rows = [(k[:, start:stop].clone(), v[:, start:stop].clone()) for k, v in kv]
+            found[place], start = (rows, start), stop
         return [found[place] for place in range(len(chunks))]
 
     def learned(
@@ -88,13 +85,10 @@ class Engine:
         """Return what full prefills of *orders* tell of *stored*: mean ranks of deviations."""
         sums = [torch.zeros(len(chunk)) for chunk in chunks]
         for order in orders:
-            for total, (kv, _), known in zip(
-                sums, self.cut(prefix, chunks, order), stored, strict=True
-            ):
-                places = torch.argsort(
-                    torch.argsort(deviations(kv, known), stable=True), stable=True
-                )
-                total += places.float() / len(places)
+            cuts = self.cut(prefix, chunks, order)
+            for total, (kv, _), known in zip(sums, cuts, stored, strict=True):
+                ranks = torch.argsort(deviations(kv, known), stable=True)
+                total += torch.argsort(ranks, stable=True).float() / len(ranks)
         return [tuple((total / len(orders)).tolist()) for total in sums]
 
 
@@ -155,9 +149,8 @@ class Case:
         segments, end = list[Segment](), 0
         for part in self.parts:
             start, end = end, end + len(part.tokens)
-            segments.append(
-                Segment(start, end, part.kind, src_pos=part.src_pos, scores=part.scores)
-            )
+            src, scores = part.src_pos, part.scores
+            segments.append(Segment(start, end, part.kind, src_pos=src, scores=scores))
         segments.append(Segment(end, len(self.tokens), "miss"))
         return BlendPlan(self.tokens, tuple(segments), ratio, selector)
 

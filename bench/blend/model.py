@@ -238,19 +238,13 @@ def measure_model(report: Report, folder: Path, sizes: ModelSizes) -> list[str]:
     naive = bare.pooled(NAIVE)
     found = {key: quotient(bare.pooled(key), naive) for key in keys(RATIOS)[1:]}
     worst = max(found, key=lambda key: found[key][0])
-    report.add(
-        MODEL_KEYS[0],
-        found[worst][0],
-        f"KL of {worst[0]} at {worst[1]:.0%} over naive reuse, {paired(found[worst])}",
-        f"no prefix, the first document moved; naive {naive.mean():.4f}, {len(naive)} prompts",
-    )
+    words = f"KL of {worst[0]} at {worst[1]:.0%} over naive reuse, {paired(found[worst])}"
+    against = f"no prefix, the first document moved; naive {naive.mean():.4f}, {len(naive)} prompts"
+    report.add(MODEL_KEYS[0], found[worst][0], words, against)
     part = quotient(facts.answers(BEST), facts.answers(NAIVE))
-    report.add(
-        MODEL_KEYS[1],
-        part[0],
-        f"KL of answers of hybrid at 30 % over that of naive reuse, {paired(part)}",
-        f"documents out of another prompt; {sizes.contexts} contexts of {QUESTIONS} questions",
-    )
+    words = f"KL of answers of hybrid at 30 % over that of naive reuse, {paired(part)}"
+    against = f"documents of another prompt; {sizes.contexts} contexts of {QUESTIONS} questions"
+    report.add(MODEL_KEYS[1], part[0], words, against)
     lines = []
     for title, tried in (("facts", facts), ("text", text), ("without a prefix", bare)):
         lines.append(f"{folder.name}, {title}: {len(tried.prompts)} prompts")

@@ -35,15 +35,15 @@ from bench.real_model import FOLDER, why_missing
 from kvstore.proto.types import RopeParameters
 
 OURS = {
-    "exact": ("raw", "zplane"),
-    "gq": ("gq8", "gq4", "gq2"),
+    "exact": ("raw", "lossless"),
+    "gq": ("kivi:8", "kivi:4", "kivi:2"),
     "kvq": ("kvq:3", "kvq:2", "kvq:1", "kvq:0"),
     "kvq layered": ("kvq:layered",),
     "kvq without sinks": ("kvq:1,sinks=0", "kvq:0,sinks=0"),
     "kvq importance": ("kvq:2,importance", "kvq:1,importance", "kvq:0,importance"),
     "cachegen": ("cachegen:3", "cachegen:2", "cachegen:1", "cachegen:0"),
-    "kvqs": ("kvqs:3", "kvqs:2", "kvqs:1", "kvqs:0"),
-    "kvt": ("kvt:3", "kvt:2", "kvt:1", "kvt:0"),
+    "kvq:static": ("kvq:3,static", "kvq:2,static", "kvq:1,static", "kvq:0,static"),
+    "kvtc": ("kvtc:3", "kvtc:2", "kvtc:1", "kvtc:0"),
 }
 """Settings of each family; those of one family are points of one curve.
 
@@ -64,7 +64,7 @@ REAL_KL = {"real_model_kl@4bits": 4.0, "real_model_kl@3bits": 3.0}
 """Bits a value at which kvq's divergence on the real model is reported."""
 SINKS = (("kvq:0", "kvq:0,sinks=0"), ("kvq:1", "kvq:1,sinks=0"))
 """The same quality with the attention sink exact, and with it quantised as the rest."""
-SINK_KEY, LOSSLESS, LOSSLESS_KEY = "sink_kl_ratio", "zplane", "lossless_ratio"
+SINK_KEY, LOSSLESS, LOSSLESS_KEY = "sink_kl_ratio", "lossless", "lossless_ratio"
 REAL_KEYS = (*REAL_KL, SINK_KEY)
 IMPORTANCE = "kvq importance"
 TINY, REAL = "tinylm", "real model"

@@ -12,14 +12,10 @@ from numpy.typing import NDArray
 from bench.codecs.baselines import Coded, Speed
 from bench.codecs.kv import Bits, bits_per_value, digest
 from bench.lib.report import cpu_s
-from kvstore.codecs.asset_shelf import ASSETS
-from kvstore.codecs.assets import AssetKind, pack_asset, parse_asset
-from kvstore.codecs.base import ChunkTensors, Codec, codec_by_name, empty_tensors
-from kvstore.codecs.cachegen_profile import CachegenProfile
-from kvstore.codecs.kvqs_profile import KvqsProfile
-from kvstore.codecs.kvt_profile import KvtProfile
+from kvstore.codecs.assets import ASSETS, AssetKind, pack_asset, parse_asset
+from kvstore.codecs.base import ChunkTensors, Codec, EncodeTerms, codec_by_name, empty_tensors
 from kvstore.codecs.lossy import LossyCodec
-from kvstore.codecs.terms import EncodeTerms
+from kvstore.codecs.profiles import CachegenProfile, KvtcProfile, StaticKvqProfile
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameHeader, FrameTemplate
 from kvstore.proto.keys import representation_digest
@@ -151,7 +147,7 @@ def _parts(window: Bits) -> ChunkTensors:
 def calibrated(chunks: Chunks, samples: Bits) -> None:
     """Fit the tables that some codecs need for the model of *chunks*, on other KV of it.
 
-    They stay on this process's shelf of assets. kvt's are left out where the samples have not
+    They stay on this process's shelf of assets. kvtc's are left out where the samples have not
     many more tokens than the model has channels.
     """
     layout = KVLayout.of(chunks.model, samples.shape[3])
@@ -161,16 +157,16 @@ def calibrated(chunks: Chunks, samples: Bits) -> None:
         for window in samples:
             look(_parts(window))
     _shelve(AssetKind.cachegen, chunks, cachegen.tables())
-    kvqs = KvqsProfile(layout.components, chunks.model.rope)
+    kvq_static = StaticKvqProfile(layout.components, chunks.model.rope)
     for window in samples:
-        kvqs.add(_parts(window), 0)
-    _shelve(AssetKind.kvqs, chunks, kvqs.tables())
+        kvq_static.add(_parts(window), 0)
+    _shelve(AssetKind.kvq, chunks, kvq_static.tables())
     windows, _, _, tokens, kv_heads, head_dim = samples.shape
     if windows * tokens >= TOKENS_A_CHANNEL * kv_heads * head_dim:
-        kvt = KvtProfile(layout.components, chunks.model.rope)
+        kvtc = KvtcProfile(layout.components, chunks.model.rope)
         for window in samples:
-            kvt.add(_parts(window), 0)
-        _shelve(AssetKind.kvt, chunks, kvt.tables())
+            kvtc.add(_parts(window), 0)
+        _shelve(AssetKind.kvtc, chunks, kvtc.tables())
 
 
 def _shelve(kind: AssetKind, chunks: Chunks, tables: Mapping[str, NDArray[Any]]) -> None:

@@ -24,7 +24,7 @@ from bench.codecs.ours import Chunks, Coder
 from bench.lib.report import Report, cpu_s
 
 ROUNDS = 5
-SPEEDS = ("raw", "gq8", "gq4", "gq2", "cachegen")
+SPEEDS = ("raw", "kivi:8", "kivi:4", "kivi:2", "cachegen")
 """Of ours, those that are beside no opponent."""
 AIBRIX_KEYS = ("lossless_encode_vs_aibrix", "lossless_decode_vs_aibrix")
 ZIPNN_KEYS = ("lossless_encode_vs_zipnn", "lossless_decode_vs_zipnn")
@@ -138,14 +138,14 @@ def _lossless(report: Report, bench: SpeedBench) -> dict[str, Measured]:
     sides: dict[str, Side] = {
         "memcpy": memcpy_time(tensors.bits),
         "aibrix zstd": lambda: aibrix_time(tensors.bits),
-        "zplane": bench.ours("zplane"),
+        "lossless": bench.ours("lossless"),
     }
     if not isinstance(bench.zipnn, str):
         sides["zipnn"] = partial(bench.zipnn.time, tensors)
     found = bench.run(sides)
-    _compare(report, AIBRIX_KEYS, (found["zplane"], found["aibrix zstd"]), (2.0, 2.0))
+    _compare(report, AIBRIX_KEYS, (found["lossless"], found["aibrix zstd"]), (2.0, 2.0))
     if "zipnn" in found:
-        _compare(report, ZIPNN_KEYS, (found["zplane"], found["zipnn"]), (1.0, 0.95))
+        _compare(report, ZIPNN_KEYS, (found["lossless"], found["zipnn"]), (1.0, 0.95))
     else:
         report.skip(ZIPNN_KEYS, str(bench.zipnn))
     return found

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
@@ -45,15 +45,31 @@ WARM_UP = 2
 """Rounds that do not count: first requests wait for what is made once."""
 FEWEST = 4
 """Rounds of which there is a median."""
-CPU = ", CPU"
-NEW, TURN, AGAIN = "new", "turn", "again"
+NEW, TURN, AGAIN, CPU = "new", "turn", "again", ", CPU"
 """A prompt that nobody knows; one whose beginning is stored; one of which all is stored."""
+MODEL_SCALE = 2
+ROUNDS, TURNS_S = 40, 150.0
+"""Of prompts alone, as many as the seconds allow."""
+HITS = 3
+"""Times a round asks for what is stored: it takes little."""
+PAIRS, PAIRS_S = 120, 100.0
+"""Of prompts that nobody knows, with our store and without."""
+BATCHES_S, BATCHES_ALONE_S = 130.0, 240.0
+BATCH, BATCH_TOKENS, GENERATED = 8, 512, 32
+PEER_ROUNDS = 4 + WARM_UP
+"""Rounds, the first ones, that have peers and hits in them: only what storing costs is a key."""
+_MOST_ROUNDS, _MANY = 1000, 1 << 12
+"""The latter: more than there are rounds."""
+STORE_KEY = "store_overhead"
+KEYS = (
+    "tokens_identical", "ttft_hit_vs_recompute", "ttft_hit_vs_lmcache", "ttft_hit_vs_vllm_offload",
+    "miss_overhead", STORE_KEY, *DEAD_KEYS,
+)  # fmt: skip
 
 Bounds: TypeAlias = tuple[int, int]
 """At least, and at most."""
 Kind: TypeAlias = tuple[str, str]
 """A contestant, and the kind of request."""
-
 _DRAWS, _SEED, _TAIL = 1000, 20_26, 0.025
 
 
@@ -78,9 +94,10 @@ def interval(found: Sequence[float]) -> tuple[float, float]:
 class Samples:
     """Seconds by contestant and kind of request, then by round; of hits that did not come none."""
 
-    seconds: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
+    seconds: dict[Kind, dict[int, float]] = field(default_factory=dict)
     lost: Counter[str] = field(default_factory=Counter)
     is_same: bool = True
+    """Whether all answered alike."""
 
     def take(self, side: Side, kind: str, number: int, taken: Taken, wanted: Bounds) -> None:
         """Add a request of round *number* that has to have found as many tokens as *wanted* says.
@@ -92,6 +109,23 @@ class Samples:
             return
         for name, took_s in ((kind, taken.took_s), (kind + CPU, taken.cpu_s)):
             self.seconds.setdefault((side.name, name), {})[number] = took_s
+
+    def ask(
+        self, sides: Sequence[Side], kind: str, number: int,
+        asked: Sequence[Prompt], wanted: Bounds, generated: int = 1,
+    ) -> list[list[int]]:  # fmt: skip
+        """Have all *sides* answer the same, then forget what the engine itself has cached.
+
+        Return the tokens of the first.
+        """
+        answers = []
+        for side in in_turn(sides, number):
+            taken = side.ask(asked, generated)
+            self.take(side, kind, number, taken, wanted)
+            answers.append(taken.tokens)
+            side.fresh()
+        self.is_same &= all(one == answers[0] for one in answers)
+        return answers[0]
 
     def ratios(self, ours: Kind, theirs: Kind) -> list[float]:
         """Return the ratio of each round that has both. Raises PeerSkippedError of too few."""
@@ -128,38 +162,9 @@ class Samples:
 
     def note(self, report: Report, ours: Kind, theirs: Kind) -> None:
         """Add a ratio to the table alone."""
-        try:
+        with suppress(PeerSkippedError):
             value = f"{self.ratio(ours, theirs):.3f}"
-        except PeerSkippedError as error:
-            value = str(error)
-        report.note(f"  {ours[1]}, {ours[0]}", value, f"{self.ms(ours)}, {self.ms(theirs)}")
-
-
-STORE_KEY = "store_overhead"
-SECONDS = 240.0
-BATCH, BATCH_TOKENS, GENERATED = 8, 512, 32
-PEER_ROUNDS = 4 + WARM_UP
-"""Rounds, the first ones, that have peers and hits in them: only what storing costs is a key."""
-_MOST_ROUNDS = 1000
-
-
-def one_batch(
-    samples: Samples, sides: Sequence[Side], batch: Sequence[Prompt], number: int, kinds: str
-) -> None:
-    """Have all answer some prompts at once, which nobody knows, and stores the same once more if
-    that is among *kinds*.
-    """
-    whole = min(len(one) for one in batch) // CHUNK_TOKENS * CHUNK_TOKENS
-    bounds = {NEW: (0, 0), AGAIN: (whole - CHUNK_TOKENS, MOST_TOKENS)}
-    answers = []
-    for kind in kinds.split():
-        for side in in_turn(sides, number):
-            if side.has_store or kind != AGAIN:
-                taken = side.ask(batch, GENERATED)
-                samples.take(side, kind, number, taken, bounds[kind])
-                answers.append(taken.tokens)
-                side.fresh()
-    samples.is_same &= all(one == answers[0] for one in answers)
+            report.note(f"  {ours[1]}, {ours[0]}", value, f"{self.ms(ours)}, {self.ms(theirs)}")
 
 
 def measure_batches(report: Report, sides: Sequence[Side], seconds: float) -> bool:
@@ -168,77 +173,43 @@ def measure_batches(report: Report, sides: Sequence[Side], seconds: float) -> bo
     *sides* begin with the one without a store and ours; the others take part in a few rounds.
     Return whether all tokens were the same.
     """
-    samples = Samples()
-    prompts = cycle(chats(BATCH_TOKENS))
-    began = time.monotonic()
+    samples, prompts, began = Samples(), cycle(chats(BATCH_TOKENS)), time.monotonic()
     for number in range(_MOST_ROUNDS):
         batch = [tokens(one, number) for one in islice(prompts, BATCH)]
+        most = len(sides) if number < PEER_ROUNDS else 2
+        computed = samples.ask(sides[:most], NEW, number, batch, (0, 0), GENERATED)
         if number < PEER_ROUNDS:
-            one_batch(samples, sides, batch, number, f"{NEW} {AGAIN}")
-        else:
-            one_batch(samples, sides[:2], batch, number, NEW)
+            stored = min(map(len, batch)) // CHUNK_TOKENS * CHUNK_TOKENS - CHUNK_TOKENS
+            stores = [side for side in sides if side.has_store]
+            bounds = (stored, MOST_TOKENS)
+            again = samples.ask(stores, AGAIN, number, batch, bounds, GENERATED)
+            samples.is_same &= again == computed
         if time.monotonic() - began > seconds:
             break
     samples.add(report, STORE_KEY, (OURS, NEW), (PLAIN, NEW))
-    report.note("  batches", str(number + 1 - WARM_UP), f"{BATCH} prompts, {GENERATED} tokens each")
     for side in sides[1:]:
         for kind, against in ((NEW, NEW), (NEW + CPU, NEW + CPU), (AGAIN, NEW)):
             samples.note(report, (side.name, kind), (PLAIN, against))
     return samples.is_same
 
 
-MODEL_SCALE = 2
-ROUNDS, TURNS_S = 40, 150.0
-"""Of prompts alone, as many as the seconds allow."""
-HITS = 3
-"""Times a round asks for what is stored: it takes little."""
-PAIRS, PAIRS_S = 120, 100.0
-"""Of prompts that nobody knows, with our store and without."""
-BATCHES_S = 130.0
-
-KEYS = (
-    "tokens_identical", "ttft_hit_vs_recompute", "ttft_hit_vs_lmcache", "ttft_hit_vs_vllm_offload",
-    "miss_overhead", STORE_KEY, *DEAD_KEYS,
-)  # fmt: skip
-_MANY = 1 << 12
-"""More than there are rounds."""
-Asked: TypeAlias = tuple[str, Prompt, Bounds]
-"""A kind of request, its prompt, and how many tokens of it are stored."""
-
-
 def one_turn(samples: Samples, sides: Sequence[Side], turn: Turn, number: int) -> None:
-    """Have all answer a prompt, the turn that follows on it, and that as far as it is stored.
+    """Have all answer a prompt, the turn that follows on it, and that as far as it is stored; the
+    stores the last some times more: nobody computes, so it takes little.
 
     One token more than that: every engine computes the last one itself.
     """
     earlier, prompt = turn.prompts(number)
     whole = (len(prompt) - 1) // CHUNK_TOKENS * CHUNK_TOKENS
     shared = turn.history_tokens // CHUNK_TOKENS * CHUNK_TOKENS
-    stored: Asked = (AGAIN, prompt[: whole + 1], (whole - CHUNK_TOKENS, whole))
-    for kind, asked, wanted in (
-        (NEW, earlier, (0, 0)),
-        (TURN, prompt, (shared - CHUNK_TOKENS, whole)),
-        stored,
-    ):
-        answers = []
-        for side in in_turn(sides, number):
-            taken = side.ask([asked])
-            samples.take(side, kind, number, taken, wanted)
-            if kind == TURN:
-                samples.take(side, f"{kind} {turn.kind}", number, taken, wanted)
-            answers.append(taken.tokens)
-            side.fresh()
-        samples.is_same &= all(one == answers[0] for one in answers)
-    if number >= WARM_UP:
-        more_hits(samples, [side for side in sides if side.has_store], stored, number)
-
-
-def more_hits(samples: Samples, sides: Sequence[Side], stored: Asked, number: int) -> None:
-    """Have the stores answer once more what is stored: nobody computes, so it takes little."""
-    kind, asked, wanted = stored
-    for again in range(1, HITS):
-        for side in in_turn(sides, number + again):
-            samples.take(side, kind, again * _MANY + number, side.ask([asked]), wanted)
+    stored, bounds = prompt[: whole + 1], (whole - CHUNK_TOKENS, whole)
+    samples.ask(sides, NEW, number, [earlier], (0, 0))
+    samples.ask(sides, f"{TURN} {turn.kind}", number, [prompt], (shared - CHUNK_TOKENS, whole))
+    samples.ask(sides, AGAIN, number, [stored], bounds)
+    stores = [side for side in sides if side.has_store]
+    for again in range(1, HITS if number >= WARM_UP else 1):
+        for side in in_turn(stores, number + again):
+            samples.take(side, AGAIN, again * _MANY + number, side.ask([stored]), bounds)
             side.fresh()
 
 
@@ -246,18 +217,9 @@ def measure_misses(report: Report, sides: Sequence[Side]) -> bool:
     """Prompts that nobody knows, by turns with our store and without; return whether tokens were
     the same. The one that goes first changes: AB, BA, AB.
     """
-    samples = Samples()
-    prompts = cycle(turns(PAIRS // 4))
-    began = time.monotonic()
+    samples, prompts, began = Samples(), cycle(turns(PAIRS // 4)), time.monotonic()
     for number, turn in enumerate(islice(prompts, PAIRS + WARM_UP)):
-        prompt, _ = turn.prompts(2 * ROUNDS + number)
-        answers = []
-        for side in in_turn(sides, number):
-            taken = side.ask([prompt])
-            samples.take(side, NEW, number, taken, (0, 0))
-            answers.append(taken.tokens)
-            side.fresh()
-        samples.is_same &= answers[0] == answers[1]
+        samples.ask(sides, NEW, number, [turn.prompts(2 * ROUNDS + number)[0]], (0, 0))
         if time.monotonic() - began > PAIRS_S:
             break
     samples.add(report, KEYS[4], (OURS, NEW), (PLAIN, NEW))
@@ -267,17 +229,13 @@ def measure_misses(report: Report, sides: Sequence[Side]) -> bool:
 
 def measure_turns(report: Report, sides: Sequence[Side]) -> bool:
     """Prompts alone: what a hit and a miss take. Return whether all tokens were the same."""
-    samples = Samples()
-    began = time.monotonic()
+    samples, began = Samples(), time.monotonic()
     for number, turn in enumerate(turns(WARM_UP + ROUNDS)):
         one_turn(samples, sides, turn, number)
         if time.monotonic() - began > TURNS_S:
             break
-    ours, plain = (OURS, AGAIN), (PLAIN, AGAIN)
-    samples.add(report, KEYS[1], ours, plain)
-    samples.add(report, KEYS[2], ours, (LMCACHE, AGAIN))
-    samples.add(report, KEYS[3], ours, (OFFLOAD, AGAIN))
-    report.note("  rounds", str(number + 1 - WARM_UP), "")
+    for key, theirs in zip(KEYS[1:4], (PLAIN, LMCACHE, OFFLOAD), strict=True):
+        samples.add(report, key, (OURS, AGAIN), (theirs, AGAIN))
     for side in sides[1:]:
         for kind in (NEW, NEW + CPU, f"{TURN} chat", f"{TURN} document", AGAIN):
             samples.note(report, (side.name, kind), (PLAIN, kind))
@@ -287,9 +245,8 @@ def measure_turns(report: Report, sides: Sequence[Side]) -> bool:
 
 def measure_stores(report: Report, plain: Side, starts: Field) -> bool:
     """Start the stores and their engines, and compare them; return whether tokens were the same."""
-    address = starts.server()
     # No deadline that a busy machine runs into: a late answer is to be seen in the times.
-    sides = [plain, starts.ours(address, lookup_deadline_ms=2000), starts.offload()]
+    sides = [plain, starts.ours(starts.server(), lookup_deadline_ms=2000), starts.offload()]
     try:
         sides.append(starts.lmcache())
     except PeerSkippedError as error:
@@ -311,12 +268,12 @@ def measure(report: Report, folder: Path) -> None:
 
 
 def measure_stores_alone(report: Report, folder: Path) -> None:
-    """What storing takes of the throughput, of as many batches as SECONDS allow."""
+    """What storing takes of the throughput, of as many batches as the seconds allow."""
     make_model(folder / "model", MODEL_SCALE)
     with ExitStack() as stack:
         field = Field(stack, folder)
         sides = [field.plain(), field.ours(field.server(), lookup_deadline_ms=2000)]
-        if not measure_batches(report, sides, SECONDS):
+        if not measure_batches(report, sides, BATCHES_ALONE_S):
             raise RuntimeError("the tokens of the two differ")
 
 
@@ -336,7 +293,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     report, (work, keys) = Report("engines"), PARTS[flags.only]
     if PYTHON.exists():
         with tempfile.TemporaryDirectory() as folder:
-            Path(folder).chmod(0o700)
             work(report, Path(folder))
     else:
         report.skip(keys, "no vLLM: run make vllm-env")

@@ -14,7 +14,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -48,14 +47,6 @@ def await_store(ours: Side, numbers: Iterator[int]) -> None:
     raise RuntimeError(f"the server is back, and not used within {BACK_S:g} s")
 
 
-@dataclass(slots=True)
-class Extra:
-    """Milliseconds that requests took beyond those of an engine without a store."""
-
-    once: list[float] = field(default_factory=list)
-    after: list[float] = field(default_factory=list)
-
-
 class Pair:
     """An engine without a store and ours, asked the same prompts that nobody knows."""
 
@@ -65,8 +56,7 @@ class Pair:
 
     def extra_ms(self) -> float:
         """Return what ours took more, in ms."""
-        number = next(self._numbers)
-        prompt = tokens([(1, PROMPT_TOKENS)], number)
+        prompt = tokens([(1, PROMPT_TOKENS)], next(self._numbers))
         took = []
         for side in (self._plain, self._ours):
             took.append(side.ask([prompt]).took_s)
@@ -77,10 +67,10 @@ class Pair:
         """Ask until a prompt is stored and found again."""
         await_store(self._ours, self._numbers)
 
-    def gone(self, extra: Extra) -> None:
-        """Take the requests of a time without a server."""
-        extra.once.append(self.extra_ms())
-        extra.after += [self.extra_ms() for _ in range(AFTER)]
+    def gone(self, once: list[float], after: list[float]) -> None:
+        """Take the requests of a time without a server: the first, and those after."""
+        once.append(self.extra_ms())
+        after += [self.extra_ms() for _ in range(AFTER)]
 
 
 def measure_dead_server(report: Report, folder: Path, starts: Field, plain: Side) -> None:
@@ -89,22 +79,22 @@ def measure_dead_server(report: Report, folder: Path, starts: Field, plain: Side
     flags = ("--listen", f"127.0.0.1:{port}", "--tiers", "cpu", "--cpu", str(STORE_BYTES))
     path = ("--socket", str(folder / "kv.sock"))
     pair = Pair(plain, starts.ours(f"127.0.0.1:{port}"))
-    hung, killed = Extra(), Extra()
+    hung: tuple[list[float], list[float]] = ([], [])
+    killed: tuple[list[float], list[float]] = ([], [])
     for _ in range(CYCLES):
         with serving(*flags, *path) as (_, pid):
             pair.await_store()
-            alive = [pair.extra_ms() for _ in range(AFTER)]
+            for _ in range(AFTER):  # as long as without a server
+                pair.extra_ms()
             os.kill(pid, signal.SIGSTOP)
-            pair.gone(hung)
+            pair.gone(*hung)
             os.kill(pid, signal.SIGCONT)
             pair.await_store()
             os.kill(pid, signal.SIGKILL)
-            pair.gone(killed)
-    for key, name in zip(DEAD_KEYS, ("once", "after"), strict=True):
-        worst = max((getattr(one, name) for one in (hung, killed)), key=median)
-        report.add(key, median(worst), words("hung", getattr(hung, name)),
-                   words("killed", getattr(killed, name)))  # fmt: skip
-    report.note("  a server that is there", f"{median(alive):.3f}", words("ms more", alive))
+            pair.gone(*killed)
+    for key, one, other in zip(DEAD_KEYS, hung, killed, strict=True):
+        worst = max(median(one), median(other))
+        report.add(key, worst, words("hung", one), words("killed", other))
 
 
 def words(name: str, found: list[float]) -> str:

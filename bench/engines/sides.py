@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from bench.lib import ROOT, TRACES
 from bench.lib.processes import PeerSkippedError
@@ -25,8 +25,6 @@ VOCABULARY = 247
 """Token ids from 3 on; the tiny model's tokenizer knows bytes."""
 
 Prompt: TypeAlias = list[int]
-T = TypeVar("T")
-
 _ROUND = 1 << 20
 """More than a trace has segments: each round gets streams of its own."""
 
@@ -65,7 +63,7 @@ def tokens(segments: Sequence[Segment], number: int) -> Prompt:
 def turns(count: int) -> list[Turn]:
     """Return *count* turns, of chats and of documents by turns, spread over their traces."""
     half = -(-count // 2)
-    pairs = zip(_spread(_chat_turns(), half), _spread(_document_turns(), half), strict=True)
+    pairs = zip(*(_spread(one, half) for one in (_chat_turns(), _document_turns())), strict=True)
     return list(chain.from_iterable(pairs))[:count]
 
 
@@ -99,8 +97,7 @@ def _document_turns() -> list[Turn]:
         document = line.inputs[:2]
         if len(line.inputs) != 3 or not _fits(line):
             continue
-        before = asked.get(document)
-        if before is not None:
+        if (before := asked.get(document)) is not None:
             found.append(Turn("document", document, before.inputs[2:], line.inputs[2:]))
         asked[document] = line
     return found
@@ -113,7 +110,7 @@ def _cut(segments: Sequence[Segment], most_tokens: int) -> tuple[Segment, ...]:
     return tuple(one for one in kept if one[1])
 
 
-def _spread(found: Sequence[T], count: int) -> list[T]:
+def _spread(found: Sequence[Turn], count: int) -> list[Turn]:
     """Return *count* of *found*, as far from each other as they can be."""
     if count > len(found):
         raise ValueError(f"{len(found)} prompts of the trace fit, not {count}")
@@ -153,12 +150,9 @@ class Side:
     def ask(self, prompts: Sequence[Prompt], max_tokens: int = 1) -> Taken:
         """Have the engine answer *prompts*, all at once."""
         answers = self.engine.generate(*prompts, max_tokens=max_tokens)
-        return Taken(
-            answers[0]["took_s"],
-            answers[0]["cpu_s"],
-            min(answer["cached"] for answer in answers),
-            [answer["tokens"] for answer in answers],
-        )
+        cached = min(answer["cached"] for answer in answers)
+        took_s, cpu_s = (answers[0][name] for name in ("took_s", "cpu_s"))
+        return Taken(took_s, cpu_s, cached, [answer["tokens"] for answer in answers])
 
     def fresh(self) -> None:
         """Wait until all is stored, then forget what the engine itself has cached."""

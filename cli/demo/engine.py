@@ -86,7 +86,6 @@ class DemoEngine:
         return int(output.logits[0, -1].argmax())
 
     def _time_without(self) -> float:
-        """Return the milliseconds from the prompt to its first token, all of it computed."""
         start = time.perf_counter()
         self._first_token(self._prompt, self._empty())
         return 1e3 * (time.perf_counter() - start)

@@ -50,7 +50,6 @@ FIRST_WAIT_S = 1.0
 _EWMA_WEIGHT = 0.25
 _FADING = 0.8
 """What is left of the slowest load, one load later."""
-
 Action: TypeAlias = Literal["full", "prefix", "blend"]
 
 
@@ -218,7 +217,6 @@ class Costs:
         return min(found, key=lambda one: one.expected_s, default=nothing)
 
     def _blend_s(self, plan: BlendPlan, ratio: float) -> float:
-        """Return what blending takes with *ratio* of the approximate rows computed."""
         exact, approx, miss = (plan.count(kind) for kind in ("exact", "approx", "miss"))
         stored, chosen, layers = exact + approx, miss + plan.chosen_tokens(ratio), self.n_layers
         measure = measure_of(plan, layers) if ratio > 0 else None

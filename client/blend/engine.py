@@ -274,7 +274,6 @@ class Blender:
     def _computed(
         self, tokens: Sequence[int], logits_from: int, watch: Watch | None = None
     ) -> BlendResult:
-        """Compute the whole prompt."""
         work = LayerPass(tokens, torch.arange(len(tokens)), logits_from, watch=watch)
         logits = work.run(self.adapter, dict[int, LayerKV]().__getitem__)  # nothing is stored
         report = BlendReport(work.rows[:0], tuple(work.row_counts))
@@ -370,5 +369,4 @@ def _computed_anyway(plan: BlendPlan) -> frozenset[int]:
 
 
 def _padded(result: BlendResult, count: int) -> list[LayerKV]:
-    """Return copies of the KV of *result* with space for *count* more tokens."""
     return [(pad(k, (0, 0, 0, count)), pad(v, (0, 0, 0, count))) for k, v in result.kv]

@@ -32,7 +32,6 @@ two dtypes of one model, too: which one is first then says nothing of a blend.""
 WORST = 1e3
 """Nats, where logits are no numbers or rule out what the full prefill may choose: a mean that a
 report can hold."""
-
 _LARGEST_HALF = 65504.0
 _BYTE = 255
 _LATE = ("DeadlineError", "TierUnavailableError")
@@ -233,7 +232,6 @@ class GuardedBlender:
         return self._planner.choose(plan, source.token_bytes, can_skip_rows=source.can_skip_rows)
 
     def _tried(self, plan: BlendPlan, source: StoreSource, resolved: SegmentMatch) -> BlendResult:
-        """Carry *plan* out, and learn from it."""
         # What is answered from a full prefill is to be compared, whatever it takes.
         within_s = self._planner.wait_s(len(plan.tokens), source.loaded_bytes)
         patience_s = math.inf if resolved.found.is_shadow else within_s
@@ -251,7 +249,7 @@ class GuardedBlender:
 def _report(
     plan: BlendPlan, source: StoreSource, result: BlendResult, full: BlendResult | None
 ) -> pb.ReportReuseRequest:
-    """Return one blend as the store is told of it. With a *full* prefill deviations are those of
+    """Return the report on one blend. With a *full* prefill deviations are those of
     all layers.
 
     Its ratio is the share of the approximate tokens that was wanted, the smallest of all segments:

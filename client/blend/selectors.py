@@ -23,7 +23,6 @@ _FLOOR = 0.05
 """What a row without any deviation so far still counts in ``hybrid``: scores age."""
 _CHOSEN = 2.0
 """More than any score: of rows that the first half of ``hybrid`` has."""
-
 Measure: TypeAlias = Literal["deviation", "attention"]
 
 
@@ -161,7 +160,6 @@ def rows_of(plan: BlendPlan, *kinds: str) -> Tensor:
 
 
 def _budgets(plan: BlendPlan) -> Iterator[tuple[Sequence[tuple[int, int]], int]]:
-    """Yield spans that share a budget, and the budget in tokens."""
     shared = []
     for _, segment in plan.of_kind("approx"):
         if segment.ratio is None:

@@ -51,15 +51,7 @@ from kvstore.proto.errors import KVStoreError
 from kvstore.proto.keys import chunk_key, chunk_spans, content_digest, tokens_le32
 from kvstore.proto.messages import REFUSED
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.types import (
-    EXACT,
-    Accuracy,
-    ChainDigest,
-    ChunkKey,
-    Match,
-    PutOutcome,
-    Stated,
-)
+from kvstore.proto.types import EXACT, Accuracy, ChainDigest, ChunkKey, Match, PutOutcome, Stated
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +87,8 @@ logger = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 10.0
 """How often a refusal's reason is sent: a server may have started later, or again."""
-
 MAX_REASON_CHARS = 1024
 """What is sent of one; the server keeps less."""
-
 T = TypeVar("T")
 
 _Read: TypeAlias = Callable[[Sequence[ChunkKey], Sequence[Span], int, Accuracy], Sequence[Stated]]
@@ -238,7 +228,6 @@ class Connector:
         allowed: Allowed,
         asked: Asked,
     ) -> tuple[Prefix, str]:
-        """Return what was loaded of the *named* tokens, and why it is not more."""
         keys = self.client.keys(named, extra)
         if not keys:
             return Prefix(), "short"
@@ -287,10 +276,7 @@ class Connector:
         return prefix, reason
 
     def _usable(
-        self,
-        came: Sequence[Stated],
-        allowed: Allowed,
-        again: Callable[[int], Sequence[Stated]],
+        self, came: Sequence[Stated], allowed: Allowed, again: Callable[[int], Sequence[Stated]]
     ) -> Sequence[Stated]:
         """Return the chunks of *came* before the first by a codec whose gate is shut, and what
         *again* reads from there on: farther tiers may have copies with a bound.

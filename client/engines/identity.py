@@ -21,7 +21,7 @@ from blake3 import blake3
 
 from kvstore.client.chunk import LayerTensors
 from kvstore.client.engines.prefix import least_of
-from kvstore.client.options import ClientOptions, TransportName, access_from
+from kvstore.client.options import Access, ClientOptions, TransportName
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.hf_config import OWN_TOKENIZER, rope_parameters
 from kvstore.proto.types import (
@@ -35,13 +35,10 @@ from kvstore.proto.types import (
 
 SHARED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Architectures of which engines keep the same K and V: heads, order of elements and rotation."""
-
 SHARED_ROPES = ("default", "linear", "llama3")
 """Rotations that engines compute alike: SGLang leaves out yarn's ``attention_factor``."""
-
 _READ_BY_SOME = ("dual_chunk_attention_config", "qk_norm", "bias")
 """Settings that some engines follow and others do not know."""
-
 NO_ROPE = RopeParameters(0.0, 0, "none")
 
 _IN_CACHE = re.compile(r"/models--([^/]+)/snapshots/[0-9a-f]{40}(/.+)?$")
@@ -50,7 +47,6 @@ _VOLATILE_SETTINGS = (
     "_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache",
 )  # fmt: skip
 """Of a transformers config. Of what type KV is its layers say."""
-
 _UNSTATED = ("None", "auto", "False", "{}", "[]", "")
 """What settings are that nobody gave."""
 
@@ -219,18 +215,14 @@ def own_rope(weights: Weights) -> RopeParameters:
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 """Files that hold weights."""
-
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tekken.json")
 """Files that say what token ids stand for."""
-
 SAMPLE_STRIDE = 1 << 20
 """A sample has the first so many bytes of a file, and SAMPLED of each so many that follow."""
-
 SAMPLED = 64
 
 EPOCH_BYTES = 16
 """Random bytes that name weights of which nobody says what they are."""
-
 _ADAPTER_FILES = ("*.safetensors", "*.bin", "*.pt", "adapter_config.json")
 
 _HEXADECIMAL = re.compile(r"(?<![0-9a-z])[0-9a-f]{7,}(?![0-9a-z])")
@@ -390,10 +382,8 @@ class EngineSettings:
 
     def options(self, chunk_tokens: int, **more: Any) -> ClientOptions:
         """Return a client's options; *more* are those that are no settings here."""
-        return ClientOptions(
-            self.transport,
-            chunk_tokens=chunk_tokens,
-            access=access_from(self.token_file, self.tls_ca, self.tls_cert, self.tls_key),
-            tenant=self.tenant,
-            **{"deadline_ms": self.deadline_ms, **more},
-        )
+        texts = (self.tls_ca, self.tls_cert, self.tls_key, self.token_file)
+        ca, cert, key, token = (Path(text) if text else None for text in texts)
+        access = Access(ca=ca, cert=cert, key=key, token_file=token)
+        named = {"deadline_ms": self.deadline_ms, "tenant": self.tenant, **more}
+        return ClientOptions(self.transport, chunk_tokens, access=access, **named)

@@ -10,14 +10,12 @@ from typing import NamedTuple, TypeAlias
 
 from kvstore.client.chunk import LayerTensors
 from kvstore.client.planning import Deadline
-from kvstore.codecs.base import codec_name
-from kvstore.codecs.terms import Importance
+from kvstore.codecs.base import Importance, codec_name
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import Accuracy, KVLayout, Stated
 
 Span: TypeAlias = tuple[int, int]
 """First token of a chunk, and the one after its last."""
-
 Source: TypeAlias = Callable[[Span], LayerTensors]
 """Returns the tensors of one span, without copying if it can."""
 

@@ -46,19 +46,12 @@ from kvstore.client.engines.vllm.messages import VllmSettings
 from kvstore.client.engines.vllm.worker import SHUTDOWN_S
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.keys import chunk_key
-from kvstore.proto.types import (
-    DIGEST_BYTES,
-    Accuracy,
-    ChainDigest,
-    Model,
-    RopeParameters,
-)
+from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChainDigest, Model, RopeParameters
 
 __all__ = ["KVStoreTier", "StoreTieringSpec"]
 
 STORAGE_MEDIUM: Any = getattr(getattr(offload, "Medium", None), "STORAGE", None)
 """What a tier below vLLM's offloading says that it is; 0.26 has no such thing."""
-
 TELLS_KEYS_THAT_CAME = "successful_keys" in JobResult.__dataclass_fields__
 """Whether a tier can say that part of a promotion came; below 0.28 all of it fails."""
 
@@ -131,7 +124,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         settings.pop("module_path", None)  # below 0.28 it is handed on
         stated = VllmSettings.of(settings)
         if least_of(stated.accuracy) is not Accuracy.exact:
-            fix = "use exact: a tier is not told behind which chunk another was computed"
+            fix = "use exact: vLLM does not say behind which chunk another was computed"
             raise InvalidRequestError("accuracy", stated.accuracy, fix)
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
         identity = tier_model(offloading_spec.config, self._rows.shape[1], stated.model_revision)
@@ -247,7 +240,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     def drain_jobs(self) -> None:
         """Wait until every job is over: each is bounded by the client's deadline.
 
-        vLLM does this to reset its caches, which it does when weights change, and tells a tier of
+        vLLM does this to reset its caches, which it does when weights change, and a tier learns of
         that in no other way: so nothing that was stored before is loaded afterwards.
         """
         with self._changes:
@@ -277,7 +270,7 @@ def tier_model(config: Any, chunk_bytes: int, model_revision: str) -> Model:
     Raises ModelError without *model_revision*, and for bytes that fill no rows.
     """
     if not model_revision:
-        raise ModelError("model_revision", "", "a tier has to be told: give it")
+        raise ModelError("model_revision", "", "vLLM does not pass it on: give it")
     parallel = config.parallel
     layout = {
         "dtype": config.model.dtype,

@@ -17,24 +17,15 @@ from kvstore.client.transports.unix_rpc import UnixRpc
 from kvstore.client.view import View
 from kvstore.codecs.base import AnyTensors
 from kvstore.codecs.raw import RawCodec
-from kvstore.codecs.shards import encode_shard, shard_frame_bytes
+from kvstore.codecs.slices import encode_shard, shard_frame_bytes
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes
 from kvstore.proto.errors import KVStoreError
-from kvstore.proto.frame import (
-    FrameTemplate,
-    raw_frame_bytes,
-    stated_header_bytes,
-)
+from kvstore.proto.frame import FrameTemplate, raw_frame_bytes, stated_header_bytes
 from kvstore.proto.messages import accuracy_number, hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.types import (
-    Accuracy,
-    ChunkKey,
-    ChunkShard,
-    PutOutcome,
-)
+from kvstore.proto.types import Accuracy, ChunkKey, ChunkShard, PutOutcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,11 +47,7 @@ from kvstore.proto.frame import ALIGN_BYTES, FLAG_UNSUMMED, raw_frame_bytes
 from kvstore.proto.keys import keys_of_digests
 from kvstore.proto.messages import hints_to_message, layout_to_message
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, ChunkShard, KVLayout, PutOutcome
-from kvstore.proto.unix_socket import (
-    Place,
-    Reach,
-    unpack_places,
-)
+from kvstore.proto.unix_socket import Place, Reach, unpack_places
 
 _SOCKET_TIMEOUT_S = 2.0
 ATTACH_WITHIN_S = 2 * _SOCKET_TIMEOUT_S
@@ -127,7 +123,7 @@ class ShmTransport(Transport):
     @override
     def hang_up(self) -> None:
         super().hang_up()
-        self.rpc.hang_up()
+        self.rpc.links.hang_up()
 
     @override
     def put(self, chunks: Sequence[Outgoing], terms: PutTerms) -> list[Put]:
@@ -263,7 +259,7 @@ class ShmTransport(Transport):
     @override
     def leave(self) -> None:
         super().leave()
-        self.rpc.leave()
+        self.rpc.links.leave()
         self._socket.close()  # closes the child's descriptor: the parent's connection stays
         self._staging.close()
         self.slabs.leave()
@@ -271,7 +267,7 @@ class ShmTransport(Transport):
 
     @override
     def close(self) -> None:
-        self.rpc.close()
+        self.rpc.links.close()
         self._socket.close()
         self._staging.close()
         self.slabs.close()
@@ -494,7 +490,6 @@ class PutPipeline:
             start = stop
 
     def _reserve(self, groups: Sequence[Sequence[Outgoing]]) -> None:
-        """Ask for memory for the chunks of *groups*."""
         digests, parents, frame_bytes, places = [], [], [], []
         layouts: dict[KVLayout | ChunkShard, int] = {}
         for chunk in chain.from_iterable(groups):
@@ -522,7 +517,6 @@ class PutPipeline:
         return reply
 
     def _commit(self, group: Sequence[Outgoing], outcomes: list[Put], ids: Sequence[int]) -> None:
-        """Write what of *group* has a reservation, and send its commit."""
         if len(self._pending) == PARTS:
             self._finish()  # its part of the staging memory is the one written to next
         offsets = self._staging.write(self._next_part, group, ids)
@@ -543,7 +537,6 @@ class PutPipeline:
         self._open_ids.difference_update(wanted)
 
     def _finish(self) -> None:
-        """Wait for the commit that was sent first, and take its results."""
         outcomes, sent = self._pending.popleft()
         if sent is not None:
             try:
@@ -558,7 +551,6 @@ class PutPipeline:
         self._results += outcomes
 
     def _abort(self, ids: Iterable[int]) -> None:
-        """Give back those reservations that are not committed."""
         unused = self._open_ids.intersection(ids)
         if not unused:
             return

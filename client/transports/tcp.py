@@ -428,7 +428,7 @@ class BulkTransport(Transport):
         with self._begun(pb.StreamMessage(put=terms.request(self.session)), until) as stream:
             if stream is not None:
                 with self._noted(until):
-                    return StreamUpload(stream, until.at_s).run(chunks)
+                    return upload(stream, until.at_s, chunks)
         return self._fallback.put(chunks, replace(terms, within_ms=until.left_ms(1)))
 
     @contextmanager
@@ -472,39 +472,36 @@ class BulkTransport(Transport):
         self._streams.close()
 
 
-class StreamUpload:
-    """The frames of a put that *stream* has begun. Used once, by one thread."""
+def upload(stream: FrameStream, deadline: float, chunks: Sequence[Outgoing]) -> list[Put]:
+    """Send the frames of a put that *stream* has begun; return what became of each.
 
-    def __init__(self, stream: FrameStream, deadline: float) -> None:
-        self._stream = stream
-        self._deadline = deadline
-        self._room = np.empty(0, np.uint8)
+    Raises the server's errors.
+    """
+    scratch = np.empty(0, np.uint8)
 
-    def run(self, chunks: Sequence[Outgoing]) -> list[Put]:
-        """Put *chunks*; return what became of each. Raises the server's errors."""
-        stream, number = self._stream, self._stream.requests
-        for index, chunk in enumerate(chunks):
-            head = pb.StreamPart(index=index, frame_bytes=chunk.frame_bytes)
-            message = pb.StreamMessage(request=number, part=head)
-            for part in _parts(chunk.frame_bytes, chunk.pieces(self._room_of)):
-                if stream.has_more():
-                    kind = stream.answer(self._deadline).WhichOneof("body")
-                    raise InvalidFrameError("kind", kind, "not an answer to a part")
-                stream.send(message, self._deadline, part)
-                message.part.offset += sum(map(len, part))
-        stream.send(pb.StreamMessage(request=number, finish=len(chunks)), self._deadline)
-        answer = stream.answer(self._deadline)
-        outcomes, reasons = answer.stored.outcomes, answer.stored.reasons
-        if not (len(outcomes) == len(reasons) == len(chunks) and answer.HasField("stored")):
-            raise InvalidFrameError("answer", answer, f"{len(chunks)} were put")
-        stream.is_over = True
-        return read_outcomes(outcomes, reasons)
+    def room(size_bytes: int) -> Bytes:
+        nonlocal scratch  # the socket has taken what was in it before
+        if len(scratch) < size_bytes:
+            scratch = np.empty(size_bytes, np.uint8)
+        return scratch[:size_bytes]
 
-    def _room_of(self, size_bytes: int) -> Bytes:
-        """The socket has taken what was in it before."""
-        if len(self._room) < size_bytes:
-            self._room = np.empty(size_bytes, np.uint8)
-        return self._room[:size_bytes]
+    number = stream.requests
+    for index, chunk in enumerate(chunks):
+        head = pb.StreamPart(index=index, frame_bytes=chunk.frame_bytes)
+        message = pb.StreamMessage(request=number, part=head)
+        for part in _parts(chunk.frame_bytes, chunk.pieces(room)):
+            if stream.has_more():
+                kind = stream.answer(deadline).WhichOneof("body")
+                raise InvalidFrameError("kind", kind, "not an answer to a part")
+            stream.send(message, deadline, part)
+            message.part.offset += sum(map(len, part))
+    stream.send(pb.StreamMessage(request=number, finish=len(chunks)), deadline)
+    answer = stream.answer(deadline)
+    outcomes, reasons = answer.stored.outcomes, answer.stored.reasons
+    if not (len(outcomes) == len(reasons) == len(chunks) and answer.HasField("stored")):
+        raise InvalidFrameError("answer", answer, f"{len(chunks)} were put")
+    stream.is_over = True
+    return read_outcomes(outcomes, reasons)
 
 
 def _parts(frame_bytes: int, pieces: Sequence[Bytes]) -> Iterator[list[Bytes]]:

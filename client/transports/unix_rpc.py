@@ -33,7 +33,6 @@ from kvstore.proto.unix_socket import (
 
 MAX_CONNECTIONS = 12
 """Calls at once; more go through gRPC. Below what a server allows one session."""
-
 _JOIN_WITHIN_S = 2.0
 _JOIN_AGAIN_S = 5.0
 
@@ -77,7 +76,7 @@ class UnixRpc:
     """Calls of one session, on connections of their own, one call at a time each. Thread-safe.
 
     The same verbs and errors as ``Connection``. What does not fit a packet, is not among its
-    methods or finds the socket gone is called through gRPC.
+    methods or finds the socket gone, or its ``links`` closed, is called through gRPC.
     """
 
     def __init__(self, terms: SessionTerms, connection: Connection) -> None:
@@ -190,18 +189,6 @@ class UnixRpc:
                 name = kind.DESCRIPTOR.name
                 raise KVStoreError(f"the server's answer is no {name}") from None
         return None
-
-    def close(self) -> None:
-        """Hang up: calls that run or come later go through gRPC. Idempotent."""
-        self.links.close()
-
-    def leave(self) -> None:
-        """In a child: close its descriptors, so that no call is sent over the parent's sockets."""
-        self.links.leave()
-
-    def hang_up(self) -> None:
-        """End the calls that run: they, too, go through gRPC, as far as its breaker lets them."""
-        self.links.hang_up()
 
     # --- connections
 

@@ -1,6 +1,6 @@
 /* Words split into byte planes and joined, sieved planes, and numbers quantised by groups.
  *
- * The layouts stand in docs/format.md; codecs/planes.py, sieve.py and grouped_loops.py have the
+ * The layouts stand in docs/format.md; codecs/lossless.py, sieve.py and kivi.py have the
  * references.
  */
 #include "loops.h"

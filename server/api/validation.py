@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.codecs.base import boundless_codecs, codec_by_id
-from kvstore.codecs.shards import shard_frame_bytes
+from kvstore.codecs.slices import shard_frame_bytes
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import messages
 from kvstore.proto.blend import (

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvstore.codecs.terms import EncodeTerms, Importance
+from kvstore.codecs.base import EncodeTerms, Importance
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.types import ChunkKey, Model, Namespace
 from kvstore.server.security.sessions import Session

@@ -153,7 +153,7 @@ def _daily_bytes(value: object) -> int:
 DEFAULT_POLICIES = dict.fromkeys(TIER_NAMES, "hit_density")
 DEFAULT_WRITES = dict.fromkeys(CODED_TIERS, "through")
 DEFAULT_BUDGETS = dict.fromkeys(CODED_TIERS, 0)
-DEFAULT_CODECS = {"disk": "raw", "redis": "zplane"}
+DEFAULT_CODECS = {"disk": "raw", "redis": "lossless"}
 
 TierPolicies = Annotated[
     dict[str, str],

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-from kvstore.codecs.row_cut import cut_rows, kept_rows
+from kvstore.codecs.slices import cut_rows, kept_rows
 from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.errors import (
     ChunkCorruptError,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvstore.codecs.base import Part
 from kvstore.codecs.raw import RawCodec, raw_header
-from kvstore.codecs.shards import decode_shard
+from kvstore.codecs.slices import decode_shard
 from kvstore.proto.buffers import Bytes, as_bytes, checksum, copy_bytes
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.frame import (

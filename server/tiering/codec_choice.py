@@ -33,8 +33,8 @@ def choose_codec(
     return max(fit, key=lambda c: (c.load_bytes_per_s(link_bytes_per_s), c.ratio), default=None)
 
 
-AUTO_CODECS = ("zplane", "gq8", "kvq")
-"""What may be chosen, as far as this process has it and the operator allows its loss."""
+AUTO_CODECS = ("lossless", "kvq")
+"""What may be chosen, as far as the operator allows its loss."""
 CALIBRATION_S = 1.0
 """All measuring of one tier together; the first use of a compiled codec comes on top."""
 LINK_SHARE = 0.3
@@ -84,9 +84,8 @@ def _link_bytes_per_s(moves: Moves, slot: TierSlot, info: ChunkInfo) -> float:
 
 
 def candidates(least: Accuracy) -> list[str]:
-    """Return the names of AUTO_CODECS that this process has and that lose no more than *least*."""
-    here = [name for name in AUTO_CODECS if name in CODECS]
-    return [name for name in here if CODECS.load(name).accuracy >= least]
+    """Return the names of AUTO_CODECS that lose no more than *least*."""
+    return [name for name in AUTO_CODECS if CODECS.load(name).accuracy >= least]
 
 
 def measure_codecs(

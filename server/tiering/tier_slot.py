@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.codecs.asset_codec import AssetCodec
-from kvstore.codecs.base import Codec, codec_by_name
+from kvstore.codecs.base import Codec, EncodeTerms, codec_by_name
 from kvstore.codecs.floats import FLOAT_TYPES
 from kvstore.codecs.kvq import KvqCodec
 from kvstore.codecs.raw import RawCodec
-from kvstore.codecs.terms import EncodeTerms
 from kvstore.codecs.transcode import max_transcoded_bytes, transcode
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
@@ -44,7 +43,7 @@ if TYPE_CHECKING:  # the tier's file loads torch
 TermsOf = Callable[[FrameHeader], EncodeTerms | None]
 """Returns what the server knows of the model that a frame is of."""
 
-LOSSLESS = "zplane"
+LOSSLESS = "lossless"
 """What takes the place of a lossy codec where that cannot be used."""
 
 _CANNOT = (LayoutMismatchError, UnknownCodecError, ModelError, InvalidRequestError)

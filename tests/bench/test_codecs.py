@@ -188,7 +188,7 @@ def test_a_key_that_cannot_be_had_says_why() -> None:
         assert report.skipped["kvq_bytes_vs_fp8_at_kl"] == reason
 
 
-def test_the_real_model_gives_kvqs_divergence_and_the_worse_gain_of_an_exact_sink() -> None:
+def test_the_real_model_gives_kvq_static_divergence_and_the_worse_gain_of_an_exact_sink() -> None:
     points = [point(f"kvq:{quality}", "", 2.0 + quality, 10.0**-quality) for quality in range(4)]
     points += [point("kvq:0,sinks=0", "", 2.0, 5.0), point("kvq:1,sinks=0", "", 3.0, 0.4)]
     report = Report("codecs")
@@ -278,7 +278,7 @@ def test_a_run_without_opponents_has_every_key_or_says_why_not(
 
     monkeypatch.setattr(codecs, "lmcache_codecs", absent)
     monkeypatch.setattr(codecs, "zipnn_coder", absent)
-    monkeypatch.setattr(codecs, "OURS", {"exact": ("raw", "zplane"), "kvq": ("kvq:3", "kvq:0")})
+    monkeypatch.setattr(codecs, "OURS", {"exact": ("raw", "lossless"), "kvq": ("kvq:3", "kvq:0")})
     sizes = codecs.Sizes(tiny=LENGTHS, synthetic=TINY, rounds=1)
     report = Report("codecs")
     codecs.measure(codecs.Run(tmp_path, tmp_path, tmp_path, report, sizes, speeds_only))

@@ -14,8 +14,7 @@ from helpers.kvstore_command import Kvstore
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore.codecs.asset_shelf import AssetShelf
-from kvstore.codecs.assets import Asset, AssetKind
+from kvstore.codecs.assets import Asset, AssetKind, AssetShelf
 from kvstore.codecs.base import Part
 from kvstore.codecs.cachegen import CachegenCodec
 from kvstore.codecs.calibration import make_asset, read_dumps
@@ -122,12 +121,12 @@ def test_a_model_is_calibrated_from_a_text(tmp_path: Path, kvstore: Kvstore) -> 
     representation = representation_of(model, AutoTokenizer.from_pretrained(TINYLM))
     asset = shelf.for_model(AssetKind.cachegen, representation_digest(representation))
     assert asset.tables["0.anchors"].shape == (6, 2, 4, 32)
-    tables = shelf.for_model(AssetKind.kvt, asset.representation).tables
+    tables = shelf.for_model(AssetKind.kvtc, asset.representation).tables
     assert tables["0.basis"].shape[:3] == (6, 2, 128)
     rope = inverse_frequencies(representation.rope, 32)
     assert rope is not None
     assert np.array_equal(tables["0.rope"], rope)
-    statistics = shelf.for_model(AssetKind.kvqs, asset.representation).tables
+    statistics = shelf.for_model(AssetKind.kvq, asset.representation).tables
     assert statistics["0.scales"].shape == (6, 2, 128)
     assert np.array_equal(statistics["0.rope"], rope)
 
@@ -153,7 +152,7 @@ def test_what_is_missing_is_said_in_one_line(
         run = kvstore("calibrate", "cachegen", *argv, "--out", tmp_path / "assets")
         assert (run.status, run.err.startswith("kvstore: "), message in run.err) == (2, True, True)
         assert not (tmp_path / "assets").exists()
-    run = kvstore("calibrate", "kvt", TINYLM)
+    run = kvstore("calibrate", "kvtc", TINYLM)
     assert (run.status, "out=None: give --out DIR" in run.err) == (2, True)
 
 
@@ -170,16 +169,16 @@ def test_arrays_that_are_no_kv_are_refused_by_name(tmp_path: Path) -> None:
             read_dumps([tmp_path / "a.npy"], MODEL)
 
 
-def test_dumps_of_rotated_keys_make_no_asset_of_kvt_but_latents_do(tmp_path: Path) -> None:
+def test_dumps_of_rotated_keys_make_no_asset_of_kvtc_but_latents_do(tmp_path: Path) -> None:
     for component, is_refused in [(GQA, True), (MLA, False)]:
         folder = tmp_path / component.kind.name
         folder.mkdir()
         samples = read_dumps(dumps(folder, component), MODEL)
         if is_refused:
             with pytest.raises(InvalidRequestError, match="give the model and a text"):
-                make_asset(AssetKind.kvt, samples, folder)
+                make_asset(AssetKind.kvtc, samples, folder)
         else:
-            assert make_asset(AssetKind.kvt, samples, folder)[1].kind is AssetKind.kvt
+            assert make_asset(AssetKind.kvtc, samples, folder)[1].kind is AssetKind.kvtc
 
 
 def test_dumps_of_two_models_with_nan_or_too_short_are_refused(tmp_path: Path) -> None:

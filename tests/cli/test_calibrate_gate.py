@@ -140,9 +140,9 @@ def test_what_cannot_be_is_refused_by_name_before_a_server_is_asked(
     for more, message in (
         (["--prompts", "absent.jsonl"], "prompts='absent.jsonl'"),
         (["--codec", "mp3"], "codec='mp3': use one of"),
-        (["--codec", "zplane"], "codec='zplane': use one of"),
+        (["--codec", "lossless"], "codec='lossless': use one of"),
         (["--codec", ""], "codec='': use one of"),
-        (["--codec", "gq4"], "; copies by other codecs are read without a gate"),
+        (["--codec", "kivi:4"], "; copies by other codecs are read without a gate"),
     ):
         status, shown = run(None, *more)
         assert (status, message in shown) == (2, True), shown

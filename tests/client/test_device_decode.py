@@ -24,8 +24,7 @@ from kvstore.client.cuda import CudaClient, CudaTransport
 from kvstore.client.device_reads import BATCHES_AHEAD, DeviceDecoder, DeviceReader
 from kvstore.client.frames import FileFrame
 from kvstore.codecs.base import CODECS, codec_by_name
-from kvstore.codecs.device_layers import Wait
-from kvstore.codecs.kvq_kernels import SOURCES, KvqKernels
+from kvstore.codecs.kvq_kernels import SOURCES, KvqKernels, Wait
 from kvstore.codecs.paged import FrameAt, HostKernels, Paged
 from kvstore.codecs.transcode import transcode
 from kvstore.proto.buffers import Bytes
@@ -182,7 +181,7 @@ def test_who_says_nothing_is_given_nothing_lossy(
     assert watched.frames == 0
 
 
-@pytest.mark.parametrize("codec", ["kvq:3", "kvq:layered", "gq8", "raw"])
+@pytest.mark.parametrize("codec", ["kvq:3", "kvq:layered", "kivi:8", "raw"])
 def test_what_has_no_kernels_is_decoded_on_the_host(
     start: Start, connect: Connect, kernels: KvqKernels, codec: str
 ) -> None:
@@ -197,7 +196,7 @@ def test_what_has_no_kernels_is_decoded_on_the_host(
     server.settled()
 
 
-@pytest.mark.parametrize(("codec", "damaged"), [("kvq:3", 1), ("zplane", 0), ("raw", COUNT - 1)])
+@pytest.mark.parametrize(("codec", "damaged"), [("kvq:3", 1), ("lossless", 0), ("raw", COUNT - 1)])
 def test_a_damaged_frame_ends_the_prefix_and_is_dropped(
     start: Start, connect: Connect, kernels: KvqKernels, codec: str, damaged: int, tmp_path: Path
 ) -> None:
@@ -228,7 +227,7 @@ def test_contents_that_only_the_kernels_find_wrong_end_the_prefix_and_are_asked_
     assert dropped == [keys[1]]
 
 
-@pytest.mark.parametrize("codec", ["kvq:3", "zplane"])
+@pytest.mark.parametrize("codec", ["kvq:3", "lossless"])
 def test_memory_that_was_reused_is_said_before_what_is_wrong_in_it(
     kernels: KvqKernels, codec: str
 ) -> None:
@@ -251,25 +250,25 @@ def test_memory_that_was_reused_is_said_before_what_is_wrong_in_it(
 def test_a_frame_of_a_codec_to_come_ends_the_prefix_and_stays(
     start: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = start("gq8")
+    server = start("kivi:8")
     client = connect(server)
     keys = store(server, client, 2)
 
     def refuse(self: object, header: FrameHeader) -> None:
-        raise UnknownCodecError("6 revision 2", "gq8 is 6 revision 1")
+        raise UnknownCodecError("6 revision 2", "kivi:8 is 6 revision 1")
 
-    monkeypatch.setattr(CODECS.load("gq8"), "check_header", refuse)
+    monkeypatch.setattr(CODECS.load("kivi"), "check_header", refuse)
     engine = Engine(MODEL, blocks_for(2))
     assert read(client, keys, engine) == 0
     server.settled()
-    assert codecs_on_disk(server, keys) == {CODECS.load("gq8").codec_id}
+    assert codecs_on_disk(server, keys) == {codec_by_name("kivi:8").codec_id}
 
 
 @pytest.mark.parametrize("readable", [0, 1])
 def test_a_file_that_cannot_be_read_ends_the_prefix_and_is_an_error_at_its_start(
     start: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch, readable: int
 ) -> None:
-    server = start("zplane")
+    server = start("lossless")
     client = connect(server)
     keys = store(server, client, 3)
     read_file, left = FileFrame._bytes, [readable]
@@ -288,13 +287,13 @@ def test_a_file_that_cannot_be_read_ends_the_prefix_and_is_an_error_at_its_start
         with pytest.raises(TierUnavailableError, match="cannot be read"):
             read(client, keys, engine)
     monkeypatch.undo()
-    assert codecs_on_disk(server, keys) == {CODECS.load("zplane").codec_id}
+    assert codecs_on_disk(server, keys) == {CODECS.load("lossless").codec_id}
 
 
 def test_a_frame_that_states_less_than_was_asked_for_is_missing(
     start: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = start("gq8")
+    server = start("kivi:8")
     client = connect(server)
     keys = store(server, client, 2)
     transport = client._link.connected()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +26,8 @@ from helpers.prompts import MEDIUM, SMALL, equal, other_revision, tensors_of, to
 from helpers.redis_process import RedisProcess
 
 from kvstore.client import Client, ClientOptions
+from kvstore.client.forks import FORKS
+from kvstore.client.lookups import Held
 from kvstore.client.segments import SegmentQuery
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError
@@ -322,3 +324,16 @@ def test_a_gate_that_was_open_is_open_after_a_restart_until_it_closes(
     again.stop()
     with make_server().connect().find_segments(*prompt_of(OTHER_HEAD, DOCUMENT)) as resolved:
         assert not resolved.found.gate.is_open
+
+
+def test_a_lease_is_released_once_and_only_by_the_process_that_took_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    released: list[Sequence[int]] = []
+    with Held([7], lambda leases, _: released.append(leases)) as held:
+        held.release()
+    assert released == [[7]]
+    parents = Held([8], lambda leases, _: released.append(leases))
+    monkeypatch.setattr(FORKS, "process", bytes(8))
+    parents.release()
+    assert released == [[7]]

@@ -134,7 +134,7 @@ BAD_QUESTIONS: list[tuple[str, str, object]] = [
     ("segments", "segments", lambda found: [found.add() for _ in range(257)]),
     ("max_variants", "max_variants", 6),
     ("tag", "tag", "accuracy:approximate"),
-    ("tag", "tag", "accuracy:approximate:kvt"),
+    ("tag", "tag", "accuracy:approximate:kvtc"),
     ("tag", "tag", "x" * 65),
     ("deadline_ms", "deadline_ms", 1 << 31),
     ("min_accuracy", "min_accuracy", 9),

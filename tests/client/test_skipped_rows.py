@@ -128,7 +128,7 @@ class _Coded(Outgoing):
         out[:] = self._frame()
 
     def _frame(self) -> Bytes:
-        codec = codec_by_name("zplane")
+        codec = codec_by_name("lossless")
         room = np.empty(codec.max_frame_bytes(self.template.layout), np.uint8)
         return room[: codec.encode(self.template, self.tensors, room).frame_bytes]
 

@@ -30,7 +30,7 @@ from kvstore.client.transports.tcp import (
     Entrance,
     FrameStream,
     FrameStreams,
-    StreamUpload,
+    upload,
 )
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
@@ -381,7 +381,7 @@ def put_to(words: Words, *, hangs_up: bool = False, within_s: float = SOON_S) ->
         deadline = time.monotonic() + within_s
         request = pb.PutRequest(session_id=7, deadline_ms=1000)
         stream.begin(pb.StreamMessage(put=request), deadline)
-        return StreamUpload(stream, deadline).run([])
+        return upload(stream, deadline, [])
 
 
 GO_ON: Sent = (messages.ready(1), b"")

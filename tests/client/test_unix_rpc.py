@@ -185,7 +185,7 @@ class Setting:
 
     def close(self) -> None:
         """End everything, the false server last."""
-        self.link.close()
+        self.link.links.close()
         self.session.close()
         self.connection.close()
         if self.false is not None:
@@ -493,7 +493,7 @@ def test_closing_wakes_calls_in_flight_which_go_on_through_grpc(setting: Setting
         calls = [pool.submit(setting.look_up) for _ in range(3)]
         stream = pool.submit(lambda: [reply.index for reply in setting.get()])
         assert eventually(lambda: len(false.calls) == 4)
-        setting.link.close()
+        setting.link.links.close()
         assert [call.result() for call in calls] == [2] * 3
         assert stream.result() == [0, 1]
     assert eventually(lambda: false.ended == 4)
@@ -512,7 +512,7 @@ def test_closing_while_connections_are_made_leaves_none(setting: Setting) -> Non
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(setting.look_up)
         assert asked.wait(20)
-        setting.link.close()
+        setting.link.links.close()
         let_go.set()
         assert call.result() == 2
     assert not setting.link.links.busy | set(setting.link.links.idle)
@@ -521,8 +521,8 @@ def test_closing_while_connections_are_made_leaves_none(setting: Setting) -> Non
 def test_closed_link_calls_through_grpc(setting: Setting) -> None:
     false = setting.serve(lambda _: lookup_answer())
     assert setting.look_up() == BY_SOCKET
-    setting.link.close()
-    setting.link.close()
+    setting.link.links.close()
+    setting.link.links.close()
     assert setting.look_up() == 2
     assert [reply.index for reply in setting.get()] == [0, 1]
     assert (len(false.calls), len(false.joins)) == (1, 1)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.codecs.asset_shelf import ASSETS
+from kvstore.codecs.assets import ASSETS
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,4 +1,4 @@
-"""What cachegen, kvt and kvqs have in common: the suite of lossy codecs, assets, hostile bodies."""
+"""What cachegen, kvtc and kvq:static share: the suite of lossy codecs, assets, hostile bodies."""
 
 from __future__ import annotations
 
@@ -14,26 +14,19 @@ import pytest
 from contracts.codec import SMALL, template
 from contracts.lossy_codec import SMALL as CODED
 from contracts.lossy_codec import LossyCodecContract, encoded, numbers
-from helpers import cachegen_samples, kvqs_samples, kvt_samples
+from helpers import cachegen_samples, kvq_static_samples, kvtc_samples
 from helpers.cachegen_samples import MODEL
-from helpers.kvt_samples import POSITION, ROPE, decode, encode
+from helpers.kvtc_samples import POSITION, ROPE, decode, encode
 from typing_extensions import override
 
 from kvstore.codecs.asset_codec import HEAD_BYTES, AssetCodec
-from kvstore.codecs.asset_shelf import ASSETS, AssetShelf
-from kvstore.codecs.assets import Asset, AssetKind, pack_asset, parse_asset
-from kvstore.codecs.base import Part, codec_by_name
-from kvstore.codecs.cachegen import CachegenCodec
-from kvstore.codecs.cachegen_profile import CachegenProfile
-from kvstore.codecs.cachegen_tables import CachegenTables
+from kvstore.codecs.assets import ASSETS, Asset, AssetKind, AssetShelf, pack_asset, parse_asset
+from kvstore.codecs.base import EncodeTerms, Part, codec_by_name
+from kvstore.codecs.cachegen import CachegenCodec, CachegenTables
 from kvstore.codecs.floats import FLOAT_TYPES, to_float32
-from kvstore.codecs.kvqs import KvqsCodec
-from kvstore.codecs.kvqs_profile import KvqsProfile
-from kvstore.codecs.kvqs_tables import KvqsTables
-from kvstore.codecs.kvt import KvtCodec
-from kvstore.codecs.kvt_profile import KvtProfile
-from kvstore.codecs.kvt_tables import KvtTables
-from kvstore.codecs.terms import EncodeTerms
+from kvstore.codecs.kvq_static import KvqStatistics, StaticKvqCodec
+from kvstore.codecs.kvtc import KvtcCodec, KvtcTables
+from kvstore.codecs.profiles import CachegenProfile, KvtcProfile, StaticKvqProfile
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     InvalidFrameError,
@@ -57,7 +50,7 @@ def asset_for(kind: AssetKind, layout: KVLayout) -> Asset:
     layout = KVLayout(tuple(codable)) if codable else SMALL
     samples = [numbers(layout, seed=seed) for seed in range(3)]
     if kind is not AssetKind.cachegen:
-        maker = KvtProfile if kind is AssetKind.kvt else KvqsProfile
+        maker = KvtcProfile if kind is AssetKind.kvtc else StaticKvqProfile
         profile = maker(layout.components, None)
         for sample in samples:
             profile.add(sample, POSITION)
@@ -98,11 +91,11 @@ class CalibratingCachegen(Calibrating, CachegenCodec):
     pass
 
 
-class CalibratingKvt(Calibrating, KvtCodec):
+class CalibratingKvtc(Calibrating, KvtcCodec):
     pass
 
 
-class CalibratingKvqs(Calibrating, KvqsCodec):
+class CalibratingStaticKvq(Calibrating, StaticKvqCodec):
     pass
 
 
@@ -118,6 +111,7 @@ def body_with_outliers(codec: AssetCodec) -> bytes:
 class AssetCodecContract(LossyCodecContract):
     codec: ClassVar[AssetCodec]
     is_always_finite: ClassVar[bool] = True
+    names: ClassVar[str]
 
     @override
     def asset_of(self, layout: KVLayout) -> bytes:
@@ -145,25 +139,28 @@ class AssetCodecContract(LossyCodecContract):
 
     def test_a_name_has_a_quality_of_zero_to_three(self) -> None:
         for quality in range(4):
-            found = codec_by_name(f"{self.codec.name}:{quality}")
+            found = codec_by_name(self.names.format(quality))
             assert isinstance(found, AssetCodec)
             assert isinstance(self.codec, type(found))
             assert found.quality == quality
         for terms in ("4", "-1", "", "fine"):
-            with pytest.raises(UnknownCodecError, match="0 to 3"):
-                codec_by_name(f"{self.codec.name}:{terms}")
+            with pytest.raises(UnknownCodecError, match=r"0(,static)? to .*3"):
+                codec_by_name(self.names.format(terms))
 
 
 class TestCachegenCodec(AssetCodecContract):
     codec = CalibratingCachegen(3)
+    names = "cachegen:{}"
 
 
-class TestKvtCodec(AssetCodecContract):
-    codec = CalibratingKvt(3)
+class TestKvtcCodec(AssetCodecContract):
+    codec = CalibratingKvtc(3)
+    names = "kvtc:{}"
 
 
-class TestKvqsCodec(AssetCodecContract):
-    codec = CalibratingKvqs(3)
+class TestStaticKvqCodec(AssetCodecContract):
+    codec = CalibratingStaticKvq(3)
+    names = "kvq:{},static"
     is_always_finite = False
 
 
@@ -204,14 +201,17 @@ SAMPLES = {
         cachegen_samples.calibrated,
         lambda component: cachegen_samples.chunk((component,)),
     ),
-    "kvt": Samples(
-        KvtCodec, (kvt_samples.KV, kvt_samples.LATENT), kvt_samples.calibrated, kvt_samples.chunk
+    "kvtc": Samples(
+        KvtcCodec,
+        (kvtc_samples.KV, kvtc_samples.LATENT),
+        kvtc_samples.calibrated,
+        kvtc_samples.chunk,
     ),
-    "kvqs": Samples(
-        KvqsCodec,
-        (kvqs_samples.KV, kvqs_samples.LATENT),
-        kvqs_samples.calibrated,
-        kvt_samples.chunk,
+    "kvq": Samples(
+        StaticKvqCodec,
+        (kvq_static_samples.KV, kvq_static_samples.LATENT),
+        kvq_static_samples.calibrated,
+        kvtc_samples.chunk,
     ),
 }
 
@@ -248,10 +248,10 @@ def test_without_the_models_asset_nothing_is_encoded_or_decoded(samples: Samples
     room = np.empty(1 << 20, np.uint8)
     header = samples.codec(samples.calibrated(samples.one)).encode(template(layout), tensors, room)
     out = samples.tensors(samples.one)
-    empty, name = samples.codec(), samples.kind.name
+    empty, name = samples.codec(), samples.kind.kind.name
     with pytest.raises(UnknownCodecError, match=f"{name} for model {MODEL.hex()}"):
         empty.encode(template(layout), tensors, np.empty(1 << 20, np.uint8))
-    with pytest.raises(UnknownCodecError, match=f"{name} without an asset"):
+    with pytest.raises(UnknownCodecError, match=f"{samples.kind.name} without an asset"):
         encode(empty, tensors[0][0], samples.one)
     with pytest.raises(UnknownCodecError, match=f"asset {header.asset.hex()}"):
         empty.decode_into(header, room[: header.frame_bytes], out)
@@ -272,8 +272,8 @@ def test_a_chunk_of_another_shape_than_the_assets_is_refused_by_name(samples: Sa
 
 TABLES: dict[str, Callable[[Asset], object]] = {
     "cachegen": CachegenTables.of,
-    "kvt": KvtTables.of,
-    "kvqs": KvqsTables.of,
+    "kvtc": KvtcTables.of,
+    "kvq": KvqStatistics.of,
 }
 NAN = np.float32(np.nan)
 
@@ -295,27 +295,27 @@ NAN = np.float32(np.nan)
         ("cachegen", "deltas", lambda t: np.where(t == 1, 0, t).astype("<u2"), "books"),
         ("cachegen", "0.widths", None, "0.widths"),
         ("cachegen", "deltas", None, "deltas"),
-        ("kvt", "0.basis", lambda t: t * NAN, "asset"),
-        ("kvt", "0.basis", lambda t: t * np.float32(9), "asset"),
-        ("kvt", "0.basis", lambda t: t.astype("<f2"), "asset"),
-        ("kvt", "0.means", lambda t: t[..., 1:], "asset"),
-        ("kvt", "0.means", lambda t: t * np.float32(np.inf), "asset"),
-        ("kvt", "0.means", lambda t: t + np.float32(1e30), "asset"),
-        ("kvt", "0.deviations", lambda t: t * 0, "asset"),
-        ("kvt", "0.deviations", lambda t: t * np.float32(1e30), "asset"),
-        ("kvt", "0.variances", lambda t: t[..., 1:], "asset"),
-        ("kvt", "0.rope", lambda t: t * NAN, "asset"),
-        ("kvt", "0.basis", None, "asset"),
-        ("kvt", "0.deviations", None, "asset"),
-        ("kvqs", "0.means", lambda t: t * np.float16(np.nan), "asset"),
-        ("kvqs", "0.means", lambda t: t.astype("<f4"), "asset"),
-        ("kvqs", "0.means", lambda t: np.repeat(t, 2, axis=1), "asset"),
-        ("kvqs", "0.means", None, "asset"),
-        ("kvqs", "0.scales", lambda t: t[..., 1:], "asset"),
-        ("kvqs", "0.scales", None, "asset"),
-        ("kvqs", "0.deviations", lambda t: t * 0, "asset"),
-        ("kvqs", "0.deviations", lambda t: t * NAN, "asset"),
-        ("kvqs", "0.rope", lambda t: t * NAN, "asset"),
+        ("kvtc", "0.basis", lambda t: t * NAN, "asset"),
+        ("kvtc", "0.basis", lambda t: t * np.float32(9), "asset"),
+        ("kvtc", "0.basis", lambda t: t.astype("<f2"), "asset"),
+        ("kvtc", "0.means", lambda t: t[..., 1:], "asset"),
+        ("kvtc", "0.means", lambda t: t * np.float32(np.inf), "asset"),
+        ("kvtc", "0.means", lambda t: t + np.float32(1e30), "asset"),
+        ("kvtc", "0.deviations", lambda t: t * 0, "asset"),
+        ("kvtc", "0.deviations", lambda t: t * np.float32(1e30), "asset"),
+        ("kvtc", "0.variances", lambda t: t[..., 1:], "asset"),
+        ("kvtc", "0.rope", lambda t: t * NAN, "asset"),
+        ("kvtc", "0.basis", None, "asset"),
+        ("kvtc", "0.deviations", None, "asset"),
+        ("kvq", "0.means", lambda t: t * np.float16(np.nan), "asset"),
+        ("kvq", "0.means", lambda t: t.astype("<f4"), "asset"),
+        ("kvq", "0.means", lambda t: np.repeat(t, 2, axis=1), "asset"),
+        ("kvq", "0.means", None, "asset"),
+        ("kvq", "0.scales", lambda t: t[..., 1:], "asset"),
+        ("kvq", "0.scales", None, "asset"),
+        ("kvq", "0.deviations", lambda t: t * 0, "asset"),
+        ("kvq", "0.deviations", lambda t: t * NAN, "asset"),
+        ("kvq", "0.rope", lambda t: t * NAN, "asset"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:invalid value")
@@ -332,19 +332,19 @@ def test_an_asset_whose_tables_are_wrong_is_refused_by_name(
         TABLES[kind](asset)
 
 
-@pytest.mark.parametrize("profile", [KvtProfile, KvqsProfile])
+@pytest.mark.parametrize("profile", [KvtcProfile, StaticKvqProfile])
 def test_a_profile_refuses_what_it_cannot_describe(profile: Any) -> None:
     dynamic = RopeParameters(10000.0, 32, "dynamic", (("factor", 2.0),))
     with pytest.raises(InvalidRequestError, match="rope='dynamic'"):
-        profile([kvt_samples.KV], dynamic)
+        profile([kvtc_samples.KV], dynamic)
     with pytest.raises(InvalidRequestError, match="samples=0"):
-        profile([kvt_samples.KV], ROPE).tables()
+        profile([kvtc_samples.KV], ROPE).tables()
     with pytest.raises(InvalidRequestError, match="component='attention'"):
         profile([Component(LayerKind.attention, DType.int8, 1, 1, 8, 16)], None)
-    bad = kvt_samples.chunk(kvt_samples.KV)
+    bad = kvtc_samples.chunk(kvtc_samples.KV)
     bad[0][1][0][0, 0, 0] = 0x7FC0
     with pytest.raises(InvalidRequestError, match="NaN or infinity"):
-        profile([kvt_samples.KV], ROPE).add(bad, POSITION)
+        profile([kvtc_samples.KV], ROPE).add(bad, POSITION)
 
 
 # --- bodies that nobody wrote
@@ -367,11 +367,11 @@ WRONG = {
         (2, b"\3\0"), (2, b"\xff\xff"), (4, HUGE), (24, b"\0\x7e"),
         (24 + 2 * 2 * 2 * 5 + 4 * 32 * 4, HUGE),
     ],
-    "kvt": [
+    "kvtc": [
         (2, b"\2\0"), (HEAD_BYTES, b"\0\0"), (HEAD_BYTES, b"\xff\xff"), (HEAD_BYTES + 2, b"\5\0"),
         (HEAD_BYTES + 4, HUGE), (HEAD_BYTES + 8, HUGE), (HEAD_BYTES + 12, b"\x40"),
     ],
-    "kvqs": [
+    "kvq": [
         (2, b"\2\0"), (HEAD_BYTES, HUGE), (HEAD_BYTES + 4, HUGE),
         (HEAD_BYTES + 8, struct.pack("<f", float("nan"))),
         (HEAD_BYTES + 8, struct.pack("<f", -1.0)), (HEAD_BYTES + 12, b"\1"),
@@ -383,14 +383,14 @@ WRONG = {
 
 def test_heads_and_counts_that_cannot_be_are_refused(samples: Samples) -> None:
     right, codec = samples.encoded(samples.one), samples.bound(samples.one)
-    for at, value in EVERY_HEAD + WRONG[samples.kind.name]:
+    for at, value in EVERY_HEAD + WRONG[samples.kind.kind.name]:
         data = right.copy()
         data[at : at + len(value)] = np.frombuffer(value, np.uint8)
         with pytest.raises(InvalidFrameError):
             decode(codec, data, samples.one)
     other = right.copy()
     other[8] ^= 1
-    with pytest.raises(UnknownCodecError, match=f"{samples.kind.name} with asset"):
+    with pytest.raises(UnknownCodecError, match=f"{samples.kind.kind.name} with asset"):
         decode(codec, other, samples.one)
 
 

@@ -10,13 +10,14 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.codecs.asset_shelf import MAX_ASSETS, AssetShelf
 from kvstore.codecs.assets import (
+    MAX_ASSETS,
     MAX_EDITION,
     MAX_TABLES,
     SUFFIX,
     Asset,
     AssetKind,
+    AssetShelf,
     asset_name,
     pack_asset,
     parse_asset,
@@ -55,9 +56,9 @@ def changed(at: int, value: bytes) -> bytes:
 
 
 def test_what_was_packed_is_read() -> None:
-    found = asset(AssetKind.kvt, OTHER, 7)
-    assert (found.kind, found.representation, found.edition) == (AssetKind.kvt, OTHER, 7)
-    assert found.digest == blake3(packed(AssetKind.kvt, OTHER, 7)).digest(length=16)
+    found = asset(AssetKind.kvtc, OTHER, 7)
+    assert (found.kind, found.representation, found.edition) == (AssetKind.kvtc, OTHER, 7)
+    assert found.digest == blake3(packed(AssetKind.kvtc, OTHER, 7)).digest(length=16)
     assert set(found.tables) == set(TABLES)
     for name, table in TABLES.items():
         assert found.table(name, table.dtype.str, table.shape).tobytes() == table.tobytes()
@@ -182,12 +183,12 @@ def test_an_asset_that_is_missing_foreign_or_of_another_kind_is_refused_by_name(
     shelf.add(asset())
     with pytest.raises(UnknownCodecError, match=f"cachegen for model {OTHER.hex()}.*calibrate"):
         shelf.for_model(AssetKind.cachegen, OTHER)
-    with pytest.raises(UnknownCodecError, match="kvt for model"):
-        shelf.for_model(AssetKind.kvt, MODEL)
+    with pytest.raises(UnknownCodecError, match="kvtc for model"):
+        shelf.for_model(AssetKind.kvtc, MODEL)
     with pytest.raises(UnknownCodecError, match=f"cachegen with asset {OTHER.hex()}"):
         shelf.named(AssetKind.cachegen, OTHER, MODEL)
-    with pytest.raises(UnknownCodecError, match="kvt with asset"):
-        shelf.named(AssetKind.kvt, asset().digest, MODEL)
+    with pytest.raises(UnknownCodecError, match="kvtc with asset"):
+        shelf.named(AssetKind.kvtc, asset().digest, MODEL)
     with pytest.raises(ModelError, match=r"asset\.representation"):
         shelf.named(AssetKind.cachegen, asset().digest, OTHER)
 

@@ -9,6 +9,7 @@ from contracts.codec import SMALL
 
 from kvstore.codecs.base import (
     CODECS,
+    REPLACED,
     Registry,
     check_tensors,
     codec_by_id,
@@ -20,8 +21,12 @@ from kvstore.proto.types import Component, DType, KVLayout, LayerKind
 
 
 def test_an_unknown_name_or_number_is_refused_and_the_known_ones_named() -> None:
-    with pytest.raises(UnknownCodecError, match=r"'gzip': unknown here; known: .*raw, .*zplane"):
+    with pytest.raises(UnknownCodecError, match=r"'gzip': unknown here; known: .*lossless, .*raw"):
         codec_by_name("gzip")
+    for gone, successor in REPLACED.items():
+        with pytest.raises(UnknownCodecError, match=f"{successor}, which replaces {gone}"):
+            codec_by_name(f"{gone}:2")
+        codec_by_name(successor.replace("N", "1"))
     for codec_id in (999, 65535, -1):
         with pytest.raises(UnknownCodecError, match=f"codec={codec_id}: unknown here; known: 0, 2"):
             codec_by_id(codec_id)

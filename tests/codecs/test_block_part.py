@@ -20,8 +20,8 @@ from kvstore.codecs.block_part import (
     check_block_ids,
     to_dense,
 )
+from kvstore.codecs.lossless import LosslessCodec
 from kvstore.codecs.raw import RawCodec
-from kvstore.codecs.zplane import ZplaneCodec
 from kvstore.proto import native
 from kvstore.proto.buffers import address, checksum
 from kvstore.proto.errors import ChunkCorruptError, InvalidRequestError, LayoutMismatchError
@@ -181,7 +181,7 @@ def noise(seed: int) -> list[Part]:
     ]
 
 
-@pytest.mark.parametrize("codec", [RawCodec(), ZplaneCodec()], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("codec", [RawCodec(), LosslessCodec()], ids=lambda codec: codec.name)
 def test_every_codec_encodes_from_blocks_and_decodes_into_them(codec: Codec) -> None:
     source, room = block_tensors(noise(1)), block_tensors(noise(2))
     frame = np.zeros(codec.max_frame_bytes(LAYOUT), np.uint8)
@@ -195,7 +195,7 @@ def test_every_codec_encodes_from_blocks_and_decodes_into_them(codec: Codec) -> 
             assert np.array_equal(to_dense(given_part), array)
 
 
-@pytest.mark.parametrize("codec", [RawCodec(), ZplaneCodec()], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("codec", [RawCodec(), LosslessCodec()], ids=lambda codec: codec.name)
 def test_a_damaged_layer_is_found_on_its_way_into_blocks(codec: Codec) -> None:
     frame = np.zeros(codec.max_frame_bytes(LAYOUT), np.uint8)
     header = codec.encode(TEMPLATE, block_tensors(noise(1)), frame)

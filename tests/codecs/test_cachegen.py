@@ -16,10 +16,9 @@ from helpers.cachegen_samples import (
 )
 
 from kvstore.codecs.base import empty_tensors
-from kvstore.codecs.cachegen import CachegenCodec
-from kvstore.codecs.cachegen_profile import THIRDS, CachegenProfile
-from kvstore.codecs.cachegen_tables import GROUP_TOKENS, QUALITIES
+from kvstore.codecs.cachegen import GROUP_TOKENS, QUALITIES, CachegenCodec
 from kvstore.codecs.floats import to_float32
+from kvstore.codecs.profiles import THIRDS, CachegenProfile
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.types import Accuracy, Component, DType, LayerKind

@@ -11,12 +11,11 @@ from contracts.codec import template
 from contracts.ends import HYBRID
 from contracts.lossy_codec import numbers
 
-from kvstore.codecs.asset_shelf import ASSETS
-from kvstore.codecs.assets import AssetKind, pack_asset, parse_asset
+from kvstore.codecs.assets import ASSETS, AssetKind, pack_asset, parse_asset
+from kvstore.codecs.base import EncodeTerms
 from kvstore.codecs.cachegen import CachegenCodec
-from kvstore.codecs.cachegen_profile import CachegenProfile
 from kvstore.codecs.kvq import KvqCodec
-from kvstore.codecs.terms import EncodeTerms
+from kvstore.codecs.profiles import CachegenProfile
 from kvstore.proto.errors import LayoutMismatchError
 from kvstore.proto.types import Accuracy, Component, DType, KVLayout, LayerKind, RopeParameters
 

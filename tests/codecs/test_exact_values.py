@@ -47,7 +47,7 @@ FILLS: list[Fill] = [every_word, every_exponent_in_turn, mostly_normal, random_b
 
 @pytest.mark.timeout(0)
 def test_every_value_comes_back_bit_by_bit(request: pytest.FixtureRequest) -> None:
-    codec = codec_by_name("zplane")
+    codec = codec_by_name("lossless")
     room = np.empty(codec.max_segment_bytes(COMPONENT), np.uint8)
     out = [np.empty(COMPONENT.shape, np.uint16) for _ in range(2)]
     rng = np.random.default_rng(2024)

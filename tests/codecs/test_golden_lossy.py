@@ -16,19 +16,19 @@ from kvstore.proto.frame import check_frame
 from kvstore.proto.types import Accuracy, DType
 
 DECODED = {
-    "gq8-r1.frame": "2e648273fa63d973",
-    "gq4-r1.frame": "ed6f164d4af78f14",
-    "gq2-r1.frame": "6f00c101325ecc4b",
+    "kivi-8-r1.frame": "2e648273fa63d973",
+    "kivi-4-r1.frame": "ed6f164d4af78f14",
+    "kivi-2-r1.frame": "6f00c101325ecc4b",
     "cachegen-r1.frame": "5120ce3436d3a07a",
-    "kvt-r1.frame": "1967a18876863d51",
-    "kvqs-r1.frame": "12fdba19fc38435c",
+    "kvtc-r1.frame": "1967a18876863d51",
+    "kvq-static-r1.frame": "12fdba19fc38435c",
 }
 """xxh3_64 of K and V as each frame decodes."""
 
 DIGESTS = {
     "cachegen-v1.kvasset": "9f0f78e42993e5a0e43d5c8fb2fa8be9",
-    "kvt-v1.kvasset": "dd39e5788305327701a459a6ef3b52d4",
-    "kvqs-v1.kvasset": "ce0a22e5cc31b9f954c1bcf45d6ef385",
+    "kvtc-v1.kvasset": "dd39e5788305327701a459a6ef3b52d4",
+    "kvq-static-v1.kvasset": "ce0a22e5cc31b9f954c1bcf45d6ef385",
 }
 
 _every_frame = pytest.mark.parametrize(("name", "codec"), list(codecs()), ids=lambda v: str(v)[:8])
@@ -51,8 +51,8 @@ def test_golden_frames_decode_to_the_same_bits_as_ever(name: str, codec: LossyCo
         for a, b in zip(out[0][0], tensors()[0][0], strict=True)
     )
     if header.accuracy is Accuracy.bounded:
-        # kvqs adds what rounding the largest number to its type could have made.
-        slack = 2 if name.startswith("kvqs") else 1 + 2**-20
+        # kvq:static adds what rounding the largest number to its type could have made.
+        slack = 2 if name.startswith("kvq-static") else 1 + 2**-20
         assert error <= header.error_bound <= error * slack
     assert 0 < error < 50
 

@@ -13,10 +13,9 @@ import pytest
 from contracts.codec import peak_bytes
 from golden.samples import FOLDER
 
-from kvstore.codecs.asset_shelf import ASSETS
-from kvstore.codecs.assets import read_asset
+from kvstore.codecs.assets import ASSETS, read_asset
 from kvstore.codecs.base import codec_by_id, empty_tensors
-from kvstore.codecs.shards import decode_shard
+from kvstore.codecs.slices import decode_shard
 from kvstore.proto.buffers import Bytes, as_bytes, checksum
 from kvstore.proto.errors import (
     ChunkCorruptError,

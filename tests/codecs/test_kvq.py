@@ -14,18 +14,17 @@ from contracts.lossy_codec import (
 )
 from golden import kvq_models as computed
 from oracles.kvq import classes_agree, refinements_agree, tiles_agree
+from oracles.kvq_numpy import NUMPY_TILES
 from oracles.rans import NUMPY as NUMPY_RANS
 
-from kvstore.codecs.base import Part, codec_by_name
+from kvstore.codecs.base import EncodeTerms, Part, codec_by_name
 from kvstore.codecs.floats import from_float32, to_float32
 from kvstore.codecs.kvq import KEY_SHARE, RATIOS, VALUE_SHARE, KvqCodec
 from kvstore.codecs.kvq_models import ASSET, kvq_models
 from kvstore.codecs.kvq_native import fine_backend, tile_backend
-from kvstore.codecs.kvq_tiles import NUMPY as NUMPY_TILES
 from kvstore.codecs.kvq_tiles import Cut
 from kvstore.codecs.rans import native_backend
 from kvstore.codecs.rope import inverse_frequencies, rotate, rotation
-from kvstore.codecs.terms import EncodeTerms
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, UnknownCodecError
 from kvstore.proto.frame import parse_header

@@ -9,19 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from oracles.kvq import classes_agree, refinements_agree, same_tiles
+from oracles.kvq_numpy import NUMPY_FINE, add_symbols, contexts_of, moved, quotients_of, refine
+from oracles.kvq_numpy import NUMPY_TILES as NUMPY
 
-from kvstore.codecs.kvq_classes import KINDS, factors_of, moved
-from kvstore.codecs.kvq_levels import (
-    LEVELS,
-    NUMPY_FINE,
-    FineBackend,
-    add_symbols,
-    contexts_of,
-    refine,
-)
-from kvstore.codecs.kvq_models import ESCAPE
+from kvstore.codecs.kvq_levels import LEVELS, FineBackend
+from kvstore.codecs.kvq_models import ESCAPE, KINDS, factors_of
 from kvstore.codecs.kvq_native import fine_backend, tile_backend
-from kvstore.codecs.kvq_tiles import NUMPY, TileBackend, Tiles, quotients_of
+from kvstore.codecs.kvq_tiles import TileBackend, Tiles
 from kvstore.codecs.rope import rotation
 from kvstore.proto.native import paths
 from kvstore.proto.types import DType

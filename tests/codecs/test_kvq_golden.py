@@ -6,12 +6,11 @@ from contracts.codec import decoded, same
 from contracts.lossy_codec import largest_error, promise_held
 from golden.kvq_samples import LAYOUT, codecs, template, tensors
 from golden.samples import FOLDER, template_of
+from oracles.kvq_numpy import NUMPY_FINE, NUMPY_TILES
 from oracles.rans import NUMPY as NUMPY_RANS
 
 from kvstore.codecs.base import Part
 from kvstore.codecs.kvq import KvqCodec
-from kvstore.codecs.kvq_levels import NUMPY_FINE
-from kvstore.codecs.kvq_tiles import NUMPY as NUMPY_TILES
 from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.frame import check_frame, parse_header
 from kvstore.proto.types import Accuracy

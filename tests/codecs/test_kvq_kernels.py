@@ -17,20 +17,18 @@ from contracts.lossy_codec import centred, encoded, large, numbers, outliers, ti
 from helpers.cpu_kernels import compile_kernels
 from helpers.cuda_compiler import ARCHITECTURES, compile_cuda, resources
 from helpers.device_frames import CPU, Place, decoded, is_refused
+from oracles.kvq_numpy import NUMPY_FINE, NUMPY_TILES
 from oracles.rans import NUMPY as NUMPY_RANS
 
 from kvstore.codecs import kvq_kernels
+from kvstore.codecs.base import EncodeTerms
 from kvstore.codecs.frame_kernels import COMPILER_FLAGS
 from kvstore.codecs.kvq import KvqCodec, Options
 from kvstore.codecs.kvq_body import Body, Stream, parse_body
-from kvstore.codecs.kvq_kernels import SOURCES, THREADS, KvqKernels, open_kvq_kernels
-from kvstore.codecs.kvq_levels import NUMPY_FINE
+from kvstore.codecs.kvq_kernels import SOURCES, THREADS, KvqKernels, open_kvq_kernels, search_tables
 from kvstore.codecs.kvq_models import ESCAPE, MODELS, kvq_models
-from kvstore.codecs.kvq_tiles import NUMPY as NUMPY_TILES
 from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Cut
 from kvstore.codecs.rans import SLOTS
-from kvstore.codecs.rans_kernels import search_tables
-from kvstore.codecs.terms import EncodeTerms
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.frame import FrameWriter, parse_header

@@ -14,13 +14,12 @@ from contracts.lossy_codec import (
     numbers,
     outliers,
 )
+from oracles.kvq_numpy import NUMPY_TILES
 from oracles.rans import NUMPY as NUMPY_RANS
 
-from kvstore.codecs.base import Part, codec_by_name
+from kvstore.codecs.base import EncodeTerms, Part, codec_by_name
 from kvstore.codecs.kvq import KvqCodec
 from kvstore.codecs.kvq_levels import LEVELS
-from kvstore.codecs.kvq_tiles import NUMPY as NUMPY_TILES
-from kvstore.codecs.terms import EncodeTerms
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
 from kvstore.proto.frame import check_frame, parse_header

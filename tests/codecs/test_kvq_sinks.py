@@ -26,20 +26,18 @@ from contracts.lossy_codec import (
     outliers,
     promise_held,
 )
+from oracles.kvq_numpy import NUMPY_FINE, NUMPY_TILES, moved
 from oracles.rans import NUMPY as NUMPY_RANS
 
-from kvstore.codecs.base import Part, codec_by_id, codec_by_name
+from kvstore.codecs.base import EncodeTerms, Part, codec_by_id, codec_by_name
 from kvstore.codecs.floats import from_float32, to_float32
 from kvstore.codecs.kvq import KvqCodec, Options
 from kvstore.codecs.kvq_body import HEAD, Body, parse_body
-from kvstore.codecs.kvq_classes import PLAIN, classes_of, factors_of, moved
-from kvstore.codecs.kvq_levels import LEVELS, NUMPY_FINE
-from kvstore.codecs.kvq_models import MODELS
-from kvstore.codecs.kvq_tiles import NUMPY as NUMPY_TILES
+from kvstore.codecs.kvq_levels import LEVELS
+from kvstore.codecs.kvq_models import MODELS, PLAIN, classes_of, factors_of
 from kvstore.codecs.lossy import LossyCodec
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.rope import inverse_frequencies, rotate, rotation
-from kvstore.codecs.terms import EncodeTerms
 from kvstore.codecs.transcode import transcode
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, UnknownCodecError

@@ -1,4 +1,4 @@
-"""Segments of cachegen, kvt and kvqs, read by the prose of the format page."""
+"""Segments of cachegen, kvtc and kvq_static, read by the prose of the format page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import cachegen_samples, kvqs_samples, kvt_samples
+from helpers import cachegen_samples, kvq_static_samples, kvtc_samples
 from numpy.typing import NDArray
 
 from kvstore.codecs.assets import Asset
@@ -127,7 +127,7 @@ def test_a_segment_of_cachegen_is_what_the_format_page_says(component: Component
     assert all(map(np.array_equal, found, expected))
 
 
-def read_kvt(data: Bytes, component: Component, asset: Asset) -> list[Part]:
+def read_kvtc(data: Bytes, component: Component, asset: Asset) -> list[Part]:
     heads, tokens, dim = component.shape
     reader, tables, out = Reader(data), asset.tables, []
     method, quality, layer, position = struct.unpack("<BBHI", reader.take("u1", 8).tobytes())
@@ -157,22 +157,24 @@ def read_kvt(data: Bytes, component: Component, asset: Asset) -> list[Part]:
     return out
 
 
-@pytest.mark.parametrize("component", [kvt_samples.KV, kvt_samples.LATENT], ids=["kv", "latent"])
+@pytest.mark.parametrize("component", [kvtc_samples.KV, kvtc_samples.LATENT], ids=["kv", "latent"])
 @pytest.mark.parametrize("position", [0, 300])
-def test_a_segment_of_kvt_is_what_the_format_page_says(component: Component, position: int) -> None:
-    codec, asset = kvt_samples.bound(3, component), kvt_samples.calibrated(component)
-    parts = kvt_samples.chunk(component, position=position)[0][0]
+def test_a_segment_of_kvtc_is_what_the_format_page_says(
+    component: Component, position: int
+) -> None:
+    codec, asset = kvtc_samples.bound(3, component), kvtc_samples.calibrated(component)
+    parts = kvtc_samples.chunk(component, position=position)[0][0]
     parts[-1][:, 9] += parts[-1].dtype.type(5 << (8 * component.dtype.item_bytes - 9))
-    data, _ = kvt_samples.encode(codec, parts, component, position)
-    found, expected = read_kvt(data, component, asset), kvt_samples.decode(codec, data, component)
+    data, _ = kvtc_samples.encode(codec, parts, component, position)
+    found, expected = read_kvtc(data, component, asset), kvtc_samples.decode(codec, data, component)
     # Sums in another order and precision: the same but for a last bit here and there.
     for one, other, part in zip(found, expected, parts, strict=True):
-        assert kvt_samples.noise_of([one], [other], component.dtype)[0] < 1e-5
+        assert kvtc_samples.noise_of([one], [other], component.dtype)[0] < 1e-5
         sinks = 4 if position == 0 else 0
         assert np.array_equal(one[:, :sinks], part[:, :sinks])
 
 
-def read_kvqs(data: Bytes, component: Component, asset: Asset) -> list[Part]:
+def read_kvq_static(data: Bytes, component: Component, asset: Asset) -> list[Part]:
     heads, tokens, dim = component.shape
     columns, reader, tables = -(-heads * dim // 128), Reader(data), asset.tables
     method, _, layer, position = struct.unpack("<BBHI", reader.take("u1", 8).tobytes())
@@ -214,12 +216,14 @@ def read_kvqs(data: Bytes, component: Component, asset: Asset) -> list[Part]:
     return out
 
 
-@pytest.mark.parametrize("component", [kvqs_samples.KV, kvqs_samples.LATENT], ids=["kv", "latent"])
-def test_a_segment_of_kvqs_is_what_the_format_page_says(component: Component) -> None:
-    codec, asset = kvqs_samples.bound(2, component), kvqs_samples.calibrated(component)
-    parts = kvt_samples.chunk(component)[0][0]
+@pytest.mark.parametrize(
+    "component", [kvq_static_samples.KV, kvq_static_samples.LATENT], ids=["kv", "latent"]
+)
+def test_a_segment_of_kvq_static_is_what_the_format_page_says(component: Component) -> None:
+    codec, asset = kvq_static_samples.bound(2, component), kvq_static_samples.calibrated(component)
+    parts = kvtc_samples.chunk(component)[0][0]
     parts[-1][0, 9, 3] = bits_of(np.array([1000.0]), component.dtype)[0]
-    data, _ = kvt_samples.encode(codec, parts, component)
+    data, _ = kvtc_samples.encode(codec, parts, component)
     assert struct.unpack("<I", data[28:32].tobytes())[0] > 0  # escapes are in it
-    found = read_kvqs(data, component, asset)
-    assert all(map(np.array_equal, found, kvt_samples.decode(codec, data, component)))
+    found = read_kvq_static(data, component, asset)
+    assert all(map(np.array_equal, found, kvtc_samples.decode(codec, data, component)))

@@ -95,7 +95,7 @@ def test_what_was_damaged_on_the_device_is_told_by_its_layer(kernels: FrameKerne
 
 def test_a_frame_of_another_codec_is_refused(kernels: FrameKernels) -> None:
     frame, header = make_chunk()
-    packed = replace(header, codec_id=codec_by_name("zplane").codec_id)
+    packed = replace(header, codec_id=codec_by_name("lossless").codec_id)
     with pytest.raises(UnknownCodecError):
         scatter(kernels, frame, packed, make_pages())
 

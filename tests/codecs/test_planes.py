@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from oracles.planes import numpy_splitter
 
 from kvstore.codecs.base import codec_by_name
-from kvstore.codecs.planes import (
+from kvstore.codecs.lossless import (
     best_splitter,
     block_count,
     flat_rows,
@@ -94,7 +94,7 @@ def test_bounds_of_layers_that_no_machine_holds_are_found_at_once() -> None:
     most = (1 << 24) - 1
     for dim in (1, most):
         component = Component(LayerKind.attention, DType.float32, most, most, dim, most)
-        bound = codec_by_name("zplane").max_segment_bytes(component)
+        bound = codec_by_name("lossless").max_segment_bytes(component)
         assert component.layer_bytes <= bound < 1.1 * component.layer_bytes
 
 

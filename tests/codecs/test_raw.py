@@ -17,8 +17,8 @@ from contracts.codec import (
     template,
 )
 
+from kvstore.codecs.lossless import LosslessCodec
 from kvstore.codecs.raw import RawCodec
-from kvstore.codecs.zplane import ZplaneCodec
 from kvstore.proto.buffers import LOOP_FROM_BYTES, Bytes
 from kvstore.proto.errors import InvalidFrameError, UnknownCodecError
 from kvstore.proto.frame import (
@@ -102,7 +102,7 @@ def test_views_of_a_cut_frame_or_of_another_codec_are_refused() -> None:
     frame = encoded(RawCodec(), filled(SMALL), SMALL)
     with pytest.raises(InvalidFrameError, match="stored_bytes"):
         RawCodec().views(parse_header(frame), frame[:-1])
-    other = encoded(ZplaneCodec(), filled(SMALL), SMALL)
+    other = encoded(LosslessCodec(), filled(SMALL), SMALL)
     with pytest.raises(UnknownCodecError):
         RawCodec().views(parse_header(other), other)
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.codecs.base import codec_by_name, empty_tensors
-from kvstore.codecs.row_cut import copy_kept, cut_bytes, cut_rows, kept_rows, place_cut
+from kvstore.codecs.slices import copy_kept, cut_bytes, cut_rows, kept_rows, place_cut
 from kvstore.proto.buffers import Bytes, as_bytes
 from kvstore.proto.errors import ChunkCorruptError
 from kvstore.proto.frame import FrameHeader, parse_header
@@ -117,7 +117,7 @@ def test_only_raw_layers_with_a_row_for_each_token_are_cut() -> None:
     assert kept_rows(HEADER, skipped, 0) is not None
     assert kept_rows(HEADER, skipped, 1) is None
     assert kept_rows(HEADER, None, 0) is None
-    coded = parse_header(encoded(codec_by_name("zplane"), TENSORS, LAYOUT))
+    coded = parse_header(encoded(codec_by_name("lossless"), TENSORS, LAYOUT))
     assert kept_rows(coded, skipped, 0) is None
     ended = layouts(DType.bfloat16)["several"]
     header = parse_header(encoded(RAW, filled(ended), ended))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.codecs.base import codec_by_name, empty_tensors
-from kvstore.codecs.shards import cut, decode_shard
+from kvstore.codecs.slices import cut, decode_shard
 from kvstore.codecs.transcode import max_transcoded_bytes, transcode
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
 from kvstore.proto.frame import FrameTemplate, parse_header
@@ -51,7 +51,7 @@ def test_what_a_rank_encodes_and_what_it_is_cut_are_the_same(shard: ChunkShard) 
 
 
 def test_compressed_frames_are_cut() -> None:
-    codec = codec_by_name("zplane")
+    codec = codec_by_name("lossless")
     frame = np.zeros(max_transcoded_bytes(LAYOUT, codec), np.uint8)
     header = transcode(WHOLE, codec, frame)
     shard = ChunkShard(LAYOUT, (Extent(1, 2, 1, 3), None))

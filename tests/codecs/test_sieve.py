@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.sieve import NUMPY
 
-from kvstore.codecs.sieve import (
+from kvstore.codecs.lossless import (
     Sieve,
     body_bytes,
     commonest,

@@ -26,10 +26,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.codecs.base import CODECS, Codec, Part, codec_by_name
+from kvstore.codecs.lossless import LosslessCodec
 from kvstore.codecs.lossy import LossyCodec
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.transcode import max_transcoded_bytes, transcode
-from kvstore.codecs.zplane import ZplaneCodec
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, UnknownCodecError
 from kvstore.proto.frame import FLAG_RESTORED, FrameWriter, check_frame, parse_header
@@ -37,7 +37,7 @@ from kvstore.proto.types import Accuracy, Component, DType, KVLayout, LayerKind,
 
 LOSSLESS = [name for name in CODECS if not issubclass(CODECS.load(name), LossyCodec)]
 """The others give other bytes: contracts/lossy_codec.py moves them."""
-BOUNDED = ("gq8", "gq4", "gq2", "kvq")
+BOUNDED = ("kivi:8", "kivi:4", "kivi:2", "kvq")
 """Those that state a bound and need no tables of a model."""
 CHAINS = st.lists(st.sampled_from(BOUNDED), min_size=2, max_size=5).filter(
     lambda chain: all(one != other for one, other in pairwise(chain))
@@ -123,16 +123,16 @@ def test_header_fields_travel_along_and_what_was_lossy_stays_lossy(
 def test_what_was_lossy_is_marked_as_restored_whatever_codec_it_goes_through() -> None:
     raw = np.empty(RawCodec().max_frame_bytes(LOSSY), np.uint8)
     RawCodec().encode(template(LOSSY, flags=0), numbers(LOSSY), raw)
-    frame = moved(raw, codec_by_name("gq4"))
+    frame = moved(raw, codec_by_name("kivi:4"))
     assert not parse_header(frame).flags & FLAG_RESTORED
-    for name in ("raw", "zplane", "gq8", "raw"):
+    for name in ("raw", "lossless", "kivi:8", "raw"):
         frame = moved(frame, codec_by_name(name))
         assert parse_header(frame).flags & FLAG_RESTORED
 
 
 def test_a_third_codec_lowers_accuracy_to_its_own() -> None:
     tensors = filled(SMALL)
-    there = moved(encoded(ZplaneCodec(), tensors, SMALL), Backwards())
+    there = moved(encoded(LosslessCodec(), tensors, SMALL), Backwards())
     header = check_frame(there)
     assert header.accuracy is Accuracy.bounded
     back = filled(SMALL, seed=1)
@@ -188,7 +188,7 @@ def test_moving_holds_no_more_than_a_few_layers(source: str, target: str) -> Non
 
 
 def test_frames_that_cannot_be_written_are_read_where_they_lie() -> None:
-    for codec in (RawCodec(), ZplaneCodec()):
+    for codec in (RawCodec(), LosslessCodec()):
         frame = encoded(codec, filled(SMALL), SMALL)
         frozen = np.frombuffer(b"." + frame.tobytes(), np.uint8)[1:]
         for name in LOSSLESS:
@@ -223,7 +223,7 @@ def test_the_stated_bound_is_never_below_the_error_after_any_chain_of_lossy_code
 
 
 def test_a_frame_without_a_bound_names_the_codec_that_has_none() -> None:
-    bounded = moved(encoded(RawCodec(), numbers(LOSSY), LOSSY), codec_by_name("gq4"))
+    bounded = moved(encoded(RawCodec(), numbers(LOSSY), LOSSY), codec_by_name("kivi:4"))
     for frame in (bounded, moved(bounded, RawCodec())):
         found = parse_header(moved(frame, Boundless()))
         assert found.stated == Stated(Accuracy.approximate, Boundless.codec_id)

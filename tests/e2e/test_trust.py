@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from helpers.prompts import SMALL, keys_of
 from helpers.trust_world import SERVICE, World, chunks_for, request_of
 
 from kvstore.client import Access
-from kvstore.client.options import TransportName
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
     InvalidRequestError,
@@ -119,20 +117,6 @@ def test_a_pool_is_read_by_its_readers_and_filled_by_its_writers(world: World) -
 # --- roles, on every way in
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
-def test_a_reader_reads_and_does_not_write(transport: TransportName, world: World) -> None:
-    writer = world.client(world.acme, transport)
-    keys, chunks = chunks_for(writer, 2)
-    writer.put_chunks(chunks)
-    reader = world.client(world.reader, transport)
-    assert len(reader.get_chunks(keys)) == len(keys)
-    _, others = chunks_for(reader, 8)
-    with pytest.raises(PermissionDeniedError):
-        reader.put_chunks(others)
-    with pytest.raises(PermissionDeniedError):
-        reader.drain()
-
-
 def test_status_tells_tenants_what_is_nobodys_alone(world: World) -> None:
     seen = world.client(world.reader).status()
     assert {tier.name for tier in seen.tiers} == {"cpu", "disk"}
@@ -153,21 +137,6 @@ def test_a_revoked_key_ends_its_sessions_and_nobody_elses(world: World) -> None:
     with pytest.raises(UnauthenticatedError):
         gone.lookup(keys=keys_of(gone, 5, 2))
     stays.lookup(keys=keys_of(stays, 5, 2))
-
-
-def test_a_key_file_that_is_deleted_ends_every_session(tmp_path: Path) -> None:
-    own = World(tmp_path)
-    try:
-        clients = [own.client(own.acme, "shm"), own.client(own.zeta)]
-        for client in clients:
-            assert client.lookup(keys=keys_of(client, 5, 2)).ready == 0
-        own.ring.path.unlink()
-        assert eventually(lambda: len(own.server.node.sessions) == 0)
-        for client in clients:
-            with pytest.raises(UnauthenticatedError):
-                client.lookup(keys=keys_of(client, 5, 2))
-    finally:
-        own.close()
 
 
 # --- quotas

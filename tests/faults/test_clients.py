@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -233,59 +233,6 @@ def test_of_many_writers_of_one_name_one_whole_version_stays(
         for at, key in enumerate(keys):
             seen = {matching(client, keys, at, versions) for client in clients}
             assert len(seen) == 1, key.hex()
-
-
-WRITE_ONE = """
-import sys
-from helpers.local_server import DEADLINE_MS
-from helpers.prompts import SMALL, chunks_of, keys_of
-from kvstore.client import Client, ClientOptions
-
-address, transport, version = sys.argv[1], sys.argv[2], int(sys.argv[3])
-client = Client(address, SMALL, ClientOptions(transport, 16, DEADLINE_MS))
-for seed in map(int, sys.stdin):
-    keys = keys_of(client, seed, 2)
-    puts = client.put_chunks(chunks_of(client, keys, version))
-    print(*(put.outcome.name for put in puts), flush=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("only_long")
-def test_of_writers_in_processes_of_their_own_one_whole_version_stays(
-    make_server: ServerMaker, amount: Callable[[int, int], int]
-) -> None:
-    server = make_server()
-    client = server.connect("shm")
-    versions, paths = 8, f"{ROOT / 'src'}:{ROOT / 'tests'}"
-    with ExitStack() as stack:
-        writers = []
-        for version in range(versions):
-            transport = ("shm", "grpc")[version % 2]
-            process = subprocess.Popen(
-                [sys.executable, "-c", WRITE_ONE, server.address, transport, str(version)],
-                env={**os.environ, "PYTHONPATH": paths},
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            )  # fmt: skip
-            writers.append(stack.enter_context(process))
-        for seed in range(amount(1, 200)):
-            for writer in writers:
-                assert writer.stdin is not None
-                print(seed, file=writer.stdin, flush=True)
-            told = [
-                outcome
-                for w in writers
-                if w.stdout is not None
-                for outcome in w.stdout.readline().split()
-            ]
-            assert {*told} <= {"stored", "exists", "pending"}
-            assert len(told) == 2 * versions
-            assert told.count("stored") >= 2
-            keys = keys_of(client, seed, 2)
-            seen = [matching(client, keys, at, versions) for at in range(2)]
-            assert [matching(client, keys, at, versions) for at in range(2)] == seen
-        for writer in writers:
-            writer.kill()
 
 
 def matching(client: Client, keys: list[ChunkKey], at: int, versions: int) -> int:

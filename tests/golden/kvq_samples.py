@@ -11,9 +11,8 @@ import sys
 import numpy as np
 from golden.samples import FOLDER
 
-from kvstore.codecs.base import Part, codec_by_name
+from kvstore.codecs.base import EncodeTerms, Importance, Part, codec_by_name
 from kvstore.codecs.lossy import LossyCodec
-from kvstore.codecs.terms import EncodeTerms, Importance
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.types import (
     ChainDigest,

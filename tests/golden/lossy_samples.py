@@ -1,4 +1,4 @@
-"""The chunk and the assets of the golden frames of the grouped codecs, cachegen and kvt.
+"""The chunk and the assets of the golden frames of kivi, cachegen and kvtc.
 
 Whole numbers make both, so that no library's random numbers or logarithms are in them.
 """
@@ -10,14 +10,12 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.codecs.asset_shelf import AssetShelf
-from kvstore.codecs.assets import AssetKind, pack_asset, parse_asset
-from kvstore.codecs.base import Part
+from kvstore.codecs.assets import AssetKind, AssetShelf, pack_asset, parse_asset
+from kvstore.codecs.base import Part, codec_name
 from kvstore.codecs.cachegen import CachegenCodec
-from kvstore.codecs.grouped import Gq2Codec, Gq4Codec, Gq8Codec
-from kvstore.codecs.kvqs import KvqsCodec
-from kvstore.codecs.kvqs_tables import MIDDLE
-from kvstore.codecs.kvt import KvtCodec
+from kvstore.codecs.kivi import KiviCodec
+from kvstore.codecs.kvq_static import MIDDLE, StaticKvqCodec
+from kvstore.codecs.kvtc import KvtcCodec
 from kvstore.codecs.lossy import LossyCodec
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.types import ChainDigest, ChunkKey, Component, DType, KVLayout, LayerKind
@@ -79,8 +77,8 @@ def cachegen_asset() -> bytes:
     return pack_asset(AssetKind.cachegen, MODEL, 1, tables)
 
 
-def kvt_asset() -> bytes:
-    """Return an asset of kvt whose products are exact, in whatever order they are summed."""
+def kvtc_asset() -> bytes:
+    """Return an asset of kvtc whose products are exact, in whatever order they are summed."""
     signs = np.array([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]])
     basis = np.kron(np.eye(10), signs / 2).astype("<f4")
     tables = {
@@ -89,24 +87,24 @@ def kvt_asset() -> bytes:
         "0.variances": np.repeat(np.arange(40, 0, -1, dtype="<f4")[None, None], 2, axis=1) / 8,
         "0.deviations": np.full((1, 2), 4, "<f4"),
     }
-    return pack_asset(AssetKind.kvt, MODEL, 1, tables)
+    return pack_asset(AssetKind.kvtc, MODEL, 1, tables)
 
 
-def kvqs_asset() -> bytes:
-    """Return an asset of kvqs for this chunk."""
+def kvq_static_asset() -> bytes:
+    """Return an asset of kvq:static for this chunk."""
     scales = np.arange(80, dtype=np.uint8).reshape(1, 2, 40) % 24 + 2 * MIDDLE - 12
     tables = {
         "0.means": np.linspace(-1, 1, 80).astype("<f2").reshape(1, 2, 40),
         "0.scales": scales,
         "0.deviations": np.full((1, 2), 4, "<f4"),
     }
-    return pack_asset(AssetKind.kvqs, MODEL, 1, tables)
+    return pack_asset(AssetKind.kvq, MODEL, 1, tables)
 
 
 ASSET_FILES = {
     "cachegen-v1.kvasset": cachegen_asset,
-    "kvt-v1.kvasset": kvt_asset,
-    "kvqs-v1.kvasset": kvqs_asset,
+    "kvtc-v1.kvasset": kvtc_asset,
+    "kvq-static-v1.kvasset": kvq_static_asset,
 }
 
 
@@ -115,6 +113,6 @@ def codecs() -> Iterator[tuple[str, LossyCodec]]:
     shelf = AssetShelf()
     for make in ASSET_FILES.values():
         shelf.add(parse_asset(make()))
-    own = (Gq8Codec(), Gq4Codec(), Gq2Codec())
-    for codec in (*own, CachegenCodec(1, shelf), KvtCodec(1, shelf), KvqsCodec(1, shelf)):
-        yield f"{codec.name}-r{codec.revision}.frame", codec
+    own = (KiviCodec(8), KiviCodec(4), KiviCodec(2))
+    for codec in (*own, CachegenCodec(1, shelf), KvtcCodec(1, shelf), StaticKvqCodec(1, shelf)):
+        yield f"{codec_name(codec.codec_id).replace(':', '-')}-r{codec.revision}.frame", codec

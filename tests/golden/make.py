@@ -12,13 +12,13 @@ import numpy as np
 from golden.samples import FOLDER, shard, shard_tensors, template, tensors
 
 from kvstore.codecs.base import codec_by_name
-from kvstore.codecs.shards import encode_shard, shard_frame_bytes
+from kvstore.codecs.slices import encode_shard, shard_frame_bytes
 
 
 def main() -> int:
     """Write each frame that does not exist yet; return how many exist already."""
     kept = 0
-    for name in ("raw", "zplane"):
+    for name in ("raw", "lossless"):
         codec = codec_by_name(name)
         path = FOLDER / f"{name}-r{codec.revision}.frame"
         if path.exists():

@@ -43,7 +43,7 @@ def use(server: LocalServer, seed: int) -> None:
 
 def main(folder: Path) -> None:
     """Run everything twice, the second time under a hook; then show that the hook sees."""
-    server = LocalServer(folder, "--bulk", "127.0.0.1:0", "--codec", "disk=zplane")
+    server = LocalServer(folder, "--bulk", "127.0.0.1:0", "--codec", "disk=lossless")
     use(server, 1)
     seen: list[str] = []
     is_armed = [True]

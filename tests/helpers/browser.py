@@ -12,7 +12,6 @@ import select
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +129,3 @@ class Browser:
         os.close(self._in)
         self._process.kill()
         self._process.wait()
-
-
-BrowserMaker = Callable[[], Browser]

@@ -8,13 +8,11 @@ from functools import lru_cache
 import numpy as np
 from contracts.codec import template
 
-from kvstore.codecs.asset_shelf import AssetShelf
-from kvstore.codecs.assets import Asset, AssetKind, pack_asset, parse_asset
-from kvstore.codecs.base import Part
+from kvstore.codecs.assets import Asset, AssetKind, AssetShelf, pack_asset, parse_asset
+from kvstore.codecs.base import EncodedLayer, LayerTerms, Part
 from kvstore.codecs.cachegen import CachegenCodec
-from kvstore.codecs.cachegen_profile import CachegenProfile
 from kvstore.codecs.floats import from_float32
-from kvstore.codecs.terms import EncodedLayer, LayerTerms
+from kvstore.codecs.profiles import CachegenProfile
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.types import Component, DType, KVLayout, LayerKind

@@ -10,9 +10,8 @@ import pytest
 from typing_extensions import override
 
 from kvstore.codecs import base
-from kvstore.codecs.base import Part
+from kvstore.codecs.base import EncodedLayer, LayerTerms, Part
 from kvstore.codecs.lossy import LossyCodec
-from kvstore.codecs.terms import EncodedLayer, LayerTerms
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, LayoutMismatchError
 from kvstore.proto.types import Accuracy, Component, RopeParameters
@@ -68,5 +67,5 @@ def coarse_codec() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for codec in (CoarseCodec, RoughCodec):
             patch.setitem(base.CODECS._paths, codec.name, f"{__name__}:{codec.__name__}")
-            patch.setitem(base._NAMES_BY_ID, codec.codec_id, codec.name)
+            patch.setitem(base.NAMES_BY_ID, codec.codec_id, codec.name)
         yield

@@ -10,7 +10,7 @@ from helpers.prompts import tensors_of
 
 from kvstore.client import Chunk
 from kvstore.codecs.base import ChunkTensors
-from kvstore.codecs.shards import encode_shard, shard_frame_bytes
+from kvstore.codecs.slices import encode_shard, shard_frame_bytes
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.types import (

@@ -5,17 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from oracles.kvq_numpy import NUMPY_FINE, add_symbols, moved, quotients_of, refine
+from oracles.kvq_numpy import NUMPY_TILES as NUMPY
 
 from kvstore.codecs.floats import from_float32
-from kvstore.codecs.kvq_classes import KINDS, factors_of, moved
-from kvstore.codecs.kvq_levels import (
-    LEVELS,
-    NUMPY_FINE,
-    FineBackend,
-    add_symbols,
-    refine,
-)
-from kvstore.codecs.kvq_tiles import NUMPY, TileBackend, Tiles, quotients_of
+from kvstore.codecs.kvq_levels import LEVELS, FineBackend
+from kvstore.codecs.kvq_models import KINDS, factors_of
+from kvstore.codecs.kvq_tiles import TileBackend, Tiles
 from kvstore.codecs.rope import rotation
 from kvstore.proto.types import DType
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.codecs.planes import BYTES, Planes, Splitter, Words
+from kvstore.codecs.lossless import BYTES, Planes, Splitter, Words
 
 _PIECE_ITEMS = 1 << 15
 """Words that numpy takes at a time: their scratch stays in cache."""

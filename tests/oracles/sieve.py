@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.codecs.sieve import GROUP, GROUP_BYTES, PASSES, VALUES, Sieve
+from kvstore.codecs.lossless import GROUP, GROUP_BYTES, PASSES, VALUES, Sieve
 from kvstore.proto.buffers import Bytes
 
 

@@ -12,7 +12,7 @@ EXAMPLES: list[KVStoreError] = [
     errors.InvalidFrameError("magic", b"\0", "expected KVFR"),
     errors.ModelError("model_id", "", "name the model"),
     errors.LayoutMismatchError("shape", (1, 2), "give (2, 1)"),
-    errors.UnknownCodecError("gzip", "raw, zplane"),
+    errors.UnknownCodecError("gzip", "raw, lossless"),
     errors.LeaseExpiredError("lease 5"),
     errors.TierFullError("cpu", 100, 50),
     errors.QuotaExceededError("max_leases", 10, "session 3"),

@@ -14,7 +14,7 @@ from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.frame import check_frame, parse_header, raw_frame_bytes
 from kvstore.proto.types import Accuracy
 
-GOLDEN = ["raw-r1.frame", "zplane-r1.frame", "zplane-r2.frame"]
+GOLDEN = ["raw-r1.frame", "lossless-r1.frame", "lossless-r2.frame"]
 
 
 def golden(name: str) -> Bytes:
@@ -59,9 +59,9 @@ def encoded_golden() -> Bytes:
     return out
 
 
-def test_the_zplane_golden_frame_becomes_the_raw_one() -> None:
+def test_the_lossless_golden_frame_becomes_the_raw_one() -> None:
     out = np.full(raw_frame_bytes(template().layout), 0x5A, np.uint8)
-    transcode(golden("zplane-r2.frame"), RawCodec(), out)
+    transcode(golden("lossless-r2.frame"), RawCodec(), out)
     assert np.array_equal(out, golden("raw-r1.frame"))
 
 

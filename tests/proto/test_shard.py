@@ -12,7 +12,7 @@ from helpers.shards import TWO_GROUPS, WIDE, shard_frame, shard_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.codecs.shards import encode_shard, shard_frame_bytes
+from kvstore.codecs.slices import encode_shard, shard_frame_bytes
 from kvstore.proto.buffers import Bytes, as_bytes, checksum
 from kvstore.proto.errors import InvalidFrameError, LayoutMismatchError
 from kvstore.proto.frame import (

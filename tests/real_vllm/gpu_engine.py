@@ -165,8 +165,8 @@ def ask_tier(folder: Path, address: str) -> dict[str, Any]:
 def settle(engine: Engine, tier: Any) -> None:
     """Step until no job is under way."""
     until = time.monotonic() + WITHIN_S
-    for number in range(8):
-        engine.step(number)
+    for _ in range(8):
+        engine.step()
         tier.drain_jobs()
         time.sleep(0.05)
     while tier.has_pending_work() and time.monotonic() < until:

@@ -6,8 +6,6 @@ import json
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -35,9 +33,6 @@ _WORDS_OF_GRPC = ("WARNING: All log messages before absl", "E0000 ")
 """Its core logs a port that it cannot bind by itself."""
 
 UNUSABLE: dict[str, tuple[tuple[str, ...], str]] = {
-    "a tier smaller than any": (
-        ("--cpu", "1KiB"), "cpu_size='1KiB': a tier has at least 4MiB (from --cpu)",
-    ),
     "a disk tier larger than the disk": (
         ("--disk", "900TiB:{folder}/disk"), "give the tier less capacity, or a larger disk",
     ),
@@ -46,7 +41,7 @@ UNUSABLE: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a flag that does not exist": (("--cpus", "4"), "see kvstore-server --help"),
 }  # fmt: skip
-"""One each of settings, tiers, the network and the command line."""
+"""One each of tiers, the network and the command line."""
 
 
 def fail_to_start(process: ServerProcess) -> str:
@@ -134,23 +129,6 @@ def test_strangers_do_not_fill_the_log(server_process: ProcessMaker, tmp_path: P
     assert {record["error"] for record in records} == {"UnauthenticatedError"}
     assert len(records) <= LINES_PER_S * (2 + seconds)
     assert len(records) + sum(record.get("left_out", 0) for record in records) == 501
-
-
-def test_importing_the_server_loads_neither_torch_nor_cupy() -> None:
-    code = (
-        "import sys, kvstore.server.main, kvstore.client;"
-        "print(sorted({'torch', 'cupy', 'transformers'} & set(sys.modules)))"
-    )
-    source = Path(__file__).resolve().parents[2] / "src"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": str(source)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert done.stdout == "[]\n"
 
 
 def test_open_server_on_the_loopback_says_so_at_the_start_and_one_that_asks_does_not(

@@ -126,14 +126,3 @@ def test_where_all_is_leased_puts_are_refused_and_nothing_leaks(policy: str) -> 
         assert core.cpu.stats().reservations == 0
         core.store.release(session, match.lease_id)
         assert outcomes(core, 1) == {PutOutcome.stored}
-
-
-def test_a_chunk_larger_than_its_tier_is_refused_by_name(policy: str) -> None:
-    with closing(make_core(policy, FakeClock())) as core:
-        session = core.open_session()
-        core.put(session, prompt(4))
-        (large,) = prompt(1, seed=5, tokens=2_000)
-        with pytest.raises(InvalidRequestError, match=r"frame_bytes=\d+: tier 'cpu' takes"):
-            core.put(session, [large])
-        assert (core.cpu.stats().chunks, core.cpu.stats().reservations) == (4, 0)
-        assert core.catalog.in_flight.writers.total() == 0

@@ -8,8 +8,8 @@ from functools import lru_cache
 import numpy as np
 from contracts.chunks import make_representation
 
+from kvstore.codecs.lossless import LosslessCodec
 from kvstore.codecs.transcode import max_transcoded_bytes, transcode
-from kvstore.codecs.zplane import ZplaneCodec
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FLAG_RESTORED, FrameTemplate, FrameWriter, raw_frame_bytes
 from kvstore.proto.keys import (
@@ -81,7 +81,7 @@ def write_frame(template: FrameTemplate, seed: int) -> Bytes:
     draw = np.random.default_rng(seed)
     for component in template.layout.components:
         for _ in range(component.layers):
-            # Few values, so that zplane has something to do.
+            # Few values, so that lossless has something to do.
             writer.reserve(component.layer_bytes)[:] = draw.integers(0, 5, component.layer_bytes)
             writer.commit(component.layer_bytes)
     writer.finish(codec_id=0, revision=1, accuracy=Accuracy.exact)
@@ -91,7 +91,7 @@ def write_frame(template: FrameTemplate, seed: int) -> Bytes:
 def make_version(tenant: str, parent: ChainDigest, tokens: bytes, seed: int) -> Version:
     template = make_template(tenant, parent, tokens)
     frame = write_frame(template, seed)
-    codec = ZplaneCodec()
+    codec = LosslessCodec()
     packed = np.zeros(max_transcoded_bytes(template.layout, codec), np.uint8)
     header = transcode(frame, codec, packed)
     info = ChunkInfo(template.key, parent, template.layout, 0, len(frame))

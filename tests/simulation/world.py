@@ -71,7 +71,7 @@ class Plan:
             slabs=draw.choice((2, 2, 3, 4)),
             disk_bytes=draw.randrange(3_000, 24_000) if tiers in ("disk", "both") else 0,
             redis_bytes=draw.randrange(3_000, 24_000) if tiers in ("redis", "both") else 0,
-            disk_codec=draw.choice(("raw", "raw", "zplane")),
+            disk_codec=draw.choice(("raw", "raw", "lossless")),
             queue_limit=1000 if quiet else draw.choice((2, 8, 1000)),
             bypass_bytes=1 << 20 if quiet else draw.choice((0, 3_000, 1 << 20)),
             headroom_percent=draw.choice((0, 5, 40)),

@@ -43,10 +43,8 @@ from kvstore.proto.errors import ModelError
 
 CONTEXT = "sglang.srt.runtime_context"
 """Where an engine of 0.5.23 keeps what it was started with, and its ``weight_version``."""
-
 NO_ENGINE = (ImportError, AttributeError, ValueError, RuntimeError, LookupError)
 """What is raised where a process has no engine, and by an engine of another release."""
-
 _flushes = itertools.count(1)
 """Of this process, over all backends that were attached: ranks count alike."""
 
@@ -164,11 +162,7 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
 
     @override
     def set(
-        self,
-        key: str,
-        value: Any = None,
-        target_location: Any = None,
-        target_sizes: Any = None,
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
     ) -> bool:
         return self.batch_set([key], [value if value is not None else target_location])
 

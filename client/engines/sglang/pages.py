@@ -66,7 +66,6 @@ LAYOUTS = {
 }
 """Axes of a pool's buffer: K and V (p), pages (n), layers, tokens, heads, elements of a head (d).
 Without n tokens of all pages follow each other. Latents have no p."""
-
 SERVER_ARGS = (
     *("dtype", "quantization", "quantization_param_path", "kv_cache_dtype", "revision"),
     *("json_model_override_args", "model_impl", "modelopt_quant", "model_loader_extra_config"),
@@ -78,16 +77,12 @@ SERVER_ARGS = (
     *("modelopt_checkpoint_restore_path", "enable_quant_communications"),
 )
 """What KV depends on. Draft models are among it as their layers may lie in the same pages."""
-
 BATCH = 16
 """Pages of bytes that are copied at a time, between the pool and the store."""
-
 STATES = "mamba"
 """The pool of recurrent states: every rank has its own, also of models whose KV all ranks share."""
-
 OF_OTHER_WEIGHTS = ("draft", "draft_swa")
 """Pools of another model, whose weights nobody names."""
-
 NO_ADAPTER = "none"
 _SGLANG_SETTINGS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
 

@@ -30,22 +30,14 @@ from transformers import (
 
 from kvstore.client.chunk import LayerTensors
 from kvstore.client.engines.prefix import About, Span
-from kvstore.codecs.terms import Importance
+from kvstore.codecs.base import Importance
 from kvstore.proto.errors import InvalidRequestError, ModelError
-from kvstore.proto.types import (
-    END_KINDS,
-    DType,
-    KVLayout,
-    LayerGroup,
-    LayerKind,
-    Model,
-)
+from kvstore.proto.types import END_KINDS, DType, KVLayout, LayerGroup, LayerKind, Model
 
 PROBE_TOKENS = 24
 
 PACK_BYTES = 64 << 20
 """Device memory that copies of a cache's end are packed into, or one larger tensor's."""
-
 _BOTH = (
     cache_utils.LinearAttentionAndFullAttentionLayer,
     cache_utils.LinearAttentionAndSlidingWindowAttentionLayer,
@@ -55,13 +47,10 @@ _TOKENS = (cache_utils.DynamicLayer, _BOTH[0], *_SLIDING)
 _STATES = (cache_utils.LinearAttentionLayer, *_BOTH)
 _EMPTY = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 """Layers that keep nothing; transformers before 5.19 has none."""
-
 Parts: TypeAlias = Sequence[Tensor]
 """One layer's tensors: K and V of (kv_heads, tokens, head_dim), or both side by side."""
-
 Nested: TypeAlias = list[list[list[Tensor]]]
 """A chunk's tensors: components, then layers, then parts."""
-
 _Group: TypeAlias = tuple[LayerKind, DType, int, int, int]
 """What layers of one group have in common: kind, dtype, heads, width and window."""
 

@@ -58,13 +58,7 @@ from kvstore.client.engines.transformers.identity import (
     check_resumable,
     representation_of,
 )
-from kvstore.client.engines.transformers.loads import (
-    Call,
-    Link,
-    PrefixLoad,
-    Staging,
-    device_of,
-)
+from kvstore.client.engines.transformers.loads import Call, Link, PrefixLoad, Staging, device_of
 from kvstore.proto.blend import GateView
 from kvstore.proto.device import Device
 from kvstore.proto.errors import InvalidRequestError, ModelError
@@ -238,11 +232,7 @@ class TransformersConnector(Connector):
     # --- save
 
     def save(
-        self,
-        input_ids: Any,
-        cache: Cache,
-        from_token: int = 0,
-        extra: Sequence[bytes] = (),
+        self, input_ids: Any, cache: Cache, from_token: int = 0, extra: Sequence[bytes] = ()
     ) -> int:
         """Store what *cache* holds of *input_ids*, (1, tokens); return how many chunks were new.
 
@@ -271,7 +261,6 @@ class TransformersConnector(Connector):
     def _reader(
         self, cache: Cache, ends: Sequence[Held], row: int = 0, first: int = 0
     ) -> CacheReader:
-        """Return what reads prompt *row* of *cache*, which begins at place *first*."""
         whole = Held.of_row(cache, self._shape, row, first)
         importance = notes_of(cache).importance
         return CacheReader(self.client.model, self._shape, whole, ends, importance)
@@ -418,11 +407,7 @@ class TransformersConnector(Connector):
         return output
 
     def _generate_batch(
-        self,
-        ids: Tensor,
-        mask: Tensor | None,
-        prompts: Sequence[Sequence[int]],
-        call: Call,
+        self, ids: Tensor, mask: Tensor | None, prompts: Sequence[Sequence[int]], call: Call
     ) -> Generation:
         """Compute each prompt to its last token by itself, then generate from all together."""
         settings = call.settings

@@ -42,7 +42,7 @@ from kvstore.client.engines.transformers.cache import (
     notes_of,
 )
 from kvstore.client.options import MAX_DEADLINE_MS
-from kvstore.codecs.terms import Importance
+from kvstore.codecs.base import Importance
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import accuracy_tag
 from kvstore.proto.errors import InvalidRequestError
@@ -51,18 +51,14 @@ PASSED = (
     "logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria", "streamer", "tokenizer",
 )  # fmt: skip
 """Arguments of ``model.generate`` that choose or hand out tokens: no KV depends on them."""
-
 MAX_ENDS = 4096
 """Of models that keep windows alone, which need one every so many tokens."""
-
 QUERIES = 16
 """The last tokens of a prompt whose attention counts."""
 LAYERS = 8
 """About as many layers are looked at, from the first one on. More are no better."""
-
 COMPARED_TOKENS = 64
 """Of a prompt's end: what a comparison weighs most at."""
-
 Attend = Callable[..., Any]
 _WATCHED: dict[str, Attend] = {}
 """What is registered with transformers in place of its own implementations of attention."""

@@ -14,12 +14,7 @@ import torch
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch.utils.weak import WeakIdRef
-from transformers import (
-    AutoTokenizer,
-    DynamicCache,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
 from kvstore.client.engines.identity import (
@@ -47,16 +42,12 @@ from kvstore.proto.types import MIN_CHUNK_TOKENS, KVLayout, Model
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Architectures whose caches the connector is tested with."""
-
 KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 """Implementations of attention that compute the same but for rounding."""
-
 SAMPLED = 64
 """Elements of each tensor that stand for it where a commit names the rest."""
-
 ROUNDINGS = 64
 """Of the largest number, what two ways to the same one may differ by in float32."""
-
 WATCHED = 8
 """Elements of each tensor that are looked at before each prompt."""
 
@@ -95,7 +86,6 @@ def representation_of(
 
 
 def _own_code(model: PreTrainedModel) -> dict[str, str]:
-    """Return what of *model* computes by other code than that of transformers."""
     kind, attention = type(model), str(model.config._attn_implementation)
     is_theirs = kind.__module__.startswith("transformers.models.")
     found = {} if is_theirs else {"class": str(kind)}
@@ -188,7 +178,6 @@ def check_resumable(model: PreTrainedModel, shape: CacheShape, identity: Model) 
 
 
 def _weights(model: PreTrainedModel, stated: str) -> Weights:
-    """Return which weights *model* has, as they are now."""
     name = model.config.name_or_path or ""
     commit = str(getattr(model.config, "_commit_hash", None) or "")
     try:
@@ -325,7 +314,6 @@ class WeightsWatch:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Return how often *tensor* was written to in place, as torch counts it."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -342,7 +330,6 @@ def _some(tensor: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _tokenizer(tokenizer: PreTrainedTokenizerBase, weights: Weights) -> str:
-    """Return a name of what each token id stands for."""
     vocabulary = tokenizer.get_vocab()
     if weights.folder is not None and _vocabulary_in(weights.folder) == vocabulary:
         return OWN_TOKENIZER
@@ -351,7 +338,6 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase, weights: Weights) -> str:
 
 
 def _vocabulary_in(folder: Path) -> dict[str, int] | None:
-    """Return the vocabulary of the tokenizer in *folder*; None where there is none."""
     try:
         own: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False

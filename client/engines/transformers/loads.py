@@ -51,7 +51,6 @@ LEAST_GAIN_S, LEAST_GAIN = 0.02, 0.125
 not worth a load that may end in the middle."""
 WAITED_S = 0.001
 """A layer that took longer than this was waited for: by then the link had brought no more."""
-
 T = TypeVar("T")
 
 

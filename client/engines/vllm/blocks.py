@@ -25,8 +25,7 @@ from kvstore.client.engines.vllm.identity import KVCacheShape, LayerGroupShape
 from kvstore.client.engines.vllm.messages import BlockTables
 from kvstore.client.planning import PlanTerms
 from kvstore.codecs.base import AnyPart, AnyTensors, Part
-from kvstore.codecs.block_part import Alike, BlockLayers, BlockPart, BlockSpan
-from kvstore.codecs.block_stack import BlockStack
+from kvstore.codecs.block_part import Alike, BlockLayers, BlockPart, BlockSpan, BlockStack
 from kvstore.proto.buffers import LOOP_UNIT_BYTES, address
 from kvstore.proto.device import Event
 from kvstore.proto.errors import LayoutMismatchError
@@ -37,13 +36,10 @@ from kvstore.proto.types import END_KINDS, ChainDigest, Component, DType, KVLayo
 BlockWriter: TypeAlias = Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor], None]
 """The engine's own: writes parts (keys and values, or latents), each (tokens, kv_heads,
 head_dim), into the slots of pages that a tensor of int64 names: ``write(parts, pages, slots)``."""
-
 BlockLayout: TypeAlias = Callable[[torch.Tensor], "tuple[torch.Tensor, ...]"]
 """Returns the parts of pages as views, each (blocks, kv_heads, block_tokens, head_dim)."""
-
 NULL_BLOCK = 0
 """In a block table: vLLM's block that stands for none."""
-
 _PROBE_BLOCKS = 3
 _PROBED_BLOCK = 1
 

@@ -78,13 +78,10 @@ logger = init_logger(f"vllm.{__name__}")
 OLDEST, NEWEST = (0, 26), (0, 33)
 """Releases that the connector is written for. vLLM's interface of connectors changes with them;
 what came or changed between the two is found by looking, not by the number."""
-
 TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 """What says which loads failed as a whole. None, below 0.30: vLLM takes failed blocks only."""
-
 HAS_BLOCK_TABLES = hasattr(getattr(sched_output, "KVConnectorBlockState", None), "get_block_ids")
 """Whether a step comes with the block tables of all its requests: from 0.30 on."""
-
 event_keys: Callable[[list[Any]], Any] = getattr(
     kv_cache_utils, "to_event_extra_keys", lambda keys: keys
 )
@@ -234,7 +231,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.register_kv_caches(dropped)
 
     def _writer(self, layer_name: str) -> BlockWriter:
-        """Return how the attention backend of a layer writes KV into pages."""
         dtype = self._vllm_config.model_config.dtype
         return block_writer(layer_name, self._layers.get(layer_name), dtype)
 
@@ -337,7 +333,7 @@ def block_writer(name: str, layer: Any, dtype: torch.dtype) -> BlockWriter:
 
 
 def event_maker(config: VllmConfig, cache: KVCacheConfig, shape: KVCacheShape) -> EventMaker:
-    """Return how vLLM tells of blocks, for the KV cache groups that keep all of a prompt."""
+    """Return how vLLM makes events of blocks, for the KV cache groups that keep all of a prompt."""
     block_tokens = shape.block_tokens
     _, hash_tokens = resolve_kv_cache_block_sizes(cache, config)
     kinds = [get_kv_cache_spec_kind(group.kv_cache_spec) for group in cache.kv_cache_groups]
@@ -427,7 +423,6 @@ def _connector(
 
 NO_SHAPE = KVCacheShape((), DEFAULT_CHUNK_TOKENS)
 """Of an engine that is not understood: nothing is loaded or stored."""
-
 NOWHERE = "127.0.0.1:1"
 """An address at which nobody answers."""
 
@@ -537,5 +532,5 @@ def check_loads_can_fail(shape: KVCacheShape) -> None:
     """
     if (shape.has_ends or shape.tables > 1) and TransferResults is None:
         what = "sliding windows" if shape.has_ends else f"{shape.tables} KV cache groups"
-        fix = f"vLLM {vllm.__version__} cannot be told that a load of it failed; 0.30 can"
+        fix = f"vLLM {vllm.__version__} takes no report of a failed load of it; 0.30 does"
         raise ModelError("kv_cache_groups", what, fix)

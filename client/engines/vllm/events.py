@@ -19,16 +19,12 @@ from kvstore.proto.types import ChainDigest
 MEDIUM = "STORAGE"
 _WHERE = {"medium": MEDIUM, "locality": "REMOTE", "ownership": "kvstore"}
 """What events say of where the blocks are: the store is a tier behind the engine's own."""
-
 MAX_PENDING_CHUNKS = 4096
 """Chunks on their way to the store; none is published of further ones."""
-
 MAX_PUBLISHED_CHUNKS = 32_768
 """Chunks whose events were published; of more, the oldest are published as removed."""
-
 MAX_EVENTS = 65_536
 """Events that wait for the engine's next step; of further chunks none is made."""
-
 Event: TypeAlias = Any
 """One of vLLM's."""
 

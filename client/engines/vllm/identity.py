@@ -66,7 +66,6 @@ def model_of(config: Any, shape: KVCacheShape, model_revision: str = "") -> Mode
 
 
 def _weights(config: Any, revision: str = "") -> Weights:
-    """Return which weights the engine runs; *revision*: by the user."""
     model = config.model_config
     if config.load_config.load_format == "dummy":
         # What is in the folder is not what runs: somebody else brings the weights.
@@ -118,7 +117,6 @@ _FP8_CACHE = {
     "fp8_e5m2": DType.float8_e5m2,
 }
 """Scaled by tensor, with scales that come with the weights, so that what names these names both."""
-
 _UNSHARDED = ("decode_context_parallel_size", "prefill_context_parallel_size")
 _SCALED_BY_TENSOR = ("NONE", "FP8_PER_TENSOR")
 _KINDS = {
@@ -263,7 +261,7 @@ def shape_of(config: Any, cache: Any) -> KVCacheShape:
 def _of_all_stages(groups: Sequence[LayerGroupShape], layers: int, stages: int) -> LayerGroupShape:
     """Return the one group of a stage, as one of the model's *layers*.
 
-    Nobody tells a stage what the others keep, so all layers have to be alike.
+    No stage knows what the others keep, so all layers have to be alike.
     """
     group = groups[0]
     is_alike = len(groups) == 1 and group.kind not in END_KINDS
@@ -314,7 +312,6 @@ def _groups(cache: Any, fp8: DType | None) -> tuple[LayerGroupShape, ...]:
 
 
 def _kind(spec: Any) -> LayerKind:
-    """Return the kind of what *spec* describes. Raises ModelError for what has none."""
     name = type(spec).__name__
     if name not in _KINDS:
         fix = f"{', '.join(_KINDS)} are stored"

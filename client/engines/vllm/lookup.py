@@ -21,14 +21,10 @@ from kvstore.proto.types import DIGEST_BYTES, ROOT, ChainDigest
 
 MAX_LOSSY_BLOCKS = 131_072
 """Blocks that are known by vLLM's hashes of them; once there were more, any may be lossy."""
-
-
 MAX_WAITING_LOOKUPS = 1024
 """Prompts that wait to be looked up; a further one is a miss."""
-
 WAITERS = 8
 """Prompts that are looked up at the same time where a lookup waits for other engines."""
-
 MAX_ADAPTERS = 4096
 """LoRA adapters of one engine whose requests are stored."""
 
@@ -310,7 +306,7 @@ class LookupWorker:
 class LossyBlocks:
     """The hashes of blocks that were loaded lossy. For the scheduler's thread.
 
-    None is forgotten: nobody tells when vLLM gives a block up. Once one could not be remembered,
+    None is forgotten: vLLM does not report that it gave a block up. Once one was not remembered,
     as there are too many or it has no hash, ``is_over`` is true: from then on every block that a
     request finds in vLLM's own cache counts as lossy.
     """

@@ -21,7 +21,6 @@ from kvstore.proto.types import DEFAULT_CHUNK_TOKENS, ChainDigest
 
 INCOMPATIBLE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What objects of another release, or of a user, raise that are not what they are taken for."""
-
 BlockTables: TypeAlias = Sequence[Sequence[int]]
 """The blocks of a request in each of vLLM's KV cache groups, from its first token on."""
 
@@ -42,10 +41,6 @@ class LoadSpec:
     kept_blocks: int = 0
     all_or_nothing: bool = False
     terms: PlanTerms | None = None
-
-    def blocks_from(self, first: int) -> tuple[int, ...]:
-        """Return the blocks from number *first* on that are not kept; of one table only."""
-        return self.tables[0][max(first, self.kept_blocks) :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +176,8 @@ def taken_blocks(
 
 MAX_TOKEN_US = 10_000_000
 """Ten seconds a token."""
-
 HINTS_NAME = "kvstore"
 """Of the entry of a request's ``kv_transfer_params`` that has hints for this store."""
-
 DEADLINE_NAME = "first_token_ms"
 """Of a request's deadline, in that entry."""
 
@@ -355,7 +348,6 @@ def deadline_ms_of(request: Any, usual_ms: int) -> int:
 
 
 def _stated(request: Any) -> Any:
-    """Return what a user states for this store; nothing is no hint."""
     params = getattr(request, "kv_transfer_params", None)
     stated = params.get(HINTS_NAME) if isinstance(params, Mapping) else None
     return {} if stated is None else stated

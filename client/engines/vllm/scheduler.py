@@ -1,7 +1,7 @@
 """The scheduler's half of the vLLM connector: what to load, what to store, and no request held up.
 
 What is stored of a prompt is looked up by a thread from the moment the request arrives; until it
-knows, vLLM is told to come back, and waits only if it computes nothing, and a moment. Works on
+knows, vLLM comes back, and waits only if it computes nothing, and a moment. Works on
 vLLM's Request and SchedulerOutput by their fields, without importing vLLM.
 """
 
@@ -48,24 +48,17 @@ from kvstore.proto.types import ChainDigest, ChunkKey
 
 IDLE_WAIT_S = 0.001
 """What an idle step waits for the answer to a lookup."""
-
 TOGETHER_S = 0.01
 """What a step of an engine that computes nothing waits for answers before it begins: requests that
 came together and are computed in two steps cost those that are done first a whole step more."""
-
 LATE_S = 0.005
 """What an answer may take beyond the deadline of its lookup before it is taken for a miss."""
-
 MAX_LOOKUP_CHUNKS = 4096
 """What is looked up of one prompt: as many as a server takes in one question."""
-
 RECENT_S = 10.0
 """Requests that share a prefix and come together: one of them stores it."""
-
 MAX_RECENT_CHUNKS = 16384
 """Chunks of which that is remembered."""
-
-
 NO_LIMIT = 1 << 62
 """More tokens than any request has."""
 

@@ -55,27 +55,20 @@ if TYPE_CHECKING:
 
 IDLE_WAIT_S = 0.005
 """What an idle step waits for a load: it has nothing to compute, and would ask again at once."""
-
 BREATH_S = 0.005
 """What a store waits before it begins: the step that filled its chunks has a token to give out,
 and would share the interpreter with it. Not between the batches of a backlog."""
-
 SHUTDOWN_S = 5.0
 """What the end of an engine waits for stores that are under way."""
-
 MOST_COPIES = 4096
 """Chunks that wait to be stored, however small they are."""
-
 MOST_UNSTORED = 4096
 """Chunks of one message that were not stored; of more, the first are left out."""
-
 DEVICE_RING_BYTES = 1 << 30
 """Device memory for what steps completed and is on its way to the store: so much, or a 64th."""
-
 QUIET_S = 0.01
 """A load that brought nothing for so long is looked after. With what that takes, 20 ms at most, and
 a step of the engine a server that hangs costs less than 50 ms."""
-
 AGAIN_S = 0.1
 """How soon once more, where it was only slow."""
 
@@ -192,7 +185,7 @@ class VllmWorker:
         return side is not None
 
     def refuse(self, reason: str) -> None:
-        """Neither load nor store from now on; have the scheduler and the server told."""
+        """Neither load nor store from now on; report it to the scheduler and the server."""
         self._refusal = reason
         self._connector.report_refusal(reason)
 
@@ -203,7 +196,6 @@ class VllmWorker:
     # --- sessions
 
     def _begin_session(self) -> Future[None]:
-        """Have a session opened, unless that is under way."""
         with self._changed:
             if self._opening is None or self._opening.done():
                 client = self._connector.client
@@ -294,7 +286,8 @@ class VllmWorker:
                 report.gated_loads |= {spec.request_id} if gated else set()
                 report.is_down = report.is_down or client.is_shut
             if not spec.all_or_nothing:
-                self._failed_blocks.update(spec.blocks_from(read * self._chunk_blocks))
+                first = max(read * self._chunk_blocks, spec.kept_blocks)
+                self._failed_blocks.update(spec.tables[0][first:])
             elif not wanted or read < wanted:
                 self._failed_loads.add(spec.request_id)
             counted["loaded_chunks"] += read
@@ -305,7 +298,6 @@ class VllmWorker:
             self._changed.notify_all()
 
     def _cut(self, tables: BlockTables, chunks: int) -> list[BlockTables]:
-        """Return what *tables* have of each of so many chunks."""
         size = self._chunk_blocks
         return [[table[at * size : (at + 1) * size] for table in tables] for at in range(chunks)]
 
@@ -408,7 +400,6 @@ class VllmWorker:
             self._note_unstored(chunks)
 
     def _send_all(self) -> None:
-        """Send what was copied, in batches."""
         if self._storing:  # else it went with what was before it
             time.sleep(BREATH_S)
         while batch := self._next_batch():

@@ -39,8 +39,7 @@ from kvstore.client.engines.vllm.blocks import (
     with_heads,
 )
 from kvstore.client.engines.vllm.identity import KVCacheShape, LayerRef
-from kvstore.codecs.block_part import BlockPart, to_dense
-from kvstore.codecs.block_stack import BlockStack
+from kvstore.codecs.block_part import BlockPart, BlockStack, to_dense
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto.errors import LayoutMismatchError
 from kvstore.proto.frame import FLAG_UNSUMMED, FrameTemplate, raw_frame_bytes

@@ -179,6 +179,12 @@ def test_slab_is_denied_to_a_stranger_and_unknown_slabs_to_everyone(
         assert peer.ask(Request(Op.slab, slab_id).pack()) is Reply.invalid
 
 
+def test_what_follows_a_request_that_is_no_call_is_refused(connect: Connect, terms: Terms) -> None:
+    hello = Request(Op.hello, terms.session_id, b"n" * unix_socket.NONCE_BYTES).pack()
+    assert connect().ask(hello + b"more") is Reply.invalid
+    assert connect().ask(hello) is Reply.ok
+
+
 @given(garbage=st.binary(min_size=1, max_size=64))
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_garbage_is_answered_invalid_and_never_kills_the_thread(

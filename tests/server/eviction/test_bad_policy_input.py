@@ -32,11 +32,6 @@ def start(make_server: ServerMaker, policy: str) -> LocalServer:
     return make_server(*SMALL_CPU, "--policy", policy, "--write-budget", "disk=1MiB")
 
 
-@pytest.fixture
-def server(make_server: ServerMaker) -> LocalServer:
-    return start(make_server, "hit_density")
-
-
 @pytest.mark.parametrize("policy", LIES)
 def test_an_engine_that_lies_of_all_it_puts_keeps_nobody_out(
     make_server: ServerMaker, policy: str

@@ -50,7 +50,7 @@ def finite(chunk: Chunk) -> Chunk:
 
 
 def test_a_tier_with_loss_keeps_states_as_they_are(make_server: Callable[..., LocalServer]) -> None:
-    server = make_server("--codec", "disk=gq8")
+    server = make_server("--codec", "disk=kivi:8")
     client = connect(server)
     keys = keys_of(client, 1, 2)
     chunks = [finite(chunk_of(client, keys, at, ends)) for at, ends in enumerate(("w", "ws"))]

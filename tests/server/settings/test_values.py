@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import (
@@ -57,12 +56,9 @@ def test_an_endpoint_is_split_or_refused_never_garbled(text: str) -> None:
     assert text.rpartition(":")[0] in (shown, f"[{host}]")
 
 
-def test_addresses_of_this_machine_are_loopback() -> None:
+def test_addresses_of_this_machine_are_loopback_and_no_others() -> None:
     for host in ["127.0.0.1", "127.9.9.9", "::1", "localhost"]:
         assert is_loopback(host)
-
-
-def test_every_other_address_is_not() -> None:
     for host in ["0.0.0.0", "::", "10.0.0.1", "localhost.example", "node7"]:
         assert not is_loopback(host)
 
@@ -72,26 +68,6 @@ def test_urls_of_a_redis_are_known() -> None:
         assert Settings(redis_url=url).redis_url == url
 
 
-def test_other_urls_are_not() -> None:
-    for url in ["", "h:6379", "redis://", "redis://[::1", "redis://h:99999"]:
-        with pytest.raises(ValidationError, match="give --redis"):
-            Settings(redis_url=url)
-
-
 def test_addresses_of_the_bulk_channel_are_taken() -> None:
     for value in ["off", "127.0.0.1:0", "0.0.0.0:7421", "[::1]:7421", "store.example:1"]:
         assert Settings.model_validate({"bulk": value}).bulk == value
-
-
-def test_what_is_no_address_is_refused() -> None:
-    for name, value, fix in [
-        ("bulk", "7421", "give host:port"),
-        ("bulk", "tcp://a:1", "give host:port"),
-        ("bulk", "a:65536", "a port is at most 65535"),
-        ("bulk", "ipc:/run/b", "give host:port"),
-        ("events", "a:65536", "a port is at most 65535"),
-        ("events", "ipc:run/b", "give ipc: and an absolute path"),
-        ("events", "ipc:/" + "b" * 107, "of 107 bytes at most"),
-    ]:
-        with pytest.raises(ValidationError, match=fix):
-            Settings.model_validate({name: value})

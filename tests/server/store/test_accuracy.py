@@ -108,7 +108,7 @@ def test_a_lossy_copy_that_is_being_read_does_not_go(core: Core, session: Sessio
 
 
 def test_an_exact_reader_passes_a_lossy_copy_in_memory_by() -> None:
-    with closing(make_core("coarse", "zplane")) as core:
+    with closing(make_core("coarse", "lossless")) as core:
         session = core.open_session()
         versions = lower_twice(core, session, 2)
         read(core, session, versions, Accuracy.bounded)
@@ -236,7 +236,7 @@ class Schedule:
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
         disk, redis = self.draw.choice(
-            [("coarse", "raw"), ("raw", "coarse"), ("coarse", "coarse"), ("zplane", "coarse")]
+            [("coarse", "raw"), ("raw", "coarse"), ("coarse", "coarse"), ("lossless", "coarse")]
         )
         write = "through" if self.draw.random() < 0.5 else "evict"
         self.core = make_core(disk, redis, write=write, slabs=self.draw.choice([1, 4]))

@@ -267,6 +267,7 @@ def test_what_a_streamed_shard_waited_in_is_given_back_whether_it_is_taken_or_re
     assert writers.finish(ticket, frame) is PENDING
     assert writers.writes.parallel.used_bytes == SIZE
     assert writers.put(writers.other, REST) is STORED
+    assert writers.finish(writers.begin(writers.one, TOP, is_streamed=True), frame) is EXISTS
     writers.assert_nothing_left()
 
 

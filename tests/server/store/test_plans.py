@@ -189,7 +189,7 @@ def test_a_disk_that_has_become_slow_is_left_alone_and_decoding_counts_as_it_was
 
 
 def test_a_frame_that_is_decoded_tells_its_speed() -> None:
-    with closing(Core([SimDisk(1 << 20, no_faults())], codec="zplane")) as core:
+    with closing(Core([SimDisk(1 << 20, no_faults())], codec="lossless")) as core:
         session = core.open_session()
         core.put(session, prompt(4))
         core.put(session, prompt(12, seed=9))

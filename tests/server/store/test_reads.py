@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import closing
+from itertools import pairwise
 from typing import cast
 
 import pytest
@@ -82,8 +83,11 @@ def test_loads_run_ahead_of_the_reader_but_not_without_bound(disk: SimDisk) -> N
             for index in range(LOADS_AHEAD_CHUNKS):
                 assert next(results).chunk == index
                 depths.append(core.work_queue.depth()["load-disk"])
+            half = LOADS_AHEAD_CHUNKS // 2
             assert max(depths) == LOADS_AHEAD_CHUNKS
-            assert min(depths) >= LOADS_AHEAD_CHUNKS // 2
+            assert min(depths) == half
+            begun = [later - depth + 1 for depth, later in pairwise(depths)]
+            assert set(begun) == {0, half + 1}, "many begin at once: a shared tier batches them"
 
 
 def test_a_damaged_copy_is_a_miss_and_can_be_put_again_at_once(

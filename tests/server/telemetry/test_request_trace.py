@@ -94,6 +94,9 @@ def test_a_recording_that_nobody_reads_ends_and_leaves_nothing(
 ) -> None:
     recording = log.read(0, 0).recording
     log.note(chain(1), 0, 0)
+    for _ in range(2):
+        clock.advance(IDLE_S)
+        assert len(log.read(recording, 0).lookups) == 1, "somebody reads it"
     clock.advance(IDLE_S + 1)
     log.note(chain(2), 0, 0)
     assert log._recording is None

@@ -242,14 +242,16 @@ def test_the_request_id_is_in_the_span(traces: Traces, server: LocalServer) -> N
 # --- when it is off
 
 
-def test_without_an_endpoint_nothing_of_it_is_loaded() -> None:
+def test_a_server_without_an_endpoint_or_a_gpu_loads_neither_opentelemetry_nor_torch() -> None:
     program = (
         "import sys\n"
+        "import kvstore.server.main\n"
         "from kvstore.server.settings.settings import Settings\n"
         "from kvstore.server.node import Node\n"
         "import kvstore.client\n"
         "Node(Settings(tiers=('cpu',), listen='127.0.0.1:0', socket_path='off')).stop(1.0)\n"
-        "print([name for name in sys.modules if name.startswith('opentelemetry')])\n"
+        "heavy = {'torch', 'cupy', 'transformers', 'opentelemetry'}\n"
+        "print(sorted(heavy & {name.partition('.')[0] for name in sys.modules}))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60

@@ -59,8 +59,8 @@ def test_on_a_link_as_fast_as_memory_no_codec_is_looked_at(
         assert core.slot("disk").encoder.name == "raw (auto)"
 
 
-def zplane(ratio: float, decode_bytes_per_s: float) -> CodecSpeed:
-    return CodecSpeed("zplane", "numpy", Accuracy.exact, ratio, 1e9, decode_bytes_per_s)
+def lossless(ratio: float, decode_bytes_per_s: float) -> CodecSpeed:
+    return CodecSpeed("lossless", "numpy", Accuracy.exact, ratio, 1e9, decode_bytes_per_s)
 
 
 def test_the_choice_is_used_shown_and_leaves_nothing_on_the_medium(
@@ -68,12 +68,12 @@ def test_the_choice_is_used_shown_and_leaves_nothing_on_the_medium(
 ) -> None:
     disk = SimDisk(DISK_BYTES, no_faults())
     with closing(Core([disk])) as core:
-        say(monkeypatch, zplane(1.5, 1e15))
+        say(monkeypatch, lossless(1.5, 1e15))
         assert choose_for(core)
         encoder = core.slot("disk").encoder
-        assert (encoder.name, encoder.codec_id) == ("zplane (auto)", 2)
-        assert core.slot("disk").encoder.of_tenant("red").name == "zplane"
-        say(monkeypatch, zplane(1.5, 1.0))
+        assert (encoder.name, encoder.codec_id) == ("lossless (auto)", 2)
+        assert core.slot("disk").encoder.of_tenant("red").name == "lossless"
+        say(monkeypatch, lossless(1.5, 1.0))
         choose_for(core)
         assert core.slot("disk").encoder.name == "raw (auto)"
         assert (disk.stats().chunks, disk.stats().used_bytes) == (0, 0)
@@ -96,16 +96,16 @@ def test_a_medium_that_fails_is_judged_by_the_first_guess(
                 disk.faults.fail = 0.0
 
         monkeypatch.setattr(disk, verb, fail)
-        say(monkeypatch, zplane(1.5, 1e15))
+        say(monkeypatch, lossless(1.5, 1e15))
         assert choose_for(core)
-        assert core.slot("disk").encoder.name == "zplane (auto)"
+        assert core.slot("disk").encoder.name == "lossless (auto)"
         assert disk.stats().reservations == 0
 
 
 def test_measuring_ends_in_time_whatever_the_clock_says_of_one_codec() -> None:
     ticks = iter(range(10_000))
-    speeds = measure_codecs(["raw", "zplane"], make_sample(), lambda: next(ticks) * 0.1, 0.5)
-    assert [one.name for one in speeds] == ["raw", "zplane"]
+    speeds = measure_codecs(["raw", "lossless"], make_sample(), lambda: next(ticks) * 0.1, 0.5)
+    assert [one.name for one in speeds] == ["raw", "lossless"]
     assert next(ticks) < 100
     assert CALIBRATION_S <= 1
 
@@ -115,12 +115,12 @@ def test_a_codec_that_cannot_be_used_is_left_out(monkeypatch: pytest.MonkeyPatch
         raise UnknownCodecError(name, "no tables for it")
 
     monkeypatch.setattr(codec_choice, "codec_by_name", fail)
-    assert measure_codecs(["zplane"], make_sample(), time.monotonic, 0.1) == []
+    assert measure_codecs(["lossless"], make_sample(), time.monotonic, 0.1) == []
 
 
 def test_only_codecs_within_the_allowed_loss_are_candidates() -> None:
     exact, every = candidates(Accuracy.exact), candidates(Accuracy.approximate)
-    assert "zplane" in exact
+    assert "lossless" in exact
     assert set(exact) <= set(every)
     assert "raw" not in every, "it is what remains"
 
@@ -148,11 +148,11 @@ def speed(
     return CodecSpeed(name, "numpy", accuracy, ratio, 1e9, decode_gb * 1e9)
 
 
-ZPLANE = speed("zplane", 1.47, 3.4)
+LOSSLESS = speed("lossless", 1.47, 3.4)
 QUICK = speed("quick", 1.33, 6.0)
 KVQ = speed("kvq", 5.2, 1.4, Accuracy.bounded)
-GQ2 = speed("gq2", 5.3, 3.0, Accuracy.approximate)
-EVERY = (ZPLANE, QUICK, KVQ, GQ2)
+KIVI = speed("kivi:2", 5.3, 3.0, Accuracy.approximate)
+EVERY = (LOSSLESS, QUICK, KVQ, KIVI)
 
 
 def chosen(link_gb: float, least: Accuracy = Accuracy.exact) -> str:
@@ -161,12 +161,12 @@ def chosen(link_gb: float, least: Accuracy = Accuracy.exact) -> str:
 
 
 def test_a_slow_link_gets_the_ratio_and_a_fast_one_raw_frames() -> None:
-    for link_gb, name in [(0.1, "zplane"), (1.0, "zplane"), (1.2, "quick"), (1.5, "raw")]:
+    for link_gb, name in [(0.1, "lossless"), (1.0, "lossless"), (1.2, "quick"), (1.5, "raw")]:
         assert chosen(link_gb) == name
 
 
 def test_the_figures_are_those_of_the_break_even_table() -> None:
-    assert ZPLANE.break_even_bytes_per_s == pytest.approx(1.087e9, rel=1e-3)
+    assert LOSSLESS.break_even_bytes_per_s == pytest.approx(1.087e9, rel=1e-3)
     assert KVQ.break_even_bytes_per_s == pytest.approx(1.131e9, rel=1e-3)
     assert KVQ.full_gain_bytes_per_s == pytest.approx(0.269e9, rel=1e-2)
     assert KVQ.load_bytes_per_s(0.1e9) == pytest.approx(0.52e9)

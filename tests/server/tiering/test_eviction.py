@@ -88,7 +88,7 @@ def test_a_frame_larger_than_the_tier_is_refused_before_anything_is_evicted(core
     core.put(session, [version])
     info = replace(version.info, size_bytes=core.cpu.max_frame_bytes + 1)
     request = SpaceRequest(info, DEFAULT_TENANT, core.later())
-    with pytest.raises(InvalidRequestError):
+    with pytest.raises(InvalidRequestError, match=r"frame_bytes=\d+: tier 'cpu' takes"):
         core.moves.eviction.reserve(core.moves.tiers.cpu, request)
     assert core.tiers_of(version) == ["cpu"]
 

@@ -47,14 +47,14 @@ def write_on(disk: SimDisk | SimRedis, info: ChunkInfo, frame: Bytes) -> None:
 
 
 def test_a_copy_is_transcoded_to_the_codec_of_its_slot(disk: SimDisk) -> None:
-    with closing(Core([disk], codec="zplane")) as core:
+    with closing(Core([disk], codec="lossless")) as core:
         session = core.open_session()
         versions = prompt(3, tokens=120)
         core.put(session, versions)
         for version in versions:
             assert core.copy_down(version) is True
             stored = core.catalog.copies(version.info.key)["disk"]
-            assert stored.codec_id == codec_by_name("zplane").codec_id
+            assert stored.codec_id == codec_by_name("lossless").codec_id
             assert stored.size_bytes < version.info.size_bytes
             drop_from_cpu(core, version)
         assert core.get(session, keys_of(versions)) == frames_of(versions)
@@ -261,7 +261,7 @@ def test_right_checksums_over_what_its_codec_cannot_read_are_damage_all_the_same
     writer = FrameWriter(template, frame)
     writer.reserve(50)[:] = 0xAA
     writer.commit(50)
-    info = writer.finish(codec_by_name("zplane").codec_id, 1, Accuracy.exact).info()
+    info = writer.finish(codec_by_name("lossless").codec_id, 1, Accuracy.exact).info()
     frame = frame[: info.size_bytes]
     assert check_frame(frame, info.key).info() == info
     core.catalog.forget("disk", info.key)
@@ -317,14 +317,14 @@ def test_a_stored_frame_of_a_removed_codec_is_a_miss_that_says_so(
         assert (outcome.fate.value, outcome.detail) == ("codec_removed", REMOVED[codec_id])
 
 
-@pytest.mark.parametrize("first", ["raw", "zplane"])
+@pytest.mark.parametrize("first", ["raw", "lossless"])
 def test_a_shared_copy_that_others_replaced_is_no_error(redis: SimRedis, first: str) -> None:
     """Its size is another now, so what the catalog knows of it is of no use."""
     with closing(Core([redis], clock=FakeClock())) as core:
         session = core.open_session()
         (version,) = prompt(1)
         variants = [(version.info, version.frame), (version.packed_info, version.packed)]
-        if first == "zplane":
+        if first == "lossless":
             variants.reverse()
         redis.others_put(*variants[0])
         assert core.store.lookup(session, keys_of([version]), core.later(), lease=False).ready

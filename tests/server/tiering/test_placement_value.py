@@ -73,6 +73,7 @@ def test_memory_takes_everything_until_it_gave_up_something_worth_more() -> None
     core.put(session, once)
     lovely, single = keys_of(loved)[0], keys_of(once)[0]
     price = placement._prices["cpu"]
+    assert price.per_byte is not None, "memory gave up what came before"
     assert placement.promotes(lovely, disk, cpu)
     for _ in range(400):
         price.note_eviction(placement._value(lovely, disk))

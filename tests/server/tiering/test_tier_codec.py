@@ -10,8 +10,7 @@ import pytest
 from contracts.chunks import make_frame, make_representation
 from helpers.coarse_codec import CoarseCodec, coarse_codec
 
-from kvstore.codecs.base import CODECS, codec_by_name
-from kvstore.codecs.terms import EncodeTerms
+from kvstore.codecs.base import CODECS, EncodeTerms, codec_by_name
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import (
     FLAG_RESTORED,
@@ -66,7 +65,7 @@ def test_a_tenant_may_have_a_codec_of_its_own() -> None:
     assert stored(encoder, frame, "blue").codec_id == CoarseCodec.codec_id
     assert encoder.encode(frame, "red") is frame
     assert not encoder.is_exact
-    assert TierCodec("zplane", {"blue": "raw"}).is_exact
+    assert TierCodec("lossless", {"blue": "raw"}).is_exact
 
 
 def test_only_floats_that_are_no_states_may_lose_anything() -> None:
@@ -150,7 +149,7 @@ def test_the_model_seen_longest_ago_is_forgotten_first() -> None:
 
 
 def test_a_frame_coded_with_loss_is_kept_as_it_is() -> None:
-    for codec in ["coarse", "zplane"]:
+    for codec in ["coarse", "lossless"]:
         _, frame = make_frame(1)
         coarse = TierCodec("coarse").encode(frame, "red")
         assert TierCodec(codec).encode(coarse, "red") is coarse
@@ -163,7 +162,7 @@ def test_what_was_restored_says_by_which_codec_it_is_lossy_however_it_is_kept(
 ) -> None:
     monkeypatch.setattr(CoarseCodec, "accuracy", Accuracy.approximate)
     _, frame = make_frame(1)
-    for codec in ("coarse", "raw", "zplane", "raw", "zplane"):
+    for codec in ("coarse", "raw", "lossless", "raw", "lossless"):
         frame = TierCodec(codec).encode(frame, "red")
         assert check_frame(frame).stated == Stated(Accuracy.approximate, CoarseCodec.codec_id), (
             codec

@@ -22,11 +22,8 @@ from helpers.credentials import Authority
 from helpers.local_server import LocalServer, eventually
 from helpers.prompts import store
 from helpers.trust_world import World
-from starlette.applications import Starlette
 
-from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.security.authenticator import Authenticator
-from kvstore.server.settings.settings import load_config
 from kvstore.server.telemetry.metrics import (
     BOUNDS_S,
     MAX_TENANTS,
@@ -42,7 +39,7 @@ from kvstore.server.web.dashboard import (
 )
 from kvstore.server.web.gauges import MetricsText
 from kvstore.server.web.http_pages import MAX_READERS, METHOD, Pages
-from kvstore.server.web.http_server import MAX_CONNECTIONS, HttpServer
+from kvstore.server.web.http_server import MAX_CONNECTIONS
 
 WAIT_S = 20.0
 
@@ -483,23 +480,6 @@ def _directory(me: Any, other: Any) -> Any:
     """A directory of two nodes."""
     report = SimpleNamespace(nodes=(other,), failure="")
     return SimpleNamespace(me=me, report=lambda: report)
-
-
-def test_a_page_that_others_could_read_has_to_be_asked_for() -> None:
-    for flags, word in [
-        (("--http", "0.0.0.0:0"), "--open-pages"),
-        (("--http", "0.0.0.0:0", "--http-tls"), "--tls-cert"),
-        (("--http-tls",), "--tls-cert"),
-    ]:
-        with pytest.raises(InvalidRequestError, match=word):
-            load_config(list(flags))
-
-
-def test_an_address_that_is_taken_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = taken.getsockname()
-        with pytest.raises(InvalidRequestError, match=str(address[1])):
-            HttpServer(address, Starlette(), None)
 
 
 # --- parts

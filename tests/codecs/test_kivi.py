@@ -11,32 +11,30 @@ from contracts.lossy_codec import LossyCodecContract
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore.codecs.base import Part
+from kvstore.codecs.base import EncodedLayer, LayerTerms, Part
 from kvstore.codecs.floats import FLOAT_TYPES, from_float32, to_float32
-from kvstore.codecs.grouped import Gq2Codec, Gq4Codec, Gq8Codec, GroupedCodec
-from kvstore.codecs.part_codec import HEAD_BYTES
-from kvstore.codecs.terms import EncodedLayer, LayerTerms
+from kvstore.codecs.kivi import HEAD_BYTES, KiviCodec
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.types import Accuracy, Component, DType, KVLayout, LayerKind
 
-CODECS: list[GroupedCodec] = [Gq8Codec(), Gq4Codec(), Gq2Codec()]
+CODECS: list[KiviCodec] = [KiviCodec(8), KiviCodec(4), KiviCodec(2)]
 _every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 
 GQA = Component(LayerKind.attention, DType.bfloat16, 1, 2, 96, 150)
 """Two groups of keys and 22 tokens left over; one group of 64 channels and one of 32."""
 
 
-class TestGq8Codec(LossyCodecContract):
-    codec = Gq8Codec()
+class TestKivi8(LossyCodecContract):
+    codec = KiviCodec(8)
 
 
-class TestGq4Codec(LossyCodecContract):
-    codec = Gq4Codec()
+class TestKivi4(LossyCodecContract):
+    codec = KiviCodec(4)
 
 
-class TestGq2Codec(LossyCodecContract):
-    codec = Gq2Codec()
+class TestKivi2(LossyCodecContract):
+    codec = KiviCodec(2)
 
 
 def bits_of(values: Any, dtype: DType) -> Part:
@@ -59,15 +57,13 @@ def realistic(component: Component, seed: int = 0) -> list[Part]:
     return parts
 
 
-def encode(
-    codec: GroupedCodec, parts: list[Part], component: Component
-) -> tuple[Bytes, EncodedLayer]:
+def encode(codec: KiviCodec, parts: list[Part], component: Component) -> tuple[Bytes, EncodedLayer]:
     out = np.empty(codec.max_segment_bytes(component), np.uint8)
     encoded = codec.encode_layer(parts, LayerTerms(component), out)
     return out[: encoded.stored_bytes], encoded
 
 
-def decode(codec: GroupedCodec, data: Bytes, component: Component) -> list[Part]:
+def decode(codec: KiviCodec, data: Bytes, component: Component) -> list[Part]:
     out = [
         np.zeros(component.shape, f"<u{component.dtype.item_bytes}") for _ in range(component.parts)
     ]
@@ -75,7 +71,7 @@ def decode(codec: GroupedCodec, data: Bytes, component: Component) -> list[Part]
     return out
 
 
-def fields_of(codec: GroupedCodec, data: Bytes, component: Component) -> list[dict[str, Any]]:
+def fields_of(codec: KiviCodec, data: Bytes, component: Component) -> list[dict[str, Any]]:
     """Take a segment apart by the prose of the format page."""
     heads, tokens, dim = component.shape
     at, found = HEAD_BYTES, []
@@ -103,7 +99,7 @@ def fields_of(codec: GroupedCodec, data: Bytes, component: Component) -> list[di
 
 
 def exactly(
-    codec: GroupedCodec, fields: dict[str, Any], head: int, token: int, channel: int
+    codec: KiviCodec, fields: dict[str, Any], head: int, token: int, channel: int
 ) -> Fraction:
     """Return what one code stands for, in exact arithmetic."""
     at = (head, token // 64, channel) if fields["is_keys"] else (head, token, channel // 64)
@@ -117,7 +113,7 @@ def exactly(
 
 @pytest.mark.parametrize(("codec", "dtype"), list(zip(CODECS, sorted(FLOAT_TYPES), strict=True)))
 def test_each_number_is_within_half_its_scale_and_stored_as_the_format_page_says(
-    codec: GroupedCodec, dtype: DType
+    codec: KiviCodec, dtype: DType
 ) -> None:
     component = Component(LayerKind.attention, dtype, 1, 2, 70, 66)
     parts = realistic(component)
@@ -144,7 +140,7 @@ def test_each_number_is_within_half_its_scale_and_stored_as_the_format_page_says
 
 
 @_every_codec
-def test_the_error_bound_is_the_largest_error_of_the_layer(codec: GroupedCodec) -> None:
+def test_the_error_bound_is_the_largest_error_of_the_layer(codec: KiviCodec) -> None:
     parts = realistic(GQA)
     data, encoded = encode(codec, parts, GQA)
     errors = [
@@ -156,7 +152,7 @@ def test_the_error_bound_is_the_largest_error_of_the_layer(codec: GroupedCodec) 
 
 @pytest.mark.parametrize(("codec", "bits"), list(zip(CODECS, [8.25, 4.5, 2.5], strict=True)))
 def test_it_takes_the_bits_it_is_named_for_and_half_a_bit_of_scales(
-    codec: GroupedCodec, bits: float
+    codec: KiviCodec, bits: float
 ) -> None:
     component = Component(LayerKind.attention, DType.bfloat16, 1, 8, 128, 256)
     data, _ = encode(codec, realistic(component), component)
@@ -166,7 +162,7 @@ def test_it_takes_the_bits_it_is_named_for_and_half_a_bit_of_scales(
 
 @_every_codec
 def test_a_part_with_nan_or_infinity_is_kept_exactly_and_the_other_is_coded(
-    codec: GroupedCodec,
+    codec: KiviCodec,
 ) -> None:
     for bad in (0x7F80, 0xFF80, 0x7FC1):
         parts = realistic(GQA)
@@ -184,7 +180,7 @@ def test_a_part_with_nan_or_infinity_is_kept_exactly_and_the_other_is_coded(
 
 
 @_every_codec
-def test_numbers_whose_scale_float16_cannot_hold_are_kept_exactly(codec: GroupedCodec) -> None:
+def test_numbers_whose_scale_float16_cannot_hold_are_kept_exactly(codec: KiviCodec) -> None:
     component = Component(LayerKind.attention, DType.bfloat16, 1, 1, 64, 64)
     values = np.linspace(-1, 1, 64 * 64).reshape(component.shape)
     parts = [bits_of(values * 1e30, DType.bfloat16), bits_of(values, DType.bfloat16)]
@@ -194,7 +190,7 @@ def test_numbers_whose_scale_float16_cannot_hold_are_kept_exactly(codec: Grouped
 
 
 @_every_codec
-def test_a_group_of_one_value_comes_back_within_a_thousandth_of_it(codec: GroupedCodec) -> None:
+def test_a_group_of_one_value_comes_back_within_a_thousandth_of_it(codec: KiviCodec) -> None:
     component = Component(LayerKind.mla, DType.float32, 1, 1, 64, 16)
     for value in (0.0, -0.0, 1.0, -3.140625, 65504.0, -65504.0, 2.0**-24, 1e-4):
         parts = [bits_of(np.full(component.shape, value), DType.float32)]
@@ -204,7 +200,7 @@ def test_a_group_of_one_value_comes_back_within_a_thousandth_of_it(codec: Groupe
 
 
 @_every_codec
-def test_float16_never_overflows_at_its_ends(codec: GroupedCodec) -> None:
+def test_float16_never_overflows_at_its_ends(codec: KiviCodec) -> None:
     component = Component(LayerKind.attention, DType.float16, 1, 1, 64, 64)
     values = np.linspace(-65504, 65504, 64 * 64).reshape(component.shape)
     parts = [bits_of(values, DType.float16), bits_of(values.transpose(0, 2, 1), DType.float16)]
@@ -215,7 +211,7 @@ def test_float16_never_overflows_at_its_ends(codec: GroupedCodec) -> None:
 
 
 @_every_codec
-def test_coded_states_and_types_that_are_no_floats_are_refused(codec: GroupedCodec) -> None:
+def test_coded_states_and_types_that_are_no_floats_are_refused(codec: KiviCodec) -> None:
     state = Component(LayerKind.state, DType.float32, 1, 4, 1, 160)
     for component in (state, *(replace(GQA, dtype=dtype) for dtype in set(DType) - FLOAT_TYPES)):
         data, layer = encode(codec, filled(KVLayout((component,)))[0][0], component)
@@ -226,7 +222,7 @@ def test_coded_states_and_types_that_are_no_floats_are_refused(codec: GroupedCod
 
 
 @_every_codec
-def test_keys_are_not_rotated(codec: GroupedCodec) -> None:
+def test_keys_are_not_rotated(codec: KiviCodec) -> None:
     data, _ = encode(codec, realistic(GQA), GQA)
     out = realistic(GQA, 1)
     with pytest.raises(InvalidRequestError, match="position=7"):
@@ -241,7 +237,7 @@ SMALL = Component(LayerKind.attention, DType.bfloat16, 1, 1, 5, 70)
 
 
 @_every_codec
-def test_scales_and_minima_that_are_no_numbers_are_refused(codec: GroupedCodec) -> None:
+def test_scales_and_minima_that_are_no_numbers_are_refused(codec: KiviCodec) -> None:
     right, _ = encode(codec, realistic(SMALL), SMALL)
     wrong = [(HEAD_BYTES, bad, "scale") for bad in (0x7E00, 0x7C00, 0xFC00, 0xBC00)]
     if codec.bits < 8:
@@ -254,7 +250,7 @@ def test_scales_and_minima_that_are_no_numbers_are_refused(codec: GroupedCodec) 
 
 
 @_every_codec
-def test_a_head_of_another_version_is_refused(codec: GroupedCodec) -> None:
+def test_a_head_of_another_version_is_refused(codec: KiviCodec) -> None:
     right, _ = encode(codec, realistic(SMALL), SMALL)
     for at in range(HEAD_BYTES):
         data = right.copy()
@@ -264,7 +260,7 @@ def test_a_head_of_another_version_is_refused(codec: GroupedCodec) -> None:
 
 
 @_every_codec
-def test_every_other_length_is_refused(codec: GroupedCodec) -> None:
+def test_every_other_length_is_refused(codec: KiviCodec) -> None:
     data, _ = encode(codec, realistic(SMALL), SMALL)
     for size in range(len(data)):
         with pytest.raises(InvalidFrameError, match="stored_bytes"):
@@ -277,7 +273,7 @@ def test_every_other_length_is_refused(codec: GroupedCodec) -> None:
 @settings(deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 1 << 32), dtype=st.sampled_from(sorted(FLOAT_TYPES)))
 def test_any_bytes_of_the_right_length_are_refused_or_finite(
-    codec: GroupedCodec, seed: int, dtype: DType
+    codec: KiviCodec, seed: int, dtype: DType
 ) -> None:
     component = Component(LayerKind.attention, dtype, 1, 1, 5, 70)
     rng = np.random.default_rng(seed)
@@ -294,7 +290,7 @@ def test_any_bytes_of_the_right_length_are_refused_or_finite(
 
 
 @_every_codec
-def test_what_was_decoded_is_encoded_within_the_same_promise(codec: GroupedCodec) -> None:
+def test_what_was_decoded_is_encoded_within_the_same_promise(codec: KiviCodec) -> None:
     for fill in (normal_values, special_values):
         parts = filled(KVLayout((GQA,)), fill)[0][0]
         data, first = encode(codec, parts, GQA)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers.kvt_samples import (
+from helpers.kvtc_samples import (
     KV,
     LATENT,
     POSITION,
@@ -17,17 +17,16 @@ from helpers.kvt_samples import (
     shelf_of,
 )
 
-from kvstore.codecs.base import empty_tensors
+from kvstore.codecs.base import LayerTerms, empty_tensors
 from kvstore.codecs.kvq import KvqCodec
-from kvstore.codecs.kvt import SINK_TOKENS, KvtCodec
-from kvstore.codecs.terms import LayerTerms
+from kvstore.codecs.kvtc import SINK_TOKENS, KvtcCodec
 from kvstore.proto.types import Accuracy
 
 
 def test_finer_qualities_have_smaller_errors_and_larger_frames() -> None:
     sizes, noises = [], []
     for quality in range(4):
-        codec = KvtCodec(quality, shelf_of(KV, LATENT))
+        codec = KvtcCodec(quality, shelf_of(KV, LATENT))
         header, frame = framed(codec, KV, LATENT)
         assert (header.accuracy, header.error_bound) == (Accuracy.approximate, 0)
         assert header.asset == calibrated(KV, LATENT).digest

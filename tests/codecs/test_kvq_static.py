@@ -2,15 +2,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers.kvqs_samples import KV, LATENT, bound, calibrated, shelf_of
-from helpers.kvt_samples import POSITION, ROPE, chunk, decode, encode, framed
+from helpers.kvq_static_samples import KV, LATENT, bound, calibrated, shelf_of
+from helpers.kvtc_samples import POSITION, ROPE, chunk, decode, encode, framed
 
-from kvstore.codecs.base import Part, empty_tensors
+from kvstore.codecs.base import LayerTerms, Part, empty_tensors
 from kvstore.codecs.floats import to_float32
 from kvstore.codecs.kvq import KvqCodec
-from kvstore.codecs.kvqs import KvqsCodec
-from kvstore.codecs.kvqs_tables import shifts_of
-from kvstore.codecs.terms import LayerTerms
+from kvstore.codecs.kvq_static import StaticKvqCodec, shifts_of
 from kvstore.proto.types import Accuracy, Component, DType
 
 
@@ -23,7 +21,7 @@ def largest_error(found: list[Part], wanted: list[Part], dtype: DType) -> float:
 def test_finer_qualities_have_smaller_errors_and_their_bounds_hold(component: Component) -> None:
     sizes, errors = [], []
     for quality in range(4):
-        codec = KvqsCodec(quality, shelf_of(component))
+        codec = StaticKvqCodec(quality, shelf_of(component))
         header, frame = framed(codec, component)
         assert header.accuracy is Accuracy.bounded
         assert header.asset == calibrated(component).digest
@@ -40,7 +38,7 @@ def test_finer_qualities_have_smaller_errors_and_their_bounds_hold(component: Co
     assert errors == sorted(errors, reverse=True)
 
 
-def test_a_chunk_of_32_tokens_takes_a_sixth_less_than_kvqs_at_nearly_its_error() -> None:
+def test_a_chunk_of_32_tokens_takes_a_sixth_less_than_kvq_static_at_nearly_its_error() -> None:
     parts = chunk(KV)[0][0]
     data, encoded = encode(bound(1, KV), parts, KV)
     kvq = KvqCodec(1)

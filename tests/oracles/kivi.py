@@ -1,11 +1,11 @@
-"""The grouped codecs' arithmetic in numpy: what the compiled loops have to agree with."""
+"""The arithmetic of kivi in numpy: what the compiled loops have to agree with."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from kvstore.codecs.floats import Floats
-from kvstore.codecs.grouped_loops import GROUP, HALF, SLACK, Codes, Loops, Quantised
+from kvstore.codecs.kivi import GROUP, HALF, SLACK, Codes, Loops, Quantised
 
 
 def _bounds(values: Floats, by_token: bool) -> tuple[Floats, Floats]:

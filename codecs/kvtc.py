@@ -1,4 +1,4 @@
-"""The kvt codec: kvq's steps and models in the directions in which a model's KV varies.
+"""The kvtc codec: kvq's steps and models in the directions in which a model's KV varies.
 
 After KVTC (NVIDIA, ICLR 2026): keys are turned back by their rotary embedding, the channels of
 all heads are rotated onto calibrated principal components, and one step for all of them spends
@@ -16,7 +16,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,16 +24,112 @@ from typing_extensions import override
 
 from kvstore.codecs.asset_codec import CODED, HEAD_BYTES, QUALITY_COUNT, AssetCodec
 from kvstore.codecs.assets import Asset, AssetKind
-from kvstore.codecs.base import Part
+from kvstore.codecs.base import LayerTerms, Part
 from kvstore.codecs.floats import Floats, from_float32, to_float32
 from kvstore.codecs.kvq_models import ESCAPE, MAX_QUOTIENT, MODELS, PADDING_MODEL, ZERO, kvq_models
-from kvstore.codecs.kvt_tables import LARGEST_NUMBER, RATIOS, KvtTables, PartTables
 from kvstore.codecs.rans import GROUP_CHANNELS, LANES, decode_tile, encode_tile
-from kvstore.codecs.rope import rotate, rotation
-from kvstore.codecs.terms import LayerTerms
+from kvstore.codecs.rope import MAX_PAIRS, rotate, rotation
 from kvstore.proto.buffers import Bytes, as_bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.types import DIGEST_BYTES, Accuracy, Component, DType
+
+RATIOS = (1.0, 0.5, 0.25, 0.125)
+"""Step of each quality in standard deviations of the part's numbers."""
+MAX_CHANNELS = 1 << 13
+"""All heads' channels of a part: its basis has as many rows."""
+LARGEST_NUMBER = np.float32(2.0**60)
+"""Means and deviations are below, and so are the numbers that are coded."""
+
+_Component: TypeAlias = tuple[Floats, Floats, Floats, Floats, "Floats | None"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartTables:
+    """One part of one layer. Channels are those of all heads, end to end; components ascend
+    from the direction of most variance.
+
+    ``mean`` f32 (channels,), ``basis`` f32 (channels, components), ``variances`` f32
+    (components,); ``deviation`` is that of all numbers about their means; ``frequencies`` f32
+    (pairs,) is what the keys are turned back by, None for what is not turned.
+    """
+
+    mean: Floats
+    basis: Floats
+    variances: Floats
+    deviation: float
+    frequencies: Floats | None
+
+    def kept(self, step: float) -> int:
+        """Return how many components are worth coding: those that a *step* can see."""
+        return max(1, int((self.variances >= (step / 4) ** 2).sum()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KvtcTables:
+    """An asset of this codec, checked. Per component of the chunk: means f32 (layers, parts,
+    channels), bases f32 (layers, parts, channels, components), variances f32 (layers, parts,
+    components), deviations f32 (layers, parts), frequencies f32 (pairs,) or None.
+    """
+
+    components: tuple[_Component, ...]
+
+    @classmethod
+    def of(cls, asset: Asset) -> KvtcTables:
+        """Check *asset*. Raises InvalidRequestError that names the table at fault."""
+        components: list[_Component] = []
+        while f"{len(components)}.basis" in asset.tables:
+            components.append(_component(asset, len(components)))
+        if not components:
+            raise InvalidRequestError("asset", "0.basis", "kvtc needs this table")
+        return cls(tuple(components))
+
+    def layer(self, index: int, component: Component) -> list[PartTables] | None:
+        """Return the tables of the parts of the chunk's layer *index*, over all components.
+
+        None unless the asset was made for such a layer.
+        """
+        channels = component.kv_heads * component.head_dim
+        for means, bases, variances, deviations, frequencies in self.components:
+            if index < len(means):
+                if means.shape[1:] != (component.parts, channels):
+                    return None
+                turned = [frequencies if component.parts == 2 else None, None]
+                if frequencies is not None and 2 * len(frequencies) > component.head_dim:
+                    return None
+                return [
+                    PartTables(
+                        means[index, part], bases[index, part], variances[index, part],
+                        float(deviations[index, part]), turned[part],
+                    )
+                    for part in range(component.parts)
+                ]  # fmt: skip
+            index -= len(means)
+        return None
+
+
+def _component(asset: Asset, number: int) -> _Component:
+    bases = asset.table(f"{number}.basis", "<f4", (-1, -1, -1, -1))
+    layers, parts, channels, kept = bases.shape
+    if parts > 2 or not kept <= channels <= MAX_CHANNELS:
+        raise InvalidRequestError(f"asset table {number}.basis", bases.shape, "too large")
+    means = asset.table(f"{number}.means", "<f4", (layers, parts, channels))
+    variances = asset.table(f"{number}.variances", "<f4", (layers, parts, kept))
+    deviations = asset.table(f"{number}.deviations", "<f4", (layers, parts))
+    frequencies: Floats | None = None
+    if f"{number}.rope" in asset.tables:
+        frequencies = asset.table(f"{number}.rope", "<f4", (-1,))
+    if not (np.abs(bases) <= 2).all():
+        raise InvalidRequestError(f"asset table {number}.basis", "not unit", "columns are unit")
+    if not ((deviations > 0) & (deviations < LARGEST_NUMBER)).all():
+        raise InvalidRequestError(f"asset table {number}.deviations", "not positive", "are > 0")
+    if not (np.abs(means) < LARGEST_NUMBER).all() or not (variances >= 0).all():
+        raise InvalidRequestError(f"asset table {number}.means", "NaN", "must be numbers")
+    if frequencies is not None and (
+        len(frequencies) > MAX_PAIRS or not np.isfinite(frequencies).all()
+    ):
+        raise InvalidRequestError(f"asset table {number}.rope", len(frequencies), "too many")
+    return means, bases, variances, deviations, frequencies
+
 
 SINK_TOKENS = 4
 """First tokens of a prompt: attention leans on them, and they are like no others."""
@@ -49,14 +145,14 @@ assert _HEAD.size == HEAD_BYTES
 assert len(RATIOS) == QUALITY_COUNT
 
 
-class KvtCodec(AssetCodec):
+class KvtcCodec(AssetCodec):
     """Each part of a layer is one stream over its components. Needs an asset of its model."""
 
-    name = "kvt"
+    name = "kvtc"
     codec_id = 12
     revision = 1
     accuracy = Accuracy.approximate
-    kind = AssetKind.kvt
+    kind = AssetKind.kvtc
     default_quality = 1
 
     @override
@@ -104,8 +200,8 @@ class KvtCodec(AssetCodec):
 
 
 @lru_cache(maxsize=8)
-def _tables(asset: Asset) -> KvtTables:
-    return KvtTables.of(asset)
+def _tables(asset: Asset) -> KvtcTables:
+    return KvtcTables.of(asset)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -26,7 +26,7 @@ from oracles.planes import numpy_splitter
 from oracles.sieve import NUMPY
 
 from kvstore.codecs.base import Part
-from kvstore.codecs.zplane import BLOCK_BYTES, ZplaneCodec
+from kvstore.codecs.lossless import BLOCK_BYTES, LosslessCodec
 from kvstore.proto.buffers import as_bytes
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import header_bytes, raw_frame_bytes
@@ -38,11 +38,11 @@ ONE_LAYER = KVLayout((COMPONENT,))
 SIEVED = 1 << 31
 
 
-class TestZplaneCodec(CodecContract):
-    codec = ZplaneCodec()
+class TestLosslessCodec(CodecContract):
+    codec = LosslessCodec()
 
 
-PLAIN = ZplaneCodec(numpy_splitter, lambda: NUMPY)
+PLAIN = LosslessCodec(numpy_splitter, lambda: NUMPY)
 """Without compiled loops."""
 
 
@@ -58,7 +58,7 @@ def compressed(data: bytes, **options: int | bool) -> bytes:
 
 def decode(segment: bytes) -> list[Part]:
     out = [np.empty(COMPONENT.shape, np.uint16)]
-    ZplaneCodec().decode_segment(as_bytes(segment), COMPONENT, out)
+    LosslessCodec().decode_segment(as_bytes(segment), COMPONENT, out)
     return out
 
 
@@ -68,8 +68,8 @@ def with_sieved(*rows: int, planes: bytes) -> bytes:
 
 def test_exponents_are_sieved_and_other_planes_never() -> None:
     part = filled(ONE_LAYER, normal_values)[0][0]
-    out = np.zeros(ZplaneCodec().max_segment_bytes(COMPONENT), np.uint8)
-    segment = out[: ZplaneCodec().encode_segment(part, COMPONENT, out)].tobytes()
+    out = np.zeros(LosslessCodec().max_segment_bytes(COMPONENT), np.uint8)
+    segment = out[: LosslessCodec().encode_segment(part, COMPONENT, out)].tobytes()
     rest, exponents = struct.unpack_from("<II", segment)
     assert rest == PLANE_BYTES
     assert exponents & SIEVED
@@ -91,7 +91,7 @@ def test_sieved_planes_of_other_types_are_refused(dtype: DType) -> None:
     rows = [4096] * (dtype.item_bytes - 1) + [4096 | SIEVED]
     out = [np.empty(component.shape, f"u{dtype.item_bytes}")]
     with pytest.raises(InvalidFrameError, match="only exponents"):
-        ZplaneCodec().decode_segment(
+        LosslessCodec().decode_segment(
             as_bytes(with_sieved(*rows, planes=bytes(component.layer_bytes))), component, out
         )
 
@@ -103,17 +103,17 @@ ZEROS = compressed(bytes(PLANE_BYTES))
 def test_the_segment_is_that_of_the_format_page() -> None:
     component = Component(LayerKind.mla, DType.bfloat16, 1, 1, 4, 1)
     words = np.array([0x3F80, 0xBF80, 0x7FC1, 0x8000], np.uint16).reshape(component.shape)
-    out = np.zeros(ZplaneCodec().max_segment_bytes(component), np.uint8)
-    used = ZplaneCodec().encode_segment([words], component, out)
-    assert out[:used].tobytes().hex() == vectors()["zplane_segment"]
+    out = np.zeros(LosslessCodec().max_segment_bytes(component), np.uint8)
+    used = LosslessCodec().encode_segment([words], component, out)
+    assert out[:used].tobytes().hex() == vectors()["lossless_segment"]
 
 
 @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.name)
 def test_segments_decode_by_the_prose_of_the_format_page(dtype: DType) -> None:
     component = Component(LayerKind.attention, dtype, 1, 3, 96, 1100)
     parts = filled(KVLayout((component,)), normal_values)[0][0]
-    out = np.zeros(ZplaneCodec().max_segment_bytes(component), np.uint8)
-    segment = out[: ZplaneCodec().encode_segment(parts, component, out)].tobytes()
+    out = np.zeros(LosslessCodec().max_segment_bytes(component), np.uint8)
+    segment = out[: LosslessCodec().encode_segment(parts, component, out)].tobytes()
     width = dtype.item_bytes
     step = max(1, (1 << 19) // width // 96)
     blocks = [min(step, 3300 - row) * 96 for row in range(0, 3300, step)] * 2
@@ -166,7 +166,7 @@ def test_normal_values_take_less_room(dtype: DType, share: float) -> None:
                 part[...] = value.astype(np.float16).view(np.uint16)
             elif dtype is DType.int8:
                 part[...] = np.rint(20 * value).astype(np.int8).view(np.uint8)
-    frame = encoded(ZplaneCodec(), tensors, layout)
+    frame = encoded(LosslessCodec(), tensors, layout)
     assert len(frame) < share * raw_frame_bytes(layout)
     assert same(decoded(frame), tensors)
 
@@ -174,14 +174,14 @@ def test_normal_values_take_less_room(dtype: DType, share: float) -> None:
 def test_noise_is_stored_as_it_is() -> None:
     for dtype in DType:
         layout = KVLayout((Component(LayerKind.attention, dtype, 1, 4, 64, 512),))
-        frame = encoded(ZplaneCodec(), filled(layout, random_bits), layout)
+        frame = encoded(LosslessCodec(), filled(layout, random_bits), layout)
         assert len(frame) == header_bytes(layout) + layout.raw_bytes + 8 * dtype.item_bytes
 
 
 def test_words_of_bfloat16_kept_as_float32_lose_their_zeros() -> None:
     layout = KVLayout((Component(LayerKind.attention, DType.float32, 1, 4, 64, 512),))
     tensors = [[[part & 0xFFFF0000 for part in parts] for parts in filled(layout)[0]]]
-    frame = encoded(ZplaneCodec(), tensors, layout)
+    frame = encoded(LosslessCodec(), tensors, layout)
     assert len(frame) < 0.36 * layout.raw_bytes
     assert same(decoded(frame), tensors)
 
@@ -192,9 +192,9 @@ def test_parts_of_several_blocks_and_rows_wider_than_one_survive(dtype: DType) -
     many = Component(LayerKind.attention, dtype, 1, 3, 80, 2500)
     layout = KVLayout((wide, many))
     tensors = filled(layout)
-    frame = encoded(ZplaneCodec(), tensors, layout)
+    frame = encoded(LosslessCodec(), tensors, layout)
     assert same(decoded(frame), tensors)
-    assert np.array_equal(encoded(ZplaneCodec(), strided(tensors), layout), frame)
+    assert np.array_equal(encoded(LosslessCodec(), strided(tensors), layout), frame)
     assert np.array_equal(encoded(PLAIN, tensors, layout), frame)
 
 
@@ -266,7 +266,7 @@ def test_a_hostile_segment_is_refused_without_allocation_beyond_a_layer(segment:
     refused()  # what is made once a process is no part of it
     assert peak_bytes(refused) <= 2 * COMPONENT.layer_bytes + (2 << 20)
     with pytest.raises(InvalidFrameError):
-        decoded(frame_of_bodies(ZplaneCodec(), ONE_LAYER, [segment]))
+        decoded(frame_of_bodies(LosslessCodec(), ONE_LAYER, [segment]))
 
 
 def test_a_right_plane_passes_where_the_hostile_ones_fail() -> None:
@@ -279,8 +279,8 @@ def test_a_changed_segment_is_refused_or_is_the_same_layer_to_all_loops(seed: in
     rng = np.random.default_rng(seed)
     component = Component(LayerKind.attention, DType.bfloat16, 1, 2, 32, 24)
     parts = filled(KVLayout((component,)))[0][0]
-    room = np.zeros(ZplaneCodec().max_segment_bytes(component), np.uint8)
-    right = room[: ZplaneCodec().encode_segment(parts, component, room)]
+    room = np.zeros(LosslessCodec().max_segment_bytes(component), np.uint8)
+    right = room[: LosslessCodec().encode_segment(parts, component, room)]
     out, plain = ([np.empty_like(part) for part in parts] for _ in range(2))
     for _ in range(10):
         segment = right.copy()
@@ -288,7 +288,7 @@ def test_a_changed_segment_is_refused_or_is_the_same_layer_to_all_loops(seed: in
         cut = rng.choice([0, 0, 0, 1, 7, len(segment)])
         data = segment[: len(segment) - cut]
         try:
-            ZplaneCodec().decode_segment(data, component, out)
+            LosslessCodec().decode_segment(data, component, out)
         except InvalidFrameError:
             with pytest.raises(InvalidFrameError):
                 PLAIN.decode_segment(data, component, plain)

@@ -1,4 +1,4 @@
-"""The loops of the grouped codecs: the reference's bits by every path."""
+"""The loops of kivi: the reference's bits by every path."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from contracts.codec import pairwise
 from contracts.lossy_codec import FLOATS, NUMBERS, numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles.grouped import NUMPY
+from oracles.kivi import NUMPY
 
+from kvstore.codecs.base import LayerTerms
 from kvstore.codecs.floats import Floats
-from kvstore.codecs.grouped import Gq2Codec, Gq4Codec, Gq8Codec
-from kvstore.codecs.grouped_loops import native_loops
-from kvstore.codecs.terms import LayerTerms
+from kvstore.codecs.kivi import IDS_BY_BITS, KiviCodec, native_loops
 from kvstore.proto import native
 from kvstore.proto.types import Component, KVLayout, LayerKind
 
@@ -24,15 +23,15 @@ def test_the_best_path_is_used() -> None:
     assert native_loops().name == native.paths()[0]
 
 
-ROWS = pairwise([Gq8Codec, Gq4Codec, Gq2Codec], FLOATS, NUMBERS)
+ROWS = pairwise(list(IDS_BY_BITS), FLOATS, NUMBERS)
 
 
 @each_path
 def test_both_write_and_read_the_same_bytes(path: str) -> None:
-    for kind, dtype, fill in ROWS:
+    for bits, dtype, fill in ROWS:
         component = Component(LayerKind.attention, dtype, 1, 2, 150, 131)
         parts = numbers(KVLayout((component,)), fill)[0][0]
-        codecs = [kind(NUMPY), kind(native_loops(path))]
+        codecs = [KiviCodec(bits, NUMPY), KiviCodec(bits, native_loops(path))]
         segments, outs = [], []
         for codec in codecs:
             room = np.zeros(codec.max_segment_bytes(component), np.uint8)

@@ -1,4 +1,4 @@
-"""KV that varies in few directions, assets of kvt made from it, and single layers coded."""
+"""KV that varies in few directions, assets of kvtc made from it, and single layers coded."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from contracts.codec import template
 from helpers.cachegen_samples import MODEL
 
 from kvstore.codecs.asset_codec import AssetCodec
-from kvstore.codecs.asset_shelf import AssetShelf
-from kvstore.codecs.assets import Asset, AssetKind, pack_asset, parse_asset
-from kvstore.codecs.base import Part
+from kvstore.codecs.assets import Asset, AssetKind, AssetShelf, pack_asset, parse_asset
+from kvstore.codecs.base import EncodedLayer, LayerTerms, Part
 from kvstore.codecs.floats import from_float32, to_float32
-from kvstore.codecs.kvt import KvtCodec
-from kvstore.codecs.kvt_profile import KvtProfile
+from kvstore.codecs.kvtc import KvtcCodec
+from kvstore.codecs.profiles import KvtcProfile
 from kvstore.codecs.rope import inverse_frequencies, rotate, rotation
-from kvstore.codecs.terms import EncodedLayer, LayerTerms
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.types import Component, DType, KVLayout, LayerKind, RopeParameters
@@ -64,10 +62,10 @@ def chunk(
 def calibrated(
     *components: Component, model: bytes = MODEL, rope: RopeParameters | None = ROPE
 ) -> Asset:
-    profile = KvtProfile(components, rope)
+    profile = KvtcProfile(components, rope)
     for seed in range(8):
         profile.add(chunk(*components, seed=seed), POSITION)
-    return parse_asset(pack_asset(AssetKind.kvt, model, 1, profile.tables()))
+    return parse_asset(pack_asset(AssetKind.kvtc, model, 1, profile.tables()))
 
 
 def shelf_of(*components: Component, **options: Any) -> AssetShelf:
@@ -76,9 +74,9 @@ def shelf_of(*components: Component, **options: Any) -> AssetShelf:
     return shelf
 
 
-def bound(quality: int = 1, *components: Component) -> KvtCodec:
+def bound(quality: int = 1, *components: Component) -> KvtcCodec:
     components = components or (KV, LATENT)
-    return KvtCodec(quality, shelf_of(*components), calibrated(*components))
+    return KvtcCodec(quality, shelf_of(*components), calibrated(*components))
 
 
 def framed(codec: AssetCodec, *components: Component, **fields: Any) -> tuple[FrameHeader, Bytes]:

@@ -1,0 +1,538 @@
+"""The lossless codec: blocks of byte planes, the exponents sieved. Lossless for every dtype.
+
+The exponents of KV tensors are few and uneven, their signs and mantissas noise. Split apart
+block by block, while a block is in cache, the exponents alone are coded, by a sieve or by zstd
+where that is shorter, and the noise is stored as it is. The segment's layout stands in
+docs/format.md.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import zstandard
+from numpy import ascontiguousarray as contiguous
+from numpy.typing import NDArray
+
+from kvstore.codecs.base import Codec, Part
+from kvstore.proto.buffers import Bytes, address, addresses
+from kvstore.proto.errors import InvalidFrameError
+from kvstore.proto.native import Loops, loops
+from kvstore.proto.types import Accuracy, Component, DType
+
+Words: TypeAlias = NDArray[Any]
+"""A flat, contiguous array of u8, u16 or u32, at any address."""
+
+Planes: TypeAlias = "Sequence[Bytes] | NDArray[np.uint8]"
+"""As many flat arrays of bytes as a word has bytes, plane 0 first."""
+
+Split: TypeAlias = Callable[[Words, Planes], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Splitter:
+    """One way to split: ``split(words, planes)`` and ``join(words, planes)``, both flat."""
+
+    name: str
+    split: Split = field(repr=False)
+    join: Split = field(repr=False)
+
+
+def kind_of(dtype: DType) -> str:
+    """Return how words of *dtype* are split: by its name, or ``bytes`` for all of one byte."""
+    return dtype.name if dtype.item_bytes > 1 else "bytes"
+
+
+def _split_bytes(words: Words, planes: Planes) -> None:
+    np.copyto(planes[0], words)
+
+
+def _join_bytes(words: Words, planes: Planes) -> None:
+    np.copyto(words, planes[0])
+
+
+BYTES = Splitter("numpy", _split_bytes, _join_bytes)
+
+
+def best_splitter(kind: str) -> Splitter:
+    """Return the fastest splitter of words of *kind*."""
+    return BYTES if kind == "bytes" else native_splitter(kind)
+
+
+@lru_cache(maxsize=16)
+def native_splitter(kind: str, path: str | None = None) -> Splitter:
+    """Return the compiled loops of *path*; of this processor's best where it is None."""
+    native = loops(path)
+    split, join = getattr(native, f"split_{kind}"), getattr(native, f"join_{kind}")
+    return Splitter(native.path, partial(_split, split), partial(_join, join))
+
+
+def _split(loop: Callable[..., int], words: Words, planes: Planes) -> None:
+    _check(words, planes)
+    loop(address(words), *map(_out_address, planes), words.size)
+
+
+def _join(loop: Callable[..., int], words: Words, planes: Planes) -> None:
+    _check(words, planes)
+    loop(_out_address(words), *addresses(*planes), words.size)
+
+
+def _out_address(data: NDArray[Any]) -> int:
+    """Return where *data* lies, to be written there. Raises ValueError where it is read-only."""
+    if not data.flags.writeable:
+        raise ValueError("assignment destination is read-only")
+    return address(data)
+
+
+def _check(words: Words, planes: Planes) -> None:
+    sizes = {words.size, *(plane.size for plane in planes)}
+    if len(sizes) > 1 or not all(each.flags.c_contiguous for each in (words, *planes)):
+        raise ValueError(f"planes of one size, C-ordered; not {sorted(sizes)}")
+
+
+# --- parts as runs of rows
+
+
+def row_blocks(component: Component, block_items: int) -> Iterator[tuple[int, int]]:
+    """Yield where each block of a part starts and stops, in rows.
+
+    A part has kv_heads x tokens rows of head_dim elements; a block has at most *block_items*
+    elements, or one row where that is longer.
+    """
+    rows, step = _rows_and_step(component, block_items)
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
+
+
+def block_count(component: Component, block_items: int) -> int:
+    """Return how many blocks ``row_blocks`` yields, in constant time."""
+    rows, step = _rows_and_step(component, block_items)
+    return -(-rows // step)
+
+
+def _rows_and_step(component: Component, block_items: int) -> tuple[int, int]:
+    return component.kv_heads * component.tokens, max(1, block_items // component.head_dim)
+
+
+def flat_rows(part: Part, start: int, stop: int) -> Words | None:
+    """Return rows *start* to *stop* of *part* where they lie; None where they are no run."""
+    if not part.flags.c_contiguous:
+        return None
+    return part.reshape(-1)[start * part.shape[2] : stop * part.shape[2]]
+
+
+def gather_rows(part: Part, start: int, stop: int, out: Words) -> Words:
+    """Copy rows *start* to *stop* of *part*, which has any strides, to *out*; return them."""
+    dim = part.shape[2]
+    found = out[: (stop - start) * dim]
+    for box, at, until in _boxes(part.shape, start, stop):
+        np.copyto(found[at * dim : until * dim].reshape(part[box].shape), part[box])
+    return found
+
+
+def scatter_rows(part: Part, start: int, stop: int, words: Words) -> None:
+    """Copy *words* to rows *start* to *stop* of *part*, which has any strides."""
+    dim = part.shape[2]
+    for box, at, until in _boxes(part.shape, start, stop):
+        np.copyto(part[box], words[at * dim : until * dim].reshape(part[box].shape))
+
+
+def _boxes(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[slice, slice], int, int]]:
+    """Cut rows *start* to *stop* into at most three boxes: a head's end, heads, a head's start."""
+    tokens = shape[1]
+    at = start
+    while at < stop:
+        head, token = divmod(at, tokens)
+        heads = (stop - at) // tokens if token == 0 else 0
+        if heads:
+            box, until = (slice(head, head + heads), slice(None)), at + heads * tokens
+        else:
+            until = min(stop, (head + 1) * tokens)
+            box = (slice(head, head + 1), slice(token, token + until - at))
+        yield box, at - start, until - start
+        at = until
+
+
+PASSES = 5
+VALUES = 3
+"""Byte values that a pass keeps."""
+GROUP = 64
+"""Bytes whose bits lie together: 64 low ones, then 64 high ones."""
+GROUP_BYTES = 16
+PAD_BYTES = GROUP
+"""Readable, and writable, bytes that loops need behind those of a pass."""
+
+_HEAD = struct.Struct(f"<{PASSES * VALUES}BB{PASSES}I")
+
+_SAMPLE_SHIFT = 11
+"""About 2^11 bytes are counted, an odd number apart: heads have even numbers of channels."""
+_MAX_COMMON = (2, 3)
+"""Share of the two commonest values above which an entropy coder gains much more."""
+_MAX_BITS = (33, 10)
+"""Bits a byte above which so few values are not most of them."""
+
+Squeeze: TypeAlias = Callable[[Bytes, Bytes, Bytes, Bytes], "list[int] | None"]
+"""``squeeze(data, values, scratch, out)``: what each pass left; None where *out* is too short."""
+Spread: TypeAlias = Callable[[Bytes, Bytes, "list[int]", Bytes, Bytes], bool]
+"""``spread(body, values, counts, scratch, out)``: whether every pass had what its bits say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sieve:
+    """One way to sift: ``squeeze`` and ``spread``, which allocate next to nothing."""
+
+    name: str
+    squeeze: Squeeze = field(repr=False)
+    spread: Spread = field(repr=False)
+
+
+def scratch_for(items: int) -> Bytes:
+    """Return what the loops need for planes of at most *items* bytes."""
+    return np.empty(2 * (items + PAD_BYTES), np.uint8)
+
+
+def body_bytes(items: int, counts: list[int]) -> int:
+    """Return the size of what follows a sieved plane's head: passes, then the bytes left."""
+    entering = [items, *counts[:-1]]
+    return sum(GROUP_BYTES * -(-count // GROUP) for count in entering) + counts[-1]
+
+
+def commonest(plane: Bytes) -> Bytes | None:
+    """Return the values that the passes should keep, or None where another code is shorter.
+
+    By a sample and in whole numbers, so that all machines choose alike.
+    """
+    counts = np.bincount(plane[:: len(plane) >> _SAMPLE_SHIFT | 1], minlength=256)
+    order = np.argsort(-counts, kind="stable")[: PASSES * VALUES]
+    found = counts[order]
+    total = int(counts.sum())
+    left = [total - int(found[: VALUES * k].sum()) for k in range(PASSES + 1)]
+    bits = 2 * sum(left[:-1]) + 8 * left[-1]
+    common, of = _MAX_COMMON
+    most, each = _MAX_BITS
+    if int(found[:2].sum()) * of > common * total or bits * each > most * total:
+        return None
+    return order.astype(np.uint8)
+
+
+def pack_sieved(plane: Bytes, sieve: Sieve, scratch: Bytes, out: Bytes) -> Bytes | None:
+    """Return *plane* sieved, at the start of *out*; None where that does not suit it.
+
+    *out* has as many bytes as a shorter result may have.
+    """
+    values = commonest(plane)
+    if values is None or len(out) <= _HEAD.size:
+        return None
+    counts = sieve.squeeze(plane, values, scratch, out[_HEAD.size :])
+    if counts is None:
+        return None
+    _HEAD.pack_into(out.data, 0, *values.tolist(), 0, *counts)
+    return out[: _HEAD.size + body_bytes(len(plane), counts)]
+
+
+def unpack_sieved(data: Bytes, sieve: Sieve, scratch: Bytes, out: Bytes) -> None:
+    """Fill *out* from the sieved plane *data*. Raises InvalidFrameError."""
+    if len(data) < _HEAD.size:
+        raise InvalidFrameError("sieved plane", len(data), f"its head has {_HEAD.size} bytes")
+    head = _HEAD.unpack(data[: _HEAD.size].tobytes())
+    zero, *counts = head[PASSES * VALUES :]
+    if zero:
+        raise InvalidFrameError("sieved plane", zero, "a byte that is 0")
+    if any(after > before for before, after in zip([len(out), *counts], counts, strict=False)):
+        raise InvalidFrameError("sieved plane", counts, f"passes of {len(out)} bytes leave fewer")
+    if _HEAD.size + body_bytes(len(out), counts) != len(data):
+        raise InvalidFrameError("sieved plane", len(data), f"its passes leave {counts}")
+    values = data[: PASSES * VALUES]
+    if not sieve.spread(data[_HEAD.size :], values, counts, scratch, out):
+        raise InvalidFrameError("sieved plane", counts, "its bits say otherwise")
+
+
+@lru_cache(maxsize=4)
+def native_sieve(path: str | None = None) -> Sieve:
+    """Return the compiled loops of *path*; of this processor's best where it is None."""
+    native = loops(path)
+    return Sieve(native.path, partial(_squeeze_native, native), partial(_spread_native, native))
+
+
+def _squeeze_native(
+    native: Loops, data: Bytes, values: Bytes, scratch: Bytes, out: Bytes
+) -> list[int] | None:
+    _check_sieve(data, values, scratch)
+    given, kept, counts = contiguous(data), contiguous(values), np.empty(PASSES, np.int64)
+    is_done = native.sieve_squeeze(
+        address(given), len(given), address(kept), address(scratch), address(out),
+        len(out), address(counts),
+    )  # fmt: skip
+    return counts.tolist() if is_done else None
+
+
+def _spread_native(
+    native: Loops, body: Bytes, values: Bytes, counts: list[int], scratch: Bytes, out: Bytes
+) -> bool:
+    _check_sieve(out, values, scratch)
+    if body_bytes(len(out), counts) != len(body) or max(counts) > len(out):
+        return False
+    given, kept, each = contiguous(body), contiguous(values), np.array(counts, np.int64)
+    return bool(
+        native.sieve_spread(
+            address(given), len(given), address(kept), address(each), address(scratch),
+            address(out), len(out),
+        )
+    )  # fmt: skip
+
+
+def _check_sieve(data: Bytes, values: Bytes, scratch: Bytes) -> None:
+    if len(scratch) < 2 * (len(data) + PAD_BYTES) or len(values) != PASSES * VALUES:
+        raise ValueError(f"{len(scratch)} bytes of scratch and {len(values)} values")
+
+
+BLOCK_BYTES = 1 << 19
+"""Decoded bytes of a block: block, planes and zstd's tables stay in the second-level cache."""
+
+_SIZE_BYTES = 4
+_WITH_EXPONENTS = frozenset({DType.bfloat16, DType.float32})
+
+_SAMPLES, _SAMPLE_BYTES = 8, 1024
+"""Pieces of a plane of noise that are tried first, so that noise costs next to nothing."""
+
+
+_SIEVED = 1 << 31
+"""Set in the size of a plane that is sieved."""
+_MAX_SIEVED_ITEMS = BLOCK_BYTES // 2
+"""Blocks of more elements, which are single rows, are not sieved, so that scratch stays fixed."""
+_MIN_GAIN = 32
+"""A plane is sieved when that saves at least one part in so many."""
+
+
+Stored: TypeAlias = "tuple[Bytes, bool]"
+"""A plane's bytes as they are stored, and whether they are sieved."""
+
+
+_WINDOW_LOG = 17
+
+
+class _Contexts(threading.local):
+    """One pair of contexts a thread: libzstd's must not be shared, and making one is dear."""
+
+    def __init__(self) -> None:
+        # Hashing of seven bytes finds next to no match in noise, which is the point: the
+        # literals then go straight to the entropy coder.
+        parameters = zstandard.ZstdCompressionParameters(
+            strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, window_log=_WINDOW_LOG,
+            write_content_size=1,
+        )  # fmt: skip
+        self.compressor = zstandard.ZstdCompressor(compression_params=parameters)
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << _WINDOW_LOG)
+
+
+_CONTEXTS = _Contexts()
+
+
+class _Rooms(threading.local):
+    """A thread's scratch, so that no block has the memory behind it found anew."""
+
+    def __init__(self) -> None:
+        self.exponents = np.empty(_MAX_SIEVED_ITEMS, np.uint8)
+        self.sieve = scratch_for(_MAX_SIEVED_ITEMS)
+
+
+_ROOMS = _Rooms()
+
+
+class LosslessCodec(Codec):
+    """Exact, about two thirds of the size for bfloat16, much faster than zstd over the words.
+
+    *splitter_of* finds the splitter for a kind of words, *sieve_of* the sieve; their choice
+    changes no byte.
+    """
+
+    name = "lossless"
+    codec_id = 2
+    revision = 2
+    accuracy = Accuracy.exact
+
+    def __init__(
+        self,
+        splitter_of: Callable[[str], Splitter] = best_splitter,
+        sieve_of: Callable[[], Sieve] = native_sieve,
+    ) -> None:
+        self._splitter_of = splitter_of
+        self._sieve_of = sieve_of
+
+    def max_segment_bytes(self, component: Component) -> int:
+        """Upper bound of one encoded layer: the plane table and every plane as it is."""
+        return _table_bytes(component) + component.layer_bytes
+
+    def encode_segment(self, parts: Sequence[Part], component: Component, out: Bytes) -> int:
+        """Encode one layer into *out* and return how many bytes were used."""
+        width = component.dtype.item_bytes
+        splitter, sieve = self._splitter_of(kind_of(component.dtype)), self._sieve_of()
+        scratch = _scratch(component)
+        has_exponents = component.dtype in _WITH_EXPONENTS
+        sizes: list[int] = []
+        end = _table_bytes(component)
+        for part in parts:
+            bits = part.view(scratch.dtype)
+            for start, stop in row_blocks(component, BLOCK_BYTES // width):
+                words = flat_rows(bits, start, stop)
+                if words is None:
+                    words = gather_rows(bits, start, stop, scratch)
+                room = out[end : end + words.nbytes]
+                planes = list(room.reshape(width, -1)[::-1])  # the exponents come last
+                is_sieved = has_exponents and len(words) <= _MAX_SIEVED_ITEMS
+                if is_sieved:
+                    planes[0] = _ROOMS.exponents[: len(words)]
+                splitter.split(words, planes)
+                found = _store_planes(planes, room, has_exponents, sieve if is_sieved else None)
+                sizes += found
+                end += sum(size & ~_SIEVED for size in found)
+        table = np.array(sizes, "<u4").view(np.uint8)
+        np.copyto(out[: len(table)], table)
+        return end
+
+    def decode_segment(self, data: Bytes, component: Component, out: Sequence[Part]) -> None:
+        """Decode one verified layer into *out*. Raises InvalidFrameError on bad contents."""
+        width = component.dtype.item_bytes
+        splitter, sieve = self._splitter_of(kind_of(component.dtype)), self._sieve_of()
+        scratch = _scratch(component)
+        blocks = _blocks(data, component)
+        for part in out:
+            bits = part.view(scratch.dtype)
+            for start, stop in row_blocks(component, BLOCK_BYTES // width):
+                items = (stop - start) * component.head_dim
+                planes = _plain_planes(next(blocks), items, sieve)
+                words = flat_rows(bits, start, stop)
+                if words is None:
+                    splitter.join(scratch[:items], planes)
+                    scatter_rows(bits, start, stop, scratch[:items])
+                else:
+                    splitter.join(words, planes)
+
+
+@lru_cache(maxsize=16)
+def _block_items(component: Component) -> tuple[int, ...]:
+    """Return how many elements each block of a layer has."""
+    blocks = row_blocks(component, BLOCK_BYTES // component.dtype.item_bytes)
+    items = [(stop - start) * component.head_dim for start, stop in blocks]
+    return tuple(items * component.parts)
+
+
+def _table_bytes(component: Component) -> int:
+    width = component.dtype.item_bytes
+    blocks = component.parts * block_count(component, BLOCK_BYTES // width)
+    return _SIZE_BYTES * width * blocks
+
+
+def _scratch(component: Component) -> Words:
+    items = max(component.head_dim, BLOCK_BYTES // component.dtype.item_bytes)
+    items = min(items, component.part_bytes // component.dtype.item_bytes)
+    return np.empty(items, f"<u{component.dtype.item_bytes}")
+
+
+def _store_planes(
+    planes: Sequence[Bytes], room: Bytes, has_exponents: bool, sieve: Sieve | None
+) -> list[int]:
+    """Write *planes* (w times items), last first, to *room*; return their rows of the table.
+
+    Planes that cannot be coded lie in *room* already, but for the sieve's, which is plane 0.
+    """
+    sizes: list[int] = []
+    end = 0
+    for index, plane in reversed(list(enumerate(planes))):
+        items = len(plane)
+        if index == 0 and sieve is not None:
+            less = room[end : end + items - items // _MIN_GAIN]
+            found = pack_sieved(plane, sieve, _ROOMS.sieve, less)
+            if found is not None:
+                sizes.append(len(found) | _SIEVED)
+                break
+        packed = _compress(plane, index > 0 or not has_exponents)
+        stored = plane if packed is None else packed
+        is_there = packed is None and end == len(sizes) * items and (index or sieve is None)
+        if not is_there:
+            np.copyto(room[end : end + len(stored)], stored)
+        sizes.append(len(stored))
+        end += len(stored)
+    return sizes
+
+
+def _plain_planes(block: Sequence[Stored], items: int, sieve: Sieve) -> list[Bytes]:
+    """Return the planes of a block, plane 0 first. Raises InvalidFrameError."""
+    planes = []
+    for stored, is_sieved in reversed(block):
+        if is_sieved:
+            plane = _ROOMS.exponents[:items]
+            unpack_sieved(stored, sieve, _ROOMS.sieve, plane)
+        else:
+            plane = stored if len(stored) == items else _inflate(stored, items)
+        planes.append(plane)
+    return planes
+
+
+def _compress(plane: Bytes, is_noise: bool) -> Bytes | None:
+    """Return *plane* compressed, or None when that gains too little."""
+    if is_noise and len(plane) > 4 * _SAMPLES * _SAMPLE_BYTES:
+        rows = plane[: len(plane) // _SAMPLES * _SAMPLES].reshape(_SAMPLES, -1)
+        if _deflate(np.ascontiguousarray(rows[:, :_SAMPLE_BYTES]).reshape(-1)) is None:
+            return None
+    return _deflate(plane)
+
+
+def _blocks(data: Bytes, component: Component) -> Iterator[list[Stored]]:
+    """Return the stored planes of each block, last first, once all lengths are checked."""
+    width = component.dtype.item_bytes
+    end = _table_bytes(component)
+    if len(data) < end:
+        raise InvalidFrameError("planes", len(data), f"their table has {end} bytes")
+    rows = struct.unpack(f"<{end // _SIZE_BYTES}I", data[:end].tobytes())
+    last = end + sum(row & ~_SIEVED for row in rows)
+    if last != len(data):
+        raise InvalidFrameError("planes", last, f"segment has {len(data)} bytes")
+    may_sieve = component.dtype in _WITH_EXPONENTS
+    planes = []
+    for number, items in enumerate(_block_items(component)):
+        block = []
+        for index, row in enumerate(rows[number * width : (number + 1) * width], 1 - width):
+            size, is_sieved = row & ~_SIEVED, row >= _SIEVED
+            if size > items:
+                raise InvalidFrameError("stored plane", size, "longer than the plane itself")
+            if is_sieved and not (may_sieve and index == 0 and items <= _MAX_SIEVED_ITEMS):
+                raise InvalidFrameError("sieved plane", -index, "only exponents are sieved")
+            block.append((data[end : end + size], is_sieved))
+            end += size
+        planes.append(block)
+    return iter(planes)
+
+
+def _deflate(data: Bytes) -> Bytes | None:
+    """Return *data* as one zstd frame, or None when that gains too little."""
+    packed = _CONTEXTS.compressor.compress(data.data)
+    if len(packed) >= len(data) - len(data) // _MIN_GAIN:
+        return None
+    return np.frombuffer(packed, np.uint8)
+
+
+def _inflate(data: Bytes, size: int) -> Bytes:
+    """Return the *size* bytes in the zstd frame *data*; its own claims are checked first."""
+    try:
+        claim = zstandard.get_frame_parameters(data.data)
+        if claim.content_size != size:
+            raise InvalidFrameError("plane", claim.content_size, f"must declare {size} bytes")
+        if claim.window_size > max(size, 1 << _WINDOW_LOG):
+            raise InvalidFrameError("window", claim.window_size, f"at most 2^{_WINDOW_LOG}")
+        plain = _CONTEXTS.decompressor.decompress(
+            data.data, max_output_size=size, allow_extra_data=False
+        )
+    except zstandard.ZstdError as error:
+        raise InvalidFrameError("plane", len(data), str(error)) from None
+    if len(plain) != size:
+        raise InvalidFrameError("plane", len(plain), f"must hold {size} bytes")
+    return np.frombuffer(plain, np.uint8)

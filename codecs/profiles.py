@@ -1,0 +1,409 @@
+"""What calibration finds in samples of a model's KV: tables of cachegen, kvtc and kvq. Offline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.codecs.base import ChunkTensors, check_tensors
+from kvstore.codecs.cachegen import (
+    ANCHOR_SYMBOLS,
+    DELTA_SYMBOLS,
+    GROUP_TOKENS,
+    MAX_BOOK,
+    QUALITIES,
+    split,
+)
+from kvstore.codecs.floats import FLOAT_TYPES, Floats, is_finite, to_float32
+from kvstore.codecs.kvq_models import SHAPES
+from kvstore.codecs.kvq_static import MIDDLE, SCALES_AN_OCTAVE
+from kvstore.codecs.kvq_tiles import LARGEST_MEAN
+from kvstore.codecs.kvtc import MAX_CHANNELS, RATIOS, SINK_TOKENS
+from kvstore.codecs.rans import SLOTS
+from kvstore.codecs.rope import inverse_frequencies, rotate, rotation
+from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
+from kvstore.proto.types import Component, KVLayout, LayerKind, RopeParameters
+
+Counts = NDArray[np.uint32]
+
+THIRDS = (0.5, 1.0, 1.5)
+"""Bin widths of the first, middle and last third of the layers (CacheGen, section 5.2)."""
+
+_LEAST_WIDTH = 1e-6
+_ROUNDS = 12
+_TRAINED_CHANNELS = 1 << 15
+_BLOCK_CHANNELS = 1 << 13
+_COMMON_SHARE = 0.01
+"""What every distribution has of that of all channels, for symbols it never saw."""
+
+
+class CachegenProfile:
+    """Counts over samples of one model's KV. Not thread-safe.
+
+    *depths* say of each layer of the chunk, component by component, where in the model it is:
+    0 for the first layer, below 1 for the last. Use ``measure`` for every sample, then
+    ``count`` for every sample, then ``tables``.
+    """
+
+    def __init__(self, components: Sequence[Component], depths: Sequence[float]) -> None:
+        for component in components:
+            if component.dtype not in FLOAT_TYPES or component.kind is LayerKind.state:
+                what = (component.kind.name, component.dtype.name)
+                raise InvalidRequestError("component", what, "cachegen codes float KV only")
+        if len(depths) != sum(c.layers for c in components) or not all(0 <= d < 1 for d in depths):
+            raise InvalidRequestError("depths", len(depths), "one in [0, 1) for each layer")
+        self._components = tuple(components)
+        self._factors = [THIRDS[int(3 * depth)] for depth in depths]
+        self._squares = [np.zeros((c.layers, c.parts, c.kv_heads)) for c in components]
+        self._measured = 0
+        self._anchors: list[Counts] = []
+        self._deltas: list[Counts] = []
+
+    def measure(self, tensors: ChunkTensors) -> None:
+        """Add a sample to the sizes of deltas. Raises LayoutMismatchError for another model's."""
+        for number, layer, values in self._layers(tensors):
+            _, _, tokens, dim = values.shape
+            lead = np.arange(tokens) // GROUP_TOKENS * GROUP_TOKENS
+            deltas = values - values[:, :, lead]
+            others = max(1, int((lead != np.arange(tokens)).sum()))
+            self._squares[number][layer] += np.square(deltas).sum((2, 3)) / (others * dim)
+        self._measured += 1
+
+    def widths(self) -> list[Floats]:
+        """Return the bin widths of quality 1, per component f4 (layers, parts, heads)."""
+        if not self._measured:
+            raise InvalidRequestError("samples", 0, "measure at least one")
+        factors = iter(self._factors)
+        found = []
+        for component, squares in zip(self._components, self._squares, strict=True):
+            third = np.array([next(factors) for _ in range(component.layers)])
+            rms = np.sqrt(squares / self._measured)
+            found.append(np.maximum(rms * third[:, None, None], _LEAST_WIDTH).astype("<f4"))
+        return found
+
+    def count(self, tensors: ChunkTensors) -> None:
+        """Count the symbols of a sample, after every sample was measured."""
+        if not self._anchors:
+            for c in self._components:
+                shape = (c.layers, c.parts, c.kv_heads, c.head_dim)
+                self._anchors.append(np.zeros((*shape, ANCHOR_SYMBOLS), np.uint32))
+                self._deltas.append(np.zeros((len(QUALITIES), *shape, DELTA_SYMBOLS), np.uint32))
+        widths = self.widths()
+        for number, layer, values in self._layers(tensors):
+            for quality, factor in enumerate(QUALITIES):
+                symbols = split(values, widths[number][layer] * np.float32(factor))
+                if symbols is None:
+                    continue
+                _count(self._deltas[number][quality, layer], symbols.deltas)
+                if quality == 0:
+                    _count(self._anchors[number][layer], symbols.anchors)
+
+    def tables(self) -> dict[str, NDArray[Any]]:
+        """Return the tables of an asset."""
+        if not self._anchors:
+            raise InvalidRequestError("samples", 0, "count at least one")
+        anchor_rows, anchor_picks = share(_rows(self._anchors))
+        delta_rows, delta_picks = share(_rows(self._deltas))
+        tables: dict[str, NDArray[Any]] = {"anchors": anchor_rows, "deltas": delta_rows}
+        anchor_at = delta_at = 0
+        for number, (component, width) in enumerate(
+            zip(self._components, self.widths(), strict=True)
+        ):
+            shape = (component.parts, component.kv_heads, component.head_dim)
+            channels = component.layers * int(np.prod(shape))
+            picks = anchor_picks[anchor_at : anchor_at + channels]
+            tables[f"{number}.widths"] = width
+            tables[f"{number}.anchors"] = picks.reshape(component.layers, *shape)
+            anchor_at += channels
+            channels *= len(QUALITIES)
+            picks = delta_picks[delta_at : delta_at + channels]
+            tables[f"{number}.deltas"] = picks.reshape(len(QUALITIES) * component.layers, *shape)
+            delta_at += channels
+        return tables
+
+    def _layers(self, tensors: ChunkTensors) -> list[tuple[int, int, Floats]]:
+        """Return the component, the layer and the values (parts, heads, tokens, dim) of each."""
+        check_tensors(layout_like(self._components, tensors), tensors)
+        found = []
+        for number, (component, layers) in enumerate(zip(self._components, tensors, strict=True)):
+            for layer, parts in enumerate(layers):
+                bits = [part.view(f"<u{part.dtype.itemsize}") for part in parts]
+                if not all(is_finite(part, component.dtype) for part in bits):
+                    raise InvalidRequestError("samples", "NaN or infinity", "leave this one out")
+                values = np.stack([to_float32(part, component.dtype) for part in bits])
+                found.append((number, layer, values))
+        return found
+
+
+def layout_like(components: Sequence[Component], tensors: ChunkTensors) -> KVLayout:
+    """Return the layout of *components* with as many tokens as *tensors* seem to have."""
+    if len(tensors) != len(components):
+        raise LayoutMismatchError("components", len(tensors), f"give {len(components)}")
+    tokens = [layers[0][0].shape[1] for layers in tensors]
+    return KVLayout(tuple(map(lambda c, n: replace(c, tokens=n), components, tokens)))
+
+
+def _count(counts: Counts, symbols: NDArray[np.uint8]) -> None:
+    """Add *symbols* (parts, heads, tokens, dim) to *counts* (parts, heads, dim, symbols)."""
+    parts, heads, _, dim = symbols.shape
+    kinds = counts.shape[-1]
+    channel = np.arange(parts * heads * dim).reshape(parts, heads, 1, dim)
+    places = channel * kinds + symbols
+    found = np.bincount(places.reshape(-1), minlength=counts.size)
+    counts += found.reshape(counts.shape).astype(np.uint32)
+
+
+def _rows(counts: Sequence[Counts]) -> Counts:
+    return np.concatenate([count.reshape(-1, count.shape[-1]) for count in counts])
+
+
+def share(counts: Counts, most: int = MAX_BOOK) -> tuple[NDArray[np.uint16], NDArray[np.uint8]]:
+    """Return at most *most* frequency rows u16 for *counts* (channels, symbols), and who has which.
+
+    Lloyd's algorithm under the cost of coding, from channels spread over spread and centre;
+    the same counts give the same rows.
+    """
+    sample = counts[:: max(1, len(counts) // _TRAINED_CHANNELS)]
+    common = counts.sum(0, dtype=np.float64) + 1.0
+    common *= _COMMON_SHARE / common.sum()
+    rows = _frequencies(_seeds(sample, most), common)
+    for _ in range(_ROUNDS):
+        picks = cheapest(sample, rows)
+        sums = np.stack([sample[picks == pick].sum(0) for pick in np.unique(picks)])
+        rows = np.unique(_frequencies(sums.astype(np.float64), common), axis=0)
+    return rows, cheapest(counts, rows)
+
+
+def _seeds(counts: Counts, most: int) -> NDArray[np.float64]:
+    """Return the counts of *most* channels, evenly along how wide they are, and then where."""
+    symbol = np.arange(counts.shape[1])
+    total = np.maximum(1, counts.sum(1))
+    mean = counts @ symbol / total
+    spread = counts @ np.square(symbol) / total - np.square(mean)
+    order = np.lexsort((mean, np.round(np.log2(np.maximum(spread, 1e-3)) * 2)))
+    chosen = order[np.linspace(0, len(order) - 1, min(most, len(order))).astype(int)]
+    seeds: NDArray[np.float64] = counts[np.unique(chosen)].astype(np.float64)
+    return seeds
+
+
+def _frequencies(counts: NDArray[np.float64], common: NDArray[np.float64]) -> NDArray[np.uint16]:
+    """Return *counts* as 12-bit frequencies, none of them zero."""
+    shares = counts / np.maximum(1, counts.sum(1, keepdims=True))
+    shares = shares * (1 - _COMMON_SHARE) + common
+    shares /= shares.sum(1, keepdims=True)
+    symbols = counts.shape[1]
+    rows = 1 + np.floor(shares * (SLOTS - symbols)).astype(np.int64)
+    rows[np.arange(len(rows)), rows.argmax(1)] += SLOTS - rows.sum(1)
+    frequencies: NDArray[np.uint16] = rows.astype(np.uint16)
+    return frequencies
+
+
+def cheapest(counts: Counts, rows: NDArray[np.uint16]) -> NDArray[np.uint8]:
+    """Return for each channel of *counts* which of *rows* codes it in the fewest bits."""
+    bits = -np.log2(rows / SLOTS).astype(np.float32).T
+    picks = np.empty(len(counts), np.uint8)
+    for at in range(0, len(counts), _BLOCK_CHANNELS):
+        block = counts[at : at + _BLOCK_CHANNELS].astype(np.float32)
+        picks[at : at + _BLOCK_CHANNELS] = (block @ bits).argmin(1)
+    return picks
+
+
+_LEAST_DEVIATION = 1e-6
+
+
+class KvtcProfile:
+    """Means and covariances over samples of one model's KV. Not thread-safe.
+
+    *rope* is the rotary embedding that the keys carry, None when they are to be taken as they
+    are. Holds channels^2 float64 numbers for each part of each layer: 540 MB for a model of 32
+    layers with 8 heads of 128.
+    """
+
+    def __init__(self, components: Sequence[Component], rope: RopeParameters | None) -> None:
+        for c in components:
+            if c.dtype not in FLOAT_TYPES or c.kind is LayerKind.state:
+                raise InvalidRequestError("component", c.kind.name, "kvtc codes float KV only")
+            if c.kv_heads * c.head_dim > MAX_CHANNELS:
+                raise InvalidRequestError("channels", c.kv_heads * c.head_dim, "too many for kvtc")
+        self._components = tuple(components)
+        self._frequencies = [calibrated_frequencies(c, rope) for c in components]
+        shapes = [(c.layers, c.parts, c.kv_heads * c.head_dim) for c in components]
+        self._tokens = [0] * len(components)
+        self._sums = [np.zeros(shape) for shape in shapes]
+        self._products = [np.zeros((*shape, shape[-1])) for shape in shapes]
+
+    def add(self, tensors: ChunkTensors, position: int) -> None:
+        """Add a chunk whose first token stands at *position*; first tokens of a prompt aside.
+
+        Raises LayoutMismatchError for another model's, InvalidRequestError for NaN.
+        """
+        for one in turned_samples(self._components, self._frequencies, tensors, position):
+            rows = one.rows.astype(np.float64)
+            self._sums[one.component][one.layer, one.part] += rows.sum(0)
+            self._products[one.component][one.layer, one.part] += rows.T @ rows
+            self._tokens[one.component] += len(rows) if one.is_first else 0
+
+    def tables(self) -> dict[str, NDArray[Any]]:
+        """Return the tables of an asset."""
+        if min(self._tokens) < 2:
+            raise InvalidRequestError("samples", min(self._tokens), "add chunks first")
+        tables: dict[str, NDArray[Any]] = {}
+        for number in range(len(self._components)):
+            tables |= self._component(number)
+        return tables
+
+    def _component(self, number: int) -> dict[str, NDArray[Any]]:
+        means = self._sums[number] / self._tokens[number]
+        layers, parts, channels = means.shape
+        bases = np.empty((layers, parts, channels, channels), np.float32)
+        variances = np.empty((layers, parts, channels), np.float32)
+        deviations = np.empty((layers, parts), np.float32)
+        for at in np.ndindex(layers, parts):
+            products = self._products[number][at] / self._tokens[number]
+            covariance = products - np.outer(means[at], means[at])
+            values, vectors = np.linalg.eigh(covariance)
+            values, vectors = np.maximum(values[::-1], 0), vectors[:, ::-1]
+            vectors = vectors * np.sign(vectors[np.abs(vectors).argmax(0), np.arange(channels)])
+            bases[at], variances[at] = vectors, values
+            deviations[at] = max(np.sqrt(values.mean()), _LEAST_DEVIATION)
+        # What the finest step cannot see is never coded.
+        least = (deviations[..., None] * min(RATIOS) / 4) ** 2
+        kept = max(1, int((variances >= least).sum(-1).max()))
+        tables: dict[str, NDArray[Any]] = {
+            f"{number}.means": means.astype("<f4"),
+            f"{number}.basis": bases[..., :kept],
+            f"{number}.variances": variances[..., :kept],
+            f"{number}.deviations": deviations,
+        }
+        frequencies = self._frequencies[number]
+        if frequencies is not None:
+            tables[f"{number}.rope"] = frequencies
+        return tables
+
+
+def calibrated_frequencies(component: Component, rope: RopeParameters | None) -> Floats | None:
+    """Return what a component's keys are turned back by; None where they are not. Raises."""
+    if rope is None or rope.scaling == "none" or component.parts != 2:
+        return None
+    found = inverse_frequencies(rope, component.head_dim)
+    if found is None:
+        raise InvalidRequestError("rope", rope.scaling, "such keys cannot be turned back")
+    return found
+
+
+class TurnedSample(NamedTuple):
+    """One part of one layer of a component: *rows* (tokens, channels), as floats turned back."""
+
+    component: int
+    layer: int
+    part: int
+    rows: NDArray[Any]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the component's first: its tokens are counted once."""
+        return not self.layer and not self.part
+
+
+def turned_samples(
+    components: Sequence[Component],
+    frequencies: Sequence[NDArray[np.float32] | None],
+    tensors: ChunkTensors,
+    position: int,
+) -> Iterator[TurnedSample]:
+    """Yield the parts of a chunk whose first token stands at *position*, without a prompt's sinks.
+
+    Raises LayoutMismatchError for another model's, InvalidRequestError for NaN.
+    """
+    layout = layout_like(components, tensors)
+    check_tensors(layout, tensors)
+    skipped = SINK_TOKENS if position == 0 else 0
+    for number, (component, layers) in enumerate(zip(layout.components, tensors, strict=True)):
+        for layer, parts in enumerate(layers):
+            for index, part in enumerate(parts):
+                turned = frequencies[number] if index == 0 else None
+                rows = turned_rows(part, component, turned, position)[skipped:]
+                yield TurnedSample(number, layer, index, rows)
+
+
+def turned_rows(
+    part: NDArray[Any], component: Component, turned: Floats | None, position: int
+) -> Floats:
+    """Return the part as (tokens, channels of all heads), turned back."""
+    bits = part.view(f"<u{part.dtype.itemsize}")
+    if not is_finite(bits, component.dtype):
+        raise InvalidRequestError("samples", "NaN or infinity", "leave this one out")
+    values = to_float32(bits, component.dtype)
+    if turned is not None:
+        cosine, sine = rotation(turned, position, component.tokens)
+        rotate(values, cosine, -sine)
+    rows: Floats = values.transpose(1, 0, 2).reshape(component.tokens, -1)
+    return rows
+
+
+_SHARP = 4.2
+"""Fourth moment, in squares of the variance, from which on a channel is coded as a Laplace
+distribution, which has 6; a normal one has 3."""
+
+
+class StaticKvqProfile:
+    """Moments over samples of one model's KV, four for each channel. Not thread-safe.
+
+    *rope* is the rotary embedding that the keys carry, None when they are to be taken as they are.
+    """
+
+    def __init__(self, components: Sequence[Component], rope: RopeParameters | None) -> None:
+        for c in components:
+            if c.dtype not in FLOAT_TYPES or c.kind is LayerKind.state:
+                raise InvalidRequestError("component", c.kind.name, "kvq codes float KV only")
+        self._components = tuple(components)
+        self._frequencies = [calibrated_frequencies(c, rope) for c in components]
+        self._tokens = [0] * len(components)
+        self._moments = [
+            np.zeros((4, c.layers, c.parts, c.kv_heads * c.head_dim)) for c in components
+        ]
+
+    def add(self, tensors: ChunkTensors, position: int) -> None:
+        """Add a chunk whose first token stands at *position*; first tokens of a prompt aside.
+
+        Raises LayoutMismatchError for another model's, InvalidRequestError for NaN.
+        """
+        for one in turned_samples(self._components, self._frequencies, tensors, position):
+            power = np.ones(one.rows.shape)
+            for moment in self._moments[one.component]:
+                power *= one.rows
+                moment[one.layer, one.part] += power.sum(0)
+            self._tokens[one.component] += len(one.rows) if one.is_first else 0
+
+    def tables(self) -> dict[str, NDArray[Any]]:
+        """Return the tables of an asset."""
+        if min(self._tokens) < 2:
+            raise InvalidRequestError("samples", min(self._tokens), "add chunks first")
+        tables: dict[str, NDArray[Any]] = {}
+        for number, tokens in enumerate(self._tokens):
+            tables |= _tables(number, self._moments[number] / tokens)
+            frequencies = self._frequencies[number]
+            if frequencies is not None:
+                tables[f"{number}.rope"] = frequencies
+        return tables
+
+
+def _tables(number: int, moments: NDArray[np.float64]) -> dict[str, NDArray[Any]]:
+    """Return a component's tables from its channels' first four moments."""
+    mean, second, third, fourth = moments
+    variance = np.maximum(second - mean**2, _LEAST_DEVIATION**2)
+    peak = fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4
+    deviation = np.sqrt(variance.mean(-1))
+    octaves = np.log2(variance / deviation[..., None] ** 2) / 2
+    scale = np.clip(np.rint(SCALES_AN_OCTAVE * octaves) + MIDDLE, 0, 2 * MIDDLE - 1)
+    is_sharp = peak > _SHARP * variance**2
+    limit = float(LARGEST_MEAN)
+    return {
+        f"{number}.means": np.clip(mean, -limit, limit).astype("<f2"),
+        f"{number}.scales": (scale * SHAPES + is_sharp).astype(np.uint8),
+        f"{number}.deviations": deviation.astype("<f4"),
+    }
