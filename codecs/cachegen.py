@@ -33,7 +33,7 @@ from kvstore.codecs.floats import (
     largest_error,
     to_float32,
 )
-from kvstore.codecs.rans import GROUP_CHANNELS, LANES, SLOTS, ModelTable, decode_tiles, encode_tiles
+from kvstore.codecs.rans import GROUP_CHANNELS, LANES, SLOTS, ModelTable, native_backend
 from kvstore.proto.buffers import Bytes, as_bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.types import DIGEST_BYTES, Accuracy, Component
@@ -294,12 +294,12 @@ class CachegenCodec(AssetCodec):
         symbols = split(np.stack([to_float32(p, component.dtype) for p in bits]), mine.widths)
         if symbols is None:
             return None
-        anchors = encode_tiles(
+        anchors = native_backend().encode_tiles(
             to_tiles(symbols.anchors, ANCHOR_ZERO),
             to_tiles(mine.anchor_models, tables.anchors.padding),
             tables.anchors.table,
         )
-        deltas = encode_tiles(
+        deltas = native_backend().encode_tiles(
             to_tiles(symbols.deltas, DELTA_ZERO),
             to_tiles(mine.delta_models, tables.deltas.padding),
             tables.deltas.table,
@@ -379,11 +379,11 @@ def _parse(
         raise InvalidFrameError("words", stop, f"the layer has {len(body)} bytes")
     words = _field(body, ends[-1], words_end, "<u2")
     delta_words = _field(body, words_end, stop, "<u2")
-    decode_tiles(
+    native_backend().decode_tiles(
         states.reshape(tiles, LANES), counts, words,
         to_tiles(layer.anchor_models, tables.anchors.padding), tables.anchors.table, anchors,
     )  # fmt: skip
-    decode_tiles(
+    native_backend().decode_tiles(
         delta_states.reshape(tiles, LANES), delta_counts, delta_words,
         to_tiles(layer.delta_models, tables.deltas.padding), tables.deltas.table, deltas,
     )  # fmt: skip

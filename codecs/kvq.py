@@ -22,7 +22,6 @@ from kvstore.codecs.floats import is_finite
 from kvstore.codecs.kvq_body import (
     MAX_SINKS,
     QUANTISED,
-    Head,
     Stream,
     decode_exact,
     encode_exact,
@@ -43,7 +42,6 @@ from kvstore.codecs.kvq_levels import (
     at_level,
     max_refined_bytes,
     ones,
-    parse_refinement,
 )
 from kvstore.codecs.kvq_models import ASSET, NO_CLASSES, Classes, classes_of, factors_of
 from kvstore.codecs.kvq_native import fine_backend, tile_backend
@@ -52,7 +50,6 @@ from kvstore.codecs.lossy import LossyCodec
 from kvstore.codecs.rans import Backend, native_backend
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, UnknownCodecError
-from kvstore.proto.frame import FrameHeader
 from kvstore.proto.types import Accuracy, Component, DType
 
 RATIOS = (1.0, 0.5, 0.25, 0.125)
@@ -256,26 +253,6 @@ class KvqCodec(LossyCodec):
         factors = factors_of(classes) if len(classes) else ones(tiles)
         fine.write(quotients, at_level(tiles, len(streams)), factors, given)
         return True
-
-    def bound_at(self, header: FrameHeader, prefix: Bytes, level: int) -> float:
-        """Return the largest error when *prefix*, the first bytes of a frame, is read at *level*.
-
-        Raises InvalidFrameError.
-        """
-        layout = header.layout
-        components = [c for c in layout.components for _ in range(c.layers)]
-        bound = 0.0
-        for index, component in enumerate(components):
-            base = header.segment(prefix, index)
-            if not len(base) or base[0] != QUANTISED:
-                continue
-            head = Head.of(base, len(base), component)
-            if level:
-                data = header.segment(prefix, index + level * layout.segment_count)
-                bound = max(bound, parse_refinement(data, level, head.tiles)[1])
-            else:
-                bound = max(bound, head.error_bound)
-        return bound
 
 
 def ratios_of(component: Component, ratio: float) -> tuple[float, ...]:

@@ -27,7 +27,7 @@ from kvstore.codecs.assets import Asset, AssetKind
 from kvstore.codecs.base import LayerTerms, Part
 from kvstore.codecs.floats import Floats, from_float32, to_float32
 from kvstore.codecs.kvq_models import ESCAPE, MAX_QUOTIENT, MODELS, PADDING_MODEL, ZERO, kvq_models
-from kvstore.codecs.rans import GROUP_CHANNELS, LANES, decode_tile, encode_tile
+from kvstore.codecs.rans import GROUP_CHANNELS, LANES, native_backend
 from kvstore.codecs.rope import MAX_PAIRS, rotate, rotation
 from kvstore.proto.buffers import Bytes, as_bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
@@ -244,7 +244,8 @@ def _encode(bits: Part, layer: LayerTerms, tables: PartTables, step: float) -> b
     symbols = np.where(is_escaped, ESCAPE, quotients + ZERO).astype(np.uint8)
     padded = np.full((component.tokens, kept + -kept % GROUP_CHANNELS), ZERO, np.uint8)
     padded[:, :kept] = symbols
-    states, words = encode_tile(padded, _padded(models), kvq_models().table)
+    table, rows = kvq_models().table, _padded(models)[None]
+    (states,), _, words = native_backend().encode_tiles(padded[None], rows, table)
     escaped = quotients.reshape(-1)[places].astype("<i2")
     head = _PART.pack(kept, sinks, len(places), len(words))
     fields = (bits[:, :sinks], models, states, places, escaped, words)
@@ -305,7 +306,10 @@ def _decode(
     heads, tokens, dim = out.shape
     kept = len(coded.models)
     symbols = np.empty((tokens, kept + -kept % GROUP_CHANNELS), np.uint8)
-    decode_tile(coded.states, coded.words, _padded(coded.models), kvq_models().table, symbols)
+    native_backend().decode_tiles(
+        coded.states[None], np.array([len(coded.words)], np.uint32), coded.words,
+        _padded(coded.models)[None], kvq_models().table, symbols[None],
+    )  # fmt: skip
     basis = tables.basis[:, :kept].T
     rows = max(1, _BOX_ITEMS // (heads * dim))
     for start in range(0, tokens, rows):

@@ -99,7 +99,12 @@ class Backend:
     decode: Callable[[U32, U32, U16, U8, ModelTable, U8], bool] = field(repr=False)
 
     def encode_tiles(self, symbols: U8, models: U8, table: ModelTable) -> tuple[U32, U32, U16]:
-        """As the function of this name, by this backend."""
+        """Encode *symbols* u8 (tiles, tokens, channels) by *models* u8 (tiles, channels).
+
+        Channels are a multiple of 64. Returns the final states u32 (tiles, 32), how many words
+        each tile has u32 (tiles,), and the words u16, one tile after another. Raises
+        InvalidRequestError for shapes that disagree or a symbol that its model cannot code.
+        """
         _check_symbols(symbols, models, table)
         contiguous = np.ascontiguousarray
         return self.encode(contiguous(symbols), contiguous(models), table)
@@ -107,7 +112,11 @@ class Backend:
     def decode_tiles(
         self, states: U32, counts: U32, words: U16, models: U8, table: ModelTable, out: U8
     ) -> None:
-        """As the function of this name, by this backend."""
+        """Decode what ``encode_tiles`` returned into *out* u8 (tiles, tokens, channels), C order.
+
+        Raises InvalidFrameError unless every lane ends at 2^16 and each tile uses exactly its
+        words; *out* then holds rubbish.
+        """
         _check_symbols(out, models, table)
         if not out.flags.c_contiguous:
             raise InvalidRequestError("out", out.strides, "give a C-ordered array")
@@ -120,39 +129,6 @@ class Backend:
         words, models = np.ascontiguousarray(words, "<u2"), np.ascontiguousarray(models)
         if not self.decode(states, counts, words, models, table, out):
             raise InvalidFrameError("words", len(words), "the stream does not end where it must")
-
-
-def encode_tiles(symbols: U8, models: U8, table: ModelTable) -> tuple[U32, U32, U16]:
-    """Encode *symbols* u8 (tiles, tokens, channels) by *models* u8 (tiles, channels).
-
-    Channels are a multiple of 64. Returns the final states u32 (tiles, 32), how many words
-    each tile has u32 (tiles,), and the words u16, one tile after another. Raises
-    InvalidRequestError for shapes that disagree or a symbol that its model cannot code.
-    """
-    return native_backend().encode_tiles(symbols, models, table)
-
-
-def decode_tiles(
-    states: U32, counts: U32, words: U16, models: U8, table: ModelTable, out: U8
-) -> None:
-    """Decode what ``encode_tiles`` returned into *out* u8 (tiles, tokens, channels), C order.
-
-    Raises InvalidFrameError unless every lane ends at 2^16 and each tile uses exactly its
-    words; *out* then holds rubbish.
-    """
-    native_backend().decode_tiles(states, counts, words, models, table, out)
-
-
-def encode_tile(symbols: U8, models: U8, table: ModelTable) -> tuple[U32, U16]:
-    """Encode one tile u8 (tokens, channels) by *models* u8 (channels,): states and words."""
-    states, _, words = encode_tiles(symbols[None], models[None], table)
-    return states[0], words
-
-
-def decode_tile(states: U32, words: U16, models: U8, table: ModelTable, out: U8) -> None:
-    """Decode one tile into *out* u8 (tokens, channels). Raises InvalidFrameError."""
-    counts = np.array([len(words)], np.uint32)
-    decode_tiles(states[None], counts, words, models[None], table, out[None])
 
 
 def _check_symbols(symbols: U8, models: U8, table: ModelTable) -> None:

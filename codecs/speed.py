@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.codecs.base import ChunkTensors, Codec, EncodeTerms, empty_tensors
+from kvstore.codecs.raw import RawCodec
+from kvstore.proto import native
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.types import (
@@ -74,9 +76,6 @@ _OUTLIERS = 4
 _KEEP = 0.5
 _ROPE = RopeParameters(500_000.0, HEAD_DIM)
 _NAMED = bytes(16)
-_BY_ENTROPY = ("kvq", "kvq:static", "cachegen", "kvtc")
-_BY_PLANES = ("lossless",)
-_BY_GROUPS = ("kivi",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,19 +125,7 @@ def _rotated(keys: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def backend_of(codec: Codec) -> str:
     """Return what does the work of *codec* here: ``numpy``, or the compiled loops it found."""
-    if codec.name in _BY_ENTROPY:
-        from kvstore.codecs.rans import native_backend
-
-        return native_backend().name
-    if codec.name in _BY_PLANES:
-        from kvstore.codecs.lossless import native_sieve
-
-        return native_sieve().name
-    if codec.name in _BY_GROUPS:
-        from kvstore.codecs.kivi import native_loops
-
-        return native_loops().name
-    return "numpy"
+    return "numpy" if codec.codec_id == RawCodec.codec_id else native.paths()[0]
 
 
 def measure(

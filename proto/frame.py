@@ -420,13 +420,6 @@ def like_header(
     return is_right & (rows == like).all(1), sums_stated
 
 
-def stated_of(start: Sliced) -> Stated:
-    """Return what the frame states that begins with *start*. Nothing is checked."""
-    head = start[:FIXED_BYTES].tobytes().ljust(FIXED_BYTES, b"\0")
-    fixed = _FIXED.unpack(head)
-    return _stated(Accuracy(min(fixed[7], Accuracy.exact)), fixed[5], fixed[2], fixed[21])
-
-
 def _stated(accuracy: Accuracy, codec_id: int, flags: int, origin: int) -> Stated:
     if accuracy is not Accuracy.approximate:
         return Stated(accuracy)

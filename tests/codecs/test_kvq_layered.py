@@ -14,6 +14,7 @@ from contracts.lossy_codec import (
     numbers,
     outliers,
 )
+from oracles.kvq import bound_at
 from oracles.kvq_numpy import NUMPY_TILES
 from oracles.rans import NUMPY as NUMPY_RANS
 
@@ -59,7 +60,7 @@ def test_each_level_is_within_its_own_bound() -> None:
         tensors = numbers(layout, fill)
         frame = encoded(LAYERED, tensors, layout, terms)
         header = parse_header(frame)
-        bounds = [LAYERED.bound_at(header, frame, level) for level in range(LEVELS + 1)]
+        bounds = [bound_at(header, frame, level) for level in range(LEVELS + 1)]
         for level, bound in enumerate(bounds):
             assert largest_error(layout, tensors, at_level(frame, level)) <= bound
         if header.accuracy is Accuracy.bounded:
@@ -108,7 +109,7 @@ def test_keys_come_back_at_the_position_asked_for_at_every_level() -> None:
         assert same(here, there)
         moved = at_level(frame, level, position=513)
         assert not same(here, moved)
-        bound = LAYERED.bound_at(parse_header(frame), frame, level)
+        bound = bound_at(parse_header(frame), frame, level)
         back = encoded(KvqCodec(3), moved, layout)
         assert len(back) > 0
         assert largest_error(layout, here, moved) > bound

@@ -26,6 +26,7 @@ from contracts.lossy_codec import (
     outliers,
     promise_held,
 )
+from oracles.kvq import bound_at
 from oracles.kvq_numpy import NUMPY_FINE, NUMPY_TILES, moved
 from oracles.rans import NUMPY as NUMPY_RANS
 
@@ -201,8 +202,8 @@ def test_every_level_has_the_exact_tokens_and_keeps_its_bound() -> None:
         out = filled(layout, all_zero)
         by.decode_prefix(header, prefix, level, out)
         assert same(first(out[:2], 2), first(tensors[:2], 2))
-        assert largest_error(layout, out, tensors) <= by.bound_at(header, prefix, level)
-    assert by.bound_at(header, frame, LEVELS) <= header.error_bound * (1 + 1e-6)
+        assert largest_error(layout, out, tensors) <= bound_at(header, prefix, level)
+    assert bound_at(header, frame, LEVELS) <= header.error_bound * (1 + 1e-6)
 
 
 def test_moving_a_frame_to_another_tier_keeps_its_exact_tokens() -> None:

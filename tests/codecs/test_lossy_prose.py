@@ -14,7 +14,7 @@ from kvstore.codecs.assets import Asset
 from kvstore.codecs.base import Part
 from kvstore.codecs.floats import from_float32
 from kvstore.codecs.kvq_models import PADDING_MODEL, kvq_models
-from kvstore.codecs.rans import ModelTable, decode_tile
+from kvstore.codecs.rans import ModelTable, native_backend
 from kvstore.codecs.rope import rotate, rotation
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.types import Component, DType
@@ -56,6 +56,13 @@ def cachegen_tiles(picks: NDArray[Any], padding: int) -> list[NDArray[Any]]:
         return [head for part in picks for head in part]
     flat = [part.reshape(-1) for part in picks]
     return [np.append(row, np.full(-len(row) % 64, padding)).astype(np.uint8) for row in flat]
+
+
+def decode_tile(
+    states: Any, words: Any, models: Any, table: ModelTable, out: NDArray[np.uint8]
+) -> None:
+    counts = np.array([len(words)], np.uint32)
+    native_backend().decode_tiles(states[None], counts, words, models[None], table, out[None])
 
 
 def cachegen_symbols(

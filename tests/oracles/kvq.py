@@ -1,4 +1,4 @@
-"""Whether loops of kvq give the reference's bits."""
+"""Whether loops of kvq give the reference's bits, and what its frames state."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from oracles.kvq_numpy import NUMPY_FINE, add_symbols, moved, quotients_of, refi
 from oracles.kvq_numpy import NUMPY_TILES as NUMPY
 
 from kvstore.codecs.floats import from_float32
-from kvstore.codecs.kvq_levels import LEVELS, FineBackend
+from kvstore.codecs.kvq_body import QUANTISED, Head
+from kvstore.codecs.kvq_levels import LEVELS, FineBackend, parse_refinement
 from kvstore.codecs.kvq_models import KINDS, factors_of
 from kvstore.codecs.kvq_tiles import TileBackend, Tiles
 from kvstore.codecs.rope import rotation
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.frame import FrameHeader
 from kvstore.proto.types import DType
 
 
@@ -104,3 +107,21 @@ def _writes(backend: FineBackend, tiles: Tiles, factors: Any, given: Any) -> boo
     NUMPY_FINE.write(quotients_of(tiles), tiles, factors, (dtype, turned, one))
     backend.write(backend.quotients(tiles), tiles, factors, (dtype, turned, other))
     return np.array_equal(one, other)
+
+
+def bound_at(header: FrameHeader, prefix: Bytes, level: int) -> float:
+    """Return the largest error when *prefix*, the first bytes of a frame, is read at *level*."""
+    layout = header.layout
+    components = [c for c in layout.components for _ in range(c.layers)]
+    bound = 0.0
+    for index, component in enumerate(components):
+        base = header.segment(prefix, index)
+        if not len(base) or base[0] != QUANTISED:
+            continue
+        head = Head.of(base, len(base), component)
+        if level:
+            data = header.segment(prefix, index + level * layout.segment_count)
+            bound = max(bound, parse_refinement(data, level, head.tiles)[1])
+        else:
+            bound = max(bound, head.error_bound)
+    return bound

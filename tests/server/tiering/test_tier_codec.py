@@ -19,7 +19,6 @@ from kvstore.proto.frame import (
     FrameWriter,
     check_frame,
     raw_frame_bytes,
-    stated_of,
 )
 from kvstore.proto.types import (
     Accuracy,
@@ -167,7 +166,6 @@ def test_what_was_restored_says_by_which_codec_it_is_lossy_however_it_is_kept(
         assert check_frame(frame).stated == Stated(Accuracy.approximate, CoarseCodec.codec_id), (
             codec
         )
-        assert stated_of(frame) == check_frame(frame).stated
 
 
 # --- the codecs that there are
