@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.codecs.block_part import BlockPart, BlockStack, to_dense
+from kvstore.codecs.block_part import BlockLayers, BlockPart, BlockStack, to_dense
 from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.errors import (
     InvalidFrameError,
@@ -356,7 +356,8 @@ def check_tensors(layout: KVLayout, tensors: AnyTensors, *, may_lack: bool = Fal
             continue
         if len(layers) != component.layers:
             raise LayoutMismatchError("layers", len(layers), f"give {component.layers}")
-        for parts in layers[:1] if isinstance(layers, BlockStack) else layers:  # alike in a stack
+        is_alike = isinstance(layers, BlockStack | BlockLayers)
+        for parts in layers[:1] if is_alike else layers:
             check_parts(component, parts)
 
 

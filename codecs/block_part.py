@@ -78,12 +78,13 @@ class BlockSpan:
 
 def _runs(block_ids: NDArray[np.intp], at: int, block_tokens: int) -> Iterator[Piece]:
     """Yield a piece for each run of blocks that follow each other in memory."""
-    breaks = np.flatnonzero(np.diff(block_ids) != 1) + 1
-    for run in np.split(block_ids, breaks):
-        if len(run):
-            stop = at + len(run) * block_tokens
-            yield Piece(at, stop, slice(int(run[0]), int(run[-1]) + 1), slice(None))
-            at = stop
+    ids = block_ids.tolist()  # numpy's own calls cost more than a chunk's few blocks
+    first = 0
+    for last, block in enumerate(ids):
+        if last + 1 == len(ids) or ids[last + 1] != block + 1:
+            stop = at + (last + 1 - first) * block_tokens
+            yield Piece(at, stop, slice(ids[first], block + 1), slice(None))
+            first, at = last + 1, stop
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,6 +162,71 @@ what the block has turned, else 0."""
 ROW_SUM = 4
 
 
+class Alike(NamedTuple):
+    """What ``block_rows`` has to know of layers whose parts lie in arrays of one shape and order.
+
+    ``heads``: where each head of each part begins, (layers, parts, heads, 1). ``turned``: of each
+    part, whether the elements of its tokens follow each other, and not its tokens.
+    """
+
+    shape: tuple[int, ...]
+    item_bytes: int
+    block_step: int
+    heads: NDArray[np.int64]
+    turned: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, layers: Sequence[Sequence[NDArray[Any]]]) -> Alike | None:
+        """Return it of the pages of *layers*; None where no compiled loop copies into them."""
+        first = layers[0] if layers else ()
+        turned = [_is_turned(pages) for pages in first]
+        orders = [pages.strides for pages in first]
+        if not first or None in turned or len({order[:2] for order in orders}) > 1:
+            return None
+        shape, bases = first[0].shape, list[int]()
+        for layer in layers:
+            for pages, order in zip(layer, orders, strict=True):
+                is_alike = pages.shape == shape and pages.strides == order
+                if not (is_alike and pages.flags.writeable):
+                    return None  # where it may not be written, numpy refuses it
+                bases.append(pages.__array_interface__["data"][0])
+        block_step, head_step = orders[0][:2]
+        starts = np.array(bases, np.int64).reshape(len(layers), len(first), 1, 1)
+        heads = starts + np.arange(shape[1])[:, None] * head_step
+        is_turned = tuple(map(bool, turned))
+        return cls(shape, first[0].itemsize, block_step, heads, is_turned)
+
+
+class BlockLayers(Sequence[list[BlockPart]]):
+    """Layers that are *alike* and have a chunk in the same blocks, those of *span*.
+
+    An engine's layers are looked at once: chunk after chunk, each look costs as much as the copy.
+    *pages*: those of each part of each layer.
+    """
+
+    def __init__(
+        self, pages: Sequence[Sequence[NDArray[Any]]], alike: Alike, span: BlockSpan
+    ) -> None:
+        self.alike = alike
+        self.span = span
+        self._pages = pages
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    @overload
+    def __getitem__(self, at: int) -> list[BlockPart]: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[list[BlockPart]]: ...
+
+    @override
+    def __getitem__(self, at: int | slice) -> list[BlockPart] | list[list[BlockPart]]:
+        if isinstance(at, slice):
+            return [[BlockPart(one, self.span) for one in layer] for layer in self._pages[at]]
+        return [BlockPart(one, self.span) for one in self._pages[at]]
+
+
 def block_rows(
     layers: Sequence[Sequence[NDArray[Any] | BlockPart]], frame: Bytes, starts: Sequence[int]
 ) -> NDArray[np.uint64] | None:
@@ -170,55 +236,48 @@ def block_rows(
     A layer begins at its entry of *starts*. None where they do not all lie in whole blocks of one
     shape and order, in which tokens, or elements, follow each other in units of the loop.
     """
-    first = layers[0] if layers else ()
-    turned = [_is_turned(part) for part in first]
-    if not turned or None in turned:
+    if isinstance(layers, BlockLayers):
+        alike, span = layers.alike, layers.span
+    else:
+        parts = [part for layer in layers for part in layer if isinstance(part, BlockPart)]
+        if not parts or len(parts) < sum(map(len, layers)) or len({id(p.span) for p in parts}) > 1:
+            return None
+        every, span = Alike.of([[part.pages for part in layer] for layer in layers]), parts[0].span  # type: ignore[union-attr]
+        if every is None:
+            return None
+        alike = every
+    if len(span.scattered) != 1 or span.scattered[0].slots != slice(None):
         return None
-    span, pages = first[0].span, first[0].pages  # type: ignore[union-attr]
-    blocks, heads, tokens, width = pages.shape
-    orders = [part.pages.strides for part in first]  # type: ignore[union-attr]
-    bases = []
-    for layer in layers:
-        for part, order in zip(layer, orders, strict=True):
-            if not isinstance(part, BlockPart) or part.span is not span:
-                return None
-            is_alike = part.pages.shape == pages.shape and part.pages.strides == order
-            if not (is_alike and part.pages.flags.writeable):
-                return None  # where it may not be written, numpy refuses it
-            bases.append(part.pages.__array_interface__["data"][0])
-    item, named = pages.itemsize, span.scattered[0].blocks
+    blocks, heads, tokens, width = alike.shape
+    named = span.scattered[0].blocks
     ids = np.arange(named.start, named.stop) if isinstance(named, slice) else named
-    if ids.min() < 0 or ids.max() >= blocks or len({order[:2] for order in orders}) > 1:
+    if ids.min() < 0 or ids.max() >= blocks:
         return None
-    block_bytes, layer_rows = tokens * width * item, len(first) * heads * len(ids)
+    block_bytes = tokens * width * alike.item_bytes
+    layer_rows = len(alike.turned) * heads * len(ids)
     if max(starts) + layer_rows * block_bytes > len(frame) or frame.strides != (1,):
         return None  # to be refused by who takes it layer by layer
-    rows = np.zeros((len(layers), len(first), heads, len(ids), BLOCK_ROW), np.uint64)
-    within = np.arange(heads)[:, None] * orders[0][1] + ids * orders[0][0]
-    rows[..., 0] = np.add.outer(bases, within).reshape(rows.shape[:-1])
+    rows = np.zeros((len(layers), len(alike.turned), heads, len(ids), BLOCK_ROW), np.uint64)
+    rows[..., 0] = alike.heads + ids * alike.block_step
     origins = np.array(starts) + frame.ctypes.data
-    rows[..., 1] = np.add.outer(origins, np.arange(layer_rows) * block_bytes).reshape(
-        rows.shape[:-1]
-    )
+    steps = np.arange(0, layer_rows * block_bytes, block_bytes)
+    rows[..., 1] = (origins[:, None] + steps).reshape(rows.shape[:-1])
     rows[..., 2] = block_bytes // LOOP_UNIT_BYTES
     rows[:, -1, -1, -1, 3] = layer_rows * block_bytes
-    for at, is_turned in enumerate(turned):
+    for at, is_turned in enumerate(alike.turned):
         if is_turned:
-            rows[:, at, ..., 5:] = tokens, width, item
+            rows[:, at, ..., 5:] = tokens, width, alike.item_bytes
     return rows
 
 
-def _is_turned(part: NDArray[Any] | BlockPart) -> bool | None:
-    """Return whether the elements of the tokens of *part* follow each other, and not its tokens.
+def _is_turned(pages: NDArray[Any]) -> bool | None:
+    """Return whether the elements of the tokens of *pages* follow each other, and not its tokens.
 
-    None where it is not in whole blocks, or neither does, or blocks are no units of the loop.
+    None where neither does, or blocks are no units of the loop.
     """
-    if not isinstance(part, BlockPart):
-        return None
-    _, _, tokens, width = part.pages.shape
-    item, order, pieces = part.pages.itemsize, part.pages.strides[2:], part.span.scattered
-    is_whole = len(pieces) == 1 and pieces[0].slots == slice(None)
-    if not is_whole or item not in (1, 2, 4) or tokens * width * item % LOOP_UNIT_BYTES:
+    _, _, tokens, width = pages.shape
+    item, order = pages.itemsize, pages.strides[2:]
+    if item not in (1, 2, 4) or tokens * width * item % LOOP_UNIT_BYTES:
         return None
     is_turned = order == (item, tokens * item)
     return is_turned if is_turned or order == (width * item, item) else None

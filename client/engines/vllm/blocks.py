@@ -25,7 +25,7 @@ from kvstore.client.engines.vllm.identity import KVCacheShape, LayerGroupShape
 from kvstore.client.engines.vllm.messages import BlockTables
 from kvstore.client.planning import PlanTerms
 from kvstore.codecs.base import AnyPart, AnyTensors, Part
-from kvstore.codecs.block_part import BlockPart, BlockSpan, BlockStack
+from kvstore.codecs.block_part import Alike, BlockLayers, BlockPart, BlockSpan, BlockStack
 from kvstore.proto.buffers import LOOP_UNIT_BYTES, address
 from kvstore.proto.device import Event
 from kvstore.proto.errors import LayoutMismatchError
@@ -187,6 +187,8 @@ class EnginePages:
     shape: KVCacheShape
     groups: tuple[tuple[LayerPages, ...], ...]
     layouts: tuple[BlockLayout, ...]
+    alike: tuple[Alike | None, ...]
+    """Of each group whose layers have one table and are alike."""
 
     @classmethod
     def of(
@@ -210,7 +212,11 @@ class EnginePages:
             tuple(layer(one.table, registered[one.name], layout) for one in group.layers)
             for group, layout in zip(shape.groups, layouts, strict=True)
         )
-        return cls(shape, groups, layouts)
+        alike = tuple(
+            Alike.of([layer.parts for layer in layers]) if len(group.tables) == 1 else None
+            for group, layers in zip(shape.groups, groups, strict=True)
+        )
+        return cls(shape, groups, layouts, alike)
 
     def chunk_bytes(self, chunk_blocks: int) -> int:
         """Return the bytes of a chunk of so many blocks."""
@@ -286,12 +292,40 @@ class BlockTarget:
         """
         self._spill.clear()  # of a read that was begun again
         spans: dict[tuple[int, int], BlockSpan | None] = {}
-        components = components_of(self._pages.shape, layout, self._tables)
+        pages = self._pages
+        wanted = components_of(pages.shape, layout, self._tables)
+        every = zip(wanted, pages.groups, pages.alike, strict=True)
         return [
-            [self._layer(layer, component, spans) for layer in layers if is_wanted]
-            for (component, is_wanted), layers in zip(components, self._pages.groups, strict=True)
+            self._layers(layers, alike, component, spans) if is_wanted else []
+            for (component, is_wanted), layers, alike in every
             if component is not None
         ]
+
+    def _layers(
+        self,
+        layers: Sequence[LayerPages],
+        alike: Alike | None,
+        component: Component,
+        spans: dict[tuple[int, int], BlockSpan | None],
+    ) -> Sequence[Sequence[AnyPart]]:
+        if alike is not None:
+            span = self._span(layers[0].table, component.tokens, spans)
+            if span is not None:
+                return BlockLayers([layer.parts for layer in layers], alike, span)
+        return [self._layer(layer, component, spans) for layer in layers]
+
+    def _span(
+        self, table: int, tokens: int, spans: dict[tuple[int, int], BlockSpan | None]
+    ) -> BlockSpan | None:
+        """Return where the last *tokens* of a table go; None where some go nowhere."""
+        if (table, tokens) not in spans:  # the same for all layers of a table
+            ids, size = self._ids(table, tokens), self._pages.shape.block_tokens
+            array = np.asarray(ids, np.intp)
+            spans[table, tokens] = BlockSpan.of(array, size, 0, tokens) if all(ids) else None
+        return spans[table, tokens]
+
+    def _ids(self, table: int, tokens: int) -> list[int]:
+        return self._tables[table][-(tokens // self._pages.shape.block_tokens) :]
 
     def _layer(
         self,
@@ -299,16 +333,12 @@ class BlockTarget:
         component: Component,
         spans: dict[tuple[int, int], BlockSpan | None],
     ) -> list[AnyPart]:
-        tokens, block_tokens = component.tokens, self._pages.shape.block_tokens
-        ids, named = self._tables[layer.table][-(tokens // block_tokens) :], (layer.table, tokens)
-        if named not in spans:  # the same for all layers of a table
-            array = np.asarray(ids, np.intp)
-            spans[named] = BlockSpan.of(array, block_tokens, 0, tokens) if all(ids) else None
-        if (span := spans[named]) is not None:
+        span = self._span(layer.table, component.tokens, spans)
+        if span is not None:
             return [BlockPart(part, span) for part in layer.parts]
         item = f"u{component.dtype.item_bytes}"
         spill: list[Part] = [np.empty(component.shape, item) for _ in layer.parts]
-        self._spill.append((layer, ids, spill))
+        self._spill.append((layer, self._ids(layer.table, component.tokens), spill))
         return list(spill)
 
     def finish(self) -> None:

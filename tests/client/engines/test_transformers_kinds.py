@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from contracts.layers import damage
 from helpers.local_server import DEADLINE_MS, LocalServer
 from helpers.torch_engine import (
     greedy,
@@ -121,6 +122,23 @@ def test_tokens_are_the_same_without_with_and_from_the_store(connect: Connect, n
     again = connect(model)
     assert stored_tokens(again, other) == plain_tokens(model, other)
     assert (again.stats().hit_tokens, again.stats().load_errors) == (96, {})
+
+
+@pytest.mark.parametrize("name", ["gemma2, every other layer", "granite, mamba"])
+def test_without_one_of_its_chunks_nothing_of_a_prompt_is_a_hit(
+    connect: Connect, server: LocalServer, name: str
+) -> None:
+    """What it has of its end, a window or a state, is that of all chunks."""
+    model = make_model(name)
+    input_ids = random_ids(100, VOCABULARY)
+    without = plain_tokens(model, input_ids)
+    writer = connect(model)
+    assert stored_tokens(writer, input_ids) == without
+    damage(server, writer.client.keys(input_ids[0].tolist())[3])
+    reader = connect(model)
+    assert stored_tokens(reader, input_ids) == without
+    assert reader.stats().hit_tokens == 0
+    assert connect(model).load(input_ids)[1] == 96, "it was stored again"
 
 
 def test_where_a_prompt_leaves_another_a_state_is_kept_for_the_third(connect: Connect) -> None:
