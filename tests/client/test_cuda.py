@@ -475,3 +475,14 @@ def test_slabs_are_registered_by_a_thread_in_pieces_and_no_copy_is_of_two(
     registration.close()
     registration.close()
     assert not device.is_registered(slab[:4096])
+
+
+def test_a_damaged_header_on_the_device_is_a_miss(
+    gpu_server: LocalServer, client: CudaClient
+) -> None:
+    keys = store(client, 1, 2)
+    warm(gpu_server, client, keys)
+    gpu = gpu_of(gpu_server)
+    frame_on_device(gpu, keys[1])[40] ^= 1
+    engine = Engine(SMALL, blocks_for(2))
+    assert read_pages(client, keys, engine.paged()) == 1

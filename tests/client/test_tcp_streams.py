@@ -519,3 +519,13 @@ def test_where_every_interface_is_bound_the_host_is_the_one_that_was_reached() -
         ("tcp://*:7421", "dns:///store.example:7420", "tcp://store.example:7421"),
     ):
         assert Entrance.of(replace(TERMS, bulk_address=told), reached).where == where
+
+
+def test_a_session_that_ended_is_said_so_and_another_is_opened(make_server: ServerMaker) -> None:
+    server = make_server(*BULK)
+    client = server.connect("tcp")
+    keys = store(client, 1, 2)
+    for session in list(server.node.sessions.by_id):
+        server.node.sessions.close(session)
+    assert_reads(client, keys)
+    assert len(server.node.sessions) == 1

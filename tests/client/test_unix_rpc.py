@@ -628,3 +628,12 @@ def test_calls_of_a_client_do_not_go_through_grpc(
     store(client, 2, 3)
     assert client.lookup(keys=keys).ready == 3
     monkeypatch.undo()
+
+
+def test_answer_of_a_queue_is_never_taken_for_another_call_s(setting: Setting) -> None:
+    setting.serve(number_of)
+    queue = CallQueue()
+    first, second = (setting.sent(numbered(n), DEADLINE_MS, queue) for n in (1, 2))
+    with pytest.raises(AssertionError, match="another call's"):
+        second()
+    assert (first().ready, second().ready) == (1, 2)

@@ -152,9 +152,10 @@ def template(layout: KVLayout, **fields: Any) -> FrameTemplate:
 
 
 def encoded(codec: Codec, tensors: Tensors, layout: KVLayout) -> Bytes:
-    """Return the frame of *tensors*, no byte too long."""
+    """Return the frame of *tensors*, no byte too long; its header is the one that was returned."""
     out = np.empty(codec.max_frame_bytes(layout), np.uint8)
     header = codec.encode(template(layout), tensors, out)
+    assert np.array_equal(parse_header(out).segments, header.segments)
     return out[: header.frame_bytes]
 
 

@@ -373,7 +373,7 @@ class LossyCodecContract:
 
     def test_decoding_holds_no_more_than_a_layer_and_a_fixed_scratch(self) -> None:
         for dtype in FLOATS:
-            layout = KVLayout((Component(LayerKind.attention, dtype, 1, 8, 128, 1024),))
+            layout = KVLayout((Component(LayerKind.attention, dtype, 1, 8, 128, 2048),))
             frame = encoded(self.codec, numbers(layout), layout)
             header, out = parse_header(frame), empty_tensors(layout)
             self.codec.decode_into(header, frame, out)  # what is compiled or loaded once

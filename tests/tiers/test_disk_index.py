@@ -195,6 +195,42 @@ def test_index_is_read_again_where_it_cannot_be_written_anew(
     index.close()
 
 
+@pytest.mark.parametrize(
+    ("error", "starts"),
+    [
+        (lmdb.DiskError("No space left on device"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), True),
+        (OSError(errno.EIO, "Input/output error"), False),
+    ],
+)
+def test_a_damaged_index_makes_room_on_a_full_disk_and_stays_where_it_may_go_another_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, starts: bool
+) -> None:
+    rows = [row_of(seed, sequence=seed) for seed in range(200)]
+    store(tmp_path, [(row.info.key, pack_row(row)) for row in rows])
+    file = tmp_path / "data.mdb"
+    damaged = file.read_bytes()[:8192] + b"\xff" * (file.stat().st_size - 8192)
+    file.write_bytes(damaged)
+    opened = lmdb.open
+
+    def full(path: str, **options: Any) -> lmdb.Environment:
+        if path.endswith("draft") and file.exists():
+            raise error
+        return opened(path, **options)
+
+    monkeypatch.setattr(lmdb, "open", full)
+    index = DiskIndex(tmp_path, INDEX_BYTES)
+    if starts:
+        assert index.open(lambda row: True, ExitStack()) == []
+        assert index.dropped == 1
+        index.close()
+    else:
+        with pytest.raises(TierUnavailableError, match="Input/output"):
+            index.open(lambda row: True, ExitStack())
+        assert file.read_bytes() == damaged
+
+
 @pytest.mark.skipif(
     run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode != 0,
     reason="needs a mount of its own",

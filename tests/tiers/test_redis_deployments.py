@@ -51,10 +51,8 @@ def running_sentinel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Senti
     setup.stop()
 
 
-class TestClusterTier(TierContract):
-    @pytest.fixture(autouse=True)
-    def _servers(self, cluster: RedisCluster) -> None:
-        self.url = cluster.url
+class _Reopened(TierContract):
+    url: str
 
     def make_tier(self, capacity_bytes: int, tmp_path: Path) -> Tier:
         return RedisTier(self.url, capacity_bytes, timeout_ms=10_000, part_bytes=4096)
@@ -62,6 +60,19 @@ class TestClusterTier(TierContract):
     def reopen(self, tier: Tier, tmp_path: Path) -> Tier:
         tier.close()
         return self.make_tier(self.capacity_bytes, tmp_path)
+
+
+class TestSentinelTier(_Reopened):
+    @pytest.fixture(autouse=True)
+    def _servers(self, running_sentinel: SentinelSetup) -> None:
+        running_sentinel.reset()
+        self.url = running_sentinel.url
+
+
+class TestClusterTier(_Reopened):
+    @pytest.fixture(autouse=True)
+    def _servers(self, cluster: RedisCluster) -> None:
+        self.url = cluster.url
 
 
 def on_each_node(cluster: RedisCluster, count: int) -> dict[int, list[ChunkInfo]]:

@@ -215,3 +215,19 @@ def test_a_server_without_a_cluster_that_sends_elsewhere_is_not_left(
         handler.spoil = None
         assert_holds(tier, INFO, DATA)
         tier.close()
+
+
+@pytest.mark.parametrize("reply", [b":7\r\n", b"*1\r\n$1\r\na\r\n"], ids=["number", "list"])
+def test_manifest_of_another_type_is_a_miss_that_can_be_put_again(
+    redis: RedisProcess, no_leaks: None, reply: bytes
+) -> None:
+    with relay(redis.port) as (url, handler):
+        tier = RedisTier(url, 64 << 20, timeout_ms=300, part_bytes=4096)
+        assert put(tier, INFO, DATA)
+        handler.spoil = staticmethod(sending(reply * 40))
+        assert outcome(lambda: get(tier, INFO)) in ("None", "unavailable")
+        assert outcome(lambda: tier.find([INFO.key])) in ("[None]", "unavailable")
+        handler.spoil = None
+        put(tier, INFO, DATA)
+        assert_holds(tier, INFO, DATA)
+        tier.close()

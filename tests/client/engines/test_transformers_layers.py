@@ -358,3 +358,15 @@ def test_an_error_of_the_model_does_not_wait_for_layers_on_their_way(
     assert layered == [CHUNKS]
     link.stop_at_bytes = math.inf
     assert server.settled().leases == 0
+
+
+def test_an_error_of_the_model_itself_is_raised_and_leaves_nothing_leased(
+    connector: TransformersConnector, server: LocalServer, tinylm: PreTrainedModel
+) -> None:
+    def fail(number: int) -> None:
+        if number == 2:
+            raise MemoryError("of the engine")
+
+    with watched(tinylm, fail), pytest.raises(MemoryError):
+        connector.generate(PROMPT, greedy(1))
+    assert server.settled().leases == 0

@@ -377,3 +377,9 @@ def test_a_model_that_keeps_windows_is_read_exactly_only(
         TransformersConnector(client, model, accuracy="bounded")
     with pytest.raises(InvalidRequestError, match="accuracy"):
         TransformersConnector(client, model).generate(PROMPT, accuracy="bounded")
+
+
+@pytest.mark.usefixtures("keys")
+def test_copies_with_a_bound_do_not_open_the_gate_of_copies_without_one(connect: Connect) -> None:
+    assert connect("approximate").load(PROMPT)[1] == 192
+    assert connect("exact").calibrate(PROMPT, "coarse") is None
