@@ -21,7 +21,7 @@ from kvstore.cli.calibrate import check_extras
 from kvstore.client import Client, ClientOptions
 from kvstore.client.blend.plan import SegmentRange
 from kvstore.client.segments import SegmentQuery
-from kvstore.codecs.base import ChunkTensors, boundless_codecs
+from kvstore.codecs.base import REPLACED, ChunkTensors, boundless_codecs
 from kvstore.codecs.calibration import CHUNK_TOKENS, Layers, Samples, cut_prompt, read_dumps
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView, accuracy_tag, check_tag
@@ -188,7 +188,9 @@ def compare_copies(
         raise InvalidRequestError("prompts", None, "give --prompts FILE")
     known = boundless_codecs()
     if codec not in known:
-        fix = f"use one of {', '.join(known)}; copies by other codecs are read without a gate"
+        others = f"one of {', '.join(known)}; copies by other codecs are read without a gate"
+        new = REPLACED.get(codec)
+        fix = f"use {f'{new}, which replaces {codec}' if new else others}"
         raise InvalidRequestError("codec", codec, fix)
     read_text("prompts", prompts)  # before the model is loaded
     model, tokenizer = load_model(models[0])

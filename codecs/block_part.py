@@ -1,5 +1,5 @@
-"""Tensors that lie in blocks of an engine's cache: a BlockPart is one of one layer of a chunk, a
-BlockStack all layers of a component.
+"""Tensors that lie in blocks of an engine's cache: a BlockPart is one of one layer of a chunk,
+BlockLayers are all layers of a component, and a BlockStack those that lie in one array.
 """
 
 from __future__ import annotations
@@ -187,6 +187,7 @@ class Alike(NamedTuple):
         for layer in layers:
             for pages, order in zip(layer, orders, strict=True):
                 is_alike = pages.shape == shape and pages.strides == order
+                is_alike = is_alike and pages.dtype == first[0].dtype
                 if not (is_alike and pages.flags.writeable):
                     return None  # where it may not be written, numpy refuses it
                 bases.append(pages.__array_interface__["data"][0])

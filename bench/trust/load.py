@@ -286,7 +286,7 @@ SOAK_KEYS = (
 SOAK = """
 import runpy, sys
 sys.path[:0] = ["src", "tests"]
-runpy.run_path(sys.argv[1], run_name="__main__")
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 """What runs the soak from the checkout's root."""
 

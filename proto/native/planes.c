@@ -1,7 +1,6 @@
 /* Words split into byte planes and joined, sieved planes, and numbers quantised by groups.
  *
- * The layouts stand in docs/format.md; codecs/lossless.py, sieve.py and kivi.py have the
- * references.
+ * The layouts stand in docs/format.md.
  */
 #include "loops.h"
 

@@ -142,6 +142,7 @@ def test_what_cannot_be_is_refused_by_name_before_a_server_is_asked(
         (["--codec", "mp3"], "codec='mp3': use one of"),
         (["--codec", "lossless"], "codec='lossless': use one of"),
         (["--codec", ""], "codec='': use one of"),
+        (["--codec", "kvt"], "codec='kvt': use kvtc, which replaces kvt"),
         (["--codec", "kivi:4"], "; copies by other codecs are read without a gate"),
     ):
         status, shown = run(None, *more)

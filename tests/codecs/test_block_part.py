@@ -115,6 +115,8 @@ def test_rows_are_of_whole_blocks_that_are_there_and_alike() -> None:
     assert rows([-1, 2], plain) is None
     assert rows([1, 2], plain, plain[:2]) is None
     assert rows([1, 2], plain, turned) is None
+    sparse = np.lib.stride_tricks.as_strided(plain.view("u2"), plain.shape, plain.strides)
+    assert rows([1, 2], plain, sparse) is None
     assert rows([1, 3], plain, stop=40) is None
     assert rows([1, 3], plain[..., ::2]) is None
     assert block_rows([[np.zeros((2, 64, 64), "u4")]], frame, [0]) is None
