@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from bench.lib.bare import KINDS, landing, raw_zmq, straight
+from bench.lib.bare import KINDS, raw_zmq, relayed, straight
 from bench.lib.report import Report, paired, parser_of
 from bench.lib.workload import (
     MODEL,
@@ -125,12 +125,12 @@ def limits_over_raw(size_bytes: int, repeats: int) -> tuple[float, float]:
     receives, in those of the bare transfer; best of each.
     """
 
-    def over_raw(loop: Callable[[], None]) -> float:
+    def over_raw(loop: Callable[[], int]) -> float:
         limit_s, raw_s = paired(loop, receive, repeats)
         return limit_s / raw_s
 
     with raw_zmq(size_bytes) as receive, ExitStack() as stack:
-        loops = [stack.enter_context(landing(kind, size_bytes)) for kind in KINDS]
+        loops = [stack.enter_context(relayed(kind, size_bytes)) for kind in KINDS]
         reader = stack.enter_context(straight(size_bytes))
         return min(map(over_raw, loops)), over_raw(reader)
 
@@ -168,9 +168,9 @@ def measure(chunks: int, repeats: int, count: int) -> PeerTimes:
     limits = limits_over_raw(hit.size_bytes, repeats)
     fixed = lookups(count)
     with TemporaryDirectory() as folder, redis_server(Path(folder)) as port:
-        told = lookups(count, "--directory", "--redis", f"redis://127.0.0.1:{port}/0")
+        shared = lookups(count, "--directory", "--redis", f"redis://127.0.0.1:{port}/0")
     names = ("found", "missed", "directory_found", "directory_missed")
-    return PeerTimes(hit, *limits, dict(zip(names, (*fixed, *told), strict=True)))
+    return PeerTimes(hit, *limits, dict(zip(names, (*fixed, *shared), strict=True)))
 
 
 def add(report: Report, times: PeerTimes) -> None:

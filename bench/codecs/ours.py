@@ -147,7 +147,7 @@ def _parts(window: Bits) -> ChunkTensors:
 def calibrated(chunks: Chunks, samples: Bits) -> None:
     """Fit the tables that some codecs need for the model of *chunks*, on other KV of it.
 
-    They stay on this process's shelf of assets. kvtc's are left out where the samples have not
+    They stay among this process's assets. kvtc's are left out where the samples have not
     many more tokens than the model has channels.
     """
     layout = KVLayout.of(chunks.model, samples.shape[3])

@@ -30,7 +30,7 @@ STEP_BYTES = 1 << 19
 RING_BYTES = 16 * MIB
 _WORDS_BYTES = mmap.PAGESIZE
 """How far the writer and the reader of a ring are, in bytes from the start, a word each."""
-Work = Callable[[], None]
+Work = Callable[[], object]
 
 
 def steps_of(parts: Sequence[NDArray[Any]]) -> list[Bytes]:
@@ -263,7 +263,7 @@ def _sender(stack: ExitStack, kind: str, size_bytes: int, part_bytes: int = PART
 
 
 @contextmanager
-def landing(kind: str, size_bytes: int) -> Iterator[Work]:
+def relayed(kind: str, size_bytes: int) -> Iterator[Callable[[], int]]:
     """Run a sender and a taker over *kind*; yield what has *size_bytes* brought and copies them."""
     out = np.zeros(size_bytes, np.uint8)
     shared, room = _memory(size_bytes)
@@ -272,20 +272,22 @@ def landing(kind: str, size_bytes: int) -> Iterator[Work]:
         port = _sender(stack, kind, size_bytes)
         asks, tells = _child(stack, "take", kind, port, shared, size_bytes, descriptor=shared)
 
-        def bring() -> None:
+        def bring() -> int:
             asks.write(b"g")
             asks.flush()
+            stop = 0
             for at in range(0, size_bytes, CHUNK_BYTES):
                 if not tells.read(1):
                     raise RuntimeError("the taker has ended")
                 stop = min(at + CHUNK_BYTES, size_bytes)
                 copy_groups([[(out[at:stop], room[at:stop])]])
+            return stop
 
         yield bring
 
 
 @contextmanager
-def straight(size_bytes: int) -> Iterator[Work]:
+def straight(size_bytes: int) -> Iterator[Callable[[], int]]:
     """Run a sender over TCP; yield what receives *size_bytes* where the reader wants them, and
     sums: one process less, and one copy, and nothing is kept.
     """
@@ -294,15 +296,17 @@ def straight(size_bytes: int) -> Iterator[Work]:
         port = _sender(stack, "tcp", size_bytes)
         link = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
 
-        def bring() -> None:
+        def bring() -> int:
             link.sendall(b"g")
+            end = 0
             for start in range(0, size_bytes, CHUNK_BYTES):
                 state = xxh3_64()
                 for at in range(start, min(start + CHUNK_BYTES, size_bytes), RECEIVE_BYTES):
-                    step = out[at : min(at + RECEIVE_BYTES, size_bytes)]
-                    _receive(link, step)
-                    state.update(step)  # type: ignore[arg-type]
+                    end = min(at + RECEIVE_BYTES, size_bytes)
+                    _receive(link, out[at:end])
+                    state.update(out[at:end])  # type: ignore[arg-type]
                 state.intdigest()
+            return end
 
         yield bring
 
@@ -323,19 +327,20 @@ def raw_stream(size_bytes: int) -> Iterator[Work]:
 
 
 @contextmanager
-def raw_zmq(size_bytes: int) -> Iterator[Work]:
+def raw_zmq(size_bytes: int) -> Iterator[Callable[[], int]]:
     """Run a process that sends; yield what receives so many bytes into ready memory."""
     out = np.zeros(size_bytes, np.uint8)
     with ExitStack() as stack:
         link = stack.enter_context(_dealer(_sender(stack, "zmq", size_bytes)))
 
-        def receive() -> None:
+        def receive() -> int:
             link.send(b"go")
             at = 0
             while at < size_bytes:
                 part = np.frombuffer(link.recv(copy=False).buffer, np.uint8)
                 out[at : at + len(part)] = part
                 at += len(part)
+            return at
 
         yield receive
 

@@ -4,7 +4,7 @@ The callers are threads of one process: on two cores they take about as much of 
 server, so the figures are of both. Engines on the server's host ask over its Unix socket, those on
 others through gRPC: both are measured. Overload is by gRPC, where whoever reaches the port may ask
 as fast as he can. Such callers are other machines: the server has half of the cores then, at its
-peak and when flooded, and they the rest. What is lost when they share all cores is told too.
+peak and when flooded, and they the rest. What is lost when they share all cores is reported too.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def _lookups(
         most = _closed(asks, PEAK_S)
     prefix, shape = _WAYS[transport]
     p99_ms = float(np.percentile(times, 99)) if times else float("nan")
-    told = f"{KEYS} keys, {len(times) / STEADY_S:.0f}/s, {shape}"
-    report.add(f"{prefix}lookup_p99_ms", p99_ms, told, "50 at most")
+    text = f"{KEYS} keys, {len(times) / STEADY_S:.0f}/s, {shape}"
+    report.add(f"{prefix}lookup_p99_ms", p99_ms, text, "50 at most")
     report.add(f"{prefix}lookups_per_s", most, f"as fast as answered, {shape}", "1000")
 
 

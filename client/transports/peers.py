@@ -178,11 +178,11 @@ class PeerReads:
         )
         stream.begin(pb.StreamMessage(get=get), deadline)
 
-        def landing(index: int, frame_bytes: int, start: Bytes) -> DirectFrame | None:
+        def renumbered(index: int, frame_bytes: int, start: Bytes) -> DirectFrame | None:
             return direct(lent.first + index, frame_bytes, start)
 
         limit_bytes = self._session.terms.max_frame_bytes
-        assembler = FrameAssembler(limit_bytes, landing)
+        assembler = FrameAssembler(limit_bytes, renumbered)
         for frame in assembler.frames(stream.parts(deadline)):
             yield replace(frame, index=lent.first + frame.index, tier=TIER)
         assembler.end(stream.frames)

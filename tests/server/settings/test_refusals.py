@@ -6,24 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+from helpers.settings import refused, write
 from pydantic import ValidationError
 
-from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.settings import settings as config_module
 from kvstore.server.settings.settings import Settings, load_config
 from kvstore.server.settings.values import Limits
-
-
-def write(path: Path, text: str) -> str:
-    path.write_text(text)
-    return str(path)
-
-
-def refused(*argv: str) -> str:
-    with pytest.raises(InvalidRequestError) as caught:
-        load_config(argv)
-    return str(caught.value)
-
 
 BAD_VALUES = [
     (["--tiers", "cpu,tape"], ["tiers='cpu,tape'", "cpu, disk, redis, gpu", "--tiers"]),

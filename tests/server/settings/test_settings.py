@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ProcessMaker
+from helpers.settings import refused, write
 from pydantic import ValidationError
 
-from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import Accuracy
 from kvstore.server.eviction.quotas import MAX_PARTITIONS
 from kvstore.server.settings import settings as config_module
@@ -26,17 +26,6 @@ from kvstore.server.settings.settings import (
 from kvstore.server.settings.values import GIB, KIB, MIB, Limits, text_by_tier
 
 SECRET_URL = "redis://reader:hunter2@cache.example:6379/3"
-
-
-def write(path: Path, text: str) -> str:
-    path.write_text(text)
-    return str(path)
-
-
-def refused(*argv: str) -> str:
-    with pytest.raises(InvalidRequestError) as caught:
-        load_config(argv)
-    return str(caught.value)
 
 
 # --- where values come from
