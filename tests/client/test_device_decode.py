@@ -23,7 +23,7 @@ from kvstore.client.chunk import parents
 from kvstore.client.cuda import CudaClient, CudaTransport
 from kvstore.client.device_reads import BATCHES_AHEAD, DeviceDecoder, DeviceReader
 from kvstore.client.frames import FileFrame
-from kvstore.codecs.base import CODECS, codec_by_name
+from kvstore.codecs.base import codec_by_name, codec_class
 from kvstore.codecs.kvq_kernels import SOURCES, KvqKernels, Wait
 from kvstore.codecs.paged import FrameAt, HostKernels, Paged
 from kvstore.codecs.transcode import transcode
@@ -92,15 +92,13 @@ class Watched:
         self._refused = refused
         self.frames = 0
 
-    def decode(
-        self, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged, *, host: torch.Tensor
-    ) -> Wait:
-        self.frames += len(frames)
-        wait = self._kernels.decode(memory, frames, paged, host=host)
+    def decode(self, memory: torch.Tensor, frame: FrameAt, paged: Paged, data: Bytes) -> Wait:
+        self.frames += 1
+        wait = self._kernels.decode(memory, frame, paged, data)
 
         def checked() -> None:
             wait()
-            if frames[0].first_token == self._refused:
+            if frame.first_token == self._refused:
                 raise InvalidFrameError("escapes", "layer 0", "not as many as coded")
 
         return checked
@@ -159,7 +157,7 @@ def test_kvq_frames_are_decoded_on_the_device_for_who_accepts_them(
     server = start("kvq:3")
     client = connect(server)
     keys = store(server, client)
-    assert codecs_on_disk(server, keys) == {CODECS.load("kvq").codec_id}
+    assert codecs_on_disk(server, keys) == {codec_class("kvq").codec_id}
     watched = decode_by(client, kernels)
     engine = Engine(MODEL, blocks_for(COUNT))
     assert read(client, keys, engine) == COUNT
@@ -257,7 +255,7 @@ def test_a_frame_of_a_codec_to_come_ends_the_prefix_and_stays(
     def refuse(self: object, header: FrameHeader) -> None:
         raise UnknownCodecError("6 revision 2", "kivi:8 is 6 revision 1")
 
-    monkeypatch.setattr(CODECS.load("kivi"), "check_header", refuse)
+    monkeypatch.setattr(codec_class("kivi"), "check_header", refuse)
     engine = Engine(MODEL, blocks_for(2))
     assert read(client, keys, engine) == 0
     server.settled()
@@ -287,7 +285,7 @@ def test_a_file_that_cannot_be_read_ends_the_prefix_and_is_an_error_at_its_start
         with pytest.raises(TierUnavailableError, match="cannot be read"):
             read(client, keys, engine)
     monkeypatch.undo()
-    assert codecs_on_disk(server, keys) == {CODECS.load("lossless").codec_id}
+    assert codecs_on_disk(server, keys) == {codec_class("lossless").codec_id}
 
 
 def test_a_frame_that_states_less_than_was_asked_for_is_missing(
