@@ -41,7 +41,7 @@ from kvstore.client.transports.shared_memory import ShmTransport
 from kvstore.codecs.assets import ASSETS
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.blend import GateView
+from kvstore.proto.blend import GateView, ReuseReport
 from kvstore.proto.errors import InvalidRequestError, check_text, is_whole
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.keys import chain_digests, chunk_key, page_digests
@@ -460,7 +460,7 @@ class Client:
         named = self.name_segments(tokens, ranges, query.names)
         return segments.find_segments(self._link, named, len(tokens), query)
 
-    def report_reuse(self, report: pb.ReportReuseRequest) -> GateView:
+    def report_reuse(self, report: ReuseReport) -> GateView:
         """Report what one blended request was worth; see ``client/blend/gate.py``.
 
         Return the gate as it is then. Raises InvalidRequestError that names what cannot be.
