@@ -41,7 +41,7 @@ from kvstore.client.transports.shared_memory import ShmTransport
 from kvstore.codecs.assets import ASSETS
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.blend import GateView
+from kvstore.proto.blend import GateView, ReuseReport
 from kvstore.proto.errors import InvalidRequestError, check_text, is_whole
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.keys import chain_digests, chunk_key, page_digests
@@ -52,6 +52,7 @@ from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, Match, Model, Name
 LAYERED_PUT_S = 60.0
 """What a forward pass over a long prompt may take."""
 MAX_TTL_S = ((1 << 32) - 1) / 1000
+MAX_PIN_S = 86_400.0
 MAX_WAIT_S = MAX_HANDOVER_MS / 2000
 
 Tokens: TypeAlias = Sequence[int] | None
@@ -74,6 +75,8 @@ class Client:
 
     def __init__(self, address: str, model: Model, options: ClientOptions | None = None) -> None:
         check_address(address)
+        if not isinstance(model, Model):
+            raise InvalidRequestError("model", type(model).__name__, "give a kvstore.Model")
         self.model = model
         self.options = options or ClientOptions()
         if self.options.assets is not None:
@@ -460,7 +463,7 @@ class Client:
         named = self.name_segments(tokens, ranges, query.names)
         return segments.find_segments(self._link, named, len(tokens), query)
 
-    def report_reuse(self, report: pb.ReportReuseRequest) -> GateView:
+    def report_reuse(self, report: ReuseReport) -> GateView:
         """Report what one blended request was worth; see ``client/blend/gate.py``.
 
         Return the gate as it is then. Raises InvalidRequestError that names what cannot be.
@@ -470,8 +473,8 @@ class Client:
     # --- keeping and forgetting
 
     def pin(self, tokens: Tokens = None, *, keys: Keys = None, ttl: float) -> int:
-        """Keep chunks from eviction for *ttl* seconds; return how many are known."""
-        request = pb.PinRequest(ttl_ms=milliseconds("ttl", ttl, MAX_TTL_S))
+        """Keep chunks from eviction for *ttl* seconds, a day at most; return how many are known."""
+        request = pb.PinRequest(ttl_ms=milliseconds("ttl", ttl, MAX_PIN_S, least_s=0.001))
         replies = self._link.ask("Pin", request, self._named(tokens, keys), pb.PinResponse)
         return sum(reply.pinned for reply in replies)
 
@@ -568,10 +571,7 @@ class Client:
     def _deadline_ms(self, timeout: float | None) -> int:
         if timeout is None:
             return self.options.deadline_ms
-        found = milliseconds("timeout", timeout, MAX_DEADLINE_MS / 1000)
-        if found < 1:
-            raise InvalidRequestError("timeout", timeout, "give 0.001 seconds or more")
-        return found
+        return milliseconds("timeout", timeout, MAX_DEADLINE_MS / 1000, least_s=0.001)
 
     def _prompt(
         self, tokens: Tokens, keys: Keys, start: int, left_ms: LeftMs | None = None

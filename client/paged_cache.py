@@ -173,8 +173,9 @@ def _tensors_of(entry: TensorLike | Sequence[TensorLike]) -> Sequence[TensorLike
 
 
 def _check_rank(tensor: TensorLike, axes: tuple[str, ...]) -> None:
-    if len(tensor.shape) != len(axes):
-        raise _mismatch(axes, f"does not name the axes of {tuple(tensor.shape)}")
+    shape = tuple(getattr(tensor, "shape", ()))
+    if len(shape) != len(axes):
+        raise _mismatch(axes, f"does not name the axes of {shape}")
 
 
 def _ordered(array: Part, axes: tuple[str, ...], group: LayerGroup) -> Part:

@@ -15,8 +15,7 @@ from helpers.torch_engine import OPTIONS, prefill, random_ids
 
 from kvstore.cli.trials import load_model
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
-from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.blend import accuracy_tag
+from kvstore.proto.blend import ReuseReport, ShadowResult, accuracy_tag
 from kvstore.proto.types import Accuracy
 from kvstore.server.blending import gates
 
@@ -86,8 +85,8 @@ def test_a_codec_that_is_near_enough_has_its_gate_opened_and_later_closed_again(
     assert "tag accuracy:approximate:rough: open" in shown
     assert "agreement" in shown
     assert connector.load(lossy)[1] == 128
-    bad = pb.ShadowResult(divergence=50.0, agreement=0.0, tokens=64)
-    report = pb.ReportReuseRequest(tag=accuracy_tag("rough"), shadow=bad)
+    bad = ShadowResult(50.0, 0.0, 64)
+    report = ReuseReport(accuracy_tag("rough"), shadow=bad)
     while connector.client.report_reuse(report).is_open:
         pass
     assert connector.load(lossy)[1] == 64

@@ -19,6 +19,7 @@ from kvstore.cli.explain import read_tokens
 from kvstore.client import ClientOptions
 from kvstore.client.segments import SegmentQuery
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import ReuseReport, ShadowResult
 from kvstore.proto.messages import as_message
 from kvstore.proto.types import DIGEST_BYTES, DType, Model
 from kvstore.server.blending.gates import TRIALS
@@ -210,8 +211,8 @@ def test_why_prompts_were_blended_or_not_is_told_by_model_and_tag(
     for _ in range(3):
         client.find_segments(prompt, ranges, SegmentQuery(tag="chat")).release()
     for agreement in [0.0] * TRIALS + [1.0] * TRIALS:
-        shadow = pb.ShadowResult(agreement=agreement, tokens=64)
-        client.report_reuse(pb.ReportReuseRequest(tag="rag", ratio=0.5, shadow=shadow))
+        shadow = ShadowResult(0.0, agreement, 64)
+        client.report_reuse(ReuseReport("rag", ratio=0.5, shadow=shadow))
     client.find_segments(prompt, ranges, SegmentQuery(tag="rag")).release()
     found = {gate["tag"]: gate for gate in as_json(explain, "--recent", "4")["gates"]}
     assert {gate["model"] for gate in found.values()} == {SMALL.model_id}

@@ -120,6 +120,7 @@ def test_the_command_runs_as_a_module_and_as_it_is_installed() -> None:
         ("bash", "kvstore trace re", {"record", "replay"}),
         ("bash", "kvstore calibrate k", {"kvtc", "kvq"}),
         ("bash", "kvstore scrub --tiers cpu,d", {"cpu,disk"}),
+        ("bash", "kvstore codecs raw kv", {"kvq", "kvtc"}),
         ("bash", "kvstore simulate --policy lru,hit_d", {"lru,hit_density"}),
         ("fish", "kvstore quo", {"quota"}),
         ("zsh", "kvstore token make f --roles read,w", {"read,write"}),
@@ -231,7 +232,7 @@ def test_the_port_of_an_address_is_the_servers_default() -> None:
 
 
 def test_what_is_no_address_exits_with_2(kvstore: Kvstore) -> None:
-    for address in ("127.0.0.1:abc", "h:0", "h:70000", ":1", "::1", "no such:1"):
+    for address in ("127.0.0.1:abc", "h:0", "h:70000", ":1", "::1", "no such:1", "http://h:1"):
         assert refused(kvstore("status", address), f"address={address!r}"), address
 
 

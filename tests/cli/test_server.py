@@ -65,14 +65,15 @@ def test_status_is_one_screen_and_all_of_it_on_request(
     used(server)
     run = kvstore("status", server.address)
     lines = run.out.splitlines()
-    assert (run.status, len(lines)) == (0, 6)
+    assert (run.status, len(lines)) == (0, 7)
+    assert max(map(len, lines)) <= 80
     assert lines[0].startswith(f"{server.address}: serving, version {__version__}, up ")
     assert lines[1].startswith("hit ratio 100.0%, ")
-    assert lines[2] == "faults: none"
-    assert lines[4].split()[0] == "cpu"
-    assert "hit_density" in lines[4]
+    assert lines[3] == "faults: none"
+    assert lines[5].split()[0] == "cpu"
+    assert "hit_density" in lines[5]
     everything = kvstore("status", server.address, "--all").out.splitlines()
-    assert everything[3:6] == lines[3:6]
+    assert everything[4:7] == lines[4:7]
     assert set(COUNTERS) <= {line.split()[0] for line in everything}
 
 

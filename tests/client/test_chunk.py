@@ -131,7 +131,8 @@ def test_what_is_no_tensor_of_ours_is_refused() -> None:
     for what in given:
         with pytest.raises(LayoutMismatchError, match="give numpy or torch tensors"):
             to_array(what)
-    with pytest.raises(LayoutMismatchError, match="device='meta': copy the tensor to the CPU"):
-        to_array(torch.zeros(SHAPE, device="meta"))
+    for bad in (torch.zeros(SHAPE, device="meta"), torch.zeros(SHAPE).to_sparse()):
+        with pytest.raises(LayoutMismatchError, match="copy it to a dense tensor on the CPU"):
+            to_array(bad)
     with pytest.raises(ModelError, match=r"dtype='torch\.float64': use one of bfloat16"):
         dtype_of(torch.zeros(1, dtype=torch.float64))

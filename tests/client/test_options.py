@@ -47,6 +47,8 @@ def test_addresses_of_hosts_and_of_grpc_are_taken_and_others_refused() -> None:
     for address in ("127.0.0.1", "http://127.0.0.1:7420", "127.0.0.1:99999", ":7420", ""):
         with pytest.raises(InvalidRequestError, match="address="):
             Client(address, SMALL)
+    with pytest.raises(InvalidRequestError, match="model="):
+        Client("localhost:7420", "a name")  # type: ignore[arg-type]
 
 
 def test_a_folder_of_assets_that_is_not_there_is_refused_when_a_client_is_made(

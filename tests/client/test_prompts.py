@@ -361,6 +361,9 @@ def test_words_of_a_get_or_put_that_cannot_be_are_refused(client: Client) -> Non
     for ttl in ttls:
         with pytest.raises(InvalidRequestError, match="ttl="):
             client.put(prompt, kv, ttl=ttl)
+    for ttl in (*ttls, 0, 86_401):
+        with pytest.raises(InvalidRequestError, match="ttl="):
+            client.pin(prompt, ttl=ttl)
 
 
 def test_keys_limits_and_blocks_that_are_none_are_refused(client: Client) -> None:

@@ -30,6 +30,7 @@ from kvstore.client.forks import FORKS
 from kvstore.client.lookups import Held
 from kvstore.client.segments import SegmentQuery
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import ChunkReport, ContextMass, ReuseReport
 from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError
 from kvstore.proto.plans import PrefillModel
 from kvstore.proto.types import LayerKind
@@ -261,12 +262,13 @@ def test_reported_attention_decides_how_much_is_recomputed(client: Client) -> No
     put_prompt(client, *prompt_of(HEAD, DOCUMENT, OTHER))
     prompt, ranges = prompt_of(OTHER_HEAD, DOCUMENT, OTHER)
     with client.find_segments(prompt, ranges, TRIAL) as resolved:
-        report = pb.ReportReuseRequest(ratio=0.5)
+        reports = []
         for one in resolved.chunks():
             inner = 0.99 if one.asked.stop <= ranges[0].stop else 0.1
-            told = report.chunks.add(digest=one.best.digest, intra_mass=inner * one.asked.tokens)
-            told.context.add(content=b"c" * 16, tokens=16, mass=(1 - inner) * one.asked.tokens)
-        client.report_reuse(report)
+            context = (ContextMass(b"c" * 16, 16, (1 - inner) * one.asked.tokens),)
+            mass = inner * one.asked.tokens
+            reports.append(ChunkReport(one.best.digest, context=context, intra_mass=mass))
+        client.report_reuse(ReuseReport(chunks=tuple(reports), ratio=0.5))
     with client.find_segments(prompt, ranges, TRIAL) as resolved:
         _, little, much, _ = resolved.found.segments
         assert 0.3 <= little.ratio < 0.32
@@ -283,7 +285,7 @@ def test_good_trials_open_the_gate_of_their_tag_alone(server: LocalServer) -> No
     with client.find_segments(prompt, ranges, trial) as resolved:
         assert resolved.found.is_shadow
     for _ in range(TRIALS):
-        gate = client.report_reuse(pb.ReportReuseRequest(tag="rag", ratio=0.3, shadow=shadowed()))
+        gate = client.report_reuse(ReuseReport("rag", ratio=0.3, shadow=shadowed()))
     assert (gate.is_open, gate.is_calibrated, gate.tag) == (True, True, "rag")
     with client.find_segments(prompt, ranges, SegmentQuery(tag="rag")) as resolved:
         assert kinds(resolved)[1] == ["variant", "variant"]
@@ -309,7 +311,7 @@ def test_a_gate_that_was_open_is_open_after_a_restart_until_it_closes(
     client = server.connect()
     good, bad = shadowed(), shadowed(0.0, 3.0)
     for _ in range(TRIALS):
-        client.report_reuse(pb.ReportReuseRequest(ratio=0.3, shadow=good))
+        client.report_reuse(ReuseReport(ratio=0.3, shadow=good))
     server.stop()
     again = make_server()
     client = again.connect()
@@ -317,7 +319,7 @@ def test_a_gate_that_was_open_is_open_after_a_restart_until_it_closes(
         assert resolved.found.gate.is_open
         assert "before the last start" in resolved.found.gate.why
     requests = 0
-    while client.report_reuse(pb.ReportReuseRequest(ratio=1.0, shadow=bad)).is_open:
+    while client.report_reuse(ReuseReport(ratio=1.0, shadow=bad)).is_open:
         requests += 1
         assert requests < 200
     assert again.counter("blend_gates_closed") == 1

@@ -26,12 +26,19 @@ from kvstore.client.blend.plan import SegmentRange
 from kvstore.client.segments import resolution_from_message, segments_to_messages
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
+from kvstore.proto.messages import as_message
 
 
 def ask(client: Client, request: pb.ResolveRequest) -> pb.ResolveResponse:
     """Ask what no client would."""
     request.session_id = client._link.connected().session.terms.session_id
     return client._link.call("Resolve", request, pb.ResolveResponse)
+
+
+def report_as_is(client: Client, request: pb.ReportReuseRequest) -> None:
+    """Report what no client would."""
+    request.session_id = client._link.connected().session.terms.session_id
+    client._link.call("ReportReuse", request, pb.ReportReuseResponse)
 
 
 # --- what is refused
@@ -65,7 +72,9 @@ def context(count: int = 1, **fields: Any) -> Callable[[Any], object]:
 
 
 def shadow(*terms: float) -> Callable[[Any], object]:
-    return lambda found: found.CopyFrom(shadowed(*terms))
+    agreement, divergence = (*terms, 0.0)[:2]
+    wrong = pb.ShadowResult(divergence=divergence, agreement=agreement, tokens=64)
+    return lambda found: found.CopyFrom(wrong)
 
 
 NAN, INF = float("nan"), float("inf")
@@ -108,11 +117,10 @@ def test_reports_that_cannot_be_are_refused_by_name_and_change_nothing(
     prompt, ranges = prompt_of(OTHER_HEAD, DOCUMENT)
     with client.find_segments(prompt, ranges, TRIAL) as resolved:
         for field, path, value in BAD_REPORTS:
-            report = report_of(resolved)
-            report.shadow.CopyFrom(shadowed())
+            report = as_message(pb.ReportReuseRequest, report_of(resolved, shadowed()))
             change(report, path, value)
             with pytest.raises(InvalidRequestError, match=rf"^{field}="):
-                client.report_reuse(report)
+                report_as_is(client, report)
     with client.find_segments(prompt, ranges, TRIAL) as resolved:
         assert [(one.priority, one.best.reports) for one in resolved.chunks()] == [(b"", 0)] * 2
         assert resolved.found.gate.shadows == 0
