@@ -596,7 +596,7 @@ def _uploaded(
     with closing(layers):
         for layer in layers:
             if layer.tensors:
-                held.upload(prompt.reached(len(layer.tensors)), [layer.layer_id])
+                held.upload(prompt.reached(len(layer.tensors)), [layer.id])
             yield layer
 
 

@@ -106,9 +106,9 @@ def test_tensors_of_a_gpu_go_out_and_come_back_in_each_form(client: Client) -> N
     layers = {at: (far(2, COUNT, 8), far(2, COUNT, 8)) for at in range(2)}
     seen, unread = [], layers[1][1].near.clone()
     for layer in client.get_layers(prompt, out=layers):
-        seen.append(layer.layer_id)
-        assert torch.equal(layers[1][1].near, unread) == (layer.layer_id == 0)
-        assert is_alike(layers[layer.layer_id], kv.near[layer.layer_id])
+        seen.append(layer.id)
+        assert torch.equal(layers[1][1].near, unread) == (layer.id == 0)
+        assert is_alike(layers[layer.id], kv.near[layer.id])
     assert seen == [0, 1]
     other = tokens(3, COUNT)
     with client.put_layers(other) as put:
