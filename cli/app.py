@@ -115,7 +115,9 @@ def _remember(values: Mapping[str, Any]) -> None:
 def server_address() -> str:
     """Return the server's address, with its port. Raises InvalidRequestError."""
     text = str(_given.get({}).get("address", DEFAULT_ADDRESS))
-    if text.startswith("unix:") or "//" in text:
+    from kvstore.client.options import SCHEMES
+
+    if text.startswith(SCHEMES):
         return text
     found = _ADDRESS.fullmatch(text)
     port = int(found[2] or DEFAULT_PORT) if found else 0

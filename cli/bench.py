@@ -178,10 +178,16 @@ def run_bench(
 # --- codecs
 
 
+def complete_codecs(incomplete: str) -> list[str]:
+    """Complete a codec's name."""
+    return [name for name in every_name() if name.startswith(incomplete)]
+
+
 @command("codecs", exits="0 2", example="kvstore codecs raw kvq:2", section="Measure")
 def codecs(
     names: Annotated[
-        list[str] | None, Argument(help="Codecs, such as kvq:2; default: all.")
+        list[str] | None,
+        Argument(help="Codecs, such as kvq:2; default: all.", autocompletion=complete_codecs),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

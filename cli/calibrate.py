@@ -10,6 +10,7 @@ import typer
 from typer import Argument, Option
 
 from kvstore.cli.app import EXIT_NOT_HELD, as_dict, command, group, number, path
+from kvstore.cli.bench import complete_codecs
 from kvstore.proto.errors import InvalidRequestError, printable
 
 if TYPE_CHECKING:  # help is to load none of the product
@@ -38,7 +39,10 @@ def calibrate(  # noqa: PLR0913 - each is an option
     text: Annotated[Path | None, path("Text for the model to read.")] = None,
     representation: Annotated[str | None, Option(metavar="HEX", help="Model of the dumps.")] = None,
     tokens: Annotated[int, number("Tokens of the text to use.")] = 8192,
-    codec: Annotated[str, Option(help="gate: the codec whose copies are compared.")] = "",
+    codec: Annotated[
+        str,
+        Option(help="gate: the codec whose copies are compared.", autocompletion=complete_codecs),
+    ] = "",
     prompts: Annotated[
         Path | None,
         path('gate: stored prompts, JSON lines: {"prompt": "..."} or {"tokens": [1, 2]}.'),
@@ -81,10 +85,10 @@ def blend_calibrate(  # noqa: PLR0913 - each is an option
     prefix: Annotated[
         Path | None, path("The system prompt, in front; else BOS or some text.")
     ] = None,
-    tag: Annotated[str, Option(help="What kind of prompts; gates are one for each.")] = "",
-    documents: Annotated[int, number("In a prompt.", 2)] = 4,
-    document_tokens: Annotated[int, number("Of each.", 16)] = 128,
-    question_tokens: Annotated[int, number("Of the end.", 2)] = 32,
+    tag: Annotated[str, Option(help="Kind of prompts; each has a gate of its own.")] = "",
+    documents: Annotated[int, number("Documents in a prompt.", 2)] = 4,
+    document_tokens: Annotated[int, number("Tokens of each document.", 16)] = 128,
+    question_tokens: Annotated[int, number("Tokens of the question.", 2)] = 32,
 ) -> None:
     """Blend prompts against full prefills until the gate opens, or stays closed.
 

@@ -419,7 +419,8 @@ def _stat_text(data: dict[str, Any], chunk: ChunkStat) -> Iterator[str | Grid]:
         "key": data["key"],
         "parent": chunk.parent.hex() if any(chunk.parent) else "none: it begins a prompt",
         "model": f"{kind.get('model_id', '')}, revision {kind.get('model_revision', '')}",
-        "adapter, quantization": f"{kind.get('adapter_digest')}, {kind.get('quantization')}",
+        "adapter": kind.get("adapter_digest"),
+        "quantization": kind.get("quantization"),
         "tokens": f"{chunk.tokens}, after {chunk.context_tokens} that are stored",
         "position": f"token {data.get('position', '?')} of its prompt",
         "raw size": readable_size(chunk.raw_bytes),
@@ -430,7 +431,7 @@ def _stat_text(data: dict[str, Any], chunk: ChunkStat) -> Iterator[str | Grid]:
         "time to live": readable_time(chunk.expires_s) if chunk.expires_s else "none",
         "priority": chunk.priority,
     }
-    yield from (f"{name + ':':<23}{value}" for name, value in rows.items())
+    yield from (f"{name + ':':<15}{value}" for name, value in rows.items())
     copies = (
         (
             one.tier, one.codec, one.accuracy.name, readable_size(one.size_bytes),

@@ -119,10 +119,9 @@ class Look:
         if is_shown:
             moved = [f"{n} {readable_size(self.per_s(f'{n}_bytes'))}/s" for n in ("get", "put")]
             since = f"last {self.seconds:.0f} s" if self._since else "since the start"
-            yield (
-                f"hit ratio {_percent(self.hit_ratio)}, {self.per_s('lookups'):.1f} lookups/s,"
-                f" {', '.join(moved)}, {self.per_s('evicted_chunks'):.1f} evicted/s ({since})"
-            )
+            lookups, evicted = (self.per_s(name) for name in ("lookups", "evicted_chunks"))
+            yield f"hit ratio {_percent(self.hit_ratio)}, {lookups:.1f} lookups/s ({since})"
+            yield f"{', '.join(moved)}, {evicted:.1f} chunks evicted/s"
             faults = [f"tier {tier.name} is {tier.state}" for tier in now.tiers if tier.reason]
             faults += [f"{n} {now.counters[n]}" for n in FAULTS if now.counters.get(n)]
             yield f"faults: {', '.join(faults) or 'none'}"

@@ -23,8 +23,7 @@ from kvstore.client.blend.plan import SegmentRange
 from kvstore.client.segments import SegmentQuery
 from kvstore.codecs.base import REPLACED, ChunkTensors, boundless_codecs
 from kvstore.codecs.calibration import CHUNK_TOKENS, Layers, Samples, cut_prompt, read_dumps
-from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.blend import GateView, accuracy_tag, check_tag
+from kvstore.proto.blend import GateView, ReuseReport, accuracy_tag, check_tag
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, ModelError
 from kvstore.proto.keys import chunk_key, representation_digest
 from kvstore.proto.types import DIGEST_BYTES, MIN_CHUNK_TOKENS, Component, LayerKind
@@ -199,7 +198,7 @@ def compare_copies(
     short = list[str]()
     rows = _prompts(prompts, model, tokenizer)
     with connect(address, model, tokenizer, chunk_tokens) as client:
-        gate = client.report_reuse(pb.ReportReuseRequest(tag=accuracy_tag(codec)))
+        gate = client.report_reuse(ReuseReport(accuracy_tag(codec)))
         compared = 0
         connector = TransformersConnector(client, model)
         for line, tokens in rows:

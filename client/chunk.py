@@ -61,13 +61,19 @@ def to_array(tensor: TensorLike) -> Part:
         raise LayoutMismatchError("tensor", type(tensor).__name__, "give numpy or torch tensors")
     import torch
 
-    if tensor.device.type != "cpu":
-        raise LayoutMismatchError("device", str(tensor.device), "copy the tensor to the CPU first")
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        found = f"{tensor.device}, {tensor.layout}"
+        raise LayoutMismatchError("device", found, "copy it to a dense tensor on the CPU first")
     tensor = tensor.detach()
     if tensor.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
         tensor = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.uint8)
     array: Part = tensor.numpy()
     return array
+
+
+def is_on_device(tensor: object) -> bool:
+    """Whether it is a torch tensor in memory of a GPU."""
+    return getattr(getattr(tensor, "device", None), "type", "cpu") == "cuda"
 
 
 def check_apart(name: str, tensors: Iterable[TensorLike]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Self, TypeAlias
@@ -17,7 +18,7 @@ from kvstore.client.connection import Until
 from kvstore.client.deadline import Levelled, LevelledGet
 from kvstore.client.decode import Layer, Room, fresh
 from kvstore.client.forks import FORKS
-from kvstore.client.kv import KV, Hit, Prompt, empty_kv, first_tokens, kv_of
+from kvstore.client.kv import KV, AnyKV, Hit, Prompt, StagedKV, empty_kv, first_tokens, kv_of
 from kvstore.client.lookups import Lease, look_up, prefix_plan, viewer
 from kvstore.client.options import (
     MAX_DEADLINE_MS,
@@ -41,7 +42,7 @@ from kvstore.client.transports.shared_memory import ShmTransport
 from kvstore.codecs.assets import ASSETS
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.blend import GateView
+from kvstore.proto.blend import GateView, ReuseReport
 from kvstore.proto.errors import InvalidRequestError, check_text, is_whole
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.keys import chain_digests, chunk_key, page_digests
@@ -52,6 +53,7 @@ from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, Match, Model, Name
 LAYERED_PUT_S = 60.0
 """What a forward pass over a long prompt may take."""
 MAX_TTL_S = ((1 << 32) - 1) / 1000
+MAX_PIN_S = 86_400.0
 MAX_WAIT_S = MAX_HANDOVER_MS / 2000
 
 Tokens: TypeAlias = Sequence[int] | None
@@ -74,6 +76,8 @@ class Client:
 
     def __init__(self, address: str, model: Model, options: ClientOptions | None = None) -> None:
         check_address(address)
+        if not isinstance(model, Model):
+            raise InvalidRequestError("model", type(model).__name__, "give a kvstore.Model")
         self.model = model
         self.options = options or ClientOptions()
         if self.options.assets is not None:
@@ -206,12 +210,15 @@ class Client:
         left_ms = Until(self._deadline_ms(timeout)).left_ms
         prompt = self._prompt(tokens, keys, start, left_ms)
         fresh = empty_kv(self._own, prompt.stop) if out is None else None
-        room = self._target(prompt, fresh if out is None else out)
+        held = self._target(prompt, fresh if out is None else out)
+        room = chunk_reads.room_in(prompt.keys, prompt.target(held))
         shard = self.options.shard
         request = ChunkRequest(prompt.keys, room, accuracy, left_ms(), shard=shard)
         found = chunk_reads.read_prefix(self._link, request)
         chunks = prompt.usable(len(found), self._own)
         reached = prompt.reached(chunks)
+        if chunks and isinstance(held, StagedKV):
+            held.upload(reached)
         kv = None if fresh is None else first_tokens(fresh, reached)
         return Hit(reached, chunks, tuple(one.tier for one in found[:chunks]), kv)
 
@@ -232,7 +239,7 @@ class Client:
         With *durable* it returns once they would survive a power cut.
         """
         prompt = self._prompt(tokens, None, start)
-        held = kv_of("kv", kv, self._own, prompt.stop, is_target=False)
+        held = kv_of("kv", kv, self._own, prompt, is_target=False)
         if ttl is not None:
             hints = replace(hints, ttl_ms=milliseconds("ttl", ttl, MAX_TTL_S))
         chunks = []
@@ -316,9 +323,11 @@ class Client:
         """
         left_ms = Until(self._deadline_ms(timeout)).left_ms
         prompt = self._prompt(tokens, keys, start, left_ms)
-        room = fresh if out is None else self._target(prompt, out)
+        held = None if out is None else self._target(prompt, out)
+        room = fresh if held is None else chunk_reads.room_in(prompt.keys, prompt.target(held))
         request = ChunkRequest(prompt.keys, room, accuracy, left_ms())
-        return chunk_reads.read_layers_retried(self._link, request)
+        layers = chunk_reads.read_layers_retried(self._link, request)
+        return _uploaded(layers, held, prompt) if isinstance(held, StagedKV) else layers
 
     def put_layers(
         self,
@@ -460,7 +469,7 @@ class Client:
         named = self.name_segments(tokens, ranges, query.names)
         return segments.find_segments(self._link, named, len(tokens), query)
 
-    def report_reuse(self, report: pb.ReportReuseRequest) -> GateView:
+    def report_reuse(self, report: ReuseReport) -> GateView:
         """Report what one blended request was worth; see ``client/blend/gate.py``.
 
         Return the gate as it is then. Raises InvalidRequestError that names what cannot be.
@@ -470,8 +479,8 @@ class Client:
     # --- keeping and forgetting
 
     def pin(self, tokens: Tokens = None, *, keys: Keys = None, ttl: float) -> int:
-        """Keep chunks from eviction for *ttl* seconds; return how many are known."""
-        request = pb.PinRequest(ttl_ms=milliseconds("ttl", ttl, MAX_TTL_S))
+        """Keep chunks from eviction for *ttl* seconds, a day at most; return how many are known."""
+        request = pb.PinRequest(ttl_ms=milliseconds("ttl", ttl, MAX_PIN_S, least_s=0.001))
         replies = self._link.ask("Pin", request, self._named(tokens, keys), pb.PinResponse)
         return sum(reply.pinned for reply in replies)
 
@@ -568,10 +577,7 @@ class Client:
     def _deadline_ms(self, timeout: float | None) -> int:
         if timeout is None:
             return self.options.deadline_ms
-        found = milliseconds("timeout", timeout, MAX_DEADLINE_MS / 1000)
-        if found < 1:
-            raise InvalidRequestError("timeout", timeout, "give 0.001 seconds or more")
-        return found
+        return milliseconds("timeout", timeout, MAX_DEADLINE_MS / 1000, least_s=0.001)
 
     def _prompt(
         self, tokens: Tokens, keys: Keys, start: int, left_ms: LeftMs | None = None
@@ -580,9 +586,18 @@ class Client:
         count = None if tokens is None else len(tokens)
         return Prompt(count, names, start, self.options.chunk_tokens)
 
-    def _target(self, prompt: Prompt, out: Any) -> Room:
-        held = kv_of("out", out, self._own, prompt.least_tokens, is_target=True)
-        return chunk_reads.room_in(prompt.keys, prompt.target(held))
+    def _target(self, prompt: Prompt, out: Any) -> AnyKV:
+        return kv_of("out", out, self._own, prompt, is_target=True)
+
+
+def _uploaded(
+    layers: Generator[Layer, None, None], held: StagedKV, prompt: Prompt
+) -> Generator[Layer, None, None]:
+    with closing(layers):
+        for layer in layers:
+            if layer.tensors:
+                held.upload(prompt.reached(len(layer.tensors)), [layer.id])
+            yield layer
 
 
 def _counts(client: ref[Client]) -> Mapping[str, int]:

@@ -26,7 +26,7 @@ FIRST_LOGIN_UID = 1000
 port that a server left (login.defs(5), UID_MIN)."""
 _LISTENS = "0A"
 _TARGET = re.compile(r"(?:[\w.-]+|\[[0-9A-Fa-f:.%\w]+\]):(\d{1,5})")
-_SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:")
+SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:")
 """Of gRPC's targets, besides HOST:PORT."""
 _HEADER = "authorization"
 _NO_PROXY = ("grpc.enable_http_proxy", 0)
@@ -88,7 +88,7 @@ def check_address(address: str) -> None:
     """Raise InvalidRequestError for what is no HOST:PORT, [IPV6]:PORT or target of gRPC's."""
     if isinstance(address, str):
         found = _TARGET.fullmatch(address)
-        if address.startswith(_SCHEMES) or (found and 0 < int(found[1]) < 1 << 16):
+        if address.startswith(SCHEMES) or (found and 0 < int(found[1]) < 1 << 16):
             return
     raise InvalidRequestError("address", address, "give HOST:PORT, or [IPV6]:PORT")
 
@@ -223,8 +223,9 @@ class ClientOptions:
             raise InvalidRequestError("deadline_ms", self.deadline_ms, f"at most {MAX_DEADLINE_MS}")
 
 
-def milliseconds(name: str, seconds: float, most_s: float) -> int:
+def milliseconds(name: str, seconds: float, most_s: float, least_s: float = 0) -> int:
     """Return *seconds*, the argument *name*, in milliseconds. Raises InvalidRequestError."""
-    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 <= seconds <= most_s:
-        raise InvalidRequestError(name, seconds, f"give 0 to {most_s:g} seconds")
+    is_number = isinstance(seconds, Real) and not isinstance(seconds, bool)
+    if not is_number or not least_s <= seconds <= most_s:
+        raise InvalidRequestError(name, seconds, f"give {least_s:g} to {most_s:g} seconds")
     return round(1000 * float(seconds))

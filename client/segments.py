@@ -22,6 +22,7 @@ from kvstore.proto.blend import (
     Resolution,
     ResolvedChunk,
     ResolvedSegment,
+    ReuseReport,
     Variant,
     check_tag,
 )
@@ -177,13 +178,15 @@ def find_segments(
     return resolved
 
 
-def report_reuse(link: ServerLink, report: pb.ReportReuseRequest) -> GateView:
+def report_reuse(link: ServerLink, report: ReuseReport) -> GateView:
     """See ``Client.report_reuse``."""
 
     def work(transport: Transport, left_ms: LeftMs) -> GateView:
-        for part in _parts(report, _most(transport)):
-            part.session_id = transport.session.terms.session_id
-            reply = transport.calls.call("ReportReuse", part, left_ms(), pb.ReportReuseResponse)
+        session_id, rest = transport.session.terms.session_id, ReuseReport(report.tag)
+        for first, some in batches(report.chunks, _most(transport)):
+            part = replace(rest if first else report, chunks=tuple(some))
+            request = as_message(pb.ReportReuseRequest, part, session_id=session_id)
+            reply = transport.calls.call("ReportReuse", request, left_ms(), pb.ReportReuseResponse)
         return as_value(GateView, reply.gate)
 
     return link.run(work)
@@ -279,20 +282,6 @@ def joined_resolutions(found: Sequence[Resolution]) -> Resolution:
 
 def _most(transport: Transport) -> int:
     return min(MAX_ASKED_CHUNKS, transport.session.terms.max_batch_chunks)
-
-
-def _parts(report: pb.ReportReuseRequest, limit: int) -> Iterator[pb.ReportReuseRequest]:
-    """Cut a report; what is not said of its chunks is in the first part alone."""
-    if len(report.chunks) <= limit:
-        yield report
-        return
-    for first, some in batches(list(report.chunks), limit):
-        part = pb.ReportReuseRequest(tag=report.tag)
-        if not first:
-            part.CopyFrom(report)
-            del part.chunks[:]
-        part.chunks.extend(some)
-        yield part
 
 
 def _is_promised(chunks: Sequence[FoundChunk], place: int, header: FrameHeader) -> bool:

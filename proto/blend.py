@@ -154,6 +154,41 @@ class ShadowResult:
             raise InvalidRequestError("shadow.tokens", self.tokens, "at least one")
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkReport:
+    """What was measured of a variant, by its digest; what was not stays empty.
+
+    ``deviations``: a little-endian float16 a token, at ``layer``; -1 for one that was not measured.
+    ``selected``: a bit a token that was recomputed, the first the lowest. ``query_attention``: what
+    the question paid each token, a byte. ``intra_mass``: what it paid itself, with ``context``.
+    """
+
+    digest: bytes
+    layer: int = 0
+    deviations: bytes = b""
+    selected: bytes = b""
+    query_attention: bytes = b""
+    context: tuple[ContextMass, ...] = ()
+    intra_mass: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseReport:
+    """What one blended request was worth, to the gate of its ``tag``.
+
+    ``ratio``: the share of the approximate tokens that was recomputed. ``full_ms`` is the time of
+    a full prefill; times are 0 where they were not measured.
+    """
+
+    tag: str = ""
+    chunks: tuple[ChunkReport, ...] = ()
+    ratio: float = 0.0
+    load_ms: float = 0.0
+    compute_ms: float = 0.0
+    full_ms: float = 0.0
+    shadow: ShadowResult | None = None
+
+
 def check_number(field: str, value: float, top: float = math.inf) -> float:
     """Return *value* if it is a number from 0 to *top*, and finite. Raises InvalidRequestError."""
     if not (0 <= value <= top and value < math.inf):

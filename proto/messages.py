@@ -70,7 +70,7 @@ _ACCURACIES = (Accuracy.exact, Accuracy.bounded, Accuracy.exact, Accuracy.approx
 _NAMES = {
     "open": "is_open", "calibrated": "is_calibrated", "shadow": "is_shadow", "exact": "is_exact",
 }  # fmt: skip
-"""Fields of messages that values have under another name."""
+"""Flags and numbers of messages that values have under another name."""
 
 
 def as_message(kind: type[M], value: object, /, **others: Any) -> M:
@@ -106,8 +106,8 @@ def _fields(descriptor: Any, value: object, others: dict[str, Any]) -> dict[str,
 def _rows(descriptor: Any) -> list[tuple[str, str, Any]]:
     """Return of each field its name, a value's name for it, and of what messages it is, if any."""
     return [
-        (field.name, _NAMES.get(field.name, field.name), field.message_type)
-        for field in descriptor.fields
+        (f.name, f.name if f.message_type else _NAMES.get(f.name, f.name), f.message_type)
+        for f in descriptor.fields
     ]
 
 

@@ -19,8 +19,7 @@ from kvstore.client.blend.store import StoreSource
 from kvstore.client.client import Client
 from kvstore.client.planning import LinkMeter
 from kvstore.client.segments import SegmentMatch, SegmentQuery
-from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.blend import GateView
+from kvstore.proto.blend import ChunkReport, GateView, ReuseReport, ShadowResult
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 
 SHADOW_TOKENS = 16
@@ -54,11 +53,10 @@ class ShadowEval:
     agreement_of_all: float
     clear_tokens: int
 
-    def message(self) -> pb.ShadowResult:
-        """Return what is reported of it."""
-        return pb.ShadowResult(
-            divergence=self.divergence, agreement=self.agreement, tokens=self.tokens
-        )
+    @property
+    def reported(self) -> ShadowResult:
+        """What is reported of it. Raises InvalidRequestError for numbers that cannot be."""
+        return ShadowResult(self.divergence, self.agreement, self.tokens)
 
 
 def compare(full: Tensor, blended: Tensor) -> ShadowEval:
@@ -192,11 +190,12 @@ class GuardedBlender:
                 if now != {terms.weights}:  # of mixed weights: says nothing
                     return answer
                 report = _report(plan, source, result, full)
-            report.tag = self._terms.tag
-            if shadow is not None:
-                report.shadow.CopyFrom(shadow.message())
-                answer = replace(answer, shadow=shadow)
             try:
+                reported = None
+                if shadow is not None:
+                    answer = replace(answer, shadow=shadow)
+                    reported = shadow.reported
+                report = replace(report, tag=self._terms.tag, shadow=reported)
                 return replace(answer, gate=self._client.report_reuse(report))
             except KVStoreError as error:
                 return replace(answer, failure=f"{type(error).__name__}: {error}")
@@ -248,7 +247,7 @@ class GuardedBlender:
 
 def _report(
     plan: BlendPlan, source: StoreSource, result: BlendResult, full: BlendResult | None
-) -> pb.ReportReuseRequest:
+) -> ReuseReport:
     """Return the report on one blend. With a *full* prefill deviations are those of
     all layers.
 
@@ -256,12 +255,6 @@ def _report(
     it is what the gate is about; the tokens that were computed are rounded up.
     """
     done = result.report
-    report = pb.ReportReuseRequest(
-        ratio=min(plan.shares().values(), default=plan.ratio),
-        load_ms=1e3 * done.load_s,
-        compute_ms=1e3 * done.total_s,
-        full_ms=1e3 * full.report.total_s if full is not None else 0.0,
-    )
     layer, found = 0, None
     if full is not None:
         found = np.full(len(plan.tokens), -1.0, np.float32)  # -1: was not measured
@@ -279,16 +272,19 @@ def _report(
     levels = _levels(done.attention)
     is_selected = np.zeros(len(plan.tokens), bool)
     is_selected[done.selected.cpu().numpy()] = True
+    chunks = []
     for chunk in (one for one in source.chunks() if not one.is_exact):
         span = slice(chunk.asked.start, chunk.asked.stop)
-        report.chunks.add(
-            digest=chunk.best.digest,
-            layer=layer,
-            deviations=halves[span].tobytes(),
-            selected=np.packbits(is_selected[span], bitorder="little").tobytes(),
-            query_attention=levels[span],
-        )
-    return report
+        selected = np.packbits(is_selected[span], bitorder="little").tobytes()
+        measured = halves[span].tobytes()
+        chunks.append(ChunkReport(chunk.best.digest, layer, measured, selected, levels[span]))
+    return ReuseReport(
+        chunks=tuple(chunks),
+        ratio=min(plan.shares().values(), default=plan.ratio),
+        load_ms=1e3 * done.load_s,
+        compute_ms=1e3 * done.total_s,
+        full_ms=1e3 * full.report.total_s if full is not None else 0.0,
+    )
 
 
 def _levels(attention: Tensor | None) -> bytes:

@@ -18,7 +18,7 @@ from kvstore.client.client import Client
 from kvstore.client.decode import Layer
 from kvstore.client.segments import FoundChunk, SegmentMatch, SegmentQuery
 from kvstore.client.transports.base import Put
-from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import ChunkReport, ContextMass, ReuseReport
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, ModelError
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.row_mask import SkippedRows
@@ -115,7 +115,7 @@ class StoreSource:
             self._layers = self._begun()
         at, count = -1, 0
         for layer in self._layers:
-            at, count = layer.layer_id, len(layer.tensors)
+            at, count = layer.id, len(layer.tensors)
             if at >= self._layer_ids[i]:
                 break
         found: dict[int, LayerKV] = {}
@@ -230,7 +230,7 @@ def store_prefill(
     tokens: Sequence[int],
     ranges: Sequence[SegmentRange],
     extra: Sequence[bytes] = (),
-    attention: pb.ReportReuseRequest | None = None,
+    attention: ReuseReport | None = None,
 ) -> list[Put]:
     """Put a full prefill's KV, cut so that its documents, *ranges*, are found in other prompts.
 
@@ -267,7 +267,7 @@ def measured_prefill(
     tokens: Sequence[int],
     chunks: Sequence[NamedChunk],
     rows: int = SAMPLED_ROWS,
-) -> tuple[BlendResult, pb.ReportReuseRequest]:
+) -> tuple[BlendResult, ReuseReport]:
     """Compute all of *tokens*; return it, and what each of its *chunks* attended to.
 
     Cache-Craft's context impact (Agarwal et al., SIGMOD 2025, arXiv 2502.15734, equations 3 and
@@ -289,21 +289,20 @@ def measured_prefill(
             heads += len(query)
 
     result = Blender(adapter).prefill(tokens, watch=watch)
-    report = pb.ReportReuseRequest()
+    reports = []
     for one, total in zip(chunks, sums, strict=True):
         share = one.tokens * total / heads
         before = [other for other in chunks if other.stop <= one.start][-MAX_CONTEXT:]
         *masses, own = (float(share[c.start : c.stop].sum()) for c in (*before, one))
-        if not all(map(math.isfinite, (*masses, own))):
+        if not all(0 <= mass < math.inf for mass in (*masses, own)):
             continue
         context: dict[bytes, tuple[int, float]] = {}  # each content once, where it stands last
         for other, mass in zip(before, masses, strict=True):
             _, known = context.pop(other.content, (0, 0.0))
             context[other.content] = (other.tokens, mass + known)
-        row = report.chunks.add(digest=one.digest, intra_mass=own)
-        for content, (tokens_of_it, mass) in context.items():
-            row.context.add(content=content, tokens=tokens_of_it, mass=mass)
-    return result, report
+        seen = tuple(ContextMass(content, *known) for content, known in context.items())
+        reports.append(ChunkReport(one.digest, context=seen, intra_mass=own))
+    return result, ReuseReport(chunks=tuple(reports))
 
 
 def _spread(start: int, stop: int, count: int) -> Tensor:

@@ -45,8 +45,7 @@ from kvstore.client.planning import (
 )
 from kvstore.client.server_state import ChunkStat
 from kvstore.codecs.base import codec_name
-from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.blend import ACCURACY_TAG
+from kvstore.proto.blend import ACCURACY_TAG, ReuseReport
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.keys import chunk_key, chunk_spans, content_digest, tokens_le32
 from kvstore.proto.messages import REFUSED
@@ -297,7 +296,7 @@ class Connector:
         """
         if least is not Accuracy.approximate:
             return Allowed(least)
-        asked, shut = pb.ReportReuseRequest(tag=ACCURACY_TAG), tuple[str, ...]()
+        asked, shut = ReuseReport(ACCURACY_TAG), tuple[str, ...]()
         codecs = self.ask(lambda: self.client.report_reuse(asked).codecs, shut)
         return Allowed(least if codecs else Accuracy.bounded, frozenset(codecs))
 

@@ -12,7 +12,7 @@ from kvstore.client import Chunk, Client
 from kvstore.client.blend.plan import NamedSegment, SegmentRange
 from kvstore.client.segments import SegmentMatch, SegmentQuery
 from kvstore.codecs.base import ChunkTensors
-from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import ChunkReport, ReuseReport, ShadowResult
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.types import ChunkKey, PutOutcome
 from kvstore.server.blending.content_index import ContentIndex
@@ -85,20 +85,20 @@ def read(resolved: SegmentMatch) -> list[ChunkTensors]:
     return [[[layer[number] for layer in layers]] for number in range(len(layers[0]))]
 
 
-def report_of(resolved: SegmentMatch) -> pb.ReportReuseRequest:
+def report_of(resolved: SegmentMatch, shadow: ShadowResult | None = None) -> ReuseReport:
     """Return a report that measured every chunk, its last token the most."""
-    report = pb.ReportReuseRequest(ratio=0.15, load_ms=1.0, compute_ms=2.0, full_ms=8.0)
-    for one in resolved.chunks():
-        count = one.asked.tokens
-        report.chunks.add(
-            digest=one.best.digest,
+    chunks = tuple(
+        ChunkReport(
+            one.best.digest,
             layer=1,
-            deviations=np.arange(count, dtype="<f2").tobytes(),
-            selected=bytes(-(-count // 8)),
-            query_attention=bytes(range(count)),
+            deviations=np.arange(one.asked.tokens, dtype="<f2").tobytes(),
+            selected=bytes(-(-one.asked.tokens // 8)),
+            query_attention=bytes(range(one.asked.tokens)),
         )
-    return report
+        for one in resolved.chunks()
+    )
+    return ReuseReport("", chunks, 0.15, 1.0, 2.0, 8.0, shadow)
 
 
-def shadowed(agreement: float = 1.0, divergence: float = 0.0) -> pb.ShadowResult:
-    return pb.ShadowResult(divergence=divergence, agreement=agreement, tokens=64)
+def shadowed(agreement: float = 1.0, divergence: float = 0.0) -> ShadowResult:
+    return ShadowResult(divergence, agreement, 64)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from contracts.chunks import make_representation
-from helpers.documents import put_prompt, read, report_of
+from helpers.documents import put_prompt, read, report_of, shadowed
 from helpers.plain_engine import load_prompt
 from helpers.prompts import equal, tensors_of, tokens
 from helpers.server_process import ServerProcess
@@ -133,9 +134,8 @@ def test_vllm_44780_a_prompt_longer_than_one_request_is_blended_to_its_end(
                 for one, tensors in zip(found, read(resolved), strict=True):
                     key = chunk_key(client.namespace, one.best.digest)
                     assert equal(tensors, tensors_of(key, TINY, one.asked.tokens))
-                report = report_of(resolved)
-                report.ratio = resolved.found.gate.ratio
-                report.tag, report.shadow.tokens, report.shadow.agreement = transport, 64, 1.0
+                report = report_of(resolved, shadowed())
+                report = replace(report, tag=transport, ratio=resolved.found.gate.ratio)
                 shadows = client.report_reuse(report).shadows
             assert resolved.found.exact_prefix == count[head[0]][1]
         assert list(count.values()) == [(1_100, 1_100), (1_099, 0)]

@@ -43,8 +43,7 @@ from kvstore.client.engines.transformers.cache import (
 )
 from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.codecs.base import Importance
-from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.blend import accuracy_tag
+from kvstore.proto.blend import ReuseReport, accuracy_tag
 from kvstore.proto.errors import InvalidRequestError
 
 PASSED = (
@@ -352,7 +351,7 @@ def mean_attention(queries: Tensor, keys: Tensor, scale: float | None = None) ->
 
 def comparison(
     model: PreTrainedModel, tokens: Sequence[int], cache: Cache, prefix: Prefix
-) -> pb.ReportReuseRequest:
+) -> ReuseReport:
     """Return the report on a prompt of which *cache* holds *prefix*, lossy by one codec.
 
     The logits of the last tokens behind *cache*, which is used up, are compared with those of a
@@ -368,7 +367,7 @@ def comparison(
     full = _logits(model, tokens, DynamicCache(config=model.config), rows)
     found = compare(full, _logits(model, tokens[held:], cache, rows))
     (codec,) = prefix.codecs
-    return pb.ReportReuseRequest(tag=accuracy_tag(codec), shadow=found.message())
+    return ReuseReport(accuracy_tag(codec), shadow=found.reported)
 
 
 def _logits(model: PreTrainedModel, tokens: Sequence[int], cache: Cache, rows: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.blend_world import make_model, random_tokens
@@ -14,7 +16,7 @@ from kvstore.client.blend.plan import NamedChunk, SegmentRange, name_segments
 from kvstore.client.blend.store import MAX_CONTEXT, measured_prefill, store_prefill
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 from kvstore.client.segments import SegmentQuery
-from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import ChunkReport
 
 RANGES = [SegmentRange(16, 64), SegmentRange(64, 104)]
 PROMPT = random_tokens(1, 120)
@@ -117,7 +119,7 @@ def test_variants_are_scored_by_what_they_were_seen_to_attend_to(
             assert one.best.context_impact == pytest.approx(impacts[one.best.digest], abs=1e-3)
 
 
-def _impact(one: pb.ChunkReport, size: int) -> float:
+def _impact(one: ChunkReport, size: int) -> float:
     """Equations 9 to 11, written down again."""
     outer = sum(mass.mass / (size * mass.tokens) for mass in one.context)
     return float(torch.sigmoid(torch.tensor(outer / (one.intra_mass / size**2))))
@@ -127,7 +129,8 @@ def test_a_store_that_will_not_hear_of_it_has_the_chunks_all_the_same(
     server: LocalServer, client: Client, adapter: EngineAdapter
 ) -> None:
     result, seen = measured_prefill(adapter, PROMPT, chunks_of(PROMPT))
-    seen.chunks[1].intra_mass = 1e6
+    first, second, *rest = seen.chunks
+    seen = replace(seen, chunks=(first, replace(second, intra_mass=1e6), *rest))
     puts = store_prefill(client, result, PROMPT, RANGES, attention=seen)
     assert {put.outcome.name for put in puts} == {"stored"}
     assert server.counter("blend_refused_reports") == 1

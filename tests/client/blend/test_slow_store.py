@@ -31,7 +31,7 @@ from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.options import TransportName
 from kvstore.client.planning import LinkMeter
 from kvstore.client.segments import SegmentQuery
-from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import ReuseReport, ShadowResult
 from kvstore.server.blending.gates import TRIALS
 
 TRIAL = SegmentQuery(is_trial=True)
@@ -121,10 +121,10 @@ def test_patience_is_what_loads_took_with_slack_and_no_more_than_half_a_full_pre
         return done
 
     monkeypatch.setattr(blender, "blend", blend)
-    good = pb.ShadowResult(agreement=1.0, tokens=64)
+    good = ShadowResult(0.0, 1.0, 64)
     store_prefill(client, blender.prefill(BEFORE[0]), *BEFORE)
     for _ in range(TRIALS):
-        client.report_reuse(pb.ReportReuseRequest(ratio=0.3, shadow=good))
+        client.report_reuse(ReuseReport(ratio=0.3, shadow=good))
     draws = iter([0.0, 1.0, 1.0])  # the first is compared
     monkeypatch.setattr(server.node.store.blends.gates, "_draw", lambda: next(draws))
     gated = GuardedBlender(client, blender)

@@ -19,7 +19,7 @@ from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.options import TransportName
 from kvstore.client.planning import LinkMeter
 from kvstore.client.segments import SegmentMatch, SegmentQuery
-from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import ReuseReport, ShadowResult
 from kvstore.proto.errors import ModelError
 from kvstore.proto.types import LayerKind, PutOutcome
 from kvstore.server.blending.gates import TRIALS
@@ -45,9 +45,9 @@ def _far(found: BlendResult, wanted: BlendResult) -> float:
 
 
 def _open_gate(client: Client) -> None:
-    good = pb.ShadowResult(agreement=1.0, tokens=64)
+    good = ShadowResult(0.0, 1.0, 64)
     for _ in range(TRIALS):
-        gate = client.report_reuse(pb.ReportReuseRequest(ratio=0.3, shadow=good))
+        gate = client.report_reuse(ReuseReport(ratio=0.3, shadow=good))
     assert gate.is_open
 
 

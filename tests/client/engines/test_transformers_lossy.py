@@ -26,8 +26,7 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.client.engines.transformers import connector as engine
 from kvstore.client.engines.transformers.cache import as_argument
-from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.blend import ACCURACY_TAG, accuracy_tag
+from kvstore.proto.blend import ACCURACY_TAG, ReuseReport, ShadowResult, accuracy_tag
 from kvstore.proto.device import HostDevice
 from kvstore.proto.errors import DeadlineError, InvalidRequestError
 from kvstore.proto.types import Accuracy, ChunkKey, Model
@@ -183,10 +182,10 @@ def boundless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gates, "TRIALS", 4)
 
 
-def report(codec: str, agreement: float) -> pb.ReportReuseRequest:
+def report(codec: str, agreement: float) -> ReuseReport:
     """What tells the gate of *codec* of a comparison."""
-    shadow = pb.ShadowResult(divergence=2 - 2 * agreement, agreement=agreement, tokens=64)
-    return pb.ReportReuseRequest(tag=accuracy_tag(codec), shadow=shadow)
+    shadow = ShadowResult(2 - 2 * agreement, agreement, 64)
+    return ReuseReport(accuracy_tag(codec), shadow=shadow)
 
 
 @pytest.mark.usefixtures("boundless")
@@ -327,9 +326,9 @@ def test_batches_are_compared_too(connect: Connect, monkeypatch: pytest.MonkeyPa
     for _ in range(4):
         reader.calibrate(PROMPT, "coarse")
 
-    def noted(_: object, tokens: Sequence[int], cache: Any, __: object) -> pb.ReportReuseRequest:
+    def noted(_: object, tokens: Sequence[int], cache: Any, __: object) -> ReuseReport:
         compared.append(cache.get_seq_length())
-        return pb.ReportReuseRequest(tag=ACCURACY_TAG)
+        return ReuseReport(ACCURACY_TAG)
 
     monkeypatch.setattr(engine, "comparison", noted)
     found = reader.generate(torch.cat([PROMPT, PROMPT]), greedy(2))

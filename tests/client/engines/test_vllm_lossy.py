@@ -20,8 +20,7 @@ from kvstore.client.chunk import Shard
 from kvstore.client.engines.vllm import lookup as vllm_lossy
 from kvstore.client.engines.vllm.blocks import side_by_side
 from kvstore.client.engines.vllm.messages import Role
-from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.blend import accuracy_tag
+from kvstore.proto.blend import ReuseReport, ShadowResult, accuracy_tag
 from kvstore.proto.types import Accuracy, ChunkKey
 from kvstore.server.blending import gates
 
@@ -199,8 +198,8 @@ def test_tokens_that_another_connector_loaded_are_looked_at_too(start: Start) ->
 
 def tell(engine: Engine, agreement: float, codec: str = "coarse") -> bool:
     """Tell a codec's gate of a comparison, of which four are enough; return whether it is open."""
-    shadow = pb.ShadowResult(divergence=1 - agreement, agreement=agreement, tokens=64)
-    report = pb.ReportReuseRequest(tag=accuracy_tag(codec), shadow=shadow)
+    shadow = ShadowResult(1 - agreement, agreement, 64)
+    report = ReuseReport(accuracy_tag(codec), shadow=shadow)
     return engine.client.report_reuse(report).is_open
 
 

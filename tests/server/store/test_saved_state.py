@@ -37,6 +37,7 @@ from simulation.tiers import SimDisk, no_faults
 from kvstore.client import Client
 from kvstore.client.segments import FoundChunk
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import ChunkReport, ContextMass, ReuseReport
 from kvstore.proto.buffers import checksum
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.plans import Hints
@@ -498,11 +499,12 @@ def _reported(client: Client) -> list[FoundChunk]:
     """What is found once an engine has reported on it."""
     put_prompt(client, *prompt_of(HEAD, DOCUMENT))
     with client.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
-        report = pb.ReportReuseRequest(ratio=0.5)
-        for one in resolved.chunks():
-            told = report.chunks.add(digest=one.best.digest, intra_mass=one.asked.tokens / 2)
-            told.context.add(content=b"c" * 16, tokens=16, mass=0.5)
-        client.report_reuse(report)
+        context = (ContextMass(b"c" * 16, 16, 0.5),)
+        reports = [
+            ChunkReport(one.best.digest, context=context, intra_mass=one.asked.tokens / 2)
+            for one in resolved.chunks()
+        ]
+        client.report_reuse(ReuseReport(chunks=tuple(reports), ratio=0.5))
     return _found(client)
 
 
