@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 KV: TypeAlias = "TensorLike | Mapping[int, Sequence[TensorLike]] | Sequence[TensorLike] | Blocks"
 """One tensor (layers, 2, kv_heads, tokens, head_dim), numpy or torch, CPU or CUDA; of hybrid models
 a list of such, one for each layer group; the parts of each layer by its number, (kv_heads, tokens,
-head_dim) each; or ``cache[block_ids]`` of a PagedCache."""
+head_dim) each; or ``cache[block_ids]`` of a PagedCache. All of the model's dtype, or unsigned
+integers of its size."""
 _NUMPY = {DType.float16: "f2", DType.float32: "f4", DType.uint8: "u1", DType.int8: "i1"}
 
 
