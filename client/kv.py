@@ -95,7 +95,10 @@ class StagedKV:
         """Copy all of it to the host. Raises TierUnavailableError."""
         with _device_errors():
             for far, near in chain.from_iterable(self._copies.values()):
-                near.copy_(far if self._ids is None else far[self._ids])
+                if self._ids is None:
+                    near.copy_(far)
+                else:
+                    near[: len(self._ids)].copy_(far[self._ids])
 
     def upload(self, stop: int, layers: Iterable[int] = ()) -> None:
         """Copy tokens up to *stop* of *layers*, or of all, to the device. Raises as above."""
