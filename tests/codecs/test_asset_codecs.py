@@ -26,7 +26,7 @@ from kvstore.codecs.cachegen import CachegenCodec, CachegenTables
 from kvstore.codecs.floats import FLOAT_TYPES, to_float32
 from kvstore.codecs.kvq_static import KvqStatistics, StaticKvqCodec
 from kvstore.codecs.kvtc import KvtcCodec, KvtcTables
-from kvstore.codecs.profiles import CachegenProfile, KvtcProfile, StaticKvqProfile
+from kvstore.codecs.profiles import KvtcProfile, StaticKvqProfile, cachegen_tables
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     InvalidFrameError,
@@ -56,13 +56,7 @@ def asset_for(kind: AssetKind, layout: KVLayout) -> Asset:
             profile.add(sample, POSITION)
         tables = profile.tables()
     else:
-        depths = [layer / layout.segment_count for layer in range(layout.segment_count)]
-        symbols = CachegenProfile(layout.components, depths)
-        for sample in samples:
-            symbols.measure(sample)
-        for sample in samples:
-            symbols.count(sample)
-        tables = symbols.tables()
+        tables = cachegen_tables(layout.components, samples)
     asset = parse_asset(pack_asset(kind, template(layout).representation, next(EDITIONS), tables))
     ASSETS.add(asset)
     return asset

@@ -18,7 +18,7 @@ from helpers.cachegen_samples import (
 from kvstore.codecs.base import empty_tensors
 from kvstore.codecs.cachegen import GROUP_TOKENS, QUALITIES, CachegenCodec
 from kvstore.codecs.floats import to_float32
-from kvstore.codecs.profiles import THIRDS, CachegenProfile
+from kvstore.codecs.profiles import THIRDS, cachegen_widths
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.types import Accuracy, Component, DType, LayerKind
@@ -69,10 +69,8 @@ def test_bins_are_halves_of_their_width_in_exact_arithmetic() -> None:
 
 def test_bins_widen_by_thirds_of_the_depth() -> None:
     flat = Component(LayerKind.attention, DType.float32, 6, 1, 64, 40)
-    profile = CachegenProfile([flat], [layer / 6 for layer in range(6)])
     one = chunk((flat,), 1)[0][0]
-    profile.measure([[one] * 6])
-    widths = profile.widths()[0]
+    widths = cachegen_widths([flat], [[[one] * 6]])[0]
     assert np.allclose(widths / widths[2], np.repeat(THIRDS, 2)[:, None, None])
 
 

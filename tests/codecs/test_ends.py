@@ -15,7 +15,7 @@ from kvstore.codecs.assets import ASSETS, AssetKind, pack_asset, parse_asset
 from kvstore.codecs.base import EncodeTerms
 from kvstore.codecs.cachegen import CachegenCodec
 from kvstore.codecs.kvq import KvqCodec
-from kvstore.codecs.profiles import CachegenProfile
+from kvstore.codecs.profiles import cachegen_tables
 from kvstore.proto.errors import LayoutMismatchError
 from kvstore.proto.types import Accuracy, Component, DType, KVLayout, LayerKind, RopeParameters
 
@@ -59,12 +59,8 @@ def test_terms_name_the_layers_that_a_chunk_has() -> None:
 def test_tables_of_a_model_count_neither_states_nor_chunks_without_windows() -> None:
     codable = KVLayout((replace(WINDOW, layers=2),))
     samples = [numbers(codable, seed=seed) for seed in range(2)]
-    profile = CachegenProfile(codable.components, [0.0, 0.5])
-    for sample in samples:
-        profile.measure(sample)
-    for sample in samples:
-        profile.count(sample)
-    data = pack_asset(AssetKind.cachegen, template(codable).representation, 77, profile.tables())
+    tables = cachegen_tables(codable.components, samples)
+    data = pack_asset(AssetKind.cachegen, template(codable).representation, 77, tables)
     codec = CachegenCodec(None, ASSETS, parse_asset(data))
     both = KVLayout((STATE, *codable.components))
     header, frame = encoded(codec, both, [[numbers(KVLayout((STATE,)))[0][0]], samples[0][0]])

@@ -12,7 +12,7 @@ from kvstore.codecs.assets import Asset, AssetKind, AssetShelf, pack_asset, pars
 from kvstore.codecs.base import EncodedLayer, LayerTerms, Part
 from kvstore.codecs.cachegen import CachegenCodec
 from kvstore.codecs.floats import from_float32
-from kvstore.codecs.profiles import CachegenProfile
+from kvstore.codecs.profiles import cachegen_tables
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.types import Component, DType, KVLayout, LayerKind
@@ -51,13 +51,8 @@ def layout_of(*components: Component) -> KVLayout:
 @lru_cache(maxsize=8)
 def calibrated(*components: Component, edition: int = 1, model: bytes = MODEL) -> Asset:
     """Return an asset for chunks of *components*, profiled on six of them."""
-    layers = sum(component.layers for component in components)
-    profile = CachegenProfile(components, [layer / layers for layer in range(layers)])
-    for seed in range(6):
-        profile.measure(chunk(components, seed))
-    for seed in range(6):
-        profile.count(chunk(components, seed))
-    return parse_asset(pack_asset(AssetKind.cachegen, model, edition, profile.tables()))
+    tables = cachegen_tables(components, [chunk(components, seed) for seed in range(6)])
+    return parse_asset(pack_asset(AssetKind.cachegen, model, edition, tables))
 
 
 ALL = (GQA, ODD, MLA)
