@@ -66,15 +66,3 @@ def test_prometheus_takes_the_alerts(tool: Callable[[str], Path]) -> None:
 def test_the_chart_is_of_this_version() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["appVersion"] == chart["version"] == __version__
-
-
-def test_each_panel_has_a_place_of_its_own() -> None:
-    panels = json.loads((CHART / "dashboards" / "kvstore.json").read_text())["panels"]
-    cells = [
-        (panel["gridPos"]["x"] + x, panel["gridPos"]["y"] + y)
-        for panel in panels
-        for x in range(panel["gridPos"]["w"])
-        for y in range(panel["gridPos"]["h"])
-    ]
-    assert len(set(cells)) == len(cells)
-    assert len({panel["id"] for panel in panels}) == len(panels)

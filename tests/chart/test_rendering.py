@@ -46,10 +46,6 @@ def memory_bytes(text: str) -> int:
 # --- all of it
 
 
-def test_there_are_eight_sets_of_values_and_more() -> None:
-    assert len(VALUES) >= 8
-
-
 @every_set
 def test_lint_finds_nothing(helm: Helm, values: Path) -> None:
     done = run(helm.path, "lint", "--strict", "--quiet", CHART, "-f", values)
@@ -97,14 +93,6 @@ def test_what_is_rendered_is_tidy_yaml(
         (tmp_path / values.name).write_text(text)
     done = run(tool("venv/bin/yamllint"), "-s", "-d", rules, tmp_path)
     assert done.status == 0, done.out
-
-
-def test_notes_say_how_to_connect(helm4: Helm) -> None:
-    values = CHART / "ci" / "daemonset-values.yaml"
-    done = run(helm4.path, "install", "x", CHART, "-n", "kv", "-f", values, "--dry-run=client")
-    assert done.status == 0, done.err
-    for words in ("--kv-transfer-config", "x-kvstore.kv.svc:7420", "helm -n kv test x"):
-        assert words in done.out
 
 
 # --- who is let in
@@ -201,19 +189,6 @@ def test_memory_is_computed_from_the_cpu_tier(helm: Helm) -> None:
         assert settings(rendered)["cpu_size"] == size
 
 
-def test_further_settings_win_and_a_change_rolls_the_pods(helm4: Helm) -> None:
-    def checksum(*argv: str) -> tuple[str, Any]:
-        rendered = helm4.render(*PLAIN, *argv)
-        template = workload(rendered)["spec"]["template"]
-        return template["metadata"]["annotations"]["checksum/config"], settings(rendered)
-
-    before, plain = checksum()
-    after, changed = checksum("--set", "config.policy=lru", "--set", "config.log_format=console")
-    assert before != after
-    assert (plain["log_format"], changed["log_format"]) == ("json", "console")
-    assert changed["policy"] == "lru"
-
-
 def test_pods_before_a_redis_are_in_its_directory_each_by_its_own_name(helm4: Helm) -> None:
     redis = "tiers.redis.enabled=true,redis.existingSecret.name=redis"
     rendered = helm4.render(*PLAIN, "--set", redis)
@@ -227,27 +202,6 @@ def test_pods_before_a_redis_are_in_its_directory_each_by_its_own_name(helm4: He
         assert [one["name"] for one in container(rendered)["env"]] == ["KVSTORE_REDIS_URL"]
         assert not settings(rendered).get("directory")
     assert "directory" not in settings(helm4.render(*PLAIN))
-
-
-def test_a_revocation_list_comes_from_a_secret_of_its_own(helm4: Helm) -> None:
-    rendered = helm4.of_values(CHART / "ci" / "mtls-values.yaml")
-    volumes = workload(rendered)["spec"]["template"]["spec"]["volumes"]
-    assert [one["secret"]["secretName"] for one in volumes if one["name"] == "crl"] == [
-        "taken-back"
-    ]
-    mounts = container(rendered)["volumeMounts"]
-    folder = next(one["mountPath"] for one in mounts if one["name"] == "crl")
-    assert settings(rendered)["tls_crl"] == f"{folder}/crl.pem"
-
-
-def test_redis_user_and_its_tls_files_come_from_secrets_of_their_own(helm4: Helm) -> None:
-    values = CHART / "ci" / "redis-tls-values.yaml"
-    rendered = helm4.of_values(values)
-    shown = settings(rendered)
-    assert (shown["redis_username"], shown["redis_prefix"]) == ("kvstore", "team:kv:")
-    files = [shown[name] for name in ("redis_password_file", "redis_tls_ca", "redis_tls_key")]
-    mounts = {one["mountPath"] for one in container(rendered)["volumeMounts"]}
-    assert {file.rpartition("/")[0] for file in files} <= mounts
 
 
 def test_no_secret_is_in_a_config_map_or_a_flag(helm4: Helm) -> None:
@@ -349,16 +303,6 @@ def test_a_network_policy_lets_in_who_has_the_label(helm4: Helm) -> None:
     assert policy["podSelector"]["matchLabels"].items() <= (
         workload(rendered)["spec"]["template"]["metadata"]["labels"].items()
     )
-
-
-def test_a_chart_whose_metrics_nobody_may_read_says_so(helm4: Helm) -> None:
-    values = ("-f", CHART / "ci" / "daemonset-values.yaml")
-    closed = ("--set", "networkPolicy.metricsFrom=null")
-    policy = only(helm4.render(*values, *closed), "NetworkPolicy")["spec"]
-    assert len(policy["ingress"]) == 1
-    notes = ("install", "x", CHART, "--dry-run=client", *values)
-    assert "metricsFrom is empty" in run(helm4.path, *notes, *closed).out
-    assert "metricsFrom is empty" not in run(helm4.path, *notes).out
 
 
 @pytest.mark.parametrize("url", ["http://otel.mon:4317", "https://[::1]:14317/"])

@@ -6,11 +6,17 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
+from conftest import ServerMaker
+from helpers.local_server import DEADLINE_MS, LocalServer
+from helpers.prompts import LARGE, MEDIUM, chunks_of, outcomes
+from helpers.prompts import keys_of as names_of
 from simulation.clock import FakeClock
-from simulation.core import Core, keys_of, prompt
+from simulation.core import Core, keys_of, outcomes_of, prompt
 from simulation.tiers import SimDisk, no_faults
 
+from kvstore.client import ClientOptions
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.plans import Hints, Reuse
 from kvstore.proto.types import POLICIES, PutOutcome
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.marconi import MarconiEviction
@@ -24,9 +30,6 @@ from kvstore.server.wiring import build_store, make_policies
 from kvstore.tiers.base import Tier
 
 CAPACITIES = {"cpu": 64 * MIB, "disk": GIB}
-
-
-# --- settings
 
 
 @pytest.mark.parametrize(("codec", "is_durable"), [("auto", True), ("auto:bounded", False)])
@@ -65,9 +68,6 @@ def test_more_than_a_tier_has_cannot_be_guaranteed() -> None:
         make_policies(load_config(flags), CAPACITIES)
 
 
-# --- bad input, under every policy
-
-
 @pytest.fixture(params=POLICIES)
 def policy(request: pytest.FixtureRequest) -> str:
     name: str = request.param
@@ -79,11 +79,6 @@ def make_core(policy: str, clock: FakeClock) -> Core:
         return make_policy(policy, known.history)
 
     return Core([SimDisk(24_000, no_faults())], clock=clock, policy=make)
-
-
-def outcomes(core: Core, seed: int) -> set[PutOutcome]:
-    results = core.put(core.open_session(), prompt(2, seed=seed))
-    return {result.outcome for result in results}
 
 
 def test_clocks_that_jump_change_no_answer(policy: str) -> None:
@@ -121,8 +116,60 @@ def test_where_all_is_leased_puts_are_refused_and_nothing_leaks(policy: str) -> 
         core.put(session, versions)
         match = core.store.lookup(session, keys_of(versions), core.later(), lease=True)
         assert match.ready == 12
-        assert outcomes(core, 1) == {PutOutcome.refused}
+        assert outcomes_of(core.put(core.open_session(), prompt(2, seed=1))) == {PutOutcome.refused}
         assert (len(core.store.writes), core.catalog.in_flight.writers.total()) == (0, 0)
         assert core.cpu.stats().reservations == 0
         core.store.release(session, match.lease_id)
-        assert outcomes(core, 1) == {PutOutcome.stored}
+        assert outcomes_of(core.put(core.open_session(), prompt(2, seed=1))) == {PutOutcome.stored}
+
+
+STORED, REFUSED = PutOutcome.stored, PutOutcome.refused
+SMALL_CPU = ("--cpu", "4MiB", "--limits", "cpu_slab_bytes=1MiB", "--write", "evict")
+PROMPT = 4
+MEDIUM_CHUNKS = ClientOptions("auto", chunk_tokens=64, deadline_ms=DEADLINE_MS)
+LARGE_CHUNKS = ClientOptions("auto", chunk_tokens=1024, deadline_ms=DEADLINE_MS)
+"""Of 8 MiB."""
+LIES = {
+    "hit_density": Hints(pin_ms=3_600_000),
+    "marconi": Hints(priority=100, reuse=Reuse.keep),
+    "discard_hint": Hints(reuse=Reuse.discard),
+}
+
+
+def start(make_server: ServerMaker, policy: str) -> LocalServer:
+    return make_server(*SMALL_CPU, "--policy", policy, "--write-budget", "disk=1MiB")
+
+
+@pytest.mark.parametrize("policy", LIES)
+def test_an_engine_that_lies_of_all_it_puts_keeps_nobody_out(
+    make_server: ServerMaker, policy: str
+) -> None:
+    server, lie = start(make_server, policy), LIES[policy]
+    client = server.connect("auto", MEDIUM, MEDIUM_CHUNKS)
+    for seed in range(1, 13):
+        puts = client.put_chunks(chunks_of(client, names_of(client, seed, PROMPT)), hints=lie)
+        assert {one.outcome for one in puts} == {STORED}, f"put {seed}"
+    if lie.pin_ms:
+        assert server.counter("ignored_pins") > 0
+    honest = names_of(client, 100, PROMPT)
+    assert outcomes(client, chunks_of(client, honest)) == [STORED] * PROMPT
+    assert client.lookup(keys=honest).ready == PROMPT
+    usage = dict(server.settled().tiers)
+    assert usage["cpu"].used_bytes <= usage["cpu"].capacity_bytes
+    assert usage["cpu"].reservations == 0
+
+
+def test_a_chunk_larger_than_the_disk_stays_in_memory(
+    make_server: ServerMaker, tmp_path: Path
+) -> None:
+    server = make_server(
+        "--cpu", "64MiB", "--limits", "cpu_slab_bytes=16MiB", "--disk", f"4MiB:{tmp_path / 'disk'}"
+    )
+    client = server.connect("auto", LARGE, LARGE_CHUNKS)
+    keys = names_of(client, 1, 2)
+    assert outcomes(client, chunks_of(client, keys)) == [STORED] * 2
+    server.settled()
+    assert client.lookup(keys=keys).tiers == ("cpu", "cpu")
+    assert dict(server.usage().tiers)["disk"].chunks == 0
+    durable = client.put_chunks(chunks_of(client, names_of(client, 2, 1)), durable=True)
+    assert [one.outcome for one in durable] == [REFUSED]

@@ -143,9 +143,6 @@ def _leaves(policy: HitDensityEviction) -> set[int]:
     return {chunk for chunk in range(1, 61) if policy._is_leaf(chunk)}
 
 
-# --- while nothing is known
-
-
 def test_what_has_learnt_nothing_evicts_as_lru_does() -> None:
     for seed in range(6):
         draw = random.Random(seed)
@@ -168,9 +165,6 @@ def test_what_has_learnt_nothing_evicts_as_lru_does() -> None:
             assert everyone(policy) == everyone(lru)
 
 
-# --- the cap on time
-
-
 def test_a_decision_that_takes_too_long_ends_in_the_order_of_lru() -> None:
     times = iter(np.arange(0, 100, 2 * CAP_S).tolist())
     tier = Tier(clock=lambda: next(times))
@@ -182,19 +176,6 @@ def test_a_decision_that_takes_too_long_ends_in_the_order_of_lru() -> None:
     assert tier.policy.fallbacks == 1
     tier.ask(7.0, 1)
     assert tier.victims(8.0)[1:] == [4, 2, 1] or tier.victims(8.0)[1:] == [3, 4, 1]
-
-
-def test_a_clock_within_the_cap_changes_nothing() -> None:
-    tier = Tier(clock=lambda: 1.0)
-    for chunk in (1, 2):
-        tier.store(chunk, NO_ROW, float(chunk))
-    tier.ask(5.0, 1)
-    tier.promise(1, 0.0)
-    assert tier.victims(6.0) == [1, 2]
-    assert tier.policy.fallbacks == 0
-
-
-# --- the guard
 
 
 def report(
@@ -229,16 +210,6 @@ def test_who_falls_behind_lru_does_as_lru_until_the_budget_has_grown() -> None:
     assert not guard.is_active  # eight shares of eight thousand
 
 
-def test_who_hits_more_than_lru_is_let_be() -> None:
-    guard = LruSafeguard()
-    guard.lru_age_s = 50.0
-    guard.judge(*report([], 1000, WARM_REQUESTS))
-    for _ in range(20):
-        guard.hits += 60
-        guard.judge(*report([1.0] * 50 + [90.0] * 40, 1000))
-    assert not guard.is_active
-
-
 def test_old_losses_are_forgotten_by_half() -> None:
     guard = LruSafeguard()
     guard.judge(*report([1.0] * 1000, 1000, WARM_REQUESTS))
@@ -246,9 +217,6 @@ def test_old_losses_are_forgotten_by_half() -> None:
     before = guard._behind
     guard.judge(*report([], 1 << 18))
     assert guard._behind == before / 2
-
-
-# --- limits
 
 
 def test_the_first_victims_cost_no_look_at_the_others() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
-from itertools import islice
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 import pytest
-from contracts.plain_leaves import PlainLeaves
-from contracts.policy import above, keep_none, row, rows
+from contracts.plain_leaves import PlainLeaves, agree_on_any_schedule
+from contracts.policy import keep_none
 from typing_extensions import override
 
 from kvstore.proto.errors import InvalidRequestError
@@ -65,34 +63,12 @@ class PlainMarconi(PlainLeaves):
         return min(leaves, key=score)
 
 
-def class_of(kinds: list[int], chunk: int, _: int) -> int:
-    return kinds[chunk]
-
-
 def test_queues_by_class_name_whom_the_score_of_every_candidate_does() -> None:
-    for seed, alpha in enumerate([0.0, 0.1, 0.7, 1.0, 1.5, 5.0] * 2):
+    for seed, alpha in enumerate([0.0, 0.1, 0.7, 1.0, 1.5, 5.0] * 4):
         draw = random.Random(seed)
-        kinds = [draw.randrange(4) * 11 for _ in range(64)]
-        policy = ScoredEviction(partial(class_of, kinds), alpha)
-        plain = PlainMarconi(kinds, alpha)
-        for _ in range(200):
-            number = draw.randrange(50)
-            match draw.randrange(4):
-                case 0 | 1:
-                    policy.insert(row(number), above(number), 100, 0.0)
-                    plain.insert(row(number), above(number), 100)
-                case 2:
-                    numbers = [draw.randrange(50) for _ in range(draw.randrange(5))]
-                    policy.touch(rows(numbers), 0.0)
-                    plain.touch([row(one) for one in numbers])
-                case 3:
-                    for victim in plain.victims((), draw.randrange(3)):
-                        policy.remove(victim)
-                        plain.remove(victim)
-            kept = {row(n) for n in range(50) if draw.random() < 0.2}
-            limit = draw.randrange(50)
-            victims = list(islice(policy.victims(kept.__contains__, 0.0), limit))
-            assert victims == plain.victims(kept, limit)
+        kinds = [draw.randrange(4) * 11 for _ in range(32)]
+        policy = ScoredEviction(lambda chunk, _, kinds=kinds: kinds[chunk], alpha)  # type: ignore[misc]
+        agree_on_any_schedule(policy, PlainMarconi(kinds, alpha), seed)
 
 
 def test_an_alpha_that_is_no_weight_is_refused() -> None:
@@ -136,27 +112,23 @@ class Favourite(LruEviction):
 
     def __init__(self, kinds: Collection[int], *, is_good: bool) -> None:
         super().__init__()
-        self.best = max(kinds)
-        self.kinds = list(kinds)
-        self.is_good = is_good
+        self.kinds, self.best, self.is_good = list(kinds), max(kinds), is_good
 
     @override
-    def victims(self, keep, now_s):  # type: ignore[no-untyped-def]
-        last = [] if not self.is_good else [r for r in range(99) if self._is_best(r)]
-        first = (one for one in super().victims(keep, now_s) if one not in last)
-        yield from first
-        yield from (one for one in super().victims(keep, now_s) if one in last)
+    def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
+        order = list(super().victims(keep, now_s))
+        yield from sorted(order, key=self._is_best) if self.is_good else order
 
     def _is_best(self, chunk: int) -> bool:
         return chunk < len(self.kinds) and self.kinds[chunk] == self.best
 
 
-def tune(requests: int = 400, *, twice: bool = False) -> tuple[AlphaTuner, int]:
+def tune(*, twice: bool = False, until: int = 400) -> tuple[AlphaTuner, int]:
     """Let one chunk come again after every four others that never do; return the tuner, and
     after how many requests it knew."""
     tuner = AlphaTuner()
-    for number in range(requests):
-        is_again = number % 5 <= twice
+    for number in range(400):
+        is_again = number % 5 <= twice and number < until
         tuner.requested([(1, 10, 8)] if is_again else [])
         if not is_again:
             tuner.stored(NO_ROW, 2 + number % 90, 10, 0)
@@ -164,7 +136,7 @@ def tune(requests: int = 400, *, twice: bool = False) -> tuple[AlphaTuner, int]:
             tuner.evicting(30)
         if tuner.alpha is not None:
             return tuner, number + 1
-    return tuner, requests
+    return tuner, 400
 
 
 def test_the_alpha_that_saves_most_is_taken(let_win: Callable[[float], None]) -> None:
@@ -192,15 +164,7 @@ def test_only_the_last_requests_count(
     let_win(0.5)
     for scored, alpha in ((500, 0.5), (20, 0.0)):
         monkeypatch.setattr(marconi, "SCORED_REQUESTS", scored)
-        tuner = AlphaTuner()
-        for number in range(400):
-            is_again = number % 5 == 0 and number < 30
-            tuner.requested([(1, 10, 8)] if is_again else [])
-            if not is_again:
-                tuner.stored(NO_ROW, 2 + number % 90, 10, 0)
-            if number == 10:
-                tuner.evicting(30)
-        assert tuner.alpha == alpha
+        assert tune(until=30)[0].alpha == alpha
 
 
 def test_what_continues_nothing_that_was_asked_for_is_a_request_of_its_own(
@@ -277,31 +241,25 @@ def test_a_policy_takes_over_the_alpha_that_its_tuner_found(
     assert policy.alpha == 1.0
 
 
+def density_of(*flops: float) -> FlopDensity:
+    """Rows from 1 on of these flops, 0 where they are not known."""
+    history = AccessHistory()
+    for number, each in enumerate(flops, 1):
+        history.seen_chain(np.array([number]), NO_ROW, InsertInfo(flops=each), 0.0)
+    return FlopDensity(history)
+
+
 def test_a_density_is_a_multiple_of_the_mean_so_far() -> None:
-    history = AccessHistory()
-    for number, flops in ((1, 1e9), (2, 3e9), (3, 2e9)):
-        history.seen_chain(np.array([number]), NO_ROW, InsertInfo(flops=flops), 0.0)
-    density = FlopDensity(history)
-    assert density.of(1, 100) == 1.0
-    assert density.of(2, 100) == 1.5
+    density = density_of(1e9, 3e9, 2e9)
+    assert [density.of(1, 100), density.of(2, 100)] == [1.0, 1.5]
     assert density.of(3, 200) == pytest.approx(1e7 / (5e7 / 3))
-
-
-def test_what_is_not_known_counts_as_the_mean_and_changes_nothing() -> None:
-    history = AccessHistory()
-    history.seen_chain(np.array([1]), NO_ROW, InsertInfo(), 0.0)
-    history.seen_chain(np.array([2]), NO_ROW, InsertInfo(flops=500.0), 0.0)
-    density = FlopDensity(history)
-    assert density.of(1, 100) == density.of(99, 100) == density.of(2, 0) == 1.0
-    assert density.of(2, 100) == 1.0
+    density = density_of(0.0, 500.0)  # what is not known counts as the mean and changes nothing
+    assert density.of(1, 100) == density.of(99, 100) == density.of(2, 0) == density.of(2, 100) == 1
 
 
 def test_a_lie_about_one_chunk_does_not_last() -> None:
     for flops in [1e308, 5e-324]:
-        history = AccessHistory()
-        history.seen_chain(np.array([1]), NO_ROW, InsertInfo(flops=flops), 0.0)
-        history.seen_chain(np.array([2]), NO_ROW, InsertInfo(flops=1e9), 0.0)
-        density = FlopDensity(history)
+        density = density_of(flops, 1e9)
         assert LEAST_DENSITY <= density.of(1, 1) <= MOST_DENSITY
         for _ in range(400_000):
             density.of(2, 100)

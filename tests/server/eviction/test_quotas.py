@@ -190,15 +190,6 @@ def test_nothing_is_known_before_enough_was_asked_for() -> None:
     assert ratios(curve) == pytest.approx([0.0, 0.0, 2 / 256, 2 / 256])
 
 
-def test_a_loop_is_hit_by_caches_that_are_as_large_and_by_no_other() -> None:
-    curve = MissRatioCurve(100)
-    for turn in range(60):
-        curve.requested(chain(turn % 15, 10), 1)
-    half, same, double, most = ratios(curve)
-    assert (half, same) == (0.0, 0.0)
-    assert double == most == 0.75
-
-
 def exact_curve(requests: list[Ids], capacity: int) -> list[float]:
     ratios = []
     for scale in SCALES:
@@ -220,15 +211,6 @@ def test_a_small_sample_tells_the_curve_within_three_points() -> None:
     exact = exact_curve(requests, 6000)
     assert exact[3] - exact[0] > 0.1
     assert ratios(curve) == pytest.approx(exact, abs=0.03)
-
-
-def test_a_sample_that_became_empty_says_that_nothing_is_known_or_what_was() -> None:
-    curve = MissRatioCurve(1 << 40, limit_nodes=1)
-    for start in range(50):
-        curve.requested(chain(start, 10), 1)
-    assert curve.rate < 1 / 64
-    for ratio in ratios(curve):
-        assert ratio is None or 0.0 <= ratio <= 1.0
 
 
 def test_old_requests_count_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,13 +262,3 @@ def test_the_end_of_a_prompt_goes_before_what_begins_it() -> None:
     assert half == 0.0
     assert same == pytest.approx(4 / 20, abs=0.01), "of eight chunks four stay beside twelve others"
     assert double == pytest.approx(8 / 20, abs=0.01)
-
-
-def test_a_chunk_that_is_asked_for_twice_in_a_prompt_is_counted_once() -> None:
-    curve = MissRatioCurve(100)
-    for _ in range(100):
-        curve.requested(np.concatenate([chain(1, 4), chain(1, 4)]), 1)
-    assert len(curve._used) == 4
-    for ratio in ratios(curve):
-        assert ratio is not None
-        assert ratio > 0.9

@@ -1,6 +1,8 @@
-"""The RequestLog: off until it is read, bounded, and without a way back to anybody's keys."""
+"""Requests that are recorded, and what is counted: metrics as Prometheus gets to see them."""
 
 from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from blake3 import blake3
@@ -9,7 +11,9 @@ from simulation.clock import FakeClock
 from kvstore.proto.errors import InvalidRequestError, PermissionDeniedError
 from kvstore.proto.types import KEY_BYTES, ChunkKey
 from kvstore.server.telemetry import request_trace
+from kvstore.server.telemetry.metrics import COUNTERS, TIMED, Counters, Gauge
 from kvstore.server.telemetry.request_trace import IDLE_S, NAME_BYTES, RequestLog, check_local
+from kvstore.server.web.gauges import MetricsText
 
 
 def key(number: int) -> ChunkKey:
@@ -34,11 +38,18 @@ def log(clock: FakeClock) -> RequestLog:
     return RequestLog(clock)
 
 
-def test_nothing_is_kept_before_somebody_reads(log: RequestLog) -> None:
+def test_nothing_is_kept_before_somebody_reads_and_a_second_reader_joins(log: RequestLog) -> None:
     log.note(chain(1, 2), 0, 0)
-    page = log.read(0, 0)
-    assert (page.lookups, page.last, page.lost) == ([], 0, 0)
-    assert page.recording
+    first = log.read(0, 0)
+    assert (first.lookups, first.last, first.lost) == ([], 0, 0)
+    assert first.recording
+    log.note(chain(1), 0, 0)
+    second = log.read(0, 0)
+    assert (second.recording, second.last) == (first.recording, 1)
+    log.note(chain(2), 0, 0)
+    assert len(log.read(second.recording, second.last).lookups) == 1
+    page = log.read(first.recording, 1 << 40)  # what never was
+    assert (page.lookups, page.last, page.lost) == ([], 2, 0)
 
 
 def test_lookups_are_read_once_in_order_with_times_of_their_own(
@@ -77,16 +88,6 @@ def test_equal_chunks_have_equal_names_in_a_recording_and_others_in_the_next(
     assert seen[0] != seen[1]
     assert blake3(key(1)).digest(NAME_BYTES) not in seen
     assert key(1)[-NAME_BYTES:] not in seen
-
-
-def test_a_second_reader_joins_the_recording(log: RequestLog) -> None:
-    first = log.read(0, 0)
-    log.note(chain(1), 0, 0)
-    second = log.read(0, 0)
-    assert (second.recording, second.last) == (first.recording, 1)
-    log.note(chain(2), 0, 0)
-    assert len(log.read(second.recording, second.last).lookups) == 1
-    assert len(log.read(first.recording, 0).lookups) == 2
 
 
 def test_a_recording_that_nobody_reads_ends_and_leaves_nothing(
@@ -137,19 +138,61 @@ def test_pages_are_cut_and_go_on_where_they_ended(
     assert after == 8
 
 
-def test_who_claims_to_have_read_what_never_was_gets_what_comes(log: RequestLog) -> None:
-    recording = log.read(0, 0).recording
-    log.note(chain(1), 0, 0)
-    page = log.read(recording, 1 << 40)
-    assert (page.lookups, page.last, page.lost) == ([], 1, 0)
-
-
-def test_callers_on_the_host_may_read() -> None:
+def test_callers_on_the_host_may_read_and_no_others() -> None:
     for peer in ["unix:", "unix:/run/s", "ipv4:127.0.0.1:5", "ipv6:%5B::1%5D:5"]:
         check_local(peer)
-
-
-def test_callers_elsewhere_may_not() -> None:
     for peer in ["", "ipv4:10.0.0.7:5", "ipv6:%5B2001:db8::1%5D:5", "x:127.0.0.1"]:
         with pytest.raises(PermissionDeniedError, match="own host"):
             check_local(peer)
+
+
+GAUGES: list[Gauge] = [
+    ("sessions", "open sessions", "", 3.0),
+    ("tier_used_bytes", "bytes taken", "cpu", 4096.0),
+    ("tier_used_bytes", "bytes taken", "disk", 12.0),
+]
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters()
+
+
+def scrape(counters: Counters) -> list[str]:
+    return MetricsText(counters, lambda: GAUGES, ("cpu", "disk")).text().decode().splitlines()
+
+
+def test_threads_lose_no_count(counters: Counters) -> None:
+    def count_up(_: int) -> None:
+        for _ in range(500):
+            counters.add("get_chunks")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(count_up, range(8)))
+    assert counters["get_chunks"] == 4_000
+
+
+def test_every_series_is_served_from_the_start(counters: Counters) -> None:
+    lines = scrape(counters)
+    for name in COUNTERS:
+        assert f"kvstore_{name}_total 0.0" in lines
+    assert 'kvstore_tier_found_chunks_total{tier="disk"} 0.0' in lines
+    assert 'kvstore_flow_chunks_total{source="cpu",target="disk"} 0.0' in lines
+    assert 'kvstore_tenant_ready_chunks_total{tenant="others"} 0.0' in lines
+    for method in TIMED:
+        assert f'kvstore_call_seconds_count{{method="{method}"}} 0.0' in lines
+
+
+def test_counters_and_gauges_are_served_as_they_stand(counters: Counters) -> None:
+    counters.add("get_bytes", 7)
+    counters.note_move("disk", "cpu", 40)
+    counters.note_call("Get", 0.003)
+    lines = scrape(counters)
+    assert "kvstore_get_bytes_total 7.0" in lines
+    assert "kvstore_sessions 3.0" in lines
+    assert 'kvstore_tier_used_bytes{tier="cpu"} 4096.0' in lines
+    assert 'kvstore_tier_used_bytes{tier="disk"} 12.0' in lines
+    assert 'kvstore_flow_bytes_total{source="disk",target="cpu"} 40.0' in lines
+    assert 'kvstore_call_seconds_bucket{le="0.002",method="Get"} 0.0' in lines
+    assert 'kvstore_call_seconds_bucket{le="0.005",method="Get"} 1.0' in lines
+    assert 'kvstore_call_seconds_sum{method="Get"} 0.003' in lines

@@ -1,18 +1,20 @@
-"""Tracing: whose spans are whose, what is in them, and that nothing is paid for none."""
+"""Tracing and request ids: whose spans and lines are whose, and what is in them."""
 
 from __future__ import annotations
 
-import logging
+import json
+import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import grpc
 import pytest
-from conftest import ServerMaker
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from conftest import ProcessMaker, ServerMaker
 from helpers.credentials import KeyRing
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import assert_reads, keys_of, store, tokens
@@ -20,10 +22,8 @@ from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from structlog.testing import capture_logs
 
 from kvstore.client import Access, ClientOptions
-from kvstore.client.connection import traced
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc
 from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError
@@ -31,7 +31,17 @@ from kvstore.proto.types import DIGEST_BYTES
 from kvstore.server import node
 from kvstore.server.settings.settings import load_config
 from kvstore.server.telemetry import tracing as module
-from kvstore.server.telemetry.tracing import HEADER, Tracing, open_tracing
+from kvstore.server.telemetry.tracing import (
+    CURRENT,
+    HEADER,
+    MAX_ID_CHARS,
+    NUMBERS,
+    RequestId,
+    Tracing,
+    add_request_id,
+    open_tracing,
+)
+from kvstore.server.tiering.work_queue import WorkQueue
 
 SERVICE = "kvstore.v1.KVStore"
 
@@ -158,17 +168,6 @@ def test_the_callers_trace_goes_on_in_the_server(
     assert parent(traces.one(f"{SERVICE}/Lookup")) is None
 
 
-def test_a_caller_that_does_not_trace_sends_what_it_always_sent(provider: TracerProvider) -> None:
-    own = (("authorization", "Bearer x"),)
-    assert traced(None) is None
-    assert traced(own) is own
-    with provider.get_tracer("engine").start_as_current_span("prefill") as span:
-        context = span.get_span_context()
-        text = f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
-        assert traced(own) == (*own, ("traceparent", text))
-        assert traced(None) == (("traceparent", text),)
-
-
 def test_a_trace_that_makes_no_sense_is_not_gone_on_with(
     traces: Traces, server: LocalServer
 ) -> None:
@@ -196,19 +195,6 @@ def test_a_refused_call_says_by_which_error_and_not_why(
     assert span.events == ()
 
 
-def test_a_refusal_without_trailers_goes_out_as_it_does_untraced(
-    traces: Traces, server: LocalServer
-) -> None:
-    with grpc.insecure_channel(server.address) as channel:
-        request = health_pb2.HealthCheckRequest(service="unknown")
-        with pytest.raises(grpc.RpcError) as caught:
-            health_pb2_grpc.HealthStub(channel).Check(request, timeout=20)
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-    assert not caught.value.details()
-    (span,) = traces.all()
-    assert (span.attributes or {})["kvstore.error"] == "NOT_FOUND"
-
-
 def test_no_span_has_a_token_a_prompt_a_key_or_a_salt(
     traces: Traces, make_server: ServerMaker, tmp_path: Path
 ) -> None:
@@ -229,17 +215,6 @@ def test_no_span_has_a_token_a_prompt_a_key_or_a_salt(
     hidden = [proof, proof[17:], "canary", prompt, *(key[DIGEST_BYTES:].hex() for key in keys)]
     assert f"{SERVICE}/Put" in written
     assert [one for one in hidden if one in written] == []
-
-
-def test_the_request_id_is_in_the_span(traces: Traces, server: LocalServer) -> None:
-    with grpc.insecure_channel(server.address) as channel:
-        stub = kvstore_pb2_grpc.KVStoreStub(channel)
-        stub.Status(pb.StatusRequest(), metadata=((HEADER, "abc-1"),), timeout=20)
-    span = traces.one(f"{SERVICE}/Status")
-    assert (span.attributes or {})["kvstore.request_id"] == "abc-1"
-
-
-# --- when it is off
 
 
 def test_a_server_without_an_endpoint_or_a_gpu_loads_neither_opentelemetry_nor_torch() -> None:
@@ -287,18 +262,6 @@ def test_what_waits_at_the_end_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) 
     assert sent == [1000]
 
 
-def test_what_opentelemetry_says_is_a_line_of_the_servers_log(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    tracing = open_tracing("http://127.0.0.1:1", 1.0)
-    assert tracing is not None
-    with closing(tracing), capture_logs() as lines:
-        logging.getLogger("opentelemetry.exporter").warning("the collector is away")
-    said = {"event": "tracing", "reason": "the collector is away", "log_level": "warning"}
-    assert said in lines
-    assert "away" not in capfd.readouterr().err
-
-
 def test_an_endpoint_that_is_none_is_refused() -> None:
     for url in ["127.0.0.1:4317", "ftp://h:1", "http://h", "http://h:1/path", "http://u:p@h:1"]:
         with pytest.raises(InvalidRequestError, match="tracing"):
@@ -311,3 +274,63 @@ def test_without_opentelemetry_the_start_says_what_to_install(
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
     with pytest.raises(InvalidRequestError, match=r"kvstore-server\[tracing\]"):
         open_tracing("http://127.0.0.1:1", 1.0)
+
+
+MADE_UP = re.compile(r"[0-9a-f]{16}")
+
+
+def line() -> dict[str, object]:
+    fields: dict[str, object] = {}
+    add_request_id(None, "", fields)
+    return fields
+
+
+@contextmanager
+def call(metadata: Callable[[], object] = tuple) -> Iterator[None]:
+    """A call that brought *metadata* along is at work."""
+    CURRENT.set(RequestId(next(NUMBERS), metadata))
+    yield
+    CURRENT.set(None)
+
+
+def test_an_id_that_would_spoil_the_log_is_not_taken() -> None:
+    for given in ["", "a\nb", "é", "x" * (MAX_ID_CHARS + 1), b"bytes"]:
+        assert MADE_UP.fullmatch(str(RequestId(1, partial(tuple, ((HEADER, given),)))))
+
+
+def test_what_a_call_has_moved_has_its_id_too() -> None:
+    seen: list[object] = []
+    with closing(WorkQueue({"queue": 1}, 10, time.monotonic)) as work_queue:
+        with call(lambda: ((HEADER, "abc-1"),)):
+            ticket = work_queue.submit(
+                "queue", b"one", lambda: seen.append(line().get("request_id"))
+            )
+        assert ticket is not None
+        work_queue.wait(ticket, time.monotonic() + 20)
+        other = work_queue.submit("queue", b"two", lambda: seen.append(line().get("request_id")))
+        assert other is not None
+        work_queue.wait(other, time.monotonic() + 20)
+    assert seen == ["abc-1", None]
+
+
+def test_every_line_of_a_servers_log_is_json_and_refusals_have_their_ids(
+    server_process: ProcessMaker,
+) -> None:
+    server = server_process("--log-format", "json", "--log-level", "info", "--tiers", "cpu")
+    server.start()
+    with grpc.insecure_channel(server.address) as channel:
+        stub = kvstore_pb2_grpc.KVStoreStub(channel)
+        for metadata in (((HEADER, "from-the-caller"),), ()):
+            with pytest.raises(grpc.RpcError):
+                stub.Lookup(pb.LookupRequest(session_id=7), metadata=metadata, timeout=20)
+            with pytest.raises(grpc.RpcError):
+                list(stub.Get(pb.GetRequest(session_id=7), metadata=metadata, timeout=20))
+        with pytest.raises(grpc.RpcError):
+            stub.OpenSession(pb.OpenSessionRequest(client="x" * 200), timeout=20)
+    assert server.terminate() == 0
+    lines = [json.loads(text) for text in server.errors.splitlines()]
+    refused = [one for one in lines if one["event"] == "refused"]
+    ids = [one["request_id"] for one in refused]
+    assert ids[:2] == ["from-the-caller"] * 2
+    assert all(MADE_UP.fullmatch(one) for one in ids[2:])
+    assert len(set(ids[2:])) == len(ids) - 2 == 3
