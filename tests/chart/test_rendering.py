@@ -43,9 +43,6 @@ def memory_bytes(text: str) -> int:
     return int(text.removesuffix("Mi")) * MI
 
 
-# --- all of it
-
-
 @every_set
 def test_lint_finds_nothing(helm: Helm, values: Path) -> None:
     done = run(helm.path, "lint", "--strict", "--quiet", CHART, "-f", values)
@@ -93,9 +90,6 @@ def test_what_is_rendered_is_tidy_yaml(
         (tmp_path / values.name).write_text(text)
     done = run(tool("venv/bin/yamllint"), "-s", "-d", rules, tmp_path)
     assert done.status == 0, done.out
-
-
-# --- who is let in
 
 
 def test_nobody_gets_an_open_server_by_default(helm: Helm) -> None:
@@ -165,9 +159,6 @@ def test_the_schema_refuses(helm: Helm, wrong: str) -> None:
     assert wrong.partition("=")[0].rpartition(".")[2] in done.err
 
 
-# --- what the server is told
-
-
 def test_the_configuration_is_one_that_the_server_takes(helm4: Helm) -> None:
     """Names and values; the files that it names are not here."""
     from kvstore.server.settings.settings import Settings
@@ -189,21 +180,6 @@ def test_memory_is_computed_from_the_cpu_tier(helm: Helm) -> None:
         assert settings(rendered)["cpu_size"] == size
 
 
-def test_pods_before_a_redis_are_in_its_directory_each_by_its_own_name(helm4: Helm) -> None:
-    redis = "tiers.redis.enabled=true,redis.existingSecret.name=redis"
-    rendered = helm4.render(*PLAIN, "--set", redis)
-    env = {one["name"]: one for one in container(rendered)["env"]}
-    fields = {name: one["valueFrom"].get("fieldRef") for name, one in env.items()}
-    assert fields["KVSTORE_NODE_ID"] == {"fieldPath": "metadata.name"}
-    assert fields["KVSTORE_ADVERTISE"] == {"fieldPath": "status.podIP"}
-    assert settings(rendered)["directory"] is True
-    for off in ("redis.directory=false", "config.directory=false"):
-        rendered = helm4.render(*PLAIN, "--set", f"{redis},{off}")
-        assert [one["name"] for one in container(rendered)["env"]] == ["KVSTORE_REDIS_URL"]
-        assert not settings(rendered).get("directory")
-    assert "directory" not in settings(helm4.render(*PLAIN))
-
-
 def test_no_secret_is_in_a_config_map_or_a_flag(helm4: Helm) -> None:
     values = CHART / "ci" / "bundled-redis-values.yaml"
     rendered = helm4.of_values(values)
@@ -221,28 +197,6 @@ def test_no_secret_is_in_a_config_map_or_a_flag(helm4: Helm) -> None:
     assert container(rendered)["args"] == ["--config", "/etc/kvstore/config/kvstore.yaml"]
     rendered = helm4.of_values(values, "--set", "redis.directory=false")
     assert "env" not in container(rendered)
-
-
-# --- where it runs
-
-
-def test_a_daemonset_s_engines_ask_the_server_on_their_node(helm: Helm) -> None:
-    rendered = helm.of_values(CHART / "ci" / "daemonset-values.yaml")
-    services = {one["metadata"]["name"]: one["spec"] for one in of_kind(rendered, "Service")}
-    assert services["x-kvstore"]["internalTrafficPolicy"] == "Local"
-    assert services["x-kvstore-pods"]["clusterIP"] == "None"
-    assert workload(rendered)["kind"] == "DaemonSet"
-
-
-def test_a_statefulset_keeps_its_disks(helm: Helm) -> None:
-    rendered = helm.of_values(CHART / "ci" / "statefulset-values.yaml")
-    spec = workload(rendered)["spec"]
-    (claim,) = spec["volumeClaimTemplates"]
-    storage = claim["spec"]["resources"]["requests"]["storage"]
-    assert memory_bytes(storage) >= parse_size("500GiB") + (256 << 20)
-    assert spec["replicas"] == 3
-    spread = spec["template"]["spec"]["topologySpreadConstraints"]
-    assert {one["topologyKey"] for one in spread} >= {"kubernetes.io/hostname"}
 
 
 RESTRICTED = ["daemonset", "statefulset", "insecure", "mtls", "jwt", "bundled-redis", "monitoring"]
@@ -305,34 +259,6 @@ def test_a_network_policy_lets_in_who_has_the_label(helm4: Helm) -> None:
     )
 
 
-@pytest.mark.parametrize("url", ["http://otel.mon:4317", "https://[::1]:14317/"])
-def test_a_collector_of_traces_is_let_out_to_and_the_image_can_trace(helm4: Helm, url: str) -> None:
-    values = CHART / "ci" / "daemonset-values.yaml"
-    rendered = helm4.of_values(values, "--set", f"config.tracing_endpoint={url}")
-    policy = only(rendered, "NetworkPolicy")["spec"]
-    ports = [port["port"] for rule in policy["egress"] for port in rule["ports"]]
-    assert ports == [53, 53, int(url.rstrip("/").rpartition(":")[2])]
-    assert "tracing" in extras_of_the_image()
-
-
-def test_a_gpu_tier_has_the_image_with_torch(helm4: Helm) -> None:
-    values = CHART / "ci" / "gpu-values.yaml"
-    assert container(helm4.of_values(values))["image"].endswith("-cuda")
-    own = helm4.of_values(values, "--set", "image.tag=mine")
-    assert container(own)["image"] == "kvstore:mine"
-    plain = helm4.of_values(CHART / "ci" / "daemonset-values.yaml")
-    assert not container(plain)["image"].endswith("-cuda")
-    text = (CHART.parents[1] / "Dockerfile").read_text()
-    assert "--build-arg EXTRAS=tracing,gpu -t kvstore:0.1.0-cuda" in text
-
-
-def extras_of_the_image() -> list[str]:
-    text = (CHART.parents[1] / "Dockerfile").read_text()
-    (names,) = re.findall(r"^ARG EXTRAS=(\S+)$", text, re.M)
-    assert ".[$EXTRAS]" in text
-    return names.split(",")  # type: ignore[no-any-return]
-
-
 def test_pods_that_read_each_other_reach_every_port_of_that(helm4: Helm) -> None:
     rendered = helm4.of_values(CHART / "ci" / "peers-values.yaml", "--set", "ports.bulk=7500")
     ports = {port["name"]: port["containerPort"] for port in container(rendered)["ports"]}
@@ -353,23 +279,6 @@ def test_pods_that_read_each_other_reach_every_port_of_that(helm4: Helm) -> None
     assert "bulk" not in {port["port"] for rule in others for port in rule["ports"]}
     (by_pod,) = [one for one in of_kind(rendered, "Service") if one["spec"].get("clusterIP")]
     assert "bulk" in {port["targetPort"] for port in by_pod["spec"]["ports"]}
-
-
-def test_pods_that_ask_who_calls_show_each_other_a_key_and_know_a_name(helm4: Helm) -> None:
-    rendered = helm4.of_values(CHART / "ci" / "secure-peers-values.yaml")
-    told = settings(rendered)
-    assert told["peer_key"] == "/etc/kvstore/peer/key"
-    assert told["peer_ca"] == "/etc/kvstore/tls/ca.crt"
-    names = {f"{one['metadata']['name']}.kv.svc" for one in of_kind(rendered, "Service")}
-    assert told["peer_name"] in names
-    mounts = {one["name"]: one["mountPath"] for one in container(rendered)["volumeMounts"]}
-    assert mounts["peer"] == "/etc/kvstore/peer"
-    volumes = workload(rendered)["spec"]["template"]["spec"]["volumes"]
-    (volume,) = [one for one in volumes if one["name"] == "peer"]
-    assert volume["secret"]["secretName"] == "kvstore-peer"
-    assert volume["secret"]["items"] == [{"key": "key", "path": "key"}]
-    in_the_open = settings(helm4.of_values(CHART / "ci" / "peers-values.yaml"))
-    assert in_the_open.keys().isdisjoint({"peer_key", "peer_ca", "peer_name"})
 
 
 def test_what_engines_are_told_is_what_connectors_take(helm4: Helm) -> None:

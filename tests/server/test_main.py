@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 from helpers.credentials import KeyRing
-from helpers.local_server import eventually
 from helpers.prompts import SMALL, chunks_of, keys_of
-from helpers.redis_process import RedisProcess, free_port
+from helpers.redis_process import free_port
 from helpers.server_process import ServerProcess
 
 from kvstore.client import Client, ClientOptions
@@ -26,12 +25,9 @@ from kvstore.proto.types import PutOutcome
 from kvstore.server.security.rate_limits import LINES_PER_S
 
 ProcessMaker = Callable[..., ServerProcess]
-
 CANNOT_START = 2
-
 _WORDS_OF_GRPC = ("WARNING: All log messages before absl", "E0000 ")
 """Its core logs a port that it cannot bind by itself."""
-
 UNUSABLE: dict[str, tuple[tuple[str, ...], str]] = {
     "a disk tier larger than the disk": (
         ("--disk", "900TiB:{folder}/disk"), "give the tier less capacity, or a larger disk",
@@ -131,20 +127,6 @@ def test_strangers_do_not_fill_the_log(server_process: ProcessMaker, tmp_path: P
     assert len(records) + sum(record.get("left_out", 0) for record in records) == 501
 
 
-def test_open_server_on_the_loopback_says_so_at_the_start_and_one_that_asks_does_not(
-    server_process: ProcessMaker, tmp_path: Path
-) -> None:
-    open_to_all = server_process("--tiers", "cpu", "--log-level", "warning")
-    open_to_all.start()
-    assert "every user of this host can read and write all chunks" in open_to_all.errors
-    assert "--auth-keys" in open_to_all.errors
-    ring = KeyRing(tmp_path / "keys")
-    flags = ("--auth-keys", str(ring.path), "--log-level", "warning", "--max-sessions", "64")
-    asks = server_process("--tiers", "cpu", *flags)
-    asks.start()
-    assert asks.errors == ""
-
-
 def test_no_file_of_the_server_is_another_user_s_to_read_whatever_the_umask(
     server_process: ProcessMaker, tmp_path: Path
 ) -> None:
@@ -164,41 +146,6 @@ def test_no_file_of_the_server_is_another_user_s_to_read_whatever_the_umask(
     files = [*folder.rglob("*"), Path(audit)]
     assert {"FORMAT", "history.kvh", "audit", "data.mdb"} <= {path.name for path in files}
     assert [path for path in files if path.stat().st_mode & 0o077] == []
-
-
-def test_log_says_of_a_redis_that_it_is_down_at_start_left_alone_and_back(
-    server_process: ProcessMaker, own_redis: RedisProcess
-) -> None:
-    process = server_process(
-        *("--tiers", "cpu,redis", "--cpu", "16MiB", "--redis", own_redis.url),
-        *("--log-level", "info", "--log-format", "json", "--limits", "breaker_retry_ms=100"),
-    )
-    process.start()
-
-    def warnings() -> list[str]:
-        records = [json.loads(line) for line in process.errors.splitlines()]
-        found = [one for one in records if one["level"] == "warning"]
-        return [one["event"].partition(":")[0] for one in found if "redis" in str(one)]
-
-    def with_puts_until(count: int) -> list[str]:
-        def is_there() -> bool:
-            keys = keys_of(client, next(seeds), 2)
-            client.put_chunks(chunks_of(client, keys))
-            return len(warnings()) >= count
-
-        assert eventually(is_there)
-        return warnings()
-
-    seeds = iter(range(10_000))
-    assert warnings() == ["tier is down at start"]
-    with Client(process.address, SMALL, ClientOptions(deadline_ms=20_000)) as client:
-        (_, redis) = client.status().tiers
-        assert redis.state == "degraded"
-        assert "has not answered since the start" in redis.reason
-        assert with_puts_until(2)[1:] == ["circuit breaker opened"]
-        own_redis.start()
-        assert with_puts_until(3)[2:] == ["circuit breaker closed"]
-        assert eventually(lambda: client.status().tiers[1].state == "serving")
 
 
 def test_a_folder_of_the_user_s_that_others_can_write_to_costs_the_socket_and_not_the_start(

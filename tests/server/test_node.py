@@ -5,8 +5,6 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-import threading
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,10 +13,8 @@ import grpc
 import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from helpers.local_server import LocalServer, eventually
 from helpers.prompts import chunks_of, keys_of
-from structlog.testing import capture_logs
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
@@ -66,29 +62,6 @@ def test_metrics_page_on_a_taken_port_is_refused(make_server: ServerMaker) -> No
         pytest.raises(InvalidRequestError, match=f"http='127.0.0.1:{port}': Address already in"),
     ):
         make_server("--http", f"127.0.0.1:{port}")
-
-
-def read_metrics(server: LocalServer) -> dict[str, float]:
-    """Return the samples of the metrics page by name and labels."""
-    url = f"http://127.0.0.1:{server.node.http_port}/metrics"
-    with urllib.request.urlopen(url, timeout=20) as reply:
-        lines = reply.read().decode().splitlines()
-    rows = (line.rpartition(" ") for line in lines if not line.startswith("#"))
-    return {name: float(value) for name, _, value in rows}
-
-
-def test_metrics_page_counts_what_happens(make_server: ServerMaker) -> None:
-    server = make_server("--http", "127.0.0.1:0")
-    client = server.connect()
-    keys = keys_of(client, 1, 3)
-    client.put_chunks(chunks_of(client, keys))
-    client.get_chunks(keys)
-    with client.lease(keys=keys):
-        found = read_metrics(server)
-    assert found["kvstore_put_stored_chunks_total"] == found["kvstore_get_chunks_total"] == 3.0
-    assert found["kvstore_sessions"] == 1.0
-    assert found["kvstore_leases"] >= 1.0
-    assert found['kvstore_tier_chunks{tier="cpu"}'] == 3.0
 
 
 def test_health_is_serving_by_every_name_that_probes_use(channel: grpc.Channel) -> None:
@@ -159,46 +132,6 @@ def test_health_fails_once_a_thread_of_the_node_died(
                     stub.Check(request, timeout=20).status == States.NOT_SERVING
                 )
             )
-
-
-def test_a_server_that_stops_does_not_say_that_a_worker_died(make_server: ServerMaker) -> None:
-    server = make_server("--tiers", "cpu")
-    node = server.node
-    waits = threading.Event()
-
-    def end_behind_the_learner() -> None:
-        waits.set()
-        node._stopping.wait()
-        node._learner.join()
-
-    node._jobs.insert(0, end_behind_the_learner)
-    with capture_logs() as lines:
-        assert waits.wait(20)
-        server.stop()
-    assert [line for line in lines if line["log_level"] == "error"] == []
-
-
-def test_reflection_names_the_service(channel: grpc.Channel) -> None:
-    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-    request = reflection_pb2.ServerReflectionRequest(list_services="")
-    (reply,) = stub.ServerReflectionInfo(iter([request]), timeout=20)
-    names = {service.name for service in reply.list_services_response.service}
-    assert "kvstore.v1.KVStore" in names
-    assert "grpc.health.v1.Health" in names
-
-
-def test_namespaces_follow_from_the_secret_alone(make_server: ServerMaker, tmp_path: Path) -> None:
-    spaces = []
-    for number, secret in enumerate((b"a" * 16, b"a" * 16, b"b" * 16)):
-        file = tmp_path / f"secret{number}"
-        file.write_bytes(secret)
-        server = make_server(
-            *("--tiers", "cpu", "--secret-file", str(file)),
-            *("--socket", str(tmp_path / f"{number}.sock")),
-        )
-        spaces.append(server.connect().namespace)
-    assert spaces[0] == spaces[1]
-    assert spaces[0] != spaces[2]
 
 
 def test_stopping_under_open_calls_ends_them_and_leaves_nothing_running(

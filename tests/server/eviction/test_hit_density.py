@@ -101,13 +101,6 @@ def test_the_smaller_of_two_that_promise_the_same_stays() -> None:
     assert tier.victims(2.0) == [2, 1]
 
 
-def test_an_end_of_few_tokens_is_worth_what_a_whole_chunk_is_by_byte() -> None:
-    tier = Tier()
-    tier.store(1, NO_ROW, 1.0, size_bytes=400)
-    tier.store(2, 1, 1.0, InsertInfo(tokens_full=False), size_bytes=10)
-    assert tier.policy._worth[2] == tier.policy._worth[1]
-
-
 def test_a_hint_moves_a_chunk_among_those_that_had_it() -> None:
     tier = Tier()
     for chunk in (1, 2, 3):
@@ -117,30 +110,6 @@ def test_a_hint_moves_a_chunk_among_those_that_had_it() -> None:
     assert tier.victims(4.0) == [2, 1, 3]
     tier.history.hint(np.array([2]), 0)
     assert tier.victims(4.0) == [1, 2, 3]
-
-
-def test_a_choice_of_one_and_again_is_that_of_many() -> None:
-    draw = random.Random(5)
-    one, many = Tier(), Tier()
-    for tier in (one, many):
-        draw.seed(5)
-        for number in range(60):
-            size = draw.choice((50, 100))
-            tier.store(row(number), above(number), float(number // 4), size_bytes=size)
-            tier.ask(float(number // 4), *(row(draw.randrange(number + 1)) for _ in range(2)))
-        values = np.random.default_rng(1).random((tier.history.kinds.count, AGE_BINS))
-        tier.history.table.values[: len(values)] = values
-    singles = []
-    while len(one.policy):
-        victim = next(one.policy.victims(keep_none, 99.0))
-        assert victim in (leaf := _leaves(one.policy)), leaf
-        singles.append(victim)
-        one.policy.remove(victim)
-    assert singles == many.victims(99.0)
-
-
-def _leaves(policy: HitDensityEviction) -> set[int]:
-    return {chunk for chunk in range(1, 61) if policy._is_leaf(chunk)}
 
 
 def test_what_has_learnt_nothing_evicts_as_lru_does() -> None:

@@ -84,8 +84,6 @@ def test_every_density_has_the_class_that_is_nearest() -> None:
         assert 0.95 < EFFICIENCIES[efficiency_class(density)] / density < 1.05
 
 
-# --- the tuner
-
 ALPHAS = (0.0, 0.5, 1.0)
 
 
@@ -165,22 +163,6 @@ def test_only_the_last_requests_count(
     for scored, alpha in ((500, 0.5), (20, 0.0)):
         monkeypatch.setattr(marconi, "SCORED_REQUESTS", scored)
         assert tune(until=30)[0].alpha == alpha
-
-
-def test_what_continues_nothing_that_was_asked_for_is_a_request_of_its_own(
-    let_win: Callable[[float], None],
-) -> None:
-    """As when prompts of several clients are stored at once."""
-    let_win(0.5)
-    tuner = AlphaTuner()
-    for number in range(400):
-        tuner.requested([])
-        for other in range(5):
-            tuner.stored(NO_ROW, 2 + (5 * number + other) % 90, 10, 0)
-        tuner.stored(NO_ROW, 1, 10, 8)
-        if number == 10:
-            tuner.evicting(30)
-    assert tuner.alpha == 0.5
 
 
 def test_the_replay_is_done_in_slices_that_are_no_longer_than_the_limit(

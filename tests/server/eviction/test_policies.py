@@ -24,7 +24,6 @@ from kvstore.proto.key_table import NO_ROW
 from kvstore.proto.types import POLICIES, REPLACED_POLICIES
 from kvstore.server.eviction import learned
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
-from kvstore.server.eviction.hit_density import HitDensityEviction
 from kvstore.server.eviction.learned import (
     BUDGET_S,
     FEATURES,
@@ -76,21 +75,6 @@ class TestHitDensity(NamedPolicyContract):
 
 def test_every_policy_that_has_a_name_is_held_to_the_contract() -> None:
     assert {kind.name for kind in NamedPolicyContract.__subclasses__()} == set(POLICIES)
-
-
-def test_a_clock_reaches_the_policy_whose_decisions_have_a_deadline() -> None:
-    asked = 0
-
-    def clock() -> float:
-        nonlocal asked
-        asked += 1
-        return 0.0
-
-    policy = make_policy("hit_density", AccessHistory(), clock)
-    assert isinstance(policy, HitDensityEviction)
-    policy.insert(1, 0, 10, 0.0)
-    assert list(policy.victims(lambda _: False, 0.0)) == [1]
-    assert asked > 0
 
 
 def test_a_name_that_is_no_policys_is_refused_with_those_that_are_or_its_successor() -> None:
@@ -217,21 +201,6 @@ class QueuesMachine(RuleBasedStateMachine):
 
 TestQueues = QueuesMachine.TestCase
 TestQueues.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
-
-
-def test_a_row_far_from_both_ends_waits_aside_and_comes_in_its_turn() -> None:
-    order = array("Q", [0, *(10 * at for at in range(1, 101)), 505])
-    queues = _queues(order)
-    for at in range(1, 101):
-        queues.append(at, 0)
-    queues.place(101, 0)
-    assert list(queues.walk()) == [*range(1, 51), 101, *range(51, 101)]
-    assert 101 not in _backwards(queues, 0)
-    for at in range(1, 51):
-        queues.remove(at)
-    assert queues.ends(1).tolist() == [101, 100]
-    queues.remove(101)
-    assert list(queues.walk()) == list(range(51, 101))
 
 
 class BySize:

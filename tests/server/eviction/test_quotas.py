@@ -15,7 +15,6 @@ from typing_extensions import override
 from kvstore.cli.simulate import BlockReplay
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
-from kvstore.proto.types import ChunkKey
 from kvstore.server.eviction import quotas
 from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.lru import LruEviction
@@ -29,7 +28,6 @@ from kvstore.server.eviction.quotas import (
     PartitionedEviction,
     PartitionTable,
     Quota,
-    identities,
 )
 
 
@@ -93,15 +91,6 @@ def test_nobody_is_pushed_below_its_guarantee_but_by_itself() -> None:
     for_others = list(policy.victims_for(2, keep_none, 0.0))
     assert sorted(row // 100 for row in for_others) == [0, 0, 1, 1, 1, 1, 2, 2, 2]
     assert len(list(policy.victims_for(1, keep_none, 0.0))) == 2 + 9
-
-
-def test_a_chunk_stored_again_in_another_size_is_counted_once() -> None:
-    policy = make_policy(Quota(), Quota(100))
-    policy.insert(101, NO_ROW, 10, 0.0)
-    policy.insert(101, NO_ROW, 25, 0.0)
-    assert policy.used[1] == 25
-    policy.remove(101)
-    assert (policy.used[1], len(policy)) == (0, 0)
 
 
 def test_a_chunk_is_in_its_tenants_partition_or_else_in_its_categorys() -> None:
@@ -233,14 +222,6 @@ def test_empty_lookups_and_chunks_of_no_size_do_no_harm() -> None:
     assert ratios(curve) == [None] * 4
     with pytest.raises(InvalidRequestError, match="capacity_bytes=0"):
         MissRatioCurve(0)
-
-
-def test_identities_are_of_the_namespace_and_the_chain() -> None:
-    keys = [ChunkKey(bytes([a]) * 16 + bytes([b]) * 16) for a, b in ((1, 2), (1, 3), (4, 2))]
-    found = identities(keys).tolist()
-    assert len(set(found)) == 3
-    assert identities(keys[1:]).tolist() == found[1:]
-    assert len(identities([])) == 0
 
 
 def test_it_remembers_no_more_than_twice_its_limit() -> None:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvstore.proto.key_table import NO_ROW
-from kvstore.server.eviction import access_history
 from kvstore.server.eviction.access_history import (
     MAX_CLASSES,
     MAX_GROUPS,
@@ -60,24 +59,6 @@ def test_the_first_sight_is_an_asking_and_storing_again_is_none() -> None:
     prompt(history, 1, 2, 3, at_s=9.0)
     assert [history.hits_of(row) for row in (1, 2, 3, 4, 9_999)] == [2, 2, 1, 0, 0]
     assert history.last_s[3] == 9.0
-
-
-def test_chunks_one_by_one_are_remembered_as_the_chain_would_be() -> None:
-    one, chain = AccessHistory(), AccessHistory()
-    facts = InsertInfo(tokens_full=False, flops=7.0, group=3, reuse=2, prompt_chunks=4)
-    whole = InsertInfo(flops=7.0, group=3, reuse=2, prompt_chunks=4)
-    chain.seen_chain(these(1, 2, 3), NO_ROW, facts, 1.0)
-    for row in (1, 2, 3):
-        one.seen_chain(these(row), row - 1, facts if row == 3 else whole, 1.0)
-    for name in access_history._COLUMNS:
-        assert np.array_equal(getattr(one, name)[:4], getattr(chain, name)[:4])
-
-
-def test_a_count_of_askings_stops_and_does_not_turn_over() -> None:
-    history = AccessHistory()
-    for step in range(300):
-        prompt(history, 1, at_s=float(step))
-    assert history.hits_of(1) == 255
 
 
 def test_a_prompt_that_begins_with_all_of_another_is_its_next_turn() -> None:
@@ -210,8 +191,6 @@ def test_a_steady_clock_stands_while_the_callers_goes_back() -> None:
 
 
 COARSE = np.array([0, 1, 0, 1, 1])
-
-
 CLASSES = len(COARSE)
 
 
@@ -303,28 +282,6 @@ def test_the_table_is_what_the_formula_says_of_all_that_happened() -> None:
             exact[kind, bins_of(np.array([now_s - since_s]))] += 1
         later = np.cumsum((still - exact).sum(0))
         assert np.abs(later).max() < 0.06 * len(waiting)
-
-
-def test_a_chunk_whose_class_was_corrected_is_counted_where_it_belongs() -> None:
-    table = DensityTable(COARSE)
-    table.wait(u16(0, 0, 1), 5.0)
-    table.moved(u16(0), u16(3), np.array([5.0]), 9.0)
-    table.refresh(50.0, CLASSES)
-    _, ends = table.counts(50.0, CLASSES)
-    assert ends.sum(axis=1).tolist() == [1, 1, 0, 1, 0]
-
-
-def test_of_many_classes_a_refresh_works_out_a_part() -> None:
-    limit = 600
-    table = DensityTable(np.zeros(limit, np.intp))
-    before = table.values.copy()
-    table.wait(np.arange(limit, dtype=np.uint16), 0.0)
-    changed = []
-    for turn in range(5):
-        table.refresh(60.0 + turn, limit)
-        changed.append(int((table.values != before).any(axis=1).sum()))
-    assert changed[0] == 128
-    assert changed[-1] == limit
 
 
 def test_slots_are_few_and_lose_nobody_however_long_it_goes_on() -> None:
@@ -433,18 +390,6 @@ def test_a_forecast_learns_that_prompts_are_continued_but_their_ends_are_not() -
     assert forecast.chance(9001, 3000.0) > 0.9
     assert forecast.chance(9003, 3000.0) < 0.1
     assert (forecast.history.hits_of(1), forecast.history.hits_of(9001)) == (2, 1)
-
-
-def test_a_tier_that_keeps_chunks_for_long_makes_late_hits_count() -> None:
-    forecast = ReuseForecast(AccessHistory())
-    for at in range(100):
-        ask(forecast, [2 * at + 1, 2 * at + 2], 10.0 * at)
-        ask(forecast, [2 * at + 1, 2 * at + 1000], 10.0 * at + 500.0)
-    ask(forecast, [9000, 9001], 3000.0)
-    late = forecast.chance(9000, 3000.0)
-    for _ in range(1000):
-        forecast.evicted(9000, 3010.0)  # ten seconds after it was asked for
-    assert forecast.chance(9000, 3000.0) < 0.1 < late
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(1, 9), max_size=5, unique=True), st.floats(-9, 9))))

@@ -7,8 +7,8 @@ import zlib
 import numpy as np
 import pytest
 from bench.policy.hybrid import HYBRID_POLICIES, StateRequest, make_states, play
-from contracts.states import edge, recounted_bytes, spelt
 from contracts.states import nodes as nodes_of
+from contracts.states import recounted_bytes, spelt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -39,11 +39,7 @@ from kvstore.server.eviction.states.tree import (
 )
 
 SMALL = HybridModel("small", 1, 1, 1, 8, 4)
-
-
 STATE, KV = SMALL.state_bytes, SMALL.kv_bytes_per_token
-
-
 Prefix = tuple[int, ...]
 
 
@@ -54,13 +50,6 @@ def ids(*values: int) -> Tokens:
 def insert(tree: CheckpointTree, *values: int) -> tuple[Node, Node]:
     sequence = ids(*values)
     return tree.extend(tree.match(sequence), sequence)
-
-
-def test_a_split_copies_its_edges_so_that_nothing_of_the_whole_stays_alive() -> None:
-    tree = CheckpointTree(SMALL)
-    _, end = insert(tree, *range(1000))
-    parts, _ = insert(tree, 0, 5)
-    assert [len(one.edge) for one in (parts, end)] == [4, 4 * 999]
 
 
 def prefixes(sequence: Prefix) -> set[Prefix]:
@@ -147,8 +136,6 @@ class TreeMachine(RuleBasedStateMachine):
 
 
 TestTree = TreeMachine.TestCase
-
-
 TestTree.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
@@ -202,15 +189,6 @@ def test_ranks_by_recency_evict_in_this_order() -> None:
         assert victims(serve(make_rank, requests), 100.0) == order
 
 
-def test_alpha_keeps_the_state_that_saves_more_flops_per_byte() -> None:
-    requests = "a>1 " + "b" * 200 + ">1 cc>1"
-    by_recency = victims(serve(lambda tree: MarconiRank(tree, 0.0), requests), 9.0)
-    by_flops = victims(serve(lambda tree: MarconiRank(tree, 2.0), requests), 9.0)
-    assert by_recency[0] == "a1"
-    assert by_recency[1].startswith("bbb")
-    assert by_flops == ["a1", "cc1", by_recency[1]]
-
-
 def cold(tree: CheckpointTree) -> HitDensityRank:
     return HitDensityRank(tree, warm=False)
 
@@ -252,21 +230,7 @@ def test_the_prior_is_the_one_that_was_measured() -> None:
     assert zlib.crc32(tables.astype("<u2").tobytes()) == crc32
 
 
-def test_the_prior_gives_way_to_what_is_seen() -> None:
-    """Whatever it says of first turns, in a thousand of them it is learnt what they are."""
-    cache = serve(HitDensityRank, "aa>1")
-    rank = cache.rank
-    assert isinstance(rank, HitDensityRank)
-    before = rank.table.values[0, 20]
-    for at in range(3000):
-        cache.request(np.array([at, at, 1], np.int32), 2, 100.0 + at)
-    rank.table.refresh(1e6, STATE_CLASSES)
-    assert rank.table.values[0, 20] < before / 2
-
-
 PLENTY = 10**15
-
-
 Request = tuple[list[int], list[int], float]
 
 
@@ -407,30 +371,6 @@ def test_the_sequence_that_was_seen_longest_ago_is_forgotten_first() -> None:
     assert len(one.forgotten) == 1
 
 
-def test_such_a_part_goes_as_well_when_the_state_of_one_of_them_went() -> None:
-    one = Remembered(nodes=0)
-    ends = [one.see(1, 2, 3), one.see(1, 2, 4)]
-    for end in ends:
-        one.tree.hold(end)
-    one.trim()
-    one.tree.drop(ends[0])
-    one.ghosts.enter(ends[0])
-    one.trim()
-    assert one.tree.nodes == 1
-    assert edge(ends[1]) == [1, 2, 4]
-
-
-def test_a_state_that_went_makes_a_ghost_of_the_age_of_its_last_use() -> None:
-    one = Remembered(nodes=1)
-    old = one.see(1, 1)
-    one.tree.hold(old)
-    one.see(2, 2)
-    one.tree.drop(old)
-    one.ghosts.enter(old)
-    one.trim()
-    assert not one.knows(1, 1)
-
-
 def test_limits_hold_whatever_comes() -> None:
     for nodes in [1, 7, 50]:
         one = Remembered(nodes, tokens=4 * nodes)
@@ -442,10 +382,3 @@ def test_limits_hold_whatever_comes() -> None:
             assert one.tree.nodes - branches <= nodes
             assert len(one.ghosts._queue) <= one.tree.nodes
         assert one.forgotten
-
-
-def test_what_is_remembered_goes_with_the_capacity_up_to_a_limit() -> None:
-    limits = GhostLimits.of(HYBRID_7B, 10_000_000_000)
-    assert limits.tokens == 16 * 10_000_000_000 // 65_536
-    assert limits.nodes == 64 * 10_000_000_000 // 26_787_840
-    assert GhostLimits.of(HYBRID_7B, 10**15).nodes == 2**18

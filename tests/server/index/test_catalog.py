@@ -11,7 +11,6 @@ from itertools import count
 
 import numpy as np
 import pytest
-from contracts.chunks import make_representation
 from contracts.policy import ALL, everyone, info, key, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,12 +20,12 @@ from typing_extensions import override
 
 from kvstore.proto.errors import LeaseExpiredError, QuotaExceededError
 from kvstore.proto.key_table import NO_ROW
-from kvstore.proto.types import Accuracy, ChunkInfo, KVLayout
+from kvstore.proto.types import Accuracy, ChunkInfo
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import EvictionPolicy, Rows, make_policy
 from kvstore.server.index.access_log import MAX_EVENTS, MAX_ROWS, AccessLog, Lookup, Stored
-from kvstore.server.index.catalog import AT_ONCE, Catalog
+from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.index.holds import Leases, LeaseTerms
 
@@ -56,8 +55,6 @@ def catalog(clock: FakeClock) -> Catalog:
 
 
 CHAIN = [key(number) for number in range(5)]
-
-
 TIERS = ("cpu", "disk")
 
 
@@ -92,14 +89,6 @@ def test_each_chunk_of_a_match_comes_from_the_first_tier_that_may_be_read(
     assert catalog.match(CHAIN, Accuracy.bounded, by_disk).sources.tolist() == [0, 0, 1]
 
 
-def test_a_match_makes_its_chain_the_last_to_go(catalog: Catalog) -> None:
-    catalog.note_sealed("cpu", info(9))
-    assert catalog.eviction.claim_victims("cpu", 1, ALL) == [key(2)]
-    catalog.eviction.unclaim([key(2)])
-    catalog.match(CHAIN, Accuracy.exact, TIERS)
-    assert catalog.eviction.claim_victims("cpu", 1, ALL) == [key(9)]
-
-
 def test_what_is_held_is_neither_claimed_nor_cast_out(catalog: Catalog) -> None:
     catalog.grant([key(0)], LeaseTerms(SESSION, 10.0))
     catalog.hold(key(2))  # it moves
@@ -110,14 +99,6 @@ def test_what_is_held_is_neither_claimed_nor_cast_out(catalog: Catalog) -> None:
     assert catalog.copies(key(0)).keys() == {"cpu", "disk"}
     assert catalog.cast_out("cpu", key(0))
     assert catalog.copies(key(0)).keys() == {"disk"}
-
-
-def test_a_victim_is_handed_out_once(catalog: Catalog) -> None:
-    assert catalog.eviction.claim_victims("cpu", 100, ALL) == [key(2)]
-    assert catalog.eviction.claim_victims("cpu", ALL, ALL) == []
-    assert catalog.eviction.claim_victims("disk", ALL, ALL) == [key(1), key(0)]
-    catalog.eviction.unclaim([key(2)])
-    assert catalog.eviction.claim_victims("cpu", 100, ALL) == [key(2)]
 
 
 class AskedClock(FakeClock):
@@ -325,11 +306,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 LeaseMachine.TestCase.settings = settings(deadline=None)
-
-
 TestPinsAddUp = LeaseMachine.TestCase
-
-
 PLACES = st.tuples(st.integers(0, 11), st.sampled_from([None, -1, -1, -1, -1, -2]))
 """A chunk, and how far before it the one is that it continues."""
 
@@ -366,23 +343,6 @@ def test_chunks_noted_together_are_known_as_chunks_noted_one_by_one(
         found = together.note_found("peer", infos)
         assert found == [one for each in infos for one in alone.note_found("peer", [each])]
     assert state(together, 12) == state(alone, 12)
-
-
-def test_a_chunk_of_another_layout_is_told_back_and_not_noted() -> None:
-    catalog = make_catalog(FakeClock())
-    catalog.note_sealed("cpu", info(1, 0))
-    other = replace(info(1, 0), layout=KVLayout.of(make_representation(3), 16))
-    assert catalog.note_found("peer", [info(0, None), other, info(2, 1)]) == [other]
-    assert [list(catalog.copies(key(n))) for n in range(3)] == [["peer"], ["cpu"], ["peer"]]
-
-
-def test_a_chain_longer_than_is_noted_at_once_is_noted_whole() -> None:
-    catalog = make_catalog(FakeClock())
-    length = 3 * AT_ONCE + 1
-    assert catalog.note_found("peer", infos(0, length)) == []
-    keys = [key(number) for number in range(length)]
-    assert len(catalog.match(keys, Accuracy.exact, ("cpu", "peer")).sources) == length
-    assert catalog.eviction.count_on("peer") == length
 
 
 def test_what_a_tier_has_is_told_in_the_order_of_the_question() -> None:
@@ -496,28 +456,6 @@ def test_few_rows_wait_as_each_takes_time_to_apply() -> None:
     access_log.apply_all()
     access_log.note(requested([2]))
     assert len(access_log) == 1
-
-
-@pytest.mark.parametrize("is_full", [True, False], ids=["full", "partial"])
-def test_a_chain_is_told_as_its_chunks_are(is_full: bool) -> None:
-    facts = InsertInfo(tokens_full=is_full)
-    flops = [3.0, 0.0, 5.0]
-    told = []
-    for events in (
-        [Stored(0, [1, 2, 3], 7, 100, facts, flops, 1.0)],
-        [
-            Stored(0, [row], parent, 100, facts, [each], 1.0)
-            for row, parent, each in zip((1, 2, 3), (7, 1, 2), flops, strict=True)
-        ],
-    ):
-        history, policy = AccessHistory(), Listening()
-        access_log = AccessLog(ChunkMetadata(history), {"cpu": policy})
-        for event in events:
-            access_log.note(event)
-        access_log.apply_all()
-        seen = [(history.is_partial(row), history.flops_of(row)) for row in (1, 2, 3)]
-        told.append((policy.heard, seen))
-    assert told[0] == told[1]
 
 
 def test_a_lookup_asked_again_touches_and_is_not_counted() -> None:

@@ -315,12 +315,6 @@ def test_the_ends_of_one_prompt_as_it_grows_do_not_make_it_common(index: ChunkIn
     assert index.is_common(second)
 
 
-def test_a_chunk_that_names_itself_as_its_parent_goes_whole(index: ChunkIndex) -> None:
-    row = add(index, "cpu", info(1, 1))
-    assert index.discard("cpu", row)
-    assert add(index, "cpu", info(2)) == row
-
-
 def test_a_copy_that_is_not_near_enough_to_the_original_does_not_count(index: ChunkIndex) -> None:
     add(index, "cpu", info(0))
     add(index, "disk", replace(info(1), accuracy=Accuracy.bounded))
@@ -341,14 +335,6 @@ def test_an_index_has_no_more_tiers_than_a_byte_has_bits() -> None:
     ChunkIndex([str(number) for number in range(MAX_TIERS)])
     with pytest.raises(InvalidRequestError, match="tiers"):
         ChunkIndex([str(number) for number in range(MAX_TIERS + 1)])
-
-
-def test_layouts_of_many_sizes_are_kept_apart(index: ChunkIndex) -> None:
-    representation = make_representation(1)
-    layouts = [KVLayout.of(representation, 16 + number) for number in range(2000)]
-    chunks = [replace(info(number), layout=layout) for number, layout in enumerate(layouts)]
-    rows = [add(index, "cpu", chunk) for chunk in chunks]
-    assert [index.info("cpu", row) for row in rows] == chunks
 
 
 def test_memory_is_that_of_the_most_chunks_there_ever_were() -> None:

@@ -26,7 +26,7 @@ from kvstore.proto.types import (
     LayerKind,
     PutOutcome,
 )
-from kvstore.server.store.reservations import WITHOUT_STATE, without_state
+from kvstore.server.store.reservations import WITHOUT_STATE
 
 stored, exists = PutOutcome.stored, PutOutcome.exists
 
@@ -89,15 +89,6 @@ def test_a_copy_with_another_end_than_the_others_is_not_counted(server: LocalSer
         assert catalog.holders(keys[1]) == ["cpu"]
         assert keys[1] in catalog.orphans["disk"]
         assert client.lookup(keys=keys).ready == ready
-
-
-def test_a_layout_of_states_alone_stays_as_it_is() -> None:
-    whole = KVLayout.of(HYBRID, TOKENS)
-    bare = without_state(whole)
-    assert bare == KVLayout.of(HYBRID, TOKENS, state=False)
-    assert without_state(bare) is None
-    states = KVLayout(tuple(c for c in whole.components if c.kind is LayerKind.state))
-    assert without_state(states) is None
 
 
 @pytest.fixture
@@ -165,15 +156,6 @@ def test_a_state_that_comes_a_second_time_is_kept(judicious: LocalServer, client
     assert put(client, keys)[:2] == [(stored, False)] * 2
     assert states_of(judicious, keys) == [True] * 3
     assert put(client, keys) == [(exists, False)] * 3
-
-
-def test_an_end_that_others_continue_later_keeps_its_state(
-    judicious: LocalServer, client: Client
-) -> None:
-    keys = keys_of(client, 4, 4)
-    put(client, keys[:2])
-    put(client, keys, first=2)
-    assert states_of(judicious, keys) == [False, True, False, True]
 
 
 def test_explain_says_that_the_state_was_not_kept(judicious: LocalServer, client: Client) -> None:

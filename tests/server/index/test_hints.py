@@ -18,7 +18,7 @@ from helpers.prompts import keys_of as names_of
 from hypothesis import given
 from hypothesis import strategies as st
 from simulation.clock import FakeClock
-from simulation.core import Core, keys_of, outcomes_of, prompt
+from simulation.core import Core, keys_of, prompt
 from simulation.tiers import SimDisk, no_faults
 from simulation.universe import Version
 
@@ -151,27 +151,6 @@ def test_a_pin_keeps_chunks_for_its_time(core: Core, session: Session, clock: Fa
     core.store.tick()
     core.put(session, prompt(12, seed=2))
     assert here(core, pinned) == [False] * 3
-
-
-def test_pins_over_the_limit_are_ignored_and_counted(core: Core, session: Session) -> None:
-    pin = Hints(pin_ms=60_000)
-    assert outcomes_of(core.put(session, prompt(12), hints=pin)) == {PutOutcome.stored}
-    limit = core.cpu.capacity_bytes // 2 // prompt(1)[0].info.size_bytes
-    assert core.counters["ignored_pins"] == 12 - limit
-    results = core.put(session, prompt(12, seed=1), hints=pin)
-    assert outcomes_of(results) == {PutOutcome.stored}, "the rest can go"
-
-
-def test_of_the_next_to_go_the_lowest_priority_goes_first(clock: FakeClock) -> None:
-    with closing(Core(clock=clock, slabs=16)) as core:
-        session = core.open_session()
-        dear, cheap = prompt(1), prompt(2, seed=1)
-        core.put(session, dear, hints=Hints(priority=80))
-        core.put(session, cheap, hints=Hints(priority=20))
-        core.put(session, prompt(45, seed=2))
-        assert all(here(core, dear + cheap)), "full"
-        core.put(session, prompt(2, seed=3))
-        assert (here(core, dear), here(core, cheap)) == ([True], [False, False])
 
 
 def test_what_is_said_at_the_release_is_of_the_chunks_of_the_lease(

@@ -6,10 +6,8 @@ import base64
 import hmac
 import json
 import os
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -161,13 +159,6 @@ def test_a_file_with_a_line_that_is_no_key_or_that_others_could_change_is_refuse
         authenticator(ring.path)
 
 
-def test_a_token_says_who_it_is_for_as_long_as_it_lasts() -> None:
-    token = jwt.encode(claims(), KEY, "EdDSA")
-    found = JwtVerifier(PEM, **TERMS).principal_of(token)
-    assert (found.name, found.tenant, found.roles) == ("jwt:engine-7", "acme", ENGINE)
-    assert found.expires_at >= time.time() + 50
-
-
 def signed_by_hand(algorithm: str, secret: bytes | None) -> str:
     """Return a token that jwt refuses to make: unsigned, or an HMAC under a public key."""
     parts = [json.dumps(one).encode() for one in ({"alg": algorithm, "typ": "JWT"}, claims())]
@@ -272,28 +263,6 @@ def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.Monke
     for number in range(8):
         asked.principal_of(bearer(jwt.encode(claims(sub=str(number)), secret, "HS256")), {})
     assert file.value.principal_of.cache_info().currsize == 3  # type: ignore[attr-defined]
-
-
-def test_who_looks_at_a_file_while_another_reads_it_has_the_new_value(tmp_path: Path) -> None:
-    path, begun, go_on = tmp_path / "file", threading.Event(), threading.Event()
-    path.write_bytes(b"old")
-
-    def parse(data: bytes) -> bytes:
-        if data == b"newer":
-            begun.set()
-            assert go_on.wait(20)
-        return data
-
-    file = WatchedFile((path,), parse)
-    path.write_bytes(b"newer")
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(file.refresh)
-        assert begun.wait(20)
-        second = pool.submit(lambda: (file.refresh(), file.value)[1])
-        time.sleep(0.1)
-        go_on.set()
-        assert (first.result(20), second.result(20)) == (True, b"newer")
-    assert not file.refresh()
 
 
 def test_a_list_takes_back_its_own_authority_s_certificates_and_no_other_s(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from conftest import ProcessMaker, ServerMaker
-from helpers.bare_wire import wire_to
 from helpers.local_server import DEADLINE_MS, LocalServer
 from helpers.prompts import SMALL
 
@@ -138,14 +137,6 @@ def test_a_client_with_a_name_that_does_not_print_opens_no_session(server: Local
         with pytest.raises(InvalidRequestError, match="client") as refused:
             server.dial().call("OpenSession", request, DEADLINE_MS, pb.OpenSessionResponse)
         assert str(refused.value).isprintable()
-
-
-def test_a_count_with_a_name_of_a_megabyte_leaves_nothing(server: LocalServer) -> None:
-    wire = wire_to(server)
-    wire.call("Heartbeat", pb.HeartbeatRequest(counts={"x" * 1_000_000: 1, "hits": 2}))
-    request = pb.ExplainRequest(recent=1)
-    reply = server.dial().call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
-    assert [dict(one.counts) for one in reply.engines] == [{"hits": 2}]
 
 
 def resident_bytes(pid: int) -> int:

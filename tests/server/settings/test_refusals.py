@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -151,14 +150,6 @@ def test_every_wrong_setting_is_named_at_once_with_its_origin(
     ]
 
 
-def test_a_setting_that_two_variables_give_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVSTORE_REDIS", "redis://u:hunter2@h")
-    monkeypatch.setenv("kvstore_redis", "redis://u:hunter2@h")
-    message = refused()
-    assert re.search("kvstore_redis='...': is kvstore_redis too; give one of", message, re.I)
-    assert "hunter2" not in message
-
-
 def test_a_name_that_there_was_is_refused_and_its_successor_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,8 +255,3 @@ def test_gpu_without_a_device_stops_with_the_sentence_that_names_the_fix(
         "tiers='gpu,cpu': 'gpu' needs a CUDA device and this machine shows none;"
         " start with --tiers cpu,disk (from --tiers)"
     )
-
-
-def test_a_runtime_folder_too_deep_for_a_socket_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/" + "d" * 100)
-    assert "107 bytes" in refused()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kvstore.proto.types import Accuracy
 from kvstore.server.eviction.quotas import MAX_PARTITIONS
 from kvstore.server.settings import settings as config_module
 from kvstore.server.settings.loading import load, show
-from kvstore.server.settings.rules import MAX_QUOTAS, DiskFolder, auto_accuracy, is_auto
+from kvstore.server.settings.rules import MAX_QUOTAS
 from kvstore.server.settings.settings import (
     Settings,
     load_config,
@@ -81,17 +79,6 @@ def test_addresses_of_this_machine_are_loopback_and_no_others() -> None:
 
 
 SECRET_URL = "redis://reader:hunter2@cache.example:6379/3"
-
-
-def test_nothing_given_is_a_loopback_server_with_cpu_and_disk(tmp_path: Path) -> None:
-    config = load_config([])
-    assert config.tiers == ("cpu", "disk")
-    assert config.listen == "127.0.0.1:7420"
-    assert config.http == "off"
-    folder = DiskFolder(capacity_bytes=4 * GIB, path=tmp_path / "cache" / "kvstore" / "disk")
-    assert config.disk == (folder,)
-    assert config.secret_file is None
-    assert not config.insecure
 
 
 def test_a_flag_wins_over_the_environment_which_wins_over_the_file(
@@ -169,38 +156,6 @@ def test_every_setting_has_the_same_name_as_flag_variable_and_key(
             assert getattr(load_config(["--config", path]), name) == getattr(from_flag, name)
             patch.setenv(f"KVSTORE_{name.upper()}", value)
             assert load_config([]) == from_flag
-
-
-def test_the_file_takes_lists_mappings_numbers_and_a_bare_off(tmp_path: Path) -> None:
-    text = f"""
-tiers: [disk, cpu]
-cpu_size: {64 * MIB}
-disk: {{capacity_bytes: 1GiB, path: {tmp_path}}}
-socket_path: off
-http: off
-insecure: yes
-"""
-    config = load_config(["--config", write(tmp_path / "c.yaml", text)])
-    assert config.tiers == ("cpu", "disk")
-    assert config.cpu_size == 64 * MIB
-    assert config.disk == (DiskFolder(capacity_bytes=GIB, path=tmp_path),)
-    assert config.socket_path_for(1) is None
-    assert config.http == "off"
-    assert config.insecure
-
-
-def test_names_in_the_environment_may_be_in_small_letters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("kvstore_config", write(tmp_path / "a.yaml", "workers: 5\n"))
-    monkeypatch.setenv("kvstore_cpu", "64MiB")
-    monkeypatch.setenv("Kvstore_Max_Sessions", "7")
-    monkeypatch.setenv("kvstore_service_port", "7420")
-    config, origins = load(Settings, [])
-    assert (config.workers, config.cpu_size, config.max_sessions) == (5, 64 * MIB, 7)
-    assert (origins["cpu_size"], origins["max_sessions"]) == ("kvstore_cpu", "Kvstore_Max_Sessions")
-    monkeypatch.setenv("kvstore_cpu_sise", "8GiB")
-    assert "did you mean cpu_size? (from kvstore_cpu_sise)" in refused()
 
 
 def test_what_kubernetes_injects_and_the_command_line_reads_is_not_a_setting(
@@ -360,17 +315,6 @@ def test_several_disks_are_given_with_commas_and_repeat_the_size_before(tmp_path
     assert ",".join(map(str, named)) == f"5GiB:{a},4GiB:{b}"
 
 
-def test_the_codecs_of_tenants_are_read_by_tier_and_shown_as_they_were_written() -> None:
-    text = "acme/redis=kvq:2,sinks=4,importance,acme/disk=raw,b.c-d_1/disk=lossless"
-    rules = load_config(["--tenant-codecs", text]).tenant_codecs
-    assert ",".join(map(str, rules)) == text
-    assert [(rule.tenant, rule.tier, rule.codec) for rule in rules] == [
-        ("acme", "redis", "kvq:2,sinks=4,importance"),
-        ("acme", "disk", "raw"),
-        ("b.c-d_1", "disk", "lossless"),
-    ]
-
-
 def test_the_terms_of_policy_are_read_by_tier_and_shown_as_they_were_written() -> None:
     policies = load_config(["--policy", "marconi,gpu=lru"]).policy
     others = dict.fromkeys(("cpu", "disk", "redis"), "marconi")
@@ -413,18 +357,6 @@ def test_as_many_tenants_and_categories_have_quotas_as_policies_have_columns_for
     assert len(load_config(["--category-terms", terms + ",more=1s"]).category_terms) == 8
 
 
-def test_auto_says_how_much_may_be_lost() -> None:
-    for name, least in [
-        ("auto", Accuracy.exact),
-        ("auto:exact", Accuracy.exact),
-        ("auto:bounded", Accuracy.bounded),
-        ("auto:approximate", Accuracy.approximate),
-    ]:
-        assert load_config(["--codec", f"disk={name}"]).codec["disk"] == name
-        assert is_auto(name)
-        assert auto_accuracy(name) is least
-
-
 def test_what_a_setting_names_is_joined_over_file_environment_and_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -463,17 +395,3 @@ def test_what_is_given_for_no_tier_is_for_all_of_them() -> None:
     budget = load_config(["--write-budget", "disk=1TiB,redis=500G"])
     assert budget.write_budget == {"disk": 1 << 40, "redis": 500 * 10**9}
     assert load_config([]).write_budget == {"disk": 0, "redis": 0}
-
-
-def test_the_ten_flags_that_matter_first_are_first_in_help(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit):
-        load_config(["--help"])
-    text = capsys.readouterr().out
-    assert "--help-all lists every setting" in " ".join(text.split())
-    _, _, text = text.partition("the ten that matter first:")
-    assert re.findall(r"^  (--[a-z-]+)", text, re.M) == [
-        "--tiers", "--cpu", "--disk", "--redis", "--listen", "--bulk", "--http", "--tls-cert",
-        "--tls-key", "--auth-keys",
-    ]  # fmt: skip

@@ -6,9 +6,7 @@ import json
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +16,8 @@ from conftest import ProcessMaker, ServerMaker
 from helpers.credentials import KeyRing
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import assert_reads, keys_of, store, tokens
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvstore.client import Access, ClientOptions
@@ -32,16 +29,12 @@ from kvstore.server import node
 from kvstore.server.settings.settings import load_config
 from kvstore.server.telemetry import tracing as module
 from kvstore.server.telemetry.tracing import (
-    CURRENT,
     HEADER,
     MAX_ID_CHARS,
-    NUMBERS,
     RequestId,
     Tracing,
-    add_request_id,
     open_tracing,
 )
-from kvstore.server.tiering.work_queue import WorkQueue
 
 SERVICE = "kvstore.v1.KVStore"
 
@@ -168,18 +161,6 @@ def test_the_callers_trace_goes_on_in_the_server(
     assert parent(traces.one(f"{SERVICE}/Lookup")) is None
 
 
-def test_a_trace_that_makes_no_sense_is_not_gone_on_with(
-    traces: Traces, server: LocalServer
-) -> None:
-    for header in ["", "nonsense", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", b"\xff"]:
-        name = "traceparent-bin" if isinstance(header, bytes) else "traceparent"
-        with grpc.insecure_channel(server.address) as channel:
-            stub = kvstore_pb2_grpc.KVStoreStub(channel)
-            stub.Status(pb.StatusRequest(), metadata=((name, header),), timeout=20)
-        assert parent(traces.one(f"{SERVICE}/Status")) is None
-        traces.forget()
-
-
 def test_a_refused_call_says_by_which_error_and_not_why(
     traces: Traces, server: LocalServer
 ) -> None:
@@ -245,23 +226,6 @@ def test_a_collector_that_is_not_there_costs_no_call_and_no_stop(
     assert server.stop()
 
 
-def test_what_waits_at_the_end_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A collector that never answers would otherwise be waited for once a batch."""
-    sent: list[int] = []
-
-    def export(_: object, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        sent.append(len(spans))
-        return SpanExportResult.SUCCESS
-
-    monkeypatch.setattr(OTLPSpanExporter, "export", export)
-    tracing = open_tracing("http://127.0.0.1:1", 1.0)
-    assert tracing is not None
-    for _ in range(1000):
-        tracing._tracer.start_span("call").end()
-    tracing.close()
-    assert sent == [1000]
-
-
 def test_an_endpoint_that_is_none_is_refused() -> None:
     for url in ["127.0.0.1:4317", "ftp://h:1", "http://h", "http://h:1/path", "http://u:p@h:1"]:
         with pytest.raises(InvalidRequestError, match="tracing"):
@@ -279,38 +243,9 @@ def test_without_opentelemetry_the_start_says_what_to_install(
 MADE_UP = re.compile(r"[0-9a-f]{16}")
 
 
-def line() -> dict[str, object]:
-    fields: dict[str, object] = {}
-    add_request_id(None, "", fields)
-    return fields
-
-
-@contextmanager
-def call(metadata: Callable[[], object] = tuple) -> Iterator[None]:
-    """A call that brought *metadata* along is at work."""
-    CURRENT.set(RequestId(next(NUMBERS), metadata))
-    yield
-    CURRENT.set(None)
-
-
 def test_an_id_that_would_spoil_the_log_is_not_taken() -> None:
     for given in ["", "a\nb", "é", "x" * (MAX_ID_CHARS + 1), b"bytes"]:
         assert MADE_UP.fullmatch(str(RequestId(1, partial(tuple, ((HEADER, given),)))))
-
-
-def test_what_a_call_has_moved_has_its_id_too() -> None:
-    seen: list[object] = []
-    with closing(WorkQueue({"queue": 1}, 10, time.monotonic)) as work_queue:
-        with call(lambda: ((HEADER, "abc-1"),)):
-            ticket = work_queue.submit(
-                "queue", b"one", lambda: seen.append(line().get("request_id"))
-            )
-        assert ticket is not None
-        work_queue.wait(ticket, time.monotonic() + 20)
-        other = work_queue.submit("queue", b"two", lambda: seen.append(line().get("request_id")))
-        assert other is not None
-        work_queue.wait(other, time.monotonic() + 20)
-    assert seen == ["abc-1", None]
 
 
 def test_every_line_of_a_servers_log_is_json_and_refusals_have_their_ids(

@@ -62,17 +62,6 @@ def test_a_copy_is_transcoded_to_the_codec_of_its_slot(disk: SimDisk) -> None:
         assert core.get(session, keys_of(versions)) == frames_of(versions)
 
 
-def test_a_copy_of_what_is_gone_or_there_already_does_nothing(core: Core, disk: SimDisk) -> None:
-    session = core.open_session()
-    here, gone = prompt(2)
-    core.put(session, [here])
-    assert [core.copy_down(here), core.copy_down(here), core.copy_down(gone)] == [
-        True, True, False,
-    ]  # fmt: skip
-    assert core.counters["copied_chunks"] == disk.stats().chunks == 1
-    assert core.catalog.leases.pins.total() == 0
-
-
 @pytest.mark.parametrize("verb", ["reserve", "write", "seal"])
 def test_a_write_that_fails_leaves_no_room_taken(
     core: Core, disk: SimDisk, verb: str, monkeypatch: pytest.MonkeyPatch
@@ -223,28 +212,6 @@ def test_a_damaged_copy_is_quarantined_and_leaves_no_room_taken(core: Core, disk
     assert core.counters["corrupt_chunks"] == 1
 
 
-def test_a_lost_copy_is_forgotten_and_leaves_no_room_taken(core: Core, disk: SimDisk) -> None:
-    version = on_disk_only(core)
-    disk.lose(version.info.key)
-    assert load(core, version) is False
-    assert core.tiers_of(version) == []
-    assert core.cpu.stats().used_bytes == 0
-    assert core.counters["lost_chunks"] == 1
-
-
-def test_a_medium_that_does_not_answer_keeps_its_copy_and_our_room_is_free(
-    core: Core, disk: SimDisk
-) -> None:
-    version = on_disk_only(core)
-    disk.faults.fail = 1.0
-    with pytest.raises(TierUnavailableError):
-        load(core, version)
-    assert core.tiers_of(version) == ["disk"]
-    assert core.cpu.stats().used_bytes == core.catalog.leases.pins.total() == 0
-    disk.faults.end()
-    assert load(core, version) is True
-
-
 def test_right_checksums_over_what_its_codec_cannot_read_are_damage_all_the_same(
     core: Core, disk: SimDisk
 ) -> None:
@@ -350,18 +317,6 @@ def test_an_evicted_chunk_goes_to_the_next_lower_tier_and_comes_back_the_same(
         assert len(alone.catalog) == kept
 
 
-def test_eviction_cascades_from_tier_to_tier(disk: SimDisk, redis: SimRedis) -> None:
-    disk.capacity_bytes = 6 * disk.allocated_bytes(prompt(1)[0].info.size_bytes)
-    with closing(Core([disk, redis])) as core:
-        session = core.open_session()
-        versions = prompt(30)
-        core.put(session, versions)
-        assert disk.stats().chunks == 6
-        assert redis.stats().chunks == 30 - 6 - core.cpu.stats().chunks
-        assert core.counters["dropped_victims"] == 0
-        assert all(len(core.tiers_of(version)) == 1 for version in versions)
-
-
 def test_a_victim_that_lies_lower_already_is_not_copied_again(core: Core, disk: SimDisk) -> None:
     session = core.open_session()
     versions = prompt(12)
@@ -419,12 +374,3 @@ def test_a_demotion_that_takes_too_long_refuses_the_put_and_loses_nothing(
         gated.gate.set()
         assert core.get(session, keys_of(versions)) == frames_of(versions)
         assert core.put(session, [late])[0].outcome is PutOutcome.stored
-
-
-def test_a_victim_goes_even_if_the_lower_tier_fails(core: Core, disk: SimDisk) -> None:
-    session = core.open_session()
-    core.put(session, prompt(12))
-    disk.faults.fail = 1.0
-    assert core.put(session, prompt(1, seed=1))[0].reason == ""
-    assert core.counters["dropped_victims"] == 1
-    assert disk.stats().reservations == 0

@@ -52,7 +52,6 @@ from kvstore.server.tiering.admission import (
     WriteBudget,
 )
 from kvstore.server.tiering.breaker import Breaker
-from kvstore.server.tiering.placement import MAX_ENGINES
 from kvstore.tiers.base import Tier
 
 STORED, LEAVING = Trigger.stored, Trigger.leaving
@@ -143,8 +142,6 @@ def test_a_tier_with_room_takes_everything_and_then_what_is_worth_more_than_its_
 
 
 A_DAY = 24_000
-
-
 BURST = A_DAY // BURSTS_A_DAY
 
 
@@ -225,9 +222,6 @@ def on_disk(core: Core, versions: list[Version]) -> int:
     return sum("disk" in core.tiers_of(version) for version in versions)
 
 
-SLOW_ENGINE = PrefillModel(0.0, 1.0)
-
-
 FAST_ENGINE = PrefillModel(0.0, 1e-12)
 
 
@@ -264,21 +258,6 @@ def test_each_rule_writes_at_its_moment() -> None:
             assert on_disk(core, versions) == asked
             core.put(session, prompt(12, seed=9))
             assert on_disk(core, versions) == evicted
-
-
-def test_auto_learns_to_write_what_comes_again_and_not_what_does_not() -> None:
-    clock = FakeClock()
-    with closing(make_core("auto", clock=clock)) as core:
-        session = core.open_session()
-        for at in range(170):  # whole prompts come twice, and a third time never
-            if at == 150:
-                written = core.counters["copied_chunks"]
-            clock.advance(10)
-            versions = prompt(6, seed=at)
-            ask(core, session, versions)
-            clock.advance(1)
-            ask(core, session, versions)
-        assert core.counters["copied_chunks"] - written < 20 * 6 / 4
 
 
 def test_a_clean_victim_is_not_written_again() -> None:
@@ -343,14 +322,6 @@ def test_an_exclusive_tier_takes_no_durable_puts() -> None:
             core.put(core.open_session(), prompt(1), durable=True)
 
 
-def test_engines_beyond_a_limit_are_forgotten() -> None:
-    with closing(make_core("auto")) as core:
-        placement = core.moves.placement
-        for number in range(MAX_ENGINES + 5):
-            placement.note_engine(number.to_bytes(16, "big"), SLOW_ENGINE)  # type: ignore[arg-type]
-        assert len(placement._engines) == MAX_ENGINES
-
-
 @pytest.mark.parametrize("rule", ["auto", "evict"])
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_victims_go_to_the_nearest_tier_or_if_weighed_where_they_would_load_from_soonest(
@@ -412,16 +383,6 @@ def test_beyond_it_only_what_is_likely_to_be_asked_for_again_leaves_memory_for_d
     assert core.counters["copied_chunks"] < 12
     assert core.counters["over_budget_copies"] == core.counters["unworthy_copies"] > 80
     assert core.moves.placement.budgets()["disk"][1] > -3 * 24 * FRAME
-    core.close()
-
-
-def test_a_copy_that_cannot_be_queued_costs_nothing() -> None:
-    core = make_core("through", config=budget(6))
-    for _ in range(3):
-        core.slot("disk").breaker.fail("down")
-    core.put(core.open_session(), prompt(3))
-    assert core.counters["skipped_copies"] == 3
-    assert core.moves.placement.budgets()["disk"][1] == 6 * FRAME
     core.close()
 
 

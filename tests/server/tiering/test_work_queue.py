@@ -252,9 +252,6 @@ def test_workers_share_one_batch_where_they_are_let_and_else_one_is_at_it() -> N
     assert clashes == [False] * 40
 
 
-# --- work that nobody wants any more
-
-
 def test_what_waits_is_dropped_with_its_last_claim() -> None:
     work_queue, done = stepped(), []
     one = submit(work_queue, "a", lambda: done.append(1), claimed=True)
@@ -269,15 +266,6 @@ def test_what_waits_is_dropped_with_its_last_claim() -> None:
     assert submit(work_queue, "a", lambda: done.append(3), claimed=True) is not one
     assert work_queue.step()
     assert done == [3]
-
-
-def test_what_somebody_submits_without_a_claim_is_done_in_any_case() -> None:
-    work_queue, done = stepped(), []
-    for claimed in (True, False, True):
-        ticket = submit(work_queue, "a", lambda: done.append(1), claimed=claimed)
-    assert not any(work_queue.let_go(ticket) for _ in range(3))
-    assert work_queue.step()
-    assert done == [1]
 
 
 @pytest.mark.parametrize("is_noticed", [True, False])
@@ -303,8 +291,6 @@ def test_who_comes_after_work_was_given_up_gets_work_of_its_own(is_noticed: bool
     assert work_queue.is_idle()
     assert not work_queue.is_cancelled(), "this thread does no work"
 
-
-# --- loads that nobody waits for any more
 
 PARTS = 8
 
@@ -485,9 +471,6 @@ def test_a_prefetch_that_a_get_waits_for_goes_on(core: Core, tier: SlowDisk) -> 
     assert_nothing_left(core, tier)
 
 
-# --- prefetches
-
-
 def prefetching(prefetch_bytes: int = 1 << 20, queue_limit: int = 1000) -> Core:
     """A core with room for twelve chunks in memory, and many more on disk."""
     config = settings(prefetch_bytes=prefetch_bytes)
@@ -518,14 +501,6 @@ def test_a_chain_that_was_leased_comes_up_before_its_get() -> None:
         for _ in range(2):
             assert core.get(session, keys_of(versions)) == frames_of(versions)
             assert core.counters["prefetched_chunks"] == core.counters["prefetch_used_chunks"] == 4
-
-
-def test_a_reader_of_files_in_place_is_left_to_read_them() -> None:
-    with closing(prefetching()) as core:
-        session, versions = put_on_disk(core, 4)
-        session.is_attached = True
-        look(core, session, versions)
-        assert core.counters["prefetched_chunks"] == 0
 
 
 def test_no_more_than_the_budget_is_under_way_and_half_the_queue_belongs_to_gets() -> None:

@@ -249,19 +249,6 @@ def test_who_asks_for_what_is_not_kept_any_more_begins_anew(
     assert known_of(again) == subscriber.known()
 
 
-def test_a_publisher_that_falls_behind_tells_readers_to_begin_anew(
-    make_server: ServerMaker, context: Sockets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = make_server(*published(tmp_path / "p"), "--tiers", "cpu", "--limits", "events_kept=1")
-    client, subscriber = server.connect("grpc"), connected(context, server)
-    with monkeypatch.context() as patch:  # else it may take up one event as each comes
-        patch.setattr(publisher_of(server), "_publish", lambda: False)
-        keys = store(client, 1, 6)
-    subscriber.hears(keys)
-    assert server.counter("event_restarts") > 0
-    assert sum(words[0] == AllBlocksCleared() for words in subscriber.heard.values()) > 1
-
-
 def test_requests_that_are_none_are_counted(
     make_server: ServerMaker, context: Sockets, tmp_path: Path
 ) -> None:
