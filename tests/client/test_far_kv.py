@@ -139,7 +139,8 @@ def test_what_cannot_be_of_a_gpus_tensors_is_refused_by_name(
     prompt, near = tokens(1, 32), torch.zeros(2, 32, 8, dtype=torch.bfloat16)
     client.put(prompt, far(2, 2, 2, 32, 8))
     bad = [
-        far(2, 2, 2, 31, 8), far(2, 2, 3, 32, 8), far(2, 2, 32, 8), far(8),
+        far(2, 2, 2, 31, 8), far(2, 2, 3, 32, 8), far(2, 2, 32, 8), far(8), far(),
+        [far(2, 2, 2, 32, 8)] * 2,
         far(2, 2, 2, 32, 8).float(), {0: (near, far(2, 32, 8)), 1: (near, near)},
     ]  # fmt: skip
     for kv in bad:
