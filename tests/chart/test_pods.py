@@ -186,15 +186,3 @@ def test_the_pod_starts_answers_its_probes_and_passes_helm_test(
 def server_grace_s(release: Release) -> float:
     spec: dict[str, Any] = workload(release.manifests)["spec"]["template"]["spec"]
     return float(spec["terminationGracePeriodSeconds"])
-
-
-def test_a_pod_without_its_secret_ends_and_says_which(
-    helm4: Helm, sandbox: Sandbox, tmp_path: Path
-) -> None:
-    release = Release(helm4, sandbox, tmp_path)
-    (release.server_volumes["auth"] / "keys").unlink()
-    server = container(release.manifests)
-    with started(sandbox.command(server, release.server_volumes)) as process:
-        _, err = process.communicate(timeout=START_S)
-    assert process.returncode == 2
-    assert "auth_keys" in err

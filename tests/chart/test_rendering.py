@@ -1,10 +1,11 @@
-"""What helm makes of the chart, with either helm and every set of values."""
+"""What either helm makes of the chart with every set of values; its schema and its rules."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import yaml
 from chart.rendered import (
     CHART,
     MONITORING,
+    ROOT,
     VALUES,
     Helm,
     Manifest,
@@ -24,7 +26,10 @@ from chart.rendered import (
     workload,
 )
 
+from kvstore import __version__
 from kvstore.server.settings.values import parse_size
+from kvstore.server.telemetry.metrics import Counters
+from kvstore.server.web.gauges import MetricsText
 
 CERTIFICATES = "cert-manager.io/v1"
 PLAIN = ("--set", "insecure=true")
@@ -101,62 +106,38 @@ def test_nobody_gets_an_open_server_by_default(helm: Helm) -> None:
     assert "auth.existingSecret" in done.err
 
 
-@pytest.mark.parametrize(
-    ("argv", "named"),
-    [
-        (("--set", "tiers.redis.enabled=true"), "redis.existingSecret.name"),
-        (("--set", "tiers.redis.enabled=true,redis.mode=bundled"), "redis.bundled"),
-        (("--set", "tiers.disk.kind=claim"), "tiers.disk.kind"),
-        (("--set", "mode=statefulset,hostSocket.enabled=true"), "hostSocket.enabled"),
-        (("--set", "tls.certManager.enabled=true"), "issuerRef.name"),
-        (("--set", "tls.crl.existingSecret.name=a"), "tls.clientCA"),
-        (("--set", "tls.existingSecret=,insecure=true,metrics.tls=true"), "metrics.tls"),
-        (("--set", "resources.headroom=128MiB"), "resources.headroom"),
-        (("--set", "config.node_id=one"), "config.node_id"),
-        (("--set", "config.advertise=kv"), "config.advertise"),
-        (("--set", "config.directory=true"), "config.directory"),
-        (("--set", "config.peers=directory"), "bulk.enabled"),
-        (("--set", "config.bulk=0.0.0.0:7500"), "ports.bulk"),
-        (("--set", "config.peers=a:1,auth.existingSecret.name=k"), "peers.existingSecret.name"),
-        (
-            ("--set", "config.peers=a:1,tls.existingSecret=t,tls.hasCA=false"),
-            "tls.hasCA",
-        ),
-        (("--set", "peers.existingSecret.name=p"), "config.peers"),
-        (
-            ("--set", "tiers.redis.enabled=true,redis.existingSecret.name=r,redis.auth.username=u"),
-            "redis.auth.existingSecret.name",
-        ),
-    ],
-)
-def test_what_could_not_start_is_refused_by_name(
-    helm: Helm, argv: tuple[str, ...], named: str
-) -> None:
-    done = helm.template(*PLAIN, *argv)
-    assert done.status != 0
-    assert named in done.err
+REFUSED = [
+    ("tiers.redis.enabled=true", "redis.existingSecret.name"),
+    ("tiers.redis.enabled=true,redis.mode=bundled", "redis.bundled"),
+    ("tiers.disk.kind=claim", "tiers.disk.kind"),
+    ("mode=statefulset,hostSocket.enabled=true", "hostSocket.enabled"),
+    ("tls.certManager.enabled=true", "issuerRef.name"),
+    ("tls.crl.existingSecret.name=a", "tls.clientCA"),
+    ("tls.existingSecret=,insecure=true,metrics.tls=true", "metrics.tls"),
+    ("resources.headroom=128MiB", "resources.headroom"),
+    ("config.node_id=one", "config.node_id"),
+    ("config.advertise=kv", "config.advertise"),
+    ("config.directory=true", "config.directory"),
+    ("config.peers=directory", "bulk.enabled"),
+    ("config.bulk=0.0.0.0:7500", "ports.bulk"),
+    ("config.peers=a:1,auth.existingSecret.name=k", "peers.existingSecret.name"),
+    ("config.peers=a:1,tls.existingSecret=t,tls.hasCA=false", "tls.hasCA"),
+    ("peers.existingSecret.name=p", "config.peers"),
+    ("tiers.redis.enabled=true,redis.existingSecret.name=r,redis.auth.username=u",
+     "redis.auth.existingSecret.name"),
+    *((wrong, wrong.partition("=")[0].rpartition(".")[2]) for wrong in (
+        "mode=deployment", "tiers.cpu.size=8Gigs", "tiers.cpu.sice=8GiB", "replicas=0",
+        "ports.grpc=80", "config.disk_wirte=through", "config.workers=0", "config.log_level=loud",
+        "terminationGracePeriodSeconds=3", "image.digest=latest", "hostSocket.path=run",
+    )),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "mode=deployment",
-        "tiers.cpu.size=8Gigs",
-        "tiers.cpu.sice=8GiB",
-        "replicas=0",
-        "ports.grpc=80",
-        "config.disk_wirte=through",
-        "config.workers=0",
-        "config.log_level=loud",
-        "terminationGracePeriodSeconds=3",
-        "image.digest=latest",
-        "hostSocket.path=run",
-    ],
-)
-def test_the_schema_refuses(helm: Helm, wrong: str) -> None:
-    done = helm.template(*PLAIN, "--set", wrong)
-    assert done.status != 0
-    assert wrong.partition("=")[0].rpartition(".")[2] in done.err
+def test_what_could_not_start_or_breaks_the_schema_is_refused_by_name(helm: Helm) -> None:
+    for given, named in REFUSED:
+        done = helm.template(*PLAIN, "--set", given)
+        assert done.status != 0, given
+        assert named in done.err
 
 
 def test_the_configuration_is_one_that_the_server_takes(helm4: Helm) -> None:
@@ -347,3 +328,54 @@ def test_engines_mount_the_socket_s_folder_read_only_and_without_it_there_is_no_
         assert ("run" in [one["name"] for one in spec["volumes"]]) is is_mounted
         mounts = [one["name"] for one in container(manifests)["volumeMounts"]]
         assert ("run" in mounts) is is_mounted
+
+
+def gauge_names() -> set[str]:
+    """Return the names of all levels, which are written out where they are made."""
+    text = (ROOT / "server" / "web" / "gauges.py").read_text()
+    return {f"kvstore_{name}" for name in re.findall(r'\(\s*"([a-z_]+)",\s*"', text)}
+
+
+def expressions() -> Iterator[str]:
+    """Yield every query of the alerts and the dashboard."""
+    for group in yaml.safe_load((CHART / "rules.yaml").read_text())["groups"]:
+        yield from (rule["expr"] for rule in group["rules"])
+    dashboard: dict[str, Any] = json.loads((CHART / "dashboards" / "kvstore.json").read_text())
+    for panel in dashboard["panels"]:
+        yield from (target["expr"] for target in panel["targets"])
+    for variable in dashboard["templating"]["list"]:
+        yield variable["query"]
+
+
+def test_the_schema_is_that_of_the_values_and_the_settings() -> None:
+    done = run(sys.executable, ROOT / "helm" / "make_schema.py", "--print")
+    assert done.status == 0, done.err
+    made = (CHART / "values.schema.json").read_text()
+    assert made == done.out, "run python helm/make_schema.py"
+
+
+def test_every_query_names_metrics_that_the_server_has() -> None:
+    served = MetricsText(Counters(), list, ["cpu", "disk"]).text().decode()
+    known = set(re.findall(r"^kvstore_\w+", served, re.M)) | gauge_names()
+    named = {name for query in expressions() for name in re.findall(r"kvstore_\w+", query)}
+    assert len(named) > 15
+    assert named <= known, named - known
+
+
+def test_the_dashboard_shows_what_the_built_in_page_does() -> None:
+    named = " ".join(expressions())
+    for word in (
+        *("tier_used_bytes", "tier_found_chunks", "tenant_ready_chunks", "flow_bytes"),
+        *("call_seconds_bucket", "what_if_hit_ratio", "tier_policy", "tier_up", "corrupt_chunks"),
+    ):
+        assert f"kvstore_{word}" in named
+
+
+def test_prometheus_takes_the_alerts(tool: Callable[[str], Path]) -> None:
+    done = run(tool("promtool"), "check", "rules", CHART / "rules.yaml")
+    assert done.status == 0, done.out + done.err
+
+
+def test_the_chart_is_of_this_version() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == chart["version"] == __version__

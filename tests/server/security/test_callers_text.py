@@ -189,19 +189,3 @@ def test_all_identities_are_listed_though_one_message_does_not_hold_them(
     assert 0 < len(reply.spaces) < MAX_SPACES
     assert len(reply.spaces) + reply.left == MAX_SPACES
     assert len({one.key_namespace for one in fetch_namespaces(crowded.address)}) == MAX_SPACES
-
-
-def test_an_explanation_that_no_message_holds_is_cut_and_says_by_how_much(
-    crowded: LocalServer,
-) -> None:
-    ask = crowded.dial()
-    request = pb.ExplainRequest(recent=10_000)
-    reply = ask.call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
-    assert reply.recent
-    assert len(reply.recent) + reply.left_out == MAX_SPACES
-    kind = longest(MAX_SPACES)
-    opening = pb.OpenSessionRequest(representation=kind)
-    terms = ask.call("OpenSession", opening, DEADLINE_MS, pb.OpenSessionResponse)
-    request = pb.ExplainRequest(session_id=terms.session_id, digests=bytes(16 * 4096))
-    reply = ask.call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
-    assert len(reply.chunks) + reply.left_out == 4096

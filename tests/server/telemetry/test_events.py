@@ -32,7 +32,7 @@ from kvstore.proto.errors import (
     QuotaExceededError,
     UnauthenticatedError,
 )
-from kvstore.proto.types import DIGEST_BYTES, ROOT, Accuracy, ChunkInfo, ChunkKey, Namespace
+from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Namespace
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.index.catalog import Catalog
@@ -43,7 +43,6 @@ from kvstore.server.telemetry.events import (
     EVENT_READERS,
     EVENT_READERS_PER_TENANT,
     MAX_DETAIL_CHARS,
-    Event,
     EventLog,
     EventReader,
     Fate,
@@ -205,33 +204,6 @@ def test_more_namespaces_than_are_counted_cost_a_reader_a_new_beginning_and_no_e
         follower.read()
     assert follower.known == follower.truth()
     assert [page.cleared for page in follower.pages].count(True) > 1
-
-
-SIZE = 8
-
-
-def note(log: EventLog, seed: int) -> Event:
-    """Have *log* note something of chunk *seed*, of every third that it left. Return it."""
-    info, number = make_info(seed, 1), log.last + 1
-    own = log.count(Namespace(info.key[:DIGEST_BYTES])) + 1
-    if seed % 3 == 0:
-        log.removed("disk", info.key, is_last=True)
-        return Event(info.key, "disk", number=number, own=own)
-    log.stored("cpu", [info])
-    return Event(info.key, "cpu", info.layout.tokens, info.parent, info.accuracy, number, own)
-
-
-def test_an_event_is_kept_whole_until_as_many_came_as_there_is_room_for() -> None:
-    _, log = world(SIZE)
-    assert [log.get(number) for number in range(1, SIZE + 1)] == [None] * SIZE
-    noted: list[Event] = []
-    for seed in range(1, 3 * SIZE):
-        noted.append(note(log, seed))
-        kept = noted[-SIZE:]
-        assert [log.get(one.number) for one in kept] == kept
-        assert [log.get(one.number) for one in noted[:-SIZE]] == [None] * len(noted[:-SIZE])
-    left = next(one for one in reversed(noted) if not one.tokens)
-    assert (left.parent, left.accuracy) == (ROOT, Accuracy.approximate)
 
 
 def test_a_log_takes_its_memory_at_the_start_and_no_more_when_it_fills() -> None:
