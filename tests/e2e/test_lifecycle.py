@@ -1,16 +1,19 @@
-"""A server's life: draining under load, and restarts that lose nothing."""
+"""A server's life: draining under load, kills and restarts that lose nothing."""
 
 from __future__ import annotations
 
+import shutil
 import threading
-from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import grpc
 import pytest
+from conftest import ProcessMaker
 from golden.history_samples import OLDER, PATH
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers.local_server import DEADLINE_MS, eventually
-from helpers.prompts import SMALL, assert_reads, chunks_of, is_right, keys_of, store
+from helpers.prompts import LARGE, SMALL, assert_reads, chunks_of, keys_of, outcomes, store
 from helpers.server_process import ServerProcess
 
 from kvstore.client import Client, ClientOptions
@@ -18,8 +21,6 @@ from kvstore.client.options import TransportName
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.types import ChunkKey, PutOutcome
 from kvstore.server.store.saved_state import FILE_NAME
-
-ProcessMaker = Callable[..., ServerProcess]
 
 OPTIONS = ClientOptions(chunk_tokens=16, deadline_ms=DEADLINE_MS, retry_after_ms=20)
 
@@ -37,11 +38,10 @@ def put_until_refused(client: Client, seed: int, stored: list[ChunkKey]) -> str:
             return type(error).__name__
 
 
-@pytest.mark.parametrize("disk_write", ["through", "evict"])
 def test_server_told_to_stop_under_load_saves_what_it_acknowledged_and_ends_with_0(
-    server_process: ProcessMaker, disk_write: str
+    server_process: ProcessMaker,
 ) -> None:
-    process = server_process(*("--cpu", "64MiB", "--disk", "128MiB:disk", "--write", disk_write))
+    process = server_process("--cpu", "64MiB", "--disk", "128MiB:disk", "--write", "evict")
     process.start()
     transports: tuple[TransportName, ...] = ("shm", "grpc", "shm", "grpc")
     clients = [
@@ -68,16 +68,12 @@ def test_server_told_to_stop_under_load_saves_what_it_acknowledged_and_ends_with
     assert process.recovered_chunks >= len(everything)
     with Client(process.address, SMALL, OPTIONS) as client:
         for key in everything:
-            (found,) = client.get_chunks([key])
-            assert is_right(client, key, found)
+            assert_reads(client, [key])
 
 
 @pytest.mark.parametrize(
     ("history", "lines"),
-    [
-        (PATH.read_bytes(), 0),
-        (OLDER.read_bytes(), 1),
-    ],
+    [(PATH.read_bytes(), 0), (OLDER.read_bytes(), 1)],
     ids=["of today", "of the version before"],
 )
 def test_a_server_starts_clean_over_whatever_history_an_earlier_one_saved(
@@ -131,3 +127,54 @@ def test_server_of_memory_alone_stops_clean_unless_it_loses_something(
         assert client.drain() is (stored == 0)
     assert process.terminate() == 0
     assert process.output.endswith(f"stopped clean={str(stored == 0).lower()}\n")
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_client_of_a_killed_server_gets_errors_of_the_store_and_finds_the_next_one(
+    server_process: ProcessMaker, transport: TransportName
+) -> None:
+    process = server_process("--cpu", "16MiB", "--disk", "32MiB:disk")
+    process.start()
+    options = ClientOptions(transport, 16, 5000, retry_after_ms=20)
+
+    def is_reached() -> bool:
+        with suppress(KVStoreError):
+            return client.status().state == "serving"
+        return False
+
+    with Client(process.address, SMALL, options) as client:
+        keys = keys_of(client, 1, 4)
+        client.put_chunks(chunks_of(client, keys), durable=True)
+        boot_id, lease = client.boot_id, client.lease(keys=keys)
+        process.kill()
+        for call in (lambda: client.get_chunks(keys), lambda: client.lookup(keys=keys), lease.get):
+            with pytest.raises(KVStoreError):
+                call()
+        lease.release()
+        process.start()
+        assert process.recovered_chunks == 4
+        assert eventually(is_reached)
+        assert_reads(client, keys)
+        assert client.boot_id != boot_id
+        assert client.transport_name == transport
+
+
+@pytest.mark.slow
+def test_burst_of_two_thousand_chunks_of_a_megabyte_loses_none(
+    server_process: ProcessMaker, tmp_path: Path
+) -> None:
+    if shutil.disk_usage(tmp_path).free < 4 << 30:
+        pytest.skip("needs 4 GiB of disk")
+    process = server_process("--cpu", "128MiB", "--disk", "2560MiB:disk")
+    process.start()
+    with Client(process.address, LARGE, ClientOptions("shm", 128, 60_000)) as client:
+        prompts = [keys_of(client, seed, 20) for seed in range(100)]
+        for keys in prompts:
+            assert outcomes(client, chunks_of(client, keys)) == [PutOutcome.stored] * 20
+        for keys in prompts:
+            assert_reads(client, keys)
+        counters = client.status().counters
+        assert counters["put_stored_chunks"] == counters["get_chunks"] == 2000
+        assert counters["dropped_victims"] == counters["put_refused_chunks"] == 0
+        assert counters["evicted_chunks"] >= 2000 - 128  # reading evicts nothing
+    assert process.terminate() == 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import ProcessMaker
 from helpers.server_process import ServerProcess
 
 from kvstore.cli.__main__ import main
@@ -32,25 +32,21 @@ def make_trace(path: Path, seed: int) -> Path:
         for _ in range(rng.randrange(1, 4)):
             chats[at].append(new)
             new += 1
-        line = {
-            "timestamp": 1000 * turn,
-            "input_length": 512 * len(chats[at]),
-            "output_length": 8,
-            "hash_ids": chats[at],
-        }
-        lines.append(json.dumps(line))
-    path.write_text("\n".join(lines) + "\n")
+        lines.append(line_of(1000 * turn, chats[at]))
+    path.write_text("".join(lines))
     return path
+
+
+def line_of(at: int, blocks: list[int]) -> str:
+    size = 512 * len(blocks)
+    row = {"timestamp": at, "input_length": size, "output_length": 8, "hash_ids": blocks}
+    return json.dumps(row) + "\n"
 
 
 def fill(process: ServerProcess, folder: Path) -> int:
     """Put more chunks than fit; return how many did."""
-    lines = [
-        {"timestamp": at, "input_length": 512, "output_length": 0, "hash_ids": [at]}
-        for at in range(200)
-    ]
     path = folder / "fill.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(line_of(at, [at]) for at in range(200)))
     done = replay_trace(process.address, path, CHUNK_BYTES)
     assert (done.stored, done.hit_blocks) == (200, 0)
     (tier,) = fetch_status(process.address).tiers
@@ -65,17 +61,15 @@ def simulated(path: Path, policy: str, blocks: int) -> tuple[int, int]:
     return round(outcome.block_hit_rate * asked), asked
 
 
-@pytest.mark.parametrize("seed", [1, 2])
 def test_a_real_server_hits_what_the_simulator_says(
-    server_process: Callable[..., ServerProcess], tmp_path: Path, seed: int
+    server_process: ProcessMaker, tmp_path: Path
 ) -> None:
     sizes = ("--tiers", "cpu", "--cpu", "8MiB", "--policy", "lru")
-    flags = (*sizes, "--limits", "load_headroom_percent=0")
-    process = server_process(*flags)
+    process = server_process(*sizes, "--limits", "load_headroom_percent=0")
     process.start()
     capacity = fill(process, tmp_path)
     assert 60 < capacity < 200
-    path = make_trace(tmp_path / "trace.jsonl", seed)
+    path = make_trace(tmp_path / "trace.jsonl", 1)
     done = replay_trace(process.address, path, CHUNK_BYTES)
     hits, asked = simulated(path, "lru", capacity)
     more, _ = simulated(path, "lru", capacity + 8)
@@ -86,7 +80,7 @@ def test_a_real_server_hits_what_the_simulator_says(
 
 
 def test_what_is_recorded_from_a_server_is_the_trace_that_was_played(
-    server_process: Callable[..., ServerProcess],
+    server_process: ProcessMaker,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:

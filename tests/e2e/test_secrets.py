@@ -20,6 +20,7 @@ from kvstore.proto.errors import PermissionDeniedError, UnauthenticatedError
 from kvstore.proto.types import DIGEST_BYTES
 from kvstore.server.node import tenant_salts
 from kvstore.server.security.key_files import next_key, write_keys
+from kvstore.server.settings.settings import Settings
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -84,7 +85,7 @@ def test_no_log_has_a_token_a_prompt_or_a_salt(
     assert "PermissionDenied" in written
     assert "UnauthenticatedError" in written
     assert '"Lookup"' not in written or "acme" in written
-    salt = tenant_salts_of(secret_file)
+    salt = tenant_salts(Settings(secret_file=secret_file))("acme")
     prompt = tokens(7, 48)
     hidden = [
         *proofs,
@@ -97,9 +98,3 @@ def test_no_log_has_a_token_a_prompt_or_a_salt(
         *(one.hex() for one in attach_tokens),
     ]
     assert [one for one in hidden if one in written] == []
-
-
-def tenant_salts_of(secret_file: Path) -> bytes:
-    from kvstore.server.settings.settings import Settings
-
-    return tenant_salts(Settings(secret_file=secret_file))("acme")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers.credentials import Authority
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import SMALL
@@ -161,36 +164,30 @@ def _answers(work: Callable[[], object]) -> bool:
 # --- which starts are refused
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "[::]", "192.0.2.1"])
-@pytest.mark.parametrize("is_insecure", [False, True])
-@pytest.mark.parametrize("has_auth", [False, True])
-@pytest.mark.parametrize("has_tls", [False, True])
 def test_other_hosts_reach_a_server_with_tls_and_authentication_or_by_an_explicit_word(
-    host: str, is_insecure: bool, has_auth: bool, has_tls: bool, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    flags = ["--listen", f"{host}:0"]
-    flags += ["--insecure"] if is_insecure else []
-    flags += ["--auth-keys", str(file)] if has_auth else []
-    flags += ["--tls-cert", str(file), "--tls-key", str(file)] if has_tls else []
-    if host == "127.0.0.1" or is_insecure or (has_auth and has_tls):
-        load_config(flags)
-    else:
-        with pytest.raises(InvalidRequestError, match="--insecure"):
+    sides = product(("127.0.0.1", "0.0.0.0", "[::]", "192.0.2.1"), *[(False, True)] * 3)
+    for host, is_insecure, has_auth, has_tls in sides:
+        flags = ["--listen", f"{host}:0"]
+        flags += ["--insecure"] if is_insecure else []
+        flags += ["--auth-keys", str(file)] if has_auth else []
+        flags += ["--tls-cert", str(file), "--tls-key", str(file)] if has_tls else []
+        if host == "127.0.0.1" or is_insecure or (has_auth and has_tls):
             load_config(flags)
+        else:
+            with pytest.raises(InvalidRequestError, match="--insecure"):
+                load_config(flags)
 
 
 def test_health_has_a_port_of_its_own_that_answers_in_plain_text(tmp_path: Path) -> None:
-    import grpc
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-    world = World(tmp_path, "--health", "127.0.0.1:0")
-    try:
-        with grpc.insecure_channel(f"127.0.0.1:{world.server.node.health_port}") as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            for service in ("liveness", "readiness", "startup"):
-                request = health_pb2.HealthCheckRequest(service=service)
-                assert stub.Check(request, timeout=20).status == 1
-    finally:
-        world.close()
+    with (
+        closing(World(tmp_path, "--health", "127.0.0.1:0")) as world,
+        grpc.insecure_channel(f"127.0.0.1:{world.server.node.health_port}") as channel,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        for service in ("liveness", "readiness", "startup"):
+            request = health_pb2.HealthCheckRequest(service=service)
+            assert stub.Check(request, timeout=20).status == 1

@@ -168,17 +168,6 @@ def test_what_somebody_overheard_of_one_attach_is_worth_nothing(
         assert peer.ask(attach, [descriptor]) is Reply.denied
 
 
-def test_slab_is_denied_to_a_stranger_and_unknown_slabs_to_everyone(
-    connect: Connect, terms: Terms
-) -> None:
-    peer = connect()
-    assert peer.ask(Request(Op.slab, 1).pack()) is Reply.denied
-    with staging() as descriptor:
-        assert peer.attach(terms, descriptor) is Reply.ok
-    for slab_id in (0, 10**6, (1 << 64) - 1):
-        assert peer.ask(Request(Op.slab, slab_id).pack()) is Reply.invalid
-
-
 def test_what_follows_a_request_that_is_no_call_is_refused(connect: Connect, terms: Terms) -> None:
     hello = Request(Op.hello, terms.session_id, b"n" * unix_socket.NONCE_BYTES).pack()
     assert connect().ask(hello + b"more") is Reply.invalid
@@ -253,28 +242,6 @@ def test_slab_s_descriptor_is_closed_once_it_is_sent(tmp_path: Path, no_leaks: N
         # Fewer when the memory of attach was not closed yet when they were counted.
         assert eventually(lambda: open_files() <= before)
     os.close(slab)
-
-
-def test_a_ring_that_was_taken_is_written_down_and_one_that_was_not_as_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None
-) -> None:
-    clock = FakeClock()
-    table, notes = make_table(clock), list[tuple[object, ...]]()
-    monkeypatch.setattr(Authorizer, "note_on", lambda _, *event: notes.append(event))
-    plane = open_plane(tmp_path, table, clock)
-    plane.take_ring = lambda session, request, exported: None
-    session = table.open(SMALL, "test")
-    ring = Request(Op.ring, STAGING_BYTES).pack()
-    with closing(plane), Peer(str(plane.path)) as peer, staging() as descriptor:
-        assert peer.ask(ring, [descriptor]) is Reply.denied
-        assert peer.attach(session, descriptor) is Reply.ok
-        assert peer.ask(ring, [descriptor]) is Reply.ok
-        # It is written down behind the answer: what follows on this connection comes later.
-        assert peer.ask(b"noise") is Reply.invalid
-    assert notes == [
-        (None, "Ring", "UnauthenticatedError", 0, "unix"),
-        (session, "Ring", "OK", 0, "unix"),
-    ]
 
 
 def test_a_connection_that_finds_no_room_is_in_the_log_with_what_to_raise(

@@ -151,16 +151,6 @@ def test_what_is_read_a_second_time_is_kept_by_the_own_server(pair: Pair) -> Non
     assert (pair.lent(), pair.loaded()) == (2 * CHUNKS, CHUNKS)
 
 
-def test_whole_chunks_and_layers_are_the_same(pair: Pair) -> None:
-    keys = store(pair.writer, 1, CHUNKS)
-    pair.find(keys)
-    rooms = pair.reader.get_chunks(keys)
-    assert len(rooms) == CHUNKS
-    layers = list(pair.reader.get_chunk_layers(keys))
-    assert len(layers) == sum(len(group.layer_ids) for group in MEDIUM.layer_groups)
-    assert all(len(layer.tensors) == CHUNKS for layer in layers)
-
-
 def test_what_the_peer_has_lost_meanwhile_ends_the_prefix(pair: Pair) -> None:
     keys = store(pair.writer, 1, CHUNKS)
     pair.find(keys)
@@ -251,16 +241,6 @@ def test_a_peer_that_hangs_up_in_the_midst_costs_nothing(
     monkeypatch.setattr(peer_server, "parts", two)
     assert_reads(pair.reader, keys)
     assert pair.lent() == CHUNKS
-
-
-def test_a_peer_that_is_gone_costs_no_more_than_its_chunks(pair: Pair) -> None:
-    keys = store(pair.writer, 1, CHUNKS)
-    own = store(pair.reader, 2, 1)
-    pair.find(keys)
-    pair.writer.close()
-    pair.first.close()
-    assert pair.reader.get_chunks(keys) == []
-    assert_reads(pair.reader, own)
 
 
 def test_leave_is_asked_for_anew_at_half_its_time(pair: Pair) -> None:

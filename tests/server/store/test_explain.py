@@ -117,40 +117,15 @@ def test_a_chunk_that_nobody_stored_is_unknown_and_hides_those_behind_it(
     assert reply.chunks[3].copies
 
 
-def test_a_chunk_that_is_being_put_or_was_promised_is_pending(server: LocalServer) -> None:
-    wire = wire_to(server)
+def test_what_is_pending_invalid_deleted_or_expired_says_so(server: LocalServer) -> None:
+    wire, client = wire_to(server), server.connect()
     wire.call("Reserve", wire.reserve(2304))
     assert states(explained(server, [wire.key(1)])) == ["pending"]
-    client = server.connect()
-    keys = keys_of(client, 1, 2)
-    assert client.announce_puts(keys, within=60.0) == 2
-    reply = explained(server, keys)
+    promised = keys_of(client, 1, 2)
+    assert client.announce_puts(promised, within=60.0) == 2
+    reply = explained(server, promised)
     assert states(reply) == ["pending"] * 2
     assert "announced" in reply.chunks[0].reason
-
-
-def test_a_ghost_whose_outcome_was_forgotten_is_still_known_to_be_evicted(
-    make_server: ServerMaker,
-) -> None:
-    server = make_server("--tiers", "cpu", "--cpu", "16MiB")
-    keys = store(server.connect(), 1, 1)
-    leave_memory(server, keys)
-    (one,) = explained(server, keys).chunks
-    assert (one.state, "longer ago" in one.reason) == ("evicted", True)
-
-
-def test_a_refused_chunk_says_why(make_server: ServerMaker) -> None:
-    server = make_server("--tiers", "cpu", "--tenant-quotas", "default=1KiB")
-    client = server.connect()
-    keys = keys_of(client, 1, 1)
-    assert outcomes(client, chunks_of(client, keys)) == [PutOutcome.refused]
-    (one,) = explained(server, keys).chunks
-    assert one.state == "refused"
-    assert "cpu" in one.reason
-
-
-def test_a_frame_that_failed_a_check_says_which(server: LocalServer) -> None:
-    wire = wire_to(server)
     frame = frame_of(wire.key(3), SMALL)
     frame[-1] ^= 1
     with pytest.raises(KVStoreError):
@@ -158,6 +133,30 @@ def test_a_frame_that_failed_a_check_says_which(server: LocalServer) -> None:
     (one,) = explained(server, [wire.key(3)]).chunks
     assert one.state == "invalid"
     assert "check" in one.reason
+    keys = store(client, 4, 1)
+    assert client.delete(keys=keys) == 1
+    assert states(explained(server, keys)) == ["deleted"]
+    short = store(client, 2, 1, Hints(ttl_ms=60_000))
+    server.skip(61)
+    assert states(explained(server, short)) == ["expired"]
+    assert eventually(lambda: not server.node.store.catalog.holders(short[0]))
+    assert states(explained(server, short)) == ["expired"]
+
+
+def test_a_refused_chunk_says_why_and_one_that_left_long_ago_is_known_to_be_evicted(
+    make_server: ServerMaker,
+) -> None:
+    client = (server := make_server("--tiers", "cpu", "--tenant-quotas", "default=1KiB")).connect()
+    keys = keys_of(client, 1, 1)
+    assert outcomes(client, chunks_of(client, keys)) == [PutOutcome.refused]
+    (one,) = explained(server, keys).chunks
+    assert one.state == "refused"
+    assert "cpu" in one.reason
+    server.close()
+    server = make_server("--tiers", "cpu", "--cpu", "16MiB")
+    leave_memory(server, keys := store(server.connect(), 1, 1))
+    (one,) = explained(server, keys).chunks
+    assert (one.state, "longer ago" in one.reason) == ("evicted", True)
 
 
 def test_a_damaged_copy_says_on_which_tier(server: LocalServer) -> None:
@@ -170,18 +169,6 @@ def test_a_damaged_copy_says_on_which_tier(server: LocalServer) -> None:
     reply = explained(server, keys)
     assert states(reply) == ["ready", "corrupt"]
     assert "disk" in reply.chunks[1].reason
-
-
-def test_deleted_and_expired_chunks_say_so(server: LocalServer) -> None:
-    client = server.connect()
-    keys = store(client, 1, 1)
-    assert client.delete(keys=keys) == 1
-    assert states(explained(server, keys)) == ["deleted"]
-    short = store(client, 2, 1, Hints(ttl_ms=60_000))
-    server.skip(61)
-    assert states(explained(server, short)) == ["expired"]
-    assert eventually(lambda: not server.node.store.catalog.holders(short[0]))
-    assert states(explained(server, short)) == ["expired"]
 
 
 def test_a_lossy_copy_is_told_to_who_asks_for_exact(make_server: ServerMaker) -> None:

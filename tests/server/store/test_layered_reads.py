@@ -34,8 +34,8 @@ from kvstore.proto.types import (
     layer_order,
 )
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.layered_reads import READ_AHEAD_SEGMENTS, LayerwiseRead, StreamingLoad
-from kvstore.server.store.reads import LayerPart, Loads, ReadTerms
+from kvstore.server.store.layered_reads import READ_AHEAD_SEGMENTS, LayerwiseRead
+from kvstore.server.store.reads import LayerPart, ReadTerms
 
 TIER_BYTES = 1 << 20
 PATIENCE_S = 20.0
@@ -213,21 +213,6 @@ def test_a_damaged_chunk_ends_the_prefix_and_is_dropped(
     assert core.put(session, [versions[1]])[0].reason == ""
 
 
-def test_a_disk_that_hangs_is_late_and_not_waited_for() -> None:
-    gated = GatedDisk(TIER_BYTES)
-    with closing(Core([gated], slabs=8, workers=2)) as core:
-        session = open_session(core)
-        versions = prompt(3)
-        put_low(core, session, versions)
-        gated.shut()
-        assert read(core, session, versions, seconds=0.05) == []
-        assert gated.reached.wait(PATIENCE_S)
-        gated.gate.set()
-        parts = read(core, session, versions)
-        assert whole(parts, versions) == 3
-    assert core.catalog.leases.pins.total() == 0
-
-
 def test_a_get_that_is_over_while_a_layer_is_read_gives_its_room_back_then() -> None:
     gated = GatedDisk(TIER_BYTES)
     with closing(Core([gated], slabs=8, workers=1)) as core:
@@ -242,21 +227,6 @@ def test_a_get_that_is_over_while_a_layer_is_read_gives_its_room_back_then() -> 
         core.work_queue.close()
         assert core.catalog.leases.pins.total() == 0
         assert core.cpu.stats().reservations == 0
-
-
-def test_a_read_that_begins_once_its_get_is_over_reads_nothing(
-    core: Core, session: Session, disk: CountingDisk
-) -> None:
-    (version,) = versions = prompt(1)
-    put_low(core, session, versions)
-    with leased(core, session, versions):
-        loads = Loads(core.moves, ReadTerms(session, core.later()))
-        copy = core.catalog.copies(version.info.key)["disk"]
-        load, reads = StreamingLoad(loads, core.slot("disk"), copy), disk.reads
-        load.close()
-        assert load.submit(None) is not None
-        core.settle()
-    assert disk.reads == reads
 
 
 def test_frames_of_another_codec_are_promoted_whole(disk: CountingDisk) -> None:

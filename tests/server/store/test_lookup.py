@@ -12,7 +12,7 @@ import pytest
 from contracts.policy import key
 from helpers.core_chunks import look_up
 from simulation.clock import FakeClock
-from simulation.core import BREAKER_RETRY_S, Core, frames_of, keys_of, prompt
+from simulation.core import BREAKER_RETRY_S, Core, keys_of, prompt
 from simulation.tiers import SimRedis, no_faults
 from simulation.universe import Version
 from typing_extensions import override
@@ -27,7 +27,6 @@ from kvstore.proto.types import (
     KVLayout,
     LayerKind,
     Namespace,
-    PutOutcome,
 )
 from kvstore.server.cluster.refill import CHECK_S, MAX_COPIES
 from kvstore.server.index import queries
@@ -82,18 +81,6 @@ def test_what_a_shared_tier_just_did_not_have_is_not_asked_for_again(
     clock.advance(NEGATIVE_TTL_S)
     look_up(core, session, VERSIONS)
     assert redis.asked == [KEYS, KEYS]
-
-
-def test_what_another_node_puts_is_found_a_moment_after_it_was_missed(
-    core: Core, session: Session, redis: AskedRedis, clock: FakeClock
-) -> None:
-    assert look_up(core, session, VERSIONS).ready == 0
-    for version in VERSIONS:
-        redis.others_put(version.info, version.frame)
-    clock.advance(NEGATIVE_TTL_S)
-    match = look_up(core, session, VERSIONS, lease=True)
-    assert (match.ready, match.tiers) == (4, ("redis",) * 4)
-    assert core.get(session, KEYS) == frames_of(VERSIONS)
 
 
 def test_a_state_that_another_node_put_takes_the_place_of_a_chunk_without(
@@ -276,14 +263,6 @@ def ticks(core: Core, seconds: float) -> None:
         core.settle()
 
 
-def test_what_is_put_again_is_copied_again_to_a_shared_tier_that_lost_it() -> None:
-    with emptied(4) as (core, redis, versions):
-        results = core.put(core.open_session(), versions[:1])
-        assert [result.outcome for result in results] == [PutOutcome.exists]
-        ticks(core, TICK_S)
-        assert redis.find(keys_of(versions[:1])) != [None]
-
-
 def test_a_shared_tier_that_was_emptied_is_filled_again_though_nobody_puts() -> None:
     with emptied(40) as (core, redis, versions):
         ticks(core, CHECK_S)
@@ -382,13 +361,3 @@ def test_what_was_missing_when_a_shared_tier_failed_over_is_copied_later(
         ticks(core, 2 * CHECK_S)
         assert None not in redis.find(keys_of(versions))
         assert core.counters["lost_chunks"] == 4
-
-
-def test_what_only_a_shared_tier_has_is_not_asked_for_and_stays_known(
-    core: Core, session: Session, redis: AskedRedis
-) -> None:
-    redis.others_put(VERSIONS[0].info, VERSIONS[0].frame)
-    look_up(core, session, VERSIONS[:1])
-    redis.delete(KEYS[0])
-    ticks(core, 3 * CHECK_S)
-    assert core.tiers_of(VERSIONS[0]) == ["redis"]

@@ -11,7 +11,7 @@ import pytest
 from helpers.core_chunks import leased, put_low
 from simulation.clock import FakeClock
 from simulation.core import Core, frames_of, keys_of, prompt, settings
-from simulation.tiers import GatedDisk, SimDisk, SimRedis, no_faults
+from simulation.tiers import GatedDisk, SimDisk, no_faults
 
 from kvstore.proto.types import ChunkKey
 from kvstore.proto.unix_socket import ROW_BYTES, Place, Reach, unpack_places
@@ -99,21 +99,6 @@ def test_a_damaged_copy_is_a_miss_and_can_be_put_again_at_once(
     assert core.get(session, keys_of([version])) == []
     assert core.put(session, [version])[0].reason == ""
     assert core.get(session, keys_of([version])) == frames_of([version])
-
-
-def test_a_damaged_copy_is_made_up_for_by_a_slower_tier(disk: SimDisk, redis: SimRedis) -> None:
-    with closing(Core([disk, redis], clock=FakeClock())) as core:
-        session = core.open_session()
-        versions = prompt(3)
-        put_low(core, session, versions)
-        for version in versions:
-            redis.others_put(version.info, version.frame)
-            core.catalog.note_sealed("redis", version.info)
-        disk.flip(versions[0].info.key, 8 * 900)
-        disk.lose(versions[1].info.key)
-        assert core.get(session, keys_of(versions)) == frames_of(versions)
-        assert core.tiers_of(versions[0]) == core.tiers_of(versions[1]) == ["cpu", "redis"]
-        assert core.tiers_of(versions[2]) == ["cpu", "disk", "redis"]
 
 
 def test_what_memory_full_of_leases_cannot_take_is_read_past_it(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -38,7 +37,6 @@ from kvstore.client import Client
 from kvstore.client.segments import FoundChunk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import ChunkReport, ContextMass, ReuseReport
-from kvstore.proto.buffers import checksum
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import DIGEST_BYTES, ROOT, Accuracy, ChunkKey, Namespace
@@ -163,21 +161,6 @@ def test_of_a_file_cut_short_what_is_whole_is_read() -> None:
         assert lost
 
 
-@given(st.binary(max_size=400))
-def test_noise_is_refused_by_name(noise: bytes) -> None:
-    head = struct.pack("<4sHH", b"KVHS", 3, 1) + noise[:24]
-    for data in (noise, head + struct.pack("<Q", checksum(head)) + noise):
-        assert lost_of(data) == list(PARTS)
-
-
-def test_another_version_is_refused() -> None:
-    data = bytearray(packed())
-    data[4] += 1
-    for other in (bytes(data), OLDER.read_bytes()):
-        with pytest.raises(InvalidFrameError, match="not this version"):
-            unpack_sections(other)
-
-
 IMPOSSIBLE = {
     "age_s": (-1.0, np.nan), "flops": (np.inf,), "left_s": (-0.5,), "own": (60,), "hits": (0,)
 }  # fmt: skip
@@ -212,13 +195,6 @@ def test_rows_that_cannot_be_are_refused() -> None:
         data[name] = data[name].replace(was, becomes, 1)
         part = "history" if name in ("groups", "classes") else name
         assert lost_of(pack_sections(data)) == [part], (was, becomes)
-
-
-@settings(deadline=None)
-@given(st.sampled_from(["groups", "models", "gates", "variants"]), st.binary(max_size=300))
-def test_noise_under_a_right_checksum_is_refused_or_read(name: str, noise: bytes) -> None:
-    for data in (noise, b"[%s]" % noise):
-        lost_of(pack_sections({**sections(), name: data}))
 
 
 def space(number: int, client: str = "engine") -> ModelNamespace:

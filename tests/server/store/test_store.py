@@ -1,30 +1,190 @@
-"""The store: put, lookup, get, forget; what a breaker, a durable put, a drain and a restart do."""
+"""The store: puts on their way in, leases, deletes, durable puts, drains and restarts."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from contracts.chunks import make_frame, make_representation
 from helpers.core_chunks import look_up
 from helpers.disk_process import open_disk
 from simulation.clock import FakeClock
-from simulation.core import BREAKER_RETRY_S, Core, frames_of, keys_of, outcomes_of, prompt
+from simulation.core import (
+    TOKENS,
+    Core,
+    frames_of,
+    keys_of,
+    outcomes_of,
+    prompt,
+    settings,
+)
 from simulation.tiers import GatedDisk, SimDisk, no_faults
-from simulation.universe import Version
+from simulation.universe import REPRESENTATION, Version, make_template, write_frame
 
+from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
+    ChunkCorruptError,
+    InvalidFrameError,
     InvalidRequestError,
+    KVStoreError,
     LeaseExpiredError,
     ShuttingDownError,
     TierUnavailableError,
 )
-from kvstore.proto.types import PutOutcome
+from kvstore.proto.frame import header_bytes
+from kvstore.proto.keys import tokens_le32
+from kvstore.proto.types import ROOT, KVLayout, PutOutcome
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.reservations import PutResult
+from kvstore.server.store.reservations import PutTicket
 from kvstore.tiers.disk import DiskTier
+
+STORED = PutOutcome.stored
+
+
+def begin(core: Core, session: Session, version: Version) -> PutTicket:
+    ticket = core.store.writes.begin_all(session, [version.info], core.later())[0]
+    assert isinstance(ticket, PutTicket)
+    return ticket
+
+
+def finish(core: Core, ticket: PutTicket, frame: Bytes) -> PutOutcome:
+    writes = core.store.writes
+    claimed = writes.claim(ticket.session, ticket.ticket_id)
+    assert claimed.room is not None
+    claimed.room[:] = frame
+    return writes.commit(claimed).outcome
+
+
+def assert_nothing_left(core: Core) -> None:
+    assert len(core.store.writes) == len(core.catalog.in_flight.writers) == len(core.catalog) == 0
+    assert core.cpu.stats().used_bytes == core.cpu.stats().reservations == 0
+
+
+def test_a_put_is_invisible_until_it_is_committed(core: Core, session: Session) -> None:
+    (version,) = prompt(1)
+    ticket = begin(core, session, version)
+    match = core.store.lookup(session, [version.info.key], core.later(), lease=False)
+    assert (match.ready, match.pending) == (0, 1)
+    assert finish(core, ticket, version.frame) is STORED
+    match = core.store.lookup(session, [version.info.key], core.later(), lease=False)
+    assert (match.ready, match.pending, match.tiers) == (1, 0, ("cpu",))
+    assert core.get(session, [version.info.key]) == frames_of([version])
+    assert core.counters["put_bytes"] == version.info.size_bytes
+
+
+def flipped(frame: Bytes, at: int) -> Bytes:
+    spoilt = frame.copy()
+    spoilt[at] ^= 1
+    return spoilt
+
+
+def other_parent(version: Version) -> Bytes:
+    template = make_template("red", ROOT, tokens_le32([1000] * TOKENS))
+    return write_frame(replace(template, parent=version.info.key[:16]), 1)  # type: ignore[arg-type]
+
+
+def other_layout(version: Version) -> Bytes:
+    """Write a frame of another layout of the same size."""
+    wide = KVLayout.of(make_representation(1, 2, 2), TOKENS)
+    assert wide.raw_bytes == version.info.layout.raw_bytes
+    template = make_template("red", ROOT, tokens_le32([1000] * TOKENS))
+    return write_frame(replace(template, key=version.info.key, layout=wide), 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (lambda v: flipped(v.frame, 100), InvalidFrameError),
+        (lambda v: flipped(v.frame, header_bytes(v.info.layout)), ChunkCorruptError),
+        (lambda _: prompt(1, seed=5)[0].frame, ChunkCorruptError),
+        (lambda v: v.restored, InvalidRequestError),
+        (other_parent, InvalidRequestError),
+        (other_layout, InvalidRequestError),
+    ],
+    ids=["header", "payload", "other key", "restored", "other parent", "other layout"],
+)
+def test_a_frame_that_is_not_what_was_reserved_leaves_nothing(
+    core: Core,
+    session: Session,
+    spoil: Callable[[Version], Bytes],
+    error: type[KVStoreError],
+) -> None:
+    (version,) = prompt(1)
+    ticket = begin(core, session, version)
+    with pytest.raises(error):
+        finish(core, ticket, spoil(version))
+    assert_nothing_left(core)
+    assert core.counters["put_invalid_chunks"] == 1
+    assert core.put(session, [version])[0].outcome is STORED
+
+
+def test_a_bad_frame_of_a_batch_leaves_those_before_it(core: Core, session: Session) -> None:
+    versions = prompt(3)
+    tickets = [begin(core, session, version) for version in versions]
+    claimed = [core.store.writes.claim(session, ticket.ticket_id) for ticket in tickets]
+    frames = [version.frame for version in versions]
+    frames[1] = flipped(frames[1], len(frames[1]) - 1)
+    core.store.writes.commit(claimed[0], frame=frames[0])
+    with pytest.raises(ChunkCorruptError):
+        core.store.writes.commit(claimed[1], frame=frames[1])
+    core.store.writes.discard(claimed[2])
+    assert [core.tiers_of(version) for version in versions] == [["cpu"], [], []]
+    assert core.catalog.in_flight.writers.total() == core.cpu.stats().reservations == 0
+
+
+def test_a_frame_that_no_empty_tier_holds_is_refused_as_invalid(
+    core: Core, session: Session
+) -> None:
+    info, _ = make_frame(1, 250, representation=REPRESENTATION)
+    assert info.size_bytes > core.cpu.max_frame_bytes
+    with pytest.raises(InvalidRequestError, match="frame_bytes"):
+        core.store.writes.begin_all(session, [info], core.later())[0]
+    assert_nothing_left(core)
+
+
+def test_puts_leave_the_headroom_to_loads() -> None:
+    disk = SimDisk(1 << 20, no_faults())
+    core = Core([disk], slabs=4, config=settings(load_headroom_percent=50), write="through")
+    session = core.open_session()
+    versions = prompt(24)
+    core.put(session, versions)
+    core.settle()
+    assert core.cpu.stats().used_bytes <= core.cpu.capacity_bytes // 2
+    assert core.get(session, keys_of(versions)) == frames_of(versions)
+    assert core.cpu.stats().used_bytes > core.cpu.capacity_bytes // 2
+    core.close()
+
+
+def test_write_through_queues_a_copy_to_each_lower_tier_and_counts_what_it_cannot() -> None:
+    disk = SimDisk(1 << 20, no_faults())
+    core = Core([disk], queue_limit=2, write="through")
+    session = core.open_session()
+    versions = prompt(3)
+    core.put(session, versions)
+    assert core.work_queue.depth()["store-disk"] == 2
+    assert core.counters["skipped_copies"] == 1
+    core.settle()
+    assert [core.tiers_of(v) for v in versions] == [["cpu", "disk"], ["cpu", "disk"], ["cpu"]]
+    core.close()
+
+
+def test_a_put_begun_for_a_session_that_has_ended_leaves_no_room_taken(
+    core: Core, session: Session
+) -> None:
+    core.sessions.close(session.session_id)
+    (version,) = prompt(1)
+    with pytest.raises(LeaseExpiredError, match="open a session"):
+        core.store.writes.begin_all(session, [version.info], core.later())[0]
+    assert core.cpu.stats().used_bytes == 0
+    assert core.catalog.in_flight.writers.total() == 0
+
+
+# --- leases
+
 
 DISK_BYTES = 2 << 20
 PATIENCE_S = 20.0
@@ -45,50 +205,10 @@ def tiers(core: Core, versions: list[Version]) -> list[list[str]]:
     return [core.tiers_of(version) for version in versions]
 
 
-# --- put, lookup, get
-
-
-def test_what_was_put_is_found_and_read_back(core: Core, session: Session) -> None:
-    versions = prompt(5)
-    assert outcomes_of(core.put(session, versions)) == {PutOutcome.stored}
-    match = look_up(core, session, versions)
-    assert (match.ready, match.lease_id, match.lease_ttl_ms) == (5, 0, 0)
-    match = look_up(core, session, versions, lease=True)
-    assert (match.ready, match.pending, match.missing) == (5, 0, 0)
-    assert match.tiers == ("cpu",) * 5
-    assert match.lease_ttl_ms == core.config.lease_ttl_ms
-    assert core.catalog.leases.pins.total() == 5
-    assert core.get(session, keys_of(versions)) == frames_of(versions)
-    assert core.store.release(session, match.lease_id)
-    assert core.catalog.leases.pins.total() == 0
-
-
-def test_a_burst_of_puts_into_a_small_memory_and_a_disk_loses_none(disk: DiskTier) -> None:
-    """Real threads: puts, evictions, demotions and loads all at once."""
-    prompts = [prompt(20, seed=seed) for seed in range(4)]
-    with closing(Core([disk], workers=2, write="through")) as core:
-        results: list[PutResult] = []
-
-        def work(versions: list[Version]) -> None:
-            results.extend(core.put(core.open_session(), versions))
-
-        threads = [threading.Thread(target=work, args=(versions,)) for versions in prompts]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert outcomes_of(results) == {PutOutcome.stored}
-        assert len(results) == 80
-        session = core.open_session()
-        for versions in prompts:
-            assert core.get(session, keys_of(versions)) == frames_of(versions)
-        assert core.counters["dropped_victims"] == 0
-        assert core.catalog.leases.pins.total() == core.catalog.in_flight.writers.total() == 0
-        assert core.cpu.stats().reservations == 0
-
-
-def test_a_lease_opens_a_get_of_its_own_chunks_only(core: Core, session: Session) -> None:
-    versions = prompt(4)
+def test_a_lease_opens_a_get_of_its_own_chunks_and_an_expired_one_nothing(
+    core: Core, session: Session
+) -> None:
+    versions = prompt(3)
     core.put(session, versions)
     lease_id = look_up(core, session, versions[:2], lease=True).lease_id
     assert core.store.open_get(session, keys_of(versions[:2]), lease_id) == (lease_id, 2)
@@ -96,17 +216,9 @@ def test_a_lease_opens_a_get_of_its_own_chunks_only(core: Core, session: Session
         core.store.open_get(session, keys_of(versions), lease_id)
     with pytest.raises(LeaseExpiredError):
         core.store.open_get(core.open_session(), keys_of(versions[:2]), lease_id)
-
-
-def test_an_expired_lease_opens_nothing_and_lets_its_chunks_go(
-    core: Core, session: Session
-) -> None:
-    versions = prompt(3)
-    core.put(session, versions)
-    lease_id = look_up(core, session, versions, lease=True).lease_id
     core.clock.advance(core.config.lease_ttl_ms / 1000)  # type: ignore[attr-defined]
     with pytest.raises(LeaseExpiredError):
-        core.store.open_get(session, keys_of(versions), lease_id)
+        core.store.open_get(session, keys_of(versions[:2]), lease_id)
     core.store.tick()
     assert core.counters["expired_leases"] == 1
     assert core.catalog.leases.pins.total() == 0
@@ -123,29 +235,6 @@ def test_leased_and_pinned_chunks_outlast_any_pressure(core: Core, session: Sess
     assert core.catalog.unpin(keys_of(pinned)) == 2
     core.put(session, prompt(30, seed=3))
     assert all("cpu" not in core.tiers_of(version) for version in pinned)
-
-
-def test_the_breaker_opens_after_three_failures_and_closes_again(sim: SimDisk) -> None:
-    with closing(Core([sim], clock=FakeClock())) as core:
-        session, versions = core.open_session(), prompt(1)
-        core.put(session, versions)
-        core.put(session, prompt(12, seed=90))
-        assert tiers(core, versions) == [["disk"]]
-        sim.faults.fail = 1.0
-        assert core.get(session, keys_of(versions)) == []
-        assert "fails on purpose" in core.slot("disk").reason
-        asked = sim.faults.raised
-        assert asked == 3
-        core.put(session, prompt(12, seed=1))
-        assert core.get(session, keys_of(versions)) == []
-        assert sim.faults.raised == asked, "it is left alone"
-        core.clock.advance(BREAKER_RETRY_S)  # type: ignore[attr-defined]
-        assert core.get(session, keys_of(versions)) == []
-        assert sim.faults.raised == asked + 1, "one attempt a period"
-        sim.faults.end()
-        core.clock.advance(BREAKER_RETRY_S)  # type: ignore[attr-defined]
-        assert core.get(session, keys_of(versions)) == frames_of(versions)
-        assert [slot.reason for slot in core.store.tiers.slots.values()] == ["", ""]
 
 
 # --- forgetting

@@ -19,7 +19,7 @@ from simulation.universe import Version
 
 from kvstore.proto.device import HostDevice
 from kvstore.proto.types import PutOutcome
-from kvstore.proto.unix_socket import Reach, unpack_places
+from kvstore.proto.unix_socket import Reach
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reads import LayerPart, ReadTerms
 from kvstore.tiers.gpu import GpuTier
@@ -98,22 +98,6 @@ def get_on_device(core: Core, session: Session, versions: list[Version]) -> list
 
 
 # --- only there
-
-
-def test_a_client_of_the_device_reads_gpu_memory_in_place(
-    core: Core, session: Session, gpu: GpuTier
-) -> None:
-    versions = prompt(3)
-    warm(core, session, versions[:2])
-    core.put(session, versions)
-    drop(core, versions[:1])
-    found = get_on_device(core, session, versions)
-    assert [result.tier for result in found] == ["gpu", "gpu", "cpu"]
-    places = [result.place for result in found if result.place is not None]
-    assert places[:2] == unpack_places(gpu.place_rows(keys_of(versions[:2])))
-    assert [place.reach for place in places] == [Reach.device, Reach.device, Reach.memory]
-    assert [place.size_bytes for place in places] == [v.info.size_bytes for v in versions]
-    assert core.tiers_of(versions[0]) == ["gpu"], "nothing was copied for it"
 
 
 def test_damage_in_gpu_memory_is_found_and_the_chunk_is_a_miss(

@@ -56,18 +56,6 @@ def waits(core: Core, count: int = 1) -> bool:
     return eventually(lambda: core.counters["waited_lookups"] == count)
 
 
-def test_a_lookup_waits_for_an_ordinary_put_under_way(core: Core) -> None:
-    session = core.open_session()
-    (version,) = prompt(1)
-    begun = core.store.writes.begin_all(session, [version.info], core.later())[0]
-    assert isinstance(begun, PutTicket)
-    waiting = Waiting(core, session, [version.info.key])
-    assert waits(core)
-    ticket = core.store.writes.claim(session, begun.ticket_id)
-    core.store.writes.commit(ticket, frame=version.frame)
-    assert waiting.answer() == (1, 0)
-
-
 def die(core: Core, writer: Session, keys: list[ChunkKey]) -> None:
     core.sessions.close(writer.session_id)
 
@@ -123,17 +111,15 @@ def test_no_more_lookups_wait_than_may(core: Core) -> None:
     assert waits(core, 2)
     core.store.await_puts(keys, core.later())
     assert core.counters["refused_waits"] == 1
-    core.put(writer, prompt(1))
+    begun = core.store.writes.begin_all(writer, [prompt(1)[0].info], core.later())[0]
+    assert isinstance(begun, PutTicket)
+    core.store.announce_puts(writer, keys, 0)  # they wait for the put that is under way
+    core.store.writes.commit(
+        core.store.writes.claim(writer, begun.ticket_id), frame=prompt(1)[0].frame
+    )
     assert [waiting.answer() for waiting in both] == [(1, 0)] * 2
-
-
-def test_nobody_waits_for_what_nobody_puts(core: Core) -> None:
-    session = core.open_session()
-    versions = prompt(2)
-    keys = keys_of(versions)
-    core.put(session, versions[:1])
-    core.store.await_puts(keys, core.later())
-    assert core.counters["waited_lookups"] == 0
+    core.store.await_puts(keys_of(prompt(2)), core.later())
+    assert core.counters["waited_lookups"] == 2, "nobody waits for what nobody puts"
 
 
 def test_promises_are_bounded_in_time_and_number(core: Core) -> None:
