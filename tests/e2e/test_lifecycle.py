@@ -7,14 +7,11 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-import grpc
 import pytest
 from conftest import ProcessMaker
 from golden.history_samples import OLDER, PATH
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers.local_server import DEADLINE_MS, eventually
 from helpers.prompts import LARGE, SMALL, assert_reads, chunks_of, keys_of, outcomes, store
-from helpers.server_process import ServerProcess
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.options import TransportName
@@ -92,28 +89,6 @@ def test_a_server_starts_clean_over_whatever_history_an_earlier_one_saved(
     said = process.errors.splitlines()
     assert [line for line in said if "what was learned is lost" in line] == said
     assert len(said) == lines
-
-
-def health(process: ServerProcess, service: str) -> str:
-    request = health_pb2.HealthCheckRequest(service=service)
-    with grpc.insecure_channel(process.address) as channel:
-        status = health_pb2_grpc.HealthStub(channel).Check(request, timeout=20).status
-    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(status))
-
-
-def test_drained_server_answers_reads_until_it_is_stopped(server_process: ProcessMaker) -> None:
-    process = server_process("--cpu", "16MiB", "--disk", "32MiB:disk")
-    process.start()
-    with Client(process.address, SMALL, OPTIONS) as client:
-        keys = keys_of(client, 1, 4)
-        client.put_chunks(chunks_of(client, keys))
-        assert client.drain()
-        assert len(client.get_chunks(keys)) == 4
-        with pytest.raises(KVStoreError, match="the server drains"):
-            client.put_chunks(chunks_of(client, keys_of(client, 2, 1)))
-        assert eventually(lambda: health(process, "readiness") == "NOT_SERVING")
-        assert health(process, "liveness") == "SERVING"  # nobody restarts it for that
-    assert process.terminate() == 0
 
 
 @pytest.mark.parametrize("stored", [0, 1])

@@ -94,24 +94,6 @@ def test_staging_memory_that_was_never_written_is_refused_and_costs_nothing(
         assert os.fstat(descriptor).st_blocks == 0
 
 
-def test_staging_memory_is_looked_at_once_however_many_frames_are_in_it(
-    plane: UnixServer, connect: Connect, terms: Terms, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size_bytes, looks, lseek = 16 << 20, [0], os.lseek
-
-    def counting(descriptor: int, offset: int, whence: int) -> int:
-        looks[0] += 1
-        return lseek(descriptor, offset, whence)
-
-    monkeypatch.setattr(os, "lseek", counting)
-    with staging(size_bytes=size_bytes, written=True) as descriptor:
-        assert connect().attach(terms, descriptor, size_bytes=size_bytes) is Reply.ok
-        assert len(plane.staging(terms.session_id).memory) == size_bytes
-        for offset in [*range(0, size_bytes, mmap.PAGESIZE)] * 2:
-            plane.staging(terms.session_id).part(offset, mmap.PAGESIZE)
-    assert looks == [2]  # for the data, and for its end
-
-
 def test_what_was_written_to_staging_memory_cannot_be_taken_back() -> None:
     memory = StagingMemory(STAGING_BYTES)
     try:

@@ -255,14 +255,6 @@ def test_redis_that_is_down_finds_nobody_within_the_deadline_and_is_told_later(
     assert eventually(lambda: finds(second, 1) == {1: ("n1",)})
 
 
-def test_node_alone_asks_nothing(make_directory: DirectoryMaker) -> None:
-    alone = make_directory()
-    alone.start()
-    assert eventually(lambda: alone.report().standing == "known")
-    assert finds(alone, 1, 2) == {}
-    assert alone._counters["directory_questions"] == 0
-
-
 def test_rubbish_in_redis_is_nobody(make_directory: DirectoryMaker, redis: RedisProcess) -> None:
     first, second = two(make_directory, LONG_MS)
     first.announce([key(1)])
@@ -277,18 +269,6 @@ def test_rubbish_in_redis_is_nobody(make_directory: DirectoryMaker, redis: Redis
     assert eventually(lambda: len(second.report().nodes) > 1)
     assert [one.node_id for one in second.report().nodes] == ["n1", "n3"]
     assert finds(second, 1, 2, 3, 4) == {1: ("n1",)}
-
-
-def test_stamps_from_the_future_do_not_keep_a_dead_node_alive(
-    make_directory: DirectoryMaker, redis: RedisProcess
-) -> None:
-    _, second = two(make_directory)
-    far_ms = int(time.time() * 1000) + 3_600_000
-    for tag in "013":
-        row = f"{far_ms} {TTL_MS} 77 10.0.0.7:1 -"
-        redis.client.hset(f"{PREFIX}{{{tag}}}:nodes", "dead", row)
-    assert eventually(lambda: len(second.report().nodes) == 2)
-    assert eventually(lambda: len(second.report().nodes) == 1)
 
 
 def test_full_redis_is_said_and_what_was_to_be_said_is_when_there_is_room(

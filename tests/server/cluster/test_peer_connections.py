@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import errno
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -26,19 +24,16 @@ from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
-    DeadlineError,
     KVStoreError,
     LeaseExpiredError,
     QuotaExceededError,
     TierUnavailableError,
-    UnauthenticatedError,
 )
 from kvstore.proto.frame import check_frame
 from kvstore.proto.framing import FramedSocket, make_tls
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.bulk import tcp_server
 from kvstore.server.bulk.peer_server import PeerServer
-from kvstore.server.bulk.service import BulkService
 from kvstore.server.bulk.tcp_server import (
     ATTACH_BYTES,
     MAX_STRANGERS,
@@ -47,7 +42,6 @@ from kvstore.server.bulk.tcp_server import (
 )
 from kvstore.server.cluster.peer_connections import StreamLink, dial_peer
 from kvstore.server.cluster.peers import PeerChunk, Peers
-from kvstore.server.security.audit_log import audit_files, read_chain
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import GET_BYTES, Limits
@@ -142,17 +136,6 @@ def test_what_is_in_memory_is_found_and_what_is_not_is_not(
     assert find(link, many) == [None] * 4096
     assert link.is_open
     assert server.settled().held == 0
-
-
-def test_a_find_that_is_not_answered_costs_the_time_given_and_the_link(
-    infos: list[ChunkInfo], link: StreamLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on = threading.Event()
-    monkeypatch.setattr(BulkService, "find", lambda *_: go_on.wait(SILENCE_S))
-    with pytest.raises(DeadlineError):
-        find(link, [infos[0].key], 0.2)
-    assert not link.is_open
-    go_on.set()
 
 
 @BOTH_WAYS
@@ -250,35 +233,6 @@ def test_a_client_that_asks_as_a_server_does_is_hung_up_on(
         find(link, [infos[0].key])
     assert server.counter("peer_served_bytes") == 0
     assert server.settled().held == 0
-
-
-def test_reads_and_who_is_not_let_in_are_written_down(
-    make_server: ServerMaker, tmp_path: Path
-) -> None:
-    log = tmp_path / "audit"
-    server = make_server(
-        *("--bulk", "127.0.0.1:0", "--cpu", "64MiB", "--audit-log", str(log), "--audit-reads")
-    )
-    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
-    keys = store(server.connect("grpc", MEDIUM, options), 1, 1)
-    (info,) = (one for one in server.node.store.tiers.cpu.tier.find(keys) if one)
-    terms = dial_peer(Settings(), server.address, "other", SILENCE_S)
-
-    def came(**wanted: object) -> bool:
-        written = read_chain(audit_files(log))
-        return any(wanted.items() <= line.items() for line, _ in written)
-
-    with closing(reached(terms)) as link:
-        read(link, info)
-    assert eventually(lambda: came(rpc="Get", outcome="OK", chunks=1, peer="stream:127.0.0.1"))
-    with closing(reached(terms)) as link:
-        wire_of(link).send(put(1, terms.session_id))
-        with pytest.raises(TierUnavailableError):
-            wire_of(link).receive()
-    assert eventually(lambda: came(rpc="Put", outcome="PermissionDeniedError"))
-    with pytest.raises(UnauthenticatedError):
-        reached(other(terms, attach_token=bytes(16)))
-    assert eventually(lambda: came(rpc="Attach", outcome="UnauthenticatedError"))
 
 
 def test_what_breaks_in_the_server_ends_one_stream_and_is_in_its_log(

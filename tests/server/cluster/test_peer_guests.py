@@ -427,3 +427,13 @@ def test_the_token_covers_all_that_a_guest_says() -> None:
         guest_token(bytes(16), 5, bytes(16), 300),
     }
     assert len(tokens) == 5
+
+
+def test_a_peer_that_is_gone_costs_no_more_than_its_chunks(pair: Pair) -> None:
+    keys = store(pair.writer, 1, CHUNKS)
+    own = store(pair.reader, 2, 1)
+    pair.find(keys)
+    pair.writer.close()
+    pair.first.close()
+    assert pair.reader.get_chunks(keys) == []
+    assert_reads(pair.reader, own)

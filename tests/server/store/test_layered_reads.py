@@ -34,8 +34,8 @@ from kvstore.proto.types import (
     layer_order,
 )
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.layered_reads import READ_AHEAD_SEGMENTS, LayerwiseRead
-from kvstore.server.store.reads import LayerPart, ReadTerms
+from kvstore.server.store.layered_reads import READ_AHEAD_SEGMENTS, LayerwiseRead, StreamingLoad
+from kvstore.server.store.reads import LayerPart, Loads, ReadTerms
 
 TIER_BYTES = 1 << 20
 PATIENCE_S = 20.0
@@ -229,16 +229,6 @@ def test_a_get_that_is_over_while_a_layer_is_read_gives_its_room_back_then() -> 
         assert core.cpu.stats().reservations == 0
 
 
-def test_frames_of_another_codec_are_promoted_whole(disk: CountingDisk) -> None:
-    with closing(Core([disk], slabs=8, codec="lossless", clock=FakeClock())) as core:
-        session = open_session(core)
-        versions = prompt(3)
-        put_low(core, session, versions)
-        parts = read(core, session, versions)
-        assert whole(parts, versions) == 3
-        assert core.counters["promoted_chunks"] == 3
-
-
 def test_memory_full_of_leases_ends_the_prefix(disk: CountingDisk) -> None:
     config = settings(max_frame_bytes=0)
     with closing(Core([disk], slabs=1, config=config, clock=FakeClock())) as core:
@@ -249,3 +239,18 @@ def test_memory_full_of_leases_ends_the_prefix(disk: CountingDisk) -> None:
         parts = read(core, session, versions)
         assert whole(parts, versions) == 2, "as many as a slab holds"
         assert core.cpu.stats().reservations == 0
+
+
+def test_a_read_that_begins_once_its_get_is_over_reads_nothing(
+    core: Core, session: Session, disk: CountingDisk
+) -> None:
+    (version,) = versions = prompt(1)
+    put_low(core, session, versions)
+    with leased(core, session, versions):
+        loads = Loads(core.moves, ReadTerms(session, core.later()))
+        copy = core.catalog.copies(version.info.key)["disk"]
+        load, reads = StreamingLoad(loads, core.slot("disk"), copy), disk.reads
+        load.close()
+        assert load.submit(None) is not None
+        core.settle()
+    assert disk.reads == reads

@@ -29,7 +29,6 @@ from kvstore.proto.types import (
     Namespace,
 )
 from kvstore.server.cluster.refill import CHECK_S, MAX_COPIES
-from kvstore.server.index import queries
 from kvstore.server.index.chunk_index import ResumeRequirements
 from kvstore.server.index.holds import LeaseTerms
 from kvstore.server.node import TICK_S
@@ -129,15 +128,6 @@ def test_the_lease_of_a_lookup_begins_when_the_shared_tier_has_answered(
     assert lease.deadline == clock.now + match.lease_ttl_ms / 1000
 
 
-def test_slower_holders_are_said_to_take_longer(core: Core, session: Session) -> None:
-    core.put(session, VERSIONS[:1])
-    core.catalog.note_sealed("redis", VERSIONS[1].info)
-    match = look_up(core, session, VERSIONS)
-    assert match.tiers == ("cpu", "redis")
-    assert match.load_us[0] < match.load_us[1]
-    assert match.sources == bytes([0, 1])
-
-
 def test_no_more_absent_chunks_are_remembered_than_the_limit_and_the_oldest_go(
     core: Core, session: Session, redis: AskedRedis
 ) -> None:
@@ -180,16 +170,6 @@ def test_a_shared_tier_that_does_not_answer_makes_no_lookup_fail_and_is_asked_ag
     assert look_up(core, session, VERSIONS).ready == 1, "what it alone holds is left out"
 
 
-def test_what_is_being_deleted_is_not_found_again_in_a_shared_tier(
-    core: Core, session: Session, redis: AskedRedis
-) -> None:
-    redis.others_put(VERSIONS[0].info, VERSIONS[0].frame)
-    look_up(core, session, VERSIONS[:1])
-    core.store.delete(KEYS[:1], core.clock())
-    assert redis.stats().chunks == 1, "its time was up before the tier was asked"
-    assert look_up(core, session, VERSIONS[:1], lease=True).ready == 0
-
-
 def test_a_chunk_that_goes_between_lookup_and_lease_leaves_no_lease_behind(
     core: Core, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,22 +203,6 @@ def test_a_part_of_a_shared_tier_that_is_lost_does_not_set_the_tier_aside(core: 
             with pytest.raises(TierUnavailableError):
                 slot.guarded(partial(fail, is_partial=is_partial))
         assert slot.breaker.is_open is not is_partial
-
-
-def test_what_a_shared_tier_held_at_the_start_makes_room_for_what_comes() -> None:
-    versions = prompt(6)
-    room_bytes = SimRedis(TIER_BYTES, no_faults()).allocated_bytes(versions[0].info.size_bytes)
-    redis = SimRedis(3 * room_bytes, no_faults())
-    for version in versions[:3]:
-        redis.others_put(version.info, version.frame)
-    with closing(Core([redis], clock=FakeClock(), write="through")) as core:
-        core.store.recover()
-        core.settle()
-        core.put(core.open_session(), versions[3:])
-        core.settle()
-        assert core.counters["copied_chunks"] == 3
-        assert core.counters["failed_copies"] == 0
-        assert redis.stats().used_bytes <= redis.capacity_bytes
 
 
 @contextmanager
@@ -320,24 +284,6 @@ def test_a_chunk_kept_out_by_a_spent_budget_is_not_counted_each_time_it_is_put_a
             core.put(session, versions)
             ticks(core, CHECK_S)
         assert (redis.stats().chunks, core.counters["over_budget_copies"]) == (1, 7)
-
-
-def test_what_was_to_be_asked_for_while_a_shared_tier_fails_over_is_asked_for_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(queries, "HELD_ROWS", 2)  # the last is not walked by soon
-    with emptied(5) as (core, redis, versions):
-        for version in versions[1:4]:
-            redis.others_put(version.info, version.frame)
-        core.put(core.open_session(), versions[4:])
-        redis.faults.fail = 1.0
-        ticks(core, CHECK_S)
-        assert redis.faults.raised == 1, "it is left alone for a while"
-        ticks(core, CHECK_S)
-        assert redis.faults.raised == 2, "the first was asked for, too"
-        redis.faults.end()
-        ticks(core, 3 * TICK_S)
-        assert None not in redis.find(keys_of(versions))
 
 
 def test_what_was_missing_when_a_shared_tier_failed_over_is_copied_later(

@@ -14,7 +14,7 @@ from simulation.core import Core, frames_of, keys_of, prompt, settings
 from simulation.tiers import GatedDisk, SimDisk, no_faults
 
 from kvstore.proto.types import ChunkKey
-from kvstore.proto.unix_socket import ROW_BYTES, Place, Reach, unpack_places
+from kvstore.proto.unix_socket import ROW_BYTES, Place, Reach
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reads import (
     IN_MEMORY,
@@ -42,32 +42,6 @@ def fill_with_leases(core: Core, session: Session) -> None:
     core.put(session, versions)
     assert all("cpu" in core.tiers_of(version) for version in versions)
     core.store.open_get(session, keys_of(versions), 0)
-
-
-def test_chunks_arrive_in_order_and_whole(core: Core, session: Session) -> None:
-    versions = prompt(5)
-    core.put(session, versions)
-    with leased(core, session, versions) as keys:
-        results = list(results_of(core, session, keys))
-        assert [result.chunk for result in results] == [0, 1, 2, 3, 4]
-        assert [result.data.tobytes() for result in results] == frames_of(versions)
-        assert {result.tier for result in results} == {"cpu"}
-        assert not any(result.data.flags.writeable for result in results)
-        placed = results_of(core, session, keys, IN_MEMORY)
-        assert [result.place for result in placed] == unpack_places(core.cpu.place_rows(keys))
-    assert core.counters["get_chunks"] == 10
-    assert core.counters["get_bytes"] == 2 * sum(map(len, frames_of(versions)))
-
-
-def test_a_hit_below_is_promoted_and_says_where_it_came_from(core: Core, session: Session) -> None:
-    versions = prompt(4)
-    put_low(core, session, versions)
-    with leased(core, session, versions) as keys:
-        for origin in ("disk", "cpu"):
-            results = list(results_of(core, session, keys))
-            assert [result.tier for result in results] == [origin] * 4
-            assert [result.data.tobytes() for result in results] == frames_of(versions)
-    assert core.counters["promoted_chunks"] == 4
 
 
 def test_loads_run_ahead_of_the_reader_but_not_without_bound(disk: SimDisk) -> None:
@@ -99,20 +73,6 @@ def test_a_damaged_copy_is_a_miss_and_can_be_put_again_at_once(
     assert core.get(session, keys_of([version])) == []
     assert core.put(session, [version])[0].reason == ""
     assert core.get(session, keys_of([version])) == frames_of([version])
-
-
-def test_what_memory_full_of_leases_cannot_take_is_read_past_it(
-    core: Core, session: Session
-) -> None:
-    versions = prompt(3)
-    put_low(core, session, versions)
-    fill_with_leases(core, session)
-    with leased(core, session, versions) as keys:
-        results = list(results_of(core, session, keys))
-    assert [result.data.tobytes() for result in results] == frames_of(versions)
-    assert [result.place for result in results] == [None] * 3
-    assert core.counters["read_throughs"] == 3
-    assert core.cpu.stats().chunks == 12
 
 
 def test_reading_past_memory_has_a_bound_that_readers_give_back(disk: SimDisk) -> None:
@@ -147,19 +107,6 @@ def test_a_load_that_hangs_is_late_and_not_waited_for(gated: GatedDisk) -> None:
         assert core.counters["get_late_chunks"] == 1
         gated.gate.set()
         assert core.get(session, keys_of(versions)) == frames_of(versions)
-
-
-def test_past_its_deadline_a_get_delivers_what_is_in_reach_which_means_without_a_load(
-    core: Core, session: Session
-) -> None:
-    here, low, nowhere = prompt(3)
-    core.put(session, [here])
-    put_low(core, session, [low])
-    assert core.get(session, keys_of([here, low]), seconds=0.0) == frames_of([here])
-    assert core.counters["get_late_chunks"] == 1
-    terms = ReadTerms(session, core.later(), reach=IN_MEMORY)
-    reach = [core.store.reads.in_reach(one.info.key, terms) for one in (here, low, nowhere)]
-    assert reach == [True, False, False]
 
 
 class AheadDisk(SimDisk):
@@ -222,32 +169,3 @@ def test_a_copy_that_is_found_damaged_in_the_midst_of_a_get_is_given_to_nobody(
         assert next(results).tier == "disk"
         core.moves.eviction.drop_corrupt(disk, keys[3])
         assert [result.chunk for result in results] == [1, 2]
-
-
-def test_a_get_asks_for_no_load_of_what_came_into_memory_meanwhile(disk: SimDisk) -> None:
-    with closing(Core([disk], slabs=60, clock=FakeClock())) as core:
-        session = core.open_session()
-        versions = prompt(2 * LOADS_AHEAD_CHUNKS)
-        put_low(core, session, versions)
-        with leased(core, session, versions) as keys:
-            slow = results_of(core, session, keys)
-            next(slow)
-            assert len(list(results_of(core, session, keys))) == len(keys)
-            core.settle()
-            rest = [result.tier for result in slow]
-            assert rest[-1] == "cpu", "it was brought there by the other get"
-
-
-def test_a_full_queue_of_loads_is_a_miss_and_not_a_file_for_who_opens_none(
-    disk: SimDisk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with closing(Core([disk], queue_limit=0, clock=FakeClock())) as core:
-        session = core.open_session()
-        versions = prompt(3)
-        put_low(core, session, versions)
-        monkeypatch.setattr(disk, "file_place", lambda key: Place(7, Reach.file, 0, 4096, 100, 0))
-        for reach in (NO_REACH, IN_MEMORY):
-            with leased(core, session, versions) as keys:
-                terms = ReadTerms(session, core.later(), reach=reach)
-                assert list(core.store.reads.get(keys, terms)) == []
-        assert core.counters["get_missed_chunks"] == 6

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import numpy as np
 import pytest
@@ -208,21 +207,3 @@ def test_top_prefixes_are_the_ends_of_what_was_found_most(server: LocalServer) -
     assert (found[0].key, found[0].hits, found[0].context_tokens) == (shared[2], 11, 32)
     assert {(one.key, one.hits) for one in found[1:]} == {(shared[3], 1), (rare[1], 1)}
     assert [one.key for one in server.node.store.catalog.queries.top_prefixes(1)] == [shared[2]]
-
-
-def test_a_scrub_whose_thread_cannot_start_can_be_asked_again_and_closed(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scrub = scrub_of(server)
-    scrub.start()
-
-    def no_thread(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", no_thread)
-        with pytest.raises(RuntimeError):
-            scrub.begin([], 0)
-    assert not scrub.report().is_running
-    assert scrub.begin([], 0)
-    scrub.close()

@@ -32,7 +32,6 @@ from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
     LeaseExpiredError,
-    ShuttingDownError,
     TierUnavailableError,
 )
 from kvstore.proto.frame import header_bytes
@@ -62,18 +61,6 @@ def finish(core: Core, ticket: PutTicket, frame: Bytes) -> PutOutcome:
 def assert_nothing_left(core: Core) -> None:
     assert len(core.store.writes) == len(core.catalog.in_flight.writers) == len(core.catalog) == 0
     assert core.cpu.stats().used_bytes == core.cpu.stats().reservations == 0
-
-
-def test_a_put_is_invisible_until_it_is_committed(core: Core, session: Session) -> None:
-    (version,) = prompt(1)
-    ticket = begin(core, session, version)
-    match = core.store.lookup(session, [version.info.key], core.later(), lease=False)
-    assert (match.ready, match.pending) == (0, 1)
-    assert finish(core, ticket, version.frame) is STORED
-    match = core.store.lookup(session, [version.info.key], core.later(), lease=False)
-    assert (match.ready, match.pending, match.tiers) == (1, 0, ("cpu",))
-    assert core.get(session, [version.info.key]) == frames_of([version])
-    assert core.counters["put_bytes"] == version.info.size_bytes
 
 
 def flipped(frame: Bytes, at: int) -> Bytes:
@@ -172,17 +159,6 @@ def test_write_through_queues_a_copy_to_each_lower_tier_and_counts_what_it_canno
     core.close()
 
 
-def test_a_put_begun_for_a_session_that_has_ended_leaves_no_room_taken(
-    core: Core, session: Session
-) -> None:
-    core.sessions.close(session.session_id)
-    (version,) = prompt(1)
-    with pytest.raises(LeaseExpiredError, match="open a session"):
-        core.store.writes.begin_all(session, [version.info], core.later())[0]
-    assert core.cpu.stats().used_bytes == 0
-    assert core.catalog.in_flight.writers.total() == 0
-
-
 # --- leases
 
 
@@ -238,22 +214,6 @@ def test_leased_and_pinned_chunks_outlast_any_pressure(core: Core, session: Sess
 
 
 # --- forgetting
-
-
-def test_a_deleted_chunk_is_nowhere_and_one_that_is_read_is_not_deleted(
-    core: Core, session: Session, disk: DiskTier
-) -> None:
-    versions = prompt(3)
-    core.put(session, versions, durable=True)
-    lease_id = look_up(core, session, versions[:1], lease=True).lease_id
-    assert core.store.delete(keys_of(versions), core.later()) == (2, 1)
-    assert core.get(session, keys_of(versions)) == frames_of(versions[:1])
-    core.store.release(session, lease_id)
-    assert core.store.delete(keys_of(versions), core.later()) == (1, 0)
-    assert core.get(session, keys_of(versions)) == []
-    assert core.cpu.stats().chunks == disk.stats().chunks == len(core.catalog) == 0
-    assert outcomes_of(core.put(session, versions)) == {PutOutcome.stored}
-    assert core.get(session, keys_of(versions)) == frames_of(versions)
 
 
 def test_a_delete_waits_for_moves_by_its_deadline_and_nothing_reappears(gated: GatedDisk) -> None:
@@ -313,20 +273,6 @@ def test_what_a_failed_flush_took_is_not_called_durable(sim: SimDisk) -> None:
         assert {info.key for info in sim.restarted().scan()} == set(keys_of(versions))
 
 
-def test_of_a_batch_larger_than_the_disk_only_what_stays_is_called_durable() -> None:
-    versions = prompt(6)
-    disk = SimDisk(4 * versions[0].info.size_bytes, no_faults())
-    with closing(Core([disk], clock=FakeClock())) as core:
-        results = core.put(core.open_session(), versions, durable=True)
-        accepted = [
-            version.info.key
-            for version, result in zip(versions, results, strict=True)
-            if result.outcome is not PutOutcome.refused
-        ]
-        assert len(accepted) == 4
-        assert {info.key for info in disk.restarted().scan()} == set(accepted)
-
-
 def test_a_disk_that_hangs_refuses_durability_by_the_deadline(gated: GatedDisk) -> None:
     with closing(Core([gated], workers=1)) as core:
         session, versions = core.open_session(), prompt(1)
@@ -337,21 +283,6 @@ def test_a_disk_that_hangs_refuses_durability_by_the_deadline(gated: GatedDisk) 
         assert "not durable" in result.reason
         assert core.get(session, keys_of(versions)) == frames_of(versions)
         gated.gate.set()
-
-
-def test_a_drain_copies_what_only_memory_holds_and_a_restart_finds_it(tmp_path: Path) -> None:
-    versions = prompt(8)
-    with closing(open_disk(tmp_path / "disk", DISK_BYTES)) as disk, closing(Core([disk])) as core:
-        session = core.open_session()
-        core.put(session, versions)
-        assert disk.stats().chunks == 0
-        assert core.store.drain(core.later()) is True
-        with pytest.raises(ShuttingDownError):
-            core.put(session, prompt(1, seed=1))
-        assert core.get(session, keys_of(versions)) == frames_of(versions)
-    with closing(open_disk(tmp_path / "disk", DISK_BYTES)) as disk, closing(Core([disk])) as core:
-        assert core.store.recover() == 8
-        assert core.get(core.open_session(), keys_of(versions)) == frames_of(versions)
 
 
 def test_a_drain_that_could_not_keep_everything_says_so() -> None:
@@ -377,3 +308,14 @@ def test_recovered_chunks_are_evicted_oldest_first(tmp_path: Path) -> None:
         assert core.store.recover() == 4
         core.put(core.open_session(), prompt(1, seed=9), durable=True)
         assert tiers(core, versions) == [[], ["disk"], ["disk"], ["disk"]]
+
+
+def test_a_put_begun_for_a_session_that_has_ended_leaves_no_room_taken(
+    core: Core, session: Session
+) -> None:
+    core.sessions.close(session.session_id)
+    (version,) = prompt(1)
+    with pytest.raises(LeaseExpiredError, match="open a session"):
+        core.store.writes.begin_all(session, [version.info], core.later())[0]
+    assert core.cpu.stats().used_bytes == 0
+    assert core.catalog.in_flight.writers.total() == 0
