@@ -464,16 +464,3 @@ def test_bad_stream_is_refused_and_leaves_nothing(
         with server.unchanged(), pytest.raises(kind, match=message):
             wire.put(*stream(frame.tobytes()))
         assert server.usage().tiers[0][1].chunks == exists, what
-
-
-def test_frame_in_many_small_messages_is_stored_and_an_empty_stream_is_answered(
-    server: LocalServer, wire: Wire
-) -> None:
-    with server.unchanged():
-        assert wire.put().outcomes == b""
-    frame = frame_of(wire.key(), SMALL).tobytes()
-    rest = [pb.PutRequest(data=frame[at : at + 7]) for at in range(400, len(frame), 7)]
-    head = first(frame[:400], len(frame))
-    head.durable = True
-    assert wire.put(head, *rest).outcomes == STORED
-    assert server.node.store.catalog.holders(wire.key()) == ["cpu", "disk"]

@@ -15,7 +15,7 @@ import pytest
 from contracts.shelf import open_files
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually, open_session
 from helpers.prompts import LARGE, SMALL, store
-from helpers.socket_peer import OPEN, Claim, Peer, attached, joined, staging, ticking
+from helpers.socket_peer import OPEN, Claim, Peer, attached, joined, staging
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -463,14 +463,3 @@ def test_plane_that_closes_while_calls_run_hangs_up_and_leaves_nothing(
     assert [connection.fileno() > 0 for connection in connections] == [True] * 2
     assert not own.plane.path.exists()
     assert len(own.table) == 0
-
-
-def test_connection_that_is_served_outlives_its_session_until_the_answer(own: Plane) -> None:
-    busy, idle = own.join(), own.join()
-    own.begin(busy)
-    own.table.close(own.session.session_id)
-    with ticking(own.plane):
-        assert idle.is_hung_up()
-        own.let_go.set()
-        assert busy.receive().reply is Reply.ok
-        assert busy.is_hung_up()

@@ -139,16 +139,6 @@ def test_what_a_node_seals_others_find_and_it_does_not_find_itself(
     assert [one.node_id for one in third.report().nodes] == ["n2"]
 
 
-def test_many_keys_are_asked_for_in_one_round_trip_for_512(make_directory: DirectoryMaker) -> None:
-    first, second = two(make_directory, LONG_MS)
-    first.announce([key(number) for number in range(600)])
-    assert eventually(lambda: said(first) == 600)
-    before = second._counters["directory_questions"]
-    assert len(finds(second, *range(512))) == 512
-    assert second._counters["directory_questions"] == before + 1
-    assert len(finds(second, *range(700))) == 600
-
-
 STANDINGS: tuple[
     tuple[MembershipState, tuple[bytes | TierUnavailableError, ...], MembershipState], ...
 ] = (

@@ -267,20 +267,6 @@ def test_who_asks_for_a_server_that_is_not_known_or_is_down_hears_why(pair: Pair
         session.connection.call("LendPeer", ask, DEADLINE_MS, pb.LendPeerResponse)
 
 
-def test_a_server_that_is_learnt_of_by_a_get_is_read_from_at_the_next(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(PeerTier, "reachable", lambda _: [])
-    reader = client_of(pair.second)
-    reads = reads_of(reader)
-    for number, (lent, loaded) in enumerate([(0, CHUNKS), (CHUNKS, CHUNKS)]):
-        keys = store(pair.writer, number, CHUNKS)
-        pair.find(keys)
-        assert_reads(reader, keys)
-        assert (pair.lent(), pair.loaded()) == (lent, loaded)
-        assert eventually(lambda: reads.numbers() == [1])
-
-
 def test_who_is_not_to_read_from_peers_does_not(pair: Pair) -> None:
     options = ClientOptions(
         "shm", chunk_tokens=CHUNK_TOKENS, deadline_ms=DEADLINE_MS, read_peers=False

@@ -111,23 +111,6 @@ def test_a_long_chain_is_asked_for_in_two_steps_and_its_end_once(
     assert core.counters["spared_questions"] == (there < 20)
 
 
-def test_the_lease_of_a_lookup_begins_when_the_shared_tier_has_answered(
-    core: Core, session: Session, redis: AskedRedis, clock: FakeClock
-) -> None:
-    core.put(session, VERSIONS[:1])
-    find = redis.find
-
-    def slowly(keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
-        clock.advance(5.0)
-        return find(keys)
-
-    redis.find = slowly  # type: ignore[method-assign]
-    match = look_up(core, session, VERSIONS, lease=True)
-    assert match.ready == 1
-    lease = core.catalog.leases.get(match.lease_id, session.session_id, core.clock())
-    assert lease.deadline == clock.now + match.lease_ttl_ms / 1000
-
-
 def test_no_more_absent_chunks_are_remembered_than_the_limit_and_the_oldest_go(
     core: Core, session: Session, redis: AskedRedis
 ) -> None:
@@ -250,26 +233,6 @@ def test_a_shared_tier_that_is_full_is_left_alone_between_attempts_to_fill_it_ag
         redis.capacity_bytes = redis.max_frame_bytes = TIER_BYTES
         ticks(core, CHECK_S)
         assert None not in redis.find(keys_of(versions))
-
-
-def test_what_admission_keeps_out_of_a_shared_tier_is_not_taken_for_lost(
-    redis: AskedRedis,
-) -> None:
-    with closing(Core([redis], clock=FakeClock(), slabs=48, admissions={"redis": "evict"})) as core:
-        session = core.open_session()
-        there, kept_out = prompt(2), prompt(4, seed=1)
-        core.put(session, [*there, *kept_out])
-        for version in there:
-            core.copy_down(version, "redis")
-        core.moves.placement.set_terms(WRITE_BACK, {"redis": 1})
-        redis.asked.clear()
-        minutes = 2
-        for _ in range(round(60 * minutes / TICK_S)):
-            core.put(session, kept_out)
-            ticks(core, TICK_S)
-        assert len(redis.asked) == 60 * minutes / CHECK_S
-        assert set(map(len, redis.asked)) == {len(there)}
-        assert redis.stats().chunks == len(there)
 
 
 def test_a_chunk_kept_out_by_a_spent_budget_is_not_counted_each_time_it_is_put_again() -> None:

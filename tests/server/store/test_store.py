@@ -1,16 +1,18 @@
-"""The store: puts on their way in, leases, deletes, durable puts, drains and restarts."""
+"""The store: puts on their way in, leases, deletes, durable puts, drains, restarts and gets."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import pytest
 from contracts.chunks import make_frame, make_representation
-from helpers.core_chunks import look_up
+from helpers.core_chunks import leased, look_up, put_low
 from helpers.disk_process import open_disk
 from simulation.clock import FakeClock
 from simulation.core import (
@@ -36,10 +38,18 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame import header_bytes
 from kvstore.proto.keys import tokens_le32
-from kvstore.proto.types import ROOT, KVLayout, PutOutcome
+from kvstore.proto.types import ROOT, ChunkKey, KVLayout, PutOutcome
+from kvstore.proto.unix_socket import Place, Reach
 from kvstore.server.security.sessions import Session
+from kvstore.server.store.reads import (
+    IN_MEMORY,
+    LOADS_AHEAD_CHUNKS,
+    NO_REACH,
+    READ_AHEAD_CHUNKS,
+    LayerPart,
+    ReadTerms,
+)
 from kvstore.server.store.reservations import PutTicket
-from kvstore.tiers.disk import DiskTier
 
 STORED = PutOutcome.stored
 
@@ -79,7 +89,7 @@ def other_layout(version: Version) -> Bytes:
     wide = KVLayout.of(make_representation(1, 2, 2), TOKENS)
     assert wide.raw_bytes == version.info.layout.raw_bytes
     template = make_template("red", ROOT, tokens_le32([1000] * TOKENS))
-    return write_frame(replace(template, key=version.info.key, layout=wide), 1)  # type: ignore[arg-type]
+    return write_frame(replace(template, key=version.info.key, layout=wide), 1)
 
 
 @pytest.mark.parametrize(
@@ -167,12 +177,6 @@ PATIENCE_S = 20.0
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[DiskTier]:
-    with closing(open_disk(tmp_path / "disk", DISK_BYTES)) as disk:
-        yield disk
-
-
-@pytest.fixture
 def sim() -> SimDisk:
     return SimDisk(DISK_BYTES, no_faults())
 
@@ -242,16 +246,17 @@ def test_a_delete_waits_for_moves_by_its_deadline_and_nothing_reappears(gated: G
 # --- durable puts, drains and restarts
 
 
-def test_a_tenant_gets_room_on_a_disk_full_of_anothers_chunks(core: Core, disk: DiskTier) -> None:
+def test_a_tenant_gets_room_on_a_disk_full_of_anothers_chunks(tmp_path: Path) -> None:
     per_extent = (1 << 20) // 4096
-    for tenant, chunks in (("red", 2 * per_extent + 8), ("blue", 8)):
-        session = core.open_session(tenant)
-        for seed in range(0, chunks, 8):
-            versions = prompt(8, seed=1_000 * len(tenant) + seed)
-            assert outcomes_of(core.put(session, versions, durable=True)) == {PutOutcome.stored}
-    owners = [disk.tenant_of(info.key) for info in disk.scan()]
-    assert owners.count("blue") == 8
-    assert owners.count("red") == per_extent
+    with closing(open_disk(tmp_path, DISK_BYTES)) as disk, closing(Core([disk])) as core:
+        for tenant, chunks in (("red", 2 * per_extent + 8), ("blue", 8)):
+            session = core.open_session(tenant)
+            for seed in range(0, chunks, 8):
+                versions = prompt(8, seed=1_000 * len(tenant) + seed)
+                assert outcomes_of(core.put(session, versions, durable=True)) == {STORED}
+        owners = [disk.tenant_of(info.key) for info in disk.scan()]
+        assert owners.count("blue") == 8
+        assert owners.count("red") == per_extent
 
 
 def test_what_a_failed_flush_took_is_not_called_durable(sim: SimDisk) -> None:
@@ -300,16 +305,6 @@ def test_a_drain_that_could_not_keep_everything_says_so() -> None:
         assert core.store.drain(core.later()) is False
 
 
-def test_recovered_chunks_are_evicted_oldest_first(tmp_path: Path) -> None:
-    versions, size_bytes = [prompt(1, seed=seed)[0] for seed in range(4)], 4 * 4096
-    with closing(open_disk(tmp_path / "disk", size_bytes)) as disk, closing(Core([disk])) as core:
-        core.put(core.open_session(), versions, durable=True)
-    with closing(open_disk(tmp_path / "disk", size_bytes)) as disk, closing(Core([disk])) as core:
-        assert core.store.recover() == 4
-        core.put(core.open_session(), prompt(1, seed=9), durable=True)
-        assert tiers(core, versions) == [[], ["disk"], ["disk"], ["disk"]]
-
-
 def test_a_put_begun_for_a_session_that_has_ended_leaves_no_room_taken(
     core: Core, session: Session
 ) -> None:
@@ -319,3 +314,134 @@ def test_a_put_begun_for_a_session_that_has_ended_leaves_no_room_taken(
         core.store.writes.begin_all(session, [version.info], core.later())[0]
     assert core.cpu.stats().used_bytes == 0
     assert core.catalog.in_flight.writers.total() == 0
+
+
+# --- gets
+
+
+TIER_BYTES = 1 << 20
+
+
+def results_of(
+    core: Core, session: Session, keys: list[ChunkKey], reach: frozenset[Reach] = NO_REACH
+) -> Generator[LayerPart, None, None]:
+    found = core.store.reads.get(keys, ReadTerms(session, core.later(), reach=reach))
+    return cast("Generator[LayerPart, None, None]", found)
+
+
+def fill_with_leases(core: Core, session: Session) -> None:
+    """Lease all of CPU memory."""
+    versions = prompt(12, seed=50)
+    core.put(session, versions)
+    assert all("cpu" in core.tiers_of(version) for version in versions)
+    core.store.open_get(session, keys_of(versions), 0)
+
+
+def test_loads_run_ahead_of_the_reader_but_not_without_bound(disk: SimDisk) -> None:
+    with closing(Core([disk], slabs=12, clock=FakeClock())) as core:
+        session = core.open_session()
+        versions = prompt(2 * LOADS_AHEAD_CHUNKS)
+        put_low(core, session, versions)
+        with (
+            leased(core, session, versions) as keys,
+            closing(results_of(core, session, keys)) as results,
+        ):
+            depths = []
+            for index in range(LOADS_AHEAD_CHUNKS):
+                assert next(results).chunk == index
+                depths.append(core.work_queue.depth()["load-disk"])
+            half = LOADS_AHEAD_CHUNKS // 2
+            assert max(depths) == LOADS_AHEAD_CHUNKS
+            assert min(depths) == half
+            begun = [later - depth + 1 for depth, later in pairwise(depths)]
+            assert set(begun) == {0, half + 1}, "many begin at once: a shared tier batches them"
+
+
+def test_a_damaged_copy_is_a_miss_and_can_be_put_again_at_once(
+    core: Core, session: Session, disk: SimDisk
+) -> None:
+    (version,) = prompt(1)
+    put_low(core, session, [version])
+    disk.flip(version.info.key, 8 * 900)
+    assert core.get(session, keys_of([version])) == []
+    assert core.put(session, [version])[0].reason == ""
+    assert core.get(session, keys_of([version])) == frames_of([version])
+
+
+def test_reading_past_memory_has_a_bound_that_readers_give_back(disk: SimDisk) -> None:
+    versions = prompt(3)
+    config = settings(max_frame_bytes=2 * versions[0].info.size_bytes)
+    with closing(Core([disk], config=config, clock=FakeClock())) as core:
+        session = core.open_session()
+        put_low(core, session, versions)
+        fill_with_leases(core, session)
+        readers = []
+        for version in versions:
+            core.store.open_get(session, keys_of([version]), 0)
+            reader = results_of(core, session, keys_of([version]))
+            readers.append((reader, next(reader, None)))
+        assert [result is None for _, result in readers] == [False, False, True]
+        readers[0][0].close()
+        assert next(readers[1][0], None) is None
+        again = results_of(core, session, keys_of(versions))
+        assert sum(1 for _ in again) == 3, "one at a time, each given back before the next"
+
+
+def test_a_load_that_hangs_is_late_and_not_waited_for(gated: GatedDisk) -> None:
+    with closing(Core([gated], workers=2)) as core:
+        session = core.open_session()
+        versions = prompt(3)
+        core.put(session, versions[:1])
+        put_low(core, session, versions[1:])
+        gated.shut()
+        # The gate stays shut: a get that waited for the disk would never end.
+        assert core.get(session, keys_of(versions), seconds=0.05) == frames_of(versions[:1])
+        assert gated.reached.wait(PATIENCE_S)
+        assert core.counters["get_late_chunks"] == 1
+        gated.gate.set()
+        assert core.get(session, keys_of(versions)) == frames_of(versions)
+
+
+class AheadDisk(SimDisk):
+    """Notes what it is told of the chain."""
+
+    reads_ahead = True
+
+    def __init__(self) -> None:
+        super().__init__(TIER_BYTES, no_faults())
+        self.told: list[ChunkKey] = []
+
+    def prefetch(self, keys: Sequence[ChunkKey]) -> None:
+        self.told += keys
+
+
+def test_the_disk_is_told_what_of_the_chain_comes_next() -> None:
+    disk = AheadDisk()
+    with closing(Core([disk], slabs=12, clock=FakeClock())) as core:
+        session = core.open_session()
+        versions = prompt(3 * READ_AHEAD_CHUNKS)
+        put_low(core, session, versions)
+        keys = keys_of(versions)
+        ticket = core.moves.load(keys[2], core.slot("disk"), session.tenant)
+        assert ticket is not None
+        assert core.work_queue.wait(ticket, core.later())
+        with leased(core, session, versions):
+            assert len(list(results_of(core, session, keys))) == len(keys)
+            core.settle()
+            assert disk.told == [keys[1], *keys[3:]]
+
+
+def test_a_copy_that_is_found_damaged_in_the_midst_of_a_get_is_given_to_nobody(
+    core: Core, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = prompt(6)
+    put_low(core, session, versions)
+    disk = core.slot("disk")
+    monkeypatch.setattr(disk.tier, "file_place", lambda key: Place(7, Reach.file, 0, 4096, 100, 0))
+    # It stays where it was until the store queue comes to it.
+    monkeypatch.setattr(core.moves.eviction, "delete_from", lambda *_, **__: None)
+    with leased(core, session, versions) as keys:
+        results = results_of(core, session, keys, IN_MEMORY | {Reach.file})
+        assert next(results).tier == "disk"
+        core.moves.eviction.drop_corrupt(disk, keys[3])
+        assert [result.chunk for result in results] == [1, 2]

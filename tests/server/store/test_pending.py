@@ -1,16 +1,19 @@
-"""Chunks that come shard by shard: invisible until whole, bounded, and nobody's for ever."""
+"""Puts that are pending: chunks that come shard by shard, and promised ones that are waited for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.local_server import eventually
 from helpers.prompts import frame_of
 from helpers.shards import WIDE, shard_frame, shard_of
 from simulation.clock import FakeClock
-from simulation.core import Core, settings
+from simulation.core import Core, keys_of, prompt, settings
 
 from kvstore.proto.buffers import Bytes, as_bytes, checksum
 from kvstore.proto.errors import (
@@ -27,10 +30,12 @@ from kvstore.proto.frame import (
 )
 from kvstore.proto.keys import chain_digest, chunk_key, tokens_le32
 from kvstore.proto.plans import Hints
-from kvstore.proto.types import ROOT, ChunkInfo, ChunkKey, ChunkShard, KVLayout, PutOutcome
+from kvstore.proto.types import ROOT, ChunkInfo, ChunkKey, ChunkShard, KVLayout, Match, PutOutcome
+from kvstore.server.index.in_flight import MAX_ANNOUNCED_CHUNKS, MAX_ANNOUNCEMENTS
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.parallel_writes import ChunkPart, PartTicket
-from kvstore.server.store.reservations import PutResult
+from kvstore.server.store.reservations import PutResult, PutTicket
+from kvstore.server.store.store import WORKERS_PER_WAITER
 
 LAYOUT = KVLayout.of(WIDE, 16)
 SIZE = raw_frame_bytes(LAYOUT)
@@ -229,3 +234,111 @@ def test_what_a_streamed_shard_waited_in_is_given_back_whether_it_is_taken_or_re
     assert writers.put(writers.other, REST) is STORED
     assert writers.finish(writers.begin(writers.one, TOP, is_streamed=True), frame) is EXISTS
     writers.assert_nothing_left()
+
+
+# --- promises and those who wait
+
+
+LONG_S = 30.0
+
+
+@pytest.fixture
+def core() -> Iterator[Core]:
+    core = Core(config=settings(workers=2 * WORKERS_PER_WAITER))
+    yield core
+    core.close()
+
+
+def look(core: Core, session: Session, keys: list[ChunkKey]) -> Match:
+    return core.store.lookup(session, keys, core.later(), lease=False)
+
+
+class Waiting:
+    """A lookup that waits in a thread."""
+
+    def __init__(self, core: Core, session: Session, keys: list[ChunkKey]) -> None:
+        self.match: Match | None = None
+        self.thread = threading.Thread(target=self._run, args=(core, session, keys))
+        self.thread.start()
+
+    def _run(self, core: Core, session: Session, keys: list[ChunkKey]) -> None:
+        core.store.await_puts(keys, core.later(LONG_S))
+        self.match = look(core, session, keys)
+
+    def answer(self) -> tuple[int, int]:
+        self.thread.join(LONG_S)
+        assert self.match is not None
+        return self.match.ready, self.match.pending
+
+
+def waits(core: Core, count: int = 1) -> bool:
+    return eventually(lambda: core.counters["waited_lookups"] == count)
+
+
+def die(core: Core, writer: Session, keys: list[ChunkKey]) -> None:
+    core.sessions.close(writer.session_id)
+
+
+def change_its_mind(core: Core, writer: Session, keys: list[ChunkKey]) -> None:
+    core.store.announce_puts(writer, keys, 0)
+
+
+def drain(core: Core, writer: Session, keys: list[ChunkKey]) -> None:
+    core.store.drain(core.later())
+
+
+@pytest.mark.parametrize("end", [die, change_its_mind, drain])
+def test_whoever_waits_for_a_writer_that_ends_is_answered_at_once(
+    core: Core, end: Callable[[Core, Session, list[ChunkKey]], None]
+) -> None:
+    writer, reader = core.open_session(), core.open_session()
+    versions = prompt(2)
+    keys = keys_of(versions)
+    core.store.announce_puts(writer, keys, 60_000)
+    core.put(writer, versions[:1])
+    waiting = Waiting(core, reader, keys)
+    assert waits(core)
+    started = time.monotonic()
+    end(core, writer, keys)
+    assert waiting.answer()[0] == 1
+    assert time.monotonic() - started < LONG_S / 2
+
+
+def test_no_more_lookups_wait_than_may(core: Core) -> None:
+    writer = core.open_session()
+    keys = keys_of(prompt(1))
+    core.store.announce_puts(writer, keys, 60_000)
+    both = [Waiting(core, writer, keys) for _ in range(2)]
+    assert waits(core, 2)
+    core.store.await_puts(keys, core.later())
+    assert core.counters["refused_waits"] == 1
+    begun = core.store.writes.begin_all(writer, [prompt(1)[0].info], core.later())[0]
+    assert isinstance(begun, PutTicket)
+    core.store.announce_puts(writer, keys, 0)  # they wait for the put that is under way
+    core.store.writes.commit(
+        core.store.writes.claim(writer, begun.ticket_id), frame=prompt(1)[0].frame
+    )
+    assert [waiting.answer() for waiting in both] == [(1, 0)] * 2
+    core.store.await_puts(keys_of(prompt(2)), core.later())
+    assert core.counters["waited_lookups"] == 2, "nobody waits for what nobody puts"
+
+
+def test_promises_are_bounded_in_time_and_number(core: Core) -> None:
+    session = core.open_session()
+    with pytest.raises(InvalidRequestError, match="ttl_ms"):
+        core.store.announce_puts(session, [], 600_001)
+    for handover_ms in (-1, 600_001, 1.5):
+        with pytest.raises(InvalidRequestError, match="handover_ms"):
+            Hints(handover_ms=handover_ms)  # type: ignore[arg-type]
+    in_flight = core.catalog.in_flight
+    keys = [ChunkKey(n.to_bytes(32, "little")) for n in range(MAX_ANNOUNCED_CHUNKS + 5)]
+    assert in_flight.announce(1, keys, 1.0) == len(in_flight.announced) == MAX_ANNOUNCED_CHUNKS
+    assert in_flight.announce(1, keys, 0.0) == MAX_ANNOUNCED_CHUNKS
+    made = [
+        in_flight.announce(1, [key], 1.0 + n) for n, key in enumerate(keys[: MAX_ANNOUNCEMENTS + 1])
+    ]
+    assert made == [1] * MAX_ANNOUNCEMENTS + [0]
+    assert in_flight.announce(2, keys, 0.0) == 0
+    assert in_flight.announce(1, keys[:3], 0.0) == 3
+    core.catalog.release_session(1)
+    assert not in_flight.announced
