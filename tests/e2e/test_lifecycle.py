@@ -205,9 +205,7 @@ def test_a_real_server_hits_what_the_simulator_says(
 
 
 def test_what_is_recorded_from_a_server_is_the_trace_that_was_played(
-    server_process: ProcessMaker,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    server_process: ProcessMaker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     process = server_process("--tiers", "cpu", "--cpu", "8MiB")
     process.start()

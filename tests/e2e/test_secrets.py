@@ -75,10 +75,7 @@ def test_no_log_has_a_token_a_prompt_or_a_salt(
     for proof in proofs:
         for transport in ("shm", "tcp", "grpc"):
             options = ClientOptions(
-                transport,
-                chunk_tokens=16,
-                deadline_ms=20_000,
-                access=Access(token=proof),
+                transport, chunk_tokens=16, deadline_ms=20_000, access=Access(token=proof)
             )
             with Client(server.address, SMALL, options) as client:
                 try:

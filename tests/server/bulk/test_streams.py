@@ -295,9 +295,7 @@ def test_the_server_s_own_words_and_lengths_over_the_limit_are_hung_up_on(terms:
             assert reader.is_hung_up_on()  # before anything more comes
 
 
-def test_a_first_message_with_a_payload_is_refused(
-    terms: Terms,
-) -> None:
+def test_a_first_message_with_a_payload_is_refused(terms: Terms) -> None:
     header = attach(terms.session_id, terms.attach_token).SerializeToString()
     host, _, port = terms.bulk_address.rpartition(":")
     with socket.create_connection((host.removeprefix("tcp://"), int(port))) as link:

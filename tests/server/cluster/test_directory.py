@@ -225,10 +225,7 @@ def test_redis_that_is_down_finds_nobody_within_the_deadline_and_is_told_later(
 ) -> None:
     ahead_s = 0.0
     lasting = partial(
-        make_directory,
-        ttl_ms=LONG_MS,
-        timeout_ms=20_000,
-        clock=lambda: time.monotonic() + ahead_s,
+        make_directory, ttl_ms=LONG_MS, timeout_ms=20_000, clock=lambda: time.monotonic() + ahead_s
     )
     first, second = two(lasting)
     with redis.frozen():

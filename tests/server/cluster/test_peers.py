@@ -489,9 +489,7 @@ def test_who_has_no_time_to_wait_holds_nothing_against_a_peer() -> None:
             assert list(peers.find([key])) == [key]
 
 
-def test_lookups_beyond_those_that_ask_themselves_have_it_done(
-    make_server: ServerMaker,
-) -> None:
+def test_lookups_beyond_those_that_ask_themselves_have_it_done(make_server: ServerMaker) -> None:
     first = node(make_server)
     second = node(make_server, "--peers", first.address)
     assert eventually(lambda: is_up(second))

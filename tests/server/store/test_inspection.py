@@ -217,9 +217,7 @@ def test_a_tier_that_is_left_alone_is_named_with_the_reason_also_of_a_miss_meanw
     assert miss.reason == "on disk, which is left alone: no answer; stored since"
 
 
-def test_another_identity_of_the_same_tokens_is_named_field_by_field(
-    server: LocalServer,
-) -> None:
+def test_another_identity_of_the_same_tokens_is_named_field_by_field(server: LocalServer) -> None:
     (group,) = SMALL.layer_groups
     half = replace(SMALL, layer_groups=(replace(group, dtype=DType.float16),))
     stored = server.connect("auto", half)
@@ -239,9 +237,7 @@ def test_another_identity_of_the_same_tokens_is_named_field_by_field(
 # --- who may ask what
 
 
-def test_a_session_asks_of_its_own_namespace_only_and_what_makes_sense(
-    server: LocalServer,
-) -> None:
+def test_a_session_asks_of_its_own_namespace_only_and_what_makes_sense(server: LocalServer) -> None:
     keys, space, connection = store(server.connect(), 1, 2), bytes(16), server.dial()
     session = open_session(connection, other_revision(SMALL)).session_id
     request = pb.ExplainRequest(

@@ -16,11 +16,7 @@ from simulation.clock import FakeClock
 from simulation.core import Core, keys_of, prompt, settings
 
 from kvstore.proto.buffers import Bytes, as_bytes, checksum
-from kvstore.proto.errors import (
-    ChunkCorruptError,
-    InvalidFrameError,
-    InvalidRequestError,
-)
+from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, InvalidRequestError
 from kvstore.proto.frame import (
     FLAG_RESTORED,
     FrameTemplate,
@@ -202,9 +198,7 @@ def test_an_unfinished_chunk_ends_with_the_last_session_that_has_a_part_in_it(
     writers.assert_nothing_left()
 
 
-def test_unfinished_chunks_have_a_quarter_of_the_memory_and_streams_count(
-    writers: Writers,
-) -> None:
+def test_unfinished_chunks_have_a_quarter_of_the_memory_and_streams_count(writers: Writers) -> None:
     limit = writers.core.cpu.capacity_bytes // 4
     count = limit // SIZE
     assert [writers.put(writers.one, TOP, n) for n in range(count)] == [PENDING] * count

@@ -15,15 +15,7 @@ from contracts.chunks import make_frame, make_representation
 from helpers.core_chunks import leased, look_up, put_low
 from helpers.disk_process import open_disk
 from simulation.clock import FakeClock
-from simulation.core import (
-    TOKENS,
-    Core,
-    frames_of,
-    keys_of,
-    outcomes_of,
-    prompt,
-    settings,
-)
+from simulation.core import TOKENS, Core, frames_of, keys_of, outcomes_of, prompt, settings
 from simulation.tiers import GatedDisk, SimDisk, no_faults
 from simulation.universe import REPRESENTATION, Version, make_template, write_frame
 
@@ -105,10 +97,7 @@ def other_layout(version: Version) -> Bytes:
     ids=["header", "payload", "other key", "restored", "other parent", "other layout"],
 )
 def test_a_frame_that_is_not_what_was_reserved_leaves_nothing(
-    core: Core,
-    session: Session,
-    spoil: Callable[[Version], Bytes],
-    error: type[KVStoreError],
+    core: Core, session: Session, spoil: Callable[[Version], Bytes], error: type[KVStoreError]
 ) -> None:
     (version,) = prompt(1)
     ticket = begin(core, session, version)
