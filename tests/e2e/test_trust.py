@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -251,42 +250,48 @@ def test_a_token_does_not_travel_in_plain_text_to_other_hosts() -> None:
     assert "kvs_1" not in repr(Access(token="kvs_1"))
 
 
-def test_certificates_identify_and_may_be_replaced_under_load(tmp_path: Path) -> None:
-    ca = Authority(tmp_path)
+@pytest.fixture
+def ca(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def serve(ca: Authority, tmp_path: Path) -> Iterator[Callable[..., LocalServer]]:
+    """Start servers that clients show certificates to."""
     cert, key = ca.issue("server")
-    mine = Access(True, ca.path, *ca.issue("engine", tenant="acme"))
-    server = LocalServer(
-        tmp_path, "--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", str(ca.path),
-    )  # fmt: skip
-    address = f"localhost:{server.node.port}"
+    with ExitStack() as stack:
 
-    def status(access: Access) -> pb.StatusResponse:
-        connection = Connection(address, 1, access=access)
-        try:
-            return connection.call("Status", pb.StatusRequest(), 3000, pb.StatusResponse)
-        finally:
-            connection.close()
+        def start(*flags: str) -> LocalServer:
+            own = ("--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", str(ca.path))
+            return stack.enter_context(closing(LocalServer(tmp_path, *own, *flags)))
 
-    clients = ExitStack()
-    try:
-        options = ClientOptions(
-            "grpc", chunk_tokens=16, access=mine, deadline_ms=DEADLINE_MS, retry_after_ms=1
-        )
-        client = clients.enter_context(Client(address, SMALL, options))
+        yield start
+
+
+def status(server: LocalServer, access: Access) -> pb.StatusResponse:
+    with closing(Connection(f"localhost:{server.node.port}", 1, access=access)) as connection:
+        return connection.call("Status", pb.StatusRequest(), 3000, pb.StatusResponse)
+
+
+def test_certificates_identify_and_may_be_replaced_under_load(
+    ca: Authority, serve: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    mine, server = Access(True, ca.path, *ca.issue("engine", tenant="acme")), serve()
+    stranger = Authority(tmp_path, "stranger")
+    for wrong in (
+        Access(ca=ca.path),
+        Access(True, ca.path, *stranger.issue("thief", tenant="acme")),
+        Access(True, ca.path, *ca.issue("late", tenant="acme", days=-1)),
+    ):
+        with pytest.raises(TierUnavailableError):
+            status(server, wrong)
+    with pytest.raises(UnauthenticatedError, match="subject"):
+        status(server, Access(True, ca.path, *ca.issue("nobody")))
+    options = ClientOptions("grpc", 16, DEADLINE_MS, access=mine, retry_after_ms=1)
+    stop, failures = threading.Event(), list[Exception]()
+    with Client(f"localhost:{server.node.port}", SMALL, options) as client:
         keys, chunks = chunks_for(client, 4)
         client.put_chunks(chunks)
-        stranger = Authority(tmp_path, "stranger")
-        wrong = [
-            Access(ca=ca.path),
-            Access(True, ca.path, *stranger.issue("thief", tenant="acme")),
-            Access(True, ca.path, *ca.issue("late", tenant="acme", days=-1)),
-        ]
-        for access in wrong:
-            with pytest.raises(TierUnavailableError):
-                status(access)
-        with pytest.raises(UnauthenticatedError, match="subject"):
-            status(Access(True, ca.path, *ca.issue("nobody")))
-        stop, failures = threading.Event(), []
 
         def load() -> None:
             while not stop.is_set():
@@ -299,74 +304,52 @@ def test_certificates_identify_and_may_be_replaced_under_load(tmp_path: Path) ->
         thread.start()
         renewed = Authority(tmp_path, "renewed")
         renewed.issue("server")  # over the same files
-        seen_by_new = replace(mine, ca=renewed.path)
-        assert eventually(lambda: _answers(lambda: status(seen_by_new)))
+
+        def is_renewed() -> bool:
+            with suppress(TierUnavailableError):
+                status(server, replace(mine, ca=renewed.path))
+                return True
+            return False
+
+        assert eventually(is_renewed)
         with pytest.raises(TierUnavailableError):
-            status(mine)
+            status(server, mine)
         stop.set()
         thread.join()
-        assert failures == []
-    finally:
-        clients.close()
-        server.close()
+    assert failures == []
 
 
-def test_a_certificate_that_is_revoked_is_refused_and_ends_its_sessions(tmp_path: Path) -> None:
-    ca = Authority(tmp_path)
-    cert, key = ca.issue("server")
-    flags = ["--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", str(ca.path)]
-    flags += ["--tls-crl", str(ca.revoke(hours=-1))]
+def test_a_certificate_that_is_revoked_is_refused_and_ends_its_sessions(
+    ca: Authority, serve: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    crl = str(ca.revoke(hours=-1))
     with pytest.raises(InvalidRequestError, match="out of date"):
-        LocalServer(tmp_path, *flags)
+        serve("--tls-crl", crl)
     ca.revoke()
     bad, good = (Access(True, ca.path, *ca.issue(n, tenant="acme")) for n in ("bad", "good"))
-    server = LocalServer(tmp_path, *flags)
-    address = f"localhost:{server.node.port}"
-    connections = [Connection(address, 1, access=access) for access in (bad, good)]
-    try:
-        request = pb.OpenSessionRequest(representation=as_message(pb.Representation, SMALL))
-        for connection in connections:
+    server = serve("--tls-crl", crl)
+    request = pb.OpenSessionRequest(representation=as_message(pb.Representation, SMALL))
+    for access in (bad, good):
+        with closing(Connection(f"localhost:{server.node.port}", 1, access=access)) as connection:
             connection.call("OpenSession", request, DEADLINE_MS, pb.OpenSessionResponse)
-        assert len(server.node.sessions) == 2
-        ca.revoke(tmp_path / "bad.crt")
-        assert eventually(lambda: len(server.node.sessions) == 1)
-        assert eventually(lambda: server.counter("revoked_sessions") == 1)  # counted after
-        with pytest.raises(UnauthenticatedError, match="revoked"):
-            connections[0].call("Status", pb.StatusRequest(), DEADLINE_MS, pb.StatusResponse)
-        connections[1].call("Status", pb.StatusRequest(), DEADLINE_MS, pb.StatusResponse)
-    finally:
-        for connection in connections:
-            connection.close()
-        server.close()
+    assert len(server.node.sessions) == 2
+    ca.revoke(tmp_path / "bad.crt")
+    assert eventually(lambda: len(server.node.sessions) == 1)
+    assert eventually(lambda: server.counter("revoked_sessions") == 1)  # counted after
+    with pytest.raises(UnauthenticatedError, match="revoked"):
+        status(server, bad)
+    status(server, good)
 
 
-def _answers(work: Callable[[], object]) -> bool:
-    try:
-        work()
-    except TierUnavailableError:
-        return False
-    return True
-
-
-# --- which starts are refused
-
-
-def test_other_hosts_reach_a_server_with_tls_and_authentication_or_by_an_explicit_word(
-    tmp_path: Path,
-) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    sides = product(("127.0.0.1", "0.0.0.0", "[::]", "192.0.2.1"), *[(False, True)] * 3)
-    for host, is_insecure, has_auth, has_tls in sides:
-        flags = ["--listen", f"{host}:0"]
-        flags += ["--insecure"] if is_insecure else []
-        flags += ["--auth-keys", str(file)] if has_auth else []
-        flags += ["--tls-cert", str(file), "--tls-key", str(file)] if has_tls else []
-        if host == "127.0.0.1" or is_insecure or (has_auth and has_tls):
-            load_config(flags)
-        else:
-            with pytest.raises(InvalidRequestError, match="--insecure"):
-                load_config(flags)
+def test_other_hosts_reach_a_server_with_both_tls_and_authentication(tmp_path: Path) -> None:
+    (file := tmp_path / "file").write_text("")
+    auth = ("--auth-keys", str(file))
+    tls = ("--tls-cert", str(file), "--tls-key", str(file))
+    for flags in (auth, tls):
+        with pytest.raises(InvalidRequestError, match="--insecure"):
+            load_config(["--listen", "0.0.0.0:0", *flags])
+        load_config(["--listen", "127.0.0.1:0", *flags])
+    load_config(["--listen", "0.0.0.0:0", *auth, *tls])
 
 
 def test_health_has_a_port_of_its_own_that_answers_in_plain_text(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import errno
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from urllib.parse import urlsplit
@@ -64,13 +64,16 @@ def server(make_server: ServerMaker, request: pytest.FixtureRequest) -> LocalSer
     return make_server("--bulk", "0.0.0.0:0", "--insecure", *own)
 
 
+def stored(server: LocalServer, count: int) -> list[ChunkKey]:
+    """Have chunks of a prompt in the server's memory."""
+    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
+    return store(server.connect("grpc", MEDIUM, options), 1, count)
+
+
 @pytest.fixture
 def infos(server: LocalServer) -> list[ChunkInfo]:
     """Three chunks in the server's memory."""
-    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
-    keys = store(server.connect("grpc", MEDIUM, options), 1, 3)
-    slot = server.node.store.tiers.cpu
-    found = slot.tier.find(keys)
+    found = server.node.store.tiers.cpu.tier.find(stored(server, 3))
     return [info for info in found if info is not None]
 
 
@@ -103,6 +106,11 @@ def find(
     deadline = time.monotonic() + within_s
     link.begin_find(keys, deadline)
     return link.end_find(keys, deadline)
+
+
+def streams_of(server: LocalServer) -> BulkServer:
+    assert server.node.bulk is not None
+    return server.node.bulk
 
 
 def wire_of(link: StreamLink) -> FramedSocket:
@@ -147,8 +155,14 @@ def test_who_stops_reading_hangs_up_and_the_peer_holds_nothing(
         assert next(steps) < infos[0].size_bytes
     assert not link.is_open
     assert server.settled().held == 0
+
+    def is_served() -> bool:
+        with suppress(QuotaExceededError):
+            return len(read(more, infos[0])) == infos[0].size_bytes
+        return False
+
     with closing(reached(terms)) as more:
-        assert eventually(lambda: _reads(more, infos[0])), "it is not counted for ever"
+        assert eventually(is_served), "it is not counted for ever"
 
 
 @BOTH_WAYS
@@ -181,19 +195,10 @@ def test_the_first_that_is_not_in_memory_ends_what_follows(
     assert link._requests == 2
 
 
-def _reads(link: StreamLink, info: ChunkInfo) -> bool:
-    try:
-        return len(read(link, info)) == info.size_bytes
-    except QuotaExceededError:
-        return False
-
-
 def test_more_than_the_most_requests_of_peers_are_refused_at_once(
     infos: list[ChunkInfo], link: StreamLink, server: LocalServer
 ) -> None:
-    assert server.node.bulk is not None
-    peer_server = server.node.bulk.service.peer_server
-    with peer_server.admitted():
+    with streams_of(server).service.peer_server.admitted():
         with pytest.raises(QuotaExceededError, match="peer_requests=1"):
             read(link, infos[0])
         with pytest.raises(QuotaExceededError, match="peer_requests=1"):
@@ -209,11 +214,9 @@ def test_more_than_the_most_bytes_under_way_to_peers_are_refused_and_questions_a
 ) -> None:
     """One get may have 16 MiB under way, and is counted with as many."""
     server = make_server("--bulk", "127.0.0.1:0", "--cpu", "64MiB", "--limits", "peer_bytes=16MiB")
-    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
-    keys = store(server.connect("grpc", MEDIUM, options), 1, 1)
-    assert server.node.bulk is not None
-    peer_server = server.node.bulk.service.peer_server
+    keys = stored(server, 1)
     with closing(reached(dial_peer(Settings(), server.address, "other", SILENCE_S))) as link:
+        peer_server = streams_of(server).service.peer_server
         with peer_server.admitted(GET_BYTES):
             (info,) = find(link, keys)
             assert info is not None
@@ -236,11 +239,9 @@ def test_a_client_that_asks_as_a_server_does_is_hung_up_on(
 
 
 def test_what_breaks_in_the_server_ends_one_stream_and_is_in_its_log(
-    server: LocalServer,
-    infos: list[ChunkInfo],
-    terms: pb.OpenPeerResponse,
+    server: LocalServer, infos: list[ChunkInfo], terms: pb.OpenPeerResponse,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     def broken(*_: object) -> None:
         raise ZeroDivisionError("ours")
 
@@ -259,30 +260,26 @@ def test_what_breaks_in_the_server_ends_one_stream_and_is_in_its_log(
                         for line in logs
                     )
                 )
-    streams = server.node.bulk
-    assert streams is not None
+    streams = streams_of(server)
     assert eventually(lambda: not streams._streams and not streams._strangers)
     with closing(reached(terms)) as link:
         read(link, infos[0])
 
 
 def test_a_session_has_so_many_streams_and_no_more(terms: pb.OpenPeerResponse) -> None:
-    links = [reached(terms) for _ in range(STREAMS_PER_SESSION)]
-    try:
+    with ExitStack() as stack:
+        for _ in range(STREAMS_PER_SESSION):
+            stack.enter_context(closing(reached(terms)))
         with pytest.raises(QuotaExceededError, match="streams_per_session=16"):
             reached(terms)
-    finally:
-        for link in links:
-            link.close()
-    assert eventually(lambda: _is_let_in(terms))
 
-
-def _is_let_in(terms: pb.OpenPeerResponse) -> bool:
-    try:
-        reached(terms).close()
-    except QuotaExceededError:
+    def is_let_in() -> bool:
+        with suppress(QuotaExceededError):
+            reached(terms).close()
+            return True
         return False
-    return True
+
+    assert eventually(is_let_in)
 
 
 @BOTH_WAYS
@@ -292,9 +289,7 @@ def test_a_session_that_ends_ends_its_streams(
     server.node.sessions.close(terms.session_id)
     with pytest.raises(LeaseExpiredError):
         read(link, infos[0])
-    assert server.node.bulk is not None
-    streams = server.node.bulk
-    assert eventually(lambda: not streams._streams)
+    assert eventually(lambda: not streams_of(server)._streams)
 
 
 def test_what_is_no_get_of_a_peer_is_hung_up_on(
@@ -332,15 +327,12 @@ def test_strangers_who_say_anything_else_are_hung_up_on(
 def test_strangers_who_say_nothing_keep_nobody_out(
     infos: list[ChunkInfo], link: StreamLink, terms: pb.OpenPeerResponse, server: LocalServer
 ) -> None:
-    silent = [connected(terms) for _ in range(MAX_STRANGERS + 8)]
-    try:
+    with ExitStack() as stack:
+        silent = [stack.enter_context(connected(terms)) for _ in range(MAX_STRANGERS + 8)]
         assert len(read(link, infos[0])) == infos[0].size_bytes
         assert all(ends(one) for one in silent), "each is hung up on after a while"
         with closing(reached(terms)) as more:
             assert len(read(more, infos[0])) == infos[0].size_bytes
-    finally:
-        for one in silent:
-            one.close()
 
 
 @BOTH_WAYS
@@ -349,20 +341,15 @@ def test_strangers_who_only_begin_keep_nobody_out(
 ) -> None:
     begun = b"\x16\x03\x01" if terms.bulk_certificate else bulk.MAGIC
     for _ in range(3):
-        strangers = [connected(terms) for _ in range(MAX_STRANGERS)]
-        try:
-            for one in strangers:
-                one.sendall(begun)
-            started = time.monotonic()
-            found: list[bytes] = []
+        with ExitStack() as stack:
+            for _ in range(MAX_STRANGERS):
+                stack.enter_context(connected(terms)).sendall(begun)
+            started, found = time.monotonic(), list[bytes]()
             while not found and time.monotonic() - started < tcp_server.HELLO_S:
                 with suppress(TierUnavailableError), closing(reached(terms)) as link:
                     found.append(bytes(read(link, infos[0])))
             assert len(found[0]) == infos[0].size_bytes
             assert time.monotonic() - started < tcp_server.HELLO_S, "before they are hung up on"
-        finally:
-            for one in strangers:
-                one.close()
 
 
 def connected(terms: pb.OpenPeerResponse) -> socket.socket:
@@ -397,8 +384,7 @@ def test_a_peer_whose_streams_are_not_reached_is_not_up_until_they_are(
     make_server: ServerMaker,
 ) -> None:
     server = make_server("--bulk", "127.0.0.1:0", "--cpu", "64MiB")
-    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
-    keys = store(server.connect("grpc", MEDIUM, options), 1, 2)
+    keys = stored(server, 2)
     is_reached = False
 
     def dial(address: str, node_id: str, within_s: float) -> pb.OpenPeerResponse:
@@ -429,8 +415,7 @@ def test_who_reads_something_else_than_what_comes_gets_that_and_hangs_up_on_the_
     make_server: ServerMaker,
 ) -> None:
     server = make_server("--bulk", "127.0.0.1:0", "--cpu", "64MiB")
-    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
-    keys = store(server.connect("grpc", MEDIUM, options), 1, 4)
+    keys = stored(server, 4)
     terms = (server.address,), Limits(peer_timeout_ms=int(1000 * SILENCE_S))
     with closing(
         Peers(*terms, partial(dial_peer, Settings()), Counters(), time.monotonic)
@@ -480,10 +465,11 @@ class FullListener:
 def test_without_a_descriptor_it_listens_again_a_little_later(
     server: LocalServer, terms: pb.OpenPeerResponse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert server.node.bulk is not None
     listener = FullListener()
     monkeypatch.setattr(tcp_server, "listen", lambda host, port: (listener, listener.address))
-    with closing(BulkServer(Settings(bulk="127.0.0.1:0"), server.node.bulk.service, 64)) as streams:
+    with closing(
+        BulkServer(Settings(bulk="127.0.0.1:0"), streams_of(server).service, 64)
+    ) as streams:
         reached(other(terms, bulk_address=listener.address)).close()
         assert listener.accepts == 2
         assert streams.is_alive()
