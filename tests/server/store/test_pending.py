@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -336,3 +337,21 @@ def test_promises_are_bounded_in_time_and_number(core: Core) -> None:
     assert in_flight.announce(1, keys[:3], 0.0) == 3
     core.catalog.release_session(1)
     assert not in_flight.announced
+
+
+def test_what_is_handed_over_stays_until_it_was_read_once_or_its_time_is_up() -> None:
+    clock = FakeClock()
+    with closing(Core(clock=clock)) as core:
+        writer, reader = core.open_session("red"), core.open_session("red")
+        versions = prompt(2)
+        read, unread = keys_of(versions)
+        core.put(writer, versions, hints=Hints(handover_ms=60_000))
+        assert core.catalog.eviction.claim("cpu", [read]) == []
+        core.get(reader, [read])
+        assert core.catalog.eviction.claim("cpu", [read]) == [read]
+        clock.advance(59)
+        core.store.tick()
+        assert core.catalog.eviction.claim("cpu", [unread]) == []
+        clock.advance(1)
+        core.store.tick()
+        assert core.catalog.eviction.claim("cpu", [unread]) == [unread]
