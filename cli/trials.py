@@ -61,6 +61,8 @@ def samples_of(
     """
     if tokens < CHUNK_TOKENS:
         raise InvalidRequestError("tokens", tokens, "give at least a chunk's")
+    if not sources[0].suffix and not sources[0].exists():
+        raise InvalidRequestError("sources", str(sources[0]), "no such folder")
     if not sources[0].is_dir():
         if not re.fullmatch(f"[0-9a-fA-F]{{{2 * DIGEST_BYTES}}}", representation or ""):
             fix = f"dumps need the model's representation digest, {2 * DIGEST_BYTES} hex digits"
@@ -101,6 +103,8 @@ def read_lines(
 def load_model(folder: Path) -> tuple[PreTrainedModel, Any]:
     """Return the model in *folder* and its tokenizer. Raises InvalidRequestError."""
     check_extras(folder)
+    if not folder.is_dir():
+        raise InvalidRequestError("model", str(folder), "no such folder")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
