@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kvstore.cli.app import given_access
+from kvstore.cli.app import followed, given_access
 from kvstore.cli.calibrate import check_extras
 from kvstore.client import Client, ClientOptions
 from kvstore.client.blend.plan import SegmentRange
@@ -138,7 +138,7 @@ def run_model(folder: Path, text: str, tokens: int) -> Samples:
     limit = getattr(model.config, "max_position_embeddings", None) or CONTEXT_TOKENS
     context = max(min(CONTEXT_TOKENS, limit), MIN_CHUNK_TOKENS)
     chunks: list[tuple[ChunkTensors, int]] = []
-    for start in range(0, len(ids), context):
+    for start in followed(range(0, len(ids), context), "reading the text"):
         prompt = ids[start : start + context]
         if len(prompt) >= MIN_CHUNK_TOKENS:
             chunks += cut_prompt(_computed(model, prompt))

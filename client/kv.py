@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 KV: TypeAlias = "TensorLike | Mapping[int, Sequence[TensorLike]] | Sequence[TensorLike] | Blocks"
 """One tensor (layers, 2, kv_heads, tokens, head_dim), numpy or torch, CPU or CUDA; of hybrid models
 a list of such, one for each layer group; the parts of each layer by its number, (kv_heads, tokens,
-head_dim) each; or ``cache[block_ids]`` of a PagedCache."""
+head_dim) each; or ``cache[block_ids]`` of a PagedCache. All of the model's dtype, or unsigned
+integers of its size."""
 _NUMPY = {DType.float16: "f2", DType.float32: "f4", DType.uint8: "u1", DType.int8: "i1"}
 
 
@@ -94,7 +95,10 @@ class StagedKV:
         """Copy all of it to the host. Raises TierUnavailableError."""
         with _device_errors():
             for far, near in chain.from_iterable(self._copies.values()):
-                near.copy_(far if self._ids is None else far[self._ids])
+                if self._ids is None:
+                    near.copy_(far)
+                else:
+                    near[: len(self._ids)].copy_(far[self._ids])
 
     def upload(self, stop: int, layers: Iterable[int] = ()) -> None:
         """Copy tokens up to *stop* of *layers*, or of all, to the device. Raises as above."""
