@@ -30,7 +30,6 @@ DEADLINE_MS = 60_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print."""
     only_json = parser_of(__doc__).parse_args(argv).json
     report = Report("gpu")
     if not has_cuda():
@@ -43,7 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def has_cuda() -> bool:
-    """Whether torch sees a CUDA device."""
     try:
         import torch
     except ImportError:
@@ -118,7 +116,6 @@ class Engine:
                 side.close()
 
     def store(self) -> None:
-        """Bring every chunk out of the pages into host memory."""
         waiting = list(self.tables)
         while waiting:
             copies = self.side.copies(waiting)
@@ -239,7 +236,6 @@ def measure_cpu_load(
 
 
 def put_near(engine: Engine, chunks: Sequence[Any]) -> None:
-    """Put what the pages hold into the server's gpu tier."""
     from kvstore.proto.plans import NO_HINTS
 
     waiting = list(zip(engine.tables, chunks, strict=True))
@@ -276,7 +272,6 @@ def measure_gpu(report: Report, engine: Engine, count: int, total: int) -> None:
 
 
 def measure_growth(report: Report, engine: Engine) -> None:
-    """Memory of process and device over many stores of small chunks."""
 
     def held_mb() -> float:
         import torch

@@ -84,7 +84,6 @@ class Control:
         self._session: Session = sessions.open(TINY, "bench")
 
     def add(self, info: ChunkInfo) -> None:
-        """Let every tier have a copy."""
         for name in self.names:
             self.catalog.note_sealed(name, info)
 
@@ -96,7 +95,6 @@ class Control:
         )
 
     def release(self, match: Match) -> None:
-        """End the lease of a lookup."""
         self.catalog.release(match.lease_id, self._session.session_id)
 
     def evict(self, tier: str, chunks: int) -> int:
@@ -110,7 +108,6 @@ class Control:
 
 
 def prompts() -> Iterator[list[ChunkInfo]]:
-    """Yield the chunks of one prompt after another."""
     while True:
         digests = os.urandom(16 * PROMPT_CHUNKS)
         infos, parent = [], ROOT
@@ -174,7 +171,6 @@ class Index:
                 mark += step
 
     def look_up(self, number: int) -> float:
-        """Return the seconds of one lookup with a lease."""
         keys = self.sample[number % len(self.sample)]
         started = time.perf_counter()
         match = self.control.look_up(keys)
@@ -194,7 +190,6 @@ class Index:
 
 
 def _medians(ours: Callable[[int], float], theirs: Callable[[int], float]) -> tuple[float, float]:
-    """Return the median seconds of both."""
     pairs = [(ours(number), theirs(number)) for number in range(SAMPLES)]
     first, second = np.median(np.array(pairs), axis=0)
     return float(first), float(second)
@@ -232,7 +227,6 @@ def _relative(points: Points) -> Points:
 
 
 def weigh_disk_tier(folder: Path, report: Report) -> None:
-    """Memory of the disk tier's own records."""
     stream = prompts()
     with closing(DiskTier((folder, 2 * DISK_CHUNKS * FRAME_BYTES))) as tier:
         tracemalloc.start()
@@ -248,7 +242,6 @@ def weigh_disk_tier(folder: Path, report: Report) -> None:
 
 
 def scale_tiers(tiers: Sequence[Tier], report: Report) -> Points:
-    """Lookups of chunks that each of one to four tiers has."""
     base = Index(Control(tiers[:1]))
     base.grow(CHUNK_COUNTS[1])
     points: Points = []
@@ -266,7 +259,6 @@ def scale_tiers(tiers: Sequence[Tier], report: Report) -> Points:
 
 
 def scale_clients(report: Report) -> Points:
-    """The server's own time for each leased lookup and its release."""
     points: Points = []
     with serving("--tiers", "cpu", "--cpu", "64MiB") as (address, pid), ExitStack() as stack:
         server = psutil.Process(pid)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.client.chunk import LayerTensors, TensorLike, check_apart, group_array
+from kvstore.client.chunk import LayerTensors, TensorLike, check_apart, group_array, is_on_device
 from kvstore.codecs.base import Part
 from kvstore.codecs.block_part import BlockPart, BlockSpan, check_block_ids
 from kvstore.proto.errors import LayoutMismatchError
@@ -46,12 +46,13 @@ def _mismatch(axes: tuple[str, ...], fix: str) -> LayoutMismatchError:
 
 
 class PagedCache:
-    """Page tensors of every layer, numpy or torch on the CPU, checked when it is made.
+    """Page tensors of every layer, numpy or torch, checked when it is made.
 
     ``pages``: see PageTensors; layers in the order of the Model's groups; ``axes``: see page_axes.
     ``cache[block_ids]`` is a request's KV: token t is in slot ``t % block_tokens`` of block
     ``block_ids[t // block_tokens]``, in every layer. Raises LayoutMismatchError for anything that
-    is not the Model's KV, InvalidRequestError for pages that overlap but could be written to.
+    is not the Model's KV, InvalidRequestError for pages of the host that overlap but could be
+    written to. Blocks of CUDA tensors are copied by way of the host.
     """
 
     def __init__(self, model: Model, pages: PageTensors, axes: str) -> None:
@@ -66,6 +67,13 @@ class PagedCache:
         if len(layers) != count:
             raise LayoutMismatchError("layers", len(layers), f"give pages of {count} layers")
         rest = tuple(name for name in order if name != "layer")
+        self.far: list[list[Any]] = []
+        self.far_axes: tuple[str, ...] = ()
+        """Of CUDA pages the tensors of each layer, and their axes, the blocks first."""
+        if any(is_on_device(one) for entry in layers for one in _tensors_of(entry)):
+            self.far = [[_blocks_first(one, rest) for one in _tensors_of(all_)] for all_ in layers]
+            rest = self.far_axes = ("block", *(name for name in rest if name != "block"))
+            layers = pages_like(self.far, rest)
         entries = iter(layers)
         self.groups: list[list[list[Part]]] = [
             [_parts(next(entries), rest, group) for _ in group.layer_ids]
@@ -79,7 +87,7 @@ class PagedCache:
         self.blocks: int
         self.block_tokens: int
         self.blocks, self.block_tokens = shapes.pop()
-        if self.is_writable:
+        if self.is_writable and not self.far:
             given: Any = [pages] if "layer" in order else pages
             check_apart("pages", [t for one in given for t in _tensors_of(one)])
 
@@ -131,6 +139,25 @@ def kept_from(group: LayerGroup, start: int, stop: int) -> int:
     if group.kind is not LayerKind.window:
         return start
     return max(start, stop - max(1, group.window_tokens - 1))
+
+
+def pages_like(far: list[list[Any]], axes: Sequence[str], blocks: int = 0) -> list[Any]:
+    """Return pages of so many *blocks* in memory of the host for CUDA pages; if 0, of their shape
+    but without memory.
+    """
+    import torch
+
+    def near(tensor: Any) -> torch.Tensor:
+        shape, pinned = (blocks or 1, *tensor.shape[1:]), torch.cuda.is_available()
+        made = torch.empty(shape, dtype=tensor.dtype, pin_memory=pinned and blocks > 0)
+        return made if blocks else made.expand(tensor.shape)
+
+    return [near(one[0]) if "kv" in axes else list(map(near, one)) for one in far]
+
+
+def _blocks_first(tensor: Any, axes: tuple[str, ...]) -> Any:
+    _check_rank(tensor, axes)
+    return tensor.detach().movedim(axes.index("block"), 0)
 
 
 def _layers(

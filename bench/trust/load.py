@@ -72,7 +72,6 @@ class Caller:
         self._session_id = pb.OpenSessionResponse.FromString(reply).session_id
 
     def _method(self, name: str) -> Any:
-        """Return a method that takes and returns bytes as they are."""
         return self._channel.unary_unary(SERVICE + name, None, None)
 
     def question(self, keys: Sequence[ChunkKey]) -> bytes:
@@ -94,7 +93,6 @@ class Caller:
         return True
 
     def is_alive(self) -> bool:
-        """Whether the session still answers."""
         request = pb.HeartbeatRequest(session_id=self._session_id).SerializeToString()
         try:
             self._method("Heartbeat")(request, timeout=20)
@@ -103,7 +101,6 @@ class Caller:
         return True
 
     def close(self) -> None:
-        """Hang up."""
         self._channel.close()
 
 

@@ -81,7 +81,7 @@ def test_pages_and_layers_are_awaited(server: LocalServer) -> None:
             puts = await client.put(tokens(1, 32), pages[range(4)])
             assert [one.outcome for one in puts] == [PutOutcome.exists] * 2
             async with aclosing(client.get_layers(keys=keys)) as layers:
-                found = [(one.layer_id, len(one.tensors)) async for one in layers]
+                found = [(one.id, len(one.tensors)) async for one in layers]
             assert found == [(0, 2), (1, 2)]
 
     asyncio.run(work())

@@ -67,7 +67,7 @@ def test_a_read_ends_where_a_batch_begins_that_is_not_there(client: Client) -> N
     assert client.delete(keys=keys[2 * LIMIT :]) == 3
     assert_reads(client, keys[: 2 * LIMIT])
     assert len(client.get_chunks(keys)) == client.lookup(keys=keys).ready == 2 * LIMIT
-    found = {one.layer_id: len(one.tensors) for one in client.get_chunk_layers(keys)}
+    found = {one.id: len(one.tensors) for one in client.get_chunk_layers(keys)}
     assert found == {0: 2 * LIMIT, 1: 2 * LIMIT}
 
 
@@ -164,7 +164,7 @@ def test_layers_go_and_come_of_all_batches_together(server: LocalServer, client:
     for layer in client.get_chunk_layers(keys):
         assert len(layer.tensors) == CHUNKS
         assert_layer(client, keys, layer)
-        found.append(layer.layer_id)
+        found.append(layer.id)
     assert found == [0, 1]
     assert server.settled().leases == 0
 

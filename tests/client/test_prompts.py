@@ -85,7 +85,7 @@ def test_layers_come_and_go_by_tokens(client: Client) -> None:
             put.layer(layer, kv[layer])
     assert [one.outcome.name for one in put.results] == ["stored"] * 4
     out = np.zeros_like(kv)
-    found = [(layer.layer_id, len(layer.tensors)) for layer in client.get_layers(prompt, out=out)]
+    found = [(layer.id, len(layer.tensors)) for layer in client.get_layers(prompt, out=out)]
     assert found == [(0, 4), (1, 4)]
     assert np.array_equal(out, kv)
     with pytest.raises(LayoutMismatchError, match="tensors="), client.put_layers(prompt) as put:

@@ -92,7 +92,7 @@ def test_rows_that_are_left_out_stay_as_they_were_and_the_others_are_right(
     with _resolved(client) as resolved:
         chunks, rooms, layers = _read(resolved, client, SKIPPED)
         assert [one.asked.tokens for one in chunks] == [16, 24, 16, 16]
-        assert [layer.layer_id for layer in layers] == [0, 1, 2, 3]
+        assert [layer.id for layer in layers] == [0, 1, 2, 3]
         assert {len(layer.tensors) for layer in layers} == {4}
         for place, (chunk, room) in enumerate(zip(chunks, rooms, strict=True)):
             kept = SKIPPED.kept(place, chunk.asked.tokens)

@@ -75,7 +75,7 @@ def layers_of(client: Client, keys: Sequence[ChunkKey]) -> dict[int, list[Sequen
 
 def assert_layer(client: Client, keys: Sequence[ChunkKey], layer: Layer) -> None:
     """Fail unless the layer is right for as many chunks as it has."""
-    right = layers_of(client, keys)[layer.layer_id]
+    right = layers_of(client, keys)[layer.id]
     for found, wanted in zip(layer.tensors, right, strict=False):
         assert all(map(np.array_equal, found, wanted))
 
@@ -167,7 +167,7 @@ class LayersContract:
         client = connect(representation)
         keys = store(client, 1, 5)
         layers = list(client.get_chunk_layers([*keys, *keys_of(client, 2, 1)]))
-        assert [layer.layer_id for layer in layers] == sorted(layers_of(client, keys))
+        assert [layer.id for layer in layers] == sorted(layers_of(client, keys))
         for layer in layers:
             assert len(layer.tensors) == 5
             assert_layer(client, keys, layer)
@@ -197,7 +197,7 @@ class LayersContract:
         keys = store(client, 1, 4)
         damage(server, keys[2])  # its last layer
         layers = list(client.get_chunk_layers(keys))
-        assert [layer.layer_id for layer in layers] == [0, 1]
+        assert [layer.id for layer in layers] == [0, 1]
         assert len(layers[0].tensors) >= len(layers[1].tensors) == 2
         for layer in layers:
             assert_layer(client, keys, layer)
@@ -219,7 +219,7 @@ class LayersContract:
         for read in (0, 1, 3) * 2:
             with closing(client.get_chunk_layers(keys)) as layers:
                 for number in range(read):
-                    assert next(layers).layer_id == number
+                    assert next(layers).id == number
         usage = server.settled()
         assert (usage.leases, usage.tiers[0][1].reservations) == (0, 0)
         assert_reads(client, keys)
