@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from contracts.codec import template
-from helpers.cachegen_samples import GQA, MLA, MODEL, smooth
+from helpers.asset_samples import GQA, MLA, MODEL, smooth
 from helpers.kvstore_command import Kvstore
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from contracts.codec import Tensors, layouts, paged_layouts, pairwise, template
-from contracts.lossy_codec import centred, encoded, large, numbers, outliers, tiny
+from contracts.codec import Tensors, encoded, layouts, paged_layouts, pairwise, template
+from contracts.lossy_codec import centred, large, numbers, outliers, tiny
 from helpers.cpu_kernels import compile_kernels
 from helpers.cuda_compiler import ARCHITECTURES, compile_cuda, resources
 from helpers.device_frames import CPU, Place, decoded, is_refused
