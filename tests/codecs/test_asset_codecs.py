@@ -254,7 +254,7 @@ def test_without_the_models_asset_nothing_is_encoded_or_decoded(samples: Samples
     empty, name = samples.shelved(), samples.kind.name
     with pytest.raises(UnknownCodecError, match=f"{name} for model {MODEL.hex()}"):
         empty.encode(template(layout), tensors, room)
-    with pytest.raises(UnknownCodecError, match=f"{name} without an asset"):
+    with pytest.raises(UnknownCodecError, match=f"{samples.codec.name} without an asset"):
         encode(empty, tensors[0][0], samples.one)
     with pytest.raises(UnknownCodecError, match=f"asset {header.asset.hex()}"):
         empty.decode_into(header, frame, out)

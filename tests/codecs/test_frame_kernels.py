@@ -290,10 +290,9 @@ def test_rows_move_in_the_largest_words_that_fit_and_are_summed_as_they_are_copi
         move = partial(LaunchedKernels.move, **given, to_pages=True)
         assert launched_by(move) == [f"scatter_{size}"]
         launched = launched_by(partial(LaunchedKernels.scatter, **given))
-        if size == 16:
-            assert launched == ["scatter_and_sum", "chain_blocks", "finish_segments"]
-        else:
-            assert launched[0] == f"scatter_{size}"
+        assert launched[0] == ("scatter_and_sum" if size == 16 else f"scatter_{size}")
+        if shape in SHAPES[:2]:  # whole blocks of 1 KiB
+            assert launched[1:] == ["chain_blocks", "finish_segments"]
 
 
 @pytest.mark.parametrize("kernels", ["compiled", "host"])
@@ -512,13 +511,13 @@ def test_frames_that_are_not_whole_raw_chunks_of_the_pages_are_refused_and_nothi
     rows["stored_bytes"][0] += 64  # a header that lies must not lead a kernel out of the frame
     packed = replace(header, codec_id=codec_by_name("lossless").codec_id)
     for memory, of, at, paged, error, why in [
-        (frame, packed, 20, engine(), UnknownCodecError, ""),
+        (frame, packed, 20, engine(), UnknownCodecError, None),
         (frame[:-1], header, 20, engine(), InvalidFrameError, "aligned"),
         (frame[1:], header, 20, engine(), InvalidFrameError, "aligned"),
         (frame, replace(header, segments=rows), 20, engine(), InvalidFrameError, "stored_bytes"),
-        (frame, header, 20, engine(DType.float16), LayoutMismatchError, ""),
-        (frame, header, 20, engine(dim=16), LayoutMismatchError, ""),
-        (frame, header, 20, Paged((), [(5, 0, 3, 1)]), LayoutMismatchError, ""),
+        (frame, header, 20, engine(DType.float16), LayoutMismatchError, None),
+        (frame, header, 20, engine(dim=16), LayoutMismatchError, None),
+        (frame, header, 20, Paged((), [(5, 0, 3, 1)]), LayoutMismatchError, None),
         (frame, header, 20, engine(ids=(5, 0, 3)), InvalidRequestError, "first_token"),
         (frame, header, -1, engine(), InvalidRequestError, "first_token"),
         (frame, header, 20, engine(ids=(5, 0, 3, 7)), InvalidRequestError, "block_ids"),

@@ -369,6 +369,7 @@ class AnyCodecContract:
     def test_eight_threads_share_one_codec(self) -> None:
         layout = layouts(DType.bfloat16)["gqa"]
         barrier = Barrier(8)
+        encoded(self.codec, self.tensors(layout), layout)  # what is made once
 
         def work(seed: int) -> None:
             tensors = self.tensors(layout, seed)
