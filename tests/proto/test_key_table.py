@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -116,18 +115,3 @@ def test_the_rows_of_keys_that_begin_alike(filled: tuple[KeyTable, list[ChunkKey
     expected = [row for row, one in enumerate(keys, 1) if one.startswith(start)]
     assert table.rows_of(start).tolist() == expected
     assert KeyTable().rows_of(b"x").tolist() == []
-
-
-def test_keys_are_found_as_soon_in_an_order_in_which_they_do_not_lie(
-    filled: tuple[KeyTable, list[ChunkKey]],
-) -> None:
-    table, keys = filled
-    draw, times_s = random.Random(2), []
-    for _ in range(20):
-        places = draw.sample(range(len(keys)), 512)
-        asked = [ChunkKey(bytes(bytearray(keys[place]))) for place in places]
-        started = time.thread_time()
-        rows = table.prefix(asked)
-        times_s.append(time.thread_time() - started)
-        assert rows.tolist() == [place + 1 for place in places]
-    assert sorted(times_s)[10] < 1e-3

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import os
 import struct
 import subprocess
@@ -29,6 +30,7 @@ from kvstore.proto.keys import (
 )
 from kvstore.proto.types import (
     DType,
+    LayerGroup,
     LayerKind,
     Model,
     RopeParameters,
@@ -151,9 +153,9 @@ OTHERS: dict[str, dict[str, list[Any]]] = {
 
 
 def test_all_different_representations_have_different_names() -> None:
-    of = {"model": REPRESENTATION, "rope": ROPE, "group": GROUP}
+    of: dict[str, Any] = {"model": Model, "rope": RopeParameters, "group": LayerGroup}
     for name, fields in OTHERS.items():
-        assert set(fields) == set(of[name].__dataclass_fields__)
+        assert set(fields) == {field.name for field in dataclasses.fields(of[name])}
     windows = [replace(GROUP, kind=LayerKind.window, window_tokens=n) for n in (1024, 2048)]
     groups = [replace(GROUP, **{n: v}) for n, vs in OTHERS["group"].items() for v in vs]
     ropes = [replace(ROPE, **{n: v}) for n, vs in OTHERS["rope"].items() for v in vs]
