@@ -46,6 +46,7 @@ DECODE_CHUNKS = (DECODE_PROMPT + DECODE_FIRST + DECODE_STEPS - 1) // CHUNK_TOKEN
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
+    """Return tokens of noise."""
     source = random.Random(seed)
     return [source.randrange(3, VOCABULARY) for _ in range(tokens)]
 
@@ -150,6 +151,7 @@ def share_of(run: Mapping[str, Any]) -> float:
 
 
 def add_notes(report: Report, name: str, result: Result) -> None:
+    """Add what one engine measured to the table."""
     for run in result["prompts"]:
         times = ", ".join(f"{ms:.1f}" for ms in run["hit_ms"])
         parts = [f"ms: {times}; cold {run['cold_ms']:.1f}", f"hit share {share_of(run):.2f}"]
@@ -221,6 +223,7 @@ class Plan:
 
     @classmethod
     def parse(cls, argv: Sequence[str] | None) -> Plan:
+        """Return what the flags say."""
         parser, plan = parser_of(__doc__), cls()
         parser.add_argument("--lengths", type=_lengths, default=plan.lengths, help="of prompts")
         parser.add_argument("--model-size", default=plan.size, choices=SIZES)
@@ -259,13 +262,16 @@ class Runs:
 
     @property
     def left_s(self) -> float:
+        """What is left of the budget."""
         return self.plan.budget_s - (time.monotonic() - self.began)
 
     def make_model(self) -> None:
+        """Write the weights."""
         words = [sys.executable, "-m", "bench.engines_gpu_child"]
         subprocess.run([*words, str(self.model), self.plan.size], cwd=ROOT, check=True)
 
     def run_all(self) -> None:
+        """Run every engine that there is time for."""
         for name, kind, tiers in self.plan.engines():
             if self.left_s < LEAST_S:
                 self.failed[name] = f"not started: {max(0.0, self.left_s):.0f} s were left"
@@ -275,6 +281,7 @@ class Runs:
                 print(f"{name}: {self.failed.get(name, 'measured')}", flush=True)
 
     def run(self, name: str, kind: str, tiers: str) -> None:
+        """Run one engine."""
         plan = self.plan
         folder = self.folder / name.replace(" ", "-").replace(",", "-")
         folder.mkdir()
@@ -326,6 +333,7 @@ def model_place(size: str) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print."""
     plan = Plan.parse(argv)
     report = Report("engines_gpu")
     has_device = plan.device == "cpu" or has_cuda()

@@ -73,9 +73,11 @@ class Weights:
         return (made * (gain / columns**0.5)).cpu()
 
     def ones(self) -> Any:
+        """Return the weights of a norm."""
         return self._torch.ones(self._hidden, dtype=self._torch.bfloat16)
 
     def save(self, name: str, tensors: dict[str, Any]) -> None:
+        """Write one file."""
         from safetensors.torch import save_file
 
         save_file(tensors, self._folder / name, metadata={"format": "pt"})
@@ -127,6 +129,8 @@ BATCHED_TOKENS = 8192
 
 @dataclass(slots=True)
 class Store:
+    """A server of ours that can be started anew on the same address."""
+
     tiers: str
     room: int
     folder: Path
@@ -134,6 +138,7 @@ class Store:
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def start(self) -> None:
+        """Start the server."""
         if not self.address:
             self.address = f"127.0.0.1:{free_port()}"
         room = str(self.room)
@@ -147,6 +152,7 @@ class Store:
 
     @property
     def is_disk(self) -> bool:
+        """Whether hits are to come from disk."""
         return "disk" in self.tiers.split(",")
 
     def stop(self) -> None:
@@ -205,6 +211,7 @@ class Engine:
         return Answer(took_ms, list(said.token_ids), first, output.num_cached_tokens or 0)
 
     def step(self) -> None:
+        """Run a few steps with a prompt that is shorter than a chunk."""
         self.ask(prompt(33, next(self._steps)), 4)
 
     def reset(self) -> None:
@@ -217,6 +224,7 @@ class Engine:
             time.sleep(0.02)
 
     def settle(self) -> None:
+        """Step until everything that is to be stored is stored."""
         worker, began = self.worker, time.monotonic()
         if not hasattr(worker, "settled"):
             for _ in range(8):  # others' stores end in the steps that follow
@@ -239,6 +247,7 @@ class Engine:
         self.reset()
 
     def _await_store(self) -> None:
+        """Ask for a prompt that is stored until it is found again."""
         began = time.monotonic()
         while time.monotonic() - began < WITHIN_S:
             self.reset()
@@ -305,6 +314,7 @@ def transfer_of(order: dict[str, Any], store: Store | None) -> dict[str, Any] | 
 
 
 def engine_of(order: dict[str, Any], store: Store | None) -> Any:
+    """Start vLLM."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -374,6 +384,7 @@ def measure_prompt(engine: Engine, tokens: int, *, has_control: bool) -> dict[st
 
 
 def measure(order: dict[str, Any], store: Store | None) -> dict[str, Any]:
+    """Start the engine and measure."""
     began = time.perf_counter()
     engine = Engine(engine_of(order, store), store)
     result: dict[str, Any] = {"start_s": time.perf_counter() - began}
@@ -396,6 +407,7 @@ def measure(order: dict[str, Any], store: Store | None) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Measure what the first line of the input says."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what vLLM prints is no answer
     order = json.loads(sys.stdin.readline())

@@ -30,6 +30,7 @@ DEADLINE_MS = 60_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print."""
     only_json = parser_of(__doc__).parse_args(argv).json
     report = Report("gpu")
     if not has_cuda():
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def has_cuda() -> bool:
+    """Whether torch sees a CUDA device."""
     try:
         import torch
     except ImportError:
@@ -116,6 +118,7 @@ class Engine:
                 side.close()
 
     def store(self) -> None:
+        """Bring every chunk out of the pages into host memory."""
         waiting = list(self.tables)
         while waiting:
             copies = self.side.copies(waiting)
@@ -236,6 +239,7 @@ def measure_cpu_load(
 
 
 def put_near(engine: Engine, chunks: Sequence[Any]) -> None:
+    """Put what the pages hold into the server's gpu tier."""
     from kvstore.proto.plans import NO_HINTS
 
     waiting = list(zip(engine.tables, chunks, strict=True))
@@ -272,6 +276,7 @@ def measure_gpu(report: Report, engine: Engine, count: int, total: int) -> None:
 
 
 def measure_growth(report: Report, engine: Engine) -> None:
+    """Memory of process and device over many stores of small chunks."""
 
     def held_mb() -> float:
         import torch

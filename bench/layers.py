@@ -134,6 +134,7 @@ def measure_link(report: Report, engine: Engine, client: Client, gbps: int) -> b
 
 
 def measure(report: Report) -> None:
+    """Store the prefix and ask over every link."""
     engine, is_same = Engine(), True
     options = {"transport": "grpc", "chunk_tokens": CHUNK_TOKENS, "deadline_ms": 60_000}
     with serving("--cpu", "512MiB", "--tiers", "cpu") as (address, _):
@@ -149,6 +150,7 @@ def measure(report: Report) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print."""
     flags = parser_of(__doc__).parse_args(argv)
     report, why = Report("layers"), why_missing()
     if why is None:

@@ -143,6 +143,7 @@ class Bench:
         return Hits(seconds, stored, divergence, mean(one.agreement for one in judged))
 
     def _hit(self, connector: TransformersConnector, ids: torch.Tensor) -> float:
+        """Return the seconds to the first token."""
         began = time.perf_counter()
         found = connector.generate(ids, max_new_tokens=1, do_sample=False, pad_token_id=0)
         seconds = time.perf_counter() - began
@@ -163,12 +164,14 @@ class Bench:
         return logits
 
     def computed_s(self) -> float:
+        """Return the best seconds to the first token without a store."""
         more = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
         works = [lambda ids=ids: self.model.generate(ids, **more) for ids in self.prompts[:3]]
         return min(map(timed, works))
 
 
 def _settle(redis: Redis) -> None:
+    """Wait until nothing more is written."""
     held = -1
     while held != (held := int(redis.info("stats")["total_net_input_bytes"]) // 100_000):
         time.sleep(1.5)
@@ -193,6 +196,7 @@ def measure(report: Report, bench: Bench, links: Sequence[int], codecs: Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print."""
     parser = parser_of(__doc__)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--links", default="1,10", help="Gbit/s")

@@ -67,6 +67,7 @@ class Tracer:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print."""
     flags = parser_of(__doc__).parse_args(argv)
     report = Report("paths")
     measure_requests(report)

@@ -84,6 +84,7 @@ class Control:
         self._session: Session = sessions.open(TINY, "bench")
 
     def add(self, info: ChunkInfo) -> None:
+        """Let every tier have a copy."""
         for name in self.names:
             self.catalog.note_sealed(name, info)
 
@@ -95,6 +96,7 @@ class Control:
         )
 
     def release(self, match: Match) -> None:
+        """End the lease of a lookup."""
         self.catalog.release(match.lease_id, self._session.session_id)
 
     def evict(self, tier: str, chunks: int) -> int:
@@ -108,6 +110,7 @@ class Control:
 
 
 def prompts() -> Iterator[list[ChunkInfo]]:
+    """Yield the chunks of one prompt after another."""
     while True:
         digests = os.urandom(16 * PROMPT_CHUNKS)
         infos, parent = [], ROOT
@@ -171,6 +174,7 @@ class Index:
                 mark += step
 
     def look_up(self, number: int) -> float:
+        """Return the seconds of one lookup with a lease."""
         keys = self.sample[number % len(self.sample)]
         started = time.perf_counter()
         match = self.control.look_up(keys)
@@ -190,6 +194,7 @@ class Index:
 
 
 def _medians(ours: Callable[[int], float], theirs: Callable[[int], float]) -> tuple[float, float]:
+    """Return the median seconds of both."""
     pairs = [(ours(number), theirs(number)) for number in range(SAMPLES)]
     first, second = np.median(np.array(pairs), axis=0)
     return float(first), float(second)
@@ -227,6 +232,7 @@ def _relative(points: Points) -> Points:
 
 
 def weigh_disk_tier(folder: Path, report: Report) -> None:
+    """Memory of the disk tier's own records."""
     stream = prompts()
     with closing(DiskTier((folder, 2 * DISK_CHUNKS * FRAME_BYTES))) as tier:
         tracemalloc.start()
@@ -242,6 +248,7 @@ def weigh_disk_tier(folder: Path, report: Report) -> None:
 
 
 def scale_tiers(tiers: Sequence[Tier], report: Report) -> Points:
+    """Lookups of chunks that each of one to four tiers has."""
     base = Index(Control(tiers[:1]))
     base.grow(CHUNK_COUNTS[1])
     points: Points = []
@@ -259,6 +266,7 @@ def scale_tiers(tiers: Sequence[Tier], report: Report) -> Points:
 
 
 def scale_clients(report: Report) -> Points:
+    """The server's own time for each leased lookup and its release."""
     points: Points = []
     with serving("--tiers", "cpu", "--cpu", "64MiB") as (address, pid), ExitStack() as stack:
         server = psutil.Process(pid)

@@ -93,6 +93,7 @@ class Trace:
         raise AssertionError
 
     def passed_bytes(self, at_s: float, until_s: float) -> float:
+        """Return what comes between two moments."""
         found = 0.0
         for start_s, end_s, speed in self._pieces(at_s):
             found += max(0.0, min(end_s, until_s) - start_s) * speed
@@ -216,6 +217,7 @@ class _Controlled:
         return max(self._at_s, self._engine_s) + self._progress().left_s()
 
     def _compute(self) -> None:
+        """Have the engine begin all that it had time for by now."""
         assert self._engine_s is not None
         tokens = [chunk.tokens for chunk in self._chunks]
         assert self._found is not None
@@ -246,6 +248,7 @@ class _Controlled:
             self._at_s = max(self._engine_s, last_s, min(self._at_s, until_s))
 
     def _is_here(self, index: int) -> bool:
+        """Whether a chunk was there when the engine could have begun it."""
         assert self._engine_s is not None
         return self._there_s.get(index, self._engine_s + 1) <= self._engine_s
 
@@ -298,6 +301,7 @@ class _Controlled:
         )
 
     def outcome(self) -> Outcome:
+        """Decode what is left and compute the rest."""
         chunks, terms = self._chunks, self._terms
         levels = self._progress().levels
         first = self._computed

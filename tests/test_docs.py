@@ -99,7 +99,7 @@ OTHER_FLAGS = {
     "--node": "examples/prefix_router",
     "--kv-events-config": "vLLM",
     "--kv-transfer-config": "vLLM",
-    "--plot": "bench.scaling and bench.cluster",
+    "--plot": "bench.peers, bench.scaling and bench.cluster",
     "--seconds": "kvstore trace record",
     "--venvs": "bench.codecs and bench.peers",
     "--enable-hierarchical-cache": "SGLang",

@@ -123,6 +123,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
+    """Turns of one selector at one speed of storage."""
+
     selector: str
     link_mb_per_s: float
     turns: tuple[Turn, ...]
@@ -168,6 +170,7 @@ class Stage:
         self._stored = {at: part.kv for at, part in enumerate(parts)}
 
     def plan(self, selector: str) -> BlendPlan:
+        """Return the plan of the prompt."""
         return self.case.plan(AT, selector)
 
     def full_s(self) -> float:
@@ -263,7 +266,10 @@ def asking(stage: Stage) -> Iterator[Callable[[], None]]:
         LayerKind.attention, DType.float32, layers, adapter.kv_heads, adapter.head_dim
     )
     model = Model("bench/blend", "r1", "none", "none", (group,), adapter.origin.rope, "none")
-    with serving("--cpu", "256MiB") as (address, _), connect(address, model) as client:
+    with (
+        serving("--cpu", "256MiB") as (address, _),
+        connect(address, model) as client,
+    ):
         stored = [SegmentRange(*span) for span in pairwise(ends)]
         store_prefill(client, blender.prefill(shuffled), shuffled, stored)
 
@@ -280,6 +286,7 @@ def asking(stage: Stage) -> Iterator[Callable[[], None]]:
 
 
 def speed(report: Report, shape: StageShape, links_mb_per_s: Sequence[float]) -> None:
+    """Measure times to the first token."""
     stage = Stage(shape)
     stage.full_s()
     with asking(stage) as ask:
@@ -388,6 +395,7 @@ def quality(report: Report, sizes: Sizes) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None, sizes: Sizes | None = None) -> None:
+    """Run every part and print the report."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="measure this model, too")
     asked = parser.parse_args(argv)

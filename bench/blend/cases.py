@@ -115,16 +115,19 @@ class Case:
 
     @property
     def riddle(self) -> Riddle:
+        """The riddle that it was made of."""
         if self.secret is None:
             raise ValueError("riddle: this case was not made of one")
         return self.secret
 
     @cached_property
     def tokens(self) -> Tokens:
+        """The whole prompt."""
         return (*(token for part in self.parts for token in part.tokens), *self.question)
 
     @cached_property
     def source(self) -> MemorySource:
+        """All that is stored."""
         return MemorySource({at: part.kv for at, part in enumerate(self.parts)})
 
     @cached_property
@@ -210,6 +213,7 @@ def riddle_engine(folder: Path = RIDDLE_FOLDER, sink: int = BEGIN) -> Engine:
 
 
 def designed_engine() -> Engine:
+    """Return the model whose weights are set by hand."""
     return Engine.of(make_designed())
 
 
@@ -261,6 +265,7 @@ Marks = dict[Key, list[Mark]]
 
 
 def figures(marks: Marks, key: Key, name: str) -> NDArray[np.float64]:
+    """Return one figure of every case."""
     return np.array([getattr(mark, name) for mark in marks[key]])
 
 
@@ -314,6 +319,7 @@ def resampled(value: Callable[[NDArray[np.int64]], float], count: int) -> Estima
 
 
 def paired(found: Estimate) -> str:
+    """Return an interval in words."""
     return f"paired 95 %: [{found[1]:.3f}, {found[2]:.3f}]"
 
 

@@ -112,6 +112,8 @@ class Full:
 
 
 class Prompts:
+    """Prompts of the model of a folder."""
+
     def __init__(self, folder: Path) -> None:
         self.engine, self._tokenizer = trained_engine(folder)
         rows = (FOLDER / "heldout.jsonl").read_text().splitlines()
@@ -122,6 +124,7 @@ class Prompts:
         return ids_of(self._tokenizer, text)
 
     def facts(self, rng: random.Random) -> list[Prompt]:
+        """Return four questions about four documents."""
         things = rng.sample(THINGS, DOCUMENTS)
         codes = [f"{rng.randrange(1000, 10000)}" for _ in range(2 * DOCUMENTS)]
         documents = []
@@ -192,6 +195,7 @@ class Tried:
         self._full = [Full.of(self._case(one)) for one in prompts]
 
     def judged(self, key: Key) -> list[Judged]:
+        """Return what came of every prompt."""
         if key not in self._judged:
             self._judged[key] = [
                 full.judge(self._case(prompt), key)
@@ -206,6 +210,7 @@ class Tried:
         return Case(self._model.engine, self._parts[name], prompt.question, prompt.follows)
 
     def pooled(self, key: Key) -> NDArray[np.float64]:
+        """Return the KL a token of every prompt."""
         return np.array([one.pooled for one in self.judged(key)])
 
     def answers(self, key: Key) -> NDArray[np.float64]:
@@ -217,6 +222,7 @@ class Tried:
         return means
 
     def line(self, key: Key) -> str:
+        """Return one line of a table."""
         found = self.judged(key)
         kls = np.mean([(one.question.divergence, one.answer.divergence) for one in found], 0)
         return f"  {key[0]:16s}{key[1]:5.0%}{kls[0]:10.4f}{kls[1]:10.4f}"

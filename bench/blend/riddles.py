@@ -151,6 +151,7 @@ class Riddle:
 
     @property
     def tokens(self) -> tuple[int, ...]:
+        """The whole prompt."""
         return (BEGIN, *(token for chunk in self.chunks for token in chunk), *self.question)
 
 

@@ -32,6 +32,7 @@ def load(name: str) -> BlockTrace:
 
 
 def shared_rows(trace: BlockTrace) -> frozenset[int]:
+    """Return the rows that more than SHARED of the prompts have."""
     least = SHARED * trace.requests
     return frozenset(row for row, n in Counter(trace.rows.tolist()).items() if n > least)
 
@@ -118,6 +119,7 @@ class ClusterCounts:
         )
 
     def copy(self) -> ClusterCounts:
+        """Return these counts as they are now."""
         return self.since(ClusterCounts())
 
 
@@ -297,3 +299,7 @@ class Cluster:
         """Return the mean and the largest number of copies of the blocks in memory."""
         numbers = [len(nodes) for nodes in self._holders.values()]
         return (sum(numbers) / len(numbers), max(numbers)) if numbers else (0.0, 0)
+
+    def imbalance(self) -> float:
+        """Return the prompts of the busiest node over the mean."""
+        return max(self.routed) * self.terms.nodes / max(1, sum(self.routed))

@@ -122,6 +122,7 @@ def report_rates(report: Report, model: str, rates: Rates) -> None:
 
 
 def report_bars(report: Report, rates: Rates) -> None:
+    """Add the keys that compare with others at equal divergence."""
     ours = rates.curve("kvq")
     for key, (codec, setting, bar) in AGAINST.items():
         theirs = [p for p in rates.points if p.codec == codec and p.setting.startswith(setting)]
@@ -196,6 +197,7 @@ def open_or_reason(stack: ExitStack, side: AbstractContextManager[T]) -> T | str
 
 
 def measure(run: Run) -> None:
+    """Run every part."""
     extent = run.sizes.synthetic
     made = make_synthetic(replace(extent, windows=extent.windows + 1), SEED)
     chunks = Chunks.of("bench/synthetic", made[:-1], RopeParameters(ROPE_THETA, extent.head_dim))
@@ -253,6 +255,7 @@ def _rates_of_model(
 
 
 def main(argv: Sequence[str] | None = None, sizes: Sizes | None = None) -> None:
+    """Run every part and print the report."""
     parser = parser_of(__doc__)
     parser.add_argument("--venvs", type=Path, default=Path("build/peers"), metavar="DIR",
                         help="where the opponents are installed; default build/peers")  # fmt: skip

@@ -48,6 +48,8 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
+    """Tensors where an opponent reads them."""
+
     path: Path
     bits: NDArray[np.uint16]
     digest: int
@@ -59,6 +61,7 @@ class TensorFile:
         return cls(path, bits, digest(bits))
 
     def check(self, answer: dict[str, float]) -> None:
+        """Raise ValueError unless the opponent read the same."""
         if answer["digest"] != self.digest:
             raise ValueError(f"{self.path.name}: the opponent read other tensors")
 
@@ -115,6 +118,7 @@ class LMCacheCodecs:
         return self._coded("cachegen", setting, tensors, self._bins(tensors, bins))
 
     def fp8(self, tensors: TensorFile) -> Coded:
+        """The cast of its fp8 serializer."""
         return self._coded("fp8", "bare cast", tensors, {})
 
     def turboquant(self, tensors: TensorFile, preset: str, head_dim: int) -> Coded:
@@ -164,9 +168,12 @@ def lmcache_codecs(venvs: Path, folder: Path, model: Path) -> Iterator[LMCacheCo
 
 @dataclass(frozen=True, slots=True)
 class LosslessCoder:
+    """ZipNN in a running client."""
+
     asked: Asked
 
     def time(self, tensors: TensorFile) -> Speed:
+        """Return what one encode and one decode of all of it took."""
         answer = self.asked.ask(str(tensors.path))
         tensors.check(answer)
         return speed_of(answer)

@@ -36,6 +36,8 @@ def digest(bits: NDArray[Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
+    """How large synthetic KV is."""
+
     windows: int = 1
     layers: int = 8
     tokens: int = 256
@@ -131,6 +133,7 @@ class Point:
 
     @property
     def rate(self) -> Rate:
+        """Its bits and its divergence."""
         return self.bits_per_value, self.quality.kl
 
 

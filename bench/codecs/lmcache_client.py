@@ -32,16 +32,19 @@ Answer = dict[str, float]
 
 
 def load(request: Request) -> torch.Tensor:
+    """Return the tensors a request names."""
     bits = np.load(request["tensors"], allow_pickle=False)
     return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
 
 
 def digest(kv: torch.Tensor) -> int:
+    """Return 48 bits of the SHA-256 of the bytes that are measured."""
     data = kv.contiguous().view(torch.int16).numpy().tobytes()
     return int.from_bytes(sha256(data).digest()[:6], "big")
 
 
 def save(request: Request, windows: list[torch.Tensor]) -> None:
+    """Write decoded windows where the request says."""
     decoded = torch.stack(windows).to(torch.bfloat16).contiguous()
     np.save(request["decoded"], decoded.view(torch.int16).numpy().view(np.uint16))
 
@@ -88,6 +91,7 @@ class InThisThread:
 
 
 def measure_cachegen(request: Request) -> Answer:
+    """Encode and decode each window with CacheGen."""
     kv = load(request)
     encoder, decoder = cachegen(request)
     stored = [encoder.to_bytes(window) for window in kv]

@@ -24,6 +24,8 @@ from kvstore.proto.types import RopeParameters
 
 @dataclass(frozen=True, slots=True)
 class _Base:
+    """What the model computes from the prefix as it was."""
+
     log_probabilities: Tensor
     """(windows, rest, vocabulary)."""
     greedy: Tensor

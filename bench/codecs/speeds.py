@@ -42,14 +42,17 @@ class Measured:
 
     @property
     def ratio(self) -> float:
+        """Decoded bytes over stored bytes."""
         return self.raw_bytes / self.best.stored_bytes
 
     @property
     def encode_gbps(self) -> float:
+        """GB of decoded bytes encoded a second."""
         return self.raw_bytes / self.best.encode_s / 1e9
 
     @property
     def decode_gbps(self) -> float:
+        """GB of decoded bytes decoded a second."""
         return self.raw_bytes / self.best.decode_s / 1e9
 
     def __str__(self) -> str:
@@ -109,6 +112,7 @@ class SpeedBench:
         return heads_first.transpose(0, 1, 3, 2, 4)
 
     def ours(self, setting: str) -> Side:
+        """Return a side that runs our codec."""
         return partial(Coder.of(setting, self.chunks).time, self.window)
 
     def run(self, sides: dict[str, Side]) -> dict[str, Measured]:
@@ -117,6 +121,7 @@ class SpeedBench:
 
 
 def measure_speeds(report: Report, bench: SpeedBench) -> None:
+    """Measure everything on one core."""
     with one_core():
         found = _lossless(report, bench)
         found |= _lossy(report, bench)

@@ -161,6 +161,7 @@ class Samples:
         report.note(f"  {key}", f"{low:.3f} to {high:.3f}", words)
 
     def note(self, report: Report, ours: Kind, theirs: Kind) -> None:
+        """Add a ratio to the table alone."""
         with suppress(PeerSkippedError):
             value = f"{self.ratio(ours, theirs):.3f}"
             report.note(f"  {ours[1]}, {ours[0]}", value, f"{self.ms(ours)}, {self.ms(theirs)}")

@@ -45,6 +45,7 @@ class Turn:
 
     @property
     def history_tokens(self) -> int:
+        """Tokens that both have."""
         return length(self.history)
 
 
@@ -89,6 +90,7 @@ def _chat_turns() -> list[Turn]:
 
 
 def _document_turns() -> list[Turn]:
+    """Questions about documents of which another was asked before."""
     asked: dict[tuple[Segment, ...], SegmentLine] = {}
     found = []
     for line in _lines(DOCUMENTS):
@@ -180,6 +182,7 @@ class Field:
         return address
 
     def plain(self) -> Side:
+        """Return one that computes everything."""
         return Side(PLAIN, self._start("plain"), has_store=False)
 
     def ours(self, address: str, **settings: Any) -> Side:

@@ -34,6 +34,7 @@ def last_line(text: str) -> str:
 
 
 def last_words(log: Path) -> str:
+    """Return the last line of a program's log."""
     return last_line(log.read_text(errors="replace"))
 
 
@@ -95,6 +96,7 @@ def run(command: Command, timeout_s: float, cwd: Path | None = None) -> str:
 
 
 def free_port() -> int:
+    """Return a port of this host that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

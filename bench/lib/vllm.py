@@ -103,9 +103,11 @@ class EngineProcess:
         assert self.ask("reset")
 
     def forget(self) -> None:
+        """Forget what the engine itself has cached."""
         assert self.ask("reset")
 
     def close(self) -> None:
+        """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:

@@ -69,6 +69,7 @@ def sides(llm: LLM) -> tuple[Any, Any]:
 
 
 def settle(llm: LLM) -> bool:
+    """Wait until everything is stored."""
     _, worker = sides(llm)
     return not hasattr(worker._worker, "settled") or worker._worker.settled(30.0)
 
@@ -183,6 +184,7 @@ def mend_llvmlite() -> None:
 
 
 def main(packages: str = "") -> None:
+    """Serve until the input ends."""
     if packages:
         sys.path.append(packages)
         mend_llvmlite()

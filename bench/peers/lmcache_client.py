@@ -79,6 +79,7 @@ def read_all(client: ServerBenchClient, count: int, seconds: float) -> dict[str,
 
 
 def answer(client: ServerBenchClient, words: list[str]) -> dict[str, float]:
+    """Do what one line asks for."""
     if words[0] == "store":
         return store_all(client, int(words[1]), int(words[2]))
     if words[0] == "write":
@@ -87,6 +88,7 @@ def answer(client: ServerBenchClient, words: list[str]) -> dict[str, float]:
 
 
 def main(url: str, instance: str) -> None:
+    """Answer until the input ends."""
     client = start(url, int(instance))
     try:
         print(json.dumps({"ready": 1}), flush=True)

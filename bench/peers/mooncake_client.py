@@ -30,6 +30,7 @@ def join(port: int, metadata: str, master: str, segment_bytes: int) -> MooncakeD
 
 
 def say(answer: dict[str, float]) -> None:
+    """Print one line of JSON."""
     print(json.dumps(answer), flush=True)
 
 

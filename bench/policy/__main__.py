@@ -56,10 +56,12 @@ _PROMPT_CHUNKS = 16
 
 @lru_cache(maxsize=2)
 def read_blocks(trace: str) -> BlockTrace:
+    """Return a trace of the checkout by its file's stem."""
     return make_blocks(read_trace(TRACES / f"{trace}.jsonl"))
 
 
 def block_lines(trace: str = CONVERSATION) -> list[BlockLine]:
+    """Return the requests of a trace of blocks."""
     lines = read_trace(TRACES / f"{trace}.jsonl")
     return [line for line in lines if isinstance(line, BlockLine)]
 
@@ -70,6 +72,7 @@ def replay(trace: str, size: str, policy: str) -> Outcome:
 
 
 def compare_all(report: Report) -> None:
+    """The default beside LRU on each trace at each size."""
     gaps = []
     for trace in sorted((path.stem for path in TRACES.glob("*.jsonl")), reverse=True):
         for size, bar in BARS.items():
@@ -211,6 +214,7 @@ def state_bytes_per_node(policy: str, held: bool) -> float:
 
 
 def add_costs(report: Report, trace: str = CONVERSATION) -> None:
+    """Time and memory."""
     mean_us, p99_us, count = eviction_us(read_blocks(trace), DEFAULT, COSTS_SIZE)
     where = f"{count} evictions of {DEFAULT}, {trace} at {COSTS_SIZE}: to name and to remove one"
     report.add("evict_us_mean", mean_us, where, "at most 20")

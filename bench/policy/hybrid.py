@@ -60,17 +60,20 @@ def make_states(policy: str, model: HybridModel, capacity_bytes: int) -> StateCa
 
 
 def read_segments(trace: str) -> list[SegmentLine]:
+    """Return the lines of a trace of token segments."""
     lines = read_trace(TRACES / f"{trace}.jsonl")
     return [line for line in lines if isinstance(line, SegmentLine)]
 
 
 def state_requests(lines: Iterable[SegmentLine]) -> Iterator[StateRequest]:
+    """Yield the requests of a trace of token segments."""
     for line in lines:
         tokens = tokens_of((*line.inputs, line.output))
         yield StateRequest(tokens, line.input_tokens, line.time_s)
 
 
 def play(requests: Iterable[StateRequest], states: StateCache) -> list[int]:
+    """Return the tokens hit of each prompt."""
     return [states.request(*one) for one in requests]
 
 
@@ -85,10 +88,12 @@ class HybridRow:
 
     @property
     def difference(self) -> float:
+        """Points above the bar."""
         return self.ours - self.bar
 
 
 def hybrid_rows() -> Iterator[HybridRow]:
+    """Yield every point of the table."""
     for trace, bars in BARS.items():
         lines = read_segments(trace)
         asked = max(1, sum(line.input_tokens for line in lines))
@@ -99,6 +104,7 @@ def hybrid_rows() -> Iterator[HybridRow]:
 
 
 def add_hybrid(report: Report) -> None:
+    """Add the mean and the worst difference."""
     rows = list(hybrid_rows())
     worst = min(rows, key=lambda row: row.difference)
     mean = sum(row.difference for row in rows) / len(rows)

@@ -36,6 +36,7 @@ class TierCounts:
 
     @property
     def hit_rate(self) -> float:
+        """The share of blocks found on either."""
         return (self.fast + self.slow) / self.asked if self.asked else 0.0
 
 
@@ -48,10 +49,12 @@ class Tier:
     here: set[int] = field(default_factory=set)
 
     def insert(self, row: int, parent: int, now_s: float) -> None:
+        """Put a block here."""
         self.here.add(row)
         self.policy.insert(row, parent, 1, now_s)
 
     def remove(self, row: int) -> None:
+        """Take a block away."""
         self.here.discard(row)
         self.policy.remove(row)
 
@@ -129,6 +132,7 @@ class TierReplay:
         return fast, slow
 
     def _bring(self, row: int, mine: set[int], now_s: float) -> bool:
+        """Have a block on the fast tier. False when there is no room."""
         if row in self._fast.here:
             self._offer(row, Trigger.asked, mine, now_s)
             return True
@@ -179,6 +183,7 @@ class TierReplay:
         return victim != NO_ROW
 
     def orphans(self) -> list[int]:
+        """Return the blocks on a tier whose parent is on none."""
         here = self._fast.here | self._slow.here | {NO_ROW}
         return [row for row in sorted(here) if row and self._parents[row] not in here]
 

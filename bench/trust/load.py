@@ -72,6 +72,7 @@ class Caller:
         self._session_id = pb.OpenSessionResponse.FromString(reply).session_id
 
     def _method(self, name: str) -> Any:
+        """Return a method that takes and returns bytes as they are."""
         return self._channel.unary_unary(SERVICE + name, None, None)
 
     def question(self, keys: Sequence[ChunkKey]) -> bytes:
@@ -93,6 +94,7 @@ class Caller:
         return True
 
     def is_alive(self) -> bool:
+        """Whether the session still answers."""
         request = pb.HeartbeatRequest(session_id=self._session_id).SerializeToString()
         try:
             self._method("Heartbeat")(request, timeout=20)
@@ -101,6 +103,7 @@ class Caller:
         return True
 
     def close(self) -> None:
+        """Hang up."""
         self._channel.close()
 
 

@@ -13,8 +13,19 @@ import numpy as np
 import pytest
 import torch
 from bench.codecs import __main__ as codecs
-from bench.codecs.__main__ import AGAINST, Rates, report_bars, report_importance, report_real
-from bench.codecs.baselines import LMCacheCodecs, Speed, TensorFile, kivi
+from bench.codecs.__main__ import (
+    AGAINST,
+    Rates,
+    report_bars,
+    report_importance,
+    report_real,
+)
+from bench.codecs.baselines import (
+    LMCacheCodecs,
+    Speed,
+    TensorFile,
+    kivi,
+)
 from bench.codecs.kv import (
     Extent,
     Point,

@@ -16,7 +16,7 @@ from bench.lib import ROOT
 
 COMMANDS = (
     "blend", "cluster", "codecs", "engines", "engines_gpu", "gpu", "layers", "local", "lossy_hits",
-    "paths", "peers", "policy", "scaling", "slo", "trust",
+    "paths", "peer_nodes", "peers", "policy", "scaling", "slo", "trust",
 )  # fmt: skip
 
 
