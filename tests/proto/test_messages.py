@@ -152,7 +152,7 @@ def test_representations_and_layouts_with_a_field_left_out_or_unknown_are_refuse
     message = as_message(pb.Representation, REPRESENTATION)
     for field in message.DESCRIPTOR.fields_by_name:
         wrong = pb.Representation.FromString(message.SerializeToString())
-        wrong.ClearField(field)  # type: ignore[arg-type]
+        wrong.ClearField(field)
         with pytest.raises(ModelError) as caught:
             representation_from_message(wrong)
         assert caught.value.field == field
