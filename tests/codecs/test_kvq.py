@@ -42,9 +42,7 @@ from kvstore.codecs.kvq_native import fine_backend, tile_backend
 from kvstore.codecs.kvq_tiles import Cut
 from kvstore.codecs.lossy import LossyCodec
 from kvstore.codecs.rans import native_backend
-from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.rope import inverse_frequencies, rotate, rotation
-from kvstore.codecs.transcode import transcode
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, UnknownCodecError
 from kvstore.proto.frame import check_frame, parse_header
@@ -510,17 +508,6 @@ def test_a_chunk_of_nothing_but_exact_tokens_is_kept_exactly() -> None:
         frame = encoded(kvq(f"0,sinks={sinks}"), tensors, layout, TURNED, position)
         is_exact = promise_held(frame, tensors) is Accuracy.exact
         assert is_exact or sinks - position < layout.tokens
-
-
-def test_moving_a_frame_to_another_tier_keeps_its_exact_tokens() -> None:
-    tensors, by = numbers(SMALL), kvq("0,sinks=4")
-    raw = np.empty(RawCodec().max_frame_bytes(SMALL), np.uint8)
-    RawCodec().encode(template(SMALL, position=0), tensors, raw)
-    out = np.empty(by.max_frame_bytes(SMALL), np.uint8)
-    there = out[: transcode(raw, by, out).frame_bytes]
-    assert np.array_equal(there, encoded(by, tensors, SMALL, None, 0))
-    transcode(there, RawCodec(), raw)
-    assert same(first(decoded(raw), 4), first(tensors, 4))
 
 
 def test_exact_tokens_too_many_cut_short_or_uncounted_are_refused() -> None:
