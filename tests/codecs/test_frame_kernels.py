@@ -325,29 +325,6 @@ def test_tables_that_were_brought_before_serve_any_part_of_the_frames(
     assert back.any()
 
 
-def test_components_of_a_frame_go_each_into_pages_of_their_own(compiled: LaunchedKernels) -> None:
-    of_model = make_representation(3, 2, 64)
-    wide = LayerGroup(LayerKind.attention, DType.float16, (3, 4), 1, 24)
-    of_model = replace(of_model, layer_groups=(*of_model.layer_groups, wide))
-    made = [make_frame(seed, 20, representation=of_model)[1] for seed in (5, 6)]
-    second = -(-len(made[0]) // 64) * 64
-    memory = np.zeros(second + len(made[1]), np.uint8)
-    memory[: len(made[0])], memory[second:] = made
-    frames = [FrameAt(0, parse_header(made[0]), 2), FrameAt(second, parse_header(made[1]), 22)]
-
-    def engine() -> Paged:
-        sizes = ((3, 6, 8, 2, 64), (2, 6, 8, 1, 24))
-        dtypes = (DType.bfloat16, DType.float16)
-        pages = [make_pages("layer_major", *one, CPU) for one in zip(sizes, dtypes, strict=True)]
-        return Paged(tuple(pages), [(4, 0, 5, 1, 3, 2)])
-
-    ours, theirs = engine(), engine()
-    found = compiled.scatter(aligned(memory), frames, ours)()
-    right = HostKernels().scatter(aligned(memory), frames, theirs)()
-    assert found == right == [f.header.segments["checksum"].tolist() for f in frames]
-    assert [*map(bytes_of, ours.pages)] == [*map(bytes_of, theirs.pages)]
-
-
 def engine_of_tables(device: torch.device) -> tuple[Model, Callable[[], Paged]]:
     """Return a model of attention and a window that reaches half a chunk back, and how to make
     pages for it: three block tables, some blocks of which are skipped."""
