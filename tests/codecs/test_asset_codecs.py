@@ -31,10 +31,9 @@ from typing_extensions import override
 
 from kvstore.codecs.asset_codec import HEAD_BYTES, AssetCodec
 from kvstore.codecs.assets import ASSETS, Asset, AssetKind, pack_asset, parse_asset
-from kvstore.codecs.base import EncodeTerms, LayerTerms, Part, codec_by_name, empty_tensors
+from kvstore.codecs.base import EncodeTerms, Part, codec_by_name, empty_tensors
 from kvstore.codecs.cachegen import GROUP_TOKENS, CachegenCodec, CachegenTables
 from kvstore.codecs.floats import FLOAT_TYPES, to_float32
-from kvstore.codecs.kvq import KvqCodec
 from kvstore.codecs.kvq_static import KvqStatistics, StaticKvqCodec, shifts_of
 from kvstore.codecs.kvtc import SINK_TOKENS, KvtcCodec, KvtcTables
 from kvstore.codecs.profiles import THIRDS, CachegenProfile, KvtcProfile, StaticKvqProfile
@@ -324,24 +323,6 @@ def test_a_few_outliers_are_escaped_and_many_keep_the_layer_as_it_is() -> None:
 # --- kvtc
 
 
-def kvq_of(quality: int, samples: Samples) -> tuple[int, float, list[Part]]:
-    """Return the size and the bound of what kvq makes of the same layer, and its numbers."""
-    codec, one, parts = KvqCodec(quality), samples.one, samples.parts()
-    room = np.empty(codec.max_segment_bytes(one), np.uint8)
-    layer = codec.encode_layer(parts, LayerTerms(one, 0, 1, POSITION, ROPE), room)
-    back = [np.zeros_like(part) for part in parts]
-    codec.decode_layer([room[: layer.stored_bytes]], one, back, None)
-    return layer.stored_bytes, layer.error_bound, back
-
-
-def test_what_varies_in_few_directions_takes_less_than_half_of_kvq_at_no_more_noise() -> None:
-    parts, codec = KVTC.parts(), KVTC.bound(2)
-    data, _ = encode(codec, parts, KV)
-    used, _, back = kvq_of(2, KVTC)
-    assert len(data) < used / 2
-    assert noise_of(decode(codec, data, KV), parts) < 2 * noise_of(back, parts)
-
-
 @pytest.mark.parametrize("position", [0, 1])
 def test_the_first_tokens_of_a_prompt_and_only_those_come_back_exactly(position: int) -> None:
     codec, parts = KVTC.bound(0), KVTC.parts(position=position)
@@ -354,14 +335,6 @@ def test_the_first_tokens_of_a_prompt_and_only_those_come_back_exactly(position:
         is_same = np.array_equal(ours[:, :SINK_TOKENS], theirs[:, :SINK_TOKENS])
         assert is_same == (position == 0)
     assert not np.array_equal(back[0][:, SINK_TOKENS:], parts[0][:, SINK_TOKENS:])
-
-
-def test_the_first_tokens_move_with_the_others() -> None:
-    codec = KVTC.bound(3)
-    data, _ = encode(codec, KVTC.parts(position=0), KV, 0)
-    moved, wanted = decode(codec, data, KV, 700), KVTC.parts(position=700)
-    assert noise_of(moved, wanted) < 0.002
-    assert noise_of([moved[0][:, :4]], [wanted[0][:, :4]]) < 0.002
 
 
 def test_what_lies_outside_of_the_calibration_is_escaped_or_kept_exactly() -> None:
@@ -378,23 +351,7 @@ def test_what_lies_outside_of_the_calibration_is_escaped_or_kept_exactly() -> No
     assert noise_of(decode(codec, data, KV), few) < 0.03
 
 
-def test_bases_are_orthonormal_and_sorted_by_variance() -> None:
-    tables = KVTC.calibrated(KV).tables
-    for at in np.ndindex(2, 2):
-        basis, variances = tables["0.basis"][at], tables["0.variances"][at]
-        assert np.allclose(basis.T @ basis, np.eye(basis.shape[1]), atol=1e-5)
-        assert (np.diff(variances) <= 0).all()
-    assert tables["0.basis"].shape[3] < 30  # of 96 channels
-
-
 # --- kvq:static
-
-
-def test_a_chunk_of_32_tokens_takes_a_sixth_less_than_kvq_at_nearly_its_error() -> None:
-    data, layer = encode(KVQ.bound(), KVQ.parts(), KVQ.one)
-    used, bound, _ = kvq_of(1, KVQ)
-    assert len(data) < used * 5 / 6
-    assert layer.error_bound < 1.25 * bound
 
 
 def test_numbers_of_another_size_than_the_models_shift_the_models() -> None:

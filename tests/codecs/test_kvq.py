@@ -231,12 +231,6 @@ def test_the_bound_is_half_a_step_and_the_rounding() -> None:
         assert bound == pytest.approx(max(steps) / 2, rel=0.01)
 
 
-def test_side_information_is_an_eighth_of_a_bit_a_number() -> None:
-    layout = attention(DType.bfloat16, heads=8, dim=128, tokens=256)
-    frame = encoded(KvqCodec(), numbers(layout, seed=1), layout)
-    assert len(frame) * 8 / (layout.raw_bytes / 2) < 4.25  # 2.05 bits of entropy, 2 of quality
-
-
 def test_turning_keys_back_makes_them_smaller_at_the_same_step_and_never_latents() -> None:
     for dtype in FLOATS:
         layout = attention(dtype)
@@ -360,15 +354,6 @@ def test_each_level_is_within_its_own_bound_and_has_the_exact_tokens() -> None:
             assert bounds[-1] == pytest.approx(header.error_bound, rel=1e-6)
 
 
-def test_each_level_cuts_the_error_to_a_third() -> None:
-    layout = GQA[DType.float32]
-    tensors = numbers(layout)
-    frame = encoded(kvq("layered"), tensors, layout)
-    errors = [largest_error(layout, tensors, read(frame, level=k)) for k in range(LEVELS + 1)]
-    assert errors[1] == pytest.approx(errors[0] / 3, rel=0.05)
-    assert errors[2] == pytest.approx(errors[1] / 3, rel=0.05)
-
-
 def test_the_base_is_what_the_coarsest_quality_gives() -> None:
     layout = layouts(DType.bfloat16)["several"]
     tensors = numbers(layout)
@@ -376,17 +361,6 @@ def test_the_base_is_what_the_coarsest_quality_gives() -> None:
     assert same(read(frame, level=0), decoded(single))
     rows, of_single = parse_header(frame).segments, parse_header(single).segments
     assert np.array_equal(rows["checksum"][: len(of_single)], of_single["checksum"])
-
-
-def test_all_levels_together_are_little_larger_than_a_fine_step_alone() -> None:
-    layout = KVLayout((Component(LayerKind.attention, DType.bfloat16, 1, 2, 128, 256),))
-    tensors = numbers(layout, lambda shape, rng: rng.standard_normal(shape))
-    values = layout.raw_bytes / 2
-    header = parse_header(encoded(kvq("layered"), tensors, layout))
-    finest = len(encoded(KvqCodec(3), tensors, layout)) * 8 / values
-    for level in (1, 2):  # a bit for each halving of the step
-        alone = finest + np.log2(3**level / 8)
-        assert header.level_end(level) * 8 / values < alone + 0.1
 
 
 def test_layers_kept_exactly_have_nothing_behind_them() -> None:
@@ -587,16 +561,6 @@ def test_important_tokens_come_back_more_exactly() -> None:
 def test_classes_go_by_rank_and_nothing_is_the_least() -> None:
     in_order = classes_of(WEIGHTS)[np.argsort(-WEIGHTS)]
     assert in_order.tolist() == [0] * 6 + [1] * 30 + [PLAIN] * 263 + [3]
-
-
-def test_weighed_keys_come_back_at_the_position_asked_for() -> None:
-    terms = EncodeTerms(rope=RopeParameters(10000.0, 64), importance=WEIGHTS)
-    tensors = numbers(LAYOUT)
-    frame = encoded(kvq("3,importance"), tensors, LAYOUT, terms)
-    assert promise_held(frame, tensors) is Accuracy.bounded
-    assert largest_error(LAYOUT, read(frame, 512), decoded(frame)) == 0
-    moved = largest_error(LAYOUT, read(frame, 513), decoded(frame))
-    assert moved > parse_header(frame).error_bound
 
 
 def test_classes_behind_the_last_token_are_refused() -> None:

@@ -29,7 +29,6 @@ from golden.samples import vectors
 from golden.sieved import unsieved
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles.sieve import NUMPY
 
 from kvstore.codecs.base import Part, codec_by_name
 from kvstore.codecs.lossless import (
@@ -37,17 +36,12 @@ from kvstore.codecs.lossless import (
     LosslessCodec,
     Sieve,
     best_splitter,
-    block_count,
     body_bytes,
     commonest,
-    flat_rows,
-    gather_rows,
     kind_of,
     native_sieve,
     native_splitter,
     pack_sieved,
-    row_blocks,
-    scatter_rows,
     scratch_for,
     unpack_sieved,
 )
@@ -67,7 +61,8 @@ class TestLosslessCodec(CodecContract):
     codec = LosslessCodec()
 
 
-PLAIN = LosslessCodec(partial(native_splitter, path="portable"), lambda: NUMPY)
+PLAIN_SIEVE = native_sieve("portable")
+PLAIN = LosslessCodec(partial(native_splitter, path="portable"), lambda: PLAIN_SIEVE)
 """Of the plainest loops."""
 
 
@@ -306,32 +301,6 @@ def by_hand(kind: str, word: int) -> list[int]:
             return [word]
 
 
-@settings(deadline=None, max_examples=200)
-@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.integers(1, 100))
-def test_rows_are_gathered_and_scattered_in_order(
-    heads: int, tokens: int, dim: int, block_items: int
-) -> None:
-    component = Component(LayerKind.mla, DType.float16, 1, heads, dim, tokens)
-    values = np.arange(heads * tokens * dim, dtype=np.uint16)
-    dense = values.reshape(heads, tokens, dim)
-    strided = np.empty((tokens, dim, heads), np.uint16).transpose(2, 0, 1)
-    strided[...] = dense
-    back = np.zeros_like(strided)
-    scratch = np.empty(len(values), np.uint16)
-    assert block_count(component, block_items) == len(list(row_blocks(component, block_items)))
-    found = []
-    for start, stop in row_blocks(component, block_items):
-        assert stop - start == 1 or (stop - start) * dim <= block_items
-        found.append(gather_rows(strided, start, stop, scratch).copy())
-        scatter_rows(back, start, stop, found[-1])
-        run = flat_rows(dense, start, stop)
-        assert run is not None
-        assert np.array_equal(run, found[-1])
-        assert np.may_share_memory(run, dense)
-    assert np.array_equal(np.concatenate(found), values)
-    assert np.array_equal(back, dense)
-
-
 def test_bounds_of_layers_that_no_machine_holds_are_found_at_once() -> None:
     most = (1 << 24) - 1
     for dim in (1, most):
@@ -352,11 +321,7 @@ def test_nothing_is_decoded_into_memory_that_is_read_only(dtype: DType) -> None:
 
 
 HEAD_BYTES = 36
-SIEVES = [*paths(), "numpy"]
-
-
-def sieve_called(name: str) -> Sieve:
-    return NUMPY if name == "numpy" else native_sieve(name)
+SIEVES = paths()
 
 
 def exponents_of(items: int, seed: int = 0) -> Bytes:
@@ -365,7 +330,7 @@ def exponents_of(items: int, seed: int = 0) -> Bytes:
     return (normal.view(np.uint32) >> 23 & 255).astype(np.uint8)
 
 
-def sieved(plane: Bytes, sieve: Sieve = NUMPY) -> bytes:
+def sieved(plane: Bytes, sieve: Sieve = PLAIN_SIEVE) -> bytes:
     out = np.zeros(len(plane) + HEAD_BYTES + 128, np.uint8)
     found = pack_sieved(plane, sieve, scratch_for(len(plane)), out)
     assert found is not None
@@ -382,9 +347,9 @@ def unpacked(data: bytes, items: int, sieve: Sieve) -> Bytes:
 def test_a_sieved_plane_reads_by_the_prose_of_the_format_page(name: str) -> None:
     for items in [150, 2048, 6007]:
         plane = exponents_of(items)
-        data = sieved(plane, sieve_called(name))
+        data = sieved(plane, native_sieve(name))
         assert unsieved(data, items) == plane.tobytes()
-        assert np.array_equal(unpacked(data, items, sieve_called(name)), plane)
+        assert np.array_equal(unpacked(data, items, native_sieve(name)), plane)
         assert len(data) < 0.40 * items + HEAD_BYTES + 64
 
 
@@ -395,7 +360,7 @@ def test_all_sieves_agree_on_any_plane_and_any_values(items: int, spread: int, s
     plane = rng.integers(0, spread, items, np.uint8)
     values = rng.permutation(max(15, 2 * spread))[:15].astype(np.uint8)
     bodies = []
-    for sieve in map(sieve_called, SIEVES):
+    for sieve in map(native_sieve, SIEVES):
         out = np.zeros(3 * items + 200, np.uint8)
         counts = sieve.squeeze(plane, values, scratch_for(items), out)
         assert counts is not None
@@ -419,7 +384,9 @@ def test_planes_that_another_code_suits_are_not_sieved() -> None:
             "sixty values": rng.integers(0, 60, 9000, np.uint8),
         }[kind]
         assert commonest(plane) is None
-        assert pack_sieved(plane, NUMPY, scratch_for(9000), np.zeros(20_000, np.uint8)) is None
+        assert (
+            pack_sieved(plane, PLAIN_SIEVE, scratch_for(9000), np.zeros(20_000, np.uint8)) is None
+        )
 
 
 def test_a_plane_that_would_not_fit_is_not_sieved() -> None:
@@ -427,7 +394,7 @@ def test_a_plane_that_would_not_fit_is_not_sieved() -> None:
     size = len(sieved(plane))
     for room, is_found in ((size, True), (size - 1, False), (HEAD_BYTES, False), (0, False)):
         for name in SIEVES:
-            sieve, out = sieve_called(name), np.zeros(room, np.uint8)
+            sieve, out = native_sieve(name), np.zeros(room, np.uint8)
             assert (pack_sieved(plane, sieve, scratch_for(4000), out) is not None) == is_found
 
 
@@ -462,7 +429,7 @@ HOSTILE_PLANES = {
 def test_a_hostile_sieved_plane_is_refused(name: str) -> None:
     for data in HOSTILE_PLANES.values():
         with pytest.raises(InvalidFrameError, match="sieved plane"):
-            unpacked(data, ITEMS, sieve_called(name))
+            unpacked(data, ITEMS, native_sieve(name))
 
 
 @settings(deadline=None, max_examples=300)
@@ -474,7 +441,7 @@ def test_sieves_agree_on_planes_that_were_changed(seed: int) -> None:
     found: list[bytes | None] = []
     for name in SIEVES:
         try:
-            found.append(unpacked(data.tobytes(), ITEMS, sieve_called(name)).tobytes())
+            found.append(unpacked(data.tobytes(), ITEMS, native_sieve(name)).tobytes())
         except InvalidFrameError:
             found.append(None)
     assert all(each == found[0] for each in found)

@@ -81,32 +81,6 @@ def test_reciprocals_give_the_quotient_or_one_less_for_every_frequency_and_state
     assert (((1 << 20) - 1 - guess) <= 1).all()
 
 
-def test_rare_and_common_symbols_alike_are_coded_at_their_cost(backend: Backend) -> None:
-    table = ModelTable(np.array([[1, 4095], [4095, 1]], np.uint16))
-    models = np.zeros((1, 64), np.uint8)
-    for symbol, bits in ((0, 12.0), (1, 0.0004)):
-        symbols = np.full((1, 500, 64), symbol, np.uint8)
-        states, counts, words = backend.encode_tiles(symbols, models, table)
-        assert 16 * len(words) == pytest.approx(bits * symbols.size, rel=0.1, abs=600)
-        out = np.empty_like(symbols)
-        backend.decode_tiles(states, counts, words, models, table, out)
-        assert np.array_equal(out, symbols)
-
-
-def test_streams_may_lie_at_odd_addresses_and_be_read_only(backend: Backend) -> None:
-    rng = np.random.default_rng(1)
-    table = table_of(rng, 5, 30, 0.5)
-    models, symbols = drawn(rng, table, (4, 9, 128))
-    states, counts, words = backend.encode_tiles(symbols[:, :, ::-1], models[:, ::-1], table)
-    raw = bytearray(1 + words.nbytes + states.nbytes)
-    raw[1:] = words.tobytes() + states.tobytes()
-    odd_words = np.frombuffer(bytes(raw), np.uint16, len(words), 1)
-    odd_states = np.frombuffer(bytes(raw), np.uint32, 128, 1 + words.nbytes).reshape(4, 32)
-    out = np.empty(symbols.size + 1, np.uint8)[1:].reshape(symbols.shape)
-    backend.decode_tiles(odd_states, counts, odd_words, models[:, ::-1], table, out)
-    assert np.array_equal(out, symbols[:, :, ::-1])
-
-
 # --- what is refused
 
 

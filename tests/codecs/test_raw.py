@@ -122,21 +122,6 @@ def test_views_of_a_cut_frame_or_of_another_codec_are_refused() -> None:
         RawCodec().views(parse_header(other), other)
 
 
-def test_torch_slices_go_in_and_come_out_without_a_copy_in_between() -> None:
-    torch = pytest.importorskip("torch")
-    pages = torch.arange(2 * 2 * 16 * 2 * 8 * 2, dtype=torch.int32).to(torch.bfloat16)
-    pages = pages.reshape(2, 2, 16, 2, 8, 2)[..., 0]
-    tensors = [[[pages[i, j].transpose(0, 1).view(torch.uint16).numpy() for j in range(2)]
-                for i in range(2)]]  # fmt: skip
-    assert not tensors[0][0][0].flags.c_contiguous
-    frame = encoded(RawCodec(), tensors, SMALL)
-    back = torch.zeros_like(pages)
-    out = [[[back[i, j].transpose(0, 1).view(torch.uint16).numpy() for j in range(2)]
-            for i in range(2)]]  # fmt: skip
-    RawCodec().decode_into(check_frame(frame), frame, out)
-    assert torch.equal(back, pages)
-
-
 RAW = codec_by_name("raw")
 LAYOUT = layouts(DType.bfloat16)["gqa"]
 TENSORS = filled(LAYOUT)
