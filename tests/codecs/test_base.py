@@ -86,7 +86,8 @@ def test_a_windows_keys_are_turned_back_from_where_its_first_token_is() -> None:
         out = np.zeros(KvqCodec().max_frame_bytes(layout), np.uint8)
         header = KvqCodec().encode(template(layout, position=position), tensors, out, TERMS)
         segments.append(header.segment(out, 0))
-    assert np.array_equal(*segments)
+    one, other = segments
+    assert np.array_equal(one, other)
 
 
 def test_empty_tensors_have_the_layout_they_were_made_for() -> None:
