@@ -368,9 +368,9 @@ def test_numbers_of_another_size_than_the_models_shift_the_models() -> None:
 # --- tables and bodies that nobody wrote
 
 TABLES: dict[str, Callable[[Asset], object]] = {
-    "cachegen": CachegenTables.of,
-    "kvtc": KvtcTables.of,
-    "kvq": KvqStatistics.of,
+    "cachegen": CachegenTables,
+    "kvtc": KvtcTables,
+    "kvq": KvqStatistics,
 }
 NAN = np.float32(np.nan)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,6 @@ from kvstore.codecs.base import (
     CODECS,
     REPLACED,
     EncodeTerms,
-    Registry,
     check_tensors,
     codec_by_id,
     codec_by_name,
@@ -38,25 +38,23 @@ def test_an_unknown_name_or_number_is_refused_and_the_known_ones_named() -> None
             codec_by_id(codec_id)
 
 
+def test_a_codecs_module_is_imported_only_when_its_name_is_asked_for() -> None:
+    script = (
+        f"import sys; sys.path[:0] = {sys.path!r}\n"
+        "from kvstore.codecs.base import codec_by_name\n"
+        "before = 'kvstore.codecs.kivi' in sys.modules\n"
+        "codec_by_name('kivi')\n"
+        "print(before, 'kvstore.codecs.kivi' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert run.stdout.split() == ["False", "True"]
+
+
 def test_every_registered_codec_has_its_own_number_and_answers_to_its_name() -> None:
     codecs = [codec_by_name(name) for name in CODECS]
     assert [codec.name for codec in codecs] == list(CODECS)
     assert len({codec.codec_id for codec in codecs}) == len(codecs)
     assert [codec_by_id(codec.codec_id).name for codec in codecs] == list(CODECS)
-
-
-def test_a_registry_loads_classes_by_name_and_takes_each_name_once() -> None:
-    registry: Registry[object] = Registry("thing")
-    registry.register("b", "collections:deque")
-    registry.register("a", "collections:OrderedDict")
-    registry.register("absent", "no_such_module:Thing")  # is not imported before it is asked for
-    assert registry.load("a") is OrderedDict
-    assert list(registry) == ["a", "absent", "b"]
-    assert "c" not in registry
-    with pytest.raises(LookupError, match="unknown thing 'x'; known: a, absent, b"):
-        registry.load("x")
-    with pytest.raises(ValueError, match="thing 'a' is already registered"):
-        registry.register("a", "collections:deque")
 
 
 WINDOW = Component(LayerKind.window, DType.bfloat16, 1, 2, 64, 64, 96)

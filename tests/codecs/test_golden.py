@@ -15,8 +15,7 @@ from golden import kvq_samples, lossy_samples, samples
 from golden.samples import FOLDER, template_of, vectors
 
 from kvstore.codecs.assets import read_asset
-from kvstore.codecs.base import EncodeTerms, codec_by_id, empty_tensors
-from kvstore.codecs.lossy import LossyCodec
+from kvstore.codecs.base import EncodeTerms, LossyCodec, codec_by_id, empty_tensors
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.transcode import transcode
 from kvstore.proto.buffers import Bytes, checksum

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvstore.codecs.base import EncodedLayer, LayerTerms, Part
 from kvstore.codecs.floats import FLOAT_TYPES, Floats, from_float32, to_float32
-from kvstore.codecs.kivi import HEAD_BYTES, IDS_BY_BITS, KiviCodec, native_loops
+from kvstore.codecs.kivi import HEAD_BYTES, IDS_BY_BITS, KiviCodec, Loops
 from kvstore.proto import native
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
@@ -22,7 +22,7 @@ from kvstore.proto.types import Accuracy, Component, DType, KVLayout, LayerKind
 
 CODECS: list[KiviCodec] = [KiviCodec(8), KiviCodec(4), KiviCodec(2)]
 _every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
-PLAIN = native_loops("portable")
+PLAIN = Loops("portable")
 _each_path = pytest.mark.parametrize(
     "path", [path for path in native.paths() if path != "portable"]
 )
@@ -86,11 +86,10 @@ def errors(left: list[Part], right: list[Part], dtype: DType) -> float:
 
 @_each_path
 def test_every_path_writes_and_reads_the_same_bytes(path: str) -> None:
-    assert native_loops().name == native.paths()[0]
     for bits, dtype, fill in pairwise(list(IDS_BY_BITS), FLOATS, NUMBERS):
         component = Component(LayerKind.attention, dtype, 1, 2, 150, 131)
         parts = numbers(KVLayout((component,)), fill)[0][0]
-        codecs = [KiviCodec(bits, PLAIN), KiviCodec(bits, native_loops(path))]
+        codecs = [KiviCodec(bits, PLAIN), KiviCodec(bits, Loops(path))]
         (data, one), (other, two) = (encode(codec, parts, component) for codec in codecs)
         assert np.array_equal(data, other)
         assert one.error_bound == two.error_bound
@@ -110,9 +109,7 @@ def test_every_path_expands_codes_and_scales_that_nobody_wrote_alike(
     some = rng.integers(0, 2, groups).astype(np.float32)
     scale: Floats = np.abs(rng.standard_normal(groups, np.float32)) * some
     base = None if is_signed else rng.standard_normal(groups, np.float32)
-    one, other = (
-        loops.expand(codes, scale, base, by_token) for loops in (PLAIN, native_loops(path))
-    )
+    one, other = (loops.expand(codes, scale, base, by_token) for loops in (PLAIN, Loops(path)))
     assert one.tobytes() == other.tobytes()
 
 
@@ -123,7 +120,7 @@ def test_numbers_too_far_from_their_codes_are_refused_alike(path: str, by_token:
     low, high = PLAIN.bounds(values, by_token)
     for levels in (15, 3):
         scale: Floats = ((high - low) / np.float32(levels)).astype(np.float32)
-        for loops in (PLAIN, native_loops(path)):
+        for loops in (PLAIN, Loops(path)):
             assert loops.quantise(values, scale, low, levels, by_token) is not None
             assert loops.quantise(values, scale / np.float32(2), low, levels, by_token) is None
 

@@ -29,19 +29,14 @@ from contracts.lossy_codec import (
     promise_held,
 )
 from golden import kvq_models as computed
-from oracles.kvq_numpy import NUMPY_FINE, NUMPY_TILES
-from oracles.rans import NUMPY as NUMPY_RANS
+from oracles.kvq_numpy import NUMPY_KVQ
 
-from kvstore.codecs.base import EncodeTerms, Part, codec_by_id, codec_by_name
+from kvstore.codecs.base import EncodeTerms, LossyCodec, Part, codec_by_id, codec_by_name
 from kvstore.codecs.floats import from_float32, to_float32
-from kvstore.codecs.kvq import KEY_SHARE, RATIOS, VALUE_SHARE, KvqCodec
-from kvstore.codecs.kvq_body import HEAD, QUANTISED, Head, parse_body
-from kvstore.codecs.kvq_levels import LEVELS, parse_refinement
-from kvstore.codecs.kvq_models import ASSET, PLAIN, classes_of, kvq_models
-from kvstore.codecs.kvq_native import fine_backend, tile_backend
-from kvstore.codecs.kvq_tiles import Cut
-from kvstore.codecs.lossy import LossyCodec
-from kvstore.codecs.rans import native_backend
+from kvstore.codecs.kvq import KEY_SHARE, VALUE_SHARE, KvqCodec
+from kvstore.codecs.kvq_body import HEAD, QUANTISED, Head, parse_body, parse_refinement
+from kvstore.codecs.kvq_models import ASSET, PLAIN, RATIOS, classes_of, kvq_models
+from kvstore.codecs.kvq_tiles import LEVELS, Cut, KvqLoops
 from kvstore.codecs.rope import inverse_frequencies, rotate, rotation
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, UnknownCodecError
@@ -148,18 +143,13 @@ PATH_ROWS = pairwise(
 
 @pytest.mark.parametrize("path", paths())
 def test_every_path_writes_and_reads_the_bytes_of_the_reference(path: str) -> None:
-    assert tile_backend().name == paths()[0]
     for name, dtype, shape, terms, fill in PATH_ROWS:
         layout, by = layouts(dtype)[shape], kvq(name)
         quality = None if by.levels else RATIOS.index(by.ratio)
         weights = np.arange(layout.tokens, dtype=np.float32)
         given = replace(terms or EncodeTerms(), importance=weights)
         reference, found = (
-            KvqCodec(quality, *loops, options=by.options)
-            for loops in (
-                (NUMPY_TILES, NUMPY_RANS, NUMPY_FINE),
-                (tile_backend(path), native_backend(path), fine_backend(path)),
-            )
+            KvqCodec(quality, loops, by.options) for loops in (NUMPY_KVQ, KvqLoops(path))
         )
         tensors, outs = numbers(layout, fill), []
         frame = encoded(reference, tensors, layout, given, 1)
@@ -174,8 +164,7 @@ def test_a_changed_layer_is_refused_or_is_the_same_to_all_paths() -> None:
     layout, rng = attention(DType.bfloat16), np.random.default_rng(9)
     component, weights = layout.components[0], np.arange(96, dtype=np.float32)
     terms = EncodeTerms(ROPE, importance=weights)
-    codecs = [KvqCodec(0, NUMPY_TILES, NUMPY_RANS, NUMPY_FINE)]
-    codecs += [KvqCodec(0, tile_backend(p), native_backend(p), fine_backend(p)) for p in paths()]
+    codecs = [KvqCodec(0, loops) for loops in (NUMPY_KVQ, *map(KvqLoops, paths()))]
     refused = 0
     for name in SETTINGS[1:]:
         frame = encoded(kvq(name), numbers(layout, outliers), layout, terms, 1)

@@ -6,7 +6,6 @@ Bit exactness over many values: ``pytest THIS -k every_value --exact-values N``.
 from __future__ import annotations
 
 import struct
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,14 +32,11 @@ from hypothesis import strategies as st
 from kvstore.codecs.base import Part, codec_by_name
 from kvstore.codecs.lossless import (
     BLOCK_BYTES,
+    Loops,
     LosslessCodec,
-    Sieve,
-    best_splitter,
     body_bytes,
     commonest,
     kind_of,
-    native_sieve,
-    native_splitter,
     pack_sieved,
     scratch_for,
     unpack_sieved,
@@ -61,8 +57,8 @@ class TestLosslessCodec(CodecContract):
     codec = LosslessCodec()
 
 
-PLAIN_SIEVE = native_sieve("portable")
-PLAIN = LosslessCodec(partial(native_splitter, path="portable"), lambda: PLAIN_SIEVE)
+PLAIN_LOOPS = Loops("portable")
+PLAIN = LosslessCodec(PLAIN_LOOPS)
 """Of the plainest loops."""
 
 
@@ -276,14 +272,11 @@ def test_planes_are_those_of_the_format_page_by_every_path(kind: str) -> None:
     width = WIDTHS[kind]
     words = np.random.default_rng(0).integers(0, 1 << 8 * width, 70_001, f"u{width}")
     expected = np.array([by_hand(kind, int(word)) for word in words[:4000]]).T
-    splitters = [best_splitter(kind)]
-    if kind != "bytes":
-        splitters += [native_splitter(kind, path) for path in paths()]
-    for splitter in splitters:
+    for loops in map(Loops, (None, *paths())):
         planes, joined = np.empty((width, len(words)), np.uint8), np.zeros_like(words)
-        splitter.split(words, planes)
+        loops.split(kind, words, planes)
         assert np.array_equal(planes[:, :4000], expected)
-        splitter.join(joined, planes)
+        loops.join(kind, joined, planes)
         assert np.array_equal(joined, words)
     assert {kind_of(dtype) for dtype in DType} == set(KINDS)
 
@@ -311,12 +304,11 @@ def test_bounds_of_layers_that_no_machine_holds_are_found_at_once() -> None:
 
 @pytest.mark.parametrize("dtype", [DType.bfloat16, DType.float32, DType.uint8])
 def test_nothing_is_decoded_into_memory_that_is_read_only(dtype: DType) -> None:
-    splitter = best_splitter(kind_of(dtype))
     words = np.zeros(64, f"u{dtype.item_bytes}")
     planes = np.ones((dtype.item_bytes, 64), np.uint8)
     words.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
-        splitter.join(words, planes)
+        Loops().join(kind_of(dtype), words, planes)
     assert not words.any()
 
 
@@ -330,14 +322,14 @@ def exponents_of(items: int, seed: int = 0) -> Bytes:
     return (normal.view(np.uint32) >> 23 & 255).astype(np.uint8)
 
 
-def sieved(plane: Bytes, sieve: Sieve = PLAIN_SIEVE) -> bytes:
+def sieved(plane: Bytes, sieve: Loops = PLAIN_LOOPS) -> bytes:
     out = np.zeros(len(plane) + HEAD_BYTES + 128, np.uint8)
     found = pack_sieved(plane, sieve, scratch_for(len(plane)), out)
     assert found is not None
     return found.tobytes()
 
 
-def unpacked(data: bytes, items: int, sieve: Sieve) -> Bytes:
+def unpacked(data: bytes, items: int, sieve: Loops) -> Bytes:
     out = np.zeros(items, np.uint8)
     unpack_sieved(as_bytes(data), sieve, scratch_for(items), out)
     return out
@@ -347,9 +339,9 @@ def unpacked(data: bytes, items: int, sieve: Sieve) -> Bytes:
 def test_a_sieved_plane_reads_by_the_prose_of_the_format_page(name: str) -> None:
     for items in [150, 2048, 6007]:
         plane = exponents_of(items)
-        data = sieved(plane, native_sieve(name))
+        data = sieved(plane, Loops(name))
         assert unsieved(data, items) == plane.tobytes()
-        assert np.array_equal(unpacked(data, items, native_sieve(name)), plane)
+        assert np.array_equal(unpacked(data, items, Loops(name)), plane)
         assert len(data) < 0.40 * items + HEAD_BYTES + 64
 
 
@@ -360,7 +352,7 @@ def test_all_sieves_agree_on_any_plane_and_any_values(items: int, spread: int, s
     plane = rng.integers(0, spread, items, np.uint8)
     values = rng.permutation(max(15, 2 * spread))[:15].astype(np.uint8)
     bodies = []
-    for sieve in map(native_sieve, SIEVES):
+    for sieve in map(Loops, SIEVES):
         out = np.zeros(3 * items + 200, np.uint8)
         counts = sieve.squeeze(plane, values, scratch_for(items), out)
         assert counts is not None
@@ -385,7 +377,7 @@ def test_planes_that_another_code_suits_are_not_sieved() -> None:
         }[kind]
         assert commonest(plane) is None
         assert (
-            pack_sieved(plane, PLAIN_SIEVE, scratch_for(9000), np.zeros(20_000, np.uint8)) is None
+            pack_sieved(plane, PLAIN_LOOPS, scratch_for(9000), np.zeros(20_000, np.uint8)) is None
         )
 
 
@@ -394,7 +386,7 @@ def test_a_plane_that_would_not_fit_is_not_sieved() -> None:
     size = len(sieved(plane))
     for room, is_found in ((size, True), (size - 1, False), (HEAD_BYTES, False), (0, False)):
         for name in SIEVES:
-            sieve, out = native_sieve(name), np.zeros(room, np.uint8)
+            sieve, out = Loops(name), np.zeros(room, np.uint8)
             assert (pack_sieved(plane, sieve, scratch_for(4000), out) is not None) == is_found
 
 
@@ -429,7 +421,7 @@ HOSTILE_PLANES = {
 def test_a_hostile_sieved_plane_is_refused(name: str) -> None:
     for data in HOSTILE_PLANES.values():
         with pytest.raises(InvalidFrameError, match="sieved plane"):
-            unpacked(data, ITEMS, native_sieve(name))
+            unpacked(data, ITEMS, Loops(name))
 
 
 @settings(deadline=None, max_examples=300)
@@ -441,7 +433,7 @@ def test_sieves_agree_on_planes_that_were_changed(seed: int) -> None:
     found: list[bytes | None] = []
     for name in SIEVES:
         try:
-            found.append(unpacked(data.tobytes(), ITEMS, native_sieve(name)).tobytes())
+            found.append(unpacked(data.tobytes(), ITEMS, Loops(name)).tobytes())
         except InvalidFrameError:
             found.append(None)
     assert all(each == found[0] for each in found)

@@ -35,9 +35,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typing_extensions import override
 
-from kvstore.codecs.base import EncodeTerms, Part
+from kvstore.codecs.base import EncodeTerms, LossyCodec, Part
 from kvstore.codecs.floats import FLOAT_TYPES, from_float32, is_finite, to_float32
-from kvstore.codecs.lossy import LossyCodec
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.transcode import transcode
 from kvstore.proto.buffers import Bytes

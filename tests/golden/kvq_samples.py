@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.codecs.base import EncodeTerms, Importance, Part, codec_by_name
-from kvstore.codecs.lossy import LossyCodec
+from kvstore.codecs.base import EncodeTerms, Importance, LossyCodec, Part, codec_by_name
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.types import (
     ChainDigest,
