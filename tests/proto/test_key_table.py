@@ -71,7 +71,7 @@ TestTableAgainstDictionary.settings = settings(
 def test_rows_of_a_table_that_grew_and_shrank_are_found_by_key_prefix_and_beginning(
     runs: list[tuple[int, int]],
 ) -> None:
-    table, keys = KeyTable(), [ChunkKey(n.to_bytes(32, "big")) for n in range(700)]
+    table, keys = KeyTable(), [ChunkKey(b"k" + n.to_bytes(31, "big")) for n in range(700)]
     assert table.rows_of(keys[1][:2]).tolist() == []
     assert [table.add(keys[n]) for n in range(1, 501)] == list(range(1, 501))
     asked = [n for start, count in runs for n in range(start, min(start + count, 700))]
@@ -82,6 +82,5 @@ def test_rows_of_a_table_that_grew_and_shrank_are_found_by_key_prefix_and_beginn
     assert table.prefix(keys[1:300]).tolist() == list(range(1, 101))
     assert (table.find(keys[150]), table.key(150), table.key(77)) == (NO_ROW, bytes(32), keys[77])
     assert sorted(table.add(keys[n]) for n in range(101, 201)) == list(range(101, 201))
-    assert sorted(table.rows_of(bytes(30) + b"\1").tolist()) == sorted(
-        table.find(keys[n]) for n in range(256, 501)
-    )
+    alike = sorted(table.find(keys[n]) for n in range(256, 501))
+    assert table.rows_of(keys[256][:31]).tolist() == alike
