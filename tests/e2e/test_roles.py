@@ -1,4 +1,4 @@
-"""Every role and every operation, over every transport: whoever may not is told nothing."""
+"""Every role and operation over every transport: who may not is told nothing, and written down."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ from functools import partial
 from typing import Any
 
 import pytest
-from helpers.local_server import eventually, open_session
+from helpers.local_server import DEADLINE_MS, eventually, open_session
 from helpers.prompts import chunks_of, keys_of
 from helpers.socket_peer import Peer, staging
+from helpers.stream_messages import attach
 from helpers.trust_world import SERVICE, Audited, World, chunks_for, request_of
 
 from kvstore.client import Access, Chunk, Client
 from kvstore.client.options import TransportName
+from kvstore.client.transports.tcp import Entrance, FrameStream
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
-from kvstore.proto.errors import KVStoreError, PermissionDeniedError, TierUnavailableError
+from kvstore.proto.errors import (
+    KVStoreError,
+    PermissionDeniedError,
+    TierUnavailableError,
+    UnauthenticatedError,
+)
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey
 from kvstore.proto.unix_socket import (
     METHODS,
@@ -30,6 +37,7 @@ from kvstore.proto.unix_socket import (
     unpack_answer,
     unpack_places,
 )
+from kvstore.server.api import unix_server
 from kvstore.server.security.rate_limits import Limits
 
 CHUNKS = 4
@@ -109,7 +117,7 @@ OPERATIONS: dict[str, tuple[str, Operation]] = {
 }
 
 
-@pytest.mark.parametrize("way", ["grpc", "shm", "tcp"])
+@pytest.mark.parametrize("way", ["shm", "tcp"])
 @pytest.mark.parametrize("role", ROLES)
 def test_a_client_does_what_its_role_may_and_nothing_else(
     role: str, way: TransportName, world: World, key_of: dict[str, str]
@@ -170,28 +178,21 @@ def files_given(peer: Peer, op: Op, numbers: Iterable[int] = range(64)) -> int:
     return given
 
 
-@pytest.mark.parametrize(
-    ("role", "slabs", "extents"),
-    [
-        ("read", True, False),
-        ("write", False, False),
-        ("admin", False, False),
-        ("peer", False, False),
-        ("both", True, True),
-    ],
-)
 def test_memory_is_for_readers_and_files_for_those_who_also_write(
-    role: str, slabs: bool, extents: bool, world: World, key_of: dict[str, str]
+    world: World, key_of: dict[str, str]
 ) -> None:
     numbers = slabs_with(world, 20)
-    _, peer, reply = on_the_socket(world, key_of[role])
-    with closing(peer):
-        assert reply is (Reply.denied if role in ("admin", "peer") else Reply.ok)
-        assert files_given(peer, Op.slab, numbers) == (len(numbers) if slabs else 0)
-        assert (files_given(peer, Op.extent) > 0) is extents
-        with staging() as descriptor:
-            ring = peer.ask(Request(Op.ring, 4096).pack(), [descriptor])
-        assert ring is (Reply.invalid if role in ("write", "both") else Reply.denied)  # no gpu tier
+    for role in (*ROLES, "both"):
+        _, peer, reply = on_the_socket(world, key_of[role])
+        with closing(peer):
+            assert reply is (Reply.denied if role in ("admin", "peer") else Reply.ok)
+            slabs = len(numbers) if role in ("read", "both") else 0
+            assert files_given(peer, Op.slab, numbers) == slabs
+            assert (files_given(peer, Op.extent) > 0) is (role == "both")
+            with staging() as descriptor:
+                ring = peer.ask(Request(Op.ring, 4096).pack(), [descriptor])
+            # there is no gpu tier
+            assert ring is (Reply.invalid if role in ("write", "both") else Reply.denied)
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -266,3 +267,52 @@ def test_a_reader_without_writing_gets_copies_of_what_is_on_disk(world: World) -
     got = reader.get_chunks(keys)
     assert len(got) == CHUNKS
     assert reader._link.connected().slabs._files == {}  # type: ignore[attr-defined]
+
+
+# --- what is written down
+
+
+@pytest.mark.parametrize(
+    ("transport", "origin"), [("shm", "unix"), ("tcp", "stream:127.0.0.1"), ("grpc", "ipv")]
+)
+def test_puts_and_gets_are_written_down_with_who_and_of_what_and_so_is_a_refused_put(
+    transport: TransportName, origin: str, world: Audited
+) -> None:
+    client = world.client(key := world.new_key("acme", "read", "write"), transport)
+    keys, chunks = chunks_for(client, 30 + len(origin), CHUNKS)
+    client.put_chunks(chunks)
+    assert len(client.get_chunks(keys)) == CHUNKS
+    who = f"key:{key[4:16]}"
+    same = {"who": who, "tenant": "acme", "outcome": "OK", "key_prefix": keys[0][:8].hex()}
+    wrote = "Reserve" if transport == "shm" else "Put"
+    assert eventually(lambda: world.came(rpc=wrote, chunks=CHUNKS, **same))
+    assert eventually(lambda: world.came(rpc="Get", chunks=CHUNKS, **same))
+    lines = [line for line in world.lines() if line.get("who") == who]
+    origins = {line["peer"] for line in lines if line["rpc"] in (wrote, "Get")}
+    assert all(one.startswith(origin) for one in origins), origins
+    reader = world.client(key := world.new_key("acme", "read"), transport)
+    with pytest.raises(PermissionDeniedError):
+        reader.put_chunks(chunks)
+    who = f"key:{key[4:16]}"
+    assert eventually(lambda: world.came(rpc=wrote, who=who, outcome="PermissionDeniedError"))
+
+
+def test_strangers_at_the_streams_and_at_the_socket_are_written_down(
+    world: Audited, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terms = open_session(world.dial(Access(ca=world.ca.path, token=world.acme)))
+    entrance = Entrance(terms.bulk_address, b"", attach(terms.session_id, bytes(16)).attach)
+    with pytest.raises(UnauthenticatedError):
+        FrameStream(entrance, lambda: False, DEADLINE_MS / 1000)
+    wanted = {"rpc": "Attach", "outcome": "UnauthenticatedError"}
+    assert eventually(lambda: world.came(peer="stream:127.0.0.1", **wanted))
+    assert not any("who" in line for line in world.lines() if wanted.items() <= line.items())
+    with Peer(terms.socket_path) as stranger:
+        assert stranger.ask(Request(Op.join, 0).pack()) is Reply.denied
+    assert eventually(lambda: world.came(peer="unix", **wanted))
+    monkeypatch.setattr(unix_server, "is_trusted", lambda connection: False)
+    with Peer(terms.socket_path):
+        wanted |= {"outcome": "PermissionDeniedError", "peer": "unix"}
+        assert eventually(
+            lambda: any(wanted.items() <= row.items() and "who" not in row for row in world.lines())
+        )

@@ -1,30 +1,70 @@
-"""Gets over a stream, by a reader with every message of its own making."""
+"""Gets and puts over a stream, by a caller with every message of its own making."""
 
 from __future__ import annotations
 
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import pytest
 from conftest import ServerMaker
+from contracts.bad_puts import BAD_PUTS, parts_of
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually, open_session
 from helpers.prompts import MEDIUM, SMALL, assert_reads, frame_of, store
 from helpers.stream_caller import SOON_S, StreamCaller
-from helpers.stream_messages import attach, cancel, done, failed, finish, kind, part, ready
+from helpers.stream_messages import (
+    attach,
+    cancel,
+    done,
+    failed,
+    finish,
+    get,
+    kind,
+    part,
+    ready,
+    stored,
+)
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.transports.grpc import StreamTransport
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import QuotaExceededError, TierUnavailableError
-from kvstore.proto.types import ChunkKey
-from kvstore.server.bulk import tcp_server, tcp_transfers
-from kvstore.server.bulk.service import YIELD_WITHIN_S, BulkService
+from kvstore.proto.errors import KVStoreError, QuotaExceededError, TierUnavailableError
+from kvstore.proto.keys import chunk_key
+from kvstore.proto.types import ChainDigest, ChunkKey, Namespace, PutOutcome
+from kvstore.server.bulk import service, tcp_server, tcp_transfers
+from kvstore.server.bulk.service import YIELD_WITHIN_S
 from kvstore.server.bulk.tcp_server import BulkServer
 from kvstore.server.bulk.tcp_transfers import FIRST_PART_BYTES
+
+
+@pytest.fixture
+def server(make_server: ServerMaker) -> LocalServer:
+    return make_server("--bulk", "127.0.0.1:0", "--cpu", "64MiB")
+
+
+@pytest.fixture
+def terms(server: LocalServer) -> pb.OpenSessionResponse:
+    return open_session(server.dial())
+
+
+@pytest.fixture
+def caller(terms: pb.OpenSessionResponse) -> Iterator[StreamCaller]:
+    with closing(StreamCaller(terms)) as one:
+        yield one
+
+
+@pytest.fixture
+def client(server: LocalServer) -> Client:
+    """Another client of the server, which is to be served whatever the caller does."""
+    return server.connect("tcp")
+
+
+# --- gets
+
 
 Terms = pb.OpenSessionResponse
 
@@ -128,23 +168,6 @@ def test_who_says_anything_else_while_frames_come_is_hung_up_on(
         assert server.settled().leases == 0
 
 
-def test_a_reader_that_takes_nothing_is_hung_up_on_and_others_are_served(
-    server: LocalServer,
-    client: Client,
-    wide: tuple[Terms, bytes],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(bulk, "SILENCE_S", 0.5)
-    terms, digests = wide
-    with closing(StreamCaller(terms)) as mute:
-        mute.say(get_of(terms, digests))
-        assert eventually(lambda: server.usage().leases == 1)
-        assert_reads(client, store(client, 1, 2))
-        assert server.settled().leases == 0
-        others = streams_of(server)._streams
-        assert eventually(lambda: all(one.session.session_id != terms.session_id for one in others))
-
-
 def stall(reader: StreamCaller, server: LocalServer, ask: pb.StreamMessage) -> None:
     """Have *reader* begin a get, and wait until that holds a lease more and no thread."""
     streams, leases = streams_of(server), server.usage().leases
@@ -160,31 +183,6 @@ def read_all(reader: StreamCaller) -> None:
         size_bytes += len(said[1])
     assert said[0] == done(1, 24)
     assert size_bytes == 24 * len(frame_of(ChunkKey(bytes(32)), MEDIUM, 512))
-
-
-def clients_are_idle(bulk_service: BulkService) -> bool:
-    return bulk_service.clock() - bulk_service._client_sent_at >= YIELD_WITHIN_S
-
-
-def test_readers_that_take_nothing_hold_leases_and_no_thread_and_may_go_on(
-    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bulk, "SILENCE_S", 60.0)
-    server = make_server("--bulk", "127.0.0.1:0", "--workers", "2", "--cpu", "64MiB")
-    terms, digests = wide_of(server)
-    streams = streams_of(server)
-    with ExitStack() as stack:
-        readers = [stack.enter_context(closing(StreamCaller(terms))) for _ in range(5)]
-        for reader in readers:
-            stall(reader, server, get_of(terms, digests, deadline_ms=60_000))
-        assert [one.sending is not None for one in streams._streams] == [True] * 5
-        assert clients_are_idle(streams.service), "other servers need not yield to them"
-        for reader in readers[:2]:
-            read_all(reader)
-        assert server.usage().leases == 3
-        assert eventually(lambda: clients_are_idle(streams.service))
-    assert eventually(lambda: server.usage().leases == 0)
-    assert server.settled().leases == 0
 
 
 def test_beside_64_readers_that_take_nothing_others_are_served_until_those_lose_their_streams(
@@ -205,6 +203,9 @@ def test_beside_64_readers_that_take_nothing_others_are_served_until_those_lose_
         for reads in ours * 16:
             readers.append(stack.enter_context(closing(StreamCaller(reads))))
             stall(readers[-1], server, get_of(reads, digests, deadline_ms=60_000))
+        service = streams.service
+        idle_s = service.clock() - service._client_sent_at
+        assert idle_s >= YIELD_WITHIN_S, "other servers need not yield to them"
         for seed in range(20):
             began = time.monotonic()
             assert_reads(other, store(other, seed, 2))
@@ -294,9 +295,7 @@ def test_the_server_s_own_words_and_lengths_over_the_limit_are_hung_up_on(terms:
             assert reader.is_hung_up_on()  # before anything more comes
 
 
-def test_a_first_message_with_a_payload_is_refused(
-    terms: Terms,
-) -> None:
+def test_a_first_message_with_a_payload_is_refused(terms: Terms) -> None:
     header = attach(terms.session_id, terms.attach_token).SerializeToString()
     host, _, port = terms.bulk_address.rpartition(":")
     with socket.create_connection((host.removeprefix("tcp://"), int(port))) as link:
@@ -342,3 +341,174 @@ def test_a_server_with_few_descriptors_has_few_streams(
         StreamCaller(terms)
     for one in callers:
         one.close()
+
+
+# --- puts
+
+GO_ON = ready(1)
+
+
+def put_of(terms: Terms, **other: Any) -> pb.StreamMessage:
+    asked = {"session_id": terms.session_id, "deadline_ms": DEADLINE_MS, **other}
+    return pb.StreamMessage(request=1, put=pb.PutRequest(**asked))
+
+
+def key_of(terms: Terms, seed: int = 1) -> ChunkKey:
+    return chunk_key(Namespace(terms.key_namespace), ChainDigest(bytes([seed]) * 16))
+
+
+def begin(writer: StreamCaller, terms: Terms, steps: int = 0) -> None:
+    """Begin a put, and send the first *steps* parts of its frame."""
+    writer.say(put_of(terms))
+    assert writer.hear() == (GO_ON, b"")
+    for word, data in parts_of(frame_of(key_of(terms), SMALL))[:steps]:
+        writer.say(word, data)
+
+
+def leaves(server: LocalServer, chunks: int) -> bool:
+    usage = server.settled()
+    cpu = usage.tiers[0][1]
+    return (usage.open_puts, usage.pending_puts, cpu.reservations, cpu.chunks) == (0, 0, 0, chunks)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_server_that_stops_in_the_midst_of_a_put_ends_it_and_is_clean(
+    server: LocalServer, caller: StreamCaller, terms: Terms, steps: int
+) -> None:
+    begin(caller, terms, steps)
+    if steps:
+        assert eventually(lambda: server.usage().pending_puts == 1)
+    with closing(StreamCaller(terms)) as idle:
+        server.stop()
+        assert idle.is_hung_up_on()
+    with pytest.raises(KVStoreError):
+        list(iter(caller.hear, None))
+    assert eventually(lambda: server.usage().open_puts + server.usage().pending_puts == 0)
+
+
+@pytest.mark.parametrize("cut", [700, 1 << 20])
+def test_frames_are_stored_and_answered_for_one_by_one(
+    server: LocalServer, caller: StreamCaller, terms: Terms, cut: int
+) -> None:
+    frames = [frame_of(key_of(terms, seed), SMALL) for seed in (1, 2, 1)]
+    begin(caller, terms)
+    for chunk, frame in enumerate(frames):
+        for word, data in parts_of(frame, chunk=chunk, cut=cut):
+            caller.say(word, data)
+    caller.say(finish(1, 3))
+    answer = caller.hear()[0].stored
+    assert list(answer.outcomes) == [PutOutcome.stored, PutOutcome.stored, PutOutcome.exists]
+    assert len(answer.reasons) == 3
+    cpu = server.node.store.tiers.cpu_tier
+    for frame, seed in zip(frames[:2], (1, 2), strict=True):
+        out = frame * 0
+        assert cpu.read(key_of(terms, seed), out)
+        assert out.tobytes() == frame.tobytes()
+
+
+def test_a_bad_put_is_refused_leaves_nothing_and_ends_its_stream_alone(
+    server: LocalServer, client: Client, terms: Terms
+) -> None:
+    there = 0
+    for seed, (what, (change, frames, message)) in enumerate(BAD_PUTS.items(), 1):
+        with closing(StreamCaller(terms)) as writer:
+            begin(writer, terms)
+            for word, data in change(parts_of(frame_of(key_of(terms, seed), SMALL))):
+                writer.say(word, data)
+            writer.say(finish(1, frames))
+            assert writer.is_refused(message)
+            writer.wire.hang_up()
+        there += what == "fewer frames than it says"
+        assert leaves(server, there), what
+        assert_reads(client, store(client, 70 + seed, 1))
+        there += 1
+
+
+def test_what_is_no_part_of_a_put_ends_it(server: LocalServer, terms: Terms) -> None:
+    for word, message in (
+        (finish(2, 0), "request=2"),
+        (get(1, 1, bytes(16)), "kind='get'"),
+        (part(1, 1000, 0), "InvalidFrameError"),
+    ):
+        with closing(StreamCaller(terms)) as writer:
+            begin(writer, terms)
+            writer.say(word)
+            assert writer.is_refused(message)
+            writer.wire.hang_up()
+        assert leaves(server, 0)
+
+
+def test_a_put_that_may_not_begin_is_refused_and_the_stream_goes_on(
+    server: LocalServer, caller: StreamCaller, terms: Terms
+) -> None:
+    hints = pb.Hints(reuse=7)  # type: ignore[arg-type]
+    caller.say(put_of(terms, session_id=1))
+    assert caller.is_refused("UnauthenticatedError")
+    caller.say(put_of(terms, hints=hints))
+    assert caller.is_refused("hints.reuse")
+    begin(caller, terms)
+    caller.say(finish(1, 0))
+    assert caller.hear() == (stored(1, b""), b"")
+    server.node.store.writes.is_draining = True
+    begin(caller, terms, 1)
+    assert caller.is_refused("ShuttingDownError")
+    caller.wire.hang_up()
+    assert leaves(server, 0)
+
+
+def test_a_writer_that_dies_leaves_nothing(
+    server: LocalServer, caller: StreamCaller, terms: Terms
+) -> None:
+    begin(caller, terms, 2)
+    assert eventually(lambda: server.usage().open_puts + server.usage().pending_puts > 0)
+    caller.close()
+    assert leaves(server, 0)
+    streams = server.node.bulk
+    assert streams is not None
+    assert eventually(lambda: not streams._streams)
+
+
+def test_a_writer_that_falls_silent_is_hung_up_on(
+    server: LocalServer, caller: StreamCaller, terms: Terms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk, "SILENCE_S", 0.2)
+    monkeypatch.setattr(service, "REFUSED_S", 0.1)
+    begin(caller, terms, 1)
+    assert caller.is_refused("DeadlineError")
+    assert caller.is_hung_up_on()
+    assert leaves(server, 0)
+
+
+def test_a_writer_that_goes_on_after_it_was_refused_is_cut_off(
+    server: LocalServer, caller: StreamCaller, terms: Terms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "REFUSED_BYTES", 1 << 20)
+    begin(caller, terms)
+    wrong, payload = part(1, 1 << 30, 5), bytes(bulk.MAX_PAYLOAD_BYTES)
+    with pytest.raises(KVStoreError):
+        list(map(caller.say, [wrong] * 10_000, [payload] * 10_000))
+    assert leaves(server, 0)
+
+
+def test_the_end_of_a_session_ends_its_put_and_is_said(
+    server: LocalServer, caller: StreamCaller, terms: Terms
+) -> None:
+    begin(caller, terms, 1)
+    assert eventually(lambda: server.usage().pending_puts == 1)
+    server.node.sessions.close(terms.session_id)
+    caller.say(*parts_of(frame_of(key_of(terms), SMALL))[1])
+    assert caller.is_refused("LeaseExpiredError")
+    caller.wire.hang_up()
+    assert leaves(server, 0)
+
+
+def test_a_large_frame_that_is_there_is_skipped(server: LocalServer) -> None:
+    terms = open_session(server.dial(), MEDIUM)
+    frame = frame_of(key_of(terms), MEDIUM, 64)
+    with closing(StreamCaller(terms)) as writer:
+        for outcome in (PutOutcome.stored, PutOutcome.exists):
+            begin(writer, terms)
+            for word, data in parts_of(frame, cut=200_000):
+                writer.say(word, data)
+            writer.say(finish(1, 1))
+            assert writer.hear() == (stored(1, bytes([outcome])), b"")

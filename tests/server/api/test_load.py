@@ -1,11 +1,11 @@
-"""Callers that send nothing and connections of nobody are few, and do not last."""
+"""Too many calls, callers that send nothing, connections of nobody: few, and they do not last."""
 
 from __future__ import annotations
 
 import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,13 +15,138 @@ from conftest import ServerMaker
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers.bare_wire import wire_to
 from helpers.local_server import LocalServer, eventually
-from helpers.prompts import SMALL, frame_of
+from helpers.prompts import SMALL, frame_of, store
 
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.server.api import grpc_server
+from kvstore.proto.errors import DeadlineError, KVStoreError, QuotaExceededError
+from kvstore.server.api import grpc_server, load_shedding
 from kvstore.server.api.grpc_server import most_connections
-from kvstore.server.api.load_shedding import GRACE_S, STALL_S, StallGuard
+from kvstore.server.api.load_shedding import (
+    CALLS_PER_WORKER,
+    GRACE_S,
+    STALL_S,
+    WRITES_PER_WORKER,
+    StallGuard,
+)
 from kvstore.server.settings.process_limits import LEAST
+
+
+@pytest.fixture
+def busy(make_server: ServerMaker) -> LocalServer:
+    """A server with one thread for reads and one for writes."""
+    return make_server("--workers", "2", "--cpu", "16MiB")
+
+
+def test_puts_that_fill_their_queue_are_refused_and_lookups_go_on(busy: LocalServer) -> None:
+    wire = wire_to(busy)
+    frame = frame_of(wire.key(9), SMALL).tobytes()
+    over = threading.Event()
+
+    def endless() -> Iterator[pb.PutRequest]:
+        yield pb.PutRequest(
+            session_id=wire.terms.session_id, frame_bytes=len(frame), data=frame[:1000]
+        )
+        over.wait(20)
+
+    count = WRITES_PER_WORKER + 3
+    outcomes: list[str] = []
+
+    def put() -> None:
+        try:
+            wire.connection.upload("Put", endless(), 20_000, pb.PutResponse)
+        except KVStoreError as error:
+            outcomes.append(type(error).__name__)
+
+    with ThreadPoolExecutor(count) as threads:
+        for _ in range(count):
+            threads.submit(put)
+        assert eventually(lambda: bool(outcomes))
+        assert set(outcomes) == {"QuotaExceededError"}
+        keys = b"".join(wire.key(seed)[16:] for seed in range(1, 33))
+        for _ in range(20):
+            assert wire.call("Lookup", pb.LookupRequest(digests=keys)).ready == 0
+        over.set()
+    assert busy.counter("shed_calls") >= 1
+
+
+class Gate:
+    """Where lookups stand that are told to wait for puts."""
+
+    def __init__(self, server: LocalServer, patch: pytest.MonkeyPatch) -> None:
+        self.opened, self.begun = threading.Event(), 0
+        self.wire = wire_to(server)
+        patch.setattr(server.node.store, "await_puts", self._stand)
+        self.request = pb.LookupRequest(digests=self.wire.key(1)[16:], wait_ms=10_000)
+
+    def _stand(self, *_: object) -> None:
+        self.begun += 1
+        self.opened.wait(20)
+
+    def look(self) -> int:
+        return int(self.wire.call("Lookup", self.request).ready)
+
+    def looks(self, threads: ThreadPoolExecutor, count: int) -> list[Future[int]]:
+        """Have one lookup stand in the only thread, and others come behind it."""
+        looks = [threads.submit(self.look)]
+        assert eventually(lambda: self.begun == 1)
+        return looks + [threads.submit(self.look) for _ in range(count - 1)]
+
+
+def refused(looks: list[Future[int]]) -> list[Future[int]]:
+    return [one for one in looks if one.done() and isinstance(one.exception(), QuotaExceededError)]
+
+
+def test_lookups_beyond_their_queue_are_refused_though_probes_send_nothing_and_served_after(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server("--workers", "2", "--cpu", "16MiB", "--health", "127.0.0.1:0")
+    gate, count = Gate(server, monkeypatch), 2 * CALLS_PER_WORKER + 4
+
+    def silent() -> Iterator[bytes]:
+        gate.opened.wait(120)
+        yield from ()
+
+    with (
+        grpc.insecure_channel(f"127.0.0.1:{server.node.health_port}") as channel,
+        ThreadPoolExecutor(count) as threads,
+    ):
+        probe = channel.stream_unary("/grpc.health.v1.Health/Check", bytes, bytes)
+        probes = [probe.future(silent(), timeout=120) for _ in range(4)]
+        looks = gate.looks(threads, count)
+        assert eventually(lambda: bool(refused(looks)))
+        gate.opened.set()
+    assert 1 <= len(refused(looks)) <= 4
+    assert all(one.exception() for one in probes), "they sent nothing"
+    assert store(server.connect("grpc"), 1, 4)
+
+
+def test_lookups_are_refused_before_their_queue_is_full_when_they_wait_too_long(
+    busy: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, count = Gate(busy, monkeypatch), 2 * CALLS_PER_WORKER
+    monkeypatch.setattr(load_shedding, "LATE_S", -1.0)
+    with ThreadPoolExecutor(count) as threads:
+        looks = gate.looks(threads, count)
+        assert eventually(lambda: len(refused(looks)) == count - 3)
+        rest = [look for look in looks if not look.done()]
+        gate.opened.set()
+    assert [look.result() for look in rest] == [0] * 3
+    monkeypatch.undo()
+    assert store(busy.connect("grpc"), 1, 4)
+
+
+def test_a_call_that_waited_past_its_deadline_is_not_begun(
+    busy: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(busy, monkeypatch)
+    with ThreadPoolExecutor(1) as threads:
+        gate.looks(threads, 1)
+        with pytest.raises(DeadlineError):
+            gate.wire.connection.call("Lookup", gate.request, 200, pb.LookupResponse)
+        gate.opened.set()
+    assert gate.wire.call("Lookup", pb.LookupRequest(digests=gate.wire.key(1)[16:])).ready == 0
+    assert gate.begun == 1
+
 
 SERVICE = "/kvstore.v1.KVStore/"
 
@@ -63,13 +188,6 @@ def test_who_says_nothing_is_ended_the_longest_silent_first() -> None:
         now[0] = STALL_S
         assert guard.tick() == 2
     assert len(guard._waiting) == 0
-
-
-def test_a_call_without_its_message_is_told(server: LocalServer) -> None:
-    with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError) as caught:
-        channel.stream_unary(SERVICE + "Lookup", None, None)(iter([]), timeout=20)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "send one with the call" in str(caught.value.details())
 
 
 def _begun(stack: ExitStack, server: LocalServer, method: str, first: list[bytes]) -> Any:
@@ -126,18 +244,21 @@ def test_a_put_that_stops_half_way_ends_and_leaves_nothing(
     assert server.settled().open_puts == 0
 
 
-def test_nobody_holds_threads_by_watching_health(make_server: ServerMaker) -> None:
-    server = make_server("--workers", "4", "--cpu", "16MiB")
-    wire = wire_to(server)
+def test_nobody_holds_threads_by_watching_health_or_by_a_call_without_a_message(
+    server: LocalServer,
+) -> None:
     request = health_pb2.HealthCheckRequest(service="")
     with grpc.insecure_channel(server.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        for _ in range(6):
-            with pytest.raises(grpc.RpcError) as caught:
-                next(stub.Watch(request, timeout=20))
-            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        empty = channel.stream_unary(SERVICE + "Lookup", None, None)
+        with pytest.raises(grpc.RpcError) as caught:
+            next(stub.Watch(request, timeout=20))
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        with pytest.raises(grpc.RpcError) as caught:
+            empty(iter([]), timeout=20)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "send one with the call" in str(caught.value.details())
         assert stub.Check(request, timeout=20).status == 1
-    assert wire.call("Lookup", pb.LookupRequest(digests=wire.key(1)[16:])).ready == 0
 
 
 # --- connections

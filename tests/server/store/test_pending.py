@@ -1,25 +1,23 @@
-"""Chunks that come shard by shard: invisible until whole, bounded, and nobody's for ever."""
+"""Puts that are pending: chunks that come shard by shard, and promised ones that are waited for."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
+from helpers.local_server import eventually
 from helpers.prompts import frame_of
 from helpers.shards import WIDE, shard_frame, shard_of
 from simulation.clock import FakeClock
-from simulation.core import Core, settings
+from simulation.core import Core, keys_of, prompt, settings
 
 from kvstore.proto.buffers import Bytes, as_bytes, checksum
-from kvstore.proto.errors import (
-    ChunkCorruptError,
-    InvalidFrameError,
-    InvalidRequestError,
-)
+from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, InvalidRequestError
 from kvstore.proto.frame import (
     FLAG_RESTORED,
     FrameTemplate,
@@ -29,10 +27,12 @@ from kvstore.proto.frame import (
 )
 from kvstore.proto.keys import chain_digest, chunk_key, tokens_le32
 from kvstore.proto.plans import Hints
-from kvstore.proto.types import ROOT, ChunkInfo, ChunkKey, ChunkShard, KVLayout, PutOutcome
+from kvstore.proto.types import ROOT, ChunkInfo, ChunkKey, ChunkShard, KVLayout, Match, PutOutcome
+from kvstore.server.index.in_flight import MAX_ANNOUNCED_CHUNKS, MAX_ANNOUNCEMENTS
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.parallel_writes import ChunkPart, PartTicket
-from kvstore.server.store.reservations import PutResult
+from kvstore.server.store.reservations import PutResult, PutTicket
+from kvstore.server.store.store import WORKERS_PER_WAITER
 
 LAYOUT = KVLayout.of(WIDE, 16)
 SIZE = raw_frame_bytes(LAYOUT)
@@ -154,29 +154,6 @@ def test_a_later_shard_does_not_overwrite_what_another_writer_put(writers: Write
     assert writers.is_right()
 
 
-def test_a_damaged_shard_leaves_nothing_and_may_come_again(writers: Writers) -> None:
-    frame = writers.frame(TOP)
-    frame[-1] ^= 1
-    with pytest.raises(ChunkCorruptError):
-        writers.finish(writers.begin(writers.one, TOP), frame)
-    assert writers.put(writers.one, REST) is PENDING
-    assert writers.put(writers.one, TOP) is STORED
-    assert writers.is_right()
-
-
-def test_facts_that_contradict_another_writer_are_refused_by_name(writers: Writers) -> None:
-    assert writers.put(writers.one, TOP) is PENDING
-    wrong: dict[str, Any] = {"content": bytes(16), "position": 16}
-    for named, value in wrong.items():
-        ticket = writers.begin(writers.other, REST)
-        with pytest.raises(InvalidRequestError, match=named):
-            writers.finish(ticket, writers.frame(REST, **{named: value}))
-    with pytest.raises(InvalidRequestError, match="layout"):
-        writers.begin(writers.other, shard_of(KVLayout.of(WIDE, 32), (1, 3)))
-    assert writers.put(writers.other, REST) is STORED
-    assert writers.is_right()
-
-
 def test_only_the_shard_that_was_announced_is_taken_raw_exact_and_original(
     writers: Writers,
 ) -> None:
@@ -222,24 +199,7 @@ def test_an_unfinished_chunk_ends_with_the_last_session_that_has_a_part_in_it(
     writers.assert_nothing_left()
 
 
-def test_a_chunk_put_whole_meanwhile_needs_no_further_shard(writers: Writers) -> None:
-    assert writers.put(writers.one, TOP) is PENDING
-    late = writers.begin(writers.one, REST)
-    frame = frame_of(writers.key(), WIDE)
-    header = parse_header(frame)
-    header = replace(header, representation=writers.one.representation_digest)
-    info = replace(header.info(), key=writers.key())
-    begun = writers.writes.begin_all(writers.other, [info], writers.core.later())[0]
-    assert not isinstance(begun, PutResult)
-    writers.writes.commit(writers.writes.claim(writers.other, begun.ticket_id), frame=frame)
-    assert writers.found() == (1, 0)
-    assert writers.finish(late, writers.frame(REST)) is EXISTS
-    writers.assert_nothing_left()
-
-
-def test_unfinished_chunks_have_a_quarter_of_the_memory_and_streams_count(
-    writers: Writers,
-) -> None:
+def test_unfinished_chunks_have_a_quarter_of_the_memory_and_streams_count(writers: Writers) -> None:
     limit = writers.core.cpu.capacity_bytes // 4
     count = limit // SIZE
     assert [writers.put(writers.one, TOP, n) for n in range(count)] == [PENDING] * count
@@ -271,31 +231,127 @@ def test_what_a_streamed_shard_waited_in_is_given_back_whether_it_is_taken_or_re
     writers.assert_nothing_left()
 
 
-def test_many_writers_at_once_make_one_chunk() -> None:
-    writers = Writers(max_reservations_per_session=100)
-    corners = [
-        shard_of(LAYOUT, (layer, layer + 1), (head, head + 1))
-        for layer in range(3)
-        for head in range(4)
+# --- promises and those who wait
+
+
+LONG_S = 30.0
+
+
+@pytest.fixture
+def core() -> Iterator[Core]:
+    core = Core(config=settings(workers=2 * WORKERS_PER_WAITER))
+    yield core
+    core.close()
+
+
+def look(core: Core, session: Session, keys: list[ChunkKey]) -> Match:
+    return core.store.lookup(session, keys, core.later(), lease=False)
+
+
+class Waiting:
+    """A lookup that waits in a thread."""
+
+    def __init__(self, core: Core, session: Session, keys: list[ChunkKey]) -> None:
+        self.match: Match | None = None
+        self.thread = threading.Thread(target=self._run, args=(core, session, keys))
+        self.thread.start()
+
+    def _run(self, core: Core, session: Session, keys: list[ChunkKey]) -> None:
+        core.store.await_puts(keys, core.later(LONG_S))
+        self.match = look(core, session, keys)
+
+    def answer(self) -> tuple[int, int]:
+        self.thread.join(LONG_S)
+        assert self.match is not None
+        return self.match.ready, self.match.pending
+
+
+def waits(core: Core, count: int = 1) -> bool:
+    return eventually(lambda: core.counters["waited_lookups"] == count)
+
+
+def die(core: Core, writer: Session, keys: list[ChunkKey]) -> None:
+    core.sessions.close(writer.session_id)
+
+
+def change_its_mind(core: Core, writer: Session, keys: list[ChunkKey]) -> None:
+    core.store.announce_puts(writer, keys, 0)
+
+
+def drain(core: Core, writer: Session, keys: list[ChunkKey]) -> None:
+    core.store.drain(core.later())
+
+
+@pytest.mark.parametrize("end", [die, change_its_mind, drain])
+def test_whoever_waits_for_a_writer_that_ends_is_answered_at_once(
+    core: Core, end: Callable[[Core, Session, list[ChunkKey]], None]
+) -> None:
+    writer, reader = core.open_session(), core.open_session()
+    versions = prompt(2)
+    keys = keys_of(versions)
+    core.store.announce_puts(writer, keys, 60_000)
+    core.put(writer, versions[:1])
+    waiting = Waiting(core, reader, keys)
+    assert waits(core)
+    started = time.monotonic()
+    end(core, writer, keys)
+    assert waiting.answer()[0] == 1
+    assert time.monotonic() - started < LONG_S / 2
+
+
+def test_no_more_lookups_wait_than_may(core: Core) -> None:
+    writer = core.open_session()
+    keys = keys_of(prompt(1))
+    core.store.announce_puts(writer, keys, 60_000)
+    both = [Waiting(core, writer, keys) for _ in range(2)]
+    assert waits(core, 2)
+    core.store.await_puts(keys, core.later())
+    assert core.counters["refused_waits"] == 1
+    begun = core.store.writes.begin_all(writer, [prompt(1)[0].info], core.later())[0]
+    assert isinstance(begun, PutTicket)
+    core.store.announce_puts(writer, keys, 0)  # they wait for the put that is under way
+    core.store.writes.commit(
+        core.store.writes.claim(writer, begun.ticket_id), frame=prompt(1)[0].frame
+    )
+    assert [waiting.answer() for waiting in both] == [(1, 0)] * 2
+    core.store.await_puts(keys_of(prompt(2)), core.later())
+    assert core.counters["waited_lookups"] == 2, "nobody waits for what nobody puts"
+
+
+def test_promises_are_bounded_in_time_and_number(core: Core) -> None:
+    session = core.open_session()
+    with pytest.raises(InvalidRequestError, match="ttl_ms"):
+        core.store.announce_puts(session, [], 600_001)
+    for handover_ms in (-1, 600_001, 1.5):
+        with pytest.raises(InvalidRequestError, match="handover_ms"):
+            Hints(handover_ms=handover_ms)  # type: ignore[arg-type]
+    in_flight = core.catalog.in_flight
+    keys = [ChunkKey(n.to_bytes(32, "little")) for n in range(MAX_ANNOUNCED_CHUNKS + 5)]
+    assert in_flight.announce(1, keys, 1.0) == len(in_flight.announced) == MAX_ANNOUNCED_CHUNKS
+    assert in_flight.announce(1, keys, 0.0) == MAX_ANNOUNCED_CHUNKS
+    made = [
+        in_flight.announce(1, [key], 1.0 + n) for n, key in enumerate(keys[: MAX_ANNOUNCEMENTS + 1])
     ]
-    shards = [*corners, LEFT, RIGHT, TOP, REST]
-    frames = [writers.frame(shard) for shard in shards]
-    barrier = threading.Barrier(4)
-    outcomes: list[PutOutcome] = []
+    assert made == [1] * MAX_ANNOUNCEMENTS + [0]
+    assert in_flight.announce(2, keys, 0.0) == 0
+    assert in_flight.announce(1, keys[:3], 0.0) == 3
+    core.catalog.release_session(1)
+    assert not in_flight.announced
 
-    def put(mine: int) -> None:
-        barrier.wait()
-        for number in range(mine, len(shards), 4):
-            ticket = writers.begin(writers.one, shards[number])
-            outcomes.append(writers.finish(ticket, frames[number]))
 
-    threads = [threading.Thread(target=put, args=(mine,)) for mine in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert outcomes.count(STORED) == 1
-    assert set(outcomes) <= {STORED, PENDING, EXISTS}
-    assert writers.is_right()
-    writers.assert_nothing_left()
-    writers.core.close()
+def test_what_is_handed_over_stays_until_it_was_read_once_or_its_time_is_up() -> None:
+    clock = FakeClock()
+    with closing(Core(clock=clock)) as core:
+        writer, reader = core.open_session("red"), core.open_session("red")
+        versions = prompt(2)
+        read, unread = keys_of(versions)
+        core.put(writer, versions, hints=Hints(handover_ms=60_000))
+        assert core.catalog.eviction.claim("cpu", [read]) == []
+        core.get(reader, [read])
+        assert core.catalog.eviction.claim("cpu", [read]) == [read]
+        clock.advance(59)
+        core.store.tick()
+        assert core.catalog.eviction.claim("cpu", [unread]) == []
+        clock.advance(1)
+        core.store.tick()
+        assert core.catalog.eviction.claim("cpu", [unread]) == [unread]
