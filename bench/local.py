@@ -98,7 +98,6 @@ def bench_metadata(report: Report, folder: Path) -> None:
 
 
 def bench_transport(report: Report, _folder: Path) -> None:
-    """Shared memory against memcpy, and gRPC in GB/s."""
     with workload.serving(*MEMORY) as (address, _pid):
         with workload.connect(address, MODEL, transport="shm") as client:
             keys, chunks = workload.make_chunks(client, PROMPT_CHUNKS, 1)
@@ -225,7 +224,6 @@ def _flood(client: Client) -> list[LayerTensors]:
 
 
 def bench_disk(report: Report, folder: Path) -> None:
-    """Disk gets from the page cache against preadv of the same bytes."""
     disk = folder / "disk"
     flags = ("--tiers", "cpu,disk", "--cpu", "256MiB", "--disk", f"2GiB:{disk}")
     with joined(*flags, "--write", "evict") as client:  # no copies of the flood while we measure

@@ -198,7 +198,6 @@ def make_riddle(rng: random.Random, shape: Shape | None = None) -> Riddle:
 
 
 def _name(rng: random.Random, shape: Shape, facts: dict[int, _Fact], fresh: list[int]) -> int:
-    """Return a name that was stated before, or a fresh one."""
     again = shape.again_share
     is_again = again is not None and len(facts) > 1 and rng.random() < again
     return rng.choice(list(facts)) if is_again or not fresh else fresh.pop()

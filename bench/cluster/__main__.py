@@ -54,11 +54,9 @@ class Measured:
     copies: tuple[float, int]
 
     def share(self, blocks: int) -> float:
-        """Return *blocks* as a share of those asked for."""
         return blocks / max(1, self.counts.blocks)
 
     def each(self, number: int) -> float:
-        """Return *number* for each prompt."""
         return number / max(1, self.counts.prompts)
 
 
@@ -151,7 +149,6 @@ class Setback:
 
     @property
     def lost(self) -> float:
-        """What the first minute found less, as a share of the blocks."""
         return self.steady[0] - self.failed[0]
 
     @property
@@ -212,7 +209,6 @@ MEMORY_SHARE = 0.08
 
 
 def simulate(chains: Sequence[Sequence[int]], footprint: int, nodes: int, routing: str) -> Measured:
-    """Return what *nodes* count in the second half of *chains*."""
     cluster = Cluster(terms_of(footprint, nodes, routing))
     for chain in chains[: len(chains) // 2]:
         cluster.request(chain)
@@ -229,7 +225,6 @@ def terms_of(footprint: int, nodes: int, routing: str) -> ClusterTerms:
 
 
 def add_failures(report: Report) -> None:
-    """What is found less of while nodes, or a Redis master, are gone."""
     chains, footprint = chains_of(CONVERSATION)
     for nodes in FAILING:
         for failure, found in setbacks(chains, terms_of(footprint, nodes, AFFINITY)).items():
@@ -323,7 +318,6 @@ def add_simulation(report: Report) -> dict[str, list[tuple[float, float]]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, simulate, print, and draw the plot."""
     parser = parser_of(__doc__, ("simulation", "nodes"))
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the hits as an SVG")
     flags = parser.parse_args(argv)

@@ -112,7 +112,6 @@ class ClusterCounts:
     redis_written: int = 0
 
     def since(self, before: ClusterCounts) -> ClusterCounts:
-        """Return what was counted after *before*."""
         return ClusterCounts(
             *(getattr(self, one.name) - getattr(before, one.name) for one in fields(self))
         )
@@ -145,7 +144,6 @@ class LruBlocks:
         return gone
 
     def prefix(self, chain: Chain) -> int:
-        """Return how many of the first blocks of *chain* are here."""
         used = self._used
         for at, block in enumerate(chain):
             if block not in used:
@@ -203,7 +201,6 @@ class Cluster:
         self.lost_master = None
 
     def request(self, chain: Chain) -> None:
-        """Route one prompt, find its blocks, compute and keep the others."""
         node = self._route(chain)
         self.routed[node] += 1
         counts, memory = self.counts, self._nodes[node]
@@ -294,6 +291,5 @@ class Cluster:
         return sum(map(len, self._nodes))
 
     def copies(self) -> tuple[float, int]:
-        """Return the mean and the largest number of copies of the blocks in memory."""
         numbers = [len(nodes) for nodes in self._holders.values()]
         return (sum(numbers) / len(numbers), max(numbers)) if numbers else (0.0, 0)

@@ -17,10 +17,11 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from bench.codecs.baselines import (
+    CACHEGEN_LEVELS,
     Coded,
     LMCacheCodecs,
     TensorFile,
-    cachegen_levels,
+    bins_of,
     kivi,
     lmcache_codecs,
     zipnn_coder,
@@ -100,19 +101,19 @@ def all_codes(chunks: Chunks, lmcache: LMCacheCodecs | str, folder: Path) -> Ite
     if isinstance(lmcache, str):
         return
     layers, kv_heads, head_dim = (tensors.bits.shape[axis] for axis in (1, 4, 5))
-    yield lmcache.fp8(tensors)
+    yield lmcache.coded("fp8", "bare cast", tensors)
     if lmcache.knows(layers):
-        yield lmcache.cachegen(tensors)
-    for bins in cachegen_levels(layers):
-        yield lmcache.cachegen(tensors, bins)
+        yield lmcache.coded("cachegen", "own bins", tensors)
+    for name, tables in CACHEGEN_LEVELS.items():
+        yield lmcache.coded("cachegen", name, tensors, **bins_of(layers, *tables))
     # Narrow heads have more norms to store: it is measured on wider ones too, for its better.
     for width in sorted(w for w in {head_dim, 128} if kv_heads * head_dim % w == 0):
         for preset in TURBOQUANT:
-            yield lmcache.turboquant(tensors, preset, width)
+            more = {"preset": f"turboquant_{preset}", "head_dim": width}
+            yield lmcache.coded("turboquant", f"{preset} d{width}", tensors, **more)
 
 
 def report_rates(report: Report, model: str, rates: Rates) -> None:
-    """Add a row for each point of *model*."""
     for point in rates.points:
         q = point.quality
         facts = "" if point.facts is None else f", facts {point.facts:.2f}"

@@ -19,7 +19,6 @@ ROPE_THETA = 500000.0
 
 
 def to_floats(bits: NDArray[Any]) -> Floats:
-    """Return the numbers that bfloat16 *bits* stand for."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 

@@ -65,7 +65,6 @@ class PrefixModel:
 
     @torch.no_grad()
     def calibration(self) -> Bits:
-        """Return the KV of other texts, to fit tables to."""
         tokens = self._windows("calibrate", self._lengths.calibrate)
         return self._prefill(tokens[:, : self._lengths.prefix])
 

@@ -60,7 +60,6 @@ def _child(stack: ExitStack, *words: object, descriptor: int = -1) -> tuple[IO[b
 
 
 def _memory(size_bytes: int, descriptor: int = -1) -> tuple[int, Bytes]:
-    """Return a descriptor and memory of the kind that slabs are of."""
     if descriptor < 0:
         descriptor = os.memfd_create("bare")
         os.ftruncate(descriptor, size_bytes)
@@ -68,7 +67,6 @@ def _memory(size_bytes: int, descriptor: int = -1) -> tuple[int, Bytes]:
 
 
 def _slab(size_bytes: int) -> Bytes:
-    """Return such memory, all of it touched."""
     descriptor, memory = _memory(size_bytes)
     os.close(descriptor)
     memory[:] = 1
@@ -137,7 +135,6 @@ def summed_get(outs: Sequence[Bytes]) -> AbstractContextManager[Work]:
 def bare_read(
     descriptor: int, outs: Sequence[Bytes], threads: int = 2, *, summed: bool = False
 ) -> AbstractContextManager[Work]:
-    """Yield what fills *outs* from a file with *threads*."""
 
     def fill(out: Bytes, start: int) -> None:
         assert os.preadv(descriptor, [out.data], start) == len(out)
@@ -292,7 +289,6 @@ def raw_stream(size_bytes: int, *, summed: bool = False) -> Iterator[Bring]:
 
 @contextmanager
 def raw_zmq(size_bytes: int) -> Iterator[Bring]:
-    """The same over ZeroMQ."""
     out = np.zeros(size_bytes, np.uint8)
     with ExitStack() as stack:
         link: zmq.Socket[bytes] = stack.enter_context(zmq.Context.instance().socket(zmq.DEALER))

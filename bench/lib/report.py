@@ -31,11 +31,9 @@ class Report:
         self.rows.append((key, f"{value:.3f}", measured, against))
 
     def note(self, name: str, figure: str, measured: str) -> None:
-        """Add a row to the table alone."""
         self.rows.append((name, figure, measured, ""))
 
     def skip(self, keys: Sequence[str], reason: str) -> None:
-        """Leave *keys* out of the values, saying why."""
         self.skipped.update(dict.fromkeys(keys, reason))
         self.rows += [(key, "skipped", reason, "") for key in keys]
 

@@ -75,25 +75,21 @@ def connect(address: str, model: Model, **options: Any) -> Client:
 
 @contextmanager
 def joined(*flags: str, model: Model = MODEL, **options: Any) -> Iterator[Client]:
-    """Run a server process and yield a client of it."""
     with serving(*flags) as (address, _), connect(address, model, **options) as client:
         yield client
 
 
 def keys_of(client: Client, count: int, seed: int) -> list[ChunkKey]:
-    """Return the keys of *count* chained chunks of random tokens."""
     tokens = np.random.default_rng(seed).integers(0, 1 << 31, 256 * count)
     return client.keys(tokens.tolist())
 
 
 def chunks_of(keys: Sequence[ChunkKey], tensors: Iterable[LayerTensors]) -> list[Chunk]:
-    """Return chained chunks of *tensors*, named by *keys*."""
     named = zip(keys, tensors, parents(keys), strict=True)
     return [Chunk(key, kv, parent=parent) for key, kv, parent in named]
 
 
 def rooms(model: Model, count: int) -> list[Any]:
-    """Return memory for *count* chunks."""
     return [empty_tensors(KVLayout.of(model, 256)) for _ in range(count)]
 
 
@@ -128,7 +124,6 @@ def chunk_bytes(chunks: Sequence[Chunk]) -> int:
 
 
 def check(chunks: Sequence[Chunk], out: Sequence[LayerTensors]) -> None:
-    """Raise AssertionError unless *out* holds the bytes of *chunks*."""
     for part, room in zip(arrays_of(chunks), arrays(out), strict=True):
         if not np.array_equal(part, room):
             raise AssertionError("wrong bytes")

@@ -112,12 +112,10 @@ class Run:
     report: Report
 
     def add(self, key: str, value: float, ours: str, theirs: str) -> None:
-        """Report a ratio with what it is made of, and its bar where it has one."""
         bar = f", bar {BARS[key]:g}" if key in BARS else ""
         self.report.add(key, value, f"ours {ours}", f"theirs {theirs}{bar}")
 
     def add_speeds(self, keys: Sequence[str], size: int, ours: Side, theirs: Side) -> None:
-        """Report the load of *size* bytes under the first key, the store under the second."""
         pairs = [(ours.load_s, theirs.load_s), (ours.store_s, theirs.store_s)]
         for key, (mine, other) in zip(keys, pairs, strict=False):
             words = ours.speed(size, mine), theirs.speed(size, other)
@@ -207,7 +205,6 @@ class RequestSide:
         self.size_bytes = workload.chunk_bytes(self._chunks)
 
     def run(self, side: Side, repeats: int) -> None:
-        """Put and get *repeats* requests, and forget them again."""
         client, out = self._client, self._out
         for _ in range(repeats):
             keys = workload.keys_of(client, len(self._chunks), next(self._seeds))
@@ -305,7 +302,6 @@ def compare_redis(run: Run, peer: LMCache) -> None:
 
 
 def compare_shm(run: Run, peer: LMCache) -> None:
-    """Requests of 16.8 MB between a client and a server on one host."""
     ours = Side("put and get through shm, verified")
     theirs = Side("bench server --mode cpu, without its lookup")
     with request_side(8, 2, transport="shm") as side, peer.server(2, None) as server:
@@ -357,7 +353,6 @@ def measure_readable(run: Run, theirs: str) -> None:
 
 
 def lmcache_readable(peer: LMCache) -> str:
-    """Say what LMCache delivers of 16 chunks under the same writes."""
     with (
         _lmcache_server(peer) as server,
         server.client(1000) as reader,
@@ -379,7 +374,6 @@ def measure_burst(run: Run, theirs: str) -> None:
 
 
 def lmcache_burst(peer: LMCache) -> str:
-    """Say how many chunks of the same burst LMCache loses."""
     with _lmcache_server(peer) as server, server.client(1000) as client:
         client.ask(f"store 0 {BURST_CHUNKS}")
         time.sleep(SETTLE_S)
@@ -405,7 +399,6 @@ BESIDE = {
 
 
 def installed(kind: Any, venvs: Path, folder: Path) -> Any:
-    """Return the peer, or why it cannot be had."""
     try:
         return kind.install(venvs, folder)
     except PeerSkippedError as error:
@@ -413,7 +406,6 @@ def installed(kind: Any, venvs: Path, folder: Path) -> Any:
 
 
 def measure(run: Run, venvs: Path, only: Sequence[str]) -> None:
-    """Install the peers of the parts *only*, then measure beside each."""
     wanted = {part: Mooncake if part == "mooncake" else LMCache for part in only}
     peers = {kind: installed(kind, venvs, run.folder) for kind in set(wanted.values())}
     for part in (part for part in (*COMPARED, *BESIDE) if part in only):

@@ -98,7 +98,6 @@ class LMCache:
 
     @contextmanager
     def server(self, cpu_gib: float, adapter: Adapter | None) -> Iterator[Server]:
-        """Run its multiprocess server on *cpu_gib* of memory, with an L2 adapter or without."""
         port, http = free_port(), free_port()
         flags = [] if adapter is None else ["--l2-adapter", json.dumps(dict(adapter))]
         with self._serving(cpu_gib, port, http, *flags):

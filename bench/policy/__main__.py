@@ -65,7 +65,6 @@ def block_lines(trace: str = CONVERSATION) -> list[BlockLine]:
 
 
 def replay(trace: str, size: str, policy: str) -> Outcome:
-    """Replay a trace on a cache of *size*."""
     return replay_blocks(read_blocks(trace), Terms(policy, size))
 
 
@@ -236,7 +235,6 @@ PARTS: dict[str, Callable[[Report], None]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Replay everything and print the report, or learn the prior."""
     parser = parser_of(__doc__, PARTS)
     parser.add_argument("--learn", action="store_true", help="print the tables of the prior")
     flags = parser.parse_args(argv)

@@ -212,7 +212,6 @@ def run_two_tier(
 
 
 def compare_writes(report: Report, requests: Sequence[BlockLine]) -> None:
-    """Add the value rule beside write-through, each at its worst size."""
     ratios, points = [], []
     for shares in SHARES:
         found = {name: run_two_tier(requests, shares, name) for name in ADMISSIONS}

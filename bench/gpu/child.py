@@ -1,7 +1,7 @@
-"""One vLLM engine of ``bench.engines_gpu``: a line of JSON says which, one says what it measured.
+"""One vLLM engine of ``bench.gpu engines``: a line of JSON says which, one what it measured.
 
-Run by ``bench.engines_gpu`` in a process of its own, with a store's server where there is one.
-``python -m bench.engines_gpu_child FOLDER SIZE`` writes the model: a Llama with random weights,
+Run in a process of its own, with a store's server where there is one.
+``python -m bench.gpu.child FOLDER SIZE`` writes the model: a Llama with random weights,
 whose attention is peaked, so that damage to KV shows in what is generated.
 """
 
@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from bench.engines_gpu import (
+from bench.gpu.engines import (
     CHUNK_TOKENS,
     DECODE_FIRST,
     DECODE_PROMPT,
@@ -172,14 +172,12 @@ class Engine:
 
     @property
     def connector(self) -> Any:
-        """The worker's connector, None without."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
         return get_kv_transfer_group() if has_kv_transfer_group() else None
 
     @property
     def worker(self) -> Any:
-        """The worker of our connector, None with another or without."""
         return getattr(self.connector, "_worker", None)
 
     @property
@@ -189,7 +187,6 @@ class Engine:
         return worker.counted["load_us"] / 1e3 if hasattr(worker, "settled") else 0.0
 
     def ask(self, ids: list[int], tokens: int, best: int = 0) -> Answer:
-        """Answer one prompt, alone."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -248,7 +245,6 @@ class Engine:
         raise RuntimeError("the store is not found again after its restart")
 
     def warm_up(self, tokens: int) -> None:
-        """Have kernels compiled and memory touched, loads included."""
         for length, seed in ((CHUNK_TOKENS, 900), (tokens, 901), (tokens, 902)):
             self.ask(prompt(length + 1, seed), 4)
             self.settle()
