@@ -95,25 +95,6 @@ def test_leases_of_all_batches_are_one_and_end_together(
         lease.get()
 
 
-def test_leases_of_a_lookup_that_fails_half_way_are_given_back(
-    server: LocalServer, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = store(client, 1, CHUNKS)
-    calls = client._link.connected().calls
-    plain, asked = calls.call, []
-
-    def late(method: str, *rest: object) -> object:
-        asked.append(method)
-        if method == "Lookup" and asked.count(method) == 3:
-            raise DeadlineError("late")
-        return plain(method, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(calls, "call", late)
-    with pytest.raises(DeadlineError):
-        client.lease(keys=keys)
-    assert server.settled().leases == 0
-
-
 def test_a_batch_that_is_late_ends_what_was_read_before_it(
     server: LocalServer, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
