@@ -68,7 +68,9 @@ class Client:
     call, and again after the server restarted. Every method raises KVStoreErrors only and returns
     within its timeout, ``options.deadline_ms`` unless given, plus 50 ms a round trip. A
     session is opened within ``options.deadline_ms``. A miss is an answer: a Hit of 0 tokens, a
-    Match of 0, a shorter list.
+    Match of 0, a shorter list. Arguments that cannot be raise InvalidRequestError, and KV of
+    another shape, dtype or device LayoutMismatchError, before anything is sent or written; a
+    server that is late DeadlineError, one that is gone TierUnavailableError.
     """
 
     shared_memory: ClassVar[type[ShmTransport]] = ShmTransport

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from kvstore.client.chunk import TensorLike, check_apart, group_array, is_on_device, parents
-from kvstore.client.paged_cache import Blocks, PagedCache, kept_from, pages_like
+from kvstore.client.paged_cache import Blocks, PagedCache, host_room, kept_from, pages_like
 from kvstore.codecs.base import Part
 from kvstore.proto.errors import (
     InvalidRequestError,
@@ -23,10 +22,14 @@ from kvstore.proto.errors import (
 from kvstore.proto.keys import chunk_spans
 from kvstore.proto.types import ChainDigest, ChunkKey, DType, KVLayout, LayerGroup, LayerKind, Model
 
+if TYPE_CHECKING:
+    import torch
+
 KV: TypeAlias = "TensorLike | Mapping[int, Sequence[TensorLike]] | Sequence[TensorLike] | Blocks"
 """One tensor (layers, 2, kv_heads, tokens, head_dim), numpy or torch, CPU or CUDA; of hybrid models
 a list of such, one for each layer group; the parts of each layer by its number, (kv_heads, tokens,
-head_dim) each; or ``cache[block_ids]`` of a PagedCache."""
+head_dim) each; or ``cache[block_ids]`` of a PagedCache. All of the model's dtype, or unsigned
+integers of its size."""
 _NUMPY = {DType.float16: "f2", DType.float32: "f4", DType.uint8: "u1", DType.int8: "i1"}
 
 
@@ -64,27 +67,22 @@ class StagedKV:
     def __init__(self, name: str, kv: Any, model: Model, first: int, stop: int) -> None:
         self._ids: Any = None
         self._held: WholeKV | Blocks
+        numbers = [number for group in model.layer_groups for number in group.layer_ids]
         if isinstance(kv, Blocks):
-            self._size, far = kv.cache.block_tokens, kv.cache.far
-            ids = kv.block_ids[first // self._size : -(-stop // self._size)]
-            pages = pages_like(far, kv.cache.far_axes, max(1, len(ids)))
-            cache = PagedCache(model, pages, " ".join(kv.cache.far_axes))
-            self._ids, self._held = ids.tolist(), cache[range(len(ids))]
-            near = [[one] if hasattr(one, "shape") else one for one in pages]
+            self._size, far, axes = kv.cache.block_tokens, kv.cache.far, kv.cache.far_axes
+            self._ids = kv.block_ids[first // self._size : -(-stop // self._size)].tolist()
+            pages = pages_like(far, axes, max(1, len(self._ids)))
+            self._held = PagedCache(model, pages, " ".join(axes))[range(len(self._ids))]
+            near = [one if isinstance(one, list) else [one] for one in pages]
         else:
-            self._size, parts = 1, partial(_tokens_of, name, first, stop)
-            whole, copy = _mapped(kv, parts), _mapped(kv, lambda one: _room_for(parts(one)))
-            self._held = WholeKV(model, _groups(name, copy, model))
-            far, near = _by_layer(whole, model), _by_layer(copy, model)
+            self._size, parts = 1, _parts_of(name, kv, model, first, stop)
+            copies = {at: [host_room(p.shape, p.dtype) for p in some] for at, some in parts.items()}
+            self._held = WholeKV(model, _groups(name, copies, model))
+            far, near = ([some[number] for number in numbers] for some in (parts, copies))
         self._first = first - first % self._size
-        self.tokens = self._first + self._held.tokens
-        if isinstance(kv, Blocks):
-            self.tokens = kv.tokens
-        numbers = (number for group in model.layer_groups for number in group.layer_ids)
-        self._copies = {
-            number: list(zip(*pair, strict=True))
-            for number, *pair in zip(numbers, far, near, strict=True)
-        }
+        self.tokens = kv.tokens if isinstance(kv, Blocks) else first + self._held.tokens
+        pairs = (list(zip(*pair, strict=True)) for pair in zip(far, near, strict=True))
+        self._copies = dict(zip(numbers, pairs, strict=True))
         has_windows = any(group.kind is LayerKind.window for group in model.layer_groups)
         self.is_partial = has_windows or self._first < first
         """Whether what is read leaves tokens out that an upload overwrites."""
@@ -97,7 +95,10 @@ class StagedKV:
         """Copy all of it to the host. Raises TierUnavailableError."""
         with _device_errors():
             for far, near in chain.from_iterable(self._copies.values()):
-                near.copy_(far if self._ids is None else far[self._ids])
+                if self._ids is None:
+                    near.copy_(far)
+                else:
+                    near[: len(self._ids)].copy_(far[self._ids])
 
     def upload(self, stop: int, layers: Iterable[int] = ()) -> None:
         """Copy tokens up to *stop* of *layers*, or of all, to the device. Raises as above."""
@@ -106,7 +107,7 @@ class StagedKV:
             for number in layers or self._copies:
                 for far, near in self._copies[number]:
                     if self._ids is None:
-                        far[..., :count, :].copy_(near[..., :count, :])
+                        far[:, :count].copy_(near[:, :count])
                     else:
                         there = far.new_empty((count, *far.shape[1:])).copy_(near[:count])
                         far[self._ids[:count]] = there
@@ -121,30 +122,24 @@ def _device_errors() -> Iterator[None]:
         raise TierUnavailableError("cuda", f"{type(error).__name__}: {reason}") from error
 
 
-def _tokens_of(name: str, first: int, stop: int, tensor: Any) -> Any:
-    if not is_on_device(tensor):
-        raise LayoutMismatchError(name, type(tensor).__name__, "give CUDA tensors, or none")
-    return tensor.detach()[..., first:stop, :] if tensor.ndim > 1 else tensor
-
-
-def _room_for(tensor: Any) -> Any:
-    import torch
-
-    pinned = torch.cuda.is_available()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-
-
-def _mapped(kv: Any, work: Callable[[Any], Any]) -> Any:
-    if isinstance(kv, Mapping):
-        return {number: [work(part) for part in parts] for number, parts in kv.items()}
-    return work(kv) if hasattr(kv, "shape") else [work(one) for one in kv]
-
-
-def _by_layer(kv: Any, model: Model) -> list[Any]:
-    """Return the tensors of each layer, of KV that was checked."""
-    if isinstance(kv, Mapping):
-        return [kv[number] for group in model.layer_groups for number in group.layer_ids]
-    return [[layer] for tensor in ([kv] if hasattr(kv, "shape") else kv) for layer in tensor]
+def _parts_of(
+    name: str, kv: Any, model: Model, first: int, stop: int
+) -> dict[int, list[torch.Tensor]]:
+    """Return tokens *first* to *stop* of the parts of each layer. Raises LayoutMismatchError."""
+    layers, tensors = kv, _tensors(kv)
+    if not all(map(is_on_device, tensors)):
+        raise LayoutMismatchError(name, "a tensor of the host", "give CUDA tensors, or none")
+    if not isinstance(kv, Mapping):
+        groups = [group.layer_ids for group in model.layer_groups]
+        shapes = [tuple(one.shape) for one in tensors]
+        if [shape[:1] for shape in shapes] != [(len(ids),) for ids in groups]:
+            raise LayoutMismatchError(name, shapes, f"give all layers of each of {len(groups)}")
+        pairs = zip(chain(*groups), chain(*tensors), strict=True)
+        layers = {number: list(layer) for number, layer in pairs}
+    return {
+        number: [p.detach()[:, first:stop] if p.ndim > 1 else p for p in parts]
+        for number, parts in layers.items()
+    }
 
 
 AnyKV: TypeAlias = WholeKV | StagedKV | Blocks

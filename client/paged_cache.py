@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from kvstore.codecs.base import Part
 from kvstore.codecs.block_part import BlockPart, BlockSpan, check_block_ids
 from kvstore.proto.errors import LayoutMismatchError
 from kvstore.proto.types import KVLayout, LayerGroup, LayerKind, Model
+
+if TYPE_CHECKING:
+    import torch
 
 _AXES = ("layer", "block", "kv", "token", "head", "dim")
 _CANONICAL = ("block", "head", "token", "dim")
@@ -141,15 +144,20 @@ def kept_from(group: LayerGroup, start: int, stop: int) -> int:
     return max(start, stop - max(1, group.window_tokens - 1))
 
 
-def pages_like(far: list[list[Any]], axes: Sequence[str], blocks: int = 0) -> list[Any]:
-    """Return pages of so many *blocks* in memory of the host for CUDA pages; if 0, of their shape
-    but without memory.
-    """
+def host_room(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return memory of the host that a GPU copies to and from."""
     import torch
 
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=torch.cuda.is_available())
+
+
+def pages_like(far: list[list[Any]], axes: Sequence[str], blocks: int = 0) -> list[Any]:
+    """Return pages of so many *blocks* in the host's memory for CUDA pages; if 0, of their shape
+    but with memory of one.
+    """
+
     def near(tensor: Any) -> torch.Tensor:
-        shape, pinned = (blocks or 1, *tensor.shape[1:]), torch.cuda.is_available()
-        made = torch.empty(shape, dtype=tensor.dtype, pin_memory=pinned and blocks > 0)
+        made = host_room((blocks or 1, *tensor.shape[1:]), tensor.dtype)
         return made if blocks else made.expand(tensor.shape)
 
     return [near(one[0]) if "kv" in axes else list(map(near, one)) for one in far]

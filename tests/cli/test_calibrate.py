@@ -170,6 +170,7 @@ def test_what_is_missing_is_said_in_one_line(
     monkeypatch.chdir(tmp_path)
     digest = ("--representation", "00" * 16)
     for argv, message in (
+        (("absent",), "sources='absent': no such folder"),
         (("x.npy",), "need the model's representation digest"),
         (("x.npy", "--representation", "zz"), "representation='zz'"),
         (("x.npy", *digest), "dump='x.npy': cannot be read"),

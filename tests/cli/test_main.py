@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -130,6 +131,15 @@ def test_the_command_runs_as_a_module_and_as_it_is_installed() -> None:
         done = subprocess.run([*start, "config", "validate"], capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
     assert subprocess.run([*start, "nonsense"], capture_output=True).returncode == 2
+
+
+def test_who_reads_and_has_enough_ends_a_command_as_any_other(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    for argv in (["config", "schema"], ["token", "list", str(tmp_path / "none")]):
+        done = subprocess.run([PROGRAM, *argv], stdout=write, stderr=subprocess.PIPE)
+        assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+    os.close(write)
 
 
 @pytest.mark.parametrize(

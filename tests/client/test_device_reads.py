@@ -35,7 +35,7 @@ from kvstore.client.device_reads import (
 )
 from kvstore.client.frames import FileFrame
 from kvstore.client.session import Session
-from kvstore.codecs.base import CODECS, codec_by_name
+from kvstore.codecs.base import codec_by_name, codec_class
 from kvstore.codecs.kvq_kernels import SOURCES, KvqKernels, Wait
 from kvstore.codecs.paged import FrameAt, FrameKernels, HostKernels, Paged, Sums
 from kvstore.codecs.transcode import transcode
@@ -483,15 +483,13 @@ class Watched:
         self.refused = -1
         self.frames = 0
 
-    def decode(
-        self, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged, *, host: torch.Tensor
-    ) -> Wait:
-        self.frames += len(frames)
-        wait = self._kernels.decode(memory, frames, paged, host=host)
+    def decode(self, memory: torch.Tensor, frame: FrameAt, paged: Paged, data: Bytes) -> Wait:
+        self.frames += 1
+        wait = self._kernels.decode(memory, frame, paged, data)
 
         def checked() -> None:
             wait()
-            if frames[0].first_token == self.refused:
+            if frame.first_token == self.refused:
                 raise InvalidFrameError("escapes", "layer 0", "not as many as coded")
 
         return checked
@@ -626,7 +624,7 @@ def test_a_frame_of_a_codec_to_come_or_that_states_less_than_was_asked_for_is_mi
         raise UnknownCodecError("6 revision 2", "kivi:8 is 6 revision 1")
 
     with monkeypatch.context() as patch:
-        patch.setattr(CODECS.load("kivi"), "check_header", refuse)
+        patch.setattr(codec_class("kivi"), "check_header", refuse)
         assert read(client, keys, engine) == 0
     transport = client._link.connected()
     assert isinstance(transport, CudaTransport)
@@ -664,4 +662,4 @@ def test_a_file_that_cannot_be_read_ends_the_prefix_and_is_an_error_at_its_start
         with pytest.raises(TierUnavailableError, match="cannot be read"):
             read(client, keys, engine)
     monkeypatch.undo()
-    assert codecs_on_disk(server, keys) == {CODECS.load("lossless").codec_id}
+    assert codecs_on_disk(server, keys) == {codec_class("lossless").codec_id}

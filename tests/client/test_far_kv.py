@@ -71,8 +71,9 @@ def is_alike(some: Any, others: Any) -> bool:
 def test_blocks_of_a_gpu_hold_what_blocks_of_the_host_do(
     client: Client, axes: str, block_tokens: int
 ) -> None:
-    prompt = tokens(1, COUNT)
-    client.put(prompt, PagedCache(MODEL, pages(axes, block_tokens), axes)[BLOCKS])
+    prompt, there = tokens(1, COUNT), PagedCache(MODEL, pages(axes, block_tokens), axes)
+    assert client.put(prompt, there[BLOCKS], start=COUNT) == []
+    assert len(client.put(prompt, there[BLOCKS])) == 4
     for start in (0, 4, 37, 70, COUNT):
         out = pages(axes, block_tokens)
         wanted = copied(out)
@@ -94,6 +95,7 @@ def test_blocks_of_a_gpu_hold_what_blocks_of_the_host_do(
 
 def test_tensors_of_a_gpu_go_out_and_come_back_in_each_form(client: Client) -> None:
     prompt, kv = tokens(1, COUNT), far(2, 2, 2, COUNT, 8)
+    assert client.put(prompt, kv, start=COUNT) == client.put(prompt[:9], kv) == []
     assert len(client.put(prompt, kv, start=64)) == 2
     assert len(client.put(prompt, {at: tuple(kv[at]) for at in range(2)})) == 4
     assert torch.equal(client.get(prompt).kv, kv.near)
@@ -139,7 +141,8 @@ def test_what_cannot_be_of_a_gpus_tensors_is_refused_by_name(
     prompt, near = tokens(1, 32), torch.zeros(2, 32, 8, dtype=torch.bfloat16)
     client.put(prompt, far(2, 2, 2, 32, 8))
     bad = [
-        far(2, 2, 2, 31, 8), far(2, 2, 3, 32, 8), far(2, 2, 32, 8), far(8),
+        far(2, 2, 2, 31, 8), far(2, 2, 3, 32, 8), far(2, 2, 32, 8), far(8), far(),
+        [far(2, 2, 2, 32, 8)] * 2,
         far(2, 2, 2, 32, 8).float(), {0: (near, far(2, 32, 8)), 1: (near, near)},
     ]  # fmt: skip
     for kv in bad:

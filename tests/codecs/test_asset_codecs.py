@@ -271,9 +271,9 @@ def test_a_chunk_of_another_shape_than_the_assets_is_refused_by_name(samples: Sa
 
 
 TABLES: dict[str, Callable[[Asset], object]] = {
-    "cachegen": CachegenTables.of,
-    "kvtc": KvtcTables.of,
-    "kvq": KvqStatistics.of,
+    "cachegen": CachegenTables,
+    "kvtc": KvtcTables,
+    "kvq": KvqStatistics,
 }
 NAN = np.float32(np.nan)
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections import OrderedDict
 
 import pytest
 from contracts.codec import SMALL
@@ -10,7 +9,6 @@ from contracts.codec import SMALL
 from kvstore.codecs.base import (
     CODECS,
     REPLACED,
-    Registry,
     check_tensors,
     codec_by_id,
     codec_by_name,
@@ -55,28 +53,13 @@ def test_empty_tensors_have_the_layout_they_were_made_for() -> None:
         check_tensors(SMALL, tensors)
 
 
-def test_a_registry_loads_classes_by_name_and_takes_each_name_once() -> None:
-    registry: Registry[object] = Registry("thing")
-    registry.register("b", "collections:deque")
-    registry.register("a", "collections:OrderedDict")
-    assert registry.load("a") is OrderedDict
-    assert list(registry) == ["a", "b"]
-    assert "c" not in registry
-    with pytest.raises(LookupError, match="unknown thing 'x'; known: a, b"):
-        registry.load("x")
-    with pytest.raises(ValueError, match="thing 'a' is already registered"):
-        registry.register("a", "collections:deque")
-
-
 def test_a_module_is_imported_only_when_its_name_is_asked_for() -> None:
     script = (
         f"import sys; sys.path[:0] = {sys.path!r}\n"
-        "from kvstore.codecs.base import Registry\n"
-        "r = Registry('thing')\n"
-        "r.register('zip', 'zipapp:create_archive')\n"
-        "before = 'zipapp' in sys.modules\n"
-        "r.load('zip')\n"
-        "print(before, 'zipapp' in sys.modules)"
+        "from kvstore.codecs.base import codec_by_name\n"
+        "before = 'kvstore.codecs.kivi' in sys.modules\n"
+        "codec_by_name('kivi')\n"
+        "print(before, 'kvstore.codecs.kivi' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert run.stdout.split() == ["False", "True"]

@@ -8,9 +8,8 @@ from golden.lossy_samples import ASSET_FILES, codecs, template, tensors
 from golden.samples import FOLDER, template_of
 
 from kvstore.codecs.assets import read_asset
-from kvstore.codecs.base import empty_tensors
+from kvstore.codecs.base import LossyCodec, empty_tensors
 from kvstore.codecs.floats import to_float32
-from kvstore.codecs.lossy import LossyCodec
 from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.frame import check_frame
 from kvstore.proto.types import Accuracy, DType

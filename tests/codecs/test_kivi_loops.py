@@ -12,15 +12,11 @@ from oracles.kivi import NUMPY
 
 from kvstore.codecs.base import LayerTerms
 from kvstore.codecs.floats import Floats
-from kvstore.codecs.kivi import IDS_BY_BITS, KiviCodec, native_loops
+from kvstore.codecs.kivi import IDS_BY_BITS, KiviCodec, Loops
 from kvstore.proto import native
 from kvstore.proto.types import Component, KVLayout, LayerKind
 
 each_path = pytest.mark.parametrize("path", native.paths())
-
-
-def test_the_best_path_is_used() -> None:
-    assert native_loops().name == native.paths()[0]
 
 
 ROWS = pairwise(list(IDS_BY_BITS), FLOATS, NUMBERS)
@@ -31,7 +27,7 @@ def test_both_write_and_read_the_same_bytes(path: str) -> None:
     for bits, dtype, fill in ROWS:
         component = Component(LayerKind.attention, dtype, 1, 2, 150, 131)
         parts = numbers(KVLayout((component,)), fill)[0][0]
-        codecs = [KiviCodec(bits, NUMPY), KiviCodec(bits, native_loops(path))]
+        codecs = [KiviCodec(bits, NUMPY), KiviCodec(bits, Loops(path))]
         segments, outs = [], []
         for codec in codecs:
             room = np.zeros(codec.max_segment_bytes(component), np.uint8)
@@ -57,9 +53,7 @@ def test_both_expand_codes_and_scales_that_nobody_wrote_alike(
     some = rng.integers(0, 2, groups).astype(np.float32)
     scale: Floats = np.abs(rng.standard_normal(groups, np.float32)) * some
     base = None if is_signed else rng.standard_normal(groups, np.float32)
-    one, other = (
-        loops.expand(codes, scale, base, by_token) for loops in (NUMPY, native_loops(path))
-    )
+    one, other = (loops.expand(codes, scale, base, by_token) for loops in (NUMPY, Loops(path)))
     assert one.tobytes() == other.tobytes()
 
 
@@ -70,6 +64,6 @@ def test_numbers_too_far_from_their_codes_are_refused_alike(path: str, by_token:
     low, high = NUMPY.bounds(values, by_token)
     for levels in (15, 3):
         scale: Floats = ((high - low) / np.float32(levels)).astype(np.float32)
-        for loops in (NUMPY, native_loops(path)):
+        for loops in (NUMPY, Loops(path)):
             assert loops.quantise(values, scale, low, levels, by_token) is not None
             assert loops.quantise(values, scale / np.float32(2), low, levels, by_token) is None

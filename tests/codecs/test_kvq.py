@@ -14,16 +14,13 @@ from contracts.lossy_codec import (
 )
 from golden import kvq_models as computed
 from oracles.kvq import classes_agree, refinements_agree, tiles_agree
-from oracles.kvq_numpy import NUMPY_TILES
-from oracles.rans import NUMPY as NUMPY_RANS
+from oracles.kvq_numpy import NUMPY_KVQ
 
 from kvstore.codecs.base import EncodeTerms, Part, codec_by_name
 from kvstore.codecs.floats import from_float32, to_float32
-from kvstore.codecs.kvq import KEY_SHARE, RATIOS, VALUE_SHARE, KvqCodec
-from kvstore.codecs.kvq_models import ASSET, kvq_models
-from kvstore.codecs.kvq_native import fine_backend, tile_backend
-from kvstore.codecs.kvq_tiles import Cut
-from kvstore.codecs.rans import native_backend
+from kvstore.codecs.kvq import KEY_SHARE, VALUE_SHARE, KvqCodec
+from kvstore.codecs.kvq_models import ASSET, RATIOS, kvq_models
+from kvstore.codecs.kvq_tiles import Cut, KvqLoops
 from kvstore.codecs.rope import inverse_frequencies, rotate, rotation
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, UnknownCodecError
@@ -71,14 +68,14 @@ BACKEND_ROWS = pairwise(FLOATS, list(layouts(DType.uint8)), [None, TERMS], [cent
 
 @_every_float
 def test_backends_write_and_read_the_same_bytes(dtype: DType) -> None:
-    reference = KvqCodec(3, NUMPY_TILES, NUMPY_RANS)
+    reference = KvqCodec(3, NUMPY_KVQ)
     for name, terms, fill in [row[1:] for row in BACKEND_ROWS if row[0] is dtype]:
         layout = layouts(dtype)[name]
         tensors = numbers(layout, fill)
         frame = encoded(reference, tensors, layout, terms)
         numbers_of_it = read(reference, frame)
         for path in paths():
-            codec = KvqCodec(3, tile_backend(path), native_backend(path))
+            codec = KvqCodec(3, KvqLoops(path))
             assert np.array_equal(frame, encoded(codec, tensors, layout, terms))
             assert same(read(codec, frame), numbers_of_it)
 
@@ -94,7 +91,7 @@ def test_a_changed_layer_is_refused_or_is_the_same_to_all_backends() -> None:
         at = rng.integers(0, len(body) if number % 2 else 64, rng.integers(1, 4))
         body[at] = rng.integers(0, 256, len(at))
         body = body[: rng.choice([len(body)] * 3 + [int(rng.integers(len(body)))])]
-        for codec in (KvqCodec(), KvqCodec(tiles=NUMPY_TILES, entropy=NUMPY_RANS)):
+        for codec in (KvqCodec(), KvqCodec(loops=NUMPY_KVQ)):
             out = [np.zeros(component.shape, np.uint16) for _ in range(2)]
             try:
                 codec.decode_segment(body, component, out)
@@ -118,10 +115,9 @@ def read(codec: KvqCodec, frame: Bytes, position: int | None = None) -> list[lis
 @pytest.mark.parametrize("path", paths())
 def test_each_path_gives_the_reference_s_tiles(path: str) -> None:
     for dtype in FLOATS:
-        assert tiles_agree(tile_backend(path), dtype)
-        assert classes_agree(tile_backend(path), dtype)
-        assert refinements_agree(fine_backend(path), dtype)
-    assert tile_backend().name == paths()[0]
+        assert tiles_agree(KvqLoops(path), dtype)
+        assert classes_agree(KvqLoops(path), dtype)
+        assert refinements_agree(KvqLoops(path), dtype)
 
 
 @_every_float

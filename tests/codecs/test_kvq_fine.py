@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from oracles.kvq import classes_agree, refinements_agree, same_tiles
-from oracles.kvq_numpy import NUMPY_FINE, add_symbols, contexts_of, moved, quotients_of, refine
-from oracles.kvq_numpy import NUMPY_TILES as NUMPY
+from oracles.kvq_numpy import NUMPY_KVQ as NUMPY
+from oracles.kvq_numpy import NumpyLoops, add_symbols, contexts_of, moved, quotients_of, refine
 
-from kvstore.codecs.kvq_levels import LEVELS, FineBackend
 from kvstore.codecs.kvq_models import ESCAPE, KINDS, factors_of
-from kvstore.codecs.kvq_native import fine_backend, tile_backend
-from kvstore.codecs.kvq_tiles import TileBackend, Tiles
+from kvstore.codecs.kvq_tiles import LEVELS, KvqLoops, Tiles
 from kvstore.codecs.rope import rotation
 from kvstore.proto.native import paths
 from kvstore.proto.types import DType
@@ -35,16 +33,16 @@ def block(shape: tuple[int, int, int], seed: int, wild: float = 0.0) -> Any:
 
 
 @pytest.fixture(params=paths())
-def fine(request: pytest.FixtureRequest) -> FineBackend:
-    return fine_backend(request.param)
+def fine(request: pytest.FixtureRequest) -> KvqLoops:
+    return KvqLoops(request.param)
 
 
 @pytest.fixture(params=paths())
-def by_class(request: pytest.FixtureRequest) -> TileBackend:
-    return tile_backend(request.param)
+def by_class(request: pytest.FixtureRequest) -> KvqLoops:
+    return KvqLoops(request.param)
 
 
-def test_every_backend_refines_to_the_same_bits(fine: FineBackend) -> None:
+def test_every_backend_refines_to_the_same_bits(fine: KvqLoops) -> None:
     frequencies = np.float32(1000.0) ** -np.linspace(0, 1, 4, dtype=np.float32)
     for shape, wild, is_turned in product(SHAPES, (0.0, 0.01), (False, True)):
         bits = block(shape, 1, wild)
@@ -62,12 +60,12 @@ def test_every_backend_refines_to_the_same_bits(fine: FineBackend) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_backend_reads_rubbish_alike(fine: FineBackend, shape: tuple[int, int, int]) -> None:
+def test_every_backend_reads_rubbish_alike(fine: KvqLoops, shape: tuple[int, int, int]) -> None:
     for seed in range(4):
         reads_rubbish_alike(fine, shape, seed)
 
 
-def reads_rubbish_alike(fine: FineBackend, shape: tuple[int, int, int], seed: int) -> None:
+def reads_rubbish_alike(fine: KvqLoops, shape: tuple[int, int, int], seed: int) -> None:
     """Symbols, thirds, models and steps that no writer wrote, but that a frame can have."""
     rng = np.random.default_rng(seed)
     heads, tokens, dim = shape
@@ -91,19 +89,19 @@ def reads_rubbish_alike(fine: FineBackend, shape: tuple[int, int, int], seed: in
     classes = rng.integers(0, KINDS, tokens).astype(np.uint8)
     assert np.array_equal(moved(models, classes), fine.move(models, classes))
     wrong = replace(tiles, escapes=escapes + np.uint32(1))
-    assert NUMPY_FINE.quotients(wrong) is None
+    assert NUMPY.quotients(wrong) is None
     assert fine.quotients(wrong) is None
     if len(values):
         assert fine.quotients(replace(tiles, values=values[:-1])) is None
     room = [np.zeros(shape, np.uint16), np.zeros(shape, np.uint16)]
-    for backend, q, out in zip((NUMPY_FINE, fine), (one, other), room, strict=True):
+    for backend, q, out in zip((NUMPY, fine), (one, other), room, strict=True):
         backend.write(q, tiles, factors_of(classes), (BF16, None, out))
     assert np.array_equal(room[0], room[1])
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_backend_quantises_by_class_to_the_same_bits(
-    by_class: TileBackend, shape: tuple[int, int, int]
+    by_class: KvqLoops, shape: tuple[int, int, int]
 ) -> None:
     for kinds, (seed, wild) in product(((2,), (0, 1, 2, 3), (3,)), ((0, 0.0), (1, 0.01), (2, 0.5))):
         bits = block(shape, seed, wild)
@@ -115,18 +113,21 @@ def test_every_backend_quantises_by_class_to_the_same_bits(
             assert wanted is None or (found is not None and same_tiles(wanted, found))
 
 
-def test_a_backend_that_is_off_by_a_bit_is_found_out() -> None:
-    def off(*given: Any) -> Any:
-        found = NUMPY_FINE.contexts(*given)
+class _Off(NumpyLoops):
+    """Is off by a bit of a context, and takes the coarsest class for the one before."""
+
+    def contexts(self, *given: Any) -> Any:
+        found = contexts_of(*given)
         found[0, 0, 0] ^= 1
         return found
 
-    assert refinements_agree(NUMPY_FINE, BF16)
-    assert not refinements_agree(replace(NUMPY_FINE, contexts=off), BF16)
+    def quantise(self, *given: Any) -> Any:
+        bits, dtype, angles, ratio, *classes = given
+        return NUMPY.quantise(bits, dtype, angles, ratio, *(np.minimum(c, 2) for c in classes))
 
-    def coarse(*given: Any) -> Tiles | None:
-        bits, dtype, angles, ratio, classes = given
-        return NUMPY.quantise(bits, dtype, angles, ratio, np.minimum(classes, 2))
 
+def test_a_backend_that_is_off_by_a_bit_is_found_out() -> None:
+    assert refinements_agree(NUMPY, BF16)
+    assert not refinements_agree(_Off(), BF16)
     assert classes_agree(NUMPY, BF16)
-    assert not classes_agree(TileBackend("coarse", coarse, NUMPY.dequantise), BF16)
+    assert not classes_agree(_Off(), BF16)

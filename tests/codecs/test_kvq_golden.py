@@ -6,8 +6,7 @@ from contracts.codec import decoded, same
 from contracts.lossy_codec import largest_error, promise_held
 from golden.kvq_samples import LAYOUT, codecs, template, tensors
 from golden.samples import FOLDER, template_of
-from oracles.kvq_numpy import NUMPY_FINE, NUMPY_TILES
-from oracles.rans import NUMPY as NUMPY_RANS
+from oracles.kvq_numpy import NUMPY_KVQ
 
 from kvstore.codecs.base import Part
 from kvstore.codecs.kvq import KvqCodec
@@ -50,7 +49,7 @@ def test_golden_frames_give_the_same_numbers_for_ever(name: str) -> None:
     frame = golden(name)
     assert sum_of(decoded(frame)) == SUMS[name][1]
     header = parse_header(frame)
-    reference = KvqCodec(0, NUMPY_TILES, NUMPY_RANS, NUMPY_FINE)
+    reference = KvqCodec(0, NUMPY_KVQ)
     out = [[[np.empty_like(part) for part in parts] for parts in tensors()[0]]]
     reference.decode_into(header, frame, out)
     assert sum_of(out) == SUMS[name][1]

@@ -17,7 +17,7 @@ from contracts.lossy_codec import centred, encoded, large, numbers, outliers, ti
 from helpers.cpu_kernels import compile_kernels
 from helpers.cuda_compiler import ARCHITECTURES, compile_cuda, resources
 from helpers.device_frames import CPU, Place, decoded, is_refused
-from oracles.kvq_numpy import NUMPY_FINE, NUMPY_TILES
+from oracles.kvq_numpy import NUMPY_KVQ
 from oracles.rans import NUMPY as NUMPY_RANS
 
 from kvstore.codecs import kvq_kernels
@@ -30,7 +30,7 @@ from kvstore.codecs.kvq_models import ESCAPE, MODELS, kvq_models
 from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Cut
 from kvstore.codecs.rans import SLOTS
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
+from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import FrameWriter, parse_header
 from kvstore.proto.types import Component, DType, KVLayout, LayerKind, RopeParameters
 
@@ -56,7 +56,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> KvqKernels:
 
 
 def reference(quality: int = 3) -> KvqCodec:
-    return KvqCodec(quality, NUMPY_TILES, NUMPY_RANS, NUMPY_FINE)
+    return KvqCodec(quality, NUMPY_KVQ)
 
 
 def at_start(
@@ -73,31 +73,30 @@ def at_start(
 
 
 def with_sinks(sinks: int, importance: bool = False) -> KvqCodec:
-    return KvqCodec(3, NUMPY_TILES, NUMPY_RANS, NUMPY_FINE, Options(sinks, importance))
+    return KvqCodec(3, NUMPY_KVQ, Options(sinks, importance))
 
 
-def read(frame: Bytes, position: int | None = None) -> Tensors:
+def read(frame: Bytes) -> Tensors:
     """Return what the reference reads."""
-    return decoded(
-        frame, lambda header, data, out: reference().decode_prefix(header, data, 0, out, position)
-    )
+    return decoded(frame, reference().decode_into)
 
 
-def decode(kernels: KvqKernels, place: Place, positions: Sequence[int] | None = None) -> None:
-    kernels.decode(place.memory, place.frames, place.paged, positions)()
+def decode(kernels: KvqKernels, place: Place) -> None:
+    for frame in place.frames:
+        stop = frame.offset + frame.header.frame_bytes
+        data = place.memory[frame.offset : stop].cpu().numpy()
+        kernels.decode(place.memory, frame, place.paged, data)()
 
 
 def assert_decoded(
-    kernels: KvqKernels, frames: Sequence[Bytes], device: torch.device = CPU,
-    positions: Sequence[int] | None = None,
-) -> None:  # fmt: skip
+    kernels: KvqKernels, frames: Sequence[Bytes], device: torch.device = CPU
+) -> None:
     """The kernels put what the host decodes where it belongs, and nothing anywhere else."""
     found, expected = Place.of(frames, device), Place.of(frames)
     before = expected.contents()
-    for number, (frame, at) in enumerate(zip(frames, expected.frames, strict=True)):
-        position = None if positions is None else positions[number]
-        expected.write(at, read(frame, position))
-    decode(kernels, found, positions)
+    for frame, at in zip(frames, expected.frames, strict=True):
+        expected.write(at, read(frame))
+    decode(kernels, found)
     assert found.contents() == expected.contents()
     assert found.contents() != before
 
@@ -157,8 +156,6 @@ def test_kernels_read_what_numpy_reads_and_exact_tokens_in_front(
         layout = shapes(dtype)[name]
         frame = at_start(with_sinks(sinks), numbers(layout, outliers), layout, terms)
         assert_decoded(compiled, [frame])
-        if sinks:
-            assert_decoded(compiled, [frame], positions=[77_777])
 
 
 def test_frames_with_unlike_counts_of_exact_tokens_are_decoded_together(
@@ -170,7 +167,6 @@ def test_frames_with_unlike_counts_of_exact_tokens_are_decoded_together(
         for at in (0, 3, 300, 1)
     ]
     assert_decoded(compiled, frames)
-    assert_decoded(compiled, frames, positions=[0, 9, 2, 1])
 
 
 @_every_rope
@@ -183,7 +179,6 @@ def test_layers_whose_tokens_have_classes_are_decoded_by_the_host(
     frame = at_start(with_sinks(1, importance=True), numbers(layout), layout, weighed)
     plain = at_start(with_sinks(1), numbers(layout), layout, terms)
     assert_decoded(compiled, [frame, plain])
-    assert_decoded(compiled, [frame, plain], positions=[5, 77])
 
 
 def test_exact_tokens_beyond_a_layers_are_refused(compiled: KvqKernels) -> None:
@@ -198,33 +193,17 @@ def test_exact_tokens_beyond_a_layers_are_refused(compiled: KvqKernels) -> None:
         decode(compiled, Place.of([frame_of(whole[:-2].tobytes(), SMALL)]))
 
 
-def test_several_frames_go_to_the_positions_asked_for(compiled: KvqKernels) -> None:
-    layout = shapes(DType.bfloat16)["a head a tile"]
-    frames = [
-        encoded(reference(quality), numbers(layout, seed=quality), layout, ROPES["turned back"])
-        for quality in range(3)
-    ]
-    assert_decoded(compiled, frames)
-    assert_decoded(compiled, frames, positions=[0, 77_777, 2])
-    place = Place.of(frames)
-    with pytest.raises(InvalidRequestError, match="positions"):
-        compiled.decode(place.memory, place.frames, place.paged, [0])
-
-
 @_every_rope
-def test_heads_are_read_from_host_memory_where_it_is_given(
-    compiled: KvqKernels, terms: EncodeTerms | None
-) -> None:
+def test_heads_are_read_from_host_memory(compiled: KvqKernels, terms: EncodeTerms | None) -> None:
     layout = layouts(DType.bfloat16)["several"]
     tensors = numbers(layout)
     tensors[0][1][0][0, 3, 5] = 0x7FC1  # a layer that is kept exactly
     frame = encoded(reference(), tensors, layout, terms)
     found, expected = Place.of([frame]), Place.of([frame])
     decode(compiled, expected)
-    host = found.memory.clone()
     for segment in found.frames[0].header.segments[:2]:
         found.memory[int(segment["offset"])] ^= 1
-    compiled.decode(found.memory, found.frames, found.paged, host=host)()
+    compiled.decode(found.memory, found.frames[0], found.paged, frame)()
     assert found.contents() == expected.contents()
 
 
@@ -252,11 +231,11 @@ def test_little_memory_takes_several_launches(
 
 def test_frames_with_levels_are_left_to_the_host(compiled: KvqKernels) -> None:
     layout = layouts(DType.bfloat16)["mha"]
-    codec = KvqCodec(None, NUMPY_TILES, NUMPY_RANS)
+    codec = KvqCodec(None, NUMPY_KVQ)
     place = Place.of([encoded(codec, numbers(layout), layout)])
     before = place.contents()
     with pytest.raises(InvalidFrameError, match="levels"):
-        compiled.decode(place.memory, place.frames, place.paged)
+        decode(compiled, place)
     assert place.contents() == before
 
 
@@ -388,7 +367,7 @@ def test_a_head_that_promises_more_than_is_there_launches_nothing() -> None:
         changed[at] = value if changed[at] != value else value + 1
         place = Place.of([frame_of(bytes(changed), SMALL)])
         with pytest.raises(InvalidFrameError):
-            kernels.decode(place.memory, place.frames, place.paged)
+            decode(kernels, place)
     assert launched == []
 
 

@@ -15,12 +15,11 @@ from contracts.lossy_codec import (
     outliers,
 )
 from oracles.kvq import bound_at
-from oracles.kvq_numpy import NUMPY_TILES
-from oracles.rans import NUMPY as NUMPY_RANS
+from oracles.kvq_numpy import NUMPY_KVQ
 
 from kvstore.codecs.base import EncodeTerms, Part, codec_by_name
 from kvstore.codecs.kvq import KvqCodec
-from kvstore.codecs.kvq_levels import LEVELS
+from kvstore.codecs.kvq_tiles import LEVELS
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
 from kvstore.proto.frame import check_frame, parse_header
@@ -120,7 +119,7 @@ def test_reference_and_compiled_write_the_same_levels() -> None:
         layout = layouts(dtype)["several"]
         for fill in (centred, outliers):
             tensors = numbers(layout, fill)
-            reference = KvqCodec(None, NUMPY_TILES, NUMPY_RANS)
+            reference = KvqCodec(None, NUMPY_KVQ)
             frame = encoded(reference, tensors, layout, TERMS)
             assert np.array_equal(frame, encoded(LAYERED, tensors, layout, TERMS))
             out = filled(layout, all_zero)

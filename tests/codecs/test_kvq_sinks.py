@@ -27,16 +27,14 @@ from contracts.lossy_codec import (
     promise_held,
 )
 from oracles.kvq import bound_at
-from oracles.kvq_numpy import NUMPY_FINE, NUMPY_TILES, moved
-from oracles.rans import NUMPY as NUMPY_RANS
+from oracles.kvq_numpy import NUMPY_KVQ, moved
 
-from kvstore.codecs.base import EncodeTerms, Part, codec_by_id, codec_by_name
+from kvstore.codecs.base import EncodeTerms, LossyCodec, Part, codec_by_id, codec_by_name
 from kvstore.codecs.floats import from_float32, to_float32
 from kvstore.codecs.kvq import KvqCodec, Options
 from kvstore.codecs.kvq_body import HEAD, Body, parse_body
-from kvstore.codecs.kvq_levels import LEVELS
 from kvstore.codecs.kvq_models import MODELS, PLAIN, classes_of, factors_of
-from kvstore.codecs.lossy import LossyCodec
+from kvstore.codecs.kvq_tiles import LEVELS
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.rope import inverse_frequencies, rotate, rotation
 from kvstore.codecs.transcode import transcode
@@ -227,7 +225,7 @@ def test_reference_and_compiled_write_and_read_the_same_exact_tokens() -> None:
         for quality, options in ((2, Options(3)), (None, Options(1)), (1, Options(2, True))):
             weights = np.arange(layout.tokens, dtype=np.float32)
             terms = replace(ROPE, importance=weights)
-            reference = KvqCodec(quality, NUMPY_TILES, NUMPY_RANS, NUMPY_FINE, options)
+            reference = KvqCodec(quality, NUMPY_KVQ, options)
             frame = encoded(reference, tensors, layout, terms)
             compiled = KvqCodec(quality, options=options)
             assert np.array_equal(frame, encoded(compiled, tensors, layout, terms))

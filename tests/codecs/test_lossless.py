@@ -22,7 +22,6 @@ from golden.samples import vectors
 from golden.sieved import unsieved
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles.planes import numpy_splitter
 from oracles.sieve import NUMPY
 
 from kvstore.codecs.base import Part
@@ -42,7 +41,7 @@ class TestLosslessCodec(CodecContract):
     codec = LosslessCodec()
 
 
-PLAIN = LosslessCodec(numpy_splitter, lambda: NUMPY)
+PLAIN = LosslessCodec(NUMPY)
 """Without compiled loops."""
 
 

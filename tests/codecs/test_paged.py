@@ -20,7 +20,7 @@ from kvstore.proto.errors import (
     LayoutMismatchError,
     UnknownCodecError,
 )
-from kvstore.proto.frame import FrameHeader, check_frame, parse_header
+from kvstore.proto.frame import FrameHeader, parse_header
 
 LAYERS, HEADS, DIM, TOKENS = 3, 2, 8, 40
 BLOCKS, BLOCK_TOKENS, FIRST_TOKEN = 7, 16, 20
@@ -74,16 +74,6 @@ def test_scattered_tokens_are_where_the_engine_looks_for_them(kernels: FrameKern
             ours, theirs = (p.views[layer][part].view(torch.uint8) for p in (pages, before))
             changed = ours != theirs
             assert int(changed.any(-1).any(1).sum()) <= TOKENS, "nothing else is touched"
-
-
-def test_a_gathered_frame_is_one_that_every_reader_takes(kernels: FrameKernels) -> None:
-    original, header = make_chunk()
-    pages = make_pages()
-    scatter(kernels, original, header, pages)
-    out = torch.full_like(original, 0)
-    made = kernels.gather(header, FIRST_TOKEN, paged(pages), out)
-    assert check_frame(out.numpy(), header.key).info() == made.info() == header.info()
-    assert bytes(out.numpy()) == bytes(original.numpy())
 
 
 def test_what_was_damaged_on_the_device_is_told_by_its_layer(kernels: FrameKernels) -> None:

@@ -2,20 +2,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from oracles.planes import numpy_splitter
+from oracles.sieve import NUMPY
 
 from kvstore.codecs.base import codec_by_name
 from kvstore.codecs.lossless import (
-    best_splitter,
-    block_count,
-    flat_rows,
-    gather_rows,
+    Loops,
     kind_of,
-    native_splitter,
-    row_blocks,
-    scatter_rows,
 )
 from kvstore.proto.native import paths
 from kvstore.proto.types import Component, DType, LayerKind
@@ -40,54 +32,20 @@ def by_hand(kind: str, word: int) -> list[int]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chosen", [*paths(), "best", "numpy"])
 def test_planes_are_those_of_the_format_page(kind: str, chosen: str) -> None:
-    splitter = numpy_splitter(kind)
-    if chosen == "best":
-        splitter = best_splitter(kind)
-    elif chosen != "numpy" and kind != "bytes":
-        splitter = native_splitter(kind, chosen)
+    loops = NUMPY if chosen == "numpy" else Loops(None if chosen == "best" else chosen)
     width = WIDTHS[kind]
     words = np.random.default_rng(0).integers(0, 1 << 8 * width, 70_001, f"u{width}")
     planes = np.empty((width, len(words)), np.uint8)
-    splitter.split(words, planes)
+    loops.split(kind, words, planes)
     expected = np.array([by_hand(kind, int(word)) for word in words[:4000]]).T
     assert np.array_equal(planes[:, :4000], expected)
     joined = np.zeros_like(words)
-    splitter.join(joined, planes)
+    loops.join(kind, joined, planes)
     assert np.array_equal(joined, words)
 
 
 def test_all_types_of_one_byte_are_split_alike() -> None:
     assert {kind_of(dtype) for dtype in DType} == set(KINDS)
-
-
-@settings(deadline=None, max_examples=200)
-@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.integers(1, 100))
-def test_rows_are_gathered_and_scattered_in_order(
-    heads: int, tokens: int, dim: int, block_items: int
-) -> None:
-    component = Component(LayerKind.mla, DType.float16, 1, heads, dim, tokens)
-    values = np.arange(heads * tokens * dim, dtype=np.uint16)
-    dense = values.reshape(heads, tokens, dim)
-    strided = np.empty((tokens, dim, heads), np.uint16).transpose(2, 0, 1)
-    strided[...] = dense
-    back = np.zeros_like(strided)
-    scratch = np.empty(len(values), np.uint16)
-    assert block_count(component, block_items) == len(list(row_blocks(component, block_items)))
-    found = []
-    for start, stop in row_blocks(component, block_items):
-        assert stop - start == 1 or (stop - start) * dim <= block_items
-        found.append(gather_rows(strided, start, stop, scratch).copy())
-        scatter_rows(back, start, stop, found[-1])
-        run = flat_rows(dense, start, stop)
-        assert run is not None
-        assert np.array_equal(run, found[-1])
-        assert np.may_share_memory(run, dense)
-    assert np.array_equal(np.concatenate(found), values)
-    assert np.array_equal(back, dense)
-
-
-def test_rows_that_are_no_run_have_no_flat_view() -> None:
-    assert flat_rows(np.zeros((4, 6, 2), np.uint16).transpose(1, 0, 2), 0, 3) is None
 
 
 def test_bounds_of_layers_that_no_machine_holds_are_found_at_once() -> None:
@@ -100,10 +58,9 @@ def test_bounds_of_layers_that_no_machine_holds_are_found_at_once() -> None:
 
 @pytest.mark.parametrize("dtype", [DType.bfloat16, DType.float32, DType.uint8])
 def test_nothing_is_decoded_into_memory_that_is_read_only(dtype: DType) -> None:
-    splitter = best_splitter(kind_of(dtype))
     words = np.zeros(64, f"u{dtype.item_bytes}")
     planes = np.ones((dtype.item_bytes, 64), np.uint8)
     words.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
-        splitter.join(words, planes)
+        Loops().join(kind_of(dtype), words, planes)
     assert not words.any()

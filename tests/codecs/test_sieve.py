@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from oracles.sieve import NUMPY
 
 from kvstore.codecs.lossless import (
-    Sieve,
+    Loops,
     body_bytes,
     commonest,
-    native_sieve,
     pack_sieved,
     scratch_for,
     unpack_sieved,
@@ -26,8 +25,8 @@ HEAD_BYTES = 36
 SIEVES = [*paths(), "numpy"]
 
 
-def sieve_called(name: str) -> Sieve:
-    return NUMPY if name == "numpy" else native_sieve(name)
+def sieve_called(name: str) -> Loops:
+    return NUMPY if name == "numpy" else Loops(name)
 
 
 def exponents(items: int, seed: int = 0) -> Bytes:
@@ -36,14 +35,14 @@ def exponents(items: int, seed: int = 0) -> Bytes:
     return (normal.view(np.uint32) >> 23 & 255).astype(np.uint8)
 
 
-def packed(plane: Bytes, sieve: Sieve = NUMPY) -> bytes:
+def packed(plane: Bytes, sieve: Loops = NUMPY) -> bytes:
     out = np.zeros(len(plane) + HEAD_BYTES + 128, np.uint8)
     found = pack_sieved(plane, sieve, scratch_for(len(plane)), out)
     assert found is not None
     return found.tobytes()
 
 
-def unpacked(data: bytes, items: int, sieve: Sieve) -> Bytes:
+def unpacked(data: bytes, items: int, sieve: Loops) -> Bytes:
     out = np.zeros(items, np.uint8)
     unpack_sieved(as_bytes(data), sieve, scratch_for(items), out)
     return out

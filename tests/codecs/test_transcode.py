@@ -25,9 +25,8 @@ from golden.samples import template_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.codecs.base import CODECS, Codec, Part, codec_by_name
+from kvstore.codecs.base import CODECS, Codec, LossyCodec, Part, codec_by_name, codec_class
 from kvstore.codecs.lossless import LosslessCodec
-from kvstore.codecs.lossy import LossyCodec
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.transcode import max_transcoded_bytes, transcode
 from kvstore.proto.buffers import Bytes
@@ -35,7 +34,7 @@ from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, UnknownCo
 from kvstore.proto.frame import FLAG_RESTORED, FrameWriter, check_frame, parse_header
 from kvstore.proto.types import Accuracy, Component, DType, KVLayout, LayerKind, Stated
 
-LOSSLESS = [name for name in CODECS if not issubclass(CODECS.load(name), LossyCodec)]
+LOSSLESS = [name for name in CODECS if not issubclass(codec_class(name), LossyCodec)]
 """The others give other bytes: contracts/lossy_codec.py moves them."""
 BOUNDED = ("kivi:8", "kivi:4", "kivi:2", "kvq")
 """Those that state a bound and need no tables of a model."""

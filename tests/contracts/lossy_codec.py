@@ -35,9 +35,8 @@ from golden.samples import template_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore.codecs.base import EncodeTerms, Part, empty_tensors
+from kvstore.codecs.base import EncodeTerms, LossyCodec, Part, empty_tensors
 from kvstore.codecs.floats import FLOAT_TYPES, from_float32, is_finite, to_float32
-from kvstore.codecs.lossy import LossyCodec
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.transcode import transcode
 from kvstore.proto.buffers import Bytes

@@ -11,8 +11,7 @@ import sys
 import numpy as np
 from golden.samples import FOLDER
 
-from kvstore.codecs.base import EncodeTerms, Importance, Part, codec_by_name
-from kvstore.codecs.lossy import LossyCodec
+from kvstore.codecs.base import EncodeTerms, Importance, LossyCodec, Part, codec_by_name
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.types import (
     ChainDigest,

@@ -5,7 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.codecs.floats import Floats
-from kvstore.codecs.kivi import GROUP, HALF, SLACK, Codes, Loops, Quantised
+from kvstore.codecs.kivi import GROUP, Codes, Loops, Quantised
+
+SLACK = np.float32(2.0**-21)
+"""What float32 arithmetic may add to an error, in proportion to the numbers themselves."""
+HALF = np.float32(0.5 + 2.0**-11)
+"""Errors in scales: half of one, and what float32 arithmetic adds to it for large codes."""
 
 
 def _bounds(values: Floats, by_token: bool) -> tuple[Floats, Floats]:
@@ -50,4 +55,12 @@ def _spread(groups: Floats, shape: tuple[int, ...], by_token: bool) -> Floats:
     return wide[:, : shape[1], : shape[2]]
 
 
-NUMPY = Loops("numpy", _bounds, _quantise, _expand)
+class NumpyLoops(Loops):
+    """The reference in place of the compiled loops."""
+
+    bounds = staticmethod(_bounds)
+    quantise = staticmethod(_quantise)
+    expand = staticmethod(_expand)
+
+
+NUMPY = NumpyLoops()

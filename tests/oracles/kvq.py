@@ -5,21 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from oracles.kvq_numpy import NUMPY_FINE, add_symbols, moved, quotients_of, refine
-from oracles.kvq_numpy import NUMPY_TILES as NUMPY
+from oracles.kvq_numpy import NUMPY_KVQ as NUMPY
+from oracles.kvq_numpy import add_symbols, moved, quotients_of, refine
 
 from kvstore.codecs.floats import from_float32
-from kvstore.codecs.kvq_body import QUANTISED, Head
-from kvstore.codecs.kvq_levels import LEVELS, FineBackend, parse_refinement
+from kvstore.codecs.kvq_body import QUANTISED, Head, parse_refinement
 from kvstore.codecs.kvq_models import KINDS, factors_of
-from kvstore.codecs.kvq_tiles import TileBackend, Tiles
+from kvstore.codecs.kvq_tiles import LEVELS, KvqLoops, Tiles
 from kvstore.codecs.rope import rotation
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.types import DType
 
 
-def tiles_agree(backend: TileBackend, dtype: DType) -> bool:
+def tiles_agree(backend: KvqLoops, dtype: DType) -> bool:
     """Whether *backend* gives the reference's tiles and numbers, with and without rotation."""
     rng = np.random.default_rng(0)
     numbers = rng.standard_normal((3, 33, 80), np.float32) * rng.gamma(0.5, 8, (3, 1, 80))
@@ -56,7 +55,7 @@ def _samples(dtype: DType) -> tuple[Any, Any, Any]:
     return bits, rng.integers(0, KINDS, 33).astype(np.uint8), angles
 
 
-def refinements_agree(backend: FineBackend, dtype: DType) -> bool:
+def refinements_agree(backend: KvqLoops, dtype: DType) -> bool:
     """Whether *backend* gives the reference's bits, with and without rotation."""
     bits, classes, angles = _samples(dtype)
     for turned in (None, angles):
@@ -70,7 +69,7 @@ def refinements_agree(backend: FineBackend, dtype: DType) -> bool:
     return True
 
 
-def classes_agree(backend: TileBackend, dtype: DType) -> bool:
+def classes_agree(backend: KvqLoops, dtype: DType) -> bool:
     """Whether *backend* gives the reference's bits, with and without rotation."""
     bits, classes, angles = _samples(dtype)
     for turned in (None, angles):
@@ -81,7 +80,7 @@ def classes_agree(backend: TileBackend, dtype: DType) -> bool:
     return True
 
 
-def _refines(backend: FineBackend, dtype: DType, bits: Any, turned: Any, tiles: Tiles) -> bool:
+def _refines(backend: KvqLoops, dtype: DType, bits: Any, turned: Any, tiles: Tiles) -> bool:
     wanted, found = refine(bits, dtype, turned, tiles), backend.refine(bits, dtype, turned, tiles)
     if wanted is None or found is None or len(found) != LEVELS:
         return False
@@ -101,10 +100,12 @@ def _refines(backend: FineBackend, dtype: DType, bits: Any, turned: Any, tiles: 
     return True
 
 
-def _writes(backend: FineBackend, tiles: Tiles, factors: Any, given: Any) -> bool:
+def _writes(backend: KvqLoops, tiles: Tiles, factors: Any, given: Any) -> bool:
     dtype, turned, bits = given
     one, other = np.empty_like(bits), np.empty_like(bits)
-    NUMPY_FINE.write(quotients_of(tiles), tiles, factors, (dtype, turned, one))
+    wanted = quotients_of(tiles)
+    assert wanted is not None
+    NUMPY.write(wanted, tiles, factors, (dtype, turned, one))
     backend.write(backend.quotients(tiles), tiles, factors, (dtype, turned, other))
     return np.array_equal(one, other)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.codecs.lossless import BYTES, Planes, Splitter, Words
+from kvstore.codecs.lossless import Planes, Words
 
 _PIECE_ITEMS = 1 << 15
 """Words that numpy takes at a time: their scratch stays in cache."""
@@ -62,8 +62,15 @@ class _Numpy:
             words[piece] |= planes[1][piece]
 
 
-def numpy_splitter(kind: str) -> Splitter:
-    """Return the reference for words of *kind*."""
+def split(kind: str, words: Words, planes: Planes) -> None:
     if kind == "bytes":
-        return BYTES
-    return Splitter("numpy", getattr(_Numpy, f"split_{kind}"), getattr(_Numpy, f"join_{kind}"))
+        np.copyto(planes[0], words)
+    else:
+        getattr(_Numpy, f"split_{kind}")(words, planes)
+
+
+def join(kind: str, words: Words, planes: Planes) -> None:
+    if kind == "bytes":
+        np.copyto(words, planes[0])
+    else:
+        getattr(_Numpy, f"join_{kind}")(words, planes)

@@ -10,7 +10,7 @@ import pytest
 from contracts.chunks import make_frame, make_representation
 from helpers.coarse_codec import CoarseCodec, coarse_codec
 
-from kvstore.codecs.base import CODECS, EncodeTerms, codec_by_name
+from kvstore.codecs.base import CODECS, EncodeTerms, codec_by_name, codec_class
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import (
     FLAG_RESTORED,
@@ -186,7 +186,7 @@ def tensor_frame(seed: int, dtype: DType = DType.bfloat16, *, nan: bool = False)
 
 
 LOSSY = [
-    name for name in CODECS if name != "coarse" and CODECS.load(name).accuracy is not Accuracy.exact
+    name for name in CODECS if name != "coarse" and codec_class(name).accuracy is not Accuracy.exact
 ]
 
 
