@@ -1,21 +1,39 @@
-"""Calls over the Unix socket as bytes: what is packed comes back, anything else is refused."""
+"""Messages of the bulk channel and calls over the Unix socket: there and back, and lies."""
 
 from __future__ import annotations
 
 import pytest
+from contracts.chunks import make_representation
 from golden.samples import vectors
 from google.protobuf.message import Message
+from helpers import stream_messages as messages
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.proto import bulk, unix_socket
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto import unix_socket
+from kvstore.proto.bulk import (
+    LENGTHS,
+    MAGIC,
+    MAX_HEADER_BYTES,
+    MAX_PAYLOAD_BYTES,
+    found_infos,
+    found_rows,
+    guest_token,
+    keys_of,
+    pack,
+    parse,
+    unpack_lengths,
+)
 from kvstore.proto.errors import (
+    InvalidFrameError,
     InvalidRequestError,
     KVStoreError,
     LeaseExpiredError,
     QuotaExceededError,
+    TierFullError,
 )
+from kvstore.proto.types import ChainDigest, ChunkInfo, ChunkKey, KVLayout
 from kvstore.proto.unix_socket import (
     HEADER_BYTES,
     MAX_ANSWER_BYTES,
@@ -41,6 +59,130 @@ from kvstore.proto.unix_socket import (
     unpack_places,
 )
 
+LAYOUT = KVLayout.of(make_representation(), 16)
+SPACE = bytes(range(16))
+TOKEN = bytes(range(16))
+SESSION = 0x1122334455667788
+
+
+def test_what_is_no_message_or_too_long_is_refused_by_its_lengths() -> None:
+    for begun, named in [
+        (LENGTHS.pack(b"KVS\x02", 1, 0), "speak version 3"),
+        (LENGTHS.pack(b"GET ", 1, 0), "speak version 3"),
+        (LENGTHS.pack(MAGIC, MAX_HEADER_BYTES + 1, 0), "header=1048577: at most"),
+        (LENGTHS.pack(MAGIC, 0xFFFFFFFF, 0), "header=4294967295: at most"),
+        (LENGTHS.pack(MAGIC, 1, MAX_PAYLOAD_BYTES + 1), "payload=1048577: at most"),
+    ]:
+        with pytest.raises(InvalidRequestError, match=named):
+            unpack_lengths(begun)
+    with pytest.raises(InvalidRequestError, match="header=257: at most 256 bytes"):
+        unpack_lengths(LENGTHS.pack(MAGIC, 257, 0), 256)
+
+
+def test_a_payload_where_none_belongs_is_refused() -> None:
+    for message in [messages.ready(), messages.get(1, 1), messages.put(1, 1), messages.done(1, 0)]:
+        header = message.SerializeToString()
+        assert parse(header, 0) == message
+        with pytest.raises(InvalidRequestError, match=r"payload=1: .* has none"):
+            parse(header, 1)
+
+
+def test_kinds_that_are_not_known_are_refused() -> None:
+    for header in [b"", b"\x08\x01", b"\xfa\x7f\x00"]:
+        with pytest.raises(InvalidRequestError, match="speak version 3"):
+            parse(header, 0)
+    with pytest.raises(InvalidRequestError, match="header=3: "):
+        parse(b"\xff\xff\xff", 0)
+
+
+def test_the_vectors_of_the_bulk_channel_are_what_the_code_sends() -> None:
+    v = vectors()
+    token = guest_token(TOKEN, SESSION, bytes(range(16, 32)), 300)
+    guest = messages.attach(SESSION, token)
+    guest.attach.key_namespace, guest.attach.until_s = bytes(range(16, 32)), 300
+    get, put = messages.get(1, SESSION, bytes(range(16))), messages.put(2, SESSION)
+    get.get.deadline_ms = put.put.deadline_ms = 2000
+    put.put.durable = True
+    put.put.hints.category = "code"
+    stored = pb.PutResponse(outcomes=bytes([0, 2]), reasons=["", "full"])
+    sent: dict[str, bytes] = {
+        "bulk_attach": pack(messages.attach(SESSION, TOKEN)),
+        "bulk_guest": pack(guest),
+        "bulk_attached": pack(messages.ready()),
+        "bulk_get": pack(get),
+        "bulk_part": pack(messages.part(1, 2368, 0, 0, "cpu"), 2368),
+        "bulk_cancel": pack(messages.cancel(1)),
+        "bulk_done": pack(messages.done(1, 1)),
+        "bulk_put": pack(put),
+        "bulk_ready": pack(messages.ready(2)),
+        "bulk_finish": pack(messages.finish(2, 2)),
+        "bulk_stored": pack(pb.StreamMessage(request=2, stored=stored)),
+        "bulk_failed": pack(messages.failed(2, "DeadlineError", "late")),
+    }
+    assert {name: data.hex() for name, data in sent.items()} == {name: v[name] for name in sent}
+    for data in sent.values():
+        header_bytes, payload_bytes = unpack_lengths(data)
+        assert len(data) == LENGTHS.size + header_bytes
+        assert pack(parse(data[LENGTHS.size :], payload_bytes), payload_bytes) == data
+
+
+def test_an_error_comes_back_as_its_class() -> None:
+    full = TierFullError("cpu", 5, 4)
+    sent = bulk.failure(5, full)
+    error = bulk.error_of(sent.failed)
+    assert (sent.request, type(error), str(error)) == (5, TierFullError, str(full))
+    assert type(bulk.error_of(pb.StreamError(name="exit", text="no"))) is KVStoreError
+    assert len(pack(bulk.failure(5, KVStoreError("x" * 9999)))) < 1100
+
+
+# --- what servers send each other
+
+
+def key(number: int) -> ChunkKey:
+    return ChunkKey(SPACE + number.to_bytes(16, "little"))
+
+
+def info(number: int) -> ChunkInfo:
+    return ChunkInfo(key(number), ChainDigest(bytes(16)), LAYOUT, 0, 4096 + number)
+
+
+@given(st.lists(st.booleans(), max_size=40))
+def test_what_is_found_is_read_back_for_each_key(here: list[bool]) -> None:
+    keys = [key(number) for number in range(len(here))]
+    infos = [info(number) if is_here else None for number, is_here in enumerate(here)]
+    assert found_infos(keys, found_rows(infos)) == infos
+
+
+def test_requested_keys_are_of_their_namespace_up_to_the_limit() -> None:
+    keys = [key(number) for number in range(5)]
+    digests = b"".join(one[16:] for one in keys)
+    for kind in (pb.FindRequest, pb.GetRequest):
+        assert keys_of(kind(key_namespace=SPACE, digests=digests), 5) == keys
+        with pytest.raises(InvalidRequestError, match="at most 4"):
+            keys_of(kind(key_namespace=SPACE, digests=digests), 4)
+        for space, cut in ((SPACE[:-1], digests), (b"", digests), (SPACE, digests[:-1])):
+            with pytest.raises(InvalidRequestError):
+                keys_of(kind(key_namespace=space, digests=cut), 5)
+
+
+def test_what_does_not_fit_a_message_is_left_out() -> None:
+    keys = [key(number) for number in range(20_000)]
+    found = found_rows(info(number) for number in range(20_000))
+    answer = pb.StreamMessage(request=(1 << 64) - 1, found=found)
+    assert MAX_HEADER_BYTES * 0.9 < answer.ByteSize() <= MAX_HEADER_BYTES
+    infos = found_infos(keys, found)
+    count = infos.index(None)
+    assert 1000 < count < 20_000
+    assert infos[count:] == [None] * (20_000 - count)
+
+
+def test_an_answer_about_another_chunk_or_too_many_is_refused() -> None:
+    with pytest.raises(InvalidFrameError, match="asked for"):
+        found_infos([key(1)], found_rows([info(2)]))
+    with pytest.raises(InvalidFrameError, match="answers for 1"):
+        found_infos([key(1)], found_rows([info(1), info(2)]))
+
+
 NUMBERS = {
     1: "Lookup", 2: "Get", 3: "Release", 4: "Reserve", 5: "Commit", 6: "Abort",
     8: "Resolve", 9: "ReportReuse", 10: "PutDevice",
@@ -48,7 +190,6 @@ NUMBERS = {
 """As servers and clients out there have them."""
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVStore"]
-TOKEN = bytes(range(16))
 
 
 def unpacked(packet: Packet) -> tuple[str, Message]:
@@ -70,10 +211,6 @@ def test_methods_have_the_messages_of_the_service_and_stream_nothing_to_it() -> 
         assert REPLIES[method.name] is method.reply
         assert not described.client_streaming
         assert "session_id" in method.request.DESCRIPTOR.fields_by_name
-
-
-def test_a_method_without_a_number_has_no_reply() -> None:
-    assert REPLIES.keys().isdisjoint(("Put", "OpenSession", "lookup", ""))
 
 
 def test_a_call_comes_out_as_it_went_in() -> None:
@@ -133,14 +270,14 @@ def test_an_answer_of_any_length_comes_out_as_it_went_in() -> None:
             replies, body = received(sent)
             assert replies == [Reply.part] * (packets - 1) + [Reply.more if more else Reply.ok]
             assert pb.LookupResponse.FromString(body) == reply
-
-
-def test_the_end_of_a_stream_is_empty_and_no_empty_message_is_the_end() -> None:
     assert received(pack_answer(None)) == ([Reply.ok], b"")
     assert received(pack_answer(pb.GetResponse(), more=True)) == ([Reply.more], b"")
 
 
-def test_a_failure_carries_its_error() -> None:
+def test_a_failure_or_refusal_carries_its_error() -> None:
+    for reply in [Reply.denied, Reply.unknown, Reply.invalid]:
+        refusal = str(unpack_answer(unix_socket.pack_reply(reply)).error)
+        assert refusal.endswith(f"the call: {reply.name}")
     answer = unpack_answer(pack_failure("QuotaExceededError", "kv reached max_sessions=1: stop"))
     assert answer.reply is Reply.failed
     assert type(answer.error) is QuotaExceededError
@@ -160,20 +297,10 @@ def test_a_failure_that_makes_no_sense_is_an_error_all_the_same() -> None:
         assert str(error) == text
 
 
-def test_a_refusal_is_an_error_that_says_which() -> None:
-    for reply in [Reply.denied, Reply.unknown, Reply.invalid]:
-        assert str(unpack_answer(unix_socket.pack_reply(reply)).error).endswith(
-            f"the call: {reply.name}"
-        )
-
-
 def test_what_is_no_answer_is_refused() -> None:
     for packet in [b"", b"x" * 31, bytes(32), b"x" * 32, bytes(MAX_PACKET_BYTES + 1)]:
         with pytest.raises(InvalidRequestError):
             unpack_answer(packet)
-
-
-def test_a_packet_over_the_limit_is_refused_since_its_end_may_be_missing() -> None:
     fits = unix_socket.pack_reply(Reply.ok) + bytes(MAX_BODY_BYTES)
     assert len(unpack_answer(fits).body) == MAX_BODY_BYTES
     with pytest.raises(InvalidRequestError, match=f"at most {MAX_PACKET_BYTES} bytes"):
@@ -182,7 +309,6 @@ def test_a_packet_over_the_limit_is_refused_since_its_end_may_be_missing() -> No
 
 # --- the words of docs/format.md
 
-SESSION = 0x1122334455667788
 NONCES = (bytes(range(16, 32)), bytes(range(32, 48)))
 LOOKUP = pb.LookupRequest(session_id=1, digests=TOKEN, lease=True, deadline_ms=2000)
 
@@ -217,15 +343,10 @@ WORDS: dict[str, list[Packet]] = {
 def test_the_vectors_of_the_format_page_are_what_the_code_sends() -> None:
     for name in WORDS:
         assert [packet.hex() for packet in WORDS[name]] == [vectors()[name]]
-
-
-def test_the_vectors_have_every_word() -> None:
     asked = {name for name in WORDS if name.endswith(("request", "call"))}
     assert {Request.unpack(WORDS[name][0][:HEADER_BYTES]).op for name in asked} == set(Op)
-    answers = {
-        unpack_head(WORDS[name][0][:HEADER_BYTES], REPLY_KINDS)[0] for name in WORDS.keys() - asked
-    }
-    assert answers == set(Reply)
+    replies = (WORDS[name][0][:HEADER_BYTES] for name in WORDS.keys() - asked)
+    assert {unpack_head(reply, REPLY_KINDS)[0] for reply in replies} == set(Reply)
 
 
 # --- places, rows of 32 bytes
@@ -239,6 +360,8 @@ PLACES = st.builds(
 @given(st.lists(PLACES, max_size=20))
 def test_places_come_back_as_they_were_packed(places: list[Place]) -> None:
     assert unpack_places(pack_places(places)) == places
+    with pytest.raises(InvalidRequestError, match="send rows of 32 bytes"):
+        unpack_places(pack_places(places) + b"\0")
 
 
 def test_a_row_is_the_one_that_the_format_shows() -> None:
@@ -248,8 +371,3 @@ def test_a_row_is_the_one_that_the_format_shows() -> None:
         "40000000000000003412000000000000020000000cb1ed5e"
     )  # fmt: skip
     assert pack_places([NOWHERE]) == bytes(32)
-
-
-def test_rows_that_are_cut_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="places=33: send rows of 32 bytes"):
-        unpack_places(bytes(33))
