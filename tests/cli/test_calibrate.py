@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from contracts.codec import template
-from helpers.cachegen_samples import GQA, MLA, MODEL, smooth
+from helpers.asset_samples import GQA, MLA, MODEL, smooth
 from helpers.coarse_codec import RoughCodec, coarse_codec
 from helpers.kvstore_command import Kvstore
 from helpers.local_server import LocalServer
