@@ -159,12 +159,11 @@ fuzz: $(STAMP) $(LOOPS) ## every parser under atheris for SECONDS each; says so 
 		atheris==3.0.0 || true
 	PYTHONPATH=src:tests $(BIN)/python tests/fuzz/long.py $(SECONDS) $(ARGS)
 
-soak-long: $(STAMP) $(LOOPS) redis ## what takes an hour: a million hostile frames, also under sanitizers, 10^9 exact values, 50 kills, 10^6 steps
+soak-long: $(STAMP) $(LOOPS) redis ## what takes an hour: a million hostile frames, also under sanitizers, 10^9 exact values, 10^6 steps
 	$(BIN)/pytest -o timeout=7200 tests/simulation/test_network.py --sim-steps 1000000
 	$(BIN)/pytest -o timeout=7200 tests/codecs/test_hostile_frames.py --fuzz-frames 1000000
 	$(BIN)/pytest -o timeout=36000 tests/codecs/test_sanitized_loops.py --fuzz-frames 1000000
-	$(BIN)/pytest -o timeout=7200 tests/codecs/test_exact_values.py --exact-values 1000000000
-	$(BIN)/pytest -o timeout=7200 tests/e2e/test_kill9.py --kill-loops 50
+	$(BIN)/pytest -o timeout=7200 tests/codecs/test_lossless.py -k every_value --exact-values 1000000000
 
 nightly: check soak-long mutants faults fuzz regressions-long ## all that is too long for each change: most of a night
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +44,7 @@ if TYPE_CHECKING:  # help is to load none of the product
 EXIT_NOT_HELD = 1
 EXIT_USAGE = 2
 EXIT_STORE = 3
+EXIT_PIPE = 128 + signal.SIGPIPE
 CODES = {
     0: "done",
     EXIT_NOT_HELD: "not found, or a check failed",
@@ -262,6 +265,16 @@ class Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
     @override
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            found = super().invoke(ctx)
+            sys.stdout.flush()
+            return found
+        except BrokenPipeError:  # whoever reads has enough: as if SIGPIPE had ended it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(EXIT_PIPE) from None
+
+    @override
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         rows: dict[str, list[tuple[str, str]]] = {name: [] for name in SECTIONS}
         for name, one in self.commands.items():
@@ -385,6 +398,10 @@ def open_console() -> Console:
         @override
         def render_str(self, text: str, **options: Any) -> Text:
             return super().render_str(printable(text), **options)
+
+        @override
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
 
     return Plain(soft_wrap=True, highlight=False, markup=False, emoji=False)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
@@ -26,6 +25,7 @@ from kvstore.cli.app import (
     connected,
     group,
     open_console,
+    progress,
     readable_size,
     readable_time,
     show,
@@ -37,7 +37,6 @@ from kvstore.proto.errors import PermissionDeniedError, printable
 if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.client.connection import Connection
     from kvstore.client.server_state import DirectoryStatus, EventPage, ServerStatus
-    from kvstore.proto import kvstore_pb2 as pb
 
 HIDDEN = "sessions, leases, sizes and counters are hidden: they need the role admin"
 FAULTS = (
@@ -333,22 +332,18 @@ def scrub(
 ) -> None:
     """Verify what a server's tiers hold, once; exits with 1 when it found damage."""
     names = [name.strip() for name in tiers.split(",") if name.strip()]
-    with connected(address) as connection:
+    with connected(address) as connection, progress("scrubbing") as report:
         reply = ask(connection, "Scrub", begin=True, tiers=names, bytes_per_s=rate)
         while reply.running:
-            if sys.stdout.isatty() and not as_json:
-                print(_scrub_line(reply), end="\r", flush=True)
+            report(reply.checked_chunks, reply.total_chunks)
             time.sleep(SCRUB_POLL_S)
             reply = ask(connection, "Scrub")
-    show(as_dict(reply), [_scrub_line(reply)], as_json, held=not reply.damaged_chunks)
-
-
-def _scrub_line(reply: pb.ScrubResponse) -> str:
-    return (
+    text = (
         f"{reply.checked_chunks} of {reply.total_chunks} chunks, "
         f"{reply.checked_bytes / 2**20:.1f} MiB: {reply.damaged_chunks} damaged, "
         f"{reply.unread_chunks} not read"
     )
+    show(as_dict(reply), [text], as_json, held=not reply.damaged_chunks)
 
 
 @command("drain", exits="0 1 2 3", example="kvstore drain --within 20", section="Change")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kvstore.cli.app import given_access
+from kvstore.cli.app import followed, given_access
 from kvstore.cli.calibrate import check_extras
 from kvstore.client import Client, ClientOptions
 from kvstore.client.blend.plan import SegmentRange
@@ -61,6 +61,8 @@ def samples_of(
     """
     if tokens < CHUNK_TOKENS:
         raise InvalidRequestError("tokens", tokens, "give at least a chunk's")
+    if not sources[0].suffix and not sources[0].exists():
+        raise InvalidRequestError("sources", str(sources[0]), "no such folder")
     if not sources[0].is_dir():
         if not re.fullmatch(f"[0-9a-fA-F]{{{2 * DIGEST_BYTES}}}", representation or ""):
             fix = f"dumps need the model's representation digest, {2 * DIGEST_BYTES} hex digits"
@@ -101,6 +103,8 @@ def read_lines(
 def load_model(folder: Path) -> tuple[PreTrainedModel, Any]:
     """Return the model in *folder* and its tokenizer. Raises InvalidRequestError."""
     check_extras(folder)
+    if not folder.is_dir():
+        raise InvalidRequestError("model", str(folder), "no such folder")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
@@ -134,7 +138,7 @@ def run_model(folder: Path, text: str, tokens: int) -> Samples:
     limit = getattr(model.config, "max_position_embeddings", None) or CONTEXT_TOKENS
     context = max(min(CONTEXT_TOKENS, limit), MIN_CHUNK_TOKENS)
     chunks: list[tuple[ChunkTensors, int]] = []
-    for start in range(0, len(ids), context):
+    for start in followed(range(0, len(ids), context), "reading the text"):
         prompt = ids[start : start + context]
         if len(prompt) >= MIN_CHUNK_TOKENS:
             chunks += cut_prompt(_computed(model, prompt))

@@ -71,6 +71,11 @@ def to_array(tensor: TensorLike) -> Part:
     return array
 
 
+def is_on_device(tensor: object) -> bool:
+    """Whether it is a torch tensor in memory of a GPU."""
+    return getattr(getattr(tensor, "device", None), "type", "cpu") == "cuda"
+
+
 def check_apart(name: str, tensors: Iterable[TensorLike]) -> None:
     """Raise InvalidRequestError when elements of *tensors*, the argument *name*, share memory.
 

@@ -19,6 +19,7 @@ from kvstore.client.chunk import (
     TensorLike,
     arrays_of,
     has_any,
+    is_on_device,
     layer_arrays,
 )
 from kvstore.client.connection import Until
@@ -250,8 +251,8 @@ class LayeredPut:
         """Give the layer of the model's number *layer_id*: its parts, K and V, over all tokens of
         the prompt; of a put of chunks ``tensors[i]`` are the parts of chunk i.
 
-        Each part is (kv_heads, tokens, head_dim), numpy or torch on the CPU, any strides, of a
-        chunk also in blocks; all are the caller's again on return. Raises LayoutMismatchError or
+        Each part is (kv_heads, tokens, head_dim), numpy or torch, any strides, of a chunk on the
+        CPU or in blocks; all are the caller's again on return. Raises LayoutMismatchError or
         InvalidRequestError for what does not belong here; the put then goes on without it.
         """
         FORKS.check(self._process, "the put")
@@ -263,7 +264,7 @@ class LayeredPut:
             raise InvalidRequestError("layer_id", layer_id, fix)
         segment = self._segments[layer_id]
         components = self._components[segment]
-        chunks = _listed(tensors)
+        chunks = [one.cpu() if is_on_device(one) else one for one in _listed(tensors)]
         if self.spans is None:
             chunks = [_listed(parts) for parts in chunks]
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Self, TypeAlias
@@ -17,7 +18,7 @@ from kvstore.client.connection import Until
 from kvstore.client.deadline import Levelled, LevelledGet
 from kvstore.client.decode import Layer, Room, fresh
 from kvstore.client.forks import FORKS
-from kvstore.client.kv import KV, Hit, Prompt, empty_kv, first_tokens, kv_of
+from kvstore.client.kv import KV, AnyKV, Hit, Prompt, StagedKV, empty_kv, first_tokens, kv_of
 from kvstore.client.lookups import Lease, look_up, prefix_plan, viewer
 from kvstore.client.options import (
     MAX_DEADLINE_MS,
@@ -67,7 +68,9 @@ class Client:
     call, and again after the server restarted. Every method raises KVStoreErrors only and returns
     within its timeout, ``options.deadline_ms`` unless given, plus 50 ms a round trip. A
     session is opened within ``options.deadline_ms``. A miss is an answer: a Hit of 0 tokens, a
-    Match of 0, a shorter list.
+    Match of 0, a shorter list. Arguments that cannot be raise InvalidRequestError, and KV of
+    another shape, dtype or device LayoutMismatchError, before anything is sent or written; a
+    server that is late DeadlineError, one that is gone TierUnavailableError.
     """
 
     shared_memory: ClassVar[type[ShmTransport]] = ShmTransport
@@ -209,12 +212,15 @@ class Client:
         left_ms = Until(self._deadline_ms(timeout)).left_ms
         prompt = self._prompt(tokens, keys, start, left_ms)
         fresh = empty_kv(self._own, prompt.stop) if out is None else None
-        room = self._target(prompt, fresh if out is None else out)
+        held = self._target(prompt, fresh if out is None else out)
+        room = chunk_reads.room_in(prompt.keys, prompt.target(held))
         shard = self.options.shard
         request = ChunkRequest(prompt.keys, room, accuracy, left_ms(), shard=shard)
         found = chunk_reads.read_prefix(self._link, request)
         chunks = prompt.usable(len(found), self._own)
         reached = prompt.reached(chunks)
+        if chunks and isinstance(held, StagedKV):
+            held.upload(reached)
         kv = None if fresh is None else first_tokens(fresh, reached)
         return Hit(reached, chunks, tuple(one.tier for one in found[:chunks]), kv)
 
@@ -235,7 +241,7 @@ class Client:
         With *durable* it returns once they would survive a power cut.
         """
         prompt = self._prompt(tokens, None, start)
-        held = kv_of("kv", kv, self._own, prompt.stop, is_target=False)
+        held = kv_of("kv", kv, self._own, prompt, is_target=False)
         if ttl is not None:
             hints = replace(hints, ttl_ms=milliseconds("ttl", ttl, MAX_TTL_S))
         chunks = []
@@ -319,9 +325,11 @@ class Client:
         """
         left_ms = Until(self._deadline_ms(timeout)).left_ms
         prompt = self._prompt(tokens, keys, start, left_ms)
-        room = fresh if out is None else self._target(prompt, out)
+        held = None if out is None else self._target(prompt, out)
+        room = fresh if held is None else chunk_reads.room_in(prompt.keys, prompt.target(held))
         request = ChunkRequest(prompt.keys, room, accuracy, left_ms())
-        return chunk_reads.read_layers_retried(self._link, request)
+        layers = chunk_reads.read_layers_retried(self._link, request)
+        return _uploaded(layers, held, prompt) if isinstance(held, StagedKV) else layers
 
     def put_layers(
         self,
@@ -580,9 +588,18 @@ class Client:
         count = None if tokens is None else len(tokens)
         return Prompt(count, names, start, self.options.chunk_tokens)
 
-    def _target(self, prompt: Prompt, out: Any) -> Room:
-        held = kv_of("out", out, self._own, prompt.least_tokens, is_target=True)
-        return chunk_reads.room_in(prompt.keys, prompt.target(held))
+    def _target(self, prompt: Prompt, out: Any) -> AnyKV:
+        return kv_of("out", out, self._own, prompt, is_target=True)
+
+
+def _uploaded(
+    layers: Generator[Layer, None, None], held: StagedKV, prompt: Prompt
+) -> Generator[Layer, None, None]:
+    with closing(layers):
+        for layer in layers:
+            if layer.tensors:
+                held.upload(prompt.reached(len(layer.tensors)), [layer.id])
+            yield layer
 
 
 def _counts(client: ref[Client]) -> Mapping[str, int]:

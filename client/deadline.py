@@ -39,8 +39,7 @@ from kvstore.client.planning import (
 )
 from kvstore.client.server_link import ServerLink, batches, packed
 from kvstore.client.transports.base import ReadPlan, Transport
-from kvstore.codecs.base import AnyTensors, codec_by_id
-from kvstore.codecs.lossy import LossyCodec
+from kvstore.codecs.base import AnyTensors, LossyCodec, codec_by_id
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, copy_bytes
 from kvstore.proto.errors import (

@@ -326,12 +326,12 @@ class Reader:
 class Layer:
     """One layer of the chunks that are right so far, verified.
 
-    ``layer_id`` is the model's own number of it. ``tensors[i]`` are the parts (K and V) of
+    ``id`` is the model's own number of it. ``tensors[i]`` are the parts (K and V) of
     chunk i, each (kv_heads, tokens, head_dim): unsigned integers of the dtype's size, or what
     was given as ``out``.
     """
 
-    layer_id: int
+    id: int
     tensors: Sequence[Sequence[Part]]
 
 

@@ -138,7 +138,7 @@ class DeviceDecoder:
         host = tensor_over(data)
         memory = self._upload(host)
         sums = self._kernels.sums(memory, [frame])
-        decoded = kvq.decode(memory, [frame], paged, host=host)
+        decoded = kvq.decode(memory, frame, paged, data)
 
         def confirm_all() -> None:
             confirm()

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from kvstore.client.chunk import TensorLike, check_apart, group_array, parents
-from kvstore.client.paged_cache import Blocks, kept_from
+from kvstore.client.chunk import TensorLike, check_apart, group_array, is_on_device, parents
+from kvstore.client.paged_cache import Blocks, PagedCache, host_room, kept_from, pages_like
 from kvstore.codecs.base import Part
-from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, is_whole
+from kvstore.proto.errors import (
+    InvalidRequestError,
+    LayoutMismatchError,
+    TierUnavailableError,
+    is_whole,
+)
 from kvstore.proto.keys import chunk_spans
 from kvstore.proto.types import ChainDigest, ChunkKey, DType, KVLayout, LayerGroup, LayerKind, Model
 
+if TYPE_CHECKING:
+    import torch
+
 KV: TypeAlias = "TensorLike | Mapping[int, Sequence[TensorLike]] | Sequence[TensorLike] | Blocks"
-"""One tensor (layers, 2, kv_heads, tokens, head_dim); of hybrid models a list of such, one for
-each layer group; the parts of each layer by its number, (kv_heads, tokens, head_dim) each; or
-``cache[block_ids]`` of a PagedCache."""
+"""One tensor (layers, 2, kv_heads, tokens, head_dim), numpy or torch, CPU or CUDA; of hybrid models
+a list of such, one for each layer group; the parts of each layer by its number, (kv_heads, tokens,
+head_dim) each; or ``cache[block_ids]`` of a PagedCache. All of the model's dtype, or unsigned
+integers of its size."""
 _NUMPY = {DType.float16: "f2", DType.float32: "f4", DType.uint8: "u1", DType.int8: "i1"}
 
 
@@ -45,31 +56,126 @@ class WholeKV:
         return found
 
 
-def kv_of(name: str, kv: KV, model: Model, tokens: int, *, is_target: bool) -> WholeKV | Blocks:
-    """Return *kv*, the argument *name*, once it is checked: KV of *model*, of *tokens* at least.
+class StagedKV:
+    """CUDA tensors, see KV, of which tokens *first* to *stop* pass through memory of the host.
+
+    Copies are over on return, and ordered by torch's current stream.
+    """
+
+    is_writable = True
+
+    def __init__(self, name: str, kv: Any, model: Model, first: int, stop: int) -> None:
+        self._ids: Any = None
+        self._held: WholeKV | Blocks
+        numbers = [number for group in model.layer_groups for number in group.layer_ids]
+        if isinstance(kv, Blocks):
+            self._size, far, axes = kv.cache.block_tokens, kv.cache.far, kv.cache.far_axes
+            self._ids = kv.block_ids[first // self._size : -(-stop // self._size)].tolist()
+            pages = pages_like(far, axes, max(1, len(self._ids)))
+            self._held = PagedCache(model, pages, " ".join(axes))[range(len(self._ids))]
+            near = [one if isinstance(one, list) else [one] for one in pages]
+        else:
+            self._size, parts = 1, _parts_of(name, kv, model, first, stop)
+            copies = {at: [host_room(p.shape, p.dtype) for p in some] for at, some in parts.items()}
+            self._held = WholeKV(model, _groups(name, copies, model))
+            far, near = ([some[number] for number in numbers] for some in (parts, copies))
+        self._first = first - first % self._size
+        self.tokens = kv.tokens if isinstance(kv, Blocks) else first + self._held.tokens
+        pairs = (list(zip(*pair, strict=True)) for pair in zip(far, near, strict=True))
+        self._copies = dict(zip(numbers, pairs, strict=True))
+        has_windows = any(group.kind is LayerKind.window for group in model.layer_groups)
+        self.is_partial = has_windows or self._first < first
+        """Whether what is read leaves tokens out that an upload overwrites."""
+
+    def chunk(self, start: int, stop: int, layout: KVLayout | None = None) -> Any:
+        """Do what ``WholeKV.chunk`` does, in memory of the host."""
+        return self._held.chunk(start - self._first, stop - self._first, layout)
+
+    def download(self) -> None:
+        """Copy all of it to the host. Raises TierUnavailableError."""
+        with _device_errors():
+            for far, near in chain.from_iterable(self._copies.values()):
+                if self._ids is None:
+                    near.copy_(far)
+                else:
+                    near[: len(self._ids)].copy_(far[self._ids])
+
+    def upload(self, stop: int, layers: Iterable[int] = ()) -> None:
+        """Copy tokens up to *stop* of *layers*, or of all, to the device. Raises as above."""
+        count = -(-(stop - self._first) // self._size)
+        with _device_errors():
+            for number in layers or self._copies:
+                for far, near in self._copies[number]:
+                    if self._ids is None:
+                        far[:, :count].copy_(near[:, :count])
+                    else:
+                        there = far.new_empty((count, *far.shape[1:])).copy_(near[:count])
+                        far[self._ids[:count]] = there
+
+
+@contextmanager
+def _device_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # what torch raises, without memory too
+        reason = str(error).partition("\n")[0]
+        raise TierUnavailableError("cuda", f"{type(error).__name__}: {reason}") from error
+
+
+def _parts_of(
+    name: str, kv: Any, model: Model, first: int, stop: int
+) -> dict[int, list[torch.Tensor]]:
+    """Return tokens *first* to *stop* of the parts of each layer. Raises LayoutMismatchError."""
+    layers, tensors = kv, _tensors(kv)
+    if not all(map(is_on_device, tensors)):
+        raise LayoutMismatchError(name, "a tensor of the host", "give CUDA tensors, or none")
+    if not isinstance(kv, Mapping):
+        groups = [group.layer_ids for group in model.layer_groups]
+        shapes = [tuple(one.shape) for one in tensors]
+        if [shape[:1] for shape in shapes] != [(len(ids),) for ids in groups]:
+            raise LayoutMismatchError(name, shapes, f"give all layers of each of {len(groups)}")
+        pairs = zip(chain(*groups), chain(*tensors), strict=True)
+        layers = {number: list(layer) for number, layer in pairs}
+    return {
+        number: [p.detach()[:, first:stop] if p.ndim > 1 else p for p in parts]
+        for number, parts in layers.items()
+    }
+
+
+AnyKV: TypeAlias = WholeKV | StagedKV | Blocks
+
+
+def kv_of(name: str, kv: KV, model: Model, prompt: Prompt, *, is_target: bool) -> AnyKV:
+    """Return *kv*, the argument *name*, once it is checked: KV of *model*, of all of *prompt*.
 
     Raises LayoutMismatchError, and InvalidRequestError for a target that cannot be written to.
     """
-    found: WholeKV | Blocks
+    found: AnyKV
     if isinstance(kv, Blocks):
         if kv.cache.model != model:
             raise LayoutMismatchError(name, kv.cache.model.model_id, "a cache of another Model")
-        found = kv
+        found = StagedKV(name, kv, model, prompt.first, prompt.stop) if kv.cache.far else kv
+    elif any(map(is_on_device, _tensors(kv))):
+        found = StagedKV(name, kv, model, prompt.first, prompt.stop)
     else:
         found = WholeKV(model, _groups(name, kv, model))
-    if found.tokens < tokens:
-        raise LayoutMismatchError(name, found.tokens, f"give room for {tokens} tokens")
+    if found.tokens < prompt.least_tokens:
+        fix = f"give room for {prompt.least_tokens} tokens"
+        raise LayoutMismatchError(name, found.tokens, fix)
     if is_target and not found.is_writable:
         raise InvalidRequestError(name, "read-only", "give memory that can be written to")
-    if is_target and not isinstance(kv, Blocks):  # whose cache was checked when it was made
+    if is_target and isinstance(found, WholeKV):  # others were checked when they were made
         check_apart(name, _tensors(kv))
+    if isinstance(found, StagedKV) and (found.is_partial or not is_target):
+        found.download()
     return found
 
 
 def _tensors(kv: Any) -> list[TensorLike]:
     if isinstance(kv, Mapping):
-        return [part for parts in kv.values() for part in parts]
-    return [kv] if hasattr(kv, "shape") else list(kv)
+        lists = (parts if isinstance(parts, Sequence) else [parts] for parts in kv.values())
+        return [part for parts in lists for part in parts]
+    return [kv] if hasattr(kv, "shape") else list(kv) if isinstance(kv, Sequence) else []
 
 
 def _groups(name: str, kv: Any, model: Model) -> list[list[list[Part]]]:
@@ -162,7 +268,7 @@ class Prompt:
         self.stop: int = whole[-1][1] if whole else 0
         self._layouts: dict[int, KVLayout] = {}
 
-    def target(self, held: WholeKV | Blocks) -> Callable[[int, KVLayout], Any]:
+    def target(self, held: AnyKV) -> Callable[[int, KVLayout], Any]:
         """Return where each chunk goes in *held*, which has room for all of it."""
 
         def room(index: int, layout: KVLayout) -> Any:
@@ -207,6 +313,11 @@ class Prompt:
         """Of each chunk that is left its key, the digest before it, and its span."""
         before = parents(self._every)[self._first :]
         return zip(self.keys, before, self.spans, strict=True)
+
+    @property
+    def first(self) -> int:
+        """The first token of the chunks that are left."""
+        return self.spans[0][0] if self.spans else self.stop
 
     @property
     def least_tokens(self) -> int:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.client.chunk import LayerTensors, TensorLike, check_apart, group_array
+from kvstore.client.chunk import LayerTensors, TensorLike, check_apart, group_array, is_on_device
 from kvstore.codecs.base import Part
 from kvstore.codecs.block_part import BlockPart, BlockSpan, check_block_ids
 from kvstore.proto.errors import LayoutMismatchError
 from kvstore.proto.types import KVLayout, LayerGroup, LayerKind, Model
+
+if TYPE_CHECKING:
+    import torch
 
 _AXES = ("layer", "block", "kv", "token", "head", "dim")
 _CANONICAL = ("block", "head", "token", "dim")
@@ -46,12 +49,13 @@ def _mismatch(axes: tuple[str, ...], fix: str) -> LayoutMismatchError:
 
 
 class PagedCache:
-    """Page tensors of every layer, numpy or torch on the CPU, checked when it is made.
+    """Page tensors of every layer, numpy or torch, checked when it is made.
 
     ``pages``: see PageTensors; layers in the order of the Model's groups; ``axes``: see page_axes.
     ``cache[block_ids]`` is a request's KV: token t is in slot ``t % block_tokens`` of block
     ``block_ids[t // block_tokens]``, in every layer. Raises LayoutMismatchError for anything that
-    is not the Model's KV, InvalidRequestError for pages that overlap but could be written to.
+    is not the Model's KV, InvalidRequestError for pages of the host that overlap but could be
+    written to. Blocks of CUDA tensors are copied by way of the host.
     """
 
     def __init__(self, model: Model, pages: PageTensors, axes: str) -> None:
@@ -66,6 +70,13 @@ class PagedCache:
         if len(layers) != count:
             raise LayoutMismatchError("layers", len(layers), f"give pages of {count} layers")
         rest = tuple(name for name in order if name != "layer")
+        self.far: list[list[Any]] = []
+        self.far_axes: tuple[str, ...] = ()
+        """Of CUDA pages the tensors of each layer, and their axes, the blocks first."""
+        if any(is_on_device(one) for entry in layers for one in _tensors_of(entry)):
+            self.far = [[_blocks_first(one, rest) for one in _tensors_of(all_)] for all_ in layers]
+            rest = self.far_axes = ("block", *(name for name in rest if name != "block"))
+            layers = pages_like(self.far, rest)
         entries = iter(layers)
         self.groups: list[list[list[Part]]] = [
             [_parts(next(entries), rest, group) for _ in group.layer_ids]
@@ -79,7 +90,7 @@ class PagedCache:
         self.blocks: int
         self.block_tokens: int
         self.blocks, self.block_tokens = shapes.pop()
-        if self.is_writable:
+        if self.is_writable and not self.far:
             given: Any = [pages] if "layer" in order else pages
             check_apart("pages", [t for one in given for t in _tensors_of(one)])
 
@@ -131,6 +142,30 @@ def kept_from(group: LayerGroup, start: int, stop: int) -> int:
     if group.kind is not LayerKind.window:
         return start
     return max(start, stop - max(1, group.window_tokens - 1))
+
+
+def host_room(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return memory of the host that a GPU copies to and from."""
+    import torch
+
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=torch.cuda.is_available())
+
+
+def pages_like(far: list[list[Any]], axes: Sequence[str], blocks: int = 0) -> list[Any]:
+    """Return pages of so many *blocks* in the host's memory for CUDA pages; if 0, of their shape
+    but with memory of one.
+    """
+
+    def near(tensor: Any) -> torch.Tensor:
+        made = host_room((blocks or 1, *tensor.shape[1:]), tensor.dtype)
+        return made if blocks else made.expand(tensor.shape)
+
+    return [near(one[0]) if "kv" in axes else list(map(near, one)) for one in far]
+
+
+def _blocks_first(tensor: Any, axes: tuple[str, ...]) -> Any:
+    _check_rank(tensor, axes)
+    return tensor.detach().movedim(axes.index("block"), 0)
 
 
 def _layers(

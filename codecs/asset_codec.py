@@ -1,4 +1,4 @@
-"""Codecs that need an asset of the model: which asset, and layers that it cannot code.
+"""Codecs that need an asset of the model: which asset, its tables, layers that it cannot code.
 
 A layer names the asset that it was coded with, so that it can be decoded alone; the frame's
 header names it too, so that a reader can tell beforehand.
@@ -6,18 +6,22 @@ header names it too, so that a reader can tell beforehand.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import struct
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import ClassVar, Self
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import numpy as np
 from typing_extensions import override
 
-from kvstore.codecs.assets import ASSETS, Asset, AssetKind, AssetShelf
-from kvstore.codecs.base import EncodedLayer, EncodeTerms, LayerTerms, Part
-from kvstore.codecs.floats import FLOAT_TYPES, is_finite
-from kvstore.codecs.lossy import LossyCodec
-from kvstore.proto.buffers import Bytes
+from kvstore.codecs.assets import ASSETS, Asset, AssetKind, AssetShelf, Table
+from kvstore.codecs.base import EncodedLayer, EncodeTerms, LayerTerms, LossyCodec, Part
+from kvstore.codecs.floats import Floats, has_floats, is_finite
+from kvstore.codecs.kvq_models import RATIOS
+from kvstore.codecs.raw import part_views
+from kvstore.codecs.rope import MAX_PAIRS
+from kvstore.proto.buffers import Bytes, as_bytes
 from kvstore.proto.errors import (
     InvalidFrameError,
     InvalidRequestError,
@@ -25,13 +29,112 @@ from kvstore.proto.errors import (
     UnknownCodecError,
 )
 from kvstore.proto.frame import NO_ASSET, FrameHeader, FrameTemplate
-from kvstore.proto.types import Accuracy, Component, KVLayout, LayerKind
+from kvstore.proto.types import DIGEST_BYTES, Accuracy, Component, KVLayout, LayerKind
 
-HEAD_BYTES = 24
+HEAD = struct.Struct(f"<BBHI{DIGEST_BYTES}s")
+"""Method, quality, layer of the asset, a number of the codec's own, the asset."""
+HEAD_BYTES = HEAD.size
 CODED = 1
 MAX_DIM = 8192
 """Parts whose heads are wider are kept as they are, so that scratch stays fixed."""
-QUALITY_COUNT = 4
+QUALITY_COUNT = len(RATIOS)
+LARGEST_NUMBER = np.float32(2.0**60)
+"""Means and deviations are below, and so are the numbers that are coded."""
+
+assert HEAD_BYTES == 24
+
+CodedLayer: TypeAlias = "tuple[int, Sequence[Table | bytes], float]"
+"""The codec's own number, the fields behind the head, and the largest error."""
+
+
+class Coded(NamedTuple):
+    """What the head of a coded layer says: ``tables`` are the asset's for this layer."""
+
+    quality: int
+    number: int
+    tables: Any
+
+
+class AssetTables(ABC):
+    """The tables of an asset, checked: for each component of the chunk arrays, layers first."""
+
+    needed: ClassVar[str]
+    """The table that each component has."""
+
+    def __init__(self, asset: Asset) -> None:
+        """Raises InvalidRequestError that names the table at fault."""
+        self.components: list[tuple[Any, ...]] = []
+        while f"{len(self.components)}.{self.needed}" in asset.tables:
+            self.components.append(self.component(asset, f"{len(self.components)}."))
+        if not self.components:
+            name = f"0.{self.needed}"
+            raise InvalidRequestError("asset", name, f"{asset.kind.name} needs this table")
+
+    @abstractmethod
+    def component(self, asset: Asset, prefix: str) -> tuple[Any, ...]:
+        """Check and return the arrays of the component whose tables begin with *prefix*."""
+
+    @abstractmethod
+    def parts_of(self, arrays: tuple[Any, ...], index: int, component: Component) -> Any:
+        """Return what the codec needs for layer *index* of *arrays*; None for another shape."""
+
+    @property
+    def layers(self) -> int:
+        """How many layers there are tables for."""
+        return sum(len(arrays[0]) for arrays in self.components)
+
+    def layer(self, index: int, component: Component) -> Any:
+        """Return what the codec needs for the chunk's layer *index*, over all components.
+
+        None unless the asset was made for such a layer.
+        """
+        for arrays in self.components:
+            if index < len(arrays[0]):
+                return self.parts_of(arrays, index, component)
+            index -= len(arrays[0])
+        return None
+
+
+class TurnedTables(AssetTables):
+    """Tables for keys that are turned back. Arrays are the means (layers, parts, channels), others
+    of layers and parts, deviations f32 (layers, parts), frequencies f32 (pairs,) or None.
+    """
+
+    part: ClassVar[Any]
+    """Makes what the codec needs for one part, of all of them in this order."""
+
+    @override
+    def parts_of(self, arrays: tuple[Any, ...], index: int, component: Component) -> Any:
+        *tables, deviations, frequencies = arrays
+        channels = component.kv_heads * component.head_dim
+        if tables[0].shape[1:] != (component.parts, channels):
+            return None
+        if frequencies is not None and 2 * len(frequencies) > component.head_dim:
+            return None
+        turned = [frequencies if component.parts == 2 else None, None]
+        return [
+            self.part(*(t[index, at] for t in tables), float(deviations[index, at]), turned[at])
+            for at in range(component.parts)
+        ]
+
+    def scales_of(self, asset: Asset, prefix: str, shape: tuple[int, ...]) -> tuple[Table, Any]:
+        """Return the deviations, of *shape*, and frequencies of a component."""
+        deviations = asset.table(f"{prefix}deviations", "<f4", shape)
+        if not ((deviations > 0) & (deviations < LARGEST_NUMBER)).all():
+            raise InvalidRequestError(f"asset table {prefix}deviations", "not positive", "are > 0")
+        frequencies = None
+        if f"{prefix}rope" in asset.tables:
+            frequencies = asset.table(f"{prefix}rope", "<f4", (-1,))
+            if len(frequencies) > MAX_PAIRS or not np.isfinite(frequencies).all():
+                raise InvalidRequestError(f"asset table {prefix}rope", len(frequencies), "too many")
+        return deviations, frequencies
+
+
+def moved_to(position: int | None, stored: int, frequencies: Floats | None) -> int:
+    """Return where keys go that were at *stored*. Raises InvalidRequestError if they cannot."""
+    if position is not None and position != stored and frequencies is None:
+        raise InvalidRequestError("position", position, "the asset knows no rotary embedding")
+    return stored if position is None else position
 
 
 class AssetCodec(LossyCodec):
@@ -42,13 +145,11 @@ class AssetCodec(LossyCodec):
     """
 
     kind: ClassVar[AssetKind]
-    default_quality: ClassVar[int]
+    tables: ClassVar[type[AssetTables]]
+    default_quality: ClassVar[int] = 1
 
     def __init__(
-        self,
-        quality: int | None = None,
-        shelf: AssetShelf = ASSETS,
-        asset: Asset | None = None,
+        self, quality: int | None = None, shelf: AssetShelf = ASSETS, asset: Asset | None = None
     ) -> None:
         self.quality = self.default_quality if quality is None else quality
         if not 0 <= self.quality < QUALITY_COUNT:
@@ -66,38 +167,23 @@ class AssetCodec(LossyCodec):
         return cls(int(terms))
 
     @abstractmethod
-    def coded(
-        self, bits: Sequence[Part], layer: LayerTerms, asset: Asset
-    ) -> tuple[Bytes, float] | None:
-        """Return a layer's bytes, the first of them CODED, and its largest error, or None.
+    def coded(self, bits: Sequence[Part], layer: LayerTerms, tables: Any) -> CodedLayer | None:
+        """Return a coded layer by its *tables*; None keeps it as it is.
 
         *bits* are finite floats as ``<u2`` or ``<u4``; ``layer_id`` is the asset's number.
-        None keeps the layer as it is. Raises LayoutMismatchError when the asset is for
-        layers of another shape.
         """
 
     @abstractmethod
     def decode_coded(
-        self, data: Bytes, component: Component, out: Sequence[Part], position: int | None
-    ) -> None:
-        """Decode what ``coded`` returned, at least HEAD_BYTES. Raises as ``decode_layer``."""
-
-    @abstractmethod
-    def layer_count(self, asset: Asset) -> int:
-        """Return how many layers *asset* has tables for. Raises InvalidRequestError."""
+        self, body: Bytes, component: Component, out: Sequence[Part], head: Coded,
+        position: int | None,
+    ) -> None:  # fmt: skip
+        """Decode what ``coded`` returned, *body*, behind its *head*. Raises as ``decode_layer``."""
 
     @override
     def check_asset(self, header: FrameHeader) -> None:
-        """Raise UnknownCodecError for an asset that is not here, ModelError for another
-        model's.
-        """
+        """Raise UnknownCodecError for an asset that is not here, ModelError for another model's."""
         self._shelf.named(self.kind, header.asset, header.representation)
-
-    def asset_of(self, digest: bytes) -> Asset:
-        """Return the asset that a layer names. Raises UnknownCodecError."""
-        if self._bound is not None and self._bound.digest == digest:
-            return self._bound
-        return self._shelf.any_named(self.kind, digest)
 
     @override
     def max_segment_bytes(self, component: Component) -> int:
@@ -134,29 +220,41 @@ class AssetCodec(LossyCodec):
             is_state = component.kind is LayerKind.state
             numbers += [0 if is_state else count + layer for layer in range(component.layers)]
             count += 0 if is_state else component.layers
-        known = self.layer_count(asset)
-        codable = any(_is_float(component) for component in layout.components)
-        if codable and count != known:
+        known = _tables(self.tables, asset).layers
+        if any(map(has_floats, layout.components)) and count != known:
             fix = f"the asset has tables for {known}: only chunks with all of them are coded"
             raise LayoutMismatchError("layers", count, fix)
         return tuple(numbers)
 
     @override
     def encode_layer(self, parts: Sequence[Part], layer: LayerTerms, out: Bytes) -> EncodedLayer:
-        """Encode one layer; exact when it cannot be coded. ``layer_id`` is the asset's number."""
-        component = layer.component
-        if self._bound is None:
+        """Encode one layer; exact when it cannot be coded. ``layer_id`` is the asset's number.
+
+        Raises LayoutMismatchError when the asset is for layers of another shape.
+        """
+        component, asset = layer.component, self._bound
+        if asset is None:
             raise UnknownCodecError(f"{self.name} without an asset", "encode whole frames")
         bits = [part.view(f"<u{part.dtype.itemsize}") for part in parts]
-        found = self.coded(bits, layer, self._bound) if _is_codable(bits, component) else None
-        if found is not None and len(found[0]) < component.layer_bytes:
-            data, error = found
-            np.copyto(out[: len(data)], data)
-            bound = error if self.accuracy is Accuracy.bounded else 0.0
-            return EncodedLayer(len(data), self.accuracy, bound)
+        found = None
+        if _is_coded(component) and all(is_finite(part, component.dtype) for part in bits):
+            tables = _tables(self.tables, asset).layer(layer.layer_id, component)
+            if tables is None:
+                shape = (component.parts, component.kv_heads, component.head_dim)
+                fix = f"layer {layer.layer_id} of the asset is another: calibrate for this model"
+                raise LayoutMismatchError("layer", shape, fix)
+            found = self.coded(bits, layer, tables)
+        if found is not None:
+            number, fields, error = found
+            head = HEAD.pack(CODED, self.quality, layer.layer_id, number, asset.digest)
+            data = as_bytes(head + b"".join(map(_bytes_of, fields)))
+            if len(data) < component.layer_bytes:
+                np.copyto(out[: len(data)], data)
+                bound = error if self.accuracy is Accuracy.bounded else 0.0
+                return EncodedLayer(len(data), self.accuracy, bound)
         out[:HEAD_BYTES] = 0
         end = HEAD_BYTES + component.layer_bytes
-        for view, part in zip(_elements(out[HEAD_BYTES:end], component), bits, strict=True):
+        for view, part in zip(part_views(out[HEAD_BYTES:end], component), bits, strict=True):
             np.copyto(view, part)
         return EncodedLayer(end, Accuracy.exact)
 
@@ -173,37 +271,38 @@ class AssetCodec(LossyCodec):
         if len(body) < HEAD_BYTES:
             raise InvalidFrameError("stored_bytes", len(body), f"at least {HEAD_BYTES}")
         views = [part.view(f"<u{part.dtype.itemsize}") for part in out]
-        if body[0] == CODED and _is_float(component) and component.head_dim <= MAX_DIM:
-            self.decode_coded(body, component, views, position)
+        if body[0] == CODED and _is_coded(component):
+            head = self._head(body, component)
+            self.decode_coded(body[HEAD_BYTES:], component, views, head, position)
             return
         if position is not None:
             raise InvalidRequestError("position", position, "this layer's keys cannot be rotated")
         if body[:HEAD_BYTES].any():
             raise InvalidFrameError("method", int(body[0]), "this reader knows 0 and 1")
-        if len(body) != HEAD_BYTES + component.layer_bytes:
-            fix = f"a layer has {component.layer_bytes}"
-            raise InvalidFrameError("stored_bytes", len(body) - HEAD_BYTES, fix)
-        for part, view in zip(views, _elements(body[HEAD_BYTES:], component), strict=True):
+        for part, view in zip(views, part_views(body[HEAD_BYTES:], component), strict=True):
             np.copyto(part, view)
 
-    def another_model(self, layer: LayerTerms) -> LayoutMismatchError:
-        """Return the error of a layer that the asset does not describe."""
-        c = layer.component
-        fix = f"layer {layer.layer_id} of the asset is another: calibrate for this model"
-        return LayoutMismatchError("layer", (c.parts, c.kv_heads, c.head_dim), fix)
+    def _head(self, body: Bytes, component: Component) -> Coded:
+        _, quality, index, number, digest = HEAD.unpack(body[:HEAD_BYTES].tobytes())
+        if quality >= QUALITY_COUNT:
+            raise InvalidFrameError("quality", quality, f"0 to {QUALITY_COUNT - 1}")
+        asset = self._bound
+        if asset is None or asset.digest != digest:
+            asset = self._shelf.any_named(self.kind, digest)
+        tables = _tables(self.tables, asset).layer(index, component)
+        if tables is None:
+            raise InvalidFrameError("layer", index, "the asset has no such layer")
+        return Coded(quality, number, tables)
 
 
-def _is_float(component: Component) -> bool:
-    """Whether it has numbers that may lose some of their precision: no states, no codes."""
-    return component.dtype in FLOAT_TYPES and component.kind is not LayerKind.state
+@lru_cache(maxsize=16)
+def _tables(kind: type[AssetTables], asset: Asset) -> AssetTables:
+    return kind(asset)
 
 
-def _is_codable(bits: Sequence[Part], component: Component) -> bool:
-    if not _is_float(component) or component.head_dim > MAX_DIM:
-        return False
-    return all(is_finite(part, component.dtype) for part in bits)
+def _is_coded(component: Component) -> bool:
+    return has_floats(component) and component.head_dim <= MAX_DIM
 
 
-def _elements(data: Bytes, component: Component) -> Part:
-    typed = data.view(f"<u{component.dtype.item_bytes}")
-    return typed.reshape(component.parts, *component.shape)
+def _bytes_of(field: Table | bytes) -> bytes:
+    return field if isinstance(field, bytes) else np.ascontiguousarray(field).tobytes()

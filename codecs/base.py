@@ -7,16 +7,16 @@ buffers and keeps no state: callers bring the memory, and may call from any thre
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.codecs.block_part import BlockLayers, BlockPart, BlockStack, to_dense
-from kvstore.proto.buffers import Bytes, checksum
+from kvstore.codecs.block_part import BlockLayers, BlockPart, to_dense
+from kvstore.proto.buffers import Bytes, checksum, copy_bytes
 from kvstore.proto.errors import (
     InvalidFrameError,
     InvalidRequestError,
@@ -137,38 +137,6 @@ class EncodedLayer:
     refinements: tuple[NDArray[np.uint8], ...] = ()
 
 
-T = TypeVar("T")
-
-
-class Registry(Generic[T]):
-    """Classes of one kind by name; modules with heavy imports load only when named."""
-
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
-        self._paths: dict[str, str] = {}
-
-    def register(self, name: str, path: str) -> None:
-        """Add ``path`` (``"package.module:Class"``) under *name*. Raises ValueError if taken."""
-        if name in self._paths:
-            raise ValueError(f"{self._kind} {name!r} is already registered")
-        self._paths[name] = path
-
-    def load(self, name: str) -> type[T]:
-        """Import and return the class registered under *name*. Raises LookupError."""
-        try:
-            module, _, attribute = self._paths[name].partition(":")
-        except KeyError:
-            known = ", ".join(self)
-            raise LookupError(f"unknown {self._kind} {name!r}; known: {known}") from None
-        return cast(type[T], getattr(import_module(module), attribute))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._paths))
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._paths
-
-
 Part: TypeAlias = NDArray[Any]
 """One tensor of one layer: (kv_heads, tokens, head_dim), any strides, the dtype's item size.
 
@@ -197,8 +165,7 @@ class Codec(ABC):
     """The number that frames carry. Never reused."""
     revision: ClassVar[int]
     accuracy: ClassVar[Accuracy]
-    takes_blocks: ClassVar[bool] = False
-    """Whether its own methods take BlockParts; others are given arrays, and one layer's copy."""
+    """The least that a frame may have: a layer that cannot be coded so is kept exactly."""
     levels: int = 0
     """Refinements behind the base of the frames it writes."""
     max_levels: ClassVar[int] = 0
@@ -216,7 +183,12 @@ class Codec(ABC):
 
     @abstractmethod
     def max_segment_bytes(self, component: Component) -> int:
-        """Upper bound of one encoded layer of *component*."""
+        """Upper bound of one encoded layer of *component*, its refinements aside."""
+
+    def max_refinement_bytes(self, component: Component) -> int:
+        """Upper bound of one refinement of one layer."""
+        del component
+        return 0
 
     @abstractmethod
     def encode_segment(self, parts: Sequence[Part], component: Component, out: Bytes) -> int:
@@ -230,30 +202,25 @@ class Codec(ABC):
         whatever *data* says.
         """
 
-    def encode_checked(
-        self, parts: Sequence[Part], component: Component, out: Bytes
-    ) -> tuple[int, int]:
-        """Encode one layer into *out*; return the bytes used and their checksum."""
-        stored_bytes = self.encode_segment(parts, component, out)
-        return stored_bytes, checksum(out[:stored_bytes])
+    def encode_layer(self, parts: Sequence[Part], layer: LayerTerms, out: Bytes) -> EncodedLayer:
+        """Encode the base of one layer into *out*, and return its refinements, if any.
 
-    def decode_checked(
-        self, header: FrameHeader, index: int, data: Bytes, out: Sequence[AnyPart]
-    ) -> None:
-        """Verify *data*, the stored bytes of segment *index*, and decode it into *out*.
-
-        Raises ChunkCorruptError or InvalidFrameError; *out* then holds rubbish.
+        *out* has at least ``max_segment_bytes``.
         """
-        check_segment(header, index, checksum(data))
-        component = header.layout.components[int(header.segments[index]["component"])]
-        dense = [
-            np.empty(part.shape, part.dtype) if isinstance(part, BlockPart) else part
-            for part in out
-        ]
-        self.decode_segment(data, component, dense)
-        for part, array in zip(out, dense, strict=True):
-            if isinstance(part, BlockPart):
-                part.scatter(array)
+        return EncodedLayer(self.encode_segment(parts, layer.component, out), self.accuracy)
+
+    def decode_layer(
+        self, data: Sequence[Bytes], component: Component, out: Sequence[Part], position: int | None
+    ) -> None:
+        """Decode a layer's base and as many refinements as *data* has into *out*.
+
+        Keys are rotated to *position*, or to where they were for None. Raises
+        InvalidFrameError; InvalidRequestError for a *position* where keys cannot be rotated.
+        """
+        if position is not None:
+            fix = f"{self.name} stores keys as they are rotated"
+            raise InvalidRequestError("position", position, fix)
+        self.decode_segment(data[0], component, out)
 
     def reads(self, revision: int) -> bool:
         """Whether it decodes segments of *revision*: its own, and all before."""
@@ -282,10 +249,11 @@ class Codec(ABC):
 
     def max_frame_bytes(self, layout: KVLayout) -> int:
         """Upper bound of the encoded frame of *layout*."""
-        size = header_bytes(layout)
+        size = header_bytes(layout, self.levels)
         for component in layout.components:
-            bound = self.max_segment_bytes(component) + ALIGN_BYTES
-            size += component.layers * bound
+            base = self.max_segment_bytes(component) + ALIGN_BYTES
+            refinement = self.max_refinement_bytes(component) + ALIGN_BYTES
+            size += component.layers * (base + self.levels * refinement)
         return size
 
     def encode(
@@ -297,23 +265,41 @@ class Codec(ABC):
     ) -> FrameHeader:
         """Write the frame of *tensors* to the start of *out* and return its header.
 
-        Checksums stay zero where the template says FLAG_UNSUMMED. Only lossy codecs look at
-        *terms*.
-
-        Raises LayoutMismatchError when *tensors* do not have the template's layout.
+        Checksums stay zero where the template says FLAG_UNSUMMED. Raises LayoutMismatchError when
+        *tensors* do not have the template's layout, InvalidRequestError when *terms* do not.
         """
         check_tensors(template.layout, tensors)
-        writer = FrameWriter(template, out)
-        for component, layers in zip(template.layout.components, tensors, strict=True):
-            room_bytes = self.max_segment_bytes(component)
-            for places in layers:
-                room = writer.reserve(room_bytes)
-                parts: Any = places if self.takes_blocks else list(map(to_dense, places))
-                if template.flags & FLAG_UNSUMMED:
-                    writer.commit(self.encode_segment(parts, component, room), 0)
-                else:
-                    writer.commit(*self.encode_checked(parts, component, room))
-        return writer.finish(self.codec_id, self.revision, self.accuracy)
+        dense = (list(map(to_dense, places)) for layers in tensors for places in layers)
+        return self.encode_layers(template, dense, out, terms)
+
+    def encode_layers(
+        self,
+        template: FrameTemplate,
+        layers: Iterable[Sequence[Part]],
+        out: Bytes,
+        terms: EncodeTerms | None = None,
+    ) -> FrameHeader:
+        """Write the frame of *layers*, each needed until the next is asked for."""
+        writer = FrameWriter(template, out, self.levels)
+        later: list[list[Bytes]] = [[] for _ in range(self.levels)]
+        accuracy, error_bound = Accuracy.exact, 0.0
+        unsummed = 0 if template.flags & FLAG_UNSUMMED else None
+        every = (terms or EncodeTerms()).layers(template.layout, template.position)
+        for layer, parts in zip(every, layers, strict=True):
+            room = writer.reserve(self.max_segment_bytes(layer.component))
+            encoded = self.encode_layer(parts, layer, room)
+            writer.commit(encoded.stored_bytes, unsummed)
+            for level, data in zip(later, encoded.refinements, strict=True):
+                level.append(data)
+            accuracy = min(accuracy, encoded.accuracy)
+            error_bound = max(error_bound, encoded.error_bound)
+        for level in later:
+            for data in level:
+                copy_bytes(writer.reserve(len(data)), data)
+                writer.commit(len(data), unsummed)
+        if accuracy is not Accuracy.bounded:
+            error_bound = 0.0
+        return writer.finish(self.codec_id, self.revision, accuracy, error_bound, self.asset)
 
     def decode_into(self, header: FrameHeader, frame: Bytes, out: AnyTensors) -> None:
         """Verify each segment of *frame* and decode it into *out*.
@@ -322,10 +308,82 @@ class Codec(ABC):
         Raises ChunkCorruptError or InvalidFrameError; *out* then holds rubbish. Raises
         UnknownCodecError for a frame of another codec or revision; *out* is then untouched.
         """
+        self.decode_prefix(header, frame, header.levels, out)
+
+    def decode_prefix(
+        self,
+        header: FrameHeader,
+        prefix: Bytes,
+        level: int,
+        out: AnyTensors,
+        position: int | None = None,
+    ) -> None:
+        """Verify and decode the levels 0 to *level* of a frame, whose first bytes *prefix* has.
+
+        Keys come back as they were, or rotated as if the chunk began at *position*. Raises as
+        ``decode_into`` does, and InvalidFrameError for a level that the frame does not have.
+        """
         self.check_header(header)
+        if not 0 <= level <= header.levels:
+            raise InvalidFrameError("level", level, f"the frame has 0 to {header.levels}")
         check_room(header.layout, out)
-        for index, _, parts in each_wanted(header.layout, out):
-            self.decode_checked(header, index, header.segment(frame, index), parts)
+        count = header.layout.segment_count
+        for index, component, places in each_wanted(header.layout, out):
+            data = []
+            for segment in range(index, (level + 1) * count, count):
+                data.append(header.segment(prefix, segment))
+                check_segment(header, segment, checksum(data[-1]))
+            place = None if position is None else position + component.first_token
+            self._decode_places(data, component, places, place)
+
+    def decode_checked(
+        self, header: FrameHeader, index: int, data: Bytes, out: Sequence[AnyPart]
+    ) -> None:
+        """Verify *data*, the stored bytes of the base segment *index*, and decode it alone.
+
+        Raises ChunkCorruptError or InvalidFrameError; *out* then holds rubbish.
+        """
+        check_segment(header, index, checksum(data))
+        component = header.layout.components[int(header.segments[index]["component"])]
+        self._decode_places([data], component, out, None)
+
+    def _decode_places(
+        self,
+        data: Sequence[Bytes],
+        component: Component,
+        places: Sequence[AnyPart],
+        position: int | None,
+    ) -> None:
+        dense = [np.empty(p.shape, p.dtype) if isinstance(p, BlockPart) else p for p in places]
+        self.decode_layer(data, component, dense, position)
+        for place, array in zip(places, dense, strict=True):
+            if isinstance(place, BlockPart):
+                place.scatter(array)
+
+
+class LossyCodec(Codec):
+    """Encode layers as exactly as each allows, and say in the frame how exact that was.
+
+    It has ``encode_layer`` and ``decode_layer``. ``tests/contracts/lossy_codec.py`` has the suite.
+    """
+
+    @abstractmethod
+    def encode_layer(self, parts: Sequence[Part], layer: LayerTerms, out: Bytes) -> EncodedLayer:
+        """As ``Codec.encode_layer``."""
+
+    @abstractmethod
+    def decode_layer(
+        self, data: Sequence[Bytes], component: Component, out: Sequence[Part], position: int | None
+    ) -> None:
+        """As ``Codec.decode_layer``; never allocates more than a layer and a fixed scratch."""
+
+    def encode_segment(self, parts: Sequence[Part], component: Component, out: Bytes) -> int:
+        """Encode one layer without any terms."""
+        return self.encode_layer(parts, LayerTerms(component), out).stored_bytes
+
+    def decode_segment(self, data: Bytes, component: Component, out: Sequence[Part]) -> None:
+        """Decode one verified base into *out*."""
+        self.decode_layer([data], component, out, None)
 
 
 def check_room(layout: KVLayout, out: AnyTensors) -> None:
@@ -356,7 +414,7 @@ def check_tensors(layout: KVLayout, tensors: AnyTensors, *, may_lack: bool = Fal
             continue
         if len(layers) != component.layers:
             raise LayoutMismatchError("layers", len(layers), f"give {component.layers}")
-        is_alike = isinstance(layers, BlockStack | BlockLayers)
+        is_alike = isinstance(layers, BlockLayers)
         for parts in layers[:1] if is_alike else layers:
             check_parts(component, parts)
 
@@ -386,7 +444,15 @@ def empty_tensors(layout: KVLayout) -> list[list[list[Part]]]:
     ]
 
 
-CODECS: Registry[Codec] = Registry("codec")
+CODECS = {
+    "cachegen": "kvstore.codecs.cachegen:CachegenCodec",
+    "kivi": "kvstore.codecs.kivi:KiviCodec",
+    "kvq": "kvstore.codecs.kvq:KvqCodec",
+    "kvtc": "kvstore.codecs.kvtc:KvtcCodec",
+    "lossless": "kvstore.codecs.lossless:LosslessCodec",
+    "raw": "kvstore.codecs.raw:RawCodec",
+}
+"""Module and class by name: a codec is imported once it is named."""
 
 REMOVED = {1: "zstd", 3: "xans", 4: "xpack", 5: "fp8", 11: "mixed"}
 """Ids that are never used again: of codecs that are gone. A frame of one is a miss."""
@@ -417,17 +483,16 @@ REPLACED = {
 }
 """Names that are gone, and what to write instead."""
 
-CODECS.register("raw", "kvstore.codecs.raw:RawCodec")
-CODECS.register("lossless", "kvstore.codecs.lossless:LosslessCodec")
-CODECS.register("kvq", "kvstore.codecs.kvq:KvqCodec")
-CODECS.register("kivi", "kvstore.codecs.kivi:KiviCodec")
-CODECS.register("cachegen", "kvstore.codecs.cachegen:CachegenCodec")
-CODECS.register("kvtc", "kvstore.codecs.kvtc:KvtcCodec")
+
+def codec_class(name: str) -> type[Codec]:
+    """Import and return the class of the codec *name*."""
+    module, _, attribute = CODECS[name].partition(":")
+    return cast(type[Codec], getattr(import_module(module), attribute))
 
 
 def boundless_codecs() -> list[str]:
     """Return the names of the codecs whose copies state no bound."""
-    return [name for name in CODECS if CODECS.load(name).accuracy is Accuracy.approximate]
+    return [name for name in CODECS if codec_class(name).accuracy is Accuracy.approximate]
 
 
 def codec_by_name(name: str) -> Codec:
@@ -440,7 +505,7 @@ def codec_by_name(name: str) -> Codec:
         raise UnknownCodecError(name, f"{REPLACED[plain]}, which replaces {plain}")
     if plain not in CODECS:
         raise UnknownCodecError(plain, ", ".join(CODECS))
-    return CODECS.load(plain).of(terms) if colon else CODECS.load(plain)()
+    return codec_class(plain).of(terms) if colon else codec_class(plain)()
 
 
 def codec_by_id(codec_id: int) -> Codec:

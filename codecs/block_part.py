@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, overload
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -199,14 +199,14 @@ class Alike(NamedTuple):
 
 
 class BlockLayers(Sequence[list[BlockPart]]):
-    """Layers that are *alike* and have a chunk in the same blocks, those of *span*.
+    """Layers that have a chunk in the same blocks, those of *span*; *alike* or not, if None.
 
     An engine's layers are looked at once: chunk after chunk, each look costs as much as the copy.
     *pages*: those of each part of each layer.
     """
 
     def __init__(
-        self, pages: Sequence[Sequence[NDArray[Any]]], alike: Alike, span: BlockSpan
+        self, pages: Sequence[Sequence[NDArray[Any]]], alike: Alike | None, span: BlockSpan
     ) -> None:
         self.alike = alike
         self.span = span
@@ -215,17 +215,40 @@ class BlockLayers(Sequence[list[BlockPart]]):
     def __len__(self) -> int:
         return len(self._pages)
 
-    @overload
-    def __getitem__(self, at: int) -> list[BlockPart]: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> list[list[BlockPart]]: ...
-
     @override
-    def __getitem__(self, at: int | slice) -> list[BlockPart] | list[list[BlockPart]]:
+    def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
-            return [[BlockPart(one, self.span) for one in layer] for layer in self._pages[at]]
+            return [self[index] for index in range(len(self))[at]]
         return [BlockPart(one, self.span) for one in self._pages[at]]
+
+
+class BlockStack(BlockLayers):
+    """Layers that lie in one array each of their parts.
+
+    *parts*: K and V, or latents, each (layers, blocks, kv_heads, block_tokens, head_dim), any
+    strides. A copy of all layers is one call for each part: whatever shares the interpreter with
+    the thread that copies is held up by every call.
+    """
+
+    def __init__(self, parts: Sequence[NDArray[Any]]) -> None:
+        """Raises LayoutMismatchError unless the parts have one shape of five dimensions."""
+        shapes = {part.shape for part in parts}
+        if len(shapes) != 1 or any(len(shape) != 5 for shape in shapes):
+            fix = "give parts of one (layers, blocks, kv_heads, block_tokens, head_dim)"
+            raise LayoutMismatchError("parts", sorted(shapes), fix)
+        ((_, blocks, _, tokens, _),) = shapes
+        span = BlockSpan.of(np.arange(blocks), tokens, 0, blocks * tokens)
+        pages = list(zip(*parts, strict=True))
+        super().__init__(pages, Alike.of(pages), span)
+        self._parts = tuple(parts)
+
+    def gather(self, room: NDArray[np.uint8]) -> None:
+        """Fill *room* with the layers as a raw frame has them, their parts one after another."""
+        layers, blocks, heads, tokens, width = self._parts[0].shape
+        shape = layers, len(self._parts), heads, blocks, tokens, width
+        typed = room.view(f"<u{self._parts[0].itemsize}").reshape(shape)
+        for number, part in enumerate(self._parts):
+            np.copyto(typed[:, number], part.swapaxes(1, 2))
 
 
 def block_rows(
@@ -243,11 +266,8 @@ def block_rows(
         parts = [part for layer in layers for part in layer if isinstance(part, BlockPart)]
         if not parts or len(parts) < sum(map(len, layers)) or len({id(p.span) for p in parts}) > 1:
             return None
-        every, span = Alike.of([[part.pages for part in layer] for layer in layers]), parts[0].span  # type: ignore[union-attr]
-        if every is None:
-            return None
-        alike = every
-    if len(span.scattered) != 1 or span.scattered[0].slots != slice(None):
+        alike, span = Alike.of([[part.pages for part in layer] for layer in layers]), parts[0].span  # type: ignore[union-attr]
+    if alike is None or len(span.scattered) != 1 or span.scattered[0].slots != slice(None):
         return None
     blocks, heads, tokens, width = alike.shape
     named = span.scattered[0].blocks
@@ -257,7 +277,7 @@ def block_rows(
     block_bytes = tokens * width * alike.item_bytes
     layer_rows = len(alike.turned) * heads * len(ids)
     if max(starts) + layer_rows * block_bytes > len(frame) or frame.strides != (1,):
-        return None  # to be refused by who takes it layer by layer
+        return None  # refused where it is taken layer by layer
     rows = np.zeros((len(layers), len(alike.turned), heads, len(ids), BLOCK_ROW), np.uint64)
     rows[..., 0] = alike.heads + ids * alike.block_step
     origins = np.array(starts) + frame.ctypes.data
@@ -313,48 +333,3 @@ def check_block_ids(block_ids: Sequence[int], blocks: int) -> NDArray[np.intp]:
     if len(np.unique(ids)) != len(ids):
         raise InvalidRequestError("block_ids", len(ids), "name each block once")
     return ids
-
-
-class BlockStack(Sequence[list[BlockPart]]):
-    """Layers of which each has its tokens in the same blocks, one after another.
-
-    *parts*: K and V, or latents, each (layers, blocks, kv_heads, block_tokens, head_dim), any
-    strides. A copy of all layers is one call for each part: whoever shares the interpreter with
-    the thread that copies is held up by every call.
-    """
-
-    def __init__(self, parts: Sequence[NDArray[Any]]) -> None:
-        """Raises LayoutMismatchError unless the parts have one shape of five dimensions."""
-        shapes = {part.shape for part in parts}
-        if len(shapes) != 1 or any(len(shape) != 5 for shape in shapes):
-            fix = "give parts of one (layers, blocks, kv_heads, block_tokens, head_dim)"
-            raise LayoutMismatchError("parts", sorted(shapes), fix)
-        ((layers, blocks, _, tokens, _),) = shapes
-        span = BlockSpan.of(np.arange(blocks), tokens, 0, blocks * tokens)
-        self._parts = tuple(parts)
-        self._layers = [[BlockPart(part[at], span) for part in parts] for at in range(layers)]
-
-    def __len__(self) -> int:
-        return len(self._layers)
-
-    @overload
-    def __getitem__(self, at: int) -> list[BlockPart]: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> list[list[BlockPart]]: ...
-
-    @override
-    def __getitem__(self, at: int | slice) -> list[BlockPart] | list[list[BlockPart]]:
-        return self._layers[at]
-
-    @override
-    def __iter__(self) -> Iterator[list[BlockPart]]:
-        return iter(self._layers)
-
-    def gather(self, room: NDArray[np.uint8]) -> None:
-        """Fill *room* with the layers as a raw frame has them, their parts one after another."""
-        layers, blocks, heads, tokens, width = self._parts[0].shape
-        shape = layers, len(self._parts), heads, blocks, tokens, width
-        typed = room.view(f"<u{self._parts[0].itemsize}").reshape(shape)
-        for number, part in enumerate(self._parts):
-            np.copyto(typed[:, number], part.swapaxes(1, 2))

@@ -12,20 +12,19 @@ algorithm under this name, and ``kvq`` is the one that needs no calibration.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from kvstore.codecs.asset_codec import CODED, HEAD_BYTES, QUALITY_COUNT, AssetCodec
-from kvstore.codecs.assets import Asset, AssetKind
+from kvstore.codecs.asset_codec import AssetCodec, AssetTables, Coded, CodedLayer
+from kvstore.codecs.assets import Asset, AssetKind, Table
 from kvstore.codecs.base import LayerTerms, Part
 from kvstore.codecs.floats import (
+    ByteCutter,
     Floats,
     check_scales,
     from_float32,
@@ -34,22 +33,18 @@ from kvstore.codecs.floats import (
     to_float32,
 )
 from kvstore.codecs.rans import GROUP_CHANNELS, LANES, SLOTS, ModelTable, native_backend
-from kvstore.proto.buffers import Bytes, as_bytes
+from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
-from kvstore.proto.types import DIGEST_BYTES, Accuracy, Component
+from kvstore.proto.types import Accuracy, Component
 
 QUALITIES = (2.0, 1.0, 0.5, 0.25)
 """Bin widths of the qualities 0 to 3, in those of the paper's default level, which is 1."""
-DEFAULT_QUALITY = 1
 GROUP_TOKENS = 10
 """Tokens of a group: an anchor and nine deltas to it."""
 MAX_BOOK = 64
 ANCHOR_SYMBOLS, ANCHOR_ZERO = 256, 128
 DELTA_SYMBOLS, DELTA_ZERO = 128, 64
 ESCAPE = 0
-
-Table: TypeAlias = NDArray[Any]
-_Tables: TypeAlias = tuple[Table, Table, Table]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,84 +62,90 @@ class ChannelModels:
         padding[0, zero + 1] = 1
         return cls(ModelTable(np.concatenate([rows, padding]).astype(np.uint16)), zero)
 
-    @property
-    def padding(self) -> int:
-        """The model of channels that only fill up a tile."""
-        return len(self.table.frequencies) - 1
+    def encode(self, symbols: Table, models: Table) -> tuple[NDArray[Any], ...]:
+        """Return states, counts and words of *symbols* u8 (parts, heads, tokens, dim)."""
+        return native_backend().encode_tiles(
+            to_tiles(symbols, self.zero), self._rows(models), self.table
+        )
+
+    def decode(
+        self, stream: Sequence[NDArray[Any]], models: Table, tokens: int, component: Component
+    ) -> Table:
+        """Return the symbols of *stream*: states, counts and words."""
+        parts, heads, dim = component.parts, component.kv_heads, component.head_dim
+        rows = self._rows(models)
+        out: Table = np.empty((len(rows), tokens, rows.shape[1]), np.uint8)
+        states, counts, words = stream
+        states = states.reshape(len(out), LANES)
+        native_backend().decode_tiles(states, counts, words, rows, self.table, out)
+        if dim % GROUP_CHANNELS == 0:
+            return out.reshape(parts, heads, -1, dim)
+        return out[..., : heads * dim].reshape(parts, -1, heads, dim).transpose(0, 2, 1, 3)
+
+    def _rows(self, models: Table) -> Table:
+        return to_tiles(models, len(self.table.frequencies) - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTables:
-    """One layer: ``widths`` f4 (parts, heads), models u1 (parts, heads, dim)."""
+    """One layer: ``widths`` f4 (parts, heads), anchor models u1 (parts, heads, dim), delta models
+    u1 (qualities, parts, heads, dim), and the distributions of both.
+    """
 
     widths: Table
     anchor_models: Table
     delta_models: Table
-
-
-@dataclass(frozen=True, slots=True)
-class CachegenTables:
-    """An asset of this codec, checked. Arrays are read-only.
-
-    Per component: ``widths`` f4 (layers, parts, heads), ``anchor_models`` u1 (layers, parts,
-    heads, dim), ``delta_models`` u1 (qualities x layers, parts, heads, dim).
-    """
-
     anchors: ChannelModels
     deltas: ChannelModels
-    components: tuple[_Tables, ...]
 
-    @classmethod
-    def of(cls, asset: Asset) -> CachegenTables:
-        """Check *asset*. Raises InvalidRequestError that names the table at fault."""
+
+class CachegenTables(AssetTables):
+    """Per component: widths f4 (layers, parts, heads), anchor models u1 (layers, parts, heads,
+    dim), delta models u1 (layers, qualities, parts, heads, dim). Arrays are read-only.
+    """
+
+    needed = "widths"
+
+    def __init__(self, asset: Asset) -> None:
         rows = asset.table("anchors", "<u2", (-1, ANCHOR_SYMBOLS))
         delta_rows = asset.table("deltas", "<u2", (-1, DELTA_SYMBOLS))
-        if not (1 <= len(rows) <= MAX_BOOK and 1 <= len(delta_rows) <= MAX_BOOK):
-            raise InvalidRequestError(
-                "asset books", (len(rows), len(delta_rows)), f"1 to {MAX_BOOK}"
-            )
+        counts = (len(rows), len(delta_rows))
+        if not (min(counts) >= 1 and max(counts) <= MAX_BOOK):
+            raise InvalidRequestError("asset books", counts, f"1 to {MAX_BOOK}")
         if not (rows[:, 1:].all() and delta_rows.all()):
             raise InvalidRequestError("asset books", "frequency 0", "every symbol must be codable")
+        self._counts = counts
         try:
-            anchors = ChannelModels.of(rows, ANCHOR_ZERO)
-            deltas = ChannelModels.of(delta_rows, DELTA_ZERO)
+            self._anchors = ChannelModels.of(rows, ANCHOR_ZERO)
+            self._deltas = ChannelModels.of(delta_rows, DELTA_ZERO)
         except InvalidFrameError as error:
             raise InvalidRequestError("asset books", "frequencies", str(error)) from None
-        components: list[_Tables] = []
-        while f"{len(components)}.widths" in asset.tables:
-            components.append(_component(asset, len(components), len(rows), len(delta_rows)))
-        if not components:
-            raise InvalidRequestError("asset", "0.widths", "cachegen needs this table")
-        return cls(anchors, deltas, tuple(components))
+        super().__init__(asset)
 
-    def layer(self, index: int, component: Component, quality: int) -> LayerTables | None:
-        """Return the tables of the chunk's layer *index*, counted over all components.
+    @override
+    def component(self, asset: Asset, prefix: str) -> tuple[Any, ...]:
+        widths = asset.table(f"{prefix}widths", "<f4", (-1, -1, -1))
+        layers, parts, heads = widths.shape
+        anchors = asset.table(f"{prefix}anchors", "|u1", (layers, parts, heads, -1))
+        shape = (len(QUALITIES) * layers, parts, heads, anchors.shape[3])
+        deltas = asset.table(f"{prefix}deltas", "|u1", shape)
+        if not ((widths > 0) & (widths < 2.0**64)).all():
+            raise InvalidRequestError(f"asset table {prefix}widths", "not positive", "> 0")
+        if int(anchors.max()) >= self._counts[0] or int(deltas.max()) >= self._counts[1]:
+            raise InvalidRequestError(f"asset table {prefix}models", "too large", "no such model")
+        by_quality = deltas.reshape(len(QUALITIES), *anchors.shape)
+        return widths, anchors, by_quality.swapaxes(0, 1)
 
-        None unless the asset was made for such a layer.
-        """
-        shape = (component.parts, component.kv_heads, component.head_dim)
-        for widths, anchors, deltas in self.components:
-            layers = len(widths)
-            if index < layers:
-                if anchors.shape[1:] != shape:
-                    return None
-                width = widths[index] * np.float32(QUALITIES[quality])
-                return LayerTables(width, anchors[index], deltas[quality * layers + index])
-            index -= layers
-        return None
-
-
-def _component(asset: Asset, index: int, anchor_rows: int, delta_rows: int) -> _Tables:
-    widths = asset.table(f"{index}.widths", "<f4", (-1, -1, -1))
-    layers, parts, heads = widths.shape
-    anchors = asset.table(f"{index}.anchors", "|u1", (layers, parts, heads, -1))
-    dim = anchors.shape[3]
-    deltas = asset.table(f"{index}.deltas", "|u1", (len(QUALITIES) * layers, parts, heads, dim))
-    if not ((widths > 0) & (widths < 2.0**64)).all():
-        raise InvalidRequestError(f"asset table {index}.widths", "not positive", "a width is > 0")
-    if int(anchors.max()) >= anchor_rows or int(deltas.max()) >= delta_rows:
-        raise InvalidRequestError(f"asset table {index}.models", "too large", "no such model")
-    return widths, anchors, deltas
+    @override
+    def parts_of(
+        self, arrays: tuple[Any, ...], index: int, component: Component
+    ) -> LayerTables | None:
+        widths, anchors, deltas = arrays
+        if anchors.shape[1:] != (component.parts, component.kv_heads, component.head_dim):
+            return None
+        return LayerTables(
+            widths[index], anchors[index], deltas[index], self._anchors, self._deltas
+        )
 
 
 def to_tiles(array: Table, padding: int) -> Table:
@@ -160,23 +161,6 @@ def to_tiles(array: Table, padding: int) -> Table:
     room = np.full((parts, *tokens, channels + -channels % GROUP_CHANNELS), padding, np.uint8)
     room[..., :channels] = np.moveaxis(array, 1, -2).reshape(parts, *tokens, channels)
     return room
-
-
-def empty_tiles(component: Component, tokens: int) -> Table:
-    """Return uninitialised tiles of *tokens* tokens of a layer of *component*."""
-    parts, heads, dim = component.parts, component.kv_heads, component.head_dim
-    if dim % GROUP_CHANNELS == 0:
-        return np.empty((parts * heads, tokens, dim), np.uint8)
-    return np.empty((parts, tokens, heads * dim + -(heads * dim) % GROUP_CHANNELS), np.uint8)
-
-
-def from_tiles(tiles: Table, component: Component) -> Table:
-    """Return tiles as a view (parts, heads, tokens, dim)."""
-    parts, heads, dim = component.parts, component.kv_heads, component.head_dim
-    if dim % GROUP_CHANNELS == 0:
-        return tiles.reshape(parts, heads, -1, dim)
-    split = tiles[..., : heads * dim].reshape(parts, -1, heads, dim)
-    return split.transpose(0, 2, 1, 3)
 
 
 MAX_ESCAPED = 8
@@ -266,12 +250,6 @@ def _join_head(
         from_float32(flat, component.dtype, out[token:stop])
 
 
-_HEAD = struct.Struct(f"<BBHI{DIGEST_BYTES}s")
-
-assert _HEAD.size == HEAD_BYTES
-assert len(QUALITIES) == QUALITY_COUNT
-
-
 class CachegenCodec(AssetCodec):
     """One layer is one stream of anchors and one of deltas. Needs an asset of its model."""
 
@@ -280,120 +258,67 @@ class CachegenCodec(AssetCodec):
     revision = 1
     accuracy = Accuracy.bounded
     kind = AssetKind.cachegen
-    default_quality = DEFAULT_QUALITY
+    tables = CachegenTables
 
     @override
     def coded(
-        self, bits: Sequence[Part], layer: LayerTerms, asset: Asset
-    ) -> tuple[Bytes, float] | None:
-        """Return a layer's bytes and its largest error; None where too much has no bin."""
-        component, tables = layer.component, _tables(asset)
-        mine = tables.layer(layer.layer_id, component, self.quality)
-        if mine is None:
-            raise self.another_model(layer)
-        symbols = split(np.stack([to_float32(p, component.dtype) for p in bits]), mine.widths)
+        self, bits: Sequence[Part], layer: LayerTerms, tables: LayerTables
+    ) -> CodedLayer | None:
+        """Return a coded layer; None where too much has no bin."""
+        component, dtype = layer.component, layer.component.dtype
+        widths = tables.widths * np.float32(QUALITIES[self.quality])
+        values = [to_float32(part, dtype) for part in bits]
+        symbols = split(np.stack(values), widths)
         if symbols is None:
             return None
-        anchors = native_backend().encode_tiles(
-            to_tiles(symbols.anchors, ANCHOR_ZERO),
-            to_tiles(mine.anchor_models, tables.anchors.padding),
-            tables.anchors.table,
-        )
-        deltas = native_backend().encode_tiles(
-            to_tiles(symbols.deltas, DELTA_ZERO),
-            to_tiles(mine.delta_models, tables.deltas.padding),
-            tables.deltas.table,
-        )
-        escapes = len(symbols.escape_places)
-        head = _HEAD.pack(CODED, self.quality, layer.layer_id, escapes, asset.digest)
+        *anchors, anchor_words = tables.anchors.encode(symbols.anchors, tables.anchor_models)
+        models = tables.delta_models[self.quality]
+        *deltas, delta_words = tables.deltas.encode(symbols.deltas, models)
         fields = (
-            symbols.scales, anchors[0], anchors[1], deltas[0], deltas[1], symbols.escape_places,
-            symbols.escape_steps, anchors[2], deltas[2],
+            symbols.scales, *anchors, *deltas, symbols.escape_places, symbols.escape_steps,
+            anchor_words, delta_words,
         )  # fmt: skip
-        data = as_bytes(head + b"".join(field.tobytes() for field in fields))
-        return data, self._error(data, bits, component)
-
-    def _error(self, data: Bytes, bits: Sequence[Part], component: Component) -> float:
-        """Return the largest absolute error of what decoding *data* gives."""
         back = [np.empty(component.shape, part.dtype) for part in bits]
-        self.decode_coded(data, component, back, None)
-        dtype = component.dtype
-        pairs = zip(back, bits, strict=True)
-        return max(largest_error(to_float32(b, dtype), to_float32(a, dtype)) for b, a in pairs)
+        join(symbols, widths, component, back)
+        pairs = zip(back, values, strict=True)
+        error = max(largest_error(to_float32(one, dtype), other) for one, other in pairs)
+        return len(symbols.escape_places), fields, error
 
     @override
     def decode_coded(
-        self, data: Bytes, component: Component, out: Sequence[Part], position: int | None
-    ) -> None:
+        self, body: Bytes, component: Component, out: Sequence[Part], head: Coded,
+        position: int | None,
+    ) -> None:  # fmt: skip
         """Decode one coded layer; its keys are as they were rotated."""
         if position is not None:
             raise InvalidRequestError("position", position, "cachegen does not rotate keys")
-        _, quality, index, escapes, digest = _HEAD.unpack(data[:HEAD_BYTES].tobytes())
-        if quality >= QUALITY_COUNT:
-            raise InvalidFrameError("quality", quality, f"0 to {QUALITY_COUNT - 1}")
-        tables = _tables(self.asset_of(digest))
-        layer = tables.layer(index, component, quality)
-        if layer is None:
-            raise InvalidFrameError("layer", index, "the asset has no such layer")
-        symbols = _parse(data[HEAD_BYTES:], component, escapes, tables, layer)
-        join(symbols, layer.widths, component, out)
-
-    @override
-    def layer_count(self, asset: Asset) -> int:
-        return sum(len(component[0]) for component in _tables(asset).components)
+        symbols = _parse(body, component, head)
+        join(symbols, head.tables.widths * np.float32(QUALITIES[head.quality]), component, out)
 
 
-@lru_cache(maxsize=16)
-def _tables(asset: Asset) -> CachegenTables:
-    return CachegenTables.of(asset)
-
-
-def _parse(
-    body: Bytes, component: Component, escapes: int, tables: CachegenTables, layer: LayerTables
-) -> Split:
+def _parse(body: Bytes, component: Component, head: Coded) -> Split:
     """Return the symbols in *body*, every length checked before it is used."""
+    parts, heads, escapes, tables = component.parts, component.kv_heads, head.number, head.tables
     groups = -(-component.tokens // GROUP_TOKENS)
     others = component.tokens - groups
-    items = component.parts * component.kv_heads * others * component.head_dim
+    items = parts * heads * others * component.head_dim
     if escapes > items // MAX_ESCAPED:
         raise InvalidFrameError("escapes", escapes, f"at most {items // MAX_ESCAPED}")
-    anchors, deltas = empty_tiles(component, groups), empty_tiles(component, others)
-    tiles = len(anchors)
-    scales_shape = (component.parts, component.kv_heads, groups)
-    sizes = [
-        2 * component.parts * component.kv_heads * groups, 4 * LANES * tiles, 4 * tiles,
-        4 * LANES * tiles, 4 * tiles, 4 * escapes, 2 * escapes,
-    ]  # fmt: skip
-    ends = np.cumsum(sizes).tolist()
-    if len(body) < ends[-1]:
-        raise InvalidFrameError("stored_bytes", len(body), f"at least {ends[-1]}")
-    kinds = ("<f2", "<u4", "<u4", "<u4", "<u4", "<u4", "<i2")
-    scales, states, counts, delta_states, delta_counts, places, steps = (
-        _field(body, end - size, end, kind)
-        for size, end, kind in zip(sizes, ends, kinds, strict=True)
-    )
+    tiles = parts * (heads if component.head_dim % GROUP_CHANNELS == 0 else 1)
+    cutter = ByteCutter(body)
+    take = cutter.take
+    scales = take("<f2", parts * heads * groups)
+    states, counts = take("<u4", LANES * tiles), take("<u4", tiles)
+    delta_states, delta_counts = take("<u4", LANES * tiles), take("<u4", tiles)
+    places, steps = take("<u4", escapes), take("<i2", escapes)
     check_scales(scales)
-    words_end = ends[-1] + 2 * int(counts.sum(dtype=np.uint64))
-    stop = words_end + 2 * int(delta_counts.sum(dtype=np.uint64))
-    if stop != len(body):
-        raise InvalidFrameError("words", stop, f"the layer has {len(body)} bytes")
-    words = _field(body, ends[-1], words_end, "<u2")
-    delta_words = _field(body, words_end, stop, "<u2")
-    native_backend().decode_tiles(
-        states.reshape(tiles, LANES), counts, words,
-        to_tiles(layer.anchor_models, tables.anchors.padding), tables.anchors.table, anchors,
-    )  # fmt: skip
-    native_backend().decode_tiles(
-        delta_states.reshape(tiles, LANES), delta_counts, delta_words,
-        to_tiles(layer.delta_models, tables.deltas.padding), tables.deltas.table, deltas,
-    )  # fmt: skip
+    words, delta_words = (take("<u2", int(c.sum(dtype=np.uint64))) for c in (counts, delta_counts))
+    cutter.end()
+    anchors = tables.anchors.decode(
+        (states, counts, words), tables.anchor_models, groups, component
+    )
+    stream = (delta_states, delta_counts, delta_words)
+    deltas = tables.deltas.decode(stream, tables.delta_models[head.quality], others, component)
     if escapes and (int(places[-1]) >= items or (places[1:] <= places[:-1]).any()):
         raise InvalidFrameError("escapes", int(places[-1]), "must ascend, within the layer")
-    return Split(
-        scales.reshape(scales_shape), from_tiles(anchors, component), from_tiles(deltas, component),
-        places, steps,
-    )  # fmt: skip
-
-
-def _field(body: Bytes, start: int, stop: int, kind: str) -> NDArray[Any]:
-    return np.require(body[start:stop].view(kind), requirements="A")
+    return Split(scales.reshape(parts, heads, groups), anchors, deltas, places, steps)

@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError
-from kvstore.proto.types import DType
+from kvstore.proto.types import Component, DType, LayerKind
 
 Floats: TypeAlias = NDArray[np.float32]
 Halves: TypeAlias = NDArray[np.float16]
@@ -22,6 +23,11 @@ FLOAT_TYPES = frozenset({DType.bfloat16, DType.float16, DType.float32})
 
 _EXPONENTS = {DType.bfloat16: 0x7F80, DType.float16: 0x7C00, DType.float32: 0x7F800000}
 _LARGEST_HALF = np.float32(65504)
+
+
+def has_floats(component: Component) -> bool:
+    """Whether it has numbers that may lose some of their precision: no states, no codes."""
+    return component.dtype in FLOAT_TYPES and component.kind is not LayerKind.state
 
 
 def is_finite(bits: NDArray[Any], dtype: DType) -> bool:
@@ -91,3 +97,24 @@ def check_scales(scales: NDArray[Any]) -> None:
     """Raise InvalidFrameError unless *scales*, float16, are finite and not negative."""
     if not ((scales >= 0) & (scales < np.inf)).all():
         raise InvalidFrameError("scale", "NaN, infinite or negative", "a scale is a number >= 0")
+
+
+class ByteCutter:
+    """Takes typed views from bytes, one behind the other, as far as there are any."""
+
+    def __init__(self, data: Bytes, at: int = 0) -> None:
+        self._data = data
+        self.at = at
+
+    def take(self, dtype: str, count: int) -> NDArray[Any]:
+        """Return the next *count* elements. Raises InvalidFrameError where there are fewer."""
+        start = self.at
+        self.at += count * np.dtype(dtype).itemsize
+        if self.at > len(self._data):
+            raise InvalidFrameError("stored_bytes", len(self._data), f"at least {self.at}")
+        return self._data[start : self.at].view(dtype)
+
+    def end(self) -> None:
+        """Raise InvalidFrameError if bytes are left."""
+        if self.at != len(self._data):
+            raise InvalidFrameError("stored_bytes", len(self._data), f"its counts make {self.at}")

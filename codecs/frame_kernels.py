@@ -54,6 +54,11 @@ Launch: TypeAlias = Callable[[str, tuple[int, int], Sequence[Argument]], None]
 """Queue a kernel by name on torch's current stream: the grid, in blocks of THREADS."""
 
 
+def run(launch: Launch, name: str, grid: tuple[int, int], *arguments: Argument | int) -> None:
+    """Queue a kernel; a plain number is 32 bits wide."""
+    launch(name, grid, [np.uint32(each) if isinstance(each, int) else each for each in arguments])
+
+
 @dataclass(frozen=True, slots=True)
 class _Segments:
     """Where the segments of a frame lie, and how many blocks are summed of each."""
@@ -121,10 +126,8 @@ class LaunchedKernels(FrameKernels):
         sums = self._empty(_LANES * segments.blocks)
         for cut in grid_cuts(segments.count if segments.blocks else 0):
             grid = (grid_of(4 * segments.most_blocks), cut.stop - cut.start)
-            self._launch(
-                "sum_blocks", grid, [memory, whole, segments.table[4 * cut.start :], sums,
-                np.uint32(segments.count), np.uint32(0)],
-            )  # fmt: skip
+            table = segments.table[4 * cut.start :]
+            run(self._launch, "sum_blocks", grid, memory, whole, table, sums, segments.count, 0)
         return self._finish(segments, [memory, whole, sums], [len(table) for table in tables])
 
     def _finish(
@@ -132,19 +135,13 @@ class LaunchedKernels(FrameKernels):
     ) -> Sums:
         """Make checksums of the sums of blocks; *counts* says how many segments a frame has."""
         memory, frames, sums = summed
-        total = sum(counts)
-        chained: list[Argument] = [
-            segments.table, sums, np.uint32(segments.count), np.uint32(segments.blocks),
-            np.uint32(total),
-        ]  # fmt: skip
+        total, hashes = sum(counts), self._empty(sum(counts))
+        sizes = (segments.count, segments.blocks, total)
         if segments.blocks:
-            self._launch("chain_blocks", (-(-_LANES * total // THREADS), 1), chained)
-        hashes = self._empty(total)
-        given: list[Argument] = [
-            memory, frames, segments.table, sums, hashes, np.uint32(segments.count),
-            np.uint32(segments.blocks), np.uint32(total),
-        ]  # fmt: skip
-        self._launch("finish_segments", (-(-total // THREADS), 1), given)
+            grid = (-(-_LANES * total // THREADS), 1)
+            run(self._launch, "chain_blocks", grid, segments.table, sums, *sizes)
+        given = (memory, frames, segments.table, sums, hashes)
+        run(self._launch, "finish_segments", (-(-total // THREADS), 1), *given, *sizes)
         there = brought(hashes)
 
         def wait() -> list[list[int]]:
@@ -177,14 +174,12 @@ class LaunchedKernels(FrameKernels):
         sums = self._empty(_LANES * segments.blocks * len(frames))
         threads = 4 * -(-plan.most_row_bytes * 2 // _BLOCK_BYTES)
         for cut in _frame_cuts(len(frames), segments.count):
-            given: list[Argument] = [
-                memory, starts[2 * cut.start :], segments.table,
-                sums[_LANES * segments.blocks * cut.start :], np.uint32(segments.count),
-                np.uint32(segments.blocks), plan.rows, plan.shapes, blocks,
-                np.uint32(paged.table_blocks),
-            ]  # fmt: skip
             grid = (grid_of(threads), segments.count * (cut.stop - cut.start))
-            self._launch("scatter_and_sum", grid, given)
+            run(
+                self._launch, "scatter_and_sum", grid, memory, starts[2 * cut.start :],
+                segments.table, sums[_LANES * segments.blocks * cut.start :], segments.count,
+                segments.blocks, plan.rows, plan.shapes, blocks, paged.table_blocks,
+            )  # fmt: skip
         return self._finish(segments, [memory, starts, sums], counts)
 
     @override
@@ -203,12 +198,12 @@ class LaunchedKernels(FrameKernels):
         word = self._word(plan, memory, frames)
         name = f"{'scatter' if to_pages else 'gather'}_{word}"
         for cut in _frame_cuts(len(frames), plan.row_count):
-            given: list[Argument] = [
-                memory, starts[2 * cut.start :], plan.rows, plan.shapes, blocks,
-                np.uint32(plan.row_count), np.uint32(paged.table_blocks),
-            ]  # fmt: skip
             words = -(-plan.most_row_bytes // word // _WORDS_AHEAD)
-            self._launch(name, (grid_of(words), plan.row_count * (cut.stop - cut.start)), given)
+            grid = (grid_of(words), plan.row_count * (cut.stop - cut.start))
+            run(
+                self._launch, name, grid, memory, starts[2 * cut.start :], plan.rows, plan.shapes,
+                blocks, plan.row_count, paged.table_blocks,
+            )  # fmt: skip
 
     @override
     def tables(self, starts: NDArray[np.int64], paged: Paged) -> DeviceTables:
@@ -222,11 +217,11 @@ class LaunchedKernels(FrameKernels):
         frames = len(tables.starts) // 2
         found = self._empty(frames * count)
         for cut in grid_cuts(frames):
-            given: list[Argument] = [
-                memory, tables.starts[2 * cut.start :], found[count * cut.start :],
-                np.uint64(len(memory)), np.uint32(before), np.uint32(count),
-            ]  # fmt: skip
-            self._launch("read_words", (grid_of(count), cut.stop - cut.start), given)
+            run(
+                self._launch, "read_words", (grid_of(count), cut.stop - cut.start), memory,
+                tables.starts[2 * cut.start :], found[count * cut.start :],
+                np.uint64(len(memory)), before, count,
+            )  # fmt: skip
         there = brought(found)
         return lambda: there().reshape(frames, count)
 

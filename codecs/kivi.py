@@ -11,34 +11,33 @@ which that does not hold keeps its bits. The bytes are in docs/format.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
-from functools import lru_cache, partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from kvstore.codecs.base import EncodedLayer, LayerTerms, Part
+from kvstore.codecs.base import EncodedLayer, LayerTerms, LossyCodec, Part
 from kvstore.codecs.floats import (
-    FLOAT_TYPES,
+    ByteCutter,
     Floats,
     Halves,
     check_scales,
     from_float32,
     half_down,
     half_up,
+    has_floats,
     is_finite,
     largest_error,
     to_float32,
 )
-from kvstore.codecs.lossy import LossyCodec
 from kvstore.proto import native
 from kvstore.proto.buffers import Bytes, addresses
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, UnknownCodecError
-from kvstore.proto.types import Accuracy, Component, DType, LayerKind
+from kvstore.proto.types import Accuracy, Component, DType
 
 IDS_BY_BITS = {8: 6, 4: 7, 2: 8}
 HEAD_BYTES = 8
@@ -46,42 +45,49 @@ GROUP = 64
 _AS_IT_IS, _CODED = 0, 1
 _BOX_ITEMS, _BOX_DIMS = 1 << 15, 1024
 """Numbers computed with at a time, so that scratch stays in the second-level cache."""
-SLACK = np.float32(2.0**-21)
-"""What float32 arithmetic may add to an error, in proportion to the numbers themselves."""
-HALF = np.float32(0.5 + 2.0**-11)
-"""Errors in scales: half of one, and what float32 arithmetic adds to it for large codes."""
 
 Box: TypeAlias = tuple[slice, slice, slice]
-
 Codes: TypeAlias = NDArray[np.uint8]
-Bounds: TypeAlias = Callable[[Floats, bool], "tuple[Floats, Floats]"]
-"""From values and by_token to the least and the largest of each group."""
-Quantise: TypeAlias = Callable[[Floats, Floats, "Floats | None", int, bool], "Quantised | None"]
-"""From values, scales, minima, levels and by_token to codes and what they stand for.
-
-Without minima codes are signed and go from -levels to levels, else from 0. None when a number
-is further from what its code stands for than half a scale, float32 arithmetic aside.
-"""
 Quantised: TypeAlias = tuple[Codes, Floats]
-Expand: TypeAlias = Callable[[Codes, Floats, "Floats | None", bool], Floats]
-"""From codes, scales, minima and by_token to what the codes stand for."""
 
 
-@dataclass(frozen=True, slots=True)
 class Loops:
-    """One implementation of the three. Arrays are C-ordered."""
+    """The loops of one path. Arrays are C-ordered; groups are of tokens or of channels."""
 
-    name: str
-    bounds: Bounds = field(repr=False)
-    quantise: Quantise = field(repr=False)
-    expand: Expand = field(repr=False)
+    def __init__(self, path: str | None = None) -> None:
+        self._native = native.loops(path)
 
+    def bounds(self, values: Floats, by_token: bool) -> tuple[Floats, Floats]:
+        """Return the least and the largest of each group."""
+        heads, tokens, dim = values.shape
+        shape = (heads, -(-tokens // GROUP), dim) if by_token else (heads, tokens, -(-dim // GROUP))
+        low, high = np.empty(shape, np.float32), np.empty(shape, np.float32)
+        self._native.grouped_bounds(*addresses(values, low, high), *values.shape, by_token)
+        return low, high
 
-class Role(Enum):
-    """What a part is. Keys have channels that stay large; values and latents have none."""
+    def quantise(
+        self, values: Floats, scale: Floats, base: Floats | None, levels: int, by_token: bool
+    ) -> Quantised | None:
+        """Return codes and what they stand for.
 
-    keys = auto()
-    values = auto()
+        Without minima, *base*, codes are signed and go from -levels to levels, else from 0. None
+        when a number is further from what its code stands for than half a scale, float32
+        arithmetic aside.
+        """
+        codes, back = np.empty(values.shape, np.uint8), np.empty(values.shape, np.float32)
+        arrays = (values, scale, np.zeros_like(scale) if base is None else base, codes, back)
+        least = -levels if base is None else 0
+        off = self._native.grouped_quantise(
+            *addresses(*arrays), *values.shape, by_token, least, levels
+        )
+        return None if off else (codes, back)
+
+    def expand(self, codes: Codes, scale: Floats, base: Floats | None, by_token: bool) -> Floats:
+        """Return what *codes* stand for."""
+        values = np.empty(codes.shape, np.float32)
+        arrays = (codes, scale, np.zeros_like(scale) if base is None else base, values)
+        self._native.grouped_expand(*addresses(*arrays), *codes.shape, by_token, base is None)
+        return values
 
 
 class KiviCodec(LossyCodec):
@@ -99,7 +105,7 @@ class KiviCodec(LossyCodec):
     def __init__(self, bits: int = 4, loops: Loops | None = None) -> None:
         self.bits = bits
         self.codec_id = IDS_BY_BITS[bits]
-        self._loops = loops
+        self.loops = loops or Loops()
 
     @override
     @classmethod
@@ -109,29 +115,24 @@ class KiviCodec(LossyCodec):
             raise UnknownCodecError(f"{cls.name}:{terms}", known)
         return cls(int(terms))
 
-    @property
-    def loops(self) -> Loops:
-        """What computes: the fastest there is, unless the maker chose."""
-        return self._loops or native_loops()
-
-    def _coded_bytes(self, component: Component, role: Role) -> int:
-        """Size of one coded part: scales, minima, packed codes, and the tokens left over."""
-        return _Fields.places(component, role, self.bits)[-1]
-
     def _encode_part(
-        self, bits: Part, component: Component, role: Role, out: Bytes
+        self, bits: Part, component: Component, by_token: bool, out: Bytes
     ) -> float | None:
         """Code *bits*; return the largest error, or None where the promise cannot be kept."""
-        fields, error = _Fields.of(out, component, role, self.bits), 0.0
+        if not has_floats(component):
+            return None
+        if not all(is_finite(bits[box], component.dtype) for box in boxes(component.shape)):
+            return None
+        fields, error = _Fields.of(out, component, by_token, self.bits), 0.0
         grouped = fields.codes.shape[1]
         if not grouped:
             return None  # too few tokens for a group: nothing would be coded
         for box in boxes((component.kv_heads, grouped, component.head_dim), GROUP):
             values = to_float32(bits[box], component.dtype)
-            group = self._fit(values, role is Role.keys)
+            group = self._fit(values, by_token)
             if group is None:
                 return None
-            at = _group_box(box, role)
+            at = _group_box(box, by_token)
             fields.scales[at] = group.scale
             if fields.minima is not None:
                 fields.minima[at] = group.base
@@ -143,7 +144,7 @@ class KiviCodec(LossyCodec):
     def _fit(self, values: Floats, by_token: bool) -> _Groups | None:
         """Quantise a box; None where float16 cannot hold a scale or the promise is not kept."""
         low, high = self.loops.bounds(values, by_token)
-        for extreme in (low, high):  # of two zeros, backends may take either
+        for extreme in (low, high):  # of two zeros, paths may take either
             extreme += np.float32(0)
         levels = 127 if self.bits == 8 else (1 << self.bits) - 1
         base = None if self.bits == 8 else half_down(low)
@@ -156,9 +157,9 @@ class KiviCodec(LossyCodec):
         found = self.loops.quantise(values, wide, centre, levels, by_token)
         return None if found is None else _Groups(scale, base, *found)
 
-    def _decode_part(self, data: Bytes, component: Component, role: Role, out: Part) -> None:
+    def _decode_part(self, data: Bytes, component: Component, by_token: bool, out: Part) -> None:
         """Decode *data* into *out*. Raises InvalidFrameError for scales never written."""
-        fields = _Fields.of(data, component, role, self.bits)
+        fields = _Fields.of(data, component, by_token, self.bits)
         check_scales(fields.scales)
         if fields.minima is not None and not np.isfinite(fields.minima).all():
             raise InvalidFrameError("minimum", "NaN or infinite", "a minimum is a number")
@@ -166,45 +167,37 @@ class KiviCodec(LossyCodec):
         for box in boxes((component.kv_heads, grouped, component.head_dim), GROUP):
             width = box[2].stop - box[2].start
             codes = unpack(fields.codes[_code_box(box, self.bits)], width, self.bits)
-            at = _group_box(box, role)
+            at = _group_box(box, by_token)
             base = None if fields.minima is None else _single(fields.minima[at])
-            values = expand(codes, _single(fields.scales[at]), base, role is Role.keys)
+            values = expand(codes, _single(fields.scales[at]), base, by_token)
             from_float32(values, component.dtype, out[box])
         np.copyto(out[:, grouped:], fields.rest)
 
+    @override
     def max_segment_bytes(self, component: Component) -> int:
-        """Upper bound of one encoded layer."""
-        sizes = [component.part_bytes] * component.parts
-        if _is_codable(component):
-            sizes = [
-                max(component.part_bytes, self._coded_bytes(component, r))
-                for r in _roles(component)
-            ]
+        coded = [_Fields.size(component, each, self.bits) for each in _by_token(component)]
+        sizes = [max(component.part_bytes, size) for size in coded]
         return HEAD_BYTES + sum(sizes)
 
+    @override
     def encode_layer(self, parts: Sequence[Part], layer: LayerTerms, out: Bytes) -> EncodedLayer:
         """Encode one layer into *out*; exact when no part of it could be coded."""
         component, accuracy, error, end = layer.component, Accuracy.exact, 0.0, HEAD_BYTES
         out[:HEAD_BYTES] = 0
-        for index, (part, role) in enumerate(zip(parts, _roles(component), strict=True)):
+        for index, (part, by_token) in enumerate(zip(parts, _by_token(component), strict=True)):
             bits = part.view(f"<u{part.dtype.itemsize}")
-            found = self._try(bits, component, role, out[end:])
+            size = _Fields.size(component, by_token, self.bits)
+            found = self._encode_part(bits, component, by_token, out[end : end + size])
             if found is None:
-                np.copyto(_elements(out[end : end + component.part_bytes], component), bits)
-                end += component.part_bytes
-                continue
-            out[index] = _CODED
-            end += self._coded_bytes(component, role)
-            accuracy, error = self.accuracy, max(error, found)
+                size = component.part_bytes
+                np.copyto(_elements(out[end : end + size], component), bits)
+            else:
+                out[index] = _CODED
+                accuracy, error = self.accuracy, max(error, found)
+            end += size
         return EncodedLayer(end, accuracy, error)
 
-    def _try(self, bits: Part, component: Component, role: Role, out: Bytes) -> float | None:
-        if not _is_codable(component):
-            return None
-        if not all(is_finite(bits[box], component.dtype) for box in boxes(component.shape)):
-            return None
-        return self._encode_part(bits, component, role, out[: self._coded_bytes(component, role)])
-
+    @override
     def decode_layer(
         self, data: Sequence[Bytes], component: Component, out: Sequence[Part], position: int | None
     ) -> None:
@@ -215,37 +208,23 @@ class KiviCodec(LossyCodec):
         if position is not None:
             fix = f"{self.name} stores keys as they are rotated"
             raise InvalidRequestError("position", position, fix)
-        self._decode(data[0], component, out)
-
-    def _decode(self, data: Bytes, component: Component, out: Sequence[Part]) -> None:
-        roles = _roles(component)
-        methods = self._methods(data, component)
-        sizes = [
-            self._coded_bytes(component, role) if method else component.part_bytes
-            for method, role in zip(methods, roles, strict=True)
-        ]
-        if len(data) != HEAD_BYTES + sum(sizes):
-            raise InvalidFrameError("stored_bytes", len(data), f"its parts have {sum(sizes)}")
-        end = HEAD_BYTES
-        for part, method, role, size in zip(out, methods, roles, sizes, strict=True):
-            room, body = part.view(f"<u{part.dtype.itemsize}"), data[end : end + size]
+        cutter, known = ByteCutter(data[0]), _CODED if has_floats(component) else _AS_IT_IS
+        head: list[int] = cutter.take("<u1", HEAD_BYTES).tolist()
+        methods, found = head[: component.parts], []
+        if max(methods) > known or any(head[component.parts :]):
+            raise InvalidFrameError("methods", head, f"at most {known} for each part, then zeros")
+        for method, by_token in zip(methods, _by_token(component), strict=True):
+            coded_bytes = _Fields.size(component, by_token, self.bits)
+            found.append(cutter.take("<u1", coded_bytes if method else component.part_bytes))
+        cutter.end()
+        for part, method, by_token, body in zip(
+            out, methods, _by_token(component), found, strict=True
+        ):
+            room = part.view(f"<u{part.dtype.itemsize}")
             if method == _CODED:
-                self._decode_part(body, component, role, room)
+                self._decode_part(body, component, by_token, room)
             else:
                 np.copyto(room, _elements(body, component))
-            end += size
-
-    @staticmethod
-    def _methods(data: Bytes, component: Component) -> list[int]:
-        """Return how each part was stored."""
-        if len(data) < HEAD_BYTES:
-            raise InvalidFrameError("stored_bytes", len(data), f"at least {HEAD_BYTES}")
-        head: list[int] = data[:HEAD_BYTES].tolist()
-        known = _CODED if _is_codable(component) else _AS_IT_IS
-        methods = head[: component.parts]
-        if any(method > known for method in methods) or any(head[component.parts :]):
-            raise InvalidFrameError("methods", head, f"at most {known} for each part, then zeros")
-        return methods
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,34 +242,31 @@ class _Fields:
     rest: Part
 
     @staticmethod
-    def places(component: Component, role: Role, bits: int) -> tuple[int, ...]:
-        """Return where scales, minima, codes and rest end."""
+    def shapes(component: Component, by_token: bool, bits: int) -> list[tuple[int, ...]]:
+        """Return the shapes of scales, codes and rest."""
         heads, tokens, dim = component.shape
-        grouped = tokens // GROUP * GROUP if role is Role.keys else tokens
-        groups = grouped // GROUP * dim if role is Role.keys else tokens * -(-dim // GROUP)
-        scales = 2 * heads * groups
-        minima = scales + (0 if bits == 8 else scales)
-        codes = minima + heads * grouped * -(-dim * bits // 8)
-        rest = codes + heads * (tokens - grouped) * dim * component.dtype.item_bytes
-        return scales, minima, codes, rest
+        grouped = tokens // GROUP * GROUP if by_token else tokens
+        groups = (grouped // GROUP, dim) if by_token else (tokens, -(-dim // GROUP))
+        row = -(-dim * bits // 8)
+        return [(heads, *groups), (heads, grouped, row), (heads, tokens - grouped, dim)]
 
     @classmethod
-    def of(cls, data: Bytes, component: Component, role: Role, bits: int) -> _Fields:
+    def size(cls, component: Component, by_token: bool, bits: int) -> int:
+        """Return the bytes of a coded part."""
+        scales, codes, rest = map(prod, cls.shapes(component, by_token, bits))
+        scales *= 2 if bits == 8 else 4
+        return scales + codes + rest * component.dtype.item_bytes
+
+    @classmethod
+    def of(cls, data: Bytes, component: Component, by_token: bool, bits: int) -> _Fields:
         """Return the fields of *data*, which has the size of a coded part."""
-        heads, tokens, dim = component.shape
-        grouped = tokens // GROUP * GROUP if role is Role.keys else tokens
-        if role is Role.keys:
-            shape = (heads, grouped // GROUP, dim)
-        else:
-            shape = (heads, tokens, -(-dim // GROUP))
-        scales, minima, codes, rest = cls.places(component, role, bits)
+        groups, codes, rest = cls.shapes(component, by_token, bits)
+        take = ByteCutter(data).take
         return cls(
-            data[:scales].view("<f2").reshape(shape),
-            None if bits == 8 else data[scales:minima].view("<f2").reshape(shape),
-            data[minima:codes].reshape(heads, grouped, -(-dim * bits // 8)),
-            data[codes:rest]
-            .view(f"<u{component.dtype.item_bytes}")
-            .reshape(heads, tokens - grouped, dim),
+            take("<f2", prod(groups)).reshape(groups),
+            None if bits == 8 else take("<f2", prod(groups)).reshape(groups),
+            take("<u1", prod(codes)).reshape(codes),
+            take(f"<u{component.dtype.item_bytes}", prod(rest)).reshape(rest),
         )
 
 
@@ -300,7 +276,7 @@ class _Groups:
 
     scale: Halves
     base: Halves | None
-    codes: NDArray[np.uint8]
+    codes: Codes
     back: Floats
 
 
@@ -315,11 +291,9 @@ def _single(halves: Part) -> Floats:
     return halves.astype(np.float32, order="C")
 
 
-def _group_box(box: Box, role: Role) -> Box:
+def _group_box(box: Box, by_token: bool) -> Box:
     heads, tokens, dim = box
-    if role is Role.keys:
-        return heads, _groups_of(tokens), dim
-    return heads, tokens, _groups_of(dim)
+    return (heads, _groups_of(tokens), dim) if by_token else (heads, tokens, _groups_of(dim))
 
 
 def _groups_of(items: slice) -> slice:
@@ -351,14 +325,9 @@ def unpack(packed: NDArray[np.uint8], count: int, bits: int) -> NDArray[np.uint8
     return codes
 
 
-def _roles(component: Component) -> Sequence[Role]:
-    """Return what each part of *component* is."""
-    return (Role.values,) if component.parts == 1 else (Role.keys, Role.values)
-
-
-def _is_codable(component: Component) -> bool:
-    """Whether it has numbers that may lose some of their precision: no states, no codes."""
-    return component.dtype in FLOAT_TYPES and component.kind is not LayerKind.state
+def _by_token(component: Component) -> Sequence[bool]:
+    """Whether the groups of each part run over tokens: keys have channels that stay large."""
+    return (False,) if component.parts == 1 else (True, False)
 
 
 def _elements(data: Bytes, component: Component) -> Part:
@@ -379,44 +348,3 @@ def boxes(shape: tuple[int, int, int], group: int = 64) -> Iterator[Box]:
                     slice(token, min(tokens, token + token_step)),
                     slice(at, min(dim, at + dim_step)),
                 )
-
-
-@lru_cache(maxsize=4)
-def native_loops(path: str | None = None) -> Loops:
-    """Return the compiled loops of *path*; of this processor's best where it is None."""
-    found = native.loops(path)
-    return Loops(
-        found.path,
-        partial(_native_bounds, found),
-        partial(_native_quantise, found),
-        partial(_native_expand, found),
-    )
-
-
-def _native_bounds(found: native.Loops, values: Floats, by_token: bool) -> tuple[Floats, Floats]:
-    heads, tokens, dim = values.shape
-    shape = (heads, -(-tokens // GROUP), dim) if by_token else (heads, tokens, -(-dim // GROUP))
-    low, high = np.empty(shape, np.float32), np.empty(shape, np.float32)
-    found.grouped_bounds(*addresses(values, low, high), *values.shape, by_token)
-    return low, high
-
-
-def _native_quantise(
-    found: native.Loops, values: Floats, scale: Floats, base: Floats | None, levels: int,
-    by_token: bool,
-) -> Quantised | None:  # fmt: skip
-    codes, back = np.empty(values.shape, np.uint8), np.empty(values.shape, np.float32)
-    minima = np.zeros_like(scale) if base is None else base
-    arrays = (values, scale, minima, codes, back)
-    least = -levels if base is None else 0
-    off = found.grouped_quantise(*addresses(*arrays), *values.shape, by_token, least, levels)
-    return None if off else (codes, back)
-
-
-def _native_expand(
-    found: native.Loops, codes: Codes, scale: Floats, base: Floats | None, by_token: bool
-) -> Floats:
-    values = np.empty(codes.shape, np.float32)
-    arrays = (codes, scale, np.zeros_like(scale) if base is None else base, values)
-    found.grouped_expand(*addresses(*arrays), *codes.shape, by_token, base is None)
-    return values

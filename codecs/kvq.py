@@ -17,43 +17,23 @@ from dataclasses import dataclass
 import numpy as np
 from typing_extensions import override
 
-from kvstore.codecs.base import EncodedLayer, LayerTerms, Part
-from kvstore.codecs.floats import is_finite
+from kvstore.codecs.base import EncodedLayer, LayerTerms, LossyCodec, Part
+from kvstore.codecs.floats import has_floats, is_finite
 from kvstore.codecs.kvq_body import (
     MAX_SINKS,
     QUANTISED,
-    Stream,
     decode_exact,
     encode_exact,
     max_exact_bytes,
-)
-from kvstore.codecs.kvq_layer import (
-    Decoding,
-    Encoding,
-    angles_of,
-    is_quantised,
-    layer_behind,
-    refined,
-    sinks_moved,
-)
-from kvstore.codecs.kvq_levels import (
-    LEVELS,
-    FineBackend,
-    at_level,
     max_refined_bytes,
-    ones,
 )
-from kvstore.codecs.kvq_models import ASSET, NO_CLASSES, Classes, classes_of, factors_of
-from kvstore.codecs.kvq_native import fine_backend, tile_backend
-from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Angles, Cut, TileBackend, Tiles
-from kvstore.codecs.lossy import LossyCodec
-from kvstore.codecs.rans import Backend, native_backend
+from kvstore.codecs.kvq_layer import Decoding, Encoding, angles_of, layer_behind, sinks_moved
+from kvstore.codecs.kvq_models import ASSET, NO_CLASSES, RATIOS, classes_of
+from kvstore.codecs.kvq_tiles import LEVELS, TILE_CHANNELS, Cut, KvqLoops
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, UnknownCodecError
-from kvstore.proto.types import Accuracy, Component, DType
+from kvstore.proto.types import Accuracy, Component
 
-RATIOS = (1.0, 0.5, 0.25, 0.125)
-"""Step of each quality, in standard deviations of the tile: about 2, 3, 4 and 5 bits a number."""
 DEFAULT_QUALITY = 2
 KEY_SHARE, VALUE_SHARE = 2**-0.5, 2**0.5
 """What of the quality's step keys and values have: as many bits as with equal steps, and less
@@ -102,17 +82,13 @@ class KvqCodec(LossyCodec):
     def __init__(
         self,
         quality: int | None = DEFAULT_QUALITY,
-        tiles: TileBackend | None = None,
-        entropy: Backend | None = None,
-        fine: FineBackend | None = None,
+        loops: KvqLoops | None = None,
         options: Options = DEFAULT_OPTIONS,
     ) -> None:
         self.ratio = RATIOS[0 if quality is None else quality]
         self.levels = LEVELS if quality is None else 0
         self.options = options
-        self._tiles = tiles
-        self._entropy = entropy
-        self._fine = fine
+        self.loops = loops or KvqLoops()
 
     @override
     @classmethod
@@ -134,21 +110,6 @@ class KvqCodec(LossyCodec):
     def reads(self, revision: int) -> bool:
         return revision == self.revision
 
-    @property
-    def tiles(self) -> TileBackend:
-        """What quantises numbers."""
-        return self._tiles or tile_backend()
-
-    @property
-    def fine(self) -> FineBackend:
-        """What refines numbers."""
-        return self._fine or fine_backend()
-
-    @property
-    def entropy(self) -> Backend:
-        """What codes the symbols."""
-        return self._entropy or native_backend()
-
     @override
     def max_segment_bytes(self, component: Component) -> int:
         return max_exact_bytes(component)
@@ -163,7 +124,7 @@ class KvqCodec(LossyCodec):
     @override
     def encode_layer(self, parts: Sequence[Part], layer: LayerTerms, out: Bytes) -> EncodedLayer:
         component = layer.component
-        encoding = self._encoded(parts, layer) if is_quantised(component) else None
+        encoding = self._encoded(parts, layer) if has_floats(component) else None
         body = None if encoding is None else encoding.body()
         if encoding is None or body is None or body.stored_bytes >= component.layer_bytes:
             nothing = (np.empty(0, np.uint8),) * self.levels
@@ -183,76 +144,45 @@ class KvqCodec(LossyCodec):
         exact = np.stack([part[:, :sinks].transpose(1, 0, 2) for part in bits])
         if sinks and not is_finite(exact, dtype):
             return None
-        coded = layer_behind(layer, sinks)
+        coded, loops = layer_behind(layer, sinks), self.loops
         weights = coded.importance if self.options.importance else None
         classes = NO_CLASSES if weights is None else classes_of(weights)
-        encoding = Encoding(coded, self.levels, self.entropy, exact, classes)
+        encoding = Encoding(coded, self.levels, loops, exact, classes)
+        ratios = ratios_of(coded.component, self.ratio)
         for block in Cut.of(coded.component).blocks:
             angles = angles_of(encoding.frequencies, coded.position, block)
-            ratios = ratios_of(coded.component, self.ratio)
             for part, turned, ratio in zip(bits, (angles, None), ratios, strict=False):
                 rows = part[:, sinks:][:, block]
-                tiles = self._quantised(rows, (dtype, turned, ratio), classes[block])
-                has_more = tiles is not None and self.levels
-                thirds = self.fine.refine(rows, dtype, turned, tiles) if has_more else []
-                if tiles is None or thirds is None:
+                tiles = loops.quantise(rows, dtype, turned, ratio, classes[block])
+                if tiles is None:
+                    return None
+                thirds = loops.refine(rows, dtype, turned, tiles) if self.levels else []
+                if thirds is None:
                     return None
                 encoding.add(tiles, thirds, turned)
-            encoding.end_block(block, self.fine.move)
+            encoding.end_block(block)
         return encoding
-
-    def _quantised(
-        self, bits: Part, terms: tuple[DType, Angles | None, float], classes: Classes
-    ) -> Tiles | None:
-        if len(classes):
-            return self.tiles.quantise(bits, *terms, classes)
-        return self.tiles.quantise(bits, *terms)
 
     @override
     def decode_layer(
-        self,
-        data: Sequence[Bytes],
-        component: Component,
-        out: Sequence[Part],
-        position: int | None,
+        self, data: Sequence[Bytes], component: Component, out: Sequence[Part], position: int | None
     ) -> None:
         if not len(data[0]) or data[0][0] != QUANTISED:
             if any(map(len, data[1:])):
                 raise InvalidFrameError("refinement", len(data), "of a layer kept exactly")
             decode_exact(data[0], component, out)
             return
-        if not is_quantised(component):
+        if not has_floats(component):
             raise InvalidFrameError("method", QUANTISED, f"{component.dtype.name} is not quantised")
         dtype = component.dtype
-        decoding = Decoding.of(data, component, self.entropy, self.fine.move)
+        decoding = Decoding.of(data, component, self.loops)
         body, sinks = decoding.body, component.tokens - decoding.coded.tokens
         place = body.position if position is None else position + sinks
         exact = sinks_moved(body.sinks, body.frequencies, place - body.position, dtype)
         bits = [part.view(f"<u{dtype.item_bytes}") for part in out]
         for part, rows in zip(bits, exact, strict=True):
             part[:, :sinks] = rows.transpose(1, 0, 2)
-        for block, tiles, streams in decoding.blocks():
-            turned = (angles_of(body.frequencies, place, block), None)
-            for index, part in enumerate(bits):
-                given = (dtype, turned[index], part[:, sinks:][:, block])
-                if not self._restore(tiles[index], streams[index], body.classes[block], given):
-                    raise InvalidFrameError("escapes", len(tiles[index].values), "not as coded")
-
-    def _restore(
-        self, tiles: Tiles, streams: Sequence[Stream], classes: Classes,
-        given: tuple[DType, Angles | None, Part],
-    ) -> bool:  # fmt: skip
-        """Write one part of a block to memory; False when its escapes are not those coded."""
-        dtype, angles, bits = given
-        if not streams and not len(classes):
-            return self.tiles.dequantise(tiles, dtype, angles, bits)
-        fine = self.fine
-        quotients = refined(tiles, streams, self.entropy, fine)
-        if quotients is None:
-            return False
-        factors = factors_of(classes) if len(classes) else ones(tiles)
-        fine.write(quotients, at_level(tiles, len(streams)), factors, given)
-        return True
+        decoding.write([part[:, sinks:] for part in bits], body.frequencies, place)
 
 
 def ratios_of(component: Component, ratio: float) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.codecs.base import Codec, Part, codec_by_id, codec_by_name
-from kvstore.codecs.floats import Floats
+from kvstore.codecs.floats import ByteCutter, Floats
 from kvstore.codecs.kvq_models import MODELS, NO_CLASSES, Classes
 from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Cut
 from kvstore.codecs.rans import LANES
@@ -21,9 +21,10 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.types import Accuracy, Component
 
-AS_IT_IS, QUANTISED = 0, 1
+AS_IT_IS, QUANTISED, REFINED = 0, 1, 2
 HEAD = struct.Struct("<BBHIIIfI")
 EXACT_HEAD = struct.Struct("<BBHHH")
+_FINE_HEAD = struct.Struct("<BBHIf4x")
 
 MAX_SINKS = 4
 """First tokens of a prompt that may be kept exactly."""
@@ -235,31 +236,36 @@ def check_body(body: Body) -> None:
         raise InvalidFrameError("models", int(body.models.max()), f"there are {MODELS}")
 
 
-def take_stream(data: Bytes, at: int, tiles: int, words: int) -> Stream:
-    """Return the stream that is *data* from *at* on: counts, states, words."""
-    size = tiles * 4 * (1 + LANES) + 2 * words
-    if len(data) != at + size:
-        raise InvalidFrameError("stored_bytes", len(data), f"its counts make {at + size}")
+def max_refined_bytes(tiles: int, numbers: int) -> int:
+    """Upper bound of a refinement: no third takes as much as eight bits."""
+    return _FINE_HEAD.size + tiles * 4 * (1 + 32 + 32) + numbers
+
+
+def pack_refinement(level: int, stream: Stream, error_bound: float) -> Bytes:
+    """Return the stored bytes of a layer's refinement."""
+    arrays: list[NDArray[Any]] = [stream.counts, stream.states, stream.words]
+    out = np.empty(_FINE_HEAD.size + sum(array.nbytes for array in arrays), np.uint8)
+    head = _FINE_HEAD.pack(REFINED, level, 0, len(stream.words), error_bound)
+    out[: len(head)] = np.frombuffer(head, np.uint8)
+    pack_arrays(arrays, out, len(head))
+    return out
+
+
+def parse_refinement(data: Bytes, level: int, tiles: int) -> tuple[Stream, float]:
+    """Return the stream and the error bound in *data*. Raises InvalidFrameError."""
+    at = _FINE_HEAD.size
+    if len(data) < at:
+        raise InvalidFrameError("stored_bytes", len(data), f"at least {at}")
+    method, found, zero, words, error_bound = _FINE_HEAD.unpack(data[:at].tobytes())
+    if (method, found, zero) != (REFINED, level, 0) or not 0 <= error_bound < np.inf:
+        raise InvalidFrameError("refinement", (method, found), f"must be {REFINED}, {level}")
     cut = ByteCutter(data, at)
     counts, states = cut.take("<u4", tiles), cut.take("<u4", tiles * LANES)
     stream = Stream(states.reshape(tiles, LANES), counts, cut.take("<u2", words))
+    cut.end()
     if int(counts.sum(dtype=np.uint64)) != words:
         raise InvalidFrameError("counts", words, "must sum up to the words")
-    return stream
-
-
-class ByteCutter:
-    """Takes typed views from bytes whose length was checked."""
-
-    def __init__(self, data: Bytes, at: int) -> None:
-        self._data = data
-        self._at = at
-
-    def take(self, dtype: str, count: int) -> NDArray[Any]:
-        """Return the next *count* elements."""
-        start = self._at
-        self._at += count * np.dtype(dtype).itemsize
-        return self._data[start : self._at].view(dtype)
+    return stream, error_bound
 
 
 _WRITER = "lossless"

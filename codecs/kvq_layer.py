@@ -1,9 +1,14 @@
-"""One layer on its way through kvq: its tiles and streams put together, and taken apart."""
+"""One layer on its way through kvq: its tiles and streams put together, and taken apart.
+
+A refinement cuts every step into three, and says which third a number is in. What a third costs
+depends on the channel's model and on how far out the number is, so that base and refinements
+together take hardly more than the fine step alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -11,43 +16,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.codecs.base import LayerTerms, Part
-from kvstore.codecs.floats import FLOAT_TYPES, Floats, from_float32, to_float32
+from kvstore.codecs.floats import Floats, from_float32, to_float32
 from kvstore.codecs.kvq_body import (
     NO_SINKS,
     Body,
     Stream,
     behind,
+    pack_refinement,
     parse_body,
+    parse_refinement,
     tile_count,
 )
-from kvstore.codecs.kvq_levels import (
-    FineBackend,
-    Thirds,
-    decode_each,
-    encode_each,
-    pack_refinement,
-    parse_refinement,
-    ternary_table,
-)
-from kvstore.codecs.kvq_models import NO_CLASSES, Classes, kvq_models
-from kvstore.codecs.kvq_native import fine_backend
-from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Angles, Cut, Tiles
-from kvstore.codecs.rans import Backend
+from kvstore.codecs.kvq_models import NO_CLASSES, Classes, factors_of, kvq_models, ternary_table
+from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Angles, Cut, KvqLoops, Thirds, Tiles
+from kvstore.codecs.rans import ModelTable
 from kvstore.codecs.rope import inverse_frequencies, rotate, rotation
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError
-from kvstore.proto.types import Component, DType, LayerKind
+from kvstore.proto.types import Component, DType
 
 _HALF_ULP = {DType.bfloat16: 2.0**-8, DType.float16: 2.0**-11, DType.float32: 2.0**-24}
 _TURNING = 2.0**-21
 """What rotating there and back adds to an error, in the largest magnitude; float32."""
 _SMALLEST = 2.0**-25
 """Half of float16's smallest number: what rounding adds to the smallest ones."""
-_NO_FREQUENCIES = np.zeros(0, np.float32)
+NO_FREQUENCIES: Floats = np.zeros(0, np.float32)
 
-Coded = tuple[NDArray[Any], ...]
-Move: TypeAlias = Callable[[NDArray[np.uint8], Classes], NDArray[np.uint8]]
-"""From the models u8 (n, 128) of tiles and the classes of tokens to the model of each number."""
+Coded: TypeAlias = tuple[NDArray[Any], ...]
+Given: TypeAlias = "tuple[DType, Angles | None, Part]"
+"""The type of a part's block, the angles to turn it by, and where it is."""
 
 
 class Encoding:
@@ -57,13 +54,13 @@ class Encoding:
     """
 
     def __init__(
-        self, layer: LayerTerms, levels: int, entropy: Backend, sinks: Part = NO_SINKS,
+        self, layer: LayerTerms, levels: int, loops: KvqLoops, sinks: Part = NO_SINKS,
         classes: Classes = NO_CLASSES,
     ) -> None:  # fmt: skip
         self.frequencies = key_frequencies(layer)
         self.bounds = [0.0] * (1 + levels)
         self._layer = layer
-        self._entropy = entropy
+        self._loops = loops
         self._sinks = sinks
         self._classes = classes
         self._tiles: list[Tiles] = []
@@ -79,39 +76,43 @@ class Encoding:
             bound = bound_of(errors, tiles.magnitudes, dtype, angles)
             self.bounds[level] = max(self.bounds[level], bound)
 
-    def end_block(self, block: slice = slice(0), move: Move | None = None) -> None:
+    def end_block(self, block: slice = slice(0)) -> None:
         """Code what was taken since the last block: the tokens *block*, where they have classes."""
         tiles = [each for each, _ in self._block]
         symbols, models = joined(tiles, "symbols"), joined(tiles, "models")
         classes, table = self._classes[block], kvq_models().table
         if len(classes):
-            each = (move or fine_backend().move)(models, classes)
-            coded = encode_each(symbols, each, table, self._entropy)
+            self._code(0, symbols, self._loops.move(models, classes), table)
         else:
-            coded = self._entropy.encode_tiles(symbols, models, table)
-        self._streams[0].append(coded)
-        for level, streams in enumerate(self._streams[1:]):
-            thirds = [each[level] for _, each in self._block]
+            self._streams[0].append(self._loops.entropy.encode_tiles(symbols, models, table))
+        for level in range(1, len(self._streams)):
+            thirds = [each[level - 1] for _, each in self._block]
             symbols, contexts = joined(thirds, "symbols"), joined(thirds, "contexts")
-            streams.append(encode_each(symbols, contexts, ternary_table(), self._entropy))
+            self._code(level, symbols, contexts, ternary_table())
         self._block.clear()
+
+    def _code(
+        self, level: int, symbols: NDArray[Any], models: NDArray[Any], table: ModelTable
+    ) -> None:
+        """Code *symbols* (n, tokens, 128), each under its own of *models*.
+
+        One token of very many channels: that gives each number a model of its own.
+        """
+        count = len(symbols)
+        coded = self._loops.entropy.encode_tiles(
+            symbols.reshape(count, 1, -1), models.reshape(count, -1), table
+        )
+        self._streams[level].append(coded)
 
     def body(self) -> Body:
         """Return the base."""
-        tiles = self._tiles
+        names = ("steps", "escapes", "means", "models", "values")
+        steps, escapes, means, models, values = (joined(self._tiles, name) for name in names)
         return Body(
-            self._layer.position if len(self.frequencies) else 0,
-            rounded_up(self.bounds[0]),
-            self.frequencies,
-            joined(tiles, "steps"),
-            joined(tiles, "escapes"),
-            joined(tiles, "means"),
-            joined(tiles, "models"),
-            Stream.joined(self._streams[0]),
-            joined(tiles, "values"),
-            self._sinks,
-            self._classes,
-        )
+            self._layer.position if len(self.frequencies) else 0, rounded_up(self.bounds[0]),
+            self.frequencies, steps, escapes, means, models, Stream.joined(self._streams[0]),
+            values, self._sinks, self._classes,
+        )  # fmt: skip
 
     def refinements(self) -> Iterator[Bytes]:
         """Yield the stored bytes of each refinement."""
@@ -125,14 +126,11 @@ class Decoding:
 
     body: Body
     coded: Component
-    entropy: Backend
     refinements: tuple[Stream, ...] = ()
-    move: Move | None = None
+    loops: KvqLoops = field(default_factory=KvqLoops)
 
     @classmethod
-    def of(
-        cls, data: Sequence[Bytes], component: Component, entropy: Backend, move: Move
-    ) -> Decoding:
+    def of(cls, data: Sequence[Bytes], component: Component, loops: KvqLoops) -> Decoding:
         """Return the decoding of *data*, a base and as many refinements as there are.
 
         Raises InvalidFrameError.
@@ -143,29 +141,36 @@ class Decoding:
         coded = behind(component, body.sinks.shape[1])
         tiles = tile_count(coded)
         finer = [parse_refinement(each, level, tiles)[0] for level, each in enumerate(data[1:], 1)]
-        return cls(body, coded, entropy, tuple(finer), move)
+        return cls(body, coded, tuple(finer), loops)
 
-    def blocks(self) -> Iterator[tuple[slice, list[Tiles], list[list[Stream]]]]:
-        """Yield the tokens of each block, its parts' tiles and their streams of each level."""
-        cut, parts = Cut.of(self.coded), self.coded.parts
-        count = parts * cut.columns
-        base = self.body.stream.pieces([count] * len(cut.blocks))
+    def write(self, out: Sequence[Part], frequencies: Floats, place: int) -> None:
+        """Write the tokens of ``coded`` to *out*, keys rotated by *frequencies* to *place*.
+
+        Raises InvalidFrameError when a stream does not end as it must or has other escapes.
+        """
+        body, dtype, cut = self.body, self.coded.dtype, Cut.of(self.coded)
+        parts, count = self.coded.parts, self.coded.parts * cut.columns
+        base = body.stream.pieces([count] * len(cut.blocks))
         finer = [each.pieces([cut.columns] * parts * len(cut.blocks)) for each in self.refinements]
         first = value = 0
         for block, stream in zip(cut.blocks, base, strict=True):
+            turned = (angles_of(frequencies, place, block), None)
             tiles = self._tiles(slice(first, first + count), block, stream, value)
             first, value = first + count, value + len(tiles.values)
-            pieces = [[next(each) for each in finer] for _ in range(parts)]
-            yield block, _parts(tiles, cut.columns), pieces
+            for index, piece in enumerate(tiles.pieces(cut.columns)):
+                streams = [next(each) for each in finer]
+                given = (dtype, turned[index], out[index][:, block])
+                if not self._restore(piece, streams, body.classes[block], given):
+                    raise InvalidFrameError("escapes", len(piece.values), "not as coded")
 
     def _tiles(self, at: slice, block: slice, stream: Stream, value: int) -> Tiles:
         body, models, table = self.body, self.body.models[at], kvq_models().table
         if len(body.classes):
-            each = (self.move or fine_backend().move)(models, body.classes[block])
-            symbols = decode_each(stream, each, table, self.entropy)
+            each = self.loops.move(models, body.classes[block])
+            symbols = self._decode_each(stream, each, table)
         else:
             symbols = np.empty((len(models), block.stop - block.start, TILE_CHANNELS), np.uint8)
-            self.entropy.decode_tiles(
+            self.loops.entropy.decode_tiles(
                 stream.states, stream.counts, stream.words, models, table, symbols
             )
         end = value + int(body.escapes[at].sum(dtype=np.uint64))
@@ -174,20 +179,34 @@ class Decoding:
             body.values[value:end],
         )  # fmt: skip
 
-
-def _parts(tiles: Tiles, columns: int) -> list[Tiles]:
-    """Return the tiles of each part, *columns* of them."""
-    parts, value = [], 0
-    for first in range(0, len(tiles.steps), columns):
-        at = slice(first, first + columns)
-        end = value + int(tiles.escapes[at].sum(dtype=np.uint64))
-        part = Tiles(
-            tiles.steps[at], tiles.means[at], tiles.models[at], tiles.symbols[at],
-            tiles.escapes[at], tiles.values[value:end],
+    def _decode_each(
+        self, stream: Stream, models: NDArray[np.uint8], table: ModelTable
+    ) -> NDArray[np.uint8]:
+        """Return the symbols of *stream*, as many as *models*. Raises InvalidFrameError."""
+        symbols: NDArray[np.uint8] = np.empty((len(models), 1, models[0].size), np.uint8)
+        self.loops.entropy.decode_tiles(
+            stream.states, stream.counts, stream.words, models.reshape(len(models), -1), table,
+            symbols,
         )  # fmt: skip
-        parts.append(part)
-        value = end
-    return parts
+        return symbols.reshape(models.shape)
+
+    def _restore(
+        self, tiles: Tiles, streams: Sequence[Stream], classes: Classes, given: Given
+    ) -> bool:
+        """Write one part of a block to memory; False when its escapes are not those coded."""
+        if not streams and not len(classes):
+            return self.loops.dequantise(tiles, *given)
+        quotients, steps = self.loops.quotients(tiles), tiles.steps
+        if quotients is None:
+            return False
+        for level, stream in enumerate(streams, 1):
+            contexts = self.loops.contexts(quotients, tiles.models, level)
+            self.loops.add(quotients, self._decode_each(stream, contexts, ternary_table()))
+            steps = steps / np.float32(3)
+        tokens = tiles.symbols.shape[1]
+        factors = factors_of(classes) if len(classes) else np.ones(tokens, np.float32)
+        self.loops.write(quotients, replace(tiles, steps=steps), factors, given)
+        return True
 
 
 def sinks_moved(sinks: Part, frequencies: Floats, distance: int, dtype: DType) -> Part:
@@ -199,27 +218,6 @@ def sinks_moved(sinks: Part, frequencies: Floats, distance: int, dtype: DType) -
         rotate(keys, *rotation(frequencies, distance, 1))
         from_float32(keys, dtype, moved_on[0])
     return moved_on
-
-
-def refined(
-    tiles: Tiles, streams: Sequence[Stream], entropy: Backend, fine: FineBackend
-) -> Floats | None:
-    """Return the quotients of *tiles* at the level of the last of *streams*, f32.
-
-    None when the escapes are not as many as were coded. Raises InvalidFrameError.
-    """
-    quotients: Floats | None = fine.quotients(tiles)
-    if quotients is None:
-        return None
-    for level, stream in enumerate(streams, 1):
-        contexts = fine.contexts(quotients, tiles.models, level)
-        fine.add(quotients, decode_each(stream, contexts, ternary_table(), entropy))
-    return quotients
-
-
-def is_quantised(component: Component) -> bool:
-    """Whether kvq quantises such layers: float keys, values and latents; states never."""
-    return component.dtype in FLOAT_TYPES and component.kind is not LayerKind.state
 
 
 def layer_behind(layer: LayerTerms, sinks: int) -> LayerTerms:
@@ -235,9 +233,9 @@ def layer_behind(layer: LayerTerms, sinks: int) -> LayerTerms:
 def key_frequencies(layer: LayerTerms) -> Floats:
     """Return what to turn the layer's keys back by; empty when they stay as they are."""
     if layer.component.parts != 2:
-        return _NO_FREQUENCIES
+        return NO_FREQUENCIES
     found = inverse_frequencies(layer.rope, layer.component.head_dim)
-    return _NO_FREQUENCIES if found is None else found
+    return NO_FREQUENCIES if found is None else found
 
 
 def angles_of(frequencies: Floats, position: int, block: slice) -> Angles | None:

@@ -25,6 +25,8 @@ from kvstore.proto.types import DIGEST_BYTES
 ASSET = bytes.fromhex("7b3579af1ee2d3e1a54a5f101cd2efb4")
 """First 16 bytes of blake3 of the file; frames carry it."""
 MODELS, SYMBOLS, ZERO, ESCAPE = 64, 128, 64, 0
+RATIOS = (1.0, 0.5, 0.25, 0.125)
+"""Step of each quality in standard deviations: about 2, 3, 4 and 5 bits a number."""
 SHAPES, SCALES = 2, 32
 """Model 2k and 2k + 1: the normal and the Laplace of scale k."""
 MAX_QUOTIENT = 63
@@ -73,6 +75,20 @@ def kvq_models() -> KvqModels:
         words[size : 2 * size].reshape(MODELS, SYMBOLS),
         words[2 * size :].reshape(MODELS, 3, 3),
     )
+
+
+@lru_cache(maxsize=1)
+def ternary_table() -> ModelTable:
+    """Return the models of thirds: row 3 m + min(|q|, 2) for model m."""
+    return ModelTable(kvq_models().ternary.reshape(-1, 3))
+
+
+def rows_of(models: NDArray[np.uint8], level: int) -> NDArray[np.uint8]:
+    """Return the first of the three rows of ``ternary_table`` of each model, u8 (n, 128)."""
+    wider = models // SHAPES + SCALE_STEP_OF_THREE * (level - 1)
+    row = SHAPES * np.minimum(wider, SCALES - 1) + models % SHAPES
+    found: NDArray[np.uint8] = (3 * row).astype(np.uint8)
+    return found
 
 
 Classes: TypeAlias = NDArray[np.uint8]

@@ -15,32 +15,40 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from kvstore.codecs.asset_codec import CODED, HEAD_BYTES, QUALITY_COUNT, AssetCodec
+from kvstore.codecs.asset_codec import (
+    LARGEST_NUMBER,
+    AssetCodec,
+    Coded,
+    CodedLayer,
+    TurnedTables,
+    moved_to,
+)
 from kvstore.codecs.assets import Asset, AssetKind
 from kvstore.codecs.base import LayerTerms, Part
-from kvstore.codecs.floats import Floats, from_float32, to_float32
-from kvstore.codecs.kvq_models import ESCAPE, MAX_QUOTIENT, MODELS, PADDING_MODEL, ZERO, kvq_models
+from kvstore.codecs.floats import ByteCutter, Floats, from_float32, to_float32
+from kvstore.codecs.kvq_models import (
+    ESCAPE,
+    MAX_QUOTIENT,
+    MODELS,
+    PADDING_MODEL,
+    RATIOS,
+    ZERO,
+    kvq_models,
+)
 from kvstore.codecs.rans import GROUP_CHANNELS, LANES, native_backend
-from kvstore.codecs.rope import MAX_PAIRS, rotate, rotation
-from kvstore.proto.buffers import Bytes, as_bytes
+from kvstore.codecs.rope import rotate, rotation
+from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
-from kvstore.proto.types import DIGEST_BYTES, Accuracy, Component, DType
+from kvstore.proto.types import Accuracy, Component, DType
 
-RATIOS = (1.0, 0.5, 0.25, 0.125)
-"""Step of each quality in standard deviations of the part's numbers."""
 MAX_CHANNELS = 1 << 13
 """All heads' channels of a part: its basis has as many rows."""
-LARGEST_NUMBER = np.float32(2.0**60)
-"""Means and deviations are below, and so are the numbers that are coded."""
-
-_Component: TypeAlias = tuple[Floats, Floats, Floats, Floats, "Floats | None"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,71 +72,27 @@ class PartTables:
         return max(1, int((self.variances >= (step / 4) ** 2).sum()))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class KvtcTables:
-    """An asset of this codec, checked. Per component of the chunk: means f32 (layers, parts,
-    channels), bases f32 (layers, parts, channels, components), variances f32 (layers, parts,
-    components), deviations f32 (layers, parts), frequencies f32 (pairs,) or None.
+class KvtcTables(TurnedTables):
+    """Per component of the chunk: means f32 (layers, parts, channels), bases f32 (layers, parts,
+    channels, components), variances f32 (layers, parts, components).
     """
 
-    components: tuple[_Component, ...]
+    needed = "basis"
+    part = PartTables
 
-    @classmethod
-    def of(cls, asset: Asset) -> KvtcTables:
-        """Check *asset*. Raises InvalidRequestError that names the table at fault."""
-        components: list[_Component] = []
-        while f"{len(components)}.basis" in asset.tables:
-            components.append(_component(asset, len(components)))
-        if not components:
-            raise InvalidRequestError("asset", "0.basis", "kvtc needs this table")
-        return cls(tuple(components))
-
-    def layer(self, index: int, component: Component) -> list[PartTables] | None:
-        """Return the tables of the parts of the chunk's layer *index*, over all components.
-
-        None unless the asset was made for such a layer.
-        """
-        channels = component.kv_heads * component.head_dim
-        for means, bases, variances, deviations, frequencies in self.components:
-            if index < len(means):
-                if means.shape[1:] != (component.parts, channels):
-                    return None
-                turned = [frequencies if component.parts == 2 else None, None]
-                if frequencies is not None and 2 * len(frequencies) > component.head_dim:
-                    return None
-                return [
-                    PartTables(
-                        means[index, part], bases[index, part], variances[index, part],
-                        float(deviations[index, part]), turned[part],
-                    )
-                    for part in range(component.parts)
-                ]  # fmt: skip
-            index -= len(means)
-        return None
-
-
-def _component(asset: Asset, number: int) -> _Component:
-    bases = asset.table(f"{number}.basis", "<f4", (-1, -1, -1, -1))
-    layers, parts, channels, kept = bases.shape
-    if parts > 2 or not kept <= channels <= MAX_CHANNELS:
-        raise InvalidRequestError(f"asset table {number}.basis", bases.shape, "too large")
-    means = asset.table(f"{number}.means", "<f4", (layers, parts, channels))
-    variances = asset.table(f"{number}.variances", "<f4", (layers, parts, kept))
-    deviations = asset.table(f"{number}.deviations", "<f4", (layers, parts))
-    frequencies: Floats | None = None
-    if f"{number}.rope" in asset.tables:
-        frequencies = asset.table(f"{number}.rope", "<f4", (-1,))
-    if not (np.abs(bases) <= 2).all():
-        raise InvalidRequestError(f"asset table {number}.basis", "not unit", "columns are unit")
-    if not ((deviations > 0) & (deviations < LARGEST_NUMBER)).all():
-        raise InvalidRequestError(f"asset table {number}.deviations", "not positive", "are > 0")
-    if not (np.abs(means) < LARGEST_NUMBER).all() or not (variances >= 0).all():
-        raise InvalidRequestError(f"asset table {number}.means", "NaN", "must be numbers")
-    if frequencies is not None and (
-        len(frequencies) > MAX_PAIRS or not np.isfinite(frequencies).all()
-    ):
-        raise InvalidRequestError(f"asset table {number}.rope", len(frequencies), "too many")
-    return means, bases, variances, deviations, frequencies
+    @override
+    def component(self, asset: Asset, prefix: str) -> tuple[Any, ...]:
+        bases = asset.table(f"{prefix}basis", "<f4", (-1, -1, -1, -1))
+        layers, parts, channels, kept = bases.shape
+        if parts > 2 or not kept <= channels <= MAX_CHANNELS:
+            raise InvalidRequestError(f"asset table {prefix}basis", bases.shape, "too large")
+        means = asset.table(f"{prefix}means", "<f4", (layers, parts, channels))
+        variances = asset.table(f"{prefix}variances", "<f4", (layers, parts, kept))
+        if not (np.abs(bases) <= 2).all():
+            raise InvalidRequestError(f"asset table {prefix}basis", "not unit", "columns are unit")
+        if not (np.abs(means) < LARGEST_NUMBER).all() or not (variances >= 0).all():
+            raise InvalidRequestError(f"asset table {prefix}means", "NaN", "must be numbers")
+        return means, bases, variances, *self.scales_of(asset, prefix, (layers, parts))
 
 
 SINK_TOKENS = 4
@@ -136,13 +100,9 @@ SINK_TOKENS = 4
 MAX_ESCAPED = 8
 """A layer of which more than one number in so many has no bin is kept as it is."""
 
-_HEAD = struct.Struct(f"<BBHI{DIGEST_BYTES}s")
 _PART = struct.Struct("<HHII")
 _LARGEST_STEP = 32767
 _BOX_ITEMS = 1 << 16
-
-assert _HEAD.size == HEAD_BYTES
-assert len(RATIOS) == QUALITY_COUNT
 
 
 class KvtcCodec(AssetCodec):
@@ -153,55 +113,33 @@ class KvtcCodec(AssetCodec):
     revision = 1
     accuracy = Accuracy.approximate
     kind = AssetKind.kvtc
-    default_quality = 1
+    tables = KvtcTables
 
     @override
     def coded(
-        self, bits: Sequence[Part], layer: LayerTerms, asset: Asset
-    ) -> tuple[Bytes, float] | None:
-        """Return a layer's bytes; None where too many numbers are far outside of the asset's."""
-        tables = _tables(asset).layer(layer.layer_id, layer.component)
-        if tables is None:
-            raise self.another_model(layer)
-        fields = [_HEAD.pack(CODED, self.quality, layer.layer_id, layer.position, asset.digest)]
+        self, bits: Sequence[Part], layer: LayerTerms, tables: Sequence[PartTables]
+    ) -> CodedLayer | None:
+        """Return a coded layer; None where too many numbers are far outside of the asset's."""
+        fields = []
         for part, mine in zip(bits, tables, strict=True):
             coded = _encode(part, layer, mine, mine.deviation * RATIOS[self.quality])
             if coded is None:
                 return None
             fields.append(coded)
-        return as_bytes(b"".join(fields)), 0.0
+        return layer.position, fields, 0.0
 
     @override
     def decode_coded(
-        self, data: Bytes, component: Component, out: Sequence[Part], position: int | None
-    ) -> None:
+        self, body: Bytes, component: Component, out: Sequence[Part], head: Coded,
+        position: int | None,
+    ) -> None:  # fmt: skip
         """Decode one coded layer, its keys rotated to *position*, or as they were for None."""
-        _, quality, index, stored, digest = _HEAD.unpack(data[:HEAD_BYTES].tobytes())
-        if quality >= QUALITY_COUNT:
-            raise InvalidFrameError("quality", quality, f"0 to {QUALITY_COUNT - 1}")
-        tables = _tables(self.asset_of(digest)).layer(index, component)
-        if tables is None:
-            raise InvalidFrameError("layer", index, "the asset has no such layer")
-        place = stored if position is None else position
-        if place != stored and tables[0].frequencies is None:
-            raise InvalidRequestError("position", position, "the asset knows no rotary embedding")
-        at, parts = HEAD_BYTES, []
-        for mine in tables:
-            parsed, at = _parse(data, at, component, mine)
-            parts.append(parsed)
-        if at != len(data):
-            raise InvalidFrameError("stored_bytes", len(data), f"its parts end at {at}")
-        for parsed, mine, part in zip(parts, tables, out, strict=True):
-            _decode(parsed, mine, mine.deviation * RATIOS[quality], (stored, place), part)
-
-    @override
-    def layer_count(self, asset: Asset) -> int:
-        return sum(len(component[0]) for component in _tables(asset).components)
-
-
-@lru_cache(maxsize=8)
-def _tables(asset: Asset) -> KvtcTables:
-    return KvtcTables.of(asset)
+        place = moved_to(position, head.number, head.tables[0].frequencies)
+        cutter = ByteCutter(body)
+        parts = [_parse(cutter, component, mine) for mine in head.tables]
+        cutter.end()
+        for parsed, mine, part in zip(parts, head.tables, out, strict=True):
+            _decode(parsed, mine, mine.deviation * RATIOS[head.quality], (head.number, place), part)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -267,37 +205,24 @@ def _padded(models: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.pad(models, (0, -len(models) % GROUP_CHANNELS), constant_values=PADDING_MODEL)
 
 
-def _parse(data: Bytes, at: int, component: Component, tables: PartTables) -> tuple[_Coded, int]:
-    """Return the part that starts *at*, and where it ends; sizes are checked before use."""
-    if len(data) - at < _PART.size:
-        raise InvalidFrameError("stored_bytes", len(data), "cut short")
-    kept, sinks, escapes, words = _PART.unpack(data[at : at + _PART.size].tobytes())
+def _parse(cutter: ByteCutter, component: Component, tables: PartTables) -> _Coded:
+    """Return the next part; sizes are checked before use."""
+    kept, sinks, escapes, words = _PART.unpack(cutter.take("<u1", _PART.size).tobytes())
     heads, tokens, dim = component.shape
     if not 1 <= kept <= tables.basis.shape[1] or sinks > min(SINK_TOKENS, tokens):
         raise InvalidFrameError("components", (kept, sinks), f"1 to {tables.basis.shape[1]}")
     if escapes > tokens * kept // MAX_ESCAPED:
         raise InvalidFrameError("escapes", escapes, f"at most {tokens * kept // MAX_ESCAPED}")
-    width = component.dtype.item_bytes
-    sizes = [
-        (f"<u{width}", heads * sinks * dim), ("<u1", kept), ("<u4", LANES), ("<u4", escapes),
-        ("<i2", escapes), ("<u2", words),
-    ]  # fmt: skip
-    start = at + _PART.size
-    stop = start + sum(int(kind[2:]) * count for kind, count in sizes)
-    if stop > len(data):
-        raise InvalidFrameError("stored_bytes", len(data), f"a part ends at {stop}")
-    fields: list[NDArray[Any]] = []
-    for kind, count in sizes:
-        end = start + int(kind[2:]) * count
-        fields.append(np.require(data[start:end].view(kind), requirements="A"))
-        start = end
-    exact, models, states, places, steps, stream = fields
+    exact = cutter.take(f"<u{component.dtype.item_bytes}", heads * sinks * dim)
+    models, states = cutter.take("<u1", kept), cutter.take("<u4", LANES)
+    places, steps = cutter.take("<u4", escapes), cutter.take("<i2", escapes)
+    stream = cutter.take("<u2", words)
     if models.max() >= MODELS:
         raise InvalidFrameError("models", int(models.max()), f"there are {MODELS}")
     if escapes and (int(places[-1]) >= tokens * kept or (places[1:] <= places[:-1]).any()):
         raise InvalidFrameError("escapes", int(places[-1]), "must ascend, within the part")
     exact = exact.reshape(heads, sinks, dim)
-    return _Coded(exact, models, states, places, steps, stream, component.dtype), stop
+    return _Coded(exact, models, states, places, steps, stream, component.dtype)
 
 
 def _decode(

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 from kvstore.codecs.base import Codec, Part
 from kvstore.proto.buffers import Bytes, address, addresses
 from kvstore.proto.errors import InvalidFrameError
-from kvstore.proto.native import Loops, loops
+from kvstore.proto.native import loops
 from kvstore.proto.types import Accuracy, Component, DType
 
 Words: TypeAlias = NDArray[Any]
@@ -32,16 +31,23 @@ Words: TypeAlias = NDArray[Any]
 Planes: TypeAlias = "Sequence[Bytes] | NDArray[np.uint8]"
 """As many flat arrays of bytes as a word has bytes, plane 0 first."""
 
-Split: TypeAlias = Callable[[Words, Planes], None]
+PASSES = 5
+VALUES = 3
+"""Byte values that a pass keeps."""
+GROUP = 64
+"""Bytes whose bits lie together: 64 low ones, then 64 high ones."""
+GROUP_BYTES = 16
+PAD_BYTES = GROUP
+"""Readable, and writable, bytes that loops need behind those of a pass."""
 
+_HEAD = struct.Struct(f"<{PASSES * VALUES}BB{PASSES}I")
 
-@dataclass(frozen=True, slots=True)
-class Splitter:
-    """One way to split: ``split(words, planes)`` and ``join(words, planes)``, both flat."""
-
-    name: str
-    split: Split = field(repr=False)
-    join: Split = field(repr=False)
+_SAMPLE_SHIFT = 11
+"""About 2^11 bytes are counted, an odd number apart: heads have even numbers of channels."""
+_MAX_COMMON = (2, 3)
+"""Share of the two commonest values above which an entropy coder gains much more."""
+_MAX_BITS = (33, 10)
+"""Bits a byte above which so few values are not most of them."""
 
 
 def kind_of(dtype: DType) -> str:
@@ -49,38 +55,51 @@ def kind_of(dtype: DType) -> str:
     return dtype.name if dtype.item_bytes > 1 else "bytes"
 
 
-def _split_bytes(words: Words, planes: Planes) -> None:
-    np.copyto(planes[0], words)
+class Loops:
+    """The loops of one path, with the checks of their arguments. Thread-safe."""
 
+    def __init__(self, path: str | None = None) -> None:
+        self._native = loops(path)
 
-def _join_bytes(words: Words, planes: Planes) -> None:
-    np.copyto(words, planes[0])
+    def split(self, kind: str, words: Words, planes: Planes) -> None:
+        """Split *words* of *kind* into *planes*, both flat."""
+        _check_planes(words, planes)
+        if kind == "bytes":
+            np.copyto(planes[0], words)
+            return
+        split = getattr(self._native, f"split_{kind}")
+        split(address(words), *map(_out_address, planes), words.size)
 
+    def join(self, kind: str, words: Words, planes: Planes) -> None:
+        """Do the reverse."""
+        _check_planes(words, planes)
+        if kind == "bytes":
+            np.copyto(words, planes[0])
+            return
+        join = getattr(self._native, f"join_{kind}")
+        join(_out_address(words), *addresses(*planes), words.size)
 
-BYTES = Splitter("numpy", _split_bytes, _join_bytes)
+    def squeeze(self, data: Bytes, values: Bytes, scratch: Bytes, out: Bytes) -> list[int] | None:
+        """Sieve *data* into *out*; return what each pass left, None where *out* is too short."""
+        _check_sieve(data, values, scratch)
+        given, kept, counts = contiguous(data), contiguous(values), np.empty(PASSES, np.int64)
+        is_done = self._native.sieve_squeeze(
+            address(given), len(given), address(kept), address(scratch), address(out),
+            len(out), address(counts),
+        )  # fmt: skip
+        return counts.tolist() if is_done else None
 
-
-def best_splitter(kind: str) -> Splitter:
-    """Return the fastest splitter of words of *kind*."""
-    return BYTES if kind == "bytes" else native_splitter(kind)
-
-
-@lru_cache(maxsize=16)
-def native_splitter(kind: str, path: str | None = None) -> Splitter:
-    """Return the compiled loops of *path*; of this processor's best where it is None."""
-    native = loops(path)
-    split, join = getattr(native, f"split_{kind}"), getattr(native, f"join_{kind}")
-    return Splitter(native.path, partial(_split, split), partial(_join, join))
-
-
-def _split(loop: Callable[..., int], words: Words, planes: Planes) -> None:
-    _check(words, planes)
-    loop(address(words), *map(_out_address, planes), words.size)
-
-
-def _join(loop: Callable[..., int], words: Words, planes: Planes) -> None:
-    _check(words, planes)
-    loop(_out_address(words), *addresses(*planes), words.size)
+    def spread(
+        self, body: Bytes, values: Bytes, counts: list[int], scratch: Bytes, out: Bytes
+    ) -> bool:
+        """Do the reverse; return whether every pass had what its bits say."""
+        _check_sieve(out, values, scratch)
+        if body_bytes(len(out), counts) != len(body) or max(counts) > len(out):
+            return False
+        given, kept, each = contiguous(body), contiguous(values), np.array(counts, np.int64)
+        arrays = (kept, each, scratch, out)
+        found = self._native.sieve_spread(address(given), len(given), *addresses(*arrays), len(out))
+        return bool(found)
 
 
 def _out_address(data: NDArray[Any]) -> int:
@@ -90,10 +109,15 @@ def _out_address(data: NDArray[Any]) -> int:
     return address(data)
 
 
-def _check(words: Words, planes: Planes) -> None:
+def _check_planes(words: Words, planes: Planes) -> None:
     sizes = {words.size, *(plane.size for plane in planes)}
     if len(sizes) > 1 or not all(each.flags.c_contiguous for each in (words, *planes)):
         raise ValueError(f"planes of one size, C-ordered; not {sorted(sizes)}")
+
+
+def _check_sieve(data: Bytes, values: Bytes, scratch: Bytes) -> None:
+    if len(scratch) < 2 * (len(data) + PAD_BYTES) or len(values) != PASSES * VALUES:
+        raise ValueError(f"{len(scratch)} bytes of scratch and {len(values)} values")
 
 
 # --- parts as runs of rows
@@ -120,78 +144,7 @@ def _rows_and_step(component: Component, block_items: int) -> tuple[int, int]:
     return component.kv_heads * component.tokens, max(1, block_items // component.head_dim)
 
 
-def flat_rows(part: Part, start: int, stop: int) -> Words | None:
-    """Return rows *start* to *stop* of *part* where they lie; None where they are no run."""
-    if not part.flags.c_contiguous:
-        return None
-    return part.reshape(-1)[start * part.shape[2] : stop * part.shape[2]]
-
-
-def gather_rows(part: Part, start: int, stop: int, out: Words) -> Words:
-    """Copy rows *start* to *stop* of *part*, which has any strides, to *out*; return them."""
-    dim = part.shape[2]
-    found = out[: (stop - start) * dim]
-    for box, at, until in _boxes(part.shape, start, stop):
-        np.copyto(found[at * dim : until * dim].reshape(part[box].shape), part[box])
-    return found
-
-
-def scatter_rows(part: Part, start: int, stop: int, words: Words) -> None:
-    """Copy *words* to rows *start* to *stop* of *part*, which has any strides."""
-    dim = part.shape[2]
-    for box, at, until in _boxes(part.shape, start, stop):
-        np.copyto(part[box], words[at * dim : until * dim].reshape(part[box].shape))
-
-
-def _boxes(
-    shape: tuple[int, ...], start: int, stop: int
-) -> Iterator[tuple[tuple[slice, slice], int, int]]:
-    """Cut rows *start* to *stop* into at most three boxes: a head's end, heads, a head's start."""
-    tokens = shape[1]
-    at = start
-    while at < stop:
-        head, token = divmod(at, tokens)
-        heads = (stop - at) // tokens if token == 0 else 0
-        if heads:
-            box, until = (slice(head, head + heads), slice(None)), at + heads * tokens
-        else:
-            until = min(stop, (head + 1) * tokens)
-            box = (slice(head, head + 1), slice(token, token + until - at))
-        yield box, at - start, until - start
-        at = until
-
-
-PASSES = 5
-VALUES = 3
-"""Byte values that a pass keeps."""
-GROUP = 64
-"""Bytes whose bits lie together: 64 low ones, then 64 high ones."""
-GROUP_BYTES = 16
-PAD_BYTES = GROUP
-"""Readable, and writable, bytes that loops need behind those of a pass."""
-
-_HEAD = struct.Struct(f"<{PASSES * VALUES}BB{PASSES}I")
-
-_SAMPLE_SHIFT = 11
-"""About 2^11 bytes are counted, an odd number apart: heads have even numbers of channels."""
-_MAX_COMMON = (2, 3)
-"""Share of the two commonest values above which an entropy coder gains much more."""
-_MAX_BITS = (33, 10)
-"""Bits a byte above which so few values are not most of them."""
-
-Squeeze: TypeAlias = Callable[[Bytes, Bytes, Bytes, Bytes], "list[int] | None"]
-"""``squeeze(data, values, scratch, out)``: what each pass left; None where *out* is too short."""
-Spread: TypeAlias = Callable[[Bytes, Bytes, "list[int]", Bytes, Bytes], bool]
-"""``spread(body, values, counts, scratch, out)``: whether every pass had what its bits say."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sieve:
-    """One way to sift: ``squeeze`` and ``spread``, which allocate next to nothing."""
-
-    name: str
-    squeeze: Squeeze = field(repr=False)
-    spread: Spread = field(repr=False)
+# --- sieved planes
 
 
 def scratch_for(items: int) -> Bytes:
@@ -223,7 +176,7 @@ def commonest(plane: Bytes) -> Bytes | None:
     return order.astype(np.uint8)
 
 
-def pack_sieved(plane: Bytes, sieve: Sieve, scratch: Bytes, out: Bytes) -> Bytes | None:
+def pack_sieved(plane: Bytes, loops: Loops, scratch: Bytes, out: Bytes) -> Bytes | None:
     """Return *plane* sieved, at the start of *out*; None where that does not suit it.
 
     *out* has as many bytes as a shorter result may have.
@@ -231,19 +184,18 @@ def pack_sieved(plane: Bytes, sieve: Sieve, scratch: Bytes, out: Bytes) -> Bytes
     values = commonest(plane)
     if values is None or len(out) <= _HEAD.size:
         return None
-    counts = sieve.squeeze(plane, values, scratch, out[_HEAD.size :])
+    counts = loops.squeeze(plane, values, scratch, out[_HEAD.size :])
     if counts is None:
         return None
     _HEAD.pack_into(out.data, 0, *values.tolist(), 0, *counts)
     return out[: _HEAD.size + body_bytes(len(plane), counts)]
 
 
-def unpack_sieved(data: Bytes, sieve: Sieve, scratch: Bytes, out: Bytes) -> None:
+def unpack_sieved(data: Bytes, loops: Loops, scratch: Bytes, out: Bytes) -> None:
     """Fill *out* from the sieved plane *data*. Raises InvalidFrameError."""
     if len(data) < _HEAD.size:
         raise InvalidFrameError("sieved plane", len(data), f"its head has {_HEAD.size} bytes")
-    head = _HEAD.unpack(data[: _HEAD.size].tobytes())
-    zero, *counts = head[PASSES * VALUES :]
+    zero, *counts = _HEAD.unpack(data[: _HEAD.size].tobytes())[PASSES * VALUES :]
     if zero:
         raise InvalidFrameError("sieved plane", zero, "a byte that is 0")
     if any(after > before for before, after in zip([len(out), *counts], counts, strict=False)):
@@ -251,47 +203,8 @@ def unpack_sieved(data: Bytes, sieve: Sieve, scratch: Bytes, out: Bytes) -> None
     if _HEAD.size + body_bytes(len(out), counts) != len(data):
         raise InvalidFrameError("sieved plane", len(data), f"its passes leave {counts}")
     values = data[: PASSES * VALUES]
-    if not sieve.spread(data[_HEAD.size :], values, counts, scratch, out):
+    if not loops.spread(data[_HEAD.size :], values, counts, scratch, out):
         raise InvalidFrameError("sieved plane", counts, "its bits say otherwise")
-
-
-@lru_cache(maxsize=4)
-def native_sieve(path: str | None = None) -> Sieve:
-    """Return the compiled loops of *path*; of this processor's best where it is None."""
-    native = loops(path)
-    return Sieve(native.path, partial(_squeeze_native, native), partial(_spread_native, native))
-
-
-def _squeeze_native(
-    native: Loops, data: Bytes, values: Bytes, scratch: Bytes, out: Bytes
-) -> list[int] | None:
-    _check_sieve(data, values, scratch)
-    given, kept, counts = contiguous(data), contiguous(values), np.empty(PASSES, np.int64)
-    is_done = native.sieve_squeeze(
-        address(given), len(given), address(kept), address(scratch), address(out),
-        len(out), address(counts),
-    )  # fmt: skip
-    return counts.tolist() if is_done else None
-
-
-def _spread_native(
-    native: Loops, body: Bytes, values: Bytes, counts: list[int], scratch: Bytes, out: Bytes
-) -> bool:
-    _check_sieve(out, values, scratch)
-    if body_bytes(len(out), counts) != len(body) or max(counts) > len(out):
-        return False
-    given, kept, each = contiguous(body), contiguous(values), np.array(counts, np.int64)
-    return bool(
-        native.sieve_spread(
-            address(given), len(given), address(kept), address(each), address(scratch),
-            address(out), len(out),
-        )
-    )  # fmt: skip
-
-
-def _check_sieve(data: Bytes, values: Bytes, scratch: Bytes) -> None:
-    if len(scratch) < 2 * (len(data) + PAD_BYTES) or len(values) != PASSES * VALUES:
-        raise ValueError(f"{len(scratch)} bytes of scratch and {len(values)} values")
 
 
 BLOCK_BYTES = 1 << 19
@@ -302,8 +215,6 @@ _WITH_EXPONENTS = frozenset({DType.bfloat16, DType.float32})
 
 _SAMPLES, _SAMPLE_BYTES = 8, 1024
 """Pieces of a plane of noise that are tried first, so that noise costs next to nothing."""
-
-
 _SIEVED = 1 << 31
 """Set in the size of a plane that is sieved."""
 _MAX_SIEVED_ITEMS = BLOCK_BYTES // 2
@@ -311,10 +222,8 @@ _MAX_SIEVED_ITEMS = BLOCK_BYTES // 2
 _MIN_GAIN = 32
 """A plane is sieved when that saves at least one part in so many."""
 
-
 Stored: TypeAlias = "tuple[Bytes, bool]"
 """A plane's bytes as they are stored, and whether they are sieved."""
-
 
 _WINDOW_LOG = 17
 
@@ -350,8 +259,7 @@ _ROOMS = _Rooms()
 class LosslessCodec(Codec):
     """Exact, about two thirds of the size for bfloat16, much faster than zstd over the words.
 
-    *splitter_of* finds the splitter for a kind of words, *sieve_of* the sieve; their choice
-    changes no byte.
+    With *loops* these compute, else the compiled ones: they change no byte.
     """
 
     name = "lossless"
@@ -359,13 +267,8 @@ class LosslessCodec(Codec):
     revision = 2
     accuracy = Accuracy.exact
 
-    def __init__(
-        self,
-        splitter_of: Callable[[str], Splitter] = best_splitter,
-        sieve_of: Callable[[], Sieve] = native_sieve,
-    ) -> None:
-        self._splitter_of = splitter_of
-        self._sieve_of = sieve_of
+    def __init__(self, loops: Loops | None = None) -> None:
+        self._loops = loops or Loops()
 
     def max_segment_bytes(self, component: Component) -> int:
         """Upper bound of one encoded layer: the plane table and every plane as it is."""
@@ -373,25 +276,22 @@ class LosslessCodec(Codec):
 
     def encode_segment(self, parts: Sequence[Part], component: Component, out: Bytes) -> int:
         """Encode one layer into *out* and return how many bytes were used."""
-        width = component.dtype.item_bytes
-        splitter, sieve = self._splitter_of(kind_of(component.dtype)), self._sieve_of()
-        scratch = _scratch(component)
+        width, kind = component.dtype.item_bytes, kind_of(component.dtype)
+        loops = self._loops
         has_exponents = component.dtype in _WITH_EXPONENTS
         sizes: list[int] = []
         end = _table_bytes(component)
         for part in parts:
-            bits = part.view(scratch.dtype)
+            bits = contiguous(part).view(f"<u{width}").reshape(-1, component.head_dim)
             for start, stop in row_blocks(component, BLOCK_BYTES // width):
-                words = flat_rows(bits, start, stop)
-                if words is None:
-                    words = gather_rows(bits, start, stop, scratch)
+                words = bits[start:stop].reshape(-1)
                 room = out[end : end + words.nbytes]
                 planes = list(room.reshape(width, -1)[::-1])  # the exponents come last
                 is_sieved = has_exponents and len(words) <= _MAX_SIEVED_ITEMS
                 if is_sieved:
                     planes[0] = _ROOMS.exponents[: len(words)]
-                splitter.split(words, planes)
-                found = _store_planes(planes, room, has_exponents, sieve if is_sieved else None)
+                loops.split(kind, words, planes)
+                found = _store_planes(planes, room, has_exponents, loops if is_sieved else None)
                 sizes += found
                 end += sum(size & ~_SIEVED for size in found)
         table = np.array(sizes, "<u4").view(np.uint8)
@@ -400,21 +300,17 @@ class LosslessCodec(Codec):
 
     def decode_segment(self, data: Bytes, component: Component, out: Sequence[Part]) -> None:
         """Decode one verified layer into *out*. Raises InvalidFrameError on bad contents."""
-        width = component.dtype.item_bytes
-        splitter, sieve = self._splitter_of(kind_of(component.dtype)), self._sieve_of()
-        scratch = _scratch(component)
+        width, kind = component.dtype.item_bytes, kind_of(component.dtype)
+        loops = self._loops
         blocks = _blocks(data, component)
         for part in out:
-            bits = part.view(scratch.dtype)
+            room = part if part.flags.c_contiguous else np.empty(part.shape, part.dtype)
+            bits = room.view(f"<u{width}").reshape(-1, component.head_dim)
             for start, stop in row_blocks(component, BLOCK_BYTES // width):
-                items = (stop - start) * component.head_dim
-                planes = _plain_planes(next(blocks), items, sieve)
-                words = flat_rows(bits, start, stop)
-                if words is None:
-                    splitter.join(scratch[:items], planes)
-                    scatter_rows(bits, start, stop, scratch[:items])
-                else:
-                    splitter.join(words, planes)
+                words = bits[start:stop].reshape(-1)
+                loops.join(kind, words, _plain_planes(next(blocks), len(words), loops))
+            if room is not part:
+                np.copyto(part, room)
 
 
 @lru_cache(maxsize=16)
@@ -431,14 +327,8 @@ def _table_bytes(component: Component) -> int:
     return _SIZE_BYTES * width * blocks
 
 
-def _scratch(component: Component) -> Words:
-    items = max(component.head_dim, BLOCK_BYTES // component.dtype.item_bytes)
-    items = min(items, component.part_bytes // component.dtype.item_bytes)
-    return np.empty(items, f"<u{component.dtype.item_bytes}")
-
-
 def _store_planes(
-    planes: Sequence[Bytes], room: Bytes, has_exponents: bool, sieve: Sieve | None
+    planes: Sequence[Bytes], room: Bytes, has_exponents: bool, loops: Loops | None
 ) -> list[int]:
     """Write *planes* (w times items), last first, to *room*; return their rows of the table.
 
@@ -448,15 +338,15 @@ def _store_planes(
     end = 0
     for index, plane in reversed(list(enumerate(planes))):
         items = len(plane)
-        if index == 0 and sieve is not None:
+        if index == 0 and loops is not None:
             less = room[end : end + items - items // _MIN_GAIN]
-            found = pack_sieved(plane, sieve, _ROOMS.sieve, less)
+            found = pack_sieved(plane, loops, _ROOMS.sieve, less)
             if found is not None:
                 sizes.append(len(found) | _SIEVED)
                 break
         packed = _compress(plane, index > 0 or not has_exponents)
         stored = plane if packed is None else packed
-        is_there = packed is None and end == len(sizes) * items and (index or sieve is None)
+        is_there = packed is None and end == len(sizes) * items and (index or loops is None)
         if not is_there:
             np.copyto(room[end : end + len(stored)], stored)
         sizes.append(len(stored))
@@ -464,13 +354,13 @@ def _store_planes(
     return sizes
 
 
-def _plain_planes(block: Sequence[Stored], items: int, sieve: Sieve) -> list[Bytes]:
+def _plain_planes(block: Sequence[Stored], items: int, loops: Loops) -> list[Bytes]:
     """Return the planes of a block, plane 0 first. Raises InvalidFrameError."""
     planes = []
     for stored, is_sieved in reversed(block):
         if is_sieved:
             plane = _ROOMS.exponents[:items]
-            unpack_sieved(stored, sieve, _ROOMS.sieve, plane)
+            unpack_sieved(stored, loops, _ROOMS.sieve, plane)
         else:
             plane = stored if len(stored) == items else _inflate(stored, items)
         planes.append(plane)

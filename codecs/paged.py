@@ -19,15 +19,10 @@ from typing_extensions import override
 
 from kvstore.codecs.base import Codec
 from kvstore.codecs.block_part import check_block_ids
-from kvstore.codecs.raw import RawCodec, raw_header
+from kvstore.codecs.raw import RawCodec
 from kvstore.proto.buffers import as_bytes, checksum
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, LayoutMismatchError
-from kvstore.proto.frame import (
-    FrameHeader,
-    FrameTemplate,
-    check_segment,
-    pack_header,
-)
+from kvstore.proto.frame import FrameHeader, check_segment
 from kvstore.proto.types import ChunkShard, Component, DType, Extent, KVLayout, LayerKind
 
 RAW = RawCodec()
@@ -263,22 +258,6 @@ class FrameKernels(ABC):
         """Do what ``scatter`` does with what was checked; *tables* as in ``move``."""
         self.move(memory, frames, paged, tables, to_pages=True)
         return self.sums(memory, frames)
-
-    def gather(
-        self, template: FrameTemplate, first_token: int, paged: Paged, out: torch.Tensor
-    ) -> FrameHeader:
-        """Fill *out* with the raw frame of a chunk's rows in the pages and return its header.
-
-        Waits for the checksums. Raises as ``scatter`` does.
-        """
-        header = raw_header(template)
-        frames = [FrameAt(0, header, first_token)]
-        check_frames(RAW, out, frames, paged)
-        self.move(out, frames, paged, to_pages=False)
-        header = raw_header(template, self.sums(out, frames)()[0])
-        packed = np.frombuffer(bytearray(pack_header(header)), np.uint8)
-        out[: len(packed)].copy_(torch.from_numpy(packed))
-        return header
 
 
 def check_sums(header: FrameHeader, found: Sequence[int]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,15 +19,15 @@ from kvstore.codecs.cachegen import (
     QUALITIES,
     split,
 )
-from kvstore.codecs.floats import FLOAT_TYPES, Floats, is_finite, to_float32
-from kvstore.codecs.kvq_models import SHAPES
+from kvstore.codecs.floats import Floats, has_floats, is_finite, to_float32
+from kvstore.codecs.kvq_models import RATIOS, SHAPES
 from kvstore.codecs.kvq_static import MIDDLE, SCALES_AN_OCTAVE
 from kvstore.codecs.kvq_tiles import LARGEST_MEAN
-from kvstore.codecs.kvtc import MAX_CHANNELS, RATIOS, SINK_TOKENS
+from kvstore.codecs.kvtc import MAX_CHANNELS, SINK_TOKENS
 from kvstore.codecs.rans import SLOTS
 from kvstore.codecs.rope import inverse_frequencies, rotate, rotation
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
-from kvstore.proto.types import Component, KVLayout, LayerKind, RopeParameters
+from kvstore.proto.types import Component, KVLayout, RopeParameters
 
 Counts = NDArray[np.uint32]
 
@@ -50,10 +51,7 @@ class CachegenProfile:
     """
 
     def __init__(self, components: Sequence[Component], depths: Sequence[float]) -> None:
-        for component in components:
-            if component.dtype not in FLOAT_TYPES or component.kind is LayerKind.state:
-                what = (component.kind.name, component.dtype.name)
-                raise InvalidRequestError("component", what, "cachegen codes float KV only")
+        _check_components(components, "cachegen")
         if len(depths) != sum(c.layers for c in components) or not all(0 <= d < 1 for d in depths):
             raise InvalidRequestError("depths", len(depths), "one in [0, 1) for each layer")
         self._components = tuple(components)
@@ -109,34 +107,25 @@ class CachegenProfile:
         anchor_rows, anchor_picks = share(_rows(self._anchors))
         delta_rows, delta_picks = share(_rows(self._deltas))
         tables: dict[str, NDArray[Any]] = {"anchors": anchor_rows, "deltas": delta_rows}
-        anchor_at = delta_at = 0
-        for number, (component, width) in enumerate(
-            zip(self._components, self.widths(), strict=True)
-        ):
-            shape = (component.parts, component.kv_heads, component.head_dim)
-            channels = component.layers * int(np.prod(shape))
-            picks = anchor_picks[anchor_at : anchor_at + channels]
+        at = 0
+        for number, (c, width) in enumerate(zip(self._components, self.widths(), strict=True)):
+            stop = at + c.layers * c.parts * c.kv_heads * c.head_dim
+            shape = (c.parts, c.kv_heads, c.head_dim)
+            deltas = delta_picks[len(QUALITIES) * at : len(QUALITIES) * stop]
             tables[f"{number}.widths"] = width
-            tables[f"{number}.anchors"] = picks.reshape(component.layers, *shape)
-            anchor_at += channels
-            channels *= len(QUALITIES)
-            picks = delta_picks[delta_at : delta_at + channels]
-            tables[f"{number}.deltas"] = picks.reshape(len(QUALITIES) * component.layers, *shape)
-            delta_at += channels
+            tables[f"{number}.anchors"] = anchor_picks[at:stop].reshape(-1, *shape)
+            tables[f"{number}.deltas"] = deltas.reshape(-1, *shape)
+            at = stop
         return tables
 
     def _layers(self, tensors: ChunkTensors) -> list[tuple[int, int, Floats]]:
         """Return the component, the layer and the values (parts, heads, tokens, dim) of each."""
         check_tensors(layout_like(self._components, tensors), tensors)
-        found = []
-        for number, (component, layers) in enumerate(zip(self._components, tensors, strict=True)):
-            for layer, parts in enumerate(layers):
-                bits = [part.view(f"<u{part.dtype.itemsize}") for part in parts]
-                if not all(is_finite(part, component.dtype) for part in bits):
-                    raise InvalidRequestError("samples", "NaN or infinity", "leave this one out")
-                values = np.stack([to_float32(part, component.dtype) for part in bits])
-                found.append((number, layer, values))
-        return found
+        return [
+            (number, layer, np.stack([_numbers(part, component) for part in parts]))
+            for number, component in enumerate(self._components)
+            for layer, parts in enumerate(tensors[number])
+        ]
 
 
 def layout_like(components: Sequence[Component], tensors: ChunkTensors) -> KVLayout:
@@ -145,6 +134,21 @@ def layout_like(components: Sequence[Component], tensors: ChunkTensors) -> KVLay
         raise LayoutMismatchError("components", len(tensors), f"give {len(components)}")
     tokens = [layers[0][0].shape[1] for layers in tensors]
     return KVLayout(tuple(map(lambda c, n: replace(c, tokens=n), components, tokens)))
+
+
+def _check_components(components: Sequence[Component], codec: str) -> None:
+    for component in components:
+        if not has_floats(component):
+            fix = f"{codec} codes float KV only, no {component.dtype.name}"
+            raise InvalidRequestError("component", component.kind.name, fix)
+
+
+def _numbers(part: NDArray[Any], component: Component) -> Floats:
+    """Return *part* as float32. Raises InvalidRequestError for NaN and infinity."""
+    bits = part.view(f"<u{part.dtype.itemsize}")
+    if not is_finite(bits, component.dtype):
+        raise InvalidRequestError("samples", "NaN or infinity", "leave this one out")
+    return to_float32(bits, component.dtype)
 
 
 def _count(counts: Counts, symbols: NDArray[np.uint8]) -> None:
@@ -215,74 +219,57 @@ def cheapest(counts: Counts, rows: NDArray[np.uint16]) -> NDArray[np.uint8]:
 _LEAST_DEVIATION = 1e-6
 
 
-class KvtcProfile:
-    """Means and covariances over samples of one model's KV. Not thread-safe.
+class TurnedProfile(ABC):
+    """What is found in samples of one model's KV, its keys turned back. Not thread-safe.
 
     *rope* is the rotary embedding that the keys carry, None when they are to be taken as they
-    are. Holds channels^2 float64 numbers for each part of each layer: 540 MB for a model of 32
-    layers with 8 heads of 128.
+    are.
     """
 
+    codec: ClassVar[str]
+
     def __init__(self, components: Sequence[Component], rope: RopeParameters | None) -> None:
-        for c in components:
-            if c.dtype not in FLOAT_TYPES or c.kind is LayerKind.state:
-                raise InvalidRequestError("component", c.kind.name, "kvtc codes float KV only")
-            if c.kv_heads * c.head_dim > MAX_CHANNELS:
-                raise InvalidRequestError("channels", c.kv_heads * c.head_dim, "too many for kvtc")
+        _check_components(components, self.codec)
         self._components = tuple(components)
         self._frequencies = [calibrated_frequencies(c, rope) for c in components]
-        shapes = [(c.layers, c.parts, c.kv_heads * c.head_dim) for c in components]
         self._tokens = [0] * len(components)
-        self._sums = [np.zeros(shape) for shape in shapes]
-        self._products = [np.zeros((*shape, shape[-1])) for shape in shapes]
 
     def add(self, tensors: ChunkTensors, position: int) -> None:
         """Add a chunk whose first token stands at *position*; first tokens of a prompt aside.
 
         Raises LayoutMismatchError for another model's, InvalidRequestError for NaN.
         """
-        for one in turned_samples(self._components, self._frequencies, tensors, position):
-            rows = one.rows.astype(np.float64)
-            self._sums[one.component][one.layer, one.part] += rows.sum(0)
-            self._products[one.component][one.layer, one.part] += rows.T @ rows
-            self._tokens[one.component] += len(rows) if one.is_first else 0
+        layout = layout_like(self._components, tensors)
+        check_tensors(layout, tensors)
+        skipped = SINK_TOKENS if position == 0 else 0
+        for number, (component, layers) in enumerate(zip(layout.components, tensors, strict=True)):
+            for at in np.ndindex(component.layers, component.parts):
+                values = _numbers(layers[at[0]][at[1]], component)
+                turned = None if at[1] else self._frequencies[number]
+                if turned is not None:
+                    cosine, sine = rotation(turned, position, component.tokens)
+                    rotate(values, cosine, -sine)
+                rows = values.transpose(1, 0, 2).reshape(component.tokens, -1)[skipped:]
+                self._take(number, at, rows)
+            self._tokens[number] += component.tokens - min(skipped, component.tokens)
 
     def tables(self) -> dict[str, NDArray[Any]]:
         """Return the tables of an asset."""
         if min(self._tokens) < 2:
             raise InvalidRequestError("samples", min(self._tokens), "add chunks first")
         tables: dict[str, NDArray[Any]] = {}
-        for number in range(len(self._components)):
-            tables |= self._component(number)
+        for number, (tokens, rope) in enumerate(zip(self._tokens, self._frequencies, strict=True)):
+            found = self._found(number, tokens) | ({} if rope is None else {"rope": rope})
+            tables |= {f"{number}.{name}": table for name, table in found.items()}
         return tables
 
-    def _component(self, number: int) -> dict[str, NDArray[Any]]:
-        means = self._sums[number] / self._tokens[number]
-        layers, parts, channels = means.shape
-        bases = np.empty((layers, parts, channels, channels), np.float32)
-        variances = np.empty((layers, parts, channels), np.float32)
-        deviations = np.empty((layers, parts), np.float32)
-        for at in np.ndindex(layers, parts):
-            products = self._products[number][at] / self._tokens[number]
-            covariance = products - np.outer(means[at], means[at])
-            values, vectors = np.linalg.eigh(covariance)
-            values, vectors = np.maximum(values[::-1], 0), vectors[:, ::-1]
-            vectors = vectors * np.sign(vectors[np.abs(vectors).argmax(0), np.arange(channels)])
-            bases[at], variances[at] = vectors, values
-            deviations[at] = max(np.sqrt(values.mean()), _LEAST_DEVIATION)
-        # What the finest step cannot see is never coded.
-        least = (deviations[..., None] * min(RATIOS) / 4) ** 2
-        kept = max(1, int((variances >= least).sum(-1).max()))
-        tables: dict[str, NDArray[Any]] = {
-            f"{number}.means": means.astype("<f4"),
-            f"{number}.basis": bases[..., :kept],
-            f"{number}.variances": variances[..., :kept],
-            f"{number}.deviations": deviations,
-        }
-        frequencies = self._frequencies[number]
-        if frequencies is not None:
-            tables[f"{number}.rope"] = frequencies
-        return tables
+    @abstractmethod
+    def _take(self, component: int, at: tuple[int, ...], rows: Floats) -> None:
+        """Take *rows* (tokens, channels) of a layer and part of a component."""
+
+    @abstractmethod
+    def _found(self, component: int, tokens: int) -> dict[str, NDArray[Any]]:
+        """Return what was found in so many tokens of a component, by the table's name."""
 
 
 def calibrated_frequencies(component: Component, rope: RopeParameters | None) -> Floats | None:
@@ -295,54 +282,50 @@ def calibrated_frequencies(component: Component, rope: RopeParameters | None) ->
     return found
 
 
-class TurnedSample(NamedTuple):
-    """One part of one layer of a component: *rows* (tokens, channels), as floats turned back."""
+class KvtcProfile(TurnedProfile):
+    """Means and covariances.
 
-    component: int
-    layer: int
-    part: int
-    rows: NDArray[Any]
-
-    @property
-    def is_first(self) -> bool:
-        """Whether it is the component's first: its tokens are counted once."""
-        return not self.layer and not self.part
-
-
-def turned_samples(
-    components: Sequence[Component],
-    frequencies: Sequence[NDArray[np.float32] | None],
-    tensors: ChunkTensors,
-    position: int,
-) -> Iterator[TurnedSample]:
-    """Yield the parts of a chunk whose first token stands at *position*, without a prompt's sinks.
-
-    Raises LayoutMismatchError for another model's, InvalidRequestError for NaN.
+    Holds channels^2 float64 numbers for each part of each layer: 540 MB for a model of 32
+    layers with 8 heads of 128.
     """
-    layout = layout_like(components, tensors)
-    check_tensors(layout, tensors)
-    skipped = SINK_TOKENS if position == 0 else 0
-    for number, (component, layers) in enumerate(zip(layout.components, tensors, strict=True)):
-        for layer, parts in enumerate(layers):
-            for index, part in enumerate(parts):
-                turned = frequencies[number] if index == 0 else None
-                rows = turned_rows(part, component, turned, position)[skipped:]
-                yield TurnedSample(number, layer, index, rows)
 
+    codec = "kvtc"
 
-def turned_rows(
-    part: NDArray[Any], component: Component, turned: Floats | None, position: int
-) -> Floats:
-    """Return the part as (tokens, channels of all heads), turned back."""
-    bits = part.view(f"<u{part.dtype.itemsize}")
-    if not is_finite(bits, component.dtype):
-        raise InvalidRequestError("samples", "NaN or infinity", "leave this one out")
-    values = to_float32(bits, component.dtype)
-    if turned is not None:
-        cosine, sine = rotation(turned, position, component.tokens)
-        rotate(values, cosine, -sine)
-    rows: Floats = values.transpose(1, 0, 2).reshape(component.tokens, -1)
-    return rows
+    def __init__(self, components: Sequence[Component], rope: RopeParameters | None) -> None:
+        super().__init__(components, rope)
+        shapes = [(c.layers, c.parts, c.kv_heads * c.head_dim) for c in components]
+        if max(shape[-1] for shape in shapes) > MAX_CHANNELS:
+            raise InvalidRequestError("channels", max(s[-1] for s in shapes), "too many for kvtc")
+        self._sums = [np.zeros(shape) for shape in shapes]
+        self._products = [np.zeros((*shape, shape[-1])) for shape in shapes]
+
+    def _take(self, component: int, at: tuple[int, ...], rows: Floats) -> None:
+        wide = rows.astype(np.float64)
+        self._sums[component][at] += wide.sum(0)
+        self._products[component][at] += wide.T @ wide
+
+    def _found(self, component: int, tokens: int) -> dict[str, NDArray[Any]]:
+        means = self._sums[component] / tokens
+        layers, parts, channels = means.shape
+        bases = np.empty((layers, parts, channels, channels), np.float32)
+        variances = np.empty((layers, parts, channels), np.float32)
+        deviations = np.empty((layers, parts), np.float32)
+        for at in np.ndindex(layers, parts):
+            covariance = self._products[component][at] / tokens - np.outer(means[at], means[at])
+            values, vectors = np.linalg.eigh(covariance)
+            values, vectors = np.maximum(values[::-1], 0), vectors[:, ::-1]
+            vectors = vectors * np.sign(vectors[np.abs(vectors).argmax(0), np.arange(channels)])
+            bases[at], variances[at] = vectors, values
+            deviations[at] = max(np.sqrt(values.mean()), _LEAST_DEVIATION)
+        # What the finest step cannot see is never coded.
+        least = (deviations[..., None] * min(RATIOS) / 4) ** 2
+        kept = max(1, int((variances >= least).sum(-1).max()))
+        return {
+            "means": means.astype("<f4"),
+            "basis": bases[..., :kept],
+            "variances": variances[..., :kept],
+            "deviations": deviations,
+        }
 
 
 _SHARP = 4.2
@@ -350,60 +333,32 @@ _SHARP = 4.2
 distribution, which has 6; a normal one has 3."""
 
 
-class StaticKvqProfile:
-    """Moments over samples of one model's KV, four for each channel. Not thread-safe.
+class StaticKvqProfile(TurnedProfile):
+    """Four moments of each channel."""
 
-    *rope* is the rotary embedding that the keys carry, None when they are to be taken as they are.
-    """
+    codec = "kvq"
 
     def __init__(self, components: Sequence[Component], rope: RopeParameters | None) -> None:
-        for c in components:
-            if c.dtype not in FLOAT_TYPES or c.kind is LayerKind.state:
-                raise InvalidRequestError("component", c.kind.name, "kvq codes float KV only")
-        self._components = tuple(components)
-        self._frequencies = [calibrated_frequencies(c, rope) for c in components]
-        self._tokens = [0] * len(components)
-        self._moments = [
-            np.zeros((4, c.layers, c.parts, c.kv_heads * c.head_dim)) for c in components
-        ]
+        super().__init__(components, rope)
+        shapes = [(c.layers, c.parts, c.kv_heads * c.head_dim) for c in components]
+        self._moments = [np.zeros((4, *shape)) for shape in shapes]
 
-    def add(self, tensors: ChunkTensors, position: int) -> None:
-        """Add a chunk whose first token stands at *position*; first tokens of a prompt aside.
+    def _take(self, component: int, at: tuple[int, ...], rows: Floats) -> None:
+        power = np.ones(rows.shape)
+        for moment in self._moments[component]:
+            power *= rows
+            moment[at] += power.sum(0)
 
-        Raises LayoutMismatchError for another model's, InvalidRequestError for NaN.
-        """
-        for one in turned_samples(self._components, self._frequencies, tensors, position):
-            power = np.ones(one.rows.shape)
-            for moment in self._moments[one.component]:
-                power *= one.rows
-                moment[one.layer, one.part] += power.sum(0)
-            self._tokens[one.component] += len(one.rows) if one.is_first else 0
-
-    def tables(self) -> dict[str, NDArray[Any]]:
-        """Return the tables of an asset."""
-        if min(self._tokens) < 2:
-            raise InvalidRequestError("samples", min(self._tokens), "add chunks first")
-        tables: dict[str, NDArray[Any]] = {}
-        for number, tokens in enumerate(self._tokens):
-            tables |= _tables(number, self._moments[number] / tokens)
-            frequencies = self._frequencies[number]
-            if frequencies is not None:
-                tables[f"{number}.rope"] = frequencies
-        return tables
-
-
-def _tables(number: int, moments: NDArray[np.float64]) -> dict[str, NDArray[Any]]:
-    """Return a component's tables from its channels' first four moments."""
-    mean, second, third, fourth = moments
-    variance = np.maximum(second - mean**2, _LEAST_DEVIATION**2)
-    peak = fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4
-    deviation = np.sqrt(variance.mean(-1))
-    octaves = np.log2(variance / deviation[..., None] ** 2) / 2
-    scale = np.clip(np.rint(SCALES_AN_OCTAVE * octaves) + MIDDLE, 0, 2 * MIDDLE - 1)
-    is_sharp = peak > _SHARP * variance**2
-    limit = float(LARGEST_MEAN)
-    return {
-        f"{number}.means": np.clip(mean, -limit, limit).astype("<f2"),
-        f"{number}.scales": (scale * SHAPES + is_sharp).astype(np.uint8),
-        f"{number}.deviations": deviation.astype("<f4"),
-    }
+    def _found(self, component: int, tokens: int) -> dict[str, NDArray[Any]]:
+        mean, second, third, fourth = self._moments[component] / tokens
+        variance = np.maximum(second - mean**2, _LEAST_DEVIATION**2)
+        peak = fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4
+        deviation = np.sqrt(variance.mean(-1))
+        octaves = np.log2(variance / deviation[..., None] ** 2) / 2
+        scale = np.clip(np.rint(SCALES_AN_OCTAVE * octaves) + MIDDLE, 0, 2 * MIDDLE - 1)
+        limit = float(LARGEST_MEAN)
+        return {
+            "means": np.clip(mean, -limit, limit).astype("<f2"),
+            "scales": (scale * SHAPES + (peak > _SHARP * variance**2)).astype(np.uint8),
+            "deviations": deviation.astype("<f4"),
+        }

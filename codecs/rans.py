@@ -9,8 +9,7 @@ docs/format.md. The loops are `native/rans.c`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TypeAlias
 
@@ -85,18 +84,11 @@ class ModelTable:
         return table
 
 
-@dataclass(frozen=True, slots=True)
 class Backend:
-    """One implementation: loops that take arguments which were checked, behind the checks.
+    """The loops of one path, with the checks of their arguments. Thread-safe."""
 
-    ``encode`` raises InvalidRequestError for a symbol of frequency 0. ``decode`` returns
-    whether every lane of every tile ended at 2^16 with all its words used; no index that it
-    takes from the stream leaves the arrays.
-    """
-
-    name: str
-    encode: Callable[[U8, U8, ModelTable], tuple[U32, U32, U16]] = field(repr=False)
-    decode: Callable[[U32, U32, U16, U8, ModelTable, U8], bool] = field(repr=False)
+    def __init__(self, path: str | None = None) -> None:
+        self._native = loops(path)
 
     def encode_tiles(self, symbols: U8, models: U8, table: ModelTable) -> tuple[U32, U32, U16]:
         """Encode *symbols* u8 (tiles, tokens, channels) by *models* u8 (tiles, channels).
@@ -115,7 +107,7 @@ class Backend:
         """Decode what ``encode_tiles`` returned into *out* u8 (tiles, tokens, channels), C order.
 
         Raises InvalidFrameError unless every lane ends at 2^16 and each tile uses exactly its
-        words; *out* then holds rubbish.
+        words; *out* then holds rubbish. No index that it takes from the stream leaves the arrays.
         """
         _check_symbols(out, models, table)
         if not out.flags.c_contiguous:
@@ -130,24 +122,32 @@ class Backend:
         if not self.decode(states, counts, words, models, table, out):
             raise InvalidFrameError("words", len(words), "the stream does not end where it must")
 
+    def encode(self, symbols: U8, models: U8, table: ModelTable) -> tuple[U32, U32, U16]:
+        """Do what ``encode_tiles`` does with what was checked."""
+        tiles, tokens, channels = symbols.shape
+        states = np.full((tiles, LANES), MIN_STATE, np.uint32)
+        counts, words = np.empty(tiles, np.uint32), np.empty(symbols.size, np.uint16)
+        arrays = (symbols, models, table.encode_symbols, states, counts, words)
+        sizes = (tiles, tokens * channels, channels)
+        used = done(self._native.rans_encode(*addresses(*arrays), *sizes))
+        if used < 0:
+            raise uncodable()
+        return states, counts, words[:used]
 
-def _check_symbols(symbols: U8, models: U8, table: ModelTable) -> None:
-    if symbols.dtype != np.uint8 or symbols.ndim != 3 or not _is_whole(symbols):
-        raise InvalidRequestError(
-            "symbols", (symbols.dtype.name, symbols.shape), "u8 (tiles, tokens, 64 k channels)"
-        )
-    if models.dtype != np.uint8 or models.shape != (len(symbols), symbols.shape[2]):
-        raise InvalidRequestError("models", models.shape, "give u8 (tiles, channels)")
-    if models.size and int(models.max()) >= len(table.frequencies):
-        raise InvalidFrameError("models", int(models.max()), "the table has fewer")
+    def decode(
+        self, states: U32, counts: U32, words: U16, models: U8, table: ModelTable, out: U8
+    ) -> bool:
+        """Decode what was checked; return whether the stream ended as it must."""
+        tiles, tokens, channels = out.shape
+        arrays = (states.copy(), counts, words, models, table.decode_slots, out)
+        sizes = (tiles, tokens * channels, channels)
+        return done(self._native.rans_decode(*addresses(*arrays), *sizes)) == 1
 
 
-def _is_whole(symbols: U8) -> bool:
-    channels = int(symbols.shape[2])
-    return channels > 0 and channels % GROUP_CHANNELS == 0
-
-
-# --- the compiled loops
+@lru_cache(maxsize=4)
+def native_backend(path: str | None = None) -> Backend:
+    """Return the loops of *path*; of this processor's best where it is None."""
+    return Backend(path)
 
 
 def uncodable() -> InvalidRequestError:
@@ -155,28 +155,13 @@ def uncodable() -> InvalidRequestError:
     return InvalidRequestError("symbols", "frequency 0", "code only what the model knows")
 
 
-@lru_cache(maxsize=4)
-def native_backend(path: str | None = None) -> Backend:
-    """Return the loops of *path*; of this processor's best where it is None."""
-    native = loops(path)
-
-    def encode(symbols: U8, models: U8, table: ModelTable) -> tuple[U32, U32, U16]:
-        tiles, tokens, channels = symbols.shape
-        states = np.full((tiles, LANES), MIN_STATE, np.uint32)
-        counts = np.empty(tiles, np.uint32)
-        words = np.empty(symbols.size, np.uint16)
-        arrays = (symbols, models, table.encode_symbols, states, counts, words)
-        used = done(native.rans_encode(*addresses(*arrays), tiles, tokens * channels, channels))
-        if used < 0:
-            raise uncodable()
-        return states, counts, words[:used]
-
-    def decode(
-        states: U32, counts: U32, words: U16, models: U8, table: ModelTable, out: U8
-    ) -> bool:
-        tiles, tokens, channels = out.shape
-        arrays = (states.copy(), counts, words, models, table.decode_slots, out)
-        found = native.rans_decode(*addresses(*arrays), tiles, tokens * channels, channels)
-        return done(found) == 1
-
-    return Backend(native.path, encode, decode)
+def _check_symbols(symbols: U8, models: U8, table: ModelTable) -> None:
+    is_whole = symbols.ndim == 3 and symbols.shape[2] > 0 and not symbols.shape[2] % GROUP_CHANNELS
+    if symbols.dtype != np.uint8 or not is_whole:
+        raise InvalidRequestError(
+            "symbols", (symbols.dtype.name, symbols.shape), "u8 (tiles, tokens, 64 k channels)"
+        )
+    if models.dtype != np.uint8 or models.shape != (len(symbols), symbols.shape[2]):
+        raise InvalidRequestError("models", models.shape, "give u8 (tiles, channels)")
+    if models.size and int(models.max()) >= len(table.frequencies):
+        raise InvalidFrameError("models", int(models.max()), "the table has fewer")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -56,7 +55,6 @@ class RawCodec(Codec):
     codec_id = 0
     revision = 1
     accuracy = Accuracy.exact
-    takes_blocks = True
 
     @override
     def check_header(self, header: FrameHeader) -> None:
@@ -92,38 +90,31 @@ class RawCodec(Codec):
         """
         layout = template.layout
         check_tensors(layout, tensors)
-        starts = iter(_raw_rows(layout)["offset"].tolist())
         if len(out) < raw_frame_bytes(layout):
             raise InvalidFrameError("out", len(out), f"give {raw_frame_bytes(layout)} bytes")
         is_summed = not template.flags & FLAG_UNSUMMED
-        checksums = []
+        starts = _raw_rows(layout)["offset"].tolist()
+        for start, stop in _gaps(layout):
+            out[start:stop] = 0
+        checksums: list[int] = []
         unsummed: list[tuple[Bytes, Bytes]] = []
-        end = header_bytes(layout)
         for component, layers in zip(layout.components, tensors, strict=True):
-            if isinstance(layers, BlockStack) and not is_summed and _is_dense(component):
-                places = list(islice(starts, component.layers))
-                out[end : places[0]] = 0
-                end = places[-1] + component.layer_bytes
-                layers.gather(out[places[0] : end])
+            size, first = component.layer_bytes, starts[len(checksums)]
+            if isinstance(layers, BlockStack) and not (is_summed or size % ALIGN_BYTES):
+                layers.gather(out[first : first + size * component.layers])
                 checksums += [0] * component.layers
                 continue
-            part_bytes, dtype = component.part_bytes, f"<u{component.dtype.item_bytes}"
             for parts in layers:
-                start = next(starts)
-                if end < start:
-                    out[end:start] = 0
-                end = start + component.layer_bytes
+                start = starts[len(checksums)]
+                room = out[start : start + size]
                 if is_summed:
-                    checksums.append(_encode_summed(parts, component, out[start:end]))
+                    checksums.append(_encode_summed(parts, component, room))
                     continue
                 checksums.append(0)
-                for part in parts:
-                    room = out[start : start + part_bytes]
-                    start += part_bytes
-                    if isinstance(part, np.ndarray) and part.flags.c_contiguous:
-                        unsummed.append((room, part.reshape(-1).view(np.uint8)))
-                    else:
-                        _gather(part.view(dtype), room.view(dtype).reshape(component.shape))
+                if (flat := flat_parts(parts)) is None:
+                    self.encode_segment(parts, component, room)
+                else:
+                    unsummed += _pairs(room, flat)
         copy_many(unsummed)
         header = raw_header(template, checksums)
         packed = pack_header(header)
@@ -138,19 +129,16 @@ class RawCodec(Codec):
         """
         layout = template.layout
         check_tensors(layout, tensors)
-        starts = iter(_raw_rows(layout)["offset"].tolist())
-        end = header_bytes(layout)
         found: list[Bytes] = []
         checksums = []
-        for component, layers in zip(layout.components, tensors, strict=True):
+        gaps = {stop: _GAP[: stop - start] for start, stop in _gaps(layout)}
+        starts = iter(_raw_rows(layout)["offset"].tolist())
+        for layers in tensors:
             for parts in layers:
                 flat = flat_parts(parts)
                 if flat is None:
                     return None
-                start = next(starts)
-                if end < start:
-                    found.append(_GAP[: start - end])
-                end = start + component.layer_bytes
+                found += [gaps[start]] if (start := next(starts)) in gaps else []
                 found += flat
                 checksums.append(_checksum(flat))
         return [as_bytes(pack_header(raw_header(template, checksums))), *found]
@@ -182,7 +170,9 @@ class RawCodec(Codec):
         component = header.layout.components[int(header.segments[index]["component"])]
         if len(data) != component.layer_bytes:
             raise _wrong_size(data, component)
-        check_segment(header, index, _copy_layer(data, 0, component.part_bytes, out))
+        pieces = _pieces(data, out)
+        found = _scatter_layer(data, out) if pieces is None else copy_groups([pieces])[0]
+        check_segment(header, index, found)
 
     def decode_into(self, header: FrameHeader, frame: Bytes, out: AnyTensors) -> None:
         """Copy each segment into *out*, summing it while it is in cache.
@@ -198,16 +188,16 @@ class RawCodec(Codec):
         sums: dict[int, int] = {}
         together: dict[int, Pieces] = {}
         for component, layers in zip(header.layout.components, out, strict=True):
-            part_bytes = component.part_bytes
             rows = block_rows(layers, frame, starts[first : first + len(layers)])
             if rows is not None:
                 sums.update(enumerate(_scatter_rows(rows), first))
             for index, parts in enumerate(layers if rows is None else (), first):
-                pieces = _pieces(frame, starts[index], part_bytes, parts)
+                layer = frame[starts[index] : starts[index] + component.layer_bytes]
+                pieces = _pieces(layer, parts)
                 if pieces is not None:
                     together[index] = pieces
                 else:
-                    sums[index] = _scatter_layer(frame, starts[index], part_bytes, parts)
+                    sums[index] = _scatter_layer(layer, parts)
             first += component.layers
         sums.update(zip(together, copy_groups(list(together.values())), strict=True))
         for index, found in sums.items():
@@ -242,9 +232,13 @@ def _checksum(pieces: Sequence[Bytes]) -> int:
     return digest.intdigest()
 
 
-def _is_dense(component: Component) -> bool:
-    """Whether there is nothing between its layers in a raw frame."""
-    return component.layer_bytes % ALIGN_BYTES == 0
+@lru_cache(maxsize=64)
+def _gaps(layout: KVLayout) -> list[tuple[int, int]]:
+    """Return where the bytes begin and end that lie between the layers of a raw frame."""
+    rows = _raw_rows(layout)
+    starts = rows["offset"].tolist()
+    ends = [header_bytes(layout), *(rows["offset"] + rows["stored_bytes"]).tolist()]
+    return [(end, start) for end, start in zip(ends, starts, strict=False) if end < start]
 
 
 def flat_parts(parts: Sequence[AnyPart]) -> list[Bytes] | None:
@@ -257,12 +251,17 @@ def flat_parts(parts: Sequence[AnyPart]) -> list[Bytes] | None:
     return found
 
 
+def _pairs(room: Bytes, flat: Sequence[Bytes]) -> list[tuple[Bytes, Bytes]]:
+    """Return the pieces of *room* beside each of *flat*, which are of one size."""
+    size = len(room) // len(flat)
+    return [(room[at * size : (at + 1) * size], part) for at, part in enumerate(flat)]
+
+
 def _encode_summed(parts: Sequence[AnyPart], component: Component, room: Bytes) -> int:
     """Copy one layer into *room* and return the checksum of what arrived."""
-    flat, size = flat_parts(parts), component.part_bytes
+    flat = flat_parts(parts)
     if flat is not None:
-        rooms = (room[at : at + size] for at in range(0, len(room), size))
-        return copy_groups([list(zip(rooms, flat, strict=True))])[0]
+        return copy_groups([_pairs(room, flat)])[0]
     digest = xxh3_64()
     for part, view in zip(parts, part_views(room, component), strict=True):
         for block, theirs in _blocks(view, part):
@@ -271,23 +270,10 @@ def _encode_summed(parts: Sequence[AnyPart], component: Component, room: Bytes) 
     return digest.intdigest()
 
 
-def _copy_layer(frame: Bytes, start: int, part_bytes: int, out: Sequence[AnyPart]) -> int:
-    """Copy the raw layer at *start* of *frame* into *out* and return its checksum."""
-    pieces = _pieces(frame, start, part_bytes, out)
-    if pieces is not None:
-        return copy_groups([pieces])[0]
-    return _scatter_layer(frame, start, part_bytes, out)
-
-
-def _pieces(frame: Bytes, start: int, part_bytes: int, out: Sequence[AnyPart]) -> Pieces | None:
-    """Return where to and what of a layer; None where a part is in blocks or strided."""
-    pieces = []
-    for part in out:
-        if not (isinstance(part, np.ndarray) and part.flags.c_contiguous):
-            return None
-        pieces.append((part.reshape(-1).view(np.uint8), frame[start : start + part_bytes]))
-        start += part_bytes
-    return pieces
+def _pieces(layer: Bytes, out: Sequence[AnyPart]) -> Pieces | None:
+    """Return where to and what of a raw layer; None where a part is in blocks or strided."""
+    flat = flat_parts(out)
+    return None if flat is None else [(room, data) for data, room in _pairs(layer, flat)]
 
 
 def _scatter_rows(rows: NDArray[np.uint64]) -> list[int]:
@@ -297,11 +283,12 @@ def _scatter_rows(rows: NDArray[np.uint64]) -> list[int]:
     return sums
 
 
-def _scatter_layer(frame: Bytes, start: int, part_bytes: int, out: Sequence[AnyPart]) -> int:
+def _scatter_layer(layer: Bytes, out: Sequence[AnyPart]) -> int:
+    """Copy a raw layer into *out* and return its checksum."""
     digest = xxh3_64()
-    for part in out:
-        _scatter_part(frame[start : start + part_bytes], part, digest)
-        start += part_bytes
+    size = len(layer) // len(out)
+    for at, part in enumerate(out):
+        _scatter_part(layer[at * size : (at + 1) * size], part, digest)
     return digest.intdigest()
 
 

@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.codecs.base import ChunkTensors, Codec, EncodeTerms, empty_tensors
+from kvstore.codecs.floats import from_float32
 from kvstore.codecs.raw import RawCodec
+from kvstore.codecs.rope import inverse_frequencies, rotate, rotation
 from kvstore.proto import native
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import FrameTemplate
@@ -108,19 +110,12 @@ def _part(draw: np.random.Generator, *, outliers: bool) -> NDArray[np.uint16]:
     if outliers:
         numbers += 0.5 * draw.standard_normal((KV_HEADS, 1, HEAD_DIM), np.float32)
         numbers[:, :, draw.permutation(HEAD_DIM)[:_OUTLIERS]] += draw.uniform(4, 12, _OUTLIERS)
-        numbers = _rotated(numbers)
-    bits = numbers.view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def _rotated(keys: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return *keys* as a model with ``_ROPE`` has them, the first token at position 0."""
-    pairs = HEAD_DIM // 2
-    speeds = _ROPE.theta ** (-np.arange(pairs) / pairs)
-    angles = np.arange(TOKENS)[:, None] * speeds
-    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    a, b = keys[..., :pairs], keys[..., pairs:]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+        frequencies = inverse_frequencies(_ROPE, HEAD_DIM)
+        assert frequencies is not None
+        rotate(numbers, *rotation(frequencies, 0, TOKENS))
+    bits = np.empty(shape, np.uint16)
+    from_float32(numbers, DType.bfloat16, bits)
+    return bits
 
 
 def backend_of(codec: Codec) -> str:
@@ -129,11 +124,7 @@ def backend_of(codec: Codec) -> str:
 
 
 def measure(
-    name: str,
-    codec: Codec,
-    sample: Sample,
-    clock: Callable[[], float],
-    budget_s: float,
+    name: str, codec: Codec, sample: Sample, clock: Callable[[], float], budget_s: float
 ) -> CodecSpeed:
     """Return what *codec* does to *sample*: the best of what fits *budget_s*, once at least.
 

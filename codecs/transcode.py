@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 
 from kvstore.codecs.base import Codec, EncodeTerms, Part, codec_by_id
-from kvstore.codecs.lossy import LossyCodec
 from kvstore.codecs.raw import RawCodec, part_views
 from kvstore.proto.buffers import Bytes, as_bytes, checksum, copy_groups
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
@@ -59,16 +58,15 @@ def transcode(
         if codec.accuracy < header.accuracy:
             origin = codec.codec_id
         template = replace(template, flags=template.flags | FLAG_RESTORED, origin=origin)
-    if isinstance(codec, LossyCodec):
+    if not isinstance(codec, RawCodec):
         encoded = codec.encode_layers(template, _decoded(header, frame, source), out, terms)
         return _lowered(encoded, header, out)
     writer = FrameWriter(template, out)
-    if isinstance(codec, RawCodec):
-        _decode(header, frame, source, writer)
-    else:
-        _recode(header, frame, source, codec, writer)
-    accuracy = min(header.accuracy, codec.accuracy)
-    return writer.finish(codec.codec_id, codec.revision, accuracy, header.error_bound)
+    for index, component in _layers(header):
+        room = writer.reserve(component.layer_bytes)
+        _fill(header, frame, index, source, list(part_views(room, component)))
+        writer.commit(component.layer_bytes)
+    return writer.finish(codec.codec_id, codec.revision, header.accuracy, header.error_bound)
 
 
 def _lowered(encoded: FrameHeader, source: FrameHeader, out: Bytes) -> FrameHeader:
@@ -76,7 +74,7 @@ def _lowered(encoded: FrameHeader, source: FrameHeader, out: Bytes) -> FrameHead
     if source.accuracy is Accuracy.exact:
         return encoded
     accuracy = min(encoded.accuracy, source.accuracy)
-    is_bounded = accuracy is Accuracy.bounded
+    is_bounded = accuracy is Accuracy.bounded or encoded.accuracy is Accuracy.exact
     error_bound = source.error_bound + encoded.error_bound if is_bounded else 0.0
     header = replace(encoded, accuracy=accuracy, error_bound=error_bound)
     out[: header.header_bytes] = as_bytes(pack_header(header))
@@ -105,10 +103,7 @@ def _fill(
     count = header.layout.segment_count
     data = [_verified(header, frame, at) for at in range(index, len(header.segments), count)]
     component = header.layout.components[int(header.segments[index]["component"])]
-    if isinstance(source, LossyCodec):
-        source.decode_layer(data, component, parts, None)
-    else:
-        source.decode_segment(data[0], component, parts)
+    source.decode_layer(data, component, parts, None)
 
 
 def _decoded(header: FrameHeader, frame: Bytes, source: Codec) -> Iterator[list[Part]]:
@@ -127,9 +122,8 @@ def _decoded(header: FrameHeader, frame: Bytes, source: Codec) -> Iterator[list[
 
 def _copy(header: FrameHeader, frame: Bytes, codec: Codec, writer: FrameWriter) -> None:
     room_bytes = [codec.max_segment_bytes(component) for _, component in _layers(header)]
-    if isinstance(codec, LossyCodec):
-        more = [codec.max_refinement_bytes(component) for _, component in _layers(header)]
-        room_bytes += more * header.levels
+    more = [codec.max_refinement_bytes(component) for _, component in _layers(header)]
+    room_bytes += more * header.levels
     for index, most_bytes in enumerate(room_bytes):
         data = header.segment(frame, index)
         if len(data) > most_bytes:
@@ -137,19 +131,3 @@ def _copy(header: FrameHeader, frame: Bytes, codec: Codec, writer: FrameWriter) 
         found = copy_groups([[(writer.reserve(len(data)), data)]])[0]
         check_segment(header, index, found)
         writer.commit(len(data), found)
-
-
-def _decode(header: FrameHeader, frame: Bytes, source: Codec, writer: FrameWriter) -> None:
-    for index, component in _layers(header):
-        room = writer.reserve(component.layer_bytes)
-        _fill(header, frame, index, source, list(part_views(room, component)))
-        writer.commit(component.layer_bytes)
-
-
-def _recode(
-    header: FrameHeader, frame: Bytes, source: Codec, codec: Codec, writer: FrameWriter
-) -> None:
-    every = zip(_layers(header), _decoded(header, frame, source), strict=True)
-    for (_, component), parts in every:
-        room = writer.reserve(codec.max_segment_bytes(component))
-        writer.commit(codec.encode_segment(parts, component, room))

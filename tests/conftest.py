@@ -39,9 +39,6 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--kill-loops", type=int, default=10, help="times that tests/e2e/test_kill9.py kills"
-    )
-    parser.addoption(
         "--long", action="store_true", help="the long forms of the faults in tests/faults"
     )
     parser.addoption(
@@ -54,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--exact-values",
         type=int,
         default=1 << 21,
-        help="values that tests/codecs/test_exact_values.py takes through each lossless codec",
+        help="values that tests/codecs/test_lossless.py takes through each lossless codec",
     )
     parser.addoption(
         "--fuzz-frames",

@@ -13,8 +13,14 @@ from bench.codecs.baselines import Coded, Speed
 from bench.codecs.kv import Bits, bits_per_value, digest
 from bench.lib.report import cpu_s
 from kvstore.codecs.assets import ASSETS, AssetKind, pack_asset, parse_asset
-from kvstore.codecs.base import ChunkTensors, Codec, EncodeTerms, codec_by_name, empty_tensors
-from kvstore.codecs.lossy import LossyCodec
+from kvstore.codecs.base import (
+    ChunkTensors,
+    Codec,
+    EncodeTerms,
+    LossyCodec,
+    codec_by_name,
+    empty_tensors,
+)
 from kvstore.codecs.profiles import CachegenProfile, KvtcProfile, StaticKvqProfile
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameHeader, FrameTemplate

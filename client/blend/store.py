@@ -115,7 +115,7 @@ class StoreSource:
             self._layers = self._begun()
         at, count = -1, 0
         for layer in self._layers:
-            at, count = layer.layer_id, len(layer.tensors)
+            at, count = layer.id, len(layer.tensors)
             if at >= self._layer_ids[i]:
                 break
         found: dict[int, LayerKV] = {}

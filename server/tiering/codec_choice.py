@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import structlog
 
-from kvstore.codecs.base import CODECS, codec_by_name
+from kvstore.codecs.base import codec_by_name, codec_class
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.speed import CodecSpeed, Sample, make_sample, measure
 from kvstore.proto.errors import KVStoreError, TierFullError, TierUnavailableError
@@ -85,7 +85,7 @@ def _link_bytes_per_s(moves: Moves, slot: TierSlot, info: ChunkInfo) -> float:
 
 def candidates(least: Accuracy) -> list[str]:
     """Return the names of AUTO_CODECS that lose no more than *least*."""
-    return [name for name in AUTO_CODECS if CODECS.load(name).accuracy >= least]
+    return [name for name in AUTO_CODECS if codec_class(name).accuracy >= least]
 
 
 def measure_codecs(

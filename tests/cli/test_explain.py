@@ -21,7 +21,7 @@ from kvstore.client.segments import SegmentQuery
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import ReuseReport, ShadowResult
 from kvstore.proto.messages import as_message
-from kvstore.proto.types import DIGEST_BYTES, DType, Model
+from kvstore.proto.types import DIGEST_BYTES, DType
 from kvstore.server.blending.gates import TRIALS
 
 (GROUP,) = SMALL.layer_groups
@@ -41,12 +41,6 @@ def prompt(tmp_path: Path) -> Path:
     return path
 
 
-def written(folder: Path, kind: Model) -> Path:
-    path = folder / "representation.json"
-    path.write_text(json_format.MessageToJson(as_message(pb.Representation, kind)))
-    return path
-
-
 def as_json(explain: Kvstore, *argv: object) -> Any:
     status, out, err = explain(*argv, "--json")
     assert (status, err) == (0, "")
@@ -54,62 +48,50 @@ def as_json(explain: Kvstore, *argv: object) -> Any:
 
 
 def test_a_prompt_that_is_stored_is_a_hit_with_its_copies(
-    server: LocalServer, explain: Kvstore, prompt: Path
+    server: LocalServer, explain: Kvstore, kvstore: Kvstore, prompt: Path, tmp_path: Path
 ) -> None:
     client = server.connect()
     store(client, 1, 4)
-    space = client.namespace.hex()
-    found = as_json(explain, "--namespace", space, "--tokens", prompt, "--chunk-tokens", "16")
+    argv = ("--namespace", client.namespace.hex(), "--tokens", prompt, "--chunk-tokens", "16")
+    found = as_json(explain, *argv)
     assert found["hit_chunks"] == 4
     assert {chunk["state"] for chunk in found["chunks"]} == {"ready"}
     assert found["chunks"][0]["copies"][0]["tier"] == "cpu"
-    status, out, _ = explain("--namespace", space, "--tokens", prompt, "--chunk-tokens", "16")
-    assert status == 0
-    assert "hit: 4 of 4 chunks" in out
+    status, out, _ = explain(*argv)
+    assert (status, "hit: 4 of 4 chunks" in out) == (0, True)
+    assert as_json(explain, *argv, "--extra", b"salt".hex())["hit_chunks"] == 0
+    shown = kvstore("ls", "--spaces", "--json", "--address", server.address).out
+    (space,) = json.loads(shown)["spaces"]
+    path = tmp_path / "copied.json"  # what ls prints of a namespace can be asked with
+    path.write_text(json.dumps(space["representation"]))
+    assert as_json(explain, "--model-representation", path, *argv[2:])["hit_chunks"] == 4
 
 
-def test_another_data_type_is_printed_as_what_differs(
+def test_other_identities_are_printed_by_what_differs_those_of_the_same_tokens_first(
     server: LocalServer, explain: Kvstore, prompt: Path, tmp_path: Path
 ) -> None:
     half = replace(SMALL, layer_groups=(replace(GROUP, dtype=DType.float16),))
     store(server.connect("auto", half), 1, 4)
-    argv = ("--tokens", prompt, "--chunk-tokens", "16")
-    kind = ("--model-representation", written(tmp_path, SMALL))
-    status, out, _ = explain(*kind, *argv)
+    kind = tmp_path / "representation.json"
+    kind.write_text(json_format.MessageToJson(as_message(pb.Representation, SMALL)))
+    argv = ("--model-representation", kind, "--tokens", prompt, "--chunk-tokens", "16")
+    status, out, _ = explain(*argv)
     assert status == 0
     assert "hit: 0 of 4 chunks" in out
     assert "layer_groups[0].dtype differs: float16 stored, bfloat16 asked" in out
-    found = as_json(explain, *kind, *argv)
+    found = as_json(explain, *argv)
     assert [chunk["state"] for chunk in found["chunks"]] == ["other_identity"] * 4
     assert found["near"][0]["differences"] == [
         {"field": "layer_groups[0].dtype", "stored": "float16", "asked": "bfloat16"}
     ]
     assert len(server.node.sessions) == 1, "its own session is closed again"
-
-
-def test_keys_and_digests_are_taken_as_they_are_logged(
-    server: LocalServer, explain: Kvstore
-) -> None:
-    client = server.connect()
-    store(client, 1, 1)
-    keys = keys_of(client, 1, 2)
-    named = [word for key in keys for word in ("--keys", key.hex())]
-    digests = [word for key in keys for word in ("--keys", key[DIGEST_BYTES:].hex())]
-    space = ("--namespace", client.namespace.hex())
-    for argv in (named, [*space, *digests], [*space, *named]):
-        found = as_json(explain, *argv)
-        assert [chunk["state"] for chunk in found["chunks"]] == ["ready", "unknown"]
-
-
-def test_what_else_names_a_prompt_is_part_of_the_question(
-    server: LocalServer, explain: Kvstore, prompt: Path
-) -> None:
-    client = server.connect()
-    engine = PlainEngine(client)
-    engine.store(tokens(1, 64))
-    argv = ("--namespace", client.namespace.hex(), "--tokens", prompt, "--chunk-tokens", "16")
-    assert as_json(explain, *argv)["hit_chunks"] == 4
-    assert as_json(explain, *argv, "--extra", b"salt".hex())["hit_chunks"] == 0
+    far = replace(other_revision(SMALL), adapter_digest="sha256:5f", quantization="int8")
+    store(server.connect("auto", far), 1, 4)
+    store(server.connect("auto", other_revision(SMALL)), 2, 4)
+    found = as_json(explain, *argv)
+    assert [(len(near["differences"]), near["same_tokens"]) for near in found["near"]] == [
+        (1, True), (3, True), (1, False)
+    ]  # fmt: skip
 
 
 def test_recent_misses_are_printed_with_what_engines_counted(
@@ -147,18 +129,6 @@ def test_what_clients_say_of_themselves_is_printed_as_it_is(
     assert "[/bold] runs without the store: [red]packs otherwise[/]\n" in out
 
 
-def test_what_ls_prints_of_a_namespace_can_be_asked_with(
-    server: LocalServer, explain: Kvstore, kvstore: Kvstore, prompt: Path, tmp_path: Path
-) -> None:
-    store(server.connect(), 1, 4)
-    shown = kvstore("ls", "--spaces", "--json", "--address", server.address).out
-    (space,) = json.loads(shown)["spaces"]
-    path = tmp_path / "copied.json"
-    path.write_text(json.dumps(space["representation"]))
-    argv = ("--tokens", prompt, "--chunk-tokens", "16")
-    assert as_json(explain, "--model-representation", path, *argv)["hit_chunks"] == 4
-
-
 def test_a_question_that_cannot_be_asked_exits_with_2(
     kvstore: Kvstore, prompt: Path, tmp_path: Path
 ) -> None:
@@ -191,18 +161,6 @@ def test_a_question_that_cannot_be_asked_exits_with_2(
         assert read_tokens(words) == [1, 2, 3]
 
 
-def test_identities_of_the_same_tokens_come_before_nearer_ones(
-    server: LocalServer, explain: Kvstore, prompt: Path, tmp_path: Path
-) -> None:
-    far = replace(other_revision(SMALL), adapter_digest="sha256:5f", quantization="int8")
-    store(server.connect("auto", far), 1, 4)
-    store(server.connect("auto", other_revision(SMALL)), 2, 4)
-    kind = ("--model-representation", written(tmp_path, SMALL))
-    found = as_json(explain, *kind, "--tokens", prompt, "--chunk-tokens", "16")
-    assert [len(near["differences"]) for near in found["near"]] == [3, 1]
-    assert [near["same_tokens"] for near in found["near"]] == [True, False]
-
-
 def test_why_prompts_were_blended_or_not_is_told_by_model_and_tag(
     server: LocalServer, explain: Kvstore
 ) -> None:
@@ -226,11 +184,12 @@ def test_why_prompts_were_blended_or_not_is_told_by_model_and_tag(
     assert f"{SMALL.model_id}, tag chat: closed at ratio 0.3, not calibrated" in shown
 
 
-def test_keys_and_namespaces_are_taken_by_any_digits_that_begin_one_alone(
+def test_keys_and_namespaces_are_taken_as_logged_and_by_any_digits_that_begin_one_alone(
     server: LocalServer, explain: Kvstore
 ) -> None:
     client = server.connect()
     (key,) = store(client, 1, 1)
+    absent = keys_of(client, 1, 2)[1]
     space, digest = client.namespace.hex(), key[DIGEST_BYTES:].hex()
     for argv in (
         ("--keys", digest[:7]),
@@ -240,8 +199,12 @@ def test_keys_and_namespaces_are_taken_by_any_digits_that_begin_one_alone(
     ):
         (chunk,) = as_json(explain, *argv)["chunks"]
         assert (chunk["digest"], chunk["state"]) == (digest, "ready")
-    other = server.connect(representation=other_revision(SMALL))
-    store(other, 1, 1)
+    whole = ("--keys", key.hex(), "--keys", absent.hex())
+    digests = ("--keys", digest, "--keys", absent[DIGEST_BYTES:].hex())
+    for named in (whole, ("--namespace", space, *whole), ("--namespace", space, *digests)):
+        found = as_json(explain, *named)
+        assert [chunk["state"] for chunk in found["chunks"]] == ["ready", "unknown"]
+    store(server.connect(representation=other_revision(SMALL)), 1, 1)
     for argv, word in (
         (("--keys", digest[:7]), "stands for several"),
         (("--namespace", "0" * 31, "--keys", digest), "begins none"),
@@ -249,18 +212,3 @@ def test_keys_and_namespaces_are_taken_by_any_digits_that_begin_one_alone(
     ):
         status, _, err = explain(*argv)
         assert (status, word in err) == (2, True), err
-
-
-def test_what_is_printed_into_a_pipe_has_whole_ids_one_row_a_line_and_no_lines_around(
-    server: LocalServer, explain: Kvstore
-) -> None:
-    client = server.connect(options=ClientOptions("auto", 16, DEADLINE_MS, name="engine-7"))
-    keys = store(client, 1, 2)
-    other = server.connect(representation=other_revision(SMALL))
-    other.lookup(keys=keys_of(other, 1, 2))
-    named = [word for key in keys for word in ("--keys", key.hex())]
-    shown = [explain(*argv)[1] for argv in (["--recent", "5"], named)]
-    assert all(line.isascii() for line in shown)
-    assert f"model_revision: {SMALL.model_revision} stored, {'f' * 40} asked" in shown[0]
-    assert [key[DIGEST_BYTES:].hex() in shown[1] for key in keys] == [True, True]
-    assert len(shown[1].splitlines()) == 2 + len(keys)

@@ -1,28 +1,285 @@
-"""kvstore simulate, and the cache without bytes that it replays traces on."""
+"""Traces, recordings and replays, and kvstore simulate on a cache without bytes."""
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from conftest import ServerMaker
 from helpers.kvstore_command import Kvstore
+from helpers.prompts import keys_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.cli.app import EXIT_USAGE
-from kvstore.cli.simulate import BlockReplay, Terms, parse_capacity
+from kvstore.cli import simulate, trace
+from kvstore.cli.app import EXIT_STORE, EXIT_USAGE
+from kvstore.cli.simulate import (
+    BlockLine,
+    BlockReplay,
+    SegmentLine,
+    Terms,
+    TraceWriter,
+    make_blocks,
+    parse_capacity,
+    read_trace,
+    tokens_of,
+)
+from kvstore.cli.trace import replay_trace
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import POLICIES
-from kvstore.server.eviction.access_history import NO_INFO, AccessHistory, InsertInfo
+from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.policy import make_policy
 
-Trace = list[tuple[list[int], float]]
 TRACES = Path(__file__).resolve().parents[2] / "data" / "traces"
-AGENTS = TRACES / "dev_agentappend_sps0.25_art7.5_n60.jsonl"
+
+BLOCKS: dict[str, Any] = {
+    "timestamp": 1500, "input_length": 1030, "output_length": 7, "hash_ids": [0, 4, 9],
+}  # fmt: skip
+SEGMENTS: dict[str, Any] = {
+    "session_id": 3, "turn_id": 1, "ts": 2.5, "num_input_tokens": 15, "num_output_tokens": 4,
+    "input_segs": [[1, 6], [1001, 9]], "output_seg": [1002, 4],
+}  # fmt: skip
+
+
+def write(path: Path, *lines: object) -> Path:
+    file = path / "trace.jsonl"
+    file.write_text("".join(f"{x if isinstance(x, str) else json.dumps(x)}\n" for x in lines))
+    return file
+
+
+def complaint(path: Path, *lines: object) -> str:
+    with pytest.raises(InvalidRequestError) as caught:
+        read_trace(write(path, *lines))
+    return str(caught.value)
+
+
+def test_a_line_is_a_chain_of_blocks_or_a_prompt_of_segments(tmp_path: Path) -> None:
+    assert read_trace(write(tmp_path, BLOCKS)) == [BlockLine(1500, 1030, 7, (0, 4, 9), 512)]
+    assert read_trace(write(tmp_path, {**BLOCKS, "block_tokens": 400})) == [
+        BlockLine(1500, 1030, 7, (0, 4, 9), 400)
+    ]
+    assert read_trace(write(tmp_path, SEGMENTS)) == [
+        SegmentLine(2.5, 3, 1, ((1, 6), (1001, 9)), (1002, 4), 15, 4)
+    ]
+    assert len(read_trace(write(tmp_path, BLOCKS, "", BLOCKS, "  "))) == 2
+    assert "trace.jsonl" in complaint(tmp_path, "", " ")
+    assert "keep to one kind" in complaint(tmp_path, BLOCKS, SEGMENTS)
+    assert "hash_ids" in complaint(tmp_path, {"prompt": "hello"})
+
+
+def test_a_field_that_is_missing_is_named_with_its_line(tmp_path: Path) -> None:
+    for field in sorted({*BLOCKS, *SEGMENTS} - {"hash_ids", "input_segs"}):
+        good = BLOCKS if field in BLOCKS else SEGMENTS
+        text = complaint(tmp_path, good, {name: good[name] for name in good if name != field})
+        assert text.startswith("trace.jsonl:2 ")
+        assert f"missing required field `{field}`" in text
+
+
+def test_a_value_that_is_wrong_is_named_with_its_line(tmp_path: Path) -> None:
+    for field, value in (
+        ("timestamp", -1), ("timestamp", "0"), ("timestamp", True), ("input_length", 1.5),
+        ("input_length", 1 << 40), ("output_length", None), ("hash_ids", [0, -1]),
+        ("hash_ids", [0, 1, 2, 3]), ("hash_ids", [1 << 63]), ("block_tokens", 0),
+        ("ts", None), ("session_id", -1), ("turn_id", "a"), ("num_input_tokens", 16),
+        ("num_output_tokens", 5), ("input_segs", [[1, 6], [1001]]),
+        ("input_segs", [[1 << 32, 15]]), ("input_segs", [[1, -15]]), ("output_seg", [1002, True]),
+    ):  # fmt: skip
+        good = BLOCKS if field in {*BLOCKS, "block_tokens"} else SEGMENTS
+        text = complaint(tmp_path, good, good, {**good, field: value})
+        where, _, reason = text.partition("': ")
+        assert where.startswith("trace.jsonl:3 line="), (field, value)
+        assert field in reason
+    for line in ("{", '{"ts": NaN}', "[]", '"x"', "\x00", "[" * 100_000):
+        assert complaint(tmp_path, BLOCKS, line).startswith("trace.jsonl:2 line=")
+
+
+def test_files_lines_and_counts_have_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulate, "MAX_REQUESTS", 2)
+    assert "cut the trace" in complaint(tmp_path, BLOCKS, BLOCKS, BLOCKS)
+    monkeypatch.setattr(simulate, "MAX_LINE_BYTES", 60)
+    assert "keep lines under 60 bytes" in complaint(tmp_path, " " * 70)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from([*BLOCKS, *SEGMENTS]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+            lambda inner: st.lists(inner, max_size=3),
+            max_leaves=6,
+        ),
+    ),
+    st.booleans(),
+)
+def test_any_object_is_read_or_refused_with_a_reason(
+    tmp_path_factory: pytest.TempPathFactory, fields: dict[str, Any], ours: bool
+) -> None:
+    line = {**(SEGMENTS if ours else BLOCKS), **fields}
+    file = write(tmp_path_factory.mktemp("any"), line)
+    told = ""
+    try:
+        (found,) = read_trace(file)
+        assert found.time_s >= 0
+    except InvalidRequestError as error:
+        told = str(error)
+    assert told.startswith("trace.jsonl:1 ") or not told
+
+
+# --- tokens
+
+
+def splitmix64(state: int) -> int:
+    """Steele, Lea and Flood's, in whole numbers."""
+    mask = (1 << 64) - 1
+    z = (state + 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)
+
+
+def test_tokens_are_those_of_the_formula() -> None:
+    assert splitmix64(0) == 0xE220A8397B1DCDAF, "the published one"
+    joined = tokens_of([(1001, 3), (5, 0), (0xFFFF_FFFF, 2)])
+    places = [(1001, 0), (1001, 1), (1001, 2), (0xFFFF_FFFF, 0), (0xFFFF_FFFF, 1)]
+    assert joined.tolist() == [3 + splitmix64((s << 32) + j) % 31997 for s, j in places]
+    assert tokens_of([]).tolist() == []
+
+
+# --- blocks
+
+
+def line(*ids: int, tokens: int | None = None, size: int = 512) -> BlockLine:
+    return BlockLine(0.0, size * len(ids) if tokens is None else tokens, 5, ids, size)
+
+
+def test_a_block_is_what_it_is_with_all_that_comes_before_it() -> None:
+    trace = make_blocks([line(7, 3), line(7, 9), line(7, 3, 2)])
+    assert [trace.chain(i).tolist() for i in range(3)] == [[1, 2], [1, 3], [1, 2, 4]]
+    assert trace.parents.tolist() == [0, 0, 1, 1, 2]
+    assert (trace.requests, trace.blocks) == (3, 4)
+    trace = make_blocks([line(1, 5), line(2, 5), line(5)])
+    assert trace.parents.tolist() == [0, 0, 1, 0, 3, 0]
+    trace = make_blocks([line(1, 2, tokens=700)])
+    assert (trace.tokens.tolist(), trace.known.tolist()) == ([0, 512, 188], [2])
+
+
+def turn(inputs: list[tuple[int, int]], output: tuple[int, int]) -> SegmentLine:
+    tokens = sum(count for _, count in inputs)
+    return SegmentLine(0.0, 0, 0, tuple(inputs), output, tokens, output[1])
+
+
+def test_prompts_that_share_segments_share_their_full_blocks() -> None:
+    first = turn([(1, 8), (2, 4)], (3, 4))
+    second = turn([(1, 8), (2, 4), (3, 4), (4, 1)], (5, 2))
+    trace = make_blocks([first, second, turn([(1, 8), (9, 8)], (3, 0))], 8)
+    assert [trace.chain(i).tolist() for i in range(3)] == [[1, 2], [1, 2, 3], [1, 4]]
+    assert trace.tokens.tolist() == [0, 8, 8, 3, 8]
+
+
+def test_a_lookup_knows_the_blocks_of_the_prompt_and_not_the_one_in_which_it_ends() -> None:
+    lines = [turn([(1, 12)], (2, 9)), turn([(1, 12)], (2, 0)), turn([(1, 16)], (2, 1))]
+    assert make_blocks(lines, 8).known.tolist() == [1, 2, 2]
+    trace = make_blocks([turn([], (1, 0)), turn([(1, 3)], (1, 0))], 8)
+    assert [len(trace.chain(i)) for i in range(2)] == [0, 1], "a prompt of nothing has none"
+
+
+def test_blocks_have_a_limit_and_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidRequestError, match="block_tokens=256"):
+        make_blocks([line(1), line(1, size=256)])
+    with pytest.raises(InvalidRequestError, match="block_tokens=0"):
+        make_blocks([turn([(1, 3)], (1, 0))], 0)
+    monkeypatch.setattr(simulate, "MAX_BLOCKS", 3)
+    with pytest.raises(InvalidRequestError, match="cut the trace to 3"):
+        make_blocks([line(1, 2), line(3, 4)])
+
+
+# --- recordings and replays
+
+
+def names(*numbers: int) -> bytes:
+    return b"".join(number.to_bytes(8, "big") for number in numbers)
+
+
+def written(tmp_path: Path, *records: pb.TraceRecord, block_tokens: int = 100) -> list[BlockLine]:
+    text = io.BytesIO()
+    writer = TraceWriter(text, block_tokens)
+    for one in records:
+        writer.write(one)
+    (tmp_path / "t.jsonl").write_bytes(text.getvalue())
+    lines = read_trace(tmp_path / "t.jsonl")
+    return [line for line in lines if isinstance(line, BlockLine)]
+
+
+def test_chunks_become_numbers_in_the_order_of_their_first_appearance(tmp_path: Path) -> None:
+    first = pb.TraceRecord(at_us=1500, chunks=names(77, 5))
+    second = pb.TraceRecord(at_us=2_000_000, chunks=names(77, 9, 5))
+    assert written(tmp_path, first, second) == [
+        BlockLine(1.5, 200, 0, (0, 1), 100),
+        BlockLine(2000, 300, 0, (0, 2, 1), 100),
+    ]
+    known = [pb.TraceRecord(chunks=names(1, 2), tokens=n) for n in (150, 900, 3)]
+    nothing = pb.TraceRecord(tokens=40)  # a prompt may be known to be longer or shorter
+    assert [line.input_tokens for line in written(tmp_path, *known, nothing)] == [150, 900, 101, 0]
+
+
+def test_what_cannot_be_recorded_or_replayed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kvstore: Kvstore
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text("mine")
+    for argv, wanted, words in (
+        (("record", "out.jsonl", "--seconds", "0"), EXIT_USAGE, "'--seconds'"),
+        (("record", "out.jsonl", "--block-tokens", "0"), EXIT_USAGE, "'--block-tokens'"),
+        (("record", "mine.jsonl"), EXIT_USAGE, "mine.jsonl"),
+        (("replay", "none.jsonl"), EXIT_USAGE, "none.jsonl"),
+        (("replay", "none.jsonl", "--chunk-bytes", "10"), EXIT_USAGE, "chunk_bytes=10"),
+        (("record", "out.jsonl", "--seconds", "1"), EXIT_STORE, "kvstore: no kvstore-server"),
+    ):
+        status, out, err = kvstore("trace", *argv, "--address", "127.0.0.1:1")
+        assert (status, out, words in err) == (wanted, "", True), err
+    assert [file.name for file in tmp_path.iterdir()] == [mine.name]
+    assert mine.read_text() == "mine"
+
+
+def test_a_replay_counts_what_the_server_had(make_server: ServerMaker, tmp_path: Path) -> None:
+    server = make_server()
+    prompts: list[list[int]] = [[0, 1, 2], [0, 1, 2, 3], [7], [0, 7], []]
+    path = write(
+        tmp_path,
+        *({**BLOCKS, "input_length": 512 * len(ids), "hash_ids": ids} for ids in prompts),
+    )
+    done = replay_trace(server.address, path, 16 << 10)
+    assert (done.requests, done.blocks, done.hit_blocks) == (5, 10, 4)
+    assert (done.stored, done.refused) == (6, 0)
+    again = replay_trace(server.address, path, 16 << 10)
+    assert (again.requests, again.hit_blocks, again.stored) == (5, 10, 0)
+
+
+def test_a_recording_ends_with_the_names_there_may_be(
+    make_server: ServerMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace, "MAX_NAMES", 3)
+    server = make_server()
+    client = server.connect()
+    prompts = iter([1, 2])
+
+    def look_up(_: float) -> None:
+        client.lookup(keys=keys_of(client, next(prompts), 2))
+
+    made = trace.record(server.address, tmp_path / "t.jsonl", 60, 16, lambda: 0.0, look_up)
+    assert (made.chunks, made.lookups) == (4, 2)
+
+
+Trace = list[tuple[list[int], float]]
 CONVERSATION = TRACES / "mooncake_conversation_trace.jsonl"
 SMALL = TRACES / "dev_chat_lmsyslike_sps1_n100.jsonl"
 
@@ -96,24 +353,6 @@ def test_leaf_lru_hits_what_was_published_of_the_conversation_trace(kvstore: Kvs
     assert round(100 * half["block_hit_rate"], 2) == 20.00
 
 
-def test_a_few_early_losses_do_not_keep_hit_density_from_hitting_more_than_lru(
-    kvstore: Kvstore,
-) -> None:
-    argv = (str(AGENTS), "--policy", "lru,hit_density", "--capacity", "5%")
-    lru, ours = (one["block_hit_rate"] for one in as_json(kvstore, *argv))
-    assert ours > lru + 0.08
-
-
-def test_blocks_of_token_traces_are_cut_to_the_size_that_is_asked_for(
-    kvstore: Kvstore,
-) -> None:
-    found = [
-        as_json(kvstore, str(SMALL), "--policy", "lru", "--size", "100%", "--block-tokens", size)
-        for size in ("64", "256")
-    ]
-    assert found[0]["token_hit_rate"] > found[1]["token_hit_rate"] > 0.8
-
-
 def test_wrong_usage_is_refused_with_what_to_do(tmp_path: Path, kvstore: Kvstore) -> None:
     trace = blocks(tmp_path, (1,))
     bad = tmp_path / "bad.jsonl"
@@ -145,13 +384,6 @@ def test_a_capacity_is_a_size_or_a_share() -> None:
             Terms("lru", text)
 
 
-def test_a_cache_of_nothing_hits_nothing(tmp_path: Path, kvstore: Kvstore) -> None:
-    file = blocks(tmp_path, (1, 2), (1, 2))
-    for size in ("0", "1%"):
-        found = as_json(kvstore, str(file), "--policy", "lru", "--capacity", size)
-        assert (found["token_hit_rate"], found["flops_saved"]) == (0.0, 0.0)
-
-
 # --- the replay
 
 
@@ -176,30 +408,13 @@ def hits(replay: BlockReplay, trace: Trace, size_bytes: int = 10) -> list[int]:
     return [replay.request(blocks, size_bytes, now_s) for blocks, now_s in trace]
 
 
-def test_a_hit_is_the_longest_prefix_that_is_here() -> None:
-    replay = make("lru", 100)
-    assert replay.request([1, 2, 3], 10, 0.0) == 0
-    assert replay.request([1, 2, 4], 10, 1.0) == 2
-    assert replay.request([5, 2, 3], 10, 2.0) == 0
-    assert replay.request([1, 2, 3, 9], 10, 3.0) == 3
-    assert (replay.blocks, replay.hit_blocks) == (13, 5)
-
-
-def test_a_prompt_does_not_evict_its_own_blocks() -> None:
+def test_a_prompt_evicts_none_of_its_own_blocks_and_what_is_too_large_is_not_stored() -> None:
     replay = make("lru", 40)
     replay.request([1, 2, 3, 4], 10, 0.0)
     assert replay.request([1, 2, 5, 6, 7, 8], 10, 1.0) == 2
     assert replay.request([1, 2, 5, 6, 7, 8], 10, 2.0) == 4
-    assert replay.used_bytes == 40
-
-
-def test_a_block_larger_than_the_tier_is_looked_up_and_not_stored() -> None:
-    replay = make("hit_density", 99)
-    replay.request([1], 50, 0.0)
-    assert replay.request([2], 100, 1.0) == 0
-    assert replay.request([2], 100, 2.0) == 0
-    assert replay.request([1], 50, 3.0) == 1
-    assert replay.used_bytes == 50
+    assert replay.request([9], 41, 3.0) == replay.request([9], 41, 4.0) == 0
+    assert (replay.used_bytes, replay.blocks, replay.hit_blocks) == (40, 18, 6)
 
 
 def plain_lru(trace: Trace, places: int) -> list[int]:
@@ -249,20 +464,6 @@ def test_what_is_remembered_is_bounded_and_the_oldest_goes_first(name: str) -> N
         assert len(replay) <= 110
     assert replay.request([1, 4992, 4993], 10, 500.0) == 3
     assert replay.request([1, 12, 13], 10, 501.0) == 1
-
-
-def test_a_tier_that_holds_many_remembers_twice_as_many() -> None:
-    replay = make("lru", 4_000, min_rows=100)
-    for step in range(300):
-        replay.request([3 * step, 3 * step + 1, 3 * step + 2], 10, float(step))
-    assert 400 < len(replay) <= 803
-
-
-def test_flops_given_with_a_prompt_are_remembered() -> None:
-    history = AccessHistory()
-    replay = BlockReplay(make_policy("marconi", history), history, 100)
-    replay.request([7, 8], 10, 0.0, NO_INFO, np.array([3.0, 4.0]))
-    assert [history.flops_of(row) for row in (1, 2)] == [3.0, 4.0]
 
 
 def test_a_capacity_or_a_size_that_is_none_is_refused_by_name() -> None:

@@ -12,7 +12,6 @@ from helpers.local_server import LocalServer
 from helpers.prompts import (
     SMALL,
     assert_reads,
-    chunks_of,
     is_right,
     keys_of,
     store,
@@ -67,7 +66,7 @@ def test_a_read_ends_where_a_batch_begins_that_is_not_there(client: Client) -> N
     assert client.delete(keys=keys[2 * LIMIT :]) == 3
     assert_reads(client, keys[: 2 * LIMIT])
     assert len(client.get_chunks(keys)) == client.lookup(keys=keys).ready == 2 * LIMIT
-    found = {one.layer_id: len(one.tensors) for one in client.get_chunk_layers(keys)}
+    found = {one.id: len(one.tensors) for one in client.get_chunk_layers(keys)}
     assert found == {0: 2 * LIMIT, 1: 2 * LIMIT}
 
 
@@ -93,25 +92,6 @@ def test_leases_of_all_batches_are_one_and_end_together(
     assert server.settled().leases == 0
     with pytest.raises(LeaseExpiredError):
         lease.get()
-
-
-def test_leases_of_a_lookup_that_fails_half_way_are_given_back(
-    server: LocalServer, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = store(client, 1, CHUNKS)
-    calls = client._link.connected().calls
-    plain, asked = calls.call, []
-
-    def late(method: str, *rest: object) -> object:
-        asked.append(method)
-        if method == "Lookup" and asked.count(method) == 3:
-            raise DeadlineError("late")
-        return plain(method, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(calls, "call", late)
-    with pytest.raises(DeadlineError):
-        client.lease(keys=keys)
-    assert server.settled().leases == 0
 
 
 def test_a_batch_that_is_late_ends_what_was_read_before_it(
@@ -164,35 +144,9 @@ def test_layers_go_and_come_of_all_batches_together(server: LocalServer, client:
     for layer in client.get_chunk_layers(keys):
         assert len(layer.tensors) == CHUNKS
         assert_layer(client, keys, layer)
-        found.append(layer.layer_id)
+        found.append(layer.id)
     assert found == [0, 1]
     assert server.settled().leases == 0
-
-
-@pytest.mark.parametrize("is_layered", [False, True], ids=["whole", "layered"])
-def test_all_batches_of_a_put_have_one_deadline(
-    client: Client, monkeypatch: pytest.MonkeyPatch, is_layered: bool
-) -> None:
-    transport, given_ms = client._link.connected(), list[int]()
-
-    def slow(chunks: list[object], terms: PutTerms) -> list[Put]:
-        given_ms.append(terms.within_ms)
-        time.sleep(0.05)
-        return [Put(PutOutcome.stored)] * len(chunks)
-
-    monkeypatch.setattr(transport, "put", slow)
-    keys = keys_of(client, 1, CHUNKS)
-    if is_layered:
-        with client.put_chunk_layers(planned(client, keys), timeout=5.0) as put:
-            for number, parts in layers_of(client, keys).items():
-                put.layer(number, parts)
-            time.sleep(0.05)
-        assert given_ms[0] <= 4_950
-    else:
-        client.put_chunks(chunks_of(client, keys))
-    first, second, third = given_ms
-    assert first - 50 >= second
-    assert second - 50 >= third
 
 
 def test_a_put_whose_time_is_up_sends_no_further_batch(

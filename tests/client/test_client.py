@@ -1,16 +1,18 @@
-"""The blocking client: its verbs, its errors, and servers that die, restart or stay silent."""
+"""The client, blocking and awaited: its verbs, its errors, its sessions and its end."""
 
 from __future__ import annotations
 
-import time
+import asyncio
+import inspect
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from typing import Any
+from contextlib import aclosing, suppress
 
+import numpy as np
 import pytest
-from helpers.bare_wire import wire_to
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.pages import engine_pages
 from helpers.prompts import (
     MEDIUM,
     SMALL,
@@ -22,17 +24,17 @@ from helpers.prompts import (
     tokens,
 )
 
-from kvstore.client import Client, ClientOptions, chunk_reads
+from kvstore.client import AsyncClient, Client, ClientOptions, PlannedChunk
 from kvstore.client.options import TransportName
+from kvstore.codecs.base import empty_tensors
 from kvstore.proto.errors import (
     DeadlineError,
     InvalidRequestError,
     KVStoreError,
     LeaseExpiredError,
-    QuotaExceededError,
     TierUnavailableError,
 )
-from kvstore.proto.types import ChunkKey
+from kvstore.proto.types import ChunkKey, KVLayout, PutOutcome
 
 ServerMaker = Callable[..., LocalServer]
 
@@ -73,16 +75,6 @@ def test_key_of_another_namespace_is_refused_and_changes_nothing(
                 call([ChunkKey(keys[0][:31])])
 
 
-def test_keys_that_are_no_bytes_are_refused(client: Client) -> None:
-    no_keys: list[Any] = [["abc"], "abc", [7], [None], b"abc"]
-    for call in (client.get, client.lookup, client.lease, client.delete, client.stat):
-        for keys in no_keys:
-            with pytest.raises(InvalidRequestError, match=r"key=.*: give a list of bytes"):
-                call(keys=keys)
-    with pytest.raises(InvalidRequestError, match="tier="):
-        client.clear("\ud800")
-
-
 # --- verbs
 
 
@@ -112,45 +104,6 @@ def test_chunk_can_be_deleted_as_soon_as_its_get_is_over(client: Client) -> None
         assert (client.delete(keys=keys) if seed % 2 else client.clear()) == 2
 
 
-def test_listing_of_many_chunks_comes_whole(client: Client) -> None:
-    keys = store(client, 1, 600)
-    assert {chunk.digest for chunk in client.list()} == {key[16:] for key in keys}
-
-
-def test_chunk_that_is_being_put_is_pending(server: LocalServer, client: Client) -> None:
-    keys = store(client, 1, 1)
-    wire = wire_to(server)
-    request = wire.reserve(2304)
-    wire.call("Reserve", request)
-    pending = ChunkKey(client.namespace + request.digests)
-    match = client.lookup(keys=[*keys, pending, *keys_of(client, 2, 1)])
-    assert (match.ready, match.pending, match.missing) == (1, 1, 1)
-
-
-def test_pins_have_a_limit_that_is_named(server: LocalServer) -> None:
-    client = server.connect(
-        representation=MEDIUM, options=ClientOptions(chunk_tokens=256, deadline_ms=DEADLINE_MS)
-    )
-    keys = store(client, 1, 10)
-    with pytest.raises(QuotaExceededError, match="pin_limit_bytes"):
-        client.pin(keys=keys, ttl=60.0)
-
-
-def test_number_that_no_message_could_carry_is_refused(client: Client) -> None:
-    for value in (-1, 1 << 32):
-        with pytest.raises(InvalidRequestError, match=f"ttl={value / 1000}"):
-            client.pin(keys=[], ttl=value / 1000)
-        with pytest.raises(InvalidRequestError, match=f"limit={value}"):
-            client.list(value)
-
-
-def test_chunks_of_an_iterator_are_put_as_those_of_a_list(client: Client) -> None:
-    keys = keys_of(client, 1, 3)
-    chunks: Any = iter(chunks_of(client, keys))
-    assert all(put.outcome.name == "stored" for put in client.put_chunks(chunks))
-    assert len(client.get_chunks(keys)) == 3
-
-
 def test_chunk_over_the_server_s_limit_is_refused_before_it_is_sent(
     make_server: ServerMaker,
 ) -> None:
@@ -163,38 +116,15 @@ def test_chunk_over_the_server_s_limit_is_refused_before_it_is_sent(
         long.put_chunks(chunks_of(long, keys_of(long, 1, 1)))
 
 
-def test_status_tells_what_the_server_is_and_holds(server: LocalServer, client: Client) -> None:
-    store(client, 1, 3)
-    status = client.status()
-    assert (status.state, status.sessions) == ("serving", 1)
-    assert [(tier.name, tier.state, tier.codec) for tier in status.tiers] == [
-        ("cpu", "serving", "raw"), ("disk", "serving", "raw")
-    ]  # fmt: skip
-    assert status.tiers[0].chunks == status.counters["put_stored_chunks"] == 3
-    assert status.socket_path == str(server.config.socket_path_for(server.node.port))
-
-
-def test_drain_saves_what_only_memory_holds(make_server: ServerMaker) -> None:
-    server = make_server("--write", "evict")
-    client = server.connect()
-    keys = store(client, 1, 4)
-    assert [[copy.tier for copy in chunk.copies] for chunk in client.stat(keys=keys)] == [
-        ["cpu"]
-    ] * 4
-    assert client.drain()
-    assert {copy.tier for chunk in client.stat(keys=keys) for copy in chunk.copies} == {
-        "cpu",
-        "disk",
-    }
-    assert len(client.get_chunks(keys)) == 4
-
-
 # --- sessions that end, servers that restart
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_client_opens_another_session_when_the_server_lost_it(
-    server: LocalServer, client: Client
+    make_server: ServerMaker, transport: TransportName
 ) -> None:
+    server = make_server("--bulk", "127.0.0.1:0")
+    client = server.connect(transport)
     keys = store(client, 1, 3)
     calls: list[Callable[[], int]] = [
         lambda: len(client.get_chunks(keys)),
@@ -207,56 +137,9 @@ def test_client_opens_another_session_when_the_server_lost_it(
         server.node.sessions.close(session_id)
         assert call() == 3
         assert session_id not in server.node.sessions.by_id
+    assert client.transport_name == transport
     assert server.settled().leases == 0
     assert len(server.node.sessions) == 1
-
-
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
-def test_client_finds_a_restarted_server_what_its_disk_kept_and_no_lease_of_before(
-    make_server: ServerMaker, transport: TransportName
-) -> None:
-    first = make_server()
-    options = ClientOptions(transport, 16, DEADLINE_MS, retry_after_ms=1)
-    client = first.connect(options=options)
-    keys = store(client, 1, 4)
-    boot_id = client.boot_id
-    lease = client.lease(keys=keys)
-    assert lease.match.ready == 4
-    first.stop()
-    second = make_server("--listen", first.address)
-    with pytest.raises(KVStoreError):
-        lease.get()
-
-    def reads() -> bool:
-        try:
-            return len(client.get_chunks(keys)) == 4
-        except KVStoreError:
-            return False
-
-    assert eventually(reads)
-    with pytest.raises(KVStoreError):
-        lease.get()
-    lease.release()
-    assert client.boot_id != boot_id
-    assert client.transport_name == transport
-    assert all(is_right(client, *pair) for pair in zip(keys, client.get_chunks(keys), strict=True))
-    assert eventually(lambda: second.counter("promoted_chunks") == 4)
-    assert second.settled().leases == 0
-    assert client.delete(keys=keys) == 4
-    client.close()
-
-
-def test_heartbeats_keep_an_idle_session_alive(make_server: ServerMaker) -> None:
-    server = make_server("--limits", "session_ttl_ms=3000")
-    client = server.connect()
-    client.keys([])
-    (session,) = server.node.sessions.by_id.values()
-    heard_at = session.heard_at
-    for _ in range(3):
-        before = session.heard_at
-        assert eventually(lambda before=before: session.heard_at > before)  # type: ignore[misc]
-    assert session.heard_at > heard_at
-    assert list(server.node.sessions.by_id.values()) == [session]
 
 
 # --- servers that do not answer
@@ -326,20 +209,92 @@ def test_closing_a_client_under_its_calls_raises_errors_of_the_store_only(
     assert server.settled().leases == 0
 
 
-def test_a_second_attempt_at_layers_has_what_is_left_of_the_timeout(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = server.connect("grpc")
-    keys = store(client, 1, 4)
-    read, deadlines_ms = chunk_reads.read_layers, list[int]()
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_every_verb_works_awaited(server: LocalServer, transport: TransportName) -> None:
+    options = ClientOptions(transport, chunk_tokens=16, deadline_ms=DEADLINE_MS)
 
-    def lost_once(link: Any, transport: Any, request: chunk_reads.ChunkRequest) -> Any:
-        deadlines_ms.append(request.deadline_ms)
-        if len(deadlines_ms) == 1:
-            time.sleep(0.3)
-            raise LeaseExpiredError("dropped meanwhile")
-        return read(link, transport, request)
+    async def work() -> None:
+        async with AsyncClient(server.address, SMALL, options) as client:
+            keys = await client.keys(tokens(1, 64))
+            puts = await client.put_chunks(chunks_of(client.sync, keys), durable=True)
+            assert [put.outcome for put in puts] == [PutOutcome.stored] * 4
+            assert (await client.lookup(keys=keys)).ready == 4
+            found = await client.get_chunks(keys)
+            assert all(is_right(client.sync, *p) for p in zip(keys, found, strict=True))
+            room = [empty_tensors(KVLayout.of(SMALL, 16)) for _ in keys]
+            assert len(await client.get_chunks(keys, room)) == 4
+            assert all(is_right(client.sync, *p) for p in zip(keys, room, strict=True))
+            async with client.lease(keys=keys) as lease:
+                assert len(await asyncio.to_thread(lease.get)) == 4
+            with pytest.raises(LeaseExpiredError):
+                await asyncio.to_thread(lease.get)
+            assert await client.pin(keys=keys, ttl=60.0) == 4
+            assert await client.unpin(keys=keys) == 4
+            assert len(await client.stat(keys=keys)) == len(await client.list()) == 4
+            assert await client.delete(keys=keys[3:]) == 1
+            assert (await client.status()).state == "serving"
+            assert await client.clear() == 3
+            assert await client.drain()
+            kind, words = client.__reduce__()
+        async with kind(*words) as other:  # as multiprocessing does
+            assert (await other.status()).state == "draining"
 
-    monkeypatch.setattr(chunk_reads, "read_layers", lost_once)
-    assert len(list(client.get_chunk_layers(keys))) == 2
-    assert deadlines_ms[1] <= deadlines_ms[0] - 300
+    asyncio.run(work())
+    assert server.settled().leases == 0
+
+
+def test_pages_and_layers_are_awaited(server: LocalServer) -> None:
+    async def work() -> None:
+        options = ClientOptions(chunk_tokens=16, deadline_ms=DEADLINE_MS)
+        async with AsyncClient(server.address, SMALL, options) as client:
+            keys = await client.keys(tokens(1, 32))
+            right = chunks_of(client.sync, keys)
+            planned = [PlannedChunk(chunk.key, 16, parent=chunk.parent) for chunk in right]
+            async with client.put_chunk_layers(planned) as put:
+                for layer in (0, 1):
+                    parts = [chunk.tensors[0][layer] for chunk in right]
+                    await asyncio.to_thread(put.layer, layer, parts)
+            assert [one.outcome for one in put.results] == [PutOutcome.stored] * 2
+            pages = engine_pages(SMALL, "block kv token head dim", 4, 8, np.random.default_rng(1))
+            assert (await client.get(keys=keys, out=pages[range(4)])).tokens == 32
+            puts = await client.put(tokens(1, 32), pages[range(4)])
+            assert [one.outcome for one in puts] == [PutOutcome.exists] * 2
+            async with aclosing(client.get_layers(keys=keys)) as layers:
+                found = [(one.id, len(one.tensors)) async for one in layers]
+            assert found == [(0, 2), (1, 2)]
+
+    asyncio.run(work())
+
+
+def test_asyncio_client_has_every_verb_of_the_blocking_one() -> None:
+    def verbs(kind: type) -> dict[str, list[str]]:
+        return {
+            name: list(inspect.signature(value).parameters)
+            for name, value in inspect.getmembers(kind, inspect.isfunction)
+            if not name.startswith("_")
+        }
+
+    assert verbs(AsyncClient) == verbs(Client)
+
+
+def test_layers_of_a_server_that_is_silent_do_not_block_the_event_loop() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        async def work() -> int:
+            ticks = 0
+
+            async def read() -> None:
+                with suppress(KVStoreError):
+                    async for _ in client.get_layers(tokens(1, 64)):
+                        pass
+
+            async with AsyncClient(address, SMALL, ClientOptions(deadline_ms=500)) as client:
+                reading = asyncio.ensure_future(read())
+                while not reading.done():
+                    await asyncio.sleep(0.01)
+                    ticks += 1
+                await reading
+            return ticks
+
+        assert asyncio.run(work()) > 5

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -154,8 +154,8 @@ def test_what_was_put_on_the_device_is_read_from_there_with_the_right_bytes(
     assert tiers_of(client, keys) == [{"gpu", "cpu"}] * 5, "read through shared memory"
 
 
-def test_a_chunk_that_is_there_already_exists_and_its_slot_is_free_again(
-    client: CudaClient, ring: Slots
+def test_a_chunk_that_is_there_already_exists_and_its_slot_is_free_again_for_a_new_client_too(
+    server: LocalServer, client: CudaClient, ring: Slots
 ) -> None:
     keys = keys_of(client, 1, 2)
     client.put_chunks(chunks_of(client, keys[:1]))
@@ -164,17 +164,11 @@ def test_a_chunk_that_is_there_already_exists_and_its_slot_is_free_again(
     assert put(client, ring, ring.write(others)) == [STORED] * 2
     assert is_right(client, others[0], client.get_chunks(others)[0])
     assert put(client, ring, []) == []
-
-
-def test_a_new_client_puts_out_of_the_same_ring(
-    server: LocalServer, client: CudaClient, ring: Slots
-) -> None:
-    keys = keys_of(client, 1, 2)
-    assert put(client, ring, ring.write(keys)[:1]) == [STORED]
     client.close()
     assert not puts_of(server)._rings
     with CudaClient(server.address, SMALL, OPTIONS) as other:
-        assert put(other, ring, ring.write(keys)) == [EXISTS, STORED]
+        last = [*others, keys_of(other, 3, 1)[0]]
+        assert put(other, ring, ring.write(last)) == [EXISTS, EXISTS, STORED]
 
 
 # --- the event
@@ -201,7 +195,11 @@ def headers_of(client: CudaClient, ring: Slots, chunks: Sequence[DeviceChunk]) -
     return ring.headers(transport.session.representation_digest, chunks, written)
 
 
-def in_background(work: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+@contextmanager
+def waiting_put(
+    server: LocalServer, device: LateDevice, work: Callable[[], object]
+) -> Iterator[list[object]]:
+    """Have *work* wait for the engine's event within; yield what it returned or raised, so far."""
     found: list[object] = []
 
     def run() -> None:
@@ -210,9 +208,12 @@ def in_background(work: Callable[[], object]) -> tuple[threading.Thread, list[ob
         except KVStoreError as error:
             found.append(error)
 
+    device.is_over.clear()
     thread = threading.Thread(target=run)
     thread.start()
-    return thread, found
+    assert eventually(lambda: any(r.users > 1 for r in puts_of(server)._rings.values()))
+    yield found
+    thread.join()
 
 
 def test_the_server_copies_nothing_before_the_event_is_over(
@@ -222,14 +223,12 @@ def test_the_server_copies_nothing_before_the_event_is_over(
     chunks = ring.write(keys)
     headers = headers_of(client, ring, chunks)
     ring.memory.fill_(0)  # as before the engine's work
-    device.is_over.clear()
-    thread, found = in_background(lambda: call(client, headers, [c.offset for c in chunks]))
-    assert eventually(lambda: any(r.users > 1 for r in puts_of(server)._rings.values()))
-    assert not found
-    assert server.usage().pending_puts == 0, "and nothing is reserved for it"
-    ring.write(keys)
-    device.is_over.set()
-    thread.join()
+    offsets = [chunk.offset for chunk in chunks]
+    with waiting_put(server, device, lambda: call(client, headers, offsets)) as found:
+        assert not found
+        assert server.usage().pending_puts == 0, "and nothing is reserved for it"
+        ring.write(keys)
+        device.is_over.set()
     (reply,) = found
     assert isinstance(reply, pb.PutResponse)
     assert list(reply.outcomes) == [STORED] * 2
@@ -262,14 +261,11 @@ def test_a_client_that_dies_in_between_leaves_nothing_reserved_and_nothing_mappe
     chunks = ring.write(keys_of(client, 1, 1))
     headers = headers_of(client, ring, chunks)
     before = server.settled()
-    device.is_over.clear()
-    thread, found = in_background(lambda: call(client, headers, [0]))
-    assert eventually(lambda: any(r.users > 1 for r in puts_of(server)._rings.values()))
-    assert not ended
-    transport_of(client)._socket.close()  # what the kernel does for a process that is killed
-    assert eventually(lambda: bool(ended))
-    assert eventually(lambda: server.usage() == before)
-    thread.join()
+    with waiting_put(server, device, lambda: call(client, headers, [0])) as found:
+        assert not ended
+        transport_of(client)._socket.close()  # what the kernel does for a process that is killed
+        assert eventually(lambda: bool(ended))
+        assert eventually(lambda: server.usage() == before)
     assert isinstance(found[0], KVStoreError)
 
 
@@ -292,19 +288,6 @@ def test_a_frame_that_is_not_what_its_header_sums_up_is_refused_and_counted(
     assert put(client, ring, ring.write(keys)) == [EXISTS, STORED, EXISTS]
 
 
-def test_a_full_gpu_tier_refuses_and_the_put_through_host_memory_is_taken(
-    serve: Serve, ring: Slots
-) -> None:
-    server = serve(8192)
-    with CudaClient(server.address, SMALL, OPTIONS) as client:
-        held, keys = keys_of(client, 1, 2), keys_of(client, 2, 2)
-        assert put(client, ring, ring.write(held)) == [STORED] * 2
-        with client.lease(keys=held):
-            assert put(client, ring, ring.write(keys)) == [REFUSED] * 2
-            assert server.usage().pending_puts == 0
-        assert [one.outcome for one in client.put_chunks(chunks_of(client, keys))] == [STORED] * 2
-
-
 def test_a_device_that_fails_while_it_copies_holds_nothing(
     server: LocalServer, client: CudaClient, ring: Slots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,19 +302,6 @@ def test_a_device_that_fails_while_it_copies_holds_nothing(
         with pytest.raises(TierUnavailableError, match="fails on purpose"):
             put(client, ring, chunks)
     assert put(client, ring, chunks) == [STORED] * 2
-
-
-def test_a_server_without_gpu_memory_refuses_with_the_reason(
-    make_server: ServerMaker, ring: Slots
-) -> None:
-    server = make_server()
-    with CudaClient(server.address, SMALL, OPTIONS) as client:
-        chunks = ring.write(keys_of(client, 1, 1))
-        (one,) = client.put_on_device(ring, chunks, ring.stream.record())
-        assert one.outcome is REFUSED
-        assert one.reason == "the server's gpu tier is nowhere, the ring on cpu"
-        transport = transport_of(client)
-        assert offered(transport, len(ring.memory), ring) is unix_socket.Reply.invalid
 
 
 def test_a_ring_on_another_device_is_refused_by_both_sides(
@@ -358,7 +328,7 @@ def offered(transport: ShmTransport, size_bytes: int, ring: Slots) -> unix_socke
         os.close(exported)
 
 
-def test_rings_that_are_not_as_large_as_they_say_or_may_shrink_are_refused(
+def test_rings_that_are_not_as_large_as_they_say_may_shrink_or_are_a_second_one_are_refused(
     server: LocalServer, client: CudaClient, ring: Slots
 ) -> None:
     transport = transport_of(client)
@@ -369,15 +339,9 @@ def test_rings_that_are_not_as_large_as_they_say_or_may_shrink_are_refused(
     assert transport.slabs.give(request, loose) is unix_socket.Reply.invalid
     os.close(loose)
     assert not puts_of(server)._rings
-    assert put(client, ring, ring.write(keys_of(client, 1, 1))) == [STORED]
-
-
-def test_a_session_has_one_ring(client: CudaClient, ring: Slots) -> None:
-    transport = transport_of(client)
     assert offered(transport, len(ring.memory), ring) is unix_socket.Reply.ok
     assert offered(transport, len(ring.memory), ring) is unix_socket.Reply.invalid
-    reason = ring.register(transport)
-    assert reason == "the server does not take the ring: invalid"
+    assert ring.register(transport) == "the server does not take the ring: invalid"
     assert put(client, ring, ring.write(keys_of(client, 1, 1))) == [REFUSED]
 
 
@@ -411,13 +375,10 @@ def test_more_puts_at_once_than_a_session_may_have_are_refused(
     monkeypatch.setattr(device_puts, "PUTS_AT_ONCE", 1)
     chunks = ring.write(keys_of(client, 1, 2))
     headers = headers_of(client, ring, chunks)
-    device.is_over.clear()
-    thread, found = in_background(lambda: call(client, headers[:1], [0]))
-    assert eventually(lambda: any(r.users > 1 for r in puts_of(server)._rings.values()))
-    with pytest.raises(QuotaExceededError, match="puts_at_once=1"):
-        call(client, headers[1:], [SLOT_BYTES])
-    device.is_over.set()
-    thread.join()
+    with waiting_put(server, device, lambda: call(client, headers[:1], [0])) as found:
+        with pytest.raises(QuotaExceededError, match="puts_at_once=1"):
+            call(client, headers[1:], [SLOT_BYTES])
+        device.is_over.set()
     assert isinstance(found[0], pb.PutResponse)
 
 
@@ -442,24 +403,21 @@ def _changed(header: FrameHeader, **changes: object) -> FrameHeader:
     return replace(header, **changes)  # type: ignore[arg-type]
 
 
-def test_a_draining_server_takes_no_puts_out_of_device_memory(
+def test_the_arena_stays_read_only_to_clients_and_a_draining_server_takes_no_puts(
     server: LocalServer, client: CudaClient, ring: Slots
 ) -> None:
     chunks = ring.write(keys_of(client, 1, 1))
-    headers = headers_of(client, ring, chunks)
-    server.node.store.writes.is_draining = True
-    with pytest.raises(KVStoreError, match="drains"):
-        call(client, headers, [0])
-
-
-def test_the_arena_stays_read_only_to_clients(client: CudaClient, ring: Slots) -> None:
-    assert put(client, ring, ring.write(keys_of(client, 1, 1))) == [STORED]
+    assert put(client, ring, chunks) == [STORED]
     descriptor, size_bytes = transport_of(client).slabs._ask(
         unix_socket.Op.slab, unix_socket.ARENA_SLAB
     )
     with pytest.raises(PermissionError):
         mmap.mmap(descriptor, size_bytes)
     os.close(descriptor)
+    headers = headers_of(client, ring, chunks)
+    server.node.store.writes.is_draining = True
+    with pytest.raises(KVStoreError, match="drains"):
+        call(client, headers, [0])
 
 
 @pytest.mark.gpu

@@ -1,11 +1,11 @@
-"""Frames on their way: straight into tensors, in a file, in parts, layer by layer."""
+"""Frames on their way: into tensors, in a file, in parts, by layer; late, out of order or wrong."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,8 @@ from helpers.prompts import SMALL, equal, frame_of, tensors_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.client.decode import Wanted, fresh
+from kvstore.client.decode import Decoded, Reader, Wanted, fresh
+from kvstore.client.decode import given as as_room
 from kvstore.client.frames import (
     Arrival,
     DirectFrame,
@@ -36,10 +37,12 @@ from kvstore.proto.errors import (
     InvalidFrameError,
     InvalidRequestError,
     KVStoreError,
+    LayoutMismatchError,
+    LeaseExpiredError,
     TierUnavailableError,
 )
 from kvstore.proto.frame import parse_header
-from kvstore.proto.types import ChunkKey, KVLayout
+from kvstore.proto.types import Accuracy, ChunkKey, KVLayout
 
 # --- straight into tensors
 
@@ -71,6 +74,10 @@ def test_tensors_are_what_the_parts_add_up_to_wherever_they_are_cut(cuts: list[i
     feed(ours, FRAME, cuts)
     ours.check()
     assert equal(ours.tensors, RawCodec().views(HEADER, FRAME))
+    ours = direct_frame()
+    ours.take(0, FRAME[:-1])
+    with pytest.raises(ChunkCorruptError, match="did not come"):
+        ours.check()
 
 
 @given(cuts=CUTS, data=st.data())
@@ -82,13 +89,6 @@ def test_a_flipped_bit_of_any_layer_is_found(cuts: list[int], data: st.DataObjec
     ours = direct_frame()
     feed(ours, wrong, cuts)
     with pytest.raises(ChunkCorruptError, match="checksum"):
-        ours.check()
-
-
-def test_a_frame_whose_last_byte_did_not_come_is_not_right() -> None:
-    ours = direct_frame()
-    ours.take(0, FRAME[:-1])
-    with pytest.raises(ChunkCorruptError, match="did not come"):
         ours.check()
 
 
@@ -150,14 +150,6 @@ def file(tmp_path: Path, frame: Bytes) -> OpenFile:
     return OpenFile(os.open(path, os.O_RDWR), path.stat().st_size)
 
 
-def test_a_file_is_sliced_like_the_bytes_it_stands_for(file: OpenFile, frame: Bytes) -> None:
-    ours = FileFrame(file, OFFSET, len(frame))
-    assert len(ours) == len(frame)
-    for piece in (slice(None), slice(0, 10), slice(5, 5), slice(100, None), slice(0, 1 << 40)):
-        assert np.array_equal(ours[piece], frame[piece])
-    assert parse_header(ours).key == parse_header(frame).key
-
-
 @pytest.mark.parametrize("is_strided", [False, True])
 def test_layers_are_read_into_the_caller_s_tensors(
     file: OpenFile, frame: Bytes, is_strided: bool
@@ -178,23 +170,19 @@ def test_a_flipped_byte_is_found(file: OpenFile, frame: Bytes) -> None:
         ours.decode_into(header, empty_tensors(header.layout))
 
 
-def test_a_file_that_ends_early_is_an_error_of_the_store(file: OpenFile, frame: Bytes) -> None:
+def test_a_file_that_ends_early_or_cannot_be_read_is_an_error_of_the_store(
+    file: OpenFile, frame: Bytes, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidRequestError, match="the file has"):
+        FileFrame(file, OFFSET, file.size_bytes)
     header = parse_header(frame)
     os.ftruncate(file.descriptor, OFFSET + len(frame) - 10)
     ours = FileFrame(file, OFFSET, len(frame))
     with pytest.raises(TierUnavailableError, match="tier 'disk': its file ends at byte"):
         ours.decode_into(header, empty_tensors(header.layout))
-
-
-def test_a_file_that_cannot_be_read_is_an_error_of_the_store(tmp_path: Path, frame: Bytes) -> None:
-    only_written = OpenFile(os.open(tmp_path / "extent", os.O_WRONLY | os.O_CREAT), len(frame))
+    only_written = OpenFile(os.open(tmp_path / "other", os.O_WRONLY | os.O_CREAT), len(frame))
     with pytest.raises(TierUnavailableError, match=r"cannot be read: .*Bad file descriptor"):
         FileFrame(only_written, 0, len(frame))[:10]
-
-
-def test_a_place_beyond_the_file_is_refused(file: OpenFile) -> None:
-    with pytest.raises(InvalidRequestError, match="the file has"):
-        FileFrame(file, OFFSET, file.size_bytes)
 
 
 def test_a_file_closes_with_the_last_frame_that_reads_from_it(file: OpenFile, frame: Bytes) -> None:
@@ -235,27 +223,27 @@ def test_frames_are_what_their_parts_add_up_to(frames: list[bytes], cut_bytes: i
     ]
 
 
-PART_LIES: dict[str, tuple[list[Arrival], str]] = {
-    "no size": ([part(0, 0, 0, b"x")], "frame_bytes=0: over"),
-    "over the limit": ([part(0, 101, 0, b"x")], "frame_bytes=101: over"),
-    "2^63 bytes": ([part(0, 1 << 63, 0, b"x")], "frame_bytes=9223372036854775808: over"),
-    "a start in the middle": ([part(0, 10, 5, b"x")], "frame_bytes=10: must not change"),
-    "an offset of 2^63": (
+PART_LIES: list[tuple[list[Arrival], str]] = [
+    ([part(0, 0, 0, b"x")], "frame_bytes=0: over"),
+    ([part(0, 101, 0, b"x")], "frame_bytes=101: over"),
+    ([part(0, 1 << 63, 0, b"x")], "frame_bytes=9223372036854775808: over"),
+    ([part(0, 10, 5, b"x")], "frame_bytes=10: must not change"),
+    (
         [part(0, 10, 0, b"ab"), part(0, 10, 1 << 63, b"x")], "offset=9223372036854775808",
     ),
-    "a gap": ([part(0, 10, 0, b"ab"), part(0, 10, 3, b"x")], "offset=3: parts must follow"),
-    "an overlap": ([part(0, 10, 0, b"ab"), part(0, 10, 1, b"x")], "offset=1: parts"),
-    "another size": ([part(0, 10, 0, b"ab"), part(0, 11, 2, b"x")], "frame_bytes=11: must"),
-    "too much": ([part(0, 3, 0, b"ab"), part(0, 3, 2, b"xy")], "offset=2: parts must"),
-    "nothing": ([part(0, 3, 0, b"ab"), part(0, 3, 2, b"")], "offset=2: parts must"),
-    "the second frame first": ([part(1, 3, 0, b"ab")], "offset=0: parts must"),
-    "a frame twice": ([part(0, 1, 0, b"a"), part(0, 1, 0, b"a")], "offset=0: parts must"),
-    "another frame inside one": ([part(0, 2, 0, b"a"), part(1, 2, 0, b"a")], "offset=0"),
-}  # fmt: skip
+    ([part(0, 10, 0, b"ab"), part(0, 10, 3, b"x")], "offset=3: parts must follow"),
+    ([part(0, 10, 0, b"ab"), part(0, 10, 1, b"x")], "offset=1: parts"),
+    ([part(0, 10, 0, b"ab"), part(0, 11, 2, b"x")], "frame_bytes=11: must"),
+    ([part(0, 3, 0, b"ab"), part(0, 3, 2, b"xy")], "offset=2: parts must"),
+    ([part(0, 3, 0, b"ab"), part(0, 3, 2, b"")], "offset=2: parts must"),
+    ([part(1, 3, 0, b"ab")], "offset=0: parts must"),
+    ([part(0, 1, 0, b"a"), part(0, 1, 0, b"a")], "offset=0: parts must"),
+    ([part(0, 2, 0, b"a"), part(1, 2, 0, b"a")], "offset=0"),
+]  # fmt: skip
 
 
 def test_parts_that_lie_are_refused() -> None:
-    for parts, match in PART_LIES.values():
+    for parts, match in PART_LIES:
         assembler = FrameAssembler(LIMIT_BYTES)
         for sent in parts[:-1]:
             assembler.take(sent)
@@ -310,29 +298,6 @@ def taken(stream: LayerStream, number: int) -> bytes | None:
     return None if data is None else data.tobytes()
 
 
-def test_a_range_that_has_come_is_taken_while_another_thread_waits_for_the_next() -> None:
-    goes_on, waits = threading.Event(), threading.Event()
-
-    def drawn() -> Iterator[Arrival]:
-        yield from [*HEADERS, *segments(*PLAN[:2])]
-        waits.set()
-        goes_on.wait()
-        yield from segments(*PLAN[2:])
-
-    stream = LayerStream(drawn(), limit_bytes=11)
-    assert len(list(stream.arriving())) == 2
-    stream.expect(PLAN)
-    with ThreadPoolExecutor(2) as threads:
-        last = threads.submit(taken, stream, 3)
-        waits.wait()
-        first = threads.submit(taken, stream, 0)
-        try:
-            assert first.result(timeout=10) == b"aa"
-        finally:
-            goes_on.set()
-        assert last.result() == b"ddd"
-
-
 @pytest.mark.parametrize("cut", [1, 2, 100])
 def test_ranges_are_what_their_parts_add_up_to_whoever_asks_first(cut: int) -> None:
     stream = LayerStream(iter([*HEADERS, *segments(*PLAN, cut=cut)]), limit_bytes=11)
@@ -345,14 +310,11 @@ def test_ranges_are_what_their_parts_add_up_to_whoever_asks_first(cut: int) -> N
     assert [taken(stream, number) for number in (2, 0, 3, 1)] == [b"bbb", b"aa", b"ddd", b"cc"]
 
 
-def test_what_is_passed_over_does_not_come() -> None:
+def test_what_is_passed_over_or_wanted_by_nobody_does_not_come() -> None:
     stream = stream_of([*HEADERS, *segments(PLAN[0], PLAN[2])])
     assert [taken(stream, number) for number in range(4)] == [b"aa", None, b"bbb", None]
     assert taken(stream_of(HEADERS), 3) is None
     assert list(LayerStream(iter([]), 100).arriving()) == []
-
-
-def test_what_nobody_wants_any_more_is_passed_by() -> None:
     stream = stream_of([*HEADERS, *segments(*PLAN)])
     stream.drop(1)
     assert [taken(stream, number) for number in (0, 1, 2)] == [b"aa", None, b"bbb"]
@@ -367,20 +329,20 @@ def test_an_error_reaches_whoever_waits() -> None:
             taken(stream, number)
 
 
-LIES: dict[str, list[Arrival]] = {
-    "a place that is no segment's": [reply(0, 7, b"x")],
-    "a segment twice": segments(PLAN[0], PLAN[0]),
-    "an earlier layer after a later one": segments(PLAN[2], PLAN[1]),
-    "a gap": [reply(0, 8, b"b"), reply(0, 10, b"b")],
-    "an overlap": [reply(0, 8, b"bb"), reply(0, 9, b"bb")],
-    "another chunk inside a segment": [reply(0, 8, b"b"), reply(1, 9, b"d")],
-    "too much": [reply(0, 6, b"aab")],
-    "nothing": [reply(0, 6, b"")],
-}
+LIES: list[list[Arrival]] = [
+    [reply(0, 7, b"x")],
+    segments(PLAN[0], PLAN[0]),
+    segments(PLAN[2], PLAN[1]),
+    [reply(0, 8, b"b"), reply(0, 10, b"b")],
+    [reply(0, 8, b"bb"), reply(0, 9, b"bb")],
+    [reply(0, 8, b"b"), reply(1, 9, b"d")],
+    [reply(0, 6, b"aab")],
+    [reply(0, 6, b"")],
+]
 
 
 def test_segments_that_lie_are_refused() -> None:
-    for lies in LIES.values():
+    for lies in LIES:
         stream = stream_of([*HEADERS, *lies])
         with pytest.raises(InvalidFrameError, match="offset="):
             taken(stream, 3)
@@ -391,3 +353,131 @@ def test_headers_of_frames_that_cannot_be_are_refused() -> None:
         replies = iter([reply(0, 0, head, size_bytes)])
         with pytest.raises(InvalidFrameError, match="frame_bytes="):
             list(LayerStream(replies, limit_bytes=100).arriving())
+
+
+KEYS = [ChunkKey(bytes(31) + bytes([number])) for number in range(6)]
+
+
+@pytest.fixture
+def reader(no_leaks: None) -> Iterator[Reader]:
+    reader = Reader(2)
+    yield reader
+    reader.close()
+
+
+def stays() -> None:
+    """The memory was not reused."""
+
+
+def was_reused() -> None:
+    raise LeaseExpiredError("the chunk was replaced while it was read")
+
+
+def arrived(index: int, frame: Bytes | None = None, confirm: Callable[[], None] = stays) -> Arrival:
+    frame = frame_of(KEYS[index], SMALL) if frame is None else frame
+    return Arrival(index, "cpu", len(frame), frame, confirm)
+
+
+def flipped(index: int) -> Bytes:
+    frame = frame_of(KEYS[index], SMALL)
+    frame[-1] ^= 1
+    return frame
+
+
+def assert_right(found: list[Decoded], count: int) -> None:
+    """Fail unless *found* are the tensors of the first *count* keys."""
+    assert len(found) == count
+    for key, one in zip(KEYS, found, strict=False):
+        assert equal(one.tensors, tensors_of(key, SMALL, 16))
+
+
+@pytest.mark.parametrize("error", [DeadlineError("late"), TierUnavailableError("server", "died")])
+def test_what_came_in_time_is_kept_and_nothing_at_all_is_an_error(
+    reader: Reader, session: Session, error: KVStoreError
+) -> None:
+    def arriving(count: int) -> Iterator[Arrival]:
+        yield from map(arrived, range(count))
+        raise error
+
+    found, broken = reader.read(Wanted(session, KEYS), arriving(3))
+    assert_right(found, 3)
+    assert broken is None
+    with pytest.raises(type(error)):
+        reader.read(Wanted(session, KEYS), arriving(0))
+
+
+def test_prefix_ends_at_a_gap_and_before_what_is_wrong_which_it_names(
+    reader: Reader, session: Session
+) -> None:
+    wrongs = [
+        flipped(2),
+        frame_of(KEYS[3], SMALL),
+        frame_of(KEYS[2], SMALL)[:1200],
+        np.full(3000, 7, np.uint8),
+        frame_of(KEYS[2], make_representation(layers=1)),
+    ]
+    newer = reheaded(frame_of(KEYS[2], SMALL), codec_id=99)  # which is not called wrong
+    for wrong, named in [*((one, KEYS[2]) for one in wrongs), (newer, None)]:
+        frames = [arrived(i, wrong if i == 2 else None) for i in range(6)]
+        found, broken = reader.read(Wanted(session, KEYS), iter(frames))
+        assert_right(found, 2)
+        assert broken == named
+    found, broken = reader.read(Wanted(session, KEYS), map(arrived, (0, 1, 3, 4)))
+    assert_right(found, 2)
+    assert broken is None
+
+
+def test_prefix_ends_before_a_copy_that_is_less_accurate_than_was_asked_for(
+    reader: Reader, session: Session
+) -> None:
+    stated = sorted(Accuracy, reverse=True)
+    frames = [
+        arrived(at, reheaded(frame_of(KEYS[at], SMALL), accuracy=one))
+        for at, one in enumerate(stated)
+    ]
+    for count, least in enumerate(stated, 1):
+        found, broken = reader.read(Wanted(session, KEYS, accuracy=least), iter(frames))
+        assert_right(found, count)
+        assert [one.stated.accuracy for one in found] == stated[:count]
+        assert broken is None
+
+
+def test_frames_that_nobody_asked_for_are_not_read(reader: Reader, session: Session) -> None:
+    found, broken = reader.read(Wanted(session, KEYS[:2]), map(arrived, range(6)))
+    assert_right(found, 2)
+    assert broken is None
+    with pytest.raises(InvalidFrameError, match="0 chunks were asked for"):
+        reader.read(Wanted(session, []), map(arrived, range(2)))
+
+
+def test_memory_that_was_reused_says_nothing_of_the_chunk(reader: Reader, session: Session) -> None:
+    for held in (None, np.zeros(2368, np.uint8), flipped(1)):
+        frames = [arrived(0), arrived(1, held, was_reused)]
+        with pytest.raises(LeaseExpiredError, match="replaced while it was read"):
+            reader.read(Wanted(session, KEYS), iter(frames))
+
+
+def test_room_of_another_layout_is_the_caller_s_error(reader: Reader, session: Session) -> None:
+    room = [empty_tensors(KVLayout.of(SMALL, 16 + (i == 3))) for i in range(6)]
+    with pytest.raises(LayoutMismatchError):
+        reader.read(Wanted(session, KEYS, as_room(room)), map(arrived, range(6)))
+
+
+@pytest.mark.timeout(60)
+def test_a_room_that_fails_in_an_unknown_way_ends_the_read_and_leaves_no_thread_waiting(
+    session: Session,
+) -> None:
+    caller = threading.current_thread()
+
+    def room(index: int, layout: KVLayout) -> object:
+        if threading.current_thread() is caller:
+            raise AttributeError("a mistake of the caller's")
+        time.sleep(0.05)  # the caller takes what waits meanwhile
+        return empty_tensors(layout)
+
+    reader = Reader(3)
+    with pytest.raises(AttributeError, match="mistake"):
+        reader.read(Wanted(session, KEYS, room), iter([arrived(index) for index in range(6)]))
+    reader.close()  # waits for its threads
+    with pytest.raises(KVStoreError, match="the client is closed"):
+        reader.read(Wanted(session, KEYS), map(arrived, range(6)))

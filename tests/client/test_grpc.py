@@ -1,14 +1,30 @@
-"""The grpc transport: the contract, and frames of several messages."""
+"""The grpc transport: the contract, and calls to one server."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import grpc
+import pytest
 from contracts.transport import TransportContract
-from helpers.prompts import MEDIUM, assert_reads, store
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import MEDIUM, SMALL, assert_reads, store
 
-from kvstore.client import Client
+from kvstore.client import Client, ClientOptions
+from kvstore.client.connection import CircuitBreaker, Connection, Until, translate
+from kvstore.client.session import Session
 from kvstore.client.transports.grpc import StreamTransport
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    KVStoreError,
+    LeaseExpiredError,
+    QuotaExceededError,
+    ShuttingDownError,
+    TierUnavailableError,
+)
 
 
 class TestStreamTransport(TransportContract):
@@ -17,3 +33,165 @@ class TestStreamTransport(TransportContract):
     def test_frames_of_several_messages_come_back(self, connect: Callable[..., Client]) -> None:
         client = connect(MEDIUM, self.options(chunk_tokens=300))
         assert_reads(client, store(client, 1, 3))
+
+
+HEARTBEAT = pb.HeartbeatRequest(session_id=1)
+
+CALLS: dict[str, Callable[[Connection], object]] = {
+    "call": lambda connection: connection.call("Status", pb.StatusRequest(), 1000, object),
+    "stream": lambda connection: list(connection.stream("List", pb.ListRequest(), 1000)),
+    "upload": lambda connection: connection.upload("Put", iter([]), 1000, object),
+}
+
+
+def test_closed_connection_says_so(server: LocalServer) -> None:
+    connection = server.dial()
+    connection.call("Status", pb.StatusRequest(), DEADLINE_MS, object)
+    connection.close()
+    connection.close()
+    for call in CALLS.values():
+        with pytest.raises(KVStoreError, match="the client is closed"):
+            call(connection)
+
+
+def test_no_server_is_a_tier_that_is_unavailable(no_leaks: None) -> None:
+    for call in CALLS.values():
+        connection = Connection("127.0.0.1:9", retry_after_ms=1)
+        with pytest.raises(TierUnavailableError, match="tier 'server'"):
+            call(connection)
+        connection.close()
+
+
+class _Failure(grpc.RpcError):
+    """A failed call, as gRPC raises it."""
+
+    def __init__(self, code: grpc.StatusCode, details: str | None, metadata: Any = ()) -> None:
+        super().__init__()
+        self._values = (code, details, metadata)
+
+    def code(self) -> grpc.StatusCode:
+        return self._values[0]
+
+    def details(self) -> str | None:
+        return self._values[1]
+
+    def trailing_metadata(self) -> Any:
+        return self._values[2]
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_failure_of_grpc_s_own_becomes_an_error_of_the_store() -> None:
+    for code, kind in (
+        (grpc.StatusCode.DEADLINE_EXCEEDED, DeadlineError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, QuotaExceededError),
+        (grpc.StatusCode.UNAVAILABLE, TierUnavailableError),
+        (grpc.StatusCode.CANCELLED, DeadlineError),
+        (grpc.StatusCode.UNIMPLEMENTED, KVStoreError),
+    ):
+        for metadata in ((), None, (("other", "LeaseExpiredError"),)):
+            error = translate(_Failure(code, "for a reason", metadata))
+            assert type(error) is kind
+            assert "for a reason" in str(error)
+            assert type(translate(_Failure(code, None, metadata))) is kind
+    for name, kind in (("LeaseExpiredError", LeaseExpiredError), ("MoonPhaseError", KVStoreError)):
+        error = translate(_Failure(grpc.StatusCode.UNAVAILABLE, "gone", (("kvstore-error", name),)))
+        assert (type(error), str(error)) == (kind, "gone"), "what the server named is that error"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [DeadlineError("late"), TierUnavailableError("server", "connection refused")],
+)
+def test_gate_shuts_after_silence_and_opens_when_its_time_is_up(error: KVStoreError) -> None:
+    clock = Clock()
+    gate = CircuitBreaker(500, clock)
+    gate.check()
+    assert gate.note(error)
+    for _ in range(3):
+        with pytest.raises(TierUnavailableError, match=r"did not answer; tried again in 0\.5 s"):
+            gate.check()
+    clock.now += 0.499
+    with pytest.raises(TierUnavailableError):
+        gate.check()
+    clock.now += 0.002
+    gate.check()
+
+
+def test_any_answer_opens_the_gate() -> None:
+    for error in (
+        None,
+        InvalidRequestError("x", 1, "use 2"),
+        LeaseExpiredError("gone"),
+        ShuttingDownError("bye"),
+        TierUnavailableError("disk", "broken"),
+    ):
+        gate = CircuitBreaker(500, Clock())
+        gate.note(DeadlineError("late"))
+        assert not gate.note(error)
+        gate.check()
+
+
+def test_calls_that_wait_at_the_same_time_count_once() -> None:
+    clock = Clock()
+    gate = CircuitBreaker(500, clock, 1000)
+    short = Until(200, clock(), clock)
+    for _ in range(9):
+        assert not gate.note(DeadlineError("late"), short)
+    clock.now += 0.2
+    assert not gate.note(DeadlineError("late"), short)
+    gate.note(None)
+    for is_open in (False, False, True):
+        clock.now += 0.2
+        assert gate.note(DeadlineError("late"), short) == is_open
+    clock.now += 0.6
+    assert gate.note(DeadlineError("late"), short), "a server that is dead costs once"
+
+
+ServerMaker = Callable[..., LocalServer]
+HUNG_S = 0.5
+"""An answer that takes so long came from a server found to hang meanwhile."""
+
+
+@pytest.fixture
+def paced(make_server: ServerMaker) -> Iterator[tuple[Session, list[float]]]:
+    """A session, and what its server takes, in seconds, to answer each time it is asked."""
+    now_s, answers_s = [0.0], [0.02, 0.03, 0.04]
+    server = make_server("--limits", "session_ttl_ms=600000")  # no heartbeat meanwhile
+    connection = Connection(server.address, 1_000, lambda: now_s[0])
+
+    def answers(within_s: float) -> bool:
+        now_s[0] += answers_s[0]
+        if answers_s.pop(0) >= HUNG_S:
+            connection.hang_up()
+        return True
+
+    connection.answers = answers  # type: ignore[method-assign]
+    session = Session(connection, SMALL, ClientOptions())
+    assert eventually(lambda: session.pace_s == pytest.approx(0.04))
+    yield session, answers_s
+    session.close()
+    connection.close()
+
+
+def test_the_pace_of_a_server_is_that_of_its_slowest_answers_fading(
+    paced: tuple[Session, list[float]],
+) -> None:
+    session, answers_s = paced
+    answers_s.extend([0.2, 0.001, 0.001, 0.06])
+    seen_s = []
+    while answers_s:
+        session.measure_pace()
+        seen_s.append(session.pace_s)
+    assert seen_s == pytest.approx([0.2, 0.1, 0.05, 0.06])
+    answers_s.append(HUNG_S)
+    session.measure_pace()
+    assert session.pace_s == pytest.approx(0.06), "it hung, and is not thought slow"

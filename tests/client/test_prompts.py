@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import kvstore
 from kvstore.client import Chunk, Client, ClientOptions, PagedCache, Shard
 from kvstore.client.chunk import PlannedChunk, parents
 from kvstore.client.decode import Wanted
+from kvstore.client.transports.base import Put
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.errors import (
     ChunkCorruptError,
@@ -25,8 +27,9 @@ from kvstore.proto.errors import (
     LayoutMismatchError,
     ModelError,
 )
-from kvstore.proto.types import DType, KVLayout, LayerGroup, LayerKind, Model
+from kvstore.proto.types import ChunkKey, DType, KVLayout, LayerGroup, LayerKind, Model
 
+LAYERED = "layer block kv token head dim"
 OPTIONS = ClientOptions(chunk_tokens=32, deadline_ms=DEADLINE_MS)
 HALF = Model.uniform("half", "8f2c1d4", layers=2, kv_heads=2, head_dim=8, dtype="float16")
 HYBRID = replace(
@@ -43,6 +46,28 @@ def random(*shape: int) -> np.ndarray[Any, np.dtype[np.float16]]:
     return np.random.default_rng(1).random(shape).astype(np.float16)
 
 
+def of_hybrid(count: int) -> list[np.ndarray[Any, np.dtype[np.float16]]]:
+    return [random(2, 2, 2, count, 8), random(1, 2, 1, count, 4)]
+
+
+def stored(puts: Sequence[Put]) -> int:
+    """Return how many chunks were stored, which must be all."""
+    assert {put.outcome.name for put in puts} <= {"stored"}
+    return len(puts)
+
+
+def sevens(keys: Sequence[ChunkKey], model: Model, windows: str) -> list[Chunk]:
+    """Return chunks full of sevens; *windows* says which have theirs."""
+    chunks = []
+    for at, (key, parent) in enumerate(zip(keys, parents(keys), strict=True)):
+        layout = KVLayout.of(model, 32, window=windows[at] == "y")
+        kv = empty_tensors(layout)
+        for part in parts_of(kv):
+            part[...] = 7
+        chunks.append(Chunk(key, kv, parent=parent, position=32 * at, layout=layout))
+    return chunks
+
+
 @pytest.fixture
 def client(server: LocalServer) -> Client:
     return server.connect("auto", HALF, OPTIONS)
@@ -51,7 +76,7 @@ def client(server: LocalServer) -> Client:
 def test_one_tensor_goes_out_and_comes_back(client: Client) -> None:
     prompt, kv = tokens(1, COUNT), random(2, 2, 2, COUNT, 8)
     assert client.get(prompt).tokens == 0
-    assert [put.outcome.name for put in client.put(prompt, kv)] == ["stored"] * 4
+    assert stored(client.put(prompt, kv)) == 4
     hit = client.get(prompt)
     assert (hit.tokens, hit.chunks, hit.tiers) == (COUNT, 4, ("cpu",) * 4)
     assert hit.kv.dtype == np.float16
@@ -83,9 +108,9 @@ def test_layers_come_and_go_by_tokens(client: Client) -> None:
     with client.put_layers(prompt) as put:
         for layer in (1, 0):
             put.layer(layer, kv[layer])
-    assert [one.outcome.name for one in put.results] == ["stored"] * 4
+    assert stored(put.results) == 4
     out = np.zeros_like(kv)
-    found = [(layer.layer_id, len(layer.tensors)) for layer in client.get_layers(prompt, out=out)]
+    found = [(layer.id, len(layer.tensors)) for layer in client.get_layers(prompt, out=out)]
     assert found == [(0, 4), (1, 4)]
     assert np.array_equal(out, kv)
     with pytest.raises(LayoutMismatchError, match="tensors="), client.put_layers(prompt) as put:
@@ -98,21 +123,9 @@ def test_layers_come_and_go_by_tokens(client: Client) -> None:
 
 def test_a_layer_that_is_none_is_refused(client: Client) -> None:
     prompt, kv = tokens(1, 32), random(2, 2, 2, 32, 8)
-    cache = PagedCache(
-        HALF, np.zeros((2, 2, 2, 16, 2, 8), np.uint16), "layer block kv token head dim"
-    )
+    cache = PagedCache(HALF, np.zeros((2, 2, 2, 16, 2, 8), np.uint16), LAYERED)
     (blocks,) = cache[[0, 1]].chunk(0, 32)
-    bad: list[Any] = [
-        5,
-        None,
-        1.5,
-        np.float16(1),
-        [5, 6],
-        "ab",
-        blocks[0],
-        [kv[0, 0]],
-        cache[[0, 1]],
-    ]
+    bad: list[Any] = [5, None, 1.5, np.float16(1), [5, 6], "ab", [kv[0, 0]], cache[[0, 1]]]
     put = client.put_layers(prompt)
     for tensors in bad:
         with pytest.raises((InvalidRequestError, LayoutMismatchError), match="tensors="):
@@ -121,27 +134,25 @@ def test_a_layer_that_is_none_is_refused(client: Client) -> None:
         put.layer([0], kv[0])  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="tensors='blocks': give tensors over all"):
         put.layer(0, blocks[0])  # type: ignore[arg-type]
-    put.layer(0, kv[0])
-    put.layer(1, kv[1])
-    assert [one.outcome.name for one in put.commit()] == ["stored"]
+    for layer in (0, 1):
+        put.layer(layer, kv[layer])
+    assert stored(put.commit()) == 1
     assert np.array_equal(client.get(prompt).kv, kv)
-    planned = PlannedChunk(client.keys(tokens(2, 32))[0], 32)
-    with client.put_chunk_layers([planned]) as put:
+    with client.put_chunk_layers([PlannedChunk(client.keys(tokens(2, 32))[0], 32)]) as put:
         for tensors in (5, [5], [[5, 6]], [["a", "b"]]):
             with pytest.raises((InvalidRequestError, LayoutMismatchError), match="tensors="):
                 put.layer(0, tensors)  # type: ignore[arg-type]
-        put.layer(0, [blocks[0]])
-        put.layer(1, [blocks[1]])
-    assert [one.outcome.name for one in put.results] == ["stored"]
+        for layer in (0, 1):
+            put.layer(layer, [blocks[layer]])
+    assert stored(put.results) == 1
 
 
 def test_layers_of_windows_are_put_as_whole_prompts_are(server: LocalServer) -> None:
-    client, prompt = server.connect("auto", HYBRID, OPTIONS), tokens(1, 84)
-    kv = [random(2, 2, 2, 84, 8), random(1, 2, 1, 84, 4)]
+    client, prompt, kv = server.connect("auto", HYBRID, OPTIONS), tokens(1, 84), of_hybrid(84)
     with client.put_layers(prompt) as put:
         for layer, tensors in ((0, kv[0][0]), (1, kv[1][0]), (2, kv[0][1])):
             put.layer(layer, tensors)
-    assert [one.outcome.name for one in put.results] == ["stored"] * 3
+    assert stored(put.results) == 3
     hit = client.get(prompt)
     assert hit.tokens == 84
     assert np.array_equal(hit.kv[0], kv[0])
@@ -153,7 +164,7 @@ def test_a_stage_of_windows_alone_puts_its_part_of_a_prompt(server: LocalServer)
     for layer, one in ((0, kv[0]), (2, kv[0]), (1, kv[1])):
         shard = Shard((layer, layer + 1))
         puts = server.connect("auto", HYBRID, replace(OPTIONS, shard=shard)).put(prompt, one)
-    assert [put.outcome.name for put in puts] == ["stored"]
+    assert stored(puts) == 1
     hit = server.connect("auto", HYBRID, OPTIONS).get(prompt)
     assert np.array_equal(hit.kv[0][1], kv[0][0])
     assert np.array_equal(hit.kv[1][..., 24:, :], kv[1][..., 24:, :])
@@ -165,14 +176,7 @@ def test_a_stage_of_windows_alone_goes_on_from_the_last_chunk_that_has_them(
     whole, prompt = server.connect("auto", HYBRID, OPTIONS), tokens(1, 96)
     keys = whole.keys(prompt)
     stage = server.connect("auto", HYBRID, replace(OPTIONS, shard=Shard((1, 2))))
-    chunks = []
-    for at, (key, parent) in enumerate(zip(keys, parents(keys), strict=True)):
-        layout = KVLayout.of(HYBRID, 32, window=at == 1)
-        kv = empty_tensors(layout)
-        for part in parts_of(kv):
-            part[...] = 7
-        chunks.append(Chunk(key, kv, parent=parent, position=32 * at, layout=layout))
-    whole.put_chunks(chunks)
+    whole.put_chunks(sevens(keys, HYBRID, "nyn"))
     assert list(map(len, stage.get_chunks(keys))) == [0, 1]
     hit = stage.get(prompt)
     assert (hit.tokens, hit.chunks) == (64, 2)
@@ -191,8 +195,7 @@ def test_bfloat16_is_torchs_and_layers_may_be_named(server: LocalServer) -> None
 
 
 def test_a_hybrid_model_has_a_tensor_for_each_group(server: LocalServer) -> None:
-    client, prompt = server.connect("auto", HYBRID, OPTIONS), tokens(1, 40)
-    kv = [random(2, 2, 2, 40, 8), random(1, 2, 1, 40, 4)]
+    client, prompt, kv = server.connect("auto", HYBRID, OPTIONS), tokens(1, 40), of_hybrid(40)
     client.put(prompt, kv)
     hit = client.get(prompt)
     assert hit.tokens == 32  # a rest of eight tokens is left out
@@ -200,6 +203,10 @@ def test_a_hybrid_model_has_a_tensor_for_each_group(server: LocalServer) -> None
     assert np.array_equal(hit.kv[1][..., 24:32, :], kv[1][..., 24:32, :])
     with pytest.raises(LayoutMismatchError, match="kv="):
         client.put(prompt, kv[0])
+    prompt = tokens(2, 64)
+    client.put(prompt, of_hybrid(64))
+    assert client.get(prompt, start=60).tokens == 64, "windows before the start are the caller's"
+    assert client.get(prompt, start=30).chunks == 2
 
 
 WINDOWS = [
@@ -218,16 +225,9 @@ def test_a_prefix_ends_where_windows_were_read(
 ) -> None:
     attention, group = HYBRID.layer_groups
     model = replace(HYBRID, layer_groups=(attention, replace(group, window_tokens=window)))
-    client, prompt, count = server.connect("auto", model, OPTIONS), tokens(1, 160), len(has)
+    client, prompt = server.connect("auto", model, OPTIONS), tokens(1, 160)
     keys = client.keys(prompt)
-    chunks = []
-    for at, (key, parent) in enumerate(zip(keys, parents(keys), strict=True)):
-        layout = KVLayout.of(model, 32, window=has[at] == "y")
-        kv = empty_tensors(layout)
-        for part in parts_of(kv):
-            part[...] = 7
-        chunks.append(Chunk(key, kv, parent=parent, position=32 * at, layout=layout))
-    assert len(client.put_chunks(chunks)) == count
+    assert stored(client.put_chunks(sevens(keys, model, has))) == len(has)
     real = Wanted.decode
 
     def last_is_corrupt(self: Wanted, arrived: Any) -> Any:
@@ -244,21 +244,36 @@ def test_a_prefix_ends_where_windows_were_read(
     assert (out[1][..., max(0, found - window + 1) : found, :] == 7).all()
 
 
-def test_windows_before_the_start_are_the_callers(server: LocalServer) -> None:
-    client, prompt = server.connect("auto", HYBRID, OPTIONS), tokens(1, 64)
-    client.put(prompt, [random(2, 2, 2, 64, 8), random(1, 2, 1, 64, 4)])
-    assert client.get(prompt, start=60).tokens == 64
-    assert client.get(prompt, start=30).chunks == 2
-
-
-def test_tokens_that_are_none_are_refused(client: Client) -> None:
+def test_tokens_keys_limits_and_blocks_that_are_none_are_refused(client: Client) -> None:
+    verbs = (client.get, client.lookup, client.lease, client.delete, client.stat)
     bad: list[Any] = [[1.5] * 20, [-1] * 20, [1 << 32] * 20, [[1], [2, 3]], "abc", [None] * 20]
     for prompt in bad:
-        for call in (client.get, client.lookup, client.lease, client.delete, client.stat):
+        for call in verbs:
             with pytest.raises(InvalidRequestError, match="tokens="):
                 call(prompt)
         with pytest.raises(InvalidRequestError, match="tokens="):
             client.put(prompt, random(2, 2, 2, 20, 8))
+    no_keys: list[tuple[str, list[Any]]] = [
+        ("keys=", [5, 0, {1: 2}, np.zeros(3)]),
+        (r"key=.*: give a list of bytes", [["abc"], "abc", [7], [None], b"abc"]),
+    ]
+    for match, wrong in no_keys:
+        for keys in wrong:
+            for call in verbs:
+                with pytest.raises(InvalidRequestError, match=match):
+                    call(keys=keys)
+            with pytest.raises(InvalidRequestError, match=match):
+                client.get_chunks(keys)
+    with pytest.raises(InvalidRequestError, match="tier="):
+        client.clear("\ud800")
+    for limit in (1.5, True, -1, 1 << 32, "1"):
+        with pytest.raises(InvalidRequestError, match="limit="):
+            client.list(limit)  # type: ignore[arg-type]
+    cache = PagedCache(HALF, np.zeros((2, 8, 2, 16, 2, 8), np.uint16), LAYERED)
+    bad = [[[1], [2, 3]], [True, 2], [True, False], 3, None, [1 << 70], "ab", ["a"]]
+    for block_ids in bad:
+        with pytest.raises(InvalidRequestError, match="block_ids="):
+            cache[block_ids]
 
 
 def test_no_tokens_are_a_miss_and_neither_tokens_nor_keys_an_error(client: Client) -> None:
@@ -361,27 +376,9 @@ def test_words_of_a_get_or_put_that_cannot_be_are_refused(client: Client) -> Non
     for ttl in ttls:
         with pytest.raises(InvalidRequestError, match="ttl="):
             client.put(prompt, kv, ttl=ttl)
-    for ttl in (*ttls, 0, 86_401):
+    for ttl in (*ttls, 0, 86_401, float(1 << 22)):
         with pytest.raises(InvalidRequestError, match="ttl="):
             client.pin(prompt, ttl=ttl)
-
-
-def test_keys_limits_and_blocks_that_are_none_are_refused(client: Client) -> None:
-    for keys in (5, 0, {1: 2}, np.zeros(3)):
-        for call in (client.get, client.lookup, client.lease, client.stat, client.delete):
-            with pytest.raises(InvalidRequestError, match="keys="):
-                call(keys=keys)  # type: ignore[arg-type]
-        with pytest.raises(InvalidRequestError, match="keys="):
-            client.get_chunks(keys)  # type: ignore[arg-type]
-    for limit in (1.5, True, -1, "1"):
-        with pytest.raises(InvalidRequestError, match="limit="):
-            client.list(limit)  # type: ignore[arg-type]
-    pages = np.zeros((2, 8, 2, 16, 2, 8), np.uint16)
-    cache = PagedCache(HALF, pages, "layer block kv token head dim")
-    bad: list[Any] = [[[1], [2, 3]], [True, 2], [True, False], 3, None, [1 << 70], "ab", ["a"]]
-    for block_ids in bad:
-        with pytest.raises(InvalidRequestError, match="block_ids="):
-            cache[block_ids]
 
 
 def test_kvstore_exports_its_names_when_they_are_used() -> None:

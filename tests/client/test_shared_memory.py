@@ -1,7 +1,8 @@
-"""The shm transport: the contract, and what only shared memory has."""
+"""The shm transport: the contract, and chunks seen where they lie in the server's memory."""
 
 from __future__ import annotations
 
+import mmap
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,11 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from contracts.transport import TransportContract
-from helpers.disk_damage import flip_a_bit
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import (
-    MEDIUM,
     SMALL,
     assert_reads,
     chunks_of,
@@ -30,29 +30,28 @@ from kvstore.client.frames import FileFrame
 from kvstore.client.session import Session
 from kvstore.client.transports.base import ReadPlan, Transport
 from kvstore.client.transports.shared_memory import ShmTransport
+from kvstore.client.view import ChunkView, LeasedViews, SlabMap, geometry_of
+from kvstore.codecs.base import empty_tensors
+from kvstore.codecs.raw import RawCodec
 from kvstore.proto import frame, unix_socket
 from kvstore.proto.buffers import Pieces, copy_groups
-from kvstore.proto.errors import DeadlineError, LeaseExpiredError, TierUnavailableError
-from kvstore.proto.types import DIGEST_BYTES, ChunkKey, PutOutcome
+from kvstore.proto.errors import (
+    ChunkCorruptError,
+    DeadlineError,
+    InvalidRequestError,
+    KVStoreError,
+    LeaseExpiredError,
+    TierUnavailableError,
+)
+from kvstore.proto.frame import FrameTemplate
+from kvstore.proto.types import DIGEST_BYTES, ROOT, ChunkKey, KVLayout
+from kvstore.proto.unix_socket import NOWHERE, Place, Reach, pack_places
 
 ServerMaker = Callable[..., LocalServer]
 
 
 class TestShmTransport(TransportContract):
     transport = ShmTransport
-
-    def test_chunk_deleted_while_its_place_is_held_is_detected(
-        self, bare: Transport, client: Client, server: LocalServer
-    ) -> None:
-        keys = store(client, 1, 2)
-        cpu = server.node.store.tiers.cpu_tier
-        with bare.read(ReadPlan(digests(keys), 0, DEADLINE_MS)) as arriving:
-            first, second = arriving
-            first.confirm()
-            assert cpu.delete(keys[0])
-            with pytest.raises(LeaseExpiredError, match="replaced while it was read; look it up"):
-                first.confirm()
-            second.confirm()
 
     def test_place_that_another_chunk_took_is_detected(
         self, bare: Transport, client: Client, server: LocalServer
@@ -72,59 +71,6 @@ class TestShmTransport(TransportContract):
             with pytest.raises(LeaseExpiredError):
                 held.confirm()
         assert_reads(client, other)
-
-    def test_reader_cannot_write_what_it_reads(self, bare: Transport, client: Client) -> None:
-        keys = store(client, 1, 1)
-        with bare.read(ReadPlan(digests(keys), 0, DEADLINE_MS)) as arriving:
-            frame = next(arriving).data
-            assert isinstance(frame, np.ndarray)
-            with pytest.raises(ValueError, match="read-only"):
-                frame[0] = 0
-            with pytest.raises(ValueError, match="WRITEABLE"):
-                frame.flags.writeable = True
-
-    def test_get_that_finds_nothing_of_what_it_leased_leaves_no_lease(
-        self, make_server: ServerMaker
-    ) -> None:
-        server = make_server("--tiers", "cpu")
-        client = server.connect("shm")
-        keys = store(client, 1, 2)
-        assert server.node.store.tiers.cpu_tier.delete(keys[0])
-        assert client.get_chunks(keys) == []
-        assert server.settled().leases == 0
-        assert server.counter("expired_leases") == 0
-
-    def test_chunks_stay_while_they_are_read_however_hard_others_push(
-        self, make_server: ServerMaker
-    ) -> None:
-        server = make_server("--tiers", "cpu", "--cpu", "4MiB")
-        reader, writer = (
-            server.connect("shm", MEDIUM, self.options(chunk_tokens=64)) for _ in range(2)
-        )
-        keys = keys_of(reader, 1, 6)
-        chunks = chunks_of(reader, keys)
-        done = threading.Event()
-
-        def push() -> None:
-            seed = 2
-            while not done.is_set():
-                seed += 1
-                writer.put_chunks(chunks_of(writer, keys_of(writer, seed, 6)))
-
-        thread = threading.Thread(target=push)
-        thread.start()
-        whole = 0
-        try:
-            for _ in range(30):
-                reader.put_chunks(chunks)
-                found = reader.get_chunks(keys)
-                assert all(is_right(reader, *pair) for pair in zip(keys, found, strict=False))
-                whole += len(found) == len(keys)
-        finally:
-            done.set()
-            thread.join()
-        assert whole > 0
-        assert server.counter("evicted_chunks") > 30
 
     def test_chunk_larger_than_the_staging_memory_is_put_all_the_same(
         self, connect: Callable[..., Client]
@@ -190,49 +136,12 @@ class TestShmTransport(TransportContract):
                 assert is_right(patient, key, found)
         assert len(patient.get_chunks([second])) == 1
 
-    def test_a_file_that_was_damaged_is_a_miss_and_the_chunk_can_be_put_again(
-        self, client: Client, server: LocalServer
-    ) -> None:
-        keys = store(client, 1, 3)
-        server.settled()
-        server.leave_memory(keys)
-        flip_a_bit(Path(server.config.disk[0].path), keys[1])
-        assert len(client.get_chunks(keys)) == 1
-        assert outcomes(client, chunks_of(client, keys)) == [
-            PutOutcome.exists, PutOutcome.stored, PutOutcome.exists
-        ]  # fmt: skip
-        assert_reads(client, keys)
-
-    def test_session_whose_socket_broke_is_replaced(
-        self, server: LocalServer, connect: Callable[..., Client]
-    ) -> None:
-        client = connect()
-        keys = store(client, 1, 2)
-        plane = server.node.unix_server
-        assert plane is not None
-        (peer,) = (peer for peer in plane._peers.values() if peer.staging)
-        peer.connection.shutdown(socket.SHUT_RDWR)
-        assert eventually(lambda: len(server.node.sessions) == 0)
-        assert_reads(client, keys)
-        assert outcomes(client, chunks_of(client, keys)) == [PutOutcome.exists] * 2
-
 
 def digests(keys: list[ChunkKey]) -> bytes:
     return b"".join(key[DIGEST_BYTES:] for key in keys)
 
 
 # --- when memory cannot be shared
-
-
-def test_auto_takes_grpc_when_the_socket_is_gone(server: LocalServer) -> None:
-    path = server.config.socket_path_for(server.node.port)
-    assert path is not None
-    path.unlink()
-    client = server.connect("auto")
-    assert client.transport_name == "grpc"
-    assert_reads(client, store(client, 1, 2))
-    with pytest.raises(TierUnavailableError, match=r"tier 'shm': .*s\.sock"):
-        server.connect("shm").keys([])
 
 
 def test_auto_takes_grpc_when_the_server_refuses_the_staging_memory(server: LocalServer) -> None:
@@ -308,23 +217,171 @@ def test_garbage_from_the_socket_is_a_transport_that_is_unavailable(
         (tmp_path / "other.sock").unlink()
 
 
-def test_slab_that_never_comes_is_an_error_and_its_late_answer_is_not_taken_for_another(
-    session: Session, server: LocalServer, tmp_path: Path
+def views(client: Client, keys: list[ChunkKey]) -> list[ChunkView]:
+    lease = client.lease(keys=keys)
+    found = [lease.view(index) for index in range(len(lease.keys))]
+    assert all(view is not None for view in found)
+    return [view for view in found if view is not None]
+
+
+def test_views_show_what_was_put_without_a_copy(client: Client) -> None:
+    keys = keys_of(client, 1, 3)
+    chunks = chunks_of(client, keys)
+    client.put_chunks(chunks)
+    for view, chunk in zip(views(client, keys), chunks, strict=True):
+        assert view.key == chunk.key
+        for component, layers in enumerate(chunk.tensors):
+            for index, parts in enumerate(layers):
+                wanted = np.stack([np.asarray(part) for part in parts])
+                shown = view.layer(index, component)
+                assert not shown.flags.owndata
+                assert np.array_equal(shown, wanted.view(shown.dtype))
+        assert view.verify().key == chunk.key
+
+
+def test_views_cannot_be_written_to(client: Client) -> None:
+    (view, *_) = views(client, store(client, 1, 2))
+    with pytest.raises(ValueError, match="read-only"):
+        view.layer(0)[...] = 0
+    with pytest.raises(ValueError, match="read-only"):
+        view.frame[0] = 0
+
+
+@pytest.mark.filterwarnings("error")
+def test_torch_sees_the_same_memory_as_bfloat16(client: Client) -> None:
+    (view,) = views(client, store(client, 1, 1))
+    tensor = view.torch_layer(1)
+    assert tensor.dtype is torch.bfloat16
+    layer = view.layer(1)
+    assert tensor.data_ptr() == layer.ctypes.data
+    assert tensor.shape == layer.shape
+    assert np.array_equal(tensor.view(torch.int16).numpy(), layer.view(np.int16))
+
+
+def test_a_chunk_that_is_not_in_memory_has_no_view_and_can_be_got(
+    server: LocalServer, client: Client
 ) -> None:
-    client = server.connect("grpc")
-    keys = keys_of(client, 1, 1)
-    client.put_chunks(chunks_of(client, keys))
-    token = session.terms.attach_token
-    with answering(
-        tmp_path / "other.sock", token, None, unix_socket.pack_reply(unix_socket.Reply.ok)
-    ):
-        transport = ShmTransport(session)
-        for _ in range(2):
-            with (
-                transport.read(ReadPlan(digests(keys), 0, DEADLINE_MS)) as arriving,
-                pytest.raises(TierUnavailableError, match="the server hung up"),
-            ):
-                next(arriving)
-        assert transport._socket.fileno() == -1
-        transport.close()
-    assert server.settled().leases == 0
+    keys = store(client, 1, 2)
+    server.settled()
+    server.leave_memory(keys[:1])
+    with client.lease(keys=keys) as lease:
+        assert lease.match.tiers == ("disk", "cpu")
+        assert lease.view(0) is None
+        assert lease.view(1) is not None
+        assert len(lease.get()) == 2
+
+
+def test_a_released_lease_gives_no_views(client: Client) -> None:
+    keys = store(client, 1, 1)
+    lease = client.lease(keys=keys)
+    lease.release()
+    with pytest.raises(LeaseExpiredError, match="released; lease again"):
+        lease.view(0)
+
+
+def test_memory_that_was_reused_is_noticed(server: LocalServer, client: Client) -> None:
+    keys = store(client, 1, 1)
+    (view,) = views(client, keys)
+    view.confirm()
+    assert server.node.store.tiers.cpu_tier.delete(keys[0])
+    with pytest.raises(LeaseExpiredError, match="replaced while it was read"):
+        view.confirm()
+    with pytest.raises(LeaseExpiredError):
+        view.verify()
+
+
+WHOLE, SHORT = KVLayout.of(SMALL, 32), KVLayout.of(SMALL, 17)
+KEYS = [ChunkKey(bytes([n]) * 32) for n in range(1, 6)]
+SLAB, GONE = 3, 4
+STEP = 2 * geometry_of(WHOLE).frame_bytes // 64 * 64
+
+
+class Slabs:
+    """One slab with a frame every STEP bytes, the last of them SHORT; another that is not given."""
+
+    def __init__(self) -> None:
+        memory = mmap.mmap(-1, STEP * (len(KEYS) + 1))
+        data = np.frombuffer(memory, np.uint8)
+        self.places = []
+        for at, key in enumerate(KEYS):
+            layout = SHORT if key == KEYS[-1] else WHOLE
+            size, start = geometry_of(layout).frame_bytes, 64 + at * STEP
+            template = FrameTemplate(key, ROOT, bytes(32), bytes(16), layout)
+            tensors = empty_tensors(layout)
+            for part in (part for parts in tensors[0] for part in parts):
+                part[...] = at
+            RawCodec().encode(template, tensors, data[start : start + size])
+            data[start - 8 : start].view(np.uint64)[0] = 100 + at
+            self.places.append(Place(SLAB, Reach.memory, 0, start, size, 100 + at))
+        self.data = data
+        self._map = SlabMap(memory)
+
+    def slab(self, number: int) -> SlabMap:
+        """Return the slab."""
+        if number != SLAB:
+            raise TierUnavailableError("shm", f"slab {number}: unknown")
+        return self._map
+
+
+def views_of(slabs: Slabs, places: list[Place]) -> LeasedViews:
+    stand_in: object = slabs
+    return LeasedViews(stand_in, geometry_of(WHOLE), pack_places(places), KEYS)  # type: ignore[arg-type]
+
+
+def test_all_chunks_are_seen_the_shorter_last_one_too() -> None:
+    slabs = Slabs()
+    see = views_of(slabs, slabs.places)
+    for at, key in enumerate(KEYS):
+        view = see(at)
+        assert view is not None
+        assert (view.key, int(view.layer(1)[1, 0, 0, 0])) == (key, at)
+        assert view.verify().key == key
+    last = see(-1)
+    assert last is not None
+    assert last.layout.tokens == 17
+
+
+WRONG: list[tuple[Callable[[Place], Place], type[KVStoreError]]] = [
+    (lambda p: p._replace(generation=1), LeaseExpiredError),
+    (
+        lambda p: p._replace(offset=p.offset + STEP, generation=p.generation + 1),
+        ChunkCorruptError,
+    ),
+    (lambda p: p._replace(offset=p.offset + 4), InvalidRequestError),
+    (lambda p: p._replace(offset=0), InvalidRequestError),
+    (lambda p: p._replace(offset=1 << 40), InvalidRequestError),
+    (lambda p: p._replace(offset=2**64 - 8), InvalidRequestError),
+    (lambda p: p._replace(size_bytes=p.size_bytes - 64), ChunkCorruptError),
+    (lambda p: p._replace(number=GONE), TierUnavailableError),
+]
+"""An older generation, another chunk's place, off the words, the slab's start, behind it, 2^64,
+another size, a slab that is gone."""
+
+
+def test_what_is_wrong_with_one_place_is_told_of_that_chunk_alone() -> None:
+    for change, error in WRONG:
+        slabs = Slabs()
+        places = list(slabs.places)
+        places[1] = change(places[1])
+        see = views_of(slabs, places)
+        for at in (0, 2, 3, 4):
+            view = see(at)
+            assert view is not None
+            assert int(view.layer(0)[0, 0, 0, 0]) == at
+        with pytest.raises(error):
+            see(1)
+
+
+def test_chunks_elsewhere_or_without_a_place_have_no_view() -> None:
+    slabs = Slabs()
+    places = [NOWHERE, slabs.places[1], slabs.places[2]._replace(reach=Reach.file)]
+    see = views_of(slabs, places)
+    assert [see(at) is None for at in range(len(KEYS))] == [True, False, True, True, True]
+
+
+def test_rows_that_are_cut_are_refused() -> None:
+    slabs = Slabs()
+    stand_in: object = slabs
+    rows = pack_places(slabs.places)[:-1]
+    with pytest.raises(InvalidRequestError, match="send rows of 32 bytes"):
+        LeasedViews(stand_in, geometry_of(WHOLE), rows, KEYS)  # type: ignore[arg-type]

@@ -12,27 +12,18 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import (
-    LARGE,
     SMALL,
-    assert_reads,
-    chunks_of,
-    frame_of,
-    keys_of,
-    outcomes,
     store,
 )
 from helpers.socket_peer import Listener
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.connection import Connection
-from kvstore.client.frames import FrameAssembler
 from kvstore.client.session import Session
 from kvstore.client.transports import unix_rpc
-from kvstore.client.transports.base import arrival_of
 from kvstore.client.transports.unix_rpc import MAX_CONNECTIONS, CallQueue, UnixRpc
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
@@ -43,8 +34,6 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.frame import parse_header
-from kvstore.proto.types import PutOutcome
 from kvstore.proto.unix_socket import (
     HEADER_BYTES,
     MAX_PACKET_BYTES,
@@ -201,10 +190,15 @@ def setting(server: LocalServer, tmp_path: Path) -> Iterator[Setting]:
 # --- answers
 
 
-def test_calls_one_after_another_share_a_connection(setting: Setting) -> None:
+def test_calls_one_after_another_share_a_connection_and_answers_wait_to_be_looked_at(
+    setting: Setting,
+) -> None:
     false = setting.serve(lambda _: lookup_answer())
     assert [setting.look_up() for _ in range(5)] == [BY_SOCKET] * 5
-    assert setting.sent(setting.request(), DEADLINE_MS)().ready == BY_SOCKET
+    wait = setting.sent(setting.request(), DEADLINE_MS)
+    assert eventually(lambda: false.answered == 6)
+    setting.clock.ahead_s = DEADLINE_MS
+    assert wait().ready == BY_SOCKET, "it came in time"
     assert (len(false.calls), len(false.joins)) == (6, 1)
     assert setting.session.terms.attach_token not in b"".join(false.heard)
 
@@ -217,31 +211,24 @@ def number_of(message: bytes) -> list[Packet]:
     return lookup_answer(int.from_bytes(message[-2:], "big"))
 
 
-def test_calls_in_a_queue_share_a_connection_and_are_answered_in_order(setting: Setting) -> None:
-    false = setting.serve(number_of)
+def test_calls_in_a_queue_share_a_connection_and_each_has_its_own_answer(setting: Setting) -> None:
+    failure = [pack_failure("LeaseExpiredError", "gone")]
+    false = setting.serve(lambda message: failure if message[-1] == 5 else number_of(message))
     queue = CallQueue()
-    waits = [setting.sent(numbered(n), DEADLINE_MS, queue) for n in range(5)]
-    assert eventually(lambda: len(false.calls) == 5)
+    waits = [setting.sent(numbered(n), DEADLINE_MS, queue) for n in range(6)]
+    assert eventually(lambda: len(false.calls) == 6)
     assert waits[0]().ready == 0
     other = numbered(9)  # on a connection of its own, as answers are still to come
     assert setting.link.call("Lookup", other, DEADLINE_MS, pb.LookupResponse).ready == 9
-    assert [wait().ready for wait in waits[1:]] == [1, 2, 3, 4]
+    with pytest.raises(AssertionError, match="another call's"):
+        waits[2]()
+    assert [wait().ready for wait in waits[1:5]] == [1, 2, 3, 4]
+    with pytest.raises(LeaseExpiredError, match="gone"):
+        waits[5]()
     assert len(false.joins) == 2
     assert setting.sent(numbered(7), DEADLINE_MS, queue)().ready == 7
     assert setting.sent(numbered(8), DEADLINE_MS)().ready == 8
     assert len(false.joins) == 2  # all answered, it is anybody's
-
-
-def test_error_within_a_queue_is_that_call_s_alone(setting: Setting) -> None:
-    failure = [pack_failure("LeaseExpiredError", "gone")]
-    false = setting.serve(lambda message: failure if message[-1] == 1 else number_of(message))
-    queue = CallQueue()
-    waits = [setting.sent(numbered(n), DEADLINE_MS, queue) for n in range(3)]
-    assert waits[0]().ready == 0
-    with pytest.raises(LeaseExpiredError, match="gone"):
-        waits[1]()
-    assert waits[2]().ready == 2
-    assert len(false.joins) == 1
 
 
 def test_queue_that_lost_its_connection_goes_on_through_grpc_and_on_a_new_one(
@@ -286,7 +273,7 @@ def test_error_of_a_call_is_the_server_s_and_the_connection_is_kept(setting: Set
     assert len(false.joins) == 1
 
 
-def test_stream_yields_its_messages_up_to_its_end_and_the_connection_is_kept(
+def test_stream_yields_its_messages_and_keeps_its_connection_unless_it_is_given_up(
     setting: Setting,
 ) -> None:
     replies = [pb.GetResponse(index=n, tier="x" * n * 70_000) for n in range(4)]
@@ -294,14 +281,11 @@ def test_stream_yields_its_messages_up_to_its_end_and_the_connection_is_kept(
     false = setting.serve(lambda _: [*packets, *pack_answer(None)])
     assert list(setting.get()) == replies
     assert list(setting.get()) == replies
-    assert len(false.joins) == 1
-
-
-def test_stream_that_is_given_up_ends_its_connection(setting: Setting) -> None:
-    first = pack_answer(pb.GetResponse(index=7), more=True)
-    false = setting.serve(lambda message: first if message[8] == 2 else lookup_answer())
-    with closing(setting.get()) as replies:  # type: ignore[type-var]
-        assert next(replies).index == 7
+    assert (len(false.joins), false.ended) == (1, 0)
+    first = pack_answer(replies[0], more=True)
+    false.answer = lambda message: first if message[8] == 2 else lookup_answer()
+    with closing(setting.get()) as begun:  # type: ignore[type-var]
+        assert next(begun) == replies[0]
     assert eventually(lambda: false.ended == 1)
     assert setting.look_up() == BY_SOCKET
     assert len(false.joins) == 2
@@ -349,14 +333,6 @@ def test_late_answer_is_never_taken_for_the_next_call_s(setting: Setting, kind: 
     assert len(false.joins) == 2
 
 
-def test_answer_that_came_in_time_is_taken_however_late_it_is_looked_at(setting: Setting) -> None:
-    false = setting.serve(lambda _: lookup_answer())
-    wait = setting.sent(setting.request(), DEADLINE_MS)
-    assert eventually(lambda: false.answered == 1)
-    setting.clock.ahead_s = DEADLINE_MS
-    assert wait().ready == BY_SOCKET
-
-
 # --- through gRPC instead
 
 
@@ -377,10 +353,7 @@ def test_call_that_gets_no_answer_goes_through_grpc_on_no_connection_of_the_old(
     for number in range(1, len(no_answers) + 1):
         assert setting.look_up() == 2
         assert (len(false.calls), len(false.joins)) == (number, number)
-
-
-def test_message_that_makes_no_sense_is_an_error_of_the_store(setting: Setting) -> None:
-    setting.serve(lambda _: [unix_socket.pack_reply(Reply.ok) + b"\xff\xff"])
+    false.answer = lambda _: [unix_socket.pack_reply(Reply.ok) + b"\xff\xff"]
     with pytest.raises(KVStoreError, match="the server's answer is no LookupResponse"):
         setting.look_up()
 
@@ -397,16 +370,7 @@ def test_stream_that_breaks_goes_through_grpc_or_in_the_middle_is_unavailable(
         next(replies)
 
 
-def test_call_longer_than_a_packet_goes_through_grpc(setting: Setting) -> None:
-    false = setting.serve(lambda _: lookup_answer())
-    request = setting.request()
-    request.digests *= MAX_PACKET_BYTES // len(request.digests)
-    with pytest.raises(InvalidRequestError, match="digests"):
-        setting.link.call("Lookup", request, DEADLINE_MS, pb.LookupResponse)
-    assert false.calls == []
-
-
-def test_method_that_the_socket_does_not_carry_goes_through_grpc(setting: Setting) -> None:
+def test_what_the_socket_does_not_carry_goes_through_grpc(setting: Setting) -> None:
     false = setting.serve(lambda _: lookup_answer())
     assert setting.link.call("Status", pb.StatusRequest(), DEADLINE_MS, pb.StatusResponse).version
     pages = setting.link.stream(
@@ -414,6 +378,11 @@ def test_method_that_the_socket_does_not_carry_goes_through_grpc(setting: Settin
     )
     assert sum(len(page.chunks) for page in pages) == 2
     assert false.joins == []
+    request = setting.request()
+    request.digests *= MAX_PACKET_BYTES // len(request.digests)
+    with pytest.raises(InvalidRequestError, match="digests"):
+        setting.link.call("Lookup", request, DEADLINE_MS, pb.LookupResponse)
+    assert false.calls == []
 
 
 def test_who_may_not_join_calls_through_grpc_and_tries_again_later(
@@ -487,7 +456,9 @@ def test_more_calls_at_once_than_connections_all_succeed(setting: Setting) -> No
 # --- closing
 
 
-def test_closing_wakes_calls_in_flight_which_go_on_through_grpc(setting: Setting) -> None:
+def test_closing_wakes_calls_in_flight_which_go_on_through_grpc_as_later_ones_do(
+    setting: Setting,
+) -> None:
     false = setting.serve(lambda _: [])
     with ThreadPoolExecutor(4) as pool:
         calls = [pool.submit(setting.look_up) for _ in range(3)]
@@ -497,119 +468,14 @@ def test_closing_wakes_calls_in_flight_which_go_on_through_grpc(setting: Setting
         assert [call.result() for call in calls] == [2] * 3
         assert stream.result() == [0, 1]
     assert eventually(lambda: false.ended == 4)
-    assert not setting.link.links.busy | set(setting.link.links.idle)
-
-
-def test_closing_while_connections_are_made_leaves_none(setting: Setting) -> None:
-    asked, let_go = threading.Event(), threading.Event()
-
-    def join() -> Answers:
-        asked.set()
-        assert let_go.wait(20)
-        return [unix_socket.pack_reply(Reply.ok)]
-
-    setting.serve(lambda _: lookup_answer(), join)
-    with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(setting.look_up)
-        assert asked.wait(20)
-        setting.link.links.close()
-        let_go.set()
-        assert call.result() == 2
-    assert not setting.link.links.busy | set(setting.link.links.idle)
-
-
-def test_closed_link_calls_through_grpc(setting: Setting) -> None:
-    false = setting.serve(lambda _: lookup_answer())
-    assert setting.look_up() == BY_SOCKET
     setting.link.links.close()
-    setting.link.links.close()
+    assert not setting.link.links.busy | set(setting.link.links.idle)
     assert setting.look_up() == 2
     assert [reply.index for reply in setting.get()] == [0, 1]
-    assert (len(false.calls), len(false.joins)) == (1, 1)
-
-
-def test_call_that_is_interrupted_ends_its_connection(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    false = setting.serve(lambda _: lookup_answer())
-    with monkeypatch.context() as patch:
-        patch.setattr(UnixRpc, "_receive", _interrupted)
-        for ask in (setting.look_up, lambda: list(setting.get())):
-            with pytest.raises(KeyboardInterrupt):
-                ask()
-    assert not setting.link.links.busy | set(setting.link.links.idle)
-    assert setting.look_up() == BY_SOCKET
-    assert len(false.joins) == 3
-
-
-def _interrupted(*_: object) -> None:
-    raise KeyboardInterrupt
+    assert (len(false.calls), len(false.joins)) == (4, 4)
 
 
 # --- with a true server
-
-
-def attached_sessions(server: LocalServer) -> list[int]:
-    sessions = list(server.node.sessions.by_id.values())
-    return [session.session_id for session in sessions if session.is_attached]
-
-
-def test_threads_whose_session_is_replaced_under_their_calls_notice_nothing(
-    server: LocalServer,
-) -> None:
-    client = server.connect("shm")
-    keys = store(client, 1, 9)
-    done = threading.Event()
-    calls = [0] * 8
-
-    def work(seed: int) -> None:
-        while not done.is_set():
-            assert client.lookup(keys=keys[: seed + 1]).ready == seed + 1
-            calls[seed] += 1
-
-    with ThreadPoolExecutor(8) as pool:
-        workers = [pool.submit(work, seed) for seed in range(8)]
-        try:
-            for turn in range(5):
-                # A call that loses its session twice may fail.
-                assert eventually(lambda: min(calls) >= 20 * (turn + 1))  # noqa: B023
-                (session_id,) = attached_sessions(server)
-                assert server.node.sessions.close(session_id)
-                calls[:] = [20 * (turn + 1)] * 8
-        finally:
-            done.set()
-        for worker in workers:
-            worker.result()
-    assert_reads(client, keys)
-
-
-def test_chunk_larger_than_a_packet_comes_past_a_memory_full_of_leases(
-    make_server: ServerMaker,
-) -> None:
-    server = make_server("--limits", "load_headroom_percent=0")
-    options = ClientOptions("shm", chunk_tokens=128, deadline_ms=DEADLINE_MS)
-    client = server.connect("shm", LARGE, options)
-    keys = store(client, 1, 2)
-    server.settled()  # both lie on the disk now
-    leases = []
-    for seed in range(2, 40):
-        (key,) = keys_of(client, seed, 1)
-        if outcomes(client, chunks_of(client, [key])) == [PutOutcome.refused]:
-            break
-        leases.append(client.lease(keys=[key]))
-    assert len(leases) > 4
-    transport = client._link.connected()
-    digests = b"".join(key[16:] for key in keys)
-    request = pb.GetRequest(session_id=transport.session.terms.session_id, digests=digests)
-    assembler = FrameAssembler(transport.session.terms.max_frame_bytes)
-    parts = map(arrival_of, transport.calls.stream("Get", request, DEADLINE_MS))
-    frames = [np.asarray(frame.data) for frame in assembler.frames(parts)]
-    assert server.counter("read_throughs") == 2
-    for key, frame in zip(keys, frames, strict=True):
-        start = parse_header(frame).header_bytes
-        assert np.array_equal(frame[start:], frame_of(key, LARGE, 128)[start:])
-    for lease in leases:
-        lease.release()
 
 
 def test_calls_of_a_client_do_not_go_through_grpc(
@@ -628,12 +494,3 @@ def test_calls_of_a_client_do_not_go_through_grpc(
     store(client, 2, 3)
     assert client.lookup(keys=keys).ready == 3
     monkeypatch.undo()
-
-
-def test_answer_of_a_queue_is_never_taken_for_another_call_s(setting: Setting) -> None:
-    setting.serve(number_of)
-    queue = CallQueue()
-    first, second = (setting.sent(numbered(n), DEADLINE_MS, queue) for n in (1, 2))
-    with pytest.raises(AssertionError, match="another call's"):
-        second()
-    assert (first().ready, second().ready) == (1, 2)

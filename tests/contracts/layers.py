@@ -75,7 +75,7 @@ def layers_of(client: Client, keys: Sequence[ChunkKey]) -> dict[int, list[Sequen
 
 def assert_layer(client: Client, keys: Sequence[ChunkKey], layer: Layer) -> None:
     """Fail unless the layer is right for as many chunks as it has."""
-    right = layers_of(client, keys)[layer.layer_id]
+    right = layers_of(client, keys)[layer.id]
     for found, wanted in zip(layer.tensors, right, strict=False):
         assert all(map(np.array_equal, found, wanted))
 
@@ -167,7 +167,7 @@ class LayersContract:
         client = connect(representation)
         keys = store(client, 1, 5)
         layers = list(client.get_chunk_layers([*keys, *keys_of(client, 2, 1)]))
-        assert [layer.layer_id for layer in layers] == sorted(layers_of(client, keys))
+        assert [layer.id for layer in layers] == sorted(layers_of(client, keys))
         for layer in layers:
             assert len(layer.tensors) == 5
             assert_layer(client, keys, layer)
@@ -186,30 +186,17 @@ class LayersContract:
             dense = [[[_dense(part) for part in parts] for parts in one] for one in tensors]
             assert is_right(client, key, dense)
 
-    def test_layers_of_nothing_are_none(self, client: Client, server: LocalServer) -> None:
-        with server.unchanged():
-            assert list(client.get_layers([])) == []
-            assert list(client.get_chunk_layers(keys_of(client, 9, 3))) == []
-
     def test_layers_end_before_a_chunk_that_proves_wrong(
         self, client: Client, server: LocalServer
     ) -> None:
         keys = store(client, 1, 4)
         damage(server, keys[2])  # its last layer
         layers = list(client.get_chunk_layers(keys))
-        assert [layer.layer_id for layer in layers] == [0, 1]
+        assert [layer.id for layer in layers] == [0, 1]
         assert len(layers[0].tensors) >= len(layers[1].tensors) == 2
         for layer in layers:
             assert_layer(client, keys, layer)
         assert client.lookup(keys=keys).ready == 2
-
-    def test_a_wrong_first_chunk_leaves_no_last_layer(
-        self, client: Client, server: LocalServer
-    ) -> None:
-        keys = store(client, 1, 2)
-        damage(server, keys[0])
-        assert len(list(client.get_chunk_layers(keys))) < 2
-        assert client.lookup(keys=keys).ready == 0
 
     def test_layers_that_are_given_up_leave_no_lease(
         self, connect: Connect, server: LocalServer
@@ -219,7 +206,7 @@ class LayersContract:
         for read in (0, 1, 3) * 2:
             with closing(client.get_chunk_layers(keys)) as layers:
                 for number in range(read):
-                    assert next(layers).layer_id == number
+                    assert next(layers).id == number
         usage = server.settled()
         assert (usage.leases, usage.tiers[0][1].reservations) == (0, 0)
         assert_reads(client, keys)
@@ -311,21 +298,14 @@ class LayersContract:
         keys = store(client, 1, 2)
         both = [*keys, *keys_of(client, 2, 1)]
         right = layers_of(client, both)
-        with client.put_chunk_layers(planned(client, both)) as put:
+        with client.put_chunk_layers(planned(client, both), durable=True) as put:
             put.layer(0, right[0])
             put.layer(1, right[1])
         exists, stored = PutOutcome.exists, PutOutcome.stored
         assert [one.outcome for one in put.results] == [exists, exists, stored]
+        (held,) = client.stat(keys=both[2:])
+        assert "disk" in [copy.tier for copy in held.copies], "as it was answered"
         assert server.settled().tiers[0][1].chunks == 3
-
-    def test_a_durable_layered_put_is_on_disk_when_it_is_answered(self, client: Client) -> None:
-        keys = keys_of(client, 1, 2)
-        with client.put_chunk_layers(planned(client, keys), durable=True) as put:
-            for layer_id, tensors in layers_of(client, keys).items():
-                put.layer(layer_id, tensors)
-        assert [one.outcome for one in put.results] == [PutOutcome.stored] * 2
-        held = client.stat(keys=keys)
-        assert ["disk" in [copy.tier for copy in chunk.copies] for chunk in held] == [True] * 2
 
     def test_what_cannot_be_put_layer_by_layer_is_refused_at_once(self, client: Client) -> None:
         keys = keys_of(client, 1, 2)

@@ -68,8 +68,8 @@ def test_the_page_shows_live_numbers_and_asks_only_its_own_server(
     assert strangers == []
 
 
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False)])
-def test_the_page_fits_every_width_in_light_and_dark(
+@pytest.mark.parametrize(("width", "dark"), [(1280, True), (390, False)])
+def test_the_page_fits_every_width_in_light_and_dark_and_says_when_its_server_is_gone(
     browser: Browser, make_server: ServerMaker, width: int, dark: bool
 ) -> None:
     server = make_server("--http", "127.0.0.1:0")
@@ -83,17 +83,12 @@ def test_the_page_fits_every_width_in_light_and_dark(
     assert (max(map(int, background[4:-1].split(","))) < 64) == dark
     if SHOTS:
         browser.shoot(Path(SHOTS) / f"{width}{'-dark' if dark else ''}.png")
-
-
-def test_the_page_says_when_its_server_is_gone(browser: Browser, make_server: ServerMaker) -> None:
-    server = make_server("--http", "127.0.0.1:0")
-    browser.show(f"http://127.0.0.1:{server.node.http_port}/")
     browser.wait_for("document.body.dataset.looks > 0")
     server.stop()
     browser.wait_for("document.getElementById('live').classList.contains('off')")
 
 
-def test_names_that_callers_chose_are_text_and_nothing_else(
+def test_names_that_callers_chose_are_text_and_nothing_else_and_drawings_have_gaps(
     browser: Browser, make_server: ServerMaker
 ) -> None:
     server = make_server("--http", "127.0.0.1:0")
@@ -106,13 +101,6 @@ def test_names_that_callers_chose_are_text_and_nothing_else(
     assert browser.evaluate("document.querySelector('#prefixes tbody td').textContent") == name
     assert browser.evaluate("document.querySelectorAll('main img, main b').length") == 0
     assert browser.complaints == []
-
-
-def test_drawings_have_a_line_for_each_tier_and_gaps_where_nothing_was_asked(
-    browser: Browser, make_server: ServerMaker
-) -> None:
-    server = make_server("--http", "127.0.0.1:0")
-    browser.show(f"http://127.0.0.1:{server.node.http_port}/")
 
     def lines(chart: str) -> object:
         return browser.evaluate(f"{chart}.querySelectorAll('polyline').length")

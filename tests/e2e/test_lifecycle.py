@@ -1,25 +1,28 @@
-"""A server's life: draining under load, and restarts that lose nothing."""
+"""A server's life: draining under load, kills, restarts, and traces that real servers play."""
 
 from __future__ import annotations
 
+import json
+import random
+import shutil
 import threading
-from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
-import grpc
 import pytest
-from golden.history_samples import OLDER, PATH
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from conftest import ProcessMaker
 from helpers.local_server import DEADLINE_MS, eventually
-from helpers.prompts import SMALL, assert_reads, chunks_of, is_right, keys_of, store
+from helpers.prompts import LARGE, SMALL, assert_reads, chunks_of, keys_of, outcomes, store
 from helpers.server_process import ServerProcess
 
+from kvstore.cli.__main__ import main
+from kvstore.cli.server import fetch_status
+from kvstore.cli.simulate import Terms, make_blocks, read_trace, replay_blocks
+from kvstore.cli.trace import record, replay_trace
 from kvstore.client import Client, ClientOptions
 from kvstore.client.options import TransportName
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.types import ChunkKey, PutOutcome
-from kvstore.server.store.saved_state import FILE_NAME
-
-ProcessMaker = Callable[..., ServerProcess]
 
 OPTIONS = ClientOptions(chunk_tokens=16, deadline_ms=DEADLINE_MS, retry_after_ms=20)
 
@@ -37,11 +40,10 @@ def put_until_refused(client: Client, seed: int, stored: list[ChunkKey]) -> str:
             return type(error).__name__
 
 
-@pytest.mark.parametrize("disk_write", ["through", "evict"])
 def test_server_told_to_stop_under_load_saves_what_it_acknowledged_and_ends_with_0(
-    server_process: ProcessMaker, disk_write: str
+    server_process: ProcessMaker,
 ) -> None:
-    process = server_process(*("--cpu", "64MiB", "--disk", "128MiB:disk", "--write", disk_write))
+    process = server_process("--cpu", "64MiB", "--disk", "128MiB:disk", "--write", "evict")
     process.start()
     transports: tuple[TransportName, ...] = ("shm", "grpc", "shm", "grpc")
     clients = [
@@ -68,56 +70,7 @@ def test_server_told_to_stop_under_load_saves_what_it_acknowledged_and_ends_with
     assert process.recovered_chunks >= len(everything)
     with Client(process.address, SMALL, OPTIONS) as client:
         for key in everything:
-            (found,) = client.get_chunks([key])
-            assert is_right(client, key, found)
-
-
-@pytest.mark.parametrize(
-    ("history", "lines"),
-    [
-        (PATH.read_bytes(), 0),
-        (OLDER.read_bytes(), 1),
-    ],
-    ids=["of today", "of the version before"],
-)
-def test_a_server_starts_clean_over_whatever_history_an_earlier_one_saved(
-    server_process: ProcessMaker, history: bytes, lines: int
-) -> None:
-    process = server_process(
-        *("--cpu", "16MiB", "--disk", "32MiB:disk", "--log-level", "warning", "--insecure")
-    )
-    path = process.socket_path.parent / "disk" / FILE_NAME
-    path.parent.mkdir(mode=0o700)
-    path.write_bytes(history)
-    process.start()
-    with Client(process.address, SMALL, OPTIONS) as client:
-        assert_reads(client, store(client, 1, 4))
-    assert process.terminate() == 0
-    said = process.errors.splitlines()
-    assert [line for line in said if "what was learned is lost" in line] == said
-    assert len(said) == lines
-
-
-def health(process: ServerProcess, service: str) -> str:
-    request = health_pb2.HealthCheckRequest(service=service)
-    with grpc.insecure_channel(process.address) as channel:
-        status = health_pb2_grpc.HealthStub(channel).Check(request, timeout=20).status
-    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(status))
-
-
-def test_drained_server_answers_reads_until_it_is_stopped(server_process: ProcessMaker) -> None:
-    process = server_process("--cpu", "16MiB", "--disk", "32MiB:disk")
-    process.start()
-    with Client(process.address, SMALL, OPTIONS) as client:
-        keys = keys_of(client, 1, 4)
-        client.put_chunks(chunks_of(client, keys))
-        assert client.drain()
-        assert len(client.get_chunks(keys)) == 4
-        with pytest.raises(KVStoreError, match="the server drains"):
-            client.put_chunks(chunks_of(client, keys_of(client, 2, 1)))
-        assert eventually(lambda: health(process, "readiness") == "NOT_SERVING")
-        assert health(process, "liveness") == "SERVING"  # nobody restarts it for that
-    assert process.terminate() == 0
+            assert_reads(client, [key])
 
 
 @pytest.mark.parametrize("stored", [0, 1])
@@ -131,3 +84,147 @@ def test_server_of_memory_alone_stops_clean_unless_it_loses_something(
         assert client.drain() is (stored == 0)
     assert process.terminate() == 0
     assert process.output.endswith(f"stopped clean={str(stored == 0).lower()}\n")
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_client_of_a_killed_server_gets_errors_of_the_store_and_finds_the_next_one(
+    server_process: ProcessMaker, transport: TransportName
+) -> None:
+    process = server_process("--cpu", "16MiB", "--disk", "32MiB:disk")
+    process.start()
+    options = ClientOptions(transport, 16, 5000, retry_after_ms=20)
+
+    def is_reached() -> bool:
+        with suppress(KVStoreError):
+            return client.status().state == "serving"
+        return False
+
+    with Client(process.address, SMALL, options) as client:
+        keys = keys_of(client, 1, 4)
+        client.put_chunks(chunks_of(client, keys), durable=True)
+        boot_id, lease = client.boot_id, client.lease(keys=keys)
+        process.kill()
+        for call in (lambda: client.get_chunks(keys), lambda: client.lookup(keys=keys), lease.get):
+            with pytest.raises(KVStoreError):
+                call()
+        lease.release()
+        process.start()
+        assert process.recovered_chunks == 4
+        assert eventually(is_reached)
+        assert_reads(client, keys)
+        assert client.boot_id != boot_id
+        assert client.transport_name == transport
+
+
+@pytest.mark.slow
+def test_burst_of_two_thousand_chunks_of_a_megabyte_loses_none(
+    server_process: ProcessMaker, tmp_path: Path
+) -> None:
+    if shutil.disk_usage(tmp_path).free < 4 << 30:
+        pytest.skip("needs 4 GiB of disk")
+    process = server_process("--cpu", "128MiB", "--disk", "2560MiB:disk")
+    process.start()
+    with Client(process.address, LARGE, ClientOptions("shm", 128, 60_000)) as client:
+        prompts = [keys_of(client, seed, 20) for seed in range(100)]
+        for keys in prompts:
+            assert outcomes(client, chunks_of(client, keys)) == [PutOutcome.stored] * 20
+        for keys in prompts:
+            assert_reads(client, keys)
+        counters = client.status().counters
+        assert counters["put_stored_chunks"] == counters["get_chunks"] == 2000
+        assert counters["dropped_victims"] == counters["put_refused_chunks"] == 0
+        assert counters["evicted_chunks"] >= 2000 - 128  # reading evicts nothing
+    assert process.terminate() == 0
+
+
+# --- traces
+
+
+CHUNK_BYTES = 60 << 10
+REQUESTS = 260
+
+
+def make_trace(path: Path, seed: int) -> Path:
+    """Conversations that grow by a block or three a turn, from one shared root; some come back."""
+    rng = random.Random(seed)
+    chats: list[list[int]] = [[0] for _ in range(24)]
+    new = 1
+    lines = []
+    for turn in range(REQUESTS):
+        at = min(int(rng.expovariate(0.15)), len(chats) - 1)
+        if len(chats[at]) > 24:
+            chats[at] = [0]
+        for _ in range(rng.randrange(1, 4)):
+            chats[at].append(new)
+            new += 1
+        lines.append(line_of(1000 * turn, chats[at]))
+    path.write_text("".join(lines))
+    return path
+
+
+def line_of(at: int, blocks: list[int]) -> str:
+    size = 512 * len(blocks)
+    row = {"timestamp": at, "input_length": size, "output_length": 8, "hash_ids": blocks}
+    return json.dumps(row) + "\n"
+
+
+def fill(process: ServerProcess, folder: Path) -> int:
+    """Put more chunks than fit; return how many did."""
+    path = folder / "fill.jsonl"
+    path.write_text("".join(line_of(at, [at]) for at in range(200)))
+    done = replay_trace(process.address, path, CHUNK_BYTES)
+    assert (done.stored, done.hit_blocks) == (200, 0)
+    (tier,) = fetch_status(process.address).tiers
+    return tier.chunks
+
+
+def simulated(path: Path, policy: str, blocks: int) -> tuple[int, int]:
+    """Return the blocks hit and asked for, on a tier of so many."""
+    trace = make_blocks(read_trace(path))
+    outcome = replay_blocks(trace, Terms(policy, str(512 * blocks), kv_bytes_per_token=1))
+    asked = int(trace.known.sum())
+    return round(outcome.block_hit_rate * asked), asked
+
+
+def test_a_real_server_hits_what_the_simulator_says(
+    server_process: ProcessMaker, tmp_path: Path
+) -> None:
+    sizes = ("--tiers", "cpu", "--cpu", "8MiB", "--policy", "lru")
+    process = server_process(*sizes, "--limits", "load_headroom_percent=0")
+    process.start()
+    capacity = fill(process, tmp_path)
+    assert 60 < capacity < 200
+    path = make_trace(tmp_path / "trace.jsonl", 1)
+    done = replay_trace(process.address, path, CHUNK_BYTES)
+    hits, asked = simulated(path, "lru", capacity)
+    more, _ = simulated(path, "lru", capacity + 8)
+    assert 0.2 < hits / asked < 0.8
+    assert more > hits, "a trace on which the size does not matter shows nothing"
+    assert (done.hit_blocks, done.blocks, done.refused) == (hits, asked, 0)
+    assert process.terminate() == 0
+
+
+def test_what_is_recorded_from_a_server_is_the_trace_that_was_played(
+    server_process: ProcessMaker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = server_process("--tiers", "cpu", "--cpu", "8MiB")
+    process.start()
+    path, copy = make_trace(tmp_path / "trace.jsonl", 3), tmp_path / "copy.jsonl"
+    now_s = [0.0]
+
+    def play(_: float) -> None:
+        """What happens while the recorder sleeps."""
+        flags = ("--address", process.address, "--chunk-bytes", str(CHUNK_BYTES), "--json")
+        with pytest.raises(SystemExit) as ended:
+            main(["trace", "replay", str(path), *flags])
+        assert not ended.value.code
+        now_s[0] = 2.0
+
+    made = record(process.address, copy, 1.0, 512, lambda: now_s[0], play)
+    played = json.loads(capsys.readouterr().out)
+    assert (made.lookups, made.lost) == (played["requests"], 0) == (REQUESTS, 0)
+    mine, theirs = make_blocks(read_trace(path)), make_blocks(read_trace(copy))
+    assert theirs.rows.tolist() == mine.rows.tolist()
+    assert theirs.parents.tolist() == mine.parents.tolist()
+    assert (theirs.times_s[1:] >= theirs.times_s[:-1]).all()
+    assert simulated(copy, "lru", 90) == simulated(path, "lru", 90)

@@ -1,25 +1,35 @@
-"""What must never be seen: secrets in logs, code that comes as data."""
+"""What must never be seen: secrets in logs or with who took a server's place; code that is data."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import jwt
+import pytest
 from conftest import ProcessMaker
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from helpers.credentials import KeyRing
-from helpers.prompts import SMALL, chunks_of, keys_of, tokens
+from helpers.local_server import DEADLINE_MS
+from helpers.prompts import SMALL, assert_reads, chunks_of, keys_of, store, tokens
+from helpers.server_process import ServerProcess
+from helpers.socket_peer import Listener
 
 from kvstore.client import Access, Client, ClientOptions
-from kvstore.proto.errors import PermissionDeniedError, UnauthenticatedError
+from kvstore.client.connection import Connection
+from kvstore.proto.errors import InvalidRequestError, PermissionDeniedError, UnauthenticatedError
 from kvstore.proto.types import DIGEST_BYTES
+from kvstore.proto.unix_socket import MAX_PACKET_BYTES
 from kvstore.server.node import tenant_salts
 from kvstore.server.security.key_files import next_key, write_keys
+from kvstore.server.settings.settings import Settings
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -65,10 +75,7 @@ def test_no_log_has_a_token_a_prompt_or_a_salt(
     for proof in proofs:
         for transport in ("shm", "tcp", "grpc"):
             options = ClientOptions(
-                transport,
-                chunk_tokens=16,
-                deadline_ms=20_000,
-                access=Access(token=proof),
+                transport, chunk_tokens=16, deadline_ms=20_000, access=Access(token=proof)
             )
             with Client(server.address, SMALL, options) as client:
                 try:
@@ -84,7 +91,7 @@ def test_no_log_has_a_token_a_prompt_or_a_salt(
     assert "PermissionDenied" in written
     assert "UnauthenticatedError" in written
     assert '"Lookup"' not in written or "acme" in written
-    salt = tenant_salts_of(secret_file)
+    salt = tenant_salts(Settings(secret_file=secret_file))("acme")
     prompt = tokens(7, 48)
     hidden = [
         *proofs,
@@ -99,7 +106,115 @@ def test_no_log_has_a_token_a_prompt_or_a_salt(
     assert [one for one in hidden if one in written] == []
 
 
-def tenant_salts_of(secret_file: Path) -> bytes:
-    from kvstore.server.settings.settings import Settings
+# --- who takes a server's place
 
-    return tenant_salts(Settings(secret_file=secret_file))("acme")
+
+class Relay:
+    """Listens where the server did, and passes each packet and descriptor on to it and back."""
+
+    def __init__(self, path: Path) -> None:
+        self.heard = bytearray()
+        self.files = 0
+        self._real = path.with_name("moved.sock")
+        path.rename(self._real)
+        self._listener = Listener(path, self._serve)
+
+    def _serve(self, near: socket.socket) -> None:
+        far = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        far.connect(str(self._real))
+        self._listener.links.append(far)
+        self._listener.start(self._pass_on, far, near)
+        self._pass_on(near, far)
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                message, files, _, _ = socket.recv_fds(source, MAX_PACKET_BYTES, 8)
+                if not message:
+                    break
+                self.heard += message
+                self.files += len(files)
+                with ExitStack() as stack:
+                    for descriptor in files:
+                        stack.callback(os.close, descriptor)
+                    socket.send_fds(target, [message], files)
+        for link in (source, target):
+            with suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Hang up on both sides."""
+        self._listener.close()
+
+
+@pytest.fixture
+def relay(server_process: Callable[..., ServerProcess]) -> Iterator[tuple[ServerProcess, Relay]]:
+    process = server_process("--cpu", "16MiB", "--tiers", "cpu")
+    process.start()
+    with closing(Relay(process.socket_path)) as relay:
+        yield process, relay
+
+
+def test_a_relay_in_the_socket_s_place_gets_neither_token_nor_memory_nor_chunks(
+    relay: tuple[ServerProcess, Relay],
+) -> None:
+    process, false = relay
+    with Client(process.address, SMALL, ClientOptions("auto", 16, DEADLINE_MS)) as client:
+        assert_reads(client, store(client, 1, 4))
+        assert client.transport_name != "shm"
+        token = client._link.connected().session.terms.attach_token
+    assert token not in false.heard
+    assert (len(false.heard), false.files) == (0, 0)
+
+
+LISTENS = """
+import os, socket, sys
+os.setuid(int(sys.argv[1]))
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+listener.settimeout(60)
+while True:
+    link, _ = listener.accept()
+    print(link.recv(1 << 16), flush=True)
+"""
+
+
+@contextmanager
+def listener(uid: int) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A process of *uid* on a port that a server might have left."""
+    process = subprocess.Popen([sys.executable, "-c", LISTENS, str(uid)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        yield f"127.0.0.1:{int(process.stdout.readline())}", process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a process of another user")
+def test_a_token_in_plain_text_is_not_shown_to_another_user_who_took_the_port(
+    tmp_path: Path,
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("kvs_0123456789ab_secret")
+    with listener(65534) as (address, process):
+        for access in (Access(token="secret"), Access(token_file=token)):
+            with pytest.raises(InvalidRequestError, match="user 65534 listens there"):
+                Connection(address, 20, access=access)
+        run = "import sys; from kvstore.cli.__main__ import main; sys.exit(main(sys.argv[1:]))"
+        command = (sys.executable, "-c", run, "--token-file", str(token), "status", address)
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert "user 65534 listens there and would get the token" in done.stderr
+        assert done.returncode != 0
+        Connection(address, 20).close()  # without a token there is nothing to lose
+        Connection(address, 20, access=Access(token="secret", insecure=True)).close()
+        process.kill()
+        assert process.stdout is not None
+        assert process.stdout.read() == b""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a process of another user")
+def test_a_token_goes_to_a_user_of_the_system_and_to_who_is_not_there_yet() -> None:
+    with listener(997) as (address, _):
+        Connection(address, 20, access=Access(token="secret")).close()
+    Connection(address, 20, access=Access(token="secret")).close()

@@ -1,26 +1,37 @@
-"""Who may do what to whose chunks, through real sockets."""
+"""Who may do what to whose chunks, TLS, and which servers do not start, through real sockets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
-from helpers.local_server import DEADLINE_MS, eventually, open_session
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from helpers.credentials import Authority
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually, open_session
 from helpers.prompts import SMALL, keys_of
 from helpers.trust_world import SERVICE, World, chunks_for, request_of
 
-from kvstore.client import Access
+from kvstore.client import Access, Client, ClientOptions
+from kvstore.client.connection import Connection
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
     InvalidRequestError,
+    KVStoreError,
     LeaseExpiredError,
     PermissionDeniedError,
     QuotaExceededError,
+    TierUnavailableError,
     UnauthenticatedError,
 )
 from kvstore.proto.messages import as_message
 from kvstore.proto.types import DIGEST_BYTES, PutOutcome
+from kvstore.server.settings.settings import load_config
 
 
 @pytest.fixture(scope="module")
@@ -44,20 +55,18 @@ OF_A_SESSION = sorted(
 # --- one tenant and another
 
 
-@pytest.mark.parametrize("method", OF_A_SESSION)
-def test_a_session_of_another_tenant_is_as_if_it_were_not_there(method: str, world: World) -> None:
-    theirs = open_session(world.dial(Access(ca=world.ca.path, token=world.acme)))
-    answers = []
-    for session_id in (theirs.session_id, 12345):
-        with pytest.raises(LeaseExpiredError) as caught:
-            world.call(world.zeta, method, request_of(method, session_id))
-        answers.append(str(caught.value).replace(str(session_id), "N"))
-    assert answers[0] == answers[1]
-
-
-def test_closing_another_tenants_session_does_nothing_and_says_nothing(world: World) -> None:
+def test_a_session_of_another_tenant_is_as_if_it_were_not_there_and_closing_it_does_nothing(
+    world: World,
+) -> None:
     connection = world.dial(Access(ca=world.ca.path, token=world.acme))
     theirs = open_session(connection)
+    for method in OF_A_SESSION:
+        answers = []
+        for session_id in (theirs.session_id, 12345):
+            with pytest.raises(LeaseExpiredError) as caught:
+                world.call(world.zeta, method, request_of(method, session_id))
+            answers.append(str(caught.value).replace(str(session_id), "N"))
+        assert answers[0] == answers[1], method
     world.call(world.zeta, "CloseSession", pb.CloseSessionRequest(session_id=theirs.session_id))
     beat = pb.HeartbeatRequest(session_id=theirs.session_id)
     assert not connection.call("Heartbeat", beat, DEADLINE_MS, pb.HeartbeatResponse).draining
@@ -212,3 +221,143 @@ def test_a_tenant_has_so_many_chunks_and_an_admin_changes_that(world: World) -> 
     assert [one.tenant for one in everybody] == ["hasty", "lent", "putter", "small"]
     with pytest.raises(InvalidRequestError, match="--tenant-quotas"):
         world.call(world.admin, "SetQuota", pb.SetQuotaRequest(tenant="acme", quota_bytes=1))
+
+
+# --- TLS
+
+
+def test_without_a_token_only_health_answers(world: World) -> None:
+    for method in sorted(SERVICE.methods_by_name):
+        with pytest.raises(UnauthenticatedError):
+            world.call("", method, request_of(method, 0))
+
+
+def test_a_server_of_another_authority_is_not_believed(world: World, tmp_path: Path) -> None:
+    stranger = Authority(tmp_path, "stranger")
+    connection = world.dial(Access(ca=stranger.path, token=world.acme))
+    with pytest.raises(TierUnavailableError):
+        connection.call("Status", pb.StatusRequest(), 2000, pb.StatusResponse)
+    plain = world.dial(Access())
+    with pytest.raises(KVStoreError):
+        plain.call("Status", pb.StatusRequest(), 2000, pb.StatusResponse)
+
+
+def test_a_token_does_not_travel_in_plain_text_to_other_hosts() -> None:
+    with pytest.raises(InvalidRequestError, match="plain text"):
+        Connection("kv.example:7420", 1, access=Access(token="kvs_1"))
+    Connection("kv.example:7420", 1, access=Access(token="kvs_1", insecure=True)).close()
+    Connection("127.0.0.1:7420", 1, access=Access(token="kvs_1")).close()
+    assert "kvs_1" not in repr(Access(token="kvs_1"))
+
+
+@pytest.fixture
+def ca(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def serve(ca: Authority, tmp_path: Path) -> Iterator[Callable[..., LocalServer]]:
+    """Start servers that clients show certificates to."""
+    cert, key = ca.issue("server")
+    with ExitStack() as stack:
+
+        def start(*flags: str) -> LocalServer:
+            own = ("--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", str(ca.path))
+            return stack.enter_context(closing(LocalServer(tmp_path, *own, *flags)))
+
+        yield start
+
+
+def status(server: LocalServer, access: Access) -> pb.StatusResponse:
+    with closing(Connection(f"localhost:{server.node.port}", 1, access=access)) as connection:
+        return connection.call("Status", pb.StatusRequest(), 3000, pb.StatusResponse)
+
+
+def test_certificates_identify_and_may_be_replaced_under_load(
+    ca: Authority, serve: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    mine, server = Access(True, ca.path, *ca.issue("engine", tenant="acme")), serve()
+    stranger = Authority(tmp_path, "stranger")
+    for wrong in (
+        Access(ca=ca.path),
+        Access(True, ca.path, *stranger.issue("thief", tenant="acme")),
+        Access(True, ca.path, *ca.issue("late", tenant="acme", days=-1)),
+    ):
+        with pytest.raises(TierUnavailableError):
+            status(server, wrong)
+    with pytest.raises(UnauthenticatedError, match="subject"):
+        status(server, Access(True, ca.path, *ca.issue("nobody")))
+    options = ClientOptions("grpc", 16, DEADLINE_MS, access=mine, retry_after_ms=1)
+    stop, failures = threading.Event(), list[Exception]()
+    with Client(f"localhost:{server.node.port}", SMALL, options) as client:
+        keys, chunks = chunks_for(client, 4)
+        client.put_chunks(chunks)
+
+        def load() -> None:
+            while not stop.is_set():
+                try:
+                    assert len(client.get_chunks(keys)) == len(keys)
+                except (KVStoreError, AssertionError) as error:
+                    failures.append(error)
+
+        thread = threading.Thread(target=load)
+        thread.start()
+        renewed = Authority(tmp_path, "renewed")
+        renewed.issue("server")  # over the same files
+
+        def is_renewed() -> bool:
+            with suppress(TierUnavailableError):
+                status(server, replace(mine, ca=renewed.path))
+                return True
+            return False
+
+        assert eventually(is_renewed)
+        with pytest.raises(TierUnavailableError):
+            status(server, mine)
+        stop.set()
+        thread.join()
+    assert failures == []
+
+
+def test_a_certificate_that_is_revoked_is_refused_and_ends_its_sessions(
+    ca: Authority, serve: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    crl = str(ca.revoke(hours=-1))
+    with pytest.raises(InvalidRequestError, match="out of date"):
+        serve("--tls-crl", crl)
+    ca.revoke()
+    bad, good = (Access(True, ca.path, *ca.issue(n, tenant="acme")) for n in ("bad", "good"))
+    server = serve("--tls-crl", crl)
+    request = pb.OpenSessionRequest(representation=as_message(pb.Representation, SMALL))
+    for access in (bad, good):
+        with closing(Connection(f"localhost:{server.node.port}", 1, access=access)) as connection:
+            connection.call("OpenSession", request, DEADLINE_MS, pb.OpenSessionResponse)
+    assert len(server.node.sessions) == 2
+    ca.revoke(tmp_path / "bad.crt")
+    assert eventually(lambda: len(server.node.sessions) == 1)
+    assert eventually(lambda: server.counter("revoked_sessions") == 1)  # counted after
+    with pytest.raises(UnauthenticatedError, match="revoked"):
+        status(server, bad)
+    status(server, good)
+
+
+def test_other_hosts_reach_a_server_with_both_tls_and_authentication(tmp_path: Path) -> None:
+    (file := tmp_path / "file").write_text("")
+    auth = ("--auth-keys", str(file))
+    tls = ("--tls-cert", str(file), "--tls-key", str(file))
+    for flags in (auth, tls):
+        with pytest.raises(InvalidRequestError, match="--insecure"):
+            load_config(["--listen", "0.0.0.0:0", *flags])
+        load_config(["--listen", "127.0.0.1:0", *flags])
+    load_config(["--listen", "0.0.0.0:0", *auth, *tls])
+
+
+def test_health_has_a_port_of_its_own_that_answers_in_plain_text(tmp_path: Path) -> None:
+    with (
+        closing(World(tmp_path, "--health", "127.0.0.1:0")) as world,
+        grpc.insecure_channel(f"127.0.0.1:{world.server.node.health_port}") as channel,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        for service in ("liveness", "readiness", "startup"):
+            request = health_pb2.HealthCheckRequest(service=service)
+            assert stub.Check(request, timeout=20).status == 1

@@ -11,12 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.codecs.assets import AssetKind, AssetShelf, pack_asset, parse_asset
-from kvstore.codecs.base import Part, codec_name
+from kvstore.codecs.base import LossyCodec, Part, codec_name
 from kvstore.codecs.cachegen import CachegenCodec
 from kvstore.codecs.kivi import KiviCodec
 from kvstore.codecs.kvq_static import MIDDLE, StaticKvqCodec
 from kvstore.codecs.kvtc import KvtcCodec
-from kvstore.codecs.lossy import LossyCodec
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.types import ChainDigest, ChunkKey, Component, DType, KVLayout, LayerKind
 

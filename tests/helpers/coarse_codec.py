@@ -10,8 +10,7 @@ import pytest
 from typing_extensions import override
 
 from kvstore.codecs import base
-from kvstore.codecs.base import EncodedLayer, LayerTerms, Part
-from kvstore.codecs.lossy import LossyCodec
+from kvstore.codecs.base import EncodedLayer, LayerTerms, LossyCodec, Part
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, LayoutMismatchError
 from kvstore.proto.types import Accuracy, Component, RopeParameters
@@ -66,6 +65,6 @@ def coarse_codec() -> Iterator[None]:
     """Register the codecs while the block runs."""
     with pytest.MonkeyPatch.context() as patch:
         for codec in (CoarseCodec, RoughCodec):
-            patch.setitem(base.CODECS._paths, codec.name, f"{__name__}:{codec.__name__}")
+            patch.setitem(base.CODECS, codec.name, f"{__name__}:{codec.__name__}")
             patch.setitem(base.NAMES_BY_ID, codec.codec_id, codec.name)
         yield

@@ -6,7 +6,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from helpers.stream_messages import Sent, done, failed, kind, part, ready, receive, send
@@ -20,8 +20,8 @@ from kvstore.proto.framing import FramedSocket
 from kvstore.proto.types import ChunkKey
 
 Message = Sent
-Lie = Callable[[Message], list[Message]]
-"""What is sent instead of one right message: another, several, none."""
+Lie = Callable[[Message], Iterable[Message]]
+"""What is sent instead of one right message: another, several, none; it hangs up by an error."""
 
 
 def peer_session(where: str, certificate: bytes = b"") -> pb.OpenPeerResponse:

@@ -6,14 +6,15 @@ each implementation gives the same bytes.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from oracles.rans import NUMPY as NUMPY_RANS
 
 from kvstore.codecs.base import Part
 from kvstore.codecs.floats import Floats, from_float32, is_finite, to_float32
-from kvstore.codecs.kvq_levels import LEVELS, FineBackend, Thirds, rows_of
 from kvstore.codecs.kvq_models import (
     ESCAPE,
     MAX_QUOTIENT,
@@ -27,25 +28,75 @@ from kvstore.codecs.kvq_models import (
     Classes,
     factors_of,
     kvq_models,
+    rows_of,
 )
 from kvstore.codecs.kvq_tiles import (
     ESCAPE_SHARE,
     LARGEST,
+    LARGEST_MEAN,
+    LEVELS,
     TILE_CHANNELS,
     TOLERANCE,
     Angles,
-    Centred,
-    Quotients,
-    TileBackend,
+    KvqLoops,
+    Thirds,
     Tiles,
     as_tiles,
+    errors_of,
+    steps_of,
 )
 from kvstore.codecs.rope import rotate
 from kvstore.proto.types import DType
 
+Quotients: TypeAlias = NDArray[np.int16]
+
 _FARTHEST = 2
 _SCALES_OF_TWO = 4
 _THREE = np.float32(3)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Centred:
+    """Tiles about their channels' means: ``difference`` f32 (n, tokens, 128) is x less ``means``
+    f16 (n, 128), ``squares`` f64 (n, 128) the sums of its squares over the tokens, ``steps``
+    f32 (n,) the tiles' steps, ``is_real`` (n, 128) False for padding channels.
+    """
+
+    x: Floats
+    difference: Floats
+    means: NDArray[np.float16]
+    squares: NDArray[np.float64]
+    steps: Floats
+    is_real: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, x: Floats, channels: int, ratio: float) -> Centred | None:
+        """Return the tiles *x* (n, tokens, 128), of which *channels* are real; None for means
+        that float16 does not hold. The step is *ratio* standard deviations.
+        """
+        count, tokens, _ = x.shape
+        is_real = (np.arange(count * TILE_CHANNELS) < channels).reshape(count, TILE_CHANNELS)
+        sums = np.zeros((count, TILE_CHANNELS))
+        for token in range(tokens):
+            sums += x[:, token]
+        means = (sums / tokens).astype(np.float32)
+        if (np.abs(means) > LARGEST_MEAN).any():
+            return None
+        halves = means.astype(np.float16)
+        difference = x - halves.astype(np.float32)[:, None]
+        squares = np.zeros_like(sums)
+        for token in range(tokens):
+            squares += difference[:, token].astype(np.float64) ** 2
+        steps = steps_of(squares, is_real, tokens, ratio)
+        return cls(x, difference, halves, squares, steps, is_real)
+
+    @property
+    def spread(self) -> NDArray[np.float64]:
+        """Each channel's mean square, in squares of the step; f64 (n, 128)."""
+        tokens = self.x.shape[1]
+        found: NDArray[np.float64] = self.squares / tokens
+        found /= self.steps.astype(np.float64)[:, None] ** 2
+        return found
 
 
 def moved(models: NDArray[np.uint8], classes: Classes) -> NDArray[np.uint8]:
@@ -60,7 +111,7 @@ def moved(models: NDArray[np.uint8], classes: Classes) -> NDArray[np.uint8]:
 def quantise(
     bits: Part, dtype: DType, angles: Angles | None, ratio: float, classes: Classes = NO_CLASSES
 ) -> Tiles | None:
-    """Quantise the block *bits*; see ``Quantise``. *classes*, if any, are those of its tokens."""
+    """Quantise the block *bits*; see ``KvqLoops``. *classes*, if any, are those of its tokens."""
     if not is_finite(bits, dtype):
         return None
     x = to_float32(bits, dtype)
@@ -80,10 +131,12 @@ def _quantised(tiles: Centred, classes: Classes, magnitudes: Floats) -> Tiles | 
     if len(classes):
         factors = factors_of(classes)[:, None]
         quotients = np.rint(quotients / factors)
-        errors = tiles.errors(quotients * factors, float(factors.max()))
+        errors = errors_of(
+            tiles.x, tiles.means, tiles.steps, quotients * factors, float(factors.max())
+        )
     else:
         np.rint(quotients, out=quotients)
-        errors = tiles.errors(quotients)
+        errors = errors_of(tiles.x, tiles.means, tiles.steps, quotients)
     if errors is None:
         return None
     q = quotients.astype(np.int16)
@@ -147,7 +200,7 @@ def quotients_of(tiles: Tiles) -> NDArray[np.float32] | None:
 
 
 def dequantise(tiles: Tiles, dtype: DType, angles: Angles | None, out: Part) -> bool:
-    """Write the numbers of *tiles* to *out*; see ``Dequantise``."""
+    """Write the numbers of *tiles* to *out*; see ``KvqLoops``."""
     y = quotients_of(tiles)
     if y is None:
         return False
@@ -213,9 +266,9 @@ def _mirrored(thirds: NDArray[np.int8], is_below: NDArray[np.bool_]) -> NDArray[
     return thirds
 
 
-def add_symbols(quotients: Floats, symbols: NDArray[np.uint8]) -> None:
-    """Make *quotients* those of the next level, in place; *symbols* are overwritten."""
-    third = symbols.view(np.int8)
+def add_symbols(quotients: Floats, thirds: NDArray[np.uint8]) -> None:
+    """Make *quotients* those of the next level, in place; *thirds* are overwritten."""
+    third = thirds.view(np.int8)
     third -= 1
     _mirrored(third, quotients < 0)
     quotients *= _THREE
@@ -240,7 +293,21 @@ def write_scaled(
         from_float32(rows, dtype, out)
 
 
-NUMPY_TILES = TileBackend("numpy", quantise, dequantise)
-NUMPY_FINE = FineBackend(
-    "numpy", quotients_of, contexts_of, add_symbols, write_scaled, refine, moved
-)
+class NumpyLoops(KvqLoops):
+    """The reference in place of the compiled loops."""
+
+    entropy = NUMPY_RANS
+    quantise = staticmethod(quantise)
+    dequantise = staticmethod(dequantise)
+    quotients = staticmethod(quotients_of)
+    contexts = staticmethod(contexts_of)
+    add = staticmethod(add_symbols)
+    write = staticmethod(write_scaled)
+    refine = staticmethod(refine)
+    move = staticmethod(moved)
+
+    def __init__(self) -> None:
+        pass
+
+
+NUMPY_KVQ = NumpyLoops()

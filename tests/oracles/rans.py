@@ -87,4 +87,11 @@ def _decode(states: U32, counts: U32, words: U16, models: U8, table: ModelTable,
     return bool((at[:, 0] == ends - 1).all() and (x == MIN_STATE).all())
 
 
-NUMPY = Backend("numpy", _encode, _decode)
+class NumpyBackend(Backend):
+    """The reference in place of the compiled loops."""
+
+    encode = staticmethod(_encode)
+    decode = staticmethod(_decode)
+
+
+NUMPY = NumpyBackend()

@@ -81,7 +81,7 @@ def serving(peer: LMCache, folder: Path) -> Iterator[Server]:
 
 def test_lmcache_4817_much_of_a_burst_is_dropped(lmcache: LMCache, tmp_path: Path) -> None:
     """Pain 3: chunks stored faster than its eviction keeps up are gone, without an error to who
-    stored them. What must hold here: test_room.py, and tests/e2e/test_burst.py at 2,000 chunks.
+    stored them. What must hold here: test_room.py, and tests/e2e/test_lifecycle.py at 2,000 chunks.
     """
     with (
         serving(lmcache, tmp_path / "files") as server,

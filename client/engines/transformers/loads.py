@@ -373,7 +373,7 @@ class PrefixLoad:
         try:
             layer = next(self._layers, None)
             if layer is not None:
-                self._counts[layer.layer_id] = len(layer.tensors)
+                self._counts[layer.id] = len(layer.tensors)
             return layer is not None
         finally:
             now_s = time.monotonic()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import grpc
@@ -51,77 +52,64 @@ ERRORS: list[KVStoreError] = [
 SECRET = "the password is swordfish"
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
-Call = Callable[[str], list[bytes]]
 
-
-class _Faulty:
-    """Four methods, one a kind, which raise *error*, streams after two replies."""
+class Faulty:
+    """A server of four methods, one a kind, which raise *error*, streams after two replies."""
 
     def __init__(self) -> None:
         self.error: Exception = KVStoreError("")
-        self.failures: list[grpc.RpcError] = []
-
-    def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
-        def once(request: Any, context: grpc.ServicerContext) -> bytes:
-            raise self.error
-
-        def streamed(request: Any, context: grpc.ServicerContext) -> Iterator[bytes]:
-            yield b"1"
-            yield b"2"
-            raise self.error
-
+        self._shedder = LoadShedder(4, Counters(), CallWrapper())
+        self._server = grpc.server(self._shedder.reads, interceptors=[self._shedder])
         methods = {
             kind: getattr(grpc, f"{kind}_rpc_method_handler")(
-                streamed if kind.endswith("stream") else once
+                self._stream if kind.endswith("stream") else self._once
             )
             for kind in KINDS
         }
-        return grpc.method_handlers_generic_handler("faulty.Faulty", methods)
+        handler = grpc.method_handlers_generic_handler("faulty.Faulty", methods)
+        self._server.add_generic_rpc_handlers((handler,))
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        self._server.start()
+        self._channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+
+    def _once(self, request: Any, context: grpc.ServicerContext) -> bytes:
+        raise self.error
+
+    def _stream(self, request: Any, context: grpc.ServicerContext) -> Iterator[bytes]:
+        yield from (b"1", b"2")
+        raise self.error
+
+    def call(self, error: Exception, kind: str = "unary_unary") -> tuple[list[bytes], Any]:
+        """Call a method that raises *error*; return the replies before it and what arrived."""
+        self.error, replies = error, list[bytes]()
+        method = getattr(self._channel, kind)(f"/faulty.Faulty/{kind}")
+        request = iter([b""]) if kind.startswith("stream") else b""
+        with pytest.raises(grpc.RpcError) as caught:
+            replies.extend(method(request, timeout=20))
+        return replies, caught.value
+
+    def close(self) -> None:
+        self._channel.close()
+        self._server.stop(None).wait()
+        self._shedder.close()
 
 
 @pytest.fixture
-def faulty(no_leaks: None) -> Iterator[tuple[_Faulty, Call]]:
-    """A server of such methods, and how to call one: the replies before the error."""
-    service = _Faulty()
-    shedder = LoadShedder(4, Counters(), CallWrapper())
-    server = grpc.server(shedder.reads, interceptors=[shedder])
-    server.add_generic_rpc_handlers((service.handlers(),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    channel = grpc.insecure_channel(f"127.0.0.1:{port}")
-
-    def call(kind: str) -> list[bytes]:
-        method = getattr(channel, kind)(f"/faulty.Faulty/{kind}")
-        request = iter([b""]) if kind.startswith("stream") else b""
-        replies: list[bytes] = []
-        try:
-            answer = method(request, timeout=20)
-            replies += answer if kind.endswith("stream") else [answer]
-        except grpc.RpcError as error:
-            service.failures.append(error)
-            return replies
-        raise AssertionError("it did not fail")
-
-    yield service, call
-    channel.close()
-    server.stop(None).wait()
-    shedder.close()
+def faulty(no_leaks: None) -> Iterator[Faulty]:
+    with closing(Faulty()) as faulty:
+        yield faulty
 
 
-def failure(service: _Faulty) -> grpc.RpcError:
-    """Return what the last call failed with."""
-    return service.failures[-1]
-
-
-def test_error_of_ours_arrives_as_itself(faulty: tuple[_Faulty, Call]) -> None:
-    service, call = faulty
+def test_error_of_ours_arrives_as_itself_cut_where_it_is_too_long_to_travel(faulty: Faulty) -> None:
     for error in ERRORS:
-        service.error = error
-        call("unary_unary")
-        assert failure(service).code() is grpc.StatusCode[error.status]
-        arrived = translate(failure(service))
+        _, failure = faulty.call(error)
+        assert failure.code() is grpc.StatusCode[error.status]
+        arrived = translate(failure)
         assert type(arrived) is type(error)
         assert str(arrived) == str(error)
+    arrived = translate(faulty.call(LeaseExpiredError(text := "ü" * 100_000))[1])
+    assert type(arrived) is LeaseExpiredError
+    assert str(arrived) == text[: MAX_MESSAGE_CHARS - 3] + "..."
 
     def tree(root: type[KVStoreError]) -> set[type[KVStoreError]]:
         return {root}.union(*map(tree, root.__subclasses__()))
@@ -132,30 +120,17 @@ def test_error_of_ours_arrives_as_itself(faulty: tuple[_Faulty, Call]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_error_in_a_call_of_any_kind_comes_after_its_replies_and_a_bug_only_to_the_log(
-    faulty: tuple[_Faulty, Call], kind: str, capsys: pytest.CaptureFixture[str]
+    faulty: Faulty, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    service, call = faulty
-    replies = [b"1", b"2"] if kind.endswith("stream") else []
-    service.error = LeaseExpiredError("gone")
-    assert call(kind) == replies
-    assert isinstance(translate(failure(service)), LeaseExpiredError)
-    service.error = ZeroDivisionError(SECRET)
-    assert call(kind) == replies
-    assert failure(service).code() is grpc.StatusCode.INTERNAL
-    arrived = translate(failure(service))
+    expected = [b"1", b"2"] if kind.endswith("stream") else []
+    replies, failure = faulty.call(LeaseExpiredError("gone"), kind)
+    assert replies == expected
+    assert isinstance(translate(failure), LeaseExpiredError)
+    replies, failure = faulty.call(ZeroDivisionError(SECRET), kind)
+    assert replies == expected
+    assert failure.code() is grpc.StatusCode.INTERNAL
+    arrived = translate(failure)
     assert type(arrived) is KVStoreError
     assert str(arrived) == "internal error; see the server's log"
     captured = capsys.readouterr()
     assert SECRET in captured.out + captured.err
-
-
-def test_message_too_long_to_travel_is_cut_and_keeps_its_class(
-    faulty: tuple[_Faulty, Call],
-) -> None:
-    service, call = faulty
-    text = "ü" * 100_000
-    service.error = LeaseExpiredError(text)
-    call("unary_unary")
-    arrived = translate(failure(service))
-    assert type(arrived) is LeaseExpiredError
-    assert str(arrived) == text[: MAX_MESSAGE_CHARS - 3] + "..."

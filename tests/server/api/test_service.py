@@ -5,21 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import grpc
+import numpy as np
 import pytest
-from helpers.bare_wire import Wire, wire_to
+from contracts.chunks import make_representation
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from helpers.bare_wire import Wire, reheaded, wire_to
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually, open_session
-from helpers.prompts import SMALL, frame_of, other_revision
+from helpers.prompts import MEDIUM, SMALL, frame_of, store
 
+from kvstore.client import Client
 from kvstore.client.options import MAX_DEADLINE_MS as CLIENT_MAX_DEADLINE_MS
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
+    ChunkCorruptError,
+    InvalidFrameError,
     InvalidRequestError,
+    KVStoreError,
+    LayoutMismatchError,
     LeaseExpiredError,
+    ModelError,
     QuotaExceededError,
     ShuttingDownError,
-    TierUnavailableError,
+    UnknownCodecError,
 )
-from kvstore.proto.messages import FEATURE_DURABLE_PUT
+from kvstore.proto.frame import FLAG_RESTORED, parse_header
+from kvstore.proto.messages import FEATURE_DURABLE_PUT, as_message
+from kvstore.proto.types import Accuracy, ChunkKey, PutOutcome
 from kvstore.server.api.validation import MAX_DEADLINE_MS
 
 ServerMaker = Callable[..., LocalServer]
@@ -91,34 +104,6 @@ def test_number_outside_its_range_is_refused(server: LocalServer, wire: Wire) ->
 # --- sessions and leases
 
 
-def test_call_of_an_unknown_session_says_to_open_one(server: LocalServer, wire: Wire) -> None:
-    wire.terms.session_id = 42
-    with server.unchanged():
-        for method in OF_A_SESSION:
-            fields = {"digests": DIGESTS} if method in WITH_DIGESTS else {}
-            with pytest.raises(
-                LeaseExpiredError, match=r"session_id=42: closed, expired or .*; open a"
-            ):
-                ask(wire, method, **fields)
-
-
-def test_session_of_an_earlier_start_of_the_server_is_unknown_and_what_is_offered_now_is_told(
-    make_server: ServerMaker,
-) -> None:
-    old = wire_to(make_server("--tiers", "cpu"))
-    old_boot = old.terms.server.boot_id
-    stopped = make_server("--tiers", "cpu", "--socket", "off")
-    later = Wire(stopped.dial(), old.terms)
-    offered = open_session(later.connection)
-    assert (offered.server.features, offered.socket_path, offered.attach_token) == (0, "", b"")
-    with pytest.raises(LeaseExpiredError, match="of an earlier start; open a session"):
-        later.call("Heartbeat", pb.HeartbeatRequest())
-    assert offered.server.boot_id != old_boot
-    assert stopped.connect("auto").transport_name == "grpc"
-    with pytest.raises(TierUnavailableError, match="shm"):
-        stopped.connect("shm").keys(range(16))
-
-
 def test_session_beyond_the_limit_is_refused(make_server: ServerMaker) -> None:
     server = make_server("--max-sessions", "1")
     wire = wire_to(server)
@@ -147,20 +132,6 @@ def test_lease_beyond_the_session_s_limit_is_refused(make_server: ServerMaker) -
     assert wire.call("Unpin", pb.UnpinRequest(digests=digests)).unpinned == 1
 
 
-def test_one_model_cannot_name_another_s_chunks(server: LocalServer, wire: Wire) -> None:
-    wire.put_frame(frame_of(wire.key(), SMALL))
-    digests = wire.key()[16:]
-    connection = server.dial()
-    stranger = Wire(connection, open_session(connection, other_revision(SMALL)))
-    assert wire.call("Lookup", pb.LookupRequest(digests=digests)).ready == 1
-    assert stranger.call("Lookup", pb.LookupRequest(digests=digests)).ready == 0
-    assert stranger.stream("Get", pb.GetRequest(digests=digests)) == []
-    assert stranger.call("Delete", pb.DeleteRequest(digests=digests)).deleted == 0
-    assert stranger.call("Clear", pb.ClearRequest()).deleted == 0
-    assert stranger.stream("List", pb.ListRequest()) == []
-    assert wire.call("Lookup", pb.LookupRequest(digests=digests)).ready == 1
-
-
 # --- draining
 
 
@@ -177,6 +148,15 @@ def test_draining_server_refuses_new_work_and_serves_what_it_has(
     assert heartbeat.draining
     assert heartbeat.server.boot_id == wire.terms.server.boot_id
     assert wire.call("Status", pb.StatusRequest()).state == "draining"
+    with grpc.insecure_channel(server.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+
+        def is_serving(service: str) -> bool:
+            request = health_pb2.HealthCheckRequest(service=service)
+            return stub.Check(request, timeout=20).status == 1  # type: ignore[no-any-return]
+
+        assert eventually(lambda: not is_serving("readiness"))
+        assert is_serving("liveness"), "nobody restarts it for that"
     assert wire.stream("Get", pb.GetRequest(digests=wire.key()[16:]))
 
 
@@ -192,3 +172,295 @@ def test_durable_puts_are_offered_while_the_codec_of_the_disk_loses_nothing(
     assert eventually(lambda: not offered())
     disk.encoder.use("raw", " (auto)")
     assert eventually(offered)
+
+
+# --- identity
+
+
+def _clear(field: str) -> Callable[[pb.Representation], None]:
+    return lambda message: message.ClearField(field)
+
+
+def _group(field: str, value: int) -> Callable[[pb.Representation], None]:
+    return lambda message: setattr(message.layer_groups[0], field, value)
+
+
+INCOMPLETE: list[tuple[Callable[[pb.Representation], None], str]] = [
+    (_clear("model_id"), "model_id='': name the model"),
+    (_clear("model_revision"), "model_revision='': give the commit"),
+    (_clear("adapter_digest"), "adapter_digest='': give the LoRA's digest"),
+    (_clear("quantization"), "quantization='': name the KV quantisation"),
+    (_clear("tokenizer_digest"), "tokenizer_digest='': give a digest"),
+    (_clear("layout_version"), "layout_version=0: use 1"),
+    (_clear("layer_groups"), r"layer_groups=\(\): describe every layer"),
+    (_clear("rope"), "rope=None: give the rope parameters"),
+    (lambda message: setattr(message.rope, "scaling", ""), "rope.scaling='': name the rule"),
+    (lambda message: message.layer_groups[0].ClearField("layer_ids"), r"layer_ids=\(\): name each"),
+    (_group("kv_heads", 0), "kv_heads=0: give a positive count"),
+    (_group("head_dim", 1 << 24), "head_dim=16777216: give a positive count"),
+    (_group("window_tokens", 7), "window_tokens=7: positive for window layers"),
+    (_group("kind", 99), "layer_groups='99 is not.*': use a kind and dtype we know"),
+    (_group("dtype", 99), "layer_groups='99 is not.*': use a kind and dtype we know"),
+]
+
+
+def test_session_of_an_incomplete_identity_is_refused_by_the_name_of_the_field(
+    server: LocalServer,
+) -> None:
+    connection = server.dial()
+
+    def open_with(request: pb.OpenSessionRequest) -> None:
+        connection.call("OpenSession", request, DEADLINE_MS, object)
+
+    with server.unchanged():
+        for change, message in INCOMPLETE:
+            request = pb.OpenSessionRequest(representation=as_message(pb.Representation, SMALL))
+            change(request.representation)
+            with pytest.raises(ModelError, match=message):
+                open_with(request)
+        with pytest.raises(ModelError):
+            open_with(pb.OpenSessionRequest())
+        request = pb.OpenSessionRequest(representation=as_message(pb.Representation, SMALL))
+        request.client = "x" * 129
+        with pytest.raises(InvalidRequestError, match=r"client='xxx.*: give at most 128"):
+            open_with(request)
+    assert len(server.node.sessions) == 0
+
+
+# --- frames
+
+
+def _flipped(at: int, bits: int = 1) -> Callable[[Bytes], Bytes]:
+    def flip(frame: Bytes) -> Bytes:
+        frame[at] ^= bits
+        return frame
+
+    return flip
+
+
+BAD_FRAMES: dict[str, tuple[Callable[[Bytes], Bytes], type[KVStoreError], str]] = {
+    "flipped bit in the header": (
+        _flipped(70), InvalidFrameError, "header checksum=.*: the header is damaged",
+    ),
+    "flipped bit in the segment table": (
+        _flipped(250), InvalidFrameError, "header checksum=.*: the header is damaged",
+    ),
+    "flipped bit in the payload": (
+        _flipped(-1), ChunkCorruptError, "layer 1 fails its checksum; it was dropped, put it again",
+    ),
+    "no frame at all": (
+        lambda frame: np.zeros(500, np.uint8), InvalidFrameError, "magic=.*: expected b'KVFR'",
+    ),
+    "shorter than a header": (
+        lambda frame: frame[:100], InvalidFrameError, "frame=100: a frame has at least 192 bytes",
+    ),
+    "version of the future": (
+        _flipped(4, 3), InvalidFrameError, "version=2: this reader knows version 1",
+    ),
+    "codec of the future": (
+        lambda frame: reheaded(frame, codec_id=99), UnknownCodecError, "codec=99: .* known: 0, 2",
+    ),
+    "key of another namespace": (
+        lambda frame: reheaded(frame, key=ChunkKey(bytes(16) + parse_header(frame).key[16:])),
+        ModelError, "key='0000.*: not in this session's namespace .*; open a session with",
+    ),
+    "layout of another model": (
+        lambda frame: frame_of(parse_header(frame).key, make_representation(layers=3)),
+        LayoutMismatchError, "layout=.*: this session's is KVLayout",
+    ),
+    "identity of another model": (
+        lambda frame: reheaded(frame, representation=bytes(16)), InvalidRequestError,
+        "representation='0000.*: the frame is of another model's KV",
+    ),
+    "restored from a lossy copy": (
+        lambda frame: reheaded(frame, flags=FLAG_RESTORED), InvalidRequestError,
+        "accuracy='exact': restored or lossy KV is never stored as an original",
+    ),
+    "lossy": (
+        lambda frame: reheaded(frame, accuracy=Accuracy.bounded), InvalidRequestError,
+        "accuracy='bounded': restored or lossy KV is never stored as an original",
+    ),
+    "cost that is no number": (
+        lambda frame: reheaded(frame, prefill_flops=float("nan")), InvalidFrameError,
+        "cost or bound=.*: must be finite",
+    ),
+}  # fmt: skip
+
+
+def test_bad_frame_is_refused_with_its_reason_and_leaves_nothing(
+    server: LocalServer, wire: Wire
+) -> None:
+    with server.unchanged():
+        for what, (change, kind, message) in BAD_FRAMES.items():
+            with pytest.raises(kind, match=message):
+                wire.put_frame(change(frame_of(wire.key(), SMALL)))
+            found = wire.call("Lookup", pb.LookupRequest(digests=wire.key()[16:]))
+            assert (found.ready, found.pending) == (0, 0), what
+
+
+def test_frame_over_the_server_s_limit_is_refused(make_server: ServerMaker) -> None:
+    server = make_server("--max-frame-bytes", "64KiB")
+    connection = server.dial()
+    wire = Wire(connection, open_session(connection, MEDIUM))
+    frame = frame_of(wire.key(), MEDIUM, 64)
+    with server.unchanged(), pytest.raises(InvalidRequestError, match=r"frame_bytes=.* at most 65"):
+        wire.put_frame(frame)
+
+
+def _component(field: str, value: int) -> Callable[[pb.ReserveRequest], None]:
+    return lambda request: setattr(request.layouts[0].components[0], field, value)
+
+
+BAD_RESERVES: list[tuple[Callable[[pb.ReserveRequest], object], type[KVStoreError], str]] = [
+    (lambda r: r.frame_bytes.pop(), InvalidRequestError, "digests=2: give as many parents"),
+    (lambda r: r.layout.insert(0, 7), InvalidRequestError, "digests=2: give as many parents"),
+    (
+        lambda r: r.layout.__setitem__(1, 7), InvalidRequestError,
+        "layout=7: index into layouts",
+    ),
+    (_component("kind", 77), InvalidRequestError, "layout='77 is not.*we know"),
+    (_component("kv_heads", 3), LayoutMismatchError, "this session's is KVLayout"),
+    (
+        lambda r: r.layouts[0].ClearField("components"), LayoutMismatchError,
+        "a chunk has at least one component",
+    ),
+    (_component("tokens", 15), LayoutMismatchError, "tokens=15: a chunk has 16 to 8192"),
+    (
+        lambda r: r.frame_bytes.__setitem__(1, 1 << 63), InvalidRequestError,
+        f"frame_bytes={1 << 63}: at most",
+    ),
+]  # fmt: skip
+
+
+def test_bad_reserve_is_refused_whole(server: LocalServer, wire: Wire) -> None:
+    with server.unchanged():
+        for change, kind, message in BAD_RESERVES:
+            request = wire.reserve(2304, 2304)
+            change(request)
+            with pytest.raises(kind, match=message):
+                wire.call("Reserve", request)
+
+
+def test_reserve_beyond_the_session_s_quota_gives_all_of_it_back(make_server: ServerMaker) -> None:
+    server = make_server("--limits", "max_reservations_per_session=2")
+    wire = wire_to(server)
+    with (
+        server.unchanged(),
+        pytest.raises(QuotaExceededError, match="max_reservations_per_session=2: release some"),
+    ):
+        wire.call("Reserve", wire.reserve(2304, 2304, 2304))
+
+
+def test_commit_without_staging_or_shared_memory_is_refused_and_changes_nothing(
+    make_server: ServerMaker, wire: Wire
+) -> None:
+    reserved = wire.call("Reserve", wire.reserve(2304))
+    ids = reserved.reservation_ids
+    with pytest.raises(InvalidRequestError, match="attach staging memory first"):
+        wire.call("Commit", pb.CommitRequest(reservation_ids=ids, offsets=[0]))
+    assert wire.call("Abort", pb.AbortRequest(reservation_ids=ids)).aborted == 1
+    assert wire.call("Abort", pb.AbortRequest(reservation_ids=ids)).aborted == 0
+    other = wire_to(make_server("--tiers", "cpu", "--socket", "off"))
+    with pytest.raises(InvalidRequestError, match="this server has no shared memory; use Put"):
+        other.call("Commit", pb.CommitRequest(reservation_ids=[1], offsets=[0]))
+
+
+@pytest.fixture
+def attached(server: LocalServer) -> tuple[Wire, Client]:
+    """A client with staging memory, and its session on the bare wire."""
+    client = server.connect("shm")
+    assert client.transport_name == "shm"
+    session = next(iter(server.node.sessions.by_id.values()))
+    terms = pb.OpenSessionResponse(session_id=session.session_id, key_namespace=session.namespace)
+    return Wire(server.dial(), terms), client
+
+
+def test_bad_commit_leaves_nothing_of_the_other_frames(
+    server: LocalServer, attached: tuple[Wire, Client]
+) -> None:
+    wire, client = attached
+    with server.unchanged():
+        for offset in (1 << 40, (1 << 64) - 1, 64 << 20):  # outside the staging memory
+            ids = wire.call("Reserve", wire.reserve(2304, 2304)).reservation_ids
+            with pytest.raises(InvalidFrameError):
+                wire.call("Commit", pb.CommitRequest(reservation_ids=ids, offsets=[offset, 0]))
+        ids = wire.call("Reserve", wire.reserve(2304)).reservation_ids
+        request = pb.CommitRequest(reservation_ids=[12345, *ids], offsets=[0, 0])
+        with pytest.raises(LeaseExpiredError, match="reservation_id=12345: spent, aborted or not"):
+            wire.call("Commit", request)
+    store(client, 1, 2)
+
+
+def test_reservation_of_another_session_cannot_be_committed_or_aborted(
+    server: LocalServer, attached: tuple[Wire, Client]
+) -> None:
+    wire, _ = attached
+    owner = wire_to(server)
+    ids = owner.call("Reserve", owner.reserve(2304)).reservation_ids
+    with pytest.raises(LeaseExpiredError, match="not this session's"):
+        wire.call("Commit", pb.CommitRequest(reservation_ids=ids, offsets=[0]))
+    assert wire.call("Abort", pb.AbortRequest(reservation_ids=ids)).aborted == 0
+    assert owner.call("Abort", pb.AbortRequest(reservation_ids=ids)).aborted == 1
+
+
+# --- put streams
+
+
+STORED, EXISTS = bytes([PutOutcome.stored]), bytes([PutOutcome.exists])
+
+
+def first(frame: bytes, frame_bytes: int | None = None) -> pb.PutRequest:
+    """Return the message that opens a frame."""
+    size = len(frame) if frame_bytes is None else frame_bytes
+    return pb.PutRequest(frame_bytes=size, data=frame)
+
+
+Stream = Callable[[bytes], list[pb.PutRequest]]
+
+BAD_STREAMS: dict[str, tuple[Stream, type[KVStoreError], str]] = {
+    "frame of 2^63 bytes": (
+        lambda f: [first(f, 1 << 63)], InvalidRequestError, f"frame_bytes={1 << 63}: its header",
+    ),
+    "frame of no bytes": (
+        lambda f: [first(f, 0)], InvalidRequestError, "frame_bytes=0: give it with a frame's first",
+    ),
+    "one byte less than its header says": (
+        lambda f: [first(f[:-1])], InvalidRequestError, "frame_bytes=2367: its header: 2368",
+    ),
+    "data beyond the frame's end": (
+        lambda f: [first(f[:1000], len(f)), pb.PutRequest(data=f[1000:] + b"x")],
+        InvalidFrameError, "data=2369: the frame has 2368 bytes",
+    ),
+    "data beyond the end at once": (
+        lambda f: [first(f + b"x", len(f))], InvalidFrameError, "data=2369: the frame has 2368",
+    ),
+    "a message without data": (
+        lambda f: [first(f[:1000], len(f)), pb.PutRequest()],
+        InvalidFrameError, "data=1000: the frame has 2368 bytes",
+    ),
+    "the end inside the frame": (
+        lambda f: [first(f[:1000], len(f))], InvalidFrameError,
+        "frame=1000: the stream ended inside it",
+    ),
+    "the end inside the header": (
+        lambda f: [first(f[:200], len(f))], InvalidFrameError, "header_bytes=.*: does not fit",
+    ),
+    "session that changes to an unknown one": (
+        lambda f: [first(f[:1000], len(f)), pb.PutRequest(session_id=7, data=f[1000:])],
+        LeaseExpiredError, "session_id=7: closed, expired",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("exists", [False, True], ids=["new", "exists"])
+def test_bad_stream_is_refused_and_leaves_nothing(
+    server: LocalServer, wire: Wire, exists: bool
+) -> None:
+    frame = frame_of(wire.key(), SMALL)
+    assert len(frame) == 2368
+    if exists:
+        assert wire.put_frame(frame).outcomes == STORED
+    for what, (stream, kind, message) in BAD_STREAMS.items():
+        with server.unchanged(), pytest.raises(kind, match=message):
+            wire.put(*stream(frame.tobytes()))
+        assert server.usage().tiers[0][1].chunks == exists, what

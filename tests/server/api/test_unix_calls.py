@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import select
 import socket
 import threading
 from collections.abc import Callable, Generator, Iterator
@@ -16,7 +15,7 @@ import pytest
 from contracts.shelf import open_files
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually, open_session
 from helpers.prompts import LARGE, SMALL, store
-from helpers.socket_peer import OPEN, Claim, Peer, attached, joined, staging, ticking
+from helpers.socket_peer import OPEN, Claim, Peer, attached, joined, staging
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -464,51 +463,3 @@ def test_plane_that_closes_while_calls_run_hangs_up_and_leaves_nothing(
     assert [connection.fileno() > 0 for connection in connections] == [True] * 2
     assert not own.plane.path.exists()
     assert len(own.table) == 0
-
-
-def test_connection_that_is_served_outlives_its_session_until_the_answer(own: Plane) -> None:
-    busy, idle = own.join(), own.join()
-    own.begin(busy)
-    own.table.close(own.session.session_id)
-    with ticking(own.plane):
-        assert idle.is_hung_up()
-        own.let_go.set()
-        assert busy.receive().reply is Reply.ok
-        assert busy.is_hung_up()
-
-
-class SlowPoll:
-    """The plane's poll; *before* runs whenever a connection is about to be waited for again."""
-
-    def __init__(self, poll: select.epoll, before: Callable[[socket.socket], None]) -> None:
-        self._poll = poll
-        self._before = before
-
-    def modify(self, connection: socket.socket, events: int) -> None:
-        """Wait for *connection* again."""
-        self._before(connection)
-        self._poll.modify(connection, events)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._poll, name)
-
-
-def test_session_that_ends_just_behind_its_call_kills_no_thread(own: Plane) -> None:
-    own.let_go.set()
-    peer = own.join()
-    (served,) = (p.connection for p in own.plane._peers.values() if p.staging is None)
-
-    def end_session(connection: socket.socket) -> None:
-        if connection is served and own.begun.acquire(blocking=False):
-            own.table.close(own.session.session_id)
-            own.plane.tick()
-
-    poll = own.plane._poll
-    own.plane._poll = SlowPoll(poll, end_session)  # type: ignore[assignment]
-    assert peer.call("Lookup", pb.LookupRequest()).reply is Reply.ok
-    assert peer.is_hung_up()
-    assert own.host.is_hung_up()
-    own.plane._poll = poll
-    with Peer(str(own.plane.path)) as other:
-        assert other.ask(b"hello") is Reply.invalid
-    assert own.plane.is_alive()

@@ -1,4 +1,4 @@
-"""The Unix socket: memory without seals, lies about sizes, strangers, garbage and silence."""
+"""The Unix socket: who listens there, who is let in; false memory, lies, garbage and silence."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import ctypes
 import errno
 import mmap
 import os
+import socket
+import stat
+import struct
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import cast
 
 import pytest
 from contracts.shelf import open_files
@@ -28,10 +33,144 @@ from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.types import KVLayout
 from kvstore.proto.unix_socket import Op, Reply, Request
 from kvstore.server.api import unix_server
-from kvstore.server.api.unix_server import Staging, UnixServer
+from kvstore.server.api.unix_server import Staging, UnixServer, is_trusted, listen
 from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.settings.settings import Settings
+
+NOBODY, NO_NAMESPACE = 65534, 3
+
+
+@pytest.fixture
+def path(tmp_path: Path, no_leaks: None) -> Path:
+    return tmp_path / "s.sock"
+
+
+def connected(path: Path, kind: int = socket.SOCK_SEQPACKET) -> socket.socket:
+    link = socket.socket(socket.AF_UNIX, kind)
+    link.setblocking(False)
+    try:
+        link.connect(str(path))
+    except OSError:
+        link.close()
+        raise
+    return link
+
+
+def assert_refused(path: Path, why: str) -> None:
+    with pytest.raises(InvalidRequestError, match=why):
+        listen(path)
+
+
+def test_second_server_on_one_socket_is_refused_also_of_one_that_is_overrun(path: Path) -> None:
+    with closing(listen(path)), ExitStack() as waiting:
+        assert_refused(path, r"s\.sock': another server listens there; stop it or")
+        with suppress(BlockingIOError):  # it accepts nobody, and lets no more wait
+            while True:
+                waiting.enter_context(connected(path))
+        assert_refused(path, "another server listens there; stop it or")
+
+
+def test_what_another_program_has_in_the_socket_s_place_is_left_alone(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        other.bind(str(path))
+        other.listen()
+        assert_refused(path, "choose another with --socket")
+        connected(path, socket.SOCK_STREAM).close()
+    notes = path.parent / "notes.txt"
+    notes.write_text("mine")
+    assert_refused(notes, r"notes\.txt': something else is there")
+    assert notes.read_text() == "mine"
+
+
+def test_socket_that_a_killed_server_left_is_replaced(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
+        left.bind(str(path))
+    assert path.exists()
+    with closing(listen(path)):
+        connected(path).close()
+
+
+def test_socket_is_for_this_user_alone(path: Path) -> None:
+    path = path.parent / "new" / "s.sock"
+    with closing(listen(path)):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_folder_in_which_others_could_swap_the_socket_or_as_a_whole_is_refused(path: Path) -> None:
+    folder = path.parent / "open"
+    own = folder / "own"
+    own.mkdir(parents=True, mode=0o700)
+    (path.parent / "link").symlink_to(own)
+    for mode in (0o777, 0o775):
+        folder.chmod(mode)
+        for one in (folder, own, path.parent / "link"):
+            assert_refused(one / "s.sock", r"others could swap the socket in .*/open: chmod go-w")
+    folder.chmod(0o1777)
+    listen(folder / "s.sock").close()
+
+
+def test_path_that_cannot_be_is_refused_in_one_sentence(path: Path) -> None:
+    path.write_text("")
+    assert_refused(path / "s.sock", "File exists; choose another with --socket")
+    assert_refused(path.parent / ("s" * 108), "path too long; choose another with --socket")
+
+
+class Caller:
+    """A connection whose other end runs as *uid*, as the kernel would say."""
+
+    def __init__(self, uid: int) -> None:
+        self._credentials = struct.pack("3i", 1, uid, 1)
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        assert (level, option) == (socket.SOL_SOCKET, socket.SO_PEERCRED)
+        return self._credentials[:size]
+
+
+def test_peers_of_this_user_and_root_are_trusted_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        assert is_trusted(ours)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    callers = {
+        uid: cast("socket.socket", Caller(uid)) for uid in (0, 1, 999, 1000, 1001, 65534, -2)
+    }
+    assert [uid for uid, caller in callers.items() if is_trusted(caller)] == [0, 1000]
+
+
+def test_a_user_namespace_in_which_root_has_no_number_takes_root_s_folders() -> None:
+    with TemporaryDirectory(dir="/tmp") as folder:
+        user = os.geteuid() or NOBODY
+        os.chown(folder, user, -1)
+        child = os.fork()
+        if not child:
+            status = 2
+            try:
+                status = listens_in_a_namespace_of(user, Path(folder) / "own" / "s.sock")
+            finally:
+                os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status == NO_NAMESPACE:
+        pytest.skip("needs user namespaces")
+    assert status == 0
+
+
+def listens_in_a_namespace_of(user: int, path: Path) -> int:
+    libc = ctypes.CDLL(None)
+    os.setresuid(user, user, user)
+    libc.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: or else what is in /proc/self is root's
+    if libc.unshare(0x10000000):  # CLONE_NEWUSER
+        return NO_NAMESPACE
+    Path("/proc/self/uid_map").write_text(f"1000 {user} 1")
+    listen(path).close()
+    return 0
+
+
+# --- what peers send
+
 
 Connect = Callable[[], Peer]
 Terms = pb.OpenSessionResponse
@@ -94,24 +233,6 @@ def test_staging_memory_that_was_never_written_is_refused_and_costs_nothing(
         assert os.fstat(descriptor).st_blocks == 0
 
 
-def test_staging_memory_is_looked_at_once_however_many_frames_are_in_it(
-    plane: UnixServer, connect: Connect, terms: Terms, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size_bytes, looks, lseek = 16 << 20, [0], os.lseek
-
-    def counting(descriptor: int, offset: int, whence: int) -> int:
-        looks[0] += 1
-        return lseek(descriptor, offset, whence)
-
-    monkeypatch.setattr(os, "lseek", counting)
-    with staging(size_bytes=size_bytes, written=True) as descriptor:
-        assert connect().attach(terms, descriptor, size_bytes=size_bytes) is Reply.ok
-        assert len(plane.staging(terms.session_id).memory) == size_bytes
-        for offset in [*range(0, size_bytes, mmap.PAGESIZE)] * 2:
-            plane.staging(terms.session_id).part(offset, mmap.PAGESIZE)
-    assert looks == [2]  # for the data, and for its end
-
-
 def test_what_was_written_to_staging_memory_cannot_be_taken_back() -> None:
     memory = StagingMemory(STAGING_BYTES)
     try:
@@ -166,17 +287,6 @@ def test_what_somebody_overheard_of_one_attach_is_worth_nothing(
         as_join = Request(Op.join, 0, own).pack()
         assert peer.ask(as_join) is Reply.denied  # a proof is of one operation, and of one try
         assert peer.ask(attach, [descriptor]) is Reply.denied
-
-
-def test_slab_is_denied_to_a_stranger_and_unknown_slabs_to_everyone(
-    connect: Connect, terms: Terms
-) -> None:
-    peer = connect()
-    assert peer.ask(Request(Op.slab, 1).pack()) is Reply.denied
-    with staging() as descriptor:
-        assert peer.attach(terms, descriptor) is Reply.ok
-    for slab_id in (0, 10**6, (1 << 64) - 1):
-        assert peer.ask(Request(Op.slab, slab_id).pack()) is Reply.invalid
 
 
 def test_what_follows_a_request_that_is_no_call_is_refused(connect: Connect, terms: Terms) -> None:
@@ -255,28 +365,6 @@ def test_slab_s_descriptor_is_closed_once_it_is_sent(tmp_path: Path, no_leaks: N
     os.close(slab)
 
 
-def test_a_ring_that_was_taken_is_written_down_and_one_that_was_not_as_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None
-) -> None:
-    clock = FakeClock()
-    table, notes = make_table(clock), list[tuple[object, ...]]()
-    monkeypatch.setattr(Authorizer, "note_on", lambda _, *event: notes.append(event))
-    plane = open_plane(tmp_path, table, clock)
-    plane.take_ring = lambda session, request, exported: None
-    session = table.open(SMALL, "test")
-    ring = Request(Op.ring, STAGING_BYTES).pack()
-    with closing(plane), Peer(str(plane.path)) as peer, staging() as descriptor:
-        assert peer.ask(ring, [descriptor]) is Reply.denied
-        assert peer.attach(session, descriptor) is Reply.ok
-        assert peer.ask(ring, [descriptor]) is Reply.ok
-        # It is written down behind the answer: what follows on this connection comes later.
-        assert peer.ask(b"noise") is Reply.invalid
-    assert notes == [
-        (None, "Ring", "UnauthenticatedError", 0, "unix"),
-        (session, "Ring", "OK", 0, "unix"),
-    ]
-
-
 def test_a_connection_that_finds_no_room_is_in_the_log_with_what_to_raise(
     tmp_path: Path, no_leaks: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -320,22 +408,6 @@ class Memory:
         self.staging.close()
         self.memory.close()
         os.close(self.descriptor)
-
-
-def test_room_that_was_only_set_aside_is_not_written_and_nothing_is_learned_once_it_is_closed() -> (
-    None
-):
-    memory = Memory(PAGES)
-    os.posix_fallocate(memory.descriptor, 0, PAGES * PAGE)
-    assert not memory.has(0)
-    memory.write(0)
-    assert memory.has(0)
-    assert not memory.has(0, 2)
-    memory.write(1)
-    memory.staging.close()
-    assert not memory.has(1)
-    memory.memory.close()
-    os.close(memory.descriptor)
 
 
 @settings(max_examples=60, deadline=None)

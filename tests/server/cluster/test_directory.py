@@ -7,12 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import count
+from pathlib import Path
 
 import pytest
-from helpers.local_server import eventually
+from conftest import ServerMaker
+from helpers.local_server import LocalServer, eventually
+from helpers.prompts import store
 from helpers.redis_process import RedisProcess
 from structlog.testing import capture_logs
 
+from kvstore.cli.server import Look, directory_line, fetch_status
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.types import ChunkKey
 from kvstore.server.cluster.directory import (
@@ -20,10 +24,13 @@ from kvstore.server.cluster.directory import (
     MAX_HOLDERS,
     MAX_PENDING,
     Directory,
+    open_directory,
 )
 from kvstore.server.cluster.membership import Membership, MembershipState, NodeAddress
+from kvstore.server.settings.settings import load_config
 from kvstore.server.settings.values import Limits
 from kvstore.server.telemetry.metrics import Counters
+from kvstore.server.web.gauges import gauges
 from kvstore.tiers.redis_client import RedisClient
 
 TTL_MS = 500
@@ -125,16 +132,11 @@ def test_what_a_node_seals_others_find_and_it_does_not_find_itself(
     assert finds(first, 1, 2) == {}
     second.announce([key(2)])
     assert eventually(lambda: finds(first, 1, 2) == {2: ("n2",)})
-
-
-def test_many_keys_are_asked_for_in_one_round_trip_for_512(make_directory: DirectoryMaker) -> None:
-    first, second = two(make_directory, LONG_MS)
-    first.announce([key(number) for number in range(600)])
-    assert eventually(lambda: said(first) == 600)
-    before = second._counters["directory_questions"]
-    assert len(finds(second, *range(512))) == 512
-    assert second._counters["directory_questions"] == before + 1
-    assert len(finds(second, *range(700))) == 600
+    first.close()  # who leaves is gone at once
+    third = make_directory(ttl_ms=LONG_MS)
+    third.start()
+    assert eventually(lambda: third.report().standing == "known")
+    assert [one.node_id for one in third.report().nodes] == ["n2"]
 
 
 STANDINGS: tuple[
@@ -185,17 +187,6 @@ def at(number: int) -> str:
     return f"{PREFIX}{{{number % BUCKETS}}}:at:{key(number).hex()}"
 
 
-def test_node_that_leaves_is_gone_at_once(make_directory: DirectoryMaker) -> None:
-    first, second = two(make_directory, LONG_MS)
-    first.announce([key(1)])
-    assert eventually(lambda: finds(second, 1) == {1: ("n1",)})
-    first.close()
-    third = make_directory(ttl_ms=LONG_MS)
-    third.start()
-    assert eventually(lambda: third.report().standing == "known")
-    assert [one.node_id for one in third.report().nodes] == ["n2"]
-
-
 def test_two_nodes_with_one_id_are_found_out_and_the_later_stays_out(
     make_directory: DirectoryMaker,
 ) -> None:
@@ -234,10 +225,7 @@ def test_redis_that_is_down_finds_nobody_within_the_deadline_and_is_told_later(
 ) -> None:
     ahead_s = 0.0
     lasting = partial(
-        make_directory,
-        ttl_ms=LONG_MS,
-        timeout_ms=20_000,
-        clock=lambda: time.monotonic() + ahead_s,
+        make_directory, ttl_ms=LONG_MS, timeout_ms=20_000, clock=lambda: time.monotonic() + ahead_s
     )
     first, second = two(lasting)
     with redis.frozen():
@@ -254,14 +242,6 @@ def test_redis_that_is_down_finds_nobody_within_the_deadline_and_is_told_later(
     assert eventually(lambda: finds(second, 1) == {1: ("n1",)})
 
 
-def test_node_alone_asks_nothing(make_directory: DirectoryMaker) -> None:
-    alone = make_directory()
-    alone.start()
-    assert eventually(lambda: alone.report().standing == "known")
-    assert finds(alone, 1, 2) == {}
-    assert alone._counters["directory_questions"] == 0
-
-
 def test_rubbish_in_redis_is_nobody(make_directory: DirectoryMaker, redis: RedisProcess) -> None:
     first, second = two(make_directory, LONG_MS)
     first.announce([key(1)])
@@ -276,18 +256,6 @@ def test_rubbish_in_redis_is_nobody(make_directory: DirectoryMaker, redis: Redis
     assert eventually(lambda: len(second.report().nodes) > 1)
     assert [one.node_id for one in second.report().nodes] == ["n1", "n3"]
     assert finds(second, 1, 2, 3, 4) == {1: ("n1",)}
-
-
-def test_stamps_from_the_future_do_not_keep_a_dead_node_alive(
-    make_directory: DirectoryMaker, redis: RedisProcess
-) -> None:
-    _, second = two(make_directory)
-    far_ms = int(time.time() * 1000) + 3_600_000
-    for tag in "013":
-        row = f"{far_ms} {TTL_MS} 77 10.0.0.7:1 -"
-        redis.client.hset(f"{PREFIX}{{{tag}}}:nodes", "dead", row)
-    assert eventually(lambda: len(second.report().nodes) == 2)
-    assert eventually(lambda: len(second.report().nodes) == 1)
 
 
 def test_full_redis_is_said_and_what_was_to_be_said_is_when_there_is_room(
@@ -397,3 +365,75 @@ def test_holders_of_one_chunk_are_bounded(
     found = asking.holders([key(1)], PATIENT_S)[key(1)]
     assert len(found) == MAX_HOLDERS
     assert set(found) <= set(others)
+
+
+# --- nodes that share a Redis and its directory
+
+
+def directory_of(server: LocalServer) -> Directory:
+    assert server.node.directory is not None
+    return server.node.directory
+
+
+def holders(server: LocalServer, keys: list[ChunkKey]) -> list[list[str]]:
+    found = directory_of(server).holders(keys, 5.0)
+    return [[node.node_id for node in found.get(key, ())] for key in keys]
+
+
+def test_node_is_advertised_as_others_reach_it() -> None:
+    for flags, bulk_address, expected in [
+        (["--listen", "127.0.0.1:0"], "", ("127.0.0.1:7", "")),
+        (["--listen", "[::1]:0"], "ipc:///x", ("[::1]:7", "")),
+        (["--advertise", "n1.pool"], "tcp://*:9", ("n1.pool:7", "tcp://n1.pool:9")),
+        (["--advertise", "fd00::1"], "tcp://[fd00::1]:9", ("[fd00::1]:7", "tcp://[fd00::1]:9")),
+    ]:
+        config = load_config(["--directory", "--redis", "redis://127.0.0.1:1", *flags])
+        directory = open_directory(config, 5, 7, bulk_address, Counters(), lambda: 0.0)
+        assert (directory.me.grpc_address, directory.me.bulk_address) == expected
+        assert directory.me.node_id.endswith(":7")
+        directory.close()
+
+
+def test_directory_whose_tls_files_are_none_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").write_text("no certificate")
+    config = load_config(
+        ["--directory", "--redis", "rediss://h", "--redis-tls-ca", str(tmp_path / "ca.pem")]
+    )
+    with pytest.raises(InvalidRequestError, match="PEM"):
+        open_directory(config, 5, 7, "", Counters(), lambda: 0.0)
+
+
+def test_nodes_find_what_lies_in_each_others_memory_until_it_is_deleted_and_status_shows_them(
+    make_server: ServerMaker, own_redis: RedisProcess, tmp_path: Path
+) -> None:
+    own_redis.start()
+    common = (
+        *("--tiers", "cpu,redis", "--redis", own_redis.url, "--redis-prefix", "pair:"),
+        *("--directory", "--limits", "directory_ttl_ms=4000", "--redis-timeout-ms", "20000"),
+    )
+    first, second = (
+        make_server(*common, "--node-id", name, "--socket", str(tmp_path / f"{name}.sock"))
+        for name in "ab"
+    )
+    for node in (first, second):
+        assert eventually(lambda node=node: len(directory_of(node).report().nodes) == 1)  # type: ignore[misc]
+    client = first.connect("grpc")
+    keys = store(client, 1, 3)
+    assert eventually(lambda: holders(second, keys) == [["a"]] * 3)
+    assert holders(first, keys) == [[]] * 3
+    # a chunk that is just being copied to Redis is not deleted
+    assert eventually(lambda: client.delete(keys=keys[:1]) == 1 or not client.stat(keys=keys[:1]))
+    assert eventually(lambda: holders(second, keys) == [[], ["a"], ["a"]])
+    assert all(name.startswith(b"pair:") for name in own_redis.names())
+    reply = fetch_status(f"127.0.0.1:{first.node.port}")
+    assert reply.directory is not None
+    (seen,) = reply.directory.nodes
+    where = f"127.0.0.1:{second.node.port}"
+    assert (seen.node_id, seen.grpc_address) == ("b", where)
+    assert seen.incarnation == directory_of(second).me.incarnation
+    line = directory_line(reply.directory)
+    assert line == f"directory: a, {reply.directory.announced} chunks named; sees b at {where}"
+    shown = Look("x", reply).as_dict()["directory"]
+    assert (shown["standing"], shown["nodes"][0]["node_id"]) == ("known", "b")
+    levels = {row[0]: row[3] for row in gauges(first.node.store, 0, directory_of(first))}
+    assert (levels["directory_up"], levels["directory_nodes"]) == (1, 1)

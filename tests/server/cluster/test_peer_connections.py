@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -25,23 +24,24 @@ from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
-    DeadlineError,
     KVStoreError,
     LeaseExpiredError,
     QuotaExceededError,
     TierUnavailableError,
-    UnauthenticatedError,
 )
 from kvstore.proto.frame import check_frame
 from kvstore.proto.framing import FramedSocket, make_tls
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.bulk import tcp_server
 from kvstore.server.bulk.peer_server import PeerServer
-from kvstore.server.bulk.service import BulkService
-from kvstore.server.bulk.tcp_server import ATTACH_BYTES, MAX_STRANGERS, STREAMS_PER_SESSION
+from kvstore.server.bulk.tcp_server import (
+    ATTACH_BYTES,
+    MAX_STRANGERS,
+    STREAMS_PER_SESSION,
+    BulkServer,
+)
 from kvstore.server.cluster.peer_connections import StreamLink, dial_peer
 from kvstore.server.cluster.peers import PeerChunk, Peers
-from kvstore.server.security.audit_log import audit_files, read_chain
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import GET_BYTES, Limits
@@ -64,13 +64,16 @@ def server(make_server: ServerMaker, request: pytest.FixtureRequest) -> LocalSer
     return make_server("--bulk", "0.0.0.0:0", "--insecure", *own)
 
 
+def stored(server: LocalServer, count: int) -> list[ChunkKey]:
+    """Have chunks of a prompt in the server's memory."""
+    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
+    return store(server.connect("grpc", MEDIUM, options), 1, count)
+
+
 @pytest.fixture
 def infos(server: LocalServer) -> list[ChunkInfo]:
     """Three chunks in the server's memory."""
-    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
-    keys = store(server.connect("grpc", MEDIUM, options), 1, 3)
-    slot = server.node.store.tiers.cpu
-    found = slot.tier.find(keys)
+    found = server.node.store.tiers.cpu.tier.find(stored(server, 3))
     return [info for info in found if info is not None]
 
 
@@ -103,6 +106,11 @@ def find(
     deadline = time.monotonic() + within_s
     link.begin_find(keys, deadline)
     return link.end_find(keys, deadline)
+
+
+def streams_of(server: LocalServer) -> BulkServer:
+    assert server.node.bulk is not None
+    return server.node.bulk
 
 
 def wire_of(link: StreamLink) -> FramedSocket:
@@ -138,26 +146,6 @@ def test_what_is_in_memory_is_found_and_what_is_not_is_not(
     assert server.settled().held == 0
 
 
-def test_a_find_that_is_not_answered_costs_the_time_given_and_the_link(
-    infos: list[ChunkInfo], link: StreamLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on = threading.Event()
-    monkeypatch.setattr(BulkService, "find", lambda *_: go_on.wait(SILENCE_S))
-    with pytest.raises(DeadlineError):
-        find(link, [infos[0].key], 0.2)
-    assert not link.is_open
-    go_on.set()
-
-
-def test_an_answer_that_has_come_counts_though_its_time_is_up(
-    infos: list[ChunkInfo], link: StreamLink
-) -> None:
-    keys = [one.key for one in infos]
-    link.begin_find(keys, time.monotonic() + SILENCE_S)
-    assert eventually(lambda: wire_of(link).has_more())
-    assert link.end_find(keys, time.monotonic() - 1.0) == infos
-
-
 @BOTH_WAYS
 def test_who_stops_reading_hangs_up_and_the_peer_holds_nothing(
     infos: list[ChunkInfo], link: StreamLink, terms: pb.OpenPeerResponse, server: LocalServer
@@ -167,8 +155,14 @@ def test_who_stops_reading_hangs_up_and_the_peer_holds_nothing(
         assert next(steps) < infos[0].size_bytes
     assert not link.is_open
     assert server.settled().held == 0
+
+    def is_served() -> bool:
+        with suppress(QuotaExceededError):
+            return len(read(more, infos[0])) == infos[0].size_bytes
+        return False
+
     with closing(reached(terms)) as more:
-        assert eventually(lambda: _reads(more, infos[0])), "it is not counted for ever"
+        assert eventually(is_served), "it is not counted for ever"
 
 
 @BOTH_WAYS
@@ -201,19 +195,10 @@ def test_the_first_that_is_not_in_memory_ends_what_follows(
     assert link._requests == 2
 
 
-def _reads(link: StreamLink, info: ChunkInfo) -> bool:
-    try:
-        return len(read(link, info)) == info.size_bytes
-    except QuotaExceededError:
-        return False
-
-
 def test_more_than_the_most_requests_of_peers_are_refused_at_once(
     infos: list[ChunkInfo], link: StreamLink, server: LocalServer
 ) -> None:
-    assert server.node.bulk is not None
-    peer_server = server.node.bulk.service.peer_server
-    with peer_server.admitted():
+    with streams_of(server).service.peer_server.admitted():
         with pytest.raises(QuotaExceededError, match="peer_requests=1"):
             read(link, infos[0])
         with pytest.raises(QuotaExceededError, match="peer_requests=1"):
@@ -229,11 +214,9 @@ def test_more_than_the_most_bytes_under_way_to_peers_are_refused_and_questions_a
 ) -> None:
     """One get may have 16 MiB under way, and is counted with as many."""
     server = make_server("--bulk", "127.0.0.1:0", "--cpu", "64MiB", "--limits", "peer_bytes=16MiB")
-    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
-    keys = store(server.connect("grpc", MEDIUM, options), 1, 1)
-    assert server.node.bulk is not None
-    peer_server = server.node.bulk.service.peer_server
+    keys = stored(server, 1)
     with closing(reached(dial_peer(Settings(), server.address, "other", SILENCE_S))) as link:
+        peer_server = streams_of(server).service.peer_server
         with peer_server.admitted(GET_BYTES):
             (info,) = find(link, keys)
             assert info is not None
@@ -255,53 +238,10 @@ def test_a_client_that_asks_as_a_server_does_is_hung_up_on(
     assert server.settled().held == 0
 
 
-def test_clients_have_so_many_streams_and_servers_find_room_beside_them(
-    server: LocalServer, terms: pb.OpenPeerResponse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tcp_server, "MAX_CLIENT_STREAMS", 1)
-    reply = open_session(server.dial(), MEDIUM)
-    theirs = other(terms, session_id=reply.session_id, attach_token=reply.attach_token)
-    with closing(reached(theirs)):
-        with pytest.raises(QuotaExceededError, match="client_streams=1"):
-            reached(theirs)
-        reached(terms).close()
-
-
-def test_reads_and_who_is_not_let_in_are_written_down(
-    make_server: ServerMaker, tmp_path: Path
-) -> None:
-    log = tmp_path / "audit"
-    server = make_server(
-        *("--bulk", "127.0.0.1:0", "--cpu", "64MiB", "--audit-log", str(log), "--audit-reads")
-    )
-    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
-    keys = store(server.connect("grpc", MEDIUM, options), 1, 1)
-    (info,) = (one for one in server.node.store.tiers.cpu.tier.find(keys) if one)
-    terms = dial_peer(Settings(), server.address, "other", SILENCE_S)
-
-    def came(**wanted: object) -> bool:
-        written = read_chain(audit_files(log))
-        return any(wanted.items() <= line.items() for line, _ in written)
-
-    with closing(reached(terms)) as link:
-        read(link, info)
-    assert eventually(lambda: came(rpc="Get", outcome="OK", chunks=1, peer="stream:127.0.0.1"))
-    with closing(reached(terms)) as link:
-        wire_of(link).send(put(1, terms.session_id))
-        with pytest.raises(TierUnavailableError):
-            wire_of(link).receive()
-    assert eventually(lambda: came(rpc="Put", outcome="PermissionDeniedError"))
-    with pytest.raises(UnauthenticatedError):
-        reached(other(terms, attach_token=bytes(16)))
-    assert eventually(lambda: came(rpc="Attach", outcome="UnauthenticatedError"))
-
-
 def test_what_breaks_in_the_server_ends_one_stream_and_is_in_its_log(
-    server: LocalServer,
-    infos: list[ChunkInfo],
-    terms: pb.OpenPeerResponse,
+    server: LocalServer, infos: list[ChunkInfo], terms: pb.OpenPeerResponse,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     def broken(*_: object) -> None:
         raise ZeroDivisionError("ours")
 
@@ -320,30 +260,26 @@ def test_what_breaks_in_the_server_ends_one_stream_and_is_in_its_log(
                         for line in logs
                     )
                 )
-    streams = server.node.bulk
-    assert streams is not None
+    streams = streams_of(server)
     assert eventually(lambda: not streams._streams and not streams._strangers)
     with closing(reached(terms)) as link:
         read(link, infos[0])
 
 
 def test_a_session_has_so_many_streams_and_no_more(terms: pb.OpenPeerResponse) -> None:
-    links = [reached(terms) for _ in range(STREAMS_PER_SESSION)]
-    try:
+    with ExitStack() as stack:
+        for _ in range(STREAMS_PER_SESSION):
+            stack.enter_context(closing(reached(terms)))
         with pytest.raises(QuotaExceededError, match="streams_per_session=16"):
             reached(terms)
-    finally:
-        for link in links:
-            link.close()
-    assert eventually(lambda: _is_let_in(terms))
 
-
-def _is_let_in(terms: pb.OpenPeerResponse) -> bool:
-    try:
-        reached(terms).close()
-    except QuotaExceededError:
+    def is_let_in() -> bool:
+        with suppress(QuotaExceededError):
+            reached(terms).close()
+            return True
         return False
-    return True
+
+    assert eventually(is_let_in)
 
 
 @BOTH_WAYS
@@ -353,9 +289,7 @@ def test_a_session_that_ends_ends_its_streams(
     server.node.sessions.close(terms.session_id)
     with pytest.raises(LeaseExpiredError):
         read(link, infos[0])
-    assert server.node.bulk is not None
-    streams = server.node.bulk
-    assert eventually(lambda: not streams._streams)
+    assert eventually(lambda: not streams_of(server)._streams)
 
 
 def test_what_is_no_get_of_a_peer_is_hung_up_on(
@@ -393,15 +327,12 @@ def test_strangers_who_say_anything_else_are_hung_up_on(
 def test_strangers_who_say_nothing_keep_nobody_out(
     infos: list[ChunkInfo], link: StreamLink, terms: pb.OpenPeerResponse, server: LocalServer
 ) -> None:
-    silent = [connected(terms) for _ in range(MAX_STRANGERS + 8)]
-    try:
+    with ExitStack() as stack:
+        silent = [stack.enter_context(connected(terms)) for _ in range(MAX_STRANGERS + 8)]
         assert len(read(link, infos[0])) == infos[0].size_bytes
         assert all(ends(one) for one in silent), "each is hung up on after a while"
         with closing(reached(terms)) as more:
             assert len(read(more, infos[0])) == infos[0].size_bytes
-    finally:
-        for one in silent:
-            one.close()
 
 
 @BOTH_WAYS
@@ -410,20 +341,15 @@ def test_strangers_who_only_begin_keep_nobody_out(
 ) -> None:
     begun = b"\x16\x03\x01" if terms.bulk_certificate else bulk.MAGIC
     for _ in range(3):
-        strangers = [connected(terms) for _ in range(MAX_STRANGERS)]
-        try:
-            for one in strangers:
-                one.sendall(begun)
-            started = time.monotonic()
-            found: list[bytes] = []
+        with ExitStack() as stack:
+            for _ in range(MAX_STRANGERS):
+                stack.enter_context(connected(terms)).sendall(begun)
+            started, found = time.monotonic(), list[bytes]()
             while not found and time.monotonic() - started < tcp_server.HELLO_S:
                 with suppress(TierUnavailableError), closing(reached(terms)) as link:
                     found.append(bytes(read(link, infos[0])))
             assert len(found[0]) == infos[0].size_bytes
             assert time.monotonic() - started < tcp_server.HELLO_S, "before they are hung up on"
-        finally:
-            for one in strangers:
-                one.close()
 
 
 def connected(terms: pb.OpenPeerResponse) -> socket.socket:
@@ -458,8 +384,7 @@ def test_a_peer_whose_streams_are_not_reached_is_not_up_until_they_are(
     make_server: ServerMaker,
 ) -> None:
     server = make_server("--bulk", "127.0.0.1:0", "--cpu", "64MiB")
-    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
-    keys = store(server.connect("grpc", MEDIUM, options), 1, 2)
+    keys = stored(server, 2)
     is_reached = False
 
     def dial(address: str, node_id: str, within_s: float) -> pb.OpenPeerResponse:
@@ -490,8 +415,7 @@ def test_who_reads_something_else_than_what_comes_gets_that_and_hangs_up_on_the_
     make_server: ServerMaker,
 ) -> None:
     server = make_server("--bulk", "127.0.0.1:0", "--cpu", "64MiB")
-    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
-    keys = store(server.connect("grpc", MEDIUM, options), 1, 4)
+    keys = stored(server, 4)
     terms = (server.address,), Limits(peer_timeout_ms=int(1000 * SILENCE_S))
     with closing(
         Peers(*terms, partial(dial_peer, Settings()), Counters(), time.monotonic)
@@ -519,3 +443,33 @@ def test_who_reads_something_else_than_what_comes_gets_that_and_hangs_up_on_the_
         assert not peer._in_use
         assert peer.is_up
     assert server.settled().held == 0
+
+
+class FullListener:
+    """A listener of a process that has no descriptor left, the first time it accepts."""
+
+    def __init__(self) -> None:
+        self.accepts = 0
+        self._listener, self.address = tcp_server.listen("127.0.0.1", 0)
+        self.fileno = self._listener.fileno
+        self.setblocking = self._listener.setblocking
+        self.close = self._listener.close
+
+    def accept(self) -> tuple[socket.socket, object]:
+        self.accepts += 1
+        if self.accepts == 1:
+            raise OSError(errno.EMFILE, "too many open files")
+        return self._listener.accept()
+
+
+def test_without_a_descriptor_it_listens_again_a_little_later(
+    server: LocalServer, terms: pb.OpenPeerResponse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener = FullListener()
+    monkeypatch.setattr(tcp_server, "listen", lambda host, port: (listener, listener.address))
+    with closing(
+        BulkServer(Settings(bulk="127.0.0.1:0"), streams_of(server).service, 64)
+    ) as streams:
+        reached(other(terms, bulk_address=listener.address)).close()
+        assert listener.accepts == 2
+        assert streams.is_alive()

@@ -151,16 +151,6 @@ def test_what_is_read_a_second_time_is_kept_by_the_own_server(pair: Pair) -> Non
     assert (pair.lent(), pair.loaded()) == (2 * CHUNKS, CHUNKS)
 
 
-def test_whole_chunks_and_layers_are_the_same(pair: Pair) -> None:
-    keys = store(pair.writer, 1, CHUNKS)
-    pair.find(keys)
-    rooms = pair.reader.get_chunks(keys)
-    assert len(rooms) == CHUNKS
-    layers = list(pair.reader.get_chunk_layers(keys))
-    assert len(layers) == sum(len(group.layer_ids) for group in MEDIUM.layer_groups)
-    assert all(len(layer.tensors) == CHUNKS for layer in layers)
-
-
 def test_what_the_peer_has_lost_meanwhile_ends_the_prefix(pair: Pair) -> None:
     keys = store(pair.writer, 1, CHUNKS)
     pair.find(keys)
@@ -253,16 +243,6 @@ def test_a_peer_that_hangs_up_in_the_midst_costs_nothing(
     assert pair.lent() == CHUNKS
 
 
-def test_a_peer_that_is_gone_costs_no_more_than_its_chunks(pair: Pair) -> None:
-    keys = store(pair.writer, 1, CHUNKS)
-    own = store(pair.reader, 2, 1)
-    pair.find(keys)
-    pair.writer.close()
-    pair.first.close()
-    assert pair.reader.get_chunks(keys) == []
-    assert_reads(pair.reader, own)
-
-
 def test_leave_is_asked_for_anew_at_half_its_time(pair: Pair) -> None:
     reads = reads_of(pair.reader)
     before = reads._lenders[1]
@@ -285,20 +265,6 @@ def test_who_asks_for_a_server_that_is_not_known_or_is_down_hears_why(pair: Pair
     ask.number = 1
     with pytest.raises(TierUnavailableError, match="not up"):
         session.connection.call("LendPeer", ask, DEADLINE_MS, pb.LendPeerResponse)
-
-
-def test_a_server_that_is_learnt_of_by_a_get_is_read_from_at_the_next(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(PeerTier, "reachable", lambda _: [])
-    reader = client_of(pair.second)
-    reads = reads_of(reader)
-    for number, (lent, loaded) in enumerate([(0, CHUNKS), (CHUNKS, CHUNKS)]):
-        keys = store(pair.writer, number, CHUNKS)
-        pair.find(keys)
-        assert_reads(reader, keys)
-        assert (pair.lent(), pair.loaded()) == (lent, loaded)
-        assert eventually(lambda: reads.numbers() == [1])
 
 
 def test_who_is_not_to_read_from_peers_does_not(pair: Pair) -> None:
@@ -447,3 +413,13 @@ def test_the_token_covers_all_that_a_guest_says() -> None:
         guest_token(bytes(16), 5, bytes(16), 300),
     }
     assert len(tokens) == 5
+
+
+def test_a_peer_that_is_gone_costs_no_more_than_its_chunks(pair: Pair) -> None:
+    keys = store(pair.writer, 1, CHUNKS)
+    own = store(pair.reader, 2, 1)
+    pair.find(keys)
+    pair.writer.close()
+    pair.first.close()
+    assert pair.reader.get_chunks(keys) == []
+    assert_reads(pair.reader, own)

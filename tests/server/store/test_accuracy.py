@@ -8,21 +8,20 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from helpers.coarse_codec import ERROR_BOUND, CoarseCodec, coarse_codec
+from helpers.coarse_codec import ERROR_BOUND, coarse_codec
 from helpers.core_chunks import drop
 from simulation.clock import FakeClock
-from simulation.core import Core, frames_of, keys_of, prompt
+from simulation.core import Core, keys_of, prompt
 from simulation.tiers import SimDisk, SimRedis, no_faults
 from simulation.universe import Version
 
-from kvstore.proto.buffers import Bytes, as_bytes
+from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import FLAG_RESTORED, FrameHeader, check_frame, parse_header
 from kvstore.proto.types import Accuracy, ChunkKey, PutOutcome
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.layered_reads import LayerwiseRead
 from kvstore.server.store.reads import ReadTerms
-from kvstore.server.store.reservations import PutResult
 from kvstore.server.tiering.tier_slot import TierCodec
 
 TIER_BYTES = 1 << 20
@@ -84,18 +83,6 @@ def accuracy_on(core: Core, tier: str, key: ChunkKey) -> Accuracy:
     return core.catalog.copies(key)[tier].accuracy
 
 
-def test_what_is_promoted_from_a_lossy_copy_says_so(core: Core, session: Session) -> None:
-    (version,) = lower_to_disk(core, session)
-    (frame,) = read(core, session, [version], Accuracy.bounded)
-    header = check_frame(frame, version.info.key)
-    assert (header.codec_id, header.accuracy) == (0, Accuracy.bounded)
-    assert (header.flags, header.error_bound) == (FLAG_RESTORED, ERROR_BOUND)
-    assert accuracy_on(core, "cpu", version.info.key) is Accuracy.bounded
-    half = version.frame[header.header_bytes :].view("<u2")
-    end = len(half) * 2 + header.header_bytes
-    assert (frame[header.header_bytes : end].view("<u2") == half & 0xFF00).all()
-
-
 def test_a_lossy_copy_that_is_being_read_does_not_go(core: Core, session: Session) -> None:
     (version,) = lower_to_disk(core, session)
     read(core, session, [version], Accuracy.bounded)
@@ -105,33 +92,6 @@ def test_a_lossy_copy_that_is_being_read_does_not_go(core: Core, session: Sessio
     assert core.catalog.in_flight.writers.total() == 0
     core.store.release(session, lease_id)
     assert core.put(session, [version])[0].outcome is PutOutcome.stored
-
-
-def test_an_exact_reader_passes_a_lossy_copy_in_memory_by() -> None:
-    with closing(make_core("coarse", "lossless")) as core:
-        session = core.open_session()
-        versions = lower_twice(core, session, 2)
-        read(core, session, versions, Accuracy.bounded)
-        assert accuracy_on(core, "cpu", versions[0].info.key) is Accuracy.bounded
-        assert ready(core, session, versions, Accuracy.exact) == 2
-        frames = read(core, session, versions, Accuracy.exact)
-        headers = [check_frame(f, v.info.key) for f, v in zip(frames, versions, strict=True)]
-        assert [header.accuracy for header in headers] == [Accuracy.exact] * 2
-        assert core.counters["read_throughs"] == 2
-        core.store.tick()
-        core.settle()
-        assert accuracy_on(core, "cpu", versions[0].info.key) is Accuracy.exact, "it gave way"
-        assert core.get(session, keys_of(versions)) == frames_of(versions)
-
-
-def lower_twice(core: Core, session: Session, count: int) -> list[Version]:
-    """Put chunks that are left lossy on disk and exact in Redis."""
-    versions = prompt(count)
-    core.put(session, versions)
-    for version in versions:
-        assert core.copy_down(version) is core.copy_down(version, "redis") is True
-        forget(core, version)
-    return versions
 
 
 def test_layers_of_too_low_accuracy_end_the_prefix_and_others_come(core: Core) -> None:
@@ -151,62 +111,12 @@ def test_layers_of_too_low_accuracy_end_the_prefix_and_others_come(core: Core) -
     assert parts(Accuracy.exact) == [], "nor when they are in CPU memory"
 
 
-def test_a_victim_goes_where_it_stays_exact_whatever_lossy_copy_is_nearer() -> None:
-    with closing(make_core("coarse", "raw")) as core:
-        session = core.open_session()
-        versions = prompt(14)
-        core.put(session, versions[:1])
-        core.copy_down(versions[0])
-        core.put(session, versions[1:])
-        core.settle()
-        lowered = [v for v in versions if "cpu" not in core.tiers_of(v)]
-        assert lowered
-        for version in lowered:
-            assert accuracy_on(core, "redis", version.info.key) is Accuracy.exact
-        assert core.counters["lossy_victims"] == 0
-
-
-def test_a_better_copy_takes_the_place_of_a_lossy_one_below() -> None:
-    with closing(make_core("raw", "coarse")) as core:
-        session = core.open_session()
-        (version,) = prompt(1)
-        core.put(session, [version])
-        core.copy_down(version, "redis")
-        forget(core, version)
-        read(core, session, [version], Accuracy.bounded)
-        assert core.copy_down(version) is True
-        assert accuracy_on(core, "disk", version.info.key) is Accuracy.bounded
-        assert parse_header(disk_frame(core, version)).flags == FLAG_RESTORED
-        assert core.put(session, [version], durable=True) == [PutResult(PutOutcome.stored)]
-        assert accuracy_on(core, "disk", version.info.key) is Accuracy.exact
-        assert accuracy_on(core, "redis", version.info.key) is Accuracy.bounded
-
-
-def disk_frame(core: Core, version: Version) -> Bytes:
-    info = core.catalog.copies(version.info.key)["disk"]
-    frame = as_bytes(bytearray(info.size_bytes))
-    assert core.slot("disk").tier.read(info.key, frame)
-    return frame
-
-
 def test_a_durable_put_needs_a_disk_that_loses_nothing(core: Core, session: Session) -> None:
     assert core.store.durable is None
     with pytest.raises(InvalidRequestError, match="whose codec loses nothing"):
         core.put(session, prompt(1), durable=True)
     core.slot("disk").encoder.use("raw", " (auto)")
     assert core.store.durable is core.slot("disk")
-
-
-def test_a_lossy_frame_is_not_encoded_with_loss_again() -> None:
-    with closing(make_core("coarse", "coarse")) as core:
-        session = core.open_session()
-        (version,) = lower_to_disk(core, session)
-        read(core, session, [version], Accuracy.bounded)
-        assert core.copy_down(version, "redis") is True
-        stored = core.catalog.copies(version.info.key)
-        assert stored["redis"].codec_id not in (0, CoarseCodec.codec_id)
-        assert stored["redis"].accuracy is Accuracy.bounded
-        assert core.counters["lossless_instead"] == 1
 
 
 def test_a_frame_that_lies_about_its_accuracy_in_the_index_is_damage(
@@ -299,6 +209,9 @@ class Schedule:
             assert header.accuracy >= least
             raw = TierCodec("raw").encode(frame, "red").tobytes()
             exact = header.accuracy is Accuracy.exact
+            if header.codec_id == 0:
+                facts = (bool(header.flags & FLAG_RESTORED), header.error_bound)
+                assert facts == ((False, 0.0) if exact else (True, ERROR_BOUND))
             assert raw == (version.frame.tobytes() if exact else self.coarse[version.info.key])
 
     def tick(self) -> None:

@@ -213,21 +213,6 @@ def test_a_damaged_chunk_ends_the_prefix_and_is_dropped(
     assert core.put(session, [versions[1]])[0].reason == ""
 
 
-def test_a_disk_that_hangs_is_late_and_not_waited_for() -> None:
-    gated = GatedDisk(TIER_BYTES)
-    with closing(Core([gated], slabs=8, workers=2)) as core:
-        session = open_session(core)
-        versions = prompt(3)
-        put_low(core, session, versions)
-        gated.shut()
-        assert read(core, session, versions, seconds=0.05) == []
-        assert gated.reached.wait(PATIENCE_S)
-        gated.gate.set()
-        parts = read(core, session, versions)
-        assert whole(parts, versions) == 3
-    assert core.catalog.leases.pins.total() == 0
-
-
 def test_a_get_that_is_over_while_a_layer_is_read_gives_its_room_back_then() -> None:
     gated = GatedDisk(TIER_BYTES)
     with closing(Core([gated], slabs=8, workers=1)) as core:
@@ -244,6 +229,18 @@ def test_a_get_that_is_over_while_a_layer_is_read_gives_its_room_back_then() -> 
         assert core.cpu.stats().reservations == 0
 
 
+def test_memory_full_of_leases_ends_the_prefix(disk: CountingDisk) -> None:
+    config = settings(max_frame_bytes=0)
+    with closing(Core([disk], slabs=1, config=config, clock=FakeClock())) as core:
+        session = open_session(core)
+        versions = prompt(5)
+        for version in versions:
+            put_low(core, session, [version])
+        parts = read(core, session, versions)
+        assert whole(parts, versions) == 2, "as many as a slab holds"
+        assert core.cpu.stats().reservations == 0
+
+
 def test_a_read_that_begins_once_its_get_is_over_reads_nothing(
     core: Core, session: Session, disk: CountingDisk
 ) -> None:
@@ -257,25 +254,3 @@ def test_a_read_that_begins_once_its_get_is_over_reads_nothing(
         assert load.submit(None) is not None
         core.settle()
     assert disk.reads == reads
-
-
-def test_frames_of_another_codec_are_promoted_whole(disk: CountingDisk) -> None:
-    with closing(Core([disk], slabs=8, codec="lossless", clock=FakeClock())) as core:
-        session = open_session(core)
-        versions = prompt(3)
-        put_low(core, session, versions)
-        parts = read(core, session, versions)
-        assert whole(parts, versions) == 3
-        assert core.counters["promoted_chunks"] == 3
-
-
-def test_memory_full_of_leases_ends_the_prefix(disk: CountingDisk) -> None:
-    config = settings(max_frame_bytes=0)
-    with closing(Core([disk], slabs=1, config=config, clock=FakeClock())) as core:
-        session = open_session(core)
-        versions = prompt(5)
-        for version in versions:
-            put_low(core, session, [version])
-        parts = read(core, session, versions)
-        assert whole(parts, versions) == 2, "as many as a slab holds"
-        assert core.cpu.stats().reservations == 0

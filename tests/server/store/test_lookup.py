@@ -12,7 +12,7 @@ import pytest
 from contracts.policy import key
 from helpers.core_chunks import look_up
 from simulation.clock import FakeClock
-from simulation.core import BREAKER_RETRY_S, Core, frames_of, keys_of, prompt
+from simulation.core import BREAKER_RETRY_S, Core, keys_of, prompt
 from simulation.tiers import SimRedis, no_faults
 from simulation.universe import Version
 from typing_extensions import override
@@ -27,10 +27,8 @@ from kvstore.proto.types import (
     KVLayout,
     LayerKind,
     Namespace,
-    PutOutcome,
 )
 from kvstore.server.cluster.refill import CHECK_S, MAX_COPIES
-from kvstore.server.index import queries
 from kvstore.server.index.chunk_index import ResumeRequirements
 from kvstore.server.index.holds import LeaseTerms
 from kvstore.server.node import TICK_S
@@ -84,18 +82,6 @@ def test_what_a_shared_tier_just_did_not_have_is_not_asked_for_again(
     assert redis.asked == [KEYS, KEYS]
 
 
-def test_what_another_node_puts_is_found_a_moment_after_it_was_missed(
-    core: Core, session: Session, redis: AskedRedis, clock: FakeClock
-) -> None:
-    assert look_up(core, session, VERSIONS).ready == 0
-    for version in VERSIONS:
-        redis.others_put(version.info, version.frame)
-    clock.advance(NEGATIVE_TTL_S)
-    match = look_up(core, session, VERSIONS, lease=True)
-    assert (match.ready, match.tiers) == (4, ("redis",) * 4)
-    assert core.get(session, KEYS) == frames_of(VERSIONS)
-
-
 def test_a_state_that_another_node_put_takes_the_place_of_a_chunk_without(
     core: Core, session: Session, redis: AskedRedis
 ) -> None:
@@ -123,32 +109,6 @@ def test_a_long_chain_is_asked_for_in_two_steps_and_its_end_once(
         assert look_up(core, session, versions).ready == there
         assert list(map(len, redis.asked)) == asked
     assert core.counters["spared_questions"] == (there < 20)
-
-
-def test_the_lease_of_a_lookup_begins_when_the_shared_tier_has_answered(
-    core: Core, session: Session, redis: AskedRedis, clock: FakeClock
-) -> None:
-    core.put(session, VERSIONS[:1])
-    find = redis.find
-
-    def slowly(keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
-        clock.advance(5.0)
-        return find(keys)
-
-    redis.find = slowly  # type: ignore[method-assign]
-    match = look_up(core, session, VERSIONS, lease=True)
-    assert match.ready == 1
-    lease = core.catalog.leases.get(match.lease_id, session.session_id, core.clock())
-    assert lease.deadline == clock.now + match.lease_ttl_ms / 1000
-
-
-def test_slower_holders_are_said_to_take_longer(core: Core, session: Session) -> None:
-    core.put(session, VERSIONS[:1])
-    core.catalog.note_sealed("redis", VERSIONS[1].info)
-    match = look_up(core, session, VERSIONS)
-    assert match.tiers == ("cpu", "redis")
-    assert match.load_us[0] < match.load_us[1]
-    assert match.sources == bytes([0, 1])
 
 
 def test_no_more_absent_chunks_are_remembered_than_the_limit_and_the_oldest_go(
@@ -193,16 +153,6 @@ def test_a_shared_tier_that_does_not_answer_makes_no_lookup_fail_and_is_asked_ag
     assert look_up(core, session, VERSIONS).ready == 1, "what it alone holds is left out"
 
 
-def test_what_is_being_deleted_is_not_found_again_in_a_shared_tier(
-    core: Core, session: Session, redis: AskedRedis
-) -> None:
-    redis.others_put(VERSIONS[0].info, VERSIONS[0].frame)
-    look_up(core, session, VERSIONS[:1])
-    core.store.delete(KEYS[:1], core.clock())
-    assert redis.stats().chunks == 1, "its time was up before the tier was asked"
-    assert look_up(core, session, VERSIONS[:1], lease=True).ready == 0
-
-
 def test_a_chunk_that_goes_between_lookup_and_lease_leaves_no_lease_behind(
     core: Core, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,22 +188,6 @@ def test_a_part_of_a_shared_tier_that_is_lost_does_not_set_the_tier_aside(core: 
         assert slot.breaker.is_open is not is_partial
 
 
-def test_what_a_shared_tier_held_at_the_start_makes_room_for_what_comes() -> None:
-    versions = prompt(6)
-    room_bytes = SimRedis(TIER_BYTES, no_faults()).allocated_bytes(versions[0].info.size_bytes)
-    redis = SimRedis(3 * room_bytes, no_faults())
-    for version in versions[:3]:
-        redis.others_put(version.info, version.frame)
-    with closing(Core([redis], clock=FakeClock(), write="through")) as core:
-        core.store.recover()
-        core.settle()
-        core.put(core.open_session(), versions[3:])
-        core.settle()
-        assert core.counters["copied_chunks"] == 3
-        assert core.counters["failed_copies"] == 0
-        assert redis.stats().used_bytes <= redis.capacity_bytes
-
-
 @contextmanager
 def emptied(count: int) -> Iterator[tuple[Core, SimRedis, list[Version]]]:
     """A core whose chunks went to the shared tier too, which somebody emptied since."""
@@ -274,14 +208,6 @@ def ticks(core: Core, seconds: float) -> None:
         core.clock.advance(TICK_S)
         core.store.tick()
         core.settle()
-
-
-def test_what_is_put_again_is_copied_again_to_a_shared_tier_that_lost_it() -> None:
-    with emptied(4) as (core, redis, versions):
-        results = core.put(core.open_session(), versions[:1])
-        assert [result.outcome for result in results] == [PutOutcome.exists]
-        ticks(core, TICK_S)
-        assert redis.find(keys_of(versions[:1])) != [None]
 
 
 def test_a_shared_tier_that_was_emptied_is_filled_again_though_nobody_puts() -> None:
@@ -309,26 +235,6 @@ def test_a_shared_tier_that_is_full_is_left_alone_between_attempts_to_fill_it_ag
         assert None not in redis.find(keys_of(versions))
 
 
-def test_what_admission_keeps_out_of_a_shared_tier_is_not_taken_for_lost(
-    redis: AskedRedis,
-) -> None:
-    with closing(Core([redis], clock=FakeClock(), slabs=48, admissions={"redis": "evict"})) as core:
-        session = core.open_session()
-        there, kept_out = prompt(2), prompt(4, seed=1)
-        core.put(session, [*there, *kept_out])
-        for version in there:
-            core.copy_down(version, "redis")
-        core.moves.placement.set_terms(WRITE_BACK, {"redis": 1})
-        redis.asked.clear()
-        minutes = 2
-        for _ in range(round(60 * minutes / TICK_S)):
-            core.put(session, kept_out)
-            ticks(core, TICK_S)
-        assert len(redis.asked) == 60 * minutes / CHECK_S
-        assert set(map(len, redis.asked)) == {len(there)}
-        assert redis.stats().chunks == len(there)
-
-
 def test_a_chunk_kept_out_by_a_spent_budget_is_not_counted_each_time_it_is_put_again() -> None:
     redis = SimRedis(TIER_BYTES, no_faults())
     with closing(Core([redis], clock=FakeClock(), slabs=48, admissions=ALL)) as core:
@@ -341,24 +247,6 @@ def test_a_chunk_kept_out_by_a_spent_budget_is_not_counted_each_time_it_is_put_a
             core.put(session, versions)
             ticks(core, CHECK_S)
         assert (redis.stats().chunks, core.counters["over_budget_copies"]) == (1, 7)
-
-
-def test_what_was_to_be_asked_for_while_a_shared_tier_fails_over_is_asked_for_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(queries, "HELD_ROWS", 2)  # the last is not walked by soon
-    with emptied(5) as (core, redis, versions):
-        for version in versions[1:4]:
-            redis.others_put(version.info, version.frame)
-        core.put(core.open_session(), versions[4:])
-        redis.faults.fail = 1.0
-        ticks(core, CHECK_S)
-        assert redis.faults.raised == 1, "it is left alone for a while"
-        ticks(core, CHECK_S)
-        assert redis.faults.raised == 2, "the first was asked for, too"
-        redis.faults.end()
-        ticks(core, 3 * TICK_S)
-        assert None not in redis.find(keys_of(versions))
 
 
 def test_what_was_missing_when_a_shared_tier_failed_over_is_copied_later(
@@ -382,13 +270,3 @@ def test_what_was_missing_when_a_shared_tier_failed_over_is_copied_later(
         ticks(core, 2 * CHECK_S)
         assert None not in redis.find(keys_of(versions))
         assert core.counters["lost_chunks"] == 4
-
-
-def test_what_only_a_shared_tier_has_is_not_asked_for_and_stays_known(
-    core: Core, session: Session, redis: AskedRedis
-) -> None:
-    redis.others_put(VERSIONS[0].info, VERSIONS[0].frame)
-    look_up(core, session, VERSIONS[:1])
-    redis.delete(KEYS[0])
-    ticks(core, 3 * CHECK_S)
-    assert core.tiers_of(VERSIONS[0]) == ["redis"]

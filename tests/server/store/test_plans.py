@@ -87,12 +87,6 @@ def check(plan: LoadPlan, asked: PlanQuestion, prefill: PrefillModel) -> None:
     assert plan.recompute_ms == pytest.approx(1000 * nothing_s)
 
 
-def test_a_slow_stretch_between_fast_ones_is_computed() -> None:
-    loads = [0.0001] * 20 + [5.0] * 4 + [0.0001] * 20
-    plan = plan_loads(*question(loads), ENGINE)
-    assert plan.loaded == [*range(20), *range(24, 44)]
-
-
 SECONDS = st.floats(0, 0.5)
 ENGINES = st.builds(PrefillModel, st.floats(0, 0.1), st.floats(0, 1e-3), st.floats(0, 1e-6))
 
@@ -196,3 +190,9 @@ def test_a_frame_that_is_decoded_tells_its_speed() -> None:
         assert core.slot("disk").decode_s_per_byte == 0
         core.get(session, keys_of(prompt(4)))
         assert core.slot("disk").decode_s_per_byte > 0
+
+
+def test_a_slow_stretch_between_fast_ones_is_computed() -> None:
+    loads = [0.0001] * 20 + [5.0] * 4 + [0.0001] * 20
+    plan = plan_loads(*question(loads), ENGINE)
+    assert plan.loaded == [*range(20), *range(24, 44)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -26,8 +25,8 @@ from helpers.documents import (
     prompt_of,
     put_prompt,
 )
-from helpers.local_server import DEADLINE_MS, eventually
-from helpers.prompts import SMALL, other_revision, store
+from helpers.local_server import eventually
+from helpers.prompts import SMALL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation.clock import FakeClock
@@ -36,9 +35,7 @@ from simulation.tiers import SimDisk, no_faults
 
 from kvstore.client import Client
 from kvstore.client.segments import FoundChunk
-from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import ChunkReport, ContextMass, ReuseReport
-from kvstore.proto.buffers import checksum
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import DIGEST_BYTES, ROOT, Accuracy, ChunkKey, Namespace
@@ -156,28 +153,6 @@ def test_a_byte_changed_costs_one_section_or_the_file(at: int, change: int) -> N
     assert len(lost_of(bytes(data))) == (1 if at >= 8 + 6 * 24 + 8 else len(PARTS))
 
 
-def test_of_a_file_cut_short_what_is_whole_is_read() -> None:
-    for cut in range(0, PATH.stat().st_size, 61):
-        lost = lost_of(PATH.read_bytes()[:cut])
-        assert lost == list(PARTS)[len(PARTS) - len(lost) :]
-        assert lost
-
-
-@given(st.binary(max_size=400))
-def test_noise_is_refused_by_name(noise: bytes) -> None:
-    head = struct.pack("<4sHH", b"KVHS", 3, 1) + noise[:24]
-    for data in (noise, head + struct.pack("<Q", checksum(head)) + noise):
-        assert lost_of(data) == list(PARTS)
-
-
-def test_another_version_is_refused() -> None:
-    data = bytearray(packed())
-    data[4] += 1
-    for other in (bytes(data), OLDER.read_bytes()):
-        with pytest.raises(InvalidFrameError, match="not this version"):
-            unpack_sections(other)
-
-
 IMPOSSIBLE = {
     "age_s": (-1.0, np.nan), "flops": (np.inf,), "left_s": (-0.5,), "own": (60,), "hits": (0,)
 }  # fmt: skip
@@ -214,13 +189,6 @@ def test_rows_that_cannot_be_are_refused() -> None:
         assert lost_of(pack_sections(data)) == [part], (was, becomes)
 
 
-@settings(deadline=None)
-@given(st.sampled_from(["groups", "models", "gates", "variants"]), st.binary(max_size=300))
-def test_noise_under_a_right_checksum_is_refused_or_read(name: str, noise: bytes) -> None:
-    for data in (noise, b"[%s]" % noise):
-        lost_of(pack_sections({**sections(), name: data}))
-
-
 def space(number: int, client: str = "engine") -> ModelNamespace:
     return ModelNamespace(Namespace(number.to_bytes(16, "little")), "acme", client, SMALL)
 
@@ -238,17 +206,6 @@ def test_no_more_models_are_written_than_are_remembered(monkeypatch: pytest.Monk
 
 
 # --- what policies learned
-
-
-def test_a_chunk_that_comes_back_is_known_for_what_it_was() -> None:
-    new = make_catalog(FakeClock(1.0))
-    new.restore(taught(FakeClock()).save())
-    new.note_sealed("cpu", info(0))
-    assert new.match(CHAIN, Accuracy.exact, ["cpu"]).evicted == 7
-    new.drain(0)
-    history, row = new.state.metadata.history, new.state.index.row(key(0))
-    assert history.hits_of(row) == 5
-    assert new.evicted_count() == 7
 
 
 def test_no_more_chunks_are_kept_and_come_back_than_may_and_those_that_left_last_stay(
@@ -409,21 +366,6 @@ def test_what_is_damaged_is_counted_and_the_rest_is_kept(
     assert again.counters["unusable_histories"] == 0
 
 
-def test_gates_that_are_damaged_are_counted_and_closed(
-    tmp_path: Path, make_core: Callable[[], Core]
-) -> None:
-    core = make_core()
-    saved_state_of(core, tmp_path).load()
-    assert core.counters["unusable_histories"] == 0, "there was no file"
-    open_gate(core)
-    assert saved_state_of(core, tmp_path).save()
-    path = tmp_path / GATES_FILE_NAME
-    path.write_bytes(path.read_bytes()[:-1])
-    saved_state_of(again := make_core(), tmp_path).load()
-    assert len(again.store.blends.gates) == 0
-    assert again.counters["unusable_histories"] == 1
-
-
 def test_a_folder_that_cannot_be_written_to_costs_the_file_only(
     tmp_path: Path, make_core: Callable[[], Core]
 ) -> None:
@@ -458,24 +400,6 @@ def test_time_to_live_and_priority_survive_with_the_chunk(
         assert look_up(core, session, versions).ready == 2
         clock.advance(1)
         assert look_up(core, session, versions).ready == 1, "its sixty seconds are over"
-
-
-def test_explain_knows_other_identities_after_a_restart(make_server: ServerMaker) -> None:
-    server = make_server()
-    ours = server.connect("auto")
-    store(ours, 1, 3)
-    theirs = server.connect("auto", other_revision(SMALL))
-    keys = theirs.keys([*range(48)])
-    spaces = {ours.namespace, theirs.namespace}
-    server.close()
-    again = make_server()
-    known = {one.namespace: one.client for one in again.node.store.spaces.all()}
-    assert set(known) == spaces
-    digests = b"".join(key[DIGEST_BYTES:] for key in keys)
-    request = pb.ExplainRequest(key_namespace=keys[0][:DIGEST_BYTES], digests=digests)
-    reply = again.dial().call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
-    assert {one.state for one in reply.chunks} == {"unknown"}
-    assert [near.chunks for near in reply.near] == [3]
 
 
 def named(number: int) -> Named:

@@ -1,39 +1,168 @@
-"""The store: put, lookup, get, forget; what a breaker, a durable put, a drain and a restart do."""
+"""The store: puts on their way in, leases, deletes, durable puts, drains, restarts and gets."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import pytest
-from helpers.core_chunks import look_up
+from contracts.chunks import make_frame, make_representation
+from helpers.core_chunks import leased, look_up, put_low
 from helpers.disk_process import open_disk
 from simulation.clock import FakeClock
-from simulation.core import BREAKER_RETRY_S, Core, frames_of, keys_of, outcomes_of, prompt
+from simulation.core import TOKENS, Core, frames_of, keys_of, outcomes_of, prompt, settings
 from simulation.tiers import GatedDisk, SimDisk, no_faults
-from simulation.universe import Version
+from simulation.universe import REPRESENTATION, Version, make_template, write_frame
 
+from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
+    ChunkCorruptError,
+    InvalidFrameError,
     InvalidRequestError,
+    KVStoreError,
     LeaseExpiredError,
-    ShuttingDownError,
     TierUnavailableError,
 )
-from kvstore.proto.types import PutOutcome
+from kvstore.proto.frame import header_bytes
+from kvstore.proto.keys import tokens_le32
+from kvstore.proto.types import ROOT, ChunkKey, KVLayout, PutOutcome
+from kvstore.proto.unix_socket import Place, Reach
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.reservations import PutResult
-from kvstore.tiers.disk import DiskTier
+from kvstore.server.store.reads import (
+    IN_MEMORY,
+    LOADS_AHEAD_CHUNKS,
+    NO_REACH,
+    READ_AHEAD_CHUNKS,
+    LayerPart,
+    ReadTerms,
+)
+from kvstore.server.store.reservations import PutTicket
+
+STORED = PutOutcome.stored
+
+
+def begin(core: Core, session: Session, version: Version) -> PutTicket:
+    ticket = core.store.writes.begin_all(session, [version.info], core.later())[0]
+    assert isinstance(ticket, PutTicket)
+    return ticket
+
+
+def finish(core: Core, ticket: PutTicket, frame: Bytes) -> PutOutcome:
+    writes = core.store.writes
+    claimed = writes.claim(ticket.session, ticket.ticket_id)
+    assert claimed.room is not None
+    claimed.room[:] = frame
+    return writes.commit(claimed).outcome
+
+
+def assert_nothing_left(core: Core) -> None:
+    assert len(core.store.writes) == len(core.catalog.in_flight.writers) == len(core.catalog) == 0
+    assert core.cpu.stats().used_bytes == core.cpu.stats().reservations == 0
+
+
+def flipped(frame: Bytes, at: int) -> Bytes:
+    spoilt = frame.copy()
+    spoilt[at] ^= 1
+    return spoilt
+
+
+def other_parent(version: Version) -> Bytes:
+    template = make_template("red", ROOT, tokens_le32([1000] * TOKENS))
+    return write_frame(replace(template, parent=version.info.key[:16]), 1)  # type: ignore[arg-type]
+
+
+def other_layout(version: Version) -> Bytes:
+    """Write a frame of another layout of the same size."""
+    wide = KVLayout.of(make_representation(1, 2, 2), TOKENS)
+    assert wide.raw_bytes == version.info.layout.raw_bytes
+    template = make_template("red", ROOT, tokens_le32([1000] * TOKENS))
+    return write_frame(replace(template, key=version.info.key, layout=wide), 1)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (lambda v: flipped(v.frame, 100), InvalidFrameError),
+        (lambda v: flipped(v.frame, header_bytes(v.info.layout)), ChunkCorruptError),
+        (lambda _: prompt(1, seed=5)[0].frame, ChunkCorruptError),
+        (lambda v: v.restored, InvalidRequestError),
+        (other_parent, InvalidRequestError),
+        (other_layout, InvalidRequestError),
+    ],
+    ids=["header", "payload", "other key", "restored", "other parent", "other layout"],
+)
+def test_a_frame_that_is_not_what_was_reserved_leaves_nothing(
+    core: Core, session: Session, spoil: Callable[[Version], Bytes], error: type[KVStoreError]
+) -> None:
+    (version,) = prompt(1)
+    ticket = begin(core, session, version)
+    with pytest.raises(error):
+        finish(core, ticket, spoil(version))
+    assert_nothing_left(core)
+    assert core.counters["put_invalid_chunks"] == 1
+    assert core.put(session, [version])[0].outcome is STORED
+
+
+def test_a_bad_frame_of_a_batch_leaves_those_before_it(core: Core, session: Session) -> None:
+    versions = prompt(3)
+    tickets = [begin(core, session, version) for version in versions]
+    claimed = [core.store.writes.claim(session, ticket.ticket_id) for ticket in tickets]
+    frames = [version.frame for version in versions]
+    frames[1] = flipped(frames[1], len(frames[1]) - 1)
+    core.store.writes.commit(claimed[0], frame=frames[0])
+    with pytest.raises(ChunkCorruptError):
+        core.store.writes.commit(claimed[1], frame=frames[1])
+    core.store.writes.discard(claimed[2])
+    assert [core.tiers_of(version) for version in versions] == [["cpu"], [], []]
+    assert core.catalog.in_flight.writers.total() == core.cpu.stats().reservations == 0
+
+
+def test_a_frame_that_no_empty_tier_holds_is_refused_as_invalid(
+    core: Core, session: Session
+) -> None:
+    info, _ = make_frame(1, 250, representation=REPRESENTATION)
+    assert info.size_bytes > core.cpu.max_frame_bytes
+    with pytest.raises(InvalidRequestError, match="frame_bytes"):
+        core.store.writes.begin_all(session, [info], core.later())[0]
+    assert_nothing_left(core)
+
+
+def test_puts_leave_the_headroom_to_loads() -> None:
+    disk = SimDisk(1 << 20, no_faults())
+    core = Core([disk], slabs=4, config=settings(load_headroom_percent=50), write="through")
+    session = core.open_session()
+    versions = prompt(24)
+    core.put(session, versions)
+    core.settle()
+    assert core.cpu.stats().used_bytes <= core.cpu.capacity_bytes // 2
+    assert core.get(session, keys_of(versions)) == frames_of(versions)
+    assert core.cpu.stats().used_bytes > core.cpu.capacity_bytes // 2
+    core.close()
+
+
+def test_write_through_queues_a_copy_to_each_lower_tier_and_counts_what_it_cannot() -> None:
+    disk = SimDisk(1 << 20, no_faults())
+    core = Core([disk], queue_limit=2, write="through")
+    session = core.open_session()
+    versions = prompt(3)
+    core.put(session, versions)
+    assert core.work_queue.depth()["store-disk"] == 2
+    assert core.counters["skipped_copies"] == 1
+    core.settle()
+    assert [core.tiers_of(v) for v in versions] == [["cpu", "disk"], ["cpu", "disk"], ["cpu"]]
+    core.close()
+
+
+# --- leases
+
 
 DISK_BYTES = 2 << 20
 PATIENCE_S = 20.0
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[DiskTier]:
-    with closing(open_disk(tmp_path / "disk", DISK_BYTES)) as disk:
-        yield disk
 
 
 @pytest.fixture
@@ -45,50 +174,10 @@ def tiers(core: Core, versions: list[Version]) -> list[list[str]]:
     return [core.tiers_of(version) for version in versions]
 
 
-# --- put, lookup, get
-
-
-def test_what_was_put_is_found_and_read_back(core: Core, session: Session) -> None:
-    versions = prompt(5)
-    assert outcomes_of(core.put(session, versions)) == {PutOutcome.stored}
-    match = look_up(core, session, versions)
-    assert (match.ready, match.lease_id, match.lease_ttl_ms) == (5, 0, 0)
-    match = look_up(core, session, versions, lease=True)
-    assert (match.ready, match.pending, match.missing) == (5, 0, 0)
-    assert match.tiers == ("cpu",) * 5
-    assert match.lease_ttl_ms == core.config.lease_ttl_ms
-    assert core.catalog.leases.pins.total() == 5
-    assert core.get(session, keys_of(versions)) == frames_of(versions)
-    assert core.store.release(session, match.lease_id)
-    assert core.catalog.leases.pins.total() == 0
-
-
-def test_a_burst_of_puts_into_a_small_memory_and_a_disk_loses_none(disk: DiskTier) -> None:
-    """Real threads: puts, evictions, demotions and loads all at once."""
-    prompts = [prompt(20, seed=seed) for seed in range(4)]
-    with closing(Core([disk], workers=2, write="through")) as core:
-        results: list[PutResult] = []
-
-        def work(versions: list[Version]) -> None:
-            results.extend(core.put(core.open_session(), versions))
-
-        threads = [threading.Thread(target=work, args=(versions,)) for versions in prompts]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert outcomes_of(results) == {PutOutcome.stored}
-        assert len(results) == 80
-        session = core.open_session()
-        for versions in prompts:
-            assert core.get(session, keys_of(versions)) == frames_of(versions)
-        assert core.counters["dropped_victims"] == 0
-        assert core.catalog.leases.pins.total() == core.catalog.in_flight.writers.total() == 0
-        assert core.cpu.stats().reservations == 0
-
-
-def test_a_lease_opens_a_get_of_its_own_chunks_only(core: Core, session: Session) -> None:
-    versions = prompt(4)
+def test_a_lease_opens_a_get_of_its_own_chunks_and_an_expired_one_nothing(
+    core: Core, session: Session
+) -> None:
+    versions = prompt(3)
     core.put(session, versions)
     lease_id = look_up(core, session, versions[:2], lease=True).lease_id
     assert core.store.open_get(session, keys_of(versions[:2]), lease_id) == (lease_id, 2)
@@ -96,17 +185,9 @@ def test_a_lease_opens_a_get_of_its_own_chunks_only(core: Core, session: Session
         core.store.open_get(session, keys_of(versions), lease_id)
     with pytest.raises(LeaseExpiredError):
         core.store.open_get(core.open_session(), keys_of(versions[:2]), lease_id)
-
-
-def test_an_expired_lease_opens_nothing_and_lets_its_chunks_go(
-    core: Core, session: Session
-) -> None:
-    versions = prompt(3)
-    core.put(session, versions)
-    lease_id = look_up(core, session, versions, lease=True).lease_id
     core.clock.advance(core.config.lease_ttl_ms / 1000)  # type: ignore[attr-defined]
     with pytest.raises(LeaseExpiredError):
-        core.store.open_get(session, keys_of(versions), lease_id)
+        core.store.open_get(session, keys_of(versions[:2]), lease_id)
     core.store.tick()
     assert core.counters["expired_leases"] == 1
     assert core.catalog.leases.pins.total() == 0
@@ -125,46 +206,7 @@ def test_leased_and_pinned_chunks_outlast_any_pressure(core: Core, session: Sess
     assert all("cpu" not in core.tiers_of(version) for version in pinned)
 
 
-def test_the_breaker_opens_after_three_failures_and_closes_again(sim: SimDisk) -> None:
-    with closing(Core([sim], clock=FakeClock())) as core:
-        session, versions = core.open_session(), prompt(1)
-        core.put(session, versions)
-        core.put(session, prompt(12, seed=90))
-        assert tiers(core, versions) == [["disk"]]
-        sim.faults.fail = 1.0
-        assert core.get(session, keys_of(versions)) == []
-        assert "fails on purpose" in core.slot("disk").reason
-        asked = sim.faults.raised
-        assert asked == 3
-        core.put(session, prompt(12, seed=1))
-        assert core.get(session, keys_of(versions)) == []
-        assert sim.faults.raised == asked, "it is left alone"
-        core.clock.advance(BREAKER_RETRY_S)  # type: ignore[attr-defined]
-        assert core.get(session, keys_of(versions)) == []
-        assert sim.faults.raised == asked + 1, "one attempt a period"
-        sim.faults.end()
-        core.clock.advance(BREAKER_RETRY_S)  # type: ignore[attr-defined]
-        assert core.get(session, keys_of(versions)) == frames_of(versions)
-        assert [slot.reason for slot in core.store.tiers.slots.values()] == ["", ""]
-
-
 # --- forgetting
-
-
-def test_a_deleted_chunk_is_nowhere_and_one_that_is_read_is_not_deleted(
-    core: Core, session: Session, disk: DiskTier
-) -> None:
-    versions = prompt(3)
-    core.put(session, versions, durable=True)
-    lease_id = look_up(core, session, versions[:1], lease=True).lease_id
-    assert core.store.delete(keys_of(versions), core.later()) == (2, 1)
-    assert core.get(session, keys_of(versions)) == frames_of(versions[:1])
-    core.store.release(session, lease_id)
-    assert core.store.delete(keys_of(versions), core.later()) == (1, 0)
-    assert core.get(session, keys_of(versions)) == []
-    assert core.cpu.stats().chunks == disk.stats().chunks == len(core.catalog) == 0
-    assert outcomes_of(core.put(session, versions)) == {PutOutcome.stored}
-    assert core.get(session, keys_of(versions)) == frames_of(versions)
 
 
 def test_a_delete_waits_for_moves_by_its_deadline_and_nothing_reappears(gated: GatedDisk) -> None:
@@ -193,16 +235,17 @@ def test_a_delete_waits_for_moves_by_its_deadline_and_nothing_reappears(gated: G
 # --- durable puts, drains and restarts
 
 
-def test_a_tenant_gets_room_on_a_disk_full_of_anothers_chunks(core: Core, disk: DiskTier) -> None:
+def test_a_tenant_gets_room_on_a_disk_full_of_anothers_chunks(tmp_path: Path) -> None:
     per_extent = (1 << 20) // 4096
-    for tenant, chunks in (("red", 2 * per_extent + 8), ("blue", 8)):
-        session = core.open_session(tenant)
-        for seed in range(0, chunks, 8):
-            versions = prompt(8, seed=1_000 * len(tenant) + seed)
-            assert outcomes_of(core.put(session, versions, durable=True)) == {PutOutcome.stored}
-    owners = [disk.tenant_of(info.key) for info in disk.scan()]
-    assert owners.count("blue") == 8
-    assert owners.count("red") == per_extent
+    with closing(open_disk(tmp_path, DISK_BYTES)) as disk, closing(Core([disk])) as core:
+        for tenant, chunks in (("red", 2 * per_extent + 8), ("blue", 8)):
+            session = core.open_session(tenant)
+            for seed in range(0, chunks, 8):
+                versions = prompt(8, seed=1_000 * len(tenant) + seed)
+                assert outcomes_of(core.put(session, versions, durable=True)) == {STORED}
+        owners = [disk.tenant_of(info.key) for info in disk.scan()]
+        assert owners.count("blue") == 8
+        assert owners.count("red") == per_extent
 
 
 def test_what_a_failed_flush_took_is_not_called_durable(sim: SimDisk) -> None:
@@ -224,20 +267,6 @@ def test_what_a_failed_flush_took_is_not_called_durable(sim: SimDisk) -> None:
         assert {info.key for info in sim.restarted().scan()} == set(keys_of(versions))
 
 
-def test_of_a_batch_larger_than_the_disk_only_what_stays_is_called_durable() -> None:
-    versions = prompt(6)
-    disk = SimDisk(4 * versions[0].info.size_bytes, no_faults())
-    with closing(Core([disk], clock=FakeClock())) as core:
-        results = core.put(core.open_session(), versions, durable=True)
-        accepted = [
-            version.info.key
-            for version, result in zip(versions, results, strict=True)
-            if result.outcome is not PutOutcome.refused
-        ]
-        assert len(accepted) == 4
-        assert {info.key for info in disk.restarted().scan()} == set(accepted)
-
-
 def test_a_disk_that_hangs_refuses_durability_by_the_deadline(gated: GatedDisk) -> None:
     with closing(Core([gated], workers=1)) as core:
         session, versions = core.open_session(), prompt(1)
@@ -248,21 +277,6 @@ def test_a_disk_that_hangs_refuses_durability_by_the_deadline(gated: GatedDisk) 
         assert "not durable" in result.reason
         assert core.get(session, keys_of(versions)) == frames_of(versions)
         gated.gate.set()
-
-
-def test_a_drain_copies_what_only_memory_holds_and_a_restart_finds_it(tmp_path: Path) -> None:
-    versions = prompt(8)
-    with closing(open_disk(tmp_path / "disk", DISK_BYTES)) as disk, closing(Core([disk])) as core:
-        session = core.open_session()
-        core.put(session, versions)
-        assert disk.stats().chunks == 0
-        assert core.store.drain(core.later()) is True
-        with pytest.raises(ShuttingDownError):
-            core.put(session, prompt(1, seed=1))
-        assert core.get(session, keys_of(versions)) == frames_of(versions)
-    with closing(open_disk(tmp_path / "disk", DISK_BYTES)) as disk, closing(Core([disk])) as core:
-        assert core.store.recover() == 8
-        assert core.get(core.open_session(), keys_of(versions)) == frames_of(versions)
 
 
 def test_a_drain_that_could_not_keep_everything_says_so() -> None:
@@ -280,11 +294,143 @@ def test_a_drain_that_could_not_keep_everything_says_so() -> None:
         assert core.store.drain(core.later()) is False
 
 
-def test_recovered_chunks_are_evicted_oldest_first(tmp_path: Path) -> None:
-    versions, size_bytes = [prompt(1, seed=seed)[0] for seed in range(4)], 4 * 4096
-    with closing(open_disk(tmp_path / "disk", size_bytes)) as disk, closing(Core([disk])) as core:
-        core.put(core.open_session(), versions, durable=True)
-    with closing(open_disk(tmp_path / "disk", size_bytes)) as disk, closing(Core([disk])) as core:
-        assert core.store.recover() == 4
-        core.put(core.open_session(), prompt(1, seed=9), durable=True)
-        assert tiers(core, versions) == [[], ["disk"], ["disk"], ["disk"]]
+def test_a_put_begun_for_a_session_that_has_ended_leaves_no_room_taken(
+    core: Core, session: Session
+) -> None:
+    core.sessions.close(session.session_id)
+    (version,) = prompt(1)
+    with pytest.raises(LeaseExpiredError, match="open a session"):
+        core.store.writes.begin_all(session, [version.info], core.later())[0]
+    assert core.cpu.stats().used_bytes == 0
+    assert core.catalog.in_flight.writers.total() == 0
+
+
+# --- gets
+
+
+TIER_BYTES = 1 << 20
+
+
+def results_of(
+    core: Core, session: Session, keys: list[ChunkKey], reach: frozenset[Reach] = NO_REACH
+) -> Generator[LayerPart, None, None]:
+    found = core.store.reads.get(keys, ReadTerms(session, core.later(), reach=reach))
+    return cast("Generator[LayerPart, None, None]", found)
+
+
+def fill_with_leases(core: Core, session: Session) -> None:
+    """Lease all of CPU memory."""
+    versions = prompt(12, seed=50)
+    core.put(session, versions)
+    assert all("cpu" in core.tiers_of(version) for version in versions)
+    core.store.open_get(session, keys_of(versions), 0)
+
+
+def test_loads_run_ahead_of_the_reader_but_not_without_bound(disk: SimDisk) -> None:
+    with closing(Core([disk], slabs=12, clock=FakeClock())) as core:
+        session = core.open_session()
+        versions = prompt(2 * LOADS_AHEAD_CHUNKS)
+        put_low(core, session, versions)
+        with (
+            leased(core, session, versions) as keys,
+            closing(results_of(core, session, keys)) as results,
+        ):
+            depths = []
+            for index in range(LOADS_AHEAD_CHUNKS):
+                assert next(results).chunk == index
+                depths.append(core.work_queue.depth()["load-disk"])
+            half = LOADS_AHEAD_CHUNKS // 2
+            assert max(depths) == LOADS_AHEAD_CHUNKS
+            assert min(depths) == half
+            begun = [later - depth + 1 for depth, later in pairwise(depths)]
+            assert set(begun) == {0, half + 1}, "many begin at once: a shared tier batches them"
+
+
+def test_a_damaged_copy_is_a_miss_and_can_be_put_again_at_once(
+    core: Core, session: Session, disk: SimDisk
+) -> None:
+    (version,) = prompt(1)
+    put_low(core, session, [version])
+    disk.flip(version.info.key, 8 * 900)
+    assert core.get(session, keys_of([version])) == []
+    assert core.put(session, [version])[0].reason == ""
+    assert core.get(session, keys_of([version])) == frames_of([version])
+
+
+def test_reading_past_memory_has_a_bound_that_readers_give_back(disk: SimDisk) -> None:
+    versions = prompt(3)
+    config = settings(max_frame_bytes=2 * versions[0].info.size_bytes)
+    with closing(Core([disk], config=config, clock=FakeClock())) as core:
+        session = core.open_session()
+        put_low(core, session, versions)
+        fill_with_leases(core, session)
+        readers = []
+        for version in versions:
+            core.store.open_get(session, keys_of([version]), 0)
+            reader = results_of(core, session, keys_of([version]))
+            readers.append((reader, next(reader, None)))
+        assert [result is None for _, result in readers] == [False, False, True]
+        readers[0][0].close()
+        assert next(readers[1][0], None) is None
+        again = results_of(core, session, keys_of(versions))
+        assert sum(1 for _ in again) == 3, "one at a time, each given back before the next"
+
+
+def test_a_load_that_hangs_is_late_and_not_waited_for(gated: GatedDisk) -> None:
+    with closing(Core([gated], workers=2)) as core:
+        session = core.open_session()
+        versions = prompt(3)
+        core.put(session, versions[:1])
+        put_low(core, session, versions[1:])
+        gated.shut()
+        # The gate stays shut: a get that waited for the disk would never end.
+        assert core.get(session, keys_of(versions), seconds=0.05) == frames_of(versions[:1])
+        assert gated.reached.wait(PATIENCE_S)
+        assert core.counters["get_late_chunks"] == 1
+        gated.gate.set()
+        assert core.get(session, keys_of(versions)) == frames_of(versions)
+
+
+class AheadDisk(SimDisk):
+    """Notes what it is told of the chain."""
+
+    reads_ahead = True
+
+    def __init__(self) -> None:
+        super().__init__(TIER_BYTES, no_faults())
+        self.told: list[ChunkKey] = []
+
+    def prefetch(self, keys: Sequence[ChunkKey]) -> None:
+        self.told += keys
+
+
+def test_the_disk_is_told_what_of_the_chain_comes_next() -> None:
+    disk = AheadDisk()
+    with closing(Core([disk], slabs=12, clock=FakeClock())) as core:
+        session = core.open_session()
+        versions = prompt(3 * READ_AHEAD_CHUNKS)
+        put_low(core, session, versions)
+        keys = keys_of(versions)
+        ticket = core.moves.load(keys[2], core.slot("disk"), session.tenant)
+        assert ticket is not None
+        assert core.work_queue.wait(ticket, core.later())
+        with leased(core, session, versions):
+            assert len(list(results_of(core, session, keys))) == len(keys)
+            core.settle()
+            assert disk.told == [keys[1], *keys[3:]]
+
+
+def test_a_copy_that_is_found_damaged_in_the_midst_of_a_get_is_given_to_nobody(
+    core: Core, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = prompt(6)
+    put_low(core, session, versions)
+    disk = core.slot("disk")
+    monkeypatch.setattr(disk.tier, "file_place", lambda key: Place(7, Reach.file, 0, 4096, 100, 0))
+    # It stays where it was until the store queue comes to it.
+    monkeypatch.setattr(core.moves.eviction, "delete_from", lambda *_, **__: None)
+    with leased(core, session, versions) as keys:
+        results = results_of(core, session, keys, IN_MEMORY | {Reach.file})
+        assert next(results).tier == "disk"
+        core.moves.eviction.drop_corrupt(disk, keys[3])
+        assert [result.chunk for result in results] == [1, 2]

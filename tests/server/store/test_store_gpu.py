@@ -18,8 +18,7 @@ from simulation.tiers import SimDisk, no_faults
 from simulation.universe import Version
 
 from kvstore.proto.device import HostDevice
-from kvstore.proto.types import PutOutcome
-from kvstore.proto.unix_socket import Reach, unpack_places
+from kvstore.proto.unix_socket import Reach
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reads import LayerPart, ReadTerms
 from kvstore.tiers.gpu import GpuTier
@@ -57,13 +56,6 @@ def core(gpu: GpuTier, disk: SimDisk) -> Iterator[Core]:
         yield core
 
 
-@pytest.fixture
-def bare(gpu: GpuTier) -> Iterator[Core]:
-    """Nothing below CPU memory."""
-    with closing(Core([], [gpu], clock=FakeClock())) as core:
-        yield core
-
-
 def warm(core: Core, session: Session, versions: list[Version]) -> None:
     """Put chunks and read them often enough for a place in GPU memory."""
     core.put(session, versions)
@@ -75,20 +67,6 @@ def warm(core: Core, session: Session, versions: list[Version]) -> None:
 # --- up
 
 
-def test_the_second_read_promotes_and_the_first_does_not(core: Core, session: Session) -> None:
-    versions = prompt(3)
-    core.put(session, versions)
-    core.get(session, keys_of(versions))
-    core.settle()
-    assert [core.tiers_of(version) for version in versions] == [["cpu"]] * 3
-    core.get(session, keys_of(versions[:2]))
-    assert core.work_queue.depth()["store-gpu"] == 2, "nobody waits for a promotion"
-    core.settle()
-    expected = [["gpu", "cpu"], ["gpu", "cpu"], ["cpu"]]
-    assert [core.tiers_of(version) for version in versions] == expected
-    assert core.counters["promoted_chunks"] == 2
-
-
 def get_on_device(core: Core, session: Session, versions: list[Version]) -> list[LayerPart]:
     lease_id, known = core.store.open_get(session, keys_of(versions), 0)
     terms = ReadTerms(session, core.later(), reach={Reach.memory, Reach.device})
@@ -98,22 +76,6 @@ def get_on_device(core: Core, session: Session, versions: list[Version]) -> list
 
 
 # --- only there
-
-
-def test_a_client_of_the_device_reads_gpu_memory_in_place(
-    core: Core, session: Session, gpu: GpuTier
-) -> None:
-    versions = prompt(3)
-    warm(core, session, versions[:2])
-    core.put(session, versions)
-    drop(core, versions[:1])
-    found = get_on_device(core, session, versions)
-    assert [result.tier for result in found] == ["gpu", "gpu", "cpu"]
-    places = [result.place for result in found if result.place is not None]
-    assert places[:2] == unpack_places(gpu.place_rows(keys_of(versions[:2])))
-    assert [place.reach for place in places] == [Reach.device, Reach.device, Reach.memory]
-    assert [place.size_bytes for place in places] == [v.info.size_bytes for v in versions]
-    assert core.tiers_of(versions[0]) == ["gpu"], "nothing was copied for it"
 
 
 def test_damage_in_gpu_memory_is_found_and_the_chunk_is_a_miss(
@@ -153,17 +115,6 @@ def test_a_victim_without_another_copy_goes_down_to_a_slab_of_its_tenant_in_cpu_
     copied = core.counters["copied_chunks"]
     warm(core, red, prompt(2, seed=6))
     assert core.counters["copied_chunks"] == copied, "what CPU memory has, too, is dropped"
-
-
-def test_without_a_lower_tier_cpu_memory_drops_what_the_gpu_still_has(bare: Core) -> None:
-    session = bare.open_session()
-    kept = prompt(2)
-    warm(bare, session, kept)
-    results = bare.put(session, prompt(12, seed=9))
-    assert {result.outcome for result in results} == {PutOutcome.stored}
-    assert [bare.tiers_of(version) for version in kept] == [["gpu"]] * 2
-    assert bare.counters["dropped_victims"] == 0
-    assert bare.get(session, keys_of(kept)) == frames_of(kept)
 
 
 # --- a device that fails, and the end
