@@ -80,7 +80,9 @@ def test_every_command_of_the_table_is_a_target_or_a_benchmark() -> None:
         found = (
             f"\n{name}:" in makefile
             if kind == "make"
-            else (ROOT / (name.replace(".", "/") + ".py")).exists()
+            else any(
+                (ROOT / (name.replace(".", "/") + end)).exists() for end in (".py", "/__main__.py")
+            )
         )
         assert found, name
 

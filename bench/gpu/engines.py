@@ -1,8 +1,8 @@
-"""A real vLLM on one CUDA device: ``python -m bench.engines_gpu [--json] [--lengths 8192,32768]``.
+"""A real vLLM on one CUDA device: ``python -m bench.gpu engines [--json] [--lengths 8192,32768]``.
 
 Time to first token of prompts that are computed, that come from our store's tiers and from vLLM's
 own offloading; decoding with stores and without. Random weights; one engine at a time, in a
-process of its own. Without a CUDA device or vLLM it says so and measures nothing.
+process of its own.
 """
 
 from __future__ import annotations
@@ -19,15 +19,12 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
 
-from bench.gpu import has_cuda
 from bench.lib import ROOT
-from bench.lib.report import Report, parser_of
+from bench.lib.report import Report
 
 HEAD_DIM, KV_HEADS, VOCABULARY = 128, 8, 32000
 SIZES = {
@@ -43,16 +40,34 @@ DECODE_REQUESTS, DECODE_ROUNDS = 8, 8
 DECODE_PROMPT, DECODE_FIRST, DECODE_STEPS = 257, 8, 512
 """Tokens of a prompt, steps that are not timed, and steps that are."""
 DECODE_CHUNKS = (DECODE_PROMPT + DECODE_FIRST + DECODE_STEPS - 1) // CHUNK_TOKENS
+NONE, KVSTORE, OFFLOADING = "none", "kvstore", "offloading"
+DECODE, RECOMPUTE, OFFLOAD, TOKENS = KEYS = (
+    "decode_with_store", "ttft_hit_vs_recompute", "ttft_hit_vs_offload", "tokens_identical",
+)  # fmt: skip
+TIERS = ("cpu", "gpu,cpu", "cpu,disk")
+LEAST_S = 60.0
+"""What an engine needs at least: with less left of the budget it is not started."""
+SHARED_MEMORY, MODEL_BYTES = Path("/dev/shm"), 40 << 30
+"""Where weights are read fastest, if it has room for twice the largest model."""
+_ENVIRONMENT = (
+    # In one process: what the connector says can be read, and nothing is started twice.
+    "VLLM_ENABLE_V1_MULTIPROCESSING=0", "VLLM_USE_FLASHINFER_SAMPLER=0", "VLLM_NO_USAGE_STATS=1",
+    "VLLM_LOGGING_LEVEL=WARNING", "HF_HUB_OFFLINE=1",
+)  # fmt: skip
+_ON_CPU = (
+    "VLLM_CPU_OMP_THREADS_BIND=nobind", "VLLM_CPU_KVCACHE_SPACE=1", "OMP_NUM_THREADS=1",
+    "TORCH_COMPILE_DISABLE=1",
+)  # fmt: skip
+Result: TypeAlias = Mapping[str, Any]
+Row: TypeAlias = tuple[float, str, str]
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
-    """Return tokens of noise."""
     source = random.Random(seed)
     return [source.randrange(3, VOCABULARY) for _ in range(tokens)]
 
 
 def token_bytes(size: str) -> int:
-    """Bytes of KV of a token, in bfloat16."""
     _, _, layers, heads = SIZES[size]
     return 2 * 2 * layers * min(KV_HEADS, heads) * HEAD_DIM
 
@@ -64,19 +79,7 @@ def room_bytes(size: str, lengths: Sequence[int]) -> int:
     return tokens * token_bytes(size) * 3 // 2 + (512 << 20)
 
 
-def model_bytes(size: str) -> int:
-    """Bytes of a model's weights, norms aside."""
-    hidden, inner, layers, heads = SIZES[size]
-    attention = 2 * hidden * HEAD_DIM * (heads + min(KV_HEADS, heads))
-    return 2 * (2 * VOCABULARY * hidden + layers * (attention + 3 * hidden * inner))
-
-
-NONE, KVSTORE, OFFLOADING = "none", "kvstore", "offloading"
-DECODE, RECOMPUTE, OFFLOAD, TOKENS = KEYS = (
-    "decode_with_store", "ttft_hit_vs_recompute", "ttft_hit_vs_offload", "tokens_identical",
-)  # fmt: skip
-Result: TypeAlias = Mapping[str, Any]
-Row: TypeAlias = tuple[float, str, str]
+# --- what the runs say
 
 
 class NoValueError(Exception):
@@ -84,10 +87,7 @@ class NoValueError(Exception):
 
 
 class Summary:
-    """The values of a run. ``ours`` is the engine whose hits count; others are in the table.
-
-    Each raises NoValueError where there is none.
-    """
+    """The values of a run. ``ours`` is the engine whose hits count; others are in the table."""
 
     def __init__(self, results: Mapping[str, Result], failed: Mapping[str, str], ours: str) -> None:
         self._results, self._failed, self._ours = results, failed, ours
@@ -108,14 +108,12 @@ class Summary:
         return found
 
     def hit_vs(self, theirs: str) -> Row:
-        """Return the ratio at the greatest length, and both times."""
         ours, other = self._times(self._ours), self._times(theirs)
         tokens = max(ours)
         against = f"{theirs}: {other[tokens]:.1f} ms"
         return ours[tokens] / other[tokens], f"{ours[tokens]:.1f} ms at {tokens} tokens", against
 
     def decode(self) -> Row:
-        """Return the time of a step with stores over that without, and both."""
         with_store = self._result(self._ours)
         stored = with_store["decode_stored"]
         wanted = DECODE_REQUESTS * DECODE_ROUNDS * DECODE_CHUNKS
@@ -125,7 +123,6 @@ class Summary:
         return ours / plain, f"{ours:.3f} ms a step, {stored} chunks stored", f"{plain:.3f} ms"
 
     def tokens(self) -> Row:
-        """Return whether full hits gave what the engine's own cache gave, in all engines."""
         runs = [(name, run) for name, one in self._results.items() for run in one["prompts"]]
         controls = [run["control_apart"] for _, run in runs if "control_apart" in run]
         if not controls or 0.0 in controls:
@@ -151,7 +148,6 @@ def share_of(run: Mapping[str, Any]) -> float:
 
 
 def add_notes(report: Report, name: str, result: Result) -> None:
-    """Add what one engine measured to the table."""
     for run in result["prompts"]:
         times = ", ".join(f"{ms:.1f}" for ms in run["hit_ms"])
         parts = [f"ms: {times}; cold {run['cold_ms']:.1f}", f"hit share {share_of(run):.2f}"]
@@ -169,7 +165,6 @@ def add_notes(report: Report, name: str, result: Result) -> None:
 def summarize(
     report: Report, results: Mapping[str, Result], failed: Mapping[str, str], ours: str
 ) -> None:
-    """Add all values that can be had, and say why others cannot."""
     for name, result in results.items():
         add_notes(report, name, result)
     for name, why in failed.items():
@@ -187,19 +182,7 @@ def summarize(
             report.skip([key], str(error))
 
 
-TIERS = ("cpu", "gpu,cpu", "cpu,disk")
-LEAST_S = 60.0
-"""What an engine needs at least: with less left of the budget it is not started."""
-SHARED_MEMORY = Path("/dev/shm")
-_ENVIRONMENT = (
-    # In one process: what the connector says can be read, and nothing is started twice.
-    "VLLM_ENABLE_V1_MULTIPROCESSING=0", "VLLM_USE_FLASHINFER_SAMPLER=0", "VLLM_NO_USAGE_STATS=1",
-    "VLLM_LOGGING_LEVEL=WARNING", "HF_HUB_OFFLINE=1",
-)  # fmt: skip
-_ON_CPU = (
-    "VLLM_CPU_OMP_THREADS_BIND=nobind", "VLLM_CPU_KVCACHE_SPACE=1", "OMP_NUM_THREADS=1",
-    "TORCH_COMPILE_DISABLE=1",
-)  # fmt: skip
+# --- running engines
 
 
 def _lengths(text: str) -> tuple[int, ...]:
@@ -209,99 +192,55 @@ def _lengths(text: str) -> tuple[int, ...]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What to run. ``lengths``: tokens of prompts, each of which has one more."""
-
-    lengths: tuple[int, ...] = (8192, 32768)
-    size: str = "small"
-    tiers: tuple[str, ...] = TIERS
-    device: str = "cuda"
-    backend: str = ""
-    budget_s: float = 540.0
-    only_json: bool = False
-
-    @classmethod
-    def parse(cls, argv: Sequence[str] | None) -> Plan:
-        """Return what the flags say."""
-        parser, plan = parser_of(__doc__), cls()
-        parser.add_argument("--lengths", type=_lengths, default=plan.lengths, help="of prompts")
-        parser.add_argument("--model-size", default=plan.size, choices=SIZES)
-        parser.add_argument("--tiers", action="append", choices=TIERS, help="may be repeated")
-        parser.add_argument("--backend", default="", help="vLLM's attention backend")
-        parser.add_argument(
-            "--budget-s", type=float, default=plan.budget_s, help="start no engine that ends later"
-        )
-        parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-        args = parser.parse_args(argv)
-        return cls(
-            args.lengths, args.model_size, tuple(args.tiers or TIERS), args.device, args.backend,
-            args.budget_s, args.json,
-        )  # fmt: skip
-
-    def engines(self) -> list[tuple[str, str, str]]:
-        """Return each engine to run: its name, its kind and its server's tiers.
-
-        What the values are made of comes first.
-        """
-        ours = [(f"{KVSTORE} {tiers}", KVSTORE, tiers) for tiers in self.tiers]
-        theirs = [(OFFLOADING, OFFLOADING, "")] if self.device == "cuda" else []
-        return [(NONE, NONE, ""), ours[0], *theirs, *ours[1:]]
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--lengths", type=_lengths, default=(8192, 32768), help="of prompts")
+    parser.add_argument("--model-size", default="small", choices=SIZES)
+    parser.add_argument("--tiers", action="append", choices=TIERS, help="may be repeated")
+    parser.add_argument("--backend", default="", help="vLLM's attention backend")
+    parser.add_argument("--budget-s", type=float, default=540.0, help="start no engine later")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
 
 
-@dataclass(slots=True)
-class Runs:
-    """Runs engines one after another, as long as there is time. ``failed`` says what has not."""
+def engines_of(plan: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """Return each engine to run, what the values are made of first: its name, kind and tiers."""
+    ours = [(f"{KVSTORE} {tiers}", KVSTORE, tiers) for tiers in plan.tiers or TIERS]
+    theirs = [(OFFLOADING, OFFLOADING, "")] if plan.device == "cuda" else []
+    return [(NONE, NONE, ""), ours[0], *theirs, *ours[1:]]
 
-    plan: Plan
-    folder: Path
-    model: Path
-    began: float = field(default_factory=time.monotonic)
-    results: dict[str, dict[str, Any]] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def left_s(self) -> float:
-        """What is left of the budget."""
-        return self.plan.budget_s - (time.monotonic() - self.began)
-
-    def make_model(self) -> None:
-        """Write the weights."""
-        words = [sys.executable, "-m", "bench.engines_gpu_child"]
-        subprocess.run([*words, str(self.model), self.plan.size], cwd=ROOT, check=True)
-
-    def run_all(self) -> None:
-        """Run every engine that there is time for."""
-        for name, kind, tiers in self.plan.engines():
-            if self.left_s < LEAST_S:
-                self.failed[name] = f"not started: {max(0.0, self.left_s):.0f} s were left"
-            else:
-                self.run(name, kind, tiers)
-            if not self.plan.only_json:
-                print(f"{name}: {self.failed.get(name, 'measured')}", flush=True)
-
-    def run(self, name: str, kind: str, tiers: str) -> None:
-        """Run one engine."""
-        plan = self.plan
-        folder = self.folder / name.replace(" ", "-").replace(",", "-")
-        folder.mkdir()
+def run_all(
+    plan: argparse.Namespace, folder: Path, model: Path
+) -> tuple[dict[str, Result], dict[str, str]]:
+    """Run every engine that there is time for; return results, and why others have none."""
+    began, results, failed = time.monotonic(), dict[str, Result](), dict[str, str]()
+    engines = engines_of(plan)
+    for number, (name, kind, tiers) in enumerate(engines):
+        left_s = plan.budget_s - (time.monotonic() - began)
+        if left_s < LEAST_S:
+            failed[name] = f"not started: {max(0.0, left_s):.0f} s were left"
+            continue
+        place = folder / str(number)
+        place.mkdir()
         order = {
-            "engine": kind, "tiers": tiers, "model": str(self.model),
-            "folder": str(folder), "room": room_bytes(plan.size, plan.lengths),
-            "lengths": plan.lengths, "device": plan.device, "backend": plan.backend,
-            "decodes": kind == NONE or (kind, tiers) == (KVSTORE, plan.tiers[0]),
+            "engine": kind, "tiers": tiers, "model": str(model), "folder": str(place),
+            "room": room_bytes(plan.model_size, plan.lengths), "lengths": plan.lengths,
+            "device": plan.device, "backend": plan.backend,
+            "decodes": name in (NONE, engines[1][0]),
         }  # fmt: skip
-        said, wrong = ask_child(order, folder / "log", self.left_s)
+        said, wrong = ask_child(order, place / "log", left_s)
         if wrong:
-            self.failed[name] = wrong
+            failed[name] = wrong
         else:
-            self.results[name] = json.loads(said)
+            results[name] = json.loads(said)
+        if not plan.json:
+            print(f"{name}: {wrong or 'measured'}", flush=True)
+    return results, failed
 
 
 def ask_child(order: Mapping[str, Any], log: Path, within_s: float) -> tuple[str, str]:
     """Have a process do *order*; return its line, and what went wrong, if anything did."""
     words = (*_ENVIRONMENT, *(_ON_CPU if order["device"] == "cpu" else ()))
-    command = ["env", *words, sys.executable, "-m", "bench.engines_gpu_child"]
+    command = ["env", *words, sys.executable, "-m", "bench.gpu.child"]
     said, is_late = "", False
     with (
         log.open("wb") as errors,
@@ -325,33 +264,14 @@ def ask_child(order: Mapping[str, Any], log: Path, within_s: float) -> tuple[str
     return "", "the budget was over" if is_late else f"ended with {child.returncode}"
 
 
-def model_place(size: str) -> str | None:
-    """Return where weights are read fastest, None for where temporary files go."""
-    if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * model_bytes(size):
-        return str(SHARED_MEMORY)
-    return None
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print."""
-    plan = Plan.parse(argv)
-    report = Report("engines_gpu")
-    has_device = plan.device == "cpu" or has_cuda()
-    if not has_device or find_spec("vllm") is None:
-        print(f"skipped: no {'vLLM' if has_device else 'CUDA device'}")
-        report.print(only_json=True)
-        return 0
+def measure_engines(report: Report, plan: argparse.Namespace) -> None:
+    has_room = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > MODEL_BYTES
+    where = str(SHARED_MEMORY) if has_room else None
     with (
         tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder,
-        tempfile.TemporaryDirectory(prefix="kvstore-model-", dir=model_place(plan.size)) as model,
+        tempfile.TemporaryDirectory(prefix="kvstore-model-", dir=where) as model,
     ):
-        runs = Runs(plan, Path(folder), Path(model))
-        runs.make_model()
-        runs.run_all()
-    summarize(report, runs.results, runs.failed, f"{KVSTORE} {plan.tiers[0]}")
-    report.print(only_json=plan.only_json)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        words = [sys.executable, "-m", "bench.gpu.child", model, plan.model_size]
+        subprocess.run(words, cwd=ROOT, check=True)
+        results, failed = run_all(plan, Path(folder), Path(model))
+    summarize(report, results, failed, engines_of(plan)[1][0])

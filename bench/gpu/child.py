@@ -1,7 +1,7 @@
-"""One vLLM engine of ``bench.engines_gpu``: a line of JSON says which, one says what it measured.
+"""One vLLM engine of ``bench.gpu engines``: a line of JSON says which, one what it measured.
 
-Run by ``bench.engines_gpu`` in a process of its own, with a store's server where there is one.
-``python -m bench.engines_gpu_child FOLDER SIZE`` writes the model: a Llama with random weights,
+Run in a process of its own, with a store's server where there is one.
+``python -m bench.gpu.child FOLDER SIZE`` writes the model: a Llama with random weights,
 whose attention is peaked, so that damage to KV shows in what is generated.
 """
 
@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from bench.engines_gpu import (
+from bench.gpu.engines import (
     CHUNK_TOKENS,
     DECODE_FIRST,
     DECODE_PROMPT,
@@ -73,11 +73,9 @@ class Weights:
         return (made * (gain / columns**0.5)).cpu()
 
     def ones(self) -> Any:
-        """Return the weights of a norm."""
         return self._torch.ones(self._hidden, dtype=self._torch.bfloat16)
 
     def save(self, name: str, tensors: dict[str, Any]) -> None:
-        """Write one file."""
         from safetensors.torch import save_file
 
         save_file(tensors, self._folder / name, metadata={"format": "pt"})
@@ -129,8 +127,6 @@ BATCHED_TOKENS = 8192
 
 @dataclass(slots=True)
 class Store:
-    """A server of ours that can be started anew on the same address."""
-
     tiers: str
     room: int
     folder: Path
@@ -138,7 +134,6 @@ class Store:
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def start(self) -> None:
-        """Start the server."""
         if not self.address:
             self.address = f"127.0.0.1:{free_port()}"
         room = str(self.room)
@@ -152,7 +147,6 @@ class Store:
 
     @property
     def is_disk(self) -> bool:
-        """Whether hits are to come from disk."""
         return "disk" in self.tiers.split(",")
 
     def stop(self) -> None:
@@ -178,14 +172,12 @@ class Engine:
 
     @property
     def connector(self) -> Any:
-        """The worker's connector, None without."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
         return get_kv_transfer_group() if has_kv_transfer_group() else None
 
     @property
     def worker(self) -> Any:
-        """The worker of our connector, None with another or without."""
         return getattr(self.connector, "_worker", None)
 
     @property
@@ -195,7 +187,6 @@ class Engine:
         return worker.counted["load_us"] / 1e3 if hasattr(worker, "settled") else 0.0
 
     def ask(self, ids: list[int], tokens: int, best: int = 0) -> Answer:
-        """Answer one prompt, alone."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -211,7 +202,6 @@ class Engine:
         return Answer(took_ms, list(said.token_ids), first, output.num_cached_tokens or 0)
 
     def step(self) -> None:
-        """Run a few steps with a prompt that is shorter than a chunk."""
         self.ask(prompt(33, next(self._steps)), 4)
 
     def reset(self) -> None:
@@ -224,7 +214,6 @@ class Engine:
             time.sleep(0.02)
 
     def settle(self) -> None:
-        """Step until everything that is to be stored is stored."""
         worker, began = self.worker, time.monotonic()
         if not hasattr(worker, "settled"):
             for _ in range(8):  # others' stores end in the steps that follow
@@ -247,7 +236,6 @@ class Engine:
         self.reset()
 
     def _await_store(self) -> None:
-        """Ask for a prompt that is stored until it is found again."""
         began = time.monotonic()
         while time.monotonic() - began < WITHIN_S:
             self.reset()
@@ -257,7 +245,6 @@ class Engine:
         raise RuntimeError("the store is not found again after its restart")
 
     def warm_up(self, tokens: int) -> None:
-        """Have kernels compiled and memory touched, loads included."""
         for length, seed in ((CHUNK_TOKENS, 900), (tokens, 901), (tokens, 902)):
             self.ask(prompt(length + 1, seed), 4)
             self.settle()
@@ -314,7 +301,6 @@ def transfer_of(order: dict[str, Any], store: Store | None) -> dict[str, Any] | 
 
 
 def engine_of(order: dict[str, Any], store: Store | None) -> Any:
-    """Start vLLM."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -384,7 +370,6 @@ def measure_prompt(engine: Engine, tokens: int, *, has_control: bool) -> dict[st
 
 
 def measure(order: dict[str, Any], store: Store | None) -> dict[str, Any]:
-    """Start the engine and measure."""
     began = time.perf_counter()
     engine = Engine(engine_of(order, store), store)
     result: dict[str, Any] = {"start_s": time.perf_counter() - began}
@@ -407,7 +392,6 @@ def measure(order: dict[str, Any], store: Store | None) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure what the first line of the input says."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what vLLM prints is no answer
     order = json.loads(sys.stdin.readline())

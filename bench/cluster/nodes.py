@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from bench.lib.bare import KINDS, raw_zmq, relayed, straight
-from bench.lib.report import Report, paired, parser_of
+from bench.lib.bare import raw_stream, raw_zmq, relayed
+from bench.lib.report import Report, gbps, paired
 from bench.lib.workload import (
     MODEL,
     TINY,
@@ -44,28 +42,12 @@ _TOLD_WITHIN_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class HitTimes:
-    """Best seconds of a hit, of one whose bytes go through the reader's own server, and of the
-    bare transfer of as many.
-    """
+    """Best seconds of a hit, of one through the reader's own server, and of the bare transfer."""
 
     size_bytes: int
     straight_s: float
     by_way_s: float
     raw_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class PeerTimes:
-    """Those of hits. Those of the quickest bare loop that does the steps of a hit by way of the own
-    server, and of one where the reader itself receives, over those of the bare transfer in turns
-    with it; all lookups by kind: of chunks that a peer has, and of ones that it lacks, from a
-    fixed list of peers and by the directory in a Redis.
-    """
-
-    hit: HitTimes
-    limit: float
-    straight: float
-    lookups_s: Mapping[str, Sequence[float]]
 
 
 @contextmanager
@@ -121,18 +103,17 @@ def hit_against_raw(chunks: int, repeats: int) -> HitTimes:
 
 
 def limits_over_raw(size_bytes: int, repeats: int) -> tuple[float, float]:
-    """Return what the quickest bare loop takes, and what the one does where the reader itself
-    receives, in those of the bare transfer; best of each.
+    """Return what bare loops take in times of the bare transfer: one that does the steps of a hit
+    by way of the own server, and one where the reader itself receives and sums.
     """
-
-    def over_raw(loop: Callable[[], int]) -> float:
-        limit_s, raw_s = paired(loop, receive, repeats)
-        return limit_s / raw_s
-
-    with raw_zmq(size_bytes) as receive, ExitStack() as stack:
-        loops = [stack.enter_context(relayed(kind, size_bytes)) for kind in KINDS]
-        reader = stack.enter_context(straight(size_bytes))
-        return min(map(over_raw, loops)), over_raw(reader)
+    with (
+        raw_zmq(size_bytes) as receive,
+        relayed(size_bytes) as by_way,
+        raw_stream(size_bytes, summed=True) as straight,
+    ):
+        by_way_s, raw_s = paired(by_way, receive, repeats)
+        straight_s, other_s = paired(straight, receive, repeats)
+    return by_way_s / raw_s, straight_s / other_s
 
 
 def lookups(count: int, *flags: str) -> tuple[list[float], list[float]]:
@@ -162,44 +143,27 @@ def lookups(count: int, *flags: str) -> tuple[list[float], list[float]]:
     return found, missed
 
 
-def measure(chunks: int, repeats: int, count: int) -> PeerTimes:
-    """Measure a hit of *chunks* chunks of 8 MiB, and *count* lookups."""
+def add_nodes(
+    report: Report, chunks: int = CHUNKS, repeats: int = REPEATS, count: int = LOOKUPS
+) -> None:
+    """Hits of *chunks* chunks of 8 MiB, and *count* lookups."""
     hit = hit_against_raw(chunks, repeats)
-    limits = limits_over_raw(hit.size_bytes, repeats)
+    by_way, straight = limits_over_raw(hit.size_bytes, repeats)
+    raw = f"raw zmq {gbps(hit.size_bytes, hit.raw_s)}"
+    ours = gbps(hit.size_bytes, hit.straight_s)
+    report.add("peer_hit_over_raw", hit.straight_s / hit.raw_s, ours, f"{raw}, bar 1.3")
+    what = "a bare loop: receive where it is wanted, sum"
+    report.add("peer_hit_limit_over_raw", straight, what)
+    what = f"through the memory of the own server, {gbps(hit.size_bytes, hit.by_way_s)}"
+    report.add("peer_hit_by_way_over_raw", hit.by_way_s / hit.raw_s, what, raw)
+    what = "a bare loop: receive, sum, copy out, sum"
+    report.add("peer_hit_by_way_limit_over_raw", by_way, what)
     fixed = lookups(count)
-    with TemporaryDirectory() as folder, redis_server(Path(folder)) as port:
+    with redis_server() as port:
         shared = lookups(count, "--directory", "--redis", f"redis://127.0.0.1:{port}/0")
     names = ("found", "missed", "directory_found", "directory_missed")
-    return PeerTimes(hit, *limits, dict(zip(names, (*fixed, *shared), strict=True)))
-
-
-def add(report: Report, times: PeerTimes) -> None:
-    """Add what was measured to *report*."""
-    hit = times.hit
-    seconds = (hit.straight_s, hit.by_way_s, hit.raw_s)
-    ours, by_way, raw = (f"{hit.size_bytes / one / 1e9:.2f} GB/s" for one in seconds)
-    against = f"raw zmq {raw}"
-    report.add("peer_hit_over_raw", hit.straight_s / hit.raw_s, ours, f"{against}, bar 1.3")
-    what = "a bare loop: receive where it is wanted, sum"
-    report.add("peer_hit_limit_over_raw", times.straight, what)
-    what = f"through the memory of the own server, {by_way}"
-    report.add("peer_hit_by_way_over_raw", hit.by_way_s / hit.raw_s, what, against)
-    what = "bare loops: receive, sum, copy out, sum"
-    report.add("peer_hit_by_way_limit_over_raw", times.limit, what)
-    for name, found in times.lookups_s.items():
-        what = f"{len(found)} lookups of {LOOKUP_CHUNKS} chunks"
+    for name, seconds in zip(names, (*fixed, *shared), strict=True):
+        what = f"{len(seconds)} lookups of {LOOKUP_CHUNKS} chunks"
         for share in (50, 99):
-            value_ms = 1e3 * float(np.percentile(found, share))
+            value_ms = 1e3 * float(np.percentile(seconds, share))
             report.add(f"peer_lookup_{name}_ms_p{share}", value_ms, what)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Print the table and the JSON line."""
-    flags = parser_of(__doc__).parse_args(argv)
-    report = Report("peer_nodes")
-    add(report, measure(CHUNKS, REPEATS, LOOKUPS))
-    report.print(only_json=flags.json)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
-"""KV in GPU memory against the limits of the same device: ``python -m bench.gpu [--json]``.
+"""KV in GPU memory against the limits of the same device; ``engines``: a real vLLM with stores.
 
 An engine's pages in vLLM's layout, the connector's own stores and loads, and a server process on
-the same host. Without a CUDA device it says so and measures nothing.
+the same host. Without a CUDA device, or vLLM, it says so and measures nothing.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.lib.report import Report, paired, parser_of
+from bench.gpu import engines
+from bench.lib.report import Report, gbps, paired, parser_of
 from bench.lib.workload import SMALL, chunks_of, model_of, serving
 
 LAYERS, HEADS, HEAD_DIM, TOKENS, BLOCK_TOKENS = 32, 8, 128, 256, 16
@@ -30,20 +32,24 @@ DEADLINE_MS = 60_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print."""
-    only_json = parser_of(__doc__).parse_args(argv).json
-    report = Report("gpu")
-    if not has_cuda():
+    parser = parser_of(__doc__)
+    parser.add_argument("part", nargs="?", default="copies", choices=("copies", "engines"))
+    engines.add_flags(parser)
+    flags, report = parser.parse_args(argv), Report("gpu")
+    is_engine = flags.part == "engines"
+    if not has_cuda() and not (is_engine and flags.device == "cpu"):
         print("skipped: no CUDA device")
-        report.print(only_json=True)
-        return 0
-    measure_all(report, "cuda", model_of("gpu", LAYERS), CHUNKS)
-    report.print(only_json=only_json)
+    elif not is_engine:
+        measure_all(report, "cuda", model_of("gpu", LAYERS), CHUNKS)
+    elif find_spec("vllm") is None:
+        print("skipped: no vLLM")
+    else:
+        engines.measure_engines(report, flags)
+    report.print(only_json=flags.json or not report.rows)
     return 0
 
 
 def has_cuda() -> bool:
-    """Whether torch sees a CUDA device."""
     try:
         import torch
     except ImportError:
@@ -52,7 +58,6 @@ def has_cuda() -> bool:
 
 
 def synced(work: Callable[[], object]) -> Callable[[], None]:
-    """Return *work* that ends when the device has ended it."""
     import torch
 
     def run() -> None:
@@ -78,7 +83,6 @@ class Engine:
     @classmethod
     @contextmanager
     def open(cls, address: str, model: Any, chunks: int, device: str) -> Iterator[Engine]:
-        """Connect an engine whose pages have room for *chunks*."""
         import torch
 
         from kvstore.client import ClientOptions
@@ -118,7 +122,6 @@ class Engine:
                 side.close()
 
     def store(self) -> None:
-        """Bring every chunk out of the pages into host memory."""
         waiting = list(self.tables)
         while waiting:
             copies = self.side.copies(waiting)
@@ -142,7 +145,6 @@ class Engine:
 
 
 def measure_all(report: Report, device: str, model: Any, chunks: int) -> None:
-    """Measure loads and stores of *chunks* of *model* on *device*."""
     total = chunks * chunk_bytes(model)
     room = f"{3 * total // (1 << 20) + 512}MiB"
     with (
@@ -163,7 +165,6 @@ def measure_all(report: Report, device: str, model: Any, chunks: int) -> None:
 
 
 def chunk_bytes(model: Any) -> int:
-    """Bytes of KV in a chunk of *model*."""
     return 2 * len(model.layer_groups[0].layer_ids) * HEADS * HEAD_DIM * TOKENS * 2
 
 
@@ -187,7 +188,6 @@ def rolled(client: Any, count: int) -> tuple[list[Any], list[Any]]:
 
 
 def check_pages(engine: Engine, chunks: Sequence[Any]) -> None:
-    """Raise AssertionError unless the pages hold *chunks*."""
     import torch
 
     for (table,), chunk in zip(engine.tables, chunks, strict=True):
@@ -215,10 +215,7 @@ def copies_of(total: int, device: str, *, up: bool) -> Callable[[], None]:
 
 
 def add_rate(report: Report, key: str, total: int, ours: float, theirs: float) -> None:
-    """Add the ratio of two times for *total* bytes."""
-    report.add(
-        key, theirs / ours, f"{total / ours / 1e9:.1f} GB/s", f"{total / theirs / 1e9:.1f} GB/s"
-    )
+    report.add(key, theirs / ours, gbps(total, ours), gbps(total, theirs))
 
 
 def measure_store(report: Report, engine: Engine, total: int, device: str) -> None:
@@ -239,7 +236,6 @@ def measure_cpu_load(
 
 
 def put_near(engine: Engine, chunks: Sequence[Any]) -> None:
-    """Put what the pages hold into the server's gpu tier."""
     from kvstore.proto.plans import NO_HINTS
 
     waiting = list(zip(engine.tables, chunks, strict=True))
@@ -276,7 +272,6 @@ def measure_gpu(report: Report, engine: Engine, count: int, total: int) -> None:
 
 
 def measure_growth(report: Report, engine: Engine) -> None:
-    """Memory of process and device over many stores of small chunks."""
 
     def held_mb() -> float:
         import torch
