@@ -9,7 +9,10 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 
@@ -59,6 +62,27 @@ def files_below(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
+@contextmanager
+def reading(address: str, oracle: OracleFile) -> Iterator[list[int]]:
+    """Read over shared memory what was put, whoever dies meanwhile; yield the counts of hits."""
+    stop, hits, draw = threading.Event(), [0], random.Random(1)
+    options = replace(OPTIONS, transport="shm")
+
+    def read(client: Client) -> None:
+        while not stop.is_set():
+            with suppress(KVStoreError):
+                for seed in draw.choices(oracle.seeds() or [0], k=20):
+                    hits[0] += verified(client, keys_of(client, seed, CHUNKS))
+
+    with Client(address, SMALL, options) as client, ThreadPoolExecutor(1) as pool:
+        work = pool.submit(read, client)
+        try:
+            yield hits
+        finally:
+            stop.set()
+            work.result()
+
+
 def test_a_server_killed_under_load_keeps_what_the_oracle_was_told_and_no_stray_file(
     server_process: ProcessMaker, oracle: OracleFile, tmp_path: Path,
     amount: Callable[[int, int], int],
@@ -72,10 +96,14 @@ def test_a_server_killed_under_load_keeps_what_the_oracle_was_told_and_no_stray_
     for loop in range(amount(1, 200)):
         told = len(oracle.seeds(durable=True))
         command = [sys.executable, "-c", WRITE, process.address, str(tmp_path / "oracle.jsonl")]
-        with subprocess.Popen(
-            [*command, str(100_000 * loop)], env={**os.environ, "PYTHONPATH": paths}
-        ) as writer:
+        with (
+            subprocess.Popen(
+                [*command, str(100_000 * loop)], env={**os.environ, "PYTHONPATH": paths}
+            ) as writer,
+            reading(process.address, oracle) as hits,
+        ):
             assert eventually(lambda told=told: len(oracle.seeds(durable=True)) > told + 10)  # type: ignore[misc]
+            assert eventually(lambda hits=hits: hits[0] > 0)  # type: ignore[misc]
             process.kill()
             writer.kill()
         process.start()
