@@ -163,7 +163,7 @@ soak-long: $(STAMP) $(LOOPS) redis ## what takes an hour: a million hostile fram
 	$(BIN)/pytest -o timeout=7200 tests/simulation/test_network.py --sim-steps 1000000
 	$(BIN)/pytest -o timeout=7200 tests/codecs/test_hostile_frames.py --fuzz-frames 1000000
 	$(BIN)/pytest -o timeout=36000 tests/codecs/test_sanitized_loops.py --fuzz-frames 1000000
-	$(BIN)/pytest -o timeout=7200 tests/codecs/test_exact_values.py --exact-values 1000000000
+	$(BIN)/pytest -o timeout=7200 tests/codecs/test_lossless.py -k every_value --exact-values 1000000000
 
 nightly: check soak-long mutants faults fuzz regressions-long ## all that is too long for each change: most of a night
 

@@ -7,53 +7,21 @@ own; whole and layer by layer in turns, medians.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bench.lib import ROOT
 from bench.lib.report import Report, parser_of
-from bench.lib.workload import connect, serving
+from bench.lib.workload import connect, serving, slow_link
 from bench.real_model import FOLDER, why_missing
 from kvstore.client import Client
-
-if TYPE_CHECKING:
-    from kvstore.client.engines.transformers import TransformersConnector
 
 STORED_TOKENS, CHUNK_TOKENS = 2048, 256
 SUFFIX_TOKENS = (1, 64, 512)
 GBPS = (1, 10)
 ROUNDS = 5
 KEYS = (*(f"ttft_{gbps}gbps_{left}" for gbps in GBPS for left in SUFFIX_TOKENS), "same_tokens")
-
-LINK = """
-import sys
-sys.path[:0] = ["tests"]
-from helpers.slow_link import SlowLink
-link = SlowLink(int(sys.argv[1]), float(sys.argv[2]))
-print(link.port, flush=True)
-sys.stdin.read()
-link.close()
-"""
-"""What runs a link from the checkout's root."""
-
-
-@contextmanager
-def slow_link(address: str, gbps: float) -> Iterator[str]:
-    """Run a link of *gbps* to the server at *address*; yield the address of its near end."""
-    command = [sys.executable, "-c", LINK, address.rpartition(":")[2], str(gbps * 125e6)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        cwd=ROOT,
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        assert process.stdin is not None
-        yield f"127.0.0.1:{int(process.stdout.readline())}"
-        process.stdin.close()
 
 
 class Engine:
@@ -63,10 +31,10 @@ class Engine:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from kvstore.client.engines.transformers import representation_of
+        from kvstore.client.engines.transformers import TransformersConnector, representation_of
 
         torch.set_num_threads(1)
-        self._torch = torch
+        self.connector, self._torch = TransformersConnector, torch
         self.model: Any = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.bfloat16)
         self.identity = representation_of(self.model, AutoTokenizer.from_pretrained(FOLDER))
         self._draw = torch.Generator().manual_seed(1)
@@ -81,16 +49,9 @@ class Engine:
         self._came_s = self._came_s or time.perf_counter()
 
     def prompt(self, left: int) -> Any:
-        """Return the stored prefix with *left* tokens that nobody has seen."""
         return self._torch.cat([self.prefix, self._tokens(left)], 1)
 
-    def connector(self, client: Client) -> TransformersConnector:
-        """Return one that has measured nothing, and so loads whole."""
-        from kvstore.client.engines.transformers import TransformersConnector
-
-        return TransformersConnector(client, self.model)
-
-    def ask(self, connector: TransformersConnector, prompt: Any) -> tuple[float, int]:
+    def ask(self, connector: Any, prompt: Any) -> tuple[float, int]:
         """Return the seconds to the first token, and the token; what is new is forgotten."""
         self._came_s, began_s = 0.0, time.perf_counter()
         found = connector.generate(prompt, max_new_tokens=1, do_sample=False, pad_token_id=0)
@@ -111,16 +72,17 @@ def measure_link(report: Report, engine: Engine, client: Client, gbps: int) -> b
         return get_layers(*args, **more)
 
     client.get_chunk_layers = counted  # type: ignore[method-assign]
-    layered = engine.connector(client)
+    layered = engine.connector(client, engine.model)
     for _ in range(2):  # it learns what the link and the model take
         engine.ask(layered, engine.prompt(max(SUFFIX_TOKENS)))
     for left in SUFFIX_TOKENS:
         times: list[tuple[float, float]] = []
         asked = 0
         for number in range(ROUNDS):
-            prompt = engine.prompt(left)
-            sides = [engine.connector(client), layered][:: -1 if number % 2 else 1]
-            one, other = [engine.ask(side, prompt) for side in sides][:: -1 if number % 2 else 1]
+            # One that has measured nothing loads whole.
+            prompt, whole = engine.prompt(left), engine.connector(client, engine.model)
+            turn = -1 if number % 2 else 1
+            one, other = [engine.ask(side, prompt) for side in (whole, layered)[::turn]][::turn]
             is_same &= one[1] == other[1]
             times.append((one[0], other[0]))
         whole_s, layered_s = (median(each) for each in zip(*times, strict=True))
@@ -134,23 +96,22 @@ def measure_link(report: Report, engine: Engine, client: Client, gbps: int) -> b
 
 
 def measure(report: Report) -> None:
-    """Store the prefix and ask over every link."""
     engine, is_same = Engine(), True
     options = {"transport": "grpc", "chunk_tokens": CHUNK_TOKENS, "deadline_ms": 60_000}
     with serving("--cpu", "512MiB", "--tiers", "cpu") as (address, _):
         with connect(address, engine.identity, **options) as client:
-            engine.connector(client).generate(engine.prefix, max_new_tokens=1, pad_token_id=0)
+            one = engine.connector(client, engine.model)
+            one.generate(engine.prefix, max_new_tokens=1, pad_token_id=0)
         for gbps in GBPS:
             with (
-                slow_link(address, gbps) as near,
-                connect(near, engine.identity, **options) as client,
+                slow_link(int(address.rpartition(":")[2]), gbps) as port,
+                connect(f"127.0.0.1:{port}", engine.identity, **options) as client,
             ):
                 is_same &= measure_link(report, engine, client, gbps)
     report.add(KEYS[-1], float(is_same), "both ways had the same tokens", "bar 1")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print."""
     flags = parser_of(__doc__).parse_args(argv)
     report, why = Report("layers"), why_missing()
     if why is None:

@@ -10,10 +10,9 @@ import gc
 import os
 import subprocess
 import sys
-import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
@@ -22,27 +21,10 @@ from statistics import median
 import numpy as np
 import redis
 
+from bench.lib import workload
 from bench.lib.bare import bare_read, looked_at, raw_stream, ring_put, steps_of, summed_get
-from bench.lib.report import Report, best_s, in_turns, paired, parser_of, timed
-from bench.lib.workload import (
-    MIB,
-    MODEL,
-    SMALL,
-    TINY,
-    arrays,
-    arrays_of,
-    check,
-    chunk_bytes,
-    chunks_of,
-    connect,
-    keys_of,
-    make_chunks,
-    put_all,
-    redis_gets,
-    redis_server,
-    rooms,
-    serving,
-)
+from bench.lib.report import Part, Report, gbps, in_turns, paired, run_parts, timed
+from bench.lib.workload import MIB, MODEL, SMALL, TINY, check, joined, put_all, rooms
 from kvstore.client import Chunk, Client
 from kvstore.client.chunk import LayerTensors, parents
 from kvstore.client.connection import Connection
@@ -51,14 +33,7 @@ from kvstore.client.transports.tcp import Entrance, FrameStream
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.keys import chain_digests
-from kvstore.proto.types import (
-    DIGEST_BYTES,
-    ROOT,
-    ChunkInfo,
-    ChunkKey,
-    KVLayout,
-    PutOutcome,
-)
+from kvstore.proto.types import DIGEST_BYTES, ROOT, ChunkInfo, ChunkKey, KVLayout, PutOutcome
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.holds import Leases
@@ -79,15 +54,11 @@ LEASE_PACKETS_BYTES = (LEASE_CHUNKS * 16 + 64, LEASE_CHUNKS * (32 + 5) + 96)
 METADATA_CHUNKS = 20_000
 STALLED_READERS, SESSIONS = 64, 5
 """Readers, of so many sessions: one may have 16 streams."""
-BULK = ("--tiers", "cpu", "--cpu", "1GiB", "--bulk", "127.0.0.1:0")
+MEMORY = ("--tiers", "cpu", "--cpu", "1GiB")
+BULK = (*MEMORY, "--bulk", "127.0.0.1:0")
 
 
-def gbps(size: int, seconds: float) -> str:
-    """Return a speed in words."""
-    return f"{size / seconds / 1e9:.2f} GB/s"
-
-
-def bench_import(_: Path, report: Report) -> None:
+def bench_import(report: Report, _folder: Path) -> None:
     """A server's import: seconds and resident megabytes, in a process of its own."""
     code = (
         "import time; t = time.perf_counter(); import kvstore.server.main; "
@@ -100,7 +71,7 @@ def bench_import(_: Path, report: Report) -> None:
     report.add("import_mb", max(sizes) / MIB, "resident", "bar 150 MB")
 
 
-def bench_metadata(folder: Path, report: Report) -> None:
+def bench_metadata(report: Report, folder: Path) -> None:
     """Traced bytes of everything kept per chunk that lies in CPU memory and on disk."""
     count, layout = METADATA_CHUNKS, KVLayout.of(TINY, 16)
     size = raw_frame_bytes(layout)
@@ -126,61 +97,55 @@ def bench_metadata(folder: Path, report: Report) -> None:
     report.add("metadata_bytes_per_chunk", (after - before) / count, "CPU + disk copy", "reported")
 
 
-def bench_transport(address: str, report: Report) -> None:
-    """Shared memory against memcpy, and gRPC in GB/s."""
-    with connect(address, MODEL, transport="shm") as client:
-        keys, chunks = make_chunks(client, PROMPT_CHUNKS, 1)
-        size, out = chunk_bytes(chunks), rooms(MODEL, PROMPT_CHUNKS)
-        pairs = list(zip(arrays(out), arrays_of(chunks), strict=True))
+def bench_transport(report: Report, _folder: Path) -> None:
+    with workload.serving(*MEMORY) as (address, _pid):
+        with workload.connect(address, MODEL, transport="shm") as client:
+            keys, chunks = workload.make_chunks(client, PROMPT_CHUNKS, 1)
+            size, out = workload.chunk_bytes(chunks), rooms(MODEL, PROMPT_CHUNKS)
+            parts = workload.arrays_of(chunks)
+            pairs = list(zip(workload.arrays(out), parts, strict=True))
 
-        def copy() -> None:
-            for room, part in pairs:
-                np.copyto(room, part)
+            def copy() -> None:
+                for room, part in pairs:
+                    np.copyto(room, part)
 
-        def put() -> None:
+            copy()
+            turns = []
+            with ring_put(steps_of(parts)) as bare:
+                for _ in range(REPEATS):
+                    put_s = timed(partial(put_all, client, chunks))
+                    turns.append((put_s, timed(copy), timed(bare)))
+                    client.delete(keys=keys)
+            ours_s, copy_s, bare_s = map(min, zip(*turns, strict=True))
+            copied = f"memcpy {gbps(size, copy_s)}"
+            ours, ring = f"put {gbps(size, ours_s)}", f"two processes, a ring {gbps(size, bare_s)}"
+            report.add("shm_put_vs_memcpy", copy_s / ours_s, ours, f"{copied}, bar 0.6")
+            report.add("shm_put_limit_vs_memcpy", copy_s / bare_s, ring, copied)
             put_all(client, chunks)
-
-        def get() -> None:
-            assert len(client.get_chunks(keys, out)) == len(keys)
-
-        copy()
-        turns = []
-        with ring_put(steps_of(arrays_of(chunks))) as bare:
-            for _ in range(REPEATS):
-                turns.append((timed(put), timed(copy), timed(bare)))
-                client.delete(keys=keys)
-        ours_s, copy_s, bare_s = map(min, zip(*turns, strict=True))
-        copied = f"memcpy {gbps(size, copy_s)}"
-        ours, ring = f"put {gbps(size, ours_s)}", f"two processes, a ring {gbps(size, bare_s)}"
-        report.add("shm_put_vs_memcpy", copy_s / ours_s, ours, f"{copied}, bar 0.6")
-        report.add("shm_put_limit_vs_memcpy", copy_s / bare_s, ring, copied)
-        put()
-        with summed_get(steps_of(arrays(out))) as bare:
-            turns = [(timed(bare), timed(copy), timed(get)) for _ in range(REPEATS)]
-        bare_s, copy_s, ours_s = map(min, zip(*turns, strict=True))
-        copied = f"memcpy {gbps(size, copy_s)}"
-        ours, two = f"get {gbps(size, ours_s)}", f"two threads, summed {gbps(size, bare_s)}"
-        report.add("shm_get_vs_memcpy", copy_s / ours_s, ours, f"{copied}, bar 0.95")
-        report.add("shm_get_limit_vs_memcpy", copy_s / bare_s, two, copied)
-        check(chunks, out)
-    with connect(address, MODEL, transport="grpc") as client:
-        get_s = best_s(get, REPEATS)
-        report.add("grpc_get_gbps", size / get_s / 1e9, f"{size / MIB:.0f} MiB", "bar 0.5")
-        check(chunks, out)
+            get = partial(workload.get_all, client, keys, out)
+            with summed_get(steps_of(workload.arrays(out))) as bare:
+                turns = [(timed(bare), timed(copy), timed(get)) for _ in range(REPEATS)]
+            bare_s, copy_s, ours_s = map(min, zip(*turns, strict=True))
+            copied = f"memcpy {gbps(size, copy_s)}"
+            ours, two = f"get {gbps(size, ours_s)}", f"two threads, summed {gbps(size, bare_s)}"
+            report.add("shm_get_vs_memcpy", copy_s / ours_s, ours, f"{copied}, bar 0.95")
+            report.add("shm_get_limit_vs_memcpy", copy_s / bare_s, two, copied)
+            check(chunks, out)
+        with workload.connect(address, MODEL, transport="grpc") as client:
+            get = partial(workload.get_all, client, keys, out)
+            get_s = min(timed(get) for _ in range(REPEATS))
+            report.add("grpc_get_gbps", size / get_s / 1e9, f"{size / MIB:.0f} MiB", "bar 0.5")
+            check(chunks, out)
 
 
-def bench_bulk(_folder: Path, report: Report) -> None:
+def bench_bulk(report: Report, _folder: Path) -> None:
     """The bulk channel against a bare TCP stream of the same bytes into ready memory."""
-    with serving(*BULK) as (address, _), connect(address, MODEL, transport="tcp") as client:
-        keys, chunks = make_chunks(client, PROMPT_CHUNKS, 6)
-        size, out = chunk_bytes(chunks), rooms(MODEL, PROMPT_CHUNKS)
-
-        def get() -> None:
-            assert len(client.get_chunks(keys, out)) == len(keys)
-
+    with joined(*BULK, transport="tcp") as client:
+        keys, chunks = workload.make_chunks(client, PROMPT_CHUNKS, 6)
+        size, out = workload.chunk_bytes(chunks), rooms(MODEL, PROMPT_CHUNKS)
         put_all(client, chunks)
         with raw_stream(size) as receive:
-            get_s, raw_s = paired(get, receive, REPEATS)
+            get_s, raw_s = paired(partial(workload.get_all, client, keys, out), receive, REPEATS)
         check(chunks, out)
     ours, theirs = f"get {gbps(size, get_s)}", f"TCP {gbps(size, raw_s)}, bar 0.6"
     report.add("bulk_get_vs_raw_tcp", raw_s / get_s, ours, theirs)
@@ -207,21 +172,18 @@ def stalled_readers(clients: Sequence[Client], keys: Sequence[ChunkKey]) -> Iter
         yield
 
 
-def bench_stalled(_folder: Path, report: Report, chunks: int = 8, rounds: int = 5) -> None:
+def bench_stalled(report: Report, _folder: Path, chunks: int = 8, rounds: int = 5) -> None:
     """Gets and puts over TCP beside 64 readers that take nothing, against none of them."""
     with ExitStack() as stack:
-        address, _ = stack.enter_context(serving(*BULK))
+        address, _pid = stack.enter_context(workload.serving(*BULK))
         client, *others = (
-            stack.enter_context(connect(address, MODEL, transport="tcp"))
+            stack.enter_context(workload.connect(address, MODEL, transport="tcp"))
             for _ in range(SESSIONS + 1)
         )
-        keys, sent = make_chunks(client, chunks, 6)
-        more, fresh = make_chunks(client, chunks // 2, 7)
+        keys, sent = workload.make_chunks(client, chunks, 6)
+        more, fresh = workload.make_chunks(client, chunks // 2, 7)
         client.put_chunks(sent)
-        out = rooms(MODEL, chunks)
-
-        def get() -> None:
-            assert len(client.get_chunks(keys, out)) == len(keys)
+        get = partial(workload.get_all, client, keys, rooms(MODEL, chunks))
 
         def put() -> None:
             client.delete(keys=more)
@@ -229,9 +191,9 @@ def bench_stalled(_folder: Path, report: Report, chunks: int = 8, rounds: int = 
 
         free, beside = [], []
         for _ in range(rounds):
-            free.append((best_s(get, 10), best_s(put, 10)))
+            free.append(paired(get, put, 10))
             with stalled_readers(others, keys):
-                beside.append((best_s(get, 10), best_s(put, 10)))
+                beside.append(paired(get, put, 10))
     alone, ours = (list(map(min, zip(*found, strict=True))) for found in (free, beside))
     get_, put_ = (one / other for one, other in zip(ours, alone, strict=True))
     words = f"get {get_:.2f}, put {put_:.2f}"
@@ -242,8 +204,8 @@ def get_from(client: Client, tier: str, chunks: Sequence[Chunk], keys: Sequence[
     """Seconds of a get whose every chunk comes from *tier*; CPU memory is emptied before."""
     out = rooms(MODEL, len(chunks))
     for seed in range(1000, 1010):  # again where an earlier read had them promoted meanwhile
-        others = keys_of(client, FLOOD_CHUNKS, seed)
-        put_all(client, chunks_of(others, _flood(client)))
+        others = workload.keys_of(client, FLOOD_CHUNKS, seed)
+        put_all(client, workload.chunks_of(others, _flood(client)))
         client.delete(keys=others)
         if set(client.lookup(keys=keys).tiers) == {tier}:
             break
@@ -258,18 +220,16 @@ def get_from(client: Client, tier: str, chunks: Sequence[Chunk], keys: Sequence[
 @lru_cache(maxsize=1)
 def _flood(client: Client) -> list[LayerTensors]:
     """As much noise as CPU memory holds, made once: that takes longer than what is measured."""
-    return [chunk.tensors for chunk in make_chunks(client, FLOOD_CHUNKS, 1000)[1]]
+    return [chunk.tensors for chunk in workload.make_chunks(client, FLOOD_CHUNKS, 1000)[1]]
 
 
-def bench_disk(folder: Path, report: Report) -> None:
-    """Disk gets from the page cache against preadv of the same bytes."""
+def bench_disk(report: Report, folder: Path) -> None:
     disk = folder / "disk"
     flags = ("--tiers", "cpu,disk", "--cpu", "256MiB", "--disk", f"2GiB:{disk}")
-    quiet = ("--write", "evict")  # no copies of the flood while we measure
-    with serving(*flags, *quiet) as (address, _), connect(address, MODEL) as client:
-        keys, chunks = make_chunks(client, CHUNKS, 2)
+    with joined(*flags, "--write", "evict") as client:  # no copies of the flood while we measure
+        keys, chunks = workload.make_chunks(client, CHUNKS, 2)
         client.put_chunks(chunks, durable=True)
-        out = np.empty(chunk_bytes(chunks), np.uint8)
+        out = np.empty(workload.chunk_bytes(chunks), np.uint8)
         # The chunks are the first that were put there, one behind the other.
         with (disk / "extents" / "0000.kv").open("rb") as file:
             assert os.preadv(file.fileno(), [out.data], 0) == len(out)
@@ -284,23 +244,23 @@ def bench_disk(folder: Path, report: Report) -> None:
     report.add("disk_get_limit_vs_pread", limit, two, "as above")
 
 
-def bench_redis(folder: Path, report: Report) -> None:
+def bench_redis(report: Report, folder: Path) -> None:
     """Verified gets of the Redis tier against redis-py's GET of the same parts, and all the way.
 
     The first is one client of Redis against another. The second goes on through the server and
     shared memory to the engine: a third process, where two already fill two cores.
     """
-    with redis_server(folder) as port, redis.Redis(port=port) as raw:
+    with workload.redis_server(folder) as port, redis.Redis(port=port) as raw:
         url = f"redis://127.0.0.1:{port}/0"
         flags = ("--tiers", "cpu,redis", "--cpu", "256MiB", "--redis", url)
         more = ("--codec", "redis=raw", "--redis-timeout-ms", "5000")
-        with serving(*flags, *more) as (address, _), connect(address, MODEL) as client:
-            keys, chunks = make_chunks(client, CHUNKS, 3)
+        with joined(*flags, *more) as client:
+            keys, chunks = workload.make_chunks(client, CHUNKS, 3)
             client.put_chunks(chunks)
             while any("redis" not in {c.tier for c in s.copies} for s in client.stat(keys=keys)):
                 time.sleep(0.05)
             names = [k for k in raw.scan_iter(count=1000) if not bytes(k).endswith(b":m")]
-            size = chunk_bytes(chunks)
+            size = workload.chunk_bytes(chunks)
 
             def get_raw() -> float:
                 started = time.perf_counter()
@@ -308,28 +268,27 @@ def bench_redis(folder: Path, report: Report) -> None:
                 return time.perf_counter() - started
 
             keep_freed_memory()  # as the tier's process does; both sides allocate replies of 2 MB
-            with redis_gets(url, keys) as get:
-                tier = in_turns(partial(timed, get), get_raw, 2 * REPEATS)
+            with workload.redis_gets(url, keys) as get:
+                tier, *tier_s = in_turns(partial(timed, get), get_raw, 2 * REPEATS)
             through = partial(get_from, client, "redis", chunks, keys)
-            whole = in_turns(through, get_raw, REPEATS // 2 + 1)
-    words = [
-        (f"{gbps(size, ours)}", f"GET {gbps(size, raw_s)}") for _, ours, raw_s in (tier, whole)
-    ]
-    report.add("redis_get_vs_raw", tier[0], words[0][0], f"{words[0][1]}, bar 0.7")
-    report.add("redis_client_get_vs_raw", whole[0], *words[1])
+            whole, *whole_s = in_turns(through, get_raw, REPEATS // 2 + 1)
+    ours, theirs = (gbps(size, one) for one in tier_s)
+    report.add("redis_get_vs_raw", tier, ours, f"GET {theirs}, bar 0.7")
+    ours, theirs = (gbps(size, one) for one in whole_s)
+    report.add("redis_client_get_vs_raw", whole, ours, f"GET {theirs}")
 
 
-def bench_lookup(address: str, report: Report) -> None:
+def bench_lookup(report: Report, _folder: Path) -> None:
     """One lookup of 128k tokens, all of it stored, leased: time at the client and the server."""
-    with connect(address, TINY) as client:
-        keys, chunks = make_chunks(client, LOOKUP_TOKENS // 256, 4)
+    with joined(*MEMORY, model=TINY) as client:
+        keys, chunks = workload.make_chunks(client, LOOKUP_TOKENS // 256, 4)
         client.put_chunks(chunks)
 
         def look_up() -> None:
             assert client.lease(keys=keys).match.ready == len(keys)
 
         times_s = [timed(look_up) for _ in range(50)]
-        connection = Connection(address, 1000)
+        connection = Connection(client.address, 1000)
         session = Session(connection, TINY, client.options)
         digests = b"".join(key[DIGEST_BYTES:] for key in keys)
         request = pb.LookupRequest(session_id=session.terms.session_id, digests=digests, lease=True)
@@ -344,10 +303,10 @@ def bench_lookup(address: str, report: Report) -> None:
     report.add("lookup_512_server_ms", median(times_us) / 1e3, "median, leased", "bar 1 ms")
 
 
-def bench_lease(address: str, report: Report) -> None:
+def bench_lease(report: Report, _folder: Path) -> None:
     """Lease a prompt of 128 chunks in memory and look at the first element of each."""
-    with connect(address, SMALL) as client:
-        keys, chunks = make_chunks(client, LEASE_CHUNKS, 6)
+    with joined(*MEMORY, model=SMALL) as client:
+        keys, chunks = workload.make_chunks(client, LEASE_CHUNKS, 6)
         client.put_chunks(chunks)
         times_s, bare_s = [], []
         with looked_at(LEASE_CHUNKS, *LEASE_PACKETS_BYTES) as look:
@@ -359,13 +318,12 @@ def bench_lease(address: str, report: Report) -> None:
                     first = [view.layer(0)[0, 0, 0, 0] for view in views if view is not None]
                     times_s.append(time.perf_counter() - started_s)
                 assert len(first) == len(keys)
-        client.delete(keys=keys)
     bar = f"bar {300 + 3 * LEASE_CHUNKS} us"
     report.add("lease_128_us", 1e6 * median(times_s), "median, first element of each", bar)
     report.add("lease_128_limit_us", 1e6 * median(bare_s), "a bare exchange and look", "as above")
 
 
-def bench_burst(folder: Path, report: Report) -> None:
+def bench_burst(report: Report, folder: Path) -> None:
     """2,000 puts of 1 MiB into 128 MiB of CPU memory and disk: how many cannot be read after."""
     flags = ("--tiers", "cpu,disk", "--cpu", "128MiB", "--disk", f"3GiB:{folder / 'burst'}")
     base = np.random.default_rng(5).integers(0, 1 << 16, (2, 8, 256, 128), dtype=np.uint16)
@@ -374,24 +332,25 @@ def bench_burst(folder: Path, report: Report) -> None:
         return [[list(base + np.uint16(number))]]
 
     refused = lost = 0
-    with serving(*flags) as (address, _), connect(address, SMALL) as client:
-        keys = keys_of(client, BURST_CHUNKS, 5)
+    with joined(*flags, model=SMALL) as client:
+        keys = workload.keys_of(client, BURST_CHUNKS, 5)
         for number, (key, parent) in enumerate(zip(keys, parents(keys), strict=True)):
             (put,) = client.put_chunks([Chunk(key, tensors(number), parent=parent)])
             refused += put.outcome is not PutOutcome.stored
         for start in range(0, BURST_CHUNKS, CHUNKS):
             found = client.get_chunks(keys[start : start + CHUNKS])
             right = sum(
-                np.array_equal(arrays([got]), arrays([tensors(number)]))
+                np.array_equal(workload.arrays([got]), workload.arrays([tensors(number)]))
                 for number, got in enumerate(found, start)
             )
             lost += min(CHUNKS, BURST_CHUNKS - start) - right
     report.add("burst_lost", lost, f"of {BURST_CHUNKS} x 1 MiB, {refused} refused", "bar 0")
 
 
-SHARED = {"transport": bench_transport, "lookup": bench_lookup, "lease": bench_lease}
-"""Parts that share one server."""
-PARTS: dict[str, Callable[[Path, Report], None]] = {
+PARTS: dict[str, Part] = {
+    "transport": bench_transport,
+    "lookup": bench_lookup,
+    "lease": bench_lease,
     "bulk": bench_bulk,
     "disk": bench_disk,
     "redis": bench_redis,
@@ -403,17 +362,7 @@ PARTS: dict[str, Callable[[Path, Report], None]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the parts that the flags ask for, and print the report."""
-    options = parser_of(__doc__, [*SHARED, *PARTS]).parse_args(argv)
-    report = Report("local")
-    if shared := [part for part in SHARED if part in options.only]:
-        with serving("--tiers", "cpu", "--cpu", "1GiB") as (address, _):
-            for part in shared:
-                SHARED[part](address, report)
-    for part in (part for part in PARTS if part in options.only):
-        with tempfile.TemporaryDirectory() as folder:
-            PARTS[part](Path(folder), report)
-    report.print(only_json=options.json)
+    run_parts("local", PARTS, argv, __doc__)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,18 @@
 """Time to first token of a prompt that only Redis holds, over a link, by codec, with its quality.
 
-Redis runs in a network of its own behind a link of so many Gbit/s (Linux' tbf; needs root). The
-server that reads is another than the one that stored, as on another node: it has nothing. Each
-prompt is asked for once. The model is SmolLM2-135M (``make real-model``), in transformers, in the
-float32 that it is installed in unless ``--dtype`` says otherwise.
+Redis' answers pass a link of so many Gbit/s. The server that reads is another than the one that
+stored, as on another node: it has nothing. Each prompt is asked for once. The model is SmolLM2-135M
+(``make real-model``), in transformers, in the float32 that it is installed in unless ``--dtype``
+says otherwise.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import chain
-from pathlib import Path
 from statistics import mean, median
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -25,22 +20,20 @@ from redis import Redis
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from bench.codecs.texts import held_out
-from bench.lib.processes import serving_peer
 from bench.lib.report import Report, parser_of, timed
-from bench.lib.workload import connect, serving
+from bench.lib.workload import joined, redis_server, slow_link
 from bench.real_model import FOLDER, why_missing
 from kvstore.client.blend.gate import ShadowEval, compare
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.client.engines.transformers.cache import as_argument
 
-LOSSLESS = "lossless"
-CODECS = (LOSSLESS, "kvq:0", "kvq:2", "kvq:3")
+CODECS = ("lossless", "kvq:0", "kvq:2", "kvq:3")
 PROMPTS, TOKENS = 7, 2048
-HOST, GATEWAY, PORT = "10.99.8.1", "10.99.8.254", 6379
 JUDGED = 64
 """Tokens behind a loaded prefix whose logits are compared."""
 COMPILED_S = 30.0
 """Within that a server has measured its codecs."""
+ONE: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
 
 
 class Hits(NamedTuple):
@@ -52,63 +45,12 @@ class Hits(NamedTuple):
     agreement: float
 
 
-@contextmanager
-def redis_behind(gbits: int, folder: Path) -> Iterator[Redis]:
-    """Run a Redis whose answers pass a link of *gbits*."""
-    name, link = "kvbench", "kvbench0"
-    inside = f"ip -n {name}"
-    removes = (f"ip link del {link}", f"ip netns del {name}")
-    with suppress(OSError):
-        _run(*removes)  # of a run that was killed
-    _run(f"ip netns add {name}")
-    try:
-        _run(
-            f"ip link add {link} type veth peer name eth0 netns {name}",
-            f"ip addr add {GATEWAY}/24 dev {link}",
-            f"ip link set {link} up",
-            f"{inside} addr add {HOST}/24 dev eth0",
-            f"{inside} link set eth0 up",
-            f"tc -n {name} qdisc add dev eth0 root "
-            f"tbf rate {gbits}gbit burst {gbits * 128}kb latency 20ms",
-        )
-        command = (
-            f"ip netns exec {name} redis-server --bind {HOST} --port {PORT} --protected-mode no "
-            f"--save '' --dir {folder}"
-        )
-        with serving_peer(["sh", "-c", f"exec {command}"], [], folder / "redis.log"):
-            client = Redis(HOST, PORT)
-            until = time.monotonic() + 60.0
-            while not _answers(client):
-                if time.monotonic() > until:
-                    raise TimeoutError("Redis does not answer")
-                time.sleep(0.05)
-            yield client
-    finally:
-        for words in removes:
-            with suppress(OSError):
-                _run(words)
-
-
-def _answers(client: Redis) -> bool:
-    with suppress(OSError, ConnectionError):
-        return bool(client.ping())
-    return False
-
-
-def _run(*commands: str) -> None:
-    for words in commands:
-        done = subprocess.run(words.split(), capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise OSError(f"{words}: {done.stderr.strip()}")
-
-
 class Bench:
     """The model, and prompts that share nothing."""
 
     def __init__(self, dtype: str) -> None:
         tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-        dtype = getattr(torch, dtype)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=dtype)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=getattr(torch, dtype))
         self.representation = representation_of(self.model, tokenizer)
         texts = chain(held_out("score"), held_out("calibrate"))
         ids = tokenizer("\n".join(texts), return_tensors="pt").input_ids
@@ -117,27 +59,23 @@ class Bench:
             raise ValueError(f"the texts are {ids.shape[1]} tokens, not {PROMPTS * TOKENS}")
 
     @contextmanager
-    def connector(self, codec: str) -> Iterator[TransformersConnector]:
-        """Run a server without anything in its memory, and connect to it."""
-        flags = ("--cpu", "1GiB", "--tiers", "cpu,redis", "--redis", f"redis://{HOST}:{PORT}/0")
-        with (
-            serving(*flags, "--codec", f"redis={codec}") as (address, _),
-            connect(address, self.representation, deadline_ms=60_000) as client,
-        ):
+    def connector(self, codec: str, port: int) -> Iterator[TransformersConnector]:
+        flags = ("--cpu", "1GiB", "--tiers", "cpu,redis", "--redis", f"redis://127.0.0.1:{port}/0")
+        coded, model = ("--codec", f"redis={codec}"), self.representation
+        with joined(*flags, *coded, model=model, deadline_ms=60_000) as client:
             yield TransformersConnector(client, self.model, accuracy="bounded")
 
     def measure(self, codec: str, gbits: int) -> Hits:
-        """Store the prompts by one server, and ask another for each."""
-        with TemporaryDirectory() as folder, redis_behind(gbits, Path(folder)) as redis:
-            with self.connector(codec) as writes:
+        with redis_server() as near, slow_link(near, gbits) as port, Redis(port=near) as redis:
+            with self.connector(codec, port) as writes:
                 for ids in self.prompts:
-                    writes.generate(ids, max_new_tokens=1, do_sample=False, pad_token_id=0)
+                    writes.generate(ids, **ONE)
                 _settle(redis)
             stored = int(redis.info("memory")["used_memory_dataset"])
-            with self.connector(codec) as reads:
+            with self.connector(codec, port) as reads:
                 time.sleep(COMPILED_S)
                 seconds = [self._hit(reads, ids) for ids in self.prompts][1:]
-            with self.connector(codec) as judges:
+            with self.connector(codec, port) as judges:
                 judged = [self._judge(judges, ids) for ids in self.prompts[:3]]
         divergence = mean(one.divergence for one in judged)
         return Hits(seconds, stored, divergence, mean(one.agreement for one in judged))
@@ -145,14 +83,13 @@ class Bench:
     def _hit(self, connector: TransformersConnector, ids: torch.Tensor) -> float:
         """Return the seconds to the first token."""
         began = time.perf_counter()
-        found = connector.generate(ids, max_new_tokens=1, do_sample=False, pad_token_id=0)
+        found = connector.generate(ids, **ONE)
         seconds = time.perf_counter() - began
         if found.hit_tokens != ids.shape[1] - 1:
             raise ValueError(f"{found.hit_tokens} tokens were loaded: {connector.stats()}")
         return seconds
 
     def _judge(self, connector: TransformersConnector, ids: torch.Tensor) -> ShadowEval:
-        """Compare what the last tokens make of a loaded prefix with a full prefill."""
         cache, hit = connector.load(ids[:, :-JUDGED])
         wanted = self._logits(ids, DynamicCache(config=self.model.config))
         return compare(wanted, self._logits(ids[:, hit:], cache))
@@ -165,13 +102,11 @@ class Bench:
 
     def computed_s(self) -> float:
         """Return the best seconds to the first token without a store."""
-        more = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
-        works = [lambda ids=ids: self.model.generate(ids, **more) for ids in self.prompts[:3]]
+        works = [lambda ids=ids: self.model.generate(ids, **ONE) for ids in self.prompts[:3]]
         return min(map(timed, works))
 
 
 def _settle(redis: Redis) -> None:
-    """Wait until nothing more is written."""
     held = -1
     while held != (held := int(redis.info("stats")["total_net_input_bytes"]) // 100_000):
         time.sleep(1.5)
@@ -196,7 +131,6 @@ def measure(report: Report, bench: Bench, links: Sequence[int], codecs: Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print."""
     parser = parser_of(__doc__)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--links", default="1,10", help="Gbit/s")
@@ -204,10 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     report = Report("lossy_hits")
     codecs, links = options.codecs.split(","), list(map(int, options.links.split(",")))
-    missing = why_missing()
-    if missing is None and (os.geteuid() or not shutil.which("tc")):
-        missing = "a link of its own needs root and Debian's iproute2"
-    if missing:
+    if missing := why_missing():
         keys = [f"{codec}_vs_lossless@{gbits}" for gbits in links for codec in codecs[1:]]
         report.skip(keys, missing)
     else:

@@ -18,18 +18,18 @@ import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 
 from bench.lib import ROOT
-from bench.lib.report import Report, parser_of
+from bench.lib.report import Report, parser_of, timed
 from bench.lib.workload import SMALL, connect, make_chunks, serving
 
 ROOMS = ("server", "tiers", "proto")
 CLIENT_ROOMS = ("client", "cli")
 STUBS = "kvstore_pb2"
 """How the names of files begin that a compiler wrote."""
-BARS_MS = {"import_ms": "150", "import_client_ms": "", "help_ms": "200"}
 QUIET_S = 3.0
 """After its start a server compiles and reads on for a moment."""
 
@@ -51,7 +51,6 @@ class Tracer:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Forget what was, and record what is called until this is left."""
         self.called = {}
         self.recording = True
         try:
@@ -60,14 +59,12 @@ class Tracer:
             self.recording = False
 
     def of(self, threads: str) -> tuple[int, int]:
-        """Return how many files and functions the threads passed whose names begin so."""
         found = [codes for name, codes in self.called.items() if name.startswith(threads)]
         codes = set[CodeType]().union(*found)
         return len({code.co_filename for code in codes}), len(codes)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print."""
     flags = parser_of(__doc__).parse_args(argv)
     report = Report("paths")
     measure_requests(report)
@@ -79,7 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure_requests(report: Report) -> None:
-    """One chunk put and read over gRPC, traced in this process."""
     from kvstore.server.node import Node
     from kvstore.server.settings.settings import load_config
 
@@ -223,18 +219,16 @@ def measure_client(address: str, report: Report) -> None:
 def measure_starts(report: Report) -> None:
     """Milliseconds of a whole process that imports the client, or prints the commands."""
     client = "import kvstore.client, sys; assert 'torch' not in sys.modules"
-    runs = {
-        "import_ms": ("-c", "import kvstore"),
-        "import_client_ms": ("-c", client),
-        "help_ms": ("-m", "kvstore.cli", "--help"),
-    }
-    for name, words in runs.items():
-        taken_ms = []
-        for _ in range(7):
-            started = time.perf_counter()
-            subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
-            taken_ms.append(1000 * (time.perf_counter() - started))
-        report.add(name, statistics.median(taken_ms), "of a new process", BARS_MS[name])
+    for name, words, bar in (
+        ("import_ms", ("-c", "import kvstore"), "150"),
+        ("import_client_ms", ("-c", client), ""),
+        ("help_ms", ("-m", "kvstore.cli", "--help"), "200"),
+    ):
+        start = partial(
+            subprocess.run, [sys.executable, *words], check=True, stdout=subprocess.DEVNULL
+        )
+        taken_s = statistics.median(timed(start) for _ in range(7))
+        report.add(name, 1000 * taken_s, "of a new process", bar)
 
 
 if __name__ == "__main__":

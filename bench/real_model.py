@@ -42,7 +42,6 @@ def convert(source: Path, folder: Path) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Convert the package in the first folder of *argv* to the second."""
     source, folder = map(Path, argv)
     convert(source, folder)
 

@@ -13,7 +13,6 @@ import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
@@ -34,7 +33,6 @@ from kvstore.proto.types import (
     DType,
     KVLayout,
     LayerKind,
-    Match,
     Namespace,
 )
 from kvstore.proto.unix_socket import Place
@@ -60,10 +58,18 @@ PROMPT_CHUNKS = 512
 FRAME_BYTES = 4096
 SPACE = Namespace(bytes(16))
 LAYOUT = KVLayout((Component(LayerKind.attention, DType.bfloat16, 1, 1, 8, 256),))
+CHUNK_COUNTS = (1_000, 10_000, 100_000, 1_000_000)
+CLIENT_COUNTS = (1, 4, 16, 64)
+SAMPLES = 60
+EVICT_ROUND = 64
+"""What making room asks for at once."""
+CLIENT_LOOKUPS = 640
+DISK_CHUNKS = 8_192
+Points = list[tuple[float, float]]
 
 
-class Control:
-    """Lookups over *tiers*, from the fastest to the slowest, by one session."""
+class Index:
+    """Lookups over *tiers*, from the fastest to the slowest, and the keys of some prompts."""
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         ids = count(1)
@@ -74,52 +80,69 @@ class Control:
         ]
         self.names = [slot.name for slot in slots]
         leases = Leases(16, lambda: next(ids))
-        policies = {slot.name: slot.policy for slot in slots}
-        self.catalog = Catalog(policies, leases, 1, clock)
-        queues = {f"ask-{name}": 0 for name in self.names}
-        work_queue = WorkQueue(queues, 16, clock)
+        self.catalog = Catalog({slot.name: slot.policy for slot in slots}, leases, 1, clock)
+        work_queue = WorkQueue({f"ask-{name}": 0 for name in self.names}, 16, clock)
         moves = Moves(Tiers(slots), self.catalog, work_queue, Counters(), clock, 1000)
         self._lookup = Lookup(moves, 30_000, Prefetch(moves, 0), None)
         sessions = SessionTable(1, 60_000, lambda _: b"salt", clock, os.urandom)
         self._session: Session = sessions.open(TINY, "bench")
+        self.table = LocationTable()
+        self.sample: list[list[ChunkKey]] = []
+        self.chunks = 0
 
-    def add(self, info: ChunkInfo) -> None:
-        """Let every tier have a copy."""
-        for name in self.names:
-            self.catalog.note_sealed(name, info)
+    def grow(self, chunks: int) -> None:
+        """Add prompts until there are *chunks*; keep the keys of about 16 of them."""
+        step = max(1, chunks // 16)
+        mark = self.chunks
+        while self.chunks < chunks:
+            infos = make_prompt()
+            for info in infos:
+                for name in self.names:
+                    self.catalog.note_sealed(name, info)
+                self.table.seal(info, Place(1, 1, 0, self.chunks * FRAME_BYTES, info.size_bytes, 0))
+                self.chunks += 1
+            if self.chunks >= mark:
+                self.sample.append([info.key for info in infos])
+                mark += step
 
-    def look_up(self, keys: Sequence[ChunkKey]) -> Match:
-        """Look *keys* up with a lease."""
-        deadline = time.monotonic() + 1
-        return self._lookup.lookup(
+    def look_up(self, number: int) -> float:
+        """Return the seconds of one lookup with a lease."""
+        keys, deadline = self.sample[number % len(self.sample)], time.monotonic() + 1
+        started = time.perf_counter()
+        match = self._lookup.lookup(
             self._session, keys, deadline, lease=True, min_accuracy=Accuracy.exact
         )
-
-    def release(self, match: Match) -> None:
-        """End the lease of a lookup."""
+        seconds = time.perf_counter() - started
+        assert match.ready == len(keys)
         self.catalog.release(match.lease_id, self._session.session_id)
+        return seconds
 
-    def evict(self, tier: str, chunks: int) -> int:
-        """Choose and forget *chunks* victims of *tier* as making room does; return how many."""
-        victims = self.catalog.eviction.claim_victims(tier, chunks * FRAME_BYTES, chunks)
-        for key in victims:
-            self.catalog.cast_out(tier, key, even_if_held=False)
-            self.catalog.purged(tier, key)
-        self.catalog.eviction.unclaim(victims)
-        return len(victims)
+    def evict_us(self) -> float:
+        """Return the microseconds that each victim of a round takes, the median of rounds.
+
+        Victims are chosen and forgotten as making room does.
+        """
+        rounds, eviction = [], self.catalog.eviction
+        for _ in range(min(self.chunks // 4, 100 * EVICT_ROUND) // EVICT_ROUND):
+            started = time.perf_counter()
+            victims = eviction.claim_victims("cpu", EVICT_ROUND * FRAME_BYTES, EVICT_ROUND)
+            for key in victims:
+                self.catalog.cast_out("cpu", key, even_if_held=False)
+                self.catalog.purged("cpu", key)
+            eviction.unclaim(victims)
+            rounds.append(1e6 * (time.perf_counter() - started) / len(victims))
+        return float(np.median(rounds))
 
 
-def prompts() -> Iterator[list[ChunkInfo]]:
-    """Yield the chunks of one prompt after another."""
-    while True:
-        digests = os.urandom(16 * PROMPT_CHUNKS)
-        infos, parent = [], ROOT
-        for at in range(0, len(digests), 16):
-            digest = ChainDigest(digests[at : at + 16])
-            key = ChunkKey(SPACE + digest)
-            infos.append(ChunkInfo(key, parent, LAYOUT, 0, FRAME_BYTES))
-            parent = digest
-        yield infos
+def make_prompt() -> list[ChunkInfo]:
+    """Return the chunks of a prompt."""
+    digests = os.urandom(16 * PROMPT_CHUNKS)
+    infos, parent = [], ROOT
+    for at in range(0, len(digests), 16):
+        digest = ChainDigest(digests[at : at + 16])
+        infos.append(ChunkInfo(ChunkKey(SPACE + digest), parent, LAYOUT, 0, FRAME_BYTES))
+        parent = digest
+    return infos
 
 
 @contextmanager
@@ -138,63 +161,7 @@ def cuda_free_tiers(folder: Path) -> Iterator[list[Tier]]:
         yield tiers
 
 
-CHUNK_COUNTS = (1_000, 10_000, 100_000, 1_000_000)
-CLIENT_COUNTS = (1, 4, 16, 64)
-SAMPLES = 60
-EVICT_ROUND = 64
-"""What making room asks for at once."""
-CLIENT_LOOKUPS = 640
-DISK_CHUNKS = 8_192
-
-Points = list[tuple[float, float]]
-
-
-@dataclass(slots=True)
-class Index:
-    """A control path and the keys of some of its prompts, from the first to the last."""
-
-    control: Control
-    table: LocationTable = field(default_factory=LocationTable)
-    sample: list[list[ChunkKey]] = field(default_factory=list)
-    chunks: int = 0
-
-    def grow(self, chunks: int) -> None:
-        """Add prompts until there are *chunks*; keep the keys of about 16 of them."""
-        step = max(1, chunks // 16)
-        mark = self.chunks
-        for infos in prompts():
-            if self.chunks >= chunks:
-                return
-            for info in infos:
-                self.control.add(info)
-                self.table.seal(info, Place(1, 1, 0, self.chunks * FRAME_BYTES, info.size_bytes, 0))
-                self.chunks += 1
-            if self.chunks >= mark:
-                self.sample.append([info.key for info in infos])
-                mark += step
-
-    def look_up(self, number: int) -> float:
-        """Return the seconds of one lookup with a lease."""
-        keys = self.sample[number % len(self.sample)]
-        started = time.perf_counter()
-        match = self.control.look_up(keys)
-        seconds = time.perf_counter() - started
-        assert match.ready == len(keys)
-        self.control.release(match)
-        return seconds
-
-    def evict_us(self) -> float:
-        """Return the microseconds that each victim of a round takes, the median of rounds."""
-        rounds = []
-        for _ in range(min(self.chunks // 4, 100 * EVICT_ROUND) // EVICT_ROUND):
-            started = time.perf_counter()
-            evicted = self.control.evict("cpu", EVICT_ROUND)
-            rounds.append(1e6 * (time.perf_counter() - started) / evicted)
-        return float(np.median(rounds))
-
-
 def _medians(ours: Callable[[int], float], theirs: Callable[[int], float]) -> tuple[float, float]:
-    """Return the median seconds of both."""
     pairs = [(ours(number), theirs(number)) for number in range(SAMPLES)]
     first, second = np.median(np.array(pairs), axis=0)
     return float(first), float(second)
@@ -202,7 +169,7 @@ def _medians(ours: Callable[[int], float], theirs: Callable[[int], float]) -> tu
 
 def scale_chunks(tiers: Sequence[Tier], report: Report) -> dict[str, Points]:
     """Lookups, evictions and memory of an index that grows, beside one that does not."""
-    small, big = Index(Control(tiers)), Index(Control(tiers))
+    small, big = Index(tiers), Index(tiers)
     small.grow(CHUNK_COUNTS[0])
     before = _own_bytes()
     lookups: Points = []
@@ -232,13 +199,11 @@ def _relative(points: Points) -> Points:
 
 
 def weigh_disk_tier(folder: Path, report: Report) -> None:
-    """Memory of the disk tier's own records."""
-    stream = prompts()
     with closing(DiskTier((folder, 2 * DISK_CHUNKS * FRAME_BYTES))) as tier:
         tracemalloc.start()
         before, _ = tracemalloc.get_traced_memory()
         for _ in range(DISK_CHUNKS // 512):
-            for info in next(stream):
+            for info in make_prompt():
                 tier.seal(tier.reserve(info))
         tier.flush()
         after, _ = tracemalloc.get_traced_memory()
@@ -248,14 +213,13 @@ def weigh_disk_tier(folder: Path, report: Report) -> None:
 
 
 def scale_tiers(tiers: Sequence[Tier], report: Report) -> Points:
-    """Lookups of chunks that each of one to four tiers has."""
-    base = Index(Control(tiers[:1]))
+    base = Index(tiers[:1])
     base.grow(CHUNK_COUNTS[1])
     points: Points = []
     for number in range(1, len(tiers) + 1):
         # The gpu tier is the last to come and the fastest.
         used = tiers[:number] if number < 4 else [tiers[3], *tiers[:3]]
-        index = Index(Control(used))
+        index = Index(used)
         index.grow(CHUNK_COUNTS[1])
         ours, theirs = _medians(index.look_up, base.look_up)
         points.append((number, ours / theirs))
@@ -266,7 +230,6 @@ def scale_tiers(tiers: Sequence[Tier], report: Report) -> Points:
 
 
 def scale_clients(report: Report) -> Points:
-    """The server's own time for each leased lookup and its release."""
     points: Points = []
     with serving("--tiers", "cpu", "--cpu", "64MiB") as (address, pid), ExitStack() as stack:
         server = psutil.Process(pid)
@@ -294,7 +257,6 @@ def _look_up(client: Client, keys: Sequence[ChunkKey], times: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run every part, print the report and draw the plot."""
     parser = parser_of(__doc__)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the costs as an SVG")
     flags = parser.parse_args(argv)

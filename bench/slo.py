@@ -59,14 +59,12 @@ class Trace:
 
     @classmethod
     def uniform(cls, seed: int, low_gbps: float = 0.1, high_gbps: float = 10.0) -> Trace:
-        """Return steps of 0.1 s, drawn evenly, as those of CacheGen's artifact."""
         draw = random.Random(seed)
         steps = [(0.1, draw.uniform(low_gbps, high_gbps) * GBPS) for _ in range(4096)]
         return cls.of(f"uniform {low_gbps:g}-{high_gbps:g} Gbps, seed {seed}", steps)
 
     @classmethod
     def jumping(cls, seed: int, mean_s: float) -> Trace:
-        """Return 5 to 10 Gbps and 0.1 to 0.5 Gbps in turns, each for *mean_s* in the mean."""
         draw = random.Random(seed)
         kinds = [(5, 10), (0.1, 0.5)] * 512
         steps = [(draw.uniform(0.5, 1.5) * mean_s, draw.uniform(*kind) * GBPS) for kind in kinds]
@@ -85,7 +83,6 @@ class Trace:
             base_s += self.length_s if last else 0.0
 
     def arrival_s(self, size_bytes: float, at_s: float) -> float:
-        """Return when *size_bytes* that set out at *at_s* are there."""
         for start_s, end_s, speed in self._pieces(at_s):
             if (end_s - start_s) * speed >= size_bytes:
                 return start_s + size_bytes / speed
@@ -93,7 +90,6 @@ class Trace:
         raise AssertionError
 
     def passed_bytes(self, at_s: float, until_s: float) -> float:
-        """Return what comes between two moments."""
         found = 0.0
         for start_s, end_s, speed in self._pieces(at_s):
             found += max(0.0, min(end_s, until_s) - start_s) * speed
@@ -123,7 +119,6 @@ Replay = Callable[[Request, Trace], Outcome]
 
 
 def recompute(request: Request, _: Trace) -> Outcome:
-    """Compute everything, as if there were no store."""
     return Outcome(request.terms.compute_s(request.chunks), ())
 
 
@@ -217,7 +212,6 @@ class _Controlled:
         return max(self._at_s, self._engine_s) + self._progress().left_s()
 
     def _compute(self) -> None:
-        """Have the engine begin all that it had time for by now."""
         assert self._engine_s is not None
         tokens = [chunk.tokens for chunk in self._chunks]
         assert self._found is not None
@@ -239,7 +233,6 @@ class _Controlled:
             self._computed = stop
 
     def _meet(self) -> None:
-        """End a batch that brings what the engine has computed, if nothing else is missing."""
         progress = self._progress()
         if self._engine_s is not None and MISSING not in progress.levels:
             there_s = self._there_s.items()
@@ -248,7 +241,6 @@ class _Controlled:
             self._at_s = max(self._engine_s, last_s, min(self._at_s, until_s))
 
     def _is_here(self, index: int) -> bool:
-        """Whether a chunk was there when the engine could have begun it."""
         assert self._engine_s is not None
         return self._there_s.get(index, self._engine_s + 1) <= self._engine_s
 
@@ -301,7 +293,6 @@ class _Controlled:
         )
 
     def outcome(self) -> Outcome:
-        """Decode what is left and compute the rest."""
         chunks, terms = self._chunks, self._terms
         levels = self._progress().levels
         first = self._computed
@@ -401,7 +392,6 @@ class Score:
 
 
 def score(replay: Replay, asked: Sequence[Request], trace: Trace) -> Score:
-    """Replay *asked*."""
     pairs = [(request.terms, request.chunks, replay(request, trace).ttft_s) for request in asked]
     return Score(
         mean(ttft_s > terms.deadline_s for terms, _, ttft_s in pairs),
@@ -455,7 +445,6 @@ def _ratios(scores: dict[str, Score]) -> tuple[float, float]:
 
 def run(report: Report, levels: Levels, traces: Sequence[Trace],
         jumping: Sequence[Sequence[Trace]], count: int) -> None:  # fmt: skip
-    """Replay *count* requests over every trace and add the keys."""
     kinds = [
         [
             compare(levels, trace, count, exact=False, seed=seed)
@@ -483,7 +472,6 @@ def run(report: Report, levels: Levels, traces: Sequence[Trace],
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure the levels, replay, print the report."""
     parser = parser_of(__doc__)
     parser.add_argument("--requests", type=int, default=60, help="over each trace; default 60")
     parser.add_argument("--seeds", type=int, default=20, help="of each jumping trace; default 20")

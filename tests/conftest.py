@@ -51,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--exact-values",
         type=int,
         default=1 << 21,
-        help="values that tests/codecs/test_exact_values.py takes through each lossless codec",
+        help="values that tests/codecs/test_lossless.py takes through each lossless codec",
     )
     parser.addoption(
         "--fuzz-frames",

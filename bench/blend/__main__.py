@@ -12,10 +12,11 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from statistics import median
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -46,8 +47,8 @@ from bench.blend.cases import (
 )
 from bench.blend.model import MODEL_KEYS, ModelSizes, measure_model
 from bench.blend.riddles import STORY, make_riddle
-from bench.lib.report import Report, parser_of
-from bench.lib.workload import connect, serving
+from bench.lib.report import Report, parser_of, timed
+from bench.lib.workload import joined
 from kvstore.client.blend.cost import BlendPlanner, Decision, Speed
 from kvstore.client.blend.engine import BlendResult, MemorySource
 from kvstore.client.blend.layer_pass import LayerKV, rerotate
@@ -67,6 +68,7 @@ NARROW = 0.01
 LEARNED_FROM = (0.15, 0.4, 0.15, 0.7, 0.15)
 """Ratios of the blends that a planner sees before it decides."""
 _FAST_MB_PER_S = 1e6
+Ask: TypeAlias = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,42 +110,27 @@ class SlowSource(MemorySource):
         return super().layer(i)
 
     def narrow(self, rows: Sequence[int]) -> None:
-        """Leave *rows* out."""
         self._rows.difference_update(rows)
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One decision made and carried out: its seconds, and those of the model's own full prefill."""
-
-    decision: Decision
-    measured_s: float
-    full_s: float
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Timing:
-    """Turns of one selector at one speed of storage."""
+    """Turns of one selector at one speed of storage: ratios to a full prefill, and its seconds."""
 
     selector: str
     link_mb_per_s: float
-    turns: tuple[Turn, ...]
-
-    def median(self, value: Callable[[Turn], float]) -> float:
-        """Return the median of *value* over the turns."""
-        return median(map(value, self.turns))
+    decision: Decision | None = None
+    ratios: list[float] = field(default_factory=list)
+    full_s: list[float] = field(default_factory=list)
 
     @property
     def to_full(self) -> Estimate:
-        """Time over that of a full prefill: the median of the turns, and its 95 % interval, of
-        turns drawn again and again (bootstrap), paired as they were.
-        """
-        ratios = np.array([turn.measured_s / turn.full_s for turn in self.turns])
+        """The median of the turns' ratios, and its 95 % interval."""
+        ratios = np.array(self.ratios)
         return resampled(lambda pick: float(np.median(ratios[pick])), len(ratios))
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is far from a full prefill's time, or known well."""
         ratio, low, high = self.to_full
         return ratio < NEAR_FULL or high - low <= 2 * NARROW
 
@@ -170,16 +157,13 @@ class Stage:
         self._stored = {at: part.kv for at, part in enumerate(parts)}
 
     def plan(self, selector: str) -> BlendPlan:
-        """Return the plan of the prompt."""
         return self.case.plan(AT, selector)
 
     def full_s(self) -> float:
         """Return the seconds of the model's own prefill, to the logits of the last token."""
         ids = torch.tensor([self.case.tokens])
         with torch.inference_mode():
-            started = time.perf_counter()
-            self.case.engine.model(ids, logits_to_keep=1)
-            return time.perf_counter() - started
+            return timed(lambda: self.case.engine.model(ids, logits_to_keep=1))
 
     def blend(self, plan: BlendPlan, link_mb_per_s: float) -> tuple[float, BlendResult, int]:
         """Return what a blend took in seconds, what came of it, and the bytes it loaded."""
@@ -191,14 +175,10 @@ class Stage:
         return taken_s, result, source.loaded_bytes
 
     def to_full(self, plan: BlendPlan) -> float:
-        """Return the time of *plan* from memory over that of a full prefill."""
-        return median(
-            self.blend(plan, _FAST_MB_PER_S)[0] / self.full_s() for _ in range(self._shape.rounds)
-        )
+        rounds = range(self._shape.rounds)
+        return median(self.blend(plan, _FAST_MB_PER_S)[0] / self.full_s() for _ in rounds)
 
-    def times(
-        self, selector: str, links: Sequence[float], ask: Callable[[], None]
-    ) -> Iterator[Timing]:
+    def times(self, selector: str, links: Sequence[float], ask: Ask) -> Iterator[Timing]:
         """Let a planner decide that knows the engine and the link, and time what it says.
 
         Blend and full prefill take turns, each first every other time. The planner learns
@@ -209,22 +189,20 @@ class Stage:
             plan, full_s = self.plan(selector).with_ratio(ratio), self.full_s()
             lessons.append((full_s, plan, self.blend(plan, _FAST_MB_PER_S)[1]))
         for link in links:
-            planner = BlendPlanner(
-                self._shape.layers, Speed(0.0, 0.0, 1e-4, 1e-9), LinkMeter(link * 1e6)
-            )
+            speeds, meter = Speed(0.0, 0.0, 1e-4, 1e-9), LinkMeter(link * 1e6)
+            planner = BlendPlanner(self._shape.layers, speeds, meter)
             for full_s, plan, result in lessons:
                 planner.observe_full(len(self.case.tokens), full_s)
                 planner.observe_blend(plan, result, 0)
-            timing = Timing(selector, link, ())
-            while len(timing.turns) < self._shape.rounds or not (
-                timing.is_settled or len(timing.turns) >= self._shape.most_rounds
+            timing = Timing(selector, link)
+            while len(timing.ratios) < self._shape.rounds or not (
+                timing.is_settled or len(timing.ratios) >= self._shape.most_rounds
             ):
-                turn = self._turn(planner, timing, ask)
-                timing = replace(timing, turns=(*timing.turns, turn))
+                self._turn(planner, timing, ask)
             yield timing
 
-    def _turn(self, planner: BlendPlanner, timing: Timing, ask: Callable[[], None]) -> Turn:
-        full_s = 0.0 if len(timing.turns) % 2 else self.full_s()
+    def _turn(self, planner: BlendPlanner, timing: Timing, ask: Ask) -> None:
+        full_s = 0.0 if len(timing.ratios) % 2 else self.full_s()
         started = time.perf_counter()
         ask()
         # KV of a token, all layers, in float32: half as many heads as queries have.
@@ -239,7 +217,9 @@ class Stage:
         planner.observe_full(len(self.case.tokens), full_s)
         if decision.action != "full":
             planner.observe_blend(chosen, result, loaded_bytes)
-        return Turn(decision, asked_s + blended_s, full_s)
+        timing.decision = decision
+        timing.ratios.append((asked_s + blended_s) / full_s)
+        timing.full_s.append(full_s)
 
 
 def _some(rng: random.Random, count: int) -> Tokens:
@@ -247,7 +227,7 @@ def _some(rng: random.Random, count: int) -> Tokens:
 
 
 @contextmanager
-def asking(stage: Stage) -> Iterator[Callable[[], None]]:
+def asking(stage: Stage) -> Iterator[Ask]:
     """Serve *stage*'s documents out of a prompt in another order; yield what asks for its own.
 
     That resolves the prompt, makes its plan, and gives back what was leased; it raises
@@ -266,10 +246,7 @@ def asking(stage: Stage) -> Iterator[Callable[[], None]]:
         LayerKind.attention, DType.float32, layers, adapter.kv_heads, adapter.head_dim
     )
     model = Model("bench/blend", "r1", "none", "none", (group,), adapter.origin.rope, "none")
-    with (
-        serving("--cpu", "256MiB") as (address, _),
-        connect(address, model) as client,
-    ):
+    with joined("--cpu", "256MiB", model=model) as client:
         stored = [SegmentRange(*span) for span in pairwise(ends)]
         store_prefill(client, blender.prefill(shuffled), shuffled, stored)
 
@@ -286,22 +263,22 @@ def asking(stage: Stage) -> Iterator[Callable[[], None]]:
 
 
 def speed(report: Report, shape: StageShape, links_mb_per_s: Sequence[float]) -> None:
-    """Measure times to the first token."""
     stage = Stage(shape)
     stage.full_s()
     with asking(stage) as ask:
         ask()
         timings = [one for name in TIMED for one in stage.times(name, links_mb_per_s, ask)]
     for one in timings:
-        decision, (ratio, low, high) = one.turns[-1].decision, one.to_full
+        decision, (ratio, low, high) = one.decision, one.to_full
+        assert decision is not None
         words = f"of full [{low:.3f}, {high:.3f}]: {decision.action} at {decision.ratio:.0%}"
         report.note(f"  {one.selector} at {one.link_mb_per_s:g} MB/s", f"{ratio:.3f}", words)
     slowest = max(timings, key=lambda one: one.to_full[0])
     report.add(
         "slowest_vs_full_prefill", slowest.to_full[0],
         f"time as the controller decides, {slowest.selector} at {slowest.link_mb_per_s:g} MB/s, "
-        f"{paired(slowest.to_full)}, {len(slowest.turns)} turns",
-        f"the model's full prefill, {slowest.median(lambda turn: turn.full_s) * 1e3:.0f} ms",
+        f"{paired(slowest.to_full)}, {len(slowest.ratios)} turns",
+        f"the model's full prefill, {median(slowest.full_s) * 1e3:.0f} ms",
     )  # fmt: skip
     blended = stage.to_full(stage.plan(TIMED[0]))
     tokens = f"full prefill of {len(stage.case.tokens)} tokens"
@@ -386,16 +363,13 @@ def quality(report: Report, sizes: Sizes) -> list[str]:
     interval, found = parts[worst]
     words = f"KL of {BEST[0]} over that of {RIVAL[0]}, {worst} (the worse of two)"
     report.add("best_kl_vs_hkvd_kl@15", interval[0], f"{words}, {paired(interval)}", found)
-    columns = [("EM", "exact_match", 1.0), ("KL x1e3", "divergence", 1e3)]
-    columns += [("top-1", "agreement", 1.0), ("rows", "rows", 1.0)]
-    lines = table("model set by hand", answers, columns)
-    lines += table("riddlelm, trained until naive reuse hurts", story_scores, columns)
-    lines += table("tinylm, questions", marks, columns)
-    return lines + table("tinylm, text", running, columns[1:])
+    lines = table("model set by hand", answers)
+    lines += table("riddlelm, trained until naive reuse hurts", story_scores)
+    lines += table("tinylm, questions", marks)
+    return lines + table("tinylm, text", running)
 
 
 def main(argv: Sequence[str] | None = None, sizes: Sizes | None = None) -> None:
-    """Run every part and print the report."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="measure this model, too")
     asked = parser.parse_args(argv)

@@ -61,11 +61,9 @@ class Engine:
 
     @classmethod
     def of(cls, model: Any, sink: int = BEGIN) -> Engine:
-        """Return the engine of *model*."""
         return cls(Blender(TransformersAdapter(model)), sink, model)
 
     def cut(self, prefix: Tokens, chunks: Sequence[Tokens], order: Sequence[int]) -> list[Placed]:
-        """Return each of *chunks* out of a full prefill that has them in *order*."""
         joined = [*prefix, *(token for place in order for token in chunks[place])]
         kv = self.blender.prefill(joined, logits_from=len(joined) - 1).kv
         found, start = dict[int, Placed](), len(prefix)
@@ -115,24 +113,20 @@ class Case:
 
     @property
     def riddle(self) -> Riddle:
-        """The riddle that it was made of."""
         if self.secret is None:
             raise ValueError("riddle: this case was not made of one")
         return self.secret
 
     @cached_property
     def tokens(self) -> Tokens:
-        """The whole prompt."""
         return (*(token for part in self.parts for token in part.tokens), *self.question)
 
     @cached_property
     def source(self) -> MemorySource:
-        """All that is stored."""
         return MemorySource({at: part.kv for at, part in enumerate(self.parts)})
 
     @cached_property
     def full(self) -> BlendResult:
-        """All of the prompt, computed."""
         return self.engine.blender.prefill(self.tokens)
 
     def with_true_scores(self) -> Case:
@@ -145,7 +139,6 @@ class Case:
         return replace(self, parts=tuple(parts))
 
     def plan(self, ratio: float, selector: str) -> BlendPlan:
-        """Return the plan that blends the parts, with what was learned of them."""
         segments, end = list[Segment](), 0
         for part in self.parts:
             start, end = end, end + len(part.tokens)
@@ -169,7 +162,6 @@ class Case:
         return self.after(self.full)
 
     def is_right(self, logits: Tensor) -> bool:
-        """Return whether the likeliest tokens by *logits* are those scored."""
         return logits.argmax(-1).tolist() == list(self.scored)
 
     def after(self, result: BlendResult) -> Tensor:
@@ -200,7 +192,6 @@ def riddle_case(engine: Engine, riddle: Riddle, rng: random.Random | None = None
 
 
 def trained_engine(folder: Path = FOLDER) -> tuple[Engine, Any]:
-    """Return the model of *folder*, float32, and its tokenizer."""
     disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     return riddle_engine(folder, tokenizer.bos_token_id), tokenizer
@@ -213,7 +204,6 @@ def riddle_engine(folder: Path = RIDDLE_FOLDER, sink: int = BEGIN) -> Engine:
 
 
 def designed_engine() -> Engine:
-    """Return the model whose weights are set by hand."""
     return Engine.of(make_designed())
 
 
@@ -245,7 +235,6 @@ def _rows(name: str) -> list[Any]:
 
 
 def ids_of(tokenizer: Any, text: str) -> Tokens:
-    """Return the tokens of *text*."""
     return tuple(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
@@ -265,7 +254,6 @@ Marks = dict[Key, list[Mark]]
 
 
 def figures(marks: Marks, key: Key, name: str) -> NDArray[np.float64]:
-    """Return one figure of every case."""
     return np.array([getattr(mark, name) for mark in marks[key]])
 
 
@@ -275,7 +263,6 @@ def keys(ratios: Sequence[float] = RATIOS) -> list[Key]:
 
 
 def measure(cases: Iterable[Case]) -> Marks:
-    """Return the marks of *cases*."""
     marks: Marks = {key: [] for key in (*keys(), WHOLE)}
     for case in cases:
         for key, found in marks.items():
@@ -319,16 +306,16 @@ def resampled(value: Callable[[NDArray[np.int64]], float], count: int) -> Estima
 
 
 def paired(found: Estimate) -> str:
-    """Return an interval in words."""
     return f"paired 95 %: [{found[1]:.3f}, {found[2]:.3f}]"
 
 
-def table(title: str, marks: Marks, columns: Sequence[tuple[str, str, float]]) -> list[str]:
-    """Return lines of a table: one for each selector and ratio. *columns*: name, field, unit."""
-    head = "  ".join(name.rjust(10) for name, _, _ in columns)
-    lines = [title, "  " + "selector".ljust(18) + "ratio  " + head]
-    for key in marks:
-        means = [figures(marks, key, name).mean() * unit for _, name, unit in columns]
-        cells = "  ".join(f"{mean:10.3f}" for mean in means)
-        lines.append(f"  {key[0]:18s}{key[1]:4.0%}   {cells}")
+def table(title: str, marks: Marks) -> list[str]:
+    """Return lines of a table: one for each selector and ratio."""
+    lines = [title, f"  {'selector':18s}ratio         EM    KL x1e3      top-1       rows"]
+    for name, ratio in marks:
+        columns = ("exact_match", "divergence", "agreement", "rows")
+        em, kl, top, rows = (figures(marks, (name, ratio), one).mean() for one in columns)
+        lines.append(
+            f"  {name:18s}{ratio:4.0%}   {em:10.3f} {1e3 * kl:10.3f} {top:10.3f} {rows:10.3f}"
+        )
     return lines

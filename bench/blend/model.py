@@ -74,46 +74,11 @@ class Prompt:
     stood: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """One blend against a full prefill: the question's rows, and what follows it."""
-
-    question: ShadowEval
-    answer: ShadowEval
-
-    @property
-    def pooled(self) -> float:
-        """KL a token, of the question and of what follows."""
-        parts = (self.question, self.answer)
-        total = sum(one.divergence * one.tokens for one in parts)
-        return total / sum(one.tokens for one in parts)
-
-
-@dataclass(frozen=True, slots=True)
-class Full:
-    """A prompt computed in full: logits of its question and of what follows."""
-
-    question: Tensor
-    answer: Tensor
-
-    @classmethod
-    def of(cls, case: Case) -> Full:
-        """Compute *case*."""
-        first = len(case.tokens) - len(case.question)
-        result = case.engine.blender.prefill(case.tokens, logits_from=first)
-        return cls(result.logits, case.after(result))
-
-    def judge(self, case: Case, key: Key) -> Judged:
-        """Blend *case*, the same prompt, and compare; what follows is teacher-forced."""
-        blended = case.blend(key)
-        return Judged(
-            compare(self.question, blended.logits), compare(self.answer, case.after(blended))
-        )
+Judged = tuple[ShadowEval, ShadowEval]
+"""One blend against a full prefill: the question's rows, and what follows it."""
 
 
 class Prompts:
-    """Prompts of the model of a folder."""
-
     def __init__(self, folder: Path) -> None:
         self.engine, self._tokenizer = trained_engine(folder)
         rows = (FOLDER / "heldout.jsonl").read_text().splitlines()
@@ -124,7 +89,6 @@ class Prompts:
         return ids_of(self._tokenizer, text)
 
     def facts(self, rng: random.Random) -> list[Prompt]:
-        """Return four questions about four documents."""
         things = rng.sample(THINGS, DOCUMENTS)
         codes = [f"{rng.randrange(1000, 10000)}" for _ in range(2 * DOCUMENTS)]
         documents = []
@@ -157,7 +121,6 @@ class Prompts:
         ]  # fmt: skip
 
     def passages(self) -> Iterator[Prompt]:
-        """Yield running text, cut into four chunks, a question and what follows."""
         for text in self._texts:
             end = _CHUNK * DOCUMENTS
             chunks = tuple(text[at : at + _CHUNK] for at in range(0, end, _CHUNK))
@@ -192,15 +155,24 @@ class Tried:
         self.prompts = prompts
         self._parts: dict[int, tuple[Part, ...]] = {}
         self._judged: dict[Key, list[Judged]] = {}
-        self._full = [Full.of(self._case(one)) for one in prompts]
+        self._full = [self._computed(self._case(one)) for one in prompts]
+
+    def _computed(self, case: Case) -> tuple[Tensor, Tensor]:
+        """Compute *case* in full; return logits of its question and of what follows."""
+        first = len(case.tokens) - len(case.question)
+        result = case.engine.blender.prefill(case.tokens, logits_from=first)
+        return result.logits, case.after(result)
 
     def judged(self, key: Key) -> list[Judged]:
-        """Return what came of every prompt."""
+        """Return what came of every prompt; what follows the question is teacher-forced."""
         if key not in self._judged:
-            self._judged[key] = [
-                full.judge(self._case(prompt), key)
-                for prompt, full in zip(self.prompts, self._full, strict=True)
-            ]
+            found = self._judged[key] = []
+            for prompt, (question, answer) in zip(self.prompts, self._full, strict=True):
+                case = self._case(prompt)
+                result = case.blend(key)
+                found.append(
+                    (compare(question, result.logits), compare(answer, case.after(result)))
+                )
         return self._judged[key]
 
     def _case(self, prompt: Prompt) -> Case:
@@ -210,21 +182,26 @@ class Tried:
         return Case(self._model.engine, self._parts[name], prompt.question, prompt.follows)
 
     def pooled(self, key: Key) -> NDArray[np.float64]:
-        """Return the KL a token of every prompt."""
-        return np.array([one.pooled for one in self.judged(key)])
+        """Return the KL a token of every prompt, of its question and of what follows."""
+        found = self.judged(key)
+        return np.array(
+            [
+                sum(one.divergence * one.tokens for one in pair) / sum(one.tokens for one in pair)
+                for pair in found
+            ]
+        )
 
     def answers(self, key: Key) -> NDArray[np.float64]:
         """Return the KL of answers of each context, the mean of its questions: they share its
         documents, so an interval is one of contexts.
         """
-        found = np.array([one.answer.divergence for one in self.judged(key)])
+        found = np.array([answer.divergence for _, answer in self.judged(key)])
         means: NDArray[np.float64] = found.reshape(-1, QUESTIONS).mean(1)
         return means
 
     def line(self, key: Key) -> str:
-        """Return one line of a table."""
-        found = self.judged(key)
-        kls = np.mean([(one.question.divergence, one.answer.divergence) for one in found], 0)
+        found = [(question.divergence, answer.divergence) for question, answer in self.judged(key)]
+        kls = np.mean(found, 0)
         return f"  {key[0]:16s}{key[1]:5.0%}{kls[0]:10.4f}{kls[1]:10.4f}"
 
 

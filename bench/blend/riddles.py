@@ -151,7 +151,6 @@ class Riddle:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The whole prompt."""
         return (BEGIN, *(token for chunk in self.chunks for token in chunk), *self.question)
 
 
@@ -199,7 +198,6 @@ def make_riddle(rng: random.Random, shape: Shape | None = None) -> Riddle:
 
 
 def _name(rng: random.Random, shape: Shape, facts: dict[int, _Fact], fresh: list[int]) -> int:
-    """Return a name that was stated before, or a fresh one."""
     again = shape.again_share
     is_again = again is not None and len(facts) > 1 and rng.random() < again
     return rng.choice(list(facts)) if is_again or not fresh else fresh.pop()

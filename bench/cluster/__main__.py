@@ -2,7 +2,8 @@
 
 Prompts of copies of a trace are routed to simulated nodes; all memory together stays the same,
 so that a cluster of any size sees one workload and only its division differs. What an operation
-costs is measured in the same run, on this machine, over the loopback.
+costs is measured in the same run, on this machine, over the loopback. ``--only nodes``: what
+another node has in memory, read from there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 import structlog
 
 from bench.cluster.costs import LOOKUP_CHUNKS, Costs, measure
+from bench.cluster.nodes import add_nodes
 from bench.cluster.simulation import (
     AFFINITY,
     ROUTINGS,
@@ -45,38 +47,30 @@ REDIS_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One simulated cluster: what it counted, and how unlike its nodes were.
-
-    *imbalance*: the prompts of the busiest node over the mean; *copies*: mean and largest number
-    of copies of a block in memory.
-    """
+    """What one simulated cluster counted; mean and largest number of copies of a block."""
 
     nodes: int
     counts: ClusterCounts
-    imbalance: float
     copies: tuple[float, int]
 
     def share(self, blocks: int) -> float:
-        """Return *blocks* as a share of those asked for."""
         return blocks / max(1, self.counts.blocks)
 
     def each(self, number: int) -> float:
-        """Return *number* for each prompt."""
         return number / max(1, self.counts.prompts)
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a cluster asks for in a second, and what share of each part's time that takes.
+    """What a cluster asks for in a second, ``peer_bytes`` of each node, and what share that is.
 
-    ``directory``, ``chunks``: of the one thread of a Redis; ``lookups``: of one core of the
-    busiest node; ``peers``: of the wire of a node, if nodes give as much as they take.
+    ``directory``, ``chunks``: of the one thread of a Redis; ``peers``: of the wire of a node, if
+    nodes give as much as they take.
     """
 
     redis_ops: float
     redis_bytes: float
     peer_bytes: float
-    """Of each node."""
     shares: Mapping[str, float]
 
 
@@ -102,7 +96,6 @@ def demand(measured: Measured, costs: Costs) -> Demand:
         shares={
             "directory": directory_s,
             "chunks": chunks_s,
-            "lookups": RATE * measured.imbalance * costs.lookup_s,
             "peers": peer / costs.peer_bytes_per_s,
         },
     )
@@ -156,7 +149,6 @@ class Setback:
 
     @property
     def lost(self) -> float:
-        """What the first minute found less, as a share of the blocks."""
         return self.steady[0] - self.failed[0]
 
     @property
@@ -217,14 +209,13 @@ MEMORY_SHARE = 0.08
 
 
 def simulate(chains: Sequence[Sequence[int]], footprint: int, nodes: int, routing: str) -> Measured:
-    """Return what *nodes* count in the second half of *chains*."""
     cluster = Cluster(terms_of(footprint, nodes, routing))
     for chain in chains[: len(chains) // 2]:
         cluster.request(chain)
     before = cluster.counts.copy()
     for chain in chains[len(chains) // 2 :]:
         cluster.request(chain)
-    return Measured(nodes, cluster.counts.since(before), cluster.imbalance(), cluster.copies())
+    return Measured(nodes, cluster.counts.since(before), cluster.copies())
 
 
 def terms_of(footprint: int, nodes: int, routing: str) -> ClusterTerms:
@@ -234,7 +225,6 @@ def terms_of(footprint: int, nodes: int, routing: str) -> ClusterTerms:
 
 
 def add_failures(report: Report) -> None:
-    """What is found less of while nodes, or a Redis master, are gone."""
     chains, footprint = chains_of(CONVERSATION)
     for nodes in FAILING:
         for failure, found in setbacks(chains, terms_of(footprint, nodes, AFFINITY)).items():
@@ -251,7 +241,6 @@ def chains_of(trace: str) -> tuple[list[list[int]], int]:
 
 
 def simulate_all(trace: str, sizes: Iterable[int]) -> dict[tuple[str, int], Measured]:
-    """Return every routing at every size."""
     chains, footprint = chains_of(trace)
     return {
         (routing, nodes): simulate(chains, footprint, nodes, routing)
@@ -261,11 +250,11 @@ def simulate_all(trace: str, sizes: Iterable[int]) -> dict[tuple[str, int], Meas
 
 
 def add_costs(report: Report, costs: Costs) -> None:
-    """What was measured."""
     of = f"{LOOKUP_CHUNKS} chunks"
+    ask_s = costs.question_s + (LOOKUP_CHUNKS - 1) * costs.asked_key_s
+    size_mb = 1e-6 * NODE_BLOCKS * costs.entry_bytes
     report.add("lookup_us", 1e6 * costs.lookup_s, f"a node's processor, a lookup of {of}")
     report.add("directory_ask_us", 1e6 * costs.round_trip_s, f"what a node waits, {of}")
-    ask_s = costs.question_s + (LOOKUP_CHUNKS - 1) * costs.asked_key_s
     report.add("directory_ask_redis_us", 1e6 * ask_s, f"Redis' processor for it, {of}")
     report.add("directory_note_redis_us", 1e6 * costs.note_s, "for an entry written or removed")
     report.add("directory_entry_bytes", costs.entry_bytes, "Redis' memory for an entry")
@@ -273,12 +262,10 @@ def add_costs(report: Report, costs: Costs) -> None:
     report.add("redis_cpu_read_gbps", 1e-9 / costs.read_byte_s, "what its processor could read")
     report.add("redis_cpu_write_gbps", 1e-9 / costs.write_byte_s, "and write")
     report.add("peer_gbps", 1e-9 * costs.peer_bytes_per_s, "a hit in a peer's memory, verified")
-    size = 1e-6 * NODE_BLOCKS * costs.entry_bytes
-    report.add("directory_mb_per_node", size, f"{NODE_BLOCKS} blocks of {BLOCK_BYTES >> 20} MiB")
+    report.add("directory_mb_per_node", size_mb, f"{NODE_BLOCKS} blocks")
 
 
 def add_hits(report: Report, measured: Measured, routing: str, asks: Demand) -> None:
-    """The values of one size."""
     counts, share, nodes = measured.counts, measured.share, measured.nodes
     copies, most = measured.copies
     report.add(f"{routing}_{nodes}_local", share(counts.local), "of blocks: in the node's memory")
@@ -304,12 +291,8 @@ def add_limits(report: Report, routing: str, asked: Sequence[tuple[int, Demand]]
     report.add(f"{routing}_redis_masters", shares["chunks"], "Redis masters, for the chunks")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, simulate, print, and draw the plot."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the hits as an SVG")
-    flags = parser.parse_args(argv)
-    report = Report("cluster")
+def add_simulation(report: Report) -> dict[str, list[tuple[float, float]]]:
+    """Measure and simulate; return what is drawn."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     costs = measure()
     add_costs(report, costs)
@@ -322,9 +305,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             if one.nodes in KEPT:
                 add_hits(report, one, routing, asks)
         add_limits(report, routing, asked)
-        name = routing.replace("_", " ")
         for words, peers in (("own memory", 0), ("or a peer's", 1)):
-            series[f"{name}: {words}"] = [
+            series[f"{routing.replace('_', ' ')}: {words}"] = [
                 (m.nodes, 100 * m.share(m.counts.local + peers * m.counts.peer)) for m in rows
             ]
     for (routing, nodes), one in simulate_all(DOCUMENTS, KEPT[1:3]).items():
@@ -332,9 +314,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         report.add(f"{routing}_{nodes}_documents_local", local, "prompts about documents")
         report.add(f"{routing}_{nodes}_documents_copies", copies, f"of a block; at most {most}")
     add_failures(report)
-    if flags.plot is not None:
-        title = "Blocks found in memory, percent, as one memory is divided among nodes"
-        line_chart(flags.plot, title, ("nodes", "percent of the blocks asked for"), series)
+    return series
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__, ("simulation", "nodes"))
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the hits as an SVG")
+    flags = parser.parse_args(argv)
+    report = Report("cluster")
+    if "simulation" in flags.only:
+        series = add_simulation(report)
+        if flags.plot is not None:
+            title = "Blocks found in memory, percent, as one memory is divided among nodes"
+            line_chart(flags.plot, title, ("nodes", "percent of the blocks asked for"), series)
+    if "nodes" in flags.only:
+        add_nodes(report)
     report.print(only_json=flags.json)
 
 

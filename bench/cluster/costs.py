@@ -7,16 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 import redis
 
+from bench.cluster.nodes import hit_against_raw
 from bench.lib.workload import MIB, TINY, connect, make_chunks, redis_server, serving
-from bench.peer_nodes import hit_against_raw
 from kvstore.proto.types import ChunkKey
 from kvstore.server.cluster.directory import Directory
 from kvstore.server.cluster.membership import NodeAddress
@@ -28,8 +26,7 @@ from kvstore.tiers.redis_url import DEFAULT_PREFIX
 LOOKUPS, LOOKUP_CHUNKS = 300, 24
 """As many blocks as a prompt of the conversation trace has."""
 ROUNDS, ENTRIES, START_S = 200, 20_000, 30.0
-PART_BYTES, PARTS = MIB, 64
-PEER_CHUNKS = 8
+PARTS, PEER_CHUNKS = 64, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +56,7 @@ class Costs:
 def measure() -> Costs:
     """Return the costs of this machine; about ten seconds. Needs redis-server."""
     lookup_s, hit = _lookup_s(), hit_against_raw(PEER_CHUNKS, 3)
-    with (
-        TemporaryDirectory() as folder,
-        redis_server(Path(folder)) as port,
-        redis.Redis(port=port) as link,
-    ):
+    with redis_server() as port, redis.Redis(port=port) as link:
         directory, data = _directory(link, port), _data(link)
     return Costs(lookup_s, *directory, *data, hit.size_bytes / hit.straight_s)
 
@@ -127,8 +120,7 @@ def _wait(condition: Callable[[], bool]) -> None:
 
 
 def _data(link: redis.Redis) -> tuple[float, float, float]:
-    parts = [os.urandom(PART_BYTES) for _ in range(4)]
-    size_bytes = PARTS * PART_BYTES
+    parts = [os.urandom(MIB) for _ in range(4)]
     with _spent(link) as written:
         for number in range(PARTS):
             link.set(f"part:{number}", parts[number % 4])
@@ -137,6 +129,7 @@ def _data(link: redis.Redis) -> tuple[float, float, float]:
         for number in range(PARTS):
             assert link.get(f"part:{number}") == parts[number % 4]
         wall_s = time.perf_counter() - started
+    size_bytes = PARTS * MIB
     return read() / size_bytes, written() / size_bytes, size_bytes / wall_s
 
 

@@ -32,7 +32,6 @@ def load(name: str) -> BlockTrace:
 
 
 def shared_rows(trace: BlockTrace) -> frozenset[int]:
-    """Return the rows that more than SHARED of the prompts have."""
     least = SHARED * trace.requests
     return frozenset(row for row, n in Counter(trace.rows.tolist()).items() if n > least)
 
@@ -113,13 +112,11 @@ class ClusterCounts:
     redis_written: int = 0
 
     def since(self, before: ClusterCounts) -> ClusterCounts:
-        """Return what was counted after *before*."""
         return ClusterCounts(
             *(getattr(self, one.name) - getattr(before, one.name) for one in fields(self))
         )
 
     def copy(self) -> ClusterCounts:
-        """Return these counts as they are now."""
         return self.since(ClusterCounts())
 
 
@@ -147,7 +144,6 @@ class LruBlocks:
         return gone
 
     def prefix(self, chain: Chain) -> int:
-        """Return how many of the first blocks of *chain* are here."""
         used = self._used
         for at, block in enumerate(chain):
             if block not in used:
@@ -205,7 +201,6 @@ class Cluster:
         self.lost_master = None
 
     def request(self, chain: Chain) -> None:
-        """Route one prompt, find its blocks, compute and keep the others."""
         node = self._route(chain)
         self.routed[node] += 1
         counts, memory = self.counts, self._nodes[node]
@@ -296,10 +291,5 @@ class Cluster:
         return sum(map(len, self._nodes))
 
     def copies(self) -> tuple[float, int]:
-        """Return the mean and the largest number of copies of the blocks in memory."""
         numbers = [len(nodes) for nodes in self._holders.values()]
         return (sum(numbers) / len(numbers), max(numbers)) if numbers else (0.0, 0)
-
-    def imbalance(self) -> float:
-        """Return the prompts of the busiest node over the mean."""
-        return max(self.routed) * self.terms.nodes / max(1, sum(self.routed))

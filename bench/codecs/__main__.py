@@ -17,10 +17,11 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from bench.codecs.baselines import (
+    CACHEGEN_LEVELS,
     Coded,
     LMCacheCodecs,
     TensorFile,
-    cachegen_levels,
+    bins_of,
     kivi,
     lmcache_codecs,
     zipnn_coder,
@@ -100,19 +101,19 @@ def all_codes(chunks: Chunks, lmcache: LMCacheCodecs | str, folder: Path) -> Ite
     if isinstance(lmcache, str):
         return
     layers, kv_heads, head_dim = (tensors.bits.shape[axis] for axis in (1, 4, 5))
-    yield lmcache.fp8(tensors)
+    yield lmcache.coded("fp8", "bare cast", tensors)
     if lmcache.knows(layers):
-        yield lmcache.cachegen(tensors)
-    for bins in cachegen_levels(layers):
-        yield lmcache.cachegen(tensors, bins)
+        yield lmcache.coded("cachegen", "own bins", tensors)
+    for name, tables in CACHEGEN_LEVELS.items():
+        yield lmcache.coded("cachegen", name, tensors, **bins_of(layers, *tables))
     # Narrow heads have more norms to store: it is measured on wider ones too, for its better.
     for width in sorted(w for w in {head_dim, 128} if kv_heads * head_dim % w == 0):
         for preset in TURBOQUANT:
-            yield lmcache.turboquant(tensors, preset, width)
+            more = {"preset": f"turboquant_{preset}", "head_dim": width}
+            yield lmcache.coded("turboquant", f"{preset} d{width}", tensors, **more)
 
 
 def report_rates(report: Report, model: str, rates: Rates) -> None:
-    """Add a row for each point of *model*."""
     for point in rates.points:
         q = point.quality
         facts = "" if point.facts is None else f", facts {point.facts:.2f}"
@@ -122,7 +123,6 @@ def report_rates(report: Report, model: str, rates: Rates) -> None:
 
 
 def report_bars(report: Report, rates: Rates) -> None:
-    """Add the keys that compare with others at equal divergence."""
     ours = rates.curve("kvq")
     for key, (codec, setting, bar) in AGAINST.items():
         theirs = [p for p in rates.points if p.codec == codec and p.setting.startswith(setting)]
@@ -197,7 +197,6 @@ def open_or_reason(stack: ExitStack, side: AbstractContextManager[T]) -> T | str
 
 
 def measure(run: Run) -> None:
-    """Run every part."""
     extent = run.sizes.synthetic
     made = make_synthetic(replace(extent, windows=extent.windows + 1), SEED)
     chunks = Chunks.of("bench/synthetic", made[:-1], RopeParameters(ROPE_THETA, extent.head_dim))
@@ -255,7 +254,6 @@ def _rates_of_model(
 
 
 def main(argv: Sequence[str] | None = None, sizes: Sizes | None = None) -> None:
-    """Run every part and print the report."""
     parser = parser_of(__doc__)
     parser.add_argument("--venvs", type=Path, default=Path("build/peers"), metavar="DIR",
                         help="where the opponents are installed; default build/peers")  # fmt: skip

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import zstandard
@@ -37,19 +37,15 @@ class Coded:
     decoded: Bits
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """Processor seconds of one encode and one decode, and the bytes in between."""
+class Speed(NamedTuple):
+    """Processor seconds of one encode and one decode."""
 
     encode_s: float
     decode_s: float
-    stored_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """Tensors where an opponent reads them."""
-
     path: Path
     bits: NDArray[np.uint16]
     digest: int
@@ -61,42 +57,31 @@ class TensorFile:
         return cls(path, bits, digest(bits))
 
     def check(self, answer: dict[str, float]) -> None:
-        """Raise ValueError unless the opponent read the same."""
         if answer["digest"] != self.digest:
             raise ValueError(f"{self.path.name}: the opponent read other tensors")
 
 
 Table = Sequence[tuple[int, int]]
+"""Pairs of the first layer of 32 and CacheGen's levels of quantisation from there on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bins:
-    """CacheGen's levels of quantisation, a number for each layer of K and of V."""
-
-    name: str
-    key_bins: tuple[int, ...]
-    value_bins: tuple[int, ...]
-
-    @classmethod
-    def spread(cls, name: str, layers: int, keys: Table, values: Table) -> Bins:
-        """Return the bins of 32-layer tables on *layers*: pairs of (first layer of 32, bins)."""
-        tables = [
-            tuple(
-                next(bins for start, bins in reversed(table) if 32 * layer >= start * layers)
-                for layer in range(layers)
-            )
-            for table in (keys, values)
+def bins_of(layers: int, keys: Table, values: Table) -> dict[str, list[int]]:
+    """Return the bins of tables of 32 layers on *layers*, of K and of V."""
+    return {
+        name: [
+            next(bins for start, bins in reversed(table) if 32 * layer >= start * layers)
+            for layer in range(layers)
         ]
-        return cls(name, *tables)
+        for name, table in (("key_bins", keys), ("value_bins", values))
+    }
 
 
-def cachegen_levels(layers: int) -> list[Bins]:
-    """Return the three levels of CacheGen's artifact (``QUANT_LEVEL``), on *layers* layers."""
-    return [
-        Bins.spread("level 1", layers, [(0, 16), (20, 12)], [(0, 16), (2, 12)]),
-        Bins.spread("level 2", layers, [(0, 32), (10, 16)], [(0, 32), (2, 16)]),
-        Bins.spread("level 3", layers, [(0, 32)], [(0, 32)]),
-    ]
+CACHEGEN_LEVELS: dict[str, tuple[Table, Table]] = {
+    "level 1": ([(0, 16), (20, 12)], [(0, 16), (2, 12)]),
+    "level 2": ([(0, 32), (10, 16)], [(0, 32), (2, 16)]),
+    "level 3": ([(0, 32)], [(0, 32)]),
+}
+"""Those of its artifact, K and V (``QUANT_LEVEL``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,49 +97,23 @@ class LMCacheCodecs:
         config = json.loads((self.model / "config.json").read_text())
         return bool(config["num_hidden_layers"] == layers)
 
-    def cachegen(self, tensors: TensorFile, bins: Bins | None = None) -> Coded:
-        """CacheGen as released, with the bins LMCache has for the model, or *bins*."""
-        setting = "own bins" if bins is None else bins.name
-        return self._coded("cachegen", setting, tensors, self._bins(tensors, bins))
-
-    def fp8(self, tensors: TensorFile) -> Coded:
-        """The cast of its fp8 serializer."""
-        return self._coded("fp8", "bare cast", tensors, {})
-
-    def turboquant(self, tensors: TensorFile, preset: str, head_dim: int) -> Coded:
-        """A preset of TurboQuant on heads of *head_dim*, no layer left out."""
-        request = {"preset": f"turboquant_{preset}", "head_dim": head_dim}
-        return self._coded("turboquant", f"{preset} d{head_dim}", tensors, request)
-
-    def time_cachegen(self, tensors: TensorFile, bins: Bins) -> Speed:
-        """Return what one encode and one decode of the only window took, in one thread."""
-        answer = self._ask("time_cachegen", tensors, self._bins(tensors, bins))
-        return speed_of(answer)
-
-    def _bins(self, tensors: TensorFile, bins: Bins | None) -> dict[str, Any]:
-        request = {"tokens": tensors.bits.shape[3], "model": str(self.model)}
-        if bins is None:
-            return request
-        return {**request, "key_bins": bins.key_bins, "value_bins": bins.value_bins}
-
-    def _coded(
-        self, codec: str, setting: str, tensors: TensorFile, request: dict[str, Any]
-    ) -> Coded:
+    def coded(self, codec: str, setting: str, tensors: TensorFile, **request: Any) -> Coded:
         decoded = self.folder / "decoded.npy"
-        answer = self._ask(codec, tensors, {**request, "decoded": str(decoded)})
+        answer = self._ask(codec, tensors, decoded=str(decoded), **request)
         bits = bits_per_value(int(answer["stored_bytes"]), tensors.bits.size)
         found = np.load(decoded, allow_pickle=False)
         return Coded(f"lmcache {codec}", setting, bits, found)
 
-    def _ask(self, do: str, tensors: TensorFile, request: dict[str, Any]) -> dict[str, float]:
-        answer = self.asked.ask(json.dumps({"do": do, "tensors": str(tensors.path), **request}))
+    def time_cachegen(self, tensors: TensorFile, bins: dict[str, list[int]]) -> Speed:
+        """Return what one encode and one decode of the only window took, in one thread."""
+        answer = self._ask("time_cachegen", tensors, **bins)
+        return Speed(answer["encode_s"], answer["decode_s"])
+
+    def _ask(self, do: str, tensors: TensorFile, **request: Any) -> dict[str, float]:
+        named = {"do": do, "tensors": str(tensors.path), "tokens": tensors.bits.shape[3]}
+        answer = self.asked.ask(json.dumps({**named, "model": str(self.model), **request}))
         tensors.check(answer)
         return answer
-
-
-def speed_of(answer: dict[str, float]) -> Speed:
-    """Return what an opponent's *answer* says."""
-    return Speed(answer["encode_s"], answer["decode_s"], int(answer["stored_bytes"]))
 
 
 @contextmanager
@@ -166,25 +125,18 @@ def lmcache_codecs(venvs: Path, folder: Path, model: Path) -> Iterator[LMCacheCo
         yield LMCacheCodecs(asked, folder, model)
 
 
-@dataclass(frozen=True, slots=True)
-class LosslessCoder:
-    """ZipNN in a running client."""
-
-    asked: Asked
-
-    def time(self, tensors: TensorFile) -> Speed:
-        """Return what one encode and one decode of all of it took."""
-        answer = self.asked.ask(str(tensors.path))
-        tensors.check(answer)
-        return speed_of(answer)
-
-
 @contextmanager
-def zipnn_coder(venvs: Path, folder: Path) -> Iterator[LosslessCoder]:
-    """Run ZipNN until the block ends. Raises PeerSkippedError."""
+def zipnn_coder(venvs: Path, folder: Path) -> Iterator[Callable[[TensorFile], Speed]]:
+    """Run ZipNN until the block ends; yield what times it. Raises PeerSkippedError."""
     python = make_venv(venvs, "zipnn", TORCH)
     with asking([python, "-P", ZIPNN_CLIENT], folder / "zipnn.log") as asked:
-        yield LosslessCoder(asked)
+
+        def time_(tensors: TensorFile) -> Speed:
+            answer = asked.ask(str(tensors.path))
+            tensors.check(answer)
+            return Speed(answer["encode_s"], answer["decode_s"])
+
+        yield time_
 
 
 AIBRIX_LEVEL = 3
@@ -235,4 +187,4 @@ def aibrix_time(bits: NDArray[Any]) -> Speed:
     decoded = time.process_time()
     if found != data.tobytes():
         raise ValueError("zstd: came back changed")
-    return Speed(encoded - started, decoded - encoded, len(stored))
+    return Speed(encoded - started, decoded - encoded)

@@ -19,7 +19,6 @@ ROPE_THETA = 500000.0
 
 
 def to_floats(bits: NDArray[Any]) -> Floats:
-    """Return the numbers that bfloat16 *bits* stand for."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -36,8 +35,6 @@ def digest(bits: NDArray[Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How large synthetic KV is."""
-
     windows: int = 1
     layers: int = 8
     tokens: int = 256
@@ -133,7 +130,6 @@ class Point:
 
     @property
     def rate(self) -> Rate:
-        """Its bits and its divergence."""
         return self.bits_per_value, self.quality.kl
 
 

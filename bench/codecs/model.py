@@ -24,8 +24,6 @@ from kvstore.proto.types import RopeParameters
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """What the model computes from the prefix as it was."""
-
     log_probabilities: Tensor
     """(windows, rest, vocabulary)."""
     greedy: Tensor
@@ -67,7 +65,6 @@ class PrefixModel:
 
     @torch.no_grad()
     def calibration(self) -> Bits:
-        """Return the KV of other texts, to fit tables to."""
         tokens = self._windows("calibrate", self._lengths.calibrate)
         return self._prefill(tokens[:, : self._lengths.prefix])
 

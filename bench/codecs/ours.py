@@ -135,11 +135,10 @@ class Coder:
             self.codec.decode_prefix(header, frame, level, self.tensors)
 
     def time(self, window: Bits) -> Speed:
-        """Return what one encode and one decode of *window* took, checksums included."""
         headers: list[FrameHeader] = []
         encode_s = cpu_s(lambda: headers.append(self.encode(window)))
         decode_s = cpu_s(lambda: self.decode(headers[0]))
-        return Speed(encode_s, decode_s, headers[0].frame_bytes)
+        return Speed(encode_s, decode_s)
 
     def _decoded(self) -> Bits:
         parts = [np.stack(layer) for layer in self.tensors[0]]

@@ -119,7 +119,6 @@ def _codes(count: int) -> Iterator[_Telling]:
 
 
 def _spread(passages: Sequence[Ids], text: Ids) -> Ids:
-    """Return *passages* in order, an equal part of *text* before each."""
     cuts = [len(text) * part // len(passages) for part in range(len(passages) + 1)]
     parts = [text[begin:end] for begin, end in pairwise(cuts)]
     return tuple(

@@ -45,7 +45,7 @@ WARM_UP = 2
 """Rounds that do not count: first requests wait for what is made once."""
 FEWEST = 4
 """Rounds of which there is a median."""
-NEW, TURN, AGAIN, CPU = "new", "turn", "again", ", CPU"
+NEW, TURN, AGAIN = "new", "turn", "again"
 """A prompt that nobody knows; one whose beginning is stored; one of which all is stored."""
 MODEL_SCALE = 2
 ROUNDS, TURNS_S = 40, 150.0
@@ -100,24 +100,17 @@ class Samples:
     """Whether all answered alike."""
 
     def take(self, side: Side, kind: str, number: int, taken: Taken, wanted: Bounds) -> None:
-        """Add a request of round *number* that has to have found as many tokens as *wanted* says.
-
-        The CPU's seconds are kept beside those of the clock.
-        """
+        """Add a request of round *number*, if it found as many tokens as *wanted* says."""
         if side.has_store and not wanted[0] <= taken.cached <= wanted[1]:
             self.lost[side.name] += 1
             return
-        for name, took_s in ((kind, taken.took_s), (kind + CPU, taken.cpu_s)):
-            self.seconds.setdefault((side.name, name), {})[number] = took_s
+        self.seconds.setdefault((side.name, kind), {})[number] = taken.took_s
 
     def ask(
         self, sides: Sequence[Side], kind: str, number: int,
         asked: Sequence[Prompt], wanted: Bounds, generated: int = 1,
     ) -> list[list[int]]:  # fmt: skip
-        """Have all *sides* answer the same, then forget what the engine itself has cached.
-
-        Return the tokens of the first.
-        """
+        """Have all *sides* answer the same, then forget what they cached; return the first's."""
         answers = []
         for side in in_turn(sides, number):
             taken = side.ask(asked, generated)
@@ -128,22 +121,17 @@ class Samples:
         return answers[0]
 
     def ratios(self, ours: Kind, theirs: Kind) -> list[float]:
-        """Return the ratio of each round that has both. Raises PeerSkippedError of too few."""
+        """Return the ratio of each round that has both: what is slow for a while is slow for both.
+
+        Raises PeerSkippedError of too few.
+        """
         mine, other = (self.seconds.get(one, {}) for one in (ours, theirs))
         ratios = [mine[n] / other[n] for n in mine if n >= WARM_UP and n in other]
         if len(ratios) < FEWEST:
             raise PeerSkippedError(f"{len(ratios)} rounds with {ours[0]}: fewer than {FEWEST}")
         return ratios
 
-    def ratio(self, ours: Kind, theirs: Kind) -> float:
-        """Return the median of the rounds' ratios: what is slow for a while is slow for both.
-
-        Raises PeerSkippedError when too few rounds have both.
-        """
-        return median(self.ratios(ours, theirs))
-
     def ms(self, kind: Kind) -> str:
-        """Return the median of a contestant, in words."""
         found = [s for number, s in self.seconds.get(kind, {}).items() if number >= WARM_UP]
         return f"{kind[0]} {1e3 * median(found):.1f} ms" if found else f"{kind[0]} never"
 
@@ -161,9 +149,8 @@ class Samples:
         report.note(f"  {key}", f"{low:.3f} to {high:.3f}", words)
 
     def note(self, report: Report, ours: Kind, theirs: Kind) -> None:
-        """Add a ratio to the table alone."""
         with suppress(PeerSkippedError):
-            value = f"{self.ratio(ours, theirs):.3f}"
+            value = f"{median(self.ratios(ours, theirs)):.3f}"
             report.note(f"  {ours[1]}, {ours[0]}", value, f"{self.ms(ours)}, {self.ms(theirs)}")
 
 
@@ -188,8 +175,8 @@ def measure_batches(report: Report, sides: Sequence[Side], seconds: float) -> bo
             break
     samples.add(report, STORE_KEY, (OURS, NEW), (PLAIN, NEW))
     for side in sides[1:]:
-        for kind, against in ((NEW, NEW), (NEW + CPU, NEW + CPU), (AGAIN, NEW)):
-            samples.note(report, (side.name, kind), (PLAIN, against))
+        for kind in (NEW, AGAIN):
+            samples.note(report, (side.name, kind), (PLAIN, NEW))
     return samples.is_same
 
 
@@ -223,7 +210,6 @@ def measure_misses(report: Report, sides: Sequence[Side]) -> bool:
         if time.monotonic() - began > PAIRS_S:
             break
     samples.add(report, KEYS[4], (OURS, NEW), (PLAIN, NEW))
-    samples.note(report, (OURS, NEW + CPU), (PLAIN, NEW + CPU))
     return samples.is_same
 
 
@@ -237,7 +223,7 @@ def measure_turns(report: Report, sides: Sequence[Side]) -> bool:
     for key, theirs in zip(KEYS[1:4], (PLAIN, LMCACHE, OFFLOAD), strict=True):
         samples.add(report, key, (OURS, AGAIN), (theirs, AGAIN))
     for side in sides[1:]:
-        for kind in (NEW, NEW + CPU, f"{TURN} chat", f"{TURN} document", AGAIN):
+        for kind in (NEW, f"{TURN} chat", f"{TURN} document", AGAIN):
             samples.note(report, (side.name, kind), (PLAIN, kind))
         report.note(f"  lost hits, {side.name}", str(samples.lost[side.name]), "")
     return samples.is_same
@@ -257,7 +243,6 @@ def measure_stores(report: Report, plain: Side, starts: Field) -> bool:
 
 
 def measure(report: Report, folder: Path) -> None:
-    """Start the stores and the engines, and compare them."""
     make_model(folder / "model", MODEL_SCALE)
     with ExitStack() as stack:
         plain = Field(stack, folder).plain()

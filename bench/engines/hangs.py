@@ -64,7 +64,6 @@ class Pair:
         return 1e3 * (took[1] - took[0])
 
     def await_store(self) -> None:
-        """Ask until a prompt is stored and found again."""
         await_store(self._ours, self._numbers)
 
     def gone(self, once: list[float], after: list[float]) -> None:
@@ -98,7 +97,6 @@ def measure_dead_server(report: Report, folder: Path, starts: Field, plain: Side
 
 
 def words(name: str, found: list[float]) -> str:
-    """Return a median and what is beyond it."""
     ordered = sorted(found)
     return f"{name} {median(found):.1f} ms, worst {ordered[-1]:.1f} of {len(found)}"
 

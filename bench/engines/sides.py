@@ -40,17 +40,14 @@ class Turn:
     rest: tuple[Segment, ...]
 
     def prompts(self, number: int) -> tuple[Prompt, Prompt]:
-        """Return the earlier prompt and this one, of tokens that no other *number* has."""
         return tokens(self.history + self.earlier, number), tokens(self.history + self.rest, number)
 
     @property
     def history_tokens(self) -> int:
-        """Tokens that both have."""
         return length(self.history)
 
 
 def length(segments: Sequence[Segment]) -> int:
-    """Return the tokens of *segments*."""
     return sum(count for _, count in segments)
 
 
@@ -90,7 +87,6 @@ def _chat_turns() -> list[Turn]:
 
 
 def _document_turns() -> list[Turn]:
-    """Questions about documents of which another was asked before."""
     asked: dict[tuple[Segment, ...], SegmentLine] = {}
     found = []
     for line in _lines(DOCUMENTS):
@@ -111,7 +107,6 @@ def _cut(segments: Sequence[Segment], most_tokens: int) -> tuple[Segment, ...]:
 
 
 def _spread(found: Sequence[Turn], count: int) -> list[Turn]:
-    """Return *count* of *found*, as far from each other as they can be."""
     if count > len(found):
         raise ValueError(f"{len(found)} prompts of the trace fit, not {count}")
     return [found[number * len(found) // count] for number in range(count)]
@@ -127,13 +122,9 @@ PLAIN, OURS, OFFLOAD, LMCACHE = "no store", "kvstore", "vLLM offload", "LMCache"
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What prompts took together. ``cached``: the fewest tokens that one of them found cached.
-
-    ``cpu_s`` is of the engine's process, all its threads together, and not of a server's.
-    """
+    """What prompts took together. ``cached``: the fewest tokens that one of them found cached."""
 
     took_s: float
-    cpu_s: float
     cached: int
     tokens: list[list[int]]
 
@@ -148,14 +139,11 @@ class Side:
     settles: bool = False
 
     def ask(self, prompts: Sequence[Prompt], max_tokens: int = 1) -> Taken:
-        """Have the engine answer *prompts*, all at once."""
         answers = self.engine.generate(*prompts, max_tokens=max_tokens)
         cached = min(answer["cached"] for answer in answers)
-        took_s, cpu_s = (answers[0][name] for name in ("took_s", "cpu_s"))
-        return Taken(took_s, cpu_s, cached, [answer["tokens"] for answer in answers])
+        return Taken(answers[0]["took_s"], cached, [answer["tokens"] for answer in answers])
 
     def fresh(self) -> None:
-        """Wait until all is stored, then forget what the engine itself has cached."""
         if self.settles and not self.engine.ask("settle"):
             raise RuntimeError(f"{self.name} does not come to an end with its stores")
         if not self.engine.ask("drain"):
@@ -182,7 +170,6 @@ class Field:
         return address
 
     def plain(self) -> Side:
-        """Return one that computes everything."""
         return Side(PLAIN, self._start("plain"), has_store=False)
 
     def ours(self, address: str, **settings: Any) -> Side:

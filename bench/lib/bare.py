@@ -23,18 +23,25 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64
 
 from bench.lib.workload import MIB
-from kvstore.proto.buffers import Bytes, copy_groups, copy_summed
+from kvstore.proto.buffers import Bytes, copy_groups
 
 STEP_BYTES = 1 << 19
 """Copied, then summed: it is in cache still."""
 RING_BYTES = 16 * MIB
 _WORDS_BYTES = mmap.PAGESIZE
 """How far the writer and the reader of a ring are, in bytes from the start, a word each."""
+_HEADS, _TOKENS, _HEAD_DIM = 8, 256, 128
+_LOOKED_AT_BYTES = _HEADS * _TOKENS * _HEAD_DIM * 4 + 4096
+"""One chunk of a mebibyte, K and V, and the page with its header."""
+CHUNK_BYTES, PART_BYTES = 8 * MIB, 1 << 18
+_PIECE_BYTES, _ON_THEIR_WAY = 1 << 18, 2
+"""Of Redis' values, asked for and not yet here: with more, what Redis copied leaves the caches."""
 Work = Callable[[], object]
+Bring = Callable[[], int]
+"""Brings bytes here and returns how many."""
 
 
 def steps_of(parts: Sequence[NDArray[Any]]) -> list[Bytes]:
-    """Return the bytes of *parts* in steps."""
     flat = [part.reshape(-1).view(np.uint8) for part in parts]
     return [data[at : at + STEP_BYTES] for data in flat for at in range(0, len(data), STEP_BYTES)]
 
@@ -53,7 +60,6 @@ def _child(stack: ExitStack, *words: object, descriptor: int = -1) -> tuple[IO[b
 
 
 def _memory(size_bytes: int, descriptor: int = -1) -> tuple[int, Bytes]:
-    """Return a descriptor and memory of the kind that slabs are of."""
     if descriptor < 0:
         descriptor = os.memfd_create("bare")
         os.ftruncate(descriptor, size_bytes)
@@ -61,7 +67,6 @@ def _memory(size_bytes: int, descriptor: int = -1) -> tuple[int, Bytes]:
 
 
 def _slab(size_bytes: int) -> Bytes:
-    """Return such memory, all of it touched."""
     descriptor, memory = _memory(size_bytes)
     os.close(descriptor)
     memory[:] = 1
@@ -130,13 +135,10 @@ def summed_get(outs: Sequence[Bytes]) -> AbstractContextManager[Work]:
 def bare_read(
     descriptor: int, outs: Sequence[Bytes], threads: int = 2, *, summed: bool = False
 ) -> AbstractContextManager[Work]:
-    """Yield what fills *outs* from a file with *threads*, each step summed while in cache or not
-    looked at.
-    """
 
     def fill(out: Bytes, start: int) -> None:
         assert os.preadv(descriptor, [out.data], start) == len(out)
-        if summed:
+        if summed:  # while in cache
             xxh3_64(out)  # type: ignore[arg-type]
 
     return _filling(outs, fill, threads)
@@ -157,11 +159,6 @@ def _filling(
 
     with ThreadPoolExecutor(threads) as pool:
         yield lambda: deque(pool.map(work, runs), 0).clear()
-
-
-_HEADS, _TOKENS, _HEAD_DIM = 8, 256, 128
-_LOOKED_AT_BYTES = _HEADS * _TOKENS * _HEAD_DIM * 4 + 4096
-"""One chunk of a mebibyte, K and V, and the page with its header."""
 
 
 @contextmanager
@@ -196,55 +193,35 @@ def _echo(descriptor: int) -> None:
             link.send(bytes(int.from_bytes(asked[-8:], "little")))
 
 
-CHUNK_BYTES, PART_BYTES, RECEIVE_BYTES = 8 * MIB, MIB, 1 << 18
-KINDS = ("zmq", "tcp")
-
-
-def _send(kind: str, size: int, part: int) -> None:
-    """Send *size* bytes whenever asked, *part* at a time; print the port first."""
+def _send(kind: str, size: int) -> None:
+    """Send *size* bytes whenever asked; print the port first."""
     data = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8)
     if kind == "tcp":
         listener = socket.create_server(("127.0.0.1", 0))
         print(listener.getsockname()[1], flush=True)
         link, _ = listener.accept()
         while link.recv(1):
-            for at in range(0, size, part):
-                link.sendall(data[at : at + part].data)
+            link.sendall(data.data)
         return
     router: zmq.Socket[bytes] = zmq.Context().socket(zmq.ROUTER)
     router.sndhwm = 0
     print(router.bind_to_random_port("tcp://127.0.0.1"), flush=True)
     while True:
         who, _ = router.recv_multipart()
-        for at in range(0, size, part):
-            router.send_multipart([who, data[at : at + part].data], copy=False)
+        for at in range(0, size, MIB):
+            router.send_multipart([who, data[at : at + MIB].data], copy=False)
 
 
-def _dealer(port: int) -> zmq.Socket[bytes]:
-    link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-    link.rcvhwm = link.linger = 0
-    link.connect(f"tcp://127.0.0.1:{port}")
-    return link
-
-
-def _take(kind: str, port: int, shared: int, size: int) -> None:
+def _take(port: int, shared: int, size: int) -> None:
     """Receive, sum and keep *size* bytes for each byte of the input; tell of each chunk."""
     _, room = _memory(size, shared)
-    link: Any = socket.create_connection(("127.0.0.1", port)) if kind == "tcp" else _dealer(port)
-    while sys.stdin.buffer.read(1):
-        link.send(b"g")
-        for start in range(0, size, CHUNK_BYTES):
-            state = xxh3_64()
-            for at in range(start, min(start + CHUNK_BYTES, size), PART_BYTES):
-                out = room[at : min(at + PART_BYTES, size)]
-                if kind == "tcp":
-                    _receive(link, out, 0)
-                    state.update(out)  # type: ignore[arg-type]
-                else:
-                    copy_summed(out, np.frombuffer(link.recv(copy=False).buffer, np.uint8), state)
-            state.intdigest()
-            sys.stdout.buffer.write(b"k")
-            sys.stdout.buffer.flush()
+    with socket.create_connection(("127.0.0.1", port)) as link:
+        while sys.stdin.buffer.read(1):
+            link.sendall(b"g")
+            for start in range(0, size, CHUNK_BYTES):
+                _receive_summed(link, room[start : start + CHUNK_BYTES])
+                sys.stdout.buffer.write(b"k")
+                sys.stdout.buffer.flush()
 
 
 def _receive(link: socket.socket, out: Bytes, flags: int = socket.MSG_WAITALL) -> None:
@@ -256,82 +233,67 @@ def _receive(link: socket.socket, out: Bytes, flags: int = socket.MSG_WAITALL) -
         left = left[more:]
 
 
-def _sender(stack: ExitStack, kind: str, size_bytes: int, part_bytes: int = PART_BYTES) -> int:
+def _receive_summed(link: socket.socket, out: Bytes) -> None:
+    state = xxh3_64()
+    for at in range(0, len(out), PART_BYTES):
+        _receive(link, out[at : at + PART_BYTES], 0)
+        state.update(out[at : at + PART_BYTES])  # type: ignore[arg-type]
+    state.intdigest()
+
+
+def _sender(stack: ExitStack, kind: str, size_bytes: int) -> int:
     """Run a process that sends *size_bytes* whenever it is asked; return its port."""
-    _, tells = _child(stack, "send", kind, size_bytes, part_bytes)
-    return int(tells.readline())
+    return int(_child(stack, "send", kind, size_bytes)[1].readline())
 
 
 @contextmanager
-def relayed(kind: str, size_bytes: int) -> Iterator[Callable[[], int]]:
-    """Run a sender and a taker over *kind*; yield what has *size_bytes* brought and copies them."""
+def relayed(size_bytes: int) -> Iterator[Bring]:
+    """Yield what has another process receive, sum and keep *size_bytes* and copies them."""
     out = np.zeros(size_bytes, np.uint8)
     shared, room = _memory(size_bytes)
     with ExitStack() as stack:
         stack.callback(os.close, shared)
-        port = _sender(stack, kind, size_bytes)
-        asks, tells = _child(stack, "take", kind, port, shared, size_bytes, descriptor=shared)
+        port = _sender(stack, "tcp", size_bytes)
+        asks, tells = _child(stack, "take", port, shared, size_bytes, descriptor=shared)
 
         def bring() -> int:
             asks.write(b"g")
             asks.flush()
-            stop = 0
             for at in range(0, size_bytes, CHUNK_BYTES):
                 if not tells.read(1):
                     raise RuntimeError("the taker has ended")
-                stop = min(at + CHUNK_BYTES, size_bytes)
-                copy_groups([[(out[at:stop], room[at:stop])]])
-            return stop
+                copy_groups([[(out[at : at + CHUNK_BYTES], room[at : at + CHUNK_BYTES])]])
+            return at + len(out[at : at + CHUNK_BYTES])
 
         yield bring
 
 
 @contextmanager
-def straight(size_bytes: int) -> Iterator[Callable[[], int]]:
-    """Run a sender over TCP; yield what receives *size_bytes* where the reader wants them, and
-    sums: one process less, and one copy, and nothing is kept.
-    """
+def raw_stream(size_bytes: int, *, summed: bool = False) -> Iterator[Bring]:
+    """Run a process that sends over TCP; yield what receives as many bytes into ready memory."""
     out = np.zeros(size_bytes, np.uint8)
     with ExitStack() as stack:
         port = _sender(stack, "tcp", size_bytes)
         link = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
 
-        def bring() -> int:
-            link.sendall(b"g")
-            end = 0
-            for start in range(0, size_bytes, CHUNK_BYTES):
-                state = xxh3_64()
-                for at in range(start, min(start + CHUNK_BYTES, size_bytes), RECEIVE_BYTES):
-                    end = min(at + RECEIVE_BYTES, size_bytes)
-                    _receive(link, out[at:end])
-                    state.update(out[at:end])  # type: ignore[arg-type]
-                state.intdigest()
-            return end
-
-        yield bring
-
-
-@contextmanager
-def raw_stream(size_bytes: int) -> Iterator[Work]:
-    """Run a process that sends; yield what receives as many bytes into ready memory."""
-    out = np.zeros(size_bytes, np.uint8)
-    with ExitStack() as stack:
-        port = _sender(stack, "tcp", size_bytes, size_bytes)
-        link = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-
-        def receive() -> None:
+        def receive() -> int:
             link.sendall(b".")
-            _receive(link, out, 0)
+            if not summed:
+                _receive(link, out, 0)
+            for at in range(0, size_bytes if summed else 0, CHUNK_BYTES):
+                _receive_summed(link, out[at : at + CHUNK_BYTES])
+            return len(out)
 
         yield receive
 
 
 @contextmanager
-def raw_zmq(size_bytes: int) -> Iterator[Callable[[], int]]:
-    """Run a process that sends; yield what receives so many bytes into ready memory."""
+def raw_zmq(size_bytes: int) -> Iterator[Bring]:
     out = np.zeros(size_bytes, np.uint8)
     with ExitStack() as stack:
-        link = stack.enter_context(_dealer(_sender(stack, "zmq", size_bytes)))
+        link: zmq.Socket[bytes] = stack.enter_context(zmq.Context.instance().socket(zmq.DEALER))
+        link.rcvhwm = link.linger = 0
+        link.connect(f"tcp://127.0.0.1:{_sender(stack, 'zmq', size_bytes)}")
 
         def receive() -> int:
             link.send(b"go")
@@ -345,26 +307,23 @@ def raw_zmq(size_bytes: int) -> Iterator[Callable[[], int]]:
         yield receive
 
 
-_PIECE_BYTES = 1 << 18
-_ON_THEIR_WAY = 2
-"""Pieces asked for and not yet here. In turns on a Xeon such a line had 4.3 GB/s; with more of them
-on their way 1.9, and whole values over one to six lines 1.9 to 2.3: what Redis has copied, and the
-kernel not yet delivered, leaves the caches.
-"""
-
-
 @contextmanager
 def bare_gets(port: int, database: int, names: Sequence[bytes]) -> Iterator[Work]:
-    """Yield a read of all *names* into ready memory over one bare socket, nothing verified.
+    """Yield a read of all *names* of a Redis over one bare socket, nothing verified.
 
     Each was asked for its size before: no reply is parsed while time is taken.
     """
     with socket.create_connection(("127.0.0.1", port)) as link:
-        _exchange(link, _command(b"SELECT", b"%d" % database), 5)
+
+        def exchange(*words: bytes) -> bytes:
+            link.sendall(_command(*words))
+            return link.recv(64)
+
+        exchange(b"SELECT", b"%d" % database)
         asks: list[bytes] = []
         replies: list[Bytes] = []
         for name in names:
-            size = int(_exchange(link, _command(b"STRLEN", name), 64)[1:])
+            size = int(exchange(b"STRLEN", name)[1:])
             for first in range(0, size, _PIECE_BYTES):
                 end = min(first + _PIECE_BYTES, size)
                 asks.append(_command(b"GETRANGE", name, b"%d" % first, b"%d" % (end - 1)))
@@ -385,14 +344,8 @@ def _command(*words: bytes) -> bytes:
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(w), w) for w in words)
 
 
-def _exchange(link: socket.socket, command: bytes, size_bytes: int) -> bytes:
-    link.sendall(command)
-    return link.recv(size_bytes)
-
-
 if __name__ == "__main__":
     does: dict[str, Callable[..., None]] = {
         "ring": _take_from_ring, "echo": _echo, "send": _send, "take": _take,
     }  # fmt: skip
-    given = [int(word) if word.isdigit() else word for word in sys.argv[2:]]
-    does[sys.argv[1]](*given)
+    does[sys.argv[1]](*(int(word) if word.isdigit() else word for word in sys.argv[2:]))

@@ -34,7 +34,6 @@ def last_line(text: str) -> str:
 
 
 def last_words(log: Path) -> str:
-    """Return the last line of a program's log."""
     return last_line(log.read_text(errors="replace"))
 
 
@@ -96,7 +95,6 @@ def run(command: Command, timeout_s: float, cwd: Path | None = None) -> str:
 
 
 def free_port() -> int:
-    """Return a port of this host that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -121,7 +119,7 @@ def _await_port(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise PeerSkippedError(f"did not start: {last_words(log)}")
+            raise PeerSkippedError(f"did not start: {last_line(log.read_text(errors='replace'))}")
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
             return
         time.sleep(0.05)
@@ -152,7 +150,9 @@ class Asked:
             self.process.stdin.write(line.encode() + b"\n")
             self.process.stdin.flush()
         except OSError:
-            raise PeerSkippedError(f"its client ended: {last_words(self.log)}") from None
+            raise PeerSkippedError(
+                f"its client ended: {last_line(self.log.read_text(errors='replace'))}"
+            ) from None
 
     def answer(self) -> dict[str, float]:
         """Return its next line of JSON, past what else it prints.
@@ -169,10 +169,11 @@ class Asked:
                     return found
         finally:
             watch.cancel()
-        raise PeerSkippedError(f"its client ended: {last_words(self.log)}")
+        raise PeerSkippedError(
+            f"its client ended: {last_line(self.log.read_text(errors='replace'))}"
+        )
 
     def ask(self, line: str) -> dict[str, float]:
-        """Send *line* and return the answer."""
         self.tell(line)
         return self.answer()
 

@@ -93,21 +93,17 @@ class EngineProcess:
         return self._hear()
 
     def generate(self, *prompts: list[int], **arguments: Any) -> list[dict[str, Any]]:
-        """Return what follows *prompts*, all at once."""
         answers: list[dict[str, Any]] = self.ask("generate", prompts=prompts, **arguments)
         return answers
 
     def fresh(self) -> None:
-        """Store what is being stored, then forget what the engine itself has cached."""
         assert self.ask("settle")
         assert self.ask("reset")
 
     def forget(self) -> None:
-        """Forget what the engine itself has cached."""
         assert self.ask("reset")
 
     def close(self) -> None:
-        """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:

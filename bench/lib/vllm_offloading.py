@@ -32,7 +32,6 @@ class CopyWorker(OffloadingWorker):  # type: ignore[misc]
         self._primary = [make_view(one.page_size_bytes * chunk_blocks) for one in caches.tensors]
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Copy blocks out of the engine's pages."""
         began = time.perf_counter()
         moved = 0
         for page, place in self._pairs(src_spec, dst_spec.block_ids):
@@ -41,7 +40,6 @@ class CopyWorker(OffloadingWorker):  # type: ignore[misc]
         return self._end(job_id, moved, began)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Copy blocks into the engine's pages."""
         began = time.perf_counter()
         moved = 0
         for page, place in self._pairs(dst_spec, src_spec.block_ids):
@@ -54,7 +52,6 @@ class CopyWorker(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def _pairs(self, blocks: Any, chunk_ids: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each page of a job with its place in the primary tier."""
         size = self._chunk_blocks
         block_at = chunk_at = 0
         for group, (count, first) in enumerate(
@@ -72,7 +69,6 @@ class CopyWorker(OffloadingWorker):  # type: ignore[misc]
             chunk_at += -(-(count + skipped) // size) if count else 0
 
     def get_finished(self) -> list[Any]:
-        """Return the jobs since the last call."""
         done, self._done = self._done, []
         return done
 
@@ -80,16 +76,12 @@ class CopyWorker(OffloadingWorker):  # type: ignore[misc]
         """Return at once: a job is over when it is submitted."""
 
     def shutdown(self) -> None:
-        """Give the shared memory back."""
         self._primary = []
         self._region.cleanup()
 
 
 class CpuTieringSpec(StoreTieringSpec):  # type: ignore[misc]
-    """vLLM's spec with a worker for pages in CPU memory."""
-
     def get_worker(self, kv_caches: Any) -> CopyWorker:
-        """Return the worker of this process."""
         if hasattr(self, "num_chunks"):
             sizes = {"num_chunks": self.num_chunks, "kv_bytes_per_chunk": self.kv_bytes_per_chunk}
         else:  # below 0.30

@@ -39,7 +39,6 @@ def make(folder: Path, scale: int = 1) -> None:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return one whose tokens are bytes."""
     words = [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     vocabulary = {word: number for number, word in enumerate(words)}
     bytes_only = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.lib import ROOT
 from bench.lib.processes import free_port, serving_peer
 from kvstore.client import Chunk, Client, ClientOptions
 from kvstore.client.chunk import LayerTensors, parents
@@ -72,20 +73,23 @@ def connect(address: str, model: Model, **options: Any) -> Client:
     return Client(address, model, ClientOptions(**{"deadline_ms": 20_000, **options}))
 
 
+@contextmanager
+def joined(*flags: str, model: Model = MODEL, **options: Any) -> Iterator[Client]:
+    with serving(*flags) as (address, _), connect(address, model, **options) as client:
+        yield client
+
+
 def keys_of(client: Client, count: int, seed: int) -> list[ChunkKey]:
-    """Return the keys of *count* chained chunks of random tokens."""
     tokens = np.random.default_rng(seed).integers(0, 1 << 31, 256 * count)
     return client.keys(tokens.tolist())
 
 
 def chunks_of(keys: Sequence[ChunkKey], tensors: Iterable[LayerTensors]) -> list[Chunk]:
-    """Return chained chunks of *tensors*, named by *keys*."""
     named = zip(keys, tensors, parents(keys), strict=True)
     return [Chunk(key, kv, parent=parent) for key, kv, parent in named]
 
 
 def rooms(model: Model, count: int) -> list[Any]:
-    """Return memory for *count* chunks."""
     return [empty_tensors(KVLayout.of(model, 256)) for _ in range(count)]
 
 
@@ -100,41 +104,66 @@ def make_chunks(client: Client, count: int, seed: int) -> tuple[list[ChunkKey], 
 
 
 def put_all(client: Client, chunks: Sequence[Chunk]) -> None:
-    """Put *chunks*, all of which have to be stored."""
     assert all(put.outcome is PutOutcome.stored for put in client.put_chunks(chunks))
 
 
+def get_all(client: Client, keys: Sequence[ChunkKey], out: Sequence[Any]) -> None:
+    assert len(client.get_chunks(keys, out)) == len(keys)
+
+
 def arrays(tensors: Iterable[LayerTensors]) -> list[NDArray[Any]]:
-    """Return the parts of all *tensors*."""
     return [np.asarray(p) for one in tensors for layers in one for parts in layers for p in parts]
 
 
 def arrays_of(chunks: Iterable[Chunk]) -> list[NDArray[Any]]:
-    """Return the parts of all *chunks*."""
     return arrays(chunk.tensors for chunk in chunks)
 
 
 def chunk_bytes(chunks: Sequence[Chunk]) -> int:
-    """Decoded bytes of *chunks*."""
     return sum(int(part.nbytes) for part in arrays_of(chunks))
 
 
 def check(chunks: Sequence[Chunk], out: Sequence[LayerTensors]) -> None:
-    """Raise AssertionError unless *out* holds the bytes of *chunks*."""
     for part, room in zip(arrays_of(chunks), arrays(out), strict=True):
         if not np.array_equal(part, room):
             raise AssertionError("wrong bytes")
 
 
 @contextmanager
-def redis_server(folder: Path) -> Iterator[int]:
+def redis_server(folder: Path | None = None) -> Iterator[int]:
     """Run a Redis of our own; yield its port."""
     program, port = shutil.which("redis-server"), free_port()
     if program is None:
         raise SystemExit("redis-server is not installed; `make test` installs it")
-    flags = ("--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(folder))
-    with serving_peer([program, *flags], [port], folder / "redis.log"):
+    with ExitStack() as stack:
+        folder = folder or Path(stack.enter_context(TemporaryDirectory()))
+        flags = ("--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(folder))
+        stack.enter_context(serving_peer([program, *flags], [port], folder / "redis.log"))
         yield port
+
+
+_LINK = """
+import sys
+sys.path[:0] = ["tests"]
+from helpers.slow_link import SlowLink
+link = SlowLink(int(sys.argv[1]), float(sys.argv[2]))
+print(link.port, flush=True)
+sys.stdin.read()
+link.close()
+"""
+
+
+@contextmanager
+def slow_link(port: int, gbits: float) -> Iterator[int]:
+    """Run a link of *gbits* a second to *port* in a process; yield the port of its near end."""
+    command = [sys.executable, "-c", _LINK, str(port), str(gbits * 125e6)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        yield int(process.stdout.readline())
+        process.stdin.close()
 
 
 Load = tuple[ChunkInfo, Bytes]

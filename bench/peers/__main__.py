@@ -6,40 +6,43 @@ always. Each peer runs in a virtual environment of its own, which the first run 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import redis
 
-from bench.lib.bare import bare_gets, raw_stream
+from bench.lib import workload
+from bench.lib.bare import bare_gets, bare_read, raw_stream
 from bench.lib.processes import ANSWER_TIMEOUT_S, PeerSkippedError, end
-from bench.lib.report import Report, bar_chart, parser_of, timed
-from bench.lib.workload import MIB, SMALL, connect, redis_server, serving
+from bench.lib.report import Report, parser_of, timed
+from bench.lib.workload import MIB, SMALL, arrays, connect, joined
 from bench.local import BURST_CHUNKS, bench_burst
 from bench.peers.lmcache import VERSION, Adapter, LMCache, Server
 from bench.peers.mooncake import VERSION as MOONCAKE
 from bench.peers.mooncake import Mooncake
-from bench.peers.ours import (
-    Side,
-    TierSide,
-    bare_loads_s,
-    make_frames,
-    put_numbered,
-    read_for,
-    request_side,
-)
+from kvstore.client import Chunk, Client
+from kvstore.codecs.raw import RawCodec
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.frame import FrameTemplate, check_frame, raw_frame_bytes
+from kvstore.proto.keys import representation_digest
+from kvstore.proto.types import DIGEST_BYTES, ROOT, ChunkInfo, ChunkKey, KVLayout
 from kvstore.server.main import keep_freed_memory
 from kvstore.server.wiring import LOADS_AT_ONCE
+from kvstore.tiers.base import Tier
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.redis import RedisTier
 
@@ -54,13 +57,16 @@ BARS = {
     "readable_under_writes": 1.0,
 }
 """What each has to reach; burst_lost has to be 0."""
-DISK_KEYS = ("disk_load_vs_lmcache_fs_native", "disk_store_vs_lmcache_fs_native")
-DISK_LIMIT_KEYS = ("disk_load_limit_vs_lmcache_fs_native",)
-REDIS_KEYS = ("redis_load_vs_lmcache_resp", "redis_store_vs_lmcache_resp")
-REDIS_LIMIT_KEYS = ("redis_load_limit_vs_lmcache_resp",)
-SHM_KEYS = ("retrieve_vs_lmcache_shm", "store_vs_lmcache_shm")
-MOONCAKE_KEYS = ("retrieve_vs_mooncake_tcp", "store_vs_mooncake_tcp")
-MOONCAKE_LIMIT_KEYS = ("retrieve_limit_vs_mooncake_tcp",)
+KEYS = {
+    "disk": ("disk_load_vs_lmcache_fs_native", "disk_store_vs_lmcache_fs_native",
+             "disk_load_limit_vs_lmcache_fs_native"),
+    "redis": ("redis_load_vs_lmcache_resp", "redis_store_vs_lmcache_resp",
+              "redis_load_limit_vs_lmcache_resp"),
+    "shm": ("retrieve_vs_lmcache_shm", "store_vs_lmcache_shm"),
+    "mooncake": ("retrieve_vs_mooncake_tcp", "store_vs_mooncake_tcp",
+                 "retrieve_limit_vs_mooncake_tcp"),
+}  # fmt: skip
+"""By part, what is left out without its peer: a load, a store, and a load by bare loops."""
 ROUNDS = 3
 """Of each side, in turns; a round repeats its work a few times itself."""
 OBJECTS, OBJECT_BYTES, REQUESTS = 64, 2 * MIB, 8
@@ -72,6 +78,30 @@ FLOOD_S, READ_S, SETTLE_S = 3.0, 5.0, 2.0
 WRITES = f"100000 100 {FLOOD_S + READ_S}"
 """The first number, chunks of 1 MiB a second, and for how long."""
 CPU_GIB = 0.125
+_BASE = np.random.default_rng(5).integers(0, 1 << 16, (2, 8, 256, 128), dtype=np.uint16)
+_WRITER = "import sys; from bench.peers.__main__ import write_for; write_for(*sys.argv[1:])"
+scratch = partial(TemporaryDirectory, prefix="kvstore-peers-")
+
+
+@dataclass(slots=True)
+class Side:
+    """The seconds of each store and load of one side, and what was measured.
+
+    The median counts: where a new file's pages come from makes one and the same store ten
+    times as fast as another, so that the best of few says little.
+    """
+
+    words: str
+    store_s: list[float] = field(default_factory=list)
+    load_s: list[float] = field(default_factory=list)
+
+    def extend(self, store_s: Sequence[float], load_s: Sequence[float]) -> None:
+        self.store_s += store_s
+        self.load_s += load_s
+
+    def speed(self, size_bytes: int, seconds: Sequence[float]) -> str:
+        mean, best = (size_bytes / one / 1e9 for one in (median(seconds), min(seconds)))
+        return f"{mean:.2f} GB/s (best {best:.2f}), {self.words}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,25 +112,149 @@ class Run:
     report: Report
 
     def add(self, key: str, value: float, ours: str, theirs: str) -> None:
-        """Report a ratio with what it is made of, and its bar where it has one."""
         bar = f", bar {BARS[key]:g}" if key in BARS else ""
         self.report.add(key, value, f"ours {ours}", f"theirs {theirs}{bar}")
 
-    def add_speeds(self, keys: Sequence[str], size_bytes: int, ours: Side, theirs: Side) -> None:
-        """Report the load of *size_bytes* under the first key, the store under the second."""
+    def add_speeds(self, keys: Sequence[str], size: int, ours: Side, theirs: Side) -> None:
         pairs = [(ours.load_s, theirs.load_s), (ours.store_s, theirs.store_s)]
         for key, (mine, other) in zip(keys, pairs, strict=False):
-            words = [
-                f"{size_bytes / median(seconds) / 1e9:.2f} GB/s "
-                f"(best {size_bytes / min(seconds) / 1e9:.2f}), {side.words}"
-                for seconds, side in ((mine, ours), (other, theirs))
-            ]
+            words = ours.speed(size, mine), theirs.speed(size, other)
             self.add(key, median(other) / median(mine), *words)
 
 
-def scratch() -> TemporaryDirectory[str]:
-    """Return a folder that goes with all that is in it."""
-    return TemporaryDirectory(prefix="kvstore-peers-")
+# --- our side, each piece as the peer's own figure is made
+
+
+def make_frames(count: int, seed: int) -> list[tuple[ChunkInfo, Bytes]]:
+    """Return *count* frames of 2 MiB of noise."""
+    model = workload.model_of("2", 2)
+    layout, digest = KVLayout.of(model, 256), representation_digest(model)
+    rng = np.random.default_rng(seed)
+    frames = []
+    for tensors in workload.rooms(model, count):
+        for part in arrays([tensors]):
+            part[...] = rng.integers(0, 1 << 16, part.shape, np.uint16)
+        key = ChunkKey(rng.bytes(32))
+        template = FrameTemplate(key, ROOT, digest, bytes(DIGEST_BYTES), layout)
+        frame = np.empty(raw_frame_bytes(layout), np.uint8)
+        frames.append((RawCodec().encode(template, tensors, frame).info(), frame))
+    return frames
+
+
+class TierSide:
+    """One of our tiers in this process, as a peer's benchmark has its adapter.
+
+    Frames go in verified, as the mover copies them, by some threads, and come out as it loads
+    them: verified step by step, into memory that is there.
+    """
+
+    def __init__(self, tier: Tier, frames: Sequence[tuple[ChunkInfo, Bytes]]) -> None:
+        self._tier = tier
+        self._frames = frames
+        self.out = [np.zeros_like(frame) for _, frame in frames]
+        self._pool = ThreadPoolExecutor(STORE_THREADS)
+
+    def _store(self, pair: tuple[ChunkInfo, Bytes]) -> None:
+        info, frame = pair
+        check_frame(frame, info.key)
+        reservation = self._tier.reserve(info)
+        self._tier.write(reservation, frame)
+        assert self._tier.seal(reservation)
+
+    def run(self, side: Side, repeats: int) -> None:
+        """Store and load *repeats* times, the latter once all is on its medium.
+
+        Files of fs_native are not brought there at all.
+        """
+        infos = [info for info, _ in self._frames]
+        for _ in range(repeats):
+            for info in infos:
+                self._tier.delete(info.key)
+            store_s = timed(lambda: list(self._pool.map(self._store, self._frames)))
+            self._tier.flush()
+            for out in self.out:
+                out[:] = 0
+            with workload.loading(self._tier, list(zip(infos, self.out, strict=True))) as load_all:
+                side.extend([store_s], [timed(load_all)])
+            for (_, frame), out in zip(self._frames, self.out, strict=True):
+                assert np.array_equal(frame, out), "wrong bytes"
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        self._tier.close()
+
+
+def bare_loads_s(folder: Path, outs: Sequence[Bytes], threads: int, rounds: int) -> list[float]:
+    """Seconds of reading as many bytes as *outs* have out of a disk tier's extents, unverified."""
+    with min((folder / "extents").iterdir()).open("rb") as file:
+        # What is read is not looked at: frames that lie in further extents are like these.
+        room = outs[: os.fstat(file.fileno()).st_size // len(outs[0])]
+        with bare_read(file.fileno(), room, threads) as read:
+            scale = len(outs) / len(room)
+            return [scale * timed(read) for _ in range(rounds)]
+
+
+class RequestSide:
+    """A client that puts requests of the same tensors under fresh keys and gets them back."""
+
+    def __init__(self, client: Client, length: int) -> None:
+        self._client = client
+        _, self._chunks = workload.make_chunks(client, length, 1)
+        self._out = workload.rooms(client.model, length)
+        self._seeds = count(2)
+        self.size_bytes = workload.chunk_bytes(self._chunks)
+
+    def run(self, side: Side, repeats: int) -> None:
+        client, out = self._client, self._out
+        for _ in range(repeats):
+            keys = workload.keys_of(client, len(self._chunks), next(self._seeds))
+            chunks = workload.chunks_of(keys, [chunk.tensors for chunk in self._chunks])
+            for part in arrays(out):
+                part[...] = 0
+            put_s = timed(partial(workload.put_all, client, chunks))
+            side.extend([put_s], [timed(partial(workload.get_all, client, keys, out))])
+            workload.check(chunks, out)
+            client.delete(keys=keys)
+
+
+@contextmanager
+def request_side(layers: int, length: int, *flags: str, **options: Any) -> Iterator[RequestSide]:
+    model = workload.model_of(str(layers), layers)
+    with joined("--tiers", "cpu", "--cpu", "1GiB", *flags, model=model, **options) as client:
+        yield RequestSide(client, length)
+
+
+def _numbered(client: Client, number: int) -> Chunk:
+    """Return the chunk of 1 MiB that *number* names, a prompt of its own."""
+    (key,) = client.keys([number % (1 << 31)] * 256)
+    return Chunk(key, [[list(_BASE + np.uint16(number % (1 << 16)))]])
+
+
+def write_for(address: str, first: str, per_s: str, seconds: str) -> None:
+    """Put fresh chunks of 1 MiB, *per_s* a second; print how many."""
+    sent = 0
+    with connect(address, SMALL) as client:
+        started = time.monotonic()
+        while time.monotonic() - started < float(seconds):
+            client.put_chunks([_numbered(client, int(first) + sent)])
+            sent += 1
+            time.sleep(max(0.0, started + sent / float(per_s) - time.monotonic()))
+    print(sent)
+
+
+def read_for(client: Client, count: int, seconds: float) -> tuple[int, int]:
+    """Get chunks 0 to *count* one by one, again and again; return how many, and how many right."""
+    reads = right = 0
+    started = time.monotonic()
+    while reads < count or time.monotonic() - started < seconds:
+        wanted = _numbered(client, reads % count)
+        found = client.get_chunks([wanted.key])
+        reads += 1
+        right += len(found) == 1 and np.array_equal(arrays(found), arrays([wanted.tensors]))
+    return reads, right
+
+
+# --- beside each peer
 
 
 def compare_disk(run: Run, peer: LMCache) -> None:
@@ -110,7 +264,7 @@ def compare_disk(run: Run, peer: LMCache) -> None:
     with scratch() as folder:
         disk = Path(folder) / "disk"
         tier = DiskTier((disk, OBJECTS * (OBJECT_BYTES + MIB)))
-        with closing(TierSide(tier, make_frames(OBJECTS, 1), STORE_THREADS)) as side:
+        with closing(TierSide(tier, make_frames(OBJECTS, 1))) as side:
             side.run(Side("warm-up"), 1)
             for _ in range(ROUNDS):
                 side.run(ours, ROUNDS)
@@ -118,8 +272,8 @@ def compare_disk(run: Run, peer: LMCache) -> None:
                 with scratch() as base:
                     adapter = {"type": "fs_native", "base_path": base}
                     theirs.extend(*peer.bench_l2(adapter, OBJECTS, OBJECT_BYTES))
-    run.add_speeds(DISK_KEYS, OBJECTS * OBJECT_BYTES, ours, theirs)
-    run.add_speeds(DISK_LIMIT_KEYS, OBJECTS * OBJECT_BYTES, bare, theirs)
+    run.add_speeds(KEYS["disk"][:2], OBJECTS * OBJECT_BYTES, ours, theirs)
+    run.add_speeds(KEYS["disk"][2:], OBJECTS * OBJECT_BYTES, bare, theirs)
 
 
 def compare_redis(run: Run, peer: LMCache) -> None:
@@ -128,10 +282,9 @@ def compare_redis(run: Run, peer: LMCache) -> None:
     plain = Side("redis-py GET of the same parts")
     bare = Side("GETRANGE of the same over one bare socket, nothing verified")
     with ExitStack() as stack:
-        port = stack.enter_context(redis_server(Path(stack.enter_context(scratch()))))
+        port = stack.enter_context(workload.redis_server())
         tier = RedisTier(f"redis://127.0.0.1:{port}/1", 1 << 30, timeout_ms=5000)
-        side = TierSide(tier, make_frames(OBJECTS, 2), STORE_THREADS)
-        stack.enter_context(closing(side))
+        side = stack.enter_context(closing(TierSide(tier, make_frames(OBJECTS, 2))))
         client, other = (stack.enter_context(redis.Redis(port=port, db=db)) for db in (1, 0))
         adapter: Adapter = {"type": "resp", "host": "127.0.0.1", "port": port}
         side.run(Side("warm-up"), 1)
@@ -143,22 +296,19 @@ def compare_redis(run: Run, peer: LMCache) -> None:
                 bare.load_s += [timed(gets) for _ in range(ROUNDS)]
             theirs.extend(*peer.bench_l2(adapter, OBJECTS, OBJECT_BYTES))
             other.flushdb()
-    size_bytes = OBJECTS * OBJECT_BYTES
-    run.add_speeds(REDIS_KEYS, size_bytes, ours, theirs)
-    run.add_speeds(("redis_load_vs_plain_redis",), size_bytes, ours, plain)
-    run.add_speeds(REDIS_LIMIT_KEYS, size_bytes, bare, theirs)
+    run.add_speeds(KEYS["redis"][:2], OBJECTS * OBJECT_BYTES, ours, theirs)
+    run.add_speeds(("redis_load_vs_plain_redis",), OBJECTS * OBJECT_BYTES, ours, plain)
+    run.add_speeds(KEYS["redis"][2:], OBJECTS * OBJECT_BYTES, bare, theirs)
 
 
 def compare_shm(run: Run, peer: LMCache) -> None:
-    """Requests of 16.8 MB between a client and a server on one host."""
     ours = Side("put and get through shm, verified")
     theirs = Side("bench server --mode cpu, without its lookup")
-    with request_side("shm", 8, 2) as side, peer.server(2, None) as server:
+    with request_side(8, 2, transport="shm") as side, peer.server(2, None) as server:
         for number in range(ROUNDS):
             side.run(ours, REQUESTS)
-            times = server.bench(number * REQUESTS, REQUESTS)
-            theirs.extend(times.store_s, times.retrieve_s)
-        run.add_speeds(SHM_KEYS, side.size_bytes, ours, theirs)
+            theirs.extend(*server.bench(number * REQUESTS, REQUESTS))
+        run.add_speeds(KEYS["shm"], side.size_bytes, ours, theirs)
 
 
 def compare_mooncake(run: Run, peer: Mooncake) -> None:
@@ -167,7 +317,7 @@ def compare_mooncake(run: Run, peer: Mooncake) -> None:
     theirs = Side(f"{MOONCAKE}, put_from and get_into, TCP")
     bare = Side("a bare stream, sendall and recv_into, TCP")
     with (
-        request_side("tcp", 16, 1) as side,
+        request_side(16, 1, "--bulk", "127.0.0.1:0", transport="tcp") as side,
         raw_stream(side.size_bytes) as receive,
         peer.client(side.size_bytes) as client,
     ):
@@ -176,17 +326,18 @@ def compare_mooncake(run: Run, peer: Mooncake) -> None:
             bare.load_s.append(timed(receive))
             times = client.ask("round")
             theirs.extend([times["store_s"]], [times["load_s"]])
-        run.add_speeds(MOONCAKE_KEYS, side.size_bytes, ours, theirs)
-        run.add_speeds(MOONCAKE_LIMIT_KEYS, side.size_bytes, bare, theirs)
+        run.add_speeds(KEYS["mooncake"][:2], side.size_bytes, ours, theirs)
+        run.add_speeds(KEYS["mooncake"][2:], side.size_bytes, bare, theirs)
 
 
 def measure_readable(run: Run, theirs: str) -> None:
     """The share of gets of 16 chunks on disk that are right while another client writes."""
     with scratch() as disk:
         flags = ("--tiers", "cpu,disk", "--cpu", "128MiB", "--disk", f"3GiB:{disk}")
-        with serving(*flags) as (address, _), connect(address, SMALL) as client:
-            put_numbered(client, READABLE_KEYS)
-            command = [sys.executable, "-m", "bench.peers.ours", address, *WRITES.split()]
+        with joined(*flags, model=SMALL) as client:
+            for number in range(READABLE_KEYS):
+                client.put_chunks([_numbered(client, number)])
+            command = [sys.executable, "-c", _WRITER, client.address, *WRITES.split()]
             writer = subprocess.Popen(command, stdout=subprocess.PIPE)
             try:
                 time.sleep(FLOOD_S)
@@ -202,7 +353,6 @@ def measure_readable(run: Run, theirs: str) -> None:
 
 
 def lmcache_readable(peer: LMCache) -> str:
-    """Say what LMCache delivers of 16 chunks under the same writes."""
     with (
         _lmcache_server(peer) as server,
         server.client(1000) as reader,
@@ -218,14 +368,12 @@ def lmcache_readable(peer: LMCache) -> str:
 
 
 def measure_burst(run: Run, theirs: str) -> None:
-    """2,000 puts of 1 MiB into 128 MiB of CPU memory and disk: how many cannot be read after."""
     with scratch() as folder:
-        bench_burst(Path(folder), run.report)
+        bench_burst(run.report, Path(folder))
     run.report.note("  the same burst", "", f"theirs {theirs}")
 
 
 def lmcache_burst(peer: LMCache) -> str:
-    """Say how many chunks of the same burst LMCache loses."""
     with _lmcache_server(peer) as server, server.client(1000) as client:
         client.ask(f"store 0 {BURST_CHUNKS}")
         time.sleep(SETTLE_S)
@@ -240,21 +388,9 @@ def _lmcache_server(peer: LMCache) -> Iterator[Server]:
         yield server
 
 
-def _say(work: Callable[[LMCache], str], peer: LMCache | str) -> str:
-    """Return what *work* says of LMCache, or why there is nothing to say."""
-    try:
-        return f"skipped: {peer}" if isinstance(peer, str) else work(peer)
-    except PeerSkippedError as error:
-        return f"skipped: {error}"
-
-
-COMPARED: dict[str, tuple[Any, Sequence[str], Callable[[Run, Any], None]]] = {
-    "disk": (LMCache, DISK_KEYS + DISK_LIMIT_KEYS, compare_disk),
-    "redis": (LMCache, REDIS_KEYS + REDIS_LIMIT_KEYS, compare_redis),
-    "shm": (LMCache, SHM_KEYS, compare_shm),
-    "mooncake": (Mooncake, MOONCAKE_KEYS + MOONCAKE_LIMIT_KEYS, compare_mooncake),
-}
-"""By part: the peer, keys that are left out without it, and what compares."""
+COMPARED: dict[str, Callable[[Run, Any], None]] = {
+    "disk": compare_disk, "redis": compare_redis, "shm": compare_shm, "mooncake": compare_mooncake,
+}  # fmt: skip
 BESIDE = {
     "readable": (measure_readable, lmcache_readable),
     "burst": (measure_burst, lmcache_burst),
@@ -262,43 +398,41 @@ BESIDE = {
 """Parts whose key needs no peer, and what says the same of LMCache."""
 
 
+def installed(kind: Any, venvs: Path, folder: Path) -> Any:
+    try:
+        return kind.install(venvs, folder)
+    except PeerSkippedError as error:
+        return error
+
+
 def measure(run: Run, venvs: Path, only: Sequence[str]) -> None:
-    """Install the peers of the parts *only*, then measure beside each."""
-    installed: dict[Any, Any] = {}
+    wanted = {part: Mooncake if part == "mooncake" else LMCache for part in only}
+    peers = {kind: installed(kind, venvs, run.folder) for kind in set(wanted.values())}
     for part in (part for part in (*COMPARED, *BESIDE) if part in only):
-        kind, keys, work = COMPARED.get(part, (LMCache, (), None))
-        if kind not in installed:
-            try:
-                installed[kind] = kind.install(venvs, run.folder)
-            except PeerSkippedError as error:
-                installed[kind] = str(error)
-        peer = installed[kind]
-        if work is None:
-            ours, theirs = BESIDE[part]
-            ours(run, _say(theirs, peer))
-        elif isinstance(peer, str):
-            run.report.skip(keys, peer)
-        else:
-            try:
-                work(run, peer)
-            except PeerSkippedError as error:
-                run.report.skip(keys, str(error))
+        peer, said = peers[wanted[part]], ""
+        try:
+            if isinstance(peer, PeerSkippedError):
+                raise peer
+            if part in COMPARED:
+                COMPARED[part](run, peer)
+            else:
+                said = BESIDE[part][1](peer)
+        except PeerSkippedError as error:
+            said = f"skipped: {error}"
+            run.report.skip(KEYS.get(part, ()), str(error))
+        if part in BESIDE:
+            BESIDE[part][0](run, said)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run every part and print the report."""
     parser = parser_of(__doc__, [*COMPARED, *BESIDE])
     parser.add_argument("--venvs", type=Path, default=Path("build/peers"), metavar="DIR",
                         help="where the peers are installed; default build/peers")  # fmt: skip
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratios as an SVG")
     flags = parser.parse_args(argv)
     keep_freed_memory()  # as the server, whose tiers run in this process here
     report = Report("peers")
     with scratch() as folder:
         measure(Run(Path(folder), report), flags.venvs.absolute(), flags.only)
-    if flags.plot is not None:
-        bars = [(key, report.values[key], bar) for key, bar in BARS.items() if key in report.values]
-        bar_chart(flags.plot, "kvstore against its peers: ours / theirs", bars)
     report.print(only_json=flags.json)
 
 

@@ -36,18 +36,7 @@ QUIET = (
     "env", "LMCACHE_DISABLE_BANNER=1", "LMCACHE_LOG_LEVEL=WARNING", "LMCACHE_TRACK_USAGE=false",
 )  # fmt: skip
 _L2_ROUND = re.compile(r"\[(Store|Load)\] Round (\d+): ([\d.]+) ms, \w+=(\d+)/(\d+)")
-_REQUEST_STEP = re.compile(
-    r"/(cold|warm)\] (LOOKUP: \d+/\d+|STORE: stored|RETRIEVE: retrieved) .*?([\d.]+) ms"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class RequestTimes:
-    """The seconds of each step of some requests."""
-
-    lookup_s: list[float]
-    store_s: list[float]
-    retrieve_s: list[float]
+_REQUEST_STEP = re.compile(r"/(cold|warm)\] (STORE: stored|RETRIEVE: retrieved) .*?([\d.]+) ms")
 
 
 def parse_l2(text: str) -> tuple[list[float], list[float]]:
@@ -66,20 +55,20 @@ def parse_l2(text: str) -> tuple[list[float], list[float]]:
     return seconds["Store"], seconds["Load"]
 
 
-def parse_server(text: str) -> RequestTimes:
-    """Return the seconds of each step that ``lmcache bench server`` printed.
+def parse_server(text: str) -> tuple[list[float], list[float]]:
+    """Return the seconds of the stores and retrieves that ``lmcache bench server`` printed.
 
     Raises PeerSkippedError, also unless the bytes of every request came back right.
     """
     seconds: dict[str, list[float]] = {}
     for kind, step, ms in _REQUEST_STEP.findall(text):
         seconds.setdefault(f"{kind} {step.partition(':')[0]}", []).append(float(ms) / 1e3)
-    steps = [seconds.get(name, []) for name in ("warm LOOKUP", "cold STORE", "warm RETRIEVE")]
+    steps = [seconds.get(name, []) for name in ("cold STORE", "warm RETRIEVE")]
     if not all(steps):
         raise PeerSkippedError(f"its report is not understood: {last_line(text)}")
     if any(len(step) != text.count("CHECKSUM MATCH OK") for step in steps):
         raise PeerSkippedError("its checksums do not match")
-    return RequestTimes(*steps)
+    return steps[0], steps[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +98,6 @@ class LMCache:
 
     @contextmanager
     def server(self, cpu_gib: float, adapter: Adapter | None) -> Iterator[Server]:
-        """Run its multiprocess server on *cpu_gib* of memory, with an L2 adapter or without."""
         port, http = free_port(), free_port()
         flags = [] if adapter is None else ["--l2-adapter", json.dumps(dict(adapter))]
         with self._serving(cpu_gib, port, http, *flags):
@@ -140,19 +128,16 @@ class LMCache:
         return serving_peer([*self.command("server"), *flags, *more], [port, http], log)
 
     def command(self, *words: str) -> list[str]:
-        """Return what runs its program."""
         return [*QUIET, str(self.python.with_name("lmcache")), *words]
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running multiprocess server."""
-
     peer: LMCache
     url: str
     http_url: str
 
-    def bench(self, first: int, count: int) -> RequestTimes:
+    def bench(self, first: int, count: int) -> tuple[list[float], list[float]]:
         """Run ``lmcache bench server``: *count* requests of 16.8 MB, numbered from *first*."""
         flags = (
             "--rpc-url", self.url, "--url", self.http_url, "--mode", "cpu",
@@ -163,7 +148,6 @@ class Server:
 
     @contextmanager
     def client(self, instance: int) -> Iterator[Asked]:
-        """Run a client that stores and reads chunks of 1 MiB."""
-        command = [*QUIET, str(self.peer.python), str(CLIENT), self.url, str(instance)]
+        command = [*QUIET, str(self.peer.python), "-P", str(CLIENT), self.url, str(instance)]
         with asking(command, self.peer.folder / f"lmcache-client-{instance}.log") as asked:
             yield asked

@@ -42,7 +42,6 @@ def store(client: ServerBenchClient, number: int) -> bool:
 
 
 def read(client: ServerBenchClient, number: int, attempt: int) -> bool:
-    """Return whether chunk *number* is found and arrives."""
     request = client.create_request(number, f"read-{number}-{attempt}", "warm")
     found = client.lookup(request)
     result = client.retrieve(request, 0, request.num_full_tokens) if found.is_full_hit else None
@@ -51,7 +50,6 @@ def read(client: ServerBenchClient, number: int, attempt: int) -> bool:
 
 
 def store_all(client: ServerBenchClient, first: int, count: int) -> dict[str, float]:
-    """Store chunks *first* to *first* + *count*, one after another."""
     started = time.monotonic()
     stored = sum(store(client, number) for number in range(first, first + count))
     return {"stored": stored, "seconds": time.monotonic() - started}
@@ -79,7 +77,6 @@ def read_all(client: ServerBenchClient, count: int, seconds: float) -> dict[str,
 
 
 def answer(client: ServerBenchClient, words: list[str]) -> dict[str, float]:
-    """Do what one line asks for."""
     if words[0] == "store":
         return store_all(client, int(words[1]), int(words[2]))
     if words[0] == "write":
@@ -88,7 +85,6 @@ def answer(client: ServerBenchClient, words: list[str]) -> dict[str, float]:
 
 
 def main(url: str, instance: str) -> None:
-    """Answer until the input ends."""
     client = start(url, int(instance))
     try:
         print(json.dumps({"ready": 1}), flush=True)

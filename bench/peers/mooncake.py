@@ -51,7 +51,15 @@ class Mooncake:
             log = self.folder / "mooncake-master.log"
             stack.enter_context(serving_peer(command, [rpc, http], log))
             for task, size in (("segment", SEGMENT_BYTES), ("client", object_bytes)):
-                words = [str(self.python), str(CLIENT), task, str(free_port()), *places, str(size)]
+                words = [
+                    str(self.python),
+                    "-P",
+                    str(CLIENT),
+                    task,
+                    str(free_port()),
+                    *places,
+                    str(size),
+                ]
                 log = self.folder / f"mooncake-{task}.log"
                 asked = stack.enter_context(asking([*env, *words], log))
             yield asked

@@ -19,7 +19,6 @@ LOCAL_BUFFER_BYTES = 64 << 20
 
 
 def join(port: int, metadata: str, master: str, segment_bytes: int) -> MooncakeDistributedStore:
-    """Join the store over TCP, lending it *segment_bytes*."""
     store = MooncakeDistributedStore()
     result = store.setup(
         f"127.0.0.1:{port}", metadata, segment_bytes, LOCAL_BUFFER_BYTES, "tcp", "", master
@@ -30,12 +29,10 @@ def join(port: int, metadata: str, master: str, segment_bytes: int) -> MooncakeD
 
 
 def say(answer: dict[str, float]) -> None:
-    """Print one line of JSON."""
     print(json.dumps(answer), flush=True)
 
 
 def rounds(store: MooncakeDistributedStore, size: int) -> None:
-    """Put and get an object of *size* bytes for each line of the input."""
     source = bytearray(os.urandom(size))
     target = bytearray(size)
     places = [ctypes.addressof((ctypes.c_char * size).from_buffer(b)) for b in (source, target)]

@@ -56,23 +56,19 @@ _PROMPT_CHUNKS = 16
 
 @lru_cache(maxsize=2)
 def read_blocks(trace: str) -> BlockTrace:
-    """Return a trace of the checkout by its file's stem."""
     return make_blocks(read_trace(TRACES / f"{trace}.jsonl"))
 
 
 def block_lines(trace: str = CONVERSATION) -> list[BlockLine]:
-    """Return the requests of a trace of blocks."""
     lines = read_trace(TRACES / f"{trace}.jsonl")
     return [line for line in lines if isinstance(line, BlockLine)]
 
 
 def replay(trace: str, size: str, policy: str) -> Outcome:
-    """Replay a trace on a cache of *size*."""
     return replay_blocks(read_blocks(trace), Terms(policy, size))
 
 
 def compare_all(report: Report) -> None:
-    """The default beside LRU on each trace at each size."""
     gaps = []
     for trace in sorted((path.stem for path in TRACES.glob("*.jsonl")), reverse=True):
         for size, bar in BARS.items():
@@ -214,7 +210,6 @@ def state_bytes_per_node(policy: str, held: bool) -> float:
 
 
 def add_costs(report: Report, trace: str = CONVERSATION) -> None:
-    """Time and memory."""
     mean_us, p99_us, count = eviction_us(read_blocks(trace), DEFAULT, COSTS_SIZE)
     where = f"{count} evictions of {DEFAULT}, {trace} at {COSTS_SIZE}: to name and to remove one"
     report.add("evict_us_mean", mean_us, where, "at most 20")
@@ -240,7 +235,6 @@ PARTS: dict[str, Callable[[Report], None]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Replay everything and print the report, or learn the prior."""
     parser = parser_of(__doc__, PARTS)
     parser.add_argument("--learn", action="store_true", help="print the tables of the prior")
     flags = parser.parse_args(argv)

@@ -8,7 +8,6 @@ capacities (vLLM+ is below both everywhere). No server has this cache.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -60,51 +59,39 @@ def make_states(policy: str, model: HybridModel, capacity_bytes: int) -> StateCa
 
 
 def read_segments(trace: str) -> list[SegmentLine]:
-    """Return the lines of a trace of token segments."""
     lines = read_trace(TRACES / f"{trace}.jsonl")
     return [line for line in lines if isinstance(line, SegmentLine)]
 
 
 def state_requests(lines: Iterable[SegmentLine]) -> Iterator[StateRequest]:
-    """Yield the requests of a trace of token segments."""
     for line in lines:
         tokens = tokens_of((*line.inputs, line.output))
         yield StateRequest(tokens, line.input_tokens, line.time_s)
 
 
 def play(requests: Iterable[StateRequest], states: StateCache) -> list[int]:
-    """Return the tokens hit of each prompt."""
     return [states.request(*one) for one in requests]
 
 
-@dataclass(frozen=True)
-class HybridRow:
-    """One trace at one capacity, in percent of input tokens."""
+class HybridRow(NamedTuple):
+    """One trace at one capacity, and how many points of input tokens are hit above its bar."""
 
     trace: str
     capacity_gb: int
-    bar: float
-    ours: float
-
-    @property
-    def difference(self) -> float:
-        """Points above the bar."""
-        return self.ours - self.bar
+    difference: float
 
 
 def hybrid_rows() -> Iterator[HybridRow]:
-    """Yield every point of the table."""
     for trace, bars in BARS.items():
         lines = read_segments(trace)
         asked = max(1, sum(line.input_tokens for line in lines))
         for capacity_gb, bar in bars.items():
             states = make_states(DEFAULT, HYBRID_7B, capacity_gb * 10**9)
             hit = sum(play(state_requests(lines), states))
-            yield HybridRow(trace, capacity_gb, bar, 100.0 * hit / asked)
+            yield HybridRow(trace, capacity_gb, 100.0 * hit / asked - bar)
 
 
 def add_hybrid(report: Report) -> None:
-    """Add the mean and the worst difference."""
     rows = list(hybrid_rows())
     worst = min(rows, key=lambda row: row.difference)
     mean = sum(row.difference for row in rows) / len(rows)

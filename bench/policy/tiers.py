@@ -36,7 +36,6 @@ class TierCounts:
 
     @property
     def hit_rate(self) -> float:
-        """The share of blocks found on either."""
         return (self.fast + self.slow) / self.asked if self.asked else 0.0
 
 
@@ -49,12 +48,10 @@ class Tier:
     here: set[int] = field(default_factory=set)
 
     def insert(self, row: int, parent: int, now_s: float) -> None:
-        """Put a block here."""
         self.here.add(row)
         self.policy.insert(row, parent, 1, now_s)
 
     def remove(self, row: int) -> None:
-        """Take a block away."""
         self.here.discard(row)
         self.policy.remove(row)
 
@@ -132,7 +129,6 @@ class TierReplay:
         return fast, slow
 
     def _bring(self, row: int, mine: set[int], now_s: float) -> bool:
-        """Have a block on the fast tier. False when there is no room."""
         if row in self._fast.here:
             self._offer(row, Trigger.asked, mine, now_s)
             return True
@@ -183,7 +179,6 @@ class TierReplay:
         return victim != NO_ROW
 
     def orphans(self) -> list[int]:
-        """Return the blocks on a tier whose parent is on none."""
         here = self._fast.here | self._slow.here | {NO_ROW}
         return [row for row in sorted(here) if row and self._parents[row] not in here]
 
@@ -217,7 +212,6 @@ def run_two_tier(
 
 
 def compare_writes(report: Report, requests: Sequence[BlockLine]) -> None:
-    """Add the value rule beside write-through, each at its worst size."""
     ratios, points = [], []
     for shares in SHARES:
         found = {name: run_two_tier(requests, shares, name) for name in ADMISSIONS}

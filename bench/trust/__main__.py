@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import datetime
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import perf_counter, time
 from typing import Any
 
@@ -24,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from numpy.typing import NDArray
 
-from bench.lib.report import Report, in_turns, parser_of, timed
+from bench.lib.report import Part, Report, in_turns, run_parts, timed
 from bench.lib.workload import (
     MODEL,
     SMALL,
@@ -32,6 +30,7 @@ from bench.lib.workload import (
     check,
     chunk_bytes,
     connect,
+    joined,
     keys_of,
     make_chunks,
     rooms,
@@ -66,7 +65,6 @@ class Tenants:
     def client(
         self, tenant: str, address: str, model: Model, ca: Path | None = None, **options: Any
     ) -> Client:
-        """Return a client of *tenant*, over TLS with *ca*."""
         access = Access(ca=ca, token=self._keys[tenant])
         address = address.replace("127.0.0.1", "localhost")
         return connect(address, model, access=access, **options)
@@ -129,35 +127,24 @@ def measure_encryption(report: Report, folder: Path) -> None:
     """Add ``encryption_cost_on_disk_gets``: the share of a get's time that encryption adds.
 
     Two servers, with and without keys, take turns; the page cache holds their files. Through gRPC
-    both do the same but for decrypting. Over shared memory a client of the plain one maps the file
-    itself, so that is a note alone.
+    both do the same but for decrypting.
     """
     write_keys(folder / "keys", [next_key([], np.random.bytes, time())])
-    sides = {"plain": (), "hidden": ("--encryption-keys", str(folder / "keys"))}
-    for transport in ("grpc", "shm"):
-        with ExitStack() as stack:
-            (plain, size), (hidden, _) = (
-                stack.enter_context(_disk_gets(folder / f"{transport}-{name}", transport, flags))
-                for name, flags in sides.items()
-            )
-            ratio, *taken_s = in_turns(plain, hidden, ROUNDS)
-        figures = "{:.2f} GB/s plain, {:.2f} encrypted".format(*(size / s / 1e9 for s in taken_s))
-        if transport == "grpc":
-            report.add("encryption_cost_on_disk_gets", ratio - 1, figures, "at most 0.15")
-        else:
-            report.note("disk gets, shm", f"{ratio - 1:.3f}", figures)
+    secret = ("--encryption-keys", str(folder / "keys"))
+    with (
+        _disk_gets(folder / "plain") as (plain, size),
+        _disk_gets(folder / "hidden", *secret) as (hidden, _),
+    ):
+        ratio, *taken_s = in_turns(plain, hidden, ROUNDS)
+    figures = "{:.2f} GB/s plain, {:.2f} encrypted".format(*(size / s / 1e9 for s in taken_s))
+    report.add("encryption_cost_on_disk_gets", ratio - 1, figures, "at most 0.15")
 
 
 @contextmanager
-def _disk_gets(
-    disk: Path, transport: str, flags: Sequence[str]
-) -> Iterator[tuple[Callable[[], float], int]]:
+def _disk_gets(disk: Path, *flags: str) -> Iterator[tuple[Callable[[], float], int]]:
     """Yield gets of all chunks of a server, which return their seconds, and how many bytes."""
     memory = ("--cpu", "88MiB", "--limits", "cpu_slab_bytes=44MiB", "--policy", "lru")
-    with (
-        serving(*memory, "--disk", f"1GiB:{disk}", *flags) as (address, _),
-        connect(address, MODEL, transport=transport) as client,
-    ):
+    with joined(*memory, "--disk", f"1GiB:{disk}", *flags, transport="grpc") as client:
         made = [make_chunks(client, 1, seed) for seed in range(DISK_CHUNKS)]
         keys, chunks = ([one for (one,) in column] for column in zip(*made, strict=True))
         for chunk in chunks:
@@ -165,7 +152,6 @@ def _disk_gets(
         out = rooms(MODEL, DISK_CHUNKS)
 
         def get() -> float:
-            """Get one half and then the other, which takes its place in memory."""
             started = perf_counter()
             for half in (slice(0, DISK_CHUNKS // 2), slice(DISK_CHUNKS // 2, DISK_CHUNKS)):
                 assert len(client.get_chunks(keys[half], out[half])) == DISK_CHUNKS // 2
@@ -273,7 +259,7 @@ def _make_noise(client: Client, stop: threading.Event, puts: list[int]) -> None:
         puts[0] += 1
 
 
-PARTS: dict[str, Callable[[Report, Path], None]] = {
+PARTS: dict[str, Part] = {
     "tls": measure_tls,
     "encryption": measure_encryption,
     "timing": measure_timing,
@@ -284,14 +270,7 @@ PARTS: dict[str, Callable[[Report, Path], None]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run what the flags name, and print it."""
-    options = parser_of(__doc__, PARTS).parse_args(argv)
-    report = Report("trust")
-    for name in options.only:
-        print(f"trust: {name}", file=sys.stderr, flush=True)
-        with TemporaryDirectory(prefix="kvstore-trust-") as folder:
-            PARTS[name](report, Path(folder))
-    report.print(only_json=options.json)
+    run_parts("trust", PARTS, argv, __doc__)
 
 
 if __name__ == "__main__":

@@ -72,11 +72,9 @@ class Caller:
         self._session_id = pb.OpenSessionResponse.FromString(reply).session_id
 
     def _method(self, name: str) -> Any:
-        """Return a method that takes and returns bytes as they are."""
         return self._channel.unary_unary(SERVICE + name, None, None)
 
     def question(self, keys: Sequence[ChunkKey]) -> bytes:
-        """Return the bytes of a lookup of *keys*."""
         digests = b"".join(key[16:] for key in keys)
         return pb.LookupRequest(session_id=self._session_id, digests=digests).SerializeToString()
 
@@ -87,24 +85,23 @@ class Caller:
 
     def look_up(self, question: bytes) -> bool:
         """Ask and wait; False for anything but an answer."""
-        try:
-            self._lookup(question, timeout=20)
-        except grpc.RpcError:
-            return False
-        return True
+        return _is_answered(self._lookup, question)
 
     def is_alive(self) -> bool:
         """Whether the session still answers."""
         request = pb.HeartbeatRequest(session_id=self._session_id).SerializeToString()
-        try:
-            self._method("Heartbeat")(request, timeout=20)
-        except grpc.RpcError:
-            return False
-        return True
+        return _is_answered(self._method("Heartbeat"), request)
 
     def close(self) -> None:
-        """Hang up."""
         self._channel.close()
+
+
+def _is_answered(method: Any, request: bytes) -> bool:
+    try:
+        method(request, timeout=20)
+    except grpc.RpcError:
+        return False
+    return True
 
 
 def measure_load(report: Report, _: Path) -> None:
@@ -130,7 +127,6 @@ def measure_load(report: Report, _: Path) -> None:
 
 
 def _stored(address: str) -> list[ChunkKey]:
-    """Put the chunks that lookups are about, and return their keys."""
     with connect(address, TINY, transport="grpc") as client:
         keys, chunks = make_chunks(client, HEAVY_KEYS, seed=1)
         client.put_chunks(chunks)

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 from bench.lib.bare import (
-    KINDS,
+    CHUNK_BYTES,
     PART_BYTES,
     RING_BYTES,
     STEP_BYTES,
+    Bring,
     bare_read,
     looked_at,
+    raw_stream,
     raw_zmq,
     relayed,
     ring_put,
     steps_of,
-    straight,
     summed_get,
-)
-from bench.lib.report import Report
-from bench.peer_nodes import HitTimes, PeerTimes, add
+)  # fmt: skip
+
+Way = Callable[[int], AbstractContextManager[Bring]]
 
 
 def test_a_ring_takes_more_than_it_holds_and_its_reader_ends() -> None:
@@ -59,22 +63,12 @@ def test_a_get_without_a_store_fills_every_step() -> None:
     assert out.all()
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "raw", "straight"])
-def test_a_bare_transfer_ends_when_all_has_come_and_can_be_repeated(kind: str) -> None:
-    size = 2 * PART_BYTES + 1
-    ways = {"raw": raw_zmq, "straight": straight}
-    with ways[kind](size) if kind in ways else relayed(kind, size) as bring:
+@pytest.mark.parametrize(
+    "way",
+    [relayed, raw_zmq, raw_stream, partial(raw_stream, summed=True)],
+    ids=["relayed", "zmq", "tcp", "tcp summed"],
+)
+def test_a_bare_transfer_ends_when_all_has_come_and_can_be_repeated(way: Way) -> None:
+    size = CHUNK_BYTES + PART_BYTES + 1
+    with way(size) as bring:
         assert [bring() for _ in range(2)] == [size] * 2
-
-
-def test_the_report_of_other_nodes_has_the_ratios_and_the_lookups() -> None:
-    report = Report("peer_nodes")
-    times = {"found": [0.001] * 99 + [0.5], "missed": [0.002] * 100, "directory_found": [0.003]}
-    add(report, PeerTimes(HitTimes(1 << 20, 0.3, 0.4, 0.2), 1.25, 0.75, times))
-    assert report.values["peer_hit_over_raw"] == 1.5
-    assert report.values["peer_hit_by_way_over_raw"] == 2.0
-    assert report.values["peer_hit_limit_over_raw"] == 0.75
-    assert report.values["peer_hit_by_way_limit_over_raw"] == 1.25
-    assert report.values["peer_lookup_directory_found_ms_p99"] == 3.0
-    assert report.values["peer_lookup_found_ms_p50"] == 1.0
-    assert report.values["peer_lookup_missed_ms_p99"] == 2.0

@@ -20,12 +20,7 @@ from bench.cluster.__main__ import (
     setbacks,
 )
 from bench.cluster.costs import Costs
-from bench.cluster.simulation import (
-    ROUTINGS,
-    Cluster,
-    ClusterCounts,
-    ClusterTerms,
-)
+from bench.cluster.simulation import ROUTINGS, Cluster, ClusterCounts, ClusterTerms
 
 from kvstore.cli.simulate import BlockReplay
 from kvstore.proto.errors import InvalidRequestError
@@ -78,14 +73,13 @@ def test_demand_is_counts_times_costs() -> None:
         prompts=10, blocks=100, local=20, peer=10, redis=10, computed=60,
         questions=10, asked_keys=80, noted=70, dropped=60, redis_written=60,
     )  # fmt: skip
-    asks = demand(Measured(5, counts, 1.2, (1.0, 1)), COSTS)
+    asks = demand(Measured(5, counts, (1.0, 1)), COSTS)
     per_s = 5 * RATE / 10
     assert asks.redis_ops == pytest.approx(per_s * (80 + 70 + 60))
     assert asks.redis_bytes == pytest.approx(per_s * 70 * BLOCK_BYTES)
     assert asks.peer_bytes == pytest.approx(RATE * BLOCK_BYTES)
     assert asks.shares["directory"] == pytest.approx(per_s * (10e-5 + 70e-6 + 130 * 2e-6))
     assert asks.shares["chunks"] == pytest.approx(per_s * BLOCK_BYTES * (10e-9 + 120e-9))
-    assert asks.shares["lookups"] == pytest.approx(RATE * 1.2e-3)
     assert asks.shares["peers"] == pytest.approx(RATE * BLOCK_BYTES / 1e9)
 
 

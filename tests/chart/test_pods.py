@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import pytest
 import yaml
-from chart.rendered import CHART, ROOT, Helm, Manifest, container, of_kind, only, settings, workload
+from chart.rendered import CHART, ROOT, Helm, Manifest, container, of_kind, settings, workload
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers.credentials import Authority, KeyRing
 from helpers.redis_process import free_port
@@ -186,22 +186,3 @@ def test_the_pod_starts_answers_its_probes_and_passes_helm_test(
 def server_grace_s(release: Release) -> float:
     spec: dict[str, Any] = workload(release.manifests)["spec"]["template"]["spec"]
     return float(spec["terminationGracePeriodSeconds"])
-
-
-def test_a_pod_without_its_secret_ends_and_says_which(
-    helm4: Helm, sandbox: Sandbox, tmp_path: Path
-) -> None:
-    release = Release(helm4, sandbox, tmp_path)
-    (release.server_volumes["auth"] / "keys").unlink()
-    server = container(release.manifests)
-    with started(sandbox.command(server, release.server_volumes)) as process:
-        _, err = process.communicate(timeout=START_S)
-    assert process.returncode == 2
-    assert "auth_keys" in err
-
-
-def test_the_monitor_finds_the_port_that_the_pod_serves(helm4: Helm) -> None:
-    rendered = helm4.of_values(CHART / "ci" / "monitoring-values.yaml")
-    ports = {port["name"]: port["containerPort"] for port in container(rendered)["ports"]}
-    assert settings(rendered)["http"].endswith(f":{ports['http']}")
-    assert only(rendered, "ServiceMonitor")["spec"]["endpoints"][0]["port"] in ports

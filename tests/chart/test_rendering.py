@@ -1,10 +1,11 @@
-"""What helm makes of the chart, with either helm and every set of values."""
+"""What either helm makes of the chart with every set of values; its schema and its rules."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import yaml
 from chart.rendered import (
     CHART,
     MONITORING,
+    ROOT,
     VALUES,
     Helm,
     Manifest,
@@ -24,7 +26,10 @@ from chart.rendered import (
     workload,
 )
 
+from kvstore import __version__
 from kvstore.server.settings.values import parse_size
+from kvstore.server.telemetry.metrics import Counters
+from kvstore.server.web.gauges import MetricsText
 
 CERTIFICATES = "cert-manager.io/v1"
 PLAIN = ("--set", "insecure=true")
@@ -41,13 +46,6 @@ every_set = pytest.mark.parametrize("values", VALUES, ids=each_set)
 def memory_bytes(text: str) -> int:
     assert text.endswith("Mi")
     return int(text.removesuffix("Mi")) * MI
-
-
-# --- all of it
-
-
-def test_there_are_eight_sets_of_values_and_more() -> None:
-    assert len(VALUES) >= 8
 
 
 @every_set
@@ -99,17 +97,6 @@ def test_what_is_rendered_is_tidy_yaml(
     assert done.status == 0, done.out
 
 
-def test_notes_say_how_to_connect(helm4: Helm) -> None:
-    values = CHART / "ci" / "daemonset-values.yaml"
-    done = run(helm4.path, "install", "x", CHART, "-n", "kv", "-f", values, "--dry-run=client")
-    assert done.status == 0, done.err
-    for words in ("--kv-transfer-config", "x-kvstore.kv.svc:7420", "helm -n kv test x"):
-        assert words in done.out
-
-
-# --- who is let in
-
-
 def test_nobody_gets_an_open_server_by_default(helm: Helm) -> None:
     done = helm.template()
     assert done.status != 0
@@ -119,65 +106,38 @@ def test_nobody_gets_an_open_server_by_default(helm: Helm) -> None:
     assert "auth.existingSecret" in done.err
 
 
-@pytest.mark.parametrize(
-    ("argv", "named"),
-    [
-        (("--set", "tiers.redis.enabled=true"), "redis.existingSecret.name"),
-        (("--set", "tiers.redis.enabled=true,redis.mode=bundled"), "redis.bundled"),
-        (("--set", "tiers.disk.kind=claim"), "tiers.disk.kind"),
-        (("--set", "mode=statefulset,hostSocket.enabled=true"), "hostSocket.enabled"),
-        (("--set", "tls.certManager.enabled=true"), "issuerRef.name"),
-        (("--set", "tls.crl.existingSecret.name=a"), "tls.clientCA"),
-        (("--set", "tls.existingSecret=,insecure=true,metrics.tls=true"), "metrics.tls"),
-        (("--set", "resources.headroom=128MiB"), "resources.headroom"),
-        (("--set", "config.node_id=one"), "config.node_id"),
-        (("--set", "config.advertise=kv"), "config.advertise"),
-        (("--set", "config.directory=true"), "config.directory"),
-        (("--set", "config.peers=directory"), "bulk.enabled"),
-        (("--set", "config.bulk=0.0.0.0:7500"), "ports.bulk"),
-        (("--set", "config.peers=a:1,auth.existingSecret.name=k"), "peers.existingSecret.name"),
-        (
-            ("--set", "config.peers=a:1,tls.existingSecret=t,tls.hasCA=false"),
-            "tls.hasCA",
-        ),
-        (("--set", "peers.existingSecret.name=p"), "config.peers"),
-        (
-            ("--set", "tiers.redis.enabled=true,redis.existingSecret.name=r,redis.auth.username=u"),
-            "redis.auth.existingSecret.name",
-        ),
-    ],
-)
-def test_what_could_not_start_is_refused_by_name(
-    helm: Helm, argv: tuple[str, ...], named: str
-) -> None:
-    done = helm.template(*PLAIN, *argv)
-    assert done.status != 0
-    assert named in done.err
+REFUSED = [
+    ("tiers.redis.enabled=true", "redis.existingSecret.name"),
+    ("tiers.redis.enabled=true,redis.mode=bundled", "redis.bundled"),
+    ("tiers.disk.kind=claim", "tiers.disk.kind"),
+    ("mode=statefulset,hostSocket.enabled=true", "hostSocket.enabled"),
+    ("tls.certManager.enabled=true", "issuerRef.name"),
+    ("tls.crl.existingSecret.name=a", "tls.clientCA"),
+    ("tls.existingSecret=,insecure=true,metrics.tls=true", "metrics.tls"),
+    ("resources.headroom=128MiB", "resources.headroom"),
+    ("config.node_id=one", "config.node_id"),
+    ("config.advertise=kv", "config.advertise"),
+    ("config.directory=true", "config.directory"),
+    ("config.peers=directory", "bulk.enabled"),
+    ("config.bulk=0.0.0.0:7500", "ports.bulk"),
+    ("config.peers=a:1,auth.existingSecret.name=k", "peers.existingSecret.name"),
+    ("config.peers=a:1,tls.existingSecret=t,tls.hasCA=false", "tls.hasCA"),
+    ("peers.existingSecret.name=p", "config.peers"),
+    ("tiers.redis.enabled=true,redis.existingSecret.name=r,redis.auth.username=u",
+     "redis.auth.existingSecret.name"),
+    *((wrong, wrong.partition("=")[0].rpartition(".")[2]) for wrong in (
+        "mode=deployment", "tiers.cpu.size=8Gigs", "tiers.cpu.sice=8GiB", "replicas=0",
+        "ports.grpc=80", "config.disk_wirte=through", "config.workers=0", "config.log_level=loud",
+        "terminationGracePeriodSeconds=3", "image.digest=latest", "hostSocket.path=run",
+    )),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "mode=deployment",
-        "tiers.cpu.size=8Gigs",
-        "tiers.cpu.sice=8GiB",
-        "replicas=0",
-        "ports.grpc=80",
-        "config.disk_wirte=through",
-        "config.workers=0",
-        "config.log_level=loud",
-        "terminationGracePeriodSeconds=3",
-        "image.digest=latest",
-        "hostSocket.path=run",
-    ],
-)
-def test_the_schema_refuses(helm: Helm, wrong: str) -> None:
-    done = helm.template(*PLAIN, "--set", wrong)
-    assert done.status != 0
-    assert wrong.partition("=")[0].rpartition(".")[2] in done.err
-
-
-# --- what the server is told
+def test_what_could_not_start_or_breaks_the_schema_is_refused_by_name(helm: Helm) -> None:
+    for given, named in REFUSED:
+        done = helm.template(*PLAIN, "--set", given)
+        assert done.status != 0, given
+        assert named in done.err
 
 
 def test_the_configuration_is_one_that_the_server_takes(helm4: Helm) -> None:
@@ -201,55 +161,6 @@ def test_memory_is_computed_from_the_cpu_tier(helm: Helm) -> None:
         assert settings(rendered)["cpu_size"] == size
 
 
-def test_further_settings_win_and_a_change_rolls_the_pods(helm4: Helm) -> None:
-    def checksum(*argv: str) -> tuple[str, Any]:
-        rendered = helm4.render(*PLAIN, *argv)
-        template = workload(rendered)["spec"]["template"]
-        return template["metadata"]["annotations"]["checksum/config"], settings(rendered)
-
-    before, plain = checksum()
-    after, changed = checksum("--set", "config.policy=lru", "--set", "config.log_format=console")
-    assert before != after
-    assert (plain["log_format"], changed["log_format"]) == ("json", "console")
-    assert changed["policy"] == "lru"
-
-
-def test_pods_before_a_redis_are_in_its_directory_each_by_its_own_name(helm4: Helm) -> None:
-    redis = "tiers.redis.enabled=true,redis.existingSecret.name=redis"
-    rendered = helm4.render(*PLAIN, "--set", redis)
-    env = {one["name"]: one for one in container(rendered)["env"]}
-    fields = {name: one["valueFrom"].get("fieldRef") for name, one in env.items()}
-    assert fields["KVSTORE_NODE_ID"] == {"fieldPath": "metadata.name"}
-    assert fields["KVSTORE_ADVERTISE"] == {"fieldPath": "status.podIP"}
-    assert settings(rendered)["directory"] is True
-    for off in ("redis.directory=false", "config.directory=false"):
-        rendered = helm4.render(*PLAIN, "--set", f"{redis},{off}")
-        assert [one["name"] for one in container(rendered)["env"]] == ["KVSTORE_REDIS_URL"]
-        assert not settings(rendered).get("directory")
-    assert "directory" not in settings(helm4.render(*PLAIN))
-
-
-def test_a_revocation_list_comes_from_a_secret_of_its_own(helm4: Helm) -> None:
-    rendered = helm4.of_values(CHART / "ci" / "mtls-values.yaml")
-    volumes = workload(rendered)["spec"]["template"]["spec"]["volumes"]
-    assert [one["secret"]["secretName"] for one in volumes if one["name"] == "crl"] == [
-        "taken-back"
-    ]
-    mounts = container(rendered)["volumeMounts"]
-    folder = next(one["mountPath"] for one in mounts if one["name"] == "crl")
-    assert settings(rendered)["tls_crl"] == f"{folder}/crl.pem"
-
-
-def test_redis_user_and_its_tls_files_come_from_secrets_of_their_own(helm4: Helm) -> None:
-    values = CHART / "ci" / "redis-tls-values.yaml"
-    rendered = helm4.of_values(values)
-    shown = settings(rendered)
-    assert (shown["redis_username"], shown["redis_prefix"]) == ("kvstore", "team:kv:")
-    files = [shown[name] for name in ("redis_password_file", "redis_tls_ca", "redis_tls_key")]
-    mounts = {one["mountPath"] for one in container(rendered)["volumeMounts"]}
-    assert {file.rpartition("/")[0] for file in files} <= mounts
-
-
 def test_no_secret_is_in_a_config_map_or_a_flag(helm4: Helm) -> None:
     values = CHART / "ci" / "bundled-redis-values.yaml"
     rendered = helm4.of_values(values)
@@ -267,28 +178,6 @@ def test_no_secret_is_in_a_config_map_or_a_flag(helm4: Helm) -> None:
     assert container(rendered)["args"] == ["--config", "/etc/kvstore/config/kvstore.yaml"]
     rendered = helm4.of_values(values, "--set", "redis.directory=false")
     assert "env" not in container(rendered)
-
-
-# --- where it runs
-
-
-def test_a_daemonset_s_engines_ask_the_server_on_their_node(helm: Helm) -> None:
-    rendered = helm.of_values(CHART / "ci" / "daemonset-values.yaml")
-    services = {one["metadata"]["name"]: one["spec"] for one in of_kind(rendered, "Service")}
-    assert services["x-kvstore"]["internalTrafficPolicy"] == "Local"
-    assert services["x-kvstore-pods"]["clusterIP"] == "None"
-    assert workload(rendered)["kind"] == "DaemonSet"
-
-
-def test_a_statefulset_keeps_its_disks(helm: Helm) -> None:
-    rendered = helm.of_values(CHART / "ci" / "statefulset-values.yaml")
-    spec = workload(rendered)["spec"]
-    (claim,) = spec["volumeClaimTemplates"]
-    storage = claim["spec"]["resources"]["requests"]["storage"]
-    assert memory_bytes(storage) >= parse_size("500GiB") + (256 << 20)
-    assert spec["replicas"] == 3
-    spread = spec["template"]["spec"]["topologySpreadConstraints"]
-    assert {one["topologyKey"] for one in spread} >= {"kubernetes.io/hostname"}
 
 
 RESTRICTED = ["daemonset", "statefulset", "insecure", "mtls", "jwt", "bundled-redis", "monitoring"]
@@ -351,44 +240,6 @@ def test_a_network_policy_lets_in_who_has_the_label(helm4: Helm) -> None:
     )
 
 
-def test_a_chart_whose_metrics_nobody_may_read_says_so(helm4: Helm) -> None:
-    values = ("-f", CHART / "ci" / "daemonset-values.yaml")
-    closed = ("--set", "networkPolicy.metricsFrom=null")
-    policy = only(helm4.render(*values, *closed), "NetworkPolicy")["spec"]
-    assert len(policy["ingress"]) == 1
-    notes = ("install", "x", CHART, "--dry-run=client", *values)
-    assert "metricsFrom is empty" in run(helm4.path, *notes, *closed).out
-    assert "metricsFrom is empty" not in run(helm4.path, *notes).out
-
-
-@pytest.mark.parametrize("url", ["http://otel.mon:4317", "https://[::1]:14317/"])
-def test_a_collector_of_traces_is_let_out_to_and_the_image_can_trace(helm4: Helm, url: str) -> None:
-    values = CHART / "ci" / "daemonset-values.yaml"
-    rendered = helm4.of_values(values, "--set", f"config.tracing_endpoint={url}")
-    policy = only(rendered, "NetworkPolicy")["spec"]
-    ports = [port["port"] for rule in policy["egress"] for port in rule["ports"]]
-    assert ports == [53, 53, int(url.rstrip("/").rpartition(":")[2])]
-    assert "tracing" in extras_of_the_image()
-
-
-def test_a_gpu_tier_has_the_image_with_torch(helm4: Helm) -> None:
-    values = CHART / "ci" / "gpu-values.yaml"
-    assert container(helm4.of_values(values))["image"].endswith("-cuda")
-    own = helm4.of_values(values, "--set", "image.tag=mine")
-    assert container(own)["image"] == "kvstore:mine"
-    plain = helm4.of_values(CHART / "ci" / "daemonset-values.yaml")
-    assert not container(plain)["image"].endswith("-cuda")
-    text = (CHART.parents[1] / "Dockerfile").read_text()
-    assert "--build-arg EXTRAS=tracing,gpu -t kvstore:0.1.0-cuda" in text
-
-
-def extras_of_the_image() -> list[str]:
-    text = (CHART.parents[1] / "Dockerfile").read_text()
-    (names,) = re.findall(r"^ARG EXTRAS=(\S+)$", text, re.M)
-    assert ".[$EXTRAS]" in text
-    return names.split(",")  # type: ignore[no-any-return]
-
-
 def test_pods_that_read_each_other_reach_every_port_of_that(helm4: Helm) -> None:
     rendered = helm4.of_values(CHART / "ci" / "peers-values.yaml", "--set", "ports.bulk=7500")
     ports = {port["name"]: port["containerPort"] for port in container(rendered)["ports"]}
@@ -409,23 +260,6 @@ def test_pods_that_read_each_other_reach_every_port_of_that(helm4: Helm) -> None
     assert "bulk" not in {port["port"] for rule in others for port in rule["ports"]}
     (by_pod,) = [one for one in of_kind(rendered, "Service") if one["spec"].get("clusterIP")]
     assert "bulk" in {port["targetPort"] for port in by_pod["spec"]["ports"]}
-
-
-def test_pods_that_ask_who_calls_show_each_other_a_key_and_know_a_name(helm4: Helm) -> None:
-    rendered = helm4.of_values(CHART / "ci" / "secure-peers-values.yaml")
-    told = settings(rendered)
-    assert told["peer_key"] == "/etc/kvstore/peer/key"
-    assert told["peer_ca"] == "/etc/kvstore/tls/ca.crt"
-    names = {f"{one['metadata']['name']}.kv.svc" for one in of_kind(rendered, "Service")}
-    assert told["peer_name"] in names
-    mounts = {one["name"]: one["mountPath"] for one in container(rendered)["volumeMounts"]}
-    assert mounts["peer"] == "/etc/kvstore/peer"
-    volumes = workload(rendered)["spec"]["template"]["spec"]["volumes"]
-    (volume,) = [one for one in volumes if one["name"] == "peer"]
-    assert volume["secret"]["secretName"] == "kvstore-peer"
-    assert volume["secret"]["items"] == [{"key": "key", "path": "key"}]
-    in_the_open = settings(helm4.of_values(CHART / "ci" / "peers-values.yaml"))
-    assert in_the_open.keys().isdisjoint({"peer_key", "peer_ca", "peer_name"})
 
 
 def test_what_engines_are_told_is_what_connectors_take(helm4: Helm) -> None:
@@ -494,3 +328,54 @@ def test_engines_mount_the_socket_s_folder_read_only_and_without_it_there_is_no_
         assert ("run" in [one["name"] for one in spec["volumes"]]) is is_mounted
         mounts = [one["name"] for one in container(manifests)["volumeMounts"]]
         assert ("run" in mounts) is is_mounted
+
+
+def gauge_names() -> set[str]:
+    """Return the names of all levels, which are written out where they are made."""
+    text = (ROOT / "server" / "web" / "gauges.py").read_text()
+    return {f"kvstore_{name}" for name in re.findall(r'\(\s*"([a-z_]+)",\s*"', text)}
+
+
+def expressions() -> Iterator[str]:
+    """Yield every query of the alerts and the dashboard."""
+    for group in yaml.safe_load((CHART / "rules.yaml").read_text())["groups"]:
+        yield from (rule["expr"] for rule in group["rules"])
+    dashboard: dict[str, Any] = json.loads((CHART / "dashboards" / "kvstore.json").read_text())
+    for panel in dashboard["panels"]:
+        yield from (target["expr"] for target in panel["targets"])
+    for variable in dashboard["templating"]["list"]:
+        yield variable["query"]
+
+
+def test_the_schema_is_that_of_the_values_and_the_settings() -> None:
+    done = run(sys.executable, ROOT / "helm" / "make_schema.py", "--print")
+    assert done.status == 0, done.err
+    made = (CHART / "values.schema.json").read_text()
+    assert made == done.out, "run python helm/make_schema.py"
+
+
+def test_every_query_names_metrics_that_the_server_has() -> None:
+    served = MetricsText(Counters(), list, ["cpu", "disk"]).text().decode()
+    known = set(re.findall(r"^kvstore_\w+", served, re.M)) | gauge_names()
+    named = {name for query in expressions() for name in re.findall(r"kvstore_\w+", query)}
+    assert len(named) > 15
+    assert named <= known, named - known
+
+
+def test_the_dashboard_shows_what_the_built_in_page_does() -> None:
+    named = " ".join(expressions())
+    for word in (
+        *("tier_used_bytes", "tier_found_chunks", "tenant_ready_chunks", "flow_bytes"),
+        *("call_seconds_bucket", "what_if_hit_ratio", "tier_policy", "tier_up", "corrupt_chunks"),
+    ):
+        assert f"kvstore_{word}" in named
+
+
+def test_prometheus_takes_the_alerts(tool: Callable[[str], Path]) -> None:
+    done = run(tool("promtool"), "check", "rules", CHART / "rules.yaml")
+    assert done.status == 0, done.out + done.err
+
+
+def test_the_chart_is_of_this_version() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == chart["version"] == __version__

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import ServerMaker
-from google.protobuf import json_format
 from helpers.disk_damage import flip_a_bit
 from helpers.kvstore_command import Kvstore
 from helpers.local_server import LocalServer
 from helpers.prompts import SMALL, other_revision, store
-from helpers.trust_world import World
 
 from kvstore.cli.chunks import parse_duration_ms
-from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.messages import as_message
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey
 
 
@@ -243,64 +237,3 @@ def _size(rows: list[dict[str, Any]]) -> int:
 
 
 # --- tenants
-
-
-@pytest.fixture
-def world(tmp_path: Path, no_leaks: None) -> Iterator[World]:
-    world = World(tmp_path, "--audit-log", str(tmp_path / "audit.log"))
-    yield world
-    world.close()
-
-
-def test_a_caller_sees_and_forgets_what_is_its_tenants_alone(
-    world: World, kvstore: Kvstore, tmp_path: Path
-) -> None:
-    mine, theirs = world.client(world.acme), world.client(world.zeta)
-    keys, others = store(mine, 1, 2), store(theirs, 1, 3)
-
-    def as_holder(key: str, *argv: object) -> tuple[int, str, str]:
-        token = tmp_path / "token"
-        token.write_text(key)
-        token.chmod(0o600)
-        name, *rest = argv
-        at = ("--address", world.address)
-        return kvstore("--token-file", token, "--ca", world.ca.path, name, *rest, *at)
-
-    _, out, _ = as_holder(world.acme, "ls", "--json")
-    (space,) = json.loads(out)["spaces"]
-    assert [one["digest"] for one in space["chunks"]] == sorted(map(digest, keys))
-    assert theirs.namespace.hex() not in out
-    assert as_holder(world.acme, "stat", others[2].hex())[0] == 1, "as if it were not there"
-    assert as_holder(world.acme, "ls", "--namespace", theirs.namespace.hex())[0] == 2
-    for argv in (("ls", "--spaces", "--tenant", "zeta"), ("clear", "--tenant", "zeta", "--yes")):
-        status, _, err = as_holder(world.acme, *argv)
-        assert (status, "admin" in err) == (3, True)
-    assert as_holder(world.acme, "clear", "--all", "--yes")[0] == 3
-    assert as_holder(world.reader, "pin", keys[0].hex())[0] == 3, "reading is not keeping"
-    _, out, _ = as_holder(world.admin, "ls", "--spaces", "--tenant", "*", "--json")
-    assert {row["tenant"] for row in json.loads(out)["spaces"]} == {"acme", "zeta"}
-    status, out, _ = as_holder(world.acme, "clear", "--tenant", "acme", "--yes", "--json")
-    assert (status, json.loads(out)["deleted"]) == (0, 2)
-    assert theirs.lookup(keys=others).ready == 3
-    admin = world.new_key("ops", "admin", "write")
-    status, out, _ = as_holder(admin, "clear", "--tenant", "zeta", "--yes", "--json")
-    assert (status, json.loads(out)["deleted"]) == (0, 3)
-    world.server.node.trust.close()
-    lines = [json.loads(line) for line in (tmp_path / "audit.log").read_text().splitlines()]
-    cleared = [(line["tenant"], line["outcome"]) for line in lines if line["rpc"] == "Clear"]
-    assert cleared == [
-        ("zeta", "PermissionDeniedError"), ("*", "PermissionDeniedError"),
-        ("acme", "OK"), ("zeta", "OK"),
-    ]  # fmt: skip
-
-
-def test_a_representation_stands_for_a_namespace_that_the_server_forgot(
-    kvstore: Kvstore, server: LocalServer, tmp_path: Path
-) -> None:
-    keys = store(server.connect("grpc"), 1, 2)
-    server.node.store.spaces.restore([])
-    assert listed(kvstore, "--address", server.address) == []
-    path = tmp_path / "model.json"
-    path.write_text(json_format.MessageToJson(as_message(pb.Representation, SMALL)))
-    argv = ("--address", server.address, "--model-representation", path)
-    assert len(listed(kvstore, *argv)) == len(keys)

@@ -117,16 +117,6 @@ def test_a_server_that_does_not_start_is_reported_with_its_own_words(tmp_path: P
         ServerChild(tmp_path, ["--cpu", "none"]).start()
 
 
-def test_a_server_child_keeps_its_disk_and_changes_its_port(tmp_path: Path) -> None:
-    with ServerChild(tmp_path) as child:
-        before = child.address
-        child.kill()
-        child.start()
-        assert child.address != before
-        assert "recovered_chunks=0" in child.greeting
-    assert "Traceback" not in child.log_file.read_text()
-
-
 @pytest.fixture
 def scratch() -> Iterator[Path]:
     """A TMPDIR whose name is short: there are sockets in it."""

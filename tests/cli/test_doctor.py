@@ -12,7 +12,6 @@ import pytest
 from helpers.credentials import Authority
 from helpers.kvstore_command import Kvstore
 from helpers.local_server import LocalServer, eventually
-from helpers.prompts import SMALL, other_revision, store
 from helpers.redis_deployments import RedisCluster
 from helpers.redis_process import RedisProcess, TlsFiles
 
@@ -99,15 +98,6 @@ def test_doctor_names_what_would_fail_and_what_to_do(doctor: Look) -> None:
     assert found["memory"]["state"] == found["redis"]["state"] == "fail"
     assert found["server"]["state"] == "warn"
     assert all(row["fix"] for row in found.values() if row["state"] != "ok")
-
-
-def test_doctor_tells_engines_apart_that_share_nothing(doctor: Look, server: LocalServer) -> None:
-    for kind in (SMALL, other_revision(SMALL)):
-        store(server.connect("grpc", kind), 1, 1)
-    _, found = doctor("--address", server.address)
-    (row,) = (row for name, row in found.items() if name.startswith("engines of"))
-    assert row["state"] == "warn"
-    assert "model_revision" in row["saw"]
 
 
 # --- Redis

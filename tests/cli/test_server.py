@@ -31,7 +31,6 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnknownCodecError,
 )
-from kvstore.proto.plans import Hints
 from kvstore.server.telemetry.metrics import COUNTERS
 from kvstore.tiers.disk import DiskTier
 
@@ -246,20 +245,6 @@ def test_scrub_says_what_it_checked_and_fails_on_damage(
 
 
 # --- hints
-
-
-def test_hints_reach_the_server_by_every_way_to_connect(make_server: ServerMaker) -> None:
-    server = make_server("--bulk", "127.0.0.1:0")
-    for seed, transport in enumerate(("shm", "grpc", "tcp")):
-        client = server.connect(transport)  # type: ignore[arg-type]
-        before = server.node.store.catalog.state.metadata.hints.expiring
-        keys = store(client, seed, 3, hints=Hints(ttl_ms=60_000))
-        known = server.node.store.catalog.state.metadata.hints
-        assert known.expiring == before + 3, transport
-        with client.lease(keys=keys) as lease:
-            lease.release(Hints(priority=7))
-        row = server.node.store.catalog.state.index.row(keys[0])
-        assert known.priority(row) == 7, transport
 
 
 def few(server: LocalServer, *more: str) -> tuple[str, ...]:

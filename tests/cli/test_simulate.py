@@ -8,7 +8,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from conftest import ServerMaker
 from helpers.kvstore_command import Kvstore
@@ -33,7 +32,7 @@ from kvstore.cli.trace import replay_trace
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import POLICIES
-from kvstore.server.eviction.access_history import NO_INFO, AccessHistory, InsertInfo
+from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.policy import make_policy
 
 TRACES = Path(__file__).resolve().parents[2] / "data" / "traces"
@@ -132,16 +131,6 @@ def test_any_object_is_read_or_refused_with_a_reason(
     except InvalidRequestError as error:
         told = str(error)
     assert told.startswith("trace.jsonl:1 ") or not told
-
-
-def test_the_traces_of_the_checkout_are_what_their_readme_says() -> None:
-    lines = read_trace(TRACES / "mooncake_conversation_trace.jsonl")
-    blocks = [one for line in lines if isinstance(line, BlockLine) for one in line.block_ids]
-    assert (len(lines), len(blocks), len(set(blocks))) == (12_031, 288_500, 182_790)
-    readme = (TRACES / "README.md").read_text()
-    for file in TRACES.glob("*.jsonl"):
-        assert f"`{file.name}`" in readme or "dev_*" in readme
-        assert read_trace(file)
 
 
 # --- tokens
@@ -291,7 +280,6 @@ def test_a_recording_ends_with_the_names_there_may_be(
 
 
 Trace = list[tuple[list[int], float]]
-AGENTS = TRACES / "dev_agentappend_sps0.25_art7.5_n60.jsonl"
 CONVERSATION = TRACES / "mooncake_conversation_trace.jsonl"
 SMALL = TRACES / "dev_chat_lmsyslike_sps1_n100.jsonl"
 
@@ -365,24 +353,6 @@ def test_leaf_lru_hits_what_was_published_of_the_conversation_trace(kvstore: Kvs
     assert round(100 * half["block_hit_rate"], 2) == 20.00
 
 
-def test_a_few_early_losses_do_not_keep_hit_density_from_hitting_more_than_lru(
-    kvstore: Kvstore,
-) -> None:
-    argv = (str(AGENTS), "--policy", "lru,hit_density", "--capacity", "5%")
-    lru, ours = (one["block_hit_rate"] for one in as_json(kvstore, *argv))
-    assert ours > lru + 0.08
-
-
-def test_blocks_of_token_traces_are_cut_to_the_size_that_is_asked_for(
-    kvstore: Kvstore,
-) -> None:
-    found = [
-        as_json(kvstore, str(SMALL), "--policy", "lru", "--size", "100%", "--block-tokens", size)
-        for size in ("64", "256")
-    ]
-    assert found[0]["token_hit_rate"] > found[1]["token_hit_rate"] > 0.8
-
-
 def test_wrong_usage_is_refused_with_what_to_do(tmp_path: Path, kvstore: Kvstore) -> None:
     trace = blocks(tmp_path, (1,))
     bad = tmp_path / "bad.jsonl"
@@ -412,13 +382,6 @@ def test_a_capacity_is_a_size_or_a_share() -> None:
     for text in ("", "%", "1e3%", "five", "5%%", "-5%", "1.5GiB"):
         with pytest.raises(InvalidRequestError, match="capacity"):
             Terms("lru", text)
-
-
-def test_a_cache_of_nothing_hits_nothing(tmp_path: Path, kvstore: Kvstore) -> None:
-    file = blocks(tmp_path, (1, 2), (1, 2))
-    for size in ("0", "1%"):
-        found = as_json(kvstore, str(file), "--policy", "lru", "--capacity", size)
-        assert (found["token_hit_rate"], found["flops_saved"]) == (0.0, 0.0)
 
 
 # --- the replay
@@ -501,13 +464,6 @@ def test_what_is_remembered_is_bounded_and_the_oldest_goes_first(name: str) -> N
         assert len(replay) <= 110
     assert replay.request([1, 4992, 4993], 10, 500.0) == 3
     assert replay.request([1, 12, 13], 10, 501.0) == 1
-
-
-def test_flops_given_with_a_prompt_are_remembered() -> None:
-    history = AccessHistory()
-    replay = BlockReplay(make_policy("marconi", history), history, 100)
-    replay.request([7, 8], 10, 0.0, NO_INFO, np.array([3.0, 4.0]))
-    assert [history.flops_of(row) for row in (1, 2)] == [3.0, 4.0]
 
 
 def test_a_capacity_or_a_size_that_is_none_is_refused_by_name() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from helpers.coarse_codec import coarse_codec
-from helpers.local_server import LocalServer, eventually
+from helpers.local_server import LocalServer
 from helpers.lossy_copies import leave_on_disk
 from helpers.prompts import (
     MEDIUM,
@@ -18,9 +18,8 @@ from helpers.prompts import (
 
 from kvstore.client import Client, chunk_reads
 from kvstore.client.transports import base
-from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.messages import accuracy_number, accuracy_of
-from kvstore.proto.types import EXACT, Accuracy, ChunkKey, PutOutcome, Stated
+from kvstore.proto.messages import accuracy_number
+from kvstore.proto.types import EXACT, Accuracy, ChunkKey, Stated
 
 ServerMaker = Callable[..., LocalServer]
 CHUNKS = 3
@@ -92,22 +91,6 @@ def test_a_client_that_allows_a_loss_is_given_the_high_half_of_each_element(
     assert len(layers[-1].tensors) == CHUNKS
 
 
-def test_pinned_chunks_stay_exact_while_others_are_left_as_lossy_copies(
-    make_server: ServerMaker,
-) -> None:
-    """A rule for what steers every answer, such as a system prompt: see docs/engines.md."""
-    server = make_server("--codec", "disk=coarse", "--cpu", "4MiB")
-    client = server.connect("auto", MEDIUM)
-    system = store(client, 1, CHUNKS)
-    assert client.pin(keys=system, ttl=600.0) == CHUNKS
-    others = [store(client, seed, 16) for seed in range(2, 10)]
-    assert eventually(lambda: server.counter("lossy_victims") > 0)
-    stated: list[Stated] = []
-    client.get_chunks(system, accuracy=Accuracy.approximate, stated=stated)
-    assert stated == [EXACT] * CHUNKS
-    assert any(client.lookup(keys=keys).ready < len(keys) for keys in others)
-
-
 def test_what_several_prompts_begin_with_stays_exact_once_it_left_memory(
     make_server: ServerMaker,
 ) -> None:
@@ -133,38 +116,6 @@ def test_what_several_prompts_begin_with_stays_exact_once_it_left_memory(
         stated: list[Stated] = []
         client.get_chunks(keys, accuracy=Accuracy.approximate, stated=stated)
         assert stated == [EXACT] * exact + [Stated(Accuracy.bounded)] * (5 - exact)
-
-
-def test_a_lease_shows_lossy_frames_only_to_who_asked_for_them(
-    server: LocalServer, client: Client, lossy: list[ChunkKey]
-) -> None:
-    for _ in range(2):
-        client.get_chunks(lossy, accuracy=Accuracy.bounded)
-    holders = server.node.store.catalog.holders
-    assert eventually(lambda: all("cpu" in holders(key) for key in lossy)), "not promoted"
-    with client.lease(keys=lossy, accuracy=Accuracy.bounded) as lease:
-        assert lease.match.ready == len(lease.get()) == CHUNKS
-        assert (lease.view(0) is not None) == (client.transport_name == "shm")
-
-
-def test_an_original_put_again_is_stored_and_read_exactly(
-    client: Client, lossy: list[ChunkKey]
-) -> None:
-    client.get_chunks(lossy, accuracy=Accuracy.bounded)
-    outcomes = [put.outcome for put in client.put_chunks(chunks_of(client, lossy))]
-    assert outcomes == [PutOutcome.stored] * CHUNKS
-    assert len(client.get_chunks(lossy)) == CHUNKS
-
-
-def test_a_minimum_accuracy_travels_as_a_number_of_two_bits_and_exact_is_usual() -> None:
-    for least in Accuracy:
-        assert 0 <= accuracy_number(least) <= 3
-        assert accuracy_of(accuracy_number(least)) is least
-    assert accuracy_of(0) is Accuracy.exact
-    assert accuracy_of(2) is Accuracy.exact, "as earlier clients stated it"
-    for number in (-1, 4, 255):
-        with pytest.raises(InvalidRequestError, match=f"min_accuracy={number}: use 0 to 3"):
-            accuracy_of(number)
 
 
 @EVERY

@@ -12,7 +12,6 @@ from helpers.local_server import LocalServer
 from helpers.prompts import (
     SMALL,
     assert_reads,
-    chunks_of,
     is_right,
     keys_of,
     store,
@@ -148,32 +147,6 @@ def test_layers_go_and_come_of_all_batches_together(server: LocalServer, client:
         found.append(layer.id)
     assert found == [0, 1]
     assert server.settled().leases == 0
-
-
-@pytest.mark.parametrize("is_layered", [False, True], ids=["whole", "layered"])
-def test_all_batches_of_a_put_have_one_deadline(
-    client: Client, monkeypatch: pytest.MonkeyPatch, is_layered: bool
-) -> None:
-    transport, given_ms = client._link.connected(), list[int]()
-
-    def slow(chunks: list[object], terms: PutTerms) -> list[Put]:
-        given_ms.append(terms.within_ms)
-        time.sleep(0.05)
-        return [Put(PutOutcome.stored)] * len(chunks)
-
-    monkeypatch.setattr(transport, "put", slow)
-    keys = keys_of(client, 1, CHUNKS)
-    if is_layered:
-        with client.put_chunk_layers(planned(client, keys), timeout=5.0) as put:
-            for number, parts in layers_of(client, keys).items():
-                put.layer(number, parts)
-            time.sleep(0.05)
-        assert given_ms[0] <= 4_950
-    else:
-        client.put_chunks(chunks_of(client, keys))
-    first, second, third = given_ms
-    assert first - 50 >= second
-    assert second - 50 >= third
 
 
 def test_a_put_whose_time_is_up_sends_no_further_batch(

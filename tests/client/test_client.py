@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import socket
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +24,7 @@ from helpers.prompts import (
     tokens,
 )
 
-from kvstore.client import AsyncClient, Client, ClientOptions, PlannedChunk, chunk_reads
+from kvstore.client import AsyncClient, Client, ClientOptions, PlannedChunk
 from kvstore.client.options import TransportName
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.errors import (
@@ -34,7 +32,6 @@ from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
     LeaseExpiredError,
-    QuotaExceededError,
     TierUnavailableError,
 )
 from kvstore.proto.types import ChunkKey, KVLayout, PutOutcome
@@ -107,22 +104,6 @@ def test_chunk_can_be_deleted_as_soon_as_its_get_is_over(client: Client) -> None
         assert (client.delete(keys=keys) if seed % 2 else client.clear()) == 2
 
 
-def test_pins_have_a_limit_that_is_named(server: LocalServer) -> None:
-    client = server.connect(
-        representation=MEDIUM, options=ClientOptions(chunk_tokens=256, deadline_ms=DEADLINE_MS)
-    )
-    keys = store(client, 1, 10)
-    with pytest.raises(QuotaExceededError, match="pin_limit_bytes"):
-        client.pin(keys=keys, ttl=60.0)
-
-
-def test_chunks_of_an_iterator_are_put_as_those_of_a_list(client: Client) -> None:
-    keys = keys_of(client, 1, 3)
-    chunks: Any = iter(chunks_of(client, keys))
-    assert all(put.outcome.name == "stored" for put in client.put_chunks(chunks))
-    assert len(client.get_chunks(keys)) == 3
-
-
 def test_chunk_over_the_server_s_limit_is_refused_before_it_is_sent(
     make_server: ServerMaker,
 ) -> None:
@@ -159,51 +140,6 @@ def test_client_opens_another_session_when_the_server_lost_it(
     assert client.transport_name == transport
     assert server.settled().leases == 0
     assert len(server.node.sessions) == 1
-
-
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
-def test_client_finds_a_restarted_server_what_its_disk_kept_and_no_lease_of_before(
-    make_server: ServerMaker, transport: TransportName
-) -> None:
-    first = make_server()
-    options = ClientOptions(transport, 16, DEADLINE_MS, retry_after_ms=1)
-    client = first.connect(options=options)
-    keys = store(client, 1, 4)
-    boot_id = client.boot_id
-    lease = client.lease(keys=keys)
-    assert lease.match.ready == 4
-    first.stop()
-    second = make_server("--listen", first.address)
-    with pytest.raises(KVStoreError):
-        lease.get()
-
-    def reads() -> bool:
-        try:
-            return len(client.get_chunks(keys)) == 4
-        except KVStoreError:
-            return False
-
-    assert eventually(reads)
-    with pytest.raises(KVStoreError):
-        lease.get()
-    lease.release()
-    assert client.boot_id != boot_id
-    assert client.transport_name == transport
-    assert all(is_right(client, *pair) for pair in zip(keys, client.get_chunks(keys), strict=True))
-    assert eventually(lambda: second.counter("promoted_chunks") == 4)
-    assert second.settled().leases == 0
-    assert client.delete(keys=keys) == 4
-    client.close()
-
-
-def test_heartbeats_keep_an_idle_session_alive(make_server: ServerMaker) -> None:
-    server = make_server("--limits", "session_ttl_ms=3000")
-    client = server.connect()
-    client.keys([])
-    (session,) = server.node.sessions.by_id.values()
-    heard_at = session.heard_at
-    assert eventually(lambda: session.heard_at > heard_at)
-    assert list(server.node.sessions.by_id.values()) == [session]
 
 
 # --- servers that do not answer
@@ -271,25 +207,6 @@ def test_closing_a_client_under_its_calls_raises_errors_of_the_store_only(
             client.close()
         assert [reader.exception() for reader in readers] == [None] * 4
     assert server.settled().leases == 0
-
-
-def test_a_second_attempt_at_layers_has_what_is_left_of_the_timeout(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = server.connect("grpc")
-    keys = store(client, 1, 4)
-    read, deadlines_ms = chunk_reads.read_layers, list[int]()
-
-    def lost_once(link: Any, transport: Any, request: chunk_reads.ChunkRequest) -> Any:
-        deadlines_ms.append(request.deadline_ms)
-        if len(deadlines_ms) == 1:
-            time.sleep(0.3)
-            raise LeaseExpiredError("dropped meanwhile")
-        return read(link, transport, request)
-
-    monkeypatch.setattr(chunk_reads, "read_layers", lost_once)
-    assert len(list(client.get_chunk_layers(keys))) == 2
-    assert deadlines_ms[1] <= deadlines_ms[0] - 300
 
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])

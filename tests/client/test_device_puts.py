@@ -288,19 +288,6 @@ def test_a_frame_that_is_not_what_its_header_sums_up_is_refused_and_counted(
     assert put(client, ring, ring.write(keys)) == [EXISTS, STORED, EXISTS]
 
 
-def test_a_full_gpu_tier_refuses_and_the_put_through_host_memory_is_taken(
-    serve: Serve, ring: Slots
-) -> None:
-    server = serve(8192)
-    with CudaClient(server.address, SMALL, OPTIONS) as client:
-        held, keys = keys_of(client, 1, 2), keys_of(client, 2, 2)
-        assert put(client, ring, ring.write(held)) == [STORED] * 2
-        with client.lease(keys=held):
-            assert put(client, ring, ring.write(keys)) == [REFUSED] * 2
-            assert server.usage().pending_puts == 0
-        assert [one.outcome for one in client.put_chunks(chunks_of(client, keys))] == [STORED] * 2
-
-
 def test_a_device_that_fails_while_it_copies_holds_nothing(
     server: LocalServer, client: CudaClient, ring: Slots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,19 +302,6 @@ def test_a_device_that_fails_while_it_copies_holds_nothing(
         with pytest.raises(TierUnavailableError, match="fails on purpose"):
             put(client, ring, chunks)
     assert put(client, ring, chunks) == [STORED] * 2
-
-
-def test_a_server_without_gpu_memory_refuses_with_the_reason(
-    make_server: ServerMaker, ring: Slots
-) -> None:
-    server = make_server()
-    with CudaClient(server.address, SMALL, OPTIONS) as client:
-        chunks = ring.write(keys_of(client, 1, 1))
-        (one,) = client.put_on_device(ring, chunks, ring.stream.record())
-        assert one.outcome is REFUSED
-        assert one.reason == "the server's gpu tier is nowhere, the ring on cpu"
-        transport = transport_of(client)
-        assert offered(transport, len(ring.memory), ring) is unix_socket.Reply.invalid
 
 
 def test_a_ring_on_another_device_is_refused_by_both_sides(

@@ -19,7 +19,6 @@ from helpers.disk_damage import flip_a_bit
 from helpers.gpu_twin import frame_on_device, use_device
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import SMALL, chunks_of, keys_of, steady_tensors, store, tensors_of, tokens
-from helpers.slow_device import SlowDevice
 
 from kvstore.client import Chunk, Client, ClientOptions, device_reads
 from kvstore.client.chunk import parents, to_torch
@@ -37,7 +36,7 @@ from kvstore.client.frames import FileFrame
 from kvstore.client.session import Session
 from kvstore.codecs.base import codec_by_name, codec_class
 from kvstore.codecs.kvq_kernels import SOURCES, KvqKernels, Wait
-from kvstore.codecs.paged import FrameAt, FrameKernels, HostKernels, Paged, Sums
+from kvstore.codecs.paged import FrameAt, HostKernels, Paged, Sums
 from kvstore.codecs.transcode import transcode
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.device import HostDevice
@@ -171,38 +170,6 @@ def test_chunks_of_different_lengths_are_read_in_one_get(
         assert torch.equal(raw_bytes(there), raw_bytes(to_torch(right, DType.bfloat16)))
 
 
-def test_a_missing_chunk_ends_the_prefix(gpu_server: LocalServer, client: CudaClient) -> None:
-    keys = warm(gpu_server, client, store(client, 1, 2))
-    others = keys_of(client, 2, 1)
-    engine = Engine(SMALL, blocks_for(3))
-    assert read_pages(client, [*keys, *others], engine.paged()) == 2
-    assert read_pages(client, others, engine.paged()) == 0
-    assert read_pages(client, [], engine.paged()) == 0
-    gpu_server.settled()
-
-
-def test_pages_are_written_behind_the_engines_work_and_reported_once_they_are(
-    gpu_server: LocalServer, client: CudaClient
-) -> None:
-    keys = store(client, 1, 4)
-    warm(gpu_server, client, keys[:2])
-    device = SlowDevice()
-    engine = Engine(SMALL, blocks_for(4))
-    reader = DeviceReader(device, 1 << 16)
-    wiped: list[bool] = []
-
-    def wipe() -> None:
-        engine.tensor.zero_()
-        wiped.append(True)
-
-    device.compute.launch(wipe)  # the engine zeroes the blocks that it gives out
-    after = device.compute.record()
-    assert client.read_on_device(keys, engine.paged(), reader, after) == 4
-    assert wiped == [True]
-    assert all(engine.has(key, i, SMALL, CHUNK_TOKENS) for i, key in enumerate(keys))
-    reader.close()
-
-
 # --- what is wrong
 
 
@@ -326,22 +293,6 @@ def transport_to(server: LocalServer) -> Iterator[CudaTransport]:
     transport.session.close()
 
 
-def test_a_reader_that_dies_at_work_leaves_nothing_leased(
-    gpu_server: LocalServer, client: CudaClient, reader: DeviceReader
-) -> None:
-    keys = warm(gpu_server, client, store(client, 1, 3))
-    digests = b"".join(key[DIGEST_BYTES:] for key in keys)
-    with (
-        transport_to(gpu_server) as bare,
-        bare.get_on_device(digests, DEADLINE_MS, reader) as arriving,
-    ):
-        next(arriving)
-        assert gpu_server.usage().leases == 1
-        bare._socket.close()  # what the kernel does for a process that is killed
-        assert eventually(lambda: gpu_server.usage().leases == 0)
-    gpu_server.settled()
-
-
 def test_what_is_mapped_stays_so_until_the_last_get_at_work_has_ended(
     gpu_server: LocalServer, client: CudaClient, reader: DeviceReader
 ) -> None:
@@ -368,25 +319,6 @@ def test_what_is_mapped_stays_so_until_the_last_get_at_work_has_ended(
     gpu_server.settled()
 
 
-def test_a_reader_whose_kernels_cannot_be_had_gives_its_memory_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    released: list[int] = []
-
-    class Counting(HostDevice):
-        def release(self, arena: torch.Tensor) -> None:
-            released.append(len(arena))
-            super().release(arena)
-
-    def cannot(device: torch.device) -> FrameKernels:
-        raise TierUnavailableError("gpu", "cannot compile")
-
-    monkeypatch.setattr(device_reads, "open_kernels", cannot)
-    with pytest.raises(TierUnavailableError, match="cannot compile"):
-        DeviceReader(Counting(), 1 << 16)
-    assert released == [READ_SLOTS << 16]
-
-
 # --- what cannot be mapped
 
 
@@ -395,16 +327,6 @@ def assert_read_without_arena(client: CudaClient, why: str) -> None:
     transport = client._link.connected()
     assert isinstance(transport, CudaTransport)
     assert why in transport.without_arena
-
-
-def test_frames_on_disk_land_in_the_pages(make_server: ServerMaker, connect: Connect) -> None:
-    server = make_server("--tiers", "cpu,disk")
-    client = connect(server)
-    keys = store(client, 1, 3)
-    server.settled()
-    server.leave_memory(keys)
-    assert_reads_into_pages(client, keys)
-    assert_read_without_arena(client, "shares no GPU memory")
 
 
 def test_a_device_that_this_process_does_not_see_is_named_and_cpu_memory_serves(

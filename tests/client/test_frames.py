@@ -6,8 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -150,14 +148,6 @@ def file(tmp_path: Path, frame: Bytes) -> OpenFile:
     path = tmp_path / "extent"
     path.write_bytes(bytes(OFFSET) + frame.tobytes() + bytes(100))
     return OpenFile(os.open(path, os.O_RDWR), path.stat().st_size)
-
-
-def test_a_file_is_sliced_like_the_bytes_it_stands_for(file: OpenFile, frame: Bytes) -> None:
-    ours = FileFrame(file, OFFSET, len(frame))
-    assert len(ours) == len(frame)
-    for piece in (slice(None), slice(0, 10), slice(5, 5), slice(100, None), slice(0, 1 << 40)):
-        assert np.array_equal(ours[piece], frame[piece])
-    assert parse_header(ours).key == parse_header(frame).key
 
 
 @pytest.mark.parametrize("is_strided", [False, True])
@@ -306,29 +296,6 @@ def taken(stream: LayerStream, number: int) -> bytes | None:
     wanted = PLAN[number]
     data = stream.take(wanted.chunk, wanted.start)
     return None if data is None else data.tobytes()
-
-
-def test_a_range_that_has_come_is_taken_while_another_thread_waits_for_the_next() -> None:
-    goes_on, waits = threading.Event(), threading.Event()
-
-    def drawn() -> Iterator[Arrival]:
-        yield from [*HEADERS, *segments(*PLAN[:2])]
-        waits.set()
-        goes_on.wait()
-        yield from segments(*PLAN[2:])
-
-    stream = LayerStream(drawn(), limit_bytes=11)
-    assert len(list(stream.arriving())) == 2
-    stream.expect(PLAN)
-    with ThreadPoolExecutor(2) as threads:
-        last = threads.submit(taken, stream, 3)
-        waits.wait()
-        first = threads.submit(taken, stream, 0)
-        try:
-            assert first.result(timeout=10) == b"aa"
-        finally:
-            goes_on.set()
-        assert last.result() == b"ddd"
 
 
 @pytest.mark.parametrize("cut", [1, 2, 100])
@@ -514,13 +481,3 @@ def test_a_room_that_fails_in_an_unknown_way_ends_the_read_and_leaves_no_thread_
     reader.close()  # waits for its threads
     with pytest.raises(KVStoreError, match="the client is closed"):
         reader.read(Wanted(session, KEYS), map(arrived, range(6)))
-
-
-def test_any_number_of_threads_reads_the_same(session: Session) -> None:
-    for threads in (1, 2, 5):
-        with closing(Reader(threads)) as reader:
-            found, broken = reader.read(Wanted(session, KEYS), map(arrived, range(6)))
-            assert_right(found, 6)
-            assert broken is None
-            one = reader.read(Wanted(session, KEYS[:1]), iter([arrived(0, flipped(0))]))
-            assert one == ([], KEYS[0])

@@ -8,9 +8,8 @@ from typing import Any
 import grpc
 import pytest
 from contracts.transport import TransportContract
-from helpers.bare_wire import wire_to
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
-from helpers.prompts import MEDIUM, SMALL, assert_reads, chunks_of, keys_of, store
+from helpers.prompts import MEDIUM, SMALL, assert_reads, store
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.connection import CircuitBreaker, Connection, Until, translate
@@ -61,18 +60,6 @@ def test_no_server_is_a_tier_that_is_unavailable(no_leaks: None) -> None:
         with pytest.raises(TierUnavailableError, match="tier 'server'"):
             call(connection)
         connection.close()
-
-
-def test_stream_that_is_closed_early_is_cancelled(server: LocalServer) -> None:
-    client = server.connect("grpc")
-    client.put_chunks(chunks_of(client, keys_of(client, 1, 300)))
-    wire = wire_to(server)
-    request = pb.ListRequest(session_id=wire.terms.session_id)
-    pages = wire.connection.stream("List", request, DEADLINE_MS)
-    assert len(next(pages).chunks) == 256
-    pages.close()
-    assert list(pages) == []
-    assert eventually(lambda: len(wire.stream("List", pb.ListRequest())) == 2)
 
 
 class _Failure(grpc.RpcError):

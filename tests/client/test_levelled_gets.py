@@ -5,24 +5,21 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.local_server import DEADLINE_MS, LocalServer, eventually, open_session
-from helpers.prompts import MEDIUM, equal, keys_of, parts_of, steady_tensors
-from helpers.slow_link import SlowLink
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import MEDIUM, chunks_of, equal, keys_of, outcomes, parts_of, steady_tensors
 
 from kvstore.client import Chunk, Client, ClientOptions
 from kvstore.client.chunk import parents
 from kvstore.client.frames import Arrival
 from kvstore.client.options import TransportName
 from kvstore.client.planning import RECOMPUTE, PlanTerms, PrefillModel
-from kvstore.client.session import SessionTerms
 from kvstore.client.transports.base import Arrivals, ReadPlan
-from kvstore.client.transports.tcp import Entrance
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
@@ -42,12 +39,8 @@ from kvstore.proto.types import (
 )
 
 ServerMaker = Callable[..., LocalServer]
-CHUNKS, MANY = 4, 16
-SHARE = 0.65
-"""Of its bytes what a slow link brings in time."""
+CHUNKS = 4
 TOKENS = 64
-TRIES = 6
-"""Of what takes real time: a machine that was busy meanwhile shows nothing of what is measured."""
 TOP = 2
 """The finest level of kvq:layered."""
 TERMS = PlanTerms(deadline_s=20.0, decode_bytes_per_s=1e9, least=Accuracy.bounded)
@@ -82,23 +75,16 @@ def client(server: LocalServer, request: pytest.FixtureRequest) -> Client:
     return server.connect(representation=MEDIUM, options=options)
 
 
-def stored_layered(server: LocalServer, client: Client, count: int = CHUNKS) -> list[ChunkKey]:
-    """Store a prompt of which only the layered copies on disk are left."""
-    keys = keys_of(client, 1, count)
-    chunks = [
-        Chunk(key, numbers_of(key), parent=parent, position=TOKENS * at)
-        for at, (key, parent) in enumerate(zip(keys, parents(keys), strict=True))
-    ]
-    assert {put.outcome for put in client.put_chunks(chunks)} == {PutOutcome.stored}
-    assert eventually(lambda: server.node.store.catalog.eviction.count_on("disk") == count)
+@pytest.fixture
+def keys(server: LocalServer, client: Client) -> list[ChunkKey]:
+    """A prompt of which only the layered copies on disk are left."""
+    keys = keys_of(client, 1, CHUNKS)
+    chunks = [replace(chunk, tensors=numbers_of(chunk.key)) for chunk in chunks_of(client, keys)]
+    assert set(outcomes(client, chunks)) == {PutOutcome.stored}
+    assert eventually(lambda: server.node.store.catalog.eviction.count_on("disk") == CHUNKS)
     server.settled()
     server.leave_memory(keys)
     return keys
-
-
-@pytest.fixture
-def keys(server: LocalServer, client: Client) -> list[ChunkKey]:
-    return stored_layered(server, client)
 
 
 def rooms(count: int) -> list[ChunkTensors]:
@@ -167,52 +153,6 @@ def test_a_slow_link_brings_bases_and_those_are_coarser(
     for level, coarse, best in zip(found.levels, errors, finest, strict=True):
         assert coarse <= best * 3 ** (TOP - level) * 1.2
         assert level == TOP or coarse > best
-
-
-def test_over_a_link_that_gives_nothing_the_engine_computes(
-    server: LocalServer, client: Client, keys: list[ChunkKey]
-) -> None:
-    set_link(client, 10.0)
-    told: list[int] = []
-    lookups = server.counter("lookups")
-    quick = replace(TERMS, prefill=PrefillModel(0.0, 1e-6), deadline_s=1.0)
-    found = client.get_levelled(keys, quick, rooms(CHUNKS), lambda some: told.extend(some))
-    assert told == [0, 1, 2, 3]
-    assert found.levels == (RECOMPUTE,) * CHUNKS
-    assert found.to_compute == (0, 1, 2, 3)
-    # The engine may have computed all before the server answers.
-    assert eventually(lambda: server.counter("lookups") > lookups)
-    assert server.settled().leases == 0
-
-
-def test_an_engine_computes_the_first_chunks_while_a_slow_link_brings_the_last_ones(
-    client: Client, keys: list[ChunkKey], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def throttled(pieces: Iterator[Arrival]) -> Iterator[Arrival]:
-        for piece in pieces:
-            time.sleep(len(piece.data) / 100e3)
-            yield piece
-
-    change_pieces(client, monkeypatch, throttled)
-    set_link(client, 100e3)
-    engine = PrefillModel(0.0, 0.004)  # a quarter of a second a chunk, as the link takes
-    told: list[int] = []
-
-    def compute(some: range) -> None:
-        told.extend(some)
-        time.sleep(0.25 * len(some))
-
-    out = rooms(CHUNKS)
-    terms = replace(TERMS, prefill=engine)
-    started_s = time.monotonic()
-    found = client.get_levelled(keys, terms, out, compute)
-    took_s = time.monotonic() - started_s
-    assert 0 < len(told) < CHUNKS
-    assert told == list(range(len(told)))
-    assert found.to_compute == tuple(told)
-    for at in range(len(told), CHUNKS):
-        assert largest_error(out[at], numbers_of(keys[at])) < 2
-    assert took_s < 0.25 * CHUNKS + 0.3, "never later than without the store"
 
 
 def test_before_an_engine_that_takes_an_hour_loads_wait_no_longer_than_a_server_grants(
@@ -291,18 +231,6 @@ def test_bytes_that_were_changed_on_the_way_are_not_used(
     assert ready == CHUNKS, "the server finds its own copies right"
 
 
-def test_ranges_that_cannot_be_are_refused_by_name(client: Client, keys: list[ChunkKey]) -> None:
-    session = client._link.connected().session
-    for index, start, stop in ((4, 0, 8), (0, 8, 8), (0, 9, 8)):
-        request = pb.GetRequest(
-            session_id=session.terms.session_id,
-            digests=b"".join(key[DIGEST_BYTES:] for key in keys),
-            ranges=[pb.FrameRange(index=index, start=start, stop=stop)],
-        )
-        with pytest.raises(InvalidRequestError, match="ranges"):
-            list(session.connection.stream("Get", request, 1000))
-
-
 @EVERY
 def test_only_the_bytes_that_are_asked_for_are_read_and_sent(
     server: LocalServer, client: Client, keys: list[ChunkKey]
@@ -328,42 +256,6 @@ def test_only_the_bytes_that_are_asked_for_are_read_and_sent(
     sent = server.counter("get_bytes") - before
     assert sent == (0 if client.transport_name == "shm" else 192 + 936)
     server.settled()
-
-
-def test_over_a_slow_link_a_coarser_prefix_is_in_time_where_the_whole_one_is_not(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bulk = int(open_session(server.dial()).bulk_address.rpartition(":")[2])
-    options = ClientOptions("tcp", chunk_tokens=TOKENS, deadline_ms=DEADLINE_MS)
-    with closing(SlowLink(bulk)) as link, Client(server.address, MEDIUM, options) as client:
-        entrance = Entrance.of
-
-        def slow(terms: SessionTerms, address: str) -> Entrance:
-            return replace(entrance(terms, address), where=f"tcp://{link.address}")
-
-        monkeypatch.setattr(Entrance, "of", slow)
-        keys, fine, slo_s = stored_layered(server, client, MANY), rooms(MANY), 2.0
-        whole_bytes = sum(server.node.store.catalog.copies(key)["disk"].size_bytes for key in keys)
-        assert client.get_levelled(keys, TERMS, fine).levels == (TOP,) * MANY
-        best = [largest_error(a, numbers_of(key)) for a, key in zip(fine, keys, strict=True)]
-
-        def is_in_time() -> bool:
-            """Whether it came as it has to where the machine has time for it."""
-            link.bytes_per_s = SHARE * whole_bytes / slo_s
-            before, started_s, out = link.passed_bytes, time.monotonic(), rooms(MANY)
-            found = client.get_levelled(keys, PlanTerms(slo_s, least=Accuracy.bounded), out)
-            took_s, passed_bytes = time.monotonic() - started_s, link.passed_bytes - before
-            count = next(iter(found.to_compute), MANY)
-            for at, level in enumerate(found.levels[:count]):
-                assert found.stated[at] == Stated(Accuracy.bounded)
-                error = largest_error(out[at], numbers_of(keys[at]))
-                assert error <= best[at] * 3 ** (TOP - level) * 1.2
-            is_coarser = min(found.levels[:count], default=TOP) < TOP
-            # A call that is cancelled ends; nothing waits for the rest.
-            in_time = took_s < slo_s + 0.5 and passed_bytes < whole_bytes
-            return count > MANY * passed_bytes / whole_bytes and is_coarser and in_time
-
-        assert any(is_in_time() for _ in range(TRIES)), "a slow link is never in time"
 
 
 def test_what_the_room_raises_ends_the_get_and_its_leases(
@@ -417,39 +309,3 @@ def test_nothing_writes_to_the_room_of_a_get_that_is_over(
     else:
         client.get_levelled(keys, TERMS, slow)
     assert writing.count("done") == writing.count("begun") > 0
-
-
-def test_what_a_get_leaves_to_be_done_holds_nobody_up(
-    server: LocalServer, client: Client, keys: list[ChunkKey], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Leases end, and what proved wrong is reported, after it returned and by no copy thread."""
-    transport, link, is_free = client._link.connected(), client._link, threading.Event()
-    caller = threading.current_thread()
-    ended: list[str] = []
-    release = transport.release
-
-    def slow(*leases: Any) -> None:
-        if threading.current_thread() is not caller:
-            is_free.wait(60.0)
-            ended.append("release")
-        release(*leases)
-
-    def report(*_: Any) -> None:
-        ended.append("report")
-
-    def changing(pieces: Iterator[Arrival]) -> Iterator[Arrival]:
-        for piece in pieces:
-            yield replace(piece, data=np.array(piece.data) ^ np.uint8(piece.offset > 0))
-
-    monkeypatch.setattr(transport, "release", slow)
-    monkeypatch.setattr(link, "quarantine", report)
-    with monkeypatch.context() as patched:
-        change_pieces(client, patched, changing)
-        for _ in range(link.reader.threads):
-            assert client.get_levelled(keys, TERMS, rooms(CHUNKS)).to_compute == (0, 1, 2, 3)
-    layers = list(client.get_chunk_layers(keys, accuracy=Accuracy.bounded))
-    assert len(layers[-1].tensors) == CHUNKS
-    assert ended == []
-    is_free.set()
-    assert eventually(lambda: ended.count("report") == CHUNKS * link.reader.threads)
-    server.settled()

@@ -6,11 +6,9 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from statistics import mean
 
 import pytest
-from bench.slo import Request, Trace, controlled
-from helpers.prompts import chunks_of, keys_of
+from helpers.prompts import keys_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -128,32 +126,6 @@ def test_of_all_plans_in_time_the_one_that_computes_least_is_taken() -> None:
 
 # Six chunks of 1500 tokens of an 8B model with grouped heads, at 2.1, 3.6 and 5.2 bits a value.
 _TOKENS, _TOKEN_BYTES = 1500, 32 * 2 * 8 * 128 * 2
-CONTEXT = (
-    LevelledChunk(
-        _TOKENS,
-        _TOKENS * _TOKEN_BYTES,
-        tuple(int(_TOKENS * _TOKEN_BYTES * bits / 16) for bits in (2.1, 3.6, 5.2)),
-    ),
-) * 6
-ENGINE = PrefillModel(0.005, 1e-4, 3e-9)
-
-
-@pytest.mark.parametrize(("deadline_s", "lost"), [(0.5, 0.05), (1.5, 0.005)])
-def test_on_links_that_nobody_knows_few_are_late_and_little_is_lost(
-    deadline_s: float, lost: float
-) -> None:
-    """The links of CacheGen's artifact, whose controller, told their bandwidth, is late more often
-    and loses more: see docs/benchmarks.md.
-    """
-    request = Request(0.0, CONTEXT, PlanTerms(deadline_s, ENGINE, 20e9, loads_first=False))
-    ours = controlled(lambda clock: LinkMeter(5.05e9 / 8, clock))
-    outcomes = [ours(request, Trace.uniform(seed)) for seed in range(40)]
-    assert mean(found.ttft_s > deadline_s for found in outcomes) <= 0.15
-    loss = (0.13, 0.018, 0.002)
-    found_loss = mean(
-        sum(loss[level] for level in found.levels if level >= 0) / 6 for found in outcomes
-    )
-    assert found_loss < lost
 
 
 # --- what plans never do
@@ -254,18 +226,6 @@ def test_deadline_pressure_stops_refining_and_nothing_else() -> None:
     assert late.next_batch(late.plan(at(1e3)), [100] * 4, 1e9) == []
 
 
-def test_a_slow_link_has_the_first_chunks_computed_while_the_last_ones_load() -> None:
-    chunks = [make_chunk((1000,)) for _ in range(10)]
-    engine = PrefillModel(0.0, 0.5 / 256)
-    beside = replace(terms(2.6, engine), loads_first=False)
-    found = new(chunks, beside).plan(at(2e3))
-    assert found.actions == (RECOMPUTE,) * 5 + (0,) * 5
-    assert found.is_in_time
-    slowest = new(chunks, replace(beside, deadline_s=0.1)).plan(at(2e3))
-    assert not slowest.is_in_time
-    assert slowest.ready_s == pytest.approx(2.5, abs=0.01), "all that is left is to be soon"
-
-
 def test_the_cautious_estimate_decides_how_fine_a_plan_is() -> None:
     chunks = [make_chunk((100, 200)), make_chunk((100, 200))]
     progress = new(chunks, terms(0.35, None))
@@ -299,19 +259,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
             Progress([make_chunk()], terms(1.0), levels)
 
 
-PLAIN = PrefillModel(0.1, 0.01)
 INSTANT = PrefillModel(0.0, 1e-12)
-
-
-def test_a_lookup_that_tells_the_engine_s_speed_has_a_plan(client: Client) -> None:
-    keys = keys_of(client, 1, 6)
-    client.put_chunks(chunks_of(client, keys[:4]))
-    assert client.lookup(keys=keys).plan is None
-    plan = client.lookup(keys=keys, engine=EngineTerms(PLAIN, 100)).plan
-    assert plan is not None
-    assert [(one.first, one.stop, one.load) for one in plan.ranges] == [(0, 4, True), (4, 6, False)]
-    assert plan.loaded == [0, 1, 2, 3]
-    assert plan.plan_ms < plan.recompute_ms == pytest.approx(1000 * PLAIN.seconds(100, 0))
 
 
 def test_a_prompt_s_length_that_cannot_be_is_refused(client: Client) -> None:

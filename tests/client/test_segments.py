@@ -1,14 +1,14 @@
-"""What is found by content and what Resolve and ReportReuse refuse, against a real server."""
+"""What is found by content, rows left out of it, and what is refused, against a real server."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from contracts.layers import damage
 from helpers.documents import (
     DOCUMENT,
     HEAD,
@@ -24,20 +24,30 @@ from helpers.documents import (
     shadowed,
 )
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
-from helpers.prompts import MEDIUM, SMALL, equal, other_revision, tensors_of, tokens
-from helpers.redis_process import RedisProcess
+from helpers.prompts import MEDIUM, SMALL, equal, tensors_of, tokens
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.blend.plan import SegmentRange
+from kvstore.client.decode import Layer
 from kvstore.client.forks import FORKS
 from kvstore.client.lookups import Held
-from kvstore.client.segments import SegmentQuery, resolution_from_message, segments_to_messages
+from kvstore.client.options import TransportName
+from kvstore.client.segments import (
+    FoundChunk,
+    SegmentMatch,
+    SegmentQuery,
+    resolution_from_message,
+    segments_to_messages,
+)
+from kvstore.client.transports.base import ReadPlan, read_layers
+from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import ChunkReport, ContextMass, ReuseReport
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, LeaseExpiredError
 from kvstore.proto.messages import as_message
 from kvstore.proto.plans import PrefillModel
-from kvstore.proto.types import LayerKind
+from kvstore.proto.row_mask import SkippedRows
+from kvstore.proto.types import ChunkKey, KVLayout, LayerKind, Model
 from kvstore.server.blending.gates import TRIALS
 
 ServerMaker = Callable[..., LocalServer]
@@ -84,28 +94,6 @@ def test_the_prompt_itself_and_a_shared_head_are_exact_and_need_no_gate(client: 
     with client.find_segments(*prompt_of(HEAD, OTHER, DOCUMENT), TRIAL) as resolved:
         assert kinds(resolved)[:2] == [["exact"], ["variant", "variant"]]
         assert resolved.found.exact_prefix == 1
-
-
-def test_a_closed_gate_lets_nothing_through_but_trials(client: Client) -> None:
-    put_prompt(client, *prompt_of(HEAD, DOCUMENT))
-    prompt, ranges = prompt_of(OTHER_HEAD, DOCUMENT)
-    with client.find_segments(prompt, ranges) as resolved:
-        assert kinds(resolved) == [["none", "none"], ["none", "none"], []]
-        assert (resolved.found.lease_id, resolved.found.gate.is_open) == (0, False)
-        assert "calibrate" in resolved.found.gate.why
-    exact_only = [replace(one, approximate=False) for one in ranges]
-    with client.find_segments(prompt, exact_only, TRIAL) as resolved:
-        assert kinds(resolved)[1] == ["none", "none"]
-
-
-def test_other_models_and_revisions_find_nothing(server: LocalServer, client: Client) -> None:
-    put_prompt(client, *prompt_of(HEAD, DOCUMENT))
-    rope = replace(SMALL, rope=replace(SMALL.rope, theta=5e5))
-    adapter = replace(SMALL, adapter_digest="b" * 64)
-    for representation in (other_revision(SMALL), rope, adapter):
-        stranger = server.connect("auto", representation)
-        with stranger.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
-            assert list(resolved.chunks()) == []
 
 
 def test_models_whose_chunks_are_of_one_prefix_only_are_refused(server: LocalServer) -> None:
@@ -179,20 +167,6 @@ def test_variants_that_went_after_the_release_end_the_layers(client: Client) -> 
         list(resolved.layers(chunks))
 
 
-def test_evicted_chunks_are_no_variants_any_more(make_server: ServerMaker) -> None:
-    server = make_server("--tiers", "cpu", "--cpu", "4MiB")
-    options = ClientOptions(chunk_tokens=64, deadline_ms=DEADLINE_MS)
-    client = server.connect("auto", MEDIUM, options)
-    put_prompt(client, *prompt_of(HEAD, DOCUMENT))
-    for seed in range(100, 112):  # half a megabyte each
-        put_prompt(client, *prompt_of(tokens(seed, 64), tokens(seed + 500, 64)))
-    with client.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
-        assert kinds(resolved)[1] == ["none"]
-    contents, variants, left_out, _ = server.node.store.blends.contents.counts()
-    assert variants == len(server.node.store.catalog)
-    assert (contents > 0, left_out) == (True, 0)
-
-
 def test_documents_are_found_again_after_a_restart(make_server: ServerMaker) -> None:
     server = make_server()
     client = server.connect()
@@ -206,26 +180,6 @@ def test_documents_are_found_again_after_a_restart(make_server: ServerMaker) -> 
         assert kinds(resolved)[1:3] == [["variant"] * 2] * 2
         assert [one.best.tier for one in resolved.chunks()] == ["disk"] * 4
         assert len(read(resolved)) == 4
-
-
-def test_what_another_node_put_is_found_once_it_was_read_here(
-    make_server: ServerMaker, own_redis: RedisProcess, tmp_path: Path
-) -> None:
-    own_redis.start()
-    flags = ("--tiers", "cpu,redis", "--redis", own_redis.url, "--redis-timeout-ms", "20000")
-    here = make_server(*flags)
-    segments = put_prompt(here.connect(), *prompt_of(HEAD, DOCUMENT))
-    here.settled()  # now it is in Redis
-    there = make_server(*flags, "--socket", str(tmp_path / "there.sock")).connect()
-    keys = [key for segment in segments for key in keys_of(there, segment)]
-    assert there.lookup(keys=keys).ready == 3
-    assert len(there.get_chunks(keys)) == 3
-
-    def is_found() -> bool:
-        with there.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
-            return kinds(resolved)[1] == ["variant", "variant"]
-
-    assert eventually(is_found)
 
 
 def test_a_frame_that_is_not_what_was_promised_is_not_used(client: Client) -> None:
@@ -306,30 +260,6 @@ def test_good_trials_open_the_gate_of_their_tag_alone(server: LocalServer) -> No
     assert counts == {"rag": (1, 0), "chat": (0, 1)}
     assert (server.counter("blend_let_through"), server.counter("blend_kept_out")) == (1, 1)
     assert server.counter("blend_shadows") == TRIALS
-
-
-def test_a_gate_that_was_open_is_open_after_a_restart_until_it_closes(
-    make_server: ServerMaker,
-) -> None:
-    server = make_server()
-    client = server.connect()
-    good, bad = shadowed(), shadowed(0.0, 3.0)
-    for _ in range(TRIALS):
-        client.report_reuse(ReuseReport(ratio=0.3, shadow=good))
-    server.stop()
-    again = make_server()
-    client = again.connect()
-    with client.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT)) as resolved:
-        assert resolved.found.gate.is_open
-        assert "before the last start" in resolved.found.gate.why
-    requests = 0
-    while client.report_reuse(ReuseReport(ratio=1.0, shadow=bad)).is_open:
-        requests += 1
-        assert requests < 200
-    assert again.counter("blend_gates_closed") == 1
-    again.stop()
-    with make_server().connect().find_segments(*prompt_of(OTHER_HEAD, DOCUMENT)) as resolved:
-        assert not resolved.found.gate.is_open
 
 
 def test_a_lease_is_released_once_and_only_by_the_process_that_took_it(
@@ -514,3 +444,125 @@ def test_answers_that_do_not_fit_the_question_are_no_answers(client: Client) -> 
         change(reply, path, value)
         with pytest.raises(KVStoreError, match="damaged"):
             resolution_from_message(reply, asked)
+
+
+EVERY = pytest.mark.parametrize("reader", ["shm", "grpc", "tcp"], indirect=True)
+"""Over every transport."""
+RUBBISH = 0xBEEF
+SKIPPED = SkippedRows.of({0: [1, 2, 3], 1: range(16), 3: [0, 15]})
+"""Of four chunks: some rows, all, none and two."""
+
+
+@pytest.fixture
+def server(make_server: ServerMaker) -> LocalServer:
+    return make_server("--bulk", "127.0.0.1:0")
+
+
+@pytest.fixture
+def reader(server: LocalServer, request: pytest.FixtureRequest) -> Client:
+    name: TransportName = getattr(request, "param", "tcp")
+    options = ClientOptions(name, chunk_tokens=16, deadline_ms=DEADLINE_MS)
+    reader = server.connect(name, MEDIUM, options)
+    assert reader.transport_name == name
+    return reader
+
+
+def _resolved(reader: Client) -> SegmentMatch:
+    put_prompt(reader, *prompt_of(HEAD, DOCUMENT, OTHER))
+    return reader.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT, OTHER), TRIAL)
+
+
+def _rooms(chunks: Sequence[FoundChunk], model: Model) -> list[ChunkTensors]:
+    rooms: list[ChunkTensors] = [
+        empty_tensors(KVLayout.of(model, one.asked.tokens)) for one in chunks
+    ]
+    for room in rooms:
+        for parts in room[0]:
+            for part in parts:
+                part[...] = RUBBISH
+    return rooms
+
+
+def _read(
+    resolved: SegmentMatch, reader: Client, skipped: SkippedRows | None
+) -> tuple[list[FoundChunk], list[ChunkTensors], list[Layer]]:
+    chunks = list(resolved.chunks())
+    rooms = _rooms(chunks, reader.model)
+    return chunks, rooms, list(resolved.layers(chunks, rooms, skipped))
+
+
+def _assert_right(
+    reader: Client, chunk: FoundChunk, room: ChunkTensors, kept: Sequence[int]
+) -> None:
+    """Fail unless *kept* rows are those that were put and the others as they were."""
+    key = ChunkKey(reader.namespace + chunk.best.digest)
+    wanted = tensors_of(key, reader.model, chunk.asked.tokens)
+    others = [row for row in range(chunk.asked.tokens) if row not in kept]
+    for layer, right in zip(room[0], wanted[0], strict=True):
+        for part, values in zip(layer, right, strict=True):
+            assert np.array_equal(part[:, kept], values[:, kept])
+            assert (part[:, others] == RUBBISH).all()
+
+
+@EVERY
+def test_rows_that_are_left_out_are_not_sent_and_stay_as_they_were_and_the_others_are_right(
+    reader: Client, server: LocalServer
+) -> None:
+    with _resolved(reader) as resolved:
+        before = server.counter("get_bytes")
+        _read(resolved, reader, None)
+        whole = server.counter("get_bytes") - before
+        chunks, rooms, layers = _read(resolved, reader, SKIPPED)
+        cut = server.counter("get_bytes") - before - whole
+        assert [one.asked.tokens for one in chunks] == [16, 24, 16, 16]
+        assert [layer.id for layer in layers] == [0, 1, 2, 3]
+        assert {len(layer.tensors) for layer in layers} == {4}
+        for place, (chunk, room) in enumerate(zip(chunks, rooms, strict=True)):
+            kept = SKIPPED.kept(place, chunk.asked.tokens)
+            rows = range(chunk.asked.tokens) if kept is None else kept.tolist()
+            _assert_right(reader, chunk, room, list(rows))
+    assert server.settled().leases == 0
+    row_bytes = 4 * 2 * 4 * 64 * 2  # layers, parts, heads, their width, an item
+    saved = (3 + 16 + 2) * row_bytes - 3 * 4 * 8  # of which are sums
+    assert whole - cut == (0 if reader.transport_name == "shm" else saved)
+
+
+@EVERY
+def test_a_damaged_chunk_ends_the_prefix_and_is_dropped(
+    reader: Client, server: LocalServer
+) -> None:
+    """The damage is in a row that nobody wants: the layer proves wrong all the same."""
+    with _resolved(reader) as resolved:
+        key = ChunkKey(reader.namespace + list(resolved.chunks())[3].best.digest)
+    damage(server, key)
+    with _resolved(reader) as resolved:
+        chunks, rooms, layers = _read(resolved, reader, SkippedRows.of({3: [15]}))
+        counts = [len(layer.tensors) for layer in layers]
+        assert set(counts) <= {3, 4}  # the layers behind it are on their way meanwhile
+        assert counts[-1] == 3
+        _assert_right(reader, chunks[2], rooms[2], list(range(16)))
+    if reader.transport_name == "shm":  # found by the reader, who holds it: the next one drops it
+        assert reader.get_chunks([key]) == []
+    assert reader.lookup(keys=[key]).ready == 0
+
+
+def test_rows_that_cannot_be_are_refused_by_name(server: LocalServer, reader: Client) -> None:
+    with _resolved(reader) as resolved:
+        digests = b"".join(chunk.best.digest for chunk in resolved.chunks())
+    transport = reader._link.connected()
+    with server.unchanged():
+        for data in (b"x", SkippedRows.of({4: [1]}).pack(), bytes(12)):
+            request = transport.request(ReadPlan(digests, 0, DEADLINE_MS), pb.VIA_STREAM)
+            request.layer_major, request.skip_rows = True, data
+            with pytest.raises(InvalidRequestError, match="skip_rows="):
+                list(transport.session.connection.stream("Get", request, DEADLINE_MS))
+        request = transport.request(ReadPlan(digests, 0, DEADLINE_MS), pb.VIA_STREAM)
+        request.skip_rows = SKIPPED.pack()
+        with pytest.raises(InvalidRequestError, match="with layer_major only"):
+            list(transport.session.connection.stream("Get", request, DEADLINE_MS))
+        beyond = ReadPlan(digests, 0, DEADLINE_MS, skipped=SkippedRows.of({4: [1]}))
+        with (
+            pytest.raises(InvalidRequestError, match="skip_rows="),
+            read_layers(transport, beyond) as arriving,
+        ):
+            list(arriving)

@@ -14,10 +14,8 @@ import numpy as np
 import pytest
 import torch
 from contracts.transport import TransportContract
-from helpers.disk_damage import flip_a_bit
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import (
-    MEDIUM,
     SMALL,
     assert_reads,
     chunks_of,
@@ -45,8 +43,8 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.frame import FrameTemplate, check_frame, raw_frame_bytes
-from kvstore.proto.types import DIGEST_BYTES, ROOT, ChunkKey, KVLayout, PutOutcome
+from kvstore.proto.frame import FrameTemplate
+from kvstore.proto.types import DIGEST_BYTES, ROOT, ChunkKey, KVLayout
 from kvstore.proto.unix_socket import NOWHERE, Place, Reach, pack_places
 
 ServerMaker = Callable[..., LocalServer]
@@ -54,19 +52,6 @@ ServerMaker = Callable[..., LocalServer]
 
 class TestShmTransport(TransportContract):
     transport = ShmTransport
-
-    def test_chunk_deleted_while_its_place_is_held_is_detected(
-        self, bare: Transport, client: Client, server: LocalServer
-    ) -> None:
-        keys = store(client, 1, 2)
-        cpu = server.node.store.tiers.cpu_tier
-        with bare.read(ReadPlan(digests(keys), 0, DEADLINE_MS)) as arriving:
-            first, second = arriving
-            first.confirm()
-            assert cpu.delete(keys[0])
-            with pytest.raises(LeaseExpiredError, match="replaced while it was read; look it up"):
-                first.confirm()
-            second.confirm()
 
     def test_place_that_another_chunk_took_is_detected(
         self, bare: Transport, client: Client, server: LocalServer
@@ -86,59 +71,6 @@ class TestShmTransport(TransportContract):
             with pytest.raises(LeaseExpiredError):
                 held.confirm()
         assert_reads(client, other)
-
-    def test_reader_cannot_write_what_it_reads(self, bare: Transport, client: Client) -> None:
-        keys = store(client, 1, 1)
-        with bare.read(ReadPlan(digests(keys), 0, DEADLINE_MS)) as arriving:
-            frame = next(arriving).data
-            assert isinstance(frame, np.ndarray)
-            with pytest.raises(ValueError, match="read-only"):
-                frame[0] = 0
-            with pytest.raises(ValueError, match="WRITEABLE"):
-                frame.flags.writeable = True
-
-    def test_get_that_finds_nothing_of_what_it_leased_leaves_no_lease(
-        self, make_server: ServerMaker
-    ) -> None:
-        server = make_server("--tiers", "cpu")
-        client = server.connect("shm")
-        keys = store(client, 1, 2)
-        assert server.node.store.tiers.cpu_tier.delete(keys[0])
-        assert client.get_chunks(keys) == []
-        assert server.settled().leases == 0
-        assert server.counter("expired_leases") == 0
-
-    def test_chunks_stay_while_they_are_read_however_hard_others_push(
-        self, make_server: ServerMaker
-    ) -> None:
-        server = make_server("--tiers", "cpu", "--cpu", "4MiB")
-        reader, writer = (
-            server.connect("shm", MEDIUM, self.options(chunk_tokens=64)) for _ in range(2)
-        )
-        keys = keys_of(reader, 1, 6)
-        chunks = chunks_of(reader, keys)
-        done = threading.Event()
-
-        def push() -> None:
-            seed = 2
-            while not done.is_set():
-                seed += 1
-                writer.put_chunks(chunks_of(writer, keys_of(writer, seed, 6)))
-
-        thread = threading.Thread(target=push)
-        thread.start()
-        whole = 0
-        try:
-            for _ in range(30):
-                reader.put_chunks(chunks)
-                found = reader.get_chunks(keys)
-                assert all(is_right(reader, *pair) for pair in zip(keys, found, strict=False))
-                whole += len(found) == len(keys)
-        finally:
-            done.set()
-            thread.join()
-        assert whole > 0
-        assert server.counter("evicted_chunks") > 30
 
     def test_chunk_larger_than_the_staging_memory_is_put_all_the_same(
         self, connect: Callable[..., Client]
@@ -204,49 +136,12 @@ class TestShmTransport(TransportContract):
                 assert is_right(patient, key, found)
         assert len(patient.get_chunks([second])) == 1
 
-    def test_a_file_that_was_damaged_is_a_miss_and_the_chunk_can_be_put_again(
-        self, client: Client, server: LocalServer
-    ) -> None:
-        keys = store(client, 1, 3)
-        server.settled()
-        server.leave_memory(keys)
-        flip_a_bit(Path(server.config.disk[0].path), keys[1])
-        assert len(client.get_chunks(keys)) == 1
-        assert outcomes(client, chunks_of(client, keys)) == [
-            PutOutcome.exists, PutOutcome.stored, PutOutcome.exists
-        ]  # fmt: skip
-        assert_reads(client, keys)
-
-    def test_session_whose_socket_broke_is_replaced(
-        self, server: LocalServer, connect: Callable[..., Client]
-    ) -> None:
-        client = connect()
-        keys = store(client, 1, 2)
-        plane = server.node.unix_server
-        assert plane is not None
-        (peer,) = (peer for peer in plane._peers.values() if peer.staging)
-        peer.connection.shutdown(socket.SHUT_RDWR)
-        assert eventually(lambda: len(server.node.sessions) == 0)
-        assert_reads(client, keys)
-        assert outcomes(client, chunks_of(client, keys)) == [PutOutcome.exists] * 2
-
 
 def digests(keys: list[ChunkKey]) -> bytes:
     return b"".join(key[DIGEST_BYTES:] for key in keys)
 
 
 # --- when memory cannot be shared
-
-
-def test_auto_takes_grpc_when_the_socket_is_gone(server: LocalServer) -> None:
-    path = server.config.socket_path_for(server.node.port)
-    assert path is not None
-    path.unlink()
-    client = server.connect("auto")
-    assert client.transport_name == "grpc"
-    assert_reads(client, store(client, 1, 2))
-    with pytest.raises(TierUnavailableError, match=r"tier 'shm': .*s\.sock"):
-        server.connect("shm").keys([])
 
 
 def test_auto_takes_grpc_when_the_server_refuses_the_staging_memory(server: LocalServer) -> None:
@@ -322,28 +217,6 @@ def test_garbage_from_the_socket_is_a_transport_that_is_unavailable(
         (tmp_path / "other.sock").unlink()
 
 
-def test_slab_that_never_comes_is_an_error_and_its_late_answer_is_not_taken_for_another(
-    session: Session, server: LocalServer, tmp_path: Path
-) -> None:
-    client = server.connect("grpc")
-    keys = keys_of(client, 1, 1)
-    client.put_chunks(chunks_of(client, keys))
-    token = session.terms.attach_token
-    with answering(
-        tmp_path / "other.sock", token, None, unix_socket.pack_reply(unix_socket.Reply.ok)
-    ):
-        transport = ShmTransport(session)
-        for _ in range(2):
-            with (
-                transport.read(ReadPlan(digests(keys), 0, DEADLINE_MS)) as arriving,
-                pytest.raises(TierUnavailableError, match="the server hung up"),
-            ):
-                next(arriving)
-        assert transport._socket.fileno() == -1
-        transport.close()
-    assert server.settled().leases == 0
-
-
 def views(client: Client, keys: list[ChunkKey]) -> list[ChunkView]:
     lease = client.lease(keys=keys)
     found = [lease.view(index) for index in range(len(lease.keys))]
@@ -415,18 +288,6 @@ def test_memory_that_was_reused_is_noticed(server: LocalServer, client: Client) 
         view.confirm()
     with pytest.raises(LeaseExpiredError):
         view.verify()
-
-
-def test_the_layout_alone_says_where_a_raw_frame_has_its_tensors() -> None:
-    for tokens in (16, 17, 256):
-        layout = KVLayout.of(SMALL, tokens)
-        frame = np.zeros(raw_frame_bytes(layout), np.uint8)
-        template = FrameTemplate(ChunkKey(bytes(32)), ROOT, bytes(32), bytes(16), layout)
-        RawCodec().encode(template, empty_tensors(layout), frame)
-        header = check_frame(frame)
-        (layers,) = geometry_of(layout).components
-        assert list(layers.starts) == header.segments["offset"].tolist()
-        assert geometry_of(layout).frame_bytes == len(frame)
 
 
 WHOLE, SHORT = KVLayout.of(SMALL, 32), KVLayout.of(SMALL, 17)
@@ -516,17 +377,6 @@ def test_chunks_elsewhere_or_without_a_place_have_no_view() -> None:
     places = [NOWHERE, slabs.places[1], slabs.places[2]._replace(reach=Reach.file)]
     see = views_of(slabs, places)
     assert [see(at) is None for at in range(len(KEYS))] == [True, False, True, True, True]
-
-
-def test_memory_that_is_reused_between_two_looks_is_noticed() -> None:
-    slabs = Slabs()
-    see = views_of(slabs, slabs.places)
-    assert see(0) is not None
-    start = slabs.places[2].offset
-    slabs.data[start - 8 : start].view(np.uint64)[0] += 1
-    with pytest.raises(LeaseExpiredError):
-        see(2)
-    assert see(3) is not None
 
 
 def test_rows_that_are_cut_are_refused() -> None:

@@ -6,17 +6,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 from contracts.bad_puts import changed
 from contracts.bulk_channel import BULK, BulkChannelContract, ServerMaker, digests
 from helpers import stream_messages as messages
-from helpers.fake_peer import peer_session
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import MEDIUM, SMALL, assert_reads, chunks_of, keys_of, store
 from helpers.stream_messages import Sent
@@ -24,7 +21,7 @@ from helpers.stream_messages import Sent
 from kvstore.client import Client, ClientOptions
 from kvstore.client.frames import Arrival, FrameAssembler
 from kvstore.client.session import Session, SessionTerms
-from kvstore.client.transports.base import PutTerms, ReadPlan, read_layers
+from kvstore.client.transports.base import PutTerms, ReadPlan
 from kvstore.client.transports.grpc import StreamTransport
 from kvstore.client.transports.tcp import (
     MAX_STREAMS,
@@ -45,45 +42,14 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnauthenticatedError,
 )
-from kvstore.proto.framing import FramedSocket, make_tls
+from kvstore.proto.framing import FramedSocket
 from kvstore.proto.plans import Hints, Reuse
 from kvstore.proto.types import ChunkKey, Namespace, PutOutcome
-from kvstore.server.bulk.service import BulkService
 from kvstore.server.bulk.tcp_server import BulkServer
-from kvstore.server.cluster.peer_connections import StreamLink
 from kvstore.server.store.writes import Writes
 
 
 class TestBulkTransport(BulkChannelContract):
-    def test_a_stream_serves_one_get_after_another_however_many_frames_were_taken(
-        self, bare: BulkTransport, client: Client, server: LocalServer
-    ) -> None:
-        keys = store(client, 1, 8)
-        bare.connect(DEADLINE_MS / 1000)
-        (stream,) = bare._streams.pool.idle
-        for read in (8, 3, 8, 0, 8):
-            with bare.read(plan_of(keys)) as arriving:
-                found = [next(arriving).index for _ in range(read)]
-            assert found == list(range(read))
-            assert bare._streams.pool.idle == [stream]
-        assert server.settled().leases == 0
-
-    def test_layers_and_ranges_come_over_the_same_stream_and_so_does_what_is_left_of_them(
-        self, bare: BulkTransport, client: Client, server: LocalServer
-    ) -> None:
-        keys = digests(store(client, 1, 8))
-        bare.connect(DEADLINE_MS / 1000)
-        (stream,) = bare._streams.pool.idle
-        ranges = [pb.FrameRange(index=chunk, stop=100) for chunk in range(8)]
-        for is_read in (True, False, True):
-            with read_layers(bare, ReadPlan(keys, 0, DEADLINE_MS)) as arriving:
-                assert not is_read or len(list(arriving)) == 8
-            assert bare._streams.pool.idle == [stream]
-            with bare.read(ReadPlan(keys, 0, DEADLINE_MS, ranges=ranges)) as pieces:
-                assert not is_read or [len(one.data) for one in pieces] == [100] * 8
-            assert bare._streams.pool.idle == [stream]
-        assert server.settled().leases == 0
-
     def test_more_calls_at_once_than_streams_go_through_grpc(
         self, bare: BulkTransport, client: Client
     ) -> None:
@@ -95,18 +61,6 @@ class TestBulkTransport(BulkChannelContract):
             for arriving in gets:
                 assert [one.index for one in arriving] == [0, 1]
         assert len(bare._streams.pool.idle) == MAX_STREAMS
-
-    def test_a_stream_whose_request_was_refused_is_free_while_grpc_answers(
-        self, bare: BulkTransport, client: Client, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def refused(*_: object) -> None:
-            raise TierUnavailableError("server", "too many requests at once")
-
-        keys = store(client, 1, 2)
-        monkeypatch.setattr(FrameStream, "begin", refused)
-        with bare.read(plan_of(keys)) as arriving:
-            assert not bare._streams.pool.busy
-            assert [one.index for one in arriving] == [0, 1]
 
     def test_a_server_that_is_late_within_a_get_shuts_the_gate(
         self, bare: BulkTransport, client: Client, monkeypatch: pytest.MonkeyPatch
@@ -122,16 +76,6 @@ class TestBulkTransport(BulkChannelContract):
         with bare.read(plan_of(keys)) as arriving, pytest.raises(DeadlineError):
             next(iter(arriving))
         assert True in opened
-
-    def test_the_longest_question_goes_over_a_stream_too(
-        self, bare: BulkTransport, client: Client, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        keys = digests([*store(client, 1, 1), *keys_of(client, 2, 1)])
-        ranges = [pb.FrameRange(start=at, stop=at + 1) for at in range(2000)]
-        monkeypatch.setattr(StreamTransport, "read", None)
-        plan = ReadPlan(keys[:16] + keys[16:] * 4095, 0, DEADLINE_MS, ranges=ranges)
-        with bare.read(plan) as pieces:
-            assert [one.offset for one in pieces] == list(range(2000))
 
 
 def plan_of(keys: Sequence[ChunkKey]) -> ReadPlan:
@@ -216,50 +160,6 @@ def test_grpc_has_what_is_left_of_a_call_that_waited_for_a_stream(
         else:
             stack.enter_context(lost.read(ReadPlan(b"", 0, 600)))
     assert 1 <= given[0] <= 300
-
-
-def test_after_a_call_that_had_no_time_to_connect_streams_are_connected_beside_calls(
-    lost: BulkTransport,
-) -> None:
-    streams = lost._streams
-    assert streams.take(0.8) is None
-    assert eventually(lambda: bool(streams.pool.idle))
-    first = streams.take(0.8)
-    assert first is not None
-    began = time.monotonic()
-    assert streams.take(0.8) is None
-    assert time.monotonic() - began < 0.2
-    assert eventually(lambda: bool(streams.pool.idle))
-    streams.pool.give_back(first, is_clean=True)
-
-
-def test_a_server_that_falls_silent_is_a_miss_by_the_deadline_and_found_again(
-    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = make_server(*BULK)
-    client = server.connect(options=ClientOptions("tcp", 16, deadline_ms=300, retry_after_ms=1))
-    keys = store(server.connect("grpc"), 1, 2)
-
-    def is_found() -> bool:
-        with suppress(DeadlineError, TierUnavailableError):
-            return len(client.get_chunks(keys)) == 2
-        return False
-
-    assert eventually(is_found)
-    go_on = threading.Event()
-
-    def waits(*_: object) -> Iterator[float]:
-        go_on.wait(DEADLINE_MS / 1000)
-        yield from ()
-
-    monkeypatch.setattr(BulkService, "get", waits)
-    with pytest.raises(DeadlineError):
-        client.get_chunks(keys)
-    go_on.set()
-    monkeypatch.undo()
-    assert eventually(is_found)
-    assert_reads(server.connect("tcp"), keys)
-    assert server.settled().leases == 0
 
 
 SOON_S = 20.0
@@ -446,67 +346,6 @@ def _streams_idle(client: Client) -> list[FrameStream]:
     return transport_of(client)._streams.pool.idle
 
 
-def test_a_server_that_stops_does_not_wait_for_a_get_that_waits_for_a_tier(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = server.connect("tcp")
-    keys = store(client, 1, 2)
-    assert server.node.bulk is not None
-    began, go_on = threading.Event(), threading.Event()
-    ended: list[bool] = []
-
-    def waits(*_: object) -> None:
-        began.set()
-        ended.append(go_on.wait(SOON_S))
-
-    monkeypatch.setattr(server.node.bulk.service, "get", waits)
-    reader = threading.Thread(target=ended_get, args=(client, keys))
-    reader.start()
-    assert began.wait(SOON_S)
-    server.stop()
-    assert not ended
-    go_on.set()
-    reader.join()
-    assert eventually(lambda: bool(ended))
-
-
-def test_a_server_whose_threads_for_gets_are_all_held_up_answers_others_through_grpc(
-    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = make_server(*BULK, "--workers", "1")
-    slow, other = server.connect("tcp"), server.connect("tcp")
-    keys = store(slow, 1, 2)
-    streams = server.node.bulk
-    assert streams is not None
-    began, go_on = threading.Event(), threading.Event()
-    answer = BulkService.get
-
-    def held_up(*terms: Any) -> Any:
-        began.set()
-        assert go_on.wait(SOON_S)
-        return answer(*terms)
-
-    monkeypatch.setattr(BulkService, "get", held_up)
-    with ThreadPoolExecutor(1) as pool:
-        held = pool.submit(slow.get_chunks, keys)
-        assert began.wait(SOON_S)
-        assert_reads(other, keys)
-        assert not held.done()
-        assert len(_streams_idle(other)) == 0  # it was hung up on
-        go_on.set()
-        assert len(held.result(SOON_S)) == 2
-    monkeypatch.setattr(BulkService, "get", answer)
-    forbid_grpc(monkeypatch)
-    for _ in range(3):  # and its threads are there for all again
-        assert_reads(slow, keys)
-
-
-def ended_get(client: Client, keys: list[ChunkKey]) -> None:
-    """Get, whatever error the end of its server is."""
-    with suppress(KVStoreError):
-        client.get_chunks(keys)
-
-
 # --- a server that answers otherwise
 
 FRAME_BYTES = 1000
@@ -664,39 +503,6 @@ def test_a_server_that_hangs_up_in_a_frame_costs_nothing_and_a_slow_one_the_dead
         answered([part(0, 500)], 0.2)
     with pytest.raises(DeadlineError):
         answered([part(at, 1) for at in range(500)], 0.2, pause_s=0.01)
-
-
-@pytest.fixture
-def late_tls() -> Iterator[Entrance]:
-    """Where TLS is spoken after 0.7 s, and nothing is said then."""
-    (context, certificate), ended = make_tls(), threading.Event()
-
-    def run() -> None:
-        link, _ = listener.accept()
-        ended.wait(0.7)
-        with link, suppress(OSError), context.wrap_socket(link, server_side=True):
-            ended.wait(SOON_S)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=run)
-        thread.start()
-        where = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        yield Entrance(where, certificate, messages.attach(7, bytes(16)).attach)
-        ended.set()
-        thread.join()
-
-
-@pytest.mark.parametrize("whose", ["client", "server"])
-def test_to_connect_to_shake_hands_and_to_attach_share_their_time(
-    late_tls: Entrance, whose: str
-) -> None:
-    terms = peer_session(late_tls.where, late_tls.certificate)
-    link = StreamLink(terms, time.monotonic)
-    reach = link.connect if whose == "server" else partial(FrameStream, late_tls, lambda: False)
-    began = time.monotonic()
-    with pytest.raises(DeadlineError):
-        reach(1.0)
-    assert time.monotonic() - began < 1.4
 
 
 def test_addresses_of_a_name_share_the_time_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:

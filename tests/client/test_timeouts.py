@@ -22,22 +22,18 @@ from kvstore.client.connection import SLACK_S, Connection, Until
 from kvstore.client.lookups import look_up
 from kvstore.client.options import TransportName
 from kvstore.client.planning import PlanTerms
-from kvstore.client.server_link import ServerLink
 from kvstore.client.session import Session
-from kvstore.client.transports.base import PutTerms, ReadPlan, Transport
+from kvstore.client.transports.base import PutTerms, Transport
 from kvstore.client.transports.shared_memory import PutPipeline, ShmTransport
-from kvstore.codecs.raw import RawCodec
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
-    ChunkCorruptError,
     DeadlineError,
     KVStoreError,
     LeaseExpiredError,
     QuotaExceededError,
     TierUnavailableError,
 )
-from kvstore.proto.frame import FrameHeader
-from kvstore.proto.types import DIGEST_BYTES, ChunkKey, PutOutcome
+from kvstore.proto.types import ChunkKey, PutOutcome
 from kvstore.server.bulk import tcp_server
 
 SHORT_S = 0.2
@@ -144,27 +140,6 @@ def test_short_calls_that_are_late_one_after_another_shut_the_others_out(silent:
         assert client.is_shut, "a server that is late with a whole deadline costs once"
 
 
-def test_a_call_that_hangs_in_its_last_request_counts_with_its_whole_time(
-    server: LocalServer,
-) -> None:
-    options = ClientOptions("grpc", 16, deadline_ms=DEADLINE_MS, retry_after_ms=60_000)
-    client = server.connect(options=options)
-    breaker = client._link.connected().session.connection.breaker
-
-    def slow(*_: Any) -> None:  # each of its answers came in time
-        raise LATE
-
-    def hangs(*_: Any) -> None:
-        breaker.note(None)
-        breaker.note(LATE, Until(DEADLINE_MS // 4))
-        raise LATE
-
-    for work, is_shut in ((slow, False), (hangs, True)):
-        with pytest.raises(DeadlineError):
-            client._link.run(work)
-        assert client.is_shut == is_shut
-
-
 @pytest.mark.parametrize("is_own", [True, False])
 def test_a_levelled_get_that_is_late_shuts_nobody_out_nor_lets_anybody_in(
     server: LocalServer, monkeypatch: pytest.MonkeyPatch, is_own: bool
@@ -221,25 +196,6 @@ def test_a_lookup_that_fails_ends_its_leases_within_its_own_time(
     with asked(fails) as calls, pytest.raises(type(error)):
         look_up(client._link, keys, pb.LookupRequest(lease=True), within_ms)
     assert [name for name, _ in calls].count("Release") == (error is not LATE)
-
-
-def test_a_chunk_that_proved_wrong_layer_by_layer_is_reported_however_long_the_caller_took(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = server.connect(options=ClientOptions("grpc", 16, deadline_ms=2000))
-    keys = store(client, 1, 2)
-    decode = RawCodec.decode_checked
-
-    def damaged(self: RawCodec, header: FrameHeader, segment: int, *rest: Any) -> None:
-        if segment:
-            raise ChunkCorruptError(header.key, "damaged")
-        decode(self, header, segment, *rest)
-
-    monkeypatch.setattr(RawCodec, "decode_checked", damaged)
-    with asked() as calls:
-        for _ in client.get_chunk_layers(keys):
-            time.sleep(2.1)
-    assert [name for name, _ in calls] == ["Delete"]
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
@@ -318,29 +274,6 @@ def test_puts_that_wait_for_another_have_one_deadline(
     assert granted_ms[0] <= DEADLINE_MS - 400
 
 
-def test_a_get_ends_its_lease_within_what_is_left_of_its_time(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = server.connect("shm")
-    keys = store(client, 1, 1)
-    transport, within_ms = client._link.connected(), 5000
-    release = transport.release
-    granted_ms: list[int] = []
-
-    def noted(leases: Any, deadline_ms: int) -> None:
-        granted_ms.append(deadline_ms)
-        release(leases, deadline_ms)
-
-    monkeypatch.setattr(transport, "release", noted)
-    digests = b"".join(key[DIGEST_BYTES:] for key in keys)
-    with transport.read(ReadPlan(digests, 0, within_ms)) as arriving:
-        next(iter(arriving))
-        time.sleep(0.5)
-    assert len(granted_ms) == 1
-    assert granted_ms[0] <= within_ms - 400
-    server.settled()
-
-
 def test_a_call_does_not_wait_for_another_that_opens_the_session(
     silent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,31 +288,3 @@ def test_a_call_does_not_wait_for_another_that_opens_the_session(
         monkeypatch.setattr(link, "_connect", slow)
         with pytest.raises(DeadlineError, match="late"):
             client.lookup(tokens(1, 64))
-
-
-def test_a_prompt_is_named_by_the_session_that_was_opened_for_the_call(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = server.connect("grpc")
-    client.lookup(tokens(1, 64))
-    connected = ServerLink.connected
-
-    def then_lost(self: ServerLink, *left_ms: Any) -> Transport:
-        transport = connected(self, *left_ms)
-        monkeypatch.undo()
-        self.end_session()
-        return transport
-
-    monkeypatch.setattr(ServerLink, "connected", then_lost)
-    opens: list[int] = []
-    opened = Session.__init__
-
-    def noted(self: Session, *arguments: Any) -> None:
-        opens.append(arguments[-1])
-        opened(self, *arguments)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Session, "__init__", noted)
-        client.lookup(tokens(1, 64), timeout=LONG_S)
-    assert len(opens) == 1
-    assert opens[0] <= 1000 * LONG_S

@@ -12,27 +12,18 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import (
-    LARGE,
     SMALL,
-    assert_reads,
-    chunks_of,
-    frame_of,
-    keys_of,
-    outcomes,
     store,
 )
 from helpers.socket_peer import Listener
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.connection import Connection
-from kvstore.client.frames import FrameAssembler
 from kvstore.client.session import Session
 from kvstore.client.transports import unix_rpc
-from kvstore.client.transports.base import arrival_of
 from kvstore.client.transports.unix_rpc import MAX_CONNECTIONS, CallQueue, UnixRpc
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
@@ -43,8 +34,6 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.frame import parse_header
-from kvstore.proto.types import PutOutcome
 from kvstore.proto.unix_socket import (
     HEADER_BYTES,
     MAX_PACKET_BYTES,
@@ -486,106 +475,7 @@ def test_closing_wakes_calls_in_flight_which_go_on_through_grpc_as_later_ones_do
     assert (len(false.calls), len(false.joins)) == (4, 4)
 
 
-def test_closing_while_connections_are_made_leaves_none(setting: Setting) -> None:
-    asked, let_go = threading.Event(), threading.Event()
-
-    def join() -> Answers:
-        asked.set()
-        assert let_go.wait(20)
-        return [unix_socket.pack_reply(Reply.ok)]
-
-    setting.serve(lambda _: lookup_answer(), join)
-    with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(setting.look_up)
-        assert asked.wait(20)
-        setting.link.links.close()
-        let_go.set()
-        assert call.result() == 2
-    assert not setting.link.links.busy | set(setting.link.links.idle)
-
-
-def test_call_that_is_interrupted_ends_its_connection(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    false = setting.serve(lambda _: lookup_answer())
-    with monkeypatch.context() as patch:
-        patch.setattr(UnixRpc, "_receive", _interrupted)
-        for ask in (setting.look_up, lambda: list(setting.get())):
-            with pytest.raises(KeyboardInterrupt):
-                ask()
-    assert not setting.link.links.busy | set(setting.link.links.idle)
-    assert setting.look_up() == BY_SOCKET
-    assert len(false.joins) == 3
-
-
-def _interrupted(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
 # --- with a true server
-
-
-def attached_sessions(server: LocalServer) -> list[int]:
-    sessions = list(server.node.sessions.by_id.values())
-    return [session.session_id for session in sessions if session.is_attached]
-
-
-def test_threads_whose_session_is_replaced_under_their_calls_notice_nothing(
-    server: LocalServer,
-) -> None:
-    client = server.connect("shm")
-    keys = store(client, 1, 9)
-    done = threading.Event()
-    calls = [0] * 8
-
-    def work(seed: int) -> None:
-        while not done.is_set():
-            assert client.lookup(keys=keys[: seed + 1]).ready == seed + 1
-            calls[seed] += 1
-
-    with ThreadPoolExecutor(8) as pool:
-        workers = [pool.submit(work, seed) for seed in range(8)]
-        try:
-            for turn in range(5):
-                # A call that loses its session twice may fail.
-                assert eventually(lambda: min(calls) >= 20 * (turn + 1))  # noqa: B023
-                (session_id,) = attached_sessions(server)
-                assert server.node.sessions.close(session_id)
-                calls[:] = [20 * (turn + 1)] * 8
-        finally:
-            done.set()
-        for worker in workers:
-            worker.result()
-    assert_reads(client, keys)
-
-
-def test_chunk_larger_than_a_packet_comes_past_a_memory_full_of_leases(
-    make_server: ServerMaker,
-) -> None:
-    server = make_server("--limits", "load_headroom_percent=0")
-    options = ClientOptions("shm", chunk_tokens=128, deadline_ms=DEADLINE_MS)
-    client = server.connect("shm", LARGE, options)
-    keys = store(client, 1, 2)
-    server.settled()  # both lie on the disk now
-    leases = []
-    for seed in range(2, 40):
-        (key,) = keys_of(client, seed, 1)
-        if outcomes(client, chunks_of(client, [key])) == [PutOutcome.refused]:
-            break
-        leases.append(client.lease(keys=[key]))
-    assert len(leases) > 4
-    transport = client._link.connected()
-    digests = b"".join(key[16:] for key in keys)
-    request = pb.GetRequest(session_id=transport.session.terms.session_id, digests=digests)
-    assembler = FrameAssembler(transport.session.terms.max_frame_bytes)
-    parts = map(arrival_of, transport.calls.stream("Get", request, DEADLINE_MS))
-    frames = [np.asarray(frame.data) for frame in assembler.frames(parts)]
-    assert server.counter("read_throughs") == 2
-    for key, frame in zip(keys, frames, strict=True):
-        start = parse_header(frame).header_bytes
-        assert np.array_equal(frame[start:], frame_of(key, LARGE, 128)[start:])
-    for lease in leases:
-        lease.release()
 
 
 def test_calls_of_a_client_do_not_go_through_grpc(

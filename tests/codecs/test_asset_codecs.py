@@ -1,32 +1,42 @@
-"""What cachegen, kvtc and kvq:static share: the suite of lossy codecs, assets, hostile bodies."""
+"""cachegen, kvtc and kvq:static: their promise, their assets, and bodies that nobody wrote."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import count
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from contracts.codec import SMALL, template
+from contracts.codec import SMALL, encoded, template
 from contracts.lossy_codec import SMALL as CODED
-from contracts.lossy_codec import LossyCodecContract, encoded, numbers
-from helpers import cachegen_samples, kvq_static_samples, kvtc_samples
-from helpers.cachegen_samples import MODEL
-from helpers.kvtc_samples import POSITION, ROPE, decode, encode
+from contracts.lossy_codec import LossyCodecContract, largest_error, numbers
+from helpers.asset_samples import (
+    GQA,
+    KV,
+    MODEL,
+    ODD,
+    POSITION,
+    ROPE,
+    SAMPLES,
+    Samples,
+    decode,
+    encode,
+    tables_of,
+)
 from typing_extensions import override
 
 from kvstore.codecs.asset_codec import HEAD_BYTES, AssetCodec
-from kvstore.codecs.assets import ASSETS, Asset, AssetKind, AssetShelf, pack_asset, parse_asset
-from kvstore.codecs.base import EncodeTerms, Part, codec_by_name
-from kvstore.codecs.cachegen import CachegenCodec, CachegenTables
+from kvstore.codecs.assets import ASSETS, Asset, AssetKind, pack_asset, parse_asset
+from kvstore.codecs.base import EncodeTerms, Part, codec_by_name, empty_tensors
+from kvstore.codecs.cachegen import GROUP_TOKENS, CachegenCodec, CachegenTables
 from kvstore.codecs.floats import FLOAT_TYPES, to_float32
-from kvstore.codecs.kvq_static import KvqStatistics, StaticKvqCodec
-from kvstore.codecs.kvtc import KvtcCodec, KvtcTables
-from kvstore.codecs.profiles import CachegenProfile, KvtcProfile, StaticKvqProfile
+from kvstore.codecs.kvq_static import KvqStatistics, StaticKvqCodec, shifts_of
+from kvstore.codecs.kvtc import SINK_TOKENS, KvtcCodec, KvtcTables
+from kvstore.codecs.profiles import THIRDS, CachegenProfile, KvtcProfile, StaticKvqProfile
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     InvalidFrameError,
@@ -39,6 +49,7 @@ from kvstore.proto.frame import FrameHeader, FrameTemplate, parse_header
 from kvstore.proto.types import Accuracy, Component, DType, KVLayout, LayerKind, RopeParameters
 
 EDITIONS = count(100)
+CACHEGEN, KVTC, KVQ = SAMPLES["cachegen"], SAMPLES["kvtc"], SAMPLES["kvq"]
 
 
 @lru_cache(maxsize=64)
@@ -49,20 +60,7 @@ def asset_for(kind: AssetKind, layout: KVLayout) -> Asset:
     codable = [c for c in layout.components if c.kind is not LayerKind.state]
     layout = KVLayout(tuple(codable)) if codable else SMALL
     samples = [numbers(layout, seed=seed) for seed in range(3)]
-    if kind is not AssetKind.cachegen:
-        maker = KvtcProfile if kind is AssetKind.kvtc else StaticKvqProfile
-        profile = maker(layout.components, None)
-        for sample in samples:
-            profile.add(sample, POSITION)
-        tables = profile.tables()
-    else:
-        depths = [layer / layout.segment_count for layer in range(layout.segment_count)]
-        symbols = CachegenProfile(layout.components, depths)
-        for sample in samples:
-            symbols.measure(sample)
-        for sample in samples:
-            symbols.count(sample)
-        tables = symbols.tables()
+    tables = tables_of(kind, layout.components, samples, None)
     asset = parse_asset(pack_asset(kind, template(layout).representation, next(EDITIONS), tables))
     ASSETS.add(asset)
     return asset
@@ -79,12 +77,10 @@ class Calibrating(AssetCodec):
         out: Bytes,
         terms: EncodeTerms | None = None,
     ) -> FrameHeader:
-        if self._bound is None:
-            asset = asset_for(self.kind, template.layout)
-            return type(self)(self.quality, ASSETS, asset).encode_layers(
-                template, layers, out, terms
-            )
-        return super().encode_layers(template, layers, out, terms)
+        if self._bound is not None:
+            return super().encode_layers(template, layers, out, terms)
+        asset = asset_for(self.kind, template.layout)
+        return type(self)(self.quality, ASSETS, asset).encode_layers(template, layers, out, terms)
 
 
 class CalibratingCachegen(Calibrating, CachegenCodec):
@@ -167,108 +163,209 @@ class TestStaticKvqCodec(AssetCodecContract):
 # --- one model's assets
 
 
-@dataclass(frozen=True)
-class Samples:
-    """A codec, a component of keys and values and a latent one, and assets made for them."""
-
-    kind: type[AssetCodec]
-    components: tuple[Component, Component]
-    calibrated: Callable[..., Asset]
-    tensors: Callable[[Component], list[list[list[Part]]]]
-
-    @property
-    def one(self) -> Component:
-        return self.components[0]
-
-    def bound(self, component: Component) -> AssetCodec:
-        """Return a codec that encodes single layers."""
-        return self.codec(self.calibrated(component))
-
-    def codec(self, *assets: Asset) -> AssetCodec:
-        shelf = AssetShelf()
-        for asset in assets:
-            shelf.add(asset)
-        return self.kind(1, shelf, assets[0] if assets else None)
-
-    def encoded(self, component: Component) -> Bytes:
-        return encode(self.bound(component), self.tensors(component)[0][0], component)[0]
-
-
-SAMPLES = {
-    "cachegen": Samples(
-        CachegenCodec,
-        (cachegen_samples.GQA, cachegen_samples.MLA),
-        cachegen_samples.calibrated,
-        lambda component: cachegen_samples.chunk((component,)),
-    ),
-    "kvtc": Samples(
-        KvtcCodec,
-        (kvtc_samples.KV, kvtc_samples.LATENT),
-        kvtc_samples.calibrated,
-        kvtc_samples.chunk,
-    ),
-    "kvq": Samples(
-        StaticKvqCodec,
-        (kvq_static_samples.KV, kvq_static_samples.LATENT),
-        kvq_static_samples.calibrated,
-        kvtc_samples.chunk,
-    ),
-}
-
-
 @pytest.fixture(params=SAMPLES)
 def samples(request: pytest.FixtureRequest) -> Samples:
     return SAMPLES[request.param]
 
 
+def noise_of(found: list[Part], wanted: list[Part], dtype: DType = DType.bfloat16) -> float:
+    """Return the larger squared error of the parts, over their variance about channels' means."""
+    ratios = []
+    for one, other in zip(found, wanted, strict=True):
+        values, numbers = to_float32(other, dtype), to_float32(one, dtype)
+        spread = np.square(values - values.mean(1, keepdims=True)).sum()
+        ratios.append(float(np.square(numbers - values).sum() / spread))
+    return max(ratios)
+
+
+def error_of(found: list[Part], wanted: list[Part], component: Component) -> float:
+    return largest_error(KVLayout((replace(component, layers=1),)), [[found]], [[wanted]])
+
+
+def test_finer_qualities_have_larger_frames_and_smaller_errors_and_their_bounds_hold(
+    samples: Samples,
+) -> None:
+    sizes, errors, bounds = [], [], []
+    components = (samples.one, samples.latent, *((ODD,) if samples is CACHEGEN else ()))
+    for quality in range(4):
+        header, frame = samples.framed(quality, *components)
+        out = empty_tensors(header.layout)
+        samples.bound(quality, *components).decode_into(header, frame, out)
+        assert header.asset == samples.calibrated(*components).digest
+        sizes.append(len(frame))
+        if samples is KVTC:
+            assert (header.accuracy, header.error_bound) == (Accuracy.approximate, 0)
+            errors.append(noise_of(out[0][1], samples.chunk(*components)[0][1]))
+            continue
+        assert header.accuracy is Accuracy.bounded
+        error = largest_error(header.layout, samples.chunk(*components), out)
+        assert 0 < error <= header.error_bound
+        assert samples is KVQ or header.error_bound <= error * (1 + 2**-20)
+        errors.append(error)
+        bounds.append(header.error_bound)
+    assert sizes == sorted(sizes)
+    assert errors == sorted(errors, reverse=True)
+    assert bounds == sorted(bounds, reverse=True)
+    assert sizes[0] < header.layout.raw_bytes / 2
+    assert samples is not KVTC or (errors[3] < 0.002 and errors[0] < 0.2)
+
+
+def test_keys_are_turned_to_where_the_caller_wants_them() -> None:
+    for samples in (KVTC, KVQ):
+        codec, one = samples.bound(3), samples.one
+        data, layer = encode(codec, samples.parts(), one)
+        for position in (0, 511, 9000):
+            elsewhere = samples.parts(position=position)
+            found = decode(codec, data, one, position)
+            if samples is KVTC:
+                assert noise_of(found, elsewhere) < 0.002
+            else:
+                assert error_of(found, elsewhere, one) < 2 * layer.error_bound
+        here = decode(codec, data, one, POSITION)
+        assert all(map(np.array_equal, here, decode(codec, data, one)))
+
+
 def test_nan_infinity_and_the_largest_numbers_are_kept_exactly(samples: Samples) -> None:
-    codec = samples.bound(samples.one)
     for bad in (0x7F80, 0xFFC1, 0x7F7F):
-        parts = samples.tensors(samples.one)[0][0]
+        parts = samples.parts()
         parts[1][0, 9, 5] = bad
-        data, layer = encode(codec, parts, samples.one)
+        data, layer = encode(samples.bound(), parts, samples.one)
         assert (layer.accuracy, layer.error_bound, data[0]) == (Accuracy.exact, 0, 0)
-        assert all(map(np.array_equal, decode(codec, data, samples.one), parts))
+        assert all(map(np.array_equal, decode(samples.bound(), data, samples.one), parts))
 
 
 def test_keys_without_a_rotation_stay_where_they_are(samples: Samples) -> None:
-    one = samples.one
-    if samples.kind is CachegenCodec:
-        codec, message = samples.bound(one), "position=513"
-    else:
-        codec, message = samples.codec(samples.calibrated(one, rope=None)), "no rotary embedding"
-        decode(codec, encode(codec, samples.tensors(one)[0][0], one)[0], one, POSITION)
-    data, _ = encode(codec, samples.tensors(one)[0][0], one)
+    codec, message = samples.bound(), "position=513"
+    if samples is not CACHEGEN:
+        codec = samples.shelved(samples.calibrated(samples.one, rope=None))
+        message = "no rotary embedding"
+    data, _ = encode(codec, samples.parts(), samples.one)
+    if samples is not CACHEGEN:
+        decode(codec, data, samples.one, POSITION)
     with pytest.raises(InvalidRequestError, match=message):
-        decode(codec, data, one, POSITION + 1)
+        decode(codec, data, samples.one, POSITION + 1)
 
 
 def test_without_the_models_asset_nothing_is_encoded_or_decoded(samples: Samples) -> None:
-    layout, tensors = KVLayout((samples.one,)), samples.tensors(samples.one)
-    room = np.empty(1 << 20, np.uint8)
-    header = samples.codec(samples.calibrated(samples.one)).encode(template(layout), tensors, room)
-    out = samples.tensors(samples.one)
-    empty, name = samples.codec(), samples.kind.kind.name
+    layout, tensors = KVLayout((samples.one,)), samples.chunk(samples.one)
+    header, frame = samples.framed(1, samples.one)
+    out, room = samples.chunk(samples.one), np.empty(1 << 20, np.uint8)
+    empty, name = samples.shelved(), samples.kind.name
     with pytest.raises(UnknownCodecError, match=f"{name} for model {MODEL.hex()}"):
-        empty.encode(template(layout), tensors, np.empty(1 << 20, np.uint8))
-    with pytest.raises(UnknownCodecError, match=f"{samples.kind.name} without an asset"):
+        empty.encode(template(layout), tensors, room)
+    with pytest.raises(UnknownCodecError, match=f"{samples.codec.name} without an asset"):
         encode(empty, tensors[0][0], samples.one)
     with pytest.raises(UnknownCodecError, match=f"asset {header.asset.hex()}"):
-        empty.decode_into(header, room[: header.frame_bytes], out)
-    foreign = samples.codec(samples.calibrated(samples.one, model=bytes(16)))
+        empty.decode_into(header, frame, out)
+    foreign = samples.shelved(samples.calibrated(samples.one, model=bytes(16)))
     header = foreign.encode(template(layout, representation=bytes(16)), tensors, room)
     with pytest.raises(ModelError, match=r"asset\.representation"):
         foreign.decode_into(replace(header, representation=MODEL), room[: header.frame_bytes], out)
     assert all(map(np.array_equal, out[0][0], tensors[0][0]))
-
-
-def test_a_chunk_of_another_shape_than_the_assets_is_refused_by_name(samples: Samples) -> None:
     wide = replace(samples.one, head_dim=2 * samples.one.head_dim)
-    codec = samples.codec(samples.calibrated(samples.one))
-    layout = KVLayout((wide,))
     with pytest.raises(LayoutMismatchError, match="calibrate for this model"):
-        codec.encode(template(layout), samples.tensors(wide), np.empty(1 << 20, np.uint8))
+        samples.bound().encode(template(KVLayout((wide,))), samples.chunk(wide), room)
 
+
+def test_tables_of_a_model_count_neither_states_nor_chunks_without_windows() -> None:
+    window = Component(LayerKind.window, DType.bfloat16, 2, 2, 64, 64, 96)
+    state = Component(LayerKind.state, DType.float32, 1, 1, 700, 1, 96)
+    codec, tensors = CACHEGEN.shelved(CACHEGEN.calibrated(window)), CACHEGEN.chunk(window)
+    room = np.zeros(1 << 20, np.uint8)
+    layout = KVLayout((state, window))
+    header = codec.encode(template(layout), [*numbers(KVLayout((state,))), *tensors], room)
+    assert header.accuracy is Accuracy.bounded
+    assert len(header.segment(room, 0)) == HEAD_BYTES + state.layer_bytes
+    one = KVLayout((replace(window, layers=1),))
+    with pytest.raises(LayoutMismatchError, match=r"layers=1.*tables for 2"):
+        codec.encode(template(one), [tensors[0][:1]], room)
+
+
+# --- cachegen
+
+
+def test_bins_are_halves_of_their_width_in_exact_arithmetic() -> None:
+    codec = CACHEGEN.bound()
+    widths = CACHEGEN.calibrated(GQA).tables["0.widths"]
+    for layer, parts in enumerate(CACHEGEN.chunk(GQA)[0]):
+        data, _ = encode(codec, parts, GQA, layer=layer)
+        for part, found, width in zip(parts, decode(codec, data, GQA), widths[layer], strict=True):
+            values, got = to_float32(part, GQA.dtype), to_float32(found, GQA.dtype)
+            error = np.abs(got - values)
+            anchors = np.abs(values[:, ::GROUP_TOKENS]).max(2, keepdims=True) / 127
+            rounding = np.abs(got) * 2.0**-8
+            assert (error <= width[:, None, None] * 0.501 + rounding)[:, 1:GROUP_TOKENS].all()
+            assert (error[:, ::GROUP_TOKENS] <= anchors * 0.51 + rounding[:, ::GROUP_TOKENS]).all()
+
+
+def test_bins_widen_by_thirds_of_the_depth() -> None:
+    flat = Component(LayerKind.attention, DType.float32, 6, 1, 64, 40)
+    profile = CachegenProfile([flat], [layer / 6 for layer in range(6)])
+    profile.measure([[CACHEGEN.chunk(flat, seed=1)[0][0]] * 6])
+    widths = profile.widths()[0]
+    assert np.allclose(widths / widths[2], np.repeat(THIRDS, 2)[:, None, None])
+
+
+def test_a_few_outliers_are_escaped_and_many_keep_the_layer_as_it_is() -> None:
+    codec, few = CACHEGEN.bound(), CACHEGEN.parts()
+    few[0][1, 3, 7] ^= 0x0380  # an exponent larger by seven
+    data, layer = encode(codec, few, GQA)
+    assert layer.accuracy is Accuracy.bounded
+    assert struct.unpack("<I", data[4:8].tobytes())[0] >= 1
+    assert error_of(decode(codec, data, GQA), few, GQA) <= layer.error_bound
+    far = np.where(np.arange(64) % 4 == 0, np.uint16(0x0400), np.uint16(0))
+    many = [part + far for part in few]
+    data, layer = encode(codec, many, GQA)
+    assert (layer.accuracy, data[0]) == (Accuracy.exact, 0)
+    assert all(map(np.array_equal, decode(codec, data, GQA), many))
+
+
+# --- kvtc
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_the_first_tokens_of_a_prompt_and_only_those_come_back_exactly(position: int) -> None:
+    codec, parts = KVTC.bound(0), KVTC.parts(position=position)
+    for part in parts:
+        part[:, :SINK_TOKENS] ^= 0x0080  # twice or half as large
+    data, layer = encode(codec, parts, KV, position)
+    assert layer.accuracy is Accuracy.approximate
+    back = decode(codec, data, KV)
+    for ours, theirs in zip(back, parts, strict=True):
+        is_same = np.array_equal(ours[:, :SINK_TOKENS], theirs[:, :SINK_TOKENS])
+        assert is_same == (position == 0)
+    assert not np.array_equal(back[0][:, SINK_TOKENS:], parts[0][:, SINK_TOKENS:])
+
+
+def test_what_lies_outside_of_the_calibration_is_escaped_or_kept_exactly() -> None:
+    far = [part + np.uint16(0x0500) for part in KVTC.parts()]
+    data, layer = encode(KVTC.bound(), far, KV)
+    assert layer.accuracy is Accuracy.exact
+    assert all(map(np.array_equal, decode(KVTC.bound(), data, KV), far))
+    few, codec = KVTC.parts(), KVTC.bound(3)
+    few[1][:, 9] += np.uint16(0x0280)
+    data, layer = encode(codec, few, KV)
+    assert layer.accuracy is Accuracy.approximate
+    assert len(data) > len(encode(codec, KVTC.parts(), KV)[0])
+    # What is left is the part of the outlier that lies outside of the components.
+    assert noise_of(decode(codec, data, KV), few) < 0.03
+
+
+# --- kvq:static
+
+
+def test_numbers_of_another_size_than_the_models_shift_the_models() -> None:
+    parts, codec = [part + np.uint16(0x0080) for part in KVQ.parts()], KVQ.bound(2)  # twice
+    data, layer = encode(codec, parts, KVQ.one)
+    assert layer.accuracy is Accuracy.bounded
+    assert error_of(decode(codec, data, KVQ.one), parts, KVQ.one) <= layer.error_bound
+    quarters = np.arange(-40, 41)
+    assert np.array_equal(shifts_of(2.0 ** (quarters / 4)), 10 + quarters)
+    assert np.array_equal(shifts_of(2.0 ** (quarters / 4 + 0.12)), 10 + quarters)
+    assert np.array_equal(shifts_of(np.array([1e-60, 1e60])), [-117, 127])
+
+
+# --- tables and bodies that nobody wrote
 
 TABLES: dict[str, Callable[[Asset], object]] = {
     "cachegen": CachegenTables,
@@ -322,7 +419,8 @@ NAN = np.float32(np.nan)
 def test_an_asset_whose_tables_are_wrong_is_refused_by_name(
     kind: str, table: str, change: Callable[[Any], Any] | None, message: str
 ) -> None:
-    tables = dict(SAMPLES[kind].calibrated(SAMPLES[kind].one).tables)
+    samples = SAMPLES[kind]
+    tables = dict(samples.calibrated(samples.one).tables)
     if change is None:
         del tables[table]
     else:
@@ -336,28 +434,24 @@ def test_an_asset_whose_tables_are_wrong_is_refused_by_name(
 def test_a_profile_refuses_what_it_cannot_describe(profile: Any) -> None:
     dynamic = RopeParameters(10000.0, 32, "dynamic", (("factor", 2.0),))
     with pytest.raises(InvalidRequestError, match="rope='dynamic'"):
-        profile([kvtc_samples.KV], dynamic)
+        profile([KV], dynamic)
     with pytest.raises(InvalidRequestError, match="samples=0"):
-        profile([kvtc_samples.KV], ROPE).tables()
+        profile([KV], ROPE).tables()
     with pytest.raises(InvalidRequestError, match="component='attention'"):
-        profile([Component(LayerKind.attention, DType.int8, 1, 1, 8, 16)], None)
-    bad = kvtc_samples.chunk(kvtc_samples.KV)
+        profile([replace(KV, dtype=DType.int8)], None)
+    bad = KVTC.chunk(KV)
     bad[0][1][0][0, 0, 0] = 0x7FC0
     with pytest.raises(InvalidRequestError, match="NaN or infinity"):
-        profile([kvtc_samples.KV], ROPE).add(bad, POSITION)
-
-
-# --- bodies that nobody wrote
+        profile([KV], ROPE).add(bad, POSITION)
 
 
 def test_every_other_length_is_refused(samples: Samples) -> None:
-    for component in samples.components:
-        data, codec = samples.encoded(component), samples.bound(component)
-        for size in range(0, len(data), 7):
+    for component in (samples.one, samples.latent):
+        codec = samples.bound(1, component)
+        data, _ = encode(codec, samples.parts(component), component)
+        for wrong in (*(data[:size] for size in range(0, len(data), 7)), np.append(data, data[:1])):
             with pytest.raises(InvalidFrameError):
-                decode(codec, data[:size], component)
-        with pytest.raises(InvalidFrameError):
-            decode(codec, np.append(data, np.uint8(0)), component)
+                decode(codec, wrong, component)
 
 
 HUGE = struct.pack("<I", 0xFFFFFFFF)
@@ -382,22 +476,22 @@ WRONG = {
 
 
 def test_heads_and_counts_that_cannot_be_are_refused(samples: Samples) -> None:
-    right, codec = samples.encoded(samples.one), samples.bound(samples.one)
-    for at, value in EVERY_HEAD + WRONG[samples.kind.kind.name]:
+    codec, name = samples.bound(), samples.kind.name
+    right, _ = encode(codec, samples.parts(), samples.one)
+    for at, value in EVERY_HEAD + WRONG[name]:
         data = right.copy()
         data[at : at + len(value)] = np.frombuffer(value, np.uint8)
         with pytest.raises(InvalidFrameError):
             decode(codec, data, samples.one)
-    other = right.copy()
-    other[8] ^= 1
-    with pytest.raises(UnknownCodecError, match=f"{samples.kind.kind.name} with asset"):
-        decode(codec, other, samples.one)
+    right[8] ^= 1
+    with pytest.raises(UnknownCodecError, match=f"{name} with asset"):
+        decode(codec, right, samples.one)
 
 
 def test_coded_states_and_codes_are_refused(samples: Samples) -> None:
     state = Component(LayerKind.state, DType.float32, 1, 1, 700, 1)
     codes = Component(LayerKind.attention, DType.int8, 1, 1, 64, 47)
-    codec = samples.bound(samples.one)
+    codec = samples.bound()
     for component in (state, codes):
         dtype = f"<u{component.dtype.item_bytes}"
         parts = [np.zeros(component.shape, dtype) for _ in range(component.parts)]

@@ -115,23 +115,14 @@ def test_the_command_prints_a_line_for_each_frame_and_runs_a_reader(
     assert len(lines) > 60
 
 
-@pytest.mark.parametrize("arguments", [["gone.frame"], [str(RAW), "--reader", "/no/such"],
-                                       [str(RAW), "--asset", str(RAW)]])  # fmt: skip
-def test_what_cannot_be_read_or_run_is_named(
-    arguments: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    assert Path(arguments[-1]).name in capfd.readouterr().err
-
-
-def test_decoded_bytes_are_written_as_they_are(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    assert main([str(RAW), "--decode"]) == 0
-    assert capfdbinary.readouterr().out == own(RAW)
-
-
-def test_what_is_no_frame_is_wrong_and_not_decoded(
+def test_what_cannot_be_read_or_run_is_named_and_what_is_no_frame_is_wrong(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    for arguments in (
+        ["gone.frame"], [str(RAW), "--reader", "/no/such"], [str(RAW), "--asset", str(RAW)]
+    ):  # fmt: skip
+        assert main(arguments) == 2
+        assert Path(arguments[-1]).name in capfd.readouterr().err
     path = tmp_path / "cut.frame"
     path.write_bytes(RAW.read_bytes()[:-1])
     assert main([str(path)]) == 1
@@ -141,3 +132,8 @@ def test_what_is_no_frame_is_wrong_and_not_decoded(
     found = capfd.readouterr()
     assert found.out == ""
     assert "rectangle" in found.err
+
+
+def test_decoded_bytes_are_written_as_they_are(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    assert main([str(RAW), "--decode"]) == 0
+    assert capfdbinary.readouterr().out == own(RAW)

@@ -1,4 +1,8 @@
+"""Floats of every type and rotations of keys: those of torch and of transformers."""
+
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
@@ -15,7 +19,8 @@ from kvstore.codecs.floats import (
     largest_error,
     to_float32,
 )
-from kvstore.proto.types import DType
+from kvstore.codecs.rope import inverse_frequencies, rotate, rotation
+from kvstore.proto.types import DType, RopeParameters
 
 TORCH = {
     DType.bfloat16: (torch.bfloat16, torch.int16),
@@ -42,19 +47,12 @@ def test_rounding_is_that_of_torch_and_comes_back_unchanged(dtype: DType) -> Non
     from_float32(values.copy(), dtype, out)
     assert out.tobytes() == expected.view(bits_kind).numpy().tobytes()
     assert np.array_equal(to_float32(out, dtype), expected.float().numpy())
-
-
-@_every_float
-def test_strided_parts_are_read_and_written(dtype: DType) -> None:
-    values = numbers()[: 40 * 30].reshape(40, 30)
-    dense = np.empty(values.shape, f"<u{dtype.item_bytes}")
-    from_float32(values.copy(), dtype, dense)
-    wide = np.zeros((30, 80), dense.dtype)
+    wide = np.zeros((30, 80), out.dtype)
     view = wide[:, ::2].T
-    from_float32(values.copy(), dtype, view)
-    assert np.array_equal(view, dense)
+    from_float32(values[:1200].reshape(40, 30).copy(), dtype, view)
+    assert np.array_equal(view, out[:1200].reshape(40, 30))
     assert not wide[:, 1::2].any()
-    assert np.array_equal(to_float32(view, dtype), to_float32(dense, dtype))
+    assert np.array_equal(to_float32(view, dtype), to_float32(np.ascontiguousarray(view), dtype))
 
 
 def test_what_float16_cannot_hold_becomes_its_largest_number() -> None:
@@ -95,3 +93,80 @@ def test_an_error_is_never_stated_too_small() -> None:
     wanted = np.array([1 + 2**-23, -1], np.float32)
     assert largest_error(found, wanted) >= 3e7 + 1
     assert largest_error(found, found) == 0
+
+
+LLAMA3 = (
+    ("factor", 8.0), ("high_freq_factor", 4.0), ("low_freq_factor", 1.0),
+    ("original_max_position_embeddings", 8192.0),
+)  # fmt: skip
+YARN = (("factor", 4.0), ("original_max_position_embeddings", 32768.0))
+
+
+def frequencies(*rope: object) -> np.ndarray:
+    found = inverse_frequencies(RopeParameters(*rope), 128)  # type: ignore[arg-type]
+    assert found is not None
+    assert found.dtype == np.float32
+    return found
+
+
+def test_plain_frequencies_fall_from_one_by_the_base() -> None:
+    found = frequencies(10000.0, 64)
+    assert found == pytest.approx([10000.0 ** (-i / 32) for i in range(32)], rel=1e-6)
+
+
+def test_linear_scaling_divides_all() -> None:
+    plain = frequencies(5e5, 128)
+    assert frequencies(5e5, 128, "linear", (("factor", 4.0),)) == pytest.approx(plain / 4)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "factors"),
+    [("llama3", LLAMA3), ("yarn", YARN), ("linear", (("factor", 4.0),)), ("default", ())],
+)
+def test_frequencies_are_those_of_transformers(
+    scaling: str, factors: tuple[tuple[str, float], ...]
+) -> None:
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if scaling not in ROPE_INIT_FUNCTIONS:
+        return  # its plain ones are computed by each model
+    config = transformers.LlamaConfig(
+        hidden_size=4096, num_attention_heads=32, head_dim=128, max_position_embeddings=131072,
+        rope_parameters={"rope_type": scaling, "rope_theta": 5e5, **dict(factors)},
+    )  # fmt: skip
+    theirs, _ = ROPE_INIT_FUNCTIONS[scaling](config, "cpu")
+    assert frequencies(5e5, 128, scaling, factors) == pytest.approx(theirs.numpy(), rel=2e-6)
+
+
+def test_what_is_not_known_is_not_guessed() -> None:
+    for rope in [
+        None,
+        RopeParameters(10000.0, 64, "none"),
+        RopeParameters(10000.0, 64, "dynamic", (("factor", 2.0),)),
+        RopeParameters(10000.0, 64, "llama3"),
+        RopeParameters(10000.0, 64, "linear", (("factor", 0.0),)),
+        RopeParameters(10000.0, 64, "llama3", tuple((n, 1.0) for n, _ in LLAMA3)),
+        RopeParameters(10000.0, 63),
+        RopeParameters(10000.0, 0),
+        RopeParameters(10000.0, 256),
+        RopeParameters(0.0, 64),
+        RopeParameters(math.inf, 64),
+    ]:
+        assert inverse_frequencies(rope, 128) is None
+
+
+def test_turning_is_the_complex_product_and_turning_back_undoes_it() -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((3, 10, 24), np.float32)
+    cosine, sine = rotation(frequencies(10000.0, 16), 1000, 10)
+    turned = rows.copy()
+    rotate(turned, cosine, sine)
+    before = rows[..., :8] + 1j * rows[..., 8:16]
+    angles = (1000 + np.arange(10))[:, None] * frequencies(10000.0, 16).astype(float)
+    after = turned[..., :8] + 1j * turned[..., 8:16]
+    assert np.abs(after - before * np.exp(1j * angles)).max() < 1e-5
+    assert (turned[..., 16:] == rows[..., 16:]).all()
+    rotate(turned, cosine, -sine)
+    assert np.abs(turned - rows).max() < 1e-5

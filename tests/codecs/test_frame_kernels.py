@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from helpers.cpu_kernels import compile_kernels
 from helpers.cuda_compiler import ARCHITECTURES, compile_cuda
 
 from kvstore.codecs import frame_kernels
+from kvstore.codecs.base import codec_by_name, empty_tensors
 from kvstore.codecs.frame_kernels import (
     COMPILER_FLAGS,
     SOURCE,
@@ -33,10 +35,19 @@ from kvstore.codecs.paged import (
     HostKernels,
     Paged,
     Pages,
+    check_sums,
     frame_starts,
 )
+from kvstore.codecs.raw import RawCodec
 from kvstore.proto.buffers import Bytes, checksum
-from kvstore.proto.errors import LayoutMismatchError, TierUnavailableError
+from kvstore.proto.errors import (
+    ChunkCorruptError,
+    InvalidFrameError,
+    InvalidRequestError,
+    LayoutMismatchError,
+    TierUnavailableError,
+    UnknownCodecError,
+)
 from kvstore.proto.frame import SEGMENT_DTYPE, FrameHeader, parse_header
 from kvstore.proto.types import (
     ChunkShard,
@@ -106,17 +117,6 @@ def test_checksums_are_xxh3_whatever_the_size(compiled: LaunchedKernels, sizes: 
 def test_checksums_on_cuda_are_xxh3_whatever_the_size(device: torch.device) -> None:
     for sizes in SIZES:
         assert_sums(open_kernels(device), sizes, device)
-
-
-def test_one_flipped_bit_anywhere_changes_the_checksum(compiled: LaunchedKernels) -> None:
-    data, header = lay_out([5000])
-    frames = [FrameAt(0, header, 0)]
-    right = compiled.sums(aligned(data), frames)()
-    draw = random.Random(3)
-    for bit in [0, 8 * 5000 - 1, *(draw.randrange(8 * 5000) for _ in range(60))]:
-        damaged = data.copy()
-        damaged[bit // 8] ^= np.uint8(1 << bit % 8)
-        assert compiled.sums(aligned(damaged), frames)() != right
 
 
 # --- rows between a frame and pages
@@ -282,25 +282,16 @@ def launched_by(work: Callable[[LaunchedKernels], object]) -> list[str]:
     return launched
 
 
-def test_rows_move_in_the_largest_words_that_fit() -> None:
+def test_rows_move_in_the_largest_words_that_fit_and_are_summed_as_they_are_copied() -> None:
     sizes = (16, 16, 8, 4, 2, 1, 16, 16, 16, 16)
     for shape, size in zip(SHAPES, sizes, strict=True):
         memory, frames, paged = paged_frames(shape)
-        move = partial(
-            LaunchedKernels.move, memory=memory, frames=frames, paged=paged, to_pages=True
-        )
+        given: dict[str, Any] = {"memory": memory, "frames": frames, "paged": paged}
+        move = partial(LaunchedKernels.move, **given, to_pages=True)
         assert launched_by(move) == [f"scatter_{size}"]
-
-
-def test_rows_of_the_largest_words_are_summed_as_they_are_copied() -> None:
-    copies = ("scatter_and_sum", "scatter_and_sum", "scatter_8", "scatter_4")
-    for shape, copy in zip(SHAPES[:4], copies, strict=True):
-        memory, frames, paged = paged_frames(shape)
-        launched = launched_by(
-            partial(LaunchedKernels.scatter, memory=memory, frames=frames, paged=paged)
-        )
-        assert launched[0] == copy
-        if copy == "scatter_and_sum":
+        launched = launched_by(partial(LaunchedKernels.scatter, **given))
+        assert launched[0] == ("scatter_and_sum" if size == 16 else f"scatter_{size}")
+        if shape in SHAPES[:2]:  # whole blocks of 1 KiB
             assert launched[1:] == ["chain_blocks", "finish_segments"]
 
 
@@ -332,29 +323,6 @@ def test_tables_that_were_brought_before_serve_any_part_of_the_frames(
     compiled.move(again, frames, paged, to_pages=False)
     assert torch.equal(back, again)
     assert back.any()
-
-
-def test_components_of_a_frame_go_each_into_pages_of_their_own(compiled: LaunchedKernels) -> None:
-    of_model = make_representation(3, 2, 64)
-    wide = LayerGroup(LayerKind.attention, DType.float16, (3, 4), 1, 24)
-    of_model = replace(of_model, layer_groups=(*of_model.layer_groups, wide))
-    made = [make_frame(seed, 20, representation=of_model)[1] for seed in (5, 6)]
-    second = -(-len(made[0]) // 64) * 64
-    memory = np.zeros(second + len(made[1]), np.uint8)
-    memory[: len(made[0])], memory[second:] = made
-    frames = [FrameAt(0, parse_header(made[0]), 2), FrameAt(second, parse_header(made[1]), 22)]
-
-    def engine() -> Paged:
-        sizes = ((3, 6, 8, 2, 64), (2, 6, 8, 1, 24))
-        dtypes = (DType.bfloat16, DType.float16)
-        pages = [make_pages("layer_major", *one, CPU) for one in zip(sizes, dtypes, strict=True)]
-        return Paged(tuple(pages), [(4, 0, 5, 1, 3, 2)])
-
-    ours, theirs = engine(), engine()
-    found = compiled.scatter(aligned(memory), frames, ours)()
-    right = HostKernels().scatter(aligned(memory), frames, theirs)()
-    assert found == right == [f.header.segments["checksum"].tolist() for f in frames]
-    assert [*map(bytes_of, ours.pages)] == [*map(bytes_of, theirs.pages)]
 
 
 def engine_of_tables(device: torch.device) -> tuple[Model, Callable[[], Paged]]:
@@ -449,10 +417,6 @@ def test_cudas_own_compiler_takes_the_source(architecture: str) -> None:
     assert b"scatter_and_sum" in binary
 
 
-def test_the_cpu_needs_no_compiler() -> None:
-    assert isinstance(open_kernels(CPU), HostKernels)
-
-
 @pytest.mark.gpu
 @needs_gpu
 def test_a_device_is_compiled_for_once(device: torch.device) -> None:
@@ -475,3 +439,83 @@ def test_a_compiler_that_refuses_is_said_so(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "cupy", fake)
     with pytest.raises(TierUnavailableError, match=r"no such architecture$"):
         cuda_launcher(77)
+
+
+# --- frames and pages that do not belong together
+
+
+@pytest.fixture
+def chunk() -> tuple[torch.Tensor, FrameHeader]:
+    _, frame = make_frame(4, 40, representation=make_representation(3, 2, 8))
+    return torch.from_numpy(frame), parse_header(frame)
+
+
+def engine(dtype: DType = DType.bfloat16, dim: int = 8, ids: Sequence[int] = (5, 0, 3, 1)) -> Paged:
+    return Paged((make_pages("heads_first", (3, 7, 16, 2, dim), dtype, CPU),), [ids])
+
+
+def test_scattered_tokens_are_where_the_engine_looks_for_them_or_told_damaged(
+    chunk: tuple[torch.Tensor, FrameHeader],
+) -> None:
+    (frame, header), paged, kernels = chunk, engine(), open_kernels(CPU)
+    before = [[view.clone() for view in parts] for parts in paged.pages[0].views]
+    check_sums(header, kernels.scatter(frame, [FrameAt(0, header, 20)], paged)()[0])
+    tensors = empty_tensors(header.layout)
+    RawCodec().decode_into(header, frame.numpy(), tensors)
+    slots = np.arange(20, 60)
+    blocks, places = np.array((5, 0, 3, 1))[slots // 16], slots % 16
+    for views, parts, olds in zip(paged.pages[0].views, tensors[0], before, strict=True):
+        for view, part, old in zip(views, parts, olds, strict=True):
+            found, was = (each.view(torch.uint16).numpy() for each in (view, old))
+            assert np.array_equal(found[blocks, :, places].swapaxes(0, 1), part)
+            found[blocks, :, places] = was[blocks, :, places]
+            assert np.array_equal(found, was), "nothing else is touched"
+    frame[int(header.segments[1]["offset"]) + 5] ^= 1
+    with pytest.raises(ChunkCorruptError, match="component 0 layer 1"):
+        check_sums(header, kernels.scatter(frame, [FrameAt(0, header, 20)], paged)()[0])
+
+
+def test_frames_that_are_not_whole_raw_chunks_of_the_pages_are_refused_and_nothing_written(
+    chunk: tuple[torch.Tensor, FrameHeader],
+) -> None:
+    frame, header = chunk
+    rows = header.segments.copy()
+    rows["stored_bytes"][0] += 64  # a header that lies must not lead a kernel out of the frame
+    packed = replace(header, codec_id=codec_by_name("lossless").codec_id)
+    for memory, of, at, paged, error, why in [
+        (frame, packed, 20, engine(), UnknownCodecError, None),
+        (frame[:-1], header, 20, engine(), InvalidFrameError, "aligned"),
+        (frame[1:], header, 20, engine(), InvalidFrameError, "aligned"),
+        (frame, replace(header, segments=rows), 20, engine(), InvalidFrameError, "stored_bytes"),
+        (frame, header, 20, engine(DType.float16), LayoutMismatchError, None),
+        (frame, header, 20, engine(dim=16), LayoutMismatchError, None),
+        (frame, header, 20, Paged((), [(5, 0, 3, 1)]), LayoutMismatchError, None),
+        (frame, header, 20, engine(ids=(5, 0, 3)), InvalidRequestError, "first_token"),
+        (frame, header, -1, engine(), InvalidRequestError, "first_token"),
+        (frame, header, 20, engine(ids=(5, 0, 3, 7)), InvalidRequestError, "block_ids"),
+        (frame, header, 20, engine(ids=(5, 0, 3, -2)), InvalidRequestError, "block_ids"),
+        (frame, header, 20, engine(ids=(5, 0, 5, 1)), InvalidRequestError, "block_ids"),
+    ]:
+        before = [*map(bytes_of, paged.pages)]
+        with pytest.raises(error, match=why):
+            open_kernels(CPU).scatter(memory, [FrameAt(0, of, at)], paged)
+        assert [*map(bytes_of, paged.pages)] == before
+
+
+def test_frames_of_one_call_have_one_layout_and_views_are_alike(
+    chunk: tuple[torch.Tensor, FrameHeader],
+) -> None:
+    frame, header = chunk
+    _, short = make_frame(4, 17, representation=make_representation(3, 2, 8))
+    memory = torch.cat([frame, torch.zeros(-len(frame) % 64, dtype=torch.uint8)])
+    frames = [FrameAt(0, header, 0), FrameAt(len(memory), parse_header(short), 0)]
+    with pytest.raises(LayoutMismatchError, match="one layout"):
+        open_kernels(CPU).scatter(torch.cat([memory, torch.from_numpy(short)]), frames, engine())
+    good = torch.zeros(4, 2, 16, 8)
+    for bad in (good[:3], good.half(), good.transpose(1, 2), good[0]):
+        with pytest.raises(LayoutMismatchError):
+            Pages(((good, bad),))
+    with pytest.raises(LayoutMismatchError):
+        Pages(())
+    with pytest.raises(LayoutMismatchError, match="head_dim contiguous"):
+        Pages(((good.transpose(2, 3),),))

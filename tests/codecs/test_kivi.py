@@ -1,28 +1,35 @@
+"""kivi: 8, 4 and 2 bits in groups of 64, and its loops by every path."""
+
 from __future__ import annotations
 
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
-from contracts.codec import filled, normal_values, special_values
-from contracts.lossy_codec import LossyCodecContract
+from contracts.codec import filled, pairwise
+from contracts.lossy_codec import FLOATS, NUMBERS, LossyCodecContract, numbers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.codecs.base import EncodedLayer, LayerTerms, Part
-from kvstore.codecs.floats import FLOAT_TYPES, from_float32, to_float32
-from kvstore.codecs.kivi import HEAD_BYTES, KiviCodec
+from kvstore.codecs.floats import FLOAT_TYPES, Floats, from_float32, to_float32
+from kvstore.codecs.kivi import HEAD_BYTES, IDS_BY_BITS, KiviCodec, Loops
+from kvstore.proto import native
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.types import Accuracy, Component, DType, KVLayout, LayerKind
 
 CODECS: list[KiviCodec] = [KiviCodec(8), KiviCodec(4), KiviCodec(2)]
 _every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+PLAIN = Loops("portable")
+_each_path = pytest.mark.parametrize(
+    "path", [path for path in native.paths() if path != "portable"]
+)
 
 GQA = Component(LayerKind.attention, DType.bfloat16, 1, 2, 96, 150)
 """Two groups of keys and 22 tokens left over; one group of 64 channels and one of 32."""
+SMALL = Component(LayerKind.attention, DType.bfloat16, 1, 1, 5, 70)
 
 
 class TestKivi8(LossyCodecContract):
@@ -64,90 +71,58 @@ def encode(codec: KiviCodec, parts: list[Part], component: Component) -> tuple[B
 
 
 def decode(codec: KiviCodec, data: Bytes, component: Component) -> list[Part]:
-    out = [
-        np.zeros(component.shape, f"<u{component.dtype.item_bytes}") for _ in range(component.parts)
-    ]
+    dtype = f"<u{component.dtype.item_bytes}"
+    out = [np.zeros(component.shape, dtype) for _ in range(component.parts)]
     codec.decode_layer([data], component, out, None)
     return out
 
 
-def fields_of(codec: KiviCodec, data: Bytes, component: Component) -> list[dict[str, Any]]:
-    """Take a segment apart by the prose of the format page."""
-    heads, tokens, dim = component.shape
-    at, found = HEAD_BYTES, []
-    for index in range(component.parts):
-        is_keys = component.parts == 2 and index == 0
-        grouped = tokens // 64 * 64 if is_keys else tokens
-        shape = (heads, grouped // 64, dim) if is_keys else (heads, tokens, -(-dim // 64))
-        count = 2 * int(np.prod(shape))
-        scales = data[at : at + count].view("<f2").reshape(shape)
-        at += count
-        minima = None
-        if codec.bits < 8:
-            minima = data[at : at + count].view("<f2").reshape(shape)
-            at += count
-        row = -(-dim * codec.bits // 8)
-        codes = data[at : at + heads * grouped * row].reshape(heads, grouped, row)
-        at += codes.size
-        size = heads * (tokens - grouped) * dim * component.dtype.item_bytes
-        rest = data[at : at + size].view(f"<u{component.dtype.item_bytes}")
-        at += size
-        found.append({"is_keys": is_keys, "scales": scales, "minima": minima, "codes": codes,
-                      "rest": rest.reshape(heads, tokens - grouped, dim)})  # fmt: skip
-    assert at == len(data)
-    return found
+def errors(left: list[Part], right: list[Part], dtype: DType) -> float:
+    return max(
+        float(np.abs(to_float32(a, dtype) - to_float32(b, dtype)).max())
+        for a, b in zip(left, right, strict=True)
+    )
 
 
-def exactly(
-    codec: KiviCodec, fields: dict[str, Any], head: int, token: int, channel: int
-) -> Fraction:
-    """Return what one code stands for, in exact arithmetic."""
-    at = (head, token // 64, channel) if fields["is_keys"] else (head, token, channel // 64)
-    each = 8 // codec.bits
-    byte = int(fields["codes"][head, token, channel // each])
-    code = byte >> (channel % each * codec.bits) & ((1 << codec.bits) - 1)
-    if codec.bits == 8:
-        return Fraction(code - 256 if code > 127 else code) * Fraction(float(fields["scales"][at]))
-    return code * Fraction(float(fields["scales"][at])) + Fraction(float(fields["minima"][at]))
+@_each_path
+def test_every_path_writes_and_reads_the_same_bytes(path: str) -> None:
+    for bits, dtype, fill in pairwise(list(IDS_BY_BITS), FLOATS, NUMBERS):
+        component = Component(LayerKind.attention, dtype, 1, 2, 150, 131)
+        parts = numbers(KVLayout((component,)), fill)[0][0]
+        codecs = [KiviCodec(bits, PLAIN), KiviCodec(bits, Loops(path))]
+        (data, one), (other, two) = (encode(codec, parts, component) for codec in codecs)
+        assert np.array_equal(data, other)
+        assert one.error_bound == two.error_bound
+        assert all(map(np.array_equal, *(decode(codec, data, component) for codec in codecs)))
 
 
-@pytest.mark.parametrize(("codec", "dtype"), list(zip(CODECS, sorted(FLOAT_TYPES), strict=True)))
-def test_each_number_is_within_half_its_scale_and_stored_as_the_format_page_says(
-    codec: KiviCodec, dtype: DType
+@_each_path
+@settings(deadline=None, max_examples=100)
+@given(seed=st.integers(0, 1 << 32), by_token=st.booleans(), is_signed=st.booleans())
+def test_every_path_expands_codes_and_scales_that_nobody_wrote_alike(
+    seed: int, by_token: bool, is_signed: bool, path: str
 ) -> None:
-    component = Component(LayerKind.attention, dtype, 1, 2, 70, 66)
-    parts = realistic(component)
-    data, encoded = encode(codec, parts, component)
-    assert encoded.accuracy is Accuracy.bounded
-    back = decode(codec, data, component)
-    for fields, part, found in zip(fields_of(codec, data, component), parts, back, strict=True):
-        values, numbers = to_float32(part, dtype), to_float32(found, dtype)
-        grouped = fields["codes"].shape[1]
-        assert np.array_equal(fields["rest"], part[:, grouped:])
-        assert np.array_equal(found[:, grouped:], part[:, grouped:])
-        for head, token, channel in np.ndindex(2, grouped, 70):
-            stands_for = exactly(codec, fields, head, token, channel)
-            scale = fields["scales"][
-                (head, token // 64, channel) if fields["is_keys"] else (head, token, channel // 64)
-            ]
-            value = float(values[head, token, channel])
-            slack = 2.0**-20 * (abs(value) + float(scale))
-            assert abs(stands_for - Fraction(value)) <= Fraction(float(scale) / 2 + slack)
-            rounded = bits_of([float(stands_for)], dtype)
-            nearest = float(to_float32(rounded, dtype)[0])
-            ulp = abs(float(stands_for)) * 2.0**-7 + 2.0**-24
-            assert abs(float(numbers[head, token, channel]) - nearest) <= ulp
+    rng = np.random.default_rng(seed)
+    shape = (1, 64 * int(rng.integers(1, 3)), 40) if by_token else (2, 3, int(rng.integers(1, 140)))
+    codes = rng.integers(0, 256, shape).astype(np.uint8)
+    groups = PLAIN.bounds(codes.astype(np.float32), by_token)[0].shape
+    some = rng.integers(0, 2, groups).astype(np.float32)
+    scale: Floats = np.abs(rng.standard_normal(groups, np.float32)) * some
+    base = None if is_signed else rng.standard_normal(groups, np.float32)
+    one, other = (loops.expand(codes, scale, base, by_token) for loops in (PLAIN, Loops(path)))
+    assert one.tobytes() == other.tobytes()
 
 
-@_every_codec
-def test_the_error_bound_is_the_largest_error_of_the_layer(codec: KiviCodec) -> None:
-    parts = realistic(GQA)
-    data, encoded = encode(codec, parts, GQA)
-    errors = [
-        np.abs(to_float32(a, GQA.dtype) - to_float32(b, GQA.dtype)).max()
-        for a, b in zip(parts, decode(codec, data, GQA), strict=True)
-    ]
-    assert max(errors) <= encoded.error_bound <= float(max(errors)) * (1 + 2**-20)
+@_each_path
+@pytest.mark.parametrize("by_token", [True, False])
+def test_numbers_too_far_from_their_codes_are_refused_alike(path: str, by_token: bool) -> None:
+    values = np.random.default_rng(0).standard_normal((2, 128, 150), np.float32)
+    low, high = PLAIN.bounds(values, by_token)
+    for levels in (15, 3):
+        scale: Floats = ((high - low) / np.float32(levels)).astype(np.float32)
+        for loops in (PLAIN, Loops(path)):
+            assert loops.quantise(values, scale, low, levels, by_token) is not None
+            assert loops.quantise(values, scale / np.float32(2), low, levels, by_token) is None
 
 
 @pytest.mark.parametrize(("codec", "bits"), list(zip(CODECS, [8.25, 4.5, 2.5], strict=True)))
@@ -156,8 +131,15 @@ def test_it_takes_the_bits_it_is_named_for_and_half_a_bit_of_scales(
 ) -> None:
     component = Component(LayerKind.attention, DType.bfloat16, 1, 8, 128, 256)
     data, _ = encode(codec, realistic(component), component)
-    values = component.layer_bytes // 2
-    assert 8 * (len(data) - HEAD_BYTES) / values == bits
+    assert 8 * (len(data) - HEAD_BYTES) / (component.layer_bytes // 2) == bits
+
+
+@_every_codec
+def test_the_error_bound_is_the_largest_error_of_the_layer(codec: KiviCodec) -> None:
+    parts = realistic(GQA)
+    data, encoded = encode(codec, parts, GQA)
+    worst = errors(parts, decode(codec, data, GQA), GQA.dtype)
+    assert worst <= encoded.error_bound <= worst * (1 + 2**-20)
 
 
 @_every_codec
@@ -180,34 +162,27 @@ def test_a_part_with_nan_or_infinity_is_kept_exactly_and_the_other_is_coded(
 
 
 @_every_codec
-def test_numbers_whose_scale_float16_cannot_hold_are_kept_exactly(codec: KiviCodec) -> None:
+def test_numbers_at_the_ends_of_float16_and_beyond_are_coded_closely_or_kept(
+    codec: KiviCodec,
+) -> None:
     component = Component(LayerKind.attention, DType.bfloat16, 1, 1, 64, 64)
     values = np.linspace(-1, 1, 64 * 64).reshape(component.shape)
     parts = [bits_of(values * 1e30, DType.bfloat16), bits_of(values, DType.bfloat16)]
     data, encoded = encode(codec, parts, component)
     assert np.array_equal(decode(codec, data, component)[0], parts[0])
     assert encoded.error_bound < 1
-
-
-@_every_codec
-def test_a_group_of_one_value_comes_back_within_a_thousandth_of_it(codec: KiviCodec) -> None:
-    component = Component(LayerKind.mla, DType.float32, 1, 1, 64, 16)
+    half = replace(component, dtype=DType.float16)
+    values *= 65504
+    parts = [bits_of(each, DType.float16) for each in (values, values.transpose(0, 2, 1))]
+    data, encoded = encode(codec, parts, half)
+    worst = errors(parts, decode(codec, data, half), DType.float16)
+    assert worst <= encoded.error_bound < 131008 / 3 / 2 * 1.01
+    single = Component(LayerKind.mla, DType.float32, 1, 1, 64, 16)
     for value in (0.0, -0.0, 1.0, -3.140625, 65504.0, -65504.0, 2.0**-24, 1e-4):
-        parts = [bits_of(np.full(component.shape, value), DType.float32)]
-        data, _ = encode(codec, parts, component)
-        found = to_float32(decode(codec, data, component)[0], DType.float32)
-        assert np.abs(found - np.float32(value)).max() <= abs(value) * 2**-10 + 2**-21
-
-
-@_every_codec
-def test_float16_never_overflows_at_its_ends(codec: KiviCodec) -> None:
-    component = Component(LayerKind.attention, DType.float16, 1, 1, 64, 64)
-    values = np.linspace(-65504, 65504, 64 * 64).reshape(component.shape)
-    parts = [bits_of(values, DType.float16), bits_of(values.transpose(0, 2, 1), DType.float16)]
-    data, encoded = encode(codec, parts, component)
-    for part, found in zip(parts, decode(codec, data, component), strict=True):
-        error = np.abs(to_float32(part, DType.float16) - to_float32(found, DType.float16))
-        assert error.max() <= encoded.error_bound < 131008 / 3 / 2 * 1.01
+        parts = [bits_of(np.full(single.shape, value), DType.float32)]
+        data, _ = encode(codec, parts, single)
+        found = errors(parts, decode(codec, data, single), DType.float32)
+        assert found <= abs(value) * 2**-10 + 2**-21
 
 
 @_every_codec
@@ -230,14 +205,8 @@ def test_keys_are_not_rotated(codec: KiviCodec) -> None:
     assert all(map(np.array_equal, out, realistic(GQA, 1)))
 
 
-# --- bodies that nobody wrote
-
-
-SMALL = Component(LayerKind.attention, DType.bfloat16, 1, 1, 5, 70)
-
-
 @_every_codec
-def test_scales_and_minima_that_are_no_numbers_are_refused(codec: KiviCodec) -> None:
+def test_heads_scales_and_lengths_that_cannot_be_are_refused(codec: KiviCodec) -> None:
     right, _ = encode(codec, realistic(SMALL), SMALL)
     wrong = [(HEAD_BYTES, bad, "scale") for bad in (0x7E00, 0x7C00, 0xFC00, 0xBC00)]
     if codec.bits < 8:
@@ -247,26 +216,14 @@ def test_scales_and_minima_that_are_no_numbers_are_refused(codec: KiviCodec) -> 
         data[start : start + 2] = np.array([bad], "<u2").view(np.uint8)
         with pytest.raises(InvalidFrameError, match=message):
             decode(codec, data, SMALL)
-
-
-@_every_codec
-def test_a_head_of_another_version_is_refused(codec: KiviCodec) -> None:
-    right, _ = encode(codec, realistic(SMALL), SMALL)
     for at in range(HEAD_BYTES):
         data = right.copy()
         data[at] = 2
         with pytest.raises(InvalidFrameError, match="methods"):
             decode(codec, data, SMALL)
-
-
-@_every_codec
-def test_every_other_length_is_refused(codec: KiviCodec) -> None:
-    data, _ = encode(codec, realistic(SMALL), SMALL)
-    for size in range(len(data)):
+    for data in (*(right[:size] for size in range(len(right))), np.append(right, np.uint8(0))):
         with pytest.raises(InvalidFrameError, match="stored_bytes"):
-            decode(codec, data[:size], SMALL)
-    with pytest.raises(InvalidFrameError, match="stored_bytes"):
-        decode(codec, np.append(data, np.uint8(0)), SMALL)
+            decode(codec, data, SMALL)
 
 
 @_every_codec
@@ -275,7 +232,7 @@ def test_every_other_length_is_refused(codec: KiviCodec) -> None:
 def test_any_bytes_of_the_right_length_are_refused_or_finite(
     codec: KiviCodec, seed: int, dtype: DType
 ) -> None:
-    component = Component(LayerKind.attention, dtype, 1, 1, 5, 70)
+    component = replace(SMALL, dtype=dtype)
     rng = np.random.default_rng(seed)
     data, _ = encode(codec, realistic(component), component)
     for _ in range(rng.integers(1, 40)):
@@ -287,13 +244,3 @@ def test_any_bytes_of_the_right_length_are_refused_or_finite(
     if data[0] and data[1]:
         assert np.isfinite(to_float32(back[0][:, :64], dtype)).all()
         assert np.isfinite(to_float32(back[1], dtype)).all()
-
-
-@_every_codec
-def test_what_was_decoded_is_encoded_within_the_same_promise(codec: KiviCodec) -> None:
-    for fill in (normal_values, special_values):
-        parts = filled(KVLayout((GQA,)), fill)[0][0]
-        data, first = encode(codec, parts, GQA)
-        again, second = encode(codec, decode(codec, data, GQA), GQA)
-        assert second.accuracy == first.accuracy
-        assert len(again) == len(data)

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -45,59 +42,24 @@ def drawn(rng: np.random.Generator, table: ModelTable, shape: tuple[int, int, in
     return models, (table.decode_slots[models[:, None], slots] & 0xFF).astype(np.uint8)
 
 
-def by_the_format_page(symbols: Any, models: Any, table: ModelTable) -> tuple[list[int], list[int]]:
-    """Encode one tile as docs/format.md says, in integers of Python."""
-    tokens, channels = symbols.shape
-    rows = table.frequencies.astype(int).tolist()
-    states, words = [1 << 16] * 32, []
-    for token in reversed(range(tokens)):
-        for step in reversed(range(channels // 32)):
-            for lane in reversed(range(32)):
-                channel = step // 2 * 64 + 2 * lane + step % 2
-                row, symbol = rows[models[channel]], int(symbols[token, channel])
-                x, f = states[lane], row[symbol]
-                if x >= f << 20:
-                    words.append(x & 0xFFFF)
-                    x >>= 16
-                states[lane] = (x // f << 12) + x % f + sum(row[:symbol])
-    return states, words[::-1]
-
-
-def test_what_was_encoded_comes_back(backend: Backend) -> None:
-    for shape, skew in product(SHAPES, (0.01, 0.3, 30.0)):
-        rng = np.random.default_rng(sum(shape))
-        table = table_of(rng, 7, 60, skew)
-        models, symbols = drawn(rng, table, shape)
-        states, counts, words = backend.encode_tiles(symbols, models, table)
-        out = np.full_like(symbols, 0xA5)
-        backend.decode_tiles(states, counts, words, models, table, out)
-        assert np.array_equal(out, symbols)
-        assert counts.sum() == len(words)
-
-
-def test_the_stream_is_that_of_the_format_page(backend: Backend) -> None:
-    rng = np.random.default_rng(3)
-    table = table_of(rng, 5, 30, 0.5)
-    models, symbols = drawn(rng, table, (3, 9, 128))
-    states, counts, words = backend.encode_tiles(symbols, models, table)
-    ends = np.cumsum(counts)
-    for tile in range(3):
-        expected = by_the_format_page(symbols[tile], models[tile], table)
-        stream = words[ends[tile] - counts[tile] : ends[tile]]
-        assert (states[tile].tolist(), stream.tolist()) == expected
-
-
-@pytest.mark.parametrize("name", NAMES[1:])
-def test_each_backend_writes_the_words_of_the_reference(name: str) -> None:
-    backend = backend_of(name)
-    for seed in range(12):
+def test_every_backend_writes_the_words_of_the_reference_and_reads_them_back(
+    backend: Backend,
+) -> None:
+    shapes = [
+        *SHAPES,
+        *((1 + n % 5, 1 + 7 * n % 33, 64 * (1 + n % 3)) for n in range(7)),
+        (0, 4, 64),
+    ]
+    for seed, shape in enumerate(shapes):
         rng = np.random.default_rng(seed)
         table = table_of(rng, 200, 2 + 23 * seed % 255, 10.0 ** (seed % 4 - 2))
-        shape = (1 + seed % 5, 1 + 7 * seed % 33, 64 * (1 + seed % 3))
         models, symbols = drawn(rng, table, shape)
         expected = NUMPY.encode_tiles(symbols, models, table)
         found = backend.encode_tiles(symbols, models, table)
-        assert all(np.array_equal(found[k], expected[k]) for k in range(3))
+        assert all(np.array_equal(found[at], expected[at]) for at in range(3))
+        out = np.full_like(symbols, 0xA5)
+        backend.decode_tiles(*found, models, table, out)
+        assert np.array_equal(out, symbols)
 
 
 def test_reciprocals_give_the_quotient_or_one_less_for_every_frequency_and_state() -> None:
@@ -117,40 +79,6 @@ def test_reciprocals_give_the_quotient_or_one_less_for_every_frequency_and_state
     largest = (frequencies << np.uint64(20)) - 1
     guess = largest * (entries >> np.uint64(32)) >> np.uint64(32)
     assert (((1 << 20) - 1 - guess) <= 1).all()
-
-
-def test_rare_and_common_symbols_alike_are_coded_at_their_cost(backend: Backend) -> None:
-    table = ModelTable(np.array([[1, 4095], [4095, 1]], np.uint16))
-    models = np.zeros((1, 64), np.uint8)
-    for symbol, bits in ((0, 12.0), (1, 0.0004)):
-        symbols = np.full((1, 500, 64), symbol, np.uint8)
-        states, counts, words = backend.encode_tiles(symbols, models, table)
-        assert 16 * len(words) == pytest.approx(bits * symbols.size, rel=0.1, abs=600)
-        out = np.empty_like(symbols)
-        backend.decode_tiles(states, counts, words, models, table, out)
-        assert np.array_equal(out, symbols)
-
-
-def test_no_tiles_make_no_words(backend: Backend) -> None:
-    table = table_of(np.random.default_rng(0), 2, 5, 1.0)
-    symbols, models = np.empty((0, 4, 64), np.uint8), np.empty((0, 64), np.uint8)
-    states, counts, words = backend.encode_tiles(symbols, models, table)
-    assert (states.shape, counts.shape, words.shape) == ((0, 32), (0,), (0,))
-    backend.decode_tiles(states, counts, words, models, table, symbols)
-
-
-def test_streams_may_lie_at_odd_addresses_and_be_read_only(backend: Backend) -> None:
-    rng = np.random.default_rng(1)
-    table = table_of(rng, 5, 30, 0.5)
-    models, symbols = drawn(rng, table, (4, 9, 128))
-    states, counts, words = backend.encode_tiles(symbols[:, :, ::-1], models[:, ::-1], table)
-    raw = bytearray(1 + words.nbytes + states.nbytes)
-    raw[1:] = words.tobytes() + states.tobytes()
-    odd_words = np.frombuffer(bytes(raw), np.uint16, len(words), 1)
-    odd_states = np.frombuffer(bytes(raw), np.uint32, 128, 1 + words.nbytes).reshape(4, 32)
-    out = np.empty(symbols.size + 1, np.uint8)[1:].reshape(symbols.shape)
-    backend.decode_tiles(odd_states, counts, odd_words, models[:, ::-1], table, out)
-    assert np.array_equal(out, symbols[:, :, ::-1])
 
 
 # --- what is refused
@@ -248,58 +176,3 @@ def test_backends_agree_on_rubbish_too(seed: int) -> None:
             is_right = backend.decode(states, counts, words, models, table, out)
             answers.append((is_right, out.tobytes() if is_right else b""))
         assert len(set(answers)) == 1
-
-
-GUARDED = """
-import ctypes, mmap, sys
-import numpy as np
-from kvstore.codecs import rans
-from kvstore.proto.native import paths
-page = mmap.PAGESIZE
-libc = ctypes.CDLL(None, use_errno=True)
-
-def guarded(size, at_end):
-    # writable bytes that touch a page nobody may read, behind or before them
-    size = int(size)
-    inside = -(-max(size, 1) // page) * page
-    area = mmap.mmap(-1, inside + 2 * page)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(area))
-    for guard in (address, address + page + inside):
-        assert libc.mprotect(ctypes.c_void_p(guard), page, 0) == 0
-    start = page + inside - size if at_end else page
-    return np.frombuffer(area, np.uint8, size, start)
-
-rng = np.random.default_rng(0)
-rows = np.full((256, 256), 16, np.uint16)
-table = rans.ModelTable(rows)
-for backend in map(rans.native_backend, paths()):
-    for round in range(150):
-        tiles, tokens, channels = rng.integers(1, 5), rng.integers(1, 30), 64 * rng.integers(1, 3)
-        at_end = bool(round % 2)
-        symbols = guarded(tiles * tokens * channels, at_end).reshape(tiles, tokens, channels)
-        models = guarded(tiles * channels, at_end).reshape(tiles, channels)
-        symbols[:] = rng.integers(0, 256, symbols.shape)
-        models[:] = rng.integers(0, 256, models.shape)
-        states, counts, words = backend.encode_tiles(symbols, models, table)
-        if round % 3:
-            words = words[: rng.integers(0, len(words) + 1)]
-            cuts = np.sort(rng.integers(0, len(words) + 1, tiles - 1))
-            counts[:] = np.diff([0, *cuts, len(words)])
-        held = guarded(words.nbytes, at_end).view(np.uint16)
-        held[:] = words
-        held_states = guarded(states.nbytes, at_end).view(np.uint32).reshape(states.shape)
-        held_states[:] = states if round % 3 else rng.integers(0, 2**32, states.shape)
-        out = guarded(symbols.size, at_end).reshape(symbols.shape)
-        try:
-            backend.decode_tiles(held_states, counts, held, models, table, out)
-        except ValueError:
-            pass
-print("done")
-"""
-
-
-def test_nothing_is_read_or_written_beside_the_arrays() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", GUARDED], capture_output=True, text=True, timeout=200
-    )
-    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

@@ -1,4 +1,8 @@
+"""The raw codec, its views, and what is cut out of its layers: rows, and shards for ranks."""
+
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,38 +20,52 @@ from contracts.codec import (
     strided,
     template,
 )
+from golden.samples import FOLDER, vectors
+from helpers.prompts import equal, frame_of, tensors_of
+from helpers.shards import TWO_GROUPS, shard_frame, slices
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from kvstore.codecs.base import codec_by_name, empty_tensors
 from kvstore.codecs.lossless import LosslessCodec
 from kvstore.codecs.raw import RawCodec
-from kvstore.proto.buffers import LOOP_FROM_BYTES, Bytes
-from kvstore.proto.errors import InvalidFrameError, UnknownCodecError
+from kvstore.codecs.slices import (
+    copy_kept,
+    cut,
+    cut_bytes,
+    cut_rows,
+    decode_shard,
+    kept_rows,
+    place_cut,
+)
+from kvstore.codecs.transcode import max_transcoded_bytes, transcode
+from kvstore.proto.buffers import LOOP_FROM_BYTES, Bytes, as_bytes
+from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, UnknownCodecError
 from kvstore.proto.frame import (
     FLAG_UNSUMMED,
+    FrameTemplate,
     check_frame,
     copy_frame,
     parse_header,
-    raw_frame_bytes,
 )
-from kvstore.proto.types import Component, DType, KVLayout, LayerKind
+from kvstore.proto.keys import representation_digest
+from kvstore.proto.row_mask import Rows, SkippedRows
+from kvstore.proto.types import (
+    ROOT,
+    ChunkKey,
+    ChunkShard,
+    Component,
+    DType,
+    Extent,
+    KVLayout,
+    LayerKind,
+)
 
 LAYER_BYTES = SMALL.components[0].layer_bytes
 
 
 class TestRawCodec(CodecContract):
     codec = RawCodec()
-
-
-def test_the_bound_is_the_size() -> None:
-    for layout in layouts(DType.float16).values():
-        frame = encoded(RawCodec(), filled(layout), layout)
-        assert len(frame) == raw_frame_bytes(layout) == RawCodec().max_frame_bytes(layout)
-
-
-def test_segment_bytes_are_the_tensor_bytes() -> None:
-    bodies = [np.random.default_rng(i).bytes(LAYER_BYTES) for i in range(2)]
-    tensors = decoded(frame_of_bodies(RawCodec(), SMALL, bodies))
-    joined = [b"".join(part.tobytes() for part in parts) for parts in tensors[0]]
-    assert joined == bodies
 
 
 LARGE = KVLayout((Component(LayerKind.attention, DType.bfloat16, 3, 4, 128, 128),))
@@ -91,11 +109,8 @@ def test_views_share_the_memory_of_the_frame() -> None:
     assert all(np.shares_memory(part, frame) for part in views[1][0])
     views[0][0][0][0, 0, 0] ^= 1
     assert not same(views_of(frame), tensors)
-
-
-def test_views_of_frames_that_cannot_be_written_cannot_be_written() -> None:
-    frame = np.frombuffer(encoded(RawCodec(), filled(SMALL), SMALL).tobytes(), np.uint8)
-    assert not RawCodec().views(parse_header(frame), frame)[0][0][0].flags.writeable
+    fixed = np.frombuffer(frame.tobytes(), np.uint8)
+    assert not views_of(fixed)[0][0][0].flags.writeable
 
 
 def test_views_of_a_cut_frame_or_of_another_codec_are_refused() -> None:
@@ -107,16 +122,149 @@ def test_views_of_a_cut_frame_or_of_another_codec_are_refused() -> None:
         RawCodec().views(parse_header(other), other)
 
 
-def test_torch_slices_go_in_and_come_out_without_a_copy_in_between() -> None:
-    torch = pytest.importorskip("torch")
-    pages = torch.arange(2 * 2 * 16 * 2 * 8 * 2, dtype=torch.int32).to(torch.bfloat16)
-    pages = pages.reshape(2, 2, 16, 2, 8, 2)[..., 0]
-    tensors = [[[pages[i, j].transpose(0, 1).view(torch.uint16).numpy() for j in range(2)]
-                for i in range(2)]]  # fmt: skip
-    assert not tensors[0][0][0].flags.c_contiguous
-    frame = encoded(RawCodec(), tensors, SMALL)
-    back = torch.zeros_like(pages)
-    out = [[[back[i, j].transpose(0, 1).view(torch.uint16).numpy() for j in range(2)]
-            for i in range(2)]]  # fmt: skip
-    RawCodec().decode_into(check_frame(frame), frame, out)
-    assert torch.equal(back, pages)
+RAW = codec_by_name("raw")
+LAYOUT = layouts(DType.bfloat16)["gqa"]
+TENSORS = filled(LAYOUT)
+FRAME = encoded(RAW, TENSORS, LAYOUT)
+HEADER = parse_header(FRAME)
+KEPT: Rows = np.array([0, 1, 5, 63])
+
+
+def segment(index: int, frame: Bytes = FRAME) -> Bytes:
+    return HEADER.segment(frame, index)
+
+
+@given(st.sets(st.integers(0, 63)).map(sorted), st.sampled_from(["mha", "gqa", "mla"]))
+def test_rows_that_are_kept_arrive_and_the_others_stay(rows: list[int], name: str) -> None:
+    layout = layouts(DType.float16)[name]
+    tokens = layout.tokens
+    kept = np.array([row for row in rows if row < tokens], np.intp)
+    tensors = filled(layout)
+    frame = encoded(RAW, tensors, layout)
+    header = parse_header(frame)
+    for way in ("cut", "whole"):
+        out = strided(filled(layout, seed=9))
+        before = [[[part.copy() for part in parts] for parts in layers] for layers in out]
+        index = 0
+        for number, layers in enumerate(out):
+            for layer, parts in enumerate(layers):
+                data = header.segment(frame, index)
+                if way == "cut":
+                    sent = cut_rows(header, index, data, kept)
+                    assert len(sent) == cut_bytes(header, index, kept)
+                    place_cut(header, index, sent, kept, parts)
+                else:
+                    copy_kept(header, index, data, kept, parts)
+                others = np.setdiff1d(np.arange(tokens), kept)
+                wanted, old = tensors[number][layer], before[number][layer]
+                for part, right, was in zip(parts, wanted, old, strict=True):
+                    assert np.array_equal(part[:, kept], right[:, kept])
+                    assert np.array_equal(part[:, others], was[:, others])
+                index += 1
+
+
+def test_a_damaged_layer_is_neither_cut_nor_copied() -> None:
+    """Also where the damage is in rows that nobody wants."""
+    damaged, first = FRAME.copy(), np.array([0])
+    segment(1, damaged)[-1] ^= 1
+    with pytest.raises(ChunkCorruptError, match="layer 1 fails its checksum"):
+        cut_rows(HEADER, 1, segment(1, damaged), first)
+    with pytest.raises(ChunkCorruptError, match="layer 1 fails its checksum"):
+        copy_kept(HEADER, 1, segment(1, damaged), first, empty_tensors(LAYOUT)[0][1])
+
+
+def test_what_was_cut_passes_as_itself_only_and_leaves_the_room_as_it_was() -> None:
+    sent = cut_rows(HEADER, 1, segment(1), KEPT)
+    flipped, others = sent.copy(), HEADER.segments.copy()
+    flipped[100] ^= 1
+    others["checksum"] += 1
+    for header, index, data, kept in [
+        (HEADER, 2, sent, KEPT),
+        (HEADER, 1, sent, np.array([0, 1, 6, 63])),
+        (replace(HEADER, segments=others), 1, sent, KEPT),
+        (HEADER, 1, flipped, KEPT),
+        (HEADER, 1, sent[:-1], KEPT),
+        (HEADER, 1, sent[:0], KEPT),
+    ]:
+        out = filled(LAYOUT, seed=3)[0][1]
+        before = [part.copy() for part in out]
+        with pytest.raises(ChunkCorruptError, match="rows of segment"):
+            place_cut(header, index, data, kept, out)
+        assert all(map(np.array_equal, out, before))
+
+
+def test_only_raw_layers_with_a_row_for_each_token_are_cut() -> None:
+    skipped = SkippedRows.of({0: [1]})
+    assert kept_rows(HEADER, skipped, 0) is not None
+    assert kept_rows(HEADER, skipped, 1) is None
+    assert kept_rows(HEADER, None, 0) is None
+    coded = parse_header(encoded(codec_by_name("lossless"), TENSORS, LAYOUT))
+    assert kept_rows(coded, skipped, 0) is None
+    ended = layouts(DType.bfloat16)["several"]
+    header = parse_header(encoded(RAW, filled(ended), ended))
+    assert kept_rows(header, skipped, 0) is None
+    assert template(LAYOUT).layout == HEADER.layout
+
+
+def test_the_cut_of_the_page_is_what_is_sent() -> None:
+    frame = as_bytes((FOLDER / "raw-r1.frame").read_bytes())
+    header = parse_header(frame)
+    kept = SkippedRows.of({0: [*range(1, 9), *range(10, 16)]}).kept(0, 16)
+    assert kept is not None
+    sent = cut_rows(header, 1, header.segment(frame, 1), kept)
+    assert sent.tobytes().hex() == vectors()["cut_layer"]
+
+
+# --- shards
+
+
+def spans(count: int) -> st.SearchStrategy[tuple[int, int]]:
+    return st.tuples(st.integers(0, count - 1), st.integers(1, count)).filter(lambda s: s[0] < s[1])
+
+
+GROUPS = KVLayout.of(TWO_GROUPS, 16)
+KEY = ChunkKey(bytes(range(32)))
+TEMPLATE = FrameTemplate(KEY, ROOT, representation_digest(TWO_GROUPS), bytes(16), GROUPS)
+WHOLE = frame_of(KEY, TWO_GROUPS)
+
+
+@st.composite
+def shards(draw: st.DrawFn) -> ChunkShard:
+    extents = [
+        Extent(*draw(spans(c.layers)), *draw(spans(c.kv_heads))) if draw(st.booleans()) else None
+        for c in GROUPS.components
+    ]
+    return ChunkShard(GROUPS, tuple(extents if any(extents) else (None, Extent(0, 3, 0, 1))))
+
+
+@settings(max_examples=40)
+@given(shards())
+def test_what_a_rank_encodes_and_what_it_is_cut_are_the_same(shard: ChunkShard) -> None:
+    frame = shard_frame(TEMPLATE, TWO_GROUPS, shard)
+    wanted = slices(tensors_of(KEY, TWO_GROUPS, 16), shard)
+    decoded = empty_tensors(shard.layout)
+    decode_shard(parse_header(frame, takes_shards=True), frame, decoded)
+    assert equal(decoded, wanted)
+    out = empty_tensors(shard.layout)
+    cut(parse_header(WHOLE), WHOLE, shard, out)
+    assert equal(out, wanted)
+    codec = codec_by_name("lossless")
+    packed = np.zeros(max_transcoded_bytes(GROUPS, codec), np.uint8)
+    header = transcode(WHOLE, codec, packed)
+    out = empty_tensors(shard.layout)
+    cut(header, packed[: header.frame_bytes], shard, out)
+    assert equal(out, wanted)
+
+
+def test_a_byte_of_another_head_that_is_wrong_shows_and_one_of_another_layer_does_not() -> None:
+    shard = ChunkShard(GROUPS, (Extent(1, 2, 1, 3), None))
+    out, header, damaged = empty_tensors(shard.layout), parse_header(WHOLE), WHOLE.copy()
+    damaged[int(header.segments[0]["offset"])] ^= 1
+    cut(header, damaged, shard, out)
+    assert equal(out, slices(tensors_of(KEY, TWO_GROUPS, 16), shard))
+    damaged[int(header.segments[1]["offset"])] ^= 1
+    with pytest.raises(ChunkCorruptError):
+        cut(header, damaged, shard, out)
+    other = ChunkShard(KVLayout.of(TWO_GROUPS, 32), (Extent(0, 1, 0, 4), None))
+    with pytest.raises(InvalidFrameError, match="layout"):
+        cut(header, WHOLE, other, empty_tensors(other.layout))

@@ -20,7 +20,12 @@ TESTS = Path(__file__).resolve().parents[1]
 PROGRAM = TESTS / "helpers" / "sanitized_tests.py"
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1")
 FRAMES = 1000
-SUITES = ("codecs/test_hostile_frames.py", "codecs/test_golden_lossy.py", "proto/test_copy_loop.py")
+SUITES = (
+    "codecs/test_hostile_frames.py",
+    "codecs/test_golden.py",
+    "codecs/test_rans.py",
+    "proto/test_copy_loop.py",
+)
 DEFAULT_FRAMES = 10_000
 
 

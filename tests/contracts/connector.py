@@ -111,19 +111,16 @@ class ConnectorContract(ABC):
 
     # --- hits
 
-    def test_the_first_to_ask_misses_and_stores(self, server: LocalServer) -> None:
-        connector = self.connect(server)
-        assert self.hit_tokens(connector, self.prompt(3 * self.chunk_tokens)) == 0
-        stats = connector.stats()
-        assert stats.stored_chunks >= 3
-        assert (stats.load_errors, stats.store_errors) == ({}, {})
-
     @pytest.mark.parametrize("transport", ["shm", "grpc"])
     def test_another_client_hits_all_but_the_last_token(
         self, server: LocalServer, transport: TransportName
     ) -> None:
         prompt = self.prompt(3 * self.chunk_tokens)
-        self.hit_tokens(self.connect(server, transport), prompt)
+        first = self.connect(server, transport)
+        assert self.hit_tokens(first, prompt) == 0
+        stats = first.stats()
+        assert stats.stored_chunks >= 3
+        assert (stats.load_errors, stats.store_errors) == ({}, {})
         other = self.connect(server, transport)
         hit = self.whole_hit(len(prompt))
         assert self.hit_tokens(other, prompt) == hit
@@ -137,27 +134,16 @@ class ConnectorContract(ABC):
         self.hit_tokens(self.connect(server), prompt)
         assert self.hit_tokens(self.connect(server), prompt) == self.whole_hit(len(prompt))
 
-    def test_a_prompt_below_the_shortest_chunk_is_neither_hit_nor_an_error(
+    def test_prompts_of_other_lengths_hit_the_whole_chunks_they_share(
         self, server: LocalServer
     ) -> None:
+        prompt, size = self.prompt(4 * self.chunk_tokens), self.chunk_tokens
         connector = self.connect(server)
-        prompt = self.prompt(3)
-        assert self.hit_tokens(connector, prompt) == 0
-        assert self.hit_tokens(connector, prompt) == 0
+        for tokens, hit in [(3, 0), (3, 0), (2 * size, 0), (4 * size, 2 * size)]:
+            assert self.hit_tokens(connector, prompt[:tokens]) == hit
+        shorter = prompt[: 2 * size + MIN_CHUNK_TOKENS]
+        assert self.hit_tokens(connector, shorter) == 2 * size
         assert connector.stats().load_errors == {}
-
-    def test_a_longer_prompt_hits_the_whole_chunks_that_are_stored(
-        self, server: LocalServer
-    ) -> None:
-        prompt = self.prompt(4 * self.chunk_tokens)
-        self.hit_tokens(self.connect(server), prompt[: 2 * self.chunk_tokens])
-        assert self.hit_tokens(self.connect(server), prompt) == 2 * self.chunk_tokens
-
-    def test_a_shorter_prompt_hits_the_whole_chunks_it_shares(self, server: LocalServer) -> None:
-        prompt = self.prompt(3 * self.chunk_tokens)
-        self.hit_tokens(self.connect(server), prompt)
-        shorter = prompt[: 2 * self.chunk_tokens + MIN_CHUNK_TOKENS]
-        assert self.hit_tokens(self.connect(server), shorter) == 2 * self.chunk_tokens
 
     def test_one_other_token_ends_the_hit_before_its_chunk(self, server: LocalServer) -> None:
         prompt = self.prompt(3 * self.chunk_tokens)
@@ -180,24 +166,18 @@ class ConnectorContract(ABC):
         assert tokens == self.generate(None, prompt)
         assert other.stats().hit_tokens == self.whole_hit(len(prompt))
 
-    def test_a_request_with_a_deadline_and_no_server_is_a_counted_miss(self) -> None:
-        connector = self.dial(f"127.0.0.1:{free_port()}", self.options(retry_after_ms=_LONG_MS))
-        prompt = self.prompt(2 * self.chunk_tokens)
-        with connector.client:
-            tokens = self.generate_within(connector, prompt, 50)
-            assert tokens == self.generate(None, prompt)
-            stats = connector.stats()
-        assert (stats.hit_tokens, stats.miss_tokens) == (0, len(prompt))
-        assert stats.load_errors == {"TierUnavailableError": 1}
-
     # --- the store fails, the engine does not
 
     def test_no_server_at_all_is_a_counted_miss(self) -> None:
         connector = self.dial(f"127.0.0.1:{free_port()}", self.options(retry_after_ms=_LONG_MS))
         with connector.client:
-            assert self.hit_tokens(connector, self.prompt(2 * self.chunk_tokens)) == 0
+            prompt = self.prompt(2 * self.chunk_tokens)
+            assert self.hit_tokens(connector, prompt) == 0
+            tokens = self.generate_within(connector, prompt, 50)
+            assert tokens == self.generate(None, prompt)
             stats = connector.stats()
-        assert stats.load_errors == {"TierUnavailableError": 1}
+        assert (stats.hit_tokens, stats.miss_tokens) == (0, 2 * len(prompt))
+        assert stats.load_errors == {"TierUnavailableError": 2}
         assert set(stats.store_errors) == {"TierUnavailableError"}
 
     def test_a_server_that_hangs_costs_one_deadline_and_then_nothing(

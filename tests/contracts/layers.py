@@ -186,11 +186,6 @@ class LayersContract:
             dense = [[[_dense(part) for part in parts] for parts in one] for one in tensors]
             assert is_right(client, key, dense)
 
-    def test_layers_of_nothing_are_none(self, client: Client, server: LocalServer) -> None:
-        with server.unchanged():
-            assert list(client.get_layers([])) == []
-            assert list(client.get_chunk_layers(keys_of(client, 9, 3))) == []
-
     def test_layers_end_before_a_chunk_that_proves_wrong(
         self, client: Client, server: LocalServer
     ) -> None:
@@ -202,14 +197,6 @@ class LayersContract:
         for layer in layers:
             assert_layer(client, keys, layer)
         assert client.lookup(keys=keys).ready == 2
-
-    def test_a_wrong_first_chunk_leaves_no_last_layer(
-        self, client: Client, server: LocalServer
-    ) -> None:
-        keys = store(client, 1, 2)
-        damage(server, keys[0])
-        assert len(list(client.get_chunk_layers(keys))) < 2
-        assert client.lookup(keys=keys).ready == 0
 
     def test_layers_that_are_given_up_leave_no_lease(
         self, connect: Connect, server: LocalServer
@@ -311,21 +298,14 @@ class LayersContract:
         keys = store(client, 1, 2)
         both = [*keys, *keys_of(client, 2, 1)]
         right = layers_of(client, both)
-        with client.put_chunk_layers(planned(client, both)) as put:
+        with client.put_chunk_layers(planned(client, both), durable=True) as put:
             put.layer(0, right[0])
             put.layer(1, right[1])
         exists, stored = PutOutcome.exists, PutOutcome.stored
         assert [one.outcome for one in put.results] == [exists, exists, stored]
+        (held,) = client.stat(keys=both[2:])
+        assert "disk" in [copy.tier for copy in held.copies], "as it was answered"
         assert server.settled().tiers[0][1].chunks == 3
-
-    def test_a_durable_layered_put_is_on_disk_when_it_is_answered(self, client: Client) -> None:
-        keys = keys_of(client, 1, 2)
-        with client.put_chunk_layers(planned(client, keys), durable=True) as put:
-            for layer_id, tensors in layers_of(client, keys).items():
-                put.layer(layer_id, tensors)
-        assert [one.outcome for one in put.results] == [PutOutcome.stored] * 2
-        held = client.stat(keys=keys)
-        assert ["disk" in [copy.tier for copy in chunk.copies] for chunk in held] == [True] * 2
 
     def test_what_cannot_be_put_layer_by_layer_is_refused_at_once(self, client: Client) -> None:
         keys = keys_of(client, 1, 2)

@@ -7,9 +7,7 @@ in its header is held against the numbers that come out of it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
-from threading import Barrier
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
@@ -17,14 +15,15 @@ import pytest
 from contracts.codec import (
     FILLS,
     ROWS,
-    SCRATCH_BYTES,
+    AnyCodecContract,
     Tensors,
     all_zero,
     decoded,
+    encoded,
     filled,
+    inherited,
     layouts,
     pairwise,
-    peak_bytes,
     random_bits,
     same,
     special_values,
@@ -32,19 +31,18 @@ from contracts.codec import (
     template,
 )
 from golden.samples import template_of
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from typing_extensions import override
 
-from kvstore.codecs.base import EncodeTerms, LossyCodec, Part, empty_tensors
+from kvstore.codecs.base import EncodeTerms, LossyCodec, Part
 from kvstore.codecs.floats import FLOAT_TYPES, from_float32, is_finite, to_float32
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.transcode import transcode
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
-    ChunkCorruptError,
     InvalidFrameError,
     InvalidRequestError,
-    LayoutMismatchError,
     UnknownCodecError,
 )
 from kvstore.proto.frame import FrameWriter, check_frame, parse_header
@@ -104,15 +102,6 @@ def numbers(layout: KVLayout, fill: Numbers = centred, seed: int = 0) -> Tensors
     return [[[part(c) for _ in range(c.parts)] for _ in range(c.layers)] for c in layout.components]
 
 
-def encoded(
-    codec: LossyCodec, tensors: Tensors, layout: KVLayout, terms: EncodeTerms | None = None
-) -> Bytes:
-    """Return the frame of *tensors*, no byte too long."""
-    out = np.empty(codec.max_frame_bytes(layout), np.uint8)
-    header = codec.encode(template(layout), tensors, out, terms)
-    return out[: header.frame_bytes]
-
-
 def largest_error(layout: KVLayout, left: Tensors, right: Tensors) -> float:
     """Return how far two tensors are apart; what is not finite must be the same bits."""
     worst = 0.0
@@ -144,14 +133,7 @@ def promise_held(frame: Bytes, tensors: Tensors) -> Accuracy:
 NUMBER_ROWS = pairwise(FLOATS, list(layouts(DType.uint8)), NUMBERS)
 BITS_ROWS = [row for row in ROWS if row[0] not in FLOAT_TYPES or row[1] == "several"]
 BITS_ROWS += [(dtype, "several", fill) for dtype in FLOATS for fill in FILLS]
-_inherited = settings(
-    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.differing_executors]
-)
-_hostile = settings(
-    deadline=None,
-    max_examples=HOSTILE_EXAMPLES,
-    suppress_health_check=[HealthCheck.differing_executors],
-)
+_hostile = inherited(max_examples=HOSTILE_EXAMPLES)
 
 
 @lru_cache(maxsize=8)
@@ -160,16 +142,26 @@ def _body_of(codec: LossyCodec) -> bytes:
     return parse_header(frame).segment(frame, 0).tobytes()
 
 
-class LossyCodecContract:
+class LossyCodecContract(AnyCodecContract):
     """Subclass as ``TestX`` and set ``codec``."""
 
     codec: ClassVar[LossyCodec]
+    small = SMALL
+    dtypes = FLOATS
     hostile_cases: ClassVar[int] = HOSTILE_CASES
     """Changed bodies an example; fewer for what is slow."""
 
     def asset_of(self, layout: KVLayout) -> bytes:
         """Return the digest of the asset that chunks of *layout* are encoded by."""
         return self.codec.asset
+
+    @override
+    def tensors(self, layout: KVLayout, seed: int = 0) -> Tensors:
+        return numbers(layout, seed=seed)
+
+    @override
+    def assert_right(self, frame: Bytes, tensors: Tensors) -> None:
+        assert promise_held(frame, tensors) >= self.codec.accuracy
 
     def checked(self, tensors: Tensors, layout: KVLayout) -> Accuracy:
         """Encode *tensors* densely and from pages, and read them into both; return the accuracy."""
@@ -182,7 +174,7 @@ class LossyCodecContract:
         pages = strided(filled(layout, all_zero))
         self.codec.decode_into(header, frame, pages)
         assert same(pages, decoded(frame))
-        assert promise_held(frame, tensors) >= self.codec.accuracy
+        self.assert_right(frame, tensors)
         return header.accuracy
 
     @pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.name)
@@ -218,107 +210,18 @@ class LossyCodecContract:
         for dtype, name, fill in pairwise(FLOATS, list(layouts(DType.uint8)), [*NUMBERS, None]):
             layout = layouts(dtype)[name]
             tensors = filled(layout, random_bits) if fill is None else numbers(layout, fill)
-            for component, layers in zip(layout.components, tensors, strict=True):
-                bound = self.codec.max_segment_bytes(component)
-                room = np.full(bound + 16, 0x5A, np.uint8)
-                used = self.codec.encode_segment(layers[0], component, room[3 : 3 + bound])
-                assert used <= bound
-                assert (room[:3] == 0x5A).all()
-                assert (room[3 + bound :] == 0x5A).all()
-                out = [np.empty_like(part) for part in layers[0]]
-                self.codec.decode_segment(room[3 : 3 + used], component, out)
-            assert len(encoded(self.codec, tensors, layout)) <= self.codec.max_frame_bytes(layout)
+            self.bounds_hold(tensors, layout)
 
-    def test_encoding_the_same_twice_gives_the_same_bytes(self) -> None:
-        layout = layouts(DType.float16)["several"]
-        first = encoded(self.codec, numbers(layout), layout)
-        encoded(self.codec, filled(layout, random_bits), layout)
-        assert np.array_equal(first, encoded(self.codec, numbers(layout), layout))
-
-    def test_frames_and_rooms_may_lie_at_odd_addresses(self) -> None:
-        for dtype in FLOATS:
-            layout = layouts(dtype)["several"]
-            frame = encoded(self.codec, numbers(layout), layout)
-            room = np.empty(self.codec.max_frame_bytes(layout) + 1, np.uint8)[1:]
-            header = self.codec.encode(template(layout), numbers(layout), room)
-            odd = room[: header.frame_bytes]
-            assert np.array_equal(odd, frame)
-            assert same(decoded(odd), decoded(frame))
-
-    def test_room_too_small_is_refused(self) -> None:
-        frame = encoded(self.codec, numbers(SMALL), SMALL)
-        with pytest.raises(InvalidFrameError, match=r"^out="):
-            self.codec.encode(template(SMALL), numbers(SMALL), np.empty(len(frame) // 2, np.uint8))
-
-    def test_tensors_or_terms_of_another_layout_are_refused(self) -> None:
-        wrong = numbers(SMALL)
-        wrong[0][1].pop()
-        out = np.full(self.codec.max_frame_bytes(SMALL), 0x5A, np.uint8)
-        with pytest.raises(LayoutMismatchError, match="parts"):
-            self.codec.encode(template(SMALL), wrong, out)
-        assert (out == 0x5A).all()
-        bad = [
+    def test_terms_of_another_layout_are_refused(self) -> None:
+        out = np.empty(self.codec.max_frame_bytes(SMALL), np.uint8)
+        for terms in (
             EncodeTerms(layer_ids=(1, 2, 3)),
             EncodeTerms(importance=np.ones(SMALL.tokens + 1, np.float32)),
             EncodeTerms(importance=np.full(SMALL.tokens, np.nan, np.float32)),
             EncodeTerms(importance=np.full(SMALL.tokens, -1, np.float32)),
-        ]
-        for terms in bad:
+        ):
             with pytest.raises(InvalidRequestError):
                 self.codec.encode(template(SMALL), numbers(SMALL), out, terms)
-
-    def test_frames_of_another_codec_revision_or_asset_are_refused(self) -> None:
-        frame = encoded(self.codec, numbers(SMALL), SMALL)
-        header = parse_header(frame)
-        out = filled(SMALL, all_zero)
-        codec_id, revision, asset = header.codec_id, header.codec_revision, header.asset
-        others = [
-            (codec_id + 50, revision, asset), (codec_id, revision + 1, asset),
-            (codec_id, revision, b"x" * 16),
-        ]  # fmt: skip
-        for other in others:
-            writer = FrameWriter(template(SMALL), np.zeros(len(frame), np.uint8), header.levels)
-            for size in header.segments["stored_bytes"]:
-                writer.reserve(int(size))
-                writer.commit(int(size))
-            wrong = writer.finish(*other[:2], header.accuracy, asset=other[2])
-            with pytest.raises(UnknownCodecError):
-                self.codec.decode_into(wrong, frame, out)
-        assert same(out, filled(SMALL, all_zero))
-
-    @_inherited
-    @given(data=st.data(), mask=st.integers(1, 255))
-    def test_a_changed_byte_is_found_or_does_not_matter(
-        self, data: st.DataObject, mask: int
-    ) -> None:
-        frame = encoded(self.codec, numbers(SMALL), SMALL)
-        assert parse_header(frame).accuracy is self.codec.accuracy
-        right = decoded(frame)
-        frame[data.draw(st.integers(0, len(frame) - 1))] ^= mask
-        try:
-            found = decoded(frame)
-        except (InvalidFrameError, ChunkCorruptError):
-            return
-        assert same(found, right)
-
-    @_inherited
-    @given(data=st.data(), mask=st.integers(1, 255))
-    def test_decoding_verifies_what_a_reader_did_not(self, data: st.DataObject, mask: int) -> None:
-        frame = encoded(self.codec, numbers(SMALL), SMALL)
-        header = check_frame(frame)
-        row = header.segments[data.draw(st.integers(0, len(header.segments) - 1))]
-        frame[int(row["offset"]) + data.draw(st.integers(0, int(row["stored_bytes"]) - 1))] ^= mask
-        with pytest.raises(ChunkCorruptError, match="checksum"):
-            self.codec.decode_into(header, frame, empty_tensors(SMALL))
-
-    @_inherited
-    @given(data=st.data())
-    def test_a_frame_cut_or_extended_is_refused(self, data: st.DataObject) -> None:
-        frame = encoded(self.codec, numbers(SMALL), SMALL)
-        with pytest.raises((InvalidFrameError, ChunkCorruptError)):
-            decoded(frame[: data.draw(st.integers(0, len(frame) - 1))])
-        with pytest.raises(ChunkCorruptError, match="bytes of"):
-            decoded(np.append(frame, np.uint8(0)))
 
     @_hostile
     @given(data=st.data())
@@ -369,29 +272,6 @@ class LossyCodecContract:
             header = writer.finish(*names, Accuracy.approximate, asset=asset)
             with pytest.raises(InvalidFrameError):
                 decoded(out[: header.frame_bytes])
-
-    def test_decoding_holds_no_more_than_a_layer_and_a_fixed_scratch(self) -> None:
-        for dtype in FLOATS:
-            layout = KVLayout((Component(LayerKind.attention, dtype, 1, 8, 128, 2048),))
-            frame = encoded(self.codec, numbers(layout), layout)
-            header, out = parse_header(frame), empty_tensors(layout)
-            self.codec.decode_into(header, frame, out)  # what is compiled or loaded once
-            decode = partial(self.codec.decode_into, header, frame, out)
-            assert peak_bytes(decode) <= layout.components[0].layer_bytes + SCRATCH_BYTES
-
-    def test_eight_threads_share_one_codec(self) -> None:
-        layout = layouts(DType.bfloat16)["gqa"]
-        barrier = Barrier(8)
-
-        def work(seed: int) -> bool:
-            tensors = numbers(layout, seed=seed)
-            barrier.wait()
-            frames = [encoded(self.codec, tensors, layout) for _ in range(4)]
-            alike = all(np.array_equal(frames[0], frame) for frame in frames)
-            return alike and promise_held(frames[0], tensors) >= self.codec.accuracy
-
-        with ThreadPoolExecutor(8) as pool:
-            assert all(pool.map(work, range(8)))
 
     def test_moving_keeps_the_promise_and_tells_of_the_loss(self) -> None:
         tensors = numbers(SMALL)

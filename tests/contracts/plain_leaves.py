@@ -6,10 +6,8 @@ import random
 from collections.abc import Collection
 from itertools import islice
 
-import numpy as np
 from contracts.policy import Tree, above, row, rows
 
-from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.policy import EvictionPolicy
 
 
@@ -19,7 +17,6 @@ class PlainLeaves:
     def __init__(self) -> None:
         self.tree: Tree = {}
         self.sizes: dict[int, int] = {}
-        self.uses: dict[int, int] = {}
         self.used: dict[int, int] = {}
         self.time = 0
 
@@ -29,30 +26,18 @@ class PlainLeaves:
             return
         self.tree[chunk] = parent
         self.sizes[chunk] = size_bytes
-        self.uses[chunk] = 1
         self.time += 1
         self.used[chunk] = self.time
-        self.came(chunk)
 
     def touch(self, chunks: list[int]) -> None:
         here = [chunk for chunk in chunks if chunk in self.tree]
-        for chunk in dict.fromkeys(here):
-            self.uses[chunk] += 1
         for chunk in reversed(here):
             self.time += 1
             self.used[chunk] = self.time
-        for chunk in dict.fromkeys(here):
-            self.touched(chunk)
 
     def remove(self, chunk: int) -> None:
         if chunk in self.tree:
             del self.tree[chunk]
-
-    def came(self, chunk: int) -> None:
-        """For models that keep more."""
-
-    def touched(self, chunk: int) -> None:
-        """For models that keep more."""
 
     def choose(self, leaves: list[int]) -> int:
         """Return which of the leaves goes first."""
@@ -98,20 +83,3 @@ def agree_on_any_schedule(policy: EvictionPolicy, model: PlainLeaves, seed: int)
         limit = draw.randrange(25)
         victims = list(islice(policy.victims(kept.__contains__, 0.0), limit))
         assert victims == model.victims(kept, limit)
-
-
-def play(policy: EvictionPolicy, events: str) -> None:
-    """``1`` inserts row 1, ``2<1`` one that continues it, ``t12`` touches, ``-1`` removes.
-
-    ``!`` evicts whom the policy names first.
-    """
-    for event in events.split():
-        match event[0]:
-            case "t":
-                policy.touch(np.array([int(name) for name in event[1:]]), 0.0)
-            case "-":
-                policy.remove(int(event[1]))
-            case "!":
-                policy.remove(next(policy.victims(lambda _: False, 0.0)))
-            case _:
-                policy.insert(int(event[0]), int(event[2]) if "<" in event else NO_ROW, 100, 0.0)

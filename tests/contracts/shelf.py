@@ -123,9 +123,14 @@ class Schedule:
         except TierFullError:
             assert self.sealed or self.open
             return
+        assert (reservation.info, reservation.tenant) == (info, "default")
+        assert reservation.reserved_bytes == self.tier.allocated_bytes(info.size_bytes)
+        assert reservation.reserved_bytes >= info.size_bytes
         data = payload(self.draw.getrandbits(32), info.size_bytes)
         self.tier.write(reservation, data)
         self.open.append((reservation, data))
+        if info.key not in self.sealed:
+            assert_absent(self.tier, info)
 
     def _pick(self) -> tuple[Reservation, Bytes] | None:
         return self.open.pop(self.draw.randrange(len(self.open))) if self.open else None
@@ -145,17 +150,19 @@ class Schedule:
         assert self.tier.delete(key) is (self.sealed.pop(key, None) is not None)
 
     def read(self) -> None:
-        key = make_info(self.draw.randrange(40), 1).key
-        known = self.sealed.get(key)
-        assert self.tier.find([key]) == [known and known[0]]
-        if known is None:
-            assert not self.tier.read(key, np.zeros(1, dtype=np.uint8))
-            return
-        start = self.draw.randrange(len(known[1]))
-        stop = self.draw.randrange(start, len(known[1]) + 1)
-        out = np.zeros(stop - start, dtype=np.uint8)
-        assert self.tier.read(key, out, start)
-        assert np.array_equal(out, known[1][start:stop])
+        """Find a few keys, and read a range of the last into the middle of some room."""
+        keys = [make_info(self.draw.randrange(40), 1).key for _ in range(self.draw.randrange(4))]
+        every = [self.sealed.get(key) for key in keys]
+        assert self.tier.find(keys) == [known and known[0] for known in every]
+        for key, known in zip(keys[-1:], every[-1:], strict=True):
+            frame = known[1] if known else payload(0, 8)
+            start = self.draw.randrange(len(frame))
+            stop = self.draw.randrange(start, len(frame) + 1)
+            room = np.full(stop - start + 2, 7, dtype=np.uint8)
+            assert self.tier.read(key, room[1:-1], start) is (known is not None)
+            right = frame[start:stop] if known else 7
+            assert (room[1:-1] == right).all()
+            assert room[0] == room[-1] == 7
 
     def check_accounts(self) -> None:
         infos = [info for info, _ in self.sealed.values()]

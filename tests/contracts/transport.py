@@ -167,28 +167,28 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
         for one, own in zip(found, room, strict=True):
             assert parts_of(one)[0] is parts_of(own)[0]
         assert all(is_right(client, key, own) for key, own in zip(keys, room, strict=True))
-
-    def test_buffers_of_another_shape_are_refused_by_name(self, client: Client) -> None:
-        keys = store(client, 1, 2)
-        room = [empty_tensors(KVLayout.of(SMALL, 17)) for _ in keys]
+        wrong = [empty_tensors(KVLayout.of(SMALL, 17)) for _ in keys]
         with pytest.raises(LayoutMismatchError, match=r"shape=\(2, 17, 8\): give \(2, 16, 8\)"):
-            client.get_chunks(keys, room)
-        with pytest.raises(InvalidRequestError, match="out=1: give 2 entries"):
-            client.get_chunks(keys, room[:1])
+            client.get_chunks(keys, wrong)
+        with pytest.raises(InvalidRequestError, match="out=3: give 4 entries"):
+            client.get_chunks(keys, wrong[:3])
 
     # --- what is not there
 
-    def test_get_ends_at_the_first_missing_chunk(self, client: Client) -> None:
+    def test_get_ends_at_the_first_missing_chunk(self, client: Client, server: LocalServer) -> None:
+        with server.unchanged():
+            assert client.get_chunks([]) == []
+            assert client.get_chunks(keys_of(client, 9, 3)) == []
+            assert list(client.get_layers([])) == []
+            assert list(client.get_chunk_layers(keys_of(client, 9, 3))) == []
+            with client.lease(keys=keys_of(client, 1, 3)) as lease:
+                assert lease.get() == []
+                assert server.usage().leases == 0
         keys = store(client, 1, 5)
         assert client.delete(keys=[keys[3]]) == 1
         assert_reads(client, keys[:3])
         assert len(client.get_chunks(keys)) == 3
         assert client.get_chunks([keys[3]]) == []
-
-    def test_get_of_nothing_is_empty(self, client: Client, server: LocalServer) -> None:
-        with server.unchanged():
-            assert client.get_chunks([]) == []
-            assert client.get_chunks(keys_of(client, 9, 3)) == []
 
     def test_damaged_chunk_is_a_miss_and_can_be_put_again(
         self, client: Client, server: LocalServer
@@ -222,12 +222,10 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
             again = outcomes(client, chunks_of(client, keys, version=1))
         assert again == [PutOutcome.exists] * 3
         assert_reads(client, keys)
-
-    def test_one_batch_may_name_a_key_twice(self, client: Client) -> None:
-        (key,) = keys_of(client, 1, 1)
-        chunks = [*chunks_of(client, [key]), *chunks_of(client, [key], version=1)]
-        assert outcomes(client, chunks) == [PutOutcome.stored, PutOutcome.exists]
-        assert_reads(client, [key])
+        other = keys_of(client, 2, 1)
+        twice = [*chunks_of(client, other), *chunks_of(client, other, version=1)]
+        assert outcomes(client, twice) == [PutOutcome.stored, PutOutcome.exists]
+        assert_reads(client, other)
 
     def test_of_many_writers_of_one_key_one_wins_whole(
         self, connect: Callable[..., Client], server: LocalServer
@@ -264,17 +262,13 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
             found = lease.get()
             assert [is_right(client, *pair) for pair in zip(keys, found, strict=True)] == [True] * 3
             assert server.usage().leases >= 1
+            lease.keys.append(store(client, 3, 1)[0])
+            with pytest.raises(InvalidRequestError, match="not under lease"):
+                lease.get()
         assert server.settled().leases == 0
         with pytest.raises(LeaseExpiredError, match="call lookup again"):
             lease.get()
         assert client.delete(keys=keys) == 3
-
-    def test_lease_of_nothing_is_empty_and_needs_no_release(
-        self, client: Client, server: LocalServer
-    ) -> None:
-        with client.lease(keys=keys_of(client, 1, 3)) as lease:
-            assert lease.get() == []
-            assert server.usage().leases == 0
 
     def test_get_under_an_expired_lease_says_so(
         self, make_server: Callable[..., LocalServer]
@@ -288,13 +282,6 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
             with pytest.raises(LeaseExpiredError, match="expired"):
                 lease.get()
 
-    def test_get_of_what_the_lease_does_not_hold_is_refused(self, client: Client) -> None:
-        keys = store(client, 1, 3)
-        with client.lease(keys=keys[:2]) as lease:
-            lease.keys.append(keys[2])
-            with pytest.raises(InvalidRequestError, match="not under lease"):
-                lease.get()
-
     def test_get_that_is_given_up_leaves_no_lease(
         self, bare: Transport, client: Client, server: LocalServer
     ) -> None:
@@ -304,12 +291,8 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
             with bare.read(ReadPlan(digests, 0, DEADLINE_MS)) as arriving:
                 for index in range(read):
                     assert next(arriving).index == index
-        assert server.settled().leases == 0
-
-    def test_many_gets_leave_no_lease(self, client: Client, server: LocalServer) -> None:
-        keys = store(client, 1, 3)
         for _ in range(100):
-            assert len(client.get_chunks([*keys, *keys_of(client, 2, 1)])) == 3
+            assert len(client.get_chunks([*keys[:3], *keys_of(client, 2, 1)])) == 3
         assert server.settled().leases == 0
         assert server.counter("expired_leases") == 0
 

@@ -1,15 +1,8 @@
-"""The chunk of golden kvq: ``PYTHONPATH=src:tests python tests/golden/kvq_samples.py``.
-
-Whole numbers make it, so that no library's random numbers or logarithms are in it. A frame is
-written once, when the revision is born, and never again.
-"""
+"""The chunk of golden kvq: whole numbers make it, no library's random numbers or logarithms."""
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
-from golden.samples import FOLDER
 
 from kvstore.codecs.base import EncodeTerms, Importance, LossyCodec, Part, codec_by_name
 from kvstore.proto.frame import FrameTemplate
@@ -79,22 +72,3 @@ def tensors() -> list[list[list[Part]]]:
         numbers[1, 33, 7] = 300
         layers.append((numbers.view(np.uint32) >> np.uint32(16)).astype("<u2"))
     return [[layers[:2], layers[2:]]]
-
-
-def main() -> int:
-    """Write each frame that does not exist yet; return how many exist already."""
-    kept = 0
-    for name, (codec, terms) in codecs().items():
-        path = FOLDER / f"{name}.frame"
-        if path.exists():
-            sys.stderr.write(f"{name} exists; it is golden, add a new one instead\n")
-            kept += 1
-            continue
-        out = np.empty(codec.max_frame_bytes(LAYOUT), np.uint8)
-        header = codec.encode(template(name), tensors(), out, terms)
-        path.write_bytes(out[: header.frame_bytes].tobytes())
-    return kept
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -27,7 +27,6 @@ from kvstore.proto.device import (
     open_device,
 )
 from kvstore.proto.errors import TierUnavailableError
-from kvstore.proto.types import ChunkInfo
 from kvstore.tiers.cpu import CpuTier
 from kvstore.tiers.gpu import GpuTier
 
@@ -62,13 +61,10 @@ def test_slabs_of_cpu_memory_are_told_to_the_device_while_they_live() -> None:
 
 def test_slabs_that_the_device_refuses_are_used_all_the_same() -> None:
     cpu = CpuTier(SLAB_BYTES, SLAB_BYTES, lambda memory: None)
-    _put_cpu(cpu, make_info(1, 1000))
+    info = make_info(1, 1000)
+    assert put(cpu, info, bytes_of(info))
+    assert_holds(cpu, info, bytes_of(info))
     cpu.close()
-
-
-def _put_cpu(tier: CpuTier, info: ChunkInfo) -> None:
-    assert put(tier, info, bytes_of(info))
-    assert_holds(tier, info, bytes_of(info))
 
 
 def test_without_cuda_a_cuda_device_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,8 +73,14 @@ def test_without_cuda_a_cuda_device_names_the_fix(monkeypatch: pytest.MonkeyPatc
         open_device(torch.device("cuda", 0))
 
 
-class FullRuntime:
+class Runtime:
     """CUDA's runtime on a device of whose memory ten bytes are left."""
+
+    refuses, closed = False, 0
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[int, int]] = {}
+        self.entered: list[int] = []
 
     class CUDARuntimeError(RuntimeError):
         """cupy's."""
@@ -91,15 +93,42 @@ class FullRuntime:
         """Fail as the driver does."""
         raise self.CUDARuntimeError(f"cudaErrorMemoryAllocation: {size_bytes}")
 
+    def ipcOpenMemHandle(self, handle: bytes) -> int:
+        """Open any."""
+        return 4096
+
+    def ipcCloseMemHandle(self, pointer: int) -> None:
+        """Take note."""
+        self.closed += 1
+
+    def hostRegister(self, start: int, size_bytes: int, flags: int) -> None:
+        """Keep or refuse it."""
+        if self.refuses:
+            raise RuntimeError("cudaErrorNotSupported: operation not supported")
+        self.known[start] = (size_bytes, flags)
+
+    def hostUnregister(self, start: int) -> None:
+        """Forget it."""
+        del self.known[start]
+
+    def enter(self, index: int) -> nullcontext[None]:
+        """Make a device the thread's."""
+        self.entered.append(index)
+        return nullcontext()
+
 
 @pytest.fixture
-def full_device() -> CudaDevice:
+def runtime() -> Runtime:
+    return Runtime()
+
+
+@pytest.fixture
+def full_device(runtime: Runtime) -> CudaDevice:
     """A CUDA device without memory, its twin on machines without one."""
     device = object.__new__(CudaDevice)
     Device.__init__(device)
-    device._index, device._device = 0, torch.device("cuda", 0)
-    cuda = SimpleNamespace(runtime=FullRuntime(), Device=lambda index: nullcontext())
-    device._cupy = SimpleNamespace(cuda=cuda)
+    device._index, device._device = 3, torch.device("cuda", 3)
+    device._cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, Device=runtime.enter))
     return device
 
 
@@ -108,7 +137,7 @@ def test_an_arena_that_the_device_has_no_room_for_is_refused_with_the_fix(
 ) -> None:
     before = open_files()
     with pytest.raises(
-        TierUnavailableError, match=r"512 bytes on cuda:0, where 10 are free.*--gpu"
+        TierUnavailableError, match=r"512 bytes on cuda:3, where 10 are free.*--gpu"
     ):
         GpuTier(512, full_device, 256)
     assert open_files() == before
@@ -141,38 +170,17 @@ def test_memory_of_one_device_is_read_through_what_it_exported() -> None:
     device.release(memory)
 
 
-@pytest.mark.parametrize("size_bytes", [0, 63, 65])
-def test_what_is_no_handle_of_device_memory_is_refused(
-    full_device: CudaDevice, size_bytes: int
+def test_device_memory_of_no_handle_or_another_size_is_refused_and_not_kept_mapped(
+    full_device: CudaDevice, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(TierUnavailableError, match="a handle has 64 bytes"):
-        full_device.import_memory(payload(1, size_bytes), 1)
-
-
-class OpeningRuntime(FullRuntime):
-    """CUDA's runtime, which opens a handle and counts the ends of it."""
-
-    closed = 0
-
-    def ipcOpenMemHandle(self, handle: bytes) -> int:
-        """Open any."""
-        return 4096
-
-    def ipcCloseMemHandle(self, pointer: int) -> None:
-        """Take note."""
-        self.closed += 1
-
-
-@pytest.mark.parametrize("size_bytes", [0, 101])
-def test_device_memory_that_is_not_as_large_as_its_owner_says_is_not_kept_mapped(
-    full_device: CudaDevice, monkeypatch: pytest.MonkeyPatch, size_bytes: int
-) -> None:
-    runtime = OpeningRuntime()
-    full_device._cupy.cuda.runtime = runtime
+    for size_bytes in (0, 63, 65):
+        with pytest.raises(TierUnavailableError, match="a handle has 64 bytes"):
+            full_device.import_memory(payload(1, size_bytes), 1)
     monkeypatch.setattr(devices, "allocated_bytes", lambda pointer: 100)
-    with pytest.raises(TierUnavailableError, match=f"it has 100 bytes, not {size_bytes}"):
-        full_device.import_memory(payload(1, 64), size_bytes)
-    assert runtime.closed == 1
+    for count, size_bytes in enumerate((0, 101), 1):
+        with pytest.raises(TierUnavailableError, match=f"it has 100 bytes, not {size_bytes}"):
+            full_device.import_memory(payload(1, 64), size_bytes)
+        assert runtime.closed == count
 
 
 def test_cupy_that_is_missing_is_said_so_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,36 +218,10 @@ def test_without_cudas_driver_nobody_says_how_large_an_allocation_is(
         allocated_bytes(4096)
 
 
-class RegisteringRuntime(FullRuntime):
-    """CUDA's runtime, for host memory that a device is to know."""
-
-    def __init__(self, *, refuses: bool) -> None:
-        self.refuses = refuses
-        self.known: dict[int, tuple[int, int]] = {}
-
-    def hostRegister(self, start: int, size_bytes: int, flags: int) -> None:
-        """Keep or refuse it."""
-        if self.refuses:
-            raise RuntimeError("cudaErrorNotSupported: operation not supported")
-        self.known[start] = (size_bytes, flags)
-
-    def hostUnregister(self, start: int) -> None:
-        """Forget it."""
-        del self.known[start]
-
-
 def test_memory_is_known_to_the_device_that_was_meant_until_that_is_ended(
-    full_device: CudaDevice,
+    full_device: CudaDevice, runtime: Runtime
 ) -> None:
-    memory, runtime = np.zeros(4096, np.uint8), RegisteringRuntime(refuses=False)
-    entered: list[int] = []
-
-    def enter(index: int) -> nullcontext[None]:
-        entered.append(index)
-        return nullcontext()
-
-    full_device._cupy.cuda.runtime, full_device._cupy.cuda.Device = runtime, enter
-    full_device._index = 3
+    memory = np.zeros(4096, np.uint8)
     end = full_device.register(memory, read_only=True)
     assert end is not None
     assert full_device.is_registered(memory)
@@ -247,12 +229,9 @@ def test_memory_is_known_to_the_device_that_was_meant_until_that_is_ended(
     end()
     assert not full_device.is_registered(memory)
     assert runtime.known == {}
-    assert entered == [3, 3]
-
-
-def test_a_device_that_refuses_memory_is_no_failure(full_device: CudaDevice) -> None:
-    full_device._cupy.cuda.runtime = RegisteringRuntime(refuses=True)
-    assert full_device.register(np.zeros(64, np.uint8)) is None
+    assert runtime.entered == [3, 3]
+    runtime.refuses = True
+    assert full_device.register(memory) is None
 
 
 @pytest.mark.gpu

@@ -1,25 +1,40 @@
+"""Headers that lie under a right checksum, and those of shards of a chunk."""
+
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 from contracts.codec import SMALL, encoded, filled, peak_bytes
+from golden.samples import FOLDER, shard, shard_tensors, template, vectors
+from helpers.shards import TWO_GROUPS, WIDE, shard_frame, shard_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.codecs.raw import RawCodec
+from kvstore.codecs.slices import encode_shard, shard_frame_bytes
 from kvstore.proto.buffers import Bytes, as_bytes, checksum
-from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
+from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, LayoutMismatchError
 from kvstore.proto.frame import (
+    COMPONENT,
     FIXED_BYTES,
     MAX_COMPONENTS,
     MAX_FRAME_BYTES,
+    FrameTemplate,
     check_frame,
+    copy_frame,
     header_bytes,
+    pack_components,
+    pack_header,
     parse_header,
+    unpack_table,
 )
+from kvstore.proto.frame_verifier import FrameVerifier
+from kvstore.proto.messages import layout_from_message, layout_to_message, pack_info, unpack_info
+from kvstore.proto.types import ROOT, ChunkInfo, ChunkKey, ChunkShard, Extent, KVLayout
 
 HEADER_BYTES = header_bytes(SMALL)
 SEGMENTS_AT = FIXED_BYTES + 48
@@ -36,16 +51,7 @@ def resigned(frame: Bytes, edits: dict[int, bytes]) -> Bytes:
     return out
 
 
-def u16(value: int) -> bytes:
-    return struct.pack("<H", value)
-
-
-def u32(value: int) -> bytes:
-    return struct.pack("<I", value)
-
-
-def u64(value: int) -> bytes:
-    return struct.pack("<Q", value)
+u16, u32, u64 = (struct.Struct(f"<{kind}").pack for kind in "HIQ")
 
 
 @given(st.data())
@@ -153,18 +159,110 @@ def field_refused(frame: Bytes) -> str:
 
 
 def test_a_hostile_header_is_refused_without_allocation() -> None:
+    whole = encoded(RawCodec(), filled(SMALL), SMALL)
+    assert np.array_equal(resigned(whole, {}), whole)
     for name, (edits, field) in HOSTILE_HEADERS.items():
         frame = resigned(encoded(RawCodec(), filled(SMALL), SMALL), edits)
         assert field_refused(frame) == field, name
         assert peak_bytes(partial(field_refused, frame)) < 1 << 18, name
 
 
-def test_the_hostile_headers_fail_for_their_edits_alone() -> None:
-    frame = encoded(RawCodec(), filled(SMALL), SMALL)
-    assert np.array_equal(resigned(frame, {}), frame)
-
-
 def test_reserved_bytes_are_not_looked_at() -> None:
     frame = encoded(RawCodec(), filled(SMALL), SMALL)
     for at in (160, 183, 195, 232, 239, HEADER_BYTES - 1):
         assert check_frame(resigned(frame, {at: b"\x01"})).layout == SMALL
+
+
+# --- shards
+
+KEY = ChunkKey(bytes(range(32)))
+LAYOUT = KVLayout.of(WIDE, 16)
+BOTH = KVLayout.of(TWO_GROUPS, 16)
+TEMPLATE = FrameTemplate(KEY, ROOT, bytes(16), bytes(16), LAYOUT, position=48)
+RECTANGLE_AT = FIXED_BYTES + 20
+
+
+def small_frame() -> Bytes:
+    return shard_frame(TEMPLATE, WIDE, shard_of(LAYOUT, (1, 3), (2, 4)))
+
+
+def test_a_frame_says_which_layers_and_heads_it_has_by_their_numbers_in_the_whole() -> None:
+    frame = small_frame()
+    whole = shard_of(LAYOUT, (0, 3))
+    assert whole.is_whole
+    assert pack_components(whole.layout, whole) == pack_components(LAYOUT)
+    header = parse_header(frame, takes_shards=True)
+    assert header.shard == ChunkShard(LAYOUT, (Extent(1, 3, 2, 4),))
+    assert header.layout == header.shard.layout
+    assert [(c.layers, c.kv_heads, c.tokens) for c in header.layout.components] == [(2, 2, 16)]
+    assert header.segments["layer"].tolist() == [1, 2]
+    assert header.frame_bytes == len(frame)
+    assert pack_header(header) == frame[: header.header_bytes].tobytes()
+
+
+def test_components_that_are_left_out_keep_their_rows_and_have_no_segments() -> None:
+    latents = ChunkShard(BOTH, (None, Extent(1, 2, 0, 1)))
+    frame = shard_frame(replace(TEMPLATE, layout=BOTH), TWO_GROUPS, latents)
+    header = parse_header(frame, takes_shards=True)
+    assert header.shard == latents
+    assert header.segments["component"].tolist() == [1]
+    assert header.layout.components == (replace(BOTH.components[1], layers=1),)
+
+
+def test_whoever_takes_whole_chunks_takes_no_shard() -> None:
+    frame = small_frame()
+    room = np.zeros(len(frame), np.uint8)
+    check = FrameVerifier(frame, KEY, 320)
+    check.update(len(frame))
+    table = frame[FIXED_BYTES : FIXED_BYTES + 48].tobytes()
+    row = pack_info(ChunkInfo(KEY, ROOT, LAYOUT, 0, len(frame)))[: -len(pack_components(LAYOUT))]
+    for read in (
+        lambda: parse_header(frame),
+        lambda: check_frame(frame, KEY),
+        lambda: copy_frame(room, frame, KEY),
+        check.finish,
+        lambda: unpack_info(row + table),
+    ):
+        with pytest.raises(InvalidFrameError, match="rectangle"):
+            read()
+
+
+def test_a_rectangle_that_is_empty_or_outside_or_not_the_segments_is_refused() -> None:
+    for rectangle in [
+        (1, 1, 2, 4), (1, 4, 2, 4), (1, 3, 2, 5), (3, 1, 2, 4), (1, 3, 2, 2), (0, 0, 0, 1),
+        (1, 2**32 - 1, 2, 4), (0, 0, 0, 0), (0, 2, 2, 4), (1, 3, 0, 4), (0, 3, 0, 4),
+    ]:  # fmt: skip
+        edits = {RECTANGLE_AT: struct.pack("<4I", *rectangle)}
+        with pytest.raises(InvalidFrameError):
+            parse_header(resigned(small_frame(), edits), takes_shards=True)
+
+
+@given(st.lists(st.integers(0, 2**32 - 1) | st.integers(0, 5), min_size=8, max_size=8))
+def test_any_rectangles_in_a_table_are_read_back_or_refused(numbers: list[int]) -> None:
+    table = bytearray(pack_components(BOTH))
+    struct.pack_into("<4I", table, 20, *numbers[:4])
+    struct.pack_into("<4I", table, COMPONENT.size + 20, *numbers[4:])
+    try:
+        layout, shard = unpack_table(bytes(table))
+    except InvalidFrameError:
+        return
+    assert pack_components(layout, shard) == bytes(table)
+    assert shard is None or layout_from_message(layout_to_message(shard)) == (shard.whole, shard)
+
+
+def test_a_shard_of_nothing_or_of_too_few_components_is_none() -> None:
+    for extents in ((), (None, None), (Extent(0, 1, 0, 1),)):
+        with pytest.raises(LayoutMismatchError, match="rectangle"):
+            ChunkShard(BOTH, extents)
+
+
+def test_the_golden_rectangle_is_that_of_the_format_page_and_written_again() -> None:
+    golden = np.fromfile(FOLDER / "shard-r1.frame", np.uint8)
+    header = parse_header(golden, takes_shards=True)
+    assert header.shard == shard()
+    assert len(golden) == int(vectors()["shard_frame_bytes"])
+    assert f"{checksum(golden):016x}" == vectors()["shard_frame_xxh3_64"]
+    assert golden[: header.header_bytes].tobytes().hex() == vectors()["shard_header"]
+    out = np.zeros(shard_frame_bytes(shard()), np.uint8)
+    encode_shard(template(), shard(), shard_tensors(), out)
+    assert np.array_equal(out, golden)

@@ -2,13 +2,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
-from typing import Any
 
 import pytest
 from contracts.chunks import make_representation
 from golden.samples import REPRESENTATION, template
-from golden.strategies import layouts
-from hypothesis import given
 
 from kvstore.proto.errors import LayoutMismatchError, ModelError
 from kvstore.proto.types import (
@@ -97,15 +94,6 @@ def test_incomplete_identity_is_refused_with_field_value_and_fix() -> None:
         assert fix in str(caught.value)
 
 
-def test_values_cannot_be_changed() -> None:
-    values: list[tuple[Any, str]] = [
-        (REPRESENTATION, "model_id"), (GROUP, "kv_heads"), (LAYOUT, "components"), (INFO, "key"),
-    ]  # fmt: skip
-    for value, name in values:
-        with pytest.raises(FrozenInstanceError):
-            setattr(value, name, getattr(value, name))
-
-
 def test_dtypes_are_found_under_torchs_names() -> None:
     for name in [dtype.name for dtype in DType]:
         assert DType.parse(name) is DType.parse(f"torch.{name}") is DType[name]
@@ -141,21 +129,6 @@ def test_counts_outside_the_limits_are_refused() -> None:
                              "head_dim": 1, "tokens": 1, field: value})  # type: ignore[arg-type]  # fmt: skip
 
 
-def test_a_layout_without_components_is_refused() -> None:
-    with pytest.raises(LayoutMismatchError, match="at least one component"):
-        KVLayout(())
-
-
-@given(layouts)
-def test_a_layout_sums_up_its_components(layout: KVLayout) -> None:
-    assert layout.segment_count == sum(c.layers for c in layout.components)
-    assert layout.tokens == max(c.tokens for c in layout.components)
-    assert layout.raw_bytes == sum(
-        c.layers * c.parts * c.kv_heads * c.tokens * c.head_dim * c.dtype.item_bytes
-        for c in layout.components
-    )
-
-
 def test_the_layout_of_a_chunk_follows_the_layer_groups() -> None:
     mla = LayerGroup(LayerKind.mla, DType.float8_e4m3fn, (2, 5, 9), 1, 576)
     hybrid = replace(REPRESENTATION, layer_groups=(mla, GROUP))
@@ -166,12 +139,13 @@ def test_the_layout_of_a_chunk_follows_the_layer_groups() -> None:
         )
     )
     assert KVLayout.of(REPRESENTATION, 16) == LAYOUT == template().layout
-
-
-def test_chunks_too_short_or_too_long_are_refused() -> None:
+    with pytest.raises(LayoutMismatchError, match="at least one component"):
+        KVLayout(())
     for tokens in [0, 15, 8193]:
         with pytest.raises(LayoutMismatchError, match=f"tokens={tokens}: a chunk has 16 to 8192"):
             KVLayout.of(REPRESENTATION, tokens)
+    with pytest.raises(FrozenInstanceError):
+        LAYOUT.components = ()  # type: ignore[misc]
 
 
 STATE = replace(GROUP, kind=LayerKind.state, layer_ids=(2,), kv_heads=1, head_dim=600)
@@ -207,11 +181,6 @@ def test_a_chunk_may_be_without_what_is_of_its_end() -> None:
         assert not layout.is_of(replace(REPRESENTATION, layer_groups=(STATE,)))
 
 
-def test_a_model_of_states_alone_has_one_in_each_chunk() -> None:
-    with pytest.raises(LayoutMismatchError, match="keep nothing else"):
-        KVLayout.of(replace(REPRESENTATION, layer_groups=(STATE,)), 64, state=False)
-
-
 def test_rows_that_keep_more_or_less_than_their_kind_are_refused() -> None:
     for kind, tokens, chunk_tokens in [
         (LayerKind.attention, 8, 16),
@@ -220,11 +189,10 @@ def test_rows_that_keep_more_or_less_than_their_kind_are_refused() -> None:
     ]:
         with pytest.raises(LayoutMismatchError, match=f"chunk_tokens={chunk_tokens}"):
             replace(COMPONENT, kind=kind, tokens=tokens, chunk_tokens=chunk_tokens)
-
-
-def test_there_is_one_way_to_say_that_all_tokens_are_kept() -> None:
     window = replace(COMPONENT, kind=LayerKind.window)
     assert replace(window, chunk_tokens=window.tokens) == window
+    with pytest.raises(LayoutMismatchError, match="keep nothing else"):
+        KVLayout.of(replace(REPRESENTATION, layer_groups=(STATE,)), 64, state=False)
 
 
 def test_what_is_known_of_a_chunk_has_whole_digests() -> None:
@@ -240,14 +208,11 @@ def test_the_parent_key_shares_the_namespace_and_the_root_has_none() -> None:
     assert child.parent_key == b"n" * 16 + b"p" * 16
 
 
-def test_layers_of_one_group_lie_in_their_order() -> None:
-    assert layer_order(make_representation(layers=3)) == ((0, 0), (1, 1), (2, 2))
-
-
 def test_layers_of_groups_that_alternate_are_found_by_their_number() -> None:
     groups = (
         LayerGroup(LayerKind.attention, DType.bfloat16, (0, 4, 9), 2, 8),
         LayerGroup(LayerKind.mla, DType.float16, (3, 5), 1, 24),
     )
+    assert layer_order(make_representation(layers=3)) == ((0, 0), (1, 1), (2, 2))
     model = replace(make_representation(), layer_groups=groups)
     assert layer_order(model) == ((0, 0), (3, 3), (4, 1), (5, 4), (9, 2))

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.engines_gpu import VOCABULARY, prompt, token_bytes
-from bench.engines_gpu_child import Engine, Store, Weights, apart, transfer_of, write
+from bench.gpu.child import Engine, Store, Weights, apart, transfer_of, write
+from bench.gpu.engines import VOCABULARY, prompt, token_bytes
 
 SHAPES = {
     # kv_cache_dtype, attention backend

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench.engines_gpu_child import Store, write
+from bench.gpu.child import Store, write
 from real_vllm.gpu_engine import TOKENS
 
 pytestmark = [

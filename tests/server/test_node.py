@@ -1,31 +1,54 @@
-"""A whole node: what stops its start, what it shows of itself, and that it cleans up."""
+"""A whole node and its process: what stops its start, what it shows, that it cleans up."""
 
 from __future__ import annotations
 
+import json
+import re
+import signal
 import socket
+import subprocess
 import sys
 import threading
-import urllib.request
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import grpc
 import pytest
 import torch
+from conftest import ProcessMaker, ServerMaker
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from helpers.local_server import LocalServer, eventually
-from helpers.prompts import chunks_of, is_right, keys_of
+from helpers.credentials import KeyRing
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import LARGE, SMALL, chunks_of, keys_of, outcomes
+from helpers.redis_process import free_port
+from helpers.server_process import ServerProcess
+from simulation.clock import FakeClock
+from simulation.core import Core, outcomes_of, prompt
+from simulation.core import keys_of as sim_keys
+from simulation.tiers import SimDisk, no_faults
 from structlog.testing import capture_logs
 
+from kvstore.client import Client, ClientOptions
+from kvstore.client.connection import Connection
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
+from kvstore.proto.errors import InvalidRequestError, TierUnavailableError, UnauthenticatedError
+from kvstore.proto.types import POLICIES, PutOutcome
+from kvstore.server.eviction.lru import LruEviction
+from kvstore.server.eviction.marconi import MarconiEviction
+from kvstore.server.eviction.policy import EvictionPolicy, make_policy
+from kvstore.server.eviction.quotas import PartitionedEviction
+from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.node import SERVICE_NAME, run_jobs
+from kvstore.server.security.rate_limits import LINES_PER_S
 from kvstore.server.settings import settings as config_module
-from kvstore.server.telemetry.metrics import COUNTERS
-
-ServerMaker = Callable[..., LocalServer]
+from kvstore.server.settings.settings import load_config
+from kvstore.server.settings.values import GIB, MIB
+from kvstore.server.telemetry.metrics import Counters
+from kvstore.server.wiring import build_store, make_policies
+from kvstore.tiers.base import Tier
 
 States = health_pb2.HealthCheckResponse
 
@@ -40,19 +63,6 @@ def taken_port() -> tuple[socket.socket, int]:
     """Return a listening socket and its port."""
     listener = socket.create_server(("127.0.0.1", 0))
     return listener, listener.getsockname()[1]
-
-
-# --- what stops a start, without a trace
-
-
-def assert_first_works_on(server: LocalServer) -> None:
-    """Fail unless the server still stores and serves through both transports."""
-    for transport in ("shm", "grpc"):
-        client = server.connect(transport)
-        keys = keys_of(client, 5, 2)
-        client.put_chunks(chunks_of(client, keys))
-        pairs = zip(keys, client.get_chunks(keys), strict=True)
-        assert [is_right(client, *pair) for pair in pairs] == [True, True]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -73,15 +83,6 @@ def test_gpu_tier_without_torch_is_refused_with_the_fix(
         make_server("--tiers", "gpu,cpu")
 
 
-def test_second_server_on_one_port_is_refused(make_server: ServerMaker, tmp_path: Path) -> None:
-    server = make_server()
-    second = ("--listen", server.address, "--disk", f"32MiB:{tmp_path / 'disk' / 'second'}")
-    with pytest.raises(TierUnavailableError, match=f"cannot listen on {server.address}; is it"):
-        make_server(*second, "--socket", str(tmp_path / "second.sock"))
-    assert not (tmp_path / "second.sock").exists()
-    assert_first_works_on(server)
-
-
 def test_metrics_page_on_a_taken_port_is_refused(make_server: ServerMaker) -> None:
     listener, port = taken_port()
     with (
@@ -89,53 +90,6 @@ def test_metrics_page_on_a_taken_port_is_refused(make_server: ServerMaker) -> No
         pytest.raises(InvalidRequestError, match=f"http='127.0.0.1:{port}': Address already in"),
     ):
         make_server("--http", f"127.0.0.1:{port}")
-
-
-def test_disk_path_that_cannot_be_written_is_refused(
-    make_server: ServerMaker, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(TierUnavailableError, match="tier 'disk'"):
-        make_server("--disk", f"32MiB:{tmp_path / 'file' / 'below'}")
-
-
-# --- what it shows of itself
-
-
-def read_metrics(server: LocalServer) -> dict[str, float]:
-    """Return the samples of the metrics page by name and labels."""
-    url = f"http://127.0.0.1:{server.node.http_port}/metrics"
-    with urllib.request.urlopen(url, timeout=20) as reply:
-        lines = reply.read().decode().splitlines()
-    rows = (line.rpartition(" ") for line in lines if not line.startswith("#"))
-    return {name: float(value) for name, _, value in rows}
-
-
-def test_every_counter_is_on_the_metrics_page_at_0_from_the_start(
-    make_server: ServerMaker,
-) -> None:
-    server = make_server("--http", "127.0.0.1:0")
-    found = read_metrics(server)
-    assert {name: found.get(f"kvstore_{name}_total") for name in COUNTERS} == dict.fromkeys(
-        COUNTERS, 0.0
-    )
-    assert found['kvstore_tier_up{tier="disk"}'] == 1.0
-    assert found['kvstore_tier_capacity_bytes{tier="cpu"}'] > 0
-    assert found["kvstore_sessions"] == found["kvstore_leases"] == 0.0
-
-
-def test_metrics_page_counts_what_happens(make_server: ServerMaker) -> None:
-    server = make_server("--http", "127.0.0.1:0")
-    client = server.connect()
-    keys = keys_of(client, 1, 3)
-    client.put_chunks(chunks_of(client, keys))
-    client.get_chunks(keys)
-    with client.lease(keys=keys):
-        found = read_metrics(server)
-    assert found["kvstore_put_stored_chunks_total"] == found["kvstore_get_chunks_total"] == 3.0
-    assert found["kvstore_sessions"] == 1.0
-    assert found["kvstore_leases"] >= 1.0
-    assert found['kvstore_tier_chunks{tier="cpu"}'] == 3.0
 
 
 def test_health_is_serving_by_every_name_that_probes_use(channel: grpc.Channel) -> None:
@@ -208,64 +162,6 @@ def test_health_fails_once_a_thread_of_the_node_died(
             )
 
 
-def test_a_server_that_stops_does_not_say_that_a_worker_died(make_server: ServerMaker) -> None:
-    server = make_server("--tiers", "cpu")
-    node = server.node
-
-    waits = threading.Event()
-
-    def end_behind_the_learner() -> None:
-        waits.set()
-        node._stopping.wait()
-        node._learner.join()
-
-    node._jobs.insert(0, end_behind_the_learner)
-    with capture_logs() as lines:
-        assert waits.wait(20)
-        server.stop()
-    assert [line for line in lines if line["log_level"] == "error"] == []
-
-
-def test_reflection_names_the_service(channel: grpc.Channel) -> None:
-    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-    request = reflection_pb2.ServerReflectionRequest(list_services="")
-    (reply,) = stub.ServerReflectionInfo(iter([request]), timeout=20)
-    names = {service.name for service in reply.list_services_response.service}
-    assert "kvstore.v1.KVStore" in names
-    assert "grpc.health.v1.Health" in names
-
-
-# --- identity and restarts
-
-
-def test_namespaces_follow_from_the_secret_alone(make_server: ServerMaker, tmp_path: Path) -> None:
-    spaces = []
-    for number, secret in enumerate((b"a" * 16, b"a" * 16, b"b" * 16)):
-        file = tmp_path / f"secret{number}"
-        file.write_bytes(secret)
-        server = make_server(
-            *("--tiers", "cpu", "--secret-file", str(file)),
-            *("--socket", str(tmp_path / f"{number}.sock")),
-        )
-        spaces.append(server.connect().namespace)
-    assert spaces[0] == spaces[1]
-    assert spaces[0] != spaces[2]
-
-
-def test_stopped_server_leaves_its_disk_to_the_next_one_with_all_it_held(
-    make_server: ServerMaker,
-) -> None:
-    first = make_server("--write", "evict")
-    client = first.connect()
-    keys = keys_of(client, 1, 5)
-    client.put_chunks(chunks_of(client, keys))
-    assert first.stop()
-    second = make_server()
-    assert second.node.recovered_chunks == 5
-    found = second.connect().get_chunks(keys)
-    assert [is_right(client, *pair) for pair in zip(keys, found, strict=True)] == [True] * 5
-
-
 def test_stopping_under_open_calls_ends_them_and_leaves_nothing_running(
     server: LocalServer,
 ) -> None:
@@ -292,17 +188,303 @@ def test_a_job_that_fails_stops_neither_itself_nor_others() -> None:
     assert runs == {"failing": 2, "other": 2}
 
 
-# --- what falls due
+TESTS = Path(__file__).resolve().parents[1]
 
 
-def test_what_falls_due_is_tried_again_after_an_error(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+def test_no_thread_of_a_server_under_load_takes_a_lock_while_it_has_another(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "helpers" / "lock_watch.py"), str(tmp_path)],
+        env={"PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}", "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stdout + done.stderr
+
+
+CANNOT_START = 2
+_WORDS_OF_GRPC = ("WARNING: All log messages before absl", "E0000 ")
+"""Its core logs a port that it cannot bind by itself."""
+UNUSABLE: dict[str, tuple[tuple[str, ...], str]] = {
+    "a disk tier larger than the disk": (
+        ("--disk", "900TiB:{folder}/disk"), "give the tier less capacity, or a larger disk",
+    ),
+    "an address of another machine": (
+        ("--listen", "192.0.2.1:7420", "--insecure"), "cannot listen on 192.0.2.1:7420",
+    ),
+    "a flag that does not exist": (("--cpus", "4"), "see kvstore-server --help"),
+}  # fmt: skip
+"""One each of tiers, the network and the command line."""
+
+
+def fail_to_start(process: ServerProcess) -> str:
+    """Spawn the process, which must end with status 2; return the one line it wrote."""
+    process.spawn()
+    assert process.wait() == CANNOT_START
+    assert process.output == ""
+    assert "Traceback" not in process.errors
+    lines = process.errors.splitlines()
+    ours = [line for line in lines if not line.startswith(_WORDS_OF_GRPC)]
+    assert len(ours) == 1
+    assert ours[0].startswith("kvstore-server: ")
+    return ours[0]
+
+
+@pytest.mark.parametrize("what", UNUSABLE)
+def test_unusable_setting_ends_the_start_with_one_sentence(
+    server_process: ProcessMaker, tmp_path: Path, what: str
 ) -> None:
-    tries = threading.Semaphore(0)
+    flags, sentence = UNUSABLE[what]
+    (tmp_path / "file").write_text("")
+    places = [flag.replace("{folder}", str(tmp_path)) for flag in flags]
+    with_disk = "--disk" in flags
+    tiers = () if with_disk or "--tiers" in flags else ("--tiers", "cpu")
+    assert sentence in fail_to_start(server_process(*tiers, *places))
 
-    def fail() -> None:
-        tries.release()
-        raise OSError("no file")
 
-    monkeypatch.setattr(server.node.sessions, "expire", fail)
-    assert all(tries.acquire(timeout=20) for _ in range(2))
+def test_disk_and_socket_of_a_running_server_end_the_start_of_another(
+    server_process: ProcessMaker, tmp_path: Path
+) -> None:
+    disk = f"32MiB:{tmp_path / 'server0' / 'disk'}"
+    first = server_process("--cpu", "16MiB", "--disk", disk)
+    first.start()
+    second = server_process("--cpu", "16MiB", "--disk", disk)
+    assert "tier 'disk'" in fail_to_start(second)
+    third = server_process("--tiers", "cpu")
+    third.socket_path = first.socket_path
+    assert "another server listens there; stop it or choose --socket" in fail_to_start(third)
+    with Client(first.address, SMALL, ClientOptions(deadline_ms=20_000)) as client:
+        assert client.transport_name == "shm"
+    assert first.terminate() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_stops_the_server_with_status_0(
+    server_process: ProcessMaker, tmp_path: Path, number: signal.Signals
+) -> None:
+    disk = f"32MiB:{tmp_path / 'server0' / 'disk'}"
+    process = server_process("--cpu", "16MiB", "--disk", disk, "--insecure")
+    process.start()
+    assert "tiers=cpu,disk recovered_chunks=0" in process.output
+    assert process.socket_path.exists()
+    process.send_signal(number)
+    assert process.wait() == 0
+    assert process.output.endswith("kvstore-server stopped clean=true\n")
+    assert not process.socket_path.exists()
+    assert process.errors == ""
+
+
+def test_strangers_do_not_fill_the_log(server_process: ProcessMaker, tmp_path: Path) -> None:
+    keys = KeyRing(tmp_path / "keys")
+    keys.make("acme")
+    pages = ("127.0.0.1", free_port())
+    flags = ("--log-format", "json", "--log-level", "info", "--auth-keys", str(keys.path))
+    process = server_process("--tiers", "cpu", *flags, "--http", f"{pages[0]}:{pages[1]}")
+    process.start()
+    for _ in range(50):
+        with socket.create_connection(pages) as link:
+            link.sendall(b"\x16\x03 no request\r\n\r\n")
+            assert link.recv(1000).startswith(b"HTTP/1.1 400")
+    started = time.monotonic()
+    with closing(Connection(process.address, retry_after_ms=1)) as connection:
+        for _ in range(500):
+            with pytest.raises(UnauthenticatedError):
+                connection.call("Status", pb.StatusRequest(), 20_000, pb.StatusResponse)
+    seconds = time.monotonic() - started
+    time.sleep(0.1)  # one more may be written
+    with (
+        closing(Connection(process.address, retry_after_ms=1)) as connection,
+        pytest.raises(UnauthenticatedError),
+    ):
+        connection.call("Status", pb.StatusRequest(), 20_000, pb.StatusResponse)
+    assert process.terminate() == 0
+    records = [json.loads(line) for line in process.errors.splitlines()]
+    assert {record["error"] for record in records} == {"UnauthenticatedError"}
+    assert len(records) <= LINES_PER_S * (2 + seconds)
+    assert len(records) + sum(record.get("left_out", 0) for record in records) == 501
+
+
+def test_no_file_of_the_server_is_another_user_s_to_read_whatever_the_umask(
+    server_process: ProcessMaker, tmp_path: Path
+) -> None:
+    folder, audit = tmp_path / "disk", str(tmp_path / "audit")
+    folder.mkdir()
+    folder.chmod(0o755)
+    flags = ("--disk", f"32MiB:{folder}", "--audit-log", audit, "--log-level", "warning")
+    process = server_process("--cpu", "16MiB", *flags)
+    process.launcher = ["sh", "-c", 'umask 000; exec "$@"', "sh"]
+    process.start()
+    with Client(process.address, SMALL, ClientOptions(deadline_ms=20_000)) as client:
+        keys = keys_of(client, 1, 2)
+        client.put_chunks(chunks_of(client, keys))
+        client.get_chunks(keys)
+    assert f"chmod 700 {folder}" in process.errors
+    assert process.terminate() == 0
+    files = [*folder.rglob("*"), Path(audit)]
+    assert {"FORMAT", "history.kvh", "audit", "data.mdb"} <= {path.name for path in files}
+    assert [path for path in files if path.stat().st_mode & 0o077] == []
+
+
+def test_a_folder_of_the_user_s_that_others_can_write_to_costs_the_socket_and_not_the_start(
+    server_process: ProcessMaker, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o777)
+    process = server_process("--tiers", "cpu", "--cpu", "16MiB", "--log-level", "warning")
+    process.has_socket = False
+    process.environment["XDG_RUNTIME_DIR"] = str(tmp_path)
+    process.start()
+    assert "no Unix socket: clients of this host use the network" in process.errors
+    assert "others could swap the socket in" in process.errors
+    with Client(process.address, SMALL, ClientOptions(deadline_ms=20_000)) as client:
+        (put,) = client.put_chunks(chunks_of(client, keys_of(client, 1, 1)))
+        assert put.outcome is PutOutcome.stored
+
+
+@pytest.mark.parametrize("kind", ["soft", "hard"])
+def test_the_soft_limit_of_descriptors_is_raised_to_the_hard_one_and_too_low_a_one_is_told(
+    server_process: ProcessMaker, kind: str
+) -> None:
+    few = "--max-sessions", "32", "--log-level", "warning"
+    process = server_process("--tiers", "cpu", "--cpu", "16MiB", *few)
+    limit = "ulimit -Sn 256" if kind == "soft" else "ulimit -n 256"
+    process.launcher = ["sh", "-c", f'{limit}; exec "$@"', "sh"]
+    process.start()
+    limits = Path(f"/proc/{process.pid}/limits").read_text()
+    soft, hard = re.findall(r"Max open files +(\d+) +(\d+)", limits)[0]
+    assert soft == hard
+    assert (hard == "256") is (kind == "hard")
+    assert process.errors.count("too few file descriptors for --max-sessions") == (kind == "hard")
+
+
+CAPACITIES = {"cpu": 64 * MIB, "disk": GIB}
+
+
+@pytest.mark.parametrize(("codec", "is_durable"), [("auto", True), ("auto:bounded", False)])
+def test_no_put_is_called_durable_while_a_lossy_codec_may_be_chosen(
+    codec: str, is_durable: bool, tmp_path: Path
+) -> None:
+    disk = ["--tiers", "cpu,disk", "--disk", f"{tmp_path}:16MiB", "--codec", f"disk={codec}"]
+    config = load_config(["--cpu-size", "16MiB", "--limits", "cpu_slab_bytes=1MiB", *disk])
+    with ExitStack() as opened:
+        store = build_store(config, FakeClock(), Counters(), opened, lambda: 1)
+        assert (store.durable is not None) == is_durable
+
+
+def test_each_tier_has_the_policy_that_was_named_for_it() -> None:
+    config = load_config(["--policy", "marconi,disk=lru"])
+    metadata, policies = make_policies(config, CAPACITIES)
+    assert isinstance(policies["cpu"], MarconiEviction)
+    assert isinstance(policies["disk"], LruEviction)
+    assert metadata.policy_names == {"cpu": "marconi", "disk": "lru"}
+
+
+def test_quotas_put_partitions_over_the_policy_of_each_tier() -> None:
+    flags = ["--tenant-quotas", "acme/disk=1MiB", "--category-terms", "batch=10s:2MiB,chat=5s"]
+    flags += ["--tenant-limits", "acme=7:0:0"]
+    metadata, policies = make_policies(load_config(flags), CAPACITIES)
+    cpu, disk = policies["cpu"], policies["disk"]
+    assert isinstance(cpu, PartitionedEviction)
+    assert isinstance(disk, PartitionedEviction)
+    assert [quota.limit_bytes for quota in cpu.quotas] == [0, 0, 2 * MIB]
+    assert [quota.limit_bytes for quota in disk.quotas] == [0, MIB, 2 * MIB]
+    assert [quota.limit_chunks for quota in cpu.quotas] == [0, 7, 0]
+    assert metadata.category_ttls_s == {"batch": 10.0, "chat": 5.0}
+
+
+def test_more_than_a_tier_has_cannot_be_guaranteed() -> None:
+    flags = ["--tenant-quotas", "a=60MiB:40MiB,b=60MiB:40MiB"]
+    with pytest.raises(InvalidRequestError, match=r"tenant_quotas=.*64MiB of tier 'cpu'"):
+        make_policies(load_config(flags), CAPACITIES)
+
+
+@pytest.fixture(params=POLICIES)
+def policy(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def make_core(policy: str, clock: FakeClock) -> Core:
+    def make(tier: Tier, known: ChunkMetadata) -> EvictionPolicy:
+        return make_policy(policy, known.history)
+
+    return Core([SimDisk(24_000, no_faults())], clock=clock, policy=make)
+
+
+def test_clocks_that_jump_change_no_answer(policy: str) -> None:
+    clock = FakeClock()
+    with closing(make_core(policy, clock)) as core:
+        session = core.open_session()
+        for seed, jump_s in enumerate((5.0, -900.0, 0.0, 1e8, -1e8, 1e-9)):
+            versions = prompt(5, seed=seed)
+            core.put(session, versions)
+            clock.advance(jump_s)
+            keys = sim_keys(versions)
+            match = core.store.lookup(session, keys, core.later(), lease=False)
+            assert match.ready == 5
+            core.store.tick()
+        assert core.catalog.leases.pins.total() == 0
+
+
+def test_a_chain_with_a_missing_middle_is_hit_up_to_there(policy: str) -> None:
+    with closing(make_core(policy, FakeClock())) as core:
+        session, versions = core.open_session(), prompt(6)
+        core.put(session, versions[:2] + versions[3:])
+        match = core.store.lookup(session, sim_keys(versions), core.later(), lease=False)
+        assert (match.ready, match.missing) == (2, 4)
+        for seed in range(1, 12):
+            results = core.put(session, prompt(3, seed=seed))
+            assert {result.outcome for result in results} == {PutOutcome.stored}
+        core.put(session, versions)
+        match = core.store.lookup(session, sim_keys(versions), core.later(), lease=False)
+        assert match.ready == 6
+
+
+def test_where_all_is_leased_puts_are_refused_and_nothing_leaks(policy: str) -> None:
+    with closing(make_core(policy, FakeClock())) as core:
+        session, versions = core.open_session(), prompt(12)
+        core.put(session, versions)
+        match = core.store.lookup(session, sim_keys(versions), core.later(), lease=True)
+        assert match.ready == 12
+        assert outcomes_of(core.put(core.open_session(), prompt(2, seed=1))) == {PutOutcome.refused}
+        assert (len(core.store.writes), core.catalog.in_flight.writers.total()) == (0, 0)
+        assert core.cpu.stats().reservations == 0
+        core.store.release(session, match.lease_id)
+        assert outcomes_of(core.put(core.open_session(), prompt(2, seed=1))) == {PutOutcome.stored}
+
+
+STORED, REFUSED = PutOutcome.stored, PutOutcome.refused
+LARGE_CHUNKS = ClientOptions("auto", chunk_tokens=1024, deadline_ms=DEADLINE_MS)
+"""Of 8 MiB."""
+
+
+def test_a_chunk_larger_than_the_disk_stays_in_memory(
+    make_server: ServerMaker, tmp_path: Path
+) -> None:
+    server = make_server(
+        "--cpu", "64MiB", "--limits", "cpu_slab_bytes=16MiB", "--disk", f"4MiB:{tmp_path / 'disk'}"
+    )
+    client = server.connect("auto", LARGE, LARGE_CHUNKS)
+    keys = keys_of(client, 1, 2)
+    assert outcomes(client, chunks_of(client, keys)) == [STORED] * 2
+    server.settled()
+    assert client.lookup(keys=keys).tiers == ("cpu", "cpu")
+    assert dict(server.usage().tiers)["disk"].chunks == 0
+    durable = client.put_chunks(chunks_of(client, keys_of(client, 2, 1)), durable=True)
+    assert [one.outcome for one in durable] == [REFUSED]
+
+
+def test_a_server_that_stops_does_not_say_that_a_worker_died(make_server: ServerMaker) -> None:
+    server = make_server("--tiers", "cpu")
+    node = server.node
+    waits = threading.Event()
+
+    def end_behind_the_learner() -> None:
+        waits.set()
+        node._stopping.wait()
+        node._learner.join()
+
+    node._jobs.insert(0, end_behind_the_learner)
+    with capture_logs() as lines:
+        assert waits.wait(20)
+        server.stop()
+    assert [line for line in lines if line["log_level"] == "error"] == []

@@ -15,7 +15,6 @@ from typing_extensions import override
 from kvstore.cli.simulate import BlockReplay
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
-from kvstore.proto.types import ChunkKey
 from kvstore.server.eviction import quotas
 from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.lru import LruEviction
@@ -29,7 +28,6 @@ from kvstore.server.eviction.quotas import (
     PartitionedEviction,
     PartitionTable,
     Quota,
-    identities,
 )
 
 
@@ -93,15 +91,6 @@ def test_nobody_is_pushed_below_its_guarantee_but_by_itself() -> None:
     for_others = list(policy.victims_for(2, keep_none, 0.0))
     assert sorted(row // 100 for row in for_others) == [0, 0, 1, 1, 1, 1, 2, 2, 2]
     assert len(list(policy.victims_for(1, keep_none, 0.0))) == 2 + 9
-
-
-def test_a_chunk_stored_again_in_another_size_is_counted_once() -> None:
-    policy = make_policy(Quota(), Quota(100))
-    policy.insert(101, NO_ROW, 10, 0.0)
-    policy.insert(101, NO_ROW, 25, 0.0)
-    assert policy.used[1] == 25
-    policy.remove(101)
-    assert (policy.used[1], len(policy)) == (0, 0)
 
 
 def test_a_chunk_is_in_its_tenants_partition_or_else_in_its_categorys() -> None:
@@ -190,15 +179,6 @@ def test_nothing_is_known_before_enough_was_asked_for() -> None:
     assert ratios(curve) == pytest.approx([0.0, 0.0, 2 / 256, 2 / 256])
 
 
-def test_a_loop_is_hit_by_caches_that_are_as_large_and_by_no_other() -> None:
-    curve = MissRatioCurve(100)
-    for turn in range(60):
-        curve.requested(chain(turn % 15, 10), 1)
-    half, same, double, most = ratios(curve)
-    assert (half, same) == (0.0, 0.0)
-    assert double == most == 0.75
-
-
 def exact_curve(requests: list[Ids], capacity: int) -> list[float]:
     ratios = []
     for scale in SCALES:
@@ -220,15 +200,6 @@ def test_a_small_sample_tells_the_curve_within_three_points() -> None:
     exact = exact_curve(requests, 6000)
     assert exact[3] - exact[0] > 0.1
     assert ratios(curve) == pytest.approx(exact, abs=0.03)
-
-
-def test_a_sample_that_became_empty_says_that_nothing_is_known_or_what_was() -> None:
-    curve = MissRatioCurve(1 << 40, limit_nodes=1)
-    for start in range(50):
-        curve.requested(chain(start, 10), 1)
-    assert curve.rate < 1 / 64
-    for ratio in ratios(curve):
-        assert ratio is None or 0.0 <= ratio <= 1.0
 
 
 def test_old_requests_count_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,14 +224,6 @@ def test_empty_lookups_and_chunks_of_no_size_do_no_harm() -> None:
         MissRatioCurve(0)
 
 
-def test_identities_are_of_the_namespace_and_the_chain() -> None:
-    keys = [ChunkKey(bytes([a]) * 16 + bytes([b]) * 16) for a, b in ((1, 2), (1, 3), (4, 2))]
-    found = identities(keys).tolist()
-    assert len(set(found)) == 3
-    assert identities(keys[1:]).tolist() == found[1:]
-    assert len(identities([])) == 0
-
-
 def test_it_remembers_no_more_than_twice_its_limit() -> None:
     for limit_nodes in [4, 64, 1024]:
         curve = MissRatioCurve(500, limit_nodes)
@@ -280,13 +243,3 @@ def test_the_end_of_a_prompt_goes_before_what_begins_it() -> None:
     assert half == 0.0
     assert same == pytest.approx(4 / 20, abs=0.01), "of eight chunks four stay beside twelve others"
     assert double == pytest.approx(8 / 20, abs=0.01)
-
-
-def test_a_chunk_that_is_asked_for_twice_in_a_prompt_is_counted_once() -> None:
-    curve = MissRatioCurve(100)
-    for _ in range(100):
-        curve.requested(np.concatenate([chain(1, 4), chain(1, 4)]), 1)
-    assert len(curve._used) == 4
-    for ratio in ratios(curve):
-        assert ratio is not None
-        assert ratio > 0.9

@@ -1,16 +1,17 @@
-"""The catalog: copies, leases, pins and victims kept in step, and what others have."""
+"""The catalog: copies, leases, pins and victims in step; what is told late is told in order."""
 
 from __future__ import annotations
 
+import random
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 
 import numpy as np
 import pytest
-from contracts.chunks import make_representation
-from contracts.policy import ALL, info, key
+from contracts.policy import ALL, everyone, info, key, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -18,10 +19,14 @@ from simulation.clock import FakeClock
 from typing_extensions import override
 
 from kvstore.proto.errors import LeaseExpiredError, QuotaExceededError
-from kvstore.proto.types import Accuracy, ChunkInfo, KVLayout
+from kvstore.proto.key_table import NO_ROW
+from kvstore.proto.types import Accuracy, ChunkInfo
+from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.lru import LruEviction
-from kvstore.server.eviction.policy import EvictionPolicy
-from kvstore.server.index.catalog import AT_ONCE, Catalog
+from kvstore.server.eviction.policy import EvictionPolicy, Rows, make_policy
+from kvstore.server.index.access_log import MAX_ROWS, AccessLog, Lookup, Stored
+from kvstore.server.index.catalog import Catalog
+from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.index.holds import Leases, LeaseTerms
 
 SESSION = 7
@@ -40,7 +45,7 @@ def make_catalog(clock: FakeClock, pin_limit_bytes: int = 1_000) -> Catalog:
 
 @pytest.fixture
 def catalog(clock: FakeClock) -> Catalog:
-    """A chain of three in CPU memory, the first two on disk as well."""
+    """A infos of three in CPU memory, the first two on disk as well."""
     catalog = make_catalog(clock)
     for number in range(3):
         catalog.note_sealed("cpu", info(number, number - 1 if number else None))
@@ -84,14 +89,6 @@ def test_each_chunk_of_a_match_comes_from_the_first_tier_that_may_be_read(
     assert catalog.match(CHAIN, Accuracy.bounded, by_disk).sources.tolist() == [0, 0, 1]
 
 
-def test_a_match_makes_its_chain_the_last_to_go(catalog: Catalog) -> None:
-    catalog.note_sealed("cpu", info(9))
-    assert catalog.eviction.claim_victims("cpu", 1, ALL) == [key(2)]
-    catalog.eviction.unclaim([key(2)])
-    catalog.match(CHAIN, Accuracy.exact, TIERS)
-    assert catalog.eviction.claim_victims("cpu", 1, ALL) == [key(9)]
-
-
 def test_what_is_held_is_neither_claimed_nor_cast_out(catalog: Catalog) -> None:
     catalog.grant([key(0)], LeaseTerms(SESSION, 10.0))
     catalog.hold(key(2))  # it moves
@@ -102,14 +99,6 @@ def test_what_is_held_is_neither_claimed_nor_cast_out(catalog: Catalog) -> None:
     assert catalog.copies(key(0)).keys() == {"cpu", "disk"}
     assert catalog.cast_out("cpu", key(0))
     assert catalog.copies(key(0)).keys() == {"disk"}
-
-
-def test_a_victim_is_handed_out_once(catalog: Catalog) -> None:
-    assert catalog.eviction.claim_victims("cpu", 100, ALL) == [key(2)]
-    assert catalog.eviction.claim_victims("cpu", ALL, ALL) == []
-    assert catalog.eviction.claim_victims("disk", ALL, ALL) == [key(1), key(0)]
-    catalog.eviction.unclaim([key(2)])
-    assert catalog.eviction.claim_victims("cpu", 100, ALL) == [key(2)]
 
 
 class AskedClock(FakeClock):
@@ -185,9 +174,6 @@ def test_pins_have_a_limit_that_pinning_again_does_not_use_up(clock: FakeClock) 
     assert catalog.pin([key(2)], 5.0) == 1
 
 
-# --- what policies are told later
-
-
 def test_who_has_answered_one_of_many_lookups_tells_of_an_earlier_one() -> None:
     catalog = make_catalog(FakeClock())
     for number in range(3):
@@ -218,34 +204,6 @@ def test_catching_up_ends_though_requests_never_pause() -> None:
     assert catalog.drain(1.0)
     is_over.set()
     asker.join()
-
-
-def test_evicted_chunks_are_counted_by_lookups(catalog: Catalog) -> None:
-    catalog.forget("cpu", key(2))
-    found = catalog.match(CHAIN, Accuracy.exact, TIERS)
-    assert (found.known, found.evicted) == (2, 1)
-    assert catalog.evicted_count() == 1
-    catalog.note_sealed("cpu", info(2, 1))
-    assert catalog.match(CHAIN, Accuracy.exact, TIERS).evicted == 0
-
-
-def test_the_same_lookup_asked_again_is_counted_once(catalog: Catalog) -> None:
-    catalog.match(CHAIN, Accuracy.exact, TIERS)
-    catalog.match(CHAIN, Accuracy.exact, TIERS, again=True)
-    holding = catalog.queries.details(key(0))
-    assert holding is not None
-    assert holding.hits == 1
-
-
-def test_a_chunk_that_may_not_be_read_and_nobody_writes_is_missing_and_not_pending(
-    catalog: Catalog,
-) -> None:
-    catalog.note_sealed("cpu", replace(info(3, 2), accuracy=Accuracy.bounded))
-    found = catalog.match(CHAIN, Accuracy.exact, TIERS)
-    assert (found.known, found.pending, found.first_missing) == (3, 0, 3)
-
-
-# --- leases and the pins they add up to
 
 
 @pytest.fixture
@@ -349,16 +307,11 @@ class LeaseMachine(RuleBasedStateMachine):
 
 LeaseMachine.TestCase.settings = settings(deadline=None)
 TestPinsAddUp = LeaseMachine.TestCase
-
-
-# --- what others have, noted a chain at a time
-
-
 PLACES = st.tuples(st.integers(0, 11), st.sampled_from([None, -1, -1, -1, -1, -2]))
 """A chunk, and how far before it the one is that it continues."""
 
 
-def chain(first: int, stop: int) -> list[ChunkInfo]:
+def infos(first: int, stop: int) -> list[ChunkInfo]:
     return [info(number, number - 1 if number else None) for number in range(first, stop)]
 
 
@@ -392,30 +345,102 @@ def test_chunks_noted_together_are_known_as_chunks_noted_one_by_one(
     assert state(together, 12) == state(alone, 12)
 
 
-def test_a_chunk_of_another_layout_is_told_back_and_not_noted() -> None:
-    catalog = make_catalog(FakeClock())
-    catalog.note_sealed("cpu", info(1, 0))
-    other = replace(info(1, 0), layout=KVLayout.of(make_representation(3), 16))
-    assert catalog.note_found("peer", [info(0, None), other, info(2, 1)]) == [other]
-    assert [list(catalog.copies(key(n))) for n in range(3)] == [["peer"], ["cpu"], ["peer"]]
-
-
-def test_a_chain_longer_than_is_noted_at_once_is_noted_whole() -> None:
-    catalog = make_catalog(FakeClock())
-    length = 3 * AT_ONCE + 1
-    assert catalog.note_found("peer", chain(0, length)) == []
-    keys = [key(number) for number in range(length)]
-    assert len(catalog.match(keys, Accuracy.exact, ("cpu", "peer")).sources) == length
-    assert catalog.eviction.count_on("peer") == length
-
-
 def test_what_a_tier_has_is_told_in_the_order_of_the_question() -> None:
     catalog = make_catalog(FakeClock())
-    for one in chain(0, 4):
+    for one in infos(0, 4):
         catalog.note_sealed("cpu", one)
-    catalog.note_found("peer", chain(4, 6))
+    catalog.note_found("peer", infos(4, 6))
     catalog.forget("cpu", key(1))
     asked = [key(number) for number in (0, 1, 2, 4, 3, 99, 0)]
     there = [info(0, None), None, info(2, 1), None, info(3, 2), None, info(0, None)]
     assert catalog.infos_on("cpu", asked) == there
     assert catalog.infos_on("cpu", []) == []
+
+
+FULL = InsertInfo()
+
+
+class Listening(EvictionPolicy):
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.heard: list[object] = []
+
+    @override
+    def insert(self, row: int, parent: int, size_bytes: int, now_s: float) -> None:
+        self.heard.append((row, parent, size_bytes, now_s))
+
+    @override
+    def insert_chain(self, rows: Rows, parent: int, size_bytes: int, now_s: float) -> None:
+        self.heard.append((rows.tolist(), parent, size_bytes, now_s))
+
+    @override
+    def touch(self, rows: Rows, now_s: float) -> None:
+        self.heard.append((rows.tolist(), now_s))
+
+    @override
+    def remove(self, row: int) -> None:
+        raise AssertionError
+
+    @override
+    def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
+        raise AssertionError
+
+    @override
+    def __len__(self) -> int:
+        raise AssertionError
+
+
+def requested(numbers: list[int], now_s: float = 1.0) -> Lookup:
+    return Lookup(rows(numbers), [key(number) for number in numbers], now_s)
+
+
+def test_few_rows_wait_as_each_takes_time_to_apply() -> None:
+    policy, many = Listening(), list(range(1, MAX_ROWS // 4 + 1))
+    access_log = AccessLog(ChunkMetadata(), {"cpu": policy})
+    for _ in range(14):
+        access_log.note(requested(many))
+    assert (len(access_log), len(policy.heard)) == (4, 10)
+    access_log.note(Stored(0, many, NO_ROW, 100, FULL, [0.0] * len(many), 1.0))
+    assert (len(access_log), len(policy.heard)) == (4, 11)
+    access_log.apply_all()
+    access_log.note(requested([2]))
+    assert len(access_log) == 1
+
+
+def test_a_lookup_asked_again_touches_and_is_not_counted() -> None:
+    history, policy = AccessHistory(), Listening()
+    history.seen_chain(np.array([1]), NO_ROW, FULL, 0.0)
+    access_log = AccessLog(ChunkMetadata(history), {"cpu": policy})
+    access_log.note(Lookup(np.array([1]), [key(0)], 1.0, is_again=True))
+    access_log.apply_all()
+    assert (history.hits_of(1), policy.heard) == (1, [([1], 1.0)])
+
+
+@pytest.mark.parametrize("name", ["lru", "hit_density", "marconi"])
+def test_who_settles_late_decides_as_who_settles_at_once(name: str) -> None:
+    def play(seed: int, patience: int) -> list[int]:
+        draw = random.Random(seed)
+        history = AccessHistory()
+        policy = make_policy(name, history)
+        access_log = AccessLog(ChunkMetadata(history), {"cpu": policy})
+        here: set[int] = set()
+        for second in range(150):
+            first = 1 + 10 * draw.randrange(8)
+            chain = list(range(first, first + draw.randrange(1, 9)))
+            known = next((at for at, row in enumerate(chain) if row not in here), len(chain))
+            found = np.array(chain[:known], np.intp)
+            access_log.note(Lookup(found, [key(row) for row in chain], float(second)))
+            for at in range(known, len(chain)):
+                parent = chain[at - 1] if at else NO_ROW
+                access_log.note(
+                    Stored(0, [chain[at]], parent, 100, FULL, [float(at)], float(second))
+                )
+                here.add(chain[at])
+            if len(access_log) > patience:
+                access_log.apply_all()
+        access_log.apply_all()
+        return everyone(policy)
+
+    for seed in range(4):
+        assert play(seed, 0) == play(seed, 5) == play(seed, 10_000)

@@ -40,11 +40,8 @@ CHUNKS = 8
 GHOSTS = 3
 HYBRID = Namespace(b"h" * 16)
 PLAIN = Namespace(bytes(16))
-
 _ATTENTION = Component(LayerKind.attention, DType.bfloat16, 2, 1, 8, 16)
 _STATE = Component(LayerKind.state, DType.float32, 2, 1, 8, 1)
-_WINDOW = Component(LayerKind.window, DType.bfloat16, 2, 1, 8, 16)
-
 numbers = st.integers(0, CHUNKS - 1)
 tiers = st.sampled_from(TIERS)
 
@@ -173,18 +170,6 @@ def test_any_events_leave_the_index_what_the_dictionary_is() -> None:
     )
 
 
-def test_a_ghost_keeps_its_row_and_is_no_hit() -> None:
-    index = ChunkIndex(TIERS, 10)
-    (row,) = index.add("cpu", [info(1)])
-    index.discard("cpu", row)
-    assert index.is_evicted(key(1))
-    assert index.known_prefix([key(1)]).tolist() == [row]
-    assert len(index.readable(index.prefix([key(1)]))) == 0
-    assert index.row(key(1)) == NO_ROW
-    assert index.add("disk", [info(1)]) == [row]
-    assert len(index.evicted) == 0
-
-
 def test_the_oldest_ghosts_are_forgotten_together_and_told_of_before_their_rows_are_reused() -> (
     None
 ):
@@ -199,16 +184,6 @@ def test_the_oldest_ghosts_are_forgotten_together_and_told_of_before_their_rows_
     assert index.add("cpu", [info(777)])[0] in rows[:33]
 
 
-def test_a_chunk_with_a_state_or_window_shows_what_its_namespace_needs() -> None:
-    for kind in (_STATE, _WINDOW):
-        index = ChunkIndex(TIERS)
-        index.add("cpu", [info(0)])
-        assert len(index.readable(index.prefix([key(0)]))) == 1
-        index.add("cpu", [replace(info(1, 0), layout=KVLayout((_ATTENTION, kind)))])
-        assert len(index.readable(index.prefix([key(0)]))) == 0
-        assert len(index.readable(index.prefix([key(0), key(1)]))) == 2
-
-
 def test_namespaces_of_such_models_are_remembered_within_a_limit() -> None:
     index = ChunkIndex(TIERS)
     for number in range(MAX_CHECKPOINT_SPACES + 5):
@@ -216,18 +191,7 @@ def test_namespaces_of_such_models_are_remembered_within_a_limit() -> None:
     assert len(index.needs) == MAX_CHECKPOINT_SPACES
 
 
-def test_a_lossy_copy_may_be_a_checkpoint_of_its_accuracy() -> None:
-    index = ChunkIndex(TIERS)
-    chunk = replace(info(0), layout=layout(has_state=True), accuracy=Accuracy.bounded)
-    index.add("disk", [chunk])
-    assert len(index.readable(index.prefix([key(0)]))) == 0
-    assert len(index.readable(index.prefix([key(0)]), Accuracy.bounded)) == 1
-
-
-# --- where prefixes can end
-
 WHOLE = replace(make_representation(), layer_groups=(*HYBRID_MODEL.layer_groups,))
-
 chunks = st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(16, 40)), max_size=12)
 
 
@@ -275,9 +239,6 @@ def test_a_chunk_lacks_what_another_put_of_it_has() -> None:
     assert not index.is_less_complete(with_window, less)
     assert not index.is_less_complete(with_window, none)
     assert index.is_less_complete(bare, less)
-
-
-# --- one chunk after another
 
 
 THREE = ("cpu", "disk", "redis")
@@ -354,12 +315,6 @@ def test_the_ends_of_one_prompt_as_it_grows_do_not_make_it_common(index: ChunkIn
     assert index.is_common(second)
 
 
-def test_a_chunk_that_names_itself_as_its_parent_goes_whole(index: ChunkIndex) -> None:
-    row = add(index, "cpu", info(1, 1))
-    assert index.discard("cpu", row)
-    assert add(index, "cpu", info(2)) == row
-
-
 def test_a_copy_that_is_not_near_enough_to_the_original_does_not_count(index: ChunkIndex) -> None:
     add(index, "cpu", info(0))
     add(index, "disk", replace(info(1), accuracy=Accuracy.bounded))
@@ -380,14 +335,6 @@ def test_an_index_has_no_more_tiers_than_a_byte_has_bits() -> None:
     ChunkIndex([str(number) for number in range(MAX_TIERS)])
     with pytest.raises(InvalidRequestError, match="tiers"):
         ChunkIndex([str(number) for number in range(MAX_TIERS + 1)])
-
-
-def test_layouts_of_many_sizes_are_kept_apart(index: ChunkIndex) -> None:
-    representation = make_representation(1)
-    layouts = [KVLayout.of(representation, 16 + number) for number in range(2000)]
-    chunks = [replace(info(number), layout=layout) for number, layout in enumerate(layouts)]
-    rows = [add(index, "cpu", chunk) for chunk in chunks]
-    assert [index.info("cpu", row) for row in rows] == chunks
 
 
 def test_memory_is_that_of_the_most_chunks_there_ever_were() -> None:

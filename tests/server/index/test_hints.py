@@ -18,7 +18,7 @@ from helpers.prompts import keys_of as names_of
 from hypothesis import given
 from hypothesis import strategies as st
 from simulation.clock import FakeClock
-from simulation.core import Core, keys_of, outcomes_of, prompt
+from simulation.core import Core, keys_of, prompt
 from simulation.tiers import SimDisk, no_faults
 from simulation.universe import Version
 
@@ -33,7 +33,7 @@ from kvstore.proto.types import KVLayout, PutOutcome
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import EvictionPolicy, make_policy
 from kvstore.server.eviction.quotas import PartitionedEviction, PartitionTable, Quota
-from kvstore.server.index.hints import LOOK_AHEAD, LOOK_AHEAD_SHARE, NEVER, ChunkMetadata, RowHints
+from kvstore.server.index.hints import LOOK_AHEAD, NEVER, ChunkMetadata, RowHints
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reads import ReadTerms
 from kvstore.server.store.reservations import PutResult
@@ -65,9 +65,6 @@ def ready(core: Core, session: Session, versions: list[Version]) -> int:
 
 def here(core: Core, versions: list[Version]) -> list[bool]:
     return ["cpu" in core.tiers_of(version) for version in versions]
-
-
-# --- time to live
 
 
 def test_a_chunk_is_nobodys_hit_from_the_moment_its_time_is_up(
@@ -145,21 +142,6 @@ def test_a_category_has_its_own_time_to_live_and_a_hint_overrules_it(
     assert [ready(core, session, one) for one in (mine, longer, other)] == [0, 1, 1]
 
 
-def test_a_clock_that_jumps_leaves_a_server_that_works(
-    core: Core, session: Session, clock: FakeClock
-) -> None:
-    for seed, jump_s in enumerate((-500.0, 1e9)):
-        core.put(session, prompt(12, seed=2 * seed), hints=TEN_S)
-        clock.advance(jump_s)
-        core.store.tick()
-        versions = prompt(6, seed=2 * seed + 1)
-        assert outcomes_of(core.put(session, versions)) == {PutOutcome.stored}
-        assert ready(core, session, versions) == 6
-
-
-# --- pins and priorities
-
-
 def test_a_pin_keeps_chunks_for_its_time(core: Core, session: Session, clock: FakeClock) -> None:
     pinned = prompt(3)
     core.put(session, pinned, hints=Hints(pin_ms=5_000))
@@ -169,27 +151,6 @@ def test_a_pin_keeps_chunks_for_its_time(core: Core, session: Session, clock: Fa
     core.store.tick()
     core.put(session, prompt(12, seed=2))
     assert here(core, pinned) == [False] * 3
-
-
-def test_pins_over_the_limit_are_ignored_and_counted(core: Core, session: Session) -> None:
-    pin = Hints(pin_ms=60_000)
-    assert outcomes_of(core.put(session, prompt(12), hints=pin)) == {PutOutcome.stored}
-    limit = core.cpu.capacity_bytes // 2 // prompt(1)[0].info.size_bytes
-    assert core.counters["ignored_pins"] == 12 - limit
-    results = core.put(session, prompt(12, seed=1), hints=pin)
-    assert outcomes_of(results) == {PutOutcome.stored}, "the rest can go"
-
-
-def test_of_the_next_to_go_the_lowest_priority_goes_first(clock: FakeClock) -> None:
-    with closing(Core(clock=clock, slabs=16)) as core:
-        session = core.open_session()
-        dear, cheap = prompt(1), prompt(2, seed=1)
-        core.put(session, dear, hints=Hints(priority=80))
-        core.put(session, cheap, hints=Hints(priority=20))
-        core.put(session, prompt(45, seed=2))
-        assert all(here(core, dear + cheap)), "full"
-        core.put(session, prompt(2, seed=3))
-        assert (here(core, dear), here(core, cheap)) == ([True], [False, False])
 
 
 def test_what_is_said_at_the_release_is_of_the_chunks_of_the_lease(
@@ -205,8 +166,6 @@ def test_what_is_said_at_the_release_is_of_the_chunks_of_the_lease(
     assert ready(core, session, versions[2:]) == 1
     assert ready(core, session, versions) == 0
 
-
-# --- engines that lie
 
 LIES = [
     Hints(reuse=Reuse.discard),
@@ -244,9 +203,6 @@ def test_an_engine_that_lies_costs_others_little() -> None:
     assert honest_hits > 300, "what there is to lose"
     for lie in LIES:
         assert hits_of_a_day(lie) >= 0.9 * honest_hits, lie
-
-
-# --- quotas
 
 
 @pytest.fixture
@@ -371,9 +327,6 @@ def test_puts_at_the_same_time_pass_the_quota_by_a_chunk_each_at_most_and_not_fo
     assert seen[-1] <= 40 << 10
 
 
-# --- RowHints by itself
-
-
 MANY = 1_000
 
 
@@ -414,16 +367,6 @@ def test_priorities_reach_no_further_than_the_next_to_go() -> None:
     order = ordered(table, list(range(1, 3 * LOOK_AHEAD)))
     assert order.index(LOOK_AHEAD + 5) == 5
     assert order[-1] == 1, "a chunk that everybody passes is the last of those asked for"
-
-
-def test_priorities_order_no_more_than_a_sixteenth_of_a_tier() -> None:
-    table = table_of_rows()
-    for row in range(1, 10):
-        table.set_priority(row, 100)
-    few = list(table.in_order(iter([1, 2, 20, 3, 21]), no_parent, 3 * LOOK_AHEAD_SHARE))
-    assert few == [20, 1, 21, 2, 3]
-    none = list(table.in_order(iter([1, 20]), no_parent, LOOK_AHEAD_SHARE))
-    assert none == [1, 20]
 
 
 @given(st.lists(st.integers(0, 100), min_size=30, max_size=30))

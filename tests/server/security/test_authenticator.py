@@ -1,12 +1,13 @@
+"""Who calls: API keys, tokens, certificates and lists of those that were taken back."""
+
 from __future__ import annotations
 
 import base64
 import hmac
 import json
 import os
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,27 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from helpers.credentials import Authority, KeyRing
 from structlog.testing import capture_logs
 
-from kvstore.proto.errors import InvalidRequestError, KVStoreError, UnauthenticatedError
+from kvstore.cli.doctor import check_revocations
+from kvstore.proto.errors import InvalidRequestError, UnauthenticatedError
 from kvstore.server.security.authenticator import Authenticator, JwtVerifier
-from kvstore.server.security.certificates import principal_of_certificate, server_credentials
+from kvstore.server.security.certificates import (
+    parse_revocations,
+    principal_of_certificate,
+    proof_of_certificate,
+    server_credentials,
+)
 from kvstore.server.security.key_files import ApiKeys, WatchedFile, parse_keys
-from kvstore.server.security.sessions import ANYBODY, Principal
+from kvstore.server.security.sessions import ANYBODY
+from kvstore.server.settings.settings import load_config
 
 KEY = ed25519.Ed25519PrivateKey.generate()
-PEM = KEY.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+
+
+def pem_of(key: ed25519.Ed25519PrivateKey | rsa.RSAPrivateKey) -> bytes:
+    return key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+
+
+PEM = pem_of(KEY)
 TERMS: dict[str, Any] = {"algorithm": "EdDSA", "audience": "kvstore", "issuer": "https://issuer"}
 YEAR_S = 365 * 86_400
 ENGINE = frozenset({"read", "write"})
@@ -35,27 +49,25 @@ def bearer(token: str) -> list[tuple[str, str | bytes]]:
     return [("user-agent", "x"), ("authorization", f"Bearer {token}")]
 
 
-def authenticator(path: Path | None = None, now: float | None = None) -> Authenticator:
-    keys = None
-    if path is not None:
-        keys = WatchedFile((path,), parse_keys, lambda: ApiKeys(()))
-    clock = time.time if now is None else (lambda: now)
-    return Authenticator(keys, None, takes_certificates=False, wall_clock=clock)
+def authenticator(path: Path | None = None) -> Authenticator:
+    keys = WatchedFile((path,), parse_keys, lambda: ApiKeys(())) if path else None
+    return Authenticator(keys, None, takes_certificates=False)
 
 
 def claims(**changes: Any) -> dict[str, Any]:
-    found = {
-        "sub": "engine-7",
-        "tenant": "acme",
-        "roles": "read write",
-        "exp": int(time.time()) + 60,
-        "aud": "kvstore",
-        "iss": "https://issuer",
-    } | changes
+    found = {"sub": "engine-7", "tenant": "acme", "roles": "read write"} | {
+        "exp": int(time.time()) + 60, "aud": "kvstore", "iss": "https://issuer",
+    } | changes  # fmt: skip
     return {name: value for name, value in found.items() if value is not None}
 
 
-# --- API keys
+def authenticator_of_tokens(
+    folder: Path, key: bytes = PEM, clock: Callable[[], float] = time.time, **terms: Any
+) -> Authenticator:
+    path = folder / "jwt.pem"
+    path.write_bytes(key)
+    file = WatchedFile((path,), partial(JwtVerifier, **TERMS | terms))
+    return Authenticator(None, file, takes_certificates=True, wall_clock=clock)
 
 
 def test_a_key_stands_for_its_tenant_and_roles_and_its_file_does_not_hold_it(
@@ -98,15 +110,10 @@ def test_keys_that_are_added_or_revoked_count_from_the_next_look_on(tmp_path: Pa
     assert not asked.holds(known)
     with pytest.raises(UnauthenticatedError, match="revoked"):
         asked.principal_of(bearer(first), {})
-
-
-def test_a_file_that_became_unreadable_leaves_the_keys_that_were_there(tmp_path: Path) -> None:
-    ring = KeyRing(tmp_path / "keys")
-    key = ring.make("acme")
-    asked = authenticator(ring.path)
-    ring.path.write_text("{")
+    ring.path.write_text("{")  # cannot be read: the keys that were there stay
     assert not asked.refresh()
-    assert asked.principal_of(bearer(key), {}).tenant == "acme"
+    assert asked.principal_of(bearer(second), {}).tenant == "zeta"
+    assert authenticator().principal_of([], {}) is ANYBODY, "nobody is asked who calls"
 
 
 def test_a_file_of_keys_that_is_deleted_revokes_them_all_and_says_so(
@@ -134,143 +141,70 @@ def test_a_file_of_keys_that_is_deleted_revokes_them_all_and_says_so(
     assert asked.holds(principal)
 
 
-def test_without_a_key_no_token_is_good() -> None:
-    none = JwtVerifier(None, **TERMS)
-    token = jwt.encode(claims(), KEY, "EdDSA")
-    known = JwtVerifier(PEM, **TERMS).principal_of(token)
-    assert known.proof not in none.keys
-    with pytest.raises(UnauthenticatedError):
-        none.principal_of(token)
-
-
-def test_a_file_of_keys_that_is_replaced_by_an_editor_revokes_nobody_else(tmp_path: Path) -> None:
-    ring = KeyRing(tmp_path / "keys")
-    key = ring.make("acme")
-    asked = authenticator(ring.path)
-    rows = ring.path.read_bytes()
-    for _ in range(3):
-        ring.path.unlink()
-        assert not asked.refresh()
-        ring.path.write_bytes(rows)
-        ring.path.chmod(0o600)
-        asked.refresh()
-        assert asked.principal_of(bearer(key), {}).tenant == "acme"
-
-
-NO_KEYS: tuple[dict[str, Any], ...] = (
-    {"id": "x"},
-    {"hash": "md5:0"},
-    {"hash": 5},
-    {"roles": ["root"]},
-    {"roles": []},
-    {"roles": "read"},
-    {"tenant": "a b"},
-    {"tenant": "pool:library"},
-    {"made": "now"},
-    {"more": 1},
-)
-
-
-def test_a_file_with_a_line_that_is_no_key_is_refused_by_its_number(tmp_path: Path) -> None:
+def test_a_file_with_a_line_that_is_no_key_or_that_others_could_change_is_refused(
+    tmp_path: Path,
+) -> None:
     ring = KeyRing(tmp_path / "keys")
     ring.make("acme")
-    for change in NO_KEYS:
-        line = json.dumps(json.loads(ring.path.read_text()) | change)
+    wrong: dict[str, tuple[Any, ...]] = {
+        "id": ("x",), "hash": ("md5:0", 5), "roles": (["root"], [], "read"),
+        "tenant": ("a b", "pool:library"), "made": ("now",), "more": (1,),
+    }  # fmt: skip
+    for name, value in ((name, value) for name, values in wrong.items() for value in values):
+        line = json.dumps(json.loads(ring.path.read_text()) | {name: value})
         with pytest.raises(InvalidRequestError, match="line 1"):
             parse_keys(line.encode())
-
-
-def test_a_file_that_others_could_change_is_refused(tmp_path: Path) -> None:
-    ring = KeyRing(tmp_path / "keys")
     ring.path.chmod(0o622)
     with pytest.raises(InvalidRequestError, match="chmod"):
         authenticator(ring.path)
 
 
-def test_without_any_way_to_tell_whoever_calls_is_anybody() -> None:
-    assert authenticator().principal_of([], {}) is ANYBODY
-
-
-# --- tokens
-
-
-def test_a_token_says_who_it_is_for_as_long_as_it_lasts() -> None:
-    token = jwt.encode(claims(), KEY, "EdDSA")
-    found = JwtVerifier(PEM, **TERMS).principal_of(token)
-    assert (found.name, found.tenant, found.roles) == ("jwt:engine-7", "acme", ENGINE)
-    assert found.expires_at >= time.time() + 50
-
-
-def none_signed() -> str:
-    parts = [json.dumps(one).encode() for one in ({"alg": "none", "typ": "JWT"}, claims())]
-    return ".".join([base64.urlsafe_b64encode(p).rstrip(b"=").decode() for p in parts] + [""])
-
-
-def signed_by_hand(algorithm: str, secret: bytes) -> str:
-    """Return a token that jwt refuses to make: an HMAC under bytes that are a public key."""
+def signed_by_hand(algorithm: str, secret: bytes | None) -> str:
+    """Return a token that jwt refuses to make: unsigned, or an HMAC under a public key."""
     parts = [json.dumps(one).encode() for one in ({"alg": algorithm, "typ": "JWT"}, claims())]
     text = ".".join(base64.urlsafe_b64encode(p).rstrip(b"=").decode() for p in parts)
-    tag = hmac.digest(secret, text.encode(), "sha256")
+    tag = b"" if secret is None else hmac.digest(secret, text.encode(), "sha256")
     return f"{text}.{base64.urlsafe_b64encode(tag).rstrip(b'=').decode()}"
 
 
-BAD_TOKENS = {
-    "alg none": none_signed(),
-    "an HMAC under the public key": signed_by_hand("HS256", PEM),
-    "an HMAC that says it is a signature": signed_by_hand("EdDSA", PEM),
-    "another key": jwt.encode(claims(), ed25519.Ed25519PrivateKey.generate(), "EdDSA"),
-    "another algorithm": jwt.encode(claims(), rsa.generate_private_key(65537, 2048), "RS256"),
-    "expired": jwt.encode(claims(exp=int(time.time()) - 60), KEY, "EdDSA"),
-    "an end that is no number": jwt.encode(claims(exp=float("inf")), KEY, "EdDSA"),
-    "an end past all numbers": jwt.encode(claims(exp=10**400), KEY, "EdDSA"),
-    "no end": jwt.encode(claims(exp=None), KEY, "EdDSA"),
-    "another audience": jwt.encode(claims(aud="other"), KEY, "EdDSA"),
-    "no audience": jwt.encode(claims(aud=None), KEY, "EdDSA"),
-    "another issuer": jwt.encode(claims(iss="https://other"), KEY, "EdDSA"),
-    "no subject": jwt.encode(claims(sub=None), KEY, "EdDSA"),
-    "no tenant": jwt.encode(claims(tenant=None), KEY, "EdDSA"),
-    "a pool for a tenant": jwt.encode(claims(tenant="pool:library"), KEY, "EdDSA"),
-    "an unknown role": jwt.encode(claims(roles=["root"]), KEY, "EdDSA"),
-    "not before later": jwt.encode(claims(nbf=int(time.time()) + 60), KEY, "EdDSA"),
-    "a subject with an escape": jwt.encode(claims(sub="a\x1b[31mb"), KEY, "EdDSA"),
-    "a subject of two lines": jwt.encode(claims(sub="a\nroot"), KEY, "EdDSA"),
-    "a subject that is too long": jwt.encode(claims(sub="a" * 257), KEY, "EdDSA"),
-    "no token": "abc.def",
-    "too long": "a" * 10_000,
+NOW_S = int(time.time())
+BAD_CLAIMS: dict[str, tuple[Any, ...]] = {
+    "exp": (NOW_S - 60, float("inf"), 10**400, None, NOW_S + 100 * YEAR_S, 1e308),
+    "aud": ("other", None),
+    "iss": ("https://other",),
+    "sub": (None, "a\x1b[31mb", "a\nroot", "a" * 257),
+    "tenant": (None, "pool:library"),
+    "roles": (["root"],),
+    "nbf": (NOW_S + 60,),
 }
+BAD_TOKENS = [
+    *(
+        jwt.encode(claims(**{name: value}), KEY, "EdDSA")
+        for name, values in BAD_CLAIMS.items()
+        for value in values
+    ),
+    signed_by_hand("none", None),
+    signed_by_hand("HS256", PEM),
+    signed_by_hand("EdDSA", PEM),
+    jwt.encode(claims(), ed25519.Ed25519PrivateKey.generate(), "EdDSA"),
+    jwt.encode(claims(), rsa.generate_private_key(65537, 2048), "RS256"),
+    *("abc.def", "a" * 10_000),
+]
 
 
-def test_a_token_that_is_not_exactly_what_is_asked_for_is_refused() -> None:
-    for what in BAD_TOKENS:
+def test_a_token_that_is_not_exactly_what_is_asked_for_is_refused(tmp_path: Path) -> None:
+    asked = authenticator_of_tokens(tmp_path)
+    near = jwt.encode(claims(exp=NOW_S + YEAR_S), KEY, "EdDSA")
+    assert asked.principal_of(bearer(near), {}).tenant == "acme"
+    for token in BAD_TOKENS * 2:  # also one that is known
         with pytest.raises(UnauthenticatedError) as caught:
-            JwtVerifier(PEM, **TERMS).principal_of(BAD_TOKENS[what])
-        assert BAD_TOKENS[what] not in str(caught.value)
-
-
-def test_a_token_for_a_century_is_refused(tmp_path: Path) -> None:
-    for end in [int(time.time()) + 100 * YEAR_S, 1e308]:
-        path = tmp_path / "jwt.pem"
-        path.write_bytes(PEM)
-        verifier = WatchedFile((path,), partial(JwtVerifier, **TERMS))
-        asked = Authenticator(None, verifier, takes_certificates=False)
-        near = jwt.encode(claims(exp=int(time.time()) + YEAR_S), KEY, "EdDSA")
-        assert asked.principal_of(bearer(near), {}).tenant == "acme"
-        for _ in range(2):  # also of a token that is known
-            with pytest.raises(UnauthenticatedError, match="over a year"):
-                asked.principal_of(bearer(jwt.encode(claims(exp=end), KEY, "EdDSA")), {})
+            asked.principal_of(bearer(token), {})
+        assert token not in str(caught.value)
 
 
 def test_a_token_that_was_verified_ends_all_the_same(tmp_path: Path) -> None:
-    path = tmp_path / "jwt.pem"
-    path.write_bytes(PEM)
-    now = time.time()
-    clock = [now]
-    asked = Authenticator(
-        None,
-        WatchedFile((path,), partial(JwtVerifier, **TERMS)),
-        takes_certificates=False,
-        wall_clock=lambda: clock[0],
-    )
+    clock = [time.time()]
+    asked = authenticator_of_tokens(tmp_path, clock=lambda: clock[0])
     metadata = bearer(jwt.encode(claims(), KEY, "EdDSA"))
     known = asked.principal_of(metadata, {})
     assert asked.principal_of(metadata, {}) is known
@@ -281,14 +215,10 @@ def test_a_token_that_was_verified_ends_all_the_same(tmp_path: Path) -> None:
 
 
 def test_a_key_that_does_not_go_with_the_algorithm_is_refused() -> None:
-    private = rsa.generate_private_key(65537, 2048).public_key()
-    other = private.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    other = pem_of(rsa.generate_private_key(65537, 2048))
     for key, algorithm in ((b"short", "HS256"), (b"no PEM", "EdDSA"), (other, "ES256")):
         with pytest.raises(InvalidRequestError, match="jwt_key"):
             JwtVerifier(key, algorithm, "kvstore")
-
-
-# --- certificates
 
 
 def test_a_certificate_names_tenant_and_roles_and_admin_only_in_so_many_words(
@@ -306,12 +236,8 @@ def test_a_certificate_names_tenant_and_roles_and_admin_only_in_so_many_words(
 
 
 def test_a_certificate_that_is_known_is_no_token(tmp_path: Path) -> None:
-    path = tmp_path / "jwt.pem"
-    path.write_bytes(PEM)
-    verifier = WatchedFile((path,), partial(JwtVerifier, **TERMS))
-    asked = Authenticator(None, verifier, takes_certificates=True)
-    cert, _ = Authority(tmp_path).issue("ops", tenant="acme", roles=["admin"])
-    pem = cert.read_bytes()
+    asked = authenticator_of_tokens(tmp_path)
+    pem = Authority(tmp_path).issue("ops", tenant="acme", roles=["admin"])[0].read_bytes()
     assert "admin" in asked.principal_of([], {"x509_pem_cert": [pem]}).roles
     with pytest.raises(UnauthenticatedError):
         asked.principal_of(bearer(pem.decode()), {})
@@ -327,42 +253,111 @@ def test_a_certificate_and_another_key_are_refused_at_the_start(tmp_path: Path) 
         server_credentials(cert, cert.with_suffix(".key"), key)
 
 
-def test_nobody_is_without_a_role_that_there_is() -> None:
-    for roles in [frozenset(), frozenset({"root"})]:
-        with pytest.raises(KVStoreError):
-            Principal("key:1", "acme", roles)
-
-
 def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.server.security.authenticator.REMEMBERED", 3)
-    path = tmp_path / "secret"
     secret = os.urandom(32)
+    path = tmp_path / "secret"
     path.write_bytes(secret)
-    terms = TERMS | {"algorithm": "HS256"}
-    file = WatchedFile((path,), partial(JwtVerifier, **terms))
+    file = WatchedFile((path,), partial(JwtVerifier, **TERMS | {"algorithm": "HS256"}))
     asked = Authenticator(None, file, takes_certificates=False)
     for number in range(8):
         asked.principal_of(bearer(jwt.encode(claims(sub=str(number)), secret, "HS256")), {})
     assert file.value.principal_of.cache_info().currsize == 3  # type: ignore[attr-defined]
 
 
-def test_who_looks_at_a_file_while_another_reads_it_has_the_new_value(tmp_path: Path) -> None:
-    path, begun, go_on = tmp_path / "file", threading.Event(), threading.Event()
-    path.write_bytes(b"old")
+def test_a_list_takes_back_its_own_authority_s_certificates_and_no_other_s(tmp_path: Path) -> None:
+    ca, other = Authority(tmp_path), Authority(tmp_path, "other")
+    bad, good = (ca.issue(name, tenant="acme")[0] for name in ("bad", "good"))
+    listed = parse_revocations(ca.revoke(bad).read_bytes(), ca.path.read_bytes())
+    assert len(listed.proofs) == 1
+    assert proof_of_certificate(bad.read_bytes()) in listed.proofs
+    assert principal_of_certificate(bad.read_bytes()).proof in listed.proofs
+    assert proof_of_certificate(good.read_bytes()) not in listed.proofs
+    same_number = parse_revocations(other.revoke(bad).read_bytes(), other.path.read_bytes())
+    assert proof_of_certificate(bad.read_bytes()) not in same_number.proofs
+    both = ca.revoke(bad).read_bytes() + other.revoke(good).read_bytes()
+    signers = ca.path.read_bytes() + other.path.read_bytes()
+    assert len(parse_revocations(both, signers).proofs) == 2
 
-    def parse(data: bytes) -> bytes:
-        if data == b"newer":
-            begun.set()
-            assert go_on.wait(20)
-        return data
 
-    file = WatchedFile((path,), parse)
-    path.write_bytes(b"newer")
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(file.refresh)
-        assert begun.wait(20)
-        second = pool.submit(lambda: (file.refresh(), file.value)[1])
-        time.sleep(0.1)
-        go_on.set()
-        assert (first.result(20), second.result(20)) == (True, b"newer")
-    assert not file.refresh()
+def test_a_list_that_proves_nothing_is_refused(tmp_path: Path) -> None:
+    ca = Authority(tmp_path)
+    cert, _ = ca.issue("bad", tenant="acme")
+    right = ca.revoke(cert).read_bytes()
+    forged = Authority(tmp_path, "ca2")
+    forged._name = ca._name
+    refused = {
+        "signed": forged.revoke(cert).read_bytes(),
+        "out of date": ca.revoke(cert, hours=-1).read_bytes(),
+        "understood": ca.revoke(cert, critical=True).read_bytes(),
+        "PEM": b"-----BEGIN X509 CRL-----\nAAAA\n-----END X509 CRL-----\n",
+        "1 to": b"",
+        "nothing else": right + b"more",
+    }
+    for why, data in refused.items():
+        with pytest.raises(InvalidRequestError, match=why):
+            parse_revocations(data, ca.path.read_bytes())
+    assert len(parse_revocations(right, ca.path.read_bytes()).proofs) == 1
+
+
+def test_whoever_shows_a_revoked_certificate_is_refused_with_a_token_or_without(
+    tmp_path: Path,
+) -> None:
+    ca = Authority(tmp_path)
+    cert, _ = ca.issue("engine", tenant="acme")
+    files = (ca.revoke(), ca.path)
+    revocations = WatchedFile(files, parse_revocations)
+    asked = Authenticator(None, None, revocations, takes_certificates=True)
+    proofs = {"x509_pem_cert": [cert.read_bytes()]}
+    known = asked.principal_of([], proofs)
+    assert asked.holds(known)
+    ca.revoke(cert)
+    assert asked.refresh()
+    assert not asked.holds(known)
+    for metadata in ([], [("authorization", "Bearer x")]):
+        with pytest.raises(UnauthenticatedError, match="revoked"):
+            asked.principal_of(metadata, proofs)
+    ca.revoke(hours=-1)  # cannot be used: what was there before is kept
+    assert not asked.refresh()
+    assert not asked.holds(known)
+    renewed = {"x509_pem_cert": [ca.issue("engine", tenant="acme")[0].read_bytes()]}
+    assert asked.holds(asked.principal_of([], renewed))
+
+
+def test_a_signing_key_that_is_taken_out_ends_what_it_signed_and_the_next_one_goes_on(
+    tmp_path: Path,
+) -> None:
+    keys = [ed25519.Ed25519PrivateKey.generate() for _ in range(2)]
+    pems = [pem_of(key) for key in keys]
+    asked = authenticator_of_tokens(tmp_path, b"\n".join(pems))
+    metadata = [bearer(jwt.encode(claims(), key, "EdDSA")) for key in keys]
+    first, second = (asked.principal_of(one, {}) for one in metadata)
+    assert asked.holds(first)
+    assert asked.holds(second)
+    (tmp_path / "jwt.pem").write_bytes(pems[1])
+    assert asked.refresh()
+    assert not asked.holds(first)
+    assert asked.holds(second)
+    with pytest.raises(UnauthenticatedError):
+        asked.principal_of(metadata[0], {})
+    with pytest.raises(InvalidRequestError, match="at most"):
+        JwtVerifier(pems[0] * 9, **TERMS)
+
+
+def test_the_doctor_says_when_a_list_cannot_be_used_and_when_it_soon_cannot(
+    tmp_path: Path,
+) -> None:
+    ca = Authority(tmp_path)
+    cert, key = ca.issue("server")
+    flags = ["--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", str(ca.path)]
+    config = load_config([*flags, "--tls-crl", str(ca.revoke(cert, hours=100))])
+    (found,) = check_revocations(config)
+    assert (found.state, found.saw) == ("ok", "1 certificates, the list is valid for 4 days")
+    ca.revoke(hours=2)
+    (found,) = check_revocations(config)
+    assert found.state == "warn"
+    ca.revoke(hours=-1)
+    (found,) = check_revocations(config)
+    assert found.state == "fail"
+    assert "out of date" in found.saw
+    assert list(check_revocations(load_config(flags))) == []

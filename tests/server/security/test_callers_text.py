@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from conftest import ProcessMaker, ServerMaker
-from helpers.bare_wire import wire_to
 from helpers.local_server import DEADLINE_MS, LocalServer
 from helpers.prompts import SMALL
 
@@ -140,14 +139,6 @@ def test_a_client_with_a_name_that_does_not_print_opens_no_session(server: Local
         assert str(refused.value).isprintable()
 
 
-def test_a_count_with_a_name_of_a_megabyte_leaves_nothing(server: LocalServer) -> None:
-    wire = wire_to(server)
-    wire.call("Heartbeat", pb.HeartbeatRequest(counts={"x" * 1_000_000: 1, "hits": 2}))
-    request = pb.ExplainRequest(recent=1)
-    reply = server.dial().call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
-    assert [dict(one.counts) for one in reply.engines] == [{"hits": 2}]
-
-
 def resident_bytes(pid: int) -> int:
     status = Path(f"/proc/{pid}/status").read_text()
     (kib,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmRSS:"))
@@ -198,19 +189,3 @@ def test_all_identities_are_listed_though_one_message_does_not_hold_them(
     assert 0 < len(reply.spaces) < MAX_SPACES
     assert len(reply.spaces) + reply.left == MAX_SPACES
     assert len({one.key_namespace for one in fetch_namespaces(crowded.address)}) == MAX_SPACES
-
-
-def test_an_explanation_that_no_message_holds_is_cut_and_says_by_how_much(
-    crowded: LocalServer,
-) -> None:
-    ask = crowded.dial()
-    request = pb.ExplainRequest(recent=10_000)
-    reply = ask.call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
-    assert reply.recent
-    assert len(reply.recent) + reply.left_out == MAX_SPACES
-    kind = longest(MAX_SPACES)
-    opening = pb.OpenSessionRequest(representation=kind)
-    terms = ask.call("OpenSession", opening, DEADLINE_MS, pb.OpenSessionResponse)
-    request = pb.ExplainRequest(session_id=terms.session_id, digests=bytes(16 * 4096))
-    reply = ask.call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
-    assert len(reply.chunks) + reply.left_out == 4096

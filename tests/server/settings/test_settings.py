@@ -3,43 +3,82 @@
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ProcessMaker
 from helpers.settings import refused, write
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kvstore.proto.types import Accuracy
 from kvstore.server.eviction.quotas import MAX_PARTITIONS
 from kvstore.server.settings import settings as config_module
 from kvstore.server.settings.loading import load, show
-from kvstore.server.settings.rules import MAX_QUOTAS, DiskFolder, auto_accuracy, is_auto
+from kvstore.server.settings.rules import MAX_QUOTAS
 from kvstore.server.settings.settings import (
     Settings,
     load_config,
 )
-from kvstore.server.settings.values import GIB, KIB, MIB, Limits, text_by_tier
+from kvstore.server.settings.values import (
+    GIB,
+    KIB,
+    MIB,
+    Limits,
+    format_size,
+    is_loopback,
+    parse_endpoint,
+    parse_size,
+    text_by_tier,
+)
+
+
+def test_sizes_are_read_as_written() -> None:
+    for text, size_bytes in [
+        ("8GiB", 8 * GIB),
+        ("512MiB", 512 * MIB),
+        ("1GB", 10**9),
+        ("1048576", MIB),
+        (" 64 kib ", 64 * KIB),
+        ("7b", 7),
+        ("8G", 8 * 10**9),
+        ("8Gi", 8 * GIB),
+        ("64k", 64_000),
+        (5, 5),
+    ]:
+        assert parse_size(text) == size_bytes
+
+
+def test_what_is_not_a_size_is_refused() -> None:
+    for value in ["", "GiB", "1 G B", "8Gx", "1e9", "0x10", "٣MiB", True, 1.5, None]:
+        with pytest.raises(ValueError, match="8GiB, 512MiB, 1GB or 1048576"):
+            parse_size(value)
+
+
+@given(st.integers(0, 1 << 50))
+def test_a_formatted_size_reads_back(size_bytes: int) -> None:
+    assert parse_size(format_size(size_bytes)) == size_bytes
+
+
+@given(st.text(max_size=20))
+def test_an_endpoint_is_split_or_refused_never_garbled(text: str) -> None:
+    try:
+        host, port = parse_endpoint(text)
+    except ValueError:
+        return
+    assert 0 <= port <= 65535
+    shown = f"[{host}]" if ":" in host else host
+    assert text.rpartition(":")[0] in (shown, f"[{host}]")
+
+
+def test_addresses_of_this_machine_are_loopback_and_no_others() -> None:
+    for host in ["127.0.0.1", "127.9.9.9", "::1", "localhost"]:
+        assert is_loopback(host)
+    for host in ["0.0.0.0", "::", "10.0.0.1", "localhost.example", "node7"]:
+        assert not is_loopback(host)
+
 
 SECRET_URL = "redis://reader:hunter2@cache.example:6379/3"
-
-
-# --- where values come from
-
-
-def test_nothing_given_is_a_loopback_server_with_cpu_and_disk(tmp_path: Path) -> None:
-    config = load_config([])
-    assert config.tiers == ("cpu", "disk")
-    assert config.listen == "127.0.0.1:7420"
-    assert config.http == "off"
-    folder = DiskFolder(capacity_bytes=4 * GIB, path=tmp_path / "cache" / "kvstore" / "disk")
-    assert config.disk == (folder,)
-    assert config.secret_file is None
-    assert not config.insecure
 
 
 def test_a_flag_wins_over_the_environment_which_wins_over_the_file(
@@ -119,54 +158,7 @@ def test_every_setting_has_the_same_name_as_flag_variable_and_key(
             assert load_config([]) == from_flag
 
 
-def test_settings_that_go_together_have_the_same_names_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = write(tmp_path / "a.pem", "...")
-    values = dict.fromkeys(TOGETHER, file)
-    flags = [word for name in values for word in ("--" + name.replace("_", "-"), file)]
-    from_flags = load_config(flags)
-    assert from_flags.tls_client_ca == from_flags.jwt_key == tmp_path / "a.pem"
-    path = write(tmp_path / "c.yaml", "".join(f"{name}: {file}\n" for name in values))
-    assert load_config(["--config", path]) == from_flags
-    for name in values:
-        monkeypatch.setenv(f"KVSTORE_{name.upper()}", file)
-    assert load_config([]) == from_flags
-
-
-def test_the_file_takes_lists_mappings_numbers_and_a_bare_off(tmp_path: Path) -> None:
-    text = f"""
-tiers: [disk, cpu]
-cpu_size: {64 * MIB}
-disk: {{capacity_bytes: 1GiB, path: {tmp_path}}}
-socket_path: off
-http: off
-insecure: yes
-"""
-    config = load_config(["--config", write(tmp_path / "c.yaml", text)])
-    assert config.tiers == ("cpu", "disk")
-    assert config.cpu_size == 64 * MIB
-    assert config.disk == (DiskFolder(capacity_bytes=GIB, path=tmp_path),)
-    assert config.socket_path_for(1) is None
-    assert config.http == "off"
-    assert config.insecure
-
-
-def test_names_in_the_environment_may_be_in_small_letters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("kvstore_config", write(tmp_path / "a.yaml", "workers: 5\n"))
-    monkeypatch.setenv("kvstore_cpu", "64MiB")
-    monkeypatch.setenv("Kvstore_Max_Sessions", "7")
-    monkeypatch.setenv("kvstore_service_port", "7420")
-    config, origins = load(Settings, [])
-    assert (config.workers, config.cpu_size, config.max_sessions) == (5, 64 * MIB, 7)
-    assert (origins["cpu_size"], origins["max_sessions"]) == ("kvstore_cpu", "Kvstore_Max_Sessions")
-    monkeypatch.setenv("kvstore_cpu_sise", "8GiB")
-    assert "did you mean cpu_size? (from kvstore_cpu_sise)" in refused()
-
-
-def test_what_kubernetes_injects_for_a_service_called_kvstore_is_not_a_setting(
+def test_what_kubernetes_injects_and_the_command_line_reads_is_not_a_setting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected = load_config([])
@@ -177,45 +169,32 @@ def test_what_kubernetes_injects_for_a_service_called_kvstore_is_not_a_setting(
         "KVSTORE_PORT_7420_TCP_ADDR",
         "KVSTORE_NODE_SERVICE_PORT",
         "KVSTORE_NODE_PORT_7420_TCP",
+        *("KVSTORE_ADDRESS", "KVSTORE_TOKEN_FILE", "KVSTORE_CA"),  # of the command line
     ):
         monkeypatch.setenv(name, "tcp://10.0.0.1:7420")
     assert load_config([]) == expected
 
 
-def test_what_the_command_line_reads_from_the_environment_is_not_a_setting(
-    monkeypatch: pytest.MonkeyPatch, server_process: ProcessMaker
+def test_the_short_names_of_flags_are_names_in_the_file_and_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = load_config([])
-    for name in ("KVSTORE_ADDRESS", "KVSTORE_TOKEN_FILE", "KVSTORE_CA"):
-        monkeypatch.setenv(name, "/nowhere")
-    assert load_config([]) == expected
-    server_process("--tiers", "cpu", "--cpu", "8MiB").start()
-
-
-@pytest.mark.parametrize(
-    ("short", "name", "value"),
-    [
+    for short, name, value in [
         ("cpu", "cpu_size", "64MiB"),
         ("redis", "redis_url", "redis://host:1/0"),
         ("socket", "socket_path", "/run/s.sock"),
-    ],
-)
-def test_the_short_names_of_flags_are_names_in_the_file_and_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: str, name: str, value: str
-) -> None:
-    path = write(tmp_path / "c.yaml", f"{short}: {value}\n")
-    flag = getattr(load_config([f"--{short}", value]), name)
-    assert getattr(load_config(["--config", path]), name) == flag
-    monkeypatch.setenv(f"KVSTORE_{short.upper()}", value)
-    config, origins = load(
-        Settings, ["--config", write(tmp_path / "d.yaml", f"{name}: nonsense\n")]
-    )
-    assert getattr(config, name) == flag
-    assert origins[name] == f"KVSTORE_{short.upper()}"
-    both = write(tmp_path / "e.yaml", f"{name}: {value}\n{short}: {value}\n")
-    message = refused("--config", both)
-    assert f"is {name} too; give one of the two" in message
-    assert "redis://" not in message
+    ]:
+        path = write(tmp_path / "c.yaml", f"{short}: {value}\n")
+        flag = getattr(load_config([f"--{short}", value]), name)
+        assert getattr(load_config(["--config", path]), name) == flag
+        both = write(tmp_path / "e.yaml", f"{name}: {value}\n{short}: {value}\n")
+        message = refused("--config", both)
+        assert f"is {name} too; give one of the two" in message
+        assert "redis://" not in message
+        monkeypatch.setenv(f"KVSTORE_{short.upper()}", value)
+        wrong = write(tmp_path / "d.yaml", f"{name}: nonsense\n")
+        config, origins = load(Settings, ["--config", wrong])
+        assert getattr(config, name) == flag
+        assert origins[name] == f"KVSTORE_{short.upper()}"
 
 
 def test_gpu_with_a_device_is_taken_and_comes_first(
@@ -238,9 +217,6 @@ def test_a_built_config_is_checked_and_cannot_be_changed(monkeypatch: pytest.Mon
         config.workers = 8
     with pytest.raises(ValidationError, match="at least 4MiB"):
         Settings(cpu_size=1)
-
-
-# --- what is derived
 
 
 def test_slabs_fill_the_cpu_tier_and_leave_room_for_headers() -> None:
@@ -280,15 +256,6 @@ def test_the_socket_carries_the_bound_port_in_the_users_runtime_folder(
     monkeypatch.setenv("XDG_RUNTIME_DIR", "relative")
     assert load_config([]).socket_path_for(83) == Path("/tmp") / name / "83.sock"
     assert load_config(["--socket-path", "/a/b"]).socket_path_for(84) == Path("/a/b")
-
-
-def test_insecure_lets_the_server_listen_to_other_hosts() -> None:
-    config = load_config(["--listen", "0.0.0.0:0", "--http", "[::]:9000", "--insecure"])
-    assert config.listen == "0.0.0.0:0"
-    assert config.http == "[::]:9000"
-
-
-# --- what is shown
 
 
 def test_show_masks_the_password_wherever_it_stands() -> None:
@@ -334,19 +301,6 @@ def test_help_names_every_setting_and_its_default(capsys: pytest.CaptureFixture[
     assert "typing" not in text
 
 
-def test_importing_the_configuration_loads_nothing_heavy() -> None:
-    probe = (
-        "import sys, kvstore.server.settings.settings\n"
-        "heavy = {'torch', 'cupy', 'transformers', 'grpc', 'redis', 'lmdb'}\n"
-        "print(sorted(heavy & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-# --- several disks
-
-
 def test_several_disks_are_given_with_commas_and_repeat_the_size_before(tmp_path: Path) -> None:
     a, b, c = (tmp_path / name for name in "abc")
     disk = load_config(["--disk", f"5GiB:{a}, 6GiB:{b},{c}"]).disk
@@ -359,17 +313,6 @@ def test_several_disks_are_given_with_commas_and_repeat_the_size_before(tmp_path
     by_name = f"disk: [{{path: {a}, capacity_bytes: 5GiB}}, {{path: {b}}}]\n"
     named = load_config(["--config", write(tmp_path / "c.yaml", by_name)]).disk
     assert ",".join(map(str, named)) == f"5GiB:{a},4GiB:{b}"
-
-
-def test_the_codecs_of_tenants_are_read_by_tier_and_shown_as_they_were_written() -> None:
-    text = "acme/redis=kvq:2,sinks=4,importance,acme/disk=raw,b.c-d_1/disk=lossless"
-    rules = load_config(["--tenant-codecs", text]).tenant_codecs
-    assert ",".join(map(str, rules)) == text
-    assert [(rule.tenant, rule.tier, rule.codec) for rule in rules] == [
-        ("acme", "redis", "kvq:2,sinks=4,importance"),
-        ("acme", "disk", "raw"),
-        ("b.c-d_1", "disk", "lossless"),
-    ]
 
 
 def test_the_terms_of_policy_are_read_by_tier_and_shown_as_they_were_written() -> None:
@@ -414,21 +357,6 @@ def test_as_many_tenants_and_categories_have_quotas_as_policies_have_columns_for
     assert len(load_config(["--category-terms", terms + ",more=1s"]).category_terms) == 8
 
 
-def test_auto_says_how_much_may_be_lost() -> None:
-    for name, least in [
-        ("auto", Accuracy.exact),
-        ("auto:exact", Accuracy.exact),
-        ("auto:bounded", Accuracy.bounded),
-        ("auto:approximate", Accuracy.approximate),
-    ]:
-        assert load_config(["--codec", f"disk={name}"]).codec["disk"] == name
-        assert is_auto(name)
-        assert auto_accuracy(name) is least
-
-
-# --- limits, and values by tier
-
-
 def test_what_a_setting_names_is_joined_over_file_environment_and_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -467,17 +395,3 @@ def test_what_is_given_for_no_tier_is_for_all_of_them() -> None:
     budget = load_config(["--write-budget", "disk=1TiB,redis=500G"])
     assert budget.write_budget == {"disk": 1 << 40, "redis": 500 * 10**9}
     assert load_config([]).write_budget == {"disk": 0, "redis": 0}
-
-
-def test_the_ten_flags_that_matter_first_are_first_in_help(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit):
-        load_config(["--help"])
-    text = capsys.readouterr().out
-    assert "--help-all lists every setting" in " ".join(text.split())
-    _, _, text = text.partition("the ten that matter first:")
-    assert re.findall(r"^  (--[a-z-]+)", text, re.M) == [
-        "--tiers", "--cpu", "--disk", "--redis", "--listen", "--bulk", "--http", "--tls-cert",
-        "--tls-key", "--auth-keys",
-    ]  # fmt: skip

@@ -1,17 +1,38 @@
-"""Events: whoever follows them ends up knowing what the catalog holds, however it falls behind."""
+"""Events: whoever follows them knows what the catalog holds; what became of chunks."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from itertools import count
+from pathlib import Path
 
 import pytest
+from conftest import ServerMaker
 from contracts.chunks import make_info
+from helpers.credentials import KeyRing
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.prompts import SMALL, store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation.clock import FakeClock
 
-from kvstore.proto.types import DIGEST_BYTES, ROOT, Accuracy, ChunkInfo, ChunkKey, Namespace
+from kvstore.client import Access, AsyncClient, Client, ClientOptions
+from kvstore.client.server_state import EventPage, EventStream, Place, page_from_message
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import (
+    InvalidRequestError,
+    KVStoreError,
+    LeaseExpiredError,
+    PermissionDeniedError,
+    QuotaExceededError,
+    UnauthenticatedError,
+)
+from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Namespace
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.index.catalog import Catalog
@@ -19,8 +40,9 @@ from kvstore.server.index.holds import Leases
 from kvstore.server.index.queries import HELD_ROWS
 from kvstore.server.telemetry import events as module
 from kvstore.server.telemetry.events import (
+    EVENT_READERS,
+    EVENT_READERS_PER_TENANT,
     MAX_DETAIL_CHARS,
-    Event,
     EventLog,
     EventReader,
     Fate,
@@ -184,44 +206,6 @@ def test_more_namespaces_than_are_counted_cost_a_reader_a_new_beginning_and_no_e
     assert [page.cleared for page in follower.pages].count(True) > 1
 
 
-def test_a_cursor_that_nobody_was_given_begins_anew() -> None:
-    catalog, log = world()
-    catalog.note_sealed("cpu", chunk(0))
-    for space in (None, space_of(0)):
-        reader = EventReader(log, space)
-        reader.go_on(1 << 40)
-        page = reader.poll()
-        assert page is not None
-        assert page.cleared
-
-
-SIZE = 8
-
-
-def note(log: EventLog, seed: int) -> Event:
-    """Have *log* note something of chunk *seed*, of every third that it left. Return it."""
-    info, number = make_info(seed, 1), log.last + 1
-    own = log.count(Namespace(info.key[:DIGEST_BYTES])) + 1
-    if seed % 3 == 0:
-        log.removed("disk", info.key, is_last=True)
-        return Event(info.key, "disk", number=number, own=own)
-    log.stored("cpu", [info])
-    return Event(info.key, "cpu", info.layout.tokens, info.parent, info.accuracy, number, own)
-
-
-def test_an_event_is_kept_whole_until_as_many_came_as_there_is_room_for() -> None:
-    _, log = world(SIZE)
-    assert [log.get(number) for number in range(1, SIZE + 1)] == [None] * SIZE
-    noted: list[Event] = []
-    for seed in range(1, 3 * SIZE):
-        noted.append(note(log, seed))
-        kept = noted[-SIZE:]
-        assert [log.get(one.number) for one in kept] == kept
-        assert [log.get(one.number) for one in noted[:-SIZE]] == [None] * len(noted[:-SIZE])
-    left = next(one for one in reversed(noted) if not one.tokens)
-    assert (left.parent, left.accuracy) == (ROOT, Accuracy.approximate)
-
-
 def test_a_log_takes_its_memory_at_the_start_and_no_more_when_it_fills() -> None:
     infos = [make_info(1, 1)] * 1000
     tracemalloc.start()
@@ -236,35 +220,233 @@ def test_a_log_takes_its_memory_at_the_start_and_no_more_when_it_fills() -> None
     assert full - empty < len(infos)
 
 
-# --- what became of chunks
-
-
 def outcome_key(number: int) -> ChunkKey:
     return ChunkKey(number.to_bytes(32, "little"))
 
 
-def test_the_last_outcome_of_a_chunk_is_what_is_told() -> None:
-    clock = FakeClock()
-    table = Outcomes(clock)
-    assert table.of(outcome_key(1)) is None
-    table.note(outcome_key(1), Fate.evicted, "cpu")
-    clock.advance(5.0)
-    table.note(outcome_key(1), Fate.refused, detail="no room")
-    found = table.of(outcome_key(1))
-    assert found == (Fate.refused, "", "no room", clock())
-
-
-def test_the_oldest_outcomes_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_outcomes_are_forgotten_first_and_long_details_are_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "MAX_OUTCOMES", 3)
     table = Outcomes(FakeClock())
     for number in (1, 2, 3, 1, 4):
-        table.note(outcome_key(number), Fate.evicted, "cpu")
-    assert [number for number in range(5) if table.of(outcome_key(number))] == [1, 3, 4]
+        table.note(outcome_key(number), Fate.invalid, detail="x" * 10_000)
+    found = [table.of(outcome_key(number)) for number in range(5)]
+    assert [one and len(one.detail) for one in found] == [
+        None, MAX_DETAIL_CHARS, None, MAX_DETAIL_CHARS, MAX_DETAIL_CHARS,
+    ]  # fmt: skip
 
 
-def test_a_long_detail_is_cut() -> None:
-    table = Outcomes(FakeClock())
-    table.note(outcome_key(1), Fate.invalid, detail="x" * 10_000)
-    found = table.of(outcome_key(1))
-    assert found is not None
-    assert len(found.detail) == MAX_DETAIL_CHARS
+OPTIONS = ClientOptions("grpc", chunk_tokens=16, deadline_ms=DEADLINE_MS)
+
+
+class Heard:
+    """What pages said, read one by one."""
+
+    def __init__(self, pages: Iterator[EventPage]) -> None:
+        self._pages = pages
+        self.known: dict[ChunkKey, set[str]] = {}
+        self.parents: dict[ChunkKey, ChunkKey | None] = {}
+        self.tokens: set[int] = set()
+        self.place: Place | None = None
+        self.cleared = 0
+
+    def until(self, keys: list[ChunkKey], *tiers: str) -> None:
+        """Read until just these are where they are said to be, and nothing is anywhere else."""
+        wanted = {key: set(tiers) for key in keys} if tiers else {}
+        deadline = time.monotonic() + DEADLINE_MS / 1000
+        for page in self._pages:
+            self.take(page)
+            if self.known == wanted and self.place:
+                return
+            assert time.monotonic() < deadline, (self.known, wanted)
+
+    def take(self, page: EventPage) -> None:
+        self.place = page.place or self.place
+        if page.cleared:
+            self.known.clear()
+            self.cleared += 1
+        for event in page.events:
+            if event.is_stored:
+                self.parents[event.key] = event.parent
+                self.tokens.add(event.tokens)
+            held = self.known.setdefault(event.key, set())
+            (held.add if event.is_stored else held.discard)(event.tier)
+            if not held:
+                del self.known[event.key]
+
+
+@contextmanager
+def following(client: Client, since: Place | None = None) -> Iterator[tuple[EventStream, Heard]]:
+    with client.events(since) as stream:
+        yield stream, Heard(stream)
+
+
+def is_reached(client: Client) -> bool:
+    try:
+        return bool(client.status().version)
+    except KVStoreError:
+        return False
+
+
+def test_a_client_hears_what_comes_and_goes_in_each_tier(server: LocalServer) -> None:
+    client = server.connect("grpc")
+    keys = store(client, 1, 3)
+    with following(client) as (_, heard):
+        heard.until(keys, "cpu", "disk")
+        assert heard.parents == {keys[0]: None, keys[1]: keys[0], keys[2]: keys[1]}
+        assert heard.tokens == {16}
+        more = store(client, 2, 2)
+        heard.until(keys + more, "cpu", "disk")
+        client.delete(keys=keys)
+        heard.until(more, "cpu", "disk")
+        client.clear()
+        heard.until([])
+    assert heard.cleared == 1
+
+    async def hear() -> EventPage:
+        async with (
+            AsyncClient(server.address, SMALL, OPTIONS) as other,
+            aclosing(other.events()) as pages,
+        ):
+            return await anext(pages)
+
+    assert asyncio.run(hear()).cleared
+
+
+def test_who_was_away_hears_only_what_was_missed(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.server.api.service.BEAT_S", 0.1)
+    client = server.connect("grpc")
+    keys = store(client, 1, 2)
+    with following(client) as (_, heard):
+        heard.until(keys, "cpu", "disk")
+    more = store(client, 2, 1)
+    with following(client, heard.place) as (_, again):
+        again.known = heard.known  # what came while it was first told is told again
+        again.until(keys + more, "cpu", "disk")
+    assert again.cleared == 0
+    with client.events(again.place) as pages:
+        assert next(pages).place == again.place  # of a page that only says that the node lives
+
+
+def test_a_restart_clears_what_was_known_and_a_new_session_is_made_for_it(tmp_path: Path) -> None:
+    first = LocalServer(tmp_path, "--tiers", "cpu")
+    with Client(first.address, SMALL, replace(OPTIONS, retry_after_ms=1)) as client:
+        with following(client) as (stream, heard):
+            heard.until(store(client, 1, 2), "cpu")
+            first.close()
+            with pytest.raises(KVStoreError):
+                for _ in stream:
+                    pass
+        second = LocalServer(tmp_path, "--tiers", "cpu", "--listen", first.address)
+        try:
+            assert eventually(lambda: is_reached(client))
+            with following(client, heard.place) as (_, again):
+                again.until([])
+                again.until(store(client, 3, 1), "cpu")
+            assert again.cleared == 1
+            assert heard.place is not None
+            assert again.place is not None
+            assert heard.place.boot_id != again.place.boot_id
+        finally:
+            client.close()
+            second.close()
+
+
+def test_readers_have_limits_and_leave_their_seats(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = server.connect("grpc")
+    streams = [client.events() for _ in range(EVENT_READERS_PER_TENANT)]
+    for stream in streams:
+        next(stream)
+    with client.events() as more, pytest.raises(QuotaExceededError, match="tenant 'default'"):
+        next(more)
+    for stream in streams:
+        stream.close()
+
+    def may_read() -> bool:
+        with client.events() as pages:
+            try:
+                return next(pages).cleared
+            except QuotaExceededError:
+                return False
+
+    assert eventually(may_read)
+    monkeypatch.setattr("kvstore.server.api.service.EVENT_READERS", 0)
+    assert eventually(lambda: not may_read())
+    assert EVENT_READERS > EVENT_READERS_PER_TENANT
+    assert client.status().version
+
+
+def test_tenants_hear_of_their_own_chunks_and_admins_of_all(
+    make_server: ServerMaker, tmp_path: Path
+) -> None:
+    ring = KeyRing(tmp_path / "keys")
+    proofs = [
+        ring.make("acme"),
+        ring.make("zeta"),
+        ring.make("ops", "admin"),
+        ring.make("w", "write"),
+    ]
+    server = make_server("--auth-keys", str(ring.path), "--tiers", "cpu")
+
+    def connect(proof: str) -> Client:
+        return server.connect(options=replace(OPTIONS, access=Access(token=proof)))
+
+    acme, zeta, admin, writer = map(connect, proofs)
+    ours, theirs = store(acme, 1, 2), store(zeta, 1, 2)
+    assert set(ours).isdisjoint(theirs)
+    for client, keys in ((acme, ours), (zeta, theirs)):
+        with following(client) as (_, heard):
+            heard.until(keys, "cpu")
+    with writer.events() as pages, pytest.raises(PermissionDeniedError, match="Events"):
+        next(pages)
+    session = zeta._link.connected().session.terms.session_id
+    for caller, request, refusal in (
+        (acme, pb.EventsRequest(session_id=session), LeaseExpiredError),
+        (acme, pb.EventsRequest(), PermissionDeniedError),
+    ):
+        with pytest.raises(refusal):
+            next(caller._link.connection.stream("Events", request, DEADLINE_MS))
+    all_of_it = admin._link.connection.stream("Events", pb.EventsRequest(), DEADLINE_MS)
+    page = page_from_message(next(all_of_it))
+    all_of_it.close()
+    assert {event.key for event in page.events} == {*ours, *theirs}
+
+
+def test_a_revoked_reader_hears_no_more_with_a_session_or_without(
+    make_server: ServerMaker, tmp_path: Path
+) -> None:
+    ring = KeyRing(tmp_path / "keys")
+    proofs = ring.make("acme"), ring.make("ops", "admin")
+    server = make_server("--auth-keys", str(ring.path), "--tiers", "cpu")
+    acme, ops = (
+        server.connect(options=replace(OPTIONS, access=Access(token=proof))) for proof in proofs
+    )
+    messages = ops._link.connection.stream("Events", pb.EventsRequest(), DEADLINE_MS)
+    with acme.events() as pages:
+        assert next(pages).cleared
+        assert next(messages).cleared
+        for proof, stream, error in (
+            (proofs[0], pages, KVStoreError),
+            (proofs[1], messages, UnauthenticatedError),
+        ):
+            ring.revoke(proof)
+            with pytest.raises(error):
+                for _ in stream:
+                    pass
+
+
+def test_a_server_without_events_says_so_and_events_that_make_no_sense_are_refused(
+    make_server: ServerMaker,
+) -> None:
+    for key, parent in [(b"short", b""), (bytes(32), b"x")]:
+        message = pb.EventsResponse(events=[pb.ChunkEvent(key=key, parent=parent)])
+        with pytest.raises(InvalidRequestError, match="make no sense"):
+            page_from_message(message)
+    client = make_server("--limits", "events_kept=0").connect("grpc")
+    with client.events() as pages, pytest.raises(InvalidRequestError, match="keeps no events"):
+        next(pages)

@@ -1,37 +1,46 @@
-"""Tracing: whose spans are whose, what is in them, and that nothing is paid for none."""
+"""Tracing, request ids, recordings of requests, and metrics."""
 
 from __future__ import annotations
 
-import logging
+import json
+import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import grpc
 import pytest
-from conftest import ServerMaker
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from blake3 import blake3
+from conftest import ProcessMaker, ServerMaker
 from helpers.credentials import KeyRing
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import assert_reads, keys_of, store, tokens
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from structlog.testing import capture_logs
+from simulation.clock import FakeClock
 
 from kvstore.client import Access, ClientOptions
-from kvstore.client.connection import traced
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc
-from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError
-from kvstore.proto.types import DIGEST_BYTES
+from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError, PermissionDeniedError
+from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES, ChunkKey
 from kvstore.server import node
 from kvstore.server.settings.settings import load_config
+from kvstore.server.telemetry import request_trace
 from kvstore.server.telemetry import tracing as module
-from kvstore.server.telemetry.tracing import HEADER, Tracing, open_tracing
+from kvstore.server.telemetry.metrics import Counters, Gauge
+from kvstore.server.telemetry.request_trace import IDLE_S, NAME_BYTES, RequestLog, check_local
+from kvstore.server.telemetry.tracing import (
+    HEADER,
+    MAX_ID_CHARS,
+    RequestId,
+    Tracing,
+    open_tracing,
+)
+from kvstore.server.web.gauges import MetricsText
 
 SERVICE = "kvstore.v1.KVStore"
 
@@ -158,29 +167,6 @@ def test_the_callers_trace_goes_on_in_the_server(
     assert parent(traces.one(f"{SERVICE}/Lookup")) is None
 
 
-def test_a_caller_that_does_not_trace_sends_what_it_always_sent(provider: TracerProvider) -> None:
-    own = (("authorization", "Bearer x"),)
-    assert traced(None) is None
-    assert traced(own) is own
-    with provider.get_tracer("engine").start_as_current_span("prefill") as span:
-        context = span.get_span_context()
-        text = f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
-        assert traced(own) == (*own, ("traceparent", text))
-        assert traced(None) == (("traceparent", text),)
-
-
-def test_a_trace_that_makes_no_sense_is_not_gone_on_with(
-    traces: Traces, server: LocalServer
-) -> None:
-    for header in ["", "nonsense", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", b"\xff"]:
-        name = "traceparent-bin" if isinstance(header, bytes) else "traceparent"
-        with grpc.insecure_channel(server.address) as channel:
-            stub = kvstore_pb2_grpc.KVStoreStub(channel)
-            stub.Status(pb.StatusRequest(), metadata=((name, header),), timeout=20)
-        assert parent(traces.one(f"{SERVICE}/Status")) is None
-        traces.forget()
-
-
 def test_a_refused_call_says_by_which_error_and_not_why(
     traces: Traces, server: LocalServer
 ) -> None:
@@ -194,19 +180,6 @@ def test_a_refused_call_says_by_which_error_and_not_why(
     assert not span.status.is_ok
     assert "session_id" not in span.to_json()
     assert span.events == ()
-
-
-def test_a_refusal_without_trailers_goes_out_as_it_does_untraced(
-    traces: Traces, server: LocalServer
-) -> None:
-    with grpc.insecure_channel(server.address) as channel:
-        request = health_pb2.HealthCheckRequest(service="unknown")
-        with pytest.raises(grpc.RpcError) as caught:
-            health_pb2_grpc.HealthStub(channel).Check(request, timeout=20)
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-    assert not caught.value.details()
-    (span,) = traces.all()
-    assert (span.attributes or {})["kvstore.error"] == "NOT_FOUND"
 
 
 def test_no_span_has_a_token_a_prompt_a_key_or_a_salt(
@@ -229,17 +202,6 @@ def test_no_span_has_a_token_a_prompt_a_key_or_a_salt(
     hidden = [proof, proof[17:], "canary", prompt, *(key[DIGEST_BYTES:].hex() for key in keys)]
     assert f"{SERVICE}/Put" in written
     assert [one for one in hidden if one in written] == []
-
-
-def test_the_request_id_is_in_the_span(traces: Traces, server: LocalServer) -> None:
-    with grpc.insecure_channel(server.address) as channel:
-        stub = kvstore_pb2_grpc.KVStoreStub(channel)
-        stub.Status(pb.StatusRequest(), metadata=((HEADER, "abc-1"),), timeout=20)
-    span = traces.one(f"{SERVICE}/Status")
-    assert (span.attributes or {})["kvstore.request_id"] == "abc-1"
-
-
-# --- when it is off
 
 
 def test_a_server_without_an_endpoint_or_a_gpu_loads_neither_opentelemetry_nor_torch() -> None:
@@ -270,35 +232,6 @@ def test_a_collector_that_is_not_there_costs_no_call_and_no_stop(
     assert server.stop()
 
 
-def test_what_waits_at_the_end_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A collector that never answers would otherwise be waited for once a batch."""
-    sent: list[int] = []
-
-    def export(_: object, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        sent.append(len(spans))
-        return SpanExportResult.SUCCESS
-
-    monkeypatch.setattr(OTLPSpanExporter, "export", export)
-    tracing = open_tracing("http://127.0.0.1:1", 1.0)
-    assert tracing is not None
-    for _ in range(1000):
-        tracing._tracer.start_span("call").end()
-    tracing.close()
-    assert sent == [1000]
-
-
-def test_what_opentelemetry_says_is_a_line_of_the_servers_log(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    tracing = open_tracing("http://127.0.0.1:1", 1.0)
-    assert tracing is not None
-    with closing(tracing), capture_logs() as lines:
-        logging.getLogger("opentelemetry.exporter").warning("the collector is away")
-    said = {"event": "tracing", "reason": "the collector is away", "log_level": "warning"}
-    assert said in lines
-    assert "away" not in capfd.readouterr().err
-
-
 def test_an_endpoint_that_is_none_is_refused() -> None:
     for url in ["127.0.0.1:4317", "ftp://h:1", "http://h", "http://h:1/path", "http://u:p@h:1"]:
         with pytest.raises(InvalidRequestError, match="tracing"):
@@ -311,3 +244,197 @@ def test_without_opentelemetry_the_start_says_what_to_install(
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
     with pytest.raises(InvalidRequestError, match=r"kvstore-server\[tracing\]"):
         open_tracing("http://127.0.0.1:1", 1.0)
+
+
+MADE_UP = re.compile(r"[0-9a-f]{16}")
+
+
+def test_an_id_that_would_spoil_the_log_is_not_taken() -> None:
+    for given in ["", "a\nb", "é", "x" * (MAX_ID_CHARS + 1), b"bytes"]:
+        assert MADE_UP.fullmatch(str(RequestId(1, partial(tuple, ((HEADER, given),)))))
+
+
+def test_every_line_of_a_servers_log_is_json_and_refusals_have_their_ids(
+    server_process: ProcessMaker,
+) -> None:
+    server = server_process("--log-format", "json", "--log-level", "info", "--tiers", "cpu")
+    server.start()
+    with grpc.insecure_channel(server.address) as channel:
+        stub = kvstore_pb2_grpc.KVStoreStub(channel)
+        for metadata in (((HEADER, "from-the-caller"),), ()):
+            with pytest.raises(grpc.RpcError):
+                stub.Lookup(pb.LookupRequest(session_id=7), metadata=metadata, timeout=20)
+            with pytest.raises(grpc.RpcError):
+                list(stub.Get(pb.GetRequest(session_id=7), metadata=metadata, timeout=20))
+        with pytest.raises(grpc.RpcError):
+            stub.OpenSession(pb.OpenSessionRequest(client="x" * 200), timeout=20)
+    assert server.terminate() == 0
+    lines = [json.loads(text) for text in server.errors.splitlines()]
+    refused = [one for one in lines if one["event"] == "refused"]
+    ids = [one["request_id"] for one in refused]
+    assert ids[:2] == ["from-the-caller"] * 2
+    assert all(MADE_UP.fullmatch(one) for one in ids[2:])
+    assert len(set(ids[2:])) == len(ids) - 2 == 3
+
+
+def key(number: int) -> ChunkKey:
+    return ChunkKey(number.to_bytes(KEY_BYTES, "big"))
+
+
+def chain(*numbers: int) -> list[ChunkKey]:
+    return [key(number) for number in numbers]
+
+
+def names(text: bytes) -> list[bytes]:
+    return [text[at : at + NAME_BYTES] for at in range(0, len(text), NAME_BYTES)]
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def recorder(clock: FakeClock) -> RequestLog:
+    return RequestLog(clock)
+
+
+def test_nothing_is_kept_before_somebody_reads_and_a_second_reader_joins(
+    recorder: RequestLog,
+) -> None:
+    recorder.note(chain(1, 2), 0, 0)
+    first = recorder.read(0, 0)
+    assert (first.lookups, first.last, first.lost) == ([], 0, 0)
+    assert first.recording
+    recorder.note(chain(1), 0, 0)
+    second = recorder.read(0, 0)
+    assert (second.recording, second.last) == (first.recording, 1)
+    recorder.note(chain(2), 0, 0)
+    assert len(recorder.read(second.recording, second.last).lookups) == 1
+    page = recorder.read(first.recording, 1 << 40)  # what never was
+    assert (page.lookups, page.last, page.lost) == ([], 2, 0)
+
+
+def test_lookups_are_read_once_in_order_with_times_of_their_own(
+    recorder: RequestLog, clock: FakeClock
+) -> None:
+    recording = recorder.read(0, 0).recording
+    clock.advance(1.5)
+    recorder.note(chain(1, 2), 1, 500)
+    clock.advance(1.0)
+    recorder.note([], 0, 0)
+    page = recorder.read(recording, 0)
+    assert [(one.at_s, len(one.names), one.ready, one.tokens) for one in page.lookups] == [
+        (1.5, 16, 1, 500),
+        (2.5, 0, 0, 0),
+    ]
+    assert (page.last, page.lost) == (2, 0)
+    assert recorder.read(recording, page.last).lookups == []
+    recorder.note(chain(3), 0, 0)
+    later = recorder.read(recording, page.last)
+    assert (len(later.lookups), later.last) == (1, 3)
+
+
+def test_equal_chunks_have_equal_names_in_a_recording_and_others_in_the_next(
+    recorder: RequestLog, clock: FakeClock
+) -> None:
+    seen = []
+    for _ in range(2):
+        recording = recorder.read(0, 0).recording
+        recorder.note(chain(1, 2), 0, 0)
+        recorder.note(chain(1, 3), 0, 0)
+        one, other = (names(x.names) for x in recorder.read(recording, 0).lookups)
+        assert one[0] == other[0]
+        assert one[1] != other[1]
+        seen.append(one[0])
+        clock.advance(IDLE_S + 1)
+    assert seen[0] != seen[1]
+    assert blake3(key(1)).digest(NAME_BYTES) not in seen
+    assert key(1)[-NAME_BYTES:] not in seen
+
+
+def test_a_recording_that_nobody_reads_ends_and_leaves_nothing(
+    recorder: RequestLog, clock: FakeClock
+) -> None:
+    recording = recorder.read(0, 0).recording
+    recorder.note(chain(1), 0, 0)
+    for _ in range(2):
+        clock.advance(IDLE_S)
+        assert len(recorder.read(recording, 0).lookups) == 1, "somebody reads it"
+    clock.advance(IDLE_S + 1)
+    recorder.note(chain(2), 0, 0)
+    assert recorder._recording is None
+    with pytest.raises(InvalidRequestError, match="begin another"):
+        recorder.read(recording, 0)
+
+
+def test_it_keeps_no_more_than_its_limits_and_says_what_was_lost(
+    recorder: RequestLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_trace, "LOG_LOOKUPS", 10)
+    monkeypatch.setattr(request_trace, "LOG_CHUNKS", 25)
+    recording = recorder.read(0, 0).recording
+    for number in range(30):
+        recorder.note(chain(number), 0, 0)
+    page = recorder.read(recording, 5)
+    assert (len(page.lookups), page.last, page.lost) == (10, 30, 15)
+    for number in range(3):
+        recorder.note(chain(*range(number, number + 10)), 0, 0)
+    page = recorder.read(recording, 30)
+    assert (len(page.lookups), page.last, page.lost) == (2, 33, 1)
+
+
+def test_pages_are_cut_and_go_on_where_they_ended(
+    recorder: RequestLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_trace, "PAGE_LOOKUPS", 4)
+    monkeypatch.setattr(request_trace, "PAGE_CHUNKS", 6)
+    recording, after, sizes = recorder.read(0, 0).recording, 0, []
+    for number in range(7):
+        recorder.note(chain(number, 100), 0, 0)
+    recorder.note(chain(*range(9)), 0, 0)
+    for _ in range(5):
+        page = recorder.read(recording, after)
+        sizes.append(len(page.lookups))
+        after = page.last
+    assert sizes == [3, 3, 1, 1, 0]
+    assert after == 8
+
+
+def test_callers_on_the_host_may_read_and_no_others() -> None:
+    for peer in ["unix:", "unix:/run/s", "ipv4:127.0.0.1:5", "ipv6:%5B::1%5D:5"]:
+        check_local(peer)
+    for peer in ["", "ipv4:10.0.0.7:5", "ipv6:%5B2001:db8::1%5D:5", "x:127.0.0.1"]:
+        with pytest.raises(PermissionDeniedError, match="own host"):
+            check_local(peer)
+
+
+GAUGES: list[Gauge] = [
+    ("sessions", "open sessions", "", 3.0),
+    ("tier_used_bytes", "bytes taken", "cpu", 4096.0),
+    ("tier_used_bytes", "bytes taken", "disk", 12.0),
+]
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters()
+
+
+def scrape(counters: Counters) -> list[str]:
+    return MetricsText(counters, lambda: GAUGES, ("cpu", "disk")).text().decode().splitlines()
+
+
+def test_counters_and_gauges_are_served_as_they_stand(counters: Counters) -> None:
+    counters.add("get_bytes", 7)
+    counters.note_move("disk", "cpu", 40)
+    counters.note_call("Get", 0.003)
+    lines = scrape(counters)
+    assert "kvstore_get_bytes_total 7.0" in lines
+    assert "kvstore_sessions 3.0" in lines
+    assert 'kvstore_tier_used_bytes{tier="cpu"} 4096.0' in lines
+    assert 'kvstore_tier_used_bytes{tier="disk"} 12.0' in lines
+    assert 'kvstore_flow_bytes_total{source="disk",target="cpu"} 40.0' in lines
+    assert 'kvstore_call_seconds_bucket{le="0.002",method="Get"} 0.0' in lines
+    assert 'kvstore_call_seconds_bucket{le="0.005",method="Get"} 1.0' in lines
+    assert 'kvstore_call_seconds_sum{method="Get"} 0.003' in lines

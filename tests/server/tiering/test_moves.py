@@ -1,26 +1,31 @@
-"""Moves: copies down and up, and media that misbehave."""
+"""Copies down and up, room that is won by evicting, and media that misbehave."""
 
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from simulation.clock import FakeClock
 from simulation.core import BREAKER_RETRY_S, TOKENS, Core, frames_of, keys_of, prompt
-from simulation.tiers import SimDisk, SimRedis
+from simulation.tiers import GatedDisk, SimDisk, SimRedis
 from simulation.universe import Version, make_template
 
 from kvstore.codecs.base import REMOVED, codec_by_name
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     ChunkCorruptError,
+    InvalidRequestError,
     TierFullError,
     TierUnavailableError,
 )
-from kvstore.proto.frame import FrameWriter, check_frame, parse_header
+from kvstore.proto.frame import NO_ASSET, FrameWriter, check_frame, parse_header
 from kvstore.proto.keys import tokens_le32
-from kvstore.proto.types import ROOT, Accuracy, ChunkInfo
+from kvstore.proto.types import ROOT, Accuracy, ChunkInfo, PutOutcome
+from kvstore.server.store.reservations import PutResult
+from kvstore.server.tiering.tier_slot import SpaceRequest
+from kvstore.tiers.base import DEFAULT_TENANT
 
 
 def load(core: Core, version: Version, tier: str = "disk") -> object:
@@ -43,9 +48,6 @@ def write_on(disk: SimDisk | SimRedis, info: ChunkInfo, frame: Bytes) -> None:
     assert disk.seal(reservation)
 
 
-# --- copies down
-
-
 def test_a_copy_is_transcoded_to_the_codec_of_its_slot(disk: SimDisk) -> None:
     with closing(Core([disk], codec="lossless")) as core:
         session = core.open_session()
@@ -58,17 +60,6 @@ def test_a_copy_is_transcoded_to_the_codec_of_its_slot(disk: SimDisk) -> None:
             assert stored.size_bytes < version.info.size_bytes
             drop_from_cpu(core, version)
         assert core.get(session, keys_of(versions)) == frames_of(versions)
-
-
-def test_a_copy_of_what_is_gone_or_there_already_does_nothing(core: Core, disk: SimDisk) -> None:
-    session = core.open_session()
-    here, gone = prompt(2)
-    core.put(session, [here])
-    assert [core.copy_down(here), core.copy_down(here), core.copy_down(gone)] == [
-        True, True, False,
-    ]  # fmt: skip
-    assert core.counters["copied_chunks"] == disk.stats().chunks == 1
-    assert core.catalog.leases.pins.total() == 0
 
 
 @pytest.mark.parametrize("verb", ["reserve", "write", "seal"])
@@ -115,9 +106,6 @@ def test_a_chunk_that_goes_bad_in_memory_is_not_copied_but_dropped(
     assert core.put(session, [version])[0].reason == ""
     assert core.copy_down(version) is True
     assert core.get(session, keys_of([version])) == frames_of([version])
-
-
-# --- orphans
 
 
 def test_what_a_medium_does_not_delete_is_deleted_before_the_next_copy(
@@ -195,19 +183,14 @@ def test_what_another_node_sealed_first_is_taken_for_our_copy(redis: SimRedis) -
         assert core.get(session, keys_of([version])) == frames_of([version])
 
 
-# --- loads
-
-
-def test_a_load_promotes_and_keeps_the_lower_copy(core: Core) -> None:
-    session = core.open_session()
-    (version,) = prompt(1)
-    core.put(session, [version])
-    core.copy_down(version)
-    drop_from_cpu(core, version)
-    assert [load(core, version), load(core, version)] == [True, True]
-    assert core.tiers_of(version) == ["cpu", "disk"]
-    assert core.counters["promoted_chunks"] == 1
-    assert core.cpu.stats().reservations == core.catalog.leases.pins.total() == 0
+def unreadable(codec_id: int, asset: bytes = NO_ASSET) -> tuple[ChunkInfo, Bytes]:
+    """The first chunk of a prompt in a frame with right checksums over what no codec reads."""
+    frame = np.zeros(4_000, np.uint8)
+    writer = FrameWriter(make_template("red", ROOT, tokens_le32([1000] * TOKENS)), frame)
+    writer.reserve(50)[:] = 0xAA
+    writer.commit(50)
+    info = writer.finish(codec_id, 1, Accuracy.exact, asset=asset).info()
+    return info, frame[: info.size_bytes]
 
 
 def on_disk_only(core: Core) -> Version:
@@ -229,40 +212,12 @@ def test_a_damaged_copy_is_quarantined_and_leaves_no_room_taken(core: Core, disk
     assert core.counters["corrupt_chunks"] == 1
 
 
-def test_a_lost_copy_is_forgotten_and_leaves_no_room_taken(core: Core, disk: SimDisk) -> None:
-    version = on_disk_only(core)
-    disk.lose(version.info.key)
-    assert load(core, version) is False
-    assert core.tiers_of(version) == []
-    assert core.cpu.stats().used_bytes == 0
-    assert core.counters["lost_chunks"] == 1
-
-
-def test_a_medium_that_does_not_answer_keeps_its_copy_and_our_room_is_free(
-    core: Core, disk: SimDisk
-) -> None:
-    version = on_disk_only(core)
-    disk.faults.fail = 1.0
-    with pytest.raises(TierUnavailableError):
-        load(core, version)
-    assert core.tiers_of(version) == ["disk"]
-    assert core.cpu.stats().used_bytes == core.catalog.leases.pins.total() == 0
-    disk.faults.end()
-    assert load(core, version) is True
-
-
 def test_right_checksums_over_what_its_codec_cannot_read_are_damage_all_the_same(
     core: Core, disk: SimDisk
 ) -> None:
     version = on_disk_only(core)
-    template = make_template("red", ROOT, tokens_le32([1000] * TOKENS))
-    assert template.key == version.info.key
-    frame = np.zeros(4_000, np.uint8)
-    writer = FrameWriter(template, frame)
-    writer.reserve(50)[:] = 0xAA
-    writer.commit(50)
-    info = writer.finish(codec_by_name("lossless").codec_id, 1, Accuracy.exact).info()
-    frame = frame[: info.size_bytes]
+    info, frame = unreadable(codec_by_name("lossless").codec_id)
+    assert info.key == version.info.key
     assert check_frame(frame, info.key).info() == info
     core.catalog.forget("disk", info.key)
     write_on(disk, info, frame)
@@ -277,15 +232,10 @@ def test_right_checksums_over_what_its_codec_cannot_read_are_damage_all_the_same
 def test_a_shared_copy_that_only_others_can_read_is_left_to_them(redis: SimRedis) -> None:
     """Another server has tables that this one has not; it may yet use what it wrote."""
     with closing(Core([redis], clock=FakeClock())) as core:
-        (version,) = prompt(1)
-        frame = np.zeros(4_000, np.uint8)
-        writer = FrameWriter(make_template("red", ROOT, tokens_le32([1000] * TOKENS)), frame)
-        writer.reserve(50)[:] = 0xAA
-        writer.commit(50)
-        codec = codec_by_name("cachegen")
-        info = writer.finish(codec.codec_id, 1, Accuracy.exact, asset=b"not known here..").info()
-        write_on(redis, info, frame[: info.size_bytes])
+        info, frame = unreadable(codec_by_name("cachegen").codec_id, b"not known here..")
+        write_on(redis, info, frame)
         core.catalog.note_sealed("redis", info)
+        (version,) = prompt(1)
         with pytest.raises(ChunkCorruptError):
             load(core, version, "redis")
         core.settle()
@@ -297,14 +247,10 @@ def test_a_shared_copy_that_only_others_can_read_is_left_to_them(redis: SimRedis
 def test_a_stored_frame_of_a_removed_codec_is_a_miss_that_says_so(
     core: Core, disk: SimDisk
 ) -> None:
+    (version,) = prompt(1)
     for count, codec_id in enumerate(REMOVED, 1):
-        (version,) = prompt(1)
-        frame = np.zeros(4_000, np.uint8)
-        writer = FrameWriter(make_template("red", ROOT, tokens_le32([1000] * TOKENS)), frame)
-        writer.reserve(50)[:] = 0xAA
-        writer.commit(50)
-        info = writer.finish(codec_id, 1, Accuracy.exact).info()
-        write_on(disk, info, frame[: info.size_bytes])
+        info, frame = unreadable(codec_id)
+        write_on(disk, info, frame)
         core.catalog.note_sealed("disk", info)
         with pytest.raises(ChunkCorruptError):
             load(core, version)
@@ -353,3 +299,78 @@ def test_a_load_into_memory_full_of_leases_is_refused_by_the_tier(core: Core) ->
     with pytest.raises(TierFullError):
         load(core, version)
     assert core.catalog.leases.pins.total() == 12
+
+
+def test_an_evicted_chunk_goes_to_the_next_lower_tier_and_comes_back_the_same(
+    core: Core, disk: SimDisk
+) -> None:
+    session = core.open_session()
+    versions = prompt(30)
+    core.put(session, versions)
+    evicted = [version for version in versions if core.tiers_of(version) == ["disk"]]
+    assert len(evicted) == disk.stats().chunks == 30 - core.cpu.stats().chunks
+    assert core.get(session, keys_of(versions)) == frames_of(versions)
+    with closing(Core()) as alone:  # without a lower tier they are dropped, and counted
+        alone.put(alone.open_session(), versions)
+        kept = alone.cpu.stats().chunks
+        assert alone.counters["dropped_victims"] == alone.counters["evicted_chunks"] == 30 - kept
+        assert len(alone.catalog) == kept
+
+
+def test_a_victim_that_lies_lower_already_is_not_copied_again(core: Core, disk: SimDisk) -> None:
+    session = core.open_session()
+    versions = prompt(12)
+    core.put(session, versions)
+    for version in versions:
+        core.copy_down(version)
+    core.put(session, prompt(4, seed=1))
+    assert core.counters["evicted_chunks"] == 4
+    assert core.counters["copied_chunks"] == 12
+    assert disk.stats().chunks == 12
+
+
+def test_scattered_room_is_won_by_emptying_one_slab() -> None:
+    """Chunks in the order of use lie in eight slabs in turn: freeing them one by one empties
+    a slab only when nearly all are gone.
+    """
+    with closing(Core(slabs=8, clock=FakeClock())) as core:
+        session = core.open_session()
+        small = [prompt(1, seed=seed, tokens=40)[0] for seed in range(32)]
+        core.put(session, small)
+        assert core.cpu.stats().chunks == 32
+        for at in range(4):
+            for version in small[at::4]:
+                core.store.lookup(session, [version.info.key], core.later(), lease=False)
+        (large,) = prompt(1, seed=99, tokens=200)
+        assert core.put(session, [large])[0].reason == ""
+        assert core.counters["evicted_chunks"] <= 20
+        assert core.get(session, keys_of([large])) == frames_of([large])
+
+
+def test_a_frame_larger_than_the_tier_is_refused_before_anything_is_evicted(core: Core) -> None:
+    session = core.open_session()
+    (version,) = prompt(1)
+    core.put(session, [version])
+    info = replace(version.info, size_bytes=core.cpu.max_frame_bytes + 1)
+    request = SpaceRequest(info, DEFAULT_TENANT, core.later())
+    with pytest.raises(InvalidRequestError, match=r"frame_bytes=\d+: tier 'cpu' takes"):
+        core.moves.eviction.reserve(core.moves.tiers.cpu, request)
+    assert core.tiers_of(version) == ["cpu"]
+
+
+def test_a_demotion_that_takes_too_long_refuses_the_put_and_loses_nothing(
+    gated: GatedDisk,
+) -> None:
+    with closing(Core([gated], workers=1)) as core:
+        session = core.open_session()
+        versions = prompt(12)
+        core.put(session, versions)
+        gated.shut()
+        (late,) = prompt(1, seed=1)
+        begun = core.store.writes.begin_all(session, [late.info], core.later(0.01))[0]
+        assert isinstance(begun, PutResult)
+        assert begun.outcome is PutOutcome.refused
+        assert core.cpu.stats().chunks == 12
+        gated.gate.set()
+        assert core.get(session, keys_of(versions)) == frames_of(versions)
+        assert core.put(session, [late])[0].outcome is PutOutcome.stored

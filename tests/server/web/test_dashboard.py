@@ -11,7 +11,6 @@ import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,6 @@ from helpers.trust_world import World
 
 from kvstore.server.security.authenticator import Authenticator
 from kvstore.server.telemetry.metrics import (
-    BOUNDS_S,
     MAX_TENANTS,
     OTHERS,
     Counters,
@@ -63,9 +61,6 @@ def served(make_server: ServerMaker) -> LocalServer:
     return make_server("--http", "127.0.0.1:0")
 
 
-# --- what it says
-
-
 def test_the_page_has_what_the_server_did(served: LocalServer) -> None:
     client = served.connect("grpc")
     keys = store(client, 1, 6)
@@ -92,7 +87,7 @@ def test_the_page_has_what_the_server_did(served: LocalServer) -> None:
 
 def test_all_that_the_page_loads_is_its_own_and_small(served: LocalServer) -> None:
     store(served.connect("grpc"), 1, 40)
-    body = ask(served, "/")[1]
+    _, body, headers = ask(served, "/")
     size = len(ask(served, "/data")[1]) + sum(len(data) for _, data in MEDIA.values())
     assert size <= MAX_PAGE_BYTES
     for part in (
@@ -103,24 +98,16 @@ def test_all_that_the_page_loads_is_its_own_and_small(served: LocalServer) -> No
         assert "innerHTML" not in part
         assert "outerHTML" not in part
     for name, (media_type, data) in MEDIA.items():
-        status, got, headers = ask(served, f"/{name}")
+        status, got, said = ask(served, f"/{name}")
         assert (status, got.encode()) == (200, data)
-        assert headers["Content-Type"].startswith(media_type)
+        assert said["Content-Type"].startswith(media_type)
     assert "style=" not in body, "the policy allows none"
-    assert ask(served, "/nothing")[0] == 404
-    assert ask(served, "/", method="POST")[0] == 405
-
-
-def test_headers_let_nothing_else_in(served: LocalServer) -> None:
-    headers = ask(served, "/")[2]
     policy = headers["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")
     assert "unsafe" not in policy
-    assert headers["X-Content-Type-Options"] == "nosniff"
-    assert headers["Cache-Control"] == "no-store"
-
-
-# --- events
+    assert (headers["X-Content-Type-Options"], headers["Cache-Control"]) == ("nosniff", "no-store")
+    assert ask(served, "/nothing")[0] == 404
+    assert ask(served, "/", method="POST")[0] == 405
 
 
 class Events:
@@ -146,39 +133,6 @@ class Events:
         self.connection.close()
 
 
-def test_events_bring_what_changed_and_readers_share_one_look(
-    served: LocalServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    readers = [Events(served) for _ in range(3)]
-    try:
-        first = [reader.next() for reader in readers]
-        assert first[0] == first[1] == first[2]
-        client = served.connect("grpc")
-        client.lookup(keys=store(client, 1, 5))
-
-        def chunks() -> bool:
-            parts = readers[0].next()
-            assert parts is not None
-            return bool(parts["chunks"] == 5)
-
-        assert any(chunks() for _ in range(5))
-    finally:
-        for reader in readers:
-            reader.close()
-
-
-def test_a_server_that_stops_ends_its_readers_without_a_word(
-    served: LocalServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    reader = Events(served)
-    assert reader.next() is not None
-    served.stop()
-    while reader.next() is not None:
-        continue
-    reader.close()
-    assert [record for record in caplog.records if record.name.startswith("uvicorn")] == []
-
-
 def test_readers_are_bounded_and_room_comes_back(served: LocalServer) -> None:
     readers = [Events(served) for _ in range(MAX_READERS)]
     assert all(reader.next() for reader in readers)
@@ -199,29 +153,12 @@ def test_readers_are_bounded_and_room_comes_back(served: LocalServer) -> None:
 
 
 def test_connections_are_bounded(served: LocalServer) -> None:
-    assert served.node.http_port is not None
-    idle = [
-        socket.create_connection(("127.0.0.1", served.node.http_port), WAIT_S)
-        for _ in range(MAX_CONNECTIONS)
-    ]
-    try:
+    with ExitStack() as stack:
+        for _ in range(MAX_CONNECTIONS):
+            place = ("127.0.0.1", served.node.http_port)
+            stack.enter_context(socket.create_connection(place, WAIT_S))
         assert eventually(lambda: ask(served, "/metrics")[0] == 503)
-    finally:
-        for one in idle:
-            one.close()
     assert eventually(lambda: ask(served, "/metrics")[0] == 200)
-
-
-def test_a_connection_that_asks_for_nothing_ends(
-    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_server, "SILENT_S", 0.2)
-    server = make_server("--http", "127.0.0.1:0", "--cpu", "16MiB")
-    assert server.node.http_port is not None
-    place = ("127.0.0.1", server.node.http_port)
-    with suppress(ConnectionError), socket.create_connection(place, WAIT_S) as silent:
-        assert silent.recv(1) == b""
-    assert ask(server, "/metrics")[0] == 200
 
 
 def test_a_second_request_that_does_not_end_is_not_waited_for(
@@ -232,6 +169,9 @@ def test_a_second_request_that_does_not_end_is_not_waited_for(
     port = server.node.http_port
     assert port is not None
     with ExitStack() as stack:
+        silent = stack.enter_context(socket.create_connection(("127.0.0.1", port), WAIT_S))
+        with suppress(ConnectionError):  # who asks for nothing is hung up on
+            assert silent.recv(1) == b""
         links = []
         for _ in range(MAX_CONNECTIONS):
             link = stack.enter_context(socket.create_connection(("127.0.0.1", port), WAIT_S))
@@ -269,13 +209,6 @@ def _answer_from(host: str, port: int) -> bytes:
         return b""
 
 
-def test_a_header_that_does_not_end_is_refused(served: LocalServer) -> None:
-    assert served.node.http_port is not None
-    with socket.create_connection(("127.0.0.1", served.node.http_port), WAIT_S) as line:
-        line.sendall(b"GET / HTTP/1.1\r\nX: " + b"x" * 70_000)
-        assert b"400" in line.recv(100)
-
-
 def test_one_look_serves_all_who_ask_within_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[float] = []
     now = [0.0]
@@ -294,9 +227,6 @@ def test_one_look_serves_all_who_ask_within_a_second(monkeypatch: pytest.MonkeyP
 
     asyncio.run(play())
     assert looks == [0.0, EVERY_S]
-
-
-# --- to whom
 
 
 def test_pages_of_elsewhere_cannot_ask_by_a_name_that_points_here(served: LocalServer) -> None:
@@ -352,30 +282,36 @@ def test_events_end_with_the_key_that_asked_for_them(world: Callable[..., World]
     reader.close()
 
 
+def ask_tls(
+    guarded: World, path: str, headers: Mapping[str, str], cert: tuple[Path, Path] | None = None
+) -> int:
+    """Return the status over TLS; 0 where there is no connection."""
+    context = ssl.create_default_context(cafile=str(guarded.ca.path))
+    if cert:
+        context.load_cert_chain(*cert)
+    port = guarded.server.node.http_port
+    connection = http.client.HTTPSConnection("localhost", port, timeout=WAIT_S, context=context)
+    try:
+        connection.request("GET", path, headers=dict(headers))
+        return connection.getresponse().status
+    except (http.client.HTTPException, OSError):
+        return 0
+    finally:
+        connection.close()
+
+
 def test_over_tls_all_of_it_goes_to_admins_and_a_certificate_may_be_replaced(
     world: Callable[..., World],
 ) -> None:
     guarded = world("--http", "0.0.0.0:0", "--http-tls")
-    port = guarded.server.node.http_port
-
-    def get(path: str, headers: Mapping[str, str]) -> int:
-        context = ssl.create_default_context(cafile=str(guarded.ca.path))
-        connection = http.client.HTTPSConnection("localhost", port, timeout=WAIT_S, context=context)
-        try:
-            connection.request("GET", path, headers=dict(headers))
-            return connection.getresponse().status
-        except ssl.SSLError:
-            return 0
-        finally:
-            connection.close()
-
-    assert get("/", {}) == 401
-    assert get("/", basic(guarded.reader)) == 403
-    assert get("/", basic(guarded.admin)) == 200
+    assert ask_tls(guarded, "/", {}) == 401
+    assert ask_tls(guarded, "/", basic(guarded.reader)) == 403
+    admin = basic(guarded.admin)
+    assert ask_tls(guarded, "/", admin) == 200
     guarded.ca.issue("server", hosts=("elsewhere",))
-    assert eventually(lambda: get("/", basic(guarded.admin)) == 0), "the new one is of another host"
+    assert eventually(lambda: ask_tls(guarded, "/", admin) == 0), "the new one is of another host"
     guarded.ca.issue("server")
-    assert eventually(lambda: get("/", basic(guarded.admin)) == 200)
+    assert eventually(lambda: ask_tls(guarded, "/", admin) == 200)
     with pytest.raises((OSError, http.client.HTTPException)):
         ask(guarded.server, "/metrics")  # in plain text
 
@@ -389,27 +325,13 @@ def test_a_certificate_opens_the_page_and_refusals_are_written_down(
         *("--http", "0.0.0.0:0", "--http-tls", "--tls-client-ca", str(ca.path)),
         *("--audit-log", str(log)),
     )
-    port = guarded.server.node.http_port
-
-    def get(headers: Mapping[str, str], cert: Path | None = None, key: Path | None = None) -> int:
-        context = ssl.create_default_context(cafile=str(guarded.ca.path))
-        if cert is not None:
-            context.load_cert_chain(cert, key)
-        connection = http.client.HTTPSConnection("localhost", port, timeout=WAIT_S, context=context)
-        try:
-            connection.request("GET", "/", headers=dict(headers))
-            return connection.getresponse().status
-        except (ssl.SSLError, http.client.HTTPException, OSError):
-            return 0
-        finally:
-            connection.close()
-
-    assert get({}, *ca.issue("boss", tenant="ops", roles=("admin",))) == 200
-    assert get({}, *ca.issue("engine", tenant="acme")) == 403
-    assert get({}, *Authority(tmp_path, "others").issue("boss2", tenant="x", roles=("admin",))) == 0
-    assert get({}) == 401
-    assert get(basic("kvs_000000000000_wrong")) == 401
-    assert get(basic(guarded.admin)) == 200
+    other = Authority(tmp_path, "others").issue("boss2", tenant="x", roles=("admin",))
+    assert ask_tls(guarded, "/", {}, ca.issue("boss", tenant="ops", roles=("admin",))) == 200
+    assert ask_tls(guarded, "/", {}, ca.issue("engine", tenant="acme")) == 403
+    assert ask_tls(guarded, "/", {}, other) == 0
+    assert ask_tls(guarded, "/", {}) == 401
+    assert ask_tls(guarded, "/", basic("kvs_000000000000_wrong")) == 401
+    assert ask_tls(guarded, "/", basic(guarded.admin)) == 200
     guarded.close()
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     refused = [(row.get("who", ""), row["outcome"]) for row in rows if row["rpc"] == METHOD]
@@ -480,22 +402,6 @@ def _directory(me: Any, other: Any) -> Any:
     """A directory of two nodes."""
     report = SimpleNamespace(nodes=(other,), failure="")
     return SimpleNamespace(me=me, report=lambda: report)
-
-
-# --- parts
-
-
-def test_calls_are_counted_by_the_time_they_took() -> None:
-    counters = Counters()
-    for took_ms in range(1, 1001):
-        counters.note_call("/kvstore.v1.KVStore/Lookup", took_ms / 1000)
-    counters.note_call("Drain", 5.0)
-    found = counters.times()["Lookup"]
-    assert found.total_s == pytest.approx(500.5)
-    upto = dict(zip(BOUNDS_S, accumulate(found.counts), strict=False))
-    assert (upto[0.0005], upto[0.5], upto[1.0]) == (0, 500, 1000)
-    counters.note_call("Get", 1e6)
-    assert counters.times()["Get"].counts[-1] == 1
 
 
 def test_tenants_beyond_the_limit_are_counted_together() -> None:

@@ -1,14 +1,19 @@
-"""Published events: what vLLM's readers read, replays, and who may connect."""
+"""Published events: what vLLM's readers read, replays, who may connect, and how many."""
 
 from __future__ import annotations
 
+import os
+import socket
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
@@ -27,6 +32,7 @@ from kvstore.server.settings.settings import load_config
 from kvstore.server.telemetry.events import PAGE_EVENTS, Event, Page
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.web import event_publisher as module
+from kvstore.server.web import event_sockets
 from kvstore.server.web.event_publisher import (
     AllBlocksCleared,
     BlockRemoved,
@@ -36,7 +42,14 @@ from kvstore.server.web.event_publisher import (
     block_events,
     encode,
 )
-from kvstore.server.web.event_sockets import EventSockets, parse_readers
+from kvstore.server.web.event_sockets import (
+    SECRET_NAME,
+    ConnectionCap,
+    EventSockets,
+    bind_to,
+    load_key,
+    parse_readers,
+)
 
 OPTIONS = ClientOptions("grpc", chunk_tokens=16, deadline_ms=DEADLINE_MS)
 SPACE = bytes(range(DIGEST_BYTES))
@@ -52,9 +65,6 @@ def stored(number: int, tier: str = "cpu", accuracy: Accuracy = Accuracy.exact) 
     return Event(key(number), tier, 256, parent, accuracy)
 
 
-# --- words
-
-
 def test_chunks_of_a_chain_come_in_one_word_and_others_in_their_own() -> None:
     events = [stored(1), stored(2), stored(4), stored(5, "disk")]
     events += [Event(key(n), "gpu") for n in (1, 2)]
@@ -67,12 +77,9 @@ def test_chunks_of_a_chain_come_in_one_word_and_others_in_their_own() -> None:
     assert isinstance(third, BlockStored)
     assert (third.medium, third.locality, third.ownership) == ("STORAGE", "LOCAL", "kvstore")
     assert gone == BlockRemoved([key(1), key(2)], "GPU", "LOCAL", "kvstore")
-
-
-def test_a_lossy_copy_counts_as_gone_for_who_asks_for_exact() -> None:
-    assert block_events(Page([stored(1, "disk", Accuracy.bounded)], 0)) == [
-        BlockRemoved([key(1)], "STORAGE", "LOCAL", "kvstore")
-    ]
+    # A lossy copy counts as gone for who asks for exact ones.
+    (gone,) = block_events(Page([stored(1, "disk", Accuracy.bounded)], 0))
+    assert gone == BlockRemoved([key(1)], "STORAGE", "LOCAL", "kvstore")
 
 
 def test_a_batch_is_written_as_it_always_was() -> None:
@@ -83,9 +90,6 @@ def test_a_batch_is_written_as_it_always_was() -> None:
     assert encode(1_700_000_000.5, words) == GOLDEN.read_bytes()
     decoder = msgspec.msgpack.Decoder(EventBatch)
     assert decoder.decode(GOLDEN.read_bytes()) == EventBatch(1_700_000_000.5, words)
-
-
-# --- sockets
 
 
 class Sockets:
@@ -100,8 +104,8 @@ class Sockets:
         return self._made[-1]
 
     def close(self) -> None:
-        for socket in self._made:
-            socket.close(0)
+        for one in self._made:
+            one.close(0)
         self._context.term()
 
 
@@ -120,11 +124,11 @@ class Subscriber:
         self.topics: set[bytes] = set()
         self._decoder = msgspec.msgpack.Decoder(EventBatch)
         self.sub, self.replay = context.socket(zmq.SUB), context.socket(zmq.DEALER)
-        for socket, address in ((self.sub, publish), (self.replay, replay)):
+        for one, address in ((self.sub, publish), (self.replay, replay)):
             for name, value in curve.items():
-                setattr(socket, f"curve_{name}", value)
-            socket.linger = 0
-            socket.connect(address)
+                setattr(one, f"curve_{name}", value)
+            one.linger = 0
+            one.connect(address)
         self.sub.subscribe(b"kvstore@")
 
     def missed(self, number: int, within_ms: int = DEADLINE_MS) -> list[tuple[int, list[Any]]]:
@@ -204,7 +208,7 @@ def connected(context: Sockets, server: LocalServer, **curve: bytes) -> Subscrib
     return subscriber
 
 
-def test_a_subscriber_hears_what_comes_and_goes(
+def test_a_subscriber_hears_what_comes_and_goes_and_asks_again_for_what_it_missed(
     make_server: ServerMaker, context: Sockets, tmp_path: Path
 ) -> None:
     server = make_server(*published(tmp_path / "p"), "--tiers", "cpu")
@@ -218,20 +222,9 @@ def test_a_subscriber_hears_what_comes_and_goes(
     assert sorted(subscriber.heard) == list(range(len(subscriber.heard)))
     assert subscriber.topics == {b"kvstore@%016x" % client.boot_id}
     assert server.counter("event_batches") == len(subscriber.heard)
-
-
-def test_batches_that_were_missed_are_asked_for_again(
-    make_server: ServerMaker, context: Sockets, tmp_path: Path
-) -> None:
-    server = make_server(*published(tmp_path / "p"), "--tiers", "cpu")
-    client, subscriber = server.connect("grpc"), connected(context, server)
-    keys = store(client, 1, 3)
-    subscriber.hears(keys)
     lost = sorted(subscriber.heard)[1:]
-    again = subscriber.missed(lost[0])
-    assert again == [(number, subscriber.heard[number]) for number in lost]
-    assert subscriber.missed(max(lost) + 1) == []
-    assert subscriber.missed(1 << 60) == []
+    assert subscriber.missed(lost[0]) == [(number, subscriber.heard[number]) for number in lost]
+    assert subscriber.missed(max(lost) + 1) == subscriber.missed(1 << 60) == []
 
 
 def test_who_asks_for_what_is_not_kept_any_more_begins_anew(
@@ -256,19 +249,6 @@ def test_who_asks_for_what_is_not_kept_any_more_begins_anew(
     assert known_of(again) == subscriber.known()
 
 
-def test_a_publisher_that_falls_behind_tells_readers_to_begin_anew(
-    make_server: ServerMaker, context: Sockets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = make_server(*published(tmp_path / "p"), "--tiers", "cpu", "--limits", "events_kept=1")
-    client, subscriber = server.connect("grpc"), connected(context, server)
-    with monkeypatch.context() as patch:  # else it may take up one event as each comes
-        patch.setattr(publisher_of(server), "_publish", lambda: False)
-        keys = store(client, 1, 6)
-    subscriber.hears(keys)
-    assert server.counter("event_restarts") > 0
-    assert sum(words[0] == AllBlocksCleared() for words in subscriber.heard.values()) > 1
-
-
 def test_requests_that_are_none_are_counted(
     make_server: ServerMaker, context: Sockets, tmp_path: Path
 ) -> None:
@@ -280,8 +260,6 @@ def test_requests_that_are_none_are_counted(
         assert subscriber.missed(0)
         assert server.counter("event_invalid_requests") == count
 
-
-# --- readers that are slow
 
 PAGES = 150
 
@@ -360,29 +338,30 @@ def test_who_stops_reading_is_told_that_its_answer_was_cut_short(
         assert answer_of(slow) == (list(range(len(numbers), PAGES)), module.END)
 
 
-# --- who may connect
-
-
-@contextmanager
-def key_file(path: Path, *keys: bytes) -> Iterator[Path]:
+def write_keys(path: Path, *keys: bytes) -> None:
     path.write_bytes(b"; routers\n" + b"".join(key + b" ; one\n" for key in keys))
     path.chmod(0o600)
-    yield path
+
+
+@pytest.fixture
+def guarded(make_server: ServerMaker, tmp_path: Path) -> tuple[LocalServer, dict[str, bytes]]:
+    """A server that publishes to other hosts, and what its one reader proves itself with."""
+    known, secret = zmq.curve_keypair()
+    write_keys(tmp_path / "readers", known)
+    server = make_server(
+        *("--events", "127.0.0.1:0", "--events-replay", "127.0.0.1:0", "--tiers", "cpu"),
+        *("--events-readers", str(tmp_path / "readers"), "--events-keys", str(tmp_path / "keys")),
+    )
+    server_key = zmq.curve_public((tmp_path / "keys" / "server.secret").read_bytes().strip())
+    return server, {"serverkey": server_key, "publickey": known, "secretkey": secret}
 
 
 def test_beyond_this_user_only_known_keys_hear_anything(
-    make_server: ServerMaker, context: Sockets, tmp_path: Path
+    guarded: tuple[LocalServer, dict[str, bytes]], context: Sockets, tmp_path: Path
 ) -> None:
-    (known, secret), (other, other_secret) = zmq.curve_keypair(), zmq.curve_keypair()
-    with key_file(tmp_path / "readers", known) as readers:
-        server = make_server(
-            *("--events", "127.0.0.1:0", "--events-replay", "127.0.0.1:0", "--tiers", "cpu"),
-            *("--events-readers", str(readers), "--events-keys", str(tmp_path / "keys")),
-        )
-    server_key = zmq.curve_public((tmp_path / "keys" / "server.secret").read_bytes().strip())
-    ours = {"serverkey": server_key, "publickey": known, "secretkey": secret}
-    subscriber = connected(context, server, **ours)
-    assert subscriber.heard
+    server, ours = guarded
+    other, other_secret = zmq.curve_keypair()
+    assert connected(context, server, **ours).heard
     stranger = ours | {"publickey": other, "secretkey": other_secret}
     impostor = ours | {"serverkey": other}
     refused = [Subscriber(context, server, **proof) for proof in (stranger, impostor, {})]
@@ -391,24 +370,17 @@ def test_beyond_this_user_only_known_keys_hear_anything(
         one.replay.send_multipart((b"", bytes(8)))
         answers.register(one.replay, zmq.POLLIN)
     assert answers.poll(300) == []
-    with key_file(readers, known, other):
-        assert Subscriber(context, server, **stranger).missed(0)
+    write_keys(tmp_path / "readers", ours["publickey"], other)
+    assert Subscriber(context, server, **stranger).missed(0)
 
 
 def test_a_deleted_file_of_readers_lets_nobody_in_a_second_later(
-    make_server: ServerMaker, context: Sockets, tmp_path: Path
+    guarded: tuple[LocalServer, dict[str, bytes]], context: Sockets, tmp_path: Path
 ) -> None:
-    known, secret = zmq.curve_keypair()
-    with key_file(tmp_path / "readers", known) as readers:
-        server = make_server(
-            *("--events", "127.0.0.1:0", "--events-replay", "127.0.0.1:0", "--tiers", "cpu"),
-            *("--events-readers", str(readers), "--events-keys", str(tmp_path / "keys")),
-        )
-    server_key = zmq.curve_public((tmp_path / "keys" / "server.secret").read_bytes().strip())
-    ours = {"serverkey": server_key, "publickey": known, "secretkey": secret}
+    server, ours = guarded
     store(server.connect(), 1, 1)
     assert eventually(lambda: bool(Subscriber(context, server, **ours).missed(0)))
-    readers.unlink()
+    (tmp_path / "readers").unlink()
     time.sleep(1.0)  # what operations.md promises
     revoked = context.socket(zmq.DEALER)
     for name, value in ours.items():
@@ -417,8 +389,8 @@ def test_a_deleted_file_of_readers_lets_nobody_in_a_second_later(
     with suppress(zmq.Again):  # it was refused already
         revoked.send_multipart((b"", bytes(8)), zmq.NOBLOCK)
     assert not revoked.poll(500), "the first to connect after the deletion"
-    with key_file(readers, known):
-        assert Subscriber(context, server, **ours).missed(0)
+    write_keys(tmp_path / "readers", ours["publickey"])
+    assert Subscriber(context, server, **ours).missed(0)
 
 
 def test_what_would_let_others_read_is_refused(tmp_path: Path) -> None:
@@ -485,3 +457,154 @@ def test_what_is_published_has_no_token_a_prompt_or_a_salt(
     hidden = [proof.encode(), proof[17:].encode(), b"canary", salt, b"".join(ids[:4])]
     assert [one for one in hidden if one in raw] == []
     assert all(bytes(key) in raw for key in keys)
+
+
+MOST = 6
+
+
+def silent_link(address: str, stack: ExitStack) -> socket.socket:
+    """Return a connection that has nothing to say."""
+    url = urlsplit(address)
+    family = socket.AF_UNIX if url.scheme == "ipc" else socket.AF_INET
+    link = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+    link.settimeout(20)
+    link.connect(url.path if url.scheme == "ipc" else (url.hostname, url.port))
+    link.setblocking(False)
+    return link
+
+
+def is_hung_up_on(link: socket.socket) -> bool:
+    """Whether the server has ended it, behind its greeting or without one."""
+    try:
+        while link.recv(64):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+    return True
+
+
+class Router:
+    """A bound socket with a limit of ``MOST``, and what was refused."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.handshake_ivl = 0
+        self.refused = 0
+        self.cap = ConnectionCap(self.socket, MOST, self._count)
+        self.address = bind_to(self.socket, endpoint)
+
+    def _count(self) -> None:
+        self.refused += 1
+
+    def has(self, connections: int, refused: int) -> bool:
+        self.cap.hold()
+        return (len(self.cap._open), self.refused) == (connections, refused)
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture(params=["tcp", "ipc"])
+def router(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Router]:
+    one = Router("127.0.0.1:0" if request.param == "tcp" else f"ipc:{tmp_path / 'r'}")
+    yield one
+    one.close()
+
+
+def test_who_comes_beyond_the_limit_is_hung_up_on_and_room_comes_back(router: Router) -> None:
+    with ExitStack() as stack:
+        links = [silent_link(router.address, stack) for _ in range(MOST)]
+        assert eventually(lambda: router.has(MOST, 0))
+        more = [silent_link(router.address, stack) for _ in range(3)]
+        assert eventually(lambda: router.has(MOST, 3))
+        assert all(map(is_hung_up_on, more))
+        assert not any(map(is_hung_up_on, links))
+        links[0].close()
+        assert eventually(lambda: router.has(MOST - 1, 3))
+        silent_link(router.address, stack)
+        assert eventually(lambda: router.has(MOST, 3))
+    assert eventually(lambda: router.has(0, 3))
+
+
+def test_a_number_that_is_another_file_by_now_is_left_alone(router: Router, tmp_path: Path) -> None:
+    left, right = socket.socketpair()
+    listener = socket.create_server(("127.0.0.1", 0))
+    far = socket.create_connection(listener.getsockname())
+    near, _ = listener.accept()
+    with left, right, listener, far, near, (tmp_path / "file").open("wb") as file:
+        files = len(os.listdir("/proc/self/fd"))
+        for one in (left, near, file):
+            router.cap._hang_up(one.fileno())
+        spare = os.dup(file.fileno())
+        os.close(spare)
+        router.cap._hang_up(spare)
+        assert len(os.listdir("/proc/self/fd")) == files
+        left.sendall(b"a")
+        near.sendall(b"b")
+        assert (right.recv(1), far.recv(1)) == (b"a", b"b")
+
+
+@pytest.mark.parametrize("flag", ["--events", "--events-replay"])
+def test_readers_of_events_are_so_many(
+    flag: str, make_server: ServerMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_sockets, "MAX_CONNECTIONS", MOST)
+    monkeypatch.setattr(event_sockets, "_HANDSHAKE_MS", 100_000)
+    folder = tmp_path / "p"
+    folder.mkdir(mode=0o700)
+    server: LocalServer = make_server(flag, f"ipc:{folder / 'e'}")
+    assert server.node.publisher is not None
+    (address,) = server.node.publisher.addresses
+    with ExitStack() as stack:
+        links = [silent_link(address, stack) for _ in range(4 * MOST)]
+        assert eventually(lambda: server.counter("zmq_refused_connections") == 3 * MOST)
+        assert sum(not is_hung_up_on(link) for link in links) == MOST
+
+
+def test_keys_are_made_at_the_first_start_and_found_at_the_next(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "keys"
+    with ThreadPoolExecutor(8) as pool:  # servers that start together
+        (secret,) = set(pool.map(load_key, [folder] * 8))
+    assert len(secret) == 40
+    assert load_key(folder) == secret
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / SECRET_NAME).stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in folder.iterdir()] == [SECRET_NAME]
+    with pytest.raises(InvalidRequestError, match=r"events_keys=.*name a folder"):
+        load_key(folder / SECRET_NAME / "keys")
+
+
+def test_a_key_that_others_could_read_is_refused(tmp_path: Path) -> None:
+    for name in ["", SECRET_NAME]:
+        for mode in [0o740, 0o704, 0o777]:
+            folder = tmp_path / f"keys {name} {mode}"
+            load_key(folder)
+            (folder / name).chmod(mode)
+            with pytest.raises(InvalidRequestError, match="others could read the key"):
+                load_key(folder)
+
+
+def test_a_file_that_holds_no_key_is_refused(tmp_path: Path) -> None:
+    for number, content in enumerate([b"", b"x" * 39, b"\xff" * 40, b"x" * 41, b"\0" * 40]):
+        folder = tmp_path / str(number)
+        load_key(folder)
+        (folder / SECRET_NAME).write_bytes(content)
+        with pytest.raises(InvalidRequestError, match="delete it to have another made"):
+            load_key(folder)
+
+
+def test_who_asks_to_be_let_in_over_and_over_leaves_events_their_turn() -> None:
+    sockets: Any = EventSockets("off", "off")
+    ask = (b"1.0", b"1", b"events", b"", b"", b"CURVE", bytes(32))
+    answers: list[tuple[bytes, ...]] = []
+    sockets.readers = SimpleNamespace(refresh=lambda: None, value=frozenset())
+    sockets._admission = SimpleNamespace(
+        recv_multipart=lambda _: ask, send_multipart=answers.append
+    )
+    sockets.admit()
+    assert 0 < len(answers) <= event_sockets.MAX_CONNECTIONS
+    assert {answer[2] for answer in answers} == {b"400"}
+    sockets.close()

@@ -1,0 +1,169 @@
+"""A prefix that another node has in memory, against a bare ZeroMQ transfer of the same bytes.
+
+Both over the loopback, in turns. What is timed of ours is all that an engine waits for: the
+lookup, the transfer, and every checksum. A client's first read goes through its own server's
+memory; from then on it is let in to the other server, and its bytes come straight from there.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.lib.bare import raw_stream, raw_zmq, relayed
+from bench.lib.report import Report, gbps, paired
+from bench.lib.workload import (
+    MODEL,
+    TINY,
+    check,
+    chunk_bytes,
+    connect,
+    keys_of,
+    make_chunks,
+    redis_server,
+    rooms,
+    serving,
+)
+from kvstore.client import Client
+from kvstore.proto.types import ChunkKey
+
+CHUNKS, REPEATS = 16, 15
+LOOKUPS, LOOKUP_CHUNKS = 400, 32
+_FLAGS = ("--tiers", "cpu", "--cpu", "512MiB", "--limits", "peer_timeout_ms=2000")
+_REACHED_WITHIN_S = 20.0
+_TOLD_WITHIN_S = 2.0
+"""What a node holds is in the directory by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class HitTimes:
+    """Best seconds of a hit, of one through the reader's own server, and of the bare transfer."""
+
+    size_bytes: int
+    straight_s: float
+    by_way_s: float
+    raw_s: float
+
+
+@contextmanager
+def two_nodes(*flags: str) -> Iterator[tuple[str, str]]:
+    """Run two servers of which the second reads the first's memory; yield their addresses.
+
+    It knows the first by its address, or with *flags* by the directory.
+    """
+    with serving(*_FLAGS, *flags, "--bulk", "127.0.0.1:0") as (first, _):
+        peers = "directory" if flags else first
+        with serving(*_FLAGS, *flags, "--peers", peers) as (second, _):
+            yield first, second
+
+
+def _reached(reader: Client, keys: Sequence[ChunkKey]) -> None:
+    until = time.monotonic() + _REACHED_WITHIN_S
+    while reader.lookup(keys=keys).ready < len(keys):
+        if time.monotonic() > until:
+            raise RuntimeError("the second server does not reach the first")
+        time.sleep(0.05)
+
+
+def hit_against_raw(chunks: int, repeats: int) -> HitTimes:
+    """Time hits of *chunks* chunks in turns with the bare transfer; every byte is verified."""
+    with (
+        two_nodes() as (first, second),
+        connect(first, MODEL) as writer,
+        connect(second, MODEL) as reader,
+        connect(second, MODEL, read_peers=False) as stayer,
+    ):
+        keys, sent = make_chunks(writer, chunks, 6)
+        writer.put_chunks(sent)
+        size, out = chunk_bytes(sent), rooms(MODEL, chunks)
+        _reached(reader, keys)
+
+        def hit(client: Client) -> float:
+            client.delete(keys=keys)
+            started = time.perf_counter()
+            with client.lease(keys=keys) as lease:
+                assert len(lease.get(out)) == len(keys)
+            # One that has just come may be in its worker's hands still, and is not deleted then.
+            is_hit = set(lease.match.tiers) == {"peer"}
+            return time.perf_counter() - started if is_hit else math.inf
+
+        while not reader.status().counters["peer_lent_chunks"]:
+            hit(reader)  # by way of its server, until it is let in to the other
+        times: list[float] = []
+        with raw_zmq(size) as receive:
+            _, raw_s = paired(lambda: times.append(hit(reader)), receive, repeats)
+            by_way_s = min(hit(stayer) for _ in range(repeats))
+        check(sent, out)
+    return HitTimes(size, min(times), by_way_s, raw_s)
+
+
+def limits_over_raw(size_bytes: int, repeats: int) -> tuple[float, float]:
+    """Return what bare loops take in times of the bare transfer: one that does the steps of a hit
+    by way of the own server, and one where the reader itself receives and sums.
+    """
+    with (
+        raw_zmq(size_bytes) as receive,
+        relayed(size_bytes) as by_way,
+        raw_stream(size_bytes, summed=True) as straight,
+    ):
+        by_way_s, raw_s = paired(by_way, receive, repeats)
+        straight_s, other_s = paired(straight, receive, repeats)
+    return by_way_s / raw_s, straight_s / other_s
+
+
+def lookups(count: int, *flags: str) -> tuple[list[float], list[float]]:
+    """Return the seconds of each of *count* lookups: of chunks that a peer has, and lacks.
+
+    *flags* as ``two_nodes`` has them.
+    """
+    found: list[float] = []
+    missed: list[float] = []
+    with (
+        two_nodes(*flags) as (first, second),
+        connect(first, TINY) as writer,
+        connect(second, TINY) as reader,
+    ):
+        prompts = [make_chunks(writer, LOOKUP_CHUNKS, seed) for seed in range(count)]
+        for _, chunks in prompts:
+            writer.put_chunks(chunks)
+        _reached(reader, prompts[0][0])
+        if flags:
+            time.sleep(_TOLD_WITHIN_S)
+        for seed, (keys, _) in enumerate(prompts[1:], count):
+            absent = keys_of(reader, LOOKUP_CHUNKS, seed)  # not the seed of a prompt
+            for asked, ready, seconds in ((keys, len(keys), found), (absent, 0, missed)):
+                started = time.perf_counter()
+                assert reader.lookup(keys=asked).ready == ready
+                seconds.append(time.perf_counter() - started)
+    return found, missed
+
+
+def add_nodes(
+    report: Report, chunks: int = CHUNKS, repeats: int = REPEATS, count: int = LOOKUPS
+) -> None:
+    """Hits of *chunks* chunks of 8 MiB, and *count* lookups."""
+    hit = hit_against_raw(chunks, repeats)
+    by_way, straight = limits_over_raw(hit.size_bytes, repeats)
+    raw = f"raw zmq {gbps(hit.size_bytes, hit.raw_s)}"
+    ours = gbps(hit.size_bytes, hit.straight_s)
+    report.add("peer_hit_over_raw", hit.straight_s / hit.raw_s, ours, f"{raw}, bar 1.3")
+    what = "a bare loop: receive where it is wanted, sum"
+    report.add("peer_hit_limit_over_raw", straight, what)
+    what = f"through the memory of the own server, {gbps(hit.size_bytes, hit.by_way_s)}"
+    report.add("peer_hit_by_way_over_raw", hit.by_way_s / hit.raw_s, what, raw)
+    what = "a bare loop: receive, sum, copy out, sum"
+    report.add("peer_hit_by_way_limit_over_raw", by_way, what)
+    fixed = lookups(count)
+    with redis_server() as port:
+        shared = lookups(count, "--directory", "--redis", f"redis://127.0.0.1:{port}/0")
+    names = ("found", "missed", "directory_found", "directory_missed")
+    for name, seconds in zip(names, (*fixed, *shared), strict=True):
+        what = f"{len(seconds)} lookups of {LOOKUP_CHUNKS} chunks"
+        for share in (50, 99):
+            value_ms = 1e3 * float(np.percentile(seconds, share))
+            report.add(f"peer_lookup_{name}_ms_p{share}", value_ms, what)

@@ -1,0 +1,1 @@
+"""KV in GPU memory."""
