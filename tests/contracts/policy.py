@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import tracemalloc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice, product
 
 import numpy as np
 import pytest
 from contracts.chunks import make_info
-from contracts.policy_events import evicted_by, fuzz
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
@@ -39,6 +39,7 @@ _SIZES = (1, 100, 4096, 1 << 34)
 _TIMES = (0.0, -5.0, 3.0, 3.25, 1e3, 1e9, -1e9)
 """A clock that stands, and jumps both ways."""
 _HINTS = (0, 1, 2)
+_ROOM = 60
 
 
 def digest(number: int) -> ChainDigest:
@@ -173,6 +174,82 @@ class PolicyMachine(RuleBasedStateMachine):
     @invariant()
     def everything_can_go(self) -> None:
         assert set(everyone(self.policy)) == set(self.tree)
+
+
+def evicted_by(
+    policy: EvictionPolicy, history: AccessHistory, seed: int, hints: Sequence[int]
+) -> list[int]:
+    """Return whom 400 requests evict, when there is room for 60 chunks, then all that are left.
+
+    *hints* are those of reuse that are drawn from.
+    """
+    draw = random.Random(seed)
+    here: dict[int, None] = {}
+    evicted: list[int] = []
+    for now_s in range(400):
+        start = 1 + draw.randrange(40) * 16
+        chain = list(range(start, start + draw.randrange(17)))
+        known = next((at for at, one in enumerate(chain) if one not in here), len(chain))
+        found = np.array(chain[:known], np.intp)
+        history.requested(found, len(chain), now_s)
+        policy.touch(found, now_s)
+        history.hint(found, draw.choice(hints))
+        for at in range(known, len(chain)):
+            while len(here) >= _ROOM:
+                victim = next(policy.victims(chain.__contains__, now_s))
+                policy.remove(victim)
+                del here[victim]
+                evicted.append(victim)
+            parent = chain[at - 1] if at else NO_ROW
+            facts = InsertInfo(flops=1e9 * at, reuse=draw.choice(hints))
+            history.seen_chain(np.array([chain[at]]), parent, facts, now_s)
+            policy.insert(chain[at], parent, 100, now_s)
+            here[chain[at]] = None
+    everything = list(policy.victims(keep_none, 400.0))
+    assert sorted(everything) == sorted(here)
+    return evicted + everything
+
+
+def fuzz(policy: EvictionPolicy, history: AccessHistory, seed: int, events: int) -> None:
+    """Let anything happen to 300 rows with any parents, and compare who is here with a set."""
+    draw = random.Random(seed)
+    here: set[int] = set()
+    now_s = 0.0
+    for event in range(events):
+        now_s += draw.choice([0.0, 0.1, 1.0, 60.0, -1.0, 1e6, -1e6])
+        chunk, parent = draw.randrange(1, 300), draw.randrange(300)
+        chain = np.array([draw.randrange(1, 300) for _ in range(draw.randrange(6))], np.intp)
+        match draw.randrange(8):
+            case 0 | 1:
+                facts = InsertInfo(flops=draw.choice([0.0, 1e9, 1e12]), reuse=draw.randrange(3))
+                history.seen_chain(np.array([chunk]), parent, facts, now_s)
+                policy.insert(chunk, parent, draw.choice(_SIZES), now_s)
+                here.add(chunk)
+            case 2:
+                history.seen_chain(chain, parent, InsertInfo(flops=1e9 * event), now_s)
+                policy.insert_chain(chain, parent, draw.choice(_SIZES), now_s)
+                here.update(chain.tolist())
+            case 3 | 4:
+                history.requested(chain, len(chain) + draw.randrange(3), now_s)
+                policy.touch(chain, now_s)
+            case 5:
+                history.hint(chain, draw.randrange(3))
+            case 6:
+                policy.remove(chunk)
+                here.discard(chunk)
+                if draw.random() < 0.5:
+                    history.forget_all(np.array([chunk]))
+            case 7:
+                kept = {draw.randrange(1, 300) for _ in range(draw.randrange(20))}
+                gone = list(islice(policy.victims(kept.__contains__, now_s), draw.randrange(12)))
+                assert here.issuperset(gone)
+                assert kept.isdisjoint(gone)
+                deque(map(policy.remove, gone), maxlen=0)
+                here.difference_update(gone)
+        assert len(policy) == len(here)
+        if event % 500 == 0:
+            assert sorted(policy.victims(keep_none, now_s)) == sorted(here)
+    assert sorted(policy.victims(keep_none, now_s)) == sorted(here)
 
 
 class PolicyContract(ABC):

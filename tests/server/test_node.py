@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from simulation.clock import FakeClock
 from simulation.core import Core, outcomes_of, prompt
 from simulation.core import keys_of as sim_keys
 from simulation.tiers import SimDisk, no_faults
+from structlog.testing import capture_logs
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.connection import Connection
@@ -378,12 +380,14 @@ def test_each_tier_has_the_policy_that_was_named_for_it() -> None:
 
 def test_quotas_put_partitions_over_the_policy_of_each_tier() -> None:
     flags = ["--tenant-quotas", "acme/disk=1MiB", "--category-terms", "batch=10s:2MiB,chat=5s"]
+    flags += ["--tenant-limits", "acme=7:0:0"]
     metadata, policies = make_policies(load_config(flags), CAPACITIES)
     cpu, disk = policies["cpu"], policies["disk"]
     assert isinstance(cpu, PartitionedEviction)
     assert isinstance(disk, PartitionedEviction)
     assert [quota.limit_bytes for quota in cpu.quotas] == [0, 0, 2 * MIB]
     assert [quota.limit_bytes for quota in disk.quotas] == [0, MIB, 2 * MIB]
+    assert [quota.limit_chunks for quota in cpu.quotas] == [0, 7, 0]
     assert metadata.category_ttls_s == {"batch": 10.0, "chat": 5.0}
 
 
@@ -467,3 +471,20 @@ def test_a_chunk_larger_than_the_disk_stays_in_memory(
     assert dict(server.usage().tiers)["disk"].chunks == 0
     durable = client.put_chunks(chunks_of(client, keys_of(client, 2, 1)), durable=True)
     assert [one.outcome for one in durable] == [REFUSED]
+
+
+def test_a_server_that_stops_does_not_say_that_a_worker_died(make_server: ServerMaker) -> None:
+    server = make_server("--tiers", "cpu")
+    node = server.node
+    waits = threading.Event()
+
+    def end_behind_the_learner() -> None:
+        waits.set()
+        node._stopping.wait()
+        node._learner.join()
+
+    node._jobs.insert(0, end_behind_the_learner)
+    with capture_logs() as lines:
+        assert waits.wait(20)
+        server.stop()
+    assert [line for line in lines if line["log_level"] == "error"] == []

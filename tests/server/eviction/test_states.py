@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from bench.policy.hybrid import HYBRID_POLICIES, StateRequest, make_states, play
-from contracts.states import nodes as nodes_of
-from contracts.states import recounted_bytes, spelt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -37,6 +36,35 @@ from kvstore.server.eviction.states.tree import (
     Node,
     Tokens,
 )
+
+
+def nodes(tree: CheckpointTree) -> Iterator[Node]:
+    """Yield every node but the root."""
+    left = list(tree.root.children)
+    while left:
+        node = left.pop()
+        left.extend(node.children)
+        yield node
+
+
+def edge(node: Node) -> list[int]:
+    """Return the tokens from the parent to *node*."""
+    tokens: list[int] = np.frombuffer(node.edge, np.int32).tolist()
+    return tokens
+
+
+def spelt(node: Node) -> list[int]:
+    """Return all tokens up to *node*."""
+    return [token for one in reversed(list(node.path_up())) for token in edge(one)]
+
+
+def recounted_bytes(tree: CheckpointTree) -> int:
+    """Return what ``size_bytes`` has to be: states, and KV of edges above any of them."""
+    model, kept = tree.model, {one for node in nodes(tree) if node.held for one in node.path_up()}
+    tokens = sum(len(edge(node)) for node in kept)
+    states = sum(node.held for node in nodes(tree))
+    return model.state_bytes * states + model.kv_bytes_per_token * tokens
+
 
 SMALL = HybridModel("small", 1, 1, 1, 8, 4)
 STATE, KV = SMALL.state_bytes, SMALL.kv_bytes_per_token
@@ -372,13 +400,13 @@ def test_the_sequence_that_was_seen_longest_ago_is_forgotten_first() -> None:
 
 
 def test_limits_hold_whatever_comes() -> None:
-    for nodes in [1, 7, 50]:
-        one = Remembered(nodes, tokens=4 * nodes)
-        rng = np.random.default_rng(nodes)
+    for limit in [1, 7, 50]:
+        one = Remembered(limit, tokens=4 * limit)
+        rng = np.random.default_rng(limit)
         for _ in range(500):
             one.see(*rng.integers(0, 3, rng.integers(1, 9)).tolist())
             one.trim()
-            branches = sum(len(node.children) > 1 for node in nodes_of(one.tree))
-            assert one.tree.nodes - branches <= nodes
+            branches = sum(len(node.children) > 1 for node in nodes(one.tree))
+            assert one.tree.nodes - branches <= limit
             assert len(one.ghosts._queue) <= one.tree.nodes
         assert one.forgotten

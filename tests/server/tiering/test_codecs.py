@@ -51,6 +51,7 @@ from kvstore.proto.types import (
 )
 from kvstore.server.index import known_models
 from kvstore.server.index.known_models import (
+    MAX_KNOWN_MODELS,
     OVERHEAD_BYTES,
     KnownModels,
     ModelNamespace,
@@ -479,3 +480,18 @@ def test_no_more_is_kept_than_the_limit_and_the_oldest_goes() -> None:
         table.note_importance(key, bytes(10))
     assert table.weights_bytes == 3 * (OVERHEAD_BYTES + 10)
     assert set(table._weights) == set(keys[2:])
+
+
+def test_the_model_seen_longest_ago_is_forgotten_first() -> None:
+    models = KnownModels()
+    representation = make_representation()
+    _, frame = make_frame(1)
+    header = check_frame(frame)
+    models.learn(header.representation, representation)
+    for number in range(MAX_KNOWN_MODELS - 1):
+        models.learn(number.to_bytes(16, "little"), representation)
+    assert models.terms_of(header) is not None
+    models.learn(header.representation, representation)
+    models.learn(b"another model...", representation)
+    assert models.terms_of(header) is not None, "it was seen again"
+    assert models.terms_of(replace(header, representation=bytes(16))) is None
