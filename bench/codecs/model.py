@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
 from bench.codecs.kv import Bits, Quality, to_bits, to_floats
-from bench.codecs.texts import TINYLM, Context, Lengths, contexts, windows
+from bench.codecs.texts import Context, Lengths, contexts, windows
+from bench.lib.traces import TINYLM
 from kvstore.client.engines.transformers.cache import CacheShape, as_argument, notes_of
 from kvstore.client.engines.transformers.generation import noting_attention
 from kvstore.proto.types import RopeParameters

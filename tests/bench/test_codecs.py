@@ -29,9 +29,10 @@ from bench.codecs.kv import (
 from bench.codecs.model import PrefixModel, kl_per_token
 from bench.codecs.ours import Chunks, Coder
 from bench.codecs.speeds import in_rounds
-from bench.codecs.texts import TINYLM, Lengths, contexts, held_out
+from bench.codecs.texts import Lengths, contexts, held_out
 from bench.lib.processes import PeerSkippedError, asking
 from bench.lib.report import Report
+from bench.lib.traces import TINYLM
 from transformers import AutoTokenizer
 
 from kvstore.proto.types import RopeParameters
@@ -55,6 +56,7 @@ def test_between_points_bits_follow_the_logarithm_of_the_error() -> None:
     assert bits_at(LINE, 10**-3.5) == pytest.approx(3.5)
     for bits in (2.1, 2.3, 3.9):
         error = error_at(LINE, bits)
+        assert error is not None
         assert error == pytest.approx(10**-bits)
         assert bits_at(LINE, error) == pytest.approx(bits)
     assert error_at(LINE, 1.9) is error_at(LINE, 4.1) is error_at([], 3.0) is None
