@@ -97,24 +97,17 @@ def pack_asset(
         raise InvalidRequestError("edition", edition, "count from 1")
     if not 1 <= len(tables) <= MAX_TABLES:
         raise InvalidRequestError("tables", len(tables), f"1 to {MAX_TABLES}")
-    end = _FIXED.size + _ROW.size * len(tables)
-    rows, bodies = [], []
+    out, rows = bytearray(_FIXED.size + _ROW.size * len(tables)), b""
     for name, table in sorted(tables.items()):
-        end += -end % _ALIGN_BYTES
-        rows.append(_pack_row(name, table, end))
-        data = np.ascontiguousarray(table).tobytes()
-        bodies.append((end, data))
-        end += len(data)
-    size = end + _CHECKSUM_BYTES
+        out += bytes(-len(out) % _ALIGN_BYTES)
+        rows += _pack_row(name, table, len(out))
+        out += np.ascontiguousarray(table).tobytes()
+    size = len(out) + _CHECKSUM_BYTES
     if size > MAX_ASSET_BYTES:
         raise InvalidRequestError("asset", size, f"at most {MAX_ASSET_BYTES} bytes")
-    out = bytearray(size)
     _FIXED.pack_into(out, 0, MAGIC, VERSION, kind, len(tables), edition, size, representation)
-    out[_FIXED.size : _FIXED.size + _ROW.size * len(rows)] = b"".join(rows)
-    for start, data in bodies:
-        out[start : start + len(data)] = data
-    out[end:] = struct.pack("<Q", checksum(bytes(out[:end])))
-    return bytes(out)
+    out[_FIXED.size : _FIXED.size + len(rows)] = rows
+    return bytes(out + struct.pack("<Q", checksum(bytes(out))))
 
 
 def _pack_row(name: str, table: Table, start: int) -> bytes:

@@ -364,18 +364,13 @@ class Codec(ABC):
 class LossyCodec(Codec):
     """Encode layers as exactly as each allows, and say in the frame how exact that was.
 
-    It has ``encode_layer`` and ``decode_layer``. ``tests/contracts/lossy_codec.py`` has the suite.
+    It has ``encode_layer``, and ``decode_layer`` or, if it never rotates keys, ``decode_segment``.
+    ``tests/contracts/lossy_codec.py`` has the suite.
     """
 
     @abstractmethod
     def encode_layer(self, parts: Sequence[Part], layer: LayerTerms, out: Bytes) -> EncodedLayer:
         """As ``Codec.encode_layer``."""
-
-    @abstractmethod
-    def decode_layer(
-        self, data: Sequence[Bytes], component: Component, out: Sequence[Part], position: int | None
-    ) -> None:
-        """As ``Codec.decode_layer``; never allocates more than a layer and a fixed scratch."""
 
     def encode_segment(self, parts: Sequence[Part], component: Component, out: Bytes) -> int:
         """Encode one layer without any terms."""

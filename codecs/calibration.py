@@ -28,7 +28,7 @@ from kvstore.codecs.assets import (
     read_asset,
 )
 from kvstore.codecs.base import ChunkTensors, Part
-from kvstore.codecs.profiles import CachegenProfile, KvtcProfile, StaticKvqProfile
+from kvstore.codecs.profiles import KvtcProfile, StaticKvqProfile, cachegen_tables
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.keys import chunk_spans
 from kvstore.proto.types import MIN_CHUNK_TOKENS, Component, DType, LayerKind, RopeParameters
@@ -58,14 +58,7 @@ class Samples:
     def tables(self, kind: AssetKind) -> Mapping[str, NDArray[Any]]:
         """Return what codecs of *kind* learn of them. Raises InvalidRequestError."""
         if kind is AssetKind.cachegen:
-            layers = self.component.layers
-            depths = [layer / layers for layer in range(layers)]  # from 0 to below 1
-            cachegen = CachegenProfile([self.component], depths)
-            for tensors, _ in self.chunks:
-                cachegen.measure(tensors)
-            for tensors, _ in self.chunks:
-                cachegen.count(tensors)
-            return cachegen.tables()
+            return cachegen_tables([self.component], [tensors for tensors, _ in self.chunks])
         if self.rope is None and self.component.parts == 2:
             fix = "it turns keys back, and dumps do not say by what: give the model and a text"
             raise InvalidRequestError("sources", "dumps", fix)

@@ -84,16 +84,11 @@ def check_written(frame: Bytes) -> Decoded:
 # --- what a reader must refuse
 
 
-class _Change(NamedTuple):
-    """Bytes of a header that are right, but for their meaning."""
+def _changes(header: FrameHeader) -> Iterator[tuple[str, int, bytes]]:
+    """Yield what no header like *header* may say, where, and its bytes, as docs/format.md has it.
 
-    name: str
-    offset: int
-    data: bytes
-
-
-def _changes(header: FrameHeader) -> Iterator[_Change]:
-    """Yield what no header like *header* may say. Offsets are those of docs/format.md."""
+    Its checksum will be right, but not its meaning.
+    """
 
     def u(size: int, number: int) -> bytes:
         return (number % (1 << 8 * size)).to_bytes(size, "little")
@@ -101,40 +96,40 @@ def _changes(header: FrameHeader) -> Iterator[_Change]:
     rows = 192 + 48 * len(header.layout.components)
     first = header.segments[0]
     yield from (
-        _Change("another magic", 0, b"KVFS"),
-        _Change("version 2", 4, u(2, 2)),
-        _Change("an unknown flag", 6, u(2, 1 << 15)),
-        _Change("header_bytes 64 too many", 8, u(4, header.header_bytes + 64)),
-        _Change("no components", 12, u(2, 0)),
-        _Change("65535 components", 12, u(2, -1)),
-        _Change("a codec that is gone", 14, u(2, 1)),
-        _Change("a codec from the future", 14, u(2, -1)),
-        _Change("a revision from the future", 16, u(2, -1)),
-        _Change("an unknown accuracy", 18, u(1, 3)),
-        _Change("255 levels", 19, u(1, 255)),
-        _Change("no segments", 20, u(4, 0)),
-        _Change("2^32-1 segments", 20, u(4, -1)),
-        _Change("frame_bytes one too many", 24, u(8, header.frame_bytes + 1)),
-        _Change("frame_bytes 2^63", 24, u(8, 1 << 63)),
-        _Change("raw_bytes one too many", 32, u(8, header.layout.raw_bytes + 1)),
-        _Change("raw_bytes above the limit", 32, u(8, (1 << 30) + 1)),
-        _Change("tokens one too many", 40, u(4, header.layout.tokens + 1)),
-        _Change("a cost of NaN", 128, struct.pack("<d", float("nan"))),
-        _Change("a negative cost", 128, struct.pack("<d", -1.0)),
-        _Change("an infinite error bound", 136, struct.pack("<d", float("inf"))),
-        _Change("an unknown asset", 144, b"\xff" * 16),
-        _Change("an unknown kind", 192, u(1, 9)),
-        _Change("an unknown dtype", 193, u(1, 99)),
-        _Change("no parts", 194, u(1, 0)),
-        _Change("no layers", 196, u(4, 0)),
-        _Change("2^32-1 heads", 200, u(4, -1)),
-        _Change("a rectangle", 212, u(4, 1)),
-        _Change("a segment of another component", rows, u(2, 1)),
-        _Change("a segment of an unknown level", rows + 2, u(2, 9)),
-        _Change("a segment of another layer", rows + 4, u(4, 1)),
-        _Change("a segment 64 bytes on", rows + 8, u(8, int(first["offset"]) + 64)),
-        _Change("a segment at 2^63", rows + 8, u(8, 1 << 63)),
-        _Change("a segment of 2^64-1 bytes", rows + 16, u(8, -1)),
+        ("another magic", 0, b"KVFS"),
+        ("version 2", 4, u(2, 2)),
+        ("an unknown flag", 6, u(2, 1 << 15)),
+        ("header_bytes 64 too many", 8, u(4, header.header_bytes + 64)),
+        ("no components", 12, u(2, 0)),
+        ("65535 components", 12, u(2, -1)),
+        ("a codec that is gone", 14, u(2, 1)),
+        ("a codec from the future", 14, u(2, -1)),
+        ("a revision from the future", 16, u(2, -1)),
+        ("an unknown accuracy", 18, u(1, 3)),
+        ("255 levels", 19, u(1, 255)),
+        ("no segments", 20, u(4, 0)),
+        ("2^32-1 segments", 20, u(4, -1)),
+        ("frame_bytes one too many", 24, u(8, header.frame_bytes + 1)),
+        ("frame_bytes 2^63", 24, u(8, 1 << 63)),
+        ("raw_bytes one too many", 32, u(8, header.layout.raw_bytes + 1)),
+        ("raw_bytes above the limit", 32, u(8, (1 << 30) + 1)),
+        ("tokens one too many", 40, u(4, header.layout.tokens + 1)),
+        ("a cost of NaN", 128, struct.pack("<d", float("nan"))),
+        ("a negative cost", 128, struct.pack("<d", -1.0)),
+        ("an infinite error bound", 136, struct.pack("<d", float("inf"))),
+        ("an unknown asset", 144, b"\xff" * 16),
+        ("an unknown kind", 192, u(1, 9)),
+        ("an unknown dtype", 193, u(1, 99)),
+        ("no parts", 194, u(1, 0)),
+        ("no layers", 196, u(4, 0)),
+        ("2^32-1 heads", 200, u(4, -1)),
+        ("a rectangle", 212, u(4, 1)),
+        ("a segment of another component", rows, u(2, 1)),
+        ("a segment of an unknown level", rows + 2, u(2, 9)),
+        ("a segment of another layer", rows + 4, u(4, 1)),
+        ("a segment 64 bytes on", rows + 8, u(8, int(first["offset"]) + 64)),
+        ("a segment at 2^63", rows + 8, u(8, 1 << 63)),
+        ("a segment of 2^64-1 bytes", rows + 16, u(8, -1)),
     )
 
 
@@ -151,14 +146,14 @@ def damaged(header: FrameHeader, frame: bytes) -> Iterator[tuple[str, bytes]]:
         flips += [start, start + stored - 1] if stored else []
     for at in flips:
         yield f"byte {at} changed", frame[:at] + bytes([frame[at] ^ 0x40]) + frame[at + 1 :]
-    for change in _changes(header):
+    for name, offset, data in _changes(header):
         copy = bytearray(frame)
-        copy[change.offset : change.offset + len(change.data)] = change.data
+        copy[offset : offset + len(data)] = data
         copy[_SUM] = bytes(8)
         stated = int.from_bytes(copy[8:12], "little")
         copy[_SUM] = struct.pack("<Q", checksum(bytes(copy[:stated])))
         if copy != frame:
-            yield change.name, bytes(copy)
+            yield name, bytes(copy)
 
 
 def check_reader(read: Reader, path: Path, decoded: Decoded, folder: Path) -> Iterator[str]:

@@ -36,7 +36,7 @@ from kvstore.codecs.floats import (
 )
 from kvstore.proto import native
 from kvstore.proto.buffers import Bytes, addresses
-from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, UnknownCodecError
+from kvstore.proto.errors import InvalidFrameError, UnknownCodecError
 from kvstore.proto.types import Accuracy, Component, DType
 
 IDS_BY_BITS = {8: 6, 4: 7, 2: 8}
@@ -198,17 +198,8 @@ class KiviCodec(LossyCodec):
         return EncodedLayer(end, accuracy, error)
 
     @override
-    def decode_layer(
-        self, data: Sequence[Bytes], component: Component, out: Sequence[Part], position: int | None
-    ) -> None:
-        """Decode one verified layer into *out*. Raises InvalidFrameError on bad contents.
-
-        Raises InvalidRequestError for a *position*: it does not rotate.
-        """
-        if position is not None:
-            fix = f"{self.name} stores keys as they are rotated"
-            raise InvalidRequestError("position", position, fix)
-        cutter, known = ByteCutter(data[0]), _CODED if has_floats(component) else _AS_IT_IS
+    def decode_segment(self, data: Bytes, component: Component, out: Sequence[Part]) -> None:
+        cutter, known = ByteCutter(data), _CODED if has_floats(component) else _AS_IT_IS
         head: list[int] = cutter.take("<u1", HEAD_BYTES).tolist()
         methods, found = head[: component.parts], []
         if max(methods) > known or any(head[component.parts :]):

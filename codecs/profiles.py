@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -42,90 +42,71 @@ _COMMON_SHARE = 0.01
 """What every distribution has of that of all channels, for symbols it never saw."""
 
 
-class CachegenProfile:
-    """Counts over samples of one model's KV. Not thread-safe.
+def cachegen_tables(
+    components: Sequence[Component], chunks: Sequence[ChunkTensors]
+) -> dict[str, NDArray[Any]]:
+    """Return the tables of an asset of cachegen by *chunks* of one model's KV.
 
-    *depths* say of each layer of the chunk, component by component, where in the model it is:
-    0 for the first layer, below 1 for the last. Use ``measure`` for every sample, then
-    ``count`` for every sample, then ``tables``.
+    Raises LayoutMismatchError for another model's, InvalidRequestError for NaN.
     """
-
-    def __init__(self, components: Sequence[Component], depths: Sequence[float]) -> None:
-        _check_components(components, "cachegen")
-        if len(depths) != sum(c.layers for c in components) or not all(0 <= d < 1 for d in depths):
-            raise InvalidRequestError("depths", len(depths), "one in [0, 1) for each layer")
-        self._components = tuple(components)
-        self._factors = [THIRDS[int(3 * depth)] for depth in depths]
-        self._squares = [np.zeros((c.layers, c.parts, c.kv_heads)) for c in components]
-        self._measured = 0
-        self._anchors: list[Counts] = []
-        self._deltas: list[Counts] = []
-
-    def measure(self, tensors: ChunkTensors) -> None:
-        """Add a sample to the sizes of deltas. Raises LayoutMismatchError for another model's."""
-        for number, layer, values in self._layers(tensors):
-            _, _, tokens, dim = values.shape
-            lead = np.arange(tokens) // GROUP_TOKENS * GROUP_TOKENS
-            deltas = values - values[:, :, lead]
-            others = max(1, int((lead != np.arange(tokens)).sum()))
-            self._squares[number][layer] += np.square(deltas).sum((2, 3)) / (others * dim)
-        self._measured += 1
-
-    def widths(self) -> list[Floats]:
-        """Return the bin widths of quality 1, per component f4 (layers, parts, heads)."""
-        if not self._measured:
-            raise InvalidRequestError("samples", 0, "measure at least one")
-        factors = iter(self._factors)
-        found = []
-        for component, squares in zip(self._components, self._squares, strict=True):
-            third = np.array([next(factors) for _ in range(component.layers)])
-            rms = np.sqrt(squares / self._measured)
-            found.append(np.maximum(rms * third[:, None, None], _LEAST_WIDTH).astype("<f4"))
-        return found
-
-    def count(self, tensors: ChunkTensors) -> None:
-        """Count the symbols of a sample, after every sample was measured."""
-        if not self._anchors:
-            for c in self._components:
-                shape = (c.layers, c.parts, c.kv_heads, c.head_dim)
-                self._anchors.append(np.zeros((*shape, ANCHOR_SYMBOLS), np.uint32))
-                self._deltas.append(np.zeros((len(QUALITIES), *shape, DELTA_SYMBOLS), np.uint32))
-        widths = self.widths()
-        for number, layer, values in self._layers(tensors):
-            for quality, factor in enumerate(QUALITIES):
-                symbols = split(values, widths[number][layer] * np.float32(factor))
-                if symbols is None:
-                    continue
-                _count(self._deltas[number][quality, layer], symbols.deltas)
+    _check_components(components, "cachegen")
+    if not chunks:
+        raise InvalidRequestError("samples", 0, "give at least one")
+    shapes = [(c.layers, c.parts, c.kv_heads, c.head_dim) for c in components]
+    anchors = [np.zeros((*shape, ANCHOR_SYMBOLS), np.uint32) for shape in shapes]
+    deltas = [np.zeros((len(QUALITIES), *shape, DELTA_SYMBOLS), np.uint32) for shape in shapes]
+    widths = cachegen_widths(components, chunks)
+    for number, layer, values in _layers(components, chunks):
+        for quality, factor in enumerate(QUALITIES):
+            symbols = split(values, widths[number][layer] * np.float32(factor))
+            if symbols is not None:
+                _count(deltas[number][quality, layer], symbols.deltas)
                 if quality == 0:
-                    _count(self._anchors[number][layer], symbols.anchors)
+                    _count(anchors[number][layer], symbols.anchors)
+    anchor_rows, anchor_picks = share(_rows(anchors))
+    delta_rows, delta_picks = share(_rows(deltas))
+    tables: dict[str, NDArray[Any]] = {"anchors": anchor_rows, "deltas": delta_rows}
+    at = 0
+    for number, (shape, width) in enumerate(zip(shapes, widths, strict=True)):
+        stop = at + int(np.prod(shape))
+        picks = delta_picks[len(QUALITIES) * at : len(QUALITIES) * stop]
+        tables[f"{number}.widths"] = width
+        tables[f"{number}.anchors"] = anchor_picks[at:stop].reshape(shape)
+        tables[f"{number}.deltas"] = picks.reshape(-1, *shape[1:])
+        at = stop
+    return tables
 
-    def tables(self) -> dict[str, NDArray[Any]]:
-        """Return the tables of an asset."""
-        if not self._anchors:
-            raise InvalidRequestError("samples", 0, "count at least one")
-        anchor_rows, anchor_picks = share(_rows(self._anchors))
-        delta_rows, delta_picks = share(_rows(self._deltas))
-        tables: dict[str, NDArray[Any]] = {"anchors": anchor_rows, "deltas": delta_rows}
-        at = 0
-        for number, (c, width) in enumerate(zip(self._components, self.widths(), strict=True)):
-            stop = at + c.layers * c.parts * c.kv_heads * c.head_dim
-            shape = (c.parts, c.kv_heads, c.head_dim)
-            deltas = delta_picks[len(QUALITIES) * at : len(QUALITIES) * stop]
-            tables[f"{number}.widths"] = width
-            tables[f"{number}.anchors"] = anchor_picks[at:stop].reshape(-1, *shape)
-            tables[f"{number}.deltas"] = deltas.reshape(-1, *shape)
-            at = stop
-        return tables
 
-    def _layers(self, tensors: ChunkTensors) -> list[tuple[int, int, Floats]]:
-        """Return the component, the layer and the values (parts, heads, tokens, dim) of each."""
-        check_tensors(layout_like(self._components, tensors), tensors)
-        return [
-            (number, layer, np.stack([_numbers(part, component) for part in parts]))
-            for number, component in enumerate(self._components)
-            for layer, parts in enumerate(tensors[number])
-        ]
+def cachegen_widths(
+    components: Sequence[Component], chunks: Sequence[ChunkTensors]
+) -> list[Floats]:
+    """Return the bin widths of quality 1, per component f4 (layers, parts, heads)."""
+    squares = [np.zeros((c.layers, c.parts, c.kv_heads)) for c in components]
+    for number, layer, values in _layers(components, chunks):
+        _, _, tokens, dim = values.shape
+        lead = np.arange(tokens) // GROUP_TOKENS * GROUP_TOKENS
+        deltas = values - values[:, :, lead]
+        others = max(1, int((lead != np.arange(tokens)).sum()))
+        squares[number][layer] += np.square(deltas).sum((2, 3)) / (others * dim)
+    total = sum(c.layers for c in components)
+    thirds = iter([THIRDS[3 * layer // total] for layer in range(total)])
+    found = []
+    for square in squares:
+        third = np.array([next(thirds) for _ in square])[:, None, None]
+        rms = np.sqrt(square / len(chunks))
+        found.append(np.maximum(rms * third, _LEAST_WIDTH).astype("<f4"))
+    return found
+
+
+def _layers(
+    components: Sequence[Component], chunks: Sequence[ChunkTensors]
+) -> Iterator[tuple[int, int, Floats]]:
+    """Yield the component, the layer and the values (parts, heads, tokens, dim) of each."""
+    for tensors in chunks:
+        check_tensors(layout_like(components, tensors), tensors)
+        for number, component in enumerate(components):
+            for layer, parts in enumerate(tensors[number]):
+                yield number, layer, np.stack([_numbers(part, component) for part in parts])
 
 
 def layout_like(components: Sequence[Component], tensors: ChunkTensors) -> KVLayout:

@@ -21,7 +21,7 @@ from kvstore.codecs.base import (
     codec_by_name,
     empty_tensors,
 )
-from kvstore.codecs.profiles import CachegenProfile, KvtcProfile, StaticKvqProfile
+from kvstore.codecs.profiles import KvtcProfile, StaticKvqProfile, cachegen_tables
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameHeader, FrameTemplate
 from kvstore.proto.keys import representation_digest
@@ -156,12 +156,8 @@ def calibrated(chunks: Chunks, samples: Bits) -> None:
     many more tokens than the model has channels.
     """
     layout = KVLayout.of(chunks.model, samples.shape[3])
-    layers = layout.segment_count
-    cachegen = CachegenProfile(layout.components, [layer / layers for layer in range(layers)])
-    for look in (cachegen.measure, cachegen.count):
-        for window in samples:
-            look(_parts(window))
-    _shelve(AssetKind.cachegen, chunks, cachegen.tables())
+    cachegen = cachegen_tables(layout.components, [_parts(window) for window in samples])
+    _shelve(AssetKind.cachegen, chunks, cachegen)
     kvq_static = StaticKvqProfile(layout.components, chunks.model.rope)
     for window in samples:
         kvq_static.add(_parts(window), 0)

@@ -35,22 +35,32 @@ static const uint8_t SECRET[SECRET_BYTES] __attribute__((aligned(64))) = {
     0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
 };
 
-/* A register of LANES words, and what is done with it. */
 #if defined(__AVX512F__)
-typedef __m512i lanes;
 enum { LANES = 8 };
-INLINE lanes get(const void *at) { return _mm512_loadu_si512(at); }
-INLINE void put(void *at, lanes value) { _mm512_storeu_si512(at, value); }
-INLINE lanes plus(lanes a, lanes b) { return _mm512_add_epi64(a, b); }
-INLINE lanes flip(lanes a, lanes b) { return _mm512_xor_si512(a, b); }
-INLINE lanes product(lanes a, lanes b) { return _mm512_mul_epu32(a, b); }
-INLINE lanes upper(lanes a) { return _mm512_srli_epi64(a, 32); }
-INLINE lanes raise(lanes a) { return _mm512_slli_epi64(a, 32); }
-INLINE lanes down47(lanes a) { return _mm512_srli_epi64(a, 47); }
-INLINE lanes crossed(lanes a) { return _mm512_shuffle_epi32(a, (_MM_PERM_ENUM)0x4E); }
-INLINE lanes every(uint64_t value) { return _mm512_set1_epi64((int64_t)value); }
-INLINE void put_past(uint8_t *at, lanes value)
+#elif defined(__AVX2__)
+enum { LANES = 4 };
+#else
+enum { LANES = 2 };
+#endif
+
+/* A register of LANES words, and what is done with it. */
+typedef uint64_t lanes __attribute__((vector_size(8 * LANES)));
+INLINE lanes get(const void *at)
 {
+    lanes value;
+    memcpy(&value, at, sizeof value);
+    return value;
+}
+INLINE void put(void *at, lanes value) { memcpy(at, &value, sizeof value); }
+
+/* product: of the low halves of words. crossed: words exchanged with their neighbours. put_past:
+ * stores that pass the caches, at 16-byte boundaries. */
+#if defined(__AVX512F__)
+INLINE lanes product(lanes a, lanes b) { return (lanes)_mm512_mul_epu32((__m512i)a, (__m512i)b); }
+INLINE lanes crossed(lanes a) { return (lanes)_mm512_shuffle_epi32((__m512i)a, (_MM_PERM_ENUM)0x4E); }
+INLINE void put_past(uint8_t *at, lanes all)
+{
+    __m512i value = (__m512i)all;
     if (((uintptr_t)at & 63) == 0) {
         _mm512_stream_si512((__m512i *)at, value);
         return;
@@ -61,57 +71,19 @@ INLINE void put_past(uint8_t *at, lanes value)
     _mm_stream_si128((__m128i *)(at + 48), _mm512_extracti32x4_epi32(value, 3));
 }
 #elif defined(__AVX2__)
-typedef __m256i lanes;
-enum { LANES = 4 };
-INLINE lanes get(const void *at) { return _mm256_loadu_si256((const __m256i *)at); }
-INLINE void put(void *at, lanes value) { _mm256_storeu_si256((__m256i *)at, value); }
-INLINE lanes plus(lanes a, lanes b) { return _mm256_add_epi64(a, b); }
-INLINE lanes flip(lanes a, lanes b) { return _mm256_xor_si256(a, b); }
-INLINE lanes product(lanes a, lanes b) { return _mm256_mul_epu32(a, b); }
-INLINE lanes upper(lanes a) { return _mm256_srli_epi64(a, 32); }
-INLINE lanes raise(lanes a) { return _mm256_slli_epi64(a, 32); }
-INLINE lanes down47(lanes a) { return _mm256_srli_epi64(a, 47); }
-INLINE lanes crossed(lanes a) { return _mm256_shuffle_epi32(a, 0x4E); }
-INLINE lanes every(uint64_t value) { return _mm256_set1_epi64x((int64_t)value); }
+INLINE lanes product(lanes a, lanes b) { return (lanes)_mm256_mul_epu32((__m256i)a, (__m256i)b); }
+INLINE lanes crossed(lanes a) { return (lanes)_mm256_shuffle_epi32((__m256i)a, 0x4E); }
 INLINE void put_past(uint8_t *at, lanes value)
 {
-    _mm_stream_si128((__m128i *)at, _mm256_castsi256_si128(value));
-    _mm_stream_si128((__m128i *)(at + 16), _mm256_extracti128_si256(value, 1));
+    _mm_stream_si128((__m128i *)at, _mm256_castsi256_si128((__m256i)value));
+    _mm_stream_si128((__m128i *)(at + 16), _mm256_extracti128_si256((__m256i)value, 1));
 }
 #elif defined(__SSE2__)
-typedef __m128i lanes;
-enum { LANES = 2 };
-INLINE lanes get(const void *at) { return _mm_loadu_si128((const __m128i *)at); }
-INLINE void put(void *at, lanes value) { _mm_storeu_si128((__m128i *)at, value); }
-INLINE lanes plus(lanes a, lanes b) { return _mm_add_epi64(a, b); }
-INLINE lanes flip(lanes a, lanes b) { return _mm_xor_si128(a, b); }
-INLINE lanes product(lanes a, lanes b) { return _mm_mul_epu32(a, b); }
-INLINE lanes upper(lanes a) { return _mm_srli_epi64(a, 32); }
-INLINE lanes raise(lanes a) { return _mm_slli_epi64(a, 32); }
-INLINE lanes down47(lanes a) { return _mm_srli_epi64(a, 47); }
-INLINE lanes crossed(lanes a) { return _mm_shuffle_epi32(a, 0x4E); }
-INLINE lanes every(uint64_t value) { return _mm_set1_epi64x((int64_t)value); }
-INLINE void put_past(uint8_t *at, lanes value) { _mm_stream_si128((__m128i *)at, value); }
+INLINE lanes product(lanes a, lanes b) { return (lanes)_mm_mul_epu32((__m128i)a, (__m128i)b); }
+INLINE lanes crossed(lanes a) { return (lanes)_mm_shuffle_epi32((__m128i)a, 0x4E); }
+INLINE void put_past(uint8_t *at, lanes value) { _mm_stream_si128((__m128i *)at, (__m128i)value); }
 #else
-typedef uint64_t lanes __attribute__((vector_size(16)));
-enum { LANES = 2 };
-INLINE lanes get(const void *at)
-{
-    lanes value;
-    memcpy(&value, at, sizeof value);
-    return value;
-}
-INLINE void put(void *at, lanes value) { memcpy(at, &value, sizeof value); }
-INLINE lanes every(uint64_t value) { return (lanes){value, value}; }
-INLINE lanes plus(lanes a, lanes b) { return a + b; }
-INLINE lanes flip(lanes a, lanes b) { return a ^ b; }
-INLINE lanes product(lanes a, lanes b)
-{
-    return (a & every(0xFFFFFFFF)) * (b & every(0xFFFFFFFF));
-}
-INLINE lanes upper(lanes a) { return a >> 32; }
-INLINE lanes raise(lanes a) { return a << 32; }
-INLINE lanes down47(lanes a) { return a >> 47; }
+INLINE lanes product(lanes a, lanes b) { return (a & 0xFFFFFFFF) * (b & 0xFFFFFFFF); }
 INLINE lanes crossed(lanes a) { return (lanes){a[1], a[0]}; }
 INLINE void put_past(uint8_t *at, lanes value) { put(at, value); }
 #endif
@@ -156,18 +128,17 @@ INLINE void add_unit(sums *s, const uint8_t *data, uint8_t *out, enum store how,
                 put(out + at, value);
             else if (how == PAST)
                 put_past(out + at, value);
-            lanes keyed = flip(value, get(key + r * LANES * 8));
-            s->each[r] = plus(plus(s->each[r], crossed(value)), product(keyed, upper(keyed)));
+            lanes keyed = value ^ get(key + r * LANES * 8);
+            s->each[r] += crossed(value) + product(keyed, keyed >> 32);
         }
     }
     if (is_last)
         return;
     const uint8_t *key = SECRET + SECRET_BYTES - STRIPE;
     for (int r = 0; r < REGISTERS; r++) {
-        lanes found = flip(s->each[r], down47(s->each[r]));
-        found = flip(found, get(key + r * LANES * 8));
-        lanes prime = every(PRIME32_1);
-        s->each[r] = plus(product(found, prime), raise(product(upper(found), prime)));
+        lanes found = s->each[r] ^ s->each[r] >> 47 ^ get(key + r * LANES * 8);
+        lanes prime = (lanes){0} + PRIME32_1;
+        s->each[r] = product(found, prime) + (product(found >> 32, prime) << 32);
     }
 }
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ from helpers.prompts import (
     tokens,
 )
 
-from kvstore.client import AsyncClient, Client, ClientOptions, PlannedChunk
+from kvstore.client import AsyncClient, Client, ClientOptions, PlannedChunk, chunk_reads
 from kvstore.client.options import TransportName
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.errors import (
@@ -298,3 +300,32 @@ def test_layers_of_a_server_that_is_silent_do_not_block_the_event_loop() -> None
             return ticks
 
         assert asyncio.run(work()) > 5
+
+
+def test_heartbeats_keep_an_idle_session_alive(make_server: ServerMaker) -> None:
+    server = make_server("--limits", "session_ttl_ms=3000")
+    client = server.connect()
+    client.keys([])
+    (session,) = server.node.sessions.by_id.values()
+    heard_at = session.heard_at
+    assert eventually(lambda: session.heard_at > heard_at)
+    assert list(server.node.sessions.by_id.values()) == [session]
+
+
+def test_a_second_attempt_at_layers_has_what_is_left_of_the_timeout(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = server.connect("grpc")
+    keys = store(client, 1, 4)
+    read, deadlines_ms = chunk_reads.read_layers, list[int]()
+
+    def lost_once(link: Any, transport: Any, request: chunk_reads.ChunkRequest) -> Any:
+        deadlines_ms.append(request.deadline_ms)
+        if len(deadlines_ms) == 1:
+            time.sleep(0.3)
+            raise LeaseExpiredError("dropped meanwhile")
+        return read(link, transport, request)
+
+    monkeypatch.setattr(chunk_reads, "read_layers", lost_once)
+    assert len(list(client.get_chunk_layers(keys))) == 2
+    assert deadlines_ms[1] <= deadlines_ms[0] - 300

@@ -309,3 +309,39 @@ def test_nothing_writes_to_the_room_of_a_get_that_is_over(
     else:
         client.get_levelled(keys, TERMS, slow)
     assert writing.count("done") == writing.count("begun") > 0
+
+
+def test_what_a_get_leaves_to_be_done_holds_nobody_up(
+    server: LocalServer, client: Client, keys: list[ChunkKey], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leases end, and what proved wrong is reported, after it returned and by no copy thread."""
+    transport, link, is_free = client._link.connected(), client._link, threading.Event()
+    caller = threading.current_thread()
+    ended: list[str] = []
+    release = transport.release
+
+    def slow(*leases: Any) -> None:
+        if threading.current_thread() is not caller:
+            is_free.wait(60.0)
+            ended.append("release")
+        release(*leases)
+
+    def report(*_: Any) -> None:
+        ended.append("report")
+
+    def changing(pieces: Iterator[Arrival]) -> Iterator[Arrival]:
+        for piece in pieces:
+            yield replace(piece, data=np.array(piece.data) ^ np.uint8(piece.offset > 0))
+
+    monkeypatch.setattr(transport, "release", slow)
+    monkeypatch.setattr(link, "quarantine", report)
+    with monkeypatch.context() as patched:
+        change_pieces(client, patched, changing)
+        for _ in range(link.reader.threads):
+            assert client.get_levelled(keys, TERMS, rooms(CHUNKS)).to_compute == (0, 1, 2, 3)
+    layers = list(client.get_chunk_layers(keys, accuracy=Accuracy.bounded))
+    assert len(layers[-1].tensors) == CHUNKS
+    assert ended == []
+    is_free.set()
+    assert eventually(lambda: ended.count("report") == CHUNKS * link.reader.threads)
+    server.settled()

@@ -8,12 +8,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 from contracts.bad_puts import changed
 from contracts.bulk_channel import BULK, BulkChannelContract, ServerMaker, digests
 from helpers import stream_messages as messages
+from helpers.fake_peer import peer_session
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import MEDIUM, SMALL, assert_reads, chunks_of, keys_of, store
 from helpers.stream_messages import Sent
@@ -42,10 +44,11 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnauthenticatedError,
 )
-from kvstore.proto.framing import FramedSocket
+from kvstore.proto.framing import FramedSocket, make_tls
 from kvstore.proto.plans import Hints, Reuse
 from kvstore.proto.types import ChunkKey, Namespace, PutOutcome
 from kvstore.server.bulk.tcp_server import BulkServer
+from kvstore.server.cluster.peer_connections import StreamLink
 from kvstore.server.store.writes import Writes
 
 
@@ -537,3 +540,36 @@ def test_where_every_interface_is_bound_the_host_is_the_one_that_was_reached() -
         ("tcp://*:7421", "dns:///store.example:7420", "tcp://store.example:7421"),
     ):
         assert Entrance.of(replace(TERMS, bulk_address=told), reached).where == where
+
+
+@pytest.fixture
+def late_tls() -> Iterator[Entrance]:
+    """Where TLS is spoken after 0.7 s, and nothing is said then."""
+    (context, certificate), ended = make_tls(), threading.Event()
+
+    def run() -> None:
+        link, _ = listener.accept()
+        ended.wait(0.7)
+        with link, suppress(OSError), context.wrap_socket(link, server_side=True):
+            ended.wait(SOON_S)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=run)
+        thread.start()
+        where = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        yield Entrance(where, certificate, messages.attach(7, bytes(16)).attach)
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("whose", ["client", "server"])
+def test_to_connect_to_shake_hands_and_to_attach_share_their_time(
+    late_tls: Entrance, whose: str
+) -> None:
+    terms = peer_session(late_tls.where, late_tls.certificate)
+    link = StreamLink(terms, time.monotonic)
+    reach = link.connect if whose == "server" else partial(FrameStream, late_tls, lambda: False)
+    began = time.monotonic()
+    with pytest.raises(DeadlineError):
+        reach(1.0)
+    assert time.monotonic() - began < 1.4

@@ -23,7 +23,7 @@ from kvstore.client.lookups import look_up
 from kvstore.client.options import TransportName
 from kvstore.client.planning import PlanTerms
 from kvstore.client.session import Session
-from kvstore.client.transports.base import PutTerms, Transport
+from kvstore.client.transports.base import PutTerms, ReadPlan, Transport
 from kvstore.client.transports.shared_memory import PutPipeline, ShmTransport
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
@@ -33,7 +33,7 @@ from kvstore.proto.errors import (
     QuotaExceededError,
     TierUnavailableError,
 )
-from kvstore.proto.types import ChunkKey, PutOutcome
+from kvstore.proto.types import DIGEST_BYTES, ChunkKey, PutOutcome
 from kvstore.server.bulk import tcp_server
 
 SHORT_S = 0.2
@@ -288,3 +288,47 @@ def test_a_call_does_not_wait_for_another_that_opens_the_session(
         monkeypatch.setattr(link, "_connect", slow)
         with pytest.raises(DeadlineError, match="late"):
             client.lookup(tokens(1, 64))
+
+
+def test_a_call_that_hangs_in_its_last_request_counts_with_its_whole_time(
+    server: LocalServer,
+) -> None:
+    options = ClientOptions("grpc", 16, deadline_ms=DEADLINE_MS, retry_after_ms=60_000)
+    client = server.connect(options=options)
+    breaker = client._link.connected().session.connection.breaker
+
+    def slow(*_: Any) -> None:  # each of its answers came in time
+        raise LATE
+
+    def hangs(*_: Any) -> None:
+        breaker.note(None)
+        breaker.note(LATE, Until(DEADLINE_MS // 4))
+        raise LATE
+
+    for work, is_shut in ((slow, False), (hangs, True)):
+        with pytest.raises(DeadlineError):
+            client._link.run(work)
+        assert client.is_shut == is_shut
+
+
+def test_a_get_ends_its_lease_within_what_is_left_of_its_time(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = server.connect("shm")
+    keys = store(client, 1, 1)
+    transport, within_ms = client._link.connected(), 5000
+    release = transport.release
+    granted_ms: list[int] = []
+
+    def noted(leases: Any, deadline_ms: int) -> None:
+        granted_ms.append(deadline_ms)
+        release(leases, deadline_ms)
+
+    monkeypatch.setattr(transport, "release", noted)
+    digests = b"".join(key[DIGEST_BYTES:] for key in keys)
+    with transport.read(ReadPlan(digests, 0, within_ms)) as arriving:
+        next(iter(arriving))
+        time.sleep(0.5)
+    assert len(granted_ms) == 1
+    assert granted_ms[0] <= within_ms - 400
+    server.settled()

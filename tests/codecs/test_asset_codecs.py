@@ -36,7 +36,7 @@ from kvstore.codecs.cachegen import GROUP_TOKENS, CachegenCodec, CachegenTables
 from kvstore.codecs.floats import FLOAT_TYPES, to_float32
 from kvstore.codecs.kvq_static import KvqStatistics, StaticKvqCodec, shifts_of
 from kvstore.codecs.kvtc import SINK_TOKENS, KvtcCodec, KvtcTables
-from kvstore.codecs.profiles import THIRDS, CachegenProfile, KvtcProfile, StaticKvqProfile
+from kvstore.codecs.profiles import THIRDS, KvtcProfile, StaticKvqProfile, cachegen_widths
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     InvalidFrameError,
@@ -300,9 +300,7 @@ def test_bins_are_halves_of_their_width_in_exact_arithmetic() -> None:
 
 def test_bins_widen_by_thirds_of_the_depth() -> None:
     flat = Component(LayerKind.attention, DType.float32, 6, 1, 64, 40)
-    profile = CachegenProfile([flat], [layer / 6 for layer in range(6)])
-    profile.measure([[CACHEGEN.chunk(flat, seed=1)[0][0]] * 6])
-    widths = profile.widths()[0]
+    widths = cachegen_widths([flat], [[[CACHEGEN.chunk(flat, seed=1)[0][0]] * 6]])[0]
     assert np.allclose(widths / widths[2], np.repeat(THIRDS, 2)[:, None, None])
 
 

@@ -17,7 +17,7 @@ from kvstore.codecs.cachegen import CachegenCodec
 from kvstore.codecs.floats import from_float32
 from kvstore.codecs.kvq_static import StaticKvqCodec
 from kvstore.codecs.kvtc import KvtcCodec
-from kvstore.codecs.profiles import CachegenProfile, KvtcProfile, StaticKvqProfile
+from kvstore.codecs.profiles import KvtcProfile, StaticKvqProfile, cachegen_tables
 from kvstore.codecs.rope import inverse_frequencies, rotate, rotation
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameHeader
@@ -86,13 +86,7 @@ def tables_of(
         for sample in samples:
             profile.add(sample, POSITION)
         return profile.tables()
-    layers = sum(component.layers for component in components)
-    symbols = CachegenProfile(components, [layer / layers for layer in range(layers)])
-    for sample in samples:
-        symbols.measure(sample)
-    for sample in samples:
-        symbols.count(sample)
-    return symbols.tables()
+    return cachegen_tables(components, samples)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ queued when it has ended already. Blocks that nobody needs any more are the next
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,15 +80,13 @@ def indices(values: Sequence[int], place: torch.device) -> torch.Tensor:
     return made.pin_memory().to(place, non_blocking=True)
 
 
-def views(layout: str, place: torch.device) -> list[torch.Tensor]:
+def views(place: torch.device) -> list[torch.Tensor]:
     """Return the pages of each layer as vLLM registers them: views of one buffer of bytes, in
-    which layers, blocks, heads, tokens (N) and contents lie in the order of *layout*.
+    which blocks of all layers lie beside each other, and tokens before heads.
     """
-    sizes = {"L": LAYERS, "B": BLOCKS, "H": KV_HEADS, "N": BLOCK_TOKENS, "C": WIDTH}
-    count = LAYERS * BLOCKS * KV_HEADS * BLOCK_TOKENS * WIDTH
-    buffer = torch.zeros(count * 4, dtype=torch.int8, device=place)
-    whole = buffer.view(torch.float32).view([sizes[name] for name in layout])
-    return list(whole.permute([layout.index(name) for name in "LBHNC"]).unbind(0))
+    shape = (LAYERS, BLOCKS, BLOCK_TOKENS, KV_HEADS, WIDTH)
+    buffer = torch.zeros(math.prod(shape) * 4, dtype=torch.int8, device=place)
+    return list(buffer.view(torch.float32).view(shape).transpose(2, 3).unbind(0))
 
 
 def write(parts: Sequence[torch.Tensor], pages: torch.Tensor, slots: torch.Tensor) -> None:
@@ -164,8 +163,6 @@ class _Sequence:
     prompt_tokens: int
     stop: int
     """How many of its tokens are computed in the end; one more is sampled."""
-    copies: str = ""
-    """The request whose blocks it begins with copies of."""
     blocks: list[int] = field(default_factory=list)
     last: list[torch.Tensor] = field(default_factory=list)
     """What the device sampled last: there, and as the host sees it once the step is over."""
@@ -193,20 +190,14 @@ class PagedEngine:
     """
 
     def __init__(
-        self,
-        address: str | None,
-        client: type[Client] = Client,
-        *,
-        zeroes_first: bool = True,
-        stores_last: bool = False,
-        layout: str = "LBNHC",
-        device: SlowDevice | DelayedDevice | None = None,
-    ) -> None:
+        self, address: str | None, client: type[Client] = Client, *, zeroes_first: bool = True,
+        stores_last: bool = False, device: SlowDevice | DelayedDevice | None = None,
+    ) -> None:  # fmt: skip
         self.device = device or SlowDevice()
         is_cuda = isinstance(self.device, DelayedDevice)
         self.place = torch.device("cuda", 0) if is_cuda else CPU
         self.model = small_model(self.place)
-        self.pages = views(layout, self.place)
+        self.pages = views(self.place)
         self.late_steps = 0
         """That had not ended when their hooks were over."""
         self._zeroes_first, self._stores_last = zeroes_first, stores_last
@@ -214,7 +205,6 @@ class PagedEngine:
         self.given = 0
         """Blocks that were given out; one as often as it was."""
         self._new: list[int] = []
-        self._copied: list[tuple[int, int]] = []
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._steps: deque[_Step] = deque()
@@ -253,12 +243,11 @@ class PagedEngine:
 
     # --- requests
 
-    def add(self, name: str, prompt: Sequence[int], new_tokens: int, copies: str = "") -> None:
-        """Take a request in. With *copies* it begins as that request does, which runs, and with
-        copies of its blocks."""
+    def add(self, name: str, prompt: Sequence[int], new_tokens: int) -> None:
+        """Take a request in."""
         request = FakeRequest(name, list(prompt))
         stop = len(prompt) + new_tokens - 1
-        self._waiting.append(_Sequence(request, len(prompt), stop, copies))
+        self._waiting.append(_Sequence(request, len(prompt), stop))
         if self.worker is not None:
             self.scheduler.on_new_request(request)
 
@@ -298,21 +287,8 @@ class PagedEngine:
                 return
             self._waiting.popleft()
             self._running.append(sequence)
-            if sequence.copies:
-                self._begin_as(sequence)
-            elif self.worker is not None:
+            if self.worker is not None:
                 self._begin_load(sequence)
-
-    def _begin_as(self, sequence: _Sequence) -> None:
-        (source,) = [one for one in self._running if one.name == sequence.copies]
-        pairs = zip(source.request.all_token_ids, sequence.request.all_token_ids, strict=False)
-        same = next(at for at, (one, other) in enumerate(pairs) if one != other)
-        same = min(same, source.request.num_computed_tokens)
-        self._grow(sequence, same)
-        self._copied += zip(source.blocks, sequence.blocks, strict=False)
-        sequence.request.num_computed_tokens = same
-        if self.worker is not None:
-            assert self._matched(sequence.request, same) == 0
 
     def _matched(self, request: FakeRequest, computed: int = 0) -> int:
         found: list[int | None] = []
@@ -366,8 +342,7 @@ class PagedEngine:
     ) -> list[tuple[_Sequence, list[torch.Tensor]]]:
         """Call the hooks of a step in their spec, with its work between them."""
         taken, self._new = self._new, []
-        copied, self._copied = self._copied, []
-        prepare = partial(self._prepare, taken, copied)
+        prepare = partial(self._prepare, taken)
         if self._zeroes_first:
             self.device.compute.launch(prepare)
         plan = None
@@ -383,12 +358,10 @@ class PagedEngine:
             self.worker.store(plan)
         return sampled
 
-    def _prepare(self, taken: Sequence[int], copied: Sequence[tuple[int, int]]) -> None:
+    def _prepare(self, taken: Sequence[int]) -> None:
         zeroed = indices(taken, self.place)
         for pages in self.pages:
             pages.index_fill_(0, zeroed, 0.0)
-            for source, target in copied:
-                pages[target] = pages[source]
 
     def _forward(
         self, chosen: Sequence[_Sequence], counts: Mapping[str, int]
@@ -413,11 +386,9 @@ class PagedEngine:
         return [(one, out) for one, out in sampled if out is not None]
 
     def _compute(
-        self,
-        batch: _Batch,
-        ids: Sequence[Callable[[], torch.Tensor]],
+        self, batch: _Batch, ids: Sequence[Callable[[], torch.Tensor]],
         outs: Sequence[tuple[int, list[torch.Tensor]]],
-    ) -> None:
+    ) -> None:  # fmt: skip
         with torch.inference_mode():
             tokens = torch.cat([each() for each in ids])
             model: Any = self.model

@@ -56,12 +56,10 @@ class PlainEngine:
 
 
 def load_prompt(
-    connector: Connector,
-    prompt: Sequence[int],
-    room: Callable[[Sequence[Span]], Sequence[LayerTensors]],
-    extra: Sequence[bytes] = (),
+    connector: Connector, prompt: Sequence[int],
+    room: Callable[[Sequence[Span]], Sequence[LayerTensors]], extra: Sequence[bytes] = (),
     allowed: Allowed | None = None,
-) -> Prefix:
+) -> Prefix:  # fmt: skip
     """Load a prompt into what *room* makes, of copies that the connector or *allowed* allows."""
     rooms: list[LayerTensors] = []
 

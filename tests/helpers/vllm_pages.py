@@ -106,13 +106,9 @@ def tables_of(blocks: Sequence[int] | Tables) -> Tables:
 
 
 def compute(
-    pages: dict[str, torch.Tensor],
-    packing: BlockLayout,
-    tokens: list[int],
-    blocks: Sequence[int] | Tables,
-    start: int = 0,
-    shape: KVCacheShape = SHAPE,
-) -> None:
+    pages: dict[str, torch.Tensor], packing: BlockLayout, tokens: list[int],
+    blocks: Sequence[int] | Tables, start: int = 0, shape: KVCacheShape = SHAPE,
+) -> None:  # fmt: skip
     """Fill the slots of *tokens* from *start* on, as a forward pass would."""
     for number, table, parts in _places(pages, packing, shape):
         ids = tables_of(blocks)[table]
@@ -125,12 +121,9 @@ def compute(
 
 
 def holds(
-    pages: dict[str, torch.Tensor],
-    packing: BlockLayout,
-    tokens: list[int],
-    blocks: Sequence[int] | Tables,
-    shape: KVCacheShape = SHAPE,
-) -> bool:
+    pages: dict[str, torch.Tensor], packing: BlockLayout, tokens: list[int],
+    blocks: Sequence[int] | Tables, shape: KVCacheShape = SHAPE,
+) -> bool:  # fmt: skip
     """Whether the slots of *tokens* have what ``compute`` puts there; null blocks have nothing."""
     right = empty_pages(shape=shape)
     compute(right, packing, tokens, blocks, shape=shape)

@@ -57,21 +57,12 @@ class Engine:
     tokens. *ranks*: those of a parallel engine, each with its layers and heads of the pages."""
 
     def __init__(
-        self,
-        address: str,
-        identity: Model | None = None,
-        packing: BlockLayout = BLOCK_LAYOUTS[0],
-        queue_bytes: int = QUEUE_BYTES,
-        opts: ClientOptions | None = None,
-        role: Role = BOTH,
-        shape: KVCacheShape = SHAPE,
-        ranks: Sequence[Shard | None] = (None,),
-        device: SlowDevice | None = None,
-        client: type[Client] = Client,
-        zeroes: bool = False,
-        refusing: bool = False,
+        self, address: str, identity: Model | None = None, packing: BlockLayout = BLOCK_LAYOUTS[0],
+        queue_bytes: int = QUEUE_BYTES, opts: ClientOptions | None = None, role: Role = BOTH,
+        shape: KVCacheShape = SHAPE, ranks: Sequence[Shard | None] = (None,),
+        device: SlowDevice | None = None, client: type[Client] = Client, zeroes: bool = False,
         accuracy: str = "exact",
-    ) -> None:
+    ) -> None:  # fmt: skip
         """*device*: where pages lie and the forward pass runs, late. *zeroes*: blocks are zeroed
         when they are given out, before ``handle_preemptions``, as vLLM's V2 runner does."""
         opts = opts or options()
@@ -88,8 +79,7 @@ class Engine:
             own_shape = shape_of_rank(shape, rank)
             self.workers.append(VllmWorker(connector, own_shape, queue_bytes, device=device))
             own = pages_of_rank(pages, shape, rank)
-            refusal = self.workers[-1].register(own, writer(packing))
-            assert bool(refusal) is refusing, refusal
+            assert self.workers[-1].register(own, writer(packing)) == ""
         self._next_block = 1
 
     def blocks(self, tokens: int) -> list[int]:

@@ -27,8 +27,6 @@ with warnings.catch_warnings():
     from sglang.srt.mem_cache import device_pool_info
     from sglang.srt.mem_cache.hicache_storage import (
         HiCacheStorageConfig,
-        HiCacheStorageExtraInfo,
-        HiCacheStorageFailureInjector,
         PoolHitPolicy,
         PoolName,
         PoolTransfer,
@@ -173,9 +171,7 @@ def test_between_an_update_and_its_flush_nothing_is_loaded_and_nothing_is_stored
     backend.close()
 
 
-def test_ranks_that_flush_together_call_their_pages_alike(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_that_flush_together_call_their_pages_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """They meet in the store that torch.distributed keeps for a world."""
     world = torch.distributed.distributed_c10d
     shared = torch.distributed.HashStore()  # type: ignore[attr-defined]
@@ -204,38 +200,6 @@ def test_flat_pages_are_what_the_pool_calls_one(backend: Any, pool: Any) -> None
     assert backend.batch_set_v1([page_hashes(5)[4]], indices(5)) == [True]
     backend.clear()
     assert backend.batch_exists(hashes) == 0
-
-
-def test_what_one_layout_stored_every_other_reads(
-    server: LocalServer, backend: Any, pool: Any
-) -> None:
-    hashes = page_hashes(2)
-    extra = HiCacheStorageExtraInfo(prefix_keys=[])
-    backend.batch_set_v1(hashes, indices(0, 1), extra)
-    for layout in LAYOUTS:
-        other = make_pool(layout)
-        reader = make_backend(server, other)
-        try:
-            assert reader.batch_get_v1(hashes, indices(0, 1), extra) == [True, True]
-            again = make_pool(pool.layout)
-            back = make_backend(server, again)
-            back.batch_get_v1(hashes, indices(0, 1))
-            assert torch.equal(again.get_data_page(0), pool.get_data_page(0))
-            back.close()
-        finally:
-            reader.close()
-
-
-def test_replicas_of_a_latent_write_once(server: LocalServer, pool: Any) -> None:
-    idle = make_backend(server, make_pool("page_first"), tp_rank=1, tp_size=2)
-    assert idle._is_writer, "each rank of a model with heads writes its own"
-    idle.close()
-
-
-def test_faults_that_sglang_injects_are_misses(server: LocalServer, pool: Any) -> None:
-    backend = HiCacheStorageFailureInjector(make_backend(server, pool), 0.0, 1.0)
-    assert backend.batch_exists(page_hashes(2)) == 0
-    backend._backend.close()
 
 
 def test_what_the_engine_was_started_with_is_in_the_names_of_its_pages(
@@ -331,29 +295,6 @@ def test_a_prefix_ends_where_every_pool_has_what_it_needs(backend: Any, windows:
     assert usable("all_pages", []) == (3, {"kv": 5, "swa": 3}, [1, 2, 3])
     assert backend.batch_exists_v2(hashes).kv_hit_pages == 5
     assert backend.batch_exists_v2(hashes, [named("mamba", [])]).kv_hit_pages == 0
-
-
-def test_ranks_keep_pages_of_a_second_pool_apart_unless_all_have_the_same(
-    server: LocalServer,
-) -> None:
-    hashes = page_hashes(1)
-
-    def stored(reader: dict[str, Any], writer: dict[str, Any], name: str) -> bool:
-        backends = []
-        for changes in (writer, reader):
-            backend = make_backend(server, make_pool("page_first"), **changes)
-            backend.register_mem_host_pool_v2(make_pool("page_first"), PoolName(name))
-            backends.append(backend)
-        backends[0].batch_set_v2([named(name, hashes, 0)])
-        found = backends[1].batch_get_v2([named(name, hashes, 0)])[name]
-        backends[0].clear()
-        for backend in backends:
-            backend.close()
-        return bool(found[0])
-
-    first, second = ({"tp_rank": rank, "tp_size": 2} for rank in (0, 1))
-    assert stored(first, first, "swa")
-    assert not stored(second, first, "swa")
 
 
 def test_pages_without_room_of_their_own_are_no_hits(backend: Any, windows: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from helpers.vllm_stand_ins import FullAttentionSpec, SlidingWindowSpec, cache_config, engine_config
 from vllm.config import LoadConfig, LoRAConfig, ModelConfig
 from vllm.config.multimodal import MultiModalConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -41,15 +40,6 @@ def refused_worker() -> VllmWorker:
     worker = VllmWorker(Connector(client), vllm_versions.NO_SHAPE, 1)
     worker.refuse("no reason")
     return worker
-
-
-def test_nobody_waits_for_what_a_cache_stores() -> None:
-    assert connector().requires_kv_delivery is False
-
-
-def test_it_takes_several_groups_of_layers_and_their_configuration() -> None:
-    assert supports_hma(KVStoreConnector)
-    assert "kv_cache_config" in inspect.signature(KVStoreConnector).parameters
 
 
 @pytest.mark.skipif(BELOW_030, reason="it asks for failed blocks only")

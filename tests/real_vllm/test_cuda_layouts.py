@@ -334,25 +334,3 @@ def test_frames_lie_in_pages_where_vllm_writes_them_and_come_back_and_nothing_el
             to[ours.which] = of[ours.which]
     kernels.move(back, frames, paged, to_pages=False)
     assert torch.equal(back, wanted)
-
-
-@pytest.mark.parametrize("layout", KVCacheLayout, ids=lambda layout: layout.name)
-def test_groups_of_a_hybrid_model_have_block_tables_of_their_own_and_the_same_bytes(
-    layout: KVCacheLayout,
-) -> None:
-    shape, cache = planned(WHOLE["hybrid"], layout)
-    registered = allocated(WHOLE["hybrid"], layout, cache)
-    assert shape.tables == 3
-    firsts = [group.layer_names[0] for group in cache.kv_cache_groups]
-    assert len({registered[name].data_ptr() for name in firsts}) == 1
-
-
-@pytest.mark.parametrize(
-    "layout", [one for one in KVCacheLayout if one not in SPLITTING], ids=lambda one: one.name
-)
-def test_vllm_cuts_blocks_of_no_other_layout_into_those_of_the_kernels(
-    layout: KVCacheLayout,
-) -> None:
-    _, cache = planned(SPLIT["bf16"], layout)
-    with pytest.raises(ValueError, match="dense, unpadded pages"):
-        allocated(SPLIT["bf16"], layout, cache)

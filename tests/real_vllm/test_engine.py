@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from bench.lib.vllm import VERSION, EngineProcess
+from helpers.local_server import eventually
 from helpers.server_process import ServerProcess
-from real_vllm.prompts import CHUNK_TOKENS, EngineMaker, assert_same, prompt
+from real_vllm.prompts import EngineMaker, assert_same, prompt
 
 
 @pytest.fixture
@@ -34,15 +34,6 @@ def same(engine: EngineProcess, oracle: EngineProcess) -> Callable[..., list[int
 Same = Callable[..., list[int]]
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
-
-
 # --- hits
 
 
@@ -58,36 +49,10 @@ def test_what_was_computed_once_is_loaded(engine: EngineProcess, same: Same) -> 
     assert after["worker_loaded_chunks"] - before.get("worker_loaded_chunks", 0) == 4
 
 
-def test_a_prompt_that_is_stored_to_its_last_token_still_has_a_next_one(
-    engine: EngineProcess, same: Same
-) -> None:
-    same(prompt(2, 256))
-    engine.fresh()
-    assert same(prompt(2, 256))[0] in (255, 256)
-
-
 def test_a_prompt_hits_the_chunks_it_shares_with_another(engine: EngineProcess, same: Same) -> None:
     same(prompt(3, 300))
     engine.fresh()
     assert same([*prompt(3, 300)[:160], *prompt(4, 140)]) == [128]
-
-
-def test_a_prompt_below_one_chunk_is_neither_stored_nor_hit(
-    engine: EngineProcess, same: Same
-) -> None:
-    assert same(prompt(5, 40)) == [0]
-    engine.fresh()
-    assert same(prompt(5, 40)) == [0]
-
-
-def test_a_chunk_that_the_engine_has_half_of_is_loaded_beside_that_half(
-    engine: EngineProcess, same: Same
-) -> None:
-    whole = prompt(6, 140)
-    same(whole)
-    engine.fresh()
-    assert same(whole[:96]) == [64]
-    assert same(whole) == [128]
 
 
 def test_what_was_generated_is_stored_too(engine: EngineProcess, same: Same) -> None:
@@ -106,20 +71,6 @@ def test_a_cache_salt_separates(engine: EngineProcess, same: Same) -> None:
     assert same(one) == [0]
     engine.fresh()
     assert same(one, salts=["alice"]) == [192]
-
-
-def test_a_prefill_in_pieces_is_stored_and_loaded(engine: EngineProcess, same: Same) -> None:
-    long = prompt(10, 1500)
-    assert same(long) == [0]
-    engine.fresh()
-    assert same(long) == [1500 // CHUNK_TOKENS * CHUNK_TOKENS]
-
-
-def test_requests_at_once_each_get_their_own(engine: EngineProcess, same: Same) -> None:
-    prompts = [prompt(20 + number, 200 + 10 * number) for number in range(8)]
-    same(*prompts)
-    engine.fresh()
-    assert same(*prompts) == [len(one) // CHUNK_TOKENS * CHUNK_TOKENS for one in prompts]
 
 
 def test_preempted_requests_go_on_where_they_were(engine: EngineProcess, same: Same) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,10 @@ import pytest
 import zmq
 from bench.lib.vllm import EngineProcess
 from golden.samples import FOLDER
-from helpers.prompts import SMALL, store
+from helpers.local_server import eventually
 from helpers.server_process import ServerProcess
 from real_vllm.prompts import CHUNK_TOKENS, EngineMaker, prompt
-from vllm.distributed.kv_events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    KVEventBatch,
-    ZmqEventPublisher,
-)
-
-from kvstore.client import Client, ClientOptions
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 PROMPT = prompt(200, 300)
 CHUNKS = 300 // CHUNK_TOKENS
@@ -74,31 +66,10 @@ def router() -> Iterator[Router]:
     made.close()
 
 
-@pytest.fixture
-def publishing(home: Path) -> Iterator[ServerProcess]:
-    """A server that publishes what it has itself, without any engine."""
-    folder = home / "publishing"
-    folder.mkdir(mode=0o700)
-    endpoints = ("--events", f"ipc:{folder / 'e'}", "--events-replay", f"ipc:{folder / 'r'}")
-    server = ServerProcess(folder, "--tiers", "cpu", "--cpu", "64MiB", *endpoints)
-    server.start()
-    yield server
-    server.kill()
-
-
 def stepped(engine: EngineProcess) -> None:
     """Have all stored, and the engine make a step: events go out with one."""
     engine.fresh()
     engine.generate(prompt(201, 8), max_tokens=2)
-
-
-def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def test_routers_learn_what_the_store_holds_and_what_it_lost(
@@ -165,34 +136,3 @@ def test_vllms_own_decoder_reads_what_the_store_writes() -> None:
     assert (removed.medium, len(removed.block_hashes)) == ("STORAGE", 1)
     if hasattr(stored, "session_id"):  # below 0.30 it has fewer fields to write
         assert msgspec.msgpack.encode(batch) == (FOLDER / "events-v1.msgpack").read_bytes()
-
-
-def test_a_reader_of_vllms_events_reads_the_stores_and_its_replays(
-    publishing: ServerProcess,
-) -> None:
-    context: Any = zmq.Context()
-    replay = context.socket(zmq.DEALER)  # asks as a reader of vLLM's ZmqEventPublisher does
-    replay.connect(f"ipc://{publishing.socket_path.parent / 'r'}")
-    decoder = msgspec.msgpack.Decoder(KVEventBatch)
-    options = ClientOptions("grpc", chunk_tokens=16, deadline_ms=20_000)
-    known: set[Any] = set()
-    try:
-        with Client(publishing.address, SMALL, options) as client:
-            keys = store(client, 1, 3)
-
-        def is_heard() -> bool:
-            replay.send_multipart((b"", (0).to_bytes(8, "big")))
-            while replay.poll(20_000):
-                _, topic, number, batch = replay.recv_multipart()
-                if number == ZmqEventPublisher.END_SEQ:
-                    break
-                assert topic.startswith(b"kvstore@")
-                for event in decoder.decode(batch).events:
-                    if isinstance(event, BlockStored):
-                        known.update(event.block_hashes)
-            return set(keys) <= known
-
-        assert eventually(is_heard)
-    finally:
-        replay.close(0)
-        context.term()

@@ -1,6 +1,6 @@
 """The real vLLM on a CUDA device: pages in fp8, latents, and our tier below its own offloading.
 
-Its twins on the CPU: ``test_engine``, ``test_kinds``, ``test_offloading``.
+Its twins on the CPU: ``test_engine``, ``test_kinds``, ``test_sharing``.
 """
 
 from __future__ import annotations

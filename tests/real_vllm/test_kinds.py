@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,6 @@ from real_vllm import models
 from real_vllm.prompts import EngineMaker, assert_same, prompt, skip_where_windows_are_refused
 
 from kvstore.client.engines.vllm.connector import TransferResults
-
-Same = Callable[..., list[int]]
 
 TIGHT = {"num_gpu_blocks_override": 150}
 """Three block tables take more blocks of one pool; eight long requests still preempt each other."""
@@ -80,19 +78,6 @@ def test_hybrid_layers_are_loaded_with_their_windows(hybrid: Pair) -> None:
     assert hybrid.again(prompt(1, 300)[:256]) == [255], "the last token is computed again"
 
 
-def test_what_a_hybrid_model_generated_is_stored_with_its_windows(hybrid: Pair) -> None:
-    first = prompt(3, 100)
-    (answer,) = hybrid.engine.generate(first, max_tokens=100)
-    assert hybrid.again([*first, *answer["tokens"], *prompt(4, 20)]) == [192]
-
-
-def test_hybrid_layers_behind_what_the_engine_has_itself_are_loaded(hybrid: Pair) -> None:
-    whole = prompt(5, 300)
-    hybrid.same(whole)
-    assert hybrid.again(whole[:96]) == [64]
-    assert hybrid.same(whole) == [256]
-
-
 def test_hybrid_requests_at_once_and_preempted_get_their_own(hybrid: Pair) -> None:
     before = hybrid.count("preemptions")
     prompts = [prompt(10 + number, 450) for number in range(8)]
@@ -100,15 +85,6 @@ def test_hybrid_requests_at_once_and_preempted_get_their_own(hybrid: Pair) -> No
     assert hybrid.count("preemptions") > before
     assert hybrid.again(*prompts[:4]) == [448] * 4
     assert hybrid.again(*prompts, max_tokens=100)[0] > 0
-
-
-def test_hybrid_requests_given_up_while_they_load_harm_nothing(hybrid: Pair) -> None:
-    prompts = [prompt(20 + number, 400) for number in range(3)]
-    hybrid.same(*prompts)
-    for steps in range(4):
-        hybrid.engine.fresh()
-        assert hybrid.engine.ask("abort", prompts=prompts, steps=steps) == 0
-    assert hybrid.again(*prompts) == [384] * 3
 
 
 def test_a_hybrid_load_that_lost_a_chunk_is_computed_as_a_whole(

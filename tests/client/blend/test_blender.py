@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from helpers.blend_world import MODELS, SUFFIX, World, distance, make_world
+from helpers.blend_world import (
+    LLAMA3,
+    MODELS,
+    SUFFIX,
+    YARN,
+    World,
+    distance,
+    make_model,
+    make_world,
+)
+from helpers.torch_engine import greedy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvstore.client.blend import engine as engine_module
-from kvstore.client.blend.engine import Blender, MemorySource
+from kvstore.client.blend.engine import MAX_SINKS, Blender, MemorySource
 from kvstore.client.blend.layer_pass import (
     LayerKV,
     RopeSpec,
     place_segments,
-    positions_of,
     reads,
     rerotate,
     runs_of,
 )
-from kvstore.client.blend.plan import BlendPlan, Origin
+from kvstore.client.blend.plan import BlendPlan, Origin, Segment
 from kvstore.client.blend.selectors import SELECTORS
-from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
+from kvstore.client.engines.transformers.blend_adapter import BlendedCache, TransformersAdapter
 from kvstore.client.engines.transformers.cache import as_argument
-from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
+from kvstore.proto.errors import InvalidRequestError, ModelError, TierUnavailableError
+from kvstore.proto.hf_config import rope_parameters
 from kvstore.proto.types import RopeParameters
 
 NAMES = sorted(SELECTORS)
@@ -116,15 +131,9 @@ def test_what_is_decoded_and_scored_behind_a_prefill_is_the_engines_own(name: st
     assert distance(logits, wanted) < 1e-11
     assert distance(small.blender.score(small.tokens, full, follows), wanted) < 1e-11
     assert full.kv[0][0].shape[1] == len(small.tokens), "the prompt's own KV is left as it is"
-
-
-def test_logits_are_those_from_a_position_on(world: World) -> None:
-    first = len(world.tokens) - SUFFIX
-    found = world.blender.prefill(world.tokens, logits_from=first)
-    assert distance(found.logits, world.full_logits()) == 0
-    for wrong in (-1, len(world.tokens)):
+    for wrong in (-1, len(small.tokens)):
         with pytest.raises(InvalidRequestError, match="logits_from"):
-            world.blender.prefill(world.tokens, logits_from=wrong)
+            small.blender.prefill(small.tokens, logits_from=wrong)
 
 
 # --- between them
@@ -158,17 +167,6 @@ def test_hkvd_computes_all_rows_up_to_its_check_layer_and_chooses_by_true_deviat
     assert found.report.deviation[rows] == pytest.approx(wanted[rows], rel=1e-4)
 
 
-def test_rows_computed_before_any_stale_one_are_exact(world: World) -> None:
-    """With the first chunk computed whole, its rows are those of the full prefill."""
-    segments = list(world.segments)
-    segments[1] = replace(segments[1], ratio=0.999999)
-    plan = BlendPlan(world.tokens, tuple(segments), ratio=0.0, selector="first_k")
-    found, full = world.blender.blend(plan, world.source), world.blender.prefill(world.tokens)
-    span = slice(segments[1].start, segments[1].end)
-    for (_, got), (_, wanted) in zip(found.kv, full.kv, strict=True):
-        assert distance(got[:, span], wanted[:, span]) < 1e-11
-
-
 def test_gaps_are_computed_and_not_charged_to_the_ratio() -> None:
     gap = make_world(kinds=("approx", "miss", "approx"))
     for name in NAMES:
@@ -176,25 +174,6 @@ def test_gaps_are_computed_and_not_charged_to_the_ratio() -> None:
         assert found.report.rows[-1] == 40 + SUFFIX + found.report.selected.numel()
         assert found.report.selected.numel() <= 2
         assert not found.report.failure
-
-
-def test_a_source_is_told_rows_that_are_known_before_it_brings_any(world: World) -> None:
-    class Listening(MemorySource):
-        def narrow(self, rows: Sequence[int]) -> None:
-            events.append(set(rows))
-
-        def layer(self, i: int) -> Mapping[int, LayerKV]:
-            events.append(i)
-            return super().layer(i)
-
-    suffix = set(range(len(world.tokens) - SUFFIX, len(world.tokens)))
-    for name in NAMES:
-        events: list[int | set[int]] = []
-        found = world.blender.blend(world.plan(0.2, selector=name), Listening(world.stored))
-        computed = set(found.report.selected.tolist()) | suffix
-        told = [computed] if name in ("first_k", "stored_priority") else []
-        assert events[: len(told)] == told
-        assert all(isinstance(event, int) for event in events[len(told) :])
 
 
 def test_rows_that_were_left_out_are_never_read(world: World) -> None:
@@ -211,20 +190,6 @@ def test_rows_that_were_left_out_are_never_read(world: World) -> None:
 
 
 # --- the mask
-
-
-@pytest.mark.parametrize("window", [None, 5])
-def test_runs_as_sequences_of_their_own_are_the_mask_by_position(window: int | None) -> None:
-    generator = torch.Generator().manual_seed(2)
-    rows = (torch.rand(90, generator=generator) < 0.4).nonzero().flatten()
-    runs = runs_of(rows)
-    assert positions_of(runs).tolist() == rows.tolist()
-    for start, end in runs:
-        aligned = torch.ones(end - start, end, dtype=torch.bool).tril(start)  # bottom right
-        if window is not None:
-            aligned &= ~torch.ones_like(aligned).tril(start - window)
-        assert torch.equal(reads(torch.arange(start, end), 0, end, window), aligned)
-    assert runs_of(torch.empty(0, dtype=torch.int64)) == []
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
@@ -250,26 +215,63 @@ def test_attention_by_runs_is_attention_by_one_mask(name: str) -> None:
 # --- negative controls
 
 
-def test_what_is_damaged_is_seen_wherever_it_is_loaded_and_nowhere_else(world: World) -> None:
-    """Of a chunk below a ratio of 1, of the prefix also where it is loaded alone."""
-    prefix = world.plan(0.15).without("approx")
-    chosen = world.plan(0.15, selector="first_k")
-    for index, plan, is_seen in (
-        (2, chosen, True), (2, world.plan(1.0), False), (2, prefix, False),
-        (0, world.plan(0.9), True), (0, prefix, True), (0, world.plan(1.0), False),
-    ):  # fmt: skip
-        damaged = {i: [(k, v.clone()) for k, v in kv] for i, kv in world.stored.items()}
-        damaged[index][3][1].add_(1.0)
-        found = world.blender.blend(plan, MemorySource(damaged)).logits
-        wanted = world.blender.blend(plan, world.source).logits
-        assert (distance(found, wanted) > 1e-3) == is_seen
+# --- prompts without a prefix, whose first tokens are attention sinks
 
 
-def test_a_prefix_alone_is_the_engines_own_behind_it(world: World) -> None:
-    found = world.blender.blend(world.plan(0.15).without("approx"), world.source)
-    assert not found.is_blended
-    assert found.report.rows[0] == len(world.tokens) - len(world.segments[0])
-    assert distance(found.logits, world.full_logits()) <= 1e-12
+@pytest.fixture(scope="module")
+def swapped(world: World) -> tuple[BlendPlan, MemorySource]:
+    """Two chunks in the other order, stored out of a prompt that they began."""
+    first, second = world.tokens[16:64], world.tokens[64:104]
+    stored = world.blender.prefill((*first, *second)).kv
+    spans = enumerate([(48, 88), (0, 48)])
+    source = MemorySource({at: [(k[:, a:b], v[:, a:b]) for k, v in stored] for at, (a, b) in spans})
+    tokens = (*second, *first, *world.tokens[-SUFFIX:])
+    segments = (
+        Segment(0, 40, "approx", src_pos=48),
+        Segment(40, 88, "approx", src_pos=0),
+        Segment(88, len(tokens), "miss"),
+    )
+    return BlendPlan(tokens, segments), source
+
+
+@pytest.mark.parametrize(
+    ("name", "sinks"),
+    [("hkvd", 1), ("query_attention", 2), ("hybrid", MAX_SINKS), ("first_k", MAX_SINKS)],
+)
+def test_the_first_rows_are_computed_at_every_ratio_as_a_full_prefill_computes_them(
+    world: World, swapped: tuple[BlendPlan, MemorySource], name: str, sinks: int
+) -> None:
+    plan, source = swapped
+    full = world.blender.prefill(plan.tokens)
+    for ratio in (0.0, 0.3):
+        tried = replace(plan, selector=name, ratio=ratio)
+        found = Blender(adapter_of(world), sinks=sinks).blend(tried, source)
+        assert not found.report.failure
+        assert set(range(sinks)) <= set(found.report.selected.tolist())
+        for kv, wanted in zip(found.kv, full.kv, strict=True):
+            for part, other in zip(kv, wanted, strict=True):
+                torch.testing.assert_close(part[:, :sinks], other[:, :sinks])
+
+
+def test_a_chunk_that_began_its_prompt_has_its_own_sinks_computed(
+    world: World, swapped: tuple[BlendPlan, MemorySource]
+) -> None:
+    """Where rows are chosen at all, though none of its own are."""
+    plan, source = swapped
+    first, second, question = plan.segments
+    for src_pos, count in ((0, 2), (1, 1), (2, 0)):
+        second = replace(second, src_pos=src_pos, ratio=0.0)
+        for ratio, wanted in ((0.0, 0), (0.3, count)):
+            tried = replace(plan, segments=(first, second, question), ratio=ratio)
+            found = Blender(adapter_of(world), sinks=2).blend(tried, source)
+            own = [row for row in found.report.selected.tolist() if row >= second.start]
+            assert own == list(range(second.start, second.start + wanted))
+
+
+def test_another_number_of_sinks_is_refused_by_name(world: World) -> None:
+    for sinks in (-1, MAX_SINKS + 1):
+        with pytest.raises(InvalidRequestError, match="sinks"):
+            Blender(adapter_of(world), sinks=sinks)
 
 
 # --- what is refused, and what fails
@@ -384,3 +386,150 @@ def test_a_defect_of_the_engine_is_not_taken_for_one_of_the_store(world: World) 
 
     with pytest.raises(RuntimeError, match="out of memory"):
         Blender(Broken(world.model)).blend(world.plan(0.2), world.source)
+
+
+HEAD_DIM = 64
+
+
+def named(scaling: str, **factors: float) -> RopeParameters:
+    return RopeParameters(1e4, HEAD_DIM, scaling, tuple(sorted(factors.items())))
+
+
+def factors_of(settings: dict[str, object]) -> dict[str, float]:
+    return {k: float(str(v)) for k, v in settings.items() if k not in ("rope_type", "rope_theta")}
+
+
+FAMILIES = {
+    "default": named("default"),
+    "linear": named("linear", factor=4.0),
+    "ntk": named("ntk", factor=4.0),
+    "yarn": named("yarn", **factors_of(YARN)),
+    "llama3": named("llama3", **factors_of(LLAMA3)),
+    "partial": RopeParameters(1e4, 24),
+}
+
+
+def spec(name: str) -> RopeSpec:
+    found = RopeSpec.of(FAMILIES[name], HEAD_DIM)
+    assert found is not None
+    return found
+
+
+def some_keys(tokens: int = 32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, tokens, HEAD_DIM, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@given(
+    name=st.sampled_from(sorted(FAMILIES)),
+    seed=st.integers(0, 1 << 30),
+    old=st.integers(0, 1 << 20),
+    new=st.integers(0, 1 << 20),
+)
+@settings(max_examples=30, deadline=None)
+def test_the_error_is_at_most_two_units_in_the_last_place(
+    dtype: torch.dtype, name: str, seed: int, old: int, new: int
+) -> None:
+    rope = spec(name)
+    stored = some_keys(3, seed).to(dtype)
+    places = torch.arange(3)
+    moved = rerotate(stored, places + old, places + new, rope)
+    exact = keys_by_math(stored.double(), places + old, places + new, rope)
+    unit = torch.finfo(dtype).eps * 2.0 ** torch.floor(torch.log2(exact.abs()))
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    assert ((moved.double() - exact).abs() / unit.clamp_min(least)).max() <= 2
+
+
+def keys_by_math(stored: Tensor, old: Tensor, new: Tensor, rope: RopeSpec) -> Tensor:
+    """The exact turn, number by number, with Python's own cosine and sine."""
+    exact, pairs = stored.clone(), len(rope.frequencies)
+    table = torch.tensor(rope.frequencies, dtype=torch.float32)
+    for token in range(len(new)):
+        before = (old[token].float() * table).tolist()
+        after = (new[token].float() * table).tolist()
+        for pair in range(pairs):
+            angle = after[pair] - before[pair]
+            x, y = stored[:, token, pair], stored[:, token, pair + pairs]
+            exact[:, token, pair] = x * math.cos(angle) - y * math.sin(angle)
+            exact[:, token, pair + pairs] = y * math.cos(angle) + x * math.sin(angle)
+    return exact
+
+
+def test_the_rules_are_those_of_transformers() -> None:
+    for name in ("llama", "llama-linear", "llama-yarn", "llama-llama3", "qwen3"):
+        model = make_model(name)
+        rope, table = RopeSpec.of(rope_parameters(model.config), 16), model.model.rotary_emb
+        assert rope is not None
+        assert rope.frequencies == pytest.approx(table.inv_freq.tolist(), rel=1e-6)
+        assert rope.gain == pytest.approx(table.attention_scaling, rel=1e-9)
+
+
+def test_what_cannot_be_turned_is_refused_by_name() -> None:
+    for scaling in ("dynamic", "longrope", "of my own"):
+        with pytest.raises(ModelError, match=scaling):
+            RopeSpec.of(named(scaling, factor=2.0), HEAD_DIM)
+    with pytest.raises(ModelError, match="more channels"):
+        rerotate(some_keys()[..., :32], torch.arange(32), torch.arange(32), spec("default"))
+    for numbers, gain in (((), 1.0), ((math.nan,), 1.0), ((1.0,), 0.0)):
+        with pytest.raises(ModelError):
+            RopeSpec(numbers, gain)
+    assert RopeSpec.of(named("none"), HEAD_DIM) is None, "a model without a rotation"
+
+
+@pytest.fixture(scope="module")
+def single() -> World:
+    return make_world(dtype=torch.float32)
+
+
+def generated(single: World, cache: BlendedCache | None) -> list[int]:
+    ids = torch.tensor([single.tokens])
+    engine: Any = single.model
+    output = engine.generate(
+        ids, generation_config=greedy(6), attention_mask=torch.ones_like(ids), **as_argument(cache)
+    )
+    found: list[int] = output[0].tolist()
+    return found
+
+
+def test_generating_from_a_blend_is_generating_without_one_where_all_rows_are_computed(
+    single: World,
+) -> None:
+    for ratio, is_same in ((1.0, True), (0.0, False)):
+        result = single.blender.blend(single.plan(ratio), single.source)
+        found = generated(single, BlendedCache.of(single.model, result))
+        assert (found == generated(single, None)) == is_same
+
+
+def test_a_model_that_cannot_be_blended_is_refused_by_name() -> None:
+    other = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=16))
+    with pytest.raises(ModelError, match="GPT2LMHeadModel"):
+        TransformersAdapter(other)
+    adapted: Any = make_model()
+    adapted.peft_config = {"default": object()}
+    with pytest.raises(ModelError, match="give its digest"):
+        TransformersAdapter(adapted)
+    assert TransformersAdapter(adapted, "blake3:of it").origin.adapter_digest == "blake3:of it"
+    rounded: Any = make_model(dtype=torch.float32)
+    with pytest.raises(ModelError, match="do not cast it"):
+        TransformersAdapter(rounded.to(torch.bfloat16))
+
+
+# The same test for every device: nothing of the path is of one alone.
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_blend_on_a_device_is_that_of_float64_on_the_cpu(single: World, device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device: its twin on the CPU runs the same code")
+    exact = make_world()
+    engine: Any = make_model(dtype=torch.float32)
+    blender = Blender(TransformersAdapter(engine.to(device)))
+    for name in SELECTORS:
+        wanted = exact.blender.blend(exact.plan(0.3, selector=name), exact.source)
+        found = blender.blend(single.plan(0.3, selector=name), single.source)
+        assert found.logits.device.type == device
+        assert {part.device.type for kv in found.kv for part in kv} == {device}
+        assert set(found.report.selected.tolist()) == set(wanted.report.selected.tolist())
+        assert torch.allclose(found.logits.cpu().double(), wanted.logits, atol=1e-3)

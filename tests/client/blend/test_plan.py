@@ -1,11 +1,13 @@
-"""Prompts cut and named, the plans made of them, and what neither takes."""
+"""Prompts cut and named, the plans made of them, and which rows each selector chooses."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +19,7 @@ from kvstore.client.blend.plan import (
     SegmentRange,
     name_segments,
 )
+from kvstore.client.blend.selectors import SELECTORS, check_selector, measure_of, pick_share
 from kvstore.proto.blend import ContextMass, ShadowResult, check_tag
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.keys import chain_digest, chain_digests, content_digest, tokens_le32
@@ -29,11 +32,6 @@ SUFFIX = Segment(40, 60, "miss")
 
 def plan(*segments: Segment, **settings: Any) -> BlendPlan:
     return BlendPlan(TOKENS, segments or (CHUNK, SUFFIX), **settings)
-
-
-def test_a_plan_counts_its_tokens_by_kind() -> None:
-    found = plan(Segment(0, 16, "exact", src_pos=0), Segment(16, 40, "approx"), SUFFIX)
-    assert [found.count(kind) for kind in ("exact", "approx", "miss")] == [16, 24, 20]
 
 
 def segment(**settings: Any) -> Segment:
@@ -101,14 +99,6 @@ def test_a_higher_ratio_raises_that_of_segments_that_had_less() -> None:
     assert plan(own, more, SUFFIX).chosen_tokens(0.5) == 20 * 0.5 + 20 * 0.9
 
 
-def test_what_is_left_out_is_computed_in_its_place() -> None:
-    found = plan().without("approx")
-    assert [(s.start, s.end, s.kind) for s in found.segments] == [
-        (0, 40, "miss"),
-        (40, 60, "miss"),
-    ]
-
-
 # --- segments and their names
 
 SIZE = 32
@@ -171,9 +161,7 @@ def test_extras_are_in_every_content_and_once_in_the_chain() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(0, 400),
-    st.lists(st.integers(0, 400), max_size=8),
-    st.sampled_from([16, 32, 100]),
+    st.integers(0, 400), st.lists(st.integers(0, 400), max_size=8), st.sampled_from([16, 32, 100])
 )
 def test_segments_tile_the_prompt_and_chunks_their_segments(
     count: int, cuts: list[int], size: int
@@ -194,3 +182,82 @@ def test_segments_tile_the_prompt_and_chunks_their_segments(
     assert at == count
     wanted = {(one.start, one.stop) for one in ranges}
     assert {(one.start, one.stop) for one in segments if one.approximate} == wanted
+
+
+def chunks(ratio: float = 0.2, **settings: Any) -> BlendPlan:
+    """4 tokens of prefix, chunks of 10 and 10, 2 to compute."""
+    segments = (
+        Segment(0, 4, "exact", src_pos=0),
+        Segment(4, 14, "approx", scores=settings.pop("first_scores", None)),
+        Segment(14, 24, "approx", scores=settings.pop("second_scores", None)),
+        Segment(24, 26, "miss"),
+    )
+    return BlendPlan(tuple(range(26)), segments, ratio=ratio, **settings)
+
+
+def numbers(**at: float) -> torch.Tensor:
+    found = torch.zeros(26)
+    for place, value in at.items():
+        found[int(place[1:])] = value
+    return found
+
+
+def test_hkvd_keeps_the_rows_that_deviate_most() -> None:
+    deviation = numbers(p5=1, p9=4, p15=3, p20=2, p23=9)
+    assert SELECTORS["hkvd"](chunks(), deviation).tolist() == [9, 15, 20, 23]
+
+
+def test_first_rows_are_taken_by_first_k_and_where_nothing_is_known_to_choose_by() -> None:
+    some = chunks(first_scores=tuple(float(i) for i in range(10)))  # the second segment has none
+    for name, one in (("first_k", chunks()), ("hkvd", chunks()), ("stored_priority", some)):
+        assert SELECTORS[name](one, None).tolist() == [4, 5, 14, 15]
+    assert measure_of(chunks(selector="hkvd"), 1) is None
+    assert measure_of(chunks(selector="hkvd"), 2) == "deviation"
+
+
+def test_stored_priority_takes_the_highest_scores() -> None:
+    rising = tuple(float(i) for i in range(10))
+    found = chunks(first_scores=rising, second_scores=rising[::-1])
+    assert SELECTORS["stored_priority"](found, None).tolist() == [12, 13, 14, 15]
+
+
+def test_hybrid_weighs_attention_by_the_scores() -> None:
+    scores = tuple(1.0 if i == 3 else 0.0 for i in range(10))
+    found = chunks(0.1, first_scores=scores, second_scores=scores)
+    attention = numbers(p7=2, p11=5, p17=3, p22=4)
+    assert SELECTORS["query_attention"](found, attention).tolist() == [11, 22]
+    assert SELECTORS["hybrid"](found, attention).tolist() == [7, 17]
+    assert SELECTORS["hybrid"](chunks(0.1), attention).tolist() == [11, 22]
+
+
+def test_a_segment_with_a_ratio_of_its_own_keeps_to_it() -> None:
+    scores = tuple(i / 10 for i in range(10))
+    segments = (
+        Segment(0, 10, "approx", ratio=0.4, scores=scores),
+        Segment(10, 20, "approx", scores=scores),
+        Segment(20, 21, "miss"),
+    )
+    own = BlendPlan(tuple(range(21)), segments, ratio=0.2)
+    attention = torch.zeros(21)
+    attention[[1, 2, 11, 12]] = torch.tensor([4.0, 3.0, 2.0, 1.0])
+    assert SELECTORS["hybrid"](own, attention).tolist() == [1, 2, 8, 9, 11, 19]
+    assert pick_share(own, torch.arange(21.0)).tolist() == [6, 7, 8, 9, 18, 19]
+
+
+@given(scores=st.lists(st.integers(0, 5), min_size=1, max_size=40), ratio=st.floats(0, 1))
+@settings(max_examples=50, deadline=None)
+def test_picked_rows_rise_and_none_left_is_better(scores: list[int], ratio: float) -> None:
+    size = len(scores)
+    segments = (Segment(0, size, "approx"), Segment(size, size + 1, "miss"))
+    own = BlendPlan(tuple(range(size + 1)), segments, ratio=ratio)
+    found = pick_share(own, torch.tensor([*scores, 9.0])).tolist()
+    assert found == sorted(set(found))
+    assert len(found) == math.ceil(ratio * size - 1e-9)
+    left = set(range(size)) - set(found)
+    if found and left:
+        assert max(scores[i] for i in left) <= min(scores[i] for i in found)
+
+
+def test_a_selector_that_is_not_known_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequestError, match=r"oracle.*hkvd.*hybrid"):
+        check_selector("oracle")

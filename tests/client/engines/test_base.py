@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
-from helpers.coarse_codec import coarse_codec
-from helpers.kvstore_command import kvstore_command
 from helpers.local_server import DEADLINE_MS, LocalServer
-from helpers.lossy_copies import leave_on_disk
 from helpers.plain_engine import PlainEngine, load_prompt
-from helpers.prompts import MEDIUM, SMALL, tokens
+from helpers.prompts import MEDIUM, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.client import Chunk, ClientOptions
 from kvstore.client.chunk import LayerTensors
-from kvstore.client.engines.prefix import ONLY_EXACT, Prefix, Span, least_of
+from kvstore.client.engines.prefix import Prefix, Span
 from kvstore.client.planning import PrefillModel
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.keys import chain_digests, chunk_spans
-from kvstore.proto.types import (
-    DIGEST_BYTES,
-    Accuracy,
-    ChainDigest,
-    DType,
-    KVLayout,
-    Model,
-    PutOutcome,
-    RopeParameters,
-)
+from kvstore.proto.keys import chunk_spans
+from kvstore.proto.types import ChainDigest, KVLayout
 
 CHUNK_TOKENS = 16
 
@@ -49,81 +32,6 @@ Connect = Callable[..., PlainEngine]
 def connect(server: LocalServer) -> Connect:
     """Make engines with a client each."""
     return lambda **terms: PlainEngine(server.connect(), **terms)
-
-
-def test_what_one_connector_stores_another_loads(connect: Connect) -> None:
-    prompt = tokens(1, 5 * CHUNK_TOKENS)
-    assert connect().store(prompt) == 5
-    assert connect().load(prompt) == Prefix(80, 79, {"cpu": 79})
-
-
-def test_a_prefix_says_how_far_it_is_exact(make_server: Callable[..., LocalServer]) -> None:
-    with coarse_codec():
-        server = make_server("--codec", "disk=coarse")
-        prompt = tokens(1, 5 * CHUNK_TOKENS)
-        PlainEngine(server.connect()).store(prompt)
-        strict, loose = (
-            PlainEngine(server.connect(), accuracy=accuracy) for accuracy in ("exact", "bounded")
-        )
-        leave_on_disk(server, loose.client.keys(prompt)[2:4])
-        assert strict.load(prompt).exact_tokens == strict.load(prompt).stored_tokens == 32
-        prefix = load_prompt(loose.connector, prompt, loose.make_room)
-        assert (prefix.stored_tokens, prefix.exact_tokens) == (80, 32)
-        assert loose.connector.stats().lossy_hit_tokens == 79 - 32
-        assert loose.connector.counts()["lossy_hit_tokens"] == 79 - 32
-        assert load_prompt(loose.connector, prompt, loose.make_room, (), ONLY_EXACT) == (
-            Prefix(32, 32, {"cpu": 32})
-        )
-        absent = ChainDigest(bytes(DIGEST_BYTES))
-        digests = [ChainDigest(key[DIGEST_BYTES:]) for key in loose.client.keys(prompt)]
-        exact = {digests[0], digests[1], digests[4]}
-        assert loose.connector.stored([*digests[::-1], absent]) == exact, "that alone is stored"
-
-
-@pytest.mark.parametrize("accuracy", ["Exact", None, ["exact"], Accuracy.bounded])
-def test_an_accuracy_that_is_none_is_refused_by_name(accuracy: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="accuracy"):
-        least_of(accuracy)
-
-
-def test_a_prompt_of_no_tokens_is_a_miss_of_none(connect: Connect) -> None:
-    engine = connect()
-    assert engine.load([]) == Prefix()
-    assert engine.store([]) == 0
-    stats = engine.connector.stats()
-    assert (stats.lookups, stats.miss_tokens, stats.load_errors) == (1, 0, {})
-
-
-def test_only_chunks_that_end_behind_from_token_are_sent(connect: Connect) -> None:
-    prompt = tokens(2, 4 * CHUNK_TOKENS)
-    engine = connect()
-    asked, own = list[Span](), engine.source(prompt)
-
-    def source(span: Span) -> LayerTensors:
-        asked.append(span)
-        return own(span)
-
-    assert engine.connector.store_chunks(prompt[:32], source) == 2
-    assert engine.connector.store_chunks(prompt, source, from_token=32) == 2
-    assert asked == [(0, 16), (16, 32), (32, 48), (48, 64)]
-    assert connect().load(prompt).stored_tokens == 64
-
-
-def test_storing_again_finds_the_chunks_there(connect: Connect) -> None:
-    engine = connect()
-    prompt = tokens(3, 3 * CHUNK_TOKENS)
-    assert [engine.store(prompt), engine.store(prompt)] == [3, 0]
-    stats = engine.connector.stats()
-    assert (stats.stored_chunks, stats.existing_chunks, stats.refused_chunks) == (3, 3, 0)
-
-
-def test_chunks_carry_their_place_and_cost(connect: Connect, server: LocalServer) -> None:
-    engine, prompt = connect(token_flops=5.0), tokens(5, 2 * CHUNK_TOKENS)
-    engine.store(prompt)
-    keys = engine.client.keys(prompt)
-    copies = [server.node.store.catalog.copies(key)["cpu"] for key in keys]
-    assert [info.prefill_flops for info in copies] == [80.0, 80.0]
-    assert copies[1].parent_key == keys[0]
 
 
 # --- the boundary
@@ -218,20 +126,6 @@ def test_a_row_of_failures_is_logged_once_until_the_store_works_again(
 # --- for engines that keep names themselves
 
 
-def test_what_is_written_under_names_is_read_under_them(connect: Connect) -> None:
-    prompt = tokens(18, 3 * CHUNK_TOKENS)
-    engine = connect()
-    one, other, source = engine.connector, connect().connector, engine.source(prompt)
-    chunks = one._chunks(prompt, source, 0, ())
-    assert one.write_each(lambda: list(chunks)) == 3 * [PutOutcome.stored]
-    out = [empty_tensors(KVLayout.of(SMALL, CHUNK_TOKENS)) for _ in range(4)]
-    digests = chain_digests(tokens(18, 3 * CHUNK_TOKENS) + [7] * CHUNK_TOKENS, CHUNK_TOKENS)
-    assert other.read(digests, out) == 3
-    right: Any = source((32, 48))
-    assert np.array_equal(out[2][0][0][0], right[0][0][0])
-    assert (one.stats().stored_chunks, other.stats().lost_chunks) == (3, 1)
-
-
 def test_asking_reading_and_writing_never_raise(connect: Connect) -> None:
     def broken() -> list[Chunk]:
         raise BrokenError
@@ -246,22 +140,6 @@ def test_asking_reading_and_writing_never_raise(connect: Connect) -> None:
 
 
 # --- counting
-
-
-def test_threads_lose_no_count(connect: Connect) -> None:
-    engine = connect()
-    prompt = tokens(17, 2 * CHUNK_TOKENS)
-    engine.store(prompt)
-
-    def work(_: int) -> None:
-        out = [empty_tensors(KVLayout.of(SMALL, CHUNK_TOKENS)) for _ in range(2)]
-        load_prompt(engine.connector, prompt, lambda _: out)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(40)))
-    stats = engine.connector.stats()
-    assert (stats.lookups, stats.hit_tokens, stats.miss_tokens) == (40, 40 * 31, 40)
-    assert stats.hit_tokens_by_tier == {"cpu": 40 * 31}
 
 
 @given(
@@ -297,71 +175,6 @@ def test_what_is_sooner_computed_than_loaded_is_not_loaded(
 
 
 PROMPT = tokens(1, 64)
-(GROUP,) = SMALL.layer_groups
-
-
-def with_group(**changes: object) -> Model:
-    return replace(SMALL, layer_groups=(replace(GROUP, **changes),))  # type: ignore[arg-type]
-
-
-OTHERS = {
-    "layer_groups[0].dtype differs: bfloat16 stored, float16 asked": with_group(
-        dtype=DType.float16
-    ),
-    "layer_groups[0].kv_heads differs: 2 stored, 1 asked": with_group(kv_heads=1),
-    "layer_groups[0].layer_ids differs: 0 to 1 stored, 0 to 2 asked": with_group(
-        layer_ids=(0, 1, 2)
-    ),
-    "layout_version differs: 1 stored, 2 asked": replace(SMALL, layout_version=2),
-    "rope.theta differs: 10000.0 stored, 500000.0 asked": replace(
-        SMALL, rope=RopeParameters(500_000.0, 8)
-    ),
-    "rope.scaling differs: default stored, yarn asked": replace(
-        SMALL, rope=RopeParameters(10_000.0, 8, "yarn", (("factor", 4.0),))
-    ),
-    "adapter_digest differs: none stored, sha256:5f asked": replace(
-        SMALL, adapter_digest="sha256:5f"
-    ),
-    "model_revision differs: 0000": replace(SMALL, model_revision="f" * 40),
-    "quantization differs: none stored, fp8-e4m3 asked": replace(SMALL, quantization="fp8-e4m3"),
-}
-
-
-def printed(
-    server: LocalServer, engine: PlainEngine, capsys: pytest.CaptureFixture[str]
-) -> tuple[str, list[str]]:
-    """Return what ``kvstore explain`` prints of the engine's chunks, and the states it says."""
-    keys = [word for key in engine.client.keys(PROMPT) for word in ("--keys", key.hex())]
-    words, kvstore = ("explain", "--address", server.address, *keys), kvstore_command(capsys)
-    chunks = json.loads(kvstore(*words, "--json").out)["chunks"]
-    return kvstore(*words).out, [one["state"] for one in chunks]
-
-
-def test_an_engine_of_another_identity_misses_and_the_field_is_printed(
-    server: LocalServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    PlainEngine(server.connect()).store(PROMPT)
-    for line, kind in OTHERS.items():
-        engine = PlainEngine(server.connect("auto", kind))
-        assert engine.load(PROMPT).stored_tokens == 0, line
-        assert engine.connector.stats().misses == {"absent": 1}, line
-        out, states = printed(server, engine, capsys)
-        assert states == ["other_identity"] * 4, line
-        assert line in out
-        engine.client.close()
-
-
-def test_an_engine_with_chunks_of_another_length_misses_and_disturbs_nobody(
-    server: LocalServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one = PlainEngine(server.connect())
-    other = PlainEngine(server.connect(options=ClientOptions("auto", 32, DEADLINE_MS)))
-    one.store(PROMPT)
-    assert other.load(PROMPT).stored_tokens == 0
-    _, states = printed(server, other, capsys)
-    assert states == ["unknown"] * 2
-    assert other.store(PROMPT) == 2
-    assert one.load(PROMPT).stored_tokens == other.load(PROMPT).stored_tokens == 64
 
 
 def test_each_way_of_missing_has_a_count_that_a_heartbeat_tells(server: LocalServer) -> None:

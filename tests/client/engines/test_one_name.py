@@ -32,8 +32,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
 from kvstore.client.engines.identity import (
@@ -51,7 +49,6 @@ from kvstore.client.engines.vllm import identity as vllm_identity
 from kvstore.client.engines.vllm.blocks import BLOCK_LAYOUTS
 from kvstore.client.engines.vllm.identity import shape_of
 from kvstore.client.engines.vllm.lookup import RequestHasher
-from kvstore.proto.errors import ModelError
 from kvstore.proto.hf_config import rope_parameters
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Model
 
@@ -189,24 +186,6 @@ def test_an_architecture_that_may_be_kept_otherwise_is_each_engines_own(folder: 
     assert by_vllm(folder) == by_vllm(folder)
 
 
-def test_an_architecture_with_biases_is_shared_too(folder: Path) -> None:
-    sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
-    Qwen2ForCausalLM(Qwen2Config(**sizes)).save_pretrained(folder)
-    assert len({engine(folder) for engine in ENGINES}) == 1
-
-
-# --- the same bytes
-
-
-@pytest.fixture
-def both(folder: Path, server: LocalServer) -> Iterator[tuple[TransformersConnector, Engine]]:
-    """A transformers connector and a vLLM engine over the same weights."""
-    client = server.connect("auto", by_transformers(folder), OPTIONS)
-    engine = Engine(server.address, by_vllm(folder))
-    yield TransformersConnector(client, loaded(folder)), engine
-    engine.close()
-
-
 @pytest.fixture
 def pages(folder: Path, server: LocalServer) -> Iterator[PageStore]:
     """The pages of an SGLang over them."""
@@ -217,7 +196,7 @@ def pages(folder: Path, server: LocalServer) -> Iterator[PageStore]:
 
 @pytest.fixture
 def as_sglang(folder: Path, server: LocalServer) -> Iterator[tuple[TransformersConnector, Engine]]:
-    """What ``both`` are, with prompts named as SGLang names them."""
+    """A transformers connector and a vLLM engine that name prompts as SGLang does."""
     chosen = replace(OPTIONS, sglang_names=True)
     client = server.connect("auto", by_transformers(folder), chosen)
     engine = Engine(server.address, by_vllm(folder), opts=chosen)
@@ -243,29 +222,6 @@ def parts_of(engine: Engine, blocks: Sequence[int], tokens: int) -> list[torch.T
         for name in sorted(pages)
         for part in BLOCK_LAYOUTS[0](pages[name])
     ]
-
-
-def test_what_transformers_stored_vllm_loads(both: tuple[TransformersConnector, Engine]) -> None:
-    connector, engine = both
-    cache = prefill(connector._model, ids_of(PROMPT))
-    connector.save(ids_of(PROMPT), cache)
-    request, blocks = engine.arrived("a", PROMPT, hit=3 * CHUNK_TOKENS), engine.blocks(len(PROMPT))
-    assert engine.load(request, blocks, 3 * CHUNK_TOKENS) == set()
-    found = parts_of(engine, blocks[: 3 * CHUNK_TOKENS // BLOCK_TOKENS], 3 * CHUNK_TOKENS)
-    for part, wanted in zip(found, kept(cache), strict=True):
-        assert torch.equal(part, wanted[0, :, : 3 * CHUNK_TOKENS])
-    engine.arrived("b", PROMPT, cache_salt="alice")  # which is another's
-
-
-def test_what_vllm_stored_transformers_loads(both: tuple[TransformersConnector, Engine]) -> None:
-    connector, engine = both
-    assert engine.run("a", list(PROMPT)) == 0
-    cache, hit = connector.load(ids_of(PROMPT))
-    assert hit == 3 * CHUNK_TOKENS
-    for number, found in enumerate(kept(cache)):
-        layer, part = divmod(number, 2)
-        wanted = [kv_of(token, at, layer)[part] for at, token in enumerate(PROMPT[:hit])]
-        assert torch.equal(found[0], torch.stack(wanted, 1))
 
 
 # --- SGLang's pages, where they are whole chunks
@@ -314,11 +270,12 @@ def test_what_sglang_stored_transformers_and_vllm_load(
         assert all(map(torch.equal, found, wanted))
 
 
-def test_prompts_with_a_salt_keep_the_stores_own_names(
-    as_sglang: tuple[TransformersConnector, Engine], both: tuple[TransformersConnector, Engine]
-) -> None:
+def test_prompts_with_a_salt_keep_the_stores_own_names(folder: Path, server: LocalServer) -> None:
     """SGLang names those otherwise."""
-    by_sglangs, by_own = as_sglang[0].client, both[0].client
+    by_sglangs, by_own = (
+        server.connect("auto", by_transformers(folder), replace(OPTIONS, sglang_names=chosen))
+        for chosen in (True, False)
+    )
     assert by_sglangs.keys(PROMPT, [b"salt"]) == by_own.keys(PROMPT, [b"salt"])
     assert not set(by_sglangs.keys(PROMPT)) & set(by_own.keys(PROMPT))
     names = RequestHasher(sglang_names=True)
@@ -417,24 +374,3 @@ def test_without_one_every_byte_of_the_files_counts(files_of: Path, stated: str)
     written(files_of / "model-1.safetensors", 3 * SAMPLE_STRIDE + 777_777, b"x")
     assert weights_name(str(files_of), stated) != before
     assert before.startswith(stated)
-
-
-def test_files_that_go_and_other_names_are_other_weights(files_of: Path) -> None:
-    before = weights_name(str(files_of), COMMIT)
-    (files_of / "model-2.safetensors").rename(files_of / "model-3.safetensors")
-    renamed = weights_name(str(files_of), COMMIT)
-    (files_of / "model-3.safetensors").unlink()
-    assert len({before, renamed, weights_name(str(files_of), COMMIT)}) == 3
-
-
-def test_the_path_of_a_hugging_face_cache_has_the_commit() -> None:
-    path = f"/models/hub/models--tiny/snapshots/{COMMIT}"
-    assert weights_name(path) == COMMIT
-    assert weights_name(path, "main") == f"main+{COMMIT}"
-    assert weights_name("org/model", "", COMMIT) == COMMIT
-
-
-def test_a_folder_without_weights_and_a_name_without_a_commit_are_refused(tmp_path: Path) -> None:
-    for model in (str(tmp_path), "org/model"):
-        with pytest.raises(ModelError, match="is no folder of weights here"):
-            weights_name(model, "main")

@@ -18,7 +18,7 @@ from helpers.decode_graph import GraphEngine
 from helpers.delayed_device import DelayedDevice
 from helpers.gpu_twin import use_device
 from helpers.local_server import LocalServer
-from helpers.paged_engine import BLOCKS, TOKEN_IDS, PagedEngine, small_model
+from helpers.paged_engine import BLOCKS, TOKEN_IDS, PagedEngine
 from helpers.server_process import ServerProcess
 from helpers.slow_device import SlowDevice
 
@@ -145,21 +145,6 @@ def are_equal(reader: PagedEngine, writer: PagedEngine) -> bool:
     )
 
 
-def test_the_engine_alone_says_what_the_model_says_by_itself(right: Right) -> None:
-    model: Any = small_model()
-    model.set_attn_implementation("sdpa")
-    try:
-        for name, ids in PROMPTS.items():
-            whole = torch.tensor([ids])
-            out = model.generate(
-                whole, attention_mask=torch.ones_like(whole), max_new_tokens=NEW, do_sample=False,
-                eos_token_id=None, pad_token_id=0,
-            )  # fmt: skip
-            assert out[0, len(ids) :].tolist() == right[0][name]
-    finally:
-        model.set_attn_implementation("pages_of_a_test")
-
-
 # --- with the store as without
 
 
@@ -234,35 +219,3 @@ def test_so_they_are_where_decode_steps_are_replayed_over_memory_that_stays(
         assert isinstance(engine, GraphEngine)
         assert engine.replays > NEW
         assert is_late(engine)
-
-
-@pytest.mark.parametrize("layout", ["LHBNC", "BLNHC"])
-def test_so_they_are_in_every_order_that_pages_lie_in(
-    start: Start, server: LocalServer, layout: str, right: Right
-) -> None:
-    check(*through_the_store(start, server.address, CudaClient, layout=layout), right)
-
-
-def test_a_request_that_begins_with_copies_of_anothers_blocks_is_stored_right(
-    start: Start, server: LocalServer
-) -> None:
-    first, tail = prompt(7, 160), prompt(8, 80)
-    second = [*first[:100], *tail]
-
-    def both(engine: PagedEngine) -> None:
-        engine.add("first", first, 40)
-        for _ in range(4):
-            engine.step()
-        engine.add("second", second, 20, copies="first")
-        engine.finish()
-        engine.release()
-
-    alone = start(None, zeroes_first=True)
-    writer = start(server.address, zeroes_first=True, stores_last=True)
-    for engine in (alone, writer):
-        both(engine)
-    assert writer.outputs == alone.outputs
-    reader = start(server.address)
-    reader.generate({"second": [*second, *writer.outputs["second"]]}, 1)
-    assert reader.hits == {"second": 192}
-    assert are_equal(reader, writer)

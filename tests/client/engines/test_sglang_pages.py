@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,21 +14,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.local_server import LocalServer
+from helpers.local_server import DEADLINE_MS, LocalServer
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvstore.client.chunk import LayerTensors
 from kvstore.client.engines.identity import BYTE_ROWS, byte_tensors
 from kvstore.client.engines.sglang.pages import (
+    BATCH,
     UNKNOWN,
+    AuxPoolStore,
     PageSettings,
     PageStore,
     RankInfo,
     ServerArgsDigest,
+    aux_model,
     digests_of,
     kv_model,
+    prefix_ends,
 )
 from kvstore.proto.errors import InvalidRequestError, ModelError
-from kvstore.proto.types import LayerKind
 
 LAYERS, HEADS, DIM, SIZE, PAGES = 3, 2, 8, 16, 6
 TOKENS = SIZE * PAGES
@@ -185,14 +192,6 @@ def test_pages_are_stored_as_what_follows_the_pages_before_them(
     assert parents == [bytes(16).hex(), *(name[:32] for name in HASHES[:3])]
 
 
-def test_pages_that_lack_a_place_are_not_stored_and_said_not_to_be(
-    connect: Callable[..., PageStore],
-) -> None:
-    store = connect(Pool.make("page_first", is_mla=False))
-    assert store.store(HASHES[:2], pages(store, 0), ()) == [False] * 2
-    assert store.count(HASHES[:2]) == 0
-
-
 def test_a_page_of_bytes_is_never_a_copy() -> None:
     for page in (np.zeros(256, np.uint8), torch.zeros(256, dtype=torch.uint8)):
         rows: Any = byte_tensors(page)[0][0][0]
@@ -226,27 +225,6 @@ def test_ranks_of_a_latent_model_share_their_pages(connect: Callable[..., PageSt
     writer, reader = connect(pool, rank), connect(pool, replace(rank, tp_rank=1))
     writer.store(HASHES[:1], pages(writer, 0), ())
     assert reader.count(HASHES[:1]) == 1
-
-
-def test_other_weights_have_other_pages(connect: Callable[..., PageStore]) -> None:
-    pool = Pool.make("page_first", is_mla=False)
-    store = connect(pool)
-    store.store(HASHES[:1], pages(store, 0), ())
-    changes = ({"model_revision": "d" * 40}, {"adapter_digest": "lora"}, {"name": "other"})
-    assert [connect(pool, **change).count(HASHES[:1]) for change in changes] == [0, 0, 0]
-    assert connect(pool).count(HASHES[:1]) == 1
-
-
-def test_another_dtype_is_another_representation() -> None:
-    settings = settings_for()
-    half, full = (
-        kv_model(Pool.make("page_head", False, dtype), RANK, settings)
-        for dtype in (torch.bfloat16, torch.float32)
-    )
-    assert half.layer_groups[0].dtype.name == "bfloat16"
-    assert full.layer_groups[0].dtype.name == "float32"
-    group = half.layer_groups[0]
-    assert (group.kind, group.kv_heads, group.head_dim) == (LayerKind.attention, HEADS, DIM)
 
 
 def test_pools_that_are_not_understood_are_refused_by_name() -> None:
@@ -330,46 +308,32 @@ def half_of(pool: Pool, rank: int) -> Pool:
     return Pool(pool.layout, heads[rank].contiguous())
 
 
-@pytest.mark.parametrize("layout", ["layer_first", "page_head"])
-def test_ranks_share_pages_with_an_engine_of_one(
-    connect: Callable[..., PageStore], layout: str
+@pytest.mark.parametrize(
+    ("layout", "ranks", "writers"),
+    [("layer_first", 2, (0, 1)), ("page_head", 2, (0, 1)), ("page_first", 4, (1, 2))],
+)
+def test_ranks_with_a_head_or_a_copy_of_one_share_pages_with_an_engine_of_one(
+    connect: Callable[..., PageStore], layout: str, ranks: int, writers: tuple[int, int]
 ) -> None:
-    pool = Pool.make(layout, is_mla=False)
+    pool, more = Pool.make(layout, is_mla=False), {"kv_heads": 2} if ranks > 2 else {}
     fill(pool, is_mla=False)
-    ranks = [replace(RANK, tp_rank=rank, tp_size=2) for rank in range(2)]
-    halves = [connect(half_of(pool, number), rank) for number, rank in enumerate(ranks)]
-    assert halves[0].store(HASHES[:1], pages(halves[0], 0), ()) == [True]
-    assert halves[1].count(HASHES[:1]) == 0, "half of a page was shown"
-    assert halves[1].store(HASHES[:1], pages(halves[1], 0), ()) == [True]
-    room = Pool.make("page_first", is_mla=False)
-    one = connect(room)
-    assert one.load(HASHES[:1], pages(one, 3)) == 1
-    wanted = numbers(is_mla=False)[:, :, :SIZE]
-    assert torch.equal(room.rows(is_mla=False)[:, :, 3 * SIZE : 4 * SIZE], wanted)
-    for number, half in enumerate(halves):
-        assert half.load(HASHES[:1], pages(half, 2)) == 1
-        found = half._pool.rows(is_mla=False)
-        assert torch.equal(found[:, :, 2 * SIZE : 3 * SIZE], wanted[:, :, :, [number]])
-
-
-def test_ranks_that_have_copies_of_heads_share_pages_with_an_engine_of_one(
-    connect: Callable[..., PageStore],
-) -> None:
-    pool = Pool.make("page_first", is_mla=False)
-    fill(pool, is_mla=False)
-    ranks = [
-        connect(half_of(pool, number // 2), replace(RANK, tp_rank=number, tp_size=4), kv_heads=2)
-        for number in range(4)
+    stores = [
+        connect(half_of(pool, 2 * at // ranks), replace(RANK, tp_rank=at, tp_size=ranks), **more)
+        for at in range(ranks)
     ]
-    for number in (1, 2):  # whichever has a head
-        assert ranks[number].store(HASHES[:1], pages(ranks[number], 0), ()) == [True]
+    first, last = (stores[at] for at in writers)
+    assert first.store(HASHES[:1], pages(first, 0), ()) == [True]
+    assert last.count(HASHES[:1]) == 0, "half of a page was shown"
+    assert last.store(HASHES[:1], pages(last, 0), ()) == [True]
     one = connect(Pool.make("page_first", is_mla=False))
-    assert one.load(HASHES[:1], pages(one, 3)) == 1
     wanted = numbers(is_mla=False)[:, :, :SIZE]
-    for number, rank in enumerate(ranks):
-        assert rank.load(HASHES[:1], pages(rank, 2)) == 1
-        found = rank._pool.rows(is_mla=False)
-        assert torch.equal(found[:, :, 2 * SIZE : 3 * SIZE], wanted[:, :, :, [number // 2]])
+    for store, heads in [
+        (one, [0, 1]),
+        *((each, [2 * at // ranks]) for at, each in enumerate(stores)),
+    ]:
+        assert store.load(HASHES[:1], pages(store, 2)) == 1
+        found = store._pool.rows(is_mla=False)
+        assert torch.equal(found[:, :, 2 * SIZE : 3 * SIZE], wanted[:, :, :, heads])
 
 
 # --- what an engine was started with is in the names of its pages
@@ -384,13 +348,8 @@ def terms(**stated: Any) -> ServerArgsDigest:
 
 def named(**stated: Any) -> str:
     """Return what the revision of an engine's pages is called."""
-    pool: Any = SimpleNamespace(
-        layout="page_first", page_size=16, start_layer=0, layer_num=1,
-        kv_buffer=torch.zeros(2, 16, 1, 2, 8),
-        get_dummy_flat_data_page=lambda: torch.zeros(2, 16, 1, 2, 8),
-    )  # fmt: skip
     settings = PageSettings.parse({"model_revision": "c" * 40}, "tiny", terms(**stated))
-    return kv_model(pool, RankInfo(is_mla=False), settings).model_revision
+    return kv_model(Pool.make("page_first", is_mla=False), RANK, settings).model_revision
 
 
 @pytest.fixture
@@ -398,11 +357,6 @@ def adapter(tmp_path: Path) -> Path:
     (tmp_path / "lora").mkdir()
     (tmp_path / "lora" / "adapter_model.safetensors").write_bytes(b"one")
     return tmp_path / "lora"
-
-
-def test_engines_that_were_started_alike_share() -> None:
-    assert terms(port=1) == terms(port=2)
-    assert named() == named()
 
 
 def test_what_changes_the_kv_is_another_revision() -> None:
@@ -469,3 +423,94 @@ def test_random_weights_are_refused() -> None:
     with pytest.raises(ModelError, match="load_format"):
         terms(load_format="dummy")
     assert UNKNOWN.adapter_digest("none") == "none", "without an engine a user's words stand alone"
+
+
+EXTRA = {"model_revision": "c" * 40, "deadline_ms": DEADLINE_MS}
+SETTINGS = PageSettings.parse(EXTRA, "org/tiny")
+PAGE_BYTES = 96
+
+
+@dataclass
+class States:
+    """A pool of states, one to a slot."""
+
+    bytes_: int = PAGE_BYTES
+    layout: str = "page_first"
+    page_size: int = 1
+    pages: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
+        return self.pages[index]
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        return torch.zeros(self.bytes_, dtype=torch.uint8)
+
+    def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
+        self.pages[index] = data_page.clone()
+
+
+def rank(**changes: Any) -> RankInfo:
+    return RankInfo(**{"is_mla": False, **changes})
+
+
+def identity(name: str = "swa", pool: Any = None, **changes: Any) -> Any:
+    return aux_model(pool or States(), name, rank(**changes), SETTINGS)
+
+
+def test_pages_are_named_by_pool_form_and_rank() -> None:
+    plain = identity()
+    assert plain == identity()
+    others = [
+        identity("mamba"), identity(pool=States(layout="layer_first")),
+        identity(pool=States(112)), identity(pool=States(page_size=16)),
+        identity(tp_rank=1, tp_size=2), identity(tp_rank=0, tp_size=2), identity(pp_size=2),
+    ]  # fmt: skip
+    assert all(one != other for one, other in combinations([plain, *others], 2))
+
+
+def test_what_ranks_of_a_latent_share_they_share_but_for_states() -> None:
+    ranks = [{"is_mla": True, "tp_rank": rank, "tp_size": 2} for rank in (0, 1)]
+    assert identity("indexer", **ranks[0]) == identity("indexer", **ranks[1])
+    assert identity("mamba", **ranks[0]) != identity("mamba", **ranks[1])
+
+
+@pytest.mark.parametrize("bytes_", [0, 100])
+def test_pages_that_fill_no_rows_are_refused(bytes_: int) -> None:
+    with pytest.raises(ModelError, match="host pool='swa'"):
+        identity(pool=States(bytes_))
+
+
+def test_more_pages_than_are_copied_at_a_time_come_back_up_to_one_that_is_missing(
+    server: LocalServer,
+) -> None:
+    settings = replace(SETTINGS, address=server.address)
+    pool = States()
+    store = AuxPoolStore(pool, "mamba", rank(), settings)
+    count = 2 * BATCH + 5
+    hashes = [sha256(bytes([number])).hexdigest() for number in range(count)]
+    seed = torch.Generator().manual_seed(5)
+    kept = [
+        torch.randint(0, 256, (PAGE_BYTES,), dtype=torch.uint8, generator=seed)
+        for _ in range(count)
+    ]
+    pool.pages = dict(enumerate(kept))
+    assert store.store(hashes, range(count)) == [True] * count
+    missing = "f" * 64
+    assert store.present([hashes[-1], missing, hashes[0]]) == [True, False, True]
+    pool.pages = {}
+    asked = [*hashes[: BATCH + 3], missing, *hashes[BATCH + 3 :]]
+    found = store.load(asked, range(len(asked)))
+    assert found == [True] * (BATCH + 3) + [False] * (len(asked) - BATCH - 3)
+    assert sorted(pool.pages) == list(range(BATCH + 3))
+    assert all(torch.equal(pool.pages[at], kept[at]) for at in pool.pages)
+    store.client.close()
+
+
+@given(st.lists(st.booleans(), max_size=12), st.integers(0, 5))
+def test_a_prefix_may_end_where_its_last_pages_are(present: list[bool], trailing: int) -> None:
+    expected = [
+        count
+        for count in range(1, len(present) + 1)
+        if all(present[max(0, count - trailing) if trailing else 0 : count])
+    ]
+    assert prefix_ends(present, trailing) == expected

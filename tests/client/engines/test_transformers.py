@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from contracts.connector import ConnectorContract
@@ -38,10 +38,11 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from typing_extensions import override
 
-from kvstore.client import Client
+from kvstore.client import Chunk, Client
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.transformers import TransformersConnector, representation_of
+from kvstore.client.engines.transformers import TransformersConnector, generation, representation_of
 from kvstore.client.engines.transformers.cache import as_argument
+from kvstore.client.engines.transformers.generation import QUERIES
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import Model
 
@@ -80,51 +81,6 @@ class TestTransformersConnector(ConnectorContract):
 
 
 # --- the same bits as the engine's own cache
-
-
-def test_logits_after_a_loaded_prefix_are_those_after_the_prefix_in_memory(
-    connect: Connect, tinylm: PreTrainedModel
-) -> None:
-    input_ids = random_ids(230)
-    own = prefill(tinylm, input_ids[:, :192])
-    connect().save(input_ids[:, :192], own)
-    cache, hit_tokens = connect().load(input_ids[:, :193])
-    assert hit_tokens == 192
-    assert all(map(torch.equal, kept(cache), kept(own)))
-    rest = input_ids[:, 192:]
-    assert torch.equal(logits(tinylm, rest, cache), logits(tinylm, rest, own))
-
-
-@pytest.mark.parametrize("length", [100, 128])
-def test_a_prompt_that_is_stored_whole_leaves_its_last_token_to_compute(
-    connect: Connect, tinylm: PreTrainedModel, length: int
-) -> None:
-    input_ids = random_ids(length)
-    own = prefill(tinylm, input_ids)
-    connect().save(input_ids, own)
-    cache, hit_tokens = connect().load(input_ids)
-    assert hit_tokens == cache.get_seq_length() == length - 1
-    own.crop(-1)
-    last = input_ids[:, -1:]
-    assert torch.equal(logits(tinylm, last, cache), logits(tinylm, last, own))
-
-
-def test_loading_allocates_the_prefix_once_and_puts_it_into_the_cache_as_it_is(
-    connect: Connect, tinylm: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    input_ids = random_ids(200)
-    connect().save(input_ids[:, :192], prefill(tinylm, input_ids[:, :192]))
-    connector = connect()
-    rooms: list[int] = []
-    get_chunks = connector.client.get_chunks
-
-    def spy(keys: Any, out: Any, **more: Any) -> Any:
-        rooms.extend(part.data_ptr() for parts in out[0][0] for part in parts)
-        return get_chunks(keys, out, **more)
-
-    monkeypatch.setattr(connector.client, "get_chunks", spy)
-    cache, _ = connector.load(input_ids)
-    assert [part.data_ptr() for part in kept(cache)] == rooms
 
 
 # --- the same tokens
@@ -168,26 +124,6 @@ def test_arguments_that_choose_or_hand_out_tokens_go_to_the_model(
         assert found.hit_tokens == hit_tokens
         assert found.output.sequences[0].tolist() == wanted
         assert streamed.tokens == own.tokens
-
-
-def test_a_conversation_extends_its_chain_turn_by_turn(
-    connect: Connect, tinylm: PreTrainedModel
-) -> None:
-    hits, history = [], random_ids(150)
-    for turn in range(3):
-        connector = connect()
-        tokens = stored_tokens(connector, history)
-        assert tokens == plain_tokens(tinylm, history)
-        hits.append(connector.stats().hit_tokens)
-        history = torch.cat([ids_of(tokens), random_ids(70, seed=turn + 1)], 1)
-    # Whole chunks of what the turn before asked and was answered.
-    assert hits == [0, 128, 192]
-
-
-def test_what_was_generated_is_stored_but_for_its_last_token(connect: Connect) -> None:
-    everything = connect().generate(random_ids(120), greedy()).output.sequences
-    assert connect().load(everything)[1] == everything.shape[1] - 1 - 3  # 64 + 64 of 132 - 1
-    assert connect().load(everything[:, :129])[1] == 128
 
 
 def test_asking_for_a_cache_salt_hits_only_what_was_stored_with_it(
@@ -295,67 +231,6 @@ def test_each_architecture_comes_back_bit_for_bit(
 # --- a disk that lies, other models, and what is refused
 
 
-def test_one_bit_that_flipped_on_disk_ends_the_hit_before_its_chunk(
-    make_server: Callable[..., LocalServer],
-    tmp_path: Path,
-    tinylm: PreTrainedModel,
-    identity: Model,
-) -> None:
-    input_ids = random_ids(193)
-    server = make_server()
-    client = server.connect("auto", identity, OPTIONS)
-    own = prefill(tinylm, input_ids[:, :192])
-    assert TransformersConnector(client, tinylm, durable=True).save(input_ids[:, :192], own) == 3
-    server.close()
-    row = kept(own)[7][0, 2, 100].numpy().tobytes()  # of a token of the second chunk
-    assert flip_bit(tmp_path / "disk", row) == 1
-    connector = TransformersConnector(make_server().connect("auto", identity, OPTIONS), tinylm)
-    assert stored_tokens(connector, input_ids) == plain_tokens(tinylm, input_ids)
-    stats = connector.stats()
-    assert (stats.hit_tokens, stats.miss_tokens) == (64, 129)
-    # The damaged chunk was forgotten and stored again.
-    assert connector.load(input_ids)[1] == 192
-
-
-def flip_bit(folder: Path, found: bytes) -> int:
-    """Flip one bit in the middle of *found* in the files below *folder*; return how often."""
-    flipped = 0
-    for path in folder.rglob("*"):
-        content = path.read_bytes() if path.is_file() else b""
-        at = content.find(found)
-        if at >= 0:
-            at += len(found) // 2
-            with path.open("r+b") as file:
-                file.seek(at)
-                file.write(bytes([content[at] ^ 4]))
-            flipped += 1
-    return flipped
-
-
-def test_what_is_not_interchangeable_is_not_hit(
-    server: LocalServer, tinylm: PreTrainedModel, load_tinylm: Any, tokenizer: Any
-) -> None:
-    ids = random_ids(150)
-
-    def connect(model: PreTrainedModel, revision: str = "r1", **more: Any) -> TransformersConnector:
-        identity = representation_of(model, tokenizer, revision, **more)
-        return TransformersConnector(server.connect("auto", identity, OPTIONS), model)
-
-    connect(tinylm).save(ids, prefill(tinylm, ids))
-    assert connect(tinylm).load(ids)[1] == 149
-    ropes = [
-        {"rope_type": "default", "rope_theta": 10_000.0},
-        {"rope_type": "linear", "rope_theta": 500_000.0, "factor": 2.0},
-    ]
-    for other in (
-        connect(tinylm, "r2"),
-        connect(tinylm, adapter_digest="5ad1"),
-        connect(load_tinylm(torch.bfloat16)),
-        *(connect(load_tinylm(rope_parameters=rope)) for rope in ropes),
-    ):
-        assert other.load(ids)[1] == 0
-
-
 # --- misuse is refused in words
 
 
@@ -372,17 +247,6 @@ def test_what_a_tokenizer_returns_and_lists_are_prompts_too(
         assert done.hit_tokens == (39 if hit else 0)
     assert connect().generate(**batch, generation_config=greedy()).hit_tokens == 39
     assert connect().load(ids[0].tolist())[1] == 39
-
-
-def test_settings_are_taken_as_the_model_takes_them(
-    connect: Connect, tinylm: PreTrainedModel
-) -> None:
-    ids, engine = random_ids(40), cast(Any, tinylm)
-    settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
-    done = connect().generate(ids, **settings).output.sequences
-    assert done.tolist() == engine.generate(ids, **settings).tolist()
-    assert done.shape == (1, 45)
-    assert connect().generate(ids, greedy(), max_new_tokens=3).output.sequences.shape == (1, 43)
 
 
 def test_what_is_no_prompt_and_no_setting_is_refused_by_name(connect: Connect) -> None:
@@ -435,3 +299,133 @@ def test_a_client_of_another_model_is_refused(
     client = server.connect("auto", representation_of(other, tokenizer), OPTIONS)
     with pytest.raises(ModelError, match="representation_of"):
         TransformersConnector(client, tinylm)
+
+
+PROMPT = random_ids(150)
+"""Two chunks of 64 tokens and some."""
+
+Server = Callable[..., LocalServer]
+Put = list[Chunk]
+
+
+@pytest.fixture
+def with_codec(
+    make_server: Server, tinylm: PreTrainedModel, identity: Model
+) -> Callable[..., TransformersConnector]:
+    """Make a connector to a server whose disk has a codec."""
+
+    def make(codec: str, model: PreTrainedModel = tinylm, **more: Any) -> TransformersConnector:
+        client = make_server("--codec", f"disk={codec}").connect("auto", identity, OPTIONS)
+        return TransformersConnector(client, model, **more)
+
+    return make
+
+
+@pytest.fixture
+def put(monkeypatch: pytest.MonkeyPatch) -> Callable[[TransformersConnector], Put]:
+    """Return the chunks that a connector puts from now on."""
+
+    def watched(connector: TransformersConnector) -> Put:
+        chunks: Put = []
+        own = connector.client.put_chunks
+
+        def noting(some: Any, **more: Any) -> Any:
+            chunks.extend(some)
+            return own(some, **more)
+
+        monkeypatch.setattr(connector.client, "put_chunks", noting)
+        return chunks
+
+    return watched
+
+
+def attention_of(model: PreTrainedModel, prompt: torch.Tensor) -> np.ndarray:
+    """What each token gets of the last ones that see it, by transformers' own account."""
+    engine: Any = model
+    engine.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            given = torch.stack(engine(prompt, output_attentions=True).attentions)
+    finally:
+        engine.set_attn_implementation("sdpa")
+    last = given.mean((0, 1, 2))[-QUERIES:]
+    found: np.ndarray = (last.sum(0) / (last > 0).sum(0)).numpy()
+    return found
+
+
+def test_a_prompts_chunks_say_what_attention_their_tokens_get(
+    with_codec: Any, put: Any, tinylm: PreTrainedModel
+) -> None:
+    connector = with_codec("kvq:2,importance")
+    chunks = put(connector)
+    output = connector.generate(PROMPT, greedy(80)).output
+    wanted, own = attention_of(tinylm, PROMPT), kept(prefill(tinylm, PROMPT))
+    assert output.sequences[0].tolist()[:162] == plain_tokens(tinylm, PROMPT), "as without"
+    pairs = zip(kept(output.past_key_values), own, strict=True)
+    assert all(torch.equal(part[:, :, :150], wanted) for part, wanted in pairs)
+    assert [chunk.position for chunk in chunks] == [0, 64, 128, 128, 192]
+    for chunk, start in zip(chunks, (0, 64, 128), strict=False):
+        assert chunk.importance is not None
+        np.testing.assert_allclose(chunk.importance, wanted[start : start + 64], rtol=1e-3)
+    assert [chunk.importance for chunk in chunks[3:]] == [None, None]  # with generated tokens
+
+
+def test_the_tokens_behind_a_hit_are_weighed_as_those_of_a_whole_prompt(
+    with_codec: Any, put: Any, tinylm: PreTrainedModel
+) -> None:
+    connector = with_codec("kvq:2,importance")
+    connector.generate(PROMPT[:, :64], greedy(1))
+    chunks = put(connector)
+    assert connector.generate(PROMPT, greedy(1)).hit_tokens == 64
+    assert [chunk.position for chunk in chunks] == [64, 128]
+    wanted = attention_of(tinylm, PROMPT)
+    np.testing.assert_allclose(chunks[0].importance, wanted[64:128], rtol=1e-3)
+
+
+def test_static_caches_batches_and_other_attention_are_stored_without_a_word_of_it(
+    with_codec: Any, put: Any, load_tinylm: Any
+) -> None:
+    connector = with_codec("kvq:2,importance")
+    chunks = put(connector)
+    connector.generate(PROMPT, greedy(2), cache_implementation="static")
+    ids, mask = left_padded([PROMPT[0, 1:], PROMPT[0, 20:]])
+    connector.generate(ids, greedy(2), attention_mask=mask)
+    other = TransformersConnector(connector.client, load_tinylm(attn_implementation="eager"))
+    other.generate(PROMPT[:, 2:], greedy(2))
+    assert len(chunks) >= 8
+    assert {chunk.importance for chunk in chunks} == {None}
+
+
+def test_numbers_that_are_none_are_not_taken_for_importance(
+    with_codec: Any, put: Any, load_tinylm: Any
+) -> None:
+    model = load_tinylm()
+    connector = with_codec("kvq:2,importance", model)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.fill_(float("nan"))
+    chunks = put(connector)
+    connector.generate(PROMPT, greedy(1))
+    assert {chunk.importance for chunk in chunks} == {None}
+
+
+def no_memory(_: int) -> torch.Tensor:
+    raise torch.OutOfMemoryError("of the device")
+
+
+@pytest.mark.parametrize(("fault", "looks"), [(no_memory, 1), (torch.zeros, 6)])
+def test_attention_that_cannot_be_noted_fails_no_request(
+    with_codec: Any, put: Any, tinylm: PreTrainedModel, monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[int], torch.Tensor], looks: int,
+) -> None:  # fmt: skip
+    connector = with_codec("kvq:2,importance")
+    chunks, asked = put(connector), list[int]()
+
+    def look(*_: Any) -> torch.Tensor:
+        asked.append(0)
+        return fault(len(asked))  # what differs in length cannot be stacked
+
+    monkeypatch.setattr(generation, "mean_attention", look)
+    found = connector.generate(PROMPT, greedy(2))
+    assert found.output.sequences[0].tolist() == plain_tokens(tinylm, PROMPT)[:152]
+    assert {chunk.importance for chunk in chunks} == {None}
+    assert len(asked) == looks

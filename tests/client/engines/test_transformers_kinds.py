@@ -1,7 +1,8 @@
-"""Models that keep windows, states or latents: tokens are the same, and prefixes are hit."""
+"""Models that keep windows, states or latents, on any device, and what names a model."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,26 +11,39 @@ import pytest
 import torch
 import transformers
 from contracts.layers import damage
-from helpers.local_server import DEADLINE_MS, LocalServer
+from helpers.local_server import LocalServer
+from helpers.slow_device import SlowDevice
 from helpers.torch_engine import (
+    OPTIONS,
     greedy,
     ids_of,
     left_padded,
     plain_tokens,
+    prefill,
     random_ids,
     stored_tokens,
 )
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
+from typing_extensions import override
 
 from kvstore.client import ClientOptions
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
-from kvstore.client.engines.transformers.cache import StatePiece, StateShape, as_argument
+from kvstore.client.engines.transformers import loads as transformers_loads
+from kvstore.client.engines.transformers.cache import (
+    CacheShape,
+    StatePiece,
+    StateShape,
+    TokenShape,
+    as_argument,
+)
+from kvstore.client.engines.transformers.loads import Staging, chunk_bytes
+from kvstore.proto.device import HostDevice, HostStream, Stream
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import LayerGroup, LayerKind
 
 VOCABULARY = 256
-OPTIONS = ClientOptions(chunk_tokens=16, deadline_ms=DEADLINE_MS, retry_after_ms=1)
+SHORT = replace(OPTIONS, chunk_tokens=16)
 
 BASE: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
@@ -74,16 +88,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def make_model(name: str) -> PreTrainedModel:
+def make_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     kind, settings = MODELS[name]
+    return random_model(getattr(transformers, kind)(**(BASE | settings)), dtype)
+
+
+def random_model(config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     torch.manual_seed(5)
-    return random_model(getattr(transformers, kind)(**(BASE | settings)))
-
-
-def random_model(config: Any) -> PreTrainedModel:
-    """Return a model of *config* with weights of the seed at hand."""
     makers: Any = AutoModelForCausalLM
-    model: PreTrainedModel = makers.from_config(config).float().eval()
+    model: PreTrainedModel = makers.from_config(config, dtype=dtype).eval()
     return model
 
 
@@ -94,7 +107,7 @@ Connect = Callable[..., TransformersConnector]
 def connect(server: LocalServer, tokenizer: Any) -> Connect:
     """Make connectors with a client each."""
 
-    def make(model: PreTrainedModel, options: ClientOptions = OPTIONS) -> TransformersConnector:
+    def make(model: PreTrainedModel, options: ClientOptions = SHORT) -> TransformersConnector:
         identity = representation_of(model, tokenizer)
         return TransformersConnector(server.connect("auto", identity, options), model)
 
@@ -236,7 +249,6 @@ def test_models_whose_prefixes_cannot_be_continued_are_refused_by_name(
     tokenizer: Any, reason: str
 ) -> None:
     kind, settings, words = REFUSED[reason]
-    torch.manual_seed(5)
     model = random_model(getattr(transformers, kind)(**(BASE | settings)))
     with pytest.raises(ModelError, match=words):
         representation_of(model, tokenizer)
@@ -250,7 +262,6 @@ def test_a_model_with_cross_attention_is_refused_by_name(tokenizer: Any) -> None
 
 
 def test_a_model_that_looks_at_its_state_for_one_token_only_is_refused(connect: Connect) -> None:
-    torch.manual_seed(5)
     jamba = {
         "attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 2, "mamba_d_state": 8,
         "mamba_dt_rank": 8,
@@ -280,3 +291,180 @@ def test_states_of_an_odd_size_in_all_are_kept_from_their_bytes() -> None:
     kept: Any = cache.layers[0]
     assert torch.equal(kept.conv_states[0].view(torch.uint8).reshape(2, 6), data[:, :6])
     assert torch.equal(kept.recurrent_states[0].view(torch.uint8).reshape(2, 16), data[:, 6:])
+
+
+KINDS = ("gemma2, every other layer", "lfm2, convolutions")
+
+
+class CountingDevice(HostDevice):
+    """Counts the copies of its streams, and what host memory was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = 0
+        self.staged: list[int] = []
+
+    @override
+    def staging(self, size_bytes: int) -> torch.Tensor:
+        self.staged.append(size_bytes)
+        return super().staging(size_bytes)
+
+    @override
+    def current_stream(self) -> Stream:
+        return CountingStream(self)
+
+
+class CountingStream(HostStream):
+    def __init__(self, device: CountingDevice) -> None:
+        self._device = device
+
+    @override
+    def copy(self, out: torch.Tensor, data: torch.Tensor) -> None:
+        self._device.copies += 1
+        super().copy(out, data)
+
+
+@pytest.fixture(scope="module")
+def trained(load_tinylm: Any) -> Any:
+    """The trained model in bfloat16."""
+    return load_tinylm(torch.bfloat16)
+
+
+def device_model(kind: str, trained: Any) -> Any:
+    """The trained model, or a small random one of KINDS, in bfloat16."""
+    return copy.deepcopy(trained) if kind == "full attention" else make_model(kind, torch.bfloat16)
+
+
+def on_device(
+    server: LocalServer, model: PreTrainedModel, tokenizer: Any, device: HostDevice | None = None
+) -> TransformersConnector:
+    client = server.connect("auto", representation_of(model, tokenizer), OPTIONS)
+    return TransformersConnector(client, model, device=device)
+
+
+def assert_same_tokens(model: Any, found: torch.Tensor, own: torch.Tensor, mask: Any) -> None:
+    """*found* and *own*, (prompts, tokens), are alike up to where two tokens were as likely.
+
+    A prompt that is computed in other pieces is rounded otherwise.
+    """
+    for row, (mine, theirs) in enumerate(zip(found, own, strict=True)):
+        differ = (mine != theirs).nonzero()
+        if not len(differ):
+            continue
+        at = int(differ[0])
+        ids = theirs[int((mask[row] == 0).sum()) : at]
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, -1].float()
+        gap = float(logits[theirs[at]] - logits[mine[at]])
+        assert gap <= 4 * torch.finfo(model.dtype).eps * float(logits.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("device", "kind"),
+    [
+        *(("cpu", kind) for kind in ("full attention", *KINDS)),
+        *(pytest.param("cuda", k, marks=pytest.mark.gpu) for k in ("full attention", *KINDS)),
+    ],
+)
+def test_on_each_device_tokens_are_the_same_without_with_and_from_the_store(
+    server: LocalServer, trained: Any, tokenizer: Any, device: str, kind: str
+) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device: its twin on the CPU runs the same code")
+    model = device_model(kind, trained).to(device)
+    twin = CountingDevice() if device == "cpu" else None
+    prompts = [random_ids(count, 256, count)[0] for count in (150, 1, 97)]
+    for some in (prompts[:1], prompts):
+        batch, mask = (part.to(device) for part in left_padded(some))
+        own = model.generate(batch, generation_config=greedy(), attention_mask=mask)
+        for _ in range(2):
+            connector = on_device(server, model, tokenizer, twin)
+            found = connector.generate(batch, greedy(), attention_mask=mask)
+            assert_same_tokens(model, found.output.sequences, own, mask)
+            stats = connector.stats()
+            assert (stats.load_errors, stats.store_errors) == ({}, {})
+        assert found.row_hits[0] in (149, 128), "whole chunks where windows and states are kept"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_a_device_loads_is_what_it_stored_bit_for_bit(
+    server: LocalServer, trained: Any, tokenizer: Any, device: str
+) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device: its twin on the CPU runs the same code")
+    model = device_model("full attention", trained).to(device)
+    input_ids = random_ids(230).to(device)
+    twin = CountingDevice() if device == "cpu" else None
+    with torch.inference_mode():
+        own = model(input_ids).past_key_values
+        assert on_device(server, model, tokenizer, twin).save(input_ids, own) == 4
+    cache, hit = on_device(server, model, tokenizer, twin).load(input_ids)
+    assert hit == 229
+    layers: Any = cache.layers
+    for mine, theirs in zip(layers, own.layers, strict=True):
+        assert mine.keys.device.type == device
+        assert torch.equal(mine.keys, theirs.keys[:, :, :229])
+        assert torch.equal(mine.values, theirs.values[:, :, :229])
+
+
+# --- what is copied, and when
+
+
+def test_a_chunk_of_all_layers_is_one_copy_each_way_through_memory_made_once(
+    server: LocalServer, tinylm: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = chunk_bytes(CacheShape.of(tinylm), OPTIONS.chunk_tokens)
+    monkeypatch.setattr(transformers_loads, "RING_BYTES", 2 * size + 1)
+    device = CountingDevice()
+    connector = on_device(server, tinylm, tokenizer, device)
+    input_ids = random_ids(5 * 64 + 20)  # more chunks than the ring has places for
+    own: Any = prefill(tinylm, input_ids)
+    assert connector.save(input_ids, own) == 6
+    assert device.copies == 6
+    cache, hit = connector.load(input_ids)
+    assert (hit, device.copies) == (5 * 64 + 19, 12)
+    assert device.staged == [2 * size]
+    layers: Any = cache.layers
+    for mine, theirs in zip(layers, own.layers, strict=True):
+        assert torch.equal(mine.keys, theirs.keys[:, :, :hit])
+
+
+def test_host_memory_is_read_only_after_the_work_before_a_store_and_its_copy() -> None:
+    device = SlowDevice()
+    keys = torch.zeros(2, 4, 8)
+    device.compute.launch(lambda: keys.fill_(7))  # the forward that the store comes behind
+    shape = CacheShape(1, (TokenShape(0, 2, (8, 8), torch.float32),), ())
+    staging = Staging(device, torch.device("cpu"), shape, 4)
+    assert (staging.to_host([[[keys]]])[0][0][0] == 7).all()
+
+
+def test_what_is_computed_behind_a_load_waits_for_its_copies(
+    server: LocalServer, tinylm: Any, tokenizer: Any
+) -> None:
+    input_ids = random_ids(128)
+    own: Any = prefill(tinylm, input_ids)
+    on_device(server, tinylm, tokenizer).save(input_ids, own)
+    device = SlowDevice()
+    cache, hit = on_device(server, tinylm, tokenizer, device).load(input_ids)
+    assert (hit, device.streams) == (127, []), "only the engine's own stream is used"
+    layers: Any = cache.layers
+    assert torch.equal(layers[0].keys, own.layers[0].keys[:, :, :hit])
+
+
+def test_a_device_that_fails_is_a_counted_miss(
+    server: LocalServer, tinylm: Any, tokenizer: Any
+) -> None:
+    device = SlowDevice()
+    device.fails = True
+    connector = on_device(server, tinylm, tokenizer, device)
+    input_ids = random_ids(70)
+    own: Any = prefill(tinylm, input_ids)
+    assert connector.save(input_ids, own) == 0
+    assert on_device(server, tinylm, tokenizer).save(input_ids, own) == 1
+    cache, hit = connector.load(input_ids)
+    assert (hit, cache.get_seq_length()) == (0, 0)
+    stats = connector.stats()
+    assert stats.load_errors == stats.store_errors == {"TierUnavailableError": 1}
+
+
+# --- tensors name their device

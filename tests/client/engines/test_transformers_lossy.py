@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
 import torch
 from helpers.coarse_codec import CoarseCodec, coarse_codec
 from helpers.local_server import LocalServer
-from helpers.lossy_copies import exact_on_redis, leave_on_disk
-from helpers.redis_process import RedisProcess
+from helpers.lossy_copies import leave_on_disk
 from helpers.torch_engine import (
     OPTIONS,
     greedy,
@@ -26,8 +25,7 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.client.engines.transformers import connector as engine
 from kvstore.client.engines.transformers.cache import as_argument
-from kvstore.proto.blend import ACCURACY_TAG, ReuseReport, ShadowResult, accuracy_tag
-from kvstore.proto.device import HostDevice
+from kvstore.proto.blend import ReuseReport, ShadowResult, accuracy_tag
 from kvstore.proto.errors import DeadlineError, InvalidRequestError
 from kvstore.proto.types import Accuracy, ChunkKey, Model
 from kvstore.server.blending import gates
@@ -148,22 +146,6 @@ def test_nothing_computed_behind_a_lossy_copy_is_stored(
     assert reader.counts()["lossy_hit_tokens"] == reader.stats().lossy_hit_tokens
 
 
-def test_other_prompts_of_a_batch_are_stored(connect: Connect, keys: list[ChunkKey]) -> None:
-    reader = connect()
-    in_a_batch(reader, reader)
-    assert connect("exact").load(OTHER)[1] == 149
-    assert connect("exact").load(PROMPT)[1] == 64
-
-
-def test_a_model_on_a_device_stores_nothing_behind_a_lossy_copy(
-    connect: Connect, keys: list[ChunkKey]
-) -> None:
-    reader = connect(device=HostDevice())
-    assert reader.generate(PROMPT, greedy(90)).hit_tokens == 192
-    assert reader.stats().stored_chunks == 0
-    assert connect("exact").client.lookup(keys=keys).ready == 1
-
-
 def test_what_an_exact_call_computes_is_stored_in_the_lossy_copys_place(
     connect: Connect, keys: list[ChunkKey], tinylm: PreTrainedModel
 ) -> None:
@@ -253,60 +235,6 @@ def store_roughly(
     leave_on_disk(server, writer.client.keys(prompt[0].tolist())[1:2])
 
 
-@pytest.fixture
-def far_server(
-    make_server: Callable[..., LocalServer], own_redis: RedisProcess
-) -> Iterator[LocalServer]:
-    """One with exact copies in a tier behind that of lossy ones."""
-    own_redis.start()
-    with coarse_codec():
-        yield make_server(*exact_on_redis(own_redis.url))
-
-
-@pytest.mark.usefixtures("boundless")
-def test_a_chunk_whose_near_copy_a_gate_keeps_out_is_read_from_a_farther_tier(
-    far_server: LocalServer, tinylm: PreTrainedModel, identity: Model
-) -> None:
-    def connect(**settings: Any) -> TransformersConnector:
-        client = far_server.connect("auto", identity, OPTIONS)
-        return TransformersConnector(client, tinylm, accuracy="approximate", **settings)
-
-    writer = connect()
-    writer.save(PROMPT[:, :192], prefill(tinylm, PROMPT[:, :192]))
-    leave_on_disk(far_server, writer.client.keys(PROMPT[0].tolist())[1:2], exact_on="redis")
-    for _ in range(4):
-        writer.client.report_reuse(report("rough", 1.0))
-    own = kept(prefill(tinylm, PROMPT[:, :192]))
-    for reader in (connect(), connect(device=HostDevice())):
-        cache, hit_tokens = reader.load(PROMPT)
-        assert hit_tokens == 192
-        assert all(map(torch.equal, kept(cache), own))
-    reader = connect()
-    assert reader.generate(PROMPT, greedy(1), deadline_ms=20_000).hit_tokens == 192
-    stats = reader.stats()
-    assert (stats.gated_chunks, stats.slow_chunks, stats.lossy_hit_tokens) == (0, 0, 0)
-
-
-@pytest.mark.usefixtures("boundless")
-def test_a_prompt_behind_copies_by_two_codecs_is_compared_by_nobody(
-    server: LocalServer,
-    connect: Connect,
-    keys: list[ChunkKey],
-    tinylm: PreTrainedModel,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    store_roughly(server, connect, tinylm, OTHER)
-    reader = connect("approximate")
-    for _ in range(4):
-        reader.calibrate(PROMPT, "coarse")
-        reader.calibrate(OTHER, "rough")
-    reader.save(PROMPT[:, :256], prefill(tinylm, PROMPT[:, :256]), from_token=192)
-    leave_on_disk(server, keys[3:4])
-    monkeypatch.setattr(engine, "comparison", None)
-    assert reader.generate(PROMPT, greedy()).hit_tokens == 256
-    assert reader.stats().load_errors == {}, "nobody knew whose fault it were"
-
-
 @pytest.mark.usefixtures("boundless", "keys")
 def test_a_prompt_that_is_stored_to_its_end_is_compared_over_more_than_its_last_token(
     connect: Connect, tinylm: PreTrainedModel
@@ -318,22 +246,6 @@ def test_a_prompt_that_is_stored_to_its_end_is_compared_over_more_than_its_last_
         view = writer.calibrate(PROMPT, "coarse")
         assert view is not None
         assert (view.is_open, view.shadows) == (number == 3, (number + 1) % 4)
-
-
-@pytest.mark.usefixtures("boundless", "keys")
-def test_batches_are_compared_too(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, compared = connect("approximate"), list[int]()
-    for _ in range(4):
-        reader.calibrate(PROMPT, "coarse")
-
-    def noted(_: object, tokens: Sequence[int], cache: Any, __: object) -> ReuseReport:
-        compared.append(cache.get_seq_length())
-        return ReuseReport(ACCURACY_TAG)
-
-    monkeypatch.setattr(engine, "comparison", noted)
-    found = reader.generate(torch.cat([PROMPT, PROMPT]), greedy(2))
-    assert found.row_hits == (192, 192)
-    assert compared == [192, 192]
 
 
 @pytest.mark.usefixtures("boundless", "keys")
@@ -376,9 +288,3 @@ def test_a_model_that_keeps_windows_is_read_exactly_only(
         TransformersConnector(client, model, accuracy="bounded")
     with pytest.raises(InvalidRequestError, match="accuracy"):
         TransformersConnector(client, model).generate(PROMPT, accuracy="bounded")
-
-
-@pytest.mark.usefixtures("keys")
-def test_copies_with_a_bound_do_not_open_the_gate_of_copies_without_one(connect: Connect) -> None:
-    assert connect("approximate").load(PROMPT)[1] == 192
-    assert connect("exact").calibrate(PROMPT, "coarse") is None

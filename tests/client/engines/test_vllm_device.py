@@ -2,30 +2,56 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.gpu_twin import use_device
-from helpers.local_server import LocalServer
+from helpers.local_server import LocalServer, eventually
+from helpers.paged_engine import TOKEN_IDS, PagedEngine
 from helpers.prompts import tokens as prompt_tokens
-from helpers.slow_device import SlowDevice, SlowEvent
-from helpers.vllm_pages import BLOCK_TOKENS, CHUNK_TOKENS, HYBRID, LATENT, SHAPE, SLIDING, holds
-from helpers.vllm_steps import Engine
+from helpers.server_process import ServerProcess
+from helpers.slow_device import SlowDevice
+from helpers.vllm_pages import (
+    BLOCK_TOKENS,
+    CHUNK_TOKENS,
+    HYBRID,
+    LATENT,
+    SHAPE,
+    SLIDING,
+    empty_pages,
+    holds,
+    representation,
+    writer,
+)
+from helpers.vllm_stand_ins import step
+from helpers.vllm_steps import QUEUE_BYTES, Engine, options
 from typing_extensions import override
 
+from kvstore.cli.__main__ import main
 from kvstore.client import Client
 from kvstore.client.chunk import Shard
 from kvstore.client.cuda import CudaClient
+from kvstore.client.engines import base
+from kvstore.client.engines.base import Connector
+from kvstore.client.engines.vllm import worker as vllm_watch
 from kvstore.client.engines.vllm import worker as vllm_worker
-from kvstore.client.engines.vllm.blocks import one_after_the_other, side_by_side
+from kvstore.client.engines.vllm.blocks import side_by_side
 from kvstore.client.engines.vllm.device import DeviceSide
 from kvstore.client.engines.vllm.identity import KVCacheShape
-from kvstore.codecs.paged import HostKernels
+from kvstore.client.engines.vllm.messages import LoadSpec, StepPlan
+from kvstore.client.engines.vllm.scheduler import VllmScheduler
+from kvstore.client.engines.vllm.worker import VllmWorker
+from kvstore.proto.device import import_cupy
 from kvstore.proto.errors import TierUnavailableError
+from kvstore.proto.types import ChainDigest
 from kvstore.tiers.cpu import CpuTier
 
 Start = Callable[..., Engine]
@@ -41,22 +67,6 @@ def start(start: Start) -> Start:
         return start(**{"packing": side_by_side, "device": SlowDevice(), **settings})
 
     return make
-
-
-@pytest.mark.parametrize(
-    ("client", "zeroes", "packing"),
-    [
-        (Client, False, side_by_side),
-        (CudaClient, True, side_by_side),
-        (Client, True, one_after_the_other),
-        (CudaClient, False, one_after_the_other),
-    ],
-)
-def test_what_one_engine_computed_another_loads(
-    start: Start, client: type[Client], zeroes: bool, packing: object
-) -> None:
-    assert start(packing=packing, client=client, zeroes=zeroes).run("a", PROMPT) == 0
-    assert start(packing=packing, client=client, zeroes=zeroes).run("b", PROMPT) == 192
 
 
 @pytest.mark.parametrize("shape", [LATENT, HYBRID, SLIDING], ids=["latent", "hybrid", "sliding"])
@@ -125,96 +135,7 @@ def test_chunks_go_into_the_servers_gpu_memory_and_come_out_of_it_without_the_ho
     assert sum(side.reader.copies.copied) == 0, "and nothing went up"  # type: ignore[attr-defined]
 
 
-def test_what_the_gpu_tier_has_no_room_for_goes_through_host_memory(
-    make_server: Callable[..., LocalServer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-    start_at: Start,
-) -> None:  # fmt: skip
-    use_device(monkeypatch, tmp_path, SlowDevice(), 4096)
-    address = make_server("--tiers", "gpu,cpu", "--gpu", "8MiB").address
-    for name, hit in (("a", 0), ("b", 192)):
-        straight = {"packing": side_by_side, "device": SlowDevice(), "client": CudaClient}
-        assert start_at(address, **straight).run(name, PROMPT) == hit
-
-
 # --- spec
-
-
-def test_blocks_may_be_overwritten_as_soon_as_the_step_has_ended(start: Start) -> None:
-    engine = start()
-    request, blocks = engine.computed("a", PROMPT)
-    engine.wipe(blocks, value=9.0)
-    engine.scheduler.finished(request)
-    assert engine.workers[0].settled(20.0)
-    assert start().run("b", PROMPT) == 192
-
-
-class Watched(SlowDevice):
-    """Counts launches and copies, and who waits for the device in the engine's thread."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits = 0
-        self.allocated = 0
-        self._engine = threading.get_ident()
-
-    @override
-    def allocate(self, size_bytes: int) -> torch.Tensor:
-        self.allocated += 1
-        return super().allocate(size_bytes)
-
-    def note_wait(self) -> None:
-        self.waits += threading.get_ident() == self._engine
-
-
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
-    device = Watched()
-    synchronize = SlowEvent.synchronize
-
-    def noted(self: SlowEvent) -> None:
-        device.note_wait()
-        synchronize(self)
-
-    monkeypatch.setattr(SlowEvent, "synchronize", noted)
-    return device
-
-
-def test_a_step_is_one_launch_a_chunk_one_copy_and_no_hook_waits_or_allocates(
-    start: Start, watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = start(device=watched)
-    (worker,) = engine.workers
-    launches: list[int] = []
-    move = HostKernels.move
-
-    def noted(self: HostKernels, *given: Any, **more: Any) -> None:
-        launches.append(len(given[1]))
-        move(self, *given, **more)
-
-    monkeypatch.setattr(HostKernels, "move", noted)
-    copies = [len(stream.copied) for stream in watched.streams]
-    allocated = watched.allocated
-    engine.computed("a", PROMPT)
-    assert watched.waits == 0
-    assert worker.settled(20.0)
-    assert launches == [3], "all chunks of the step in one launch"
-    after = [len(stream.copied) for stream in watched.streams]
-    assert sum(after) - sum(copies) == 3, "one copy a chunk"
-    assert watched.allocated == allocated
-
-
-def test_a_load_waits_for_the_engines_stream_on_the_device_alone(
-    start: Start, watched: Watched
-) -> None:
-    start().run("a", PROMPT)
-    engine = start(device=watched, client=CudaClient)
-    request = engine.arrived("b", PROMPT, hit=192)
-    blocks = engine.blocks(len(PROMPT))
-    engine.wipe(blocks, value=5.0)  # zeroing, or a step that still writes to these blocks
-    before = watched.waits
-    assert engine.load(request, blocks, 192) == set()
-    assert watched.waits == before
-    assert holds(engine.pages[0], side_by_side, PROMPT[:192], blocks)
 
 
 # --- room
@@ -265,18 +186,6 @@ def test_a_prompt_that_is_computed_before_anything_was_sent_is_stored_whole(
     assert start().run("b", prompt) == len(prompt)
 
 
-def test_an_engine_does_not_step_on_for_a_store_that_is_down(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm_worker, "DEVICE_RING_BYTES", 1)
-    engine = start()
-    engine.computed("a", prompt_tokens(7, 4 * CHUNK_TOKENS))
-    engine.tell()
-    assert engine.scheduler.has_stores_waiting
-    engine.scheduler._desk.note_down()
-    assert not engine.scheduler.has_stores_waiting
-
-
 def test_a_device_with_little_memory_has_a_smaller_ring(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,9 +200,6 @@ def test_a_device_with_little_memory_has_a_smaller_ring(
     assert start().run("b", PROMPT) == 192
 
 
-# --- bad input: right tokens always, and a counted reason
-
-
 def test_registration_that_is_refused_costs_speed_alone(start: Start) -> None:
     class Refusing(SlowDevice):
         @override
@@ -302,6 +208,9 @@ def test_registration_that_is_refused_costs_speed_alone(start: Start) -> None:
 
     start(device=Refusing()).run("a", PROMPT)
     assert start(device=Refusing(), client=CudaClient).run("b", PROMPT) == 192
+
+
+# --- bad input: right tokens always, and a counted reason
 
 
 def test_a_device_that_fails_loses_hits_and_no_token(start: Start) -> None:
@@ -338,3 +247,251 @@ def test_a_damaged_frame_is_computed_again(
     assert failed in (wanted, set()), "unless a sound copy below is read in its place"
     right = 192 if not failed else CHUNK_TOKENS
     assert holds(other.pages[0], side_by_side, PROMPT[:right], blocks, SHAPE)
+
+
+IDS = [token % TOKEN_IDS for token in PROMPT]
+NEW = 20
+HANGS_S = 10.0
+"""Half of the deadline of these engines."""
+ProcessMaker = Callable[..., ServerProcess]
+Make = Callable[..., PagedEngine]
+
+
+# --- a server that is gone, or hangs
+
+
+@pytest.fixture
+def process(server_process: ProcessMaker) -> ServerProcess:
+    made = server_process("--tiers", "cpu", "--cpu", "16MiB")
+    made.start()
+    return made
+
+
+@pytest.fixture
+def make(request: pytest.FixtureRequest) -> Make:
+    def start(address: str | None, client: type[Client] = CudaClient) -> PagedEngine:
+        engine = PagedEngine(address, client)
+        request.addfinalizer(engine.close)
+        return engine
+
+    return start
+
+
+@pytest.fixture
+def right(make: Make, process: ServerProcess) -> dict[str, list[int]]:
+    """What the model says to a prompt, which is stored."""
+    told = make(None).generate({"a": IDS}, NEW)
+    assert make(process.address).generate({"a": IDS}, NEW) == told
+    return told
+
+
+@CLIENTS
+def test_a_server_that_is_killed_while_frames_come_costs_no_token(
+    process: ServerProcess, make: Make, right: object, client: type[Client]
+) -> None:
+    engine = make(process.address, client)
+    assert engine.worker is not None
+    came: list[bool] = []
+    once = threading.Lock()  # several threads note what came
+
+    def arrived() -> None:
+        came.append(True)
+        if once.acquire(blocking=False):
+            process.kill()
+
+    engine.worker._note_arrival = arrived  # type: ignore[method-assign]
+    assert engine.generate({"a": IDS}, NEW) == right
+    assert came
+    lost = engine.worker.counted["lost_chunks"]
+    assert engine.worker.counted["loaded_chunks"] + lost == 3
+    assert engine.hits == {"a": 64 * (3 - lost)}
+
+
+@CLIENTS
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "hanging"])
+def test_a_server_that_is_killed_or_hangs_in_a_load_costs_a_hit_and_no_deadline(
+    process: ServerProcess, make: Make, right: object, client: type[Client],
+    is_killed: bool, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    engine = make(process.address, client)
+    engine.generate({"warm": IDS[::-1]}, 1)  # so it is connected
+    worker, began_s = engine.worker, list[float]()
+    assert worker is not None
+    if is_killed:
+        monkeypatch.setattr(vllm_watch, "QUIET_S", 60.0)  # it is not looked after: the end tells
+    load = worker.load
+
+    def stopped(plan: StepPlan) -> None:
+        if plan.loads:
+            process.send_signal(signal.SIGSTOP)
+        load(plan)
+        if plan.loads:
+            assert eventually(lambda: worker._loading == 1 and worker._loader._queue.empty())
+            time.sleep(0.05)  # its question is on the way
+            began_s.append(time.monotonic())
+            if is_killed:
+                process.kill()
+
+    monkeypatch.setattr(worker, "load", stopped)
+    try:
+        assert engine.generate({"a": IDS}, NEW) == right
+    finally:
+        if not is_killed:
+            process.send_signal(signal.SIGCONT)
+    assert time.monotonic() - began_s[0] < HANGS_S
+    assert engine.hits["a"] == 0
+    assert worker.counted["lost_chunks"] == 3
+    assert sum(worker._connector.stats().load_errors.values()) > 0
+    assert engine.scheduler._desk.is_down
+
+
+# --- a request that is aborted
+
+
+def test_nothing_writes_to_the_blocks_of_an_aborted_load_once_it_was_told_to_be_over(
+    start: Callable[..., Engine],
+) -> None:
+    of_device = {"packing": side_by_side, "client": CudaClient}
+    start(device=SlowDevice(), **of_device).run("a", PROMPT)
+    engine = start(device=SlowDevice(), **of_device)
+    (worker,) = engine.workers
+    asked, blocks = engine.arrived("b", PROMPT, hit=192), engine.blocks(len(PROMPT))
+    gate, read = threading.Event(), worker._side.read
+
+    def held(job: object) -> None:
+        assert gate.wait(20.0)
+        read(job)
+
+    worker._side.read = held
+    engine.scheduler.on_alloc(asked, 192, [blocks])
+    plan = engine.scheduler.build_plan(step(), lambda _: [])
+    worker.save_before_overwrite(plan)
+    worker.load(plan)
+    engine.scheduler.finished(asked)  # it is aborted; its blocks are not free yet
+    assert worker.finished_loads(is_idle=True) == set()
+    gate.set()
+    done: set[str] = set()
+
+    def is_told() -> bool:
+        done.update(worker.finished_loads(is_idle=True))
+        return bool(done)
+
+    assert eventually(is_told)
+    assert done == {"b"}
+    assert worker.failed_blocks() == set()
+    engine.wipe(blocks, value=7.0)  # of another request
+    assert isinstance(engine.device, SlowDevice)
+    for stream in (engine.device.compute, *engine.device.streams):
+        stream.run()
+    assert all((pages[blocks] == 7.0).all() for pages in engine.pages[0].values())
+
+
+# --- pages that are refused
+
+
+@pytest.fixture
+def refusal(
+    server: LocalServer, request: pytest.FixtureRequest
+) -> Callable[[SlowDevice, dict[str, torch.Tensor], Any], str]:
+    """Register pages that are refused; return why, once loads were seen to fail for it."""
+
+    def register(device: SlowDevice, pages: dict[str, torch.Tensor], write: Any) -> str:
+        client = CudaClient(server.address, representation(), options())
+        worker = VllmWorker(Connector(client), SHAPE, QUEUE_BYTES, device=device)
+        request.addfinalizer(worker.close)
+        reason = worker.register(pages, write)
+        spec = LoadSpec("a", (ChainDigest(bytes(32)),), ((3, 4),))
+        plan = StepPlan((spec,))
+        worker.save_before_overwrite(plan)
+        worker.load(plan)
+        worker.store(plan)
+        assert worker.settled(20.0)
+        assert worker.finished_loads(is_idle=True) == {"a"}
+        assert worker.failed_blocks() == {3, 4}
+        assert worker.counted["lost_chunks"] == 1
+        report = worker.report()
+        assert report is not None
+        assert report.refusal == reason
+        return reason
+
+    return register
+
+
+Refusal = Callable[[SlowDevice, dict[str, torch.Tensor], Any], str]
+
+
+class NeedsCupy(SlowDevice):
+    """Allocates as a CUDA device does."""
+
+    @override
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        import_cupy()
+        return super().allocate(size_bytes)
+
+
+def test_an_engine_without_cupy_is_told_what_to_install(
+    refusal: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    reason = refusal(NeedsCupy(), empty_pages(), writer(side_by_side))
+    assert "TierUnavailableError" in reason
+    assert "install kvstore-server[gpu]" in reason
+
+
+def test_a_ring_that_there_is_no_memory_for_leaves_none_behind(refusal: Refusal) -> None:
+    class Small(SlowDevice):
+        @override
+        def allocate(self, size_bytes: int) -> torch.Tensor:
+            if self._files:
+                raise TierUnavailableError("gpu", "out of memory")
+            return super().allocate(size_bytes)
+
+    device = Small()
+    assert "out of memory" in refusal(device, empty_pages(), writer(side_by_side))
+    assert not device._files
+
+
+def test_pages_on_several_devices_are_refused_by_name(refusal: Refusal) -> None:
+    pages = empty_pages()
+    last = next(iter(pages))
+    pages[last] = pages[last].to("meta")
+    reason = refusal(SlowDevice(), pages, writer(side_by_side))
+    assert "['cpu', 'meta']" in reason
+    assert "pages of one device are stored" in reason
+
+
+def explained(address: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what ``kvstore explain`` prints of what engines said."""
+    with pytest.raises(SystemExit):
+        main(["explain", "--address", address, "--recent", "5"])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("half", [VllmScheduler, VllmWorker])
+def test_why_an_engine_has_no_store_is_explained_by_a_server_that_comes_later_too(
+    process: ServerProcess, capsys: pytest.CaptureFixture[str], half: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(base, "REPORT_EVERY_S", 0.1)
+    process.kill()
+    opts = replace(options(), transport="grpc", name="vllm-half")
+    connector = Connector(Client(process.address, representation(), opts))
+    reason = "no state\x1b[2J\nlayers"
+    side: Any
+    if half is VllmScheduler:
+        side = VllmScheduler(connector, SHAPE, refusal="state_layers")
+        connector.report_refusal(reason)
+    else:
+        side = VllmWorker(connector, SHAPE, QUEUE_BYTES)
+        side.refuse(reason)
+    process.start()
+    said = "vllm-half runs without the store: no state [2J layers"
+    assert eventually(lambda: said in explained(process.address, capsys))
+    process.kill()
+    process.start()
+    assert eventually(lambda: said in explained(process.address, capsys)), "to each that comes"
+    side.close()
+    assert eventually(lambda: "kvstore-refused" not in [one.name for one in threading.enumerate()])
+
+
+# --- a gpu tier elsewhere

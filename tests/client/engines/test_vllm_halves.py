@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from types import SimpleNamespace
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +16,10 @@ from helpers.vllm_pages import (
     HEAD_DIM,
     HEADS,
     HYBRID,
+    LATENT,
     SHAPE,
+    SLIDING,
+    Tables,
     compute,
     empty_pages,
     holds,
@@ -28,17 +31,17 @@ from helpers.vllm_stand_ins import FakeRequest, step
 from helpers.vllm_steps import QUEUE_BYTES, Engine, options, positions
 
 from kvstore.client import Client
-from kvstore.client.chunk import Shard
+from kvstore.client.chunk import Chunk, Shard
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm import blocks as vllm_copies
-from kvstore.client.engines.vllm import scheduler as vllm_scheduler
 from kvstore.client.engines.vllm import worker as vllm_worker
 from kvstore.client.engines.vllm.blocks import BLOCK_LAYOUTS
 from kvstore.client.engines.vllm.identity import KVCacheShape
-from kvstore.client.engines.vllm.messages import LoadSpec, Role, StepPlan
+from kvstore.client.engines.vllm.messages import FlopsModel, LoadSpec, Role, StepPlan, WorkerReport
 from kvstore.client.engines.vllm.scheduler import VllmScheduler
 from kvstore.client.planning import PrefillModel
-from kvstore.proto.types import ChainDigest
+from kvstore.codecs.base import empty_tensors
+from kvstore.proto.plans import Hints
+from kvstore.proto.types import ChainDigest, KVLayout
 
 Start = Callable[..., Engine]
 PROMPT, OTHER = prompt_tokens(1, 200), prompt_tokens(2, 200)
@@ -56,22 +59,6 @@ def test_what_one_engine_computed_another_loads_however_it_packs(start: Start) -
     assert start().matched(unwilling) == 0
 
 
-def test_blocks_that_the_engine_had_are_not_written_to(start: Start) -> None:
-    start().run("a", PROMPT)
-    engine = start()
-    request, blocks = FakeRequest("b", PROMPT), engine.blocks(200)
-    kept = blocks[:3]  # one chunk and a half
-    for whole in engine.pages[0].values():
-        whole[torch.tensor(kept)] = 7.0
-    assert engine.matched(request, computed=96) == 96
-    assert engine.load(request, blocks, 96) == set()
-    loaded = {name: whole.clone() for name, whole in engine.pages[0].items()}
-    for whole in loaded.values():
-        assert bool((whole[torch.tensor(kept)] == 7.0).all())
-    compute(loaded, engine.packing, PROMPT[:96], blocks)
-    assert holds(loaded, engine.packing, PROMPT[:192], blocks)
-
-
 def test_every_block_that_a_load_left_without_kv_is_reported_and_stored_again(start: Start) -> None:
     start().run("a", PROMPT)
     engine = start()
@@ -84,19 +71,6 @@ def test_every_block_that_a_load_left_without_kv_is_reported_and_stored_again(st
     assert positions(engine.step(request, blocks, 200 - CHUNK_TOKENS)) == [64, 128]
     assert engine.workers[0].settled(20.0)
     assert start().run("c", PROMPT) == 192
-
-
-def test_a_request_given_up_while_it_loads_is_reported_all_the_same(start: Start) -> None:
-    start().run("a", PROMPT)
-    engine = start()
-    request, blocks = engine.arrived("b", PROMPT, hit=192), engine.blocks(200)
-    engine.scheduler.on_alloc(request, 192, [blocks])
-    plan = engine.scheduler.build_plan(step(), lambda _: [])
-    engine.scheduler.finished(request)
-    worker = engine.workers[0]
-    worker.load(plan)
-    assert worker.settled(20.0)
-    assert worker.finished_loads(is_idle=True) == {"b"}
 
 
 def test_what_is_sooner_computed_is_a_counted_miss_and_not_stored_again(
@@ -166,21 +140,6 @@ def test_a_preempted_request_loads_what_was_stored_of_it(start: Start) -> None:
     assert positions(engine.step(request, again, 72)) == [128]
 
 
-def test_a_request_preempted_while_it_is_stored_leaves_what_it_had_computed(start: Start) -> None:
-    engine = start()
-    request, blocks = engine.arrived("a", PROMPT), engine.blocks(200)
-    worker, hold = engine.workers[0], threading.Event()
-    worker._storer.submit(hold.wait)
-    engine.step(request, blocks, 150)
-    other, _ = engine.computed("b", prompt_tokens(5, 200), blocks)  # those of the preempted one
-    request.num_computed_tokens, request.num_preemptions = 0, 1
-    assert engine.matched(request) == 0, "nothing is there yet"
-    hold.set()
-    assert worker.settled(20.0)
-    assert start().run("c", PROMPT) == 128
-    assert start().run("d", other.all_token_ids) == 192
-
-
 def test_stores_beyond_the_queue_are_dropped_from_the_end_and_counted(start: Start) -> None:
     chunk_bytes = 3 * 2 * CHUNK_TOKENS * HEADS * HEAD_DIM * 4
     engine = start(queue_bytes=2 * chunk_bytes)
@@ -225,26 +184,6 @@ def test_what_is_said_of_chunks_that_are_stored_keeps_their_order(start: Start) 
     assert [*engine.workers[0].report().stored.items()] == [
         (chunk.digest, 1) for chunk in plan.stores[0].chunks
     ]
-
-
-def test_the_batches_of_a_backlog_follow_each_other_without_a_pause(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm_copies, "BATCH_BYTES", 1)  # a chunk at a time
-    pauses: list[float] = []
-    monkeypatch.setattr(vllm_worker, "time", SimpleNamespace(sleep=pauses.append))
-    engine, hold = start(), threading.Event()
-    (worker,) = engine.workers
-    worker._storer.submit(hold.wait)
-    for name in "ab":
-        engine.computed(name, prompt_tokens(ord(name), 200))
-    hold.set()
-    assert worker.settled(20.0)
-    assert worker.counted["stored_chunks"] == 6
-    assert len(pauses) == 1
-    assert eventually(lambda: worker._storer._queue.empty())
-    engine.run("c", PROMPT[:CHUNK_TOKENS])
-    assert len(pauses) == 2, "a pause before what nothing was sent before"
 
 
 def test_of_requests_that_share_a_prefix_and_come_together_one_stores_it(start: Start) -> None:
@@ -380,48 +319,182 @@ def test_an_engine_that_is_refused_counts_each_request_as_a_miss_for_its_reason(
 # --- waiting for answers
 
 
-def test_requests_that_come_together_to_an_engine_at_rest_are_computed_together(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+def tables(engine: Engine, tokens: int, computed: int = 0) -> Tables:
+    return engine.room_for(tokens, computed)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("shape", [HYBRID, SLIDING, LATENT], ids=["hybrid", "window", "mla"])
+def test_what_one_engine_computed_another_loads(start: Start, shape: KVCacheShape) -> None:
+    assert start(shape=shape).run("a", PROMPT) == 0
+    reader = start(shape=shape)
+    assert reader.run("b", PROMPT) == 192
+    assert not any(bool(pages[0].any()) for pages in reader.pages[0].values()), "null blocks"
+    assert start(shape=shape).run("c", PROMPT[:150]) == 128
+
+
+@pytest.mark.parametrize("shape", [HYBRID, SLIDING], ids=["hybrid", "window"])
+def test_a_load_that_lost_a_chunk_is_computed_as_a_whole_and_stored_again(
+    start: Start, shape: KVCacheShape
 ) -> None:
-    """It asks once and waits for the answers, which would be a step later for some."""
-    monkeypatch.setattr(vllm_scheduler, "TOGETHER_S", 60.0)
-    engine = start()
-    requests = [FakeRequest(f"r{number}", prompt_tokens(number, 200)) for number in range(8)]
-    for request in requests:
-        engine.scheduler.on_new_request(request)
-    assert [engine.scheduler.matched_tokens(request, 0) for request in requests] == [0] * 8
+    start(shape=shape).run("a", PROMPT)
+    engine = start(shape=shape)
+    request = engine.arrived("b", PROMPT, hit=192)
+    engine.client.delete(keys=engine.client.keys(PROMPT)[2:3])
+    assert engine.load(request, tables(engine, 200, 192), 192) == set(), "blocks are not reported"
+    assert engine.workers[0].failed_loads() == {"b"}
+    assert engine.workers[0].failed_loads() == set()
+    assert engine.matched(request) == 0
+    assert positions(engine.step(request, tables(engine, 200), 200)) == [128]
+    assert engine.workers[0].settled(20.0)
+    assert start(shape=shape).run("c", PROMPT) == 192
 
 
-def test_an_engine_that_computes_something_waits_for_no_answer(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+def test_blocks_that_the_engine_had_are_not_written_to_in_any_table(start: Start) -> None:
+    start(shape=HYBRID).run("a", PROMPT)
+    engine = start(shape=HYBRID)
+    request, room = FakeRequest("b", PROMPT), tables(engine, 200, 192)
+    for whole in engine.pages[0].values():
+        whole.fill_(7.0)
+    assert engine.matched(request, computed=160) == 32
+    assert engine.load(request, room, 32) == set()
+    for layer in (layer for group in HYBRID.groups for layer in group.layers):
+        kept = torch.tensor([block for block in room[layer.table][:5] if block], dtype=torch.long)
+        assert bool((engine.pages[0][layer.name][kept] == 7.0).all())
+    last = [[0, 0, 0, 0, 0, table[5]] for table in room]
+    assert holds(engine.pages[0], engine.packing, PROMPT[:192], last, HYBRID)
+
+
+def test_a_prompt_that_is_stored_to_its_end_is_loaded_with_the_window_of_its_last_token(
+    start: Start,
 ) -> None:
-    monkeypatch.setattr(vllm_scheduler, "TOGETHER_S", 60.0)
-    engine, let_go = start(), threading.Event()
-    running, _ = engine.computed("a", PROMPT)
-    find = engine.scheduler._look
-    monkeypatch.setattr(engine.scheduler, "_look", lambda keys: let_go.wait(20.0) and find(keys))
-    new = FakeRequest("b", OTHER)
-    assert engine.scheduler.matched_tokens(new, 0) is None
-    let_go.set()
-    engine.scheduler.finished(running)
-    assert engine.scheduler.matched_tokens(new, 0) == 0
+    start(shape=HYBRID).run("a", PROMPT)
+    engine = start(shape=HYBRID)
+    request = engine.arrived("b", PROMPT[:128], hit=127)
+    room = tables(engine, 128, 127)
+    assert engine.load(request, room, 127) == set()
+    assert engine.workers[0].failed_loads() == set()
+    assert holds(engine.pages[0], engine.packing, PROMPT[:128], room, HYBRID)
 
 
-def test_an_engine_at_rest_waits_but_once_a_step(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+def test_a_window_that_is_wanted_longer_than_chunks_have_it_fails_the_load(start: Start) -> None:
+    start(shape=HYBRID).run("a", PROMPT)
+    engine = start(shape=HYBRID)
+    request = engine.arrived("b", PROMPT, hit=192)
+    assert engine.load(request, tables(engine, 200), 192) == set()
+    assert engine.workers[0].failed_loads() == {"b"}
+
+
+def test_chunks_whose_windows_the_engine_gave_up_end_no_prefix_until_they_are_computed_again(
+    start: Start,
 ) -> None:
-    """However many requests of it have no answer: what it waits is one measure for all of them."""
-    monkeypatch.setattr(vllm_scheduler, "TOGETHER_S", 0.002)
-    engine, let_go, waits = start(), threading.Event(), list[float]()
-    monkeypatch.setattr(engine.scheduler, "_look", lambda _: let_go.wait(20.0) and 0)
-    wait = engine.scheduler._desk.wait
+    engine = start(shape=HYBRID)
+    engine.computed("a", PROMPT, tables(engine, 200, 192))
+    assert engine.workers[0].settled(20.0)
+    assert engine.workers[0].counted["stored_chunks"] == 3
+    other = start(shape=HYBRID)
+    other.arrived("b", PROMPT, hit=192)  # the last has its window
+    client = other.client
+    bare = KVLayout.of(client.model, CHUNK_TOKENS, window=False)
+    place: Any = lambda _, layout: empty_tensors(layout)  # noqa: E731
+    found = client.get_chunks(client.keys(PROMPT), place)
+    assert [len(one) for one in found] == [len(bare.components), len(bare.components), 2]
+    assert start(shape=HYBRID).run("c", PROMPT[:150]) == 0, "the second has not"
+    assert start(shape=HYBRID).run("d", PROMPT[:150]) == 128
 
-    def noted(within_s: float, lookup: object = None) -> None:
-        waits.append(within_s)
-        wait(within_s, lookup)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(engine.scheduler._desk, "wait", noted)
-    requests = [FakeRequest(f"r{number}", prompt_tokens(number, 200)) for number in range(4)]
-    assert [engine.scheduler.matched_tokens(request, 0) for request in requests] == [None] * 4
-    assert len(waits) == 1
-    let_go.set()
+def test_of_layers_with_windows_only_chunks_that_are_gone_are_not_stored(start: Start) -> None:
+    engine = start(shape=SLIDING)
+    (room,) = tables(engine, 200)
+    engine.computed("a", PROMPT, [[0, 0, *room[2:]]])
+    assert engine.workers[0].settled(20.0)
+    assert engine.workers[0].counted["gone_chunks"] == 1
+    assert engine.workers[0].counted["stored_chunks"] == 2
+    start(shape=SLIDING).arrived("b", PROMPT)
+
+
+def test_an_engine_that_prefills_from_nothing_only_loads_all_but_a_token(start: Start) -> None:
+    shape = replace(LATENT, continues=False)
+    start(shape=shape).run("a", PROMPT)
+    engine = start(shape=shape)
+    engine.arrived("b", PROMPT)
+    assert engine.scheduler.counted["miss_prefill"] == 1
+    engine.arrived("c", PROMPT[:193], hit=192)
+    engine.arrived("d", PROMPT[:192], hit=192)
+
+
+def test_hints_and_costs_go_with_what_is_stored(start: Start) -> None:
+    engine = start(shape=HYBRID)
+    engine.workers[0].cost = FlopsModel(1e6, 1e3)
+    puts: list[tuple[list[float], Hints]] = []
+    client: Any = engine.client
+    put = client.put_chunks
+
+    def noted(chunks: list[Chunk], **how: Any) -> object:
+        puts.append(([chunk.prefill_flops for chunk in chunks], how["hints"]))
+        return put(chunks, **how)
+
+    client.put_chunks = noted
+    request, room = FakeRequest("a", PROMPT), tables(engine, 200)
+    request.kv_transfer_params = {"kvstore": {"category": "chat"}}  # type: ignore[attr-defined]
+    engine.scheduler.on_new_request(request)
+    assert engine.matched(request) == 0
+    engine.step(request, room, 200)
+    assert engine.workers[0].settled(20.0)
+    flops = [64 * (1e6 + 1e3 * (position + 32)) for position in (0, 64, 128)]
+    assert puts == [(flops, Hints(category="chat"))]
+
+
+# --- ranks keep one copy of each chunk, whoever stored it
+
+
+def ranks(tensor: int, *stages: tuple[int, int]) -> list[Shard | None]:
+    return [
+        Shard.of_rank(representation(), rank, tensor, layers)
+        for layers in stages or (None,)
+        for rank in range(tensor)
+    ]
+
+
+ENGINES: dict[str, list[Shard | None]] = {
+    "one": [None],
+    "tp4": ranks(4),
+    "pp2": ranks(1, (0, 1), (1, 3)),
+    "tp2pp2": ranks(2, (0, 2), (2, 3)),
+}
+"""Of a model of three layers and two heads."""
+
+
+@pytest.mark.parametrize("writer", ["one", "tp4", "tp2pp2"])
+def test_what_any_ranks_stored_any_others_load(start: Start, writer: str) -> None:
+    assert start(ranks=ENGINES[writer]).run("a", PROMPT) == 0
+    for reader in ENGINES.values():
+        assert start(ranks=reader).run("b", PROMPT) == 192
+
+
+def test_a_chunk_that_a_rank_did_not_store_is_no_hit(start: Start) -> None:
+    engine = start(ranks=ranks(2))
+    engine.workers[1].refuse("it has its reasons")
+    engine.run("a", PROMPT)
+    start().arrived("b", PROMPT)
+
+
+def test_a_rank_that_could_not_read_a_chunk_fails_its_blocks_for_all(start: Start) -> None:
+    start().run("a", PROMPT)
+    engine = start(ranks=ranks(2))
+    request, blocks = engine.arrived("b", PROMPT, hit=192), engine.blocks(200)
+    client = engine.workers[1]._connector.client
+    client.delete(keys=client.keys(PROMPT)[2:])
+    assert engine.load(request, blocks, 192) == set(blocks[4:6])
+
+
+def test_what_the_slowest_rank_did_not_read_is_stored_again_whoever_says_so_last(
+    start: Start,
+) -> None:
+    start(shape=SHAPE).run("a", PROMPT)
+    engine = start(ranks=ranks(2))
+    request, blocks = engine.arrived("b", PROMPT, hit=192), engine.blocks(200)
+    engine.scheduler.on_alloc(request, 192, [blocks])
+    for chunks in (1, 2):  # of three; the second rank says so a step later
+        engine.scheduler.on_report(WorkerReport({"b": chunks}))
+    request.num_computed_tokens = 64
+    assert positions(engine.scheduler.build_plan(step(b=136), lambda _: [blocks])) == [64, 128]

@@ -74,21 +74,6 @@ def answered(lookup: PendingLookup) -> int:
     return lookup.result.ready
 
 
-def test_a_lookup_is_answered_later_and_named_by_then(desk: LookupWorker, store: Store) -> None:
-    store.opened.clear()
-    lookup = desk.submit(TOKENS, CacheIdentity)
-    assert lookup.result is None
-    store.opened.set()
-    assert answered(lookup) == 2
-    assert lookup.chain is not None
-    assert len(lookup.chain.digests) == 3
-
-
-def test_a_prompt_below_one_chunk_is_not_asked_about(desk: LookupWorker, store: Store) -> None:
-    assert answered(desk.submit(TOKENS[:63], CacheIdentity)) == 0
-    assert store.asked == 0
-
-
 def raises(error: Exception) -> Callable[[], CacheIdentity]:
     def identify() -> CacheIdentity:
         raise error
@@ -142,19 +127,6 @@ def test_waiting_lookups_are_bounded(desk: LookupWorker, store: Store) -> None:
     assert [answered(one) for one in lookups[-5:]] == [0] * 5
     assert lookups[-1].refusal == "queue"
     assert lookups[0].result is None
-
-
-def test_who_waits_for_one_answer_gets_on_with_it_and_else_only_waits_its_time(
-    desk: LookupWorker, store: Store
-) -> None:
-    desk.wait(60.0)  # for nobody: none is due
-    lookup = desk.submit(TOKENS, CacheIdentity)
-    desk.wait(60.0, lookup)
-    assert lookup.found == 2
-    store.opened.clear()
-    unanswered = desk.submit(TOKENS, CacheIdentity)
-    desk.wait(0.001, unanswered)
-    assert unanswered.result is None
 
 
 def test_after_close_a_lookup_is_a_miss_and_so_is_one_that_waited(
@@ -378,24 +350,3 @@ def test_a_load_that_came_short_is_told_of(scheduler: VllmScheduler) -> None:
     scheduler.on_alloc(request, len(PROMPT), [list(range(len(PROMPT) // BLOCK_TOKENS))])
     scheduler.on_report(WorkerReport({"a": 2}))
     assert [event.block_hashes[0] for event in scheduler.events.take()] == [f"h{2 * BLOCKS}"]
-
-
-def test_no_request_waits_while_the_store_is_asked_whether_it_is_back(
-    scheduler: VllmScheduler,
-) -> None:
-    opened, asked = threading.Event(), threading.Event()
-
-    def hang(digests: Sequence[ChainDigest]) -> None:
-        asked.set()
-        opened.wait(20)
-        return
-
-    scheduler._desk._find = hang
-    first, second = FakeRequest("a", PROMPT), FakeRequest("b", PROMPT)
-    try:
-        assert scheduler.matched_tokens(first, 0) == 0
-        assert asked.wait(20), "nobody asks whether it is back"
-        assert scheduler.matched_tokens(second, 0) == 0
-    finally:
-        opened.set()
-    assert scheduler.counted["miss_down"] == 2

@@ -185,17 +185,6 @@ def test_nobody_waits_for_promised_chunks_that_turn_out_to_be_behind_a_lossy_one
     assert eventually(lambda: client.lookup(keys=keys(engine)[2:]).pending == 0)
 
 
-@pytest.mark.usefixtures("lossy")
-def test_tokens_that_another_connector_loaded_are_looked_at_too(start: Start) -> None:
-    engine = start()
-    begin(engine, "a")
-    request = request_of("b", PROMPT)
-    engine.scheduler.on_new_request(request)
-    matched(engine, request)
-    request.num_computed_tokens = 320  # by another connector than this
-    assert engine.step(request, engine.blocks(330)[:11], 10).stores == ()
-
-
 def tell(engine: Engine, agreement: float, codec: str = "coarse") -> bool:
     """Tell a codec's gate of a comparison, of which four are enough; return whether it is open."""
     shadow = ShadowResult(1 - agreement, agreement, 64)
@@ -231,11 +220,9 @@ def test_a_gate_that_closes_between_lookup_and_load_leaves_its_chunks_to_be_comp
 @pytest.mark.usefixtures("boundless")
 @pytest.mark.parametrize("deadline_ms", [0, 20_000])
 def test_an_engine_reads_a_chunk_whose_near_copy_a_gate_keeps_out_from_a_farther_tier(
-    make_server: Callable[..., LocalServer],
-    own_redis: RedisProcess,
-    request: pytest.FixtureRequest,
-    deadline_ms: int,
-) -> None:
+    make_server: Callable[..., LocalServer], own_redis: RedisProcess,
+    request: pytest.FixtureRequest, deadline_ms: int,
+) -> None:  # fmt: skip
     own_redis.start()
     with coarse_codec():
         server = make_server(*exact_on_redis(own_redis.url))

@@ -20,7 +20,6 @@ from helpers.vllm_pages import (
     Tables,
     compute,
     empty_pages,
-    holds,
     kv_of,
     representation,
     scrambled,
@@ -79,16 +78,6 @@ def test_a_packing_that_nobody_knows_and_a_backend_that_cannot_write_are_refused
             detect_block_layout(pages, 2, write)
 
 
-@pytest.mark.parametrize("packing", BLOCK_LAYOUTS)
-def test_the_tensors_of_blocks_are_k_and_v_in_the_stores_order(packing: BlockLayout) -> None:
-    registered = empty_pages()
-    compute(registered, packing, TOKENS, [5, 2])
-    pages = EnginePages.of(SHAPE, registered, writer(packing))
-    keys, values = pages.groups[0][0].parts
-    assert keys.shape == values.shape == (BLOCKS, HEADS, BLOCK_TOKENS, HEAD_DIM)
-    assert holds(registered, packing, TOKENS, [5, 2])
-
-
 def test_latents_are_one_part_and_lie_as_the_shape_says() -> None:
     pages = EnginePages.of(LATENT, empty_pages(shape=LATENT), writer(rows))
     (latents,) = pages.groups[0][0].parts
@@ -124,11 +113,9 @@ def test_pages_of_another_shape_device_or_type_are_refused() -> None:
 
 
 def copied(
-    tables: Tables,
-    shape: KVCacheShape = SHAPE,
-    pages: dict[str, torch.Tensor] | None = None,
+    tables: Tables, shape: KVCacheShape = SHAPE, pages: dict[str, torch.Tensor] | None = None,
     packing: BlockLayout = BLOCK_LAYOUTS[0],
-) -> Staged | None:
+) -> Staged | None:  # fmt: skip
     """Return a copy of the chunk in the blocks of *tables*."""
     registered = empty_pages(shape=shape) if pages is None else pages
     return BlockGather(EnginePages.of(shape, registered, writer(packing)), 2).take(tables)
@@ -220,17 +207,6 @@ def test_a_frame_of_a_copy_is_that_of_its_tensors(
     dense = [[[to_dense(part) for part in parts] for parts in layers] for layers in tensors]
     RawCodec().encode(template, dense, frames[1])
     assert np.array_equal(*frames)
-
-
-def test_blocks_of_no_whole_units_are_copied_too() -> None:
-    thin = {
-        name: torch.randn(8, HEADS, BLOCK_TOKENS, 2 * HEAD_DIM)[..., : HEAD_DIM + 8][:, :1]
-        for name in empty_pages()
-    }
-    shape = replace(SHAPE, groups=(replace(SHAPE.groups[0], kv_heads=1),))
-    found = copied([[5, 2]], shape, thin, BLOCK_LAYOUTS[1])
-    expected = thin[SHAPE.groups[0].layers[1].name][[5, 2], :, :, :HEAD_DIM].permute(1, 0, 2, 3)
-    assert torch.equal(tensor_of(found, 0, 1), expected.reshape(1, 64, HEAD_DIM))
 
 
 def test_blocks_whose_heads_lie_behind_their_tokens_are_copied_as_they_lie() -> None:

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from helpers.local_server import LocalServer, eventually
 from helpers.prompts import tokens as prompt_tokens
-from helpers.vllm_pages import BLOCK_TOKENS, HEAD_DIM, HEADS
+from helpers.vllm_pages import BLOCK_TOKENS
 from helpers.vllm_stand_ins import FakeRequest, step
 from helpers.vllm_steps import Engine
 
-from kvstore.client.engines.vllm import blocks as vllm_copies
 from kvstore.client.engines.vllm.blocks import BlockGather, Staged
 from kvstore.client.engines.vllm.messages import LoadSpec, Role, taken_blocks
 
 Start = Callable[..., Engine]
 
-CHUNK_BYTES = 3 * 64 * 2 * HEADS * HEAD_DIM * 4
-"""Of three layers of float32."""
 
 PROMPT, OTHER = prompt_tokens(1, 200), prompt_tokens(2, 200)
 
@@ -67,60 +62,6 @@ def test_blocks_that_a_load_gets_are_copied_before_it_begins(start: Start) -> No
             whole[torch.tensor(blocks)] = 9.0  # as far as the load might have come
     assert engine.workers[0].settled(20.0)
     assert start().run("d", PROMPT) == 192
-
-
-def test_blocks_that_nobody_else_gets_are_not_copied_by_the_engine(start: Start) -> None:
-    engine = start()
-    worker = engine.workers[0]
-    with held(engine):
-        engine.computed("a", PROMPT)
-        engine.computed("b", OTHER)
-        assert [one.copy.result for one in worker._storing] == [None] * 6
-    assert worker.settled(20.0)
-    assert worker.counted["stored_chunks"] == 6
-
-
-@pytest.mark.parametrize(("batch_bytes", "puts"), [(1 << 20, [6]), (3 * CHUNK_BYTES, [3, 3])])
-def test_what_requests_leave_together_is_put_together_up_to_a_limit(
-    start: Start, monkeypatch: pytest.MonkeyPatch, batch_bytes: int, puts: list[int]
-) -> None:
-    monkeypatch.setattr(vllm_copies, "BATCH_BYTES", batch_bytes)
-    engine, seen = start(), list[int]()
-    connector = engine.workers[0]._connector
-    write_each = connector.write_each
-
-    def noted(chunks: Callable[[], list[object]], hints: object) -> object:
-        seen.append(len(chunks()))
-        return write_each(chunks, hints)
-
-    connector.write_each = noted
-    with held(engine):
-        engine.computed("a", PROMPT)
-        engine.computed("b", OTHER)
-    assert engine.workers[0].settled(20.0)
-    assert seen == puts
-    assert start().run("c", OTHER) == 192
-
-
-def test_what_two_registrations_copied_is_put_apart_each_by_its_own(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, sent = start(), list[tuple[object, int]]()
-    worker = engine.workers[0]
-    send, old = worker._send, worker._side
-
-    def noted(batch: Sequence[Any]) -> None:
-        sent.append((batch[0].side, len(batch)))
-        send(batch)
-
-    monkeypatch.setattr(worker, "_send", noted)
-    with held(engine):
-        engine.computed("a", PROMPT)
-        new = worker._side = copy.copy(old)
-        engine.computed("b", OTHER)
-    assert worker.settled(20.0)
-    assert sent == [(old, 3), (new, 3)]
-    assert worker.counted["stored_chunks"] == 6
 
 
 def test_an_engine_that_does_not_say_what_it_gives_out_has_everything_copied(start: Start) -> None:
@@ -249,26 +190,16 @@ def test_a_decode_engine_waits_for_what_a_prefill_engine_promised(
     assert decode.load(request, decode.room_for(200, 192), 192) == set()
 
 
-def test_who_waits_holds_up_nobody_else(start: Start, server: LocalServer) -> None:
-    start(role=Role()).run("other", OTHER)
-    announced(start, server)
-    decode, request = waiting(start, server)
-    assert decode.matched(FakeRequest("third", list(OTHER))) == 192
-    assert decode.scheduler.matched_tokens(request, 0) is None
-
-
-def test_a_prefill_engine_that_goes_is_not_waited_for(start: Start, server: LocalServer) -> None:
+@pytest.mark.parametrize("ends", ["engine", "prompt"])
+def test_an_engine_that_goes_or_a_prompt_that_is_given_up_is_not_waited_for(
+    start: Start, server: LocalServer, ends: str
+) -> None:
     prefill = announced(start, server)
     decode, request = waiting(start, server)
-    prefill.close()
-    assert decode.matched(request) == 0
-    assert decode.scheduler.counted["miss_absent"] == 1
-
-
-def test_a_prompt_that_is_given_up_is_not_waited_for(start: Start, server: LocalServer) -> None:
-    prefill = announced(start, server)
-    decode, request = waiting(start, server)
-    prefill.scheduler.finished(FakeRequest("first", list(PROMPT)))
+    if ends == "engine":
+        prefill.close()
+    else:
+        prefill.scheduler.finished(FakeRequest("first", list(PROMPT)))
     assert decode.matched(request) == 0
     assert decode.scheduler.counted["miss_absent"] == 1
 

@@ -22,7 +22,7 @@ from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import tokens as prompt_tokens
 from helpers.server_process import ServerProcess
 from helpers.slow_link import SlowLink
-from helpers.vllm_pages import HYBRID, SHAPE, empty_pages, representation, writer
+from helpers.vllm_pages import SHAPE, empty_pages, representation, writer
 from helpers.vllm_stand_ins import FakeRequest, step
 from helpers.vllm_steps import QUEUE_BYTES, Engine, options
 
@@ -30,7 +30,6 @@ from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm import worker as vllm_watch
 from kvstore.client.engines.vllm.blocks import BLOCK_LAYOUTS
-from kvstore.client.engines.vllm.identity import KVCacheShape
 from kvstore.client.engines.vllm.messages import LoadSpec, Role, StepPlan
 from kvstore.client.engines.vllm.worker import VllmWorker
 from kvstore.client.options import ClientOptions
@@ -86,26 +85,6 @@ def test_a_server_stopped_between_lookup_and_load_costs_no_deadline_and_is_asked
     engine.close()
 
 
-def test_the_first_load_of_an_engine_ends_soon_when_the_server_hangs(
-    process: ServerProcess,
-) -> None:
-    first = Engine(process.address, opts=over("auto"))
-    first.run("a", PROMPT)
-    engine = Engine(process.address, opts=over("auto"))
-    request, blocks = FakeRequest("b", PROMPT), engine.blocks(200)
-    assert engine.matched(request) == 192
-    process.send_signal(signal.SIGSTOP)
-    try:
-        began = time.monotonic()
-        assert engine.load(request, blocks, 192) == set(blocks[:6])
-        assert time.monotonic() - began < HANGS_S
-        assert engine.scheduler._desk.is_down
-    finally:
-        process.send_signal(signal.SIGCONT)
-    first.close()
-    engine.close()
-
-
 def test_neither_a_start_nor_a_load_waits_for_a_server_that_hung_before(
     process: ServerProcess,
 ) -> None:
@@ -138,38 +117,6 @@ def test_a_server_that_nothing_comes_from_any_more_costs_no_deadline(server: Loc
     assert engine.load(request, blocks, 192) == set(blocks[:6])
     assert time.monotonic() - began < HANGS_S
     link.close()
-    engine.close()
-
-
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
-def test_a_load_that_takes_its_time_is_not_ended(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch, transport: str
-) -> None:
-    engine = Engine(server.address, opts=over(transport))
-    engine.run("a", PROMPT)
-    asked: list[bool] = []
-    ask = Client.end_if_hung
-
-    def noted(client: Client) -> bool:
-        asked.append(ask(client))
-        return asked[-1]
-
-    monkeypatch.setattr(Client, "end_if_hung", noted)
-    monkeypatch.setattr(
-        "kvstore.client.session.PROBE_S", 10.0
-    )  # a busy machine answers late, and does
-    monkeypatch.setattr("kvstore.client.session.PULSE_S", 10.0)
-    read_into = engine.workers[0]._connector.read_into
-
-    def slow(*given: Any) -> int:
-        assert eventually(lambda: len(asked) >= 2)
-        return int(read_into(*given))
-
-    engine.workers[0]._connector.read_into = slow
-    request = FakeRequest("b", PROMPT)
-    assert engine.matched(request) == 192
-    assert engine.load(request, engine.blocks(200), 192) == set()
-    assert not any(asked)
     engine.close()
 
 
@@ -316,8 +263,8 @@ def link(server: LocalServer) -> Iterator[SlowLink]:
 def behind(link: SlowLink, start_at: Callable[..., Engine]) -> Callable[..., Engine]:
     """Start engines behind the link."""
 
-    def make(shape: KVCacheShape = SHAPE, **role: Any) -> Engine:
-        return start_at(link.address, shape=shape, role=Role(**role), opts=GRPC)
+    def make(**role: Any) -> Engine:
+        return start_at(link.address, role=Role(**role), opts=GRPC)
 
     return make
 
@@ -364,23 +311,6 @@ def test_over_a_slow_link_a_load_with_a_deadline_ends_while_computing_is_still_i
     assert not report.is_down
     engine.scheduler.on_report(report)
     assert engine.scheduler._tracked["b"].stored is None, "it is there: nothing to store again"
-
-
-def test_over_a_fast_link_a_load_with_a_deadline_brings_everything(
-    behind: Callable[..., Engine],
-) -> None:
-    behind().run("a", LONG)
-    engine = behind(first_token_ms=5000)
-    engine.scheduler._lookups.learned.observe(100, 1.0)
-    assert loaded(engine, FakeRequest("b", LONG))[0] == len(LONG) // 64
-    assert engine.workers[0].failed_blocks() == set()
-
-
-def test_models_with_windows_are_loaded_whole_whatever_the_deadline(
-    behind: Callable[..., Engine],
-) -> None:
-    behind(shape=HYBRID).run("a", LONG)
-    assert behind(shape=HYBRID, first_token_ms=50).run("b", LONG) > 0
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])

@@ -1,16 +1,15 @@
-"""Prefixes whose layers come over a slow link while the model computes those before them."""
+"""Prefixes that come over slow links: layer by layer, and of requests with a deadline."""
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from threading import Timer
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from contracts.layers import damage
@@ -22,10 +21,12 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.engines.transformers import TransformersConnector
-from kvstore.client.planning import LinkEstimate, LinkMeter, PrefillModel
-from kvstore.proto.frame import raw_frame_bytes
-from kvstore.proto.types import KVLayout, Model
+from kvstore.client.deadline import StoredFrame
+from kvstore.client.engines.transformers import TransformersConnector, representation_of
+from kvstore.client.planning import LinkEstimate, PrefillMeter, PrefillModel
+from kvstore.client.transports.base import Arrivals, ReadPlan
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.types import Model
 
 CHUNKS, TOKENS, SUFFIX = 6, 64, 64
 LAYERS = 6
@@ -224,12 +225,9 @@ def test_a_server_killed_while_layers_are_on_their_way_is_a_miss_and_fails_nothi
     ["one token is left", "lossy copies will do", "nothing was measured", "a part is compiled"],
 )
 def test_where_nothing_is_to_be_gained_the_prefix_comes_whole(
-    connector: TransformersConnector,
-    tinylm: PreTrainedModel,
-    link: SlowLink,
-    why: str,
+    connector: TransformersConnector, tinylm: PreTrainedModel, link: SlowLink, why: str,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     prompt = PROMPT
     if why == "one token is left":
         prompt = prompt[:, : CHUNKS * TOKENS + 1]
@@ -247,105 +245,10 @@ def test_where_nothing_is_to_be_gained_the_prefix_comes_whole(
     assert passed[0] >= whole_bytes
 
 
-def test_what_the_deadline_may_end_is_loaded_whole_and_keeps_what_came(
-    connector: TransformersConnector, tinylm: PreTrainedModel, link: SlowLink, layered: list[int]
-) -> None:
-    load_ms = 1000 * LAYERS * LAYER_BYTES / LINK_BYTES_PER_S
-    client = connector.client
-    client.options = replace(client.options, deadline_ms=int(1.7 * load_ms))
-    link.stop_at_bytes = link.passed_bytes + LAYERS * LAYER_BYTES * 5 // 8
-
-    def go_on(_: int) -> None:
-        link.stop_at_bytes = math.inf
-
-    with watched(tinylm, go_on):
-        found = connector.generate(PROMPT, greedy(1))
-    assert layered == []
-    assert 0 < found.hit_tokens < CHUNKS * TOKENS
-
-
-def test_after_a_load_that_was_lost_the_next_one_is_whole(
-    connector: TransformersConnector,
-    server: LocalServer,
-    tinylm: PreTrainedModel,
-    link: SlowLink,
-    layered: list[int],
-) -> None:
-    damage(server, connector.client.keys(PROMPT[0].tolist())[3])
-    prefix = PREFIX
-    loads = []
-    for seed in range(3):
-        link.bytes_per_s = LINK_BYTES_PER_S
-        with watched(tinylm, lambda _: None):
-            connector.generate(torch.cat([prefix, random_ids(SUFFIX, seed=seed)], 1), greedy(1))
-        loads.append(len(layered))
-    assert loads == [1, 1, 2]
-
-
-def test_loads_layer_by_layer_tell_what_the_link_gives(
-    connector: TransformersConnector,
-    tinylm: PreTrainedModel,
-    link: SlowLink,
-    layered: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[int] = []
-    monkeypatch.setattr(LinkMeter, "observe", lambda _, size, seconds: seen.append(size))
-    gate = Gate(link)
-    # A layer comes some time after the one before was computed, so the model waits for it.
-    with watched(tinylm, lambda layer: Timer(0.05, gate, (layer,)).start()):
-        connector.generate(PROMPT, greedy(1))
-    whole_bytes = CHUNKS * raw_frame_bytes(KVLayout.of(connector.client.model, TOKENS))
-    assert layered == [CHUNKS]
-    assert set(seen) <= {whole_bytes * layers // LAYERS for layers in range(1, LAYERS + 1)}
-    assert whole_bytes in seen
-
-
-def test_one_load_of_a_connector_is_layer_by_layer_at_a_time(
-    connector: TransformersConnector, tinylm: PreTrainedModel, link: SlowLink, layered: list[int]
-) -> None:
-    link.bytes_per_s = LINK_BYTES_PER_S
-    inner: list[int] = []
-
-    def ask_again(_: int) -> None:
-        if not inner:
-            inner.append(0)
-            inner.append(connector.generate(PROMPT, greedy(1)).hit_tokens)
-
-    with watched(tinylm, ask_again):
-        assert connector.generate(PROMPT, greedy(1)).hit_tokens == CHUNKS * TOKENS
-    assert (inner, len(layered)) == ([0, CHUNKS * TOKENS], 1)
-    with watched(tinylm, lambda _: None):
-        connector.generate(torch.cat([PREFIX, random_ids(70)], 1), greedy(1))
-    assert len(layered) == 2
-
-
-def test_a_prefix_that_has_come_is_not_held_beside_the_cache(
-    connector: TransformersConnector, tinylm: PreTrainedModel, link: SlowLink, layered: list[int]
-) -> None:
-    held: list[int] = []
-    part_bytes = LAYER_BYTES // 2
-
-    def count(layer: int) -> None:
-        if layer == 0:
-            gc.collect()
-            tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor]
-            held.append(sum(one.untyped_storage().nbytes() == part_bytes for one in tensors))
-
-    with watched(tinylm, Gate(link)), watched(tinylm, count):
-        connector.generate(PROMPT, greedy(3))
-    assert layered == [CHUNKS]
-    assert held[0] >= 2 * LAYERS
-    assert held[1:] == [0, 0]
-
-
 def test_an_error_of_the_model_does_not_wait_for_layers_on_their_way(
-    connector: TransformersConnector,
-    server: LocalServer,
-    tinylm: PreTrainedModel,
-    link: SlowLink,
+    connector: TransformersConnector, server: LocalServer, tinylm: PreTrainedModel, link: SlowLink,
     layered: list[int],
-) -> None:
+) -> None:  # fmt: skip
     Gate(link)  # lets the first layer through alone
 
     def fail(_: int) -> None:
@@ -360,13 +263,209 @@ def test_an_error_of_the_model_does_not_wait_for_layers_on_their_way(
     assert server.settled().leases == 0
 
 
-def test_an_error_of_the_model_itself_is_raised_and_leaves_nothing_leased(
-    connector: TransformersConnector, server: LocalServer, tinylm: PreTrainedModel
-) -> None:
-    def fail(number: int) -> None:
-        if number == 2:
-            raise MemoryError("of the engine")
+CHUNK_S = 0.15
+"""What the slow engine takes for a chunk."""
+ENGINE = PrefillModel(0.0, CHUNK_S / TOKENS)
+TRIES = 4
+"""Of what takes real time: a machine that was busy meanwhile shows nothing."""
+LONG_MS = 20_000
 
-    with watched(tinylm, fail), pytest.raises(MemoryError):
-        connector.generate(PROMPT, greedy(1))
-    assert server.settled().leases == 0
+
+@pytest.fixture
+def connect(
+    link: SlowLink, tinylm: PreTrainedModel, tokenizer: Any
+) -> Iterator[Callable[..., Any]]:
+    clients: list[Client] = []
+    identity = representation_of(tinylm, tokenizer)
+
+    def connect(**settings: Any) -> TransformersConnector:
+        options = ClientOptions("grpc", chunk_tokens=TOKENS, deadline_ms=LONG_MS, retry_after_ms=1)
+        clients.append(Client(link.address, identity, options))
+        return TransformersConnector(clients[-1], tinylm, durable=True, **settings)
+
+    yield connect
+    for client in clients:
+        client.close()
+
+
+@contextmanager
+def slow(model: PreTrainedModel) -> Iterator[list[int]]:
+    """Have *model* take CHUNK_S for each chunk; collect how many tokens it computed at a time."""
+    computed: list[int] = []
+
+    def wait(_: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
+        ids = args[0] if args else kwargs["input_ids"]
+        computed.append(int(ids.shape[1]))
+        time.sleep(CHUNK_S * ids.shape[1] / TOKENS)
+
+    hook = model.base_model.register_forward_pre_hook(wait, with_kwargs=True)
+    try:
+        yield computed
+    finally:
+        hook.remove()
+
+
+def answered(
+    connector: TransformersConnector, prompt: torch.Tensor, **asked: Any
+) -> tuple[list[int], int, float]:
+    """What came, how many tokens were hit, and how long it took."""
+    started_s = time.monotonic()
+    found = connector.generate(prompt, greedy(1), **asked)
+    tokens: list[int] = found.output.sequences[0].tolist()
+    return tokens, found.hit_tokens, time.monotonic() - started_s
+
+
+def alone(model: PreTrainedModel, prompt: torch.Tensor) -> float:
+    """What it takes without a store."""
+    started_s = time.monotonic()
+    model.base_model(prompt)
+    return time.monotonic() - started_s
+
+
+@pytest.fixture
+def prompt(tinylm: PreTrainedModel, connect: Callable[..., Any]) -> torch.Tensor:
+    """One that is stored."""
+    ids = random_ids(CHUNKS * TOKENS + 10, seed=7)
+    connect().generate(ids, greedy(1))
+    return ids
+
+
+def right(model: PreTrainedModel, prompt: torch.Tensor) -> list[int]:
+    return plain_tokens(model, prompt)[: prompt.shape[1] + 1]
+
+
+def test_over_a_link_that_gives_next_to_nothing_it_computes_and_is_as_fast_as_without_a_store(
+    tinylm: PreTrainedModel, connect: Callable[..., Any], prompt: torch.Tensor, link: SlowLink
+) -> None:
+    link.bytes_per_s = 20e3
+    connector = connect(deadline_ms=300)
+    connector._prefill = ENGINE
+    connector.client.lookup(keys=connector.client.keys(prompt[0].tolist()))  # a session is there
+    with slow(tinylm):
+        rounds = [(alone(tinylm, prompt), answered(connector, prompt)[2]) for _ in range(TRIES)]
+        tokens, hit, _ = answered(connector, prompt)
+    assert tokens == right(tinylm, prompt)
+    assert hit < CHUNKS * TOKENS
+    assert connector.stats().misses.keys() == {"slow"}
+    assert any(took_s < 1.125 * alone_s + 0.3 for alone_s, took_s in rounds), rounds
+    assert connector.stats().load_errors == {}
+
+
+def test_the_model_computes_the_first_chunks_while_the_link_brings_the_last_ones(
+    tinylm: PreTrainedModel, connect: Callable[..., Any], prompt: torch.Tensor, link: SlowLink
+) -> None:
+    chunk_bytes = TOKENS * 6 * 2 * 2 * 64 * 4
+    connector = connect()
+    connector._prefill = ENGINE
+    connector.client.lookup(keys=connector.client.keys(prompt[0].tolist()))
+
+    def is_shared() -> bool:
+        link.bytes_per_s = 2 * chunk_bytes / CHUNK_S
+        with slow(tinylm) as computed:
+            alone_s = alone(tinylm, prompt)
+            computed.clear()
+            tokens, hit, took_s = answered(connector, prompt, deadline_ms=200)
+        assert tokens == right(tinylm, prompt)
+        assert hit + sum(computed[:-1]) >= CHUNKS * TOKENS
+        return 0 < hit < CHUNKS * TOKENS and took_s < alone_s
+
+    assert any(is_shared() for _ in range(TRIES)), "no sooner than by computing alone"
+
+
+def test_an_error_of_the_model_is_the_callers_and_no_deadline_is_refused_by_name(
+    tinylm: PreTrainedModel, connect: Callable[..., Any], prompt: torch.Tensor, link: SlowLink
+) -> None:
+    connector = connect()
+    connector._prefill = PrefillModel(0.0, 1e-6)
+    link.bytes_per_s = 20e3
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    hook = tinylm.base_model.register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            connector.generate(prompt, greedy(1), deadline_ms=100)
+    finally:
+        hook.remove()
+    with pytest.raises(InvalidRequestError, match="deadline_ms=-1"):
+        connector.generate(prompt, greedy(1), deadline_ms=-1)
+    with pytest.raises(InvalidRequestError, match="deadline_ms"):
+        connect(deadline_ms=1 << 40)
+
+
+def damaging(monkeypatch: pytest.MonkeyPatch, connector: TransformersConnector, chunk: int) -> None:
+    """Have a byte of the stored *chunk* arrive wrong."""
+    kind: Any = type(connector.client._link.connected())
+    read = kind.read
+
+    @contextmanager
+    def damaged(transport: Any, plan: ReadPlan) -> Iterator[Arrivals]:
+        with read(transport, plan) as arriving:
+            yield Arrivals(map(flipped, arriving)) if plan.ranges else arriving
+
+    def flipped(piece: Any) -> Any:
+        if piece.index != chunk or not piece.offset or len(piece.data) < 100:
+            return piece
+        data = np.array(piece.data)
+        data[-1] ^= 255
+        return replace(piece, data=data)
+
+    monkeypatch.setattr(kind, "read", damaged)
+
+
+@pytest.mark.parametrize(("engine", "chunk"), [(None, 2), (ENGINE, 0)])
+def test_behind_a_chunk_that_arrives_damaged_all_is_computed_and_stored_right(
+    connect: Callable[..., Any], tinylm: PreTrainedModel, prompt: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch, engine: PrefillModel | None, chunk: int,
+) -> None:  # fmt: skip
+    connector, model = connect(), cast("Any", tinylm)
+    connector._prefill = engine
+    damaging(monkeypatch, connector, chunk)
+    output = connector.generate(prompt, greedy(80), deadline_ms=LONG_MS).output
+    monkeypatch.undo()
+    assert output.sequences[0].tolist() == model.generate(prompt, greedy(80))[0].tolist()
+    cache, hit = connect().load(output.sequences)
+    with torch.no_grad():
+        wanted = model(output.sequences, use_cache=True).past_key_values
+    assert hit >= CHUNKS * TOKENS
+    for layer, own in zip(cache.layers, wanted.layers, strict=True):
+        assert torch.allclose(layer.keys, own.keys[:, :, :hit], atol=1e-3)
+
+
+def test_a_lookup_that_hangs_costs_a_request_its_deadline_and_no_more(
+    connect: Callable[..., Any], prompt: torch.Tensor, link: SlowLink,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    connector = connect()
+    connector._prefill = PrefillModel(0.0, 1e-5)
+    connector.client.lookup(keys=connector.client.keys(prompt[0].tolist()))
+    monkeypatch.setattr(connector, "store_chunks", lambda *_: 0)
+    link.bytes_per_s = 30.0
+    assert min(answered(connector, prompt, deadline_ms=100)[2] for _ in range(TRIES)) < 2
+    link.bytes_per_s = 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_load_that_breaks_in_an_unforeseen_way_ends(
+    connect: Callable[..., Any], tinylm: PreTrainedModel, prompt: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    connector = connect()
+    connector._prefill = ENGINE
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(StoredFrame, "decode", fail)
+    assert answered(connector, prompt, deadline_ms=500)[0] == right(tinylm, prompt)
+
+
+def test_a_few_tokens_that_take_what_a_step_takes_do_not_say_what_a_token_takes() -> None:
+    meter = PrefillMeter()
+    for number in range(16):
+        tokens = 4096 if number % 8 == 0 else 40
+        meter.observe(tokens, 0.02 + 50e-6 * tokens)
+    found = meter.model()
+    assert found is not None
+    assert found.token_s == pytest.approx(55e-6, rel=0.01)
