@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import jwt
@@ -17,16 +16,12 @@ from conftest import ProcessMaker
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from helpers.credentials import KeyRing
-from helpers.local_server import DEADLINE_MS
-from helpers.prompts import SMALL, assert_reads, chunks_of, keys_of, store, tokens
-from helpers.server_process import ServerProcess
-from helpers.socket_peer import Listener
+from helpers.prompts import SMALL, chunks_of, keys_of, tokens
 
 from kvstore.client import Access, Client, ClientOptions
 from kvstore.client.connection import Connection
 from kvstore.proto.errors import InvalidRequestError, PermissionDeniedError, UnauthenticatedError
 from kvstore.proto.types import DIGEST_BYTES
-from kvstore.proto.unix_socket import MAX_PACKET_BYTES
 from kvstore.server.node import tenant_salts
 from kvstore.server.security.key_files import next_key, write_keys
 from kvstore.server.settings.settings import Settings
@@ -107,64 +102,6 @@ def test_no_log_has_a_token_a_prompt_or_a_salt(
 
 
 # --- who takes a server's place
-
-
-class Relay:
-    """Listens where the server did, and passes each packet and descriptor on to it and back."""
-
-    def __init__(self, path: Path) -> None:
-        self.heard = bytearray()
-        self.files = 0
-        self._real = path.with_name("moved.sock")
-        path.rename(self._real)
-        self._listener = Listener(path, self._serve)
-
-    def _serve(self, near: socket.socket) -> None:
-        far = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        far.connect(str(self._real))
-        self._listener.links.append(far)
-        self._listener.start(self._pass_on, far, near)
-        self._pass_on(near, far)
-
-    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
-        with suppress(OSError):
-            while True:
-                message, files, _, _ = socket.recv_fds(source, MAX_PACKET_BYTES, 8)
-                if not message:
-                    break
-                self.heard += message
-                self.files += len(files)
-                with ExitStack() as stack:
-                    for descriptor in files:
-                        stack.callback(os.close, descriptor)
-                    socket.send_fds(target, [message], files)
-        for link in (source, target):
-            with suppress(OSError):
-                link.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Hang up on both sides."""
-        self._listener.close()
-
-
-@pytest.fixture
-def relay(server_process: Callable[..., ServerProcess]) -> Iterator[tuple[ServerProcess, Relay]]:
-    process = server_process("--cpu", "16MiB", "--tiers", "cpu")
-    process.start()
-    with closing(Relay(process.socket_path)) as relay:
-        yield process, relay
-
-
-def test_a_relay_in_the_socket_s_place_gets_neither_token_nor_memory_nor_chunks(
-    relay: tuple[ServerProcess, Relay],
-) -> None:
-    process, false = relay
-    with Client(process.address, SMALL, ClientOptions("auto", 16, DEADLINE_MS)) as client:
-        assert_reads(client, store(client, 1, 4))
-        assert client.transport_name != "shm"
-        token = client._link.connected().session.terms.attach_token
-    assert token not in false.heard
-    assert (len(false.heard), false.files) == (0, 0)
 
 
 LISTENS = """

@@ -44,8 +44,6 @@ DIGESTS = bytes(range(16)) + bytes(range(16, 32))
 # --- numbers and batches
 
 WITH_DIGESTS = ("Lookup", "Get", "Pin", "Unpin", "Delete", "Stat", "Reserve")
-SESSION_ONLY = ("Heartbeat", "Clear", "List", "Release", "Commit", "Abort", "Put")
-OF_A_SESSION = (*WITH_DIGESTS, *SESSION_ONLY)
 
 
 def ask(wire: Wire, method: str, **fields: Any) -> object:
@@ -406,7 +404,7 @@ def test_reservation_of_another_session_cannot_be_committed_or_aborted(
 # --- put streams
 
 
-STORED, EXISTS = bytes([PutOutcome.stored]), bytes([PutOutcome.exists])
+STORED = bytes([PutOutcome.stored])
 
 
 def first(frame: bytes, frame_bytes: int | None = None) -> pb.PutRequest:

@@ -6,9 +6,10 @@ import os
 import resource
 import socket
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -324,70 +325,47 @@ def test_callers_that_never_read_are_hung_up_on_and_hold_up_nobody_with_many_des
     assert server.node.is_alive()
 
 
-# --- UnixCalls by itself
+# --- errors
 
 
-class Service:
-    """Answers as the test says."""
+@pytest.mark.parametrize(("method", "name"), [("Lookup", "lookup"), ("Get", "open_get")])
+def test_bug_in_the_service_is_an_error_that_tells_nothing_and_the_longest_fits_a_packet(
+    server: LocalServer, joint: Peer, terms: Terms, monkeypatch: pytest.MonkeyPatch,
+    method: str, name: str,
+) -> None:  # fmt: skip
+    request = getattr(pb, f"{method}Request")(session_id=terms.session_id, digests=bytes(16))
+    errors: list[Exception] = [RuntimeError("secret"), KVStoreError("\U0001f600" * 100_000)]
 
-    def __init__(self, replies: list[Any]) -> None:
-        self._replies = replies
+    def broken(*_: object, **__: object) -> None:
+        raise errors[0]
 
-    def Lookup(self, request: pb.LookupRequest, context: None) -> Any:
-        """Return the first reply, or raise it."""
-        if isinstance(self._replies[0], Exception):
-            raise self._replies[0]
-        return self._replies[0]
-
-    def Get(self, request: pb.GetRequest, context: None) -> Iterator[Any]:
-        """Yield the replies, up to one that is to be raised."""
-        for reply in self._replies:
-            if isinstance(reply, Exception):
-                raise reply
-            yield reply
-
-
-def packets_of(
-    method: int, *replies: Any, then: Callable[[], None] = lambda: None
-) -> Generator[Packet, None, None]:
-    service: Any = Service(list(replies))
-    table = SessionTable(1, 1000, lambda _: b"", lambda: 0.0, os.urandom)
-    session = table.open(SMALL, "test")
-    calls = UnixCalls(service, Authorizer(Settings(), table, lambda: 0.0), then)
-    body = METHODS[method].request(session_id=session.session_id).SerializeToString()
-    return calls.answer(session, Request(Op.call, method), body)
-
-
-def answers_of(method: int, *replies: Any) -> list[Answer]:
-    return [unpack_answer(packet) for packet in packets_of(method, *replies)]
-
-
-def test_bug_in_the_service_is_an_error_that_tells_nothing_and_the_longest_fits_a_packet() -> None:
-    for answer in answers_of(1, RuntimeError("secret")) + answers_of(2, RuntimeError("secret")):
+    with monkeypatch.context() as patch:
+        patch.setattr(server.node.store, name, broken)
+        answer = finished(joint, joint.call(method, request))
         assert type(answer.error) is KVStoreError
         assert str(answer.error) == "internal error; see the server's log"
-    (answer,) = answers_of(1, KVStoreError("\U0001f600" * 100_000))
-    assert len(str(answer.error)) == 600
+        errors.pop(0)
+        answer = finished(joint, joint.call(method, request))
+        assert len(str(answer.error)) == 600
+    assert_works(joint, terms)
 
 
 def test_what_follows_a_lookup_comes_after_its_answer_and_is_told_nobody() -> None:
-    done = []
+    done, table = [], SessionTable(1, 1000, lambda _: b"", lambda: 0.0, os.urandom)
+    service: Any = SimpleNamespace(Lookup=lambda *_: pb.LookupResponse(ready=3))
 
     def learn() -> None:
         done.append("learnt")
         raise RuntimeError("secret")
 
-    packets = packets_of(1, pb.LookupResponse(ready=3), then=learn)
+    session = table.open(SMALL, "test")
+    calls = UnixCalls(service, Authorizer(Settings(), table, lambda: 0.0), learn)
+    body = pb.LookupRequest(session_id=session.session_id).SerializeToString()
+    packets = calls.answer(session, Request(Op.call, 1), body)
     assert pb.LookupResponse.FromString(unpack_answer(next(packets)).body).ready == 3
     assert done == []
     assert list(packets) == []
     assert done == ["learnt"]
-
-
-def test_stream_that_fails_in_the_middle_ends_with_its_error() -> None:
-    first, last = answers_of(2, pb.GetResponse(index=4), InvalidRequestError("x", 1, "y"))
-    assert (first.reply, pb.GetResponse.FromString(first.body).index) == (Reply.more, 4)
-    assert (last.reply, type(last.error)) == (Reply.failed, InvalidRequestError)
 
 
 # --- planes by themselves

@@ -379,57 +379,38 @@ def test_a_connection_that_finds_no_room_is_in_the_log_with_what_to_raise(
 # --- which pages were written
 
 
-PAGE = mmap.PAGESIZE
-PAGES = 4096
-
-
-class Memory:
-    """A memfd of PAGES pages, none of them written."""
-
-    def __init__(self, pages: int) -> None:
-        self.descriptor = unix_socket.create_memfd("test-written", pages * PAGE)
-        self.memory = mmap.mmap(self.descriptor, pages * PAGE)
-        mapped = mmap.mmap(self.descriptor, pages * PAGE, prot=mmap.PROT_READ)
-        self.staging = Staging(mapped, self.descriptor)
-
-    def write(self, page: int) -> None:
-        self.memory[page * PAGE] = 1
-
-    def has(self, page: int, pages: int = 1) -> bool:
-        return self.has_bytes(page * PAGE, pages * PAGE)
-
-    def has_bytes(self, offset: int, size_bytes: int) -> bool:
-        try:
-            return len(self.staging.part(offset, size_bytes)) == size_bytes
-        except InvalidRequestError:
-            return False
-
-    def close(self) -> None:
-        self.staging.close()
-        self.memory.close()
-        os.close(self.descriptor)
+PAGE, PAGES = mmap.PAGESIZE, 40
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    steps=st.lists(
-        st.tuples(st.booleans(), st.integers(0, 40 * PAGE - 1), st.integers(0, 12 * PAGE)),
+    st.lists(
+        st.tuples(st.booleans(), st.integers(0, PAGES * PAGE - 1), st.integers(0, 12 * PAGE)),
         max_size=60,
     )
 )
 def test_a_part_is_written_just_when_each_of_its_pages_is(
     steps: list[tuple[bool, int, int]],
 ) -> None:
-    memory, wrote = Memory(40), set[int]()
-    for is_write, offset, size_bytes in steps:
-        size_bytes = min(size_bytes, 40 * PAGE - offset)
-        pages = (
-            set(range(offset // PAGE, -(-(offset + size_bytes) // PAGE))) if size_bytes else set()
-        )
+    descriptor = unix_socket.create_memfd("test-written", PAGES * PAGE)
+    memory, wrote = mmap.mmap(descriptor, PAGES * PAGE), set[int]()
+    staging = Staging(mmap.mmap(descriptor, PAGES * PAGE, prot=mmap.PROT_READ), descriptor)
+
+    def has(offset: int, size_bytes: int) -> bool:
+        with suppress(InvalidRequestError):
+            return len(staging.part(offset, size_bytes)) == size_bytes
+        return False
+
+    for is_write, offset, wanted_bytes in steps:
+        size_bytes = min(wanted_bytes, PAGES * PAGE - offset)
+        stop = -(-(offset + size_bytes) // PAGE) if size_bytes else 0
+        pages = set(range(offset // PAGE, stop))
         if is_write:
             for page in pages:
-                memory.write(page)
+                memory[page * PAGE] = 1
             wrote |= pages
         else:
-            assert memory.has_bytes(offset, size_bytes) is (pages <= wrote)
+            assert has(offset, size_bytes) is (pages <= wrote)
+    staging.close()
     memory.close()
+    os.close(descriptor)

@@ -500,15 +500,3 @@ def test_the_end_of_a_session_ends_its_put_and_is_said(
     assert caller.is_refused("LeaseExpiredError")
     caller.wire.hang_up()
     assert leaves(server, 0)
-
-
-def test_a_large_frame_that_is_there_is_skipped(server: LocalServer) -> None:
-    terms = open_session(server.dial(), MEDIUM)
-    frame = frame_of(key_of(terms), MEDIUM, 64)
-    with closing(StreamCaller(terms)) as writer:
-        for outcome in (PutOutcome.stored, PutOutcome.exists):
-            begin(writer, terms)
-            for word, data in parts_of(frame, cut=200_000):
-                writer.say(word, data)
-            writer.say(finish(1, 1))
-            assert writer.hear() == (stored(1, bytes([outcome])), b"")

@@ -64,6 +64,14 @@ def is_up(server: LocalServer, count: int = 1) -> bool:
     return sum(peer.is_up for peer in tier_of(server).peers.known()) == count
 
 
+def linked(make_server: ServerMaker, *flags: str) -> tuple[LocalServer, LocalServer]:
+    """Two nodes, of which the second reads from the first."""
+    first = node(make_server)
+    second = node(make_server, *flags, "--peers", first.address)
+    assert eventually(lambda: is_up(second))
+    return first, second
+
+
 def assert_hits(client: Client, keys: list[ChunkKey]) -> None:
     """Fail unless a lookup finds all of *keys*, and a get reads them right."""
     assert client.lookup(keys=keys).ready == len(keys)
@@ -82,9 +90,7 @@ def asked(client: Client, key: ChunkKey) -> list[ChunkTensors]:
 def test_what_is_put_on_one_node_is_hit_from_another_and_kept_there(
     make_server: ServerMaker,
 ) -> None:
-    first = node(make_server)
-    second = node(make_server, "--peers", first.address)
-    assert eventually(lambda: is_up(second))
+    first, second = linked(make_server)
     keys = store(client_of(first), 1, CHUNKS)
     reader = client_of(second)
     match = reader.lookup(keys=keys)
@@ -94,7 +100,11 @@ def test_what_is_put_on_one_node_is_hit_from_another_and_kept_there(
     assert first.counter("peer_served_chunks") == CHUNKS
     assert_reads(reader, keys)
     assert second.counter("peer_read_chunks") == CHUNKS
+    finds = second.counter("peer_finds")
     assert set(reader.lookup(keys=keys).tiers) == {"cpu"}
+    assert second.counter("peer_finds") == finds, "what is answered here is asked of nobody"
+    assert reader.lookup(keys=keys_of(reader, 2, CHUNKS)).ready == 0
+    assert second.counter("peer_finds") == finds + 1
     for server in (first, second):
         assert server.settled().held == 0
 
@@ -102,9 +112,7 @@ def test_what_is_put_on_one_node_is_hit_from_another_and_kept_there(
 def test_what_was_read_once_goes_when_memory_is_full_and_what_is_read_again_stays(
     make_server: ServerMaker,
 ) -> None:
-    first = node(make_server)
-    second = node(make_server, "--cpu", "8MiB", "--peers", first.address)
-    assert eventually(lambda: is_up(second))
+    first, second = linked(make_server, "--cpu", "8MiB")
     writer, reader = client_of(first), client_of(second)
     own = store(reader, 1, 28)  # of 31 that there is room for
     once = store(writer, 2, 1)
@@ -130,26 +138,14 @@ def test_a_chain_that_two_nodes_have_parts_of_is_read_from_both(make_server: Ser
     assert (first.counter("peer_served_chunks"), second.counter("peer_served_chunks")) == (3, 3)
 
 
-def test_a_lookup_that_is_answered_here_asks_nobody(make_server: ServerMaker) -> None:
-    first = node(make_server)
-    second = node(make_server, "--peers", first.address)
-    assert eventually(lambda: is_up(second))
-    writer = client_of(second)
-    keys = store(writer, 1, CHUNKS)
-    assert writer.lookup(keys=keys).ready == CHUNKS
-    assert second.counter("peer_finds") == 0
-    assert writer.lookup(keys=keys_of(writer, 2, CHUNKS)).ready == 0
-    assert second.counter("peer_finds") == 1
-
-
 def test_who_is_in_its_own_list_does_not_ask_itself(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = node(make_server)
-    second = node(make_server, "--peers", first.address)
+    first, second = linked(make_server)
     peers = tier_of(second).peers
     (peer,) = peers.known()
-    monkeypatch.setattr(peers, "_boot_id", boot_id_of(first))
+    session = dial_peer(Settings(), first.address, "me", 20.0)
+    monkeypatch.setattr(peers, "_boot_id", session.server.boot_id)
     peer.forget()
     assert eventually(lambda: peer.is_self)
     asker = client_of(second)
@@ -157,46 +153,33 @@ def test_who_is_in_its_own_list_does_not_ask_itself(
     assert second.counter("peer_finds") == 0
 
 
-def boot_id_of(server: LocalServer) -> int:
-    return dial_peer(Settings(), server.address, "me", 20.0).server.boot_id
-
-
-class OneNode:
-    """A directory that says of some keys that one node holds them."""
-
-    def __init__(self, node: NodeAddress, keys: list[ChunkKey]) -> None:
-        self.asked: list[int] = []
-        self.node = node
-        self._keys = set(keys)
-
-    def holders(
-        self, keys: Sequence[ChunkKey], deadline_s: float
-    ) -> dict[ChunkKey, tuple[NodeAddress, ...]]:
-        self.asked.append(len(keys))
-        return {key: (self.node,) for key in keys if key in self._keys}
-
-
 def test_whom_the_directory_names_is_reached_and_asked_once_a_lookup(
     make_server: ServerMaker,
 ) -> None:
     first, second = node(make_server), node(make_server, "--peers", "127.0.0.1:9")
     keys = store(client_of(first), 1, 40)
-    address = NodeAddress("first", 5, "", first.address)
-    peers = tier_of(second).peers
-    directory = OneNode(address, keys[:30])
-    peers.holders = directory.holders
+    holder = NodeAddress("first", 5, "", first.address)
+    peers, asked = tier_of(second).peers, list[int]()
+
+    def holders(
+        wanted: Sequence[ChunkKey], deadline_s: float
+    ) -> dict[ChunkKey, tuple[NodeAddress, ...]]:
+        asked.append(len(wanted))
+        return {key: (holder,) for key in wanted if key in keys[:30]}
+
+    peers.holders = holders
     reader = client_of(second)
     reader.lookup(keys=keys)  # who is unknown is not waited for
     assert eventually(lambda: is_up(second))
-    directory.asked.clear()
+    asked.clear()
     assert eventually(lambda: reader.lookup(keys=keys).ready == 30)
-    assert set(directory.asked) == {40}
+    assert set(asked) == {40}
     assert_reads(reader, keys[:30])
-    directory.node = replace(address, incarnation=6)
+    holder = replace(holder, incarnation=6)
     reader.lookup(keys=keys_of(reader, 9, 1) + keys)
     peer = next(one for one in peers.known() if one.address == first.address)
     (stranger,) = keys_of(reader, 8, 1)
-    peers._peer_of(directory.node)
+    peers._peer_of(holder)
     assert peer.incarnation == 6
     assert reader.lookup(keys=[stranger]).ready == 0
 
@@ -490,9 +473,7 @@ def test_who_has_no_time_to_wait_holds_nothing_against_a_peer() -> None:
 
 
 def test_lookups_beyond_those_that_ask_themselves_have_it_done(make_server: ServerMaker) -> None:
-    first = node(make_server)
-    second = node(make_server, "--peers", first.address)
-    assert eventually(lambda: is_up(second))
+    first, second = linked(make_server)
     keys = store(client_of(first), 1, CHUNKS)
     lookup = second.node.store._lookup
     for _ in range(MAX_PEER_QUERIES):

@@ -38,7 +38,6 @@ from kvstore.server.store.layered_reads import READ_AHEAD_SEGMENTS, LayerwiseRea
 from kvstore.server.store.reads import LayerPart, Loads, ReadTerms
 
 TIER_BYTES = 1 << 20
-PATIENCE_S = 20.0
 
 
 MODEL = replace(

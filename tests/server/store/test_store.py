@@ -308,9 +308,6 @@ def test_a_put_begun_for_a_session_that_has_ended_leaves_no_room_taken(
 # --- gets
 
 
-TIER_BYTES = 1 << 20
-
-
 def results_of(
     core: Core, session: Session, keys: list[ChunkKey], reach: frozenset[Reach] = NO_REACH
 ) -> Generator[LayerPart, None, None]:
@@ -397,7 +394,7 @@ class AheadDisk(SimDisk):
     reads_ahead = True
 
     def __init__(self) -> None:
-        super().__init__(TIER_BYTES, no_faults())
+        super().__init__(DISK_BYTES, no_faults())
         self.told: list[ChunkKey] = []
 
     def prefetch(self, keys: Sequence[ChunkKey]) -> None:
