@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import mean
+from typing import NamedTuple
 
 from bench.lib.report import Report, parser_of
 from kvstore.client.planning import (
@@ -380,8 +381,7 @@ def requests(levels: Levels, seed: int, count: int, *, exact: bool) -> list[Requ
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
+class Score(NamedTuple):
     """Of one way over one trace: share of late requests, seconds to the first token, and requests
     later than computing everything, by more than a decision may cost.
     """
@@ -425,15 +425,11 @@ def compare(
 
 def together(scores: Sequence[dict[str, Score]]) -> dict[str, Score]:
     """Return the score of every way over all traces of a kind, each with as many requests."""
-    ways = {name: [one[name] for one in scores] for name in scores[0]}
-    return {
-        name: Score(
-            mean(one.late for one in way),
-            mean(one.ttft_s for one in way),
-            sum(one.worse for one in way),
-        )
-        for name, way in ways.items()
-    }
+    found = {}
+    for name in scores[0]:
+        late, ttft_s, worse = zip(*(one[name] for one in scores), strict=True)
+        found[name] = Score(mean(late), mean(ttft_s), sum(worse))
+    return found
 
 
 def _ratios(scores: dict[str, Score]) -> tuple[float, float]:
@@ -445,14 +441,12 @@ def _ratios(scores: dict[str, Score]) -> tuple[float, float]:
 
 def run(report: Report, levels: Levels, traces: Sequence[Trace],
         jumping: Sequence[Sequence[Trace]], count: int) -> None:  # fmt: skip
-    kinds = [
-        [
-            compare(levels, trace, count, exact=False, seed=seed)
-            for seed, trace in enumerate(kind, start=1)
-        ]
+    replayed = [
+        together(
+            [compare(levels, one, count, exact=False, seed=n) for n, one in enumerate(kind, 1)]
+        )
         for kind in jumping
     ]
-    replayed = [together(kind) for kind in kinds]
     replayed += [
         compare(levels, trace, count, exact=exact)
         for trace in (*traces, *(kind[0] for kind in jumping))
@@ -463,7 +457,7 @@ def run(report: Report, levels: Levels, traces: Sequence[Trace],
         for way, one in scores.items():
             figures = f"late, {one.ttft_s:.3f} s to the first token"
             report.note(f"  {trace[0].name}: {way}", f"{one.late:.3f}", figures)
-    late, ttft = map(max, zip(*map(_ratios, replayed[: len(kinds)]), strict=True))
+    late, ttft = map(max, zip(*map(_ratios, replayed[: len(jumping)]), strict=True))
     bars = "the best of recompute and each level, on the worst kind of jumping traces"
     report.add("violations_vs_best_fixed", late, "late requests, over those of", bars)
     report.add("mean_ttft_vs_best_fixed", ttft, "mean time to first token, over that of", bars)

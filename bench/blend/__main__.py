@@ -30,7 +30,6 @@ from bench.blend.cases import (
     Estimate,
     Key,
     Part,
-    Tokens,
     designed_engine,
     difference,
     figures,
@@ -48,6 +47,7 @@ from bench.blend.cases import (
 from bench.blend.model import MODEL_KEYS, ModelSizes, measure_model
 from bench.blend.riddles import STORY, make_riddle
 from bench.lib.report import Report, parser_of, timed
+from bench.lib.traces import Ids as Tokens
 from bench.lib.workload import joined
 from kvstore.client.blend.cost import BlendPlanner, Decision, Speed
 from kvstore.client.blend.engine import BlendResult, MemorySource

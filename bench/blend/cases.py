@@ -7,7 +7,6 @@ a store learns them from shadow prefills. Selectors see the question; what follo
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +24,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from bench.blend.riddles import BEGIN, Riddle, answered, make_designed
 from bench.lib import ROOT
+from bench.lib.traces import TINYLM as FOLDER
+from bench.lib.traces import Ids as Tokens
+from bench.lib.traces import ids_of, rows_of
 from kvstore.client.blend.engine import Blender, BlendResult, MemorySource
 from kvstore.client.blend.gate import compare, deviations
 from kvstore.client.blend.layer_pass import LayerKV
@@ -32,7 +34,6 @@ from kvstore.client.blend.plan import BlendPlan, Kind, Segment
 from kvstore.client.blend.selectors import SELECTORS
 from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 
-FOLDER = ROOT / "data" / "tinylm"
 RIDDLE_FOLDER = ROOT / "data" / "riddlelm"
 OTHER_ORDERS = 2
 RATIOS = (0.05, 0.10, 0.15, 0.30, 0.50, 1.0)
@@ -40,7 +41,6 @@ RESAMPLES = 2000
 _PREFIX, _CHUNK, _CHUNKS, _QUESTION, _SCORED = 128, 160, 3, 32, 64
 """Tokens of running text, and how many chunks."""
 
-Tokens = tuple[int, ...]
 Scores = tuple[float, ...]
 Placed = tuple[list[LayerKV], int]
 """KV of tokens, and the position where they stood."""
@@ -209,7 +209,7 @@ def designed_engine() -> Engine:
 
 def question_cases(engine: Engine, tokenizer: Any, rng: random.Random) -> Iterator[Case]:
     """Yield prompts of paragraphs and a question: the answer's tokens are scored."""
-    for row in _rows("questions.jsonl"):
+    for row in rows_of(FOLDER / "questions.jsonl"):
         chunks = [ids_of(tokenizer, text + "\n\n") for text in row["paragraphs"]]
         answer = ids_of(tokenizer, row["answer"]) + ids_of(tokenizer, "\n\n")
         question = ids_of(tokenizer, row["question"])
@@ -218,7 +218,7 @@ def question_cases(engine: Engine, tokenizer: Any, rng: random.Random) -> Iterat
 
 def text_cases(engine: Engine, tokenizer: Any, rng: random.Random) -> Iterator[Case]:
     """Yield running text: a prefix, three chunks, 32 tokens as a question, 64 that are scored."""
-    for row in _rows("heldout.jsonl"):
+    for row in rows_of(FOLDER / "heldout.jsonl"):
         ids = ids_of(tokenizer, row["text"][:4096])
         prefix, rest = (engine.sink, *ids[:_PREFIX]), ids[_PREFIX:]
         cuts = [_CHUNK * place for place in range(_CHUNKS + 1)]
@@ -227,15 +227,6 @@ def text_cases(engine: Engine, tokenizer: Any, rng: random.Random) -> Iterator[C
         if len(scored) == _SCORED:
             chunks = [rest[a:b] for a, b in pairwise(cuts)]
             yield _case(engine, prefix, chunks, rng, question=question, scored=scored)
-
-
-def _rows(name: str) -> list[Any]:
-    rows = [json.loads(line) for line in (FOLDER / name).read_text().splitlines()]
-    return [row for row in rows if row["use"] == "score"]
-
-
-def ids_of(tokenizer: Any, text: str) -> Tokens:
-    return tuple(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
 @dataclass(frozen=True, slots=True)

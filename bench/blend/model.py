@@ -19,19 +19,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bench.blend.cases import (
-    FOLDER,
     NAIVE,
     Case,
     Key,
     Part,
-    Tokens,
-    ids_of,
     keys,
     paired,
     quotient,
     trained_engine,
 )
 from bench.lib.report import Report
+from bench.lib.traces import TINYLM, ids_of
+from bench.lib.traces import Ids as Tokens
 from kvstore.client.blend.gate import ShadowEval, compare
 
 MODEL_KEYS = ("worst_selector_vs_naive_no_prefix", "hybrid30_answers_vs_naive")
@@ -81,7 +80,7 @@ Judged = tuple[ShadowEval, ShadowEval]
 class Prompts:
     def __init__(self, folder: Path) -> None:
         self.engine, self._tokenizer = trained_engine(folder)
-        rows = (FOLDER / "heldout.jsonl").read_text().splitlines()
+        rows = (TINYLM / "heldout.jsonl").read_text().splitlines()
         self._texts = [self._ids(json.loads(row)["text"][:4096]) for row in rows]
         self._system = (self.engine.sink, *self._ids(f"system\n{SYSTEM}\n\n"))
 

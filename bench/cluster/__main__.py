@@ -27,10 +27,10 @@ from bench.cluster.simulation import (
     Cluster,
     ClusterCounts,
     ClusterTerms,
-    load,
     prompts,
 )
 from bench.lib.report import Report, line_chart, parser_of
+from bench.lib.traces import read_blocks
 
 BLOCK_BYTES = 512 * 131_072
 """512 tokens of a model of 8 billion parameters: 32 layers, 8 KV heads of 128, bfloat16."""
@@ -56,9 +56,6 @@ class Measured:
     def share(self, blocks: int) -> float:
         return blocks / max(1, self.counts.blocks)
 
-    def each(self, number: int) -> float:
-        return number / max(1, self.counts.prompts)
-
 
 @dataclass(frozen=True, slots=True)
 class Demand:
@@ -76,29 +73,19 @@ class Demand:
 
 def demand(measured: Measured, costs: Costs) -> Demand:
     """Return what *measured* asks of a machine with *costs*, at RATE prompts a node."""
-    counts, prompts = measured.counts, RATE * measured.nodes
-    questions = prompts * measured.each(counts.questions)
-    keys = prompts * measured.each(counts.asked_keys)
-    notes = prompts * measured.each(counts.noted + counts.dropped)
-    read = prompts * measured.each(counts.redis) * BLOCK_BYTES
-    written = prompts * measured.each(counts.redis_written) * BLOCK_BYTES
-    peer = RATE * measured.each(counts.peer) * BLOCK_BYTES
-    directory_s = (
-        questions * costs.question_s
-        + max(0.0, keys - questions) * costs.asked_key_s
-        + notes * costs.note_s
-    )
-    chunks_s = read * costs.read_byte_s + written * costs.write_byte_s
-    return Demand(
-        redis_ops=keys + notes,
-        redis_bytes=read + written,
-        peer_bytes=peer,
-        shares={
-            "directory": directory_s,
-            "chunks": chunks_s,
-            "peers": peer / costs.peer_bytes_per_s,
-        },
-    )
+    counts = measured.counts
+    each = RATE * measured.nodes / max(1, counts.prompts)
+    questions, keys = each * counts.questions, each * counts.asked_keys
+    notes = each * (counts.noted + counts.dropped)
+    read, written = (each * n * BLOCK_BYTES for n in (counts.redis, counts.redis_written))
+    peer = each / measured.nodes * counts.peer * BLOCK_BYTES
+    asked_s = questions * costs.question_s + max(0.0, keys - questions) * costs.asked_key_s
+    shares = {
+        "directory": asked_s + notes * costs.note_s,
+        "chunks": read * costs.read_byte_s + written * costs.write_byte_s,
+        "peers": peer / costs.peer_bytes_per_s,
+    }
+    return Demand(keys + notes, read + written, peer, shares)
 
 
 def full_at(points: Sequence[tuple[int, float]]) -> float:
@@ -236,7 +223,7 @@ def add_failures(report: Report) -> None:
 
 def chains_of(trace: str) -> tuple[list[list[int]], int]:
     """Return the chains of COPIES of *trace*, and their footprint in blocks."""
-    chains = list(prompts(load(trace), COPIES[trace]))
+    chains = list(prompts(read_blocks(trace), COPIES[trace]))
     return chains, len({block for chain in chains for block in chain})
 
 

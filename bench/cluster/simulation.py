@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from random import Random
 
 import numpy as np
 
-from bench.lib import TRACES
-from kvstore.cli.simulate import BlockTrace, make_blocks, read_trace
+from kvstore.cli.simulate import BlockTrace
 from kvstore.proto.errors import InvalidRequestError
 
 SHARED = 0.01
@@ -23,12 +21,6 @@ SHARED = 0.01
 
 SHIFT_S = 60.0
 """Copies begin within so many seconds of each other."""
-
-
-@lru_cache(maxsize=2)
-def load(name: str) -> BlockTrace:
-    """Return a trace of data/traces as chains of blocks. Raises InvalidRequestError, OSError."""
-    return make_blocks(read_trace(TRACES / f"{name}.jsonl"))
 
 
 def shared_rows(trace: BlockTrace) -> frozenset[int]:

@@ -29,9 +29,10 @@ from bench.codecs.baselines import (
 from bench.codecs.kv import ROPE_THETA, Extent, Point, Rate, error_at, make_synthetic, ratio_at
 from bench.codecs.ours import Chunks, Coder, calibrated
 from bench.codecs.speeds import ROUNDS, SpeedBench, measure_speeds
-from bench.codecs.texts import TINYLM, Lengths
+from bench.codecs.texts import Lengths
 from bench.lib.processes import PeerSkippedError
 from bench.lib.report import Report, parser_of
+from bench.lib.traces import TINYLM
 from bench.real_model import FOLDER, why_missing
 from kvstore.proto.types import RopeParameters
 

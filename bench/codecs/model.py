@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
 from bench.codecs.kv import Bits, Quality, to_bits, to_floats
-from bench.codecs.texts import TINYLM, Context, Lengths, contexts, windows
+from bench.codecs.texts import Context, Lengths, contexts, windows
+from bench.lib.traces import TINYLM
 from kvstore.client.engines.transformers.cache import CacheShape, as_argument, notes_of
 from kvstore.client.engines.transformers.generation import noting_attention
 from kvstore.proto.types import RopeParameters
-
-
-@dataclass(frozen=True, slots=True)
-class _Base:
-    log_probabilities: Tensor
-    """(windows, rest, vocabulary)."""
-    greedy: Tensor
 
 
 class PrefixModel:
@@ -54,7 +47,7 @@ class PrefixModel:
             self.told_bits, self.told_importance = self._prefill(told), self._weighed(told)
             self.importance = self._weighed(self._tokens[:, : measured.prefix])
             cache = self._cache(self.bits)
-            self._base = _Base(self._log_probabilities(cache), self._greedy(self.bits))
+            self._wanted = self._log_probabilities(cache), self._greedy(self.bits)
 
     @property
     def rope(self) -> RopeParameters:
@@ -71,11 +64,9 @@ class PrefixModel:
     @torch.no_grad()
     def score(self, decoded: Bits) -> Quality:
         """Return what *decoded* in the place of ``bits`` changes."""
-        log_probabilities = self._log_probabilities(self._cache(decoded))
-        return Quality(
-            kl_per_token(self._base.log_probabilities, log_probabilities),
-            float((self._greedy(decoded) == self._base.greedy).double().mean()),
-        )
+        wanted, greedy = self._wanted
+        kl = kl_per_token(wanted, self._log_probabilities(self._cache(decoded)))
+        return Quality(kl, float((self._greedy(decoded) == greedy).double().mean()))
 
     @torch.no_grad()
     def answered(self, decoded: Bits) -> float:
@@ -112,7 +103,8 @@ class PrefixModel:
     def _prefill(self, tokens: Tensor) -> Bits:
         cache = DynamicCache(config=self._model.config)
         self._model.model(tokens, **as_argument(cache))
-        layers = [torch.stack(_kv(layer), 1) for layer in cache.layers]
+        layers: Any = cache.layers
+        layers = [torch.stack((layer.keys, layer.values), 1) for layer in layers]
         kv = torch.stack(layers, 1).transpose(3, 4)  # (windows, layers, 2, tokens, heads, dim)
         return to_bits(kv.numpy())
 
@@ -160,8 +152,3 @@ def kl_per_token(wanted: Tensor, found: Tensor) -> float:
         for p, q in zip(wanted, found, strict=True)
     ]
     return max(0.0, float(torch.stack(windows).mean()))
-
-
-def _kv(layer: Any) -> tuple[Tensor, Tensor]:
-    """Return K and V of one layer of a cache: (windows, kv_heads, tokens, head_dim)."""
-    return layer.keys, layer.values

@@ -6,7 +6,6 @@ questions; a model that brings none is told codes of four digits.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,9 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.lib import ROOT
+from bench.lib.traces import TINYLM, Ids, ids_of, rows_of
 
-TINYLM = ROOT / "data" / "tinylm"
 CODES = 6
 """Told in one prefix; each is asked for."""
 OWNERS = (
@@ -24,8 +22,6 @@ OWNERS = (
     "upper school", "river station", "corn store", "music room", "west tower", "ferry house",
 )  # fmt: skip
 QUESTION = "\n\nQuestion: What is the code of the {owner}?\nAnswer: The code of the {owner} is"
-
-Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +60,7 @@ class _Telling:
 
 def held_out(use: str) -> list[str]:
     """Return the texts that are there to ``score``, or to ``calibrate``."""
-    return [row["text"] for row in _rows(TINYLM / "heldout.jsonl", use)]
+    return [row["text"] for row in rows_of(TINYLM / "heldout.jsonl", use)]
 
 
 def windows(tokenizer: Any, use: str, count: int, tokens: int) -> list[Ids]:
@@ -72,7 +68,7 @@ def windows(tokenizer: Any, use: str, count: int, tokens: int) -> list[Ids]:
 
     Raises ValueError when fewer texts are that long.
     """
-    texts = (_ids(tokenizer, text) for text in held_out(use))
+    texts = (ids_of(tokenizer, text) for text in held_out(use))
     found = [
         (tokenizer.bos_token_id, *ids[: tokens - 1]) for ids in texts if len(ids) >= tokens - 1
     ]
@@ -86,17 +82,17 @@ def contexts(folder: Path, tokenizer: Any, count: int, tokens: int) -> list[Cont
 
     Raises ValueError when the facts of fewer have room.
     """
-    texts = [_ids(tokenizer, text) for text in held_out("score")]
+    texts = [ids_of(tokenizer, text) for text in held_out("score")]
     own = folder / "questions.jsonl"
     found: list[Context] = []
     for telling in _questions(own) if own.is_file() else _codes(count):
-        passages = [_ids(tokenizer, passage) for passage in telling.passages]
+        passages = [ids_of(tokenizer, passage) for passage in telling.passages]
         room = tokens - 1 - sum(map(len, passages))
         if room < 0 or len(found) == count:
             continue
         text = texts[len(found) % len(texts)][:room]
         prefix = (tokenizer.bos_token_id, *_spread(passages, text))
-        asked = tuple((_ids(tokenizer, q), _ids(tokenizer, a)) for q, a in telling.asked)
+        asked = tuple((ids_of(tokenizer, q), ids_of(tokenizer, a)) for q, a in telling.asked)
         found.append(Context(prefix, asked))
     if len(found) < count:
         raise ValueError(f"the facts of {len(found)} prefixes fit in {tokens} tokens, not {count}")
@@ -104,7 +100,7 @@ def contexts(folder: Path, tokenizer: Any, count: int, tokens: int) -> list[Cont
 
 
 def _questions(file: Path) -> Iterator[_Telling]:
-    for row in _rows(file, "score"):
+    for row in rows_of(file, "score"):
         passages = "".join(f"{text}\n\n" for text in row["paragraphs"])
         yield _Telling((passages,), ((row["question"], row["answer"]),))
 
@@ -124,12 +120,3 @@ def _spread(passages: Sequence[Ids], text: Ids) -> Ids:
     return tuple(
         token for part, passage in zip(parts, passages, strict=True) for token in (*part, *passage)
     )
-
-
-def _rows(file: Path, use: str) -> list[dict[str, Any]]:
-    rows = map(json.loads, file.read_text().splitlines())
-    return [row for row in rows if row["use"] == use]
-
-
-def _ids(tokenizer: Any, text: str) -> Ids:
-    return tuple(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)

@@ -9,12 +9,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from bench.lib import ROOT, TRACES
+from bench.lib import ROOT
 from bench.lib.processes import PeerSkippedError
+from bench.lib.traces import read_segments
 from bench.lib.vllm import EngineProcess
 from bench.lib.workload import serving
 from bench.peers.lmcache import LMCache
-from kvstore.cli.simulate import Segment, SegmentLine, read_trace, tokens_of
+from kvstore.cli.simulate import Segment, SegmentLine, tokens_of
 
 CHATS = "dev_chat_sharegptlike_sps2_n100"
 DOCUMENTS = "dev_ragshared_qps2_n900"
@@ -66,13 +67,8 @@ def turns(count: int) -> list[Turn]:
 
 def chats(most_tokens: int) -> list[tuple[Segment, ...]]:
     """Return second turns of chats, cut to *most_tokens*; those under a quarter are left out."""
-    asked = [_cut(line.inputs, most_tokens) for line in _lines(CHATS) if line.turn == 1]
+    asked = [_cut(line.inputs, most_tokens) for line in read_segments(CHATS) if line.turn == 1]
     return [one for one in asked if length(one) >= most_tokens // 4]
-
-
-def _lines(name: str) -> list[SegmentLine]:
-    lines = read_trace(TRACES / f"{name}.jsonl")
-    return [line for line in lines if isinstance(line, SegmentLine)]
 
 
 def _fits(line: SegmentLine) -> bool:
@@ -82,14 +78,14 @@ def _fits(line: SegmentLine) -> bool:
 
 def _chat_turns() -> list[Turn]:
     """Turns of chats: all that was said before, answers included, then what is said now."""
-    fit = [line for line in _lines(CHATS) if line.turn and _fits(line)]
+    fit = [line for line in read_segments(CHATS) if line.turn and _fits(line)]
     return [Turn("chat", line.inputs[:-1], (), line.inputs[-1:]) for line in fit]
 
 
 def _document_turns() -> list[Turn]:
     asked: dict[tuple[Segment, ...], SegmentLine] = {}
     found = []
-    for line in _lines(DOCUMENTS):
+    for line in read_segments(DOCUMENTS):
         document = line.inputs[:2]
         if len(line.inputs) != 3 or not _fits(line):
             continue

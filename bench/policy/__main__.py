@@ -11,13 +11,13 @@ import time
 import tracemalloc
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bench.lib import TRACES
 from bench.lib.report import Report, parser_of
+from bench.lib.traces import read_blocks
 from bench.policy.hybrid import add_hybrid, learn_prior, make_states
 from bench.policy.tiers import compare_writes
 from kvstore.cli.simulate import (
@@ -26,7 +26,6 @@ from kvstore.cli.simulate import (
     BlockTrace,
     Outcome,
     Terms,
-    make_blocks,
     read_trace,
     replay_blocks,
 )
@@ -52,11 +51,6 @@ _HINT_SEED = 5
 _TOKEN_BYTES = 4
 _STATE_PROMPT_TOKENS = 24
 _PROMPT_CHUNKS = 16
-
-
-@lru_cache(maxsize=2)
-def read_blocks(trace: str) -> BlockTrace:
-    return make_blocks(read_trace(TRACES / f"{trace}.jsonl"))
 
 
 def block_lines(trace: str = CONVERSATION) -> list[BlockLine]:

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.lib import TRACES
 from bench.lib.report import Report
-from kvstore.cli.simulate import SegmentLine, Tokens, read_trace, tokens_of
+from bench.lib.traces import read_segments
+from kvstore.cli.simulate import SegmentLine, Tokens, tokens_of
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.eviction.states.cache import NO_GHOSTS, GhostLimits, StateCache
 from kvstore.server.eviction.states.ranks import STATE_CLASSES, HitDensityRank, LeafLruRank, LruRank
@@ -56,11 +56,6 @@ def make_states(policy: str, model: HybridModel, capacity_bytes: int) -> StateCa
         raise InvalidRequestError("capacity_bytes", capacity_bytes, "at least 0")
     limits = NO_GHOSTS if policy == "sglang" else GhostLimits.of(model, capacity_bytes)
     return StateCache(model, capacity_bytes, limits, _RANKS[policy])
-
-
-def read_segments(trace: str) -> list[SegmentLine]:
-    lines = read_trace(TRACES / f"{trace}.jsonl")
-    return [line for line in lines if isinstance(line, SegmentLine)]
 
 
 def state_requests(lines: Iterable[SegmentLine]) -> Iterator[StateRequest]:

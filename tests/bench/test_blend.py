@@ -11,9 +11,10 @@ import torch
 from bench.blend import __main__ as blend
 from bench.blend import model as blend_model
 from bench.blend.__main__ import SlowSource, StageShape
-from bench.blend.cases import FOLDER, difference, quotient
+from bench.blend.cases import difference, quotient
 from bench.blend.model import MODEL_KEYS, ModelSizes, measure_model
 from bench.lib.report import Report
+from bench.lib.traces import TINYLM
 
 from kvstore.client.blend.plan import BlendPlan, Segment
 
@@ -78,7 +79,7 @@ def test_a_tiny_run_prints_every_key(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_models_folder_adds_its_keys_and_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blend_model, "RATIOS", (0.3,))  # what ratios say is not what is tested
     report = Report("blend")
-    lines = measure_model(report, FOLDER, ModelSizes(contexts=1, texts=1, bare=1))
+    lines = measure_model(report, TINYLM, ModelSizes(contexts=1, texts=1, bare=1))
     assert sorted(report.values) == sorted(MODEL_KEYS)
     assert all(np.isfinite(value) for value in report.values.values())
     assert sum("hybrid" in line for line in lines) == 3

@@ -20,7 +20,6 @@ from bench.codecs.kv import (
     Point,
     Quality,
     bits_at,
-    bits_per_value,
     error_at,
     frontier,
     make_synthetic,
@@ -30,9 +29,10 @@ from bench.codecs.kv import (
 from bench.codecs.model import PrefixModel, kl_per_token
 from bench.codecs.ours import Chunks, Coder
 from bench.codecs.speeds import in_rounds
-from bench.codecs.texts import TINYLM, Lengths, contexts, held_out
+from bench.codecs.texts import Lengths, contexts, held_out
 from bench.lib.processes import PeerSkippedError, asking
 from bench.lib.report import Report
+from bench.lib.traces import TINYLM
 from transformers import AutoTokenizer
 
 from kvstore.proto.types import RopeParameters
@@ -42,12 +42,8 @@ LINE = [(2.0, 1e-2), (4.0, 1e-4)]
 """A curve that loses a bit a decade."""
 
 
-def quality(kl: float) -> Quality:
-    return Quality(kl, 1.0)
-
-
 def point(codec: str, setting: str, bits: float, kl: float) -> Point:
-    return Point(codec, setting, bits, quality(kl))
+    return Point(codec, setting, bits, Quality(kl, 1.0))
 
 
 def tiny_chunks() -> Chunks:
@@ -55,32 +51,15 @@ def tiny_chunks() -> Chunks:
     return Chunks.of("bench/test", bits, RopeParameters(500000.0, TINY.head_dim))
 
 
-# --- curves
-
-
-def test_bits_per_value_are_those_of_all_bytes_stored() -> None:
-    assert bits_per_value(64 + 256, 512) == 5.0
-    with pytest.raises(ValueError, match="bits_per_value"):
-        point("kvq", "", 0.0, 1e-3)
-
-
-def test_between_two_points_bits_follow_the_logarithm_of_the_error() -> None:
-    assert bits_at(LINE, 1e-3) == pytest.approx(3.0)
+def test_between_points_bits_follow_the_logarithm_of_the_error() -> None:
+    assert frontier([(4.0, 1e-4), (3.0, 2e-2), (2.0, 1e-2), (16.0, 0.0)]) == LINE
     assert bits_at(LINE, 10**-3.5) == pytest.approx(3.5)
-    assert bits_at(LINE, 1e-2) == pytest.approx(2.0)
-
-
-def test_the_error_at_some_bits_is_that_whose_bits_they_are() -> None:
-    assert error_at(LINE, 3.0) == pytest.approx(1e-3)
     for bits in (2.1, 2.3, 3.9):
         error = error_at(LINE, bits)
         assert error is not None
+        assert error == pytest.approx(10**-bits)
         assert bits_at(LINE, error) == pytest.approx(bits)
     assert error_at(LINE, 1.9) is error_at(LINE, 4.1) is error_at([], 3.0) is None
-
-
-def test_a_point_that_a_cheaper_one_undercuts_is_no_part_of_the_curve() -> None:
-    assert frontier([(4.0, 1e-4), (3.0, 2e-2), (2.0, 1e-2), (16.0, 0.0)]) == LINE
 
 
 def test_divergence_is_that_of_kullback_and_leibler_in_nats() -> None:
@@ -91,17 +70,11 @@ def test_divergence_is_that_of_kullback_and_leibler_in_nats() -> None:
     assert kl_per_token(found, found) == 0
 
 
-# --- tensors
-
-
 def test_numbers_round_to_the_nearest_bfloat16_and_ties_to_even() -> None:
     one, step = 0x3F80, 2.0**-7
     numbers = np.array([1 + 0.4 * step, 1 + 0.5 * step, 1 + 1.5 * step, -1.0], np.float32)
     assert to_bits(numbers).tolist() == [one, one, one + 2, one | 0x8000]
     assert np.array_equal(to_bits(to_floats(to_bits(numbers))), to_bits(numbers))
-
-
-# --- opponents
 
 
 def test_kivi_codes_keys_along_tokens_and_values_along_channels() -> None:
@@ -140,9 +113,6 @@ def test_an_opponent_that_read_other_tensors_ends_the_run(is_right: bool, tmp_pa
     assert np.array_equal(coded.decoded, tensors.bits)
 
 
-# --- our codecs
-
-
 def test_a_codec_that_calls_wrong_bytes_exact_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = tiny_chunks()
     coder = Coder.of("raw", chunks)
@@ -151,15 +121,27 @@ def test_a_codec_that_calls_wrong_bytes_exact_ends_the_run(monkeypatch: pytest.M
         coder.code(chunks.bits)
 
 
-# --- keys
-
-
 def test_each_key_is_our_bytes_over_theirs_at_their_divergence() -> None:
     points = [point("kvq:1", "", 2.0, 1e-2), point("kvq:3", "", 4.0, 1e-4)]
     points += [point(codec, setting, 6.0, 1e-3) for codec, setting, _ in AGAINST.values()]
     report = Report("codecs")
     report_bars(report, Rates(points))
     assert report.values == dict.fromkeys(AGAINST, 0.5)
+
+
+def test_keys_of_models_are_the_worst_of_their_ratios() -> None:
+    points = [point(f"kvq:{quality}", "", 2.0 + quality, 10.0**-quality) for quality in range(4)]
+    report = Report("codecs")
+    report_importance(report, "real model", Rates(points))
+    points += [point("kvq:0,sinks=0", "", 2.0, 5.0), point("kvq:1,sinks=0", "", 3.0, 0.4)]
+    points += [point("kvq:0,importance", "", 3.0, 0.05), point("kvq:1,importance", "", 4.0, 2e-3)]
+    report_real(report, Rates(points))
+    report_importance(report, "tinylm", Rates(points))
+    assert report.values == {
+        "real_model_kl@4bits": 0.01, "real_model_kl@3bits": 0.1, "sink_kl_ratio": 0.25,
+        "importance_kl_ratio_tinylm": pytest.approx(0.5),
+    }  # fmt: skip
+    assert set(report.skipped) == {"importance_kl_ratio_real_model"}
 
 
 def test_a_key_that_cannot_be_had_says_why() -> None:
@@ -177,35 +159,9 @@ def test_a_key_that_cannot_be_had_says_why() -> None:
         assert report.skipped["kvq_bytes_vs_fp8_at_kl"] == reason
 
 
-def test_the_real_model_gives_kvq_static_divergence_and_the_worse_gain_of_an_exact_sink() -> None:
-    points = [point(f"kvq:{quality}", "", 2.0 + quality, 10.0**-quality) for quality in range(4)]
-    points += [point("kvq:0,sinks=0", "", 2.0, 5.0), point("kvq:1,sinks=0", "", 3.0, 0.4)]
-    report = Report("codecs")
-    report_real(report, Rates(points))
-    assert report.values == {
-        "real_model_kl@4bits": 0.01, "real_model_kl@3bits": 0.1, "sink_kl_ratio": 0.25,
-    }  # fmt: skip
-
-
-def test_the_key_of_importance_is_the_worst_of_its_ratios_at_equal_bytes() -> None:
-    points = [point(f"kvq:{quality}", "", 2.0 + quality, 10.0**-quality) for quality in range(4)]
-    points += [point("kvq:0,importance", "", 3.0, 0.05), point("kvq:1,importance", "", 4.0, 2e-3)]
-    report = Report("codecs")
-    report_importance(report, "tinylm", Rates(points))
-    report_importance(report, "real model", Rates(points[:4]))
-    assert report.values == {"importance_kl_ratio_tinylm": pytest.approx(0.5)}
-    assert set(report.skipped) == {"importance_kl_ratio_real_model"}
-
-
-# --- speeds
-
-
 def test_the_best_encode_and_the_best_decode_count() -> None:
     runs = iter([Speed(9.0, 9.0), Speed(2.0, 1.0), Speed(1.0, 4.0)])
     assert in_rounds({"x": lambda: next(runs)}, 2) == {"x": Speed(1.0, 1.0)}
-
-
-# --- the model, and a run
 
 
 LENGTHS = Lengths(windows=2, calibrate=1, prefix=64, rest=24, greedy=6, contexts=3, told=320)

@@ -61,16 +61,10 @@ def test_a_run_of_some_parts_installs_only_the_peers_of_these(
     assert set(run.report.skipped) >= set(peers.KEYS["mooncake"])
 
 
-# --- what is read of their reports
-
-
-def test_the_rounds_of_lmcaches_l2_report_are_read_but_for_those_that_warm_up() -> None:
+def test_reports_of_lmcache_are_read_but_for_the_rounds_that_warm_up() -> None:
     store_s, load_s = parse_l2(L2_REPORT)
     assert store_s == pytest.approx([0.32892, 0.2712])
     assert load_s == pytest.approx([0.01796, 0.02367])
-
-
-def test_each_step_of_lmcaches_server_report_is_read() -> None:
     store_s, retrieve_s = parse_server(2 * SERVER_REPORT)
     assert store_s == pytest.approx([0.0273, 0.0273])
     assert retrieve_s == pytest.approx([0.0131, 0.0131])
@@ -95,30 +89,19 @@ def test_a_report_of_another_form_skips_the_peer_with_its_last_words() -> None:
                 parse(text)
 
 
-# --- how a peer is skipped
-
-
-def test_a_client_answers_line_by_line_past_what_else_it_prints(tmp_path: Path) -> None:
+def test_a_client_answers_past_what_else_it_prints_and_is_ended_though_it_resists(
+    tmp_path: Path,
+) -> None:
     code = (
-        "import sys; print('banner'); print('{}', flush=True)\n"
-        "for n, _ in enumerate(sys.stdin): print('log'); print('{\"n\": %d}' % n, flush=True)"
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "print('banner'); print('{}', flush=True)\n"
+        "for n in range(2): input(); print('log'); print('{\"n\": %d}' % n, flush=True)\n"
+        "time.sleep(600)"
     )
     with asking([sys.executable, "-c", code], tmp_path / "log") as asked:
         assert [asked.ask("round"), asked.ask("round")] == [{"n": 0}, {"n": 1}]
-
-
-def test_a_peer_is_ended_even_when_it_does_not_want_to(tmp_path: Path) -> None:
-    code = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "print('{}', flush=True); time.sleep(600)"
-    )
-    with asking([sys.executable, "-c", code], tmp_path / "log") as asked:
-        process = asked.process
-        end(process, grace_s=0.1)
-    assert not psutil.pid_exists(process.pid)
-
-
-# --- our side, the pins, the page and the plot
+        end(asked.process, grace_s=0.1)
+    assert not psutil.pid_exists(asked.process.pid)
 
 
 def test_our_side_stores_and_loads_what_it_was_given() -> None:

@@ -566,3 +566,15 @@ def test_rows_that_cannot_be_are_refused_by_name(server: LocalServer, reader: Cl
             read_layers(transport, beyond) as arriving,
         ):
             list(arriving)
+
+
+def test_a_closed_gate_lets_nothing_through_but_trials(client: Client) -> None:
+    put_prompt(client, *prompt_of(HEAD, DOCUMENT))
+    prompt, ranges = prompt_of(OTHER_HEAD, DOCUMENT)
+    with client.find_segments(prompt, ranges) as resolved:
+        assert kinds(resolved) == [["none", "none"], ["none", "none"], []]
+        assert (resolved.found.lease_id, resolved.found.gate.is_open) == (0, False)
+        assert "calibrate" in resolved.found.gate.why
+    exact_only = [replace(one, approximate=False) for one in ranges]
+    with client.find_segments(prompt, exact_only, TRIAL) as resolved:
+        assert kinds(resolved)[1] == ["none", "none"]

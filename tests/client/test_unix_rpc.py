@@ -494,3 +494,21 @@ def test_calls_of_a_client_do_not_go_through_grpc(
     store(client, 2, 3)
     assert client.lookup(keys=keys).ready == 3
     monkeypatch.undo()
+
+
+def test_closing_while_connections_are_made_leaves_none(setting: Setting) -> None:
+    asked, let_go = threading.Event(), threading.Event()
+
+    def join() -> Answers:
+        asked.set()
+        assert let_go.wait(20)
+        return [unix_socket.pack_reply(Reply.ok)]
+
+    setting.serve(lambda _: lookup_answer(), join)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(setting.look_up)
+        assert asked.wait(20)
+        setting.link.links.close()
+        let_go.set()
+        assert call.result() == 2
+    assert not setting.link.links.busy | set(setting.link.links.idle)

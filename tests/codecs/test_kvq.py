@@ -37,7 +37,9 @@ from kvstore.codecs.kvq import KEY_SHARE, VALUE_SHARE, KvqCodec
 from kvstore.codecs.kvq_body import HEAD, QUANTISED, Head, parse_body, parse_refinement
 from kvstore.codecs.kvq_models import ASSET, PLAIN, RATIOS, classes_of, kvq_models
 from kvstore.codecs.kvq_tiles import LEVELS, Cut, KvqLoops
+from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.rope import inverse_frequencies, rotate, rotation
+from kvstore.codecs.transcode import transcode
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, UnknownCodecError
 from kvstore.proto.frame import check_frame, parse_header
@@ -471,6 +473,17 @@ def test_a_chunk_of_nothing_but_exact_tokens_is_kept_exactly() -> None:
         frame = encoded(kvq(f"0,sinks={sinks}"), tensors, layout, TURNED, position)
         is_exact = promise_held(frame, tensors) is Accuracy.exact
         assert is_exact or sinks - position < layout.tokens
+
+
+def test_moving_a_frame_to_another_tier_keeps_its_exact_tokens() -> None:
+    tensors, by = numbers(SMALL), kvq("0,sinks=4")
+    raw = np.empty(RawCodec().max_frame_bytes(SMALL), np.uint8)
+    RawCodec().encode(template(SMALL, position=0), tensors, raw)
+    out = np.empty(by.max_frame_bytes(SMALL), np.uint8)
+    there = out[: transcode(raw, by, out).frame_bytes]
+    assert np.array_equal(there, encoded(by, tensors, SMALL, None, 0))
+    transcode(there, RawCodec(), raw)
+    assert same(first(decoded(raw), 4), first(tensors, 4))
 
 
 def test_exact_tokens_too_many_cut_short_or_uncounted_are_refused() -> None:

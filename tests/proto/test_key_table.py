@@ -13,14 +13,15 @@ from kvstore.proto.types import ChunkKey
 
 
 def crowded(key: bytes) -> int:
-    """A hash of few values: keys have the same tags and fight for slots."""
-    return (key[0] % 3) << 32
+    """A hash of few values: keys have the same tags and fight for slots, past the last one."""
+    return -1 - (key[0] % 3 << 32)
 
 
 @pytest.fixture(autouse=True)
 def _crowd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.cls is TestTableAgainstDictionary:
         monkeypatch.setattr(key_table, "hash", crowded, raising=False)
+        monkeypatch.setattr(key_table, "_FIRST_SLOTS", 8)
 
 
 def key(number: int) -> ChunkKey:
@@ -77,6 +78,7 @@ def test_rows_of_a_table_that_grew_and_shrank_are_found_by_key_prefix_and_beginn
     asked = [n for start, count in runs for n in range(start, min(start + count, 700))]
     known = next((at for at, n in enumerate(asked) if not 1 <= n <= 500), len(asked))
     assert table.prefix([keys[n] for n in asked]).tolist() == asked[:known]
+    assert table.prefix(keys[7:300]).tolist() == list(range(7, 300))
     for row in range(101, 201):
         table.remove(row)
     assert table.prefix(keys[1:300]).tolist() == list(range(1, 101))

@@ -25,7 +25,7 @@ from kvstore.client import Client, ClientOptions
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.bulk import found_rows
-from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.frame import parse_header
 from kvstore.proto.types import ChainDigest, ChunkInfo, ChunkKey, KVLayout, PutOutcome
 from kvstore.server.cluster.membership import NodeAddress
@@ -239,6 +239,12 @@ def test_over_tls_only_a_peer_of_its_name_that_the_authority_signed_is_shown_the
         (known,) = tier_of(second).peers.known()
         assert eventually(partial(_is_decided, known))
         assert known.is_up is ((ca, name) == (right, "kv.kv.svc"))
+    access = Settings(peer_key=tmp_path / "shown", peer_ca=right.path)
+    with pytest.raises(TierUnavailableError):
+        dial_peer(access, first.address, "second", 20.0)
+    cert, key = right.issue("third", hosts=("127.0.0.1",))
+    proofs = ("--tls-cert", str(cert), "--tls-key", str(key), "--auth-keys", str(tmp_path / "keys"))
+    assert dial_peer(access, node(make_server, *proofs).address, "second", 20.0).session_id
 
 
 def test_a_key_does_not_travel_in_plain_text(tmp_path: Path) -> None:

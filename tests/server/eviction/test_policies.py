@@ -80,6 +80,8 @@ def test_every_policy_that_has_a_name_is_held_to_the_contract() -> None:
 def test_a_name_that_is_no_policys_is_refused_with_those_that_are_or_its_successor() -> None:
     with pytest.raises(InvalidRequestError, match="hit_density"):
         make_policy("fifo", AccessHistory())
+    with pytest.raises(InvalidRequestError, match="chunk_tokens"):
+        AccessHistory(0)
     for name, successor in REPLACED_POLICIES.items():
         with pytest.raises(InvalidRequestError, match=f"{name}.*: {successor}, which replaces"):
             make_policy(name, AccessHistory())

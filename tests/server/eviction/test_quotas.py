@@ -232,14 +232,3 @@ def test_it_remembers_no_more_than_twice_its_limit() -> None:
             assert len(curve._used) <= limit_nodes
         for ratio in ratios(curve):
             assert ratio is None or ratio < 0.1, "nothing came twice"
-
-
-def test_the_end_of_a_prompt_goes_before_what_begins_it() -> None:
-    curve = MissRatioCurve(16)
-    for turn in range(60):
-        curve.requested(chain(1, 8), 1)
-        curve.requested(chain(100 + turn, 12), 1)
-    half, same, double, _ = ratios(curve)
-    assert half == 0.0
-    assert same == pytest.approx(4 / 20, abs=0.01), "of eight chunks four stay beside twelve others"
-    assert double == pytest.approx(8 / 20, abs=0.01)

@@ -174,6 +174,7 @@ def test_flops_are_the_sum_over_layers_of_the_published_formulas() -> None:
     mamba = 12 * count * wide**2 + 16 * count * wide * states + 10 * count * wide
     assert HYBRID_7B.flops(count) == 4 * attention + 28 * mlp + 24 * mamba
     assert HYBRID_7B.flops(0) == 0
+    assert (HYBRID_7B.state_bytes, HYBRID_7B.kv_bytes_per_token) == (26_787_840, 65_536)
 
 
 def words(text: str) -> Tokens:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from kvstore.server.eviction.quotas import MAX_PARTITIONS
-from kvstore.server.settings import settings as config_module
 from kvstore.server.settings.loading import load, show
 from kvstore.server.settings.rules import MAX_QUOTAS
 from kvstore.server.settings.settings import (
@@ -197,17 +196,6 @@ def test_the_short_names_of_flags_are_names_in_the_file_and_the_environment(
         assert origins[name] == f"KVSTORE_{short.upper()}"
 
 
-def test_gpu_with_a_device_is_taken_and_comes_first(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(config_module, "_CUDA_CONTROL", Path(write(tmp_path / "ctl", "")))
-    config = load_config(["--tiers", "disk,cpu,gpu", "--gpu", "8GiB:1"])
-    assert config.tiers == ("gpu", "cpu", "disk")
-    assert (config.gpu.capacity_bytes, config.gpu.device) == (8 * GIB, 1)
-    assert load_config(["--gpu", "8GiB"]).gpu.device == 0
-    assert "gpu: 8GiB:1" in show(config)
-
-
 def test_a_built_config_is_checked_and_cannot_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTORE_WORKERS", "7")
     config = Settings(tiers=("disk", "cpu"), cpu_size=16 * MIB)
@@ -275,16 +263,6 @@ def test_show_reads_back_as_the_same_config(tmp_path: Path) -> None:
     for text in (show(config), show(config, origins)):
         assert load_config(["--config", write(tmp_path / "c.yaml", text)]) == config
     assert set(yaml.safe_load(show(config))) == set(Settings.model_fields)
-
-
-def test_show_with_origins_says_where_each_value_came_from(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("KVSTORE_LOG_LEVEL", "debug")
-    lines = show(*load(Settings, ["--cpu", "1GiB"])).splitlines()
-    assert "cpu_size: 1GiB  # --cpu" in lines
-    assert "log_level: debug  # KVSTORE_LOG_LEVEL" in lines
-    assert "workers: 32  # default" in lines
 
 
 def test_help_names_every_setting_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,14 +107,6 @@ def test_a_tier_that_writes_all_the_time_is_under_pressure_and_recovers() -> Non
     assert busy.level(0.0, 120.0) == quick.level(0.0, 60.0) == 0.0
 
 
-def test_a_full_queue_is_full_pressure_and_clocks_may_jump() -> None:
-    pressure = Pressure()
-    pressure.note(1.0, 100.0)
-    pressure.note(-5.0, 50.0)
-    assert pressure.level(1.0, 0.0) == 1.0
-    assert 0.0 <= pressure.level(0.3, -10.0) <= 1.0
-
-
 def number_key(number: int) -> ChunkKey:
     return ChunkKey(number.to_bytes(32, "little"))
 

@@ -407,7 +407,10 @@ def test_what_would_let_others_read_is_refused(tmp_path: Path) -> None:
         names = {"keys": tmp_path / "keys", "missing": tmp_path / "missing"}
         with pytest.raises(InvalidRequestError, match=said):
             load_config([flag.format(**names) for flag in flags])
-        assert load_config(["--events", "0.0.0.0:0", "--insecure"]).events == "0.0.0.0:0"
+    assert load_config(["--events", "0.0.0.0:0", "--insecure"]).events == "0.0.0.0:0"
+    for line in [b"short", b"x" * 41, b"\xff" * 40, b"a" * 39 + b","]:
+        with pytest.raises(InvalidRequestError, match="40 characters"):
+            parse_readers(b"; fine\n" + line)
 
 
 def test_a_folder_that_others_may_enter_and_a_taken_address_are_refused(tmp_path: Path) -> None:
@@ -425,12 +428,6 @@ def test_a_folder_that_others_may_enter_and_a_taken_address_are_refused(tmp_path
         (address,) = taken.addresses
         with pytest.raises(InvalidRequestError, match=r"events=.*choose another"):
             bind(address.removeprefix("tcp://"))
-
-
-def test_a_file_that_holds_something_else_is_refused() -> None:
-    for line in [b"short", b"x" * 41, b"\xff" * 40, b"a" * 39 + b","]:
-        with pytest.raises(InvalidRequestError, match="40 characters"):
-            parse_readers(b"; fine\n" + line)
 
 
 def test_what_is_published_has_no_token_a_prompt_or_a_salt(
@@ -577,7 +574,9 @@ def test_keys_are_made_at_the_first_start_and_found_at_the_next(tmp_path: Path) 
         load_key(folder / SECRET_NAME / "keys")
 
 
-def test_a_key_that_others_could_read_is_refused(tmp_path: Path) -> None:
+def test_a_key_that_others_could_read_and_a_file_that_holds_none_are_refused(
+    tmp_path: Path,
+) -> None:
     for name in ["", SECRET_NAME]:
         for mode in [0o740, 0o704, 0o777]:
             folder = tmp_path / f"keys {name} {mode}"
@@ -585,9 +584,6 @@ def test_a_key_that_others_could_read_is_refused(tmp_path: Path) -> None:
             (folder / name).chmod(mode)
             with pytest.raises(InvalidRequestError, match="others could read the key"):
                 load_key(folder)
-
-
-def test_a_file_that_holds_no_key_is_refused(tmp_path: Path) -> None:
     for number, content in enumerate([b"", b"x" * 39, b"\xff" * 40, b"x" * 41, b"\0" * 40]):
         folder = tmp_path / str(number)
         load_key(folder)
