@@ -92,8 +92,9 @@ def test_another_tenants_chunks_are_as_if_they_were_not_there(world: World) -> N
     explained = ask("Explain")
     assert {one.state for one in explained.chunks} == {"unknown"}
     assert list(explained.near) == []
-    with pytest.raises(PermissionDeniedError):
-        world.call(world.zeta, "Clear", pb.ClearRequest(session_id=session_id, tenant="acme"))
+    for tenant in ("acme", "pool:curated"):
+        with pytest.raises(PermissionDeniedError):
+            world.call(world.zeta, "Clear", pb.ClearRequest(tenant=tenant))
     other = world.client(world.zeta)
     assert other.lookup(keys=keys_of(other, 1, 4)).ready == 0
     assert mine.lookup(keys=keys).ready == len(keys)
