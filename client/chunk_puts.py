@@ -20,9 +20,9 @@ from kvstore.client.chunk import (
     arrays_of,
     has_any,
     layer_arrays,
+    to_host,
 )
 from kvstore.client.connection import Until
-from kvstore.client.device_kv import to_host
 from kvstore.client.forks import FORKS
 from kvstore.client.paged_cache import Blocks, kept_from
 from kvstore.client.server_link import MAX_OPEN_BATCHES, LeftMs, ServerLink, digest_batches, packed

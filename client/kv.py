@@ -10,8 +10,17 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvstore.client.chunk import TensorLike, check_apart, group_array, parents
-from kvstore.client.device_kv import bits, copying, host_room, is_on_device, twin
+from kvstore.client.chunk import (
+    TensorLike,
+    bits,
+    check_apart,
+    copying,
+    group_array,
+    host_room,
+    is_on_device,
+    parents,
+    twin,
+)
 from kvstore.client.paged_cache import Blocks, PagedCache, kept_from
 from kvstore.codecs.base import Part
 from kvstore.proto.errors import (

@@ -9,8 +9,14 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.client.chunk import LayerTensors, TensorLike, check_apart, group_array
-from kvstore.client.device_kv import is_on_device, twin
+from kvstore.client.chunk import (
+    LayerTensors,
+    TensorLike,
+    check_apart,
+    group_array,
+    is_on_device,
+    twin,
+)
 from kvstore.codecs.base import Part
 from kvstore.codecs.block_part import BlockPart, BlockSpan, check_block_ids
 from kvstore.proto.errors import LayoutMismatchError

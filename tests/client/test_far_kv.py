@@ -10,7 +10,7 @@ import torch
 from helpers.local_server import DEADLINE_MS, LocalServer
 from helpers.prompts import tokens
 
-from kvstore.client import Chunk, Client, ClientOptions, PagedCache, device_kv
+from kvstore.client import Chunk, Client, ClientOptions, PagedCache
 from kvstore.client import kv as kv_module
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, TierUnavailableError
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Model
@@ -160,7 +160,6 @@ def test_what_cannot_be_of_a_gpus_tensors_is_refused_by_name(
         raise torch.OutOfMemoryError("no memory")
 
     assert client.get(tokens(9, 32), out=far(2, 2, 2, 32, 8)).tokens == 0
-    monkeypatch.setattr(device_kv, "host_room", full)
     monkeypatch.setattr(kv_module, "host_room", full)
     assert client.get(tokens(9, 32), out=far(2, 2, 2, 32, 8)).tokens == 0, "a miss needs no room"
     with pytest.raises(TierUnavailableError, match="no memory"):
