@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.client.device_kv import is_on_device, place_of
 from kvstore.codecs.base import AnyPart, AnyTensors, Part, check_tensors
 from kvstore.codecs.block_part import BlockPart, BlockStack
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
@@ -71,17 +72,13 @@ def to_array(tensor: TensorLike) -> Part:
     return array
 
 
-def is_on_device(tensor: object) -> bool:
-    """Whether it is a torch tensor in memory of a GPU."""
-    return getattr(getattr(tensor, "device", None), "type", "cpu") == "cuda"
-
-
 def check_apart(name: str, tensors: Iterable[TensorLike]) -> None:
     """Raise InvalidRequestError when elements of *tensors*, the argument *name*, share memory.
 
     Of tensors whose memory is interleaved those are compared that begin one after another.
     """
-    arrays = [array for array in map(to_array, tensors) if array.size]
+    places = [place_of(one) if is_on_device(one) else to_array(one) for one in tensors]
+    arrays = [array for array in places if array.size]
     spans = sorted((*_span(name, array), number) for number, array in enumerate(arrays))
     for (_, end, one), (start, _, other) in pairwise(spans):
         if start < end and _share(arrays[one], arrays[other]):

@@ -35,8 +35,6 @@ class TestStreamTransport(TransportContract):
         assert_reads(client, store(client, 1, 3))
 
 
-HEARTBEAT = pb.HeartbeatRequest(session_id=1)
-
 CALLS: dict[str, Callable[[Connection], object]] = {
     "call": lambda connection: connection.call("Status", pb.StatusRequest(), 1000, object),
     "stream": lambda connection: list(connection.stream("List", pb.ListRequest(), 1000)),

@@ -22,17 +22,21 @@ from kvstore.client.connection import SLACK_S, Connection, Until
 from kvstore.client.lookups import look_up
 from kvstore.client.options import TransportName
 from kvstore.client.planning import PlanTerms
+from kvstore.client.server_link import ServerLink
 from kvstore.client.session import Session
 from kvstore.client.transports.base import PutTerms, ReadPlan, Transport
 from kvstore.client.transports.shared_memory import PutPipeline, ShmTransport
+from kvstore.codecs.raw import RawCodec
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
+    ChunkCorruptError,
     DeadlineError,
     KVStoreError,
     LeaseExpiredError,
     QuotaExceededError,
     TierUnavailableError,
 )
+from kvstore.proto.frame import FrameHeader
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, PutOutcome
 from kvstore.server.bulk import tcp_server
 
@@ -332,3 +336,50 @@ def test_a_get_ends_its_lease_within_what_is_left_of_its_time(
     assert len(granted_ms) == 1
     assert granted_ms[0] <= within_ms - 400
     server.settled()
+
+
+def test_a_chunk_that_proved_wrong_layer_by_layer_is_reported_however_long_the_caller_took(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = server.connect(options=ClientOptions("grpc", 16, deadline_ms=2000))
+    keys = store(client, 1, 2)
+    decode = RawCodec.decode_checked
+
+    def damaged(self: RawCodec, header: FrameHeader, segment: int, *rest: Any) -> None:
+        if segment:
+            raise ChunkCorruptError(header.key, "damaged")
+        decode(self, header, segment, *rest)
+
+    monkeypatch.setattr(RawCodec, "decode_checked", damaged)
+    with asked() as calls:
+        for _ in client.get_chunk_layers(keys):
+            time.sleep(2.1)
+    assert [name for name, _ in calls] == ["Delete"]
+
+
+def test_a_prompt_is_named_by_the_session_that_was_opened_for_the_call(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = server.connect("grpc")
+    client.lookup(tokens(1, 64))
+    connected = ServerLink.connected
+
+    def then_lost(self: ServerLink, *left_ms: Any) -> Transport:
+        transport = connected(self, *left_ms)
+        monkeypatch.undo()
+        self.end_session()
+        return transport
+
+    monkeypatch.setattr(ServerLink, "connected", then_lost)
+    opens: list[int] = []
+    opened = Session.__init__
+
+    def noted(self: Session, *arguments: Any) -> None:
+        opens.append(arguments[-1])
+        opened(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Session, "__init__", noted)
+        client.lookup(tokens(1, 64), timeout=LONG_S)
+    assert len(opens) == 1
+    assert opens[0] <= 1000 * LONG_S

@@ -14,10 +14,7 @@ from pathlib import Path
 
 import pytest
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
-from helpers.prompts import (
-    SMALL,
-    store,
-)
+from helpers.prompts import SMALL, assert_reads, store
 from helpers.socket_peer import Listener
 
 from kvstore.client import Client, ClientOptions
@@ -512,3 +509,55 @@ def test_closing_while_connections_are_made_leaves_none(setting: Setting) -> Non
         let_go.set()
         assert call.result() == 2
     assert not setting.link.links.busy | set(setting.link.links.idle)
+
+
+def _interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_call_that_is_interrupted_ends_its_connection(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    false = setting.serve(lambda _: lookup_answer())
+    with monkeypatch.context() as patch:
+        patch.setattr(UnixRpc, "_receive", _interrupted)
+        for ask in (setting.look_up, lambda: list(setting.get())):
+            with pytest.raises(KeyboardInterrupt):
+                ask()
+    assert not setting.link.links.busy | set(setting.link.links.idle)
+    assert setting.look_up() == BY_SOCKET
+    assert len(false.joins) == 3
+
+
+def attached_sessions(server: LocalServer) -> list[int]:
+    sessions = list(server.node.sessions.by_id.values())
+    return [session.session_id for session in sessions if session.is_attached]
+
+
+def test_threads_whose_session_is_replaced_under_their_calls_notice_nothing(
+    server: LocalServer,
+) -> None:
+    client = server.connect("shm")
+    keys = store(client, 1, 9)
+    done = threading.Event()
+    calls = [0] * 8
+
+    def work(seed: int) -> None:
+        while not done.is_set():
+            assert client.lookup(keys=keys[: seed + 1]).ready == seed + 1
+            calls[seed] += 1
+
+    with ThreadPoolExecutor(8) as pool:
+        workers = [pool.submit(work, seed) for seed in range(8)]
+        try:
+            for turn in range(5):
+                # A call that loses its session twice may fail.
+                assert eventually(lambda: min(calls) >= 20 * (turn + 1))  # noqa: B023
+                (session_id,) = attached_sessions(server)
+                assert server.node.sessions.close(session_id)
+                calls[:] = [20 * (turn + 1)] * 8
+        finally:
+            done.set()
+        for worker in workers:
+            worker.result()
+    assert_reads(client, keys)

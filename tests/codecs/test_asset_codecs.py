@@ -25,6 +25,7 @@ from helpers.asset_samples import (
     Samples,
     decode,
     encode,
+    noise_of,
     tables_of,
 )
 from typing_extensions import override
@@ -166,16 +167,6 @@ class TestStaticKvqCodec(AssetCodecContract):
 @pytest.fixture(params=SAMPLES)
 def samples(request: pytest.FixtureRequest) -> Samples:
     return SAMPLES[request.param]
-
-
-def noise_of(found: list[Part], wanted: list[Part], dtype: DType = DType.bfloat16) -> float:
-    """Return the larger squared error of the parts, over their variance about channels' means."""
-    ratios = []
-    for one, other in zip(found, wanted, strict=True):
-        values, numbers = to_float32(other, dtype), to_float32(one, dtype)
-        spread = np.square(values - values.mean(1, keepdims=True)).sum()
-        ratios.append(float(np.square(numbers - values).sum() / spread))
-    return max(ratios)
 
 
 def error_of(found: list[Part], wanted: list[Part], component: Component) -> float:

@@ -42,10 +42,11 @@ def put_until_refused(client: Client, seed: int, stored: list[ChunkKey]) -> str:
             return type(error).__name__
 
 
+@pytest.mark.parametrize("disk_write", ["through", "evict"])
 def test_server_told_to_stop_under_load_saves_what_it_acknowledged_and_ends_with_0(
-    server_process: ProcessMaker,
+    server_process: ProcessMaker, disk_write: str
 ) -> None:
-    process = server_process("--cpu", "64MiB", "--disk", "128MiB:disk", "--write", "evict")
+    process = server_process("--cpu", "64MiB", "--disk", "128MiB:disk", "--write", disk_write)
     process.start()
     transports: tuple[TransportName, ...] = ("shm", "grpc", "shm", "grpc")
     clients = [

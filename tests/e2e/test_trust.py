@@ -92,6 +92,8 @@ def test_another_tenants_chunks_are_as_if_they_were_not_there(world: World) -> N
     explained = ask("Explain")
     assert {one.state for one in explained.chunks} == {"unknown"}
     assert list(explained.near) == []
+    with pytest.raises(PermissionDeniedError):
+        world.call(world.zeta, "Clear", pb.ClearRequest(session_id=session_id, tenant="acme"))
     other = world.client(world.zeta)
     assert other.lookup(keys=keys_of(other, 1, 4)).ready == 0
     assert mine.lookup(keys=keys).ready == len(keys)
@@ -345,11 +347,15 @@ def test_other_hosts_reach_a_server_with_both_tls_and_authentication(tmp_path: P
     (file := tmp_path / "file").write_text("")
     auth = ("--auth-keys", str(file))
     tls = ("--tls-cert", str(file), "--tls-key", str(file))
-    for flags in (auth, tls):
-        with pytest.raises(InvalidRequestError, match="--insecure"):
-            load_config(["--listen", "0.0.0.0:0", *flags])
+    hosts = ("0.0.0.0:0", "[::]:0", "192.0.2.1:0")
+    for flags in ((), auth, tls):
+        for host in hosts:
+            with pytest.raises(InvalidRequestError, match="--insecure"):
+                load_config(["--listen", host, *flags])
+            load_config(["--listen", host, "--insecure", *flags])
         load_config(["--listen", "127.0.0.1:0", *flags])
-    load_config(["--listen", "0.0.0.0:0", *auth, *tls])
+    for host in hosts:
+        load_config(["--listen", host, *auth, *tls])
 
 
 def test_health_has_a_port_of_its_own_that_answers_in_plain_text(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -57,18 +57,55 @@ time.sleep(600)
 """
 
 
+SILENT = """
+import sys, time
+from helpers.bare_wire import Wire
+from helpers.local_server import DEADLINE_MS
+from helpers.prompts import SMALL, frame_of, keys_of
+from kvstore.client import Client, ClientOptions
+from kvstore.client.connection import Connection
+from kvstore.proto import kvstore_pb2 as pb
+
+client = Client(sys.argv[1], SMALL, ClientOptions("grpc", 16, DEADLINE_MS))
+lease = client.lease(keys=keys_of(client, 1, 4))
+terms = client._link.connected().session.terms
+own = pb.OpenSessionResponse(session_id=terms.session_id, key_namespace=terms.namespace)
+wire = Wire(Connection(sys.argv[1], 1), own)
+wire.call("Reserve", wire.reserve(2304, 2304, 2304))
+
+def half_a_frame():
+    frame = frame_of(wire.key(9), SMALL).tobytes()
+    yield pb.PutRequest(session_id=terms.session_id, frame_bytes=len(frame), data=frame[:1000])
+    print("holding", flush=True)
+    time.sleep(600)
+
+wire.connection.upload("Put", half_a_frame(), 600_000, pb.PutResponse)
+"""
+
+
+@contextmanager
+def holding(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Run *program* until it holds all that it will."""
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}"},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "holding\n"
+            yield process
+        finally:
+            process.kill()
+
+
 @pytest.fixture
 def kill_one(server: LocalServer) -> Callable[[int, int], float]:
     """Start a process that holds leases and puts, kill it; return how long they outlived it."""
 
     def kill(first_seed: int, count: int) -> float:
-        command = [sys.executable, "-c", HOLD, server.address, str(first_seed), str(count)]
-        paths = f"{ROOT / 'src'}:{ROOT / 'tests'}"
-        with subprocess.Popen(
-            command, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True
-        ) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "holding\n"
+        with holding(HOLD, server.address, str(first_seed), str(count)) as process:
             assert server.usage().leases == count
             process.kill()
             started = time.monotonic()
@@ -97,6 +134,29 @@ def test_what_killed_clients_held_is_free_within_two_seconds_to_the_last_byte(
 
     for _ in range(amount(1, 50)):
         assert any(is_in_time() for _ in range(TRIES)), "a busy machine is late, but not always"
+    assert verified(client, keys) == CHUNKS
+
+
+def test_what_a_killed_client_without_a_socket_held_is_free_when_its_session_is_over(
+    make_server: ServerMaker,
+) -> None:
+    # Leases that end with their session, which a busy machine keeps alive.
+    server = make_server("--limits", "session_ttl_ms=60000", "--lease-ttl-ms", "86400000")
+    client = server.connect("shm")
+    keys = store(client, 1, CHUNKS)
+    before = server.settled()
+    with holding(SILENT, server.address) as process:
+        assert eventually(lambda: server.usage().pending_puts == 4)
+        held = server.usage()
+        assert (held.leases, held.tiers[0][1].reservations) == (1, 4)
+        process.kill()
+
+    def is_over() -> bool:
+        server.skip(61)  # again: a heartbeat may still have been on its way
+        return len(server.node.sessions) == 1
+
+    assert eventually(is_over)
+    assert server.settled().tiers[0] == before.tiers[0]
     assert verified(client, keys) == CHUNKS
 
 

@@ -14,7 +14,7 @@ from kvstore.codecs.asset_codec import AssetCodec
 from kvstore.codecs.assets import Asset, AssetKind, AssetShelf, pack_asset, parse_asset
 from kvstore.codecs.base import EncodedLayer, LayerTerms, Part
 from kvstore.codecs.cachegen import CachegenCodec
-from kvstore.codecs.floats import from_float32
+from kvstore.codecs.floats import from_float32, to_float32
 from kvstore.codecs.kvq_static import StaticKvqCodec
 from kvstore.codecs.kvtc import KvtcCodec
 from kvstore.codecs.profiles import KvtcProfile, StaticKvqProfile, cachegen_tables
@@ -163,3 +163,13 @@ def decode(
     out = [np.zeros(component.shape, dtype) for _ in range(component.parts)]
     codec.decode_layer([data], component, out, position)
     return out
+
+
+def noise_of(found: list[Part], wanted: list[Part], dtype: DType = DType.bfloat16) -> float:
+    """Return the larger squared error of the parts, over their variance about channels' means."""
+    ratios = []
+    for one, other in zip(found, wanted, strict=True):
+        values, numbers = to_float32(other, dtype), to_float32(one, dtype)
+        spread = np.square(values - values.mean(1, keepdims=True)).sum()
+        ratios.append(float(np.square(numbers - values).sum() / spread))
+    return max(ratios)

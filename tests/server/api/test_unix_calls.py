@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
+import select
 import socket
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import pytest
 from contracts.shelf import open_files
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually, open_session
 from helpers.prompts import LARGE, SMALL, store
-from helpers.socket_peer import OPEN, Claim, Peer, attached, joined, staging
+from helpers.socket_peer import OPEN, Claim, Peer, attached, joined, staging, ticking
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -368,6 +369,22 @@ def test_what_follows_a_lookup_comes_after_its_answer_and_is_told_nobody() -> No
     assert done == ["learnt"]
 
 
+def test_stream_that_fails_in_the_middle_ends_with_its_error() -> None:
+    table = SessionTable(1, 1000, lambda _: b"", lambda: 0.0, os.urandom)
+
+    def get(*_: object) -> Iterator[pb.GetResponse]:
+        yield pb.GetResponse(index=4)
+        raise InvalidRequestError("x", 1, "y")
+
+    service: Any = SimpleNamespace(Get=get)
+    session = table.open(SMALL, "test")
+    calls = UnixCalls(service, Authorizer(Settings(), table, lambda: 0.0), lambda: None)
+    body = pb.GetRequest(session_id=session.session_id).SerializeToString()
+    first, last = map(unpack_answer, calls.answer(session, Request(Op.call, 2), body))
+    assert (first.reply, pb.GetResponse.FromString(first.body).index) == (Reply.more, 4)
+    assert (last.reply, type(last.error)) == (Reply.failed, InvalidRequestError)
+
+
 # --- planes by themselves
 
 
@@ -441,3 +458,51 @@ def test_plane_that_closes_while_calls_run_hangs_up_and_leaves_nothing(
     assert [connection.fileno() > 0 for connection in connections] == [True] * 2
     assert not own.plane.path.exists()
     assert len(own.table) == 0
+
+
+def test_connection_that_is_served_outlives_its_session_until_the_answer(own: Plane) -> None:
+    busy, idle = own.join(), own.join()
+    own.begin(busy)
+    own.table.close(own.session.session_id)
+    with ticking(own.plane):
+        assert idle.is_hung_up()
+        own.let_go.set()
+        assert busy.receive().reply is Reply.ok
+        assert busy.is_hung_up()
+
+
+class SlowPoll:
+    """The plane's poll; *before* runs whenever a connection is about to be waited for again."""
+
+    def __init__(self, poll: select.epoll, before: Callable[[socket.socket], None]) -> None:
+        self._poll = poll
+        self._before = before
+
+    def modify(self, connection: socket.socket, events: int) -> None:
+        """Wait for *connection* again."""
+        self._before(connection)
+        self._poll.modify(connection, events)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._poll, name)
+
+
+def test_session_that_ends_just_behind_its_call_kills_no_thread(own: Plane) -> None:
+    own.let_go.set()
+    peer = own.join()
+    (served,) = (p.connection for p in own.plane._peers.values() if p.staging is None)
+
+    def end_session(connection: socket.socket) -> None:
+        if connection is served and own.begun.acquire(blocking=False):
+            own.table.close(own.session.session_id)
+            own.plane.tick()
+
+    poll = own.plane._poll
+    own.plane._poll = SlowPoll(poll, end_session)  # type: ignore[assignment]
+    assert peer.call("Lookup", pb.LookupRequest()).reply is Reply.ok
+    assert peer.is_hung_up()
+    assert own.host.is_hung_up()
+    own.plane._poll = poll
+    with Peer(str(own.plane.path)) as other:
+        assert other.ask(b"hello") is Reply.invalid
+    assert own.plane.is_alive()
