@@ -22,7 +22,7 @@ from kvstore.client import Client, ClientOptions
 from kvstore.client.blend.plan import SegmentRange
 from kvstore.client.segments import SegmentQuery
 from kvstore.codecs.base import REPLACED, ChunkTensors, boundless_codecs
-from kvstore.codecs.calibration import CHUNK_TOKENS, Layers, Samples, cut_prompt, read_dumps
+from kvstore.codecs.calibration import CHUNK_TOKENS, DUMPS, Layers, Samples, cut_prompt, read_dumps
 from kvstore.proto.blend import GateView, ReuseReport, accuracy_tag, check_tag
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, ModelError
 from kvstore.proto.keys import chunk_key, representation_digest
@@ -61,7 +61,8 @@ def samples_of(
     """
     if tokens < CHUNK_TOKENS:
         raise InvalidRequestError("tokens", tokens, "give at least a chunk's")
-    if not sources[0].suffix and not sources[0].exists():
+    is_dump = representation is not None or sources[0].suffix in DUMPS
+    if not is_dump and not sources[0].exists():
         raise InvalidRequestError("sources", str(sources[0]), "no such folder")
     if not sources[0].is_dir():
         if not re.fullmatch(f"[0-9a-fA-F]{{{2 * DIGEST_BYTES}}}", representation or ""):

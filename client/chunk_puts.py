@@ -19,8 +19,8 @@ from kvstore.client.chunk import (
     TensorLike,
     arrays_of,
     has_any,
-    is_on_device,
     layer_arrays,
+    to_host,
 )
 from kvstore.client.connection import Until
 from kvstore.client.forks import FORKS
@@ -264,7 +264,7 @@ class LayeredPut:
             raise InvalidRequestError("layer_id", layer_id, fix)
         segment = self._segments[layer_id]
         components = self._components[segment]
-        chunks = [one.cpu() if is_on_device(one) else one for one in _listed(tensors)]
+        chunks = list(map(to_host, _listed(tensors)))
         if self.spans is None:
             chunks = [_listed(parts) for parts in chunks]
         else:

@@ -220,7 +220,7 @@ class Client:
         chunks = prompt.usable(len(found), self._own)
         reached = prompt.reached(chunks)
         if chunks and isinstance(held, StagedKV):
-            held.upload(reached)
+            held.upload(prompt.end_of(chunks - 1))
         kv = None if fresh is None else first_tokens(fresh, reached)
         return Hit(reached, chunks, tuple(one.tier for one in found[:chunks]), kv)
 
@@ -598,7 +598,7 @@ def _uploaded(
     with closing(layers):
         for layer in layers:
             if layer.tensors:
-                held.upload(prompt.reached(len(layer.tensors)), [layer.id])
+                held.upload(prompt.end_of(len(layer.tensors) - 1), [layer.id])
             yield layer
 
 

@@ -328,7 +328,7 @@ class Layer:
 
     ``id`` is the model's own number of it. ``tensors[i]`` are the parts (K and V) of
     chunk i, each (kv_heads, tokens, head_dim): unsigned integers of the dtype's size, or what
-    was given as ``out``.
+    was given as ``out``, of CUDA tensors its copy in the host's memory.
     """
 
     id: int

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeAlias
+from threading import Lock
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvstore.client.chunk import TensorLike, check_apart, group_array, is_on_device, parents
-from kvstore.client.paged_cache import Blocks, PagedCache, host_room, kept_from, pages_like
+from kvstore.client.chunk import (
+    TensorLike,
+    bits,
+    check_apart,
+    copying,
+    group_array,
+    host_room,
+    is_on_device,
+    parents,
+    twin,
+)
+from kvstore.client.paged_cache import Blocks, PagedCache, kept_from
 from kvstore.codecs.base import Part
 from kvstore.proto.errors import (
     InvalidRequestError,
     LayoutMismatchError,
-    TierUnavailableError,
     is_whole,
 )
 from kvstore.proto.keys import chunk_spans
 from kvstore.proto.types import ChainDigest, ChunkKey, DType, KVLayout, LayerGroup, LayerKind, Model
-
-if TYPE_CHECKING:
-    import torch
 
 KV: TypeAlias = "TensorLike | Mapping[int, Sequence[TensorLike]] | Sequence[TensorLike] | Blocks"
 """One tensor (layers, 2, kv_heads, tokens, head_dim), numpy or torch, CPU or CUDA; of hybrid models
@@ -57,89 +63,111 @@ class WholeKV:
 
 
 class StagedKV:
-    """CUDA tensors, see KV, of which tokens *first* to *stop* pass through memory of the host.
-
-    Copies are over on return, and ordered by torch's current stream.
+    """CUDA tensors, see KV, of which a prompt's chunks pass through memory of the host. It is made
+    when the first chunk is there: a miss costs none.
     """
 
     is_writable = True
 
-    def __init__(self, name: str, kv: Any, model: Model, first: int, stop: int) -> None:
-        self._ids: Any = None
-        self._held: WholeKV | Blocks
-        numbers = [number for group in model.layer_groups for number in group.layer_ids]
+    def __init__(
+        self, name: str, kv: Any, model: Model, prompt: Prompt, *, is_target: bool
+    ) -> None:
+        self._name, self._model = name, model
+        self._numbers = [number for group in model.layer_groups for number in group.layer_ids]
+        self._ids: list[int] | None = None
+        self._axes: tuple[str, ...] = ()
+        self._start, stop = prompt.first, prompt.stop
         if isinstance(kv, Blocks):
-            self._size, far, axes = kv.cache.block_tokens, kv.cache.far, kv.cache.far_axes
-            self._ids = kv.block_ids[first // self._size : -(-stop // self._size)].tolist()
-            pages = pages_like(far, axes, max(1, len(self._ids)))
-            self._held = PagedCache(model, pages, " ".join(axes))[range(len(self._ids))]
-            near = [one if isinstance(one, list) else [one] for one in pages]
+            self._size, self._axes, self._far = kv.cache.block_tokens, kv.cache.axes, kv.cache.far
+            self._ids = kv.block_ids[self._start // self._size : -(-stop // self._size)].tolist()
+            self.tokens = kv.tokens
         else:
-            self._size, parts = 1, _parts_of(name, kv, model, first, stop)
-            copies = {at: [host_room(p.shape, p.dtype) for p in some] for at, some in parts.items()}
-            self._held = WholeKV(model, _groups(name, copies, model))
-            far, near = ([some[number] for number in numbers] for some in (parts, copies))
-        self._first = first - first % self._size
-        self.tokens = kv.tokens if isinstance(kv, Blocks) else first + self._held.tokens
-        pairs = (list(zip(*pair, strict=True)) for pair in zip(far, near, strict=True))
-        self._copies = dict(zip(numbers, pairs, strict=True))
+            self._size, self.tokens = 1, _checked(name, kv, model).tokens
+            layers = [kv[at] for at in self._numbers] if isinstance(kv, Mapping) else _by_layer(kv)
+            self._far = [[part[:, self._start : stop] for part in parts] for parts in layers]
+        self._first = self._start - self._start % self._size
         has_windows = any(group.kind is LayerKind.window for group in model.layer_groups)
-        self.is_partial = has_windows or self._first < first
-        """Whether what is read leaves tokens out that an upload overwrites."""
+        self._is_read = not is_target or has_windows
+        """A target's windows leave tokens out that stay the caller's."""
+        self._copies: dict[int, list[tuple[Any, Any]]] = {}
+        self._held: WholeKV | Blocks | None = None
+        self._opening = Lock()
 
     def chunk(self, start: int, stop: int, layout: KVLayout | None = None) -> Any:
-        """Do what ``WholeKV.chunk`` does, in memory of the host."""
-        return self._held.chunk(start - self._first, stop - self._first, layout)
+        """Do what ``WholeKV.chunk`` does, in memory of the host. Raises TierUnavailableError."""
+        with self._opening:  # who comes meanwhile needs it as well
+            held = self._held = self._held or self._open()
+        return held.chunk(start - self._first, stop - self._first, layout)
 
-    def download(self) -> None:
-        """Copy all of it to the host. Raises TierUnavailableError."""
-        with _device_errors():
-            for far, near in chain.from_iterable(self._copies.values()):
-                if self._ids is None:
-                    near.copy_(far)
-                else:
-                    near[: len(self._ids)].copy_(far[self._ids])
+    def _open(self) -> WholeKV | Blocks:
+        with copying(self._far[0][0]):
+            rooms = [[self._room(one) for one in far] for far in self._far]
+            for number, far, near in zip(self._numbers, self._far, rooms, strict=True):
+                ends = (map(self._blocks_first, map(bits, some)) for some in (far, near))
+                self._copies[number] = list(zip(*ends, strict=True))
+            for one, other in chain.from_iterable(self._copies.values()) if self._is_read else ():
+                other.copy_(one if self._ids is None else one[self._ids])
+        if self._ids is None:
+            held = dict(zip(self._numbers, rooms, strict=True))
+            return WholeKV(self._model, _groups(self._name, held, self._model))
+        pages = [some[0] if "kv" in self._axes else some for some in rooms]
+        return PagedCache(self._model, pages, " ".join(self._axes))[range(len(self._ids))]
+
+    def _room(self, far: Any) -> Any:
+        if self._ids is None:
+            return host_room(far.shape, far.dtype)
+        at = self._axes.index("block")
+        shape = [size for axis, size in enumerate(far.shape) if axis != at]
+        return host_room((len(self._ids), *shape), far.dtype).movedim(0, at)
+
+    def _blocks_first(self, tensor: Any) -> Any:
+        return tensor if self._ids is None else tensor.movedim(self._axes.index("block"), 0)
 
     def upload(self, stop: int, layers: Iterable[int] = ()) -> None:
         """Copy tokens up to *stop* of *layers*, or of all, to the device. Raises as above."""
-        count = -(-(stop - self._first) // self._size)
-        with _device_errors():
-            for number in layers or self._copies:
+        start, stop = self._start - self._first, stop - self._first
+        with copying(self._far[0][0]):
+            for number in layers or self._numbers:
                 for far, near in self._copies[number]:
                     if self._ids is None:
-                        far[:, :count].copy_(near[:, :count])
+                        far[:, :stop].copy_(near[:, :stop])
                     else:
-                        there = far.new_empty((count, *far.shape[1:])).copy_(near[:count])
-                        far[self._ids[:count]] = there
+                        self._scatter(far, near, start, stop)
+
+    def _scatter(self, far: Any, near: Any, start: int, stop: int) -> None:
+        """Copy tokens *start* to *stop* of pages of one tensor, and no other slot of a block."""
+        ids, size = self._ids or [], self._size
+        whole = range(-(-start // size), stop // size)
+        if whole:
+            some = ids[whole.start : whole.stop]
+            there = far.new_empty((len(some), *far.shape[1:]))
+            far[some] = there.copy_(near[whole.start : whole.stop])
+        for at in sorted({start // size, stop // size} - set(whole)):
+            slots = (max(start - at * size, 0), min(stop - at * size, size))
+            if slots[0] < slots[1]:
+                axis = [name for name in self._axes if name != "block"].index("token")
+                cut = (slice(None),) * axis + (slice(*slots),)
+                far[ids[at]][cut].copy_(near[at][cut])
 
 
-@contextmanager
-def _device_errors() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:  # what torch raises, without memory too
-        reason = str(error).partition("\n")[0]
-        raise TierUnavailableError("cuda", f"{type(error).__name__}: {reason}") from error
-
-
-def _parts_of(
-    name: str, kv: Any, model: Model, first: int, stop: int
-) -> dict[int, list[torch.Tensor]]:
-    """Return tokens *first* to *stop* of the parts of each layer. Raises LayoutMismatchError."""
-    layers, tensors = kv, _tensors(kv)
-    if not all(map(is_on_device, tensors)):
+def _checked(name: str, kv: Any, model: Model) -> WholeKV:
+    """Return KV of the shapes of *kv*, CUDA tensors, once they are checked as the host's are."""
+    if not all(map(is_on_device, _tensors(kv))):
         raise LayoutMismatchError(name, "a tensor of the host", "give CUDA tensors, or none")
-    if not isinstance(kv, Mapping):
-        groups = [group.layer_ids for group in model.layer_groups]
-        shapes = [tuple(one.shape) for one in tensors]
-        if [shape[:1] for shape in shapes] != [(len(ids),) for ids in groups]:
-            raise LayoutMismatchError(name, shapes, f"give all layers of each of {len(groups)}")
-        pairs = zip(chain(*groups), chain(*tensors), strict=True)
-        layers = {number: list(layer) for number, layer in pairs}
-    return {
-        number: [p.detach()[:, first:stop] if p.ndim > 1 else p for p in parts]
-        for number, parts in layers.items()
-    }
+    if isinstance(kv, Mapping):
+        twins: Any = {
+            number: list(map(twin, parts)) if isinstance(parts, Sequence) else twin(parts)
+            for number, parts in kv.items()
+        }
+    else:
+        twins = twin(kv) if hasattr(kv, "shape") else list(map(twin, kv))
+    return WholeKV(model, _groups(name, twins, model))
+
+
+def _by_layer(kv: Any) -> Iterator[list[Any]]:
+    """Yield the parts of each layer of one tensor a group."""
+    tensors: list[Any] = _tensors(kv)
+    return (list(layer) for one in tensors for layer in one.detach())
 
 
 AnyKV: TypeAlias = WholeKV | StagedKV | Blocks
@@ -154,9 +182,13 @@ def kv_of(name: str, kv: KV, model: Model, prompt: Prompt, *, is_target: bool) -
     if isinstance(kv, Blocks):
         if kv.cache.model != model:
             raise LayoutMismatchError(name, kv.cache.model.model_id, "a cache of another Model")
-        found = StagedKV(name, kv, model, prompt.first, prompt.stop) if kv.cache.far else kv
-    elif any(map(is_on_device, _tensors(kv))):
-        found = StagedKV(name, kv, model, prompt.first, prompt.stop)
+        staged = bool(kv.cache.far)
+    else:
+        staged = any(map(is_on_device, _tensors(kv)))
+    if staged:
+        found = StagedKV(name, kv, model, prompt, is_target=is_target)
+    elif isinstance(kv, Blocks):
+        found = kv
     else:
         found = WholeKV(model, _groups(name, kv, model))
     if found.tokens < prompt.least_tokens:
@@ -164,10 +196,8 @@ def kv_of(name: str, kv: KV, model: Model, prompt: Prompt, *, is_target: bool) -
         raise LayoutMismatchError(name, found.tokens, fix)
     if is_target and not found.is_writable:
         raise InvalidRequestError(name, "read-only", "give memory that can be written to")
-    if is_target and isinstance(found, WholeKV):  # others were checked when they were made
+    if is_target and not isinstance(kv, Blocks):  # whose pages were checked when they were given
         check_apart(name, _tensors(kv))
-    if isinstance(found, StagedKV) and (found.is_partial or not is_target):
-        found.download()
     return found
 
 
@@ -283,7 +313,7 @@ class Prompt:
 
     def reached(self, chunks: int) -> int:
         """Return how many tokens there are once the first *chunks* of those left were read."""
-        return max(self.start, self._end(chunks - 1) if chunks else 0)
+        return max(self.start, self.end_of(chunks - 1) if chunks else 0)
 
     def usable(self, chunks: int, model: Model) -> int:
         """Return how many of the first *chunks*, which were read, the model can go on from: the
@@ -295,7 +325,7 @@ class Prompt:
         return chunks
 
     def _has_window(self, group: LayerGroup, chunks: int) -> bool:
-        at = self._end(chunks - 1)
+        at = self.end_of(chunks - 1)
         needed = max(self.start, at - max(1, group.window_tokens - 1))
         for index in reversed(range(chunks)):
             if at <= needed:
@@ -305,7 +335,8 @@ class Prompt:
             at = kept_from(group, self.spans[index][0], at)
         return True
 
-    def _end(self, index: int) -> int:
+    def end_of(self, index: int) -> int:
+        """Return where chunk number *index* of those left ends, once its layout is known."""
         return self.spans[index][0] + self._layouts[index].tokens
 
     @property

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.client.chunk import LayerTensors, TensorLike, check_apart, group_array, is_on_device
+from kvstore.client.chunk import (
+    LayerTensors,
+    TensorLike,
+    check_apart,
+    group_array,
+    is_on_device,
+    twin,
+)
 from kvstore.codecs.base import Part
 from kvstore.codecs.block_part import BlockPart, BlockSpan, check_block_ids
 from kvstore.proto.errors import LayoutMismatchError
 from kvstore.proto.types import KVLayout, LayerGroup, LayerKind, Model
-
-if TYPE_CHECKING:
-    import torch
 
 _AXES = ("layer", "block", "kv", "token", "head", "dim")
 _CANONICAL = ("block", "head", "token", "dim")
@@ -54,8 +58,8 @@ class PagedCache:
     ``pages``: see PageTensors; layers in the order of the Model's groups; ``axes``: see page_axes.
     ``cache[block_ids]`` is a request's KV: token t is in slot ``t % block_tokens`` of block
     ``block_ids[t // block_tokens]``, in every layer. Raises LayoutMismatchError for anything that
-    is not the Model's KV, InvalidRequestError for pages of the host that overlap but could be
-    written to. Blocks of CUDA tensors are copied by way of the host.
+    is not the Model's KV, InvalidRequestError for pages that overlap but could be written to.
+    Blocks of CUDA tensors are copied by way of the host.
     """
 
     def __init__(self, model: Model, pages: PageTensors, axes: str) -> None:
@@ -70,13 +74,20 @@ class PagedCache:
         if len(layers) != count:
             raise LayoutMismatchError("layers", len(layers), f"give pages of {count} layers")
         rest = tuple(name for name in order if name != "layer")
+        if "kv" in rest and any(isinstance(entry, Sequence) for entry in layers):
+            raise _mismatch(rest, "leave kv out where K and V are tensors of their own")
+        self.axes = rest
         self.far: list[list[Any]] = []
-        self.far_axes: tuple[str, ...] = ()
-        """Of CUDA pages the tensors of each layer, and their axes, the blocks first."""
-        if any(is_on_device(one) for entry in layers for one in _tensors_of(entry)):
-            self.far = [[_blocks_first(one, rest) for one in _tensors_of(all_)] for all_ in layers]
-            rest = self.far_axes = ("block", *(name for name in rest if name != "block"))
-            layers = pages_like(self.far, rest)
+        """Of CUDA pages the tensors of each layer, by ``axes``; ``groups`` has but their shapes."""
+        everything = [list(_tensors_of(entry)) for entry in layers]
+        on_device = [is_on_device(one) for some in everything for one in some]
+        if any(on_device):
+            if not all(on_device):
+                raise LayoutMismatchError("pages", "some of the host", "give CUDA tensors, or none")
+            self.far = everything
+            layers = [
+                list(map(twin, one)) if isinstance(one, Sequence) else twin(one) for one in layers
+            ]
         entries = iter(layers)
         self.groups: list[list[list[Part]]] = [
             [_parts(next(entries), rest, group) for _ in group.layer_ids]
@@ -90,7 +101,7 @@ class PagedCache:
         self.blocks: int
         self.block_tokens: int
         self.blocks, self.block_tokens = shapes.pop()
-        if self.is_writable and not self.far:
+        if self.is_writable:
             given: Any = [pages] if "layer" in order else pages
             check_apart("pages", [t for one in given for t in _tensors_of(one)])
 
@@ -124,7 +135,13 @@ class Blocks:
         return self.cache.is_writable
 
     def chunk(self, start: int, stop: int, layout: KVLayout | None = None) -> LayerTensors:
-        """Return tokens *start* to *stop* as they lie, of the layers that *layout* has."""
+        """Return tokens *start* to *stop* as they lie, of the layers that *layout* has.
+
+        Raises LayoutMismatchError for CUDA pages, which the host cannot read.
+        """
+        if self.cache.far:
+            fix = "move blocks of CUDA tensors by get, put and get_layers"
+            raise LayoutMismatchError("device", "cuda", fix)
         whole = BlockSpan.of(self.block_ids, self.cache.block_tokens, start, stop)
         found = []
         for group, layers in zip(self.cache.model.layer_groups, self.cache.groups, strict=True):
@@ -142,30 +159,6 @@ def kept_from(group: LayerGroup, start: int, stop: int) -> int:
     if group.kind is not LayerKind.window:
         return start
     return max(start, stop - max(1, group.window_tokens - 1))
-
-
-def host_room(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return memory of the host that a GPU copies to and from."""
-    import torch
-
-    return torch.empty(tuple(shape), dtype=dtype, pin_memory=torch.cuda.is_available())
-
-
-def pages_like(far: list[list[Any]], axes: Sequence[str], blocks: int = 0) -> list[Any]:
-    """Return pages of so many *blocks* in the host's memory for CUDA pages; if 0, of their shape
-    but with memory of one.
-    """
-
-    def near(tensor: Any) -> torch.Tensor:
-        made = host_room((blocks or 1, *tensor.shape[1:]), tensor.dtype)
-        return made if blocks else made.expand(tensor.shape)
-
-    return [near(one[0]) if "kv" in axes else list(map(near, one)) for one in far]
-
-
-def _blocks_first(tensor: Any, axes: tuple[str, ...]) -> Any:
-    _check_rank(tensor, axes)
-    return tensor.detach().movedim(axes.index("block"), 0)
 
 
 def _layers(
@@ -188,8 +181,6 @@ def _parts(
     entry: TensorLike | Sequence[TensorLike], axes: tuple[str, ...], group: LayerGroup
 ) -> list[Part]:
     """Return the pages of each part of one layer, (blocks, kv_heads, block_tokens, head_dim)."""
-    if isinstance(entry, Sequence) and "kv" in axes:
-        raise _mismatch(axes, "leave kv out where K and V are tensors of their own")
     arrays = []
     for tensor in _tensors_of(entry):
         _check_rank(tensor, axes)

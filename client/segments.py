@@ -180,12 +180,17 @@ def find_segments(
 
 def report_reuse(link: ServerLink, report: ReuseReport) -> GateView:
     """See ``Client.report_reuse``."""
+    if not isinstance(report, ReuseReport):
+        raise InvalidRequestError("report", type(report).__name__, "give a ReuseReport")
 
     def work(transport: Transport, left_ms: LeftMs) -> GateView:
         session_id, rest = transport.session.terms.session_id, ReuseReport(report.tag)
         for first, some in batches(report.chunks, _most(transport)):
             part = replace(rest if first else report, chunks=tuple(some))
-            request = as_message(pb.ReportReuseRequest, part, session_id=session_id)
+            try:
+                request = as_message(pb.ReportReuseRequest, part, session_id=session_id)
+            except (TypeError, ValueError, AttributeError) as error:  # protobuf's answers
+                raise InvalidRequestError("report", str(error), "see ReuseReport") from None
             reply = transport.calls.call("ReportReuse", request, left_ms(), pb.ReportReuseResponse)
         return as_value(GateView, reply.gate)
 

@@ -34,6 +34,8 @@ from kvstore.proto.keys import chunk_spans
 from kvstore.proto.types import MIN_CHUNK_TOKENS, Component, DType, LayerKind, RopeParameters
 
 CHUNK_TOKENS = 256
+DUMPS = (".npy", ".safetensors")
+"""How the names of dumps end."""
 _NPY_TYPES = {"uint16": DType.bfloat16, "float16": DType.float16, "float32": DType.float32}
 _SAFETENSORS_TYPES = {"BF16": DType.bfloat16, "F16": DType.float16, "F32": DType.float32}
 _NAME = re.compile(r"layer\.(\d+)\.(key|value|latent)")

@@ -1,6 +1,6 @@
 /* The loops of kvq: tiles of up to 256 tokens of 128 channels, quantised and put together.
  *
- * Each float operation is that of the reference (codecs/kvq_tiles.py, kvq_levels.py), rounded by
+ * Each float operation is that of the reference (codecs/kvq_tiles.py), rounded by
  * itself; sums are in double and in a stated order.
  */
 #include "loops.h"

@@ -171,6 +171,7 @@ def test_what_is_missing_is_said_in_one_line(
     digest = ("--representation", "00" * 16)
     for argv, message in (
         (("absent",), "sources='absent': no such folder"),
+        (("Model-0.5B",), "sources='Model-0.5B': no such folder"),
         (("x.npy",), "need the model's representation digest"),
         (("x.npy", "--representation", "zz"), "representation='zz'"),
         (("x.npy", *digest), "dump='x.npy': cannot be read"),

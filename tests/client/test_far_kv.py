@@ -10,8 +10,9 @@ import torch
 from helpers.local_server import DEADLINE_MS, LocalServer
 from helpers.prompts import tokens
 
-from kvstore.client import Client, ClientOptions, PagedCache
-from kvstore.proto.errors import LayoutMismatchError, TierUnavailableError
+from kvstore.client import Chunk, Client, ClientOptions, PagedCache
+from kvstore.client import kv as kv_module
+from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, TierUnavailableError
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Model
 
 MODEL = Model.uniform("far", "8f2c1d4", layers=2, kv_heads=2, head_dim=8, dtype="bfloat16")
@@ -143,7 +144,8 @@ def test_what_cannot_be_of_a_gpus_tensors_is_refused_by_name(
     bad = [
         far(2, 2, 2, 31, 8), far(2, 2, 3, 32, 8), far(2, 2, 32, 8), far(8), far(),
         [far(2, 2, 2, 32, 8)] * 2,
-        far(2, 2, 2, 32, 8).float(), {0: (near, far(2, 32, 8)), 1: (near, near)},
+        far(2, 2, 2, 32, 8).float(), far(2), {0: far(2, 2, 32, 8), 1: far(2, 2, 32, 8)},
+        {0: (far(), far()), 1: (far(), far())}, {0: (near, far(2, 32, 8)), 1: (near, near)},
     ]  # fmt: skip
     for kv in bad:
         with pytest.raises(LayoutMismatchError, match="out="):
@@ -157,6 +159,64 @@ def test_what_cannot_be_of_a_gpus_tensors_is_refused_by_name(
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("no memory")
 
+    assert client.get(tokens(9, 32), out=far(2, 2, 2, 32, 8)).tokens == 0
+    monkeypatch.setattr(kv_module, "host_room", full)
+    assert client.get(tokens(9, 32), out=far(2, 2, 2, 32, 8)).tokens == 0, "a miss needs no room"
+    with pytest.raises(TierUnavailableError, match="no memory"):
+        client.put(prompt, far(2, 2, 2, 32, 8))
+    monkeypatch.undo()
     monkeypatch.setattr(Far, "copy_", full, raising=False)
     with pytest.raises(TierUnavailableError, match="no memory"):
         client.get(prompt, out=far(2, 2, 2, 32, 8))
+    two = far(2, 2, 32, 8)
+    with pytest.raises(InvalidRequestError, match="overlapping"):
+        client.get(prompt, out={0: (two[0], two[1]), 1: (two[1], two[0])})
+    axes = "block kv head token dim"
+    with pytest.raises(InvalidRequestError, match="overlapping"):
+        PagedCache(MODEL, [far(20, 2, 2, 8, 8)] * 2, axes)
+    with pytest.raises(LayoutMismatchError, match="leave kv out"):
+        PagedCache(MODEL, [(far(20, 2, 2, 8, 8), far(20, 2, 2, 8, 8)) for _ in range(2)], axes)
+    with pytest.raises(LayoutMismatchError, match="some of the host"):
+        PagedCache(MODEL, [far(20, 2, 2, 8, 8), torch.zeros(20, 2, 2, 8, 8).bfloat16()], axes)
+
+
+def test_chunks_of_pages_of_a_gpu_are_no_chunks_of_the_host(client: Client) -> None:
+    blocks, (key,) = PagedCache(MODEL, pages(AXES[0]), AXES[0])[BLOCKS], client.keys(tokens(1, 32))
+    with pytest.raises(LayoutMismatchError, match="cuda"):
+        client.put_chunks([Chunk(key, blocks.chunk(0, 32))])
+    assert client.lookup(keys=[key]).ready == 0
+
+
+def test_slots_behind_what_was_read_stay_as_they_were(client: Client) -> None:
+    prompt, axes = tokens(1, 52), AXES[0]
+    kv = far(2, 2, 2, 52, 8)
+    client.put(prompt, kv)
+    for start in (0, 5, 37, 50, 60):
+        out = pages(axes, 8)
+        wanted = out.near.clone()
+        hit = client.get(
+            keys=client.keys(prompt), out=PagedCache(MODEL, out, axes)[BLOCKS], start=start
+        )
+        first = start // 32 * 32
+        assert hit.tokens == max(start, 52)
+        for at in range(first, 52):
+            wanted[:, :, BLOCKS[at // 8], at % 8] = kv.near[:, :, :, at]
+        assert torch.equal(out.near, wanted)
+
+
+def test_tensors_of_inference_and_of_unsigned_integers_are_written_to(client: Client) -> None:
+    prompt, kv = tokens(1, 32), far(2, 2, 2, 32, 8)
+    client.put(prompt, kv)
+    with torch.inference_mode():
+        out, cache = far(2, 2, 2, 32, 8), pages(AXES[0])
+    assert client.get(prompt, out=out).tokens == 32
+    assert torch.equal(out.near, kv.near)
+    blocks = PagedCache(MODEL, cache, AXES[0])[BLOCKS]
+    assert client.get(prompt, out=blocks).tokens == 32
+    numbers = torch.zeros(2, 2, 20, 8, 2, 8, dtype=torch.uint16).as_subclass(Far)
+    blocks = PagedCache(MODEL, numbers, AXES[0])[BLOCKS]
+    assert client.get(prompt, out=blocks).tokens == 32
+    assert torch.equal(
+        numbers.near, torch.where(numbers.near != 0, cache.near.view(torch.uint16), 0)
+    )
+    assert client.put(prompt, blocks)

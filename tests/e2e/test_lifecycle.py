@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ProcessMaker
+from golden.history_samples import OLDER, PATH
 from helpers.local_server import DEADLINE_MS, eventually
 from helpers.prompts import LARGE, SMALL, assert_reads, chunks_of, keys_of, outcomes, store
 from helpers.server_process import ServerProcess
@@ -23,6 +24,7 @@ from kvstore.client import Client, ClientOptions
 from kvstore.client.options import TransportName
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.types import ChunkKey, PutOutcome
+from kvstore.server.store.saved_state import FILE_NAME
 
 OPTIONS = ClientOptions(chunk_tokens=16, deadline_ms=DEADLINE_MS, retry_after_ms=20)
 
@@ -115,6 +117,29 @@ def test_client_of_a_killed_server_gets_errors_of_the_store_and_finds_the_next_o
         assert_reads(client, keys)
         assert client.boot_id != boot_id
         assert client.transport_name == transport
+
+
+@pytest.mark.parametrize(
+    ("history", "lines"),
+    [(PATH.read_bytes(), 0), (OLDER.read_bytes(), 1)],
+    ids=["of today", "of the version before"],
+)
+def test_a_server_starts_clean_over_whatever_history_an_earlier_one_saved(
+    server_process: ProcessMaker, history: bytes, lines: int
+) -> None:
+    process = server_process(
+        *("--cpu", "16MiB", "--disk", "32MiB:disk", "--log-level", "warning", "--insecure")
+    )
+    path = process.socket_path.parent / "disk" / FILE_NAME
+    path.parent.mkdir(mode=0o700)
+    path.write_bytes(history)
+    process.start()
+    with Client(process.address, SMALL, OPTIONS) as client:
+        assert_reads(client, store(client, 1, 4))
+    assert process.terminate() == 0
+    said = process.errors.splitlines()
+    assert [line for line in said if "what was learned is lost" in line] == said
+    assert len(said) == lines
 
 
 @pytest.mark.slow

@@ -92,6 +92,24 @@ def test_metrics_page_on_a_taken_port_is_refused(make_server: ServerMaker) -> No
         make_server("--http", f"127.0.0.1:{port}")
 
 
+def test_second_server_on_one_port_is_refused(make_server: ServerMaker, tmp_path: Path) -> None:
+    server, socket_path = make_server(), tmp_path / "second.sock"
+    with pytest.raises(TierUnavailableError, match=f"cannot listen on {server.address}; is it"):
+        make_server("--listen", server.address, "--tiers", "cpu", "--socket", str(socket_path))
+    assert not socket_path.exists()
+
+
+def test_namespaces_follow_from_the_secret_alone(make_server: ServerMaker, tmp_path: Path) -> None:
+    spaces = []
+    for number, secret in enumerate((b"a" * 16, b"a" * 16, b"b" * 16)):
+        file = tmp_path / f"secret{number}"
+        file.write_bytes(secret)
+        flags = ("--tiers", "cpu", "--secret-file", str(file))
+        server = make_server(*flags, "--socket", str(tmp_path / f"{number}.sock"))
+        spaces.append(server.connect().namespace)
+    assert spaces[0] == spaces[1] != spaces[2]
+
+
 def test_health_is_serving_by_every_name_that_probes_use(channel: grpc.Channel) -> None:
     for name in ["", SERVICE_NAME, "readiness", "liveness"]:
         stub = health_pb2_grpc.HealthStub(channel)

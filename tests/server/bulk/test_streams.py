@@ -279,6 +279,19 @@ def test_a_reader_that_takes_nothing_loses_its_stream_with_its_lease_by_its_dead
         assert server.settled().leases == 0
 
 
+def test_a_reader_that_takes_nothing_for_long_loses_its_stream_before_its_deadline(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk, "SILENCE_S", 0.5)
+    flags = ("--bulk", "127.0.0.1:0", "--cpu", "64MiB", "--limits", "session_ttl_ms=600000")
+    server = make_server(*flags)
+    terms, digests = wide_of(server)
+    with closing(StreamCaller(terms)) as mute:
+        stall(mute, server, get_of(terms, digests, deadline_ms=600_000))
+        assert eventually(lambda: not streams_of(server)._streams)
+    assert server.settled().leases == 0
+
+
 def test_the_server_s_own_words_and_lengths_over_the_limit_are_hung_up_on(terms: Terms) -> None:
     for word in (ready(1), done(1, 1), failed(1, "", "")):
         with closing(StreamCaller(terms)) as reader:

@@ -187,6 +187,18 @@ def at(number: int) -> str:
     return f"{PREFIX}{{{number % BUCKETS}}}:at:{key(number).hex()}"
 
 
+def test_stamps_from_the_future_do_not_keep_a_dead_node_alive(
+    make_directory: DirectoryMaker, redis: RedisProcess
+) -> None:
+    _, second = two(make_directory)
+    far_ms = int(time.time() * 1000) + 3_600_000
+    for tag in "013":
+        row = f"{far_ms} {TTL_MS} 77 10.0.0.7:1 -"
+        redis.client.hset(f"{PREFIX}{{{tag}}}:nodes", "dead", row)
+    assert eventually(lambda: len(second.report().nodes) == 2)
+    assert eventually(lambda: len(second.report().nodes) == 1)
+
+
 def test_two_nodes_with_one_id_are_found_out_and_the_later_stays_out(
     make_directory: DirectoryMaker,
 ) -> None:

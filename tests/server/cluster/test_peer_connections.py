@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -42,6 +43,7 @@ from kvstore.server.bulk.tcp_server import (
 )
 from kvstore.server.cluster.peer_connections import StreamLink, dial_peer
 from kvstore.server.cluster.peers import PeerChunk, Peers
+from kvstore.server.security.audit_log import audit_files, read_chain
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import GET_BYTES, Limits
@@ -282,6 +284,18 @@ def test_a_session_has_so_many_streams_and_no_more(terms: pb.OpenPeerResponse) -
     assert eventually(is_let_in)
 
 
+def test_clients_have_so_many_streams_and_servers_find_room_beside_them(
+    server: LocalServer, terms: pb.OpenPeerResponse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_server, "MAX_CLIENT_STREAMS", 1)
+    reply = open_session(server.dial(), MEDIUM)
+    theirs = other(terms, session_id=reply.session_id, attach_token=reply.attach_token)
+    with closing(reached(terms)), closing(reached(theirs)):
+        with pytest.raises(QuotaExceededError, match="client_streams=1"):
+            reached(theirs)
+        reached(terms).close()
+
+
 @BOTH_WAYS
 def test_a_session_that_ends_ends_its_streams(
     infos: list[ChunkInfo], link: StreamLink, terms: pb.OpenPeerResponse, server: LocalServer
@@ -292,16 +306,25 @@ def test_a_session_that_ends_ends_its_streams(
     assert eventually(lambda: not streams_of(server)._streams)
 
 
-def test_what_is_no_get_of_a_peer_is_hung_up_on(
-    infos: list[ChunkInfo], terms: pb.OpenPeerResponse, server: LocalServer
+def test_what_is_no_get_of_a_peer_is_hung_up_on_and_in_the_audit_log(
+    make_server: ServerMaker, tmp_path: Path
 ) -> None:
-    session_id = terms.session_id
-    for message in (get(1, session_id, infos[0].key[16:]), put(1, session_id)):
+    log = tmp_path / "audit"
+    server = make_server("--bulk", "127.0.0.1:0", "--cpu", "64MiB", "--audit-log", str(log))
+    terms = dial_peer(Settings(), server.address, "other", SILENCE_S)
+    session_id, (key,) = terms.session_id, stored(server, 1)
+    for message in (get(1, session_id, key[16:]), put(1, session_id)):
         with closing(reached(terms)) as link:
             wire_of(link).send(message)
             with pytest.raises(TierUnavailableError):
                 wire_of(link).receive()
     assert server.settled().held == 0
+    refused = {"rpc": "Put", "outcome": "PermissionDeniedError", "peer": "stream:127.0.0.1"}
+
+    def is_written() -> bool:
+        return any(refused.items() <= line.items() for line, _ in read_chain(audit_files(log)))
+
+    assert eventually(is_written)
 
 
 @BOTH_WAYS

@@ -24,7 +24,7 @@ from kvstore.proto.types import Accuracy, ChunkInfo
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import EvictionPolicy, Rows, make_policy
-from kvstore.server.index.access_log import MAX_ROWS, AccessLog, Lookup, Stored
+from kvstore.server.index.access_log import MAX_EVENTS, MAX_ROWS, AccessLog, Lookup, Stored
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.index.holds import Leases, LeaseTerms
@@ -393,6 +393,52 @@ class Listening(EvictionPolicy):
 
 def requested(numbers: list[int], now_s: float = 1.0) -> Lookup:
     return Lookup(rows(numbers), [key(number) for number in numbers], now_s)
+
+
+def stored(row: int, parent: int, now_s: float = 1.0, facts: InsertInfo | None = FULL) -> Stored:
+    return Stored(0, [row], parent, 100, facts, [0.0], now_s)
+
+
+def heard(*events: Lookup | Stored) -> list[object]:
+    policy = Listening()
+    access_log = AccessLog(ChunkMetadata(), {"cpu": policy})
+    for event in events:
+        access_log.note(event)
+    assert policy.heard == []
+    access_log.apply_all()
+    assert len(access_log) == 0
+    return policy.heard
+
+
+def test_events_are_told_in_their_order_and_chunks_of_a_chain_together() -> None:
+    assert heard(stored(1, NO_ROW), requested([0]), stored(5, 1)) == [
+        ([1], NO_ROW, 100, 1.0),
+        ([1], 1.0),
+        ([5], 1, 100, 1.0),
+    ]
+    chain = heard(stored(1, NO_ROW, 1.0), stored(2, 1, 1.05), stored(3, 2, 1.1))
+    assert chain == [([1, 2, 3], NO_ROW, 100, 1.1)]
+
+
+def test_what_does_not_continue_a_chain_is_told_alone() -> None:
+    other_facts, other_size = InsertInfo(reuse=1), Stored(0, [3], 2, 101, FULL, [0.0], 1.0)
+    for other in (
+        stored(3, 1),  # not its child
+        stored(3, 2, 1.5),  # later
+        stored(3, 2, facts=None),  # known before
+        stored(3, 2, facts=other_facts),
+        other_size,
+    ):
+        assert len(heard(stored(1, NO_ROW), stored(2, 1), other)) == 2, other
+    assert len(heard(stored(1, 1), stored(1, 1))) == 2, "a row that names itself as its parent"
+
+
+def test_more_events_than_may_wait_are_worked_off_one_by_one() -> None:
+    policy = Listening()
+    access_log = AccessLog(ChunkMetadata(), {"cpu": policy})
+    for number in range(MAX_EVENTS + 10):
+        access_log.note(stored(10 * number + 1, NO_ROW))
+    assert (len(access_log), len(policy.heard)) == (MAX_EVENTS, 10)
 
 
 def test_few_rows_wait_as_each_takes_time_to_apply() -> None:

@@ -6,8 +6,10 @@ import base64
 import hmac
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -361,3 +363,25 @@ def test_the_doctor_says_when_a_list_cannot_be_used_and_when_it_soon_cannot(
     assert found.state == "fail"
     assert "out of date" in found.saw
     assert list(check_revocations(load_config(flags))) == []
+
+
+def test_who_looks_at_a_file_while_another_reads_it_has_the_new_value(tmp_path: Path) -> None:
+    path, begun, go_on = tmp_path / "file", threading.Event(), threading.Event()
+    path.write_bytes(b"old")
+
+    def parse(data: bytes) -> bytes:
+        if data == b"newer":
+            begun.set()
+            assert go_on.wait(20)
+        return data
+
+    file = WatchedFile((path,), parse)
+    path.write_bytes(b"newer")
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(file.refresh)
+        assert begun.wait(20)
+        second = pool.submit(lambda: (file.refresh(), file.value)[1])
+        time.sleep(0.1)
+        go_on.set()
+        assert (first.result(20), second.result(20)) == (True, b"newer")
+    assert not file.refresh()

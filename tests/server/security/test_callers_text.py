@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ProcessMaker, ServerMaker
-from helpers.local_server import DEADLINE_MS, LocalServer
+from helpers.local_server import DEADLINE_MS, LocalServer, open_session
 from helpers.prompts import SMALL
 
 from kvstore.cli.chunks import fetch_namespaces
@@ -189,3 +189,21 @@ def test_all_identities_are_listed_though_one_message_does_not_hold_them(
     assert 0 < len(reply.spaces) < MAX_SPACES
     assert len(reply.spaces) + reply.left == MAX_SPACES
     assert len({one.key_namespace for one in fetch_namespaces(crowded.address)}) == MAX_SPACES
+
+
+def test_an_explanation_that_no_message_holds_is_cut_and_says_by_how_much(
+    crowded: LocalServer,
+) -> None:
+    request = pb.ExplainRequest(recent=10_000)
+    reply = crowded.dial().call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
+    assert 0 < len(reply.recent) < MAX_SPACES
+    assert len(reply.recent) + reply.left_out == MAX_SPACES
+
+
+def test_a_count_with_a_name_of_a_megabyte_leaves_nothing(server: LocalServer) -> None:
+    ask = server.dial()
+    counts = {"x" * 1_000_000: 1, "hits": 2}
+    beat = pb.HeartbeatRequest(session_id=open_session(ask).session_id, counts=counts)
+    ask.call("Heartbeat", beat, DEADLINE_MS, pb.HeartbeatResponse)
+    reply = ask.call("Explain", pb.ExplainRequest(recent=1), DEADLINE_MS, pb.ExplainResponse)
+    assert [dict(one.counts) for one in reply.engines] == [{"hits": 2}]

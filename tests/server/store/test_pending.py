@@ -172,6 +172,56 @@ def test_only_the_shard_that_was_announced_is_taken_raw_exact_and_original(
     assert writers.found() == (0, 1)
 
 
+@pytest.mark.parametrize("waited_s", [0, 31], ids=["at once", "when its time was up"])
+def test_a_chunk_put_whole_meanwhile_needs_no_further_shard(
+    writers: Writers, waited_s: float
+) -> None:
+    assert writers.put(writers.one, TOP) is PENDING
+    late = writers.begin(writers.one, REST)
+    frame = frame_of(writers.key(), WIDE)
+    header = parse_header(frame)
+    header = replace(header, representation=writers.one.representation_digest)
+    info = replace(header.info(), key=writers.key())
+    begun = writers.writes.begin_all(writers.other, [info], writers.core.later())[0]
+    assert not isinstance(begun, PutResult)
+    writers.writes.commit(writers.writes.claim(writers.other, begun.ticket_id), frame=frame)
+    writers.clock.now += waited_s
+    writers.core.store.tick()
+    assert writers.found() == (1, 0)
+    assert writers.finish(late, writers.frame(REST)) is EXISTS
+    writers.assert_nothing_left()
+
+
+def test_many_writers_at_once_make_one_chunk() -> None:
+    writers = Writers(max_reservations_per_session=100)
+    corners = [
+        shard_of(LAYOUT, (layer, layer + 1), (head, head + 1))
+        for layer in range(3)
+        for head in range(4)
+    ]
+    shards = [*corners, LEFT, RIGHT, TOP, REST]
+    frames = [writers.frame(shard) for shard in shards]
+    barrier = threading.Barrier(4)
+    outcomes: list[PutOutcome] = []
+
+    def put(mine: int) -> None:
+        barrier.wait()
+        for number in range(mine, len(shards), 4):
+            ticket = writers.begin(writers.one, shards[number])
+            outcomes.append(writers.finish(ticket, frames[number]))
+
+    threads = [threading.Thread(target=put, args=(mine,)) for mine in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes.count(STORED) == 1
+    assert set(outcomes) <= {STORED, PENDING, EXISTS}
+    assert writers.is_right()
+    writers.assert_nothing_left()
+    writers.core.close()
+
+
 def test_unfinished_chunks_are_dropped_when_their_time_is_up(writers: Writers) -> None:
     assert writers.put(writers.one, TOP) is PENDING
     late = writers.begin(writers.other, REST)

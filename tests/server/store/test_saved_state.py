@@ -122,6 +122,14 @@ def test_a_file_is_read_as_it_was_written_and_the_golden_file_for_ever() -> None
     assert all(gate.is_open and gate.is_calibrated for _, gate in unpack_gates(sections()))
 
 
+def test_another_version_is_refused() -> None:
+    data = bytearray(packed())
+    data[4] += 1
+    for other in (bytes(data), OLDER.read_bytes()):
+        with pytest.raises(InvalidFrameError, match="not this version"):
+            unpack_sections(other)
+
+
 PARTS: dict[str, Callable[[Any], object]] = {
     "history": unpack_history,
     "models": unpack_models,

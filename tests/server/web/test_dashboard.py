@@ -161,6 +161,13 @@ def test_connections_are_bounded(served: LocalServer) -> None:
     assert eventually(lambda: ask(served, "/metrics")[0] == 200)
 
 
+def test_a_header_that_does_not_end_is_refused(served: LocalServer) -> None:
+    assert served.node.http_port is not None
+    with socket.create_connection(("127.0.0.1", served.node.http_port), WAIT_S) as line:
+        line.sendall(b"GET / HTTP/1.1\r\nX: " + b"x" * 70_000)
+        assert b"400" in line.recv(100)
+
+
 def test_a_second_request_that_does_not_end_is_not_waited_for(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
