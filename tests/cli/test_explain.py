@@ -212,3 +212,18 @@ def test_keys_and_namespaces_are_taken_as_logged_and_by_any_digits_that_begin_on
     ):
         status, _, err = explain(*argv)
         assert (status, word in err) == (2, True), err
+
+
+def test_what_is_printed_into_a_pipe_has_whole_ids_one_row_a_line_and_no_lines_around(
+    server: LocalServer, explain: Kvstore
+) -> None:
+    client = server.connect(options=ClientOptions("auto", 16, DEADLINE_MS, name="engine-7"))
+    keys = store(client, 1, 2)
+    other = server.connect(representation=other_revision(SMALL))
+    other.lookup(keys=keys_of(other, 1, 2))
+    named = [word for key in keys for word in ("--keys", key.hex())]
+    shown = [explain(*argv)[1] for argv in (["--recent", "5"], named)]
+    assert all(line.isascii() for line in shown)
+    assert f"model_revision: {SMALL.model_revision} stored, {'f' * 40} asked" in shown[0]
+    assert [key[DIGEST_BYTES:].hex() in shown[1] for key in keys] == [True, True]
+    assert len(shown[1].splitlines()) == 2 + len(keys)

@@ -133,6 +133,18 @@ class Events:
         self.connection.close()
 
 
+def test_a_server_that_stops_ends_its_readers_without_a_word(
+    served: LocalServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = Events(served)
+    assert reader.next() is not None
+    served.stop()
+    while reader.next() is not None:
+        continue
+    reader.close()
+    assert [record for record in caplog.records if record.name.startswith("uvicorn")] == []
+
+
 def test_readers_are_bounded_and_room_comes_back(served: LocalServer) -> None:
     readers = [Events(served) for _ in range(MAX_READERS)]
     assert all(reader.next() for reader in readers)
