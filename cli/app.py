@@ -270,7 +270,7 @@ class Commands(TyperGroup):
             found = super().invoke(ctx)
             sys.stdout.flush()
             return found
-        except BrokenPipeError:  # whoever reads has enough: as if SIGPIPE had ended it
+        except BrokenPipeError:  # the reader closed the pipe: as if SIGPIPE had ended it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(EXIT_PIPE) from None
 

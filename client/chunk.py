@@ -121,17 +121,17 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def copying(tensor: torch.Tensor) -> Iterator[None]:
-    """Copy from or to *tensor*'s GPU: all that its streams were given is over before, and the
-    copies are over behind it, whichever thread and stream the caller is on.
+def copying(*tensors: torch.Tensor) -> Iterator[None]:
+    """Copy from or to the GPUs of *tensors*: all that their streams were given is over before, and
+    the copies are over behind it, whichever thread and stream the caller is on.
 
     Raises TierUnavailableError for what torch raises, want of memory too.
     """
     import torch
 
     def settle() -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize(tensor.device)
+        for device in {tensor.device for tensor in tensors} if torch.cuda.is_available() else ():
+            torch.cuda.synchronize(device)
 
     try:
         with torch.inference_mode():  # or the tensors of an engine could not be written to

@@ -100,7 +100,7 @@ class StagedKV:
         return held.chunk(start - self._first, stop - self._first, layout)
 
     def _open(self) -> WholeKV | Blocks:
-        with copying(self._far[0][0]):
+        with copying(*chain(*self._far)):
             rooms = [[self._room(one) for one in far] for far in self._far]
             for number, far, near in zip(self._numbers, self._far, rooms, strict=True):
                 ends = (map(self._blocks_first, map(bits, some)) for some in (far, near))
@@ -126,7 +126,7 @@ class StagedKV:
     def upload(self, stop: int, layers: Iterable[int] = ()) -> None:
         """Copy tokens up to *stop* of *layers*, or of all, to the device. Raises as above."""
         start, stop = self._start - self._first, stop - self._first
-        with copying(self._far[0][0]):
+        with copying(*chain(*self._far)):
             for number in layers or self._numbers:
                 for far, near in self._copies[number]:
                     if self._ids is None:

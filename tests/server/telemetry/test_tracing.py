@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from kvstore.server import node
 from kvstore.server.settings.settings import load_config
 from kvstore.server.telemetry import request_trace
 from kvstore.server.telemetry import tracing as module
-from kvstore.server.telemetry.metrics import Counters, Gauge
+from kvstore.server.telemetry.metrics import COUNTERS, TIMED, Counters, Gauge
 from kvstore.server.telemetry.request_trace import IDLE_S, NAME_BYTES, RequestLog, check_local
 from kvstore.server.telemetry.tracing import (
     HEADER,
@@ -423,6 +424,32 @@ def counters() -> Counters:
 
 def scrape(counters: Counters) -> list[str]:
     return MetricsText(counters, lambda: GAUGES, ("cpu", "disk")).text().decode().splitlines()
+
+
+def test_an_unknown_name_is_a_mistake_of_ours(counters: Counters) -> None:
+    with pytest.raises(KeyError):
+        counters.add("look_ups")
+
+
+def test_threads_lose_no_count(counters: Counters) -> None:
+    def count_up(_: int) -> None:
+        for _ in range(500):
+            counters.add("get_chunks")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(count_up, range(8)))
+    assert counters["get_chunks"] == 4_000
+
+
+def test_every_series_is_served_from_the_start(counters: Counters) -> None:
+    lines = scrape(counters)
+    for name in COUNTERS:
+        assert f"kvstore_{name}_total 0.0" in lines
+    assert 'kvstore_tier_found_chunks_total{tier="disk"} 0.0' in lines
+    assert 'kvstore_flow_chunks_total{source="cpu",target="disk"} 0.0' in lines
+    assert 'kvstore_tenant_ready_chunks_total{tenant="others"} 0.0' in lines
+    for method in TIMED:
+        assert f'kvstore_call_seconds_count{{method="{method}"}} 0.0' in lines
 
 
 def test_counters_and_gauges_are_served_as_they_stand(counters: Counters) -> None:
