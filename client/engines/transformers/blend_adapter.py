@@ -60,8 +60,7 @@ class TransformersAdapter:
         self.rope: Sequence[RopeSpec | None] = (
             _rotation(self._model, self._origin, self.head_dim),
         ) * self.n_layers
-        nothing = torch.empty(0, device=self.device)
-        self._turned = (nothing, nothing, nothing)
+        self._turned = (torch.empty(0),) * 3
         self.window: Sequence[int | None] = tuple(
             _window(config, layer.self_attn) for layer in self._layers
         )
@@ -92,13 +91,10 @@ class TransformersAdapter:
 
     def _turns(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tables of *positions*; layers one after the other ask for the same ones."""
-        known, cosine, sine = self._turned
-        if known is not positions:
-            cosine, sine = (
-                t[0] for t in self._model.model.rotary_emb(hidden[None], positions[None])
-            )
-            self._turned = (positions, cosine, sine)
-        return cosine, sine
+        if self._turned[0] is not positions:
+            cosine, sine = self._model.model.rotary_emb(hidden[None], positions[None])
+            self._turned = (positions, cosine[0], sine[0])
+        return self._turned[1:]
 
     def attend(self, layer: int, query: Tensor, runs: Sequence[RowRun], kv: LayerKV) -> Tensor:
         """Return what the rows of *runs* read, (rows, heads * head_dim).
@@ -162,10 +158,7 @@ class BlendedCache(DynamicCache):
 
     @classmethod
     def of(cls, model: PreTrainedModel, result: BlendResult) -> BlendedCache:
-        """Return the KV of *result* as a cache of *model*, but for its last token.
-
-        Like this ``generate`` takes the whole prompt and computes the last token itself.
-        """
+        """Return the KV of *result*, but for its last token, which ``generate`` then computes."""
         cache = cls(config=model.config)
         for layer, (keys, values) in enumerate(result.kv):
             cache.update(keys[None, :, :-1], values[None, :, :-1], layer)
@@ -210,17 +203,14 @@ def _rotated(rows: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 def _blocks(runs: Sequence[RowRun]) -> Iterator[list[RowRun]]:
     """Yield a run from 0 as it is, the others joined or cut to at most BLOCK_ROWS rows."""
-    block: list[RowRun] = []
-    room = BLOCK_ROWS
+    block, room = list[RowRun](), BLOCK_ROWS
     for start, end in runs:
         if start == 0:
             yield [(start, end)]
-            continue
-        while start < end:
+        while 0 < start < end:
             stop = min(end, start + room)
             block.append((start, stop))
-            room -= stop - start
-            start = stop
+            start, room = stop, room - (stop - start)
             if not room:
                 yield block
                 block, room = [], BLOCK_ROWS
