@@ -39,7 +39,6 @@ SHARED_ROPES = ("default", "linear", "llama3")
 """Rotations that engines compute alike: SGLang leaves out yarn's ``attention_factor``."""
 _READ_BY_SOME = ("dual_chunk_attention_config", "qk_norm", "bias")
 """Settings that some engines follow and others do not know."""
-NO_ROPE = RopeParameters(0.0, 0, "none")
 
 _IN_CACHE = re.compile(r"/models--([^/]+)/snapshots/[0-9a-f]{40}(/.+)?$")
 _NAME_DIGITS = 8
@@ -195,12 +194,12 @@ def _facts(config: Any) -> str | None:
     return json.dumps(settings, sort_keys=True, default=str)
 
 
-def own_rope(weights: Weights) -> RopeParameters:
-    """Return the rotation that lies beside *weights*; NO_ROPE where it is not known."""
+def own_rope(config: Any) -> RopeParameters:
+    """Return the rotation that *config* states; none where it is not known, or None."""
     try:
-        return NO_ROPE if weights.config is None else rope_parameters(weights.config)
+        return rope_parameters(config)
     except ModelError:
-        return NO_ROPE
+        return rope_parameters(None)
 
 
 # --- weights and their files

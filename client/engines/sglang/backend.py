@@ -211,7 +211,7 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
                 continue  # such a pool gates nothing, and of one that is not named nothing is read
             is_trailing = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
             trailing = max(1, len(transfer.keys or ())) if is_trailing else 0
-            aux = self._aux.get(PoolName(transfer.name).value)
+            aux = self._aux.get(transfer.name)
             found = prefix_ends(aux.present(names[:pages]), trailing) if aux and pages else []
             hits.update({transfer.name: found[-1]} if found else {})
             usable &= set(found)
@@ -231,13 +231,12 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _transfer(self, transfer: PoolTransfer, *, is_get: bool) -> list[bool]:
         keys, indices = transfer.keys or [], transfer.host_indices
-        aux = self._aux.get(PoolName(transfer.name).value)
-        size = getattr(self.registered_pools.get(transfer.name), "page_size", 1) if aux else 1
-        if aux is None or indices is None or len(indices) != len(keys) * size:
+        aux = self._aux.get(transfer.name)
+        if aux is None or indices is None or len(indices) != len(keys) * aux.page_size:
             return [False] * len(keys)
         if not is_get and not (self._is_writer or aux.is_own):
             return [True] * len(keys)
-        slots, names = indices[::size].tolist(), self._epoch.named(keys)
+        slots, names = indices[:: aux.page_size].tolist(), self._epoch.named(keys)
         if not names:
             return [False] * len(keys)
         return aux.load(names, slots) if is_get else aux.store(names, slots)

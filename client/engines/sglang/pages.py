@@ -13,30 +13,16 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
+import torch
 from blake3 import blake3
 
 from kvstore.client.chunk import Chunk, LayerTensors, Shard, dtype_of
 from kvstore.client.client import Client
+from kvstore.client.engines import identity as shared
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.identity import (
-    BYTE_ROWS,
-    NO_ROPE,
-    Departures,
-    EngineSettings,
-    Weights,
-    adapter_files,
-    byte_group,
-    byte_tensors,
-    files_digest,
-    identity_of,
-    in_words,
-    is_exact,
-    own_rope,
-    stated,
-    weights_of,
-)
+from kvstore.client.engines.identity import BYTE_ROWS, Departures, EngineSettings, Weights, stated
 from kvstore.client.engines.prefix import least_of
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import (
@@ -51,9 +37,6 @@ from kvstore.proto.types import (
     Model,
     PutOutcome,
 )
-
-if TYPE_CHECKING:
-    import torch
 
 LAYOUTS = {
     "layer_first": "plthd",
@@ -113,10 +96,11 @@ class ServerArgsDigest:
         settings = stated({name: getattr(arguments, name, None) for name in SERVER_ARGS})
         if is_hip:
             settings["hip"] = "True"
+        is_commit = shared.is_exact(settings.get("revision", ""))
         return cls(
-            commit=settings.pop("revision") if is_exact(settings.get("revision", "")) else "",
+            commit=settings.pop("revision") if is_commit else "",
             settings=settings,
-            kv_cache_dtype=in_words(getattr(arguments, "kv_cache_dtype", None)),
+            kv_cache_dtype=shared.in_words(getattr(arguments, "kv_cache_dtype", None)),
             adapters=tuple(sorted(set(_adapter_paths(getattr(arguments, "lora_paths", None))))),
             model_path=str(getattr(arguments, "model_path", None) or ""),
         )
@@ -130,7 +114,7 @@ class ServerArgsDigest:
             if not Path(path).is_dir():
                 fix = "its files are not in a folder here: give adapter_digest in the extra config"
                 raise ModelError("lora_paths", path, fix)
-            digest.update(files_digest(adapter_files(path)))
+            digest.update(shared.files_digest(shared.adapter_files(path)))
         return digest.hexdigest()
 
 
@@ -206,7 +190,7 @@ class PageSettings(EngineSettings):
         given = {name: extra[name] for name in known & extra.keys()}
         given["model_revision"] = str(given.get("model_revision") or "")
         path = engine.model_path or model_name
-        weights = weights_of(path, given["model_revision"], engine.commit)
+        weights = shared.weights_of(path, given["model_revision"], engine.commit)
         found = cls(**given, weights=weights, engine=engine)
         if found.kv_heads < 0:
             raise InvalidRequestError("kv_heads", found.kv_heads, "give the model's number of them")
@@ -226,10 +210,10 @@ class PageSettings(EngineSettings):
             del departs["dtype"]  # the layers say so, too
         # SGLang does not tell a backend what it read the settings as.
         config = None if departs else self.weights.config
-        return identity_of(
+        return shared.identity_of(
             replace(self.weights, model_id=f"{self.weights.model_id}{part}"),
             (group,),
-            NO_ROPE if config is None else own_rope(self.weights),
+            shared.own_rope(config),
             config,
             Departures("sglang", departs, self.adapter_digest, quantization),
         )
@@ -274,7 +258,8 @@ def aux_model(pool: HostPool, name: str, rank: RankInfo, settings: PageSettings)
     if rank.tp_size > 1 and (not rank.is_mla or name == STATES):
         parts.append(f"tp{rank.tp_rank}of{rank.tp_size}")
     parts += [rank.extent] if rank.extent else []
-    return settings.identity(byte_group(page.nbytes, "host pool", name), f"#{':'.join(parts)}")
+    group = shared.byte_group(page.nbytes, "host pool", name)
+    return settings.identity(group, f"#{':'.join(parts)}")
 
 
 def _flat_page(pool: HostPool, name: str) -> torch.Tensor:
@@ -321,7 +306,7 @@ class WeightsEpoch:
         A version that is a commit or a digest is a name that engines share.
         """
         agreed, version = self._agree(), self._version()
-        if version != self._known and is_exact(version):
+        if version != self._known and shared.is_exact(version):
             self._epoch = b"version:" + version.encode()
         elif version != self._known or self._resets_on_flush:
             self._epoch = agreed
@@ -435,6 +420,7 @@ class AuxPoolStore(Connector):
         """Raises ModelError for pools that are not understood."""
         self._pool = pool
         self.is_own = not rank.is_mla or name == STATES
+        self.page_size: int = pool.page_size
         model = aux_model(pool, name, rank, settings)
         super().__init__(Client(settings.address, model, settings.options(BYTE_ROWS)))
 
@@ -475,9 +461,7 @@ class AuxPoolStore(Connector):
 
 
 def _rows(page: torch.Tensor) -> LayerTensors:
-    import torch
-
-    return byte_tensors(page.view(torch.uint8))
+    return shared.byte_tensors(page.view(torch.uint8))
 
 
 def prefix_ends(present: Sequence[bool], trailing: int) -> list[int]:

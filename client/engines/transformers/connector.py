@@ -33,17 +33,9 @@ from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.identity import is_exact
 from kvstore.client.engines.prefix import Allowed, Prefix, Source, least_of
+from kvstore.client.engines.transformers import cache as caches
 from kvstore.client.engines.transformers import generation, identity
-from kvstore.client.engines.transformers.cache import (
-    CacheReader,
-    CacheShape,
-    Held,
-    as_argument,
-    join_rows,
-    length,
-    new_cache,
-    notes_of,
-)
+from kvstore.client.engines.transformers.cache import CacheReader, CacheShape, Held, length
 from kvstore.client.engines.transformers.identity import NO_CHANGE, WeightsChange, WeightsWatch
 from kvstore.client.engines.transformers.loads import Call, Link, PrefixLoad, Staging, device_of
 from kvstore.proto.blend import GateView
@@ -146,7 +138,7 @@ class TransformersConnector(Connector):
 
     def _is_still(self, weights: WeightsChange, cache: Cache) -> bool:
         """Return whether all of *cache*, computed from a look at *weights* on, is of those."""
-        notes_of(cache).weights = weights
+        caches.notes_of(cache).weights = weights
         return self._watch.current() == weights
 
     # --- load
@@ -179,7 +171,7 @@ class TransformersConnector(Connector):
         tokens = generation.prompt_of(input_ids, self._model.device)
         prompt = PrefixLoad(self._link, tokens, DynamicCache(config=self._model.config))
         weights = self._watch.current()
-        notes_of(prompt.cache).weights = weights
+        caches.notes_of(prompt.cache).weights = weights
         prompt.load(Call(weights.named(extra), weights, allowed))
         return prompt
 
@@ -218,7 +210,7 @@ class TransformersConnector(Connector):
         rows = {int(layers[s.layer].keys.shape[0]) for s in shape.tokens}
         if rows != {1}:
             raise InvalidRequestError("cache", rows, "give one of (1, kv_heads, tokens, head_dim)")
-        notes, weights = notes_of(cache), self._watch.current()
+        notes, weights = caches.notes_of(cache), self._watch.current()
         if (notes.weights or NO_CHANGE) != weights:
             return 0
         reader = self._reader(cache, [Held.of_end(cache, shape)])
@@ -228,7 +220,7 @@ class TransformersConnector(Connector):
         self, cache: Cache, ends: Sequence[Held], row: int = 0, first: int = 0
     ) -> CacheReader:
         whole = Held.of_row(cache, self._shape, row, first)
-        importance = notes_of(cache).importance
+        importance = caches.notes_of(cache).importance
         return CacheReader(self.client.model, self._shape, whole, ends, importance)
 
     def _save_new(
@@ -314,7 +306,7 @@ class TransformersConnector(Connector):
 
     def _generate_one(self, tokens: Sequence[int], ids: Tensor, call: Call) -> Generation:
         shape = self._shape
-        cache = new_cache(self._model.config, call.settings, shape, len(tokens))
+        cache = caches.new_cache(self._model.config, call.settings, shape, len(tokens))
         # A forward that is begun again would give a streamer the prompt twice.
         may_restart = call.passed.get("streamer") is None
         prompt = PrefixLoad(self._link, tokens, cache, in_layers=may_restart)
@@ -362,7 +354,7 @@ class TransformersConnector(Connector):
         watches: Sequence[StoppingCriteria] = (),
     ) -> GenerateDecoderOnlyOutput:
         model: Any = self._model
-        given = {**call.passed, **as_argument(cache), "generation_config": call.settings}
+        given = {**call.passed, **caches.as_argument(cache), "generation_config": call.settings}
         given["stopping_criteria"] = [*watches, *(call.passed.get("stopping_criteria") or ())]
         given["attention_mask"] = torch.ones_like(ids) if mask is None else mask
         output: GenerateDecoderOnlyOutput = model.generate(ids, **given)
@@ -379,9 +371,9 @@ class TransformersConnector(Connector):
         settings.cache_implementation = None
         model, shape, width = self._model, self._shape, max(map(len, prompts))
         loaded = [self._computed(tokens, call) for tokens in prompts]
-        cache = join_rows([one.cache for one in loaded], shape, model.config, model.device)
+        cache = caches.join_rows([one.cache for one in loaded], shape, model.config, model.device)
         if any(one.prefix.lossy_tokens for one in loaded):
-            notes_of(cache).exact_tokens = 0
+            caches.notes_of(cache).exact_tokens = 0
         seen = None if mask is None else mask[:, -width:].ne(0).long()
         output = self._run(ids[:, -width:], call, cache, seen)
         if not shape.has_ends and self._is_still(call.weights, cache):

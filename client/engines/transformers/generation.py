@@ -147,7 +147,7 @@ def settings_of(
             fix = f"give a setting of GenerationConfig, or one of {', '.join(PASSED)}"
             raise InvalidRequestError(name, value, fix)
         setattr(settings, name, value)
-    caches = (
+    stored = (
         "dynamic and static caches are stored: a quantised one would hold other numbers after "
         "a load than after a prefill, and an offloaded one is not where it is looked for"
     )
@@ -155,7 +155,7 @@ def settings_of(
         ("num_beams", (None, 0, 1), "one sequence at a time"),
         ("num_return_sequences", (None, 0, 1), "one sequence at a time"),
         ("use_cache", (None, True), "without a cache there is nothing to store"),
-        ("cache_implementation", (None, "dynamic", "hybrid", "static"), caches),
+        ("cache_implementation", (None, "dynamic", "hybrid", "static"), stored),
         ("token_healing", (None, False), "it changes the prompt that is stored"),
     ):
         if getattr(settings, name) not in taken:
@@ -262,13 +262,9 @@ def _watch(name: str) -> bool:
     own: Attend | None = AttentionInterface().get(name)  # type: ignore[no-untyped-call]
     if own is None:
         return False
-    if own is not _WATCHED.get(name):
-        _WATCHED[name] = _watched(own)
-        AttentionInterface.register(name, _WATCHED[name])
-    return True
+    if own is _WATCHED.get(name):
+        return True
 
-
-def _watched(own: Attend) -> Attend:
     @wraps(own)
     def attend(module: Any, query: Tensor, key: Tensor, *more: Any, **named: Any) -> Any:
         # Compiled models have static caches, and cannot look at a thread.
@@ -277,7 +273,9 @@ def _watched(own: Attend) -> Attend:
             look.note(query, key, named.get("scaling"))
         return own(module, query, key, *more, **named)
 
-    return attend
+    _WATCHED[name] = attend
+    AttentionInterface.register(name, attend)
+    return True
 
 
 class _Look:
@@ -303,10 +301,8 @@ class _Look:
 
     def weights(self) -> Importance | None:
         """Return the weights, f32 (tokens,), positive; None where there is none to be had."""
-        if not self._found:
-            return None
-        try:
-            weights: Importance = torch.stack(self._found).mean(0).cpu().numpy()
+        try:  # torch stacks no empty list
+            weights: Importance = torch.stack(self._found or []).mean(0).cpu().numpy()
         except _FAULTS:
             return None
         # 0 would say that a token is of no importance; that it got little does not.

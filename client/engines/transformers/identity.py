@@ -7,6 +7,7 @@ import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,29 +62,28 @@ def representation_of(
     weights = _weights(model, model_revision or "")
     departures = Departures(
         "transformers",
-        shared.computed_in(model.dtype, shape.groups) | _own_code(model) | _rounded_rope(model),
+        shared.computed_in(model.dtype, shape.groups) | _departures(model),
         adapter_digest=adapter_digest,
         tokenizer=_tokenizer(tokenizer, weights),
     )
     return shared.identity_of(weights, shape.groups, rope, config, departures)
 
 
-def _own_code(model: PreTrainedModel) -> dict[str, str]:
-    kind, attention = type(model), str(model.config._attn_implementation)
-    is_theirs = kind.__module__.startswith("transformers.models.")
-    found = {} if is_theirs else {"class": str(kind)}
-    return found if attention in KERNELS else {**found, "attention": attention}
-
-
-def _rounded_rope(model: PreTrainedModel) -> dict[str, str]:
-    """Return the rotation's frequencies where a cast of *model* has rounded them."""
+def _departures(model: PreTrainedModel) -> dict[str, str]:
+    """Return what the model's code and numbers are that no setting says."""
+    found, attention = dict[str, str](), str(model.config._attn_implementation)
+    if not type(model).__module__.startswith("transformers.models."):
+        found["class"] = str(type(model))
+    if attention not in KERNELS:
+        found["attention"] = attention
     table: Any = getattr(model.base_model, "rotary_emb", None)
-    if not isinstance(getattr(table, "inv_freq", None), torch.Tensor):
-        return {}
-    own, named = table.inv_freq.double().cpu(), type(table)(config=model.config).inv_freq.double()
-    if own.shape == named.shape and torch.allclose(own, named.cpu(), rtol=1e-5, atol=0.0):
-        return {}
-    return {"rope": str(own.tolist())}
+    if isinstance(getattr(table, "inv_freq", None), torch.Tensor):
+        tables = (table, type(table)(config=model.config))
+        own, named = (one.inv_freq.double().cpu() for one in tables)
+        # A cast rounds them.
+        if own.shape != named.shape or not torch.allclose(own, named, rtol=1e-5, atol=0.0):
+            found["rope"] = str(own.tolist())
+    return found
 
 
 def check_adapter(model: PreTrainedModel, adapter_digest: str) -> None:
@@ -310,17 +310,10 @@ def _some(tensor: torch.Tensor, count: int) -> torch.Tensor:
 
 def _tokenizer(tokenizer: PreTrainedTokenizerBase, weights: Weights) -> str:
     vocabulary = tokenizer.get_vocab()
-    if weights.folder is not None and _vocabulary_in(weights.folder) == vocabulary:
-        return OWN_TOKENIZER
+    if weights.folder is not None:
+        offline = {"local_files_only": True, "trust_remote_code": False}
+        with suppress(OSError, ValueError, KeyError):
+            if AutoTokenizer.from_pretrained(weights.folder, **offline).get_vocab() == vocabulary:
+                return OWN_TOKENIZER
     words = json.dumps(sorted(vocabulary.items(), key=lambda item: (item[1], item[0])))
     return f"blake3:{blake3(words.encode()).hexdigest()}"
-
-
-def _vocabulary_in(folder: Path) -> dict[str, int] | None:
-    try:
-        own: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError):
-        return None
-    return own.get_vocab()

@@ -20,14 +20,8 @@ from kvstore.client.client import Client
 from kvstore.client.decode import Layer
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.prefix import Allowed, Asked, Prefix, Span
-from kvstore.client.engines.transformers.cache import (
-    CacheShape,
-    Held,
-    Nested,
-    copy,
-    forward,
-    notes_of,
-)
+from kvstore.client.engines.transformers import cache as caches
+from kvstore.client.engines.transformers.cache import CacheShape, Held, Nested, copy
 from kvstore.client.engines.transformers.identity import WeightsChange
 from kvstore.client.planning import Deadline, LinkMeter
 from kvstore.codecs.base import AnyTensors
@@ -253,7 +247,7 @@ class PrefixLoad:
             self._count()
         if failed:
             raise failed[-1]
-        notes_of(cache).exact_tokens = prefix.exact_tokens if prefix.lossy_tokens else None
+        caches.notes_of(cache).exact_tokens = prefix.exact_tokens if prefix.lossy_tokens else None
 
     def _beside(self, failed: list[Exception]) -> Callable[[range], None]:
         """Return what computes chunks, but for the last token, while others load.
@@ -267,7 +261,7 @@ class PrefixLoad:
             some = ids[:, chunks.start * chunk_tokens : chunks.stop * chunk_tokens]
             began_s = time.perf_counter()
             try:
-                last = forward(model, some, self.cache)
+                last = caches.forward(model, some, self.cache)
                 float(last[0, 0])  # the next is begun once this is done, on a device, too
             except Exception as error:
                 failed.append(error)
