@@ -169,10 +169,11 @@ class TransformersConnector(Connector):
 
     def _load_one(self, input_ids: Any, extra: Sequence[bytes], allowed: Allowed) -> PrefixLoad:
         tokens = generation.prompt_of(input_ids, self._model.device)
-        prompt = PrefixLoad(self._link, tokens, DynamicCache(config=self._model.config))
         weights = self._watch.current()
+        call = Call(weights.named(extra), weights, allowed)
+        prompt = PrefixLoad(self._link, call, tokens, DynamicCache(config=self._model.config))
         caches.notes_of(prompt.cache).weights = weights
-        prompt.load(Call(weights.named(extra), weights, allowed))
+        prompt.load()
         return prompt
 
     def _compare(self, prompt: PrefixLoad) -> GateView | None:
@@ -223,16 +224,14 @@ class TransformersConnector(Connector):
         importance = caches.notes_of(cache).importance
         return CacheReader(self.client.model, self._shape, whole, ends, importance)
 
-    def _save_new(
-        self, prompt: PrefixLoad, tokens: Sequence[int], reader: CacheReader, call: Call
-    ) -> None:
+    def _save_new(self, prompt: PrefixLoad, tokens: Sequence[int], reader: CacheReader) -> None:
         """Store *prompt*, whose last chunk is hit by the same prompt alone, then all *tokens*."""
-        prefix, count = prompt.prefix, len(prompt.tokens)
+        prefix, count, extra = prompt.prefix, len(prompt.tokens), prompt.call.extra
         exact = prefix.exact_tokens if prefix.lossy_tokens else None
-        self._save(tokens[:count], reader, prefix.stored_tokens, call.extra, exact)
+        self._save(tokens[:count], reader, prefix.stored_tokens, extra, exact)
         if len(tokens) > count:
             whole = count // self._chunk_tokens * self._chunk_tokens
-            self._save(tokens, reader, whole, call.extra, exact)
+            self._save(tokens, reader, whole, extra, exact)
 
     def _save(
         self,
@@ -307,10 +306,10 @@ class TransformersConnector(Connector):
     def _generate_one(self, tokens: Sequence[int], ids: Tensor, call: Call) -> Generation:
         shape = self._shape
         cache = caches.new_cache(self._model.config, call.settings, shape, len(tokens))
+        prompt = PrefixLoad(self._link, call, tokens, cache)
         # A forward that is begun again would give a streamer the prompt twice.
-        may_restart = call.passed.get("streamer") is None
-        prompt = PrefixLoad(self._link, tokens, cache, in_layers=may_restart)
-        self._begin(prompt, call)
+        prompt.in_layers = call.passed.get("streamer") is None
+        self._begin(prompt)
         watch = generation.Watch(cache, shape, self._chunk_tokens)
         weighed = len(tokens) if self.client.weighs else 0
 
@@ -321,7 +320,8 @@ class TransformersConnector(Connector):
 
                 def on_first() -> None:
                     seen()
-                    prompt.note(left, time.perf_counter() - began_s)
+                    computed_s = time.perf_counter() - began_s - prompt.waited_s
+                    self.learned.observe(left, computed_s)
 
                 watch.on_first = on_first
                 return self._run(ids, call, cache, None, [watch])
@@ -331,12 +331,12 @@ class TransformersConnector(Connector):
             self._compare(prompt)
             sequence = output.sequences[0].tolist()[: length(cache, shape)]
             reader = self._reader(cache, [*prompt.ends, *watch.ends])
-            self._save_new(prompt, sequence, reader, call)
+            self._save_new(prompt, sequence, reader)
         return Generation(output, prompt.prefix.hit_tokens, (prompt.prefix.hit_tokens,))
 
-    def _begin(self, prompt: PrefixLoad, call: Call) -> None:
+    def _begin(self, prompt: PrefixLoad) -> None:
         """Load a prompt's prefix; of windows and states compute to the last pause."""
-        prompt.load(call)
+        prompt.load()
         prefix, shape, tokens = prompt.prefix, self._shape, prompt.tokens
         if self._is_compared(prefix):
             prompt.to_compare = copy.deepcopy(prompt.cache)
@@ -382,7 +382,7 @@ class TransformersConnector(Connector):
                 first = width - len(one.tokens)
                 generated = output.sequences[row, first:held].tolist()
                 tokens = generation.until_end(generated, len(one.tokens), settings)
-                self._save_new(one, tokens, self._reader(cache, (), row, first), call)
+                self._save_new(one, tokens, self._reader(cache, (), row, first))
                 self._compare(one)
         # As the model returns it: with the padding that all rows have, which was cut off above.
         padded: Any = torch.cat([ids[:, :-width], output.sequences], dim=1)
@@ -392,8 +392,8 @@ class TransformersConnector(Connector):
 
     def _computed(self, tokens: Sequence[int], call: Call) -> PrefixLoad:
         """Return a prompt that was computed but for its last token; what is new of it is stored."""
-        prompt = PrefixLoad(self._link, tokens, DynamicCache(config=self._model.config))
-        self._begin(prompt, call)
+        prompt = PrefixLoad(self._link, call, tokens, DynamicCache(config=self._model.config))
+        self._begin(prompt)
         held, last = length(prompt.cache, self._shape), len(tokens) - 1
         if held < last:
             began_s = time.monotonic()

@@ -192,24 +192,23 @@ class _LayerLostError(Exception):
 class PrefixLoad:
     """The load of one prompt into a cache, and the forward behind it. For one thread.
 
-    *in_layers*: exact copies may come layer by layer, where that saves enough by what the link and
-    the connector's ``learned`` say: the shorter of transfer and computing. Each layer is verified
-    before the model sees it. When one is late or proves wrong the forward is given up, and done
-    again behind the chunks that are right in all layers.
+    With ``in_layers`` exact copies come layer by layer, where that saves enough by what the link
+    and the connector's ``learned`` say: the shorter of transfer and computing. Each layer is
+    verified before the model sees it. When one is late or proves wrong the forward is given up,
+    and done again behind the chunks that are right in all layers.
     """
 
-    def __init__(
-        self, link: Link, tokens: Sequence[int], cache: Cache, *, in_layers: bool = False
-    ) -> None:
+    def __init__(self, link: Link, call: Call, tokens: Sequence[int], cache: Cache) -> None:
+        self.call = call
         self.tokens = tokens
         self.cache: Any = cache
         self.prefix = Prefix()
         self.ends: list[Held] = []
         """What the cache had of its end on the way."""
+        self.in_layers = False
         self.to_compare: Cache | None = None
         """What was loaded, if that is to be compared with a full prefill."""
         self._link, self._connector = link, link.connector
-        self._in_layers = in_layers
         self._held: Held | None = None
         self._layers: Generator[Layer, None, None] | None = None
         self._counts: dict[int, int] = {}
@@ -221,19 +220,19 @@ class PrefixLoad:
         """Bytes of them as raw frames."""
         self._arriving: dict[int, Any] = {}
         """The cache's layers that nothing has waited for yet."""
-        self._waited_s = self._began_s = 0.0
+        self.waited_s = self._began_s = 0.0
 
-    def load(self, call: Call) -> None:
+    def load(self) -> None:
         """Have the longest stored prefix in the cache, or on its way.
 
         For a deadline the model computes what loads too slowly. Raises what the model raises.
         """
-        link, cache, failed = self._link, self.cache, list[Exception]()
+        link, call, cache, failed = self._link, self.call, self.cache, list[Exception]()
         is_plain = link.staging is None and not link.shape.has_ends
         can_wait, within = is_plain and isinstance(cache, DynamicCache), None
         if can_wait and call.deadline_ms:
             within = Deadline(call.deadline_ms / 1000, self._beside(failed), 0, call.began_s)
-        self._in_layers &= can_wait and within is None and not is_compiled(link.model)
+        self.in_layers &= can_wait and within is None and not is_compiled(link.model)
         read = partial(self._read, within)
         asked = Asked(len(self.tokens), link.shape.has_ends, within)
         with nullcontext() if link.staging is None else link.staging.lock:
@@ -243,8 +242,15 @@ class PrefixLoad:
         prefix, held, self._held = self.prefix, self._held, None
         if held is not None and prefix.hit_tokens:
             held.fill(cache, link.shape, prefix.hit_tokens)
-        if not self._is_on_its_way():
+        if self._layers is not None and not prefix.hit_tokens:
+            self._layers.close()
+            self._layers, link.is_doubted = None, True
+        if self._layers is None:
             self._count()
+        else:  # counted once all of it came, for which the cache's layers wait
+            self._arriving = {s.layer: cache.layers[s.layer] for s in link.shape.tokens}
+            for number, layer in self._arriving.items():
+                vars(layer)["update"] = partial(self._update, number)
         if failed:
             raise failed[-1]
         caches.notes_of(cache).exact_tokens = prefix.exact_tokens if prefix.lossy_tokens else None
@@ -299,8 +305,8 @@ class PrefixLoad:
         elif within is not None:
             tail_tokens = len(self.tokens) - spans[-1][1]
             return self._connector._read_within(keys, rooms(), first, least, within, tail_tokens)
-        elif self._begins_layers(least):
-            self._layers = self._drawn(wanted, rooms()[first:])
+        elif not first and self._begins_layers(least):
+            self._layers = self._drawn(keys, rooms)
             self._draw()
             stated = [EXACT] * min(self._counts.values(), default=0)
         else:
@@ -316,14 +322,13 @@ class PrefixLoad:
     # --- layer by layer
 
     def _begins_layers(self, least: Accuracy) -> bool:
-        may = self._in_layers and least is Accuracy.exact and self._pays()
-        return may and self._link.layered.acquire(blocking=False)
-
-    def _pays(self) -> bool:
+        """Whether to load layer by layer; if so ``link.layered`` is held."""
         client, prefill = self._connector.client, self._connector.learned.model()
+        may = self.in_layers and least is Accuracy.exact and not self._link.is_doubted
+        if not may or prefill is None:
+            return False
         transport = client._link.connected()
-        # In shared memory all is in reach at once.
-        if transport.name == "shm" or prefill is None or self._link.is_doubted:
+        if transport.name == "shm":  # all is in reach at once
             return False
         held = min(self._spans[-1][1], len(self.tokens) - 1)
         compute_s = prefill.seconds(len(self.tokens) - held, held)
@@ -333,13 +338,14 @@ class PrefixLoad:
             # What is late then loses every chunk, of a whole load only those behind.
             and load_s <= client.options.deadline_ms / 2000
             and len(self._spans) <= transport.session.terms.max_batch_chunks
+            and self._link.layered.acquire(blocking=False)
         )
 
     def _drawn(
-        self, keys: Sequence[ChunkKey], rooms: Sequence[LayerTensors]
+        self, keys: Sequence[ChunkKey], rooms: Callable[[], Sequence[LayerTensors]]
     ) -> Generator[Layer, None, None]:
         try:
-            with closing(self._connector.client.get_chunk_layers(keys, rooms)) as layers:
+            with closing(self._connector.client.get_chunk_layers(keys, rooms())) as layers:
                 yield from layers
         finally:
             self._link.layered.release()
@@ -360,19 +366,6 @@ class PrefixLoad:
                 came_bytes = sum(self._sizes) * len(self._counts) // layers
                 self._link.meter.observe(came_bytes, now_s - self._began_s)
 
-    def _is_on_its_way(self) -> bool:
-        """Return whether more than a first layer is to come: the cache's then wait for it."""
-        if self._layers is None:
-            return False
-        if not self.prefix.hit_tokens:
-            self._layers.close()
-            self._layers, self._link.is_doubted = None, True
-            return False
-        self._arriving = {s.layer: self.cache.layers[s.layer] for s in self._link.shape.tokens}
-        for number, layer in self._arriving.items():
-            vars(layer)["update"] = partial(self._update, number)
-        return True
-
     def _update(self, number: int, *new: Any, **more: Any) -> Any:
         """Do what the cache's layer does with *new* keys and values, once its own came."""
         self._wait(number)
@@ -383,7 +376,7 @@ class PrefixLoad:
         began_s = time.perf_counter()
         while number not in self._counts and self._connector.ask(self._draw, False):
             pass
-        self._waited_s += time.perf_counter() - began_s
+        self.waited_s += time.perf_counter() - began_s
         if self._counts.get(number, 0) < len(self.prefix.tiers):
             raise _LayerLostError(number)
         del vars(self._arriving.pop(number))["update"]
@@ -391,10 +384,6 @@ class PrefixLoad:
             assert self._layers is not None
             # Hold nothing twice: what grows is a copy.
             self._connector.ask(self._layers.close, None)
-
-    def note(self, tokens: int, seconds: float) -> None:
-        """Tell the connector that *tokens* took so many seconds, some of which were waited."""
-        self._connector.learned.observe(tokens, seconds - self._waited_s)
 
     def run(self, work: Callable[[], T]) -> T:
         """Return what *work*, the forward, makes of the cache; ``prefix`` is what was in it.
@@ -413,7 +402,7 @@ class PrefixLoad:
             else:
                 self._count()
                 return found
-        self._waited_s = 0.0
+        self.waited_s = 0.0
         return work()
 
     def _cut(self) -> None:
