@@ -117,11 +117,10 @@ class ServerChild:
             self._process = process = subprocess.Popen(  # noqa: S603 - our own interpreter
                 self._command, stdout=subprocess.PIPE, stderr=log, text=True
             )
-        self.greeting = ""
         try:
             assert process.stdout is not None
-            if select.select([process.stdout], [], [], START_S)[0]:
-                self.greeting = process.stdout.readline().strip()
+            is_ready = select.select([process.stdout], [], [], START_S)[0]
+            self.greeting = process.stdout.readline().strip() if is_ready else ""
             if not self.greeting.startswith(_GREETING):
                 words = _last_words(self.log_file.read_text())
                 raise KVStoreError(f"kvstore-server did not start: {words}")
