@@ -10,7 +10,7 @@ One prompt at a time, on the CPU or one CUDA device. Written to be exact, not fa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, PreTrainedModel
 
 from kvstore.client.blend.engine import BlendResult
-from kvstore.client.blend.layer_pass import LayerKV, RopeSpec, RowRun, positions_of, reads
+from kvstore.client.blend.layer_pass import LayerKV, RopeSpec, reads
 from kvstore.client.blend.plan import Origin
 from kvstore.client.engines.transformers.identity import (
     MODEL_TYPES,
@@ -100,24 +100,24 @@ class TransformersAdapter:
             self._turned = (positions, cosine, sine)
         return cosine, sine
 
-    def attend(self, layer: int, query: Tensor, runs: Sequence[RowRun], kv: LayerKV) -> Tensor:
-        """Return what the rows of *runs* read, (rows, heads * head_dim).
+    def attend(self, layer: int, query: Tensor, positions: Tensor, kv: LayerKV) -> Tensor:
+        """Return what the rows at *positions* read, (rows, heads * head_dim).
 
-        A run from 0 is one causal call; other rows go in blocks, each with the mask of its
-        positions, over the keys that it reads.
+        Rows from 0 on without a gap are one causal call; others go in blocks, each with the mask of
+        its positions, over the keys that it reads.
         """
-        window, found, first = self.window[layer], [], 0
-        for block in _blocks(runs):
-            positions = positions_of(block, query.device)
-            rows = query[:, first : first + positions.numel()]
-            first += positions.numel()
-            start, end = block[0][0], block[-1][1]
-            if start == 0 and len(block) == 1 and (window is None or end <= window):
-                found.append(self._read(layer, rows, kv, (0, end), None))
-                continue
-            low = 0 if window is None else max(0, start - window + 1)
-            mask = reads(positions, low, end, window)
-            found.append(self._read(layer, rows, kv, (low, end), mask))
+        window, at, found = self.window[layer], positions.tolist(), []
+        head = next((row for row, place in enumerate(at) if row != place), len(at))
+        if window is not None and head > window:
+            head = 0
+        if head:
+            found.append(self._read(layer, query[:, :head], kv, (0, head), None))
+        for first in range(head, len(at), BLOCK_ROWS):
+            stop = min(first + BLOCK_ROWS, len(at))
+            low = 0 if window is None else max(0, at[first] - window + 1)
+            span = (low, at[stop - 1] + 1)
+            mask = reads(positions[first:stop], *span, window)
+            found.append(self._read(layer, query[:, first:stop], kv, span, mask))
         return (found[0] if len(found) == 1 else torch.cat(found)).flatten(1)
 
     def _read(
@@ -206,23 +206,3 @@ def _rotated(rows: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Return *rows*, (heads, rows, head_dim), rotated as transformers does, to the bit."""
     first, second = rows.chunk(2, -1)
     return rows * cosine + torch.cat((-second, first), -1) * sine
-
-
-def _blocks(runs: Sequence[RowRun]) -> Iterator[list[RowRun]]:
-    """Yield a run from 0 as it is, the others joined or cut to at most BLOCK_ROWS rows."""
-    block: list[RowRun] = []
-    room = BLOCK_ROWS
-    for start, end in runs:
-        if start == 0:
-            yield [(start, end)]
-            continue
-        while start < end:
-            stop = min(end, start + room)
-            block.append((start, stop))
-            room -= stop - start
-            start = stop
-            if not room:
-                yield block
-                block, room = [], BLOCK_ROWS
-    if block:
-        yield block
