@@ -246,7 +246,7 @@ class Blender:
         check_selector(plan.selector)
         own, started, failure = self.adapter.origin, time.perf_counter(), ""
         refused = _refused(plan, own)
-        plan = plan.as_miss(_computed_anyway(plan) | frozenset(refused))
+        plan = plan.as_miss(_computed_anyway(plan) | refused.keys())
         try:
             result = self._blended(plan, source, patience_s)
         except KVStoreError as error:
@@ -331,19 +331,18 @@ def _refused(plan: BlendPlan, own: Origin) -> dict[int, str]:
     return found
 
 
-def _computed_anyway(plan: BlendPlan) -> frozenset[int]:
+def _computed_anyway(plan: BlendPlan) -> set[int]:
     """Return the segments that are not to be loaded, by their indices.
 
     Those ``approx`` ones all of whose rows are to be computed; and the ``exact`` ones too when
-    that is all of them: whoever wants every row computed wants the full prefill. Behind a loaded
-    prefix rows are summed in another order: 2e-5 of a logit in float32, and as far as that is
-    the engine's own prefix cache from its full prefill.
+    that is all of them: whoever wants every row computed wants the full prefill, and behind a
+    loaded prefix rows are summed in another order (2e-5 of a logit in float32).
     """
     shares = plan.shares()
     whole = {index for index, share in shares.items() if share >= 1}
     if whole and len(whole) == len(shares):
         whole.update(index for index, _ in plan.of_kind("exact"))
-    return frozenset(whole)
+    return whole
 
 
 def _padded(result: BlendResult, count: int) -> list[LayerKV]:

@@ -9,11 +9,11 @@ One prompt at a time, on the CPU or one CUDA device. Written to be exact, not fa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -44,7 +44,11 @@ class TransformersAdapter:
     """
 
     def __init__(self, model: PreTrainedModel, adapter_digest: str = "none") -> None:
-        _check(model, adapter_digest)
+        if model.config.model_type not in MODEL_TYPES or not hasattr(model, "lm_head"):
+            fix = f"give a causal language model of {', '.join(MODEL_TYPES)}"
+            raise ModelError("model", type(model).__name__, fix)
+        check_adapter(model, adapter_digest)
+        check_device(model)
         engine: Any = model
         self._model = engine.eval()
         config = model.config
@@ -172,23 +176,13 @@ class BlendedCache(DynamicCache):
         return cache
 
 
-def _check(model: PreTrainedModel, adapter_digest: str) -> None:
-    if model.config.model_type not in MODEL_TYPES or not hasattr(model, "lm_head"):
-        fix = f"give a causal language model of {', '.join(MODEL_TYPES)}"
-        raise ModelError("model", type(model).__name__, fix)
-    check_adapter(model, adapter_digest)
-    check_device(model)
-
-
 def _rotation(model: Any, origin: Origin, head_dim: int) -> RopeSpec:
     """Return the rotation of the model's own tables, once they are those its settings name."""
-    named = RopeSpec.of(origin.rope, head_dim)
-    table = model.model.rotary_emb
+    named, table = RopeSpec.of(origin.rope, head_dim), model.model.rotary_emb
     own = RopeSpec(tuple(table.inv_freq.float().tolist()), float(table.attention_scaling))
-    numbers = [] if named is None else [*named.frequencies, named.gain]
-    pairs = list(zip([*own.frequencies, own.gain], numbers, strict=False))
-    is_same = len(numbers) == len(own.frequencies) + 1
-    if not is_same or not all(math.isclose(a, b, rel_tol=_TABLE_TOLERANCE) for a, b in pairs):
+    wanted = [] if named is None else [*named.frequencies, named.gain]
+    numbers = [*own.frequencies, own.gain]
+    if len(numbers) != len(wanted) or not np.allclose(numbers, wanted, _TABLE_TOLERANCE, 0.0):
         fix = "the model's tables are others: load it with dtype=, do not cast it"
         raise ModelError("rope", origin.rope, fix)
     return own
