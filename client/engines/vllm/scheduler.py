@@ -1,8 +1,8 @@
 """The scheduler's half of the vLLM connector: what to load, what to store, and no request held up.
 
 What is stored of a prompt is looked up by a thread from the moment the request arrives; until it
-knows, vLLM comes back, and waits only if it computes nothing, and a moment. Works on
-vLLM's Request and SchedulerOutput by their fields, without importing vLLM.
+knows, vLLM comes back. Works on vLLM's Request and SchedulerOutput by their fields, without
+importing vLLM.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kvstore.client.engines.identity import EPOCH_BYTES
 from kvstore.client.engines.vllm.events import KVEvents
 from kvstore.client.engines.vllm.identity import KVCacheShape
 from kvstore.client.engines.vllm.lookup import (
+    NOTHING,
     WAITERS,
     LookupResult,
     LookupWorker,
@@ -42,14 +43,11 @@ from kvstore.client.engines.vllm.messages import (
 )
 from kvstore.client.planning import LEAST_TOKENS, Deadline
 from kvstore.proto.errors import KVStoreError
-from kvstore.proto.keys import chunk_key
 from kvstore.proto.plans import Hints
-from kvstore.proto.types import ChainDigest, ChunkKey
+from kvstore.proto.types import ChainDigest
 
-IDLE_WAIT_S = 0.001
-"""What an idle step waits for the answer to a lookup."""
 TOGETHER_S = 0.01
-"""What a step of an engine that computes nothing waits for answers before it begins: requests that
+"""What an engine that computes nothing waits for answers before it begins a step: requests that
 came together and are computed in two steps cost those that are done first a whole step more."""
 LATE_S = 0.005
 """What an answer may take beyond the deadline of its lookup before it is taken for a miss."""
@@ -151,9 +149,9 @@ class VllmScheduler:
         return result
 
     def _look(self, digests: Sequence[ChainDigest]) -> LookupResult:
-        keys = self._keys(digests)
+        keys = self._lookups.keys_of(digests)
         if not keys:
-            return LookupResult()
+            return NOTHING
         least = self._lookups.allowed(self._lookups.least).least
         wait_s = self._role.wait_ms / 1000
         match = self._lookups.client.lookup(keys=keys, accuracy=least, wait=wait_s)
@@ -163,13 +161,8 @@ class VllmScheduler:
         return LookupResult(0 if is_useless else worth, match.ready)
 
     def _announce(self, digests: Sequence[ChainDigest], within_s: float) -> None:
-        client = self._lookups.client
-        self._lookups.ask(lambda: client.announce_puts(self._keys(digests), within=within_s), 0)
-
-    def _keys(self, digests: Sequence[ChainDigest]) -> list[ChunkKey]:
-        """Name chunks; the namespace opens a session, even for none."""
-        space = self._lookups.client.namespace
-        return [chunk_key(space, digest) for digest in digests]
+        ask, client = self._lookups.ask, self._lookups.client
+        ask(lambda: client.announce_puts(self._lookups.keys_of(digests), within=within_s), 0)
 
     # --- a request's way
 
@@ -253,7 +246,7 @@ class VllmScheduler:
         if self._computing or self._patience_s <= 0.0 or self._desk.is_down:
             return
         began = self._clock()
-        self._desk.wait(min(self._patience_s, lookup.began_s + self._late_s - began), lookup)
+        self._desk.wait(lookup, min(self._patience_s, lookup.began_s + self._late_s - began))
         is_over = lookup.result is not None
         self._patience_s -= self._clock() - began if is_over else self._patience_s
 
@@ -302,12 +295,12 @@ class VllmScheduler:
 
     def _give_up(self, tracked: RequestTracker) -> None:
         """Take back what is announced of a request, but for what others have announced, too."""
+        tracked.lookup.is_over = True
         left = tracked.lookup.digests[tracked.stored or 0 : MAX_LOOKUP_CHUNKS]
         if left and self._role.handover_ms:
-            lookups = [one.lookup for one in self._tracked.values() if one is not tracked]
-            others = {digest for one in lookups if not one.is_over for digest in one.digests}
-            left = [digest for digest in left if digest not in others]
-        self._desk.give_up(tracked.lookup, left)
+            lookups = [one.lookup for one in self._tracked.values() if not one.lookup.is_over]
+            others = {digest for one in lookups for digest in one.digests}
+            self._desk.take_back([digest for digest in left if digest not in others])
 
     def reset(self) -> None:
         """Never again load what was stored before, as the engine's weights may be others."""
@@ -334,9 +327,6 @@ class VllmScheduler:
                 self._give_up(self._tracked[request_id])
         self._learn_speed(output.num_scheduled_tokens)
         self._computing, self._patience_s = set(output.num_scheduled_tokens), TOGETHER_S
-        is_idle = not output.total_num_scheduled_tokens
-        if is_idle:
-            self._desk.wait(IDLE_WAIT_S)
         loads = [one.load for one in self._tracked.values() if one.load is not None]
         for one in self._tracked.values():
             one.load = None
@@ -348,7 +338,7 @@ class VllmScheduler:
         taken: frozenset[int] | None = frozenset()
         if self._role.stores:
             taken = taken_blocks(output, loads, self._block_tokens)
-        return StepPlan(tuple(loads), tuple(stores), is_idle, taken)
+        return StepPlan(tuple(loads), tuple(stores), not output.total_num_scheduled_tokens, taken)
 
     def _learn_speed(self, tokens: Mapping[str, int]) -> None:
         """Learn from the step before, which took until now, if most of it were prompts."""
