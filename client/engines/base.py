@@ -17,6 +17,7 @@ from itertools import islice, takewhile
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
+from kvstore.client import planning
 from kvstore.client.chunk import Chunk, LayerTensors, Shard, parents
 from kvstore.client.client import Client
 from kvstore.client.decode import Room as ChunkRooms
@@ -33,16 +34,6 @@ from kvstore.client.engines.prefix import (
     least_of,
 )
 from kvstore.client.forks import FORKS
-from kvstore.client.planning import (
-    DOUBT,
-    LEAST_LEFT_S,
-    LEAST_LOOKUP_MS,
-    Deadline,
-    PlanTerms,
-    PrefillMeter,
-    PrefillModel,
-    chunks_worth_loading,
-)
 from kvstore.client.server_state import ChunkStat
 from kvstore.codecs.base import codec_name
 from kvstore.proto.blend import ACCURACY_TAG, ReuseReport
@@ -121,7 +112,7 @@ class Connector:
         *,
         durable: bool = False,
         token_flops: float = 0.0,
-        prefill: PrefillModel | None = None,
+        prefill: planning.PrefillModel | None = None,
         shard: Shard | None = None,
         accuracy: str = "exact",
     ) -> None:
@@ -130,7 +121,7 @@ class Connector:
         self.least = least_of(accuracy)
         """The least accuracy of what is read."""
         self._prefill = prefill
-        self.learned = PrefillMeter()
+        self.learned = planning.PrefillMeter()
         self.durable = durable
         self._token_flops = token_flops
         self._counts: Counter[str] = Counter()
@@ -149,7 +140,7 @@ class Connector:
     def _after_fork(self) -> None:
         """In a child: count from 0: the parent reports what was before."""
         self._lock = threading.Lock()  # another thread may have had it
-        self.learned = PrefillMeter()  # and its lock
+        self.learned = planning.PrefillMeter()  # and its lock
         for counts in (self._counts, *self._named.values()):
             counts.clear()
 
@@ -159,7 +150,7 @@ class Connector:
         rooms: Sequence[LayerTensors],
         first: int,
         least: Accuracy,
-        within: Deadline,
+        within: planning.Deadline,
         tail_tokens: int,
     ) -> list[Stated]:
         def computing(chunks: range) -> None:
@@ -179,15 +170,15 @@ class Connector:
         return [EXACT] * computed + read
 
     def terms(
-        self, within: Deadline, tail_tokens: int, least: Accuracy = Accuracy.exact
-    ) -> PlanTerms:
+        self, within: planning.Deadline, tail_tokens: int, least: Accuracy = Accuracy.exact
+    ) -> planning.PlanTerms:
         """Return what a request with a deadline asks of its loads."""
-        left_s = max(within.left_s, LEAST_LEFT_S)
+        left_s = max(within.left_s, planning.LEAST_LEFT_S)
         prefill = self._prefill or self.learned.model()
         if prefill is None:
-            return PlanTerms(left_s, least=least)
+            return planning.PlanTerms(left_s, least=least)
         # An engine leaves itself the last token.
-        return PlanTerms(left_s, prefill, least=least, tail_tokens=max(1, tail_tokens))
+        return planning.PlanTerms(left_s, prefill, least=least, tail_tokens=max(1, tail_tokens))
 
     def attempt(
         self,
@@ -229,7 +220,7 @@ class Connector:
         within, timeout = asked.within, None
         if within is not None:
             most_s = self.client.options.deadline_ms / 1000
-            timeout = min(max(LEAST_LOOKUP_MS / 1000, within.left_s), most_s)
+            timeout = min(max(planning.LEAST_LOOKUP_MS / 1000, within.left_s), most_s)
         match = self.client.lookup(keys=keys, accuracy=allowed.least, timeout=timeout)
         reason = "" if match.ready == len(keys) else "pending" if match.pending else "absent"
         every = self._spans(asked.tokens - asked.whole)
@@ -294,11 +285,11 @@ class Connector:
 
     def worth_loading(self, match: Match, token_count: int) -> int:
         """Return how many chunks of *match* to load for a prompt of so many tokens."""
-        prefill = self._prefill or self.learned.model(DOUBT)
+        prefill = self._prefill or self.learned.model(planning.DOUBT)
         if prefill is None:
             return match.ready
         spans = self._spans(token_count)[: match.ready]
-        return chunks_worth_loading(match.load_us, spans, token_count, prefill)
+        return planning.chunks_worth_loading(match.load_us, spans, token_count, prefill)
 
     def store_chunks(
         self,
@@ -383,7 +374,7 @@ class Connector:
         digests: Sequence[ChainDigest],
         room: ChunkRooms,
         stated: list[Stated] | None = None,
-        terms: PlanTerms | None = None,
+        terms: planning.PlanTerms | None = None,
     ) -> int:
         """Do the same with *room*, which says where a chunk of a layout goes; raise what fails.
 
@@ -392,7 +383,7 @@ class Connector:
         are read. With *terms*, as far as their deadline allows.
         """
         allowed = ONLY_EXACT if stated is None else self.allowed(self.least)
-        until = None if terms is None else Deadline(terms.deadline_s)
+        until = None if terms is None else planning.Deadline(terms.deadline_s)
         came: Sequence[Stated] = ()
         usable: Sequence[Stated] = ()
 
@@ -402,7 +393,7 @@ class Connector:
             if terms is None or until is None or self.shard is not None:
                 self.client.get_chunks(keys, place, accuracy=least, stated=found, shard=self.shard)
                 return found
-            left_s = max(until.left_s, LEAST_LEFT_S)
+            left_s = max(until.left_s, planning.LEAST_LEFT_S)
             left = replace(terms, deadline_s=left_s, least=least)
             levelled = self.client.get_levelled(keys, left, place)
             return list(levelled.stated[: next(iter(levelled.to_compute), len(keys))])

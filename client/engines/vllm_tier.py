@@ -33,15 +33,8 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec as StoreTierin
 
 from kvstore.client.chunk import Chunk, LayerTensors
 from kvstore.client.client import Client
+from kvstore.client.engines import identity
 from kvstore.client.engines.base import Connector, DaemonThreads
-from kvstore.client.engines.identity import (
-    BYTE_ROWS,
-    EPOCH_BYTES,
-    NO_ROPE,
-    byte_group,
-    byte_tensors,
-    weights_name,
-)
 from kvstore.client.engines.prefix import least_of
 from kvstore.client.engines.vllm.messages import VllmSettings
 from kvstore.client.engines.vllm.worker import SHUTDOWN_S
@@ -123,13 +116,13 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             fix = "use exact: vLLM does not say behind which chunk another was computed"
             raise InvalidRequestError("accuracy", stated.accuracy, fix)
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
-        identity = tier_model(offloading_spec.config, self._rows.shape[1], stated.model_revision)
+        model = tier_model(offloading_spec.config, self._rows.shape[1], stated.model_revision)
         self._connector, self._looking = (
             Connector(
                 Client(
                     stated.address,
-                    identity,
-                    stated.client_options(BYTE_ROWS, "vllm-tier", is_lookup=is_lookup),
+                    model,
+                    stated.client_options(identity.BYTE_ROWS, "vllm-tier", is_lookup=is_lookup),
                 ),
                 durable=stated.durable,
             )
@@ -193,7 +186,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._end(job, keys[: self._connector.read(digests, room)])
 
     def _tensors(self, row: int) -> LayerTensors:
-        return byte_tensors(self._rows[int(row)])
+        return identity.byte_tensors(self._rows[int(row)])
 
     def _end(self, job: Any, done: Collection[bytes], *, counted: bool = True) -> None:
         is_whole = len(done) == len(job.keys)
@@ -239,7 +232,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         """
         with self._changes:
             self._changes.wait_for(lambda: not self._waiting)
-        self._epoch = os.urandom(EPOCH_BYTES)
+        self._epoch = os.urandom(identity.EPOCH_BYTES)
 
     def _digest(self, key: bytes) -> ChainDigest:
         return ChainDigest(blake3(self._epoch + bytes(key)).digest(length=DIGEST_BYTES))
@@ -281,10 +274,10 @@ def tier_model(config: Any, chunk_bytes: int, model_revision: str) -> Model:
     }
     return Model(
         model_id=config.model.name,
-        model_revision=weights_name(config.model.name, model_revision),
+        model_revision=identity.weights_name(config.model.name, model_revision),
         adapter_digest="none",
         quantization=f"vllm-chunks:{blake3(repr(layout).encode()).hexdigest()}",
-        layer_groups=(byte_group(chunk_bytes, "chunk_bytes"),),
-        rope=NO_ROPE,
+        layer_groups=(identity.byte_group(chunk_bytes, "chunk_bytes"),),
+        rope=identity.NO_ROPE,
         tokenizer_digest="vllm-block-hashes",
     )

@@ -12,19 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvstore.client.engines.identity import (
-    TOKENIZERS,
-    Departures,
-    Weights,
-    computed_in,
-    files_digest,
-    identity_of,
-    in_words,
-    is_exact,
-    short_name,
-    stated,
-    weights_of,
-)
+from kvstore.client.engines import identity
 from kvstore.proto.errors import ModelError
 from kvstore.proto.hf_config import OWN_TOKENIZER, rope_parameters
 from kvstore.proto.types import END_KINDS, DType, LayerGroup, LayerKind, Model
@@ -54,23 +42,23 @@ def model_of(config: Any, shape: KVCacheShape, model_revision: str = "") -> Mode
     """
     model = config.model_config
     groups = tuple(group.layer_group for group in shape.groups)
-    departures = Departures(
+    departures = identity.Departures(
         "vllm",
-        _settings(config) | computed_in(model.dtype, groups),
+        _settings(config) | identity.computed_in(model.dtype, groups),
         quantization=shape.quantization,
         tokenizer=_tokenizer(model),
     )
     rope = rope_parameters(model.hf_text_config)
     if config.load_config.load_format != "dummy":
         commit = getattr(model.hf_config, "_commit_hash", None)
-        weights = weights_of(model.model, model_revision, str(commit or ""))
-    elif is_exact(model_revision):
+        weights = identity.weights_of(model.model, model_revision, str(commit or ""))
+    elif identity.is_exact(model_revision):
         # What is in the folder is not what runs: somebody else brings the weights.
-        weights = Weights(short_name(model.model), model_revision)
+        weights = identity.Weights(identity.short_name(model.model), model_revision)
     else:
         fix = "give model_revision in kv_connector_extra_config: a commit or a digest"
         raise ModelError("load_format", "dummy", fix)
-    return identity_of(weights, groups, rope, model.hf_config, departures)
+    return identity.identity_of(weights, groups, rope, model.hf_config, departures)
 
 
 def _settings(config: Any) -> dict[str, str]:
@@ -88,9 +76,9 @@ def _settings(config: Any) -> dict[str, str]:
             continue
         given = {f"{part}.{name}": getattr(parts[part], name, None) for name in names}
         if part in ("model_config", "load_config"):
-            found |= stated(given)
+            found |= identity.stated(given)
         else:  # a setting that is off may be another than that of an engine without such a part
-            found |= {name: in_words(value) for name, value in given.items()}
+            found |= {name: identity.in_words(value) for name, value in given.items()}
     return found
 
 
@@ -100,9 +88,9 @@ def _tokenizer(model: Any) -> str:
     if str(model.tokenizer) == str(model.model) and is_weights:
         return OWN_TOKENIZER
     folder = Path(str(model.tokenizer))
-    files = [folder / name for name in TOKENIZERS if (folder / name).is_file()]
+    files = [folder / name for name in identity.TOKENIZERS if (folder / name).is_file()]
     if files:
-        return f"files:{files_digest(files).hex()}"
+        return f"files:{identity.files_digest(files).hex()}"
     return f"{model.tokenizer}@{revision or 'unstated'}"
 
 
@@ -218,10 +206,10 @@ def shape_of(config: Any, cache: Any) -> KVCacheShape:
     model, parallel = config.model_config, config.parallel_config
     if model.is_encoder_decoder:
         raise ModelError("is_encoder_decoder", True, "cross-attention is not stored")
-    stated = config.cache_config.cache_dtype
-    if stated not in _PLAIN_CACHE and stated not in _FP8_CACHE:
+    cache_dtype = config.cache_config.cache_dtype
+    if cache_dtype not in _PLAIN_CACHE and cache_dtype not in _FP8_CACHE:
         fix = f"{', '.join((*_PLAIN_CACHE, *_FP8_CACHE))} are stored"
-        raise ModelError("kv_cache_dtype", stated, fix)
+        raise ModelError("kv_cache_dtype", cache_dtype, fix)
     for name in _UNSHARDED:
         if getattr(parallel, name, 1) != 1:
             raise ModelError(name, getattr(parallel, name), "only 1 is stored")
@@ -232,7 +220,7 @@ def shape_of(config: Any, cache: Any) -> KVCacheShape:
         raise ModelError(
             "layers", len(names), f"the model has {layers}; draft and shared layers are not stored"
         )
-    fp8 = _FP8_CACHE.get(stated)
+    fp8 = _FP8_CACHE.get(cache_dtype)
     groups = _groups(cache, fp8)
     sizes = sorted({group.kv_cache_spec.block_size for group in cache.kv_cache_groups})
     if len(sizes) != 1:

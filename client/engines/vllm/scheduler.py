@@ -17,6 +17,7 @@ from typing import Any
 
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.identity import EPOCH_BYTES
+from kvstore.client.engines.vllm import messages
 from kvstore.client.engines.vllm.events import KVEvents
 from kvstore.client.engines.vllm.identity import KVCacheShape
 from kvstore.client.engines.vllm.lookup import (
@@ -27,19 +28,6 @@ from kvstore.client.engines.vllm.lookup import (
     LossyBlocks,
     PendingLookup,
     RequestHasher,
-)
-from kvstore.client.engines.vllm.messages import (
-    BOTH,
-    INCOMPATIBLE,
-    BlockTables,
-    LoadSpec,
-    Role,
-    SaveSpec,
-    StepPlan,
-    WorkerReport,
-    deadline_ms_of,
-    hints_of,
-    taken_blocks,
 )
 from kvstore.client.planning import LEAST_TOKENS, Deadline
 from kvstore.proto.errors import KVStoreError
@@ -76,7 +64,7 @@ class RequestTracker:
     is_loaded: bool = False
     is_looked_at: bool = False
     """Whether those tokens were looked at that it found in the engine's own cache."""
-    load: LoadSpec | None = None
+    load: messages.LoadSpec | None = None
     """Goes with the next plan."""
     first_chunk: int = 0
     stop_token: int = 0
@@ -99,7 +87,7 @@ class VllmScheduler:
         lookups: Connector,
         shape: KVCacheShape,
         *,
-        role: Role = BOTH,
+        role: messages.Role = messages.BOTH,
         clock: Callable[[], float] = time.monotonic,
         refusal: str = "",
     ) -> None:
@@ -190,13 +178,13 @@ class VllmScheduler:
         """Return what is stated of a request; what a user stated wrongly may not end the engine."""
         handover_ms, usual_ms = self._role.handover_ms, self._role.first_token_ms
         try:
-            hints = hints_of(request)
+            hints = messages.hints_of(request)
             hints = hints if hints.handover_ms else replace(hints, handover_ms=handover_ms)
-        except (*INCOMPATIBLE, KVStoreError):
+        except (*messages.INCOMPATIBLE, KVStoreError):
             self.counted["bad_hints"] += 1
             hints = Hints(handover_ms=handover_ms)
         try:
-            usual_ms = deadline_ms_of(request, usual_ms)
+            usual_ms = messages.deadline_ms_of(request, usual_ms)
         except KVStoreError:
             self.counted["bad_hints"] += 1
         return hints, Deadline(usual_ms / 1000) if usual_ms else None
@@ -265,7 +253,7 @@ class VllmScheduler:
                 self.counted[f"miss_{reason}"] += 1
         return hit_tokens
 
-    def on_alloc(self, request: Any, loaded_tokens: int, tables: BlockTables) -> None:
+    def on_alloc(self, request: Any, loaded_tokens: int, tables: messages.BlockTables) -> None:
         """Have the next *loaded_tokens* of *request* loaded into the blocks in its *tables*."""
         if not loaded_tokens:
             return
@@ -277,7 +265,7 @@ class VllmScheduler:
         terms = None
         if tracked.deadline is not None and not self._all_or_nothing:
             terms = self._lookups.terms(tracked.deadline, request.num_tokens - stop)
-        tracked.load = LoadSpec(
+        tracked.load = messages.LoadSpec(
             request.request_id,
             tuple(tracked.lookup.digests[first : -(-stop // size)]),
             tuple(tuple(table[blocks]) for table in tables),
@@ -314,14 +302,16 @@ class VllmScheduler:
 
     # --- a step
 
-    def build_plan(self, output: Any, tables_of: Callable[[str], BlockTables]) -> StepPlan:
+    def build_plan(
+        self, output: Any, tables_of: Callable[[str], messages.BlockTables]
+    ) -> messages.StepPlan:
         """Return what the workers have to do in the step of vLLM's SchedulerOutput *output*.
 
         *tables_of* returns the block tables of a request. Of an engine that was refused at birth
         *output* is not looked at; one whose pages are refused later still fails its loads.
         """
         if self._refusal and not self._tracked:
-            return StepPlan()
+            return messages.StepPlan()
         for request_id in getattr(output, "preempted_req_ids", None) or ():
             if request_id in self._tracked:  # announced again once it goes on
                 self._give_up(self._tracked[request_id])
@@ -337,8 +327,10 @@ class VllmScheduler:
         ]
         taken: frozenset[int] | None = frozenset()
         if self._role.stores:
-            taken = taken_blocks(output, loads, self._block_tokens)
-        return StepPlan(tuple(loads), tuple(stores), not output.total_num_scheduled_tokens, taken)
+            taken = messages.taken_blocks(output, loads, self._block_tokens)
+        return messages.StepPlan(
+            tuple(loads), tuple(stores), not output.total_num_scheduled_tokens, taken
+        )
 
     def _learn_speed(self, tokens: Mapping[str, int]) -> None:
         """Learn from the step before, which took until now, if most of it were prompts."""
@@ -350,8 +342,8 @@ class VllmScheduler:
         steps.append((prompts if 2 * prompts > sum(tokens.values()) else 0, now_s))
 
     def _save_spec(
-        self, request_id: str, tokens: int, tables_of: Callable[[str], BlockTables]
-    ) -> SaveSpec | None:
+        self, request_id: str, tokens: int, tables_of: Callable[[str], messages.BlockTables]
+    ) -> messages.SaveSpec | None:
         tracked = self._tracked.get(request_id)
         if tracked is None:
             return None
@@ -382,7 +374,7 @@ class VllmScheduler:
             self.events.ordered(request, chunks)
         blocks = slice(first * size // self._block_tokens, whole * size // self._block_tokens)
         tables = tuple(tuple(table[blocks]) for table in tables_of(request_id))
-        return SaveSpec(request_id, chunks, tables, tracked.hints)
+        return messages.SaveSpec(request_id, chunks, tables, tracked.hints)
 
     def _look_at(self, tracked: RequestTracker) -> None:
         """Take note of what the engine found lossy in its own cache."""
@@ -418,7 +410,7 @@ class VllmScheduler:
 
     # --- reports
 
-    def on_report(self, report: WorkerReport) -> None:
+    def on_report(self, report: messages.WorkerReport) -> None:
         """Take in what the workers report."""
         self._refusal = self._refusal or ("pages" if report.refusal else "")
         self._is_waiting = report.is_waiting

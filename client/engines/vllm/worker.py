@@ -22,27 +22,8 @@ import torch
 from kvstore.client.chunk import Chunk
 from kvstore.client.engines.base import Connector, DaemonThreads
 from kvstore.client.engines.prefix import exact_count
-from kvstore.client.engines.vllm.blocks import (
-    NULL_BLOCK,
-    BlockCopy,
-    BlockWriter,
-    EnginePages,
-    HostSide,
-    LoadJob,
-    Staged,
-    batch_chunks,
-)
+from kvstore.client.engines.vllm import blocks, messages
 from kvstore.client.engines.vllm.identity import KVCacheShape
-from kvstore.client.engines.vllm.messages import (
-    INCOMPATIBLE,
-    BlockTables,
-    ChunkName,
-    FlopsModel,
-    LoadSpec,
-    SaveSpec,
-    StepPlan,
-    WorkerReport,
-)
 from kvstore.client.planning import LEAST_LEFT_S
 from kvstore.proto.device import Device, Event
 from kvstore.proto.errors import KVStoreError
@@ -53,8 +34,8 @@ from kvstore.proto.types import KVLayout, PutOutcome
 if TYPE_CHECKING:
     from kvstore.client.engines.vllm.device import DeviceCopy, DeviceSide
 
-Side: TypeAlias = "HostSide | DeviceSide"
-Copy: TypeAlias = "BlockCopy | DeviceCopy"
+Side: TypeAlias = "blocks.HostSide | DeviceSide"
+Copy: TypeAlias = "blocks.BlockCopy | DeviceCopy"
 
 IDLE_WAIT_S = 0.005
 """What an idle step waits for a load: it has nothing to compute, and would ask again at once."""
@@ -80,8 +61,8 @@ AGAIN_S = 0.1
 class _Save:
     """A chunk that the engine has computed, and its copy once one was begun, by ``side``."""
 
-    chunk: ChunkName
-    tables: BlockTables
+    chunk: messages.ChunkName
+    tables: messages.BlockTables
     hints: Hints
     side: Side
     copy: Copy | None = None
@@ -89,11 +70,11 @@ class _Save:
     @cached_property
     def blocks(self) -> frozenset[int]:
         """Its blocks: every step asks every chunk that waits."""
-        return frozenset[int]().union(*self.tables) - {NULL_BLOCK}
+        return frozenset[int]().union(*self.tables) - {blocks.NULL_BLOCK}
 
-    def lies_in(self, blocks: frozenset[int] | None) -> bool:
-        """Whether any of *blocks* is its; None: those of every chunk."""
-        return blocks is None or not self.blocks.isdisjoint(blocks)
+    def lies_in(self, taken: frozenset[int] | None) -> bool:
+        """Whether any of *taken* is its; None: those of every chunk."""
+        return taken is None or not self.blocks.isdisjoint(taken)
 
 
 class VllmWorker:
@@ -130,7 +111,7 @@ class VllmWorker:
         """Chunks that no copy was begun of yet. For the engine's thread."""
         self._was_waiting = False
         """Whether the last report said that chunks wait. For the engine's thread."""
-        self.cost = FlopsModel()
+        self.cost = messages.FlopsModel()
         self.reports_stores = False
         """Whether the scheduler is to learn of every chunk that is stored."""
         self.counted: Counter[str] = Counter()
@@ -142,12 +123,12 @@ class VllmWorker:
         self._done: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._failed_loads: set[str] = set()
-        self._report = WorkerReport()
+        self._report = messages.WorkerReport()
         # Guards the nine fields above; its waiters wait for a load to end.
         self._changed = threading.Condition()
 
     def register(
-        self, registered: Mapping[str, torch.Tensor], writer: Callable[[str], BlockWriter]
+        self, registered: Mapping[str, torch.Tensor], writer: Callable[[str], blocks.BlockWriter]
     ) -> str:
         """Take the engine's pages; return why they cannot be stored, or nothing.
 
@@ -160,17 +141,17 @@ class VllmWorker:
                 self._watch(
                     self._loader.submit(lambda: self._connector.ask(client.send_counts, None))
                 )
-            except (*INCOMPATIBLE, KVStoreError, OSError) as error:
+            except (*messages.INCOMPATIBLE, KVStoreError, OSError) as error:
                 self.refuse(f"{type(error).__name__}: {error}")
         return self._refusal
 
     def _side_of(
-        self, registered: Mapping[str, torch.Tensor], writer: Callable[[str], BlockWriter]
+        self, registered: Mapping[str, torch.Tensor], writer: Callable[[str], blocks.BlockWriter]
     ) -> Side:
         kinds = {pages.device.type for pages in registered.values()}
         if self._device is None and kinds <= {"cpu"}:
-            pages = EnginePages(self._shape, registered, writer)
-            return HostSide(pages, self._connector, self._chunk_blocks)
+            pages = blocks.EnginePages(self._shape, registered, writer)
+            return blocks.HostSide(pages, self._connector, self._chunk_blocks)
         from kvstore.client.engines.vllm.device import DeviceSide, EngineDevicePages
 
         on_device = EngineDevicePages(self._shape, registered, writer)
@@ -218,7 +199,7 @@ class VllmWorker:
     def _note_arrival(self) -> None:
         self._arrived += 1
 
-    def load(self, plan: StepPlan) -> None:
+    def load(self, plan: messages.StepPlan) -> None:
         """Begin the loads of a step."""
         if not plan.loads:
             return
@@ -231,12 +212,12 @@ class VllmWorker:
             load.add_done_callback(partial(self._fail_cancelled, spec))
             self._watch(load)
 
-    def _fail_cancelled(self, spec: LoadSpec, load: Future[None]) -> None:
+    def _fail_cancelled(self, spec: messages.LoadSpec, load: Future[None]) -> None:
         """End a load that ``close`` left undone: without pages it brings nothing."""
         if load.cancelled():
             self._load(spec, self._clock(), None)
 
-    def _load(self, spec: LoadSpec, ordered_s: float, after: Event | None) -> None:
+    def _load(self, spec: messages.LoadSpec, ordered_s: float, after: Event | None) -> None:
         began, side, client = self._clock(), self._usable, self._connector.client
         # Loads that fail one after another would have those behind them wait for each.
         within_s = client.options.deadline_ms / 1000
@@ -245,7 +226,7 @@ class VllmWorker:
         if terms is not None:  # loads before it took some of its time
             left_s = max(terms.deadline_s - (began - ordered_s), LEAST_LEFT_S)
             terms = replace(terms, deadline_s=left_s)
-        job = LoadJob(
+        job = blocks.LoadJob(
             spec.digests,
             self._cut(spec.tables, wanted),
             spec.kept_blocks,
@@ -265,7 +246,7 @@ class VllmWorker:
             self.counted["load_us"] += round(1e6 * (self._clock() - began))
             self._changed.notify_all()
 
-    def _note_loaded(self, spec: LoadSpec, job: LoadJob) -> None:
+    def _note_loaded(self, spec: messages.LoadSpec, job: blocks.LoadJob) -> None:
         """Report and count what came of a load. Called with the lock."""
         report, id_, wanted, read = self._report, spec.request_id, len(spec.digests), job.read
         exact = exact_count(job.stated[:read]) if job.stated else read
@@ -287,7 +268,7 @@ class VllmWorker:
         lost = "lost_chunks" if spec.terms is None else "slow_chunks"
         self.counted[lost] += wanted - read - gated
 
-    def _cut(self, tables: BlockTables, chunks: int) -> list[BlockTables]:
+    def _cut(self, tables: messages.BlockTables, chunks: int) -> list[messages.BlockTables]:
         size = self._chunk_blocks
         return [[table[at * size : (at + 1) * size] for table in tables] for at in range(chunks)]
 
@@ -320,7 +301,7 @@ class VllmWorker:
 
     # --- stores
 
-    def save_before_overwrite(self, plan: StepPlan) -> None:
+    def save_before_overwrite(self, plan: messages.StepPlan) -> None:
         """Copy what is still to be stored of blocks that the step is about to write to."""
         taken = plan.taken_blocks
         if lost := [one for one in self._waiting if one.lies_in(taken)]:
@@ -331,10 +312,10 @@ class VllmWorker:
         with self._changed:
             storing = [*self._storing]
         for one in storing:
-            if isinstance(one.copy, BlockCopy) and one.lies_in(taken):
+            if isinstance(one.copy, blocks.BlockCopy) and one.lies_in(taken):
                 self._connector.ask(one.copy.run, None)
 
-    def store(self, plan: StepPlan) -> None:
+    def store(self, plan: messages.StepPlan) -> None:
         """Have what the step completed copied and sent, as far as there is room for it."""
         side = self._usable
         for spec in plan.stores:
@@ -345,7 +326,7 @@ class VllmWorker:
         if side is not None:
             self._begin_copies(side)
 
-    def _line_up(self, side: Side, spec: SaveSpec) -> None:
+    def _line_up(self, side: Side, spec: messages.SaveSpec) -> None:
         """Have chunks wait, the first ones: later ones are of no use without them."""
         most = MOST_COPIES
         if not side.waits_in_pages:
@@ -375,7 +356,7 @@ class VllmWorker:
                 self._storing += begun
             self._storer.submit(self._send_all)
 
-    def _give_up(self, chunks: Sequence[ChunkName], count: str = "") -> None:
+    def _give_up(self, chunks: Sequence[messages.ChunkName], count: str = "") -> None:
         """Report chunks that will not come, and count them by the name *count*, if it has one."""
         with self._changed:
             self._note_unstored(chunks)
@@ -399,7 +380,7 @@ class VllmWorker:
             if not self._storing:
                 return []
             first = self._storing[0]
-            some = self._storing[: batch_chunks(first.side.chunk_bytes)]
+            some = self._storing[: blocks.batch_chunks(first.side.chunk_bytes)]
         return [*takewhile(lambda one: (one.side, one.hints) == (first.side, first.hints), some)]
 
     def _send(self, batch: Sequence[_Save]) -> None:
@@ -427,14 +408,14 @@ class VllmWorker:
             self.counted["stored_chunks"] += outcomes.count(PutOutcome.stored) + len(near)
             self.counted["gone_chunks"] += len(rest) - len(sent)
 
-    def _note_unstored(self, chunks: Sequence[ChunkName]) -> None:
+    def _note_unstored(self, chunks: Sequence[messages.ChunkName]) -> None:
         """Put chunks that will not come into the next report. Called with the lock."""
         unstored = self._report.unstored
         unstored.update(dict.fromkeys(chunk.digest for chunk in chunks))
         while len(unstored) > MOST_UNSTORED:
             unstored.popitem(last=False)
 
-    def _chunk(self, named: ChunkName, staged: Staged | None = None) -> Chunk:
+    def _chunk(self, named: messages.ChunkName, staged: blocks.Staged | None = None) -> Chunk:
         """Return a chunk to put; without its tensors where nothing is *staged*."""
         client = self._connector.client
         tokens = client.options.chunk_tokens
@@ -456,14 +437,14 @@ class VllmWorker:
 
     # --- reports
 
-    def report(self) -> WorkerReport | None:
+    def report(self) -> messages.WorkerReport | None:
         """Return what the scheduler has to learn, if anything happened since the last call."""
         is_waiting = bool(self._waiting) and self._usable is not None
         was_waiting, self._was_waiting = self._was_waiting, is_waiting
         with self._changed:
-            report, self._report = self._report, WorkerReport()
+            report, self._report = self._report, messages.WorkerReport()
         report.refusal, report.is_waiting = self._refusal, is_waiting
-        return report if was_waiting or report != WorkerReport() else None
+        return report if was_waiting or report != messages.WorkerReport() else None
 
     def counts(self) -> dict[str, int]:
         """Return what was counted since the last call; ``counted`` has all of it."""
