@@ -17,7 +17,7 @@ import numpy as np
 from xxhash import xxh3_64
 
 from kvstore.codecs.base import AnyTensors, ChunkTensors, check_tensors, each_wanted
-from kvstore.codecs.raw import RAW, flat_parts, raw_pieces
+from kvstore.codecs.raw import RAW, flat_parts, places_of, raw_pieces
 from kvstore.proto.buffers import Bytes, copy_bytes, copy_summed
 from kvstore.proto.errors import (
     ChunkCorruptError,
@@ -116,11 +116,14 @@ class FileFrame:
         """
         RAW.check_header(header)
         check_tensors(header.layout, out, may_lack=True)
-        pieces = raw_pieces(header.layout, out, is_target=True)
-        if pieces is not None and pieces.read(self._file.descriptor, self._offset):
-            pieces.check(header)
-        else:
+        pieces, places = raw_pieces(header.layout, out), places_of(out, is_target=True)
+        found = None
+        if pieces is not None and places is not None:
+            found = pieces.read(self._file.descriptor, self._offset, places)
+        if pieces is None or found is None:
             RAW.decode_by_layer(header, self, out)
+        else:
+            pieces.check(header, found)
 
     def _read(self, start: int, out: Bytes) -> None:
         at, done = self._offset + start, 0

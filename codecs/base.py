@@ -428,10 +428,12 @@ def empty_tensors(layout: KVLayout) -> list[list[list[Part]]]:
     tensors: list[list[list[Part]]] = []
     for component in layout.components:
         shape, dtype = component.shape, np.dtype(f"u{component.dtype.item_bytes}")
-        layers: list[list[Part]] = [[] for _ in range(component.layers)]
-        for parts in layers:
+        layers: list[list[Part]] = []
+        for _ in range(component.layers):
+            parts: list[Part] = []
             for _ in range(component.parts):
-                parts.append(np.empty(shape, dtype))
+                parts.append(np.empty(shape, dtype))  # noqa: PERF401 - for each part of a get
+            layers.append(parts)
         tensors.append(layers)
     return tensors
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -52,7 +53,7 @@ from kvstore.proto.frame import (
     pack_header,
     raw_frame_bytes,
 )
-from kvstore.proto.native import loops
+from kvstore.proto.native import Loops, loops
 from kvstore.proto.types import Accuracy, Component, KVLayout
 
 
@@ -105,14 +106,13 @@ class RawCodec(Codec):
         is_summed = not template.flags & FLAG_UNSUMMED
         for start, stop in _gaps(layout):
             out[start:stop] = 0
-        pieces = raw_pieces(layout, tensors)
-        if pieces is None:
+        pieces, places = raw_pieces(layout, tensors), places_of(tensors)
+        if pieces is None or places is None:
             checksums = _encode_layers(layout, tensors, out, is_summed=is_summed)
         else:
-            rows, places = pieces.rows, pieces.rows[:, OUT].copy()
-            rows[:, OUT], rows[:, AT] = rows[:, AT] + np.uint64(address(out)), places
-            pieces.copy()
-            checksums = rows[pieces.ends, SUM].tolist() if is_summed else [0] * len(pieces.ends)
+            checksums = pieces.copy(out, places, is_encode=True)
+            if not is_summed:
+                checksums = [0] * len(checksums)
         header = raw_header(template, checksums)
         packed = pack_header(header)
         out[: len(packed)] = np.frombuffer(packed, np.uint8)
@@ -182,14 +182,12 @@ class RawCodec(Codec):
         """
         self.check_header(header)
         check_tensors(header.layout, out, may_lack=True)
-        pieces = raw_pieces(header.layout, out, is_target=True)
+        pieces, places = raw_pieces(header.layout, out), places_of(out, is_target=True)
         is_whole = frame.strides == (1,) and len(frame) >= raw_frame_bytes(header.layout)
-        if pieces is None or header.shard is not None or not is_whole:
+        if pieces is None or places is None or header.shard is not None or not is_whole:
             self.decode_by_layer(header, frame, out)
         else:
-            pieces.rows[:, AT] += np.uint64(address(frame))
-            pieces.copy()
-            pieces.check(header)
+            pieces.check(header, pieces.copy(frame, places))
 
     def decode_by_layer(self, header: FrameHeader, frame: Sliced, out: AnyTensors) -> None:
         """Do the same a layer at a time: into blocks or strided tensors, or out of a file.
@@ -240,44 +238,55 @@ OUT, AT, UNITS, SIZE, SUM = range(5)
 class RawPieces(NamedTuple):
     """The parts of raw layers as rows of ``native/sums.c``, to be copied and summed in one call.
 
-    ``segments`` are the layers' numbers, ``ends`` the rows that end them.
+    ``AT`` counts from the frame's start. ``segments`` are the layers' numbers.
     """
 
     rows: NDArray[np.uint64]
-    ends: NDArray[np.intp]
-    segments: NDArray[np.intp]
+    segments: Sequence[int]
+    is_past: bool
+    """Whether it is so much that copies pass the caches: who reads it next is another core."""
+    address: int
+    """Of the rows."""
 
-    def copy(self) -> None:
-        """Copy all: what is much, past the caches, as who reads it next is another core."""
-        units = int(self.rows[:, UNITS].sum())
-        is_past = units * LOOP_UNIT_BYTES >= LOOP_FROM_BYTES
-        loops().copy_summed(address(self.rows), len(self.rows), is_past)
+    def copy(
+        self,
+        frame: Bytes,
+        places: Sequence[int],
+        *,
+        is_encode: bool = False,
+        native: Loops | None = None,
+    ) -> list[int]:
+        """Copy the parts to *places* out of *frame*, or into it; return the layers' checksums."""
+        count = len(places)
+        found = (ctypes.c_uint64 * len(self.segments))()
+        (native or loops()).copy_frame(
+            self.address, count, address(frame), (ctypes.c_uint64 * count)(*places),
+            found, is_encode, self.is_past,
+        )  # fmt: skip
+        return found[:]
 
-    def read(self, descriptor: int, offset: int) -> bool:
-        """Read all from a file that has the frame at *offset*; False if it is not all there."""
-        self.rows[:, AT] += np.uint64(offset)
-        count = loops().read_summed(address(self.rows), len(self.rows), descriptor)
-        return count == len(self.rows)
+    def read(self, descriptor: int, offset: int, places: Sequence[int]) -> list[int] | None:
+        """Do the same out of a file that has the frame at *offset*; None if it is not all there."""
+        rows = self.rows.copy()
+        rows[:, OUT] = places
+        rows[:, AT] += np.uint64(offset)
+        if loops().read_summed(address(rows), len(rows), descriptor) != len(rows):
+            return None
+        found: list[int] = rows[rows[:, SIZE] > 0, SUM].tolist()
+        return found
 
-    def check(self, header: FrameHeader) -> None:
-        """Compare the sums with those of *header*. Raises ChunkCorruptError."""
-        found = self.rows[self.ends, SUM]
-        for at in np.flatnonzero(found != header.segments["checksum"][self.segments]).tolist():
-            check_segment(header, int(self.segments[at]), int(found[at]))
+    def check(self, header: FrameHeader, found: Sequence[int]) -> None:
+        """Compare checksums with those of *header*. Raises ChunkCorruptError."""
+        stated = header.segments["checksum"].tolist()
+        for segment, one in zip(self.segments, found, strict=True):
+            if one != stated[segment]:
+                check_segment(header, segment, one)
 
 
-def raw_pieces(
-    layout: KVLayout, tensors: AnyTensors, *, is_target: bool = False
-) -> RawPieces | None:
-    """Return the pieces between *tensors* and a raw frame of *layout*: ``OUT`` is where the
-    tensors lie, ``AT`` counts from the frame's start.
-
-    None where a part is in blocks, strided or no whole units, or a target cannot be written to:
-    that is copied layer by layer.
+def places_of(tensors: AnyTensors, *, is_target: bool = False) -> list[int] | None:
+    """Return the addresses of all parts; None where one is in blocks or strided, or a target that
+    cannot be written to: that is copied layer by layer.
     """
-    pieces = _raw_pieces(layout)
-    if pieces is None:
-        return None
     places: list[int] = []
     for layers in tensors:
         if isinstance(layers, BlockLayers):
@@ -289,37 +298,37 @@ def raw_pieces(
                 if is_target and not part.flags.writeable:
                     return None
                 places.append(address(part))
-    if len(places) < len(pieces.rows):  # windows or states that are not wanted
-        pieces = _of_components(layout, [len(layers) > 0 for layers in tensors])
-    rows = pieces.rows.copy()
-    rows[:, OUT] = places
-    return pieces._replace(rows=rows)
+    return places
+
+
+def raw_pieces(layout: KVLayout, tensors: AnyTensors) -> RawPieces | None:
+    """Return the pieces of a raw frame of *layout* of which *tensors* are wanted: windows and
+    states may have no layers. None where a part is not of whole units.
+    """
+    return _raw_pieces(layout, tuple(map(len, tensors)))
 
 
 @lru_cache(maxsize=64)
-def _raw_pieces(layout: KVLayout) -> RawPieces | None:
-    if any(component.part_bytes % LOOP_UNIT_BYTES for component in layout.components):
-        return None
-    return _of_components(layout, [True] * len(layout.components))
-
-
-def _of_components(layout: KVLayout, wanted: Sequence[bool]) -> RawPieces:
+def _raw_pieces(layout: KVLayout, wanted: tuple[int, ...]) -> RawPieces | None:
     starts = _raw_rows(layout)["offset"].tolist()
     rows: list[tuple[int, ...]] = []
     segments: list[int] = []
     first = 0
-    for component, is_wanted in zip(layout.components, wanted, strict=True):
-        own, first = range(first, first + component.layers), first + component.layers
+    for component, count in zip(layout.components, wanted, strict=True):
         size, last = component.part_bytes, component.parts - 1
-        for segment in own if is_wanted else ():
+        units, rest = divmod(size, LOOP_UNIT_BYTES)
+        if rest:
+            return None
+        for segment in range(first, first + count):
             segments.append(segment)
-            start, units, whole = starts[segment], size // LOOP_UNIT_BYTES, component.layer_bytes
             rows += [
-                (0, start + part * size, units, whole if part == last else 0, 0)
+                (0, starts[segment] + part * size, units, (part == last) * component.layer_bytes, 0)
                 for part in range(component.parts)
             ]
+        first += component.layers
     table = np.array(rows, np.uint64).reshape(-1, 5)
-    return RawPieces(table, np.flatnonzero(table[:, SIZE]), np.array(segments, np.intp))
+    is_past = int(table[:, UNITS].sum()) * LOOP_UNIT_BYTES >= LOOP_FROM_BYTES
+    return RawPieces(table, segments, is_past, address(table))
 
 
 def _encode_layers(
