@@ -31,7 +31,7 @@ from kvstore.client.transports.base import (
     read_outcomes,
 )
 from kvstore.client.transports.peers import LentRun, PeerReads
-from kvstore.client.transports.unix_rpc import CallQueue, Sent, UnixRpc, enter
+from kvstore.client.transports.unix_rpc import ENTER_WITHIN_S, CallQueue, Sent, UnixRpc, enter
 from kvstore.client.view import MEMORY, LeasedViews, SlabMap, View, geometry_of
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
@@ -49,8 +49,7 @@ from kvstore.proto.messages import hints_to_message, layout_to_message
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, ChunkShard, KVLayout, PutOutcome
 from kvstore.proto.unix_socket import Place, Reach, unpack_places
 
-_SOCKET_TIMEOUT_S = 2.0
-ATTACH_WITHIN_S = 2 * _SOCKET_TIMEOUT_S
+_ANSWER_WITHIN_S = 2.0
 _PEER = int(Reach.peer)
 _HOLDER = attrgetter("reach", "number")
 _MAX_SLABS = 4096
@@ -76,7 +75,7 @@ class ShmTransport(Transport):
 
     name = "shm"
 
-    def __init__(self, session: Session, within_s: float = ATTACH_WITHIN_S) -> None:
+    def __init__(self, session: Session, within_s: float = ENTER_WITHIN_S) -> None:
         super().__init__(session)
         whole_chunk = KVLayout.of(session.representation, session.options.chunk_tokens)
         self._whole = geometry_of(whole_chunk)
@@ -96,22 +95,9 @@ class ShmTransport(Transport):
         self._put_lock = threading.Lock()
 
     def _attach(self, staging: StagingMemory, within_s: float) -> socket.socket:
-        terms = self.session.terms
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        link.settimeout(min(_SOCKET_TIMEOUT_S, within_s / 2))  # for each of two answers
-        try:
-            memory = [staging.descriptor]
-            reply = enter(link, terms, unix_socket.Op.attach, staging.size_bytes, memory)
-        except TimeoutError:
-            link.close()
-            raise DeadlineError(f"{terms.socket_path}: the server did not answer in time") from None
-        except (OSError, InvalidRequestError) as error:
-            link.close()
-            raise TierUnavailableError("shm", f"{terms.socket_path}: {error}") from None
-        if reply is not unix_socket.Reply.ok:
-            link.close()
-            raise TierUnavailableError("shm", f"{terms.socket_path}: {reply.name}")
-        link.settimeout(min(_SOCKET_TIMEOUT_S, self.session.options.deadline_ms / 1000))
+        terms, memory = self.session.terms, [staging.descriptor]
+        link = enter(terms, unix_socket.Op.attach, within_s, staging.size_bytes, memory)
+        link.settimeout(min(_ANSWER_WITHIN_S, self.session.options.deadline_ms / 1000))
         return link
 
     @override
@@ -123,7 +109,7 @@ class ShmTransport(Transport):
     @override
     def hang_up(self) -> None:
         super().hang_up()
-        self.rpc.links.hang_up()
+        self.rpc.links.hang_up(DeadlineError("the server hangs"))
 
     @override
     def put(self, chunks: Sequence[Outgoing], terms: PutTerms) -> list[Put]:
