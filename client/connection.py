@@ -300,10 +300,6 @@ class Until:
         return left
 
 
-def _nothing() -> None:
-    return None
-
-
 class CircuitBreaker:
     """Open for a while after the server did not answer, so that a dead one costs once.
 
@@ -321,7 +317,7 @@ class CircuitBreaker:
         self._late_at_s = -math.inf
         """When the last of them was over."""
         # A weak reference: an error holds the frames that it passed, and so its client.
-        self._opened_by: Callable[[], KVStoreError | None] = _nothing
+        self._opened_by: weakref.ref[KVStoreError] | None = None
 
     @property
     def is_open(self) -> bool:
@@ -348,7 +344,7 @@ class CircuitBreaker:
         if is_silent and error is not None:
             self._opened_by = weakref.ref(error)
         else:
-            self._late_s, self._opened_by = 0.0, _nothing
+            self._late_s, self._opened_by = 0.0, None
         return is_silent
 
     def note_whole(self, error: DeadlineError, granted_ms: int) -> None:
@@ -360,7 +356,7 @@ class CircuitBreaker:
 
     def take_back(self, error: DeadlineError) -> None:
         """Close it if it was *error* that opened it: the call says nothing of the server."""
-        if self._opened_by() is error:
+        if self._opened_by is not None and self._opened_by() is error:
             self.note(None)
 
 

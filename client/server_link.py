@@ -195,14 +195,14 @@ class ServerLink:
 
     def end_if_hung(self) -> bool:
         """See ``Client.end_if_hung``."""
-        transport = self.transport
+        transport, connection = self.transport, self.connection
         if transport is not None:
-            return transport.end_if_hung()
-        connection = self.connection
-        if connection.breaker.is_open or not is_silent(connection):
-            return False
-        connection.hang_up()
-        return True
+            is_hung = transport.hangs()
+        else:
+            is_hung = not connection.breaker.is_open and is_silent(connection)
+        if is_hung:
+            (transport or connection).hang_up()
+        return is_hung
 
     def close(self) -> None:
         """End the session and close the connection. Idempotent."""

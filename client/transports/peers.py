@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, replace
 
 from kvstore.client.connection import Pool
@@ -19,7 +19,7 @@ from kvstore.client.transports.tcp import DIAL_S, Entrance, FrameStream, in_use,
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import KVStoreError, TierUnavailableError
-from kvstore.proto.types import DIGEST_BYTES, ChunkKey
+from kvstore.proto.types import DIGEST_BYTES
 
 TIER = "peer"
 MAX_LENDERS = 16
@@ -39,15 +39,6 @@ class _Lender:
     due_s: float = -math.inf
     streams: Pool[FrameStream] | None = None
     session_id: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class LentRun:
-    """Chunks *first* to *first* + len(*keys*) of a get, that server *number* has."""
-
-    number: int
-    first: int
-    keys: Sequence[ChunkKey]
 
 
 class PeerReads:
@@ -136,50 +127,44 @@ class PeerReads:
         _close(lender)
 
     def read(
-        self, lent: LentRun, direct: Direct, deadline: float
+        self, number: int, first: int, digests: bytes, direct: Direct, deadline: float
     ) -> Generator[Arrival, None, int | None]:
-        """Yield the frames of *lent* in order; return the first chunk that did not come, if one
-        did not. Raises nothing. *direct* as in a ReadPlan; *deadline* in monotonic seconds.
+        """Yield the frames with *digests*, which are those from the *first* of a get on and which
+        server *number* has, in order; return the first chunk that did not come, if one did not.
+
+        Raises nothing. *direct* as in a ReadPlan; *deadline* in monotonic seconds.
         """
-        following = lent.first
         with self._lock:
-            lender = self._lenders.get(lent.number)
+            lender = self._lenders.get(number)
         streams = None if lender is None else lender.streams
         if lender is None or streams is None:
-            return following
+            return first
+
+        def renumbered(index: int, frame_bytes: int, start: Bytes) -> DirectFrame | None:
+            return direct(first + index, frame_bytes, start)
+
+        terms = self._session.terms
+        assembler = FrameAssembler(terms.max_frame_bytes, renumbered)
         try:
             with in_use(streams, streams.take(SILENCE_S)) as stream:
                 if stream is None:
-                    return following
-                for frame in self._frames(stream, lender.session_id, lent, direct, deadline):
-                    yield frame
-                    following = frame.index + 1
+                    return first
+                get = pb.GetRequest(
+                    session_id=lender.session_id,
+                    key_namespace=terms.namespace,
+                    digests=digests,
+                    deadline_ms=max(1, int(1000 * (deadline - time.monotonic()))),
+                )
+                stream.begin(pb.StreamMessage(get=get), deadline)
+                for frame in assembler.frames(stream.parts(deadline)):
+                    yield replace(frame, index=first + frame.index, tier=TIER)
+                assembler.end(stream.frames)
         except TierUnavailableError:
             pass  # it has too many at once, or has just started anew
         except KVStoreError:
             self._leave_alone(lender)
-        return following if following < lent.first + len(lent.keys) else None
-
-    def _frames(
-        self, stream: FrameStream, session_id: int, lent: LentRun, direct: Direct, deadline: float
-    ) -> Iterator[Arrival]:
-        left_ms = max(1, int(1000 * (deadline - time.monotonic())))
-        get = pb.GetRequest(
-            session_id=session_id,
-            key_namespace=lent.keys[0][:DIGEST_BYTES],
-            digests=b"".join(key[DIGEST_BYTES:] for key in lent.keys),
-            deadline_ms=left_ms,
-        )
-        stream.begin(pb.StreamMessage(get=get), deadline)
-
-        def renumbered(index: int, frame_bytes: int, start: Bytes) -> DirectFrame | None:
-            return direct(lent.first + index, frame_bytes, start)
-
-        limit_bytes = self._session.terms.max_frame_bytes
-        assembler = FrameAssembler(limit_bytes, renumbered)
-        for frame in assembler.frames(stream.parts(deadline)):
-            yield replace(frame, index=lent.first + frame.index, tier=TIER)
-        assembler.end(stream.frames)
+        came = assembler.next_index
+        return first + came if came < len(digests) // DIGEST_BYTES else None
 
     def leave(self) -> None:
         """In a child: do without the parent's connections."""
