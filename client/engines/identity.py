@@ -39,6 +39,7 @@ SHARED_ROPES = ("default", "linear", "llama3")
 """Rotations that engines compute alike: SGLang leaves out yarn's ``attention_factor``."""
 _READ_BY_SOME = ("dual_chunk_attention_config", "qk_norm", "bias")
 """Settings that some engines follow and others do not know."""
+NO_ROPE = RopeParameters(0.0, 0, "none")
 
 _IN_CACHE = re.compile(r"/models--([^/]+)/snapshots/[0-9a-f]{40}(/.+)?$")
 _NAME_DIGITS = 8
@@ -195,11 +196,11 @@ def _facts(config: Any) -> str | None:
 
 
 def own_rope(config: Any) -> RopeParameters:
-    """Return the rotation that *config* states; none where it is not known, or None."""
+    """Return the rotation that *config* states; NO_ROPE where it is not known, or None."""
     try:
         return rope_parameters(config)
     except ModelError:
-        return rope_parameters(None)
+        return NO_ROPE
 
 
 # --- weights and their files
