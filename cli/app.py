@@ -308,7 +308,7 @@ def group(name: str, section: str, text: str) -> None:
 def command(
     path: str,
     *,
-    example: str,
+    example: str = "",
     exits: str = "0 2 3",
     section: str | None = None,
     where: bool = False,
@@ -316,11 +316,13 @@ def command(
 ) -> Callable[[Command], Command]:
     """Register a function as the command *path*, one word or a group's and its own.
 
-    *exits* are its exit codes. A function with a parameter ``address`` takes the connection
-    options, *where* the address as an argument too, *as_server* the flags of kvstore-server.
+    *example* is what may follow it, *exits* are its exit codes. A function with a parameter
+    ``address`` takes the connection options, *where* the address as an argument too, *as_server*
+    the flags of kvstore-server.
     """
     codes = "\n".join(f"  {code}  {CODES[int(code)]}" for code in exits.split())
-    epilog = f"\b\nExit codes:\n{codes}\n\n\b\nExample:\n  {example}"
+    shown = f"kvstore {path} {example}".rstrip()
+    epilog = f"\b\nExit codes:\n{codes}\n\n\b\nExample:\n  {shown}"
     context = {"allow_extra_args": as_server, "ignore_unknown_options": as_server}
     owner, _, name = path.rpartition(" ")
 

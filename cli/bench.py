@@ -95,9 +95,7 @@ def chunks_of(keys: Sequence[ChunkKey], tensors: Sequence[ChunkTensors]) -> list
 # --- bench
 
 
-@app.command(
-    "bench", exits="0 1 2 3", example="kvstore bench --chunks 16 --json", section="Measure"
-)
+@app.command("bench", exits="0 1 2 3", example="--chunks 16 --json", section="Measure")
 def bench(
     address: str,
     chunks: Annotated[int, app.number("Number of chunks.", 1, MAX_CHUNKS)] = 64,
@@ -175,7 +173,7 @@ def complete_codecs(incomplete: str) -> list[str]:
     return [name for name in every_name() if name.startswith(incomplete)]
 
 
-@app.command("codecs", exits="0 2", example="kvstore codecs raw kvq:2", section="Measure")
+@app.command("codecs", exits="0 2", example="raw kvq:2", section="Measure")
 def codecs(
     names: Annotated[
         list[str] | None,

@@ -30,7 +30,7 @@ app.group("trace", "Measure", "Record anonymised access traces of a server, and 
 # --- recording
 
 
-@app.command("trace record", example="kvstore trace record trace.jsonl --seconds 60")
+@app.command("trace record", example="trace.jsonl --seconds 60")
 def trace_record(
     address: str,
     out: Annotated[Path, Argument(help="File to write, which must not exist.")],
@@ -100,7 +100,7 @@ class Replayed:
     spent_s: float = 0.0
 
 
-@app.command("trace replay", example="kvstore trace replay trace.jsonl")
+@app.command("trace replay", example="trace.jsonl")
 def trace_replay(
     address: str,
     trace: Annotated[Path, Argument(help="JSONL, as simulate reads.")],
@@ -160,10 +160,7 @@ def _complete_policies(incomplete: str) -> list[str]:
 
 
 @app.command(
-    "simulate",
-    exits="0 2",
-    example="kvstore simulate trace.jsonl --policy all --capacity 5%,10%",
-    section="Measure",
+    "simulate", exits="0 2", example="trace.jsonl --policy all --capacity 5%,10%", section="Measure"
 )
 def simulate(  # noqa: PLR0913 - each is an option
     trace: Annotated[Path, Argument(help="JSONL: Mooncake's blocks or token segments.")],
