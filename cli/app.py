@@ -484,8 +484,8 @@ def as_dict(found: Any) -> dict[str, Any]:
     each message says of its server is left out.
     """
     if is_dataclass(found):
-        rows = ((one.name.removeprefix("is_"), getattr(found, one.name)) for one in fields(found))
-        return {name: _as_json(value) for name, value in rows}
+        names = [field.name for field in fields(found)]
+        return {name.removeprefix("is_"): _as_json(getattr(found, name)) for name in names}
     values = {}
     for field in found.DESCRIPTOR.fields:
         is_absent = field.message_type and not field.is_repeated and not found.HasField(field.name)

@@ -34,7 +34,6 @@ MAX_REQUESTS = 4 << 20
 MAX_REQUEST_TOKENS = 16 << 20
 MAX_BLOCKS = 64 << 20
 """Accesses to blocks in one trace; their rows are kept in memory, 8 bytes each."""
-DEFAULT_BLOCK_TOKENS = 256
 _BLOCK_DIGEST_BYTES = 16
 _NAME_BYTES = 8
 _FIRST_TOKEN, _TOKEN_IDS = 3, 31_997
@@ -200,9 +199,8 @@ class BlockTrace:
     A block has a row of 1 or more, in the order of first appearance, and its identity is its
     chain: the same tokens after another prefix are another block. Request i came at
     ``times_s[i]``, with the blocks ``rows[starts[i]:starts[i + 1]]`` of which the first
-    ``known[i]`` are within the prompt, so that a lookup can name them. By row: the ``parents``,
-    and the ``tokens`` in a block; one that is not full takes as much space as others, as the
-    pages of engines do.
+    ``known[i]`` are within the prompt, so that a lookup can name them. ``tokens`` are those in a
+    block, by row; one that is not full takes as much space as others, as the pages of engines do.
     """
 
     times_s: NDArray[np.float64]
@@ -210,7 +208,6 @@ class BlockTrace:
     starts: NDArray[np.int64]
     rows: Rows
     known: NDArray[np.int64]
-    parents: Rows
     tokens: NDArray[np.int64]
     block_tokens: int
 
@@ -222,7 +219,7 @@ class BlockTrace:
     @property
     def blocks(self) -> int:
         """How many different blocks there are."""
-        return len(self.parents) - 1
+        return len(self.tokens) - 1
 
     def chain(self, request: int) -> Rows:
         """Return the rows of a request's blocks, the head of the prompt first."""
@@ -233,7 +230,7 @@ _Block = tuple[int | bytes, int]
 """What distinguishes a block from others after the same prefix, and its tokens."""
 
 
-def make_blocks(lines: TraceLines, block_tokens: int = DEFAULT_BLOCK_TOKENS) -> BlockTrace:
+def make_blocks(lines: TraceLines, block_tokens: int = 256) -> BlockTrace:
     """Return a trace as chains of blocks: of its own size where it has one, else *block_tokens*.
 
     Raises InvalidRequestError when there are too many, or the lines disagree about their size.
@@ -244,13 +241,12 @@ def make_blocks(lines: TraceLines, block_tokens: int = DEFAULT_BLOCK_TOKENS) -> 
         raise InvalidRequestError("block_tokens", size, "give 1 or more, such as 256")
     row_of: dict[tuple[int, int | bytes], int] = {}
     rows, starts, known = array("q"), array("q", [0]), array("q")
-    parents, tokens = array("q", [NO_ROW]), array("q", [0])
+    tokens = array("q", [0])
     for named, blocks in _cut(lines, size):
         row = NO_ROW
         for identity, block in blocks:
-            parent, row = row, row_of.setdefault((row, identity), len(parents))
-            if row == len(parents):
-                parents.append(parent)
+            row = row_of.setdefault((row, identity), len(tokens))
+            if row == len(tokens):
                 tokens.append(block)
             rows.append(row)
         known.append(named)
@@ -264,7 +260,6 @@ def make_blocks(lines: TraceLines, block_tokens: int = DEFAULT_BLOCK_TOKENS) -> 
         starts=np.array(starts, np.int64),
         rows=np.array(rows, np.intp),
         known=np.array(known, np.int64),
-        parents=np.array(parents, np.intp),
         tokens=np.array(tokens, np.int64),
         block_tokens=size,
     )

@@ -68,13 +68,10 @@ def record(
         page = app.ask(connection, "Trace")
         with out.open("xb") as file:
             writer = TraceWriter(file, block_tokens)
-            until = clock() + duration_s
-            is_last = False
-            while not is_last and writer.chunks < MAX_NAMES:
+            left_s, until = duration_s, clock() + duration_s
+            while left_s > 0 and writer.chunks < MAX_NAMES:
+                sleep(min(POLL_S, left_s))
                 left_s = until - clock()
-                is_last = left_s <= 0
-                if not is_last:
-                    sleep(min(POLL_S, left_s))
                 while True:
                     page = app.ask(connection, "Trace", recording=page.recording, after=page.last)
                     writer.lost += page.lost
