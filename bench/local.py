@@ -158,7 +158,7 @@ def stalled_readers(clients: Sequence[Client], keys: Sequence[ChunkKey]) -> Iter
         for number in range(STALLED_READERS):
             session = clients[number % len(clients)]._link.connected().session
             entrance = Entrance.of(session.terms, session.connection.address)
-            stream = FrameStream(entrance, lambda: False, 5.0)
+            stream = FrameStream(entrance, 5.0)
             stack.callback(stream.close)
             get = pb.GetRequest(
                 session_id=session.terms.session_id,

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import grpc
 
@@ -40,7 +40,7 @@ _NO_METHOD = "/kvstore.v1.KVStore/NoMethod"
 """Refused by the thread that reads calls: no queue is before it, and it costs next to nothing."""
 _TRACE_API = "opentelemetry.trace"
 
-C = TypeVar("C")
+C = TypeVar("C", bound="Pooled")
 T = TypeVar("T")
 Metadata: TypeAlias = "tuple[tuple[str, str], ...] | None"
 
@@ -300,10 +300,6 @@ class Until:
         return left
 
 
-def _nothing() -> None:
-    return None
-
-
 class CircuitBreaker:
     """Open for a while after the server did not answer, so that a dead one costs once.
 
@@ -321,7 +317,7 @@ class CircuitBreaker:
         self._late_at_s = -math.inf
         """When the last of them was over."""
         # A weak reference: an error holds the frames that it passed, and so its client.
-        self._opened_by: Callable[[], KVStoreError | None] = _nothing
+        self._opened_by: weakref.ref[KVStoreError] | None = None
 
     @property
     def is_open(self) -> bool:
@@ -348,7 +344,7 @@ class CircuitBreaker:
         if is_silent and error is not None:
             self._opened_by = weakref.ref(error)
         else:
-            self._late_s, self._opened_by = 0.0, _nothing
+            self._late_s, self._opened_by = 0.0, None
         return is_silent
 
     def note_whole(self, error: DeadlineError, granted_ms: int) -> None:
@@ -360,82 +356,120 @@ class CircuitBreaker:
 
     def take_back(self, error: DeadlineError) -> None:
         """Close it if it was *error* that opened it: the call says nothing of the server."""
-        if self._opened_by() is error:
+        if self._opened_by is not None and self._opened_by() is error:
             self.note(None)
+
+
+class Pooled(Protocol):
+    """A connection of a Pool."""
+
+    def is_broken(self) -> bool:
+        """Whether it is of no use for another call, as it lay idle."""
+
+    def wake(self, error: KVStoreError) -> None:
+        """Have whoever waits on it wait no more. For any thread."""
+
+    def close(self) -> None:
+        """Hang up."""
 
 
 class Pool(Generic[C]):
     """Connections of one session, for one call at a time each: *limit* at most. Thread-safe.
 
-    *close* ends a connection, *wake* has whoever waits on one wait no more.
+    *dial* connects one within the seconds it is given, *dial_s* at most. After it failed it is
+    not called for *rest_s*, or as much less as it had less time.
     """
 
-    def __init__(self, limit: int, close: Callable[[C], None], wake: Callable[[C], None]) -> None:
+    def __init__(
+        self,
+        limit: int,
+        dial: Callable[[float], C],
+        dial_s: float,
+        rest_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._limit = limit
-        self._close = close
-        self._wake = wake
+        self._dial = dial
+        self._dial_s = dial_s
+        self._rest_s = rest_s
+        self._clock = clock
         self.idle: list[C] = []
         self.busy: set[C] = set()
-        self.is_closed = False
-        self._making = 0
-        self._lock = threading.Lock()  # guards the four above
+        self._is_closed = False
+        self._dialling = 0
+        self._rests_until_s = -math.inf
+        self._lock = threading.Lock()  # guards the five above
 
-    def take(self) -> C | None:
-        """Return an idle connection for one call; None when there is none."""
+    def take(self, within_s: float) -> C | None:
+        """Return a connection for one call, connected within so many seconds if none is idle; None
+        where there are as many as may be, or it rests. Raises what ``dial`` does.
+        """
         with self._lock:
-            if not self.idle:
+            while self.idle:
+                one = self.idle.pop()
+                if not one.is_broken():
+                    self.busy.add(one)
+                    return one
+                one.close()
+            if not self._may_dial():
                 return None
-            connection = self.idle.pop()
-            self.busy.add(connection)
-            return connection
+            self._dialling += 1
+        made: C | None = None
+        within_s = min(within_s, self._dial_s)
+        try:
+            made = self._dial(within_s)
+        finally:
+            with self._lock:
+                self._dialling -= 1
+                if made is None:
+                    self._rests_until_s = self._clock() + self._rest_s * within_s / self._dial_s
+                elif not self._is_closed:
+                    self.busy.add(made)
+        if made in self.busy:
+            return made
+        made.close()
+        return None
 
-    def may_make(self) -> bool:
-        """Whether one more may be made now. If so, it counts: say ``made``."""
+    def _may_dial(self) -> bool:
+        is_full = len(self.busy) + self._dialling >= self._limit
+        return not (is_full or self._is_closed or self._clock() < self._rests_until_s)
+
+    def is_ready(self) -> bool:
+        """Whether a call would be given one, or one connected."""
         with self._lock:
-            count = len(self.idle) + len(self.busy) + self._making
-            if self.is_closed or count >= self._limit:
-                return False
-            self._making += 1
-            return True
+            return bool(self.idle) or self._may_dial()
 
-    def made(self, connection: C | None) -> None:
-        """Take in a connection that is in use; None: none could be made."""
-        with self._lock:
-            self._making -= 1
-            if connection is not None:
-                self.busy.add(connection)
-
-    def give_back(self, connection: C, *, is_clean: bool) -> None:
+    def give_back(self, one: C, *, is_clean: bool) -> None:
         """Take back a connection; one whose call did not come to its end is closed."""
         with self._lock:
-            self.busy.discard(connection)
-            if is_clean and not self.is_closed:
-                self.idle.append(connection)
+            self.busy.discard(one)
+            if is_clean and not self._is_closed:
+                self.idle.append(one)
                 return
-        self._close(connection)
+        one.close()
 
-    def hang_up(self) -> None:
-        """Have whoever waits on one of them wait no more."""
+    def hang_up(self, error: KVStoreError) -> None:
+        """Have whoever waits on one of them get *error*."""
         with self._lock:
-            for connection in self.busy:
-                self._wake(connection)
+            for one in self.busy:
+                one.wake(error)
 
     def leave(self) -> None:
         """In a child: close its descriptors, and send nothing over the parent's connections."""
         self._lock = threading.Lock()  # another thread may have had it
-        self.is_closed = True
-        for connection in (*self.idle, *self.busy):
-            self._close(connection)
+        self._is_closed = True
+        for one in (*self.idle, *self.busy):
+            one.close()
         self.idle = []
 
     def close(self) -> None:
         """Close the idle ones; calls at work end. Idempotent."""
         with self._lock:
-            self.is_closed = True
+            self._is_closed = True
             idle, self.idle = self.idle, []
-        for connection in idle:
-            self._close(connection)
-        self.hang_up()
+        for one in idle:
+            one.close()
+        self.hang_up(KVStoreError("the client is closed"))
 
 
 def is_gone(error: BaseException) -> bool:

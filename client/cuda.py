@@ -30,7 +30,8 @@ from kvstore.client.frames import Arrival, FrameAssembler
 from kvstore.client.server_link import LeftMs, digest_batches, packed
 from kvstore.client.session import Session, SessionTerms
 from kvstore.client.transports.base import Put, ReadPlan, Transport, arrival_of, read_outcomes
-from kvstore.client.transports.shared_memory import ATTACH_WITHIN_S, ShmTransport, Slabs
+from kvstore.client.transports.shared_memory import ShmTransport, Slabs
+from kvstore.client.transports.unix_rpc import ENTER_WITHIN_S
 from kvstore.codecs.frame_kernels import open_kernels
 from kvstore.codecs.paged import FrameAt, Paged, Sums
 from kvstore.codecs.raw import raw_header
@@ -187,7 +188,7 @@ class CudaTransport(ShmTransport):
 
     name = "cuda"
 
-    def __init__(self, session: Session, within_s: float = ATTACH_WITHIN_S) -> None:
+    def __init__(self, session: Session, within_s: float = ENTER_WITHIN_S) -> None:
         super().__init__(session, within_s)
         self._registration: Registration | None = None
         self._users = 1

@@ -125,23 +125,23 @@ class ServerLink:
 
     def _transport(self, session: Session, left_ms: LeftMs) -> Transport:
         wanted = self.options.transport
+        is_short = 2 * left_ms() < self.options.deadline_ms  # the next call may have more time
         if wanted == "shm" or (wanted == "auto" and can_share_memory(session)):
-            is_short = 2 * left_ms() < self.options.deadline_ms
             try:
                 # As below: half of what is left, where gRPC is still to be asked.
                 return self._shared_memory(session, left_ms() / (1000 if is_short else 2000))
             except (TierUnavailableError, InvalidRequestError, OSError) as error:
-                # The next call may have more time for it.
                 if wanted == "shm" or (is_short and isinstance(error, DeadlineError)):
                     raise
         if wanted == "tcp" or (wanted == "auto" and session.terms.bulk_address):
             try:
                 transport = BulkTransport(session)
-                is_short = wanted == "auto" and 2 * left_ms() < self.options.deadline_ms
                 # Half of what is left: where nobody answers, gRPC is still to be asked.
-                transport.connect(left_ms() / 2000, is_short=is_short)
+                transport.connect(left_ms() / 2000)
                 return transport
-            except (TierUnavailableError, DeadlineError, QuotaExceededError):
+            except (TierUnavailableError, DeadlineError, QuotaExceededError) as error:
+                if wanted == "auto" and is_short and isinstance(error, DeadlineError):
+                    return transport  # a later call has the time
                 if wanted == "tcp":
                     raise
         return StreamTransport(session)
@@ -195,14 +195,14 @@ class ServerLink:
 
     def end_if_hung(self) -> bool:
         """See ``Client.end_if_hung``."""
-        transport = self.transport
+        transport, connection = self.transport, self.connection
         if transport is not None:
-            return transport.end_if_hung()
-        connection = self.connection
-        if connection.breaker.is_open or not is_silent(connection):
-            return False
-        connection.hang_up()
-        return True
+            is_hung = transport.hangs()
+        else:
+            is_hung = not connection.breaker.is_open and is_silent(connection)
+        if is_hung:
+            (transport or connection).hang_up()
+        return is_hung
 
     def close(self) -> None:
         """End the session and close the connection. Idempotent."""

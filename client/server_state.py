@@ -223,7 +223,6 @@ class EventStream:
         self._connection = link.connection
         self._since = since
         self._call: Any = None
-        self._is_lost = False
         self._process = FORKS.process
         self._closed = False
         self._lock = threading.Lock()  # guards _call and _closed
@@ -232,55 +231,43 @@ class EventStream:
         return self
 
     def __next__(self) -> EventPage:
-        while True:
-            message = self._next()
-            if message is not None:
-                page = page_from_message(message)
-                self._since = page.place
-                return page
-
-    def _next(self) -> pb.EventsResponse | None:
-        """Return the next message; None when another call is to be made."""
         FORKS.check(self._process, "the stream of events")
-        try:
-            if self._call is None:
-                self._begin()
-            message: pb.EventsResponse | None = self._connection.next_of(self._call)
-        except LeaseExpiredError:
-            self._end()
-            if self._is_lost:
+        is_lost = False
+        while True:
+            try:
+                if self._call is None:
+                    self._begin(is_new=is_lost)
+                message = self._connection.next_of(self._call)
+                if message is not None:
+                    page = page_from_message(message)
+                    self._since = page.place
+                    return page
+                self._end()
+            except LeaseExpiredError:
+                self._end()
+                if is_lost:
+                    raise
+                is_lost = True  # the server did not know our session: try another, once
+            except EndedByForkError:
+                self._end()
+            except KVStoreError:
+                self._end()
+                if self._closed:
+                    raise StopIteration from None
                 raise
-            self._is_lost = True  # the server did not know our session: try another, once
-            return None
-        except EndedByForkError:
-            self._end()
-            return None
-        except KVStoreError:
-            self._end()
-            if self._closed:
-                raise StopIteration from None
-            raise
-        self._is_lost = False
-        if message is None:
-            self._end()
-        return message
 
-    def _begin(self) -> None:
-        since = self._since or Place(0, 0)
-        request = pb.EventsRequest(
-            session_id=self._session_id(), boot_id=since.boot_id, cursor=since.cursor
-        )
+    def _begin(self, *, is_new: bool) -> None:
+        if is_new:
+            self._link.renew(self._link.connected())
+        session_id = self._link.connected().session.terms.session_id
+        boot_id, cursor = self._since or Place(0, 0)
+        request = pb.EventsRequest(session_id=session_id, boot_id=boot_id, cursor=cursor)
         call = self._connection.begin_stream("Events", request, CALL_MS, is_idle=True)
         with self._lock:
             self._call = call
             is_closed = self._closed
         if is_closed:
             self._connection.end_stream(call)
-
-    def _session_id(self) -> int:
-        if self._is_lost:
-            self._link.renew(self._link.connected())
-        return self._link.connected().session.terms.session_id
 
     def _end(self) -> None:
         with self._lock:

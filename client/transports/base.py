@@ -192,14 +192,8 @@ class Transport(ABC):
         with suppress(KVStoreError):
             self.calls.call("Release", request, deadline_ms, pb.ReleaseResponse)
 
-    def end_if_hung(self) -> bool:
-        """End what waits for a server that hangs, as if it were late; whether it does."""
-        is_hung = self._hangs()
-        if is_hung:
-            self.hang_up()
-        return is_hung
-
-    def _hangs(self) -> bool:
+    def hangs(self) -> bool:
+        """Whether the server hangs."""
         return is_silent(self.session.connection, self.session.pace_s)
 
     def hang_up(self) -> None:

@@ -1,8 +1,7 @@
 """PeerReads: chunks in the memory of other servers, read from there and not by way of our own.
 
 Our own server says who there are and lets us in to them, before we read anything where they are
-few; it stays the one to ask for whatever does not come. No get waits for a connection: what is
-not there yet is read by its way.
+few; it stays the one to ask for whatever does not come.
 """
 
 from __future__ import annotations
@@ -10,17 +9,17 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, replace
 
+from kvstore.client.connection import Pool
 from kvstore.client.frames import Arrival, Direct, DirectFrame, FrameAssembler
 from kvstore.client.session import Session
-from kvstore.client.transports.tcp import DIAL_S, Entrance, FrameStream, FrameStreams
+from kvstore.client.transports.tcp import DIAL_S, Entrance, FrameStream, in_use, streams_to
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import KVStoreError, TierUnavailableError
-from kvstore.proto.types import DIGEST_BYTES, ChunkKey
+from kvstore.proto.types import DIGEST_BYTES
 
 TIER = "peer"
 MAX_LENDERS = 16
@@ -31,22 +30,15 @@ AGAIN_S = 30.0
 """A server that did not let us in, or did not send what it should, is left alone for."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Lender:
-    """``renewed_at``: monotonic seconds from which on we ask to be let in anew."""
+    """Another server; ``streams`` where it let us in. ``due_s``: monotonic seconds from which on we
+    ask to be let in, or anew; never while we are asking.
+    """
 
-    streams: FrameStreams
-    session_id: int
-    renewed_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class LentRun:
-    """Chunks *first* to *first* + len(*keys*) of a get, that server *number* has."""
-
-    number: int
-    first: int
-    keys: Sequence[ChunkKey]
+    due_s: float = -math.inf
+    streams: Pool[FrameStream] | None = None
+    session_id: int = 0
 
 
 class PeerReads:
@@ -55,12 +47,9 @@ class PeerReads:
     def __init__(self, session: Session, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session
         self._clock = clock
-        self._lenders: OrderedDict[int, _Lender] = OrderedDict()
-        self._left_until: OrderedDict[int, float] = OrderedDict()
-        """Whom we do not ask to be let in to before that."""
-        self._learning: set[int] = set()
+        self._lenders: dict[int, _Lender] = {}
         self._is_closed = False
-        # Guards the four above.
+        # Guards the two above.
         self._lock = threading.Lock()
 
     @property
@@ -72,9 +61,9 @@ class PeerReads:
         """Return those to which there is a connection now."""
         self.note(self._session.peers)
         with self._lock:
-            lenders = list(self._lenders.items())
-        self.note(number for number, one in lenders if self._clock() >= one.renewed_at)
-        return [number for number, one in lenders if one.streams.is_ready]
+            known = [(number, one.streams) for number, one in self._lenders.items() if one.streams]
+        self.note(number for number, _ in known)
+        return [number for number, streams in known if streams.is_ready()]
 
     def note(self, numbers: Iterable[int]) -> None:
         """Our server says that these have chunks which we read: be let in, in the background."""
@@ -82,34 +71,34 @@ class PeerReads:
             return
         for number in numbers:
             with self._lock:
-                now, known = self._clock(), self._lenders.get(number)
-                is_due = known is None or now >= known.renewed_at
-                is_left = now < self._left_until.get(number, -math.inf)
-                is_full = len(self._learning) >= MAX_LENDERS
-                if self._is_closed or not is_due or is_left or number in self._learning or is_full:
+                known = self._lenders.get(number) or _Lender()
+                if self._is_closed or self._clock() < known.due_s or not self._has_room(number):
                     continue
-                self._learning.add(number)
+                known.due_s = math.inf
+                self._lenders[number] = known
             threading.Thread(
-                target=self._learn, args=(number,), name="kvstore-peer-learn", daemon=True
+                target=self._learn, args=(number, known), name="kvstore-peer-learn", daemon=True
             ).start()
 
-    def _learn(self, number: int) -> None:
-        lender: _Lender | None = None
+    def _has_room(self, number: int) -> bool:
+        """Whether there may be another; the one that was learned of first goes for it."""
+        if number not in self._lenders and len(self._lenders) >= MAX_LENDERS:
+            first = next((n for n, one in self._lenders.items() if one.due_s < math.inf), None)
+            if first is None:
+                return False
+            _close(self._lenders.pop(first))
+        return True
+
+    def _learn(self, number: int, lender: _Lender) -> None:
         try:
-            lender = self._let_in(number)
+            new = self._let_in(number)
         except KVStoreError:
-            self._leave_alone(number)
-        gone: list[_Lender | None] = []
+            self._leave_alone(lender)
+            return
         with self._lock:
-            self._learning.discard(number)
-            if lender is not None and not self._is_closed:
-                gone.append(self._lenders.pop(number, None))
-                self._lenders[number], lender = lender, None
-            while len(self._lenders) > MAX_LENDERS:
-                gone.append(self._lenders.popitem(last=False)[1])
-        for one in (*gone, lender):
-            if one is not None:
-                one.streams.close()
+            if not self._is_closed:
+                self._lenders[number], new = new, lender
+        _close(new)
 
     def _let_in(self, number: int) -> _Lender:
         session_id = self._session.terms.session_id
@@ -128,71 +117,62 @@ class PeerReads:
             until_s=reply.until_s,
         )
         entrance = Entrance(reply.bulk_address, reply.bulk_certificate, guest)
-        renewed_at = asked_at + reply.valid_ms / 2000
-        streams = FrameStreams(entrance, SILENCE_S)
-        streams.connect(DIAL_S)
-        return _Lender(streams, reply.session_id, renewed_at)
+        streams = streams_to(entrance, SILENCE_S)
+        with in_use(streams, streams.take(DIAL_S)):  # to see that it can be reached
+            pass
+        return _Lender(asked_at + reply.valid_ms / 2000, streams, reply.session_id)
 
-    def _leave_alone(self, number: int) -> None:
-        with self._lock:
-            lender = self._lenders.pop(number, None)
-            self._left_until[number] = self._clock() + AGAIN_S
-            while len(self._left_until) > MAX_LENDERS:
-                self._left_until.popitem(last=False)
-        if lender is not None:
-            lender.streams.close()
+    def _leave_alone(self, lender: _Lender) -> None:
+        lender.due_s = self._clock() + AGAIN_S
+        _close(lender)
 
     def read(
-        self, lent: LentRun, direct: Direct, deadline: float
+        self, number: int, first: int, digests: bytes, direct: Direct, deadline: float
     ) -> Generator[Arrival, None, int | None]:
-        """Yield the frames of *lent* in order; return the first chunk that did not come, if one
-        did not. Raises nothing. *direct* as in a ReadPlan; *deadline* in monotonic seconds.
+        """Yield the frames with *digests*, which are those from the *first* of a get on and which
+        server *number* has, in order; return the first chunk that did not come, if one did not.
+
+        Raises nothing. *direct* as in a ReadPlan; *deadline* in monotonic seconds.
         """
-        following = lent.first
         with self._lock:
-            lender = self._lenders.get(lent.number)
-        if lender is None:
-            return following
+            lender = self._lenders.get(number)
+        streams = None if lender is None else lender.streams
+        if lender is None or streams is None:
+            return first
+
+        def renumbered(index: int, frame_bytes: int, start: Bytes) -> DirectFrame | None:
+            return direct(first + index, frame_bytes, start)
+
+        terms = self._session.terms
+        assembler = FrameAssembler(terms.max_frame_bytes, renumbered)
         try:
-            with lender.streams.lent() as stream:
+            with in_use(streams, streams.take(SILENCE_S)) as stream:
                 if stream is None:
-                    return following
-                for frame in self._frames(stream, lender.session_id, lent, direct, deadline):
-                    yield frame
-                    following = frame.index + 1
+                    return first
+                get = pb.GetRequest(
+                    session_id=lender.session_id,
+                    key_namespace=terms.namespace,
+                    digests=digests,
+                    deadline_ms=max(1, int(1000 * (deadline - time.monotonic()))),
+                )
+                stream.begin(pb.StreamMessage(get=get), deadline)
+                for frame in assembler.frames(stream.parts(deadline)):
+                    yield replace(frame, index=first + frame.index, tier=TIER)
+                assembler.end(stream.frames)
         except TierUnavailableError:
             pass  # it has too many at once, or has just started anew
         except KVStoreError:
-            self._leave_alone(lent.number)
-        return following if following < lent.first + len(lent.keys) else None
-
-    def _frames(
-        self, stream: FrameStream, session_id: int, lent: LentRun, direct: Direct, deadline: float
-    ) -> Iterator[Arrival]:
-        left_ms = max(1, int(1000 * (deadline - time.monotonic())))
-        get = pb.GetRequest(
-            session_id=session_id,
-            key_namespace=lent.keys[0][:DIGEST_BYTES],
-            digests=b"".join(key[DIGEST_BYTES:] for key in lent.keys),
-            deadline_ms=left_ms,
-        )
-        stream.begin(pb.StreamMessage(get=get), deadline)
-
-        def renumbered(index: int, frame_bytes: int, start: Bytes) -> DirectFrame | None:
-            return direct(lent.first + index, frame_bytes, start)
-
-        limit_bytes = self._session.terms.max_frame_bytes
-        assembler = FrameAssembler(limit_bytes, renumbered)
-        for frame in assembler.frames(stream.parts(deadline)):
-            yield replace(frame, index=lent.first + frame.index, tier=TIER)
-        assembler.end(stream.frames)
+            self._leave_alone(lender)
+        came = assembler.next_index
+        return first + came if came < len(digests) // DIGEST_BYTES else None
 
     def leave(self) -> None:
         """In a child: do without the parent's connections."""
         self._lock = threading.Lock()  # another thread may have had it
         self._is_closed = True
         for lender in self._lenders.values():
-            lender.streams.pool.leave()
+            if lender.streams is not None:
+                lender.streams.leave()
         self._lenders.clear()
 
     def close(self) -> None:
@@ -202,4 +182,10 @@ class PeerReads:
             lenders = list(self._lenders.values())
             self._lenders.clear()
         for lender in lenders:
-            lender.streams.close()
+            _close(lender)
+
+
+def _close(lender: _Lender) -> None:
+    streams, lender.streams = lender.streams, None
+    if streams is not None:
+        streams.close()

@@ -30,8 +30,8 @@ from kvstore.client.transports.base import (
     arrival_of,
     read_outcomes,
 )
-from kvstore.client.transports.peers import LentRun, PeerReads
-from kvstore.client.transports.unix_rpc import CallQueue, Sent, UnixRpc, enter
+from kvstore.client.transports.peers import PeerReads
+from kvstore.client.transports.unix_rpc import ENTER_WITHIN_S, CallQueue, Sent, UnixRpc, enter
 from kvstore.client.view import MEMORY, LeasedViews, SlabMap, View, geometry_of
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
@@ -44,13 +44,11 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.frame import ALIGN_BYTES, FLAG_UNSUMMED, raw_frame_bytes
-from kvstore.proto.keys import keys_of_digests
 from kvstore.proto.messages import hints_to_message, layout_to_message
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, ChunkShard, KVLayout, PutOutcome
 from kvstore.proto.unix_socket import Place, Reach, unpack_places
 
-_SOCKET_TIMEOUT_S = 2.0
-ATTACH_WITHIN_S = 2 * _SOCKET_TIMEOUT_S
+_ANSWER_WITHIN_S = 2.0
 _PEER = int(Reach.peer)
 _HOLDER = attrgetter("reach", "number")
 _MAX_SLABS = 4096
@@ -76,16 +74,18 @@ class ShmTransport(Transport):
 
     name = "shm"
 
-    def __init__(self, session: Session, within_s: float = ATTACH_WITHIN_S) -> None:
+    def __init__(self, session: Session, within_s: float = ENTER_WITHIN_S) -> None:
         super().__init__(session)
         whole_chunk = KVLayout.of(session.representation, session.options.chunk_tokens)
         self._whole = geometry_of(whole_chunk)
         size_bytes = max(session.options.staging_bytes // PARTS, raw_frame_bytes(whole_chunk))
         self._staging = StagingMemory(size_bytes)
         try:
-            self._socket = self._attach(self._staging, within_s)
+            memory, attach = [self._staging.descriptor], unix_socket.Op.attach
+            self._socket = enter(session.terms, attach, within_s, self._staging.size_bytes, memory)
         finally:
-            self._staging.close_descriptor()
+            os.close(self._staging.descriptor)  # the server has its own
+        self._socket.settimeout(min(_ANSWER_WITHIN_S, session.options.deadline_ms / 1000))
         self._server_pid = peer_pid(self._socket)
         self.rpc = UnixRpc(session.terms, session.connection)
         self.calls = self.rpc
@@ -95,35 +95,16 @@ class ShmTransport(Transport):
         # One put at a time owns the staging memory, over its copies by design.
         self._put_lock = threading.Lock()
 
-    def _attach(self, staging: StagingMemory, within_s: float) -> socket.socket:
-        terms = self.session.terms
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        link.settimeout(min(_SOCKET_TIMEOUT_S, within_s / 2))  # for each of two answers
-        try:
-            memory = [staging.descriptor]
-            reply = enter(link, terms, unix_socket.Op.attach, staging.size_bytes, memory)
-        except TimeoutError:
-            link.close()
-            raise DeadlineError(f"{terms.socket_path}: the server did not answer in time") from None
-        except (OSError, InvalidRequestError) as error:
-            link.close()
-            raise TierUnavailableError("shm", f"{terms.socket_path}: {error}") from None
-        if reply is not unix_socket.Reply.ok:
-            link.close()
-            raise TierUnavailableError("shm", f"{terms.socket_path}: {reply.name}")
-        link.settimeout(min(_SOCKET_TIMEOUT_S, self.session.options.deadline_ms / 1000))
-        return link
-
     @override
-    def _hangs(self) -> bool:
+    def hangs(self) -> bool:
         if not self._server_pid:
-            return super()._hangs()
+            return super().hangs()
         return hangs(self.session.terms, self._server_pid)
 
     @override
     def hang_up(self) -> None:
         super().hang_up()
-        self.rpc.links.hang_up()
+        self.rpc.links.hang_up(DeadlineError("the server hangs"))
 
     @override
     def put(self, chunks: Sequence[Outgoing], terms: PutTerms) -> list[Put]:
@@ -212,9 +193,9 @@ class ShmTransport(Transport):
                         yield self._arrival(at, names[place.tier], place)
                 elif plan.direct is not None:
                     digests = plan.digests[DIGEST_BYTES * start : DIGEST_BYTES * index]
-                    keys = keys_of_digests(digests, self.session.terms.namespace, len(places))
-                    lent, until_s = LentRun(number, start, keys), until.at_s - SLACK_S
-                    left = yield from self._peers.read(lent, plan.direct, until_s)
+                    left = yield from self._peers.read(
+                        number, start, digests, plan.direct, until.at_s - SLACK_S
+                    )
                     if left is not None:
                         return left
         return None
@@ -319,33 +300,32 @@ class Slabs:
     def give(self, request: unix_socket.Request, descriptor: int) -> unix_socket.Reply:
         """Give the server a descriptor of ours; return its answer. Raises TierUnavailableError."""
         with self._lock:
-            try:
-                socket.send_fds(self._socket, [request.pack()], [descriptor])
-                head = self._socket.recv(unix_socket.HEADER_BYTES)
-                return unix_socket.unpack_head(head, unix_socket.REPLY_KINDS)[0]
-            except (OSError, InvalidRequestError) as error:
-                self._socket.close()
-                raise TierUnavailableError("shm", f"the server hung up: {error}") from None
+            return self._exchange(request, [descriptor])[0]
 
     def _ask(self, op: unix_socket.Op, number: int) -> tuple[int, int]:
         """Return a descriptor, ours to close, and its size."""
+        reply, size_bytes, files = self._exchange(unix_socket.Request(op, number))
+        if reply is unix_socket.Reply.ok and files:
+            return files[0], size_bytes
+        for descriptor in files:
+            os.close(descriptor)
+        raise TierUnavailableError("shm", f"{op.name} {number}: {reply.name}")
+
+    def _exchange(
+        self, request: unix_socket.Request, descriptors: Sequence[int] = ()
+    ) -> tuple[unix_socket.Reply, int, list[int]]:
+        files: list[int] = []
         try:
-            self._socket.send(unix_socket.Request(op, number).pack())
+            socket.send_fds(self._socket, [request.pack()], descriptors)
             message, files, _, _ = socket.recv_fds(self._socket, unix_socket.HEADER_BYTES, 1)
-        except OSError as error:
+            reply, size_bytes, _ = unix_socket.unpack_head(message, unix_socket.REPLY_KINDS)
+        except (OSError, InvalidRequestError) as error:
             # An answer that is only late must not be taken for that of the next question.
             self._socket.close()
-            raise TierUnavailableError("shm", f"the server hung up: {error}") from None
-        try:
-            kinds = unix_socket.REPLY_KINDS
-            reply, size_bytes, _ = unix_socket.unpack_head(message, kinds)
-            if reply is not unix_socket.Reply.ok or len(files) != 1:
-                raise TierUnavailableError("shm", f"{op.name} {number}: {reply.name}")
-        except KVStoreError:
             for descriptor in files:
                 os.close(descriptor)
-            raise
-        return files[0], size_bytes
+            raise TierUnavailableError("shm", f"the server hung up: {error}") from None
+        return reply, size_bytes, files
 
     def leave(self) -> None:
         """In a child, once the socket is closed: forget every map and file."""
@@ -409,10 +389,6 @@ class StagingMemory:
                 offsets.append(offset)
                 offset += -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
         return offsets
-
-    def close_descriptor(self) -> None:
-        """Close ours, once the server has its own. Call once."""
-        os.close(self.descriptor)
 
     def close(self) -> None:
         """Let go of the memory. Idempotent."""

@@ -46,11 +46,9 @@ T = TypeVar("T")
 MAX_STREAMS = 8
 """Gets and puts at once; more go through gRPC. Below what a server allows one session."""
 DIAL_S = 2.0
-"""For a connection; a call that waits for one gives it half of its time at most."""
+"""For a connection; a call waits for it half of its time at most."""
 AGAIN_S = 30.0
-"""A server that did not let us in is not dialled again for. One that did not do so within a call is
-dialled beside calls for as long."""
-_JOIN_S = 0.2
+"""A server that did not let us in is not dialled again for."""
 LEAVE_S = 0.05
 """For the server to end a get that is wanted no more; past it the stream is closed."""
 _REQUEST_SLACK_BYTES = 32
@@ -92,16 +90,9 @@ class FrameStream:
     which nothing comes for *silence_s*, leaves it of no use.
     """
 
-    def __init__(
-        self,
-        entrance: Entrance,
-        is_closing: Callable[[], bool],
-        within_s: float,
-        silence_s: float = math.inf,
-    ) -> None:
-        self._is_closing = is_closing
+    def __init__(self, entrance: Entrance, within_s: float, silence_s: float = math.inf) -> None:
         self._silence_s = silence_s
-        self._is_given_up = False
+        self._woken_by: KVStoreError | None = None
         self._is_spoiled = False
         """A call failed: what comes next is not known."""
         self._coming: Payload | None = None
@@ -208,32 +199,34 @@ class FrameStream:
             return
         soon = min(deadline, time.monotonic() + LEAVE_S)
         cancel = pb.StreamMessage(request=self.requests, cancel=True)
-        is_told = False
         with suppress(KVStoreError):
-            while True:
-                if not is_told and self._heard is None and not self.has_more():
-                    self.send(cancel, soon)
-                    is_told = True
-                message, payload = self.receive(soon)
-                if payload is None:
-                    self.is_over = message.HasField("done") or message.HasField("failed")
-                    return
-                payload.skip(len(payload))
-                if not is_told:
-                    self.send(cancel, soon)
-                    is_told = True
+            is_here = self._heard is not None or self.has_more()
+            if is_here and self._pass_by(soon):
+                return
+            self.send(cancel, soon)
+            while not self._pass_by(soon):
+                pass
+
+    def _pass_by(self, deadline: float) -> bool:
+        """Pass by the next message; whether it is the end of a get."""
+        message, payload = self.receive(deadline)
+        if payload is not None:
+            payload.skip(len(payload))
+            return False
+        self.is_over = message.HasField("done") or message.HasField("failed")
+        return True
 
     def _fill(self, deadline: float, out: Bytes, digest: xxh3_64 | None) -> None:
         self._try(deadline, lambda: self._wire.fill(out, digest))
 
-    def give_up(self) -> None:
-        """Have whoever waits on this stream wait no more. For any thread."""
-        self._is_given_up = True
+    def wake(self, error: KVStoreError) -> None:
+        """Have whoever waits on this stream get *error*. For any thread."""
+        self._woken_by = error
         self._wire.hang_up()
 
     def is_broken(self) -> bool:
         """Whether the server hung up, said what nobody asked for, or is waited for no more."""
-        is_ended = self._is_given_up or self._is_spoiled or self._wire.fileno() < 0
+        is_ended = self._woken_by is not None or self._is_spoiled or self._wire.fileno() < 0
         return is_ended or self._wire.has_more()
 
     def close(self) -> None:
@@ -251,112 +244,32 @@ class FrameStream:
             self._is_spoiled = True
             if not isinstance(error, DeadlineError | TierUnavailableError):
                 raise
-            if self._is_closing():
-                raise KVStoreError("the client is closed") from None
-            if self._is_given_up:
-                raise DeadlineError("the server hangs") from None
+            if self._woken_by is not None:
+                raise self._woken_by from None
             # Its own deadline passes a little before ours: it hangs up in the midst of a frame.
             if time.monotonic() >= deadline - SLACK_S:
                 raise DeadlineError("the server did not answer in time over TCP") from None
             raise error
 
 
-class FrameStreams:
-    """The streams of one session: connected when they are needed, kept for the next call.
+def streams_to(entrance: Entrance, silence_s: float = math.inf) -> Pool[FrameStream]:
+    """Return the streams of one session, *silence_s* as theirs."""
+    dial = partial(FrameStream, entrance, silence_s=silence_s)
+    return Pool(MAX_STREAMS, dial, DIAL_S, AGAIN_S)
 
-    Thread-safe. A call takes one that is idle or connects one, or does without where there are as
-    many as there may be, or the server does not let us in. *silence_s* as theirs.
+
+@contextmanager
+def in_use(streams: Pool[FrameStream], stream: FrameStream | None) -> Iterator[FrameStream | None]:
+    """Enter for one call on *stream*, which was taken, if one was. It is kept for the next call if
+    this one ended well and its request is over, else closed.
     """
-
-    def __init__(self, entrance: Entrance, silence_s: float = math.inf) -> None:
-        self._entrance = entrance
-        self._silence_s = silence_s
-        self.pool: Pool[FrameStream] = Pool(MAX_STREAMS, FrameStream.close, FrameStream.give_up)
-        self._dialling: threading.Thread | None = None
-        self._refused_until = -math.inf
-        self._beside_until = -math.inf
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether a call would find one now; else, and if that may help, one is connected."""
-        if not self.pool.idle:
-            self._dial_if_due()
-        return bool(self.pool.idle)
-
-    def take(self, within_s: float = 0.0) -> FrameStream | None:
-        """Return a stream of our own for one call of *within_s* seconds; None when there is none.
-
-        Without time to connect one, or where that took too long of late, one is connected beside
-        the call, for the next.
-        """
-        while (stream := self.pool.take()) is not None:
-            if not stream.is_broken():
-                return stream
-            self.pool.give_back(stream, is_clean=False)
-        is_beside = self._dialling is not None or time.monotonic() < self._beside_until
-        if within_s <= 0 or is_beside:
-            self._dial_if_due()
-        elif self._may_connect():
-            try:
-                return self._connected(within_s / 2)
-            except (DeadlineError, TierUnavailableError, QuotaExceededError):
-                self._beside_until = time.monotonic() + AGAIN_S
-                self._refused_until = -math.inf  # it had the time of one call: that says little
-                self._dial_if_due()
-        return None
-
-    @contextmanager
-    def lent(self, within_s: float = 0.0) -> Iterator[FrameStream | None]:
-        """Enter with what ``take`` returns. It is kept for the next call if this one ended well and
-        its request is over, else closed.
-        """
-        stream = self.take(within_s)
-        is_clean = False
-        try:
-            yield stream
-            is_clean = stream is not None and stream.is_over
-        finally:
-            if stream is not None:
-                self.pool.give_back(stream, is_clean=is_clean)
-
-    def connect(self, within_s: float) -> None:
-        """Connect a stream for the first call. Raises as ``FrameStream``."""
-        if self._may_connect():
-            self.pool.give_back(self._connected(within_s), is_clean=True)
-
-    def close(self) -> None:
-        """Hang up on all; calls at work end. Idempotent."""
-        self.pool.close()
-        if (dialling := self._dialling) is not None:
-            dialling.join(_JOIN_S)
-
-    def _may_connect(self) -> bool:
-        """Whether one more may be connected now; if so, it is counted."""
-        return time.monotonic() >= self._refused_until and self.pool.may_make()
-
-    def _connected(self, within_s: float) -> FrameStream:
-        """Return one more, in use. Raises as it does, for a while after which none is tried."""
-        stream: FrameStream | None = None
-        pool, seconds = self.pool, min(within_s, DIAL_S)
-        try:
-            stream = FrameStream(self._entrance, lambda: pool.is_closed, seconds, self._silence_s)
-        finally:
-            if stream is None:
-                self._refused_until = time.monotonic() + AGAIN_S
-            self.pool.made(stream)
-        return stream
-
-    def _dial_if_due(self) -> None:
-        if self._dialling is None and self._may_connect():
-            self._dialling = threading.Thread(
-                target=self._dial, name="kvstore-stream-dial", daemon=True
-            )
-            self._dialling.start()
-
-    def _dial(self) -> None:
-        with suppress(KVStoreError):
-            self.pool.give_back(self._connected(DIAL_S), is_clean=True)
-        self._dialling = None
+    is_clean = False
+    try:
+        yield stream
+        is_clean = stream is not None and stream.is_over
+    finally:
+        if stream is not None:
+            streams.give_back(stream, is_clean=is_clean)
 
 
 class BulkTransport(Transport):
@@ -373,17 +286,12 @@ class BulkTransport(Transport):
             raise TierUnavailableError("tcp", "the server was started without --bulk")
         self._fallback = StreamTransport(session)
         self._memory = FrameMemory(IDLE_FRAME_BYTES)
-        self._streams = FrameStreams(Entrance.of(session.terms, session.connection.address))
+        self.streams = streams_to(Entrance.of(session.terms, session.connection.address))
 
-    def connect(self, within_s: float, *, is_short: bool = False) -> None:
-        """Connect for the first call. One that *is_short* goes on without, and one more is
-        connected beside it. Raises TierUnavailableError, DeadlineError.
-        """
-        if not is_short:
-            self._streams.connect(within_s)
-        else:
-            with self._streams.lent(within_s):
-                pass
+    def connect(self, within_s: float) -> None:
+        """Connect for the first call. Raises what kept it from that."""
+        with in_use(self.streams, self.streams.take(within_s)):
+            pass
 
     @override
     @contextmanager
@@ -437,7 +345,10 @@ class BulkTransport(Transport):
         as there is no stream, or the server has too many requests at once.
         """
         self.session.connection.breaker.check()
-        with self._streams.lent(until.left_s(0.0)) as stream:
+        stream: FrameStream | None = None
+        with suppress(DeadlineError, TierUnavailableError, QuotaExceededError):
+            stream = self.streams.take(until.left_s(0.0) / 2)
+        with in_use(self.streams, stream):
             try:
                 if stream is not None:
                     stream.begin(request, until.at_s)
@@ -459,17 +370,17 @@ class BulkTransport(Transport):
     @override
     def hang_up(self) -> None:
         super().hang_up()
-        self._streams.pool.hang_up()
+        self.streams.hang_up(DeadlineError("the server hangs"))
 
     @override
     def leave(self) -> None:
         super().leave()
         self._memory = FrameMemory(IDLE_FRAME_BYTES)  # another thread may have had its lock
-        self._streams.pool.leave()
+        self.streams.leave()
 
     @override
     def close(self) -> None:
-        self._streams.close()
+        self.streams.close()
 
 
 def upload(stream: FrameStream, deadline: float, chunks: Sequence[Outgoing]) -> list[Put]:

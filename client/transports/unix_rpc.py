@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
@@ -33,10 +34,27 @@ from kvstore.proto.unix_socket import (
 
 MAX_CONNECTIONS = 12
 """Calls at once; more go through gRPC. Below what a server allows one session."""
-_JOIN_WITHIN_S = 2.0
+ENTER_WITHIN_S = 4.0
+"""To connect, with two answers to wait for."""
 _JOIN_AGAIN_S = 5.0
 
 T = TypeVar("T")
+
+
+class Link(socket.socket):
+    """A connection to the server's Unix socket."""
+
+    def __init__(self) -> None:
+        super().__init__(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def is_broken(self) -> bool:
+        """Say no: the next call finds out by itself, and goes through gRPC."""
+        return False
+
+    def wake(self, _: KVStoreError) -> None:
+        """End it under who waits on it, and closes it then."""
+        with suppress(OSError):
+            self.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +66,7 @@ class CallQueue:
     answers in the order in which it sent the calls.
     """
 
-    link: socket.socket | None = None
+    link: Link | None = None
     """The connection, while answers are to come on it."""
     unanswered: deque[Sent] = field(default_factory=deque)
 
@@ -61,15 +79,9 @@ class Sent:
     request: Any
     until: Until
     queue: CallQueue | None
-    link: socket.socket | None = None
+    link: Link | None = None
     is_over: bool = False
     """Whether its last answer has come, so that the next call may use the connection."""
-
-
-def _wake(link: socket.socket) -> None:
-    """End a connection under who waits on it, and closes it then."""
-    with suppress(OSError):
-        link.shutdown(socket.SHUT_RDWR)
 
 
 class UnixRpc:
@@ -80,12 +92,10 @@ class UnixRpc:
     """
 
     def __init__(self, terms: SessionTerms, connection: Connection) -> None:
-        self._terms = terms
         self._connection = connection
         self._clock = connection.clock
-        self.links: Pool[socket.socket] = Pool(MAX_CONNECTIONS, socket.socket.close, _wake)
-        self._join_at = 0.0
-        """Before that no more connections are made: the last that was to join could not."""
+        join = partial(enter, terms, unix_socket.Op.join)
+        self.links = Pool(MAX_CONNECTIONS, join, ENTER_WITHIN_S, _JOIN_AGAIN_S, connection.clock)
 
     def call(self, method: str, request: Any, deadline_ms: int, reply: type[T]) -> T:
         """Call *method* and return its reply."""
@@ -101,8 +111,9 @@ class UnixRpc:
         if not 0 < len(packet) <= MAX_PACKET_BYTES:
             return sent
         self._connection.breaker.check()
-        queued = queue.link if queue is not None else None
-        link = queued or self.links.take() or self._joined(sent.until)
+        link = queue.link if queue is not None else None
+        with suppress(DeadlineError, TierUnavailableError):
+            link = link or self.links.take(sent.until.left_s(SLACK_S) / 2)
         if link is None:
             return sent
         try:
@@ -156,7 +167,7 @@ class UnixRpc:
                 raise TierUnavailableError("server", "hung up")
         yield from self._connection.stream(method, request, sent.until.left_ms(1))
 
-    def _receive(self, sent: Sent, link: socket.socket) -> Any:
+    def _receive(self, sent: Sent, link: Link) -> Any:
         """Return the next message of an answer, joined if it was cut; None for what is no answer.
 
         Unless it says that *sent* is over then, *link* is not to be used again: a late answer must
@@ -190,51 +201,41 @@ class UnixRpc:
                 raise KVStoreError(f"the server's answer is no {name}") from None
         return None
 
-    # --- connections
-
-    def _joined(self, until: Until) -> socket.socket | None:
-        """Return one more connection; None where there can be none now."""
-        if self._clock() < self._join_at or not self.links.may_make():
-            return None
-        link: socket.socket | None = None
-        try:
-            link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        except OSError:  # out of descriptors
-            return None
-        finally:
-            self.links.made(link)
-        is_joined = False
-        try:
-            is_joined = self._join(link, until)
-        finally:
-            if not is_joined:
-                self.links.give_back(link, is_clean=False)
-        return link if is_joined else None
-
-    def _join(self, link: socket.socket, until: Until) -> bool:
-        """Whether the server let *link* join; where it does not say, half the time is left."""
-        # For each of two answers.
-        link.settimeout(min(_JOIN_WITHIN_S, until.left_s(SLACK_S) / 4))
-        try:
-            reply = enter(link, self._terms, unix_socket.Op.join)
-        except (OSError, InvalidRequestError):
-            reply = Reply.unknown
-        if reply is not Reply.ok:
-            self._join_at = self._clock() + _JOIN_AGAIN_S
-        return reply is Reply.ok
-
 
 def enter(
-    link: socket.socket,
     terms: SessionTerms,
     op: unix_socket.Op,
+    within_s: float,
     size_bytes: int = 0,
     descriptors: Sequence[int] = (),
-) -> Reply:
-    """Connect *link* and ``attach``, with staging memory of *size_bytes*, or ``join``.
+) -> Link:
+    """Connect and ``attach``, with staging memory of *size_bytes*, or ``join``, within
+    *within_s*. Raises TierUnavailableError, DeadlineError.
+    """
+    link = None
+    try:
+        link = Link()
+        link.settimeout(within_s / 2)  # for each of two answers
+        reply = _enter(link, terms, op, size_bytes, descriptors)
+        if reply is not Reply.ok:
+            raise TierUnavailableError("shm", f"{terms.socket_path}: {reply.name}")
+        entered, link = link, None
+        return entered
+    except TimeoutError:
+        raise DeadlineError(f"{terms.socket_path}: the server did not answer in time") from None
+    except (OSError, InvalidRequestError) as error:
+        raise TierUnavailableError("shm", f"{terms.socket_path}: {error}") from None
+    finally:
+        if link is not None:
+            link.close()
 
-    The server proves first that it is the session's. Raises InvalidRequestError when it does not:
-    another process listens in its place; and OSError.
+
+def _enter(
+    link: Link, terms: SessionTerms, op: unix_socket.Op, size_bytes: int, files: Sequence[int]
+) -> Reply:
+    """Return what the server says, which proves first that it is the session's.
+
+    Raises InvalidRequestError when it does not: another process listens in its place; OSError.
     """
     link.connect(terms.socket_path)
     is_known = terms.pid_namespace and terms.pid_namespace == unix_socket.pid_namespace()
@@ -248,5 +249,5 @@ def enter(
     if not hmac.compare_digest(expected, proven):
         raise InvalidRequestError("socket_path", terms.socket_path, "not the session's server")
     own = unix_socket.proof(terms.attach_token, op, session_id, nonces)
-    socket.send_fds(link, [unix_socket.Request(op, size_bytes, own).pack()], descriptors)
+    socket.send_fds(link, [unix_socket.Request(op, size_bytes, own).pack()], files)
     return unix_socket.unpack_head(link.recv(unix_socket.HEADER_BYTES), unix_socket.REPLY_KINDS)[0]

@@ -21,6 +21,7 @@ from helpers.prompts import MEDIUM, SMALL, assert_reads, chunks_of, keys_of, sto
 from helpers.stream_messages import Sent
 
 from kvstore.client import Client, ClientOptions
+from kvstore.client.connection import Pool
 from kvstore.client.frames import Arrival, FrameAssembler
 from kvstore.client.session import Session, SessionTerms
 from kvstore.client.transports.base import PutTerms, ReadPlan
@@ -30,7 +31,7 @@ from kvstore.client.transports.tcp import (
     BulkTransport,
     Entrance,
     FrameStream,
-    FrameStreams,
+    streams_to,
     upload,
 )
 from kvstore.proto import bulk
@@ -59,11 +60,11 @@ class TestBulkTransport(BulkChannelContract):
         keys = store(client, 1, 2)
         with ExitStack() as stack:
             gets = [stack.enter_context(bare.read(plan_of(keys))) for _ in range(MAX_STREAMS + 2)]
-            assert len(bare._streams.pool.busy) == MAX_STREAMS
+            assert len(bare.streams.busy) == MAX_STREAMS
             assert bare.put([], PutTerms(False, DEADLINE_MS)) == []
             for arriving in gets:
                 assert [one.index for one in arriving] == [0, 1]
-        assert len(bare._streams.pool.idle) == MAX_STREAMS
+        assert len(bare.streams.idle) == MAX_STREAMS
 
     def test_a_server_that_is_late_within_a_get_shuts_the_gate(
         self, bare: BulkTransport, client: Client, monkeypatch: pytest.MonkeyPatch
@@ -132,8 +133,8 @@ def lost(make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     session = Session(server.dial(), SMALL, ClientOptions("tcp", 16, deadline_ms=DEADLINE_MS))
     transport = BulkTransport(session)
     transport.connect(DEADLINE_MS / 2000)
-    for stream in transport._streams.pool.idle:
-        stream.give_up()
+    for stream in transport.streams.idle:
+        stream.wake(KVStoreError("lost"))
     welcome = BulkServer._welcome
 
     def slow(*terms: Any) -> None:
@@ -282,7 +283,7 @@ def forbid_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(StreamTransport, name, forbidden)
 
 
-def test_a_port_that_is_reached_no_more_is_tried_twice_and_gets_come_through_grpc(
+def test_a_port_that_is_reached_no_more_is_tried_once_and_gets_come_through_grpc(
     server: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = server.connect("tcp")
@@ -295,19 +296,16 @@ def test_a_port_that_is_reached_no_more_is_tried_twice_and_gets_come_through_grp
 
     monkeypatch.setattr(socket.socket, "connect", refused)
     for stream in _streams_idle(client):
-        stream.give_up()
-    streams = transport_of(client)._streams
+        stream.wake(KVStoreError("lost"))
+    streams = transport_of(client).streams
     assert_reads(client, keys)
-    assert eventually(
-        lambda: streams._refused_until > 0 and streams._dialling is None
-    )  # a dial beside the call has failed too
     for _ in range(3):
         assert_reads(client, keys)
-    assert len(tried) == 2
+    assert len(tried) == 1
     monkeypatch.undo()
-    streams._refused_until = 0.0
+    streams._rests_until_s = 0.0
     assert_reads(client, keys)
-    assert eventually(lambda: len(streams.pool.idle) == 1)
+    assert eventually(lambda: len(streams.idle) == 1)
 
 
 def test_a_server_that_has_hung_up_on_idle_streams_is_dialled_again(
@@ -326,27 +324,27 @@ def test_a_server_that_has_hung_up_on_idle_streams_is_dialled_again(
 
 
 def _first(client: Client) -> FrameStream:
-    return transport_of(client)._streams.pool.idle[0]
+    return transport_of(client).streams.idle[0]
 
 
 def test_a_get_that_waits_ends_when_its_transport_closes_or_the_server_is_given_up() -> None:
     for end, error in (
-        (FrameStreams.close, "the client is closed"),
-        (lambda streams: streams.pool.hang_up(), "hangs"),
+        (Pool.close, "the client is closed"),
+        (lambda streams: streams.hang_up(DeadlineError("the server hangs")), "hangs"),
     ):
         with closing(Answerer([])) as other:
-            streams = FrameStreams(Entrance.of(other.terms, ""))
+            streams = streams_to(Entrance.of(other.terms, ""))
             stream = streams.take(SOON_S)
             assert stream is not None
             threading.Timer(0.05, end, [streams]).start()
             with pytest.raises(KVStoreError, match=error):
                 read(stream, SOON_S)
-            streams.pool.give_back(stream, is_clean=False)
+            streams.give_back(stream, is_clean=False)
             streams.close()
 
 
 def _streams_idle(client: Client) -> list[FrameStream]:
-    return transport_of(client)._streams.pool.idle
+    return transport_of(client).streams.idle
 
 
 # --- a server that answers otherwise
@@ -418,7 +416,7 @@ def read(stream: FrameStream, within_s: float) -> int:
 @contextmanager
 def stream_to(words: Words, **other: Any) -> Iterator[FrameStream]:
     with closing(Answerer(words, **other)) as server:
-        stream = FrameStream(Entrance.of(server.terms, ""), lambda: False, SOON_S)
+        stream = FrameStream(Entrance.of(server.terms, ""), SOON_S)
         with closing(stream):
             yield stream
 
@@ -520,15 +518,15 @@ def test_addresses_of_a_name_share_the_time_to_connect(monkeypatch: pytest.Monke
         entrance = Entrance(f"tcp://store:{place[1]}", b"", messages.attach(7, bytes(16)).attach)
         began = time.monotonic()
         with pytest.raises(DeadlineError):
-            FrameStream(entrance, lambda: False, 0.6)
+            FrameStream(entrance, 0.6)
         assert time.monotonic() - began < 1.0
 
 
 def test_who_shows_another_token_has_no_stream(server: LocalServer) -> None:
     terms = server.connect("tcp")._link.connected().session.terms
-    with closing(FrameStreams(Entrance.of(replace(terms, attach_token=bytes(16)), ""))) as streams:
+    with closing(streams_to(Entrance.of(replace(terms, attach_token=bytes(16)), ""))) as streams:
         with pytest.raises(UnauthenticatedError):
-            streams.connect(SOON_S)
+            streams.take(SOON_S)
         assert streams.take(SOON_S) is None
 
 
@@ -568,7 +566,7 @@ def test_to_connect_to_shake_hands_and_to_attach_share_their_time(
 ) -> None:
     terms = peer_session(late_tls.where, late_tls.certificate)
     link = StreamLink(terms, time.monotonic)
-    reach = link.connect if whose == "server" else partial(FrameStream, late_tls, lambda: False)
+    reach = link.connect if whose == "server" else partial(FrameStream, late_tls)
     began = time.monotonic()
     with pytest.raises(DeadlineError):
         reach(1.0)

@@ -116,7 +116,7 @@ def test_a_server_whose_threads_for_gets_are_all_held_up_answers_others_through_
         assert not held.done()
         transport = other._link.connected()
         assert isinstance(transport, BulkTransport)
-        assert not transport._streams.pool.idle, "it was hung up on"
+        assert not transport.streams.idle, "it was hung up on"
         go_on.set()
         assert len(held.result(SOON_S)) == 2
     monkeypatch.setattr(BulkService, "get", answer)

@@ -20,7 +20,6 @@ from helpers.socket_peer import Listener
 from kvstore.client import Client, ClientOptions
 from kvstore.client.connection import Connection
 from kvstore.client.session import Session
-from kvstore.client.transports import unix_rpc
 from kvstore.client.transports.unix_rpc import MAX_CONNECTIONS, CallQueue, UnixRpc
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
@@ -386,7 +385,7 @@ def test_who_may_not_join_calls_through_grpc_and_tries_again_later(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert setting.look_up() == 2, "nobody listens"
-    monkeypatch.setattr(unix_rpc, "_JOIN_WITHIN_S", SOON_MS / 1000)
+    monkeypatch.setattr(setting.link.links, "_dial_s", SOON_MS / 1000)
     ok = unix_socket.pack_reply(Reply.ok)
     said: list[Answers] = [
         [unix_socket.pack_reply(Reply.invalid)],
@@ -420,13 +419,13 @@ def test_who_listens_in_another_process_than_the_session_s_server_hears_nothing(
     setting: Setting,
 ) -> None:
     false = setting.serve(lambda _: lookup_answer())
-    setting.link._terms = replace(setting.link._terms, server_pid=1)
+    terms = replace(setting.session.terms, socket_path=str(setting.path), server_pid=1)
+    setting.link = UnixRpc(terms, setting.connection)
     assert setting.look_up() == 2
     assert eventually(lambda: false.ended == 1)
     assert false.heard == []
-    setting.clock.ahead_s = 6.0
-    elsewhere = setting.session.terms.pid_namespace + 1  # where the number says nothing
-    setting.link._terms = replace(setting.link._terms, pid_namespace=elsewhere)
+    elsewhere = terms.pid_namespace + 1  # where the number says nothing
+    setting.link = UnixRpc(replace(terms, pid_namespace=elsewhere), setting.connection)
     assert setting.look_up() == BY_SOCKET
 
 

@@ -303,7 +303,7 @@ def test_strangers_at_the_streams_and_at_the_socket_are_written_down(
     terms = open_session(world.dial(Access(ca=world.ca.path, token=world.acme)))
     entrance = Entrance(terms.bulk_address, b"", attach(terms.session_id, bytes(16)).attach)
     with pytest.raises(UnauthenticatedError):
-        FrameStream(entrance, lambda: False, DEADLINE_MS / 1000)
+        FrameStream(entrance, DEADLINE_MS / 1000)
     wanted = {"rpc": "Attach", "outcome": "UnauthenticatedError"}
     assert eventually(lambda: world.came(peer="stream:127.0.0.1", **wanted))
     assert not any("who" in line for line in world.lines() if wanted.items() <= line.items())

@@ -245,7 +245,7 @@ def test_what_was_written_to_staging_memory_cannot_be_taken_back() -> None:
         assert ctypes.get_errno() == errno.EPERM
         assert os.fstat(memory.descriptor).st_blocks == written
     finally:
-        memory.close_descriptor()
+        os.close(memory.descriptor)
         memory.close()
 
 

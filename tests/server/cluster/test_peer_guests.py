@@ -198,7 +198,9 @@ def test_a_peer_that_hangs_is_left_alone_and_its_chunks_come_by_way_of_the_own_s
 ) -> None:
     keys = store(pair.writer, 1, CHUNKS)
     pair.find(keys)
-    for stream in reads_of(pair.reader)._lenders[1].streams.pool.idle:
+    streams = reads_of(pair.reader)._lenders[1].streams
+    assert streams is not None
+    for stream in streams.idle:
         stream._silence_s = SILENCE_S
     resumed = threading.Event()
     peer_server = peer_server_of(pair.first)
@@ -246,7 +248,7 @@ def test_a_peer_that_hangs_up_in_the_midst_costs_nothing(
 def test_leave_is_asked_for_anew_at_half_its_time(pair: Pair) -> None:
     reads = reads_of(pair.reader)
     before = reads._lenders[1]
-    assert before.renewed_at - time.monotonic() > 0.4 * GUEST_S
+    assert before.due_s - time.monotonic() > 0.4 * GUEST_S
     reads._clock = lambda: time.monotonic() + GUEST_S / 2
     reads.numbers()
     assert eventually(lambda: reads._lenders[1] is not before)
@@ -294,7 +296,7 @@ def lent_to(pair: Pair, space: Namespace) -> Entrance:
 
 def enter(lent: Entrance, guest: pb.StreamAttach | None = None) -> FrameStream:
     entrance = Entrance(lent.where, lent.certificate, guest or lent.attach)
-    return FrameStream(entrance, lambda: False, SOON_S)
+    return FrameStream(entrance, SOON_S)
 
 
 def frames_of(
